@@ -1,0 +1,38 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`. They share one environment.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+# make TORCH_INDEX=https://... picks another wheel of torch than pip's default
+TORCH_INDEX ?=
+INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+
+.PHONY: install demo demo-comfyui test test-full test-host test-browser workflows lint bench clean
+
+install: $(READY)
+
+$(READY): requirements.txt requirements-test.txt constraints.txt pyproject.toml
+	@started=$$(date +%s); \
+	test -x $(PY) || $(PYTHON) -m venv $(VENV); \
+	$(PY) -m pip install --quiet --disable-pip-version-check $(INDEX) -c constraints.txt torch && \
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt "setuptools>=77" wheel -r requirements-test.txt && \
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e . && \
+	touch $@ && echo "installed in $$(( $$(date +%s) - started )) s"
+
+demo: $(READY)
+	$(PY) -m anygpu.cli demo --output demo
+
+test: $(READY)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadgroup -m "not full and not host and not browser"
+
+test-full: $(READY)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadgroup -m "not host and not browser"
+
+test-host: $(READY)
+	$(PY) -m pytest tests/host
+
+lint: $(READY)
+	$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy --explicit-package-bases compat pipelines
+
+clean:
+	rm -rf $(VENV) .build demo build *.egg-info

@@ -1,0 +1,229 @@
+"""`anygpu`: the pack without ComfyUI. Reports what was decided, renders a clip, runs the demo."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # run as `python path/to/pack/cli.py`: load the folder as the package it is
+    import importlib.util
+
+    _folder = Path(__file__).resolve().parent
+    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != _folder]
+    _spec = importlib.util.spec_from_file_location(
+        "anygpu", _folder / "__init__.py", submodule_search_locations=[str(_folder)]
+    )
+    assert _spec is not None and _spec.loader is not None
+    sys.modules["anygpu"] = importlib.util.module_from_spec(_spec)
+    _spec.loader.exec_module(sys.modules["anygpu"])
+    __package__ = "anygpu"
+
+from .compat import offload, precision
+from .compat.device import facts_for, free_bytes
+from .compat.errors import InputError, PackError
+from .compat.offload import GIGABYTE, residency_for
+from .pipelines.family import FITS, SCHEDULERS
+
+WIDTH = 60
+
+
+class Printed:
+    """Progress on one terminal line; a cancel is Ctrl+C."""
+
+    def __init__(self) -> None:
+        self._stage, self._length = "", 0
+
+    def step(self, done: int, total: int, stage: str, preview: Callable[[], Any] | None = None) -> None:
+        """Redraw the line; a finished stage stays."""
+        text = f"{stage} {done}/{total}" if not any(c.isdigit() for c in stage) else stage
+        print(f"\r{text.ljust(self._length)}", end="", file=sys.stderr, flush=True)
+        self._length = len(text)
+        if done >= total:
+            print(file=sys.stderr)
+            self._length = 0
+
+    def check(self) -> None:
+        """Nothing: Ctrl+C raises by itself."""
+
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        print(f"\r{text.ljust(self._length)}", file=sys.stderr)
+
+
+def report(arguments: argparse.Namespace) -> int:
+    """Print the device and what is decided on it for every family."""
+    from .pipelines.families import FAMILIES
+
+    facts = facts_for(arguments.device)
+    free = free_bytes(facts.device)
+    print(f"device: {facts}" + (f", {free / GIGABYTE:.1f} GB free" if free is not None else ""))
+    for family in FAMILIES.values():
+        print(f"{family.id:<17} {precision.precision_for(family.id, facts)}")
+    print(f"offload: {residency_for('auto', _NoParts(), facts.device, {}, free)[1]}")
+    return 0
+
+
+def render(arguments: argparse.Namespace) -> int:
+    """Render one clip with a model of the user's."""
+    from .pipelines.movie import write_mp4
+
+    progress = Printed()
+    started = time.monotonic()
+    frames, fps = rendered(arguments, progress)
+    path = write_mp4(frames, fps, Path(arguments.output))
+    size = f"{frames.shape[2]}x{frames.shape[1]}, {frames.shape[0]} frames at {fps:g} fps"
+    print(f"{path}: {size}, {time.monotonic() - started:.1f} s")
+    return 0
+
+
+def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float]:
+    """Frames (F, H, W, 3) and fps for the arguments of ``render``: the same functions that the nodes call."""
+    import torch
+
+    from .pipelines import stages
+    from .pipelines.contract import FramePackSettings, PromptRequest, SampleSettings
+    from .pipelines.loading import LoadRequest, load
+
+    request = LoadRequest(
+        Path(arguments.model), _path(arguments.base), _path(arguments.image_encoder), arguments.variant,
+        arguments.precision, arguments.offload, arguments.device, tuple(map(Path, arguments.search)),
+    )
+    with torch.no_grad():
+        loaded = load(request, progress)
+        for note in loaded.notes:
+            progress.say(note)
+        image, pictures = _images(loaded, arguments, progress)
+        prompt = stages.encode_prompt(
+            loaded,
+            PromptRequest(
+                arguments.prompt, arguments.negative, sections=tuple(arguments.section_prompt),
+                image=pictures if "image" in stages.family_named(loaded.family).FAMILY.effective else None,
+            ),
+            progress,
+        )
+        chosen = SampleSettings(
+            image.width if image else arguments.width, image.height if image else arguments.height, arguments.frames,
+            arguments.steps, arguments.seed, arguments.fps, arguments.guidance, arguments.cfg,
+            shift=arguments.shift, scheduler=arguments.scheduler, denoise=arguments.denoise,
+            latents=_start(loaded, arguments, progress),
+        )
+        if loaded.family == "framepack":
+            if image is None:
+                raise InputError("no image for FramePack", expected="a start image", fix="Add --image FILE.")
+            framepack = FramePackSettings(arguments.seconds, arguments.window)
+            latents = stages.sample_framepack(loaded, prompt, image, chosen, framepack, progress)
+        else:
+            latents = stages.sample(loaded, prompt, image, chosen, progress)
+        return stages.decode(loaded, latents, progress), latents.fps
+
+
+def demo(arguments: argparse.Namespace) -> int:
+    """Render one clip per family with tiny checkpoints, check each, and leave a folder to look at."""
+    from .showcase import run
+
+    return run(Path(arguments.output), print)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code. An error that the user can act on is one line on stderr."""
+    arguments = _parser().parse_args(words)
+    try:
+        code: int = arguments.run(arguments)
+    except PackError as error:
+        print(f"anygpu: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nanygpu: cancelled", file=sys.stderr)
+        return 130
+    return code
+
+
+class _NoParts(dict[str, Any]):
+    """Parts of no pipeline, for a report without a model."""
+
+    def read(self, name: str, progress: Any = None) -> Any:
+        raise KeyError(name)
+
+    def drop(self, name: str) -> None:
+        raise KeyError(name)
+
+
+def _images(loaded: Any, arguments: argparse.Namespace, progress: Any) -> tuple[Any, Any]:
+    """The image condition of ``--image`` and ``--end-image``, and the start picture itself."""
+    from .pipelines import stages
+    from .pipelines.contract import ImageRequest
+    from .pipelines.movie import read_frames
+
+    condition, start = None, None
+    for path, frame in ((arguments.image, 0), (arguments.end_image, -1)):
+        if path is None:
+            continue
+        pictures, _ = read_frames(Path(path))
+        start = pictures if start is None else start
+        request = ImageRequest(pictures, arguments.width, arguments.height, frame, 1.0, None, condition, arguments.seed)
+        condition = stages.encode_image(loaded, request, arguments.fit, progress)
+    return condition, start
+
+
+def _start(loaded: Any, arguments: argparse.Namespace, progress: Any) -> Any:
+    """The latents of ``--video``; None without one."""
+    from .pipelines import stages
+    from .pipelines.movie import read_frames
+
+    if arguments.video is None:
+        return None
+    frames, _ = read_frames(Path(arguments.video))
+    return stages.encode_video(loaded, frames, arguments.width, arguments.height, "crop", arguments.seed, progress)
+
+
+def _path(text: str | None) -> Path | None:
+    return None if text is None else Path(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="anygpu", description=__doc__)
+    commands = parser.add_subparsers(required=True)
+    told = commands.add_parser("report", help="what this machine is and what is decided on it")
+    told.add_argument("--device", help="such as cpu, cuda:0, mps; default: the accelerator, else cpu")
+    told.set_defaults(run=report)
+    _render_arguments(commands.add_parser("render", help="render one clip with your own model"))
+    shown = commands.add_parser("demo", help="render one clip per family with tiny random models and check each")
+    shown.add_argument("--output", default="demo", help="folder to fill (default: demo)")
+    shown.set_defaults(run=demo)
+    return parser
+
+
+def _render_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=render)
+    add = parser.add_argument
+    add("--model", required=True, help="diffusers model folder, or a FramePack transformer folder")
+    add("--prompt", required=True)
+    add("--negative", default="")
+    add("--section-prompt", action="append", default=[], help="FramePack: prompt of a later section; repeat it")
+    add("--output", default="anygpu.mp4")
+    for name in ("--image", "--end-image", "--video"):
+        add(name, help="file")
+    for name in ("--width", "--height", "--frames", "--steps", "--seed"):
+        add(name, type=int, default=0, help="0: the model's default" if name != "--seed" else "same seed, same video")
+    for name in ("--fps", "--cfg", "--guidance", "--shift"):
+        add(name, type=float, default=0.0, help="0: the model's default")
+    add("--seconds", type=float, default=5.0, help="FramePack: length of the video")
+    add("--window", type=int, default=9, help="FramePack: latent frames per section")
+    add("--denoise", type=float, default=1.0, help="with --video: share that is redrawn")
+    add("--fit", choices=FITS, default=FITS[0])
+    add("--scheduler", choices=SCHEDULERS, default="auto")
+    add("--precision", choices=precision.CHOICES, default="auto")
+    add("--offload", choices=offload.CHOICES, default="auto")
+    add("--device", help="such as cpu, cuda:0, mps; default: the accelerator, else cpu")
+    add("--variant", default="auto")
+    add("--base", help="FramePack: HunyuanVideo folder")
+    add("--image-encoder", help="FramePack: folder with image_encoder and feature_extractor")
+    add("--search", action="append", default=[], help="folder in which missing parts are searched; repeat it")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""Where a pipeline's inputs and generator must live.
+
+Under offload a module's own device says nothing: accelerate leaves its weights on ``cpu`` or ``meta`` between calls,
+and diffusers' group offload leaves them on ``cpu``. What counts is the device on which the next forward will run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+HOST = torch.device("cpu")
+
+
+class HasDevice(Protocol):
+    """Anything that states the device it executes on, such as a residency."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+
+def execution_device(
+    residency: HasDevice | None = None,
+    modules: Iterable[nn.Module] = (),
+    pipeline: Any = None,
+    host: torch.device | None = None,
+) -> torch.device:
+    """The device on which the next forward runs: residency, offload hooks, pipeline, host, in this order.
+
+    Args:
+        residency: the object that moves the parts; its word is final.
+        modules: parts that may carry accelerate or group-offload hooks.
+        pipeline: a diffusers pipeline; its ``_execution_device`` is asked, never its ``device``, which is ``cpu``
+            under model offload and ``meta`` under sequential offload.
+        host: what to return when nobody knows; the CPU when None.
+
+    Source: diffusers ``DiffusionPipeline._execution_device``; accelerate ``AlignDevicesHook``.
+    """
+    if residency is not None:
+        return torch.device(residency.device)
+    for module in modules:
+        device = _hooked_device(module)
+        if device is not None:
+            return device
+    if pipeline is not None:
+        device = torch.device(pipeline._execution_device)
+        if device.type != "meta":
+            return device
+    return host or HOST
+
+
+def placed(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+    """``value`` with every tensor in it on ``device``; floating tensors also in ``dtype`` when it is given.
+
+    Args:
+        value: a tensor, or a dict, list or tuple of values; anything else is returned as it is.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.to(device, dtype) if dtype is not None and value.is_floating_point() else value.to(device)
+    if isinstance(value, Mapping):
+        return {key: placed(item, device, dtype) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(placed(item, device, dtype) for item in value)
+    return value
+
+
+def generator_for(seed: int, state: bytes | None = None) -> torch.Generator:
+    """A CPU generator, so that one seed draws the same noise whatever the device.
+
+    Args:
+        seed: 0 to 2**64 - 1.
+        state: a generator state as bytes, to go on where an earlier stage stopped.
+    """
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    if state is not None:
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8).clone())
+    return generator
+
+
+@contextmanager
+def checked_leaves(module: nn.Module, called: Any) -> Iterator[None]:
+    """Call ``called()`` before each leaf module of ``module`` runs, so that a cancel is obeyed inside a long forward.
+
+    Hooks, not patched forwards: they survive accelerate's and diffusers' own re-wrapping of ``forward``.
+    """
+    def before(_module: nn.Module, _inputs: Any) -> None:
+        called()
+
+    handles = [
+        leaf.register_forward_pre_hook(before) for leaf in module.modules() if next(leaf.children(), None) is None
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _hooked_device(module: nn.Module) -> torch.device | None:
+    hook = getattr(module, "_hf_hook", None)
+    for candidate in (hook, *getattr(hook, "hooks", ())):
+        device = getattr(candidate, "execution_device", None)
+        if device is not None:
+            return torch.device(device)
+    registry = getattr(module, "_diffusers_hook", None)
+    for name in getattr(registry, "_hook_order", ()):
+        if name == "group_offloading":
+            return torch.device(registry.hooks[name].group.onload_device)
+    return next((found for found in map(_hooked_device, module.children()) if found is not None), None)

@@ -1,0 +1,1 @@
+"""What touches ComfyUI: the only room that imports it."""

@@ -1,0 +1,99 @@
+"""ComfyUI's model folders: which models are there, by the names the load node lists."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import folder_paths
+
+from ..compat.errors import CheckpointError
+from ..pipelines.families import FAMILIES
+from ..pipelines.loading import find_models
+
+MODEL_KEYS = ("diffusers", "diffusion_models")
+ENCODER_KEYS = ("diffusers", "clip_vision", "style_models")
+NO_MODEL = "no model found"
+AUTO = "auto"
+
+_listed: dict[tuple[tuple[str, float], ...], dict[str, Path]] = {}
+
+
+def model_roots() -> list[Path]:
+    """The folders in which models are searched, those of extra_model_paths.yaml included."""
+    return _roots(MODEL_KEYS)
+
+
+def encoder_roots() -> list[Path]:
+    """The folders in which image encoders are searched."""
+    return _roots(ENCODER_KEYS)
+
+
+def models() -> dict[str, Path]:
+    """Name to folder of every model found; scanned again only when a folder has changed."""
+    stamp = _stamp(model_roots())
+    if stamp not in _listed:
+        _listed.clear()
+        _listed[stamp] = _named(model_roots(), find_models(model_roots()))
+    return _listed[stamp]
+
+
+def model_choices() -> list[str]:
+    """What the load node lists; one entry that says so when there is nothing."""
+    return list(models()) or [NO_MODEL]
+
+
+def lender_choices() -> list[str]:
+    """What the inputs for borrowed parts list, ``auto`` first."""
+    encoders = _named(encoder_roots(), [c.parent.parent for r in encoder_roots() for c in r.glob("*/image_encoder/config.json")])
+    return [AUTO, *dict.fromkeys([*models(), *encoders])]
+
+
+def model_folder(name: str) -> Path:
+    """The folder of a listed model.
+
+    Raises:
+        CheckpointError: no model of that name; says which folders were searched.
+    """
+    if name in models():
+        return models()[name]
+    searched = ", ".join(map(str, model_roots()))
+    pages = "; ".join(page for family in FAMILIES.values() for page in family.pages[:1])
+    raise CheckpointError(
+        f"no model {name!r} in {searched}" if name != NO_MODEL else f"no model in {searched}",
+        expected="a diffusers model folder with model_index.json, or a FramePack transformer folder",
+        fix=f"Download one ({pages}) into {model_roots()[0]} and press R.",
+    )
+
+
+def lender_folder(name: str) -> Path | None:
+    """The folder that lends parts; None for ``auto``."""
+    if name == AUTO:
+        return None
+    for root in encoder_roots():
+        if (root / name / "image_encoder" / "config.json").is_file() and ".." not in Path(name).parts:
+            return root / name
+    return model_folder(name)
+
+
+def kept_folder() -> Path:
+    """Where latents are kept until ComfyUI clears its temporary folder."""
+    return Path(folder_paths.get_temp_directory()) / "anygpu"
+
+
+def _roots(keys: tuple[str, ...]) -> list[Path]:
+    found = [Path(path) for key in keys if key in folder_paths.folder_names_and_paths for path in folder_paths.get_folder_paths(key)]
+    return list(dict.fromkeys(found))
+
+
+def _stamp(roots: list[Path]) -> tuple[tuple[str, float], ...]:
+    watched = [folder for root in roots if root.is_dir() for folder in (root, *(f for f in root.iterdir() if f.is_dir()))]
+    return tuple((str(folder), folder.stat().st_mtime) for folder in watched)
+
+
+def _named(roots: list[Path], folders: list[Path]) -> dict[str, Path]:
+    named: dict[str, Path] = {}
+    for folder in folders:
+        root = next((root for root in roots if folder.is_relative_to(root) and folder != root), None)
+        if root is not None:
+            named.setdefault(folder.relative_to(root).as_posix(), folder)
+    return named

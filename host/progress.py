@@ -1,0 +1,96 @@
+"""ComfyUI's progress bar, previews, cancel and node text, as the plain callbacks that the layers below call."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import comfy.latent_formats
+import comfy.model_management
+import comfy.utils
+import latent_preview
+import torch
+from server import PromptServer
+
+log = logging.getLogger(__name__)
+
+TEXT_SECONDS = 0.25
+LATENT_FORMATS = {
+    "ltx": comfy.latent_formats.LTXV,
+    "hunyuan_video": comfy.latent_formats.HunyuanVideo,
+    "hunyuan_video_15": comfy.latent_formats.HunyuanVideo15,
+    "framepack": comfy.latent_formats.HunyuanVideo,
+    "mochi": comfy.latent_formats.Mochi,
+}
+
+
+class NodeProgress:
+    """One node's progress for one run.
+
+    Args:
+        node_id: the node that runs. family: whose latent format previews use; None where there are no latents.
+    """
+
+    def __init__(self, node_id: str | None, family: str | None = None) -> None:
+        self.node_id, self.family = node_id, family
+        self.lines: list[str] = []
+        self._bar: Any = None
+        self._stage, self._texted, self._started = "", 0.0, time.monotonic()
+        self._previewer: Any = None
+        self._previewer_known = False
+
+    def step(self, done: int, total: int, stage: str, preview: Callable[[], torch.Tensor] | None = None) -> None:
+        """Move the bar; raises when the user has cancelled."""
+        self.check()
+        name = stage.split(" ")[0]
+        if self._bar is None or name != self._stage:
+            self._bar, self._stage = comfy.utils.ProgressBar(total, node_id=self.node_id), name
+            self._started = time.monotonic()
+        self._bar.update_absolute(done, total, None if preview is None else self._picture(preview))
+        self._text(stage if any(c.isdigit() for c in stage) else f"{stage} {done}/{total}{self._pace(done)}")
+
+    def check(self) -> None:
+        """Raise ComfyUI's own interrupt when the user has cancelled."""
+        comfy.model_management.throw_exception_if_processing_interrupted()
+
+    def say(self, text: str) -> None:
+        """A line in the log and under the node."""
+        if text not in self.lines:
+            self.lines.append(text)
+            log.info("AnyGPU: %s", text)
+
+    def finish(self, status: str) -> None:
+        """The text that stays under the node: its status, then what was said."""
+        self._send("\n".join([status, *self.lines]))
+
+    def _pace(self, done: int) -> str:
+        seconds = time.monotonic() - self._started
+        return f", {seconds / done:.1f} s each" if done > 1 and seconds > 1 else ""
+
+    def _text(self, text: str) -> None:
+        now = time.monotonic()
+        if now - self._texted >= TEXT_SECONDS:
+            self._texted = now
+            self._send("\n".join([text, *self.lines]))
+
+    def _send(self, text: str) -> None:
+        server = getattr(PromptServer, "instance", None)
+        if server is not None and self.node_id is not None:
+            server.send_progress_text(text, self.node_id)
+
+    def _picture(self, preview: Callable[[], torch.Tensor]) -> Any:
+        """The preview in the form ComfyUI sends, or None when previews are off."""
+        if not self._previewer_known:
+            self._previewer_known = True
+            latent_format = LATENT_FORMATS.get(self.family or "")
+            device = comfy.model_management.get_torch_device()
+            self._previewer = latent_preview.get_previewer(device, latent_format()) if latent_format else None
+        if self._previewer is None:
+            return None
+        estimate = preview()
+        width = self._previewer.latent_rgb_factors.shape[1] if hasattr(self._previewer, "latent_rgb_factors") else None
+        if width is not None and estimate.shape[1] != width:
+            return None
+        return self._previewer.decode_latent_to_preview_image("JPEG", estimate.cpu())

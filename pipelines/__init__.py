@@ -1,0 +1,1 @@
+"""The model families: checkpoint in, tensors out. Nothing here knows ComfyUI."""

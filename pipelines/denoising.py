@@ -1,0 +1,111 @@
+"""The denoising loop that all families share: noise in, latents out, previews, cancel, masks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ..compat.errors import InputError
+from .contract import Progress, SampleSettings
+from .schedule import Schedule
+
+Predict = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The part of a video that a noise mask keeps.
+
+    Args:
+        clean, noise: shaped as the latents that are sampled. mask: 1 where to sample, 0 where to keep.
+    """
+
+    clean: torch.Tensor
+    noise: torch.Tensor
+    mask: torch.Tensor
+
+    def over(self, latents: torch.Tensor, level: float) -> torch.Tensor:
+        """``latents`` with the kept part at noise ``level``."""
+        kept = (1.0 - level) * self.clean + level * self.noise
+        return self.mask * latents + (1.0 - self.mask) * kept
+
+
+def noise_for(shape: tuple[int, ...], generator: torch.Generator, device: torch.device) -> torch.Tensor:
+    """Gaussian noise, fp32, drawn on the CPU whatever the device, so that a seed means one video."""
+    return torch.randn(shape, generator=generator, dtype=torch.float32).to(device)
+
+
+def start_from(clean: torch.Tensor | None, noise: torch.Tensor, schedule: Schedule) -> torch.Tensor:
+    """The latents that sampling starts from: noise, or ``clean`` under the first noise level."""
+    if clean is None:
+        return noise
+    level = schedule.levels[0]
+    return level * noise + (1.0 - level) * clean
+
+
+def cfg_acts(settings: SampleSettings, index: int, steps: int) -> bool:
+    """Whether classifier-free guidance acts at step ``index`` of ``steps``."""
+    done = index / steps
+    return settings.cfg > 1.0 and settings.cfg_start <= done < settings.cfg_end
+
+
+def denoise(
+    latents: torch.Tensor,
+    schedule: Schedule,
+    predict: Predict,
+    *,
+    progress: Progress,
+    stage: str = "sampling",
+    kept: Kept | None = None,
+    preview: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    step: Callable[[torch.Tensor, int, torch.Tensor], torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Latents at the last noise level.
+
+    Args:
+        latents: at the first noise level, fp32, on the device.
+        predict: from (latents, timestep, index) to the transformer's guided output.
+        preview: from latents to (1, C, T, H, W), where the family samples in another shape.
+        step: replaces the schedule's own step.
+
+    Raises:
+        InputError: the result is not finite.
+    """
+    advance = step or schedule.step
+    for index, time in enumerate(schedule.timesteps):
+        progress.check()
+        output = predict(latents, time, index).float()
+        estimate = _later(schedule.clean, output, index, latents, preview)
+        latents = advance(output, index, latents)
+        if kept is not None:
+            latents = kept.over(latents, schedule.levels[index + 1])
+        progress.step(index + 1, len(schedule), stage, estimate)
+    require_finite(latents, "sampled latents")
+    return latents
+
+
+def require_finite(tensor: torch.Tensor, subject: str) -> None:
+    """Raise when ``tensor`` holds NaN or infinity, with how many."""
+    broken = int((~torch.isfinite(tensor)).sum())
+    if broken:
+        raise InputError(
+            f"{broken} of {tensor.numel()} values of the {subject} are NaN or infinite",
+            expected="finite values",
+            fix="Choose precision fp32 (or bf16 where the device has it) on the load node and sample again.",
+        )
+
+
+def _later(
+    clean: Callable[[torch.Tensor, int, torch.Tensor], torch.Tensor],
+    output: torch.Tensor,
+    index: int,
+    latents: torch.Tensor,
+    shaped: Callable[[torch.Tensor], torch.Tensor] | None,
+) -> Callable[[], torch.Tensor]:
+    def estimate() -> torch.Tensor:
+        found = clean(output, index, latents) if output.shape == latents.shape else latents
+        return shaped(found) if shaped is not None else found
+
+    return estimate

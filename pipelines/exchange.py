@@ -1,0 +1,79 @@
+"""Our latents as the plain dictionary that ComfyUI's core calls LATENT, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ..compat.errors import InputError
+from .contract import LATENT_VERSION, Latents, Loaded
+from .families import family_named
+
+KEY = "anygpu"
+PLAIN = ("family", "task", "frames", "height", "width", "fps", "seed", "space", "version")
+
+
+def to_core(latents: Latents, prefix: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """A LATENT: ``samples`` in core's VAE space and our key ``anygpu`` with plain values, which core nodes ignore.
+
+    Args:
+        prefix: an incoming LATENT whose other keys (``noise_mask`` aside) are carried along.
+    """
+    kept = {key: value for key, value in (prefix or {}).items() if key not in ("samples", "noise_mask", KEY)}
+    extra = {key: value.hex() if isinstance(value, bytes) else value for key, value in latents.extra.items()}
+    return {**kept, "samples": latents.samples, KEY: {**{name: getattr(latents, name) for name in PLAIN}, "extra": extra}}
+
+
+def from_core(loaded: Loaded, latent: Mapping[str, Any], say: Callable[[str], None]) -> Latents:
+    """The latents in a LATENT; one that no AnyGPU node made is taken as text to video with seed 0, and said.
+
+    Raises:
+        InputError: no tensor of five dimensions, or a version that is newer than this pack.
+    """
+    samples = latent.get("samples")
+    if not isinstance(samples, torch.Tensor) or getattr(samples, "is_nested", False) or samples.ndim != 5:
+        shape = tuple(samples.shape) if isinstance(samples, torch.Tensor) and samples.ndim else type(samples).__name__
+        raise InputError(
+            f"a LATENT of {shape}", expected="video latents (1, C, T, H, W)",
+            fix="Connect the latents of a video model; an image latent cannot be decoded here.",
+        )
+    if samples.shape[0] != 1:
+        raise InputError(
+            f"a LATENT batch of {samples.shape[0]}", expected="one video", fix="Pick one with Latent From Batch."
+        )
+    samples, record = samples.detach().to("cpu", torch.float32), latent.get(KEY)
+    if not isinstance(record, Mapping):
+        say("these latents come from another node: decoded as text to video with seed 0")
+        return _foreign(loaded, samples)
+    if int(record.get("version", 0)) > LATENT_VERSION:
+        raise InputError(
+            f"latents of version {record.get('version')}", expected=f"version {LATENT_VERSION} or older", fix="Update AnyGPU."
+        )
+    return _own(samples, record)
+
+
+def start_of(loaded: Loaded, latent: Mapping[str, Any] | None, say: Callable[[str], None]) -> dict[str, Any]:
+    """The sampling settings that a LATENT carries: ``latents``, and ``noise_mask`` (1, 1, T or 1, H, W), 1 to sample."""
+    if latent is None:
+        return {}
+    mask = latent.get("noise_mask")
+    if mask is not None:
+        mask = mask.reshape(1, 1, -1, mask.shape[-2], mask.shape[-1]).detach().float().cpu()
+    return {"latents": from_core(loaded, latent, say), "noise_mask": mask}
+
+
+def _own(samples: torch.Tensor, record: Mapping[str, Any]) -> Latents:
+    extra = dict(record.get("extra", {}))
+    if isinstance(extra.get("generator_state"), str):
+        extra["generator_state"] = bytes.fromhex(extra["generator_state"])
+    return Latents(samples, **{name: record[name] for name in PLAIN}, extra=extra)
+
+
+def _foreign(loaded: Loaded, samples: torch.Tensor) -> Latents:
+    family = family_named(loaded.family)
+    spatial, temporal = family.ratios(loaded)
+    frames = (samples.shape[2] - 1) * temporal + 1
+    height, width = samples.shape[3] * spatial, samples.shape[4] * spatial
+    return Latents(samples, loaded.family, "text", frames, height, width, family.FAMILY.defaults.fps, 0)

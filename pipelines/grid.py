@@ -1,0 +1,75 @@
+"""Sizes a family can make: the one place where width, height and frame count are rounded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..compat.errors import InputError
+from .family import Family
+
+SMALLEST_SIDE, LARGEST_SIDE, MOST_FRAMES, MOST_STEPS = 32, 4096, 4097, 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Width, height and frames on the family's grid, and what was changed, in words (empty when nothing was)."""
+
+    width: int
+    height: int
+    frames: int
+    said: str = ""
+
+
+def snap(family: Family, width: int, height: int, frames: int) -> Size:
+    """The nearest size that the family can make; frames go up, never down.
+
+    Args:
+        width, height: pixels; 0 means the family's default. frames: pixel frames; 0 means the default.
+
+    Raises:
+        InputError: a side or the frame count is out of range, with the nearest valid values.
+    """
+    width, height = width or family.defaults.width, height or family.defaults.height
+    frames = frames or family.defaults.frames
+    for name, side in (("width", width), ("height", height)):
+        nearest = min(max(side, _up(SMALLEST_SIDE, family.multiple)), LARGEST_SIDE)
+        _in_range(name, side, SMALLEST_SIDE, LARGEST_SIDE, "pixels", _nearest(nearest, family.multiple))
+    _in_range("frames", frames, 1, MOST_FRAMES, "frames", min(max(frames, 1), MOST_FRAMES))
+    snapped = _nearest(width, family.multiple), _nearest(height, family.multiple), snap_frames(family, frames)
+    changes = [
+        f"{name} {asked} -> {got}"
+        for name, asked, got in zip(("width", "height", "frames"), (width, height, frames), snapped, strict=True)
+        if asked != got
+    ]
+    grid = f"{family.title} needs multiples of {family.multiple} pixels and {family.stride}n+1 frames"
+    return Size(*snapped, f"{', '.join(changes)} ({grid})" if changes else "")
+
+
+def snap_frames(family: Family, frames: int) -> int:
+    """The smallest frame count of the form ``stride * n + 1`` that is not less than ``frames``."""
+    return _up(frames - 1, family.stride) + 1
+
+
+def check_steps(family: Family, steps: int) -> int:
+    """``steps``, or the family's default for 0.
+
+    Raises:
+        InputError: fewer than the family allows, or more than 1000.
+    """
+    steps = steps or family.defaults.steps
+    nearest = min(max(steps, family.min_steps), MOST_STEPS)
+    _in_range("steps", steps, family.min_steps, MOST_STEPS, f"steps for {family.title}", nearest)
+    return steps
+
+
+def _in_range(name: str, value: int, low: int, high: int, unit: str, nearest: int) -> None:
+    if not low <= value <= high:
+        raise InputError(f"{name} {value}", expected=f"{low} to {high} {unit}", fix=f"The nearest valid value is {nearest}.")
+
+
+def _nearest(value: int, multiple: int) -> int:
+    return max(multiple, (value + multiple // 2) // multiple * multiple)
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

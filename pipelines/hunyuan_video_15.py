@@ -1,0 +1,372 @@
+"""HunyuanVideo 1.5: text or image to video."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ..compat.errors import InputError
+from ..compat.execution import checked_leaves, execution_device, generator_for, placed
+from .contract import ImageCondition, ImageRequest, Latents, Loaded, Progress, Prompt, PromptRequest, SampleSettings
+from .denoising import cfg_acts, denoise, noise_for, start_from
+from .family import Defaults, Family
+from .qwen import EMBEDS_2, qwen_embeds, qwen_from_core
+from .schedule import Levels, Schedule, schedule_for
+from .text import EMBEDS
+from .video import decoded, encoded, kept_part, watched
+
+CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 32, 16, 4
+VISION_TOKENS = 729  # what SigLIP makes of 384 x 384 pixels
+MOST_WHOLE_TOKENS = 16 * 16 * 31  # latent cells in one of the VAE's own tiles of the model's longest video
+STATES, PICTURE = "image_embeds", "image_latents"
+
+FAMILY = Family(
+    id="hunyuan_video_15",
+    title="HunyuanVideo 1.5",
+    pipelines={"HunyuanVideo15Pipeline": "text", "HunyuanVideo15ImageToVideoPipeline": "image"},
+    transformers=("HunyuanVideo15Transformer3DModel",),
+    parts={
+        "text_encoder": ("transformers", "Qwen2_5_VLTextModel"),
+        "text_encoder_2": ("transformers", "T5EncoderModel"),
+        "transformer": ("diffusers", "HunyuanVideo15Transformer3DModel"),
+        "vae": ("diffusers", "AutoencoderKLHunyuanVideo15"),
+        "image_encoder": ("transformers", "SiglipVisionModel"),
+    },
+    tools={
+        "tokenizer": "transformers",
+        "tokenizer_2": "transformers",
+        "scheduler": "diffusers",
+        "guider": "diffusers",
+        "feature_extractor": "transformers",
+    },
+    text_parts=("text_encoder", "text_encoder_2"),
+    multiple=SPATIAL_RATIO,
+    stride=TEMPORAL_RATIO,
+    defaults=Defaults(width=848, height=480, frames=121, steps=50, fps=24.0, cfg=6.0, max_tokens=1000),
+    effective=frozenset(
+        {
+            "cfg", "cfg_start", "cfg_end", "guidance_rescale", "negative", "shift", "sigmas", "latents", "noise_mask",
+            "template", "vision",
+        }
+    ),
+    pages=(
+        "https://huggingface.co/hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
+        "https://huggingface.co/hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v",
+    ),
+    optional=("image_encoder", "feature_extractor"),
+    text_width="text_embed_dim",
+    image_required=True,
+)
+
+
+def defaults_for(loaded: Loaded) -> Defaults:
+    """The family's defaults with the size and the guidance of this checkpoint: 480p or 720p, distilled or not."""
+    width, height = nearest_size(loaded, 16, 9)
+    guider = loaded.tools["guider"]
+    # Upstream's other formula, cond + scale * (cond - uncond), is this one with one more.
+    scale = float(guider.get("guidance_scale", FAMILY.defaults.cfg)) + bool(guider.get("use_original_formulation"))
+    return replace(FAMILY.defaults, width=width, height=height, cfg=scale if guider.get("enabled", True) else 1.0)
+
+
+def nearest_size(loaded: Loaded, width: int, height: int) -> tuple[int, int]:
+    """Width and height in pixels that upstream chooses for a picture of this shape."""
+    from diffusers.pipelines.hunyuan_video1_5.image_processor import HunyuanVideo15ImageProcessor
+
+    processor = HunyuanVideo15ImageProcessor(vae_scale_factor=SPATIAL_RATIO)
+    target = int(loaded.configs["transformer"].get("target_size", 640))
+    tall, wide = processor.calculate_default_height_width(height, width, target)
+    return int(wide), int(tall)
+
+
+def task_of(config: Mapping[str, Any]) -> str:
+    """``text`` or ``image``, from a transformer's ``config.json``."""
+    return "image" if config.get("task_type") == "i2v" else "text"
+
+
+def ratios(loaded: Loaded) -> tuple[int, int]:
+    """Pixels per latent row and column, and pixel frames per latent frame."""
+    return SPATIAL_RATIO, TEMPORAL_RATIO
+
+
+def encode_prompt(loaded: Loaded, request: PromptRequest, progress: Progress) -> Prompt:
+    """Qwen and ByT5 embeddings of both texts."""
+    positive, opposite = qwen_embeds(loaded, request, progress)
+    return Prompt(FAMILY.id, positive, opposite)
+
+
+prompt_from_core = qwen_from_core
+
+
+def encode_image(loaded: Loaded, request: ImageRequest, progress: Progress) -> ImageCondition:
+    """The first frame: ``image_embeds`` (1, 729, 1152), and ``image_latents`` (1, 32, 1, H / 16, W / 16) in core's space.
+
+    Raises:
+        InputError: no image encoder and no states in its place, or states of another encoder.
+    """
+    if request.frames.shape[0] > 1:
+        progress.say(f"the first of {request.frames.shape[0]} images is used: {FAMILY.title} starts from one")
+    frames = request.frames[:1]
+    states = _states(loaded, frames, progress) if request.vision is None else _checked_states(loaded, request.vision)
+    picture = _video_latents(loaded, frames, request.seed, progress, mode=True)
+    return ImageCondition(FAMILY.id, {STATES: states, PICTURE: picture}, request.width, request.height)
+
+
+def encode_video(loaded: Loaded, frames: torch.Tensor, seed: int, progress: Progress) -> torch.Tensor:
+    """Latents (1, 32, T, H / 16, W / 16) in core's space, which for this family is the VAE's own."""
+    return _video_latents(loaded, frames, seed, progress)
+
+
+def sample(
+    loaded: Loaded, prompt: Prompt, image: ImageCondition | None, settings: SampleSettings, progress: Progress
+) -> Latents:
+    """Latents (1, 32, T, H / 16, W / 16) in core's space.
+
+    Source: diffusers ``HunyuanVideo15Pipeline.__call__`` and its image-to-video twin; equal to them in fp32, but for
+    rounding: padding and the attention mask that hides it are left out.
+    """
+    device, scale = execution_device(loaded.residency), float(loaded.configs["vae"]["scaling_factor"])
+    generator = generator_for(settings.seed)
+    shape = (
+        1, CHANNELS, (settings.frames - 1) // TEMPORAL_RATIO + 1,
+        settings.height // SPATIAL_RATIO, settings.width // SPATIAL_RATIO,
+    )
+    settings = _guided_as_saved(loaded, settings, progress)
+    schedule = schedule_for(loaded.tools["scheduler"], settings, settings.steps, _levels, device)
+    noise = noise_for(shape, generator, device)
+    clean = None if settings.latents is None else settings.latents.samples.to(device) * scale
+    forward = _Forward(loaded, prompt, image, shape, scale, schedule)
+    held = loaded.residency.hold("transformer", activation_bytes(loaded, shape), progress)
+    with held as transformer, checked_leaves(transformer, progress.check), unmasked(transformer):
+
+        def predict(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
+            cond = forward(transformer, "pred_cond", latents, time, index)
+            if not cfg_acts(settings, index, len(schedule)):
+                return cond
+            uncond = forward(transformer, "pred_uncond", latents, time, index)
+            return _rescaled(uncond + settings.cfg * (cond - uncond), cond, settings.guidance_rescale)
+
+        latents = denoise(
+            start_from(clean, noise, schedule), schedule, predict, progress=progress,
+            kept=kept_part(settings, clean, noise),
+        )
+    return Latents(
+        latents.cpu() / scale, FAMILY.id, loaded.task, settings.frames, settings.height, settings.width,
+        settings.fps, settings.seed, extra={"generator_state": bytes(generator.get_state().numpy().tobytes())},
+    )
+
+
+def decode(loaded: Loaded, latents: Latents, progress: Progress) -> torch.Tensor:
+    """Frames (F, H, W, 3) in 0..1; in tiles of 256 pixels where the whole would be larger than one of those."""
+    if _in_tiles(loaded, latents.samples.shape[2:], progress):
+        progress.say("decoding in tiles of 256 pixels, as upstream advises: the whole frames would not fit into memory")
+    return decoded(loaded, latents.samples, progress)
+
+
+def activation_bytes(loaded: Loaded, shape: tuple[int, ...]) -> int:
+    """A rough peak of one forward, for hosts that free memory by it: 12 copies of the token states."""
+    config = loaded.configs["transformer"]
+    width = int(config["num_attention_heads"]) * int(config["attention_head_dim"])
+    return shape[2] * shape[3] * shape[4] * width * loaded.precision.transformer.itemsize * 12
+
+
+class _Forward:
+    """One call of the transformer for a branch of the guidance; batch 1, all tokens valid."""
+
+    def __init__(
+        self, loaded: Loaded, prompt: Prompt, image: ImageCondition | None, shape: tuple[int, ...], scale: float,
+        schedule: Schedule,
+    ) -> None:
+        device, self.dtype, config = execution_device(loaded.residency), loaded.precision.transformer, loaded.configs["transformer"]
+        branches = {"pred_cond": prompt.embeds, "pred_uncond": prompt.negative or {}}
+        self.text = placed(branches, device, self.dtype)
+        self.no_quotes = torch.zeros(1, 0, int(config["text_embed_2_dim"]), device=device, dtype=self.dtype)
+        self.beside = torch.zeros(1, CHANNELS + 1, *shape[2:], device=device, dtype=self.dtype)
+        # No states, where upstream passes 729 of zeros and masks them: both tell the transformer "text to video".
+        self.vision = torch.zeros(1, 0, int(config["image_embed_dim"]), device=device, dtype=self.dtype)
+        if image is not None:
+            self.beside[:, :CHANNELS, :1] = image.tensors[PICTURE].to(self.beside) * scale
+            self.beside[:, CHANNELS:, :1] = 1.0
+            self.vision = image.tensors[STATES].to(self.vision)
+        self.later: torch.Tensor | None = None
+        if image is not None and config.get("use_meanflow"):
+            self.later = functional.pad(schedule.timesteps[1:], (0, 1))
+
+    def __call__(
+        self, transformer: nn.Module, branch: str, latents: torch.Tensor, time: torch.Tensor, index: int
+    ) -> torch.Tensor:
+        """The velocity (1, 32, T, H, W), fp32."""
+        text = self.text[branch]
+        quotes = text.get(EMBEDS_2, self.no_quotes)
+        with transformer.cache_context(branch):
+            output: torch.Tensor = transformer(
+                hidden_states=torch.cat([latents.to(self.dtype), self.beside], dim=1),
+                timestep=time.expand(1).to(self.dtype),
+                timestep_r=None if self.later is None else self.later[index].expand(1).to(self.dtype),
+                encoder_hidden_states=text[EMBEDS],
+                encoder_attention_mask=_all_valid(text[EMBEDS]),
+                encoder_hidden_states_2=quotes,
+                encoder_attention_mask_2=_all_valid(quotes),
+                image_embeds=self.vision,
+                return_dict=False,
+            )[0]
+        return output.float()
+
+
+@contextmanager
+def unmasked(transformer: Any) -> Iterator[None]:
+    """Within the block, joint attention runs without its mask, which is exact when every token is valid.
+
+    Upstream builds it in every block as bool (1, 1, N, N): 2.4 GB a copy at 480p, 12 GB at 720p, for 121 frames.
+    Only the stock processor is replaced, and put back afterwards.
+    """
+    from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15AttnProcessor2_0 as Stock
+
+    attentions = [block.attn for block in transformer.transformer_blocks if type(block.attn.processor) is Stock]
+    stock = [attention.processor for attention in attentions]
+    try:
+        for attention, processor in zip(attentions, stock, strict=True):
+            attention.set_processor(Unmasked(processor._attention_backend, processor._parallel_config))
+        yield
+    finally:
+        for attention, processor in zip(attentions, stock, strict=True):
+            attention.set_processor(processor)
+
+
+class Unmasked:
+    """Attention over video and text tokens together, all of them valid.
+
+    Args:
+        backend, parallel_config: what diffusers' attention dispatcher takes.
+    """
+
+    def __init__(self, backend: Any = None, parallel_config: Any = None) -> None:
+        self._attention_backend, self._parallel_config = backend, parallel_config
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Video and text tokens (B, N, D) after attention; the mask is not read."""
+        from diffusers.models.attention_dispatch import dispatch_attention_fn
+        from diffusers.models.embeddings import apply_rotary_emb
+
+        def heads(layer: Any, tokens: torch.Tensor, norm: Any = None, rotated: bool = False) -> torch.Tensor:
+            found: torch.Tensor = layer(tokens).unflatten(2, (attn.heads, -1))
+            found = found if norm is None else norm(found)
+            return apply_rotary_emb(found, image_rotary_emb, sequence_dim=1) if rotated else found
+
+        turned = image_rotary_emb is not None
+        video = (
+            heads(attn.to_q, hidden_states, attn.norm_q, turned),
+            heads(attn.to_k, hidden_states, attn.norm_k, turned),
+            heads(attn.to_v, hidden_states),
+        )
+        text = (
+            heads(attn.add_q_proj, encoder_hidden_states, attn.norm_added_q),
+            heads(attn.add_k_proj, encoder_hidden_states, attn.norm_added_k),
+            heads(attn.add_v_proj, encoder_hidden_states),
+        )
+        joint = dispatch_attention_fn(
+            *(torch.cat(pair, dim=1) for pair in zip(video, text, strict=True)),
+            backend=self._attention_backend, parallel_config=self._parallel_config,
+        ).flatten(2).to(hidden_states.dtype)
+        seen, read = joint.split([hidden_states.shape[1], encoder_hidden_states.shape[1]], dim=1)
+        return attn.to_out[1](attn.to_out[0](seen)), attn.to_add_out(read)
+
+
+def _all_valid(tokens: torch.Tensor) -> torch.Tensor:
+    return torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+
+
+def _levels(steps: int) -> Levels:
+    """Even steps from 1; the scheduler's own shift bends them."""
+    import numpy
+
+    return Levels(sigmas=numpy.linspace(1.0, 0.0, steps + 1)[:-1].tolist())
+
+
+def _guided_as_saved(loaded: Loaded, settings: SampleSettings, progress: Progress) -> SampleSettings:
+    """``settings`` within what the checkpoint's guider says, where the user says nothing else."""
+    guider: Mapping[str, Any] = loaded.tools["guider"]
+    name = guider.get("_class_name", "ClassifierFreeGuidance")
+    if name != "ClassifierFreeGuidance":
+        progress.say(f"the checkpoint's {name} is not run here: plain classifier-free guidance is used")
+        return settings
+    steps = settings.steps
+    return replace(
+        settings,
+        # Whole steps, as upstream counts them.
+        cfg_start=max(settings.cfg_start, int(guider.get("start", 0.0) * steps) / steps),
+        cfg_end=min(settings.cfg_end, int(guider.get("stop", 1.0) * steps) / steps),
+        guidance_rescale=settings.guidance_rescale or float(guider.get("guidance_rescale", 0.0)),
+    )
+
+
+def _rescaled(guided: torch.Tensor, cond: torch.Tensor, share: float) -> torch.Tensor:
+    if not share:
+        return guided
+    from diffusers.guiders.guider_utils import rescale_noise_cfg
+
+    rescaled: torch.Tensor = rescale_noise_cfg(guided, cond, share)
+    return rescaled
+
+
+def _states(loaded: Loaded, frames: torch.Tensor, progress: Progress) -> torch.Tensor:
+    """SigLIP's last hidden states (1, 729, 1152) of one frame, in the 8 bits that its processor resizes."""
+    from diffusers import HunyuanVideo15ImageToVideoPipeline
+    from PIL import Image
+
+    if "image_encoder" not in loaded.configs:
+        raise InputError(
+            f"no image_encoder for {str(loaded.source)!r}", expected="SigLIP beside an image-to-video checkpoint",
+            fix="Choose a folder that has it as image_encoder when loading, or connect CLIP Vision Encode.",
+        )
+    picture = Image.fromarray((frames[0] * 255.0).round().to(torch.uint8).numpy())
+    device = execution_device(loaded.residency)
+    with loaded.residency.hold("image_encoder", 0, progress) as encoder, watched(encoder, progress, "encoding image"):
+        states = HunyuanVideo15ImageToVideoPipeline._get_image_embeds(
+            encoder, loaded.tools["feature_extractor"], picture, device
+        )
+    loaded.residency.release("image_encoder")
+    found: torch.Tensor = states.float().cpu()
+    return found
+
+
+def _checked_states(loaded: Loaded, vision: torch.Tensor) -> torch.Tensor:
+    expected = (1, VISION_TOKENS, int(loaded.configs["transformer"]["image_embed_dim"]))
+    if tuple(vision.shape) != expected:
+        raise InputError(
+            f"a CLIP_VISION_OUTPUT of shape {tuple(vision.shape)}", expected=f"the shape {expected}",
+            fix="Use CLIP Vision Encode with sigclip_vision_patch14_384, without crop.",
+        )
+    return vision.detach().float().cpu()
+
+
+def _video_latents(
+    loaded: Loaded, frames: torch.Tensor, seed: int, progress: Progress, mode: bool = False
+) -> torch.Tensor:
+    cells = ((frames.shape[0] - 1) // TEMPORAL_RATIO + 1, frames.shape[1] // SPATIAL_RATIO, frames.shape[2] // SPATIAL_RATIO)
+    _in_tiles(loaded, cells, progress)
+    return encoded(loaded, frames, seed, progress, mode)
+
+
+def _in_tiles(loaded: Loaded, cells: tuple[int, ...], progress: Progress) -> bool:
+    """Whether a video of these latent frames, rows and columns goes through the VAE in tiles; switched on or off.
+
+    The VAE's middle attention compares every latent cell with every other, so that 480p in 121 frames takes 4.9 GB
+    for its mask alone. What is no larger than one tile of such a video goes whole, which is exact.
+    """
+    frames, rows, columns = cells
+    vae: Any = loaded.parts.read("vae", progress)
+    vae.use_tiling = frames * rows * columns > MOST_WHOLE_TOKENS
+    return bool(vae.use_tiling)

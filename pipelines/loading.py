@@ -1,0 +1,292 @@
+"""A model folder becomes a pipeline: which family it is, where its parts are, what each part's dtype is.
+
+Nothing heavy is read here: configurations and safetensors headers only, so that a missing shard is found before a
+minute is lost, and a part that a run never uses is never read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..compat.checkpoints import read_json
+from ..compat.device import DeviceFacts, facts_for, free_bytes
+from ..compat.errors import CheckpointError, InputError
+from ..compat.offload import residency_for
+from ..compat.packages import attribute
+from ..compat.precision import Precision, precision_for
+from .contract import Loaded, Parts, Progress, Silent, Tools
+from .families import FAMILIES, family_named
+from .family import Family
+from .reading import PartFiles, part_files, reader_of
+
+INDEX = "model_index.json"
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """What the user asks of loading.
+
+    Args:
+        model: folder of a diffusers pipeline, or of a transformer alone.
+        base: folder of the pipeline that lends the parts a lone transformer lacks; ``auto`` searches.
+        image_encoder: folder with ``image_encoder`` and ``feature_extractor`` (FramePack); ``auto`` searches.
+        variant, precision, offload: choices; ``auto`` decides. device: None for the default device.
+        search: folders in which ``auto`` looks for other models.
+    """
+
+    model: Path
+    base: Path | None = None
+    image_encoder: Path | None = None
+    variant: str = AUTO
+    precision: str = AUTO
+    offload: str = AUTO
+    device: Any = None
+    search: Sequence[Path] = ()
+
+
+def load(
+    request: LoadRequest, progress: Progress | None = None, make_room: Callable[[int], None] | None = None
+) -> Loaded:
+    """The pipeline in ``request.model``, ready to run; weights are read when a stage first needs them.
+
+    Raises:
+        CheckpointError: a folder, file or tensor is missing, damaged, or of an unknown family.
+        InputError, UnsupportedError: a choice that this model or machine cannot do.
+    """
+    progress = progress or Silent()
+    family, folders = _folders(request, progress)
+    facts = facts_for(request.device)
+    precision = precision_for(family.id, facts, request.precision)
+    files = _part_files(family, folders, precision)
+    progress.check()
+    task = _task(family, folders["transformer"])
+    variant = _variant(family, request, files, progress)
+    parts = Parts({name: reader_of(part) for name, part in files.items()})
+    sizes = {name: part.total_bytes for name, part in files.items()}
+    residency, reason = residency_for(request.offload, parts, facts.device, sizes, free_bytes(facts.device), make_room)
+    notes = (str(precision), f"{residency}: {reason}")
+    return Loaded(
+        family.id, task, parts, facts, precision, residency, _tools(family, folders),
+        {name: part.config for name, part in files.items()}, variant, request.model, notes,
+    )
+
+
+def find_models(roots: Iterable[Path]) -> list[Path]:
+    """Folders under ``roots`` that hold a pipeline or a lone transformer of a known family, sorted by path.
+
+    Looks three levels deep, into hidden folders never, and follows no folder twice.
+    """
+    found: dict[Path, None] = {}
+    for root in roots:
+        level, seen = [Path(root)], set()
+        for _ in range(4):
+            deeper: list[Path] = []
+            for folder in level:
+                real = folder.resolve()
+                if real in seen or not folder.is_dir():
+                    continue
+                seen.add(real)
+                if _is_model(folder):
+                    found[folder] = None
+                else:
+                    deeper += [child for child in folder.iterdir() if child.is_dir() and not child.name.startswith(".")]
+            level = deeper
+    return sorted(found)
+
+
+def variant_choices() -> list[str]:
+    """Every variant of every family, ``auto`` first: one list on every machine."""
+    return [AUTO, *dict.fromkeys(variant for family in FAMILIES.values() for variant in family.variants)]
+
+
+def family_of_folder(folder: Path) -> Family | None:
+    """The family of a pipeline or transformer folder; None for any other folder."""
+    if (folder / INDEX).is_file():
+        name = str(read_json(folder / INDEX, "a diffusers pipeline").get("_class_name"))
+        return next((family for family in FAMILIES.values() if name in family.pipelines), None)
+    if (folder / "config.json").is_file():
+        name = str(read_json(folder / "config.json", "a model configuration").get("_class_name"))
+        return next((family for family in FAMILIES.values() if name in family.transformers), None)
+    return None
+
+
+def _is_model(folder: Path) -> bool:
+    if (folder / INDEX).is_file():
+        return True
+    try:
+        return family_of_folder(folder) is not None
+    except CheckpointError:
+        return False
+
+
+def _folders(request: LoadRequest, progress: Progress) -> tuple[Family, dict[str, Path]]:
+    """The family, and the folder of every part and tool it has."""
+    model = request.model
+    if not model.is_dir():
+        raise CheckpointError(
+            f"no model folder {str(model)!r}", expected="a folder with model_index.json or a transformer's config.json",
+            fix="Put the model into ComfyUI/models/diffusers and refresh, or give the right path.",
+        )
+    family = family_of_folder(model)
+    if family is None:
+        raise _unknown(model)
+    folders = _pipeline_folders(model) if (model / INDEX).is_file() else {"transformer": model}
+    wanted = [*family.parts, *family.tools]
+    for name, given in (("base", request.base), ("image_encoder", request.image_encoder)):
+        lacking = [part for part in wanted if part not in folders and (name == "base") == (part not in ENCODER_FOLDER)]
+        if any(given or part not in family.optional for part in lacking):
+            source = given or _searched(name, family, request)
+            progress.say(f"{name} from {source}{'' if given else ' (auto)'}")
+            offered = _pipeline_folders(source) if (source / INDEX).is_file() else _subfolders(source)
+            if name == "base" and request.image_encoder is None:
+                lacking += [part for part in ENCODER_FOLDER if part in wanted and part not in folders]
+            folders.update({part: offered[part] for part in lacking if part in offered})
+    absent = [part for part in wanted if part not in folders and part not in family.optional]
+    if absent:
+        raise CheckpointError(
+            f"no {absent[0]} for {str(model)!r}", expected=f"the parts {', '.join(family.parts)}",
+            fix="Download the missing folder, or choose the folder that has it as base or image_encoder.",
+        )
+    return family, {part: folder for part, folder in folders.items() if part in wanted}
+
+
+ENCODER_FOLDER = ("image_encoder", "feature_extractor")
+
+
+def _pipeline_folders(model: Path) -> dict[str, Path]:
+    index = read_json(model / INDEX, "a diffusers pipeline")
+    return {
+        name: model / name
+        for name, entry in index.items()
+        if isinstance(entry, list) and len(entry) == 2 and entry[1] is not None
+    }
+
+
+def _subfolders(folder: Path) -> dict[str, Path]:
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"no folder {str(folder)!r}", expected="a folder with the parts this model lacks", fix="Choose another folder."
+        )
+    return {child.name: child for child in folder.iterdir() if child.is_dir()}
+
+
+def _searched(name: str, family: Family, request: LoadRequest) -> Path:
+    """The first folder beside the model, or in the search folders, that can lend the missing parts."""
+    roots = [request.model.parent, *request.search]
+    if name == "base":
+        own = request.model / "transformer" if (request.model / INDEX).is_file() else request.model
+        lender, task = family.base or family.id, "text" if family.base else _task(family, own)
+        for folder in find_models(roots):
+            found = family_of_folder(folder)
+            if found is not None and found.id == lender and (folder / INDEX).is_file() and folder != request.model:
+                if _task(found, folder / "transformer") != task:  # its text encoder is another
+                    continue
+                if all((folder / part).is_dir() for part in family.parts if part not in ("transformer", *ENCODER_FOLDER)):
+                    return folder
+    else:
+        for root in roots:
+            for config in sorted([*root.glob("*/image_encoder/config.json"), *root.glob("*/*/image_encoder/config.json")]):
+                if read_json(config, "an image encoder").get("model_type") == "siglip_vision_model":
+                    return config.parent.parent
+    raise CheckpointError(
+        f"no {name} found for {family.title} in {', '.join(map(str, dict.fromkeys(roots)))}",
+        expected=f"a folder that lends {family.title} its missing parts",
+        fix=f"Download it ({'; '.join(family.pages)}) or choose its folder as {name}.",
+    )
+
+
+def _part_files(family: Family, folders: Mapping[str, Path], precision: Precision) -> dict[str, PartFiles]:
+    files: dict[str, PartFiles] = {}
+    for name, (library, *classes) in family.parts.items():
+        if name not in folders:
+            continue
+        dtype = {"transformer": precision.transformer, "vae": precision.vae}.get(name, precision.text)
+        files[name] = part_files(name, library, _class_of(name, folders[name], classes), folders[name], dtype)
+    return files
+
+
+def _class_of(name: str, folder: Path, allowed: Sequence[str]) -> str:
+    """The class of a part: the one its configuration or its pipeline names, if the family knows it."""
+    if len(allowed) == 1:
+        return allowed[0]
+    config = read_json(folder / "config.json", f"the configuration of the {name}") if folder.is_dir() else {}
+    named = [config.get("_class_name"), *(config.get("architectures") or ())]
+    if (folder.parent / INDEX).is_file():
+        entry = read_json(folder.parent / INDEX, "a diffusers pipeline").get(folder.name)
+        named = [entry[1] if isinstance(entry, list) and len(entry) == 2 else None, *named]
+    chosen = next((cls for cls in named if cls in allowed), None)
+    if chosen is None:
+        raise CheckpointError(
+            f"the {name} in {str(folder)!r} is a {next(filter(None, named), 'model without a class name')}",
+            expected=f"one of {', '.join(allowed)}", fix="Choose a model folder of a supported family.",
+        )
+    return chosen
+
+
+def _task(family: Family, transformer: Path) -> str:
+    """The task of the pipeline around ``transformer``, or of a lone one by its own configuration."""
+    index = transformer.parent / INDEX
+    if not index.is_file():
+        task_of = getattr(family_named(family.id), "task_of", None)
+        config = transformer / "config.json"
+        return task_of(read_json(config, "a model configuration")) if task_of is not None else family.lone_task
+    return family.pipelines.get(str(read_json(index, "a diffusers pipeline").get("_class_name")), family.lone_task)
+
+
+def _variant(family: Family, request: LoadRequest, files: Mapping[str, PartFiles], progress: Progress) -> str:
+    if request.variant not in (AUTO, *family.variants):
+        known = ", ".join((AUTO, *family.variants))
+        raise InputError(
+            f"variant {request.variant!r} for {family.title}", expected=f"one of {known}", fix="Choose auto or one of these."
+        )
+    if request.variant != AUTO or not family.variants:
+        return request.variant if request.variant != AUTO else family.id
+    variant, why = family_named(family.id).guess_variant(request.model, files["transformer"].config)
+    if why:
+        progress.say(f"variant {variant}: {why}")
+    return variant
+
+
+def _tools(family: Family, folders: Mapping[str, Path]) -> Tools:
+    readers = {name: _tool_reader(library, folders[name]) for name, library in family.tools.items() if name in folders}
+    index = folders["transformer"].parent / INDEX
+    readers["index"] = lambda: read_json(index, "a diffusers pipeline") if index.is_file() else {}
+    return Tools(readers)
+
+
+def _tool_reader(library: str, folder: Path) -> Callable[[], Any]:
+    """Reads a configuration (``diffusers``) or a tokenizer or processor (``transformers``)."""
+
+    def read() -> Any:
+        if library == "diffusers":
+            file = next((f for f in sorted(folder.glob("*_config.json"))), folder / "scheduler_config.json")
+            return read_json(file, f"the {folder.name}")
+        processor = folder.name.endswith(("processor", "extractor"))
+        cls: Any = attribute("transformers", "AutoImageProcessor" if processor else "AutoTokenizer")
+        try:
+            return cls.from_pretrained(str(folder), local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{str(folder)!r} cannot be read ({str(error).splitlines()[0]})", expected=f"a {folder.name}",
+                fix="Download this folder again.",
+            ) from error
+
+    return read
+
+
+def _unknown(model: Path) -> CheckpointError:
+    index = model / (INDEX if (model / INDEX).is_file() else "config.json")
+    if not index.is_file():
+        return CheckpointError(
+            f"neither model_index.json nor config.json in {str(model)!r}", expected="a diffusers model folder",
+            fix="Choose the folder that directly holds model_index.json, or download the model again.",
+        )
+    name = read_json(index, "a model description").get("_class_name")
+    return CheckpointError(
+        f"{str(index)!r} describes a {name!r}", expected=f"one of {', '.join(f.title for f in FAMILIES.values())}",
+        fix="Choose a model of these families.",
+    )

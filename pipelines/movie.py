@@ -1,0 +1,76 @@
+"""Frames to an MP4 file and back, through PyAV: no ffmpeg binary, no subprocess."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from fractions import Fraction
+from pathlib import Path
+
+import torch
+
+from ..compat.errors import CheckpointError, UnsupportedError
+from ..compat.packages import imported
+
+CODECS = ("libx264", "h264", "mpeg4")
+
+
+def write_mp4(frames: torch.Tensor, fps: float, path: Path) -> Path:
+    """The path of an MP4 with ``frames``, written whole or not at all.
+
+    Args:
+        frames: (F, H, W, 3) in 0..1; odd sides lose one row or column, as H.264 needs even ones.
+        fps: frames per second.
+
+    Raises:
+        UnsupportedError: this PyAV has no encoder for MP4.
+    """
+    av = imported("av")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = (frames.clamp(0, 1) * 255).round().to(torch.uint8)
+    pixels = pixels[:, : pixels.shape[1] // 2 * 2, : pixels.shape[2] // 2 * 2].contiguous().numpy()
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.", suffix=".mp4")
+    os.close(descriptor)
+    try:
+        with av.open(temporary, "w") as container:
+            stream = container.add_stream(_codec(av), rate=Fraction(fps).limit_denominator(1001))
+            stream.width, stream.height, stream.pix_fmt = pixels.shape[2], pixels.shape[1], "yuv420p"
+            for picture in pixels:
+                container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+            container.mux(stream.encode(None))
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return path
+
+
+def read_frames(path: Path) -> tuple[torch.Tensor, float]:
+    """Frames (F, H, W, 3) in 0..1 of a picture or video file, and its frames per second.
+
+    Raises:
+        CheckpointError: no such file, or nothing in it can be decoded.
+    """
+    av = imported("av")
+    try:
+        with av.open(str(path)) as container:
+            stream = container.streams.video[0]
+            pictures = [torch.from_numpy(frame.to_ndarray(format="rgb24")) for frame in container.decode(stream)]
+            rate = float(stream.average_rate or 0)
+    except (OSError, av.FFmpegError, IndexError) as error:
+        raise CheckpointError(
+            f"{str(path)!r} cannot be read ({error})", expected="a picture or video file", fix="Give another file."
+        ) from error
+    if not pictures:
+        raise CheckpointError(f"no frames in {str(path)!r}", expected="a picture or video file", fix="Give another file.")
+    return torch.stack(pictures).float() / 255, rate
+
+
+def _codec(av: object) -> str:
+    available = getattr(av, "codecs_available", set())
+    for codec in CODECS:
+        if codec in available:
+            return codec
+    raise UnsupportedError(
+        "this PyAV has no MP4 encoder", expected=f"one of {', '.join(CODECS)}", fix="Install av from PyPI: pip install -U av"
+    )

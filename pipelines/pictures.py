@@ -1,0 +1,102 @@
+"""Pictures fitted to a size a family can make: frames (F, H, W, 3) in 0..1, on the CPU, never through 8 bits."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.nn import functional
+
+from ..compat.errors import InputError
+from .family import FITS, Family
+from .grid import snap
+
+
+def checked_frames(frames: torch.Tensor, subject: str) -> torch.Tensor:
+    """``frames`` as fp32 on the CPU.
+
+    Raises:
+        InputError: no frames, alpha, or not (F, H, W, 3).
+    """
+    shape = tuple(frames.shape)
+    if frames.ndim != 4 or 0 in shape:
+        raise InputError(
+            f"{subject} of shape {shape}", expected="frames (F, H, W, 3) with at least one frame",
+            fix="Connect an IMAGE with one frame or more.",
+        )
+    if shape[-1] == 4:
+        raise InputError(
+            f"{subject} has an alpha channel", expected="3 channels",
+            fix="Remove the alpha channel first, for example with Split Image with Alpha.",
+        )
+    if shape[-1] != 3:
+        raise InputError(f"{subject} has {shape[-1]} channels", expected="3 channels", fix="Connect an RGB image.")
+    return frames.detach().to("cpu", torch.float32)
+
+
+def fitted_size(family: Family, frames: torch.Tensor, width: int, height: int, fit: str) -> tuple[int, int]:
+    """Width and height in pixels that the pictures are fitted to.
+
+    Args:
+        width, height: what the user asks; 0 for the family's default. With ``nearest bucket`` only their area
+            counts: the shape follows the picture, from the sizes the family was trained on where it names them.
+
+    Raises:
+        InputError: unknown fit, or a side out of range.
+    """
+    if fit not in FITS:
+        raise InputError(f"fit {fit!r}", expected=f"one of {', '.join(FITS)}", fix="Choose one of these.")
+    size = snap(family, width, height, 1)
+    if fit != "nearest bucket":
+        return size.width, size.height
+    ratio = frames.shape[2] / frames.shape[1]
+    if family.buckets and not (width and height):
+        tall, wide = min(family.buckets, key=lambda bucket: abs(math.log(bucket[1] / bucket[0] / ratio)))
+        return wide, tall
+    area = size.width * size.height
+    wide = snap(family, _clamped(math.sqrt(area * ratio)), size.height, 1).width
+    tall = snap(family, size.width, _clamped(math.sqrt(area / ratio)), 1).height
+    return wide, tall
+
+
+def fitted(frames: torch.Tensor, width: int, height: int, fit: str) -> torch.Tensor:
+    """``frames`` at width x height: (F, height, width, 3), fp32, 0..1.
+
+    ``stretch`` ignores the shape, ``pad`` adds black bars, ``crop`` and ``nearest bucket`` cut what stands over.
+    """
+    rows, columns = frames.shape[1:3]
+    if (rows, columns) == (height, width):
+        return frames
+    if fit == "stretch":
+        return _resized(frames, width, height)
+    grow = min if fit == "pad" else max
+    scale = grow(width / columns, height / rows)
+    inner_width, inner_height = max(1, round(columns * scale)), max(1, round(rows * scale))
+    scaled = _resized(frames, inner_width, inner_height)
+    if fit == "pad":
+        canvas = torch.zeros(frames.shape[0], height, width, 3)
+        top, left = (height - inner_height) // 2, (width - inner_width) // 2
+        canvas[:, top : top + inner_height, left : left + inner_width] = scaled
+        return canvas
+    top, left = (inner_height - height) // 2, (inner_width - width) // 2
+    return scaled[:, top : top + height, left : left + width]
+
+
+def signed(frames: torch.Tensor) -> torch.Tensor:
+    """Frames (F, H, W, 3) in 0..1 as a VAE's input: (1, 3, F, H, W) in -1..1."""
+    return (frames.permute(3, 0, 1, 2)[None] * 2.0 - 1.0).contiguous()
+
+
+def unsigned(video: torch.Tensor) -> torch.Tensor:
+    """A VAE's output (1, 3, F, H, W) in -1..1 as frames (F, H, W, 3) in 0..1, fp32, on the CPU."""
+    return (video[0].float() / 2 + 0.5).clamp(0, 1).permute(1, 2, 3, 0).contiguous().cpu()
+
+
+def _resized(frames: torch.Tensor, width: int, height: int) -> torch.Tensor:
+    picture = frames.permute(0, 3, 1, 2)
+    scaled = functional.interpolate(picture, size=(height, width), mode="bicubic", antialias=True, align_corners=False)
+    return scaled.clamp(0, 1).permute(0, 2, 3, 1).contiguous()
+
+
+def _clamped(side: float) -> int:
+    return int(min(max(round(side), 64), 4096))

@@ -1,0 +1,221 @@
+"""The demo: one clip per family from tiny random models, each checked against the bare diffusers pipeline.
+
+What the clips show is noise, since the weights are random, but noise that went the whole way: tokenizer, text encoder,
+transformer, VAE, file. A clip that ignored its prompt or its picture would fail here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .compat.device import facts_for
+from .pipelines import stages, tiny
+from .pipelines.contract import FramePackSettings, ImageRequest, Latents, Loaded, PromptRequest, SampleSettings, Silent
+from .pipelines.grid import snap
+from .pipelines.loading import LoadRequest, load
+from .pipelines.movie import read_frames, write_mp4
+
+EQUAL = 1e-5  # frames in 0..1: where padding is trimmed, sums are taken in another order
+CHANGED = 1e-3
+PROMPT, NEGATIVE, SEED = "a red fox walks through fresh snow", "blurry, low quality", 7
+WIDTH, HEIGHT = 128, 96
+SHEET_COLUMNS = 6
+
+
+@dataclass(frozen=True)
+class Clip:
+    """One family's clip.
+
+    Args:
+        checkpoints: tiny checkpoints it needs, the model first. frames, fps, steps: of the clip.
+        cfg, guidance: as on the sample node. pictured: whether it starts from an image.
+        reference: from these values to further arguments of the bare pipeline's call.
+    """
+
+    checkpoints: tuple[str, ...]
+    frames: int
+    fps: float
+    steps: int
+    cfg: float
+    reference: Callable[[Clip], Mapping[str, Any]]
+    guidance: float = 0.0
+    pictured: bool = False
+    window: int = 0
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What one rendering is made from."""
+
+    prompt: str = PROMPT
+    negative: str = NEGATIVE
+    seed: int = SEED
+    picture: torch.Tensor | None = field(default=None, compare=False)
+
+
+CLIPS: dict[str, Clip] = {
+    "ltx": Clip(
+        ("ltx",), 17, 24.0, 4, 3.0,
+        lambda c: {"guidance_scale": c.cfg, "frame_rate": c.fps, "max_sequence_length": 128},
+    ),
+    "hunyuan_video": Clip(
+        ("hunyuan_video",), 13, 24.0, 4, 2.0,
+        lambda c: {"guidance_scale": c.guidance, "true_cfg_scale": c.cfg}, guidance=6.0,
+    ),
+    "hunyuan_video_15": Clip(("hunyuan_video_15",), 9, 24.0, 3, 6.0, lambda c: {}),
+    "framepack": Clip(
+        ("framepack", "hunyuan_video", "siglip"), 25, 30.0, 3, 2.0,
+        lambda c: {
+            "guidance_scale": c.guidance, "true_cfg_scale": c.cfg, "latent_window_size": c.window,
+            "sampling_type": "inverted_anti_drifting",
+        },
+        guidance=9.0, pictured=True, window=4,
+    ),
+    "mochi": Clip(("mochi",), 13, 30.0, 4, 4.5, lambda c: {"guidance_scale": c.cfg}),
+}
+
+
+def run(folder: Path, say: Callable[[str], None]) -> int:
+    """Fill ``folder`` with a clip per family, a contact sheet and a report; 0 when every check held.
+
+    Args:
+        say: told each line for the user.
+    """
+    started = time.monotonic()
+    folder.mkdir(parents=True, exist_ok=True)
+    facts = facts_for("cpu")
+    lines = [f"# What AnyGPU decided on this machine\n\nDevice: {facts_for()}\n\nThe demo itself runs on {facts}.\n"]
+    strips, failed = [], 0
+    for family, clip in CLIPS.items():
+        began = time.monotonic()
+        loaded, frames, checks = _shown(family, clip, folder)
+        strips.append(frames)
+        wrong = [name for name, (held, _) in checks.items() if not held]
+        failed += len(wrong)
+        verdict = "all checks held" if not wrong else f"FAILED: {', '.join(wrong)}"
+        say(f"{family}: {folder / f'{family}.mp4'}, {len(checks)} checks, {verdict}, {time.monotonic() - began:.1f} s")
+        lines.append(_section(family, loaded, checks))
+    sheet = _contact_sheet(strips, folder / "contact_sheet.png")
+    (folder / "report.md").write_text("\n".join(lines), encoding="utf-8")
+    say(f"pictures of every clip: {sheet}; what was decided: {folder / 'report.md'}")
+    say(f"{time.monotonic() - started:.0f} s, {failed} checks failed")
+    return 1 if failed else 0
+
+
+def _shown(family: str, clip: Clip, folder: Path) -> tuple[Loaded, torch.Tensor, dict[str, tuple[bool, str]]]:
+    """The pipeline, the clip's frames, and each check's result with its figure."""
+    models = folder / "models"
+    paths = [tiny.build(name, models) for name in clip.checkpoints]
+    base, encoder = (paths[1], paths[2]) if clip.pictured else (None, None)
+    loaded = load(LoadRequest(paths[0], base, encoder, precision="fp32", device="cpu"))
+    inputs = Inputs(picture=_picture(0) if clip.pictured else None)
+    frames, latents = _rendered(loaded, clip, inputs)
+    path = write_mp4(frames, latents.fps, folder / f"{family}.mp4")
+    return loaded, frames, {
+        "equals the bare diffusers pipeline": _near(frames, _bare(clip, models, inputs)[: frames.shape[0]]),
+        **_changes(loaded, clip, inputs, frames),
+        "file has the asked size, frames and rate": _as_asked(loaded, clip, path),
+    }
+
+
+def _rendered(loaded: Loaded, clip: Clip, inputs: Inputs) -> tuple[torch.Tensor, Latents]:
+    """Frames and latents through the functions that the nodes call."""
+    progress = Silent()
+    with torch.no_grad():
+        image = None
+        if inputs.picture is not None:
+            image = stages.encode_image(loaded, ImageRequest(inputs.picture, WIDTH, HEIGHT), "crop", progress)
+        prompt = stages.encode_prompt(loaded, PromptRequest(inputs.prompt, inputs.negative), progress)
+        settings = SampleSettings(
+            WIDTH, HEIGHT, clip.frames, clip.steps, inputs.seed, clip.fps, clip.guidance, clip.cfg
+        )
+        if image is not None:
+            framepack = FramePackSettings(clip.frames / clip.fps, clip.window)
+            latents = stages.sample_framepack(loaded, prompt, image, settings, framepack, progress)
+        else:
+            latents = stages.sample(loaded, prompt, None, settings, progress)
+        return stages.decode(loaded, latents, progress), latents
+
+
+def _bare(clip: Clip, models: Path, inputs: Inputs) -> torch.Tensor:
+    """Frames (F, H, W, 3) of the diffusers pipeline itself."""
+    pipeline = tiny.one_shot(clip.checkpoints[0], models)
+    pipeline.set_progress_bar_config(disable=True)
+    arguments: dict[str, Any] = dict(clip.reference(clip))
+    if inputs.picture is not None:
+        arguments["image"] = _as_pil(inputs.picture)
+    with torch.no_grad():
+        video = pipeline(
+            prompt=inputs.prompt, negative_prompt=inputs.negative, height=HEIGHT, width=WIDTH, num_frames=clip.frames,
+            num_inference_steps=clip.steps, generator=torch.Generator().manual_seed(inputs.seed), output_type="np",
+            **arguments,
+        ).frames[0]
+    return torch.from_numpy(video)
+
+
+def _changes(loaded: Loaded, clip: Clip, inputs: Inputs, frames: torch.Tensor) -> dict[str, tuple[bool, str]]:
+    """Whether another prompt, negative, seed and picture each give another clip."""
+    others = {
+        "prompt": replace(inputs, prompt="a blue whale dives under ice"),
+        "negative": replace(inputs, negative="a fox"),
+        "seed": replace(inputs, seed=SEED + 1),
+    }
+    if inputs.picture is not None:
+        others["image"] = replace(inputs, picture=_picture(1))
+    found = {}
+    for name, other in others.items():
+        difference = float((_rendered(loaded, clip, other)[0] - frames).abs().max())
+        found[f"changes with the {name}"] = (difference > CHANGED, f"largest change {difference:.3f}")
+    return found
+
+
+def _near(frames: torch.Tensor, reference: torch.Tensor) -> tuple[bool, str]:
+    if frames.shape != reference.shape:
+        return False, f"shape {tuple(frames.shape)} against {tuple(reference.shape)}"
+    difference = float((frames - reference).abs().max())
+    return difference <= EQUAL, f"largest difference {difference:.1e}, allowed {EQUAL:.0e}"
+
+
+def _as_asked(loaded: Loaded, clip: Clip, path: Path) -> tuple[bool, str]:
+    size = snap(stages.family_named(loaded.family).FAMILY, WIDTH, HEIGHT, clip.frames)
+    frames, rate = read_frames(path)
+    asked = (size.frames, size.height, size.width, clip.fps)
+    found = (*frames.shape[:3], rate)
+    return found == asked, f"{found[2]}x{found[1]}, {found[0]} frames at {rate:g} fps"
+
+
+def _picture(which: int) -> torch.Tensor:
+    """A picture (1, H, W, 3) with exact 8-bit values, so that both ways read the same one."""
+    rows, columns = torch.meshgrid(torch.linspace(0, 1, HEIGHT), torch.linspace(0, 1, WIDTH), indexing="ij")
+    channels = (rows, columns, 1 - rows) if which == 0 else (1 - columns, (rows * 8).sin().abs(), columns)
+    return (torch.stack(channels, dim=-1)[None] * 255).round() / 255
+
+
+def _as_pil(picture: torch.Tensor) -> Any:
+    from PIL import Image
+
+    return Image.fromarray((picture[0] * 255).round().to(torch.uint8).numpy())
+
+
+def _contact_sheet(clips: list[torch.Tensor], path: Path) -> Path:
+    """One row per clip, evenly spaced frames from left to right."""
+    from PIL import Image
+
+    rows = []
+    for frames in clips:
+        chosen = torch.linspace(0, frames.shape[0] - 1, SHEET_COLUMNS).round().long()
+        rows.append(torch.cat(list(frames[chosen]), dim=1))
+    Image.fromarray((torch.cat(rows) * 255).round().to(torch.uint8).numpy()).save(path)
+    return path
+
+
+def _section(family: str, loaded: Loaded, checks: Mapping[str, tuple[bool, str]]) -> str:
+    rows = "\n".join(f"| {name} | {'yes' if held else 'NO'} | {figure} |" for name, (held, figure) in checks.items())
+    notes = "\n".join(f"- {note}" for note in loaded.notes)
+    return f"## {family}\n\n{notes}\n\n| check | held | figure |\n| --- | --- | --- |\n{rows}\n"

@@ -1,0 +1,102 @@
+"""Prompts in ComfyUI's API format for the host tests: built node by node, or replayed from a shipped workflow."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKFLOWS = ROOT / "workflows"
+REPLAYS = ROOT / "tests" / "workflows"
+SAVE = "SaveVideo"
+
+Link = list[Any]
+
+
+class Graph:
+    """A prompt under construction: ``add`` returns a node's id, ``link`` one of its outputs."""
+
+    def __init__(self) -> None:
+        self.prompt: dict[str, dict[str, Any]] = {}
+
+    def add(self, kind: str, **inputs: Any) -> str:
+        """The id of a new node; an input may be the result of :meth:`link`."""
+        node = str(len(self.prompt) + 1)
+        self.prompt[node] = {"class_type": kind, "inputs": inputs, "_meta": {"title": kind}}
+        return node
+
+    def link(self, node: str, output: int = 0) -> Link:
+        """One output of a node."""
+        return [node, output]
+
+
+def text_to_video(model: str, text: str = "a cat walks on the grass", negative: str = "", **settings: Any) -> Graph:
+    """Load, encode prompt, sample, decode, save: nodes 1 to 5."""
+    graph = Graph()
+    pipeline = graph.link(graph.add("AnyGPULoadPipeline", **loading(model)))
+    prompt = graph.add("AnyGPUEncodePrompt", pipeline=pipeline, text=text, negative=negative)
+    sample = graph.add("AnyGPUSample", pipeline=pipeline, prompt=graph.link(prompt), **sampling(**settings))
+    decode = graph.add("AnyGPUDecode", pipeline=pipeline, latent=graph.link(sample))
+    graph.add(SAVE, video=graph.link(decode, 1), filename_prefix="test", format="auto", codec="auto")
+    return graph
+
+
+def loading(model: str, **chosen: Any) -> dict[str, Any]:
+    """The inputs of the load node."""
+    return {"model": model, "precision": "auto", "offload": "auto", **chosen}
+
+
+def sampling(**chosen: Any) -> dict[str, Any]:
+    """The inputs of the sample node: 64x64, 9 frames, 2 steps, and what is chosen."""
+    usual = {
+        "width": 64, "height": 64, "frames": 9, "steps": 2, "cfg": 0.0, "guidance": 0.0, "seed": 1, "scheduler": "auto",
+        "shift": 0.0, "cfg_start": 0.0, "cfg_end": 1.0, "fps": 8.0,
+    }
+    return {**usual, **chosen}
+
+
+def shipped() -> list[Path]:
+    """Every shipped workflow."""
+    return sorted(WORKFLOWS.glob("*.json"))
+
+
+def digest(workflow: Path) -> str:
+    """The hash by which a replay knows the workflow it was made from; the same for both kinds of line ends."""
+    return hashlib.sha256(workflow.read_bytes().replace(b"\r\n", b"\n")).hexdigest()
+
+
+def replay_path(workflow: Path) -> Path:
+    """Where the replay of a workflow is."""
+    return REPLAYS / f"{workflow.stem}.api.json"
+
+
+def replay(workflow: Path) -> dict[str, dict[str, Any]]:
+    """The prompt that ComfyUI's own frontend made of a workflow.
+
+    Raises:
+        AssertionError: it was made from another version of the workflow.
+    """
+    path = replay_path(workflow)
+    assert path.is_file(), f"{path.name} is missing; run `make workflows`"
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert found["source_sha256"] == digest(workflow), f"{path.name} is stale; run `make workflows`"
+    prompt: dict[str, dict[str, Any]] = found["prompt"]
+    return prompt
+
+
+def shrunk(prompt: dict[str, dict[str, Any]], width: int = 64, height: int = 64) -> dict[str, dict[str, Any]]:
+    """A replay with size, steps and length replaced by tiny ones; the models are tiny under their published names."""
+    small: dict[str, Any] = {"width": width, "height": height, "frames": 9, "steps": 2, "clip_seconds": 0.3, "window": 2}
+    for node in prompt.values():
+        inputs = node["inputs"]
+        if node["class_type"].startswith("AnyGPU"):
+            inputs.update({name: value for name, value in small.items() if name in inputs and not _linked(inputs[name])})
+            if "fit" in inputs and inputs["fit"] == "nearest bucket":
+                inputs["fit"] = "crop"  # buckets are full size
+    return prompt
+
+
+def _linked(value: Any) -> bool:
+    return isinstance(value, list)

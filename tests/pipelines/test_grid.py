@@ -1,0 +1,47 @@
+"""Sizes are rounded by one function, and what is out of range is refused with the nearest valid value."""
+
+from __future__ import annotations
+
+import pytest
+
+from anygpu.compat.errors import InputError
+from anygpu.pipelines.families import FAMILIES
+from anygpu.pipelines.grid import check_steps, snap, snap_frames
+
+EVERY = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+
+
+@EVERY
+def test_a_size_on_the_grid_is_left_alone_and_not_spoken_of(family):
+    size = snap(family, 8 * family.multiple, 4 * family.multiple, 2 * family.stride + 1)
+    assert (size.width, size.height, size.frames) == (8 * family.multiple, 4 * family.multiple, 2 * family.stride + 1)
+    assert size.said == ""
+
+
+@EVERY
+def test_frames_go_up_and_sides_to_the_nearest(family):
+    size = snap(family, 8 * family.multiple + 1, 4 * family.multiple - 1, family.stride + 2)
+    assert (size.width, size.height, size.frames) == (8 * family.multiple, 4 * family.multiple, 2 * family.stride + 1)
+    assert f"frames {family.stride + 2} -> {2 * family.stride + 1}" in size.said
+
+
+@EVERY
+def test_defaults_are_on_the_grid(family):
+    assert snap(family, 0, 0, 0).said == ""
+
+
+@EVERY
+def test_one_frame_is_one_frame(family):
+    assert snap_frames(family, 1) == 1
+
+
+@EVERY
+@pytest.mark.parametrize(("width", "height", "frames", "nearest"), [(5000, 512, 9, "4096"), (512, 512, 9000, "4097"), (-8, 512, 9, "32")])
+def test_out_of_range_names_the_nearest(family, width, height, frames, nearest):
+    with pytest.raises(InputError, match=f"nearest valid value is {nearest}"):
+        snap(family, width, height, frames)
+
+
+def test_mochi_needs_two_steps():
+    with pytest.raises(InputError, match="nearest valid value is 2"):
+        check_steps(FAMILIES["mochi"], 1)

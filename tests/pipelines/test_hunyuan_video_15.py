@@ -1,0 +1,420 @@
+"""HunyuanVideo 1.5 by separate stages gives the one-shot pipeline's video, for text and for image."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from anygpu.compat.errors import InputError
+from anygpu.pipelines import hunyuan_video_15, loading, qwen, stages, tiny
+from anygpu.pipelines.contract import ImageRequest, Latents, Prompt, PromptRequest, SampleSettings, Silent, Tools
+from PIL import Image
+
+TEXT, IMAGE = "hunyuan_video_15", "hunyuan_video_15_i2v"
+NAMES = (TEXT, IMAGE)
+WIDTH, HEIGHT, FRAMES, STEPS, SEED = 112, 96, 5, 2, 7  # the size upstream chooses for a picture of this shape
+PROMPT, NEGATIVE = 'a red cat jumps over the "WELCOME" mat', "blurry and ugly"
+PIXELS = np.random.default_rng(0).integers(0, 256, (HEIGHT, WIDTH, 3), dtype=np.uint8)
+PICTURE, FRAME = Image.fromarray(PIXELS), torch.from_numpy(PIXELS).float()[None] / 255
+SETTINGS = SampleSettings(WIDTH, HEIGHT, FRAMES, steps=STEPS, seed=SEED)
+TRIMMED = 1e-5  # upstream attends over 1985 masked tokens, which moves the last bits; measured 4e-6 at a spread of 2
+
+
+@pytest.fixture(scope="module")
+def run(tiny_folder: Path) -> Callable[[str], SimpleNamespace]:
+    """From a tiny checkpoint's name to what all its tests share: the one-shot pipeline, and the same by stages."""
+    made: dict[str, SimpleNamespace] = {}
+
+    def of(name: str) -> SimpleNamespace:
+        if name not in made:
+            made[name] = _run(name, tiny_folder)
+        return made[name]
+
+    return of
+
+
+def _run(name: str, folder: Path) -> SimpleNamespace:
+    pipe, loaded = tiny.one_shot(name, folder), _loaded(folder / name)
+    prompt = stages.encode_prompt(loaded, PromptRequest(PROMPT, NEGATIVE), Silent())
+    image = None if name == TEXT else _image(loaded, FRAME)
+    made = SimpleNamespace(name=name, pipe=pipe, loaded=loaded, prompt=prompt, image=image)
+    made.latents = _sampled(made)
+    return made
+
+
+def _loaded(folder: Path, **choices: Any) -> Any:
+    return loading.load(loading.LoadRequest(folder, device="cpu", **{"precision": "fp32", **choices}))
+
+
+def _image(loaded: Any, frames: torch.Tensor, **choices: Any) -> Any:
+    return stages.encode_image(loaded, ImageRequest(frames, 0, 0, **choices), "nearest bucket", Silent())
+
+
+def _sampled(made: SimpleNamespace, progress: Any = None, **changes: Any) -> Latents:
+    prompt, image = changes.pop("prompt", made.prompt), changes.pop("image", made.image)
+    return stages.sample(made.loaded, prompt, image, replace(SETTINGS, **changes), progress or Silent())
+
+
+def _one_shot(made: SimpleNamespace, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Latents in the VAE's space, and frames, of the bare pipeline, which has no callback to ask."""
+    found, decode = {}, made.pipe.vae.decode
+
+    def keep(latents: torch.Tensor, **choices: Any) -> Any:
+        found["latents"] = latents
+        return decode(latents, **choices)
+
+    made.pipe.vae.decode = keep
+    shown = {"height": HEIGHT, "width": WIDTH} if made.image is None else {"image": PICTURE}
+    words = {} if "prompt_embeds" in arguments else {"prompt": PROMPT, "negative_prompt": NEGATIVE}
+    try:
+        frames = made.pipe(
+            **shown, **words, **arguments, num_frames=FRAMES, num_inference_steps=STEPS,
+            generator=torch.Generator().manual_seed(SEED),
+        ).frames[0]
+    finally:
+        made.pipe.vae.decode = decode
+    return found["latents"], torch.from_numpy(frames)
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).abs().max())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stages_give_the_one_shot_video(run: Any, name: str) -> None:
+    made = run(name)
+    latents, frames = _one_shot(made)
+    video = stages.decode(made.loaded, made.latents, Silent())
+    assert video.shape == frames.shape == (FRAMES, HEIGHT, WIDTH, 3)
+    assert _distance(made.latents.samples, latents) < TRIMMED
+    assert _distance(video, frames) < TRIMMED
+    assert frames.std() > 0.05
+
+
+def test_latents_are_identical_from_the_same_tokens(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same tokens and upstream's mask nothing is left to differ; an image leaves no padding of its own."""
+    made = run(IMAGE)
+    monkeypatch.setattr(hunyuan_video_15, "unmasked", lambda transformer: nullcontext())
+    given = {}
+    for prefix, embeds in (("", made.prompt.embeds), ("negative_", made.prompt.negative)):
+        for name, mask in (("prompt_embeds", "prompt_embeds_mask"), ("prompt_embeds_2", "prompt_embeds_mask_2")):
+            given[prefix + name], given[prefix + mask] = embeds[name], torch.ones(embeds[name].shape[:2])
+    assert torch.equal(_sampled(made).samples, _one_shot(made, **given)[0])
+
+
+def test_guidance_is_the_guiders(run: Any) -> None:
+    """Rescaling and a stop, from the settings and from the checkpoint's own guider."""
+    made = run(TEXT)
+    saved = {"guidance_scale": 2.0, "guidance_rescale": 0.7, "stop": 0.75}  # 0.75 of 2 steps are one step upstream
+    usual, made.pipe.guider = made.pipe.guider, made.pipe.guider.new(**saved)
+    try:
+        latents, _ = _one_shot(made)
+    finally:
+        made.pipe.guider = usual
+    asked = _sampled(made, cfg=2.0, guidance_rescale=0.7, cfg_end=0.5)
+    assert _distance(asked.samples, latents) < TRIMMED
+    guider = {**made.loaded.tools["guider"], **saved}
+    own = SimpleNamespace(**{**vars(made), "loaded": _with_guider(made.loaded, guider)})
+    assert torch.equal(_sampled(own).samples, asked.samples)
+    assert _distance(made.latents.samples, latents) > 0.1
+
+
+def _with_guider(loaded: Any, guider: dict[str, Any]) -> Any:
+    return replace(loaded, tools=Tools({**loaded.tools.readers, "guider": lambda: guider}))
+
+
+def test_a_guider_of_another_kind_is_said(run: Any, recorded: Any) -> None:
+    made, progress = run(TEXT), recorded()
+    other = {"_class_name": "AdaptiveProjectedGuidance", "guidance_scale": 3.0}
+    _sampled(SimpleNamespace(**{**vars(made), "loaded": _with_guider(made.loaded, other)}), progress, steps=1)
+    assert any("AdaptiveProjectedGuidance" in line for line in progress.said)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_input_changes_the_latents(run: Any, name: str) -> None:
+    made = run(name)
+    prompts = {
+        "prompt": PromptRequest('a blue dog sleeps on the "WELCOME" mat', NEGATIVE),
+        "quotation": PromptRequest(PROMPT.replace('"', ""), NEGATIVE),
+        "negative": PromptRequest(PROMPT, "sharp and pretty"),
+    }
+    changed = {key: {"prompt": stages.encode_prompt(made.loaded, value, Silent())} for key, value in prompts.items()}
+    changed |= {"seed": {"seed": SEED + 1}, "shift": {"shift": 2.0}, "cfg": {"cfg": 1.0}, "window": {"cfg_end": 0.5}}
+    if made.image is not None:
+        other = _image(made.loaded, FRAME.flip(2))
+        for key in ("image_latents", "image_embeds"):
+            tensors = {**made.image.tensors, key: other.tensors[key]}
+            changed[key] = {"image": replace(made.image, tensors=tensors)}
+    for key, change in changed.items():
+        assert _distance(_sampled(made, **change).samples, made.latents.samples) > 1e-3, key
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_cancel_leaves_no_trace(run: Any, recorded: Any, name: str) -> None:
+    made = run(name)
+    stock = [type(block.attn.processor) for block in made.loaded.parts["transformer"].transformer_blocks]
+    with pytest.raises(recorded.Cancelled):
+        _sampled(made, recorded(lambda done, stage: stage == "sampling" and done == 1))
+
+    class Inside(recorded):  # type: ignore[misc]
+        def check(self) -> None:
+            self.checks += 1
+            if self.checks == 30:
+                raise self.Cancelled
+
+    for stage in (
+        lambda: _sampled(made, Inside()),
+        lambda: stages.decode(made.loaded, made.latents, Inside()),
+        lambda: stages.encode_prompt(made.loaded, PromptRequest(PROMPT, NEGATIVE), Inside()),
+    ):
+        with pytest.raises(recorded.Cancelled):
+            stage()
+    assert [type(block.attn.processor) for block in made.loaded.parts["transformer"].transformer_blocks] == stock
+    progress = recorded()
+    assert torch.equal(_sampled(made, progress).samples, made.latents.samples)
+    assert [step for step in progress.steps if step[2] == "sampling"] == [(1, 2, "sampling"), (2, 2, "sampling")]
+    assert progress.previews[-1].shape == made.latents.samples.shape
+    again = stages.encode_prompt(made.loaded, PromptRequest(PROMPT, NEGATIVE), Silent())
+    assert all(torch.equal(again.embeds[key], tensor) for key, tensor in made.prompt.embeds.items())
+
+
+def test_text_encoders_are_gone_after_encoding(run: Any) -> None:
+    made = run(TEXT)
+    stages.encode_prompt(made.loaded, PromptRequest("no words to show"), Silent())
+    assert not {"text_encoder", "text_encoder_2"} & set(made.loaded.parts)
+
+
+@pytest.mark.parametrize("change", [{"scheduler": "unipc"}, {"scheduler": "dpm++_2m"}, {"sigmas": (1.0, 0.8, 0.3, 0.0)}])
+def test_schedules_run(run: Any, change: dict[str, Any]) -> None:
+    made = run(TEXT)
+    samples = _sampled(made, **{"steps": 3, **change}).samples
+    assert torch.isfinite(samples).all()
+    assert _distance(samples, made.latents.samples) > 1e-3
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_video_to_video_stays_near_its_source(run: Any, name: str) -> None:
+    made = run(name)
+    source = stages.encode_video(made.loaded, FRAME.expand(FRAMES, -1, -1, -1), 0, 0, "crop", 3, Silent())
+    near = _sampled(made, latents=source, denoise=0.5, steps=1).samples
+    far = _sampled(made, latents=source, denoise=1.0, steps=2).samples
+    assert _distance(near, source.samples) < _distance(far, source.samples)
+    assert torch.equal(far, made.latents.samples)
+
+
+def test_noise_mask_keeps_what_it_covers(run: Any) -> None:
+    made = run(TEXT)
+    mask = torch.zeros(1, 1, 1, HEIGHT // 16, WIDTH // 16)
+    mask[..., WIDTH // 32 :] = 1.0
+    kept = _sampled(made, latents=made.latents, noise_mask=mask, seed=SEED + 1).samples
+    left = slice(0, WIDTH // 32)
+    assert torch.allclose(kept[..., left], made.latents.samples[..., left], atol=1e-6)
+    assert _distance(kept, made.latents.samples) > 1e-3
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bf16_runs_finite(run: Any, name: str) -> None:
+    made = run(name)
+    half = SimpleNamespace(**{**vars(made), "loaded": _loaded(made.loaded.source, precision="bf16")})
+    half.prompt = stages.encode_prompt(half.loaded, PromptRequest(PROMPT, NEGATIVE), Silent())
+    half.image = None if made.image is None else _image(half.loaded, FRAME)
+    latents = _sampled(half)
+    assert torch.isfinite(latents.samples).all()
+    assert latents.samples.dtype == torch.float32
+    assert torch.isfinite(stages.decode(half.loaded, latents, Silent())).all()
+    assert (latents.samples - made.latents.samples).abs().mean() < 0.5 * made.latents.samples.std()
+
+
+def test_attention_without_its_mask_is_the_stock_one(run: Any) -> None:
+    made, generator = run(IMAGE), torch.Generator().manual_seed(0)
+    transformer, shape = made.loaded.parts["transformer"], (1, 65, 2, 4, 5)
+    inputs = {
+        "hidden_states": torch.randn(shape, generator=generator), "timestep": torch.tensor([500.0]),
+        "encoder_hidden_states": made.prompt.embeds["prompt_embeds"], "encoder_attention_mask": torch.ones(1, 26),
+        "encoder_hidden_states_2": made.prompt.embeds["prompt_embeds_2"], "image_embeds": made.image.tensors["image_embeds"],
+        "return_dict": False,
+    }
+    for key in ("", "_2"):
+        count = inputs[f"encoder_hidden_states{key}"].shape[1]
+        inputs[f"encoder_attention_mask{key}"] = torch.ones(1, count, dtype=torch.bool)
+    stock = transformer(**inputs)[0]
+    with hunyuan_video_15.unmasked(transformer):
+        kinds = {type(block.attn.processor) for block in transformer.transformer_blocks}
+        bare = transformer(**inputs)[0]
+    assert kinds == {hunyuan_video_15.Unmasked}
+    assert torch.allclose(bare, stock, rtol=0, atol=64 * torch.finfo(torch.float32).eps)  # sums of 800 in another order
+    again = transformer(**inputs)[0]
+    assert torch.equal(again, stock)
+
+
+def test_a_foreign_processor_is_left_alone(run: Any) -> None:
+    transformer = run(TEXT).loaded.parts["transformer"]
+    attention = transformer.transformer_blocks[0].attn
+    usual = attention.processor
+    attention.set_processor(type("Own", (type(usual),), {})())
+    try:
+        with hunyuan_video_15.unmasked(transformer):
+            assert type(attention.processor).__name__ == "Own"
+    finally:
+        attention.set_processor(usual)
+
+
+@pytest.mark.parametrize(
+    ("target", "guider", "expected"),
+    [
+        (640, {"guidance_scale": 6.0}, (848, 480, 6.0)),
+        (960, {"guidance_scale": 1.0}, (1280, 720, 1.0)),
+        (640, {"guidance_scale": 6.0, "enabled": False}, (848, 480, 1.0)),
+        (640, {"guidance_scale": 5.0, "use_original_formulation": True}, (848, 480, 6.0)),
+    ],
+)
+def test_defaults_are_the_checkpoints(run: Any, target: int, guider: dict[str, Any], expected: tuple[float, ...]) -> None:
+    loaded = run(TEXT).loaded
+    configs = {**loaded.configs, "transformer": {**loaded.configs["transformer"], "target_size": target}}
+    defaults = stages.of_checkpoint(_with_guider(replace(loaded, configs=configs), guider)).defaults
+    assert (defaults.width, defaults.height, defaults.cfg) == expected
+    assert (defaults.frames, defaults.steps, defaults.fps) == (121, 50, 24.0)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(90, 160), (160, 90), (128, 128)])
+def test_an_image_gets_the_size_upstream_chooses(run: Any, rows: int, columns: int) -> None:
+    made = run(IMAGE)
+    processor = made.pipe.video_processor
+    expected = processor.calculate_default_height_width(rows, columns, made.pipe.target_size)
+    found = hunyuan_video_15.nearest_size(made.loaded, columns, rows)
+    assert found == tuple(reversed(expected))
+    assert (made.image.width, made.image.height) == (WIDTH, HEIGHT)
+
+
+def test_vision_states_of_core_replace_our_own(run: Any, recorded: Any) -> None:
+    made, progress = run(IMAGE), recorded()
+    states = made.image.tensors["image_embeds"]
+    request = ImageRequest(FRAME.expand(2, -1, -1, -1), WIDTH, HEIGHT, vision=states)
+    image = stages.encode_image(made.loaded, request, "stretch", progress)
+    assert torch.equal(_sampled(made, image=image).samples, made.latents.samples)
+    assert any("first of 2 images" in line for line in progress.said)
+    with pytest.raises(InputError, match=r"\(1, 700, 32\).*\(1, 729, 32\)"):
+        _image(made.loaded, FRAME, vision=states[:, :700])
+    bare = replace(made.loaded, configs={k: v for k, v in made.loaded.configs.items() if k != "image_encoder"})
+    with pytest.raises(InputError, match="no image_encoder"):
+        _image(bare, FRAME)
+
+
+def test_core_conditioning_is_our_prompt(run: Any) -> None:
+    made = run(TEXT)
+
+    def core(embeds: dict[str, torch.Tensor], padding: int) -> list[Any]:
+        states = torch.nn.functional.pad(embeds["prompt_embeds"], (0, 0, 0, padding))
+        extra = {"attention_mask": torch.arange(states.shape[1])[None] < states.shape[1] - padding}
+        if embeds["prompt_embeds_2"].shape[1]:
+            extra["conditioning_byt5small"] = embeds["prompt_embeds_2"]
+        return [[states, extra]]
+
+    prompt = stages.prompt_from_core(made.loaded, core(made.prompt.embeds, 3), core(made.prompt.negative, 0))
+    assert torch.equal(_sampled(made, prompt=prompt).samples, made.latents.samples)
+
+
+def test_template_and_its_crop(run: Any) -> None:
+    made = run(TEXT)
+    own = qwen.Chat(made.loaded.tools["tokenizer"])
+    written = f"<|im_start|>system\n{own.system}<|im_end|>\n<|im_start|>user\n{{}}<|im_end|>\n<|im_start|>assistant\n"
+
+    def encoded(**changes: Any) -> torch.Tensor:
+        request = PromptRequest(PROMPT, NEGATIVE, **changes)
+        return stages.encode_prompt(made.loaded, request, Silent()).embeds["prompt_embeds"]
+
+    assert torch.equal(encoded(template=written, template_crop=own.crop), made.prompt.embeds["prompt_embeds"])
+    head = made.loaded.tools["tokenizer"](written.partition("{}")[0])["input_ids"]
+    assert torch.equal(encoded(template=written), encoded(template=written, template_crop=len(head)))
+    assert encoded(template="{}").shape[1] == len(made.loaded.tools["tokenizer"](PROMPT)["input_ids"])
+    with pytest.raises(InputError, match="template_crop 900 of"):
+        encoded(template=written, template_crop=900)
+
+
+def test_long_texts_are_refused_before_encoding(run: Any) -> None:
+    made = run(TEXT)
+    with pytest.raises(InputError, match="the prompt has 60 tokens.*20 with what the template adds"):
+        stages.encode_prompt(made.loaded, PromptRequest("cat " * 60, max_tokens=20), Silent())
+    with pytest.raises(InputError, match="quotation marks in the negative prompt has .*at most 256 tokens"):
+        stages.encode_prompt(made.loaded, PromptRequest(PROMPT, f'"{"x" * 260}"'), Silent())
+    assert "text_encoder" not in made.loaded.parts
+
+
+def test_the_longest_text_that_fits_is_whole(run: Any) -> None:
+    """The limit counts what upstream counts: at the limit nothing is cut, and no padding is added."""
+    made = run(TEXT)
+    ids = made.loaded.tools["tokenizer"](PROMPT)["input_ids"]
+    count = made.prompt.embeds["prompt_embeds"].shape[1]
+    exact = stages.encode_prompt(made.loaded, PromptRequest(PROMPT, max_tokens=count), Silent())
+    assert torch.equal(exact.embeds["prompt_embeds"], made.prompt.embeds["prompt_embeds"])
+    with pytest.raises(InputError, match=f"the prompt has {len(ids)} tokens"):
+        stages.encode_prompt(made.loaded, PromptRequest(PROMPT, max_tokens=count - 1), Silent())
+
+
+def test_no_negative_is_fine_without_guidance(run: Any) -> None:
+    made = run(TEXT)
+    alone = Prompt(made.prompt.family, made.prompt.embeds)
+    assert torch.equal(_sampled(made, prompt=alone, cfg=1.0).samples, _sampled(made, cfg=1.0).samples)
+    with pytest.raises(InputError, match="without a negative prompt"):
+        _sampled(made, prompt=alone)
+
+
+def test_large_videos_go_through_the_vae_in_tiles(run: Any, recorded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, generator = run(TEXT), torch.Generator().manual_seed(1)
+    samples = torch.randn(1, 32, 1, 4, 18, generator=generator)
+    latents, progress = replace(made.latents, samples=samples, frames=1), recorded()
+    whole = stages.decode(made.loaded, latents, progress)
+    assert not progress.said
+    monkeypatch.setattr(hunyuan_video_15, "MOST_WHOLE_TOKENS", 64)
+    tiled = stages.decode(made.loaded, latents, progress)
+    assert "tiles" in progress.said[0]
+    made.pipe.vae.enable_tiling()
+    try:
+        with torch.no_grad():
+            expected = made.pipe.vae.decode(samples).sample
+    finally:
+        made.pipe.vae.disable_tiling()
+    assert _distance(tiled, (expected[0] / 2 + 0.5).clamp(0, 1).permute(1, 2, 3, 0)) < 1e-5
+    assert _distance(tiled, whole) > 1e-3
+
+
+def test_a_lone_transformer_borrows_the_rest(run: Any, tiny_folder: Path, tmp_path: Path, recorded: Any) -> None:
+    made = run(IMAGE)
+    (tmp_path / "lone").symlink_to(tiny_folder / IMAGE / "transformer", target_is_directory=True)
+    request = loading.LoadRequest(tmp_path / "lone", base=tiny_folder / IMAGE, device="cpu", precision="fp32")
+    loaded = loading.load(request, recorded())
+    assert (loaded.task, "image_encoder" in loaded.configs) == ("image", True)
+    assert torch.equal(_image(loaded, FRAME).tensors["image_embeds"], made.image.tensors["image_embeds"])
+
+
+@pytest.mark.parametrize(("name", "image", "message"), [(TEXT, IMAGE, "text-to-video checkpoint"), (IMAGE, TEXT, "no image for")])
+def test_task_and_image_must_fit(run: Any, name: str, image: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        _sampled(run(name), image=run(image).image)
+
+
+def test_meanflow_checkpoints_are_told_the_next_time(run: Any, tiny_folder: Path) -> None:
+    """A step-distilled image-to-video transformer takes the time after the step as well, as upstream gives it."""
+    from diffusers import HunyuanVideo15Transformer3DModel
+
+    made = run(IMAGE)
+    config = {**made.loaded.configs["transformer"], "use_meanflow": True}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        transformer = HunyuanVideo15Transformer3DModel.from_config(config).eval().requires_grad_(False)
+    own = SimpleNamespace(**{**vars(made), "loaded": _loaded(made.loaded.source)})
+    own.loaded = replace(own.loaded, configs={**own.loaded.configs, "transformer": config})
+    own.loaded.parts["transformer"] = transformer
+    usual, made.pipe.transformer = made.pipe.transformer, transformer
+    try:
+        latents, _ = _one_shot(made)
+    finally:
+        made.pipe.transformer = usual
+    assert _distance(_sampled(own).samples, latents) < TRIMMED

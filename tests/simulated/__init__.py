@@ -1,0 +1,1 @@
+"""Simulated accelerators: torch devices that tests can use on a machine without a GPU."""

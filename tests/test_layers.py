@@ -1,0 +1,142 @@
+"""Each file imports only what its room may import, and the lower rooms live without ComfyUI, diffusers and Triton."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+COMFY = {"comfy", "comfy_api", "comfy_extras", "comfy_execution", "folder_paths", "server", "nodes", "latent_preview", "execution"}
+HEAVY = {"diffusers", "transformers", "accelerate", "av", "gguf", "torchao", "peft"}
+OURS = {"compat", "kernels", "pipelines", "paint", "host", "nodes", "showcase", "cli"}
+MAY_IMPORT: dict[str, set[str]] = {  # room -> rooms of ours; the longest prefix wins
+    "kernels": {"kernels"},
+    "compat": {"compat"},
+    "compat/rewrites.py": {"compat", "kernels"},
+    "pipelines": {"compat", "pipelines"},
+    "paint": {"compat", "paint"},
+    "host": {"compat", "pipelines", "paint", "host"},
+    "nodes.py": {"compat", "pipelines", "paint", "host"},
+    "showcase.py": {"compat", "pipelines", "paint"},
+    "cli.py": {"compat", "pipelines", "paint", "showcase"},
+    "__init__.py": {"nodes"},
+}
+SKIPPED = {"tests", "benchmarks", ".venv", ".build", "build", "demo", "node_modules"}
+SOURCES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for path in ROOT.rglob("*.py")
+    if not SKIPPED & set(path.relative_to(ROOT).parts) and not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
+)
+BANNED_CALLS = {"eval", "exec", "compile", "__import__"}
+BANNED_MODULES = {"subprocess", "requests", "urllib", "socket", "http", "pickle"}
+
+
+def tree_of(source: str) -> ast.Module:
+    return ast.parse((ROOT / source).read_text(encoding="utf-8"))
+
+
+def imported(source: str) -> list[tuple[str, bool]]:
+    """(absolute dotted name, whether it is imported at module scope) of each import; ours start with ``anygpu.``."""
+    tree, package = tree_of(source), ["anygpu", *Path(source).parent.parts]
+    top = {id(node) for node in tree.body}
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, id(node) in top) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join([*package[: len(package) - node.level + 1], *filter(None, [node.module])]) if node.level else node.module
+            found += [(f"{base}.{alias.name}", id(node) in top) for alias in node.names]
+    return found
+
+
+def rooms_of(source: str) -> set[str]:
+    return {name.split(".")[1] for name, _ in imported(source) if name.startswith("anygpu.")} & OURS
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_file_imports_only_its_layer(source: str) -> None:
+    rule = max((prefix for prefix in MAY_IMPORT if source.startswith(prefix)), key=len)
+    assert rooms_of(source) <= MAY_IMPORT[rule], f"{source} breaks the rule for {rule}"
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_only_host_imports_comfyui(source: str) -> None:
+    foreign = {name.split(".")[0] for name, _ in imported(source)} & COMFY
+    assert not foreign or source.startswith("host/"), f"{source} imports {foreign}"
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_heavy_packages_are_imported_inside_functions(source: str) -> None:
+    heavy = {name for name, at_top in imported(source) if at_top and name.split(".")[0] in HEAVY}
+    assert not heavy, f"{source} imports {heavy} at module scope"
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_nothing_the_registry_scan_flags(source: str) -> None:
+    for node in ast.walk(tree_of(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            assert node.func.id not in BANNED_CALLS, f"{source}:{node.lineno} calls {node.func.id}"
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
+            assert node.attr not in {"environ", "getenv", "system", "popen"}, f"{source}:{node.lineno} uses os.{node.attr}"
+    modules = {name.split(".")[0] for name, _ in imported(source)}
+    assert not modules & BANNED_MODULES, f"{source} imports {modules & BANNED_MODULES}"
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_only_device_asks_a_vendor(source: str) -> None:
+    if source == "compat/device.py":
+        return
+    for node in ast.walk(tree_of(source)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
+            assert node.attr not in {"cuda", "mps", "xpu", "hip"}, f"{source}:{node.lineno} uses torch.{node.attr}"
+
+
+@pytest.mark.parametrize("source", [s for s in SOURCES if s != "cli.py"])
+def test_no_print_no_environment(source: str) -> None:
+    calls = [n.func.id for n in ast.walk(tree_of(source)) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
+    assert "print" not in calls
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_files_and_functions_are_short(source: str) -> None:
+    text = (ROOT / source).read_text(encoding="utf-8")
+    assert text.count("\n") <= 600 if source == "nodes.py" else text.count("\n") <= 500, f"{source} is too long"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name != "define_schema":
+            length = (node.end_lineno or 0) - node.lineno + 1
+            assert length <= 60, f"{source}:{node.lineno} {node.name} has {length} lines"
+
+
+def test_lower_rooms_live_alone() -> None:
+    """compat imports with ComfyUI, diffusers, transformers, accelerate and Triton blocked."""
+    blocked = sorted(COMFY | HEAVY | {"triton"})
+    rooms = [room for room in ("compat", "kernels") if (ROOT / room).is_dir()]
+    modules = [
+        f"anygpu.{path.relative_to(ROOT).with_suffix('').as_posix().replace('/', '.').removesuffix('.__init__')}"
+        for room in rooms
+        for path in sorted((ROOT / room).rglob("*.py"))
+        if "_triton" not in path.parts
+    ]
+    program = f"""
+import sys, importlib, importlib.abc
+class Blocked(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split('.')[0] in {blocked!r}:
+            raise ImportError('blocked ' + name)
+sys.meta_path.insert(0, Blocked())
+for name in {modules!r}:
+    importlib.import_module(name)
+print(len({modules!r}))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd="/")
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 5
+
+
+def test_root_is_not_importable() -> None:
+    """The root on sys.path would hide ComfyUI's nodes.py and PyPI's kernels."""
+    assert ROOT not in {Path(entry or ".").resolve() for entry in sys.path}
