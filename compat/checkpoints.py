@@ -109,12 +109,17 @@ def weight_files(folder: Path, subject: str) -> list[Path]:
             f"no folder {str(folder)!r}", expected=f"the {subject} of this model",
             fix="Download the missing folder; its name must stay as published.",
         )
-    indices = sorted(folder.glob(f"*{INDEX_SUFFIX}"), key=_preference)
-    if indices:
-        return _shards(indices[0], subject)
+    incomplete: list[CheckpointError] = []
+    for index in sorted(folder.glob("*.safetensors.index*.json"), key=_preference):
+        try:
+            return _shards(index, subject)
+        except CheckpointError as error:  # a variant beside it may be whole
+            incomplete.append(error)
     single = [file for file in sorted(folder.glob("*.safetensors"), key=_preference) if "-of-" not in file.name]
     if single:
         return single[:1]
+    if incomplete:
+        raise incomplete[0]
     if any(folder.glob("*.safetensors")):
         raise CheckpointError(
             f"shards of the {subject} in {str(folder)!r} without their index", expected=f"a *{INDEX_SUFFIX} file",
@@ -241,7 +246,9 @@ def _shards(index: Path, subject: str) -> list[Path]:
 
 
 def _preference(file: Path) -> tuple[bool, str]:
-    """Plain names before variants (``model.fp16.safetensors``)."""
+    """Plain names before variants: ``model.fp16.safetensors``, ``model.safetensors.index.fp16.json`` (what diffusers and
+    transformers write) and ``model.fp16.safetensors.index.json``.
+    """
     return file.name.removesuffix(INDEX_SUFFIX).removesuffix(".safetensors").count(".") > 0, file.name
 
 

@@ -161,10 +161,27 @@ class Sequential(Whole):
 
             with torch.inference_mode(False):
                 cpu_offload(module, execution_device=self.device, offload_buffers=True)
-        yield module
+        try:
+            yield module
+        finally:
+            # A VAE's decode runs the hook that brings its own buffers in, but never the one that sends them back;
+            # a cancel leaves a layer in the same state.
+            for owner in module.modules():
+                hook = getattr(owner, "_hf_hook", None)
+                if hook is not None and any(t.device == self.device for t in _direct(owner)):
+                    hook.post_forward(owner, None)
 
     def release(self, part: str) -> None:
-        """Nothing: no weight stays on the device."""
+        """Take the hooks off: accelerate keeps buffers that are in no state dict on the device until then."""
+        if part not in self.parts:
+            return
+        from accelerate.hooks import remove_hook_from_module
+
+        module = self.parts.read(part)
+        with torch.inference_mode(False):
+            remove_hook_from_module(module, recurse=True)
+        move(module, HOST, part, None)
+        empty_cache(self.device)
 
 
 MODES: dict[str, type[Whole]] = {"none": Whole, "model": PerStage, "group": Grouped, "sequential": Sequential}
@@ -252,6 +269,12 @@ def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
     """Each parameter and buffer once, those in no state dict (rotary tables) too."""
     yield from module.parameters()
     yield from module.buffers()
+
+
+def _direct(module: nn.Module) -> Iterator[torch.Tensor]:
+    """The parameters and buffers of ``module`` that belong to none of its children."""
+    yield from module.parameters(recurse=False)
+    yield from module.buffers(recurse=False)
 
 
 def _automatic(on_host: bool, part_bytes: Mapping[str, int], free: int | None) -> tuple[str, str]:

@@ -217,7 +217,11 @@ def _check(loaded: Loaded, kind: str | None, settings: SampleSettings, progress:
         )
     if kind == LATENT_CONCAT:
         count = settings.frames - DROPPED_FRAMES
-        progress.say(f"{count} of {settings.frames} frames come back: a 33-channel checkpoint's first {DROPPED_FRAMES} go")
+        progress.say(
+            f"{count} of {settings.frames} frames come back: the first {DROPPED_FRAMES} of a 33-channel video are dropped"
+        )
+    if kind == TOKEN_REPLACE and settings.guidance == 1.0:
+        progress.say("guidance 1, the default of upstream's call; upstream's example for this checkpoint uses 6")
     if settings.guidance and not loaded.configs["transformer"].get("guidance_embeds"):
         progress.say("guidance has no effect on this checkpoint: its transformer takes none")
 

@@ -21,6 +21,7 @@ from .contract import Loaded, Parts, Progress, Silent, Tools
 from .families import FAMILIES, family_named
 from .family import Family
 from .reading import PartFiles, part_files, reader_of
+from .spiece import is_alone, t5_tokenizer
 
 INDEX = "model_index.json"
 AUTO = "auto"
@@ -265,6 +266,8 @@ def _tool_reader(library: str, folder: Path) -> Callable[[], Any]:
         if library == "diffusers":
             file = next((f for f in sorted(folder.glob("*_config.json"))), folder / "scheduler_config.json")
             return read_json(file, f"the {folder.name}")
+        if is_alone(folder):
+            return t5_tokenizer(folder)
         processor = folder.name.endswith(("processor", "extractor"))
         cls: Any = attribute("transformers", "AutoImageProcessor" if processor else "AutoTokenizer")
         try:

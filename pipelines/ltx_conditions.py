@@ -265,7 +265,7 @@ def _on_grid(request: ImageRequest, progress: Progress) -> torch.Tensor:
     """The request's frames, cut to 8n + 1."""
     given, frame = request.frames.shape[0], request.frame
     if frame < LAST:
-        raise InputError(f"frame {frame}", expected="0 or more, or -1 for the end", fix="The nearest value is -1.")
+        raise InputError(f"frame {frame}", expected="0 or more, or -1: the end", fix="The nearest valid value is -1.")
     count = (given - 1) // TEMPORAL_RATIO * TEMPORAL_RATIO + 1
     if count != given:
         progress.say(f"clip {given} -> {count} frames (LTX-Video needs {TEMPORAL_RATIO}n+1 frames)")

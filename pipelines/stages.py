@@ -119,6 +119,11 @@ def encode_video(loaded: Loaded, frames: torch.Tensor, width: int, height: int, 
     A frame count off the grid is cut to the largest that fits, and said.
     """
     family = family_named(loaded.family)
+    if not hasattr(family, "encode_video"):
+        raise UnsupportedError(
+            f"a video for {family.FAMILY.title}", expected="a start image",
+            fix=f"Use AnyGPU Encode Image: {family.FAMILY.title} starts from a picture and noise only.",
+        )
     pictures = checked_frames(frames, "the video")
     width, height = fitted_size(
         family.FAMILY, pictures, width or pictures.shape[2], height or pictures.shape[1], fit

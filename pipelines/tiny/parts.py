@@ -320,9 +320,7 @@ def mochi_transformer() -> nn.Module:
     """Mochi 1: latents (B, 12, T, H, W), text (B, 256, 32)."""
     from diffusers import MochiTransformer3DModel
 
-    return MochiTransformer3DModel(
-        **HEADS, num_layers=2, pooled_projection_dim=WIDTH, text_embed_dim=WIDTH
-    )
+    return MochiTransformer3DModel(**HEADS, num_layers=2, pooled_projection_dim=WIDTH, text_embed_dim=WIDTH)
 
 
 def mochi_vae() -> nn.Module:

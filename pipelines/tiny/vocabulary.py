@@ -189,6 +189,7 @@ def _byte_pairs(splitter: Any, texts: list[str], suffix: str = "") -> tuple[dict
     """(vocabulary, merges) of byte pairs joined until every word of ``texts`` is one piece."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     learner = Tokenizer(models.BPE(end_of_word_suffix=suffix))
     learner.pre_tokenizer = splitter
     learner.train_from_iterator(
@@ -197,8 +198,10 @@ def _byte_pairs(splitter: Any, texts: list[str], suffix: str = "") -> tuple[dict
             vocab_size=1 << 20,
             min_frequency=1,
             show_progress=False,
-            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            initial_alphabet=letters,
             end_of_word_suffix=suffix,
+            # Left to itself, the trainer numbers the letters that end a word in another order on each run.
+            special_tokens=[letter + suffix for letter in letters] if suffix else [],
         ),
     )
     model = json.loads(learner.to_str())["model"]

@@ -45,7 +45,8 @@ def text_to_video(model: str, text: str = "a cat walks on the grass", negative: 
 
 def loading(model: str, **chosen: Any) -> dict[str, Any]:
     """The inputs of the load node."""
-    return {"model": model, "precision": "auto", "offload": "auto", **chosen}
+    choices = dict.fromkeys(("precision", "offload", "variant", "base", "image_encoder"), "auto")
+    return {"model": model, **choices, **chosen}
 
 
 def sampling(**chosen: Any) -> dict[str, Any]:
@@ -88,12 +89,12 @@ def replay(workflow: Path) -> dict[str, dict[str, Any]]:
 
 def shrunk(prompt: dict[str, dict[str, Any]], width: int = 64, height: int = 64) -> dict[str, dict[str, Any]]:
     """A replay with size, steps and length replaced by tiny ones; the models are tiny under their published names."""
-    small: dict[str, Any] = {"width": width, "height": height, "frames": 9, "steps": 2, "clip_seconds": 0.3, "window": 2}
+    small = {"width": width, "height": height, "frames": 9, "steps": 2, "clip_seconds": 0.3, "window": 2}
     for node in prompt.values():
         inputs = node["inputs"]
         if node["class_type"].startswith("AnyGPU"):
-            inputs.update({name: value for name, value in small.items() if name in inputs and not _linked(inputs[name])})
-            if "fit" in inputs and inputs["fit"] == "nearest bucket":
+            inputs.update({name: small[name] for name in small if name in inputs and not _linked(inputs[name])})
+            if inputs.get("fit") == "nearest bucket":
                 inputs["fit"] = "crop"  # buckets are full size
     return prompt
 

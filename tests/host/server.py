@@ -1,7 +1,7 @@
 """A real ComfyUI with this pack attached, in a temporary base directory: found, checked, started, stopped.
 
-Nothing is installed into it and none of its files change. ``COMFYUI_PATH`` names the checkout, else ``~/comfy/ComfyUI``;
-``COMFYUI_PYTHON`` its interpreter, else its ``.venv`` or ``venv``.
+Nothing is installed into it and none of its files change. ``COMFYUI_PATH`` names the checkout, else
+``~/comfy/ComfyUI``; ``COMFYUI_PYTHON`` its interpreter, else its ``.venv`` or ``venv``.
 """
 
 from __future__ import annotations
@@ -192,7 +192,8 @@ class Server:
         flags = [
             "--cpu", "--base-directory", self.base, "--extra-model-paths-config", self.base / "attached.yaml",
             "--disable-all-custom-nodes", *(("--whitelist-custom-nodes", PACK) if self.attach else ()),
-            "--disable-api-nodes", "--database-url", "sqlite:///:memory:", "--port", self.port, "--preview-method", "latent2rgb",
+            "--disable-api-nodes", "--database-url", "sqlite:///:memory:", "--port", self.port,
+            "--preview-method", "latent2rgb",
         ]
         launcher = Path(__file__).with_name("launch.py")
         return [str(part) for part in (self.host.python, launcher, self.host.root, *flags, *self.arguments)]
@@ -250,9 +251,9 @@ def free_port() -> int:
 
 def _environment() -> dict[str, str]:
     """One thread per operation, no network, and no bytecode beside the sources of checkout and host."""
-    chosen = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONIOENCODING": "utf-8"}
-    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
-    return {**kept, **chosen}
+    chosen = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUTF8": "1"}
+    dropped = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    return {**{name: value for name, value in os.environ.items() if name not in dropped}, **chosen}
 
 
 def tiny_home() -> Path:

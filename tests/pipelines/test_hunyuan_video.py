@@ -220,6 +220,8 @@ def test_guidance_is_the_checkpoints_own(run: Any, recorded: Any) -> None:
     found = _sampled(run(CONCAT), watched, guidance=4.0)
     assert any("guidance has no effect" in text for text in watched.said)
     assert any("5 of 9 frames" in text for text in watched.said)
+    _sampled(run(REPLACE), watched)
+    assert any("uses 6" in text for text in watched.said)
     assert torch.equal(found.samples, run(CONCAT).latents.samples)
 
 
@@ -243,8 +245,6 @@ def test_own_template(run: Any) -> None:
 
 def test_own_template_of_image_to_video(run: Any) -> None:
     made = run(CONCAT)
-    own = made.pipe.encode_prompt.__kwdefaults__ or {}
-    assert not own
     from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video_image2video import DEFAULT_PROMPT_TEMPLATE
 
     text = DEFAULT_PROMPT_TEMPLATE["template"]
@@ -257,17 +257,24 @@ def test_own_template_of_image_to_video(run: Any) -> None:
         stages.encode_prompt(made.loaded, replace(request, template="Paint {}"), Silent())
 
 
-def test_long_prompts(run: Any, recorded: Any) -> None:
+@pytest.mark.parametrize(("name", "after"), [(TEXT, 1), (REPLACE, 5)])  # <|eot_id|>, and the header of an answer
+def test_long_prompts(run: Any, name: str, after: int) -> None:
     """The limit is counted as the encoder counts: what just fits is the same under any larger limit."""
-    made, watched = run(TEXT), recorded()
+    made = run(name)
     tokens = len(made.pipe.tokenizer(PROMPT, add_special_tokens=False)["input_ids"])
-    tight = stages.encode_prompt(made.loaded, PromptRequest(PROMPT, max_tokens=tokens + 1), Silent())
+    request = PromptRequest(PROMPT, max_tokens=tokens + after, image=None if name == TEXT else FRAME)
+    tight = stages.encode_prompt(made.loaded, request, Silent())
     assert _distance(tight.embeds["prompt_embeds"], made.prompt.embeds["prompt_embeds"]) < TRIMMED
     with pytest.raises(InputError, match=f"{tokens} tokens.*at most {tokens - 1} tokens"):
-        stages.encode_prompt(made.loaded, PromptRequest(PROMPT, max_tokens=tokens), Silent())
-    long = " ".join(["cat"] * 100)
-    stages.encode_prompt(made.loaded, PromptRequest(long), watched)
-    assert any("CLIP reads 77 tokens" in text for text in watched.said)
+        stages.encode_prompt(made.loaded, replace(request, max_tokens=request.max_tokens - 1), Silent())
+
+
+def test_what_clip_does_not_read_is_said(run: Any, recorded: Any) -> None:
+    made, watched = run(TEXT), recorded()
+    stages.encode_prompt(made.loaded, PromptRequest(" ".join(["cat"] * 100)), watched)
+    assert any("CLIP reads 77 tokens of the prompt" in text for text in watched.said)
+    stages.encode_prompt(made.loaded, PromptRequest(" ".join(["cat"] * 75)), again := recorded())
+    assert not again.said
 
 
 def test_image_to_video_needs_its_picture_and_a_place_for_it(run: Any, recorded: Any) -> None:
@@ -290,7 +297,7 @@ def test_core_conditioning(run: Any) -> None:
     embeds, mask, pooled = (made.prompt.embeds[key] for key in ("prompt_embeds", "prompt_attention_mask", llama.POOLED))
     padded = torch.nn.functional.pad(embeds, (0, 0, 0, 3))
     for states, extra in (
-        (embeds, {}), (padded, {"attention_mask": torch.nn.functional.pad(mask, (95, 3))[:, :]}),
+        (embeds, {}), (padded, {"attention_mask": torch.nn.functional.pad(mask, (95, 3))}),
     ):
         found = stages.prompt_from_core(made.loaded, [[states, {"pooled_output": pooled, **extra}]])
         assert torch.equal(_sampled(made, prompt=found).samples, made.latents.samples)
@@ -309,6 +316,7 @@ def test_a_lone_transformer_finds_a_pipeline_of_its_own_task(run: Any, recorded:
             TEXT: None, REPLACE: "token_replace", CONCAT: "latent_concat"
         }[name]
         assert ("vision_config" in loaded.configs["text_encoder"]) == (name != TEXT)
+    assert hunyuan_video.image_condition({"in_channels": 33, "out_channels": 16}) == "latent_concat"
     wrong = _loaded(tmp_path / f"lone_{REPLACE}", base=run(TEXT).loaded.source)
     with pytest.raises(CheckpointError, match="text encoder for text only"):
         stages.encode_prompt(wrong, PromptRequest(PROMPT, image=FRAME), Silent())

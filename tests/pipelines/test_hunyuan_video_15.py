@@ -19,7 +19,7 @@ from PIL import Image
 
 TEXT, IMAGE = "hunyuan_video_15", "hunyuan_video_15_i2v"
 NAMES = (TEXT, IMAGE)
-WIDTH, HEIGHT, FRAMES, STEPS, SEED = 112, 96, 5, 2, 7  # the size upstream chooses for a picture of this shape
+WIDTH, HEIGHT, FRAMES, STEPS, SEED = 128, 96, 5, 2, 7  # the size upstream chooses for a picture of this shape
 PROMPT, NEGATIVE = 'a red cat jumps over the "WELCOME" mat', "blurry and ugly"
 PIXELS = np.random.default_rng(0).integers(0, 256, (HEIGHT, WIDTH, 3), dtype=np.uint8)
 PICTURE, FRAME = Image.fromarray(PIXELS), torch.from_numpy(PIXELS).float()[None] / 255
@@ -93,7 +93,7 @@ def test_stages_give_the_one_shot_video(run: Any, name: str) -> None:
     latents, frames = _one_shot(made)
     video = stages.decode(made.loaded, made.latents, Silent())
     assert video.shape == frames.shape == (FRAMES, HEIGHT, WIDTH, 3)
-    assert _distance(made.latents.samples, latents) < TRIMMED
+    assert _distance(made.latents.samples, latents) < TRIMMED * latents.abs().max()
     assert _distance(video, frames) < TRIMMED
     assert frames.std() > 0.05
 

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
 from anygpu.compat.errors import CheckpointError, InputError
 from anygpu.pipelines import tiny
 
@@ -66,7 +65,7 @@ class Case:
 
 SIZE = {"height": 64, "width": 96}
 CFG = {**SIZE, "true_cfg_scale": 3.0}
-PACK = {**CFG, "latent_window_size": 3}
+PACK = {**CFG, "latent_window_size": 3, "num_inference_steps": 1}
 CASES = {
     "ltx": Case("ltx", (9, 64, 96), 9, settings=SIZE),
     "ltx from an image": Case("ltx", (9, 64, 96), 9, "LTXImageToVideoPipeline", True, SIZE),
@@ -75,15 +74,13 @@ CASES = {
     ),
     "hunyuan_video": Case("hunyuan_video", (5, 64, 96), 5, settings=CFG),
     "hunyuan_video_i2v": Case("hunyuan_video_i2v", (5, 64, 96), 5, pictured=True, settings=CFG),
-    "hunyuan_video_i2v_33ch": Case("hunyuan_video_i2v_33ch", (5, 64, 96), 9, pictured=True, settings=CFG),
+    "hunyuan_video_i2v_33ch": Case("hunyuan_video_i2v_33ch", (1, 64, 96), 5, pictured=True, settings=CFG),
     "hunyuan_video_15": Case("hunyuan_video_15", (5, 64, 96), 5, settings={**SIZE, "num_inference_steps": 1}),
     "hunyuan_video_15_i2v": Case(  # takes its size from the picture
         "hunyuan_video_15_i2v", (5, 96, 128), 5, pictured=True, settings={"num_inference_steps": 1}
     ),
     "framepack": Case("framepack", (13, 64, 96), 9, pictured=True, settings=PACK),
-    "framepack_f1": Case(
-        "framepack_f1", (13, 64, 96), 9, pictured=True, settings={**PACK, "sampling_type": "vanilla"}
-    ),
+    "framepack_f1": Case("framepack_f1", (13, 64, 96), 9, pictured=True, settings={**PACK, "sampling_type": "vanilla"}),
     "mochi": Case("mochi", (7, 64, 96), 7, settings=SIZE),
 }
 
@@ -96,9 +93,8 @@ def picture(seed: int) -> Any:
     return Image.fromarray(pixels).resize((128, 96), Image.Resampling.BICUBIC)
 
 
-def renderer(case: Case, folder: Path) -> Callable[..., np.ndarray]:
+def renderer(case: Case, pipe: Any) -> Callable[..., np.ndarray]:
     """A function from changed inputs to the video, (F, H, W, 3) in 0..1."""
-    pipe = tiny.one_shot(case.name, folder, pipeline=case.pipeline)
 
     def render(
         prompt: str = "A cat walks on the grass", negative: str = "worst quality", seed: int = 0, image: int = 0
@@ -117,16 +113,20 @@ def files_of(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("label", CASES)
 def test_the_video_depends_on_every_input(label, tiny_folder):
     case = CASES[label]
-    render = renderer(case, tiny_folder)
+    render = renderer(case, tiny.one_shot(case.name, tiny_folder, pipeline=case.pipeline))
     video = render()
     assert video.shape == (*case.shape, 3)
     assert np.isfinite(video).all()
     assert video.std() > 0.05
     assert ((video <= 0) | (video >= 1)).mean() < 0.2
-    assert np.array_equal(render(), video)
     changes: dict[str, Any] = {"prompt": "A red robot in the rain", "negative": "blurry night", "seed": 1}
     for name, value in (changes | ({"image": 1} if case.pictured else {})).items():
         assert np.abs(render(**{name: value}) - video).max() > 0.02, f"{name} changes nothing that one could see"
+
+
+def test_nothing_else_changes_the_video(tiny_folder):
+    first, second = (renderer(CASES["ltx"], tiny.one_shot("ltx", tiny_folder))() for _ in range(2))
+    assert np.array_equal(first, second)
 
 
 def test_the_table_is_tested_whole():
@@ -229,9 +229,9 @@ def test_the_crop_of_hunyuan_video_15_leaves_exactly_the_prompt(tiny_folder):
 
 
 def test_glyphs_reach_the_video(tiny_folder):
-    render = renderer(CASES["hunyuan_video_15"], tiny_folder)
-    embeds = tiny.one_shot("hunyuan_video_15", tiny_folder).encode_prompt('a sign "hi"', torch.device("cpu"))
-    assert embeds[3].sum() > 0
+    pipe = tiny.one_shot("hunyuan_video_15", tiny_folder)
+    assert pipe.encode_prompt('a sign "hi"', torch.device("cpu"))[3].sum() > 0
+    render = renderer(CASES["hunyuan_video_15"], pipe)
     assert np.abs(render(prompt='a sign "hi"') - render(prompt="a sign “ho”")).max() > 0.02
 
 

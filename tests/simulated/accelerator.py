@@ -142,7 +142,8 @@ def fresh() -> Iterator[torch.device]:
 
 
 def _renew() -> None:
-    gc.collect()
+    if any(memory(index).allocated_bytes for index in range(device_count())):
+        gc.collect()
     _hooks.clear()
     _watch()
     torch.accelerator.set_device_index(0)

@@ -1,0 +1,33 @@
+"""One real ComfyUI for all host tests, started when the first of them wants it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from host.client import Client
+from host.server import NoHost, Server, find_host
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Iterator[Server]:
+    """A running ComfyUI with this pack and no models yet; skips, and says what to do, where there is none."""
+    try:
+        host = find_host()
+    except NoHost as reason:
+        pytest.skip(str(reason))
+    running = Server(host, tmp_path_factory.mktemp("host"), tiny_folder)
+    try:
+        yield running.start()
+    finally:
+        running.stop()
+
+
+@pytest.fixture
+def client(server: Server) -> Client:
+    """A new connection; what earlier tests left in ComfyUI's cache is forgotten."""
+    connection = Client(server.url)
+    connection.free()
+    return connection

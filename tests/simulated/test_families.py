@@ -1,0 +1,201 @@
+"""Every family in every offload mode on the simulated accelerator gives what the CPU gives, and frees what it should."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from anygpu.compat.errors import UnsupportedError
+from anygpu.pipelines import stages, tiny
+from anygpu.pipelines.contract import FramePackSettings, ImageRequest, Loaded, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.loading import LoadRequest, load
+
+from simulated import accelerator
+
+MODES = ("none", "model", "group", "sequential")
+PICTURE = torch.rand(1, 64, 64, 3, generator=torch.Generator().manual_seed(0))
+ROUNDING = 1e-5  # kernels see other alignments; the same sums in another order
+
+
+@dataclass(frozen=True)
+class Case:
+    """One task of a family: its tiny checkpoints, the model first, and whether it starts from a picture."""
+
+    checkpoints: tuple[str, ...]
+    pictured: bool = False
+    frames: int = 5
+
+
+CASES = {
+    "ltx": Case(("ltx",), frames=9),
+    "ltx image": Case(("ltx",), pictured=True, frames=9),
+    "hunyuan_video": Case(("hunyuan_video",)),
+    "hunyuan_video image": Case(("hunyuan_video_i2v",), pictured=True),
+    "hunyuan_video_15": Case(("hunyuan_video_15",)),
+    "framepack": Case(("framepack", "hunyuan_video", "siglip"), pictured=True),
+    "mochi": Case(("mochi",), frames=7),
+}
+
+
+def loaded_for(case: Case, folder: Any, device: str, offload: str = "auto") -> Loaded:
+    paths = [tiny.build(name, folder) for name in case.checkpoints]
+    base, encoder = paths[1:] if len(paths) == 3 else (None, None)
+    return load(LoadRequest(paths[0], base, encoder, precision="fp32", offload=offload, device=device))
+
+
+def rendered(loaded: Loaded, case: Case, progress: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Latents and frames of one short run."""
+    progress = progress or Silent()
+    with torch.no_grad():
+        image = None
+        if case.pictured:
+            image = stages.encode_image(loaded, ImageRequest(PICTURE, 64, 64), "stretch", progress)
+        looks = "image" in stages.family_named(loaded.family).FAMILY.effective
+        request = PromptRequest("a red fox", "blurry", image=PICTURE if case.pictured and looks else None)
+        prompt = stages.encode_prompt(loaded, request, progress)
+        settings = SampleSettings(64, 64, case.frames, steps=2, seed=3, cfg=2.0)
+        if loaded.family == "framepack":
+            framepack = FramePackSettings(case.frames / 30, window=2)
+            latents = stages.sample_framepack(loaded, prompt, image, settings, framepack, progress)
+        else:
+            latents = stages.sample(loaded, prompt, image, settings, progress)
+        return latents.samples, stages.decode(loaded, latents, progress)
+
+
+class Watching(Silent):
+    """Remembers the bytes on the device when sampling begins, and the stages that were reported."""
+
+    def __init__(self) -> None:
+        self.text_bytes: int | None = None
+        self.loaded: Loaded | None = None
+        self.stages: set[str] = set()
+
+    def step(self, done: int, total: int, stage: str, preview: Any = None) -> None:
+        self.stages.add(stage.split(" ")[0])
+        if stage == "sampling" and self.text_bytes is None and self.loaded is not None:
+            text = [part for name, part in self.loaded.parts.items() if name.startswith("text_encoder")]
+            tensors = [t for part in text for t in (*part.parameters(), *part.buffers())]
+            self.text_bytes = sum(t.nbytes for t in tensors if t.device.type == accelerator.NAME)
+
+
+@pytest.fixture(scope="module")
+def on_host(tiny_folder):
+    """What the CPU gives for each case."""
+    found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def of(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        if name not in found:
+            found[name] = rendered(loaded_for(CASES[name], tiny_folder, "cpu"), CASES[name])
+        return found[name]
+
+    return of
+
+
+@pytest.mark.parametrize("offload", MODES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in CASES])
+def test_equals_the_cpu(acc, tiny_folder, on_host, name, offload):
+    case, progress = CASES[name], Watching()
+    loaded = progress.loaded = loaded_for(case, tiny_folder, "acc:0", offload)
+    before = accelerator.memory().allocated_bytes
+    latents, frames = rendered(loaded, case, progress)
+    expected_latents, expected_frames = on_host(name)
+    torch.testing.assert_close(latents, expected_latents, atol=ROUNDING, rtol=ROUNDING)
+    torch.testing.assert_close(frames, expected_frames, atol=ROUNDING, rtol=ROUNDING)
+    assert latents.device.type == frames.device.type == "cpu"
+    assert accelerator.memory().peak_bytes > 0, "nothing ran on the device"
+    assert progress.text_bytes == 0, "a text encoder was on the device while sampling"
+    if offload != "none":
+        assert accelerator.memory().allocated_bytes == before, "weights stayed on the device"
+    again, _ = rendered(loaded, case)
+    torch.testing.assert_close(again, latents, atol=ROUNDING, rtol=ROUNDING)
+
+
+@pytest.mark.xdist_group("mochi")
+def test_modes_need_less_memory_in_their_order(acc, tiny_folder):
+    peaks = []
+    for offload in MODES:
+        accelerator.reset_peak()
+        loaded = loaded_for(CASES["mochi"], tiny_folder, "acc:0", offload)
+        rendered(loaded, CASES["mochi"])
+        peaks.append(accelerator.memory().peak_bytes)
+        for part in ("transformer", "vae"):
+            loaded.residency.release(part)
+            loaded.parts.drop(part)
+    assert peaks[0] > peaks[1] >= peaks[2] >= peaks[3], peaks
+
+
+@pytest.mark.parametrize("offload", MODES[1:])
+def test_offload_on_a_cpu_is_refused_in_one_line(tiny_folder, offload):
+    with pytest.raises(UnsupportedError, match=f"offload '{offload}' on a CPU; expected auto or none"):
+        loaded_for(CASES["mochi"], tiny_folder, "cpu", offload)
+
+
+@pytest.mark.xdist_group("ltx")
+def test_the_bare_pipeline_does_not_move_a_prompt_from_the_host(acc, tiny_folder, on_host):
+    """The failure that this layer exists for: embeddings on the CPU meet a transformer on the accelerator."""
+    pipeline = tiny.one_shot("ltx", tiny_folder)
+    with torch.no_grad():
+        embeds = pipeline.encode_prompt("a red fox", do_classifier_free_guidance=False)[:2]
+        pipeline.to("acc:0")
+        with pytest.raises(RuntimeError, match="same device"):
+            pipeline(
+                prompt_embeds=embeds[0], prompt_attention_mask=embeds[1], width=64, height=64, num_frames=9,
+                num_inference_steps=1, guidance_scale=1.0, output_type="latent",
+                generator=torch.Generator().manual_seed(0),
+            )
+
+
+@pytest.mark.xdist_group("mochi")
+@pytest.mark.parametrize("offload", MODES)
+def test_a_cancel_while_moving_or_sampling_leaves_nothing_half_moved(acc, tiny_folder, on_host, recorded, offload):
+    case = CASES["mochi"]
+    loaded = loaded_for(case, tiny_folder, "acc:0", offload)
+    for stage, at in (("moving transformer", 1), ("sampling", 1), ("decoding", 8)):
+        progress = recorded(cancel_at=lambda done, seen, stage=stage, at=at: seen.startswith(stage) and done >= at)
+        try:
+            rendered(loaded, case, progress)
+        except recorded.Cancelled:
+            continue
+        assert stage.startswith("moving") and offload in ("group", "sequential"), f"{stage} was never reported"
+    latents, _ = rendered(loaded, case)
+    torch.testing.assert_close(latents, on_host("mochi")[0], atol=ROUNDING, rtol=ROUNDING)
+
+
+@pytest.mark.xdist_group("ltx")
+def test_loading_in_inference_mode_and_running_outside_it_works(acc, tiny_folder, on_host):
+    """ComfyUI runs nodes in inference mode; a route or another thread does not."""
+    with torch.inference_mode():
+        loaded = loaded_for(CASES["ltx"], tiny_folder, "acc:0", "model")
+        rendered(loaded, CASES["ltx"])
+    latents, _ = rendered(loaded, CASES["ltx"])
+    torch.testing.assert_close(latents, on_host("ltx")[0], atol=ROUNDING, rtol=ROUNDING)
+
+
+@pytest.mark.xdist_group("mochi")
+def test_auto_takes_the_fastest_mode_that_fits(acc, tiny_folder):
+    loaded = loaded_for(CASES["mochi"], tiny_folder, "cpu")
+    vae, transformer, text = (
+        sum(t.nbytes for t in (*loaded.parts[name].parameters(), *loaded.parts[name].buffers()))
+        for name in ("vae", "transformer", "text_encoder")
+    )
+    largest, modes = max(vae, transformer, text), []
+    for needed in (2 * (vae + transformer + text), (vae + transformer + largest) // 2, largest // 2):
+        with accelerator.limit(int(needed / 0.75)):
+            modes.append(loaded_for(CASES["mochi"], tiny_folder, "acc:0").residency.mode)
+    assert modes == ["none", "model", "group"]
+
+
+@pytest.mark.xdist_group("mochi")
+def test_core_asks_for_room_before_weights_arrive(acc, tiny_folder):
+    asked: list[int] = []
+    path = tiny.build("mochi", tiny_folder)
+    loaded = load(LoadRequest(path, precision="fp32", offload="model", device="acc:0"), make_room=asked.append)
+    rendered(loaded, CASES["mochi"])
+    assert len(asked) == 3 and min(asked) > 100_000
+
+
+def test_an_offload_mode_unknown_here_is_named(tiny_folder):
+    with pytest.raises(Exception, match="offload 'sometimes'; expected one of auto"):
+        loaded_for(replace(CASES["mochi"]), tiny_folder, "cpu", "sometimes")

@@ -1,0 +1,173 @@
+"""Real diffusers transformers and every offload that diffusers and accelerate have, on the simulated accelerator."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from simulated import accelerator
+
+accelerate = pytest.importorskip("accelerate")
+diffusers = pytest.importorskip("diffusers")
+
+
+def _mochi():
+    return diffusers.MochiTransformer3DModel(
+        patch_size=2,
+        num_attention_heads=2,
+        attention_head_dim=8,
+        num_layers=2,
+        pooled_projection_dim=16,
+        in_channels=12,
+        text_embed_dim=16,
+        time_embed_dim=4,
+        max_sequence_length=16,
+    )
+
+
+def _mochi_inputs():
+    return {
+        "hidden_states": torch.randn(1, 12, 2, 8, 8),
+        "encoder_hidden_states": torch.randn(1, 16, 16),
+        "timestep": torch.tensor([500.0]),
+        "encoder_attention_mask": (torch.arange(16) < 9)[None],
+    }
+
+
+def _hunyuan_video():
+    return diffusers.HunyuanVideoTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=10,
+        num_layers=1,
+        num_single_layers=1,
+        num_refiner_layers=1,
+        patch_size=1,
+        patch_size_t=1,
+        text_embed_dim=16,
+        pooled_projection_dim=8,
+        rope_axes_dim=(2, 4, 4),
+    )
+
+
+def _hunyuan_video_inputs():
+    return {
+        "hidden_states": torch.randn(1, 4, 3, 4, 4),
+        "timestep": torch.tensor([500]),
+        "encoder_hidden_states": torch.randn(1, 8, 16),
+        "encoder_attention_mask": (torch.arange(8) < 5)[None].long(),
+        "pooled_projections": torch.randn(1, 8),
+        "guidance": torch.tensor([6000.0]),
+    }
+
+
+FAMILIES = {"mochi": (_mochi, _mochi_inputs), "hunyuan_video": (_hunyuan_video, _hunyuan_video_inputs)}
+
+
+def _case(family, dtype=torch.float32):
+    """A model on the CPU, its inputs and its output there."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model, inputs = (make() for make in FAMILIES[family])
+    model = model.eval().requires_grad_(False)
+    for parameter in model.parameters():  # `.to(dtype)` warns about modules that diffusers keeps in float32
+        parameter.data = parameter.data.to(dtype)
+    inputs = {
+        name: value.to(dtype) if value.is_floating_point() and name != "timestep" else value
+        for name, value in inputs.items()
+    }
+    return model, inputs, _output(model, inputs, "cpu")
+
+
+def _output(model, inputs, device):
+    with torch.no_grad():
+        return model(**{name: value.to(device) for name, value in inputs.items()}, return_dict=False)[0]
+
+
+@pytest.fixture(autouse=True)
+def _accelerator_first(acc):
+    """Loads the device before any model is built, as a program on a GPU machine does."""
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast, but the target dtype is not supported")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformer_equals_cpu_bit_for_bit(acc, family, dtype):
+    model, inputs, expected = _case(family, dtype)
+    model.to(acc)
+    found = _output(model, inputs, acc)
+    assert found.device == acc and torch.equal(found.cpu(), expected)
+    with torch.inference_mode():
+        assert torch.equal(_output(model, inputs, acc).cpu(), expected)
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        _output(model, inputs, "cpu")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"offload_type": "leaf_level"},
+        {"offload_type": "block_level", "num_blocks_per_group": 1},
+        {"offload_type": "leaf_level", "use_stream": True},
+        {"offload_type": "leaf_level", "use_stream": True, "record_stream": True},
+        {"offload_type": "block_level", "num_blocks_per_group": 1, "use_stream": True, "low_cpu_mem_usage": True},
+    ],
+    ids=lambda options: "-".join(str(value) for value in options.values()),
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_group_offload(acc, family, options):
+    model, inputs, expected = _case(family)
+    weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    model.enable_group_offload(onload_device=acc, offload_device=torch.device("cpu"), **options)
+    for _ in range(2):
+        accelerator.reset_traffic()
+        assert torch.equal(_output(model, inputs, acc).cpu(), expected)
+        copied = accelerator.traffic()
+        assert copied.to_device_bytes >= weight_bytes
+        assert (copied.to_host_bytes >= weight_bytes) == ("use_stream" not in options)
+    gc.collect()
+    assert accelerator.memory().allocated_bytes < weight_bytes / 10
+    assert accelerator.memory().peak_bytes < weight_bytes * (2 if "use_stream" in options else 1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sequential_offload(acc, family):
+    model, inputs, expected = _case(family)
+    weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    accelerate.cpu_offload(model, execution_device=acc)
+    for _ in range(2):
+        accelerator.reset_traffic()
+        assert torch.equal(_output(model, inputs, acc).cpu(), expected)
+        assert accelerator.traffic().to_device_bytes >= weight_bytes
+    assert next(model.parameters()).device.type == "meta"
+    assert accelerator.memory().peak_bytes < weight_bytes
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_whole_model_offload(acc, family):
+    model, inputs, expected = _case(family)
+    weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    model, hook = accelerate.cpu_offload_with_hook(model, execution_device=acc)
+    for _ in range(2):
+        assert torch.equal(_output(model, inputs, acc).cpu(), expected)
+        assert next(model.parameters()).device == acc
+    hook.offload()
+    gc.collect()
+    assert next(model.parameters()).device.type == "cpu"
+    assert accelerator.memory().allocated_bytes == 0 and accelerator.memory().peak_bytes > weight_bytes
+
+
+def test_model_larger_than_the_device(acc):
+    model, inputs, expected = _case("mochi")
+    weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    with accelerator.limit(weight_bytes * 9 // 10):
+        with pytest.raises(torch.OutOfMemoryError):
+            model.to(acc)
+        model.to("cpu")
+        model.enable_group_offload(onload_device=acc, offload_type="leaf_level")
+        assert torch.equal(_output(model, inputs, acc).cpu(), expected)
