@@ -216,10 +216,8 @@ def _check(loaded: Loaded, kind: str | None, settings: SampleSettings, progress:
             fix=f"The nearest valid value is {least}.",
         )
     if kind == LATENT_CONCAT:
-        count = settings.frames - DROPPED_FRAMES
-        progress.say(
-            f"{count} of {settings.frames} frames come back: the first {DROPPED_FRAMES} of a 33-channel video are dropped"
-        )
+        count, why = settings.frames - DROPPED_FRAMES, f"the first {DROPPED_FRAMES} of a 33-channel video are dropped"
+        progress.say(f"{count} of {settings.frames} frames come back: {why}")
     if kind == TOKEN_REPLACE and settings.guidance == 1.0:
         progress.say("guidance 1, the default of upstream's call; upstream's example for this checkpoint uses 6")
     if settings.guidance and not loaded.configs["transformer"].get("guidance_embeds"):
@@ -260,6 +258,8 @@ def _predictor(
 
 def _given(kind: str | None, picture: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
     """From the latents that are sampled to what the transformer is given."""
+    if kind != LATENT_CONCAT or picture is None:
+        return _whole(kind, picture)
 
     def beside(latents: torch.Tensor) -> torch.Tensor:
         mask = torch.zeros_like(latents[:, :1])
@@ -268,7 +268,7 @@ def _given(kind: str | None, picture: torch.Tensor | None) -> Callable[[torch.Te
         shown[:, :, :1] = picture
         return torch.cat([latents, shown, mask], dim=1)
 
-    return beside if kind == LATENT_CONCAT else _whole(kind, picture)
+    return beside
 
 
 def _whole(kind: str | None, picture: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -287,4 +287,4 @@ def _levels(steps: int) -> Levels:
     """Upstream's noise levels before the scheduler shifts them: evenly spaced."""
     import numpy as np
 
-    return Levels(sigmas=np.linspace(1.0, 0.0, steps + 1)[:-1])
+    return Levels(sigmas=np.linspace(1.0, 0.0, steps + 1)[:-1].tolist())

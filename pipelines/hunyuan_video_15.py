@@ -104,7 +104,7 @@ prompt_from_core = qwen_from_core
 
 
 def encode_image(loaded: Loaded, request: ImageRequest, progress: Progress) -> ImageCondition:
-    """The first frame: ``image_embeds`` (1, 729, 1152), and ``image_latents`` (1, 32, 1, H / 16, W / 16) in core's space.
+    """``image_embeds`` (1, 729, 1152) and ``image_latents`` (1, 32, 1, H / 16, W / 16) of the first frame.
 
     Raises:
         InputError: no image encoder and no states in its place, or states of another encoder.
@@ -182,7 +182,8 @@ class _Forward:
         self, loaded: Loaded, prompt: Prompt, image: ImageCondition | None, shape: tuple[int, ...], scale: float,
         schedule: Schedule,
     ) -> None:
-        device, self.dtype, config = execution_device(loaded.residency), loaded.precision.transformer, loaded.configs["transformer"]
+        device, self.dtype = execution_device(loaded.residency), loaded.precision.transformer
+        config = loaded.configs["transformer"]
         branches = {"pred_cond": prompt.embeds, "pred_uncond": prompt.negative or {}}
         self.text = placed(branches, device, self.dtype)
         self.no_quotes = torch.zeros(1, 0, int(config["text_embed_2_dim"]), device=device, dtype=self.dtype)
@@ -355,7 +356,8 @@ def _checked_states(loaded: Loaded, vision: torch.Tensor) -> torch.Tensor:
 def _video_latents(
     loaded: Loaded, frames: torch.Tensor, seed: int, progress: Progress, mode: bool = False
 ) -> torch.Tensor:
-    cells = ((frames.shape[0] - 1) // TEMPORAL_RATIO + 1, frames.shape[1] // SPATIAL_RATIO, frames.shape[2] // SPATIAL_RATIO)
+    count, rows, columns = frames.shape[:3]
+    cells = ((count - 1) // TEMPORAL_RATIO + 1, rows // SPATIAL_RATIO, columns // SPATIAL_RATIO)
     _in_tiles(loaded, cells, progress)
     return encoded(loaded, frames, seed, progress, mode)
 

@@ -135,17 +135,24 @@ def _folders(request: LoadRequest, progress: Progress) -> tuple[Family, dict[str
     family = family_of_folder(model)
     if family is None:
         raise _unknown(model)
-    folders = _pipeline_folders(model) if (model / INDEX).is_file() else {"transformer": model}
+    whole = (model / INDEX).is_file()
+    folders = _pipeline_folders(model) if whole else {"transformer": model}
     wanted = [*family.parts, *family.tools]
     for name, given in (("base", request.base), ("image_encoder", request.image_encoder)):
         lacking = [part for part in wanted if part not in folders and (name == "base") == (part not in ENCODER_FOLDER)]
-        if any(given or part not in family.optional for part in lacking):
+        if lacking and (given is not None or (not whole and any(part not in family.optional for part in lacking))):
             source = given or _searched(name, family, request)
             progress.say(f"{name} from {source}{'' if given else ' (auto)'}")
             offered = _pipeline_folders(source) if (source / INDEX).is_file() else _subfolders(source)
             if name == "base" and request.image_encoder is None:
                 lacking += [part for part in ENCODER_FOLDER if part in wanted and part not in folders]
             folders.update({part: offered[part] for part in lacking if part in offered})
+    for tool in family.tools:
+        if tool in folders and not any(folders[tool].glob("*.json")) and not any(folders[tool].glob("*.model")):
+            raise CheckpointError(
+                f"no files in {str(folders[tool])!r}", expected=f"the {tool} of this model",
+                fix="Download the missing folder; its name must stay as published.",
+            )
     absent = [part for part in wanted if part not in folders and part not in family.optional]
     if absent:
         raise CheckpointError(
@@ -190,7 +197,9 @@ def _searched(name: str, family: Family, request: LoadRequest) -> Path:
                     return folder
     else:
         for root in roots:
-            for config in sorted([*root.glob("*/image_encoder/config.json"), *root.glob("*/*/image_encoder/config.json")]):
+            files = [*root.glob("*/image_encoder/config.json"), *root.glob("*/*/image_encoder/config.json")]
+            # One that stands alone was put there for this; that of another pipeline may be another training of it.
+            for config in sorted(files, key=lambda file: ((file.parent.parent / INDEX).is_file(), file)):
                 if read_json(config, "an image encoder").get("model_type") == "siglip_vision_model":
                     return config.parent.parent
     raise CheckpointError(

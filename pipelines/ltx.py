@@ -135,7 +135,8 @@ def encode_prompt(loaded: Loaded, request: PromptRequest, progress: Progress) ->
     from diffusers import LTXConditionPipeline, LTXPipeline
 
     pipeline = LTXConditionPipeline if _is_condition(loaded) else LTXPipeline
-    return Prompt(FAMILY.id, *t5_embeds(loaded, pipeline, request, progress))
+    positive, opposite = t5_embeds(loaded, pipeline, request, progress)
+    return Prompt(FAMILY.id, positive, opposite)
 
 
 prompt_from_core = t5_from_core

@@ -171,8 +171,10 @@ def anchors_of(image: ImageCondition | None, frames: int, progress: Progress) ->
     Raises:
         InputError: a picture that starts after the end.
     """
+    if image is None:
+        return ()
     found = []
-    for name, frame, strength in image.anchors if image is not None else ():
+    for name, frame, strength in image.anchors:
         moments = image.tensors[name]
         length = (moments.shape[2] - 1) * TEMPORAL_RATIO + 1
         start = max(frames - length, 0) if frame == LAST else frame

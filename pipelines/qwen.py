@@ -110,11 +110,11 @@ class Chat:
         if length - self.crop > limit:
             tokens = self.tokenizer(text)["input_ids"]
             room = max(0, limit - (length - self.crop - len(tokens)))
+            lost = self.tokenizer.decode(tokens[room:])[:40].strip()
             raise InputError(
                 f"the {subject} has {len(tokens)} tokens",
                 expected=f"at most {room} tokens, {limit} with what the template adds",
-                fix=f"Shorten it: what begins with {self.tokenizer.decode(tokens[room:])[:40].strip()!r} would be lost. "
-                "Or raise max_tokens.",
+                fix=f"Shorten it: what begins with {lost!r} would be lost. Or raise max_tokens.",
             )
         return length
 
@@ -124,9 +124,10 @@ def _quoted(loaded: Loaded, texts: Sequence[str]) -> list[str | None]:
     from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import extract_glyph_texts
 
     found = [extract_glyph_texts(text) for text in texts]
-    for quote, subject in zip(found, SUBJECTS, strict=True):
+    for quote, name in zip(found, SUBJECTS, strict=True):
         if quote is not None:
-            require_fitting(loaded.tools["tokenizer_2"], quote, QUOTED_TOKENS, f"text between quotation marks in the {subject}")
+            subject = f"text between quotation marks in the {name}"
+            require_fitting(loaded.tools["tokenizer_2"], quote, QUOTED_TOKENS, subject)
     return found
 
 

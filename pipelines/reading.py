@@ -93,10 +93,7 @@ def _built_by_diffusers(files: PartFiles, tensors: dict[str, torch.Tensor]) -> n
     try:
         result = module.load_state_dict(tensors, strict=False, assign=True)
     except RuntimeError as error:
-        raise CheckpointError(
-            f"the weights of the {files.name} in {str(files.folder)!r} do not fit its config.json ({_first_line(error)})",
-            expected=f"the shapes of {files.cls}", fix="Download config.json and weights from the same place.",
-        ) from error
+        raise _misfit(files, error) from error
     _require_same(files, result.missing_keys, result.unexpected_keys)
     return module
 
@@ -104,10 +101,13 @@ def _built_by_diffusers(files: PartFiles, tensors: dict[str, torch.Tensor]) -> n
 def _built_by_transformers(files: PartFiles, tensors: dict[str, torch.Tensor]) -> nn.Module:
     cls: Any = attribute("transformers", files.cls)
     config = cls.config_class.from_pretrained(str(files.folder), local_files_only=True)
-    with _without_bars():
-        module, found = cls.from_pretrained(
-            None, config=config, state_dict=tensors, dtype=files.dtype, output_loading_info=True
-        )
+    try:
+        with _without_bars():
+            module, found = cls.from_pretrained(
+                None, config=config, state_dict=tensors, dtype=files.dtype, output_loading_info=True
+            )
+    except (RuntimeError, ValueError) as error:
+        raise _misfit(files, error) from error
     mismatched = [str(key[0] if isinstance(key, tuple) else key) for key in found.get("mismatched_keys", ())]
     _require_same(files, [*found["missing_keys"], *mismatched], [])
     return module
@@ -135,6 +135,14 @@ def _require_same(files: PartFiles, missing: list[str], unexpected: list[str]) -
     raise CheckpointError(
         f"{found} in the {files.name} of {str(files.folder)!r}",
         expected=f"the tensors of {files.cls} as config.json describes it",
+        fix="Download config.json and weights from the same place.",
+    )
+
+
+def _misfit(files: PartFiles, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"the weights of the {files.name} in {str(files.folder)!r} do not fit its config.json ({_first_line(error)})",
+        expected=f"the shapes of {files.cls}",
         fix="Download config.json and weights from the same place.",
     )
 

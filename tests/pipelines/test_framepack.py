@@ -80,11 +80,11 @@ def _sampled(made: SimpleNamespace, count: int, progress: Any = None, keep: Any 
     return stages.sample_framepack(made.loaded, prompt, image, settings, asked, progress or Silent(), keep)
 
 
-def _one_shot(made: SimpleNamespace, count: int, output: str, **arguments: Any) -> torch.Tensor:
+def _one_shot(made: SimpleNamespace, count: int, output: str, steps: int = STEPS, **arguments: Any) -> torch.Tensor:
     """What the bare pipeline returns for as many sections: all latents in core's space, or frames (F, H, W, 3)."""
     words = {} if "prompt_embeds" in arguments else {"prompt": PROMPT}
     found = made.pipe(
-        **words, **arguments, image=START.permute(0, 3, 1, 2), height=HEIGHT, width=WIDTH, num_inference_steps=STEPS,
+        **words, **arguments, image=START.permute(0, 3, 1, 2), height=HEIGHT, width=WIDTH, num_inference_steps=steps,
         num_frames=_frames(count), latent_window_size=WINDOW, guidance_scale=GUIDANCE, output_type=output,
         generator=torch.Generator().manual_seed(SEED), sampling_type=ORDER[made.name],
     ).frames
@@ -125,7 +125,7 @@ def test_the_pipelines_own_encoding_gives_the_same_within_rounding(run: Any, nam
 def test_six_sections_stand_where_upstream_puts_them(run: Any) -> None:
     """Past four sections the gaps to the start image are no longer counted one by one."""
     made = run(I2V)
-    assert torch.equal(_sampled(made, 6).samples, _one_shot(made, 6, "latent", **_given(made)))
+    assert torch.equal(_sampled(made, 6, steps=1).samples, _one_shot(made, 6, "latent", 1, **_given(made)))
 
 
 # What the inputs do -----------------------------------------------------------------------------------------------
@@ -138,17 +138,16 @@ def test_every_input_changes_the_latents(run: Any, name: str) -> None:
     turned = stages.encode_image(made.loaded, ImageRequest(START.flip(2), WIDTH, HEIGHT), "stretch", Silent())
     unseen = replace(made.start, tensors={**made.start.tensors, "vision": turned.tensors["vision"]})
     results = [
-        _sampled(made, 2),
-        _sampled(made, 2, seed=SEED + 1),
-        _sampled(made, 2, prompt=replace(made.prompt, embeds=other.embeds)),
-        _sampled(made, 2, prompt=replace(made.prompt, sections=(other.embeds,))),
-        _sampled(made, 2, cfg=3.0),
-        _sampled(made, 2, cfg=3.0, prompt=replace(made.prompt, negative=other.negative)),
-        _sampled(made, 2, cfg=3.0, cfg_end=0.5),
-        _sampled(made, 2, shift=3.0),
-        _sampled(made, 2, guidance=2.0),
-        _sampled(made, 2, image=turned),
-        _sampled(made, 2, image=unseen),
+        _sampled(made, 1),
+        _sampled(made, 1, seed=SEED + 1),
+        _sampled(made, 1, prompt=replace(made.prompt, embeds=other.embeds)),
+        _sampled(made, 1, cfg=3.0),
+        _sampled(made, 1, cfg=3.0, prompt=replace(made.prompt, negative=other.negative)),
+        _sampled(made, 1, cfg=3.0, cfg_end=0.5),
+        _sampled(made, 1, shift=3.0),
+        _sampled(made, 1, guidance=2.0),
+        _sampled(made, 1, image=turned),
+        _sampled(made, 1, image=unseen),
     ]
     for index, one in enumerate(results):
         for another in results[:index]:
@@ -240,9 +239,9 @@ def test_each_finished_section_is_kept_and_decodes(run: Any, recorded: Any, name
     assert [list(part.extra["section_lengths"]) for _, _, part in kept] == [lengths[:end] for end in (1, 2, 3)]
     partial, video = kept[1][2], stages.decode(made.loaded, latents, Silent())
     frames = stages.decode(made.loaded, partial, Silent())
-    assert len(frames) == partial.frames == (13 if name == I2V else 17)
+    assert len(frames) == partial.frames == 13
     if name == F1:  # what comes later is blended into the last five frames only
-        assert torch.equal(frames[:-PER_SECTION], video[: len(frames) - PER_SECTION])
+        assert torch.equal(frames[: 17 - PER_SECTION], video[: 17 - PER_SECTION])
     sampling = [(done, total) for done, total, stage in watched.steps if stage.startswith("sampling")]
     assert sampling == [(done, 3 * STEPS) for done in range(1, 3 * STEPS + 1)]
     assert watched.steps[-1][2] == "sampling section 3 of 3"
@@ -386,6 +385,10 @@ def test_three_folders_are_found_and_composed(run: Any, recorded: Any, tiny_fold
     for name in ("hunyuan_video", "hunyuan_video_i2v", "siglip"):
         source = tiny.build(name, tiny_folder)
         (tmp_path / f"{'a' if 'i2v' in name else 'b'}-{name}").symlink_to(source)
+    other = tmp_path / "a-pipeline"
+    other.mkdir()
+    (other / "model_index.json").write_text("{}")
+    (other / "image_encoder").symlink_to(tiny_folder / "siglip" / "image_encoder")
     watched = recorded()
     loaded = loading.load(loading.LoadRequest(lone, device="cpu"), watched)
     assert (loaded.family, loaded.task, loaded.variant) == ("framepack", "image", F1)

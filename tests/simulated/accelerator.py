@@ -8,9 +8,9 @@ the device has. Memory and copies are counted. Differences from hardware, on pur
 - work is finished when a call returns, so a missing synchronisation goes unnoticed;
 - bytes that a kernel uses only while it runs are not counted.
 
-Torch cannot forget a device, so `torch.accelerator.current_accelerator()` names "acc" for the rest of the process. Outside
-`fresh()` it is a machine with the plug-in installed and no card in it: `torch.accelerator.is_available()` is False and
-the device count 0. Tests take it so:
+Torch cannot forget a device, so `torch.accelerator.current_accelerator()` names "acc" for the rest of the process.
+Outside `fresh()` it is a machine with the plug-in installed and no card in it: `torch.accelerator.is_available()` is
+False and the device count 0. Tests take it so:
 
     from simulated import accelerator
 
@@ -44,7 +44,7 @@ reason = library.reason
 
 @dataclass(frozen=True)
 class Memory:
-    """One device's bytes: allocated now, the highest they have been, and the limit; and how many requests it refused."""
+    """One device's bytes: allocated now, the highest they have been, the limit; requests granted and refused."""
 
     allocated_bytes: int
     peak_bytes: int
@@ -89,7 +89,7 @@ _plugged_in = False
 _connection: torch.library.Library | None = None
 
 
-# ---- loading ---------------------------------------------------------------------------------------------------------
+# ---- loading -------------------------------------------------------------------------------------
 
 
 def available() -> bool:
@@ -150,6 +150,7 @@ def _renew() -> None:
     torch.acc.manual_seed_all(DEFAULT_SEED)
     for index in range(device_count()):
         set_limit(None, index)
+        torch.accelerator.reset_accumulated_memory_stats(index)
         reset_peak(index)
         reset_traffic(index)
     if "diffusers.utils.torch_utils" in sys.modules:  # it asks torch once per process and keeps the answer
@@ -172,7 +173,7 @@ def _loaded() -> ctypes.CDLL:
     return _handle
 
 
-# ---- memory and copies -----------------------------------------------------------------------------------------------
+# ---- memory and copies ---------------------------------------------------------------------------
 
 
 def memory(index: int = 0) -> Memory:
@@ -195,7 +196,7 @@ def reset_traffic(index: int = 0) -> None:
 
 
 def set_limit(total_bytes: int | None, index: int = 0) -> None:
-    """Device `index` refuses what would take it above `total_bytes` with torch.OutOfMemoryError; None lifts the limit."""
+    """From now on device `index` raises torch.OutOfMemoryError above `total_bytes`; None lifts the limit."""
     _loaded().acc_set_capacity(_existing(index), ctypes.c_int64(-1 if total_bytes is None else total_bytes))
 
 
@@ -222,7 +223,7 @@ def _ledger(index: int) -> list[int]:
     return list(entries)
 
 
-# ---- hooks: what a faulty device would do differently ------------------------------------------------------------------
+# ---- hooks: what a faulty device would do differently --------------------------------------------
 
 
 @contextlib.contextmanager

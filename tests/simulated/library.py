@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -57,7 +57,7 @@ def built(cache: Path = DEFAULT_CACHE) -> Path:
     with _locked(library.with_name("lock")):
         if not library.exists():
             with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
-                os.replace(_compiled(Path(scratch)), library)
+                _compiled(Path(scratch)).replace(library)
     return library
 
 
@@ -106,19 +106,18 @@ def _compiled(scratch: Path) -> Path:
     return library
 
 
-def _run_together(commands) -> None:
-    """Runs the commands, as many at a time as there are cores."""
+def _run_together(commands: Iterable[list[str]]) -> None:
+    """Runs the commands, as many at a time as there are cores; the first failure stops the rest."""
     waiting, running = list(commands), []
     try:
         while waiting or running:
             while waiting and len(running) < (os.cpu_count() or 1):
-                log = tempfile.TemporaryFile()
-                running.append((subprocess.Popen(waiting.pop(0), stdout=log, stderr=log), log))
-            process, log = running.pop(0)
-            if process.wait(timeout=BUILD_SECONDS) != 0:
-                log.seek(0)
-                raise BuildError(f"{' '.join(process.args)}\n{log.read().decode(errors='replace')}")
+                running.append(subprocess.Popen(waiting.pop(0), stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+            process = running.pop(0)
+            output, _ = process.communicate(timeout=BUILD_SECONDS)
+            if process.returncode != 0:
+                raise BuildError(f"{' '.join(process.args)}\n{output.decode(errors='replace')}")
     finally:
-        for process, _ in running:
+        for process in running:
             process.kill()
-            process.wait()
+            process.communicate()

@@ -20,7 +20,7 @@ def _index(device: _Index) -> int:
     return current_device() if index is None else index
 
 
-# ---- devices ---------------------------------------------------------------------------------------------------------
+# ---- devices -------------------------------------------------------------------------------------
 
 
 def is_available() -> bool:
@@ -69,7 +69,7 @@ def _exchange_device(index: int) -> int:
 _maybe_exchange_device = _exchange_device
 
 
-class device(contextlib.ContextDecorator):  # noqa: N801 - named as in torch.cuda
+class device(contextlib.ContextDecorator):
     """Makes a device the current one inside a `with` block."""
 
     def __init__(self, device: _Index) -> None:
@@ -100,7 +100,7 @@ def is_bf16_supported(including_emulation: bool = True) -> bool:
     return True
 
 
-# ---- memory ----------------------------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------
 
 
 def empty_cache() -> None:
@@ -133,7 +133,7 @@ def mem_get_info(device: _Index = None) -> tuple[int, int]:
     return max(0, found.capacity_bytes - found.allocated_bytes), found.capacity_bytes
 
 
-# ---- random numbers --------------------------------------------------------------------------------------------------
+# ---- random numbers ------------------------------------------------------------------------------
 
 default_generators: tuple[torch.Generator, ...] = ()  # filled by accelerator.load
 
@@ -181,7 +181,7 @@ def set_rng_state_all(new_states: list[torch.Tensor]) -> None:
         set_rng_state(state, index)
 
 
-# ---- streams and events: work is finished when a call returns, so these only have to exist ------------------------------
+# ---- streams and events: work is finished when a call returns, so these only have to exist -------
 
 
 class Stream(torch.Stream):
@@ -193,7 +193,7 @@ class Stream(torch.Stream):
         return super().__new__(cls, device=torch.device("acc", _index(device)), priority=priority)
 
 
-def Event(enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:  # noqa: N802
+def Event(enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:
     """An event of the current device; not a subclass, because a stream waits for torch.Event itself only."""
     return torch.Event(device=torch.device("acc", current_device()), enable_timing=enable_timing)
 

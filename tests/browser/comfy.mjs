@@ -1,0 +1,64 @@
+// One page of ComfyUI's real frontend in Chromium, and what every script here does with it.
+import { chromium } from "playwright-core";
+
+export const URL_OF_SERVER = process.env.COMFYUI_URL;
+const CHROMIUM = process.env.CHROMIUM || "/usr/bin/chromium";
+// A server without network answers external pictures and optional files with these; they are not ours.
+const HARMLESS = /ERR_NAME_NOT_RESOLVED|ERR_INTERNET_DISCONNECTED|ERR_BLOCKED_BY|status of 404|Content Security Policy/;
+
+/** A page with the frontend loaded and no dialog open; `errors` collects what the page threw. */
+export async function openPage({ width = 1600, height = 900, nodes2 = false } = {}) {
+  if (!URL_OF_SERVER) throw new Error("COMFYUI_URL is not set: run this through tests/browser/drive.py");
+  const browser = await chromium.launch({ executablePath: CHROMIUM, args: ["--no-sandbox", "--disable-gpu"] });
+  const page = await browser.newPage({ viewport: { width, height } });
+  const errors = [];
+  page.on("pageerror", (error) => errors.push(`pageerror: ${error.message}`));
+  page.on("console", (message) => {
+    if (message.type() === "error" && !HARMLESS.test(message.text())) errors.push(`console: ${message.text()}`);
+  });
+  await fetch(`${URL_OF_SERVER}/api/settings`, {
+    method: "POST",
+    headers: { "Content-Type": "application/json" },
+    body: JSON.stringify({ "Comfy.TutorialCompleted": true, "Comfy.VueNodes.Enabled": nodes2, "Comfy.Release.Status": "skipped" }),
+  });
+  await page.goto(URL_OF_SERVER);
+  await page.waitForFunction(() => window.app?.extensionManager && window.app.canvas?.graph && window.LiteGraph, null, { timeout: 90000 });
+  await page.waitForFunction(() => window.LiteGraph.registered_node_types["AnyGPUSample"], null, { timeout: 60000 });
+  await page.waitForTimeout(1500);
+  await page.keyboard.press("Escape");
+  return { browser, page, errors };
+}
+
+/** Load a workflow's JSON text the way dropping its file does. */
+export async function loadWorkflow(page, text, name) {
+  await page.evaluate(async ([json, title]) => {
+    await window.app.loadGraphData(JSON.parse(json), true, true, title);
+  }, [text, name]);
+  await page.waitForTimeout(500);
+}
+
+/** What the frontend would post to /prompt for the graph that is open. */
+export function apiPrompt(page) {
+  return page.evaluate(async () => (await window.app.graphToPrompt()).output);
+}
+
+/** Move and scale the canvas so that every node is visible. */
+export async function showAll(page, margin = 40) {
+  await page.evaluate((edge) => {
+    const canvas = window.app.canvas;
+    let [left, top, right, bottom] = [Infinity, Infinity, -Infinity, -Infinity];
+    for (const item of [...window.app.graph._nodes, ...window.app.graph._groups]) {
+      const [x, y, width, height] = item.boundingRect ?? item.getBounding?.() ?? item._bounding;
+      left = Math.min(left, x); top = Math.min(top, y); right = Math.max(right, x + width); bottom = Math.max(bottom, y + height);
+    }
+    const shown = canvas.canvas.getBoundingClientRect();
+    // The side bar covers the left edge, the top bar the upper one.
+    const [sideBar, topBar] = [64, 60];
+    const scale = Math.min((shown.width - sideBar - 2 * edge) / (right - left), (shown.height - topBar - 2 * edge) / (bottom - top), 1);
+    canvas.ds.scale = scale;
+    canvas.ds.offset[0] = (sideBar + edge) / scale - left;
+    canvas.ds.offset[1] = (topBar + edge) / scale - top;
+    canvas.setDirty(true, true);
+  }, margin);
+  await page.waitForTimeout(800);
+}

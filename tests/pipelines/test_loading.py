@@ -1,0 +1,172 @@
+"""What is wrong with a model folder is said in one line, before a weight is read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from anygpu.compat import packages
+from anygpu.compat.errors import CheckpointError, InputError, MissingPackageError, PackError
+from anygpu.pipelines import tiny
+from anygpu.pipelines.families import FAMILIES
+from anygpu.pipelines.loading import LoadRequest, family_of_folder, find_models, load, variant_choices
+from safetensors.torch import load_file, save_file
+
+
+@pytest.fixture
+def mochi(tiny_folder, tmp_path) -> Path:
+    """A copy of a tiny model to damage."""
+    return Path(shutil.copytree(tiny.build("mochi", tiny_folder), tmp_path / "mochi"))
+
+
+def refused(folder: Path, pattern: str, **choices: object) -> PackError:
+    """The one-line error that loading ``folder`` raises."""
+    with pytest.raises(PackError, match=pattern) as caught:
+        load(LoadRequest(folder, device="cpu", **choices))
+    assert "\n" not in str(caught.value) and "; expected " in str(caught.value)
+    return caught.value
+
+
+def weights(folder: Path, part: str) -> Path:
+    return sorted((folder / part).glob("*.safetensors"))[0]
+
+
+def test_no_folder(tmp_path):
+    refused(tmp_path / "absent", "no model folder")
+
+
+def test_an_empty_folder(tmp_path):
+    refused(tmp_path, "neither model_index.json nor config.json")
+
+
+def test_an_unknown_family_names_the_known(mochi):
+    (mochi / "model_index.json").write_text(json.dumps({"_class_name": "StableDiffusionPipeline"}))
+    assert all(family.title in str(refused(mochi, "StableDiffusionPipeline")) for family in FAMILIES.values())
+
+
+def test_broken_json(mochi):
+    (mochi / "model_index.json").write_text("{")
+    refused(mochi, r"model_index\.json.*cannot be read")
+
+
+@pytest.mark.parametrize("part", ["transformer", "vae", "text_encoder", "tokenizer", "scheduler"])
+def test_a_missing_component(mochi, part):
+    shutil.rmtree(mochi / part)
+    refused(mochi, part)
+
+
+def test_a_missing_shard(tiny_folder, tmp_path):
+    sharded = next(
+        index for name in tiny.TINY for index in tiny.build(name, tiny_folder).rglob("*.safetensors.index.json")
+    )
+    model = Path(shutil.copytree(sharded.parent.parent, tmp_path / "sharded"))
+    sorted((model / sharded.parent.name).glob("*-of-*.safetensors"))[-1].unlink()
+    refused(model, "shard .* is missing")
+
+
+def test_a_truncated_file(mochi):
+    file = weights(mochi, "vae")
+    file.write_bytes(file.read_bytes()[:-16])
+    refused(mochi, "cut short")
+
+
+def test_only_a_pickle(mochi):
+    weights(mochi, "vae").rename(mochi / "vae" / "diffusion_pytorch_model.bin")
+    refused(mochi, "refused")
+
+
+@pytest.mark.parametrize("part", ["transformer", "text_encoder"])
+@pytest.mark.parametrize("change", ["missing", "unexpected", "misshapen"])
+def test_weights_that_do_not_fit_are_named(mochi, part, change):
+    file = weights(mochi, part)
+    tensors = load_file(file)
+    name = max(tensors, key=lambda n: tensors[n].numel())
+    if change == "missing":
+        del tensors[name]
+    elif change == "unexpected":
+        tensors["one.too.many"] = torch.zeros(1)
+    else:
+        tensors[name] = torch.zeros(3, 5)
+    save_file(tensors, file, {"format": "pt"})
+    loaded = load(LoadRequest(mochi, device="cpu"))
+    if part == "text_encoder" and change == "unexpected":
+        assert loaded.parts[part] is not None  # transformers keeps heads of other classes in its files: allowed
+        return
+    with pytest.raises(CheckpointError, match=part):
+        loaded.parts[part]
+
+
+def test_a_part_of_another_class_is_refused(mochi):
+    index = json.loads((mochi / "model_index.json").read_text())
+    index["_class_name"] = "HunyuanVideoPipeline"
+    (mochi / "model_index.json").write_text(json.dumps(index))
+    refused(mochi, "no text_encoder_2 for")
+
+
+def test_an_unknown_variant_names_the_known(mochi):
+    refused(mochi, "variant 'framepack_f1' for Mochi 1", variant="framepack_f1")
+
+
+def test_framepack_says_what_it_lacks(tiny_folder, tmp_path):
+    model = Path(shutil.copytree(tiny.build("framepack", tiny_folder), tmp_path / "FramePackI2V_HY"))
+    refused(model, "no base found for FramePack")
+
+
+def test_framepack_finds_its_lenders_beside_it_and_says_so(tiny_folder, tmp_path, recorded):
+    for name, folder in (("framepack_f1", "FramePack_F1"), ("hunyuan_video", "HunyuanVideo"), ("siglip", "redux")):
+        (tmp_path / folder).symlink_to(tiny.build(name, tiny_folder), target_is_directory=True)
+    progress = recorded()
+    loaded = load(LoadRequest(tmp_path / "FramePack_F1", device="cpu"), progress)
+    assert loaded.variant == "framepack_f1"
+    said = "\n".join(progress.said)
+    assert "HunyuanVideo (auto)" in said and "redux (auto)" in said and "framepack_f1" in said
+
+
+@pytest.mark.parametrize("name", sorted(set(tiny.TINY) - {"siglip"}))
+def test_each_layout_is_recognised(tiny_folder, name):
+    family = family_of_folder(tiny.build(name, tiny_folder))
+    assert family is not None and name.startswith(family.id)
+
+
+def test_models_are_found_in_nested_folders_once(tiny_folder, tmp_path):
+    (tmp_path / "vendor").mkdir()
+    (tmp_path / "vendor" / "mochi").symlink_to(tiny.build("mochi", tiny_folder), target_is_directory=True)
+    (tmp_path / "loop").symlink_to(tmp_path, target_is_directory=True)
+    (tmp_path / ".cache").mkdir()
+    assert find_models([tmp_path, tmp_path]) == [tmp_path / "vendor" / "mochi"]
+
+
+def test_nothing_is_read_until_a_stage_needs_it(mochi):
+    assert list(load(LoadRequest(mochi, device="cpu")).parts) == []
+
+
+def test_dtypes_are_explicit_whatever_the_file_says(tiny_folder, tmp_path):
+    """diffusers reads a bf16 folder as fp32 and transformers as bf16, which meet in one matrix product."""
+    model = tiny.build("mochi", tmp_path, dtype=torch.bfloat16)
+    loaded = load(LoadRequest(model, device="cpu", precision="fp32"))
+    assert {p.dtype for part in ("transformer", "text_encoder", "vae") for p in loaded.parts[part].parameters()} == {torch.float32}
+
+
+def test_variants_are_one_list():
+    assert variant_choices()[0] == "auto" and len(set(variant_choices())) == len(variant_choices())
+
+
+def test_a_missing_package_names_itself_and_the_command(monkeypatch):
+    with pytest.raises(MissingPackageError, match="python -m pip install -U no_such_package"):
+        packages.imported("no_such_package")
+
+    def broken(name: str) -> None:
+        raise RuntimeError("operator torchvision::nms does not exist")
+
+    monkeypatch.setattr(packages.importlib, "import_module", broken)
+    with pytest.raises(MissingPackageError, match="Reinstall torchvision"):
+        packages.imported("diffusers")
+
+
+def test_wrong_choices_are_one_line(mochi):
+    refused(mochi, "precision 'int3'", precision="int3")
+    with pytest.raises(InputError, match="offload 'half'"):
+        load(LoadRequest(mochi, device="cpu", offload="half"))

@@ -1,0 +1,203 @@
+"""What the stages refuse, say and hand over, whatever the family."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from anygpu.compat.errors import InputError, UnsupportedError
+from anygpu.pipelines import exchange, stages, tiny
+from anygpu.pipelines.contract import ImageRequest, Latents, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.loading import LoadRequest, load
+from anygpu.pipelines.pictures import fitted, fitted_size
+
+ASKED = SampleSettings(64, 48, 7, steps=2, seed=7)
+FRAMES = torch.rand(7, 48, 64, 3, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def mochi(tiny_folder):
+    return load(LoadRequest(tiny.build("mochi", tiny_folder), precision="fp32", device="cpu"))
+
+
+@pytest.fixture(scope="module")
+def ltx(tiny_folder):
+    return load(LoadRequest(tiny.build("ltx", tiny_folder), precision="fp32", device="cpu"))
+
+
+@pytest.fixture(scope="module")
+def prompt(mochi):
+    return stages.encode_prompt(mochi, PromptRequest("a red fox"), Silent())
+
+
+def sample(mochi, prompt, progress=None, **changes) -> Latents:
+    with torch.no_grad():
+        return stages.sample(mochi, prompt, None, replace(ASKED, **changes), progress or Silent())
+
+
+@pytest.mark.parametrize("text", ["", "  \n"])
+def test_an_empty_prompt(mochi, text):
+    with pytest.raises(InputError, match="an empty prompt"):
+        stages.encode_prompt(mochi, PromptRequest(text), Silent())
+
+
+def test_an_over_long_prompt_says_what_would_be_lost(mochi):
+    with pytest.raises(InputError, match=r"the prompt has \d+ tokens; expected at most 256 tokens.*would be lost"):
+        stages.encode_prompt(mochi, PromptRequest("fox " * 400), Silent())
+    with pytest.raises(InputError, match="the negative prompt has"):
+        stages.encode_prompt(mochi, PromptRequest("fox", "fox " * 400), Silent())
+
+
+@pytest.mark.parametrize("request_", [PromptRequest("a", max_tokens=5000), PromptRequest("a", template="none")])
+def test_prompt_settings_out_of_range(mochi, request_):
+    with pytest.raises(InputError, match="expected"):
+        stages.encode_prompt(mochi, request_, Silent())
+
+
+def test_inputs_without_effect_are_named(mochi, prompt, recorded):
+    progress = recorded()
+    sample(mochi, prompt, progress, guidance=3.0, guidance_rescale=0.5, denoise=0.5)
+    stages.encode_prompt(mochi, PromptRequest("a", template="x {}", sections=("b",), image=FRAMES), progress)
+    for name in ("guidance", "guidance_rescale", "template", "sections", "image"):
+        assert f"{name} has no effect on Mochi 1" in progress.said
+    assert "denoise has no effect without latents" in progress.said
+
+
+def test_nothing_is_said_when_nothing_was_changed(mochi, prompt, recorded):
+    progress = recorded()
+    sample(mochi, prompt, progress)
+    assert progress.said == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "pattern"),
+    [
+        ({"steps": 1}, "steps 1; expected 2 to 1000 steps for Mochi 1. The nearest valid value is 2"),
+        ({"steps": 1001}, "nearest valid value is 1000"),
+        ({"width": 9000}, "nearest valid value is 4096"),
+        ({"frames": 9000}, "nearest valid value is 4097"),
+        ({"cfg_start": 1.5}, "cfg_start 1.5"),
+        ({"cfg_start": 0.8, "cfg_end": 0.2}, "Swap them"),
+        ({"fps": 1000.0}, "fps 1000"),
+        ({"scheduler": "ddim"}, "scheduler 'ddim'"),
+        ({"sigmas": (0.1, 0.5, 0.0)}, "fall from at most 1"),
+        ({"sigmas": (14.6, 3.0, 0.0)}, "fall from at most 1"),
+    ],
+)
+def test_settings_out_of_range(mochi, prompt, changes, pattern):
+    with pytest.raises(InputError, match=pattern):
+        sample(mochi, prompt, **changes)
+
+
+def test_things_of_another_family_are_refused(mochi, ltx, prompt):
+    with pytest.raises(InputError, match="a prompt made for 'mochi'"):
+        stages.sample(ltx, prompt, None, ASKED, Silent())
+    latents = sample(mochi, prompt)
+    with pytest.raises(InputError, match="these latents made for 'mochi'"):
+        stages.decode(ltx, latents, Silent())
+    with pytest.raises(InputError, match="expected \\(1, 12, T, H, W\\)"):
+        stages.decode(mochi, replace(latents, samples=torch.zeros(1, 16, 2, 6, 8)), Silent())
+    with pytest.raises(UnsupportedError, match="an image for Mochi 1"):
+        stages.encode_image(mochi, ImageRequest(FRAMES, 64, 48), "crop", Silent())
+    with pytest.raises(UnsupportedError, match="Sample FramePack"):
+        stages.sample_framepack(mochi, prompt, None, ASKED, None, Silent())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_broken_latents_are_refused_before_the_vae_is_read(mochi, prompt, value):
+    latents = sample(mochi, prompt)
+    mochi.parts.drop("vae")
+    latents.samples[0, 0, 0, 0, 0] = value
+    with pytest.raises(InputError, match=r"1 of \d+ values of the latents are NaN or infinite"):
+        stages.decode(mochi, latents, Silent())
+    assert "vae" not in mochi.parts
+
+
+@pytest.mark.parametrize(
+    ("frames", "pattern"),
+    [
+        (torch.zeros(1, 48, 64, 4), "alpha channel"),
+        (torch.zeros(0, 48, 64, 3), "at least one frame"),
+        (torch.zeros(48, 64, 3), "expected frames"),
+        (torch.zeros(1, 48, 64, 1), "1 channels"),
+    ],
+)
+def test_pictures_of_a_wrong_kind(mochi, frames, pattern):
+    with pytest.raises(InputError, match=pattern):
+        stages.encode_video(mochi, frames, 0, 0, "crop", 0, Silent())
+
+
+def test_an_image_of_another_size_than_the_video(ltx):
+    prompt = stages.encode_prompt(ltx, PromptRequest("a red fox"), Silent())
+    image = stages.encode_image(ltx, ImageRequest(FRAMES[:1], 64, 64), "stretch", Silent())
+    with pytest.raises(InputError, match="64x64 for a video of 96x64"):
+        stages.sample(ltx, prompt, image, replace(ASKED, width=96, height=64), Silent())
+
+
+def test_a_cut_video_is_said(mochi, recorded):
+    progress = recorded()
+    latents = stages.encode_video(mochi, FRAMES[:6], 0, 0, "crop", 0, progress)
+    assert latents.frames == 1 and "frames 6 -> 1" in progress.said[0]
+
+
+class TestLatent:
+    """Our latents as core's LATENT."""
+
+    def test_round_trip(self, mochi, prompt):
+        latents = sample(mochi, prompt)
+        core = exchange.to_core(latents)
+        assert torch.equal(core["samples"], latents.samples)
+        found = exchange.from_core(mochi, core, pytest.fail)
+        assert replace(found, samples=None) == replace(latents, samples=None)
+
+    def test_our_key_holds_plain_values_only(self, mochi, prompt):
+        import json
+
+        json.dumps(exchange.to_core(sample(mochi, prompt))[exchange.KEY])
+
+    def test_latents_of_core_decode_as_text_to_video_and_it_is_said(self, mochi, prompt, recorded):
+        latents, progress = sample(mochi, prompt), recorded()
+        found = exchange.from_core(mochi, {"samples": latents.samples}, progress.say)
+        assert (found.width, found.height, found.frames, found.seed) == (64, 48, 7, 0)
+        assert "seed 0" in progress.said[0]
+        with torch.no_grad():
+            assert torch.equal(stages.decode(mochi, found, Silent()), stages.decode(mochi, latents, Silent()))
+
+    @pytest.mark.parametrize("samples", [torch.zeros(1, 4, 8, 8), torch.zeros(2, 12, 1, 8, 8), None])
+    def test_other_latents_are_refused(self, mochi, samples):
+        with pytest.raises(InputError, match="LATENT"):
+            exchange.from_core(mochi, {"samples": samples}, pytest.fail)
+
+    def test_a_newer_version_is_refused(self, mochi, prompt):
+        core = exchange.to_core(sample(mochi, prompt))
+        core[exchange.KEY]["version"] = 99
+        with pytest.raises(InputError, match="Update AnyGPU"):
+            exchange.from_core(mochi, core, pytest.fail)
+
+
+class TestFit:
+    """Pictures fitted to a size."""
+
+    def test_a_picture_of_the_right_size_is_untouched(self):
+        assert fitted(FRAMES, 64, 48, "crop") is FRAMES
+
+    @pytest.mark.parametrize("fit", ["nearest bucket", "crop", "pad", "stretch"])
+    def test_size_and_range(self, fit):
+        found = fitted(FRAMES, 80, 32, fit)
+        assert found.shape == (7, 32, 80, 3) and 0 <= found.min() and found.max() <= 1
+
+    def test_pad_adds_black_and_crop_does_not(self):
+        white = torch.ones(1, 32, 32, 3)
+        assert fitted(white, 64, 32, "pad")[0, :, 0].sum() == 0
+        assert fitted(white, 64, 32, "crop").min() > 1 - 1e-6
+
+    def test_the_nearest_bucket_keeps_the_shape_of_the_picture(self, ltx):
+        family = stages.family_named("ltx").FAMILY
+        wide, tall = fitted_size(family, torch.zeros(1, 500, 1000, 3), 0, 0, "nearest bucket")
+        assert wide > 1.7 * tall and wide % family.multiple == tall % family.multiple == 0
+
+    def test_published_buckets_are_used_where_there_are_any(self):
+        family = stages.family_named("framepack").FAMILY
+        wide, tall = fitted_size(family, torch.zeros(1, 832, 480, 3), 0, 0, "nearest bucket")
+        assert (tall, wide) in family.buckets and tall > wide
