@@ -1,19 +1,20 @@
 """Reading and writing safetensors: headers checked before a byte of weights is touched, reads that obey a cancel.
 
-Nothing here unpickles. Weights are copied out of the file into ordinary memory in slices, so that progress is real,
-a cancel acts within one slice, and no mapped page stays behind an offload hook.
+Nothing here unpickles. Weights are read into ordinary memory in slices, never mapped: progress is real, a cancel acts
+within one slice, no mapped page stays behind an offload hook, and the peak is the result, not the result and the file.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -22,6 +23,11 @@ from .errors import CheckpointError
 SLICE_BYTES = 64 * 1024**2
 HEADER_LIMIT_BYTES = 100_000_000  # the safetensors library's own limit
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+STORED: dict[str, torch.dtype] = {  # safetensors' names of dtypes
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
+    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}
 INDEX_SUFFIX = ".safetensors.index.json"
 
 
@@ -160,13 +166,14 @@ def read_tensors(
     Returns:
         Name to tensor, contiguous. Peak extra memory: one slice of 64 MiB, and the file's page cache.
     """
-    from safetensors import safe_open
-
     tensors: dict[str, torch.Tensor] = {}
-    for file in dict.fromkeys(entry.file for entry in entries.values()):
-        with safe_open(file, framework="pt", device="cpu") as handle:
-            for name in (name for name, entry in entries.items() if entry.file == file):
-                tensors[name] = _read_one(handle, name, entries[name], dtype, advance)
+    for path in dict.fromkeys(entry.file for entry in entries.values()):
+        with path.open("rb", buffering=0) as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            mine = [(name, entry) for name, entry in entries.items() if entry.file == path]
+            for name, entry in sorted(mine, key=lambda item: item[1].start):
+                file.seek(8 + length + entry.start)
+                tensors[name] = _read_one(file, entry, dtype, advance)
     return tensors
 
 
@@ -190,25 +197,34 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
 
 
 def _read_one(
-    handle: Any, name: str, entry: TensorEntry, dtype: torch.dtype | None, advance: Callable[[int], None]
+    file: BinaryIO, entry: TensorEntry, dtype: torch.dtype | None, advance: Callable[[int], None]
 ) -> torch.Tensor:
-    view = handle.get_slice(name)
-    if not entry.shape:
-        tensor = handle.get_tensor(name).clone()
-        advance(entry.total_bytes)
-        return _cast(tensor, dtype)
-    rows = max(1, SLICE_BYTES * entry.shape[0] // max(1, entry.total_bytes))
-    first = _cast(view[0 : min(rows, entry.shape[0])], dtype)
-    tensor = torch.empty(entry.shape, dtype=first.dtype)
-    for start in range(0, entry.shape[0], rows):
-        stop = min(start + rows, entry.shape[0])
-        tensor[start:stop].copy_(first if start == 0 else view[start:stop])
-        advance(entry.total_bytes * (stop - start) // entry.shape[0])
+    """The tensor at the file's position, read straight into its own memory, or through one slice where it is cast."""
+    stored = STORED[entry.dtype]
+    wanted = dtype if dtype is not None and stored.is_floating_point else stored
+    tensor = torch.empty(entry.shape, dtype=wanted)
+    if not tensor.numel():
+        return tensor
+    flat = tensor.view(-1)
+    per_slice = max(1, SLICE_BYTES // stored.itemsize)
+    buffer = None if wanted == stored else torch.empty(min(per_slice, flat.numel()), dtype=stored)
+    for start in range(0, flat.numel(), per_slice):
+        part = flat[start : start + per_slice]
+        target = part if buffer is None else buffer[: part.numel()]
+        _fill(file, target, entry.file)
+        if buffer is not None:
+            part.copy_(target)
+        advance(part.numel() * stored.itemsize)
     return tensor
 
 
-def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+def _fill(file: BinaryIO, target: torch.Tensor, path: Path) -> None:
+    view = memoryview(target.view(torch.uint8).numpy())
+    while view:
+        count = file.readinto(view)  # type: ignore[attr-defined]
+        if not count:
+            raise _damaged(path, "changed while it was read")
+        view = view[count:]
 
 
 def _entries(path: Path, header: Any, data_bytes: int) -> dict[str, TensorEntry]:
@@ -220,7 +236,11 @@ def _entries(path: Path, header: Any, data_bytes: int) -> dict[str, TensorEntry]
             if name == "__metadata__":
                 continue
             start, end = record["data_offsets"]
-            entries[name] = TensorEntry(path, str(record["dtype"]), tuple(map(int, record["shape"])), int(start), int(end))
+            shape = tuple(map(int, record["shape"]))
+            entry = TensorEntry(path, str(record["dtype"]), shape, int(start), int(end))
+            if entry.dtype not in STORED or entry.total_bytes != STORED[entry.dtype].itemsize * math.prod(shape):
+                raise _damaged(path, f"tensor {name!r} of {entry.dtype} {shape} in {entry.total_bytes} bytes")
+            entries[name] = entry
     except (KeyError, TypeError, ValueError) as error:
         raise _damaged(path, "a header without offsets") from error
     last = max((entry.end for entry in entries.values()), default=0)

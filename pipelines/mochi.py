@@ -37,6 +37,7 @@ FAMILY = Family(
     effective=frozenset({"cfg", "cfg_start", "cfg_end", "negative", "shift", "sigmas", "latents", "noise_mask"}),
     min_steps=2,
     pages=("https://huggingface.co/genmo/mochi-1-preview",),
+    text_width="text_embed_dim",
 )
 
 

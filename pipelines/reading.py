@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,14 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compat.checkpoints import TensorEntry, declared, read_json, read_tensors, weight_files
+from ..compat.checkpoints import STORED, TensorEntry, declared, read_json, read_tensors, weight_files
 from ..compat.errors import CheckpointError
 from ..compat.offload import amount
 from ..compat.packages import attribute
 from .contract import Progress
 
 NAMED = 3  # how many tensor names an error quotes
-FLOATING = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class PartFiles:
     @property
     def total_bytes(self) -> int:
         """Bytes of the part once it is in memory."""
-        size = torch.empty(0, dtype=self.dtype).element_size()
-        return sum(_numel(e) * size if e.dtype in FLOATING else e.total_bytes for e in self.entries.values())
+        size = self.dtype.itemsize
+        return sum(math.prod(e.shape) * size if STORED[e.dtype].is_floating_point else e.total_bytes for e in self.entries.values())
 
 
 def part_files(name: str, library: str, cls: str, folder: Path, dtype: torch.dtype) -> PartFiles:
@@ -150,13 +150,6 @@ def _misfit(files: PartFiles, error: Exception) -> CheckpointError:
 def _names(names: list[str]) -> str:
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return ", ".join(map(repr, names[:NAMED])) + more
-
-
-def _numel(entry: TensorEntry) -> int:
-    count = 1
-    for side in entry.shape:
-        count *= side
-    return count
 
 
 def _first_line(error: Exception) -> str:

@@ -145,12 +145,13 @@ def _write(part: Part, folder: Path, seed: int, dtype: torch.dtype) -> None:
     """Build one part, with weights drawn from ``seed``, and save it into ``folder``."""
     with torch.random.fork_rng(devices=[]):  # the classes' constructors draw from the global generator
         made = part.make()
+    save = made.save_pretrained
     if not isinstance(made, nn.Module):
-        made.save_pretrained(folder)
+        save(folder)
         return
     randomise(made, seed)
     nn.Module.to(made, dtype)  # the classes' own `to` warns of modules to keep in fp32, of which none here has any
-    made.save_pretrained(folder, **({"max_shard_size": part.shard} if part.shard else {}))
+    save(folder, **({"max_shard_size": part.shard} if part.shard else {}))
 
 
 def _loaded(part: Part, folder: Path, dtype: torch.dtype) -> Any:

@@ -7,12 +7,9 @@ types, sequence lengths, special token ids. What costs memory is not: widths are
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from . import vocabulary
-
-if TYPE_CHECKING:
-    from torch import nn
 
 WIDTH = 32
 HEADS: Mapping[str, int] = {"num_attention_heads": 2, "attention_head_dim": 16}
@@ -35,41 +32,22 @@ def guider() -> Any:
 # Text and image encoders ------------------------------------------------------------------------------------------
 
 
-def t5(tokenizer: vocabulary.TokenizerFiles) -> nn.Module:
+def t5(tokenizer: vocabulary.TokenizerFiles) -> Any:
     """A T5 v1.1 encoder: hidden states (B, N, 32)."""
-    from transformers import T5Config, T5EncoderModel
-
-    return T5EncoderModel(
-        T5Config(
-            vocab_size=tokenizer.rows,
-            d_model=WIDTH,
-            d_kv=8,
-            d_ff=64,
-            num_layers=2,
-            num_heads=4,
-            feed_forward_proj="gated-gelu",
-            tie_word_embeddings=False,
-        )
-    )
+    return _t5(tokenizer.rows)
 
 
-def byt5() -> nn.Module:
+def byt5() -> Any:
     """The glyph encoder of HunyuanVideo 1.5: one row per byte, hidden states (B, N, 32)."""
+    return _t5(384, tokenizer_class="ByT5Tokenizer")
+
+
+def _t5(rows: int, **settings: Any) -> Any:
+    """An encoder of two gated layers over ``rows`` tokens."""
     from transformers import T5Config, T5EncoderModel
 
-    return T5EncoderModel(
-        T5Config(
-            vocab_size=384,
-            d_model=WIDTH,
-            d_kv=8,
-            d_ff=64,
-            num_layers=2,
-            num_heads=4,
-            feed_forward_proj="gated-gelu",
-            tie_word_embeddings=False,
-            tokenizer_class="ByT5Tokenizer",
-        )
-    )
+    settings |= {"vocab_size": rows, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+    return T5EncoderModel(T5Config(d_model=WIDTH, d_kv=8, d_ff=64, num_layers=2, num_heads=4, **settings))
 
 
 def _llama_config() -> Any:
@@ -77,6 +55,7 @@ def _llama_config() -> Any:
     from transformers import LlamaConfig
 
     tokenizer = vocabulary.llama3()
+    rotation: dict[str, Any] = {"rope_theta": 500000.0}
     return LlamaConfig(
         vocab_size=tokenizer.rows,
         hidden_size=WIDTH,
@@ -86,21 +65,21 @@ def _llama_config() -> Any:
         num_key_value_heads=2,
         max_position_embeddings=8192,
         rms_norm_eps=1e-5,
-        rope_theta=500000.0,
+        **rotation,
         bos_token_id=tokenizer.ids["<|begin_of_text|>"],
         eos_token_id=tokenizer.ids["<|end_of_text|>"],
         pad_token_id=tokenizer.ids["<pad>"],
     )
 
 
-def llama() -> nn.Module:
+def llama() -> Any:
     """The text encoder of HunyuanVideo: hidden states (B, N, 32), without a language head."""
     from transformers import LlamaModel
 
     return LlamaModel(_llama_config())
 
 
-def llava() -> nn.Module:
+def llava() -> Any:
     """The text and image encoder of HunyuanVideo I2V; a 336 px picture fills 24 x 24 = 576 ``<image>`` positions."""
     from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration
 
@@ -114,12 +93,12 @@ def llava() -> nn.Module:
         patch_size=14,
         projection_dim=WIDTH,
     )
+    tokens: dict[str, Any] = {"image_token_index": ids["<image>"], "pad_token_id": ids["<pad>"]}
     return LlavaForConditionalGeneration(
         LlavaConfig(
             vision_config=vision,
             text_config=_llama_config(),
-            image_token_index=ids["<image>"],
-            pad_token_id=ids["<pad>"],
+            **tokens,
             image_seq_length=576,
             vision_feature_layer=-2,
             vision_feature_select_strategy="default",
@@ -134,7 +113,7 @@ def llava_images() -> Any:
     return CLIPImageProcessor(size={"shortest_edge": 336}, crop_size={"height": 336, "width": 336})
 
 
-def clip_text() -> nn.Module:
+def clip_text() -> Any:
     """The second text encoder of HunyuanVideo: a pooled vector (B, 32)."""
     from transformers import CLIPTextConfig, CLIPTextModel
 
@@ -155,11 +134,12 @@ def clip_text() -> nn.Module:
     )
 
 
-def qwen2_vl_text() -> nn.Module:
+def qwen2_vl_text() -> Any:
     """The text half of Qwen 2.5 VL: hidden states (B, N, 32); four layers, because state -3 is taken."""
     from transformers import Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel
 
     tokenizer = vocabulary.qwen2()
+    rotation: dict[str, Any] = {"rope_scaling": {"type": "mrope", "rope_type": "default", "mrope_section": [1, 1, 2]}}
     return Qwen2_5_VLTextModel(
         Qwen2_5_VLTextConfig(
             vocab_size=tokenizer.rows,
@@ -168,7 +148,7 @@ def qwen2_vl_text() -> nn.Module:
             num_hidden_layers=4,
             num_attention_heads=4,
             num_key_value_heads=2,
-            rope_scaling={"type": "mrope", "rope_type": "default", "mrope_section": [1, 1, 2]},
+            **rotation,
             bos_token_id=tokenizer.ids["<|endoftext|>"],
             eos_token_id=tokenizer.ids["<|im_end|>"],
             pad_token_id=tokenizer.ids["<|endoftext|>"],
@@ -176,7 +156,7 @@ def qwen2_vl_text() -> nn.Module:
     )
 
 
-def siglip() -> nn.Module:
+def siglip() -> Any:
     """The image encoder of FramePack and HunyuanVideo 1.5 I2V: 27 x 27 = 729 states of width 32 for 384 px."""
     from transformers import SiglipVisionConfig, SiglipVisionModel
 
@@ -202,14 +182,14 @@ def siglip_images() -> Any:
 # LTX-Video --------------------------------------------------------------------------------------------------------
 
 
-def ltx_transformer() -> nn.Module:
+def ltx_transformer() -> Any:
     """LTX-Video: packed latents (B, N, 128), text (B, N, 32)."""
     from diffusers import LTXVideoTransformer3DModel
 
     return LTXVideoTransformer3DModel(**HEADS, num_layers=2, cross_attention_dim=WIDTH, caption_channels=WIDTH)
 
 
-def ltx_vae() -> nn.Module:
+def ltx_vae() -> Any:
     """The autoencoder of LTX-Video 0.9: 128 channels, 32 x 32 px and 8 frames per latent."""
     from diffusers import AutoencoderKLLTXVideo
 
@@ -222,7 +202,7 @@ def ltx_vae() -> nn.Module:
     )
 
 
-def ltx_vae_095() -> nn.Module:
+def ltx_vae_095() -> Any:
     """The autoencoder of LTX-Video 0.9.5 and later, whose decoder removes the last noise and takes a timestep."""
     from diffusers import AutoencoderKLLTXVideo
 
@@ -258,14 +238,14 @@ HUNYUAN: Mapping[str, Any] = {
 }
 
 
-def hunyuan_transformer(**settings: Any) -> nn.Module:
+def hunyuan_transformer(**settings: Any) -> Any:
     """HunyuanVideo: latents (B, 16 or 33, T, H, W), text (B, N, 32), pooled text (B, 32)."""
     from diffusers import HunyuanVideoTransformer3DModel
 
     return HunyuanVideoTransformer3DModel(**HUNYUAN, **settings)
 
 
-def framepack_transformer() -> nn.Module:
+def framepack_transformer() -> Any:
     """FramePack: HunyuanVideo with a history of clean latents at three scales and SigLIP states of width 32."""
     from diffusers import HunyuanVideoFramepackTransformer3DModel
 
@@ -274,14 +254,14 @@ def framepack_transformer() -> nn.Module:
     )
 
 
-def hunyuan_vae() -> nn.Module:
+def hunyuan_vae() -> Any:
     """The autoencoder of HunyuanVideo: 16 channels, 8 x 8 px and 4 frames per latent."""
     from diffusers import AutoencoderKLHunyuanVideo
 
     return AutoencoderKLHunyuanVideo(block_out_channels=(8, 8, 16, 16), layers_per_block=1, norm_num_groups=4)
 
 
-def hunyuan15_transformer(task: str) -> nn.Module:
+def hunyuan15_transformer(task: str) -> Any:
     """HunyuanVideo 1.5: latents (B, 65, T, H, W), text (B, N, 32), glyphs (B, N, 32), image (B, 729, 32).
 
     Its glyph projection is 2048 wide whatever the settings, so this one is 17 MB.
@@ -305,7 +285,7 @@ def hunyuan15_transformer(task: str) -> nn.Module:
     )
 
 
-def hunyuan15_vae() -> nn.Module:
+def hunyuan15_vae() -> Any:
     """The autoencoder of HunyuanVideo 1.5: 32 channels, 16 x 16 px and 4 frames per latent."""
     from diffusers import AutoencoderKLHunyuanVideo15
 
@@ -316,14 +296,14 @@ def hunyuan15_vae() -> nn.Module:
 # Mochi ------------------------------------------------------------------------------------------------------------
 
 
-def mochi_transformer() -> nn.Module:
+def mochi_transformer() -> Any:
     """Mochi 1: latents (B, 12, T, H, W), text (B, 256, 32)."""
     from diffusers import MochiTransformer3DModel
 
     return MochiTransformer3DModel(**HEADS, num_layers=2, pooled_projection_dim=WIDTH, text_embed_dim=WIDTH)
 
 
-def mochi_vae() -> nn.Module:
+def mochi_vae() -> Any:
     """The autoencoder of Mochi 1: 12 channels, 8 x 8 px and 6 frames per latent."""
     from diffusers import AutoencoderKLMochi
 

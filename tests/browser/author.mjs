@@ -59,19 +59,20 @@ function build(spec) {
   return app.graph.serialize();
 }
 
-const { browser, page, errors } = await openPage();
-try {
-  await mkdir(FOLDER, { recursive: true });
-  for (const [name, spec] of Object.entries(WORKFLOWS)) {
-    if (only.length && !only.includes(name)) continue;
+await mkdir(FOLDER, { recursive: true });
+for (const [name, spec] of Object.entries(WORKFLOWS)) {
+  if (only.length && !only.includes(name)) continue;
+  // A new page each time: the frontend keeps widget values by node id, also for the nodes of a graph that is gone.
+  const { browser, page, errors } = await openPage();
+  try {
     const graph = await page.evaluate(build, spec);
     graph.id = fixedId(name);
     graph.revision = 0;
     graph.extra = { ds: { scale: 0.7, offset: [80, 120] } };
     await writeFile(new URL(`${name}.json`, FOLDER), `${JSON.stringify(graph, null, 1)}\n`);
     console.log(`${name}.json: ${graph.nodes.length} nodes`);
+    if (errors.length) throw new Error(errors.join("\n"));
+  } finally {
+    await browser.close();
   }
-  if (errors.length) throw new Error(errors.join("\n"));
-} finally {
-  await browser.close();
 }

@@ -61,12 +61,12 @@ function note(title, model, text) {
     "", "Press **R** afterwards, then choose the folder in *AnyGPU Load Pipeline*.",
     "## Memory", "Weights in bf16, derived from the parameter counts, not measured:", "",
     "| part | weights |\n| --- | --- |", ...rows, "",
-    `The text encoder has left before sampling starts. On top of the weights comes the working memory of the video: some ` +
-      `GiB, more with size and length.`,
-    `- *offload* **none**: about ${Math.max(together, encoder).toFixed(0)} GiB and that`,
-    `- **model**: about ${largest.toFixed(0)} GiB and that`,
-    `- **group**: a few GiB; the transformer is copied to the GPU again every step`,
-    `- **sequential**: the least, and by far the slowest`,
+    "The text encoder has left before sampling starts. The video itself needs working memory on top: some GiB, more " +
+      "with size and length. By *offload*, on the GPU:",
+    `- **none**: about ${Math.max(together, encoder).toFixed(0)} GiB, plus working memory`,
+    `- **model**: about ${largest.toFixed(0)} GiB, plus working memory`,
+    "- **group**: a few GiB, plus working memory; copies the transformer to the GPU again every step",
+    "- **sequential**: the least, and by far the slowest",
     "", "**auto** takes the fastest that fits. The rest waits in the computer's own memory.",
   ].join("\n").replaceAll("\n## ", "\n\n## ");
 }
@@ -100,24 +100,31 @@ const SIZED = { image: ["encoded", "image"], width: ["encoded", "width"], height
 const described = (title, model, text) => ({ kind: "MarkdownNote", title: "Read me", values: { text: note(title, model, text) } });
 
 /** Columns: note | model and pictures | prompt and encoded pictures | sample | result. */
-function columns(nodes, { pictures = [], encoded = [] } = {}) {
+function columns({ pictures = [], encoded = [] }) {
   return [
-    [{ key: "note", width: 460, height: 640 }],
-    [{ key: "load", width: 360, below: 100 }, ...pictures.map((key) => ({ key, width: 360, height: 320 }))],
-    [{ key: "prompt", width: 420, height: 300, below: 40 }, ...encoded.map((key) => ({ key, width: 420, below: 20 }))],
+    [{ key: "note", width: 480, height: 760 }],
+    [{ key: "load", width: 360, below: 110 }, ...pictures.map((key) => ({ key, width: 360, height: key === "components" ? 0 : 340 }))],
+    [{ key: "prompt", width: 440, height: 480, below: 60 }, ...encoded.map((key) => ({ key, width: 440, below: 30 }))],
     [{ key: "sample", width: 340 }],
-    [{ key: "decode", width: 460, below: 60 }, { key: "save", width: 460, height: 420 }],
+    [{ key: "decode", width: 460, below: 50 }, { key: "save", width: 460, height: 460 }],
   ];
 }
 
-function workflow(name, { title, model, text, nodes, ...layout }) {
+function workflow(name, { title, model, text, nodes, ...places }) {
   const all = { note: described(title, model, text), ...nodes, decode, save: save(name) };
-  return { nodes: all, columns: columns(all, layout) };
+  return { nodes: all, columns: columns(places) };
 }
 
-const STILL_LIFE =
+const CAFE =
   "A woman with long brown hair smiles at another woman with blonde hair. The camera is a close-up on the first " +
-  "woman's face. The lighting is warm and natural, as from the setting sun, casting a soft glow. Real-life footage.";
+  "woman's face. The lighting is warm and natural, as from the setting sun, and casts a soft glow. Real-life footage.";
+const COAST =
+  "The picture comes to life: a light wind moves through it, the camera glides slowly forward, and the light changes as " +
+  "clouds pass. The movement is smooth and natural. Real-life footage, high quality.";
+const CAT = "A cat walks on the grass in the morning sun, realistic, highly detailed, shallow depth of field.";
+const DANCE = "The person turns around gracefully and dances, with clear movements, full of charm.";
+
+const PICTURE_TIP = "The picture's shape is kept: *nearest bucket* picks the size, and the sampler takes it over.";
 
 const SPECS = {
   ltx_text_to_video: {
@@ -125,8 +132,153 @@ const SPECS = {
     text: "The smallest and fastest of the five families. It wants long, detailed prompts.",
     nodes: {
       load: load("LTX-Video"),
-      prompt: prompt(STILL_LIFE, WITHOUT),
+      prompt: prompt(CAFE, WITHOUT),
       sample: sample({ width: 704, height: 480, frames: 97, steps: 40, cfg: 3, fps: 25 }),
+    },
+  },
+  ltx_image_to_video: {
+    title: "LTX-Video: image to video", model: "ltx", text: `Your picture is the first frame. ${PICTURE_TIP}`,
+    pictures: ["image"], encoded: ["encoded"],
+    nodes: {
+      load: load("LTX-Video"),
+      image: picture("First frame"),
+      prompt: prompt(COAST, WITHOUT),
+      encoded: image({ width: 704, height: 480 }),
+      sample: sample({ frames: 97, steps: 40, cfg: 3, fps: 25 }, SIZED),
+    },
+  },
+  ltx_first_last_frame: {
+    title: "LTX-Video: first and last frame", model: "ltx_condition",
+    text:
+      "The video leads from one picture to another. Each *AnyGPU Encode Image* places a picture at its *frame* (-1 is the " +
+      "last) and joins the one before through *previous*: add more for more key frames, or give one a clip to extend it. " +
+      "LTX-Video 0.9.5 and later were trained for this.",
+    pictures: ["image", "last"], encoded: ["first", "encoded"],
+    nodes: {
+      load: load("LTX-Video-0.9.5"),
+      image: picture("First frame"),
+      last: picture("Last frame"),
+      prompt: prompt(COAST, WITHOUT),
+      first: { ...image({ width: 704, height: 480, frame: 0 }), title: "Encode first frame" },
+      encoded: {
+        ...image({ width: 704, height: 480, frame: -1 }, "last", { previous: ["first", "image"] }),
+        title: "Encode last frame",
+      },
+      sample: sample({ frames: 97, steps: 40, cfg: 3, fps: 25 }, SIZED),
+    },
+  },
+  ltx_video_to_video: {
+    title: "LTX-Video: video to video", model: "ltx",
+    text:
+      "Redraws a video of yours. *denoise* says how much of it is new: 0.3 keeps nearly all, 0.8 little more than the " +
+      "layout. Frames, size and rate come from the video; keep it below 160 frames, or cut it first.",
+    pictures: ["clip", "components"], encoded: ["encoded"],
+    nodes: {
+      load: load("LTX-Video"),
+      clip: { kind: "LoadVideo", title: "Your video", values: { file: "example.mp4" } },
+      components: { kind: "GetVideoComponents", links: { video: ["clip", "VIDEO"] } },
+      prompt: prompt(CAFE, WITHOUT),
+      encoded: {
+        kind: "AnyGPUEncodeVideo", values: { width: 704, height: 480, fit: "crop", control_after_generate: "fixed" },
+        links: { pipeline: ["load", "pipeline"], images: ["components", "images"] },
+      },
+      sample: sample(
+        { width: 704, height: 480, frames: 0, steps: 40, cfg: 3, denoise: 0.6 },
+        { latent: ["encoded", "latent"], fps: ["components", "fps"] },
+      ),
+    },
+  },
+  hunyuan_video_text_to_video: {
+    title: "HunyuanVideo: text to video", model: "hunyuan_video",
+    text: "13 billion parameters. *guidance* is built into the model and costs nothing; *cfg* above 1 doubles the time.",
+    nodes: {
+      load: load("HunyuanVideo"),
+      prompt: prompt(CAT),
+      sample: sample({ width: 848, height: 480, frames: 73, steps: 30, guidance: 6, fps: 24 }),
+    },
+  },
+  hunyuan_video_image_to_video: {
+    title: "HunyuanVideo: image to video", model: "hunyuan_video_i2v",
+    text:
+      `Your picture is the first frame, and the text encoder looks at it too. ${PICTURE_TIP} The 33-channel model ` +
+      "(HunyuanVideo-I2V-33ch) works in the same workflow.",
+    pictures: ["image"], encoded: ["encoded"],
+    nodes: {
+      load: load("HunyuanVideo-I2V"),
+      image: picture("First frame"),
+      prompt: prompt(COAST, "", { image: ["image", "IMAGE"] }),
+      encoded: image({ width: 848, height: 480 }),
+      sample: sample({ frames: 73, steps: 30, fps: 24 }, SIZED),
+    },
+  },
+  hunyuan_video_15_text_to_video: {
+    title: "HunyuanVideo 1.5: text to video", model: "hunyuan_video_15",
+    text: "8 billion parameters. This is the 480p model; the 720p one works the same at 1280 x 720.",
+    nodes: {
+      load: load("HunyuanVideo-1.5-Diffusers-480p_t2v"),
+      prompt: prompt(CAT),
+      sample: sample({ width: 848, height: 480, frames: 121, steps: 50, cfg: 6, fps: 24 }),
+    },
+  },
+  hunyuan_video_15_image_to_video: {
+    title: "HunyuanVideo 1.5: image to video", model: "hunyuan_video_15_i2v",
+    text: `Your picture is the first frame. ${PICTURE_TIP}`,
+    pictures: ["image"], encoded: ["encoded"],
+    nodes: {
+      load: load("HunyuanVideo-1.5-Diffusers-480p_i2v"),
+      image: picture("First frame"),
+      prompt: prompt(COAST),
+      encoded: image({ width: 848, height: 480 }),
+      sample: sample({ frames: 121, steps: 50, cfg: 6, fps: 24 }, SIZED),
+    },
+  },
+  framepack_image_to_video: {
+    title: "FramePack: image to video", model: "framepack",
+    text:
+      "Long videos in little memory: section by section, from the end to the start. Every finished section is shown and " +
+      "kept. *section_prompts* takes one prompt per line for later sections.",
+    pictures: ["image"], encoded: ["encoded"],
+    nodes: {
+      load: load("FramePackI2V_HY"),
+      image: picture("First frame"),
+      prompt: prompt(DANCE),
+      encoded: image(),
+      sample: pack({ clip_seconds: 5, fps: 30, steps: 25, guidance: 10 }),
+    },
+  },
+  framepack_first_last_frame: {
+    title: "FramePack: first and last frame", model: "framepack",
+    text: "The video leads from one picture to another. *end_strength* of the sampler says how much the last one counts.",
+    pictures: ["image", "last"], encoded: ["first", "encoded"],
+    nodes: {
+      load: load("FramePackI2V_HY"),
+      image: picture("First frame"),
+      last: picture("Last frame"),
+      prompt: prompt(DANCE),
+      first: { ...image({ frame: 0 }), title: "Encode first frame" },
+      encoded: { ...image({ frame: -1 }, "last", { previous: ["first", "image"] }), title: "Encode last frame" },
+      sample: pack({ clip_seconds: 5, fps: 30, steps: 25, guidance: 10 }),
+    },
+  },
+  framepack_f1_image_to_video: {
+    title: "FramePack F1: image to video", model: "framepack_f1",
+    text: "FramePack that samples from the start to the end, with more movement. It takes no end image.",
+    pictures: ["image"], encoded: ["encoded"],
+    nodes: {
+      load: load("FramePack_F1_I2V_HY_20250503"),
+      image: picture("First frame"),
+      prompt: prompt(DANCE),
+      encoded: image(),
+      sample: pack({ clip_seconds: 5, fps: 30, steps: 25, guidance: 10 }),
+    },
+  },
+  mochi_text_to_video: {
+    title: "Mochi 1: text to video", model: "mochi",
+    text: "10 billion parameters, made for 848 x 480. Its own schedule wants 50 steps and more.",
+    nodes: {
+      load: load("mochi-1-preview"),
+      prompt: prompt(CAT),
+      sample: sample({ width: 848, height: 480, frames: 85, steps: 64, cfg: 4.5, fps: 30 }),
     },
   },
 };

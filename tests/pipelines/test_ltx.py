@@ -251,11 +251,18 @@ def test_less_denoising_stays_closer_and_a_mask_keeps_its_part(plain: Model) -> 
     mask[..., 0] = 0.0
     half, whole = (ours(plain, replace(SETTINGS, latents=video, denoise=share)).samples for share in (0.5, 1.0))
     assert (half - video.samples).norm() < 0.9 * (whole - video.samples).norm()
-    for anchors in ((), PLACES["first frame"], [(PICTURE, 24, 1.0)]):
+    for anchors in ((), [(PICTURE, 24, 1.0)]):
         kept = ours(plain, replace(SETTINGS, latents=video, noise_mask=mask), anchors).samples
-        first = 1 if anchors == PLACES["first frame"] else 0  # a picture wins over the mask
-        assert torch.equal(kept[:, :, first:, :, 0], video.samples[:, :, first:, :, 0])
+        assert torch.equal(kept[..., 0], video.samples[..., 0])
         assert (kept - video.samples)[..., 1].abs().min() > 0
+
+
+def test_a_picture_wins_over_the_video_and_its_mask(plain: Model) -> None:
+    video = stages.encode_video(plain.loaded, pictures(FRAMES, 9), SIZE, SIZE, "crop", 3, Silent())
+    settings = replace(SETTINGS, latents=video, denoise=0.5, noise_mask=torch.zeros(1, 1, 1, 2, 2))
+    both = ours(plain, settings, PLACES["first frame"]).samples
+    assert torch.equal(both[:, :, 0], ours(plain, anchors=PLACES["first frame"]).samples[:, :, 0])
+    assert torch.equal(both[:, :, 1:], video.samples[:, :, 1:])
 
 
 def test_a_clip_longer_than_the_video_is_cut_as_upstream_cuts_its_frames(condition: Model, recorded: Any) -> None:
@@ -268,11 +275,13 @@ def test_a_clip_longer_than_the_video_is_cut_as_upstream_cuts_its_frames(conditi
     assert [text for text in progress.said if "clip" in text] == ["clip at frame 16: 17 -> 9 frames (the video has 25)"]
 
 
-def test_previews_are_videos(condition: Model, recorded: Any) -> None:
-    progress, image = recorded(), encoded(condition.loaded, PLACES["first and last frame"])
-    stages.sample(condition.loaded, condition.prompt, image, SETTINGS, progress)
-    assert [tuple(preview.shape) for preview in progress.previews] == [(1, 128, *GRID)] * STEPS
-    assert [step[:2] for step in progress.steps if step[2] == "sampling"] == [(1, 3), (2, 3), (3, 3)]
+def test_previews_are_videos_with_the_picture_in_its_place(plain: Model, condition: Model, recorded: Any) -> None:
+    for model, place in ((condition, "first and last frame"), (plain, "first frame")):
+        progress, image = recorded(), encoded(model.loaded, PLACES[place])
+        latents = stages.sample(model.loaded, model.prompt, image, SETTINGS, progress)
+        assert [tuple(preview.shape) for preview in progress.previews] == [(1, 128, *GRID)] * STEPS
+        assert [step[:2] for step in progress.steps if step[2] == "sampling"] == [(1, 3), (2, 3), (3, 3)]
+    assert all(torch.equal(preview[:, :, 0], latents.samples[:, :, 0]) for preview in progress.previews)
 
 
 def test_the_last_noise_is_the_decoders_to_remove(condition: Model) -> None:

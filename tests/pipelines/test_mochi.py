@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from anygpu.compat.errors import InputError
 from anygpu.pipelines import stages, tiny
 from anygpu.pipelines.contract import Loaded, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.loading import LoadRequest, load
@@ -121,3 +122,10 @@ def test_half_precision_runs(tiny_folder):
         frames = stages.decode(half, latents, Silent())
     assert latents.samples.dtype is torch.float32
     assert torch.isfinite(frames).all()
+
+
+def test_conditioning_of_another_encoder_is_refused_in_one_line(loaded):
+    """Otherwise it is a mat1/mat2 error in the middle of sampling."""
+    width = loaded.configs["transformer"]["text_embed_dim"]
+    with pytest.raises(InputError, match=f"width {width + 8}; expected width {width}"):
+        stages.prompt_from_core(loaded, [[torch.zeros(1, 5, width + 8), {}]])

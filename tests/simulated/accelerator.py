@@ -10,7 +10,8 @@ the device has. Memory and copies are counted. Differences from hardware, on pur
 
 Torch cannot forget a device, so `torch.accelerator.current_accelerator()` names "acc" for the rest of the process.
 Outside `fresh()` it is a machine with the plug-in installed and no card in it: `torch.accelerator.is_available()` is
-False and the device count 0. Tests take it so:
+False and the device count 0. On a machine with a GPU the name stays taken all the same: tests of a real device need a
+process of their own. Tests take the simulated one so:
 
     from simulated import accelerator
 

@@ -375,6 +375,13 @@ def test_hook_changes_a_result(acc):
     assert half.float().cpu().tolist() == [1, 1, 1]
 
 
+def test_hook_may_use_the_operator_it_watches(acc):
+    seen = []
+    with accelerator.hook("aten::add*", before=lambda name, arguments: seen.append((name, arguments[0] + 1))) as hook:
+        assert (torch.ones(2, device=acc) + 5).tolist() == [6, 6]
+    assert hook.hits == len(seen) == 1 and seen[0][0] == "aten::add" and seen[0][1].tolist() == [2, 2]
+
+
 def test_hook_counts_and_must_name_an_operator(acc):
     query = torch.randn(1, 2, 8, 16, device=acc)
     with accelerator.hook("aten::_scaled_dot_product_flash_attention_for_cpu") as hook:

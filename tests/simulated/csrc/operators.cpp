@@ -166,16 +166,6 @@ bool may_swap_data(const at::Tensor&, const at::Tensor& source) {
   return source.layout() == c10::kStrided;
 }
 
-at::Tensor copy_to(const at::Tensor& source, const at::Tensor& target, bool non_blocking) {
-  at::Tensor(target).copy_(source, non_blocking);
-  return target;
-}
-
-at::Tensor copy_to_resized(const at::Tensor& source, const at::Tensor& target) {
-  at::Tensor(target).resize_(source.sizes()).copy_(source);
-  return target;
-}
-
 void keep_for_stream(at::Tensor&, c10::Stream) {}
 
 // Attention chooses its kernel through a stub, not an operator: ask the CPU's chooser by way of the operator.
@@ -227,8 +217,6 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage", &set_whole_storage);
   m.impl("set_.source_Storage_storage_offset", &set_storage);
   m.impl("_has_compatible_shallow_copy_type", &may_swap_data);
-  m.impl("_copy_from", &copy_to);
-  m.impl("_copy_from_and_resize", &copy_to_resized);
   m.impl("record_stream", &keep_for_stream);
 }
 
