@@ -6,6 +6,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,8 @@ def tiny_folder() -> Path:
     digest = hashlib.sha256()
     for source in sorted((ROOT / "pipelines" / "tiny").glob("*.py")):
         digest.update(source.read_bytes())
+    for package in ("diffusers", "transformers", "torch"):  # each version may save in a layout of its own
+        digest.update(version(package).encode())
     folder = ROOT / ".build" / f"tiny-{digest.hexdigest()[:12]}"
     folder.mkdir(parents=True, exist_ok=True)
     return folder

@@ -121,6 +121,7 @@ class Server:
     arguments: tuple[str, ...] = ()
     port: int = 0
     start_seconds: float = 0.0
+    ended_with: int | None = None
     _process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     @property
@@ -166,6 +167,7 @@ class Server:
                     self._process.wait(10)
                 except subprocess.TimeoutExpired:
                     continue
+        self.ended_with = self._process.returncode
         self._process = None
 
     def model(self, published: str) -> str:

@@ -1,0 +1,42 @@
+"""ComfyUI runs again only what a change touches."""
+
+from __future__ import annotations
+
+import pytest
+
+from host.client import Client
+from host.prompts import text_to_video
+from host.server import Server
+
+pytestmark = pytest.mark.host
+
+LOAD, PROMPT, SAMPLE, DECODE, SAVE = "12345"
+
+
+@pytest.fixture
+def ran(server: Server, client: Client) -> Client:
+    """A client whose first run of LTX-Video, seed 1, is done."""
+    server.model("LTX-Video")
+    assert client.run(text_to_video("LTX-Video", seed=1).prompt).executed == [LOAD, PROMPT, SAMPLE, DECODE, SAVE]
+    return client
+
+
+def test_nothing_changes_nothing_runs(ran: Client) -> None:
+    assert ran.run(text_to_video("LTX-Video", seed=1).prompt).executed == []
+
+
+def test_the_seed_runs_sampling_again_and_what_follows(ran: Client) -> None:
+    run = ran.run(text_to_video("LTX-Video", seed=2).prompt)
+    assert run.executed == [SAMPLE, DECODE, SAVE]
+    assert run.cached >= {LOAD, PROMPT}
+
+
+def test_the_prompt_does_not_load_again(ran: Client) -> None:
+    run = ran.run(text_to_video("LTX-Video", text="a dog runs", seed=1).prompt)
+    assert run.executed == [PROMPT, SAMPLE, DECODE, SAVE]
+
+
+def test_new_files_of_the_model_load_again(ran: Client, server: Server) -> None:
+    index = server.base / "models" / "diffusers" / "LTX-Video" / "model_index.json"
+    index.touch()
+    assert ran.run(text_to_video("LTX-Video", seed=1).prompt).executed[0] == LOAD

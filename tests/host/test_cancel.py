@@ -1,0 +1,95 @@
+"""Cancel is obeyed within a second, and the next run equals a fresh one bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from safetensors.numpy import load_file
+
+from host.client import Client, Run
+from host.prompts import Graph, loading, text_to_video
+from host.server import Server
+
+pytestmark = pytest.mark.host
+
+MODELS = ("LTX-Video", "HunyuanVideo", "HunyuanVideo-1.5-Diffusers-480p_t2v", "mochi-1-preview")
+PROMPT, SAMPLE, DECODE = "2", "3", "4"  # ids in text_to_video
+
+
+def watched(model: str, **settings: int) -> Graph:
+    """Text to video whose latents and frames are saved without loss too."""
+    graph = text_to_video(model, **settings)
+    graph.add("SaveLatent", samples=graph.link(SAMPLE), filename_prefix="latent")
+    graph.add("SaveImage", images=graph.link(DECODE), filename_prefix="frame")
+    return graph
+
+
+def steps_done(run: Run) -> float:
+    """Denoising steps that the bar has shown."""
+    return max((done for node, done, total in run.progress if node == SAMPLE and total == 1000), default=0)
+
+
+def results(server: Server, run: Run) -> tuple[np.ndarray, np.ndarray]:
+    """The latents and the frames that a run saved."""
+    assert run.ending == "execution_success", run.message
+    latent = run.outputs["6"]["latents"][0]
+    frames = [np.asarray(Image.open(server.output(record))) for record in run.outputs["7"]["images"]]
+    return load_file(server.output(latent))["latent_tensor"], np.stack(frames)
+
+
+def assert_next_run_is_fresh(server: Server, client: Client, model: str, cancelled: Run) -> None:
+    """The run after ``cancelled``, in the same server with what that left, equals one where nothing was before."""
+    assert cancelled.ending == "execution_interrupted", cancelled.message
+    assert cancelled.cancel_seconds is not None and cancelled.cancel_seconds < 1.0
+    after = client.run(watched(model).prompt)
+    assert "1" in after.cached, "the loaded pipeline of the cancelled run was to be used again"
+    client.free()
+    fresh = client.run(watched(model).prompt)
+    assert not fresh.cached
+    for found, expected in zip(results(server, after), results(server, fresh), strict=True):
+        assert np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_in_sampling(server: Server, client: Client, model: str) -> None:
+    server.model(model)
+    long = watched(model, steps=1000)
+    run = client.run(long.prompt, cancel_when=lambda node, run: steps_done(run) >= 3)
+    assert DECODE not in run.executed
+    assert_next_run_is_fresh(server, client, model, run)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_in_decode(server: Server, client: Client, model: str) -> None:
+    server.model(model)
+    big = watched(model, width=512, height=512, frames=97)
+    run = client.run(big.prompt, cancel_when=lambda node, run: node == DECODE and run.texts_of(DECODE) != [])
+    assert "5" not in run.executed
+    assert_next_run_is_fresh(server, client, model, run)
+
+
+def test_of_framepack_keeps_the_finished_sections(server: Server, client: Client) -> None:
+    for model in ("FramePackI2V_HY", "HunyuanVideo", "flux_redux_bfl"):
+        server.model(model)
+    graph = Graph()
+    pipeline = graph.link(graph.add("AnyGPULoadPipeline", **loading("FramePackI2V_HY")))
+    prompt = graph.link(graph.add("AnyGPUEncodePrompt", pipeline=pipeline, text="a cat", negative=""))
+    picture = graph.link(graph.add("LoadImage", image="example.png"))
+    image = graph.add(
+        "AnyGPUEncodeImage", pipeline=pipeline, image=picture, width=64, height=64, fit="crop", frame=0, strength=1.0
+    )
+    settings = {"clip_seconds": 4.0, "fps": 30.0, "steps": 3, "cfg": 0.0, "guidance": 0.0, "seed": 1}
+    rest = {"scheduler": "auto", "shift": 0.0, "cfg_start": 0.0, "cfg_end": 1.0, "window": 3}
+    sample = graph.add(
+        "AnyGPUSampleFramePack", pipeline=pipeline, prompt=prompt, image=graph.link(image), **settings, **rest
+    )
+    graph.add("SaveLatent", samples=graph.link(sample), filename_prefix="latent")
+    run = client.run(graph.prompt, cancel_when=lambda node, run: "section 2 of" in " ".join(run.texts_of(sample)))
+    assert run.ending == "execution_interrupted", run.message
+    assert run.cancel_seconds is not None and run.cancel_seconds < 1.0
+    kept = list(Path(server.base / "temp" / "anygpu").glob("framepack-*/section_*.safetensors"))
+    assert len(kept) == 1
+    assert np.isfinite(load_file(kept[0])["samples"]).all()

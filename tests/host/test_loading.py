@@ -1,0 +1,74 @@
+"""ComfyUI starts with the pack as it starts without it, and knows every node, input and workflow of it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from host.client import Client
+from host.prompts import shipped
+from host.server import Server
+
+pytestmark = pytest.mark.host
+
+NODES = {
+    "AnyGPULoadPipeline", "AnyGPUEncodePrompt", "AnyGPUEncodeImage", "AnyGPUEncodeVideo", "AnyGPUSample",
+    "AnyGPUSampleFramePack", "AnyGPUDecode",
+}
+TROUBLE = re.compile(r"Exception|Error|WARNING|Traceback|FAILED|warn", re.IGNORECASE)
+
+
+def troubles(log: str) -> set[str]:
+    """Lines of a start log that tell of trouble, without what differs from start to start."""
+    started = log.split("To see the GUI go to")[0]
+    return {re.sub(r"\d+", "0", line.strip()) for line in started.splitlines() if TROUBLE.search(line)}
+
+
+def test_the_start_log_has_no_trouble_that_comfyui_alone_has_not(server: Server, tmp_path: Path) -> None:
+    alone = Server(server.host, tmp_path, server.tiny_folder, attach=False)
+    try:
+        known = troubles(alone.start().log)
+    finally:
+        alone.stop()
+    assert troubles(server.log) <= known
+    assert re.search(r"[\d.]+ seconds: \S+anygpu", server.log)
+
+
+def test_quick_start_for_ci_ends_well(server: Server, tmp_path: Path) -> None:
+    """The check that ComfyUI's own CI makes: exit code 0, and a log without an exception."""
+    quick = Server(server.host, tmp_path, server.tiny_folder, arguments=("--quick-test-for-ci",))
+    with pytest.raises(RuntimeError, match="did not start") as ended:
+        quick.start()  # it ends by itself instead of serving
+    assert quick.ended_with == 0
+    assert "IMPORT FAILED" not in str(ended.value)
+
+
+@pytest.mark.parametrize("node", sorted(NODES))
+def test_every_input_has_a_tooltip(client: Client, node: str) -> None:
+    facts = client.get(f"/object_info/{node}")[node]
+    inputs = {name: spec for kind in ("required", "optional") for name, spec in facts["input"].get(kind, {}).items()}
+    assert inputs and facts["description"]
+    assert [name for name, spec in inputs.items() if not (len(spec) > 1 and spec[1].get("tooltip"))] == []
+
+
+def test_object_info_has_every_node_and_no_other(client: Client) -> None:
+    assert {name for name in client.get("/object_info") if name.startswith("AnyGPU")} == NODES
+
+
+def test_every_workflow_is_in_the_template_browser(server: Server, client: Client) -> None:
+    listed = client.get("/api/workflow_templates")["anygpu"]
+    assert set(listed) == {path.stem for path in shipped()}
+    for path in shipped():
+        with urllib.request.urlopen(f"{server.url}/api/workflow_templates/anygpu/{path.name}", timeout=10) as answer:
+            assert json.loads(answer.read()) == json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_the_launcher_says_what_it_needs(server: Server, tmp_path: Path) -> None:
+    launcher = Path(__file__).with_name("launch.py")
+    ended = subprocess.run([server.host.python, launcher, tmp_path], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1 and f"no main.py in {tmp_path}" in ended.stderr

@@ -1,0 +1,35 @@
+"""What the user sees while a workflow runs: a bar over real work, previews, and text under each node."""
+
+from __future__ import annotations
+
+import pytest
+
+from host.client import Client
+from host.prompts import text_to_video
+from host.server import Server
+
+pytestmark = pytest.mark.host
+
+LOAD, PROMPT, SAMPLE, DECODE = "1234"
+
+
+def test_bar_previews_and_texts(server: Server, client: Client) -> None:
+    server.model("HunyuanVideo")
+    run = client.run(text_to_video("HunyuanVideo", steps=5).prompt)
+    assert run.ending == "execution_success", run.message
+    steps = [(done, total) for node, done, total in run.progress if node == SAMPLE and total == 5]
+    assert steps == sorted(steps) and steps[-1] == (5, 5)
+    assert run.previews >= 1
+    assert all(run.texts_of(node) for node in (LOAD, PROMPT, SAMPLE, DECODE))
+    assert "hunyuan_video" in run.texts_of(LOAD)[-1] and "offload none" in run.texts_of(LOAD)[-1]
+    assert run.texts_of(SAMPLE)[-1] == "64x64, 9 frames at 8 fps"
+    assert any(text.startswith("reading transformer") for text in run.texts_of(SAMPLE))
+
+
+def test_what_was_rounded_and_what_has_no_effect_is_said(server: Server, client: Client) -> None:
+    server.model("LTX-Video")
+    run = client.run(text_to_video("LTX-Video", width=80, frames=10, guidance=5.0).prompt)
+    said = run.texts_of(SAMPLE)[-1]
+    assert "width 80 -> 96" in said and "frames 10 -> 17" in said
+    assert "guidance has no effect on LTX-Video" in said
+    assert "AnyGPU: guidance has no effect on LTX-Video" in server.log

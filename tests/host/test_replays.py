@@ -1,0 +1,42 @@
+"""Every shipped workflow, as ComfyUI's own frontend posts it, runs to a saved video on tiny checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from host import videos
+from host.client import Client
+from host.prompts import SAVE, replay, shipped, shrunk
+from host.server import Server
+
+pytestmark = pytest.mark.host
+
+FRAMES = {"mochi_text_to_video": 13, "ltx_video_to_video": 17}  # off the grid of 9 frames; the clip's own length
+RATES = {"ltx_video_to_video": 8}  # the clip's own rate
+
+
+@pytest.mark.parametrize("workflow", shipped(), ids=lambda path: path.stem)
+def test_saves_a_video_of_the_asked_size_length_and_rate(server: Server, client: Client, workflow: Path) -> None:
+    server.every_model()
+    prompt = shrunk(replay(workflow))
+    sampler = next(node for node in prompt.values() if node["class_type"].startswith("AnyGPUSample"))
+    run = client.run(prompt)
+    assert run.ending == "execution_success", run.message
+    ours = {node for node, facts in prompt.items() if facts["class_type"].startswith("AnyGPU")}
+    assert ours <= set(run.executed)
+    (record,) = run.files()
+    rate = RATES.get(workflow.stem, sampler["inputs"]["fps"])
+    expected = videos.Facts(width=64, height=64, frames=FRAMES.get(workflow.stem, 9), fps=rate)
+    assert videos.facts(server.output(record)) == expected
+    assert record["subfolder"] == "video" and record["filename"].startswith(workflow.stem)
+    moving = videos.frames(server.output(record)).astype(np.int16)
+    assert np.ptp(moving) > 0, "every pixel of every frame is the same"
+
+
+@pytest.mark.parametrize("workflow", shipped(), ids=lambda path: path.stem)
+def test_ends_in_core_save_video(workflow: Path) -> None:
+    prompt = replay(workflow)
+    assert [node["class_type"] for node in prompt.values()].count(SAVE) == 1
