@@ -110,7 +110,8 @@ class LoadPipeline(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "image_encoder", options=lenders, default="auto", advanced=True,
-                    tooltip="FramePack: the folder with image_encoder and feature_extractor. auto searches.",
+                    tooltip="FramePack, HunyuanVideo 1.5: the folder with image_encoder and feature_extractor. "
+                    "auto searches.",
                 ),
             ],
             outputs=[Pipeline.Output(display_name="pipeline")],
@@ -173,8 +174,8 @@ class EncodePrompt(io.ComfyNode):
                 ),
                 io.String.Input(
                     "template", multiline=True, default="", optional=True, advanced=True,
-                    tooltip="HunyuanVideo and FramePack: the text around the prompt, with {} where it goes. "
-                    "Empty takes the model's own.",
+                    tooltip="HunyuanVideo, HunyuanVideo 1.5, FramePack: the text around the prompt, with {} where it "
+                    "goes. Empty takes the model's own.",
                 ),
                 io.Int.Input(
                     "template_crop", default=-1, min=-1, max=1024, optional=True, advanced=True,
@@ -330,7 +331,7 @@ class Sample(io.ComfyNode):
                 io.Sigmas.Input("sigmas", optional=True, tooltip="Noise levels from 1 to 0 that replace steps and shift."),
                 io.Float.Input(
                     "guidance_rescale", default=0.0, min=0.0, max=1.0, step=0.01, optional=True, advanced=True,
-                    tooltip="LTX-Video: pulls the contrast back that a high cfg adds.",
+                    tooltip="LTX-Video, HunyuanVideo 1.5: pulls back the contrast that a high cfg adds.",
                 ),
             ],
             outputs=[io.Latent.Output(display_name="latent")],

@@ -86,7 +86,12 @@ def _roots(keys: tuple[str, ...]) -> list[Path]:
 
 
 def _stamp(roots: list[Path]) -> tuple[tuple[str, float], ...]:
-    watched = [folder for root in roots if root.is_dir() for folder in (root, *(f for f in root.iterdir() if f.is_dir()))]
+    """Each folder that :func:`find_models` looks into, and when it last changed: a download may be listed half way."""
+    watched: dict[Path, None] = {}
+    level = [root for root in roots if root.is_dir()]
+    for _ in range(4):
+        watched.update(dict.fromkeys(level))
+        level = [child for folder in level for child in folder.iterdir() if child.is_dir() and child.name[0] != "."]
     return tuple((str(folder), folder.stat().st_mtime) for folder in watched)
 
 

@@ -56,7 +56,7 @@ class Plan:
     def indices(self, step: int) -> dict[str, torch.Tensor]:
         """Positions in time, by the transformer's argument names; the start image is always at 0.
 
-        Source: FramePack's paper, figure 2 (c), for the inverted order; the gaps are those of the published checkpoints.
+        Source: FramePack's paper, figure 2 (c), for the inverted order; the gaps are those of the author's own code.
         """
         near, half, quarter = HISTORY
         if self.inverted:

@@ -6,10 +6,9 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import save_file
-
 from anygpu.compat.checkpoints import weight_files
 from anygpu.compat.errors import CheckpointError
+from safetensors.torch import save_file
 
 
 def shards(folder, index: str, names: list[str]) -> None:

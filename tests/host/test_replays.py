@@ -14,7 +14,11 @@ from host.server import Server
 
 pytestmark = pytest.mark.host
 
-FRAMES = {"mochi_text_to_video": 13, "ltx_video_to_video": 17}  # off the grid of 9 frames; the clip's own length
+FRAMES = {  # where it is not the 9 frames asked for
+    "mochi_text_to_video": 13,  # the next of its counts
+    "ltx_video_to_video": 17,  # the clip's own
+    "framepack_first_last_frame": 17,  # the end image stands at the end of the last section
+}
 RATES = {"ltx_video_to_video": 8}  # the clip's own rate
 
 

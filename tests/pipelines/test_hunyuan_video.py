@@ -157,16 +157,26 @@ def test_cancel_leaves_the_next_run_as_a_fresh_one(run: Any, recorded: Any, name
 
 def test_cancel_is_obeyed_while_text_is_encoded_and_video_decoded(run: Any, recorded: Any) -> None:
     made = run(TEXT)
-    for stage, call in (
-        ("encoding prompt", lambda watched: stages.encode_prompt(made.loaded, PromptRequest(PROMPT), watched)),
-        ("decoding", lambda watched: stages.decode(made.loaded, made.latents, watched)),
+    for stage, part, call in (
+        ("encoding prompt", "text_encoder", lambda on: stages.encode_prompt(made.loaded, PromptRequest(PROMPT), on)),
+        ("decoding", "vae", lambda on: stages.decode(made.loaded, made.latents, on)),
     ):
+        made.loaded.parts.read(part)  # reading checks too
         watched = recorded(lambda done, found, stage=stage: found == stage)
         with pytest.raises(recorded.Cancelled):
             call(watched)
         assert watched.checks > 5
     again = stages.encode_prompt(made.loaded, PromptRequest(PROMPT, NEGATIVE), Silent())
     assert torch.equal(again.embeds["prompt_embeds"], made.prompt.embeds["prompt_embeds"])
+
+
+def test_text_encoders_come_one_after_the_other_and_go(run: Any, recorded: Any) -> None:
+    made, beside = run(TEXT), []
+    watched = recorded(lambda done, stage: beside.append((stage.split()[1], sorted(made.loaded.parts))))
+    stages.encode_prompt(made.loaded, PromptRequest(PROMPT), watched)
+    read = {part: parts for part, parts in beside if part.startswith("text_encoder")}
+    assert list(read) == ["text_encoder", "text_encoder_2"]
+    assert "text_encoder" not in read["text_encoder_2"]
     assert not {"text_encoder", "text_encoder_2"} & set(made.loaded.parts)
 
 
@@ -186,12 +196,15 @@ def test_schedules_run(run: Any, recorded: Any, name: str, changes: dict[str, An
 def test_video_to_video_stays_closer_the_less_it_is_noised(run: Any, name: str) -> None:
     made = run(name)
     clip = torch.from_numpy(np.random.default_rng(1).random((FRAMES, HEIGHT, WIDTH, 3), dtype=np.float32))
-    clean = stages.encode_video(made.loaded, clip, WIDTH, HEIGHT, "stretch", SEED, Silent())
+    clean, other = (
+        stages.encode_video(made.loaded, shown, WIDTH, HEIGHT, "stretch", SEED, Silent()) for shown in (clip, clip / 2)
+    )
     assert clean.samples.shape == made.latents.samples.shape
     half, whole = (_sampled(made, latents=clean, denoise=share, shift=1.0) for share in (0.5, 1.0))
     later = 1 if name == REPLACE else 0  # its first latent frame is the picture
     distances = [float((found.samples - clean.samples)[:, :, later:].norm()) for found in (half, whole)]
     assert distances[0] < 0.9 * distances[1]
+    assert _distance(_sampled(made, latents=other, denoise=0.5, shift=1.0).samples, half.samples) > 1e-2
     assert torch.equal(whole.samples, _sampled(made, shift=1.0).samples), "denoise 1 leaves nothing of the clip"
     mask = torch.zeros(1, 1, clean.samples.shape[2], *clean.samples.shape[3:])
     mask[:, :, -1] = 1

@@ -24,6 +24,7 @@ from anygpu.pipelines.contract import (
     Tools,
 )
 from anygpu.pipelines.loading import LoadRequest, load
+from anygpu.pipelines.ltx_schedule import ltx_schedule
 from anygpu.pipelines.text import EMBEDS, MASK, batched
 
 SIZE, FRAMES, STEPS, SEED = 64, 25, 3, 7
@@ -164,6 +165,13 @@ def test_conditions_on_an_older_model_equal_ltx_condition_pipeline(plain: Model)
     require_same(plain, ours(plain, anchors=anchors), expected)
 
 
+@pytest.mark.parametrize("task", ["ltx", "ltx_condition"])
+def test_frame_rate_counts_as_upstream_counts_it(plain: Model, condition: Model, task: str) -> None:
+    model = condition if task == "ltx_condition" else plain
+    expected = one_shot(model.bare(task), model.prompt, frame_rate=12)
+    require_same(model, ours(model, replace(SETTINGS, fps=12.0)), expected)
+
+
 @pytest.mark.parametrize("task", TASK)
 def test_own_text_encoding_equals_within_what_trimming_costs(plain: Model, condition: Model, task: str) -> None:
     model = condition if task == "ltx_condition" else plain
@@ -175,9 +183,17 @@ def test_own_text_encoding_equals_within_what_trimming_costs(plain: Model, condi
     torch.testing.assert_close(stages.decode(model.loaded, latents, Silent()), video, rtol=0, atol=TRIMMED)
 
 
+def test_an_encoded_video_is_normalised_as_upstream_does(plain: Model) -> None:
+    found = stages.encode_video(plain.loaded, CLIP, SIZE, SIZE, "crop", 3, Silent()).samples
+    pipe = plain.bare("ltx")
+    posterior = pipe.vae.encode(CLIP.permute(3, 0, 1, 2)[None] * 2 - 1).latent_dist
+    drawn = posterior.sample(torch.Generator().manual_seed(3))
+    assert torch.equal(found, pipe._normalize_latents(drawn, pipe.vae.latents_mean, pipe.vae.latents_std))
+
+
 def test_video_to_video_equals_ltx_condition_pipeline(condition: Model) -> None:
     video = stages.encode_video(condition.loaded, CLIP.repeat(2, 1, 1, 1)[:FRAMES], SIZE, SIZE, "crop", 3, Silent())
-    anchors = PLACES["weak start"]
+    anchors = PLACES["first and last frame"]
     latents = ours(condition, replace(SETTINGS, steps=2, latents=video, denoise=0.5), anchors)
     expected = one_shot(
         condition.bare("ltx_condition"), condition.prompt, conditions=conditions(anchors), latents=video.samples,
@@ -354,9 +370,9 @@ def test_pictures_of_two_vaes_are_refused(plain: Model, condition: Model) -> Non
         stages.encode_image(plain.loaded, ImageRequest(OTHER, SIZE, SIZE, 24, previous=other), "stretch", Silent())
 
 
-def test_a_clip_off_the_grid_is_cut_and_said(plain: Model, recorded: Any) -> None:
+def test_a_clip_off_the_grid_is_cut_and_said(condition: Model, recorded: Any) -> None:
     progress = recorded()
-    image = stages.encode_image(plain.loaded, ImageRequest(CLIP[:12], SIZE, SIZE), "stretch", progress)
+    image = stages.encode_image(condition.loaded, ImageRequest(CLIP[:12], SIZE, SIZE), "stretch", progress)
     assert image.tensors["moments_0"].shape == (1, 256, 2, 2, 2)
     assert progress.said == ["clip 12 -> 9 frames (LTX-Video needs 8n+1 frames)"]
 
@@ -384,9 +400,23 @@ def test_the_text_length_follows_the_checkpoints_pipeline(plain: Model, conditio
         assert ltx.defaults_for(replace(model.loaded, tools=tools)).max_tokens == length
 
 
-def test_a_distilled_schedule_of_another_length_keeps_its_ends(plain: Model, recorded: Any) -> None:
-    progress = recorded()
-    stages.sample(
-        replace(plain.loaded, variant="distilled"), plain.prompt, None, replace(SETTINGS, steps=4), progress
+@pytest.mark.parametrize("conditioned", [False, True])
+@pytest.mark.parametrize("steps", [4, 8, 11])
+def test_a_distilled_schedule_of_another_length_keeps_its_ends(plain: Model, conditioned: bool, steps: int) -> None:
+    settings = replace(SETTINGS, steps=steps)
+    schedule = ltx_schedule(plain.loaded.tools["scheduler"], settings, conditioned, DISTILLED, torch.device("cpu"))
+    times = schedule.timesteps.tolist()
+    assert len(times) == steps and (times[0], times[-1]) == (DISTILLED[0], pytest.approx(DISTILLED[-1]))
+    if steps == 8:
+        assert times == pytest.approx(DISTILLED)
+
+
+@pytest.mark.parametrize("fixed", [None, DISTILLED])
+def test_the_transformer_sees_a_shift_too(condition: Model, fixed: Sequence[float] | None) -> None:
+    settings = replace(SETTINGS, steps=8, shift=5.0)
+    schedule = ltx_schedule(condition.loaded.tools["scheduler"], settings, True, fixed, torch.device("cpu"))
+    assert schedule.timesteps.tolist() == pytest.approx([1000 * level for level in schedule.levels[:-1]])
+    usual = ltx_schedule(
+        condition.loaded.tools["scheduler"], replace(settings, shift=0.0), True, fixed, torch.device("cpu")
     )
-    assert [step[1] for step in progress.steps if step[2] == "sampling"] == [4] * 4
+    assert all(level > plain for level, plain in zip(schedule.levels[1:-1], usual.levels[1:-1], strict=True))

@@ -207,9 +207,8 @@ at::Tensor Lending::owned(const at::Tensor& host) {
 
 void Lending::settle() {
   for (auto& pair : pairs_) {
-    if (pair.host.data() != pair.data || pair.host.nbytes() != pair.device.nbytes()) {
+    if (pair.host.data() != pair.data) { // the kernel allocated: an output was resized
       auto* grown = pair.device.unsafeGetStorageImpl();
-      // A copy of the host storage object keeps the bytes; the lent one stays usable for the results below.
       grown->set_data_ptr_noswap(adopt(pair.device.device().index(), pair.host));
       grown->set_nbytes(pair.host.nbytes());
       pair.data = pair.host.data();

@@ -1,0 +1,165 @@
+"""The pages say what the code does: every node and input is explained, every error and workflow can be found."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from anygpu.pipelines.families import FAMILIES, MODULES
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "web" / "docs").rglob("*.md")]
+ERRORS = {"InputError", "CheckpointError", "UnsupportedError", "MissingPackageError"}
+EFFECTIVE = {  # input of a node -> the setting in Family.effective that it is, where the names differ
+    "latent": "latents", "denoise": "latents", "section_prompts": "sections", "template_crop": "template",
+    "clip_vision_output": "vision",
+}
+
+
+def page(path: str) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
+def _literal(call: ast.Call, name: str) -> str | None:
+    """The literal that a call passes as ``name``."""
+    values = [keyword.value for keyword in call.keywords if keyword.arg == name]
+    return values[0].value if values and isinstance(values[0], ast.Constant) else None
+
+
+def _inputs(node: ast.AST, functions: dict[str, ast.FunctionDef]) -> Iterator[str]:
+    """Input ids in a list of inputs, those that a function of the module returns included."""
+    for call in (found for found in ast.walk(node) if isinstance(found, ast.Call)):
+        if isinstance(call.func, ast.Attribute) and call.func.attr == "Input" and call.args:
+            assert isinstance(call.args[0], ast.Constant), "an input id must be a literal"
+            yield call.args[0].value
+        elif isinstance(call.func, ast.Name) and call.func.id in functions:
+            yield from _inputs(functions[call.func.id], functions)
+
+
+def node_inputs() -> dict[str, tuple[str, list[str]]]:
+    """Node id to display name and input ids, read from nodes.py without ComfyUI."""
+    tree = ast.parse(page("nodes.py"))
+    functions = {item.name: item for item in tree.body if isinstance(item, ast.FunctionDef)}
+    nodes = {}
+    for schema in (call for call in ast.walk(tree) if isinstance(call, ast.Call)):
+        node_id = _literal(schema, "node_id")
+        if node_id is not None:
+            (inputs,) = (keyword.value for keyword in schema.keywords if keyword.arg == "inputs")
+            nodes[node_id] = (_literal(schema, "display_name") or "", list(_inputs(inputs, functions)))
+    return nodes
+
+
+NODES = node_inputs()
+
+
+def table_rows(text: str, heading: str) -> list[list[str]]:
+    """The cells of the table below a heading, without its head."""
+    part = re.split(r"^## ", text.split(f"\n## {heading}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
+    rows = [line.strip().strip("|").split("|") for line in part.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in row] for row in rows[2:]]
+
+
+def test_the_nodes_are_found():
+    assert len(NODES) >= 7
+    assert {"width", "steps", "seed", "latent"} <= set(NODES["AnyGPUSample"][1]), "shared inputs are followed"
+
+
+@pytest.mark.parametrize("node_id", NODES)
+def test_every_input_of_every_node_is_explained_and_no_other(node_id):
+    text = page(f"web/docs/{node_id}/en.md")
+    explained = [name for row in table_rows(text, "Inputs") for name in re.findall(r"`([^`]+)`", row[0])]
+    assert sorted(explained) == sorted(NODES[node_id][1])
+
+
+def test_there_is_no_help_for_a_node_that_does_not_exist():
+    assert {path.name for path in (ROOT / "web" / "docs").iterdir() if path.is_dir()} == set(NODES)
+
+
+@pytest.mark.parametrize("node_id", [name for name in NODES if "## Who uses what" in page(f"web/docs/{name}/en.md")])
+def test_help_says_which_family_uses_an_input(node_id):
+    for cell, *answers in table_rows(page(f"web/docs/{node_id}/en.md"), "Who uses what"):
+        name = cell.strip("`")
+        assert name in NODES[node_id][1]
+        for family, answer in zip(FAMILIES.values(), answers, strict=True):
+            if (node_id, name) == ("AnyGPUEncodeImage", "image"):
+                expected = hasattr(MODULES[family.id], "encode_image")
+            elif (node_id, name) == ("AnyGPUEncodeVideo", "images"):
+                expected = hasattr(MODULES[family.id], "encode_video")
+            elif name in ("variant", "image_encoder"):
+                expected = bool(family.variants) if name == "variant" else "image_encoder" in family.parts
+            else:
+                expected = EFFECTIVE.get(name, name) in family.effective
+            assert answer == ("yes" if expected else "no"), f"{name} on {family.title}"
+
+
+def test_models_page_has_the_values_of_every_family():
+    rows = {row[0]: row[1:] for row in table_rows(page("docs/models.md"), "What they make")}
+    for family in FAMILIES.values():
+        own = family.defaults
+        expected = [
+            f"{own.width}x{own.height}", f"{own.frames}", f"{own.fps:g}", f"{own.steps}", f"{family.multiple}",
+            f"{family.stride}n+1",
+        ]
+        assert rows[family.title] == expected, family.title
+
+
+@pytest.mark.parametrize("link", sorted({link for family in FAMILIES.values() for link in family.pages}))
+def test_models_page_names_every_download(link):
+    assert f"({link})" in page("docs/models.md")
+
+
+def sources() -> Iterator[tuple[str, ast.Module]]:
+    for room in ("compat", "host", "pipelines"):
+        for path in sorted((ROOT / room).glob("*.py")):
+            yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
+
+
+def error_texts() -> Iterator[tuple[str, str]]:
+    """Where each error is made, and what it found, with ``…`` for what differs."""
+    for source, tree in sources():
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            if isinstance(call.func, ast.Name) and call.func.id in ERRORS and call.args:
+                found = call.args[0].body if isinstance(call.args[0], ast.IfExp) else call.args[0]
+                parts = found.values if isinstance(found, ast.JoinedStr) else [found]
+                text = "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in parts)
+                yield f"{source}:{call.lineno}", text
+
+
+@pytest.mark.parametrize(("place", "text"), [pytest.param(*found, id=found[0]) for found in error_texts()])
+def test_every_error_can_be_found_on_the_troubleshooting_page(place, text):
+    """By the longest run of words in it that is always the same."""
+    longest = max(text.split("…"), key=len).strip(" '[](){}")
+    assert longest in page("docs/troubleshooting.md"), f"{text!r} of {place}"
+
+
+def test_readme_names_every_node_and_workflow():
+    text = page("README.md")
+    missing = [name for name, (display, _) in NODES.items() if name not in text or display not in text]
+    missing += [path.stem for path in (ROOT / "workflows").glob("*.json") if f"`{path.stem}`" not in text]
+    assert not missing
+
+
+@pytest.mark.parametrize("source", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(source):
+    text = source.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = target.partition("#")
+        if re.match(r"[a-z]+:", target):
+            continue
+        linked = (source.parent / path) if path else source
+        assert linked.exists(), f"{target} in {source.name}"
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", linked.read_text(encoding="utf-8"), flags=re.MULTILINE)
+            slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert anchor in slugs, f"{target} in {source.name}"
+
+
+def test_pre_commit_runs_the_ruff_that_the_tests_pin():
+    pinned = re.search(r"^ruff==(.+)$", page("requirements-test.txt"), flags=re.MULTILINE)
+    used = re.search(r"ruff-pre-commit\s+rev: v(\S+)", page(".pre-commit-config.yaml"))
+    assert pinned is not None
+    assert used is not None
+    assert pinned[1] == used[1]
