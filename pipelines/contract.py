@@ -130,13 +130,15 @@ class Tools(dict[str, Any]):
 class Prompt:
     """Encoded text: tensors (1, N, D) on the CPU, padding trimmed, by the family's own names.
 
-    ``sections`` holds further prompts, for the sections of a FramePack video after the first.
+    ``sections`` holds further prompts, for the sections of a FramePack video after the first. ``opposed`` is whether the
+    user wrote a negative prompt: an empty one is encoded too, for guidance that needs it.
     """
 
     family: str
     embeds: Mapping[str, torch.Tensor]
     negative: Mapping[str, torch.Tensor] | None = None
     sections: tuple[Mapping[str, torch.Tensor], ...] = ()
+    opposed: bool = False
 
     def __repr__(self) -> str:
         tokens = next(iter(self.embeds.values())).shape[1]

@@ -68,10 +68,12 @@ FAMILY = Family(
 
 
 def defaults_for(loaded: Loaded) -> Defaults:
-    """The defaults of upstream's call: guidance 1 for image to video, 0 where the checkpoint takes none."""
-    if not loaded.configs["transformer"].get("guidance_embeds"):
-        return replace(FAMILY.defaults, guidance=0.0)
-    return FAMILY.defaults if loaded.task == "text" else replace(FAMILY.defaults, guidance=1.0)
+    """The family's defaults, with guidance 0 where the checkpoint takes none.
+
+    Image to video gets 6 too, as in upstream's example for it; upstream's bare call would use 1.
+    """
+    takes_guidance = loaded.configs["transformer"].get("guidance_embeds")
+    return FAMILY.defaults if takes_guidance else replace(FAMILY.defaults, guidance=0.0)
 
 
 def task_of(config: Mapping[str, Any]) -> str:
@@ -125,6 +127,11 @@ def encode_image(loaded: Loaded, request: ImageRequest, progress: Progress) -> I
         progress.say(f"{FAMILY.title} starts from one picture: the first of {request.frames.shape[0]} is used")
     latents = encoded(loaded, request.frames[:1], request.seed, progress, mode=True)
     return ImageCondition(FAMILY.id, {IMAGE: latents}, request.width, request.height)
+
+
+def ratios(loaded: Loaded) -> tuple[int, int]:
+    """Pixels per latent row and column, and pixel frames per latent frame."""
+    return SPATIAL_RATIO, TEMPORAL_RATIO
 
 
 def encode_video(loaded: Loaded, frames: torch.Tensor, seed: int, progress: Progress) -> torch.Tensor:
@@ -201,6 +208,11 @@ def _sight(loaded: Loaded, request: PromptRequest) -> Sight:
             fix=f"Connect the image to AnyGPU Encode Prompt as well: the text encoder of {FAMILY.title} image to video "
             "looks at it.",
         )
+    if "image_processor" not in loaded.tools.readers:
+        raise CheckpointError(
+            f"no image_processor for {str(loaded.source)!r}", expected="the folder image_processor of image to video",
+            fix="Download it beside text_encoder, or choose an image-to-video pipeline as base.",
+        )
     # 8 bits here, because the image processor is given what upstream gives it: a picture, not floats.
     picture = Image.fromarray((request.image[0] * 255).round().clamp(0, 255).to(torch.uint8).numpy())
     kind = image_condition(loaded.configs["transformer"])
@@ -218,8 +230,6 @@ def _check(loaded: Loaded, kind: str | None, settings: SampleSettings, progress:
     if kind == LATENT_CONCAT:
         count, why = settings.frames - DROPPED_FRAMES, f"the first {DROPPED_FRAMES} of a 33-channel video are dropped"
         progress.say(f"{count} of {settings.frames} frames come back: {why}")
-    if kind == TOKEN_REPLACE and settings.guidance == 1.0:
-        progress.say("guidance 1, the default of upstream's call; upstream's example for this checkpoint uses 6")
     if settings.guidance and not loaded.configs["transformer"].get("guidance_embeds"):
         progress.say("guidance has no effect on this checkpoint: its transformer takes none")
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +15,7 @@ from ..compat.execution import checked_leaves, execution_device, generator_for, 
 from .contract import ImageCondition, ImageRequest, Latents, Loaded, Progress, Prompt, PromptRequest, SampleSettings
 from .denoising import cfg_acts, denoise, noise_for, start_from
 from .family import Defaults, Family
+from .joint_attention import unmasked
 from .qwen import EMBEDS_2, qwen_embeds, qwen_from_core
 from .schedule import Levels, Schedule, schedule_for
 from .text import EMBEDS
@@ -217,72 +217,6 @@ class _Forward:
                 return_dict=False,
             )[0]
         return output.float()
-
-
-@contextmanager
-def unmasked(transformer: Any) -> Iterator[None]:
-    """Within the block, joint attention runs without its mask, which is exact when every token is valid.
-
-    Upstream builds it in every block as bool (1, 1, N, N): 2.4 GB a copy at 480p, 12 GB at 720p, for 121 frames.
-    Only the stock processor is replaced, and put back afterwards.
-    """
-    from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15AttnProcessor2_0 as Stock
-
-    attentions = [block.attn for block in transformer.transformer_blocks if type(block.attn.processor) is Stock]
-    stock = [attention.processor for attention in attentions]
-    try:
-        for attention, processor in zip(attentions, stock, strict=True):
-            attention.set_processor(Unmasked(processor._attention_backend, processor._parallel_config))
-        yield
-    finally:
-        for attention, processor in zip(attentions, stock, strict=True):
-            attention.set_processor(processor)
-
-
-class Unmasked:
-    """Attention over video and text tokens together, all of them valid.
-
-    Args:
-        backend, parallel_config: what diffusers' attention dispatcher takes.
-    """
-
-    def __init__(self, backend: Any = None, parallel_config: Any = None) -> None:
-        self._attention_backend, self._parallel_config = backend, parallel_config
-
-    def __call__(
-        self,
-        attn: Any,
-        hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Video and text tokens (B, N, D) after attention; the mask is not read."""
-        from diffusers.models.attention_dispatch import dispatch_attention_fn
-        from diffusers.models.embeddings import apply_rotary_emb
-
-        def heads(layer: Any, tokens: torch.Tensor, norm: Any = None, rotated: bool = False) -> torch.Tensor:
-            found: torch.Tensor = layer(tokens).unflatten(2, (attn.heads, -1))
-            found = found if norm is None else norm(found)
-            return apply_rotary_emb(found, image_rotary_emb, sequence_dim=1) if rotated else found
-
-        turned = image_rotary_emb is not None
-        video = (
-            heads(attn.to_q, hidden_states, attn.norm_q, turned),
-            heads(attn.to_k, hidden_states, attn.norm_k, turned),
-            heads(attn.to_v, hidden_states),
-        )
-        text = (
-            heads(attn.add_q_proj, encoder_hidden_states, attn.norm_added_q),
-            heads(attn.add_k_proj, encoder_hidden_states, attn.norm_added_k),
-            heads(attn.add_v_proj, encoder_hidden_states),
-        )
-        joint = dispatch_attention_fn(
-            *(torch.cat(pair, dim=1) for pair in zip(video, text, strict=True)),
-            backend=self._attention_backend, parallel_config=self._parallel_config,
-        ).flatten(2).to(hidden_states.dtype)
-        seen, read = joint.split([hidden_states.shape[1], encoder_hidden_states.shape[1]], dim=1)
-        return attn.to_out[1](attn.to_out[0](seen)), attn.to_add_out(read)
 
 
 def _all_valid(tokens: torch.Tensor) -> torch.Tensor:

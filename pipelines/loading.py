@@ -277,8 +277,7 @@ def _tool_reader(library: str, folder: Path) -> Callable[[], Any]:
             return read_json(file, f"the {folder.name}")
         if is_alone(folder):
             return t5_tokenizer(folder)
-        processor = folder.name.endswith(("processor", "extractor"))
-        cls: Any = attribute("transformers", "AutoImageProcessor" if processor else "AutoTokenizer")
+        cls: Any = attribute("transformers", _processor_class(folder))
         try:
             return cls.from_pretrained(str(folder), local_files_only=True)
         except (OSError, ValueError) as error:
@@ -288,6 +287,20 @@ def _tool_reader(library: str, folder: Path) -> Callable[[], Any]:
             ) from error
 
     return read
+
+
+def _processor_class(folder: Path) -> str:
+    """The transformers class that reads a tokenizer or an image processor.
+
+    A Llama 3 tokenizer is a byte-level ``tokenizer.json`` under the name of a class that in transformers 5.0 rebuilds it
+    as another kind and drops every space (huggingface/transformers#45488), so such a file is taken as it is.
+    """
+    if folder.name.endswith(("processor", "extractor")):
+        return "AutoImageProcessor"
+    config = folder / "tokenizer_config.json"
+    named = read_json(config, "a tokenizer").get("tokenizer_class", "") if config.is_file() else ""
+    whole = (folder / "tokenizer.json").is_file()
+    return "PreTrainedTokenizerFast" if whole and str(named).startswith("Llama") else "AutoTokenizer"
 
 
 def _unknown(model: Path) -> CheckpointError:

@@ -49,7 +49,7 @@ from .video import kept_part, watched
 
 __all__ = [
     "FAMILY", "decode", "defaults_for", "encode_image", "encode_prompt", "encode_video", "guess_variant",
-    "prompt_from_core", "sample",
+    "prompt_from_core", "ratios", "sample",
 ]
 
 CONDITION = "LTXConditionPipeline"
@@ -140,6 +140,11 @@ def encode_prompt(loaded: Loaded, request: PromptRequest, progress: Progress) ->
 
 
 prompt_from_core = t5_from_core
+
+
+def ratios(loaded: Loaded) -> tuple[int, int]:
+    """Pixels per latent row and column, and pixel frames per latent frame."""
+    return SPATIAL_RATIO, TEMPORAL_RATIO
 
 
 def encode_video(loaded: Loaded, frames: torch.Tensor, seed: int, progress: Progress) -> torch.Tensor:

@@ -36,13 +36,15 @@ def t5_tokenizer(folder: Path) -> Any:
     from tokenizers import normalizers
     from transformers import T5Tokenizer
 
-    settings = read_json(folder / "tokenizer_config.json", "a tokenizer") if (folder / "tokenizer_config.json").is_file() else {}
+    described = folder / "tokenizer_config.json"
+    settings = read_json(described, "a tokenizer") if described.is_file() else {}
     extra = int(settings.get("extra_ids", 100))
     try:
         pieces, charsmap = read_pieces((folder / FILE).read_bytes())
     except (IndexError, ValueError, struct.error) as error:
         raise CheckpointError(
-            f"{str(folder / FILE)!r} is damaged ({error})", expected="a SentencePiece model", fix="Download this file again."
+            f"{str(folder / FILE)!r} is damaged ({error})", expected="a SentencePiece model",
+            fix="Download this file again.",
         ) from error
     vocabulary = [*pieces, *((f"<extra_id_{index}>", 0.0) for index in range(extra - 1, -1, -1))]
     longest = {key: settings[key] for key in ("model_max_length",) if key in settings}

@@ -54,10 +54,13 @@ def encode_prompt(loaded: Loaded, request: PromptRequest, progress: Progress) ->
             f"a template with {request.template.count('{}')} places for the prompt", expected="exactly one {}",
             fix="Write {} where the prompt belongs, or leave the template empty.",
         )
+    if request.template_crop >= 0 and not request.template:
+        progress.say("template_crop has no effect without a template")
     image = None if request.image is None else checked_frames(request.image, "the prompt's image")
     report_unused(family.FAMILY, request, ("template", "sections", "image"), progress)
     try:
-        return family.encode_prompt(loaded, replace(request, max_tokens=limit, image=image), progress)
+        found = family.encode_prompt(loaded, replace(request, max_tokens=limit, image=image), progress)
+        return replace(found, opposed=bool(request.negative.strip()))
     finally:
         release_text(loaded, family.FAMILY)
 
@@ -83,7 +86,7 @@ def prompt_from_core(loaded: Loaded, positive: Any, negative: Any = None) -> Pro
             )
         return family.prompt_from_core(embeds, extra)
 
-    return Prompt(loaded.family, one(positive), None if negative is None else one(negative))
+    return Prompt(loaded.family, one(positive), None if negative is None else one(negative), opposed=negative is not None)
 
 
 def encode_image(loaded: Loaded, request: ImageRequest, fit: str, progress: Progress) -> ImageCondition:
@@ -246,6 +249,10 @@ def _completed(
         family, settings,
         ("guidance", "cfg", "cfg_start", "cfg_end", "shift", "guidance_rescale", "sigmas", "latents", "noise_mask"), progress,
     )
+    if settings.sigmas is not None and (settings.steps or settings.shift):
+        progress.say("steps and shift have no effect beside sigmas")
+    if image is not None:
+        settings = replace(settings, width=settings.width or image.width, height=settings.height or image.height)
     size = snap(family, settings.width, settings.height, settings.frames)
     if size.said:
         progress.say(size.said)
@@ -256,6 +263,8 @@ def _completed(
         guidance=settings.guidance or defaults.guidance, cfg=settings.cfg or defaults.cfg,
     )
     _in_share(settings)
+    if settings.cfg <= 1.0 and prompt.opposed:
+        progress.say(f"the negative prompt has no effect at cfg {settings.cfg:g}: it needs more than 1")
     if settings.cfg > 1.0 and prompt.negative is None:
         raise InputError(
             f"cfg {settings.cfg} without a negative prompt", expected="a negative prompt, which may be an empty text",

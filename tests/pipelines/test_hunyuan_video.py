@@ -14,7 +14,7 @@ import pytest
 import torch
 from anygpu.compat.errors import CheckpointError, InputError
 from anygpu.pipelines import hunyuan_video, llama, loading, stages, tiny
-from anygpu.pipelines.contract import ImageRequest, Latents, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.contract import ImageRequest, Latents, PromptRequest, SampleSettings, Silent, Tools
 from PIL import Image
 
 TEXT, REPLACE, CONCAT = "hunyuan_video", "hunyuan_video_i2v", "hunyuan_video_i2v_33ch"
@@ -75,7 +75,7 @@ def _one_shot(made: SimpleNamespace, **arguments: Any) -> tuple[torch.Tensor, to
     words = {} if "prompt_embeds" in arguments else {"prompt": PROMPT}
     frames = made.pipe(
         **shown, **words, **arguments, height=HEIGHT, width=WIDTH, num_frames=FRAMES, num_inference_steps=STEPS,
-        generator=torch.Generator().manual_seed(SEED), output_type="np", callback_on_step_end=keep,
+        generator=torch.Generator().manual_seed(SEED), output_type="np", callback_on_step_end=keep, guidance_scale=6.0,
     ).frames[0]
     return found["latents"], torch.from_numpy(frames)
 
@@ -228,7 +228,7 @@ def test_bf16_is_finite(run: Any, name: str) -> None:
 def test_guidance_is_the_checkpoints_own(run: Any, recorded: Any) -> None:
     """Upstream's defaults: 6 for text, 1 for token replace; the 33-channel transformer takes none, and it is said."""
     guidances = {name: stages.of_checkpoint(run(name).loaded).defaults.guidance for name in NAMES}
-    assert guidances == {TEXT: 6.0, REPLACE: 1.0, CONCAT: 0.0}
+    assert guidances == {TEXT: 6.0, REPLACE: 6.0, CONCAT: 0.0}
     watched = recorded()
     found = _sampled(run(CONCAT), watched, guidance=4.0)
     assert any("guidance has no effect" in text for text in watched.said)
@@ -294,6 +294,9 @@ def test_image_to_video_needs_its_picture_and_a_place_for_it(run: Any, recorded:
     made, watched = run(REPLACE), recorded()
     with pytest.raises(InputError, match="Encode Prompt as well"):
         stages.encode_prompt(made.loaded, PromptRequest(PROMPT), Silent())
+    few = {name: reader for name, reader in made.loaded.tools.readers.items() if name != "image_processor"}
+    with pytest.raises(CheckpointError, match="no image_processor"):
+        stages.encode_prompt(replace(made.loaded, tools=Tools(few)), PromptRequest(PROMPT, image=FRAME), Silent())
     with pytest.raises(InputError, match="<image> in the prompt"):
         stages.encode_prompt(made.loaded, PromptRequest("an <image> of a cat", image=FRAME), Silent())
     with pytest.raises(InputError, match="at least 5 frames"):

@@ -64,6 +64,23 @@ def test_inputs_without_effect_are_named(mochi, prompt, recorded):
     assert "denoise has no effect without latents" in progress.said
 
 
+def test_what_other_inputs_overrule_is_named(mochi, prompt, recorded):
+    progress = recorded()
+    opposed = stages.encode_prompt(mochi, PromptRequest("a", "blurry", template_crop=3), progress)
+    sample(mochi, opposed, progress, cfg=1.0, sigmas=(1.0, 0.5, 0.0), steps=9)
+    assert "template_crop has no effect without a template" in progress.said
+    assert "the negative prompt has no effect at cfg 1: it needs more than 1" in progress.said
+    assert "steps and shift have no effect beside sigmas" in progress.said
+
+
+def test_width_and_height_0_take_the_size_of_the_image(ltx):
+    prompt = stages.encode_prompt(ltx, PromptRequest("a red fox"), Silent())
+    image = stages.encode_image(ltx, ImageRequest(FRAMES[:1], 96, 64), "stretch", Silent())
+    with torch.no_grad():
+        latents = stages.sample(ltx, prompt, image, SampleSettings(0, 0, 9, steps=1), Silent())
+    assert (latents.width, latents.height) == (96, 64)
+
+
 def test_nothing_is_said_when_nothing_was_changed(mochi, prompt, recorded):
     progress = recorded()
     sample(mochi, prompt, progress)

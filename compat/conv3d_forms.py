@@ -1,0 +1,328 @@
+"""Exact replacements of a 3-D convolution, for devices whose own is missing, wrong or slow.
+
+Every form takes what ``F.conv3d`` takes and gives what it gives. A result is rounded to its dtype once, as there, so
+the error is the same. None of them pads time with ``F.pad``, which corrupts 5-D tensors on some devices, or replicates
+edges with the 3-D kernel, which some devices lack.
+
+x: (B, C, T, H, W). weight: (O, C / groups, kT, kH, kW). Result: (B, O, T, H, W).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+
+Triple = tuple[int, int, int]
+MEBIBYTE = 1024**2
+CHUNK_BYTES = 64 * MEBIBYTE
+NATIVE_BYTES = 2048 * MEBIBYTE
+HALVES = (torch.bfloat16, torch.float16)
+
+
+class Form(Enum):
+    """Ways to compute a 3-D convolution; the value is its name in reports and stored timings."""
+
+    NATIVE = "native"
+    FP32 = "fp32"
+    CHANNELS_LAST = "channels_last"
+    PATCHES = "patches"
+    POINTWISE = "pointwise"
+    FRAMES = "frames"
+    FRAME_CHUNKS = "frame_chunks"
+    MATMUL = "matmul"
+
+
+class Geometry(NamedTuple):
+    """How a kernel walks over its input: (time, rows, columns) each; ``padding`` is of zeros, on both sides."""
+
+    stride: Triple = (1, 1, 1)
+    padding: Triple = (0, 0, 0)
+    dilation: Triple = (1, 1, 1)
+    groups: int = 1
+
+
+def covers(form: Form, kernel: Triple, geometry: Geometry) -> bool:
+    """Whether ``form`` can compute a layer with this kernel."""
+    if form is Form.POINTWISE:
+        return kernel == (1, 1, 1) and geometry.groups == 1
+    if form is Form.PATCHES:
+        apart = all(k == 1 or d == 1 for k, d in zip(kernel, geometry.dilation, strict=True))
+        return kernel == geometry.stride and apart and geometry.groups == 1
+    return True
+
+
+def conv3d_native(x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry, chunk: int = NATIVE_BYTES) -> Tensor:
+    """``F.conv3d`` on contiguous operands, in pieces of time where its input is larger than ``chunk`` bytes."""
+    return _in_time(x.contiguous(), weight.contiguous(), bias, g, chunk)
+
+
+def conv3d_in_fp32(x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry, chunk: int = NATIVE_BYTES) -> Tensor:
+    """``F.conv3d`` in fp32, whatever the dtype of the operands; the result has that of ``x``.
+
+    Returns:
+        The result; beside it lives an fp32 copy of ``weight`` and of ``chunk`` bytes of ``x`` at most.
+    """
+    with exact(x.device):
+        return _in_time(x, weight.float().contiguous(), None if bias is None else bias.float(), g, chunk)
+
+
+def conv3d_channels_last(
+    x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry, chunk: int = NATIVE_BYTES
+) -> Tensor:
+    """``F.conv3d`` with the channels of a voxel side by side in memory, in the result too."""
+    layout = torch.channels_last_3d
+    return _in_time(x.contiguous(memory_format=layout), weight.contiguous(memory_format=layout), bias, g, chunk)
+
+
+def conv3d_by_patches(
+    x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry, chunk: int = CHUNK_BYTES
+) -> Tensor:
+    """A kernel as large as its stride: every patch is one row of a matrix product.
+
+    Returns:
+        The result in channels-last strides, so that the tokens of a patch embedding are contiguous.
+    """
+    t, h, w = weight.shape[2:]
+    x = _with_zeros(x, g.padding)
+    x = x[:, :, : x.shape[2] // t * t, : x.shape[3] // h * h, : x.shape[4] // w * w]
+    patches = rearrange(x, "B C (T t) (H h) (W w) -> B T H W (C t h w)", t=t, h=h, w=w)
+    return rearrange(F.linear(patches, weight.flatten(1), bias), "B T H W O -> B O T H W")
+
+
+def conv3d_by_points(x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry, chunk: int = CHUNK_BYTES) -> Tensor:
+    """A kernel of one voxel: a matrix product over the channels, without a copy of a contiguous ``x``."""
+    x = _with_zeros(x, g.padding)
+    if g.stride != (1, 1, 1):
+        x = x[:, :, :: g.stride[0], :: g.stride[1], :: g.stride[2]]
+    points, matrix = x.flatten(2), weight.flatten(1).expand(x.shape[0], -1, -1)
+    out = torch.bmm(matrix, points) if bias is None else torch.baddbmm(bias[None, :, None], matrix, points)
+    return out.unflatten(2, x.shape[2:])
+
+
+def conv3d_by_frames(x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry, chunk: int = CHUNK_BYTES) -> Tensor:
+    """One 2-D convolution per output frame, whose channels are those of all input frames under the kernel.
+
+    Returns:
+        The result. With frames as the outer dimension in memory the frames under the kernel are one block already, so
+        ``x`` is copied once at most, and not at all where it comes so (see :func:`padded`).
+    """
+    return _frame_by_frame(x, weight, bias, g, 0 if weight.shape[2] > 1 else chunk)
+
+
+def conv3d_by_frame_chunks(
+    x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry, chunk: int = CHUNK_BYTES
+) -> Tensor:
+    """As :func:`conv3d_by_frames`, several frames per call, for devices where a call costs more than a copy.
+
+    Returns:
+        The result; a copy of ``chunk`` bytes lives beside it.
+    """
+    return _frame_by_frame(x, weight, bias, g, chunk)
+
+
+def conv3d_by_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry, chunk: int = CHUNK_BYTES) -> Tensor:
+    """No convolution: the voxels under the kernel become columns, and the kernel a matrix, both in fp32.
+
+    Returns:
+        The result; beside it lives an fp32 copy of ``weight`` and of ``chunk`` bytes of columns.
+    """
+    _, height, width = g.padding
+    x = padded(x, (width, width, height, height, 0, 0), frames_first=True)
+    wide = torch.float32 if x.dtype in HALVES else x.dtype
+    kernel, offset = _folded(weight.to(wide)), None if bias is None else bias.to(wide)[:, None, None]
+    matrix = kernel.flatten(1).unflatten(0, (g.groups, -1))
+
+    def plane(window: Tensor) -> Tensor:
+        rows, columns = _steps(window.shape[2:], kernel.shape[2:], g.stride[1:], g.dilation[1:])
+        row_bytes = window[:, :, 0, 0].numel() * kernel[0, 0].numel() * columns * wide.itemsize
+        count = max(1, chunk // row_bytes)
+        pieces = []
+        for first in range(0, rows, count):
+            many = min(count, rows - first)
+            under = _columns(window, kernel.shape[2:], g, first, (many, columns), wide)
+            piece = torch.matmul(matrix, under.flatten(1, 2).unflatten(1, (g.groups, -1)).flatten(3))
+            piece = piece.flatten(1, 2).unflatten(2, (many, columns))
+            pieces.append((piece if offset is None else piece + offset).to(x.dtype))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
+
+    with exact(x.device):
+        return _over_windows(x, weight.shape[2], g, 0, plane)
+
+
+def padded(x: Tensor, padding: tuple[int, ...], mode: str = "constant", frames_first: bool = False) -> Tensor:
+    """What ``F.pad(x, padding, mode)`` gives: time by concatenation, rows and columns by the 2-D kernel.
+
+    Args:
+        x: (B, C, T, H, W).
+        padding: (left, right, top, bottom, before, after).
+        mode: ``constant`` (zeros), ``replicate``, ``reflect`` or ``circular``.
+        frames_first: lay the result out in memory as (B, T, C, H, W), the order that :func:`conv3d_by_frames` reads
+            without a copy; otherwise the layout of ``x`` is kept.
+    """
+    *plane, before, after = padding
+    if before or after or frames_first:
+        edges = (_edge(x, before, mode, False), x, _edge(x, after, mode, True))
+        pieces = [edge for edge in edges if edge is not None]
+        if frames_first:
+            pieces = [piece.transpose(1, 2) for piece in pieces]
+            x = (torch.cat(pieces, dim=1) if len(pieces) > 1 else pieces[0].contiguous()).transpose(1, 2)
+        else:
+            x = torch.cat(pieces, dim=2)
+    if not any(plane):
+        return x
+    if not frames_first and x.is_contiguous():
+        return F.pad(x.flatten(1, 2), plane, mode).unflatten(1, x.shape[1:3])
+    frames = x.transpose(1, 2)
+    return F.pad(frames.flatten(0, 1), plane, mode).unflatten(0, frames.shape[:2]).transpose(1, 2)
+
+
+def _edge(x: Tensor, count: int, mode: str, last: bool) -> Tensor | None:
+    """The ``count`` frames that stand before, or after, those of ``x``."""
+    frames = x.shape[2]
+    if not count:
+        return None
+    if mode == "constant":
+        return x.new_zeros(*x.shape[:2], count, *x.shape[3:])
+    if mode == "replicate":
+        return (x[:, :, frames - 1 :] if last else x[:, :, :1]).expand(-1, -1, count, -1, -1)
+    if mode == "circular":
+        return x[:, :, :count] if last else x[:, :, frames - count :]
+    mirrored = x[:, :, frames - 1 - count : frames - 1] if last else x[:, :, 1 : count + 1]
+    return mirrored.flip(2)
+
+
+@contextmanager
+def exact(device: torch.device) -> Iterator[None]:
+    """Without autocast, which would turn fp32 operands back into halves."""
+    if not torch.is_autocast_enabled(device.type):
+        yield
+        return
+    with torch.autocast(device.type, enabled=False):
+        yield
+
+
+def _with_zeros(x: Tensor, padding: Triple) -> Tensor:
+    time, height, width = padding
+    return padded(x, (width, width, height, height, time, time)) if any(padding) else x
+
+
+def _in_time(x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry, chunk: int) -> Tensor:
+    """``F.conv3d`` in the dtype of ``weight``, in pieces of time under ``chunk`` bytes, each given back as ``x.dtype``."""
+    frame_bytes = x[:, :, :1].numel() * weight.element_size()
+    if frame_bytes * x.shape[2] <= chunk:
+        return F.conv3d(_alike(x, weight), weight, bias, *g).to(x.dtype)
+    x, g = padded(x, (0, 0, 0, 0, g.padding[0], g.padding[0])), g._replace(padding=(0, *g.padding[1:]))
+    (total,) = _steps(x.shape[2:3], weight.shape[2:3], g.stride[:1], g.dilation[:1])
+    step, reach = g.stride[0], (weight.shape[2] - 1) * g.dilation[0] + 1
+    count = max(1, (chunk // frame_bytes - reach) // step + 1)
+    pieces = []
+    for first in range(0, total, count):
+        last = min(first + count, total) - 1
+        piece = _alike(x[:, :, first * step : last * step + reach], weight)
+        pieces.append(F.conv3d(piece, weight, bias, *g).to(x.dtype))
+    return torch.cat(pieces, dim=2)
+
+
+def _alike(x: Tensor, weight: Tensor) -> Tensor:
+    """``x`` in the dtype of ``weight``, in its layout or contiguous."""
+    layout = torch.contiguous_format if weight.is_contiguous() else torch.channels_last_3d
+    return x.to(weight.dtype).contiguous(memory_format=layout)
+
+
+def _frame_by_frame(x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry, chunk: int) -> Tensor:
+    kernel = _folded(weight)
+
+    def plane(window: Tensor) -> Tensor:
+        return F.conv2d(window, kernel, bias, g.stride[1:], g.padding[1:], g.dilation[1:], g.groups)
+
+    return _over_windows(padded(x, (0, 0, 0, 0, 0, 0), frames_first=True), weight.shape[2], g, chunk, plane)
+
+
+def _folded(weight: Tensor) -> Tensor:
+    """The kernel as that of a 2-D convolution, (O, kT * C / groups, kH, kW)."""
+    return weight.transpose(1, 2).flatten(1, 2).contiguous()
+
+
+def _over_windows(x: Tensor, taps: int, g: Geometry, chunk: int, plane: Callable[[Tensor], Tensor]) -> Tensor:
+    """``plane`` of the frames under each position of the kernel in time, joined in time; ``x`` lies frames first.
+
+    Windows of several frames are copies, ``chunk`` bytes at most; a single one is a view, but for groups and dilation.
+    """
+    x = padded(x, (0, 0, 0, 0, g.padding[0], g.padding[0]), frames_first=True) if g.padding[0] else x
+    frames = x.transpose(1, 2)
+    (total,) = _steps(frames.shape[1:2], (taps,), g.stride[:1], g.dilation[:1])
+    count = min(max(1, chunk // (frames[:, :1].nbytes * taps)), total)
+    pieces, out = [], None
+    for first in range(0, total, count):
+        many = min(count, total - first)
+        window = _window(frames, first, many, taps, g)
+        piece = plane(window.flatten(0, 1)).unflatten(0, (-1, many)).transpose(1, 2)
+        if many == total:
+            return piece.contiguous()
+        if torch.compiler.is_compiling():
+            pieces.append(piece)
+            continue
+        if out is None:  # filled as the frames come, so that no second copy of the result exists
+            out = piece.new_empty(*piece.shape[:2], total, *piece.shape[3:])
+        out[:, :, first : first + many] = piece
+    return torch.cat(pieces, dim=2) if out is None else out
+
+
+def _window(frames: Tensor, first: int, many: int, taps: int, g: Geometry) -> Tensor:
+    """What ``many`` output frames from ``first`` on see: (B, many, taps * C, H, W), the channels of a group together."""
+    step, gap = g.stride[0], g.dilation[0]
+    starts = [first * step + tap * gap for tap in range(taps)]
+    if many == 1:
+        seen = frames[:, None, starts[0] : starts[-1] + 1 : gap]
+    elif taps == 1:
+        seen = frames[:, starts[0] : starts[0] + (many - 1) * step + 1 : step, None]
+    else:
+        seen = torch.stack([frames[:, start : start + (many - 1) * step + 1 : step] for start in starts], dim=2)
+    if g.groups > 1:
+        return rearrange(seen, "B n t (g c) H W -> B n (g t c) H W", g=g.groups)
+    return seen.flatten(2, 3)
+
+
+def _columns(
+    window: Tensor, kernel: tuple[int, ...], g: Geometry, first: int, size: tuple[int, int], dtype: torch.dtype
+) -> Tensor:
+    """The voxels under the kernel for ``size`` rows and columns of the result: (B, C, kH * kW, *size)."""
+    (_, down, across), (_, below, beside), (rows, columns) = g.stride, g.dilation, size
+    top = first * down
+    strip = window[:, :, top : top + (rows - 1) * down + (kernel[0] - 1) * below + 1].to(dtype)
+    return torch.stack(
+        [
+            strip[:, :, i * below :: down, j * beside :: across][:, :, :rows, :columns]
+            for i in range(kernel[0])
+            for j in range(kernel[1])
+        ],
+        dim=2,
+    )
+
+
+def _steps(
+    size: tuple[int, ...], kernel: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...]
+) -> tuple[int, ...]:
+    """How many positions a kernel has in each direction."""
+    rows = zip(size, kernel, stride, dilation, strict=True)
+    return tuple((extent - (taps - 1) * gap - 1) // step + 1 for extent, taps, step, gap in rows)
+
+
+FORMS: dict[Form, Callable[[Tensor, Tensor, Tensor | None, Geometry, int], Tensor]] = {
+    Form.NATIVE: conv3d_native,
+    Form.FP32: conv3d_in_fp32,
+    Form.CHANNELS_LAST: conv3d_channels_last,
+    Form.PATCHES: conv3d_by_patches,
+    Form.POINTWISE: conv3d_by_points,
+    Form.FRAMES: conv3d_by_frames,
+    Form.FRAME_CHUNKS: conv3d_by_frame_chunks,
+    Form.MATMUL: conv3d_by_matmul,
+}
+BUDGETS: dict[Form, int] = {Form.NATIVE: NATIVE_BYTES, Form.FP32: NATIVE_BYTES, Form.CHANNELS_LAST: NATIVE_BYTES}

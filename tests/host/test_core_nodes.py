@@ -1,0 +1,108 @@
+"""Core nodes between ours: their latents into our nodes, ours into theirs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from host import videos
+from host.client import Client
+from host.prompts import SAVE, Graph, loading, text_to_video
+from host.server import Server
+
+pytestmark = pytest.mark.host
+
+LOAD, PROMPT, SAMPLE, DECODE = "1234"
+
+EMPTY = {
+    "HunyuanVideo": ("EmptyHunyuanLatentVideo", 9),
+    "HunyuanVideo-1.5-Diffusers-480p_t2v": ("EmptyHunyuanVideo15Latent", 9),
+    "mochi-1-preview": ("EmptyMochiLatentVideo", 7),
+    "LTX-Video": ("EmptyLTXVLatentVideo", 9),
+}
+
+
+def saved_latents(server: Server, client: Client, graph: Graph, source: str) -> np.ndarray:
+    """The latents of a node, as core's Save Latent wrote them."""
+    keeper = graph.add("SaveLatent", samples=graph.link(source), filename_prefix="latent")
+    run = client.run(graph.prompt)
+    assert run.ending == "execution_success", run.message
+    return load_file(server.output(run.outputs[keeper]["latents"][0]))["latent_tensor"]
+
+
+@pytest.mark.parametrize("model", EMPTY)
+def test_empty_core_latents_decode(server: Server, client: Client, model: str) -> None:
+    kind, length = EMPTY[model]
+    graph = Graph()
+    pipeline = graph.link(graph.add("AnyGPULoadPipeline", **loading(server.model(model))))
+    empty = graph.add(kind, width=64, height=64, length=length, batch_size=1)
+    decode = graph.add("AnyGPUDecode", pipeline=pipeline, latent=graph.link(empty), fps=12.0)
+    graph.add(SAVE, video=graph.link(decode, 1), filename_prefix="core", format="auto", codec="auto")
+    run = client.run(graph.prompt)
+    assert run.ending == "execution_success", run.message
+    assert "these latents come from another node" in run.texts_of(decode)[-1]
+    assert videos.facts(server.output(run.files()[0])) == videos.Facts(64, 64, length, 12)
+
+
+def test_our_latents_through_core_arithmetic(server: Server, client: Client) -> None:
+    graph = text_to_video(server.model("HunyuanVideo"))
+    doubled = graph.add("LatentMultiply", samples=graph.link(SAMPLE), multiplier=2.0)
+    graph.prompt[DECODE]["inputs"]["latent"] = graph.link(doubled)
+    plain = saved_latents(server, client, graph, SAMPLE)
+    assert np.array_equal(saved_latents(server, client, graph, doubled), plain * 2)
+
+
+def test_video_to_video_under_a_core_noise_mask(server: Server, client: Client) -> None:
+    """Where the mask is 0 the latents stay; where it is 1 they are sampled anew."""
+    graph = text_to_video(server.model("HunyuanVideo"), seed=1)
+    mask = graph.add("SolidMask", value=0.0, width=64, height=64)
+    right = graph.add("SolidMask", value=1.0, width=32, height=64)
+    masks = {"destination": graph.link(mask), "source": graph.link(right)}
+    half = graph.add("MaskComposite", **masks, x=32, y=0, operation="add")
+    masked = graph.add("SetLatentNoiseMask", samples=graph.link(SAMPLE), mask=graph.link(half))
+    second = dict(graph.prompt[SAMPLE]["inputs"], latent=graph.link(masked), denoise=0.7, seed=2, steps=4)
+    again = graph.add("AnyGPUSample", **second)
+    before = saved_latents(server, client, graph, SAMPLE)
+    after = saved_latents(server, client, graph, again)
+    assert np.allclose(after[..., :4], before[..., :4], atol=1e-5)
+    assert not np.allclose(after[..., 4:], before[..., 4:], atol=1e-2)
+
+
+def test_core_sigmas_replace_the_schedule(server: Server, client: Client) -> None:
+    graph = text_to_video(server.model("LTX-Video"), steps=7)
+    sigmas = graph.add("ManualSigmas", sigmas="1.0, 0.8, 0.4, 0.0")
+    graph.prompt[SAMPLE]["inputs"]["sigmas"] = graph.link(sigmas)
+    run = client.run(graph.prompt)
+    assert run.ending == "execution_success", run.message
+    assert max(total for node, _, total in run.progress if node == SAMPLE and total < 100) == 3
+
+
+def test_our_frames_through_core_images_to_core_video(server: Server, client: Client) -> None:
+    graph = text_to_video(server.model("LTX-Video"))
+    graph.prompt.pop("5")
+    scaling = {"upscale_method": "bilinear", "width": 96, "height": 96, "crop": "disabled"}
+    larger = graph.add("ImageScale", image=graph.link(DECODE), **scaling)
+    made = graph.add("CreateVideo", images=graph.link(larger), fps=10.0)
+    graph.add(SAVE, video=graph.link(made), filename_prefix="made", format="mp4", codec="h264")
+    run = client.run(graph.prompt)
+    assert run.ending == "execution_success", run.message
+    assert videos.facts(server.output(run.files()[0])) == videos.Facts(96, 96, 9, 10)
+
+
+def test_our_latents_survive_core_save_and_load(server: Server, client: Client) -> None:
+    """Core keeps the tensor only; the other node's latents then decode as text to video with seed 0, and say so."""
+    graph = text_to_video(server.model("HunyuanVideo"))
+    keeper = graph.add("SaveLatent", samples=graph.link(SAMPLE), filename_prefix="kept")
+    run = client.run(graph.prompt)
+    saved = server.output(run.outputs[keeper]["latents"][0])
+    saved.rename(server.base / "input" / "kept.latent")
+    again = Graph()
+    pipeline = again.link(again.add("AnyGPULoadPipeline", **loading("HunyuanVideo")))
+    loaded = again.add("LoadLatent", latent="kept.latent")
+    decode = again.add("AnyGPUDecode", pipeline=pipeline, latent=again.link(loaded), fps=8.0)
+    again.add(SAVE, video=again.link(decode, 1), filename_prefix="kept", format="auto", codec="auto")
+    second = client.run(again.prompt)
+    assert second.ending == "execution_success", second.message
+    frames = [videos.frames(server.output(found.files()[0])) for found in (run, second)]
+    assert np.array_equal(*frames)
