@@ -19,7 +19,7 @@ def imported(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except Exception as error:  # a broken compiled part raises nearly anything while a package is imported
-        raise _unusable(name, error) from error
+        raise unusable(name, error) from error
 
 
 def attribute(module: str, name: str) -> type:
@@ -37,10 +37,11 @@ def attribute(module: str, name: str) -> type:
             f"the installed {module} has no {name}", expected=f"a {module} that has it", fix=INSTALL.format(name=module)
         ) from error
     except Exception as error:  # lazy modules import their dependencies here
-        raise _unusable(module, error) from error
+        raise unusable(module, error) from error
 
 
-def _unusable(name: str, error: Exception) -> MissingPackageError:
+def unusable(name: str, error: Exception) -> MissingPackageError:
+    """The error for a package that broke while it was used: torchvision is named where it is the cause."""
     reason = str(error).strip().splitlines()
     text = reason[0] if reason else type(error).__name__
     if "torchvision" in f"{error!r} {error.__cause__!r} {error.__context__!r}":

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import functional
 
 from ..compat.errors import InputError
@@ -199,7 +198,7 @@ class _Forward:
             self.later = functional.pad(schedule.timesteps[1:], (0, 1))
 
     def __call__(
-        self, transformer: nn.Module, branch: str, latents: torch.Tensor, time: torch.Tensor, index: int
+        self, transformer: Any, branch: str, latents: torch.Tensor, time: torch.Tensor, index: int
     ) -> torch.Tensor:
         """The velocity (1, 32, T, H, W), fp32."""
         text = self.text[branch]

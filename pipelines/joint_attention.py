@@ -48,18 +48,22 @@ class Unmasked:
         image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Video and text tokens (B, N, D) after attention; the mask is not read."""
-        from diffusers.models.attention_dispatch import dispatch_attention_fn
-        from diffusers.models.embeddings import apply_rotary_emb
+        from diffusers.models import attention_dispatch, embeddings
 
-        def heads(layer: Any, tokens: torch.Tensor, norm: Any = None, rotated: bool = False) -> torch.Tensor:
+        # Upstream annotates both as narrower than what it passes them.
+        attend: Any = attention_dispatch.dispatch_attention_fn
+        rotated: Any = embeddings.apply_rotary_emb
+
+        def heads(layer: Any, tokens: torch.Tensor, norm: Any = None) -> torch.Tensor:
             found: torch.Tensor = layer(tokens).unflatten(2, (attn.heads, -1))
-            found = found if norm is None else norm(found)
-            return apply_rotary_emb(found, image_rotary_emb, sequence_dim=1) if rotated else found
+            return found if norm is None else norm(found)
 
-        turned = image_rotary_emb is not None
+        def placed(tokens: torch.Tensor) -> torch.Tensor:
+            return tokens if image_rotary_emb is None else rotated(tokens, image_rotary_emb, sequence_dim=1)
+
         video = (
-            heads(attn.to_q, hidden_states, attn.norm_q, turned),
-            heads(attn.to_k, hidden_states, attn.norm_k, turned),
+            placed(heads(attn.to_q, hidden_states, attn.norm_q)),
+            placed(heads(attn.to_k, hidden_states, attn.norm_k)),
             heads(attn.to_v, hidden_states),
         )
         text = (
@@ -67,9 +71,8 @@ class Unmasked:
             heads(attn.add_k_proj, encoder_hidden_states, attn.norm_added_k),
             heads(attn.add_v_proj, encoder_hidden_states),
         )
-        joint = dispatch_attention_fn(
-            *(torch.cat(pair, dim=1) for pair in zip(video, text, strict=True)),
-            backend=self._attention_backend, parallel_config=self._parallel_config,
-        ).flatten(2).to(hidden_states.dtype)
+        query, key, value = (torch.cat(pair, dim=1) for pair in zip(video, text, strict=True))
+        joint = attend(query, key, value, backend=self._attention_backend, parallel_config=self._parallel_config)
+        joint = joint.flatten(2).to(hidden_states.dtype)
         seen, read = joint.split([hidden_states.shape[1], encoder_hidden_states.shape[1]], dim=1)
         return attn.to_out[1](attn.to_out[0](seen)), attn.to_add_out(read)

@@ -15,13 +15,12 @@ from ..compat.checkpoints import read_json
 from ..compat.device import DeviceFacts, facts_for, free_bytes
 from ..compat.errors import CheckpointError, InputError
 from ..compat.offload import residency_for
-from ..compat.packages import attribute
+from ..compat.packages import attribute, unusable
 from ..compat.precision import Precision, precision_for
 from .contract import Loaded, Parts, Progress, Silent, Tools
 from .families import FAMILIES, family_named
 from .family import Family
 from .reading import PartFiles, part_files, reader_of
-from .spiece import is_alone, t5_tokenizer
 
 INDEX = "model_index.json"
 AUTO = "auto"
@@ -275,14 +274,15 @@ def _tool_reader(library: str, folder: Path) -> Callable[[], Any]:
         if library == "diffusers":
             file = next((f for f in sorted(folder.glob("*_config.json"))), folder / "scheduler_config.json")
             return read_json(file, f"the {folder.name}")
-        if is_alone(folder):
-            return t5_tokenizer(folder)
         cls: Any = attribute("transformers", _processor_class(folder))
         try:
             return cls.from_pretrained(str(folder), local_files_only=True)
-        except (OSError, ValueError) as error:
+        except ImportError as error:
+            raise unusable("transformers", error) from error
+        except Exception as error:  # each tokenizer's reader has errors of its own for a damaged file
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
             raise CheckpointError(
-                f"{str(folder)!r} cannot be read ({str(error).splitlines()[0]})", expected=f"a {folder.name}",
+                f"{str(folder)!r} cannot be read ({reason})", expected=f"a {folder.name}",
                 fix="Download this folder again.",
             ) from error
 

@@ -99,7 +99,7 @@ class Chat:
         """
         from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import format_text_input
 
-        chats = format_text_input([text], self.system)
+        chats: Any = format_text_input([text], self.system)
         chat = self.apply_chat_template(chats, add_generation_prompt=True, tokenize=True, return_dict=True)
         length = len(chat["input_ids"][0])
         if length <= self.crop:
@@ -123,7 +123,8 @@ def _quoted(loaded: Loaded, texts: Sequence[str]) -> list[str | None]:
     """The words between quotation marks of each text, as upstream phrases them for ByT5; None where there are none."""
     from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import extract_glyph_texts
 
-    found = [extract_glyph_texts(text) for text in texts]
+    phrased: Any = extract_glyph_texts
+    found: list[str | None] = [phrased(text) for text in texts]
     for quote, name in zip(found, SUBJECTS, strict=True):
         if quote is not None:
             subject = f"text between quotation marks in the {name}"

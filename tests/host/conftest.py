@@ -18,7 +18,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Itera
         host = find_host()
     except NoHost as reason:
         pytest.skip(str(reason))
-    running = Server(host, tmp_path_factory.mktemp("host"), tiny_folder)
+    running = Server(host, tmp_path_factory.mktemp("host"), tiny_folder, stand_ins=True)
     try:
         yield running.start()
     finally:

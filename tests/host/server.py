@@ -26,7 +26,7 @@ from anygpu.pipelines import tiny
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[2]
-PACK = "anygpu"
+PACK, STAND_INS = "anygpu", "stand_ins"
 START_SECONDS = 180
 PICTURE, CLIP = "example.png", "example.mp4"
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -118,6 +118,7 @@ class Server:
     base: Path
     tiny_folder: Path
     attach: bool = True
+    stand_ins: bool = False
     arguments: tuple[str, ...] = ()
     port: int = 0
     start_seconds: float = 0.0
@@ -193,20 +194,26 @@ class Server:
     def _command(self) -> list[str]:
         flags = [
             "--cpu", "--base-directory", self.base, "--extra-model-paths-config", self.base / "attached.yaml",
-            "--disable-all-custom-nodes", *(("--whitelist-custom-nodes", PACK) if self.attach else ()),
+            "--disable-all-custom-nodes", *(("--whitelist-custom-nodes", *self._packs()) if self.attach else ()),
             "--disable-api-nodes", "--database-url", "sqlite:///:memory:", "--port", self.port,
             "--preview-method", "latent2rgb",
         ]
         launcher = Path(__file__).with_name("launch.py")
         return [str(part) for part in (self.host.python, launcher, self.host.root, *flags, *self.arguments)]
 
+    def _packs(self) -> dict[str, Path]:
+        """Name to folder of the packs that are attached."""
+        beside = {STAND_INS: Path(__file__).with_name(STAND_INS)} if self.stand_ins else {}
+        return {PACK: ROOT, **beside} if self.attach else {}
+
     def _furnish(self) -> None:
         """The folders of the base directory, the pack in one of its own, and a picture and a clip to load."""
         packs = self.base / "packs"
         for folder in (packs, self.base / "models" / "diffusers", self.base / "input", self.base / "custom_nodes"):
             folder.mkdir(parents=True, exist_ok=True)
-        if self.attach and not (packs / PACK).exists():
-            (packs / PACK).symlink_to(ROOT, target_is_directory=True)
+        for name, folder in self._packs().items():
+            if not (packs / name).exists():
+                (packs / name).symlink_to(folder, target_is_directory=True)
         attached = f"attached:\n  custom_nodes: {json.dumps(str(packs))}\n"
         (self.base / "attached.yaml").write_text(attached, encoding="utf-8")
         picture = self.host.root / "input" / PICTURE

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -29,6 +32,12 @@ def saved_latents(server: Server, client: Client, graph: Graph, source: str) -> 
     run = client.run(graph.prompt)
     assert run.ending == "execution_success", run.message
     return load_file(server.output(run.outputs[keeper]["latents"][0]))["latent_tensor"]
+
+
+def config_of(server: Server, model: str, part: str = "transformer") -> dict[str, Any]:
+    """The configuration of a part of a tiny checkpoint."""
+    folder = server.base / "models" / "diffusers" / server.model(model)
+    return json.loads((folder / part / "config.json").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("model", EMPTY)
@@ -106,3 +115,44 @@ def test_our_latents_survive_core_save_and_load(server: Server, client: Client) 
     assert second.ending == "execution_success", second.message
     frames = [videos.frames(server.output(found.files()[0])) for found in (run, second)]
     assert np.array_equal(*frames)
+
+
+@pytest.mark.parametrize(
+    ("model", "width", "pooled"),
+    [
+        ("LTX-Video", "caption_channels", ""), ("mochi-1-preview", "text_embed_dim", ""),
+        ("HunyuanVideo", "text_embed_dim", "pooled_projection_dim"),
+    ],
+)
+def test_core_conditioning_is_a_prompt(server: Server, client: Client, model: str, width: str, pooled: str) -> None:
+    config = config_of(server, model)
+    sizes = {"tokens": 7, "width": config[width], "pooled": config[pooled] if pooled else 0}
+    graph = text_to_video(model, cfg=3.0)
+    for name, seed in (("prompt", 1), ("negative", 2)):
+        made = graph.add("StandInConditioning", seed=seed, **sizes)
+        graph.prompt[SAMPLE]["inputs"][name] = graph.link(made)
+    first = saved_latents(server, client, graph, SAMPLE)
+    graph.prompt[made]["inputs"]["seed"] = 3  # another negative prompt
+    assert not np.array_equal(saved_latents(server, client, graph, SAMPLE), first)
+
+
+def test_core_conditioning_of_another_width(server: Server, client: Client) -> None:
+    graph = text_to_video(server.model("LTX-Video"), cfg=1.0)
+    made = graph.add("StandInConditioning", seed=1, tokens=7, width=24, pooled=0)
+    graph.prompt[SAMPLE]["inputs"]["prompt"] = graph.link(made)
+    run = client.run(graph.prompt)
+    assert run.message.startswith("CONDITIONING of width 24; expected width 32, as LTX-Video takes it.")
+
+
+def test_core_vision_output_replaces_the_image_encoder(server: Server, client: Client) -> None:
+    model = server.model("HunyuanVideo-1.5-Diffusers-480p_i2v")
+    graph = text_to_video(model)
+    picture = graph.add("LoadImage", image="example.png")
+    width = config_of(server, model, "image_encoder")["hidden_size"]
+    seen = graph.add("StandInVision", seed=1, tokens=729, width=width)
+    fitting = {"width": 64, "height": 64, "fit": "crop", "clip_vision_output": graph.link(seen)}
+    encoded = graph.add("AnyGPUEncodeImage", pipeline=graph.link(LOAD), image=graph.link(picture), **fitting)
+    graph.prompt[SAMPLE]["inputs"]["image"] = graph.link(encoded)
+    first = saved_latents(server, client, graph, SAMPLE)
+    graph.prompt[seen]["inputs"]["seed"] = 2
+    assert not np.array_equal(saved_latents(server, client, graph, SAMPLE), first)

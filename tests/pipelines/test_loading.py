@@ -150,6 +150,38 @@ def test_dtypes_are_explicit_whatever_the_file_says(tiny_folder, tmp_path):
     assert {p.dtype for part in ("transformer", "text_encoder", "vae") for p in loaded.parts[part].parameters()} == {torch.float32}
 
 
+@pytest.fixture(scope="module")
+def published_t5(tmp_path_factory) -> Path:
+    """A T5 tokenizer folder as the LTX-Video and Mochi pages have it: ``spiece.model``, no ``tokenizer.json``."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    made = tmp_path_factory.mktemp("t5")
+    sentence = "a cat walks on the grass realistic highly detailed quick brown fox jumps over the lazy dog"
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(sentence.split() * 20), model_prefix=str(made / "spiece"), vocab_size=60,
+        hard_vocab_limit=False, pad_id=0, eos_id=1, unk_id=2, bos_id=-1, minloglevel=2,
+    )
+    (made / "spiece.vocab").unlink()
+    settings = {"tokenizer_class": "T5Tokenizer", "extra_ids": 100, "model_max_length": 128}
+    (made / "tokenizer_config.json").write_text(json.dumps(settings))
+    return made
+
+
+def test_a_published_t5_tokenizer_loads(mochi, published_t5):
+    shutil.rmtree(mochi / "tokenizer")
+    shutil.copytree(published_t5, mochi / "tokenizer")
+    tokenizer = load(LoadRequest(mochi, device="cpu")).tools["tokenizer"]
+    assert tokenizer.decode(tokenizer("a quick brown fox")["input_ids"], skip_special_tokens=True) == "a quick brown fox"
+
+
+def test_a_damaged_tokenizer_is_one_line(mochi, published_t5):
+    shutil.rmtree(mochi / "tokenizer")
+    shutil.copytree(published_t5, mochi / "tokenizer")
+    (mochi / "tokenizer" / "spiece.model").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(PackError, match="tokenizer") as caught:
+        load(LoadRequest(mochi, device="cpu")).tools["tokenizer"]
+    assert "\n" not in str(caught.value)
+
+
 def test_variants_are_one_list():
     assert variant_choices()[0] == "auto" and len(set(variant_choices())) == len(variant_choices())
 

@@ -3,12 +3,12 @@
 #include <c10/core/impl/alloc_cpu.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdio>
-#include <functional>
-#include <map>
 #include <mutex>
 #include <string>
+#include <unordered_set>
 
 namespace acc {
 namespace {
@@ -20,7 +20,7 @@ using Row = std::array<int64_t, kEntries>;
 struct Ledger {
   std::mutex mutex;
   std::array<Row, kDeviceCount> rows{};
-  std::map<const char*, size_t, std::greater<>> pinned;
+  std::unordered_set<const void*> pinned;
 
   Ledger() {
     for (auto& row : rows) {
@@ -155,7 +155,7 @@ struct PinnedAllocator final : c10::Allocator {
   static void unpin(void* data) {
     {
       std::lock_guard<std::mutex> lock(ledger().mutex);
-      ledger().pinned.erase(static_cast<const char*>(data));
+      ledger().pinned.erase(data);
     }
     c10::free_cpu(data);
   }
@@ -164,7 +164,7 @@ struct PinnedAllocator final : c10::Allocator {
     void* data = c10::alloc_cpu(bytes);
     if (data != nullptr) {
       std::lock_guard<std::mutex> lock(ledger().mutex);
-      ledger().pinned.emplace(static_cast<const char*>(data), bytes);
+      ledger().pinned.insert(data);
     }
     return {data, data, &unpin, c10::Device(c10::DeviceType::CPU)};
   }
@@ -235,10 +235,8 @@ c10::Allocator* pinned_allocator() {
 }
 
 bool is_pinned(const void* data) {
-  const auto* address = static_cast<const char*>(data);
   std::lock_guard<std::mutex> lock(ledger().mutex);
-  const auto block = ledger().pinned.lower_bound(address); // keys descend: the last start at or before the address
-  return block != ledger().pinned.end() && address < block->first + block->second;
+  return ledger().pinned.count(data) != 0;
 }
 
 } // namespace acc

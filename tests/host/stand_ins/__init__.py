@@ -1,0 +1,46 @@
+"""A ComfyUI pack for tests: what core's text and vision loaders hand on, in the widths of the tiny checkpoints."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+
+class StandInConditioning:
+    """CONDITIONING as CLIPTextEncode makes it: states of a few tokens, and a pooled vector."""
+
+    RETURN_TYPES, FUNCTION, CATEGORY = ("CONDITIONING",), "make", "testing"
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        """A seed for the values, and the widths."""
+        numbers = ("INT", {"default": 0, "min": 0, "max": 9999})
+        return {"required": dict.fromkeys(("seed", "tokens", "width", "pooled"), numbers)}
+
+    def make(self, seed: int, tokens: int, width: int, pooled: int) -> tuple[Any]:
+        """One prompt; ``pooled`` 0 means that there is no pooled vector."""
+        generator = torch.Generator().manual_seed(seed)
+        extra = {"pooled_output": torch.randn(1, pooled, generator=generator)} if pooled else {}
+        return ([[torch.randn(1, tokens, width, generator=generator), extra]],)
+
+
+class StandInVision:
+    """CLIP_VISION_OUTPUT as CLIPVisionEncode makes it."""
+
+    RETURN_TYPES, FUNCTION, CATEGORY = ("CLIP_VISION_OUTPUT",), "make", "testing"
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        """A seed for the values, and the width."""
+        numbers = ("INT", {"default": 0, "min": 0, "max": 9999})
+        return {"required": dict.fromkeys(("seed", "tokens", "width"), numbers)}
+
+    def make(self, seed: int, tokens: int, width: int) -> tuple[Any]:
+        """States of one picture."""
+        generator = torch.Generator().manual_seed(seed)
+        return (SimpleNamespace(last_hidden_state=torch.randn(1, tokens, width, generator=generator)),)
+
+
+NODE_CLASS_MAPPINGS = {"StandInConditioning": StandInConditioning, "StandInVision": StandInVision}

@@ -1,0 +1,117 @@
+"""Shipped workflows are whole and their replays are fresh; no ComfyUI needed."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from host.prompts import REPLAYS, ROOT, replay, replay_path, shipped
+
+CORE = {"MarkdownNote", "LoadImage", "LoadVideo", "GetVideoComponents", "SaveVideo"}
+FAMILIES = ("ltx", "hunyuan_video", "hunyuan_video_15", "framepack", "mochi")
+NOTES = ("Note", "MarkdownNote")
+OPTIONAL_SWITCHES = ("compile", "triton", "sage", "flash", "quant", "gguf")
+
+each = pytest.mark.parametrize("workflow", shipped(), ids=lambda path: path.stem)
+
+
+def graph_of(workflow: Path) -> dict[str, Any]:
+    """The frontend's graph in a file."""
+    graph: dict[str, Any] = json.loads(workflow.read_text(encoding="utf-8"))
+    return graph
+
+
+def node_ids() -> set[str]:
+    """Every ``node_id`` in ``nodes.py``, read without importing it: it needs ComfyUI."""
+    tree = ast.parse((ROOT / "nodes.py").read_text(encoding="utf-8"))
+    return {
+        keyword.value.value
+        for call in ast.walk(tree) if isinstance(call, ast.Call)
+        for keyword in call.keywords if keyword.arg == "node_id" and isinstance(keyword.value, ast.Constant)
+    }
+
+
+def execute_arguments() -> dict[str, set[str]]:
+    """Node id to the names that ``execute`` takes; ``**`` among them where it takes any."""
+    tree = ast.parse((ROOT / "nodes.py").read_text(encoding="utf-8"))
+    found: dict[str, set[str]] = {}
+    for cls in (item for item in tree.body if isinstance(item, ast.ClassDef)):
+        run = next((item for item in cls.body if isinstance(item, ast.FunctionDef) and item.name == "execute"), None)
+        if run is not None:
+            names = {argument.arg for argument in (*run.args.args, *run.args.kwonlyargs)} - {"cls"}
+            found[f"AnyGPU{cls.name}"] = names | ({"**"} if run.args.kwarg else set())
+    return found
+
+
+def test_every_family_has_a_workflow_and_one_redraws_a_video() -> None:
+    names = {path.stem for path in shipped()}
+    assert all(any(name.startswith(family) for name in names) for family in FAMILIES)
+    assert "ltx_video_to_video" in names
+
+
+def test_every_replay_belongs_to_a_workflow() -> None:
+    assert {path.name for path in REPLAYS.glob("*.api.json")} == {replay_path(workflow).name for workflow in shipped()}
+
+
+@each
+def test_replay_is_fresh_and_says_what_the_workflow_says(workflow: Path) -> None:
+    prompt, nodes = replay(workflow), {str(node["id"]): node for node in graph_of(workflow)["nodes"]}
+    assert set(prompt) == {key for key, node in nodes.items() if node["type"] not in NOTES}
+    for key, posted in prompt.items():
+        assert posted["class_type"] == nodes[key]["type"]
+        for name, value in posted["inputs"].items():
+            if not isinstance(value, list):
+                assert nodes[key]["widgets_values_named"][name] == value, f"{nodes[key]['type']}.{name}"
+
+
+@each
+def test_only_known_nodes_and_inputs(workflow: Path) -> None:
+    known, takes = node_ids() | CORE, execute_arguments()
+    assert {node["type"] for node in graph_of(workflow)["nodes"]} <= known
+    for node in replay(workflow).values():
+        accepted = takes.get(node["class_type"], {"**"})
+        assert "**" in accepted or set(node["inputs"]) <= accepted, node["class_type"]
+
+
+@each
+def test_links_lead_from_an_output_to_an_input_of_the_same_type(workflow: Path) -> None:
+    graph = graph_of(workflow)
+    nodes = {node["id"]: node for node in graph["nodes"]}
+    assert graph["links"], "nothing is connected"
+    for link, source, output, target, entry, kind in graph["links"]:
+        assert link in nodes[source]["outputs"][output]["links"]
+        assert nodes[target]["inputs"][entry]["link"] == link
+        assert kind == nodes[source]["outputs"][output]["type"]
+        assert kind in str(nodes[target]["inputs"][entry]["type"]).split(",")
+
+
+@each
+def test_nodes_do_not_overlap(workflow: Path) -> None:
+    boxes = [(node["id"], *node["pos"], *node["size"]) for node in graph_of(workflow)["nodes"]]
+    title = 30  # pixels above a node's position
+    for index, (first, x, y, width, height) in enumerate(boxes):
+        for second, x2, y2, width2, height2 in boxes[index + 1 :]:
+            apart = x + width <= x2 or x2 + width2 <= x or y + height <= y2 - title or y2 + height2 <= y - title
+            assert apart, f"nodes {first} and {second}"
+
+
+@each
+def test_note_says_what_to_download_where_to_put_it_and_what_it_takes(workflow: Path) -> None:
+    (note,) = [node for node in graph_of(workflow)["nodes"] if node["type"] in NOTES]
+    text = note["widgets_values"][0]
+    (model,) = [node["inputs"]["model"] for node in replay(workflow).values() if "model" in node["inputs"]]
+    assert f"`ComfyUI/models/diffusers/{model}`" in text
+    assert "huggingface.co/" in text and "GiB" in text and "not measured" in text and "*offload*" in text
+
+
+@each
+def test_nothing_optional_is_switched_on(workflow: Path) -> None:
+    for node in replay(workflow).values():
+        for name, value in node["inputs"].items():
+            assert not any(switch in f"{name}={value}".lower() for switch in OPTIONAL_SWITCHES) or "text" in name
+        if "offload" in node["inputs"]:
+            assert (node["inputs"]["offload"], node["inputs"]["precision"]) == ("auto", "auto")
