@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 RESULTS = Path(__file__).parent / "results" / "overhead.csv"
-WIDTH, HEIGHT, FRAMES, STEPS, SEED, PROMPT = 256, 160, 17, 2, 7, "a red fox walks through fresh snow"
+WIDTH, HEIGHT, FRAMES, STEPS, SEED, PROMPT = 256, 224, 33, 2, 7, "a red fox walks through fresh snow"
 LAYERS, HEADS, HEAD_SIZE = 6, 16, 64
 
 

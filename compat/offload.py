@@ -233,6 +233,48 @@ def own_tensors(module: nn.Module) -> Iterator[None]:
         hook.post_forward(module, None)
 
 
+@contextmanager
+def borrow(leaf: nn.Module, like: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Weight and bias of ``leaf`` on the device and in the dtype of ``like``, from whoever holds them.
+
+    A leaf with a method ``lend(like)``, a context manager over the same pair, is asked first: that is how a host
+    streams weights. Then come accelerate's and diffusers' hooks on the leaf itself, then its own tensors.
+
+    Raises:
+        UnsupportedError: nobody brings the weight to the device of ``like``.
+    """
+    lend = getattr(leaf, "lend", None)
+    if lend is not None:
+        with lend(like) as lent:
+            yield lent
+        return
+    away, hook = leaf.weight.device != like.device, getattr(leaf, "_hf_hook", None)
+    group = getattr(getattr(leaf, "_diffusers_hook", None), "hooks", {}).get("group_offloading")
+    try:
+        if away and hook is not None:
+            hook.pre_forward(leaf)
+        elif away and group is not None:
+            group.group.onload_()
+        if leaf.weight.device != like.device:
+            raise misplaced(leaf, like)
+        weight, bias = leaf.weight, getattr(leaf, "bias", None)
+        yield weight.to(like.dtype), None if bias is None else bias.to(like.dtype)
+    finally:
+        if away and hook is not None:
+            hook.post_forward(leaf, None)
+        elif away and group is not None:
+            group.group.offload_()
+
+
+def misplaced(leaf: nn.Module, x: torch.Tensor) -> UnsupportedError:
+    """The error for an input that is not where the weight of ``leaf`` is."""
+    return UnsupportedError(
+        f"the input of {leaf} is on {x.device} and its weight on {leaf.weight.device}",
+        expected="both on the device that computes",
+        fix="Run the part while its residency holds it, and move its inputs to the residency's device.",
+    )
+
+
 def move(module: nn.Module, device: torch.device, label: str, progress: Any = None) -> None:
     """Move ``module`` to ``device``, submodule by submodule, reporting bytes and obeying a cancel.
 

@@ -163,7 +163,7 @@ def sample(
 def decode(loaded: Loaded, latents: Latents, progress: Progress) -> torch.Tensor:
     """Frames (F, H, W, 3) in 0..1; in tiles of 256 pixels where the whole would be larger than one of those."""
     if _in_tiles(loaded, latents.samples.shape[2:], progress):
-        progress.say("decoding in tiles of 256 pixels, as upstream advises: the whole frames would not fit into memory")
+        progress.say("decoding in tiles of 256 pixels, as upstream advises, which needs far less memory")
     return decoded(loaded, latents.samples, progress)
 
 

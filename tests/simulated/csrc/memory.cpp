@@ -194,7 +194,8 @@ const bool allocator_registered = [] {
 
 c10::DeviceIndex existing(c10::DeviceIndex index) {
   const auto found = index < 0 ? current_index : index;
-  TORCH_CHECK(found < kDeviceCount, "invalid device ordinal acc:", int(found), ", found ", int(kDeviceCount), " devices");
+  TORCH_CHECK(
+      found < kDeviceCount, "invalid device ordinal acc:", int(found), ", found ", int(kDeviceCount), " devices");
   return found;
 }
 

@@ -42,7 +42,7 @@ c10::DataPtr adopt(c10::DeviceIndex index, const c10::Storage& host);
 
 c10::DeviceAllocator* device_allocator();
 
-// Page-locked host memory is ordinary host memory whose addresses are remembered; torch asks for the start of a storage.
+// Page-locked memory is ordinary host memory whose addresses are remembered; torch asks for the start of a storage.
 c10::Allocator* pinned_allocator();
 bool is_pinned(const void* storage_start);
 

@@ -128,7 +128,8 @@ at::Tensor empty(
     at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout,
     std::optional<at::Device> device, std::optional<bool> pinned, std::optional<at::MemoryFormat> format) {
   TORCH_CHECK(!pinned.value_or(false), "Only dense CPU tensors can be pinned");
-  TORCH_CHECK_NOT_IMPLEMENTED(layout.value_or(c10::kStrided) == c10::kStrided, "acc tensors are strided, found ", *layout);
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      layout.value_or(c10::kStrided) == c10::kStrided, "acc tensors are strided, found ", *layout);
   const c10::DeviceGuard guard(device_from(device));
   return at::detail::empty_generic(
       size, device_allocator(), kKeys, dtype.value_or(c10::get_default_dtype_as_scalartype()), format);

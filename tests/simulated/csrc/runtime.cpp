@@ -140,7 +140,8 @@ static_assert(kDeviceCount == 2, "one default generator per device");
 
 const at::Generator& default_generator(c10::DeviceIndex index) {
   static auto* generators = new std::array<at::Generator, kDeviceCount>{
-      at::make_generator<DeviceGenerator>(c10::DeviceIndex{0}), at::make_generator<DeviceGenerator>(c10::DeviceIndex{1})};
+      at::make_generator<DeviceGenerator>(c10::DeviceIndex{0}),
+      at::make_generator<DeviceGenerator>(c10::DeviceIndex{1})};
   return (*generators)[existing(index)];
 }
 
