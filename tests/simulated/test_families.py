@@ -34,6 +34,7 @@ CASES = {
     "hunyuan_video": Case(("hunyuan_video",)),
     "hunyuan_video image": Case(("hunyuan_video_i2v",), pictured=True),
     "hunyuan_video_15": Case(("hunyuan_video_15",)),
+    "hunyuan_video_15 image": Case(("hunyuan_video_15_i2v",), pictured=True),
     "framepack": Case(("framepack", "hunyuan_video", "siglip"), pictured=True),
     "mochi": Case(("mochi",), frames=7),
 }
