@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from .conv3d_forms import Form, Geometry, Triple, convolved, covers
 from .precision import DTYPES
@@ -63,8 +64,12 @@ PREFERRED: dict[tuple[str, str], tuple[Form, str]] = {  # (backend, kind of laye
     ("mps", "pointwise"): (Form.POINTWISE, "conv3d runs at 7 % of the speed of conv2d (pytorch #192213)"),
     ("mps", "general"): (Form.FRAMES, "conv3d runs at 7 % of the speed of conv2d (pytorch #192213)"),
 }
-INSTEAD = (Form.POINTWISE, Form.PATCHES, Form.FRAMES, Form.CHANNELS_LAST, Form.FP32, Form.MATMUL)
-"""What stands in for a conv3d that does not run, the first that does."""
+PRODUCTS = (Form.POINTWISE, Form.PATCHES)
+INSTEAD: dict[str, tuple[Form, ...]] = {  # backend, or "*" -> what stands in for a conv3d that does not run
+    "*": (*PRODUCTS, Form.FRAMES, Form.CHANNELS_LAST, Form.FP32, Form.MATMUL),
+    # A traced graph grows by one convolution per call, so there are few and large ones.
+    "xla": (*PRODUCTS, Form.FRAME_CHUNKS, Form.CHANNELS_LAST, Form.FP32, Form.MATMUL),
+}
 
 
 def choose_by(facts: Mapping[str, Any], timings: Mapping[str, Mapping[str, float]] | None = None) -> Chooser:
@@ -89,7 +94,8 @@ def choose_by(facts: Mapping[str, Any], timings: Mapping[str, Mapping[str, float
         if Form.NATIVE in usable:
             return None
         lacking = "conv3d" if not _able(facts, "conv3d", layer.dtype) else "5-D padding"
-        form = next(form for form in INSTEAD if form in usable)
+        order = INSTEAD.get(str(facts.get("backend", "")), INSTEAD["*"])
+        form = next(form for form in order if form in usable)
         return Choice(form, f"{lacking} in {DTYPE_NAMES.get(layer.dtype, layer.dtype)} does not work on this device")
 
     return choice
@@ -144,12 +150,13 @@ def form_times(
 def form_error(form: Form, layer: Layer, device: torch.device) -> float | None:
     """The largest error of ``form`` on ``device`` as a share of the largest value, or None if it fails or is wrong."""
     x, weight, bias = _sample(layer, tuple(2 * k + s for k, s in zip(layer.kernel, layer.geometry.stride, strict=True)))
-    exact = [tensor.to(layer.dtype).double() for tensor in (x, weight, bias)]
-    expected = torch.nn.functional.conv3d(*exact, *layer.geometry)
+    x, weight, bias = (tensor.to(layer.dtype) for tensor in (x, weight, bias))
+    stride, padding, dilation, groups = layer.geometry
+    expected = F.conv3d(x.double(), weight.double(), bias.double(), stride, padding, dilation, groups)
     try:
-        here = [tensor.to(device, layer.dtype) for tensor in exact]
-        found = convolved(form, *here, layer.geometry).cpu().double()
-    except (RuntimeError, NotImplementedError):
+        here = convolved(form, x.to(device), weight.to(device), bias.to(device), layer.geometry)
+        found = here.cpu().double()
+    except RuntimeError:
         return None
     error = float((found - expected).abs().max() / expected.abs().max())
     bound = tolerance(layer.dtype, weight[0].numel(), device)

@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import importlib.metadata
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from .errors import UnsupportedError
 
 GIBIBYTE = 1024**3
+KERNEL_FILES = ("/sys/module/nvidia/version", "/sys/module/amdgpu/version", "/sys/module/xe/version")
+TRITONS = ("triton", "triton-windows", "pytorch-triton", "pytorch-triton-rocm", "pytorch-triton-xpu")
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
     """One device as plain values, so that a test can stand in any machine without owning it.
 
-    ``arch_class`` is the key of the precision table: ``cpu``, ``cuda-sm80+``, ``cuda-old``, ``rocm``, ``xpu``,
-    ``mps`` or ``other``.
+    Args:
+        backend: ``cuda``, ``rocm``, ``xpu``, ``mps``, ``directml``, ``cpu``, ``xla``, or what a plug-in calls itself.
+        arch: ``sm75``, ``gfx1151``; empty where the vendor has none.
+        arch_class: the key of the precision table: ``cpu``, ``cuda-sm80+``, ``cuda-old``, ``rocm``, ``xpu``, ``mps``,
+            ``directml``, ``xla`` or ``other``.
+        unified: whether host and device share one memory.
+        driver: the driver's version; empty where nobody tells.
+        torch_build: torch's commit. compiled: the architectures it holds kernels for; empty where it does not tell.
+        emulated: dtypes that the device computes with, slowly, without having units for them.
+        versions: what a dated quirk may ask for: ``torch``, ``cuda``, ``rocm``, ``cudnn``, ``triton``, ``system`` (such
+            as ``Linux``), ``kernel`` (the operating system's version) and ``driver``.
     """
 
     device: torch.device
@@ -26,11 +43,23 @@ class DeviceFacts:
     name: str
     total_bytes: int
     torch_version: str
+    unified: bool = False
+    driver: str = ""
+    torch_build: str = ""
+    compiled: tuple[str, ...] = ()
+    emulated: tuple[str, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    @property
+    def lazy(self) -> bool:
+        """Whether operators only record a graph, so that a failure shows when a result is read."""
+        return self.backend == "xla"
 
     def __str__(self) -> str:
         memory = f", {self.total_bytes / GIBIBYTE:.1f} GB" if self.total_bytes else ""
+        shared = " shared with the host" if self.unified and memory and self.backend != "cpu" else ""
         arch = f" ({self.arch})" if self.arch else ""
-        return f"{self.name}{arch} as {self.device}{memory}, torch {self.torch_version}"
+        return f"{self.name}{arch} as {self.device}{memory}{shared}, torch {self.torch_version}"
 
 
 def default_device() -> torch.device:
@@ -42,26 +71,51 @@ def default_device() -> torch.device:
     return torch.device("cpu")
 
 
-def facts_for(device: torch.device | str | None = None) -> DeviceFacts:
-    """Facts about ``device``, or about the default device.
+def facts_for(device: torch.device | str | DeviceFacts | None = None) -> DeviceFacts:
+    """Facts about ``device``, or about the default device; facts that were already gathered are returned as they are.
 
     Raises:
         UnsupportedError: torch does not know the device or cannot reach it.
     """
+    if isinstance(device, DeviceFacts):
+        return device
     chosen = default_device() if device is None else _parsed(device)
-    if chosen.type == "cuda":
-        return _cuda_facts(chosen)
-    if chosen.type == "cpu":
-        return DeviceFacts(chosen, "cpu", "", "cpu", "CPU", _host_bytes(), torch.__version__)
-    if chosen.type == "mps":
-        return DeviceFacts(chosen, "mps", "", "mps", "Apple GPU", _host_bytes(), torch.__version__)
-    total, name = 0, f"{chosen.type} device"
-    module = getattr(torch, chosen.type, None)
-    if hasattr(module, "get_device_properties"):
-        properties = module.get_device_properties(chosen)
-        total, name = int(getattr(properties, "total_memory", 0)), str(getattr(properties, "name", name))
-    arch_class = chosen.type if chosen.type == "xpu" else "other"
-    return DeviceFacts(chosen, chosen.type, "", arch_class, name, total, torch.__version__)
+    makers = {"cuda": _cuda_facts, "cpu": _cpu_facts, "mps": _mps_facts, "xpu": _xpu_facts, "xla": _xla_facts}
+    found = makers.get(chosen.type, _plug_in_facts)(chosen)
+    versions = {"torch": torch.__version__, "system": platform.system(), "kernel": platform.release(), "triton": _triton()}
+    driver = found.pop("driver", "") or (_driver_file() if found["backend"] in ("cuda", "rocm", "xpu") else "")
+    versions |= {"driver": driver, **found.pop("versions", {})}
+    return DeviceFacts(
+        device=chosen, torch_version=torch.__version__, torch_build=str(torch.version.git_version or ""), driver=driver,
+        versions={name: str(version) for name, version in versions.items() if version}, **found,
+    )
+
+
+def flags() -> dict[str, bool]:
+    """The switches of torch that change what an operator does; probes are kept apart by them."""
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    found = {
+        "cudnn": cudnn.enabled, "cudnn.benchmark": cudnn.benchmark, "cudnn.deterministic": cudnn.deterministic,
+        "tf32": torch.get_float32_matmul_precision() != "highest",
+        "cudnn.tf32": getattr(cudnn.conv, "fp32_precision", "none") not in ("none", "ieee"),
+        "fp16 sums": getattr(matmul, "allow_fp16_accumulation", False),
+        "bf16 sums": getattr(matmul, "allow_bf16_reduced_precision_reduction", False),
+    }
+    return {name: bool(value) for name, value in found.items()}
+
+
+def answers(device: torch.device) -> str:
+    """Why ``device`` does not compute one plus one; empty when it does."""
+    try:
+        two = (torch.ones(1, device=device) + 1).cpu().item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        return first_line(error)
+    return "" if two == 2.0 else f"1 + 1 gives {two}"
+
+
+def first_line(error: BaseException) -> str:
+    """An error in one line, the class where it says nothing."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -88,26 +142,120 @@ def _parsed(device: torch.device | str) -> torch.device:
         chosen = torch.device(device)
         torch.empty(0, device=chosen)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UnsupportedError(
-            f"device {str(device)!r} does not answer ({reason})",
+            f"device {str(device)!r} does not answer ({first_line(error)})",
             expected=f"a device of this torch build, such as {default_device()}",
             fix="Choose another device, or install the torch build made for this one.",
         ) from error
     return chosen
 
 
-def _cuda_facts(device: torch.device) -> DeviceFacts:
+def _cpu_facts(device: torch.device) -> dict[str, Any]:
+    return {
+        "backend": "cpu", "arch": "", "arch_class": "cpu", "name": "CPU", "total_bytes": _host_bytes(), "unified": True,
+    }
+
+
+def _cuda_facts(device: torch.device) -> dict[str, Any]:
+    """NVIDIA and AMD: both answer to ``torch.cuda``."""
     properties = torch.cuda.get_device_properties(device)
+    shared = {
+        "name": properties.name, "total_bytes": properties.total_memory,
+        "unified": bool(getattr(properties, "is_integrated", False)), "compiled": tuple(torch.cuda.get_arch_list()),
+    }
+    cudnn = torch.backends.cudnn.version() or 0
     if torch.version.hip:
         arch = str(getattr(properties, "gcnArchName", "")).split(":")[0]
-        return DeviceFacts(device, "rocm", arch, "rocm", properties.name, properties.total_memory, torch.__version__)
-    arch_class = "cuda-sm80+" if properties.major >= 8 else "cuda-old"
-    arch = f"sm{properties.major}{properties.minor}"
-    return DeviceFacts(device, "cuda", arch, arch_class, properties.name, properties.total_memory, torch.__version__)
+        versions = {"rocm": torch.version.hip, "miopen": _miopen(cudnn)}
+        return {"backend": "rocm", "arch": arch, "arch_class": "rocm", "versions": versions, **shared}
+    # is_bf16_supported() is true on GPUs without bf16 units: it only proves that such a tensor can exist (pytorch#148322).
+    modern = properties.major >= 8
+    return {
+        "backend": "cuda", "arch": f"sm{properties.major}{properties.minor}",
+        "arch_class": "cuda-sm80+" if modern else "cuda-old", "emulated": () if modern else ("bf16",),
+        "versions": {"cuda": torch.version.cuda, "cudnn": _cudnn(cudnn)}, **shared,
+    }
+
+
+def _mps_facts(device: torch.device) -> dict[str, Any]:
+    return {
+        "backend": "mps", "arch": platform.machine(), "arch_class": "mps", "name": "Apple GPU",
+        "total_bytes": _host_bytes(), "unified": True, "driver": platform.mac_ver()[0],
+        "versions": {"macos": platform.mac_ver()[0]},
+    }
+
+
+def _xpu_facts(device: torch.device) -> dict[str, Any]:
+    properties = torch.xpu.get_device_properties(device)
+    lacking = () if getattr(properties, "has_fp64", True) else ("fp64",)
+    return {
+        "backend": "xpu", "arch": "", "arch_class": "xpu", "name": str(properties.name), "emulated": lacking,
+        "total_bytes": int(properties.total_memory), "driver": str(getattr(properties, "driver_version", "")),
+        "unified": any(word in str(properties.name) for word in ("Iris", "UHD", "HD Graphics")),
+        "compiled": tuple(torch.xpu.get_arch_list()),
+    }
+
+
+def _xla_facts(device: torch.device) -> dict[str, Any]:
+    """A device behind torch_xla, such as Tenstorrent: what it is, the package that brought it says."""
+    runtime = sys.modules.get("torch_xla.runtime")
+    behind = str(runtime.device_type() or "") if hasattr(runtime, "device_type") else ""
+    model, total = sys.modules.get("torch_xla.core.xla_model"), 0
+    if hasattr(model, "get_memory_info"):
+        total = int(model.get_memory_info(device).get("bytes_limit", 0))
+    return {
+        "backend": "xla", "arch": behind, "arch_class": "xla", "name": f"{behind or 'device'} behind XLA",
+        "total_bytes": total, "versions": {"xla": _version_of("torch_xla")},
+    }
+
+
+def _plug_in_facts(device: torch.device) -> dict[str, Any]:
+    """DirectML, and any device that torch calls PrivateUse1 or that this pack does not know."""
+    directml = sys.modules.get("torch_directml")
+    if device.type == "privateuseone" and directml is not None:
+        return {
+            "backend": "directml", "arch": "", "arch_class": "directml", "total_bytes": 0,
+            "name": str(directml.device_name(device.index or 0)).strip("\0 "),
+            "versions": {"directml": _version_of("torch-directml")},
+        }
+    total, name = 0, f"{device.type} device"
+    module = getattr(torch, device.type, None)
+    if hasattr(module, "get_device_properties"):
+        properties = module.get_device_properties(device)
+        total, name = int(getattr(properties, "total_memory", 0)), str(getattr(properties, "name", name))
+    return {"backend": device.type, "arch": "", "arch_class": "other", "name": name, "total_bytes": total}
 
 
 def _host_bytes() -> int:
     import psutil
 
     return int(psutil.virtual_memory().total)
+
+
+def _driver_file() -> str:
+    """The driver's version as the Linux kernel states it; empty elsewhere."""
+    for path in map(Path, KERNEL_FILES):
+        if path.is_file():
+            return path.read_text(encoding="utf-8").strip()
+    return ""
+
+
+def _triton() -> str:
+    return next(filter(None, map(_version_of, TRITONS)), "")
+
+
+def _version_of(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _cudnn(number: int) -> str:
+    """91002 as 9.10.2, and 8902, of before cuDNN 9, as 8.9.2."""
+    base = 10_000 if number >= 90_000 else 1000
+    return f"{number // base}.{number % base // 100}.{number % 100}" if number else ""
+
+
+def _miopen(number: int) -> str:
+    return f"{number // 1_000_000}.{number // 1000 % 1000}.{number % 1000}" if number else ""

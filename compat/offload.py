@@ -257,7 +257,8 @@ def borrow(leaf: nn.Module, like: torch.Tensor) -> Iterator[tuple[torch.Tensor, 
             group.group.onload_()
         if leaf.weight.device != like.device:
             raise misplaced(leaf, like)
-        weight, bias = leaf.weight, getattr(leaf, "bias", None)
+        weight: Any = leaf.weight
+        bias = getattr(leaf, "bias", None)
         yield weight.to(like.dtype), None if bias is None else bias.to(like.dtype)
     finally:
         if away and hook is not None:

@@ -6,7 +6,6 @@ import json
 import logging
 import uuid
 from collections.abc import Callable
-from pathlib import Path
 
 from ..compat.checkpoints import write_tensors
 from ..pipelines.contract import Latents
@@ -30,6 +29,7 @@ def section_keeper(say: Callable[[str], None]) -> Callable[[int, int, Latents], 
         for older in folder.glob("section_*.safetensors"):
             if older != written:
                 older.unlink(missing_ok=True)
-        say(f"section {index + 1} of {count} kept: {Path(written)}")
+        log.info("AnyGPU: section %d of %d kept: %s", index + 1, count, written)
+        say(f"finished sections are kept in {folder}")  # one text for all: under the node it stands once
 
     return keep

@@ -39,6 +39,35 @@ def tiny_folder() -> Path:
     return folder
 
 
+LISTED_SKIPS = (  # what a machine may lack; anything else that is skipped fails the run
+    "no ComfyUI in",
+    "no interpreter for",
+    "lacks what this pack requires",
+    "needs a C++ compiler",
+)
+_unlisted: list[str] = []
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Remember each skip whose reason is not listed."""
+    if report.skipped and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        if not any(listed in reason for listed in LISTED_SKIPS):
+            _unlisted.append(f"{report.nodeid}: {reason}")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A run in which something unlisted was skipped has failed."""
+    if _unlisted and session.exitstatus == 0:
+        session.exitstatus = 1
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say what was skipped without being listed."""
+    for line in _unlisted:
+        terminalreporter.write_line(f"skipped without being listed in tests/conftest.py: {line}", red=True)
+
+
 class Recorded:
     """A progress that keeps what it was told, and cancels when ``cancel_at`` says so.
 

@@ -12,6 +12,12 @@ const HARMLESS = new RegExp(
 
 /** A page with the frontend loaded and no dialog open; `errors` collects what the page threw. */
 export async function openPage({ width = 1600, height = 900, nodes2 = false } = {}) {
+  const settings = {
+    "Comfy.TutorialCompleted": true, // or the template browser opens by itself
+    "Comfy.VueNodes.Enabled": nodes2,
+    "Comfy.Minimap.Visible": false,
+    "Comfy.Graph.CanvasInfo": false,
+  };
   if (!URL_OF_SERVER) throw new Error("COMFYUI_URL is not set: run this through tests/browser/drive.py");
   const browser = await chromium.launch({ executablePath: CHROMIUM, args: ["--no-sandbox", "--disable-gpu"] });
   const page = await browser.newPage({ viewport: { width, height } });
@@ -23,7 +29,7 @@ export async function openPage({ width = 1600, height = 900, nodes2 = false } = 
   await fetch(`${URL_OF_SERVER}/api/settings`, {
     method: "POST",
     headers: { "Content-Type": "application/json" },
-    body: JSON.stringify({ "Comfy.TutorialCompleted": true, "Comfy.VueNodes.Enabled": nodes2, "Comfy.Release.Status": "skipped" }),
+    body: JSON.stringify(settings),
   });
   await page.goto(URL_OF_SERVER);
   await page.waitForFunction(() => window.app?.extensionManager && window.app.canvas?.graph && window.LiteGraph, null, { timeout: 90000 });

@@ -52,8 +52,8 @@ function note(title, model, text) {
   const encoder = Math.max(...Object.entries(sizes).filter(([part]) => /encoder/.test(part)).map(([, size]) => size));
   const rows = Object.entries(sizes).map(([part, size]) => `| ${part} | ${size.toFixed(1)} GiB |`);
   const places = DOWNLOADS[model].map(([page, parts]) => {
-    const wanted = parts.length ? `\n  - only: ${parts.map((part) => `\`${part}\``).join(", ")}` : "";
-    return `- huggingface.co/${page}\n  - into \`ComfyUI/models/diffusers/${page.split("/")[1]}\`${wanted}`;
+    const wanted = parts.length ? `\n  - only: ${parts.join(", ")}` : "";
+    return `- huggingface.co/${page}\n  - into **ComfyUI/models/diffusers/${page.split("/")[1]}**${wanted}`;
   });
   return [
     `# ${title}`, text,
@@ -103,7 +103,7 @@ const described = (title, model, text) => ({ kind: "MarkdownNote", title: "Read 
 function columns({ pictures = [], encoded = [] }) {
   return [
     [{ key: "note", width: 480, height: 760 }],
-    [{ key: "load", width: 360, below: 110 }, ...pictures.map((key) => ({ key, width: 360, height: key === "components" ? 0 : 340 }))],
+    [{ key: "load", width: 380, height: 330, below: 30 }, ...pictures.map((key) => ({ key, width: 380, height: key === "components" ? 0 : 340 }))],
     [{ key: "prompt", width: 440, height: 480, below: 60 }, ...encoded.map((key) => ({ key, width: 440, below: 30 }))],
     [{ key: "sample", width: 340 }],
     [{ key: "decode", width: 460, below: 50 }, { key: "save", width: 460, height: 460 }],

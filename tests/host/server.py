@@ -276,8 +276,12 @@ def main() -> None:
     """Serve until interrupted: ``python tests/host/server.py [port]``, to look at the workflows by hand."""
     import tempfile
 
+    try:
+        host = find_host()
+    except NoHost as reason:
+        sys.exit(str(reason))
     with tempfile.TemporaryDirectory(prefix="anygpu-host-") as folder:
-        server = Server(find_host(), Path(folder), tiny_home(), port=int(sys.argv[1]) if len(sys.argv) > 1 else 0)
+        server = Server(host, Path(folder), tiny_home(), port=int(sys.argv[1]) if len(sys.argv) > 1 else 0)
         try:
             server.start().every_model()
             print(f"{server.url} (base directory {folder}); Ctrl-C ends it", flush=True)

@@ -1,0 +1,328 @@
+"""The attention of diffusers' transformers, rewritten to call the pipeline's own attention and to need no mask.
+
+Upstream's processors pass masks for padding (HunyuanVideo one of N, HunyuanVideo 1.5 one of N x N: 12 GiB a copy at
+720p), which no flash kernel takes, and Mochi's and the token refiners' do not obey a choice at all. Padding stands at
+the end of each row, so the same result comes from leaving it out. Only the exact stock processors are replaced.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+Attend = Callable[..., torch.Tensor]
+Rotary = Callable[[torch.Tensor, Any], torch.Tensor]
+TEXT, MASK = "encoder_hidden_states", "encoder_attention_mask"
+
+
+@dataclass(slots=True)
+class Padding:
+    """How many tokens at the end of each batch row are padding in the call that runs; None where a mask must tell.
+
+    ``text`` is of the text alone (refiners, cross attention), ``joint`` of video and text together.
+    """
+
+    text: tuple[int, ...] | None = None
+    joint: tuple[int, ...] | None = None
+
+
+def attended(module: nn.Module, attend: Attend) -> Callable[[], None]:
+    """Make every known attention of a transformer call ``attend``; returns what puts everything back.
+
+    A processor of another rewrite is kept: where it has an attribute ``attend``, that is set.
+
+    Args:
+        attend: from query (B, H, N, D), key, value and an optional mask to (B, H, N, D).
+    """
+    padding, undo = Padding(), []
+    for owner in module.modules():
+        processor = getattr(owner, "processor", None)
+        made = PROCESSORS.get(_full_name(processor))
+        if made is not None and _plain(owner):
+            owner.processor = made(attend, padding)
+            undo.append((owner, "processor", processor))
+        elif hasattr(processor, "attend"):
+            undo.append((processor, "attend", processor.attend))
+            processor.attend = attend
+    cropped = CROPPED.get(type(module).__name__)
+    handle = None
+    if cropped is not None:
+        # A hook, not a patched forward: it survives accelerate's and diffusers' own re-wrapping of forward.
+        handle = module.register_forward_pre_hook(_cropping(cropped, padding), with_kwargs=True)
+
+    def restored() -> None:
+        if handle is not None:
+            handle.remove()
+        for owner, name, former in reversed(undo):
+            setattr(owner, name, former)
+
+    return restored
+
+
+def by_rows(
+    attend: Attend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, padding: tuple[int, ...],
+    queries_too: bool,
+) -> torch.Tensor:
+    """Attention over the valid keys of each row, without a mask; results of padded queries are 0.
+
+    Args:
+        padding: keys at the end of each row that do not count. queries_too: the same queries are padding.
+    """
+    if not any(padding):
+        return attend(query, key, value)
+    found = query.new_zeros(*query.shape[:-1], value.shape[-1])
+    for row, count in enumerate(padding):
+        keys = slice(0, key.shape[2] - count)
+        queries = slice(0, query.shape[2] - (count if queries_too else 0))
+        one = slice(row, row + 1)
+        found[one, :, queries] = attend(query[one, :, queries], key[one, :, keys], value[one, :, keys])
+    return found
+
+
+@dataclass(slots=True)
+class _Processor:
+    attend: Attend
+    padding: Padding
+
+
+class Joint(_Processor):
+    """Video and text tokens together: HunyuanVideo and FramePack, both kinds of block, HunyuanVideo 1.5, Mochi."""
+
+    rotary: Rotary
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        image_rotary_emb: Any = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Video tokens and text tokens (B, N, D) after attention."""
+        text = encoder_hidden_states
+        separate = getattr(attn, "add_q_proj", None) is not None and text is not None
+        tokens = hidden_states if separate or text is None else torch.cat([hidden_states, text], dim=1)
+        turned = tokens.shape[1] if separate or text is None else hidden_states.shape[1]
+
+        def placed(found: torch.Tensor) -> torch.Tensor:
+            if image_rotary_emb is None:
+                return found
+            video = type(self).rotary(found[:, :turned], image_rotary_emb)
+            return video if turned == found.shape[1] else torch.cat([video, found[:, turned:]], dim=1)
+
+        query = placed(_heads(attn, attn.to_q, tokens, attn.norm_q))
+        key = placed(_heads(attn, attn.to_k, tokens, attn.norm_k))
+        value = _heads(attn, attn.to_v, tokens)
+        if separate:
+            query = torch.cat([query, _heads(attn, attn.add_q_proj, text, attn.norm_added_q)], dim=1)
+            key = torch.cat([key, _heads(attn, attn.add_k_proj, text, attn.norm_added_k)], dim=1)
+            value = torch.cat([value, _heads(attn, attn.add_v_proj, text)], dim=1)
+        found = self._attended(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attention_mask)
+        found = found.transpose(1, 2).flatten(2).to(query.dtype)
+        if text is None:
+            return found, None
+        video, read = found.split([hidden_states.shape[1], text.shape[1]], dim=1)
+        if getattr(attn, "to_out", None) is not None:
+            video = attn.to_out[1](attn.to_out[0](video))
+        if getattr(attn, "to_add_out", None) is not None:
+            read = attn.to_add_out(read)
+        return video, read
+
+    def _attended(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        if self.padding.joint is not None:
+            return by_rows(self.attend, query, key, value, self.padding.joint, queries_too=True)
+        if mask is not None and mask.ndim == 2:  # of the text alone: the video before it is valid
+            mask = torch.cat([mask.new_ones(mask.shape[0], key.shape[2] - mask.shape[1]), mask], dim=1).bool()
+            mask = mask[:, None, None]
+        return self.attend(query, key, value, mask)
+
+
+def _hunyuan_rotary(tokens: torch.Tensor, table: Any) -> torch.Tensor:
+    from diffusers.models import embeddings
+
+    rotated: Any = embeddings.apply_rotary_emb  # upstream annotates it as narrower than what it passes
+    found: torch.Tensor = rotated(tokens, table, sequence_dim=1)
+    return found
+
+
+def _mochi_rotary(tokens: torch.Tensor, table: Any) -> torch.Tensor:
+    """Source: diffusers ``MochiAttnProcessor2_0``, where this function is a local one."""
+    cos, sin = table
+    even, odd = tokens[..., 0::2].float(), tokens[..., 1::2].float()
+    pair = ((even * cos - odd * sin).to(tokens.dtype), (even * sin + odd * cos).to(tokens.dtype))
+    return torch.stack(pair, dim=-1).flatten(-2)
+
+
+class Hunyuan(Joint):
+    """HunyuanVideo, FramePack, HunyuanVideo 1.5."""
+
+    rotary = staticmethod(_hunyuan_rotary)
+
+
+class Mochi(Joint):
+    """Mochi, whose stock processor calls torch by itself, sample by sample, whatever was chosen."""
+
+    rotary = staticmethod(_mochi_rotary)
+
+
+class Cross(_Processor):
+    """LTX-Video: video tokens among themselves, and video to text, whose mask is a float added to the scores."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        image_rotary_emb: Any = None,
+    ) -> torch.Tensor:
+        """Tokens (B, N, D) after attention."""
+        from diffusers.models.transformers.transformer_ltx import apply_rotary_emb
+
+        text = encoder_hidden_states
+        query, key = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(hidden_states if text is None else text))
+        value = attn.to_v(hidden_states if text is None else text)
+        if image_rotary_emb is not None:
+            query, key = apply_rotary_emb(query, image_rotary_emb), apply_rotary_emb(key, image_rotary_emb)
+        query, key, value = (t.unflatten(2, (attn.heads, -1)).transpose(1, 2) for t in (query, key, value))
+        if text is None or attention_mask is None:
+            found = self.attend(query, key, value)
+        elif self.padding.text is not None:
+            found = by_rows(self.attend, query, key, value, self.padding.text, queries_too=False)
+        else:
+            found = self.attend(query, key, value, attention_mask.unsqueeze(1).to(query.dtype))
+        found = found.transpose(1, 2).flatten(2).to(query.dtype)
+        result: torch.Tensor = attn.to_out[1](attn.to_out[0](found))
+        return result
+
+
+class Refiner(_Processor):
+    """The token refiners of HunyuanVideo, FramePack and HunyuanVideo 1.5: text tokens among themselves."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        temb: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Tokens (B, N, D) after attention."""
+        seen = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        query, key, value = (
+            _heads(attn, layer, tokens, norm).transpose(1, 2)
+            for layer, tokens, norm in (
+                (attn.to_q, hidden_states, attn.norm_q), (attn.to_k, seen, attn.norm_k), (attn.to_v, seen, None)
+            )
+        )
+        if self.padding.text is not None:
+            found = by_rows(self.attend, query, key, value, self.padding.text, queries_too=True)
+        else:
+            found = self.attend(query, key, value, attention_mask)
+        found = found.transpose(1, 2).flatten(2).to(query.dtype)
+        result: torch.Tensor = attn.to_out[1](attn.to_out[0](found))
+        return result
+
+
+MODELS = "diffusers.models"
+PROCESSORS: Mapping[str, Callable[[Attend, Padding], Any]] = {  # stock class -> ours; subclasses are left alone
+    f"{MODELS}.transformers.transformer_hunyuan_video.HunyuanVideoAttnProcessor2_0": Hunyuan,
+    f"{MODELS}.transformers.transformer_hunyuan_video15.HunyuanVideo15AttnProcessor2_0": Hunyuan,
+    f"{MODELS}.transformers.transformer_ltx.LTXVideoAttnProcessor": Cross,
+    f"{MODELS}.attention_processor.MochiAttnProcessor2_0": Mochi,
+    f"{MODELS}.attention_processor.AttnProcessor2_0": Refiner,
+}
+
+
+def _heads(attn: Any, layer: Any, tokens: torch.Tensor | None, norm: Any = None) -> torch.Tensor:
+    """(B, N, H, D) of one projection."""
+    found: torch.Tensor = layer(tokens).unflatten(2, (attn.heads, -1))
+    return found if norm is None else norm(found)
+
+
+def _full_name(thing: Any) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+
+
+def _plain(owner: Any) -> bool:
+    """Whether an attention has none of what :class:`Refiner` leaves out; only diffusers' general class can."""
+    extras = ("spatial_norm", "group_norm", "norm_cross", "residual_connection")
+    factor = getattr(owner, "rescale_output_factor", 1.0)
+    return factor == 1.0 and not any(getattr(owner, extra, None) for extra in extras)
+
+
+def valid_counts(mask: torch.Tensor) -> tuple[int, ...] | None:
+    """Valid tokens of each row of a mask (B, N); None where they do not come first, or a row has none."""
+    valid = mask.bool()
+    counts = valid.sum(1)
+    first = torch.arange(valid.shape[1], device=valid.device) < counts[:, None]
+    found = tuple(int(count) for count in counts.tolist())
+    return found if all(found) and torch.equal(first, valid) else None
+
+
+def _cropping(crop: Callable[[dict[str, Any], Padding], None], padding: Padding) -> Callable[..., Any]:
+    """A pre-hook that leaves out the tokens that are padding in every row, and notes those of each."""
+
+    def before(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+        if arguments:
+            own = inspect.signature(type(module).forward).bind_partial(module, *arguments).arguments
+            named = {name: value for name, value in own.items() if value is not arguments and name != "self"} | named
+        padding.text = padding.joint = None
+        named = dict(named)
+        crop(named, padding)
+        return (), named
+
+    return before
+
+
+def _cropped_text(named: dict[str, Any], padding: Padding) -> None:
+    """One text, whose mask says what is valid."""
+    mask = named.get(MASK)
+    counts = valid_counts(mask) if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
+    if counts is None:
+        return
+    most = max(counts)
+    named[TEXT], named[MASK] = named[TEXT][:, :most], named[MASK][:, :most]
+    padding.text = padding.joint = tuple(most - count for count in counts)
+
+
+def _cropped_texts(named: dict[str, Any], padding: Padding) -> None:
+    """HunyuanVideo 1.5: Qwen's text, ByT5's quotations and a picture, of which upstream puts the valid tokens first.
+
+    No picture is one whose states are all zero, as upstream has it.
+    """
+    pairs = ((TEXT, MASK), (f"{TEXT}_2", f"{MASK}_2"))
+    texts = [named.get(mask) for _, mask in pairs]
+    picture = named.get("image_embeds")
+    if picture is None or any(mask is None for mask in texts):
+        return
+    if not picture.any():
+        named["image_embeds"] = picture = picture[:, :0]
+    pictured = picture.shape[1]
+    total = [pictured] * picture.shape[0]
+    for (name, mask), valid in zip(pairs, texts, strict=True):
+        counts = [int(count) for count in valid.bool().sum(1).tolist()]
+        known = valid_counts(valid)
+        most = max(counts) if known is not None or not any(counts) else valid.shape[1]
+        named[name], named[mask] = named[name][:, :most], valid[:, :most]
+        total = [sum(pair) for pair in zip(total, counts, strict=True)]
+        if name == TEXT and known is not None:
+            padding.text = tuple(most - count for count in known)
+    width = pictured + sum(named[name].shape[1] for name, _ in pairs)
+    padding.joint = tuple(width - count for count in total)
+
+
+CROPPED: Mapping[str, Callable[[dict[str, Any], Padding], None]] = {  # transformer class -> what leaves its padding out
+    "HunyuanVideoTransformer3DModel": _cropped_text,
+    "HunyuanVideoFramepackTransformer3DModel": _cropped_text,
+    "HunyuanVideo15Transformer3DModel": _cropped_texts,
+    "MochiTransformer3DModel": _cropped_text,
+    "LTXVideoTransformer3DModel": _cropped_text,
+}

@@ -1,0 +1,271 @@
+"""Questions of a few milliseconds to the device itself, and their answers, kept per device, driver and torch build.
+
+A probe returns an empty text when the device is right, a sentence when its answer is wrong, and raises when the device
+cannot do it at all. What it computes is small integers or is compared with float64 on the host; every result is read
+back to the host, since a lazy backend fails only then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .errors import UnsupportedError
+
+SUITE = 1  # raise it when a probe asks something else: kept answers are then asked again
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+NAMES = {"fp32": FP32, "bf16": BF16, "fp16": FP16}
+Probe = Callable[[torch.device], str]
+
+CHANNELS = ((4, 4), (32, 32), (64, 128))  # MPS is right for some channel counts only (pytorch#197114)
+PAD_SIDE = 256  # MPS corrupts a time pad from 65536 pixels per frame (pytorch#194922)
+GROUPNORM_BOUND = 0.05
+ATTENTION_BOUND = {FP32: 0.02, BF16: 0.2, FP16: 0.05}
+
+
+class Loose(str):
+    """A remark on a right answer, such as that small values are flushed to zero."""
+
+
+def cast(source: torch.dtype, target: torch.dtype, device: torch.device) -> str:
+    """P1: ``.to(dtype)`` on the device, both ways of asking, against the host on every pattern that matters."""
+    values = _patterns(source)
+    expected = values.to(target)
+    there = values.to(device)
+    for asked in (lambda x: x.to(target), {FP32: Tensor.float, BF16: Tensor.bfloat16, FP16: Tensor.half}[target]):
+        found = _differences(_bits(asked(there)).view(target), expected, source)
+        if found and not isinstance(found, Loose):
+            return found
+    return found
+
+
+def move(source: torch.dtype, target: torch.dtype, device: torch.device) -> str:
+    """P1: device and dtype changed in one call, which some backends get wrong (pytorch#16448)."""
+    values = _patterns(source)
+    return _differences(_bits(values.to(device, target)).view(target), values.to(target), source)
+
+
+def copy_to_host(dtype: torch.dtype, device: torch.device) -> str:
+    """P1: whether values come back from the device as they went."""
+    values = _patterns(dtype)
+    kept = values.to(device).cpu()
+    wrong = int((kept.view(_integers(dtype)) != values.view(_integers(dtype))).sum())
+    return f"{wrong} of {values.numel()} values change on the way to the device and back" if wrong else ""
+
+
+def shifted_bits(device: torch.device) -> str:
+    """P1: bf16 to fp32 by moving its bits, the rescue where the cast is broken."""
+    values = _patterns(BF16)
+    found = (values.to(device).view(torch.int16).to(torch.int32) << 16).cpu().view(FP32)
+    return _differences(found, values.float(), BF16)
+
+
+def conv3d(dtype: torch.dtype, layout: torch.memory_format, device: torch.device) -> str:
+    """P2: nn.Conv3d against a sum of 2-D convolutions of the host."""
+    wrong = []
+    for inner, outer in CHANNELS if dtype is FP32 else CHANNELS[1:2]:
+        x, weight = _integers_of(1, inner, 3, 4, 4), _integers_of(outer, inner, 3, 3, 3, span=2)
+        expected = sum(F.conv2d(x[:, :, t], weight[:, :, t], padding=1) for t in range(3)).unsqueeze(2)  # type: ignore[union-attr]
+        here = (tensor.to(device).to(dtype).contiguous(memory_format=layout) for tensor in (x, weight))
+        found = F.conv3d(*here, padding=(0, 1, 1)).float().cpu()
+        wrong += [f"{inner}>{outer} channels: {_off(found, expected, dtype)}"] * bool(_off(found, expected, dtype))
+    return "; ".join(wrong)
+
+
+def conv2d(dtype: torch.dtype, device: torch.device) -> str:
+    """P2: a 2-D convolution, which the forms without conv3d rest on."""
+    x, weight = _integers_of(1, 32, 6, 6), _integers_of(32, 32, 3, 3, span=2)
+    found = F.conv2d(x.to(device).to(dtype), weight.to(device).to(dtype), padding=1).float().cpu()
+    return _off(found, F.conv2d(x, weight, padding=1), dtype)
+
+
+def matmul(dtype: torch.dtype, device: torch.device) -> str:
+    """P3: products of small integers, which every accumulation wide enough gets exactly right."""
+    a, b = _integers_of(33, 64), _integers_of(64, 40)
+    return _off((a.to(device).to(dtype) @ b.to(device).to(dtype)).float().cpu(), a @ b, dtype)
+
+
+def wide_sums(dtype: torch.dtype, device: torch.device) -> str:
+    """P3: whether products are summed in fp32: partial sums that overflow fp16, and ones that fp16 cannot count."""
+    swing = torch.tensor([240.0] * 32 + [-240.0] * 32)
+    count = torch.ones(4096)
+    count[0] = 2048.0
+    for row, column, expected, sign in (
+        (swing, torch.full((64,), 240.0), 0.0, "partial sums overflow"), (count, torch.ones(4096), 6143.0, "sums stick"),
+    ):
+        x, y = (v.to(device).to(dtype) for v in (row.repeat(16, 1), column.unsqueeze(1).repeat(1, 16)))
+        found = (x @ y).float().cpu()
+        if not torch.allclose(found, torch.full_like(found, expected), rtol=2 * torch.finfo(dtype).eps, atol=1.0):
+            return f"{sign}: {expected:g} became {found[0, 0]:g}"
+    return ""
+
+
+def wide_output(device: torch.device) -> str:
+    """P3: a product of fp16 operands that is written in fp32, beyond what fp16 can hold."""
+    ones = torch.full((16, 16), 300.0, dtype=FP16).to(device)
+    found = torch.mm(ones, ones, out_dtype=FP32).cpu()
+    return "" if torch.equal(found, torch.full((16, 16), 1_440_000.0)) else f"1440000 became {found[0, 0]:g}"
+
+
+def attention(dtype: torch.dtype, device: torch.device) -> str:
+    """P4: scaled dot product attention with steep scores, without and with a mask that hides one row altogether."""
+    for width in (64, 128):
+        q, k, v = (torch.randn(1, 2, 77, width, generator=_noise(seed)).to(dtype) for seed in range(3))
+        q = q * 4
+        mask = torch.ones(77, 77, dtype=torch.bool)
+        mask[:, 70:] = False
+        mask[5] = False
+        for hidden in (None, mask):
+            there = (tensor.to(device) for tensor in (q, k, v))
+            given = None if hidden is None else hidden.to(device)
+            found = F.scaled_dot_product_attention(*there, attn_mask=given).float().cpu()
+            scores = q.double() @ k.double().mT / math.sqrt(width)
+            if hidden is not None:
+                scores = scores.masked_fill(~hidden, float("-inf"))
+            expected = torch.softmax(scores, -1) @ v.double()
+            seen = torch.arange(77) != (5 if hidden is not None else -1)
+            error = float((found[:, :, seen] - expected[:, :, seen]).abs().max())
+            if not error <= ATTENTION_BOUND[dtype]:  # a NaN is not
+                return f"head width {width}{' with a mask' if hidden is not None else ''}: off by {error:.3g}"
+            if hidden is not None and not found[:, :, 5].isfinite().all():
+                return "a row that the mask hides altogether becomes NaN"
+    return ""
+
+
+def groupnorm(dtype: torch.dtype, device: torch.device) -> str:
+    """P5: GroupNorm far from zero, where E[x^2] - E[x]^2 cancels."""
+    x = (200 + torch.randn(1, 32, 4, 8, 8, generator=_noise(0))).to(dtype)
+    ones = torch.ones(32, dtype=dtype)
+    found = F.group_norm(x.to(device), 8, ones.to(device), (0 * ones).to(device)).float().cpu()
+    error = float((found - F.group_norm(x.double(), 8)).abs().max())
+    if not error <= GROUPNORM_BOUND:
+        return f"at mean 200 off by {error:.3g} of a deviation of 1"
+    return ""
+
+
+def time_pad(dtype: torch.dtype, device: torch.device) -> str:
+    """P6: a zero frame put before a clip by ``F.pad``, and an edge frame repeated."""
+    x = (torch.arange(2 * PAD_SIDE**2) % 251).reshape(1, 1, 2, PAD_SIDE, PAD_SIDE).to(dtype)
+    there = x.to(device)
+    zeros = F.pad(there, (0, 0, 0, 0, 1, 0)).float().cpu()
+    wrong = [] if torch.equal(zeros, torch.cat([0 * x[:, :, :1], x], 2).float()) else ["zeros before a clip corrupt it"]
+    small = there[..., :8, :8].contiguous()
+    edges = F.pad(small, (0, 0, 0, 0, 1, 0), mode="replicate").float().cpu()
+    host = x[..., :8, :8]
+    return "; ".join(wrong + ["replicated frames are wrong"] * (not torch.equal(edges, torch.cat([host[:, :, :1], host], 2).float())))
+
+
+def double(device: torch.device) -> str:
+    """Whether float64 exists."""
+    found = (torch.full((4,), 2.0**-40, dtype=torch.float64).to(device) + 1).cpu()
+    return "" if bool((found > 1).all()) else "computed in a smaller dtype"
+
+
+def eight_bits(device: torch.device) -> str:
+    """Whether float8 tensors can be on the device and be cast there."""
+    values = torch.tensor([0.5, -2.0, 448.0, 0.0])
+    found = values.to(torch.float8_e4m3fn).to(device).to(FP32).cpu()
+    return "" if torch.equal(found, values) else f"{values.tolist()} became {found.tolist()}"
+
+
+def standard() -> dict[str, Probe]:
+    """Every probe of this file by name: what it asks, then the dtype or dtypes."""
+    suite: dict[str, Probe] = {}
+    for first, source in NAMES.items():
+        for second, target in NAMES.items():
+            if first != second:
+                suite[f"cast.{first}_to_{second}"] = partial(cast, source, target)
+    suite["move.fp32_to_bf16"] = partial(move, FP32, BF16)
+    suite["move.bf16_to_fp32"] = partial(move, BF16, FP32)
+    suite |= {f"copy.{name}": partial(copy_to_host, dtype) for name, dtype in NAMES.items()}
+    suite["bits.bf16_to_fp32"] = shifted_bits
+    for name, dtype in NAMES.items():
+        suite[f"matmul.{name}"] = partial(matmul, dtype)
+        suite[f"conv2d.{name}"] = partial(conv2d, dtype)
+        suite[f"conv3d.{name}"] = partial(conv3d, dtype, torch.contiguous_format)
+        suite[f"conv3d_channels_last.{name}"] = partial(conv3d, dtype, torch.channels_last_3d)
+        suite[f"attention.{name}"] = partial(attention, dtype)
+        suite[f"groupnorm.{name}"] = partial(groupnorm, dtype)
+        suite[f"pad3d.{name}"] = partial(time_pad, dtype)
+    suite |= {f"sums.{name}": partial(wide_sums, NAMES[name]) for name in ("bf16", "fp16")}
+    return suite | {"output.fp16_to_fp32": wide_output, "float64": double, "float8": eight_bits}
+
+
+@contextmanager
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """A block whose random draws, autograd and current device leave no trace."""
+    del device
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def require_known(name: str, known: object) -> None:
+    """Refuse a probe that does not exist.
+
+    Raises:
+        UnsupportedError: no such probe.
+    """
+    if name not in known:  # type: ignore[operator]
+        raise UnsupportedError(
+            f"no probe {name!r}", expected=f"one of {', '.join(sorted(known))}", fix="Use a name of compat/probes.py."  # type: ignore[call-overload]
+        )
+
+
+def _patterns(dtype: torch.dtype) -> Tensor:
+    """All 65 536 values of a 16-bit dtype, or 4096 of fp32 over its whole range with every kind of rounding."""
+    if dtype.itemsize == 2:
+        return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    spread = torch.linspace(-38, 38, 2048, dtype=torch.float64)
+    values = torch.cat([10**spread, -(10 ** spread.flip(0))]) * torch.linspace(1, 1.9, 4096, dtype=torch.float64)
+    return torch.cat([values.float(), torch.tensor([0.0, 1.0, 1 + 2**-8, 1 + 2**-9, 65504.0, 65520.0, math.inf, -math.inf])])
+
+
+def _differences(found: Tensor, expected: Tensor, source: torch.dtype) -> str:
+    """What is wrong, or a :class:`Loose` remark on flushed subnormals and directed rounding."""
+    a, b = found.double(), expected.double()
+    tiny = max(torch.finfo(expected.dtype).tiny, torch.finfo(source).tiny)
+    same = (a == b) | (a.isnan() & b.isnan())
+    flushed = ~same & (a == 0) & (b.abs() < tiny)
+    near = ~same & ((a - b).abs() <= torch.finfo(expected.dtype).eps * b.abs()) & b.isfinite()
+    largest = torch.finfo(expected.dtype).max
+    near |= ~same & b.isinf() & (a.abs() == largest)  # rounded toward zero at the end of the range
+    wrong = ~(same | flushed | near)
+    if wrong.any():
+        zeros = int((wrong & (a == 0)).sum())
+        what = f", {zeros} of them zero" if zeros else ""
+        return f"{int(wrong.sum())} of {a.numel()} values are wrong{what}"
+    remarks = [f"{int(flushed.sum())} subnormal values are flushed to zero"] if flushed.any() else []
+    remarks += [f"{int(near.sum())} values are rounded another way"] if near.any() else []
+    return Loose("; ".join(remarks))
+
+
+def _bits(there: Tensor) -> Tensor:
+    """The bits of a tensor on the host, carried as integers: a device may corrupt bf16 on the way (gfx1151)."""
+    return there.view(_integers(there.dtype)).cpu()
+
+
+def _integers(dtype: torch.dtype) -> torch.dtype:
+    return torch.int16 if dtype.itemsize == 2 else torch.int32
+
+
+def _integers_of(*shape: int, span: int = 3) -> Tensor:
+    return torch.randint(1 - span, span, shape, generator=_noise(len(shape))).float()
+
+
+def _noise(seed: int) -> torch.Generator:
+    return torch.Generator(device="cpu").manual_seed(seed)
+
+
+def _off(found: Tensor, expected: Tensor, dtype: torch.dtype) -> str:
+    """Empty when two results agree up to one rounding of ``dtype``; sums of small integers are exact before it."""
+    error = float((found - expected).abs().max())
+    if math.isnan(error):
+        return f"{int(found.isnan().sum())} of {found.numel()} values are NaN"
+    bound = 2 * torch.finfo(dtype).eps * float(expected.abs().max())
+    return "" if error <= bound else f"off by {error:.3g} where the largest value is {float(expected.abs().max()):.3g}"
