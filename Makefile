@@ -31,6 +31,19 @@ test-full: $(READY)
 test-host: $(READY)
 	$(PY) -m pytest tests/host
 
+test-browser: $(READY)
+	$(PY) tests/browser/drive.py run.mjs
+
+workflows: $(READY)
+	$(PY) tests/browser/drive.py workflows.mjs
+
+demo-comfyui: $(READY)
+	$(PY) tests/host/demo.py demo/comfyui
+
+bench: $(READY)
+	$(PY) benchmarks/overhead.py
+	$(PY) benchmarks/startup.py
+
 lint: $(READY)
 	$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy --explicit-package-bases compat pipelines
 

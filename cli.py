@@ -1,4 +1,4 @@
-"""`anygpu`: the pack without ComfyUI. Reports what was decided, renders a clip, runs the demo."""
+"""`anygpu`: the pack without ComfyUI. Says what this machine can do, tries it, renders a clip, runs the demo."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ if not __package__:  # run as `python path/to/pack/cli.py`: load the folder as t
     _spec.loader.exec_module(sys.modules["anygpu"])
     __package__ = "anygpu"
 
-from .compat import offload, precision
-from .compat.device import facts_for, free_bytes
+from .compat import attention, offload, precision
 from .compat.errors import InputError, PackError
-from .compat.offload import GIGABYTE, residency_for
+from .compat.vae_care import METHODS
 from .pipelines.family import FITS, SCHEDULERS
 
-WIDTH = 60
+STATE = "~/.cache/anygpu"
 
 
 class Printed:
@@ -55,16 +54,25 @@ class Printed:
 
 
 def report(arguments: argparse.Namespace) -> int:
-    """Print the device and what is decided on it for every family."""
-    from .pipelines.families import FAMILIES
+    """Print the device, what it answered, and what is decided on it for every family."""
+    from .pipelines.hardware import hardware_report
 
-    facts = facts_for(arguments.device)
-    free = free_bytes(facts.device)
-    print(f"device: {facts}" + (f", {free / GIGABYTE:.1f} GB free" if free is not None else ""))
-    for family in FAMILIES.values():
-        print(f"{family.id:<17} {precision.precision_for(family.id, facts)}")
-    print(f"offload: {residency_for('auto', _NoParts(), facts.device, {}, free)[1]}")
+    print(hardware_report(arguments.device, Path(arguments.state).expanduser(), arguments.again).text())
     return 0
+
+
+def check(arguments: argparse.Namespace) -> int:
+    """Try on the device what has failed on people's devices; 1 when something fails that would be used."""
+    from .compat.check import exit_code
+    from .pipelines.hardware import hardware_check
+
+    found = []
+    for one in hardware_check(arguments.device, Path(arguments.state).expanduser()):
+        found.append(one)
+        print(one, flush=True)
+    failed = exit_code(found)
+    print(f"{len(found)} checks, {'something' if failed else 'nothing'} fails that would be used")
+    return failed
 
 
 def render(arguments: argparse.Namespace) -> int:
@@ -91,6 +99,7 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float]:
     request = LoadRequest(
         Path(arguments.model), _path(arguments.base), _path(arguments.image_encoder), arguments.variant,
         arguments.precision, arguments.offload, arguments.device, tuple(map(Path, arguments.search)),
+        attention=arguments.attention, state=Path(arguments.state).expanduser(),
     )
     with torch.no_grad():
         loaded = load(request, progress)
@@ -118,7 +127,7 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float]:
             latents = stages.sample_framepack(loaded, prompt, image, chosen, framepack, progress)
         else:
             latents = stages.sample(loaded, prompt, image, chosen, progress)
-        return stages.decode(loaded, latents, progress), latents.fps
+        return stages.decode(loaded, latents, progress, arguments.decode), latents.fps
 
 
 def demo(arguments: argparse.Namespace) -> int:
@@ -140,16 +149,6 @@ def main(words: Sequence[str] | None = None) -> int:
         print("\nanygpu: cancelled", file=sys.stderr)
         return 130
     return code
-
-
-class _NoParts(dict[str, Any]):
-    """Parts of no pipeline, for a report without a model."""
-
-    def read(self, name: str, progress: Any = None) -> Any:
-        raise KeyError(name)
-
-    def drop(self, name: str) -> None:
-        raise KeyError(name)
 
 
 def _images(loaded: Any, arguments: argparse.Namespace, progress: Any) -> tuple[Any, Any]:
@@ -189,8 +188,15 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True)
     told = commands.add_parser("report", help="what this machine is and what is decided on it")
     told.add_argument("--device", help="such as cpu, cuda:0, mps; default: the accelerator, else cpu")
+    told.add_argument("--again", action="store_true", help="ask the device anew")
     told.set_defaults(run=report)
-    _render_arguments(commands.add_parser("render", help="render one clip with your own model"))
+    tried = commands.add_parser("check", help="try conversions, loading, Conv3d and attention on the device")
+    tried.add_argument("--device", help="such as cpu, cuda:0, mps; default: the accelerator, else cpu")
+    tried.set_defaults(run=check)
+    rendering = commands.add_parser("render", help="render one clip with your own model")
+    _render_arguments(rendering)
+    for command in (told, tried, rendering):
+        command.add_argument("--state", default=STATE, help=f"folder where its answers are kept (default: {STATE})")
     shown = commands.add_parser("demo", help="render one clip per family with tiny random models and check each")
     shown.add_argument("--output", default="demo", help="folder to fill (default: demo)")
     shown.set_defaults(run=demo)
@@ -218,6 +224,8 @@ def _render_arguments(parser: argparse.ArgumentParser) -> None:
     add("--scheduler", choices=SCHEDULERS, default="auto")
     add("--precision", choices=precision.CHOICES, default="auto")
     add("--offload", choices=offload.CHOICES, default="auto")
+    add("--attention", choices=attention.CHOICES, default="auto", help="kernel of the transformer's attention")
+    add("--decode", choices=METHODS, default="auto", help="whole, in tiles, or auto: whole unless that fails")
     add("--device", help="such as cpu, cuda:0, mps; default: the accelerator, else cpu")
     add("--variant", default="auto")
     add("--base", help="FramePack: HunyuanVideo folder")

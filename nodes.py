@@ -6,11 +6,12 @@ import logging
 from fractions import Fraction
 from typing import Any
 
-from .compat import offload, precision
+from .compat import attention, offload, precision
+from .compat.vae_care import METHODS
 from .host import folders, kept, memory
-from .host.api import ComfyExtension, InputImpl, Types, io
+from .host.api import ComfyExtension, InputImpl, Types, io, ui
 from .host.progress import NodeProgress
-from .pipelines import exchange, stages
+from .pipelines import exchange, hardware, stages
 from .pipelines.contract import FramePackSettings, ImageRequest, PromptRequest, SampleSettings
 from .pipelines.family import FITS, SCHEDULERS
 from .pipelines.loading import LoadRequest, load, variant_choices
@@ -92,7 +93,8 @@ class LoadPipeline(io.ComfyNode):
                 io.Combo.Input(
                     "precision", options=list(precision.CHOICES), default="auto",
                     tooltip="auto: what this device runs best. fp32: exact, twice the memory of bf16. bf16: needs a GPU "
-                    "with bf16 units (NVIDIA RTX 30 and newer). fp16: half the memory, can overflow to black video.",
+                    "with bf16 units (NVIDIA RTX 30 and newer). fp16: half the memory, can overflow to black video. "
+                    "fp16-safe: fp16 operands around an fp32 residual, for GPUs without bf16; not on a CPU.",
                 ),
                 io.Combo.Input(
                     "offload", options=list(offload.CHOICES), default="auto",
@@ -113,6 +115,12 @@ class LoadPipeline(io.ComfyNode):
                     tooltip="FramePack, HunyuanVideo 1.5: the folder with image_encoder and feature_extractor. "
                     "auto searches.",
                 ),
+                io.Combo.Input(
+                    "attention", options=list(attention.CHOICES), default="auto", optional=True, advanced=True,
+                    tooltip="Which kernel the transformer's attention runs, in this pipeline alone. "
+                    + " ".join(f"{choice}: {meaning}." for choice, meaning in attention.MEANINGS.items())
+                    + " What this machine cannot do is one line when you run it.",
+                ),
             ],
             outputs=[Pipeline.Output(display_name="pipeline")],
             hidden=[io.Hidden.unique_id],
@@ -127,13 +135,14 @@ class LoadPipeline(io.ComfyNode):
     @classmethod
     def execute(
         cls, model: str, precision: str, offload: str, variant: str = "auto", base: str = "auto",
-        image_encoder: str = "auto",
+        image_encoder: str = "auto", attention: str = "auto",
     ) -> io.NodeOutput:
         """The pipeline."""
         progress = NodeProgress(cls.hidden.unique_id)
         request = LoadRequest(
             folders.model_folder(model), folders.lender_folder(base), folders.lender_folder(image_encoder), variant,
             precision, offload, memory.compute_device(), (*folders.model_roots(), *folders.encoder_roots()),
+            attention=attention, state=folders.state_folder(),
         )
         pipeline = load(request, progress, memory.make_room)
         progress.finish("\n".join((f"{pipeline.family}, {pipeline.facts}", *pipeline.notes)))
@@ -437,24 +446,75 @@ class Decode(io.ComfyNode):
                     "fps", default=0.0, min=0.0, max=240.0, step=0.01, optional=True, advanced=True,
                     tooltip="Frames per second of the VIDEO. 0 takes what sampling used.",
                 ),
+                io.Combo.Input(
+                    "method", options=list(METHODS), default="auto", optional=True, advanced=True,
+                    tooltip="auto: whole, in tiles where that does not fit or goes wrong. full: never in tiles, which is "
+                    "exact. tiled: in tiles of 256 pixels, which needs far less memory and can show faint seams.",
+                ),
             ],
             outputs=[io.Image.Output(display_name="images"), io.Video.Output(display_name="video")],
             hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
-    def execute(cls, pipeline: Any, latent: Any, fps: float = 0.0) -> io.NodeOutput:
+    def execute(cls, pipeline: Any, latent: Any, fps: float = 0.0, method: str = "auto") -> io.NodeOutput:
         """Frames, and the video."""
         progress = NodeProgress(cls.hidden.unique_id, pipeline.family)
         latents = exchange.from_core(pipeline, latent, progress.say)
-        frames = stages.decode(pipeline, latents, progress)
+        frames = stages.decode(pipeline, latents, progress, method)
         rate = Fraction(fps or latents.fps).limit_denominator(1001)
         progress.finish(f"{frames.shape[2]}x{frames.shape[1]}, {frames.shape[0]} frames at {float(rate):g} fps")
         video = InputImpl.VideoFromComponents(Types.VideoComponents(images=frames, frame_rate=rate))
         return io.NodeOutput(frames, video)
 
 
-NODES = (LoadPipeline, EncodePrompt, EncodeImage, EncodeVideo, Sample, SampleFramePack, Decode)
+class HardwareReport(io.ComfyNode):
+    """Say what this machine can do and what is decided on it."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """The node's inputs and outputs."""
+        return io.Schema(
+            node_id="AnyGPUHardwareReport",
+            display_name="AnyGPU Hardware Report",
+            category=CATEGORY,
+            description="Says which device was found, what it answered to short tests, which precision and kernels each "
+            "model gets on it and why, and what to change where something does not work.",
+            search_aliases=["diagnose", "gpu info", "benchmark", "debug", "bug report", "hardware"],
+            inputs=[
+                io.Boolean.Input(
+                    "check", default=False,
+                    tooltip="Also try conversions, loading, Conv3d and attention on the device: a few seconds.",
+                ),
+                io.Boolean.Input(
+                    "ask_again", default=False, optional=True, advanced=True,
+                    tooltip="Forget what the device answered before and ask anew.",
+                ),
+            ],
+            outputs=[io.String.Output(display_name="text"), io.Image.Output(display_name="table")],
+            hidden=[io.Hidden.unique_id],
+            is_output_node=True,
+            not_idempotent=True,
+        )
+
+    @classmethod
+    def fingerprint_inputs(cls, **_: Any) -> float:
+        """Never the same: a driver or a flag may have changed."""
+        return float("nan")
+
+    @classmethod
+    def execute(cls, check: bool, ask_again: bool = False) -> io.NodeOutput:
+        """The report as text and as a table."""
+        progress = NodeProgress(cls.hidden.unique_id)
+        device, state = memory.compute_device(), folders.state_folder()
+        report = hardware.hardware_report(device, state, ask_again)
+        report = hardware.checked(report, device, state, progress) if check else report
+        progress.finish(report.summary())
+        table = hardware.drawn(report)
+        return io.NodeOutput(report.text(), table, ui=ui.PreviewImage(table, cls=cls))
+
+
+NODES = (LoadPipeline, EncodePrompt, EncodeImage, EncodeVideo, Sample, SampleFramePack, Decode, HardwareReport)
 
 
 class AnyGPUExtension(ComfyExtension):

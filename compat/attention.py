@@ -8,7 +8,7 @@ builds the whole score matrix without a word: 28.8 GiB in the first step of Fram
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from .device import DeviceFacts
 from .errors import InputError, UnsupportedError
+from .probe_store import UNUSABLE, WRONG, Answer
 
 CHOICES = (
     "auto", "native", "native_cudnn", "native_efficient", "native_flash", "native_math", "sage", "flash", "xformers",
@@ -33,14 +34,17 @@ MEANINGS: dict[str, str] = {
     "flash": "the package flash-attn",
     "xformers": "the package xformers",
 }
-TORCH_KERNELS = {1: "flash", 2: "memory-efficient", 3: "cuDNN", 4: "the device's own"}  # numbers of SDPBackend; 0 is math
-BACKENDS = {"native_cudnn": "CUDNN_ATTENTION", "native_efficient": "EFFICIENT_ATTENTION", "native_flash": "FLASH_ATTENTION"}
+TORCH_KERNELS = {1: "flash", 2: "memory-efficient", 3: "cuDNN", 4: "the device's own"}  # SDPBackend; 0 is math
+BACKENDS = {
+    "native_cudnn": "CUDNN_ATTENTION", "native_efficient": "EFFICIENT_ATTENTION", "native_flash": "FLASH_ATTENTION",
+}
 MEBIBYTE = 1024**2
 LEAST_BUDGET, UNKNOWN_BUDGET, MOST_BUDGET = 64 * MEBIBYTE, 256 * MEBIBYTE, 1024 * MEBIBYTE
 BUDGET_SHARE = 16  # the budget is this part of the device's memory
 MATH_COPIES = 3  # scores, softmax, and the scaled or masked scores between them are alive together in torch's math
 SCORE_BYTES = 4  # scores are fp32 in torch's math and here, whatever the operands are
 WORKED_ON = torch.float32
+PROBED = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}  # as probes name them
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +122,8 @@ def attention_for(
     if choice == "native_math":
         return Attention(choice, budget, f"chosen: {MEANINGS[choice]} of at most {size}", avoided)
     if choice == "auto" and kernel:
-        return Attention(choice, budget, f"auto: torch's fused kernel ({kernel}); exact in chunks of {size} elsewhere", avoided)
+        why = f"auto: torch's fused kernel ({kernel}); exact in chunks of {size} where it has none"
+        return Attention(choice, budget, why, avoided)
     if choice == "auto":
         cause = avoided.get(dtype) or f"this device has no fused kernel for {name}"
         return Attention(choice, budget, f"auto: exact, in chunks of queries of at most {size}: {cause}", avoided)
@@ -132,6 +137,20 @@ def attention_for(
 
         require_usable(choice, facts, dtype, head_width)
     return Attention(choice, budget, f"chosen: {MEANINGS[choice]}", avoided)
+
+
+def avoided_by(probes: Mapping[str, Answer] | None, dtypes: Iterable[torch.dtype]) -> dict[torch.dtype, str]:
+    """The dtypes in which a probe found torch's attention wrong or absent on this device, with the reason.
+
+    An answer about masks counts for nothing: none is passed here.
+    """
+    found = {}
+    for dtype in dict.fromkeys(dtypes if probes else ()):
+        name = f"attention.{PROBED.get(dtype)}"
+        answer = probes[name] if probes and name in probes else None
+        if answer is not None and answer.status in (WRONG, UNUSABLE) and "mask" not in answer.detail:
+            found[dtype] = f"torch's attention is {answer.status} in {PROBED[dtype]} here ({answer.detail})"
+    return found
 
 
 def budget_for(facts: DeviceFacts) -> int:
@@ -177,8 +196,8 @@ def widened(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, budget_
     step = min(query.shape[1], max(1, budget_bytes // per_head))
     for first in range(0, query.shape[1], step):
         part = slice(first, first + step)
-        wide = (tensor[:, part].to(WORKED_ON) for tensor in (query, key, value))
-        found[:, part] = functional.scaled_dot_product_attention(*wide).to(query.dtype)
+        q, k, v = (tensor[:, part].to(WORKED_ON) for tensor in (query, key, value))
+        found[:, part] = functional.scaled_dot_product_attention(q, k, v).to(query.dtype)
     return found
 
 
@@ -203,12 +222,11 @@ def chunked(
         for heads in _parts(query.shape[1], size[1]):
             keys, values = key[rows, heads].to(WORKED_ON).transpose(-1, -2), value[rows, heads].to(WORKED_ON)
             for queries in _parts(query.shape[2], size[2]):
-                scores = torch.matmul(query[rows, heads, queries].to(WORKED_ON) * query.shape[-1] ** -0.5, keys)
-                _hide(scores, None if mask is None else mask[rows, heads, queries], causal, queries.start)
-                # In place, so that one copy of the scores is alive. A row of -inf alone must not become NaN.
-                scores.sub_(scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(WORKED_ON).min)).exp_()
-                total = scores.sum(-1, keepdim=True).clamp_(min=1.0)  # the largest score gives 1; no score gives 0
-                found[rows, heads, queries] = torch.matmul(scores, values).div_(total).to(query.dtype)
+                hidden = None if mask is None else mask[rows, heads, queries]
+                found[rows, heads, queries] = _chunk(
+                    query[rows, heads, queries], keys, values, hidden, queries.start if causal else None
+                )
+            del keys, values  # before those of the next head are cast
     return found
 
 
@@ -242,13 +260,28 @@ def _parts(count: int, size: int) -> list[slice]:
     return [slice(first, min(first + size, count)) for first in range(0, count, size)]
 
 
-def _hide(scores: torch.Tensor, mask: torch.Tensor | None, causal: bool, first: int) -> None:
+def _chunk(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, first: int | None
+) -> torch.Tensor:
+    """Attention of some queries over all keys (B, H, D, M), in fp32; ``first`` is the number of the first, if causal.
+
+    A function of its own, so that the scores are gone before those of the next chunk are made.
+    """
+    scores = torch.matmul(query.to(WORKED_ON) * query.shape[-1] ** -0.5, keys)
+    _hide(scores, mask, first)
+    # In place, so that one copy of the scores is alive. A row of -inf alone must not become NaN.
+    scores.sub_(scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(WORKED_ON).min)).exp_()
+    total = scores.sum(-1, keepdim=True).clamp_(min=1.0)  # the largest score gives 1; no score gives 0
+    return torch.matmul(scores, values).div_(total)
+
+
+def _hide(scores: torch.Tensor, mask: torch.Tensor | None, first: int | None) -> None:
     """Set scores that do not count to -inf, or add a floating mask, in place."""
     if mask is not None and mask.dtype == torch.bool:
         scores.masked_fill_(mask.logical_not(), -math.inf)
     elif mask is not None:
         scores.add_(mask)
-    if causal:
+    if first is not None:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1 + first)
         scores.masked_fill_(later, -math.inf)
 
@@ -277,4 +310,5 @@ def only(choice: str) -> AbstractContextManager[Any]:
     return sdpa_kernel([getattr(SDPBackend, BACKENDS[choice])]) if choice in BACKENDS else nullcontext()
 
 
-EXPLICIT = {name: _by_torch(name) for name in BACKENDS} | {name: _by_package(name) for name in ("sage", "flash", "xformers")}
+EXPLICIT = {name: _by_torch(name) for name in BACKENDS}
+EXPLICIT |= {name: _by_package(name) for name in ("sage", "flash", "xformers")}

@@ -103,7 +103,8 @@ def require_usable(choice: str, facts: DeviceFacts, dtype: torch.dtype, head_wid
     except Exception as failure:  # a kernel that does not fit this device fails in as many ways as there are kernels
         reason = next(iter(str(failure).strip().splitlines()), type(failure).__name__)
         raise UnsupportedError(
-            f"attention {choice!r} fails on {facts.name} ({reason})", expected="a kernel that runs here", fix="Choose auto."
+            f"attention {choice!r} fails on {facts.name} ({reason})", expected="a kernel that runs here",
+            fix="Choose auto.",
         ) from failure
     if not error <= bound:
         raise UnsupportedError(
@@ -142,7 +143,8 @@ def _require_packages(need: Need, facts: DeviceFacts) -> None:
         return
     if not installed(need.package):
         raise MissingPackageError(
-            f"attention {need.choice!r} without the package {need.package!r}", expected=f"{need.package}, which runs it",
+            f"attention {need.choice!r} without the package {need.package!r}",
+            expected=f"{need.package}, which runs it",
             fix=f"Install it into the Python that runs this, as its page says for {facts.name}, or choose auto.",
         )
     triton = next(filter(None, map(installed, ("triton", "triton-windows"))), "")
@@ -164,11 +166,11 @@ def _tried(choice: str, device: torch.device, dtype: torch.dtype, head_width: in
     from .attention import EXPLICIT, WORKED_ON, chunked
 
     generator = torch.Generator().manual_seed(0)
-    operands = [torch.randn(1, 2, TRY_TOKENS, head_width, generator=generator).to(dtype) for _ in range(3)]
-    found = EXPLICIT[choice](*(tensor.to(device) for tensor in operands)).cpu().to(WORKED_ON)
+    query, key, value = (torch.randn(1, 2, TRY_TOKENS, head_width, generator=generator).to(dtype) for _ in range(3))
+    found = EXPLICIT[choice](query.to(device), key.to(device), value.to(device)).cpu().to(WORKED_ON)
     # The reference is the host's: a device with a broken kernel may have broken products too.
-    error = (found - chunked(*operands).to(WORKED_ON)).abs().max().item()
-    # Values are sums of normal numbers with weights that add up to 1: a few eps of the largest; 8-bit products: a tenth.
+    error = (found - chunked(query, key, value).to(WORKED_ON)).abs().max().item()
+    # Values are normal numbers in sums whose weights add up to 1: a few eps of the largest; 8-bit products: a tenth.
     return error, LOSSY_SHARE if choice == "sage" else EXACT_SHARE * torch.finfo(dtype).eps
 
 

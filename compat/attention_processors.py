@@ -8,12 +8,14 @@ the end of each row, so the same result comes from leaving it out. Only the exac
 from __future__ import annotations
 
 import inspect
+import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 Attend = Callable[..., torch.Tensor]
 Rotary = Callable[[torch.Tensor, Any], torch.Tensor]
@@ -34,21 +36,26 @@ class Padding:
 def attended(module: nn.Module, attend: Attend) -> Callable[[], None]:
     """Make every known attention of a transformer call ``attend``; returns what puts everything back.
 
-    A processor of another rewrite is kept: where it has an attribute ``attend``, that is set.
+    A processor of another rewrite is kept: where it has the attributes ``attend`` and ``padding``, they are set, and it
+    calls :func:`across`.
 
     Args:
         attend: from query (B, H, N, D), key, value and an optional mask to (B, H, N, D).
     """
-    padding, undo = Padding(), []
+    padding, undo, patched = Padding(), [], []
+    owner: Any
     for owner in module.modules():
-        processor = getattr(owner, "processor", None)
-        made = PROCESSORS.get(_full_name(processor))
+        processor: Any = getattr(owner, "processor", None)
+        made = PROCESSORS.get(full_name(processor))
         if made is not None and _plain(owner):
             owner.processor = made(attend, padding)
             undo.append((owner, "processor", processor))
-        elif hasattr(processor, "attend"):
-            undo.append((processor, "attend", processor.attend))
-            processor.attend = attend
+        elif full_name(owner) == POOL and "forward" not in vars(owner):
+            owner.forward = types.MethodType(_pool(attend, padding), owner)
+            patched.append(owner)
+        elif hasattr(processor, "attend") and hasattr(processor, "padding"):
+            undo += [(processor, "attend", processor.attend), (processor, "padding", processor.padding)]
+            processor.attend, processor.padding = attend, padding
     cropped = CROPPED.get(type(module).__name__)
     handle = None
     if cropped is not None:
@@ -60,6 +67,8 @@ def attended(module: nn.Module, attend: Attend) -> Callable[[], None]:
             handle.remove()
         for owner, name, former in reversed(undo):
             setattr(owner, name, former)
+        for owner in patched:
+            del owner.forward
 
     return restored
 
@@ -115,13 +124,13 @@ class Joint(_Processor):
             video = type(self).rotary(found[:, :turned], image_rotary_emb)
             return video if turned == found.shape[1] else torch.cat([video, found[:, turned:]], dim=1)
 
-        query = placed(_heads(attn, attn.to_q, tokens, attn.norm_q))
-        key = placed(_heads(attn, attn.to_k, tokens, attn.norm_k))
-        value = _heads(attn, attn.to_v, tokens)
+        query = placed(heads_of(attn, attn.to_q, tokens, attn.norm_q))
+        key = placed(heads_of(attn, attn.to_k, tokens, attn.norm_k))
+        value = heads_of(attn, attn.to_v, tokens)
         if separate:
-            query = torch.cat([query, _heads(attn, attn.add_q_proj, text, attn.norm_added_q)], dim=1)
-            key = torch.cat([key, _heads(attn, attn.add_k_proj, text, attn.norm_added_k)], dim=1)
-            value = torch.cat([value, _heads(attn, attn.add_v_proj, text)], dim=1)
+            query = torch.cat([query, heads_of(attn, attn.add_q_proj, text, attn.norm_added_q)], dim=1)
+            key = torch.cat([key, heads_of(attn, attn.add_k_proj, text, attn.norm_added_k)], dim=1)
+            value = torch.cat([value, heads_of(attn, attn.add_v_proj, text)], dim=1)
         found = self._attended(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attention_mask)
         found = found.transpose(1, 2).flatten(2).to(query.dtype)
         if text is None:
@@ -187,20 +196,29 @@ class Cross(_Processor):
         from diffusers.models.transformers.transformer_ltx import apply_rotary_emb
 
         text = encoder_hidden_states
-        query, key = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(hidden_states if text is None else text))
-        value = attn.to_v(hidden_states if text is None else text)
+        seen = hidden_states if text is None else text
+        query, key, value = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(seen)), attn.to_v(seen)
         if image_rotary_emb is not None:
             query, key = apply_rotary_emb(query, image_rotary_emb), apply_rotary_emb(key, image_rotary_emb)
         query, key, value = (t.unflatten(2, (attn.heads, -1)).transpose(1, 2) for t in (query, key, value))
-        if text is None or attention_mask is None:
-            found = self.attend(query, key, value)
-        elif self.padding.text is not None:
-            found = by_rows(self.attend, query, key, value, self.padding.text, queries_too=False)
-        else:
-            found = self.attend(query, key, value, attention_mask.unsqueeze(1).to(query.dtype))
-        found = found.transpose(1, 2).flatten(2).to(query.dtype)
-        result: torch.Tensor = attn.to_out[1](attn.to_out[0](found))
+        found = across(self.attend, self.padding, query, key, value, None if text is None else attention_mask)
+        result: torch.Tensor = attn.to_out[1](attn.to_out[0](found.transpose(1, 2).flatten(2).to(query.dtype)))
         return result
+
+
+def across(
+    attend: Attend, padding: Padding, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    mask: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention (B, H, N, D) over the valid keys; the mask (B, 1, M), added to scores, is read where no count tells.
+
+    Leaving masked keys out is exact: beside a score that counts, the -10000 of the mask gives a weight of 0.
+    """
+    if mask is None:
+        return attend(query, key, value)
+    if padding.text is not None:
+        return by_rows(attend, query, key, value, padding.text, queries_too=False)
+    return attend(query, key, value, mask.unsqueeze(1).to(query.dtype))
 
 
 class Refiner(_Processor):
@@ -217,7 +235,7 @@ class Refiner(_Processor):
         """Tokens (B, N, D) after attention."""
         seen = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         query, key, value = (
-            _heads(attn, layer, tokens, norm).transpose(1, 2)
+            heads_of(attn, layer, tokens, norm).transpose(1, 2)
             for layer, tokens, norm in (
                 (attn.to_q, hidden_states, attn.norm_q), (attn.to_k, seen, attn.norm_k), (attn.to_v, seen, None)
             )
@@ -231,7 +249,30 @@ class Refiner(_Processor):
         return result
 
 
+def _pool(attend: Attend, padding: Padding) -> Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Mochi's pooling of its text: the mean token asks the tokens and itself.
+
+    Source: diffusers ``MochiAttentionPool.forward``.
+    """
+
+    def forward(pool: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        tokens = torch.cat([pool.pool_tokens(x, mask, keepdim=True), x], dim=1)
+        width = tokens.shape[-1] // pool.num_attention_heads
+        query = pool.to_q(tokens[:, :1]).unflatten(2, (-1, width)).transpose(1, 2)
+        key, value = pool.to_kv(tokens).unflatten(2, (2, -1, width)).permute(2, 0, 3, 1, 4)
+        if padding.text is not None:
+            found = by_rows(attend, query, key, value, padding.text, queries_too=False)
+        else:
+            seen = functional.pad(mask.bool(), (1, 0), value=True)
+            found = attend(query, key, value, seen[:, None, None])
+        pooled: torch.Tensor = pool.to_out(found.flatten(1))
+        return pooled
+
+    return forward
+
+
 MODELS = "diffusers.models"
+POOL = f"{MODELS}.embeddings.MochiAttentionPool"
 PROCESSORS: Mapping[str, Callable[[Attend, Padding], Any]] = {  # stock class -> ours; subclasses are left alone
     f"{MODELS}.transformers.transformer_hunyuan_video.HunyuanVideoAttnProcessor2_0": Hunyuan,
     f"{MODELS}.transformers.transformer_hunyuan_video15.HunyuanVideo15AttnProcessor2_0": Hunyuan,
@@ -241,13 +282,13 @@ PROCESSORS: Mapping[str, Callable[[Attend, Padding], Any]] = {  # stock class ->
 }
 
 
-def _heads(attn: Any, layer: Any, tokens: torch.Tensor | None, norm: Any = None) -> torch.Tensor:
+def heads_of(attn: Any, layer: Any, tokens: torch.Tensor | None, norm: Any = None) -> torch.Tensor:
     """(B, N, H, D) of one projection."""
     found: torch.Tensor = layer(tokens).unflatten(2, (attn.heads, -1))
     return found if norm is None else norm(found)
 
 
-def _full_name(thing: Any) -> str:
+def full_name(thing: Any) -> str:
     return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
@@ -273,7 +314,7 @@ def _cropping(crop: Callable[[dict[str, Any], Padding], None], padding: Padding)
     def before(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
         if arguments:
             own = inspect.signature(type(module).forward).bind_partial(module, *arguments).arguments
-            named = {name: value for name, value in own.items() if value is not arguments and name != "self"} | named
+            named = {name: value for name, value in own.items() if value is not module} | named
         padding.text = padding.joint = None
         named = dict(named)
         crop(named, padding)
@@ -299,9 +340,9 @@ def _cropped_texts(named: dict[str, Any], padding: Padding) -> None:
     No picture is one whose states are all zero, as upstream has it.
     """
     pairs = ((TEXT, MASK), (f"{TEXT}_2", f"{MASK}_2"))
-    texts = [named.get(mask) for _, mask in pairs]
-    picture = named.get("image_embeds")
-    if picture is None or any(mask is None for mask in texts):
+    texts: list[Any] = [named.get(mask) for _, mask in pairs]
+    picture: Any = named.get("image_embeds")
+    if not all(isinstance(given, torch.Tensor) for given in (picture, *texts)):
         return
     if not picture.any():
         named["image_embeds"] = picture = picture[:, :0]

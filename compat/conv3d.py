@@ -267,8 +267,9 @@ def _twin(module: nn.Module, plans: Mapping[nn.Module, Choice], device: torch.de
     nn.Module.__init__(twin)
     own = {*twin.__dict__, "forward", "_diffusers_hook"}
     twin.__dict__.update({name: value for name, value in module.__dict__.items() if name not in own})
-    for name, tensor in module.named_parameters(recurse=False):
-        twin.register_parameter(name, nn.Parameter(tensor.detach().to(device, dtype), requires_grad=False))
+    for name, value in module._parameters.items():
+        copied = None if value is None else nn.Parameter(value.detach().to(device, dtype), requires_grad=False)
+        twin.register_parameter(name, copied)
     for name, buffer in module.named_buffers(recurse=False):
         twin.register_buffer(name, buffer.to(device))
     for name, child in module.named_children():

@@ -67,6 +67,8 @@ PREFERRED: dict[tuple[str, str], tuple[Form, str]] = {  # (backend, kind of laye
 PRODUCTS = (Form.POINTWISE, Form.PATCHES)
 INSTEAD: dict[str, tuple[Form, ...]] = {  # backend, or "*" -> what stands in for a conv3d that does not run
     "*": (*PRODUCTS, Form.FRAMES, Form.CHANNELS_LAST, Form.FP32, Form.MATMUL),
+    # In fp16 a CPU takes 35 to 90 times as long as in fp32, for products too (benchmarks/results/conv3d.csv).
+    "cpu": (Form.FP32, *PRODUCTS, Form.FRAMES, Form.CHANNELS_LAST, Form.MATMUL),
     # A traced graph grows by one convolution per call, so there are few and large ones.
     "xla": (*PRODUCTS, Form.FRAME_CHUNKS, Form.CHANNELS_LAST, Form.FP32, Form.MATMUL),
 }
@@ -76,9 +78,11 @@ def choose_by(facts: Mapping[str, Any], timings: Mapping[str, Mapping[str, float
     """A chooser for a device with these facts; it returns None for a layer that is best left as it is.
 
     Args:
-        facts: what was probed: ``conv3d``, ``conv3d_channels_last``, ``conv2d``, each True, False or a mapping from
-            ``fp32``, ``bf16``, ``fp16`` to them; ``pad3d``, whether 5-D padding is right; ``backend``. What is absent
-            is taken to work; a missing ``conv3d_channels_last`` is as ``conv3d``.
+        facts: what was probed, as ``quirks.abilities`` gives it: ``backend``; ``conv3d``, ``conv3d_channels_last``,
+            ``conv2d`` and ``pad3d`` (5-D padding), each True, False or a mapping from ``fp32``, ``bf16``, ``fp16`` to
+            them; ``cast``, a mapping such as ``{"bf16_to_fp32": False}``. What is absent is taken to work; a missing
+            ``conv3d_channels_last`` is as ``conv3d``. ``conv_bytes`` is the largest input that one convolution may
+            get, 0 for any; ``contiguous_weights`` is whether a weight must be contiguous.
         timings: milliseconds by :attr:`Layer.key` and form, as :func:`form_times` gives; the fastest wins.
     """
 
@@ -86,17 +90,19 @@ def choose_by(facts: Mapping[str, Any], timings: Mapping[str, Mapping[str, float
         usable = [form for form in Form if runs(form, layer, facts)]
         timed = {form: ms for form, ms in (timings or {}).get(layer.key, {}).items() if Form(form) in usable}
         if timed:
-            best = min(timed, key=timed.__getitem__)
-            return None if best == "native" else Choice(Form(best), f"timed here: {_in_words(timed)}")
+            best = Form(min(timed, key=timed.__getitem__))
+            why = f"timed here: {_in_words(timed)}"
+            return _guarded(facts) if best is Form.NATIVE else Choice(best, why, _bound(best, facts))
         preferred = PREFERRED.get((str(facts.get("backend", "")), layer.kind))
         if preferred is not None and preferred[0] in usable:
-            return Choice(*preferred)
+            return Choice(*preferred, _bound(preferred[0], facts))
         if Form.NATIVE in usable:
-            return None
+            return _guarded(facts)
         lacking = "conv3d" if not _able(facts, "conv3d", layer.dtype) else "5-D padding"
         order = INSTEAD.get(str(facts.get("backend", "")), INSTEAD["*"])
         form = next(form for form in order if form in usable)
-        return Choice(form, f"{lacking} in {DTYPE_NAMES.get(layer.dtype, layer.dtype)} does not work on this device")
+        why = f"{lacking} in {DTYPE_NAMES.get(layer.dtype, layer.dtype)} does not work well on this device"
+        return Choice(form, why, _bound(form, facts))
 
     return choice
 
@@ -115,7 +121,8 @@ def runs(form: Form, layer: Layer, facts: Mapping[str, Any]) -> bool:
     if form is Form.CHANNELS_LAST:
         return _able(facts, "conv3d_channels_last" if "conv3d_channels_last" in facts else "conv3d", layer.dtype)
     if form is Form.FP32:
-        return _able(facts, "conv3d", torch.float32)
+        cast = facts.get("cast", {}).get(f"{DTYPE_NAMES.get(layer.dtype, '')}_to_fp32", True)
+        return cast and _able(facts, "conv3d", torch.float32)
     return _able(facts, "conv2d", layer.dtype) if form in (Form.FRAMES, Form.FRAME_CHUNKS) else True
 
 
@@ -172,6 +179,20 @@ def tolerance(dtype: torch.dtype, terms: int, device: torch.device) -> float:
     coarse = TF32_EPS if device.type != "cpu" and dtype is torch.float32 else 0.0
     walk = 4 * torch.finfo(torch.float32).eps * terms**0.5
     return 2 * torch.finfo(dtype).eps + 4 * coarse + walk
+
+
+def _guarded(facts: Mapping[str, Any]) -> Choice | None:
+    """The device's own conv3d, left alone where it has no limits."""
+    if facts.get("conv_bytes"):
+        return Choice(Form.NATIVE, "large inputs of one conv3d fail on this device", _bound(Form.NATIVE, facts))
+    if facts.get("contiguous_weights"):
+        return Choice(Form.NATIVE, "weights must be contiguous on this device")
+    return None
+
+
+def _bound(form: Form, facts: Mapping[str, Any]) -> int:
+    """Bytes that ``form`` may give to one convolution; 0 for its own bound."""
+    return int(facts.get("conv_bytes", 0)) if form in (Form.NATIVE, Form.FP32, Form.CHANNELS_LAST) else 0
 
 
 def _able(facts: Mapping[str, Any], name: str, dtype: torch.dtype) -> bool:

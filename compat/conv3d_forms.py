@@ -92,9 +92,12 @@ def conv3d_by_patches(
     """
     t, h, w = weight.shape[2:]
     x = _with_zeros(x, g.padding)
-    x = x[:, :, : x.shape[2] // t * t, : x.shape[3] // h * h, : x.shape[4] // w * w]
-    patches = rearrange(x, "B C (T t) (H h) (W w) -> B T H W (C t h w)", t=t, h=h, w=w)
-    return rearrange(F.linear(patches, weight.flatten(1), bias), "B T H W O -> B O T H W")
+    frames, rows, columns = x.shape[2] // t, x.shape[3] // h, x.shape[4] // w
+    x = x[:, :, : frames * t, : rows * h, : columns * w]
+    patches = rearrange(x, "B C (T t) (H h) (W w) -> (B T H W) (C t h w)", t=t, h=h, w=w)
+    # Two contiguous dimensions: for others torch may round the product before it adds the bias.
+    out = F.linear(patches.contiguous(), weight.flatten(1), bias)
+    return rearrange(out, "(B T H W) O -> B O T H W", T=frames, H=rows, W=columns)
 
 
 def conv3d_by_points(x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry, chunk: int = CHUNK_BYTES) -> Tensor:
@@ -112,7 +115,8 @@ def conv3d_by_frames(x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry
 
     Returns:
         The result. With frames as the outer dimension in memory the frames under the kernel are one block already, so
-        ``x`` is copied once at most, and not at all where it comes so (see :func:`padded`).
+        ``x`` is copied once at most, and not at all where it comes so (see :func:`padded`). Where the kernel is larger
+        than the frames under it, these are copied instead.
     """
     return _frame_by_frame(x, weight, bias, g, 0 if weight.shape[2] > 1 else chunk)
 
@@ -132,12 +136,12 @@ def conv3d_by_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry
     """No convolution: the voxels under the kernel become columns, and the kernel a matrix, both in fp32.
 
     Returns:
-        The result; beside it lives an fp32 copy of ``weight`` and of ``chunk`` bytes of columns.
+        The result; beside it live ``weight`` in fp32 and ``chunk`` bytes of columns.
     """
     _, height, width = g.padding
-    x = padded(x, (width, width, height, height, 0, 0), frames_first=True)
+    x = padded(x, (width, width, height, height, 0, 0))
     wide = torch.float32 if x.dtype in HALVES else x.dtype
-    kernel, offset = _folded(weight.to(wide)), None if bias is None else bias.to(wide)[:, None, None]
+    kernel, offset = weight.to(wide).flatten(1, 2), None if bias is None else bias.to(wide)[:, None, None]
     matrix = kernel.flatten(1).unflatten(0, (g.groups, -1))
 
     def plane(window: Tensor) -> Tensor:
@@ -154,7 +158,7 @@ def conv3d_by_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
 
     with exact(x.device):
-        return _over_windows(x, weight.shape[2], g, 0, plane)
+        return _over_windows(x, weight.shape[2], g, 0, True, plane)
 
 
 def padded(x: Tensor, padding: tuple[int, ...], mode: str = "constant", frames_first: bool = False) -> Tensor:
@@ -174,8 +178,10 @@ def padded(x: Tensor, padding: tuple[int, ...], mode: str = "constant", frames_f
         if frames_first:
             pieces = [piece.transpose(1, 2) for piece in pieces]
             x = (torch.cat(pieces, dim=1) if len(pieces) > 1 else pieces[0].contiguous()).transpose(1, 2)
-        else:
-            x = torch.cat(pieces, dim=2)
+        else:  # torch.cat keeps a layout that all pieces share
+            last = not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last_3d)
+            layout = torch.channels_last_3d if last else torch.contiguous_format
+            x = torch.cat([piece.contiguous(memory_format=layout) for piece in pieces], dim=2)
     if not any(plane):
         return x
     if not frames_first and x.is_contiguous():
@@ -238,32 +244,37 @@ def _alike(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _frame_by_frame(x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry, chunk: int) -> Tensor:
-    kernel = _folded(weight)
+    taps = weight.shape[2]
+    # The frames under the kernel are one block if their channels come frame by frame; then the kernel, whose channels
+    # come with their frames, has to be turned. Whichever is smaller is copied, and what is copied anyway costs nothing.
+    by_channel = taps == 1 or chunk > 0 or g.groups > 1 or x[:, :, :1].nbytes * taps < weight.nbytes
+    kernel = (weight if by_channel else weight.transpose(1, 2)).flatten(1, 2).contiguous()
 
     def plane(window: Tensor) -> Tensor:
         return F.conv2d(window, kernel, bias, g.stride[1:], g.padding[1:], g.dilation[1:], g.groups)
 
-    return _over_windows(padded(x, (0, 0, 0, 0, 0, 0), frames_first=True), weight.shape[2], g, chunk, plane)
+    if not by_channel:
+        x = padded(x, (0, 0, 0, 0, g.padding[0], g.padding[0]), frames_first=True)
+        g = g._replace(padding=(0, *g.padding[1:]))
+    return _over_windows(x, taps, g, chunk, by_channel, plane)
 
 
-def _folded(weight: Tensor) -> Tensor:
-    """The kernel as that of a 2-D convolution, (O, kT * C / groups, kH, kW)."""
-    return weight.transpose(1, 2).flatten(1, 2).contiguous()
+def _over_windows(
+    x: Tensor, taps: int, g: Geometry, chunk: int, by_channel: bool, plane: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """``plane`` of the frames under each position of the kernel in time, joined in time.
 
-
-def _over_windows(x: Tensor, taps: int, g: Geometry, chunk: int, plane: Callable[[Tensor], Tensor]) -> Tensor:
-    """``plane`` of the frames under each position of the kernel in time, joined in time; ``x`` lies frames first.
-
-    Windows of several frames are copies, ``chunk`` bytes at most; a single one is a view, but for groups and dilation.
+    Windows are copies of ``chunk`` bytes, or of one frame where that is more, but for single ones frame by frame.
     """
-    x = padded(x, (0, 0, 0, 0, g.padding[0], g.padding[0]), frames_first=True) if g.padding[0] else x
+    if g.padding[0]:
+        x = padded(x, (0, 0, 0, 0, g.padding[0], g.padding[0]))
     frames = x.transpose(1, 2)
     (total,) = _steps(frames.shape[1:2], (taps,), g.stride[:1], g.dilation[:1])
     count = min(max(1, chunk // (frames[:, :1].nbytes * taps)), total)
     pieces, out = [], None
     for first in range(0, total, count):
         many = min(count, total - first)
-        window = _window(frames, first, many, taps, g)
+        window = _window(frames, first, many, taps, g, by_channel)
         piece = plane(window.flatten(0, 1)).unflatten(0, (-1, many)).transpose(1, 2)
         if many == total:
             return piece.contiguous()
@@ -276,8 +287,8 @@ def _over_windows(x: Tensor, taps: int, g: Geometry, chunk: int, plane: Callable
     return torch.cat(pieces, dim=2) if out is None else out
 
 
-def _window(frames: Tensor, first: int, many: int, taps: int, g: Geometry) -> Tensor:
-    """What ``many`` output frames from ``first`` on see: (B, many, taps * C, H, W), a group's channels together."""
+def _window(frames: Tensor, first: int, many: int, taps: int, g: Geometry, by_channel: bool) -> Tensor:
+    """What ``many`` output frames from ``first`` on see: (B, many, C * taps, H, W), or taps * C if not by channel."""
     step, gap = g.stride[0], g.dilation[0]
     starts = [first * step + tap * gap for tap in range(taps)]
     if many == 1:
@@ -285,10 +296,9 @@ def _window(frames: Tensor, first: int, many: int, taps: int, g: Geometry) -> Te
     elif taps == 1:
         seen = frames[:, starts[0] : starts[0] + (many - 1) * step + 1 : step, None]
     else:
-        seen = torch.stack([frames[:, start : start + (many - 1) * step + 1 : step] for start in starts], dim=2)
-    if g.groups > 1:
-        return rearrange(seen, "B n t (g c) H W -> B n (g t c) H W", g=g.groups)
-    return seen.flatten(2, 3)
+        shifted = [frames[:, start : start + (many - 1) * step + 1 : step] for start in starts]
+        seen = torch.stack(shifted, dim=3).transpose(2, 3)
+    return (seen.transpose(2, 3) if by_channel else seen).flatten(2, 3)
 
 
 def _columns(

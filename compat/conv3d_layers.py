@@ -16,7 +16,7 @@ from .offload import borrow, misplaced
 
 logger = logging.getLogger(__name__)
 AUTOENCODERS = "diffusers.models.autoencoders.autoencoder_kl_"
-READ_FRAMES_FIRST = (Form.FRAMES, Form.FRAME_CHUNKS, Form.MATMUL)
+READ_FRAMES_FIRST = (Form.FRAMES,)
 
 
 class Rewrite(nn.Module):

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -82,20 +82,32 @@ def facts_for(device: torch.device | str | DeviceFacts | None = None) -> DeviceF
     chosen = default_device() if device is None else _parsed(device)
     makers = {"cuda": _cuda_facts, "cpu": _cpu_facts, "mps": _mps_facts, "xpu": _xpu_facts, "xla": _xla_facts}
     found = makers.get(chosen.type, _plug_in_facts)(chosen)
-    versions = {"torch": torch.__version__, "system": platform.system(), "kernel": platform.release(), "triton": _triton()}
+    versions = {
+        "torch": torch.__version__,
+        "system": platform.system(),
+        "kernel": platform.release(),
+        "triton": _triton(),
+    }
     driver = found.pop("driver", "") or (_driver_file() if found["backend"] in ("cuda", "rocm", "xpu") else "")
     versions |= {"driver": driver, **found.pop("versions", {})}
     return DeviceFacts(
-        device=chosen, torch_version=torch.__version__, torch_build=str(torch.version.git_version or ""), driver=driver,
-        versions={name: str(version) for name, version in versions.items() if version}, **found,
+        device=chosen,
+        torch_version=torch.__version__,
+        torch_build=str(torch.version.git_version or ""),
+        driver=driver,
+        versions={name: str(version) for name, version in versions.items() if version},
+        **found,
     )
 
 
 def flags() -> dict[str, bool]:
     """The switches of torch that change what an operator does; probes are kept apart by them."""
-    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    cudnn: Any = torch.backends.cudnn
+    matmul: Any = torch.backends.cuda.matmul
     found = {
-        "cudnn": cudnn.enabled, "cudnn.benchmark": cudnn.benchmark, "cudnn.deterministic": cudnn.deterministic,
+        "cudnn": cudnn.enabled,
+        "cudnn.benchmark": cudnn.benchmark,
+        "cudnn.deterministic": cudnn.deterministic,
         "tf32": torch.get_float32_matmul_precision() != "highest",
         "cudnn.tf32": getattr(cudnn.conv, "fp32_precision", "none") not in ("none", "ieee"),
         "fp16 sums": getattr(matmul, "allow_fp16_accumulation", False),
@@ -114,8 +126,9 @@ def answers(device: torch.device) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """An error in one line, the class where it says nothing."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    """An error in one line of at most 160 characters, the class where it says nothing."""
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return line if len(line) <= 160 else f"{line[:157]}..."
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -124,7 +137,7 @@ def free_bytes(device: torch.device) -> int | None:
         import psutil
 
         return int(psutil.virtual_memory().available)
-    module = getattr(torch, device.type, None)
+    module: Any = getattr(torch, device.type, None)
     if hasattr(module, "mem_get_info"):
         return int(module.mem_get_info(device)[0])
     return None
@@ -132,7 +145,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 def empty_cache(device: torch.device) -> None:
     """Give unused cached memory of an accelerator back to its driver; nothing to do on the CPU."""
-    module = getattr(torch, device.type, None)
+    module: Any = getattr(torch, device.type, None)
     if device.type != "cpu" and hasattr(module, "empty_cache"):
         module.empty_cache()
 
@@ -152,7 +165,12 @@ def _parsed(device: torch.device | str) -> torch.device:
 
 def _cpu_facts(device: torch.device) -> dict[str, Any]:
     return {
-        "backend": "cpu", "arch": "", "arch_class": "cpu", "name": "CPU", "total_bytes": _host_bytes(), "unified": True,
+        "backend": "cpu",
+        "arch": "",
+        "arch_class": "cpu",
+        "name": "CPU",
+        "total_bytes": _host_bytes(),
+        "unified": True,
     }
 
 
@@ -160,27 +178,37 @@ def _cuda_facts(device: torch.device) -> dict[str, Any]:
     """NVIDIA and AMD: both answer to ``torch.cuda``."""
     properties = torch.cuda.get_device_properties(device)
     shared = {
-        "name": properties.name, "total_bytes": properties.total_memory,
-        "unified": bool(getattr(properties, "is_integrated", False)), "compiled": tuple(torch.cuda.get_arch_list()),
+        "name": properties.name,
+        "total_bytes": properties.total_memory,
+        "unified": bool(getattr(properties, "is_integrated", False)),
+        "compiled": tuple(torch.cuda.get_arch_list()),
     }
     cudnn = torch.backends.cudnn.version() or 0
     if torch.version.hip:
         arch = str(getattr(properties, "gcnArchName", "")).split(":")[0]
         versions = {"rocm": torch.version.hip, "miopen": _miopen(cudnn)}
         return {"backend": "rocm", "arch": arch, "arch_class": "rocm", "versions": versions, **shared}
-    # is_bf16_supported() is true on GPUs without bf16 units: it only proves that such a tensor can exist (pytorch#148322).
+    # is_bf16_supported() is true on GPUs without bf16 units: it proves that such a tensor can exist (pytorch#148322).
     modern = properties.major >= 8
     return {
-        "backend": "cuda", "arch": f"sm{properties.major}{properties.minor}",
-        "arch_class": "cuda-sm80+" if modern else "cuda-old", "emulated": () if modern else ("bf16",),
-        "versions": {"cuda": torch.version.cuda, "cudnn": _cudnn(cudnn)}, **shared,
+        "backend": "cuda",
+        "arch": f"sm{properties.major}{properties.minor}",
+        "arch_class": "cuda-sm80+" if modern else "cuda-old",
+        "emulated": () if modern else ("bf16",),
+        "versions": {"cuda": torch.version.cuda, "cudnn": _cudnn(cudnn)},
+        **shared,
     }
 
 
 def _mps_facts(device: torch.device) -> dict[str, Any]:
     return {
-        "backend": "mps", "arch": platform.machine(), "arch_class": "mps", "name": "Apple GPU",
-        "total_bytes": _host_bytes(), "unified": True, "driver": platform.mac_ver()[0],
+        "backend": "mps",
+        "arch": platform.machine(),
+        "arch_class": "mps",
+        "name": "Apple GPU",
+        "total_bytes": _host_bytes(),
+        "unified": True,
+        "driver": platform.mac_ver()[0],
         "versions": {"macos": platform.mac_ver()[0]},
     }
 
@@ -189,8 +217,13 @@ def _xpu_facts(device: torch.device) -> dict[str, Any]:
     properties = torch.xpu.get_device_properties(device)
     lacking = () if getattr(properties, "has_fp64", True) else ("fp64",)
     return {
-        "backend": "xpu", "arch": "", "arch_class": "xpu", "name": str(properties.name), "emulated": lacking,
-        "total_bytes": int(properties.total_memory), "driver": str(getattr(properties, "driver_version", "")),
+        "backend": "xpu",
+        "arch": "",
+        "arch_class": "xpu",
+        "name": str(properties.name),
+        "emulated": lacking,
+        "total_bytes": int(properties.total_memory),
+        "driver": str(getattr(properties, "driver_version", "")),
         "unified": any(word in str(properties.name) for word in ("Iris", "UHD", "HD Graphics")),
         "compiled": tuple(torch.xpu.get_arch_list()),
     }
@@ -198,14 +231,18 @@ def _xpu_facts(device: torch.device) -> dict[str, Any]:
 
 def _xla_facts(device: torch.device) -> dict[str, Any]:
     """A device behind torch_xla, such as Tenstorrent: what it is, the package that brought it says."""
-    runtime = sys.modules.get("torch_xla.runtime")
+    runtime: Any = sys.modules.get("torch_xla.runtime")
     behind = str(runtime.device_type() or "") if hasattr(runtime, "device_type") else ""
-    model, total = sys.modules.get("torch_xla.core.xla_model"), 0
+    total, model = 0, cast(Any, sys.modules.get("torch_xla.core.xla_model"))
     if hasattr(model, "get_memory_info"):
         total = int(model.get_memory_info(device).get("bytes_limit", 0))
     return {
-        "backend": "xla", "arch": behind, "arch_class": "xla", "name": f"{behind or 'device'} behind XLA",
-        "total_bytes": total, "versions": {"xla": _version_of("torch_xla")},
+        "backend": "xla",
+        "arch": behind,
+        "arch_class": "xla",
+        "name": f"{behind or 'device'} behind XLA",
+        "total_bytes": total,
+        "versions": {"xla": _version_of("torch_xla")},
     }
 
 
@@ -214,12 +251,15 @@ def _plug_in_facts(device: torch.device) -> dict[str, Any]:
     directml = sys.modules.get("torch_directml")
     if device.type == "privateuseone" and directml is not None:
         return {
-            "backend": "directml", "arch": "", "arch_class": "directml", "total_bytes": 0,
+            "backend": "directml",
+            "arch": "",
+            "arch_class": "directml",
+            "total_bytes": 0,
             "name": str(directml.device_name(device.index or 0)).strip("\0 "),
             "versions": {"directml": _version_of("torch-directml")},
         }
     total, name = 0, f"{device.type} device"
-    module = getattr(torch, device.type, None)
+    module: Any = getattr(torch, device.type, None)
     if hasattr(module, "get_device_properties"):
         properties = module.get_device_properties(device)
         total, name = int(getattr(properties, "total_memory", 0)), str(getattr(properties, "name", name))

@@ -16,6 +16,7 @@ from torch import nn
 from .device import GIBIBYTE, empty_cache
 from .errors import InputError, UnsupportedError
 from .execution import HOST
+from .transfer import transfer_for
 
 CHOICES = ("auto", "none", "model", "group", "sequential")
 GIGABYTE, MEGABYTE = 1e9, 1e6
@@ -286,11 +287,14 @@ def move(module: nn.Module, device: torch.device, label: str, progress: Any = No
         return
     origins = [(tensor, tensor.data) for tensor in away]
     total, done = sum(tensor.numel() * tensor.element_size() for tensor in away), 0
+    kinds = {(tensor.device, tensor.dtype) for tensor in away} if device.type == HOST.type else set()
+    ways = {kind: transfer_for(*kind) for kind in kinds}  # weights that come back damaged would go out again so
     try:
         with torch.inference_mode(False), torch.no_grad():
             for tensor in away:
                 size = tensor.numel() * tensor.element_size()
-                tensor.data = tensor.data.to(device)
+                way = ways.get((tensor.device, tensor.dtype))
+                tensor.data = tensor.data.to(device) if way is None else way.copied(tensor.data)
                 done += size
                 if progress is not None:
                     progress.step(done, total, f"moving {label} {amount(done, total)}")

@@ -2,79 +2,236 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
 from .device import DeviceFacts
 from .errors import UnsupportedError
+from .probe_store import Answer
+from .quirks import Care, Verdict, care_for, verdict, verdicts
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 DTYPES: dict[str, torch.dtype] = {"fp32": FP32, "bf16": BF16, "fp16": FP16}
-CHOICES = ("auto", "fp32", "bf16", "fp16")
+NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+SAFE = "fp16-safe"
+CHOICES = ("auto", "fp32", "bf16", "fp16", SAFE)
+HALF_TEXT = ("hunyuan_video", "framepack")  # Llama and CLIP, which upstream runs in fp16; the others have a T5
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Dtypes of the parts of one pipeline and the sentence that justifies them."""
+    """Dtypes of the parts of one pipeline and the sentence that justifies them.
+
+    Args:
+        transformer: of its weights. text: of the text encoders. vae: of its weights and activations.
+        compute: of the operands of the transformer's products and attention; as ``transformer`` when None.
+        residual: of its residual stream, norm statistics, modulation, gates and last projection; as ``compute``.
+        conv: in which the VAE's convolutions are computed; as ``vae``.
+        latents: between the steps of the sampler.
+    """
 
     transformer: torch.dtype
     text: torch.dtype
     vae: torch.dtype
     why: str
+    compute: torch.dtype | None = None
+    residual: torch.dtype | None = None
+    conv: torch.dtype | None = None
+    latents: torch.dtype = FP32
+
+    def __post_init__(self) -> None:
+        for name, default in (("compute", "transformer"), ("residual", "compute"), ("conv", "vae")):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, getattr(self, default))
+
+    @property
+    def safe(self) -> bool:
+        """Whether this is fp16-safe: fp16 operands around an fp32 residual stream."""
+        return self.compute is FP16 and self.residual is FP32
+
+    @property
+    def choice(self) -> str:
+        """The explicit choice that has this transformer."""
+        return SAFE if self.safe else NAMES[self.transformer]
 
     def __str__(self) -> str:
-        names = {dtype: name for name, dtype in DTYPES.items()}
-        return (
-            f"transformer {names[self.transformer]}, text {names[self.text]}, VAE {names[self.vae]}: {self.why}"
-        )
+        convolutions = "" if self.conv is self.vae else f" with convolutions in {NAMES[self.conv or self.vae]}"
+        return f"transformer {self.choice}, text {NAMES[self.text]}, VAE {NAMES[self.vae]}{convolutions}: {self.why}"
 
+
+def _safe(text: torch.dtype, why: str) -> Precision:
+    return Precision(FP16, text, FP32, why, FP16, FP32)
+
+
+_OLD = "GPUs before sm80 have no bf16 units: fp16 operands around an fp32 residual are fast and cannot overflow"
+_MAC = "bf16 halves the largest part; the VAE is safe in fp32"
 
 PRECISION: dict[tuple[str, str], Precision] = {  # (family, arch class); an exact row wins over "*"
     ("*", "cpu"): Precision(FP32, FP32, FP32, "a CPU computes fp32 fastest and exactly"),
-    ("*", "cuda-sm80+"): Precision(BF16, BF16, BF16, "this GPU has bf16 tensor cores and the models were trained in it"),
-    ("*", "cuda-old"): Precision(
-        FP32, FP32, FP32, "GPUs before sm80 have no bf16 units and plain fp16 overflows to black; fp32 is right"
+    ("*", "cuda-sm80+"): Precision(
+        BF16, BF16, BF16, "this GPU has bf16 tensor cores and the models were trained in it"
     ),
-    ("*", "rocm"): Precision(BF16, BF16, FP32, "bf16 weights, with the VAE in fp32, where Radeon convolutions are safe"),
+    ("*", "cuda-old"): _safe(FP32, _OLD),
+    ("*", "rocm"): Precision(BF16, BF16, BF16, "bf16 has the range of fp32 at half its memory"),
     ("*", "xpu"): Precision(BF16, BF16, BF16, "Intel GPUs have bf16 units"),
-    ("*", "mps"): Precision(BF16, FP32, FP32, "bf16 halves the largest part; text and VAE are safe in fp32"),
+    ("*", "mps"): Precision(BF16, FP32, FP32, _MAC),
+    ("*", "directml"): _safe(FP32, "DirectML has no bf16: fp16 operands around an fp32 residual cannot overflow"),
+    ("*", "xla"): Precision(
+        BF16, BF16, FP32, "accelerators behind XLA are made for bf16; VAEs lose accuracy in it there"
+    ),
     ("*", "other"): Precision(FP32, FP32, FP32, "nothing is known about this device, so the exact choice"),
     ("mochi", "cuda-sm80+"): Precision(BF16, BF16, FP32, "upstream's reference decodes Mochi in fp32"),
+    ("mochi", "rocm"): Precision(BF16, BF16, FP32, "upstream's reference decodes Mochi in fp32"),
+    ("mochi", "xpu"): Precision(BF16, BF16, FP32, "upstream's reference decodes Mochi in fp32"),
+    **{
+        (family, "cuda-old"): _safe(FP16, f"{_OLD}; its text encoders run in fp16 upstream too") for family in HALF_TEXT
+    },
+    **{
+        (family, "mps"): Precision(BF16, FP16, FP32, f"{_MAC}; its text encoders run in fp16 upstream too")
+        for family in HALF_TEXT
+    },
 }
 
-_EXPLICIT_WHY = {
-    "fp32": "chosen: exact, twice the memory of bf16",
-    "bf16": "chosen: half the memory of fp32 with its range",
-    "fp16": "chosen: half the memory; T5-like text encoders stay fp32, since fp16 overflows in them",
+_EXPLICIT: dict[str, Precision] = {
+    "fp32": Precision(FP32, FP32, FP32, "chosen: exact, twice the memory of bf16"),
+    "bf16": Precision(BF16, BF16, BF16, "chosen: half the memory of fp32 with its range"),
+    "fp16": Precision(FP16, FP32, FP16, "chosen: half the memory; text encoders stay fp32, since fp16 overflows in T5"),
+    SAFE: _safe(FP32, "chosen: fp16 operands around an fp32 residual, with text and VAE in fp32"),
 }
 
 
-def precision_for(family: str, facts: DeviceFacts, choice: str = "auto") -> Precision:
+def precision_for(
+    family: str, facts: DeviceFacts, choice: str = "auto", probes: Mapping[str, Answer] | None = None
+) -> Precision:
     """The dtypes for ``family`` on the device of ``facts``.
+
+    ``auto`` takes the table's row and leaves it where the device cannot follow: bf16 becomes fp16-safe, then fp32. An
+    explicit choice is never changed; only convolutions that a device lacks are computed in fp32, which loses nothing.
 
     Args:
         family: a family id.
         facts: the device.
-        choice: ``auto``, ``fp32``, ``bf16`` or ``fp16``; an explicit choice is never changed silently.
+        choice: one of :data:`CHOICES`.
+        probes: what the device answered, by probe; its word outranks a known bug's row. None asks nothing.
 
     Raises:
-        UnsupportedError: unknown choice, or no row for the device.
+        UnsupportedError: unknown choice, no row for the device, or an explicit choice that the device cannot do.
     """
+    care = care_for(facts)
     if choice == "auto":
-        for key in ((family, facts.arch_class), ("*", facts.arch_class)):
-            if key in PRECISION:
-                return PRECISION[key]
+        return _automatic(family, _row(family, facts), care, probes)
+    if choice not in _EXPLICIT:
         raise UnsupportedError(
-            f"no precision policy for {family!r} on {facts.arch_class!r}",
-            expected=f"one of {', '.join(sorted({arch for _, arch in PRECISION}))}",
-            fix="Choose a precision by hand, or add a row to PRECISION in compat/precision.py.",
+            f"precision {choice!r}", expected=f"one of {', '.join(CHOICES)}", fix="Choose one on the load node."
         )
-    if choice not in DTYPES:
+    if choice == SAFE and facts.backend == "cpu":
         raise UnsupportedError(
-            f"precision {choice!r}", expected=f"one of {', '.join(CHOICES)}", fix="Choose one of these on the load node."
+            f"precision {SAFE!r} on a CPU",
+            expected="auto, fp32 or bf16",
+            fix="Choose auto: a CPU has no fp16 units, so this would be slower than fp32 and less exact.",
         )
-    dtype = DTYPES[choice]
-    chosen = Precision(dtype, dtype, dtype, _EXPLICIT_WHY[choice])
-    return replace(chosen, text=FP32) if dtype is FP16 else chosen
+    chosen = _EXPLICIT[choice]
+    found = transformer_verdict(chosen, care, probes)
+    if not found.usable:
+        raise UnsupportedError(
+            f"precision {choice!r} cannot run on {facts.name} ({found.why})",
+            expected=f"one of {', '.join(_possible(care, probes, facts))}",
+            fix="Choose auto, which takes what works on this device.",
+        )
+    if family in HALF_TEXT and choice in ("fp16", SAFE):
+        chosen = replace(chosen, text=FP16, why=chosen.why.split(";")[0].split(", with")[0])
+    if found.costly:
+        chosen = replace(chosen, why=f"{chosen.why}; slow here ({found.why})")
+    return replace(chosen, conv=_conv_dtype(chosen.vae, care, probes))
+
+
+def transformer_verdict(precision: Precision, care: Care, probes: Mapping[str, Answer] | None = None) -> Verdict:
+    """Whether the device can run a transformer so: casts in both directions, products and attention."""
+    name = NAMES[precision.compute or precision.transformer]
+    casts = () if name == "fp32" else (f"cast.{name}_to_fp32", f"cast.fp32_to_{name}")
+    return verdicts((*casts, f"matmul.{name}", f"attention.{name}"), care, probes)
+
+
+def vae_verdict(dtype: torch.dtype, care: Care, probes: Mapping[str, Answer] | None = None) -> Verdict:
+    """Whether the device can run a VAE in ``dtype``: casts, GroupNorm, and convolutions in some form."""
+    name = NAMES[dtype]
+    casts = () if name == "fp32" else (f"cast.{name}_to_fp32", f"cast.fp32_to_{name}")
+    return verdicts((*casts, f"groupnorm.{name}", f"conv2d.{name}"), care, probes)
+
+
+def _row(family: str, facts: DeviceFacts) -> Precision:
+    for key in ((family, facts.arch_class), ("*", facts.arch_class)):
+        if key in PRECISION:
+            return PRECISION[key]
+    raise UnsupportedError(
+        f"no precision policy for {family!r} on {facts.arch_class!r}",
+        expected=f"one of {', '.join(sorted({arch for _, arch in PRECISION}))}",
+        fix="Choose a precision by hand, or add a row to PRECISION in compat/precision.py.",
+    )
+
+
+def _automatic(family: str, row: Precision, care: Care, probes: Mapping[str, Answer] | None) -> Precision:
+    """The row, with every part that the device cannot do well replaced, and the reasons in its sentence."""
+    why = [row.why]
+    if row.transformer is not FP32:
+        row, why = _transformer(row, care, probes)
+    if row.text is not FP32:
+        found = _text_verdict(row.text, care, probes)
+        if _refused(found):
+            half = family in HALF_TEXT and row.safe and not _refused(_text_verdict(FP16, care, probes))
+            text = FP16 if half else FP32
+            row, why = replace(row, text=text), [*why, *_reasons(why, f"text in {NAMES[text]} ({found.why})")]
+    if row.vae is not FP32:
+        found = vae_verdict(row.vae, care, probes)
+        if _refused(found):
+            row, why = replace(row, vae=FP32, conv=FP32), [*why, *_reasons(why, f"VAE in fp32 ({found.why})")]
+    return replace(row, why="; ".join(why), conv=_conv_dtype(row.vae, care, probes))
+
+
+def _transformer(row: Precision, care: Care, probes: Mapping[str, Answer] | None) -> tuple[Precision, list[str]]:
+    """The row with a transformer that runs here, and the reason."""
+    found = transformer_verdict(row, care, probes)
+    if row.safe:
+        trust = verdict("conv2d.fp16", care, probes)  # a GPU whose fp16 convolutions give NaN is trusted with no fp16
+        refused = found if not found.usable else trust
+        if refused.usable:
+            return row, [row.why]
+        return Precision(FP32, FP32, row.vae, ""), [f"fp32, since fp16 does not work here ({refused.why})"]
+    if not _refused(found):
+        return row, [row.why]
+    safe = transformer_verdict(_EXPLICIT[SAFE], care, probes)
+    cause = "is emulated or slow" if found.usable else "does not work"
+    if safe.usable and verdict("conv2d.fp16", care, probes).usable:
+        changed = replace(row, transformer=FP16, compute=FP16, residual=FP32)
+        return changed, [f"fp16-safe, since bf16 {cause} here ({found.why})"]
+    changed = replace(row, transformer=FP32, compute=FP32, residual=FP32)
+    return changed, [f"fp32, since bf16 {cause} here ({found.why}) and fp16 does not work either ({safe.why})"]
+
+
+def _text_verdict(dtype: torch.dtype, care: Care, probes: Mapping[str, Answer] | None) -> Verdict:
+    return transformer_verdict(Precision(dtype, dtype, dtype, ""), care, probes)
+
+
+def _conv_dtype(vae: torch.dtype, care: Care, probes: Mapping[str, Answer] | None) -> torch.dtype:
+    """The VAE's dtype where the device has a right and ready 2-D or 3-D convolution for it, else fp32."""
+    each = [verdict(f"{name}.{NAMES[vae]}", care, probes) for name in ("conv3d", "conv2d")]
+    return vae if any(found.usable and not found.costly for found in each) else FP32
+
+
+def _refused(found: Verdict) -> bool:
+    """``auto`` leaves what fails and what costs a multiple."""
+    return not found.usable or found.costly
+
+
+def _reasons(said: list[str], new: str) -> list[str]:
+    """``new``, without the cause that was said already."""
+    cause = new.partition("(")[2].rstrip(")")
+    return [new if not any(cause in old for old in said) else new.partition(" (")[0]]
+
+
+def _possible(care: Care, probes: Mapping[str, Answer] | None, facts: DeviceFacts) -> list[str]:
+    usable = [name for name, row in _EXPLICIT.items() if transformer_verdict(row, care, probes).usable]
+    return ["auto", *(name for name in usable if not (name == SAFE and facts.backend == "cpu"))]

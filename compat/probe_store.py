@@ -23,7 +23,16 @@ from .errors import UnsupportedError
 log = logging.getLogger(__name__)
 
 OK, WRONG, UNUSABLE, UNKNOWN = "ok", "wrong", "unusable", "unknown"
-RAISED = (RuntimeError, NotImplementedError, AssertionError, ImportError, OSError, TypeError, ValueError, AttributeError)
+RAISED = (
+    RuntimeError,
+    NotImplementedError,
+    AssertionError,
+    ImportError,
+    OSError,
+    TypeError,
+    ValueError,
+    AttributeError,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +65,10 @@ class ProbeStore(Mapping[str, Answer]):
     """
 
     def __init__(
-        self, facts: DeviceFacts, folder: Path | None = None, more: Mapping[str, suite.Probe] | None = None,
+        self,
+        facts: DeviceFacts,
+        folder: Path | None = None,
+        more: Mapping[str, suite.Probe] | None = None,
         asked: Mapping[str, bool] | None = None,
     ) -> None:
         self.facts, self.folder = facts, folder
@@ -127,25 +139,31 @@ class ProbeStore(Mapping[str, Answer]):
         self._write()
 
     def _read(self) -> None:
+        """Take what is kept, unless it was asked here already: another process may have written meanwhile."""
         if self.path is None:
             return
         try:
             content = json.loads(self.path.read_text(encoding="utf-8"))
-            self._answers = {name: Answer(**entry) for name, entry in content["answers"].items() if name in self.probes}
-            self._remembered = dict(content["remembered"])
+            kept = {name: Answer(**entry) for name, entry in content["answers"].items() if name in self.probes}
+            remembered = dict(content["remembered"])
         except FileNotFoundError:
             return
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            self._answers, self._remembered = {}, {}
             log.warning("AnyGPU: %s is damaged (%s): its probes are asked again", self.path, first_line(error))
+            return
+        self._answers, self._remembered = {**kept, **self._answers}, {**remembered, **self._remembered}
 
     def _write(self) -> None:
         """Write the whole file beside its destination and rename it, so that no reader ever sees half of it."""
         if self.path is None or self.folder is None or self.note:
             return
+        self._read()
         kept = {name: asdict(found) for name, found in self._answers.items() if found.status != UNKNOWN}
         content = {
-            "device": str(self.facts), "versions": dict(self.facts.versions), "answers": kept, "remembered": self._remembered,
+            "device": str(self.facts),
+            "versions": dict(self.facts.versions),
+            "answers": kept,
+            "remembered": self._remembered,
         }
         temporary = ""
         try:
@@ -153,13 +171,13 @@ class ProbeStore(Mapping[str, Answer]):
             descriptor, temporary = tempfile.mkstemp(dir=self.folder, prefix=f".{self.path.name}.", suffix=".part")
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:
                 json.dump(content, file, indent=1)
-            os.replace(temporary, self.path)
+            Path(temporary).replace(self.path)
         except OSError as error:
             if temporary:
                 Path(temporary).unlink(missing_ok=True)
             self.note = (
-                f"probe results cannot be kept in {str(self.folder)!r} ({first_line(error)}); expected a folder that can be "
-                "written. They are asked again at each start: make the folder writable."
+                f"probe results cannot be kept in {str(self.folder)!r} ({first_line(error)}); expected a folder that "
+                "can be written. They are asked again at each start: make the folder writable."
             )
             log.warning("AnyGPU: %s", self.note)
 
@@ -194,8 +212,16 @@ def key_of(facts: DeviceFacts, asked: Mapping[str, bool]) -> str:
     # The system's own kernel is left out: it changes every week, and what depends on it is no probe.
     versions = {name: version for name, version in facts.versions.items() if name != "kernel"}
     parts = (
-        facts.backend, facts.name, facts.arch, facts.total_bytes, facts.driver, facts.torch_version, facts.torch_build,
-        versions, dict(asked), suite.SUITE,
+        facts.backend,
+        facts.name,
+        facts.arch,
+        facts.total_bytes,
+        facts.driver,
+        facts.torch_version,
+        facts.torch_build,
+        versions,
+        dict(asked),
+        suite.SUITE,
     )
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 

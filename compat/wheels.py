@@ -12,7 +12,12 @@ PYTORCH = "https://download.pytorch.org/whl/"
 AMD = "https://rocm.nightlies.amd.com/v2/"
 
 WHEELS: tuple[tuple[str, str, str, str], ...] = (  # backend, arch pattern, index, why; the first that fits
-    ("cuda", "sm[56]?", f"{PYTORCH}cu126", "later builds have no kernels for Maxwell and Pascal (ComfyUI#9650, #10468)"),
+    (
+        "cuda",
+        "sm[56]?",
+        f"{PYTORCH}cu126",
+        "later builds have no kernels for Maxwell and Pascal (ComfyUI#9650, #10468)",
+    ),
     ("cuda", "sm7[02]", f"{PYTORCH}cu126", "builds for CUDA 13 have no kernels for Volta (ComfyUI#16438)"),
     ("cuda", "*", f"{PYTORCH}cu130", "what ComfyUI recommends for Turing and newer"),
     ("rocm", "gfx110?", f"{AMD}gfx110X-all/", "AMD's build for RDNA 3"),
@@ -27,6 +32,11 @@ def wheel_index(facts: DeviceFacts) -> tuple[str, str]:
     """The index to install torch from for the device of ``facts``, and why; both empty where there is none to name."""
     rows = (row[2:] for row in WHEELS if row[0] == facts.backend and fnmatch(facts.arch, row[1]))
     return next(rows, ("", ""))
+
+
+def install(index: str) -> str:
+    """The command that installs torch from ``index``."""
+    return f"python -m pip install -U torch torchvision --index-url {index}"
 
 
 def has_kernels(facts: DeviceFacts) -> bool:
@@ -53,10 +63,11 @@ def require_kernels(facts: DeviceFacts) -> None:
             f"torch {facts.torch_version} has no kernels for {facts.name} ({facts.arch}): it was compiled for "
             f"{', '.join(facts.compiled)}",
             expected=f"a build of torch with {facts.arch}",
-            fix=f"Install one into this Python: python -m pip install -U torch torchvision --index-url {index} ({why}).",
+            fix=f"Install it into this Python: {install(index)} ({why}).",
         )
     raise UnsupportedError(
-        f"the device {str(facts.device)!r} ({facts.name}) has stopped answering ({silent})", expected="a device that computes",
+        f"the device {str(facts.device)!r} ({facts.name}) has stopped answering ({silent})",
+        expected="a device that computes",
         fix="Restart ComfyUI; if it comes back, update the driver or choose another device.",
     )
 

@@ -80,6 +80,11 @@ def kept_folder() -> Path:
     return Path(folder_paths.get_temp_directory()) / "anygpu"
 
 
+def state_folder() -> Path:
+    """Where probe results and settings are kept, in ComfyUI's user directory."""
+    return Path(folder_paths.get_user_directory()) / "anygpu"
+
+
 def _roots(keys: tuple[str, ...]) -> list[Path]:
     found = [Path(path) for key in keys if key in folder_paths.folder_names_and_paths for path in folder_paths.get_folder_paths(key)]
     return list(dict.fromkeys(found))

@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 def section_keeper(say: Callable[[str], None]) -> Callable[[int, int, Latents], None]:
     """A function for FramePack's finished sections: each replaces the file of the one before, in one run's folder."""
     folder = kept_folder() / f"framepack-{uuid.uuid4().hex[:8]}"
+    shown = folder.relative_to(kept_folder().parent.parent).as_posix()
 
     def keep(index: int, count: int, latents: Latents) -> None:
         path = folder / f"section_{index + 1:02}_of_{count:02}.safetensors"
@@ -30,6 +31,6 @@ def section_keeper(say: Callable[[str], None]) -> Callable[[int, int, Latents], 
             if older != written:
                 older.unlink(missing_ok=True)
         log.info("AnyGPU: section %d of %d kept: %s", index + 1, count, written)
-        say(f"finished sections are kept in {folder}")  # one text for all: under the node it stands once
+        say(f"finished sections are kept in {shown}")  # one text for all: under the node it stands once
 
     return keep

@@ -67,7 +67,7 @@ class NodeProgress:
 
     def _pace(self, done: int) -> str:
         seconds = time.monotonic() - self._started
-        return f", {seconds / done:.1f} s each" if done > 1 and seconds > 1 else ""
+        return f", {seconds / done:.1f} s each" if done > 1 and seconds / done >= 0.1 else ""
 
     def _text(self, text: str) -> None:
         now = time.monotonic()

@@ -70,16 +70,32 @@ class Parts(dict[str, nn.Module]):
 
     A part that is not in memory costs nothing: text encoders come and go without the transformer ever being read
     twice, and the peak is the largest part, not the sum.
+
+    Args:
+        readers: part name to what reads it. prepare: rewrites a part that was just read, on the CPU and before any
+            residency hooks it, and returns what takes that back: ``pipelines.rewriting.Preparation``.
+
+    ``fallbacks`` holds, by part name, what makes the next reading a safer one; only for parts whose precision was
+    decided and not chosen.
     """
 
-    def __init__(self, readers: Mapping[str, Callable[[Progress], nn.Module]]) -> None:
+    def __init__(
+        self,
+        readers: Mapping[str, Callable[[Progress], nn.Module]],
+        prepare: Callable[[str, nn.Module], Callable[[], Any]] | None = None,
+    ) -> None:
         super().__init__()
-        self.readers = dict(readers)
+        self.readers, self.prepare = dict(readers), prepare
+        self.undo: dict[str, Callable[[], Any]] = {}
+        self.fallbacks: dict[str, Callable[[], None]] = {}
 
     def read(self, name: str, progress: Progress | None = None) -> nn.Module:
-        """The part ``name``, from memory or from disk."""
+        """The part ``name``, from memory or from disk, prepared."""
         if name not in self:
-            self[name] = self.readers[name](progress or Silent())
+            module = self.readers[name](progress or Silent())
+            if self.prepare is not None:
+                self.undo[name] = self.prepare(name, module)
+            self[name] = module
         return dict.__getitem__(self, name)
 
     def __missing__(self, name: str) -> nn.Module:
@@ -88,6 +104,12 @@ class Parts(dict[str, nn.Module]):
     def drop(self, name: str) -> None:
         """Forget the part; it is read again when it is next wanted."""
         self.pop(name, None)
+        self.undo.pop(name, None)
+
+    def revert(self, name: str) -> None:
+        """The part as it was read, without the rewrites; its residency must be off. Nothing for one not in memory."""
+        if name in self.undo:
+            self.undo.pop(name)()
 
 
 @dataclass(frozen=True, slots=True)

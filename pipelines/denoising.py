@@ -71,7 +71,7 @@ def denoise(
         step: replaces the schedule's own step.
 
     Raises:
-        InputError: the result is not finite.
+        NotFinite: the latents after the first step or the last hold NaN or infinity.
     """
     advance = step or schedule.step
     for index, time in enumerate(schedule.timesteps):
@@ -81,16 +81,22 @@ def denoise(
         latents = advance(output, index, latents)
         if kept is not None:
             latents = kept.over(latents, schedule.levels[index + 1])
+        if index == 0:  # a transformer that overflows does so at once: hours are not spent on a black video
+            require_finite(latents, "latents after the first step")
         progress.step(index + 1, len(schedule), stage, estimate)
     require_finite(latents, "sampled latents")
     return latents
+
+
+class NotFinite(InputError):
+    """Values that are NaN or infinite."""
 
 
 def require_finite(tensor: torch.Tensor, subject: str) -> None:
     """Raise when ``tensor`` holds NaN or infinity, with how many."""
     broken = int((~torch.isfinite(tensor)).sum())
     if broken:
-        raise InputError(
+        raise NotFinite(
             f"{broken} of {tensor.numel()} values of the {subject} are NaN or infinite",
             expected="finite values",
             fix="Choose precision fp32 (or bf16 where the device has it) on the load node and sample again.",

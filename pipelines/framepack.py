@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from .contract import (
     PromptRequest,
     SampleSettings,
 )
-from .denoising import cfg_acts, denoise, noise_for, require_finite
+from .denoising import cfg_acts, denoise, noise_for
 from .family import Defaults, Family
 from .grid import MOST_FRAMES, snap_frames
 from .keyframes import END, START, VISION, drawn, end_strength
@@ -32,7 +32,7 @@ from .llama import POOLED, llama_embeds, llama_from_core
 from .schedule import Levels, schedule_for
 from .sections import TEMPORAL_RATIO, History, Plan, Portion, joined, plan_for, spans
 from .text import EMBEDS, MASK
-from .video import watched
+from .vae import decoding
 
 SPATIAL_RATIO = 8
 LARGEST_SHIFT = 7.0  # of the models' own schedule, where the scheduler's configuration asks for a dynamic one
@@ -192,29 +192,24 @@ def sample(
     return found
 
 
-def decode(loaded: Loaded, latents: Latents, progress: Progress) -> torch.Tensor:
+def decode(loaded: Loaded, latents: Latents, progress: Progress, method: str = "auto") -> torch.Tensor:
     """Frames (F, H, W, 3) in 0..1: each section is decoded with its neighbour and blended into it, as upstream does.
 
     Latents that say nothing of sections, or were cut since, are decoded in one go.
     """
-    require_finite(latents.samples, "latents")
     lengths, window = list(latents.extra.get("section_lengths", ())), int(latents.extra.get("window", 0))
     inverted = latents.extra.get("order") != "vanilla"
     if lengths and lengths[-1] != latents.samples.shape[2]:
         progress.say(f"{latents.samples.shape[2]} latent frames where sampling left {lengths[-1]}: decoded in one go")
         lengths = []
     cuts = spans(lengths, window, inverted) if lengths else [slice(None)]
-    device = execution_device(loaded.residency)
-    with loaded.residency.hold("vae", 0, progress) as vae:
-
-        def videos() -> Iterator[torch.Tensor]:
-            for index, cut in enumerate(cuts):
-                samples = latents.samples[:, :, cut].to(device, loaded.precision.vae)
-                with watched(vae.decoder, Portion(progress, index, len(cuts)), "decoding"):
-                    video = vae.decode(samples, return_dict=False)[0].cpu()
-                yield video
-
-        return joined(videos(), window, inverted)
+    largest = max((latents.samples[:, :, cut].shape for cut in cuts), key=math.prod)
+    with decoding(loaded, largest, progress, method) as passes:
+        videos = (
+            passes.decode(latents.samples[:, :, cut], Portion(progress, index, len(cuts)))
+            for index, cut in enumerate(cuts)
+        )
+        return joined(videos, window, inverted)
 
 
 def activation_bytes(plan: Plan, settings: SampleSettings) -> int:
@@ -243,7 +238,7 @@ def _texts(
         progress.say(f"{unused} of {len(prompt.sections)} section prompts have no effect: {plan.count} sections in all")
 
     def ready(embeds: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        return dict(placed(embeds, execution_device(loaded.residency), loaded.precision.transformer))
+        return dict(placed(embeds, execution_device(loaded.residency), loaded.precision.residual))
 
     common = {} if prompt.negative is None else {"uncond": ready(prompt.negative)}
     first, further = ready(prompt.embeds), [ready(section) for section in prompt.sections[: plan.count - 1]]
@@ -288,7 +283,7 @@ def _forward(
     loaded: Loaded, transformer: Any, history: History, vision: torch.Tensor, settings: SampleSettings
 ) -> Forward:
     """The transformer with all that the next section sees beside its own latents and text."""
-    dtype, device = loaded.precision.transformer, vision.device
+    dtype, device = loaded.precision.residual, vision.device
     given = {
         "image_embeds": vision.to(dtype),
         "guidance": torch.tensor([settings.guidance], dtype=dtype, device=device) * 1000.0,

@@ -183,9 +183,9 @@ def sample(
     )
 
 
-def decode(loaded: Loaded, latents: Latents, progress: Progress) -> torch.Tensor:
+def decode(loaded: Loaded, latents: Latents, progress: Progress, method: str = "auto") -> torch.Tensor:
     """Frames (F, H, W, 3) in 0..1, without those that the 33-channel variant throws away."""
-    return decoded(loaded, latents.samples, progress)[int(latents.extra.get("drop_frames", 0)) :]
+    return decoded(loaded, latents.samples, progress, method)[int(latents.extra.get("drop_frames", 0)) :]
 
 
 def activation_bytes(settings: SampleSettings) -> int:
@@ -239,7 +239,7 @@ def _predictor(
     given: Callable[[torch.Tensor], torch.Tensor], steps: int,
 ) -> Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]:
     """From (latents, timestep, index) to the transformer's guided output, shaped as the latents."""
-    device, dtype = execution_device(loaded.residency), loaded.precision.transformer
+    device, dtype = execution_device(loaded.residency), loaded.precision.residual
     guidance = None
     if transformer.config.guidance_embeds:
         guidance = torch.tensor([settings.guidance], dtype=dtype, device=device) * 1000.0

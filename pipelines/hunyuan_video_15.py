@@ -14,14 +14,15 @@ from ..compat.execution import checked_leaves, execution_device, generator_for, 
 from .contract import ImageCondition, ImageRequest, Latents, Loaded, Progress, Prompt, PromptRequest, SampleSettings
 from .denoising import cfg_acts, denoise, noise_for, start_from
 from .family import Defaults, Family
-from .joint_attention import unmasked
 from .qwen import EMBEDS_2, qwen_embeds, qwen_from_core
 from .schedule import Levels, Schedule, schedule_for
 from .text import EMBEDS
-from .video import decoded, encoded, kept_part, watched
+from .vae import watched
+from .video import decoded, encoded, kept_part
 
 CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 32, 16, 4
 VISION_TOKENS = 729  # what SigLIP makes of 384 x 384 pixels
+TILE = 256  # pixels, the VAE's own
 MOST_WHOLE_TOKENS = 16 * 16 * 31  # latent cells in one of the VAE's own tiles of the model's longest video
 STATES, PICTURE = "image_embeds", "image_latents"
 
@@ -141,7 +142,7 @@ def sample(
     clean = None if settings.latents is None else settings.latents.samples.to(device) * scale
     forward = _Forward(loaded, prompt, image, shape, scale, schedule)
     held = loaded.residency.hold("transformer", activation_bytes(loaded, shape), progress)
-    with held as transformer, checked_leaves(transformer, progress.check), unmasked(transformer):
+    with held as transformer, checked_leaves(transformer, progress.check):
 
         def predict(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
             cond = forward(transformer, "pred_cond", latents, time, index)
@@ -160,18 +161,19 @@ def sample(
     )
 
 
-def decode(loaded: Loaded, latents: Latents, progress: Progress) -> torch.Tensor:
+def decode(loaded: Loaded, latents: Latents, progress: Progress, method: str = "auto") -> torch.Tensor:
     """Frames (F, H, W, 3) in 0..1; in tiles of 256 pixels where the whole would be larger than one of those."""
-    if _in_tiles(loaded, latents.samples.shape[2:], progress):
-        progress.say("decoding in tiles of 256 pixels, as upstream advises, which needs far less memory")
-    return decoded(loaded, latents.samples, progress)
+    tile = _tile_for(latents.samples.shape[2:])
+    if tile and method == "auto":
+        progress.say(f"decoding in tiles of {tile} pixels, as upstream advises, which needs far less memory")
+    return decoded(loaded, latents.samples, progress, method, tile)
 
 
 def activation_bytes(loaded: Loaded, shape: tuple[int, ...]) -> int:
     """A rough peak of one forward, for hosts that free memory by it: 12 copies of the token states."""
     config = loaded.configs["transformer"]
     width = int(config["num_attention_heads"]) * int(config["attention_head_dim"])
-    return shape[2] * shape[3] * shape[4] * width * loaded.precision.transformer.itemsize * 12
+    return shape[2] * shape[3] * shape[4] * width * loaded.precision.residual.itemsize * 12
 
 
 class _Forward:
@@ -181,7 +183,7 @@ class _Forward:
         self, loaded: Loaded, prompt: Prompt, image: ImageCondition | None, shape: tuple[int, ...], scale: float,
         schedule: Schedule,
     ) -> None:
-        device, self.dtype = execution_device(loaded.residency), loaded.precision.transformer
+        device, self.dtype = execution_device(loaded.residency), loaded.precision.residual
         config = loaded.configs["transformer"]
         branches = {"pred_cond": prompt.embeds, "pred_uncond": prompt.negative or {}}
         self.text = placed(branches, device, self.dtype)
@@ -291,17 +293,14 @@ def _video_latents(
 ) -> torch.Tensor:
     count, rows, columns = frames.shape[:3]
     cells = ((count - 1) // TEMPORAL_RATIO + 1, rows // SPATIAL_RATIO, columns // SPATIAL_RATIO)
-    _in_tiles(loaded, cells, progress)
-    return encoded(loaded, frames, seed, progress, mode)
+    return encoded(loaded, frames, seed, progress, mode, _tile_for(cells))
 
 
-def _in_tiles(loaded: Loaded, cells: tuple[int, ...], progress: Progress) -> bool:
-    """Whether a video of these latent frames, rows and columns goes through the VAE in tiles; switched on or off.
+def _tile_for(cells: tuple[int, ...]) -> int:
+    """Pixels per tile for a video of these latent frames, rows and columns; 0 to take it whole.
 
     The VAE's middle attention compares every latent cell with every other, so that 480p in 121 frames takes 4.9 GB
     for its mask alone. What is no larger than one tile of such a video goes whole, which is exact.
     """
     frames, rows, columns = cells
-    vae: Any = loaded.parts.read("vae", progress)
-    vae.use_tiling = frames * rows * columns > MOST_WHOLE_TOKENS
-    return bool(vae.use_tiling)
+    return TILE if frames * rows * columns > MOST_WHOLE_TOKENS else 0

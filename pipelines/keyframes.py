@@ -8,7 +8,7 @@ from ..compat.errors import InputError
 from ..compat.execution import checked_leaves, execution_device
 from .contract import FramePackSettings, ImageCondition, ImageRequest, Loaded, Progress
 from .pictures import signed
-from .video import watched
+from .video import encoded_moments
 
 START, END, VISION = "start", "end", "vision"
 PLACES = {0: START, -1: END}
@@ -44,7 +44,7 @@ def encode_image(loaded: Loaded, request: ImageRequest, progress: Progress) -> I
         progress.say("strength has no effect on the start image of FramePack")
     if place == END and request.vision is not None:
         progress.say("vision has no effect on the end image of FramePack")
-    known[place] = _moments(loaded, request.frames, progress)
+    known[place] = encoded_moments(loaded, request.frames, progress, "encoding image")
     if place == START:
         known[VISION] = _vision(loaded, request, progress)
     anchors = () if request.previous is None else request.previous.anchors
@@ -76,13 +76,6 @@ def drawn(loaded: Loaded, image: ImageCondition, place: str, generator: torch.Ge
 
     latents: torch.Tensor = DiagonalGaussianDistribution(image.tensors[place]).sample(generator)
     return latents * float(loaded.configs["vae"]["scaling_factor"])
-
-
-def _moments(loaded: Loaded, frames: torch.Tensor, progress: Progress) -> torch.Tensor:
-    device = execution_device(loaded.residency)
-    with loaded.residency.hold("vae", 0, progress) as vae, watched(vae.encoder, progress, "encoding image"):
-        found = vae.encode(signed(frames).to(device, loaded.precision.vae)).latent_dist.parameters
-    return found.float().cpu()
 
 
 def _vision(loaded: Loaded, request: ImageRequest, progress: Progress) -> torch.Tensor:

@@ -8,22 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..compat.attention import attention_for, avoided_by
 from ..compat.checkpoints import read_json
 from ..compat.device import DeviceFacts, facts_for, free_bytes
 from ..compat.errors import CheckpointError, InputError
 from ..compat.offload import residency_for
 from ..compat.packages import attribute, unusable
 from ..compat.precision import Precision, precision_for
+from ..compat.probe_store import ProbeStore
+from ..compat.wheels import require_kernels
 from .contract import Loaded, Parts, Progress, Silent, Tools
 from .families import FAMILIES, family_named
 from .family import Family
 from .reading import PartFiles, part_files, reader_of
+from .rewriting import Preparation, attention_step
+from .safe_fp16 import TRANSFORMER, SafeFp16, read_narrow
 
 INDEX = "model_index.json"
 AUTO = "auto"
+HEAD_WIDTH = 128  # of a transformer whose configuration leaves it to the class
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +41,11 @@ class LoadRequest:
         model: folder of a diffusers pipeline, or of a transformer alone.
         base: folder of the pipeline that lends the parts a lone transformer lacks; ``auto`` searches.
         image_encoder: folder with ``image_encoder`` and ``feature_extractor`` (FramePack); ``auto`` searches.
-        variant, precision, offload: choices; ``auto`` decides. device: None for the default device.
-        search: folders in which ``auto`` looks for other models.
+        variant, precision, offload: choices; ``auto`` decides. device: None for the default device; facts that were
+            gathered before stand for the device they are of.
+        search: folders in which ``auto`` looks for other models. attention: which kernel the transformer's attention
+            runs, for this pipeline alone.
+        state: folder where probe results are kept; None asks the device nothing and relies on the tables.
     """
 
     model: Path
@@ -46,6 +56,8 @@ class LoadRequest:
     offload: str = AUTO
     device: Any = None
     search: Sequence[Path] = ()
+    attention: str = AUTO
+    state: Path | None = None
 
 
 def load(
@@ -60,15 +72,25 @@ def load(
     progress = progress or Silent()
     family, folders = _folders(request, progress)
     facts = facts_for(request.device)
-    precision = precision_for(family.id, facts, request.precision)
+    require_kernels(facts)
+    probes = None if request.state is None else ProbeStore(facts, request.state)
+    precision = precision_for(family.id, facts, request.precision, probes)
     files = _part_files(family, folders, precision)
     progress.check()
     task = _task(family, folders["transformer"])
     variant = _variant(family, request, files, progress)
-    parts = Parts({name: reader_of(part) for name, part in files.items()})
+    width = int(files["transformer"].config.get("attention_head_dim", HEAD_WIDTH))
+    operands = precision.compute or precision.transformer
+    avoided = avoided_by(probes, (operands, precision.vae))
+    attention = attention_for(request.attention, facts, operands, width, avoided)
+    safe = SafeFp16(family.id, facts.device, active=precision.safe)
+    preparation = Preparation((safe.step(), attention_step(attention)))
+    parts = Parts({name: reader_of(part) for name, part in files.items()}, preparation)
+    if precision.safe and request.precision == AUTO:
+        parts.fallbacks[TRANSFORMER] = partial(safe.abandon, parts, files[TRANSFORMER])
     sizes = {name: part.total_bytes for name, part in files.items()}
     residency, reason = residency_for(request.offload, parts, facts.device, sizes, free_bytes(facts.device), make_room)
-    notes = (str(precision), f"{residency}: {reason}")
+    notes = (str(precision), f"{residency}: {reason}", str(attention))
     return Loaded(
         family.id, task, parts, facts, precision, residency, _tools(family, folders),
         {name: part.config for name, part in files.items()}, variant, request.model, notes,
@@ -141,7 +163,7 @@ def _folders(request: LoadRequest, progress: Progress) -> tuple[Family, dict[str
         lacking = [part for part in wanted if part not in folders and (name == "base") == (part not in ENCODER_FOLDER)]
         if lacking and (given is not None or (not whole and any(part not in family.optional for part in lacking))):
             source = given or _searched(name, family, request)
-            progress.say(f"{name} from {source}{'' if given else ' (auto)'}")
+            progress.say(f"{name} from {source.name}{'' if given else ' (auto)'}")
             offered = _pipeline_folders(source) if (source / INDEX).is_file() else _subfolders(source)
             if name == "base" and request.image_encoder is None:
                 lacking += [part for part in ENCODER_FOLDER if part in wanted and part not in folders]
@@ -215,6 +237,8 @@ def _part_files(family: Family, folders: Mapping[str, Path], precision: Precisio
             continue
         dtype = {"transformer": precision.transformer, "vae": precision.vae}.get(name, precision.text)
         files[name] = part_files(name, library, _class_of(name, folders[name], classes), folders[name], dtype)
+    if precision.safe:
+        files[TRANSFORMER] = read_narrow(files[TRANSFORMER])
     return files
 
 

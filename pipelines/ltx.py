@@ -20,10 +20,11 @@ from typing import Any
 
 import torch
 
-from ..compat.execution import checked_leaves, execution_device, generator_for, placed
+from ..compat.execution import HOST, checked_leaves, execution_device, generator_for, placed
 from ..compat.offload import own_tensors
+from ..compat.transfer import Transfer
 from .contract import ImageCondition, Latents, Loaded, Progress, Prompt, PromptRequest, SampleSettings
-from .denoising import Kept, Predict, cfg_acts, denoise, noise_for, require_finite
+from .denoising import Kept, Predict, cfg_acts, denoise, noise_for
 from .family import Defaults, Family
 from .ltx_conditions import (
     MEAN,
@@ -45,7 +46,8 @@ from .ltx_conditions import (
 from .ltx_schedule import ltx_schedule
 from .pictures import unsigned
 from .text import EMBEDS, MASK, batched, t5_embeds, t5_from_core
-from .video import kept_part, watched
+from .vae import decoding
+from .video import kept_part
 
 __all__ = [
     "FAMILY", "decode", "defaults_for", "encode_image", "encode_prompt", "encode_video", "guess_variant",
@@ -186,7 +188,7 @@ def sample(
         loaded.residency.hold("transformer", activation_bytes(loaded, settings), progress) as transformer,
         checked_leaves(transformer, progress.check),
     ):
-        predict = _predictor(transformer, loaded.precision.transformer, prompt, settings, walk)
+        predict = _predictor(transformer, loaded.precision.residual, prompt, settings, walk)
         tokens = denoise(
             walk.begin(), schedule, predict, progress=progress, kept=_kept(canvas, start), preview=unpacked,
             step=walk.step,
@@ -198,32 +200,36 @@ def sample(
     )
 
 
-def decode(loaded: Loaded, latents: Latents, progress: Progress) -> torch.Tensor:
+def decode(loaded: Loaded, latents: Latents, progress: Progress, method: str = "auto") -> torch.Tensor:
     """Frames (F, H, W, 3) in 0..1; a VAE that removes the last noise gets it from the generator that sampled."""
     from diffusers import LTXPipeline
 
-    require_finite(latents.samples, "latents")
-    device, dtype = execution_device(loaded.residency), loaded.precision.vae
     generator = generator_for(latents.seed, latents.extra.get("generator_state"))
-    samples, time, tuning = latents.samples.to(device), None, TUNING[loaded.variant]
+    tuning, noise = TUNING[loaded.variant], None
     noise_scale = latents.extra.get("decode_noise_scale", tuning.decode_noise_scale)
     timestep = latents.extra.get("decode_timestep", tuning.decode_timestep)
-    with loaded.residency.hold("vae", 0, progress) as vae:
+    if loaded.configs["vae"].get("timestep_conditioning"):
+        noise = noise_for(tuple(latents.samples.shape), generator, HOST)
+
+    def run(vae: Any, transfer: Transfer) -> torch.Tensor:
         with own_tensors(vae):
-            samples = LTXPipeline._denormalize_latents(samples, vae.latents_mean, vae.latents_std, _scaling(loaded))
-        if vae.config.timestep_conditioning:
-            level = torch.tensor(noise_scale, device=device)
-            samples = (1 - level) * samples + level * noise_for(tuple(samples.shape), generator, device)
-            time = torch.tensor([timestep], device=device, dtype=dtype)
-        with watched(vae.decoder, progress, "decoding"):
-            return unsigned(vae.decode(samples.to(dtype), time, return_dict=False)[0])
+            mean, std = transfer.fetched(vae.latents_mean), transfer.fetched(vae.latents_std)
+        samples, time = LTXPipeline._denormalize_latents(latents.samples, mean, std, _scaling(loaded)), None
+        if noise is not None:
+            level = torch.tensor(noise_scale)
+            samples, time = (1 - level) * samples + level * noise, transfer.sent(torch.tensor([timestep]))
+        video: torch.Tensor = vae.decode(transfer.sent(samples), time, return_dict=False)[0]
+        return video
+
+    with decoding(loaded, latents.samples.shape, progress, method) as passes:
+        return unsigned(passes.decode(latents.samples, run=run))
 
 
 def activation_bytes(loaded: Loaded, settings: SampleSettings) -> int:
     """A rough peak of one forward, for hosts that free memory by it: 12 copies of the token states of both texts."""
     config = loaded.configs["transformer"]
     width = int(config.get("num_attention_heads", 32)) * int(config.get("attention_head_dim", 64))
-    return math.prod(latent_size(settings)) * width * 12 * 2 * loaded.precision.transformer.itemsize
+    return math.prod(latent_size(settings)) * width * 12 * 2 * loaded.precision.residual.itemsize
 
 
 def _predictor(

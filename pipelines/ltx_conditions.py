@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from ..compat.errors import InputError
-from ..compat.execution import execution_device
 from ..compat.offload import own_tensors
+from ..compat.transfer import Transfer
 from .contract import ImageCondition, ImageRequest, Loaded, Progress, SampleSettings
 from .denoising import noise_for
 from .pictures import signed
 from .schedule import TRAIN_TIMESTEPS, Schedule
-from .video import watched
+from .vae import encoding
 
 CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 128, 32, 8
 MOMENTS, MEAN, STD = "moments", "latents_mean", "latents_std"
@@ -156,13 +156,17 @@ def encode_image(loaded: Loaded, request: ImageRequest, progress: Progress) -> I
 
 def encoded_moments(loaded: Loaded, frames: torch.Tensor, progress: Progress, stage: str) -> dict[str, torch.Tensor]:
     """``moments`` (1, 256, T, H / 32, W / 32) and the VAE's ``latents_mean`` and ``latents_std`` (128,); fp32, CPU."""
-    device = execution_device(loaded.residency)
-    with loaded.residency.hold("vae", 0, progress) as vae:
-        with watched(vae.encoder, progress, stage):
-            moments = vae.encode(signed(frames).to(device, loaded.precision.vae)).latent_dist.parameters
+    found: dict[str, torch.Tensor] = {}
+
+    def run(vae: Any, transfer: Transfer) -> torch.Tensor:
+        moments: torch.Tensor = vae.encode(transfer.sent(signed(frames))).latent_dist.parameters
         with own_tensors(vae):
-            found = {MOMENTS: moments, MEAN: vae.latents_mean, STD: vae.latents_std}
-            return {name: tensor.float().cpu() for name, tensor in found.items()}
+            found[MEAN], found[STD] = transfer.fetched(vae.latents_mean), transfer.fetched(vae.latents_std)
+        return moments
+
+    with encoding(loaded, frames, progress) as passes:
+        moments = passes.encode(frames, stage, run)
+    return {MOMENTS: moments, **found}
 
 
 def anchors_of(image: ImageCondition | None, frames: int, progress: Progress) -> tuple[Anchor, ...]:

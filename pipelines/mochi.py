@@ -78,7 +78,7 @@ def sample(
         1, CHANNELS, (settings.frames - 1) // TEMPORAL_RATIO + 1,
         settings.height // SPATIAL_RATIO, settings.width // SPATIAL_RATIO,
     )
-    dtype, steps = loaded.precision.transformer, settings.steps
+    dtype, steps = loaded.precision.residual, settings.steps
     schedule = schedule_for(loaded.tools["scheduler"], settings, steps, _levels, device)
     noise = noise_for(shape, generator, device)
     clean = None if settings.latents is None else _to_model(loaded, settings.latents.samples).to(device)
@@ -115,9 +115,9 @@ def sample(
     )
 
 
-def decode(loaded: Loaded, latents: Latents, progress: Progress) -> torch.Tensor:
+def decode(loaded: Loaded, latents: Latents, progress: Progress, method: str = "auto") -> torch.Tensor:
     """Frames (F, H, W, 3) in 0..1."""
-    return decoded(loaded, latents.samples, progress)
+    return decoded(loaded, latents.samples, progress, method)
 
 
 def activation_bytes(settings: SampleSettings) -> int:

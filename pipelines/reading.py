@@ -27,7 +27,8 @@ class PartFiles:
 
     Args:
         name: part name. library, cls: what builds it. folder: its folder. config: its ``config.json``.
-        entries: its tensors. dtype: what floating tensors become.
+        entries: its tensors. dtype: what floating tensors become. dtype_of: from name and shape of a floating tensor to
+            what it becomes instead; one that does not fit stays as ``dtype``.
     """
 
     name: str
@@ -37,12 +38,21 @@ class PartFiles:
     config: Mapping[str, Any]
     entries: Mapping[str, TensorEntry]
     dtype: torch.dtype
+    dtype_of: Callable[[str, tuple[int, ...]], torch.dtype] | None = None
 
     @property
     def total_bytes(self) -> int:
         """Bytes of the part once it is in memory."""
-        size = self.dtype.itemsize
-        return sum(math.prod(e.shape) * size if STORED[e.dtype].is_floating_point else e.total_bytes for e in self.entries.values())
+        return sum(
+            math.prod(entry.shape) * self.becomes(name).itemsize
+            if STORED[entry.dtype].is_floating_point
+            else entry.total_bytes
+            for name, entry in self.entries.items()
+        )
+
+    def becomes(self, name: str) -> torch.dtype:
+        """The dtype of the floating tensor ``name`` in memory."""
+        return self.dtype if self.dtype_of is None else self.dtype_of(name, tuple(self.entries[name].shape))
 
 
 def part_files(name: str, library: str, cls: str, folder: Path, dtype: torch.dtype) -> PartFiles:
@@ -65,11 +75,22 @@ def reader_of(files: PartFiles) -> Callable[[Progress], nn.Module]:
 
     def read(progress: Progress) -> nn.Module:
         with torch.inference_mode(False), torch.no_grad():
-            tensors = read_tensors(files.entries, files.dtype, _advance(files, progress))
+            tensors = _tensors(files, _advance(files, progress))
             build = _built_by_diffusers if files.library == "diffusers" else _built_by_transformers
             return build(files, tensors).eval().requires_grad_(False)
 
     return read
+
+
+def _tensors(files: PartFiles, advance: Callable[[int], None]) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for dtype in sorted({files.becomes(name) for name in files.entries}, key=str):
+        mine = {name: entry for name, entry in files.entries.items() if files.becomes(name) is dtype}
+        found |= read_tensors(mine, dtype, advance)
+        if dtype is torch.float16 and dtype is not files.dtype:
+            high = {name for name in mine if found[name].is_floating_point() and not found[name].isfinite().all()}
+            found |= read_tensors({name: mine[name] for name in high}, files.dtype, lambda _: None)
+    return found
 
 
 def _advance(files: PartFiles, progress: Progress) -> Callable[[int], None]:

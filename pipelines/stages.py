@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..compat.errors import InputError, UnsupportedError
+from ..compat.soundness import fault_in_latents
 from .contract import (
     FramePackSettings,
     ImageCondition,
@@ -20,10 +21,12 @@ from .contract import (
     PromptRequest,
     SampleSettings,
 )
+from .denoising import require_finite
 from .families import family_named
 from .family import Family
 from .grid import check_steps, snap
 from .pictures import checked_frames, fitted, fitted_size
+from .safe_fp16 import with_fallback
 
 MOST_TOKENS = 1024
 NEUTRAL: dict[str, Any] = {  # settings that mean "nothing asked"
@@ -157,7 +160,7 @@ def sample(
     settings = _completed(of_checkpoint(loaded), prompt, image, settings, progress)
     _require_image(loaded, family.FAMILY, image)
     release_text(loaded, family.FAMILY)
-    return family.sample(loaded, prompt, image, settings, progress)
+    return with_fallback(loaded, progress, lambda: family.sample(loaded, prompt, image, settings, progress))
 
 
 def sample_framepack(
@@ -179,14 +182,21 @@ def sample_framepack(
     settings = replace(settings, frames=family.frames_for(framepack, settings.fps or family.FAMILY.defaults.fps))
     settings = _completed(family.FAMILY, prompt, image, settings, progress)
     release_text(loaded, family.FAMILY)
-    return family.sample(loaded, prompt, image, settings, framepack, progress, keep_section)
+    return with_fallback(
+        loaded, progress,
+        lambda: family.sample(loaded, prompt, image, settings, framepack, progress, keep_section),
+    )
 
 
-def decode(loaded: Loaded, latents: Latents, progress: Progress) -> torch.Tensor:
+def decode(loaded: Loaded, latents: Latents, progress: Progress, method: str = "auto") -> torch.Tensor:
     """Frames (F, H, W, 3) in 0..1, as many as were asked for.
 
+    Args:
+        method: ``auto`` decodes whole and takes tiles where that fails; ``full`` and ``tiled`` do as they say.
+
     Raises:
-        InputError: latents of another family, or not finite.
+        InputError: latents of another family, or not finite. UnsupportedError: what came out cannot be right.
+        torch.OutOfMemoryError: not even the smallest way fits.
     """
     family = family_named(loaded.family)
     require_family(latents.family, family.FAMILY, "these latents")
@@ -197,7 +207,7 @@ def decode(loaded: Loaded, latents: Latents, progress: Progress) -> torch.Tensor
             fix="Decode them with the model that made them.",
         )
     release_text(loaded, family.FAMILY)
-    return family.decode(loaded, latents, progress)[: latents.frames]
+    return family.decode(loaded, latents, progress, method)[: latents.frames]
 
 
 def of_checkpoint(loaded: Loaded) -> Family:
@@ -277,6 +287,8 @@ def _completed(
         )
     if image is not None:
         require_family(image.family, family, "an image condition")
+        for name, tensor in image.tensors.items():
+            require_finite(tensor, f"image condition ({name})")
         if (image.width, image.height) != (settings.width, settings.height):
             raise InputError(
                 f"an image condition of {image.width}x{image.height} for a video of {settings.width}x{settings.height}",
@@ -305,6 +317,10 @@ def _with_latents(family: Family, settings: SampleSettings, progress: Progress) 
             progress.say("denoise has no effect without latents")
         return replace(settings, latents=None, denoise=1.0)
     require_family(latents.family, family, "the latents to start from")
+    require_finite(latents.samples, "latents to start from")
+    empty = fault_in_latents(latents.samples)
+    if empty and settings.denoise < 1.0:
+        progress.say(f"the latents to start from are {empty}: was the video encoded by a VAE of this model?")
     if settings.denoise == 0.0:
         raise InputError("denoise 0", expected="more than 0, at most 1", fix="0 would return the input: use 0.3 to 0.8.")
     found, asked = (latents.width, latents.height, latents.frames), (settings.width, settings.height, settings.frames)

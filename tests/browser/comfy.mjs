@@ -17,6 +17,7 @@ export async function openPage({ width = 1600, height = 900, nodes2 = false } = 
     "Comfy.VueNodes.Enabled": nodes2,
     "Comfy.Minimap.Visible": false,
     "Comfy.Graph.CanvasInfo": false,
+    "Comfy.RightSidePanel.IsOpen": false, // an earlier look at an error leaves it open
   };
   if (!URL_OF_SERVER) throw new Error("COMFYUI_URL is not set: run this through tests/browser/drive.py");
   const browser = await chromium.launch({ executablePath: CHROMIUM, args: ["--no-sandbox", "--disable-gpu"] });
@@ -71,4 +72,13 @@ export async function showAll(page, margin = 40) {
     canvas.setDirty(true, true);
   }, margin);
   await page.waitForTimeout(800);
+}
+
+/** Where the lowest node ends, in pixels of the page. */
+export function graphBottom(page) {
+  return page.evaluate(() => {
+    const { canvas, ds } = window.app.canvas;
+    const lowest = Math.max(...window.app.graph._nodes.map((node) => node.pos[1] + node.size[1]));
+    return canvas.getBoundingClientRect().top + (lowest + ds.offset[1]) * ds.scale;
+  });
 }

@@ -1,6 +1,7 @@
 """Run a browser script against a real ComfyUI with every tiny checkpoint: ``python drive.py SCRIPT.mjs [arguments]``.
 
-Exits with the script's status, or with 0 and the reason where there is no host, no Node.js or no Chromium.
+Exits with the script's status. Where there is no host, Node.js or Chromium it says so and exits with 0 for tests
+(``run.mjs``), which are skipped then, and with 1 for scripts that were to make files.
 """
 
 from __future__ import annotations
@@ -16,20 +17,25 @@ HERE = Path(__file__).resolve().parent
 sys.path[0] = str(HERE.parent)  # the folder of the package `host`, as pytest has it
 
 from host.server import NoHost, Server, find_host, tiny_home  # noqa: E402
+from PIL import Image  # noqa: E402
+
+TESTS = "run.mjs"
+PICTURES = HERE.parents[1] / "docs" / "images"
 
 
 def drive(script: str, arguments: list[str]) -> int:
     """The status of the script; its output goes to the terminal."""
     node = shutil.which("node")
     chromium = os.environ.get("CHROMIUM") or "/usr/bin/chromium"
-    if node is None or not Path(chromium).is_file():
-        print(f"skipped: {'no Node.js' if node is None else f'no Chromium at {chromium}; name one in CHROMIUM'}")
-        return 0
     try:
         host = find_host()
+        if node is None:
+            raise NoHost("no Node.js")
+        if not Path(chromium).is_file():
+            raise NoHost(f"no Chromium at {chromium}; name one in CHROMIUM")
     except NoHost as reason:
-        print(f"skipped: {reason}")
-        return 0
+        print(f"skipped: {reason}" if script == TESTS else f"{script} cannot run: {reason}")
+        return 0 if script == TESTS else 1
     if not (HERE / "node_modules" / "playwright-core").is_dir():
         subprocess.run([shutil.which("npm") or "npm", "ci", "--no-audit", "--no-fund"], cwd=HERE, check=True)
     with tempfile.TemporaryDirectory(prefix="anygpu-browser-") as folder:
@@ -37,9 +43,21 @@ def drive(script: str, arguments: list[str]) -> int:
         try:
             server.start().every_model()
             variables = {**os.environ, "COMFYUI_URL": server.url, "CHROMIUM": chromium}
-            return subprocess.run([node, str(HERE / script), *arguments], env=variables, timeout=1200).returncode
+            status = subprocess.run([node, str(HERE / script), *arguments], env=variables, timeout=1200).returncode
         finally:
             server.stop()
+    if "--pictures" in arguments:
+        lighten(PICTURES)
+    return status
+
+
+def lighten(folder: Path) -> None:
+    """Save every screenshot again with 256 colours of its own, a third of the bytes."""
+    for path in folder.glob("*.png"):
+        with Image.open(path) as picture:
+            if picture.mode != "P":
+                few = picture.convert("RGB").quantize(256, Image.Quantize.MEDIANCUT, kmeans=3, dither=Image.Dither.NONE)
+                few.save(path, optimize=True)
 
 
 if __name__ == "__main__":

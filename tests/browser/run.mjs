@@ -3,7 +3,7 @@
 import assert from "node:assert/strict";
 import { mkdir, readFile, readdir } from "node:fs/promises";
 import { fileURLToPath } from "node:url";
-import { loadWorkflow, openPage, showAll } from "./comfy.mjs";
+import { URL_OF_SERVER, graphBottom, loadWorkflow, openPage, showAll } from "./comfy.mjs";
 
 const SOURCES = new URL("../../workflows/", import.meta.url);
 const IMAGES = new URL("../../docs/images/", import.meta.url);
@@ -38,7 +38,9 @@ async function listen(page) {
     on("b_preview", () => { window.seen.previews += 1; });
     on("execution_cached", ({ nodes }) => { window.seen.cached = nodes; });
     for (const kind of ["execution_success", "execution_error", "execution_interrupted"]) {
-      on(kind, (detail) => { window.seen.ending = kind; window.seen.message = detail?.exception_message ?? ""; });
+      on(kind, (detail) => {
+        Object.assign(window.seen, { ending: kind, message: detail?.exception_message ?? "", endedAt: performance.now() });
+      });
     }
   });
 }
@@ -54,12 +56,18 @@ async function ended(page, timeout = 120000) {
   return page.evaluate(() => window.seen);
 }
 
-/** A screenshot for the README, when they are wanted; by default once the notices at the right edge are gone. */
-async function picture(page, name, { quiet = true } = {}) {
-  if (!PICTURES) return;
+/**
+ * A screenshot for the README, when they are wanted.
+ * `quiet` waits until the notices at the right edge are gone; `height` of the page in pixels, down to the lowest node
+ * where it is not given.
+ */
+async function picture(page, name, { quiet = true, height = 0 } = {}) {
+  if (!PICTURES || !name) return;
   await mkdir(IMAGES, { recursive: true });
   if (quiet) await page.waitForTimeout(6000);
-  await page.screenshot({ path: fileURLToPath(new URL(name, IMAGES)) });
+  const { width, height: whole } = page.viewportSize();
+  const shown = height || Math.min(whole, Math.ceil(await graphBottom(page)) + 50);
+  await page.screenshot({ path: fileURLToPath(new URL(name, IMAGES)), clip: { x: 0, y: 0, width, height: shown } });
 }
 
 async function check(title, act) {
@@ -72,7 +80,7 @@ async function templates({ page }) {
   await page.evaluate(() => window.app.extensionManager.command.execute("Comfy.BrowseTemplates"));
   await page.getByText("anygpu", { exact: true }).first().click();
   for (const name of names) await page.getByText(name.replaceAll("_", " ")).or(page.getByText(name)).first().waitFor();
-  await picture(page, "templates.png");
+  await picture(page, "templates.png", { height: 900 });
   await page.getByText("ltx_text_to_video").or(page.getByText("ltx text to video")).first().click();
   await page.waitForFunction(() => window.app.graph._nodes.some((node) => node.type === "AnyGPUSample"));
 }
@@ -100,14 +108,19 @@ async function watches({ page }, shot) {
 }
 
 async function cancels({ page }) {
-  await shrink(page, { seed: 8, steps: 1000 });
+  await shrink(page, { seed: 8, steps: 1000, width: 512, height: 320, frames: 49 });
   await queue(page);
   await page.waitForFunction(() => window.seen.progress.some(([value, max]) => max === 1000 && value >= 3), null, { timeout: 60000 });
-  const started = Date.now();
-  await page.evaluate(() => window.app.extensionManager.command.execute("Comfy.Interrupt"));
-  assert.equal((await ended(page)).ending, "execution_interrupted");
-  const seconds = (Date.now() - started) / 1000;
-  assert.ok(seconds < 1, `cancel took ${seconds} s`);
+  // Timed in the page, which also draws without a GPU here: hence two seconds. That the server obeys within one is
+  // the business of tests/host/test_cancel.py.
+  const started = await page.evaluate(() => {
+    const now = performance.now();
+    void window.app.extensionManager.command.execute("Comfy.Interrupt");
+    return now;
+  });
+  const seen = await ended(page);
+  assert.equal(seen.ending, "execution_interrupted");
+  assert.ok(seen.endedAt - started < 2000, `cancel took ${seen.endedAt - started} ms`);
   await shrink(page, { seed: 9 });
   await queue(page);
   assert.equal((await ended(page)).ending, "execution_success");
@@ -122,23 +135,25 @@ async function fails({ page }, shot) {
   await page.getByRole("button", { name: "View details" }).click();
   await page.getByText("expected a text that describes the video").first().waitFor();
   await page.waitForTimeout(500);
-  await picture(page, shot, { quiet: false });
-  await page.evaluate(() => window.app.extensionManager.command.execute("Workspace.ToggleSidebarTab.none").catch(() => {}));
+  await picture(page, shot, { quiet: false, height: 690 }); // above the stack trace
+  await page.evaluate(() => window.app.extensionManager.setting.set("Comfy.RightSidePanel.IsOpen", false));
 }
 
 for (const nodes2 of [false, true]) {
   const mode = nodes2 ? "Nodes 2.0" : "classic canvas";
+  // Without what earlier runs left, every node runs and shows its text.
+  await fetch(`${URL_OF_SERVER}/free`, { method: "POST", body: JSON.stringify({ unload_models: true, free_memory: true }) });
   const open = await openPage({ nodes2 });
-  const suffix = nodes2 ? "_nodes2" : "";
+  const shot = (name) => (nodes2 ? null : name);
   try {
     if (!nodes2) await check("every workflow is in the template browser", () => templates(open));
     await check(`${mode}: LTX-Video text to video runs to a video`, () => runs(open, "ltx_text_to_video", { seed: 1 }));
-    await picture(open.page, `ltx_text_to_video${suffix}.png`);
-    await check(`${mode}: progress and preview are shown`, () => watches(open, `progress${suffix}.png`));
+    await picture(open.page, shot("ltx_text_to_video.png"));
+    await check(`${mode}: progress and preview are shown`, () => watches(open, shot("progress.png")));
     await check(`${mode}: Cancel is obeyed and the next run works`, () => cancels(open));
-    await check(`${mode}: an error says what to do`, () => fails(open, `error${suffix}.png`));
+    await check(`${mode}: an error says what to do`, () => fails(open, shot("error.png")));
     await check(`${mode}: FramePack image to video runs to a video`, () => runs(open, "framepack_image_to_video", { seed: 1 }));
-    await picture(open.page, `framepack_image_to_video${suffix}.png`);
+    await picture(open.page, nodes2 ? "framepack_nodes2.png" : "framepack_image_to_video.png");
     assert.deepEqual(open.errors, [], "the page reported errors");
   } finally {
     await open.browser.close();

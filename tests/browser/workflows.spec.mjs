@@ -103,7 +103,7 @@ const described = (title, model, text) => ({ kind: "MarkdownNote", title: "Read 
 function columns({ pictures = [], encoded = [] }) {
   return [
     [{ key: "note", width: 480, height: 760 }],
-    [{ key: "load", width: 380, height: 330, below: 30 }, ...pictures.map((key) => ({ key, width: 380, height: key === "components" ? 0 : 340 }))],
+    [{ key: "load", width: 380, height: 420, below: 20 }, ...pictures.map((key) => ({ key, width: 380, height: key === "components" ? 0 : 340 }))],
     [{ key: "prompt", width: 440, height: 480, below: 60 }, ...encoded.map((key) => ({ key, width: 440, below: 30 }))],
     [{ key: "sample", width: 340 }],
     [{ key: "decode", width: 460, below: 50 }, { key: "save", width: 460, height: 460 }],

@@ -34,7 +34,7 @@ class NoVolumes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name()
         of_volumes = any(isinstance(value, torch.Tensor) and value.dim() == 5 for value in args[:1])
-        if "pad3d" in name or (of_volumes and ("conv" in name or "constant_pad_nd" in name)):
+        if "pad3d" in name or (of_volumes and ("conv" in name or name in ("aten::pad", "aten::constant_pad_nd"))):
             raise NotImplementedError(f"{name} is not implemented for volumes on this device")
         self.seen.append(name)
         return func(*args, **(kwargs or {}))
@@ -47,17 +47,19 @@ def integers(*size: int) -> torch.Tensor:
 
 @functools.cache
 def configurations() -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, Geometry]]:
-    """Random inputs, weights, biases and geometries; every third kernel is a point, every fifth as large as its stride."""
+    """Random inputs, weights, biases, geometries; every third kernel is a point, every fifth as large as its stride."""
     dice = random.Random(3)
     rows = []
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         for index in range(CONFIGURATIONS):
-            groups = dice.choice((1, 1, 1, 2, 3))
+            point, patch = index % 3 == 0, index % 5 == 0
+            groups = 1 if patch or point else dice.choice((1, 1, 2, 3))
             fan, out = dice.randint(1, 4), groups * dice.randint(1, 4)
-            kernel = (1, 1, 1) if index % 3 == 0 else tuple(dice.randint(1, 3) for _ in range(3))
-            stride = kernel if index % 5 == 0 else tuple(dice.randint(1, 3) for _ in range(3))
-            padding, dilation = (tuple(dice.randint(low, 2) for _ in range(3)) for low in (0, 1))
+            kernel = (1, 1, 1) if point else tuple(dice.randint(1, 3) for _ in range(3))
+            stride = kernel if patch else tuple(dice.randint(1, 3) for _ in range(3))
+            padding = tuple(dice.randint(0, 2) for _ in range(3))
+            dilation = tuple(dice.randint(1, 1 if patch else 2) for _ in range(3))
             x = integers(dice.randint(1, 2), groups * fan, *(dice.randint(5, 8) for _ in range(3)))
             bias = integers(out) if dice.random() < 0.7 else None
             rows.append((x, integers(out, fan, *kernel), bias, Geometry(stride, padding, dilation, groups)))
@@ -81,7 +83,7 @@ def test_equals_conv3d_bit_for_bit(form: Form) -> None:
             for chunk in (0, 1):
                 assert torch.equal(convolved(form, x, weight, bias, geometry, chunk), expected), geometry
             tried += 1
-    assert tried >= {Form.POINTWISE: 60, Form.PATCHES: 30}.get(form, CONFIGURATIONS)
+    assert tried >= {Form.POINTWISE: 100, Form.PATCHES: 60}.get(form, CONFIGURATIONS)
 
 
 @pytest.mark.parametrize("form", [form for form in Form if form not in (Form.PATCHES, Form.POINTWISE)])
@@ -99,19 +101,25 @@ def test_needs_no_other_layout(form: Form) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("channels", "kernel", "stride"), [(128, (3, 3, 3), 1), (96, (1, 1, 1), 1), (48, (2, 4, 4), 0)])
-def test_as_accurate_as_conv3d(channels: int, kernel: tuple, stride: int, dtype: torch.dtype) -> None:
-    """The error against fp64 is within a tenth of that of ``F.conv3d`` in the same dtype."""
+@pytest.mark.parametrize(("channels", "kernel", "patched"), [(128, 3, False), (96, 1, False), (48, 4, True)])
+def test_as_accurate_as_conv3d(channels: int, kernel: int, patched: bool, dtype: torch.dtype) -> None:
+    """The error against fp64 is within a tenth of that of ``F.conv3d`` in the same dtype (and layout).
+
+    Sixteen voxels at least: for fewer columns this CPU's own matrix product sums one term after the other.
+    """
     generator = torch.Generator().manual_seed(0)
-    geometry = Geometry(kernel if not stride else (stride,) * 3)
-    x = torch.randn(1, channels, 4, 12, 12, generator=generator).to(dtype)
-    weight = (torch.randn(32, channels, *kernel, generator=generator) / channels).to(dtype)
+    size = (min(kernel, 3), kernel, kernel)
+    geometry = Geometry(size if patched else (1, 1, 1))
+    x = torch.randn(1, channels, 4, 16, 16, generator=generator).to(dtype)
+    weight = torch.randn(32, channels, *size, generator=generator)
+    weight = (weight / weight[0].numel() ** 0.5).to(dtype)
     bias = torch.randn(32, generator=generator).to(dtype)
     exact = F.conv3d(x.double(), weight.double(), bias.double(), *geometry)
-    bound = 1.1 * relative_error(F.conv3d(x, weight, bias, *geometry), exact)
-    for form in Form:
-        if covers(form, kernel, geometry):
-            assert relative_error(convolved(form, x, weight, bias, geometry), exact) <= bound, form
+    for form in filter(lambda form: covers(form, size, geometry), Form):
+        layout = torch.channels_last_3d if form is Form.CHANNELS_LAST else torch.contiguous_format
+        upstream = F.conv3d(*(t.contiguous(memory_format=layout) for t in (x, weight)), bias, *geometry)
+        found = convolved(form, x, weight, bias, geometry)
+        assert relative_error(found, exact) <= 1.1 * relative_error(upstream, exact), form
 
 
 def test_one_frame_per_call_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,14 +169,14 @@ def test_fp32_holds_under_autocast() -> None:
 def test_padding_equals_upstream_without_3d_operators(mode: str, frames_first: bool) -> None:
     for layout in (torch.contiguous_format, torch.channels_last_3d):
         x = integers(2, 3, 4, 5, 6).contiguous(memory_format=layout)
-        for padding in ((1, 2, 2, 1, 3, 0), (0, 0, 0, 0, 2, 1), (1, 1, 1, 1, 0, 0), (0,) * 6):
+        for padding in ((1, 2, 2, 0, 3, 0), (0, 0, 0, 0, 2, 1), (1, 1, 1, 1, 0, 0), (0,) * 6):
             expected = F.pad(x, padding, mode=mode)
             with NoVolumes():
                 found = padded(x, padding, mode, frames_first)
             assert torch.equal(found, expected)
             if frames_first:
                 assert found.transpose(1, 2).is_contiguous()
-            else:
+            elif mode != "circular":  # torch pads a plane so into fresh contiguous memory
                 assert found.is_contiguous(memory_format=layout)
 
 
@@ -201,12 +209,19 @@ def layer(shape: tuple, dtype: torch.dtype = torch.bfloat16, groups: int = 1) ->
         ({"backend": "rocm"}, GENERAL, Form.FRAMES),
         ({"backend": "rocm", "conv2d": False}, GENERAL, None),
         ({"backend": "mps", "conv3d": False, "conv3d_channels_last": True}, GENERAL, Form.FRAMES),
+        ({"backend": "cpu", "conv3d": {"bf16": False}}, POINTWISE, Form.FP32),
+        ({"backend": "cpu", "conv3d": False}, POINTWISE, Form.POINTWISE),
+        # no convolution in bf16, and its cast to fp32 lies: nothing but products is left
+        ({"conv3d": {"bf16": False}, "conv2d": {"bf16": False}, "cast": {"bf16_to_fp32": False}}, GENERAL, Form.MATMUL),
+        ({"contiguous_weights": True}, GENERAL, Form.NATIVE),
+        ({"conv_bytes": 1 << 30}, GENERAL, Form.NATIVE),
     ],
 )
 def test_choice_by_facts(facts: dict, shape: tuple, form: Form | None) -> None:
     choice = choose_by(facts)(layer(shape))
     assert (choice.form if choice else None) is form
     assert choice is None or len(choice.why) > 10
+    assert choice is None or choice.chunk_bytes == facts.get("conv_bytes", 0)
 
 
 def test_timings_decide_among_what_runs() -> None:
@@ -223,7 +238,7 @@ def test_timings_decide_among_what_runs() -> None:
 
 def test_timings_are_measured_and_only_for_right_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FORMS, Form.FRAMES, lambda x, *rest: FORMS[Form.NATIVE](x, *rest) * 1.1)
-    times = form_times(layer(GENERAL, torch.float32), CPU, (2, 8, 8), repeats=1)
+    times = form_times(layer(GENERAL, torch.float32), CPU, (4, 8, 8), repeats=1)
     assert set(times) == {"native", "fp32", "channels_last", "frame_chunks", "matmul"}
     assert all(isinstance(ms, float) and ms > 0 for ms in times.values())
     assert form_error(Form.FRAMES, layer(GENERAL), CPU) is None
@@ -233,7 +248,8 @@ def test_timings_are_measured_and_only_for_right_results(monkeypatch: pytest.Mon
 def test_every_form_that_covers_a_layer_runs_somewhere() -> None:
     grouped = layer(GENERAL, groups=2)
     assert {form for form in Form if runs(form, grouped, {})} == set(Form) - {Form.PATCHES, Form.POINTWISE}
-    assert not runs(Form.PATCHES, layer(PATCHES, groups=2), {}) and not runs(Form.POINTWISE, layer(POINTWISE, groups=2), {})
+    assert not runs(Form.PATCHES, layer(PATCHES, groups=2), {})
+    assert not runs(Form.POINTWISE, layer(POINTWISE, groups=2), {})
 
 
 # The swap ----------------------------------------------------------------------------------------------------------
@@ -256,7 +272,7 @@ def test_swap_keeps_every_object_and_goes_back() -> None:
     with NoVolumes() as device:
         assert torch.allclose(model(x), expected, atol=1e-5)
     assert "aten::convolution" in device.seen and "aten::baddbmm" in device.seen
-    assert told == [str(swapped)] and "1 as frames (conv3d in fp32 does not work" in told[0]
+    assert told == [str(swapped)] and "1 as frames (conv3d in fp32 does not work well" in told[0]
     swapped.restore()
     swapped.restore()
     for name, module, cls, attributes in before:
@@ -473,7 +489,7 @@ def test_framepack_patch_embeds(quiet: None) -> None:
     )
     x, history = torch.randn(1, 16, 3, 6, 10), [torch.randn(1, 16, size, 6, 10) for size in (2, 3, 13)]
     expected = [embeds["x"](x), *embeds["clean"](*history)]
-    with pytest.raises(NotImplementedError, match="pad3d"), NoVolumes():
+    with pytest.raises(NotImplementedError, match="aten::pad"), NoVolumes():
         embeds["clean"](None, None, history[2])
     swapped = swap_conv3d(embeds, FORBIDDEN)
     assert {name: choice.form for name, choice in swapped.choices.items()} == dict.fromkeys(
@@ -515,8 +531,9 @@ def no_volumes_backend(seen: list[str]) -> Any:
         for node in graph.graph.nodes:
             if node.op == "call_function":
                 name = str(node.target)
-                shaped = [arg.meta["val"].dim() for arg in node.all_input_nodes[:1] if "val" in arg.meta]
-                if "pad3d" in name or ("convolution" in name and shaped == [5]):
+                first = node.all_input_nodes[0].meta.get("val") if node.all_input_nodes else None
+                of_volumes = isinstance(first, torch.Tensor) and first.dim() == 5
+                if "pad3d" in name or (of_volumes and ("convolution" in name or "constant_pad_nd" in name)):
                     raise RuntimeError(f"failed to legalize operation {name}")
                 seen.append(name)
         return make_boxed_func(graph.forward)
@@ -525,12 +542,13 @@ def no_volumes_backend(seen: list[str]) -> Any:
 
 
 def test_no_conv3d_compiled(quiet: None) -> None:
-    cases = ((nn.Conv3d(12, 768, 1), torch.randn(1, 12, 3, 32, 32)), (randomised("mochi_vae").decoder, torch.randn(1, 12, 2, 4, 4)))
-    for model, x in cases:
+    decoder = randomised("mochi_vae").decoder
+    for model, size in ((nn.Conv3d(12, 768, 1), (3, 32, 32)), (decoder, (2, 4, 4))):
+        x = torch.randn(1, 12, *size)
         expected = model(x)
         seen: list[str] = []
         try:
-            with pytest.raises(Exception, match="failed to legalize operation aten.convolution"):
+            with pytest.raises(Exception, match="failed to legalize operation"):
                 torch.compile(model, backend=no_volumes_backend(seen), fullgraph=True)(x)
             torch._dynamo.reset()
             swap_conv3d(model, FORBIDDEN)

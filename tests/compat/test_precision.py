@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-
 from anygpu.compat.device import facts_for
 from anygpu.compat.errors import UnsupportedError
-from anygpu.compat.precision import CHOICES, PRECISION, precision_for
+from anygpu.compat.precision import BF16, CHOICES, FP16, FP32, HALF_TEXT, PRECISION, Precision, precision_for
+from anygpu.compat.probe_store import OK, UNKNOWN, UNUSABLE, WRONG, Answer, ProbeStore
 from anygpu.pipelines.families import FAMILIES
+from simulated import profiles
 
 CPU = facts_for("cpu")
 ARCHES = sorted({arch for _, arch in PRECISION})
@@ -23,14 +24,25 @@ def test_auto_decides_for_every_family_and_arch_with_a_reason(family, arch):
     assert chosen.why and str(chosen)
 
 
-@pytest.mark.parametrize("row", PRECISION.values(), ids=map(str, PRECISION))
-def test_no_row_puts_text_into_fp16(row):
-    assert row.text is not torch.float16
+@pytest.mark.parametrize("key", PRECISION, ids=" ".join)
+def test_no_row_puts_a_t5_into_fp16(key):
+    family, _ = key
+    assert PRECISION[key].text is not torch.float16 or family in HALF_TEXT
 
 
-def test_before_sm80_auto_never_computes_in_bf16():
-    chosen = precision_for("framepack", replace(CPU, arch_class="cuda-old"))
-    assert torch.bfloat16 not in (chosen.transformer, chosen.text, chosen.vae)
+def test_families_with_half_text_have_no_t5():
+    for family in HALF_TEXT:
+        assert not any("T5" in cls for part in FAMILIES[family].parts.values() for cls in part)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_before_sm80_auto_is_fp16_safe_and_never_computes_in_bf16(family):
+    chosen = precision_for(family, profiles.facts_of("turing"))
+    assert chosen.safe
+    assert chosen.choice == "fp16-safe"
+    parts = (chosen.transformer, chosen.compute, chosen.residual, chosen.text, chosen.vae, chosen.conv, chosen.latents)
+    assert torch.bfloat16 not in parts
+    assert (chosen.compute, chosen.residual, chosen.vae, chosen.latents) == (FP16, FP32, FP32, FP32)
 
 
 def test_an_explicit_choice_is_kept():
@@ -48,3 +60,104 @@ def test_an_unknown_device_is_one_line():
         facts_for("cuda:7")
     with pytest.raises(UnsupportedError, match="does not answer"):
         facts_for("toaster")
+
+
+# ---- what the device answers outranks the table and the known bugs ------------------------------
+
+GOOD = {name: Answer(OK) for name in ProbeStore(CPU).probes}
+
+
+def told(**changes):
+    """Answers of a device that is right in everything but what is named, with `__` for a dot."""
+    return {**GOOD, **{name.replace("__", "."): Answer(status, "as told") for name, status in changes.items()}}
+
+
+@pytest.mark.parametrize("broken", ["cast__bf16_to_fp32", "cast__fp32_to_bf16", "matmul__bf16", "attention__bf16"])
+@pytest.mark.parametrize("status", [WRONG, UNUSABLE])
+def test_a_device_with_broken_bf16_gets_fp16_safe_and_is_told_why(broken, status):
+    facts = profiles.facts_of("gfx1201")
+    assert precision_for("ltx", facts).transformer is BF16
+    chosen = precision_for("ltx", facts, "auto", told(**{broken: status}))
+    assert chosen.safe
+    assert broken.replace("__", ".") in chosen.why
+    assert chosen.text is FP32
+    assert precision_for("framepack", facts, "auto", told(**{broken: status})).text is FP16
+
+
+def test_a_device_with_neither_bf16_nor_fp16_gets_fp32():
+    chosen = precision_for("ltx", profiles.facts_of("gfx1201"), "auto", told(matmul__bf16=WRONG, matmul__fp16=UNUSABLE))
+    assert (chosen.transformer, chosen.compute, chosen.text) == (FP32, FP32, FP32)
+    assert "matmul.bf16" in chosen.why
+    assert "matmul.fp16" in chosen.why
+
+
+@pytest.mark.parametrize("broken", ["groupnorm__bf16", "conv2d__bf16"])
+def test_only_the_vae_leaves_bf16_where_only_it_fails(broken):
+    chosen = precision_for("ltx", profiles.facts_of("gfx1201"), "auto", told(**{broken: WRONG}))
+    assert (chosen.transformer, chosen.vae, chosen.conv) == (BF16, FP32, FP32)
+
+
+def test_a_vae_stays_in_bf16_without_conv3d_since_conv2d_replaces_it():
+    chosen = precision_for("ltx", profiles.facts_of("gfx1201"), "auto", told(conv3d__bf16=UNUSABLE))
+    assert (chosen.vae, chosen.conv) == (BF16, BF16)
+
+
+def test_an_answer_outranks_a_known_bug():
+    facts = replace(profiles.facts_of("gfx1201"), arch="gfx1100")
+    assert precision_for("ltx", facts).safe
+    assert precision_for("ltx", facts, "auto", GOOD).transformer is BF16
+    assert precision_for("ltx", facts, "auto", {name: Answer(UNKNOWN) for name in GOOD}).safe, (
+        "no answer outranks nothing"
+    )
+
+
+def test_right_answers_do_not_make_emulated_bf16_fast():
+    assert precision_for("ltx", profiles.facts_of("turing"), "auto", GOOD).safe
+
+
+def test_fp16_that_gives_nan_is_trusted_with_nothing_in_auto_and_works_where_it_is_right():
+    facts = profiles.facts_of("gtx16xx")
+    assert precision_for("ltx", facts).transformer is FP32
+    assert precision_for("ltx", facts, "auto", told(conv2d__fp16=WRONG)).transformer is FP32
+    assert precision_for("ltx", facts, "auto", GOOD).safe
+
+
+@pytest.mark.parametrize("choice", ["bf16", "fp16", "fp16-safe"])
+def test_an_explicit_choice_that_the_device_cannot_do_raises_with_the_reason(choice):
+    name = choice.removesuffix("-safe")
+    answers = told(**{f"matmul__{name}": WRONG})
+    with pytest.raises(
+        UnsupportedError, match=rf"precision '{choice}' cannot run on .*matmul.{name} is wrong: as told"
+    ) as raised:
+        precision_for("ltx", profiles.facts_of("gfx1201"), choice, answers)
+    assert choice not in raised.value.expected.split(", ")
+    assert "fp32" in raised.value.expected
+
+
+def test_fp16_safe_on_a_cpu_is_a_contradiction():
+    with pytest.raises(UnsupportedError, match="precision 'fp16-safe' on a CPU"):
+        precision_for("ltx", CPU, "fp16-safe")
+
+
+def test_an_explicit_choice_is_kept_where_it_is_only_slow_and_that_is_said():
+    chosen = precision_for("ltx", profiles.facts_of("turing"), "bf16")
+    assert (chosen.transformer, chosen.vae) == (BF16, BF16)
+    assert chosen.conv is FP32, "no engine: those layers run in fp32, which loses nothing"
+    assert "slow here" in chosen.why
+
+
+@pytest.mark.parametrize("choice", CHOICES[1:])
+@pytest.mark.parametrize("name", profiles.PROFILES)
+def test_every_choice_on_every_machine_is_kept_or_refused_in_one_line(name, choice):
+    try:
+        chosen = precision_for("ltx", profiles.facts_of(name), choice)
+    except UnsupportedError as refused:
+        assert "\n" not in str(refused)
+    else:
+        assert chosen.choice == choice
+
+
+def test_the_parts_follow_the_transformer_and_the_vae_unless_they_are_said():
+    plain = Precision(BF16, FP32, FP16, "")
+    assert (plain.compute, plain.residual, plain.conv, plain.safe) == (BF16, BF16, FP16, False)
+    assert not Precision(FP32, FP32, FP32, "").safe

@@ -87,9 +87,11 @@ def replay(workflow: Path) -> dict[str, dict[str, Any]]:
     return prompt
 
 
-def shrunk(prompt: dict[str, dict[str, Any]], width: int = 64, height: int = 64) -> dict[str, dict[str, Any]]:
+def shrunk(
+    prompt: dict[str, dict[str, Any]], width: int = 64, height: int = 64, frames: int = 9
+) -> dict[str, dict[str, Any]]:
     """A replay with size, steps and length replaced by tiny ones; the models are tiny under their published names."""
-    small = {"width": width, "height": height, "frames": 9, "steps": 2, "clip_seconds": 0.3, "window": 2}
+    small = {"width": width, "height": height, "frames": frames, "steps": 2, "clip_seconds": frames / 30, "window": 2}
     small["max_tokens"] = 512  # the tiny vocabularies split a prompt into more tokens than the published ones
     for node in prompt.values():
         inputs = node["inputs"]

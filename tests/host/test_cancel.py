@@ -97,5 +97,5 @@ def test_of_framepack_keeps_the_finished_sections(server: Server, client: Client
     assert run.ending == "execution_interrupted", run.message
     assert run.cancel_seconds is not None and run.cancel_seconds < 1.0
     (finished,) = kept.glob("framepack-*/section_*.safetensors")
-    assert f"finished sections are kept in {finished.parent}" in run.texts_of(sample)[-1]
+    assert f"finished sections are kept in temp/anygpu/{finished.parent.name}" in server.log
     assert np.isfinite(load_file(finished)["samples"]).all()

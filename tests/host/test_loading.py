@@ -18,7 +18,7 @@ pytestmark = pytest.mark.host
 
 NODES = {
     "AnyGPULoadPipeline", "AnyGPUEncodePrompt", "AnyGPUEncodeImage", "AnyGPUEncodeVideo", "AnyGPUSample",
-    "AnyGPUSampleFramePack", "AnyGPUDecode",
+    "AnyGPUSampleFramePack", "AnyGPUDecode", "AnyGPUHardwareReport",
 }
 TROUBLE = re.compile(r"Exception|Error|WARNING|Traceback|FAILED|warn", re.IGNORECASE)
 

@@ -1,0 +1,66 @@
+"""What the pack adds to ComfyUI's start: ComfyUI's own import times, with the pack attached, several starts.
+
+    python benchmarks/startup.py             # appends a row to benchmarks/results/startup.csv
+
+Needs a real ComfyUI (COMFYUI_PATH, else ~/comfy/ComfyUI); says so where there is none.
+"""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import re
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[0] = str(HERE.parent / "tests")  # the folder of the package `host`, as pytest has it
+
+from host.server import NoHost, Server, find_host, tiny_home  # noqa: E402
+
+RESULTS = HERE / "results" / "startup.csv"
+STARTS, ALLOWED_SECONDS = 3, 0.3
+IMPORT_TIME = re.compile(r"([\d.]+) seconds.*anygpu")
+
+
+def start_seconds(attach: bool) -> tuple[float, float]:
+    """Seconds until ComfyUI answered, and those that it gives for importing the pack."""
+    with tempfile.TemporaryDirectory(prefix="anygpu-start-") as folder:
+        server = Server(find_host(), Path(folder), tiny_home(), attach=attach)
+        try:
+            server.start()
+            found = IMPORT_TIME.search(server.log)
+            return server.start_seconds, float(found.group(1)) if found else 0.0
+        finally:
+            server.stop()
+
+
+def main() -> None:
+    """Measure, print, and append the row."""
+    try:
+        host = find_host()
+    except NoHost as reason:
+        sys.exit(f"skipped: {reason}")
+    start_seconds(True)  # bytecode and page cache
+    pairs = [(start_seconds(True), start_seconds(False)[0]) for _ in range(STARTS)]
+    row = {
+        "date": datetime.date.today().isoformat(),
+        "comfyui": (host.root / "comfyui_version.py").read_text().split('"')[-2],
+        "start_with_s": round(statistics.median(own for (own, _), _ in pairs), 2),
+        "start_without_s": round(statistics.median(bare for _, bare in pairs), 2),
+        "import_s": statistics.median(seconds for (_, seconds), _ in pairs),
+        "allowed_s": ALLOWED_SECONDS,
+    }
+    print(row)
+    new = not RESULTS.exists()
+    with RESULTS.open("a", newline="") as file:
+        writer = csv.DictWriter(file, row)
+        if new:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+if __name__ == "__main__":
+    main()

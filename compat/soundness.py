@@ -1,0 +1,75 @@
+"""Whether what a VAE returned can be right: finite, not empty, not one colour."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+BROKEN, COLOUR, ZEROS, CONSTANT = "NaN or infinite values", "one colour", "nothing but zeros", "one value everywhere"
+CAST = "other values where this device casts to fp32 or back"
+Judge = Callable[[torch.Tensor], str]
+
+
+class UnsoundError(Exception):
+    """A result that cannot be right; the text names the fault, one of the constants above."""
+
+
+def fault_in_frames(video: torch.Tensor, cell: int = 1) -> str:
+    """The fault of decoded frames (B, C, F, H, W), on any device; empty for none.
+
+    One colour is a frame that says the same in every cell, exactly, which no picture does. A decoder that unfolds
+    channels into pixels repeats a pattern there when its input is lost.
+
+    Args:
+        cell: pixels that one latent covers in each direction.
+    """
+    if not bool(video.isfinite().all()):
+        return BROKEN
+    rows, columns = video.shape[-2:]
+    if rows % cell or columns % cell or rows * columns == cell * cell:
+        return COLOUR if is_flat(video) else ""
+    cells = video.unflatten(-1, (columns // cell, cell)).unflatten(-3, (rows // cell, cell))
+    return COLOUR if bool((cells.amin((-4, -2)) == cells.amax((-4, -2))).all()) else ""
+
+
+def fault_in_latents(latents: torch.Tensor) -> str:
+    """The fault of encoded latents (B, C, T, H, W), on any device; empty for none.
+
+    A plain wall has one value per channel, so what counts as constant here is one value in all channels.
+    """
+    if not bool(latents.isfinite().all()):
+        return BROKEN
+    low, high = latents.amin(), latents.amax()
+    if bool(low != high):
+        return ""
+    return CONSTANT if bool(low) else ZEROS
+
+
+def is_flat(tensor: torch.Tensor) -> bool:
+    """Whether every channel of (B, C, ...) is one value."""
+    rows = tensor.flatten(2)
+    return bool((rows.amin(-1) == rows.amax(-1)).all())
+
+
+@contextmanager
+def checked_parts(coder: nn.Module, judge: Judge) -> Iterator[None]:
+    """Judge each part that ``coder``, a VAE's encoder or decoder, returns: a tile, a chunk of frames, or the whole.
+
+    Raises:
+        UnsoundError: in the block, after the first part with a fault, so that no further part is computed.
+    """
+
+    def check(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        fault = judge(output[0] if isinstance(output, tuple) else output)
+        if fault:
+            raise UnsoundError(fault)
+
+    handle = coder.register_forward_hook(check)
+    try:
+        yield
+    finally:
+        handle.remove()

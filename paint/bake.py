@@ -1,0 +1,301 @@
+"""Pictures of the views back onto the texture: one view at a time, then merged by how squarely each saw the surface.
+
+Two forms. *Gather* asks for each texel where the camera sees it, and leaves no holes (v2-1). *Scatter* spreads each pixel
+over four texels (v2-0). ``exact`` repeats the reference's faults, for comparison with it: gather off by half a pixel,
+texel corners in the place of centres, float noise taken for edges, and pixels near an edge thrown away although nothing
+else sees them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..compat.errors import InputError
+from .cameras import CameraTable
+from .edges import trusted
+from .mesh import Surface, uv_areas
+from .raster import Fragments, face_ids, fragments
+from .views import VIEW_SIZE, View, on_screen, rasterised
+
+FORMS = ("gather", "scatter")
+MIN_COSINE = math.cos(math.radians(75))
+EXPONENT = 4  # of the cosine: the view that looks straight at the surface decides
+DEPTH_TOLERANCE = 3e-3  # units of the frame, for a texel to be the surface that the camera sees
+SEEN_BEFORE = 0.99  # of a view's texels: it adds nothing then
+DOUBTED = 1e-4  # weight of a pixel near an edge, against 1: it counts where nothing better is
+POINTS_AT_ONCE = 1 << 20
+SIZES = (16, 8192)
+
+
+@dataclass(frozen=True, slots=True)
+class BakeSettings:
+    """How to bake.
+
+    Args:
+        texture_size: texels, 16..8192. view_size: pixels at which the maps were rendered; the pictures may have any size.
+        form: "gather" or "scatter". exact: the reference's arithmetic, faults included. caster: "torch" or "embree".
+    """
+
+    texture_size: int = 2048
+    view_size: int = VIEW_SIZE
+    form: str = "gather"
+    exact: bool = False
+    caster: str = "torch"
+
+
+@dataclass(frozen=True, eq=False)
+class Texels:
+    """The texture's raster: ``covered`` (T, T) bool, what lies at each covered texel, its ``place`` (P, 3) in the frame."""
+
+    size: int
+    covered: Tensor
+    shown: Fragments
+    place: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Baked:
+    """A texture and what is known of it.
+
+    Args:
+        texture: (T, T, 3) float32, 0 where not painted. weight: (T, T) float32. painted: (T, T) bool.
+        texels: the raster it was made on. notes: lines for the user.
+    """
+
+    texture: Tensor
+    weight: Tensor
+    painted: Tensor
+    texels: Texels
+    notes: tuple[str, ...] = ()
+
+    @property
+    def share(self) -> float:
+        """How much of the surface's texels is painted, 0..1."""
+        return float((self.painted & self.texels.covered).sum() / self.texels.covered.sum().clamp(min=1))
+
+
+def texels_of(surface: Surface, size: int, exact: bool = False) -> Texels:
+    """What lies at each texel of a texture of ``size`` (T): where faces share a texel, the lowest has it.
+
+    Args:
+        exact: texel centres at u (T - 1), as the reference has them, instead of u T - 1/2, as renderers have them.
+    """
+    surface, uvs = surface.with_uvs()
+    screen = F.pad(texel_places(uvs, size, exact), (0, 1))
+    ids = face_ids(screen, surface.faces, size, size)
+    shown = fragments(screen, surface.faces, ids)
+    return Texels(size, ids >= 0, shown, shown.interpolated(surface.vertices, surface.faces))
+
+
+def texel_places(uvs: Tensor, size: int, exact: bool) -> Tensor:
+    """(N, 2): column and row of ``uvs`` (N, 2) in texels, centres at whole numbers."""
+    return uvs * (size - 1) if exact else uvs * size - 0.5
+
+
+def bake(
+    surface: Surface, table: CameraTable, pictures: Tensor, settings: BakeSettings | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> Baked:
+    """The texture that ``pictures`` make on ``surface``, not filled yet.
+
+    Args:
+        surface: with UVs. table: the camera of each picture. pictures: (V, H, W, 3) in 0..1, any device and square size.
+        check: called between views; may raise to cancel.
+
+    Returns:
+        float32 on the surface's device. Peak extra memory: about 60 bytes per texel and 60 per pixel of one view.
+
+    Raises:
+        InputError: pictures of another number, shape or value, no usable UVs, or sizes out of range.
+    """
+    settings = settings or BakeSettings()
+    _check(table, pictures, settings)
+    surface, uvs = surface.with_uvs()
+    texels = texels_of(surface, settings.texture_size, settings.exact)
+    shape = (settings.texture_size, settings.texture_size)
+    total = torch.zeros(shape, device=uvs.device)
+    colours = torch.zeros((*shape, 3), device=uvs.device)
+    skipped = []
+    project = gathered if settings.form == "gather" else scattered
+    for index, camera in enumerate(table):
+        check()
+        view = rasterised(surface, camera, settings.view_size, table.ortho_scale, settings.caster)
+        picture = pictures[index, ..., :3].to(uvs.device, torch.float32)
+        colour, cosine, trust = project(surface, view, picture, texels, settings.exact)
+        weight = camera.weight * cosine**EXPONENT * trust
+        sure = (weight > 0) & (trust == 1)
+        if float((sure & (total > 0)).sum()) > SEEN_BEFORE * float(sure.sum()) and bool(sure.any()):
+            skipped.append(index)
+            continue
+        total += weight
+        colours += colour * weight[..., None]
+    painted = total > 0
+    texture = torch.where(painted[..., None], colours / total.clamp(min=torch.finfo(total.dtype).tiny)[..., None], 0)
+    return Baked(texture, total, painted, texels, _notes(surface, uvs, texels, skipped))
+
+
+def gathered(surface: Surface, view: View, picture: Tensor, texels: Texels, exact: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Each texel's colour in one view: colour (T, T, 3), cosine (T, T), 0 where not seen, and trust (T, T).
+
+    Args:
+        picture: (H, W, 3) on the surface's device, of any size.
+    """
+    towards = torch.tensor(view.camera.axes()[2], device=picture.device)
+    cosines = surface.face_normals @ towards
+    sure = trusted(view, exact)
+    sight = _Sight(view, view.image(view.depth, background=-math.inf), sure, cosines)
+    weighed = picture if exact else _rim_weighed(picture, view)
+    size, count = texels.size, texels.place.shape[0]
+    colour, cosine, trust = (picture.new_zeros((size * size, *tail)) for tail in ((3,), (), ()))
+    for first in range(0, count, POINTS_AT_ONCE):
+        part = slice(first, first + POINTS_AT_ONCE)
+        screen = on_screen(texels.place[part], view.camera, view.size, view.ortho_scale)
+        seen = sight.exact(screen, texels.shown.face[part]) if exact else sight.of(screen, texels.shown.face[part])
+        chosen = (seen[0] > 0).nonzero()[:, 0]
+        place = texels.shown.pixel[part][chosen]
+        colour[place] = _sampled(weighed, screen[chosen, :2], view.size, exact)
+        cosine[place], trust[place] = seen[0][chosen], seen[1][chosen]
+    return colour.view(size, size, 3), cosine.view(size, size), trust.view(size, size)
+
+
+@dataclass(frozen=True, eq=False)
+class _Sight:
+    """Which points a view sees: its depth (H, W), the pixels to trust (H, W), the cosine of each face (M,)."""
+
+    view: View
+    depth: Tensor
+    sure: Tensor
+    cosines: Tensor
+
+    def exact(self, screen: Tensor, face: Tensor) -> tuple[Tensor, Tensor]:
+        """(cosine, trust), each (P,), as the reference decides: the pixel's face counts, W in the place of W - 1."""
+        size = self.view.size
+        column, row = (screen[:, :2] * (size / (size - 1))).floor().long().clamp(0, size - 1).unbind(1)
+        ids = self.view.ids[row, column].long()
+        cosine = torch.where((ids >= 0) & self.sure[row, column], self.cosines[ids], 0)
+        close = (-screen[:, 2] - self.depth[row, column]).abs() < DEPTH_TOLERANCE
+        return torch.where(close & (cosine >= MIN_COSINE), cosine, 0), torch.ones_like(cosine)
+
+    def of(self, screen: Tensor, face: Tensor) -> tuple[Tensor, Tensor]:
+        """(cosine, trust), each (P,): a point is seen if one of the pixels round it shows its depth or its face.
+
+        A face turned away counts if it is the one in front: there its winding is wrong, not its place.
+        """
+        cosine = self.cosines[face]
+        steep = (1 - cosine.square()).clamp(min=0).sqrt() / cosine.abs().clamp(min=MIN_COSINE)
+        tolerance = DEPTH_TOLERANCE + steep * (self.view.ortho_scale / self.view.size)
+        seen, trust = torch.zeros_like(cosine), torch.full_like(cosine, DOUBTED)
+        size = self.view.size
+        low = screen[:, :2].floor().long()
+        nearest = (screen[:, :2] - low + 0.5).floor().long()
+        for down, right in ((0, 0), (0, 1), (1, 0), (1, 1)):  # the nearest pixel first, then its partners
+            offset = (nearest - torch.tensor((right, down), device=nearest.device)).abs()
+            column, row = (low + offset).clamp(0, size - 1).unbind(1)
+            same = self.view.ids[row, column] == face
+            close = (-screen[:, 2] - self.depth[row, column]).abs() < tolerance
+            found = torch.where(same, cosine.abs(), torch.where(close, cosine, 0))
+            new = (seen == 0) & (found >= MIN_COSINE)
+            seen = torch.where(new, found, seen)
+            if (down, right) == (0, 0):
+                trust = torch.where(new & self.sure[row, column], 1.0, trust)
+        return seen, trust
+
+
+def _rim_weighed(picture: Tensor, view: View) -> Tensor:
+    """(H, W, 4): colours times weight, and weight: 1 where a pixel shows the mesh alone, little where background mixes in."""
+    covered = (view.ids >= 0).to(picture.dtype)[None, None]
+    share = F.interpolate(covered, picture.shape[:2], mode="area")[0, 0]
+    weight = torch.where(share > 0.999, 1.0, share * DOUBTED).clamp(min=torch.finfo(picture.dtype).eps ** 2)[..., None]
+    return torch.cat((picture * weight, weight), dim=-1)
+
+
+def _sampled(picture: Tensor, places: Tensor, size: int, exact: bool) -> Tensor:
+    """(P, 3): bilinear colours at ``places`` (P, 2), pixels of a view of ``size``, of a picture of any size."""
+    height, width = picture.shape[:2]
+    scale = torch.tensor((width, height), device=places.device) / size
+    # two pictures of one field of view agree at their edges, not at the centres of their first pixels
+    places = places * (size / (size - 1)) if exact else (places + 0.5) * scale - 0.5
+    limit = torch.tensor((width - 1, height - 1), device=places.device)
+    places = torch.minimum(places.clamp(min=0), limit)
+    low = torch.minimum(places.floor(), (limit - 1).clamp(min=0))
+    share = (places - low)[:, :, None]
+    low = low.long()
+    flat = picture.reshape(height * width, -1)
+    index = low[:, 1] * width + low[:, 0]
+    upper = flat[index] * (1 - share[:, 0]) + flat[index + 1] * share[:, 0]
+    lower = flat[index + width] * (1 - share[:, 0]) + flat[index + width + 1] * share[:, 0]
+    mixed = upper * (1 - share[:, 1]) + lower * share[:, 1]
+    return mixed if exact else mixed[:, :3] / mixed[:, 3:]
+
+
+def scattered(surface: Surface, view: View, picture: Tensor, texels: Texels, exact: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """What :func:`gathered` returns, each pixel spread over the four texels round its place."""
+    if picture.shape[:2] != (view.size, view.size):
+        resized = F.interpolate(picture.movedim(-1, 0)[None], (view.size, view.size), mode="bilinear", antialias=True)
+        picture = resized[0].movedim(0, -1)
+    towards = torch.tensor(view.camera.axes()[2], device=picture.device)
+    normals = F.normalize(view.shown.interpolated(surface.vertex_normals, surface.faces), dim=1)
+    cosine = normals @ towards
+    sure = trusted(view, exact).view(-1)[view.shown.pixel]
+    trust = sure.to(picture.dtype) if exact else torch.where(sure, 1.0, DOUBTED)
+    chosen = ((cosine >= MIN_COSINE) & (trust > 0)).nonzero()[:, 0]
+    shown = Fragments(view.shown.pixel[chosen], view.shown.face[chosen], view.shown.weights[chosen])
+    assert surface.uvs is not None
+    places = texel_places(shown.interpolated(surface.uvs, surface.faces), texels.size, exact).clamp(0, texels.size - 1)
+    # without the reference's rule a doubted pixel must not dilute the colour of a sure one beside it
+    weight = trust[chosen, None]
+    values = torch.cat((picture.reshape(-1, 3)[shown.pixel] * weight, cosine[chosen, None] * weight, weight), dim=1)
+    values = torch.cat((values, torch.ones_like(weight)), dim=1)
+    low = places.floor().clamp(max=texels.size - 2)
+    share = places - low
+    index = (low[:, 1] * texels.size + low[:, 0]).long()
+    sums = picture.new_zeros((texels.size**2, 6))
+    for down, right in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        part = (share[:, 0] if right else 1 - share[:, 0]) * (share[:, 1] if down else 1 - share[:, 1])
+        sums.index_add_(0, index + down * texels.size + right, values * part[:, None])
+    mean = sums[:, :4] / sums[:, 4:5].clamp(min=torch.finfo(sums.dtype).tiny)
+    trusted_share = sums[:, 4] / sums[:, 5].clamp(min=torch.finfo(sums.dtype).tiny)
+    found = sums[:, 5] > 1e-6 if not exact else sums[:, 5] > 0
+    mean, level = torch.where(found[:, None], mean, 0), torch.where(trusted_share > 0.5, 1.0, DOUBTED)
+    shape = (texels.size, texels.size)
+    return mean[:, :3].view(*shape, 3), mean[:, 3].view(shape), (torch.ones_like(level) if exact else level).view(shape)
+
+
+def _check(table: CameraTable, pictures: Tensor, settings: BakeSettings) -> None:
+    if pictures.ndim != 4 or pictures.shape[-1] not in (3, 4) or pictures.shape[1] != pictures.shape[2] or pictures.shape[1] < 2:
+        raise InputError(
+            f"pictures of shape {tuple(pictures.shape)} to bake", expected="(views, size, size, 3)",
+            fix="Bake the pictures of Paint Views as they are, square.",
+        )
+    if pictures.shape[0] != len(table):
+        raise InputError(
+            f"{pictures.shape[0]} pictures for {len(table)} cameras", expected="one for each",
+            fix="Connect the same cameras to Paint Views and Bake Texture.",
+        )
+    if not bool(torch.isfinite(pictures).all()):
+        raise InputError("pictures with NaN or infinite values to bake", expected="colours from 0 to 1", fix="Paint them in bf16 or fp32.")
+    for name, size in (("texture_size", settings.texture_size), ("view_size", settings.view_size)):
+        if not SIZES[0] <= size <= SIZES[1]:
+            raise InputError(f"{name} {size} to bake", expected=f"{SIZES[0]} to {SIZES[1]}", fix="2048 suits most meshes.")
+    if settings.form not in FORMS:
+        raise InputError(f"bake form {settings.form!r}", expected=f"one of {', '.join(FORMS)}", fix="gather leaves no holes.")
+
+
+def _notes(surface: Surface, uvs: Tensor, texels: Texels, skipped: list[int]) -> tuple[str, ...]:
+    notes = list(surface.notes)
+    areas = uv_areas(uvs, surface.faces)
+    asked, held = float(areas.sum()), float(texels.covered.sum()) / texels.size**2
+    if asked > held * 1.05 + 4 / texels.size:
+        notes.append(f"{1 - held / asked:.0%} of the UV area lies on top of other faces, which then share their colours")
+    flat = int((areas == 0).sum())
+    if flat:
+        notes.append(f"{flat} faces have no area in the texture and cannot be painted")
+    if skipped:
+        notes.append(f"views {', '.join(map(str, skipped))} show nothing new and were left out")
+    return tuple(notes)

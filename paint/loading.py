@@ -1,0 +1,282 @@
+"""A published paint folder, or a single file, becomes a pipeline; weights are read when a stage first needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..compat.attention import Attention, attention_for
+from ..compat.checkpoints import read_json
+from ..compat.device import DeviceFacts, facts_for, free_bytes
+from ..compat.errors import CheckpointError, InputError
+from ..compat.offload import amount, residency_for
+from ..compat.precision import Precision, precision_for
+from . import networks, vae
+from .encoders import encoder_reader
+from .layers import Dtypes
+from .parts import Parts, Prepare, Reader, Silent
+from .unet import UNetShape, attended
+from .weights import Weights, both_kinds, weights_in
+
+AUTO = "auto"
+VARIANTS = (AUTO, "v2-0", "turbo")
+PAGES = {
+    "paint": "tencent/Hunyuan3D-2, hunyuan3d-paint-v2-0 or hunyuan3d-paint-v2-0-turbo",
+    "paint_pbr": "tencent/Hunyuan3D-2.1, hunyuan3d-paintpbr-v2-1", "delight": "tencent/Hunyuan3D-2, hunyuan3d-delight-v2-0",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PaintRequest:
+    """What the user asks of loading.
+
+    Args:
+        model: the published folder, its ``unet`` folder, or the UNet's file.
+        kind: one of :data:`networks.KINDS`, or ``auto``: what the file holds. variant: of ``paint``; ``auto`` goes by the
+            word "turbo" in the path, since both have the same tensors.
+        weights: ``auto``, ``bin`` or ``safetensors``, where a folder has both. vae, image_encoder: folders that lend
+            these; None looks beside the UNet. image_encoder is DINOv2-giant, for ``paint_pbr`` alone.
+        precision, offload, attention: choices. device: None for the default device, or its facts.
+        prepare: rewrites each part after it was read; returns what takes that back.
+    """
+
+    model: Path
+    kind: str = AUTO
+    variant: str = AUTO
+    weights: str = AUTO
+    vae: Path | None = None
+    image_encoder: Path | None = None
+    precision: str = AUTO
+    offload: str = AUTO
+    attention: str = AUTO
+    device: Any = None
+    prepare: Prepare | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedPaint:
+    """A paint pipeline that is ready to run.
+
+    Args:
+        family: ``paint``, ``paint_pbr`` or ``delight``. variant: ``v2-0``, ``turbo``, ``v2-1``.
+        parts: ``unet``, ``reference`` (not for delight), ``vae``, and ``text_encoder`` or ``image_encoder`` where found.
+        shape: of the UNet. notes: the sentences said while loading.
+    """
+
+    family: str
+    variant: str
+    parts: Parts
+    facts: DeviceFacts
+    precision: Precision
+    residency: Any
+    shape: UNetShape
+    configs: Mapping[str, Mapping[str, Any]]
+    source: Path
+    notes: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"<{self.family} {self.variant} {self.source.name!r}: {self.precision}; {self.residency}>"
+
+
+def load_paint(
+    request: PaintRequest, progress: Any = None, make_room: Callable[[int], None] | None = None
+) -> LoadedPaint:
+    """The pipeline of ``request.model``; only names and shapes are read now.
+
+    Raises:
+        CheckpointError: files are missing, damaged, or of another model. InputError, UnsupportedError: a choice that
+            this model or machine cannot do.
+    """
+    progress = progress or Silent()
+    place = _unet_place(request.model)
+    stored = weights_in(place, "UNet", request.weights)
+    kind = _kind(request, stored)
+    config = _config(place)
+    shapes, dropped = networks.without_adapter(kind, stored.shapes)
+    with torch.device("meta"):
+        made = networks.networks_for(kind, config)
+    networks.require_fitting(kind, shapes, made, str(stored.path))
+    progress.check()
+    facts = facts_for(request.device)
+    precision = precision_for(kind, facts, request.precision)
+    shape = made["unet"].shape if kind == "delight" else made["reference"].body.shape  # type: ignore[union-attr]
+    attention = attention_for(request.attention, facts, precision.compute or precision.transformer, _head_width(shape))
+    dtypes = Dtypes(precision.compute, precision.residual)
+    readers = {part: _unet_reader(kind, part, config, stored, dtypes, attention) for part in made}
+    configs: dict[str, Mapping[str, Any]] = {"unet": config}
+    sizes = {part: _bytes_of(module, dtypes) for part, module in made.items()}
+    readers["vae"], configs["vae"], sizes["vae"] = _vae_reader(request, place, precision, attention)
+    for name, (reader, size) in _encoders(request, kind, place, precision).items():
+        readers[name], sizes[name] = reader, size
+    parts = Parts(readers, request.prepare)
+    residency, reason = residency_for(request.offload, parts, facts.device, sizes, free_bytes(facts.device), make_room)
+    notes = [str(precision), f"{residency}: {reason}", str(attention), *_said(place, stored, dropped)]
+    return LoadedPaint(
+        kind, _variant(request, kind, stored), parts, facts, precision, residency, shape, configs, request.model,
+        tuple(notes),
+    )
+
+
+def is_paint_folder(folder: Path) -> bool:
+    """Whether a folder looks like a paint or delight checkpoint, by its names alone."""
+    return (folder / "unet").is_dir() and (folder / "vae").is_dir() and "hunyuan3d" in folder.name.lower()
+
+
+def _unet_place(model: Path) -> Path:
+    if model.is_file():
+        return model
+    if (model / "unet").is_dir():
+        return model / "unet"
+    if model.is_dir() and any([*model.glob("*.bin"), *model.glob("*.safetensors")]):
+        return model
+    raise CheckpointError(
+        f"no paint model in {str(model)!r}", expected="a folder with the folders unet and vae, or the file of a UNet",
+        fix="Download one of the Hunyuan3D paint folders whole; docs/models.md names them.",
+    )
+
+
+def _kind(request: PaintRequest, stored: Weights) -> str:
+    found = networks.kind_of(stored.shapes)
+    if request.kind not in (AUTO, *networks.KINDS):
+        raise InputError(
+            f"paint model kind {request.kind!r}", expected=f"one of {AUTO}, {', '.join(networks.KINDS)}", fix="Choose auto."
+        )
+    if found is None or request.kind not in (AUTO, found):
+        held = "no UNet of Hunyuan3D paint or delight" if found is None else f"a {found} UNet"
+        wanted = "paint, paint_pbr or delight" if request.kind == AUTO else request.kind
+        page = PAGES.get(request.kind, "; ".join(PAGES.values()))
+        raise CheckpointError(f"{str(stored.path)!r} holds {held}", expected=wanted, fix=f"Download it ({page}).")
+    return found
+
+
+def _variant(request: PaintRequest, kind: str, stored: Weights) -> str:
+    if request.variant not in VARIANTS:
+        raise InputError(f"paint variant {request.variant!r}", expected=f"one of {', '.join(VARIANTS)}", fix="Choose auto.")
+    if kind != "paint":
+        return {"paint_pbr": "v2-1", "delight": "v2-0"}[kind]
+    if request.variant != AUTO:
+        return request.variant
+    return "turbo" if "turbo" in str(Path(*stored.path.parts[-3:])).lower() else "v2-0"
+
+
+def _config(place: Path) -> Mapping[str, Any]:
+    folder = place if place.is_dir() else place.parent
+    if (folder / "config.json").is_file():
+        return read_json(folder / "config.json", "the configuration of the UNet")
+    return networks.STABLE_DIFFUSION_2
+
+
+def _head_width(shape: UNetShape) -> int:
+    return shape.widths[0] // shape.heads[0]
+
+
+def _said(place: Path, stored: Weights, dropped: int) -> list[str]:
+    said = []
+    if both_kinds(place):
+        said.append(f"weights: {stored.path.name} was read; the folder has .bin and .safetensors, which may differ")
+    if dropped:
+        said.append(f"weights: {dropped} tensors of an unused image prompt were left out")
+    return said
+
+
+def _bytes_of(module: nn.Module, dtypes: Dtypes) -> int:
+    return sum(t.numel() * networks.stored_dtype(key, dtypes).itemsize for key, t in module.state_dict().items())
+
+
+def _advance(part: str, total: int, progress: Any) -> Callable[[int], None]:
+    done = 0
+
+    def advance(size: int) -> None:
+        nonlocal done
+        done += size
+        progress.step(min(done, total), total, f"reading {part} {amount(min(done, total), total)}")
+        progress.check()
+
+    return advance
+
+
+def _unet_reader(
+    kind: str, part: str, config: Mapping[str, Any], stored: Weights, dtypes: Dtypes, attention: Attention
+) -> Reader:
+    def read(progress: Any) -> nn.Module:
+        with torch.inference_mode(False), torch.no_grad():
+            with torch.device("meta"):
+                module = networks.networks_for(kind, config, dtypes)[part]
+            names = {networks.published(kind, part, key): key for key in module.state_dict()}
+            share = stored.total_bytes * len(names) // len(stored.shapes)
+            tensors = stored.read(names, lambda name: networks.stored_dtype(name, dtypes), _advance(part, share, progress))
+            module.load_state_dict({names[name]: tensor for name, tensor in tensors.items()}, assign=True)
+            attended(module, attention)
+            return module.eval().requires_grad_(False)
+
+    return read
+
+
+def _beside(place: Path, name: str) -> Path | None:
+    """The folder ``name`` of the checkpoint that a UNet belongs to."""
+    folder = place if place.is_dir() else place.parent
+    return next((found for found in (folder.parent / name, folder / name) if found.is_dir()), None)
+
+
+def _vae_reader(
+    request: PaintRequest, place: Path, precision: Precision, attention: Attention
+) -> tuple[Reader, Mapping[str, Any], int]:
+    folder = request.vae or _beside(place, "vae")
+    if folder is None or not (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"no vae with a config.json for {str(request.model)!r}", expected="the folder vae of the paint checkpoint",
+            fix="Download the folder vae beside the folder unet, or choose a folder that has it as vae.",
+        )
+    config = read_json(folder / "config.json", "the configuration of the VAE")
+    stored = weights_in(folder, "VAE", "safetensors" if any(folder.glob("*.safetensors")) else AUTO)
+    exact = Attention("auto", attention.budget_bytes, avoided=attention.avoided)
+
+    def read(progress: Any) -> nn.Module:
+        with torch.inference_mode(False), torch.no_grad():
+            tensors = stored.read(stored.shapes, lambda _name: precision.vae, _advance("vae", stored.total_bytes, progress))
+            with torch.device("meta"):
+                module = vae.autoencoder(config)
+            wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+            named = {vae.current_name(name): tensor for name, tensor in tensors.items()}
+            # Old files hold the attention's projections as 1x1 convolutions.
+            named = {
+                name: tensor.flatten(1) if tensor.ndim == 4 and len(wanted.get(name, ())) == 2 else tensor
+                for name, tensor in named.items()
+            }
+            _require_vae(wanted, {name: tuple(tensor.shape) for name, tensor in named.items()}, stored.path)
+            module.load_state_dict(named, assign=True)
+            vae.attended(module, exact)
+            return module.eval().requires_grad_(False)
+
+    size = stored.total_bytes * precision.vae.itemsize // 4
+    return read, config, size
+
+
+def _require_vae(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], path: Path) -> None:
+    if found != wanted:
+        wrong = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+        raise CheckpointError(
+            f"{wrong[0]!r} of the VAE in {str(path)!r} is {found.get(wrong[0], 'missing')}",
+            expected=f"{wanted.get(wrong[0], 'no such tensor')}, as its config.json says",
+            fix="Download config.json and weights of the VAE from the same place.",
+        )
+
+
+def _encoders(
+    request: PaintRequest, kind: str, place: Path, precision: Precision
+) -> dict[str, tuple[Reader, int]]:
+    """Readers of the encoders that this kind uses and that are there."""
+    name = {"paint_pbr": "image_encoder", "delight": "text_encoder"}.get(kind)
+    if name is None:
+        return {}
+    folder = request.image_encoder if name == "image_encoder" else _beside(place, name)
+    if folder is None or not (folder / "config.json").is_file():
+        return {}
+    stored = weights_in(folder, name, "safetensors" if any(folder.glob("*.safetensors")) else AUTO)
+    return {name: (encoder_reader(name, folder, stored, precision.text, _advance), stored.total_bytes)}
+

@@ -1,0 +1,257 @@
+"""Meshes as plain tensors: checked, put into the frame of the views, read and written through trimesh.
+
+UVs are those of glTF: u to the right, v down, (0, 0) the upper left corner of the picture.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..compat.errors import CheckpointError, InputError
+from ..compat.packages import imported
+from .cameras import RADIUS
+
+FORMATS = (".glb", ".gltf", ".obj", ".ply", ".stl")
+MANY_FACES = 100_000  # above it core's Decimate is worth its time before Unwrap
+UNWRAP_SECONDS = 75e-6  # per face: core's UnwrapMesh, 37 s for 500k faces on two CPU cores
+UV_TOLERANCE = 1e-3  # rounding of exporters, half a texel at 512
+DEGENERATE = 1e-12  # area of a face in the frame, where the mesh is 1.15 wide
+
+
+@dataclass(frozen=True, eq=False)
+class Mesh:
+    """A triangle mesh.
+
+    Args:
+        vertices: (N, 3) floating, any unit, glTF axes. faces: (M, 3) integer, counter-clockwise from outside.
+        uvs: (N, 2) floating or None; see the module.
+    """
+
+    vertices: Tensor
+    faces: Tensor
+    uvs: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Surface:
+    """A checked mesh in the frame of the views.
+
+    Args:
+        vertices: (N, 3) float32, box centre at 0, farthest vertex at 0.575. faces: (M, 3) int64, none without area.
+        uvs: (N, 2) float32 in 0..1, or None.
+        vertex_normals: (N, 3), unit, the unweighted mean of the faces round a vertex; 0 where there are none.
+        face_normals: (M, 3), unit. centre, scale: frame = (vertex - centre) * scale, float64 on the CPU.
+        notes: lines for the user.
+    """
+
+    vertices: Tensor
+    faces: Tensor
+    uvs: Tensor | None
+    vertex_normals: Tensor
+    face_normals: Tensor
+    centre: Tensor
+    scale: float
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, mesh: Mesh, device: torch.device | str | None = None) -> Surface:
+        """``mesh`` checked and prepared on ``device``, or where it is.
+
+        Raises:
+            InputError: empty, not finite, indices outside, or no face with an area.
+        """
+        _check_shapes(mesh)
+        # float64 on the CPU: a mesh far from the origin or of tiny scale keeps the digits that its float32 still has
+        vertices, faces = mesh.vertices.detach().cpu().double(), mesh.faces.detach().cpu().long()
+        used = vertices[faces.unique()]
+        centre = (used.amax(0) + used.amin(0)) / 2
+        radius = float((used - centre).norm(dim=1).max())
+        if radius == 0:
+            raise InputError("a mesh whose vertices are all in one place", expected="a surface", fix="Check how it was exported.")
+        scale = RADIUS / radius
+        vertices = (vertices - centre) * scale
+        corners = vertices[faces]
+        normals = torch.linalg.cross(corners[:, 1] - corners[:, 0], corners[:, 2] - corners[:, 0])
+        areas = normals.norm(dim=1) / 2
+        solid = areas > DEGENERATE
+        if not bool(solid.any()):
+            raise InputError(
+                f"a mesh whose {faces.shape[0]} faces have no area", expected="a surface", fix="Check how it was exported."
+            )
+        faces, face_normals = faces[solid], normals[solid] / (2 * areas[solid])[:, None]
+        sums = torch.zeros_like(vertices).index_add_(0, faces.reshape(-1), face_normals.repeat_interleave(3, 0))
+        vertex_normals = torch.nn.functional.normalize(sums, dim=1)
+        target = torch.device(device) if device is not None else mesh.vertices.device
+        uvs = None if mesh.uvs is None else mesh.uvs.detach().to(target, torch.float32)
+        own = [tensor.to(torch.float32).to(target) for tensor in (vertices, vertex_normals, face_normals)]
+        notes = _notes(mesh, faces, int((~solid).sum()), centre, radius)
+        return cls(own[0], faces.to(target), uvs, own[1], own[2], centre, scale, notes)
+
+    def areas(self) -> Tensor:
+        """(M,) float32: area of each face in the frame."""
+        a, b, c = (self.vertices[self.faces[:, k]] for k in range(3))
+        return torch.linalg.cross(b - a, c - a).norm(dim=1) / 2
+
+    def with_uvs(self) -> tuple[Surface, Tensor]:
+        """This surface and its UVs (N, 2) in 0..1.
+
+        Raises:
+            InputError: there are none, or they are not finite or outside 0..1.
+        """
+        advice = "Use Unwrap Mesh before it."
+        if self.uvs is None:
+            raise InputError("a mesh without UVs", expected="a place in the texture for every face", fix=advice)
+        used = self.uvs[self.faces.unique()]
+        if not bool(torch.isfinite(used).all()):
+            raise InputError("UVs that are NaN or infinite", expected="numbers from 0 to 1", fix=advice)
+        low, high = float(used.min()), float(used.max())
+        if low < -UV_TOLERANCE or high > 1 + UV_TOLERANCE:
+            raise InputError(
+                f"UVs from {low:.3g} to {high:.3g}", expected="0 to 1: tiles and UDIMs cannot be painted", fix=advice
+            )
+        uvs = torch.nan_to_num(self.uvs).clamp(0, 1)
+        if not bool((uv_areas(uvs, self.faces) > 0).any()):
+            raise InputError("UVs without area", expected="a place in the texture for every face", fix=advice)
+        return replace(self, uvs=uvs), uvs
+
+
+def uv_areas(uvs: Tensor, faces: Tensor) -> Tensor:
+    """(M,): area of each face in the texture, whose own area is 1."""
+    a, b, c = (uvs[faces[:, k]] for k in range(3))
+    return ((b[:, 0] - a[:, 0]) * (c[:, 1] - a[:, 1]) - (c[:, 0] - a[:, 0]) * (b[:, 1] - a[:, 1])).abs() / 2
+
+
+def _check_shapes(mesh: Mesh) -> None:
+    vertices, faces, uvs = mesh.vertices, mesh.faces, mesh.uvs
+    if vertices.ndim != 2 or vertices.shape[-1] != 3 or faces.ndim != 2 or faces.shape[-1] != 3:
+        raise InputError(
+            f"a mesh with vertices {tuple(vertices.shape)} and faces {tuple(faces.shape)}",
+            expected="(N, 3) and (M, 3): triangles", fix="Pass one mesh, triangulated.",
+        )
+    if not vertices.shape[0] or not faces.shape[0]:
+        raise InputError(
+            f"an empty mesh: {vertices.shape[0]} vertices, {faces.shape[0]} faces", expected="at least one face",
+            fix="Check the node that made it; a point cloud has no surface to paint.",
+        )
+    low, high = int(faces.min()), int(faces.max())
+    if low < 0 or high >= vertices.shape[0]:
+        raise InputError(
+            f"faces that name vertices {low} to {high}", expected=f"0 to {vertices.shape[0] - 1}",
+            fix="The mesh is damaged: load or make it again.",
+        )
+    wrong = int((~torch.isfinite(vertices)).any(1).sum())
+    if wrong:
+        raise InputError(
+            f"{wrong} of {vertices.shape[0]} vertices are NaN or infinite", expected="finite positions",
+            fix="The mesh is damaged: make it again, or repair it in a mesh editor.",
+        )
+    if uvs is not None and tuple(uvs.shape) != (vertices.shape[0], 2):
+        raise InputError(
+            f"UVs of shape {tuple(uvs.shape)} for {vertices.shape[0]} vertices", expected="one pair for each vertex",
+            fix="Use Unwrap Mesh.",
+        )
+
+
+def _notes(mesh: Mesh, faces: Tensor, dropped: int, centre: Tensor, radius: float) -> tuple[str, ...]:
+    notes = []
+    if dropped:
+        notes.append(f"{dropped} faces without area are left out")
+    if faces.shape[0] > MANY_FACES:
+        seconds = faces.shape[0] * UNWRAP_SECONDS
+        notes.append(f"{faces.shape[0]} faces: unwrapping takes about {seconds:.0f} s on a CPU; Decimate Mesh first is faster")
+    shared = shared_by_many(faces)
+    if shared:
+        notes.append(f"{shared} edges belong to more than two faces: normals there are a mixture")
+    digits = torch.finfo(mesh.vertices.dtype).eps * float(centre.abs().max())
+    if digits > radius / 4096:
+        notes.append(
+            f"the mesh lies {float(centre.norm()):.3g} from the origin and is {2 * radius:.3g} wide: its numbers have too few "
+            "digits for a fine surface; move it to the origin before exporting"
+        )
+    return tuple(notes)
+
+
+def shared_by_many(faces: Tensor) -> int:
+    """How many edges belong to more than two faces."""
+    ends = torch.cat((faces[:, [0, 1]], faces[:, [1, 2]], faces[:, [2, 0]])).sort(1).values
+    keys = (ends[:, 0] * (int(faces.max()) + 1) + ends[:, 1]).sort().values  # sorted: faster than unique on a million faces
+    return int(((keys[2:] == keys[:-2]) & torch.cat((keys.new_ones(1, dtype=torch.bool), keys[1:-2] != keys[:-3]))).sum()) \
+        if keys.shape[0] > 2 else 0
+
+
+def load_mesh(path: Path) -> tuple[Mesh, tuple[str, ...]]:
+    """The mesh in a GLB, glTF, OBJ, PLY or STL file, and lines about it; several objects become one.
+
+    Raises:
+        InputError: another format. CheckpointError: no such file, damaged, or nothing in it.
+        MissingPackageError: trimesh is absent.
+    """
+    if path.suffix.lower() not in FORMATS:
+        raise InputError(f"mesh file {path.name!r}", expected=f"one of {', '.join(FORMATS)}", fix="Convert it, for example in Blender.")
+    if not path.is_file():
+        raise CheckpointError(f"no mesh file {str(path)!r}", expected="a file", fix="Choose one that exists.")
+    trimesh = imported("trimesh")
+    try:
+        # STL repeats each corner; the others keep vertices apart where their UVs differ
+        loaded = trimesh.load_scene(path, process=path.suffix.lower() == ".stl").to_mesh()
+    except Exception as error:  # each format's reader raises its own kinds
+        raise CheckpointError(
+            f"mesh file {path.name!r} cannot be read ({type(error).__name__}: {error})", expected="a whole mesh",
+            fix="Export or download it again.",
+        ) from error
+    if not len(getattr(loaded, "faces", ())):
+        raise CheckpointError(f"no faces in {path.name!r}", expected="a mesh", fix="A point cloud cannot be painted.")
+    uvs = getattr(loaded.visual, "uv", None)
+    uvs = None if uvs is None or len(uvs) != len(loaded.vertices) else torch.tensor(uvs, dtype=torch.float32)
+    if uvs is not None:
+        uvs = torch.stack((uvs[:, 0], 1 - uvs[:, 1]), dim=1)  # trimesh counts v upwards, whatever the file does
+    vertices = torch.tensor(loaded.vertices, dtype=torch.float64)
+    mesh = Mesh(vertices, torch.tensor(loaded.faces, dtype=torch.int64), uvs)
+    return mesh, (f"{len(loaded.faces)} faces, {len(loaded.vertices)} vertices, {'with' if uvs is not None else 'no'} UVs",)
+
+
+def write_glb(path: Path, mesh: Mesh, texture: Tensor, metallic_roughness: Tensor | None = None) -> Path:
+    """A GLB with the texture at ``path``, which is returned.
+
+    Args:
+        texture: (T, T, 3) in 0..1. metallic_roughness: the same, R metallic, G roughness as the PBR model paints them.
+
+    Raises:
+        MissingPackageError: trimesh is absent. InputError: the mesh has no UVs.
+    """
+    trimesh = imported("trimesh")
+    if mesh.uvs is None:
+        raise InputError("a mesh without UVs", expected="a place in the texture for every face", fix="Use Unwrap Mesh before it.")
+    material: dict[str, Any] = {"baseColorTexture": _picture(texture), "metallicFactor": 0.0, "roughnessFactor": 1.0}
+    if metallic_roughness is not None:  # glTF reads roughness from G and metallic from B
+        packed = torch.stack((torch.zeros_like(metallic_roughness[..., 0]), metallic_roughness[..., 1], metallic_roughness[..., 0]), -1)
+        material |= {"metallicRoughnessTexture": _picture(packed), "metallicFactor": 1.0}
+    uvs = torch.stack((mesh.uvs[:, 0], 1 - mesh.uvs[:, 1]), dim=1).detach().cpu().numpy()
+    visual = trimesh.visual.TextureVisuals(uv=uvs, material=trimesh.visual.material.PBRMaterial(**material))
+    normals = welded_normals(mesh.vertices.detach().cpu().double(), mesh.faces.detach().cpu().long())
+    made = trimesh.Trimesh(
+        mesh.vertices.detach().cpu().numpy(), mesh.faces.detach().cpu().numpy(), vertex_normals=normals.numpy(),
+        visual=visual, process=False,
+    )
+    path.write_bytes(made.export(file_type="glb", include_normals=True))
+    return path
+
+
+def welded_normals(vertices: Tensor, faces: Tensor) -> Tensor:
+    """(N, 3) unit: means over faces, weighted by area, that go on across the seams that unwrapping cuts."""
+    _, same = vertices.unique(dim=0, return_inverse=True)
+    corners = vertices[faces]
+    normals = torch.linalg.cross(corners[:, 1] - corners[:, 0], corners[:, 2] - corners[:, 0])
+    sums = torch.zeros_like(vertices).index_add_(0, same[faces].reshape(-1), normals.repeat_interleave(3, 0))
+    return torch.nn.functional.normalize(sums, dim=1, eps=1e-30)[same]
+
+
+def _picture(values: Tensor) -> Any:
+    from PIL import Image
+
+    return Image.fromarray((values.detach().cpu().clamp(0, 1) * 255).round().to(torch.uint8).numpy())

@@ -1,0 +1,164 @@
+"""The paint UNet of v2-0 and turbo: a main stream over all views, and a stream over the reference pictures.
+
+The reference stream runs once; what its layers read is kept and attended to by the layers of the same name in the main
+stream at every step. Its inputs never change, so this equals running it again, as upstream does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from .layers import Attention, Dtypes, Layer
+from .unet import UNet, UNetShape
+
+VIEW_LABELS, REFERENCE_LABELS = 44, 5
+LABEL_WIDTH, TEXT_TOKENS, TEXT_WIDTH = 1280, 77, 1024  # literals upstream, not configuration
+LATENT_CHANNELS, MAIN_CHANNELS = 4, 12  # noisy latents, normals, positions
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What the layers of the main stream share in one forward.
+
+    Args:
+        views: number of views. materials: 1, or 2 for albedo and metallic-roughness. reference: kept tokens by layer
+            name, (1 or active rows, N, D). scales: weight of the reference for each guidance row; a row of 0 is left out.
+        multiview_scale: weight of the attention between views. dino: (B, N, D), PBR only. rotary: cosines and sines by
+            (tokens, head width), PBR only.
+    """
+
+    views: int
+    reference: Mapping[str, Tensor] = field(default_factory=dict)
+    scales: tuple[float, ...] = (1.0,)
+    multiview_scale: float = 1.0
+    materials: int = 1
+    dino: Tensor | None = None
+    rotary: Mapping[int, tuple[Tensor, Tensor]] | None = None
+
+    def reference_of(self, name: str, row: int) -> Tensor:
+        """The kept tokens for one guidance row."""
+        kept = self.reference[name]
+        if kept.shape[0] == 1:
+            return kept
+        active = [index for index, scale in enumerate(self.scales) if scale]
+        at = active.index(row) if kept.shape[0] == len(active) else row
+        return kept[at : at + 1]
+
+
+class Recording(nn.Module):
+    """A layer of the reference stream, which keeps what it read."""
+
+    def __init__(self, name: str, layer: Layer) -> None:
+        super().__init__()
+        self.name, self.transformer = name, layer
+
+    def forward(self, h: Tensor, text: Tensor, kept: object) -> Tensor:
+        """The stock layer's result; ``kept`` gets the normalised input, (R, N, D), under the layer's name."""
+        inner = self.transformer
+        seen = inner.normed(h)
+        kept[self.name] = seen
+        h = h + inner.attn1(seen)
+        h = h + inner.attn2(inner.asked(h), text)
+        return h + inner.fed(h)
+
+
+class ReferenceStream(nn.Module):
+    """The UNet over the reference pictures, with its learned text.
+
+    Args:
+        shape: of the UNet, four channels in. text_shape: of the learned text, with or without a batch axis.
+    """
+
+    def __init__(self, shape: UNetShape, text_shape: tuple[int, ...], dtypes: Dtypes | None = None) -> None:
+        super().__init__()
+        dtypes = dtypes or Dtypes()
+
+        def layer(name: str, width: int, heads: int) -> nn.Module:
+            return Recording(name, Layer(width, heads, shape.text_width, dtypes))
+
+        self.body = UNet(shape, layer, dtypes)
+        self.learned_text_clip_ref = nn.Parameter(torch.zeros(text_shape), requires_grad=False)
+
+    def forward(self, latents: Tensor) -> dict[str, Tensor]:
+        """Kept tokens (B, R * N, D) by layer name, from reference latents (B, R, 4, H, W)."""
+        rows, pictures = latents.shape[:2]
+        text = self.learned_text_clip_ref.reshape(1, TEXT_TOKENS, TEXT_WIDTH).expand(rows * pictures, -1, -1)
+        kept: dict[str, Tensor] = {}
+        start = torch.zeros(1, dtype=torch.float32, device=latents.device)
+        self.body.features(latents.flatten(0, 1), start, text, kept)
+        return {name: seen.unflatten(0, (rows, pictures)).flatten(1, 2) for name, seen in kept.items()}
+
+
+class MultiviewLayer(nn.Module):
+    """A layer of the main stream: a stock layer with attention to the reference and between the views."""
+
+    def __init__(self, name: str, layer: Layer, width: int, heads: int) -> None:
+        super().__init__()
+        self.name, self.transformer = name, layer
+        self.attn_multiview = Attention(width, heads)
+        self.attn_refview = Attention(width, heads)
+
+    def forward(self, h: Tensor, text: Tensor, run: Run) -> Tensor:
+        """Tokens (B * V, N, D) from tokens, text (B, M, D') and what the layers share."""
+        inner = self.transformer
+        seen = inner.normed(h)
+        h = grouped(h + inner.attn1(seen), run.views)
+        together = grouped(seen, run.views)
+        for row, scale in enumerate(run.scales):
+            if scale:
+                added = self.attn_refview(together[row : row + 1], run.reference_of(self.name, row))
+                h[row : row + 1] += scale * added
+        if run.views > 1:
+            h = h + run.multiview_scale * self.attn_multiview(together)
+        # The views of a row share its text, so together they need its keys and values once.
+        h = h + inner.attn2(inner.asked(h), text)
+        h = h.unflatten(1, (run.views, -1)).flatten(0, 1)
+        return h + inner.fed(h)
+
+
+class MainStream(nn.Module):
+    """The UNet over all views at once.
+
+    Args:
+        shape: of the UNet; its input channels are replaced by twelve.
+    """
+
+    materials = 1
+
+    def __init__(self, shape: UNetShape, dtypes: Dtypes | None = None) -> None:
+        super().__init__()
+        dtypes = dtypes or Dtypes()
+
+        def layer(name: str, width: int, heads: int) -> nn.Module:
+            return MultiviewLayer(name, Layer(width, heads, shape.text_width, dtypes), width, heads)
+
+        self.body = UNet(replace(shape, in_channels=MAIN_CHANNELS), layer, dtypes)
+        self.class_embedding = nn.Embedding(REFERENCE_LABELS + VIEW_LABELS, LABEL_WIDTH)
+        self.learned_text_clip_gen = nn.Parameter(torch.zeros(1, TEXT_TOKENS, TEXT_WIDTH), requires_grad=False)
+
+    def forward(
+        self, sample: Tensor, timestep: Tensor, maps: Tensor, cameras: Tensor, run: Run, text: Tensor | None = None
+    ) -> Tensor:
+        """Predicted velocity, (B * V, 4, H, W).
+
+        Args:
+            sample: noisy latents (B, V, 4, H, W). timestep: (1,). maps: latents of normals and positions, (B or 1, V, 8,
+                H, W). cameras: camera ids (V,), integer. run: of B rows.
+            text: (B, 77, 1024); None means the learned text, and zeros for a row whose reference counts 0.
+        """
+        rows = sample.shape[0]
+        if text is None:
+            counts = torch.tensor(run.scales, device=sample.device).ne(0)[:, None, None]
+            text = self.learned_text_clip_gen * counts
+        labels = self.class_embedding((cameras + REFERENCE_LABELS).expand(rows, -1).flatten())
+        x = torch.cat((sample, maps.expand(rows, -1, -1, -1, -1)), dim=2).flatten(0, 1)
+        return self.body(x, timestep, text, run, labels)
+
+
+def grouped(tokens: Tensor, views: int) -> Tensor:
+    """(B, V * N, D) from (B * V, N, D)."""
+    return tokens.unflatten(0, (-1, views)).flatten(1, 2)

@@ -1,0 +1,60 @@
+"""The modules of a paint pipeline by name, each read from disk on first use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+Reader = Callable[[Any], nn.Module]
+Prepare = Callable[[str, nn.Module], Callable[[], Any]]
+
+
+class Silent:
+    """A progress that nobody watches and nobody cancels."""
+
+    def step(self, done: int, total: int, stage: str, preview: Any = None) -> None:
+        """Nothing."""
+
+    def check(self) -> None:
+        """Nothing."""
+
+    def say(self, text: str) -> None:
+        """Nothing."""
+
+
+class Parts(dict[str, nn.Module]):
+    """The parts that are in memory; the others are read when they are wanted.
+
+    Args:
+        readers: part name to what reads it. prepare: rewrites a part that was just read, on the CPU and before any
+            residency hooks it, and returns what takes that back.
+    """
+
+    def __init__(self, readers: Mapping[str, Reader], prepare: Prepare | None = None) -> None:
+        super().__init__()
+        self.readers, self.prepare = dict(readers), prepare
+        self.undo: dict[str, Callable[[], Any]] = {}
+
+    def read(self, name: str, progress: Any = None) -> nn.Module:
+        """The part ``name``, from memory or from disk, prepared."""
+        if name not in self:
+            module = self.readers[name](progress or Silent())
+            if self.prepare is not None:
+                self.undo[name] = self.prepare(name, module)
+            self[name] = module
+        return dict.__getitem__(self, name)
+
+    def __missing__(self, name: str) -> nn.Module:
+        return self.read(name)
+
+    def drop(self, name: str) -> None:
+        """Forget the part; it is read again when it is next wanted."""
+        self.pop(name, None)
+        self.undo.pop(name, None)
+
+    def revert(self, name: str) -> None:
+        """The part as it was read, without the rewrites; its residency must be off. Nothing for one not in memory."""
+        if name in self.undo:
+            self.undo.pop(name)()

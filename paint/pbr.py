@@ -1,0 +1,170 @@
+"""The paint UNet of v2-1: two materials, albedo and metallic-roughness, positions as rotary angles, DINO tokens.
+
+Rows are ordered (b, material, view), albedo first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from .layers import Attention, Dtypes, Layer, joined
+from .multiview import MAIN_CHANNELS, TEXT_TOKENS, TEXT_WIDTH, Run
+from .unet import UNet, UNetShape
+
+MATERIALS = 2
+DINO_WIDTH, DINO_TOKENS = 1536, 4  # literals upstream
+
+
+class _SelfSecond(nn.Module):
+    """Projections of the second material beside those of an attention."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.to_q_mr = nn.Linear(width, width, bias=False)
+        self.to_k_mr = nn.Linear(width, width, bias=False)
+        self.to_v_mr = nn.Linear(width, width, bias=False)
+        self.to_out_mr = nn.ModuleList([nn.Linear(width, width)])
+
+
+class _ValuesSecond(nn.Module):
+    """Values and output of the second material beside those of an attention."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.to_v_mr = nn.Linear(width, width, bias=False)
+        self.to_out_mr = nn.ModuleList([nn.Linear(width, width)])
+
+
+class SelfAttention(Attention):
+    """Each view of each material alone; the materials have projections of their own."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        self.processor = _SelfSecond(width)
+
+    def forward(self, x: Tensor, seen: Tensor | None = None, rotary: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """(B, M, V, N, D) from the same."""
+        other = self.processor
+        layers = (
+            (self.to_q, self.to_k, self.to_v, self.to_out[0]),
+            (other.to_q_mr, other.to_k_mr, other.to_v_mr, other.to_out_mr[0]),
+        )
+        found = []
+        for material, (to_q, to_k, to_v, to_out) in enumerate(layers):
+            tokens = x[:, material].flatten(0, 1)
+            result = self.attend(*(self.split(layer(tokens)) for layer in (to_q, to_k, to_v)))
+            found.append(to_out(joined(result)).unflatten(0, x[:, material].shape[:2]))
+        return torch.stack(found, dim=1)
+
+
+class ReferenceAttention(Attention):
+    """Albedo's queries look at the reference once; each material takes values and output of its own.
+
+    Upstream concatenates the values of both materials before the heads are split, so a head holds values of one
+    material alone, and splits each head's result in two. The weights were trained with it. Here the halves are attended
+    to one after the other, since fused kernels want values as wide as keys; each result is the same.
+    """
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        self.processor = _ValuesSecond(width)
+
+    def forward(self, x: Tensor, seen: Tensor | None = None, rotary: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """(B, M, N, D) from albedo's queries (B, N, D) and the kept tokens (B, M', D)."""
+        query, key = self.split(self.to_q(x)), self.split(self.to_k(seen))
+        values = torch.cat((self.to_v(seen), self.processor.to_v_mr(seen)), dim=-1)
+        halves = values.unflatten(2, (self.heads, MATERIALS, -1)).transpose(1, 2).unbind(dim=3)
+        outputs = (self.to_out[0], self.processor.to_out_mr[0])
+        found = [out(joined(self.attend(query, key, half))) for out, half in zip(outputs, halves, strict=True)]
+        return torch.stack(found, dim=1)
+
+
+class PbrLayer(nn.Module):
+    """A layer of the main stream for two materials."""
+
+    def __init__(self, name: str, layer: Layer, width: int, heads: int) -> None:
+        super().__init__()
+        self.name, self.transformer = name, layer
+        layer.attn1 = SelfAttention(width, heads)
+        self.attn_multiview = Attention(width, heads)
+        self.attn_refview = ReferenceAttention(width, heads)
+        self.attn_dino = Attention(width, heads, TEXT_WIDTH)
+
+    def forward(self, h: Tensor, text: Tensor, run: Run) -> Tensor:
+        """Tokens (B * M * V, N, D) from tokens, text (B * M, T, D') and what the layers share."""
+        inner, rows = self.transformer, len(run.scales)
+        seen = inner.normed(h).unflatten(0, (rows, run.materials, run.views))
+        h = h.unflatten(0, (rows, run.materials, run.views)) + inner.attn1(seen)
+        h, together = h.flatten(2, 3), seen.flatten(2, 3)  # (B, M, V * N, D)
+        for row, scale in enumerate(run.scales):
+            if scale:
+                added = self.attn_refview(together[row : row + 1, 0], run.reference_of(self.name, row))
+                h[row : row + 1] += scale * added
+        h, together = h.flatten(0, 1), together.flatten(0, 1)
+        if run.views > 1:
+            rotary = (run.rotary or {}).get(together.shape[1])
+            h = h + run.multiview_scale * self.attn_multiview(together, rotary=rotary)
+        asked = inner.asked(h)
+        h = h + inner.attn2(asked, text)
+        if run.dino is not None:
+            # The materials of a row share its picture, so together they need its keys and values once.
+            added = self.attn_dino(asked.unflatten(0, (rows, -1)).flatten(1, 2), run.dino)
+            h = h + added.unflatten(1, (run.materials, -1)).flatten(0, 1)
+        h = h.unflatten(1, (run.views, -1)).flatten(0, 1)
+        return h + inner.fed(h)
+
+
+class DinoProjection(nn.Module):
+    """Each token of DINO as four tokens of the text's width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(DINO_WIDTH, DINO_TOKENS * TEXT_WIDTH)
+        self.norm = nn.LayerNorm(TEXT_WIDTH)
+
+    def forward(self, states: Tensor, dtypes: Dtypes) -> Tensor:
+        """(B, 4 N, 1024) from hidden states (B, N, 1536)."""
+        tokens = self.proj(dtypes.narrow(states)).unflatten(2, (DINO_TOKENS, TEXT_WIDTH)).flatten(1, 2)
+        return dtypes.narrow(self.norm(dtypes.wide(tokens)))
+
+
+class PbrStream(nn.Module):
+    """The UNet over all views of both materials at once."""
+
+    materials = MATERIALS
+
+    def __init__(self, shape: UNetShape, dtypes: Dtypes | None = None) -> None:
+        super().__init__()
+        dtypes = dtypes or Dtypes()
+
+        def layer(name: str, width: int, heads: int) -> nn.Module:
+            return PbrLayer(name, Layer(width, heads, shape.text_width, dtypes), width, heads)
+
+        self.body = UNet(replace(shape, in_channels=MAIN_CHANNELS), layer, dtypes)
+        self.image_proj_model_dino = DinoProjection()
+        for name in ("albedo", "mr"):
+            text = nn.Parameter(torch.zeros(TEXT_TOKENS, TEXT_WIDTH), requires_grad=False)
+            setattr(self, f"learned_text_clip_{name}", text)
+
+    def forward(
+        self, sample: Tensor, timestep: Tensor, maps: Tensor, dino: Tensor | None, run: Run, text: Tensor | None = None
+    ) -> Tensor:
+        """Predicted velocity, (B * M * V, 4, H, W).
+
+        Args:
+            sample: noisy latents (B, M, V, 4, H, W). timestep: (1,). maps: latents of normals and positions (B or 1, V,
+                8, H, W). dino: last hidden states (B, N, 1536); zeros for a row without it. run: of B rows.
+            text: (B, M, 77, 1024); None means the learned texts of the materials.
+        """
+        rows = sample.shape[0]
+        if text is None:
+            learned = torch.stack((self.learned_text_clip_albedo, self.learned_text_clip_mr))
+            text = learned.expand(rows, -1, -1, -1)
+        if dino is not None:
+            run = replace(run, dino=self.image_proj_model_dino(dino, self.body.dtypes))
+        maps = maps.unsqueeze(1).expand(rows, MATERIALS, -1, -1, -1, -1)
+        x = torch.cat((sample, maps), dim=3).flatten(0, 2)
+        return self.body(x, timestep, text.flatten(0, 1), run)

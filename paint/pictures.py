@@ -1,0 +1,116 @@
+"""Pictures on their way into the networks: sizes, alpha, squares, all (B, H, W, C) fp32 in 0..1 on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..compat.errors import InputError
+
+GREY, WHITE = 127 / 255, 1.0
+BORDER = 0.2  # of the square, on each side of a recentred object
+
+
+def checked_pictures(pictures: Tensor | Sequence[Tensor], subject: str) -> list[Tensor]:
+    """Each picture as (H, W, 3 or 4), fp32, on the CPU, clamped to 0..1.
+
+    Args:
+        pictures: (B, H, W, C), (H, W, C), or several of either. subject: what they are, for errors.
+
+    Raises:
+        InputError: none, another shape, or values that are not finite.
+    """
+    batches = [pictures] if isinstance(pictures, Tensor) else list(pictures)
+    found: list[Tensor] = []
+    for batch in batches:
+        if batch.ndim not in (3, 4) or batch.shape[-1] not in (3, 4) or not batch.numel():
+            raise InputError(
+                f"{subject} of shape {tuple(batch.shape)}", expected="(B, H, W, 3) or (B, H, W, 4)",
+                fix="Connect an IMAGE, for example from Load Image.",
+            )
+        if not torch.isfinite(batch).all():
+            raise InputError(
+                f"{subject} with NaN or infinite values", expected="values from 0 to 1",
+                fix="Check the node that makes this picture.",
+            )
+        batch = batch.detach().to("cpu", torch.float32).clamp(0, 1)
+        found += [batch] if batch.ndim == 3 else list(batch)
+    if not found:
+        raise InputError(f"no {subject}", expected="at least one picture", fix="Connect an IMAGE.")
+    return found
+
+
+def over(picture: Tensor, background: float) -> Tensor:
+    """``picture`` (..., 3 or 4) without its alpha, in front of a grey of value ``background``."""
+    if picture.shape[-1] == 3:
+        return picture
+    alpha = picture[..., 3:]
+    return picture[..., :3] * alpha + background * (1 - alpha)
+
+
+def squared(picture: Tensor, background: float) -> Tensor:
+    """``picture`` (H, W, C) in the middle of a square of its longer side."""
+    height, width = picture.shape[:2]
+    side = max(height, width)
+    if height == width:
+        return picture
+    square = picture.new_full((side, side, picture.shape[2]), background)
+    top, left = (side - height) // 2, (side - width) // 2
+    square[top : top + height, left : left + width] = picture
+    return square
+
+
+def resized(pictures: Tensor, height: int, width: int) -> Tensor:
+    """``pictures`` (B, H, W, C) at another size, bicubic and antialiased, in 8 bits, by Pillow as upstream has them.
+
+    Colours count by their alpha there, so that none leak out of what is transparent.
+    """
+    from PIL import Image
+
+    if tuple(pictures.shape[1:3]) == (height, width):
+        return pictures
+    found = []
+    for picture in (pictures * 255).round().to(torch.uint8).numpy():
+        smaller = Image.fromarray(picture).resize((width, height), Image.Resampling.BICUBIC)
+        found.append(torch.frombuffer(bytearray(smaller.tobytes()), dtype=torch.uint8).view(height, width, -1))
+    return torch.stack(found).float() / 255
+
+
+def recentred(picture: Tensor, border: float = BORDER) -> Tensor:
+    """The object of an RGBA picture (H, W, 4) in the middle of a transparent square; RGB comes back as it is.
+
+    Args:
+        border: free share of the square on each side.
+
+    Raises:
+        InputError: a picture that is wholly transparent.
+    """
+    if picture.shape[-1] != 4:
+        return picture
+    seen = picture[..., 3] > 0
+    if not seen.any():
+        raise InputError(
+            "a reference picture that is wholly transparent", expected="an object that is not",
+            fix="Check the mask: ComfyUI's masks are 1 where the picture is transparent.",
+        )
+    rows, columns = seen.any(1).nonzero().flatten(), seen.any(0).nonzero().flatten()
+    crop = picture[int(rows[0]) : int(rows[-1]) + 1, int(columns[0]) : int(columns[-1]) + 1]
+    side = max(1, round(max(crop.shape[:2]) / (1 - 2 * border)))
+    square = picture.new_zeros(side, side, 4)
+    square[..., :3] = 1.0
+    top, left = (side - crop.shape[0]) // 2, (side - crop.shape[1]) // 2
+    square[top : top + crop.shape[0], left : left + crop.shape[1]] = crop
+    return square
+
+
+def signed(pictures: Tensor) -> Tensor:
+    """(B, 3, H, W) in -1..1, as the VAE takes it, from (B, H, W, 3)."""
+    return pictures.permute(0, 3, 1, 2).contiguous() * 2 - 1
+
+
+def shown(decoded: Tensor) -> Tensor:
+    """(B, H, W, 3) in 0..1 from what the VAE gives."""
+    return (decoded / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1).contiguous()

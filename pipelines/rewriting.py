@@ -1,0 +1,100 @@
+"""What is done to a part between reading it and moving it: one plan, in the one order of operations.
+
+The plan is the only place where rewrites of modules are applied. It runs right after a part is read, on the CPU and
+before any residency hooks it, so a part that was dropped and is read again gets the same. House order: load, storage
+dtype and quantisation, LoRA, Conv3d and precision rewrites, kernel rewrites, attention and cache configuration, compile
+of repeated blocks, residency last.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..compat.attention import Attention
+from ..compat.attention_processors import attended
+from ..compat.attention_vae import frames_attended
+
+log = logging.getLogger(__name__)
+Undo = Callable[[], Any]
+Apply = Callable[[str, nn.Module], Undo | None]
+
+
+class Order(IntEnum):
+    """When a step runs; steps of one order run as they were given."""
+
+    STORAGE = 10
+    LORA = 20
+    CONV3D = 30
+    PRECISION = 35
+    KERNELS = 40
+    ATTENTION = 50
+    COMPILE = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One change to the modules of a pipeline.
+
+    Args:
+        order: when. name: for people and logs.
+        apply: from part name and module to what takes the change back, or None where it leaves this part alone. It
+            changes the module in place, so that every reference to it holds.
+    """
+
+    order: Order
+    name: str
+    apply: Apply
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """The steps that each part of one pipeline goes through; facts and choices are bound into them."""
+
+    steps: tuple[Step, ...] = ()
+
+    def __call__(self, part: str, module: nn.Module) -> Undo:
+        """Apply the steps to a part that was just read; returns what takes them all back, last one first.
+
+        A step that fails takes back those before it, so that no part is left half changed.
+        """
+        undo: list[Undo] = []
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                for step in sorted(self.steps, key=lambda step: step.order):
+                    back = step.apply(part, module)
+                    if back is not None:
+                        log.debug("%s: %s", part, step.name)
+                        undo.append(back)
+        except BaseException:
+            _take_back(undo)
+            raise
+        return partial(_take_back, undo)
+
+    def with_steps(self, steps: Iterable[Step]) -> Preparation:
+        """This plan with further steps, which find their own place."""
+        return Preparation((*self.steps, *steps))
+
+
+def attention_step(attention: Attention) -> Step:
+    """Transformers call ``attention``; VAEs that of ``auto``, since their heads are wider than chosen kernels take."""
+    exact = Attention("auto", attention.budget_bytes, avoided=attention.avoided)
+
+    def apply(part: str, module: nn.Module) -> Undo | None:
+        if part == "transformer":
+            return attended(module, attention)
+        return frames_attended(module, exact) if part == "vae" else None
+
+    return Step(Order.ATTENTION, str(attention), apply)
+
+
+def _take_back(undo: list[Undo]) -> None:
+    while undo:
+        undo.pop()()

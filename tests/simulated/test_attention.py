@@ -1,0 +1,139 @@
+"""Attention on the simulated accelerator: memory stays under the budget, and each pipeline runs what it was given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from anygpu.compat.attention import EXPLICIT, Attention, chunk_size, chunked, score_bytes, widened
+from anygpu.pipelines import tiny
+from anygpu.pipelines.loading import LoadRequest, load
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from simulated import accelerator
+from simulated.test_families import CASES, MODES, ROUNDING, loaded_for, rendered
+
+SHAPES = {  # (B, H, N, M, D): video tokens, video to text, Mochi's VAE over time
+    "joint": (1, 4, 1500, 1500, 32), "cross": (2, 2, 3000, 77, 64), "over time": (600, 2, 28, 28, 16),
+    "one head": (1, 1, 700, 2100, 128),
+}
+SUMS = 10 * ROUNDING  # fp32 sums in another order in every attention, through all blocks, steps and the VAE
+BUDGETS = (1_000_000, 4_000_000, 64_000_000)
+
+
+def peak_of(device: torch.device, budget: int, shape: tuple[int, ...], dtype: torch.dtype, **named: Any) -> int:
+    """Most bytes on the device beside operands and result."""
+    batch, heads, queries, keys, width = shape
+    q, k, v = (torch.randn(batch, heads, n, width, dtype=dtype).to(device) for n in (queries, keys, keys))
+    before = accelerator.memory().allocated_bytes
+    accelerator.reset_peak()
+    found = chunked(q, k, v, budget_bytes=budget, **named)
+    return accelerator.memory().peak_bytes - before - found.nbytes
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("name", SHAPES)
+def test_peak_is_under_the_budget(acc: torch.device, name: str, budget: int) -> None:
+    shape = SHAPES[name]
+    for dtype in (torch.float32, torch.bfloat16):
+        assert 0 < peak_of(acc, budget, shape, dtype) <= max(budget, least(shape, dtype)), dtype
+
+
+@pytest.mark.parametrize("kind", ["causal", "mask", "floating"])
+def test_peak_is_under_the_budget_with_a_mask(acc: torch.device, kind: str) -> None:
+    shape, budget = (1, 2, 900, 900, 32), 4_000_000
+    mask = {"mask": torch.ones(1, 1, 900, 900, dtype=torch.bool), "floating": torch.zeros(1, 1, 900, 900)}.get(kind)
+    named = {"causal": True} if mask is None else {"mask": mask.to(acc)}
+    assert 0 < peak_of(acc, budget, shape, torch.float32, **named) <= budget
+
+
+def least(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """What one row of scores and the keys and values of one head take, which no budget can go under."""
+    _, _, _, keys, width = shape
+    return 4 * keys * (2 * width + 1) + 16 * (width + 1) + 4096
+
+
+def test_torchs_math_would_not_be(acc: torch.device) -> None:
+    """The fallback that this replaces, on the same shape; and auto, where no kernel is fused."""
+    q, k, v = (torch.randn(1, 4, 1500, 32).to(acc) for _ in range(3))
+    attend, peaks = Attention("auto", BUDGETS[0]), []
+    with sdpa_kernel(SDPBackend.MATH):
+        for call in (torch.nn.functional.scaled_dot_product_attention, attend):
+            before = accelerator.memory().allocated_bytes
+            accelerator.reset_peak()
+            call(q, k, v)
+            peaks.append(accelerator.memory().peak_bytes - before)
+    assert peaks[0] >= score_bytes(q, k) > 30 * BUDGETS[0]
+    assert peaks[1] <= BUDGETS[0] + q.nbytes
+
+
+def test_widening_stays_under_the_budget_too(acc: torch.device) -> None:
+    q, k, v = (torch.randn(1, 8, 512, 32, dtype=torch.bfloat16).to(acc) for _ in range(3))
+    before = accelerator.memory().allocated_bytes
+    accelerator.reset_peak()
+    found = widened(q, k, v, 600_000)
+    assert 0 < accelerator.memory().peak_bytes - before - found.nbytes <= 600_000
+    assert chunk_size(q, k, v, None, False, 600_000)[2] < 512
+
+
+@pytest.mark.parametrize("name", ["hunyuan_video_15", "hunyuan_video", "framepack", "mochi", "ltx"])
+def test_math_in_chunks_gives_the_same_video(
+    acc: torch.device, tiny_folder: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device without any fused kernel, with a budget so small that every joint attention is cut."""
+    from anygpu.compat import attention
+
+    case, cuts = CASES[name], []
+
+    def counted(query: torch.Tensor, key: torch.Tensor, *rest: Any) -> torch.Tensor:
+        cuts.append(score_bytes(query, key))
+        return chunked(query, key, *rest)
+
+    expected = rendered(loaded_for(case, tiny_folder, "cpu"), case)
+    monkeypatch.setattr(attention, "chunked", counted)
+    budget = 2_000 if name == "ltx" else 20_000  # LTX-Video has 8 tokens here
+    monkeypatch.setattr(attention, "LEAST_BUDGET", budget)
+    monkeypatch.setattr(attention, "MOST_BUDGET", budget)
+    with sdpa_kernel(SDPBackend.MATH):
+        loaded = loaded_for(case, tiny_folder, "acc:0")
+        found = rendered(loaded, case)
+    assert len(cuts) >= 4, "each joint attention: two blocks, two steps"
+    assert "exact, in chunks of queries" in loaded.notes[2]
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=SUMS, rtol=SUMS)
+
+
+@pytest.mark.parametrize("offload", MODES)
+def test_mochi_obeys_in_every_offload_mode_each_pipeline_its_own(
+    acc: torch.device, tiny_folder: Any, offload: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two pipelines from one folder take turns; the second's choice is not the first's."""
+    ran: list[str] = []
+
+    def counting(choice: str) -> Any:
+        kernel = EXPLICIT[choice]
+
+        def run(*operands: torch.Tensor) -> torch.Tensor:
+            ran.append(choice)
+            return kernel(*operands)
+
+        return run
+
+    monkeypatch.setitem(EXPLICIT, "native_flash", counting("native_flash"))
+    folder = tiny.build("mochi", tiny_folder)
+    loaded = {
+        choice: load(LoadRequest(folder, precision="fp32", offload=offload, device="acc:0", attention=choice))
+        for choice in ("native_flash", "native_math")
+    }
+    ran.clear()  # of the trial while loading
+    flash, _ = rendered(loaded["native_flash"], CASES["mochi"])
+    chosen = len(ran)
+    exact, _ = rendered(loaded["native_math"], CASES["mochi"])
+    assert chosen == 2 * (2 * 2 + 2), "2 steps: two blocks and the pool, for two rows of the batch"
+    assert len(ran) == chosen
+    again, _ = rendered(loaded["native_flash"], CASES["mochi"])
+    assert len(ran) == 2 * chosen
+    torch.testing.assert_close(exact, flash, atol=SUMS, rtol=SUMS)
+    assert torch.equal(again, flash)
+    assert loaded["native_flash"].notes[2] == "attention: chosen: torch's own FlashAttention"

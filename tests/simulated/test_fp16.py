@@ -1,0 +1,128 @@
+"""Whole families in safe fp16 on the simulated accelerator, whose fp16 overflows as any fp16 does."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from anygpu.compat.fp16 import SETTINGS, apply_fp16_safe
+from anygpu.pipelines import tiny
+from anygpu.pipelines.contract import Loaded, Silent
+from anygpu.pipelines.denoising import NotFinite
+from anygpu.pipelines.loading import LoadRequest, load
+from anygpu.pipelines.reading import part_files, reader_of
+from anygpu.pipelines.safe_fp16 import read_narrow
+from safetensors.torch import load_file, save_file
+
+from simulated import accelerator
+from simulated.test_families import CASES, MODES, Case, rendered
+
+HALF = torch.finfo(torch.float16).eps
+BOUND = 4 * HALF  # relative L2: the operands of some 30 products in a row are each rounded by half an eps
+
+
+def loaded_for(case: Case, folder: Any, device: str, precision: str, offload: str = "auto") -> Loaded:
+    paths = [tiny.build(name, folder) for name in case.checkpoints]
+    base, encoder = paths[1:] if len(paths) == 3 else (None, None)
+    return load(LoadRequest(paths[0], base, encoder, precision=precision, offload=offload, device=device))
+
+
+@pytest.fixture(scope="module")
+def on_host(tiny_folder):
+    """Latents that the CPU gives in fp32 for each case."""
+    found: dict[str, torch.Tensor] = {}
+
+    def of(name: str) -> torch.Tensor:
+        if name not in found:
+            found[name] = rendered(loaded_for(CASES[name], tiny_folder, "cpu", "fp32"), CASES[name])[0]
+        return found[name]
+
+    return of
+
+
+def cells() -> list[Any]:
+    sample = {name: MODES[index % len(MODES)] for index, name in enumerate(CASES)}
+    return [
+        pytest.param(name, mode, marks=[pytest.mark.xdist_group(name), *([pytest.mark.full] * (mode != sample[name]))])
+        for name in CASES
+        for mode in MODES
+    ]
+
+
+@pytest.mark.parametrize(("name", "offload"), cells())
+def test_a_family_is_near_fp32_in_every_offload_mode_twice_in_a_row(acc, tiny_folder, on_host, name, offload):
+    loaded = loaded_for(CASES[name], tiny_folder, "acc:0", "fp16-safe", offload)
+    products: set[torch.dtype] = set()
+
+    def seen(_: str, arguments: list) -> None:
+        products.update(a.dtype for a in arguments if isinstance(a, torch.Tensor))
+
+    with accelerator.hook("aten::*mm", seen):
+        latents = rendered(loaded, CASES[name])[0]
+    assert torch.float16 in products, "no product had fp16 operands"
+    expected = on_host(name)
+    assert (latents - expected).norm() <= BOUND * expected.norm()
+    assert torch.equal(rendered(loaded, CASES[name])[0], latents), "the second run differs from the first"
+    transformer = loaded.parts.read("transformer")
+    assert any(hasattr(module, SETTINGS) for module in transformer.modules())
+
+
+def overflowing(loaded: Loaded) -> None:
+    """A fault that safe fp16 cannot mend: values far beyond fp16 where nothing normalised bounds them."""
+    stock = loaded.parts.readers["transformer"]
+
+    def read(progress: Any) -> Any:
+        module = stock(progress)
+        with torch.no_grad():
+            module.transformer_blocks[0].ff.net[0].proj.weight.fill_(6e4)
+        return module
+
+    loaded.parts.readers["transformer"] = read
+
+
+@pytest.mark.xdist_group("mochi")
+@pytest.mark.parametrize("offload", ["none", "model"])
+def test_auto_falls_back_to_fp32_after_one_step_and_says_so(acc, tiny_folder, on_host, recorded, monkeypatch, offload):
+    from anygpu.compat import precision
+
+    row = precision.PRECISION[("*", "cuda-old")]
+    monkeypatch.setitem(precision.PRECISION, ("*", "other"), row)
+    loaded = loaded_for(CASES["mochi"], tiny_folder, "acc:0", "auto", offload)
+    overflowing(loaded)
+    progress = recorded()
+    latents = rendered(loaded, CASES["mochi"], progress)[0]
+    assert [text for text in progress.said if "runs in fp32 from here on" in text]
+    steps = [done for done, _, stage in progress.steps if stage == "sampling"]
+    assert steps == [1, 2], "the first attempt went on after its first step"
+    torch.testing.assert_close(latents, on_host("mochi"), atol=1e-5, rtol=1e-5)
+    silent = recorded()
+    assert torch.equal(rendered(loaded, CASES["mochi"], silent)[0], latents)
+    assert not [text for text in silent.said if "fp32" in text]
+
+
+@pytest.mark.xdist_group("mochi")
+def test_an_explicit_choice_is_never_changed(acc, tiny_folder):
+    loaded = loaded_for(CASES["mochi"], tiny_folder, "acc:0", "fp16-safe")
+    overflowing(loaded)
+    with pytest.raises(NotFinite, match="latents after the first step are NaN or infinite"):
+        rendered(loaded, CASES["mochi"])
+
+
+@pytest.mark.xdist_group("mochi")
+def test_weights_beyond_fp16_are_read_as_they_are(tiny_folder, tmp_path):
+    folder = Path(shutil.copytree(tiny.build("mochi", tiny_folder), tmp_path / "mochi"))
+    file = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    name, weights = "transformer_blocks.0.ff.net.2.weight", load_file(file)
+    weights[name][0, 0] = 1e5
+    save_file(weights, file, {"format": "pt"})
+    files = part_files("transformer", "diffusers", "MochiTransformer3DModel", folder / "transformer", torch.float32)
+    read = reader_of(read_narrow(files))(Silent())
+    dtypes = {key: tensor.dtype for key, tensor in read.state_dict().items()}
+    assert dtypes[name] is torch.float32 and dtypes[name.replace("0.ff", "1.ff")] is torch.float16
+    assert dtypes["proj_out.weight"] is torch.float32
+    report = apply_fp16_safe(read, "mochi").report
+    assert report.left == {"weights of ff.net.2 do not fit into fp16": 1} and report.rewritten["blocks"] == 1
+    assert float(read.transformer_blocks[0].ff.net[2].weight[0, 0]) == 1e5
