@@ -41,8 +41,8 @@ class Rates:
 
 
 TURING = (
-    "peaks of NVIDIA's Turing whitepaper: 13.45 TFLOP/s fp32, 53.8 fp16 with fp32 sums, 616 GB/s; 80 % of them for fp16 "
-    "products, 85 % for memory; fp16 attention 22/25 TFLOP/s, below the 27-30 of SageAttention #197; "
+    "peaks of NVIDIA's Turing whitepaper: 13.45 TFLOP/s fp32, 53.8 fp16 with fp32 sums, 616 GB/s; 80 % of them for "
+    "fp16 products, 85 % for memory; fp16 attention 22/25 TFLOP/s, below the 27-30 of SageAttention #197; "
 )
 FAST = {"fp16": {64: 22.0, 128: 25.0}}
 DEVICES = [
@@ -54,8 +54,7 @@ DEVICES = [
     Rates(
         "sm75, RTX 2080 Ti, fp32 attention as fast as products", {"fp32": 9.4, "fp16": 43.0},
         FAST | {"fp32": {64: 9.4, 128: 9.4}}, 616 * 0.85,
-        TURING + "the other extreme for fp32: products and attention alike at 70 % of peak, which no kernel known to us "
-        "reaches in attention without tensor cores",
+        TURING + "to see what the fp32 rates decide: products and attention alike at 70 % of peak",
     ),
     Rates(
         "sm90, H200", {"bf16": 750.0, "fp16": 750.0}, {d: {64: 450.0, 128: 600.0} for d in ("bf16", "fp16")},

@@ -55,12 +55,15 @@ class Attention:
         choice: one of :data:`CHOICES`. budget_bytes: most that one call may take beside operands and result.
         why: what runs and why, for people.
         avoided: dtypes in which torch's fused kernel of this device was seen to be wrong, with the reason.
+        fused: (dtype, head width) for which torch has a fused kernel here; asked beforehand, for graphs that are
+            compiled, in which torch cannot be asked.
     """
 
     choice: str = "auto"
     budget_bytes: int = UNKNOWN_BUDGET
     why: str = MEANINGS["auto"]
     avoided: Mapping[torch.dtype, str] = field(default_factory=dict)
+    fused: frozenset[tuple[torch.dtype, int]] = frozenset()
 
     def __str__(self) -> str:
         return f"attention: {self.why}"
@@ -86,15 +89,23 @@ class Attention:
         if mask is None and not causal and self.choice in EXPLICIT:
             return EXPLICIT[self.choice](query, key, value)
         if self.choice != "native_math" and query.dtype not in self.avoided:
-            if fused_kernel(query, key, value, mask, causal):
+            if self._has_fused(query, key, value, mask, causal):
                 return functional.scaled_dot_product_attention(query, key, value, mask, is_causal=causal)
             if mask is None and not causal and query.dtype.itemsize < 4 and WORKED_ON not in self.avoided:
                 wide = stand_in(query, WORKED_ON)
-                if fused_kernel(wide, wide, wide):
+                if self._has_fused(wide, wide, wide):
                     return widened(query, key, value, self.budget_bytes)
         if query.dtype not in self.avoided and MATH_COPIES * score_bytes(query, key) <= self.budget_bytes:
             return functional.scaled_dot_product_attention(query, key, value, mask, is_causal=causal)
         return chunked(query, key, value, mask, causal, self.budget_bytes)
+
+    def _has_fused(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None,
+        causal: bool = False,
+    ) -> bool:
+        if torch.compiler.is_compiling():
+            return (query.dtype, query.shape[-1]) in self.fused
+        return bool(fused_kernel(query, key, value, mask, causal))
 
 
 def attention_for(
@@ -118,15 +129,20 @@ def attention_for(
     budget, avoided = budget_for(facts), dict(avoided or {})
     probe = torch.zeros(1, 1, 16, head_width, dtype=dtype, device=facts.device)
     kernel = "" if dtype in avoided else fused_kernel(probe, probe, probe)
+    wide = stand_in(probe, WORKED_ON)
+    asked = {dtype: kernel, WORKED_ON: fused_kernel(wide, wide, wide)}
+    fused = frozenset((kind, head_width) for kind, name in asked.items() if name and kind not in avoided)
     name, size = str(dtype).removeprefix("torch."), f"{budget / 1e6:.0f} MB"
     if choice == "native_math":
-        return Attention(choice, budget, f"chosen: {MEANINGS[choice]} of at most {size}", avoided)
+        return Attention(choice, budget, f"chosen: {MEANINGS[choice]} of at most {size}", avoided, fused)
     if choice == "auto" and kernel:
         why = f"auto: torch's fused kernel ({kernel}); exact in chunks of {size} where it has none"
-        return Attention(choice, budget, why, avoided)
+        return Attention(choice, budget, why, avoided, fused)
     if choice == "auto":
-        cause = avoided.get(dtype) or f"this device has no fused kernel for {name}"
-        return Attention(choice, budget, f"auto: exact, in chunks of queries of at most {size}: {cause}", avoided)
+        cause, how = avoided.get(dtype) or f"this device has no fused kernel for {name}", "exact, in chunks of queries"
+        if (WORKED_ON, head_width) in fused and dtype not in avoided:
+            how = "exact, by torch's fused fp32 kernel, else in chunks"
+        return Attention(choice, budget, f"auto: {how} of at most {size}: {cause}", avoided, fused)
     if choice == "native" and not kernel:
         raise UnsupportedError(
             f"attention 'native' in {name} on {facts.name}", expected="a fused kernel of this torch for it",
@@ -136,7 +152,7 @@ def attention_for(
         from .attention_kernels import require_usable
 
         require_usable(choice, facts, dtype, head_width)
-    return Attention(choice, budget, f"chosen: {MEANINGS[choice]}", avoided)
+    return Attention(choice, budget, f"chosen: {MEANINGS[choice]}", avoided, fused)
 
 
 def avoided_by(probes: Mapping[str, Answer] | None, dtypes: Iterable[torch.dtype]) -> dict[torch.dtype, str]:
@@ -196,8 +212,10 @@ def widened(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, budget_
     step = min(query.shape[1], max(1, budget_bytes // per_head))
     for first in range(0, query.shape[1], step):
         part = slice(first, first + step)
-        q, k, v = (tensor[:, part].to(WORKED_ON) for tensor in (query, key, value))
-        found[:, part] = functional.scaled_dot_product_attention(q, k, v).to(query.dtype)
+        # No names for the casts: they would be alive while those of the next heads are made.
+        found[:, part] = functional.scaled_dot_product_attention(
+            query[:, part].to(WORKED_ON), key[:, part].to(WORKED_ON), value[:, part].to(WORKED_ON)
+        ).to(query.dtype)
     return found
 
 

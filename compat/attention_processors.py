@@ -36,8 +36,8 @@ class Padding:
 def attended(module: nn.Module, attend: Attend) -> Callable[[], None]:
     """Make every known attention of a transformer call ``attend``; returns what puts everything back.
 
-    A processor of another rewrite is kept: where it has the attributes ``attend`` and ``padding``, they are set, and it
-    calls :func:`across`.
+    A processor of another rewrite is kept: where it has an attribute ``attend``, and one ``padding``, they are set. One
+    that is given padding calls :func:`by_rows` or :func:`across`.
 
     Args:
         attend: from query (B, H, N, D), key, value and an optional mask to (B, H, N, D).
@@ -53,9 +53,11 @@ def attended(module: nn.Module, attend: Attend) -> Callable[[], None]:
         elif full_name(owner) == POOL and "forward" not in vars(owner):
             owner.forward = types.MethodType(_pool(attend, padding), owner)
             patched.append(owner)
-        elif hasattr(processor, "attend") and hasattr(processor, "padding"):
-            undo += [(processor, "attend", processor.attend), (processor, "padding", processor.padding)]
-            processor.attend, processor.padding = attend, padding
+        elif hasattr(processor, "attend"):
+            for name, value in (("attend", attend), ("padding", padding)):
+                if hasattr(processor, name):
+                    undo.append((processor, name, getattr(processor, name)))
+                    setattr(processor, name, value)
     cropped = CROPPED.get(type(module).__name__)
     handle = None
     if cropped is not None:

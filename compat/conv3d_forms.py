@@ -271,20 +271,22 @@ def _over_windows(
     frames = x.transpose(1, 2)
     (total,) = _steps(frames.shape[1:2], (taps,), g.stride[:1], g.dilation[:1])
     count = min(max(1, chunk // (frames[:, :1].nbytes * taps)), total)
-    pieces, out = [], None
-    for first in range(0, total, count):
+
+    def piece(first: int) -> Tensor:  # a function, so that no window outlives its turn
         many = min(count, total - first)
         window = _window(frames, first, many, taps, g, by_channel)
-        piece = plane(window.flatten(0, 1)).unflatten(0, (-1, many)).transpose(1, 2)
-        if many == total:
-            return piece.contiguous()
-        if torch.compiler.is_compiling():
-            pieces.append(piece)
-            continue
-        if out is None:  # filled as the frames come, so that no second copy of the result exists
-            out = piece.new_empty(*piece.shape[:2], total, *piece.shape[3:])
-        out[:, :, first : first + many] = piece
-    return torch.cat(pieces, dim=2) if out is None else out
+        return plane(window.flatten(0, 1)).unflatten(0, (-1, many)).transpose(1, 2)
+
+    if count == total:
+        return piece(0).contiguous()
+    if torch.compiler.is_compiling():
+        return torch.cat([piece(first) for first in range(0, total, count)], dim=2)
+    begun = piece(0)  # the result is filled as the frames come, so that no second copy of it exists
+    out = begun.new_empty(*begun.shape[:2], total, *begun.shape[3:])
+    out[:, :, :count] = begun
+    for first in range(count, total, count):
+        out[:, :, first : first + count] = piece(first)
+    return out
 
 
 def _window(frames: Tensor, first: int, many: int, taps: int, g: Geometry, by_channel: bool) -> Tensor:

@@ -12,6 +12,7 @@ import enum
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -123,7 +124,7 @@ def apply_fp16_safe(
         if tensor.is_floating_point():
             _cast(tensor, HALF if id(tensor) in halves else FULL, keep_weights, applied)
     if done["blocks"] and turns_for(getattr(transformer, "rope", None)):
-        attach_rope(transformer.rope, applied)
+        attach_rope(transformer.get_submodule("rope"), applied)
     applied.report = Report(family, dict(done), dict(left), fp32_output)
     return applied
 
@@ -146,7 +147,7 @@ def fp32_output_works(device: torch.device) -> bool:
 def patch_forward(module: nn.Module, forward: Callable[..., Any], applied: Applied) -> None:
     """Give ``module``, and no other of its class, another forward."""
     module.forward = MethodType(forward, module)  # type: ignore[method-assign]
-    applied.undo.append(lambda: delattr(module, "forward"))
+    applied.undo.append(partial(delattr, module, "forward"))
 
 
 def narrowed(x: Tensor, scale: Tensor | None = None) -> Tensor:
@@ -167,17 +168,18 @@ def wide_linear(leaf: Any, x: Tensor) -> Tensor:
     """The product of ``leaf`` in fp32 from fp16 operands; ``x`` (..., features) is fp32 of any size, or fp16."""
     settings: Settings = getattr(leaf, SETTINGS)
     held = None if settings.values is None else settings.values.__dict__.pop(SCALE, None)
-    bounded = settings.fp32_output and x.dtype is HALF
-    if settings.residual and settings.fp32_output and not bounded:
+    if settings.fp32_output and x.dtype is HALF:
+        with borrow(leaf, like=x) as (weight, bias):
+            return _fp32_product(x, weight, bias, held)
+    if settings.fp32_output and settings.residual:
         return _divided_linear(leaf, x)
-    scale = None if bounded else scales(x, 1.0 if settings.fp32_output else settings.reach)
-    x = narrowed(x, scale)
-    total = held if scale is None else scale if held is None else scale * held
+    scale = scales(x, 1.0 if settings.fp32_output else settings.reach)
+    x, total = narrowed(x, scale), scale if held is None else scale * held
     with borrow(leaf, like=x) as (weight, bias):
-        if not settings.fp32_output:
-            y = functional.linear(x, weight)
-            return y * total if bias is None else torch.addcmul(bias.float(), y, total)
-        return _fp32_product(x, weight, bias, total)
+        if settings.fp32_output:
+            return _fp32_product(x, weight, bias, total)
+        y = functional.linear(x, weight)
+        return y * total if bias is None else torch.addcmul(bias.float(), y, total)
 
 
 def _divided_linear(leaf: Any, x: Tensor) -> Tensor:
@@ -288,7 +290,7 @@ def _attach_leaves(
         values = made.get(path.replace("to_out.0", "to_v")) if path.endswith("to_out.0") else None
         values = values if values is not None and hasattr(values, SETTINGS) else None
         setattr(leaf, SETTINGS, Settings(fp32_output, reach, kind is Kind.RESIDUAL, values))
-        applied.undo.append(lambda leaf=leaf: delattr(leaf, SETTINGS))
+        applied.undo.append(partial(delattr, leaf, SETTINGS))
         patch_forward(leaf, FORWARDS[kind], applied)
 
 

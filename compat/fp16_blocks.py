@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ class Rewrite:
             former = attention.processor
             if full_name(former) == UPSTREAM + stock:
                 attention.set_processor(replacement())
-                applied.undo.append(lambda attention=attention, former=former: attention.set_processor(former))
+                applied.undo.append(partial(attention.set_processor, former))
 
 
 def rewrite_for(block: nn.Module) -> Rewrite | None:

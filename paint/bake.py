@@ -150,7 +150,7 @@ def gathered(surface: Surface, view: View, picture: Tensor, texels: Texels, exac
     cosines = surface.face_normals @ towards
     sure = trusted(view, exact)
     sight = _Sight(view, view.image(view.depth, background=-math.inf), sure, cosines)
-    weighed = picture if exact else _rim_weighed(picture, view)
+    picture = picture if exact else rim_cleaned(picture, view)
     size, count = texels.size, texels.place.shape[0]
     colour, cosine, trust = (picture.new_zeros((size * size, *tail)) for tail in ((3,), (), ()))
     for first in range(0, count, POINTS_AT_ONCE):
@@ -159,7 +159,7 @@ def gathered(surface: Surface, view: View, picture: Tensor, texels: Texels, exac
         seen = sight.exact(screen, texels.shown.face[part]) if exact else sight.of(screen, texels.shown.face[part])
         chosen = (seen[0] > 0).nonzero()[:, 0]
         place = texels.shown.pixel[part][chosen]
-        colour[place] = _sampled(weighed, screen[chosen, :2], view.size, exact)
+        colour[place] = _sampled(picture, screen[chosen, :2], view.size, exact)
         cosine[place], trust[place] = seen[0][chosen], seen[1][chosen]
     return colour.view(size, size, 3), cosine.view(size, size), trust.view(size, size)
 
@@ -191,28 +191,38 @@ class _Sight:
         steep = (1 - cosine.square()).clamp(min=0).sqrt() / cosine.abs().clamp(min=MIN_COSINE)
         tolerance = DEPTH_TOLERANCE + steep * (self.view.ortho_scale / self.view.size)
         seen, trust = torch.zeros_like(cosine), torch.full_like(cosine, DOUBTED)
-        size = self.view.size
-        low = screen[:, :2].floor().long()
-        nearest = (screen[:, :2] - low + 0.5).floor().long()
-        for down, right in ((0, 0), (0, 1), (1, 0), (1, 1)):  # the nearest pixel first, then its partners
-            offset = (nearest - torch.tensor((right, down), device=nearest.device)).abs()
-            column, row = (low + offset).clamp(0, size - 1).unbind(1)
-            same = self.view.ids[row, column] == face
-            close = (-screen[:, 2] - self.depth[row, column]).abs() < tolerance
-            found = torch.where(same, cosine.abs(), torch.where(close, cosine, 0))
-            new = (seen == 0) & (found >= MIN_COSINE)
-            seen = torch.where(new, found, seen)
+        size, low = self.view.size, screen[:, :2].floor()
+        nearest, low = (screen[:, :2] - low >= 0.5).long(), low.long()
+        chosen = torch.arange(face.shape[0], device=face.device)
+        for down, right in ((0, 0), (0, 1), (1, 0), (1, 1)):  # the nearest pixel, then the others for who is not seen there
+            offset = nearest[chosen] ^ torch.tensor((right, down), device=face.device)
+            column, row = (low[chosen] + offset).clamp(0, size - 1).unbind(1)
+            same = self.view.ids[row, column] == face[chosen]
+            close = (-screen[chosen, 2] - self.depth[row, column]).abs() < tolerance[chosen]
+            found = torch.where(same, cosine[chosen].abs(), torch.where(close, cosine[chosen], 0))
+            shows = found >= MIN_COSINE
+            seen[chosen[shows]] = found[shows]
             if (down, right) == (0, 0):
-                trust = torch.where(new & self.sure[row, column], 1.0, trust)
+                trust[chosen[shows & self.sure[row, column]]] = 1.0
+            chosen = chosen[~shows & (cosine[chosen].abs() >= MIN_COSINE)]
         return seen, trust
 
 
-def _rim_weighed(picture: Tensor, view: View) -> Tensor:
-    """(H, W, 4): colours times weight, and weight: 1 where a pixel shows the mesh alone, little where background mixes in."""
+def rim_cleaned(picture: Tensor, view: View) -> Tensor:
+    """``picture`` (H, W, 3) with the mesh's own colours carried over its rim, where the background mixes in.
+
+    Two rings of pixels: as far as bilinear sampling of the mesh can reach.
+    """
     covered = (view.ids >= 0).to(picture.dtype)[None, None]
-    share = F.interpolate(covered, picture.shape[:2], mode="area")[0, 0]
-    weight = torch.where(share > 0.999, 1.0, share * DOUBTED).clamp(min=torch.finfo(picture.dtype).eps ** 2)[..., None]
-    return torch.cat((picture * weight, weight), dim=-1)
+    clean = (F.interpolate(covered, picture.shape[:2], mode="area") > 0.999).to(picture.dtype)
+    colours = picture.movedim(-1, 0)[None]
+    for _ in range(2):
+        # both averages divide by 9, so their quotient is the mean of the clean pixels round each pixel
+        spread, weight = (F.avg_pool2d(values, 3, 1, 1) for values in (colours * clean, clean))
+        found = weight > 0.5 / 9
+        colours = torch.where((clean == 0) & found, spread / weight.clamp(min=0.5 / 9), colours)
+        clean = found.to(picture.dtype)
+    return colours[0].movedim(0, -1)
 
 
 def _sampled(picture: Tensor, places: Tensor, size: int, exact: bool) -> Tensor:
@@ -230,12 +240,12 @@ def _sampled(picture: Tensor, places: Tensor, size: int, exact: bool) -> Tensor:
     index = low[:, 1] * width + low[:, 0]
     upper = flat[index] * (1 - share[:, 0]) + flat[index + 1] * share[:, 0]
     lower = flat[index + width] * (1 - share[:, 0]) + flat[index + width + 1] * share[:, 0]
-    mixed = upper * (1 - share[:, 1]) + lower * share[:, 1]
-    return mixed if exact else mixed[:, :3] / mixed[:, 3:]
+    return upper * (1 - share[:, 1]) + lower * share[:, 1]
 
 
 def scattered(surface: Surface, view: View, picture: Tensor, texels: Texels, exact: bool) -> tuple[Tensor, Tensor, Tensor]:
     """What :func:`gathered` returns, each pixel spread over the four texels round its place."""
+    picture = picture if exact else rim_cleaned(picture, view)
     if picture.shape[:2] != (view.size, view.size):
         resized = F.interpolate(picture.movedim(-1, 0)[None], (view.size, view.size), mode="bilinear", antialias=True)
         picture = resized[0].movedim(0, -1)

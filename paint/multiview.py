@@ -137,7 +137,9 @@ class MainStream(nn.Module):
             return MultiviewLayer(name, Layer(width, heads, shape.text_width, dtypes), width, heads)
 
         self.body = UNet(replace(shape, in_channels=MAIN_CHANNELS), layer, dtypes)
-        self.class_embedding = nn.Embedding(REFERENCE_LABELS + VIEW_LABELS, LABEL_WIDTH)
+        # Not by the constructor, whose random numbers take seconds to import on the meta device.
+        labels = torch.empty(REFERENCE_LABELS + VIEW_LABELS, LABEL_WIDTH)
+        self.class_embedding = nn.Embedding.from_pretrained(labels)
         self.learned_text_clip_gen = nn.Parameter(torch.zeros(1, TEXT_TOKENS, TEXT_WIDTH), requires_grad=False)
 
     def forward(

@@ -44,11 +44,11 @@ def checked_pictures(pictures: Tensor | Sequence[Tensor], subject: str) -> list[
 
 
 def over(picture: Tensor, background: float) -> Tensor:
-    """``picture`` (..., 3 or 4) without its alpha, in front of a grey of value ``background``."""
+    """``picture`` (..., 3 or 4) without its alpha, in front of a grey of value ``background``; in 8 bits, as upstream."""
     if picture.shape[-1] == 3:
         return picture
     alpha = picture[..., 3:]
-    return picture[..., :3] * alpha + background * (1 - alpha)
+    return ((picture[..., :3] * alpha + background * (1 - alpha)) * 255).round() / 255
 
 
 def squared(picture: Tensor, background: float) -> Tensor:

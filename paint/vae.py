@@ -38,8 +38,10 @@ class PictureAttention:
     def __init__(self, attend: Attend) -> None:
         self.attend = attend
 
-    def __call__(self, attn: Any, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """(B, C, H, W) from the same."""
+    def __call__(
+        self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Any = None, attention_mask: Any = None, temb: Any = None
+    ) -> Tensor:
+        """(B, C, H, W) from the same; the VAE passes nothing else."""
         size = hidden_states.shape[-2:]
         tokens = attn.group_norm(hidden_states.flatten(2)).transpose(1, 2)
         heads = (layer(tokens).unflatten(2, (attn.heads, -1)).transpose(1, 2) for layer in (attn.to_q, attn.to_k, attn.to_v))

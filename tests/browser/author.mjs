@@ -46,7 +46,9 @@ function build(spec) {
   for (const column of spec.columns) {
     let y = 0;
     let widest = 0;
-    for (const { key, height = 0, width = 0, below = 0 } of column.map((item) => (typeof item === "string" ? { key: item } : item))) {
+    for (const { key, height = 0, width = 0, below = 0 } of column.map((item) =>
+      typeof item === "string" ? { key: item } : item,
+    )) {
       const node = made[key];
       const [least, tall] = node.computeSize();
       node.setSize([Math.max(least, width || column.width || 340), Math.max(tall, height)]);

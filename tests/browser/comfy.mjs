@@ -33,7 +33,9 @@ export async function openPage({ width = 1600, height = 900, nodes2 = false } = 
     body: JSON.stringify(settings),
   });
   await page.goto(URL_OF_SERVER);
-  await page.waitForFunction(() => window.app?.extensionManager && window.app.canvas?.graph && window.LiteGraph, null, { timeout: 90000 });
+  await page.waitForFunction(() => window.app?.extensionManager && window.app.canvas?.graph && window.LiteGraph, null, {
+    timeout: 90000,
+  });
   await page.waitForFunction(() => window.LiteGraph.registered_node_types["AnyGPUSample"], null, { timeout: 60000 });
   await page.waitForTimeout(1500);
   await page.keyboard.press("Escape");
@@ -42,9 +44,12 @@ export async function openPage({ width = 1600, height = 900, nodes2 = false } = 
 
 /** Load a workflow's JSON text the way dropping its file does. */
 export async function loadWorkflow(page, text, name) {
-  await page.evaluate(async ([json, title]) => {
-    await window.app.loadGraphData(JSON.parse(json), true, true, title);
-  }, [text, name]);
+  await page.evaluate(
+    async ([json, title]) => {
+      await window.app.loadGraphData(JSON.parse(json), true, true, title);
+    },
+    [text, name],
+  );
   await page.waitForTimeout(500);
 }
 
@@ -60,12 +65,19 @@ export async function showAll(page, margin = 40) {
     let [left, top, right, bottom] = [Infinity, Infinity, -Infinity, -Infinity];
     for (const item of [...window.app.graph._nodes, ...window.app.graph._groups]) {
       const [x, y, width, height] = item.boundingRect ?? item.getBounding?.() ?? item._bounding;
-      left = Math.min(left, x); top = Math.min(top, y); right = Math.max(right, x + width); bottom = Math.max(bottom, y + height);
+      left = Math.min(left, x);
+      top = Math.min(top, y);
+      right = Math.max(right, x + width);
+      bottom = Math.max(bottom, y + height);
     }
     const shown = canvas.canvas.getBoundingClientRect();
     // The side bar covers the left edge, the top bar the upper one.
     const [sideBar, topBar] = [64, 110];
-    const scale = Math.min((shown.width - sideBar - 2 * edge) / (right - left), (shown.height - topBar - 2 * edge) / (bottom - top), 1);
+    const scale = Math.min(
+      (shown.width - sideBar - 2 * edge) / (right - left),
+      (shown.height - topBar - 2 * edge) / (bottom - top),
+      1,
+    );
     canvas.ds.scale = scale;
     canvas.ds.offset[0] = (sideBar + edge) / scale - left;
     canvas.ds.offset[1] = (topBar + edge) / scale - top;

@@ -8,21 +8,27 @@ import { URL_OF_SERVER, graphBottom, loadWorkflow, openPage, showAll } from "./c
 const SOURCES = new URL("../../workflows/", import.meta.url);
 const IMAGES = new URL("../../docs/images/", import.meta.url);
 const PICTURES = process.argv.includes("--pictures");
-const names = (await readdir(SOURCES)).filter((file) => file.endsWith(".json")).map((file) => file.slice(0, -5)).sort();
+const names = (await readdir(SOURCES))
+  .filter((file) => file.endsWith(".json"))
+  .map((file) => file.slice(0, -5))
+  .sort();
 
 const source = (name) => readFile(new URL(`${name}.json`, SOURCES), "utf8");
 
 /** Make the open workflow small enough for tiny checkpoints on a CPU, and change what else is asked. */
 async function shrink(page, values = {}) {
   const small = { width: 256, height: 160, frames: 25, steps: 8, clip_seconds: 0.8, window: 2, max_tokens: 512 };
-  await page.evaluate((wanted) => {
-    for (const node of window.app.graph._nodes.filter((each) => each.type.startsWith("AnyGPU"))) {
-      for (const widget of node.widgets ?? []) {
-        if (widget.name in wanted) widget.value = wanted[widget.name];
-        if (widget.name === "fit") widget.value = "crop";
+  await page.evaluate(
+    (wanted) => {
+      for (const node of window.app.graph._nodes.filter((each) => each.type.startsWith("AnyGPU"))) {
+        for (const widget of node.widgets ?? []) {
+          if (widget.name in wanted) widget.value = wanted[widget.name];
+          if (widget.name === "fit") widget.value = "crop";
+        }
       }
-    }
-  }, { ...small, ...values });
+    },
+    { ...small, ...values },
+  );
 }
 
 /** Start listening to the server's events of the next run. */
@@ -35,11 +41,19 @@ async function listen(page) {
     const on = (kind, act) => api.addEventListener(kind, (event) => act(event.detail));
     on("progress", ({ value, max }) => window.seen.progress.push([value, max]));
     on("progress_text", ({ text }) => window.seen.texts.push(text));
-    on("b_preview", () => { window.seen.previews += 1; });
-    on("execution_cached", ({ nodes }) => { window.seen.cached = nodes; });
+    on("b_preview", () => {
+      window.seen.previews += 1;
+    });
+    on("execution_cached", ({ nodes }) => {
+      window.seen.cached = nodes;
+    });
     for (const kind of ["execution_success", "execution_error", "execution_interrupted"]) {
       on(kind, (detail) => {
-        Object.assign(window.seen, { ending: kind, message: detail?.exception_message ?? "", endedAt: performance.now() });
+        Object.assign(window.seen, {
+          ending: kind,
+          message: detail?.exception_message ?? "",
+          endedAt: performance.now(),
+        });
       });
     }
   });
@@ -93,16 +107,24 @@ async function runs({ page }, name, values) {
   const seen = await ended(page);
   assert.equal(seen.ending, "execution_success", seen.message);
   assert.ok(seen.progress.length > 3 && seen.texts.length > 3, "no progress arrived");
-  await page.waitForFunction(() => {
-    const video = [...document.querySelectorAll("video")].find((each) => /SaveVideo|video/.test(each.src + each.innerHTML));
-    return video && video.videoWidth === 256;
-  }, null, { timeout: 20000 });
+  await page.waitForFunction(
+    () => {
+      const video = [...document.querySelectorAll("video")].find((each) =>
+        /SaveVideo|video/.test(each.src + each.innerHTML),
+      );
+      return video && video.videoWidth === 256;
+    },
+    null,
+    { timeout: 20000 },
+  );
 }
 
 async function watches({ page }, shot) {
   await shrink(page, { seed: 7, steps: 900 });
   await queue(page);
-  await page.waitForFunction(() => window.seen.progress.some(([value, max]) => max === 900 && value >= 300), null, { timeout: 60000 });
+  await page.waitForFunction(() => window.seen.progress.some(([value, max]) => max === 900 && value >= 300), null, {
+    timeout: 60000,
+  });
   await picture(page, shot, { quiet: false });
   assert.equal((await ended(page)).ending, "execution_success");
 }
@@ -110,7 +132,9 @@ async function watches({ page }, shot) {
 async function cancels({ page }) {
   await shrink(page, { seed: 8, steps: 1000, width: 512, height: 320, frames: 49 });
   await queue(page);
-  await page.waitForFunction(() => window.seen.progress.some(([value, max]) => max === 1000 && value >= 3), null, { timeout: 60000 });
+  await page.waitForFunction(() => window.seen.progress.some(([value, max]) => max === 1000 && value >= 3), null, {
+    timeout: 60000,
+  });
   // Timed in the page, which also draws without a GPU here: hence two seconds. That the server obeys within one is
   // the business of tests/host/test_cancel.py.
   const started = await page.evaluate(() => {
@@ -142,7 +166,10 @@ async function fails({ page }, shot) {
 for (const nodes2 of [false, true]) {
   const mode = nodes2 ? "Nodes 2.0" : "classic canvas";
   // Without what earlier runs left, every node runs and shows its text.
-  await fetch(`${URL_OF_SERVER}/free`, { method: "POST", body: JSON.stringify({ unload_models: true, free_memory: true }) });
+  await fetch(`${URL_OF_SERVER}/free`, {
+    method: "POST",
+    body: JSON.stringify({ unload_models: true, free_memory: true }),
+  });
   const open = await openPage({ nodes2 });
   const shot = (name) => (nodes2 ? null : name);
   try {
@@ -152,7 +179,9 @@ for (const nodes2 of [false, true]) {
     await check(`${mode}: progress and preview are shown`, () => watches(open, shot("progress.png")));
     await check(`${mode}: Cancel is obeyed and the next run works`, () => cancels(open));
     await check(`${mode}: an error says what to do`, () => fails(open, shot("error.png")));
-    await check(`${mode}: FramePack image to video runs to a video`, () => runs(open, "framepack_image_to_video", { seed: 1 }));
+    await check(`${mode}: FramePack image to video runs to a video`, () =>
+      runs(open, "framepack_image_to_video", { seed: 1 }),
+    );
     await picture(open.page, nodes2 ? "framepack_nodes2.png" : "framepack_image_to_video.png");
     assert.deepEqual(open.errors, [], "the page reported errors");
   } finally {

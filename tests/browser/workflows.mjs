@@ -24,7 +24,10 @@ async function prompts(names, nodes2) {
   }
 }
 
-const names = (await readdir(SOURCES)).filter((file) => file.endsWith(".json")).map((file) => file.slice(0, -5)).sort();
+const names = (await readdir(SOURCES))
+  .filter((file) => file.endsWith(".json"))
+  .map((file) => file.slice(0, -5))
+  .sort();
 const [classic, modern] = [await prompts(names, false), await prompts(names, true)];
 await mkdir(REPLAYS, { recursive: true });
 for (const file of await readdir(REPLAYS)) {

@@ -10,10 +10,18 @@ const GIB = {
   hunyuan_video_i2v: { "text encoder (Llava)": 15.6, "text encoder 2 (CLIP)": 0.2, transformer: 23.9, VAE: 0.5 },
   hunyuan_video_15: { "text encoder (Qwen2.5-VL)": 13.2, "text encoder 2 (ByT5)": 0.4, transformer: 15.5, VAE: 2.3 },
   hunyuan_video_15_i2v: {
-    "text encoder (Qwen2.5-VL)": 13.2, "text encoder 2 (ByT5)": 0.4, "image encoder (SigLIP)": 0.8, transformer: 15.5, VAE: 2.3,
+    "text encoder (Qwen2.5-VL)": 13.2,
+    "text encoder 2 (ByT5)": 0.4,
+    "image encoder (SigLIP)": 0.8,
+    transformer: 15.5,
+    VAE: 2.3,
   },
   framepack: {
-    "text encoder (Llama)": 14.0, "text encoder 2 (CLIP)": 0.2, "image encoder (SigLIP)": 0.8, transformer: 24.0, VAE: 0.5,
+    "text encoder (Llama)": 14.0,
+    "text encoder 2 (CLIP)": 0.2,
+    "image encoder (SigLIP)": 0.8,
+    transformer: 24.0,
+    VAE: 0.5,
   },
   mochi: { "text encoder (T5-XXL)": 8.9, transformer: 18.7, VAE: 0.9 },
 };
@@ -49,36 +57,54 @@ function note(title, model, text) {
   const sizes = GIB[model] ?? GIB.framepack;
   const largest = Math.max(...Object.values(sizes));
   const together = sizes.transformer + sizes.VAE;
-  const encoder = Math.max(...Object.entries(sizes).filter(([part]) => /encoder/.test(part)).map(([, size]) => size));
+  const encoder = Math.max(
+    ...Object.entries(sizes)
+      .filter(([part]) => /encoder/.test(part))
+      .map(([, size]) => size),
+  );
   const rows = Object.entries(sizes).map(([part, size]) => `| ${part} | ${size.toFixed(1)} GiB |`);
   const places = DOWNLOADS[model].map(([page, parts]) => {
     const wanted = parts.length ? `\n  - only: ${parts.join(", ")}` : "";
     return `- huggingface.co/${page}\n  - into **ComfyUI/models/diffusers/${page.split("/")[1]}**${wanted}`;
   });
   return [
-    `# ${title}`, text,
-    "## Download", ...places,
-    "", "Press **R** afterwards, then choose the folder in *AnyGPU Load Pipeline*.",
-    "## Memory", "Weights in bf16, derived from the parameter counts, not measured:", "",
-    "| part | weights |\n| --- | --- |", ...rows, "",
+    `# ${title}`,
+    text,
+    "## Download",
+    ...places,
+    "",
+    "Press **R** afterwards, then choose the folder in *AnyGPU Load Pipeline*.",
+    "## Memory",
+    "Weights in bf16, derived from the parameter counts, not measured:",
+    "",
+    "| part | weights |\n| --- | --- |",
+    ...rows,
+    "",
     "The text encoder has left before sampling starts. The video itself needs working memory on top: some GiB, more " +
       "with size and length. By *offload*, on the GPU:",
     `- **none**: about ${Math.max(together, encoder).toFixed(0)} GiB, plus working memory`,
     `- **model**: about ${largest.toFixed(0)} GiB, plus working memory`,
     "- **group**: a few GiB, plus working memory; copies the transformer to the GPU again every step",
     "- **sequential**: the least, and by far the slowest",
-    "", "**auto** takes the fastest that fits. The rest waits in the computer's own memory.",
-  ].join("\n").replaceAll("\n## ", "\n\n## ");
+    "",
+    "**auto** takes the fastest that fits. The rest waits in the computer's own memory.",
+  ]
+    .join("\n")
+    .replaceAll("\n## ", "\n\n## ");
 }
 
 const WITHOUT = "worst quality, inconsistent motion, blurry, jittery, distorted";
 
 const load = (model, values = {}) => ({ kind: LOAD, values: { model, ...values } });
 const prompt = (text, negative = "", links = {}) => ({
-  kind: "AnyGPUEncodePrompt", values: { text, negative }, links: { pipeline: ["load", "pipeline"], ...links },
+  kind: "AnyGPUEncodePrompt",
+  values: { text, negative },
+  links: { pipeline: ["load", "pipeline"], ...links },
 });
 const image = (values = {}, from = "image", links = {}) => ({
-  kind: "AnyGPUEncodeImage", values, links: { pipeline: ["load", "pipeline"], image: [from, "IMAGE"], ...links },
+  kind: "AnyGPUEncodeImage",
+  values,
+  links: { pipeline: ["load", "pipeline"], image: [from, "IMAGE"], ...links },
 });
 const sample = (values, links = {}) => ({
   kind: "AnyGPUSample",
@@ -92,21 +118,33 @@ const pack = (values) => ({
 });
 const decode = { kind: "AnyGPUDecode", links: { pipeline: ["load", "pipeline"], latent: ["sample", "latent"] } };
 const save = (name) => ({
-  kind: "SaveVideo", values: { filename_prefix: `video/${name}` }, links: { video: ["decode", "video"] },
+  kind: "SaveVideo",
+  values: { filename_prefix: `video/${name}` },
+  links: { video: ["decode", "video"] },
 });
 const picture = (title) => ({ kind: "LoadImage", title, values: { image: "example.png" } });
 const SIZED = { image: ["encoded", "image"], width: ["encoded", "width"], height: ["encoded", "height"] };
 
-const described = (title, model, text) => ({ kind: "MarkdownNote", title: "Read me", values: { text: note(title, model, text) } });
+const described = (title, model, text) => ({
+  kind: "MarkdownNote",
+  title: "Read me",
+  values: { text: note(title, model, text) },
+});
 
 /** Columns: note | model and pictures | prompt and encoded pictures | sample | result. */
 function columns({ pictures = [], encoded = [] }) {
   return [
     [{ key: "note", width: 480, height: 760 }],
-    [{ key: "load", width: 380, height: 420, below: 20 }, ...pictures.map((key) => ({ key, width: 380, height: key === "components" ? 0 : 340 }))],
+    [
+      { key: "load", width: 380, height: 420, below: 20 },
+      ...pictures.map((key) => ({ key, width: 380, height: key === "components" ? 0 : 340 })),
+    ],
     [{ key: "prompt", width: 440, height: 480, below: 60 }, ...encoded.map((key) => ({ key, width: 440, below: 30 }))],
     [{ key: "sample", width: 340 }],
-    [{ key: "decode", width: 460, below: 50 }, { key: "save", width: 460, height: 460 }],
+    [
+      { key: "decode", width: 460, below: 50 },
+      { key: "save", width: 460, height: 460 },
+    ],
   ];
 }
 
@@ -128,7 +166,8 @@ const PICTURE_TIP = "The picture's shape is kept: *nearest bucket* picks the siz
 
 const SPECS = {
   ltx_text_to_video: {
-    title: "LTX-Video: text to video", model: "ltx",
+    title: "LTX-Video: text to video",
+    model: "ltx",
     text: "The smallest and fastest of the five families. It wants long, detailed prompts.",
     nodes: {
       load: load("LTX-Video"),
@@ -137,8 +176,11 @@ const SPECS = {
     },
   },
   ltx_image_to_video: {
-    title: "LTX-Video: image to video", model: "ltx", text: `Your picture is the first frame. ${PICTURE_TIP}`,
-    pictures: ["image"], encoded: ["encoded"],
+    title: "LTX-Video: image to video",
+    model: "ltx",
+    text: `Your picture is the first frame. ${PICTURE_TIP}`,
+    pictures: ["image"],
+    encoded: ["encoded"],
     nodes: {
       load: load("LTX-Video"),
       image: picture("First frame"),
@@ -148,12 +190,14 @@ const SPECS = {
     },
   },
   ltx_first_last_frame: {
-    title: "LTX-Video: first and last frame", model: "ltx_condition",
+    title: "LTX-Video: first and last frame",
+    model: "ltx_condition",
     text:
       "The video leads from one picture to another. Each *AnyGPU Encode Image* places a picture at its *frame* (-1 is the " +
       "last) and joins the one before through *previous*: add more for more key frames, or give one a clip to extend it. " +
       "LTX-Video 0.9.5 and later were trained for this.",
-    pictures: ["image", "last"], encoded: ["first", "encoded"],
+    pictures: ["image", "last"],
+    encoded: ["first", "encoded"],
     nodes: {
       load: load("LTX-Video-0.9.5"),
       image: picture("First frame"),
@@ -168,18 +212,21 @@ const SPECS = {
     },
   },
   ltx_video_to_video: {
-    title: "LTX-Video: video to video", model: "ltx",
+    title: "LTX-Video: video to video",
+    model: "ltx",
     text:
       "Redraws a video of yours. *denoise* says how much of it is new: 0.3 keeps nearly all, 0.8 little more than the " +
       "layout. Frames, size and rate come from the video; keep it below 160 frames, or cut it first.",
-    pictures: ["clip", "components"], encoded: ["encoded"],
+    pictures: ["clip", "components"],
+    encoded: ["encoded"],
     nodes: {
       load: load("LTX-Video"),
       clip: { kind: "LoadVideo", title: "Your video", values: { file: "example.mp4" } },
       components: { kind: "GetVideoComponents", links: { video: ["clip", "VIDEO"] } },
       prompt: prompt(CAFE, WITHOUT),
       encoded: {
-        kind: "AnyGPUEncodeVideo", values: { width: 704, height: 480, fit: "crop", control_after_generate: "fixed" },
+        kind: "AnyGPUEncodeVideo",
+        values: { width: 704, height: 480, fit: "crop", control_after_generate: "fixed" },
         links: { pipeline: ["load", "pipeline"], images: ["components", "images"] },
       },
       sample: sample(
@@ -189,7 +236,8 @@ const SPECS = {
     },
   },
   hunyuan_video_text_to_video: {
-    title: "HunyuanVideo: text to video", model: "hunyuan_video",
+    title: "HunyuanVideo: text to video",
+    model: "hunyuan_video",
     text: "13 billion parameters. *guidance* is built into the model and costs nothing; *cfg* above 1 doubles the time.",
     nodes: {
       load: load("HunyuanVideo"),
@@ -198,11 +246,13 @@ const SPECS = {
     },
   },
   hunyuan_video_image_to_video: {
-    title: "HunyuanVideo: image to video", model: "hunyuan_video_i2v",
+    title: "HunyuanVideo: image to video",
+    model: "hunyuan_video_i2v",
     text:
       `Your picture is the first frame, and the text encoder looks at it too. ${PICTURE_TIP} The 33-channel model ` +
       "(HunyuanVideo-I2V-33ch) works in the same workflow.",
-    pictures: ["image"], encoded: ["encoded"],
+    pictures: ["image"],
+    encoded: ["encoded"],
     nodes: {
       load: load("HunyuanVideo-I2V"),
       image: picture("First frame"),
@@ -212,7 +262,8 @@ const SPECS = {
     },
   },
   hunyuan_video_15_text_to_video: {
-    title: "HunyuanVideo 1.5: text to video", model: "hunyuan_video_15",
+    title: "HunyuanVideo 1.5: text to video",
+    model: "hunyuan_video_15",
     text: "8 billion parameters. This is the 480p model; the 720p one works the same at 1280 x 720.",
     nodes: {
       load: load("HunyuanVideo-1.5-Diffusers-480p_t2v"),
@@ -221,9 +272,11 @@ const SPECS = {
     },
   },
   hunyuan_video_15_image_to_video: {
-    title: "HunyuanVideo 1.5: image to video", model: "hunyuan_video_15_i2v",
+    title: "HunyuanVideo 1.5: image to video",
+    model: "hunyuan_video_15_i2v",
     text: `Your picture is the first frame. ${PICTURE_TIP}`,
-    pictures: ["image"], encoded: ["encoded"],
+    pictures: ["image"],
+    encoded: ["encoded"],
     nodes: {
       load: load("HunyuanVideo-1.5-Diffusers-480p_i2v"),
       image: picture("First frame"),
@@ -233,11 +286,13 @@ const SPECS = {
     },
   },
   framepack_image_to_video: {
-    title: "FramePack: image to video", model: "framepack",
+    title: "FramePack: image to video",
+    model: "framepack",
     text:
       "Long videos in little memory: section by section, from the end to the start. Every finished section is shown and " +
       "kept. *section_prompts* takes one prompt per line for later sections.",
-    pictures: ["image"], encoded: ["encoded"],
+    pictures: ["image"],
+    encoded: ["encoded"],
     nodes: {
       load: load("FramePackI2V_HY"),
       image: picture("First frame"),
@@ -247,9 +302,11 @@ const SPECS = {
     },
   },
   framepack_first_last_frame: {
-    title: "FramePack: first and last frame", model: "framepack",
+    title: "FramePack: first and last frame",
+    model: "framepack",
     text: "The video leads from one picture to another. *end_strength* of the sampler says how much the last one counts.",
-    pictures: ["image", "last"], encoded: ["first", "encoded"],
+    pictures: ["image", "last"],
+    encoded: ["first", "encoded"],
     nodes: {
       load: load("FramePackI2V_HY"),
       image: picture("First frame"),
@@ -261,9 +318,11 @@ const SPECS = {
     },
   },
   framepack_f1_image_to_video: {
-    title: "FramePack F1: image to video", model: "framepack_f1",
+    title: "FramePack F1: image to video",
+    model: "framepack_f1",
     text: "FramePack that samples from the start to the end, with more movement. It takes no end image.",
-    pictures: ["image"], encoded: ["encoded"],
+    pictures: ["image"],
+    encoded: ["encoded"],
     nodes: {
       load: load("FramePack_F1_I2V_HY_20250503"),
       image: picture("First frame"),
@@ -273,7 +332,8 @@ const SPECS = {
     },
   },
   mochi_text_to_video: {
-    title: "Mochi 1: text to video", model: "mochi",
+    title: "Mochi 1: text to video",
+    model: "mochi",
     text: "10 billion parameters, made for 848 x 480. Its own schedule wants 50 steps and more.",
     nodes: {
       load: load("mochi-1-preview"),

@@ -160,6 +160,10 @@ def test_native_math_never_builds_a_matrix_above_the_budget(ways: list[str]) -> 
 def test_a_dtype_without_a_kernel_uses_that_of_fp32(ways: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """bf16 before sm80: torch's kernels there take fp32, which holds each bf16 value."""
     monkeypatch.setattr(subject, "fused_kernel", lambda query, *_: "flash" if query.dtype is torch.float32 else "")
+    assert str(attention_for("auto", facts(), torch.bfloat16, 64)) == (
+        "attention: auto: exact, by torch's fused fp32 kernel, else in chunks of at most 268 MB: "
+        "this device has no fused kernel for bfloat16"
+    )
     q, k, v = operands((2, 3, 40, 24, 16), torch.bfloat16)
     for budget in (1, 10**9):
         found = Attention("auto", budget)(q, k, v)

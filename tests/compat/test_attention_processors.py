@@ -216,6 +216,30 @@ def test_foreign_processors_are_left_alone_unless_they_ask() -> None:
     assert asking.attend is asking.padding is None
 
 
+def test_safe_fp16_obeys_too() -> None:
+    """Its rewritten blocks and its own processor, with fp16 operands in the blocks and no mask."""
+    from anygpu.compat.fp16 import apply_fp16_safe
+
+    transformer, given, dtypes = made("ltx"), inputs_of("ltx", APART), []
+    chosen = Attention()
+
+    def attend(*operands: torch.Tensor) -> torch.Tensor:
+        dtypes.append(operands[0].dtype)
+        return chosen(*operands)
+
+    with torch.no_grad():
+        exact = transformer(**given)[0]
+        applied = apply_fp16_safe(transformer, "ltx")
+        undo = attended(transformer, attend)
+        with masks_seen() as seen:
+            found = transformer(**given)[0]
+        undo()
+        applied.restore()
+    assert dtypes == [torch.float16] * 2 * 3, "two blocks: video among itself, and to the text of each row"
+    assert len(seen) == len(dtypes) and not any(seen)
+    assert (found - exact).abs().max() <= 4 * torch.finfo(torch.float16).eps * exact.abs().max()
+
+
 def test_two_models_keep_their_own() -> None:
     one, other, calls = made("ltx"), made("ltx"), []
 
@@ -236,6 +260,20 @@ def test_two_models_keep_their_own() -> None:
     assert calls == ["native_math"] * half + ["auto"] * half + ["native_math"] * half
     assert torch.allclose(found[0], found[1], rtol=0, atol=SUMS * float(found[0].abs().max()))
     assert torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("name", ["ltx", "hunyuan_video", "hunyuan_video_15", "mochi"])
+def test_blocks_compile_into_one_graph_with_the_fused_kernel(name: str) -> None:
+    """Torch cannot be asked for its kernel inside a graph: the answer comes from before."""
+    transformer, given = made(name), inputs_of(name, PADDED)
+    attended(transformer, Attention(fused=frozenset({(torch.float32, 16)})))
+    with torch.no_grad():
+        eager = transformer(**given)[0]
+        for block in transformer.transformer_blocks:
+            block.compile(backend="eager", fullgraph=True)
+        compiled = transformer(**given)[0]
+    torch._dynamo.reset()
+    assert (compiled - eager).abs().max() <= SUMS * eager.abs().max()
 
 
 def test_rows_and_counts() -> None:

@@ -1,0 +1,27 @@
+"""Checkpoints that the tests of paint/ share: written once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paint import stored
+
+
+@pytest.fixture(scope="session")
+def paint_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """paint v2-0 with the fixtures' weights."""
+    return stored.checkpoint("paint", tmp_path_factory.mktemp("paint"))
+
+
+@pytest.fixture(scope="session")
+def pbr_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """paint PBR v2-1 with the fixtures' weights."""
+    return stored.checkpoint("paint_pbr", tmp_path_factory.mktemp("pbr"))
+
+
+@pytest.fixture(scope="session")
+def delight_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """delight v2-0 with the fixtures' weights."""
+    return stored.checkpoint("delight", tmp_path_factory.mktemp("delight"))

@@ -1,0 +1,149 @@
+"""What is in a folder or file becomes a pipeline, or one clear line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from anygpu.compat.errors import CheckpointError, InputError
+from anygpu.paint.loading import PaintRequest, load_paint
+
+from paint import stored
+
+
+def load(model, **changes):
+    return load_paint(PaintRequest(model, device="cpu", **changes))
+
+
+@pytest.fixture
+def folder(paint_folder, tmp_path):
+    """A copy that a test may change; weights are links."""
+    return shutil.copytree(paint_folder, tmp_path / "hunyuan3d-paint-v2-0", copy_function=lambda a, b: shutil.copyfile(a, b))
+
+
+def same(a: torch.nn.Module, b: torch.nn.Module) -> bool:
+    other = b.state_dict()
+    return all(torch.equal(tensor, other[name]) for name, tensor in a.state_dict().items())
+
+
+def test_kinds_and_variants_are_recognised(paint_folder, pbr_folder, delight_folder):
+    found = [(one.family, one.variant) for one in map(load, (paint_folder, pbr_folder, delight_folder))]
+    assert found == [("paint", "v2-0"), ("paint_pbr", "v2-1"), ("delight", "v2-0")]
+
+
+def test_folder_unet_folder_and_file_are_one_pipeline(paint_folder):
+    file = paint_folder / "unet" / "diffusion_pytorch_model.safetensors"
+    parts = [load(place).parts.read("unet") for place in (paint_folder, paint_folder / "unet", file)]
+    assert same(parts[0], parts[1])
+    assert same(parts[0], parts[2])
+    wanted = stored.weights("paint")
+    assert torch.equal(parts[0].state_dict()["class_embedding.weight"], wanted["unet.class_embedding.weight"])
+
+
+def test_a_bin_is_read_as_weights_alone_and_both_kinds_are_said(folder, paint_folder):
+    changed = {name: tensor + 1 if name.endswith("class_embedding.weight") else tensor for name, tensor in stored.weights("paint").items()}
+    stored.store(changed, folder / "unet" / "diffusion_pytorch_model.bin")
+    plain, other = load(paint_folder).parts.read("unet"), load(folder)
+    assert not same(plain, other.parts.read("unet")), "the .bin, as upstream's own loader"
+    assert any("diffusion_pytorch_model.bin was read" in note for note in other.notes)
+    assert same(plain, load(folder, weights="safetensors").parts.read("unet"))
+
+
+def test_a_pickle_that_holds_more_than_weights_is_refused(folder):
+    file = folder / "unet" / "diffusion_pytorch_model.bin"
+    torch.save({"unet.a": torch.zeros(1), "run": print}, file)
+    with pytest.raises(CheckpointError, match="cannot be read as weights alone"):
+        load(folder)
+    torch.save({"step": 3}, file)
+    with pytest.raises(CheckpointError, match="something beside tensors"):
+        load(folder)
+    file.write_bytes(b"PK not a zip")
+    with pytest.raises(CheckpointError, match="cannot be read as weights alone"):
+        load(folder)
+
+
+def test_turbo_is_known_by_its_folder_and_its_image_prompt_is_left_out(paint_folder, tmp_path):
+    folder = shutil.copytree(paint_folder, tmp_path / "hunyuan3d-paint-v2-0-turbo")
+    assert load(folder).variant == "turbo"
+    assert load(folder, variant="v2-0").variant == "v2-0"
+
+
+def test_an_older_vae_reads_the_same(folder, paint_folder):
+    new = stored.weights("paint", "vae")
+    old = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
+    renamed = {}
+    for name, tensor in new.items():
+        for now, before in old.items():
+            if f".{now}." in name:
+                name = name.replace(f".{now}.", f".{before}.")
+                tensor = tensor[:, :, None, None] if tensor.ndim == 2 else tensor
+        renamed[name] = tensor
+    assert set(renamed) != set(new)
+    stored.store(renamed, folder / "vae" / "diffusion_pytorch_model.safetensors")
+    assert same(load(paint_folder).parts.read("vae"), load(folder).parts.read("vae"))
+
+
+def test_weights_are_read_when_wanted_and_part_by_part(paint_folder, recorded):
+    loaded, progress = load(paint_folder), recorded()
+    assert not loaded.parts
+    with loaded.residency.hold("reference", 0, progress):
+        pass
+    assert set(loaded.parts) == {"reference"}
+    assert progress.steps[-1][2].startswith("reading reference")
+
+
+def test_norms_are_kept_in_the_dtype_of_the_residual(paint_folder):
+    state = load(paint_folder, precision="bf16").parts.read("unet").state_dict()
+    assert {tensor.dtype for tensor in state.values()} == {torch.bfloat16}
+    assert load(paint_folder, precision="bf16").parts.read("vae").dtype is torch.bfloat16
+
+
+def _without(part):
+    return lambda folder: shutil.rmtree(folder / part)
+
+
+def _config(**changes):
+    def change(folder):
+        path = folder / "unet" / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return change
+
+
+def _weights(change):
+    def store(folder):
+        stored.store(change(stored.weights("paint")), folder / "unet" / "diffusion_pytorch_model.safetensors")
+
+    return store
+
+
+BROKEN = {
+    "no paint model in": (_without("unet"), {}),
+    "no vae with a config.json": (_without("vae"), {}),
+    "act_fn 'gelu' in the configuration of the UNet": (_config(act_fn="gelu"), {}),
+    "missing tensors 'unet.down_blocks": (_config(layers_per_block=2), {}),
+    "of shape": (_config(cross_attention_dim=512), {}),
+    "unexpected tensors 'unet.more'": (_weights(lambda w: {**w, "unet.more": torch.zeros(1)}), {}),
+    "holds no UNet of Hunyuan3D": (_weights(lambda _: {"other": torch.zeros(1)}), {}),
+    "holds a paint UNet": (lambda _: None, {"kind": "delight"}),
+    "paint model kind 'x'": (lambda _: None, {"kind": "x"}),
+    "paint variant 'x'": (lambda _: None, {"variant": "x"}),
+    "weights 'x'": (lambda _: None, {"weights": "x"}),
+    "no .bin in": (lambda _: None, {"weights": "bin"}),
+}
+
+
+@pytest.mark.parametrize("text", BROKEN)
+def test_what_is_wrong_is_said_in_one_line(folder, text):
+    change, request = BROKEN[text]
+    change(folder)
+    with pytest.raises((CheckpointError, InputError), match=text):
+        load(folder, **request)
+
+
+def test_a_vae_of_another_shape_is_refused(folder):
+    stored.store({"encoder.conv_in.weight": torch.zeros(1)}, folder / "vae" / "diffusion_pytorch_model.safetensors")
+    with pytest.raises(CheckpointError, match="of the VAE in"):
+        load(folder).parts.read("vae")
