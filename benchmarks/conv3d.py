@@ -30,7 +30,7 @@ from anygpu.compat.device import facts_for
 
 RESULTS = Path(__file__).parent / "results" / "conv3d.csv"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-RETURNING = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}  # freed memory goes back at once, and is not counted twice
+RETURNING = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}  # freed memory goes back at once: it is not counted twice
 BAR_SPEED, BAR_MEMORY = 0.9, 1.0
 
 
@@ -142,10 +142,7 @@ def rows(case: Case, device: torch.device, repeats: int) -> list[dict[str, objec
     times = seconds(case, device, repeats)
     index = str(CASES.index(case))
     command = [sys.executable, __file__, "--device", str(device), "--case", index, "--peak"]
-    peaks = {
-        name: statistics.median(int(subprocess.check_output([*command, name], text=True, env=RETURNING)) for _ in range(3))
-        for name in times
-    }
+    peaks = {name: int(subprocess.check_output([*command, name], text=True, env=RETURNING)) for name in times}
     facts, threads = facts_for(device), f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
     kernel, size = ("x".join(map(str, triple)) for triple in (case.kernel, case.size))
     return [

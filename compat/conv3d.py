@@ -141,7 +141,8 @@ def _check_ready(root: nn.Module) -> None:
         _check_free(module, label)
         if isinstance(module, Rewrite):
             raise UnsupportedError(
-                f"{label} is swapped already", expected="a part as it was loaded",
+                f"{label} is swapped already",
+                expected="a part as it was loaded",
                 fix="Call restore() on that swap first.",
             )
         if isinstance(module, nn.Conv3d) and module.weight.device.type == "meta":
@@ -154,7 +155,8 @@ def _check_free(module: nn.Module, label: str) -> None:
     """Refuse a module whose forward a residency has wrapped: it would go on calling the one it wrapped."""
     if hasattr(module, "_hf_hook") or "group_offloading" in getattr(_registry(module), "hooks", ()):
         raise UnsupportedError(
-            f"{label} has the hooks of a residency on it", expected="a part that no residency holds",
+            f"{label} has the hooks of a residency on it",
+            expected="a part that no residency holds",
             fix="Take the residency off, swap or restore, and add it again.",
         )
 

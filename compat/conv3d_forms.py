@@ -82,9 +82,7 @@ def conv3d_channels_last(
     return _in_time(x.contiguous(memory_format=layout), weight.contiguous(memory_format=layout), bias, g, chunk)
 
 
-def conv3d_by_patches(
-    x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry, chunk: int = CHUNK_BYTES
-) -> Tensor:
+def conv3d_by_patches(x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry, chunk: int = CHUNK_BYTES) -> Tensor:
     """A kernel as large as its stride: every patch is one row of a matrix product.
 
     Returns:
@@ -247,11 +245,19 @@ def _frame_by_frame(x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry,
     taps = weight.shape[2]
     # The frames under the kernel are one block if their channels come frame by frame; then the kernel, whose channels
     # come with their frames, has to be turned. Whichever is smaller is copied, and what is copied anyway costs nothing.
-    by_channel = taps == 1 or chunk > 0 or g.groups > 1 or x[:, :, :1].nbytes * taps < weight.nbytes
+    large = g.groups == 1 and x[:, :, :1].nbytes * taps < weight.nbytes
+    by_channel = taps == 1 or chunk > 0 or g.groups > 1 or large
     kernel = (weight if by_channel else weight.transpose(1, 2)).flatten(1, 2).contiguous()
+    # A library packs a kernel anew in each call, so of a large one half at a time: a percent slower, and less memory.
+    halves = kernel.chunk(2) if large and not chunk else (kernel,)
+    biases = (None,) * len(halves) if bias is None else bias.split([len(half) for half in halves])
 
     def plane(window: Tensor) -> Tensor:
-        return F.conv2d(window, kernel, bias, g.stride[1:], g.padding[1:], g.dilation[1:], g.groups)
+        sides = [
+            F.conv2d(window, half, offset, g.stride[1:], g.padding[1:], g.dilation[1:], g.groups)
+            for half, offset in zip(halves, biases, strict=True)
+        ]
+        return sides[0] if len(sides) == 1 else torch.cat(sides, dim=1)
 
     if not by_channel:
         x = padded(x, (0, 0, 0, 0, g.padding[0], g.padding[0]), frames_first=True)
@@ -347,8 +353,6 @@ BUDGETS: dict[Form, int] = {
 """The ``chunk`` of each form where the caller names none; :data:`CHUNK_BYTES` for the rest."""
 
 
-def convolved(
-    form: Form, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, chunk: int = 0
-) -> Tensor:
+def convolved(form: Form, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, chunk: int = 0) -> Tensor:
     """The convolution in ``form``; ``chunk`` bytes bound what it copies, 0 for the form's own bound."""
     return FORMS[form](x, weight, bias, geometry, chunk or BUDGETS.get(form, CHUNK_BYTES))

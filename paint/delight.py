@@ -1,4 +1,4 @@
-"""Even light for a reference picture: the shading and highlights of the photograph are taken out by an image-to-image model."""
+"""Even light for a reference picture: an image-to-image model takes the shading and highlights out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from . import vae
 from .encoders import empty_prompt
 from .loading import LoadedPaint
 from .parts import Silent
-from .pictures import WHITE, checked_pictures, over, resized, signed
+from .pictures import WHITE, checked_pictures, over, resized
 from .samplers import schedule_for, solver_for
 from .sampling import activation_bytes, preview_of, require_finite
 
@@ -28,8 +28,8 @@ class DelightSettings:
     """How a picture is delit; the defaults are the published ones.
 
     Args:
-        size: pixels, a multiple of 64. image_guidance: 1 leaves it off, as the published pipeline does although it names
-            1.5. seed: 0 to 2**64 - 1. scheduler, spacing: of :mod:`samplers`. correct: bring mean and contrast back to
+        size: pixels, a multiple of 64. image_guidance: 1 leaves it off, as the published pipeline does although it
+            names 1.5. seed: 0 to 2**64 - 1. scheduler, spacing: of :mod:`samplers`. correct: bring mean and contrast back to
             the picture's own where that is nearer to it.
         text: encoded empty prompt (1, N, D), in place of the pipeline's own text encoder.
     """
@@ -45,7 +45,7 @@ class DelightSettings:
 
 
 def delight_image(
-    loaded: LoadedPaint, picture: Tensor, settings: DelightSettings = DelightSettings(), progress: Any = None  # noqa: B008
+    loaded: LoadedPaint, picture: Tensor, settings: DelightSettings = DelightSettings(), progress: Any = None
 ) -> Tensor:
     """The picture in even light on white, (size, size, 3), fp32, 0..1, on the CPU.
 
@@ -58,11 +58,13 @@ def delight_image(
     progress = progress or Silent()
     if loaded.family != "delight":
         raise InputError(
-            f"a {loaded.family} pipeline for delighting", expected="a delight pipeline", fix="Load hunyuan3d-delight-v2-0."
+            f"a {loaded.family} pipeline for delighting", expected="a delight pipeline",
+            fix="Load hunyuan3d-delight-v2-0.",
         )
     if settings.size % 64 or settings.size < 64:
         raise InputError(
-            f"size {settings.size} for delighting", expected="a multiple of 64 from 64 pixels", fix="The model was made for 512."
+            f"size {settings.size} for delighting", expected="a multiple of 64 from 64 pixels",
+            fix="The model was made for 512.",
         )
     with torch.no_grad():
         (given,) = checked_pictures(picture, "picture to delight")[:1]
@@ -120,13 +122,13 @@ def denoised(
             noisy = solver.model_input(x, index).to(device).expand(len(rows), -1, -1, -1)
             step = torch.tensor([time], dtype=torch.float32, device=device)
             velocity = unet(torch.cat((noisy, rows), dim=1), step, text).cpu().float()
-            # The row with a prompt and without cancel: both prompts are empty.
-            guided = velocity[:1] if len(velocity) == 1 else velocity[:1] + settings.image_guidance * velocity.diff(dim=0)
+            guided = velocity[:1]
+            if len(velocity) > 1:  # rows with and without a prompt cancel: both prompts are empty
+                guided = guided + settings.image_guidance * velocity.diff(dim=0)
             clean = solver.clean(guided, index, x)
             x = solver.step(guided, index, x, draw)
             progress.step(index + 1, len(solver.schedule), "delighting", lambda clean=clean: preview_of(clean))
             progress.check()
-    loaded.residency.release("unet")
     require_finite(x, "delit latents")
     return x
 

@@ -24,7 +24,9 @@ FIRST_TOKEN, LAST_TOKEN, TOKENS = 49406, 49407, 77  # of CLIP's vocabulary: an e
 PADDING = {"!": 0, "<|endoftext|>": LAST_TOKEN}
 
 
-def encoder_reader(part: str, folder: Path, stored: Weights, dtype: torch.dtype, advance_for: Callable[..., Any]) -> Reader:
+def encoder_reader(
+    part: str, folder: Path, stored: Weights, dtype: torch.dtype, advance_for: Callable[..., Any]
+) -> Reader:
     """What reads an encoder of transformers from its folder."""
 
     def read(progress: Any) -> nn.Module:

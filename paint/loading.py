@@ -27,7 +27,8 @@ AUTO = "auto"
 VARIANTS = (AUTO, "v2-0", "turbo")
 PAGES = {
     "paint": "tencent/Hunyuan3D-2, hunyuan3d-paint-v2-0 or hunyuan3d-paint-v2-0-turbo",
-    "paint_pbr": "tencent/Hunyuan3D-2.1, hunyuan3d-paintpbr-v2-1", "delight": "tencent/Hunyuan3D-2, hunyuan3d-delight-v2-0",
+    "paint_pbr": "tencent/Hunyuan3D-2.1, hunyuan3d-paintpbr-v2-1",
+    "delight": "tencent/Hunyuan3D-2, hunyuan3d-delight-v2-0",
 }
 
 
@@ -37,8 +38,8 @@ class PaintRequest:
 
     Args:
         model: the published folder, its ``unet`` folder, or the UNet's file.
-        kind: one of :data:`networks.KINDS`, or ``auto``: what the file holds. variant: of ``paint``; ``auto`` goes by the
-            word "turbo" in the path, since both have the same tensors.
+        kind: one of :data:`networks.KINDS`, or ``auto``: what the file holds. variant: of ``paint``; ``auto`` goes by
+            the word "turbo" in the path, since both have the same tensors.
         weights: ``auto``, ``bin`` or ``safetensors``, where a folder has both. vae, image_encoder: folders that lend
             these; None looks beside the UNet. image_encoder is DINOv2-giant, for ``paint_pbr`` alone.
         precision, offload, attention: choices. device: None for the default device, or its facts.
@@ -64,7 +65,7 @@ class LoadedPaint:
 
     Args:
         family: ``paint``, ``paint_pbr`` or ``delight``. variant: ``v2-0``, ``turbo``, ``v2-1``.
-        parts: ``unet``, ``reference`` (not for delight), ``vae``, and ``text_encoder`` or ``image_encoder`` where found.
+        parts: ``unet``, ``reference`` (not for delight), ``vae``; ``text_encoder`` or ``image_encoder`` where found.
         shape: of the UNet. notes: the sentences said while loading.
     """
 
@@ -144,7 +145,8 @@ def _kind(request: PaintRequest, stored: Weights) -> str:
     found = networks.kind_of(stored.shapes)
     if request.kind not in (AUTO, *networks.KINDS):
         raise InputError(
-            f"paint model kind {request.kind!r}", expected=f"one of {AUTO}, {', '.join(networks.KINDS)}", fix="Choose auto."
+            f"paint model kind {request.kind!r}", expected=f"one of {AUTO}, {', '.join(networks.KINDS)}",
+            fix="Choose auto.",
         )
     if found is None or request.kind not in (AUTO, found):
         held = "no UNet of Hunyuan3D paint or delight" if found is None else f"a {found} UNet"
@@ -156,7 +158,9 @@ def _kind(request: PaintRequest, stored: Weights) -> str:
 
 def _variant(request: PaintRequest, kind: str, stored: Weights) -> str:
     if request.variant not in VARIANTS:
-        raise InputError(f"paint variant {request.variant!r}", expected=f"one of {', '.join(VARIANTS)}", fix="Choose auto.")
+        raise InputError(
+            f"paint variant {request.variant!r}", expected=f"one of {', '.join(VARIANTS)}", fix="Choose auto."
+        )
     if kind != "paint":
         return {"paint_pbr": "v2-1", "delight": "v2-0"}[kind]
     if request.variant != AUTO:
@@ -209,7 +213,8 @@ def _unet_reader(
                 module = networks.networks_for(kind, config, dtypes)[part]
             names = {networks.published(kind, part, key): key for key in module.state_dict()}
             share = stored.total_bytes * len(names) // len(stored.shapes)
-            tensors = stored.read(names, lambda name: networks.stored_dtype(name, dtypes), _advance(part, share, progress))
+            advance = _advance(part, share, progress)
+            tensors = stored.read(names, lambda name: networks.stored_dtype(name, dtypes), advance)
             module.load_state_dict({names[name]: tensor for name, tensor in tensors.items()}, assign=True)
             attended(module, attention)
             return module.eval().requires_grad_(False)
@@ -238,7 +243,8 @@ def _vae_reader(
 
     def read(progress: Any) -> nn.Module:
         with torch.inference_mode(False), torch.no_grad():
-            tensors = stored.read(stored.shapes, lambda _name: precision.vae, _advance("vae", stored.total_bytes, progress))
+            advance = _advance("vae", stored.total_bytes, progress)
+            tensors = stored.read(stored.shapes, lambda _name: precision.vae, advance)
             with torch.device("meta"):
                 module = vae.autoencoder(config)
             wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}

@@ -26,7 +26,7 @@ class Run:
 
     Args:
         views: number of views. materials: 1, or 2 for albedo and metallic-roughness. reference: kept tokens by layer
-            name, (1 or active rows, N, D). scales: weight of the reference for each guidance row; a row of 0 is left out.
+            name, (1 or active rows, N, D). scales: weight of the reference in each guidance row; a row of 0 is left out.
         multiview_scale: weight of the attention between views. dino: (B, N, D), PBR only. rotary: cosines and sines by
             (tokens, head width), PBR only.
     """
@@ -148,8 +148,8 @@ class MainStream(nn.Module):
         """Predicted velocity, (B * V, 4, H, W).
 
         Args:
-            sample: noisy latents (B, V, 4, H, W). timestep: (1,). maps: latents of normals and positions, (B or 1, V, 8,
-                H, W). cameras: camera ids (V,), integer. run: of B rows.
+            sample: noisy latents (B, V, 4, H, W). timestep: (1,). maps: latents of normals and positions, (B or 1, V,
+                8, H, W). cameras: camera ids (V,), integer. run: of B rows.
             text: (B, 77, 1024); None means the learned text, and zeros for a row whose reference counts 0.
         """
         rows = sample.shape[0]

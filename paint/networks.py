@@ -23,7 +23,7 @@ SIGNS = {  # a tensor that only this kind has
 OWN = ("class_embedding.", "image_proj_model_dino.", "learned_text_clip_")  # beside the UNet proper
 REFERENCE_TEXT = "unet.learned_text_clip_ref"
 ADAPTER = re.compile(r"(^|\.)to_[kv]_ip\.weight$|(^|\.)image_proj_model\.(proj|norm)\.(weight|bias)$")
-ADAPTER_COUNT = 36  # key and value of 16 layers, and 4 of the projection
+LAYER = re.compile(r"^unet\..*\.attn_refview\.to_q\.weight$")
 
 
 def kind_of(names: Iterable[str]) -> str | None:
@@ -32,19 +32,22 @@ def kind_of(names: Iterable[str]) -> str | None:
     return next((kind for kind, sign in SIGNS.items() if sign in known), None)
 
 
-def networks_for(kind: str, config: Mapping[str, Any] | None = None, dtypes: Dtypes | None = None) -> dict[str, nn.Module]:
+def networks_for(
+    kind: str, config: Mapping[str, Any] | None = None, dtypes: Dtypes | None = None
+) -> dict[str, nn.Module]:
     """The networks of a kind by part name, without values worth anything; make them under ``torch.device("meta")``.
 
     Args:
         kind: one of :data:`KINDS`. config: the UNet's ``config.json``; the published one when None.
         dtypes: in which they compute.
     """
-    shape = UNetShape.of({**(config or STABLE_DIFFUSION_2), "in_channels": LATENT_CHANNELS})
+    channels = DELIGHT_CHANNELS if kind == "delight" else LATENT_CHANNELS
+    shape, text = UNetShape.of({**(config or STABLE_DIFFUSION_2), "in_channels": channels}), (TEXT_TOKENS, TEXT_WIDTH)
     if kind == "delight":
-        return {"unet": UNet(UNetShape.of({**(config or STABLE_DIFFUSION_2), "in_channels": DELIGHT_CHANNELS}), None, dtypes)}
+        return {"unet": UNet(shape, None, dtypes)}
     if kind == "paint_pbr":
-        return {"unet": PbrStream(shape, dtypes), "reference": ReferenceStream(shape, (TEXT_TOKENS, TEXT_WIDTH), dtypes)}
-    return {"unet": MainStream(shape, dtypes), "reference": ReferenceStream(shape, (1, TEXT_TOKENS, TEXT_WIDTH), dtypes)}
+        return {"unet": PbrStream(shape, dtypes), "reference": ReferenceStream(shape, text, dtypes)}
+    return {"unet": MainStream(shape, dtypes), "reference": ReferenceStream(shape, (1, *text), dtypes)}
 
 
 def located(kind: str, name: str) -> tuple[str, str] | None:
@@ -73,15 +76,18 @@ def published(kind: str, part: str, key: str) -> str:
 def without_adapter(kind: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, tuple[int, ...]], int]:
     """``shapes`` without the image prompt that nobody feeds in turbo's .safetensors, and how many tensors that were.
 
-    Only the whole set is left out; a part of it stays, and is reported as unexpected.
+    The set is key and value of each layer and four of a projection, 36 at full size. Only the whole set is left out; a
+    part of it stays, and is reported as unexpected.
     """
     extra = [name for name in shapes if ADAPTER.search(name)] if kind == "paint" else []
-    if len(extra) != ADAPTER_COUNT:
+    if len(extra) != 2 * sum(bool(LAYER.search(name)) for name in shapes) + 4:
         return dict(shapes), 0
     return {name: shape for name, shape in shapes.items() if name not in set(extra)}, len(extra)
 
 
-def require_fitting(kind: str, shapes: Mapping[str, tuple[int, ...]], networks: Mapping[str, nn.Module], path: str) -> None:
+def require_fitting(
+    kind: str, shapes: Mapping[str, tuple[int, ...]], networks: Mapping[str, nn.Module], path: str
+) -> None:
     """Raise unless the tensors are exactly those of the networks, in names and shapes."""
     wanted = {
         published(kind, part, key): tuple(tensor.shape)

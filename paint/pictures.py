@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ..compat.errors import InputError
 
@@ -44,7 +43,7 @@ def checked_pictures(pictures: Tensor | Sequence[Tensor], subject: str) -> list[
 
 
 def over(picture: Tensor, background: float) -> Tensor:
-    """``picture`` (..., 3 or 4) without its alpha, in front of a grey of value ``background``; in 8 bits, as upstream."""
+    """``picture`` (..., 3 or 4) without its alpha, before a grey of value ``background``; in 8 bits, as upstream."""
     if picture.shape[-1] == 3:
         return picture
     alpha = picture[..., 3:]

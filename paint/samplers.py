@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ def schedule_for(spacing: str, steps: int, zero_snr: bool) -> Schedule:
     """
     if not 1 <= steps <= TRAIN_STEPS:
         raise InputError(
-            f"steps {steps} for painting", expected=f"1 to {TRAIN_STEPS}", fix="The published samplers use 10, 15 or 30."
+            f"steps {steps} for painting", expected=f"1 to {TRAIN_STEPS}", fix="The published samplers take 10 to 30."
         )
     table = sigma_table(zero_snr)
     if spacing == "karras":
@@ -102,9 +103,10 @@ def schedule_of(sigmas: Sequence[float], zero_snr: bool) -> Schedule:
     Raises:
         InputError: sigmas that do not fall to 0 or more.
     """
-    if len(sigmas) < 2 or sigmas[-1] < 0 or any(a <= b for a, b in zip(sigmas, sigmas[1:], strict=False)):
+    if len(sigmas) < 2 or sigmas[-1] < 0 or any(a <= b for a, b in pairwise(sigmas)):
         raise InputError(
-            f"{len(sigmas)} sigmas for painting that do not fall", expected="at least two noise levels that fall towards 0",
+            f"{len(sigmas)} sigmas for painting that do not fall",
+            expected="at least two noise levels that fall towards 0",
             fix="Use a scheduler node made for Stable Diffusion, such as Basic Scheduler.",
         )
     table = sigma_table(zero_snr)
@@ -125,7 +127,7 @@ def lcm_schedule(steps: int, zero_snr: bool) -> Schedule:
     """
     if not 1 <= steps <= LCM_GRID:
         raise InputError(
-            f"steps {steps} for the lcm sampler", expected=f"1 to {LCM_GRID}", fix="Turbo was made for 10; 0 means that."
+            f"steps {steps} for the lcm sampler", expected=f"1 to {LCM_GRID}", fix="Turbo was made for 10; 0 is that."
         )
     stride = TRAIN_STEPS // LCM_GRID
     grid = [stride * index - 1 for index in range(LCM_GRID, 0, -1)]

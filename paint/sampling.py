@@ -26,7 +26,8 @@ SIZES = (64, 2048)
 PREVIEW = (  # Stable Diffusion's latents as colours, roughly
     (0.3512, 0.2297, 0.3227), (0.3250, 0.4974, 0.2350), (-0.2829, 0.1762, 0.2721), (-0.2120, -0.2616, -0.7177),
 )
-COPIES = 24  # feature maps of the first level that are alive together, the widest part of the feed-forward included
+COPIES = 16  # feature maps of the first level that are alive together; counted in tests/paint/test_memory.py
+SPARE_BYTES = 256 * 1024**2  # the middle of a feed-forward, and what attention takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ class Painted:
     """Painted views, (V, H, W, 3), fp32, 0..1, on the CPU.
 
     Args:
-        views: colours; albedo for the PBR model. metallic_roughness: red metallic, green roughness; None for the others.
+        views: colours; albedo for the PBR model. metallic_roughness: red metallic, green roughness; None for others.
         latents: for a second pass, not scaled, as :class:`PaintSettings` takes them.
     """
 
@@ -121,7 +122,7 @@ class Conditions:
 
 
 def paint_views(
-    loaded: LoadedPaint, inputs: PaintInputs, settings: PaintSettings = PaintSettings(), progress: Any = None  # noqa: B008
+    loaded: LoadedPaint, inputs: PaintInputs, settings: PaintSettings = PaintSettings(), progress: Any = None
 ) -> Painted:
     """The views, painted.
 
@@ -151,7 +152,8 @@ def completed(loaded: LoadedPaint, settings: PaintSettings, progress: Any) -> Pa
     if settings.size % 64 or not SIZES[0] <= settings.size <= SIZES[1]:
         nearest = min(max(round(settings.size / 64) * 64, SIZES[0]), SIZES[1])
         raise InputError(
-            f"view size {settings.size} for painting", expected=f"a multiple of 64 from {SIZES[0]} to {SIZES[1]} pixels",
+            f"view size {settings.size} for painting",
+            expected=f"a multiple of 64 from {SIZES[0]} to {SIZES[1]} pixels",
             fix=f"The nearest valid value is {nearest}.",
         )
     if not 0 < settings.denoise <= 1:
@@ -245,7 +247,7 @@ def preview_of(latents: Tensor) -> Tensor:
 def activation_bytes(loaded: LoadedPaint, pictures: int, size: Sequence[int]) -> int:
     """Bytes that one forward over ``pictures`` latents of (h, w) takes beside the weights."""
     residual = loaded.precision.residual or loaded.precision.transformer
-    return pictures * size[0] * size[1] * loaded.shape.widths[0] * residual.itemsize * COPIES
+    return pictures * size[0] * size[1] * loaded.shape.widths[0] * residual.itemsize * COPIES + SPARE_BYTES
 
 
 def _checked(
@@ -267,7 +269,8 @@ def _checked(
                 fix="Connect the maps and the cameras of one Render Views node.",
             )
         maps.append(torch.cat([resized(over(one, WHITE)[None], size, size) for one in found]))
-    wanted = (len(ids) * (MATERIALS if loaded.family == "paint_pbr" else 1), 4, size // vae.REDUCTION, size // vae.REDUCTION)
+    materials, side = MATERIALS if loaded.family == "paint_pbr" else 1, size // vae.REDUCTION
+    wanted = (len(ids) * materials, 4, side, side)
     if settings.latents is not None and tuple(settings.latents.shape) != wanted:
         raise InputError(
             f"latents of shape {tuple(settings.latents.shape)} for painting", expected=f"{wanted}",
@@ -280,7 +283,7 @@ def _conditions(
     loaded: LoadedPaint, inputs: PaintInputs, given: tuple[Tensor, Tensor, Tensor, list[int]], settings: PaintSettings,
     progress: Any,
 ) -> Conditions:
-    """Everything the steps share, computed once; the reference stream is off the device afterwards."""
+    """Everything the steps share, computed once."""
     references, normals, positions, ids = given
     device, size = execution_device(loaded.residency), settings.size
     generator = generator_for(settings.seed)
@@ -293,13 +296,13 @@ def _conditions(
     dino = rotary = None
     if loaded.family == "paint_pbr":
         dino = _dino(loaded, inputs, references[0], progress).to(device)
-        widths = {level: w // h for level, (w, h) in enumerate(zip(loaded.shape.widths, loaded.shape.heads, strict=True))}
+        pairs = zip(loaded.shape.widths, loaded.shape.heads, strict=True)
+        widths = {level: width // heads for level, (width, heads) in enumerate(pairs)}
         tables = rotary_by_tokens(positions.permute(0, 3, 1, 2), size // vae.REDUCTION, widths)
         rotary = {tokens: (cos.to(device), sin.to(device)) for tokens, (cos, sin) in tables.items()}
     need = activation_bytes(loaded, len(references), found[0].shape[-2:])
     with loaded.residency.hold("reference", need, progress) as stream, checked_leaves(stream, progress.check):
         reference = stream(found[0][None].to(device))
-    loaded.residency.release("reference")
     maps = torch.cat((found[1], found[2]), dim=1)[None].to(device)
     return Conditions(maps, reference, torch.tensor(ids, device=device), rotary, dino)
 
@@ -309,7 +312,8 @@ def _dino(loaded: LoadedPaint, inputs: PaintInputs, reference: Tensor, progress:
         states = inputs.dino.detach().cpu().float()
         if states.ndim != 3 or states.shape[-1] != 1536:
             raise InputError(
-                f"a CLIP_VISION_OUTPUT of shape {tuple(states.shape)} for painting", expected="(1, N, 1536), of DINOv2-giant",
+                f"a CLIP_VISION_OUTPUT of shape {tuple(states.shape)} for painting",
+                expected="(1, N, 1536), of DINOv2-giant",
                 fix="Load DINOv2-giant in Load CLIP Vision.",
             )
         return states[:1]
@@ -323,7 +327,6 @@ def _dino(loaded: LoadedPaint, inputs: PaintInputs, reference: Tensor, progress:
 
 def _decoded(loaded: LoadedPaint, latents: Tensor, views: int, settings: PaintSettings, progress: Any) -> Painted:
     device, plain = execution_device(loaded.residency), latents / vae.SCALE
-    loaded.residency.release("unet")
     need = vae.activation_bytes(settings.size, settings.size, loaded.precision.vae)
     with loaded.residency.hold("vae", need, progress) as module:
         pictures = vae.decoded(module, plain, device, progress, "decoding")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..compat.errors import CheckpointError
-from .layers import Attend, Attention, Dtypes, Layer, Residual, Resampled, TimeEmbedding, Transformer
+from .layers import Attend, Attention, Dtypes, Layer, Resampled, Residual, TimeEmbedding, Transformer
 
 LayerMaker = Callable[[str, int, int], nn.Module]  # (name, width, heads) -> layer
 CROSS = "CrossAttn"
@@ -153,7 +153,9 @@ class UNet(nn.Module):
         self.conv_out = nn.Conv2d(widths[0], shape.out_channels, 3, padding=1)
         del self.layer_of  # a closure over the owner would keep two networks alive as one
 
-    def forward(self, x: Tensor, timestep: Tensor, text: Tensor, run: object = None, labels: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, timestep: Tensor, text: Tensor, run: object = None, labels: Tensor | None = None
+    ) -> Tensor:
         """The prediction (B, out_channels, H, W).
 
         Args:

@@ -39,12 +39,14 @@ class PictureAttention:
         self.attend = attend
 
     def __call__(
-        self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Any = None, attention_mask: Any = None, temb: Any = None
+        self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Any = None, attention_mask: Any = None,
+        temb: Any = None,
     ) -> Tensor:
         """(B, C, H, W) from the same; the VAE passes nothing else."""
         size = hidden_states.shape[-2:]
         tokens = attn.group_norm(hidden_states.flatten(2)).transpose(1, 2)
-        heads = (layer(tokens).unflatten(2, (attn.heads, -1)).transpose(1, 2) for layer in (attn.to_q, attn.to_k, attn.to_v))
+        layers = (attn.to_q, attn.to_k, attn.to_v)
+        heads = (layer(tokens).unflatten(2, (attn.heads, -1)).transpose(1, 2) for layer in layers)
         found = attn.to_out[0](self.attend(*heads).transpose(1, 2).flatten(2))
         found = found.transpose(1, 2).unflatten(2, size) + hidden_states
         return found / attn.rescale_output_factor
@@ -52,7 +54,8 @@ class PictureAttention:
 
 def attended(vae: nn.Module, attend: Attend) -> Callable[[], None]:
     """Make the attention of ``vae`` call ``attend``; returns what puts the former processors back."""
-    former = [(owner, owner.processor) for owner in vae.modules() if hasattr(owner, "processor") and hasattr(owner, "to_q")]
+    owners = [module for module in vae.modules() if hasattr(module, "processor") and hasattr(module, "to_q")]
+    former = [(owner, owner.processor) for owner in owners]
     for owner, _ in former:
         owner.processor = PictureAttention(attend)  # type: ignore[assignment]
 
@@ -63,7 +66,9 @@ def attended(vae: nn.Module, attend: Attend) -> Callable[[], None]:
     return restored
 
 
-def encoded(vae: Any, pictures: Tensor, generator: torch.Generator | None, device: torch.device, progress: Any) -> Tensor:
+def encoded(
+    vae: Any, pictures: Tensor, generator: torch.Generator | None, device: torch.device, progress: Any
+) -> Tensor:
     """Latents (B, 4, h, w), fp32, on the CPU, not scaled.
 
     Args:

@@ -1,4 +1,4 @@
-"""Weight files of paint checkpoints: safetensors, and the one .bin that upstream publishes, read without running code."""
+"""Weight files of paint checkpoints: safetensors, and the .bin that upstream publishes, read without running code."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def weights_in(place: Path, part: str, choice: str = "auto") -> Weights:
     are different trainings.
 
     Args:
-        place: a folder, or a file of one of the two kinds. part: what it is, for errors. choice: one of :data:`CHOICES`.
+        place: a folder, or a file of one of the kinds. part: what it is, for errors. choice: one of :data:`CHOICES`.
 
     Raises:
         CheckpointError: no such weights, or damaged ones. InputError: an unknown choice.
@@ -72,7 +72,8 @@ def weights_in(place: Path, part: str, choice: str = "auto") -> Weights:
     pickles = sorted(place.glob("*.bin"), key=lambda file: (file.name.count("."), file.name)) if place.is_dir() else []
     if choice == "bin" and not pickles:
         raise CheckpointError(
-            f"no .bin in {str(place)!r}", expected=f"the {part} as .bin", fix="Choose weights auto, or download the .bin file."
+            f"no .bin in {str(place)!r}", expected=f"the {part} as .bin",
+            fix="Choose weights auto, or download the .bin file.",
         )
     if pickles and choice != "safetensors":
         return _pickle(pickles[0])
@@ -111,9 +112,10 @@ def _mapped(path: Path) -> dict[str, torch.Tensor]:
                 raise
             found = torch.load(path, map_location="cpu", weights_only=True)  # written before torch 1.6: no mapping
     except Exception as error:  # the unpickler of torch raises nearly anything on damage
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(
-            f"{str(path)!r} cannot be read as weights alone ({str(error).strip().splitlines()[0] if str(error) else 'empty'})",
-            expected="a whole .bin that holds only tensors", fix="Download this file again, or use the .safetensors one.",
+            f"{str(path)!r} cannot be read as weights alone ({reason})", expected="a whole .bin that holds only tensors",
+            fix="Download this file again, or use the .safetensors one.",
         ) from error
     if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):
         raise CheckpointError(

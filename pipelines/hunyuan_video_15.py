@@ -299,8 +299,8 @@ def _video_latents(
 def _tile_for(cells: tuple[int, ...]) -> int:
     """Pixels per tile for a video of these latent frames, rows and columns; 0 to take it whole.
 
-    The VAE's middle attention compares every latent cell with every other, so that 480p in 121 frames takes 4.9 GB
-    for its mask alone. What is no larger than one tile of such a video goes whole, which is exact.
+    Upstream advises tiles for this VAE. What is no larger than one tile of the model's longest video goes whole,
+    which is exact.
     """
     frames, rows, columns = cells
     return TILE if frames * rows * columns > MOST_WHOLE_TOKENS else 0

@@ -20,12 +20,13 @@ from ..compat.offload import residency_for
 from ..compat.packages import attribute, unusable
 from ..compat.precision import Precision, precision_for
 from ..compat.probe_store import ProbeStore
+from ..compat.quirks import abilities
 from ..compat.wheels import require_kernels
 from .contract import Loaded, Parts, Progress, Silent, Tools
 from .families import FAMILIES, family_named
 from .family import Family
 from .reading import PartFiles, part_files, reader_of
-from .rewriting import Preparation, attention_step
+from .rewriting import Preparation, attention_step, conv3d_step
 from .safe_fp16 import TRANSFORMER, SafeFp16, read_narrow
 
 INDEX = "model_index.json"
@@ -84,7 +85,8 @@ def load(
     avoided = avoided_by(probes, (operands, precision.vae))
     attention = attention_for(request.attention, facts, operands, width, avoided)
     safe = SafeFp16(family.id, facts.device, active=precision.safe)
-    preparation = Preparation((safe.step(), attention_step(attention)))
+    convolutions = conv3d_step(abilities(facts, probes))
+    preparation = Preparation((convolutions, safe.step(), attention_step(attention)))
     parts = Parts({name: reader_of(part) for name, part in files.items()}, preparation)
     if precision.safe and request.precision == AUTO:
         parts.fallbacks[TRANSFORMER] = partial(safe.abandon, parts, files[TRANSFORMER])

@@ -9,7 +9,7 @@ of repeated blocks, residency last.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
@@ -21,6 +21,7 @@ from torch import nn
 from ..compat.attention import Attention
 from ..compat.attention_processors import attended
 from ..compat.attention_vae import frames_attended
+from ..compat.conv3d import swap_conv3d
 
 log = logging.getLogger(__name__)
 Undo = Callable[[], Any]
@@ -81,6 +82,20 @@ class Preparation:
     def with_steps(self, steps: Iterable[Step]) -> Preparation:
         """This plan with further steps, which find their own place."""
         return Preparation((*self.steps, *steps))
+
+
+def conv3d_step(abilities: Mapping[str, Any]) -> Step:
+    """3-D convolutions of transformers and VAEs in a form that runs well on the device, as ``quirks.abilities`` tells."""
+
+    def apply(part: str, module: nn.Module) -> Undo | None:
+        if part not in ("transformer", "vae"):
+            return None
+        swapped = swap_conv3d(module, abilities)
+        if swapped.choices:
+            log.info("%s: %s", part, swapped)
+        return swapped.restore if swapped.choices else None
+
+    return Step(Order.CONV3D, "3-D convolutions", apply)
 
 
 def attention_step(attention: Attention) -> Step:

@@ -46,8 +46,8 @@ def test_the_published_pipeline(delight):
     start = (float(given["sigmas"][0]) ** 2 + 1) ** 0.5  # the fixture's latents have the first level already
     noises = iter([given["init_latents"] / start, *(given[f"step_noise.{step}"] for step in range(3))])
     with torch.no_grad():
-        settings = DelightSettings(size=64, steps=3)
-        found = denoised(delight, given["image_latents"], given["prompt_embeds"], settings, Silent(), lambda: next(noises))
+        settings, text = DelightSettings(size=64, steps=3), given["prompt_embeds"]
+        found = denoised(delight, given["image_latents"], text, settings, Silent(), lambda: next(noises))
         assert (found - wanted["latents.2"]).abs().max() <= LATENT_TOLERANCE
         with delight.residency.hold("vae") as module:
             shown = vae.decoded(module, found / vae.SCALE, torch.device("cpu"), Silent(), "decoding")
@@ -60,14 +60,10 @@ def test_the_published_pipeline(delight):
 
 def test_guidance_by_the_picture_is_off_until_it_is_chosen(delight):
     text, calls = torch.zeros(1, 7, 64), []
-    unet = delight.parts.read("unet")
     settings = DelightSettings(size=64, steps=2, text=text)
-    handle = unet.register_forward_hook(lambda _m, given, _o: calls.append(given[0].shape[0]))
+    handle = delight.parts.read("unet").register_forward_hook(lambda _m, given, _o: calls.append(given[0].shape[0]))
     plain = delight_image(delight, picture("wrap_rgba_input"), settings)
     assert plain.shape == (64, 64, 3)
-    unet = delight.parts.read("unet")
-    handle.remove()
-    handle = unet.register_forward_hook(lambda _m, given, _o: calls.append(given[0].shape[0]))
     guided = delight_image(delight, picture("wrap_rgba_input"), replace(settings, image_guidance=1.5))
     handle.remove()
     assert calls == [1, 1, 2, 2]
@@ -81,7 +77,8 @@ def test_an_empty_prompt_needs_its_encoder(delight, tmp_path, recorded):
 
     folder = checkpoint("delight", tmp_path)
     config = CLIPTextConfig(
-        vocab_size=49408, hidden_size=64, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, projection_dim=8
+        vocab_size=49408, hidden_size=64, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        projection_dim=8,
     )
     model = CLIPTextModel(config).eval()
     model.save_pretrained(folder / "text_encoder")

@@ -8,7 +8,9 @@ import shutil
 import pytest
 import torch
 from anygpu.compat.errors import CheckpointError, InputError
+from anygpu.paint.layers import Attention
 from anygpu.paint.loading import PaintRequest, load_paint
+from anygpu.paint.vae import PictureAttention
 
 from paint import stored
 
@@ -19,8 +21,8 @@ def load(model, **changes):
 
 @pytest.fixture
 def folder(paint_folder, tmp_path):
-    """A copy that a test may change; weights are links."""
-    return shutil.copytree(paint_folder, tmp_path / "hunyuan3d-paint-v2-0", copy_function=lambda a, b: shutil.copyfile(a, b))
+    """A copy that a test may change."""
+    return shutil.copytree(paint_folder, tmp_path / "hunyuan3d-paint-v2-0")
 
 
 def same(a: torch.nn.Module, b: torch.nn.Module) -> bool:
@@ -43,7 +45,8 @@ def test_folder_unet_folder_and_file_are_one_pipeline(paint_folder):
 
 
 def test_a_bin_is_read_as_weights_alone_and_both_kinds_are_said(folder, paint_folder):
-    changed = {name: tensor + 1 if name.endswith("class_embedding.weight") else tensor for name, tensor in stored.weights("paint").items()}
+    changed = stored.weights("paint")
+    changed["unet.class_embedding.weight"] += 1
     stored.store(changed, folder / "unet" / "diffusion_pytorch_model.bin")
     plain, other = load(paint_folder).parts.read("unet"), load(folder)
     assert not same(plain, other.parts.read("unet")), "the .bin, as upstream's own loader"
@@ -66,8 +69,31 @@ def test_a_pickle_that_holds_more_than_weights_is_refused(folder):
 
 def test_turbo_is_known_by_its_folder_and_its_image_prompt_is_left_out(paint_folder, tmp_path):
     folder = shutil.copytree(paint_folder, tmp_path / "hunyuan3d-paint-v2-0-turbo")
-    assert load(folder).variant == "turbo"
+    tensors = stored.weights("paint")
+    one = "attn_refview.to_q.weight"
+    layers = [name.removesuffix(one) for name in tensors if name.endswith(one)]
+    extra = [f"{layer}transformer.attn2.processor.to_{part}_ip.weight" for layer in layers for part in "kv"]
+    extra += [f"unet.image_proj_model.{name}" for name in ("proj.weight", "proj.bias", "norm.weight", "norm.bias")]
+    tensors |= dict.fromkeys(extra, torch.zeros(1))
+    stored.store(tensors, folder / "unet" / "diffusion_pytorch_model.safetensors")
+    loaded = load(folder)
+    assert loaded.variant == "turbo"
+    assert any(f"{len(extra)} tensors of an unused image prompt" in note for note in loaded.notes)
+    assert same(loaded.parts.read("unet"), load(paint_folder).parts.read("unet"))
+    assert load(paint_folder).variant == "v2-0"
     assert load(folder, variant="v2-0").variant == "v2-0"
+
+
+def test_every_attention_calls_the_kernel_that_was_chosen(paint_folder):
+    loaded = load(paint_folder, attention="native_math")
+    kernels = {
+        module.attend.choice for part in ("unet", "reference") for module in loaded.parts.read(part).modules()
+        if isinstance(module, Attention)
+    }
+    assert kernels == {"native_math"}
+    owners = [module for module in loaded.parts.read("vae").modules() if hasattr(module, "to_q")]
+    assert owners
+    assert all(isinstance(owner.processor, PictureAttention) for owner in owners)
 
 
 def test_an_older_vae_reads_the_same(folder, paint_folder):

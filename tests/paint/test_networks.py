@@ -32,7 +32,8 @@ CHUNK_BYTES = 65536  # cuts the larger attentions of the fixture into about a do
 
 
 def keys(kind: str) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(shape) for name, shape in json.load(gzip.open(FIXTURES / "keys" / f"{KEYS[kind][0]}.json.gz")).items()}
+    shapes = json.load(gzip.open(FIXTURES / "keys" / f"{KEYS[kind][0]}.json.gz"))
+    return {name: tuple(shape) for name, shape in shapes.items()}
 
 
 def filled(kind: str, dtypes: Dtypes | None = None) -> dict[str, torch.nn.Module]:
@@ -218,7 +219,10 @@ def test_attention_in_chunks_is_the_same(paint):
 SAFE, BF16 = Dtypes(torch.float16, torch.float32), Dtypes(torch.bfloat16, torch.bfloat16)
 
 
-@pytest.mark.parametrize(("kind", "dtypes", "limit"), [("paint", SAFE, 4e-3), ("paint", BF16, 0.15), ("paint_pbr", SAFE, 4e-3)])
+NARROW = [("paint", SAFE, 4e-3), ("paint", BF16, 0.15), ("paint_pbr", SAFE, 4e-3)]
+
+
+@pytest.mark.parametrize(("kind", "dtypes", "limit"), NARROW)
 def test_narrow_operands_give_what_fp32_gives_to_their_precision(kind, dtypes, limit, monkeypatch):
     made = filled(kind, dtypes)
     if kind == "paint":

@@ -106,7 +106,7 @@ def test_the_reference_stream_runs_once_and_views_decode_one_at_a_time(paint_fol
     calls = {"reference": [], "vae": [], "unet": []}
 
     def prepared(part, module):
-        watched = module.decoder if part == "vae" else module  # a part is read anew after it was released
+        watched = module.decoder if part == "vae" else module
         watched.register_forward_hook(lambda _m, given, _o: calls[part].append(given[0].shape[0]))
         return lambda: None
 

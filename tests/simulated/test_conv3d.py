@@ -14,10 +14,12 @@ from anygpu.compat.conv3d_choice import Layer, choose_by, form_error, form_times
 from anygpu.compat.conv3d_forms import Geometry
 from anygpu.compat.errors import UnsupportedError
 from anygpu.compat.offload import MODES, borrow, own_tensors
+from anygpu.compat.probe_store import ProbeStore
+from anygpu.compat.quirks import abilities
 from anygpu.pipelines.contract import Parts
 from torch import nn
 
-from simulated import accelerator
+from simulated import accelerator, profiles
 
 CONVOLUTIONS = "aten::convolution*"
 LEGACY = {"backend": "cuda", "conv3d": {"bf16": False}, "conv2d": {"bf16": False}}
@@ -246,6 +248,32 @@ def test_a_swap_on_the_device_is_compared_there(acc: torch.device) -> None:
     with accelerator.hook(CONVOLUTIONS, after=spoiled(lambda arguments: True)):
         assert "differs by nan" in swap_conv3d(model, Form.FRAMES).left[""]
     assert type(model) is nn.Conv3d
+
+
+@pytest.mark.parametrize(
+    ("machine", "dtype", "form"),
+    [
+        ("turing", torch.bfloat16, Form.FP32),
+        ("gtx16xx", torch.float16, Form.FP32),
+        ("no-conv3d", torch.float32, Form.FRAMES),
+        ("gfx1201", torch.bfloat16, Form.FRAMES),
+        ("mps-like", torch.float32, Form.FRAMES),
+    ],
+)
+def test_probes_lead_to_a_form_that_works(machine: str, dtype: torch.dtype, form: Form) -> None:
+    """What the device answered, and nothing else, decides."""
+    if reason := accelerator.reason():
+        pytest.skip(reason)
+    vae, latents = randomised("hunyuan_vae"), sample(1, 16, 2, 4, 4)
+    expected = vae.decode(latents, return_dict=False)[0]
+    vae.to(dtype)
+    with profiles.on(machine) as profile, torch.inference_mode():
+        facts = abilities(profile.facts, ProbeStore(profile.facts))
+        swapped = swap_conv3d(vae, facts)
+        assert {choice.form for choice in swapped.choices.values()} >= {form}
+        found = vae.to(profile.device).decode(latents.to(profile.device, dtype), return_dict=False)[0]
+    error = (found.cpu().double() - expected.double()).abs().max() / expected.double().abs().max()
+    assert error < {torch.bfloat16: 0.1, torch.float16: 0.02}.get(dtype, 1e-4)
 
 
 def test_forms_are_timed_on_the_device(acc: torch.device) -> None:

@@ -1,0 +1,84 @@
+"""Five families, every machine, every offload mode: each cell ends and is near fp32 on the CPU.
+
+`make test` runs a sample in which every family meets every machine and every mode, and every machine every mode;
+`make test-full` runs all cells and can write the table of docs/matrix.md.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from anygpu.pipelines import tiny
+from anygpu.pipelines.loading import LoadRequest, load
+
+from simulated import accelerator, profiles
+from simulated.test_families import CASES, MODES, rendered
+
+FAMILIES = ("ltx", "hunyuan_video", "hunyuan_video_15", "framepack", "mochi")
+CELLS = [
+    pytest.param(
+        family,
+        machine,
+        offload,
+        # A Latin square: each pair of (family, machine), (family, mode) and (machine, mode) is in the sample.
+        marks=[] if MODES[(row + column) % len(MODES)] == offload else [pytest.mark.full],
+    )
+    for row, family in enumerate(FAMILIES)
+    for column, machine in enumerate(profiles.PROFILES)
+    for offload in MODES
+]
+# Share of the latents' length: half a dozen roundings of the dtype that the transformer computes in, per step.
+ALLOWED = {torch.float32: 1e-4, torch.float16: 2.0**-8, torch.bfloat16: 2.0**-4}
+
+
+@pytest.fixture(scope="module")
+def on_host(tiny_folder):
+    """Latents and frames of the CPU in fp32, for each family."""
+    found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def of(family: str) -> tuple[torch.Tensor, torch.Tensor]:
+        if family not in found:
+            found[family] = rendered(_loaded(family, tiny_folder, "cpu", "auto", None, precision="fp32"), CASES[family])
+        return found[family]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def state(tmp_path_factory):
+    """Where probes are kept, so that a machine is asked once."""
+    return tmp_path_factory.mktemp("state")
+
+
+def _loaded(family, folder, device, offload, state, precision="auto"):
+    paths = [tiny.build(name, folder) for name in CASES[family].checkpoints]
+    base, encoder = paths[1:] if len(paths) == 3 else (None, None)
+    return load(
+        LoadRequest(paths[0], base, encoder, precision=precision, offload=offload, device=device, state=state)
+    )
+
+
+def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize(("family", "machine", "offload"), CELLS)
+def test_cell(tiny_folder, on_host, state, family, machine, offload):
+    if reason := accelerator.reason():
+        pytest.skip(reason)
+    expected_latents, expected_frames = on_host(family)
+    with profiles.on(machine) as profile:
+        loaded = _loaded(family, tiny_folder, profile.facts, offload, state)
+        latents, frames = rendered(loaded, CASES[family])
+        precision = loaded.precision
+    allowed = ALLOWED[precision.compute or precision.transformer]
+    assert torch.isfinite(frames).all()
+    assert _distance(latents, expected_latents) <= allowed, str(precision)
+    assert float((frames - expected_frames).abs().mean()) <= allowed, str(precision)
+
+
+def test_the_sample_covers_every_pair():
+    sample = [cell.values for cell in CELLS if not cell.marks]
+    assert {(f, m) for f, m, _ in sample} == {(f, m) for f in FAMILIES for m in profiles.PROFILES}
+    assert {(f, o) for f, _, o in sample} == {(f, o) for f in FAMILIES for o in MODES}
+    assert {(m, o) for _, m, o in sample} == {(m, o) for m in profiles.PROFILES for o in MODES}
