@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 TORCH_INDEX ?=
 INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
-.PHONY: install demo demo-comfyui test test-full test-host test-browser workflows lint bench clean
+.PHONY: install demo demo-comfyui test test-full test-host test-browser workflows matrix lint bench clean
 
 install: $(READY)
 
@@ -36,6 +36,9 @@ test-browser: $(READY)
 
 workflows: $(READY)
 	$(PY) tests/browser/drive.py workflows.mjs
+
+matrix: $(READY)
+	OMP_NUM_THREADS=1 $(PY) tests/simulated/matrix_page.py
 
 demo-comfyui: $(READY)
 	$(PY) tests/host/demo.py demo/comfyui

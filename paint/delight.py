@@ -29,8 +29,8 @@ class DelightSettings:
 
     Args:
         size: pixels, a multiple of 64. image_guidance: 1 leaves it off, as the published pipeline does although it
-            names 1.5. seed: 0 to 2**64 - 1. scheduler, spacing: of :mod:`samplers`. correct: bring mean and contrast back to
-            the picture's own where that is nearer to it.
+            names 1.5. seed: 0 to 2**64 - 1. scheduler, spacing: of :mod:`samplers`. correct: bring mean and contrast
+            back to the picture's own where that is nearer to it.
         text: encoded empty prompt (1, N, D), in place of the pipeline's own text encoder.
     """
 

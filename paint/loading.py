@@ -105,7 +105,7 @@ def load_paint(
     progress.check()
     facts = facts_for(request.device)
     precision = precision_for(kind, facts, request.precision)
-    shape = made["unet"].shape if kind == "delight" else made["reference"].body.shape  # type: ignore[union-attr]
+    shape = networks.shape_for(kind, config)
     attention = attention_for(request.attention, facts, precision.compute or precision.transformer, _head_width(shape))
     dtypes = Dtypes(precision.compute, precision.residual)
     readers = {part: _unet_reader(kind, part, config, stored, dtypes, attention) for part in made}

@@ -26,7 +26,7 @@ class Run:
 
     Args:
         views: number of views. materials: 1, or 2 for albedo and metallic-roughness. reference: kept tokens by layer
-            name, (1 or active rows, N, D). scales: weight of the reference in each guidance row; a row of 0 is left out.
+            name, (1 or active rows, N, D). scales: weight of the reference in each guidance row; one of 0 is left out.
         multiview_scale: weight of the attention between views. dino: (B, N, D), PBR only. rotary: cosines and sines by
             (tokens, head width), PBR only.
     """
@@ -56,7 +56,7 @@ class Recording(nn.Module):
         super().__init__()
         self.name, self.transformer = name, layer
 
-    def forward(self, h: Tensor, text: Tensor, kept: object) -> Tensor:
+    def forward(self, h: Tensor, text: Tensor, kept: dict[str, Tensor]) -> Tensor:
         """The stock layer's result; ``kept`` gets the normalised input, (R, N, D), under the layer's name."""
         inner = self.transformer
         seen = inner.normed(h)

@@ -32,6 +32,16 @@ def kind_of(names: Iterable[str]) -> str | None:
     return next((kind for kind, sign in SIGNS.items() if sign in known), None)
 
 
+def shape_for(kind: str, config: Mapping[str, Any] | None = None) -> UNetShape:
+    """The sizes of a kind's UNet; of the reference's where there are two.
+
+    Args:
+        config: the UNet's ``config.json``; the published one when None.
+    """
+    channels = DELIGHT_CHANNELS if kind == "delight" else LATENT_CHANNELS
+    return UNetShape.of({**(config or STABLE_DIFFUSION_2), "in_channels": channels})
+
+
 def networks_for(
     kind: str, config: Mapping[str, Any] | None = None, dtypes: Dtypes | None = None
 ) -> dict[str, nn.Module]:
@@ -41,8 +51,7 @@ def networks_for(
         kind: one of :data:`KINDS`. config: the UNet's ``config.json``; the published one when None.
         dtypes: in which they compute.
     """
-    channels = DELIGHT_CHANNELS if kind == "delight" else LATENT_CHANNELS
-    shape, text = UNetShape.of({**(config or STABLE_DIFFUSION_2), "in_channels": channels}), (TEXT_TOKENS, TEXT_WIDTH)
+    shape, text = shape_for(kind, config), (TEXT_TOKENS, TEXT_WIDTH)
     if kind == "delight":
         return {"unet": UNet(shape, None, dtypes)}
     if kind == "paint_pbr":

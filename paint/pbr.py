@@ -135,6 +135,8 @@ class PbrStream(nn.Module):
     """The UNet over all views of both materials at once."""
 
     materials = MATERIALS
+    learned_text_clip_albedo: nn.Parameter
+    learned_text_clip_mr: nn.Parameter
 
     def __init__(self, shape: UNetShape, dtypes: Dtypes | None = None) -> None:
         super().__init__()

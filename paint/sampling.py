@@ -235,8 +235,10 @@ def predicted(unet: Any, x: Tensor, step: Tensor, conditions: Conditions, run: R
         sample = x.expand(rows, *x.shape)
         return unet(sample, step, conditions.maps, conditions.cameras, run)
     sample = x.unflatten(0, (run.materials, run.views))
-    counts = torch.tensor([float(index == rows - 1) for index in range(rows)], device=x.device)[:, None, None]
-    return unet(sample.expand(rows, *sample.shape), step, conditions.maps, conditions.dino * counts, run)
+    dino = conditions.dino
+    if dino is not None:  # zeros in the row without guidance, which still pass the projection and its norm
+        dino = torch.cat((*[torch.zeros_like(dino)] * (rows - 1), dino))
+    return unet(sample.expand(rows, *sample.shape), step, conditions.maps, dino, run)
 
 
 def preview_of(latents: Tensor) -> Tensor:

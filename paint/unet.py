@@ -81,6 +81,11 @@ class UNetShape:
 class Block(nn.Module):
     """Residual blocks of one level, each with its transformer where the level attends, then a change of size."""
 
+    resnets: nn.ModuleList
+    attentions: nn.ModuleList
+    downsamplers: nn.ModuleList
+    upsamplers: nn.ModuleList
+
     def __init__(self, residuals: list[Residual], attentions: list[Transformer], sampler: Resampled | None) -> None:
         super().__init__()
         self.resnets = nn.ModuleList(residuals)
@@ -174,7 +179,7 @@ class UNet(nn.Module):
             kept += block(kept[-1], time, text, run)
         x = self.mid_block(kept[-1], time, text, run)
         for block in self.up_blocks:
-            coming = len(kept) - len(block.resnets)
+            coming = len(kept) - self.shape.depth - 1
             size = tuple(kept[coming - 1].shape[-2:]) if coming else None
             x = block(x, kept, time, text, run, size)
         return x

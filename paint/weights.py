@@ -114,7 +114,8 @@ def _mapped(path: Path) -> dict[str, torch.Tensor]:
     except Exception as error:  # the unpickler of torch raises nearly anything on damage
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(
-            f"{str(path)!r} cannot be read as weights alone ({reason})", expected="a whole .bin that holds only tensors",
+            f"{str(path)!r} cannot be read as weights alone ({reason})",
+            expected="a whole .bin that holds only tensors",
             fix="Download this file again, or use the .safetensors one.",
         ) from error
     if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):

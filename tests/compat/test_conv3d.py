@@ -55,7 +55,7 @@ def configurations() -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | No
         for index in range(CONFIGURATIONS):
             point, patch = index % 3 == 0, index % 5 == 0
             groups = 1 if patch or point else dice.choice((1, 1, 2, 3))
-            fan, out = dice.randint(1, 4), groups * dice.randint(1, 4)
+            fan, out = dice.randint(1, 4), groups * dice.randint(1, 9)  # kernels smaller and larger than a window
             kernel = (1, 1, 1) if point else tuple(dice.randint(1, 3) for _ in range(3))
             stride = kernel if patch else tuple(dice.randint(1, 3) for _ in range(3))
             padding = tuple(dice.randint(0, 2) for _ in range(3))

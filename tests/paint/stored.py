@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import lzma
 import shutil
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,12 @@ def values(kind: str, name: str) -> dict[str, torch.Tensor]:
 
 
 def weights(kind: str, part: str = "unet") -> dict[str, torch.Tensor]:
-    """fp32 tensors by published name; the DINO projection, which no fixture holds, is random."""
+    """fp32 tensors by published name, not to be changed in place; no fixture holds the DINO projection: it is random."""
+    return dict(_weights(kind, part))
+
+
+@cache
+def _weights(kind: str, part: str) -> dict[str, torch.Tensor]:
     folder = FIXTURES / NAMES["paint" if (kind, part) == ("paint_pbr", "vae") else kind]
     found: dict[str, torch.Tensor] = {}
     for file in sorted([*folder.glob(f"{part}.xz"), *folder.glob(f"{part}_?.xz")]):

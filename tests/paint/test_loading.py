@@ -45,8 +45,8 @@ def test_folder_unet_folder_and_file_are_one_pipeline(paint_folder):
 
 
 def test_a_bin_is_read_as_weights_alone_and_both_kinds_are_said(folder, paint_folder):
-    changed = stored.weights("paint")
-    changed["unet.class_embedding.weight"] += 1
+    name, tensors = "unet.class_embedding.weight", stored.weights("paint")
+    changed = {**tensors, name: tensors[name] + 1}
     stored.store(changed, folder / "unet" / "diffusion_pytorch_model.bin")
     plain, other = load(paint_folder).parts.read("unet"), load(folder)
     assert not same(plain, other.parts.read("unet")), "the .bin, as upstream's own loader"

@@ -62,21 +62,21 @@ def counted(kind: str, pixels: int, views: int, dtypes: Dtypes) -> tuple[int, in
             else:
                 made["unet"](torch.empty(2, 2, *sample[1:]), step, maps, torch.empty(2, 257, 1536), run)
     weights = sum(parameter.nbytes for parameter in made["unet"].parameters())
-    loaded = SimpleNamespace(
-        precision=SimpleNamespace(residual=dtypes.residual, transformer=dtypes.compute), shape=made["reference"].body.shape
-    )
+    precision = SimpleNamespace(residual=dtypes.residual, transformer=dtypes.compute)
+    loaded = SimpleNamespace(precision=precision, shape=made["reference"].body.shape)
     return alive.peak, weights, activation_bytes(loaded, 2 * views * materials, (side, side))
 
 
 CASES = [
     pytest.param("paint", 512, 6, HALF, 3.0, id="v2-0"),
-    pytest.param("paint", 512, 6, SAFE, 3.0, id="v2-0 fp16-safe", marks=pytest.mark.full),
-    pytest.param("paint", 1024, 6, HALF, 4.0, id="v2-0 second pass", marks=pytest.mark.full),
-    pytest.param("paint_pbr", 512, 6, HALF, 4.0, id="PBR", marks=pytest.mark.full),
-    pytest.param("paint_pbr", 768, 12, HALF, 6.5, id="PBR, 12 views of 768", marks=pytest.mark.full),
+    pytest.param("paint", 512, 6, SAFE, 3.0, id="v2-0 fp16-safe"),
+    pytest.param("paint", 1024, 6, HALF, 4.0, id="v2-0 second pass"),
+    pytest.param("paint_pbr", 512, 6, HALF, 4.0, id="PBR"),
+    pytest.param("paint_pbr", 768, 12, HALF, 6.5, id="PBR, 12 views of 768"),
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "pixels", "views", "dtypes", "limit"), CASES)
 def test_a_forward_at_full_size_fits_with_its_weights(kind, pixels, views, dtypes, limit):
     """On 8 GB v2-0 fits with offload, and 2.6 GB of it are enough."""

@@ -32,7 +32,8 @@ CHUNK_BYTES = 65536  # cuts the larger attentions of the fixture into about a do
 
 
 def keys(kind: str) -> dict[str, tuple[int, ...]]:
-    shapes = json.load(gzip.open(FIXTURES / "keys" / f"{KEYS[kind][0]}.json.gz"))
+    stored = (FIXTURES / "keys" / f"{KEYS[kind][0]}.json.gz").read_bytes()
+    shapes = json.loads(gzip.decompress(stored))
     return {name: tuple(shape) for name, shape in shapes.items()}
 
 

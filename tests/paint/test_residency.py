@@ -47,7 +47,7 @@ def test_paint_twice_in_a_row(acc, paint_folder, offload):  # noqa: F811
         assert accelerator.memory().allocated_bytes == 0
 
 
-@pytest.mark.parametrize("offload", ["model", "sequential"])
+@pytest.mark.parametrize("offload", ["sequential"])
 def test_pbr(acc, pbr_folder, offload):  # noqa: F811
     for views in painted(pbr_folder, acc, offload)[1]:
         assert (views - wanted(pbr_folder)).abs().max() <= ROUNDING
