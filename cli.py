@@ -97,9 +97,16 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float]:
     from .pipelines.loading import LoadRequest, load
 
     request = LoadRequest(
-        Path(arguments.model), _path(arguments.base), _path(arguments.image_encoder), arguments.variant,
-        arguments.precision, arguments.offload, arguments.device, tuple(map(Path, arguments.search)),
-        attention=arguments.attention, state=Path(arguments.state).expanduser(),
+        Path(arguments.model),
+        _path(arguments.base),
+        _path(arguments.image_encoder),
+        arguments.variant,
+        arguments.precision,
+        arguments.offload,
+        arguments.device,
+        tuple(map(Path, arguments.search)),
+        attention=arguments.attention,
+        state=Path(arguments.state).expanduser(),
     )
     with torch.no_grad():
         loaded = load(request, progress)
@@ -109,15 +116,25 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float]:
         prompt = stages.encode_prompt(
             loaded,
             PromptRequest(
-                arguments.prompt, arguments.negative, sections=tuple(arguments.section_prompt),
+                arguments.prompt,
+                arguments.negative,
+                sections=tuple(arguments.section_prompt),
                 image=pictures if "image" in stages.family_named(loaded.family).FAMILY.effective else None,
             ),
             progress,
         )
         chosen = SampleSettings(
-            image.width if image else arguments.width, image.height if image else arguments.height, arguments.frames,
-            arguments.steps, arguments.seed, arguments.fps, arguments.guidance, arguments.cfg,
-            shift=arguments.shift, scheduler=arguments.scheduler, denoise=arguments.denoise,
+            image.width if image else arguments.width,
+            image.height if image else arguments.height,
+            arguments.frames,
+            arguments.steps,
+            arguments.seed,
+            arguments.fps,
+            arguments.guidance,
+            arguments.cfg,
+            shift=arguments.shift,
+            scheduler=arguments.scheduler,
+            denoise=arguments.denoise,
             latents=_start(loaded, arguments, progress),
         )
         if loaded.family == "framepack":

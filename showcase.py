@@ -61,21 +61,38 @@ class Inputs:
 
 CLIPS: dict[str, Clip] = {
     "ltx": Clip(
-        ("ltx",), 17, 24.0, 4, 3.0,
+        ("ltx",),
+        17,
+        24.0,
+        4,
+        3.0,
         lambda c: {"guidance_scale": c.cfg, "frame_rate": c.fps, "max_sequence_length": 128},
     ),
     "hunyuan_video": Clip(
-        ("hunyuan_video",), 13, 24.0, 4, 2.0,
-        lambda c: {"guidance_scale": c.guidance, "true_cfg_scale": c.cfg}, guidance=6.0,
+        ("hunyuan_video",),
+        13,
+        24.0,
+        4,
+        2.0,
+        lambda c: {"guidance_scale": c.guidance, "true_cfg_scale": c.cfg},
+        guidance=6.0,
     ),
     "hunyuan_video_15": Clip(("hunyuan_video_15",), 9, 24.0, 3, 6.0, lambda c: {}),
     "framepack": Clip(
-        ("framepack", "hunyuan_video", "siglip"), 25, 30.0, 3, 2.0,
+        ("framepack", "hunyuan_video", "siglip"),
+        25,
+        30.0,
+        3,
+        2.0,
         lambda c: {
-            "guidance_scale": c.guidance, "true_cfg_scale": c.cfg, "latent_window_size": c.window,
+            "guidance_scale": c.guidance,
+            "true_cfg_scale": c.cfg,
+            "latent_window_size": c.window,
             "sampling_type": "inverted_anti_drifting",
         },
-        guidance=9.0, pictured=True, window=4,
+        guidance=9.0,
+        pictured=True,
+        window=4,
     ),
     "mochi": Clip(("mochi",), 13, 30.0, 4, 4.5, lambda c: {"guidance_scale": c.cfg}),
 }
@@ -117,11 +134,15 @@ def _shown(family: str, clip: Clip, folder: Path) -> tuple[Loaded, torch.Tensor,
     inputs = Inputs(picture=_picture(0) if clip.pictured else None)
     frames, latents = _rendered(loaded, clip, inputs)
     path = write_mp4(frames, latents.fps, folder / f"{family}.mp4")
-    return loaded, frames, {
-        "equals the bare diffusers pipeline": _near(frames, _bare(clip, models, inputs)[: frames.shape[0]]),
-        **_changes(loaded, clip, inputs, frames),
-        "file has the asked size, frames and rate": _as_asked(loaded, clip, path),
-    }
+    return (
+        loaded,
+        frames,
+        {
+            "equals the bare diffusers pipeline": _near(frames, _bare(clip, models, inputs)[: frames.shape[0]]),
+            **_changes(loaded, clip, inputs, frames),
+            "file has the asked size, frames and rate": _as_asked(loaded, clip, path),
+        },
+    )
 
 
 def _rendered(loaded: Loaded, clip: Clip, inputs: Inputs) -> tuple[torch.Tensor, Latents]:
@@ -152,8 +173,14 @@ def _bare(clip: Clip, models: Path, inputs: Inputs) -> torch.Tensor:
         arguments["image"] = _as_pil(inputs.picture)
     with torch.no_grad():
         video = pipeline(
-            prompt=inputs.prompt, negative_prompt=inputs.negative, height=HEIGHT, width=WIDTH, num_frames=clip.frames,
-            num_inference_steps=clip.steps, generator=torch.Generator().manual_seed(inputs.seed), output_type="np",
+            prompt=inputs.prompt,
+            negative_prompt=inputs.negative,
+            height=HEIGHT,
+            width=WIDTH,
+            num_frames=clip.frames,
+            num_inference_steps=clip.steps,
+            generator=torch.Generator().manual_seed(inputs.seed),
+            output_type="np",
             **arguments,
         ).frames[0]
     return torch.from_numpy(video)

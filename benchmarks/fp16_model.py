@@ -47,17 +47,24 @@ TURING = (
 FAST = {"fp16": {64: 22.0, 128: 25.0}}
 DEVICES = [
     Rates(
-        "sm75, RTX 2080 Ti", {"fp32": 11.4, "fp16": 43.0}, FAST | {"fp32": {64: 6.0, 128: 6.0}}, 616 * 0.85,
+        "sm75, RTX 2080 Ti",
+        {"fp32": 11.4, "fp16": 43.0},
+        FAST | {"fp32": {64: 6.0, 128: 6.0}},
+        616 * 0.85,
         TURING + "fp32 products at 85 % and fp32 attention at 45 % of peak, solved from the fp32 steps of the kernel "
         "notes (LTX 6.9 s, HunyuanVideo 174 s, Mochi 147 s)",
     ),
     Rates(
-        "sm75, RTX 2080 Ti, fp32 attention as fast as products", {"fp32": 9.4, "fp16": 43.0},
-        FAST | {"fp32": {64: 9.4, 128: 9.4}}, 616 * 0.85,
+        "sm75, RTX 2080 Ti, fp32 attention as fast as products",
+        {"fp32": 9.4, "fp16": 43.0},
+        FAST | {"fp32": {64: 9.4, 128: 9.4}},
+        616 * 0.85,
         TURING + "to see what the fp32 rates decide: products and attention alike at 70 % of peak",
     ),
     Rates(
-        "sm90, H200", {"bf16": 750.0, "fp16": 750.0}, {d: {64: 450.0, 128: 600.0} for d in ("bf16", "fp16")},
+        "sm90, H200",
+        {"bf16": 750.0, "fp16": 750.0},
+        {d: {64: 450.0, 128: 600.0} for d in ("bf16", "fp16")},
         4800 * 0.88,
         "kernel notes' rates for torch's own kernels: 750 and 450/600 TFLOP/s, 88 % of 4.8 TB/s",
     ),
@@ -88,15 +95,42 @@ BOTH = (
 )
 MOCHI = {"dim": 3072, "num_attention_heads": 24, "attention_head_dim": 128, "pooled_projection_dim": 1536}
 CASES = [
-    Case("ltx", "768x512, 121 frames, cfg", "ltx", ((28, "LTXVideoTransformerBlock", LTX, "image_rotary_emb"),),
-         2, 6144, 128, 2048, 64),
+    Case(
+        "ltx",
+        "768x512, 121 frames, cfg",
+        "ltx",
+        ((28, "LTXVideoTransformerBlock", LTX, "image_rotary_emb"),),
+        2,
+        6144,
+        128,
+        2048,
+        64,
+    ),
     Case("hunyuan_video", "960x544, 61 frames", "hunyuan_video", BOTH, 1, 32640, 256, 3072, 128),
-    Case("hunyuan_video_15", "848x480, 121 frames", "hunyuan_video15",
-         ((54, "HunyuanVideo15TransformerBlock", HUNYUAN | {"num_attention_heads": 16}, "freqs_cis"),),
-         1, 49290, 300, 2048, 128),
+    Case(
+        "hunyuan_video_15",
+        "848x480, 121 frames",
+        "hunyuan_video15",
+        ((54, "HunyuanVideo15TransformerBlock", HUNYUAN | {"num_attention_heads": 16}, "freqs_cis"),),
+        1,
+        49290,
+        300,
+        2048,
+        128,
+    ),
     Case("framepack", "640x640, window 9", "hunyuan_video", BOTH, 1, 18400, 985, 3072, 128),
-    Case("mochi", "848x480, 84 frames, cfg", "mochi", ((48, "MochiTransformerBlock", MOCHI, "image_rotary_emb"),),
-         2, 22260, 256, 3072, 128, text_width=1536),
+    Case(
+        "mochi",
+        "848x480, 84 frames, cfg",
+        "mochi",
+        ((48, "MochiTransformerBlock", MOCHI, "image_rotary_emb"),),
+        2,
+        22260,
+        256,
+        3072,
+        128,
+        text_width=1536,
+    ),
 ]
 
 
@@ -192,6 +226,7 @@ def model_of(case: Case, cls: str, arguments: dict[str, Any]) -> nn.Module:
 
 def inputs_of(case: Case, cls: str, rotation: str, dtype: torch.dtype, rope: Callable[[], Any]) -> dict[str, Any]:
     """What a block is given in a step, on meta tensors."""
+
     def empty(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(*shape, dtype=of, device="meta")
 
@@ -262,14 +297,27 @@ def rows() -> list[dict[str, Any]]:
             for way, label in (("safe", "fp32-output products"), ("scaled", "scaled products")):
                 step = steps[way]
                 after = step.seconds(rates, "fp16", case.head)
-                found.append({
-                    "kind": "derived", "date": datetime.date.today().isoformat(), "torch": torch.__version__,
-                    "diffusers": diffusers.__version__, "family": case.family, "size": case.size, "device": rates.name,
-                    "way": f"fp16-safe, {label}", "against": base, "product_tflop": round(step.product / TERA, 1),
-                    "attention_tflop": round(step.attention / TERA, 1), "moved_gb": round(step.moved_bytes / GIGA, 1),
-                    "moved_gb_against": round(steps[base].moved_bytes / GIGA, 1), "seconds": round(after, 4),
-                    "seconds_against": round(before, 4), "speedup": round(before / after, 3), "rates": rates.source,
-                })
+                found.append(
+                    {
+                        "kind": "derived",
+                        "date": datetime.date.today().isoformat(),
+                        "torch": torch.__version__,
+                        "diffusers": diffusers.__version__,
+                        "family": case.family,
+                        "size": case.size,
+                        "device": rates.name,
+                        "way": f"fp16-safe, {label}",
+                        "against": base,
+                        "product_tflop": round(step.product / TERA, 1),
+                        "attention_tflop": round(step.attention / TERA, 1),
+                        "moved_gb": round(step.moved_bytes / GIGA, 1),
+                        "moved_gb_against": round(steps[base].moved_bytes / GIGA, 1),
+                        "seconds": round(after, 4),
+                        "seconds_against": round(before, 4),
+                        "speedup": round(before / after, 3),
+                        "rates": rates.source,
+                    }
+                )
     return found
 
 

@@ -38,7 +38,9 @@ def model(folder: Path) -> Path:
     shutil.copytree(tiny.build("ltx", folder / "tiny"), target)
     config = json.loads((target / "transformer" / "config.json").read_text())
     config |= {
-        "num_layers": LAYERS, "num_attention_heads": HEADS, "attention_head_dim": HEAD_SIZE,
+        "num_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "attention_head_dim": HEAD_SIZE,
         "cross_attention_dim": HEADS * HEAD_SIZE,
     }
     shutil.rmtree(target / "transformer")
@@ -71,8 +73,15 @@ def bare(folder: Path):
 
     def run() -> torch.Tensor:
         packed = pipeline(
-            prompt_embeds=embeds, prompt_attention_mask=mask, width=WIDTH, height=HEIGHT, num_frames=FRAMES,
-            frame_rate=24.0, num_inference_steps=STEPS, guidance_scale=1.0, output_type="latent",
+            prompt_embeds=embeds,
+            prompt_attention_mask=mask,
+            width=WIDTH,
+            height=HEIGHT,
+            num_frames=FRAMES,
+            frame_rate=24.0,
+            num_inference_steps=STEPS,
+            guidance_scale=1.0,
+            output_type="latent",
             generator=torch.Generator().manual_seed(SEED),
         ).frames
         return pipeline._unpack_latents(packed, count, rows, columns)
@@ -122,11 +131,14 @@ def main() -> None:
 
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     row = {
-        "date": datetime.date.today().isoformat(), "device": f"CPU {platform.machine()}, {torch.get_num_threads()} threads",
-        "torch": torch.__version__, "diffusers": diffusers.__version__,
+        "date": datetime.date.today().isoformat(),
+        "device": f"CPU {platform.machine()}, {torch.get_num_threads()} threads",
+        "torch": torch.__version__,
+        "diffusers": diffusers.__version__,
         "seconds_per_step_bare": round(medians["bare"] / STEPS, 3),
         "time_ratio": round(medians["ours"] / medians["bare"], 4),
-        "peak_bare_mib": round(peaks["bare"] / 1024), "peak_ratio": round(peaks["ours"] / peaks["bare"], 4),
+        "peak_bare_mib": round(peaks["bare"] / 1024),
+        "peak_ratio": round(peaks["ours"] / peaks["bare"], 4),
         "largest_difference": difference,
     }
     print(row)

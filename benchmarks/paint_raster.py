@@ -1,9 +1,9 @@
-"""Our z-buffer against a straightforward scatter-min prototype: same mesh, same view, side by side in one run on the CPU.
+"""Our z-buffer against a straightforward scatter-min prototype: same mesh and view, side by side in one run on the CPU.
 
     python benchmarks/paint_raster.py            # appends a row to benchmarks/results/paint_raster.csv
 
-The prototype expands every face's pixel box, tests each pixel in float32 and takes the least int64 key, in chunks of four
-million pixels. Ours must take at most 1.2 times as long. Process time, interleaved repeats, medians.
+The prototype expands every face's pixel box, tests each pixel in float32 and takes the least int64 key, in chunks of
+four million pixels. Ours must take at most 1.2 times as long. Process time, interleaved repeats, medians.
 """
 
 from __future__ import annotations
@@ -93,12 +93,17 @@ def main() -> int:
             seconds[name].append(time.process_time() - started)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     row = {
-        "date": datetime.date.today().isoformat(), "device": f"CPU {platform.machine()}, {torch.get_num_threads()} threads",
-        "torch": torch.__version__, "faces": surface.faces.shape[0], "size": arguments.size,
-        "seconds_ours": round(medians["ours"], 3), "seconds_prototype": round(medians["prototype"], 3),
+        "date": datetime.date.today().isoformat(),
+        "device": f"CPU {platform.machine()}, {torch.get_num_threads()} threads",
+        "torch": torch.__version__,
+        "faces": surface.faces.shape[0],
+        "size": arguments.size,
+        "seconds_ours": round(medians["ours"], 3),
+        "seconds_prototype": round(medians["prototype"], 3),
         "ratio": round(medians["ours"] / medians["prototype"], 3),
         "seconds_embree": round(medians["embree"], 3) if arguments.embree else "",
-        "other_faces": float((ids["ours"] != ids["prototype"]).float().mean()), "peak_process_mib": round(peak_mib),
+        "other_faces": float((ids["ours"] != ids["prototype"]).float().mean()),
+        "peak_process_mib": round(peak_mib),
     }
     print(row)
     new = not RESULTS.exists()

@@ -1,1 +1,1 @@
-"""What a device can do and where things run: errors, device facts, precision, execution device, offload, checkpoints."""
+"""What a device can do and where things run: device facts, precision, kernels, execution, offload, checkpoints."""

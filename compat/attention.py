@@ -21,7 +21,15 @@ from .errors import InputError, UnsupportedError
 from .probe_store import UNUSABLE, WRONG, Answer
 
 CHOICES = (
-    "auto", "native", "native_cudnn", "native_efficient", "native_flash", "native_math", "sage", "flash", "xformers",
+    "auto",
+    "native",
+    "native_cudnn",
+    "native_efficient",
+    "native_flash",
+    "native_math",
+    "sage",
+    "flash",
+    "xformers",
 )
 MEANINGS: dict[str, str] = {
     "auto": "torch's fused kernel where this device has one, else exact in chunks of queries",
@@ -36,7 +44,9 @@ MEANINGS: dict[str, str] = {
 }
 TORCH_KERNELS = {1: "flash", 2: "memory-efficient", 3: "cuDNN", 4: "the device's own"}  # SDPBackend; 0 is math
 BACKENDS = {
-    "native_cudnn": "CUDNN_ATTENTION", "native_efficient": "EFFICIENT_ATTENTION", "native_flash": "FLASH_ATTENTION",
+    "native_cudnn": "CUDNN_ATTENTION",
+    "native_efficient": "EFFICIENT_ATTENTION",
+    "native_flash": "FLASH_ATTENTION",
 }
 MEBIBYTE = 1024**2
 LEAST_BUDGET, UNKNOWN_BUDGET, MOST_BUDGET = 64 * MEBIBYTE, 256 * MEBIBYTE, 1024 * MEBIBYTE
@@ -69,7 +79,11 @@ class Attention:
         return f"attention: {self.why}"
 
     def __call__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None,
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None = None,
         causal: bool = False,
     ) -> torch.Tensor:
         """Values of ``value`` weighted by how well their keys fit each query, as ``scaled_dot_product_attention``.
@@ -100,7 +114,11 @@ class Attention:
         return chunked(query, key, value, mask, causal, self.budget_bytes)
 
     def _has_fused(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None,
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None = None,
         causal: bool = False,
     ) -> bool:
         if torch.compiler.is_compiling():
@@ -145,7 +163,8 @@ def attention_for(
         return Attention(choice, budget, f"auto: {how} of at most {size}: {cause}", avoided, fused)
     if choice == "native" and not kernel:
         raise UnsupportedError(
-            f"attention 'native' in {name} on {facts.name}", expected="a fused kernel of this torch for it",
+            f"attention 'native' in {name} on {facts.name}",
+            expected="a fused kernel of this torch for it",
             fix="Choose auto, which computes it exactly in chunks.",
         )
     if choice != "native":
@@ -220,8 +239,12 @@ def widened(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, budget_
 
 
 def chunked(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None,
-    causal: bool = False, budget_bytes: int = UNKNOWN_BUDGET,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
+    budget_bytes: int = UNKNOWN_BUDGET,
 ) -> torch.Tensor:
     """Exact attention, some queries at a time: each row of scores is whole, so the sums are those of torch's math.
 
@@ -249,7 +272,11 @@ def chunked(
 
 
 def chunk_size(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
     budget_bytes: int,
 ) -> tuple[int, int, int]:
     """How many batch rows, heads and queries :func:`chunked` takes at a time."""

@@ -57,11 +57,24 @@ NEEDS: tuple[Need, ...] = (
     Need("native_flash", ("rocm",), dtypes=HALF, source="AOTriton in torch's ROCm builds"),
     Need("native_flash", ("cpu", "xpu", "other"), source="torch SDPBackend.FLASH_ATTENTION"),
     Need(
-        "sage", ("cuda",), (80, NEWEST), "sageattention", "sageattention", dtypes=HALF, widths=(64, 96, 128),
+        "sage",
+        ("cuda",),
+        (80, NEWEST),
+        "sageattention",
+        "sageattention",
+        dtypes=HALF,
+        widths=(64, 96, 128),
         source="thu-ml/SageAttention README",
     ),
     Need(
-        "sage", ("cuda",), (75, 76), "sageattention", "sageattention", "3.3", (torch.float16,), (64, 96, 128),
+        "sage",
+        ("cuda",),
+        (75, 76),
+        "sageattention",
+        "sageattention",
+        "3.3",
+        (torch.float16,),
+        (64, 96, 128),
         source="thu-ml/SageAttention#197, triton-lang/triton-windows#28: Triton 3.3 dropped Turing",
     ),
     Need("sage", ("rocm",), (0, 0), "sageattention", "sageattention", dtypes=HALF, widths=(64, 96, 128)),
@@ -84,7 +97,8 @@ def require_usable(choice: str, facts: DeviceFacts, dtype: torch.dtype, head_wid
     if not here:
         raise UnsupportedError(
             f"attention {choice!r} on {facts.name} ({facts.arch or facts.backend})",
-            expected=" or ".join(dict.fromkeys(need.place() for need in rows)), fix="Choose auto.",
+            expected=" or ".join(dict.fromkeys(need.place() for need in rows)),
+            fix="Choose auto.",
         )
     need = here[0]
     _require_packages(need, facts)
@@ -93,7 +107,8 @@ def require_usable(choice: str, facts: DeviceFacts, dtype: torch.dtype, head_wid
         dtypes = " or ".join(str(one).removeprefix("torch.") for one in need.dtypes)
         widths = f", heads of {' or '.join(map(str, need.widths))}" if need.widths else ""
         raise UnsupportedError(
-            f"attention {choice!r} in {name} with heads of {head_width}", expected=f"{dtypes}{widths}",
+            f"attention {choice!r} in {name} with heads of {head_width}",
+            expected=f"{dtypes}{widths}",
             fix="Choose auto, or another precision.",
         )
     try:
@@ -103,12 +118,14 @@ def require_usable(choice: str, facts: DeviceFacts, dtype: torch.dtype, head_wid
     except Exception as failure:  # a kernel that does not fit this device fails in as many ways as there are kernels
         reason = next(iter(str(failure).strip().splitlines()), type(failure).__name__)
         raise UnsupportedError(
-            f"attention {choice!r} fails on {facts.name} ({reason})", expected="a kernel that runs here",
+            f"attention {choice!r} fails on {facts.name} ({reason})",
+            expected="a kernel that runs here",
             fix="Choose auto.",
         ) from failure
     if not error <= bound:
         raise UnsupportedError(
-            f"attention {choice!r} is wrong by {error:.2g} on {facts.name} in {name}", expected=f"at most {bound:.2g}",
+            f"attention {choice!r} is wrong by {error:.2g} on {facts.name} in {name}",
+            expected=f"at most {bound:.2g}",
             fix="Choose auto.",
         )
 
@@ -193,5 +210,7 @@ def _xformers(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> to
 
 
 RUNS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "sage": _sage, "flash": _flash, "xformers": _xformers,
+    "sage": _sage,
+    "flash": _flash,
+    "xformers": _xformers,
 }

@@ -76,7 +76,11 @@ def attended(module: nn.Module, attend: Attend) -> Callable[[], None]:
 
 
 def by_rows(
-    attend: Attend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, padding: tuple[int, ...],
+    attend: Attend,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    padding: tuple[int, ...],
     queries_too: bool,
 ) -> torch.Tensor:
     """Attention over the valid keys of each row, without a mask; results of padded queries are 0.
@@ -209,7 +213,11 @@ class Cross(_Processor):
 
 
 def across(
-    attend: Attend, padding: Padding, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attend: Attend,
+    padding: Padding,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
     mask: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention (B, H, N, D) over the valid keys; the mask (B, 1, M), added to scores, is read where no count tells.
@@ -239,7 +247,9 @@ class Refiner(_Processor):
         query, key, value = (
             heads_of(attn, layer, tokens, norm).transpose(1, 2)
             for layer, tokens, norm in (
-                (attn.to_q, hidden_states, attn.norm_q), (attn.to_k, seen, attn.norm_k), (attn.to_v, seen, None)
+                (attn.to_q, hidden_states, attn.norm_q),
+                (attn.to_k, seen, attn.norm_k),
+                (attn.to_v, seen, None),
             )
         )
         if self.padding.text is not None:

@@ -24,9 +24,18 @@ SLICE_BYTES = 64 * 1024**2
 HEADER_LIMIT_BYTES = 100_000_000  # the safetensors library's own limit
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 STORED: dict[str, torch.dtype] = {  # safetensors' names of dtypes
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
-    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
 }
 INDEX_SUFFIX = ".safetensors.index.json"
 
@@ -69,7 +78,8 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
         ) from error
     if not isinstance(content, dict):
         raise CheckpointError(
-            f"{str(path)!r} holds a {type(content).__name__}", expected=f"{what} as a JSON object",
+            f"{str(path)!r} holds a {type(content).__name__}",
+            expected=f"{what} as a JSON object",
             fix="Download this file again.",
         )
     return content
@@ -112,7 +122,8 @@ def weight_files(folder: Path, subject: str) -> list[Path]:
     """
     if not folder.is_dir():
         raise CheckpointError(
-            f"no folder {str(folder)!r}", expected=f"the {subject} of this model",
+            f"no folder {str(folder)!r}",
+            expected=f"the {subject} of this model",
             fix="Download the missing folder; its name must stay as published.",
         )
     incomplete: list[CheckpointError] = []
@@ -128,17 +139,20 @@ def weight_files(folder: Path, subject: str) -> list[Path]:
         raise incomplete[0]
     if any(folder.glob("*.safetensors")):
         raise CheckpointError(
-            f"shards of the {subject} in {str(folder)!r} without their index", expected=f"a *{INDEX_SUFFIX} file",
+            f"shards of the {subject} in {str(folder)!r} without their index",
+            expected=f"a *{INDEX_SUFFIX} file",
             fix="Download the index file of this folder.",
         )
     pickles = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES)
     if pickles:
         raise CheckpointError(
-            f"only the pickle {pickles[0]!r} in {str(folder)!r}", expected=f"the {subject} as .safetensors",
+            f"only the pickle {pickles[0]!r} in {str(folder)!r}",
+            expected=f"the {subject} as .safetensors",
             fix="Download the safetensors version: a pickle can run code and is refused.",
         )
     raise CheckpointError(
-        f"no weights in {str(folder)!r}", expected=f"the {subject} as .safetensors",
+        f"no weights in {str(folder)!r}",
+        expected=f"the {subject} as .safetensors",
         fix="Download the files of this folder; a git clone without LFS leaves them out.",
     )
 
@@ -188,7 +202,9 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
     os.close(descriptor)
     try:
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, temporary, dict(metadata))
+        save_file(
+            {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, temporary, dict(metadata)
+        )
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
@@ -219,7 +235,8 @@ def _read_one(
 
 
 def _fill(file: BinaryIO, target: torch.Tensor, path: Path) -> None:
-    view = memoryview(target.view(torch.uint8).numpy())
+    array: Any = target.view(torch.uint8).numpy()
+    view = memoryview(array)
     while view:
         count = file.readinto(view)  # type: ignore[attr-defined]
         if not count:
@@ -253,26 +270,31 @@ def _shards(index: Path, subject: str) -> list[Path]:
     mapping = read_json(index, f"the shard index of the {subject}").get("weight_map")
     if not isinstance(mapping, dict) or not mapping:
         raise CheckpointError(
-            f"no weight_map in {str(index)!r}", expected=f"the shard index of the {subject}", fix="Download this file again."
+            f"no weight_map in {str(index)!r}",
+            expected=f"the shard index of the {subject}",
+            fix="Download this file again.",
         )
     names = sorted(set(map(str, mapping.values())))
     missing = [name for name in names if Path(name).name != name or not (index.parent / name).is_file()]
     if missing:
         raise CheckpointError(
             f"shard {missing[0]!r} of the {subject} is missing from {str(index.parent)!r}",
-            expected=f"{len(names)} shards, as {index.name} says", fix="Download the missing file into this folder.",
+            expected=f"{len(names)} shards, as {index.name} says",
+            fix="Download the missing file into this folder.",
         )
     return [index.parent / name for name in names]
 
 
 def _preference(file: Path) -> tuple[bool, str]:
-    """Plain names before variants: ``model.fp16.safetensors``, ``model.safetensors.index.fp16.json`` (what diffusers and
-    transformers write) and ``model.fp16.safetensors.index.json``.
+    """Plain names before variants: ``model.fp16.safetensors``, ``model.safetensors.index.fp16.json`` (what diffusers
+    and transformers write) and ``model.fp16.safetensors.index.json``.
     """
     return file.name.removesuffix(INDEX_SUFFIX).removesuffix(".safetensors").count(".") > 0, file.name
 
 
 def _damaged(path: Path, found: str) -> CheckpointError:
     return CheckpointError(
-        f"{str(path)!r} has {found}", expected="a whole safetensors file", fix="The download was cut short: fetch it again."
+        f"{str(path)!r} has {found}",
+        expected="a whole safetensors file",
+        fix="The download was cut short: fetch it again.",
     )

@@ -67,7 +67,7 @@ PREFERRED: dict[tuple[str, str], tuple[Form, str]] = {  # (backend, kind of laye
 PRODUCTS = (Form.POINTWISE, Form.PATCHES)
 INSTEAD: dict[str, tuple[Form, ...]] = {  # backend, or "*" -> what stands in for a conv3d that does not run
     "*": (*PRODUCTS, Form.FRAMES, Form.CHANNELS_LAST, Form.FP32, Form.MATMUL),
-    # In fp16 a CPU takes 35 to 90 times as long as in fp32, for products too (benchmarks/results/conv3d.csv).
+    # In fp16 a CPU takes up to 90 times as long as in fp32, for products too (benchmarks/results/conv3d.csv).
     "cpu": (Form.FP32, *PRODUCTS, Form.FRAMES, Form.CHANNELS_LAST, Form.MATMUL),
     # A traced graph grows by one convolution per call, so there are few and large ones.
     "xla": (*PRODUCTS, Form.FRAME_CHUNKS, Form.CHANNELS_LAST, Form.FP32, Form.MATMUL),

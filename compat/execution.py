@@ -87,6 +87,7 @@ def checked_leaves(module: nn.Module, called: Any) -> Iterator[None]:
 
     Hooks, not patched forwards: they survive accelerate's and diffusers' own re-wrapping of ``forward``.
     """
+
     def before(_module: nn.Module, _inputs: Any) -> None:
         called()
 
@@ -106,7 +107,7 @@ def _hooked_device(module: nn.Module) -> torch.device | None:
         device = getattr(candidate, "execution_device", None)
         if device is not None:
             return torch.device(device)
-    registry = getattr(module, "_diffusers_hook", None)
+    registry: Any = getattr(module, "_diffusers_hook", None)
     for name in getattr(registry, "_hook_order", ()):
         if name == "group_offloading":
             return torch.device(registry.hooks[name].group.onload_device)

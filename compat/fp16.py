@@ -240,8 +240,13 @@ def attach_rope(rope: nn.Module, applied: Applied) -> None:
     stock = type(rope).forward
 
     def forward(
-        rope: Any, hidden_states: Tensor, num_frames: int | None = None, height: int | None = None,
-        width: int | None = None, rope_interpolation_scale: Any = None, video_coords: Tensor | None = None,
+        rope: Any,
+        hidden_states: Tensor,
+        num_frames: int | None = None,
+        height: int | None = None,
+        width: int | None = None,
+        rope_interpolation_scale: Any = None,
+        video_coords: Tensor | None = None,
     ) -> Turns:
         # Without coordinates of its own every row of the batch has the same tables: one row is read instead of all.
         given = hidden_states[:1] if video_coords is None else hidden_states
@@ -251,7 +256,10 @@ def attach_rope(rope: nn.Module, applied: Applied) -> None:
 
 
 FORWARDS = {
-    Kind.WIDE: wide_linear, Kind.RESIDUAL: wide_linear, Kind.ROTATED: wide_linear, Kind.VALUE: value_linear,
+    Kind.WIDE: wide_linear,
+    Kind.RESIDUAL: wide_linear,
+    Kind.ROTATED: wide_linear,
+    Kind.VALUE: value_linear,
     Kind.FULL: full_linear,
 }
 
@@ -348,10 +356,12 @@ def _require_bare(transformer: nn.Module) -> None:
         if hasattr(module, "_hf_hook") or hasattr(module, "_diffusers_hook"):
             raise UnsupportedError(
                 f"safe fp16 for a {type(transformer).__name__} that a residency already moves",
-                expected="a transformer without offload hooks", fix="Take the residency off, apply, and put it back.",
+                expected="a transformer without offload hooks",
+                fix="Take the residency off, apply, and put it back.",
             )
         if hasattr(module, SETTINGS):
             raise UnsupportedError(
-                f"safe fp16 for a {type(transformer).__name__} that has it already", expected="one rewrite at a time",
+                f"safe fp16 for a {type(transformer).__name__} that has it already",
+                expected="one rewrite at a time",
                 fix="Call restore() on the first.",
             )

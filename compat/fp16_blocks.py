@@ -106,8 +106,12 @@ def fed_forward(feed: Any, x: Tensor) -> Tensor:
 
 
 def ltx_block(
-    block: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor,
-    image_rotary_emb: Any = None, encoder_attention_mask: Tensor | None = None,
+    block: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    image_rotary_emb: Any = None,
+    encoder_attention_mask: Tensor | None = None,
 ) -> Tensor:
     """Upstream ``LTXVideoTransformerBlock.forward``; fp32 in and out."""
     table = block.scale_shift_table
@@ -119,10 +123,13 @@ def ltx_block(
     x = torch.addcmul(hidden_states, branch, gate)
     mask = encoder_attention_mask
     # This attention is fed from the residual itself, which no norm has bounded.
-    x = x.add_(block.attn2(
-        x, encoder_hidden_states=encoder_hidden_states,
-        attention_mask=mask if mask is None or not mask.is_floating_point() else mask.to(HALF),
-    ))
+    x = x.add_(
+        block.attn2(
+            x,
+            encoder_hidden_states=encoder_hidden_states,
+            attention_mask=mask if mask is None or not mask.is_floating_point() else mask.to(HALF),
+        )
+    )
     return torch.addcmul(x, fed_forward(block.ff, modulated(block.norm2(x), scale_mlp, shift_mlp)), gate_mlp)
 
 
@@ -137,8 +144,12 @@ class Rotating:
         self.attend = attend
 
     def __call__(
-        self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None,
-        attention_mask: Tensor | None = None, image_rotary_emb: Any = None,
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: Any = None,
     ) -> Tensor:
         """Tokens (B, N, D), fp32, after attention, from fp16 ones."""
         turns = image_rotary_emb if isinstance(image_rotary_emb, Turns) else Turns(image_rotary_emb)
@@ -159,9 +170,16 @@ def rotated(x: Tensor, pairs: Tensor) -> Tensor:
 
 
 def joint_block(
-    block: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor,
-    attention_mask: Tensor | None = None, freqs_cis: Any = None, token_replace_emb: Tensor | None = None,
-    num_tokens: int = 0, *args: Any, **kwargs: Any,
+    block: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    attention_mask: Tensor | None = None,
+    freqs_cis: Any = None,
+    token_replace_emb: Tensor | None = None,
+    num_tokens: int = 0,
+    *args: Any,
+    **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
     """Upstream's two-stream blocks of HunyuanVideo and 1.5; with ``REPLACES`` the one that replaces tokens."""
     own, read = block.norm1, block.norm1_context
@@ -169,11 +187,10 @@ def joint_block(
     first = [None] * 6 if token_replace_emb is None else _parts(own, token_replace_emb, 6)
     text = _parts(read, temb, 6)
     branch, text_branch = block.attn(
-        hidden_states=modulated_apart(
-            own.norm(hidden_states), (scale, shift), _piece(first[1], first[0]), num_tokens
-        ),
+        hidden_states=modulated_apart(own.norm(hidden_states), (scale, shift), _piece(first[1], first[0]), num_tokens),
         encoder_hidden_states=modulated(read.norm(encoder_hidden_states), text[1], text[0]),
-        attention_mask=attention_mask, image_rotary_emb=freqs_cis,
+        attention_mask=attention_mask,
+        image_rotary_emb=freqs_cis,
     )
     x = added(hidden_states, branch, gate, first[2], num_tokens)
     y = torch.addcmul(encoder_hidden_states, text_branch, text[2])
@@ -184,17 +201,30 @@ def joint_block(
 
 
 def plain_joint_block(
-    block: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor,
-    attention_mask: Tensor | None = None, freqs_cis: Any = None, *args: Any, **kwargs: Any,
+    block: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    attention_mask: Tensor | None = None,
+    freqs_cis: Any = None,
+    *args: Any,
+    **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
     """:func:`joint_block` for the classes that, as upstream, overlook the arguments of token replacement."""
     return joint_block(block, hidden_states, encoder_hidden_states, temb, attention_mask, freqs_cis)
 
 
 def single_block(
-    block: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor,
-    attention_mask: Tensor | None = None, image_rotary_emb: Any = None, token_replace_emb: Tensor | None = None,
-    num_tokens: int = 0, *args: Any, **kwargs: Any,
+    block: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    attention_mask: Tensor | None = None,
+    image_rotary_emb: Any = None,
+    token_replace_emb: Tensor | None = None,
+    num_tokens: int = 0,
+    *args: Any,
+    **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
     """Upstream's one-stream blocks of HunyuanVideo."""
     count = hidden_states.shape[1]
@@ -204,8 +234,10 @@ def single_block(
     normed = modulated_apart(block.norm.norm(x), (scale, shift), _piece(first[1], first[0]), num_tokens)
     mlp = block.act_mlp(block.proj_mlp(normed))
     found = block.attn(
-        hidden_states=normed[:, :count], encoder_hidden_states=normed[:, count:],
-        attention_mask=attention_mask, image_rotary_emb=image_rotary_emb,
+        hidden_states=normed[:, :count],
+        encoder_hidden_states=normed[:, count:],
+        attention_mask=attention_mask,
+        image_rotary_emb=image_rotary_emb,
     )
     branch = block.proj_out(torch.cat([torch.cat(found, dim=1), mlp], dim=2))
     x = added(x, branch, gate, first[2], num_tokens)
@@ -213,8 +245,14 @@ def single_block(
 
 
 def plain_single_block(
-    block: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor,
-    attention_mask: Tensor | None = None, image_rotary_emb: Any = None, *args: Any, **kwargs: Any,
+    block: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    attention_mask: Tensor | None = None,
+    image_rotary_emb: Any = None,
+    *args: Any,
+    **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
     """:func:`single_block` for the class that, as upstream, overlooks the arguments of token replacement."""
     return single_block(block, hidden_states, encoder_hidden_states, temb, attention_mask, image_rotary_emb)
@@ -224,7 +262,11 @@ def plain_single_block(
 
 
 def mochi_block(
-    block: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor, encoder_attention_mask: Tensor,
+    block: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    encoder_attention_mask: Tensor,
     image_rotary_emb: Any = None,
 ) -> tuple[Tensor, Tensor]:
     """Upstream ``MochiTransformerBlock.forward``."""
@@ -237,8 +279,10 @@ def mochi_block(
         text = _parts(read, temb, 4)
         normed = modulated(read.norm(encoder_hidden_states), text[0])
     branch, text_branch = block.attn1(
-        hidden_states=modulated(block.norm1.norm(hidden_states), scale), encoder_hidden_states=normed,
-        image_rotary_emb=image_rotary_emb, attention_mask=encoder_attention_mask,
+        hidden_states=modulated(block.norm1.norm(hidden_states), scale),
+        encoder_hidden_states=normed,
+        image_rotary_emb=image_rotary_emb,
+        attention_mask=encoder_attention_mask,
     )
     x = torch.addcmul(hidden_states, block.norm2.norm(branch), torch.tanh(gate))
     branch = fed_forward(block.ff, modulated(block.norm3.norm(x), scale_mlp))
@@ -288,13 +332,21 @@ _JOINT |= {"norm1.linear": FULL, "norm1_context.linear": FULL}
 _SINGLE = _attention("attn", out=False) | {"proj_mlp": NARROW, "proj_out": WIDE, "norm.linear": FULL}
 _CROSS: dict[str, Kind] = {"attn2.to_q": Kind.RESIDUAL, "attn2.to_k": WIDE, "attn2.to_v": VALUE, "attn2.to_out.0": WIDE}
 _MOCHI_NORMS = (
-    "norm1.norm", "norm1_context.norm", "norm1_context.norm.norm", "norm2.norm", "norm2_context.norm", "norm3.norm",
-    "norm3_context.norm", "norm4.norm", "norm4_context.norm",
+    "norm1.norm",
+    "norm1_context.norm",
+    "norm1_context.norm.norm",
+    "norm2.norm",
+    "norm2_context.norm",
+    "norm3.norm",
+    "norm3_context.norm",
+    "norm4.norm",
+    "norm4_context.norm",
 )
 
 REWRITES: dict[str, Rewrite] = {
     "transformer_ltx.LTXVideoTransformerBlock": Rewrite(
-        ltx_block, _attention("attn1") | {"attn1.to_q": ROTATED, "attn1.to_k": ROTATED} | _CROSS | _feed("ff"),
+        ltx_block,
+        _attention("attn1") | {"attn1.to_q": ROTATED, "attn1.to_k": ROTATED} | _CROSS | _feed("ff"),
         _qk("attn1", "attn2") | {"norm1": False, "norm2": False},
         {"attn1": ("transformer_ltx.LTXVideoAttnProcessor", Rotating)},
     ),
@@ -307,7 +359,8 @@ REWRITES: dict[str, Rewrite] = {
     "transformer_hunyuan_video15.HunyuanVideo15TransformerBlock": Rewrite(plain_joint_block, _JOINT, _qk("attn")),
     "transformer_mochi.MochiTransformerBlock": Rewrite(
         mochi_block,
-        _attention("attn1", added_too=True) | _feed("ff", "ff_context")
+        _attention("attn1", added_too=True)
+        | _feed("ff", "ff_context")
         | {"norm1.linear": FULL, "norm1_context.linear": FULL, "norm1_context.linear_1": FULL},
         _qk("attn1") | {path: False for path in _MOCHI_NORMS},
     ),

@@ -48,9 +48,7 @@ class Whole:
 
     mode = "none"
 
-    def __init__(
-        self, parts: ReadsParts, device: torch.device, make_room: Callable[[int], None] | None = None
-    ) -> None:
+    def __init__(self, parts: ReadsParts, device: torch.device, make_room: Callable[[int], None] | None = None) -> None:
         self.parts, self.device, self.make_room = parts, device, make_room
 
     def __repr__(self) -> str:
@@ -211,7 +209,9 @@ def residency_for(
     on_host = device.type == HOST.type
     if on_host and choice not in ("auto", "none"):
         raise UnsupportedError(
-            f"offload {choice!r} on a CPU", expected="auto or none", fix="Choose auto: there is no second memory to offload to."
+            f"offload {choice!r} on a CPU",
+            expected="auto or none",
+            fix="Choose auto: there is no second memory to offload to.",
         )
     mode, reason = (choice, f"chosen: {COSTS[choice]}") if choice != "auto" else _automatic(on_host, part_bytes, free)
     return MODES[mode](parts, device, make_room), reason

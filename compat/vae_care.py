@@ -19,8 +19,13 @@ TILES = (256, 128, 64)  # pixels; upstream's own default first
 STRIDE = 0.75  # of a tile: a quarter of it is blended into the next one
 LAYOUTS = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 TILING = (
-    "use_tiling", "tile_sample_min_height", "tile_sample_min_width", "tile_sample_stride_height",
-    "tile_sample_stride_width", "tile_latent_min_height", "tile_latent_min_width",
+    "use_tiling",
+    "tile_sample_min_height",
+    "tile_sample_min_width",
+    "tile_sample_stride_height",
+    "tile_sample_stride_width",
+    "tile_latent_min_height",
+    "tile_latent_min_width",
 )
 
 

@@ -44,7 +44,9 @@ def model_choices() -> list[str]:
 
 def lender_choices() -> list[str]:
     """What the inputs for borrowed parts list, ``auto`` first."""
-    encoders = _named(encoder_roots(), [c.parent.parent for r in encoder_roots() for c in r.glob("*/image_encoder/config.json")])
+    encoders = _named(
+        encoder_roots(), [c.parent.parent for r in encoder_roots() for c in r.glob("*/image_encoder/config.json")]
+    )
     return [AUTO, *dict.fromkeys([*models(), *encoders])]
 
 
@@ -86,7 +88,12 @@ def state_folder() -> Path:
 
 
 def _roots(keys: tuple[str, ...]) -> list[Path]:
-    found = [Path(path) for key in keys if key in folder_paths.folder_names_and_paths for path in folder_paths.get_folder_paths(key)]
+    found = [
+        Path(path)
+        for key in keys
+        if key in folder_paths.folder_names_and_paths
+        for path in folder_paths.get_folder_paths(key)
+    ]
     return list(dict.fromkeys(found))
 
 

@@ -1,9 +1,9 @@
 """Pictures of the views back onto the texture: one view at a time, then merged by how squarely each saw the surface.
 
-Two forms. *Gather* asks for each texel where the camera sees it, and leaves no holes (v2-1). *Scatter* spreads each pixel
-over four texels (v2-0). ``exact`` repeats the reference's faults, for comparison with it: gather off by half a pixel,
-texel corners in the place of centres, float noise taken for edges, and pixels near an edge thrown away although nothing
-else sees them.
+Two forms. *Gather* asks for each texel where the camera sees it, and leaves no holes (v2-1). *Scatter* spreads each
+pixel over four texels (v2-0). ``exact`` repeats the reference's faults, for comparison with it: gather off by half a
+pixel, texel corners in the place of centres, float noise taken for edges, and pixels near an edge thrown away although
+nothing else sees them.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ SEEN_BEFORE = 0.99  # of a view's texels: it adds nothing then
 DOUBTED = 1e-4  # weight of a pixel near an edge, against 1: it counts where nothing better is
 POINTS_AT_ONCE = 1 << 20
 SIZES = (16, 8192)
+AROUND = ((0, 0), (0, 1), (1, 0), (1, 1))  # down, right
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,8 @@ class BakeSettings:
     """How to bake.
 
     Args:
-        texture_size: texels, 16..8192. view_size: pixels at which the maps were rendered; the pictures may have any size.
+        texture_size: texels, 16..8192.
+        view_size: pixels at which the maps were rendered; the pictures may have any size.
         form: "gather" or "scatter". exact: the reference's arithmetic, faults included. caster: "torch" or "embree".
     """
 
@@ -51,7 +53,7 @@ class BakeSettings:
 
 @dataclass(frozen=True, eq=False)
 class Texels:
-    """The texture's raster: ``covered`` (T, T) bool, what lies at each covered texel, its ``place`` (P, 3) in the frame."""
+    """The texture's raster: ``covered`` (T, T) bool, what lies at each covered texel, its ``place`` (P, 3)."""
 
     size: int
     covered: Tensor
@@ -99,13 +101,17 @@ def texel_places(uvs: Tensor, size: int, exact: bool) -> Tensor:
 
 
 def bake(
-    surface: Surface, table: CameraTable, pictures: Tensor, settings: BakeSettings | None = None,
+    surface: Surface,
+    table: CameraTable,
+    pictures: Tensor,
+    settings: BakeSettings | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> Baked:
     """The texture that ``pictures`` make on ``surface``, not filled yet.
 
     Args:
-        surface: with UVs. table: the camera of each picture. pictures: (V, H, W, 3) in 0..1, any device and square size.
+        surface: with UVs. table: the camera of each picture.
+        pictures: (V, H, W, 3) in 0..1, any device and square size.
         check: called between views; may raise to cancel.
 
     Returns:
@@ -140,7 +146,9 @@ def bake(
     return Baked(texture, total, painted, texels, _notes(surface, uvs, texels, skipped))
 
 
-def gathered(surface: Surface, view: View, picture: Tensor, texels: Texels, exact: bool) -> tuple[Tensor, Tensor, Tensor]:
+def gathered(
+    surface: Surface, view: View, picture: Tensor, texels: Texels, exact: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Each texel's colour in one view: colour (T, T, 3), cosine (T, T), 0 where not seen, and trust (T, T).
 
     Args:
@@ -194,7 +202,7 @@ class _Sight:
         size, low = self.view.size, screen[:, :2].floor()
         nearest, low = (screen[:, :2] - low >= 0.5).long(), low.long()
         chosen = torch.arange(face.shape[0], device=face.device)
-        for down, right in ((0, 0), (0, 1), (1, 0), (1, 1)):  # the nearest pixel, then the others for who is not seen there
+        for down, right in AROUND:  # the nearest pixel, then the others for who is not seen there
             offset = nearest[chosen] ^ torch.tensor((right, down), device=face.device)
             column, row = (low[chosen] + offset).clamp(0, size - 1).unbind(1)
             same = self.view.ids[row, column] == face[chosen]
@@ -243,7 +251,9 @@ def _sampled(picture: Tensor, places: Tensor, size: int, exact: bool) -> Tensor:
     return upper * (1 - share[:, 1]) + lower * share[:, 1]
 
 
-def scattered(surface: Surface, view: View, picture: Tensor, texels: Texels, exact: bool) -> tuple[Tensor, Tensor, Tensor]:
+def scattered(
+    surface: Surface, view: View, picture: Tensor, texels: Texels, exact: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """What :func:`gathered` returns, each pixel spread over the four texels round its place."""
     picture = picture if exact else rim_cleaned(picture, view)
     if picture.shape[:2] != (view.size, view.size):
@@ -266,7 +276,7 @@ def scattered(surface: Surface, view: View, picture: Tensor, texels: Texels, exa
     share = places - low
     index = (low[:, 1] * texels.size + low[:, 0]).long()
     sums = picture.new_zeros((texels.size**2, 6))
-    for down, right in ((0, 0), (0, 1), (1, 0), (1, 1)):
+    for down, right in AROUND:
         part = (share[:, 0] if right else 1 - share[:, 0]) * (share[:, 1] if down else 1 - share[:, 1])
         sums.index_add_(0, index + down * texels.size + right, values * part[:, None])
     mean = sums[:, :4] / sums[:, 4:5].clamp(min=torch.finfo(sums.dtype).tiny)
@@ -278,23 +288,38 @@ def scattered(surface: Surface, view: View, picture: Tensor, texels: Texels, exa
 
 
 def _check(table: CameraTable, pictures: Tensor, settings: BakeSettings) -> None:
-    if pictures.ndim != 4 or pictures.shape[-1] not in (3, 4) or pictures.shape[1] != pictures.shape[2] or pictures.shape[1] < 2:
+    if (
+        pictures.ndim != 4
+        or pictures.shape[-1] not in (3, 4)
+        or pictures.shape[1] != pictures.shape[2]
+        or pictures.shape[1] < 2
+    ):
         raise InputError(
-            f"pictures of shape {tuple(pictures.shape)} to bake", expected="(views, size, size, 3)",
+            f"pictures of shape {tuple(pictures.shape)} to bake",
+            expected="(views, size, size, 3)",
             fix="Bake the pictures of Paint Views as they are, square.",
         )
     if pictures.shape[0] != len(table):
         raise InputError(
-            f"{pictures.shape[0]} pictures for {len(table)} cameras", expected="one for each",
+            f"{pictures.shape[0]} pictures for {len(table)} cameras",
+            expected="one for each",
             fix="Connect the same cameras to Paint Views and Bake Texture.",
         )
     if not bool(torch.isfinite(pictures).all()):
-        raise InputError("pictures with NaN or infinite values to bake", expected="colours from 0 to 1", fix="Paint them in bf16 or fp32.")
+        raise InputError(
+            "pictures with NaN or infinite values to bake",
+            expected="colours from 0 to 1",
+            fix="Paint again in bf16 or fp32.",
+        )
     for name, size in (("texture_size", settings.texture_size), ("view_size", settings.view_size)):
         if not SIZES[0] <= size <= SIZES[1]:
-            raise InputError(f"{name} {size} to bake", expected=f"{SIZES[0]} to {SIZES[1]}", fix="2048 suits most meshes.")
+            raise InputError(
+                f"{name} {size} to bake", expected=f"{SIZES[0]} to {SIZES[1]}", fix="2048 suits most meshes."
+            )
     if settings.form not in FORMS:
-        raise InputError(f"bake form {settings.form!r}", expected=f"one of {', '.join(FORMS)}", fix="gather leaves no holes.")
+        raise InputError(
+            f"bake form {settings.form!r}", expected=f"one of {', '.join(FORMS)}", fix="gather leaves no holes."
+        )
 
 
 def _notes(surface: Surface, uvs: Tensor, texels: Texels, skipped: list[int]) -> tuple[str, ...]:
@@ -302,7 +327,9 @@ def _notes(surface: Surface, uvs: Tensor, texels: Texels, skipped: list[int]) ->
     areas = uv_areas(uvs, surface.faces)
     asked, held = float(areas.sum()), float(texels.covered.sum()) / texels.size**2
     if asked > held * 1.05 + 4 / texels.size:
-        notes.append(f"{1 - held / asked:.0%} of the UV area lies on top of other faces, which then share their colours")
+        notes.append(
+            f"{1 - held / asked:.0%} of the UV area lies on top of other faces, which then share their colours"
+        )
     flat = int((areas == 0).sum())
     if flat:
         notes.append(f"{flat} faces have no area in the texture and cannot be painted")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..compat.errors import InputError
 
@@ -59,22 +60,32 @@ class CameraTable:
         return iter(self.cameras)
 
 
-DEFAULT_VIEWS = CameraTable((
-    Camera(0, 0, 1.0), Camera(90, 0, 0.1), Camera(180, 0, 0.5), Camera(270, 0, 0.1), Camera(0, 90, 0.05),
-    Camera(180, -90, 0.05),
-))
-RING_VIEWS = tuple(Camera(azimuth, elevation, 0.01) for elevation in (20, -20) for azimuth in range(0, 360, AZIMUTH_STEP))
+DEFAULT_VIEWS = CameraTable(
+    (
+        Camera(0, 0, 1.0),
+        Camera(90, 0, 0.1),
+        Camera(180, 0, 0.5),
+        Camera(270, 0, 0.1),
+        Camera(0, 90, 0.05),
+        Camera(180, -90, 0.05),
+    )
+)
+RING_VIEWS = tuple(
+    Camera(azimuth, elevation, 0.01) for elevation in (20, -20) for azimuth in range(0, 360, AZIMUTH_STEP)
+)
 
 
 def camera_table(
-    azimuths: Sequence[float] | str, elevations: Sequence[float] | str, weights: Sequence[float] | str,
+    azimuths: Sequence[float] | str,
+    elevations: Sequence[float] | str,
+    weights: Sequence[float] | str,
     ortho_scale: float = ORTHO_SCALE,
 ) -> CameraTable:
     """The cameras that three lists describe, checked.
 
     Args:
-        azimuths: degrees, any; elevations: degrees, -90..90; weights: 0 or more, not all 0. Each a list or its text, such
-            as "0, 90, 180". Lists of one value count for every view.
+        azimuths: degrees, any; elevations: degrees, -90..90; weights: 0..1000, not all 0. Each a list or its text,
+            such as "0, 90, 180". Lists of one value count for every view.
         ortho_scale: width of the picture in units of the frame, 0.1..10; the mesh is up to 1.15 wide.
 
     Raises:
@@ -95,17 +106,25 @@ def camera_table(
     for name, low, high in (("elevations", -90.0, 90.0), ("weights", 0.0, 1000.0)):
         wrong = [value for value in lists[name] if not low <= value <= high]
         if wrong:
-            raise InputError(f"{name} of cameras {wrong}", expected=f"{low:g} to {high:g}", fix="Correct the camera list.")
+            raise InputError(
+                f"{name} of cameras {wrong}", expected=f"{low:g} to {high:g}", fix="Correct the camera list."
+            )
     if not any(lists["weights"]):
         raise InputError("weights of cameras that are all 0", expected="one above 0", fix="Correct the camera list.")
     if not 0.1 <= ortho_scale <= 10:
-        raise InputError(f"ortho_scale {ortho_scale!r}", expected="0.1 to 10", fix=f"{ORTHO_SCALE} shows the whole mesh.")
+        raise InputError(
+            f"ortho_scale {ortho_scale!r}", expected="0.1 to 10", fix=f"{ORTHO_SCALE} shows the whole mesh."
+        )
     rows = zip(lists["azimuths"], lists["elevations"], lists["weights"], strict=True)
-    return CameraTable(tuple(Camera(azimuth % 360, elevation, weight) for azimuth, elevation, weight in rows), ortho_scale)
+    return CameraTable(
+        tuple(Camera(azimuth % 360, elevation, weight) for azimuth, elevation, weight in rows), ortho_scale
+    )
 
 
 def _numbers(values: Sequence[float] | str, name: str) -> list[float]:
-    parts = values.replace(";", ",").replace("\n", ",").split(",") if isinstance(values, str) else list(values)
+    parts: list[Any] = (
+        values.replace(";", ",").replace("\n", ",").split(",") if isinstance(values, str) else list(values)
+    )
     parts = [part for part in parts if not (isinstance(part, str) and not part.strip())]
     try:
         numbers = [float(part) for part in parts]
@@ -113,7 +132,9 @@ def _numbers(values: Sequence[float] | str, name: str) -> list[float]:
         numbers = []
     if not numbers or not all(math.isfinite(number) for number in numbers):
         raise InputError(
-            f"{name} of cameras {values!r}", expected="numbers with commas between", fix='Write, for example, "0, 90, 180, 270".'
+            f"{name} of cameras {values!r}",
+            expected="numbers with commas between",
+            fix='For example "0, 90, 180, 270".',
         )
     return numbers
 
@@ -150,7 +171,7 @@ def camera_notes(table: CameraTable, family: str = "paint") -> list[str]:
     notes = []
     between = [camera.azimuth for camera in table if camera.azimuth % AZIMUTH_STEP]
     if between and KNOWN_ELEVATIONS[family] is not None:
-        notes.append(f"azimuths {between} lie between the model's steps of {AZIMUTH_STEP} degrees: it is told the lower one")
+        notes.append(f"azimuths {between} lie between the model's steps of {AZIMUTH_STEP} degrees: it hears the lower")
     if table.ortho_scale < 2 * RADIUS:
         notes.append(f"ortho_scale {table.ortho_scale:g} may cut off the mesh, which is up to {2 * RADIUS:g} wide")
     return notes

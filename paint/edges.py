@@ -18,8 +18,8 @@ def trusted(view: View, exact: bool) -> Tensor:
     """(H, W) bool: covered pixels away from the mesh's rim and from depth edges, by two pixels at 512.
 
     Args:
-        exact: edges as the reference finds them, by Canny on depth scaled to its own range; it takes float noise for edges
-            where a view shows one flat face. Otherwise a step of depth is measured in units of the frame.
+        exact: edges as the reference finds them, by Canny on depth scaled to its own range; it takes float noise for
+            edges where a view shows one flat face. Otherwise a step of depth is measured in units of the frame.
     """
     covered = view.ids >= 0
     reach = int(MARGIN * view.size)
@@ -80,9 +80,8 @@ def canny(image: Tensor, low: int = LOW, high: int = HIGH) -> Tensor:
     upright = (steep > flat + (dx.abs() << 16)) & (strength > shifted(-1, 0)) & (strength >= shifted(1, 0))
     slanted = (steep >= flat) & (steep <= flat + (dx.abs() << 16))
     falling = (dx ^ dy) < 0
-    ridge = torch.where(
-        falling, (strength > shifted(-1, 1)) & (strength > shifted(1, -1)), (strength > shifted(-1, -1)) & (strength > shifted(1, 1))
-    )
+    ridges = [(strength > shifted(-1, side)) & (strength > shifted(1, -side)) for side in (1, -1)]
+    ridge = torch.where(falling, ridges[0], ridges[1])
     weak = (strength > low) & (level | upright | (slanted & ridge))
     found = weak & (strength > high)
     while True:  # strong edges pull in the weak ones that touch them

@@ -33,10 +33,13 @@ def filled(baked: Baked, surface: Surface, method: str = "auto", exact: bool = F
         InputError: an unknown method, or nothing is painted at all. MissingPackageError: OpenCV is absent.
     """
     if method not in METHODS:
-        raise InputError(f"fill method {method!r}", expected=f"one of {', '.join(METHODS)}", fix="auto needs no package.")
+        raise InputError(
+            f"fill method {method!r}", expected=f"one of {', '.join(METHODS)}", fix="auto needs no package."
+        )
     if not bool(baked.painted.any()):
         raise InputError(
-            "a texture without one painted texel", expected="cameras that see the mesh",
+            "a texture without one painted texel",
+            expected="cameras that see the mesh",
             fix="Check the cameras, and that the faces of the mesh look outwards.",
         )
     texture, painted = vertex_filled(baked, surface, exact)
@@ -60,7 +63,8 @@ def vertex_filled(baked: Baked, surface: Surface, exact: bool = False) -> tuple[
     count = int(own.max()) + 1
     has = (baked.painted.view(-1)[texel] & used).to(torch.float32)
     sums = torch.zeros((count, 4), device=device)
-    sums.index_add_(0, own, torch.cat((baked.texture.view(-1, 3)[texel], torch.ones_like(has)[:, None]), 1) * has[:, None])
+    seen = torch.cat((baked.texture.view(-1, 3)[texel], torch.ones_like(has)[:, None]), dim=1)
+    sums.index_add_(0, own, seen * has[:, None])
     places = torch.zeros((count, 3), device=device).index_copy_(0, own, surface.vertices)
     start, faces = sums[:, :3] / sums[:, 3:].clamp(min=1), own[surface.faces]
     colours, known = (_swept if exact else _spread)(start, sums[:, 3] > 0, places, faces)
@@ -80,8 +84,8 @@ def vertex_filled(baked: Baked, surface: Surface, exact: bool = False) -> tuple[
 def _spread(colours: Tensor, known: Tensor, places: Tensor, faces: Tensor) -> tuple[Tensor, Tensor]:
     """Colours (N, 3) and which are known (N,) once no uncoloured vertex has a coloured neighbour.
 
-    Each vertex not coloured at first takes the mean of its coloured neighbours, weighted by 1 / distance^2: ring by ring
-    inwards, then again until the hole is smooth.
+    Each vertex not coloured at first takes the mean of its coloured neighbours, weighted by 1 / distance^2: ring by
+    ring inwards, then again until the hole is smooth.
     """
     ends = torch.cat((faces[:, [0, 1]], faces[:, [1, 2]], faces[:, [2, 0]]))
     ends = torch.cat((ends, ends.flip(1)))
@@ -91,7 +95,8 @@ def _spread(colours: Tensor, known: Tensor, places: Tensor, faces: Tensor) -> tu
     while ends.shape[0] and settled < SMOOTHINGS:
         brings = weights * known[ends[:, 1]]
         sums = torch.zeros((known.shape[0], 4), device=colours.device)
-        sums.index_add_(0, ends[:, 0], torch.cat((colours[ends[:, 1]], torch.ones_like(brings)[:, None]), 1) * brings[:, None])
+        near = torch.cat((colours[ends[:, 1]], torch.ones_like(brings)[:, None]), dim=1)
+        sums.index_add_(0, ends[:, 0], near * brings[:, None])
         reached = sums[:, 3] > 0
         settled += not bool((reached & ~known).any())
         colours[reached], known[reached] = sums[reached, :3] / sums[reached, 3:], True
@@ -103,15 +108,18 @@ def _swept(colours: Tensor, known: Tensor, places: Tensor, faces: Tensor) -> tup
     import numpy as np
 
     target = colours.device
-    paint, done, spots = colours.cpu().double().numpy().copy(), known.cpu().numpy().copy(), places.cpu().double().numpy()
+    paint, done = colours.cpu().double().numpy().copy(), known.cpu().numpy().copy()
+    spots = places.cpu().double().numpy()
     triangles = faces.cpu().numpy()
     order = [vertex for vertex in triangles.reshape(-1).tolist() if not done[vertex]]
     near: dict[int, list[int]] = {vertex: [] for vertex in order}
-    for first, second in zip(triangles.reshape(-1).tolist(), np.roll(triangles, -1, axis=1).reshape(-1).tolist(), strict=True):
+    following = np.roll(triangles, -1, axis=1).reshape(-1).tolist()
+    for first, second in zip(triangles.reshape(-1).tolist(), following, strict=True):
         if first in near:
             near[first].append(second)
     weights = {
-        vertex: 1 / np.maximum(np.linalg.norm(spots[vertex] - spots[others], axis=1), NEAREST) ** 2 for vertex, others in near.items()
+        vertex: 1 / np.maximum(np.linalg.norm(spots[vertex] - spots[others], axis=1), NEAREST) ** 2
+        for vertex, others in near.items()
     }
     sweeps, grew = 0, True
     while grew or sweeps < EXACT_SWEEPS:
@@ -139,7 +147,8 @@ def pull_push(texture: Tensor, painted: Tensor) -> Tensor:
         level, weight = level / weight.clamp(min=1), weight.clamp(max=1)
         levels.append((level, weight))
     for finer, own in reversed(levels[:-1]):
-        coarse = F.interpolate(level, scale_factor=2, mode="bilinear", align_corners=False)[..., : finer.shape[-2], : finer.shape[-1]]
+        coarse = F.interpolate(level, scale_factor=2, mode="bilinear", align_corners=False)
+        coarse = coarse[..., : finer.shape[-2], : finer.shape[-1]]
         level = torch.where(own > 0, finer, coarse)
     return torch.where(painted[..., None], texture, level[0].movedim(0, -1))
 

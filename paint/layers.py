@@ -89,7 +89,7 @@ def turned(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     """
     cosines, sines = (table.unsqueeze(1) for table in rotary)
     wide = x.float()
-    across = torch.stack((wide[..., 1::2], -wide[..., 0::2]), dim=-1).flatten(-2)
+    across = torch.stack((-wide[..., 1::2], wide[..., 0::2]), dim=-1).flatten(-2)
     return (wide * cosines + across * sines).to(x.dtype)
 
 

@@ -20,6 +20,7 @@ FORMATS = (".glb", ".gltf", ".obj", ".ply", ".stl")
 MANY_FACES = 100_000  # above it core's Decimate is worth its time before Unwrap
 UNWRAP_SECONDS = 75e-6  # per face: core's UnwrapMesh, 37 s for 500k faces on two CPU cores
 UV_TOLERANCE = 1e-3  # rounding of exporters, half a texel at 512
+UNWRAP = "Use Unwrap Mesh before it."
 DEGENERATE = 1e-12  # area of a face in the frame, where the mesh is 1.15 wide
 
 
@@ -72,7 +73,7 @@ class Surface:
         centre = (used.amax(0) + used.amin(0)) / 2
         radius = float((used - centre).norm(dim=1).max())
         if radius == 0:
-            raise InputError("a mesh whose vertices are all in one place", expected="a surface", fix="Check how it was exported.")
+            raise InputError("a mesh whose vertices are all in one place", expected="a surface", fix="Export it again.")
         scale = RADIUS / radius
         vertices = (vertices - centre) * scale
         corners = vertices[faces]
@@ -81,7 +82,7 @@ class Surface:
         solid = areas > DEGENERATE
         if not bool(solid.any()):
             raise InputError(
-                f"a mesh whose {faces.shape[0]} faces have no area", expected="a surface", fix="Check how it was exported."
+                f"a mesh whose {faces.shape[0]} faces have no area", expected="a surface", fix="Export it again."
             )
         faces, face_normals = faces[solid], normals[solid] / (2 * areas[solid])[:, None]
         sums = torch.zeros_like(vertices).index_add_(0, faces.reshape(-1), face_normals.repeat_interleave(3, 0))
@@ -103,20 +104,19 @@ class Surface:
         Raises:
             InputError: there are none, or they are not finite or outside 0..1.
         """
-        advice = "Use Unwrap Mesh before it."
         if self.uvs is None:
-            raise InputError("a mesh without UVs", expected="a place in the texture for every face", fix=advice)
+            raise InputError("a mesh without UVs", expected="a place in the texture for every face", fix=UNWRAP)
         used = self.uvs[self.faces.unique()]
         if not bool(torch.isfinite(used).all()):
-            raise InputError("UVs that are NaN or infinite", expected="numbers from 0 to 1", fix=advice)
+            raise InputError("UVs that are NaN or infinite", expected="numbers from 0 to 1", fix=UNWRAP)
         low, high = float(used.min()), float(used.max())
         if low < -UV_TOLERANCE or high > 1 + UV_TOLERANCE:
             raise InputError(
-                f"UVs from {low:.3g} to {high:.3g}", expected="0 to 1: tiles and UDIMs cannot be painted", fix=advice
+                f"UVs from {low:.3g} to {high:.3g}", expected="0 to 1: tiles and UDIMs cannot be painted", fix=UNWRAP
             )
         uvs = torch.nan_to_num(self.uvs).clamp(0, 1)
         if not bool((uv_areas(uvs, self.faces) > 0).any()):
-            raise InputError("UVs without area", expected="a place in the texture for every face", fix=advice)
+            raise InputError("UVs without area", expected="a place in the texture for every face", fix=UNWRAP)
         return replace(self, uvs=uvs), uvs
 
 
@@ -131,28 +131,33 @@ def _check_shapes(mesh: Mesh) -> None:
     if vertices.ndim != 2 or vertices.shape[-1] != 3 or faces.ndim != 2 or faces.shape[-1] != 3:
         raise InputError(
             f"a mesh with vertices {tuple(vertices.shape)} and faces {tuple(faces.shape)}",
-            expected="(N, 3) and (M, 3): triangles", fix="Pass one mesh, triangulated.",
+            expected="(N, 3) and (M, 3): triangles",
+            fix="Pass one mesh, triangulated.",
         )
     if not vertices.shape[0] or not faces.shape[0]:
         raise InputError(
-            f"an empty mesh: {vertices.shape[0]} vertices, {faces.shape[0]} faces", expected="at least one face",
+            f"an empty mesh: {vertices.shape[0]} vertices, {faces.shape[0]} faces",
+            expected="at least one face",
             fix="Check the node that made it; a point cloud has no surface to paint.",
         )
     low, high = int(faces.min()), int(faces.max())
     if low < 0 or high >= vertices.shape[0]:
         raise InputError(
-            f"faces that name vertices {low} to {high}", expected=f"0 to {vertices.shape[0] - 1}",
+            f"faces that name vertices {low} to {high}",
+            expected=f"0 to {vertices.shape[0] - 1}",
             fix="The mesh is damaged: load or make it again.",
         )
     wrong = int((~torch.isfinite(vertices)).any(1).sum())
     if wrong:
         raise InputError(
-            f"{wrong} of {vertices.shape[0]} vertices are NaN or infinite", expected="finite positions",
+            f"{wrong} of {vertices.shape[0]} vertices are NaN or infinite",
+            expected="finite positions",
             fix="The mesh is damaged: make it again, or repair it in a mesh editor.",
         )
     if uvs is not None and tuple(uvs.shape) != (vertices.shape[0], 2):
         raise InputError(
-            f"UVs of shape {tuple(uvs.shape)} for {vertices.shape[0]} vertices", expected="one pair for each vertex",
+            f"UVs of shape {tuple(uvs.shape)} for {vertices.shape[0]} vertices",
+            expected="one pair for each vertex",
             fix="Use Unwrap Mesh.",
         )
 
@@ -163,15 +168,17 @@ def _notes(mesh: Mesh, faces: Tensor, dropped: int, centre: Tensor, radius: floa
         notes.append(f"{dropped} faces without area are left out")
     if faces.shape[0] > MANY_FACES:
         seconds = faces.shape[0] * UNWRAP_SECONDS
-        notes.append(f"{faces.shape[0]} faces: unwrapping takes about {seconds:.0f} s on a CPU; Decimate Mesh first is faster")
+        notes.append(
+            f"{faces.shape[0]} faces: Unwrap Mesh takes about {seconds:.0f} s on a CPU, less after Decimate Mesh"
+        )
     shared = shared_by_many(faces)
     if shared:
         notes.append(f"{shared} edges belong to more than two faces: normals there are a mixture")
     digits = torch.finfo(mesh.vertices.dtype).eps * float(centre.abs().max())
     if digits > radius / 4096:
         notes.append(
-            f"the mesh lies {float(centre.norm()):.3g} from the origin and is {2 * radius:.3g} wide: its numbers have too few "
-            "digits for a fine surface; move it to the origin before exporting"
+            f"the mesh lies {float(centre.norm()):.3g} from the origin and is {2 * radius:.3g} wide: its numbers have "
+            "too few digits for a fine surface; move it to the origin before exporting"
         )
     return tuple(notes)
 
@@ -179,9 +186,9 @@ def _notes(mesh: Mesh, faces: Tensor, dropped: int, centre: Tensor, radius: floa
 def shared_by_many(faces: Tensor) -> int:
     """How many edges belong to more than two faces."""
     ends = torch.cat((faces[:, [0, 1]], faces[:, [1, 2]], faces[:, [2, 0]])).sort(1).values
-    keys = (ends[:, 0] * (int(faces.max()) + 1) + ends[:, 1]).sort().values  # sorted: faster than unique on a million faces
-    return int(((keys[2:] == keys[:-2]) & torch.cat((keys.new_ones(1, dtype=torch.bool), keys[1:-2] != keys[:-3]))).sum()) \
-        if keys.shape[0] > 2 else 0
+    keys = (ends[:, 0] * (int(faces.max()) + 1) + ends[:, 1]).sort().values
+    third = keys[2:][keys[2:] == keys[:-2]]
+    return int(third.unique_consecutive().shape[0])
 
 
 def load_mesh(path: Path) -> tuple[Mesh, tuple[str, ...]]:
@@ -192,7 +199,7 @@ def load_mesh(path: Path) -> tuple[Mesh, tuple[str, ...]]:
         MissingPackageError: trimesh is absent.
     """
     if path.suffix.lower() not in FORMATS:
-        raise InputError(f"mesh file {path.name!r}", expected=f"one of {', '.join(FORMATS)}", fix="Convert it, for example in Blender.")
+        raise InputError(f"mesh file {path.name!r}", expected=f"one of {', '.join(FORMATS)}", fix="Convert it.")
     if not path.is_file():
         raise CheckpointError(f"no mesh file {str(path)!r}", expected="a file", fix="Choose one that exists.")
     trimesh = imported("trimesh")
@@ -201,7 +208,8 @@ def load_mesh(path: Path) -> tuple[Mesh, tuple[str, ...]]:
         loaded = trimesh.load_scene(path, process=path.suffix.lower() == ".stl").to_mesh()
     except Exception as error:  # each format's reader raises its own kinds
         raise CheckpointError(
-            f"mesh file {path.name!r} cannot be read ({type(error).__name__}: {error})", expected="a whole mesh",
+            f"mesh file {path.name!r} cannot be read ({type(error).__name__}: {error})",
+            expected="a whole mesh",
             fix="Export or download it again.",
         ) from error
     if not len(getattr(loaded, "faces", ())):
@@ -212,7 +220,8 @@ def load_mesh(path: Path) -> tuple[Mesh, tuple[str, ...]]:
         uvs = torch.stack((uvs[:, 0], 1 - uvs[:, 1]), dim=1)  # trimesh counts v upwards, whatever the file does
     vertices = torch.tensor(loaded.vertices, dtype=torch.float64)
     mesh = Mesh(vertices, torch.tensor(loaded.faces, dtype=torch.int64), uvs)
-    return mesh, (f"{len(loaded.faces)} faces, {len(loaded.vertices)} vertices, {'with' if uvs is not None else 'no'} UVs",)
+    textured = "with" if uvs is not None else "no"
+    return mesh, (f"{len(loaded.faces)} faces, {len(loaded.vertices)} vertices, {textured} UVs",)
 
 
 def write_glb(path: Path, mesh: Mesh, texture: Tensor, metallic_roughness: Tensor | None = None) -> Path:
@@ -226,17 +235,21 @@ def write_glb(path: Path, mesh: Mesh, texture: Tensor, metallic_roughness: Tenso
     """
     trimesh = imported("trimesh")
     if mesh.uvs is None:
-        raise InputError("a mesh without UVs", expected="a place in the texture for every face", fix="Use Unwrap Mesh before it.")
+        raise InputError("a mesh without UVs", expected="a place in the texture for every face", fix=UNWRAP)
     material: dict[str, Any] = {"baseColorTexture": _picture(texture), "metallicFactor": 0.0, "roughnessFactor": 1.0}
     if metallic_roughness is not None:  # glTF reads roughness from G and metallic from B
-        packed = torch.stack((torch.zeros_like(metallic_roughness[..., 0]), metallic_roughness[..., 1], metallic_roughness[..., 0]), -1)
+        metallic, roughness = metallic_roughness[..., 0], metallic_roughness[..., 1]
+        packed = torch.stack((torch.zeros_like(metallic), roughness, metallic), dim=-1)
         material |= {"metallicRoughnessTexture": _picture(packed), "metallicFactor": 1.0}
     uvs = torch.stack((mesh.uvs[:, 0], 1 - mesh.uvs[:, 1]), dim=1).detach().cpu().numpy()
     visual = trimesh.visual.TextureVisuals(uv=uvs, material=trimesh.visual.material.PBRMaterial(**material))
     normals = welded_normals(mesh.vertices.detach().cpu().double(), mesh.faces.detach().cpu().long())
     made = trimesh.Trimesh(
-        mesh.vertices.detach().cpu().numpy(), mesh.faces.detach().cpu().numpy(), vertex_normals=normals.numpy(),
-        visual=visual, process=False,
+        mesh.vertices.detach().cpu().numpy(),
+        mesh.faces.detach().cpu().numpy(),
+        vertex_normals=normals.numpy(),
+        visual=visual,
+        process=False,
     )
     path.write_bytes(made.export(file_type="glb", include_normals=True))
     return path

@@ -1,8 +1,8 @@
 """Which face each pixel shows: one z-buffer in plain torch, used for views and for UV space.
 
-A screen is a tensor (N, 3): column and row in pixels, pixel centres at whole numbers, and a depth that is smaller where
-nearer. Coordinates are snapped to 1/1024 pixel, so inside or outside is decided by exact whole numbers: no cracks between
-faces, and the same pixels on every device. Ties of depth go to the lower face.
+A screen is a tensor (N, 3): column and row in pixels, pixel centres at whole numbers, and a depth that is smaller
+where nearer. Coordinates are snapped to 1/1024 pixel, so inside or outside is decided by exact whole numbers: no cracks
+between faces, and the same pixels covered on every device. Ties of depth go to the lower face.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class Fragments:
     def interpolated(self, values: Tensor, faces: Tensor) -> Tensor:
         """(P, C): per-vertex ``values`` (N, C) at each covered pixel."""
         corners = faces[self.face]
-        return sum(values[corners[:, k]] * self.weights[:, k, None] for k in range(3))
+        first, second, third = (values[corners[:, k]] * self.weights[:, k, None] for k in range(3))
+        return first + second + third
 
 
 def face_ids(screen: Tensor, faces: Tensor, height: int, width: int, candidates: int | None = None) -> Tensor:
@@ -101,10 +102,13 @@ class _Triangles:
         x, y = (snapped[:, axis][faces] for axis in (0, 1))  # each (F, 3)
         area = (x[:, 1] - x[:, 0]) * (y[:, 2] - y[:, 0]) - (x[:, 2] - x[:, 0]) * (y[:, 1] - y[:, 0])
         whole_box = [(-(-v.amin(1) // SUBPIXELS), v.amax(1) // SUBPIXELS) for v in (x, y)]
-        (left, right), (top, bottom) = ((low.clamp(min=0), high.clamp(max=edge - 1))
-                                        for (low, high), edge in zip(whole_box, (size[1], size[0]), strict=True))
+        (left, right), (top, bottom) = (
+            (low.clamp(min=0), high.clamp(max=edge - 1))
+            for (low, high), edge in zip(whole_box, (size[1], size[0]), strict=True)
+        )
         kept = ((area != 0) & (right >= left) & (bottom >= top)).nonzero()[:, 0]
-        whole = ((left == whole_box[0][0]) & (right == whole_box[0][1]) & (top == whole_box[1][0]) & (bottom == whole_box[1][1]))
+        edges = zip((left, right, top, bottom), (*whole_box[0], *whole_box[1]), strict=True)
+        whole = torch.stack([cut == own for cut, own in edges]).all(0)
         extent = torch.maximum(x.amax(1) - x.amin(1), y.amax(1) - y.amin(1))
         plain = (whole & (extent <= SMALL * SUBPIXELS))[kept]
         box = torch.stack((left, top, right - left + 1, bottom - top + 1), dim=1)[kept]
@@ -154,10 +158,10 @@ def _small(t: _Triangles, chosen: Tensor, shape: tuple[int, int], width: int) ->
     edge, across, down = (v[chosen].to(torch.float32)[:, :, None, None] for v in (t.edge, t.across, t.down))
     depth = t.depth[chosen][:, :, None, None]
     y, x = rows.to(torch.float32), columns.to(torch.float32)
-    least = None
-    for k in range(3):
-        value = torch.addcmul(torch.addcmul(edge[:, k], down[:, k], y), across[:, k], x)
-        least = value if least is None else torch.minimum(least, value, out=least)
+    values = (torch.addcmul(torch.addcmul(edge[:, k], down[:, k], y), across[:, k], x) for k in range(3))
+    least = next(values)
+    for value in values:
+        least = torch.minimum(least, value, out=least)
     steps = torch.addcmul(torch.addcmul(depth[:, 0], depth[:, 2], y), depth[:, 1], x)
     steps = steps.clamp_(depth[:, 3], depth[:, 4])
     key = steps.to(torch.int64).mul_(1 << FACE_BITS).add_(t.face[chosen][:, None, None])
@@ -238,9 +242,9 @@ def embree_face_ids(screen: Tensor, faces: Tensor, height: int, width: int) -> T
     found, rows_at_once = [], max(1, (1 << 20) // width)
     for first in range(0, height, rows_at_once):
         rows = np.arange(first, min(first + rows_at_once, height), dtype=np.float32)
-        origin = np.empty((rows.size, width, 3), dtype=np.float32)
-        origin[..., 0], origin[..., 1], origin[..., 2] = np.arange(width, dtype=np.float32), rows[:, None], start
-        origin = origin.reshape(-1, 3)
+        rays = np.empty((rows.size, width, 3), dtype=np.float32)
+        rays[..., 0], rays[..., 1], rays[..., 2] = np.arange(width, dtype=np.float32), rows[:, None], start
+        origin = rays.reshape(-1, 3)
         towards = np.zeros_like(origin)
         towards[:, 2] = 1
         found.append(scene.run(origin, towards).astype(np.int32))
@@ -252,12 +256,13 @@ CASTERS = {"torch": face_ids, "embree": embree_face_ids}
 
 
 def _reduces_int64(device: torch.device) -> bool:
-    """Whether the device takes the least of int64 keys, which Metal and DirectML may lack: a question of microseconds."""
+    """Whether the device takes the least of int64 keys, which Metal and DirectML may not."""
     if device.type == "cpu":
         return True
     try:
         probe = torch.tensor([FAR, FAR], device=device)
-        probe.scatter_reduce_(0, torch.tensor([0, 0], device=device), torch.tensor([1 << 40, 1 << 39], device=device), "amin")
+        keys = torch.tensor([1 << 40, 1 << 39], device=device)
+        probe.scatter_reduce_(0, torch.tensor([0, 0], device=device), keys, "amin")
         return probe.tolist() == [1 << 39, FAR]
     except (RuntimeError, NotImplementedError, TypeError) as error:
         logger.info("views are rasterised on the CPU: %s has no int64 scatter-min (%s)", device, error)

@@ -28,8 +28,8 @@ class Shown:
 
     Args:
         mesh: with UVs. texture: (T, T, 3), every texel coloured. ideal: (T, T, 3), 0 where nothing lies.
-        painted: share of the surface's texels that a view painted, 0..1. error: mean absolute error there after filling;
-            worst: its 99.9th percentile.
+        painted: share of the surface's texels that a view painted, 0..1. error: mean absolute error of all of them
+            after filling; worst: its 99.9th percentile.
         frames: (F, H, W, 3) turntable. picture_error: mean absolute difference to a turntable of the right colours.
     """
 
@@ -73,8 +73,12 @@ def box(width: float = 2.0, height: float = 2.0, depth: float = 2.0) -> Mesh:
     """An axis-aligned box of two faces a side; six charts in three columns and two rows."""
     corners, uvs, faces = [], [], []
     sides = (  # outward axis, then the directions of u and of v
-        ((0, 0, 1), (1, 0, 0), (0, -1, 0)), ((1, 0, 0), (0, 0, -1), (0, -1, 0)), ((0, 0, -1), (-1, 0, 0), (0, -1, 0)),
-        ((-1, 0, 0), (0, 0, 1), (0, -1, 0)), ((0, 1, 0), (1, 0, 0), (0, 0, 1)), ((0, -1, 0), (1, 0, 0), (0, 0, -1)),
+        ((0, 0, 1), (1, 0, 0), (0, -1, 0)),
+        ((1, 0, 0), (0, 0, -1), (0, -1, 0)),
+        ((0, 0, -1), (-1, 0, 0), (0, -1, 0)),
+        ((-1, 0, 0), (0, 0, 1), (0, -1, 0)),
+        ((0, 1, 0), (1, 0, 0), (0, 0, 1)),
+        ((0, -1, 0), (1, 0, 0), (0, 0, -1)),
     )
     cell = torch.tensor((1 / 3, 1 / 2))
     for number, (out, right, below) in enumerate(torch.tensor(sides, dtype=torch.float32)):
@@ -93,16 +97,22 @@ def waves(places: Tensor) -> Tensor:
 
 
 def photographs(
-    surface: Surface, table: CameraTable = DEFAULT_VIEWS, size: int = 512, view_size: int = 2048, colouring: Colouring = waves,
+    surface: Surface,
+    table: CameraTable = DEFAULT_VIEWS,
+    size: int = 512,
+    view_size: int = 2048,
+    colouring: Colouring = waves,
     background: float = 1.0,
 ) -> Tensor:
     """(V, size, size, 3): what each camera sees of the coloured surface, taken at ``view_size`` and made smaller."""
     pictures = []
     for camera in table:
         view = rasterised(surface, camera, view_size, table.ortho_scale)
-        picture = view.image(colouring(view.shown.interpolated(surface.vertices, surface.faces)), background)
+        places = view.shown.interpolated(surface.vertices, surface.faces)
+        picture = view.image(colouring(places), background)
         if size != view_size:
-            picture = F.interpolate(picture.movedim(-1, 0)[None], (size, size), mode="bilinear", antialias=True)[0].movedim(0, -1)
+            smaller = F.interpolate(picture.movedim(-1, 0)[None], (size, size), mode="bilinear", antialias=True)
+            picture = smaller[0].movedim(0, -1)
         pictures.append(picture)
     return torch.stack(pictures)
 
@@ -120,7 +130,11 @@ def errors(texture: Tensor, texels: Texels, chosen: Tensor, colouring: Colouring
 
 
 def demonstration(
-    texture_size: int = 512, picture_size: int = 256, view_size: int = 1024, frames: int = 8, frame_size: int = 192,
+    texture_size: int = 512,
+    picture_size: int = 256,
+    view_size: int = 1024,
+    frames: int = 8,
+    frame_size: int = 192,
     check: Callable[[], None] = lambda: None,
 ) -> Shown:
     """A torus painted from six synthetic pictures, baked, filled, compared with the right texture, and turned.
@@ -143,4 +157,5 @@ def demonstration(
     turned = turntable(surface, texture, **options)
     right = turntable(surface, waves, **options)
     worst = float(wrong.sort().values[int(0.999 * (wrong.numel() - 1))])
-    return Shown(mesh, texture, ideal, baked.share, float(wrong.mean()), worst, turned, float((turned - right).abs().mean()))
+    apart = float((turned - right).abs().mean())
+    return Shown(mesh, texture, ideal, baked.share, float(wrong.mean()), worst, turned, apart)

@@ -22,8 +22,13 @@ POINTS_AT_ONCE = 1 << 20
 
 
 def turntable(
-    surface: Surface, texture: Tensor | Callable[[Tensor], Tensor] | None, frames: int = 24, size: int = 512,
-    elevation: float = 15.0, background: float = 1.0, check: Callable[[], None] = lambda: None,
+    surface: Surface,
+    texture: Tensor | Callable[[Tensor], Tensor] | None,
+    frames: int = 24,
+    size: int = 512,
+    elevation: float = 15.0,
+    background: float = 1.0,
+    check: Callable[[], None] = lambda: None,
 ) -> Tensor:
     """Pictures of one full turn, the last one step before the first.
 
@@ -39,11 +44,15 @@ def turntable(
     Raises:
         InputError: a value out of range, or a texture for a mesh without UVs.
     """
-    for name, value, low, high in (
-        ("frames", frames, 1, FRAMES_LIMIT), ("size", size, *SIZES), ("elevation", elevation, -90, 90), ("background", background, 0, 1),
-    ):
+    limits = {
+        "frames": (frames, 1, FRAMES_LIMIT),
+        "size": (size, *SIZES),
+        "elevation": (elevation, -90, 90),
+        "background": (background, 0, 1),
+    }
+    for name, (value, low, high) in limits.items():
         if not low <= value <= high:
-            raise InputError(f"{name} {value} of the turntable", expected=f"{low} to {high}", fix="Correct the turntable's inputs.")
+            raise InputError(f"{name} {value} of the turntable", expected=f"{low} to {high}", fix="Correct it.")
     if isinstance(texture, Tensor):
         surface, _ = surface.with_uvs()
         texture = texture.to(surface.vertices.device, torch.float32)
@@ -77,7 +86,7 @@ def looked_up(texture: Tensor, uvs: Tensor) -> Tensor:
     """(P, 3): bilinear colours of ``texture`` (T, T, 3) at ``uvs`` (P, 2), v down, as renderers read it."""
     source = texture.movedim(-1, 0)[None]
     parts = [
-        F.grid_sample(source, part[None, None] * 2 - 1, mode="bilinear", padding_mode="border", align_corners=False)[0, :, 0].T
+        F.grid_sample(source, part[None, None] * 2 - 1, padding_mode="border", align_corners=False)[0, :, 0].T
         for part in uvs.split(POINTS_AT_ONCE)
     ]
-    return torch.cat(parts) if parts else texture.new_zeros((0, 3))
+    return torch.cat(parts)

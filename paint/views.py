@@ -80,7 +80,11 @@ def rasterised(
 
 
 def rendered_maps(
-    surface: Surface, table: CameraTable = DEFAULT_VIEWS, size: int = VIEW_SIZE, flat: bool = False, caster: str = "torch",
+    surface: Surface,
+    table: CameraTable = DEFAULT_VIEWS,
+    size: int = VIEW_SIZE,
+    flat: bool = False,
+    caster: str = "torch",
 ) -> Maps:
     """Position and normal maps of every camera, as the checkpoints were trained on.
 
@@ -95,12 +99,15 @@ def rendered_maps(
         InputError: a size out of range.
     """
     if not SIZES[0] <= size <= SIZES[1]:
-        raise InputError(f"view size {size}", expected=f"{SIZES[0]} to {SIZES[1]} pixels", fix="2048 suits most meshes.")
+        raise InputError(
+            f"view size {size}", expected=f"{SIZES[0]} to {SIZES[1]} pixels", fix="2048 suits most meshes."
+        )
     positions, normals, masks = [], [], []
     for camera in table:
         view = rasterised(surface, camera, size, table.ortho_scale, caster)
         place = view.shown.interpolated(surface.vertices, surface.faces)
-        normal = surface.face_normals[view.shown.face] if flat else view.shown.interpolated(surface.vertex_normals, surface.faces)
+        shown, faces = view.shown, surface.faces
+        normal = surface.face_normals[shown.face] if flat else shown.interpolated(surface.vertex_normals, faces)
         positions.append(_map(view, place, 1 / (2 * RADIUS)))
         normals.append(_map(view, normal, 0.5))
         masks.append(view.ids >= 0)
@@ -144,8 +151,9 @@ def chosen_views(
     known = torch.stack([seen(camera) for camera in cameras]).any(0)
     open_views = {camera: seen(camera) for camera in candidates} if most > len(cameras) else {}
     while open_views and len(cameras) < most:
-        best, gain = max(((camera, float(areas[shows & ~known].sum())) for camera, shows in open_views.items()), key=lambda pair: pair[1])
-        if gain <= ENOUGH:
+        gains = {camera: float(areas[shows & ~known].sum()) for camera, shows in open_views.items()}
+        best = max(gains, key=gains.__getitem__)
+        if gains[best] <= ENOUGH:
             break
         known |= open_views.pop(best)
         cameras.append(best)

@@ -152,8 +152,8 @@ class Tools(dict[str, Any]):
 class Prompt:
     """Encoded text: tensors (1, N, D) on the CPU, padding trimmed, by the family's own names.
 
-    ``sections`` holds further prompts, for the sections of a FramePack video after the first. ``opposed`` is whether the
-    user wrote a negative prompt: an empty one is encoded too, for guidance that needs it.
+    ``sections`` holds further prompts, for the sections of a FramePack video after the first. ``opposed`` is whether
+    the user wrote a negative prompt: an empty one is encoded too, for guidance that needs it.
     """
 
     family: str

@@ -23,7 +23,11 @@ def to_core(latents: Latents, prefix: Mapping[str, Any] | None = None) -> dict[s
     """
     kept = {key: value for key, value in (prefix or {}).items() if key not in ("samples", "noise_mask", KEY)}
     extra = {key: value.hex() if isinstance(value, bytes) else value for key, value in latents.extra.items()}
-    return {**kept, "samples": latents.samples, KEY: {**{name: getattr(latents, name) for name in PLAIN}, "extra": extra}}
+    return {
+        **kept,
+        "samples": latents.samples,
+        KEY: {**{name: getattr(latents, name) for name in PLAIN}, "extra": extra},
+    }
 
 
 def from_core(loaded: Loaded, latent: Mapping[str, Any], say: Callable[[str], None]) -> Latents:
@@ -36,7 +40,8 @@ def from_core(loaded: Loaded, latent: Mapping[str, Any], say: Callable[[str], No
     if not isinstance(samples, torch.Tensor) or getattr(samples, "is_nested", False) or samples.ndim != 5:
         shape = tuple(samples.shape) if isinstance(samples, torch.Tensor) and samples.ndim else type(samples).__name__
         raise InputError(
-            f"a LATENT of {shape}", expected="video latents (1, C, T, H, W)",
+            f"a LATENT of {shape}",
+            expected="video latents (1, C, T, H, W)",
             fix="Connect the latents of a video model; an image latent cannot be decoded here.",
         )
     if samples.shape[0] != 1:
@@ -49,13 +54,15 @@ def from_core(loaded: Loaded, latent: Mapping[str, Any], say: Callable[[str], No
         return _foreign(loaded, samples)
     if int(record.get("version", 0)) > LATENT_VERSION:
         raise InputError(
-            f"latents of version {record.get('version')}", expected=f"version {LATENT_VERSION} or older", fix="Update AnyGPU."
+            f"latents of version {record.get('version')}",
+            expected=f"version {LATENT_VERSION} or older",
+            fix="Update AnyGPU.",
         )
     return _own(samples, record)
 
 
 def start_of(loaded: Loaded, latent: Mapping[str, Any] | None, say: Callable[[str], None]) -> dict[str, Any]:
-    """The sampling settings that a LATENT carries: ``latents``, and ``noise_mask`` (1, 1, T or 1, H, W), 1 to sample."""
+    """The sampling settings that a LATENT carries: ``latents``, and ``noise_mask`` (1, 1, T or 1, H, W), 1 to draw."""
     if latent is None:
         return {}
     mask = latent.get("noise_mask")

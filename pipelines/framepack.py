@@ -70,14 +70,36 @@ FAMILY = Family(
     defaults=Defaults(width=640, height=608, frames=153, steps=25, fps=30.0, guidance=10.0),
     effective=frozenset(
         {
-            "guidance", "cfg", "cfg_start", "cfg_end", "shift", "sigmas", "template", "sections", "frame", "strength",
-            "vision", "previous",
+            "guidance",
+            "cfg",
+            "cfg_start",
+            "cfg_end",
+            "shift",
+            "sigmas",
+            "template",
+            "sections",
+            "frame",
+            "strength",
+            "vision",
+            "previous",
         }
     ),
     variants=("framepack", "framepack_f1"),
     buckets=(
-        (416, 960), (448, 864), (480, 832), (512, 768), (544, 704), (576, 672), (608, 640),
-        (640, 608), (672, 576), (704, 544), (768, 512), (832, 480), (864, 448), (960, 416),
+        (416, 960),
+        (448, 864),
+        (480, 832),
+        (512, 768),
+        (544, 704),
+        (576, 672),
+        (608, 640),
+        (640, 608),
+        (672, 576),
+        (704, 544),
+        (768, 512),
+        (832, 480),
+        (864, 448),
+        (960, 416),
     ),
     pages=(
         "https://huggingface.co/lllyasviel/FramePackI2V_HY",
@@ -137,7 +159,8 @@ def frames_for(framepack: FramePackSettings, fps: float) -> int:
     if not 0 < asked <= MOST_FRAMES:
         nearest = 1.0 if asked <= 0 else math.floor(most)
         raise InputError(
-            f"a clip of {framepack.clip_seconds} s at {fps:g} fps", expected=f"more than 0, at most {most:.1f} s",
+            f"a clip of {framepack.clip_seconds} s at {fps:g} fps",
+            expected=f"more than 0, at most {most:.1f} s",
             fix=f"The nearest valid value is {nearest:g} s.",
         )
     return snap_frames(FAMILY, max(1, math.ceil(asked - 1e-6)))

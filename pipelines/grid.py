@@ -64,7 +64,9 @@ def check_steps(family: Family, steps: int) -> int:
 
 def _in_range(name: str, value: int, low: int, high: int, unit: str, nearest: int) -> None:
     if not low <= value <= high:
-        raise InputError(f"{name} {value}", expected=f"{low} to {high} {unit}", fix=f"The nearest valid value is {nearest}.")
+        raise InputError(
+            f"{name} {value}", expected=f"{low} to {high} {unit}", fix=f"The nearest valid value is {nearest}."
+        )
 
 
 def _nearest(value: int, multiple: int) -> int:

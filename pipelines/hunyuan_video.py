@@ -43,7 +43,9 @@ FAMILY = Family(
         "vae": ("diffusers", "AutoencoderKLHunyuanVideo"),
     },
     tools={
-        "tokenizer": "transformers", "tokenizer_2": "transformers", "scheduler": "diffusers",
+        "tokenizer": "transformers",
+        "tokenizer_2": "transformers",
+        "scheduler": "diffusers",
         "image_processor": "transformers",
     },
     text_parts=("text_encoder", "text_encoder_2"),
@@ -52,8 +54,17 @@ FAMILY = Family(
     defaults=Defaults(width=1280, height=720, frames=129, steps=50, fps=24.0, guidance=6.0, max_tokens=256),
     effective=frozenset(
         {
-            "guidance", "cfg", "cfg_start", "cfg_end", "negative", "shift", "sigmas", "latents", "noise_mask",
-            "template", "image",
+            "guidance",
+            "cfg",
+            "cfg_start",
+            "cfg_end",
+            "negative",
+            "shift",
+            "sigmas",
+            "latents",
+            "noise_mask",
+            "template",
+            "image",
         }
     ),
     pages=(
@@ -178,8 +189,15 @@ def sample(
     if kind == LATENT_CONCAT:
         extra["drop_frames"] = DROPPED_FRAMES
     return Latents(
-        latents.cpu() / scale, FAMILY.id, loaded.task, settings.frames, settings.height, settings.width,
-        settings.fps, settings.seed, extra=extra,
+        latents.cpu() / scale,
+        FAMILY.id,
+        loaded.task,
+        settings.frames,
+        settings.height,
+        settings.width,
+        settings.fps,
+        settings.seed,
+        extra=extra,
     )
 
 
@@ -204,13 +222,15 @@ def _sight(loaded: Loaded, request: PromptRequest) -> Sight:
 
     if request.image is None:
         raise InputError(
-            "no image beside the prompt", expected="the picture that the video starts from",
+            "no image beside the prompt",
+            expected="the picture that the video starts from",
             fix=f"Connect the image to AnyGPU Encode Prompt as well: the text encoder of {FAMILY.title} image to video "
             "looks at it.",
         )
     if "image_processor" not in loaded.tools.readers:
         raise CheckpointError(
-            f"no image_processor for {str(loaded.source)!r}", expected="the folder image_processor of image to video",
+            f"no image_processor for {str(loaded.source)!r}",
+            expected="the folder image_processor of image to video",
             fix="Download it beside text_encoder, or choose an image-to-video pipeline as base.",
         )
     # 8 bits here, because the image processor is given what upstream gives it: a picture, not floats.
@@ -224,7 +244,8 @@ def _check(loaded: Loaded, kind: str | None, settings: SampleSettings, progress:
     least = TEMPORAL_RATIO + 1
     if kind is not None and settings.frames < least:
         raise InputError(
-            f"frames {settings.frames} for {FAMILY.title} image to video", expected=f"at least {least} frames",
+            f"frames {settings.frames} for {FAMILY.title} image to video",
+            expected=f"at least {least} frames",
             fix=f"The nearest valid value is {least}.",
         )
     if kind == LATENT_CONCAT:
@@ -235,8 +256,12 @@ def _check(loaded: Loaded, kind: str | None, settings: SampleSettings, progress:
 
 
 def _predictor(
-    loaded: Loaded, transformer: Any, prompt: Prompt, settings: SampleSettings,
-    given: Callable[[torch.Tensor], torch.Tensor], steps: int,
+    loaded: Loaded,
+    transformer: Any,
+    prompt: Prompt,
+    settings: SampleSettings,
+    given: Callable[[torch.Tensor], torch.Tensor],
+    steps: int,
 ) -> Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]:
     """From (latents, timestep, index) to the transformer's guided output, shaped as the latents."""
     device, dtype = execution_device(loaded.residency), loaded.precision.residual
@@ -247,9 +272,13 @@ def _predictor(
     def branch(name: str, embeds: Any, latents: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
         with transformer.cache_context(name):
             output: torch.Tensor = transformer(
-                hidden_states=given(latents).to(dtype), timestep=time.expand(1).float(),
-                encoder_hidden_states=embeds[EMBEDS], encoder_attention_mask=embeds[MASK],
-                pooled_projections=embeds[POOLED], guidance=guidance, return_dict=False,
+                hidden_states=given(latents).to(dtype),
+                timestep=time.expand(1).float(),
+                encoder_hidden_states=embeds[EMBEDS],
+                encoder_attention_mask=embeds[MASK],
+                pooled_projections=embeds[POOLED],
+                guidance=guidance,
+                return_dict=False,
             )[0]
         return output[:, :, -latents.shape[2] :]
 

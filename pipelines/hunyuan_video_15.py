@@ -51,8 +51,17 @@ FAMILY = Family(
     defaults=Defaults(width=848, height=480, frames=121, steps=50, fps=24.0, cfg=6.0, max_tokens=1000),
     effective=frozenset(
         {
-            "cfg", "cfg_start", "cfg_end", "guidance_rescale", "negative", "shift", "sigmas", "latents", "noise_mask",
-            "template", "vision",
+            "cfg",
+            "cfg_start",
+            "cfg_end",
+            "guidance_rescale",
+            "negative",
+            "shift",
+            "sigmas",
+            "latents",
+            "noise_mask",
+            "template",
+            "vision",
         }
     ),
     pages=(
@@ -133,8 +142,11 @@ def sample(
     device, scale = execution_device(loaded.residency), float(loaded.configs["vae"]["scaling_factor"])
     generator = generator_for(settings.seed)
     shape = (
-        1, CHANNELS, (settings.frames - 1) // TEMPORAL_RATIO + 1,
-        settings.height // SPATIAL_RATIO, settings.width // SPATIAL_RATIO,
+        1,
+        CHANNELS,
+        (settings.frames - 1) // TEMPORAL_RATIO + 1,
+        settings.height // SPATIAL_RATIO,
+        settings.width // SPATIAL_RATIO,
     )
     settings = _guided_as_saved(loaded, settings, progress)
     schedule = schedule_for(loaded.tools["scheduler"], settings, settings.steps, _levels, device)
@@ -152,12 +164,22 @@ def sample(
             return _rescaled(uncond + settings.cfg * (cond - uncond), cond, settings.guidance_rescale)
 
         latents = denoise(
-            start_from(clean, noise, schedule), schedule, predict, progress=progress,
+            start_from(clean, noise, schedule),
+            schedule,
+            predict,
+            progress=progress,
             kept=kept_part(settings, clean, noise),
         )
     return Latents(
-        latents.cpu() / scale, FAMILY.id, loaded.task, settings.frames, settings.height, settings.width,
-        settings.fps, settings.seed, extra={"generator_state": bytes(generator.get_state().numpy().tobytes())},
+        latents.cpu() / scale,
+        FAMILY.id,
+        loaded.task,
+        settings.frames,
+        settings.height,
+        settings.width,
+        settings.fps,
+        settings.seed,
+        extra={"generator_state": bytes(generator.get_state().numpy().tobytes())},
     )
 
 
@@ -180,7 +202,12 @@ class _Forward:
     """One call of the transformer for a branch of the guidance; batch 1, all tokens valid."""
 
     def __init__(
-        self, loaded: Loaded, prompt: Prompt, image: ImageCondition | None, shape: tuple[int, ...], scale: float,
+        self,
+        loaded: Loaded,
+        prompt: Prompt,
+        image: ImageCondition | None,
+        shape: tuple[int, ...],
+        scale: float,
         schedule: Schedule,
     ) -> None:
         device, self.dtype = execution_device(loaded.residency), loaded.precision.residual
@@ -264,7 +291,8 @@ def _states(loaded: Loaded, frames: torch.Tensor, progress: Progress) -> torch.T
 
     if "image_encoder" not in loaded.configs:
         raise InputError(
-            f"no image_encoder for {str(loaded.source)!r}", expected="SigLIP beside an image-to-video checkpoint",
+            f"no image_encoder for {str(loaded.source)!r}",
+            expected="SigLIP beside an image-to-video checkpoint",
             fix="Choose a folder that has it as image_encoder when loading, or connect CLIP Vision Encode.",
         )
     picture = Image.fromarray((frames[0] * 255.0).round().to(torch.uint8).numpy())
@@ -282,7 +310,8 @@ def _checked_states(loaded: Loaded, vision: torch.Tensor) -> torch.Tensor:
     expected = (1, VISION_TOKENS, int(loaded.configs["transformer"]["image_embed_dim"]))
     if tuple(vision.shape) != expected:
         raise InputError(
-            f"a CLIP_VISION_OUTPUT of shape {tuple(vision.shape)}", expected=f"the shape {expected}",
+            f"a CLIP_VISION_OUTPUT of shape {tuple(vision.shape)}",
+            expected=f"the shape {expected}",
             fix="Use CLIP Vision Encode with sigclip_vision_patch14_384, without crop.",
         )
     return vision.detach().float().cpu()

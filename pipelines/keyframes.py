@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..compat.errors import InputError
@@ -27,12 +29,14 @@ def encode_image(loaded: Loaded, request: ImageRequest, progress: Progress) -> I
     place = PLACES.get(request.frame)
     if place is None:
         raise InputError(
-            f"an image at frame {request.frame} of FramePack", expected="frame 0 (start image) or -1 (end image)",
+            f"an image at frame {request.frame} of FramePack",
+            expected="frame 0 (start image) or -1 (end image)",
             fix="Set frame to 0, or to -1 with the start image's condition as previous.",
         )
     if request.frames.shape[0] != 1:
         raise InputError(
-            f"{request.frames.shape[0]} frames as the {place} image", expected="one image",
+            f"{request.frames.shape[0]} frames as the {place} image",
+            expected="one image",
             fix="Pick one frame, for example with Image From Batch.",
         )
     known = {} if request.previous is None else dict(request.previous.tensors)
@@ -60,7 +64,8 @@ def end_strength(image: ImageCondition | None, framepack: FramePackSettings, pro
     """
     if image is None or START not in image.tensors:
         raise InputError(
-            "no start image for FramePack", expected="an image condition with an image at frame 0",
+            "no start image for FramePack",
+            expected="an image condition with an image at frame 0",
             fix="Connect AnyGPU Encode Image with the start image.",
         )
     if END not in image.tensors:
@@ -87,7 +92,8 @@ def _vision(loaded: Loaded, request: ImageRequest, progress: Progress) -> torch.
     if request.vision is not None:
         if tuple(request.vision.shape) != expected:
             raise InputError(
-                f"a CLIP_VISION_OUTPUT of shape {tuple(request.vision.shape)}", expected=f"the shape {expected}",
+                f"a CLIP_VISION_OUTPUT of shape {tuple(request.vision.shape)}",
+                expected=f"the shape {expected}",
                 fix="Use CLIP Vision Encode with sigclip_vision_patch14_384, without crop.",
             )
         return request.vision.detach().float().cpu()
@@ -95,9 +101,16 @@ def _vision(loaded: Loaded, request: ImageRequest, progress: Progress) -> torch.
 
     hold = loaded.residency.hold("image_encoder", 0, progress)
     with hold as encoder, checked_leaves(encoder, progress.check):
-        pipeline = HunyuanVideoFramepackPipeline(
-            text_encoder=None, tokenizer=None, transformer=None, vae=None, scheduler=None, text_encoder_2=None,
-            tokenizer_2=None, image_encoder=encoder, feature_extractor=loaded.tools["feature_extractor"],
+        pipeline: Any = HunyuanVideoFramepackPipeline(
+            text_encoder=None,
+            tokenizer=None,
+            transformer=None,
+            vae=None,
+            scheduler=None,
+            text_encoder_2=None,
+            tokenizer_2=None,
+            image_encoder=encoder,
+            feature_extractor=loaded.tools["feature_extractor"],
         )
         picture = signed(request.frames)[:, :, 0]
         states = pipeline.encode_image(picture, device=execution_device(loaded.residency))

@@ -77,7 +77,8 @@ def llama_from_core(embeds: torch.Tensor, extra: Mapping[str, Any]) -> dict[str,
     pooled = extra.get("pooled_output")
     if pooled is None:
         raise InputError(
-            "CONDITIONING without a pooled CLIP vector", expected="Llama states with the pooled output of CLIP-L",
+            "CONDITIONING without a pooled CLIP vector",
+            expected="Llama states with the pooled output of CLIP-L",
             fix="Use DualCLIPLoader with type hunyuan_video, which loads both text encoders.",
         )
     mask, count = extra.get("attention_mask"), embeds.shape[1]
@@ -111,8 +112,12 @@ class _Encoding:
                     looking = {"image": picture, "image_embed_interleave": sight.interleave}
                 found.append(
                     pipeline._get_llama_prompt_embeds(
-                        prompt=text, prompt_template=template, max_sequence_length=limit, dtype=dtype,
-                        device=execution_device(self.loaded.residency), **looking,
+                        prompt=text,
+                        prompt_template=template,
+                        max_sequence_length=limit,
+                        dtype=dtype,
+                        device=execution_device(self.loaded.residency),
+                        **looking,
                     )
                 )
                 self._advance()
@@ -142,9 +147,7 @@ class _Encoding:
         self.progress.step(self.done, self.total, "encoding prompt")
 
 
-def _template(
-    loaded: Loaded, pipeline_class: Any, request: PromptRequest, sight: Sight | None
-) -> Mapping[str, Any]:
+def _template(loaded: Loaded, pipeline_class: Any, request: PromptRequest, sight: Sight | None) -> Mapping[str, Any]:
     """The template dict that upstream takes: its own, or the user's with the number of leading tokens to crop.
 
     Upstream's search for the crop is not used: it pads the template to the tokenizer's longest length first, and so
@@ -157,14 +160,16 @@ def _template(
     head, _, tail = text.partition("{}")
     if "{" in head + tail or "}" in head + tail:
         raise InputError(
-            "a template with braces around something else than the prompt", expected="braces only as {}",
+            "a template with braces around something else than the prompt",
+            expected="braces only as {}",
             fix="Remove the other braces.",
         )
     tokens = loaded.tools["tokenizer"](head)["input_ids"]
     crop = len(tokens) if request.template_crop < 0 else request.template_crop
     if crop > len(tokens):
         raise InputError(
-            f"template_crop {crop}", expected=f"at most the {len(tokens)} tokens before the prompt",
+            f"template_crop {crop}",
+            expected=f"at most the {len(tokens)} tokens before the prompt",
             fix="Choose -1, which finds them.",
         )
     found: dict[str, Any] = {"template": text, "crop_start": crop}
@@ -179,9 +184,7 @@ def _template(
             fix="Start from upstream's template: system with the picture, user with {}, an empty assistant.",
         )
     start = tokens.index(loaded.tools["tokenizer"].convert_tokens_to_ids(PICTURE))
-    return found | {
-        "image_emb_start": start, "image_emb_end": start + PICTURE_TOKENS, "image_emb_len": PICTURE_TOKENS
-    }
+    return found | {"image_emb_start": start, "image_emb_end": start + PICTURE_TOKENS, "image_emb_len": PICTURE_TOKENS}
 
 
 def _require_fitting(
@@ -194,7 +197,8 @@ def _require_fitting(
     tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
     if looks and tokenizer.convert_tokens_to_ids(PICTURE) in tokens:
         raise InputError(
-            f"{PICTURE} in the {subject}", expected="words only",
+            f"{PICTURE} in the {subject}",
+            expected="words only",
             fix="Remove it: the template has a place for the picture.",
         )
     if len(tokens) > room:

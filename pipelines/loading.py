@@ -14,7 +14,7 @@ from typing import Any
 
 from ..compat.attention import attention_for, avoided_by
 from ..compat.checkpoints import read_json
-from ..compat.device import DeviceFacts, facts_for, free_bytes
+from ..compat.device import facts_for, free_bytes
 from ..compat.errors import CheckpointError, InputError
 from ..compat.offload import residency_for
 from ..compat.packages import attribute, unusable
@@ -94,8 +94,17 @@ def load(
     residency, reason = residency_for(request.offload, parts, facts.device, sizes, free_bytes(facts.device), make_room)
     notes = (str(precision), f"{residency}: {reason}", str(attention))
     return Loaded(
-        family.id, task, parts, facts, precision, residency, _tools(family, folders),
-        {name: part.config for name, part in files.items()}, variant, request.model, notes,
+        family.id,
+        task,
+        parts,
+        facts,
+        precision,
+        residency,
+        _tools(family, folders),
+        {name: part.config for name, part in files.items()},
+        variant,
+        request.model,
+        notes,
     )
 
 
@@ -152,7 +161,8 @@ def _folders(request: LoadRequest, progress: Progress) -> tuple[Family, dict[str
     model = request.model
     if not model.is_dir():
         raise CheckpointError(
-            f"no model folder {str(model)!r}", expected="a folder with model_index.json or a transformer's config.json",
+            f"no model folder {str(model)!r}",
+            expected="a folder with model_index.json or a transformer's config.json",
             fix="Put the model into ComfyUI/models/diffusers and refresh, or give the right path.",
         )
     family = family_of_folder(model)
@@ -173,13 +183,15 @@ def _folders(request: LoadRequest, progress: Progress) -> tuple[Family, dict[str
     for tool in family.tools:
         if tool in folders and not any(folders[tool].glob("*.json")) and not any(folders[tool].glob("*.model")):
             raise CheckpointError(
-                f"no files in {str(folders[tool])!r}", expected=f"the {tool} of this model",
+                f"no files in {str(folders[tool])!r}",
+                expected=f"the {tool} of this model",
                 fix="Download the missing folder; its name must stay as published.",
             )
     absent = [part for part in wanted if part not in folders and part not in family.optional]
     if absent:
         raise CheckpointError(
-            f"no {absent[0]} for {str(model)!r}", expected=f"the parts {', '.join(family.parts)}",
+            f"no {absent[0]} for {str(model)!r}",
+            expected=f"the parts {', '.join(family.parts)}",
             fix="Download the missing folder, or choose the folder that has it as base or image_encoder.",
         )
     return family, {part: folder for part, folder in folders.items() if part in wanted}
@@ -200,7 +212,9 @@ def _pipeline_folders(model: Path) -> dict[str, Path]:
 def _subfolders(folder: Path) -> dict[str, Path]:
     if not folder.is_dir():
         raise CheckpointError(
-            f"no folder {str(folder)!r}", expected="a folder with the parts this model lacks", fix="Choose another folder."
+            f"no folder {str(folder)!r}",
+            expected="a folder with the parts this model lacks",
+            fix="Choose another folder.",
         )
     return {child.name: child for child in folder.iterdir() if child.is_dir()}
 
@@ -216,7 +230,9 @@ def _searched(name: str, family: Family, request: LoadRequest) -> Path:
             if found is not None and found.id == lender and (folder / INDEX).is_file() and folder != request.model:
                 if _task(found, folder / "transformer") != task:  # its text encoder is another
                     continue
-                if all((folder / part).is_dir() for part in family.parts if part not in ("transformer", *ENCODER_FOLDER)):
+                if all(
+                    (folder / part).is_dir() for part in family.parts if part not in ("transformer", *ENCODER_FOLDER)
+                ):
                     return folder
     else:
         for root in roots:
@@ -257,7 +273,8 @@ def _class_of(name: str, folder: Path, allowed: Sequence[str]) -> str:
     if chosen is None:
         raise CheckpointError(
             f"the {name} in {str(folder)!r} is a {next(filter(None, named), 'model without a class name')}",
-            expected=f"one of {', '.join(allowed)}", fix="Choose a model folder of a supported family.",
+            expected=f"one of {', '.join(allowed)}",
+            fix="Choose a model folder of a supported family.",
         )
     return chosen
 
@@ -276,7 +293,9 @@ def _variant(family: Family, request: LoadRequest, files: Mapping[str, PartFiles
     if request.variant not in (AUTO, *family.variants):
         known = ", ".join((AUTO, *family.variants))
         raise InputError(
-            f"variant {request.variant!r} for {family.title}", expected=f"one of {known}", fix="Choose auto or one of these."
+            f"variant {request.variant!r} for {family.title}",
+            expected=f"one of {known}",
+            fix="Choose auto or one of these.",
         )
     if request.variant != AUTO or not family.variants:
         return request.variant if request.variant != AUTO else family.id
@@ -308,7 +327,8 @@ def _tool_reader(library: str, folder: Path) -> Callable[[], Any]:
         except Exception as error:  # each tokenizer's reader has errors of its own for a damaged file
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             raise CheckpointError(
-                f"{str(folder)!r} cannot be read ({reason})", expected=f"a {folder.name}",
+                f"{str(folder)!r} cannot be read ({reason})",
+                expected=f"a {folder.name}",
                 fix="Download this folder again.",
             ) from error
 
@@ -318,8 +338,8 @@ def _tool_reader(library: str, folder: Path) -> Callable[[], Any]:
 def _processor_class(folder: Path) -> str:
     """The transformers class that reads a tokenizer or an image processor.
 
-    A Llama 3 tokenizer is a byte-level ``tokenizer.json`` under the name of a class that in transformers 5.0 rebuilds it
-    as another kind and drops every space (huggingface/transformers#45488), so such a file is taken as it is.
+    A Llama 3 tokenizer is a byte-level ``tokenizer.json`` under the name of a class that transformers 5.0 rebuilds as
+    another kind and drops every space (huggingface/transformers#45488), so such a file is taken as it is.
     """
     if folder.name.endswith(("processor", "extractor")):
         return "AutoImageProcessor"
@@ -333,11 +353,13 @@ def _unknown(model: Path) -> CheckpointError:
     index = model / (INDEX if (model / INDEX).is_file() else "config.json")
     if not index.is_file():
         return CheckpointError(
-            f"neither model_index.json nor config.json in {str(model)!r}", expected="a diffusers model folder",
+            f"neither model_index.json nor config.json in {str(model)!r}",
+            expected="a diffusers model folder",
             fix="Choose the folder that directly holds model_index.json, or download the model again.",
         )
     name = read_json(index, "a model description").get("_class_name")
     return CheckpointError(
-        f"{str(index)!r} describes a {name!r}", expected=f"one of {', '.join(f.title for f in FAMILIES.values())}",
+        f"{str(index)!r} describes a {name!r}",
+        expected=f"one of {', '.join(f.title for f in FAMILIES.values())}",
         fix="Choose a model of these families.",
     )

@@ -50,8 +50,16 @@ from .vae import decoding
 from .video import kept_part
 
 __all__ = [
-    "FAMILY", "decode", "defaults_for", "encode_image", "encode_prompt", "encode_video", "guess_variant",
-    "prompt_from_core", "ratios", "sample",
+    "FAMILY",
+    "decode",
+    "defaults_for",
+    "encode_image",
+    "encode_prompt",
+    "encode_video",
+    "guess_variant",
+    "prompt_from_core",
+    "ratios",
+    "sample",
 ]
 
 CONDITION = "LTXConditionPipeline"
@@ -75,12 +83,25 @@ FAMILY = Family(
     defaults=Defaults(width=704, height=512, frames=121, steps=50, fps=25.0, cfg=3.0, max_tokens=256),
     effective=frozenset(
         {
-            "cfg", "cfg_start", "cfg_end", "negative", "guidance_rescale", "shift", "sigmas", "latents", "noise_mask",
-            "frame", "strength", "previous",
+            "cfg",
+            "cfg_start",
+            "cfg_end",
+            "negative",
+            "guidance_rescale",
+            "shift",
+            "sigmas",
+            "latents",
+            "noise_mask",
+            "frame",
+            "strength",
+            "previous",
         }
     ),
     variants=(DEV, DISTILLED),
-    pages=("https://huggingface.co/Lightricks/LTX-Video", "https://huggingface.co/Lightricks/LTX-Video-0.9.8-13B-distilled"),
+    pages=(
+        "https://huggingface.co/Lightricks/LTX-Video",
+        "https://huggingface.co/Lightricks/LTX-Video-0.9.8-13B-distilled",
+    ),
     text_width="caption_channels",
 )
 
@@ -109,7 +130,11 @@ TUNING: dict[str, Tuning] = {
     DEV: Tuning(steps=50, cfg=3.0, image_noise=0.15, decode_timestep=0.0, decode_noise_scale=0.0),
     # Source: the distilled example in diffusers' guide to LTX-Video.
     DISTILLED: Tuning(
-        steps=8, cfg=1.0, image_noise=0.0, decode_timestep=0.05, decode_noise_scale=0.025,
+        steps=8,
+        cfg=1.0,
+        image_noise=0.0,
+        decode_timestep=0.05,
+        decode_noise_scale=0.025,
         timesteps=(1000, 993, 987, 981, 975, 909, 725, 0.03),
     ),
 }
@@ -173,9 +198,7 @@ def sample(
     device, generator = execution_device(loaded.residency), generator_for(settings.seed)
     anchors = anchors_of(image, settings.frames, progress)
     conditioned = _is_condition(loaded) or bool(anchors and not is_first_frame(anchors))
-    schedule = ltx_schedule(
-        loaded.tools["scheduler"], settings, conditioned, TUNING[loaded.variant].timesteps, device
-    )
+    schedule = ltx_schedule(loaded.tools["scheduler"], settings, conditioned, TUNING[loaded.variant].timesteps, device)
     clean = None if settings.latents is None else settings.latents.samples.to(device)
     canvas = Canvas(settings, device, clean, schedule.levels[0])
     start = (conditioned_start if conditioned else plain_start)(canvas, image, anchors, generator)
@@ -190,12 +213,23 @@ def sample(
     ):
         predict = _predictor(transformer, loaded.precision.residual, prompt, settings, walk)
         tokens = denoise(
-            walk.begin(), schedule, predict, progress=progress, kept=_kept(canvas, start), preview=unpacked,
+            walk.begin(),
+            schedule,
+            predict,
+            progress=progress,
+            kept=_kept(canvas, start),
+            preview=unpacked,
             step=walk.step,
         )
     return Latents(
-        unpacked(tokens).cpu(), FAMILY.id, "image" if anchors else "text", settings.frames, settings.height,
-        settings.width, settings.fps, settings.seed,
+        unpacked(tokens).cpu(),
+        FAMILY.id,
+        "image" if anchors else "text",
+        settings.frames,
+        settings.height,
+        settings.width,
+        settings.fps,
+        settings.seed,
         extra={"generator_state": bytes(generator.get_state().numpy().tobytes())},
     )
 
@@ -232,9 +266,7 @@ def activation_bytes(loaded: Loaded, settings: SampleSettings) -> int:
     return math.prod(latent_size(settings)) * width * 12 * 2 * loaded.precision.residual.itemsize
 
 
-def _predictor(
-    transformer: Any, dtype: torch.dtype, prompt: Prompt, settings: SampleSettings, walk: Walk
-) -> Predict:
+def _predictor(transformer: Any, dtype: torch.dtype, prompt: Prompt, settings: SampleSettings, walk: Walk) -> Predict:
     """The guided velocity of each token; text in another dtype is cast to the transformer's."""
     from diffusers.pipelines.ltx.pipeline_ltx import rescale_noise_cfg
 

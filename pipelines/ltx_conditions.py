@@ -61,7 +61,10 @@ class Canvas:
         """What upstream's ``prepare_latents`` calls the size."""
         size = self.settings
         return {
-            "batch_size": 1, "num_channels_latents": CHANNELS, "height": size.height, "width": size.width,
+            "batch_size": 1,
+            "num_channels_latents": CHANNELS,
+            "height": size.height,
+            "width": size.width,
             "num_frames": size.frames,
         }
 
@@ -119,8 +122,12 @@ class Walk:
         if not self.image_noise or self.start.held is None or index == len(self.schedule):
             return tokens
         return LTXConditionPipeline.add_noise_to_image_conditioning_latents(
-            self.schedule.timesteps[index] / TRAIN_TIMESTEPS, self.start.tokens, tokens, self.image_noise,
-            self.start.held, self.generator,
+            self.schedule.timesteps[index] / TRAIN_TIMESTEPS,
+            self.start.tokens,
+            tokens,
+            self.image_noise,
+            self.start.held,
+            self.generator,
         )
 
 
@@ -144,7 +151,8 @@ def encode_image(loaded: Loaded, request: ImageRequest, progress: Progress) -> I
     found = encoded_moments(loaded, frames, progress, "encoding image")
     if MEAN in known and not torch.equal(known[MEAN], found[MEAN]):
         raise InputError(
-            "a previous image condition made by another LTX-Video VAE", expected="one model for all pictures",
+            "a previous image condition made by another LTX-Video VAE",
+            expected="one model for all pictures",
             fix="Connect all Encode Image nodes to the same pipeline.",
         )
     name = f"{MOMENTS}_{len(anchors)}"
@@ -184,7 +192,8 @@ def anchors_of(image: ImageCondition | None, frames: int, progress: Progress) ->
         start = max(frames - length, 0) if frame == LAST else frame
         if start >= frames:
             raise InputError(
-                f"an image at frame {frame} of a video of {frames} frames", expected=f"frame 0 to {frames - 1}, or -1",
+                f"an image at frame {frame} of a video of {frames} frames",
+                expected=f"frame 0 to {frames - 1}, or -1",
                 fix=f"The nearest valid value is {frames - 1}.",
             )
         fits = (min(length, frames - start) - 1) // TEMPORAL_RATIO + 1
@@ -233,9 +242,15 @@ def conditioned_start(
     pipeline = _pipeline(LTXConditionPipeline, image, canvas.device)
     twin = torch.Generator().set_state(generator.get_state())
     tokens, held, coordinates, outside = pipeline.prepare_latents(
-        [anchor.moments for anchor in anchors], [anchor.strength for anchor in anchors],
-        [anchor.frame for anchor in anchors], **canvas.size, sigma=torch.tensor([canvas.level]), latents=canvas.clean,
-        generator=generator, device=canvas.device, dtype=torch.float32,
+        [anchor.moments for anchor in anchors],
+        [anchor.strength for anchor in anchors],
+        [anchor.frame for anchor in anchors],
+        **canvas.size,
+        sigma=torch.tensor([canvas.level]),
+        latents=canvas.clean,
+        generator=generator,
+        device=canvas.device,
+        dtype=torch.float32,
     )
     noise = tokens
     if canvas.clean is not None:
@@ -278,7 +293,8 @@ def _on_grid(request: ImageRequest, progress: Progress) -> torch.Tensor:
     if count > 1 and frame > 0 and frame % TEMPORAL_RATIO:
         nearest = round(frame / TEMPORAL_RATIO) * TEMPORAL_RATIO
         raise InputError(
-            f"a clip at frame {frame}", expected=f"a multiple of {TEMPORAL_RATIO}, where a clip's latents can stand",
+            f"a clip at frame {frame}",
+            expected=f"a multiple of {TEMPORAL_RATIO}, where a clip's latents can stand",
             fix=f"The nearest valid value is {nearest}. A single image may stand at any frame.",
         )
     return request.frames[:count]

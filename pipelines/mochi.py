@@ -46,9 +46,7 @@ def encode_prompt(loaded: Loaded, request: PromptRequest, progress: Progress) ->
     from diffusers import MochiPipeline
 
     zeroed = bool(loaded.tools["index"].get("force_zeros_for_empty_prompt", False))
-    positive, opposite = t5_embeds(
-        loaded, MochiPipeline, request, progress, force_zeros_for_empty_prompt=zeroed
-    )
+    positive, opposite = t5_embeds(loaded, MochiPipeline, request, progress, force_zeros_for_empty_prompt=zeroed)
     return Prompt(FAMILY.id, positive, opposite)
 
 
@@ -74,16 +72,12 @@ def sample(
     """
     device = execution_device(loaded.residency)
     generator = generator_for(settings.seed)
-    shape = (
-        1, CHANNELS, (settings.frames - 1) // TEMPORAL_RATIO + 1,
-        settings.height // SPATIAL_RATIO, settings.width // SPATIAL_RATIO,
-    )
     dtype, steps = loaded.precision.residual, settings.steps
     schedule = schedule_for(loaded.tools["scheduler"], settings, steps, _levels, device)
-    noise = noise_for(shape, generator, device)
+    noise = noise_for(latent_shape(settings), generator, device)
     clean = None if settings.latents is None else _to_model(loaded, settings.latents.samples).to(device)
     text = placed(batched(prompt, settings.cfg > 1.0), device, dtype)
-    held = loaded.residency.hold("transformer", activation_bytes(settings), progress)
+    held: Any = loaded.residency.hold("transformer", activation_bytes(settings), progress)
     with held as transformer, checked_leaves(transformer, progress.check), warnings.catch_warnings():
         # Its rotary embedding asks the CPU for an fp32 autocast, which is a no-op there, with a warning per step.
         warnings.filterwarnings("ignore", message="In CPU autocast")
@@ -106,18 +100,34 @@ def sample(
             return uncond + settings.cfg * (cond - uncond)
 
         latents = denoise(
-            start_from(clean, noise, schedule), schedule, predict, progress=progress,
+            start_from(clean, noise, schedule),
+            schedule,
+            predict,
+            progress=progress,
             kept=kept_part(settings, clean, noise),
         )
     return Latents(
-        _from_model(loaded, latents.cpu()), FAMILY.id, "text", settings.frames, settings.height, settings.width,
-        settings.fps, settings.seed, extra={"generator_state": bytes(generator.get_state().numpy().tobytes())},
+        _from_model(loaded, latents.cpu()),
+        FAMILY.id,
+        "text",
+        settings.frames,
+        settings.height,
+        settings.width,
+        settings.fps,
+        settings.seed,
+        extra={"generator_state": bytes(generator.get_state().numpy().tobytes())},
     )
 
 
 def decode(loaded: Loaded, latents: Latents, progress: Progress, method: str = "auto") -> torch.Tensor:
     """Frames (F, H, W, 3) in 0..1."""
     return decoded(loaded, latents.samples, progress, method)
+
+
+def latent_shape(settings: SampleSettings) -> tuple[int, ...]:
+    """(1, C, T, H, W) of the latents."""
+    frames = (settings.frames - 1) // TEMPORAL_RATIO + 1
+    return 1, CHANNELS, frames, settings.height // SPATIAL_RATIO, settings.width // SPATIAL_RATIO
 
 
 def activation_bytes(settings: SampleSettings) -> int:

@@ -6,6 +6,7 @@ import os
 import tempfile
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,8 +28,8 @@ def write_mp4(frames: torch.Tensor, fps: float, path: Path) -> Path:
     """
     av = imported("av")
     path.parent.mkdir(parents=True, exist_ok=True)
-    pixels = (frames.clamp(0, 1) * 255).round().to(torch.uint8)
-    pixels = pixels[:, : pixels.shape[1] // 2 * 2, : pixels.shape[2] // 2 * 2].contiguous().numpy()
+    rows, columns = (side // 2 * 2 for side in frames.shape[1:3])
+    pixels: Any = (frames[:, :rows, :columns].clamp(0, 1) * 255).round().to(torch.uint8).contiguous().numpy()
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.", suffix=".mp4")
     os.close(descriptor)
     try:
@@ -62,15 +63,19 @@ def read_frames(path: Path) -> tuple[torch.Tensor, float]:
             f"{str(path)!r} cannot be read ({error})", expected="a picture or video file", fix="Give another file."
         ) from error
     if not pictures:
-        raise CheckpointError(f"no frames in {str(path)!r}", expected="a picture or video file", fix="Give another file.")
+        raise CheckpointError(
+            f"no frames in {str(path)!r}", expected="a picture or video file", fix="Give another file."
+        )
     return torch.stack(pictures).float() / 255, rate
 
 
 def _codec(av: object) -> str:
-    available = getattr(av, "codecs_available", set())
+    available: set[str] = getattr(av, "codecs_available", set())
     for codec in CODECS:
         if codec in available:
             return codec
     raise UnsupportedError(
-        "this PyAV has no MP4 encoder", expected=f"one of {', '.join(CODECS)}", fix="Install av from PyPI: pip install -U av"
+        "this PyAV has no MP4 encoder",
+        expected=f"one of {', '.join(CODECS)}",
+        fix="Install av from PyPI: pip install -U av",
     )

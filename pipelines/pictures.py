@@ -21,12 +21,14 @@ def checked_frames(frames: torch.Tensor, subject: str) -> torch.Tensor:
     shape = tuple(frames.shape)
     if frames.ndim != 4 or 0 in shape:
         raise InputError(
-            f"{subject} of shape {shape}", expected="frames (F, H, W, 3) with at least one frame",
+            f"{subject} of shape {shape}",
+            expected="frames (F, H, W, 3) with at least one frame",
             fix="Connect an IMAGE with one frame or more.",
         )
     if shape[-1] == 4:
         raise InputError(
-            f"{subject} has an alpha channel", expected="3 channels",
+            f"{subject} has an alpha channel",
+            expected="3 channels",
             fix="Remove the alpha channel first, for example with Split Image with Alpha.",
         )
     if shape[-1] != 3:

@@ -104,7 +104,8 @@ class Chat:
         length = len(chat["input_ids"][0])
         if length <= self.crop:
             raise InputError(
-                f"template_crop {self.crop} of {length} tokens", expected=f"0 to {length - 1} tokens, or -1",
+                f"template_crop {self.crop} of {length} tokens",
+                expected=f"0 to {length - 1} tokens, or -1",
                 fix="Choose -1, which finds the tokens before the prompt.",
             )
         if length - self.crop > limit:

@@ -85,7 +85,7 @@ class Preparation:
 
 
 def conv3d_step(abilities: Mapping[str, Any]) -> Step:
-    """3-D convolutions of transformers and VAEs in a form that runs well on the device, as ``quirks.abilities`` tells."""
+    """3-D convolutions of transformers and VAEs in a form that runs well here, as ``quirks.abilities`` tells."""
 
     def apply(part: str, module: nn.Module) -> Undo | None:
         if part not in ("transformer", "vae"):

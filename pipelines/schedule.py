@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -44,7 +45,9 @@ class Schedule:
         native: whether the solver takes the transformer's output as it is.
     """
 
-    def __init__(self, solver: Any, timesteps: torch.Tensor, levels: tuple[float, ...], sign: int, native: bool) -> None:
+    def __init__(
+        self, solver: Any, timesteps: torch.Tensor, levels: tuple[float, ...], sign: int, native: bool
+    ) -> None:
         self.solver, self.timesteps, self.levels, self.sign, self.native = solver, timesteps, levels, sign, native
 
     def __len__(self) -> int:
@@ -115,7 +118,7 @@ def _set(scheduler: Any, levels: Levels, steps: int, device: torch.device) -> No
 def _solver(name: str, levels: tuple[float, ...], device: torch.device) -> Any:
     from diffusers import DPMSolverMultistepScheduler, UniPCMultistepScheduler
 
-    solvers = {"unipc": UniPCMultistepScheduler, "dpm++_2m": DPMSolverMultistepScheduler}
+    solvers: dict[str, Any] = {"unipc": UniPCMultistepScheduler, "dpm++_2m": DPMSolverMultistepScheduler}
     if name not in solvers:
         raise InputError(
             f"scheduler {name!r}", expected=f"one of auto, euler, {', '.join(solvers)}", fix="Choose one of these."
@@ -133,7 +136,7 @@ def _solver(name: str, levels: tuple[float, ...], device: torch.device) -> Any:
 
 
 def _checked(sigmas: Sequence[float]) -> Sequence[float]:
-    falling = all(a > b for a, b in zip(sigmas, sigmas[1:], strict=False))
+    falling = all(a > b for a, b in itertools.pairwise(sigmas))
     if len(sigmas) < 2 or not falling or sigmas[0] > 1.0 + 1e-6 or sigmas[-1] < 0.0:
         shown = ", ".join(f"{sigma:.3g}" for sigma in sigmas[:4])
         raise InputError(

@@ -93,7 +93,8 @@ def plan_for(variant: str, framepack: FramePackSettings, frames: int, ended: boo
     if not 1 <= framepack.window <= LARGEST_WINDOW:
         nearest = min(max(framepack.window, 1), LARGEST_WINDOW)
         raise InputError(
-            f"window {framepack.window}", expected=f"1 to {LARGEST_WINDOW} latent frames",
+            f"window {framepack.window}",
+            expected=f"1 to {LARGEST_WINDOW} latent frames",
             fix=f"The nearest valid value is {nearest}; the models were trained with 9.",
         )
     if framepack.order not in ORDERS:
@@ -108,7 +109,8 @@ def plan_for(variant: str, framepack: FramePackSettings, frames: int, ended: boo
         order = VANILLA if variant == "framepack_f1" else INVERTED
     if ended and order == VANILLA:
         raise InputError(
-            f"an end image with the order {VANILLA}", expected=f"the order {INVERTED}, which starts from the end",
+            f"an end image with the order {VANILLA}",
+            expected=f"the order {INVERTED}, which starts from the end",
             fix="Load the FramePack I2V checkpoint (not F1), or remove the end image.",
         )
     covered = (framepack.window - 1) * TEMPORAL_RATIO + 1

@@ -30,9 +30,21 @@ from .safe_fp16 import with_fallback
 
 MOST_TOKENS = 1024
 NEUTRAL: dict[str, Any] = {  # settings that mean "nothing asked"
-    "guidance": (0.0,), "cfg": (0.0, 1.0), "cfg_start": (0.0,), "cfg_end": (1.0,), "shift": (0.0,),
-    "guidance_rescale": (0.0,), "sigmas": (None,), "latents": (None,), "noise_mask": (None,),
-    "template": ("",), "sections": ((),), "image": (None,), "frame": (0,), "strength": (1.0,), "vision": (None,),
+    "guidance": (0.0,),
+    "cfg": (0.0, 1.0),
+    "cfg_start": (0.0,),
+    "cfg_end": (1.0,),
+    "shift": (0.0,),
+    "guidance_rescale": (0.0,),
+    "sigmas": (None,),
+    "latents": (None,),
+    "noise_mask": (None,),
+    "template": ("",),
+    "sections": ((),),
+    "image": (None,),
+    "frame": (0,),
+    "strength": (1.0,),
+    "vision": (None,),
     "previous": (None,),
 }
 
@@ -54,7 +66,8 @@ def encode_prompt(loaded: Loaded, request: PromptRequest, progress: Progress) ->
         )
     if request.template and request.template.count("{}") != 1:
         raise InputError(
-            f"a template with {request.template.count('{}')} places for the prompt", expected="exactly one {}",
+            f"a template with {request.template.count('{}')} places for the prompt",
+            expected="exactly one {}",
             fix="Write {} where the prompt belongs, or leave the template empty.",
         )
     if request.template_crop >= 0 and not request.template:
@@ -89,7 +102,9 @@ def prompt_from_core(loaded: Loaded, positive: Any, negative: Any = None) -> Pro
             )
         return family.prompt_from_core(embeds, extra)
 
-    return Prompt(loaded.family, one(positive), None if negative is None else one(negative), opposed=negative is not None)
+    return Prompt(
+        loaded.family, one(positive), None if negative is None else one(negative), opposed=negative is not None
+    )
 
 
 def encode_image(loaded: Loaded, request: ImageRequest, fit: str, progress: Progress) -> ImageCondition:
@@ -119,7 +134,9 @@ def encode_image(loaded: Loaded, request: ImageRequest, fit: str, progress: Prog
     return family.encode_image(loaded, replace(request, frames=pictures, width=width, height=height), progress)
 
 
-def encode_video(loaded: Loaded, frames: torch.Tensor, width: int, height: int, fit: str, seed: int, progress: Progress) -> Latents:
+def encode_video(
+    loaded: Loaded, frames: torch.Tensor, width: int, height: int, fit: str, seed: int, progress: Progress
+) -> Latents:
     """Frames (F, H, W, 3) as latents in core's space, fitted to a size of the family, to start a sampling from.
 
     A frame count off the grid is cut to the largest that fits, and said.
@@ -127,13 +144,12 @@ def encode_video(loaded: Loaded, frames: torch.Tensor, width: int, height: int, 
     family = family_named(loaded.family)
     if not hasattr(family, "encode_video"):
         raise UnsupportedError(
-            f"a video for {family.FAMILY.title}", expected="a start image",
+            f"a video for {family.FAMILY.title}",
+            expected="a start image",
             fix=f"Use AnyGPU Encode Image: {family.FAMILY.title} starts from a picture and noise only.",
         )
     pictures = checked_frames(frames, "the video")
-    width, height = fitted_size(
-        family.FAMILY, pictures, width or pictures.shape[2], height or pictures.shape[1], fit
-    )
+    width, height = fitted_size(family.FAMILY, pictures, width or pictures.shape[2], height or pictures.shape[1], fit)
     stride = family.FAMILY.stride
     count = (pictures.shape[0] - 1) // stride * stride + 1
     if count != pictures.shape[0]:
@@ -154,7 +170,8 @@ def sample(
     family = family_named(loaded.family)
     if loaded.family == "framepack":
         raise UnsupportedError(
-            "a FramePack pipeline in the Sample node", expected="the Sample FramePack node",
+            "a FramePack pipeline in the Sample node",
+            expected="the Sample FramePack node",
             fix="FramePack samples section by section: use AnyGPU Sample FramePack.",
         )
     settings = _completed(of_checkpoint(loaded), prompt, image, settings, progress)
@@ -176,14 +193,16 @@ def sample_framepack(
     family = family_named(loaded.family)
     if loaded.family != "framepack":
         raise UnsupportedError(
-            f"a {family.FAMILY.title} pipeline in the Sample FramePack node", expected="a FramePack pipeline",
+            f"a {family.FAMILY.title} pipeline in the Sample FramePack node",
+            expected="a FramePack pipeline",
             fix="Use AnyGPU Sample for this model.",
         )
     settings = replace(settings, frames=family.frames_for(framepack, settings.fps or family.FAMILY.defaults.fps))
     settings = _completed(family.FAMILY, prompt, image, settings, progress)
     release_text(loaded, family.FAMILY)
     return with_fallback(
-        loaded, progress,
+        loaded,
+        progress,
         lambda: family.sample(loaded, prompt, image, settings, framepack, progress, keep_section),
     )
 
@@ -203,7 +222,8 @@ def decode(loaded: Loaded, latents: Latents, progress: Progress, method: str = "
     expected = int(loaded.configs["vae"].get("latent_channels", latents.samples.shape[1]))
     if latents.samples.ndim != 5 or latents.samples.shape[1] != expected:
         raise InputError(
-            f"latents of shape {tuple(latents.samples.shape)}", expected=f"(1, {expected}, T, H, W) for {family.FAMILY.title}",
+            f"latents of shape {tuple(latents.samples.shape)}",
+            expected=f"(1, {expected}, T, H, W) for {family.FAMILY.title}",
             fix="Decode them with the model that made them.",
         )
     release_text(loaded, family.FAMILY)
@@ -227,7 +247,9 @@ def report_unused(family: Family, request: Any, names: tuple[str, ...], progress
     """Say which of the inputs ``names`` were set although this family does nothing with them."""
     for name in names:
         value = getattr(request, name)
-        neutral = any(value is item or (not isinstance(value, torch.Tensor) and value == item) for item in NEUTRAL[name])
+        neutral = any(
+            value is item or (not isinstance(value, torch.Tensor) and value == item) for item in NEUTRAL[name]
+        )
         if name not in family.effective and not neutral:
             progress.say(f"{name} has no effect on {family.title}")
 
@@ -236,7 +258,8 @@ def require_family(found: str, family: Family, subject: str) -> None:
     """Raise when ``found`` is another family than the one that is loaded."""
     if found != family.id:
         raise InputError(
-            f"{subject} made for {found!r}", expected=f"made for {family.id!r}",
+            f"{subject} made for {found!r}",
+            expected=f"made for {family.id!r}",
             fix=f"Connect the {family.title} pipeline's own nodes all the way, or load the {found} model.",
         )
 
@@ -256,8 +279,10 @@ def _completed(
     """``settings`` with defaults filled in, on the family's grid, and checked against what it is used with."""
     require_family(prompt.family, family, "a prompt")
     report_unused(
-        family, settings,
-        ("guidance", "cfg", "cfg_start", "cfg_end", "shift", "guidance_rescale", "sigmas", "latents", "noise_mask"), progress,
+        family,
+        settings,
+        ("guidance", "cfg", "cfg_start", "cfg_end", "shift", "guidance_rescale", "sigmas", "latents", "noise_mask"),
+        progress,
     )
     if settings.sigmas is not None and (settings.steps or settings.shift):
         progress.say("steps and shift have no effect beside sigmas")
@@ -268,21 +293,28 @@ def _completed(
         progress.say(size.said)
     defaults = family.defaults
     settings = replace(
-        settings, width=size.width, height=size.height, frames=size.frames, fps=settings.fps or defaults.fps,
+        settings,
+        width=size.width,
+        height=size.height,
+        frames=size.frames,
+        fps=settings.fps or defaults.fps,
         steps=check_steps(family, settings.steps if settings.sigmas is None else len(settings.sigmas) - 1),
-        guidance=settings.guidance or defaults.guidance, cfg=settings.cfg or defaults.cfg,
+        guidance=settings.guidance or defaults.guidance,
+        cfg=settings.cfg or defaults.cfg,
     )
     _in_share(settings)
     if settings.cfg <= 1.0 and prompt.opposed:
         progress.say(f"the negative prompt has no effect at cfg {settings.cfg:g}: it needs more than 1")
     if settings.cfg > 1.0 and prompt.negative is None:
         raise InputError(
-            f"cfg {settings.cfg} without a negative prompt", expected="a negative prompt, which may be an empty text",
+            f"cfg {settings.cfg} without a negative prompt",
+            expected="a negative prompt, which may be an empty text",
             fix="Connect the negative conditioning, or set cfg to 1.",
         )
     if settings.scheduler not in family.schedulers:
         raise InputError(
-            f"scheduler {settings.scheduler!r} for {family.title}", expected=f"one of {', '.join(family.schedulers)}",
+            f"scheduler {settings.scheduler!r} for {family.title}",
+            expected=f"one of {', '.join(family.schedulers)}",
             fix="Choose auto.",
         )
     if image is not None:
@@ -292,7 +324,8 @@ def _completed(
         if (image.width, image.height) != (settings.width, settings.height):
             raise InputError(
                 f"an image condition of {image.width}x{image.height} for a video of {settings.width}x{settings.height}",
-                expected="one size", fix="Connect width and height of Encode Image to the sample node.",
+                expected="one size",
+                fix="Connect width and height of Encode Image to the sample node.",
             )
     return _with_latents(family, settings, progress)
 
@@ -301,10 +334,14 @@ def _in_share(settings: SampleSettings) -> None:
     for name in ("cfg_start", "cfg_end", "denoise"):
         value = getattr(settings, name)
         if not 0.0 <= value <= 1.0:
-            raise InputError(f"{name} {value}", expected="0 to 1", fix=f"The nearest valid value is {min(max(value, 0.0), 1.0)}.")
+            raise InputError(
+                f"{name} {value}", expected="0 to 1", fix=f"The nearest valid value is {min(max(value, 0.0), 1.0)}."
+            )
     if settings.cfg_start > settings.cfg_end:
         raise InputError(
-            f"cfg_start {settings.cfg_start} after cfg_end {settings.cfg_end}", expected="start before end", fix="Swap them."
+            f"cfg_start {settings.cfg_start} after cfg_end {settings.cfg_end}",
+            expected="start before end",
+            fix="Swap them.",
         )
     if settings.fps <= 0 or settings.fps > 240:
         raise InputError(f"fps {settings.fps}", expected="more than 0, at most 240", fix="The usual value is 24.")
@@ -322,7 +359,9 @@ def _with_latents(family: Family, settings: SampleSettings, progress: Progress) 
     if empty and settings.denoise < 1.0:
         progress.say(f"the latents to start from are {empty}: was the video encoded by a VAE of this model?")
     if settings.denoise == 0.0:
-        raise InputError("denoise 0", expected="more than 0, at most 1", fix="0 would return the input: use 0.3 to 0.8.")
+        raise InputError(
+            "denoise 0", expected="more than 0, at most 1", fix="0 would return the input: use 0.3 to 0.8."
+        )
     found, asked = (latents.width, latents.height, latents.frames), (settings.width, settings.height, settings.frames)
     if found != asked:
         progress.say("size {}x{}, {} frames taken from the latents".format(*found))
@@ -332,11 +371,13 @@ def _with_latents(family: Family, settings: SampleSettings, progress: Progress) 
 def _require_image(loaded: Loaded, family: Family, image: ImageCondition | None) -> None:
     if loaded.task == "image" and image is None and family.image_required:
         raise InputError(
-            f"no image for {family.title} {loaded.variant}", expected="an image condition",
+            f"no image for {family.title} {loaded.variant}",
+            expected="an image condition",
             fix="Connect AnyGPU Encode Image: this checkpoint is image to video.",
         )
     if loaded.task == "text" and image is not None and family.image_required:
         raise InputError(
-            f"an image for the text-to-video checkpoint {loaded.source.name!r}", expected="no image",
+            f"an image for the text-to-video checkpoint {loaded.source.name!r}",
+            expected="no image",
             fix="Load the image-to-video checkpoint of this family, or remove the image.",
         )

@@ -25,7 +25,8 @@ def require_fitting(tokenizer: Any, text: str, limit: int, subject: str = "promp
     if len(tokens) > limit:
         lost = tokenizer.decode(tokens[limit - 1 :], skip_special_tokens=True).strip()
         raise InputError(
-            f"the {subject} has {len(tokens)} tokens", expected=f"at most {limit} tokens",
+            f"the {subject} has {len(tokens)} tokens",
+            expected=f"at most {limit} tokens",
             fix=f"Shorten it: what follows {lost[:40]!r} would be lost. Or raise max_tokens where the model allows it.",
         )
 
@@ -37,7 +38,7 @@ def t5_embeds(
     progress: Progress,
     **configuration: Any,
 ) -> tuple[dict[str, torch.Tensor], ...]:
-    """T5 embeddings of prompt and negative: ``prompt_embeds`` (1, N, D), ``prompt_attention_mask`` (1, N), trimmed, CPU.
+    """T5 embeddings of prompt and negative: ``prompt_embeds`` (1, N, D) and their mask (1, N), trimmed, on the CPU.
 
     Args:
         pipeline_class: the diffusers pipeline whose own encoding is used.

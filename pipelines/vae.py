@@ -62,7 +62,12 @@ class Passes:
     """
 
     def __init__(
-        self, loaded: Loaded, coder: str, size: tuple[int, int, int], progress: Progress, method: str = "auto",
+        self,
+        loaded: Loaded,
+        coder: str,
+        size: tuple[int, int, int],
+        progress: Progress,
+        method: str = "auto",
         tile: int = 0,
     ) -> None:
         self.loaded, self.coder, self.progress, self.method = loaded, coder, progress, method
@@ -221,8 +226,10 @@ class Passes:
         """The other parts of the pipeline that are on the device."""
         parts = self.loaded.parts
         return [
-            name for name, part in parts.items()
-            if name != "vae" and self.device.type != HOST.type
+            name
+            for name, part in parts.items()
+            if name != "vae"
+            and self.device.type != HOST.type
             and any(tensor.device == self.device for tensor in part.parameters())
         ]
 
@@ -241,7 +248,8 @@ class Passes:
         found = f"the VAE failed ({text})" if kind == KERNEL else f"the VAE gave {text}"
         fix = "Sample again in fp32, or download the VAE again" if self.automatic else "Choose precision auto or fp32"
         return UnsupportedError(
-            f"{found} while {stage} {self.attempt}", expected="finite values that differ",
+            f"{found} while {stage} {self.attempt}",
+            expected="finite values that differ",
             fix=f"{fix}, on the load node; what went in is kept.",
         )
 

@@ -14,7 +14,10 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "web" / "docs").rglob("*.md")]
 ERRORS = {"InputError", "CheckpointError", "UnsupportedError", "MissingPackageError"}
 EFFECTIVE = {  # input of a node -> the setting in Family.effective that it is, where the names differ
-    "latent": "latents", "denoise": "latents", "section_prompts": "sections", "template_crop": "template",
+    "latent": "latents",
+    "denoise": "latents",
+    "section_prompts": "sections",
+    "template_crop": "template",
     "clip_vision_output": "vision",
 }
 
@@ -100,7 +103,11 @@ def test_models_page_has_the_values_of_every_family():
     for family in FAMILIES.values():
         own = family.defaults
         expected = [
-            f"{own.width}x{own.height}", f"{own.frames}", f"{own.fps:g}", f"{own.steps}", f"{family.multiple}",
+            f"{own.width}x{own.height}",
+            f"{own.frames}",
+            f"{own.fps:g}",
+            f"{own.steps}",
+            f"{family.multiple}",
             f"{family.stride}n+1",
         ]
         assert rows[family.title] == expected, family.title

@@ -10,7 +10,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-COMFY = {"comfy", "comfy_api", "comfy_extras", "comfy_execution", "folder_paths", "server", "nodes", "latent_preview", "execution"}
+COMFY = {
+    "comfy",
+    "comfy_api",
+    "comfy_extras",
+    "comfy_execution",
+    "folder_paths",
+    "server",
+    "nodes",
+    "latent_preview",
+    "execution",
+}
 HEAVY = {"diffusers", "transformers", "accelerate", "av", "gguf", "torchao", "peft"}
 OURS = {"compat", "kernels", "pipelines", "paint", "host", "nodes", "showcase", "cli"}
 MAY_IMPORT: dict[str, set[str]] = {  # room -> rooms of ours; the longest prefix wins
@@ -29,7 +39,8 @@ SKIPPED = {"tests", "benchmarks", ".venv", ".build", "build", "demo", "node_modu
 SOURCES = sorted(
     path.relative_to(ROOT).as_posix()
     for path in ROOT.rglob("*.py")
-    if not SKIPPED & set(path.relative_to(ROOT).parts) and not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
+    if not SKIPPED & set(path.relative_to(ROOT).parts)
+    and not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
 )
 BANNED_CALLS = {"eval", "exec", "compile", "__import__"}
 BANNED_MODULES = {"subprocess", "requests", "urllib", "socket", "http", "pickle"}
@@ -48,7 +59,11 @@ def imported(source: str) -> list[tuple[str, bool]]:
         if isinstance(node, ast.Import):
             found += [(alias.name, id(node) in top) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            base = ".".join([*package[: len(package) - node.level + 1], *filter(None, [node.module])]) if node.level else node.module
+            base = (
+                ".".join([*package[: len(package) - node.level + 1], *filter(None, [node.module])])
+                if node.level
+                else node.module
+            )
             found += [(f"{base}.{alias.name}", id(node) in top) for alias in node.names]
     return found
 
@@ -81,7 +96,9 @@ def test_nothing_the_registry_scan_flags(source: str) -> None:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             assert node.func.id not in BANNED_CALLS, f"{source}:{node.lineno} calls {node.func.id}"
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
-            assert node.attr not in {"environ", "getenv", "system", "popen"}, f"{source}:{node.lineno} uses os.{node.attr}"
+            assert node.attr not in {"environ", "getenv", "system", "popen"}, (
+                f"{source}:{node.lineno} uses os.{node.attr}"
+            )
     modules = {name.split(".")[0] for name, _ in imported(source)}
     assert not modules & BANNED_MODULES, f"{source} imports {modules & BANNED_MODULES}"
 

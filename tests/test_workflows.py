@@ -29,8 +29,10 @@ def node_ids() -> set[str]:
     tree = ast.parse((ROOT / "nodes.py").read_text(encoding="utf-8"))
     return {
         keyword.value.value
-        for call in ast.walk(tree) if isinstance(call, ast.Call)
-        for keyword in call.keywords if keyword.arg == "node_id" and isinstance(keyword.value, ast.Constant)
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call)
+        for keyword in call.keywords
+        if keyword.arg == "node_id" and isinstance(keyword.value, ast.Constant)
     }
 
 

@@ -28,7 +28,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = {  # (B, H, N, M, D)
-    "self": (1, 2, 64, 64, 16), "odd": (2, 3, 37, 53, 8), "one query": (1, 2, 1, 19, 16), "one key": (2, 1, 5, 1, 4),
+    "self": (1, 2, 64, 64, 16),
+    "odd": (2, 3, 37, 53, 8),
+    "one query": (1, 2, 1, 19, 16),
+    "one key": (2, 1, 5, 1, 4),
     "wide head": (1, 1, 33, 33, 512),
 }
 MASKS = ("none", "causal", "padding", "rows", "hidden row", "floating")
@@ -174,7 +177,8 @@ def test_a_dtype_without_a_kernel_uses_that_of_fp32(ways: list[str], monkeypatch
 
 def test_a_kernel_that_a_probe_found_wrong_is_not_used(ways: list[str]) -> None:
     answers = {
-        "attention.fp32": Answer("wrong", "head width 64: off by 3"), "attention.bf16": Answer("ok"),
+        "attention.fp32": Answer("wrong", "head width 64: off by 3"),
+        "attention.bf16": Answer("ok"),
         "attention.fp16": Answer("wrong", "a row that the mask hides altogether becomes NaN"),
     }
     avoided = avoided_by(answers, DTYPES)
@@ -217,7 +221,8 @@ def facts(backend: str = "cpu", arch: str = "", total_bytes: int = 8 * 1024**3) 
 def package(monkeypatch: pytest.MonkeyPatch, choice: str, attend: Any, versions: dict[str, str]) -> None:
     """A package of that choice on this machine, with ``attend`` as its function."""
     module, function = {
-        "sage": ("sageattention", "sageattn"), "flash": ("flash_attn", "flash_attn_func"),
+        "sage": ("sageattention", "sageattn"),
+        "flash": ("flash_attn", "flash_attn_func"),
         "xformers": ("xformers.ops", "memory_efficient_attention"),
     }[choice]
     monkeypatch.setitem(sys.modules, module.partition(".")[0], SimpleNamespace())
@@ -229,35 +234,70 @@ REFUSED = {  # choice, facts, dtype, head width, installed -> what the line says
     "unknown": ("fast", facts(), torch.float32, 128, {}, "attention 'fast'; expected one of auto"),
     "cudnn on a CPU": ("native_cudnn", facts(), torch.float32, 128, {}, "on cpu (cpu); expected sm80 and newer"),
     "flash on Turing": (
-        "flash", facts("cuda", "sm75"), torch.float16, 128, {"flash-attn": "2.8"},
+        "flash",
+        facts("cuda", "sm75"),
+        torch.float16,
+        128,
+        {"flash-attn": "2.8"},
         "on NVIDIA sm75 (sm75); expected sm80",
     ),
     "sage on Turing with a new Triton": (
-        "sage", facts("cuda", "sm75"), torch.float16, 128, {"sageattention": "1.0.6", "triton": "3.5.1"},
+        "sage",
+        facts("cuda", "sm75"),
+        torch.float16,
+        128,
+        {"sageattention": "1.0.6", "triton": "3.5.1"},
         "with Triton 3.5.1; expected Triton below 3.3",
     ),
     "sage on Turing without Triton": (
-        "sage", facts("cuda", "sm75"), torch.float16, 128, {"sageattention": "1.0.6"}, "with Triton missing"
+        "sage",
+        facts("cuda", "sm75"),
+        torch.float16,
+        128,
+        {"sageattention": "1.0.6"},
+        "with Triton missing",
     ),
     "sage on Pascal": (
-        "sage", facts("cuda", "sm61"), torch.float16, 128, {"sageattention": "1"},
+        "sage",
+        facts("cuda", "sm61"),
+        torch.float16,
+        128,
+        {"sageattention": "1"},
         "expected sm80 and newer or sm75 with Triton below 3.3",
     ),
     "sage on Apple": ("sage", facts("mps"), torch.float16, 128, {"sageattention": "1"}, "'sage' on mps (mps)"),
     "no package": ("xformers", facts("cuda", "sm86"), torch.float16, 128, {}, "without the package 'xformers'"),
     "sage in fp32": (
-        "sage", facts("cuda", "sm90"), torch.float32, 128, {"sageattention": "2"}, "in float32 with heads of 128"
+        "sage",
+        facts("cuda", "sm90"),
+        torch.float32,
+        128,
+        {"sageattention": "2"},
+        "in float32 with heads of 128",
     ),
     "sage with odd heads": (
-        "sage", facts("cuda", "sm90"), torch.float16, 80, {"sageattention": "2"},
+        "sage",
+        facts("cuda", "sm90"),
+        torch.float16,
+        80,
+        {"sageattention": "2"},
         "heads of 80; expected float16 or bfloat16",
     ),
     "a package that breaks": (
-        "flash", facts("cuda", "sm90"), torch.float16, 128, {"flash-attn": "2"},
+        "flash",
+        facts("cuda", "sm90"),
+        torch.float16,
+        128,
+        {"flash-attn": "2"},
         "fails on NVIDIA sm90 (no kernel image)",
     ),
     "a package that is wrong": (
-        "xformers", facts("cuda", "sm90"), torch.float16, 128, {"xformers": "1"}, "is wrong by",
+        "xformers",
+        facts("cuda", "sm90"),
+        torch.float16,
+        128,
+        {"xformers": "1"},
+        "is wrong by",
     ),
 }
 

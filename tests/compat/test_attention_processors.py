@@ -39,15 +39,19 @@ def inputs_of(name: str, valid: tuple[int, ...], pictured: bool = True) -> dict[
 
     mask = torch.arange(TEXT)[None] < torch.tensor(valid)[:, None]
     given = {
-        "timestep": torch.full((rows,), 500.0), "encoder_hidden_states": noise(TEXT, WIDTH),
-        "encoder_attention_mask": mask, "return_dict": False,
+        "timestep": torch.full((rows,), 500.0),
+        "encoder_hidden_states": noise(TEXT, WIDTH),
+        "encoder_attention_mask": mask,
+        "return_dict": False,
     }
     if name.startswith("hunyuan_video_15"):
         quoted = torch.arange(6)[None] < torch.tensor([count // 2 for count in valid])[:, None]
         picture = noise(4, WIDTH) if pictured else torch.zeros(rows, 4, WIDTH)
         return given | {
-            "hidden_states": noise(65, 2, 4, 5), "encoder_hidden_states_2": noise(6, WIDTH),
-            "encoder_attention_mask_2": quoted, "image_embeds": picture,
+            "hidden_states": noise(65, 2, 4, 5),
+            "encoder_hidden_states_2": noise(6, WIDTH),
+            "encoder_attention_mask_2": quoted,
+            "image_embeds": picture,
         }
     if name == "mochi":
         return given | {"hidden_states": noise(12, 2, 8, 8)}
@@ -58,10 +62,15 @@ def inputs_of(name: str, valid: tuple[int, ...], pictured: bool = True) -> dict[
         return given | {"hidden_states": noise(16, 2, 8, 8)}
     places = torch.arange(21)
     return given | {
-        "hidden_states": noise(16, 2, 8, 8), "image_embeds": noise(5, WIDTH), "indices_latents": places[19:],
-        "latents_clean": noise(16, 2, 8, 8), "indices_latents_clean": places[[0, 18]],
-        "latents_history_2x": noise(16, 2, 8, 8), "indices_latents_history_2x": places[16:18],
-        "latents_history_4x": noise(16, 16, 8, 8), "indices_latents_history_4x": places[:16],
+        "hidden_states": noise(16, 2, 8, 8),
+        "image_embeds": noise(5, WIDTH),
+        "indices_latents": places[19:],
+        "latents_clean": noise(16, 2, 8, 8),
+        "indices_latents_clean": places[[0, 18]],
+        "latents_history_2x": noise(16, 2, 8, 8),
+        "indices_latents_history_2x": places[16:18],
+        "latents_history_4x": noise(16, 16, 8, 8),
+        "indices_latents_history_4x": places[:16],
     }
 
 

@@ -7,10 +7,9 @@ import struct
 
 import pytest
 import torch
-from safetensors.torch import save_file
-
 from anygpu.compat import checkpoints
 from anygpu.compat.errors import CheckpointError
+from safetensors.torch import save_file
 
 
 def ignore(_: int) -> None:
@@ -20,7 +19,10 @@ def ignore(_: int) -> None:
 @pytest.fixture
 def file(tmp_path):
     tensors = {
-        "weight": torch.randn(33, 7), "scalar": torch.tensor(3.0), "index": torch.arange(5), "empty": torch.zeros(0, 4),
+        "weight": torch.randn(33, 7),
+        "scalar": torch.tensor(3.0),
+        "index": torch.arange(5),
+        "empty": torch.zeros(0, 4),
         "half": torch.randn(9).bfloat16(),
     }
     save_file(tensors, tmp_path / "model.safetensors")
@@ -92,7 +94,9 @@ def test_a_missing_shard_is_named(tmp_path):
 def test_a_shard_outside_its_folder_is_refused(tmp_path):
     (tmp_path / "part").mkdir()
     save_file({"a": torch.zeros(1)}, tmp_path / "other.safetensors")
-    (tmp_path / "part" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../other.safetensors"}}))
+    (tmp_path / "part" / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "../other.safetensors"}})
+    )
     with pytest.raises(CheckpointError, match=r"\.\./other"):
         checkpoints.weight_files(tmp_path / "part", "transformer")
 

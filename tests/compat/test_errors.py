@@ -11,6 +11,11 @@ def test_one_line_in_order():
 
 
 def test_kinds_are_also_what_python_calls_them():
-    for kind, builtin in ((InputError, ValueError), (CheckpointError, OSError), (UnsupportedError, RuntimeError), (MissingPackageError, ImportError)):
+    for kind, builtin in (
+        (InputError, ValueError),
+        (CheckpointError, OSError),
+        (UnsupportedError, RuntimeError),
+        (MissingPackageError, ImportError),
+    ):
         assert issubclass(kind, PackError) and issubclass(kind, builtin)
         assert str(kind("a", expected="b", fix="c")) == "a; expected b. c"

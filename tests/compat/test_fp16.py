@@ -44,6 +44,7 @@ class Case:
 
 def turns(name: str, *shape: int) -> Callable[[Any], dict[str, Any]]:
     """Rotation tables in diffusers' format: cos and sin, each value twice in a row unless they are for halves."""
+
     def made(random: Any) -> dict[str, Any]:
         angles = random(*shape[:-1], shape[-1] // 2).float()
         if name != "halves":
@@ -66,13 +67,14 @@ def joint(cls: Any) -> nn.Module:
     return cls(HEADS, HEAD, mlp_ratio=4.0)
 
 
-HV, HV15, LTX, MOCHI = (
-    f"transformer_{name}" for name in ("hunyuan_video", "hunyuan_video15", "ltx", "mochi")
-)
+HV, HV15, LTX, MOCHI = (f"transformer_{name}" for name in ("hunyuan_video", "hunyuan_video15", "ltx", "mochi"))
 CASES = {
     "ltx": Case(
-        "ltx", f"{LTX}.LTXVideoTransformerBlock", lambda cls: cls(WIDTH, HEADS, HEAD, WIDTH),
-        turns("image_rotary_emb", 1, TOKENS, WIDTH), temb=(1, 1, 6 * WIDTH),
+        "ltx",
+        f"{LTX}.LTXVideoTransformerBlock",
+        lambda cls: cls(WIDTH, HEADS, HEAD, WIDTH),
+        turns("image_rotary_emb", 1, TOKENS, WIDTH),
+        temb=(1, 1, 6 * WIDTH),
     ),
     "hunyuan_video": Case(
         "hunyuan_video", f"{HV}.HunyuanVideoTransformerBlock", joint, turns("freqs_cis", TOKENS, HEAD)
@@ -87,17 +89,26 @@ CASES = {
         "hunyuan_video", f"{HV}.HunyuanVideoTokenReplaceSingleTransformerBlock", joint, replaced("image_rotary_emb")
     ),
     "hunyuan_video_15": Case(
-        "hunyuan_video_15", f"{HV15}.HunyuanVideo15TransformerBlock", joint,
+        "hunyuan_video_15",
+        f"{HV15}.HunyuanVideo15TransformerBlock",
+        joint,
         all_valid("attention_mask", turns("freqs_cis", TOKENS, HEAD)),
     ),
     "mochi": Case(
-        "mochi", f"{MOCHI}.MochiTransformerBlock", lambda cls: cls(WIDTH, HEADS, HEAD, WIDTH // 2),
-        all_valid("encoder_attention_mask", turns("halves", TOKENS, HEADS, HEAD)), text=WIDTH // 2, bounded=True,
+        "mochi",
+        f"{MOCHI}.MochiTransformerBlock",
+        lambda cls: cls(WIDTH, HEADS, HEAD, WIDTH // 2),
+        all_valid("encoder_attention_mask", turns("halves", TOKENS, HEADS, HEAD)),
+        text=WIDTH // 2,
+        bounded=True,
     ),
     "mochi, last": Case(
-        "mochi", f"{MOCHI}.MochiTransformerBlock",
+        "mochi",
+        f"{MOCHI}.MochiTransformerBlock",
         lambda cls: cls(WIDTH, HEADS, HEAD, WIDTH // 2, context_pre_only=True),
-        all_valid("encoder_attention_mask", turns("halves", TOKENS, HEADS, HEAD)), text=WIDTH // 2, bounded=True,
+        all_valid("encoder_attention_mask", turns("halves", TOKENS, HEADS, HEAD)),
+        text=WIDTH // 2,
+        bounded=True,
     ),
 }
 
@@ -125,8 +136,10 @@ def block_of(case: Case) -> tuple[nn.Module, dict[str, Any]]:
     for tensor in block.parameters():
         tensor.data = published(tensor.data)
     return block, {
-        "hidden_states": random(1, TOKENS, WIDTH), "encoder_hidden_states": random(1, TEXT, case.text),
-        "temb": random(*case.temb), **case.more(random),
+        "hidden_states": random(1, TOKENS, WIDTH),
+        "encoder_hidden_states": random(1, TEXT, case.text),
+        "temb": random(*case.temb),
+        **case.more(random),
     }
 
 
@@ -141,6 +154,7 @@ class Model(nn.Module):
 
 def ran(block: nn.Module, inputs: dict[str, Any], dtype: torch.dtype) -> list[torch.Tensor]:
     """The outputs of ``block`` in fp64, from inputs in ``dtype``; rotation tables are fp32 for every format."""
+
     def cast(value: Any) -> Any:
         if isinstance(value, tuple):
             return tuple(t.to(torch.promote_types(dtype, torch.float32)) for t in value)
@@ -161,6 +175,7 @@ def safe(block: nn.Module, fp32_output: bool = False) -> nn.Module:
 @pytest.fixture(params=[False, True], ids=["scaled", "fp32 output"])
 def fp32_output(request, monkeypatch) -> bool:
     """Both ways to a product in fp32; a CPU has no GEMM that widens, so its arithmetic stands in for one."""
+
     def product(x: Any, weight: Any, bias: Any, total: Any) -> torch.Tensor:
         assert x.dtype is weight.dtype is HALF
         y = x.float() @ weight.float().t()
@@ -299,9 +314,12 @@ def test_restore_gives_back_everything(name, keep):
     ran(block, inputs, torch.float32)
     applied.restore()
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert all(after is former for after, former in zip(
-        [getattr(module, "processor", None) for module in model.modules()], processors, strict=True
-    ))
+    assert all(
+        after is former
+        for after, former in zip(
+            [getattr(module, "processor", None) for module in model.modules()], processors, strict=True
+        )
+    )
     assert {key: module.__dict__.keys() for key, module in model.named_modules()} == {
         key: kept.keys() for key, kept in attributes.items()
     }
@@ -326,8 +344,10 @@ def test_matrices_of_blocks_are_read_as_fp16_and_all_else_as_fp32():
     assert stored_dtype("transformer_blocks.3.ff.net.2.weight", (8, 8)) is HALF
     assert stored_dtype("single_transformer_blocks.0.proj_out.weight", (8, 8)) is HALF
     for name, shape in (
-        ("proj_out.weight", (8, 8)), ("transformer_blocks.0.attn1.norm_q.weight", (8,)),
-        ("transformer_blocks.0.scale_shift_table", (6, 8)), ("context_embedder.proj_in.weight", (8, 8)),
+        ("proj_out.weight", (8, 8)),
+        ("transformer_blocks.0.attn1.norm_q.weight", (8,)),
+        ("transformer_blocks.0.scale_shift_table", (6, 8)),
+        ("context_embedder.proj_in.weight", (8, 8)),
     ):
         assert stored_dtype(name, shape) is torch.float32
 

@@ -146,7 +146,11 @@ class Server:
         started = time.monotonic()
         with (self.base / "server.log").open("wb") as log:
             self._process = subprocess.Popen(
-                self._command(), stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=_environment(),
+                self._command(),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=_environment(),
                 start_new_session=True,
             )
         while not self._answers():
@@ -193,10 +197,20 @@ class Server:
 
     def _command(self) -> list[str]:
         flags = [
-            "--cpu", "--base-directory", self.base, "--extra-model-paths-config", self.base / "attached.yaml",
-            "--disable-all-custom-nodes", *(("--whitelist-custom-nodes", *self._packs()) if self.attach else ()),
-            "--disable-api-nodes", "--database-url", "sqlite:///:memory:", "--port", self.port,
-            "--preview-method", "latent2rgb",
+            "--cpu",
+            "--base-directory",
+            self.base,
+            "--extra-model-paths-config",
+            self.base / "attached.yaml",
+            "--disable-all-custom-nodes",
+            *(("--whitelist-custom-nodes", *self._packs()) if self.attach else ()),
+            "--disable-api-nodes",
+            "--database-url",
+            "sqlite:///:memory:",
+            "--port",
+            self.port,
+            "--preview-method",
+            "latent2rgb",
         ]
         launcher = Path(__file__).with_name("launch.py")
         return [str(part) for part in (self.host.python, launcher, self.host.root, *flags, *self.arguments)]

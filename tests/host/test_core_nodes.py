@@ -120,7 +120,8 @@ def test_our_latents_survive_core_save_and_load(server: Server, client: Client) 
 @pytest.mark.parametrize(
     ("model", "width", "pooled"),
     [
-        ("LTX-Video", "caption_channels", ""), ("mochi-1-preview", "text_embed_dim", ""),
+        ("LTX-Video", "caption_channels", ""),
+        ("mochi-1-preview", "text_embed_dim", ""),
         ("HunyuanVideo", "text_embed_dim", "pooled_projection_dim"),
     ],
 )

@@ -17,8 +17,14 @@ from host.server import Server
 pytestmark = pytest.mark.host
 
 NODES = {
-    "AnyGPULoadPipeline", "AnyGPUEncodePrompt", "AnyGPUEncodeImage", "AnyGPUEncodeVideo", "AnyGPUSample",
-    "AnyGPUSampleFramePack", "AnyGPUDecode", "AnyGPUHardwareReport",
+    "AnyGPULoadPipeline",
+    "AnyGPUEncodePrompt",
+    "AnyGPUEncodeImage",
+    "AnyGPUEncodeVideo",
+    "AnyGPUSample",
+    "AnyGPUSampleFramePack",
+    "AnyGPUDecode",
+    "AnyGPUHardwareReport",
 }
 TROUBLE = re.compile(r"Exception|Error|WARNING|Traceback|FAILED|warn", re.IGNORECASE)
 

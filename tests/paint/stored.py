@@ -29,7 +29,7 @@ def values(kind: str, name: str) -> dict[str, torch.Tensor]:
 
 
 def weights(kind: str, part: str = "unet") -> dict[str, torch.Tensor]:
-    """fp32 tensors by published name, not to be changed in place; no fixture holds the DINO projection: it is random."""
+    """fp32 tensors by published name, not to be changed in place; the DINO projection, which none holds, is random."""
     return dict(_weights(kind, part))
 
 
@@ -62,6 +62,7 @@ def checkpoint(kind: str, root: Path, name: str | None = None, suffix: str = ".s
 
 def store(tensors: dict[str, torch.Tensor], path: Path) -> None:
     tensors = {name: tensor.half() for name, tensor in tensors.items()}
+    path.unlink(missing_ok=True)  # it may be a link to another checkpoint's file
     if path.suffix == ".bin":
         torch.save(tensors, path)
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 
 import pytest
@@ -21,8 +22,8 @@ def load(model, **changes):
 
 @pytest.fixture
 def folder(paint_folder, tmp_path):
-    """A copy that a test may change."""
-    return shutil.copytree(paint_folder, tmp_path / "hunyuan3d-paint-v2-0")
+    """A copy that a test may change, of links: unlink a file before writing it."""
+    return shutil.copytree(paint_folder, tmp_path / "hunyuan3d-paint-v2-0", copy_function=os.link)
 
 
 def same(a: torch.nn.Module, b: torch.nn.Module) -> bool:
@@ -68,7 +69,7 @@ def test_a_pickle_that_holds_more_than_weights_is_refused(folder):
 
 
 def test_turbo_is_known_by_its_folder_and_its_image_prompt_is_left_out(paint_folder, tmp_path):
-    folder = shutil.copytree(paint_folder, tmp_path / "hunyuan3d-paint-v2-0-turbo")
+    folder = shutil.copytree(paint_folder, tmp_path / "hunyuan3d-paint-v2-0-turbo", copy_function=os.link)
     tensors = stored.weights("paint")
     one = "attn_refview.to_q.weight"
     layers = [name.removesuffix(one) for name in tensors if name.endswith(one)]
@@ -133,7 +134,9 @@ def _without(part):
 def _config(**changes):
     def change(folder):
         path = folder / "unet" / "config.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+        found = json.loads(path.read_text())
+        path.unlink()
+        path.write_text(json.dumps({**found, **changes}))
 
     return change
 

@@ -12,7 +12,9 @@ from anygpu.paint.sampling import PaintInputs, PaintSettings, paint_views
 from simulated import accelerator
 from simulated.conftest import acc  # noqa: F401
 
-MODES = ("none", "model", "group", "sequential")
+MODES = [
+    "model", "sequential", pytest.param("none", marks=pytest.mark.full), pytest.param("group", marks=pytest.mark.full),
+]
 GENERATOR = torch.Generator().manual_seed(0)
 INPUTS = PaintInputs(
     torch.rand(1, 64, 64, 3, generator=GENERATOR), torch.rand(2, 64, 64, 3, generator=GENERATOR),
@@ -47,7 +49,8 @@ def test_paint_twice_in_a_row(acc, paint_folder, offload):  # noqa: F811
         assert accelerator.memory().allocated_bytes == 0
 
 
-@pytest.mark.parametrize("offload", ["sequential"])
+@pytest.mark.full
+@pytest.mark.parametrize("offload", ["model", "sequential"])
 def test_pbr(acc, pbr_folder, offload):  # noqa: F811
     for views in painted(pbr_folder, acc, offload)[1]:
         assert (views - wanted(pbr_folder)).abs().max() <= ROUNDING

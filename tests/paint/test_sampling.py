@@ -11,6 +11,7 @@ from anygpu.compat.errors import InputError
 from anygpu.compat.execution import generator_for
 from anygpu.paint import vae
 from anygpu.paint.cameras import DEFAULT_VIEWS, camera_table
+from anygpu.paint.encoders import dino_pixels, dino_states
 from anygpu.paint.loading import PaintRequest, load_paint
 from anygpu.paint.parts import Silent
 from anygpu.paint.pictures import GREY, over, recentred, resized, squared
@@ -208,3 +209,42 @@ def test_squares_and_sizes():
     clear[:, :, 4:] = torch.tensor([0.0, 0.0, 1.0, 1.0])
     solid = resized(clear, 4, 4)[..., 3] > 0.5
     assert resized(clear, 4, 4)[solid][:, 0].max() == 0, "no colour leaks out of what is transparent"
+
+
+@pytest.mark.full
+def test_pbr_with_its_own_dino(pbr_folder, inputs, tmp_path):
+    from transformers import Dinov2Config, Dinov2Model
+
+    config = Dinov2Config(hidden_size=1536, num_hidden_layers=1, num_attention_heads=24, mlp_ratio=1, image_size=224)
+    model = Dinov2Model(config).eval()
+    model.save_pretrained(tmp_path / "dino")
+    loaded = load_paint(PaintRequest(pbr_folder, image_encoder=tmp_path / "dino", device="cpu"))
+    found = dino_states(loaded, inputs.references[0][..., :3], Silent())
+    with torch.no_grad():
+        wanted = model(dino_pixels(inputs.references[0][..., :3])).last_hidden_state
+    assert found.shape == (1, 1 + (224 // config.patch_size) ** 2, 1536)
+    assert torch.allclose(found, wanted, atol=1e-4)
+    assert paint_views(loaded, inputs, TINY).views.shape == (6, 64, 64, 3)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["paint", "paint_pbr"])
+def test_layers_compile_without_a_graph_break(kind, paint_folder, pbr_folder, inputs):
+    """By the eager backend, which traces as any other does."""
+    states = torch.randn(1, 17, 1536, generator=torch.Generator().manual_seed(0))
+    given, folder = replace(inputs, dino=states), {"paint": paint_folder, "paint_pbr": pbr_folder}[kind]
+    compiled = []
+
+    def prepared(part, module):
+        for layer in module.modules():
+            if type(layer).__name__ in ("MultiviewLayer", "PbrLayer", "Recording", "Residual"):
+                layer.compile(backend="eager", fullgraph=True)
+                compiled.append(layer)
+        return lambda: None
+
+    plain = load_paint(PaintRequest(folder, device="cpu"))
+    loaded = load_paint(PaintRequest(folder, device="cpu", prepare=prepared))
+    with torch._dynamo.config.patch(cache_size_limit=64):
+        found = paint_views(loaded, given, TINY).views
+    assert compiled
+    assert (found - paint_views(plain, given, TINY).views).abs().max() <= 1e-3

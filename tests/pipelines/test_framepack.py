@@ -56,7 +56,13 @@ def _run(name: str, folder: Path) -> SimpleNamespace:
     # The same weights in memory: other addresses move the last bits of a matrix product.
     pipe.register_modules(transformer=loaded.parts["transformer"], vae=loaded.parts["vae"])
     return SimpleNamespace(
-        name=name, pipe=pipe, loaded=loaded, prompt=replace(prompt, sections=()), told=prompt, start=start, end=end,
+        name=name,
+        pipe=pipe,
+        loaded=loaded,
+        prompt=replace(prompt, sections=()),
+        told=prompt,
+        start=start,
+        end=end,
         scale=loaded.configs["vae"]["scaling_factor"],
     )
 
@@ -84,9 +90,18 @@ def _one_shot(made: SimpleNamespace, count: int, output: str, steps: int = STEPS
     """What the bare pipeline returns for as many sections: all latents in core's space, or frames (F, H, W, 3)."""
     words = {} if "prompt_embeds" in arguments else {"prompt": PROMPT}
     found = made.pipe(
-        **words, **arguments, image=START.permute(0, 3, 1, 2), height=HEIGHT, width=WIDTH, num_inference_steps=steps,
-        num_frames=_frames(count), latent_window_size=WINDOW, guidance_scale=GUIDANCE, output_type=output,
-        generator=torch.Generator().manual_seed(SEED), sampling_type=ORDER[made.name],
+        **words,
+        **arguments,
+        image=START.permute(0, 3, 1, 2),
+        height=HEIGHT,
+        width=WIDTH,
+        num_inference_steps=steps,
+        num_frames=_frames(count),
+        latent_window_size=WINDOW,
+        guidance_scale=GUIDANCE,
+        output_type=output,
+        generator=torch.Generator().manual_seed(SEED),
+        sampling_type=ORDER[made.name],
     ).frames
     return found[-1] / made.scale if output == "latent" else found[0].permute(0, 2, 3, 1)
 
@@ -250,8 +265,11 @@ def test_each_finished_section_is_kept_and_decodes(run: Any, recorded: Any, name
     sampling = [(done, total) for done, total, stage in watched.steps if stage.startswith("sampling")]
     assert sampling == [(done, 3 * STEPS) for done in range(1, 3 * STEPS + 1)]
     assert watched.steps[-1][2] == "sampling section 3 of 3"
-    assert torch.allclose(watched.previews[-1] / made.scale, latents.samples[:, :, 1:3] if name == I2V
-                          else latents.samples[:, :, -2:], atol=1e-5)
+    assert torch.allclose(
+        watched.previews[-1] / made.scale,
+        latents.samples[:, :, 1:3] if name == I2V else latents.samples[:, :, -2:],
+        atol=1e-5,
+    )
 
 
 def test_only_the_transformer_is_held_while_sampling(run: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from anygpu.compat.errors import InputError
 from anygpu.pipelines.families import FAMILIES
 from anygpu.pipelines.grid import check_steps, snap, snap_frames
@@ -36,7 +35,9 @@ def test_one_frame_is_one_frame(family):
 
 
 @EVERY
-@pytest.mark.parametrize(("width", "height", "frames", "nearest"), [(5000, 512, 9, "4096"), (512, 512, 9000, "4097"), (-8, 512, 9, "32")])
+@pytest.mark.parametrize(
+    ("width", "height", "frames", "nearest"), [(5000, 512, 9, "4096"), (512, 512, 9000, "4097"), (-8, 512, 9, "32")]
+)
 def test_out_of_range_names_the_nearest(family, width, height, frames, nearest):
     with pytest.raises(InputError, match=f"nearest valid value is {nearest}"):
         snap(family, width, height, frames)

@@ -74,8 +74,17 @@ def _one_shot(made: SimpleNamespace, **arguments: Any) -> tuple[torch.Tensor, to
     shown = {} if made.image is None else {"image": PICTURE}
     words = {} if "prompt_embeds" in arguments else {"prompt": PROMPT}
     frames = made.pipe(
-        **shown, **words, **arguments, height=HEIGHT, width=WIDTH, num_frames=FRAMES, num_inference_steps=STEPS,
-        generator=torch.Generator().manual_seed(SEED), output_type="np", callback_on_step_end=keep, guidance_scale=6.0,
+        **shown,
+        **words,
+        **arguments,
+        height=HEIGHT,
+        width=WIDTH,
+        num_frames=FRAMES,
+        num_inference_steps=STEPS,
+        generator=torch.Generator().manual_seed(SEED),
+        output_type="np",
+        callback_on_step_end=keep,
+        guidance_scale=6.0,
     ).frames[0]
     return found["latents"], torch.from_numpy(frames)
 
@@ -311,7 +320,8 @@ def test_core_conditioning(run: Any) -> None:
     embeds, mask, pooled = (made.prompt.embeds[key] for key in ("prompt_embeds", "prompt_attention_mask", llama.POOLED))
     padded = torch.nn.functional.pad(embeds, (0, 0, 0, 3))
     for states, extra in (
-        (embeds, {}), (padded, {"attention_mask": torch.nn.functional.pad(mask, (95, 3))}),
+        (embeds, {}),
+        (padded, {"attention_mask": torch.nn.functional.pad(mask, (95, 3))}),
     ):
         found = stages.prompt_from_core(made.loaded, [[states, {"pooled_output": pooled, **extra}]])
         assert torch.equal(_sampled(made, prompt=found).samples, made.latents.samples)
@@ -326,9 +336,10 @@ def test_a_lone_transformer_finds_a_pipeline_of_its_own_task(run: Any, recorded:
         shutil.copytree(run(name).loaded.source / "transformer", tmp_path / f"lone_{name}")
         loaded = _loaded(tmp_path / f"lone_{name}")
         assert loaded.task == ("text" if name == TEXT else "image")
-        assert hunyuan_video.image_condition(loaded.configs["transformer"]) == {
-            TEXT: None, REPLACE: "token_replace", CONCAT: "latent_concat"
-        }[name]
+        assert (
+            hunyuan_video.image_condition(loaded.configs["transformer"])
+            == {TEXT: None, REPLACE: "token_replace", CONCAT: "latent_concat"}[name]
+        )
         assert ("vision_config" in loaded.configs["text_encoder"]) == (name != TEXT)
     assert hunyuan_video.image_condition({"in_channels": 33, "out_channels": 16}) == "latent_concat"
     wrong = _loaded(tmp_path / f"lone_{REPLACE}", base=run(TEXT).loaded.source)

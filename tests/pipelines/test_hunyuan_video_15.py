@@ -81,7 +81,11 @@ def _one_shot(made: SimpleNamespace, parts: Any = None, **arguments: Any) -> tup
     words = {} if "prompt_embeds" in arguments else {"prompt": PROMPT, "negative_prompt": NEGATIVE}
     try:
         frames = made.pipe(
-            **shown, **words, **arguments, num_frames=FRAMES, num_inference_steps=STEPS,
+            **shown,
+            **words,
+            **arguments,
+            num_frames=FRAMES,
+            num_inference_steps=STEPS,
             generator=torch.Generator().manual_seed(SEED),
         ).frames[0]
     finally:
@@ -202,7 +206,10 @@ def test_cancel_is_obeyed_inside_every_forward(run: Any, recorded: Any) -> None:
         return stages.encode_image(made.loaded, ImageRequest(FRAME, WIDTH, HEIGHT), "crop", progress)
 
     calls = {
-        "qwen": (prompt, 0), "byt5": (prompt, 2), "siglip": (image, 0), "transformer": (lambda p: _sampled(made, p), 1),
+        "qwen": (prompt, 0),
+        "byt5": (prompt, 2),
+        "siglip": (image, 0),
+        "transformer": (lambda p: _sampled(made, p), 1),
         "decoder": (lambda p: stages.decode(made.loaded, made.latents, p), 0),
     }
     for stage, (call, steps) in calls.items():

@@ -147,7 +147,9 @@ def test_dtypes_are_explicit_whatever_the_file_says(tiny_folder, tmp_path):
     """diffusers reads a bf16 folder as fp32 and transformers as bf16, which meet in one matrix product."""
     model = tiny.build("mochi", tmp_path, dtype=torch.bfloat16)
     loaded = load(LoadRequest(model, device="cpu", precision="fp32"))
-    assert {p.dtype for part in ("transformer", "text_encoder", "vae") for p in loaded.parts[part].parameters()} == {torch.float32}
+    assert {p.dtype for part in ("transformer", "text_encoder", "vae") for p in loaded.parts[part].parameters()} == {
+        torch.float32
+    }
 
 
 @pytest.fixture(scope="module")
@@ -157,8 +159,15 @@ def published_t5(tmp_path_factory) -> Path:
     made = tmp_path_factory.mktemp("t5")
     sentence = "a cat walks on the grass realistic highly detailed quick brown fox jumps over the lazy dog"
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(sentence.split() * 20), model_prefix=str(made / "spiece"), vocab_size=60,
-        hard_vocab_limit=False, pad_id=0, eos_id=1, unk_id=2, bos_id=-1, minloglevel=2,
+        sentence_iterator=iter(sentence.split() * 20),
+        model_prefix=str(made / "spiece"),
+        vocab_size=60,
+        hard_vocab_limit=False,
+        pad_id=0,
+        eos_id=1,
+        unk_id=2,
+        bos_id=-1,
+        minloglevel=2,
     )
     (made / "spiece.vocab").unlink()
     settings = {"tokenizer_class": "T5Tokenizer", "extra_ids": 100, "model_max_length": 128}
@@ -170,7 +179,9 @@ def test_a_published_t5_tokenizer_loads(mochi, published_t5):
     shutil.rmtree(mochi / "tokenizer")
     shutil.copytree(published_t5, mochi / "tokenizer")
     tokenizer = load(LoadRequest(mochi, device="cpu")).tools["tokenizer"]
-    assert tokenizer.decode(tokenizer("a quick brown fox")["input_ids"], skip_special_tokens=True) == "a quick brown fox"
+    assert (
+        tokenizer.decode(tokenizer("a quick brown fox")["input_ids"], skip_special_tokens=True) == "a quick brown fox"
+    )
 
 
 def test_a_damaged_tokenizer_is_one_line(mochi, published_t5):

@@ -112,8 +112,14 @@ def one_shot(pipe: Any, prompt: Prompt | None = None, **arguments: Any) -> tuple
         given = {name: rows[name][1:] for name in (EMBEDS, MASK)}
         given |= {f"negative_{name}": rows[name][:1] for name in (EMBEDS, MASK)}
     video = pipe(
-        **given, height=SIZE, width=SIZE, num_frames=FRAMES, generator=torch.Generator().manual_seed(SEED),
-        output_type="pt", callback_on_step_end=keep, **{"num_inference_steps": STEPS, **arguments},
+        **given,
+        height=SIZE,
+        width=SIZE,
+        num_frames=FRAMES,
+        generator=torch.Generator().manual_seed(SEED),
+        output_type="pt",
+        callback_on_step_end=keep,
+        **{"num_inference_steps": STEPS, **arguments},
     ).frames[0]
     own = seen["latents"][:, -GRID[0] * GRID[1] * GRID[2] :]
     return pipe._unpack_latents(own, *GRID), video.permute(0, 2, 3, 1)
@@ -196,8 +202,12 @@ def test_video_to_video_equals_ltx_condition_pipeline(condition: Model) -> None:
     anchors = PLACES["first and last frame"]
     latents = ours(condition, replace(SETTINGS, steps=2, latents=video, denoise=0.5), anchors)
     expected = one_shot(
-        condition.bare("ltx_condition"), condition.prompt, conditions=conditions(anchors), latents=video.samples,
-        num_inference_steps=4, denoise_strength=0.5,
+        condition.bare("ltx_condition"),
+        condition.prompt,
+        conditions=conditions(anchors),
+        latents=video.samples,
+        num_inference_steps=4,
+        denoise_strength=0.5,
     )
     require_same(condition, latents, expected)
 
@@ -206,8 +216,14 @@ def test_distilled_runs_its_own_schedule_without_guidance(condition: Model) -> N
     anchors = PLACES["first frame"]
     latents = ours(condition, replace(SETTINGS, steps=0), anchors, variant="distilled")
     expected = one_shot(
-        condition.bare("ltx_condition"), condition.prompt, conditions=conditions(anchors), guidance_scale=1.0,
-        timesteps=list(DISTILLED), num_inference_steps=8, image_cond_noise_scale=0.0, decode_timestep=0.05,
+        condition.bare("ltx_condition"),
+        condition.prompt,
+        conditions=conditions(anchors),
+        guidance_scale=1.0,
+        timesteps=list(DISTILLED),
+        num_inference_steps=8,
+        image_cond_noise_scale=0.0,
+        decode_timestep=0.05,
         decode_noise_scale=0.025,
     )
     require_same(condition, latents, expected, variant="distilled")

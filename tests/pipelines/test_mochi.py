@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-
 from anygpu.compat.errors import InputError
 from anygpu.pipelines import stages, tiny
 from anygpu.pipelines.contract import Loaded, PromptRequest, SampleSettings, Silent
@@ -40,7 +39,12 @@ def sampled(loaded, prompt, **changes):
 def test_equals_the_bare_pipeline(loaded, latents, tiny_folder):
     pipeline = tiny.one_shot("mochi", tiny_folder)
     arguments = dict(
-        prompt="a red fox in snow", negative_prompt="blurry", height=48, width=64, num_frames=7, num_inference_steps=3,
+        prompt="a red fox in snow",
+        negative_prompt="blurry",
+        height=48,
+        width=64,
+        num_frames=7,
+        num_inference_steps=3,
         guidance_scale=4.5,
     )
     with torch.no_grad():
@@ -67,7 +71,9 @@ def test_an_empty_negative_prompt_is_finite(loaded):
     assert torch.isfinite(sampled(loaded, empty)).all()
 
 
-@pytest.mark.parametrize("changes", [{"scheduler": "unipc"}, {"scheduler": "dpm++_2m"}, {"sigmas": (1.0, 0.8, 0.3, 0.0)}, {"shift": 3.0}])
+@pytest.mark.parametrize(
+    "changes", [{"scheduler": "unipc"}, {"scheduler": "dpm++_2m"}, {"sigmas": (1.0, 0.8, 0.3, 0.0)}, {"shift": 3.0}]
+)
 def test_schedules_run_and_differ(loaded, prompt, latents, changes):
     found = sampled(loaded, prompt, **changes)
     assert torch.isfinite(found).all()

@@ -202,7 +202,7 @@ class TestFit:
     @pytest.mark.parametrize("fit", ["nearest bucket", "crop", "pad", "stretch"])
     def test_size_and_range(self, fit):
         found = fitted(FRAMES, 80, 32, fit)
-        assert found.shape == (7, 32, 80, 3) and 0 <= found.min() and found.max() <= 1
+        assert found.shape == (7, 32, 80, 3) and found.min() >= 0 and found.max() <= 1
 
     def test_pad_adds_black_and_crop_does_not(self):
         white = torch.ones(1, 32, 32, 3)

@@ -47,10 +47,10 @@ def main() -> int:
         cells = [held.get((family, machine), []) for machine in machines]
         texts = ["all" if set(cell) == set(MODES) else ", ".join(cell) or "FAILS" for cell in cells]
         rows.append(f"| `{family}` | {' | '.join(texts)} |")
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
-    PAGE.write_text(
-        HEAD.format(commit=commit, date=datetime.date.today()) + "\n".join(rows) + "\n", encoding="utf-8"
-    )
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT
+    ).stdout.strip()
+    PAGE.write_text(HEAD.format(commit=commit, date=datetime.date.today()) + "\n".join(rows) + "\n", encoding="utf-8")
     print(f"{PAGE}: {sum(map(len, held.values()))} of {len(families) * len(machines) * len(MODES)} cells held")
     return done.returncode
 

@@ -15,7 +15,9 @@ from simulated import accelerator
 from simulated.test_families import CASES, MODES, ROUNDING, loaded_for, rendered
 
 SHAPES = {  # (B, H, N, M, D): video tokens, video to text, Mochi's VAE over time
-    "joint": (1, 4, 1500, 1500, 32), "cross": (2, 2, 3000, 77, 64), "over time": (600, 2, 28, 28, 16),
+    "joint": (1, 4, 1500, 1500, 32),
+    "cross": (2, 2, 3000, 77, 64),
+    "over time": (600, 2, 28, 28, 16),
     "one head": (1, 1, 700, 2100, 128),
 }
 SUMS = 10 * ROUNDING  # fp32 sums in another order in every attention, through all blocks, steps and the VAE

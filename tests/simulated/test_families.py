@@ -1,4 +1,4 @@
-"""Every family in every offload mode on the simulated accelerator gives what the CPU gives, and frees what it should."""
+"""Every family in every offload mode, on the simulated accelerator: the CPU's result, and memory freed."""
 
 from __future__ import annotations
 
@@ -142,8 +142,14 @@ def test_the_bare_pipeline_does_not_move_a_prompt_from_the_host(acc, tiny_folder
         pipeline.to("acc:0")
         with pytest.raises(RuntimeError, match="same device"):
             pipeline(
-                prompt_embeds=embeds[0], prompt_attention_mask=embeds[1], width=64, height=64, num_frames=9,
-                num_inference_steps=1, guidance_scale=1.0, output_type="latent",
+                prompt_embeds=embeds[0],
+                prompt_attention_mask=embeds[1],
+                width=64,
+                height=64,
+                num_frames=9,
+                num_inference_steps=1,
+                guidance_scale=1.0,
+                output_type="latent",
                 generator=torch.Generator().manual_seed(0),
             )
 

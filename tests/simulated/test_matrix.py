@@ -53,9 +53,7 @@ def state(tmp_path_factory):
 def _loaded(family, folder, device, offload, state, precision="auto"):
     paths = [tiny.build(name, folder) for name in CASES[family].checkpoints]
     base, encoder = paths[1:] if len(paths) == 3 else (None, None)
-    return load(
-        LoadRequest(paths[0], base, encoder, precision=precision, offload=offload, device=device, state=state)
-    )
+    return load(LoadRequest(paths[0], base, encoder, precision=precision, offload=offload, device=device, state=state))
 
 
 def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:

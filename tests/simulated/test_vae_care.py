@@ -128,7 +128,10 @@ def test_founding_failure_5_our_loader_brings_every_weight_there(tiny_folder, tm
 @pytest.mark.parametrize(
     ("name", "offload"),
     [
-        ("ltx_condition", "none"), ("framepack", "sequential"), ("mochi", "group"), ("hunyuan_video_15", "model"),
+        ("ltx_condition", "none"),
+        ("framepack", "sequential"),
+        ("mochi", "group"),
+        ("hunyuan_video_15", "model"),
         *(
             pytest.param(name, mode, marks=FULL)
             for name, mode in [("ltx", "none"), ("ltx_condition", "sequential"), ("hunyuan_video", "group")]
@@ -369,10 +372,13 @@ def test_large_pictures_go_through_a_radeon_in_tiles(tiny_folder, recorded, monk
 @pytest.mark.parametrize(
     ("name", "machine_name"),
     [
-        ("ltx_condition", "mps-like"), ("hunyuan_video_15", "xpu-like"), ("mochi", "mps-like"),
+        ("ltx_condition", "mps-like"),
+        ("hunyuan_video_15", "xpu-like"),
+        ("mochi", "mps-like"),
         *(
             pytest.param(name, machine, marks=FULL)
-            for name in ("hunyuan_video", "framepack") for machine in ("mps-like", "xpu-like")
+            for name in ("hunyuan_video", "framepack")
+            for machine in ("mps-like", "xpu-like")
         ),
     ],
 )
