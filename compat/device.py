@@ -109,7 +109,7 @@ def flags() -> dict[str, bool]:
         "cudnn.benchmark": cudnn.benchmark,
         "cudnn.deterministic": cudnn.deterministic,
         "tf32": torch.get_float32_matmul_precision() != "highest",
-        "cudnn.tf32": getattr(cudnn.conv, "fp32_precision", "none") not in ("none", "ieee"),
+        "cudnn.tf32": _cudnn_tf32(cudnn),
         "fp16 sums": getattr(matmul, "allow_fp16_accumulation", False),
         "bf16 sums": getattr(matmul, "allow_bf16_reduced_precision_reduction", False),
     }
@@ -148,6 +148,14 @@ def empty_cache(device: torch.device) -> None:
     module: Any = getattr(torch, device.type, None)
     if device.type != "cpu" and hasattr(module, "empty_cache"):
         module.empty_cache()
+
+
+def _cudnn_tf32(cudnn: Any) -> bool:
+    """Whether cuDNN may round fp32 convolutions to TF32; torch before 2.9 has one switch for it."""
+    convolutions = getattr(cudnn, "conv", None)
+    if convolutions is None:
+        return bool(cudnn.allow_tf32)
+    return getattr(convolutions, "fp32_precision", "none") not in ("none", "ieee")
 
 
 def _parsed(device: torch.device | str) -> torch.device:

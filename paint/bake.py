@@ -115,7 +115,7 @@ def bake(
         check: called between views; may raise to cancel.
 
     Returns:
-        float32 on the surface's device. Peak extra memory: about 60 bytes per texel and 60 per pixel of one view.
+        float32 on the surface's device. Peak extra memory: about 150 bytes per texel.
 
     Raises:
         InputError: pictures of another number, shape or value, no usable UVs, or sizes out of range.
@@ -254,37 +254,47 @@ def _sampled(picture: Tensor, places: Tensor, size: int, exact: bool) -> Tensor:
 def scattered(
     surface: Surface, view: View, picture: Tensor, texels: Texels, exact: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What :func:`gathered` returns, each pixel spread over the four texels round its place."""
+    """What :func:`gathered` returns, each pixel spread over the four texels round its place.
+
+    The sums are made in no fixed order on a GPU: their last digits may differ from run to run.
+    """
+    surface, uvs = surface.with_uvs()
     picture = picture if exact else rim_cleaned(picture, view)
     if picture.shape[:2] != (view.size, view.size):
         resized = F.interpolate(picture.movedim(-1, 0)[None], (view.size, view.size), mode="bilinear", antialias=True)
         picture = resized[0].movedim(0, -1)
     towards = torch.tensor(view.camera.axes()[2], device=picture.device)
-    normals = F.normalize(view.shown.interpolated(surface.vertex_normals, surface.faces), dim=1)
-    cosine = normals @ towards
     sure = trusted(view, exact).view(-1)[view.shown.pixel]
     trust = sure.to(picture.dtype) if exact else torch.where(sure, 1.0, DOUBTED)
-    chosen = ((cosine >= MIN_COSINE) & (trust > 0)).nonzero()[:, 0]
-    shown = Fragments(view.shown.pixel[chosen], view.shown.face[chosen], view.shown.weights[chosen])
-    assert surface.uvs is not None
-    places = texel_places(shown.interpolated(surface.uvs, surface.faces), texels.size, exact).clamp(0, texels.size - 1)
-    # without the reference's rule a doubted pixel must not dilute the colour of a sure one beside it
-    weight = trust[chosen, None]
-    values = torch.cat((picture.reshape(-1, 3)[shown.pixel] * weight, cosine[chosen, None] * weight, weight), dim=1)
-    values = torch.cat((values, torch.ones_like(weight)), dim=1)
-    low = places.floor().clamp(max=texels.size - 2)
-    share = places - low
-    index = (low[:, 1] * texels.size + low[:, 0]).long()
     sums = picture.new_zeros((texels.size**2, 6))
-    for down, right in AROUND:
-        part = (share[:, 0] if right else 1 - share[:, 0]) * (share[:, 1] if down else 1 - share[:, 1])
-        sums.index_add_(0, index + down * texels.size + right, values * part[:, None])
+    for part in torch.arange(trust.shape[0], device=trust.device).split(POINTS_AT_ONCE):
+        shown = Fragments(view.shown.pixel[part], view.shown.face[part], view.shown.weights[part])
+        normals = F.normalize(shown.interpolated(surface.vertex_normals, surface.faces), dim=1)
+        # the pixel shows this face: turned away, its winding is wrong
+        cosine = normals @ towards if exact else (normals @ towards).abs()
+        weight = torch.where(cosine >= MIN_COSINE, trust[part], 0)
+        colour = picture.reshape(-1, 3)[shown.pixel]
+        values = torch.cat((colour, cosine[:, None], torch.ones_like(weight)[:, None]), dim=1) * weight[:, None]
+        values = torch.cat((values, (weight > 0).to(values.dtype)[:, None]), dim=1)
+        _splat(sums, texel_places(shown.interpolated(uvs, surface.faces), texels.size, exact), values, texels.size)
+    # weighed by trust, a doubted pixel does not dilute the colour of a sure one beside it
     mean = sums[:, :4] / sums[:, 4:5].clamp(min=torch.finfo(sums.dtype).tiny)
     trusted_share = sums[:, 4] / sums[:, 5].clamp(min=torch.finfo(sums.dtype).tiny)
     found = sums[:, 5] > 1e-6 if not exact else sums[:, 5] > 0
     mean, level = torch.where(found[:, None], mean, 0), torch.where(trusted_share > 0.5, 1.0, DOUBTED)
     shape = (texels.size, texels.size)
     return mean[:, :3].view(*shape, 3), mean[:, 3].view(shape), (torch.ones_like(level) if exact else level).view(shape)
+
+
+def _splat(sums: Tensor, places: Tensor, values: Tensor, size: int) -> None:
+    """Add ``values`` (P, C) to the four texels round each of ``places`` (P, 2) in ``sums`` (T * T, C)."""
+    places = places.clamp(0, size - 1)
+    low = places.floor().clamp(max=size - 2)
+    share = places - low
+    index = (low[:, 1] * size + low[:, 0]).long()
+    for down, right in AROUND:
+        part = (share[:, 0] if right else 1 - share[:, 0]) * (share[:, 1] if down else 1 - share[:, 1])
+        sums.index_add_(0, index + down * size + right, values * part[:, None])
 
 
 def _check(table: CameraTable, pictures: Tensor, settings: BakeSettings) -> None:

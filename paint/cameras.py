@@ -16,7 +16,7 @@ from ..compat.errors import InputError
 ORTHO_SCALE = 1.2  # width of the picture in units of the frame
 RADIUS = 0.575  # of the farthest vertex
 AZIMUTH_STEP = 30  # degrees between the azimuths that the model was taught
-VIEWS_LIMIT = 36
+VIEWS_LIMIT = 44  # every camera that the model has a name for
 KNOWN_ELEVATIONS: dict[str, tuple[int, ...] | None] = {  # family -> degrees; None: the network is told no camera
     "paint": (-90, -20, 0, 20, 90),
     "paint_pbr": None,
@@ -96,13 +96,13 @@ def camera_table(
         for name, values in (("azimuths", azimuths), ("elevations", elevations), ("weights", weights))
     }
     count = max(len(values) for values in lists.values())
-    lists = {name: values * count if len(values) == 1 else values for name, values in lists.items()}
-    if any(len(values) != count for values in lists.values()) or count > VIEWS_LIMIT:
+    if any(len(values) not in (1, count) for values in lists.values()) or count > VIEWS_LIMIT:
         raise InputError(
             f"cameras with {', '.join(f'{len(values)} {name}' for name, values in lists.items())}",
             expected=f"lists of one length, at most {VIEWS_LIMIT}",
             fix="Give each view one azimuth, one elevation and one weight.",
         )
+    lists = {name: values * count if len(values) == 1 else values for name, values in lists.items()}
     for name, low, high in (("elevations", -90.0, 90.0), ("weights", 0.0, 1000.0)):
         wrong = [value for value in lists[name] if not low <= value <= high]
         if wrong:

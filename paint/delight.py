@@ -58,12 +58,14 @@ def delight_image(
     progress = progress or Silent()
     if loaded.family != "delight":
         raise InputError(
-            f"a {loaded.family} pipeline for delighting", expected="a delight pipeline",
+            f"a {loaded.family} pipeline for delighting",
+            expected="a delight pipeline",
             fix="Load hunyuan3d-delight-v2-0.",
         )
     if settings.size % 64 or settings.size < 64:
         raise InputError(
-            f"size {settings.size} for delighting", expected="a multiple of 64 from 64 pixels",
+            f"size {settings.size} for delighting",
+            expected="a multiple of 64 from 64 pixels",
             fix="The model was made for 512.",
         )
     with torch.no_grad():

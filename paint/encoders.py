@@ -76,7 +76,8 @@ def empty_prompt(loaded: Any, progress: Any) -> Tensor:
     """The encoded empty prompt, (1, 77, D), fp32, on the CPU; afterwards the encoder is off the device."""
     if "text_encoder" not in loaded.parts.readers:
         raise CheckpointError(
-            f"no text_encoder for {str(loaded.source)!r}", expected="the folder text_encoder of the delight checkpoint",
+            f"no text_encoder for {str(loaded.source)!r}",
+            expected="the folder text_encoder of the delight checkpoint",
             fix="Download the delight folder whole.",
         )
     device = execution_device(loaded.residency)
@@ -100,5 +101,6 @@ def _padding(source: Path) -> int:
 def _misfit(part: str, folder: Path, found: str) -> CheckpointError:
     return CheckpointError(
         f"the weights of the {part} in {str(folder)!r} do not fit its config.json ({found})",
-        expected=f"the shapes of {CLASSES[part]}", fix="Download config.json and weights from the same place.",
+        expected=f"the shapes of {CLASSES[part]}",
+        fix="Download config.json and weights from the same place.",
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..compat.errors import InputError
 from ..compat.packages import imported
 from .bake import Baked, texel_places
-from .mesh import Surface
+from .mesh import Surface, welded
 
 METHODS = ("auto", "pull_push", "opencv")
 NEAREST = 1e-4  # units of the frame: neighbours closer than this count as that far
@@ -59,7 +59,7 @@ def vertex_filled(baked: Baked, surface: Surface, exact: bool = False) -> tuple[
     used[surface.faces.reshape(-1)] = True
     own = torch.arange(uvs.shape[0], device=device)
     if not exact:
-        own = surface.vertices.unique(dim=0, return_inverse=True)[1]
+        own = welded(surface.vertices)
     count = int(own.max()) + 1
     has = (baked.painted.view(-1)[texel] & used).to(torch.float32)
     sums = torch.zeros((count, 4), device=device)

@@ -118,7 +118,15 @@ def load_paint(
     residency, reason = residency_for(request.offload, parts, facts.device, sizes, free_bytes(facts.device), make_room)
     notes = [str(precision), f"{residency}: {reason}", str(attention), *_said(place, stored, dropped)]
     return LoadedPaint(
-        kind, _variant(request, kind, stored), parts, facts, precision, residency, shape, configs, request.model,
+        kind,
+        _variant(request, kind, stored),
+        parts,
+        facts,
+        precision,
+        residency,
+        shape,
+        configs,
+        request.model,
         tuple(notes),
     )
 
@@ -136,7 +144,8 @@ def _unet_place(model: Path) -> Path:
     if model.is_dir() and any([*model.glob("*.bin"), *model.glob("*.safetensors")]):
         return model
     raise CheckpointError(
-        f"no paint model in {str(model)!r}", expected="a folder with the folders unet and vae, or the file of a UNet",
+        f"no paint model in {str(model)!r}",
+        expected="a folder with the folders unet and vae, or the file of a UNet",
         fix="Download one of the Hunyuan3D paint folders whole; docs/models.md names them.",
     )
 
@@ -145,7 +154,8 @@ def _kind(request: PaintRequest, stored: Weights) -> str:
     found = networks.kind_of(stored.shapes)
     if request.kind not in (AUTO, *networks.KINDS):
         raise InputError(
-            f"paint model kind {request.kind!r}", expected=f"one of {AUTO}, {', '.join(networks.KINDS)}",
+            f"paint model kind {request.kind!r}",
+            expected=f"one of {AUTO}, {', '.join(networks.KINDS)}",
             fix="Choose auto.",
         )
     if found is None or request.kind not in (AUTO, found):
@@ -234,7 +244,8 @@ def _vae_reader(
     folder = request.vae or _beside(place, "vae")
     if folder is None or not (folder / "config.json").is_file():
         raise CheckpointError(
-            f"no vae with a config.json for {str(request.model)!r}", expected="the folder vae of the paint checkpoint",
+            f"no vae with a config.json for {str(request.model)!r}",
+            expected="the folder vae of the paint checkpoint",
             fix="Download the folder vae beside the folder unet, or choose a folder that has it as vae.",
         )
     config = read_json(folder / "config.json", "the configuration of the VAE")
@@ -273,9 +284,7 @@ def _require_vae(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tupl
         )
 
 
-def _encoders(
-    request: PaintRequest, kind: str, place: Path, precision: Precision
-) -> dict[str, tuple[Reader, int]]:
+def _encoders(request: PaintRequest, kind: str, place: Path, precision: Precision) -> dict[str, tuple[Reader, int]]:
     """Readers of the encoders that this kind uses and that are there."""
     name = {"paint_pbr": "image_encoder", "delight": "text_encoder"}.get(kind)
     if name is None:
@@ -285,4 +294,3 @@ def _encoders(
         return {}
     stored = weights_in(folder, name, "safetensors" if any(folder.glob("*.safetensors")) else AUTO)
     return {name: (encoder_reader(name, folder, stored, precision.text, _advance), stored.total_bytes)}
-

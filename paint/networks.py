@@ -18,7 +18,9 @@ from .unet import STABLE_DIFFUSION_2, UNet, UNetShape
 KINDS = ("paint", "paint_pbr", "delight")
 DELIGHT_CHANNELS = 8  # noisy latents and those of the picture
 SIGNS = {  # a tensor that only this kind has
-    "paint": "unet.class_embedding.weight", "paint_pbr": "unet.learned_text_clip_albedo", "delight": "conv_in.weight",
+    "paint": "unet.class_embedding.weight",
+    "paint_pbr": "unet.learned_text_clip_albedo",
+    "delight": "conv_in.weight",
 }
 OWN = ("class_embedding.", "image_proj_model_dino.", "learned_text_clip_")  # beside the UNet proper
 REFERENCE_TEXT = "unet.learned_text_clip_ref"

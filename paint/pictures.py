@@ -27,12 +27,14 @@ def checked_pictures(pictures: Tensor | Sequence[Tensor], subject: str) -> list[
     for batch in batches:
         if batch.ndim not in (3, 4) or batch.shape[-1] not in (3, 4) or not batch.numel():
             raise InputError(
-                f"{subject} of shape {tuple(batch.shape)}", expected="(B, H, W, 3) or (B, H, W, 4)",
+                f"{subject} of shape {tuple(batch.shape)}",
+                expected="(B, H, W, 3) or (B, H, W, 4)",
                 fix="Connect an IMAGE, for example from Load Image.",
             )
         if not torch.isfinite(batch).all():
             raise InputError(
-                f"{subject} with NaN or infinite values", expected="values from 0 to 1",
+                f"{subject} with NaN or infinite values",
+                expected="values from 0 to 1",
                 fix="Check the node that makes this picture.",
             )
         batch = batch.detach().to("cpu", torch.float32).clamp(0, 1)
@@ -92,7 +94,8 @@ def recentred(picture: Tensor, border: float = BORDER) -> Tensor:
     seen = picture[..., 3] > 0
     if not seen.any():
         raise InputError(
-            "a reference picture that is wholly transparent", expected="an object that is not",
+            "a reference picture that is wholly transparent",
+            expected="an object that is not",
             fix="Check the mask: ComfyUI's masks are 1 where the picture is transparent.",
         )
     rows, columns = seen.any(1).nonzero().flatten(), seen.any(0).nonzero().flatten()

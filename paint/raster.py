@@ -27,6 +27,7 @@ SIDES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)  # boxes are rounded u
 CANDIDATES = {"cpu": 1 << 17}  # pixels tried at once: what a core's cache holds; elsewhere enough to fill a GPU
 CANDIDATES_ELSEWHERE = 1 << 23
 FACES_AT_ONCE = 1 << 17
+POINTS_AT_ONCE = 1 << 20
 FAR = torch.iinfo(torch.int64).max
 
 
@@ -45,9 +46,13 @@ class Fragments:
 
     def interpolated(self, values: Tensor, faces: Tensor) -> Tensor:
         """(P, C): per-vertex ``values`` (N, C) at each covered pixel."""
-        corners = faces[self.face]
-        first, second, third = (values[corners[:, k]] * self.weights[:, k, None] for k in range(3))
-        return first + second + third
+        found = values.new_empty((self.face.shape[0], values.shape[1]))
+        for first in range(0, self.face.shape[0], POINTS_AT_ONCE):
+            part = slice(first, first + POINTS_AT_ONCE)
+            corners, weights = faces[self.face[part]], self.weights[part]
+            a, b, c = (values[corners[:, k]] * weights[:, k, None] for k in range(3))
+            found[part] = a + b + c
+        return found
 
 
 def face_ids(screen: Tensor, faces: Tensor, height: int, width: int, candidates: int | None = None) -> Tensor:
@@ -213,16 +218,23 @@ def fragments(screen: Tensor, faces: Tensor, ids: Tensor) -> Fragments:
     flat = ids.view(-1)
     pixel = (flat >= 0).nonzero()[:, 0]
     face = flat[pixel].to(torch.int64)
-    corners = faces[face]
+    weights = screen.new_empty((pixel.shape[0], 3))
+    for first in range(0, pixel.shape[0], POINTS_AT_ONCE):
+        part = slice(first, first + POINTS_AT_ONCE)
+        weights[part] = _barycentric(screen, faces[face[part]], pixel[part], ids.shape[1])
+    return Fragments(pixel, face, weights)
+
+
+def _barycentric(screen: Tensor, corners: Tensor, pixel: Tensor, width: int) -> Tensor:
+    """(P, 3): place of each pixel in its triangle of ``corners`` (P, 3), each weight in 0..1."""
     x0, y0 = screen[:, 0][corners[:, 0]], screen[:, 1][corners[:, 0]]
     x1, y1, x2, y2 = (screen[:, axis][corners[:, k]] - base for k in (1, 2) for axis, base in ((0, x0), (1, y0)))
-    width = ids.shape[1]
     x, y = (pixel % width).to(x0.dtype) - x0, torch.div(pixel, width, rounding_mode="floor").to(x0.dtype) - y0
     area = x1 * y2 - x2 * y1
     area = torch.where(area == 0, torch.ones_like(area), area)
     second, third = (x * y2 - x2 * y) / area, (x1 * y - x * y1) / area
     weights = torch.stack((1 - second - third, second, third), dim=1).clamp_(min=0)
-    return Fragments(pixel, face, weights / weights.sum(1, keepdim=True))
+    return weights / weights.sum(1, keepdim=True)
 
 
 def embree_face_ids(screen: Tensor, faces: Tensor, height: int, width: int) -> Tensor:

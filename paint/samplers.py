@@ -224,8 +224,14 @@ class UniPC(Unit):
         super().__init__(schedule)
         cls: Any = attribute("diffusers", "UniPCMultistepScheduler")
         self.solver = cls(
-            num_train_timesteps=TRAIN_STEPS, beta_start=BETAS[0], beta_end=BETAS[1], beta_schedule="scaled_linear",
-            prediction_type="v_prediction", solver_order=2, solver_type="bh2", predict_x0=True,
+            num_train_timesteps=TRAIN_STEPS,
+            beta_start=BETAS[0],
+            beta_end=BETAS[1],
+            beta_schedule="scaled_linear",
+            prediction_type="v_prediction",
+            solver_order=2,
+            solver_type="bh2",
+            predict_x0=True,
         )
         self.solver.set_timesteps(len(schedule))
         self.solver.sigmas = torch.tensor(schedule.sigmas, dtype=torch.float32)
@@ -246,8 +252,10 @@ def solver_for(name: str, schedule: Schedule) -> Any:
         InputError: an unknown name.
     """
     made: dict[str, Callable[[], Any]] = {
-        "euler_ancestral": lambda: EulerAncestral(schedule), "euler": lambda: EulerAncestral(schedule, 0.0),
-        "lcm": lambda: LatentConsistency(schedule), "unipc": lambda: UniPC(schedule),
+        "euler_ancestral": lambda: EulerAncestral(schedule),
+        "euler": lambda: EulerAncestral(schedule, 0.0),
+        "lcm": lambda: LatentConsistency(schedule),
+        "unipc": lambda: UniPC(schedule),
     }
     if name not in made:
         raise InputError(

@@ -24,7 +24,10 @@ from .voxels import rotary_by_tokens
 
 SIZES = (64, 2048)
 PREVIEW = (  # Stable Diffusion's latents as colours, roughly
-    (0.3512, 0.2297, 0.3227), (0.3250, 0.4974, 0.2350), (-0.2829, 0.1762, 0.2721), (-0.2120, -0.2616, -0.7177),
+    (0.3512, 0.2297, 0.3227),
+    (0.3250, 0.4974, 0.2350),
+    (-0.2829, 0.1762, 0.2721),
+    (-0.2120, -0.2616, -0.7177),
 )
 COPIES = 16  # feature maps of the first level that are alive together; counted in tests/paint/test_memory.py
 SPARE_BYTES = 256 * 1024**2  # the middle of a feed-forward, and what attention takes
@@ -145,7 +148,8 @@ def completed(loaded: LoadedPaint, settings: PaintSettings, progress: Any) -> Pa
     """``settings`` with the published values in place of ``auto`` and 0, checked."""
     if loaded.variant not in PUBLISHED or loaded.family == "delight":
         raise InputError(
-            f"a {loaded.family} pipeline for painting views", expected="a paint or paint_pbr pipeline",
+            f"a {loaded.family} pipeline for painting views",
+            expected="a paint or paint_pbr pipeline",
             fix="Load a Hunyuan3D paint folder; the delight model has its own node.",
         )
     own = PUBLISHED[loaded.variant]
@@ -158,7 +162,8 @@ def completed(loaded: LoadedPaint, settings: PaintSettings, progress: Any) -> Pa
         )
     if not 0 < settings.denoise <= 1:
         raise InputError(
-            f"denoise {settings.denoise} for painting", expected="more than 0, at most 1",
+            f"denoise {settings.denoise} for painting",
+            expected="more than 0, at most 1",
             fix="0 would return the input: use 0.3 to 0.6 for a second pass.",
         )
     if settings.latents is None and settings.denoise < 1:
@@ -170,7 +175,10 @@ def completed(loaded: LoadedPaint, settings: PaintSettings, progress: Any) -> Pa
         progress.say("the lcm sampler keeps its own timesteps: sigma schedule and sigmas have no effect")
         settings = replace(settings, sigmas=None)
     return replace(
-        settings, scheduler=scheduler, spacing=spacing, steps=settings.steps or own.steps,
+        settings,
+        scheduler=scheduler,
+        spacing=spacing,
+        steps=settings.steps or own.steps,
         guidance=settings.guidance or own.guidance,
     )
 
@@ -187,7 +195,10 @@ def plan_of(settings: PaintSettings) -> Schedule:
 
 
 def sampled(
-    loaded: LoadedPaint, conditions: Conditions, settings: PaintSettings, progress: Any,
+    loaded: LoadedPaint,
+    conditions: Conditions,
+    settings: PaintSettings,
+    progress: Any,
     noise: Callable[[], Tensor] | None = None,
 ) -> Tensor:
     """Clean latents (V or 2 V, 4, h, w), scaled, fp32, on the CPU.
@@ -267,7 +278,8 @@ def _checked(
         found = checked_pictures(given, f"{name} maps")
         if len(found) != len(ids):
             raise InputError(
-                f"{len(found)} {name} maps for {len(ids)} cameras", expected="one map per camera",
+                f"{len(found)} {name} maps for {len(ids)} cameras",
+                expected="one map per camera",
                 fix="Connect the maps and the cameras of one Render Views node.",
             )
         maps.append(torch.cat([resized(over(one, WHITE)[None], size, size) for one in found]))
@@ -275,14 +287,18 @@ def _checked(
     wanted = (len(ids) * materials, 4, side, side)
     if settings.latents is not None and tuple(settings.latents.shape) != wanted:
         raise InputError(
-            f"latents of shape {tuple(settings.latents.shape)} for painting", expected=f"{wanted}",
+            f"latents of shape {tuple(settings.latents.shape)} for painting",
+            expected=f"{wanted}",
             fix="Upscale the latents of the first pass to the view size with Upscale Latent, and keep the cameras.",
         )
     return references, maps[0], maps[1], ids
 
 
 def _conditions(
-    loaded: LoadedPaint, inputs: PaintInputs, given: tuple[Tensor, Tensor, Tensor, list[int]], settings: PaintSettings,
+    loaded: LoadedPaint,
+    inputs: PaintInputs,
+    given: tuple[Tensor, Tensor, Tensor, list[int]],
+    settings: PaintSettings,
     progress: Any,
 ) -> Conditions:
     """Everything the steps share, computed once."""
@@ -321,7 +337,8 @@ def _dino(loaded: LoadedPaint, inputs: PaintInputs, reference: Tensor, progress:
         return states[:1]
     if "image_encoder" not in loaded.parts.readers:
         raise InputError(
-            "no DINOv2 for the PBR model", expected="the folder of DINOv2-giant, or its CLIP_VISION_OUTPUT",
+            "no DINOv2 for the PBR model",
+            expected="the folder of DINOv2-giant, or its CLIP_VISION_OUTPUT",
             fix="Choose facebook/dinov2-giant on the load node, or connect CLIP Vision Encode.",
         )
     return dino_states(loaded, reference, progress)
@@ -340,6 +357,7 @@ def require_finite(latents: Tensor, subject: str) -> None:
     broken = int((~torch.isfinite(latents)).sum())
     if broken:
         raise InputError(
-            f"{broken} of {latents.numel()} values of the {subject} are NaN or infinite", expected="finite values",
+            f"{broken} of {latents.numel()} values of the {subject} are NaN or infinite",
+            expected="finite values",
             fix="Choose precision fp32, or bf16 where the device has it, on the load node.",
         )

@@ -55,7 +55,7 @@ def _grid(rows: int, columns: int) -> tuple[Tensor, Tensor]:
 def torus(rows: int = 32, columns: int = 64, tube: float = 0.4) -> Mesh:
     """A ring lying in the plane of X and Z, outer radius 1 + ``tube``; one chart."""
     uvs, faces = _grid(rows, columns)
-    around, along = uvs[:, 0] * 2 * math.pi, -uvs[:, 1] * 2 * math.pi
+    around, along = uvs[:, 0] % 1 * 2 * math.pi, -(uvs[:, 1] % 1) * 2 * math.pi
     reach = 1 + tube * along.cos()
     vertices = torch.stack((reach * around.sin(), tube * along.sin(), reach * around.cos()), dim=1)
     return Mesh(vertices, faces, uvs * (1 - 2 * MARGIN) + MARGIN)
@@ -64,8 +64,9 @@ def torus(rows: int = 32, columns: int = 64, tube: float = 0.4) -> Mesh:
 def sphere(rows: int = 32, columns: int = 64) -> Mesh:
     """A unit ball; one chart, whose upper and lower edges are the poles."""
     uvs, faces = _grid(rows, columns)
-    around, down = uvs[:, 0] * 2 * math.pi, uvs[:, 1] * math.pi
-    vertices = torch.stack((down.sin() * around.sin(), down.cos(), down.sin() * around.cos()), dim=1)
+    around, down = uvs[:, 0] % 1 * 2 * math.pi, uvs[:, 1] * math.pi
+    reach = down.sin().clamp(min=0)  # sin(pi) is -9e-8 in float32: a pole turned inside out
+    vertices = torch.stack((reach * around.sin(), down.cos(), reach * around.cos()), dim=1)
     return Mesh(vertices, faces, uvs * (1 - 2 * MARGIN) + MARGIN)
 
 

@@ -16,13 +16,25 @@ from .layers import Attend, Attention, Dtypes, Layer, Resampled, Residual, TimeE
 LayerMaker = Callable[[str, int, int], nn.Module]  # (name, width, heads) -> layer
 CROSS = "CrossAttn"
 REQUIRED: dict[str, Any] = {  # what the published configurations say; a network with another value is another network
-    "act_fn": "silu", "use_linear_projection": True, "flip_sin_to_cos": True, "freq_shift": 0, "norm_eps": 1e-5,
-    "dual_cross_attention": False, "only_cross_attention": False, "center_input_sample": False,
-    "downsample_padding": 1, "mid_block_scale_factor": 1,
+    "act_fn": "silu",
+    "use_linear_projection": True,
+    "flip_sin_to_cos": True,
+    "freq_shift": 0,
+    "norm_eps": 1e-5,
+    "dual_cross_attention": False,
+    "only_cross_attention": False,
+    "center_input_sample": False,
+    "downsample_padding": 1,
+    "mid_block_scale_factor": 1,
 }
 STABLE_DIFFUSION_2: dict[str, Any] = {  # for single files, which come without their config.json
-    "in_channels": 4, "out_channels": 4, "block_out_channels": [320, 640, 1280, 1280], "layers_per_block": 2,
-    "cross_attention_dim": 1024, "attention_head_dim": [5, 10, 20, 20], "norm_num_groups": 32,
+    "in_channels": 4,
+    "out_channels": 4,
+    "block_out_channels": [320, 640, 1280, 1280],
+    "layers_per_block": 2,
+    "cross_attention_dim": 1024,
+    "attention_head_dim": [5, 10, 20, 20],
+    "norm_num_groups": 32,
     "down_block_types": ["CrossAttnDownBlock2D"] * 3 + ["DownBlock2D"],
     "up_block_types": ["UpBlock2D"] + ["CrossAttnUpBlock2D"] * 3,
 }
@@ -58,18 +70,23 @@ class UNetShape:
         for name, value in REQUIRED.items():
             if config.get(name, value) != value:
                 raise CheckpointError(
-                    f"{name} {config[name]!r} in the configuration of the UNet", expected=f"{value!r}",
+                    f"{name} {config[name]!r} in the configuration of the UNet",
+                    expected=f"{value!r}",
                     fix="Choose a Hunyuan3D paint or delight folder.",
                 )
         widths = tuple(config["block_out_channels"])
         heads = config["attention_head_dim"]
         return cls(
-            in_channels=int(config["in_channels"]), out_channels=int(config["out_channels"]), widths=widths,
+            in_channels=int(config["in_channels"]),
+            out_channels=int(config["out_channels"]),
+            widths=widths,
             heads=tuple(heads) if not isinstance(heads, int) else (heads,) * len(widths),
             attending_down=tuple(kind.startswith(CROSS) for kind in config["down_block_types"]),
             attending_up=tuple(kind.startswith(CROSS) for kind in config["up_block_types"]),
-            depth=int(config["layers_per_block"]), text_width=int(config["cross_attention_dim"]),
-            time_width=int(config.get("time_embedding_dim") or 4 * widths[0]), groups=int(config["norm_num_groups"]),
+            depth=int(config["layers_per_block"]),
+            text_width=int(config["cross_attention_dim"]),
+            time_width=int(config.get("time_embedding_dim") or 4 * widths[0]),
+            groups=int(config["norm_num_groups"]),
         )
 
     @property
@@ -116,7 +133,12 @@ class UpBlock(Block):
     """A level on the way up."""
 
     def forward(
-        self, x: Tensor, kept: list[Tensor], time: Tensor, text: Tensor, run: object = None,
+        self,
+        x: Tensor,
+        kept: list[Tensor],
+        time: Tensor,
+        text: Tensor,
+        run: object = None,
         size: tuple[int, int] | None = None,
     ) -> Tensor:
         """The feature map after the level, of (H, W) ``size``; takes its shortcuts from the end of ``kept``."""
@@ -151,7 +173,8 @@ class UNet(nn.Module):
         self.down_blocks = nn.ModuleList(self._down(level) for level in range(len(widths)))
         self.mid_block = MiddleBlock(
             [self._residual(widths[-1], widths[-1]) for _ in range(2)],
-            [self._transformer("mid_0", widths[-1], shape.heads[-1])], None,
+            [self._transformer("mid_0", widths[-1], shape.heads[-1])],
+            None,
         )
         self.up_blocks = nn.ModuleList(self._up(level) for level in range(len(widths)))
         self.conv_norm_out = nn.GroupNorm(shape.groups, widths[0], eps=1e-5)

@@ -39,7 +39,11 @@ class PictureAttention:
         self.attend = attend
 
     def __call__(
-        self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Any = None, attention_mask: Any = None,
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Any = None,
+        attention_mask: Any = None,
         temb: Any = None,
     ) -> Tensor:
         """(B, C, H, W) from the same; the VAE passes nothing else."""

@@ -72,7 +72,8 @@ def weights_in(place: Path, part: str, choice: str = "auto") -> Weights:
     pickles = sorted(place.glob("*.bin"), key=lambda file: (file.name.count("."), file.name)) if place.is_dir() else []
     if choice == "bin" and not pickles:
         raise CheckpointError(
-            f"no .bin in {str(place)!r}", expected=f"the {part} as .bin",
+            f"no .bin in {str(place)!r}",
+            expected=f"the {part} as .bin",
             fix="Choose weights auto, or download the .bin file.",
         )
     if pickles and choice != "safetensors":
@@ -89,7 +90,8 @@ def _safetensors(files: list[Path]) -> Weights:
     entries = declared(files)
     if not entries:
         raise CheckpointError(
-            f"no tensors in the weights of {str(files[0])!r}", expected="the weights of a network",
+            f"no tensors in the weights of {str(files[0])!r}",
+            expected="the weights of a network",
             fix="Download this file again.",
         )
     shapes = {name: entry.shape for name, entry in entries.items()}
@@ -120,7 +122,8 @@ def _mapped(path: Path) -> dict[str, torch.Tensor]:
         ) from error
     if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):
         raise CheckpointError(
-            f"{str(path)!r} holds something beside tensors", expected="a .bin that maps names to tensors",
+            f"{str(path)!r} holds something beside tensors",
+            expected="a .bin that maps names to tensors",
             fix="Use the file as published, not a training checkpoint.",
         )
     return found

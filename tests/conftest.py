@@ -44,6 +44,7 @@ LISTED_SKIPS = (  # what a machine may lack; anything else that is skipped fails
     "no interpreter for",
     "lacks what this pack requires",
     "needs a C++ compiler",
+    "needs torch 2.9 or newer",
 )
 _unlisted: list[str] = []
 

@@ -88,7 +88,9 @@ def test_turbo_is_known_by_its_folder_and_its_image_prompt_is_left_out(paint_fol
 def test_every_attention_calls_the_kernel_that_was_chosen(paint_folder):
     loaded = load(paint_folder, attention="native_math")
     kernels = {
-        module.attend.choice for part in ("unet", "reference") for module in loaded.parts.read(part).modules()
+        module.attend.choice
+        for part in ("unet", "reference")
+        for module in loaded.parts.read(part).modules()
         if isinstance(module, Attention)
     }
     assert kernels == {"native_math"}

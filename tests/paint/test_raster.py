@@ -34,7 +34,9 @@ def by_definition(screen: torch.Tensor, faces: torch.Tensor) -> torch.Tensor:
     ids, best = torch.full((HEIGHT, WIDTH), -1, dtype=torch.int32), torch.full((HEIGHT, WIDTH), torch.inf)
     for number, corners in enumerate(faces.tolist()):
         a, b, c = snapped[corners]
-        sides = [(q - p)[0] * (pixel - p)[..., 1] - (q - p)[1] * (pixel - p)[..., 0] for p, q in ((a, b), (b, c), (c, a))]
+        sides = [
+            (q - p)[0] * (pixel - p)[..., 1] - (q - p)[1] * (pixel - p)[..., 0] for p, q in ((a, b), (b, c), (c, a))
+        ]
         area = (b - a)[0] * (c - a)[1] - (b - a)[1] * (c - a)[0]
         depth = screen[corners[0], 2]
         inside = torch.stack([side * area.sign() >= 0 for side in sides]).all(0) & (area != 0) & (depth < best)
@@ -84,7 +86,9 @@ def test_no_more_pixels_are_tried_at_once_than_allowed(monkeypatch):
 def test_a_closed_sheet_has_no_cracks():
     """Corners off the pixel grid by odd fractions: each pixel between them belongs to some face."""
     side = 23
-    rows, columns = torch.meshgrid(torch.linspace(-3, HEIGHT + 3, side), torch.linspace(-3, WIDTH + 3, side), indexing="ij")
+    rows, columns = torch.meshgrid(
+        torch.linspace(-3, HEIGHT + 3, side), torch.linspace(-3, WIDTH + 3, side), indexing="ij"
+    )
     jitter = torch.rand(2, side, side, generator=torch.Generator().manual_seed(3)) * 1.7
     screen = torch.stack((columns + jitter[0], rows + jitter[1], torch.zeros_like(rows)), dim=-1).view(-1, 3)
     index = torch.arange(side * side).view(side, side)

@@ -13,12 +13,17 @@ from simulated import accelerator
 from simulated.conftest import acc  # noqa: F401
 
 MODES = [
-    "model", "sequential", pytest.param("none", marks=pytest.mark.full), pytest.param("group", marks=pytest.mark.full),
+    "model",
+    "sequential",
+    pytest.param("none", marks=pytest.mark.full),
+    pytest.param("group", marks=pytest.mark.full),
 ]
 GENERATOR = torch.Generator().manual_seed(0)
 INPUTS = PaintInputs(
-    torch.rand(1, 64, 64, 3, generator=GENERATOR), torch.rand(2, 64, 64, 3, generator=GENERATOR),
-    torch.rand(2, 64, 64, 3, generator=GENERATOR), camera_table([0, 180], [0], [1]),
+    torch.rand(1, 64, 64, 3, generator=GENERATOR),
+    torch.rand(2, 64, 64, 3, generator=GENERATOR),
+    torch.rand(2, 64, 64, 3, generator=GENERATOR),
+    camera_table([0, 180], [0], [1]),
     torch.randn(1, 17, 1536, generator=GENERATOR),
 )
 SETTINGS = PaintSettings(size=64, steps=2, seed=3)
@@ -70,8 +75,8 @@ def test_inputs_where_the_module_seems_to_be_break_without_us(acc, paint_folder)
     """What users report: inputs that follow a module's own device instead of the one it executes on."""
     loaded = load_paint(PaintRequest(paint_folder, precision="fp32", offload="none", device=acc))
     with (
-        torch.no_grad(), loaded.residency.hold("reference") as stream,
+        torch.no_grad(),
+        loaded.residency.hold("reference") as stream,
         pytest.raises(RuntimeError, match=r"same device|should be the same"),
     ):
         stream(torch.zeros(1, 1, 4, 8, 8))
-

@@ -19,9 +19,13 @@ from anygpu.paint.samplers import (
 from paint.stored import FIXTURES, values
 
 START = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
-PUBLISHED = {key: value for key, value in json.loads(
-    (FIXTURES / "paintpbr_v2_1" / "scheduler_config.json").read_text(encoding="utf-8")
-).items() if key not in ("_class_name", "skip_prk_steps")}
+PUBLISHED = {
+    key: value
+    for key, value in json.loads(
+        (FIXTURES / "paintpbr_v2_1" / "scheduler_config.json").read_text(encoding="utf-8")
+    ).items()
+    if key not in ("_class_name", "skip_prk_steps")
+}
 ROUNDING = 1e-5  # the same sums in another order
 
 
@@ -81,9 +85,13 @@ def test_unipc_is_upstreams(steps):
     assert (ours("unipc", schedule) - wanted).abs().max() <= ROUNDING
 
 
-@pytest.mark.parametrize(("kind", "name", "spacing", "zero_snr"), [
-    ("paint", "pipeline_euler", "trailing", True), ("delight", "pipeline_default_nocfg", "leading", False),
-])
+@pytest.mark.parametrize(
+    ("kind", "name", "spacing", "zero_snr"),
+    [
+        ("paint", "pipeline_euler", "trailing", True),
+        ("delight", "pipeline_default_nocfg", "leading", False),
+    ],
+)
 def test_levels_of_the_fixtures(kind, name, spacing, zero_snr):
     given = values(kind, f"{name}.in")
     schedule = schedule_for(spacing, len(given["timesteps"]), zero_snr)
@@ -120,10 +128,16 @@ def test_denoise_starts_from_the_given_latents_at_the_level_of_the_rest(name):
     assert torch.allclose(solver.model_input(x, 0), (clean + sigma) / (sigma**2 + 1) ** 0.5)
 
 
-@pytest.mark.parametrize("call", [
-    lambda: schedule_for("trailing", 0, True), lambda: schedule_for("nowhere", 4, True), lambda: lcm_schedule(31, True),
-    lambda: schedule_of([1.0, 2.0, 0.0], True), lambda: solver_for("dpm", schedule_for("trailing", 4, True)),
-])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: schedule_for("trailing", 0, True),
+        lambda: schedule_for("nowhere", 4, True),
+        lambda: lcm_schedule(31, True),
+        lambda: schedule_of([1.0, 2.0, 0.0], True),
+        lambda: solver_for("dpm", schedule_for("trailing", 4, True)),
+    ],
+)
 def test_unusable_choices_are_refused(call):
     with pytest.raises(InputError):
         call()

@@ -61,7 +61,9 @@ def encoded(loaded, inputs):
     given, generator = values("paint", "pipeline_euler.in"), generator_for(0)
     with torch.no_grad(), loaded.residency.hold("vae") as module:
         for name, pictures in (
-            ("ref", over(inputs.references[0], GREY)[None]), ("normal", inputs.normals), ("position", inputs.positions)
+            ("ref", over(inputs.references[0], GREY)[None]),
+            ("normal", inputs.normals),
+            ("position", inputs.positions),
         ):
             found = vae.encoded(module, pictures, generator, torch.device("cpu"), Silent()) * vae.SCALE
             yield name, found, given[f"{name}_latents"][0]
@@ -151,7 +153,9 @@ def test_a_second_larger_pass_starts_from_the_first(paint, inputs):
 def test_published_settings_of_each_variant(paint, turbo, pbr):
     found = {loaded.variant: completed(loaded, PaintSettings(), Silent()) for loaded in (paint, turbo, pbr)}
     assert {name: (s.scheduler, s.steps, s.guidance) for name, s in found.items()} == {
-        "v2-0": ("euler_ancestral", 30, 2.0), "turbo": ("lcm", 10, 1.0), "v2-1": ("unipc", 15, 3.0),
+        "v2-0": ("euler_ancestral", 30, 2.0),
+        "turbo": ("lcm", 10, 1.0),
+        "v2-1": ("unipc", 15, 3.0),
     }
     assert plan_of(found["turbo"]).timesteps[0] == 989
 

@@ -38,6 +38,9 @@ def reason() -> str:
         return "the simulated accelerator needs a C++ compiler: install g++ or clang++, or set CXX"
     if not (_torch_folder() / "include" / "torch" / "library.h").exists():
         return f"torch {torch.__version__} was installed without its C++ headers"
+    header = _torch_folder() / "include" / "c10" / "core" / "CachingDeviceAllocator.h"
+    if "DeviceAllocator : " not in header.read_text(encoding="utf-8"):
+        return f"the simulated accelerator needs torch 2.9 or newer for counted memory, found {torch.__version__}"
     return ""
 
 
