@@ -111,7 +111,10 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("label", CASES)
+SISTERS = ("framepack_f1", "hunyuan_video_i2v_33ch", "hunyuan_video_15_i2v")  # as slow as the layouts they resemble
+
+
+@pytest.mark.parametrize("label", [pytest.param(c, marks=[pytest.mark.full] * (c in SISTERS)) for c in CASES])
 def test_the_video_depends_on_every_input(label, tiny_folder):
     case = CASES[label]
     render = renderer(case, tiny.one_shot(case.name, tiny_folder, pipeline=case.pipeline))
