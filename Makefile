@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 TORCH_INDEX ?=
 INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
-.PHONY: install demo demo-comfyui test test-full test-host test-browser workflows matrix lint bench clean
+.PHONY: install accelerator demo demo-comfyui test test-full test-host test-browser workflows matrix lint bench clean
 
 install: $(READY)
 
@@ -22,10 +22,14 @@ $(READY): requirements.txt requirements-test.txt constraints.txt pyproject.toml
 demo: $(READY)
 	$(PY) -m anygpu.cli demo --output demo
 
-test: $(READY)
+# The simulated accelerator is compiled once per torch and source, where there is a compiler; tests build it otherwise.
+accelerator: $(READY)
+	@cd tests && ../$(PY) -c "from simulated import library; library.reason() or library.built()"
+
+test: $(READY) accelerator
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadgroup -m "not full and not host and not browser"
 
-test-full: $(READY)
+test-full: $(READY) accelerator
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadgroup -m "not host and not browser"
 
 test-host: $(READY)

@@ -94,8 +94,20 @@ def on_host(tiny_folder):
     return of
 
 
-@pytest.mark.parametrize("offload", MODES)
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in CASES])
+SAMPLE = ("ltx", "mochi")  # the others run in one mode here; test_matrix.py runs every family in every mode
+CELLS = [
+    pytest.param(
+        name,
+        offload,
+        marks=[pytest.mark.xdist_group(name)]
+        + ([] if name in SAMPLE or MODES[index % len(MODES)] == offload else [pytest.mark.full]),
+    )
+    for index, name in enumerate(CASES)
+    for offload in MODES
+]
+
+
+@pytest.mark.parametrize(("name", "offload"), CELLS)
 def test_equals_the_cpu(acc, tiny_folder, on_host, name, offload):
     case, progress = CASES[name], Watching()
     loaded = progress.loaded = loaded_for(case, tiny_folder, "acc:0", offload)
