@@ -119,7 +119,7 @@ def test_faces_with_the_wrong_winding_are_painted_from_the_side_that_shows_them(
 
 
 def test_what_is_behind_is_not_painted():
-    surface = Surface.of(synthetic.box(1, 1, 0.004))  # a sheet whose back is nearer than the depth tolerance
+    surface = Surface.of(synthetic.box(1, 1, 0.002))  # a sheet whose back is nearer than the depth tolerance
     table = CameraTable((Camera(0, 0),))
     baked = bake(surface, table, photographs(surface, table, 128, 128), replace(SMALL, view_size=128))
     normals = surface.face_normals[baked.texels.shown.face[baked.painted.view(-1)[baked.texels.shown.pixel]]]
@@ -191,6 +191,16 @@ def test_steps_of_depth_are_found_and_slopes_are_not():
     assert not depth_steps(rasterised(Surface.of(synthetic.box()), Camera(70, 20), 128)).any()
     found = depth_steps(rasterised(Surface.of(synthetic.torus()), Camera(0, 30), 128))
     assert found[:, 64].any(), "the near rim of the hole before its far wall"
+
+
+@pytest.mark.parametrize(("height", "found"), [(0.02, False), (0.05, True)])
+def test_how_high_a_step_of_depth_is_an_edge(height, found):
+    """In units of the frame, at a size where neighbouring pixels lie close together."""
+    low = torch.tensor([[-1.0, -1, 0], [0, -1, 0], [-1, 1, 0], [0, 1, 0]])
+    high = low + torch.tensor([1.0, 0, height / 0.575 * 2**0.5])
+    faces = torch.tensor([[0, 1, 2], [1, 3, 2]])
+    surface = Surface.of(Mesh(torch.cat((low, high)), torch.cat((faces, faces + 4))))
+    assert bool(depth_steps(rasterised(surface, Camera(0, 0), 512)).any()) == found
 
 
 def test_grown_is_a_square():

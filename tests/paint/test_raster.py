@@ -103,6 +103,14 @@ def test_ties_go_to_the_lower_face_and_lines_show_nowhere():
     assert face_ids(screen, faces, 32, 32).unique().tolist() == [-1, 1]
 
 
+def test_a_tile_that_a_face_only_touches_is_not_lost():
+    """The long side runs through the first pixel of a tile and through no other of it."""
+    screen = torch.tensor([[0.0, 0.0, 0.5], [128.0, 0.0, 0.5], [0.0, 128.0, 0.5]])
+    ids = face_ids(screen, torch.tensor([[0, 1, 2]]), 130, 130)
+    rows, columns = torch.meshgrid(torch.arange(130), torch.arange(130), indexing="ij")
+    assert torch.equal(ids == 0, rows + columns <= 128)
+
+
 def test_nothing_to_show():
     assert face_ids(torch.zeros(0, 3), torch.zeros(0, 3, dtype=torch.int64), 4, 5).eq(-1).all()
 

@@ -1,0 +1,54 @@
+"""Views, bake, fill and turntable run where the mesh is, and give what the CPU gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from anygpu.paint import raster, synthetic
+from anygpu.paint.bake import BakeSettings, bake
+from anygpu.paint.cameras import DEFAULT_VIEWS
+from anygpu.paint.fill import filled
+from anygpu.paint.mesh import Surface
+from anygpu.paint.turntable import turntable
+from anygpu.paint.views import chosen_views, rendered_maps
+from simulated.conftest import acc  # noqa: F401
+
+
+def everything(device: torch.device | str, form: str) -> dict[str, torch.Tensor]:
+    surface = Surface.of(synthetic.torus(8, 16), device)
+    maps = rendered_maps(surface, size=48)
+    pictures = synthetic.photographs(Surface.of(synthetic.torus(8, 16)), DEFAULT_VIEWS, 32, 64)
+    baked = bake(surface, DEFAULT_VIEWS, pictures, BakeSettings(48, 64, form))
+    texture = filled(baked, surface)
+    chosen_views(surface, 7, size=48)
+    found = {"position": maps.position, "normal": maps.normal, "bake": baked.texture, "texture": texture}
+    assert all(tensor.device.type == torch.device(device).type for tensor in found.values())
+    return {**{name: tensor.cpu() for name, tensor in found.items()}, "frames": turntable(surface, texture, 1, 32)}
+
+
+@pytest.mark.parametrize("form", ["gather", "scatter"])
+def test_a_device_gives_what_the_cpu_gives(acc, form):  # noqa: F811
+    wanted, found = everything("cpu", form), everything(acc, form)
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(
+            found[name], tensor, atol=1e-5, rtol=0, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def test_a_device_without_int64_minimum_is_rasterised_on_the_cpu(acc, monkeypatch, caplog):  # noqa: F811
+    surface = Surface.of(synthetic.torus(8, 16), acc)
+    wanted = rendered_maps(surface, size=48).position
+    kept = torch.Tensor.scatter_reduce_
+
+    def refused(buffer, *arguments, **options):
+        if buffer.device.type != "cpu":
+            raise RuntimeError("not implemented for Long")
+        return kept(buffer, *arguments, **options)
+
+    monkeypatch.setattr(torch.Tensor, "scatter_reduce_", refused)
+    assert not raster._reduces_int64(torch.device(acc))
+    with caplog.at_level("INFO"):
+        found = rendered_maps(surface, size=48).position
+    assert "no int64 scatter-min" in caplog.text
+    assert found.device.type == torch.device(acc).type
+    assert torch.equal(found.cpu(), wanted.cpu())
