@@ -81,6 +81,11 @@ def generator_for(seed: int, state: bytes | None = None) -> torch.Generator:
     return generator
 
 
+def state_of(generator: torch.Generator) -> bytes:
+    """Where ``generator`` stands, as :func:`generator_for` takes it."""
+    return bytes(generator.get_state().numpy().tobytes())
+
+
 @contextmanager
 def checked_leaves(module: nn.Module, called: Any) -> Iterator[None]:
     """Call ``called()`` before each leaf module of ``module`` runs, so that a cancel is obeyed inside a long forward.

@@ -11,10 +11,10 @@ from torch.nn import functional
 
 from ..compat.errors import InputError
 from ..compat.execution import checked_leaves, execution_device, generator_for
+from ..compat.parts import Silent
 from . import vae
 from .encoders import empty_prompt
 from .loading import LoadedPaint
-from .parts import Silent
 from .pictures import WHITE, checked_pictures, over, resized
 from .samplers import schedule_for, solver_for
 from .sampling import activation_bytes, preview_of, require_finite

@@ -14,7 +14,7 @@ from ..compat.checkpoints import read_json
 from ..compat.errors import CheckpointError
 from ..compat.execution import execution_device
 from ..compat.packages import attribute
-from .parts import Reader
+from ..compat.parts import Reader
 from .weights import Weights
 
 CLASSES = {"image_encoder": "Dinov2Model", "text_encoder": "CLIPTextModel"}

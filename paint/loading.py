@@ -15,11 +15,11 @@ from ..compat.checkpoints import read_json
 from ..compat.device import DeviceFacts, facts_for, free_bytes
 from ..compat.errors import CheckpointError, InputError
 from ..compat.offload import amount, residency_for
+from ..compat.parts import Parts, Prepare, Reader, Silent
 from ..compat.precision import Precision, precision_for
 from . import networks, vae
 from .encoders import encoder_reader
 from .layers import Dtypes
-from .parts import Parts, Prepare, Reader, Silent
 from .unet import UNetShape, attended
 from .weights import Weights, both_kinds, weights_in
 

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from ..compat.errors import InputError
 from ..compat.execution import checked_leaves, execution_device, generator_for
+from ..compat.parts import Silent
 from . import vae
 from .cameras import CameraTable, camera_ids, camera_notes
 from .encoders import dino_states
 from .loading import LoadedPaint
 from .multiview import Run
-from .parts import Silent
 from .pbr import MATERIALS
 from .pictures import GREY, WHITE, checked_pictures, over, resized, squared
 from .samplers import Schedule, lcm_schedule, schedule_for, schedule_of, solver_for

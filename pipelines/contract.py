@@ -6,7 +6,7 @@ N tokens, D features.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +14,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+
+from ..compat.parts import Parts
+from ..compat.parts import Silent as Silent
 
 LATENT_VERSION = 1
 
@@ -36,19 +39,6 @@ class Progress(Protocol):
         """One line that the user should read: what was assumed, rounded or has no effect."""
 
 
-class Silent:
-    """A progress that nobody watches and nobody cancels."""
-
-    def step(self, done: int, total: int, stage: str, preview: Callable[[], torch.Tensor] | None = None) -> None:
-        """Nothing."""
-
-    def check(self) -> None:
-        """Nothing."""
-
-    def say(self, text: str) -> None:
-        """Nothing."""
-
-
 class Residency(Protocol):
     """Who decides where the parts of one pipeline are, and moves them."""
 
@@ -63,53 +53,6 @@ class Residency(Protocol):
 
     def release(self, part: str) -> None:
         """Take the part off ``device``; where that is the host, free its memory."""
-
-
-class Parts(dict[str, nn.Module]):
-    """The modules of a pipeline by name, each read from disk on first use.
-
-    A part that is not in memory costs nothing: text encoders come and go without the transformer ever being read
-    twice, and the peak is the largest part, not the sum.
-
-    Args:
-        readers: part name to what reads it. prepare: rewrites a part that was just read, on the CPU and before any
-            residency hooks it, and returns what takes that back: ``pipelines.rewriting.Preparation``.
-
-    ``fallbacks`` holds, by part name, what makes the next reading a safer one; only for parts whose precision was
-    decided and not chosen.
-    """
-
-    def __init__(
-        self,
-        readers: Mapping[str, Callable[[Progress], nn.Module]],
-        prepare: Callable[[str, nn.Module], Callable[[], Any]] | None = None,
-    ) -> None:
-        super().__init__()
-        self.readers, self.prepare = dict(readers), prepare
-        self.undo: dict[str, Callable[[], Any]] = {}
-        self.fallbacks: dict[str, Callable[[], None]] = {}
-
-    def read(self, name: str, progress: Progress | None = None) -> nn.Module:
-        """The part ``name``, from memory or from disk, prepared."""
-        if name not in self:
-            module = self.readers[name](progress or Silent())
-            if self.prepare is not None:
-                self.undo[name] = self.prepare(name, module)
-            self[name] = module
-        return dict.__getitem__(self, name)
-
-    def __missing__(self, name: str) -> nn.Module:
-        return self.read(name)
-
-    def drop(self, name: str) -> None:
-        """Forget the part; it is read again when it is next wanted."""
-        self.pop(name, None)
-        self.undo.pop(name, None)
-
-    def revert(self, name: str) -> None:
-        """The part as it was read, without the rewrites; its residency must be off. Nothing for one not in memory."""
-        if name in self.undo:
-            self.undo.pop(name)()
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,14 +237,3 @@ class FramePackSettings:
     order: str = "auto"
     end_strength: float = 1.0
     single_frame: bool = False
-
-
-def count_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Each parameter and buffer of ``module`` once."""
-    yield from module.parameters()
-    yield from module.buffers()
-
-
-def module_bytes(module: nn.Module) -> int:
-    """Bytes of the weights and buffers of ``module``, wherever they are."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in count_tensors(module))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..compat.errors import InputError
-from ..compat.execution import checked_leaves, execution_device, generator_for, placed
+from ..compat.execution import checked_leaves, execution_device, generator_for, placed, state_of
 from .contract import (
     FramePackSettings,
     ImageCondition,
@@ -342,7 +342,7 @@ def _so_far(loaded: Loaded, history: History, settings: SampleSettings, generato
         "section_lengths": list(history.lengths),
         "window": plan.window,
         "order": plan.order,
-        "generator_state": bytes(generator.get_state().numpy().tobytes()),
+        "generator_state": state_of(generator),
     }
     samples = history.latents.cpu() / float(loaded.configs["vae"]["scaling_factor"])
     size = settings.height, settings.width

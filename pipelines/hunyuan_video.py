@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..compat.errors import CheckpointError, InputError
-from ..compat.execution import checked_leaves, execution_device, generator_for, placed
+from ..compat.execution import checked_leaves, execution_device, generator_for, placed, state_of
 from .contract import ImageCondition, ImageRequest, Latents, Loaded, Progress, Prompt, PromptRequest, SampleSettings
 from .denoising import Kept, cfg_acts, denoise, noise_for, start_from
 from .family import Defaults, Family
@@ -185,7 +185,7 @@ def sample(
     with hold as transformer, checked_leaves(transformer, progress.check):
         predict = _predictor(loaded, transformer, prompt, settings, _given(kind, picture), len(schedule))
         latents = whole(denoise(start, schedule, predict, progress=progress, kept=kept, preview=whole))
-    extra: dict[str, Any] = {"generator_state": bytes(generator.get_state().numpy().tobytes())}
+    extra: dict[str, Any] = {"generator_state": state_of(generator)}
     if kind == LATENT_CONCAT:
         extra["drop_frames"] = DROPPED_FRAMES
     return Latents(

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from ..compat.errors import InputError
-from ..compat.execution import checked_leaves, execution_device, generator_for, placed
+from ..compat.execution import checked_leaves, execution_device, generator_for, placed, state_of
 from .contract import ImageCondition, ImageRequest, Latents, Loaded, Progress, Prompt, PromptRequest, SampleSettings
 from .denoising import cfg_acts, denoise, noise_for, start_from
 from .family import Defaults, Family
@@ -179,7 +179,7 @@ def sample(
         settings.width,
         settings.fps,
         settings.seed,
-        extra={"generator_state": bytes(generator.get_state().numpy().tobytes())},
+        extra={"generator_state": state_of(generator)},
     )
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ..compat.execution import HOST, checked_leaves, execution_device, generator_for, placed
+from ..compat.execution import HOST, checked_leaves, execution_device, generator_for, placed, state_of
 from ..compat.offload import own_tensors
 from ..compat.transfer import Transfer
 from .contract import ImageCondition, Latents, Loaded, Progress, Prompt, PromptRequest, SampleSettings
@@ -230,7 +230,7 @@ def sample(
         settings.width,
         settings.fps,
         settings.seed,
-        extra={"generator_state": bytes(generator.get_state().numpy().tobytes())},
+        extra={"generator_state": state_of(generator)},
     )
 
 

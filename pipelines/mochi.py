@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..compat.execution import checked_leaves, execution_device, generator_for, placed
+from ..compat.execution import checked_leaves, execution_device, generator_for, placed, state_of
 from .contract import ImageCondition, Latents, Loaded, Progress, Prompt, PromptRequest, SampleSettings
 from .denoising import cfg_acts, denoise, noise_for, start_from
 from .family import Defaults, Family
@@ -115,7 +115,7 @@ def sample(
         settings.width,
         settings.fps,
         settings.seed,
-        extra={"generator_state": bytes(generator.get_state().numpy().tobytes())},
+        extra={"generator_state": state_of(generator)},
     )
 
 

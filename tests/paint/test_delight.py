@@ -8,11 +8,11 @@ import numpy
 import pytest
 import torch
 from anygpu.compat.errors import CheckpointError, InputError
+from anygpu.compat.parts import Silent
 from anygpu.paint import vae
 from anygpu.paint.delight import DelightSettings, corrected, delight_image, denoised, network_picture
 from anygpu.paint.encoders import dino_pixels, empty_prompt
 from anygpu.paint.loading import PaintRequest, load_paint
-from anygpu.paint.parts import Silent
 from anygpu.paint.pictures import resized
 from PIL import Image
 

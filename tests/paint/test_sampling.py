@@ -9,11 +9,11 @@ import pytest
 import torch
 from anygpu.compat.errors import InputError
 from anygpu.compat.execution import generator_for
+from anygpu.compat.parts import Silent
 from anygpu.paint import vae
 from anygpu.paint.cameras import DEFAULT_VIEWS, camera_table
 from anygpu.paint.encoders import dino_pixels, dino_states
 from anygpu.paint.loading import PaintRequest, load_paint
-from anygpu.paint.parts import Silent
 from anygpu.paint.pictures import GREY, over, recentred, resized, squared
 from anygpu.paint.sampling import (
     Conditions,

@@ -1,4 +1,4 @@
-"""The modules of a paint pipeline by name, each read from disk on first use."""
+"""The modules of a pipeline by name, each read from disk on first use, for every room that has pipelines."""
 
 from __future__ import annotations
 
@@ -25,17 +25,28 @@ class Silent:
 
 
 class Parts(dict[str, nn.Module]):
-    """The parts that are in memory; the others are read when they are wanted.
+    """The modules of a pipeline by name, each read from disk on first use.
+
+    A part that is not in memory costs nothing: text encoders come and go without the transformer ever being read
+    twice, and the peak is the largest part, not the sum.
 
     Args:
         readers: part name to what reads it. prepare: rewrites a part that was just read, on the CPU and before any
-            residency hooks it, and returns what takes that back.
+            residency hooks it, and returns what takes that back: ``pipelines.rewriting.Preparation``.
+
+    ``fallbacks`` holds, by part name, what makes the next reading a safer one; only for parts whose precision was
+    decided and not chosen.
     """
 
-    def __init__(self, readers: Mapping[str, Reader], prepare: Prepare | None = None) -> None:
+    def __init__(
+        self,
+        readers: Mapping[str, Reader],
+        prepare: Prepare | None = None,
+    ) -> None:
         super().__init__()
         self.readers, self.prepare = dict(readers), prepare
         self.undo: dict[str, Callable[[], Any]] = {}
+        self.fallbacks: dict[str, Callable[[], None]] = {}
 
     def read(self, name: str, progress: Any = None) -> nn.Module:
         """The part ``name``, from memory or from disk, prepared."""
