@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# The root's own kernels/ and nodes.py would hide the PyPI package `kernels` and ComfyUI's `nodes`.
+# The root's own kernels/ and nodes/ would hide the PyPI package `kernels` and ComfyUI's `nodes`.
 sys.path[:] = [entry for entry in sys.path if Path(entry or Path.cwd()).resolve() != ROOT]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

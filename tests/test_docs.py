@@ -43,11 +43,11 @@ def _inputs(node: ast.AST, functions: dict[str, ast.FunctionDef]) -> Iterator[st
 
 
 def node_inputs() -> dict[str, tuple[str, list[str]]]:
-    """Node id to display name and input ids, read from nodes.py without ComfyUI."""
-    tree = ast.parse(page("nodes.py"))
-    functions = {item.name: item for item in tree.body if isinstance(item, ast.FunctionDef)}
+    """Node id to display name and input ids, read from nodes/ without ComfyUI."""
+    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in sorted((ROOT / "nodes").glob("*.py"))]
+    functions = {item.name: item for tree in trees for item in tree.body if isinstance(item, ast.FunctionDef)}
     nodes = {}
-    for schema in (call for call in ast.walk(tree) if isinstance(call, ast.Call)):
+    for schema in (call for tree in trees for call in ast.walk(tree) if isinstance(call, ast.Call)):
         node_id = _literal(schema, "node_id")
         if node_id is not None:
             (inputs,) = (keyword.value for keyword in schema.keywords if keyword.arg == "inputs")

@@ -24,11 +24,16 @@ def graph_of(workflow: Path) -> dict[str, Any]:
     return graph
 
 
+def node_trees() -> list[ast.Module]:
+    """The files of ``nodes/``, parsed."""
+    return [ast.parse(file.read_text(encoding="utf-8")) for file in sorted((ROOT / "nodes").glob("*.py"))]
+
+
 def node_ids() -> set[str]:
-    """Every ``node_id`` in ``nodes.py``, read without importing it: it needs ComfyUI."""
-    tree = ast.parse((ROOT / "nodes.py").read_text(encoding="utf-8"))
+    """Every ``node_id`` in ``nodes/``, read without importing it: it needs ComfyUI."""
     return {
         keyword.value.value
+        for tree in node_trees()
         for call in ast.walk(tree)
         if isinstance(call, ast.Call)
         for keyword in call.keywords
@@ -38,9 +43,8 @@ def node_ids() -> set[str]:
 
 def execute_arguments() -> dict[str, set[str]]:
     """Node id to the names that ``execute`` takes; ``**`` among them where it takes any."""
-    tree = ast.parse((ROOT / "nodes.py").read_text(encoding="utf-8"))
     found: dict[str, set[str]] = {}
-    for cls in (item for item in tree.body if isinstance(item, ast.ClassDef)):
+    for cls in (item for tree in node_trees() for item in tree.body if isinstance(item, ast.ClassDef)):
         run = next((item for item in cls.body if isinstance(item, ast.FunctionDef) and item.name == "execute"), None)
         if run is not None:
             names = {argument.arg for argument in (*run.args.args, *run.args.kwonlyargs)} - {"cls"}

@@ -1,0 +1,1 @@
+"""Fused operations: each with its reference, its registration and its launch."""

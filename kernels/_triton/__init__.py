@@ -1,0 +1,1 @@
+"""Triton launches; the only files that import triton."""

@@ -1,0 +1,135 @@
+"""The nodes that sample latents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..host import kept
+from ..host.api import io
+from ..host.progress import NodeProgress
+from ..pipelines import exchange, stages
+from ..pipelines.contract import FramePackSettings, SampleSettings
+from .sockets import CATEGORY, DEFAULT, Image, Pipeline, Prompt, sampling_inputs, size_inputs
+
+
+class Sample(io.ComfyNode):
+    """Sample a video."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """The node's inputs and outputs."""
+        return io.Schema(
+            node_id="AnyGPUSample",
+            display_name="AnyGPU Sample",
+            category=CATEGORY,
+            description="Denoises a video: text, image or video to video, by what is connected. Inputs that have no "
+            "effect on the loaded model are named under the node.",
+            search_aliases=["ksampler", "video sampler", "text to video", "t2v", "i2v", "v2v"],
+            inputs=[
+                Pipeline.Input("pipeline", tooltip="From AnyGPU Load Pipeline."),
+                io.MultiType.Input(
+                    "prompt", types=[Prompt, io.Conditioning],
+                    tooltip="From AnyGPU Encode Prompt, or core CONDITIONING from CLIP Text Encode.",
+                ),
+                *size_inputs(),
+                io.Int.Input(
+                    "frames", default=0, min=0, max=4097,
+                    tooltip="Video frames; rounded up to the next count the model can make. " + DEFAULT,
+                ),
+                *sampling_inputs(),
+                io.Float.Input("fps", default=0.0, min=0.0, max=240.0, step=0.01, tooltip="Frames per second. " + DEFAULT),
+                Image.Input("image", optional=True, tooltip="From AnyGPU Encode Image: makes it image to video."),
+                io.Latent.Input("latent", optional=True, tooltip="Video to video: the latents to start from. A noise mask on them is kept."),
+                io.Float.Input(
+                    "denoise", default=1.0, min=0.0, max=1.0, step=0.01, optional=True,
+                    tooltip="With a latent: share of it that is redrawn. 1 ignores its content.",
+                ),
+                io.Conditioning.Input("negative", optional=True, tooltip="Negative CONDITIONING, when prompt is core CONDITIONING."),
+                io.Sigmas.Input("sigmas", optional=True, tooltip="Noise levels from 1 to 0 that replace steps and shift."),
+                io.Float.Input(
+                    "guidance_rescale", default=0.0, min=0.0, max=1.0, step=0.01, optional=True, advanced=True,
+                    tooltip="LTX-Video, HunyuanVideo 1.5: pulls back the contrast that a high cfg adds.",
+                ),
+            ],
+            outputs=[io.Latent.Output(display_name="latent")],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def execute(
+        cls, pipeline: Any, prompt: Any, image: Any = None, latent: Any = None, negative: Any = None, sigmas: Any = None,
+        **settings: Any,
+    ) -> io.NodeOutput:
+        """The sampled latents."""
+        progress = NodeProgress(cls.hidden.unique_id, pipeline.family)
+        encoded = stages.prompt_from_core(pipeline, prompt, negative) if isinstance(prompt, list) else prompt
+        start = exchange.start_of(pipeline, latent, progress.say)
+        chosen = SampleSettings(**settings, **start, sigmas=None if sigmas is None else tuple(sigmas.tolist()))
+        latents = stages.sample(pipeline, encoded, image, chosen, progress)
+        progress.finish(f"{latents.width}x{latents.height}, {latents.frames} frames at {latents.fps:g} fps")
+        return io.NodeOutput(exchange.to_core(latents))
+
+
+class SampleFramePack(io.ComfyNode):
+    """Sample a FramePack video."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """The node's inputs and outputs."""
+        return io.Schema(
+            node_id="AnyGPUSampleFramePack",
+            display_name="AnyGPU Sample FramePack",
+            category=CATEGORY,
+            description="Denoises a FramePack video section by section. Each finished section is previewed and kept in "
+            "ComfyUI's temporary folder, so a cancel or a crash costs one section, not the video.",
+            search_aliases=["framepack", "framepack f1", "long video", "image to video"],
+            inputs=[
+                Pipeline.Input("pipeline", tooltip="From AnyGPU Load Pipeline, with a FramePack model."),
+                io.MultiType.Input(
+                    "prompt", types=[Prompt, io.Conditioning],
+                    tooltip="From AnyGPU Encode Prompt, or core CONDITIONING from CLIP Text Encode.",
+                ),
+                Image.Input("image", tooltip="From AnyGPU Encode Image: the start image, and the end image joined to it."),
+                io.Float.Input("clip_seconds", default=5.0, min=0.0, max=120.0, step=0.1, tooltip="Length of the video in seconds."),
+                io.Float.Input("fps", default=30.0, min=1.0, max=240.0, step=0.01, tooltip="Frames per second; FramePack is made for 30."),
+                *sampling_inputs(),
+                io.Int.Input(
+                    "window", default=9, min=2, max=33, optional=True, advanced=True,
+                    tooltip="Latent frames per section; FramePack is made for 9, which is 33 frames of video.",
+                ),
+                io.Combo.Input(
+                    "order", options=["auto", "inverted_anti_drifting", "vanilla"], default="auto", optional=True,
+                    advanced=True,
+                    tooltip="auto follows the variant. inverted_anti_drifting samples from the end (FramePack), vanilla "
+                    "from the start (F1).",
+                ),
+                io.Float.Input(
+                    "end_strength", default=1.0, min=0.0, max=1.0, step=0.01, optional=True,
+                    tooltip="How much an end image counts.",
+                ),
+                io.Boolean.Input(
+                    "single_frame", default=False, optional=True, advanced=True,
+                    tooltip="Sample one picture instead of a video.",
+                ),
+                io.Conditioning.Input("negative", optional=True, tooltip="Negative CONDITIONING, when prompt is core CONDITIONING."),
+                io.Sigmas.Input("sigmas", optional=True, tooltip="Noise levels from 1 to 0 that replace steps and shift."),
+            ],
+            outputs=[io.Latent.Output(display_name="latent")],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def execute(
+        cls, pipeline: Any, prompt: Any, image: Any, clip_seconds: float, window: int = 9, order: str = "auto",
+        end_strength: float = 1.0, single_frame: bool = False, negative: Any = None, sigmas: Any = None, **settings: Any,
+    ) -> io.NodeOutput:
+        """The sampled latents."""
+        progress = NodeProgress(cls.hidden.unique_id, pipeline.family)
+        encoded = stages.prompt_from_core(pipeline, prompt, negative) if isinstance(prompt, list) else prompt
+        framepack = FramePackSettings(clip_seconds, window, order, end_strength, single_frame)
+        levels = None if sigmas is None else tuple(sigmas.tolist())
+        chosen = SampleSettings(image.width, image.height, 0, **settings, sigmas=levels)
+        keeper = kept.section_keeper(progress.say)
+        latents = stages.sample_framepack(pipeline, encoded, image, chosen, framepack, progress, keeper)
+        progress.finish(f"{latents.width}x{latents.height}, {latents.frames} frames at {latents.fps:g} fps")
+        return io.NodeOutput(exchange.to_core(latents))
