@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from .conv3d_forms import Form, Geometry, Triple, convolved, covers
+from .device import DeviceFacts
 from .precision import DTYPES
+from .probe_store import ProbeStore
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 TF32_EPS = 2.0**-10  # tensor cores may take fp32 operands with ten bits of mantissa
@@ -54,6 +56,9 @@ class Choice:
 
 
 Chooser = Callable[[Layer], "Choice | None"]
+Timings = Callable[[Layer, "tuple[Form, ...]"], Mapping[str, float]]
+TIMED = ("cuda", "xpu", "mps")  # kinds of torch device whose own clock a short timing shows
+HOPELESS = 4.0  # times the best so far: measured once, not again
 
 PREFERRED: dict[tuple[str, str], tuple[Form, str]] = {  # (backend, kind of layer) where conv3d itself works too
     ("cuda", "patches"): (Form.PATCHES, "cuDNN takes 3.7 s for one patch embedding in bf16 (sglang-omni #539)"),
@@ -74,7 +79,7 @@ INSTEAD: dict[str, tuple[Form, ...]] = {  # backend, or "*" -> what stands in fo
 }
 
 
-def choose_by(facts: Mapping[str, Any], timings: Mapping[str, Mapping[str, float]] | None = None) -> Chooser:
+def choose_by(facts: Mapping[str, Any], timings: Timings | None = None) -> Chooser:
     """A chooser for a device with these facts; it returns None for a layer that is best left as it is.
 
     Args:
@@ -83,12 +88,13 @@ def choose_by(facts: Mapping[str, Any], timings: Mapping[str, Mapping[str, float
             them; ``cast``, a mapping such as ``{"bf16_to_fp32": False}``. What is absent is taken to work; a missing
             ``conv3d_channels_last`` is as ``conv3d``. ``conv_bytes`` is the largest input that one convolution may
             get, 0 for any; ``contiguous_weights`` is whether a weight must be contiguous.
-        timings: milliseconds by :attr:`Layer.key` and form, as :func:`form_times` gives; the fastest wins.
+        timings: milliseconds by form for a layer, as :func:`kept_timings` measures them; the fastest wins.
     """
 
     def choice(layer: Layer) -> Choice | None:
         usable = [form for form in Form if runs(form, layer, facts)]
-        timed = {form: ms for form, ms in (timings or {}).get(layer.key, {}).items() if Form(form) in usable}
+        measured = {} if timings is None else timings(layer, tuple(usable))
+        timed = {form: ms for form, ms in measured.items() if Form(form) in usable}
         if timed:
             best = Form(min(timed, key=timed.__getitem__))
             why = f"timed here: {_in_words(timed)}"
@@ -105,6 +111,22 @@ def choose_by(facts: Mapping[str, Any], timings: Mapping[str, Mapping[str, float
         return Choice(form, why, _bound(form, facts))
 
     return choice
+
+
+def kept_timings(facts: DeviceFacts, store: ProbeStore | None) -> Timings | None:
+    """Timings of a real accelerator, each shape of layer measured once and kept with the probes; else None."""
+    if store is None or facts.device.type not in TIMED:
+        return None
+
+    def timings(layer: Layer, forms: tuple[Form, ...]) -> Mapping[str, float]:
+        if len(forms) < 2:
+            return {}
+        found: Mapping[str, float] = store.remember(
+            f"conv3d {layer.key}", lambda: form_times(layer, facts.device, forms=forms)
+        )
+        return found
+
+    return timings
 
 
 def always(form: Form) -> Chooser:
@@ -140,16 +162,24 @@ def form_times(
     x, weight, bias = _sample(layer, size)
     x, weight, bias = (tensor.to(device, layer.dtype) for tensor in (x, weight, bias))
     times: dict[str, float] = {}
+
+    def once(form: Form) -> float:
+        _wait_for(device)
+        started = time.perf_counter()
+        convolved(form, x, weight, bias, layer.geometry)
+        _wait_for(device)
+        return 1e3 * (time.perf_counter() - started)
+
     for form in forms:
         if not covers(form, layer.kernel, layer.geometry) or form_error(form, layer, device) is None:
             continue
-        spent = []
-        for _ in range(repeats):
-            _wait_for(device)
-            started = time.perf_counter()
-            convolved(form, x, weight, bias, layer.geometry)
-            _wait_for(device)
-            spent.append(1e3 * (time.perf_counter() - started))
+        try:
+            once(form)  # the first run loads and tunes
+            spent = [once(form)]
+            if spent[0] <= HOPELESS * min(times.values(), default=spent[0]):
+                spent += [once(form) for _ in range(repeats - 1)]
+        except (torch.OutOfMemoryError, RuntimeError):
+            continue
         times[form.value] = sorted(spent)[len(spent) // 2]
     return times
 

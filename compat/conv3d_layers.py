@@ -7,6 +7,7 @@ import logging
 from typing import Any
 
 import torch
+from einops import rearrange, reduce
 from torch import Tensor, nn
 
 from .conv3d_choice import Choice
@@ -174,6 +175,27 @@ def _aligned(x: Tensor, leaf: SwappedConv3d) -> Tensor:
 def _reads_frames_first(leaf: nn.Module) -> bool:
     choice = getattr(leaf, "conv3d_choice", None)
     return choice is not None and choice.form in READ_FRAMES_FIRST
+
+
+def history_tables(
+    tables: tuple[Tensor, Tensor], height: int, width: int, patch: tuple[int, int, int]
+) -> tuple[Tensor, Tensor]:
+    """FramePack's rotary tables of one history, one row per patch, by concatenation and means.
+
+    The original pads and pools in 5-D (``HunyuanVideoFramepackTransformer3DModel._pad_rotary_emb``), which some devices
+    lack and others get wrong.
+
+    Args:
+        tables: cosines and sines, (T * H * W, D) each. height, width: H and W. patch: (time, rows, columns).
+    """
+
+    def per_patch(table: Tensor) -> Tensor:
+        whole = _to_multiple(rearrange(table, "(t h w) d -> 1 d t h w", h=height, w=width), patch)
+        sizes = dict(zip(("pt", "ph", "pw"), patch, strict=True))
+        return reduce(whole, "1 d (t pt) (h ph) (w pw) -> (t h w) d", "mean", **sizes)
+
+    cosines, sines = tables
+    return per_patch(cosines), per_patch(sines)
 
 
 def _to_multiple(x: Tensor, patch: tuple[int, int, int]) -> Tensor:

@@ -31,6 +31,7 @@ class Precision:
         residual: of its residual stream, norm statistics, modulation, gates and last projection; as ``compute``.
         conv: in which the VAE's convolutions are computed; as ``vae``.
         latents: between the steps of the sampler.
+        automatic: whether nobody chose it, so that a part may be run in another dtype when it fails.
     """
 
     transformer: torch.dtype
@@ -41,6 +42,7 @@ class Precision:
     residual: torch.dtype | None = None
     conv: torch.dtype | None = None
     latents: torch.dtype = FP32
+    automatic: bool = True
 
     def __post_init__(self) -> None:
         for name, default in (("compute", "transformer"), ("residual", "compute"), ("conv", "vae")):
@@ -145,7 +147,7 @@ def precision_for(
         chosen = replace(chosen, text=FP16, why=chosen.why.split(";")[0].split(", with")[0])
     if found.costly:
         chosen = replace(chosen, why=f"{chosen.why}; slow here ({found.why})")
-    return replace(chosen, conv=_conv_dtype(chosen.vae, care, probes))
+    return replace(chosen, conv=_conv_dtype(chosen.vae, care, probes), automatic=False)
 
 
 def transformer_verdict(precision: Precision, care: Care, probes: Mapping[str, Answer] | None = None) -> Verdict:

@@ -123,10 +123,19 @@ def abilities(
 
     Returns:
         ``conv3d``, ``conv3d_channels_last``, ``conv2d``, ``pad3d``, ``matmul``, ``attention`` and ``groupnorm``, each a
-        mapping from ``fp32``, ``bf16`` and ``fp16`` to whether it works here without costing a multiple.
+        mapping from ``fp32``, ``bf16`` and ``fp16`` to whether it works here without costing a multiple; ``cast``, a
+        mapping such as ``{"bf16_to_fp32": False}``; ``conv_bytes`` and ``contiguous_weights`` as in :class:`Care`.
     """
     care = care or care_for(facts)
-    found: dict[str, Any] = {"backend": facts.backend, "arch": facts.arch}
+    found: dict[str, Any] = {
+        "backend": facts.backend,
+        "arch": facts.arch,
+        "conv_bytes": care.conv_bytes,
+        "contiguous_weights": care.contiguous_weights,
+        "cast": {
+            f"{dtype}_to_fp32": verdict(f"cast.{dtype}_to_fp32", care, probes).usable for dtype in ("bf16", "fp16")
+        },
+    }
     for name in ("conv3d", "conv3d_channels_last", "conv2d", "pad3d", "matmul", "attention", "groupnorm"):
         each = {dtype: verdict(f"{name}.{dtype}", care, probes) for dtype in DTYPE_NAMES}
         found[name] = {dtype: answer.usable and not answer.costly for dtype, answer in each.items()}

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..compat.attention import attention_for, avoided_by
 from ..compat.checkpoints import read_json
+from ..compat.conv3d_choice import kept_timings
 from ..compat.device import facts_for, free_bytes
 from ..compat.errors import CheckpointError, InputError
 from ..compat.offload import residency_for
@@ -85,7 +86,7 @@ def load(
     avoided = avoided_by(probes, (operands, precision.vae))
     attention = attention_for(request.attention, facts, operands, width, avoided)
     safe = SafeFp16(family.id, facts.device, active=precision.safe)
-    convolutions = conv3d_step(abilities(facts, probes))
+    convolutions = conv3d_step(abilities(facts, probes), kept_timings(facts, probes))
     preparation = Preparation((convolutions, safe.step(), attention_step(attention)))
     parts = Parts({name: reader_of(part) for name, part in files.items()}, preparation)
     if precision.safe and request.precision == AUTO:

@@ -21,7 +21,9 @@ from torch import nn
 from ..compat.attention import Attention
 from ..compat.attention_processors import attended
 from ..compat.attention_vae import frames_attended
-from ..compat.conv3d import swap_conv3d
+from ..compat.conv3d import choose_by, swap_conv3d
+from ..compat.conv3d_choice import Timings
+from ..compat.conv3d_layers import history_tables
 
 log = logging.getLogger(__name__)
 Undo = Callable[[], Any]
@@ -84,16 +86,24 @@ class Preparation:
         return Preparation((*self.steps, *steps))
 
 
-def conv3d_step(abilities: Mapping[str, Any]) -> Step:
-    """3-D convolutions of transformers and VAEs in a form that runs well here, as ``quirks.abilities`` tells."""
+def conv3d_step(abilities: Mapping[str, Any], timings: Timings | None = None) -> Step:
+    """3-D convolutions of transformers and VAEs in a form that runs well here, as ``quirks.abilities`` tells.
+
+    Args:
+        timings: what each form takes on this device, where it was measured.
+    """
 
     def apply(part: str, module: nn.Module) -> Undo | None:
         if part not in ("transformer", "vae"):
             return None
-        swapped = swap_conv3d(module, abilities)
+        swapped = swap_conv3d(module, choose_by(abilities, timings))
+        undo: list[Undo] = [swapped.restore] if swapped.choices else []
         if swapped.choices:
             log.info("%s: %s", part, swapped)
-        return swapped.restore if swapped.choices else None
+        if hasattr(module, "_pad_rotary_emb") and not (abilities["pad3d"]["fp32"] and abilities["conv3d"]["fp32"]):
+            module._pad_rotary_emb = history_tables  # type: ignore[assignment]
+            undo.append(partial(module.__dict__.pop, "_pad_rotary_emb"))
+        return partial(_take_back, undo) if undo else None
 
     return Step(Order.CONV3D, "3-D convolutions", apply)
 

@@ -72,7 +72,7 @@ class Passes:
     ) -> None:
         self.loaded, self.coder, self.progress, self.method = loaded, coder, progress, method
         self.care, self.device = care_for(loaded.facts), execution_device(loaded.residency)
-        self.automatic = not loaded.precision.why.startswith("chosen")
+        self.automatic = loaded.precision.automatic
         self.cell = ratios_of(loaded)[0]
         tiles = () if method == FULL else tiles_below(max(size[1:]), self.cell)
         start = 0 if method == FULL else self._first_tile(size, tile)

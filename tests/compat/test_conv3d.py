@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import random
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from anygpu.compat import conv3d_forms
+from anygpu.compat import conv3d_choice, conv3d_forms
 from anygpu.compat.conv3d import Choice, Form, Layer, choose_by, swap_conv3d
-from anygpu.compat.conv3d_choice import form_error, form_times, runs
+from anygpu.compat.conv3d_choice import form_error, form_times, kept_timings, runs
 from anygpu.compat.conv3d_forms import FORMS, Geometry, convolved, covers, padded
+from anygpu.compat.conv3d_layers import history_tables
+from anygpu.compat.device import DeviceFacts, facts_for
 from anygpu.compat.errors import UnsupportedError
+from anygpu.compat.probe_store import ProbeStore
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -226,14 +232,67 @@ def test_choice_by_facts(facts: dict, shape: tuple, form: Form | None) -> None:
 
 def test_timings_decide_among_what_runs() -> None:
     wide = layer(GENERAL)
-    timings = {wide.key: {"native": 3.0, "channels_last": 1.0, "frames": 2.0, "fp32": 0.5}}
+    measured = {wide.key: {"native": 3.0, "channels_last": 1.0, "frames": 2.0, "fp32": 0.5}}
+
+    def timings(asked: Layer, forms: tuple[Form, ...]) -> dict[str, float]:
+        return measured.get(asked.key, {})
+
     chosen = choose_by({"backend": "rocm"}, timings)(wide)
     assert chosen is not None and chosen.form is Form.FP32 and "fp32 0.50 ms" in chosen.why
     facts = {"conv3d": {"fp32": False, "bf16": True}}
     assert choose_by(facts, timings)(wide).form is Form.CHANNELS_LAST
     assert choose_by({"conv3d": False}, timings)(wide).form is Form.FRAMES
-    assert choose_by({}, {wide.key: {"native": 1.0, "frames": 2.0}})(wide) is None
+    assert choose_by({}, lambda *_: {"native": 1.0, "frames": 2.0})(wide) is None
     assert choose_by({}, timings)(layer(GENERAL, torch.float16)) is None
+
+
+def test_timings_are_taken_on_a_real_accelerator_only_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu: DeviceFacts = facts_for("cpu")
+    gpu = dataclasses.replace(cpu, device=torch.device("cuda", 0), backend="cuda", arch="sm90")
+    assert kept_timings(cpu, ProbeStore(cpu, tmp_path)) is None
+    assert kept_timings(gpu, None) is None
+    asked = []
+
+    def measured(layer: Layer, device: torch.device, forms: tuple[Form, ...]) -> dict[str, float]:
+        asked.append((device, forms))
+        return {"native": 1.0}
+
+    monkeypatch.setattr(conv3d_choice, "form_times", measured)
+    for _ in range(2):
+        timings = kept_timings(gpu, ProbeStore(gpu, tmp_path))
+        assert timings is not None and timings(layer(GENERAL), (Form.NATIVE, Form.FRAMES)) == {"native": 1.0}
+    assert asked == [(gpu.device, (Form.NATIVE, Form.FRAMES))]
+    assert timings(layer(GENERAL, torch.float16), (Form.NATIVE,)) == {}, "one form needs no race"
+
+
+def test_a_form_far_behind_is_not_timed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = []
+
+    def slow(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        runs.append(1)
+        time.sleep(0.2 if len(runs) > 2 else 0)
+        return FORMS[Form.NATIVE](x, *rest)
+
+    monkeypatch.setitem(FORMS, Form.FRAMES, slow)
+    times = form_times(layer(GENERAL, torch.float32), CPU, (4, 8, 8), (Form.NATIVE, Form.FRAMES), repeats=3)
+    assert len(runs) == 3, "compared, warmed up, timed once"
+    assert times["frames"] > 100
+
+
+@pytest.mark.parametrize("size", [(5, 6, 4), (2, 3, 7), (4, 4, 4)])
+@pytest.mark.parametrize("patch", [(2, 2, 2), (4, 4, 4)])
+def test_framepack_s_history_tables_without_padding_or_pooling_in_5d(
+    size: tuple[int, int, int], patch: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    framepack = pytest.importorskip("diffusers.models.transformers.transformer_hunyuan_video_framepack")
+    time_, height, width = size
+    rows = time_ * height * width
+    tables = (torch.randint(-8, 9, (rows, 6)).float(), torch.randint(-8, 9, (rows, 6)).float())
+    original = framepack.HunyuanVideoFramepackTransformer3DModel._pad_rotary_emb
+    expected = original(None, tables, height, width, patch)
+    monkeypatch.setattr(torch.nn.functional, "avg_pool3d", None)
+    found = history_tables(tables, height, width, patch)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
 
 
 def test_timings_are_measured_and_only_for_right_results(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,3 +161,8 @@ def test_the_parts_follow_the_transformer_and_the_vae_unless_they_are_said():
     plain = Precision(BF16, FP32, FP16, "")
     assert (plain.compute, plain.residual, plain.conv, plain.safe) == (BF16, BF16, FP16, False)
     assert not Precision(FP32, FP32, FP32, "").safe
+
+
+def test_a_choice_is_told_from_a_decision():
+    assert precision_for("ltx", CPU).automatic
+    assert not precision_for("ltx", CPU, "fp32").automatic

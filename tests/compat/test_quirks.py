@@ -119,6 +119,18 @@ STANDS = {
 }
 
 
+def test_caps_weights_and_casts_reach_the_layers_that_choose_kernels():
+    capped, sliced, broken = (
+        abilities(facts) for facts in (nvidia(cudnn="9.10.2"), other("xpu"), radeon("gfx1150", rocm="7.0.2"))
+    )
+    assert capped["conv_bytes"] == 2 * GIBIBYTE and not sliced["conv_bytes"]
+    assert sliced["contiguous_weights"] and not capped["contiguous_weights"]
+    assert capped["cast"] == {"bf16_to_fp32": True, "fp16_to_fp32": True}
+    probes = {"cast.bf16_to_fp32": Answer(WRONG, "zeros")}
+    assert abilities(nvidia(), probes)["cast"]["bf16_to_fp32"] is False
+    assert broken["conv_bytes"] == 0
+
+
 def test_every_row_has_a_machine_to_stand_on():
     assert set(STANDS) == {row.name for row in QUIRKS}
     assert len({row.name for row in QUIRKS}) == len(QUIRKS)
