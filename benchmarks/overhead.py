@@ -9,10 +9,7 @@ process per path, the load included. Latents must be identical in fp32.
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import json
-import platform
 import resource
 import shutil
 import statistics
@@ -23,8 +20,8 @@ import time
 from pathlib import Path
 
 import torch
+from table import append, machine
 
-RESULTS = Path(__file__).parent / "results" / "overhead.csv"
 WIDTH, HEIGHT, FRAMES, STEPS, SEED, PROMPT = 256, 224, 33, 2, 7, "a red fox walks through fresh snow"
 LAYERS, HEADS, HEAD_SIZE = 6, 16, 64
 
@@ -131,9 +128,7 @@ def main() -> None:
 
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     row = {
-        "date": datetime.date.today().isoformat(),
-        "device": f"CPU {platform.machine()}, {torch.get_num_threads()} threads",
-        "torch": torch.__version__,
+        **machine(),
         "diffusers": diffusers.__version__,
         "seconds_per_step_bare": round(medians["bare"] / STEPS, 3),
         "time_ratio": round(medians["ours"] / medians["bare"], 4),
@@ -141,13 +136,7 @@ def main() -> None:
         "peak_ratio": round(peaks["ours"] / peaks["bare"], 4),
         "largest_difference": difference,
     }
-    print(row)
-    new = not RESULTS.exists()
-    with RESULTS.open("a", newline="") as file:
-        writer = csv.DictWriter(file, row)
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
+    append("overhead", [row])
 
 
 if __name__ == "__main__":

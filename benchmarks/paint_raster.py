@@ -9,22 +9,18 @@ four million pixels. Ours must take at most 1.2 times as long. Process time, int
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import math
-import platform
 import resource
 import statistics
 import time
-from pathlib import Path
 
 import torch
 from anygpu.paint.cameras import Camera
 from anygpu.paint.mesh import Mesh, Surface
 from anygpu.paint.raster import CASTERS, face_ids
 from anygpu.paint.views import on_screen
+from table import append, machine
 
-RESULTS = Path(__file__).parent / "results" / "paint_raster.csv"
 CHUNK = 4_000_000
 LIMIT = 1.2
 FAR = torch.iinfo(torch.int64).max
@@ -93,9 +89,7 @@ def main() -> int:
             seconds[name].append(time.process_time() - started)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     row = {
-        "date": datetime.date.today().isoformat(),
-        "device": f"CPU {platform.machine()}, {torch.get_num_threads()} threads",
-        "torch": torch.__version__,
+        **machine(),
         "faces": surface.faces.shape[0],
         "size": arguments.size,
         "seconds_ours": round(medians["ours"], 3),
@@ -105,13 +99,7 @@ def main() -> int:
         "other_faces": float((ids["ours"] != ids["prototype"]).float().mean()),
         "peak_process_mib": round(peak_mib),
     }
-    print(row)
-    new = not RESULTS.exists()
-    with RESULTS.open("a", newline="") as file:
-        writer = csv.DictWriter(file, row)
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
+    append("paint_raster", [row])
     return int(row["ratio"] > LIMIT)
 
 

@@ -7,7 +7,6 @@ Needs a real ComfyUI (COMFYUI_PATH, else ~/comfy/ComfyUI); says so where there i
 
 from __future__ import annotations
 
-import csv
 import datetime
 import re
 import statistics
@@ -15,12 +14,13 @@ import sys
 import tempfile
 from pathlib import Path
 
+from table import append
+
 HERE = Path(__file__).resolve().parent
 sys.path[0] = str(HERE.parent / "tests")  # the folder of the package `host`, as pytest has it
 
 from host.server import NoHost, Server, find_host, tiny_home  # noqa: E402
 
-RESULTS = HERE / "results" / "startup.csv"
 STARTS, ALLOWED_SECONDS = 5, 0.3
 IMPORT_TIME = re.compile(r"([\d.]+) seconds.*anygpu")
 
@@ -53,13 +53,7 @@ def main() -> None:
         "import_s": statistics.median(seconds for (_, seconds), _ in pairs),
         "allowed_s": ALLOWED_SECONDS,
     }
-    print(row)
-    new = not RESULTS.exists()
-    with RESULTS.open("a", newline="") as file:
-        writer = csv.DictWriter(file, row)
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
+    append("startup", [row])
 
 
 if __name__ == "__main__":
