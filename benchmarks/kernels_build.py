@@ -1,0 +1,358 @@
+"""Every kernel compiled for every kind of GPU, without a GPU: spills, registers, shared memory, widths of loads.
+
+    python benchmarks/kernels_build.py                   # all; rewrites benchmarks/results/kernels_build.csv
+    python benchmarks/kernels_build.py --targets sm_80 gfx942 --cases normalized --no-csv
+
+The launches of the pack run unchanged on meta tensors of full-size models; instead of launching, Triton compiles for
+the target that was asked for. Spills and registers are what ptxas reports, or the notes in AMD's assembly. Widths of
+loads and stores are read from the disassembly of bf16 (sm_70 is not disassembled: the bundled tool refuses it), the
+PTX of other dtypes, and AMD's assembly. A row fails where registers spill, where the widest load is below the
+target's demand, or where shared memory is above 64 KB. Other dtypes than bf16 are built for one case of each kernel,
+unless --all asks for every case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import datetime
+import io
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, fields
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results" / "kernels_build.csv"
+NVIDIA = ("sm_70", "sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+AMD = ("gfx908", "gfx90a", "gfx942", "gfx950", "gfx1030", "gfx1100", "gfx1151", "gfx1201")
+CDNA = ("gfx908", "gfx90a", "gfx942", "gfx950")
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+SHARED_LIMIT = 64 * 1024
+LTX, HUNYUAN, MOCHI = (2, 6144, 2048), (1, 32640, 24, 128), (2, 22260, 3072)  # tokens of a full clip
+TEXT = (1, 256, 24, 128)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one kernel became on one target."""
+
+    case: str
+    kernel: str
+    dtype: str
+    target: str
+    seconds: float
+    registers: int
+    spills: int
+    shared_bytes: int
+    load_bits: int
+    store_bits: int
+    loads: str
+    stores: str
+    disassembled: bool
+    verdict: str
+
+
+def cases() -> dict[str, Callable[[torch.dtype], Any]]:
+    """Launches at the sizes of full models, by name; each takes the dtype of its tensors."""
+    from anygpu.kernels._triton import activation, group_norm, norm, residual, rope
+
+    def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def chunks(count: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        return empty(2, 1, count, LTX[2], dtype=dtype).unbind(2)
+
+    def rms(dtype: torch.dtype) -> Any:
+        scale, shift = chunks(2, dtype)
+        return norm.normalized(empty(*LTX, dtype=dtype), None, None, scale, shift, 0, False, 1e-6, None)
+
+    def layer(dtype: torch.dtype) -> Any:
+        rows = empty(1, 1, 6, 3072, dtype=dtype).unbind(2)
+        return norm.normalized(empty(1, 32640, 3072, dtype=dtype), None, None, *rows[:2], 0, True, 1e-6, None)
+
+    def gated(dtype: torch.dtype) -> Any:
+        return residual.gated_residual(
+            empty(*LTX, dtype=dtype), empty(*LTX, dtype=dtype), chunks(1, dtype)[0], False, None, 0
+        )
+
+    def both(shape: tuple[int, ...], dtype: torch.dtype, tanh: bool, layer: bool, narrow: bool = False) -> Any:
+        rows = empty(shape[0], 1, 6, shape[2], dtype=torch.float32 if narrow else dtype).unbind(2)
+        x = empty(*shape, dtype=torch.float32 if narrow else dtype)
+        return residual.residual_norm(
+            x, empty(*shape, dtype=dtype), rows[0], tanh, 1e-6 if tanh else None, 0,
+            None, None, rows[1], None if tanh else rows[2], 0, layer, 1e-6, dtype,
+        )  # fmt: skip
+
+    def across(dtype: torch.dtype) -> Any:
+        table = empty(LTX[1], LTX[2] // 2, dtype=torch.float32)
+        x, weight = empty(*LTX, dtype=dtype), empty(LTX[2], dtype=dtype)
+        return rope.qk_norm_rope(x, x, weight, weight, table, table, None, None, None, None, 1e-5, None)
+
+    def per_head(dtype: torch.dtype) -> Any:
+        table = empty(HUNYUAN[1], 1, HUNYUAN[3] // 2, dtype=torch.float32)
+        x, text, weight = empty(*HUNYUAN, dtype=dtype), empty(*TEXT, dtype=dtype), empty(HUNYUAN[3], dtype=dtype)
+        return rope.qk_norm_rope(x, x, weight, weight, table, table, text, text, weight, weight, 1e-6, None)
+
+    def clip(dtype: torch.dtype, layout: torch.memory_format) -> torch.Tensor:
+        return torch.empty((1, 256, 17, 240, 416), dtype=dtype, device="meta", memory_format=layout)
+
+    def group(dtype: torch.dtype, per_frame: bool, last: bool) -> Any:
+        weight = empty(256, dtype=dtype)
+        x = clip(dtype, torch.channels_last_3d if last else torch.contiguous_format)
+        return group_norm.group_norm_silu_pad(x, weight, weight, 32, 1e-6, per_frame, [1, 1, 1, 1, 2, 0], True, last)
+
+    def channels(dtype: torch.dtype, last: bool) -> Any:
+        x = clip(dtype, torch.channels_last_3d if last else torch.contiguous_format)
+        return group_norm.rms_silu_pad(x, None, None, None, 1e-8, [0, 0, 0, 0, 2, 0], True, last)
+
+    wide = (2, 6144, 8192)
+    return {
+        "normalized rms": rms,
+        "normalized layer": layer,
+        "gated_residual": gated,
+        "residual_norm ltx": lambda dtype: both(LTX, dtype, False, False),
+        "residual_norm mochi": lambda dtype: both(MOCHI, dtype, True, False),
+        "residual_norm fp32": lambda dtype: both((1, 32640, 3072), dtype, False, True, narrow=True),
+        "qk_norm_rope across": across,
+        "qk_norm_rope per head": per_head,
+        "gelu_tanh": lambda dtype: activation.gelu_tanh(empty(*wide, dtype=dtype), None),
+        "geglu": lambda dtype: activation.geglu(empty(*wide, dtype=dtype), None),
+        "swiglu": lambda dtype: activation.swiglu(empty(*wide, dtype=dtype), None),
+        "group_norm contiguous": lambda dtype: group(dtype, False, False),
+        "group_norm channels last": lambda dtype: group(dtype, True, True),
+        "rms_silu_pad contiguous": lambda dtype: channels(dtype, False),
+        "rms_silu_pad channels last": lambda dtype: channels(dtype, True),
+    }
+
+
+class Target:
+    """What Triton asks of a driver, answered for a GPU that is not there."""
+
+    def __init__(self, name: str) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        if name.startswith("sm_"):
+            self.target = GPUTarget("cuda", int(name[3:]), 32)
+        else:
+            self.target = GPUTarget("hip", name, 64 if name in CDNA else 32)
+        self.name = name
+
+    def get_current_device(self) -> str:
+        return self.name
+
+    def get_current_stream(self, _device: object) -> int:
+        return 0
+
+    def get_current_target(self) -> object:
+        return self.target
+
+
+FIRST = "bf16"  # the dtype in which every case is built and disassembled
+ONE_OF_EACH = ("normalized rms", "gated_residual", "residual_norm ltx", "qk_norm_rope per head", "swiglu")
+ONE_OF_EACH += ("group_norm contiguous",)  # three kernels: partial sums, their total, the padded result
+
+
+def built(name: str, dtypes: list[str], chosen: list[str], every: bool = False) -> list[Row]:
+    """The rows of one target."""
+    import triton
+    from triton.runtime.jit import JITFunction
+
+    rows: list[Row] = []
+    label, seen = ["", ""], dict[int, Any]()
+
+    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        started, said = time.perf_counter(), io.StringIO()
+        with contextlib.redirect_stdout(said):
+            compiled = original(kernel, *args, grid=grid, warmup=True, **options)
+        spent = time.perf_counter() - started
+        if id(compiled) not in seen:  # a second case may launch the very same kernel
+            seen[id(compiled)] = compiled
+            rows.append(measured(compiled, said.getvalue(), (*label, kernel.fn.__name__, name), spent))
+        return compiled
+
+    original, JITFunction.run = JITFunction.run, compile_only  # type: ignore[method-assign]
+    driver = triton.runtime.driver
+    former, driver._active = driver._active, Target(name)  # asking for the former one would look for a GPU
+    knobs = triton.knobs
+    with tempfile.TemporaryDirectory() as folder, knobs.cache.scope(), knobs.nvidia.scope(), knobs.compilation.scope():
+        knobs.cache.dir = folder
+        knobs.nvidia.dump_ptxas_log = True
+        knobs.compilation.disable_line_info = True
+        for case, launch in cases().items():
+            for dtype in dtypes:
+                if case in chosen and (every or dtype == FIRST or case in ONE_OF_EACH):
+                    label[:] = case, dtype
+                    launch(DTYPES[dtype])
+    JITFunction.run, driver._active = original, former  # type: ignore[method-assign]
+    return rows
+
+
+def measured(compiled: Any, log: str, label: tuple[str, str, str, str], seconds: float) -> Row:
+    """What the compiled kernel of ``label`` (case, dtype, kernel, target) says about itself."""
+    case, dtype, kernel, target = label
+    if target.startswith("sm_"):
+        found = _nvidia(compiled, log, dtype == FIRST and target != "sm_70")
+    else:
+        found = _amd(compiled.asm["amdgcn"])
+    loads, stores, registers, spills, disassembled = found
+    shared = int(compiled.metadata.shared)
+    faults = []
+    if spills:
+        faults.append(f"{spills} spills")
+    if shared > SHARED_LIMIT:
+        faults.append(f"{shared} bytes of shared memory")
+    demand = demanded_bits(kernel, target)
+    if max(loads, default=0) < demand:
+        faults.append(f"loads of {max(loads, default=0)} bits, {demand} demanded")
+    return Row(
+        case, kernel, dtype, target, round(seconds, 3), registers, spills, shared,
+        max(loads, default=0), max(stores, default=0), _counts(loads), _counts(stores), disassembled,
+        "; ".join(faults) or "ok",
+    )  # fmt: skip
+
+
+def demanded_bits(kernel: str, target: str) -> int:
+    """The widest load that a kernel must have: the sums of statistics read a few numbers only."""
+    if kernel == "total_kernel" or target == "sm_70":
+        return 0
+    return 64 if target in CDNA else 128
+
+
+def _counts(widths: Counter[int]) -> str:
+    return " ".join(f"{bits}:{count}" for bits, count in sorted(widths.items(), reverse=True))
+
+
+def _nvidia(compiled: Any, log: str, disassemble: bool) -> tuple[Counter[int], Counter[int], int, int, bool]:
+    registers = max(int(number) for number in re.findall(r"Used (\d+) registers", log))
+    spills = sum(int(number) for number in re.findall(r"(\d+) bytes spill", log))
+    if not disassemble:
+        ptx = compiled.asm["ptx"]
+        return _ptx_widths(ptx, "ld.global"), _ptx_widths(ptx, "st.global"), registers, spills, False
+    text = _disassembly(compiled.asm["cubin"])
+    loads = Counter(_sass_bits(match) for match in re.findall(r"\bLDG\.E((?:\.\w+)*)", text))
+    stores = Counter(_sass_bits(match) for match in re.findall(r"\bSTG\.E((?:\.\w+)*)", text))
+    return loads, stores, registers, spills + len(re.findall(r"\b(?:LDL|STL)\b", text)), True
+
+
+def _disassembly(cubin: bytes) -> str:
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([tool, "-c", "-ndf", file.name], capture_output=True, text=True, check=True).stdout
+
+
+def _sass_bits(suffixes: str) -> int:
+    for name, bits in (("128", 128), ("64", 64), ("U16", 16), ("S16", 16), ("U8", 8), ("S8", 8)):
+        if name in suffixes.split("."):
+            return bits
+    return 32
+
+
+def _ptx_widths(ptx: str, instruction: str) -> Counter[int]:
+    found: Counter[int] = Counter()
+    for vector, bits in re.findall(rf"{re.escape(instruction)}(?:\.\w+(?:::\w+)?)*?(?:\.v(\d))?\.[bfus](\d+)", ptx):
+        found[int(vector or 1) * int(bits)] += 1
+    return found
+
+
+def _amd(text: str) -> tuple[Counter[int], Counter[int], int, int, bool]:
+    def widths(verb: str) -> Counter[int]:
+        pattern = rf"\b(?:global|buffer|flat)_{verb}_(dwordx4|dwordx3|dwordx2|dword|b128|b96|b64|b32|\w+)"
+        bits = {"dwordx4": 128, "b128": 128, "dwordx3": 96, "b96": 96, "dwordx2": 64, "b64": 64, "dword": 32, "b32": 32}
+        return Counter(bits.get(name, 16) for name in re.findall(pattern, text))
+
+    def noted(key: str) -> int:
+        return sum(int(number) for number in re.findall(rf"\.{key}:\s+(\d+)", text))
+
+    spills = noted("vgpr_spill_count") + noted("sgpr_spill_count")
+    return widths("load"), widths("store"), noted("vgpr_count"), spills, True
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--targets", nargs="+", default=[*NVIDIA, *AMD], choices=[*NVIDIA, *AMD])
+    parser.add_argument("--dtypes", nargs="+", default=["bf16", "fp16"], choices=list(DTYPES))
+    parser.add_argument("--cases", nargs="+", default=None, help="default: all")
+    parser.add_argument("--all", action="store_true", help="every case in every dtype")
+    parser.add_argument("--workers", type=int, default=min(os.cpu_count() or 1, 8))
+    parser.add_argument("--no-csv", action="store_true")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """0 where every row is fine."""
+    asked = arguments()
+    if not _available():
+        print("skipped: Triton is not installed, so nothing can be compiled")
+        return 0
+    chosen = asked.cases or list(cases())
+    unknown = set(chosen) - set(cases())
+    if unknown:
+        raise SystemExit(f"no case {sorted(unknown)}; expected some of {list(cases())}")
+    started = time.perf_counter()
+    rows: list[Row] = []
+    if asked.workers == 1:
+        for target in asked.targets:
+            rows += built(target, asked.dtypes, chosen, asked.all)
+    else:
+        with ProcessPoolExecutor(min(asked.workers, len(asked.targets)), mp_context=get_context("spawn")) as pool:
+            parts = [pool.submit(built, target, asked.dtypes, chosen, asked.all) for target in asked.targets]
+            rows += [row for part in parts for row in part.result()]
+    seconds, busy = time.perf_counter() - started, busy_seconds()
+    faulty = [row for row in rows if row.verdict != "ok"]
+    for row in faulty:
+        print(f"{row.case}, {row.kernel}, {row.dtype}, {row.target}: {row.verdict} (loads {row.loads})")
+    print(
+        f"{len(rows)} kernels for {len(asked.targets)} targets in {seconds:.1f} s with {asked.workers} processes, "
+        f"{busy:.1f} s of processor time; {len(faulty)} with a fault"
+    )
+    if not asked.no_csv:
+        written(rows)
+    return 1 if faulty else 0
+
+
+def busy_seconds() -> float:
+    """Processor time of this process and those it waited for: what the wall clock says depends on the neighbours."""
+    import resource
+
+    return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+
+
+def written(rows: list[Row]) -> None:
+    """Replace the CSV."""
+    import triton
+
+    with RESULTS.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow([*(field.name for field in fields(Row)), "triton", "torch", "gpu", "date"])
+        for row in rows:
+            writer.writerow(
+                [*asdict(row).values(), triton.__version__, torch.__version__, "none (cross-compiled)",
+                 datetime.date.today().isoformat()]
+            )  # fmt: skip
+
+
+def _available() -> bool:
+    from anygpu.kernels.library import HAS_TRITON
+
+    return HAS_TRITON
+
+
+if __name__ == "__main__":
+    os.environ.pop("TRITON_INTERPRET", None)
+    sys.exit(main())

@@ -1,0 +1,279 @@
+"""Memory-bound bytes of one transformer block, eager against fused, counted on meta tensors of full size.
+
+    python benchmarks/kernels_bytes.py        # rewrites benchmarks/results/kernels_bytes.csv
+
+Counted is each operation that torch dispatches, but for matrix products and attention, which are bound by arithmetic:
+every input once, however far it is broadcast, and every output. Views cost nothing. It is a count, not a time; the CSV
+says so. Attention's result is taken as (B, N, H, D), as flash kernels write it, in both columns. The unit u is one pass
+over the block's hidden state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+RESULTS = Path(__file__).parent / "results" / "kernels_bytes.csv"
+BOUND_BY_ARITHMETIC = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.convolution")
+READ_TWICE = ("group_norm_silu_pad",)  # its statistics are a pass of their own
+DTYPE = torch.bfloat16
+
+
+class Attention(TorchFunctionMode):
+    """Gives attention's result without computing it, and what reads data on a meta device."""
+
+    def __torch_function__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.nn.functional.scaled_dot_product_attention:
+            query, value = args[0] if args else kwargs["query"], args[2] if args else kwargs["value"]
+            batch, heads, tokens, _ = query.shape
+            with _Uncounted():
+                return query.new_empty(batch, tokens, heads, value.shape[-1]).transpose(1, 2)
+        if function in (torch.nonzero, Tensor.nonzero):
+            return torch.empty((args[0].numel(), 1), dtype=torch.int64, device=args[0].device)
+        if function is torch.nn.functional.rms_norm:  # one kernel on a GPU; taken apart on meta
+            with _Uncounted():
+                found = torch.empty_like(args[0])
+            Bytes.current.note("rms_norm", [args[0], kwargs.get("weight"), found])
+            return found
+        return function(*args, **(kwargs or {}))
+
+
+class Bytes(TorchDispatchMode):
+    """Bytes by operation of what runs inside."""
+
+    current: Bytes
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of: Counter[str] = Counter()
+        Bytes.current = self
+
+    def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        name = str(function).rpartition(".")[0]
+        if not function.is_view and not name.startswith(BOUND_BY_ARITHMETIC) and name not in FREE and not _quiet:
+            inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            results = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
+            if name in WRITE_ONLY:
+                inputs = []
+            elif name == "aten.copy_" or "out" in (kwargs or {}):  # the target is an argument too, but is not read
+                inputs = [tensor for tensor in inputs if not any(tensor is result for result in results)]
+            again = inputs[:1] if name.rpartition(".")[2] in READ_TWICE else []
+            self.note(name, [*inputs, *again, *results])
+        return found
+
+    def note(self, name: str, tensors: list[Any]) -> None:
+        """Count ``tensors`` once each."""
+        self.of[name] += sum(_stored(tensor) for tensor in tensors if isinstance(tensor, Tensor))
+
+    @property
+    def total(self) -> int:
+        return self.of.total()
+
+
+FREE = ("aten._unsafe_view", "aten._reshape_alias", "aten.empty", "aten.empty_like", "aten.new_empty")
+WRITE_ONLY = (
+    "aten.new_zeros",
+    "aten.zeros",
+    "aten.zeros_like",
+    "aten.ones_like",
+    "aten.ones",
+    "aten.new_ones",
+    "aten.fill_",
+    "aten.zero_",
+)
+_quiet: list[bool] = []
+
+
+class _Uncounted:
+    def __enter__(self) -> None:
+        _quiet.append(True)
+
+    def __exit__(self, *_error: object) -> None:
+        _quiet.pop()
+
+
+def _stored(tensor: Tensor) -> int:
+    """Bytes that are read or written for it: an expanded dimension is stored once."""
+    sizes = [size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride != 0]
+    return int(torch.Size(sizes).numel()) * tensor.element_size()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A block, what it is called with, and how far below eager it must be.
+
+    Args:
+        hidden: shape of the hidden state, whose size in bytes is u.
+        prepare: what a fused block's processors must know, such as padding.
+        rope: the model's rotary embedding, and what makes the tables with it; None where ``arguments`` has them.
+    """
+
+    name: str
+    block: Callable[[], nn.Module]
+    arguments: Callable[[bool], dict[str, Any]]
+    hidden: tuple[int, int, int]
+    demanded: float
+    prepare: Callable[[nn.Module], None] = lambda block: None
+    rope: tuple[Callable[[], nn.Module], Callable[[nn.Module], tuple[Tensor, ...]]] | None = None
+
+
+def cases() -> list[Case]:
+    """One block of each kind at the size of a full clip: LTX-Video 121 frames, HunyuanVideo 61, Mochi 84."""
+    from diffusers.models.transformers import transformer_hunyuan_video as hunyuan
+    from diffusers.models.transformers import transformer_ltx as ltx
+    from diffusers.models.transformers import transformer_mochi as mochi
+
+    def video(fused: bool, joint: bool) -> dict[str, Any]:
+        rotary = tuple(_table(32640, 128, fused=fused) for _ in range(2))
+        return {
+            "hidden_states": _empty(1, 32640, 3072),
+            "encoder_hidden_states": _empty(1, 256, 3072),
+            "temb": _empty(1, 3072),
+            "freqs_cis" if joint else "image_rotary_emb": rotary,
+        }
+
+    def ltx_tables(model: nn.Module) -> tuple[Tensor, ...]:
+        """What the model's own rotary embedding hands to its blocks, rewritten or not."""
+        rope: Any = model.rope
+        found: tuple[Tensor, ...] = rope(_empty(2, 6144, 2048), 16, 16, 24, (8 / 25, 32, 32), None)
+        return found
+
+    def ltx_arguments(_fused: bool) -> dict[str, Any]:
+        return {
+            "hidden_states": _empty(2, 6144, 2048),
+            "encoder_hidden_states": _empty(2, 128, 2048),
+            "temb": _empty(2, 1, 6 * 2048),
+            "image_rotary_emb": None,
+            "encoder_attention_mask": None,
+        }
+
+    def mochi_arguments(_fused: bool) -> dict[str, Any]:
+        return {
+            "hidden_states": _empty(2, 22260, 3072),
+            "encoder_hidden_states": _empty(2, 256, 1536),
+            "temb": _empty(2, 3072),
+            "encoder_attention_mask": torch.empty(2, 256, dtype=torch.bool, device="meta"),
+            "image_rotary_emb": tuple(_table(22260, 24, 64) for _ in range(2)),
+        }
+
+    def padded(block: nn.Module) -> None:
+        block.attn1.processor.padding.joint = (120, 200)  # two prompts of other lengths, in 256 tokens each
+
+    return [
+        Case(
+            "LTX", lambda: ltx.LTXVideoTransformerBlock(2048, 32, 64, 2048), ltx_arguments, (2, 6144, 2048), 4.6,
+            rope=(lambda: ltx.LTXVideoRotaryPosEmbed(2048), ltx_tables),
+        ),
+        Case(
+            "HunyuanVideo double", lambda: hunyuan.HunyuanVideoTransformerBlock(24, 128, 4.0),
+            lambda fused: video(fused, True), (1, 32640, 3072), 5.5,
+        ),
+        Case(
+            "HunyuanVideo single", lambda: hunyuan.HunyuanVideoSingleTransformerBlock(24, 128, 4.0),
+            lambda fused: video(fused, False), (1, 32640, 3072), 5.5,
+        ),
+        Case(
+            "Mochi", lambda: mochi.MochiTransformerBlock(3072, 24, 128, 1536), mochi_arguments,
+            (2, 22260, 3072), 8.0, padded,
+        ),
+    ]  # fmt: skip
+
+
+def _empty(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=DTYPE, device="meta")
+
+
+def _table(*shape: int, fused: bool = False) -> Tensor:
+    """A rotary table; the fused path has made it half as wide, once for all blocks."""
+    width = shape[-1] // 2 if fused else shape[-1]
+    return torch.empty((*shape[:-1], width), dtype=torch.float32, device="meta")
+
+
+@contextmanager
+def launched_on_meta() -> Iterator[None]:
+    """Operations instead of references on meta tensors: each is then one entry of the count."""
+    from anygpu.kernels import library
+
+    kept = library.LAUNCHED_ON, library.HAS_TRITON
+    library.LAUNCHED_ON, library.HAS_TRITON = "meta", True
+    try:
+        yield
+    finally:
+        library.LAUNCHED_ON, library.HAS_TRITON = kept
+
+
+def counted(case: Case, fused: bool) -> Bytes:
+    """The bytes of one call of the block."""
+    from anygpu.compat import rewrites
+
+    model = nn.Module()
+    with torch.device("meta"):
+        block = case.block().to(DTYPE).eval()
+        model.transformer_blocks = nn.ModuleList([block])
+        if case.rope is not None:
+            model.rope = case.rope[0]()
+    given = case.arguments(fused)
+    if fused:
+        found = rewrites.fused(model)
+        if found.left:
+            raise RuntimeError(f"{case.name}: not rewritten: {dict(found.left)}")
+        case.prepare(block)
+    if case.rope is not None:  # once per step, for all blocks
+        given["image_rotary_emb"] = case.rope[1](model)
+    with torch.no_grad(), launched_on_meta(), Attention(), Bytes() as count:
+        block(**given)
+    return count
+
+
+def main() -> int:
+    """0 where every block is as far below eager as it must be."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--no-csv", action="store_true")
+    parser.add_argument("--detail", action="store_true", help="bytes by operation")
+    asked = parser.parse_args()
+    rows, short = [], 0
+    for case in cases():
+        eager, fused = counted(case, False), counted(case, True)
+        unit = torch.Size(case.hidden).numel() * DTYPE.itemsize
+        ratio = eager.total / fused.total
+        short += ratio < case.demanded
+        print(
+            f"{case.name}: {eager.total / unit:.1f} u eager, {fused.total / unit:.1f} u fused, {ratio:.2f}x "
+            f"(demanded {case.demanded})"
+        )
+        if asked.detail:
+            for count in (eager, fused):
+                print("   ", ", ".join(f"{name} {value / unit:.1f}" for name, value in count.of.most_common(14)))
+        rows.append(
+            [case.name, "x".join(map(str, case.hidden)), "bf16", eager.total, fused.total, f"{eager.total / unit:.2f}",
+             f"{fused.total / unit:.2f}", f"{ratio:.3f}", case.demanded, "counted on meta tensors, not timed",
+             torch.__version__, datetime.date.today().isoformat()]
+        )  # fmt: skip
+    if not asked.no_csv:
+        with RESULTS.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(
+                ["block", "hidden", "dtype", "eager_bytes", "fused_bytes", "eager_u", "fused_u", "ratio", "demanded",
+                 "gpu", "torch", "date"]
+            )  # fmt: skip
+            writer.writerows(rows)
+    return 1 if short else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""RMS and layer norms over the last dimension with an optional weight, bias, scale and shift, in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .library import AUTO, launches, operation
+from .terms import LAYER, NO_MODULATION, RMS, Modulation, Norm
+
+
+def normalized(
+    x: Tensor,
+    norm: Norm,
+    modulation: Modulation = NO_MODULATION,
+    out_dtype: torch.dtype | None = None,
+    form: str = AUTO,
+) -> Tensor:
+    """``norm(x) * (1 + scale) + shift``, reckoned in fp32 and rounded once.
+
+    Args:
+        x: (..., N, D), any strides; with a modulation (B, N, D).
+        out_dtype: that of ``x`` where None; fp16 for safe fp16's fp32 residual.
+    """
+    if not launches(x, form):
+        return normalized_reference(x, norm, modulation, out_dtype)
+    found: Tensor = _NORMALIZED(
+        x,
+        norm.weight,
+        norm.bias,
+        modulation.scale,
+        modulation.shift,
+        modulation.split,
+        norm.kind == LAYER,
+        norm.eps,
+        out_dtype,
+    )
+    return found
+
+
+def normalized_reference(
+    x: Tensor, norm: Norm, modulation: Modulation = NO_MODULATION, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """:func:`normalized` in plain torch, in fp32, or in fp64 for fp64."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    found = modulated(standardized(x.to(wide), norm), modulation)
+    return found.to(out_dtype or x.dtype).contiguous()
+
+
+def standardized(x: Tensor, norm: Norm) -> Tensor:
+    """``x`` after ``norm``, in the dtype of ``x``."""
+    weight = None if norm.weight is None else norm.weight.to(x.dtype)
+    if norm.kind == LAYER:
+        bias = None if norm.bias is None else norm.bias.to(x.dtype)
+        return functional.layer_norm(x, x.shape[-1:], weight, bias, norm.eps)
+    found = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps)
+    return found if weight is None else found * weight
+
+
+def modulated(x: Tensor, modulation: Modulation) -> Tensor:
+    """``x * (1 + scale) + shift`` in the dtype of ``x``."""
+    if modulation.scale is not None:
+        x = x * (1 + per_token(modulation.scale, x, modulation.split).to(x.dtype))
+    if modulation.shift is not None:
+        x = x + per_token(modulation.shift, x, modulation.split).to(x.dtype)
+    return x
+
+
+def per_token(rows: Tensor, x: Tensor, split: int) -> Tensor:
+    """``rows`` so that they broadcast to ``x``: with ``split`` row 0 for the first tokens, row 1 for the others."""
+    if not split:
+        return rows
+    first, rest = rows[:, :1].expand(-1, split, -1), rows[:, 1:].expand(-1, x.shape[1] - split, -1)
+    return torch.cat([first, rest], dim=1)
+
+
+def _fake(x: Tensor, *rest: object) -> Tensor:
+    return x.new_empty(x.shape, dtype=rest[-1] or x.dtype)  # type: ignore[call-overload]
+
+
+def _plain(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    split: int,
+    layer: bool,
+    eps: float,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    norm = Norm(LAYER if layer else RMS, eps, weight, bias)
+    return normalized_reference(x, norm, Modulation(scale, shift, split), out_dtype)
+
+
+def _launch() -> Callable[..., Tensor]:
+    from ._triton.norm import normalized as launch
+
+    return launch
+
+
+_NORMALIZED = operation(
+    "normalized(Tensor x, Tensor? weight, Tensor? bias, Tensor? scale, Tensor? shift, SymInt split, bool layer, "
+    "float eps, ScalarType? out_dtype) -> Tensor",
+    _fake,
+    _plain,
+    _launch,
+)

@@ -1,0 +1,105 @@
+"""What the operations are told: which norm, which modulation, which gate, which tables; plain frozen values.
+
+Shapes: B batch, N tokens, H heads, D features of a token, W features that are normalised together (a head's, or all D).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+RMS, LAYER = "rms", "layer"
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """A norm over the last dimension; without weight and bias it has nothing to learn, which is the usual case here.
+
+    Args:
+        kind: ``rms`` or ``layer``.
+        eps: added to the mean square or variance.
+        weight: (D,), any float dtype. bias: (D,), for ``layer`` only.
+    """
+
+    kind: str
+    eps: float
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Modulation:
+    """``normed * (1 + scale) + shift``; chunks of a larger tensor are read where they lie.
+
+    Args:
+        scale: (B, 1, D) per sample, (B, N, D) per token, or (B, 2, D) with ``split``. shift: the same.
+        split: the first ``split`` tokens take row 0, the rest row 1 (HunyuanVideo's replaced tokens).
+    """
+
+    scale: Tensor | None = None
+    shift: Tensor | None = None
+    split: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """What a branch is multiplied by before it is added to the residual; nothing where ``values`` is None.
+
+    Args:
+        values: (B, 1, D), (B, N, D), or (B, 2, D) with ``split``.
+        tanh: take their hyperbolic tangent (Mochi).
+        norm_eps: RMS norm the branch first, without a weight, with this eps (Mochi).
+        split: as in :class:`Modulation`.
+    """
+
+    values: Tensor | None = None
+    tanh: bool = False
+    norm_eps: float | None = None
+    split: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Queries and keys of one stream with the weights of their RMS norms.
+
+    Args:
+        q, k: (B, N, H, W) normalised per head, or (B, N, W) normalised across heads; k may have another N.
+        q_weight, k_weight: (W,), or None for a norm without a weight.
+    """
+
+    q: Tensor
+    k: Tensor
+    q_weight: Tensor | None = None
+    k_weight: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """Cosines and sines of the rotation of each pair of neighbouring features; half as wide as what they turn.
+
+    Args:
+        cos, sin: broadcastable to (B, N, H, W / 2) or (B, N, W / 2); tokens past their N are not turned.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GroupNorm:
+    """A norm over groups of channels.
+
+    Args:
+        groups: how many; they divide the channels.
+        per_frame: each frame has its own mean and variance (Mochi), not the clip (HunyuanVideo).
+    """
+
+    groups: int
+    eps: float
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    per_frame: bool = False
+
+
+NO_MODULATION, NO_GATE = Modulation(), Gate()

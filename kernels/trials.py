@@ -1,0 +1,134 @@
+"""Each operation run once on a device against its reference in fp64: what a report and Triton's probe ask."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import activation, group_norm, norm, residual, rope
+from .library import AUTO, DTYPES, launches
+from .terms import LAYER, RMS, Gate, GroupNorm, Modulation, Norm, Pair, Tables
+
+# In eps of the dtype. fp32: sums in another order and the device's own exp and rsqrt; 16 bits: half for rounding, and
+# half for residual_norm, whose norm reads a sum that was rounded before.
+ALLOWED = {torch.float32: 4, torch.float16: 1, torch.bfloat16: 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What one operation did on a device.
+
+    Args:
+        launched: whether a kernel ran, not the reference. error, bound: largest difference to fp64, relative to the
+            largest value; it is right where error <= bound. milliseconds: with compiling, if it was the first time.
+        fault: what was raised; empty else.
+    """
+
+    name: str
+    dtype: torch.dtype
+    launched: bool
+    error: float
+    bound: float
+    milliseconds: float
+    fault: str = ""
+
+    @property
+    def right(self) -> bool:
+        return not self.fault and self.error <= self.bound
+
+    def __str__(self) -> str:
+        how = "kernel" if self.launched else "reference"
+        found = self.fault or f"error {self.error:.1e}, allowed {self.bound:.1e}"
+        verdict = "ok" if self.right else "WRONG"
+        return f"{self.name} {str(self.dtype).removeprefix('torch.')}: {verdict} ({how}, {found})"
+
+
+def trials(device: torch.device, form: str = AUTO, only: str = "") -> Iterator[Trial]:
+    """One :class:`Trial` for each operation and dtype; ``only`` names one operation."""
+    for dtype in DTYPES:
+        for name, (call, reference) in _calls(device, dtype).items():
+            if not only or name == only:
+                yield _tried(name, dtype, call, reference, device, form)
+
+
+def _tried(
+    name: str,
+    dtype: torch.dtype,
+    call: Callable[..., Any],
+    reference: Callable[[], Any],
+    device: torch.device,
+    form: str,
+) -> Trial:
+    bound = ALLOWED[dtype] * torch.finfo(dtype).eps
+    started = time.perf_counter()
+    try:
+        launched = launches(torch.empty(0, dtype=dtype, device=device), form)
+        found = [tensor.cpu() for tensor in _all(call(form=form))]
+    except (RuntimeError, ImportError, OSError, TypeError, ValueError, AttributeError) as error:
+        # A toolchain can be broken in any way: whatever it raises is the answer, and it belongs to this operation.
+        return Trial(name, dtype, False, float("inf"), bound, 0.0, f"{type(error).__name__}: {error}".splitlines()[0])
+    spent = 1e3 * (time.perf_counter() - started)
+    pairs = zip(found, _all(reference()), strict=True)
+    worst = max(float((a.double() - b).abs().max() / b.abs().max()) for a, b in pairs)
+    return Trial(name, dtype, launched, worst if worst == worst else float("inf"), bound, round(spent, 3))
+
+
+def _all(found: Any) -> tuple[Tensor, ...]:
+    return found if isinstance(found, tuple) else (found,)
+
+
+def _calls(device: torch.device, dtype: torch.dtype) -> dict[str, tuple[Callable[..., Any], Callable[[], Any]]]:
+    """By operation, the call on the device and the reference in fp64 on the host, of the same values."""
+    generator = torch.Generator().manual_seed(0)
+
+    def some(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    def both(function: Callable[..., Any], reference: Callable[..., Any], *terms: Any) -> tuple[Any, Any]:
+        there, exact = _moved(terms, lambda t: t.to(device)), _moved(terms, lambda t: t.double())
+        return lambda form: function(*there, form=form), lambda: reference(*exact)
+
+    x, branch, rows = some(2, 5, 48), some(2, 5, 48), some(2, 1, 6, 48).unbind(2)
+    q, k, text, weight = some(2, 6, 3, 16), some(2, 6, 3, 16), some(2, 2, 3, 16), some(16)
+    turn = torch.randn(5, 1, 8, generator=generator)
+    pair, other = Pair(q, k, weight, weight), Pair(text, text, weight, None)
+    clip, channel = some(1, 12, 2, 3, 5), some(12)
+    mochi = Gate(rows[2], tanh=True, norm_eps=1e-6)
+    modulation, layer = Modulation(rows[0], rows[1]), Norm(LAYER, 1e-6)
+    return {
+        "normalized": both(norm.normalized, norm.normalized_reference, x, Norm(RMS, 1e-6, rows[5][0, 0]), modulation),
+        "gated_residual": both(residual.gated_residual, residual.gated_residual_reference, x, branch, Gate(rows[2])),
+        "residual_norm": both(
+            residual.residual_norm, residual.residual_norm_reference, x, branch, mochi, layer, modulation
+        ),
+        "qk_norm_rope": both(
+            rope.qk_norm_rope, rope.qk_norm_rope_reference, pair, Tables(turn.cos(), turn.sin()), 1e-6, other
+        ),
+        "gelu_tanh": both(activation.gelu_tanh, activation.gelu_tanh_reference, x),
+        "geglu": both(activation.geglu, activation.geglu_reference, x),
+        "swiglu": both(activation.swiglu, activation.swiglu_reference, x),
+        "group_norm_silu_pad": both(
+            group_norm.group_norm_silu_pad, group_norm.group_norm_silu_pad_reference,
+            clip, GroupNorm(4, 1e-6, channel, channel), (1, 1, 1, 1, 2, 0),
+        ),
+        "rms_silu_pad": both(
+            group_norm.rms_silu_pad, group_norm.rms_silu_pad_reference,
+            clip, Norm(RMS, 1e-6, channel), Modulation(), (0, 0, 0, 0, 1, 1),
+        ),
+    }  # fmt: skip
+
+
+def _moved(terms: Any, move: Callable[[Tensor], Tensor]) -> Any:
+    """``terms`` with each tensor in them moved: tensors, dataclasses of tensors, and tuples of those."""
+    if isinstance(terms, Tensor):
+        return move(terms)
+    if isinstance(terms, tuple):
+        return tuple(_moved(term, move) for term in terms)
+    if hasattr(terms, "__dataclass_fields__"):
+        return type(terms)(*(_moved(getattr(terms, name), move) for name in terms.__dataclass_fields__))
+    return terms

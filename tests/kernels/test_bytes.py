@@ -1,0 +1,72 @@
+"""Bytes that a block moves, counted on meta tensors: what the benchmark counts, and how far below eager it is."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "kernels_bytes.py"
+NAMES = ("LTX", "HunyuanVideo double", "HunyuanVideo single", "Mochi")
+
+
+@cache
+def script() -> Any:
+    spec = importlib.util.spec_from_file_location("kernels_bytes", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["kernels_bytes"] = module  # its dataclasses look themselves up there
+    spec.loader.exec_module(module)
+    return module
+
+
+def bytes_of(call: Any) -> int:
+    with torch.no_grad(), script().Attention(), script().Bytes() as count:
+        call()
+    return count.total
+
+
+def test_each_operand_is_counted_once_and_products_and_views_are_free() -> None:
+    x, row, weight = (torch.empty(shape, device="meta") for shape in ((4, 8), (1, 8), (8, 8)))
+    assert bytes_of(lambda: x + row) == 4 * (32 + 8 + 32)
+    assert bytes_of(lambda: x + row.expand(4, 8)) == 4 * (32 + 8 + 32)
+    assert bytes_of(lambda: x.t().unflatten(1, (2, 2))) == 0
+    assert bytes_of(lambda: x @ weight) == 0
+    assert bytes_of(lambda: x.t().contiguous()) == 4 * 64
+    assert bytes_of(lambda: torch.zeros_like(x).copy_(row)) == 4 * (32 + 8 + 32)
+    heads = torch.empty(1, 2, 4, 8, device="meta")
+    attended = torch.nn.functional.scaled_dot_product_attention
+    assert bytes_of(lambda: attended(heads, heads, heads).transpose(1, 2).flatten(2)) == 0
+
+
+def test_a_fused_operation_reads_and_writes_each_tensor_once() -> None:
+    from anygpu.kernels.norm import normalized
+    from anygpu.kernels.residual import residual_norm
+    from anygpu.kernels.terms import NO_GATE, RMS, Norm
+
+    x = torch.empty((1, 4, 8), device="meta")
+    with script().launched_on_meta():
+        assert bytes_of(lambda: normalized(x, Norm(RMS, 1e-6), out_dtype=torch.float16)) == 32 * (4 + 2)
+        assert bytes_of(lambda: residual_norm(x, x, NO_GATE, Norm(RMS, 1e-6))) == 32 * 4 * 4
+
+
+@pytest.mark.parametrize("name", [NAMES[0], *(pytest.param(name, marks=pytest.mark.full) for name in NAMES[1:])])
+def test_memory_bound_bytes_of_a_block(name: str) -> None:
+    case = next(case for case in script().cases() if case.name == name)
+    eager, fused = script().counted(case, False), script().counted(case, True)
+    found = eager.total / fused.total
+    assert found >= case.demanded, f"{found:.2f}x, {case.demanded} demanded; fused: {fused.of.most_common(6)}"
+
+
+def test_the_page_shows_what_the_benchmark_wrote() -> None:
+    page = (SCRIPT.parents[1] / "docs" / "performance.md").read_text(encoding="utf-8")
+    with (SCRIPT.parent / "results" / "kernels_bytes.csv").open(encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            shown = f"{float(row['eager_u']):.1f} u | {float(row['fused_u']):.1f} u | {float(row['ratio']):.2f}×"
+            assert f"| {row['block']} | {shown} |" in page

@@ -1,0 +1,33 @@
+"""The launches in Triton's interpreter, in a process of their own: Triton decides at import whether it interprets."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHECKS = Path(__file__).parent / "interpreted"
+QUICK = "rounded or fp32_residual or two_halves or (error and (rms-dtype2 or head-dtype2 or gated-dtype2))"
+
+
+def interpreted(*options: str) -> str:
+    """What pytest says about the checks, run with the interpreter on."""
+    pytest.importorskip("triton", reason="lacks what this pack requires: triton")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, *map(str, CHECKS.glob("*.py"))]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900, cwd=CHECKS.parent)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+def test_rounding_and_one_case_of_each_row_kernel() -> None:
+    assert int(re.findall(r"(\d+) passed", interpreted("-k", QUICK))[0]) >= 8
+
+
+@pytest.mark.full
+def test_every_case() -> None:
+    assert int(re.findall(r"(\d+) passed", interpreted())[0]) >= 60
