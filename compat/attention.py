@@ -51,6 +51,7 @@ BACKENDS = {
 MEBIBYTE = 1024**2
 LEAST_BUDGET, UNKNOWN_BUDGET, MOST_BUDGET = 64 * MEBIBYTE, 256 * MEBIBYTE, 1024 * MEBIBYTE
 BUDGET_SHARE = 16  # the budget is this part of the device's memory
+LONG = 1024  # tokens from which on kernels differ by more than their start
 MATH_COPIES = 3  # scores, softmax, and the scaled or masked scores between them are alive together in torch's math
 SCORE_BYTES = 4  # scores are fp32 in torch's math and here, whatever the operands are
 WORKED_ON = torch.float32
@@ -67,6 +68,7 @@ class Attention:
         avoided: dtypes in which torch's fused kernel of this device was seen to be wrong, with the reason.
         fused: (dtype, head width) for which torch has a fused kernel here; asked beforehand, for graphs that are
             compiled, in which torch cannot be asked.
+        fastest: the kernel that was timed fastest here, for long sequences without a mask; empty for torch's choice.
     """
 
     choice: str = "auto"
@@ -74,6 +76,7 @@ class Attention:
     why: str = MEANINGS["auto"]
     avoided: Mapping[torch.dtype, str] = field(default_factory=dict)
     fused: frozenset[tuple[torch.dtype, int]] = frozenset()
+    fastest: str = ""
 
     def __str__(self) -> str:
         return f"attention: {self.why}"
@@ -102,6 +105,8 @@ class Attention:
         """
         if mask is None and not causal and self.choice in EXPLICIT:
             return EXPLICIT[self.choice](query, key, value)
+        if self.fastest and mask is None and not causal and key.shape[-2] >= LONG and query.dtype.itemsize < 4:
+            return EXPLICIT[self.fastest](query, key, value)
         if self.choice != "native_math" and query.dtype not in self.avoided:
             if self._has_fused(query, key, value, mask, causal):
                 return functional.scaled_dot_product_attention(query, key, value, mask, is_causal=causal)

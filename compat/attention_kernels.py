@@ -135,6 +135,16 @@ def run(choice: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     return RUNS[choice](query, key, value)
 
 
+def lacking(choice: str, facts: DeviceFacts) -> str:
+    """Why a kernel that a user may name cannot run on the device of ``facts``, without trying it; else empty."""
+    rows = [need for need in NEEDS if need.choice == choice]
+    here = [need for need in rows if _runs_on(need, facts)]
+    if rows and not here:
+        return f"needs {' or '.join(dict.fromkeys(need.place() for need in rows))}"
+    package = here[0].package if here else ""
+    return f"needs the package {package}" if package and not installed(package) else ""
+
+
 def installed(package: str) -> str:
     """The version of a package; empty where it is not installed."""
     try:

@@ -19,6 +19,8 @@ from torch.nn import functional
 
 Attend = Callable[..., torch.Tensor]
 Rotary = Callable[[torch.Tensor, Any], torch.Tensor]
+Lengths = tuple["int | torch.Tensor", ...]  # a tensor stands for its length less OPEN
+OPEN = 2  # torch binds a graph to the lengths 0 and 1
 TEXT, MASK = "encoder_hidden_states", "encoder_attention_mask"
 
 
@@ -26,11 +28,27 @@ TEXT, MASK = "encoder_hidden_states", "encoder_attention_mask"
 class Padding:
     """How many tokens at the end of each batch row are padding in the call that runs; None where a mask must tell.
 
-    ``text`` is of the text alone (refiners, cross attention), ``joint`` of video and text together.
+    ``text`` is of the text alone (refiners, cross attention), ``joint`` of video and text together. ``traced`` is set
+    where blocks are compiled: a graph is bound to the values of numbers, and open to the lengths of tensors.
     """
 
-    text: tuple[int, ...] | None = None
-    joint: tuple[int, ...] | None = None
+    text: Lengths | None = None
+    joint: Lengths | None = None
+    traced: bool = False
+
+    def of(self, counts: tuple[int, ...]) -> Lengths:
+        """``counts`` as they are read by attention; where a graph is made of it, as lengths that the graph leaves open.
+
+        One row alone has no padding, whatever its length.
+        """
+        if not self.traced or len(counts) < 2:
+            return counts
+        from torch._dynamo import maybe_mark_dynamic
+
+        found = tuple(torch.empty(1).expand(count + OPEN) for count in counts)
+        for length in found:
+            maybe_mark_dynamic(length, 0)
+        return found
 
 
 def attended(module: nn.Module, attend: Attend) -> Callable[[], None]:
@@ -80,7 +98,7 @@ def by_rows(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    padding: tuple[int, ...],
+    padding: Lengths,
     queries_too: bool,
 ) -> torch.Tensor:
     """Attention over the valid keys of each row, without a mask; results of padded queries are 0.
@@ -88,6 +106,8 @@ def by_rows(
     Args:
         padding: keys at the end of each row that do not count. queries_too: the same queries are padding.
     """
+    if any(isinstance(count, torch.Tensor) for count in padding):
+        return _by_open_rows(attend, query, key, value, padding)
     if not any(padding):
         return attend(query, key, value)
     found = query.new_zeros(*query.shape[:-1], value.shape[-1])
@@ -97,6 +117,21 @@ def by_rows(
         one = slice(row, row + 1)
         found[one, :, queries] = attend(query[one, :, queries], key[one, :, keys], value[one, :, keys])
     return found
+
+
+def _by_open_rows(
+    attend: Attend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, padding: Lengths
+) -> torch.Tensor:
+    """:func:`by_rows` for a graph that is to hold for any padding; padded queries, which nobody reads, are not zeroed.
+
+    Nothing here compares one length with another, which would bind the graph to the lengths it was made with.
+    """
+    rows = []
+    for row, length in enumerate(padding):
+        count = length if isinstance(length, int) else length.shape[0] - OPEN
+        keys, values = (t.narrow(0, row, 1).narrow(2, 0, t.shape[2] - count) for t in (key, value))
+        rows.append(attend(query.narrow(0, row, 1), keys, values))
+    return torch.cat(rows)
 
 
 @dataclass(slots=True)
@@ -155,7 +190,7 @@ class Joint(_Processor):
             return by_rows(self.attend, query, key, value, self.padding.joint, queries_too=True)
         if mask is not None and mask.ndim == 2:  # of the text alone: the video before it is valid
             mask = torch.cat([mask.new_ones(mask.shape[0], key.shape[2] - mask.shape[1]), mask], dim=1).bool()
-            mask = mask[:, None, None]
+            mask = mask.unsqueeze(1).unsqueeze(1)
         return self.attend(query, key, value, mask)
 
 
@@ -343,7 +378,7 @@ def _cropped_text(named: dict[str, Any], padding: Padding) -> None:
         return
     most = max(counts)
     named[TEXT], named[MASK] = named[TEXT][:, :most], named[MASK][:, :most]
-    padding.text = padding.joint = tuple(most - count for count in counts)
+    padding.text = padding.joint = padding.of(tuple(most - count for count in counts))
 
 
 def _cropped_texts(named: dict[str, Any], padding: Padding) -> None:
@@ -367,9 +402,9 @@ def _cropped_texts(named: dict[str, Any], padding: Padding) -> None:
         named[name], named[mask] = named[name][:, :most], valid[:, :most]
         total = [sum(pair) for pair in zip(total, counts, strict=True)]
         if name == TEXT and known is not None:
-            padding.text = tuple(most - count for count in known)
+            padding.text = padding.of(tuple(most - count for count in known))
     width = pictured + sum(named[name].shape[1] for name, _ in pairs)
-    padding.joint = tuple(width - count for count in total)
+    padding.joint = padding.of(tuple(width - count for count in total))
 
 
 CROPPED: Mapping[str, Callable[[dict[str, Any], Padding], None]] = {  # transformer class -> what leaves its padding out

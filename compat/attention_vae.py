@@ -30,6 +30,7 @@ def frames_attended(module: nn.Module, attend: Attend) -> Callable[[], None]:
         made = BLOCKS.get(full_name(owner))
         if made is not None and "forward" not in vars(owner):
             owner.forward = types.MethodType(made(attend), owner)
+            owner.attend = attend  # for decoders in chunks or streamed, which walk through this block themselves
             undo.append((owner, None))
         processor = getattr(owner, "processor", None)
         if full_name(processor) == OVER_TIME:
@@ -39,7 +40,7 @@ def frames_attended(module: nn.Module, attend: Attend) -> Callable[[], None]:
     def restored() -> None:
         for owner, processor in reversed(undo):
             if processor is None:
-                del owner.forward
+                del owner.forward, owner.attend
             else:
                 owner.processor = processor
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 HOST = torch.device("cpu")
+COMPILED = "_anygpu_compiled"  # on a module whose inside is one graph: hooks belong around it
 
 
 class HasDevice(Protocol):
@@ -28,6 +29,7 @@ def execution_device(
     modules: Iterable[nn.Module] = (),
     pipeline: Any = None,
     host: torch.device | None = None,
+    part: str = "",
 ) -> torch.device:
     """The device on which the next forward runs: residency, offload hooks, pipeline, host, in this order.
 
@@ -37,11 +39,13 @@ def execution_device(
         pipeline: a diffusers pipeline; its ``_execution_device`` is asked, never its ``device``, which is ``cpu``
             under model offload and ``meta`` under sequential offload.
         host: what to return when nobody knows; the CPU when None.
+        part: of a pipeline whose residency may place it elsewhere than the rest.
 
     Source: diffusers ``DiffusionPipeline._execution_device``; accelerate ``AlignDevicesHook``.
     """
     if residency is not None:
-        return torch.device(residency.device)
+        placed_by = getattr(residency, "device_of", None) if part else None
+        return torch.device(residency.device if placed_by is None else placed_by(part))
     for module in modules:
         device = _hooked_device(module)
         if device is not None:
@@ -90,15 +94,14 @@ def state_of(generator: torch.Generator) -> bytes:
 def checked_leaves(module: nn.Module, called: Any) -> Iterator[None]:
     """Call ``called()`` before each leaf module of ``module`` runs, so that a cancel is obeyed inside a long forward.
 
+    A compiled block is one leaf: what a hook does inside of it would be part of its graph.
     Hooks, not patched forwards: they survive accelerate's and diffusers' own re-wrapping of ``forward``.
     """
 
     def before(_module: nn.Module, _inputs: Any) -> None:
         called()
 
-    handles = [
-        leaf.register_forward_pre_hook(before) for leaf in module.modules() if next(leaf.children(), None) is None
-    ]
+    handles = [leaf.register_forward_pre_hook(before) for leaf in dict.fromkeys(_leaves(module))]
     try:
         yield
     finally:
@@ -106,9 +109,19 @@ def checked_leaves(module: nn.Module, called: Any) -> Iterator[None]:
             handle.remove()
 
 
+def _leaves(module: nn.Module) -> Iterator[nn.Module]:
+    children = list(module.children())
+    if not children or hasattr(module, COMPILED):
+        yield module
+        return
+    for child in children:
+        yield from _leaves(child)
+
+
 def _hooked_device(module: nn.Module) -> torch.device | None:
     hook = getattr(module, "_hf_hook", None)
-    for candidate in (hook, *getattr(hook, "hooks", ())):
+    unit = module.__dict__.get("_anygpu_unit")  # of compat.units
+    for candidate in (unit, hook, *getattr(hook, "hooks", ())):
         device = getattr(candidate, "execution_device", None)
         if device is not None:
             return torch.device(device)

@@ -1,0 +1,106 @@
+"""Whole clips with neither, kernels, compile and both, side by side: load excluded, decode included.
+
+    python benchmarks/clips.py --model models/LTX-Video     # appends rows to benchmarks/results/clips.csv
+
+Same seed and prompt, forms in shuffled order, medians. ``warm_up_s`` is the first clip, which compiles; ``pays_after``
+the number of clips after which that is won back against ``neither``. Without ``--model`` a tiny LTX-Video on the CPU
+shows that the script runs, and nothing is appended: its times say nothing about a real model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from table import append, machine
+
+SEED, PROMPT = 7, "a red fox walks through fresh snow"
+FORMS = {"neither": ("off", False), "kernels": ("auto", False), "compile": ("off", True), "both": ("auto", True)}
+
+
+def clips(model: Path, arguments: argparse.Namespace):
+    """For each form a function that makes one clip, and its pipeline."""
+    from anygpu.compat.compiling import CompileSettings
+    from anygpu.pipelines import stages
+    from anygpu.pipelines.contract import PromptRequest, SampleSettings, Silent
+    from anygpu.pipelines.loading import LoadRequest, load
+    from anygpu.pipelines.speed import SpeedRequest
+
+    settings = SampleSettings(arguments.width, arguments.height, arguments.frames, arguments.steps, SEED)
+    for name, (kernels, compiled) in FORMS.items():
+        speed = SpeedRequest(kernels, CompileSettings() if compiled else None)
+        loaded = load(LoadRequest(model, device=arguments.device, speed=speed))
+        with torch.no_grad():
+            prompt = stages.encode_prompt(loaded, PromptRequest(PROMPT), Silent())
+            loaded.parts.read("transformer")
+            loaded.parts.read("vae")
+
+        def one(loaded=loaded, prompt=prompt):
+            with torch.no_grad():
+                return stages.decode(loaded, stages.sample(loaded, prompt, None, settings, Silent()), Silent())
+
+        yield name, one, loaded
+
+
+def seconds(call) -> float:
+    """Of one clip, which ends with frames on the host."""
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def rows(model: Path, arguments: argparse.Namespace):
+    """A row per form."""
+    made, says, warm = {}, {}, {}
+    for name, one, loaded in clips(model, arguments):
+        warm[name] = seconds(one)
+        made[name], says[name] = one, loaded.speed.line(loaded.family)
+    spent = {name: [] for name in made}
+    for _ in range(arguments.rounds):
+        for name in random.sample(list(made), len(made)):
+            spent[name].append(seconds(made[name]))
+    middle = {name: statistics.median(times) for name, times in spent.items()}
+    for name in made:
+        gain, cost = middle["neither"] - middle[name], warm[name] - middle[name]
+        yield machine() | {
+            "model": model.name,
+            "form": name,
+            "clip_s": round(middle[name], 3),
+            "over_neither": round(middle["neither"] / middle[name], 3),
+            "warm_up_s": round(warm[name], 2),
+            "pays_after": max(1, math.ceil(cost / gain)) if gain > 0 and name != "neither" else "",
+            "rounds": arguments.rounds,
+            "line": says[name],
+        }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", help="a diffusers folder")
+    parser.add_argument("--device", default=None)
+    parser.add_argument("--rounds", type=int, default=5)
+    for name in ("--width", "--height", "--frames", "--steps"):
+        parser.add_argument(name, type=int, default=0, help="0: the model's default")
+    arguments = parser.parse_args()
+    if arguments.model:
+        append("clips", rows(Path(arguments.model), arguments))
+        return 0
+    from anygpu.pipelines import tiny
+
+    torch.set_num_threads(1)
+    arguments.device, arguments.width, arguments.height, arguments.frames, arguments.steps = "cpu", 64, 64, 9, 4
+    with tempfile.TemporaryDirectory() as folder:
+        for row in rows(tiny.build("ltx", Path(folder)), arguments):
+            print(row)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,185 @@
+"""What makes a pipeline faster, as it was chosen: fused kernels, compiled blocks, a step cache; and its profile."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+
+from ..compat import compiling, rewrites
+from ..compat.answers import TRITON
+from ..compat.compiling import Compilation, CompileSettings
+from ..compat.errors import UnsupportedError
+from ..compat.offload import HOSTED
+from ..compat.probe_store import OK, Answer
+from ..compat.rewrites import Fused
+from ..compat.step_cache import StepCacheSettings, cached, require_usable, settings_for
+from .contract import Loaded, Progress, SampleSettings
+from .families import family_named
+from .profiling import Profile
+from .rewriting import Order, Step, Undo
+
+Result = TypeVar("Result")
+Hosted = Callable[..., Any]
+OFFLOAD_AUTO = "auto"
+TRANSFORMER, VAE = "transformer", "vae"
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedRequest:
+    """What the user asks of speed.
+
+    Args:
+        kernels: one of ``compat.rewrites.CHOICES``. compile: None for off. profile: where traces go; None for none.
+    """
+
+    kernels: str = rewrites.AUTO
+    compile: CompileSettings | None = None
+    profile: Profile | None = None
+
+    def traced(self) -> AbstractContextManager[None]:
+        """Around a whole run: one trace of it in the profile's file; nothing without a profile."""
+        return nullcontext() if self.profile is None else self.profile.whole()
+
+
+class Speed:
+    """The choices of one pipeline, resolved for its device, and what came of them.
+
+    Args:
+        form: in which fused operations run; empty for none. why: of kernels, in a sentence.
+        attention: why which kernel attention runs, in a sentence.
+    """
+
+    def __init__(self, request: SpeedRequest, form: str, why: str, attention: str) -> None:
+        self.request, self.form, self.why = request, form, why
+        kernel = re.search(r"fused kernel \(([^)]*)\)|auto: (\w+), the fastest", attention)
+        self.attention = (kernel[1] or kernel[2]) if kernel else attention.split(":")[0]
+        self.fused: Fused | None = None
+        self.compiled: dict[str, Compilation] = {}
+        self.compile_refused = self.beside_host = ""
+        self.profile = request.profile
+        if request.compile is not None:
+            parts = (TRANSFORMER, VAE) if request.compile.vae else (TRANSFORMER,)
+            self.compiled = {part: Compilation(request.compile) for part in parts}
+
+    def steps(self) -> tuple[Step, ...]:
+        """The changes to parts, for their preparation."""
+        found: list[Step] = []
+        if self.form:
+            found.append(Step(Order.KERNELS, "fused kernels", self._fuse))
+        if self.compiled:
+            found.append(Step(Order.COMPILE, "compiled blocks", self._compile))
+        if self.profile is not None:
+            found.append(self.profile.step())
+        return tuple(found)
+
+    def host_for(self, offload: str, hosted: Hosted | None) -> Hosted | None:
+        """The host's residency for ``offload``; none for ``auto`` with compile, which that residency cannot have."""
+        if hosted is None or offload != OFFLOAD_AUTO or not self.compiled:
+            return hosted
+        self.beside_host = f"compile: offload auto does without {HOSTED}, in which no block is one graph"
+        return None
+
+    def settle_offload(self, mode: str, chosen: bool) -> None:
+        """Refuse compile with an offload mode that was chosen; with one that `auto` found, leave it off and say so.
+
+        Raises:
+            UnsupportedError: the pair does not work.
+        """
+        if not self.compiled:
+            return
+        try:
+            compiling.require_offload(mode)
+        except UnsupportedError as error:
+            if chosen:
+                raise
+            self.compiled.clear()
+            self.compile_refused = f"compile off: offload {mode} was found fastest, and {compiling.WITH_OFFLOAD[mode]}"
+            del error
+
+    def notes(self) -> tuple[str, ...]:
+        """What was decided, for the load node."""
+        compiled = self.beside_host or ("compile on" if self.compiled else "compile off")
+        return (self.why, self.compile_refused or compiled)
+
+    def line(self, family: str) -> str:
+        """What runs, such as ``LTX-Video: 168 of 168 sites fused (triton), attention cuDNN, compile off``."""
+        kernels = self.why if self.fused is None else str(self.fused).removeprefix("kernels: ")
+        states = [str(made) for part, made in self.compiled.items() if part == TRANSFORMER]
+        compiled = states[0] if states else "compile off"
+        return f"{family_named(family).FAMILY.title}: {kernels}, attention {self.attention}, {compiled}"
+
+    def say(self, family: str, progress: Progress) -> None:
+        """Say :meth:`line` where something is on."""
+        if self.form or self.compiled:
+            progress.say(self.line(family))
+
+    def _fuse(self, part: str, module: Any) -> Undo | None:
+        if part != TRANSFORMER:
+            return None
+        self.fused = rewrites.fused(module, self.form)
+        return self.fused.restore
+
+    def _compile(self, part: str, module: Any) -> Undo | None:
+        return self.compiled[part].attach(module) if part in self.compiled else None
+
+
+def speed_for(
+    request: SpeedRequest,
+    device: torch.device,
+    precision: Any,
+    probes: Mapping[str, Answer] | None,
+    attention: str,
+) -> Speed:
+    """The choices of ``request`` on a device.
+
+    Args:
+        precision: of the pipeline; safe fp16 has block forwards of its own.
+
+    Raises:
+        InputError: an unknown choice. UnsupportedError: an explicit choice that cannot run here.
+    """
+    dtype = precision.compute or precision.transformer
+    trouble = ""
+    if precision.safe:
+        trouble = "safe fp16 has block forwards of its own, with few passes already"
+    elif not rewrites.reason_against(device, dtype) and probes is not None and TRITON in probes:
+        answer = probes[TRITON]
+        trouble = "" if answer.status == OK else f"its probe is {answer.status}: {answer.detail}"
+    form, why = rewrites.form_for(request.kernels, device, dtype, trouble)
+    if precision.safe and form:
+        form, why = "", f"kernels off: {trouble}"
+    return Speed(request, form, why, attention)
+
+
+def with_step_cache(loaded: Loaded, preset: str, asked: StepCacheSettings) -> Loaded:
+    """The pipeline with a step cache for its samplings, without one for ``off``; nothing is read again for it.
+
+    Raises:
+        InputError: a choice or number out of range. UnsupportedError: a kind that does not act on this family.
+    """
+    return replace(loaded, step_cache=settings_for(loaded.family, preset, asked))
+
+
+def sped_up(loaded: Loaded, settings: SampleSettings, progress: Progress, run: Callable[[], Result]) -> Result:
+    """What ``run``, a sampling, returns, under the pipeline's step cache; says what runs and what was skipped.
+
+    Raises:
+        UnsupportedError: a cache beside guidance or compiled blocks that it cannot share a transformer with.
+    """
+    cache, speed = loaded.step_cache, loaded.speed
+    if cache is None:
+        found = run()
+    else:
+        transformer = loaded.parts.read(TRANSFORMER, progress)
+        require_usable(cache, loaded.family, transformer, settings.cfg)
+        with cached(transformer, cache, settings.steps) as count:
+            found = run()
+        progress.say(f"{cache}: {count}")
+    if speed is not None:
+        speed.say(loaded.family, progress)
+    return found

@@ -1,0 +1,216 @@
+"""Speed as a user meets it: what is said, what a step cache skips, what is refused, and what a profile holds."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from anygpu.compat import step_cache
+from anygpu.compat.compiling import CompileSettings
+from anygpu.compat.errors import InputError, UnsupportedError
+from anygpu.compat.step_cache import FIRST_BLOCK, KINDS, PYRAMID, TAYLOR, StepCacheSettings, settings_for
+from anygpu.pipelines import stages, tiny
+from anygpu.pipelines.contract import FramePackSettings, ImageRequest, PromptRequest, SampleSettings
+from anygpu.pipelines.loading import LoadRequest, load
+from anygpu.pipelines.profiling import Profile
+from anygpu.pipelines.speed import SpeedRequest, with_step_cache
+
+CHECKPOINTS = {
+    "ltx": ("ltx",),
+    "hunyuan_video": ("hunyuan_video",),
+    "hunyuan_video image": ("hunyuan_video_i2v",),
+    "hunyuan_video_15": ("hunyuan_video_15",),
+    "framepack": ("framepack", "hunyuan_video", "siglip"),
+    "mochi": ("mochi",),
+}
+FRAMES = {"ltx": 9, "mochi": 7}
+PICTURE = torch.rand(1, 64, 64, 3, generator=torch.Generator().manual_seed(0))
+STEPS = 8
+PLAIN = SpeedRequest()
+
+
+def loaded_for(name: str, folder: Any, speed: SpeedRequest = PLAIN) -> Any:
+    paths = [tiny.build(checkpoint, folder) for checkpoint in CHECKPOINTS[name]]
+    base, encoder = paths[1:] if len(paths) == 3 else (None, None)
+    return load(LoadRequest(paths[0], base, encoder, precision="fp32", device="cpu", speed=speed))
+
+
+def sampled(loaded: Any, progress: Any, cfg: float = 1.0, **more: Any) -> torch.Tensor:
+    pictured = loaded.task == "image"
+    looks = "image" in stages.family_named(loaded.family).FAMILY.effective
+    with torch.no_grad():
+        image = stages.encode_image(loaded, ImageRequest(PICTURE, 64, 64), "stretch", progress) if pictured else None
+        request = PromptRequest("a red fox", "blurry", image=PICTURE if pictured and looks else None)
+        prompt = stages.encode_prompt(loaded, request, progress)
+        settings = SampleSettings(64, 64, FRAMES.get(loaded.family, 5), steps=STEPS, seed=3, cfg=cfg, **more)
+        if loaded.family == "framepack":
+            framepack = FramePackSettings(13 / 30, window=2)
+            return stages.sample_framepack(loaded, prompt, image, settings, framepack, progress).samples
+        return stages.sample(loaded, prompt, image, settings, progress).samples
+
+
+ACTING = [
+    pytest.param(name, kind, marks=[] if kind == FIRST_BLOCK and name == "ltx" else [pytest.mark.full])
+    for name in CHECKPOINTS
+    for kind in (FIRST_BLOCK, TAYLOR, PYRAMID)
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), ACTING)
+def test_each_offered_kind_skips_and_is_gone_afterwards(tiny_folder, recorded, name, kind):
+    loaded = loaded_for(name, tiny_folder)
+    plain = sampled(loaded, recorded())
+    before = {n: vars(m).get("forward") for n, m in loaded.parts["transformer"].named_modules()}
+    quick = with_step_cache(loaded, "custom", StepCacheSettings(kind, 0.4, 3))
+    found = []
+    for _ in range(2):
+        progress = recorded()
+        found.append(sampled(quick, progress))
+        said = [line for line in progress.said if line.startswith("step cache ")]
+        assert len(said) == 1 and " 0% of" not in said[0] and "% of" in said[0], said
+    assert torch.equal(found[0], found[1]), "something was kept from the run before"
+    assert not torch.equal(found[0], plain)
+    assert torch.equal(sampled(loaded, recorded()), plain), "the pipeline it was made from changed"
+    assert {n: vars(m).get("forward") for n, m in loaded.parts["transformer"].named_modules()} == before
+
+
+def test_every_family_offers_only_what_is_tested():
+    assert set(step_cache.ACTS) == {"ltx", "hunyuan_video", "hunyuan_video_15", "framepack", "mochi"}
+    assert {kind for kinds in step_cache.ACTS.values() for kind in kinds} == set(KINDS) - {"auto"}
+
+
+def test_the_number_that_is_said_is_what_ran(tiny_folder, recorded):
+    loaded, ran = loaded_for("ltx", tiny_folder), []
+    blocks = list(loaded.parts["transformer"].transformer_blocks)
+    for block in blocks:  # the attention of a block runs when, and only when, the block does
+        block.attn1.register_forward_hook(lambda *_: ran.append(1))
+    progress = recorded()
+    sampled(with_step_cache(loaded, "custom", StepCacheSettings(FIRST_BLOCK, 0.4)), progress)
+    line = next(line for line in progress.said if line.startswith("step cache "))
+    whole = STEPS * len(blocks)
+    assert len(ran) < whole and f"({whole - len(ran)} of {whole})" in line
+
+
+@pytest.mark.full
+def test_outside_of_its_share_of_the_steps_it_changes_nothing(tiny_folder, recorded):
+    loaded = loaded_for("ltx", tiny_folder)
+    plain = sampled(loaded, recorded())
+    for kind in (FIRST_BLOCK, TAYLOR, PYRAMID):
+        late = with_step_cache(loaded, "custom", StepCacheSettings(kind, 0.4, 2, start=0.99))
+        assert torch.equal(sampled(late, recorded()), plain), kind
+
+
+@pytest.mark.full
+def test_kept_on_the_host_it_gives_the_same(tiny_folder, recorded):
+    loaded = loaded_for("hunyuan_video", tiny_folder)
+    for kind in (FIRST_BLOCK, PYRAMID):
+        asked = StepCacheSettings(kind, 0.4, 2)
+        there = sampled(with_step_cache(loaded, "custom", asked), recorded())
+        host = StepCacheSettings(kind, 0.4, 2, device="cpu")
+        assert torch.equal(sampled(with_step_cache(loaded, "custom", host), recorded()), there)
+
+
+@pytest.mark.parametrize("name", ["ltx", pytest.param("mochi", marks=pytest.mark.full)])
+def test_guidance_that_ends_on_the_way_starts_with_nothing_kept(tiny_folder, recorded, name):
+    quick = with_step_cache(loaded_for(name, tiny_folder), "custom", StepCacheSettings(FIRST_BLOCK, 0.4))
+    assert torch.isfinite(sampled(quick, recorded(), cfg=2.0, cfg_end=0.5)).all()
+
+
+@pytest.mark.full
+def test_a_cancel_takes_the_cache_off(tiny_folder, recorded):
+    loaded = loaded_for("ltx", tiny_folder)
+    plain = sampled(loaded, recorded())
+    quick = with_step_cache(loaded, "fast", StepCacheSettings())
+    with pytest.raises(recorded.Cancelled):
+        sampled(quick, recorded(cancel_at=lambda done, stage: stage == "sampling" and done == 2))
+    assert torch.equal(sampled(loaded, recorded()), plain)
+
+
+def test_pairs_that_share_state_are_refused(tiny_folder, recorded):
+    loaded = loaded_for("hunyuan_video", tiny_folder)
+    shared = with_step_cache(loaded, "custom", StepCacheSettings(PYRAMID))
+    with pytest.raises(UnsupportedError, match="step cache 'pyramid' with cfg 2: it keeps one result for both"):
+        sampled(shared, recorded(), cfg=2.0)
+    compiled = loaded_for("ltx", tiny_folder, SpeedRequest(compile=CompileSettings(backend="eager")))
+    with pytest.raises(UnsupportedError, match="step cache 'taylor' with compile"):
+        sampled(with_step_cache(compiled, "custom", StepCacheSettings(TAYLOR)), recorded())
+
+
+def test_first_block_works_with_compiled_blocks(tiny_folder, recorded):
+    torch._dynamo.reset()
+    asked = StepCacheSettings(FIRST_BLOCK, 0.4)
+    plain = sampled(with_step_cache(loaded_for("ltx", tiny_folder), "custom", asked), recorded())
+    compiled = loaded_for("ltx", tiny_folder, SpeedRequest(compile=CompileSettings(backend="eager")))
+    assert torch.equal(sampled(with_step_cache(compiled, "custom", asked), recorded()), plain)
+    assert compiled.speed.compiled["transformer"].graphs == 1
+
+
+@pytest.mark.parametrize(
+    ("preset", "asked", "error", "said"),
+    [
+        ("slow", StepCacheSettings(), InputError, "preset 'slow'"),
+        ("fast", StepCacheSettings("mag"), UnsupportedError, "step cache kind 'mag' for ltx"),
+        ("custom", StepCacheSettings(threshold=2.0), InputError, "threshold 2; expected 1e-06 to 1"),
+        ("custom", StepCacheSettings(interval=1), InputError, "interval 1"),
+        ("fast", StepCacheSettings(start=0.5, end=0.5), InputError, "start 0.5 at or after end 0.5"),
+        ("fast", StepCacheSettings(device="disk"), InputError, "cache device 'disk'"),
+    ],
+)
+def test_what_is_refused(preset, asked, error, said):
+    with pytest.raises(error, match=said):
+        settings_for("ltx", preset, asked)
+
+
+def test_off_and_presets():
+    assert settings_for("ltx", "off", StepCacheSettings()) is None
+    assert settings_for("ltx", "fast", StepCacheSettings(threshold=0.01)).threshold == step_cache.PRESETS["fast"][0]
+    assert settings_for("ltx", "custom", StepCacheSettings(threshold=0.01)).threshold == 0.01
+
+
+def test_the_line_says_what_runs(tiny_folder, recorded):
+    torch._dynamo.reset()
+    asked = SpeedRequest("reference", CompileSettings(backend="eager"))
+    loaded, progress = loaded_for("ltx", tiny_folder, asked), recorded()
+    assert "kernels: reference, chosen" in loaded.notes and "compile on" in loaded.notes
+    sampled(loaded, progress)
+    lines = [line for line in progress.said if "sites" in line]
+    assert len(lines) == 1 and lines[0].startswith(
+        "LTX-Video: 12 of 12 sites fused (reference), attention flash, compile on:"
+    )
+    plain = loaded_for("ltx", tiny_folder)
+    assert any(note.startswith("kernels off: ") for note in plain.notes) and "compile off" in plain.notes
+
+
+def test_explicit_kernels_that_cannot_run_are_an_error(tiny_folder):
+    with pytest.raises(UnsupportedError, match="kernels 'triton' on cpu"):
+        loaded_for("ltx", tiny_folder, SpeedRequest("triton"))
+
+
+def test_a_profile_names_stages_blocks_and_operations_and_costs_nothing_without(tiny_folder, recorded, tmp_path):
+    profile = Profile(tmp_path / "trace.json")
+    loaded = loaded_for("ltx", tiny_folder, SpeedRequest(profile=profile))
+    sampled(loaded, recorded())
+    assert [path.name for path in profile.written] == ["trace-encode-prompt-001.json", "trace-sample-001.json"]
+    names = [event.get("name", "") for event in json.loads(profile.written[1].read_text())["traceEvents"]]
+    assert names.count("anygpu stage: sample") == 1
+    assert names.count("anygpu block: transformer.transformer_blocks.1") == STEPS
+    assert names.count("anygpu op: transformer.transformer_blocks.1.attn2") == STEPS
+    plain = loaded_for("ltx", tiny_folder).parts["transformer"]
+    assert not any(block._forward_pre_hooks or block._forward_hooks for block in plain.transformer_blocks)
+
+
+def test_compile_with_auto_does_without_a_host_that_it_cannot_have(tiny_folder):
+    asked: list[str] = []
+
+    def hosted(*_: Any) -> Any:
+        asked.append("host")
+        raise AssertionError("the host's residency was taken")
+
+    compiled = SpeedRequest(compile=CompileSettings(backend="eager"))
+    path = tiny.build("ltx", tiny_folder)
+    loaded = load(LoadRequest(path, device="cpu", speed=compiled), hosted=hosted)
+    assert any(note.startswith("compile: offload auto does without comfyui") for note in loaded.notes)
+    with pytest.raises(AssertionError, match="was taken"):
+        load(LoadRequest(path, device="cpu"), hosted=hosted)
