@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from ..compat.parts import Silent
 from . import vae
 from .encoders import empty_prompt
 from .loading import LoadedPaint
-from .pictures import WHITE, checked_pictures, over, resized
+from .pictures import WHITE, checked_pictures, over, recentred, resized
 from .samplers import schedule_for, solver_for
 from .sampling import activation_bytes, preview_of, require_finite
 
@@ -74,6 +75,22 @@ def delight_image(
         text = empty_prompt(loaded, progress) if settings.text is None else settings.text
         found = relit(loaded, network_picture(given), text, settings, progress)
         return corrected(found, given) if settings.correct else found
+
+
+def delight_images(
+    loaded: LoadedPaint,
+    pictures: Sequence[Tensor],
+    settings: DelightSettings = DelightSettings(),
+    recenter: bool = True,
+    progress: Any = None,
+) -> Tensor:
+    """(B, size, size, 3): :func:`delight_image` of each picture (H, W, 3 or 4).
+
+    Args:
+        recenter: put what is not transparent into the middle of a square before.
+    """
+    centred = [recentred(picture) if recenter else picture for picture in pictures]
+    return torch.stack([delight_image(loaded, picture, settings, progress) for picture in centred])
 
 
 def network_picture(picture: Tensor) -> Tensor:

@@ -10,14 +10,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compat.attention import Attention, attention_for
+from ..compat.answers import answers_of
+from ..compat.attention import Attention, attention_for, avoided_by
 from ..compat.checkpoints import read_json
-from ..compat.device import DeviceFacts, facts_for, free_bytes
+from ..compat.compiling import CompileSettings, require_offload
+from ..compat.device import GIBIBYTE, DeviceFacts, facts_for, free_bytes
 from ..compat.errors import CheckpointError, InputError
+from ..compat.execution import HOST
 from ..compat.offload import amount, residency_for
 from ..compat.parts import Parts, Prepare, Reader, Silent
 from ..compat.precision import Precision, precision_for
 from . import networks, vae
+from .compiling import Compiler
 from .encoders import encoder_reader
 from .layers import Dtypes
 from .unet import UNetShape, attended
@@ -44,6 +48,8 @@ class PaintRequest:
             these; None looks beside the UNet. image_encoder is DINOv2-giant, for ``paint_pbr`` alone.
         precision, offload, attention: choices. device: None for the default device, or its facts.
         prepare: rewrites each part after it was read; returns what takes that back.
+        state: folder where probe results are kept; None asks the device nothing and relies on the tables.
+        compiled: settings of the compiler, for the blocks of both UNets and the VAE; None compiles nothing.
     """
 
     model: Path
@@ -57,6 +63,8 @@ class PaintRequest:
     attention: str = AUTO
     device: Any = None
     prepare: Prepare | None = None
+    state: Path | None = None
+    compiled: CompileSettings | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +74,7 @@ class LoadedPaint:
     Args:
         family: ``paint``, ``paint_pbr`` or ``delight``. variant: ``v2-0``, ``turbo``, ``v2-1``.
         parts: ``unet``, ``reference`` (not for delight), ``vae``; ``text_encoder`` or ``image_encoder`` where found.
-        shape: of the UNet. notes: the sentences said while loading.
+        shape: of the UNet. compiler: None where nothing is compiled. notes: the sentences said while loading.
     """
 
     family: str
@@ -78,16 +86,38 @@ class LoadedPaint:
     shape: UNetShape
     configs: Mapping[str, Mapping[str, Any]]
     source: Path
+    compiler: Compiler | None = None
     notes: tuple[str, ...] = ()
+
+    @property
+    def patcher(self) -> Any:
+        """The host's own handle of a part in use, where it manages the memory; else None."""
+        return next(iter(self.get_models()), None)
+
+    def get_models(self) -> list[Any]:
+        """The host's own handles of all parts that were used: by these its caches recognise what holds models."""
+        listed: Any = getattr(self.residency, "get_models", None)
+        return [] if listed is None else list(listed())
+
+    def is_dynamic(self) -> bool:
+        """Whether the host pages the weights by itself."""
+        asked: Any = getattr(self.residency, "is_dynamic", None)
+        return bool(asked is not None and asked())
 
     def __repr__(self) -> str:
         return f"<{self.family} {self.variant} {self.source.name!r}: {self.precision}; {self.residency}>"
 
 
 def load_paint(
-    request: PaintRequest, progress: Any = None, make_room: Callable[[int], None] | None = None
+    request: PaintRequest,
+    progress: Any = None,
+    make_room: Callable[[int], None] | None = None,
+    hosted: Callable[[Any, torch.device], Any] | None = None,
 ) -> LoadedPaint:
     """The pipeline of ``request.model``; only names and shapes are read now.
+
+    Args:
+        make_room, hosted: of a host that manages memory itself, as :func:`offload.residency_for` takes them.
 
     Raises:
         CheckpointError: files are missing, damaged, or of another model. InputError, UnsupportedError: a choice that
@@ -104,9 +134,12 @@ def load_paint(
     networks.require_fitting(kind, shapes, made, str(stored.path))
     progress.check()
     facts = facts_for(request.device)
-    precision = precision_for(kind, facts, request.precision)
+    probes = None if request.state is None else answers_of(facts, request.state)
+    precision = precision_for(kind, facts, request.precision, probes)
     shape = networks.shape_for(kind, config)
-    attention = attention_for(request.attention, facts, precision.compute or precision.transformer, _head_width(shape))
+    operands = precision.compute or precision.transformer
+    avoided = avoided_by(probes, (operands, precision.vae))
+    attention = attention_for(request.attention, facts, operands, _head_width(shape), avoided)
     dtypes = Dtypes(precision.compute, precision.residual)
     readers = {part: _unet_reader(kind, part, config, stored, dtypes, attention) for part in made}
     configs: dict[str, Mapping[str, Any]] = {"unet": config}
@@ -114,8 +147,9 @@ def load_paint(
     readers["vae"], configs["vae"], sizes["vae"] = _vae_reader(request, place, precision, attention)
     for name, (reader, size) in _encoders(request, kind, place, precision).items():
         readers[name], sizes[name] = reader, size
-    parts = Parts(readers, request.prepare)
-    residency, reason = residency_for(request.offload, parts, facts.device, sizes, free_bytes(facts.device), make_room)
+    compiler = None if request.compiled is None else Compiler(request.compiled, request.prepare)
+    parts = Parts(readers, compiler or request.prepare)
+    residency, reason = _residency(request, parts, facts, sizes, (make_room, hosted))
     notes = [str(precision), f"{residency}: {reason}", str(attention), *_said(place, stored, dropped)]
     return LoadedPaint(
         kind,
@@ -127,8 +161,36 @@ def load_paint(
         shape,
         configs,
         request.model,
+        compiler,
         tuple(notes),
     )
+
+
+def _residency(
+    request: PaintRequest,
+    parts: Parts,
+    facts: DeviceFacts,
+    sizes: Mapping[str, int],
+    host: tuple[Any, Any],
+) -> tuple[Any, str]:
+    """Compiled, ``auto`` keeps everything on the device; else every part leaves it after its stage.
+
+    Each part runs once or twice in a painting, so that leaving costs a copy or two, and its room is the next one's.
+    """
+    free, on_host = free_bytes(facts.device), facts.device.type == HOST.type
+    if request.compiled is not None:
+        require_offload(request.offload)
+    if request.offload == AUTO and request.compiled is not None:
+        residency, _ = residency_for("none", parts, facts.device, sizes, free, *host)
+        total = sum(sizes.values())
+        tight = free is not None and total > free
+        more = f"; {total / GIBIBYTE:.1f} GB do not fit: choose offload model, or switch compile off" if tight else ""
+        return residency, "auto: compiled blocks stay where they were compiled" + more
+    residency, reason = residency_for(request.offload, parts, facts.device, sizes, free, *host)
+    if residency.mode == "none" and request.offload == AUTO and not on_host:
+        residency, _ = residency_for("model", parts, facts.device, sizes, free, *host)
+        reason = "auto: each part runs once or twice, so leaving after its stage costs a copy or two"
+    return residency, reason
 
 
 def is_paint_folder(folder: Path) -> bool:

@@ -21,6 +21,7 @@ MANY_FACES = 100_000  # above it core's Decimate is worth its time before Unwrap
 UNWRAP_SECONDS = 75e-6  # per face: core's UnwrapMesh, 37 s for 500k faces on two CPU cores
 UV_TOLERANCE = 1e-3  # rounding of exporters, half a texel at 512
 UNWRAP = "Use Unwrap Mesh before it."
+FINE = 8192  # steps of float32 over a mesh, below which a fine surface loses its shape
 THIN = 1e-7  # height of a face in the frame, where the mesh is 1.15 wide: float32 positions are off by half as much
 
 
@@ -66,7 +67,8 @@ class Surface:
         Raises:
             InputError: empty, not finite, indices outside, or no face with an area.
         """
-        _check_shapes(mesh)
+        checked_shapes(mesh)
+        require_finite_vertices(mesh)
         # float64 on the CPU: a mesh far from the origin or of tiny scale keeps the digits that its float32 still has
         vertices, faces = mesh.vertices.detach().cpu().double(), mesh.faces.detach().cpu().long()
         used = vertices[faces.unique()]
@@ -127,7 +129,8 @@ def uv_areas(uvs: Tensor, faces: Tensor) -> Tensor:
     return ((b[:, 0] - a[:, 0]) * (c[:, 1] - a[:, 1]) - (c[:, 0] - a[:, 0]) * (b[:, 1] - a[:, 1])).abs() / 2
 
 
-def _check_shapes(mesh: Mesh) -> None:
+def checked_shapes(mesh: Mesh) -> None:
+    """Raise unless a mesh has triangles whose corners are there."""
     vertices, faces, uvs = mesh.vertices, mesh.faces, mesh.uvs
     if vertices.ndim != 2 or vertices.shape[-1] != 3 or faces.ndim != 2 or faces.shape[-1] != 3:
         raise InputError(
@@ -148,13 +151,6 @@ def _check_shapes(mesh: Mesh) -> None:
             expected=f"0 to {vertices.shape[0] - 1}",
             fix="The mesh is damaged: load or make it again.",
         )
-    wrong = int((~torch.isfinite(vertices)).any(1).sum())
-    if wrong:
-        raise InputError(
-            f"{wrong} of {vertices.shape[0]} vertices are NaN or infinite",
-            expected="finite positions",
-            fix="The mesh is damaged: make it again, or repair it in a mesh editor.",
-        )
     if uvs is not None and tuple(uvs.shape) != (vertices.shape[0], 2):
         raise InputError(
             f"UVs of shape {tuple(uvs.shape)} for {vertices.shape[0]} vertices",
@@ -163,25 +159,40 @@ def _check_shapes(mesh: Mesh) -> None:
         )
 
 
+def require_finite_vertices(mesh: Mesh) -> None:
+    """Raise when a position is NaN or infinite, with how many."""
+    wrong = int((~torch.isfinite(mesh.vertices)).any(1).sum())
+    if wrong:
+        raise InputError(
+            f"{wrong} of {mesh.vertices.shape[0]} vertices are NaN or infinite",
+            expected="finite positions",
+            fix="The mesh is damaged: make it again, or take those faces out with Clean Mesh.",
+        )
+
+
 def _notes(mesh: Mesh, faces: Tensor, dropped: int, centre: Tensor, radius: float) -> tuple[str, ...]:
     notes = []
     if dropped:
         notes.append(f"{dropped} faces without area are left out")
-    if faces.shape[0] > MANY_FACES:
-        seconds = faces.shape[0] * UNWRAP_SECONDS
-        notes.append(
-            f"{faces.shape[0]} faces: Unwrap Mesh takes about {seconds:.0f} s on a CPU, less after Decimate Mesh"
-        )
+    notes += size_notes(faces.shape[0])
     shared = shared_by_many(faces)
     if shared:
         notes.append(f"{shared} edges belong to more than two faces: normals there are a mixture")
     digits = torch.finfo(mesh.vertices.dtype).eps * float(centre.abs().max())
-    if digits > radius / 4096:
+    if digits > 2 * radius / FINE:
         notes.append(
             f"the mesh lies {float(centre.norm()):.3g} from the origin and is {2 * radius:.3g} wide: its numbers have "
             "too few digits for a fine surface; move it to the origin before exporting"
         )
     return tuple(notes)
+
+
+def size_notes(faces: int) -> list[str]:
+    """A line with the time that a large mesh costs; none for an ordinary one."""
+    if faces <= MANY_FACES:
+        return []
+    seconds = faces * UNWRAP_SECONDS
+    return [f"{faces} faces: Unwrap Mesh takes about {seconds:.0f} s on a CPU, less after Decimate Mesh"]
 
 
 def shared_by_many(faces: Tensor) -> int:
@@ -220,9 +231,23 @@ def load_mesh(path: Path) -> tuple[Mesh, tuple[str, ...]]:
     if uvs is not None:
         uvs = torch.stack((uvs[:, 0], 1 - uvs[:, 1]), dim=1)  # trimesh counts v upwards, whatever the file does
     vertices = torch.tensor(loaded.vertices, dtype=torch.float64)
+    vertices, moved = _near_origin(vertices)
     mesh = Mesh(vertices, torch.tensor(loaded.faces, dtype=torch.int64), uvs)
     textured = "with" if uvs is not None else "no"
-    return mesh, (f"{len(loaded.faces)} faces, {len(loaded.vertices)} vertices, {textured} UVs",)
+    said = f"{len(loaded.faces)} faces, {len(loaded.vertices)} vertices, {textured} UVs"
+    return mesh, (said, *moved, *size_notes(len(loaded.faces)))
+
+
+def _near_origin(vertices: Tensor) -> tuple[Tensor, list[str]]:
+    """(N, 3) float64 ``vertices`` moved to the origin where float32, which nodes hand on, would lose their shape."""
+    whole = vertices[torch.isfinite(vertices).all(1)]
+    if not whole.shape[0]:
+        return vertices, []
+    low, high = whole.amin(0), whole.amax(0)
+    centre, width = (low + high) / 2, float((high - low).max())
+    if torch.finfo(torch.float32).eps * float(centre.abs().max()) <= width / FINE:
+        return vertices, []
+    return vertices - centre, [f"moved to the origin: it lay {float(centre.norm()):.3g} away and is {width:.3g} wide"]
 
 
 def write_glb(path: Path, mesh: Mesh, texture: Tensor, metallic_roughness: Tensor | None = None) -> Path:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ..compat.errors import InputError
 
@@ -42,6 +44,36 @@ def checked_pictures(pictures: Tensor | Sequence[Tensor], subject: str) -> list[
     if not found:
         raise InputError(f"no {subject}", expected="at least one picture", fix="Connect an IMAGE.")
     return found
+
+
+def cut_out(pictures: Tensor, mask: Tensor | None) -> list[Tensor]:
+    """Each picture (H, W, 3), or (H, W, 4) where the mask leaves something out.
+
+    Args:
+        pictures: (B, H, W, 3 or 4) in 0..1. mask: (B or 1, h, w), 1 where the picture is transparent, as ComfyUI's
+            Load Image gives it; one that is 0 everywhere, of any size, says that there was no alpha.
+
+    Raises:
+        InputError: another number of masks, or what :func:`checked_pictures` refuses.
+    """
+    found = checked_pictures(pictures, "reference picture")
+    if mask is None or not bool((mask > 0).any()):
+        return found
+    mask = mask.detach().cpu().float().reshape(-1, *mask.shape[-2:])
+    if len(mask) not in (1, len(found)):
+        raise InputError(
+            f"{len(mask)} masks for {len(found)} reference pictures",
+            expected="one for each, or one for all",
+            fix="Connect image and mask of one Load Image node.",
+        )
+    alphas = 1 - mask.clamp(0, 1).expand(len(found), -1, -1)
+    joined = []
+    for picture, alpha in zip(found, alphas, strict=True):
+        if alpha.shape != picture.shape[:2]:
+            size = (int(picture.shape[0]), int(picture.shape[1]))
+            alpha = functional.interpolate(alpha[None, None], size, mode="bilinear", antialias=True)[0, 0]
+        joined.append(torch.cat((picture[..., :3], alpha[..., None]), dim=-1))
+    return joined
 
 
 def over(picture: Tensor, background: float) -> Tensor:
@@ -116,3 +148,14 @@ def signed(pictures: Tensor) -> Tensor:
 def shown(decoded: Tensor) -> Tensor:
     """(B, H, W, 3) in 0..1 from what the VAE gives."""
     return (decoded / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1).contiguous()
+
+
+def saved(pictures: Tensor, folder: Path, name: str) -> list[Path]:
+    """The PNG files, ``name_00.png`` and on, that ``pictures`` (B, H, W, 3) in 0..1 were written to."""
+    from PIL import Image
+
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{name}_{index:02}.png" for index in range(len(pictures))]
+    for path, picture in zip(paths, pictures, strict=True):
+        Image.fromarray((picture.detach().cpu().clamp(0, 1) * 255).round().to(torch.uint8).numpy()).save(path)
+    return paths

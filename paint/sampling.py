@@ -30,6 +30,7 @@ PREVIEW = (  # Stable Diffusion's latents as colours, roughly
     (-0.2120, -0.2616, -0.7177),
 )
 COPIES = 16  # feature maps of the first level that are alive together; counted in tests/paint/test_memory.py
+LATENT_KEY = "anygpu"
 SPARE_BYTES = 256 * 1024**2  # the middle of a feed-forward, and what attention takes
 
 
@@ -141,7 +142,10 @@ def paint_views(
     with torch.no_grad():
         conditions = _conditions(loaded, inputs, (references, normals, positions, ids), settings, progress)
         latents = sampled(loaded, conditions, settings, progress)
-        return _decoded(loaded, latents, len(ids), settings, progress)
+        painted = _decoded(loaded, latents, len(ids), settings, progress)
+    for line in () if loaded.compiler is None else loaded.compiler.lines():
+        progress.say(line)
+    return painted
 
 
 def completed(loaded: LoadedPaint, settings: PaintSettings, progress: Any) -> PaintSettings:
@@ -350,6 +354,30 @@ def _decoded(loaded: LoadedPaint, latents: Tensor, views: int, settings: PaintSe
     with loaded.residency.hold("vae", need, progress) as module:
         pictures = vae.decoded(module, plain, device, progress, "decoding")
     return Painted(pictures[:views], pictures[views:] if len(pictures) > views else None, plain)
+
+
+def to_latent(loaded: LoadedPaint, painted: Painted) -> dict[str, Any]:
+    """Core's LATENT of painted views, with our key of plain values, which core nodes ignore."""
+    record = {"family": loaded.family, "variant": loaded.variant, "views": len(painted.views)}
+    return {"samples": painted.latents, LATENT_KEY: record}
+
+
+def latents_of(loaded: LoadedPaint, latent: Mapping[str, Any] | None) -> Tensor | None:
+    """The samples of core's LATENT, for :class:`PaintSettings`; None for none.
+
+    Raises:
+        InputError: they are latents of something else.
+    """
+    if latent is None:
+        return None
+    samples, made_by = latent.get("samples"), (latent.get(LATENT_KEY) or {}).get("family", loaded.family)
+    if not isinstance(samples, Tensor) or samples.ndim != 4 or made_by != loaded.family:
+        raise InputError(
+            f"a LATENT of {made_by} with {getattr(samples, 'ndim', 'no')} dimensions for painting",
+            expected=f"views of {loaded.family}, (V, 4, h, w)",
+            fix="Connect the latent of an AnyGPU Paint Views node of the same model.",
+        )
+    return samples
 
 
 def require_finite(latents: Tensor, subject: str) -> None:

@@ -30,7 +30,7 @@ class Shown:
         mesh: with UVs. texture: (T, T, 3), every texel coloured. ideal: (T, T, 3), 0 where nothing lies.
         painted: share of the surface's texels that a view painted, 0..1. error: mean absolute error of all of them
             after filling; worst: its 99.9th percentile.
-        frames: (F, H, W, 3) turntable. picture_error: mean absolute difference to a turntable of the right colours.
+        frames, right: (F, H, W, 3), turntables of it and of the right colours. picture_error: their mean difference.
     """
 
     mesh: Mesh
@@ -40,6 +40,7 @@ class Shown:
     error: float
     worst: float
     frames: Tensor
+    right: Tensor
     picture_error: float
 
 
@@ -159,4 +160,4 @@ def demonstration(
     right = turntable(surface, waves, **options)
     worst = float(wrong.sort().values[int(0.999 * (wrong.numel() - 1))])
     apart = float((turned - right).abs().mean())
-    return Shown(mesh, texture, ideal, baked.share, float(wrong.mean()), worst, turned, apart)
+    return Shown(mesh, texture, ideal, baked.share, float(wrong.mean()), worst, turned, right, apart)

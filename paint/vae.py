@@ -17,7 +17,7 @@ from .pictures import shown, signed
 SCALE, REDUCTION = 0.18215, 8
 OLD_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}  # before diffusers 0.15
 OLD = re.compile(rf"(?<=\.)({'|'.join(OLD_NAMES)})(?=\.(weight|bias)$)")
-WIDEST = 512  # features per pixel at full size in the decoder, with copies
+WIDEST = 832  # features per pixel alive together at the peak of the decoder; counted in tests/paint/test_memory.py
 
 
 def autoencoder(config: Mapping[str, Any]) -> nn.Module:

@@ -85,15 +85,16 @@ def rendered_maps(
     size: int = VIEW_SIZE,
     flat: bool = False,
     caster: str = "torch",
+    collected: torch.device | None = None,
 ) -> Maps:
     """Position and normal maps of every camera, as the checkpoints were trained on.
 
     Args:
         surface: in its frame. size: pixels, 16..8192. flat: normals of faces (v2-1) instead of vertices (v2-0).
-        caster: "torch" or "embree".
+        caster: "torch" or "embree". collected: where the maps go, one after the other; None: the surface's device.
 
     Returns:
-        Maps on the surface's device; background exactly 1; values cut, not rounded, to 8 bits.
+        Maps there; background exactly 1; values cut, not rounded, to 8 bits.
 
     Raises:
         InputError: a size out of range.
@@ -102,15 +103,15 @@ def rendered_maps(
         raise InputError(
             f"view size {size}", expected=f"{SIZES[0]} to {SIZES[1]} pixels", fix="2048 suits most meshes."
         )
-    positions, normals, masks = [], [], []
+    positions, normals, masks, target = [], [], [], collected or surface.vertices.device
     for camera in table:
         view = rasterised(surface, camera, size, table.ortho_scale, caster)
         place = view.shown.interpolated(surface.vertices, surface.faces)
         shown, faces = view.shown, surface.faces
         normal = surface.face_normals[shown.face] if flat else shown.interpolated(surface.vertex_normals, faces)
-        positions.append(_map(view, place, 1 / (2 * RADIUS)))
-        normals.append(_map(view, normal, 0.5))
-        masks.append(view.ids >= 0)
+        positions.append(_map(view, place, 1 / (2 * RADIUS)).to(target))
+        normals.append(_map(view, normal, 0.5).to(target))
+        masks.append((view.ids >= 0).to(target))
     return Maps(torch.stack(positions), torch.stack(normals), torch.stack(masks))
 
 

@@ -13,7 +13,7 @@ from simulated import accelerator
 from simulated.conftest import acc  # noqa: F401
 
 MODES = [
-    "model",
+    pytest.param("model", marks=pytest.mark.full),  # tests/simulated/test_paint.py runs it whole
     "sequential",
     pytest.param("none", marks=pytest.mark.full),
     pytest.param("group", marks=pytest.mark.full),

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
 import torch
 from anygpu.compat.errors import InputError
-from anygpu.paint import synthetic
+from anygpu.paint import demo, synthetic
 from anygpu.paint.bake import texels_of
-from anygpu.paint.mesh import Mesh, Surface
+from anygpu.paint.mesh import Mesh, Surface, write_glb
 from anygpu.paint.synthetic import ideal_texture
 from anygpu.paint.turntable import looked_up, turntable
+from PIL import Image
 
 SIDES = torch.tensor(
     [[1.0, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 0], [0, 1, 1], [1, 0, 1]]
@@ -75,21 +77,43 @@ def test_made_meshes_look_outwards(make):
     assert ((places - core) * surface.face_normals).sum(1).min() > 0
 
 
-def test_the_demo_is_right_and_not_only_finite():
-    shown = synthetic.demonstration(texture_size=192, picture_size=160, view_size=320, frames=2, frame_size=48)
+@pytest.fixture(scope="module")
+def shown():
+    """The demo, small."""
+    return synthetic.demonstration(texture_size=192, picture_size=160, view_size=320, frames=2, frame_size=48)
+
+
+def test_the_demo_is_right_and_not_only_finite(shown):
     assert shown.painted > 0.9
     assert shown.error < 5e-3
     assert shown.worst < 0.12
     assert shown.picture_error < 2e-3
-    assert shown.frames.shape == (2, 48, 48, 3)
+    assert shown.frames.shape == shown.right.shape == (2, 48, 48, 3)
     assert (shown.frames[0] - shown.frames[1]).abs().mean() > 0.05
     assert shown.texture.std() > 0.2
 
 
-def test_the_demo_notices_a_wrong_picture(monkeypatch):
+def test_the_demo_writes_what_it_checked(tmp_path, monkeypatch, shown):
+    monkeypatch.setattr(demo, "demonstration", lambda *sizes: shown)
+    checks = demo.show(tmp_path)
+    assert len(checks) == 5
+    assert all(held for held, _ in checks.values()), checks
+    sheet = numpy.array(Image.open(tmp_path / "torus_turntable.png")).astype(float)
+    assert sheet.shape == (96, 96, 3)
+    assert abs(sheet[:48] - sheet[48:]).mean() < 1, "baked above, right below"
+    assert sheet.std() > 20
+    monkeypatch.setattr(demo, "write_glb", lambda path, mesh, _texture: write_glb(path, synthetic.box(), _texture))
+    assert not demo.show(tmp_path)["the GLB holds the mesh"][0]
+
+
+def test_the_demo_notices_a_wrong_picture(monkeypatch, tmp_path):
     """Views in another order: the picture is as colourful, and wrong."""
     kept = synthetic.photographs
     monkeypatch.setattr(synthetic, "photographs", lambda *arguments: kept(*arguments).roll(1, 0))
     shown = synthetic.demonstration(texture_size=96, picture_size=96, view_size=96, frames=1, frame_size=48)
     assert shown.error > 0.1
     assert shown.picture_error > 0.02
+    monkeypatch.setattr(demo, "demonstration", lambda *sizes: shown)
+    checks = demo.show(tmp_path)
+    failed = {"the texture is the right one", "no texel is far off", "the turntable is the right one"}
+    assert {name for name, (held, _) in checks.items() if not held} == failed

@@ -1,0 +1,111 @@
+"""ComfyUI's MESH and 3D files, and the meshes of ``paint``: from one to the other, and which files there are."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import folder_paths
+import torch
+
+from ..compat.errors import CheckpointError, InputError
+from ..paint.mesh import FORMATS, Mesh, load_mesh
+from ..paint.texturing import Texture
+from .api import Types
+
+NO_FILE = "no mesh file found"
+
+
+def mesh_files() -> list[str]:
+    """Mesh files in ComfyUI's input folder and its folder 3d; one entry that says so where there are none."""
+    root = Path(folder_paths.get_input_directory())
+    found = [path for folder in (root, root / "3d") if folder.is_dir() for path in folder.iterdir()]
+    names = sorted(path.relative_to(root).as_posix() for path in found if path.suffix.lower() in FORMATS)
+    return names or [NO_FILE]
+
+
+def mesh_path(name: str) -> Path:
+    """The path of a listed mesh file.
+
+    Raises:
+        CheckpointError: there is none of that name inside the input folder.
+    """
+    root = Path(folder_paths.get_input_directory()).resolve()
+    path = (root / name).resolve()
+    if name == NO_FILE or not path.is_relative_to(root) or not path.is_file():
+        raise CheckpointError(
+            f"no mesh {name!r} in {str(root)!r}" if name != NO_FILE else f"no mesh in {str(root)!r}",
+            expected=f"a file of {', '.join(FORMATS)}",
+            fix="Put one into the folder input/3d and press R, or connect core's Load 3D.",
+        )
+    return path
+
+
+def file_stamp(name: str) -> Any:
+    """What changes when a listed mesh file changes."""
+    path = Path(folder_paths.get_input_directory()) / name
+    return (path.stat().st_mtime, path.stat().st_size) if path.is_file() else None
+
+
+def mesh_of_file(name: str, file: Any = None) -> tuple[Mesh, tuple[str, ...]]:
+    """The mesh of a core FILE_3D, or of a listed file where there is none, and lines about it."""
+    if file is None:
+        return load_mesh(mesh_path(name))
+    source = file.get_source()
+    if isinstance(source, str):
+        return load_mesh(Path(source))
+    with tempfile.TemporaryDirectory(prefix="anygpu-") as folder:
+        path = Path(folder) / f"mesh.{file.format or 'glb'}"
+        file.save_to(str(path))
+        return load_mesh(path)
+
+
+def from_core(mesh: Any) -> Mesh:
+    """The one mesh of a core MESH, padding cut off.
+
+    Raises:
+        InputError: none or several, or something else.
+    """
+    vertices, faces = getattr(mesh, "vertices", None), getattr(mesh, "faces", None)
+    if vertices is None or faces is None:
+        raise InputError(f"a MESH of {type(mesh).__name__}", expected="vertices and faces", fix="Connect a mesh.")
+    if len(vertices) != 1 and getattr(vertices, "ndim", 3) == 3:
+        raise InputError(
+            f"a MESH of {len(vertices)} meshes", expected="one", fix="Texture them one after the other, or merge them."
+        )
+    single = getattr(vertices, "ndim", 3) == 2
+    parts = [None if part is None else (part if single else part[0]) for part in (vertices, faces, mesh.uvs)]
+    if mesh.vertex_counts is not None and not single:
+        count, face_count = int(mesh.vertex_counts[0]), int(mesh.face_counts[0])
+        parts = [parts[0][:count], parts[1][:face_count], None if parts[2] is None else parts[2][:count]]
+    return Mesh(parts[0], parts[1], parts[2])
+
+
+def to_core(mesh: Mesh) -> Any:
+    """A core MESH."""
+    uvs = None if mesh.uvs is None else mesh.uvs.float()[None].cpu()
+    return Types.MESH(mesh.vertices.float()[None].cpu(), mesh.faces.long()[None].cpu(), uvs=uvs)
+
+
+def with_texture(mesh: Any, texture: Texture) -> Any:
+    """A copy of a core MESH that wears ``texture``: colours per vertex, which would tint it, are left out."""
+    worn = copy.copy(mesh)
+    worn.texture, worn.vertex_colors, worn.emissive, worn.normal_map = texture.colour[None], None, None, None
+    worn.metallic_roughness, worn.occlusion_in_mr = None, False
+    if texture.metallic is not None and texture.roughness is not None:
+        packed = (torch.ones_like(texture.metallic), texture.roughness, texture.metallic)
+        worn.metallic_roughness = torch.stack(packed, dim=-1)[None]
+    return worn
+
+
+def as_images(texture: Texture) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Base colour, metallic and roughness as IMAGE (1, T, T, 3), and what a view painted as MASK (1, T, T).
+
+    Where nothing was painted as metal or roughness they are small even pictures: no metal, rough.
+    """
+    metallic = torch.zeros(64, 64) if texture.metallic is None else texture.metallic
+    roughness = torch.ones(64, 64) if texture.roughness is None else texture.roughness
+    grey = [one[None, ..., None].expand(-1, -1, -1, 3).contiguous() for one in (metallic, roughness)]
+    return texture.colour[None], grey[0], grey[1], texture.painted.float()[None]

@@ -1,0 +1,357 @@
+"""The nodes that paint: the pipeline, even light for the picture, the views, and all of it in one step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..compat import attention, offload, precision
+from ..compat.compiling import MOST_CACHED
+from ..host import folders, memory, meshes, painting, preview
+from ..host.api import GraphBuilder, io
+from ..host.painting import PaintProgress
+from ..paint import texturing
+from ..paint.compiling import CACHE_LIMIT, settings_for
+from ..paint.delight import DelightSettings, delight_images
+from ..paint.loading import VARIANTS, PaintRequest, load_paint
+from ..paint.pictures import cut_out
+from ..paint.samplers import SCHEDULERS, SPACINGS
+from ..paint.sampling import PaintInputs, PaintSettings, latents_of, paint_views, to_latent
+from ..paint.weights import CHOICES as WEIGHTS
+from .meshes import CATEGORY
+from .sockets import DEFAULT, SEED_LIMIT, Cameras, Paint
+
+LICENCE = (
+    "The weights are Tencent's, under its Hunyuan 3D community licence: not for use in the EU, the UK and South Korea, "
+    "with limits on use and on very large services. None are shipped or downloaded; read the licence first."
+)
+
+
+class LoadPaintPipeline(io.ComfyNode):
+    """Load a Hunyuan3D paint or delight model."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """The node's inputs and outputs."""
+        lenders = painting.lender_choices()
+        return io.Schema(
+            node_id="AnyGPULoadPaintPipeline",
+            display_name="AnyGPU Load Paint Pipeline",
+            category=CATEGORY,
+            description="Loads Hunyuan3D paint v2-0, turbo or PBR v2-1, or delight, and decides precision and offload for this "
+            "machine. Weights are read when a stage first needs them. " + LICENCE,
+            search_aliases=["hunyuan3d", "texture model", "paint pbr", "delight", "hy3dgen"],
+            inputs=[
+                io.Combo.Input(
+                    "model", options=painting.paint_choices(),
+                    tooltip="A published folder (it holds unet and vae) or the UNet's file, in models/diffusers.",
+                ),
+                io.Combo.Input(
+                    "precision", options=list(precision.CHOICES), default="auto",
+                    tooltip="auto: what this device runs best; fp16, as published, on GPUs that have it. fp32: exact, twice the "
+                    "memory. bf16: the range of fp32. fp16-safe: fp16 operands around an fp32 residual; not on a CPU.",
+                ),
+                io.Combo.Input(
+                    "offload", options=list(offload.CHOICES), default="auto",
+                    tooltip="auto: the fastest that fits. "
+                    + " ".join(f"{mode}: {cost}." for mode, cost in offload.COSTS.items())
+                    + " On a CPU only auto and none work.",
+                ),
+                io.Combo.Input(
+                    "variant", options=list(VARIANTS), default="auto", advanced=True,
+                    tooltip="v2-0 and turbo have the same tensors. auto goes by the word turbo in the path.",
+                ),
+                io.Combo.Input(
+                    "weights", options=list(WEIGHTS), default="auto", advanced=True,
+                    tooltip="Where a folder has a .bin and a .safetensors: auto reads the .bin, as the published loader does. "
+                    "Those of turbo are different trainings; which one was read is said.",
+                ),
+                io.Combo.Input(
+                    "vae", options=lenders, default="auto", advanced=True,
+                    tooltip="The folder of a Stable Diffusion VAE, for a single file. auto looks beside the UNet.",
+                ),
+                io.Combo.Input(
+                    "image_encoder", options=lenders, default="auto", advanced=True,
+                    tooltip="PBR: the folder of DINOv2-giant. Or connect its CLIP Vision output to AnyGPU Paint Views.",
+                ),
+                io.Combo.Input(
+                    "attention", options=list(attention.CHOICES), default="auto", optional=True, advanced=True,
+                    tooltip="Which kernel attention runs, in this pipeline alone. "
+                    + " ".join(f"{choice}: {meaning}." for choice, meaning in attention.MEANINGS.items()),
+                ),
+                io.Boolean.Input(
+                    "compile", default=False, optional=True, advanced=True,
+                    tooltip="The blocks of both UNets and of the VAE through torch.compile: minutes on the first run, faster "
+                    "afterwards at the same sizes. offload auto then keeps everything on the device. Needs a compiler: Triton "
+                    "on a GPU, C++ on a CPU.",
+                ),
+                io.Int.Input(
+                    "dynamo_cache_size_limit", default=CACHE_LIMIT, min=1, max=MOST_CACHED, optional=True, advanced=True,
+                    tooltip="With compile: graphs of each kind of block; the two UNets have about 20 sizes. More views or "
+                    "another view_size need graphs of their own.",
+                ),
+            ],
+            outputs=[Paint.Output(display_name="pipeline")],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def validate_inputs(cls, model: str) -> bool:
+        """Always true: a model that is not there is explained when the node runs, with where to get it."""
+        return True
+
+    @classmethod
+    def fingerprint_inputs(cls, model: str, **_: Any) -> Any:
+        """Changes when the model's files change."""
+        return painting.model_stamp(model)
+
+    @classmethod
+    def execute(
+        cls, model: str, precision: str, offload: str, variant: str = "auto", weights: str = "auto", vae: str = "auto",
+        image_encoder: str = "auto", attention: str = "auto", compile: bool = False, dynamo_cache_size_limit: int = CACHE_LIMIT,
+    ) -> io.NodeOutput:
+        """The pipeline."""
+        progress = PaintProgress(cls.hidden.unique_id)
+        request = PaintRequest(
+            painting.paint_path(model), "auto", variant, weights, painting.lender_path(vae),
+            painting.lender_path(image_encoder), precision, offload, attention, memory.compute_device(),
+            state=folders.state_folder(),
+            compiled=settings_for(dynamo_cache_size_limit) if compile else None,
+        )
+        pipeline = load_paint(request, progress, memory.make_room, memory.managed)
+        progress.finish("\n".join((f"{pipeline.family} {pipeline.variant}, {pipeline.facts}", *pipeline.notes)))
+        return io.NodeOutput(pipeline)
+
+
+class DelightImage(io.ComfyNode):
+    """Take light and shadow out of a picture."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """The node's inputs and outputs."""
+        return io.Schema(
+            node_id="AnyGPUDelightImage",
+            display_name="AnyGPU Delight Image",
+            category=CATEGORY,
+            description="Even light for the reference picture of paint v2-0 and turbo, on white. The PBR model wants the "
+            "picture as it is. " + LICENCE,
+            search_aliases=["remove shadows", "delight", "relight", "albedo"],
+            inputs=[
+                Paint.Input("pipeline", tooltip="hunyuan3d-delight-v2-0 from AnyGPU Load Paint Pipeline."),
+                io.Image.Input("image", tooltip="The object; several pictures are treated one after the other."),
+                io.Int.Input("steps", default=50, min=1, max=1000, tooltip="Denoising steps; 50 is published."),
+                io.Int.Input("seed", default=42, min=0, max=SEED_LIMIT, control_after_generate=True, tooltip="42 is published."),
+                io.Mask.Input(
+                    "mask", optional=True,
+                    tooltip="1 where there is background, as Load Image and core's background removal give it.",
+                ),
+                io.Boolean.Input(
+                    "recenter", default=True, optional=True, tooltip="Put the cut-out object into the middle of a square.",
+                ),
+                io.Int.Input(
+                    "size", default=512, min=64, max=2048, step=64, optional=True, advanced=True,
+                    tooltip="Pixels; the model was made for 512.",
+                ),
+                io.Float.Input(
+                    "image_guidance", default=1.0, min=1.0, max=10.0, step=0.1, optional=True, advanced=True,
+                    tooltip="1: off, as the published pipeline really runs. More doubles the time.",
+                ),
+                io.Boolean.Input(
+                    "correct", default=True, optional=True, advanced=True,
+                    tooltip="Bring colour and contrast back to the picture's own where that is nearer to it.",
+                ),
+                io.Combo.Input(
+                    "scheduler", options=list(SCHEDULERS), default="auto", optional=True, advanced=True,
+                    tooltip="auto: Euler ancestral, as published.",
+                ),
+            ],
+            outputs=[io.Image.Output(display_name="image")],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def execute(
+        cls, pipeline: Any, image: Any, steps: int, seed: int, mask: Any = None, recenter: bool = True, size: int = 512,
+        image_guidance: float = 1.0, correct: bool = True, scheduler: str = "auto",
+    ) -> io.NodeOutput:
+        """The pictures in even light."""
+        progress = PaintProgress(cls.hidden.unique_id)
+        solver = "euler_ancestral" if scheduler == "auto" else scheduler
+        settings = DelightSettings(size, steps, image_guidance, seed, solver, correct=correct)
+        found = delight_images(pipeline, cut_out(image, mask), settings, recenter, progress)
+        progress.finish(f"{len(found)} of {size}x{size}")
+        return io.NodeOutput(found)
+
+
+class PaintViews(io.ComfyNode):
+    """Paint the views."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """The node's inputs and outputs."""
+        return io.Schema(
+            node_id="AnyGPUPaintViews",
+            display_name="AnyGPU Paint Views",
+            category=CATEGORY,
+            description="Paints a mesh's views after a reference picture. For a second, larger pass: upscale the latent, raise "
+            "view_size, and set denoise to 0.3 to 0.6. " + LICENCE,
+            search_aliases=["sample multiview", "texture", "hunyuan3d paint", "multiview"],
+            inputs=[
+                Paint.Input("pipeline", tooltip="paint v2-0, turbo or PBR from AnyGPU Load Paint Pipeline."),
+                io.Image.Input("image", tooltip="The object from its front, best in even light; several pictures are all used."),
+                io.Image.Input("normals", tooltip="From AnyGPU Render Views."),
+                io.Image.Input("positions", tooltip="From AnyGPU Render Views."),
+                Cameras.Input("cameras", tooltip="From AnyGPU Render Views: those that the maps are of."),
+                io.Int.Input(
+                    "view_size", default=512, min=64, max=2048, step=64,
+                    tooltip="Pixels of each painted view. 512 is what the models were made for; PBR also 768.",
+                ),
+                io.Int.Input("steps", default=0, min=0, max=1000, tooltip="v2-0 takes 30, turbo 10, PBR 15. " + DEFAULT),
+                io.Float.Input(
+                    "guidance", default=0.0, min=0.0, max=30.0, step=0.1,
+                    tooltip="How closely the picture is followed. 1 is off and halves the time: turbo. v2-0 takes 2, PBR 3. "
+                    + DEFAULT,
+                ),
+                io.Int.Input(
+                    "seed", default=0, min=0, max=SEED_LIMIT, control_after_generate=True,
+                    tooltip="The same seed gives the same noise on every device.",
+                ),
+                io.Combo.Input(
+                    "scheduler", options=list(SCHEDULERS), default="auto",
+                    tooltip="auto: as published. v2-0 euler_ancestral, turbo lcm, PBR unipc.",
+                ),
+                io.Combo.Input(
+                    "sigma_schedule", options=list(SPACINGS), default="auto", advanced=True,
+                    tooltip="How the noise levels are spaced. auto: trailing, as published. lcm keeps its own.",
+                ),
+                io.Mask.Input(
+                    "mask", optional=True,
+                    tooltip="1 where there is background; v2-0 and turbo put the cut-out object into the middle.",
+                ),
+                io.Latent.Input("latent", optional=True, tooltip="Views of a first pass, upscaled to view_size / 8."),
+                io.Float.Input(
+                    "denoise", default=1.0, min=0.01, max=1.0, step=0.01, optional=True,
+                    tooltip="With latent: how much of it is painted anew. 1 starts afresh.",
+                ),
+                io.ClipVisionOutput.Input(
+                    "clip_vision_output", optional=True,
+                    tooltip="PBR: DINOv2-giant from core's CLIP Vision Encode, in place of image_encoder on the load node.",
+                ),
+                io.Sigmas.Input("sigmas", optional=True, tooltip="Noise levels in place of steps and sigma_schedule."),
+                io.Float.Input(
+                    "reference_scale", default=1.0, min=0.0, max=2.0, step=0.05, optional=True, advanced=True,
+                    tooltip="How much the views look at the picture.",
+                ),
+                io.Float.Input(
+                    "multiview_scale", default=1.0, min=0.0, max=2.0, step=0.05, optional=True, advanced=True,
+                    tooltip="How much the views look at one another.",
+                ),
+            ],
+            outputs=[
+                io.Image.Output(display_name="images"),
+                io.Image.Output(display_name="metallic_roughness", tooltip="PBR alone: red metallic, green roughness."),
+                io.Latent.Output(display_name="latent"),
+            ],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def execute(
+        cls, pipeline: Any, image: Any, normals: Any, positions: Any, cameras: Any, view_size: int, sigma_schedule: str,
+        mask: Any = None, latent: Any = None, clip_vision_output: Any = None, sigmas: Any = None, **settings: Any,
+    ) -> io.NodeOutput:
+        """The painted views, and their latents."""
+        progress = PaintProgress(cls.hidden.unique_id)
+        references = texturing.references_of(pipeline, cut_out(image, mask), None, DelightSettings(), progress)
+        dino = None if clip_vision_output is None else clip_vision_output.last_hidden_state
+        levels = None if sigmas is None else tuple(sigmas.tolist())
+        start = latents_of(pipeline, latent)
+        chosen = PaintSettings(view_size, spacing=sigma_schedule, sigmas=levels, latents=start, **settings)
+        painted = paint_views(pipeline, PaintInputs(references, normals, positions, cameras, dino), chosen, progress)
+        progress.finish(f"{len(painted.views)} views of {view_size} pixels")
+        shown = preview.sheet(painted.views, cls)
+        return io.NodeOutput(painted.views, painted.metallic_roughness, to_latent(pipeline, painted), ui=shown)
+
+
+class TextureMesh(io.ComfyNode):
+    """From a mesh and a picture to a textured mesh."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """The node's inputs and outputs."""
+        return io.Schema(
+            node_id="AnyGPUTextureMesh",
+            display_name="AnyGPU Texture Mesh",
+            category=CATEGORY,
+            description="Texture Mesh in one step: unwraps where UVs are missing, renders, evens the light, paints, bakes. The "
+            "single nodes do the same with more to choose. " + LICENCE,
+            search_aliases=["texture mesh", "hunyuan3d", "mesh to textured", "3d texture", "paint mesh"],
+            inputs=[
+                io.Mesh.Input("mesh", tooltip="One mesh; core's Unwrap Mesh is put before it where it has no UVs."),
+                io.Image.Input("image", tooltip="The object from its front; several pictures are all used."),
+                Paint.Input("pipeline", tooltip="paint v2-0, turbo or PBR from AnyGPU Load Paint Pipeline."),
+                io.Int.Input(
+                    "view_size", default=512, min=64, max=2048, step=64, tooltip="Pixels of each painted view.",
+                ),
+                io.Int.Input(
+                    "texture_size", default=2048, min=16, max=8192, step=16, tooltip="Texels along each side of the texture.",
+                ),
+                io.Int.Input(
+                    "seed", default=0, min=0, max=SEED_LIMIT, control_after_generate=True,
+                    tooltip="The same seed gives the same noise on every device.",
+                ),
+                io.Int.Input("steps", default=0, min=0, max=1000, tooltip="v2-0 takes 30, turbo 10, PBR 15. " + DEFAULT),
+                io.Mask.Input("mask", optional=True, tooltip="1 where there is background, as Load Image gives it."),
+                Paint.Input(
+                    "delight", optional=True, tooltip="hunyuan3d-delight-v2-0, for paint v2-0 and turbo; without it the "
+                    "picture is taken as it is.",
+                ),
+                io.Int.Input(
+                    "max_views", default=8, min=6, max=12, optional=True,
+                    tooltip="PBR: six views, and those that show most of what is unseen, up to this many.",
+                ),
+                io.ClipVisionOutput.Input(
+                    "clip_vision_output", optional=True,
+                    tooltip="PBR: DINOv2-giant from core's CLIP Vision Encode, in place of image_encoder on the load node.",
+                ),
+            ],
+            outputs=[
+                io.Mesh.Output(display_name="mesh"),
+                io.Image.Output(display_name="base_color"),
+                io.Image.Output(display_name="metallic"),
+                io.Image.Output(display_name="roughness"),
+                io.Image.Output(display_name="views"),
+            ],
+            hidden=[io.Hidden.unique_id, io.Hidden.dynprompt],
+            enable_expand=True,
+        )
+
+    @classmethod
+    def execute(
+        cls, mesh: Any, image: Any, pipeline: Any, view_size: int, texture_size: int, seed: int, steps: int,
+        mask: Any = None, delight: Any = None, max_views: int = 8, clip_vision_output: Any = None,
+    ) -> io.NodeOutput:
+        """The textured mesh and its maps; where UVs are missing, the same node behind core's Unwrap Mesh."""
+        if mesh.uvs is None:
+            return unwrapped_first(cls.hidden.dynprompt.get_node(cls.hidden.unique_id)["inputs"])
+        progress = PaintProgress(cls.hidden.unique_id)
+        dino = None if clip_vision_output is None else clip_vision_output.last_hidden_state
+        paint = PaintSettings(view_size, steps, seed=seed)
+        baking = texturing.TextureSettings(texture_size, texturing.raster_size(view_size, texture_size))
+        settings = texturing.OneStep(paint, baking, max_views)
+        given = (meshes.from_core(mesh), cut_out(image, mask), pipeline, delight)
+        texture, painted, _ = texturing.textured(*given, settings, progress, dino, painting.keep_views)
+        progress.finish("\n".join(texture.notes))
+        return io.NodeOutput(meshes.with_texture(mesh, texture), *meshes.as_images(texture)[:3], painted.views)
+
+
+def unwrapped_first(given: dict[str, Any]) -> io.NodeOutput:
+    """Core's Unwrap Mesh and behind it a second Texture Mesh, run in place of the first.
+
+    Args:
+        given: inputs of the first as the prompt has them: links stay links, so that ComfyUI's cache knows them.
+    """
+    graph = GraphBuilder()
+    values = {"segmenter": "pec", "resolution": given["texture_size"], "padding": 2, "weld_distance": 0.0}
+    unwrap = graph.node("UnwrapMesh", mesh=given["mesh"], **values)
+    again = graph.node("AnyGPUTextureMesh", **{**given, "mesh": unwrap.out(0)})
+    return io.NodeOutput(*(again.out(index) for index in range(5)), expand=graph.finalize())

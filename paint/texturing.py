@@ -1,0 +1,232 @@
+"""What the nodes call beyond painting itself: a mesh rendered, baked and filled, and all of it in one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..compat.device import GIBIBYTE, free_bytes
+from ..compat.errors import InputError, PackError
+from ..compat.execution import HOST, execution_device
+from ..compat.parts import Silent
+from .bake import BakeSettings, bake
+from .cameras import DEFAULT_VIEWS, CameraTable
+from .delight import DelightSettings, delight_image
+from .fill import filled
+from .loading import LoadedPaint
+from .mesh import Mesh, Surface
+from .pictures import recentred
+from .sampling import Painted, PaintInputs, PaintSettings, paint_views
+from .views import VIEW_SIZE, Maps, chosen_views, rendered_maps
+
+NORMALS = ("auto", "smooth", "flat")
+TEXEL_BYTES = 200  # of baking, at its peak; counted in benchmarks/results/paint_stages.csv
+Keep = Callable[[Painted], tuple[str, Callable[[], None]]]  # where the views are kept, and what forgets them
+
+
+@dataclass(frozen=True, slots=True)
+class TextureSettings:
+    """How the views become a texture.
+
+    Args:
+        size: texels. view_size: pixels at which the mesh is rasterised. form: of :data:`bake.FORMS`. fill: of
+            :data:`fill.METHODS`. exact: the published arithmetic, faults included.
+    """
+
+    size: int = 2048
+    view_size: int = VIEW_SIZE
+    form: str = "gather"
+    fill: str = "auto"
+    exact: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Texture:
+    """A finished texture.
+
+    Args:
+        colour: (T, T, 3) in 0..1, fp32, on the CPU. metallic, roughness: (T, T), or None where nothing painted them.
+        painted: (T, T) bool, texels that a view painted; the rest is filled. share: of the surface, 0..1.
+        notes: lines for the user.
+    """
+
+    colour: Tensor
+    metallic: Tensor | None
+    roughness: Tensor | None
+    painted: Tensor
+    share: float
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OneStep:
+    """Settings of :func:`textured`.
+
+    Args:
+        paint: of the views. texture: of the baking. max_views: 6..12, PBR only: the six fixed views and those that show
+            most of what is not seen. delight: of the picture.
+    """
+
+    paint: PaintSettings = field(default_factory=PaintSettings)
+    texture: TextureSettings = field(default_factory=TextureSettings)
+    max_views: int = 8
+    delight: DelightSettings = field(default_factory=DelightSettings)
+
+
+def raster_size(view_size: int, texture_size: int) -> int:
+    """Pixels at which the mesh is rasterised: as published, or less where neither views nor texture could show it."""
+    return min(VIEW_SIZE, max(4 * view_size, texture_size))
+
+
+def maps_of(
+    mesh: Mesh,
+    cameras: CameraTable | None,
+    family: str | None = None,
+    normals: str = "auto",
+    size: int = VIEW_SIZE,
+    device: torch.device | None = None,
+) -> tuple[Maps, CameraTable, Surface]:
+    """Maps of the mesh on the CPU, the cameras they are of, and the checked surface.
+
+    Args:
+        cameras: None for the six fixed views. family: of the pipeline that will paint; ``auto`` normals are flat for
+            ``paint_pbr``, which was taught so, and smooth for others. device: where it is computed.
+
+    Raises:
+        InputError: an unusable mesh, an unknown choice, or a size out of range.
+    """
+    if normals not in NORMALS:
+        raise InputError(f"normals {normals!r}", expected=f"one of {', '.join(NORMALS)}", fix="Choose auto.")
+    surface = Surface.of(mesh, device)
+    table = cameras or DEFAULT_VIEWS
+    flat = family == "paint_pbr" if normals == "auto" else normals == "flat"
+    return rendered_maps(surface, table, size, flat, collected=HOST), table, surface
+
+
+def texture_of(
+    mesh: Mesh,
+    cameras: CameraTable,
+    pictures: Tensor,
+    metallic_roughness: Tensor | None = None,
+    settings: TextureSettings = TextureSettings(),
+    progress: Any = None,
+    device: torch.device | None = None,
+) -> Texture:
+    """The texture that ``pictures`` of ``cameras`` make on ``mesh``, every texel coloured.
+
+    Args:
+        mesh: with UVs. pictures, metallic_roughness: (V, S, S, 3), of any size S. device: where it is computed.
+
+    Raises:
+        InputError: what :func:`bake.bake` and :func:`fill.filled` refuse.
+    """
+    progress = progress or Silent()
+    baking = BakeSettings(settings.size, settings.view_size, settings.form, settings.exact)
+    surface = Surface.of(mesh, roomy(device, settings.size**2 * TEXEL_BYTES, progress.say))
+    total, done = len(cameras) * (1 if metallic_roughness is None else 2), -1
+
+    def check() -> None:
+        nonlocal done
+        done += 1
+        progress.check()
+        if done:
+            progress.step(done, total, "baking")
+
+    baked = bake(surface, cameras, pictures, baking, check)
+    colour = filled(baked, surface, settings.fill, settings.exact)
+    metallic = roughness = None
+    if metallic_roughness is not None:
+        second = bake(surface, cameras, metallic_roughness, baking, check)
+        both = filled(second, surface, settings.fill, settings.exact).cpu()
+        metallic, roughness = both[..., 0], both[..., 1]
+    progress.step(total, total, "baking")
+    share = f"{baked.share:.1%} of the surface painted, the rest filled from beside it"
+    return Texture(colour.cpu(), metallic, roughness, baked.painted.cpu(), baked.share, (share, *baked.notes))
+
+
+def roomy(device: torch.device | None, needed_bytes: int, say: Callable[[str], None]) -> torch.device | None:
+    """``device`` where it has ``needed_bytes`` free or does not tell, else the CPU, which is said."""
+    free = None if device is None or device.type == HOST.type else free_bytes(device)
+    if free is None or free > needed_bytes:
+        return device
+    say(f"baked on the CPU: {free / GIBIBYTE:.1f} GB free on the device, {needed_bytes / GIBIBYTE:.1f} GB needed")
+    return HOST
+
+
+def greedy_cameras(
+    mesh: Mesh | None, max_views: int, say: Callable[[str], None], device: torch.device | None = None
+) -> CameraTable:
+    """The six fixed views and, up to ``max_views``, those that show most of what is unseen.
+
+    Raises:
+        InputError: no mesh, an unusable one, or views out of range.
+    """
+    if mesh is None:
+        raise InputError("no mesh for greedy cameras", expected="the mesh to paint", fix="Connect it, or choose list.")
+    table, share = chosen_views(Surface.of(mesh, device), max_views)
+    say(f"{len(table)} views see {share:.1%} of the surface")
+    return table
+
+
+def references_of(
+    loaded: LoadedPaint, pictures: list[Tensor], delight: LoadedPaint | None, settings: DelightSettings, progress: Any
+) -> list[Tensor]:
+    """The reference pictures as the pipeline wants them: in the middle of a square, and in even light.
+
+    The PBR model takes them as they are: it was taught with shading, and finds the light itself.
+    """
+    if loaded.family == "paint_pbr":
+        return pictures
+    centred = [recentred(picture) for picture in pictures]
+    if delight is None:
+        return centred
+    return [delight_image(delight, picture, settings, progress) for picture in centred]
+
+
+def textured(
+    mesh: Mesh,
+    pictures: list[Tensor],
+    loaded: LoadedPaint,
+    delight: LoadedPaint | None = None,
+    settings: OneStep = OneStep(),
+    progress: Any = None,
+    dino: Tensor | None = None,
+    keep: Keep | None = None,
+) -> tuple[Texture, Painted, CameraTable]:
+    """A mesh and a picture become a texture: views rendered, painted, baked, filled.
+
+    Args:
+        mesh: with UVs. pictures: of the object, each (H, W, 3 or 4), the front first. delight: evens their light out.
+        dino: as :class:`sampling.PaintInputs` has it. keep: puts the painted views somewhere
+            before they are baked; they stay there if that fails.
+
+    Raises:
+        InputError: what any of the stages refuses; an unusable mesh is found before anything is painted.
+    """
+    progress = progress or Silent()
+    device = execution_device(loaded.residency)
+    surface = Surface.of(mesh, device)
+    surface.with_uvs()
+    for note in surface.notes:
+        progress.say(note)
+    with torch.no_grad():
+        greedy = loaded.family == "paint_pbr"
+        cameras = greedy_cameras(mesh, settings.max_views, progress.say, device) if greedy else DEFAULT_VIEWS
+        maps, _, _ = maps_of(mesh, cameras, loaded.family, "auto", settings.texture.view_size, device)
+        references = references_of(loaded, pictures, delight, settings.delight, progress)
+        inputs = PaintInputs(references, maps.normal, maps.position, cameras, dino)
+        del maps
+        painted = paint_views(loaded, inputs, settings.paint, progress)
+        place, forget = keep(painted) if keep is not None else ("", lambda: None)
+        given = (mesh, cameras, painted.views, painted.metallic_roughness)
+        try:
+            found = texture_of(*given, settings.texture, progress, device)
+        except PackError as error:
+            kept = f" The painted views are kept in {place}." if place else ""
+            raise type(error)(error.found, expected=error.expected, fix=error.fix + kept) from error
+    forget()
+    return found, painted, cameras

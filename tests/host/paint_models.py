@@ -1,0 +1,76 @@
+"""Tiny stand-ins for the published paint checkpoints, under their names, and a mesh to texture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from anygpu.paint.mesh import Mesh, write_glb
+from anygpu.paint.synthetic import sphere, torus
+
+from host.server import Server
+from paint import stored
+
+NAMES = {
+    "hunyuan3d-paint-v2-0": "paint",
+    "hunyuan3d-paint-v2-0-turbo": "paint",
+    "hunyuan3d-paintpbr-v2-1": "paint_pbr",
+    "hunyuan3d-delight-v2-0": "delight",
+}
+DINO = "dinov2-giant"
+MESH, PLAIN = "3d/example.glb", "3d/plain.obj"
+
+
+def furnish(server: Server) -> None:
+    """Put every paint model, DINOv2, a mesh with UVs and one without among the files of a server."""
+    home = built(server.tiny_folder)
+    for name in (*NAMES, DINO):
+        server.lend(home / name, name)
+    write_meshes(server.base / "input")
+
+
+def built(tiny_folder: Path) -> Path:
+    """The folder that holds every model, made once."""
+    home = tiny_folder / "paint"
+    for name, kind in NAMES.items():
+        if not (home / name / "whole").exists():
+            stored.checkpoint(kind, home, name)
+            if kind == "delight":
+                _text_encoder(home / name / "text_encoder")
+            (home / name / "whole").touch()
+    if not (home / DINO / "whole").exists():
+        _dino(home / DINO)
+        (home / DINO / "whole").touch()
+    return home
+
+
+def write_meshes(folder: Path) -> None:
+    """Write the meshes that the workflows load: a torus with UVs, and a ball without."""
+    (folder / "3d").mkdir(parents=True, exist_ok=True)
+    write_glb(folder / MESH, torus(12, 24), torch.full((16, 16, 3), 0.5))
+    lines = [f"v {x:.6f} {y:.6f} {z:.6f}" for x, y, z in sphere(8, 12).vertices.tolist()]
+    lines += [f"f {a + 1} {b + 1} {c + 1}" for a, b, c in solid_faces(sphere(8, 12))]
+    (folder / PLAIN).write_text("\n".join(lines), encoding="utf-8")
+
+
+def solid_faces(mesh: Mesh) -> list[list[int]]:
+    """Faces with three different places: a ball's poles have some without area."""
+    corners = mesh.vertices[mesh.faces]
+    areas = torch.linalg.cross(corners[:, 1] - corners[:, 0], corners[:, 2] - corners[:, 0]).norm(dim=1)
+    return mesh.faces[areas > 1e-6].tolist()
+
+
+def _text_encoder(folder: Path) -> None:
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    config = CLIPTextConfig(
+        vocab_size=49408, hidden_size=64, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    CLIPTextModel(config).save_pretrained(folder)
+
+
+def _dino(folder: Path) -> None:
+    from transformers import Dinov2Config, Dinov2Model
+
+    config = Dinov2Config(hidden_size=1536, num_hidden_layers=1, num_attention_heads=24, mlp_ratio=1, image_size=224)
+    Dinov2Model(config).half().save_pretrained(folder)

@@ -1,0 +1,189 @@
+"""The texturing workflows, as ComfyUI's own frontend posts them, run to a textured GLB on tiny checkpoints."""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from host import paint_models
+from host.client import Client, Run
+from host.prompts import Graph, painted, replay
+from host.server import Server
+
+pytestmark = pytest.mark.host
+
+SMALL = {"steps": 2, "view_size": 64, "size": 64, "texture_size": 64, "resolution": 64, "frames": 3, "cells": 16}
+AUTO = dict.fromkeys(("precision", "offload", "variant", "weights", "vae", "image_encoder"), "auto")
+SHAPE = ("ImageOnlyCheckpointLoader", "ModelSamplingAuraFlow", "CLIPVisionEncode", "Hunyuan3Dv2Conditioning")
+SHAPE += ("EmptyLatentHunyuan3Dv2", "KSampler")
+
+
+def shrunk(prompt: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """A replay with small sizes; core's shape model, which has no tiny form, is a ball from its voxels on."""
+    found = {}
+    for key, node in prompt.items():
+        if node["class_type"] in SHAPE:
+            continue
+        if node["class_type"] == "VAEDecodeHunyuan3D":
+            node = {"class_type": "StandInVoxels", "inputs": {"cells": SMALL["cells"]}}
+        inputs = node["inputs"]
+        inputs.update({name: SMALL[name] for name in SMALL if name in inputs and not isinstance(inputs[name], list)})
+        if node["class_type"] == "AnyGPUPaintViews" and "latent" in inputs:
+            inputs["view_size"] = 128  # twice the first pass
+        if "target_face_count" in inputs:
+            inputs["target_face_count"] = 300
+        found[key] = node
+    return found
+
+
+def named(prompt: dict[str, dict[str, Any]], kind: str) -> str:
+    """The id of the one node of a kind."""
+    (key,) = [key for key, node in prompt.items() if node["class_type"] == kind]
+    return key
+
+
+def glb(path: Path) -> tuple[dict[str, Any], bytes]:
+    """The description and the bytes of a GLB."""
+    data = path.read_bytes()
+    assert data[:4] == b"glTF"
+    (length,) = struct.unpack_from("<I", data, 12)
+    return json.loads(data[20 : 20 + length]), data[28 + length :]
+
+
+def picture(facts: dict[str, Any], data: bytes, texture: int) -> np.ndarray:
+    """A texture of a GLB, (H, W, 3)."""
+    view = facts["bufferViews"][facts["images"][facts["textures"][texture]["source"]]["bufferView"]]
+    start = view.get("byteOffset", 0)
+    return np.array(Image.open(io.BytesIO(data[start : start + view["byteLength"]])).convert("RGB"))
+
+
+def saved(server: Server, prompt: dict[str, dict[str, Any]], run: Run) -> Path:
+    """The GLB that a run has saved."""
+    (record,) = run.outputs[named(prompt, "SaveGLB")]["3d"]
+    return server.output(record)
+
+
+@pytest.mark.parametrize("workflow", painted(), ids=lambda path: path.stem)
+def test_saves_a_textured_glb_and_shows_its_turntable(server: Server, client: Client, workflow: Path) -> None:
+    paint_models.furnish(server)
+    prompt = shrunk(replay(workflow))
+    run = client.run(prompt)
+    assert run.ending == "execution_success", run.message
+    facts, data = glb(saved(server, prompt, run))
+    (material,) = facts["materials"]
+    surface = material["pbrMetallicRoughness"]
+    colours = picture(facts, data, surface["baseColorTexture"]["index"])
+    assert colours.shape == (64, 64, 3)
+    assert colours.std() > 1, "one colour"
+    assert ("metallicRoughnessTexture" in surface) == ("pbr" in workflow.stem)
+    (primitive,) = facts["meshes"][0]["primitives"]
+    assert {"POSITION", "NORMAL", "TEXCOORD_0"} <= set(primitive["attributes"])
+    frames = run.outputs[named(prompt, "PreviewImage")]["images"]
+    pictures = [np.array(Image.open(server.output(record))).astype(int) for record in frames]
+    assert [one.shape for one in pictures] == [(64, 64, 3)] * 3
+    assert np.abs(pictures[0] - pictures[1]).mean() > 0.5, "it does not turn"
+    preview = run.outputs[named(prompt, "Preview3D")]["result"][0]
+    assert (server.base / "output" / preview).read_bytes()[:4] == b"glTF"
+
+
+@pytest.fixture
+def graph(server: Server) -> Graph:
+    """Load, render and paint: nodes 1 to 5."""
+    paint_models.furnish(server)
+    made = Graph()
+    loaded = made.add("AnyGPULoadPaintPipeline", model="hunyuan3d-paint-v2-0", **AUTO)
+    image = made.add("LoadImage", image="example.png")
+    mesh = made.add("AnyGPULoadMesh", mesh_file=paint_models.MESH)
+    maps = made.add("AnyGPURenderViews", mesh=made.link(mesh), size=64)
+    made.add(
+        "AnyGPUPaintViews",
+        pipeline=made.link(loaded),
+        image=made.link(image),
+        normals=made.link(maps),
+        positions=made.link(maps, 1),
+        cameras=made.link(maps, 2),
+        view_size=64,
+        steps=2,
+        guidance=0.0,
+        seed=1,
+        scheduler="auto",
+        sigma_schedule="auto",
+    )
+    return made
+
+
+def baking(graph: Graph, **changed: Any) -> Graph:
+    """Bake and save behind :func:`graph`."""
+    given = {"mesh": graph.link("3"), "images": graph.link("5"), "cameras": graph.link("4", 2), "texture_size": 64}
+    bake = graph.add("AnyGPUBakeTexture", **{**given, "view_size": 64, **changed})
+    graph.add("SaveGLB", mesh=graph.link(bake), filename_prefix="3d/test")
+    return graph
+
+
+def test_painted_views_are_kept_when_baking_fails(client: Client, graph: Graph) -> None:
+    cameras = graph.add("AnyGPUPaintCameras", choose="list", azimuths="0", elevations="0", weights="1", ortho_scale=1.2)
+    run = client.run(baking(graph, cameras=graph.link(cameras)).prompt)
+    assert run.ending == "execution_error"
+    assert run.message.startswith("6 pictures for 1 cameras; expected one for each.")
+    graph.prompt["7"]["inputs"]["cameras"] = graph.link("4", 2)
+    again = client.run(graph.prompt)
+    assert again.ending == "execution_success", again.message
+    assert "5" in again.cached, "painted a second time"
+
+
+def test_a_mesh_without_uvs_is_unwrapped_in_one_step_and_all_of_it_is_cached(server: Server, client: Client) -> None:
+    paint_models.furnish(server)
+    made = Graph()
+    loaded = made.add("AnyGPULoadPaintPipeline", model="hunyuan3d-paint-v2-0", **AUTO)
+    image = made.add("LoadImage", image="example.png")
+    mesh = made.add("AnyGPULoadMesh", mesh_file=paint_models.PLAIN)
+    texture = made.add(
+        "AnyGPUTextureMesh",
+        mesh=made.link(mesh),
+        image=made.link(image),
+        pipeline=made.link(loaded),
+        view_size=64,
+        texture_size=64,
+        seed=1,
+        steps=1,
+    )
+    made.add("SaveGLB", mesh=made.link(texture), filename_prefix="3d/test")
+    run = client.run(made.prompt)
+    assert run.ending == "execution_success", run.message
+    facts, _ = glb(saved(server, made.prompt, run))
+    assert "TEXCOORD_0" in facts["meshes"][0]["primitives"][0]["attributes"]
+    assert client.run(made.prompt).executed == []
+
+
+@pytest.mark.parametrize(
+    ("node", "changed", "said"),
+    [
+        ("1", {"model": "gone"}, "no paint model 'gone' in"),
+        ("3", {"mesh_file": "3d/gone.glb"}, "no mesh '3d/gone.glb' in"),
+        ("3", {"mesh_file": "../secret.glb"}, "no mesh '../secret.glb' in"),
+        ("5", {"view_size": 65}, "view size 65 for painting"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(client: Client, graph: Graph, node: str, changed: Any, said: str) -> None:
+    graph.prompt[node]["inputs"].update(changed)
+    run = client.run(baking(graph).prompt)
+    assert run.ending == "execution_error"
+    assert said in run.message
+    assert "\n" not in run.message
+
+
+def test_progress_previews_and_what_was_decided_stand_under_the_nodes(client: Client, graph: Graph) -> None:
+    run = client.run(baking(graph).prompt)
+    assert run.ending == "execution_success", run.message
+    assert run.previews >= 1
+    assert ("5", 2, 2) in run.progress, "a step each"
+    assert ("6", 6, 6) in run.progress, "a view each"
+    assert "paint v2-0" in run.texts_of("1")[-1]
+    assert run.texts_of("6")[-1].split("\n")[0].endswith("filled from beside it")

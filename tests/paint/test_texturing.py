@@ -1,0 +1,195 @@
+"""From a mesh and a picture to a texture: what the nodes call, in one step and in several."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from anygpu.compat.errors import InputError
+from anygpu.compat.execution import HOST
+from anygpu.paint import texturing
+from anygpu.paint.bake import BakeSettings, bake
+from anygpu.paint.cameras import DEFAULT_VIEWS, camera_table
+from anygpu.paint.fill import filled
+from anygpu.paint.loading import PaintRequest, load_paint
+from anygpu.paint.mesh import MANY_FACES, Mesh, Surface, load_mesh, write_glb
+from anygpu.paint.pictures import cut_out, saved
+from anygpu.paint.sampling import PaintSettings, latents_of, to_latent
+from anygpu.paint.synthetic import box, errors, photographs, torus
+from anygpu.paint.views import rendered_maps
+from PIL import Image
+
+BAKING = texturing.TextureSettings(size=64, view_size=128)
+QUICK = texturing.OneStep(PaintSettings(size=64, steps=1), BAKING)
+PICTURE = torch.rand(40, 64, 4, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def paint(paint_folder):
+    return load_paint(PaintRequest(paint_folder, device="cpu"))
+
+
+@pytest.fixture(scope="module")
+def pbr(pbr_folder):
+    return load_paint(PaintRequest(pbr_folder, device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("family", "normals", "flat"),
+    [
+        (None, "auto", False),
+        ("paint", "auto", False),
+        ("paint_pbr", "auto", True),
+        ("paint_pbr", "smooth", False),
+        ("paint", "flat", True),
+    ],
+)
+def test_each_model_gets_the_normals_it_was_taught(family, normals, flat):
+    maps, table, surface = texturing.maps_of(torus(8, 16), None, family, normals, 64)
+    assert table is DEFAULT_VIEWS
+    assert torch.equal(maps.normal, rendered_maps(surface, DEFAULT_VIEWS, 64, flat).normal)
+
+
+def test_unknown_normals_and_greedy_without_a_mesh_are_one_line():
+    with pytest.raises(InputError, match="normals 'x'; expected one of auto, smooth, flat"):
+        texturing.maps_of(box(), None, None, "x", 64)
+    with pytest.raises(InputError, match="no mesh for greedy cameras"):
+        texturing.greedy_cameras(None, 8, print)
+
+
+def test_a_texture_is_the_baked_and_filled_one_and_near_the_ideal(recorded):
+    mesh, progress = torus(16, 32), recorded()
+    surface = Surface.of(mesh)
+    pictures = photographs(surface, DEFAULT_VIEWS, 128, 256)
+    settings = texturing.TextureSettings(size=128, view_size=256)
+    found = texturing.texture_of(mesh, DEFAULT_VIEWS, pictures, None, settings, progress)
+    baked = bake(surface, DEFAULT_VIEWS, pictures, BakeSettings(texture_size=128, view_size=256))
+    assert torch.equal(found.colour, filled(baked, surface))
+    assert torch.equal(found.painted, baked.painted)
+    assert float(errors(found.colour, baked.texels, baked.texels.covered).mean()) < 0.02
+    assert (found.metallic, found.roughness) == (None, None)
+    assert [step[:2] for step in progress.steps] == [(index, 6) for index in range(1, 7)]
+    assert found.notes[0].endswith("of the surface painted, the rest filled from beside it")
+
+
+def test_metal_and_roughness_are_baked_like_colours():
+    mesh = torus(8, 16)
+    pictures = photographs(Surface.of(mesh), DEFAULT_VIEWS, 64, 128)
+    found = texturing.texture_of(mesh, DEFAULT_VIEWS, pictures, pictures.flip(-1), BAKING)
+    assert torch.equal(found.metallic, found.colour[..., 2])
+    assert torch.equal(found.roughness, found.colour[..., 1])
+
+
+def test_a_device_without_room_leaves_baking_to_the_cpu(monkeypatch, recorded):
+    progress, device = recorded(), torch.device("meta")
+    for free, chosen in ((None, device), (1 << 30, device), (1 << 20, HOST)):
+        monkeypatch.setattr(texturing, "free_bytes", lambda _device, free=free: free)
+        assert texturing.roomy(device, 1 << 29, progress.say) == chosen
+    assert progress.said == ["baked on the CPU: 0.0 GB free on the device, 0.5 GB needed"]
+
+
+def test_one_step_is_the_single_steps(paint):
+    texture, painted, cameras = texturing.textured(box(), [PICTURE], paint, None, QUICK)
+    assert cameras is DEFAULT_VIEWS
+    assert painted.views.shape == (6, 64, 64, 3)
+    single = texturing.texture_of(box(), DEFAULT_VIEWS, painted.views, None, BAKING)
+    assert torch.equal(texture.colour, single.colour)
+    other = texturing.textured(box(), [1 - PICTURE], paint, None, QUICK)[1]
+    assert not torch.equal(painted.views, other.views), "the picture counts"
+
+
+@pytest.mark.full
+def test_pbr_in_one_step_chooses_its_views_and_gives_metal_and_roughness(pbr, recorded):
+    progress = recorded()
+    settings = replace(QUICK, max_views=7)
+    dino = torch.randn(1, 17, 1536, generator=torch.Generator().manual_seed(0))
+    texture, painted, cameras = texturing.textured(torus(8, 16), [PICTURE], pbr, None, settings, progress, dino)
+    assert 6 <= len(cameras) <= 7
+    assert texture.metallic.shape == texture.roughness.shape == (64, 64)
+    assert len(painted.views) == len(painted.metallic_roughness) == len(cameras)
+    assert any("views see" in line for line in progress.said)
+
+
+def test_an_unusable_mesh_is_found_before_anything_is_painted(paint, recorded):
+    progress = recorded()
+    with pytest.raises(InputError, match="a mesh without UVs"):
+        texturing.textured(replace(box(), uvs=None), [PICTURE], paint, None, QUICK, progress)
+    assert progress.steps == []
+
+
+def test_painted_views_are_kept_when_baking_fails_and_forgotten_when_it_does_not(paint, tmp_path):
+    kept: list[Path] = []
+
+    def keep(painted):
+        kept.extend(saved(painted.views, tmp_path, "view"))
+        return "temp/anygpu", lambda: [path.unlink() for path in kept]
+
+    bad = replace(QUICK, texture=replace(BAKING, size=4))
+    with pytest.raises(InputError, match=r"texture_size 4 to bake; .* The painted views are kept in temp/anygpu\.$"):
+        texturing.textured(box(), [PICTURE], paint, None, bad, keep=keep)
+    assert len(kept) == 6
+    assert numpy.array(Image.open(kept[0])).shape == (64, 64, 3)
+    kept.clear()
+    texturing.textured(box(), [PICTURE], paint, None, QUICK, keep=keep)
+    assert kept and not any(path.exists() for path in kept)
+
+
+def test_latents_carry_their_model_and_others_are_refused(paint):
+    painted = texturing.textured(box(), [PICTURE], paint, None, QUICK)[1]
+    latent = to_latent(paint, painted)
+    assert torch.equal(latents_of(paint, latent), painted.latents)
+    assert latents_of(paint, None) is None
+    assert torch.equal(latents_of(paint, {"samples": painted.latents}), painted.latents), "from a core node"
+    for wrong in ({**latent, "anygpu": {"family": "paint_pbr"}}, {"samples": painted.latents[:, :, None]}, {}):
+        with pytest.raises(InputError, match=r"a LATENT of .* for painting"):
+            latents_of(paint, wrong)
+
+
+def test_a_mask_cuts_the_object_out_and_an_empty_one_does_nothing():
+    pictures, mask = torch.rand(2, 8, 8, 3), torch.zeros(1, 64, 64)
+    assert all(picture.shape == (8, 8, 3) for picture in cut_out(pictures, mask)), "Load Image without alpha"
+    mask = torch.zeros(1, 8, 8)
+    mask[:, :4] = 1
+    first, second = cut_out(pictures, mask)
+    assert torch.equal(first[..., 3], 1 - mask[0])
+    assert torch.equal(second[..., :3], pictures[1])
+    assert cut_out(pictures, torch.ones(2, 4, 4))[0].shape == (8, 8, 4)
+    with pytest.raises(InputError, match="3 masks for 2 reference pictures"):
+        cut_out(pictures, torch.ones(3, 8, 8))
+
+
+def test_a_mesh_far_from_the_origin_is_moved_where_nodes_would_lose_its_shape(tmp_path):
+    mesh = torus(8, 16)
+    lines = [f"v {x + 1e7} {y} {z}" for x, y, z in mesh.vertices.double().tolist()]
+    lines += [f"f {a + 1} {b + 1} {c + 1}" for a, b, c in mesh.faces.tolist()]
+    (tmp_path / "far.obj").write_text("\n".join(lines))
+    found, notes = load_mesh(tmp_path / "far.obj")
+    assert any("moved to the origin: it lay 1e+07 away" in note for note in notes)
+    assert (found.vertices.float() - mesh.vertices).abs().max() < 1e-5
+    write_glb(tmp_path / "near.glb", mesh, torch.zeros(4, 4, 3))
+    assert not any("moved" in note for note in load_mesh(tmp_path / "near.glb")[1])
+
+
+def test_a_large_mesh_is_told_what_unwrapping_costs():
+    count = MANY_FACES + 1
+    mesh = Mesh(torch.rand(3, 3), torch.arange(3).expand(count, 3))
+    assert f"{count} faces: Unwrap Mesh takes about 8 s" in " ".join(Surface.of(mesh).notes)
+
+
+@pytest.mark.parametrize("missing", [1, 7])
+def test_pictures_of_another_number_than_cameras_are_one_line(missing):
+    with pytest.raises(InputError, match=f"{missing} pictures for 6 cameras"):
+        texturing.texture_of(box(), DEFAULT_VIEWS, torch.zeros(missing, 8, 8, 3), None, BAKING)
+
+
+def test_a_camera_the_model_does_not_know_is_refused_before_painting(paint, recorded):
+    from anygpu.paint.sampling import PaintInputs, paint_views
+
+    table, progress = camera_table([0], [45], [1]), recorded()
+    maps, _, _ = texturing.maps_of(box(), table, "paint", "auto", 64)
+    with pytest.raises(InputError, match=r"elevations \[45.0\] .*; expected each one of -90, -20, 0, 20, 90 degrees"):
+        paint_views(paint, PaintInputs([PICTURE], maps.normal, maps.position, table), QUICK.paint, progress)
+    assert progress.steps == []

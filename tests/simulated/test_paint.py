@@ -1,0 +1,102 @@
+"""Texturing as a whole on the simulated accelerator, offloaded and compiled, and what it does without our code."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from anygpu.compat.execution import HOST
+from anygpu.paint import sampling, texturing
+from anygpu.paint.compiling import settings_for
+from anygpu.paint.delight import DelightSettings
+from anygpu.paint.loading import PaintRequest, load_paint
+from anygpu.paint.sampling import PaintSettings
+from anygpu.paint.synthetic import box
+from paint.conftest import delight_folder, paint_folder  # noqa: F401
+
+from simulated import accelerator
+
+PICTURE = torch.rand(48, 64, 4, generator=torch.Generator().manual_seed(0))
+SETTINGS = texturing.OneStep(
+    PaintSettings(size=64, steps=2, seed=3),
+    texturing.TextureSettings(size=64, view_size=128),
+    delight=DelightSettings(size=64, steps=2, text=torch.ones(1, 7, 64)),
+)
+ROUNDING = 2e-3  # the first sigma is 4096: the last bit of a prediction shows, in the views and so in the texture
+
+
+def loaded(folder, device, **chosen):
+    return load_paint(PaintRequest(folder, precision="fp32", device=device, **chosen))
+
+
+def run(paint, delight):
+    return texturing.textured(box(), [PICTURE], paint, delight, SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def wanted(paint_folder, delight_folder):  # noqa: F811
+    return run(loaded(paint_folder, "cpu"), loaded(delight_folder, "cpu"))
+
+
+def same(found, wanted):
+    (texture, painted, _), (right, pictures, _) = found, wanted
+    assert texture.colour.device == painted.views.device == HOST
+    assert (painted.views - pictures.views).abs().max() <= ROUNDING
+    assert torch.equal(texture.painted, right.painted)
+    assert (texture.colour - right.colour).abs().max() <= ROUNDING
+
+
+def test_offloaded(acc, paint_folder, delight_folder, wanted):  # noqa: F811
+    paint, delight = loaded(paint_folder, acc), loaded(delight_folder, acc)
+    assert {one.residency.mode for one in (paint, delight)} == {"model"}, "without compile, auto means offload"
+    same(run(paint, delight), wanted)
+    sizes = [sum(t.nbytes for t in paint.parts.read(part).state_dict().values()) for part in ("unet", "reference")]
+    assert max(sizes) < accelerator.memory().peak_bytes < max(sizes) + 2**26, "never two parts at a time"
+    assert accelerator.memory().allocated_bytes == 0
+
+
+@pytest.mark.full
+def test_compiled_and_resident(acc, paint_folder, delight_folder, wanted):  # noqa: F811
+    settings = settings_for(64, "eager")  # dynamo's own graphs; no compiler makes code for a simulated device
+    paint, delight = loaded(paint_folder, acc, compiled=settings), loaded(delight_folder, acc, compiled=settings)
+    assert {one.residency.mode for one in (paint, delight)} == {"none"}, "compiled, auto means resident"
+    found = run(paint, delight)
+    same(found, wanted)
+    assert set(paint.compiler.parts) == {"unet", "reference", "vae"}
+    for blocks in (*paint.compiler.parts.values(), *delight.compiler.parts.values()):
+        assert not blocks.failure
+        assert 0 < blocks.graphs <= 2 * 64
+    made = sum(blocks.graphs for blocks in paint.compiler.parts.values())
+    assert torch.equal(run(paint, delight)[1].views, found[1].views)
+    assert sum(blocks.graphs for blocks in paint.compiler.parts.values()) == made, "the second run makes no graph"
+
+
+def where_the_weights_wait(_residency):
+    """What a wrapper sees that asks an offloaded module for its device."""
+    return HOST
+
+
+def as_cuda_says_it(_name, arguments):
+    """The check, and the words, of CUDA's convolution; a CPU's kernel has others for the same mistake."""
+    x, weight = arguments[:2]
+    if (x.device, x.dtype) != (weight.device, weight.dtype):
+        raise RuntimeError(f"Input type ({x.type()}) and weight type ({weight.type()}) should be the same")
+
+
+def test_without_our_placement_pictures_meet_weights_of_another_type(acc, paint_folder, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(sampling, "execution_device", where_the_weights_wait)
+    wrong = r"Input type \(torch.FloatTensor\) and weight type \(torch.acc.FloatTensor\) should be the same"
+    with accelerator.hook("aten::convolution*", before=as_cuda_says_it), pytest.raises(RuntimeError, match=wrong):
+        run(loaded(paint_folder, acc), None)
+
+
+def test_without_our_placement_latents_meet_conditions_on_another_device(acc, paint_folder, monkeypatch):  # noqa: F811
+    def sampled(real, *arguments):
+        with monkeypatch.context() as patched:
+            patched.setattr(sampling, "execution_device", where_the_weights_wait)
+            return real(*arguments)
+
+    monkeypatch.setattr(sampling, "sampled", partial(sampled, sampling.sampled))
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        run(loaded(paint_folder, acc), None)
