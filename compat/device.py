@@ -16,6 +16,10 @@ from .errors import UnsupportedError
 
 GIBIBYTE = 1024**3
 KERNEL_FILES = ("/sys/module/nvidia/version", "/sys/module/amdgpu/version", "/sys/module/xe/version")
+CGROUPS = (  # limit and use of version 2, then version 1
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
 TRITONS = ("triton", "triton-windows", "pytorch-triton", "pytorch-triton-rocm", "pytorch-triton-xpu")
 
 
@@ -141,6 +145,51 @@ def free_bytes(device: torch.device) -> int | None:
     if hasattr(module, "mem_get_info"):
         return int(module.mem_get_info(device)[0])
     return None
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """The highest memory of this process on ``device`` since :func:`reset_peak`; None where nobody tells."""
+    module: Any = getattr(torch, device.type, None)
+    told = device.type != "cpu" and hasattr(module, "max_memory_allocated")
+    return int(module.max_memory_allocated(device)) if told else None
+
+
+def reset_peak(device: torch.device) -> None:
+    """Begin to measure the peak anew; nothing where the backend has no such count."""
+    module: Any = getattr(torch, device.type, None)
+    if device.type != "cpu" and hasattr(module, "reset_peak_memory_stats"):
+        module.reset_peak_memory_stats(device)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for what ``device`` was given to do, so that a clock tells the truth."""
+    module: Any = getattr(torch, device.type, None)
+    if device.type != "cpu" and hasattr(module, "synchronize"):
+        module.synchronize()
+
+
+def host_free_bytes() -> int:
+    """Bytes of host memory that this process may still take: what is available, and what its control group leaves."""
+    import psutil
+
+    free = int(psutil.virtual_memory().available)
+    for limit, used in CGROUPS:
+        try:
+            most, taken = Path(limit).read_text(encoding="utf-8").strip(), Path(used).read_text(encoding="utf-8")
+            if most.isdigit():
+                free = min(free, max(0, int(most) - int(taken) + _reclaimable(Path(limit).parent)))
+        except (OSError, ValueError):
+            continue
+    return free
+
+
+def _reclaimable(group: Path) -> int:
+    """Bytes of a control group's file cache, which count as used and are given up when asked for."""
+    try:
+        rows = dict(line.split() for line in (group / "memory.stat").read_text(encoding="utf-8").splitlines())
+    except (OSError, ValueError):
+        return 0
+    return int(rows.get("inactive_file", rows.get("total_inactive_file", 0)))
 
 
 def empty_cache(device: torch.device) -> None:

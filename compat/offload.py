@@ -6,19 +6,25 @@ and precision rewrites, kernel rewrites, attention and cache configuration, comp
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from .accounts import Account
 from .device import GIBIBYTE, empty_cache
 from .errors import InputError, UnsupportedError
 from .execution import HOST
 from .transfer import transfer_for
+from .units import Units, unit_of, units_on
 
-CHOICES = ("auto", "none", "model", "group", "sequential")
+HOSTED = "comfyui"  # the memory manager of the host around us: its residency is handed in
+CHOICES = ("auto", "none", "model", "group", "sequential", HOSTED)
 GIGABYTE, MEGABYTE = 1e9, 1e6
 
 COSTS: dict[str, str] = {
@@ -26,7 +32,22 @@ COSTS: dict[str, str] = {
     "model": "one part at a time is on the device: needs room for the largest part, costs a copy of it per stage",
     "group": "one block at a time is on the device: needs little room, copies the whole transformer every step",
     "sequential": "one layer at a time is on the device: needs the least room and is by far the slowest",
+    HOSTED: "ComfyUI moves, streams and evicts the weights as it does its own models'; what auto means inside ComfyUI",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What the user asks of a residency beside its mode.
+
+    Args:
+        devices: parts that compute elsewhere, by name. keep_free: bytes of the device that are left to others.
+        state: folder in which costs are kept.
+    """
+
+    devices: Mapping[str, torch.device] = field(default_factory=dict)
+    keep_free: int = 0
+    state: Path | None = None
 
 
 class ReadsParts(Protocol):
@@ -48,8 +69,15 @@ class Whole:
 
     mode = "none"
 
-    def __init__(self, parts: ReadsParts, device: torch.device, make_room: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self,
+        parts: ReadsParts,
+        device: torch.device,
+        make_room: Callable[[int], None] | None = None,
+        account: Account | None = None,
+    ) -> None:
         self.parts, self.device, self.make_room = parts, device, make_room
+        self.account = account or Account()
 
     def __repr__(self) -> str:
         return f"offload {self.mode} on {self.device}"
@@ -58,8 +86,9 @@ class Whole:
     def hold(self, part: str, activation_bytes: int = 0, progress: Any = None) -> Iterator[nn.Module]:
         """The part on ``device`` for the block, and afterwards until :meth:`release`."""
         module = self.parts.read(part, progress)
+        _unhooked(module)
         self._ask_for_room(module, activation_bytes)
-        move(module, self.device, part, progress)
+        move(module, self.device, part, progress, self.account)
         yield module
 
     def release(self, part: str) -> None:
@@ -69,8 +98,18 @@ class Whole:
         if self.device.type == HOST.type:
             self.parts.drop(part)
             return
-        move(self.parts.read(part), HOST, part, None)
+        module = self.parts.read(part)
+        _unhooked(module)
+        move(module, HOST, part, None, self.account)
         empty_cache(self.device)
+
+    def take_off(self, part: str) -> None:
+        """Take every hook off and the weights to host memory, where the part stays: it is about to change."""
+        if part in self.parts:
+            module = self.parts.read(part)
+            _unhooked(module)
+            move(module, HOST, part, None, self.account)
+            empty_cache(self.device)
 
     def _ask_for_room(self, module: nn.Module, activation_bytes: int) -> None:
         if self.make_room is not None:
@@ -87,10 +126,12 @@ class PerStage(Whole):
     def hold(self, part: str, activation_bytes: int = 0, progress: Any = None) -> Iterator[nn.Module]:
         """The part on ``device`` for the block only."""
         module = self.parts.read(part, progress)
+        _unhooked(module)
+        move(module, HOST, part, progress)  # where another mode left it on the device
         self._ask_for_room(module, activation_bytes)
         masters = [(tensor, tensor.data) for tensor in _tensors(module)]
         try:
-            move(module, self.device, part, progress)
+            move(module, self.device, part, progress, self.account)
             yield module
         finally:
             with torch.inference_mode(False), torch.no_grad():
@@ -102,85 +143,70 @@ class PerStage(Whole):
         """Nothing: the part left the device when its block ended."""
 
 
-class Grouped(PerStage):
-    """Offload ``group``: diffusers' group offloading, by block for transformers and by leaf for the rest.
+class Grouped(Whole):
+    """Offload ``group``: one block of a transformer or text encoder, or one layer of a VAE, at a time.
 
-    An image encoder is held whole instead: its attention pooling reads packed weights that the leaf hooks do not see.
-    Streams stay off: upstream has returned different pictures with them (huggingface/diffusers#11981).
+    Own units instead of diffusers' group offloading, which copies each block back from the device: half the traffic,
+    and masters that no device can damage. An image encoder is held whole: its attention pooling reads packed weights
+    that the hooks of its layers do not see.
     """
 
     mode = "group"
+    whole = ("image_encoder",)
 
     @contextmanager
     def hold(self, part: str, activation_bytes: int = 0, progress: Any = None) -> Iterator[nn.Module]:
         """The part with its hooks on; its weights come and go by themselves."""
-        if part == "image_encoder":
-            with PerStage.hold(self, part, activation_bytes, progress) as module:
+        if part in self.whole or self.device.type == HOST.type:
+            with PerStage(self.parts, self.device, self.make_room, self.account).hold(
+                part, activation_bytes, progress
+            ) as module:
                 yield module
             return
         module = self.parts.read(part, progress)
         if self.make_room is not None:
             self.make_room(activation_bytes)
-        if not getattr(module, "_anygpu_grouped", False):
-            self._hook(part, module)
-            module._anygpu_grouped = True  # type: ignore[assignment]
-        yield module
-
-    def _hook(self, part: str, module: nn.Module) -> None:
-        from diffusers.hooks import apply_group_offloading
-
-        by_block = part == "transformer"
-        with torch.inference_mode(False):
-            apply_group_offloading(
-                module,
-                onload_device=self.device,
-                offload_device=HOST,
-                offload_type="block_level" if by_block else "leaf_level",
-                num_blocks_per_group=1 if by_block else None,
-            )
-
-
-class Sequential(Whole):
-    """Offload ``sequential``: accelerate's hooks bring each layer in for its own forward only."""
-
-    mode = "sequential"
-
-    @contextmanager
-    def hold(self, part: str, activation_bytes: int = 0, progress: Any = None) -> Iterator[nn.Module]:
-        """The part with its hooks on; its weights come and go by themselves."""
-        if part == "image_encoder":
-            with PerStage(self.parts, self.device, self.make_room).hold(part, activation_bytes, progress) as module:
-                yield module
-            return
-        module = self.parts.read(part, progress)
-        if self.make_room is not None:
-            self.make_room(activation_bytes)
-        if not hasattr(module, "_hf_hook"):
-            from accelerate import cpu_offload
-
-            with torch.inference_mode(False):
-                cpu_offload(module, execution_device=self.device, offload_buffers=True)
+        units = taken_over(module, self.device, self.by_block(part))
+        if units is None:
+            move(module, HOST, part, progress)
+            units = Units(module, self.device, self.by_block(part), self.account)
+        units.owner_check = (lambda: None) if progress is None else progress.check
         try:
             yield module
         finally:
-            # A VAE's decode runs the hook that brings its own buffers in, but never the one that sends them back;
-            # a cancel leaves a layer in the same state.
-            for owner in module.modules():
-                hook = getattr(owner, "_hf_hook", None)
-                if hook is not None and any(t.device == self.device for t in _direct(owner)):
-                    hook.post_forward(owner, None)
+            units.home()
+
+    def by_block(self, part: str) -> bool:
+        """Whether the blocks of ``part`` move whole."""
+        return part in ("transformer", "unet") or part.startswith("text_encoder")
 
     def release(self, part: str) -> None:
-        """Take the hooks off: accelerate keeps buffers that are in no state dict on the device until then."""
+        """Take the hooks off."""
         if part not in self.parts:
             return
-        from accelerate.hooks import remove_hook_from_module
-
-        module = self.parts.read(part)
-        with torch.inference_mode(False):
-            remove_hook_from_module(module, recurse=True)
-        move(module, HOST, part, None)
+        units = units_on(self.parts.read(part))
+        if units is not None:
+            units.remove()
         empty_cache(self.device)
+
+
+class Sequential(Grouped):
+    """Offload ``sequential``: each layer comes for its own forward only."""
+
+    mode = "sequential"
+
+    def by_block(self, part: str) -> bool:
+        """Never."""
+        return False
+
+
+def taken_over(module: nn.Module, device: torch.device, by_block: bool) -> Units | None:
+    """The units that ``module`` has on, where they are of this kind; others, of another pipeline too, are taken off."""
+    units = units_on(module)
+    if units is None or (units.device == device and units.by_block == by_block):
+        return units
+    units.remove()
+    return None
 
 
 MODES: dict[str, type[Whole]] = {"none": Whole, "model": PerStage, "group": Grouped, "sequential": Sequential}
@@ -193,19 +219,32 @@ def residency_for(
     part_bytes: Mapping[str, int],
     free: int | None = None,
     make_room: Callable[[int], None] | None = None,
-) -> tuple[Whole, str]:
+    hosted: Callable[..., Any] | None = None,
+    terms: Terms | None = None,
+) -> tuple[Any, str]:
     """The residency for an offload choice, and the reason in one sentence.
 
     Args:
         choice: one of :data:`CHOICES`.
         part_bytes: bytes of each part in the dtype it will have on the device.
         free: bytes free on the device; None when the backend does not tell.
+        hosted: makes the host's own residency of (parts, device, terms), which ``auto`` then means.
+        terms: what else the user asks.
 
     Raises:
-        InputError: unknown choice. UnsupportedError: offload asked for where the host is the device.
+        InputError: unknown choice. UnsupportedError: offload asked for where the host is the device, or the host's
+            where there is none.
     """
     if choice not in CHOICES:
         raise InputError(f"offload {choice!r}", expected=f"one of {', '.join(CHOICES)}", fix="Choose one of these.")
+    if hosted is not None and choice in ("auto", HOSTED):
+        return hosted(parts, device, terms), f"{'auto' if choice == 'auto' else 'chosen'}: {COSTS[HOSTED]}"
+    if choice == HOSTED:
+        raise UnsupportedError(
+            f"offload {choice!r} outside ComfyUI",
+            expected=f"one of {', '.join(mode for mode in CHOICES if mode != HOSTED)}",
+            fix="Choose auto.",
+        )
     on_host = device.type == HOST.type
     if on_host and choice not in ("auto", "none"):
         raise UnsupportedError(
@@ -213,8 +252,22 @@ def residency_for(
             expected="auto or none",
             fix="Choose auto: there is no second memory to offload to.",
         )
+    from .plan import Planned  # which builds on this module
+
+    terms = terms or Terms()
+    free = None if free is None else max(0, free - terms.keep_free)
     mode, reason = (choice, f"chosen: {COSTS[choice]}") if choice != "auto" else _automatic(on_host, part_bytes, free)
-    return MODES[mode](parts, device, make_room), reason
+    planned = Planned(
+        parts,
+        device,
+        mode,
+        make_room,
+        devices=terms.devices,
+        automatic=choice == "auto",
+        keep_free=terms.keep_free,
+        account=Account(terms.state),
+    )
+    return planned, reason
 
 
 @contextmanager
@@ -223,7 +276,14 @@ def own_tensors(module: nn.Module) -> Iterator[None]:
 
     Source: diffusers ``apply_forward_hook`` does the first half of it around a VAE's ``encode`` and ``decode``.
     """
-    hook = getattr(module, "_hf_hook", None)
+    hook, unit = getattr(module, "_hf_hook", None), unit_of(module)
+    if unit is not None:
+        unit.bring()
+        try:
+            yield
+        finally:
+            unit.leave()
+        return
     if hook is None:
         yield
         return
@@ -239,7 +299,8 @@ def borrow(leaf: nn.Module, like: torch.Tensor) -> Iterator[tuple[torch.Tensor, 
     """Weight and bias of ``leaf`` on the device and in the dtype of ``like``, from whoever holds them.
 
     A leaf with a method ``lend(like)``, a context manager over the same pair, is asked first: that is how a host
-    streams weights. Then come accelerate's and diffusers' hooks on the leaf itself, then its own tensors.
+    streams weights. Then come the unit that the leaf belongs to, accelerate's and diffusers' hooks on the leaf itself,
+    then its own tensors.
 
     Raises:
         UnsupportedError: nobody brings the weight to the device of ``like``.
@@ -248,6 +309,16 @@ def borrow(leaf: nn.Module, like: torch.Tensor) -> Iterator[tuple[torch.Tensor, 
     if lend is not None:
         with lend(like) as lent:
             yield lent
+        return
+    unit = unit_of(leaf)
+    if unit is not None:
+        unit.bring()
+        try:
+            brought: Any = leaf.weight
+            offset: Any = getattr(leaf, "bias", None)
+            yield brought.to(like.dtype), None if offset is None else offset.to(like.dtype)
+        finally:
+            unit.leave()
         return
     away, hook = leaf.weight.device != like.device, getattr(leaf, "_hf_hook", None)
     group = getattr(getattr(leaf, "_diffusers_hook", None), "hooks", {}).get("group_offloading")
@@ -277,7 +348,9 @@ def misplaced(leaf: nn.Module, x: torch.Tensor) -> UnsupportedError:
     )
 
 
-def move(module: nn.Module, device: torch.device, label: str, progress: Any = None) -> None:
+def move(
+    module: nn.Module, device: torch.device, label: str, progress: Any = None, account: Account | None = None
+) -> None:
     """Move ``module`` to ``device``, submodule by submodule, reporting bytes and obeying a cancel.
 
     A cancel or a failure on the way puts everything back, so that no module is left half moved.
@@ -289,6 +362,7 @@ def move(module: nn.Module, device: torch.device, label: str, progress: Any = No
     total, done = sum(tensor.numel() * tensor.element_size() for tensor in away), 0
     kinds = {(tensor.device, tensor.dtype) for tensor in away} if device.type == HOST.type else set()
     ways = {kind: transfer_for(*kind) for kind in kinds}  # weights that come back damaged would go out again so
+    started = time.perf_counter()
     try:
         with torch.inference_mode(False), torch.no_grad():
             for tensor in away:
@@ -304,6 +378,8 @@ def move(module: nn.Module, device: torch.device, label: str, progress: Any = No
             for tensor, data in origins:
                 tensor.data = data
         raise
+    if account is not None:
+        account.add(total, time.perf_counter() - started)
 
 
 def amount(done: int, total: int) -> str:
@@ -318,10 +394,16 @@ def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
     yield from module.buffers()
 
 
-def _direct(module: nn.Module) -> Iterator[torch.Tensor]:
-    """The parameters and buffers of ``module`` that belong to none of its children."""
-    yield from module.parameters(recurse=False)
-    yield from module.buffers(recurse=False)
+def on_device(module: nn.Module, device: torch.device) -> bool:
+    """Whether any tensor of ``module`` is on ``device``."""
+    return any(tensor.device == device for tensor in _tensors(module))
+
+
+def _unhooked(module: nn.Module) -> None:
+    """Take off the units that another mode or another pipeline left on ``module``."""
+    units = units_on(module)
+    if units is not None:
+        units.remove()
 
 
 def _automatic(on_host: bool, part_bytes: Mapping[str, int], free: int | None) -> tuple[str, str]:

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from .errors import InputError
 from .quirks import Care
 
-METHODS = ("auto", "full", "tiled")
+METHODS = ("auto", "full", "tiled", "chunked", "streaming", "cpu")
 TILES = (256, 128, 64)  # pixels; upstream's own default first
+LEAST_CELLS = 2  # latents across a tile
 STRIDE = 0.75  # of a tile: a quarter of it is blended into the next one
 LAYOUTS = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 TILING = (
@@ -27,6 +30,48 @@ TILING = (
     "tile_latent_min_height",
     "tile_latent_min_width",
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What the user asks of a decode.
+
+    Args:
+        method: one of :data:`METHODS`. tile: pixels of a tile, 0 for the method's own. overlap: pixels of it that
+            blend into the next, -1 for a quarter. frames: latent frames per chunk, 0 for the method's own.
+    """
+
+    method: str = "auto"
+    tile: int = 0
+    overlap: int = -1
+    frames: int = 0
+
+
+def checked_form(form: Form, cell: int) -> Form:
+    """``form``, whose values are in range for latents of ``cell`` pixels.
+
+    Raises:
+        InputError: an unknown method, or a tile, overlap or count of frames out of range.
+    """
+    if form.method not in METHODS:
+        raise InputError(f"decode method {form.method!r}", expected=f"one of {', '.join(METHODS)}", fix="Choose auto.")
+    if form.frames < 0 or form.tile < 0:
+        raise InputError(
+            f"tile {form.tile}, frames_per_chunk {form.frames}", expected="0 or more", fix="Choose 0 for auto."
+        )
+    least = LEAST_CELLS * cell
+    if 0 < form.tile < least and form.method != "streaming":
+        raise InputError(
+            f"tile {form.tile} pixels", expected=f"0, or at least {least} pixels", fix=f"The nearest value is {least}."
+        )
+    most = (form.tile or TILES[0]) // 2
+    if not -1 <= form.overlap <= most:
+        raise InputError(
+            f"overlap {form.overlap} pixels",
+            expected=f"-1 for a quarter of the tile, or 0 to {most} pixels",
+            fix=f"The nearest value is {min(max(form.overlap, 0), most)}.",
+        )
+    return form
 
 
 @contextmanager

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -12,10 +13,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ..compat.attempts import KERNEL, MEMORY, Allowed, Attempt, following, kind_of
+from ..compat.attempts import KERNEL, MEMORY, following, kind_of
 from ..compat.attention_vae import frames_attended
 from ..compat.device import empty_cache, first_line
-from ..compat.errors import InputError, UnsupportedError
+from ..compat.errors import UnsupportedError
 from ..compat.execution import HOST, checked_leaves, execution_device
 from ..compat.quirks import care_for
 from ..compat.soundness import (
@@ -31,34 +32,34 @@ from ..compat.soundness import (
 )
 from ..compat.transfer import Transfer, casts_wrongly, transfer_for
 from ..compat.vae_care import (
-    METHODS,
-    TILES,
+    Form,
+    checked_form,
     convolution_switches,
-    largest_buffer_bytes,
-    limit_of,
     straightened,
     tiled,
-    tiles_below,
 )
 from .contract import Loaded, Progress
+from .decode_work import Way, Work
 from .denoising import require_finite
 from .pictures import signed
+from .vae_plan import CAUSAL, CHUNKED, FULL, ON_CPU, STREAMING, Beginning, ratios_of
 
-FULL, TILED = METHODS[1:]
 LEAVES_PER_REPORT = 8
 Run = Callable[[Any, Transfer], torch.Tensor]
+Prepare = Callable[[Any, Transfer], tuple[torch.Tensor, torch.Tensor | None]]
 
 
-class Passes:
+class Passes(Beginning):
     """The VAE of a pipeline for the length of one stage; what one pass had to learn holds for the next.
 
     Each pass runs as the first attempt says. Where its result cannot be right or the device fails, the following
     attempt is made, and said: the transformer off the device, fp32, tiles, the CPU. Precision and device change only
-    where the user left the precision to ``auto``; tiles only where ``method`` is not ``full``.
+    where the user left the precision to ``auto``; tiles only where the method is not ``full``. What a decode has
+    finished when memory runs out is kept, and the next attempt goes on from there.
 
     Args:
         coder: ``decoder`` or ``encoder``. size: pixel frames, rows and columns of the largest pass.
-        method: one of :data:`METHODS`. tile: pixels per tile that the family advises; 0 for whole.
+        form: what the user asks of a decode. tile: pixels per tile that the family advises; 0 for whole.
     """
 
     def __init__(
@@ -67,23 +68,21 @@ class Passes:
         coder: str,
         size: tuple[int, int, int],
         progress: Progress,
-        method: str = "auto",
+        form: Form | None = None,
         tile: int = 0,
     ) -> None:
-        self.loaded, self.coder, self.progress, self.method = loaded, coder, progress, method
-        self.care, self.device = care_for(loaded.facts), execution_device(loaded.residency)
+        self.form = form = form or Form()
+        self.loaded, self.coder, self.progress, self.method = loaded, coder, progress, form.method
+        self.care, self.device = care_for(loaded.facts), execution_device(loaded.residency, part="vae")
         self.automatic = loaded.precision.automatic
-        self.cell = ratios_of(loaded)[0]
-        tiles = () if method == FULL else tiles_below(max(size[1:]), self.cell)
-        start = 0 if method == FULL else self._first_tile(size, tile)
-        on_host = self.device.type == HOST.type
-        self.attempt = Attempt(loaded.precision.vae, start)
-        self.allowed = Allowed(self.automatic, self.automatic and not on_host, tiles, start)
+        self.ratios, self.size = ratios_of(loaded), size
+        self.cell = self.ratios[0]
         self._open: ExitStack | None = None
         self._vae: Any = None
         self._transfer = Transfer(HOST, torch.float32)
         self._alone = False
-        if method == FULL and 0 < self.care.tile_pixels < max(size[1:]):
+        self.attempt, self.allowed = self._first(size, tile)
+        if self.method == FULL and 0 < self.care.tile_pixels < max(size[1:]):
             limit = self.care.tile_pixels
             progress.say(f"full was chosen: pictures above {limit} pixels may end the process on this GPU")
 
@@ -95,12 +94,15 @@ class Passes:
     ) -> None:
         self._close()
 
-    def decode(self, samples: torch.Tensor, progress: Progress | None = None, run: Run | None = None) -> torch.Tensor:
+    def decode(
+        self, samples: torch.Tensor, progress: Progress | None = None, prepare: Prepare | None = None
+    ) -> torch.Tensor:
         """Video (1, 3, F, H, W) in -1..1, fp32, on the CPU.
 
         Args:
             samples: in the VAE's own space, on the CPU. progress: of this pass.
-            run: decodes in another way than ``vae.decode(samples)``; returns (1, 3, F, H, W) on the device.
+            prepare: from the VAE and the way to it to what it decodes instead of ``samples``, on the CPU, and to the
+                timestep it takes, on the device.
         """
         require_finite(samples, "latents")
         plain = is_flat(samples)  # flat latents may well decode to one colour
@@ -109,11 +111,32 @@ class Passes:
             fault = fault_in_frames(video, self.cell)
             return "" if plain and fault == COLOUR else fault
 
-        def usual(vae: Any, transfer: Transfer) -> torch.Tensor:
-            video: torch.Tensor = vae.decode(transfer.sent(samples), return_dict=False)[0]
-            return video
+        work, watch = Work(samples, self.ratios), progress or self.progress
 
-        return self._through(run or usual, judge, "decoding", progress or self.progress)
+        def run(vae: Any, transfer: Transfer) -> torch.Tensor:
+            work.latents, time = prepare(vae, transfer) if prepare is not None else (samples, None)
+            return work.frames(self._way(vae, transfer, time, judge, watch))
+
+        video = self._through(run, judge, "decoding", watch, work)
+        seams = f"; tiles differ by at most {work.apart * 127.5:.1f} of 255 where they overlap" if work.apart else ""
+        if self.attempt.tile or self.attempt.frames or self.attempt.stream or self.method == ON_CPU:
+            watch.say(f"decoded {self.attempt}{seams}")
+        return video
+
+    def _way(self, vae: Any, transfer: Transfer, time: Any, judge: Judge, progress: Progress) -> Way:
+        """How a decode goes on: with this VAE, in the form of the attempt."""
+
+        def smaller(tile: int, text: str) -> int:
+            after = next((side for side in self.allowed.streams if side < tile), 0)
+            if after:
+                was, self.attempt = self.attempt, replace(self.attempt, stream=after)
+                progress.say(f"decoding {was} ran out of memory: goes on over {after} pixels")
+            return after
+
+        def guard(index: int, count: int) -> AbstractContextManager[None]:
+            return watched(vae.decoder, Share(progress, index, count) if count > 1 else progress, "decoding")
+
+        return Way(vae, transfer, self.attempt, time, guard, self._judged(judge), smaller, progress.check)
 
     def encode(self, frames: torch.Tensor, stage: str, run: Run | None = None) -> torch.Tensor:
         """What the VAE says of ``frames`` (F, H, W, 3) in 0..1: mean and log variance, (1, 2C, T, H, W), fp32, CPU.
@@ -129,9 +152,15 @@ class Passes:
         def judge(moments: torch.Tensor) -> str:
             return fault_in_latents(moments) or fault_in_latents(moments.chunk(2, dim=1)[0])
 
-        return self._through(run or usual, judge, stage, self.progress)
+        def watching(vae: Any, transfer: Transfer) -> torch.Tensor:
+            with watched(vae.encoder, self.progress, stage):
+                return (run or usual)(vae, transfer)
 
-    def _through(self, run: Run, judge: Judge, stage: str, progress: Progress) -> torch.Tensor:
+        return self._through(watching, judge, stage, self.progress)
+
+    def _through(
+        self, run: Run, judge: Judge, stage: str, progress: Progress, work: Work | None = None
+    ) -> torch.Tensor:
         while True:
             try:
                 return self._once(run, judge, stage, progress)
@@ -151,6 +180,8 @@ class Passes:
             for name in others:
                 self.loaded.residency.release(name)
             empty_cache(self.device)
+            if work is not None and kind != MEMORY:
+                work.begin()  # what was computed wrongly is not kept
             what = {MEMORY: "ran out of memory", KERNEL: f"failed ({text})"}.get(kind, f"gave {text}")
             again = f"without {', '.join(others)} on the device" if others else str(after)
             progress.say(f"{stage} {self.attempt} {what}: again {again}")
@@ -160,22 +191,28 @@ class Passes:
     def _once(self, run: Run, judge: Judge, stage: str, progress: Progress) -> torch.Tensor:
         if self._open is None:
             self._enter()
-        last = self.attempt.dtype is torch.float32 and (self.attempt.on_host or self.device.type == HOST.type)
-
-        def judged(part: torch.Tensor) -> str:
-            fault = judge(part)
-            # What the most exact way says is what the model says; a part may be flat where nothing may be changed.
-            return fault if fault == BROKEN or (self.automatic and not last) else ""
-
         coder: nn.Module = getattr(self._vae, self.coder)
-        with checked_parts(coder, judged), watched(coder, progress, stage):
+        with checked_parts(coder, self._judged(judge)):
             result = self._transfer.fetched(run(self._vae, self._transfer))
         fault = judge(result)
-        if fault == COLOUR and last:
+        if fault == COLOUR and self._most_exact():
             progress.say(f"{stage} gave {fault}, in fp32 on the CPU too: the latents may hold nothing")
         elif fault:
             raise UnsoundError(fault)
         return result
+
+    def _judged(self, judge: Judge) -> Judge:
+        """What ``judge`` says of a part, where something may be changed."""
+
+        def judged(part: torch.Tensor) -> str:
+            fault = judge(part)
+            # What the most exact way says is what the model says; a part may be flat where nothing may be changed.
+            return fault if fault == BROKEN or (self.automatic and not self._most_exact()) else ""
+
+        return judged
+
+    def _most_exact(self) -> bool:
+        return self.attempt.dtype is torch.float32 and (self.attempt.on_host or self.device.type == HOST.type)
 
     def _enter(self) -> None:
         """Bring the VAE where the attempt wants it, with everything around it set; undone by :meth:`_close`."""
@@ -193,7 +230,7 @@ class Passes:
                     raise UnsoundError(CAST)
                 exact = transfer_for(self.device, loaded.precision.vae)
                 hold = (
-                    loaded.residency.hold("vae", 0, self.progress)
+                    loaded.residency.hold("vae", self._needed(), self.progress)
                     if attempt.dtype is loaded.precision.vae
                     else _in_fp32(loaded, exact, self.progress)
                 )
@@ -205,33 +242,6 @@ class Passes:
         stack, self._open, self._vae = self._open, None, None
         if stack is not None:
             stack.close()
-
-    def _first_tile(self, size: tuple[int, int, int], advised: int) -> int:
-        """The tile to begin with, in pixels: what the method, the family and the device want; 0 for whole."""
-        frames, rows, columns = size
-        largest = max(rows, columns)
-        if self.method == TILED and not advised:
-            advised = TILES[0]
-        if self.care.tile_pixels and largest > self.care.tile_pixels:
-            advised = min(advised or self.care.tile_pixels, self.care.tile_pixels)
-        limit, itemsize = limit_of(self.care), self.loaded.precision.vae.itemsize
-        for tile in (advised or 0, *TILES):
-            side_rows, side_columns = (min(rows, tile), min(columns, tile)) if tile else (rows, columns)
-            needed = largest_buffer_bytes(self.loaded.configs["vae"], frames, side_rows, side_columns, itemsize)
-            if not limit or needed <= limit:
-                return tile
-        return TILES[-1]
-
-    def _others(self) -> list[str]:
-        """The other parts of the pipeline that are on the device."""
-        parts = self.loaded.parts
-        return [
-            name
-            for name, part in parts.items()
-            if name != "vae"
-            and self.device.type != HOST.type
-            and any(tensor.device == self.device for tensor in part.parameters())
-        ]
 
     def _told(self, error: BaseException, kind: str, text: str, stage: str) -> BaseException | None:
         """What the user is told when nothing is left to try, in torch's own class where memory was the cause.
@@ -272,29 +282,50 @@ def watched(module: nn.Module, progress: Progress, stage: str) -> Iterator[None]
     progress.step(total, total, stage)
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The progress of part ``index`` of about ``count`` of one work."""
+
+    whole: Progress
+    index: int
+    count: int
+
+    def step(self, done: int, total: int, stage: str, preview: Callable[[], torch.Tensor] | None = None) -> None:
+        """Report ``done`` of ``total`` in this part as a share of the whole."""
+        self.whole.step(
+            self.index * total + done, self.count * total, f"{stage} part {self.index + 1} of {self.count}", preview
+        )
+
+    def check(self) -> None:
+        """Raise when the user has cancelled."""
+        self.whole.check()
+
+    def say(self, text: str) -> None:
+        """One line that the user should read."""
+        self.whole.say(text)
+
+
 @contextmanager
 def decoding(
-    loaded: Loaded, shape: torch.Size | tuple[int, ...], progress: Progress, method: str = "auto", tile: int = 0
+    loaded: Loaded, shape: torch.Size | tuple[int, ...], progress: Progress, form: Form | None = None, tile: int = 0
 ) -> Iterator[Passes]:
     """Passes through the decoder for latents of ``shape`` (1, C, T, H, W).
 
     Raises:
-        InputError: an unknown method.
+        InputError: an unknown method, or a tile, overlap or count out of range. UnsupportedError: a method that this
+            family's decoder cannot do.
     """
-    if method not in METHODS:
-        raise InputError(f"decode method {method!r}", expected=f"one of {', '.join(METHODS)}", fix="Choose auto.")
     spatial, temporal = ratios_of(loaded)
+    form = checked_form(form or Form(), spatial)
+    if form.method == CHUNKED and loaded.family not in CAUSAL:
+        raise UnsupportedError(
+            f"decode method {CHUNKED!r} for {loaded.family}, whose decoder does not only look back",
+            expected=f"one of {', '.join(CAUSAL)}",
+            fix=f"Choose {STREAMING}, which is exact for every family, or auto.",
+        )
     size = shape[2] * temporal, shape[3] * spatial, shape[4] * spatial  # decoders cut frames off at the very end
-    with Passes(loaded, "decoder", size, progress, method, tile) as passes:
+    with Passes(loaded, "decoder", size, progress, form, tile) as passes:
         yield passes
-
-
-def ratios_of(loaded: Loaded) -> tuple[int, int]:
-    """Pixels per latent row and column, and pixel frames per latent frame."""
-    from .families import family_named  # which imports every family, and those import this file
-
-    spatial, temporal = family_named(loaded.family).ratios(loaded)
-    return int(spatial), int(temporal)
 
 
 @contextmanager

@@ -1,0 +1,245 @@
+"""It fits: every family at every share of its full residency, forecasts, refusals, and out of memory at any moment."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from anygpu.compat.errors import InputError, UnsupportedError
+from anygpu.compat.units import units_on
+from anygpu.pipelines import stages, tiny
+from anygpu.pipelines.contract import PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.estimates import MODE_ORDER, forecast
+from anygpu.pipelines.fitting import plan_line
+from anygpu.pipelines.loading import LoadRequest, load
+
+from simulated import accelerator, fitting
+from simulated.fitting import FAMILIES, SHARES, forget, heavy, peak, run
+from simulated.test_families import CASES, loaded_for, rendered
+
+FULL = pytest.mark.full
+ROUNDING = 1e-5  # fp32; the same sums in another order
+WITHIN = 0.15
+SAMPLE = {("ltx", 15)}
+
+
+@pytest.fixture(scope="module")
+def on_host(tiny_folder):
+    """What the CPU gives."""
+    found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def of(family: str) -> tuple[torch.Tensor, torch.Tensor]:
+        if family not in found:
+            found[family] = run(heavy(family, tiny_folder, "cpu"))
+        return found[family]
+
+    return of
+
+
+def same(found, expected) -> None:
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=ROUNDING, rtol=ROUNDING)
+
+
+@pytest.mark.parametrize(
+    ("family", "share"),
+    [
+        pytest.param(family, share, marks=[] if (family, share) in SAMPLE else [FULL])
+        for family in FAMILIES
+        for share in SHARES
+    ],
+)
+def test_auto_finishes_within_a_share_of_the_full_residency(acc, tiny_folder, on_host, recorded, family, share):
+    loaded, progress = heavy(family, tiny_folder, acc), recorded()
+    limit = fitting.full_residency(loaded) * share // 100
+    with accelerator.limit(limit):
+        loaded = heavy(family, tiny_folder, acc)
+        found = run(loaded, progress)
+        assert accelerator.memory().refusals == 0, "the plan was wrong, and only the ladder saved the run"
+    assert 0 < peak(loaded) <= limit
+    same(found, on_host(family))
+    forget(loaded)
+    progress.previews.clear()
+    assert accelerator.memory().allocated_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "mode"),
+    [
+        pytest.param(family, mode, marks=[] if (family, mode) == ("ltx", "group") else [FULL])
+        for family in FAMILIES
+        for mode in MODE_ORDER
+    ],
+)
+def test_a_forecast_is_near_the_measured_peak(acc, tiny_folder, family, mode):
+    loaded = heavy(family, tiny_folder, acc, mode)
+    said = forecast(loaded, fitting.size_of(family)).peak
+    run(loaded)
+    assert abs(said - peak(loaded)) <= WITHIN * peak(loaded), (said, peak(loaded))
+
+
+def test_a_limit_below_one_layer_is_refused_before_anything_is_read(acc, tiny_folder):
+    told = r"largest layer of the .*; expected .* more"
+    with accelerator.limit(400_000), pytest.raises(UnsupportedError, match=told):
+        heavy("ltx", tiny_folder, acc)
+    loaded = heavy("ltx", tiny_folder, acc)
+    largest = max(part.layer for part in loaded.weights.values())
+    with accelerator.limit(largest - 1), pytest.raises(UnsupportedError, match="largest layer"):
+        heavy("ltx", tiny_folder, acc)
+
+
+def test_a_limit_below_the_forecast_is_refused_before_weights_are_read(acc, tiny_folder):
+    loaded = heavy("ltx", tiny_folder, acc)
+    with accelerator.limit(2_000_000), pytest.raises(UnsupportedError, match=r"for text, which needs .* more"):
+        run(loaded)
+    assert not loaded.parts, "a part was read"
+
+
+@pytest.mark.parametrize("after", [1, pytest.param(3, marks=FULL)])
+def test_sampling_goes_on_from_the_last_step_when_memory_runs_out(acc, tiny_folder, on_host, recorded, after):
+    loaded, progress, forwards = heavy("ltx", tiny_folder, acc, "model"), recorded(), []
+    transformer = loaded.parts.read("transformer")
+    transformer.register_forward_pre_hook(lambda *_: forwards.append(1))
+    linears = []
+
+    def refuse(name, arguments):
+        if len(forwards) == 2 and len(linears) < after:  # in the second step
+            linears.append(1)
+            raise torch.OutOfMemoryError("no room")
+
+    with accelerator.hook("aten::addmm*", before=refuse):
+        found = run(loaded, progress)
+    said = [text for text in progress.said if "goes on" in text]
+    assert said and "with offload group, from the last finished step" in said[0], progress.said
+    assert [done for done, _, stage in progress.steps if stage == "sampling"] == [1, 2], "a step ran twice"
+    same(found, on_host("ltx"))
+
+
+@pytest.mark.parametrize("part", ["vae", *(pytest.param(name, marks=FULL) for name in ("text_encoder", "transformer"))])
+def test_out_of_memory_while_a_part_moves_loses_nothing(acc, tiny_folder, on_host, part):
+    """The failed stage raises torch's own error; what is there goes on at once with room."""
+    loaded = heavy("ltx", tiny_folder, acc, "model")
+    reading = loaded.weights[part].total // 2
+    with accelerator.limit(reading):
+        try:
+            with loaded.residency.hold(part):
+                raise AssertionError("it fitted")
+        except torch.OutOfMemoryError:
+            pass
+    assert accelerator.memory().allocated_bytes == 0
+    same(run(loaded), on_host("ltx"))
+
+
+def test_modes_switch_both_ways_between_stages(acc, tiny_folder):
+    case = CASES["ltx"]
+    expected = rendered(loaded_for(case, tiny_folder, "cpu"), case)
+    loaded = loaded_for(case, tiny_folder, "acc:0", "none")
+    for mode in ("group", "none", "sequential", "model", "group"):
+        loaded.residency.switch(mode)
+        same(rendered(loaded, case), expected)
+        assert repr(loaded.residency) == f"offload {mode} on acc:0" and mode in plan_line(loaded)
+    with loaded.residency.hold("vae"), pytest.raises(InputError, match="offload 'group' while vae is in use"):
+        loaded.residency.switch("group")
+
+
+@FULL
+def test_offload_may_change_between_sample_and_decode(acc, tiny_folder):
+    case = CASES["mochi"]
+    expected = rendered(loaded_for(case, tiny_folder, "cpu"), case)[1]
+    loaded = loaded_for(case, tiny_folder, "acc:0", "group")
+    with torch.no_grad():
+        prompt = stages.encode_prompt(loaded, PromptRequest("a red fox", "blurry"), Silent())
+        latents = stages.sample(loaded, prompt, None, SampleSettings(64, 64, 7, steps=2, seed=3, cfg=2.0), Silent())
+        for mode in ("none", "sequential"):
+            loaded.residency.switch(mode)
+            torch.testing.assert_close(stages.decode(loaded, latents, Silent()), expected, atol=ROUNDING, rtol=ROUNDING)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("group", "model"),
+        *(pytest.param(*pair, marks=FULL) for pair in (("sequential", "group"), ("none", "sequential"))),
+    ],
+)
+def test_two_pipelines_may_share_a_part(acc, tiny_folder, first, second):
+    case = CASES["ltx"]
+    expected = rendered(loaded_for(case, tiny_folder, "cpu"), case)
+    one, other = (loaded_for(case, tiny_folder, "acc:0", mode) for mode in (first, second))
+    shared = one.parts.read("transformer")
+    other.parts["transformer"] = shared
+    for loaded in (one, other, one):
+        same(rendered(loaded, case), expected)
+        units = units_on(shared)
+        assert (None if units is None else units.by_block) == {"group": True, "sequential": False}.get(
+            loaded.residency.mode
+        )
+
+
+def test_masters_stay_where_they_are_and_nothing_is_copied_back(acc, tiny_folder):
+    """So a device that damages what it returns cannot spoil them."""
+    loaded = loaded_for(CASES["ltx"], tiny_folder, "acc:0", "group")
+    module = loaded.parts.read("transformer")
+    before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in module.state_dict().items()}
+    returned = accelerator.traffic().to_host_bytes
+    with torch.no_grad(), loaded.residency.hold("transformer"):
+        for unit in units_on(module).units:
+            unit.bring(), unit.leave()
+    assert accelerator.traffic().to_host_bytes == returned
+    for name, tensor in module.state_dict().items():
+        assert tensor.data_ptr() == before[name][0] and torch.equal(tensor, before[name][1])
+
+
+@pytest.mark.parametrize("mode", ["group", "sequential"])
+def test_a_cancel_is_obeyed_while_units_move(acc, tiny_folder, mode):
+    class Cancelled(BaseException):
+        pass
+
+    class Cancelling(Silent):
+        armed = False
+
+        def check(self):
+            if self.armed:
+                raise Cancelled
+
+    loaded, progress = loaded_for(CASES["ltx"], tiny_folder, "acc:0", mode), Cancelling()
+    with loaded.residency.hold("transformer", 0, progress) as module:
+        unit = units_on(module).units[-1]
+        progress.armed = True
+        with pytest.raises(Cancelled):
+            unit.bring()
+        progress.armed = False
+    assert accelerator.memory().allocated_bytes == 0
+
+
+def test_parts_compute_where_they_are_put(acc, tiny_folder):
+    case = CASES["ltx"]
+    expected = rendered(loaded_for(case, tiny_folder, "cpu"), case)
+    path = tiny.build("ltx", tiny_folder)
+    devices = {"text_encoder": "cpu", "vae": "cpu"}
+    loaded = load(LoadRequest(path, precision="fp32", offload="model", device="acc:0", devices=devices))
+    same(rendered(loaded, case), expected)
+    assert peak(loaded) < loaded.weights["vae"].total, "the VAE was on the device"
+    assert repr(loaded.residency) == "offload model on acc:0, text_encoder on cpu, vae on cpu"
+    gone = LoadRequest(path, precision="fp32", device="acc:0", devices={"vae": "acc:7"})
+    with pytest.raises(UnsupportedError, match="device 'acc:7' does not answer"):
+        load(gone)
+
+
+@FULL
+def test_what_is_kept_free_stays_free(acc, tiny_folder):
+    loaded = heavy("ltx", tiny_folder, acc)
+    need = forecast(loaded, fitting.size_of("ltx"), "none").peak
+    with accelerator.limit(2 * need):
+        loaded = heavy("ltx", tiny_folder, acc, keep_free_gb=1.2 * need / 2**30)
+        run(loaded)
+        assert loaded.residency.mode != "none" and peak(loaded) <= 0.8 * need
+
+
+@FULL
+def test_fifty_runs_leave_memory_where_it_began(acc, tiny_folder):
+    loaded = loaded_for(CASES["ltx"], tiny_folder, "acc:0", "group")
+    rendered(loaded, CASES["ltx"])
+    before = accelerator.memory().allocated_bytes
+    for _ in range(50):
+        rendered(loaded, CASES["ltx"])
+    assert accelerator.memory().allocated_bytes == before == 0
