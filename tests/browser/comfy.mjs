@@ -11,17 +11,18 @@ const HARMLESS = new RegExp(
 );
 
 /** A page with the frontend loaded and no dialog open; `errors` collects what the page threw. */
-export async function openPage({ width = 1600, height = 900, nodes2 = false } = {}) {
+export async function openPage({ width = 1600, height = 900, nodes2 = false, locale = "en", args = ["--disable-gpu"], bypassCSP = false } = {}) {
   const settings = {
     "Comfy.TutorialCompleted": true, // or the template browser opens by itself
     "Comfy.VueNodes.Enabled": nodes2,
+    "Comfy.Locale": locale,
     "Comfy.Minimap.Visible": false,
     "Comfy.Graph.CanvasInfo": false,
     "Comfy.RightSidePanel.IsOpen": false, // an earlier look at an error leaves it open
   };
   if (!URL_OF_SERVER) throw new Error("COMFYUI_URL is not set: run this through tests/browser/drive.py");
-  const browser = await chromium.launch({ executablePath: CHROMIUM, args: ["--no-sandbox", "--disable-gpu"] });
-  const page = await browser.newPage({ viewport: { width, height } });
+  const browser = await chromium.launch({ executablePath: CHROMIUM, args: ["--no-sandbox", ...args] });
+  const page = await browser.newPage({ viewport: { width, height }, bypassCSP });
   const errors = [];
   page.on("pageerror", (error) => errors.push(`pageerror: ${error.message}`));
   page.on("console", (message) => {

@@ -1,7 +1,7 @@
 """Run a browser script against a real ComfyUI with every tiny checkpoint: ``python drive.py SCRIPT.mjs [arguments]``.
 
 Exits with the script's status. Where there is no host, Node.js or Chromium it says so and exits with 0 for tests
-(``run.mjs``), which are skipped then, and with 1 for scripts that were to make files.
+(``run.mjs``, ``paint.mjs``), which are skipped then, and with 1 for scripts that were to make files.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ sys.path[0] = str(HERE.parent)  # the folder of the package `host`, as pytest ha
 from host.server import NoHost, Server, find_host, tiny_home  # noqa: E402
 from PIL import Image  # noqa: E402
 
-TESTS = "run.mjs"
+from host import paint_models  # noqa: E402
+
+TESTS = ("run.mjs", "paint.mjs")
 PICTURES = HERE.parents[1] / "docs" / "images"
+WORKFLOWS, THUMBNAIL = HERE.parents[1] / "workflows", (640, 360)
 
 
 def drive(script: str, arguments: list[str]) -> int:
@@ -34,21 +37,34 @@ def drive(script: str, arguments: list[str]) -> int:
         if not Path(chromium).is_file():
             raise NoHost(f"no Chromium at {chromium}; name one in CHROMIUM")
     except NoHost as reason:
-        print(f"skipped: {reason}" if script == TESTS else f"{script} cannot run: {reason}")
-        return 0 if script == TESTS else 1
+        print(f"skipped: {reason}" if script in TESTS else f"{script} cannot run: {reason}")
+        return 0 if script in TESTS else 1
     if not (HERE / "node_modules" / "playwright-core").is_dir():
         subprocess.run([shutil.which("npm") or "npm", "ci", "--no-audit", "--no-fund"], cwd=HERE, check=True)
     with tempfile.TemporaryDirectory(prefix="anygpu-browser-") as folder:
         server = Server(host, Path(folder), tiny_home())
         try:
             server.start().every_model()
-            variables = {**os.environ, "COMFYUI_URL": server.url, "CHROMIUM": chromium}
-            status = subprocess.run([node, str(HERE / script), *arguments], env=variables, timeout=1200).returncode
+            paint_models.furnish(server)
+            told = {"COMFYUI_URL": server.url, "COMFYUI_BASE": folder, "COMFYUI_PID": str(server.pid)}
+            variables = {**os.environ, **told, "CHROMIUM": chromium}
+            status = subprocess.run([node, str(HERE / script), *arguments], env=variables, timeout=2400).returncode
         finally:
             server.stop()
     if "--pictures" in arguments:
         lighten(PICTURES)
+    if script == "thumbnails.mjs":
+        shrink(WORKFLOWS)
     return status
+
+
+def shrink(folder: Path) -> None:
+    """Replace every PNG by a small JPEG of the same name."""
+    for path in folder.glob("*.png"):
+        with Image.open(path) as picture:
+            small = picture.convert("RGB").resize(THUMBNAIL, Image.Resampling.LANCZOS)
+            small.save(path.with_suffix(".jpg"), quality=72, optimize=True, progressive=True)
+        path.unlink()
 
 
 def lighten(folder: Path) -> None:

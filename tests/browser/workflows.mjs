@@ -1,5 +1,5 @@
 // Writes tests/workflows/<name>.api.json: what the frontend posts to /prompt for each shipped workflow, with the hash
-// of the file it was made from. Fails when the classic canvas and Nodes 2.0 disagree.
+// of the file it was made from, for all of them or those named. Fails when the classic canvas and Nodes 2.0 disagree.
 import { createHash } from "node:crypto";
 import { mkdir, readFile, readdir, rm, writeFile } from "node:fs/promises";
 import { isDeepStrictEqual } from "node:util";
@@ -24,14 +24,16 @@ async function prompts(names, nodes2) {
   }
 }
 
-const names = (await readdir(SOURCES))
+const only = process.argv.slice(2);
+const all = (await readdir(SOURCES))
   .filter((file) => file.endsWith(".json"))
   .map((file) => file.slice(0, -5))
   .sort();
+const names = all.filter((name) => !only.length || only.includes(name));
 const [classic, modern] = [await prompts(names, false), await prompts(names, true)];
 await mkdir(REPLAYS, { recursive: true });
 for (const file of await readdir(REPLAYS)) {
-  if (!names.includes(file.replace(/\.api\.json$/, ""))) await rm(new URL(file, REPLAYS));
+  if (!all.includes(file.replace(/\.api\.json$/, ""))) await rm(new URL(file, REPLAYS));
 }
 for (const name of names) {
   if (!isDeepStrictEqual(classic[name], modern[name])) throw new Error(`${name}: Nodes 2.0 makes another prompt`);

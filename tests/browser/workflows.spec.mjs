@@ -142,7 +142,7 @@ function columns({ pictures = [], encoded = [] }) {
     [{ key: "prompt", width: 440, height: 480, below: 60 }, ...encoded.map((key) => ({ key, width: 440, below: 30 }))],
     [{ key: "sample", width: 340 }],
     [
-      { key: "decode", width: 460, below: 50 },
+      { key: "decode", width: 460, height: 420, below: 50 },
       { key: "save", width: 460, height: 460 },
     ],
   ];
@@ -343,4 +343,5 @@ const SPECS = {
   },
 };
 
+export { CAFE, CAT, DANCE, WITHOUT, described, image, load, picture, prompt };
 export const WORKFLOWS = Object.fromEntries(Object.entries(SPECS).map(([name, spec]) => [name, workflow(name, spec)]));

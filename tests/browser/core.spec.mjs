@@ -1,0 +1,147 @@
+// Workflows in which core's KSampler and VAE Decode run our models; made like those of workflows.spec.mjs.
+import { CAFE, CAT, DANCE, WITHOUT, described, image, load, picture, prompt } from "./workflows.spec.mjs";
+
+const CORE =
+  "Core's own sampler drives the model, so its schedulers, previews, *Skip Layer Guidance*, *Context Windows* and LoRA nodes " +
+  "work on it: put them into the MODEL line. Only the text is encoded by AnyGPU, and the weights are on the device once. ";
+
+const sampler = (values, links = {}) => ({
+  kind: "KSampler",
+  values: { seed: 42, control_after_generate: "randomize", sampler_name: "euler", scheduler: "simple", denoise: 1, ...values },
+  links: {
+    model: ["load", "MODEL"],
+    positive: ["prompt", "positive"],
+    negative: ["prompt", "negative"],
+    latent_image: ["empty", "LATENT"],
+    ...links,
+  },
+});
+const empty = (kind, width, height, length, links = {}) => ({
+  kind,
+  values: { width, height, length, batch_size: 1 },
+  links,
+});
+const guidance = (value, from) => ({ kind: "FluxGuidance", values: { guidance: value }, links: { conditioning: from } });
+const decode = { kind: "VAEDecode", links: { samples: ["sample", "LATENT"], vae: ["load", "VAE"] } };
+const video = (fps) => ({ kind: "CreateVideo", values: { fps }, links: { images: ["decode", "IMAGE"] } });
+const save = (name) => ({
+  kind: "SaveVideo",
+  values: { filename_prefix: `video/${name}` },
+  links: { video: ["video", "VIDEO"] },
+});
+
+const SPECS = {
+  ltx_core_ksampler: {
+    title: "LTX-Video with core's KSampler",
+    model: "ltx",
+    text: `${CORE}*Conditioning LTXV* tells the frame rate.`,
+    fps: 25,
+    between: ["rate"],
+    nodes: {
+      load: load("LTX-Video"),
+      prompt: prompt(CAFE, WITHOUT),
+      rate: {
+        kind: "LTXVConditioning",
+        values: { frame_rate: 25 },
+        links: { positive: ["prompt", "positive"], negative: ["prompt", "negative"] },
+      },
+      empty: empty("EmptyLTXVLatentVideo", 704, 480, 97),
+      sample: sampler({ steps: 30, cfg: 3 }, { positive: ["rate", "positive"], negative: ["rate", "negative"] }),
+    },
+  },
+  hunyuan_video_core_ksampler: {
+    title: "HunyuanVideo with core's KSampler",
+    model: "hunyuan_video",
+    text: `${CORE}*FluxGuidance* sets the guidance that is built into the model.`,
+    fps: 24,
+    between: ["guided"],
+    nodes: {
+      load: load("HunyuanVideo"),
+      prompt: prompt(CAT),
+      guided: guidance(6, ["prompt", "positive"]),
+      empty: empty("EmptyHunyuanLatentVideo", 848, 480, 73),
+      sample: sampler({ steps: 30, cfg: 1 }, { positive: ["guided", "CONDITIONING"] }),
+    },
+  },
+  hunyuan_video_15_core_ksampler: {
+    title: "HunyuanVideo 1.5 with core's KSampler",
+    model: "hunyuan_video_15",
+    text: CORE,
+    fps: 24,
+    nodes: {
+      load: load("HunyuanVideo-1.5-Diffusers-480p_t2v"),
+      prompt: prompt(CAT),
+      empty: empty("EmptyHunyuanVideo15Latent", 848, 480, 121),
+      sample: sampler({ steps: 50, cfg: 6 }),
+    },
+  },
+  framepack_core_ksampler: {
+    title: "FramePack with core's KSampler",
+    model: "framepack",
+    text:
+      `${CORE}It samples one section, 33 frames, from your picture; *AnyGPU Sample FramePack* makes long videos of many. ` +
+      "*AnyGPU Image Conditioning* gives the picture to the sampler.",
+    fps: 30,
+    pictures: ["image"],
+    between: ["pictured", "guided"],
+    nodes: {
+      load: load("FramePackI2V_HY"),
+      image: picture("First frame"),
+      prompt: prompt(DANCE),
+      encoded: image(),
+      pictured: {
+        kind: "AnyGPUImageConditioning",
+        links: {
+          positive: ["prompt", "positive"],
+          negative: ["prompt", "negative"],
+          image: ["encoded", "image"],
+        },
+      },
+      guided: guidance(10, ["pictured", "positive"]),
+      empty: empty("EmptyHunyuanLatentVideo", 640, 608, 33, {
+        width: ["encoded", "width"],
+        height: ["encoded", "height"],
+      }),
+      sample: sampler({ steps: 25, cfg: 1 }, { positive: ["guided", "CONDITIONING"], negative: ["pictured", "negative"] }),
+    },
+  },
+  mochi_core_ksampler: {
+    title: "Mochi 1 with core's KSampler",
+    model: "mochi",
+    text: `${CORE}The scheduler *linear_quadratic* is the model's own.`,
+    fps: 30,
+    nodes: {
+      load: load("mochi-1-preview"),
+      prompt: prompt(CAT),
+      empty: empty("EmptyMochiLatentVideo", 848, 480, 85),
+      sample: sampler({ steps: 64, cfg: 4.5, scheduler: "linear_quadratic" }),
+    },
+  },
+};
+
+/** Columns: note | model and picture | prompt and encoded picture | between and empty latent | sampler | result. */
+function workflow(name, { title, model, text, fps, nodes, pictures = [], between = [] }) {
+  const wide = (key, width = 340) => ({ key, width, below: 40 });
+  return {
+    nodes: { note: described(title, model, text), ...nodes, decode, video: video(fps), save: save(name) },
+    columns: [
+      [{ key: "note", width: 480, height: 760 }],
+      [
+        { key: "load", width: 380, height: 460, below: 20 },
+        ...pictures.map((key) => ({ key, width: 380, height: 340 })),
+      ],
+      [{ key: "prompt", width: 440, height: 520, below: 60 }, ...(nodes.encoded ? [wide("encoded", 440)] : [])],
+      [...between.map((key) => wide(key)), wide("empty")],
+      [{ key: "sample", width: 340 }],
+      [
+        { key: "decode", width: 300, below: 40 },
+        { key: "video", width: 300, below: 40 },
+        { key: "save", width: 460, height: 460 },
+      ],
+    ],
+  };
+}
+
+export const CORE_WORKFLOWS = Object.fromEntries(
+  Object.entries(SPECS).map(([name, spec]) => [name, workflow(name, spec)]),
+);

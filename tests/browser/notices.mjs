@@ -1,0 +1,283 @@
+// The side bar tab, the notices of errors, what the load node says without a model, and what axe-core says of them.
+import assert from "node:assert/strict";
+import { execFileSync } from "node:child_process";
+import { readFile, rename } from "node:fs/promises";
+import { createRequire } from "node:module";
+import { join } from "node:path";
+import { loadWorkflow, openPage, showAll } from "./comfy.mjs";
+import { ended, queue, shrink, source } from "./running.mjs";
+
+const AXE = createRequire(import.meta.url).resolve("axe-core/axe.min.js");
+const SERIOUS = ["serious", "critical"];
+const LIMIT = 120 * 2 ** 20; // bytes that the server may still take: a tiny model fits, a long video of it does not
+
+/** Serious violations that axe-core finds in what `selector` matches, in the theme that is on. */
+export async function violations(page, selector) {
+  await page.addScriptTag({ path: AXE });
+  const found = await page.evaluate(async (place) => {
+    const { violations: list } = await window.axe.run(place, { resultTypes: ["violations"] });
+    return list.map(({ id, impact, nodes }) => ({ id, impact, html: nodes.slice(0, 2).map((node) => node.html.slice(0, 160)) }));
+  }, selector);
+  return found.filter(({ impact }) => SERIOUS.includes(impact));
+}
+
+async function inBothThemes(page, act) {
+  for (const theme of ["light", "dark"]) {
+    await page.evaluate((id) => window.app.extensionManager.setting.set("Comfy.ColorPalette", id), theme);
+    await page.waitForTimeout(400);
+    await act(theme);
+  }
+}
+
+/** Requests to the pack's routes and files that the page has made since `watch` was called. */
+function watch(page) {
+  const seen = [];
+  page.on("request", (request) => {
+    const { pathname } = new URL(request.url());
+    if (/^\/(api\/)?(extensions\/)?anygpu\//.test(pathname)) seen.push(`${request.method()} ${pathname}`);
+  });
+  return seen;
+}
+
+const panel = (page) => page.locator(".anygpu-panel");
+const part = (page, title) => panel(page).locator("details").filter({ has: page.getByRole("heading", { name: title }) });
+
+/** Open the tab the way its button does, and wait until the machine is there. */
+export async function openTab(page) {
+  if (!(await panel(page).isVisible().catch(() => false))) await page.locator(".anygpu-tab-button").click();
+  await panel(page).getByText("Probes").waitFor();
+  await part(page, "This graph").locator("article").first().waitFor();
+}
+
+export async function tabDecides({ page }) {
+  const asked = watch(page);
+  await loadWorkflow(page, await source("ltx_text_to_video"), "ltx_text_to_video");
+  await page.waitForTimeout(1500);
+  assert.deepEqual(asked, [], "something was fetched before the tab was opened");
+  await openTab(page);
+  const graph = part(page, "This graph");
+  for (const subject of ["precision", "offload", "attention", "Conv3d"]) {
+    await graph.getByText(subject, { exact: true }).first().waitFor();
+  }
+  await graph.getByText("a CPU computes fp32").first().waitFor();
+  await part(page, "This machine").getByRole("button", { name: /Ask the device/ }).click();
+  await page.getByText("Every probe was asked.").waitFor({ timeout: 60000 });
+  await part(page, "This machine").getByText(/0 not asked/).first().waitFor();
+}
+
+export async function tabFollowsTheGraph({ page }) {
+  await shrink(page, { offload: "sequential" });
+  await page.getByRole("button", { name: "Refresh" }).click();
+  await part(page, "This graph").getByText("offload 'sequential' on a CPU").first().waitFor();
+  await shrink(page, { offload: "auto" });
+}
+
+export async function tabShowsTheRun({ page }, shot) {
+  const seed = Date.now() % 1e9; // what ran before would not run again
+  await shrink(page, { seed });
+  await queue(page);
+  assert.equal((await ended(page)).ending, "execution_success");
+  const run = part(page, "Last run");
+  await run.getByText("sampling", { exact: true }).first().waitFor();
+  await run.getByText(/256x160, 25 frames at .*offload/).first().waitFor();
+  const kept = part(page, "Kept latents");
+  await kept.getByRole("button", { name: "Recover" }).first().waitFor();
+  const forecast = await part(page, "Forecast").locator("tbody th").allTextContents();
+  assert.deepEqual(forecast, ["text", "sampling", "decoding"], "a stage of this workflow each");
+  for (const stage of forecast) await run.getByText(new RegExp(`^${stage} with offload `)).last().waitFor();
+  await part(page, "This graph").scrollIntoViewIfNeeded();
+  await shot?.("panel.png");
+  const before = await page.evaluate(() => window.app.graph._nodes.length);
+  await kept.getByRole("button", { name: "Recover" }).first().click();
+  await page.waitForFunction((count) => window.app.graph._nodes.length > count, before, { timeout: 5000 }).catch(async () => {
+    throw new Error(`nothing was recovered: ${await kept.getByRole("status").allTextContents()}`);
+  });
+  const chosen = await page.evaluate(() => {
+    const node = window.app.graph._nodes.find((each) => each.type === "AnyGPURecoverLatents");
+    return node?.widgets.find((widget) => widget.name === "kept")?.value;
+  });
+  assert.ok(chosen.includes(`_ltx_${seed}_`), "the node loads the latent that was chosen");
+}
+
+export async function tabIsAccessible({ page }) {
+  await inBothThemes(page, async (theme) => {
+    assert.deepEqual(await violations(page, ".anygpu-panel"), [], `axe-core in the ${theme} theme`);
+  });
+  const summary = part(page, "Last run").locator("summary").first();
+  await summary.focus();
+  await page.keyboard.press("Enter");
+  assert.equal(await part(page, "Last run").first().getAttribute("open"), null, "Enter closes a part");
+  await page.keyboard.press("Enter");
+  await page.locator(".anygpu-tab-button").click();
+}
+
+/** What the notice says. */
+async function notice(page) {
+  const toast = page.locator(".anygpu-toast");
+  await toast.waitFor({ timeout: 10000 });
+  const rows = await toast.locator("dt").allTextContents();
+  const texts = await toast.locator("dd").allTextContents();
+  return Object.fromEntries(rows.map((name, index) => [name, texts[index]]));
+}
+
+const MISTAKES = [
+  [{ text: " " }, "AnyGPUEncodePrompt", "an empty prompt", "Type a prompt."],
+  [{ offload: "group" }, "AnyGPULoadPipeline", "offload 'group' on a CPU", "Choose auto"],
+  [{ precision: "fp16-safe" }, "AnyGPULoadPipeline", "precision 'fp16-safe' on a CPU", "Choose auto"],
+  [{ variant: "framepack_f1" }, "AnyGPULoadPipeline", "variant 'framepack_f1' for LTX-Video", "Choose auto"],
+  [{ cfg_start: 0.9, cfg_end: 0.1 }, "AnyGPUSample", "cfg_start 0.9 after cfg_end 0.1", "Swap them."],
+  [{ width: 16 }, "AnyGPUSample", "width 16", "The nearest valid value is 32."],
+];
+
+export async function errorsSayWhatToDo({ page }, shot) {
+  for (const [index, [mistake, type, found, fix]] of MISTAKES.entries()) {
+    await loadWorkflow(page, await source("ltx_text_to_video"), "ltx_text_to_video");
+    await shrink(page, { seed: 30 + index, ...mistake });
+    await queue(page);
+    assert.equal((await ended(page)).ending, "execution_error");
+    const said = await notice(page);
+    assert.ok(said.Found.startsWith(found), `${found}: ${JSON.stringify(said)}`);
+    assert.ok(said.Expected && said.Do.startsWith(fix), JSON.stringify(said));
+    const jump = page.locator(".anygpu-toast").getByRole("button", { name: /^Go to / });
+    await jump.focus();
+    await page.keyboard.press("Enter");
+    const selected = await page.evaluate(() => Object.values(window.app.canvas.selected_nodes ?? {}).map((node) => node.type));
+    assert.deepEqual(selected, [type], "the button selects the node");
+    if (index === 0) {
+      await shot?.("error.png");
+      await inBothThemes(page, async (theme) => {
+        assert.deepEqual(await violations(page, ".anygpu-toast"), [], `axe-core in the ${theme} theme`);
+      });
+    }
+    await page.locator(".anygpu-toast").getByRole("button", { name: "Close" }).click();
+    await page.locator(".anygpu-toast").waitFor({ state: "detached" });
+  }
+  await page.evaluate(() => window.app.extensionManager.setting.set("Comfy.RightSidePanel.IsOpen", false));
+}
+
+/** Let the server take `more` bytes beyond what it has, or as many as it wants; false where that cannot be done. */
+async function limit(more) {
+  const pid = process.env.COMFYUI_PID;
+  try {
+    const status = await readFile(`/proc/${pid}/status`, "utf8");
+    const size = Number(/VmSize:\s+(\d+)/.exec(status)[1]) * 1024;
+    execFileSync("prlimit", ["--pid", pid, `--as=${more === null ? "unlimited" : size + more}:`], { stdio: "ignore" });
+    return true;
+  } catch {
+    return false;
+  }
+}
+
+/** Run out of memory, do what the notice says, and again, until the video is there. */
+export async function memoryIsMended({ page }, shot) {
+  await loadWorkflow(page, await source("ltx_text_to_video"), "ltx_text_to_video");
+  await shrink(page, { seed: 40, frames: 9, width: 64, height: 64 });
+  await queue(page); // loads what it needs before the limit
+  assert.equal((await ended(page)).ending, "execution_success");
+  if (!(await limit(LIMIT))) {
+    console.log("--  this machine cannot limit a process: running out of memory was not tried");
+    return;
+  }
+  try {
+    let asked = { seed: 41, frames: 97, width: 640, height: 384, steps: 2, method: "full" };
+    for (let attempt = 0; ; attempt += 1) {
+      await shrink(page, asked);
+      await queue(page);
+      if ((await ended(page)).ending === "execution_success") {
+        assert.ok(attempt > 0, "it never ran out of memory");
+        break;
+      }
+      const said = await notice(page);
+      assert.match(said.Found, /^out of memory while (sampling|decoding) \d+x\d+, \d+ frames on CPU \(/);
+      assert.ok(attempt < 6, `following the notice did not help: ${JSON.stringify(said)}`);
+      if (attempt === 0) await shot?.("out_of_memory.png");
+      const fewer = /lower frames from \d+ to (\d+)/i.exec(said.Lower);
+      const smaller = /lower width and height from \d+x\d+ to (\d+)x(\d+)/i.exec(said.Lower);
+      assert.ok(fewer || smaller, said.Lower);
+      asked = { ...asked, ...(fewer ? { frames: Number(fewer[1]) } : { width: Number(smaller[1]), height: Number(smaller[2]) }) };
+    }
+  } finally {
+    await limit(null);
+  }
+  await page.evaluate(() => window.app.extensionManager.setting.set("Comfy.RightSidePanel.IsOpen", false));
+}
+
+/** With every model taken away: the load node says what to download, and running says it too. */
+export async function firstRun(nodes2, shot) {
+  const models = join(process.env.COMFYUI_BASE, "models", "diffusers");
+  await rename(models, `${models}.away`);
+  await import("node:fs/promises").then(({ mkdir }) => mkdir(models));
+  const open = await openPage({ nodes2 });
+  const { page } = open;
+  try {
+    await loadWorkflow(page, await source("ltx_text_to_video"), "ltx_text_to_video");
+    await showAll(page);
+    const area = page.locator(".anygpu-first textarea");
+    await area.waitFor();
+    const text = await area.inputValue();
+    for (const wanted of [models, "https://huggingface.co/Lightricks/LTX-Video", "LTX-Video, 13.3 GiB"]) {
+      assert.ok(text.includes(wanted), `${wanted} in ${text}`);
+    }
+    assert.ok((await area.boundingBox()).height > 60, "the text can be read");
+    assert.deepEqual(await violations(page, ".anygpu-first"), []);
+    await shot?.("first_run.png");
+    const sent = await page.evaluate(async () => (await window.app.graphToPrompt()).output);
+    const loader = Object.values(sent).find((node) => node.class_type === "AnyGPULoadPipeline");
+    assert.ok(!("anygpu_first_steps" in loader.inputs), "what is shown is not sent");
+    await queue(page);
+    assert.equal((await ended(page)).ending, "execution_error");
+    const said = await notice(page);
+    assert.ok(said.Found.startsWith("no model 'LTX-Video'"), JSON.stringify(said));
+    assert.ok(said.Do.startsWith("Download https://huggingface.co/Lightricks/LTX-Video into "), JSON.stringify(said));
+    assert.deepEqual(open.errors, [], "the page reported errors");
+  } finally {
+    await open.browser.close();
+    await import("node:fs/promises").then(({ rmdir }) => rmdir(models));
+    await rename(`${models}.away`, models);
+  }
+}
+
+/** The node's title and an input's label, as the locale files say, in two languages of other scripts. */
+export async function speaks() {
+  for (const locale of ["fr", "ko"]) {
+    const file = new URL(`../../locales/${locale}/nodeDefs.json`, import.meta.url);
+    const expected = JSON.parse(await readFile(file, "utf8")).AnyGPUSample;
+    const { browser, page, errors } = await openPage({ locale });
+    try {
+      const found = await page.evaluate(() => {
+        const node = window.LiteGraph.createNode("AnyGPUSample");
+        window.app.graph.add(node);
+        return { title: node.title, labels: node.widgets.map(({ label, name }) => label ?? name) };
+      });
+      assert.equal(found.title, expected.display_name);
+      assert.ok(found.labels.includes(expected.inputs.steps.name), `${expected.inputs.steps.name} in ${found.labels}`);
+      assert.deepEqual(errors, [], "the page reported errors");
+    } finally {
+      await browser.close();
+    }
+  }
+}
+
+/** Found by its name in the node search, placed, and run to a video. */
+export async function subgraphRuns({ page }) {
+  await page.evaluate(() => window.app.graph.clear());
+  await page.evaluate(() => window.app.canvas.setDirty(true, true));
+  await page.mouse.dblclick(900, 450);
+  await page.keyboard.type("Any model to video", { delay: 20 });
+  await page.getByText("Any model to video").first().waitFor();
+  await page.waitForTimeout(800);
+  await page.keyboard.press("Enter");
+  await page.waitForFunction(() => window.app.graph._nodes.some((node) => node.subgraph), null, { timeout: 10000 });
+  await page.evaluate(() => {
+    const { app, LiteGraph } = window;
+    const node = app.graph._nodes.find((each) => each.subgraph);
+    const wanted = { model: "LTX-Video", text: "a cat", width: 64, height: 64, frames: 9, steps: 2, seed: Date.now() % 1e6 };
+    for (const widget of node.widgets) if (widget.name in wanted) widget.value = wanted[widget.name];
+    const save = LiteGraph.createNode("SaveVideo");
+    app.graph.add(save);
+    node.connect(node.outputs.findIndex(({ name }) => name === "video"), save, 0);
+  });
+  await queue(page);
+  const seen = await ended(page);
+  assert.equal(seen.ending, "execution_success", seen.message);
+}

@@ -1,0 +1,67 @@
+// The texturing workflows in ComfyUI's real frontend: run to a GLB that its 3D preview opens, looked at by what it draws.
+// With --pictures it also writes a screenshot of each into docs/images/.
+import assert from "node:assert/strict";
+import { mkdir } from "node:fs/promises";
+import { fileURLToPath } from "node:url";
+import { loadWorkflow, openPage, showAll } from "./comfy.mjs";
+import { ended, queue, source } from "./running.mjs";
+
+const IMAGES = new URL("../../docs/images/", import.meta.url);
+const PICTURES = process.argv.includes("--pictures");
+const named = process.argv.slice(2).filter((word) => !word.startsWith("--"));
+const names = named.length ? named : ["paint_v2_0"];
+// Without a graphics card the 3D preview draws through Chromium's own software.
+const SOFTWARE = ["--use-gl=angle", "--use-angle=swiftshader", "--enable-unsafe-swiftshader", "--ignore-gpu-blocklist"];
+const SMALL = { view_size: 64, size: 128, texture_size: 256, resolution: 256, steps: 2, frames: 6 };
+
+/** Small sizes for tiny checkpoints on a CPU; a second pass takes twice the first. */
+async function shrink(page) {
+  await page.evaluate((wanted) => {
+    for (const node of window.app.graph._nodes) {
+      for (const widget of node.widgets ?? []) if (widget.name in wanted) widget.value = wanted[widget.name];
+      if (node.title === "Second pass") node.widgets.find((each) => each.name === "view_size").value = 128;
+    }
+  }, SMALL);
+}
+
+/** How many different colours the 3D preview's canvas shows; 1 is an empty one. */
+async function coloursShown(page) {
+  return page.evaluate(async () => {
+    const node = window.app.graph._nodes.find((each) => each.type === "Preview3D");
+    const [canvas] = [...document.querySelectorAll("canvas:not(.lgraphcanvas)")].slice(-1);
+    if (!node || !canvas) return 0;
+    const copy = document.createElement("canvas");
+    [copy.width, copy.height] = [128, 128];
+    const context = copy.getContext("2d");
+    await new Promise(requestAnimationFrame);
+    context.drawImage(canvas, 0, 0, 128, 128);
+    const data = context.getImageData(0, 0, 128, 128).data;
+    const seen = new Set();
+    for (let at = 0; at < data.length; at += 4) seen.add(`${data[at] >> 4},${data[at + 1] >> 4},${data[at + 2] >> 4}`);
+    return seen.size;
+  });
+}
+
+for (const name of names) {
+  // Under --disable-api-nodes ComfyUI forbids its own preview to read a GLB's texture; the tests' server has that flag.
+  const { browser, page, errors } = await openPage({ args: SOFTWARE, width: 1900, height: 1000, bypassCSP: true });
+  try {
+    await loadWorkflow(page, await source(name), name);
+    await showAll(page);
+    await shrink(page);
+    await queue(page);
+    const seen = await ended(page, 400000);
+    assert.equal(seen.ending, "execution_success", seen.message);
+    await page.waitForTimeout(12000); // the model is fetched and drawn
+    const colours = await coloursShown(page);
+    if (PICTURES) {
+      await mkdir(IMAGES, { recursive: true });
+      await page.screenshot({ path: fileURLToPath(new URL(`${name}.png`, IMAGES)) });
+    }
+    assert.ok(colours > 8, `the 3D preview shows ${colours} colours`);
+    assert.deepEqual(errors, [], "the page reported errors");
+    console.log(`ok  ${name}: a GLB in the 3D preview, ${colours} colours`);
+  } finally {
+    await browser.close();
+  }
+}

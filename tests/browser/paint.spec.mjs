@@ -1,0 +1,301 @@
+// What the texturing workflows consist of; made like those of workflows.spec.mjs.
+
+/** GiB of fp16 weights: parameter counts times two bytes, from the models' configurations; nothing here was measured. */
+const GIB = {
+  paint: { "UNet over the views": 1.8, "UNet over the picture": 1.6, VAE: 0.2 },
+  pbr: { "UNet over the views": 2.0, "UNet over the picture": 1.6, VAE: 0.2, "image encoder (DINOv2-giant)": 2.1 },
+  delight: { "delight UNet": 1.6, "delight VAE": 0.2, "delight text encoder": 0.6 },
+};
+
+const PLACES = {
+  "hunyuan3d-paint-v2-0": ["tencent/Hunyuan3D-2", "hunyuan3d-paint-v2-0"],
+  "hunyuan3d-paint-v2-0-turbo": ["tencent/Hunyuan3D-2", "hunyuan3d-paint-v2-0-turbo"],
+  "hunyuan3d-paintpbr-v2-1": ["tencent/Hunyuan3D-2.1", "hunyuan3d-paintpbr-v2-1"],
+  "hunyuan3d-delight-v2-0": ["tencent/Hunyuan3D-2", "hunyuan3d-delight-v2-0"],
+  "dinov2-giant": ["facebook/dinov2-giant", "the whole repository, into a folder of that name"],
+};
+
+const LICENCE =
+  "The weights are Tencent's, under the Hunyuan 3D community licence: not for use in the EU, the UK and South Korea, nor " +
+  "may what they make be used there. Read it first. AnyGPU ships and downloads none of them.";
+
+/** The text of a workflow's note. */
+function note(title, text, models, kinds, more = []) {
+  const rows = kinds.flatMap((kind) => Object.entries(GIB[kind]).map(([part, size]) => `| ${part} | ${size.toFixed(1)} GiB |`));
+  const places = models.map((model) => {
+    const [page, folder] = PLACES[model];
+    return `- huggingface.co/${page}: ${folder}\n  - into **ComfyUI/models/diffusers/${model}**`;
+  });
+  return [
+    `# ${title}`,
+    text,
+    "",
+    "Put your mesh (GLB, glTF, OBJ, PLY, STL) into **ComfyUI/input/3d** and press **R**, or connect core's *Load 3D* to *Load " +
+      "Mesh*. The picture shows the object from its front, best with its background cut out: core's background removal and " +
+      "mask nodes give the mask. To enlarge painted views before baking, put core's *Upscale Image (using Model)* between " +
+      "*Paint Views* and *Bake Texture*. Above 100,000 faces put core's *Decimate Mesh* before *Unwrap Mesh*.",
+    "## Download",
+    ...places,
+    ...more,
+    "",
+    "Press **R** afterwards, then choose the folders in *AnyGPU Load Paint Pipeline*.",
+    "## Licence of the weights",
+    LICENCE,
+    "## Memory",
+    "Weights in fp16, derived from the parameter counts, not measured:",
+    "",
+    "| part | weights |\n| --- | --- |",
+    ...rows,
+    "",
+    "Six views of 512 pixels need about 0.6 GiB on top, counted. By *offload*, on the GPU:",
+    "- **model** (what *auto* means): one part at a time, so about 3 GiB; 8 GB are plenty",
+    "- **none**: all parts together, fastest for many textures in a row",
+    "- **group**, **sequential**: less still, and slower",
+  ]
+    .join("\n")
+    .replaceAll("\n## ", "\n\n## ");
+}
+
+const load = (model, values = {}) => ({ kind: "AnyGPULoadPaintPipeline", values: { model, ...values } });
+const delighting = { ...load("hunyuan3d-delight-v2-0"), title: "AnyGPU Load Paint Pipeline: delight" };
+const picture = { kind: "LoadImage", title: "The object from its front", values: { image: "example.png" } };
+const mesh = { kind: "AnyGPULoadMesh", values: { mesh_file: "3d/example.glb" } };
+const clean = (from, output = "mesh") => ({ kind: "AnyGPUCleanMesh", links: { mesh: [from, output] } });
+const unwrap = (from) => ({ kind: "UnwrapMesh", values: { resolution: 2048, padding: 2 }, links: { mesh: [from, "mesh"] } });
+const delight = {
+  kind: "AnyGPUDelightImage",
+  values: { seed: 42, control_after_generate: "fixed" },
+  links: { pipeline: ["delighting", "pipeline"], image: ["picture", "IMAGE"], mask: ["picture", "MASK"] },
+};
+const render = (links = {}) => ({
+  kind: "AnyGPURenderViews",
+  links: { mesh: ["unwrap", "mesh"], pipeline: ["load", "pipeline"], ...links },
+});
+const maps = {
+  pipeline: ["load", "pipeline"],
+  normals: ["render", "normals"],
+  positions: ["render", "positions"],
+  cameras: ["render", "cameras"],
+};
+const paint = (values, links) => ({
+  kind: "AnyGPUPaintViews",
+  values: { seed: 0, control_after_generate: "fixed", ...values },
+  links: { ...maps, ...links },
+});
+const bake = (values = {}, links = {}) => ({
+  kind: "AnyGPUBakeTexture",
+  values: { texture_size: 2048, ...values },
+  links: { mesh: ["unwrap", "mesh"], images: ["paint", "images"], cameras: ["render", "cameras"], ...links },
+});
+
+/** What every workflow ends in: the file, the turntable and the 3D preview of the node ``from``. */
+function ending(name, from) {
+  return {
+    smooth: { kind: "MeshSmoothNormals", values: { crease_angle: 60 }, links: { mesh: [from, "mesh"] } },
+    save: { kind: "SaveGLB", values: { filename_prefix: `3d/${name}` }, links: { mesh: ["smooth", "mesh"] } },
+    turntable: { kind: "AnyGPURenderTurntable", values: { frames: 12, size: 512 }, links: { mesh: [from, "mesh"] } },
+    pictures: { kind: "PreviewImage", title: "Turntable", links: { images: ["turntable", "images"] } },
+    file: { kind: "MeshToFile3D", links: { mesh: ["smooth", "mesh"] } },
+    look: { kind: "Preview3D", links: { model_file: ["file", "model_3d"] } },
+  };
+}
+
+const ENDING = [
+  [
+    { key: "turntable", width: 380, below: 10 },
+    { key: "pictures", width: 420, height: 420, below: 10 },
+    { key: "smooth", width: 380 },
+  ],
+  [
+    { key: "save", width: 420, height: 420, below: 10 },
+    { key: "file", width: 420, below: 10 },
+    { key: "look", width: 420, height: 460 },
+  ],
+];
+const NOTE = [{ key: "note", width: 500, height: 980 }];
+
+function workflow(name, { title, text, models, kinds, more, nodes, columns, from }) {
+  const described = { kind: "MarkdownNote", title: "Read me", values: { text: note(title, text, models, kinds, more) } };
+  return { nodes: { note: described, ...nodes, ...ending(name, from) }, columns: [NOTE, ...columns, ...ENDING] };
+}
+
+const loaders = (...keys) => keys.map((key) => ({ key, width: 400, height: key === "picture" ? 340 : 0, below: 40 }));
+const wide = (...keys) => keys.map((key) => ({ key, width: 360, below: 30 }));
+
+const SHAPE = {
+  shape: { kind: "ImageOnlyCheckpointLoader", values: { ckpt_name: "hunyuan_3d_v2.1.safetensors" } },
+  shifted: { kind: "ModelSamplingAuraFlow", values: { shift: 1 }, links: { model: ["shape", "MODEL"] } },
+  seen: { kind: "CLIPVisionEncode", links: { clip_vision: ["shape", "CLIP_VISION"], image: ["picture", "IMAGE"] } },
+  wanted: { kind: "Hunyuan3Dv2Conditioning", links: { clip_vision_output: ["seen", "CLIP_VISION_OUTPUT"] } },
+  empty: { kind: "EmptyLatentHunyuan3Dv2", values: { resolution: 4096 } },
+  sampled: {
+    kind: "KSampler",
+    values: { seed: 0, control_after_generate: "fixed", steps: 30, cfg: 5, sampler_name: "euler", scheduler: "normal" },
+    links: {
+      model: ["shifted", "MODEL"],
+      positive: ["wanted", "positive"],
+      negative: ["wanted", "negative"],
+      latent_image: ["empty", "LATENT"],
+    },
+  },
+  voxels: {
+    kind: "VAEDecodeHunyuan3D",
+    values: { num_chunks: 8000, octree_resolution: 256 },
+    links: { samples: ["sampled", "LATENT"], vae: ["shape", "VAE"] },
+  },
+  surface: { kind: "VoxelToMesh", values: { algorithm: "surface net", threshold: 0.6 }, links: { voxel: ["voxels", "VOXEL"] } },
+};
+
+const SPECS = {
+  paint_v2_0: {
+    title: "Hunyuan3D paint v2-0: a texture, step by step",
+    text: "A mesh and a picture become a textured GLB. Six views are painted, 30 steps each, and baked.",
+    models: ["hunyuan3d-paint-v2-0", "hunyuan3d-delight-v2-0"],
+    kinds: ["paint", "delight"],
+    nodes: {
+      load: load("hunyuan3d-paint-v2-0"),
+      delighting,
+      picture,
+      mesh,
+      clean: clean("mesh"),
+      unwrap: unwrap("clean"),
+      delight,
+      render: render(),
+      paint: paint({}, { image: ["delight", "image"] }),
+      bake: bake(),
+    },
+    from: "bake",
+    columns: [
+      loaders("load", "delighting", "picture"),
+      wide("mesh", "clean", "unwrap", "delight"),
+      wide("render", "paint"),
+      wide("bake"),
+    ],
+  },
+  paint_turbo: {
+    title: "Hunyuan3D paint turbo: a texture in one node",
+    text:
+      "The same in one node, with the model that needs ten steps. Where the folder has a .bin and a .safetensors, the .bin " +
+      "is read, as the published loader does: the two are different trainings. *weights* on the load node chooses.",
+    models: ["hunyuan3d-paint-v2-0-turbo", "hunyuan3d-delight-v2-0"],
+    kinds: ["paint", "delight"],
+    nodes: {
+      load: load("hunyuan3d-paint-v2-0-turbo"),
+      delighting,
+      picture,
+      mesh,
+      clean: clean("mesh"),
+      texture: {
+        kind: "AnyGPUTextureMesh",
+        values: { seed: 0, control_after_generate: "fixed" },
+        links: {
+          mesh: ["clean", "mesh"],
+          image: ["picture", "IMAGE"],
+          mask: ["picture", "MASK"],
+          pipeline: ["load", "pipeline"],
+          delight: ["delighting", "pipeline"],
+        },
+      },
+    },
+    from: "texture",
+    columns: [loaders("load", "delighting", "picture"), wide("mesh", "clean", "texture")],
+  },
+  paint_pbr: {
+    title: "Hunyuan3D paint PBR v2-1: albedo, metal and roughness",
+    text:
+      "The views are chosen for your mesh: six, and those that show most of what is unseen. This model wants the picture " +
+      "as it is, shadows included.",
+    models: ["hunyuan3d-paintpbr-v2-1", "dinov2-giant"],
+    kinds: ["pbr"],
+    nodes: {
+      load: load("hunyuan3d-paintpbr-v2-1", { image_encoder: "dinov2-giant" }),
+      picture,
+      mesh,
+      clean: clean("mesh"),
+      unwrap: unwrap("clean"),
+      cameras: {
+        kind: "AnyGPUPaintCameras",
+        values: { choose: "greedy", max_views: 8 },
+        links: { mesh: ["unwrap", "mesh"] },
+      },
+      render: render({ cameras: ["cameras", "cameras"] }),
+      paint: paint({}, { image: ["picture", "IMAGE"], mask: ["picture", "MASK"] }),
+      bake: bake({}, { metallic_roughness: ["paint", "metallic_roughness"] }),
+    },
+    from: "bake",
+    columns: [loaders("load", "picture"), wide("mesh", "clean", "unwrap", "cameras"), wide("render", "paint"), wide("bake")],
+  },
+  paint_from_one_picture: {
+    title: "From one picture to a textured mesh",
+    text:
+      "The shape comes from core's own Hunyuan3D nodes, the texture from Hunyuan3D paint v2-0. Shapes have hundreds of " +
+      "thousands of faces: *Decimate Mesh* leaves 40,000, so that unwrapping takes seconds.",
+    models: ["hunyuan3d-paint-v2-0", "hunyuan3d-delight-v2-0"],
+    kinds: ["paint", "delight"],
+    more: [
+      "- huggingface.co/Comfy-Org/hunyuan3D_2.1_repackaged: hunyuan_3d_v2.1.safetensors\n  - into **ComfyUI/models/checkpoints**",
+    ],
+    nodes: {
+      ...SHAPE,
+      picture,
+      clean: clean("surface", "MESH"),
+      fewer: { kind: "DecimateMesh", values: { target_face_count: 40000 }, links: { mesh: ["clean", "mesh"] } },
+      unwrap: unwrap("fewer"),
+      load: load("hunyuan3d-paint-v2-0"),
+      delighting,
+      delight,
+      render: render(),
+      paint: paint({}, { image: ["delight", "image"] }),
+      bake: bake(),
+    },
+    from: "bake",
+    columns: [
+      loaders("picture", "shape", "load", "delighting"),
+      wide("shifted", "seen", "wanted", "empty", "sampled"),
+      wide("voxels", "surface", "clean", "fewer", "unwrap"),
+      wide("delight", "render", "paint"),
+      wide("bake"),
+    ],
+  },
+  paint_second_pass: {
+    title: "Hunyuan3D paint v2-0: a second, larger pass",
+    text:
+      "The views are painted at 512 pixels, their latents doubled, and painted again at 1024 with *denoise* 0.4: more detail " +
+      "on the same layout. The second pass takes four times the memory of the first for its working space.",
+    models: ["hunyuan3d-paint-v2-0", "hunyuan3d-delight-v2-0"],
+    kinds: ["paint", "delight"],
+    nodes: {
+      load: load("hunyuan3d-paint-v2-0"),
+      delighting,
+      picture,
+      mesh,
+      clean: clean("mesh"),
+      unwrap: unwrap("clean"),
+      delight,
+      render: render(),
+      first: { ...paint({}, { image: ["delight", "image"] }), title: "First pass" },
+      larger: {
+        kind: "LatentUpscaleBy",
+        values: { upscale_method: "bicubic", scale_by: 2 },
+        links: { samples: ["first", "latent"] },
+      },
+      paint: {
+        ...paint({ view_size: 1024, denoise: 0.4 }, { image: ["delight", "image"], latent: ["larger", "LATENT"] }),
+        title: "Second pass",
+      },
+      bake: bake(),
+    },
+    from: "bake",
+    columns: [
+      loaders("load", "delighting", "picture"),
+      wide("mesh", "clean", "unwrap", "delight"),
+      wide("render", "first", "larger"),
+      wide("paint"),
+      wide("bake"),
+    ],
+  },
+};
+
+export const PAINT_WORKFLOWS = Object.fromEntries(
+  Object.entries(SPECS).map(([name, spec]) => [name, workflow(name, spec)]),
+);

@@ -1,0 +1,107 @@
+"""What the tab is told of a pipeline and of a machine: decisions with reasons, limits, lights, first steps."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from anygpu.compat.attention import CHOICES as ATTENTIONS
+from anygpu.compat.device import DeviceFacts, facts_for
+from anygpu.compat.lights import AMBER, GREEN, GREY, RED, lights
+from anygpu.compat.probe_store import OK, UNKNOWN, UNUSABLE, WRONG, Answer
+from anygpu.pipelines import tiny
+from anygpu.pipelines.cards import card_of, in_short
+from anygpu.pipelines.downloads import OFFERS, first_steps, known_page, remedy, smallest_for
+from anygpu.pipelines.families import FAMILIES
+from anygpu.pipelines.limits import limits, line, tooltip
+from anygpu.pipelines.loading import LoadRequest, load
+
+CPU = facts_for("cpu")
+TURING = DeviceFacts(
+    torch.device("cpu"), "cuda", "sm75", "cuda-old", "RTX 2080", 8 * 2**30, "2.13", emulated=("bf16",),
+    versions={"torch": "2.13.0", "cuda": "13.0", "system": "Linux"},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["ltx", "mochi", "framepack"])
+def test_every_decision_of_a_pipeline_has_a_subject_and_a_reason(name, tiny_folder):
+    loaded = load(LoadRequest(tiny.build(name, tiny_folder), device="cpu", search=(tiny_folder,)))
+    card = card_of(loaded)
+    subjects = [decision["subject"] for decision in card["decisions"]]
+    assert card["title"] == FAMILIES[loaded.family].title and card["family"] == loaded.family
+    assert {"precision", "offload", "attention", "Conv3d"} <= set(subjects)
+    assert subjects[0] == "precision"
+    assert all(decision["verdict"] and decision["why"] for decision in card["decisions"]), card["decisions"]
+    assert in_short(loaded) == "fp32, offload none"
+
+
+def test_the_notes_of_a_pipeline_are_taken_apart_where_they_should_be(tiny_folder):
+    loaded = load(LoadRequest(tiny.build("ltx", tiny_folder), device="cpu"))
+    notes = ("bf16: because", "offload group on cuda: auto: too large", "kernels: 3 of 3 sites", "something else")
+    told = dataclasses.replace(loaded, notes=notes)
+    found = [(each["subject"], each["verdict"], each["why"]) for each in card_of(told)["decisions"]]
+    assert found[:4] == [
+        ("precision", "bf16", "because"),
+        ("offload", "group on cuda", "auto: too large"),
+        ("kernels", "3 of 3 sites", ""),
+        ("also", "something else", ""),
+    ]
+
+
+def test_what_a_machine_cannot_do_is_named_with_the_reason():
+    here = limits(CPU)
+    assert set(here["offload"]) == {"model", "group", "sequential"} and set(here["precision"]) == {"fp16-safe"}
+    assert "sage" in here["attention"] and "auto" not in here["attention"] and set(here["attention"]) <= set(ATTENTIONS)
+    assert tooltip(CPU, "offload").endswith("not: model, group, sequential (on a CPU).")
+    assert tooltip(CPU, "steps") == "" and line(CPU).startswith("cannot work here: ")
+    there = limits(TURING)
+    assert "offload" in there, "the stand-in computes on the host"
+    assert "native_flash" in there["attention"] and "native_efficient" not in there["attention"]
+    assert "fp16-safe" not in there.get("precision", {}), "Turing is what it is made for"
+
+
+def test_lights_say_what_to_do_about_red():
+    answers = {
+        "matmul.fp32": Answer(OK),
+        "conv3d.bf16": Answer(UNUSABLE, "no kernel"),
+        "triton": Answer(UNUSABLE, "absent"),
+        "cast.bf16_to_fp32": Answer(WRONG, "3 values"),
+        "pad3d.fp32": Answer(UNKNOWN, "not asked yet"),
+    }
+    shown = {light.name: light for light in lights(TURING, answers)}
+    assert shown["matmul.fp32"].colour == GREEN and shown["triton"].colour == AMBER
+    assert shown["pad3d.fp32"].colour == GREY
+    assert shown["conv3d.bf16"].colour == RED and "no kernel" in shown["conv3d.bf16"].verdict
+    assert "Update the driver" in shown["cast.bf16_to_fp32"].advice and shown["conv3d.bf16"].advice
+
+
+def test_offers_are_of_families_and_pages_that_exist():
+    for offer in OFFERS:
+        pages = set(FAMILIES[offer.family].pages) | set(FAMILIES["hunyuan_video"].pages)
+        assert all(download.page in pages for download in offer.downloads), offer.family
+    assert {offer.family for offer in OFFERS} == set(FAMILIES)
+
+
+@pytest.mark.parametrize(("gigabytes", "family"), [(1, "ltx"), (10, "ltx"), (64, "ltx")])
+def test_the_smallest_is_offered_and_said_when_it_does_not_fit(gigabytes, family):
+    assert smallest_for(gigabytes * 2**30).family == family
+    text = first_steps([Path("/models/a"), Path("/models/b")], "CPU", gigabytes * 2**30)
+    assert ("None fits" in text) is (gigabytes < 9)
+    assert "/models/b" in text and "into /models/a/LTX-Video" in text and "https://huggingface.co/Lightricks" in text
+
+
+def test_a_larger_model_is_not_offered_before_a_smaller_one_that_fits():
+    by_size = sorted(OFFERS, key=lambda offer: offer.total_bytes)
+    for offer in by_size:
+        assert smallest_for(offer.largest_bytes).total_bytes <= offer.total_bytes
+
+
+def test_a_model_that_is_not_there_is_named_with_its_own_page():
+    root = Path("/models")
+    assert known_page("FramePackI2V_HY").endswith("lllyasviel/FramePackI2V_HY") and known_page("mine") == ""
+    assert remedy("HunyuanVideo", root, 0).startswith(
+        "Download https://huggingface.co/hunyuanvideo-community/HunyuanVideo"
+    )
+    assert "LTX-Video" in remedy("mine", root, 64 * 2**30)

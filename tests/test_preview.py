@@ -1,0 +1,54 @@
+"""Previews of results: a sheet loses no picture, a clip keeps its speed and is small."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def preview(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``host/preview.py`` on a stand-in for ComfyUI's node API that returns what it is given."""
+    helper = SimpleNamespace(save_animated_webp=lambda *given: given)
+    ui = SimpleNamespace(
+        ImageSaveHelper=helper,
+        SavedImages=lambda saved, is_animated: (saved[0], is_animated),
+        PreviewImage=lambda pictures, cls: pictures,
+    )
+    monkeypatch.setitem(
+        sys.modules,
+        "anygpu.host.api",
+        SimpleNamespace(io=SimpleNamespace(FolderType=SimpleNamespace(temp="temp")), ui=ui),
+    )
+    monkeypatch.delitem(sys.modules, "anygpu.host.preview", raising=False)
+    yield importlib.import_module("anygpu.host.preview")
+    sys.modules.pop("anygpu.host.preview", None)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 6, 9])
+def test_a_sheet_holds_every_picture_once_row_by_row(preview, count):
+    pictures = torch.arange(1, count + 1).float().reshape(count, 1, 1, 1).expand(count, 2, 3, 3)
+    (sheet,) = preview.sheet_of(pictures)
+    tiles = sheet.reshape(sheet.shape[0] // 2, 2, sheet.shape[1] // 3, 3, 3)[:, 0, :, 0, 0].flatten()
+    assert torch.equal(tiles[:count], torch.arange(1, count + 1).float())
+    assert not tiles[count:].any() and len(tiles) - count < sheet.shape[1] // 3
+    assert abs(sheet.shape[0] // 2 - sheet.shape[1] // 3) <= 1, "as near to a square as it goes"
+
+
+@pytest.mark.parametrize(("frames", "shown"), [(17, 17), (48, 48), (49, 25), (129, 43)])
+def test_a_clip_is_short_small_and_plays_as_fast(preview, frames, shown):
+    (given, animated) = preview.clip(torch.zeros(frames, 48, 704, 3), 24.0, None)
+    small, _, folder, _, fps = given[:5]
+    assert small.shape == (shown, 22, 320, 3) and folder == "temp" and animated
+    assert abs(shown / fps - frames / 24.0) < 2 / fps, "as long as the clip itself"
+
+
+def test_one_frame_is_a_still_and_a_small_clip_keeps_its_size(preview):
+    assert preview.clip(torch.zeros(1, 64, 96, 3), 24.0, None).shape == (1, 64, 96, 3)
+    (given, _) = preview.clip(torch.zeros(3, 64, 96, 3), 24.0, None)
+    assert given[0].shape == (3, 64, 96, 3)

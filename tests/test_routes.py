@@ -1,0 +1,351 @@
+"""The routes of the side bar: what they answer, that they change nothing, and that they survive whatever is sent."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import random
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from urllib.parse import quote
+
+import aiohttp.web
+import pytest
+import torch
+from aiohttp.test_utils import TestClient, TestServer
+from anygpu.pipelines import kept as store
+from anygpu.pipelines import tiny
+from anygpu.pipelines.contract import Latents
+from anygpu.pipelines.estimates import Size, forecast
+from anygpu.pipelines.loading import LoadRequest, load
+
+STOOD_IN = ("routes", "panel", "runs", "folders", "memory", "kept")
+TRAVERSALS = [
+    "../../etc/passwd",
+    "..\\..\\secret",
+    "/etc/passwd",
+    "%2e%2e%2fsecret",
+    "a/../../b",
+    "C:\\x",
+    "\0",
+    "",
+    ".",
+]
+
+
+class Pack(SimpleNamespace):
+    """The pack's host modules on a stand-in for ComfyUI, and the folder that everything lies in."""
+
+    def ask(self, method: str, path: str, **sent: Any) -> tuple[int, Any, str]:
+        """Status, JSON (None for anything else) and content type of one request to a real server."""
+        return self.ask_all([(method, path, sent)])[0]
+
+    def ask_all(self, requests: list[tuple[str, str, dict[str, Any]]]) -> list[tuple[int, Any, str]]:
+        """What one server answers to requests one after another."""
+
+        async def talk() -> list[tuple[int, Any, str]]:
+            table = aiohttp.web.RouteTableDef()
+            assert self.routes.add_routes(table)
+            app = aiohttp.web.Application()
+            app.add_routes(table)
+            async with TestClient(TestServer(app)) as client:
+                return [await one(client, *request) for request in requests]
+
+        async def one(client: TestClient, method: str, path: str, sent: dict[str, Any]) -> tuple[int, Any, str]:
+            async with client.request(method, path, **sent) as answer:
+                text = await answer.text()
+            try:
+                return answer.status, json.loads(text), answer.content_type
+            except ValueError:
+                return answer.status, None, answer.content_type
+
+        return asyncio.run(talk())
+
+    def files(self) -> dict[str, bytes]:
+        """Every file beside the models, with its content."""
+        return {str(p): p.read_bytes() for p in self.home.rglob("*") if p.is_file() and "models" not in p.parts}
+
+
+@pytest.fixture
+def pack(tmp_path, monkeypatch) -> Iterator[Pack]:
+    """The routes on a stand-in for ComfyUI: its folders in ``tmp_path``, its device the CPU, no run."""
+    (tmp_path / "models").mkdir()
+    paths = SimpleNamespace(
+        folder_names_and_paths={"diffusers": ([str(tmp_path / "models")], set())},
+        get_folder_paths=lambda key: [str(tmp_path / "models")],
+        get_temp_directory=lambda: str(tmp_path / "temp"),
+        get_user_directory=lambda: str(tmp_path / "user"),
+        get_input_directory=lambda: str(tmp_path / "input"),
+        get_output_directory=lambda: str(tmp_path / "output"),
+    )
+    queue = SimpleNamespace(currently_running={})
+    memory = SimpleNamespace(compute_device=lambda: torch.device("cpu"), managed=None)
+    kept = SimpleNamespace(  # the store is the real one; what draws its pictures needs ComfyUI's latent formats
+        listing=lambda: store.listing(tmp_path / "kept"),
+        load=lambda name: store.load(tmp_path / "kept", name, print),
+        thumbnail=lambda name: f"picture of {name}".encode(),
+    )
+    stand_ins = {
+        "anygpu.host.kept": kept,
+        "folder_paths": paths,
+        "server": SimpleNamespace(PromptServer=SimpleNamespace(instance=SimpleNamespace(prompt_queue=queue))),
+        "comfy_execution": ModuleType("comfy_execution"),
+        "comfy_execution.utils": SimpleNamespace(get_executing_context=lambda: None),
+        "anygpu.host.memory": memory,
+    }
+    for name in STOOD_IN:
+        monkeypatch.delitem(sys.modules, f"anygpu.host.{name}", raising=False)
+    for name, module in stand_ins.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    host = importlib.import_module("anygpu.host")
+    host.memory, host.kept = memory, kept  # type: ignore[attr-defined]  # `from . import` asks the package first
+    yield Pack(
+        routes=importlib.import_module("anygpu.host.routes"),
+        runs=importlib.import_module("anygpu.host.runs"),
+        queue=queue,
+        home=tmp_path,
+    )
+    for name in STOOD_IN:
+        sys.modules.pop(f"anygpu.host.{name}", None)
+        if hasattr(host, name):
+            delattr(host, name)
+
+
+def lend(pack: Pack, tiny_folder, name: str, published: str) -> None:
+    """Put a tiny checkpoint among the models."""
+    (pack.home / "models" / published).symlink_to(tiny.build(name, tiny_folder), target_is_directory=True)
+
+
+def graph_of(**inputs: Any) -> dict[str, Any]:
+    chosen = {"model": "LTX-Video", "precision": "auto", "offload": "auto", **inputs}
+    loader = {"class_type": "AnyGPULoadPipeline", "inputs": chosen}
+    return {"prompt": {"7": loader, "8": {"class_type": "X", "inputs": {}}}}
+
+
+def test_the_machine_is_told_without_asking_it_anything(pack):
+    status, found, _ = pack.ask("GET", "/anygpu/machine")
+    assert status == 200
+    assert found["memory"]["device"]["name"] == "CPU" and found["memory"]["host"]["free"] > 0
+    assert {light["colour"] for light in found["lights"]} == {"grey"} and not found["asked"]
+    assert found["sections"][0]["heading"] == "Device"
+    assert found["limits"]["offload"].keys() == {"model", "group", "sequential"}
+    assert str(pack.home / "models") in found["first_run"]
+    assert "https://huggingface.co/Lightricks" in found["first_run"]
+    assert pack.files() == {}, "reading wrote something"
+
+
+def test_asking_the_device_lights_every_lamp_and_is_kept(pack):
+    (status, found, _), (_, again, _) = pack.ask_all(
+        [("POST", "/anygpu/probes", {"json": {}}), ("GET", "/anygpu/machine", {})]
+    )
+    assert status == 200 and found["asked"]
+    assert {"green"} <= {light["colour"] for light in found["lights"]} <= {"green", "amber", "red"}
+    assert all(light["advice"] for light in found["lights"] if light["colour"] == "red")
+    assert again["lights"] == found["lights"]
+    assert list(pack.files()), "the answers are kept"
+
+
+def test_the_device_is_not_asked_during_a_run(pack):
+    pack.queue.currently_running[0] = "a prompt"
+    status, found, _ = pack.ask("POST", "/anygpu/probes", json={})
+    assert status == 409 and found["error"]["found"] == "a run is in progress"
+    assert pack.files() == {}
+
+
+def test_a_graph_is_decided_before_it_runs(pack, tiny_folder):
+    lend(pack, tiny_folder, "ltx", "LTX-Video")
+    status, found, _ = pack.ask("POST", "/anygpu/graph", json=graph_of())
+    (card,) = found["pipelines"]
+    assert status == 200 and (card["node"], card["title"], card["model"]) == ("7", "LTX-Video", "LTX-Video")
+    decided = {decision["subject"]: decision for decision in card["decisions"]}
+    assert {"precision", "offload", "attention", "Conv3d"} <= decided.keys()
+    assert all(decision["verdict"] and decision["why"] for decision in decided.values())
+    assert "fp32" in decided["precision"]["verdict"] and card["by_tables"]
+    assert pack.files() == {}, "reading wrote something"
+
+
+def test_what_a_run_will_need_is_forecast_through_nodes_that_pass_the_pipeline_on(pack, tiny_folder):
+    """Larger videos need more, and the same pipeline asked directly says the same bytes."""
+    lend(pack, tiny_folder, "ltx", "LTX-Video")
+    asked = []
+    for frames in (9, 97):
+        body = graph_of()
+        body["prompt"]["9"] = {"class_type": "AnyGPULoRA", "inputs": {"pipeline": ["7", 0]}}
+        sizes = {"width": 64, "height": 64, "frames": frames, "cfg": 1.0}
+        body["prompt"]["10"] = {"class_type": "AnyGPUSample", "inputs": {"pipeline": ["9", 0], **sizes}}
+        asked.append(("POST", "/anygpu/graph", {"json": body}))
+    small, large = (found["forecasts"][0] for _, found, _ in pack.ask_all(asked))
+    assert small["node"] == "10" and small["found"].startswith("64x64, 9 frames, offload ")
+    assert [stage["stage"] for stage in small["stages"]] == ["text", "sampling", "decoding"]
+    own = load(LoadRequest(pack.home / "models" / "LTX-Video", device="cpu"))
+    needs = forecast(own, Size(64, 64, 9))
+    assert [stage["peak"] for stage in small["stages"]] == [stage.total for stage in needs.stages]
+    assert all(b["peak"] > a["peak"] for a, b in zip(small["stages"][1:], large["stages"][1:], strict=True))
+    assert {stage["fits"] for stage in small["stages"]} == {"fits"}
+
+
+@pytest.mark.parametrize("link", [["10", 0], ["7"], [7, 0], "7", None, ["99", 0]])
+def test_a_pipeline_that_leads_nowhere_is_not_forecast(pack, tiny_folder, link):
+    lend(pack, tiny_folder, "ltx", "LTX-Video")
+    body = graph_of()
+    body["prompt"]["10"] = {"class_type": "AnyGPUSample", "inputs": {"pipeline": link, "width": 64}}
+    status, found, _ = pack.ask("POST", "/anygpu/graph", json=body)
+    assert status == 200 and found["forecasts"] == []
+
+
+@pytest.mark.parametrize(
+    ("inputs", "found"),
+    [
+        ({"model": "HunyuanVideo"}, "no model 'HunyuanVideo'"),
+        ({"offload": "group"}, "offload 'group' on a CPU"),
+        ({"precision": "fp16-safe"}, "precision 'fp16-safe' on a CPU"),
+        ({"precision": "fp8"}, "precision 'fp8'"),
+        ({"attention": "sage"}, "attention 'sage' on CPU"),
+        ({"kernels": "x"}, "kernels 'x'"),
+        ({"keep_free_gb": -1.0}, "keep_free_gb -1.0"),
+        ({"keep_free_gb": -2}, "keep_free_gb -2.0"),
+        ({"base": "../LTX-Video"}, "no model '../LTX-Video'"),
+        ({"model": ["5", 0]}, "no model in"),
+    ],
+)
+def test_what_a_graph_cannot_do_is_told_in_three_parts(pack, tiny_folder, inputs, found):
+    lend(pack, tiny_folder, "ltx", "LTX-Video")
+    status, answer, _ = pack.ask("POST", "/anygpu/graph", json=graph_of(**inputs))
+    (card,) = answer["pipelines"]
+    if inputs.get("model") == ["5", 0]:
+        assert card["error"]["found"].startswith("no model 'no model found'") or card["error"]["found"].startswith(
+            found
+        )
+    else:
+        assert status == 200 and card["error"]["found"].startswith(found), card
+    assert card["error"]["expected"] and card["error"]["fix"]
+
+
+@pytest.mark.parametrize("path", TRAVERSALS)
+def test_no_name_from_a_client_becomes_a_path(pack, path):
+    (pack.home / "secret").write_text(json.dumps({"_class_name": "LTXPipeline"}))
+    status, answer, _ = pack.ask("POST", "/anygpu/graph", json=graph_of(model=path, base=path, image_encoder=path))
+    assert status == 200 and answer["pipelines"][0]["error"]["found"].startswith("no model")
+
+
+def test_kept_latents_are_listed_shown_and_recovered(pack):
+    samples = torch.arange(2 * 128 * 2 * 2, dtype=torch.float32).reshape(1, 128, 2, 2, 2)
+    identity = store.keep(pack.home / "kept", Latents(samples, "ltx", "text", 9, 64, 64, 8.0, 3), print)
+    before = pack.files()
+    (_, found, _), (status, _, kind), (_, recovered, _), refused = pack.ask_all(
+        [
+            ("GET", "/anygpu/latents", {}),
+            ("GET", f"/anygpu/latents/{identity}/picture", {}),
+            ("POST", "/anygpu/latents/recover", {"json": {"id": identity}}),
+            ("POST", "/anygpu/latents/recover", {"json": {"id": f"{identity}x"}}),
+        ]
+    )
+    (entry,) = found["latents"]
+    assert entry["id"] == identity and "64x64, 9 frames, seed 3" in entry["title"] and "8 fps" in entry["text"]
+    assert (status, kind) == (200, "image/jpeg") and entry["picture"] == f"/anygpu/latents/{identity}/picture"
+    assert (recovered["node"], recovered["widget"], recovered["value"]) == ("AnyGPURecoverLatents", "kept", identity)
+    assert refused[0] == 400 and pack.files() == before
+
+
+def test_a_damaged_latent_is_not_recovered(pack):
+    latents = Latents(torch.zeros(1, 128, 2, 2, 2), "ltx", "text", 9, 64, 64, 8.0, 3)
+    identity = store.keep(pack.home / "kept", latents, print)
+    (path,) = (pack.home / "kept").glob("*.safetensors")
+    path.write_bytes(path.read_bytes()[:-8])
+    status, answer, _ = pack.ask("POST", "/anygpu/latents/recover", json={"id": identity})
+    assert status == 400 and answer["error"]["fix"], "what cannot be read is said, not handed out"
+
+
+@pytest.mark.parametrize("identity", [*TRAVERSALS, None, 3, [], "a" * 500, "secret.safetensors"])
+def test_an_id_is_never_a_path(pack, identity):
+    (pack.home / "secret.safetensors").write_bytes(b"secret")
+    asked = [("POST", "/anygpu/latents/recover", {"json": {"id": identity}})]
+    if isinstance(identity, str) and identity.strip("."):
+        asked.append(("GET", f"/anygpu/latents/{quote(identity, safe='')}/picture", {}))
+    for status, answer, _ in pack.ask_all(asked):
+        assert status in (400, 404) and (answer is None or "error" in answer)
+
+
+@pytest.mark.parametrize(("method", "path"), [("POST", "/graph"), ("POST", "/probes"), ("POST", "/latents/recover")])
+def test_bodies_that_are_no_small_json_object_are_refused(pack, method, path):
+    headers = {"Content-Type": "application/json"}
+    bodies = [b"", b"{", b"[]", b"null", b'"text"', b"\xff\xfe", b"{" * 100_000, b"[" * 100_000, b"NaN", b'{"a":1}{']
+    asked = [(method, f"/anygpu{path}", {"data": body, "headers": headers}) for body in bodies]
+    for status, answer, kind in pack.ask_all(asked):
+        assert (status, kind) == (400, "application/json") and answer["error"].keys() == {"found", "expected", "fix"}
+    huge = b'{"prompt": "' + b"a" * (pack.routes.MOST_BYTES + 1) + b'"}'
+    plain = {"data": b"{}", "headers": {"Content-Type": "text/plain"}}
+    too_long, wrong_kind = pack.ask_all(
+        [(method, f"/anygpu{path}", {"data": huge, "headers": headers}), (method, f"/anygpu{path}", plain)]
+    )
+    assert too_long[0] == 413 and too_long[1]["error"]["found"] == "a body that is too long"
+    assert wrong_kind[0] == 415, "what a form of another page can send is not taken"
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [None, [], "x", 3, {"1": None}, {"1": {}}, {"1": {"class_type": 1, "inputs": {}}}, {"1": {"class_type": "A"}},
+     {"1": {"class_type": "A", "inputs": []}}, {str(n): {"class_type": "A", "inputs": {}} for n in range(5001)}],
+)  # fmt: skip
+def test_prompts_of_another_form_are_refused(pack, prompt):
+    status, answer, _ = pack.ask("POST", "/anygpu/graph", json={"prompt": prompt})
+    assert status == 400 and answer["error"]["expected"].startswith("node ids")
+
+
+def test_other_methods_are_refused(pack):
+    asked = [
+        (method, f"/anygpu{path.replace('{id}', 'x')}", {})
+        for allowed, path, _ in pack.routes.ROUTES
+        for method in ("GET", "POST", "PUT", "DELETE", "PATCH")
+        if method != allowed
+    ]
+    assert {status for status, _, _ in pack.ask_all(asked)} == {405}
+
+
+def test_random_prompts_never_break_the_server(pack, tiny_folder):
+    """150 prompts out of values that a client could send: each is answered, none by a failure."""
+    lend(pack, tiny_folder, "ltx", "LTX-Video")
+    draw = random.Random(8)
+    texts = ["LTX-Video", "auto", "none", "bf16", "", "\0", "../x", "a" * 5000, "gpu:0", "gpu:x", "fp8"]
+    values = [*texts, -1, 2**70, 1e308, True, None, [], {}, ["1", 0], [[]]]
+    inputs = ["model", "precision", "offload", "variant", "base", "image_encoder", "attention"]
+    inputs += ["kernels", "compile", "compile_mode", "compile_dynamic", "compile_cache_size", "weights", "text_weights"]
+    inputs += ["transformer_device", "text_device", "vae_device", "keep_free_gb"]
+    names = [*inputs, "device", "devices", "files", "speed", "search", "state", "x"]
+    sizing = ["width", "height", "frames", "cfg", "clip_seconds", "fps", "window"]
+    asked = []
+    for _ in range(150):
+        inputs = {draw.choice(names): draw.choice(values) for _ in range(draw.randrange(8))}
+        loader = str(draw.choice(values))
+        prompt = {loader: {"class_type": "AnyGPULoadPipeline", "inputs": inputs}}
+        if draw.random() < 0.5:  # so that sizes are forecast
+            inputs.clear()
+            inputs["model"] = "LTX-Video"
+        sizes = {name: draw.choice([*values, 10**400, float("inf"), 1e300, 0.5, 64]) for name in sizing}
+        kind = draw.choice(("AnyGPUSample", "AnyGPUSampleFramePack"))
+        prompt["sample"] = {"class_type": kind, "inputs": {**sizes, "pipeline": [loader, 0]}}
+        asked.append(("POST", "/anygpu/graph", {"json": {"prompt": prompt}}))
+    answers = pack.ask_all(asked)
+    assert {status for status, _, _ in answers} == {200}
+    assert pack.files() == {}
+
+
+def test_the_last_run_is_told_stage_by_stage(pack):
+    first = pack.runs.NodeRun("5")
+    first.step("sampling")
+    first.finish("done", ["rounded"])
+    pack.runs.NodeRun("6").step("decoding")
+    status, found, _ = pack.ask("GET", "/anygpu/run")
+    assert status == 200 and found["nodes"].keys() == {"5", "6"}
+    assert found["nodes"]["5"]["status"] == "done" and found["nodes"]["5"]["said"] == ["rounded"]
+    assert found["nodes"]["5"]["stages"].keys() == {"sampling"} and found["nodes"]["5"]["done"]
+    assert found["nodes"]["6"]["stages"].keys() == {"decoding"} and not found["nodes"]["6"]["done"]
+
+
+def test_routes_are_added_once(pack):
+    table = aiohttp.web.RouteTableDef()
+    assert pack.routes.add_routes(table) and not pack.routes.add_routes(table)
+    assert len(table) == len(pack.routes.ROUTES)

@@ -1,0 +1,159 @@
+"""What the pack shows in the browser, as files: scripts, style, templates, blueprints, translations."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from test_docs import NODES, error_texts
+
+ROOT = Path(__file__).resolve().parent.parent
+WEB = ROOT / "web"
+SCRIPTS = sorted((*WEB.glob("*.js"), *WEB.glob("*.mjs")))
+BLUEPRINTS = sorted((ROOT / "subgraphs").glob("*.json"))
+WORKFLOWS = sorted((ROOT / "workflows").glob("*.json"))
+MOST_BYTES = 40 * 1024
+LANGUAGES = ("fr", "de", "zh", "ja", "ko")
+
+script = pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+
+
+def test_the_scripts_are_small_together():
+    assert len(SCRIPTS) >= 4 and not list(WEB.rglob("*.ts"))
+    assert sum(path.stat().st_size for path in SCRIPTS) <= MOST_BYTES
+
+
+@script
+def test_a_script_has_nothing_the_registry_s_scan_flags_and_draws_nothing(path):
+    text = path.read_text(encoding="utf-8")
+    for banned in (
+        ".connect(",
+        ".bind(",
+        "eval(",
+        "new Function",
+        "innerHTML",
+        "insertAdjacentHTML",
+        "onDrawForeground",
+    ):
+        assert banned not in text, banned
+    assert not re.search(r"getContext\(|\.prototype\.\w+ =|localStorage|document\.write", text), "global or drawn"
+
+
+@script
+def test_an_extension_per_js_file_and_helpers_without_one(path):
+    count = path.read_text(encoding="utf-8").count("registerExtension(")
+    assert count == (1 if path.suffix == ".js" else 0)
+
+
+@script
+def test_extensions_load_their_helpers_only_when_they_are_needed(path):
+    """ComfyUI imports each .js file at its start: what that imports must be ComfyUI's own and already there."""
+    imports = re.findall(r'^import .* from "(.+)";$', path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    if path.suffix == ".js":
+        assert set(imports) <= {"../../scripts/app.js", "../../scripts/api.js"}
+    for name in imports:
+        assert name.startswith("../../scripts/") or (WEB / name).is_file()
+
+
+@script
+def test_a_script_asks_only_routes_that_exist(path):
+    routes = (ROOT / "host" / "routes.py").read_text(encoding="utf-8")
+    for asked in re.findall(r'\bask\("([^"]+)"', path.read_text(encoding="utf-8")):
+        assert f'"{asked}"' in routes, asked
+
+
+def test_every_error_splits_into_the_three_parts_that_a_notice_shows():
+    """As errors.mjs splits it: at "; expected " and at the first full stop after that with a sentence behind it."""
+    for place, found in error_texts():
+        assert "; expected " not in found, place
+
+
+def test_what_is_expected_never_ends_early():
+    """A full stop and a space inside ``expected=`` would be taken for the end of it."""
+    sources = [*(ROOT / "compat").glob("*.py"), *(ROOT / "pipelines").glob("*.py"), *(ROOT / "host").glob("*.py")]
+    for source in (*sources, *(ROOT / "paint").glob("*.py")):
+        for text in re.findall(r'expected=f?"([^"]*)"', source.read_text(encoding="utf-8")):
+            assert ". " not in text and not text.endswith("."), f"{source.name}: {text}"
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+def test_every_workflow_has_a_thumbnail(workflow):
+    path = workflow.with_suffix(".jpg")
+    assert path.is_file(), f"{path.name} is missing; run `make workflows`"
+    with Image.open(path) as picture:
+        assert picture.format == "JPEG" and picture.size == (640, 360)
+    assert path.stat().st_size < 80_000
+
+
+@pytest.mark.parametrize("path", BLUEPRINTS, ids=lambda path: path.stem)
+def test_a_blueprint_is_whole(path):
+    """One node outside, whose definition has only our nodes and core's; every link and socket leads somewhere."""
+    graph = json.loads(path.read_text(encoding="utf-8"))
+    (definition,) = graph["definitions"]["subgraphs"]
+    (outer,) = graph["nodes"]
+    assert outer["type"] == definition["id"] and definition["name"] == path.stem == outer["title"]
+    nodes: dict[int, Any] = {node["id"]: node for node in definition["nodes"]}
+    assert all(node["type"] in NODES for node in nodes.values())
+    for link in definition["links"]:
+        origin, target = nodes.get(link["origin_id"]), nodes.get(link["target_id"])
+        if origin is not None:
+            assert link["id"] in (origin["outputs"][link["origin_slot"]]["links"] or [])
+        if target is not None:
+            taken = target["inputs"][link["target_slot"]]
+            assert taken["link"] == link["id"]
+            if target["type"] in NODES:
+                assert taken["name"] in NODES[target["type"]][1]
+    assert [entry["name"] for entry in definition["inputs"]] == [entry["name"] for entry in outer["inputs"]]
+    assert [entry["name"] for entry in definition["outputs"]] == [entry["name"] for entry in outer["outputs"]]
+    assert all(entry["linkIds"] for entry in (*definition["inputs"], *definition["outputs"]))
+
+
+def test_a_blueprint_runs_any_family_but_framepack():
+    assert [path.stem for path in BLUEPRINTS] == ["Any model to video"]
+
+
+def translated(language: str) -> dict[str, Any]:
+    """The node definitions of one language."""
+    found: dict[str, Any] = json.loads((ROOT / "locales" / language / "nodeDefs.json").read_text(encoding="utf-8"))
+    return found
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_every_node_and_input_is_translated_and_no_other(language):
+    """Lists what is missing: names of nodes, then of inputs, and texts that are still empty."""
+    found = translated(language)
+    missing = [node_id for node_id in NODES if node_id not in found]
+    for node_id, (_, inputs) in NODES.items():
+        entries = found.get(node_id, {}).get("inputs", {})
+        missing += [f"{node_id}.{name}" for name in inputs if not entries.get(name, {}).get("name")]
+        missing += [f"{node_id}.{name} tooltip" for name in inputs if not entries.get(name, {}).get("tooltip")]
+        missing += [
+            f"{node_id} {key}" for key in ("display_name", "description") if not found.get(node_id, {}).get(key)
+        ]
+    assert not missing
+    extra = [node_id for node_id in found if node_id not in NODES]
+    extra += [f"{node}.{name}" for node in found for name in found[node]["inputs"] if name not in NODES[node][1]]
+    assert not extra
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_translations_hold_nothing_the_frontend_would_take_for_a_place(language):
+    """In its messages braces name a value, @ a link and | a plural, unless they are quoted as {'{'}."""
+    text = json.dumps(translated(language), ensure_ascii=False)
+    for value in re.findall(r'": "((?:[^"\\]|\\.)*)"', text):
+        bare = re.sub(r"\{'[{}@|]'\}", "", value)
+        assert not re.search(r"[{}@|]", bare), value
+
+
+def test_languages_differ_from_one_another():
+    texts = [json.dumps(translated(language), ensure_ascii=False) for language in LANGUAGES]
+    assert len(set(texts)) == len(LANGUAGES)
+    for language, letters in (("zh", "一-鿿"), ("ja", "ぁ-ヿ"), ("ko", "가-힣")):
+        nodes = translated(language).values()
+        tips = [entry["tooltip"] for node in nodes for entry in node["inputs"].values()]
+        plain = [tip for tip in tips if not re.search(f"[{letters}]", tip)]
+        assert not plain, f"{language}: {plain[:3]}"

@@ -1,0 +1,49 @@
+// Elements made from plain values: text is always text, never markup.
+
+/** An element with attributes and children; strings become text, null and false are left out. */
+export function make(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (value !== null && value !== undefined && value !== false) element.setAttribute(name, value);
+  }
+  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  return element;
+}
+
+/** Load the pack's style sheet, once per page. */
+export function style() {
+  const href = new URL("./anygpu.css", import.meta.url).href;
+  if (![...document.styleSheets].some((sheet) => sheet.href === href) && !document.querySelector("link[data-anygpu]")) {
+    document.head.append(make("link", { rel: "stylesheet", href, "data-anygpu": "" }));
+  }
+}
+
+/** Bytes in GB or MB, as people read them. */
+export function bytes(count) {
+  if (count === null || count === undefined) return "unknown";
+  const gib = count / 2 ** 30;
+  return gib >= 0.1 ? `${gib.toFixed(1)} GB` : `${(count / 2 ** 20).toFixed(0)} MB`;
+}
+
+/** Seconds as 0.4 s, 12 s or 3 min 5 s. */
+export function seconds(count) {
+  if (count < 10) return `${count.toFixed(1)} s`;
+  if (count < 100) return `${count.toFixed(0)} s`;
+  return `${Math.floor(count / 60)} min ${Math.round(count % 60)} s`;
+}
+
+/** A button that copies a text and says so. */
+export function copyButton(text) {
+  const button = make("button", { type: "button", class: "anygpu-button" }, "Copy");
+  button.addEventListener("click", async () => {
+    try {
+      await navigator.clipboard.writeText(text);
+      button.textContent = "Copied";
+    } catch {
+      button.textContent = "Select the text and copy it";
+    }
+    setTimeout(() => (button.textContent = "Copy"), 2000);
+  });
+  return button;
+}

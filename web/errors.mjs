@@ -1,0 +1,46 @@
+// The notice for one error.
+import { copyButton, make, style } from "./elements.mjs";
+import { jumpTo, titleOf } from "./jump.mjs";
+
+/** The parts of "found; expected this. Do that."; the whole text as `found` where it has another form. */
+export function parts(message) {
+  const text = message.trim();
+  const match = /^(.*?); expected (.*?)\. (.+)$/s.exec(text);
+  return match ? { found: match[1], expected: match[2], fix: match[3].split("\n")[0] } : { found: text };
+}
+
+const HELP = "https://github.com/anygpu/anygpu/blob/main/docs/troubleshooting.md";
+const MEMORY = /OutOfMemoryError$/;
+
+/** Take the notice away. */
+export function dismiss() {
+  document.querySelector(".anygpu-toast")?.remove();
+}
+
+/** Show the error of a run; one notice at a time, the newest. */
+export function show({ exception_message: message, exception_type: type, node_id: node, node_type: kind }) {
+  style();
+  dismiss();
+  const { found, expected, fix } = parts(message ?? "");
+  const title = titleOf(node, kind);
+  const row = (name, text) => text && [make("dt", {}, name), make("dd", {}, text)];
+  const close = make("button", { type: "button", class: "anygpu-close", "aria-label": "Close", onclick: dismiss }, "×");
+  const jump = make("button", { type: "button", class: "anygpu-button anygpu-main" }, `Go to ${title}`);
+  jump.addEventListener("click", () => {
+    if (!jumpTo(node)) jump.textContent = "This node is gone";
+  });
+  const heading = MEMORY.test(type) ? "Out of memory" : "Stopped";
+  const notice = make(
+    "section",
+    { class: "anygpu-toast anygpu", role: "alert", "aria-label": `Error in ${title}` },
+    make("header", {}, make("strong", {}, `${heading}: ${title}`), close),
+    make("dl", {}, row("Found", found), row("Expected", expected), row(MEMORY.test(type) ? "Lower" : "Do", fix)),
+    make("footer", {}, jump, copyButton(message.trim()), make("a", { href: HELP, target: "_blank", rel: "noopener" }, "Troubleshooting")),
+  );
+  notice.addEventListener("keydown", (event) => {
+    if (event.key !== "Escape") return;
+    event.stopPropagation();
+    dismiss();
+  });
+  document.body.append(notice);
+}

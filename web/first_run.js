@@ -1,0 +1,23 @@
+// On the load node, while no model is installed: which folders were searched, and what to download where, to copy.
+import { app } from "../../scripts/app.js";
+
+const NODE = "AnyGPULoadPipeline";
+const WIDGET = "anygpu_first_steps"; // no input has this name: it is shown, never saved and never sent
+
+app.registerExtension({
+  name: "anygpu.first_run",
+  async nodeCreated(node) {
+    if ((node.comfyClass ?? node.type) !== NODE) return;
+    const options = node.constructor.nodeData?.input?.required?.model?.[1];
+    const text = options?.anygpu_first_run;
+    if (!text || node.widgets?.some((widget) => widget.name === WIDGET)) return;
+    const { copyButton, make, style } = await import("./elements.mjs");
+    style();
+    const label = "No model yet: what to download, and where to put it";
+    const area = make("textarea", { readonly: "", rows: 8, spellcheck: "false", "aria-label": label });
+    area.value = text;
+    const element = make("div", { class: "anygpu anygpu-first" }, area, copyButton(text));
+    node.addDOMWidget(WIDGET, "anygpu_text", element, { serialize: false, hideOnZoom: false, getMinHeight: () => 190 });
+    node.setSize?.([Math.max(node.size[0], 420), node.computeSize()[1]]);
+  },
+});

@@ -1,0 +1,38 @@
+// From the id of a node in a run to the node on the canvas, through subgraphs.
+import { app } from "../../scripts/app.js";
+
+/** The node with an execution id such as "12" or "3:12", and whether every step to it was found. */
+export function nodeOf(id) {
+  let graph = app.rootGraph ?? app.graph;
+  const path = [];
+  for (const part of String(id).split(":")) {
+    const node = graph?.getNodeById?.(Number(part)) ?? graph?.getNodeById?.(part);
+    if (!node) break;
+    path.push(node);
+    graph = node.subgraph;
+  }
+  return path;
+}
+
+/** What a node is called on the canvas. */
+export function titleOf(id, fallback = "") {
+  const path = nodeOf(id);
+  return path.at(-1)?.title || fallback || `node ${id}`;
+}
+
+/** Select the node with an execution id and bring it into view; false when it is no longer there. */
+export function jumpTo(id) {
+  const path = nodeOf(id);
+  const node = path.at(-1);
+  if (!node) return false;
+  const { canvas } = app;
+  const home = node.graph ?? app.rootGraph;
+  if (home && canvas.graph !== home) {
+    if (path.length > 1 && canvas.openSubgraph) canvas.openSubgraph(home, path.at(-2));
+    else canvas.setGraph?.(home);
+  }
+  canvas.selectNode(node, false);
+  canvas.centerOnNode(node);
+  canvas.setDirty(true, true);
+  return true;
+}

@@ -1,0 +1,285 @@
+// What the tab shows. It asks the pack's routes and listens to its events; it decides and computes nothing.
+import { api } from "../../scripts/api.js";
+import { app } from "../../scripts/app.js";
+import { bytes, copyButton, make, seconds, style } from "./elements.mjs";
+import { jumpTo, titleOf } from "./jump.mjs";
+
+const SETTLED = 700; // milliseconds without a change before the graph is asked about again
+
+/** The JSON of a route; an error with its three parts where the server refuses. */
+async function ask(path, body) {
+  const sent = body && { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) };
+  const answer = await api.fetchApi(`/anygpu${path}`, sent);
+  const found = await answer.json().catch(() => null);
+  if (answer.ok && found) return found;
+  const { found: what, expected, fix } = found?.error ?? { found: `the server answers ${answer.status}` };
+  throw new Error([what, expected && `expected ${expected}`, fix].filter(Boolean).join("; "));
+}
+
+/** A headed part of the tab; `fill` replaces what is in it. */
+function part(title, open = true) {
+  const body = make("div", { class: "anygpu-body" }, make("p", {}, "…"));
+  const element = make("details", open ? { open: "" } : {}, make("summary", {}, make("h2", {}, title)), body);
+  return { element, fill: (...children) => body.replaceChildren(...children.flat(Infinity).filter(Boolean)) };
+}
+
+const trouble = (error) => make("p", { class: "anygpu-bad", role: "status" }, error.message);
+
+function meter({ name, free, total }) {
+  if (!total) return make("p", {}, `${name}: ${free === null ? "does not tell its memory" : `${bytes(free)} free`}`);
+  const used = free === null ? 0 : total - free;
+  const text = free === null ? `${bytes(total)}, free unknown` : `${bytes(used)} of ${bytes(total)} in use`;
+  const values = { role: "meter", "aria-label": `Memory of ${name}`, "aria-valuemin": 0, "aria-valuemax": total };
+  const bar = make("div", { ...values, class: "anygpu-meter", "aria-valuenow": used, "aria-valuetext": text });
+  const level = make("div", {});
+  level.style.width = `${(100 * used) / total}%`;
+  bar.append(level);
+  return make("div", {}, make("p", { class: "anygpu-line" }, make("b", {}, name), ` ${text}`), bar);
+}
+
+const meters = ({ device, host, shared }) => [meter(device), !shared && meter({ ...host, name: "host" })];
+
+const WORD = { green: "ok", amber: "note", red: "problem", grey: "not asked" };
+
+function lightRow({ name, colour, verdict, advice }) {
+  const dot = make("span", { class: `anygpu-dot anygpu-${colour}`, "aria-hidden": "true" });
+  const text = [make("b", {}, name), ` ${WORD[colour]}: ${verdict}`, advice && make("div", { class: "anygpu-why" }, advice)];
+  return make("li", {}, dot, make("div", {}, ...text.filter(Boolean)));
+}
+
+function lightList(lights) {
+  const by = (colour) => lights.filter((light) => light.colour === colour);
+  const shown = [...by("red"), ...by("amber")];
+  const rest = [...by("green"), ...by("grey")];
+  const count = `${by("green").length} ok, ${by("amber").length} notes, ${by("red").length} problems, ${by("grey").length} not asked`;
+  return [
+    make("p", { class: "anygpu-line" }, make("b", {}, "Probes"), ` ${count}`),
+    shown.length > 0 && make("ul", { class: "anygpu-lights" }, shown.map(lightRow)),
+    rest.length > 0 &&
+      make("details", {}, make("summary", {}, `${rest.length} more`), make("ul", { class: "anygpu-lights" }, rest.map(lightRow))),
+  ];
+}
+
+function section({ heading, lines }) {
+  const rows = lines.map((line) => [
+    make("dt", {}, line.subject),
+    make("dd", {}, line.verdict, line.why && make("div", { class: "anygpu-why" }, line.why)),
+  ]);
+  return make("details", {}, make("summary", {}, heading), make("dl", {}, rows));
+}
+
+function goButton(id, text) {
+  return make("button", { type: "button", class: "anygpu-button", onclick: () => jumpTo(id) }, text ?? titleOf(id));
+}
+
+function three({ found, expected, fix }) {
+  const rows = [["Found", found], ["Expected", expected], ["Do", fix]].filter(([, text]) => text);
+  return make("dl", { class: "anygpu-bad" }, rows.map(([name, text]) => [make("dt", {}, name), make("dd", {}, text)]));
+}
+
+function pipelineCard(card) {
+  if (card.error) return make("article", {}, make("h3", {}, card.model || "Load node"), goButton(card.node), three(card.error));
+  const rows = card.decisions.map(({ subject, verdict, why }) => [
+    make("dt", {}, subject),
+    make("dd", {}, verdict, why && make("div", { class: "anygpu-why" }, why)),
+  ]);
+  return make(
+    "article",
+    {},
+    make("h3", {}, `${card.title}: ${card.model}`),
+    make("p", { class: "anygpu-line" }, `${card.variant}, ${card.task} to video `, goButton(card.node)),
+    make("dl", {}, rows),
+    card.by_tables && make("p", { class: "anygpu-why" }, "By the tables: this device was not asked everything yet."),
+  );
+}
+
+function forecastCard({ node, found, stages = [], verdict, error }) {
+  const rows = stages.map(({ stage, peak, free, fits }) =>
+    make("tr", {}, make("th", { scope: "row" }, stage), make("td", {}, bytes(peak)), make("td", {}, bytes(free)), make("td", {}, fits)),
+  );
+  const head = make("tr", {}, ["stage", "peak", "free", ""].map((name) => make("th", { scope: "col" }, name)));
+  return make(
+    "article",
+    {},
+    make("p", { class: "anygpu-line" }, goButton(node), found && ` ${found}`),
+    error && three(error),
+    rows.length > 0 && make("table", {}, make("thead", {}, head), make("tbody", {}, rows)),
+    verdict && make("p", {}, verdict),
+  );
+}
+
+function runCard([id, { stages, status, said, seconds: spent, done, facts = [] }]) {
+  const rows = Object.entries(stages).map(([stage, time]) => [make("dt", {}, stage), make("dd", {}, seconds(time))]);
+  rows.push(...facts.map(([name, text]) => [make("dt", {}, name), make("dd", {}, text)]));
+  const lines = [...(status ? status.split("\n") : []), ...said];
+  return make(
+    "article",
+    {},
+    make("p", { class: "anygpu-line" }, goButton(id), ` ${seconds(spent)}${done ? "" : ", running"}`),
+    make("dl", {}, rows),
+    lines.length > 0 && make("ul", {}, lines.map((line) => make("li", {}, line))),
+  );
+}
+
+const hide = (event) => event.target.remove(); // a family without rough colours has no picture
+
+function latentCard(entry, recovered) {
+  const button = make("button", { type: "button", class: "anygpu-button" }, "Recover");
+  const told = make("p", { role: "status", class: "anygpu-why" });
+  button.addEventListener("click", async () => {
+    button.disabled = true;
+    try {
+      told.textContent = recovered(await ask("/latents/recover", { id: entry.id }));
+    } catch (error) {
+      told.textContent = error.message;
+    }
+    button.disabled = false;
+  });
+  const picture = entry.picture && make("img", { src: api.apiURL(entry.picture), alt: `Rough picture of ${entry.title}`, loading: "lazy", onerror: hide });
+  return make("article", { class: "anygpu-kept" }, picture, make("div", {}, make("h3", {}, entry.title), make("p", {}, entry.text), button, told));
+}
+
+/** Put a node that loads what was recovered beside what is on the canvas; returns what to tell. */
+function placeLoader({ node, widget, value, text }) {
+  const made = node && window.LiteGraph.createNode(node);
+  if (!made) return text;
+  const { canvas } = app;
+  app.graph.add(made);
+  made.pos = [canvas.visible_area[0] + 120, canvas.visible_area[1] + 160];
+  const chosen = made.widgets?.find(({ name }) => name === widget);
+  if (chosen) {
+    if (chosen.options?.values?.includes && !chosen.options.values.includes(value)) chosen.options.values.push(value);
+    chosen.value = value;
+  }
+  canvas.selectNode(made, false);
+  canvas.setDirty(true, true);
+  return text;
+}
+
+/** Fill `element` with the tab; returns what stops it. */
+export function open(element) {
+  style();
+  const parts = {
+    machine: part("This machine"),
+    graph: part("This graph"),
+    forecast: part("Forecast"),
+    run: part("Last run"),
+    kept: part("Kept latents"),
+  };
+  const memory = make("div", {});
+  const told = make("p", { role: "status", class: "anygpu-why" });
+  const again = make("button", { type: "button", class: "anygpu-button" }, "Ask the device again");
+  let last = { prompt: "", nodes: {} };
+  let timer = 0;
+  let alive = true;
+
+  const showMachine = (found) => {
+    memory.replaceChildren(...meters(found.memory).filter(Boolean));
+    again.textContent = found.asked ? "Ask the device again" : "Ask the device";
+    const missing = Object.entries(found.limits).map(([name, each]) => `${name}: ${Object.keys(each).join(", ")}`);
+    parts.machine.fill(
+      make("p", {}, found.device),
+      memory,
+      found.first_run && [make("pre", { tabindex: 0, "aria-label": "What to download" }, found.first_run), copyButton(found.first_run)],
+      lightList(found.lights),
+      make("p", {}, again),
+      told,
+      missing.length > 0 && make("p", { class: "anygpu-line" }, make("b", {}, "Cannot work here"), ` ${missing.join("; ")}`),
+      found.sections.map(section),
+    );
+  };
+  const showRun = () => {
+    const nodes = Object.entries(last.nodes);
+    const costs = (last.costs ?? []).map(({ text }) => make("li", {}, text));
+    parts.run.fill(
+      nodes.length ? nodes.map(runCard) : make("p", {}, "Nothing has run yet."),
+      costs.length > 0 && [make("p", { class: "anygpu-line" }, make("b", {}, "Memory")), make("ul", {}, costs)],
+    );
+  };
+  const guarded = async (target, act) => {
+    try {
+      await act();
+    } catch (error) {
+      if (alive) target.fill(trouble(error));
+    }
+  };
+  const refreshGraph = () =>
+    guarded(parts.graph, async () => {
+      const { output } = await app.graphToPrompt();
+      const found = await ask("/graph", { prompt: output });
+      if (!alive) return;
+      parts.graph.fill(found.pipelines.length ? found.pipelines.map(pipelineCard) : make("p", {}, "No AnyGPU Load Pipeline in this graph."));
+      const forecasts = found.forecasts ?? [];
+      parts.forecast.fill(forecasts.length ? forecasts.map(forecastCard) : make("p", {}, "Nothing to forecast: no sample node with a model that is here."));
+    });
+  const refreshKept = () =>
+    guarded(parts.kept, async () => {
+      const { latents } = await ask("/latents");
+      parts.kept.fill(latents.length ? latents.map((entry) => latentCard(entry, placeLoader)) : make("p", {}, "None are kept."));
+    });
+  const refreshRun = () =>
+    guarded(parts.run, async () => {
+      last = await ask("/run");
+      if (alive) showRun();
+    });
+  const refresh = () => {
+    void guarded(parts.machine, async () => showMachine(await ask("/machine")));
+    void refreshRun();
+    void refreshGraph();
+    void refreshKept();
+  };
+  again.addEventListener("click", async () => {
+    again.disabled = true;
+    told.textContent = "Asking the device: a few seconds.";
+    try {
+      const found = await ask("/probes", {});
+      told.textContent = "Every probe was asked.";
+      if (alive) showMachine(found);
+      await refreshGraph();
+    } catch (error) {
+      told.textContent = error.message;
+    }
+    again.disabled = false;
+  });
+
+  const later = () => {
+    clearTimeout(timer);
+    timer = setTimeout(refreshGraph, SETTLED);
+  };
+  const onRun = ({ detail }) => {
+    last.nodes[detail.node] = detail.entry;
+    memory.replaceChildren(...meters(detail.memory).filter(Boolean));
+    showRun();
+  };
+  const onStart = () => {
+    last = { prompt: "", nodes: {} };
+    showRun();
+  };
+  const onEnd = () => {
+    void refreshRun();
+    void refreshKept();
+  };
+  const heard = [
+    ["anygpu.run", onRun],
+    ["execution_start", onStart],
+    ["graphChanged", later],
+    ...["execution_success", "execution_error", "execution_interrupted"].map((kind) => [kind, onEnd]),
+  ];
+  for (const [kind, act] of heard) api.addEventListener(kind, act);
+
+  const renew = make("button", { type: "button", class: "anygpu-button", onclick: refresh }, "Refresh");
+  element.replaceChildren(
+    make(
+      "div",
+      { class: "anygpu anygpu-panel", role: "region", "aria-label": "AnyGPU" },
+      make("header", {}, make("h1", {}, "AnyGPU"), renew),
+      Object.values(parts).map((each) => each.element),
+    ),
+  );
+  refresh();
+  return () => {
+    alive = false;
+    clearTimeout(timer);
+    for (const [kind, act] of heard) api.removeEventListener(kind, act);
+  };
+}
