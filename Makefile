@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 TORCH_INDEX ?=
 INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
-.PHONY: install accelerator demo demo-comfyui test test-full test-host test-browser workflows matrix lint bench clean
+.PHONY: install accelerator demo demo-comfyui test test-full test-host test-browser workflows matrix memory lint bench clean
 
 install: $(READY)
 
@@ -37,12 +37,18 @@ test-host: $(READY)
 
 test-browser: $(READY)
 	$(PY) tests/browser/drive.py run.mjs
+	$(PY) tests/browser/drive.py paint.mjs
 
 workflows: $(READY)
 	$(PY) tests/browser/drive.py workflows.mjs
+	$(PY) tests/browser/drive.py thumbnails.mjs
+	$(PY) tests/browser/drive.py subgraphs.mjs
 
 matrix: $(READY)
 	OMP_NUM_THREADS=1 $(PY) tests/simulated/matrix_page.py
+
+memory: $(READY) accelerator
+	OMP_NUM_THREADS=1 $(PY) benchmarks/memory.py
 
 demo-comfyui: $(READY)
 	$(PY) tests/host/demo.py demo/comfyui
@@ -50,6 +56,11 @@ demo-comfyui: $(READY)
 bench: $(READY)
 	$(PY) benchmarks/overhead.py
 	$(PY) benchmarks/startup.py
+	$(PY) benchmarks/steps.py
+	$(PY) benchmarks/blocks.py
+	$(PY) benchmarks/kernels_build.py
+	$(PY) benchmarks/kernels_bytes.py
+	$(PY) benchmarks/kernels_gpu.py
 
 lint: $(READY)
 	$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy --explicit-package-bases compat pipelines

@@ -22,7 +22,7 @@ if not __package__:  # run as `python path/to/pack/cli.py`: load the folder as t
     _spec.loader.exec_module(sys.modules["anygpu"])
     __package__ = "anygpu"
 
-from .compat import attention, offload, precision
+from .compat import attention, compiling, offload, precision, rewrites, step_cache
 from .compat.errors import InputError, PackError
 from .compat.vae_care import METHODS
 from .pipelines.family import FITS, SCHEDULERS
@@ -52,13 +52,38 @@ class Printed:
         """A line of its own."""
         print(f"\r{text.ljust(self._length)}", file=sys.stderr)
 
+    def cost(self, text: str) -> None:
+        """What a stage cost in memory and time."""
+        self.say(text)
+
 
 def report(arguments: argparse.Namespace) -> int:
     """Print the device, what it answered, and what is decided on it for every family."""
     from .pipelines.hardware import hardware_report
 
+    if arguments.kernels:
+        return _kernels(arguments)
+    if arguments.memory:
+        return _memory(arguments)
     print(hardware_report(arguments.device, Path(arguments.state).expanduser(), arguments.again).text())
     return 0
+
+
+def _kernels(arguments: argparse.Namespace) -> int:
+    """Print what each fused operation gives on the device; 1 where one is wrong."""
+    from .compat.device import facts_for
+
+    facts = facts_for(arguments.device)
+    print(f"{facts}: {rewrites.why_here(facts.device)}")
+    for family in rewrites.PUBLISHED:
+        sites = rewrites.published_sites(family)
+        kinds = ", ".join(f"{count} {kind}" for kind, count in sites.items())
+        print(f"{family}: {sum(sites.values())} sites in the published transformer: {kinds}")
+    wrong = 0
+    for one in rewrites.kernel_trials(facts.device):
+        print(one, flush=True)
+        wrong += not one.right
+    return 1 if wrong else 0
 
 
 def check(arguments: argparse.Namespace) -> int:
@@ -95,6 +120,7 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float]:
     from .pipelines import stages
     from .pipelines.contract import FramePackSettings, PromptRequest, SampleSettings
     from .pipelines.loading import LoadRequest, load
+    from .pipelines.speed import with_step_cache
 
     request = LoadRequest(
         Path(arguments.model),
@@ -107,9 +133,10 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float]:
         tuple(map(Path, arguments.search)),
         attention=arguments.attention,
         state=Path(arguments.state).expanduser(),
+        speed=_speed(arguments),
     )
-    with torch.no_grad():
-        loaded = load(request, progress)
+    with torch.no_grad(), request.speed.traced():
+        loaded = with_step_cache(load(request, progress), arguments.step_cache, step_cache.StepCacheSettings())
         for note in loaded.notes:
             progress.say(note)
         image, pictures = _images(loaded, arguments, progress)
@@ -145,6 +172,18 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float]:
         else:
             latents = stages.sample(loaded, prompt, image, chosen, progress)
         return stages.decode(loaded, latents, progress, arguments.decode), latents.fps
+
+
+def _speed(arguments: argparse.Namespace) -> Any:
+    """What ``--kernels``, ``--compile`` and ``--profile`` ask for."""
+    from .pipelines.profiling import Profile
+    from .pipelines.speed import SpeedRequest
+
+    asked = None
+    if arguments.compile:
+        asked = compiling.CompileSettings(arguments.compile_mode, arguments.compile_dynamic, vae=arguments.compile_vae)
+    profile = _path(arguments.profile)
+    return SpeedRequest(arguments.kernels, asked, None if profile is None else Profile(profile))
 
 
 def demo(arguments: argparse.Namespace) -> int:
@@ -185,6 +224,23 @@ def _images(loaded: Any, arguments: argparse.Namespace, progress: Any) -> tuple[
     return condition, start
 
 
+def _memory(arguments: argparse.Namespace) -> int:
+    """Print what the last stages of all pipelines cost on this machine, and what is free now."""
+    from .compat.accounts import amount_of, kept_stages
+    from .compat.device import facts_for, free_bytes, host_free_bytes
+
+    facts = facts_for(arguments.device)
+    free = free_bytes(facts.device)
+    told = "not told" if free is None else amount_of(free)
+    print(f"{facts}\nfree: {told} on the device, {amount_of(host_free_bytes())} of host memory")
+    kept = kept_stages(Path(arguments.state).expanduser())
+    for cost in kept:
+        print(f"{cost.date} {cost.pipeline} on {cost.device}: {cost}")
+    if not kept:
+        print("no run was counted here yet")
+    return 0
+
+
 def _start(loaded: Any, arguments: argparse.Namespace, progress: Any) -> Any:
     """The latents of ``--video``; None without one."""
     from .pipelines import stages
@@ -205,7 +261,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True)
     told = commands.add_parser("report", help="what this machine is and what is decided on it")
     told.add_argument("--device", help="such as cpu, cuda:0, mps; default: the accelerator, else cpu")
+    told.add_argument("--kernels", action="store_true", help="run each fused operation against its reference instead")
     told.add_argument("--again", action="store_true", help="ask the device anew")
+    told.add_argument("--memory", action="store_true", help="what the last runs cost: peaks, bytes moved, time moving")
     told.set_defaults(run=report)
     tried = commands.add_parser("check", help="try conversions, loading, Conv3d and attention on the device")
     tried.add_argument("--device", help="such as cpu, cuda:0, mps; default: the accelerator, else cpu")
@@ -242,7 +300,14 @@ def _render_arguments(parser: argparse.ArgumentParser) -> None:
     add("--precision", choices=precision.CHOICES, default="auto")
     add("--offload", choices=offload.CHOICES, default="auto")
     add("--attention", choices=attention.CHOICES, default="auto", help="kernel of the transformer's attention")
-    add("--decode", choices=METHODS, default="auto", help="whole, in tiles, or auto: whole unless that fails")
+    add("--kernels", choices=rewrites.CHOICES, default="auto", help="fused kernels in the transformer's blocks")
+    add("--compile", action="store_true", help="compile the transformer's blocks: slow first run, faster later ones")
+    add("--compile-mode", choices=tuple(compiling.MODES), default="default")
+    add("--compile-dynamic", choices=tuple(compiling.DYNAMIC), default="text")
+    add("--compile-vae", action="store_true", help="with --compile: the VAE's blocks too")
+    add("--step-cache", choices=step_cache.PRESET_CHOICES[:-1], default="off", help="skip work between steps; lossy")
+    add("--profile", metavar="FILE", help="write a torch profiler trace with a range per stage, block and operation")
+    add("--decode", choices=METHODS, default="auto", help="how frames are made; auto: whole unless that fails")
     add("--device", help="such as cpu, cuda:0, mps; default: the accelerator, else cpu")
     add("--variant", default="auto")
     add("--base", help="FramePack: HunyuanVideo folder")

@@ -1,59 +1,43 @@
 """Reading and writing safetensors: headers checked before a byte of weights is touched, reads that obey a cancel.
 
-Nothing here unpickles. Weights are read into ordinary memory in slices, never mapped: progress is real, a cancel acts
-within one slice, no mapped page stays behind an offload hook, and the peak is the result, not the result and the file.
+Nothing here unpickles. Weights are read into ordinary memory in slices: progress is real, a cancel acts within one
+slice, and the peak is the result, not the result and the file. Where the caller says that mapped pages are fast, large
+tensors that need no cast are views of the file instead.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
-import struct
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
 from .errors import CheckpointError
+from .gguf_files import decoded_rows
+from .headers import STORED, TensorEntry, damaged, declared, header_of, unreadable
+
+__all__ = [
+    "STORED",
+    "TensorEntry",
+    "declared",
+    "header_of",
+    "read_json",
+    "read_tensors",
+    "weight_files",
+    "write_tensors",
+]
 
 SLICE_BYTES = 64 * 1024**2
-HEADER_LIMIT_BYTES = 100_000_000  # the safetensors library's own limit
+CAST_BYTES = 4 * 1024**2  # of a slice that is cast: it stays in the processor's cache
+VIEW_BYTES = 1024**2  # smaller tensors are read: their pages would hold other tensors too
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-STORED: dict[str, torch.dtype] = {  # safetensors' names of dtypes
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 INDEX_SUFFIX = ".safetensors.index.json"
-
-
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """One tensor as its file declares it; ``start`` and ``end`` are offsets in bytes after the header."""
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    end: int
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of the tensor in the file."""
-        return self.end - self.start
 
 
 def read_json(path: Path, what: str) -> dict[str, Any]:
@@ -83,31 +67,6 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
             fix="Download this file again.",
         )
     return content
-
-
-def header_of(path: Path) -> dict[str, TensorEntry]:
-    """The tensors that one safetensors file declares, checked against the file's length.
-
-    Raises:
-        CheckpointError: the file is too short, truncated, or its header is not safetensors.
-    """
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            prefix = file.read(8)
-            if len(prefix) < 8:
-                raise _damaged(path, f"only {size} bytes")
-            (length,) = struct.unpack("<Q", prefix)
-            if length > min(size - 8, HEADER_LIMIT_BYTES):
-                raise _damaged(path, f"a header of {length} bytes in a file of {size} bytes")
-            header = json.loads(file.read(length))
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"no file {str(path)!r}", expected="a safetensors file", fix="Download this file again."
-        ) from error
-    except ValueError as error:
-        raise _damaged(path, "a header that is not JSON") from error
-    return _entries(path, header, size - 8 - length)
 
 
 def weight_files(folder: Path, subject: str) -> list[Path]:
@@ -157,37 +116,41 @@ def weight_files(folder: Path, subject: str) -> list[Path]:
     )
 
 
-def declared(files: Sequence[Path]) -> dict[str, TensorEntry]:
-    """All tensors that ``files`` declare, by name."""
-    entries: dict[str, TensorEntry] = {}
-    for file in files:
-        entries.update(header_of(file))
-    return entries
-
-
 def read_tensors(
     entries: Mapping[str, TensorEntry],
     dtype: torch.dtype | None,
     advance: Callable[[int], None],
+    mapped: bool = False,
 ) -> dict[str, torch.Tensor]:
     """The tensors of ``entries`` in ordinary host memory.
 
     Args:
         entries: what to read, from :func:`declared`.
-        dtype: floating tensors are cast to it; None keeps the file's dtype.
+        dtype: floating tensors are cast to it, packed ones unpacked to it; None keeps the file's own bytes.
         advance: called with the file bytes just read, at least every 64 MiB; may raise to cancel.
+        mapped: whether large tensors that need no cast may be views of the file, copied where they are written to.
 
     Returns:
         Name to tensor, contiguous. Peak extra memory: one slice of 64 MiB, and the file's page cache.
+
+    Raises:
+        CheckpointError: a file is gone, or is not what it was when its header was read.
     """
     tensors: dict[str, torch.Tensor] = {}
     for path in dict.fromkeys(entry.file for entry in entries.values()):
-        with path.open("rb", buffering=0) as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            mine = [(name, entry) for name, entry in entries.items() if entry.file == path]
-            for name, entry in sorted(mine, key=lambda item: item[1].start):
-                file.seek(8 + length + entry.start)
-                tensors[name] = _read_one(file, entry, dtype, advance)
+        mine = [(name, entry) for name, entry in entries.items() if entry.file == path]
+        try:
+            with path.open("rb", buffering=0) as file:
+                _require_unchanged(file, mine[0][1])
+                pages = _pages(file) if mapped and any(_is_view(entry) for _, entry in mine) else None
+                for name, entry in sorted(mine, key=lambda item: item[1].start):
+                    if pages is not None and _is_view(entry):
+                        tensors[name] = _viewed(pages, entry, dtype, advance)
+                    else:
+                        tensors[name] = _arranged(_read_one(file, entry, dtype, advance), entry)
+                _require_unchanged(file, mine[0][1])
+        except OSError as error:
+            raise unreadable(path, error) from error
     return tensors
 
 
@@ -212,17 +175,57 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
     return path
 
 
+def _is_view(entry: TensorEntry) -> bool:
+    """Whether the bytes of a tensor in its file are its values in order, and it is large enough to be left there."""
+    plain = not entry.is_packed and not entry.turned and not entry.heads
+    return plain and entry.total_bytes >= VIEW_BYTES and entry.start % STORED[entry.dtype].itemsize == 0
+
+
+def _pages(file: Any) -> mmap.mmap:
+    """The file as memory that may be written to, which changes nothing on disk.
+
+    Not asked for in advance (MADV_WILLNEED): that more than doubled the time of a cold load.
+    """
+    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+
+def _viewed(
+    pages: mmap.mmap, entry: TensorEntry, dtype: torch.dtype | None, advance: Callable[[int], None]
+) -> torch.Tensor:
+    """A view of the file; where it is to be cast, a tensor of its own made from the pages, which are let go again."""
+    stored = STORED[entry.dtype]
+    flat = torch.frombuffer(pages, dtype=stored, count=entry.total_bytes // stored.itemsize, offset=entry.start)
+    if dtype is None or dtype == stored or not stored.is_floating_point:
+        advance(entry.total_bytes)
+        return flat.view(entry.shape)
+    tensor = torch.empty(entry.shape, dtype=dtype)
+    count = max(1, SLICE_BYTES // stored.itemsize)
+    for first in range(0, flat.numel(), count):
+        part = flat[first : first + count]
+        tensor.view(-1)[first : first + count].copy_(part)
+        start, end = entry.start + first * stored.itemsize, entry.start + (first + part.numel()) * stored.itemsize
+        start, end = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+        if end > start and hasattr(pages, "madvise"):
+            pages.madvise(mmap.MADV_DONTNEED, start, end - start)
+        advance(part.numel() * stored.itemsize)
+    return tensor
+
+
 def _read_one(
     file: BinaryIO, entry: TensorEntry, dtype: torch.dtype | None, advance: Callable[[int], None]
 ) -> torch.Tensor:
-    """The tensor at the file's position, read straight into its own memory, or through one slice where it is cast."""
+    """The tensor of ``entry``, read straight into its own memory, or through one slice where it is cast."""
     stored = STORED[entry.dtype]
+    file.seek(entry.start)
+    if entry.is_packed and dtype is not None:
+        return _unpacked(file, entry, dtype, advance)
     wanted = dtype if dtype is not None and stored.is_floating_point else stored
-    tensor = torch.empty(entry.shape, dtype=wanted)
+    shape = (entry.shape[0], entry.total_bytes // entry.shape[0]) if entry.codec else entry.shape
+    tensor = torch.empty(shape, dtype=wanted)
     if not tensor.numel():
         return tensor
     flat = tensor.view(-1)
-    per_slice = max(1, SLICE_BYTES // stored.itemsize)
+    per_slice = max(1, (SLICE_BYTES if wanted == stored else min(SLICE_BYTES, CAST_BYTES)) // stored.itemsize)
     buffer = None if wanted == stored else torch.empty(min(per_slice, flat.numel()), dtype=stored)
     for start in range(0, flat.numel(), per_slice):
         part = flat[start : start + per_slice]
@@ -234,36 +237,54 @@ def _read_one(
     return tensor
 
 
+def _unpacked(file: BinaryIO, entry: TensorEntry, dtype: torch.dtype, advance: Callable[[int], None]) -> torch.Tensor:
+    """The values of a packed tensor as ``dtype``, multiplied out in fp32, some rows at a time."""
+    rows, stored = entry.shape[0] if entry.shape else 1, STORED[entry.dtype]
+    result = torch.empty((rows, math.prod(entry.shape[1:])), dtype=dtype)
+    width = entry.total_bytes // rows
+    factors = None if entry.scale is None else _factors(file, entry.scale)
+    file.seek(entry.start)
+    for first in range(0, rows, max(1, SLICE_BYTES // width)):
+        part = result[first : first + max(1, SLICE_BYTES // width)]
+        raw = torch.empty((len(part), width), dtype=torch.uint8)
+        _fill(file, raw, entry.file)
+        values = decoded_rows(raw, entry.codec) if entry.codec else raw.view(stored).float()
+        if factors is not None:
+            values = values * (factors if factors.numel() == 1 else factors[first : first + len(part)])
+        part.copy_(values)
+        advance(raw.numel())
+    return result.view(entry.shape)
+
+
+def _factors(file: BinaryIO, scale: TensorEntry) -> torch.Tensor:
+    return _read_one(file, scale, torch.float32, lambda _bytes: None).reshape(-1, 1)
+
+
+def _arranged(tensor: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
+    """``tensor`` with its rows in the order its model has them."""
+    if entry.turned:
+        tensor = torch.cat(tensor.chunk(2)[::-1])
+    if entry.heads:
+        pairs = tensor.view(entry.heads, tensor.shape[0] // entry.heads // 2, 2, *tensor.shape[1:])
+        tensor = pairs.transpose(1, 2).reshape(tensor.shape)
+    return tensor
+
+
+def _require_unchanged(file: Any, entry: TensorEntry) -> None:
+    """Raise when a file is not the one whose header was read: another download wrote over it."""
+    status = os.fstat(file.fileno())
+    if entry.stamp != (0, 0) and entry.stamp != (status.st_size, status.st_mtime_ns):
+        raise damaged(entry.file, "changed since its header was read", "Wait until it is written, and load it again.")
+
+
 def _fill(file: BinaryIO, target: torch.Tensor, path: Path) -> None:
     array: Any = target.view(torch.uint8).numpy()
     view = memoryview(array)
     while view:
         count = file.readinto(view)  # type: ignore[attr-defined]
         if not count:
-            raise _damaged(path, "changed while it was read")
+            raise damaged(path, "changed while it was read")
         view = view[count:]
-
-
-def _entries(path: Path, header: Any, data_bytes: int) -> dict[str, TensorEntry]:
-    if not isinstance(header, dict):
-        raise _damaged(path, "a header that is not an object")
-    entries: dict[str, TensorEntry] = {}
-    try:
-        for name, record in header.items():
-            if name == "__metadata__":
-                continue
-            start, end = record["data_offsets"]
-            shape = tuple(map(int, record["shape"]))
-            entry = TensorEntry(path, str(record["dtype"]), shape, int(start), int(end))
-            if entry.dtype not in STORED or entry.total_bytes != STORED[entry.dtype].itemsize * math.prod(shape):
-                raise _damaged(path, f"tensor {name!r} of {entry.dtype} {shape} in {entry.total_bytes} bytes")
-            entries[name] = entry
-    except (KeyError, TypeError, ValueError) as error:
-        raise _damaged(path, "a header without offsets") from error
-    last = max((entry.end for entry in entries.values()), default=0)
-    if last != data_bytes:
-        raise _damaged(path, f"{data_bytes} bytes of tensors where its header declares {last}")
-    return entries
 
 
 def _shards(index: Path, subject: str) -> list[Path]:
@@ -290,11 +311,3 @@ def _preference(file: Path) -> tuple[bool, str]:
     and transformers write) and ``model.fp16.safetensors.index.json``.
     """
     return file.name.removesuffix(INDEX_SUFFIX).removesuffix(".safetensors").count(".") > 0, file.name
-
-
-def _damaged(path: Path, found: str) -> CheckpointError:
-    return CheckpointError(
-        f"{str(path)!r} has {found}",
-        expected="a whole safetensors file",
-        fix="The download was cut short: fetch it again.",
-    )

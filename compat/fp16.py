@@ -202,6 +202,17 @@ def value_linear(leaf: Any, x: Tensor) -> Tensor:
         return functional.linear(x, weight, None if bias is None else narrowed(bias, scale))
 
 
+def adapted_value(layer: Any, x: Tensor) -> Tensor:
+    """:func:`value_linear` with the LoRAs that peft put around it, which are divided by the same power of two."""
+    y: Tensor = layer.base_layer(x)
+    if layer.disable_adapters:
+        return y
+    scale, wide = layer.base_layer.__dict__[SCALE], x.float()
+    for name in (name for name in layer.active_adapters if name in layer.lora_A):
+        y = y + narrowed(layer.lora_B[name](layer.lora_A[name](wide)) * layer.scaling[name], scale)
+    return y
+
+
 def full_linear(leaf: Any, x: Tensor) -> Tensor:
     """The product of ``leaf`` in fp32, from weights that are kept in fp16. Peak extra memory: the weight in fp32."""
     x = x.float()
@@ -282,9 +293,12 @@ def _attach_leaves(
     """Rewrite the leaves of ``block``; the ids of the parameters that are to be fp16."""
     made: dict[str, nn.Module] = {}
     for path, kind in leaves.items():
-        leaf: Any = _at(block, path)
-        if leaf is None:
+        around: Any = _at(block, path)
+        if around is None:
             continue
+        leaf = _bare(around)
+        if kind is Kind.VALUE and leaf is not around:
+            patch_forward(around, adapted_value, applied)
         made[path] = leaf
         done[kind.value] += 1
         yield id(leaf.weight)
@@ -318,7 +332,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype, keep: bool, applied: Applied) -> N
 def _unfit(block: nn.Module, leaves: Mapping[str, Kind]) -> str:
     """Why ``block`` cannot be rewritten; empty when it can."""
     for path in leaves:
-        leaf: Any = _at(block, path)
+        leaf: Any = _bare(_at(block, path))
         if leaf is None:
             continue
         if type(leaf) is not nn.Linear:
@@ -341,6 +355,11 @@ def _at(block: nn.Module, path: str) -> nn.Module | None:
     return found  # type: ignore[no-any-return]
 
 
+def _bare(module: Any) -> Any:
+    """The layer itself, inside what an adapter put around it."""
+    return getattr(module, "base_layer", module)
+
+
 def _blocks(transformer: nn.Module) -> Iterator[nn.Module]:
     for name in BLOCKS:
         yield from getattr(transformer, name, ())
@@ -353,7 +372,8 @@ def full_name(thing: Any) -> str:
 
 def _require_bare(transformer: nn.Module) -> None:
     for module in transformer.modules():
-        if hasattr(module, "_hf_hook") or hasattr(module, "_diffusers_hook"):
+        # a registry without hooks stays behind wherever diffusers' cache context was entered once
+        if hasattr(module, "_hf_hook") or getattr(getattr(module, "_diffusers_hook", None), "hooks", None):
             raise UnsupportedError(
                 f"safe fp16 for a {type(transformer).__name__} that a residency already moves",
                 expected="a transformer without offload hooks",

@@ -35,7 +35,7 @@ class Parts(dict[str, nn.Module]):
             residency hooks it, and returns what takes that back: ``pipelines.rewriting.Preparation``.
 
     ``fallbacks`` holds, by part name, what makes the next reading a safer one; only for parts whose precision was
-    decided and not chosen.
+    decided and not chosen. ``worn`` holds, by part name, the adapters that are on it: ``adapters.Worn``.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class Parts(dict[str, nn.Module]):
         self.readers, self.prepare = dict(readers), prepare
         self.undo: dict[str, Callable[[], Any]] = {}
         self.fallbacks: dict[str, Callable[[], None]] = {}
+        self.worn: dict[str, Any] = {}
 
     def read(self, name: str, progress: Any = None) -> nn.Module:
         """The part ``name``, from memory or from disk, prepared."""
@@ -64,6 +65,7 @@ class Parts(dict[str, nn.Module]):
         """Forget the part; it is read again when it is next wanted."""
         self.pop(name, None)
         self.undo.pop(name, None)
+        self.worn.pop(name, None)
 
     def revert(self, name: str) -> None:
         """The part as it was read, without the rewrites; its residency must be off. Nothing for one not in memory."""

@@ -18,6 +18,7 @@ DTYPES: dict[str, torch.dtype] = {"fp32": FP32, "bf16": BF16, "fp16": FP16}
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 SAFE = "fp16-safe"
 CHOICES = ("auto", "fp32", "bf16", "fp16", SAFE)
+PAINT = ("paint", "paint_pbr", "delight")  # UNets with 2-D convolutions; CLIP and DINOv2 run in fp16 upstream too
 HALF_TEXT = ("hunyuan_video", "framepack")  # Llama and CLIP, which upstream runs in fp16; the others have a T5
 
 
@@ -85,6 +86,11 @@ PRECISION: dict[tuple[str, str], Precision] = {  # (family, arch class); an exac
         BF16, BF16, FP32, "accelerators behind XLA are made for bf16; VAEs lose accuracy in it there"
     ),
     ("*", "other"): Precision(FP32, FP32, FP32, "nothing is known about this device, so the exact choice"),
+    **{  # Tencent-Hunyuan/Hunyuan3D-2, hy3dgen/texgen: every network is loaded with torch_dtype float16
+        (family, arch): Precision(FP16, FP16, FP16, "the published code runs this model in fp16 throughout")
+        for family in PAINT
+        for arch in ("cuda-sm80+", "rocm", "xpu")
+    },
     ("mochi", "cuda-sm80+"): Precision(BF16, BF16, FP32, "upstream's reference decodes Mochi in fp32"),
     ("mochi", "rocm"): Precision(BF16, BF16, FP32, "upstream's reference decodes Mochi in fp32"),
     ("mochi", "xpu"): Precision(BF16, BF16, FP32, "upstream's reference decodes Mochi in fp32"),
@@ -137,13 +143,15 @@ def precision_for(
         )
     chosen = _EXPLICIT[choice]
     found = transformer_verdict(chosen, care, probes)
+    if found.usable and family in PAINT:
+        found = vae_verdict(chosen.compute or chosen.transformer, care, probes)
     if not found.usable:
         raise UnsupportedError(
             f"precision {choice!r} cannot run on {facts.name} ({found.why})",
             expected=f"one of {', '.join(_possible(care, probes, facts))}",
             fix="Choose auto, which takes what works on this device.",
         )
-    if family in HALF_TEXT and choice in ("fp16", SAFE):
+    if family in (*HALF_TEXT, *PAINT) and choice in ("fp16", SAFE):
         chosen = replace(chosen, text=FP16, why=chosen.why.split(";")[0].split(", with")[0])
     if found.costly:
         chosen = replace(chosen, why=f"{chosen.why}; slow here ({found.why})")
@@ -180,6 +188,11 @@ def _automatic(family: str, row: Precision, care: Care, probes: Mapping[str, Ans
     why = [row.why]
     if row.transformer is not FP32:
         row, why = _transformer(row, care, probes)
+    if family in PAINT and row.compute is not FP32:
+        found = vae_verdict(row.compute or row.transformer, care, probes)
+        if _refused(found):
+            row = replace(row, transformer=FP32, compute=FP32, residual=FP32)
+            why = [f"fp32, since this UNet's convolutions do not work in half precision here ({found.why})"]
     if row.text is not FP32:
         found = _text_verdict(row.text, care, probes)
         if _refused(found):
@@ -204,13 +217,14 @@ def _transformer(row: Precision, care: Care, probes: Mapping[str, Answer] | None
         return Precision(FP32, FP32, row.vae, ""), [f"fp32, since fp16 does not work here ({refused.why})"]
     if not _refused(found):
         return row, [row.why]
+    half = NAMES[row.compute or row.transformer]
     safe = transformer_verdict(_EXPLICIT[SAFE], care, probes)
     cause = "is emulated or slow" if found.usable else "does not work"
     if safe.usable and verdict("conv2d.fp16", care, probes).usable:
         changed = replace(row, transformer=FP16, compute=FP16, residual=FP32)
-        return changed, [f"fp16-safe, since bf16 {cause} here ({found.why})"]
+        return changed, [f"fp16-safe, since {half} {cause} here ({found.why})"]
     changed = replace(row, transformer=FP32, compute=FP32, residual=FP32)
-    return changed, [f"fp32, since bf16 {cause} here ({found.why}) and fp16 does not work either ({safe.why})"]
+    return changed, [f"fp32, since {half} {cause} here ({found.why}) and fp16 does not work either ({safe.why})"]
 
 
 def _text_verdict(dtype: torch.dtype, care: Care, probes: Mapping[str, Answer] | None) -> Verdict:

@@ -106,6 +106,10 @@ class ProbeStore(Mapping[str, Answer]):
         """The answers so far, without asking."""
         return dict(self._answers)
 
+    def without_asking(self) -> dict[str, Answer]:
+        """Every answer, ``unknown`` where the device was not asked yet."""
+        return {name: self._answers.get(name, Answer(UNKNOWN, "not asked yet")) for name in self.probes}
+
     def ask_all(self, again: bool = False) -> dict[str, Answer]:
         """Every answer, with one write at the end.
 

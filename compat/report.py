@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from .attention import attention_for, avoided_by
 from .conv3d_choice import Layer, choose_by
 from .conv3d_forms import Geometry
@@ -164,18 +166,27 @@ def _kernels(
     facts: DeviceFacts, probes: Mapping[str, Answer], care: Care, precisions: Sequence[Precision]
 ) -> list[Line]:
     """Which form a Conv3d takes and which kernel runs attention, per dtype in use."""
-    chooser, lines = choose_by(abilities(facts, probes, care)), []
+    lines = []
     for dtype in dict.fromkeys(precision.vae for precision in precisions):
-        for subject, (kernel, stride) in LAYERS.items():
-            choice = chooser(Layer(subject, 64, 64, kernel, Geometry(stride), dtype))
-            said = ("native", "works here") if choice is None else (choice.form.value, choice.why)
-            lines.append(Line(f"{subject}, {NAMES[dtype]}", *said))
+        lines += conv3d_lines(facts, probes, dtype, care)
     for dtype in dict.fromkeys(precision.compute or precision.transformer for precision in precisions):
         try:
             why = attention_for("auto", facts, dtype, HEAD_WIDTH, avoided_by(probes, (dtype,))).why
         except (PackError, RuntimeError) as error:  # a report goes on where a decision cannot be made
             why = f"cannot be decided ({error})"
         lines.append(Line(f"attention, {NAMES[dtype]}", *(why.removeprefix("auto: ").split("; ", 1))))
+    return lines
+
+
+def conv3d_lines(
+    facts: DeviceFacts, probes: Mapping[str, Answer] | None, dtype: torch.dtype, care: Care | None = None
+) -> list[Line]:
+    """Which form each kind of Conv3d takes in ``dtype``, and why."""
+    chooser, lines = choose_by(abilities(facts, probes, care)), []
+    for subject, (kernel, stride) in LAYERS.items():
+        choice = chooser(Layer(subject, 64, 64, kernel, Geometry(stride), dtype))
+        said = ("native", "works here") if choice is None else (choice.form.value, choice.why)
+        lines.append(Line(f"{subject}, {NAMES[dtype]}", *said))
     return lines
 
 

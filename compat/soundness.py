@@ -73,3 +73,18 @@ def checked_parts(coder: nn.Module, judge: Judge) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+def fault_in_weight(name: str, tensor: torch.Tensor, samples: int = 4096) -> str:
+    """The fault of a weight that was just read, on the host; empty for none.
+
+    Some thousand values all over the tensor are looked at; all of them only where those are zeros. One value alone, a
+    bias or a norm may be zero throughout; a matrix may not.
+    """
+    if not tensor.is_floating_point() or tensor.element_size() < 2 or not tensor.numel():
+        return ""
+    some = tensor.reshape(-1)[:: max(1, tensor.numel() // samples)]
+    if not bool(some.isfinite().all()):
+        return BROKEN
+    matrix = tensor.ndim > 1 and tensor.numel() > 1 and name.endswith("weight")
+    return ZEROS if matrix and not bool(some.any()) and not bool(tensor.any()) else ""

@@ -1,5 +1,6 @@
 """The one import of ComfyUI's node API: a move there is one edit here."""
 
 from comfy_api.latest import ComfyExtension, InputImpl, Types, io, ui
+from comfy_execution.graph_utils import GraphBuilder
 
-__all__ = ["ComfyExtension", "InputImpl", "Types", "io", "ui"]
+__all__ = ["ComfyExtension", "GraphBuilder", "InputImpl", "Types", "io", "ui"]

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import folder_paths
 
+from ..compat.device import facts_for
 from ..compat.errors import CheckpointError
-from ..pipelines.families import FAMILIES
+from ..pipelines.downloads import remedy
 from ..pipelines.loading import find_models
 
 MODEL_KEYS = ("diffusers", "diffusion_models")
@@ -59,11 +60,10 @@ def model_folder(name: str) -> Path:
     if name in models():
         return models()[name]
     searched = ", ".join(map(str, model_roots()))
-    pages = "; ".join(page for family in FAMILIES.values() for page in family.pages[:1])
     raise CheckpointError(
         f"no model {name!r} in {searched}" if name != NO_MODEL else f"no model in {searched}",
         expected="a diffusers model folder with model_index.json, or a FramePack transformer folder",
-        fix=f"Download one ({pages}) into {model_roots()[0]} and press R.",
+        fix=remedy(name, model_roots()[0], facts_for("cpu").total_bytes),
     )
 
 
@@ -78,8 +78,8 @@ def lender_folder(name: str) -> Path | None:
 
 
 def kept_folder() -> Path:
-    """Where latents are kept until ComfyUI clears its temporary folder."""
-    return Path(folder_paths.get_temp_directory()) / "anygpu"
+    """Where sampled latents are kept: ComfyUI empties its temporary folder at each start, so not there."""
+    return state_folder() / "kept"
 
 
 def state_folder() -> Path:

@@ -1,36 +1,82 @@
-"""Latents kept on disk while a long sampling goes on, so that a crash or a cancel does not cost what is finished."""
+"""Latents kept by themselves after each sampling, in ComfyUI's user directory.
+
+Not in its temporary folder: ComfyUI empties that one when it ends and when it starts, so a crash would cost them.
+"""
 
 from __future__ import annotations
 
-import json
+import io
 import logging
-import uuid
 from collections.abc import Callable
+from typing import Any
 
-from ..compat.checkpoints import write_tensors
+import comfy.latent_formats
+
+from ..pipelines import kept
 from ..pipelines.contract import Latents
-from ..pipelines.exchange import KEY, to_core
+from ..pipelines.kept import Kept, KeptSections
 from .folders import kept_folder
+from .progress import LATENT_FORMATS
 
 log = logging.getLogger(__name__)
 
+NEWEST = "newest"
+THUMBNAIL_PIXELS = 160
 
-def section_keeper(say: Callable[[str], None]) -> Callable[[int, int, Latents], None]:
-    """A function for FramePack's finished sections: each replaces the file of the one before, in one run's folder."""
-    folder = kept_folder() / f"framepack-{uuid.uuid4().hex[:8]}"
-    shown = folder.relative_to(kept_folder().parent.parent).as_posix()
 
-    def keep(index: int, count: int, latents: Latents) -> None:
-        path = folder / f"section_{index + 1:02}_of_{count:02}.safetensors"
-        try:
-            written = write_tensors(path, {"samples": latents.samples}, {KEY: json.dumps(to_core(latents)[KEY])})
-        except OSError as error:
-            log.warning("AnyGPU: section %d could not be kept in %s: %s", index + 1, folder, error)
-            return
-        for older in folder.glob("section_*.safetensors"):
-            if older != written:
-                older.unlink(missing_ok=True)
-        log.info("AnyGPU: section %d of %d kept: %s", index + 1, count, written)
-        say(f"finished sections are kept in {shown}")  # one text for all: under the node it stands once
+def keep(latents: Latents, say: Callable[[str], None]) -> str:
+    """Keep sampled latents and return their id; empty, and said, where they could not be kept."""
+    return kept.keep(kept_folder(), latents, say)
 
-    return keep
+
+def section_keeper(say: Callable[[str], None]) -> KeptSections:
+    """Who keeps FramePack's finished sections, and knows those of a sampling that was cut short."""
+    return KeptSections(kept_folder(), say)
+
+
+def listing() -> list[Kept]:
+    """What is kept, newest first: id, name, family, bytes, date, seed, frames, size, prompt, what is unfinished."""
+    return kept.listing(kept_folder())
+
+
+def load(name: str, say: Callable[[str], None] = log.info) -> dict[str, Any]:
+    """The kept LATENT of an id, or of the newest one for ``newest``.
+
+    Raises:
+        CheckpointError: none of that id is kept.
+    """
+    return kept.load(kept_folder(), name, say)
+
+
+def choices() -> list[str]:
+    """What the recover node lists: ``newest``, then every id."""
+    return [NEWEST, *(item.id for item in listing())]
+
+
+def stamp(name: str) -> tuple[str, int]:
+    """Changes when another file is meant: the id, and when it was written."""
+    path = kept.path_of(kept_folder(), name)
+    return path.stem, path.stat().st_mtime_ns
+
+
+def thumbnail(name: str) -> bytes | None:
+    """A small JPEG of the middle frame, by the family's rough colours; None where there are none for it.
+
+    Raises:
+        CheckpointError: none of that id is kept.
+    """
+    import torch
+    from PIL import Image
+
+    latent = load(name)
+    found = LATENT_FORMATS.get(latent.get("anygpu", {}).get("family", ""), comfy.latent_formats.LatentFormat)()
+    samples, factors = found.process_in(latent["samples"]), found.latent_rgb_factors
+    if factors is None or len(factors) != samples.shape[1]:
+        return None
+    bias = torch.tensor(found.latent_rgb_factors_bias or [0.0, 0.0, 0.0])
+    frame = samples[0, :, samples.shape[2] // 2].movedim(0, -1) @ torch.tensor(factors) + bias
+    pixels = ((frame.clamp(-1, 1) + 1) * 127.5).to(torch.uint8).numpy()
+    picture, target = Image.fromarray(pixels), io.BytesIO()
+    scale = THUMBNAIL_PIXELS / max(picture.size)
+    picture.resize([max(1, round(side * scale)) for side in picture.size]).save(target, "JPEG", quality=85)
+    return target.getvalue()

@@ -14,9 +14,14 @@ import latent_preview
 import torch
 from server import PromptServer
 
+from .panel import memory_now
+from .runs import NodeRun
+
 log = logging.getLogger(__name__)
 
 TEXT_SECONDS = 0.25
+EVENT = "anygpu.run"
+PACED = ("sampling", "painting")  # stages whose steps are the model's own
 LATENT_FORMATS = {
     "ltx": comfy.latent_formats.LTXV,
     "hunyuan_video": comfy.latent_formats.HunyuanVideo,
@@ -36,8 +41,10 @@ class NodeProgress:
     def __init__(self, node_id: str | None, family: str | None = None) -> None:
         self.node_id, self.family = node_id, family
         self.lines: list[str] = []
+        self._run = NodeRun(node_id)
         self._bar: Any = None
         self._stage, self._texted, self._started = "", 0.0, time.monotonic()
+        self._paced = ""
         self._previewer: Any = None
         self._previewer_known = False
 
@@ -45,9 +52,12 @@ class NodeProgress:
         """Move the bar; raises when the user has cancelled."""
         self.check()
         name = stage.split(" ")[0]
+        self._run.step(name)
         if self._bar is None or name != self._stage:
             self._bar, self._stage = comfy.utils.ProgressBar(total, node_id=self.node_id), name
             self._started = time.monotonic()
+        if name in PACED:
+            self._paced = f"{(time.monotonic() - self._started) / (done - 1):.2g} s per step" if done > 1 else ""
         self._bar.update_absolute(done, total, None if preview is None else self._picture(preview))
         self._text(stage if any(c.isdigit() for c in stage) else f"{stage} {done}/{total}{self._pace(done)}")
 
@@ -61,8 +71,14 @@ class NodeProgress:
             self.lines.append(text)
             log.info("AnyGPU: %s", text)
 
-    def finish(self, status: str) -> None:
-        """The text that stays under the node: its status, then what was said."""
+    def cost(self, text: str) -> None:
+        """What a stage cost in memory and time: a line like others, the last of its stage."""
+        self.say(text)
+
+    def finish(self, status: str, *more: str) -> None:
+        """The text that stays under the node: its status with ``more`` of it and the pace, then what was said."""
+        status = "; ".join(filter(None, (status, *more, self._paced)))
+        self._run.finish(status, self.lines)
         self._send("\n".join([status, *self.lines]))
 
     def _pace(self, done: int) -> str:
@@ -79,6 +95,7 @@ class NodeProgress:
         server = getattr(PromptServer, "instance", None)
         if server is not None and self.node_id is not None:
             server.send_progress_text(text, self.node_id)
+            server.send_sync(EVENT, {"node": self.node_id, "entry": self._run.snapshot(), "memory": memory_now()})
 
     def _picture(self, preview: Callable[[], torch.Tensor]) -> Any:
         """The preview in the form ComfyUI sends, or None when previews are off."""

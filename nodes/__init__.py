@@ -5,19 +5,40 @@ from __future__ import annotations
 import logging
 
 from ..host.api import ComfyExtension, io
+from ..host.routes import add_routes
+from .composing import ComposePipeline
 from .decoding import Decode
-from .encoding import EncodeImage, EncodePrompt, EncodeVideo
+from .encoding import EncodeImage, EncodePrompt, EncodeVideo, ImageConditioning
 from .hardware import HardwareReport
+from .latents import LoadLatent, LoadPrompt, RecoverLatents, SaveLatent, SaveMusubiCache, SavePrompt
 from .loading import LoadPipeline
+from .lora import LoRA
+from .memory import MemoryPlan
+from .meshes import BakeTexture, CleanMesh, LoadMesh, PaintCameras, RenderTurntable, RenderViews
+from .paint import DelightImage, LoadPaintPipeline, PaintViews, TextureMesh
 from .sampling import Sample, SampleFramePack
+from .speed import StepCache
 
 log = logging.getLogger(__name__)
 
-NODES = (LoadPipeline, EncodePrompt, EncodeImage, EncodeVideo, Sample, SampleFramePack, Decode, HardwareReport)
+NODES = (
+    LoadPipeline, EncodePrompt, EncodeImage, EncodeVideo, Sample, SampleFramePack, Decode, HardwareReport,
+    LoadMesh, CleanMesh, PaintCameras, RenderViews, LoadPaintPipeline, DelightImage, PaintViews, BakeTexture,
+    RenderTurntable, TextureMesh,
+    ImageConditioning,
+    SaveLatent, LoadLatent, RecoverLatents, SavePrompt, LoadPrompt, SaveMusubiCache, LoRA,
+    StepCache,
+    ComposePipeline,
+    MemoryPlan,
+)
 
 
 class AnyGPUExtension(ComfyExtension):
     """The pack, as ComfyUI sees it."""
+
+    async def on_load(self) -> None:
+        """Add the routes of the side bar, without which every node works too."""
+        add_routes()
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         """Every node whose schema can be made; one that cannot is left out and logged with its traceback."""

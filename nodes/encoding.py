@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..host import core_outputs
 from ..host.api import io
 from ..host.progress import NodeProgress
 from ..pipelines import exchange, stages
@@ -54,7 +55,11 @@ class EncodePrompt(io.ComfyNode):
                     tooltip="Leading template tokens to cut off. -1 counts them.",
                 ),
             ],
-            outputs=[Prompt.Output(display_name="prompt")],
+            outputs=[
+                Prompt.Output(display_name="prompt"),
+                io.Conditioning.Output(display_name="positive", tooltip="The prompt for core's samplers."),
+                io.Conditioning.Output(display_name="negative", tooltip="The negative prompt for core's samplers."),
+            ],
             hidden=[io.Hidden.unique_id],
         )
 
@@ -69,7 +74,37 @@ class EncodePrompt(io.ComfyNode):
         request = PromptRequest(text, negative, max_tokens, template, template_crop, sections, image)
         prompt = stages.encode_prompt(pipeline, request, progress)
         progress.finish(repr(prompt).strip("<>"))
-        return io.NodeOutput(prompt)
+        return io.NodeOutput(prompt, *exchange.conditionings(prompt))
+
+
+class ImageConditioning(io.ComfyNode):
+    """Put an encoded image into core's conditioning."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """The node's inputs and outputs."""
+        return io.Schema(
+            node_id="AnyGPUImageConditioning",
+            display_name="AnyGPU Image Conditioning",
+            category=CATEGORY,
+            description="Gives core's samplers the picture of AnyGPU Encode Image, for image to video with the MODEL of "
+            "AnyGPU Load Pipeline: HunyuanVideo (33 channels), HunyuanVideo 1.5, FramePack.",
+            search_aliases=["image to video conditioning", "start image conditioning"],
+            inputs=[
+                io.Conditioning.Input("positive", tooltip="From AnyGPU Encode Prompt, or CLIP Text Encode."),
+                io.Conditioning.Input("negative", tooltip="From AnyGPU Encode Prompt, or CLIP Text Encode."),
+                Image.Input("image", tooltip="From AnyGPU Encode Image, of the same model."),
+            ],
+            outputs=[
+                io.Conditioning.Output(display_name="positive"),
+                io.Conditioning.Output(display_name="negative"),
+            ],
+        )
+
+    @classmethod
+    def execute(cls, positive: Any, negative: Any, image: Any) -> io.NodeOutput:
+        """Both conditionings with the picture in them."""
+        return io.NodeOutput(core_outputs.pictured(positive, image), core_outputs.pictured(negative, image))
 
 
 class EncodeImage(io.ComfyNode):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..compat import attention, offload, precision
-from ..host import folders, memory
+from ..compat import attention, offload, plan, precision
+from ..host import core_outputs, folders, memory, panel
 from ..host.api import io
 from ..host.progress import NodeProgress
 from ..pipelines.loading import LoadRequest, load, variant_choices
+from .composing import weight_inputs
+from .memory import device_inputs
 from .sockets import CATEGORY, Pipeline
+from .speed import speed_inputs, speed_request
 
 
 class LoadPipeline(io.ComfyNode):
@@ -30,18 +33,19 @@ class LoadPipeline(io.ComfyNode):
                 io.Combo.Input(
                     "model", options=folders.model_choices(),
                     tooltip="A diffusers folder, or a FramePack transformer folder, in models/diffusers.",
+                    extra_dict={"anygpu_first_run": panel.first_run()},
                 ),
                 io.Combo.Input(
                     "precision", options=list(precision.CHOICES), default="auto",
                     tooltip="auto: what this device runs best. fp32: exact, twice the memory of bf16. bf16: needs a GPU "
                     "with bf16 units (NVIDIA RTX 30 and newer). fp16: half the memory, can overflow to black video. "
-                    "fp16-safe: fp16 operands around an fp32 residual, for GPUs without bf16; not on a CPU.",
+                    "fp16-safe: fp16 operands around an fp32 residual, for GPUs without bf16; not on a CPU." + panel.limit_tooltip("precision"),
                 ),
                 io.Combo.Input(
                     "offload", options=list(offload.CHOICES), default="auto",
                     tooltip="auto: the fastest that fits. "
                     + " ".join(f"{mode}: {cost}." for mode, cost in offload.COSTS.items())
-                    + " On a CPU only auto and none work.",
+                    + panel.limit_tooltip("offload"),
                 ),
                 io.Combo.Input(
                     "variant", options=variant_choices(), default="auto", advanced=True,
@@ -60,12 +64,27 @@ class LoadPipeline(io.ComfyNode):
                     "attention", options=list(attention.CHOICES), default="auto", optional=True, advanced=True,
                     tooltip="Which kernel the transformer's attention runs, in this pipeline alone. "
                     + " ".join(f"{choice}: {meaning}." for choice, meaning in attention.MEANINGS.items())
-                    + " What this machine cannot do is one line when you run it.",
+                    + panel.limit_tooltip("attention"),
                 ),
+                *speed_inputs(),
+                *weight_inputs(),
+                *device_inputs(),
             ],
-            outputs=[Pipeline.Output(display_name="pipeline")],
+            outputs=[
+                Pipeline.Output(display_name="pipeline"),
+                io.Model.Output(
+                    display_name="MODEL",
+                    tooltip="The transformer for core's samplers, schedulers and guidance nodes; same weights, loaded once.",
+                ),
+                io.Vae.Output(display_name="VAE", tooltip="The VAE for core's decode and encode nodes; same weights."),
+            ],
             hidden=[io.Hidden.unique_id],
         )
+
+    @classmethod
+    def validate_inputs(cls, model: str) -> bool:
+        """Always true: a model that is not there is explained when the node runs, with where to get it."""
+        return True
 
     @classmethod
     def fingerprint_inputs(cls, model: str, **_: Any) -> Any:
@@ -76,15 +95,19 @@ class LoadPipeline(io.ComfyNode):
     @classmethod
     def execute(
         cls, model: str, precision: str, offload: str, variant: str = "auto", base: str = "auto",
-        image_encoder: str = "auto", attention: str = "auto",
+        image_encoder: str = "auto", attention: str = "auto", weights: str = "auto", text_weights: str = "auto",
+        transformer_device: str = "auto", text_device: str = "auto", vae_device: str = "auto", keep_free_gb: float = 0.0,
+        **speed: Any,
     ) -> io.NodeOutput:
         """The pipeline."""
         progress = NodeProgress(cls.hidden.unique_id)
         request = LoadRequest(
             folders.model_folder(model), folders.lender_folder(base), folders.lender_folder(image_encoder), variant,
             precision, offload, memory.compute_device(), (*folders.model_roots(), *folders.encoder_roots()),
-            attention=attention, state=folders.state_folder(),
+            attention=attention, state=folders.state_folder(), speed=speed_request(**speed), weights=weights,
+            text_weights=text_weights, devices=plan.places(transformer_device, text_device, vae_device),
+            keep_free_gb=keep_free_gb,
         )
-        pipeline = load(request, progress, memory.make_room)
-        progress.finish("\n".join((f"{pipeline.family}, {pipeline.facts}", *pipeline.notes)))
-        return io.NodeOutput(pipeline)
+        pipeline = load(request, progress, memory.make_room, memory.managed)
+        progress.finish("\n".join((f"{pipeline.family}, {pipeline.facts}", *pipeline.notes, *panel.limit_lines())))
+        return io.NodeOutput(pipeline, *core_outputs.beside(pipeline))

@@ -8,6 +8,7 @@ from ..host import kept
 from ..host.api import io
 from ..host.progress import NodeProgress
 from ..pipelines import exchange, stages
+from ..pipelines.cards import in_short
 from ..pipelines.contract import FramePackSettings, SampleSettings
 from .sockets import CATEGORY, DEFAULT, Image, Pipeline, Prompt, sampling_inputs, size_inputs
 
@@ -66,7 +67,8 @@ class Sample(io.ComfyNode):
         start = exchange.start_of(pipeline, latent, progress.say)
         chosen = SampleSettings(**settings, **start, sigmas=None if sigmas is None else tuple(sigmas.tolist()))
         latents = stages.sample(pipeline, encoded, image, chosen, progress)
-        progress.finish(f"{latents.width}x{latents.height}, {latents.frames} frames at {latents.fps:g} fps")
+        kept.keep(latents, progress.say)
+        progress.finish(f"{latents.width}x{latents.height}, {latents.frames} frames at {latents.fps:g} fps", in_short(pipeline))
         return io.NodeOutput(exchange.to_core(latents))
 
 
@@ -80,8 +82,8 @@ class SampleFramePack(io.ComfyNode):
             node_id="AnyGPUSampleFramePack",
             display_name="AnyGPU Sample FramePack",
             category=CATEGORY,
-            description="Denoises a FramePack video section by section. Each finished section is previewed and kept in "
-            "ComfyUI's temporary folder, so a cancel or a crash costs one section, not the video.",
+            description="Denoises a FramePack video section by section. Each finished section is previewed and kept: "
+            "after a cancel or a crash the same settings go on after the last finished section.",
             search_aliases=["framepack", "framepack f1", "long video", "image to video"],
             inputs=[
                 Pipeline.Input("pipeline", tooltip="From AnyGPU Load Pipeline, with a FramePack model."),
@@ -131,5 +133,5 @@ class SampleFramePack(io.ComfyNode):
         chosen = SampleSettings(image.width, image.height, 0, **settings, sigmas=levels)
         keeper = kept.section_keeper(progress.say)
         latents = stages.sample_framepack(pipeline, encoded, image, chosen, framepack, progress, keeper)
-        progress.finish(f"{latents.width}x{latents.height}, {latents.frames} frames at {latents.fps:g} fps")
+        progress.finish(f"{latents.width}x{latents.height}, {latents.frames} frames at {latents.fps:g} fps", in_short(pipeline))
         return io.NodeOutput(exchange.to_core(latents))

@@ -10,6 +10,8 @@ from ..pipelines.family import SCHEDULERS
 Pipeline = io.Custom("ANYGPU_PIPELINE")
 Prompt = io.Custom("ANYGPU_PROMPT")
 Image = io.Custom("ANYGPU_IMAGE")
+Paint = io.Custom("ANYGPU_PAINT")
+Cameras = io.Custom("ANYGPU_CAMERAS")
 
 CATEGORY = "video/AnyGPU"
 DEFAULT = "0 takes the model's own default."

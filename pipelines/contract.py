@@ -61,6 +61,8 @@ class Loaded:
 
     ``tools`` are the small things beside the modules (tokenizers, scheduler, image processors), read on first use.
     ``configs`` are the parts' own ``config.json`` contents. ``notes`` are the sentences said while loading.
+    ``speed`` is what makes it faster, ``step_cache`` what its samplings skip (``pipelines.speed``). ``weights`` are the
+    bytes of each part, for forecasts (``pipelines.estimates``).
     """
 
     family: str
@@ -74,9 +76,29 @@ class Loaded:
     variant: str
     source: Path
     notes: tuple[str, ...] = ()
+    speed: Any = None
+    step_cache: Any = None
+    weights: Mapping[str, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"<{self.family} {self.variant} {self.source.name!r}: {self.precision}; {self.residency}>"
+
+    # By these three a host's caches recognise what holds models. A residency that the host handed in answers them.
+
+    @property
+    def patcher(self) -> Any:
+        """The host's own handle of the transformer, where it manages the memory; else None."""
+        return getattr(self.residency, "patcher", None)
+
+    def get_models(self) -> list[Any]:
+        """The host's own handles of all parts that were used."""
+        listed: Any = getattr(self.residency, "get_models", None)
+        return [] if listed is None else list(listed())
+
+    def is_dynamic(self) -> bool:
+        """Whether the host pages the weights by itself."""
+        asked: Any = getattr(self.residency, "is_dynamic", None)
+        return bool(asked is not None and asked())
 
 
 class Tools(dict[str, Any]):
@@ -96,7 +118,8 @@ class Prompt:
     """Encoded text: tensors (1, N, D) on the CPU, padding trimmed, by the family's own names.
 
     ``sections`` holds further prompts, for the sections of a FramePack video after the first. ``opposed`` is whether
-    the user wrote a negative prompt: an empty one is encoded too, for guidance that needs it.
+    the user wrote a negative prompt: an empty one is encoded too, for guidance that needs it. ``extra`` holds what no
+    model sees: ``text`` and ``negative_text`` where they are known.
     """
 
     family: str
@@ -104,6 +127,7 @@ class Prompt:
     negative: Mapping[str, torch.Tensor] | None = None
     sections: tuple[Mapping[str, torch.Tensor], ...] = ()
     opposed: bool = False
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         tokens = next(iter(self.embeds.values())).shape[1]

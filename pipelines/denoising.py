@@ -61,6 +61,7 @@ def denoise(
     kept: Kept | None = None,
     preview: Callable[[torch.Tensor], torch.Tensor] | None = None,
     step: Callable[[torch.Tensor, int, torch.Tensor], torch.Tensor] | None = None,
+    again: Callable[[BaseException], bool] | None = None,
 ) -> torch.Tensor:
     """Latents at the last noise level.
 
@@ -69,6 +70,7 @@ def denoise(
         predict: from (latents, timestep, index) to the transformer's guided output.
         preview: from latents to (1, C, T, H, W), where the family samples in another shape.
         step: replaces the schedule's own step.
+        again: told of an error in a step; returns whether to try this step again, from the latents it began with.
 
     Raises:
         NotFinite: the latents after the first step or the last hold NaN or infinity.
@@ -76,7 +78,7 @@ def denoise(
     advance = step or schedule.step
     for index, time in enumerate(schedule.timesteps):
         progress.check()
-        output = predict(latents, time, index).float()
+        output = _predicted(predict, latents, time, index, again).float()
         estimate = _later(schedule.clean, output, index, latents, preview)
         latents = advance(output, index, latents)
         if kept is not None:
@@ -86,6 +88,25 @@ def denoise(
         progress.step(index + 1, len(schedule), stage, estimate)
     require_finite(latents, "sampled latents")
     return latents
+
+
+def _predicted(
+    predict: Predict,
+    latents: torch.Tensor,
+    time: torch.Tensor,
+    index: int,
+    again: Callable[[BaseException], bool] | None,
+) -> torch.Tensor:
+    while True:
+        try:
+            return predict(latents, time, index)
+        except RuntimeError as error:
+            if again is None:
+                raise
+            failed = error.with_traceback(None)  # whose frames hold the tensors of the step
+        if not again(failed):
+            raise failed
+        del failed
 
 
 class NotFinite(InputError):

@@ -8,8 +8,12 @@ from typing import Any
 import torch
 
 from ..compat.errors import InputError
-from .contract import LATENT_VERSION, Latents, Loaded
+from ..compat.latent_files import on_host
+from .contract import LATENT_VERSION, Latents, Loaded, Prompt
 from .families import family_named
+from .llama import POOLED
+from .qwen import EMBEDS_2
+from .text import EMBEDS, MASK
 
 KEY = "anygpu"
 PLAIN = ("family", "task", "frames", "height", "width", "fps", "seed", "space", "version")
@@ -36,19 +40,7 @@ def from_core(loaded: Loaded, latent: Mapping[str, Any], say: Callable[[str], No
     Raises:
         InputError: no tensor of five dimensions, or a version that is newer than this pack.
     """
-    samples = latent.get("samples")
-    if not isinstance(samples, torch.Tensor) or getattr(samples, "is_nested", False) or samples.ndim != 5:
-        shape = tuple(samples.shape) if isinstance(samples, torch.Tensor) and samples.ndim else type(samples).__name__
-        raise InputError(
-            f"a LATENT of {shape}",
-            expected="video latents (1, C, T, H, W)",
-            fix="Connect the latents of a video model; an image latent cannot be decoded here.",
-        )
-    if samples.shape[0] != 1:
-        raise InputError(
-            f"a LATENT batch of {samples.shape[0]}", expected="one video", fix="Pick one with Latent From Batch."
-        )
-    samples, record = samples.detach().to("cpu", torch.float32), latent.get(KEY)
+    samples, record = on_host(samples_of(latent)).float(), latent.get(KEY)
     if not isinstance(record, Mapping):
         say("these latents come from another node: decoded as text to video with seed 0")
         return _foreign(loaded, samples)
@@ -61,13 +53,34 @@ def from_core(loaded: Loaded, latent: Mapping[str, Any], say: Callable[[str], No
     return _own(samples, record)
 
 
+def samples_of(latent: Mapping[str, Any]) -> torch.Tensor:
+    """The tensor of a LATENT, which must be one video: (1, C, T, H, W), on whatever device it is.
+
+    Raises:
+        InputError: no tensor of five dimensions, or more than one video.
+    """
+    samples = latent.get("samples")
+    if not isinstance(samples, torch.Tensor) or getattr(samples, "is_nested", False) or samples.ndim != 5:
+        shape = tuple(samples.shape) if isinstance(samples, torch.Tensor) and samples.ndim else type(samples).__name__
+        raise InputError(
+            f"a LATENT of {shape}",
+            expected="video latents (1, C, T, H, W)",
+            fix="Connect the latents of a video model; an image latent cannot be decoded here.",
+        )
+    if samples.shape[0] != 1:
+        raise InputError(
+            f"a LATENT batch of {samples.shape[0]}", expected="one video", fix="Pick one with Latent From Batch."
+        )
+    return samples
+
+
 def start_of(loaded: Loaded, latent: Mapping[str, Any] | None, say: Callable[[str], None]) -> dict[str, Any]:
     """The sampling settings that a LATENT carries: ``latents``, and ``noise_mask`` (1, 1, T or 1, H, W), 1 to draw."""
     if latent is None:
         return {}
     mask = latent.get("noise_mask")
     if mask is not None:
-        mask = mask.reshape(1, 1, -1, mask.shape[-2], mask.shape[-1]).detach().float().cpu()
+        mask = on_host(mask).float().reshape(1, 1, -1, mask.shape[-2], mask.shape[-1])
     return {"latents": from_core(loaded, latent, say), "noise_mask": mask}
 
 
@@ -84,3 +97,21 @@ def _foreign(loaded: Loaded, samples: torch.Tensor) -> Latents:
     frames = (samples.shape[2] - 1) * temporal + 1
     height, width = samples.shape[3] * spatial, samples.shape[4] * spatial
     return Latents(samples, loaded.family, "text", frames, height, width, family.FAMILY.defaults.fps, 0)
+
+
+def conditionings(prompt: Prompt) -> tuple[list[Any], list[Any]]:
+    """Positive and negative of a prompt as core's CONDITIONING, which the family's ``prompt_from_core`` reads back.
+
+    Without a negative prompt the negative is the positive with zeros for text, as core's Conditioning Zero Out.
+    """
+    positive = _conditioning(prompt.embeds)
+    if prompt.negative is not None:
+        return positive, _conditioning(prompt.negative)
+    zeros = {name: torch.zeros_like(value) if name != MASK else value for name, value in prompt.embeds.items()}
+    return positive, _conditioning(zeros)
+
+
+def _conditioning(embeds: Mapping[str, torch.Tensor]) -> list[Any]:
+    names = {MASK: "attention_mask", POOLED: "pooled_output", EMBEDS_2: "conditioning_byt5small"}
+    extra = {names[name]: value for name, value in embeds.items() if name in names and value.shape[1]}
+    return [[embeds[EMBEDS], extra]]

@@ -13,6 +13,7 @@ import torch
 
 from ..compat.errors import InputError
 from ..compat.execution import checked_leaves, execution_device, generator_for, placed, state_of
+from ..compat.vae_care import Form
 from .contract import (
     FramePackSettings,
     ImageCondition,
@@ -25,13 +26,16 @@ from .contract import (
 )
 from .denoising import cfg_acts, denoise, noise_for
 from .family import Defaults, Family
+from .fitting import recovery
 from .grid import MOST_FRAMES, snap_frames
 from .keyframes import END, START, VISION, drawn, end_strength
 from .keyframes import encode_image as encode_image
 from .llama import POOLED, llama_embeds, llama_from_core
+from .needs import beside_transformer
+from .resuming import resume_key
 from .schedule import Levels, schedule_for
-from .sections import TEMPORAL_RATIO, History, Plan, Portion, joined, plan_for, spans
-from .text import EMBEDS, MASK
+from .sections import TEMPORAL_RATIO, History, Keeper, Plan, Portion, Standing, joined, plan_for, spans
+from .text import EMBEDS, MASK, described
 from .vae import decoding
 
 SPATIAL_RATIO = 8
@@ -173,7 +177,7 @@ def sample(
     settings: SampleSettings,
     framepack: FramePackSettings,
     progress: Progress,
-    keep_section: Callable[[int, int, Latents], None] | None = None,
+    keeper: Keeper | None = None,
 ) -> Latents:
     """Latents (1, 16, T, H / 8, W / 8) in core's space, of all sections; ``frames`` says how many frames count.
 
@@ -186,8 +190,8 @@ def sample(
     returns it alone. It was found on the FramePack I2V checkpoint.
 
     Args:
-        keep_section: called after each section, in sampling order, with its index, the number of sections, and all
-            latents so far, which :func:`decode` takes.
+        keeper: told of each finished section, in sampling order, with all latents so far, which :func:`decode` takes.
+            Where it knows of the same video, sampling goes on after the last section that was finished.
 
     Raises:
         InputError: no start image, or a setting of ``framepack`` out of range.
@@ -202,20 +206,22 @@ def sample(
     start = drawn(loaded, image, START, generator).to(device)
     end = strength * drawn(loaded, image, END, generator).to(device) if strength > 0 else None
     history, texts = History(plan, start, end), _texts(loaded, prompt, plan, progress)
+    key = resume_key(loaded, prompt, image, settings, framepack) if keeper is not None else ""
+    _resume(history, generator, None if keeper is None else keeper.found(key), progress)
     shape = (*start.shape[:2], plan.sampled, *start.shape[3:])
-    hold = loaded.residency.hold("transformer", activation_bytes(plan, settings), progress)
+    hold = loaded.residency.hold("transformer", beside_transformer(loaded, settings, plan.sampled), progress)
     with hold as transformer, checked_leaves(transformer, progress.check):
-        for index in range(plan.count):
+        for index in range(len(history.lengths), plan.count):
             forward = _forward(loaded, transformer, history, image.tensors[VISION].to(device), settings)
             noise, part = noise_for(shape, generator, device), Portion(progress, index, plan.count)
             history.add(_section(loaded, forward, texts[plan.place(index)], settings, noise, part))
-            found = _so_far(loaded, history, settings, generator)
-            if keep_section is not None:
-                keep_section(index, plan.count, found)
+            found = described(_so_far(loaded, history, settings, generator), prompt)
+            if keeper is not None:
+                keeper.keep(key, index, plan.count, found, history.standing(state_of(generator)))
     return found
 
 
-def decode(loaded: Loaded, latents: Latents, progress: Progress, method: str = "auto") -> torch.Tensor:
+def decode(loaded: Loaded, latents: Latents, progress: Progress, form: Form | None = None) -> torch.Tensor:
     """Frames (F, H, W, 3) in 0..1: each section is decoded with its neighbour and blended into it, as upstream does.
 
     Latents that say nothing of sections, or were cut since, are decoded in one go.
@@ -227,7 +233,7 @@ def decode(loaded: Loaded, latents: Latents, progress: Progress, method: str = "
         lengths = []
     cuts = spans(lengths, window, inverted) if lengths else [slice(None)]
     largest = max((latents.samples[:, :, cut].shape for cut in cuts), key=math.prod)
-    with decoding(loaded, largest, progress, method) as passes:
+    with decoding(loaded, largest, progress, form) as passes:
         videos = (
             passes.decode(latents.samples[:, :, cut], Portion(progress, index, len(cuts)))
             for index, cut in enumerate(cuts)
@@ -235,11 +241,17 @@ def decode(loaded: Loaded, latents: Latents, progress: Progress, method: str = "
         return joined(videos, window, inverted)
 
 
-def activation_bytes(plan: Plan, settings: SampleSettings) -> int:
-    """A rough peak of one forward, for hosts that free memory by it: 8 fp32 copies of the token states."""
-    seen = 4  # what a section sees of the others is about as many tokens as four latent frames
-    tokens = (plan.sampled + seen) * settings.height * settings.width // 256 + VISION_TOKENS + TEXT_TOKENS
-    return tokens * 3072 * 4 * 8
+def _resume(history: History, generator: torch.Generator, standing: Standing | None, progress: Progress) -> None:
+    """Put ``history`` and ``generator`` where an earlier sampling of the same video stopped, and say so."""
+    count, wanted = history.plan.count, list(history.start.shape)
+    if standing is None or not 0 < len(standing.lengths) < count:
+        return
+    wanted[2] = standing.lengths[-1]
+    if list(standing.latents.shape) != wanted:
+        return
+    history.resume(standing)
+    generator.set_state(generator_for(0, standing.generator_state).get_state())
+    progress.say(f"goes on after section {len(standing.lengths)} of {count}, kept from a run that was cut short")
 
 
 def _counting(plan: Plan, settings: SampleSettings, ended: bool, progress: Progress) -> int:
@@ -287,7 +299,7 @@ def _section(
         opposite = forward(latents, time, text, "uncond")
         return opposite + settings.cfg * (output - opposite)
 
-    return denoise(noise, schedule, predict, progress=progress)
+    return denoise(noise, schedule, predict, progress=progress, again=recovery(loaded, progress))
 
 
 def _levels_for(loaded: Loaded, latents: torch.Tensor) -> Callable[[int], Levels]:

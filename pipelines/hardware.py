@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from ..compat.answers import answers_of
 from ..compat.check import Check, check
 from ..compat.device import facts_for, free_bytes
-from ..compat.probe_store import ProbeStore
 from ..compat.report import Line, Report, report_on
 from .contract import Progress
 from .families import FAMILIES
@@ -33,7 +33,7 @@ def hardware_report(device: Any, state: Path | None, again: bool = False) -> Rep
         UnsupportedError: torch cannot reach the device.
     """
     facts = facts_for(device)
-    store = ProbeStore(facts, state)
+    store = answers_of(facts, state)
     store.ask_all(again)
     return report_on(facts, store, TITLES, free_bytes(facts.device), note=store.note)
 
@@ -41,7 +41,7 @@ def hardware_report(device: Any, state: Path | None, again: bool = False) -> Rep
 def hardware_check(device: Any, state: Path | None) -> Iterator[Check]:
     """What fails on people's devices, tried on this one, one result at a time."""
     facts = facts_for(device)
-    return check(facts, ProbeStore(facts, state), TITLES)
+    return check(facts, answers_of(facts, state), TITLES)
 
 
 def checked(report: Report, device: Any, state: Path | None, progress: Progress) -> Report:

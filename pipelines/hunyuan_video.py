@@ -16,10 +16,13 @@ import torch
 
 from ..compat.errors import CheckpointError, InputError
 from ..compat.execution import checked_leaves, execution_device, generator_for, placed, state_of
+from ..compat.vae_care import Form
 from .contract import ImageCondition, ImageRequest, Latents, Loaded, Progress, Prompt, PromptRequest, SampleSettings
 from .denoising import Kept, cfg_acts, denoise, noise_for, start_from
 from .family import Defaults, Family
+from .fitting import recovery
 from .llama import POOLED, Sight, llama_embeds, llama_from_core
+from .needs import beside_transformer
 from .schedule import Levels, schedule_for
 from .text import EMBEDS, MASK
 from .video import decoded, encoded, kept_part
@@ -181,10 +184,11 @@ def sample(
         # The first latent frame is the picture itself: it is seen, never sampled.
         start = _later(start)
         kept = None if kept is None else Kept(_later(kept.clean), _later(kept.noise), _later(kept.mask))
-    hold = loaded.residency.hold("transformer", activation_bytes(settings), progress)
+    hold = loaded.residency.hold("transformer", beside_transformer(loaded, settings), progress)
     with hold as transformer, checked_leaves(transformer, progress.check):
         predict = _predictor(loaded, transformer, prompt, settings, _given(kind, picture), len(schedule))
-        latents = whole(denoise(start, schedule, predict, progress=progress, kept=kept, preview=whole))
+        again = recovery(loaded, progress)
+        latents = whole(denoise(start, schedule, predict, progress=progress, kept=kept, preview=whole, again=again))
     extra: dict[str, Any] = {"generator_state": state_of(generator)}
     if kind == LATENT_CONCAT:
         extra["drop_frames"] = DROPPED_FRAMES
@@ -201,15 +205,9 @@ def sample(
     )
 
 
-def decode(loaded: Loaded, latents: Latents, progress: Progress, method: str = "auto") -> torch.Tensor:
+def decode(loaded: Loaded, latents: Latents, progress: Progress, form: Form | None = None) -> torch.Tensor:
     """Frames (F, H, W, 3) in 0..1, without those that the 33-channel variant throws away."""
-    return decoded(loaded, latents.samples, progress, method)[int(latents.extra.get("drop_frames", 0)) :]
-
-
-def activation_bytes(settings: SampleSettings) -> int:
-    """A rough peak of one forward, for hosts that free memory by it: 8 fp32 copies of the token states."""
-    tokens = (settings.frames // TEMPORAL_RATIO + 1) * settings.height * settings.width // 256
-    return tokens * 3072 * 4 * 8
+    return decoded(loaded, latents.samples, progress, form)[int(latents.extra.get("drop_frames", 0)) :]
 
 
 def _sight(loaded: Loaded, request: PromptRequest) -> Sight:

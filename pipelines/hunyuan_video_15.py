@@ -11,9 +11,12 @@ from torch.nn import functional
 
 from ..compat.errors import InputError
 from ..compat.execution import checked_leaves, execution_device, generator_for, placed, state_of
+from ..compat.vae_care import Form
 from .contract import ImageCondition, ImageRequest, Latents, Loaded, Progress, Prompt, PromptRequest, SampleSettings
 from .denoising import cfg_acts, denoise, noise_for, start_from
 from .family import Defaults, Family
+from .fitting import recovery
+from .needs import beside_transformer
 from .qwen import EMBEDS_2, qwen_embeds, qwen_from_core
 from .schedule import Levels, Schedule, schedule_for
 from .text import EMBEDS
@@ -153,7 +156,7 @@ def sample(
     noise = noise_for(shape, generator, device)
     clean = None if settings.latents is None else settings.latents.samples.to(device) * scale
     forward = _Forward(loaded, prompt, image, shape, scale, schedule)
-    held = loaded.residency.hold("transformer", activation_bytes(loaded, shape), progress)
+    held = loaded.residency.hold("transformer", beside_transformer(loaded, settings), progress)
     with held as transformer, checked_leaves(transformer, progress.check):
 
         def predict(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
@@ -168,6 +171,7 @@ def sample(
             schedule,
             predict,
             progress=progress,
+            again=recovery(loaded, progress),
             kept=kept_part(settings, clean, noise),
         )
     return Latents(
@@ -183,19 +187,10 @@ def sample(
     )
 
 
-def decode(loaded: Loaded, latents: Latents, progress: Progress, method: str = "auto") -> torch.Tensor:
+def decode(loaded: Loaded, latents: Latents, progress: Progress, form: Form | None = None) -> torch.Tensor:
     """Frames (F, H, W, 3) in 0..1; in tiles of 256 pixels where the whole would be larger than one of those."""
     tile = _tile_for(latents.samples.shape[2:])
-    if tile and method == "auto":
-        progress.say(f"decoding in tiles of {tile} pixels, as upstream advises, which needs far less memory")
-    return decoded(loaded, latents.samples, progress, method, tile)
-
-
-def activation_bytes(loaded: Loaded, shape: tuple[int, ...]) -> int:
-    """A rough peak of one forward, for hosts that free memory by it: 12 copies of the token states."""
-    config = loaded.configs["transformer"]
-    width = int(config["num_attention_heads"]) * int(config["attention_head_dim"])
-    return shape[2] * shape[3] * shape[4] * width * loaded.precision.residual.itemsize * 12
+    return decoded(loaded, latents.samples, progress, form, tile)
 
 
 class _Forward:

@@ -13,6 +13,7 @@ import torch
 from ..compat.errors import InputError
 from ..compat.execution import checked_leaves, execution_device
 from .contract import Loaded, Progress, PromptRequest
+from .needs import beside_text
 from .text import EMBEDS, MASK, trimmed
 
 POOLED = "pooled_prompt_embeds"
@@ -116,7 +117,7 @@ class _Encoding:
                         prompt_template=template,
                         max_sequence_length=limit,
                         dtype=dtype,
-                        device=execution_device(self.loaded.residency),
+                        device=execution_device(self.loaded.residency, part="text_encoder"),
                         **looking,
                     )
                 )
@@ -128,7 +129,7 @@ class _Encoding:
         found = []
         with self._pipeline("text_encoder_2", tokenizer_2=self.loaded.tools["tokenizer_2"]) as pipeline:
             for text in texts:
-                device = execution_device(self.loaded.residency)
+                device = execution_device(self.loaded.residency, part="text_encoder")
                 found.append(pipeline._get_clip_prompt_embeds(text, device=device, dtype=self.loaded.precision.text))
                 self._advance()
         return found
@@ -138,7 +139,7 @@ class _Encoding:
         """The pipeline with one encoder and nothing else."""
         signature = inspect.signature(self.pipeline_class.__init__)
         empty = dict.fromkeys(name for name in signature.parameters if name != "self")
-        hold = self.loaded.residency.hold(part, 0, self.progress)
+        hold = self.loaded.residency.hold(part, beside_text(self.loaded, part), self.progress)
         with hold as encoder, checked_leaves(encoder, self.progress.check):
             yield self.pipeline_class(**{**empty, part: encoder, **tools})
 

@@ -7,28 +7,37 @@ minute is lost, and a part that a run never uses is never read.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..compat.attention import attention_for, avoided_by
+from ..compat.adapters import Adapted
+from ..compat.answers import answers_of
+from ..compat.attention import Attention, attention_for, avoided_by
+from ..compat.attention_timing import by_time
 from ..compat.checkpoints import read_json
 from ..compat.conv3d_choice import kept_timings
-from ..compat.device import facts_for, free_bytes
+from ..compat.device import DeviceFacts, facts_for, free_bytes
 from ..compat.errors import CheckpointError, InputError
-from ..compat.offload import residency_for
+from ..compat.offload import HOSTED, residency_for
 from ..compat.packages import attribute, unusable
 from ..compat.precision import Precision, precision_for
 from ..compat.probe_store import ProbeStore
 from ..compat.quirks import abilities
 from ..compat.wheels import require_kernels
-from .contract import Loaded, Parts, Progress, Silent, Tools
+from .composing import Composed, Files, composed, family_in
+from .contract import Loaded, Parts, Progress, Residency, Silent, Tools
+from .estimates import sizes_of
 from .families import FAMILIES, family_named
 from .family import Family
+from .fitting import require_room, terms_for
 from .reading import PartFiles, part_files, reader_of
 from .rewriting import Preparation, attention_step, conv3d_step
 from .safe_fp16 import TRANSFORMER, SafeFp16, read_narrow
+from .speed import SpeedRequest, speed_for
+from .storage import notes as storage_notes
+from .storage import storage_step, with_storage
 
 INDEX = "model_index.json"
 AUTO = "auto"
@@ -48,6 +57,11 @@ class LoadRequest:
         search: folders in which ``auto`` looks for other models. attention: which kernel the transformer's attention
             runs, for this pipeline alone.
         state: folder where probe results are kept; None asks the device nothing and relies on the tables.
+        files: single files to compose the pipeline of; ``model`` is then the transformer's.
+        weights, text_weights: how those of transformer and text encoders are kept, of ``compat.quantized.CHOICES``.
+        speed: fused kernels, compile, profile.
+        devices: part (``transformer``, ``text_encoder`` for all of them, ``vae``) to where it computes; ``auto`` for
+            ``device``. keep_free_gb: memory of the device that offload ``auto`` leaves to others.
     """
 
     model: Path
@@ -60,52 +74,72 @@ class LoadRequest:
     search: Sequence[Path] = ()
     attention: str = AUTO
     state: Path | None = None
+    files: Files | None = None
+    weights: str = AUTO
+    text_weights: str = AUTO
+    speed: SpeedRequest = field(default_factory=SpeedRequest)
+    devices: Mapping[str, Any] = field(default_factory=dict)
+    keep_free_gb: float = 0.0
 
 
 def load(
-    request: LoadRequest, progress: Progress | None = None, make_room: Callable[[int], None] | None = None
+    request: LoadRequest,
+    progress: Progress | None = None,
+    make_room: Callable[[int], None] | None = None,
+    hosted: Callable[..., Residency] | None = None,
 ) -> Loaded:
     """The pipeline in ``request.model``, ready to run; weights are read when a stage first needs them.
+
+    Args:
+        make_room, hosted: how a host around us frees memory, and its own residency, which offload ``auto`` then means.
 
     Raises:
         CheckpointError: a folder, file or tensor is missing, damaged, or of an unknown family.
         InputError, UnsupportedError: a choice that this model or machine cannot do.
     """
     progress = progress or Silent()
-    family, folders = _folders(request, progress)
+    single = None if request.files is None else _composed(request, request.files, progress)
+    family, folders = _folders(request, progress) if single is None else (single.family, single.folders)
     facts = facts_for(request.device)
     require_kernels(facts)
-    probes = None if request.state is None else ProbeStore(facts, request.state)
+    probes = None if request.state is None else answers_of(facts, request.state)
     precision = precision_for(family.id, facts, request.precision, probes)
-    files = _part_files(family, folders, precision)
+    files = _part_files(family, folders, precision, {} if single is None else single.files)
+    files = with_storage(files, request, family.text_parts, precision, facts)
+    free = free_bytes(facts.device)
+    weights, terms = sizes_of(files.values()), terms_for(request.devices, request.keep_free_gb, request.state)
+    evicts = make_room is not None or hosted is not None  # the host's other models leave where ours need the room
+    require_room(weights, facts.device, facts.total_bytes or None if evicts else free, terms)
     progress.check()
-    task = _task(family, folders["transformer"])
+    task = _task(family, folders["transformer"]) if single is None else single.task
     variant = _variant(family, request, files, progress)
-    width = int(files["transformer"].config.get("attention_head_dim", HEAD_WIDTH))
-    operands = precision.compute or precision.transformer
-    avoided = avoided_by(probes, (operands, precision.vae))
-    attention = attention_for(request.attention, facts, operands, width, avoided)
+    attention = _attention(request.attention, files["transformer"].config, precision, facts, probes)
     safe = SafeFp16(family.id, facts.device, active=precision.safe)
     convolutions = conv3d_step(abilities(facts, probes), kept_timings(facts, probes))
-    preparation = Preparation((convolutions, safe.step(), attention_step(attention)))
-    parts = Parts({name: reader_of(part) for name, part in files.items()}, preparation)
+    speed = speed_for(request.speed, facts.device, precision, probes, attention.why)
+    steps = (storage_step(files), convolutions, safe.step(), attention_step(attention), *speed.steps())
+    parts = Parts({name: reader_of(part) for name, part in files.items()}, Preparation(steps))
     if precision.safe and request.precision == AUTO:
         parts.fallbacks[TRANSFORMER] = partial(safe.abandon, parts, files[TRANSFORMER])
     sizes = {name: part.total_bytes for name, part in files.items()}
-    residency, reason = residency_for(request.offload, parts, facts.device, sizes, free_bytes(facts.device), make_room)
-    notes = (str(precision), f"{residency}: {reason}", str(attention))
+    hosted = speed.host_for(request.offload, hosted)
+    residency, reason = residency_for(request.offload, parts, facts.device, sizes, free, make_room, hosted, terms)
+    speed.settle_offload(getattr(residency, "mode", HOSTED), request.offload != AUTO)
+    notes = (str(precision), f"{residency}: {reason}", str(attention), *storage_notes(files), *speed.notes())
     return Loaded(
         family.id,
         task,
         parts,
         facts,
         precision,
-        residency,
-        _tools(family, folders),
+        Adapted(residency, parts),
+        _tools(family, folders) if single is None else _tools_of(single),
         {name: part.config for name, part in files.items()},
         variant,
         request.model,
         notes,
+        speed,
+        weights=weights,
     )
 
 
@@ -181,6 +215,10 @@ def _folders(request: LoadRequest, progress: Progress) -> tuple[Family, dict[str
             if name == "base" and request.image_encoder is None:
                 lacking += [part for part in ENCODER_FOLDER if part in wanted and part not in folders]
             folders.update({part: offered[part] for part in lacking if part in offered})
+    spared = _text_left_out(family, folders)
+    if spared:
+        progress.say("without text encoder: connect AnyGPU Load Prompt or core CONDITIONING")
+    folders = {part: folder for part, folder in folders.items() if part not in spared}
     for tool in family.tools:
         if tool in folders and not any(folders[tool].glob("*.json")) and not any(folders[tool].glob("*.model")):
             raise CheckpointError(
@@ -188,7 +226,7 @@ def _folders(request: LoadRequest, progress: Progress) -> tuple[Family, dict[str
                 expected=f"the {tool} of this model",
                 fix="Download the missing folder; its name must stay as published.",
             )
-    absent = [part for part in wanted if part not in folders and part not in family.optional]
+    absent = [part for part in wanted if part not in folders and part not in (*family.optional, *spared)]
     if absent:
         raise CheckpointError(
             f"no {absent[0]} for {str(model)!r}",
@@ -196,6 +234,40 @@ def _folders(request: LoadRequest, progress: Progress) -> tuple[Family, dict[str
             fix="Download the missing folder, or choose the folder that has it as base or image_encoder.",
         )
     return family, {part: folder for part, folder in folders.items() if part in wanted}
+
+
+def _attention(
+    choice: str, config: Mapping[str, Any], precision: Precision, facts: DeviceFacts, probes: ProbeStore | None
+) -> Attention:
+    """The attention of a transformer, tried out on its device, and timed there where it is left to ``auto``."""
+    width = int(config.get("attention_head_dim", HEAD_WIDTH))
+    operands = precision.compute or precision.transformer
+    avoided = avoided_by(probes, (operands, precision.vae))
+    attention = attention_for(choice, facts, operands, width, avoided)
+    return by_time(attention, facts, probes, operands, width)
+
+
+def _text_left_out(family: Family, folders: Mapping[str, Path]) -> tuple[str, ...]:
+    """The text parts and tokenizers of a model that came without any of its text encoders' folders."""
+    if any(part in folders and folders[part].is_dir() for part in family.text_parts):
+        return ()
+    return (*family.text_parts, *(tool for tool in family.tools if tool.startswith("tokenizer")))
+
+
+def _composed(request: LoadRequest, files: Files, progress: Progress) -> Composed:
+    """The pipeline of single files, with what a folder named as base lends to it."""
+    lent: dict[str, Path] = {}
+    for folder in (request.base, request.image_encoder):
+        if folder is not None:
+            lent |= _pipeline_folders(folder) if (folder / INDEX).is_file() else _subfolders(folder)
+    wanted = family_in(files.parts["transformer"])
+    lent = {name: folder for name, folder in lent.items() if name in (*wanted.parts, *wanted.tools)}
+    return composed(replace(files, lent=lent), progress)
+
+
+def _tools_of(single: Composed) -> Tools:
+    readers = {name: _tool_reader(single.family.tools[name], folder) for name, folder in single.folder_tools.items()}
+    return Tools({**single.tools, **readers})
 
 
 ENCODER_FOLDER = ("image_encoder", "feature_extractor")
@@ -226,14 +298,15 @@ def _searched(name: str, family: Family, request: LoadRequest) -> Path:
     if name == "base":
         own = request.model / "transformer" if (request.model / INDEX).is_file() else request.model
         lender, task = family.base or family.id, "text" if family.base else _task(family, own)
-        for folder in find_models(roots):
-            found = family_of_folder(folder)
-            if found is not None and found.id == lender and (folder / INDEX).is_file() and folder != request.model:
+        for spared in ((), family.text_parts):  # one with text encoders is better; without them a prompt is loaded
+            for folder in find_models(roots):
+                found = family_of_folder(folder)
+                if found is None or found.id != lender or not (folder / INDEX).is_file() or folder == request.model:
+                    continue
                 if _task(found, folder / "transformer") != task:  # its text encoder is another
                     continue
-                if all(
-                    (folder / part).is_dir() for part in family.parts if part not in ("transformer", *ENCODER_FOLDER)
-                ):
+                lent = [part for part in family.parts if part not in ("transformer", *ENCODER_FOLDER, *spared)]
+                if all((folder / part).is_dir() for part in lent):
                     return folder
     else:
         for root in roots:
@@ -249,12 +322,17 @@ def _searched(name: str, family: Family, request: LoadRequest) -> Path:
     )
 
 
-def _part_files(family: Family, folders: Mapping[str, Path], precision: Precision) -> dict[str, PartFiles]:
+def _part_files(
+    family: Family, folders: Mapping[str, Path], precision: Precision, single: Mapping[str, PartFiles]
+) -> dict[str, PartFiles]:
+    """Every part with the dtype it gets: of ``single`` files, else of its folder."""
     files: dict[str, PartFiles] = {}
     for name, (library, *classes) in family.parts.items():
-        if name not in folders:
-            continue
         dtype = {"transformer": precision.transformer, "vae": precision.vae}.get(name, precision.text)
+        if name in single:
+            files[name] = replace(single[name], dtype=dtype)
+        if name in single or name not in folders:
+            continue
         files[name] = part_files(name, library, _class_of(name, folders[name], classes), folders[name], dtype)
     if precision.safe:
         files[TRANSFORMER] = read_narrow(files[TRANSFORMER])

@@ -12,7 +12,6 @@ What files cannot tell is whether a checkpoint is distilled: the input ``variant
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,9 +22,11 @@ import torch
 from ..compat.execution import HOST, checked_leaves, execution_device, generator_for, placed, state_of
 from ..compat.offload import own_tensors
 from ..compat.transfer import Transfer
+from ..compat.vae_care import Form
 from .contract import ImageCondition, Latents, Loaded, Progress, Prompt, PromptRequest, SampleSettings
 from .denoising import Kept, Predict, cfg_acts, denoise, noise_for
 from .family import Defaults, Family
+from .fitting import recovery
 from .ltx_conditions import (
     MEAN,
     MOMENTS,
@@ -40,10 +41,10 @@ from .ltx_conditions import (
     encode_image,
     encoded_moments,
     is_first_frame,
-    latent_size,
     plain_start,
 )
 from .ltx_schedule import ltx_schedule
+from .needs import beside_transformer
 from .pictures import unsigned
 from .text import EMBEDS, MASK, batched, t5_embeds, t5_from_core
 from .vae import decoding
@@ -150,7 +151,7 @@ def guess_variant(path: Path, config: Mapping[str, Any]) -> tuple[str, str]:
 def defaults_for(loaded: Loaded) -> Defaults:
     """The defaults of the variant, and the text length of the checkpoint's own pipeline."""
     tuning = TUNING[loaded.variant]
-    tokens = FAMILY.defaults.max_tokens if _is_condition(loaded) else PLAIN_TOKENS
+    tokens = FAMILY.defaults.max_tokens if is_condition(loaded) else PLAIN_TOKENS
     return replace(FAMILY.defaults, steps=tuning.steps, cfg=tuning.cfg, max_tokens=tokens)
 
 
@@ -161,7 +162,7 @@ def encode_prompt(loaded: Loaded, request: PromptRequest, progress: Progress) ->
     """
     from diffusers import LTXConditionPipeline, LTXPipeline
 
-    pipeline = LTXConditionPipeline if _is_condition(loaded) else LTXPipeline
+    pipeline = LTXConditionPipeline if is_condition(loaded) else LTXPipeline
     positive, opposite = t5_embeds(loaded, pipeline, request, progress)
     return Prompt(FAMILY.id, positive, opposite)
 
@@ -197,7 +198,7 @@ def sample(
 
     device, generator = execution_device(loaded.residency), generator_for(settings.seed)
     anchors = anchors_of(image, settings.frames, progress)
-    conditioned = _is_condition(loaded) or bool(anchors and not is_first_frame(anchors))
+    conditioned = is_condition(loaded) or bool(anchors and not is_first_frame(anchors))
     schedule = ltx_schedule(loaded.tools["scheduler"], settings, conditioned, TUNING[loaded.variant].timesteps, device)
     clean = None if settings.latents is None else settings.latents.samples.to(device)
     canvas = Canvas(settings, device, clean, schedule.levels[0])
@@ -208,7 +209,7 @@ def sample(
         return LTXPipeline._unpack_latents(tokens[:, start.outside :], *canvas.shape[2:])
 
     with (
-        loaded.residency.hold("transformer", activation_bytes(loaded, settings), progress) as transformer,
+        loaded.residency.hold("transformer", beside_transformer(loaded, settings), progress) as transformer,
         checked_leaves(transformer, progress.check),
     ):
         predict = _predictor(transformer, loaded.precision.residual, prompt, settings, walk)
@@ -217,6 +218,7 @@ def sample(
             schedule,
             predict,
             progress=progress,
+            again=recovery(loaded, progress),
             kept=_kept(canvas, start),
             preview=unpacked,
             step=walk.step,
@@ -234,7 +236,7 @@ def sample(
     )
 
 
-def decode(loaded: Loaded, latents: Latents, progress: Progress, method: str = "auto") -> torch.Tensor:
+def decode(loaded: Loaded, latents: Latents, progress: Progress, form: Form | None = None) -> torch.Tensor:
     """Frames (F, H, W, 3) in 0..1; a VAE that removes the last noise gets it from the generator that sampled."""
     from diffusers import LTXPipeline
 
@@ -245,25 +247,17 @@ def decode(loaded: Loaded, latents: Latents, progress: Progress, method: str = "
     if loaded.configs["vae"].get("timestep_conditioning"):
         noise = noise_for(tuple(latents.samples.shape), generator, HOST)
 
-    def run(vae: Any, transfer: Transfer) -> torch.Tensor:
+    def prepare(vae: Any, transfer: Transfer) -> tuple[torch.Tensor, torch.Tensor | None]:
         with own_tensors(vae):
             mean, std = transfer.fetched(vae.latents_mean), transfer.fetched(vae.latents_std)
         samples, time = LTXPipeline._denormalize_latents(latents.samples, mean, std, _scaling(loaded)), None
         if noise is not None:
             level = torch.tensor(noise_scale)
             samples, time = (1 - level) * samples + level * noise, transfer.sent(torch.tensor([timestep]))
-        video: torch.Tensor = vae.decode(transfer.sent(samples), time, return_dict=False)[0]
-        return video
+        return samples, time
 
-    with decoding(loaded, latents.samples.shape, progress, method) as passes:
-        return unsigned(passes.decode(latents.samples, run=run))
-
-
-def activation_bytes(loaded: Loaded, settings: SampleSettings) -> int:
-    """A rough peak of one forward, for hosts that free memory by it: 12 copies of the token states of both texts."""
-    config = loaded.configs["transformer"]
-    width = int(config.get("num_attention_heads", 32)) * int(config.get("attention_head_dim", 64))
-    return math.prod(latent_size(settings)) * width * 12 * 2 * loaded.precision.residual.itemsize
+    with decoding(loaded, latents.samples.shape, progress, form) as passes:
+        return unsigned(passes.decode(latents.samples, prepare=prepare))
 
 
 def _predictor(transformer: Any, dtype: torch.dtype, prompt: Prompt, settings: SampleSettings, walk: Walk) -> Predict:
@@ -317,7 +311,7 @@ def _kept(canvas: Canvas, start: Start) -> Kept | None:
     return Kept(clean, start.noise, mask)
 
 
-def _is_condition(loaded: Loaded) -> bool:
+def is_condition(loaded: Loaded) -> bool:
     """Whether the checkpoint is of ``LTXConditionPipeline``; where no index says so, its schedule tells."""
     name = loaded.tools["index"].get("_class_name")
     if name in FAMILY.pipelines:

@@ -9,9 +9,12 @@ from typing import Any
 import torch
 
 from ..compat.execution import checked_leaves, execution_device, generator_for, placed, state_of
+from ..compat.vae_care import Form
 from .contract import ImageCondition, Latents, Loaded, Progress, Prompt, PromptRequest, SampleSettings
 from .denoising import cfg_acts, denoise, noise_for, start_from
 from .family import Defaults, Family
+from .fitting import recovery
+from .needs import beside_transformer
 from .schedule import Levels, schedule_for
 from .text import EMBEDS, MASK, batched, t5_embeds, t5_from_core
 from .video import decoded, encoded, kept_part
@@ -77,7 +80,7 @@ def sample(
     noise = noise_for(latent_shape(settings), generator, device)
     clean = None if settings.latents is None else _to_model(loaded, settings.latents.samples).to(device)
     text = placed(batched(prompt, settings.cfg > 1.0), device, dtype)
-    held: Any = loaded.residency.hold("transformer", activation_bytes(settings), progress)
+    held: Any = loaded.residency.hold("transformer", beside_transformer(loaded, settings), progress)
     with held as transformer, checked_leaves(transformer, progress.check), warnings.catch_warnings():
         # Its rotary embedding asks the CPU for an fp32 autocast, which is a no-op there, with a warning per step.
         warnings.filterwarnings("ignore", message="In CPU autocast")
@@ -104,6 +107,7 @@ def sample(
             schedule,
             predict,
             progress=progress,
+            again=recovery(loaded, progress),
             kept=kept_part(settings, clean, noise),
         )
     return Latents(
@@ -119,21 +123,15 @@ def sample(
     )
 
 
-def decode(loaded: Loaded, latents: Latents, progress: Progress, method: str = "auto") -> torch.Tensor:
+def decode(loaded: Loaded, latents: Latents, progress: Progress, form: Form | None = None) -> torch.Tensor:
     """Frames (F, H, W, 3) in 0..1."""
-    return decoded(loaded, latents.samples, progress, method)
+    return decoded(loaded, latents.samples, progress, form)
 
 
 def latent_shape(settings: SampleSettings) -> tuple[int, ...]:
     """(1, C, T, H, W) of the latents."""
     frames = (settings.frames - 1) // TEMPORAL_RATIO + 1
     return 1, CHANNELS, frames, settings.height // SPATIAL_RATIO, settings.width // SPATIAL_RATIO
-
-
-def activation_bytes(settings: SampleSettings) -> int:
-    """A rough peak of one forward, for hosts that free memory by it: 8 fp32 copies of the token states."""
-    tokens = settings.frames // TEMPORAL_RATIO * settings.height * settings.width // 256
-    return tokens * 3072 * 4 * 8
 
 
 def _levels(steps: int) -> Levels:

@@ -11,6 +11,7 @@ import torch
 from ..compat.errors import InputError
 from ..compat.execution import checked_leaves, execution_device
 from .contract import Loaded, Progress, PromptRequest
+from .needs import beside_text
 from .text import EMBEDS, require_fitting
 
 EMBEDS_2 = "prompt_embeds_2"
@@ -33,8 +34,9 @@ def qwen_embeds(loaded: Loaded, request: PromptRequest, progress: Progress) -> t
     total, states = len(texts) + sum(quote is not None for quote in quoted), []
     from diffusers import HunyuanVideo15Pipeline
 
-    device = execution_device(loaded.residency)
-    with loaded.residency.hold("text_encoder", 0, progress) as encoder, checked_leaves(encoder, progress.check):
+    device = execution_device(loaded.residency, part="text_encoder")
+    hold = loaded.residency.hold("text_encoder", beside_text(loaded, "text_encoder"), progress)
+    with hold as encoder, checked_leaves(encoder, progress.check):
         for index, (text, length) in enumerate(zip(texts, lengths, strict=True)):
             found, mask = HunyuanVideo15Pipeline._get_mllm_prompt_embeds(
                 encoder, chat, [text], device, tokenizer_max_length=length - chat.crop, crop_start=chat.crop
@@ -144,8 +146,9 @@ def _glyph_embeds(
     wanted = [index for index, quote in enumerate(quoted) if quote is not None]
     if not wanted:
         return found
-    tokenizer, device = loaded.tools["tokenizer_2"], execution_device(loaded.residency)
-    with loaded.residency.hold("text_encoder_2", 0, progress) as encoder, checked_leaves(encoder, progress.check):
+    tokenizer, device = loaded.tools["tokenizer_2"], execution_device(loaded.residency, part="text_encoder")
+    hold = loaded.residency.hold("text_encoder_2", beside_text(loaded, "text_encoder_2"), progress)
+    with hold as encoder, checked_leaves(encoder, progress.check):
         for done, index in enumerate(wanted):
             length = len(tokenizer(quoted[index])["input_ids"])
             states, mask = HunyuanVideo15Pipeline._get_byt5_prompt_embeds(

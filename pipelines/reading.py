@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compat.checkpoints import STORED, TensorEntry, declared, read_json, read_tensors, weight_files
+from ..compat.checkpoints import TensorEntry, declared, read_json, read_tensors, weight_files
 from ..compat.errors import CheckpointError
 from ..compat.offload import amount
 from ..compat.packages import attribute
+from ..compat.quantized import kept_plain, memory_bytes, pack, packable, stays_packed
+from ..compat.soundness import fault_in_weight
 from .contract import Progress
 
 NAMED = 3  # how many tensor names an error quotes
@@ -26,9 +28,12 @@ class PartFiles:
     """Where a part is and what it is; headers were read, weights were not.
 
     Args:
-        name: part name. library, cls: what builds it. folder: its folder. config: its ``config.json``.
+        name: part name. library, cls: what builds it. folder: its folder, or its file. config: its ``config.json``.
         entries: its tensors. dtype: what floating tensors become. dtype_of: from name and shape of a floating tensor to
             what it becomes instead; one that does not fit stays as ``dtype``.
+        storage: how its blocks' weights are kept in memory, of ``compat.quantized.CHOICES``. keeps_packed: whether
+            those that the file has packed stay as they are. by_bits: whether the device's own cast of bf16 is broken.
+        mapped: whether large tensors that need no cast may be views of the file.
     """
 
     name: str
@@ -39,16 +44,23 @@ class PartFiles:
     entries: Mapping[str, TensorEntry]
     dtype: torch.dtype
     dtype_of: Callable[[str, tuple[int, ...]], torch.dtype] | None = None
+    storage: str = "auto"
+    keeps_packed: bool = False
+    by_bits: bool = False
+    mapped: bool = False
 
     @property
     def total_bytes(self) -> int:
         """Bytes of the part once it is in memory."""
-        return sum(
-            math.prod(entry.shape) * self.becomes(name).itemsize
-            if STORED[entry.dtype].is_floating_point
-            else entry.total_bytes
-            for name, entry in self.entries.items()
-        )
+        return sum(self.bytes_of(name, entry) for name, entry in self.entries.items())
+
+    def bytes_of(self, name: str, entry: TensorEntry) -> int:
+        """Bytes of the tensor ``name`` once it is in memory."""
+        if not entry.is_floating:
+            return entry.total_bytes
+        if self.dtype_of is not None or (self.storage == "auto" and not self.keeps_packed):
+            return math.prod(entry.shape) * self.becomes(name).itemsize
+        return memory_bytes(name, entry, self.storage, self.keeps_packed, self.dtype)
 
     def becomes(self, name: str) -> torch.dtype:
         """The dtype of the floating tensor ``name`` in memory."""
@@ -75,21 +87,34 @@ def reader_of(files: PartFiles) -> Callable[[Progress], nn.Module]:
 
     def read(progress: Progress) -> nn.Module:
         with torch.inference_mode(False), torch.no_grad():
-            tensors = _tensors(files, _advance(files, progress))
             build = _built_by_diffusers if files.library == "diffusers" else _built_by_transformers
-            return build(files, tensors).eval().requires_grad_(False)
+            return build(files, _advance(files, progress)).eval().requires_grad_(False)
 
     return read
 
 
-def _tensors(files: PartFiles, advance: Callable[[int], None]) -> dict[str, torch.Tensor]:
+def _tensors(files: PartFiles, advance: Callable[[int], None], leave: Container[str] = ()) -> dict[str, torch.Tensor]:
+    """The tensors of a part, without those in ``leave``, each in the dtype that it becomes.
+
+    Raises:
+        CheckpointError: a weight that cannot be right: nothing but zeros, or values that are not finite.
+    """
     found: dict[str, torch.Tensor] = {}
-    for dtype in sorted({files.becomes(name) for name in files.entries}, key=str):
-        mine = {name: entry for name, entry in files.entries.items() if files.becomes(name) is dtype}
-        found |= read_tensors(mine, dtype, advance)
+    wanted = {name: entry for name, entry in files.entries.items() if name not in leave}
+    for dtype in sorted({files.becomes(name) for name in wanted}, key=str):
+        mine = {name: entry for name, entry in wanted.items() if files.becomes(name) is dtype}
+        found |= read_tensors(mine, dtype, advance, files.mapped)
         if dtype is torch.float16 and dtype is not files.dtype:
             high = {name for name in mine if found[name].is_floating_point() and not found[name].isfinite().all()}
             found |= read_tensors({name: mine[name] for name in high}, files.dtype, lambda _: None)
+    for name, tensor in found.items():
+        fault = fault_in_weight(name, tensor)
+        if fault:
+            raise CheckpointError(
+                f"{fault} in the weight {name!r} of {str(files.entries[name].file)!r}",
+                expected="weights as published",
+                fix="Download this file again; a download that was resumed wrongly leaves zeros.",
+            )
     return found
 
 
@@ -105,23 +130,54 @@ def _advance(files: PartFiles, progress: Progress) -> Callable[[int], None]:
     return advance
 
 
-def _built_by_diffusers(files: PartFiles, tensors: dict[str, torch.Tensor]) -> nn.Module:
+def _built_by_diffusers(files: PartFiles, advance: Callable[[int], None]) -> nn.Module:
     from accelerate import init_empty_weights
 
     cls: Any = attribute("diffusers", files.cls)
     with init_empty_weights():
         module: nn.Module = cls.from_config(dict(files.config))
+    layers = packable(module) if files.keeps_packed or files.storage != "auto" else {}
+    kept = {
+        name: layers[layer]
+        for name, entry in files.entries.items()
+        if (layer := name.removesuffix(".weight")) in layers
+        and ((files.keeps_packed and stays_packed(name, entry)) or _kept_plain(files, name, entry))
+    }
+    tensors = _tensors(files, advance, kept)
+    for name, linear in kept.items():
+        _keep_packed(files, name, linear, advance)
     try:
         result = module.load_state_dict(tensors, strict=False, assign=True)
     except RuntimeError as error:
         raise _misfit(files, error) from error
-    _require_same(files, result.missing_keys, result.unexpected_keys)
+    packed = {name.removesuffix("weight") + inner for name in kept for inner in ("stored", "factors")}
+    _require_same(files, [name for name in result.missing_keys if name not in packed], result.unexpected_keys)
     return module
 
 
-def _built_by_transformers(files: PartFiles, tensors: dict[str, torch.Tensor]) -> nn.Module:
+def _keep_packed(files: PartFiles, name: str, layer: nn.Linear, advance: Callable[[int], None]) -> None:
+    """Give ``layer`` its weight as the file has it."""
+    entry = files.entries[name]
+    if tuple(entry.shape) != (layer.out_features, layer.in_features):
+        raise _misfit(files, ValueError(f"{name} is {entry.shape}, not {(layer.out_features, layer.in_features)}"))
+    stored = read_tensors({name: entry}, None, advance, files.mapped)[name]
+    factors = None
+    if entry.scale is not None:
+        factors = read_tensors({name: entry.scale}, torch.float32, lambda _bytes: None)[name].reshape(-1, 1)
+    pack(layer, stored, factors, files.dtype, entry.codec, files.by_bits)
+
+
+def _kept_plain(files: PartFiles, name: str, entry: TensorEntry) -> bool:
+    return files.dtype_of is None and kept_plain(name, entry, files.storage, files.dtype)
+
+
+def _built_by_transformers(files: PartFiles, advance: Callable[[int], None]) -> nn.Module:
+    tensors = _tensors(files, advance)
     cls: Any = attribute("transformers", files.cls)
-    config = cls.config_class.from_pretrained(str(files.folder), local_files_only=True)
+    if files.folder.is_dir():
+        config = cls.config_class.from_pretrained(str(files.folder), local_files_only=True)
+    else:
+        config = cls.config_class.from_dict(dict(files.config))
     try:
         with _without_bars():
             module, found = cls.from_pretrained(

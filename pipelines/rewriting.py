@@ -57,29 +57,48 @@ class Step:
     apply: Apply
 
 
+class Done:
+    """What was done to a part, and the way back: all of it when called, or down to an order."""
+
+    def __init__(self) -> None:
+        self.undo: list[tuple[Order, Undo]] = []
+
+    def __call__(self) -> None:
+        """Take back everything, last one first."""
+        self.back_to(Order.STORAGE)
+
+    def back_to(self, order: Order) -> None:
+        """Take back the steps of ``order`` and later, last one first."""
+        while self.undo and self.undo[-1][0] >= order:
+            self.undo.pop()[1]()
+
+
 @dataclass(frozen=True, slots=True)
 class Preparation:
     """The steps that each part of one pipeline goes through; facts and choices are bound into them."""
 
     steps: tuple[Step, ...] = ()
 
-    def __call__(self, part: str, module: nn.Module) -> Undo:
-        """Apply the steps to a part that was just read; returns what takes them all back, last one first.
+    def __call__(self, part: str, module: nn.Module) -> Done:
+        """Apply the steps to a part that was just read; returns what takes them all back, last one first."""
+        return self.onwards(part, module, Done(), Order.STORAGE)
 
-        A step that fails takes back those before it, so that no part is left half changed.
+    def onwards(self, part: str, module: nn.Module, done: Done, order: Order) -> Done:
+        """Apply the steps of ``order`` and later to a part that ``done`` tells the earlier ones of, and return it.
+
+        A step that fails takes back those of this call before it, so that no part is left half changed.
         """
-        undo: list[Undo] = []
         try:
             with torch.inference_mode(False), torch.no_grad():
-                for step in sorted(self.steps, key=lambda step: step.order):
+                for step in sorted((step for step in self.steps if step.order >= order), key=lambda step: step.order):
                     back = step.apply(part, module)
                     if back is not None:
                         log.debug("%s: %s", part, step.name)
-                        undo.append(back)
+                        done.undo.append((step.order, back))
         except BaseException:
-            _take_back(undo)
+            done.back_to(order)
             raise
-        return partial(_take_back, undo)
+        return done
 
     def with_steps(self, steps: Iterable[Step]) -> Preparation:
         """This plan with further steps, which find their own place."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol
 
 import torch
 
 from ..compat.errors import InputError
-from .contract import FramePackSettings, Progress
+from .contract import FramePackSettings, Latents, Progress
 from .pictures import unsigned
 
 TEMPORAL_RATIO = 4
@@ -162,6 +163,38 @@ class History:
         else:
             self.latents = torch.cat([self.latents, latents], dim=2)
         self.lengths.append(self.latents.shape[2])
+
+    def standing(self, generator_state: bytes) -> Standing:
+        """All that the next section needs, on the CPU."""
+        return Standing(self.latents.cpu(), tuple(self.lengths), generator_state)
+
+    def resume(self, standing: Standing) -> None:
+        """Take in the sections of an earlier sampling of the same video."""
+        self.latents, self.lengths = standing.latents.to(self.start.device), list(standing.lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where a sampling stands between two sections.
+
+    Args:
+        latents: sampled so far, (1, C, T, H, W), fp32, in the transformer's space, so that no bit is lost on the way.
+        lengths: latent frames there were after each section. generator_state: for the noise of the next one.
+    """
+
+    latents: torch.Tensor
+    lengths: tuple[int, ...]
+    generator_state: bytes
+
+
+class Keeper(Protocol):
+    """Who keeps finished sections, and gives them back when the same video is asked for again."""
+
+    def found(self, key: str) -> Standing | None:
+        """Where a sampling of the same ``key`` that was cut short stands; None where there is none."""
+
+    def keep(self, key: str, index: int, count: int, latents: Latents, standing: Standing) -> None:
+        """Take in all sections so far, after section ``index`` of ``count``; ``latents`` can be decoded."""
 
 
 @dataclass(frozen=True, slots=True)

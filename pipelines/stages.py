@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 
 from ..compat.errors import InputError, UnsupportedError
 from ..compat.soundness import fault_in_latents
+from ..compat.vae_care import Form
 from .contract import (
     FramePackSettings,
     ImageCondition,
@@ -22,11 +23,19 @@ from .contract import (
     SampleSettings,
 )
 from .denoising import require_finite
+from .embeddings import require_text_encoder
+from .estimates import Size
 from .families import family_named
 from .family import Family
+from .fitting import accounted, fitted_for
 from .grid import check_steps, snap
 from .pictures import checked_frames, fitted, fitted_size
+from .profiling import profiled
 from .safe_fp16 import with_fallback
+from .sections import Keeper
+from .shortage import shortage_explained
+from .speed import sped_up
+from .text import described
 
 MOST_TOKENS = 1024
 NEUTRAL: dict[str, Any] = {  # settings that mean "nothing asked"
@@ -49,6 +58,8 @@ NEUTRAL: dict[str, Any] = {  # settings that mean "nothing asked"
 }
 
 
+@profiled("encode prompt")
+@accounted("text")
 def encode_prompt(loaded: Loaded, request: PromptRequest, progress: Progress) -> Prompt:
     """The prompt and its negative as embeddings; afterwards no text encoder is on the device.
 
@@ -56,6 +67,7 @@ def encode_prompt(loaded: Loaded, request: PromptRequest, progress: Progress) ->
         InputError: an empty or over-long prompt, or a template without its place for the prompt.
     """
     family = family_named(loaded.family)
+    require_text_encoder(loaded)
     if not request.text.strip():
         raise InputError("an empty prompt", expected="a text that describes the video", fix="Type a prompt.")
     limit = request.max_tokens or of_checkpoint(loaded).defaults.max_tokens
@@ -74,9 +86,11 @@ def encode_prompt(loaded: Loaded, request: PromptRequest, progress: Progress) ->
         progress.say("template_crop has no effect without a template")
     image = None if request.image is None else checked_frames(request.image, "the prompt's image")
     report_unused(family.FAMILY, request, ("template", "sections", "image"), progress)
+    fitted_for(loaded, "text", None, progress)
     try:
         found = family.encode_prompt(loaded, replace(request, max_tokens=limit, image=image), progress)
-        return replace(found, opposed=bool(request.negative.strip()))
+        texts = {"text": request.text, "negative_text": request.negative}
+        return replace(found, opposed=bool(request.negative.strip()), extra=texts)
     finally:
         release_text(loaded, family.FAMILY)
 
@@ -107,6 +121,8 @@ def prompt_from_core(loaded: Loaded, positive: Any, negative: Any = None) -> Pro
     )
 
 
+@profiled("encode image")
+@accounted("image")
 def encode_image(loaded: Loaded, request: ImageRequest, fit: str, progress: Progress) -> ImageCondition:
     """The pictures fitted to a size of the family and encoded; ``width`` and ``height`` say which size.
 
@@ -134,6 +150,7 @@ def encode_image(loaded: Loaded, request: ImageRequest, fit: str, progress: Prog
     return family.encode_image(loaded, replace(request, frames=pictures, width=width, height=height), progress)
 
 
+@profiled("encode video")
 def encode_video(
     loaded: Loaded, frames: torch.Tensor, width: int, height: int, fit: str, seed: int, progress: Progress
 ) -> Latents:
@@ -159,6 +176,8 @@ def encode_video(
     return Latents(samples, loaded.family, "video", count, height, width, family.FAMILY.defaults.fps, seed)
 
 
+@profiled("sample")
+@accounted("sampling")
 def sample(
     loaded: Loaded, prompt: Prompt, image: ImageCondition | None, settings: SampleSettings, progress: Progress
 ) -> Latents:
@@ -177,9 +196,20 @@ def sample(
     settings = _completed(of_checkpoint(loaded), prompt, image, settings, progress)
     _require_image(loaded, family.FAMILY, image)
     release_text(loaded, family.FAMILY)
-    return with_fallback(loaded, progress, lambda: family.sample(loaded, prompt, image, settings, progress))
+    fitted_for(loaded, "sampling", size_of(settings), progress)
+    with shortage_explained(loaded, family.FAMILY, "sampling", settings):
+        found = with_fallback(
+            loaded,
+            progress,
+            lambda: sped_up(
+                loaded, settings, progress, lambda: family.sample(loaded, prompt, image, settings, progress)
+            ),
+        )
+    return described(found, prompt)
 
 
+@profiled("sample")
+@accounted("sampling")
 def sample_framepack(
     loaded: Loaded,
     prompt: Prompt,
@@ -187,9 +217,9 @@ def sample_framepack(
     settings: SampleSettings,
     framepack: FramePackSettings,
     progress: Progress,
-    keep_section: Callable[[int, int, Latents], None] | None = None,
+    keeper: Keeper | None = None,
 ) -> Latents:
-    """FramePack's sampled latents; ``keep_section(index, count, latents so far)`` is called after each section."""
+    """FramePack's sampled latents; ``keeper`` is told of each finished section, and may know of some already."""
     family = family_named(loaded.family)
     if loaded.family != "framepack":
         raise UnsupportedError(
@@ -200,18 +230,30 @@ def sample_framepack(
     settings = replace(settings, frames=family.frames_for(framepack, settings.fps or family.FAMILY.defaults.fps))
     settings = _completed(family.FAMILY, prompt, image, settings, progress)
     release_text(loaded, family.FAMILY)
-    return with_fallback(
-        loaded,
-        progress,
-        lambda: family.sample(loaded, prompt, image, settings, framepack, progress, keep_section),
-    )
+    fitted_for(loaded, "sampling", size_of(settings, framepack.window), progress)
+    with shortage_explained(loaded, family.FAMILY, "sampling", settings):
+        return with_fallback(
+            loaded,
+            progress,
+            lambda: sped_up(
+                loaded,
+                settings,
+                progress,
+                lambda: family.sample(loaded, prompt, image, settings, framepack, progress, keeper),
+            ),
+        )
 
 
-def decode(loaded: Loaded, latents: Latents, progress: Progress, method: str = "auto") -> torch.Tensor:
+@profiled("decode")
+@accounted("decoding")
+def decode(
+    loaded: Loaded, latents: Latents, progress: Progress, method: str = "auto", form: Form | None = None
+) -> torch.Tensor:
     """Frames (F, H, W, 3) in 0..1, as many as were asked for.
 
     Args:
-        method: ``auto`` decodes whole and takes tiles where that fails; ``full`` and ``tiled`` do as they say.
+        method: ``auto`` decodes whole and in smaller parts where that fails; the others do as they say.
+        form: the method with its tile, overlap and frames per chunk, in place of ``method``.
 
     Raises:
         InputError: latents of another family, or not finite. UnsupportedError: what came out cannot be right.
@@ -227,7 +269,26 @@ def decode(loaded: Loaded, latents: Latents, progress: Progress, method: str = "
             fix="Decode them with the model that made them.",
         )
     release_text(loaded, family.FAMILY)
-    return family.decode(loaded, latents, progress, method)[: latents.frames]
+    chosen = form or Form(method)
+    hint = "" if chosen.method in ("auto", "streaming", "cpu") else "set method to auto, which goes on in smaller parts"
+    with shortage_explained(loaded, family.FAMILY, "decoding", latents, hint):
+        return family.decode(loaded, latents, progress, chosen)[: latents.frames]
+
+
+def with_decode_noise(loaded: Loaded, latents: Latents, timestep: float, scale: float, progress: Progress) -> Latents:
+    """``latents`` that are decoded at ``timestep`` after noise of ``scale`` was put on them; below 0 the model's own.
+
+    Raises:
+        InputError: above 1.
+    """
+    asked = {"decode_timestep": timestep, "decode_noise_scale": scale}
+    asked = {name: value for name, value in asked.items() if value >= 0}
+    for name, value in asked.items():
+        if value > 1.0:
+            raise InputError(f"{name} {value}", expected="0 to 1, or -1", fix="The nearest valid value is 1.")
+    if asked and not loaded.configs["vae"].get("timestep_conditioning"):
+        progress.say(f"no effect of {' and '.join(asked)}: this VAE removes no noise")
+    return replace(latents, extra={**latents.extra, **asked}) if asked else latents
 
 
 def of_checkpoint(loaded: Loaded) -> Family:
@@ -241,6 +302,11 @@ def release_text(loaded: Loaded, family: Family) -> None:
     """Take the text encoders off the device; where that is the host, free their memory."""
     for part in family.text_parts:
         loaded.residency.release(part)
+
+
+def size_of(settings: SampleSettings, window: int = 9) -> Size:
+    """The size of a run, for forecasts."""
+    return Size(settings.width, settings.height, settings.frames, settings.cfg > 1.0, window)
 
 
 def report_unused(family: Family, request: Any, names: tuple[str, ...], progress: Progress) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ from torch.nn import functional
 
 from ..compat.errors import InputError
 from ..compat.execution import checked_leaves, execution_device
-from .contract import Loaded, Progress, Prompt, PromptRequest
+from .contract import Latents, Loaded, Progress, Prompt, PromptRequest
+from .needs import beside_text
 
 EMBEDS, MASK = "prompt_embeds", "prompt_attention_mask"
 
@@ -47,8 +49,9 @@ def t5_embeds(
     tokenizer, texts = loaded.tools["tokenizer"], (request.text, request.negative)
     for text, subject in zip(texts, ("prompt", "negative prompt"), strict=True):
         require_fitting(tokenizer, text, request.max_tokens, subject)
-    device = execution_device(loaded.residency)
-    with loaded.residency.hold("text_encoder", 0, progress) as encoder, checked_leaves(encoder, progress.check):
+    device = execution_device(loaded.residency, part="text_encoder")
+    hold = loaded.residency.hold("text_encoder", beside_text(loaded, "text_encoder"), progress)
+    with hold as encoder, checked_leaves(encoder, progress.check):
         pipeline = pipeline_class(
             scheduler=None, vae=None, transformer=None, text_encoder=encoder, tokenizer=tokenizer, **configuration
         )
@@ -85,3 +88,9 @@ def t5_from_core(embeds: torch.Tensor, extra: Mapping[str, Any]) -> dict[str, to
     mask = extra.get("attention_mask")
     valid = torch.ones(embeds.shape[:2], dtype=torch.bool) if mask is None else mask.reshape(1, -1).bool()
     return trimmed({EMBEDS: embeds.float(), MASK: valid.to(embeds.device)})
+
+
+def described(latents: Latents, prompt: Prompt) -> Latents:
+    """``latents`` that know the words they were made of, where the prompt does."""
+    texts = {"prompt": prompt.extra.get("text", ""), "negative": prompt.extra.get("negative_text", "")}
+    return replace(latents, extra={**latents.extra, **{name: text for name, text in texts.items() if text}})

@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional
 
 from ..compat.execution import generator_for
+from ..compat.vae_care import Form
 from .contract import Loaded, Progress, SampleSettings
 from .denoising import Kept
 from .pictures import unsigned
@@ -13,14 +14,14 @@ from .vae import decoding, encoding
 
 
 def decoded(
-    loaded: Loaded, samples: torch.Tensor, progress: Progress, method: str = "auto", tile: int = 0
+    loaded: Loaded, samples: torch.Tensor, progress: Progress, form: Form | None = None, tile: int = 0
 ) -> torch.Tensor:
     """Frames (F, H, W, 3) in 0..1 from latents in the VAE's own space.
 
     Args:
-        method: ``auto``, ``full`` or ``tiled``. tile: pixels per tile that ``auto`` begins with; 0 for whole.
+        form: what the user asks; None for ``auto``. tile: pixels per tile that ``auto`` begins with; 0 for whole.
     """
-    with decoding(loaded, samples.shape, progress, method, tile) as passes:
+    with decoding(loaded, samples.shape, progress, form, tile) as passes:
         return unsigned(passes.decode(samples))
 
 

@@ -81,7 +81,13 @@ def test_there_is_no_help_for_a_node_that_does_not_exist():
     assert {path.name for path in (ROOT / "web" / "docs").iterdir() if path.is_dir()} == set(NODES)
 
 
-@pytest.mark.parametrize("node_id", [name for name in NODES if "## Who uses what" in page(f"web/docs/{name}/en.md")])
+def tells_families_apart(node_id: str) -> bool:
+    """Whether a node's help has a table of families; a page that is missing fails another test, not the collection."""
+    help_page = ROOT / "web" / "docs" / node_id / "en.md"
+    return help_page.is_file() and "## Who uses what" in help_page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("node_id", [name for name in NODES if tells_families_apart(name)])
 def test_help_says_which_family_uses_an_input(node_id):
     for cell, *answers in table_rows(page(f"web/docs/{node_id}/en.md"), "Who uses what"):
         name = cell.strip("`")

@@ -21,12 +21,12 @@ COMFY = {
     "latent_preview",
     "execution",
 }
-HEAVY = {"diffusers", "transformers", "accelerate", "av", "gguf", "torchao", "peft"}
+HEAVY = {"diffusers", "transformers", "accelerate", "av", "gguf", "torchao", "peft", "trimesh"}
 OURS = {"compat", "kernels", "pipelines", "paint", "host", "nodes", "showcase", "cli"}
 MAY_IMPORT: dict[str, set[str]] = {  # room -> rooms of ours; the longest prefix wins
     "kernels": {"kernels"},
     "compat": {"compat"},
-    "compat/rewrites.py": {"compat", "kernels"},
+    "compat/rewrites": {"compat", "kernels"},
     "pipelines": {"compat", "pipelines"},
     "paint": {"compat", "paint"},
     "host": {"compat", "pipelines", "paint", "host"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 
 import pytest
@@ -142,3 +143,119 @@ def test_broken_json_is_named(tmp_path, content):
         (tmp_path / "model_index.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"model_index\.json"):
         checkpoints.read_json(tmp_path / "model_index.json", "a diffusers pipeline")
+
+
+def bad(tmp_path, header: object, data: bytes = b"", name: str = "bad.safetensors"):
+    """A file with a header of its own."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path = tmp_path / name
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return path
+
+
+def entry(*offsets: int, shape: tuple[int, ...] = (1,), dtype: str = "F32") -> dict[str, object]:
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+
+
+@pytest.mark.parametrize(
+    ("header", "data", "word"),
+    [
+        ({"a": entry(0, 4), "b": entry(0, 4)}, 4, "overlaps another"),
+        ({"a": entry(0, 4), "b": entry(2, 6)}, 6, "overlaps another"),
+        ({"a": entry(0, 4), "b": entry(8, 12)}, 12, "leaves a hole"),
+        ({"a": entry(4, 8)}, 8, "leaves a hole"),
+        ({"a": entry(0, 4)}, 8, "8 bytes of tensors where its header declares 4"),
+        (b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}, "a": 1}', 4, "the name 'a' twice"),
+        ({"a": entry(-4, 0)}, 0, "without offsets"),
+        ({"a": entry(0, 4.0)}, 4, "without offsets"),
+        ({"a": entry(0, True, shape=(1,), dtype="U8")}, 1, "without offsets"),
+        ({"a": entry(0, 0, shape=(0, 2**62, 2**62))}, 0, "without offsets"),
+        ({"a": entry(0, 4, dtype="F3")}, 4, "of F3"),
+        ({"a": entry(0, 4, shape=(2,))}, 4, r"F32 \(2,\) in 4 bytes"),
+        (b"[" * 100_000, 0, "not JSON"),
+        (b"\xff\xfe", 0, "not JSON"),
+        ([], 0, "not an object"),
+        ({"a": 3}, 0, "without offsets"),
+    ],
+)
+def test_a_header_that_cannot_be_is_refused(tmp_path, header, data, word):
+    path = bad(tmp_path, header, bytes(data))
+    with pytest.raises(CheckpointError, match=word):
+        checkpoints.header_of(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        (b"", "only 0 bytes"),
+        (b"1234", "only 4 bytes"),
+        (struct.pack("<Q", 2**60) + b"{}", "a header of 1152921504606846976 bytes in a file of 10 bytes"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "a Git LFS pointer"),
+        (b"<!DOCTYPE html><html></html>", "a web page"),
+        (b"PK\x03\x04" + bytes(40), "a pickle of torch.save"),
+        (b"GGUF" + bytes(40), "a GGUF file"),
+    ],
+)
+def test_another_file_under_this_name_is_told(tmp_path, content, word):
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match=word):
+        checkpoints.header_of(tmp_path / "model.safetensors")
+
+
+def test_a_folder_a_loop_and_nothing_are_one_line(tmp_path):
+    (tmp_path / "loop.safetensors").symlink_to(tmp_path / "loop.safetensors")
+    (tmp_path / "folder.safetensors").mkdir()
+    for name in ("loop", "folder", "absent"):
+        with pytest.raises(CheckpointError) as caught:
+            checkpoints.header_of(tmp_path / f"{name}.safetensors")
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("change", ["longer", "replaced", "gone"])
+def test_a_file_that_changes_between_header_and_weights_is_refused(file, change, mapped):
+    path, _ = file
+    entries = checkpoints.declared([path])
+    if change == "longer":
+        path.write_bytes(path.read_bytes() + b"0")
+    elif change == "replaced":
+        stamp = path.stat().st_mtime_ns + 1_000_000
+        os.utime(path, ns=(stamp, stamp))
+    else:
+        path.unlink()
+    with pytest.raises(CheckpointError, match=r"changed since its header was read|cannot be read"):
+        checkpoints.read_tensors(entries, None, ignore, mapped)
+
+
+def test_two_shards_with_one_name_are_refused(tmp_path):
+    for name in ("one", "two"):
+        save_file({"a": torch.zeros(1)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(CheckpointError, match=r"tensor 'a', which one\.safetensors has too"):
+        checkpoints.declared([tmp_path / "one.safetensors", tmp_path / "two.safetensors"])
+
+
+def test_large_tensors_are_views_that_do_not_write_to_the_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoints, "VIEW_BYTES", 64)
+    tensors = {"large": torch.randn(64, 8), "small": torch.randn(3), "half": torch.randn(64).bfloat16()}
+    path = tmp_path / "model.safetensors"
+    save_file(tensors, path)
+    before = path.read_bytes()
+    entries, read = checkpoints.declared([path]), []
+    found = checkpoints.read_tensors(entries, None, read.append, mapped=True)
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    assert sum(read) == sum(tensor.nbytes for tensor in tensors.values())
+    assert found["large"].untyped_storage().nbytes() != found["small"].untyped_storage().nbytes() == 12
+    found["large"].fill_(0)
+    assert path.read_bytes() == before
+    cast = checkpoints.read_tensors(entries, torch.float32, ignore, mapped=True)
+    assert torch.equal(cast["half"], tensors["half"].float())
+
+
+def test_every_bf16_pattern_becomes_fp32_exactly(tmp_path):
+    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    save_file({"weight": patterns.view(torch.bfloat16)}, tmp_path / "model.safetensors")
+    entries = checkpoints.declared([tmp_path / "model.safetensors"])
+    found = checkpoints.read_tensors(entries, torch.float32, ignore)["weight"]
+    expected = (patterns.to(torch.int32) << 16).view(torch.float32)
+    same = (found == expected) | (found.isnan() & expected.isnan())
+    assert bool(same.all())

@@ -8,7 +8,7 @@ import pytest
 import torch
 from anygpu.compat.device import facts_for
 from anygpu.compat.errors import UnsupportedError
-from anygpu.compat.precision import BF16, CHOICES, FP16, FP32, HALF_TEXT, PRECISION, Precision, precision_for
+from anygpu.compat.precision import BF16, CHOICES, FP16, FP32, HALF_TEXT, PAINT, PRECISION, Precision, precision_for
 from anygpu.compat.probe_store import OK, UNKNOWN, UNUSABLE, WRONG, Answer, ProbeStore
 from anygpu.pipelines.families import FAMILIES
 from simulated import profiles
@@ -27,12 +27,26 @@ def test_auto_decides_for_every_family_and_arch_with_a_reason(family, arch):
 @pytest.mark.parametrize("key", PRECISION, ids=" ".join)
 def test_no_row_puts_a_t5_into_fp16(key):
     family, _ = key
-    assert PRECISION[key].text is not torch.float16 or family in HALF_TEXT
+    assert PRECISION[key].text is not torch.float16 or family in (*HALF_TEXT, *PAINT)
 
 
 def test_families_with_half_text_have_no_t5():
     for family in HALF_TEXT:
         assert not any("T5" in cls for part in FAMILIES[family].parts.values() for cls in part)
+
+
+@pytest.mark.parametrize("family", PAINT)
+def test_paint_runs_in_fp16_as_published_and_in_fp32_where_fp16_convolutions_fail(family):
+    facts = replace(CPU, arch_class="cuda-sm80+")
+    chosen = precision_for(family, facts, "auto", GOOD)
+    assert {chosen.transformer, chosen.compute, chosen.residual, chosen.text, chosen.vae} == {FP16}
+    assert "published" in chosen.why
+    failing = told(conv2d__fp16=WRONG)
+    chosen = precision_for(family, facts, "auto", failing)
+    assert (chosen.transformer, chosen.compute, chosen.vae) == (FP32, FP32, FP32)
+    assert "convolutions" in chosen.why
+    with pytest.raises(UnsupportedError, match="fp16"):
+        precision_for(family, facts, "fp16", failing)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

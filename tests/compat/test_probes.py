@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 import time
 from dataclasses import replace
 
@@ -36,9 +38,9 @@ def test_the_cpu_is_right_in_everything_it_has(warm):
 def test_all_probes_together_are_quick_when_warm(warm):
     seconds = []
     for _ in range(3):
-        started = time.perf_counter()
+        started = time.process_time()  # what others do on the same cores is not the probes'
         warm.ask_all(again=True)
-        seconds.append(time.perf_counter() - started)
+        seconds.append(time.process_time() - started)
     assert min(seconds) < 0.1, seconds
 
 
@@ -278,3 +280,13 @@ def test_an_unknown_probe_is_a_key_error():
 def test_inference_mode_changes_no_answer(tmp_path):
     with torch.inference_mode():
         assert ProbeStore(CPU, tmp_path)["bits.bf16_to_fp32"].status == OK
+
+
+def test_triton_is_asked_with_the_device_and_not_imported_where_it_cannot_launch(tmp_path):
+    code = (
+        "import sys; from anygpu.compat.answers import answers_of; from anygpu.compat.device import facts_for;"
+        "found = answers_of(facts_for('cpu'))['triton']; print(found.status, found.detail, 'triton' in sys.modules)"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert told.startswith("unusable") and told.endswith("False\n")
+    assert "not on a CPU" in told

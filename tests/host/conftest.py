@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from host.client import Client
-from host.server import NoHost, Server, find_host
+from host.inside.asking import Inside
+from host.server import NoHost, Server, _environment, find_host
 
 
 @pytest.fixture(scope="session")
@@ -31,3 +32,19 @@ def client(server: Server) -> Client:
     connection = Client(server.url)
     connection.free()
     return connection
+
+
+@pytest.fixture(scope="session")
+def inside(tiny_folder: Path) -> Iterator[Inside]:
+    """ComfyUI's own process without its server, with the simulated accelerator for its GPU; skips without one."""
+    try:
+        host = find_host()
+    except NoHost as reason:
+        pytest.skip(str(reason))
+    worker = Inside(host, tiny_folder, _environment())
+    try:
+        if worker.reason:
+            pytest.skip(worker.reason)
+        yield worker
+    finally:
+        worker.close()

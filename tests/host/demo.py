@@ -14,7 +14,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the folder of the p
 
 from host import videos  # noqa: E402
 from host.client import Client  # noqa: E402
-from host.prompts import replay, shipped, shrunk  # noqa: E402
+from host.prompts import filmed, replay, shrunk  # noqa: E402
 from host.server import ROOT, NoHost, Server, find_host, tiny_home  # noqa: E402
 
 WIDTH, HEIGHT, FRAMES = 192, 128, 25
@@ -25,7 +25,7 @@ def keep_results(server: Server, kept: Path) -> list[str]:
     """The rows of the report, after running every workflow; failures are rows too."""
     server.every_model()
     client, rows = Client(server.url), []
-    for workflow in shipped():
+    for workflow in filmed():
         run = client.run(shrunk(replay(workflow), WIDTH, HEIGHT, FRAMES))
         name = workflow.stem
         if run.ending != "execution_success":

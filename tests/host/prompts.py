@@ -11,6 +11,8 @@ ROOT = Path(__file__).resolve().parents[2]
 WORKFLOWS = ROOT / "workflows"
 REPLAYS = ROOT / "tests" / "workflows"
 SAVE = "SaveVideo"
+PAINT = "paint_"
+CORE_SAMPLED = "_core_ksampler"
 
 Link = list[Any]
 
@@ -71,6 +73,22 @@ def sampling(**chosen: Any) -> dict[str, Any]:
 def shipped() -> list[Path]:
     """Every shipped workflow."""
     return sorted(WORKFLOWS.glob("*.json"))
+
+
+def filmed() -> list[Path]:
+    """Shipped workflows that end in a video of our own sampler."""
+    ours = [workflow for workflow in shipped() if not workflow.stem.endswith(CORE_SAMPLED)]
+    return [workflow for workflow in ours if not workflow.stem.startswith(PAINT)]
+
+
+def core_sampled() -> list[Path]:
+    """Shipped workflows in which core's sampler drives our model."""
+    return [workflow for workflow in shipped() if workflow.stem.endswith(CORE_SAMPLED)]
+
+
+def painted() -> list[Path]:
+    """Shipped workflows that end in a textured mesh."""
+    return [workflow for workflow in shipped() if workflow.stem.startswith(PAINT)]
 
 
 def digest(workflow: Path) -> str:

@@ -131,6 +131,11 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     @property
+    def pid(self) -> int:
+        """The process that runs; 0 before and after."""
+        return 0 if self._process is None else self._process.pid
+
+    @property
     def log(self) -> str:
         """Everything it has written so far, without colours."""
         return COLOUR.sub("", (self.base / "server.log").read_text(encoding="utf-8", errors="replace"))

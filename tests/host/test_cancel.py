@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from anygpu.compat.latent_files import metadata_of, record_in
 from PIL import Image
 from safetensors.numpy import load_file
 
@@ -92,10 +93,26 @@ def test_of_framepack_keeps_the_finished_sections(server: Server, client: Client
         "AnyGPUSampleFramePack", pipeline=pipeline, prompt=prompt, image=graph.link(image), **settings, **rest
     )
     graph.add("SaveLatent", samples=graph.link(sample), filename_prefix="latent")
-    kept = Path(server.base / "temp" / "anygpu")
-    run = client.run(graph.prompt, cancel_when=lambda node, run: any(kept.glob("*/section_02_*")))
+    kept = server.base / "user" / "anygpu" / "kept"
+    finished_two = lambda node, run: any("section 2 of" in text for text in unfinished(kept))  # noqa: E731
+    run = client.run(graph.prompt, cancel_when=finished_two)
     assert run.ending == "execution_interrupted", run.message
     assert run.cancel_seconds is not None and run.cancel_seconds < 1.0
-    (finished,) = kept.glob("framepack-*/section_*.safetensors")
-    assert f"finished sections are kept in temp/anygpu/{finished.parent.name}" in server.log
-    assert np.isfinite(load_file(finished)["samples"]).all()
+    (finished,) = [path for path in kept.glob("*_framepack_1_*.safetensors")]
+    assert "finished sections are kept" in server.log
+    assert np.isfinite(load_file(finished)["latent_tensor"]).all()
+    again = client.run(graph.prompt)
+    assert again.ending == "execution_success", again.message
+    assert any("goes on after section 2 of" in text for text in again.texts_of(sample))
+    assert not unfinished(kept), "what is whole is not gone on with"
+    client.free()
+    fresh = client.run(graph.prompt)
+    records = [server.output(run.outputs["6"]["latents"][0]) for run in (again, fresh)]
+    first, second = (load_file(path)["latent_tensor"] for path in records)
+    assert np.array_equal(first, second), "going on changed the video"
+
+
+def unfinished(kept: Path) -> list[str]:
+    """What the kept files of unfinished samplings say of themselves."""
+    found = [record_in(metadata_of(path), path).get("unfinished", "") for path in kept.glob("*.safetensors")]
+    return [text for text in found if text]

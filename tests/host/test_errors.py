@@ -45,7 +45,9 @@ def test_no_model_at_all(server: Server, client: Client) -> None:
     finally:
         models.rmdir()
         away.rename(models)
-    assert_readable(run, "AnyGPULoadPipeline", "no model in", str(models), "Download one (https://huggingface.co/")
+    assert_readable(
+        run, "AnyGPULoadPipeline", "no model in", str(models), "LTX-Video: download https://huggingface.co/"
+    )
     assert_still_alive(server, client)
 
 

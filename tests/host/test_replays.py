@@ -9,7 +9,7 @@ import pytest
 
 from host import videos
 from host.client import Client
-from host.prompts import SAVE, replay, shipped, shrunk
+from host.prompts import SAVE, filmed, replay, shrunk
 from host.server import Server
 
 pytestmark = pytest.mark.host
@@ -22,7 +22,7 @@ FRAMES = {  # where it is not the 9 frames asked for
 RATES = {"ltx_video_to_video": 8}  # the clip's own rate
 
 
-@pytest.mark.parametrize("workflow", shipped(), ids=lambda path: path.stem)
+@pytest.mark.parametrize("workflow", filmed(), ids=lambda path: path.stem)
 def test_saves_a_video_of_the_asked_size_length_and_rate(server: Server, client: Client, workflow: Path) -> None:
     server.every_model()
     prompt = shrunk(replay(workflow))
@@ -40,7 +40,7 @@ def test_saves_a_video_of_the_asked_size_length_and_rate(server: Server, client:
     assert np.ptp(moving) > 0, "every pixel of every frame is the same"
 
 
-@pytest.mark.parametrize("workflow", shipped(), ids=lambda path: path.stem)
+@pytest.mark.parametrize("workflow", filmed(), ids=lambda path: path.stem)
 def test_ends_in_core_save_video(workflow: Path) -> None:
     prompt = replay(workflow)
     assert [node["class_type"] for node in prompt.values()].count(SAVE) == 1

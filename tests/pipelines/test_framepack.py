@@ -22,6 +22,7 @@ from anygpu.pipelines.contract import (
     SampleSettings,
     Silent,
 )
+from anygpu.pipelines.resuming import resume_key
 
 I2V, F1 = "framepack", "framepack_f1"
 ORDER = {I2V: sections.INVERTED, F1: sections.VANILLA}
@@ -74,6 +75,25 @@ def _loaded(folder: Path, **choices: Any) -> Any:
 def _frames(count: int) -> int:
     """The most pixel frames, on the grid, that ``count`` sections are sampled for."""
     return (count * PER_SECTION - 1) // 4 * 4 + 1
+
+
+class Kept:
+    """A keeper that remembers each section; ``standing`` is what an earlier sampling left."""
+
+    def __init__(self, standing: sections.Standing | None = None, cut_after: int = 0) -> None:
+        self.standing, self.cut_after = standing, cut_after
+        self.parts: list[tuple[int, int, Latents]] = []
+        self.keys: list[str] = []
+
+    def found(self, key: str) -> sections.Standing | None:
+        self.keys.append(key)
+        return self.standing
+
+    def keep(self, key: str, index: int, count: int, latents: Latents, standing: sections.Standing) -> None:
+        self.parts.append((index, count, latents))
+        self.standing = standing
+        if self.cut_after == index + 1:
+            raise KeyboardInterrupt
 
 
 def _sampled(made: SimpleNamespace, count: int, progress: Any = None, keep: Any = None, **changes: Any) -> Latents:
@@ -251,8 +271,8 @@ class _Held:
 
 @pytest.mark.parametrize("name", [I2V, F1])
 def test_each_finished_section_is_kept_and_decodes(run: Any, recorded: Any, name: str) -> None:
-    made, watched, kept = run(name), recorded(), []
-    latents = _sampled(made, 3, watched, lambda *given: kept.append(given))
+    made, watched, keeper = run(name), recorded(), Kept()
+    latents, kept = _sampled(made, 3, watched, keeper), keeper.parts
     assert [(index, count) for index, count, _ in kept] == [(0, 3), (1, 3), (2, 3)]
     assert torch.equal(kept[-1][2].samples, latents.samples)
     lengths = [2, 4, 7] if name == I2V else [3, 5, 7]
@@ -270,6 +290,49 @@ def test_each_finished_section_is_kept_and_decodes(run: Any, recorded: Any, name
         latents.samples[:, :, 1:3] if name == I2V else latents.samples[:, :, -2:],
         atol=1e-5,
     )
+
+
+@pytest.mark.parametrize("name", [I2V, F1])
+@pytest.mark.parametrize("finished", [2, pytest.param(1, marks=pytest.mark.full)])
+def test_sampling_goes_on_after_the_last_finished_section(run: Any, recorded: Any, name: str, finished: int) -> None:
+    """Bit for bit the video of an uncut sampling, and no section is sampled twice."""
+    made, keeper, watched = run(name), Kept(cut_after=finished), recorded()
+    expected = _sampled(made, 3)
+    with pytest.raises(KeyboardInterrupt):
+        _sampled(made, 3, keep=keeper)
+    again = Kept(keeper.standing)
+    latents = _sampled(made, 3, watched, again)
+    assert torch.equal(latents.samples, expected.samples)
+    assert latents == replace(expected, samples=latents.samples)
+    assert [index for index, _, _ in again.parts] == list(range(finished, 3))
+    assert any(f"goes on after section {finished} of 3" in line for line in watched.said)
+    assert len({*keeper.keys, *again.keys}) == 1
+
+
+def test_another_seed_prompt_picture_or_model_is_another_sampling(run: Any) -> None:
+    made, keeper = run(I2V), Kept()
+    other = replace(made.prompt, embeds={name: t + 1 for name, t in made.prompt.embeds.items()})
+    variants: list[dict[str, Any]] = [{}, {"seed": 8}, {"steps": 3}, {"prompt": other}, {"image": made.end}]
+    for changes in variants:
+        _sampled(made, 1, keep=keeper, **changes)
+    _sampled(run(F1), 1, keep=keeper)
+    others = [{"notes": ("transformer kept int8: 1 of 2 GB",)}, {"step_cache": "half the steps"}]
+    keeper.keys += [key_of(made, **changes) for changes in others]
+    assert len(set(keeper.keys)) == len(variants) + 1 + len(others)
+    assert key_of(made) == key_of(made, notes=("another offload",)), "how parts are moved is no other video"
+
+
+def key_of(made: SimpleNamespace, **changes: Any) -> str:
+    """The key of one video, from a pipeline with other fields."""
+    other = replace(made.loaded, **changes)
+    return resume_key(other, made.prompt, made.start, SETTINGS, FramePackSettings(1.0))
+
+
+def test_a_standing_of_another_size_is_not_gone_on_with(run: Any) -> None:
+    made, keeper = run(I2V), Kept()
+    expected = _sampled(made, 3, keep=keeper)
+    wrong = sections.Standing(torch.zeros(1, 4, 2, 8, 8), (2,), expected.extra["generator_state"])
+    assert torch.equal(_sampled(made, 3, keep=Kept(wrong)).samples, expected.samples)
 
 
 def test_only_the_transformer_is_held_while_sampling(run: Any) -> None:

@@ -316,9 +316,15 @@ def test_previews_are_videos_with_the_picture_in_its_place(plain: Model, conditi
     assert all(torch.equal(preview[:, :, 0], latents.samples[:, :, 0]) for preview in progress.previews)
 
 
-def test_the_last_noise_is_the_decoders_to_remove(condition: Model) -> None:
-    latents = ours(condition)
-    tuned = replace(latents, extra={**latents.extra, "decode_timestep": 0.05, "decode_noise_scale": 0.025})
+def test_the_last_noise_is_the_decoders_to_remove(condition: Model, plain: Model, recorded: Any) -> None:
+    latents, progress = ours(condition), recorded()
+    tuned = stages.with_decode_noise(condition.loaded, latents, 0.05, 0.025, progress)
+    assert stages.with_decode_noise(condition.loaded, latents, -1.0, -1.0, progress) is latents
+    assert not progress.said
+    stages.with_decode_noise(plain.loaded, latents, 0.05, -1.0, progress)
+    assert progress.said == ["no effect of decode_timestep: this VAE removes no noise"]
+    with pytest.raises(InputError, match=r"decode_noise_scale 2\.0"):
+        stages.with_decode_noise(condition.loaded, latents, -1.0, 2.0, progress)
     pipe = condition.bare("ltx_condition")
     _, expected = one_shot(pipe, condition.prompt, decode_timestep=0.05, decode_noise_scale=0.025)
     assert torch.equal(stages.decode(condition.loaded, tuned, Silent()), expected)

@@ -43,4 +43,27 @@ class StandInVision:
         return (SimpleNamespace(last_hidden_state=torch.randn(1, tokens, width, generator=generator)),)
 
 
-NODE_CLASS_MAPPINGS = {"StandInConditioning": StandInConditioning, "StandInVision": StandInVision}
+class StandInVoxels:
+    """VOXEL as core's Hunyuan3D decoder makes it: a ball, and beside it a speck that cleaning takes out."""
+
+    RETURN_TYPES, FUNCTION, CATEGORY = ("VOXEL",), "make", "testing"
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        """The cells along each side."""
+        return {"required": {"cells": ("INT", {"default": 24, "min": 8, "max": 256})}}
+
+    def make(self, cells: int) -> tuple[Any]:
+        """Cells above 0.6 are inside."""
+        axis = torch.linspace(-1, 1, cells)
+        distance = torch.stack(torch.meshgrid(axis, axis, axis, indexing="ij")).norm(dim=0)
+        grid = (1.2 - distance).clamp(0, 1)
+        grid[1, 1, 1] = 1
+        return (SimpleNamespace(data=grid[None]),)
+
+
+NODE_CLASS_MAPPINGS = {
+    "StandInConditioning": StandInConditioning,
+    "StandInVision": StandInVision,
+    "StandInVoxels": StandInVoxels,
+}

@@ -1,0 +1,212 @@
+"""Modules made native to ComfyUI's memory manager: leaves that fetch their weights, roots that know where they run.
+
+A leaf with nothing but ``weight`` and ``bias`` changes its class in place for a generated subclass of its own class
+with ComfyUI's ``CastWeightBiasOp``: where its weight is elsewhere, or carries patches, ComfyUI's own cast brings it for
+the length of one forward, in the dtype it is stored in, so that results do not depend on what is resident. Everything
+else (tables and buffers of containers, and modules whose weights their parents read) is ``fixed``: it comes as a whole.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import comfy.ops
+import torch
+from torch import nn
+
+from ..compat.accounts import Account
+from ..compat.execution import HOST
+from ..compat.transfer import transfer_for
+
+OWN = ("weight", "bias")
+WHOLE: tuple[type[nn.Module], ...] = (nn.MultiheadAttention,)  # one fused call reads the weights of their children
+LEFT_BEHIND = (  # what a patcher writes on a leaf
+    "comfy_cast_weights",
+    "prev_comfy_cast_weights",
+    "comfy_force_cast_weights",
+    "comfy_patched_weights",
+    "weight_function",
+    "bias_function",
+    "account",
+)
+
+
+class CastLeaf(comfy.ops.CastWeightBiasOp):
+    """The mark of a leaf that fetches its weights, and what it does instead of its own class."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the original; a cancel is obeyed before each leaf."""
+        comfy.ops.run_every_op()
+        like = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        if not self._must_fetch(like.device):
+            return super().forward(*args, **kwargs)
+        with self._fetched(like) as (weight, bias):
+            own = dict(self._parameters)
+            self._parameters["weight"] = weight
+            if own.get("bias") is not None:
+                self._parameters["bias"] = bias
+            self.__dict__["fetched"] = True
+            try:
+                return super().forward(*args, **kwargs)
+            finally:
+                self.__dict__.pop("fetched")
+                self._parameters.update(own)
+
+    @contextmanager
+    def lend(self, like: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+        """Weight and bias on the device and in the dtype of ``like``: the leaf's side of ``compat.offload.borrow``."""
+        if "fetched" in self.__dict__ or not self._must_fetch(like.device):
+            yield self.weight.to(like.dtype), None if self.bias is None else self.bias.to(like.dtype)
+            return
+        with self._fetched(like) as (weight, bias):
+            yield weight.to(like.dtype), None if bias is None else bias.to(like.dtype)
+
+    def _must_fetch(self, device: torch.device) -> bool:
+        narrow = self.weight.dtype.itemsize == 1
+        return bool(
+            narrow
+            or self.comfy_cast_weights
+            or self.weight_function
+            or self.bias_function
+            or self.weight.device != device
+        )
+
+    def _fetched(self, like: torch.Tensor) -> Any:
+        """ComfyUI's context over weight and bias; in their own dtype, or in that of ``like`` where they are 8 bits."""
+        kinds = [t.dtype if t is not None else like.dtype for t in (self.weight, self.bias)]
+        weight, bias = (like.dtype if kind.itemsize == 1 and like.is_floating_point() else kind for kind in kinds)
+        if self.account is not None and self.weight.device != like.device:
+            self.account.add(bytes_of(t for t in (self.weight, self.bias) if t is not None), 0.0)
+        return comfy.ops.CastBiasWeightContext(
+            self, dtype=weight, bias_dtype=bias, device=like.device, offloadable=True
+        )
+
+    def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
+        """Moves by way of :func:`send`, so that weights that only visited the device return to what they were."""
+        for tensor in self._parameters.values():
+            if tensor is not None:
+                target = fn(tensor.data[:0] if tensor.ndim else tensor.data)
+                if target.dtype != tensor.dtype:
+                    return super()._apply(fn, recurse)  # type: ignore[misc]
+                send(tensor, target.device)
+        return super()._apply(fn, recurse)  # type: ignore[misc]
+
+
+class Placed:
+    """The mark of a root, and what it says of itself while its weights come and go."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the next forward runs, wherever the weights are now."""
+        return self.__dict__["runs_on"]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What its own class says, but never 8 bits, which nothing computes in."""
+        found = super().dtype  # type: ignore[misc]
+        return found if found.itemsize > 1 else self.__dict__["computes_in"]
+
+
+def make_native(module: nn.Module, device: torch.device, account: Account | None = None) -> bool:
+    """Whether anything had to change so that ``module`` runs on ``device`` with its weights anywhere.
+
+    Args:
+        account: counts the bytes that leaves fetch; their time is hidden behind the device's own work or in it.
+    """
+    changed = False
+    for owner, whole in _walk(module):
+        if not whole and not isinstance(owner, CastLeaf) and _is_leaf(owner):
+            if not hasattr(owner, "bias"):
+                owner.__dict__.update(bias=None, lacks_bias=True)
+            owner.weight_function, owner.bias_function, owner.account = [], [], account
+            owner.__class__ = _subclass(type(owner), CastLeaf)
+            changed = True
+        elif isinstance(getattr(type(owner), "device", None), property):
+            if not isinstance(owner, Placed):
+                owner.__class__, changed = _subclass(type(owner), Placed), True
+            wide = (t.dtype for t in owner.parameters() if t.is_floating_point() and t.dtype.itemsize > 1)
+            owner.__dict__.update(runs_on=device, computes_in=next(wide, torch.float32))
+    return changed
+
+
+def make_plain(module: nn.Module) -> None:
+    """Give every module its own class back; its weights must be at home."""
+    for owner in module.modules():
+        if isinstance(owner, CastLeaf):
+            for name in LEFT_BEHIND:
+                owner.__dict__.pop(name, None)
+            if owner.__dict__.pop("lacks_bias", False):
+                owner.__dict__.pop("bias")
+        elif isinstance(owner, Placed):
+            for name in ("runs_on", "computes_in"):
+                owner.__dict__.pop(name, None)
+        else:
+            continue
+        owner.__class__ = type(owner).__bases__[1]
+
+
+def fixed_tensors(module: nn.Module) -> list[torch.Tensor]:
+    """Parameters and buffers that belong to no casting leaf, each once."""
+    found: dict[int, torch.Tensor] = {}
+    for owner in module.modules():
+        held = () if isinstance(owner, CastLeaf) else owner.parameters(recurse=False)
+        for tensor in (*held, *owner.buffers(recurse=False)):
+            found[id(tensor)] = tensor
+    return list(found.values())
+
+
+def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the tensors, a storage that several share counted once per tensor object."""
+    return sum(t.numel() * t.element_size() for t in {id(t): t for t in tensors}.values())
+
+
+def send(tensor: torch.Tensor, device: torch.device) -> None:
+    """Bring ``tensor`` to ``device`` in place; what came from host memory goes back to the very bytes it came from.
+
+    The bytes at home stay as they are, so an eviction copies nothing, and weights survive devices that damage copies.
+    """
+    data = tensor.data
+    if data.device == device:
+        return
+    home: tuple[torch.Tensor, int] | None = tensor.__dict__.pop("anygpu_home", None)
+    with torch.inference_mode(False), torch.no_grad():
+        if device.type == HOST.type and home is not None and home[1] == data.data_ptr():
+            tensor.data = home[0]
+            return
+        if device.type == HOST.type:
+            tensor.data = transfer_for(data.device, data.dtype).copied(data)
+            return
+        moved = data.to(device)
+        tensor.data = moved
+        if data.device.type == HOST.type:
+            tensor.__dict__["anygpu_home"] = (data, tensor.data.data_ptr())
+
+
+def send_home(module: nn.Module) -> None:
+    """Bring everything of ``module`` to host memory."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        send(tensor, HOST)
+
+
+@functools.cache
+def _subclass(original: type, rewrite: type) -> type:
+    # transformers looks a root's abilities up by the full name of its class; our own rewrites go by a leaf's full name,
+    # and must not take one that fetches its weights for the original.
+    home = original.__module__ if rewrite is Placed else __name__
+    return type(original.__name__, (rewrite, original), {"__module__": home, "__doc__": rewrite.__doc__})
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    held = [name for name, tensor in module._parameters.items() if tensor is not None]
+    return "weight" in held and set(held) <= set(OWN) and next(module.children(), None) is None
+
+
+def _walk(module: nn.Module, whole: bool = False) -> Iterator[tuple[nn.Module, bool]]:
+    """Each module below and with ``module``, and whether its weights are read by a parent."""
+    whole = whole or isinstance(module, WHOLE)
+    yield module, whole
+    for child in module.children():
+        yield from _walk(child, whole)

@@ -1,0 +1,163 @@
+"""Files that the save nodes write and the load nodes list, in ComfyUI's input and output folders."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import folder_paths
+from comfy.cli_args import args
+
+from ..compat.errors import CheckpointError, InputError
+from ..pipelines.latent_store import Origin, kind_of
+
+SUFFIXES = (".safetensors", ".latent")
+DEEPEST = 4
+OUTPUT = " [output]"
+
+_kinds: dict[tuple[str, int, int], str] = {}
+
+
+def new_path(prefix: str) -> Path:
+    """The next free numbered file of a name such as ``latents/AnyGPU``, in the output folder.
+
+    Raises:
+        InputError: a name that leads out of the output folder.
+    """
+    folder, name = target_folder(prefix)
+    taken = re.compile(re.escape(name) + r"_(\d+)_\.safetensors", re.IGNORECASE)
+    found = [match for path in (folder.iterdir() if folder.is_dir() else ()) if (match := taken.fullmatch(path.name))]
+    return folder / f"{name}_{max((int(match[1]) for match in found), default=0) + 1:05}_.safetensors"
+
+
+def target_folder(prefix: str) -> tuple[Path, str]:
+    """Folder and name that a prefix such as ``musubi/clip_01`` means, in the output folder.
+
+    Raises:
+        InputError: a name that leads out of the output folder, or no name.
+    """
+    root = Path(folder_paths.get_output_directory()).resolve()
+    named = root / prefix.strip()
+    path = named.resolve() if "\0" not in prefix else root
+    if not path.is_relative_to(root) or path == root or prefix.strip().endswith(("/", "\\")):
+        raise InputError(
+            f"filename_prefix {prefix!r}",
+            expected="a name in ComfyUI's output folder, such as latents/AnyGPU",
+            fix="Remove leading slashes and '..', and end it with a name.",
+        )
+    inside = Path(folder_paths.get_output_directory()) / path.relative_to(root)
+    return inside.parent, inside.name
+
+
+def shown(path: Path) -> str:
+    """The path as the user knows it, without the folders above ComfyUI's own."""
+    root = Path(folder_paths.get_output_directory())
+    return f"output/{path.relative_to(root).as_posix()}" if path.is_relative_to(root) else path.name
+
+
+def ui_record(path: Path) -> dict[str, str]:
+    """What ComfyUI calls a file of the output folder."""
+    subfolder = path.parent.relative_to(folder_paths.get_output_directory()).as_posix()
+    return {"filename": path.name, "subfolder": "" if subfolder == "." else subfolder, "type": "output"}
+
+
+def origin(prompt: Any, extra: Any) -> Origin:
+    """The graph that ran and the workflow to open, unless ComfyUI was told to save no metadata."""
+    if args.disable_metadata:
+        return Origin()
+    texts = {} if prompt is None else {"prompt": json.dumps(prompt)}
+    return Origin({**texts, **{name: json.dumps(value) for name, value in (extra or {}).items()}})
+
+
+def choices(kind: str) -> list[str]:
+    """Names of the files of a kind, ``latent`` or ``prompt``, newest first; one entry that says so where none is."""
+    named = _named(kind)
+    return sorted(named, key=lambda name: _modified(named[name]), reverse=True) or [none_of(kind)]
+
+
+def none_of(kind: str) -> str:
+    """What a list without files says."""
+    return f"no {kind} file found"
+
+
+def file_named(kind: str, name: str) -> Path:
+    """The file of a listed name; nothing else can be named.
+
+    Raises:
+        CheckpointError: none of that name.
+    """
+    named = _named(kind)
+    if name in named:
+        return named[name]
+    raise CheckpointError(
+        f"no {kind} file {name!r}" if name != none_of(kind) else f"{name} in ComfyUI's input and output folders",
+        expected=f"a {kind} file there",
+        fix="Save one with the AnyGPU save node, or put it into ComfyUI's input folder, and press R.",
+    )
+
+
+def stamp(kind: str, name: str) -> tuple[str, int, int]:
+    """Changes when the file of a listed name changes; no file is no reason to fail before the node runs."""
+    path = _named(kind).get(name)
+    stat = None if path is None else path.stat()
+    return (name, 0, 0) if stat is None else (name, stat.st_mtime_ns, stat.st_size)
+
+
+def _named(kind: str) -> dict[str, Path]:
+    found: dict[str, Path] = {}
+    for folder, mark in ((folder_paths.get_input_directory(), ""), (folder_paths.get_output_directory(), OUTPUT)):
+        root = Path(folder)
+        for path in _files(root):
+            if _kind(path) == kind:
+                found[path.relative_to(root).as_posix() + mark] = path
+    return found
+
+
+def _files(root: Path) -> list[Path]:
+    """Files that may be ours, a few levels deep; no folder twice, so that a loop of links ends."""
+    level, seen, found = [root], set(), []
+    for _ in range(DEEPEST):
+        deeper: list[Path] = []
+        for folder in level:
+            real = folder.resolve()
+            if real in seen or not folder.is_dir():
+                continue
+            seen.add(real)
+            children = _children(folder)
+            found += [path for path in children if path.suffix in SUFFIXES and path.name[0] != "."]
+            deeper += [path for path in children if path.suffix == "" and path.name[0] != "." and path.is_dir()]
+        level = deeper
+    return found
+
+
+def _children(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _kind(path: Path) -> str:
+    return _once(path, kind_of)
+
+
+def _once(path: Path, ask: Callable[[Path], str]) -> str:
+    """What ``ask`` says of a file, asked again only when it has changed."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return ""
+    key = (str(path), stat.st_mtime_ns, stat.st_size)
+    if key not in _kinds:
+        _kinds[key] = ask(path)
+    return _kinds[key]
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

@@ -1,0 +1,259 @@
+"""The nodes that keep latents and prompts on disk, and bring them back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..compat.latent_files import NOT_FINITE
+from ..host import kept, saved
+from ..host.api import io
+from ..host.progress import NodeProgress
+from ..pipelines import embeddings, latent_store, musubi
+from .sockets import CATEGORY, Prompt
+
+FILES = f"{CATEGORY}/files"
+NOT_FINITE_TIP = (
+    "What is done about NaN and infinity. refuse: an error with their number. clamp: NaN becomes 0, infinity the "
+    "largest finite value, and their number is said under the node."
+)
+
+
+class SaveLatent(io.ComfyNode):
+    """Save video latents."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """The node's inputs and outputs."""
+        return io.Schema(
+            node_id="AnyGPUSaveLatent",
+            display_name="AnyGPU Save Latent",
+            category=FILES,
+            description="Writes video latents as safetensors with everything decoding needs: family, size, frames, "
+            "fps, seed, prompt, generator state, sections. Bit for bit, from any device; dropping the file onto ComfyUI "
+            "opens its workflow.",
+            search_aliases=["export latent", "save latents", "safetensors"],
+            inputs=[
+                io.Latent.Input("latent", tooltip="Video latents, from AnyGPU Sample or from core nodes."),
+                io.String.Input(
+                    "filename_prefix", default="latents/AnyGPU",
+                    tooltip="Folder and name in ComfyUI's output folder; a number is added, nothing is overwritten.",
+                ),
+                io.Combo.Input("not_finite", options=list(NOT_FINITE), default="refuse", optional=True, advanced=True, tooltip=NOT_FINITE_TIP),
+            ],
+            outputs=[io.Latent.Output(display_name="latent")],
+            hidden=[io.Hidden.unique_id, io.Hidden.prompt, io.Hidden.extra_pnginfo],
+            is_output_node=True,
+        )
+
+    @classmethod
+    def execute(cls, latent: Any, filename_prefix: str, not_finite: str = "refuse") -> io.NodeOutput:
+        """The latents, unchanged."""
+        progress = NodeProgress(cls.hidden.unique_id)
+        origin = saved.origin(cls.hidden.prompt, cls.hidden.extra_pnginfo)
+        path = latent_store.save_latent(saved.new_path(filename_prefix), latent, progress.say, not_finite, origin)
+        progress.finish(saved.shown(path))
+        return io.NodeOutput(latent, ui={"latents": [saved.ui_record(path)]})
+
+
+class LoadLatent(io.ComfyNode):
+    """Load video latents."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """The node's inputs and outputs."""
+        return io.Schema(
+            node_id="AnyGPULoadLatent",
+            display_name="AnyGPU Load Latent",
+            category=FILES,
+            description="Reads latents that AnyGPU Save Latent, core's Save Latent or Musubi Tuner wrote; which of them "
+            "is read from the file.",
+            search_aliases=["import latent", "load latents", "musubi"],
+            inputs=[
+                io.Combo.Input("file", options=saved.choices("latent"), tooltip="A file in ComfyUI's input or output folder. Press R after adding one."),
+                io.Combo.Input(
+                    "dtype", options=list(latent_store.DTYPES), default="float32", optional=True, advanced=True,
+                    tooltip="float32: what our nodes and core's compute with. as in file: not widened.",
+                ),
+                io.Combo.Input("not_finite", options=list(NOT_FINITE), default="refuse", optional=True, advanced=True, tooltip=NOT_FINITE_TIP),
+            ],
+            outputs=[io.Latent.Output(display_name="latent")],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def validate_inputs(cls, file: str) -> bool:
+        """Always: a name that is gone gets the error that says what to do."""
+        return True
+
+    @classmethod
+    def fingerprint_inputs(cls, file: str, **_: Any) -> Any:
+        """Changes when the file changes."""
+        return saved.stamp("latent", file)
+
+    @classmethod
+    def execute(cls, file: str, dtype: str = "float32", not_finite: str = "refuse") -> io.NodeOutput:
+        """The latents."""
+        progress = NodeProgress(cls.hidden.unique_id)
+        latent = latent_store.load_latent(saved.file_named("latent", file), progress.say, not_finite, dtype)
+        progress.finish(latent_store.described(latent))
+        return io.NodeOutput(latent)
+
+
+class RecoverLatents(io.ComfyNode):
+    """Bring kept latents back."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """The node's inputs and outputs."""
+        return io.Schema(
+            node_id="AnyGPURecoverLatents",
+            display_name="AnyGPU Recover Latents",
+            category=FILES,
+            description="Every sampling is kept by itself right after its last step, so a failed decode, a cancel or a "
+            "crash costs nothing. This lists what is kept, newest first, and loads it.",
+            search_aliases=["recover", "restore latents", "crash", "lost video"],
+            inputs=[
+                io.Combo.Input(
+                    "kept", options=kept.choices(), default=kept.NEWEST,
+                    tooltip="newest, or a sampling by date, family and seed. Press R to list again. The oldest leave "
+                    "when all together pass 4 GB.",
+                ),
+            ],
+            outputs=[io.Latent.Output(display_name="latent")],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def validate_inputs(cls, kept: str) -> bool:
+        """Always: a name that is gone gets the error that says what to do."""
+        return True
+
+    @classmethod
+    def fingerprint_inputs(cls, kept: str) -> Any:
+        """Changes when another sampling is the newest."""
+        return kept_stamp(kept)
+
+    @classmethod
+    def execute(cls, kept: str) -> io.NodeOutput:
+        """The latents."""
+        progress = NodeProgress(cls.hidden.unique_id)
+        latent = recovered(kept, progress.say)
+        progress.finish(latent_store.described(latent))
+        return io.NodeOutput(latent)
+
+
+class SavePrompt(io.ComfyNode):
+    """Save an encoded prompt."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """The node's inputs and outputs."""
+        return io.Schema(
+            node_id="AnyGPUSavePrompt",
+            display_name="AnyGPU Save Prompt",
+            category=FILES,
+            description="Writes an encoded prompt, so that a machine on which the text encoder does not fit can sample it.",
+            search_aliases=["save embeddings", "save conditioning", "text encoder"],
+            inputs=[
+                Prompt.Input("prompt", tooltip="From AnyGPU Encode Prompt."),
+                io.String.Input(
+                    "filename_prefix", default="prompts/AnyGPU",
+                    tooltip="Folder and name in ComfyUI's output folder; a number is added, nothing is overwritten.",
+                ),
+            ],
+            outputs=[Prompt.Output(display_name="prompt")],
+            hidden=[io.Hidden.unique_id, io.Hidden.prompt, io.Hidden.extra_pnginfo],
+            is_output_node=True,
+        )
+
+    @classmethod
+    def execute(cls, prompt: Any, filename_prefix: str) -> io.NodeOutput:
+        """The prompt, unchanged."""
+        progress = NodeProgress(cls.hidden.unique_id)
+        origin = saved.origin(cls.hidden.prompt, cls.hidden.extra_pnginfo)
+        path = embeddings.save_prompt(saved.new_path(filename_prefix), prompt, origin)
+        progress.finish(saved.shown(path))
+        return io.NodeOutput(prompt)
+
+
+class LoadPrompt(io.ComfyNode):
+    """Load an encoded prompt."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """The node's inputs and outputs."""
+        return io.Schema(
+            node_id="AnyGPULoadPrompt",
+            display_name="AnyGPU Load Prompt",
+            category=FILES,
+            description="Reads a prompt that AnyGPU Save Prompt or Musubi Tuner wrote. No text encoder is needed, not "
+            "even its files.",
+            search_aliases=["load embeddings", "load conditioning", "musubi", "text encoder"],
+            inputs=[
+                io.Combo.Input("file", options=saved.choices("prompt"), tooltip="A file in ComfyUI's input or output folder. Press R after adding one."),
+            ],
+            outputs=[Prompt.Output(display_name="prompt")],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def validate_inputs(cls, file: str) -> bool:
+        """Always: a name that is gone gets the error that says what to do."""
+        return True
+
+    @classmethod
+    def fingerprint_inputs(cls, file: str) -> Any:
+        """Changes when the file changes."""
+        return saved.stamp("prompt", file)
+
+    @classmethod
+    def execute(cls, file: str) -> io.NodeOutput:
+        """The prompt."""
+        progress = NodeProgress(cls.hidden.unique_id)
+        prompt = embeddings.load_prompt(saved.file_named("prompt", file), progress.say)
+        progress.finish(f"{prompt!r}"[1:-1])
+        return io.NodeOutput(prompt)
+
+
+class SaveMusubiCache(io.ComfyNode):
+    """Save a cache of Musubi Tuner."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """The node's inputs and outputs."""
+        return io.Schema(
+            node_id="AnyGPUSaveMusubiCache",
+            display_name="AnyGPU Save Musubi Cache",
+            category=FILES,
+            description="Writes latents and prompt of one training item as Musubi Tuner caches, for HunyuanVideo, "
+            "HunyuanVideo 1.5 and FramePack. AnyGPU Load Latent and AnyGPU Load Prompt read them.",
+            search_aliases=["musubi", "training cache", "cache latents"],
+            inputs=[
+                io.String.Input(
+                    "name", default="musubi/clip_01",
+                    tooltip="Folder in ComfyUI's output folder, and name of the item. A cache of this name is replaced.",
+                ),
+                io.Latent.Input("latent", optional=True, tooltip="The item's latents."),
+                Prompt.Input("prompt", optional=True, tooltip="The item's encoded caption; its negative is left out."),
+                io.String.Input("caption", default="", optional=True, tooltip="The caption. Empty takes the prompt's own text."),
+                io.Combo.Input(
+                    "dtype", options=list(musubi.DTYPES), default="as loaded", optional=True, advanced=True,
+                    tooltip="as loaded: what a loaded cache had, else float32. Musubi Tuner itself writes what its VAE ran in.",
+                ),
+            ],
+            outputs=[],
+            hidden=[io.Hidden.unique_id],
+            is_output_node=True,
+        )
+
+    @classmethod
+    def execute(cls, name: str, latent: Any = None, prompt: Any = None, caption: str = "", dtype: str = "as loaded") -> io.NodeOutput:
+        """Nothing."""
+        progress = NodeProgress(cls.hidden.unique_id)
+        folder, item = saved.target_folder(name)
+        paths = musubi.save_item(folder, item, latent, prompt, caption, dtype)
+        progress.finish("\n".join(map(saved.shown, paths)))
+        return io.NodeOutput()
+
+
+kept_stamp, recovered = kept.stamp, kept.load  # the input of one node is named as the module

@@ -1,0 +1,157 @@
+"""Scenes about core's nodes: its samplers drive our transformers, its nodes our VAEs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import comfy.model_management as management
+import comfy.sample
+import comfy.samplers
+import torch
+from anygpu.compat.execution import generator_for
+from anygpu.host import core_outputs
+from anygpu.pipelines import exchange, stages
+from anygpu.pipelines.contract import FramePackSettings, SampleSettings, Silent
+
+from host.inside.device import CASES, bytes_on_device, encoded, loaded_for
+
+SIGMAS = (1.0, 0.8, 0.4, 0.0)
+CFG, SEED = 2.0, 3
+
+
+def ours(loaded: Any, prompt: Any, image: Any, frames: int) -> torch.Tensor:
+    """Latents of our own sampler at :data:`SIGMAS`, (1, C, T, H, W) in core's space."""
+    settings = SampleSettings(64, 64, frames, seed=SEED, cfg=CFG, sigmas=SIGMAS, guidance=6.0, fps=25.0)
+    if loaded.family == "framepack":
+        framepack = FramePackSettings(frames / 25.0, window=2)
+        return stages.sample_framepack(loaded, prompt, image, settings, framepack, Silent()).samples
+    return stages.sample(loaded, prompt, image, settings, Silent()).samples
+
+
+def cores(model: Any, positive: Any, negative: Any, noise: torch.Tensor, **chosen: Any) -> torch.Tensor:
+    """Latents of core's Euler sampler at the same levels."""
+    sampler = comfy.samplers.sampler_object(chosen.pop("sampler", "euler"))
+    sigmas, start = torch.tensor(SIGMAS), chosen.pop("start", torch.zeros_like(noise))
+    cfg = chosen.pop("cfg", CFG)
+    return comfy.sample.sample_custom(
+        model, noise, cfg, sampler, sigmas, positive, negative, start, disable_pbar=True, seed=SEED, **chosen
+    )
+
+
+def prepared(name: str) -> tuple[Any, Any, Any, Any, Any, torch.Tensor]:
+    """Pipeline, MODEL, prompt, picture, and the conditionings and noise for core's sampler."""
+    loaded = loaded_for(name)
+    model, _ = core_outputs.beside(loaded)
+    prompt, image = encoded(loaded, name)
+    positive, negative = exchange.conditionings(prompt)
+    generator = generator_for(SEED)
+    if loaded.family == "framepack":  # ours draws the start picture first; here it has no spread
+        moments = image.tensors["start"].clone()
+        moments[:, moments.shape[1] // 2 :] = -30.0
+        image = replace(image, tensors={**image.tensors, "start": moments})
+        torch.randn(1, moments.shape[1] // 2, *moments.shape[2:], generator=generator)
+    if image is not None:
+        positive, negative = (core_outputs.pictured(cond, image) for cond in (positive, negative))
+    return loaded, model, prompt, image, (positive, negative), generator
+
+
+def sampled_alike(name: str) -> dict[str, Any]:
+    """Largest difference between our sampler and core's on one MODEL, and how large the latents are."""
+    loaded, model, prompt, image, conditionings, generator = prepared(name)
+    expected = ours(loaded, prompt, image, CASES[name][1])
+    noise = torch.randn(_noise_shape(loaded, expected), generator=generator)
+    found = cores(model, *conditionings, noise)
+    if loaded.family == "framepack":
+        expected = expected[:, :, 1:]  # the start picture stands before what was sampled
+    return {
+        "different": float((found - expected).abs().max()),
+        "scale": float(expected.abs().max()),
+        "loaded": [type(item.model.model).__name__ for item in management.current_loaded_models],
+        "device": bytes_on_device(),
+        "size": model.model_size(),
+    }
+
+
+def _noise_shape(loaded: Any, samples: torch.Tensor) -> tuple[int, ...]:
+    shape = list(samples.shape)
+    if loaded.family == "framepack":
+        shape[2] = 2
+    return tuple(shape)
+
+
+def decoded_alike(name: str) -> dict[str, Any]:
+    """Our VAE in core's nodes: their frames and latents beside those of our own stages."""
+    import nodes
+
+    loaded = loaded_for(name)
+    _, vae = core_outputs.beside(loaded)
+    prompt, image = encoded(loaded, name)
+    samples = ours(loaded, prompt, image, CASES[name][1])
+    frames = stages.decode(loaded, exchange.from_core(loaded, {"samples": samples}, print), Silent())
+    (found,) = nodes.VAEDecode().decode(vae, {"samples": samples})
+    (tiled,) = nodes.VAEDecodeTiled().decode(vae, {"samples": samples}, 64, 16, 8, 4)
+    (latents,) = nodes.VAEEncode().encode(vae, frames)
+    (again,) = nodes.VAEEncodeTiled().encode(vae, frames, 64, 16)
+    return {
+        "equal": bool(torch.equal(found, frames)),
+        "tiled": list(tiled.shape) == list(frames.shape),
+        "latents": list(latents["samples"].shape),
+        "samples": list(samples.shape),
+        "encoded": bool(torch.equal(latents["samples"], again["samples"])),
+        "sizes": [vae.spacial_compression_decode(), vae.temporal_compression_decode(), vae.latent_channels],
+        "listed": [type(item.model.model).__name__ for item in management.current_loaded_models],
+    }
+
+
+def guided(name: str) -> dict[str, Any]:
+    """Skip Layer Guidance, context windows, other samplers and schedulers, and previews, on our MODEL."""
+    import latent_preview
+    from comfy_extras.nodes_context_windows import ContextWindowsManualNode
+    from comfy_extras.nodes_slg import SkipLayerGuidanceDiT
+
+    _, model, _, _, conditionings, generator = prepared(name)
+    shape = {"ltx": (1, 128, 4, 2, 2), "hunyuan_video_15": (1, 32, 4, 4, 4), "mochi": (1, 12, 4, 8, 8)}
+    noise = torch.randn(shape.get(name, (1, 16, 4, 8, 8)), generator=generator)
+    plain = cores(model, *conditionings, noise)
+    (skipping,) = SkipLayerGuidanceDiT.execute(model, 3.0, 0.0, 1.0, "0", "0").result
+    (nothing,) = SkipLayerGuidanceDiT.execute(model, 3.0, 0.0, 1.0, "77", "77").result
+    (windows,) = ContextWindowsManualNode.execute(model, 2, 1, "standard_static", 1, False, "pyramid", 2, False).result
+    pictures: list[Any] = []
+    with preview_method(latent_preview.LatentPreviewMethod.Latent2RGB):
+        callback = latent_preview.prepare_callback(model, len(SIGMAS) - 1, {})
+        cores(model, *conditionings, noise, callback=lambda *given: pictures.append(callback(*given)))
+        previewer = latent_preview.get_previewer(torch.device("cpu"), model.model.latent_format)
+        picture = previewer.decode_latent_to_preview(model.model.process_latent_in(plain))
+    mask = torch.ones(1, 1, 4, *noise.shape[3:])
+    mask[:, :, :1] = 0
+    start = torch.randn(noise.shape, generator=generator)
+    kept = cores(model, *conditionings, noise, noise_mask=mask, start=start)
+    steps = comfy.samplers.calculate_sigmas(model.get_model_object("model_sampling"), "simple", 4)
+    return {
+        "skips": float((cores(skipping, *conditionings, noise) - plain).abs().max()),
+        "nothing": float((cores(nothing, *conditionings, noise) - plain).abs().max()),
+        "windows": float((cores(windows, *conditionings, noise) - plain).abs().max()),
+        "finite": bool(torch.isfinite(cores(windows, *conditionings, noise)).all()),
+        "others": float((cores(model, *conditionings, noise, sampler="dpmpp_2m") - plain).abs().max()),
+        "previews": len(pictures),
+        "picture": list(picture.size) if picture is not None else None,
+        "kept": float((kept - start)[:, :, :1].abs().max()),
+        "redrawn": float((kept - start)[:, :, 1:].abs().max()),
+        "sigmas": [round(float(step), 4) for step in steps],
+        "listed": [type(item.model.model).__name__ for item in management.current_loaded_models],
+    }
+
+
+@contextmanager
+def preview_method(method: Any) -> Iterator[None]:
+    """ComfyUI's preview flag."""
+    from comfy.cli_args import args
+
+    before, args.preview_method = args.preview_method, method
+    try:
+        yield
+    finally:
+        args.preview_method = before

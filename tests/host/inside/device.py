@@ -1,0 +1,150 @@
+"""ComfyUI on the simulated accelerator: its questions about devices and memory get the simulated one's answers."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import comfy.model_management as management
+import torch
+from anygpu.host import memory
+from anygpu.pipelines import stages, tiny
+from anygpu.pipelines.contract import FramePackSettings, ImageRequest, Loaded, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.loading import LoadRequest, load
+from simulated import accelerator
+
+RESERVE = 1 << 16  # bytes that ComfyUI keeps free here: as small beside these models as 0.8 GB beside real ones
+PICTURE = torch.rand(1, 64, 64, 3, generator=torch.Generator().manual_seed(0))
+CASES: dict[str, tuple[tuple[str, ...], int, bool]] = {  # checkpoints, frames, whether it starts from a picture
+    "ltx": (("ltx",), 9, False),
+    "hunyuan_video": (("hunyuan_video",), 5, False),
+    "hunyuan_video image": (("hunyuan_video_i2v",), 5, True),
+    "hunyuan_video_15": (("hunyuan_video_15",), 5, False),
+    "hunyuan_video_15 image": (("hunyuan_video_15_i2v",), 5, True),
+    "framepack": (("framepack", "hunyuan_video", "siglip"), 5, True),
+    "mochi": (("mochi",), 7, False),
+}
+_folder: list[Path] = []
+_on_host: dict[Any, Any] = {}
+
+
+def ready(tiny_folder: Path) -> str:
+    """Why nothing can be played here; empty where it can."""
+    _folder[:] = [tiny_folder]
+    return accelerator.reason() or ""
+
+
+def played(scene: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """What a scene returns, on a fresh device, in inference mode as ComfyUI runs its nodes."""
+    with accelerator.fresh() as device, seen_by_comfyui(device), torch.inference_mode():
+        try:
+            return scene(**arguments)
+        finally:
+            management.unload_all_models()
+            gc.collect()
+
+
+@contextmanager
+def seen_by_comfyui(device: torch.device) -> Iterator[None]:
+    """ComfyUI takes ``device`` for its GPU, and its free memory for what is free."""
+
+    def free(dev: Any = None, torch_free_too: bool = False) -> Any:
+        kind = device if dev is None else torch.device(dev)
+        found = torch.acc.mem_get_info(kind)[0] if kind.type == accelerator.NAME else 8 << 30
+        return (found, 0) if torch_free_too else found
+
+    def total(dev: Any = None, torch_total_too: bool = False) -> Any:
+        found = torch.acc.mem_get_info(device)[1]
+        return (found, found) if torch_total_too else found
+
+    answers = {
+        "get_torch_device": lambda: device,
+        "get_free_memory": free,
+        "get_total_memory": total,
+        "minimum_inference_memory": lambda: RESERVE,
+        "extra_reserved_memory": lambda: 0,
+        "soft_empty_cache": lambda force=False: None,
+        "cpu_state": management.CPUState.GPU,
+        "lora_compute_dtype": lambda device: torch.float32,
+        "vram_state": management.VRAMState.NORMAL_VRAM,
+        "current_loaded_models": management.current_loaded_models,
+        "DISABLE_SMART_MEMORY": False,
+    }
+    before = {name: getattr(management, name) for name in answers}
+    for name, answer in answers.items():
+        setattr(management, name, answer)
+    try:
+        yield
+    finally:
+        for name, answer in before.items():
+            setattr(management, name, answer)
+
+
+@contextmanager
+def state(**values: Any) -> Iterator[None]:
+    """Some of ComfyUI's own settings, as its flags would set them."""
+    before = {name: getattr(management, name) for name in values}
+    for name, value in values.items():
+        setattr(management, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(management, name, value)
+
+
+def loaded_for(name: str, precision: str = "fp32", device: Any = None, **chosen: Any) -> Loaded:
+    """The pipeline of a case, as the load node makes it; on the CPU without ComfyUI's manager where device says so."""
+    paths = [tiny.build(checkpoint, _folder[0]) for checkpoint in CASES[name][0]]
+    base, encoder = paths[1:] if len(paths) == 3 else (None, None)
+    request = LoadRequest(
+        paths[0], base, encoder, precision=precision, device=device or memory.compute_device(), **chosen
+    )
+    return load(request) if device else load(request, None, memory.make_room, memory.managed)
+
+
+def encoded(loaded: Loaded, name: str, progress: Any = None) -> tuple[Any, Any]:
+    """Prompt and picture of a case."""
+    progress, image = progress or Silent(), None
+    if CASES[name][2]:
+        image = stages.encode_image(loaded, ImageRequest(PICTURE, 64, 64), "stretch", progress)
+    looks = "image" in stages.family_named(loaded.family).FAMILY.effective
+    request = PromptRequest("a red fox", "blurry", image=PICTURE if CASES[name][2] and looks else None)
+    return stages.encode_prompt(loaded, request, progress), image
+
+
+def sampled(loaded: Loaded, name: str, progress: Any = None, **chosen: Any) -> Any:
+    """Latents of a case."""
+    progress = progress or Silent()
+    prompt, image = encoded(loaded, name, progress)
+    settings = SampleSettings(64, 64, CASES[name][1], **{"steps": 2, "seed": 3, "cfg": 2.0, **chosen})
+    if loaded.family == "framepack":
+        framepack = FramePackSettings(CASES[name][1] / 30, window=2)
+        return stages.sample_framepack(loaded, prompt, image, settings, framepack, progress)
+    return stages.sample(loaded, prompt, image, settings, progress)
+
+
+def rendered(loaded: Loaded, name: str, progress: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Latents and frames of one short run."""
+    latents = sampled(loaded, name, progress)
+    return latents.samples, stages.decode(loaded, latents, progress or Silent())
+
+
+def on_host(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the CPU gives without ComfyUI's manager, in fp32."""
+    if name not in _on_host:
+        _on_host[name] = rendered(loaded_for(name, device="cpu"), name)
+    return _on_host[name]
+
+
+def distance(found: tuple[torch.Tensor, torch.Tensor], name: str) -> float:
+    """The largest difference from the CPU's latents and frames."""
+    return max(float((a - b).abs().max()) for a, b in zip(found, on_host(name), strict=True))
+
+
+def bytes_on_device() -> int:
+    """What the simulated device holds now."""
+    return accelerator.memory().allocated_bytes

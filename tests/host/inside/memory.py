@@ -1,0 +1,363 @@
+"""Scenes about memory: our pipelines under ComfyUI's manager."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import comfy.model_management as management
+import comfy.model_patcher
+import comfy.ops
+import torch
+from anygpu.host import core_outputs
+from anygpu.host.casting import CastLeaf
+from anygpu.pipelines import stages
+from anygpu.pipelines.contract import FramePackSettings, SampleSettings, Silent
+from simulated import accelerator
+from torch import nn
+
+from host.inside.device import CASES, RESERVE, bytes_on_device, distance, encoded, loaded_for, rendered, state
+
+
+def full_and_none(name: str) -> dict[str, Any]:
+    """A case with room for everything, and under ``--novram``: differences from the CPU, peaks, what stays."""
+    loaded, before = loaded_for(name), bytes_on_device()
+    found: dict[str, Any] = {"offload": repr(loaded.residency), "full": distance(rendered(loaded, name), name)}
+    found["full_peak"] = accelerator.memory().peak_bytes
+    management.unload_all_models()
+    found["left"], found["classes"] = bytes_on_device() - before, native(loaded)
+    accelerator.reset_peak()
+    with state(vram_state=management.VRAMState.NO_VRAM):
+        found["none"] = distance(rendered(loaded, name), name)
+        found["none_peak"] = accelerator.memory().peak_bytes
+    return found
+
+
+def native(loaded: Any) -> int:
+    """How many layers of the parts in memory have another class than they were read with."""
+    return sum(isinstance(leaf, CastLeaf) for part in loaded.parts.values() for leaf in part.modules())
+
+
+DEPTH = {"num_layers": 24, "num_single_layers": 12}  # weights far above activations
+
+
+def deep(name: str) -> Any:
+    """The pipeline of a case whose transformer has many more blocks, with random weights that a seed fixes."""
+    from anygpu.compat.packages import attribute
+    from anygpu.pipelines.families import family_named
+
+    loaded = loaded_for(name)
+    core_outputs.beside(loaded)
+    config = dict(loaded.configs["transformer"])
+    deeper = 2 if loaded.family == "framepack" else 1  # its history is many tokens
+    depth = {key: value * deeper for key, value in DEPTH.items() if key in config}
+    kind: Any = attribute("diffusers", family_named(loaded.family).FAMILY.transformers[0])
+
+    def read(progress: Any) -> nn.Module:
+        with torch.inference_mode(False), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(7)
+            module: nn.Module = kind.from_config({**config, **depth}).eval().requires_grad_(False)
+            for table in (t for n, t in module.named_parameters() if n.endswith("scale_shift_table")):
+                table.normal_(std=0.2)
+            return module
+
+    loaded.parts.readers["transformer"] = read
+    return loaded
+
+
+def shares(name: str, shares: list[float]) -> dict[str, Any]:
+    """Sampling under hard limits: shares of the weights, and what is on the device beside them at full residency.
+
+    Where one layer is more than 5 % of the weights (HunyuanVideo 1.5 has one of a fixed width) it comes on top.
+    """
+    loaded = deep(name)
+    encoded_once = encoded(loaded, name)
+    expected = sampled_from(loaded, name, encoded_once)
+    management.unload_all_models()
+    accelerator.reset_peak()
+    sampled_from(loaded, name, encoded_once)
+    peak, size = accelerator.memory().peak_bytes, loaded.residency.patcher.model_size()
+    largest = max(t.nbytes for t in loaded.parts["transformer"].parameters())
+    found: dict[str, Any] = {
+        "weights": size / peak,
+        "largest": largest / size if largest > size / 20 else 0.0,
+        "runs": [],
+    }
+    for share in shares:
+        management.unload_all_models()
+        accelerator.reset_peak()
+        accelerator.reset_traffic()
+        with accelerator.limit(int(share * size) + peak - size + (largest if largest > size / 20 else 0)):
+            latents = sampled_from(loaded, name, encoded_once)
+            resident = loaded.residency.patcher.loaded_size()
+        found["runs"].append(
+            {
+                "share": share,
+                "equal": bool(torch.equal(latents, expected)),
+                "different": float((latents - expected).abs().max()),
+                "peak": accelerator.memory().peak_bytes / peak,
+                "resident": resident / size,
+                "refusals": accelerator.memory().refusals,
+                "to_device": accelerator.traffic().to_device_bytes / size,
+                "to_host": accelerator.traffic().to_host_bytes / size,
+            }
+        )
+    return found
+
+
+def sampled_from(loaded: Any, name: str, given: tuple[Any, Any]) -> torch.Tensor:
+    """Latents of a case whose prompt and picture are encoded already."""
+    settings = SampleSettings(64, 64, CASES[name][1], steps=2, seed=3, cfg=2.0)
+    if loaded.family == "framepack":
+        framepack = FramePackSettings(CASES[name][1] / 30, window=2)
+        return stages.sample_framepack(loaded, *given, settings, framepack, Silent()).samples
+    return stages.sample(loaded, *given, settings, Silent()).samples
+
+
+def evictions(names: list[str]) -> dict[str, Any]:
+    """Several pipelines in turn where only one fits, twice round, each then given up: results, what is left."""
+    loaded = {name: deep(name) for name in names}
+    given = {name: encoded(loaded[name], name) for name in names}
+    expected, sizes = {}, []
+    for name in names:
+        management.unload_all_models()
+        expected[name] = sampled_from(loaded[name], name, given[name])
+        sizes.append(loaded[name].residency.patcher.model_size())
+    management.unload_all_models()
+    before = bytes_on_device()
+    equal, together = [], []
+    with accelerator.limit(int(1.6 * max(sizes)) + RESERVE):
+        for name in names * 2:
+            equal.append(bool(torch.equal(sampled_from(loaded[name], name, given[name]), expected[name])))
+            together.append(sum(pipeline.residency.patcher.loaded_size() for pipeline in loaded.values()))
+    alive = [weakref.ref(part) for pipeline in loaded.values() for part in pipeline.parts.values()]
+    on_device = bytes_on_device()
+    loaded.clear()
+    freed = bytes_on_device() - before  # before anything is collected
+    gc.collect()
+    return {
+        "equal": equal,
+        "together": max(together),
+        "limit": int(1.6 * max(sizes)) + RESERVE,
+        "on_device": on_device,
+        "freed": freed,
+        "alive": sum(ref() is not None for ref in alive),
+        "listed": len(management.current_loaded_models),
+    }
+
+
+def cancelled() -> dict[str, Any]:
+    """Cancels inside a step, while weights move, and in core's sampler: what is left, and the next run."""
+    name = "hunyuan_video"
+    loaded = deep(name)
+    given = encoded(loaded, name)
+    expected = sampled_from(loaded, name, given)
+    management.unload_all_models()
+    found: dict[str, Any] = {"empty": bytes_on_device()}
+    for when, pattern, after in (("inside a step", "aten::addmm", 60), ("moving", "aten::copy_", 30)):
+        count = 0
+
+        def press(_operator: str, _arguments: list[Any], after: int = after) -> None:
+            nonlocal count
+            count += 1
+            if count == after:
+                management.interrupt_current_processing(True)
+
+        management.unload_all_models()
+        with accelerator.hook(pattern, before=press):
+            try:
+                sampled_from(loaded, name, given)
+                found[when] = "not obeyed"
+            except management.InterruptProcessingException:
+                found[when] = count - after
+        found[f"{when}, left"] = loaded.residency.patcher.loaded_size() / loaded.residency.patcher.model_size()
+        found[f"{when}, next"] = bool(torch.equal(sampled_from(loaded, name, given), expected))
+    return found
+
+
+def out_of_memory() -> dict[str, Any]:
+    """ComfyUI's own answer to running out of memory, and its Free buttons, then a run."""
+    name = "ltx"
+    loaded = deep(name)
+    given = encoded(loaded, name)
+    expected = sampled_from(loaded, name, given)
+    resident = loaded.residency.patcher.loaded_size()
+    accelerator.reset_traffic()
+    management.unload_all_models()  # what the executor does after an OutOfMemoryError, and /free
+    left, classes, copied = bytes_on_device(), native(loaded), accelerator.traffic().to_host_bytes
+    again = sampled_from(loaded, name, given)
+    home = {part: next(loaded.parts[part].parameters()).device.type for part in loaded.parts}
+    loaded.residency.release("transformer")
+    return {
+        "resident": resident,
+        "left": left,
+        "classes": classes,
+        "copied": copied,
+        "equal": bool(torch.equal(again, expected)),
+        "on": home["transformer"],
+        "released": next(loaded.parts["transformer"].parameters()).device.type,
+    }
+
+
+def beside_core(name: str) -> dict[str, Any]:
+    """A model of core's and ours in turn, where only one fits: each makes the other leave, results stay."""
+    loaded = deep(name)
+    given = encoded(loaded, name)
+    expected = sampled_from(loaded, name, given)
+    size = loaded.residency.patcher.model_size()
+    width = int((size / 16) ** 0.5)
+    core = nn.ModuleList(comfy.ops.manual_cast.Linear(width, width) for _ in range(4)).float()
+    core.requires_grad_(False)
+    theirs = comfy.model_patcher.ModelPatcher(core, management.get_torch_device(), torch.device("cpu"))
+    equal, seen = [], []
+    management.unload_all_models()
+    with accelerator.limit(int(1.5 * size) + RESERVE):
+        for _ in range(2):
+            management.load_models_gpu([theirs])
+            seen.append((theirs.loaded_size() / theirs.model_size(), loaded.residency.patcher.loaded_size() / size))
+            equal.append(bool(torch.equal(sampled_from(loaded, name, given), expected)))
+            seen.append((theirs.loaded_size() / theirs.model_size(), loaded.residency.patcher.loaded_size() / size))
+    return {"equal": equal, "seen": seen}
+
+
+def lora(name: str) -> dict[str, Any]:
+    """Patches as core's LoRA nodes add them to our MODEL: at full and no residency, and gone afterwards."""
+    loaded = deep(name)
+    model = loaded.residency.patcher
+    given = encoded(loaded, name)
+    plain = sampled_from(loaded, name, given)
+    keys = [key for key in model.model_state_dict() if key.endswith("to_q.weight")]
+    generator = torch.Generator().manual_seed(5)
+    changes = {key: (torch.randn(model.model_state_dict()[key].shape, generator=generator) * 0.1,) for key in keys}
+    patched = model.clone()
+    added = len(patched.add_patches(changes, 1.0))
+    loaded.residency.patchers["transformer"] = patched
+    full = sampled_from(loaded, name, given)
+    with state(vram_state=management.VRAMState.NO_VRAM):
+        management.unload_all_models()
+        streamed = sampled_from(loaded, name, given)
+    loaded.residency.patchers["transformer"] = model
+    return {
+        "keys": len(keys),
+        "first": keys[0],
+        "added": added,
+        "changes": float((full - plain).abs().max()),
+        "streamed": float((streamed - full).abs().max()),
+        "undone": bool(torch.equal(sampled_from(loaded, name, given), plain)),
+    }
+
+
+def many(name: str, runs: int) -> dict[str, Any]:
+    """One pipeline, run after run: bytes on the device after the first and the last, and ComfyUI's list."""
+    loaded = loaded_for(name)
+    rendered(loaded, name)
+    first, objects = bytes_on_device(), len(gc.get_objects()) if gc.collect() >= 0 else 0
+    for _ in range(runs):
+        rendered(loaded, name)
+    last = bytes_on_device()
+    gc.collect()
+    grown = len(gc.get_objects()) - objects
+    management.unload_all_models()
+    return {"first": first, "last": last, "grown": grown / runs, "listed": len(management.current_loaded_models)}
+
+
+def handle(name: str) -> dict[str, Any]:
+    """What ComfyUI's caches see of a pipeline."""
+    loaded = loaded_for(name)
+    read = list(loaded.parts)
+    seen = comfy.model_patcher.is_model_patcher_output(loaded)
+    model, vae = core_outputs.beside(loaded)
+    lazily = list(loaded.parts)
+    rendered(loaded, name)
+    return {
+        "read": read,
+        "lazily": lazily,
+        "seen": seen,
+        "dynamic": loaded.is_dynamic(),
+        "models": sorted(type(patcher.model).__name__ for patcher in loaded.get_models()),
+        "one": model is loaded.patcher and vae.patcher in loaded.get_models(),
+        "text": repr(loaded),
+    }
+
+
+class Said(Silent):
+    """Remembers what was said."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def shortage() -> dict[str, Any]:
+    """Memory runs out twice inside a step, beside another model on the device."""
+    name, steps = "hunyuan_video", 3
+    loaded = deep(name)
+    prompt, image = encoded(loaded, name)
+    settings = SampleSettings(64, 64, CASES[name][1], steps=steps, seed=3)
+    expected = stages.sample(loaded, prompt, image, settings, Silent()).samples
+    other = loaded_for("ltx")
+    with other.residency.hold("transformer"):
+        pass
+    calls, failing = 0, {2: "first", 3: "second"}
+    transformer = loaded.parts["transformer"]
+
+    def counted(_module: nn.Module, _inputs: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if failing.pop(calls, ""):
+            raise torch.OutOfMemoryError("acc out of memory. Tried to allocate 1.00 GiB.")
+
+    hook = transformer.register_forward_pre_hook(counted)
+    progress = Said()
+    try:
+        found = stages.sample(loaded, prompt, image, settings, progress).samples
+    finally:
+        hook.remove()
+    patcher = loaded.residency.patcher
+    return {
+        "equal": bool(torch.equal(found, expected)),
+        "calls": calls,
+        "steps": steps,
+        "said": [line for line in progress.lines if "ran out of memory" in line],
+        "resident": patcher.loaded_size() / patcher.model_size(),
+        "moved": loaded.residency.account.moved_bytes,
+    }
+
+
+def flagged(flag: str) -> dict[str, Any]:
+    """Sampling as ``--lowvram``, ``--reserve-vram`` or ``--disable-smart-memory`` would have it."""
+    name = "ltx"
+    loaded = deep(name)
+    given = encoded(loaded, name)
+    expected = sampled_from(loaded, name, given)
+    size, reserve = loaded.residency.patcher.model_size(), 0
+    management.unload_all_models()
+    changes: dict[str, Any] = {"vram_state": management.VRAMState.LOW_VRAM}
+    if flag == "reserve":
+        reserve = size // 2
+        changes = {
+            "extra_reserved_memory": lambda: reserve,
+            "minimum_inference_memory": lambda: RESERVE + reserve,
+        }
+    elif flag == "disable-smart-memory":
+        changes = {"DISABLE_SMART_MEMORY": True}
+    with state(**changes), accelerator.limit(int(1.3 * size) + RESERVE):
+        found = sampled_from(loaded, name, given)
+        free = torch.acc.mem_get_info()[0]
+    return {"equal": bool(torch.equal(found, expected)), "free": free, "reserve": reserve}
+
+
+def apart() -> dict[str, Any]:
+    """Text encoders on the CPU, the rest on the device."""
+    name = "ltx"
+    loaded = loaded_for(name, devices={"text_encoder": "cpu"})
+    before = accelerator.traffic().to_device_bytes
+    prompt, image = encoded(loaded, name)
+    text = accelerator.traffic().to_device_bytes - before
+    settings = SampleSettings(64, 64, CASES[name][1], steps=2, seed=3)
+    latents = stages.sample(loaded, prompt, image, settings, Silent()).samples
+    devices = [loaded.residency.device_of(part).type for part in ("text_encoder", "transformer")]
+    return {"devices": devices, "text_bytes": text, "finite": bool(torch.isfinite(latents).all())}

@@ -1,0 +1,109 @@
+"""Core's samplers, guidance and VAE nodes drive our models: in ComfyUI's own process, and through its server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from host import videos
+from host.client import Client
+from host.inside.asking import Inside
+from host.prompts import Graph, core_sampled, loading, replay
+from host.server import Server
+
+pytestmark = pytest.mark.host
+
+ROUNDING = 1e-5  # of the largest latent: two samplers add the same numbers in another order, in fp32
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["ltx", "hunyuan_video", "hunyuan_video_15", "hunyuan_video_15 image", "framepack", "mochi"],
+)
+def test_core_euler_gives_what_ours_gives(inside: Inside, name: str) -> None:
+    found = inside.play("core", "sampled_alike", name=name)
+    assert found["different"] <= ROUNDING * found["scale"]
+    others = ("AnyGPU_vae", "AnyGPU_text_encoder", "AnyGPU_text_encoder_2", "AnyGPU_image_encoder")
+    transformers = [kind for kind in found["loaded"] if kind not in others]
+    assert len(transformers) == 1, "the transformer has two patchers"
+    assert found["device"] < 2 * found["size"]
+
+
+@pytest.mark.parametrize("name", ["ltx", "hunyuan_video_15", "framepack", "mochi"])
+def test_core_vae_nodes_give_what_ours_give(inside: Inside, name: str) -> None:
+    found = inside.play("core", "decoded_alike", name=name)
+    assert found["equal"] and found["tiled"] and found["encoded"]
+    assert found["latents"] == found["samples"]
+    assert "AnyGPU_vae" in found["listed"]
+
+
+@pytest.mark.parametrize("name", ["ltx", "hunyuan_video", "hunyuan_video_15", "mochi"])
+def test_guidance_windows_masks_and_previews_act(inside: Inside, name: str) -> None:
+    found = inside.play("core", "guided", name=name)
+    assert found["skips"] > 0.01, "Skip Layer Guidance did nothing"
+    assert found["nothing"] < 1e-3 < found["skips"], "a layer that is not there changed the video"
+    assert found["windows"] > 0.01 and found["finite"]
+    assert found["others"] > 0.01
+    assert found["previews"] == 3 and min(found["picture"]) > 0
+    assert found["kept"] < 1e-4 < found["redrawn"], "the masked frame was sampled"
+    assert found["sigmas"][0] == 1.0 and found["sigmas"][-1] == 0.0 and sorted(found["sigmas"], reverse=True)
+    assert len(found["listed"]) == 1, "clones of a MODEL were loaded beside each other"
+
+
+SMALL = {"width": 64, "height": 64, "length": 9, "steps": 2, "tile_size": 64}
+FRAMES = {"mochi_core_ksampler": 7}  # the next of its counts
+
+
+def small(prompt: dict[str, Any]) -> dict[str, Any]:
+    """A replay at 64x64, 9 frames and 2 steps, core's nodes included."""
+    for node in prompt.values():
+        node["inputs"].update({name: SMALL[name] for name in SMALL if isinstance(node["inputs"].get(name), int)})
+        if node["inputs"].get("fit") == "nearest bucket":
+            node["inputs"]["fit"] = "crop"  # buckets are full size
+        if node["class_type"] == "AnyGPUEncodePrompt":
+            node["inputs"]["max_tokens"] = 512  # the tiny vocabularies split a prompt into more tokens
+    return prompt
+
+
+@pytest.mark.parametrize("workflow", core_sampled(), ids=lambda path: path.stem)
+def test_workflow_through_core_sampler_saves_a_video(server: Server, client: Client, workflow: Path) -> None:
+    server.every_model()
+    run = client.run(small(replay(workflow)))
+    assert run.ending == "execution_success", run.message
+    (record,) = run.files()
+    found = videos.facts(server.output(record))
+    assert (found.width, found.height, found.frames) == (64, 64, FRAMES.get(workflow.stem, 9))
+    assert np.ptp(videos.frames(server.output(record)).astype(np.int16)) > 0
+    assert record["filename"].startswith(workflow.stem)
+
+
+def test_every_family_has_a_workflow_through_core_sampler() -> None:
+    names = {workflow.stem.removesuffix("_core_ksampler") for workflow in core_sampled()}
+    assert names == {"ltx", "hunyuan_video", "hunyuan_video_15", "framepack", "mochi"}
+
+
+def test_model_of_another_offload_stops_core_nodes_with_the_reason(server: Server, client: Client) -> None:
+    graph = Graph()
+    pipeline = graph.add("AnyGPULoadPipeline", **loading(server.model("LTX-Video"), offload="none"))
+    prompt = graph.add("AnyGPUEncodePrompt", pipeline=graph.link(pipeline), text="a red fox", negative="")
+    empty = graph.add("EmptyLTXVLatentVideo", width=64, height=64, length=9, batch_size=1)
+    chosen = {"seed": 1, "steps": 1, "cfg": 1.0, "sampler_name": "euler", "scheduler": "simple", "denoise": 1.0}
+    links = {"model": graph.link(pipeline, 1), "positive": graph.link(prompt, 1), "negative": graph.link(prompt, 2)}
+    sampled = graph.add("KSampler", **chosen, **links, latent_image=graph.link(empty))
+    graph.add("SaveLatent", samples=graph.link(sampled), filename_prefix="never")
+    run = client.run(graph.prompt)
+    assert "MODEL and VAE need offload auto or comfyui" in run.message
+
+
+def test_free_memory_and_unload_models_then_the_same_again(server: Server, client: Client) -> None:
+    prompt = small(replay(next(path for path in core_sampled() if path.stem.startswith("ltx"))))
+    server.every_model()
+    first = client.run(prompt)
+    client.free()
+    second = client.run(prompt)
+    assert first.ending == second.ending == "execution_success"
+    frames = [videos.frames(server.output(run.files()[0])) for run in (first, second)]
+    assert np.array_equal(*frames)

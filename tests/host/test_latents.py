@@ -1,0 +1,180 @@
+"""Latents and prompts on disk in a real ComfyUI: saved, loaded, and recovered after the process was killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import urllib.request
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+from anygpu.compat.latent_files import metadata_of
+from anygpu.pipelines.musubi import ARCHITECTURES
+from PIL import Image
+from safetensors.numpy import load_file, save_file
+
+from host import videos
+from host.client import Client, Run
+from host.prompts import SAVE, Graph, loading, sampling, text_to_video
+from host.server import Server, find_host
+
+pytestmark = pytest.mark.host
+
+MODEL = "HunyuanVideo"
+SAMPLE, DECODE = "3", "4"  # ids in text_to_video
+
+
+def frames_of(server: Server, run: Run) -> np.ndarray:
+    assert run.ending == "execution_success", run.message
+    (record,) = [found for found in run.files() if found["filename"].endswith(".mp4")]
+    return videos.frames(server.output(record))
+
+
+def decoded_from(kind: str, **inputs: str) -> Graph:
+    """A graph that decodes what the node ``kind`` loads."""
+    graph = Graph()
+    pipeline = graph.link(graph.add("AnyGPULoadPipeline", **loading(MODEL)))
+    latent = graph.link(graph.add(kind, **inputs))
+    decode = graph.add("AnyGPUDecode", pipeline=pipeline, latent=latent)
+    graph.add(SAVE, video=graph.link(decode, 1), filename_prefix="again", format="auto", codec="auto")
+    return graph
+
+
+def test_saved_latents_and_prompts_give_the_same_video(server: Server, client: Client) -> None:
+    graph = text_to_video(server.model(MODEL))
+    latents = graph.add("AnyGPUSaveLatent", latent=graph.link(SAMPLE), filename_prefix="latents/test")
+    prompts = graph.add("AnyGPUSavePrompt", prompt=graph.link("2"), filename_prefix="prompts/test")
+    run = client.run(graph.prompt)
+    expected = frames_of(server, run)
+    assert run.texts_of(latents)[-1] == "output/latents/test_00001_.safetensors"
+    metadata = metadata_of(server.base / "output" / "latents" / "test_00001_.safetensors")
+    assert set(json.loads(metadata["prompt"])) == set(graph.prompt), "the graph that ran is in the file"
+    assert run.texts_of(prompts)[-1] == "output/prompts/test_00001_.safetensors"
+    listed = client.get("/object_info/AnyGPULoadLatent")["AnyGPULoadLatent"]["input"]["required"]["file"]
+    assert "latents/test_00001_.safetensors [output]" in json.dumps(listed)
+
+    again = decoded_from("AnyGPULoadLatent", file="latents/test_00001_.safetensors [output]")
+    found = client.run(again.prompt)
+    assert np.array_equal(frames_of(server, found), expected)
+    assert "a cat walks on the grass" in found.texts_of("2")[-1]
+
+    without = text_to_video(MODEL)
+    without.prompt["2"] = {
+        "class_type": "AnyGPULoadPrompt",
+        "inputs": {"file": "prompts/test_00001_.safetensors [output]"},
+    }
+    assert np.array_equal(frames_of(server, client.run(without.prompt)), expected)
+
+
+def test_what_is_kept_is_listed_with_a_picture(server: Server, client: Client) -> None:
+    """Newest first; the picture of a tiny model is of noise, but of the video's shape."""
+    graph = text_to_video(server.model("LTX-Video"), width=96, height=64, seed=77)
+    assert client.run(graph.prompt).ending == "execution_success"
+    newest = client.get("/anygpu/latents")["latents"][0]
+    assert "seed 77" in json.dumps(newest)
+    with urllib.request.urlopen(f"{server.url}/anygpu/latents/{newest['id']}/picture", timeout=30) as answer:
+        picture = Image.open(BytesIO(answer.read()))
+    assert picture.format == "JPEG" and picture.size[0] == 160
+
+
+def test_a_prefix_that_leads_out_and_a_file_that_is_gone(server: Server, client: Client) -> None:
+    server.model(MODEL)
+    graph = Graph()
+    latent = graph.add("EmptyHunyuanLatentVideo", width=64, height=64, length=5, batch_size=1)
+    graph.add("AnyGPUSaveLatent", latent=graph.link(latent), filename_prefix="../../outside")
+    assert client.run(graph.prompt).message.startswith("filename_prefix '../../outside'")
+    gone = decoded_from("AnyGPULoadLatent", file="gone.safetensors")
+    assert client.run(gone.prompt).message.startswith("no latent file 'gone.safetensors'")
+    gone = decoded_from("AnyGPURecoverLatents", kept="../secret")
+    assert client.run(gone.prompt).message.startswith("no kept latents")
+
+
+def test_a_musubi_cache_is_read_and_written_back(server: Server, client: Client) -> None:
+    samples = np.random.default_rng(0).standard_normal((16, 3, 8, 8)).astype(np.float32)
+    metadata = {"architecture": ARCHITECTURES[0].full, "width": "64", "height": "64", "frame_count": "9"}
+    cache = server.base / "input" / "clip_00000-009_0064x0064_hv.safetensors"
+    save_file({"latents_3x8x8_float32": samples}, cache, {**metadata, "format_version": "1.0.1"})
+    graph = Graph()
+    latent = graph.link(graph.add("AnyGPULoadLatent", file=cache.name))
+    graph.add("AnyGPUSaveMusubiCache", name="musubi/clip", latent=latent)
+    run = client.run(graph.prompt)
+    assert run.ending == "execution_success", run.message
+    written = server.base / "output" / "musubi" / cache.name
+    assert np.array_equal(load_file(written)["latents_3x8x8_float32"], samples)
+    assert metadata_of(written) == metadata_of(cache)
+
+
+class Killed(Exception):
+    """The server is no more."""
+
+
+@pytest.fixture
+def own(tmp_path: Path, tiny_folder: Path, server: Server) -> Iterator[Server]:
+    """A server of this test alone, since it dies."""
+    mine = Server(find_host(), tmp_path / "own", tiny_folder)
+    mine.base.mkdir()
+    try:
+        yield mine.start()
+    finally:
+        mine.stop()
+
+
+def test_a_killed_decode_costs_nothing(own: Server) -> None:
+    """kill -9 in decode; after a restart, which empties the temporary folder, the newest kept latents decode."""
+    graph = text_to_video(own.model(MODEL), **sampling(width=128, height=128, frames=17))
+
+    def kill(node: str, run: Run) -> bool:
+        if node == DECODE:
+            assert own._process is not None
+            os.kill(own._process.pid, signal.SIGKILL)
+            own._process.wait(10)
+            raise Killed
+        return False
+
+    with pytest.raises(Killed):
+        Client(own.url).run(graph.prompt, cancel_when=kill)
+    own.port = 0
+    client = Client(own.start().url)
+    assert not list((own.base / "temp").glob("**/*.safetensors"))
+    run = client.run(decoded_from("AnyGPURecoverLatents", kept="newest").prompt)
+    recovered = frames_of(own, run)
+    assert "seed 1" in run.texts_of("2")[-1]
+    assert np.array_equal(recovered, frames_of(own, client.run(graph.prompt)))
+
+
+def test_a_lora_on_a_chain(server: Server, client: Client) -> None:
+    """Its keys are counted under the node; another strength changes the video and loads nothing again."""
+    server.model(MODEL)
+    folder = server.base / "models" / "loras"
+    folder.mkdir(exist_ok=True)
+    rng, tensors = np.random.default_rng(0), {}
+    for index, name in enumerate(("to_q", "to_k", "to_v")):
+        base = f"lora_unet_transformer_blocks_0_attn_{name}"
+        tensors[f"{base}.lora_down.weight"] = rng.standard_normal((4, 32)).astype(np.float32)
+        tensors[f"{base}.lora_up.weight"] = rng.standard_normal((32, 4)).astype(np.float32)
+        tensors[f"{base}.alpha"] = np.array(index + 1, dtype=np.float32)
+    save_file(tensors, folder / "style.safetensors")
+
+    def adapted(strength: float) -> Graph:
+        graph = text_to_video(MODEL)
+        lora = graph.add("AnyGPULoRA", pipeline=graph.link("1"), lora="style.safetensors", strength=strength)
+        for node in (SAMPLE, DECODE):
+            graph.prompt[node]["inputs"]["pipeline"] = graph.link(lora)
+        return graph
+
+    runs = [client.run(adapted(strength).prompt) for strength in (1.0, 2.0, 0.0)]
+    plain = client.run(text_to_video(MODEL).prompt)
+    videos_found = [frames_of(server, run) for run in (*runs, plain)]
+    assert "style: 3 layers, 9 of 9 keys match" in runs[0].texts_of("6")[-1]
+    assert "LoRA style 1, separate" in runs[0].texts_of("6")[-1]
+    assert not np.array_equal(videos_found[0], videos_found[1])
+    assert np.array_equal(videos_found[2], videos_found[3]), "strength 0 is the plain pipeline"
+    assert not np.array_equal(videos_found[0], videos_found[3])
+    assert "1" in runs[1].cached and "2" in runs[1].cached
+    gone = adapted(1.0)
+    gone.prompt["6"]["inputs"]["lora"] = "gone.safetensors"
+    assert client.run(gone.prompt).message.startswith("no LoRA 'gone.safetensors' in")

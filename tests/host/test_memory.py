@@ -1,0 +1,126 @@
+"""Our pipelines under ComfyUI's memory manager, in its own process, on a device whose memory is counted and limited."""
+
+from __future__ import annotations
+
+import pytest
+
+from host.inside.asking import Inside
+
+pytestmark = pytest.mark.host
+
+CASES = (
+    "ltx",
+    "hunyuan_video",
+    "hunyuan_video image",
+    "hunyuan_video_15",
+    "hunyuan_video_15 image",
+    "framepack",
+    "mochi",
+)
+FAMILIES = ("ltx", "hunyuan_video", "hunyuan_video_15", "framepack", "mochi")
+SAMPLED = ("ltx", "mochi")  # the other families' shares run in make test-full's share of the host tests
+ACCOUNT_ROWS = 24  # the last stages of a pipeline, which its account keeps
+full = pytest.mark.full
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_cpu_with_room_for_all_and_for_nothing(inside: Inside, name: str) -> None:
+    found = inside.play("memory", "full_and_none", name=name)
+    assert found["offload"] == "offload comfyui on acc:0"
+    assert (found["full"], found["none"]) == (0.0, 0.0), "the same kernels on the same bits"
+    assert found["none_peak"] < found["full_peak"]
+    assert (found["left"], found["classes"]) == (0, 0), "something stayed after Unload Models"
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in SAMPLED else [full]) for name in FAMILIES])
+def test_any_share_of_the_weights_gives_the_same_latents(inside: Inside, name: str) -> None:
+    shares = [1.0, 0.6, 0.4, 0.25, 0.15] if name not in SAMPLED else [0.4, 0.15]
+    found = inside.play("memory", "shares", name=name, shares=shares)
+    assert found["weights"] >= 0.8, "the activations would hide what the weights do"
+    beside = (
+        1.0 / found["weights"] - 1.0 + found["largest"]
+    )  # room for activations, which are not there yet when the weights come
+    for run in found["runs"]:
+        assert run["equal"] and run["refusals"] == 0, run
+        assert run["resident"] <= run["share"] + beside + 1e-9
+        assert run["to_host"] < 0.02, "weights were copied back"
+    assert [run["resident"] for run in found["runs"]] == sorted(
+        (run["resident"] for run in found["runs"]), reverse=True
+    )
+
+
+@pytest.mark.parametrize("names", [FAMILIES[:2] + FAMILIES[4:], pytest.param(FAMILIES, marks=full)])
+def test_pipelines_in_turn_evict_each_other_and_leave_nothing(inside: Inside, names: tuple[str, ...]) -> None:
+    found = inside.play("memory", "evictions", names=list(names))
+    assert all(found["equal"])
+    assert 0 < found["together"] <= found["limit"] and found["on_device"] > 0
+    assert found["freed"] == 0, "device memory waited for the garbage collector"
+    assert (found["alive"], found["listed"]) == (0, 0), "something outlived the graph"
+
+
+def test_a_cancel_is_obeyed_inside_a_step_and_while_weights_move(inside: Inside) -> None:
+    found = inside.play("memory", "cancelled")
+    assert found["inside a step"] <= 1, "operators ran on after the cancel"
+    assert found["moving"] != "not obeyed" and found["moving, left"] in (0.0, 1.0), "the part is half moved"
+    assert found["inside a step, next"] and found["moving, next"]
+
+
+def test_unloading_everything_leaves_the_part_as_it_was_read(inside: Inside) -> None:
+    found = inside.play("memory", "out_of_memory")
+    assert found["resident"] > 0
+    assert (found["left"], found["classes"]) == (0, 0)
+    # What is copied are the tables of core's noise schedule, which are no weights.
+    assert found["copied"] < found["resident"] / 20, "weights that are at home already were copied back"
+    assert found["equal"] and (found["on"], found["released"]) == ("acc", "cpu")
+
+
+def test_a_core_model_and_ours_make_each_other_leave(inside: Inside) -> None:
+    found = inside.play("memory", "beside_core", name="ltx")
+    (theirs, _), (left, ours), (back, partly), _ = found["seen"]
+    assert theirs == 1.0 and left < 1.0 and ours == 1.0, "ours did not make core's leave"
+    assert back == 1.0 and partly < 1.0, "core's did not make ours leave"
+    assert all(found["equal"])
+
+
+def test_core_lora_patches_act_at_any_residency_and_are_undone(inside: Inside) -> None:
+    found = inside.play("memory", "lora", name="hunyuan_video")
+    assert found["added"] == found["keys"] > 0
+    assert found["first"].startswith("diffusion_model.") and "network" not in found["first"]
+    assert found["changes"] > 0.01 and found["streamed"] == 0.0 and found["undone"]
+
+
+@pytest.mark.parametrize(("name", "runs"), [("ltx", 3), pytest.param("mochi", 50, marks=full)])
+def test_run_after_run_memory_is_where_it_began(inside: Inside, name: str, runs: int) -> None:
+    found = inside.play("memory", "many", name=name, runs=runs)
+    assert found["first"] == found["last"] > 0
+    assert found["grown"] * runs <= ACCOUNT_ROWS and found["listed"] == 0
+
+
+def test_running_out_of_memory_inside_a_step_streams_more_and_goes_on(inside: Inside) -> None:
+    found = inside.play("memory", "shortage")
+    assert found["equal"] and found["calls"] == found["steps"] + 2, "a finished step was sampled again"
+    assert found["said"][0].endswith("without other models on the device, from the last finished step")
+    assert "of the transformer streamed" in found["said"][1]
+    assert 0.3 < found["resident"] < 0.7, "half of the weights should have left"
+    assert found["moved"] > 0, "the account saw nothing move"
+
+
+@pytest.mark.parametrize("flag", ["lowvram", "reserve", "disable-smart-memory"])
+def test_comfyui_flags_are_obeyed_with_the_same_result(inside: Inside, flag: str) -> None:
+    found = inside.play("memory", "flagged", flag=flag)
+    assert found["equal"]
+    assert found["free"] >= found["reserve"], "what was to stay free is in use"
+
+
+def test_a_part_can_compute_on_the_host(inside: Inside) -> None:
+    found = inside.play("memory", "apart")
+    assert found["devices"] == ["cpu", "acc"] and found["text_bytes"] == 0
+    assert found["finite"]
+
+
+def test_caches_see_the_patchers_and_nothing_is_read_early(inside: Inside) -> None:
+    found = inside.play("memory", "handle", name="ltx")
+    assert found["read"] == found["lazily"] == []
+    assert found["seen"] and found["one"] and not found["dynamic"]
+    assert found["models"] == ["AnyGPU_text_encoder", "AnyGPU_vae", "LTX"]
+    assert len(found["text"]) < 200

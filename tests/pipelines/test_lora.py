@@ -1,0 +1,315 @@
+"""LoRAs on a pipeline: the sums are right, chains do not see each other, and taking one off leaves no trace."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from anygpu.compat import adapters, packages, quantized
+from anygpu.compat.errors import CheckpointError, InputError, MissingPackageError, UnsupportedError
+from anygpu.pipelines import lora, stages, tiny
+from anygpu.pipelines.contract import Loaded, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.loading import LoadRequest, load
+from anygpu.pipelines.lora import with_lora
+from safetensors.torch import save_file
+
+RANK = 4
+SETTINGS = SampleSettings(32, 32, 5, steps=2, seed=3)
+SUMS = 2e-5  # fp32 sums in another order, over two steps, of latents around 1
+
+
+def factors_for(layers: dict[str, tuple[int, ...]], seed: int = 0) -> dict[str, torch.Tensor]:
+    """Random factors and an alpha for every layer, under diffusers' names; small enough to stay near the model."""
+    generator, found = torch.Generator().manual_seed(seed), {}
+    for name, (rows, *inside) in layers.items():
+        ones = [1] * (len(inside) - 1)
+        found[f"transformer.{name}.lora_A.weight"] = torch.randn(RANK, *inside, generator=generator) * 0.1
+        found[f"transformer.{name}.lora_B.weight"] = torch.randn(rows, RANK, *ones, generator=generator) * 0.1
+        found[f"transformer.{name}.alpha"] = torch.tensor(2.0 if "attn" in name else float(RANK))
+    return found
+
+
+def added_by_hand(loaded: Loaded, chosen: list[tuple[dict[str, torch.Tensor], float]]) -> None:
+    """The LoRAs in the weights of a pipeline that nobody else uses, in fp64."""
+    module = loaded.parts["transformer"]
+    for tensors, strength in chosen:
+        for key in [key for key in tensors if key.endswith("lora_A.weight")]:
+            name = key.removeprefix("transformer.").removesuffix(".lora_A.weight")
+            down, up = tensors[key].double(), tensors[key.replace("lora_A", "lora_B")].double()
+            scale = float(tensors[f"transformer.{name}.alpha"]) / RANK
+            weight = module.get_submodule(name).weight
+            product = (up.flatten(1) @ down.flatten(1)).view_as(weight)
+            weight.data = (weight.data.double() + strength * scale * product).to(weight.dtype)
+
+
+@pytest.fixture(scope="module")
+def made(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """A tiny HunyuanVideo with two LoRAs, what it samples without them, and a fresh one for the asking."""
+    folder = tmp_path_factory.mktemp("loras")
+
+    def fresh() -> Loaded:
+        request = LoadRequest(tiny.build("hunyuan_video", tiny_folder), device="cpu", precision="fp32")
+        return load(request)
+
+    loaded = fresh()
+    layers = lora.layers_of(loaded)
+    loras = [factors_for(layers, seed) for seed in (1, 2)]
+    paths = [folder / f"{name}.safetensors" for name in ("first", "second")]
+    for path, tensors in zip(paths, loras, strict=True):
+        save_file(tensors, path)
+    prompt = stages.encode_prompt(loaded, PromptRequest("a cat"), Silent())
+
+    def sampled(pipeline: Loaded) -> torch.Tensor:
+        return stages.sample(pipeline, prompt, None, SETTINGS, Silent()).samples
+
+    def by_hand(*chosen: tuple[int, float]) -> torch.Tensor:
+        other = fresh()
+        other.parts["transformer"]
+        added_by_hand(other, [(loras[index], strength) for index, strength in chosen])
+        return sampled(other)
+
+    return SimpleNamespace(
+        fresh=fresh, loaded=loaded, layers=layers, loras=loras, paths=paths, sampled=sampled, by_hand=by_hand,
+        plain=sampled(loaded), folder=folder,
+    )  # fmt: skip
+
+
+def put(
+    made: Any, on: Loaded, index: int = 0, strength: float = 1.0, blocks: str = "", mode: str = "separate"
+) -> Loaded:
+    return with_lora(on, made.paths[index], strength, blocks, mode, Silent())
+
+
+@pytest.mark.parametrize("mode", lora.MODES)
+def test_the_sums_are_right_and_leave_no_trace(made: Any, mode: str) -> None:
+    loaded, expected = made.loaded, made.by_hand((0, 0.7))
+    weights = {name: (t.data_ptr(), t.clone()) for name, t in loaded.parts["transformer"].named_parameters()}
+    pipeline = put(made, loaded, strength=0.7, mode=mode)
+    found = made.sampled(pipeline)
+    assert float((expected - made.plain).abs().max()) > 0.01, "the LoRA does nothing"
+    assert torch.allclose(found, expected, atol=SUMS, rtol=0)
+    assert torch.equal(made.sampled(pipeline), found), "the second call differs"
+    assert torch.equal(made.sampled(loaded), made.plain), "the pipeline it came from has changed"
+    del pipeline
+    gc.collect()
+    assert torch.equal(made.sampled(loaded), made.plain)
+    after = dict(loaded.parts["transformer"].named_parameters())
+    assert weights.keys() == after.keys(), "layers of the LoRA are still there"
+    for name, (place, before) in weights.items():
+        assert after[name].data_ptr() == place and torch.equal(after[name], before), name
+
+
+@pytest.mark.parametrize(
+    "modes",
+    [
+        ("merged", "separate"),
+        pytest.param(("separate", "separate"), marks=pytest.mark.full),
+        pytest.param(("merged", "merged"), marks=pytest.mark.full),
+    ],
+)
+def test_several_add_up(made: Any, modes: tuple[str, str]) -> None:
+    pipeline = put(made, put(made, made.loaded, 0, 0.5, mode=modes[0]), 1, -0.8, mode=modes[1])
+    assert torch.allclose(made.sampled(pipeline), made.by_hand((0, 0.5), (1, -0.8)), atol=SUMS, rtol=0)
+    assert torch.equal(made.sampled(made.loaded), made.plain)
+
+
+def test_chains_that_share_a_pipeline_do_not_see_each_other(made: Any) -> None:
+    chains = [
+        put(made, made.loaded, 0),
+        put(made, made.loaded, 1),
+        put(made, made.loaded, 0, mode="merged"),
+        made.loaded,
+    ]
+    expected = [made.by_hand((0, 1.0)), made.by_hand((1, 1.0)), made.by_hand((0, 1.0)), made.plain]
+    first = [made.sampled(chain) for chain in chains]
+    for index in (2, 0, 3, 1, 3):
+        assert torch.equal(made.sampled(chains[index]), first[index])
+    for found, wanted in zip(first, expected, strict=True):
+        assert torch.allclose(found, wanted, atol=SUMS, rtol=0)
+
+
+def test_a_strength_changes_in_place(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No layer is made again, and the model is not read again."""
+    one = made.sampled(put(made, made.loaded, strength=1.0))
+    keep = put(made, made.loaded, strength=1.0)
+    made.sampled(keep)
+    monkeypatch.setattr(adapters.Adapted, "_change", None)
+    monkeypatch.setattr(type(made.loaded.parts), "drop", None)
+    assert torch.allclose(made.sampled(put(made, made.loaded, strength=0.3)), made.by_hand((0, 0.3)), atol=SUMS, rtol=0)
+    assert torch.equal(made.sampled(keep), one)
+
+
+def test_a_filter_touches_only_its_blocks(made: Any) -> None:
+    pipeline = put(made, made.loaded, blocks="double 0, rest")
+    other = made.fresh()
+    other.parts["transformer"]
+    kept = {k: t for k, t in made.loras[0].items() if k.startswith("transformer.transformer_blocks.0.")}
+    kept |= {k: t for k, t in made.loras[0].items() if "transformer_blocks." not in k}
+    added_by_hand(other, [(kept, 1.0)])
+    assert torch.allclose(made.sampled(pipeline), made.sampled(other), atol=SUMS, rtol=0)
+
+
+def test_without_strength_nothing_happens_and_it_is_said(made: Any, recorded: Any) -> None:
+    progress = recorded()
+    assert with_lora(made.loaded, made.paths[0], 0.0, "", "separate", progress) is made.loaded
+    assert progress.said[-1] == "first has no effect at strength 0"
+    assert progress.said[0].startswith(f"first: {len(made.layers)} layers, {len(made.loras[0])} of")
+
+
+def test_notes_and_keys_tell_pipelines_apart(made: Any) -> None:
+    first, stronger = put(made, made.loaded), put(made, made.loaded, strength=2.0)
+    assert first.notes[-1] == "LoRA first 1, separate"
+    assert first.residency.worn != stronger.residency.worn != ""
+    assert made.loaded.residency.worn == ""
+    assert first.residency.adapters.key == stronger.residency.adapters.key
+    assert put(made, made.loaded, mode="merged").residency.adapters.key != first.residency.adapters.key
+
+
+# What cannot be done ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"strength": 11.0}, "strength 11"),
+        ({"strength": float("nan")}, "strength nan"),
+        ({"mode": "fused"}, "mode 'fused'"),
+        ({"blocks": "double 9"}, "blocks 'double 9'"),
+    ],
+)
+def test_choices_out_of_range(made: Any, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        put(made, made.loaded, **arguments)
+
+
+def test_damaged_and_foreign_files(made: Any) -> None:
+    broken = made.folder / "broken.safetensors"
+    broken.write_bytes(made.paths[0].read_bytes()[:-100])
+    with pytest.raises(CheckpointError):
+        with_lora(made.loaded, broken, 1.0, "", "separate", Silent())
+    save_file({"lora_te_x.lora_down.weight": torch.zeros(2, 2)}, broken)
+    with pytest.raises(CheckpointError, match="none of 1 keys of"):
+        with_lora(made.loaded, broken, 1.0, "", "separate", Silent())
+
+
+def test_peft_is_asked_for_by_name(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = packages.imported
+
+    def absent(name: str) -> Any:
+        if name == "peft":
+            raise MissingPackageError("package 'peft' cannot be imported", expected="peft", fix="Install it.")
+        return own(name)
+
+    monkeypatch.setattr(packages, "imported", absent)
+    with pytest.raises(MissingPackageError, match="peft"):
+        put(made, made.loaded)
+    assert put(made, made.loaded, mode="merged") is not made.loaded, "merging needs no peft"
+
+
+def test_merging_into_8_bits_is_refused_and_leaves_the_model_usable(made: Any) -> None:
+    loaded = made.fresh()
+    plain = made.sampled(loaded)
+    leaf = loaded.parts["transformer"].get_submodule("transformer_blocks.1.attn.to_k")
+    data = leaf.weight.data
+    leaf.weight.data = data.to(torch.float8_e4m3fn)
+    with pytest.raises(
+        UnsupportedError, match=r"merging 'first' into Linear weights kept as torch\.float8_e4m3fn in 1 of"
+    ):
+        made.sampled(put(made, loaded, mode="merged"))
+    leaf.weight.data = data
+    assert torch.equal(made.sampled(loaded), plain)
+
+
+@pytest.mark.parametrize("weights", ["int8", pytest.param("fp8", marks=pytest.mark.full)])
+def test_packed_weights_take_a_lora_beside_them_only(made: Any, tiny_folder: Path, weights: str) -> None:
+    """They are not unpacked for it: what was packed stays the same tensors."""
+    request = LoadRequest(tiny.build("hunyuan_video", tiny_folder), device="cpu", precision="fp32", weights=weights)
+    loaded = load(request)
+    plain = made.sampled(loaded)
+    stored = [leaf.stored.data_ptr() for leaf in loaded.parts["transformer"].modules() if hasattr(leaf, "stored")]
+    found = made.sampled(put(made, loaded))
+    assert stored == [
+        leaf.stored.data_ptr() for leaf in loaded.parts["transformer"].modules() if hasattr(leaf, "stored")
+    ]
+    other = load(request)
+    for layer in [leaf for leaf in other.parts["transformer"].modules() if isinstance(leaf, quantized.StoredLinear)]:
+        quantized.unpack(layer)
+    added_by_hand(other, [(made.loras[0], 1.0)])
+    assert torch.allclose(found, made.sampled(other), atol=SUMS, rtol=0)
+    with pytest.raises(UnsupportedError, match="into StoredLinear weights kept as torch"):
+        made.sampled(put(made, loaded, mode="merged"))
+    assert torch.equal(made.sampled(loaded), plain)
+
+
+@pytest.mark.full
+def test_beside_rewritten_blocks(made: Any, tiny_folder: Path) -> None:
+    """The kernels' references call each layer as a module, so what a LoRA put around it runs."""
+    from anygpu.pipelines.speed import SpeedRequest
+
+    path = tiny.build("hunyuan_video", tiny_folder)
+    loaded = load(LoadRequest(path, device="cpu", precision="fp32", speed=SpeedRequest(kernels="reference")))
+    assert torch.allclose(made.sampled(put(made, loaded)), made.by_hand((0, 1.0)), atol=SUMS, rtol=0)
+    assert torch.allclose(made.sampled(loaded), made.plain, atol=SUMS, rtol=0)
+
+
+def test_a_failure_half_way_leaves_the_model_as_it_was(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first is merged when the second fails."""
+    pipeline = put(made, put(made, made.loaded, 0, mode="merged"), 1, mode="separate")
+
+    made.sampled(made.loaded)
+    rewrites = [order for order, _ in made.loaded.parts.undo["transformer"].undo]
+    assert rewrites, "nothing that a failure could have left undone"
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lora, "_inject", fails)
+        with pytest.raises(RuntimeError, match="injected"):
+            made.sampled(pipeline)
+    assert [order for order, _ in made.loaded.parts.undo["transformer"].undo] == rewrites
+    assert torch.equal(made.sampled(made.loaded), made.plain)
+    assert torch.allclose(made.sampled(pipeline), made.by_hand((0, 1.0), (1, 1.0)), atol=SUMS, rtol=0)
+
+
+# Families and styles ----------------------------------------------------------------------------------------------
+
+Converted = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+
+
+def as_kohya(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same LoRA as kohya's trainers write it."""
+    found = {}
+    for key, tensor in tensors.items():
+        base, _, end = key.removeprefix("transformer.").partition(".lora_" if ".lora_" in key else ".alpha")
+        tail = {"A.weight": ".lora_down.weight", "B.weight": ".lora_up.weight", "": ".alpha"}[end]
+        found[f"lora_unet_{base.replace('.', '_')}{tail}"] = tensor
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["ltx", "hunyuan_video_15", "mochi"])
+def test_every_family_takes_both_styles(family: str, tiny_folder: Path, tmp_path: Path) -> None:
+    loaded = load(LoadRequest(tiny.build(family, tiny_folder), device="cpu", precision="fp32"))
+    attention = {name: shape for name, shape in lora.layers_of(loaded).items() if ".attn" in name}
+    tensors = factors_for(attention)
+    save_file(tensors, tmp_path / "diffusers.safetensors")
+    save_file(as_kohya(tensors), tmp_path / "kohya.safetensors")
+    prompt = stages.encode_prompt(loaded, PromptRequest("a cat"), Silent())
+    settings = replace(SETTINGS, frames=9 if family == "ltx" else 7 if family == "mochi" else 5, height=64, width=64)
+    found = []
+    for name in ("diffusers", "kohya"):
+        pipeline = with_lora(loaded, tmp_path / f"{name}.safetensors", 1.0, "", "separate", Silent())
+        found.append(stages.sample(pipeline, prompt, None, settings, Silent()).samples)
+    assert torch.equal(*found)
+    added_by_hand(loaded, [(tensors, 1.0)])
+    gc.collect()
+    pipeline = None
+    plain = stages.sample(loaded, prompt, None, settings, Silent()).samples
+    assert torch.allclose(found[0], plain, atol=SUMS * 5, rtol=0)

@@ -1,0 +1,117 @@
+"""A LoRA under every residency on the simulated accelerator: the CPU's result twice in a row, and no trace after it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from anygpu.pipelines import lora, stages, tiny
+from anygpu.pipelines.contract import Loaded, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.loading import LoadRequest, load
+from safetensors.torch import save_file
+
+from simulated import accelerator, profiles
+from simulated.test_families import MODES
+
+RANK = 4
+SETTINGS = SampleSettings(32, 32, 5, steps=2, seed=3)
+ROUNDING = 2e-5  # fp32 sums in another order
+HALF = 2.0**-8  # share of the latents' length: half a dozen roundings of fp16 per step, as in test_matrix
+
+
+@pytest.fixture(scope="module")
+def files(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A LoRA over every layer of each tiny transformer."""
+    found = {}
+    for family in ("hunyuan_video", "ltx"):
+        layers = lora.layers_of(load(LoadRequest(tiny.build(family, tiny_folder), device="cpu")))
+        generator, tensors = torch.Generator().manual_seed(5), {}
+        for name, (rows, *inside) in layers.items():
+            ones = [1] * (len(inside) - 1)
+            tensors[f"{name}.lora_A.weight"] = torch.randn(RANK, *inside, generator=generator) * 0.1
+            tensors[f"{name}.lora_B.weight"] = torch.randn(rows, RANK, *ones, generator=generator) * 0.1
+        found[family] = tmp_path_factory.mktemp("lora") / f"{family}.safetensors"
+        save_file(tensors, found[family])
+    return found
+
+
+def loaded_on(folder: Path, device: Any, family: str = "hunyuan_video", **choices: Any) -> Loaded:
+    return load(LoadRequest(tiny.build(family, folder), device=device, **{"precision": "fp32", **choices}))
+
+
+def sampled(loaded: Loaded, prompt: Any) -> torch.Tensor:
+    return stages.sample(loaded, prompt, None, SETTINGS, Silent()).samples
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_folder: Path, files: dict[str, Path]) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """Prompt, latents without and with the LoRA, on the CPU in fp32."""
+    loaded = loaded_on(tiny_folder, "cpu")
+    prompt = stages.encode_prompt(loaded, PromptRequest("a cat"), Silent())
+    pipeline = lora.with_lora(loaded, files["hunyuan_video"], 0.8, "", "separate", Silent())
+    return prompt, sampled(loaded, prompt), sampled(pipeline, prompt)
+
+
+@pytest.mark.parametrize(
+    ("mode", "offload"),
+    [
+        # Each mode and each residency once in `make test`, all pairs in `make test-full`.
+        pytest.param(
+            mode,
+            offload,
+            marks=[] if (mode, offload) in (("separate", "group"), ("merged", "none")) else pytest.mark.full,
+        )
+        for mode in lora.MODES
+        for offload in MODES
+    ],
+)
+def test_every_residency(tiny_folder: Path, files: dict[str, Path], expected: Any, offload: str, mode: str) -> None:
+    """Put on after the residency was in force, changed by strength and structure, and taken off again."""
+    if reason := accelerator.reason():
+        pytest.skip(reason)
+    prompt, plain, adapted = expected
+    with accelerator.fresh() as device:
+        loaded = loaded_on(tiny_folder, device, offload=offload)
+        before = sampled(loaded, prompt)
+        pipeline = lora.with_lora(loaded, files["hunyuan_video"], 0.8, "", mode, Silent())
+        for _ in range(2):
+            assert torch.allclose(sampled(pipeline, prompt), adapted, atol=ROUNDING, rtol=0)
+        assert torch.equal(sampled(loaded, prompt), before)
+        stronger = lora.with_lora(loaded, files["hunyuan_video"], 0.4, "", mode, Silent())
+        doubled = lora.with_lora(stronger, files["hunyuan_video"], 0.4, "", mode, Silent())
+        assert torch.allclose(sampled(doubled, prompt), adapted, atol=ROUNDING, rtol=0)
+        assert torch.equal(sampled(loaded, prompt), before)
+        assert torch.allclose(before, plain, atol=ROUNDING, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("machine", "mode", "offload"),
+    [
+        ("turing", "separate", "group"),
+        pytest.param("turing", "separate", "sequential", marks=pytest.mark.full),
+        pytest.param("turing", "merged", "none", marks=pytest.mark.full),
+        pytest.param("no-conv3d", "separate", "model", marks=pytest.mark.full),
+        pytest.param("gfx1151", "separate", "model", marks=pytest.mark.full),
+        pytest.param("gfx1151", "merged", "none", marks=pytest.mark.full),
+    ],
+)
+def test_beside_the_rewrites_of_a_machine(
+    tiny_folder: Path, files: dict[str, Path], expected: Any, tmp_path: Path, machine: str, mode: str, offload: str
+) -> None:
+    """fp16-safe blocks, replaced convolutions, and a device that damages bf16: near the CPU's fp32."""
+    if reason := accelerator.reason():
+        pytest.skip(reason)
+    prompt, plain, adapted = expected
+    with profiles.on(machine) as profile:
+        loaded = loaded_on(tiny_folder, profile.facts, precision="auto", offload=offload, state=tmp_path)
+        before = sampled(loaded, prompt)
+        pipeline = lora.with_lora(loaded, files["hunyuan_video"], 0.8, "", mode, Silent())
+        found = [sampled(pipeline, prompt) for _ in range(2)]
+        after = sampled(loaded, prompt)
+    allowed = HALF if loaded.precision.safe else 1e-4
+    for latents in found:
+        assert float((latents - adapted).norm() / adapted.norm()) <= allowed, str(loaded.precision)
+    assert float((adapted - plain).norm() / plain.norm()) > 10 * allowed, "the LoRA does too little to be seen"
+    assert torch.equal(after, before)

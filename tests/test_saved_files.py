@@ -1,0 +1,95 @@
+"""The lists of the load nodes, and the names of the save nodes: nothing outside ComfyUI's folders can be meant."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from anygpu.compat.errors import CheckpointError, InputError
+from anygpu.compat.latent_files import write_record
+
+RECORDS = {"latent": {"kind": "latent"}, "prompt": {"kind": "prompt"}}
+
+
+@pytest.fixture
+def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``host/saved.py`` on a stand-in for ComfyUI's folders and command line."""
+    for name in ("input", "output"):
+        (tmp_path / name).mkdir()
+    paths = SimpleNamespace(
+        get_input_directory=lambda: str(tmp_path / "input"), get_output_directory=lambda: str(tmp_path / "output")
+    )
+    comfy, arguments = ModuleType("comfy"), ModuleType("comfy.cli_args")
+    arguments.args = SimpleNamespace(disable_metadata=False)
+    for name, module in (("folder_paths", paths), ("comfy", comfy), ("comfy.cli_args", arguments)):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "anygpu.host.saved", raising=False)
+    yield importlib.import_module("anygpu.host.saved")
+    sys.modules.pop("anygpu.host.saved", None)
+
+
+def put(path: Path, kind: str) -> Path:
+    return write_record(path, {"x": torch.zeros(2)}, RECORDS[kind])
+
+
+def test_files_are_listed_by_what_they_are_and_found_by_name_only(saved: Any, tmp_path: Path) -> None:
+    assert saved.choices("latent") == ["no latent file found"]
+    mine = put(tmp_path / "output" / "latents" / "a_00001_.safetensors", "latent")
+    put(tmp_path / "output" / "prompts" / "a_00001_.safetensors", "prompt")
+    other = put(tmp_path / "input" / "b.safetensors", "latent")
+    (tmp_path / "input" / "weights.safetensors").write_bytes(b"not a file of ours")
+    secret = put(tmp_path / "secret.safetensors", "latent")
+    assert set(saved.choices("latent")) == {"b.safetensors", "latents/a_00001_.safetensors [output]"}
+    assert saved.choices("prompt") == ["prompts/a_00001_.safetensors [output]"]
+    assert saved.file_named("latent", "b.safetensors") == other
+    assert saved.file_named("latent", "latents/a_00001_.safetensors [output]") == mine
+    for name in ("../secret.safetensors", str(secret), "../secret.safetensors [output]", "no latent file found", ""):
+        with pytest.raises(CheckpointError):
+            saved.file_named("latent", name)
+    assert saved.stamp("latent", "b.safetensors") != saved.stamp("latent", "gone") == ("gone", 0, 0)
+
+
+def test_a_loop_of_links_ends(saved: Any, tmp_path: Path) -> None:
+    put(tmp_path / "output" / "deep" / "a.safetensors", "latent")
+    (tmp_path / "output" / "deep" / "up").symlink_to(tmp_path / "output", target_is_directory=True)
+    (tmp_path / "output" / "self").symlink_to(tmp_path / "output" / "self")
+    assert saved.choices("latent") == ["deep/a.safetensors [output]"]
+
+
+def test_nothing_is_overwritten(saved: Any, tmp_path: Path) -> None:
+    first = saved.new_path("latents/test")
+    assert first == tmp_path / "output" / "latents" / "test_00001_.safetensors"
+    put(first, "latent")
+    put(first.with_name("test_00007_.safetensors"), "latent")
+    put(first.with_name("testing_00009_.safetensors"), "latent")
+    assert saved.new_path("latents/test").name == "test_00008_.safetensors"
+    assert saved.ui_record(first) == {"filename": first.name, "subfolder": "latents", "type": "output"}
+    assert saved.shown(first) == "output/latents/test_00001_.safetensors"
+
+
+@pytest.mark.parametrize("prefix", ["../a", "/etc/a", "a/../../b", "", "folder/", "a\0b", "."])
+def test_a_prefix_stays_in_the_output_folder(saved: Any, prefix: str) -> None:
+    with pytest.raises(InputError, match="filename_prefix"):
+        saved.new_path(prefix)
+
+
+def test_an_output_folder_that_is_a_link(saved: Any, tmp_path: Path) -> None:
+    (tmp_path / "output").rename(tmp_path / "elsewhere")
+    (tmp_path / "output").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    path = put(saved.new_path("a"), "latent")
+    assert saved.ui_record(path)["subfolder"] == ""
+    (tmp_path / "elsewhere" / "out").symlink_to(tmp_path, target_is_directory=True)
+    with pytest.raises(InputError, match="filename_prefix"):
+        saved.new_path("out/a")
+
+
+def test_the_workflow_is_in_the_metadata_unless_comfyui_was_told_otherwise(saved: Any) -> None:
+    origin = saved.origin({"1": {}}, {"workflow": {"nodes": []}})
+    assert dict(origin.metadata) == {"prompt": '{"1": {}}', "workflow": '{"nodes": []}'}
+    saved.args.disable_metadata = True
+    assert not saved.origin({"1": {}}, {}).metadata
