@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from .attention import BACKENDS, EXPLICIT, Attention
 from .attention_kernels import require_usable
-from .device import DeviceFacts
+from .device import CLOCKED, DeviceFacts
 from .errors import PackError
 from .probe_store import ProbeStore
 
@@ -41,7 +41,8 @@ def by_time(
         measure: from kernel, device, dtype and head width to milliseconds; the device's clock where None.
     """
     asked = attention.choice == "auto" and (dtype, head_width) in attention.fused
-    if not asked or facts.backend == "cpu" or store is None:
+    clock = measure is not None or facts.device.type in CLOCKED
+    if not asked or facts.backend == "cpu" or store is None or not clock:
         return attention
     timed = measure or milliseconds
 

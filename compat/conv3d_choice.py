@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from .conv3d_forms import Form, Geometry, Triple, convolved, covers
-from .device import DeviceFacts
+from .device import CLOCKED, DeviceFacts
 from .precision import DTYPES
 from .probe_store import ProbeStore
 
@@ -57,7 +57,6 @@ class Choice:
 
 Chooser = Callable[[Layer], "Choice | None"]
 Timings = Callable[[Layer, "tuple[Form, ...]"], Mapping[str, float]]
-TIMED = ("cuda", "xpu", "mps")  # kinds of torch device whose own clock a short timing shows
 HOPELESS = 4.0  # times the best so far: measured once, not again
 
 PREFERRED: dict[tuple[str, str], tuple[Form, str]] = {  # (backend, kind of layer) where conv3d itself works too
@@ -115,7 +114,7 @@ def choose_by(facts: Mapping[str, Any], timings: Timings | None = None) -> Choos
 
 def kept_timings(facts: DeviceFacts, store: ProbeStore | None) -> Timings | None:
     """Timings of a real accelerator, each shape of layer measured once and kept with the probes; else None."""
-    if store is None or facts.device.type not in TIMED:
+    if store is None or facts.device.type not in CLOCKED:
         return None
 
     def timings(layer: Layer, forms: tuple[Form, ...]) -> Mapping[str, float]:

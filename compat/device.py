@@ -15,6 +15,7 @@ import torch
 from .errors import UnsupportedError
 
 GIBIBYTE = 1024**3
+CLOCKED = ("cuda", "xpu", "mps")  # torch device types on which a short timing tells kernels apart
 KERNEL_FILES = ("/sys/module/nvidia/version", "/sys/module/amdgpu/version", "/sys/module/xe/version")
 CGROUPS = (  # limit and use of version 2, then version 1
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),

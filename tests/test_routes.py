@@ -96,22 +96,25 @@ def pack(tmp_path, monkeypatch) -> Iterator[Pack]:
         "comfy_execution.utils": SimpleNamespace(get_executing_context=lambda: None),
         "anygpu.host.memory": memory,
     }
-    for name in STOOD_IN:
-        monkeypatch.delitem(sys.modules, f"anygpu.host.{name}", raising=False)
+    host = importlib.import_module("anygpu.host")
+    forget(host)
     for name, module in stand_ins.items():
         monkeypatch.setitem(sys.modules, name, module)
-    host = importlib.import_module("anygpu.host")
-    host.memory, host.kept = memory, kept  # type: ignore[attr-defined]  # `from . import` asks the package first
+    host.memory, host.kept = memory, kept  # type: ignore[attr-defined]
     yield Pack(
         routes=importlib.import_module("anygpu.host.routes"),
         runs=importlib.import_module("anygpu.host.runs"),
         queue=queue,
         home=tmp_path,
     )
+    forget(host)
+
+
+def forget(host: ModuleType) -> None:
+    """Let the next import read the modules anew; `from . import` asks the package before ``sys.modules``."""
     for name in STOOD_IN:
         sys.modules.pop(f"anygpu.host.{name}", None)
-        if hasattr(host, name):
-            delattr(host, name)
+        vars(host).pop(name, None)
 
 
 def lend(pack: Pack, tiny_folder, name: str, published: str) -> None:

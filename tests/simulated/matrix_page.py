@@ -16,7 +16,7 @@ HEAD = """# Every family on every simulated machine
 
 Each cell runs prompt (and image), sampling and decode of a tiny model on the simulated accelerator with that
 machine's faults switched on, in every offload mode, with precision `auto`, and is compared with fp32 on the CPU: within
-1e-4 of the latents' length where the transformer computes in fp32, 2^-8 in fp16, 2^-4 in bf16. A cell names the modes
+1e-4 of the latents' length where the transformer computes in fp32, 2^-8 in fp16, 2^-3 in bf16. A cell names the modes
 that held. Machines are in `tests/simulated/profiles.py`; `make test` runs a sample in which every pair occurs.
 
 Commit {commit}, {date}. Made by `make matrix`.

@@ -27,8 +27,9 @@ CELLS = [
     for column, machine in enumerate(profiles.PROFILES)
     for offload in MODES
 ]
-# Share of the latents' length: half a dozen roundings of the dtype that the transformer computes in, per step.
-ALLOWED = {torch.float32: 1e-4, torch.float16: 2.0**-8, torch.bfloat16: 2.0**-4}
+# Share of the latents' length: half a dozen roundings of the dtype that the transformer computes in, per step; twice
+# that in bf16, whose products CPUs sum differently: one cell is 0.049 off on one processor and 0.070 on another.
+ALLOWED = {torch.float32: 1e-4, torch.float16: 2.0**-8, torch.bfloat16: 2.0**-3}
 
 
 @pytest.fixture(scope="module")
