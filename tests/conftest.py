@@ -50,6 +50,66 @@ LISTED_SKIPS = (  # what a machine may lack; anything else that is skipped fails
 _unlisted: list[str] = []
 
 
+# Tables of which `make test` runs these cells and `make test-full` all; a table that is not here runs whole.
+SAMPLES: dict[str, tuple[str, ...]] = {
+    "test_families.py::test_equals_the_cpu": ("mochi-group", "ltx image-model"),
+    "test_families.py::test_a_cancel_while_moving_or_sampling_leaves_nothing_half_moved": ("group",),
+    "test_families.py::test_modes_need_less_memory_in_their_order": (),
+    "test_fp16.py::test_a_family_is_near_fp32_in_every_offload_mode_twice_in_a_row": (
+        "framepack-group",
+        "mochi-sequential",
+    ),
+    "test_fp16.py::test_auto_falls_back_to_fp32_after_one_step_and_says_so": ("none",),
+    "test_tiny.py::test_the_video_depends_on_every_input": ("ltx", "mochi"),
+    "test_tiny.py::test_layout_is_the_published_one_and_files_are_always_the_same": ("ltx", "framepack"),
+    "test_attention.py::test_math_in_chunks_gives_the_same_video": ("ltx",),
+    "test_attention.py::test_mochi_obeys_in_every_offload_mode_each_pipeline_its_own": ("group",),
+    "test_attention_processors.py::test_blocks_compile_into_one_graph_with_the_fused_kernel": ("ltx", "mochi"),
+    "test_attention_processors.py::test_vae_equals_upstream_without_a_mask": (
+        "hunyuan_video decode",
+        "hunyuan_video_15 decode",
+    ),
+    "test_vae_care.py::test_a_decode_of_zeros_is_done_again_in_fp32": ("mochi-group", "framepack-sequential"),
+    "test_vae_care.py::test_a_black_picture_is_found_where_casts_are_sound": ("mochi",),
+    "test_vae_care.py::test_an_encode_of_zeros_is_done_again_in_fp32": ("ltx",),
+    "test_vae_care.py::test_latents_of_zeros_are_found_before_sampling": ("ltx",),
+    "test_vae_care.py::test_a_missing_kernel_is_left_for_fp32_and_then_for_the_cpu": (),
+    "test_vae_care.py::test_nan_in_one_part_is_found_before_the_next_is_computed": (),
+    "test_vae_care.py::test_out_of_memory_goes_to_tiles_and_then_to_the_cpu": (),
+    "test_report.py::test_the_check_passes_on_every_machine_since_auto_avoids_what_fails": ("turing", "mps-like"),
+    "test_profiles.py::test_gfx1151_gives_zeros_on_the_device_only": ("float",),
+    "test_conv3d.py::test_vae_without_conv3d": ("hunyuan_vae", "mochi_vae"),
+    "test_baking_device.py::test_a_device_gives_what_the_cpu_gives": (),
+    "test_bake.py::test_pictures_may_have_another_size_than_the_maps": ("64",),
+    "test_residency.py::test_paint_twice_in_a_row": (),
+    "test_sampling.py::test_another_scheduler": ("unipc",),
+    "test_sampling.py::test_a_second_larger_pass_starts_from_the_first": (),
+    "test_lora.py::test_every_residency": ("separate-group",),
+    "test_lora.py::test_the_sums_are_right_and_leave_no_trace": ("separate",),
+    "test_compiling.py::test_other_strengths_of_a_lora_are_the_same_graph": (),
+    "test_speed.py::test_kernels_compile_and_offload_twice_in_a_row": ("ltx-group-True",),
+    "test_speed.py::test_first_block_works_with_compiled_blocks": (),
+    "test_rewrites.py::test_a_block_on_a_gpu_is_one_graph_with_an_operation_per_site": ("ltx",),
+    "test_formats.py::test_a_composed_pipeline_has_the_weights_of_its_folder": ("mochi", "hunyuan_video_15_i2v"),
+    "test_hunyuan_video_15.py::test_stages_give_the_one_shot_video": ("hunyuan_video_15_i2v",),
+    "test_hunyuan_video_15.py::test_latents_are_identical_from_the_same_tokens": (),
+    "test_hunyuan_video_15.py::test_every_input_changes_the_latents": ("hunyuan_video_15_i2v",),
+    "test_hunyuan_video.py::test_stages_give_the_one_shot_video": ("hunyuan_video_i2v_33ch",),
+    "test_hunyuan_video.py::test_latents_are_identical_from_the_same_embeddings": ("hunyuan_video",),
+    "test_hunyuan_video.py::test_every_input_changes_the_latents": ("hunyuan_video_i2v",),
+    "test_hunyuan_video.py::test_bf16_is_finite": ("hunyuan_video",),
+    "test_framepack.py::test_stages_give_the_one_shot_video": ("framepack-True-3.0",),
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave the cells beyond a sample to `make test-full`."""
+    for item in items:
+        table, _, cell = f"{item.path.name}::{item.name}".partition("[")
+        if table in SAMPLES and cell.removesuffix("]") not in SAMPLES[table]:
+            item.add_marker(pytest.mark.full)
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Remember each skip whose reason is not listed."""
     if report.skipped and not hasattr(report, "wasxfail"):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 COMFY = {
@@ -46,6 +46,21 @@ BANNED_CALLS = {"eval", "exec", "compile", "__import__"}
 BANNED_MODULES = {"subprocess", "requests", "urllib", "socket", "http", "pickle"}
 
 
+def over(sources: list[str]) -> Callable[[Callable[[str], None]], Callable[[], None]]:
+    """One test that checks each of ``sources``: as many tests would take longer to start than to run."""
+
+    def turned(check: Callable[[str], None]) -> Callable[[], None]:
+        def every() -> None:
+            for source in sources:
+                check(source)
+
+        every.__name__, every.__doc__ = check.__name__, check.__doc__
+        return every
+
+    return turned
+
+
+@cache
 def tree_of(source: str) -> ast.Module:
     return ast.parse((ROOT / source).read_text(encoding="utf-8"))
 
@@ -72,25 +87,25 @@ def rooms_of(source: str) -> set[str]:
     return {name.split(".")[1] for name, _ in imported(source) if name.startswith("anygpu.")} & OURS
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@over(SOURCES)
 def test_file_imports_only_its_layer(source: str) -> None:
     rule = max((prefix for prefix in MAY_IMPORT if source.startswith(prefix)), key=len)
     assert rooms_of(source) <= MAY_IMPORT[rule], f"{source} breaks the rule for {rule}"
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@over(SOURCES)
 def test_only_host_imports_comfyui(source: str) -> None:
     foreign = {name.split(".")[0] for name, _ in imported(source)} & COMFY
     assert not foreign or source.startswith("host/"), f"{source} imports {foreign}"
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@over(SOURCES)
 def test_heavy_packages_are_imported_inside_functions(source: str) -> None:
     heavy = {name for name, at_top in imported(source) if at_top and name.split(".")[0] in HEAVY}
     assert not heavy, f"{source} imports {heavy} at module scope"
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@over(SOURCES)
 def test_nothing_the_registry_scan_flags(source: str) -> None:
     for node in ast.walk(tree_of(source)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
@@ -103,7 +118,7 @@ def test_nothing_the_registry_scan_flags(source: str) -> None:
     assert not modules & BANNED_MODULES, f"{source} imports {modules & BANNED_MODULES}"
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@over(SOURCES)
 def test_only_device_asks_a_vendor(source: str) -> None:
     if source == "compat/device.py":
         return
@@ -112,13 +127,13 @@ def test_only_device_asks_a_vendor(source: str) -> None:
             assert node.attr not in {"cuda", "mps", "xpu", "hip"}, f"{source}:{node.lineno} uses torch.{node.attr}"
 
 
-@pytest.mark.parametrize("source", [s for s in SOURCES if s != "cli.py"])
+@over([source for source in SOURCES if source != "cli.py"])
 def test_no_print_no_environment(source: str) -> None:
     calls = [n.func.id for n in ast.walk(tree_of(source)) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
-    assert "print" not in calls
+    assert "print" not in calls, f"{source} prints"
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@over(SOURCES)
 def test_files_and_functions_are_short(source: str) -> None:
     text = (ROOT / source).read_text(encoding="utf-8")
     assert text.count("\n") <= 500, f"{source} is too long"

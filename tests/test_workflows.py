@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +39,13 @@ def graph_of(workflow: Path) -> dict[str, Any]:
     return graph
 
 
+@cache
 def node_trees() -> list[ast.Module]:
     """The files of ``nodes/``, parsed."""
     return [ast.parse(file.read_text(encoding="utf-8")) for file in sorted((ROOT / "nodes").glob("*.py"))]
 
 
+@cache
 def node_ids() -> set[str]:
     """Every ``node_id`` in ``nodes/``, read without importing it: it needs ComfyUI."""
     return {
@@ -55,6 +58,7 @@ def node_ids() -> set[str]:
     }
 
 
+@cache
 def execute_arguments() -> dict[str, set[str]]:
     """Node id to the names that ``execute`` takes; ``**`` among them where it takes any."""
     found: dict[str, set[str]] = {}

@@ -52,8 +52,9 @@ class Run:
         return [text for owner, text in self.texts if owner == node]
 
     def files(self) -> list[dict[str, Any]]:
-        """The saved files of every output node."""
-        return [item for shown in self.outputs.values() for item in shown.get("images", []) if "filename" in item]
+        """The saved files of every output node; previews, which lie in the temporary folder, are none."""
+        shown = [item for each in self.outputs.values() for item in each.get("images", []) if "filename" in item]
+        return [item for item in shown if item.get("type") == "output"]
 
 
 class Refused(Exception):

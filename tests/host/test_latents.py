@@ -30,7 +30,7 @@ SAMPLE, DECODE = "3", "4"  # ids in text_to_video
 
 def frames_of(server: Server, run: Run) -> np.ndarray:
     assert run.ending == "execution_success", run.message
-    (record,) = [found for found in run.files() if found["filename"].endswith(".mp4")]
+    (record,) = run.files()
     return videos.frames(server.output(record))
 
 
