@@ -69,9 +69,8 @@ def _text(loaded: Loaded, size: Size, found: tuple[Forecast, ...], room: int | N
         fits = "" if room is None else " fits" if each.peak * SPARE <= room else f" lacks {amount_of(each.peak - room)}"
         lines.append(f"{each.mode}: peak {amount_of(each.peak)}{fits} ({stages})")
     total = sum(weights.total for weights in loaded.weights.values())
-    largest = max((weights.total for weights in loaded.weights.values()), default=0)
     host = host_free_bytes()
-    kept = "stay in host memory" if total <= host else "are read again when needed" if largest <= host else "do not fit"
+    kept = "stay in host memory" if total <= host else "need more: choose fp8 weights, or close other programs"
     lines.append(f"host: {amount_of(host)} free; weights of {amount_of(total)} {kept}")
     lines.append(f"plan: {plan_line(loaded)}")
     lines.append("Forecasts are within 15 % on the simulated device; a vendor's libraries take some more.")

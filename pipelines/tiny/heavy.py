@@ -48,10 +48,17 @@ def build_heavy(name: str, folder: Path, *, seed: int = 0) -> Path:
 
     Args:
         name: a key of :data:`GREATER`. folder: where tiny checkpoints live.
+
+    Returns:
+        The folder. It appears complete, by one rename, so two processes may build it at the same time.
     """
     target = Path(folder) / f"heavy-{name}"
     marker = {"name": name, "seed": seed, "version": VERSION}
-    if (target / MARKER).is_file() and json.loads((target / MARKER).read_text(encoding="utf-8")) == marker:
+
+    def built() -> bool:
+        return (target / MARKER).is_file() and json.loads((target / MARKER).read_text(encoding="utf-8")) == marker
+
+    if built():
         return target
     light = build(name, folder)
     with tempfile.TemporaryDirectory(prefix=f".heavy-{name}-", dir=folder) as scratch, _silence():
@@ -64,8 +71,13 @@ def build_heavy(name: str, folder: Path, *, seed: int = 0) -> Path:
             randomise(module, zlib.crc32(f"{seed}/{name}/{part}".encode()))
             module.save_pretrained(made / part)  # type: ignore[operator]
         (made / MARKER).write_text(json.dumps(marker), encoding="utf-8")
-        shutil.rmtree(target, ignore_errors=True)
-        made.replace(target)
+        if target.exists() and not built():
+            target.replace(Path(scratch) / "outdated")
+        try:
+            made.replace(target)
+        except OSError:  # another process was first
+            if not built():
+                raise
     return target
 
 
