@@ -15,7 +15,12 @@ from ..compat.report import Line, Report, report_on
 from .contract import Progress
 from .families import FAMILIES
 
-TITLES = {family.id: family.title for family in FAMILIES.values()}
+TITLES = {
+    **{family.id: family.title for family in FAMILIES.values()},
+    "paint": "Hunyuan3D paint",
+    "paint_pbr": "Hunyuan3D paint PBR",
+    "delight": "Hunyuan3D delight",
+}
 WIDTH, MARGIN, SIZE, GAP = 1600, 24, 18, 6
 COLUMNS = (MARGIN, 330, 760)  # where subject, verdict and reason begin, in pixels
 PAPER, BAND, INK, FAINT, HEAD, ALARM = "#1b1d21", "#23262b", "#e8e8e8", "#a8adb5", "#7cc4ff", "#ff8a7a"
