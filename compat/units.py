@@ -170,14 +170,6 @@ def direct(module: nn.Module) -> Iterator[torch.Tensor]:
     yield from module.buffers(recurse=False)
 
 
-def largest_unit_bytes(module: nn.Module, by_block: bool) -> int:
-    """Bytes of the largest block or layer of ``module``, as :class:`Units` would move them."""
-    return max(
-        (sum(t.nbytes for member in members for t in direct(member)) for _, members in _members(module, by_block)),
-        default=0,
-    )
-
-
 def _members(module: nn.Module, by_block: bool) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
     """Each module whose forward a unit goes with, and the modules whose own tensors it brings."""
     yield module, [module]
