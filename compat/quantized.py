@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from .transfer import widened
 
 CHOICES = ("auto", "as in file", "bf16", "fp16", "fp8", "int8")
 MEANINGS: dict[str, str] = {
-    "auto": "as precision says; weights that the file has in 8 bits or in GGUF blocks stay so in memory",
+    "auto": "as precision says; weights that the file has in fewer bits stay so in memory, exactly",
     "as in file": "the file's own dtype, cast at each use: exact",
     "bf16": "2 bytes per weight; exact where the file is bf16",
     "fp16": "2 bytes per weight; exact where the file is fp16; what exceeds 65504 is refused",
@@ -33,9 +34,10 @@ MEANINGS: dict[str, str] = {
 BYTES: dict[str, float] = {"bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0}
 PLAIN: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 EIGHT: dict[str, tuple[torch.dtype, float]] = {"fp8": (torch.float8_e4m3fn, 448.0), "int8": (torch.int8, 127.0)}
-# What stays dense, besides layers outside the repeated blocks: modulations decide how strong everything else is.
-# Source: diffusers' ``_skip_layerwise_casting_patterns``.
+# What no packing that rounds may touch, besides layers outside the repeated blocks: modulations decide how strong
+# everything else is. Source: diffusers' ``_skip_layerwise_casting_patterns``.
 DENSE = re.compile(r"norm|embed|proj_in|relative_attention_bias|adaln", re.IGNORECASE)
+TABLE = re.compile(r"relative_attention_bias")  # an embedding in a block: its name alone would pass for a layer's
 BLOCK = re.compile(r"\.\d+\.|^\d+\.")
 
 
@@ -54,18 +56,19 @@ class StoredLinear(nn.Linear):
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
-        """The dense weight where the packed one is. Peak extra memory: the weight, in fp32 where it is packed."""
-        return self.dense(self.dense_dtype)
+        """The dense weight where the packed one is. Peak extra memory: that of :meth:`dense`."""
+        outline: torch.Tensor | None = self.__dict__.get("outline")
+        return self.dense(self.dense_dtype) if outline is None else outline
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
-        """The weight as ``dtype``; multiplied out in fp32."""
+        """The weight as ``dtype``; multiplied out in fp32. Peak extra memory: the weight in fp32 and in ``dtype``."""
         if self.codec:
             return _blocks(self.stored, self.codec, self.in_features).to(dtype)
         if self.factors is None:
             if self.by_bits and self.stored.dtype is torch.bfloat16:
                 return widened(self.stored).to(dtype)
             return self.stored.to(dtype)
-        return (self.stored.float() * self.factors).to(dtype)
+        return self.stored.float().mul_(self.factors).to(dtype)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The layer's output in the dtype of ``input``."""
@@ -103,17 +106,54 @@ def unpack(layer: StoredLinear) -> None:
     layer.weight = nn.Parameter(weight, requires_grad=False)  # type: ignore[assignment,misc]
 
 
+def opened(layer: StoredLinear) -> Callable[[], None]:
+    """Make a layer that is kept in plain 16 bits dense, so that something can be added to it; returns the way back."""
+    stored, dtype, by_bits = layer.stored, layer.dense_dtype, layer.by_bits
+    unpack(layer)
+    return partial(_closed, layer, stored, dtype, by_bits)
+
+
+def _closed(layer: nn.Linear, stored: nn.Parameter, dtype: torch.dtype, by_bits: bool) -> None:
+    pack(layer, stored.data, None, dtype, by_bits=by_bits)
+
+
+def is_exact(layer: nn.Module) -> bool:
+    """Whether a layer is packed without rounding: 16-bit values that are widened at each use."""
+    return isinstance(layer, StoredLinear) and not layer.codec and layer.factors is None
+
+
+@contextmanager
+def outlined(module: nn.Module) -> Iterator[None]:
+    """For the block, packed layers tell dtype, shape and device of their weight, and nothing is made dense for it.
+
+    Who puts something around layers asks for these dozens of times, and for no value.
+    """
+    layers = [owner for owner in module.modules() if isinstance(owner, StoredLinear)]
+    for layer in layers:
+        one = torch.empty((), dtype=layer.dense_dtype, device=layer.stored.device)
+        layer.__dict__["outline"] = one.expand(layer.out_features, layer.in_features)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.__dict__.pop("outline")
+
+
 def is_packed(module: nn.Module) -> bool:
     """Whether any layer of ``module`` is packed: merging something into its weights would be lost."""
     return any(isinstance(owner, StoredLinear) for owner in module.modules())
 
 
-def packable(module: nn.Module) -> dict[str, nn.Linear]:
-    """The layers that may be packed, by name: plain linear ones in the repeated blocks, without those that modulate."""
+def packable(module: nn.Module, exact: bool = False) -> dict[str, nn.Linear]:
+    """The layers that may be packed, by name: plain linear ones in the repeated blocks, without those that modulate.
+
+    Args:
+        exact: whether the packing rounds nothing, so that modulations may be packed too.
+    """
     return {
         name: owner
         for name, owner in module.named_modules()
-        if type(owner) is nn.Linear and BLOCK.search(name) and not DENSE.search(name)
+        if type(owner) is nn.Linear and BLOCK.search(name) and (exact or not DENSE.search(name))
     }
 
 
@@ -123,18 +163,20 @@ def stays_packed(name: str, entry: TensorEntry) -> bool:
     return eligible and (codec_is_usable(entry.codec) if entry.codec else STORED[entry.dtype].itemsize == 1)
 
 
-def is_eligible(name: str, entry: TensorEntry) -> bool:
-    """Whether a tensor is, by name and shape, the weight of a layer that may be packed."""
-    named = name.endswith(".weight") and BLOCK.search(name) and not DENSE.search(name)
+def is_eligible(name: str, entry: TensorEntry, exact: bool = False) -> bool:
+    """Whether a tensor is, by name and shape, the weight of a layer that may be packed; ``exact`` as above."""
+    named = name.endswith(".weight") and BLOCK.search(name) and not (TABLE if exact else DENSE).search(name)
     return bool(named) and len(entry.shape) == 2
 
 
 def kept_plain(name: str, entry: TensorEntry, choice: str, dense: torch.dtype) -> bool:
     """Whether a weight's own dtype in the file is what the choice keeps, so that nothing is cast while it is read."""
-    if entry.is_packed or entry.turned or entry.heads or not is_eligible(name, entry):
-        return False
     own = STORED[entry.dtype]
-    return own.itemsize >= 2 and own != dense and (choice == "as in file" or PLAIN.get(choice) is own)
+    if entry.is_packed or entry.turned or entry.heads or not own.is_floating_point or own.itemsize < 2 or own == dense:
+        return False
+    if choice == "as in file":
+        return is_eligible(name, entry, exact=own.itemsize < dense.itemsize)
+    return PLAIN.get(choice) is own and is_eligible(name, entry)
 
 
 def memory_bytes(name: str, entry: TensorEntry, choice: str, keeps: bool, dense: torch.dtype) -> int:
@@ -144,6 +186,8 @@ def memory_bytes(name: str, entry: TensorEntry, choice: str, keeps: bool, dense:
         keeps: whether what the file has packed stays so. dense: the dtype that computes.
     """
     count = math.prod(entry.shape)
+    if kept_plain(name, entry, choice, dense):
+        return entry.total_bytes
     if not is_eligible(name, entry):
         return count * dense.itemsize
     if choice in EIGHT:
@@ -154,6 +198,14 @@ def memory_bytes(name: str, entry: TensorEntry, choice: str, keeps: bool, dense:
         return entry.total_bytes
     exact = choice == "as in file" and not entry.is_packed and STORED[entry.dtype].itemsize >= 2
     return count * (STORED[entry.dtype] if exact else dense).itemsize
+
+
+def dense_bytes(name: str, entry: TensorEntry, choice: str, keeps: bool, dense: torch.dtype) -> int:
+    """Bytes at the peak of making a packed weight dense, at most; 0 for one that is not packed. Args as above."""
+    count, held = math.prod(entry.shape), memory_bytes(name, entry, choice, keeps, dense)
+    if held >= count * dense.itemsize:
+        return 0
+    return count * (dense.itemsize if dense is torch.float32 or held >= 2 * count else 4 + dense.itemsize)
 
 
 def packed(

@@ -81,10 +81,12 @@ def fault_in_weight(name: str, tensor: torch.Tensor, samples: int = 4096) -> str
     Some thousand values all over the tensor are looked at; all of them only where those are zeros. One value alone, a
     bias or a norm may be zero throughout; a matrix may not.
     """
-    if not tensor.is_floating_point() or tensor.element_size() < 2 or not tensor.numel():
+    if not tensor.is_floating_point() or not tensor.numel():
         return ""
-    some = tensor.reshape(-1)[:: max(1, tensor.numel() // samples)]
+    some = tensor.reshape(-1)[:: max(1, tensor.numel() // samples)].float()  # nothing is asked of 8 bits directly
     if not bool(some.isfinite().all()):
         return BROKEN
     matrix = tensor.ndim > 1 and tensor.numel() > 1 and name.endswith("weight")
-    return ZEROS if matrix and not bool(some.any()) and not bool(tensor.any()) else ""
+    if not matrix or bool(some.any()):
+        return ""
+    return "" if bool((tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor).any()) else ZEROS

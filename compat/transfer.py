@@ -7,15 +7,19 @@ copy is not exact, its bits travel as 16-bit integers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 
+from .accounts import Account
 from .errors import UnsupportedError
 from .execution import HOST
 
 BITS = torch.int16
 HALVES = (torch.bfloat16, torch.float16)
+SLICE_BYTES = 256 * 1024**2  # of a large tensor: half a second on a link of 0.5 GB/s, so that a cancel is obeyed
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,31 +28,66 @@ class Transfer:
 
     Args:
         device: the far end. dtype: what floating tensors have there. as_bits: whether 16-bit floats travel as integers.
+        account: what counts the bytes and the time of activations on their way; None for nobody. Who moves weights
+            counts them himself.
     """
 
     device: torch.device
     dtype: torch.dtype
     as_bits: bool = False
+    account: Account | None = None
 
-    def sent(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A host tensor on the device; a floating one is cast to ``dtype`` before it leaves."""
-        if not tensor.is_floating_point():
-            return tensor.to(self.device)
-        here = tensor.to(self.dtype)
-        if not self.as_bits or self.dtype not in HALVES:
-            return here.to(self.device)
-        return here.view(BITS).to(self.device).view(self.dtype)
+    def sent(self, tensor: torch.Tensor, check: Callable[[], None] | None = None, staged: bool = False) -> torch.Tensor:
+        """A host tensor on the device; a floating one is cast to ``dtype`` before it leaves.
+
+        Args:
+            check, staged: as :func:`arrived` takes them.
+        """
+        here = tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+        with self._counted(here.nbytes):
+            if here.dtype not in HALVES or not self.as_bits:
+                return arrived(here, self.device, check, staged)
+            return arrived(here.view(BITS), self.device, check, staged).view(self.dtype)
 
     def copied(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the device on the host, in its own dtype, bit for bit."""
-        if not self.as_bits or tensor.dtype not in HALVES or tensor.device.type == HOST.type:
-            return tensor.to(HOST)
-        return tensor.view(BITS).to(HOST).view(tensor.dtype)
+        if tensor.device.type == HOST.type:
+            return tensor
+        with self._counted(tensor.nbytes):
+            if not self.as_bits or tensor.dtype not in HALVES:
+                return tensor.to(HOST)
+            return tensor.view(BITS).to(HOST).view(tensor.dtype)
 
     def fetched(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the device on the host; a floating one is widened to fp32 there, after it has arrived."""
         here = self.copied(tensor)
         return here.float() if here.is_floating_point() else here
+
+    def _counted(self, count: int) -> AbstractContextManager[None]:
+        return nullcontext() if self.account is None else self.account.moving(count)
+
+
+def arrived(
+    source: torch.Tensor, device: torch.device, check: Callable[[], None] | None = None, staged: bool = False
+) -> torch.Tensor:
+    """A host tensor on ``device``, bit for bit; the host waits only where its memory is not locked.
+
+    Args:
+        check: raises on a cancel; asked before each slice of a large tensor. staged: whether each slice is copied into
+            ordinary memory first, for drivers that stall at the pages of a mapped file.
+    """
+    behind = HOST.type == source.device.type != device.type and source.is_pinned()
+    if not source.is_contiguous() or (source.nbytes <= SLICE_BYTES and not staged):
+        if check is not None:
+            check()
+        return (source.clone() if staged else source).to(device, non_blocking=behind)
+    there, count = torch.empty_like(source, device=device), max(1, SLICE_BYTES // source.itemsize)
+    for first in range(0, source.numel(), count):
+        if check is not None:
+            check()
+        part = source.view(-1)[first : first + count]
+        there.view(-1)[first : first + count].copy_(part.clone() if staged else part, non_blocking=behind)
+    return there
 
 
 def transfer_for(device: torch.device, dtype: torch.dtype) -> Transfer:
@@ -69,6 +108,8 @@ def transfer_for(device: torch.device, dtype: torch.dtype) -> Transfer:
         if torch.equal(plain[exact], patterns[exact]):
             return Transfer(device, dtype)
         bits = there.view(BITS).to(HOST)
+    except torch.OutOfMemoryError:  # which says nothing of how the device copies
+        raise
     except (RuntimeError, NotImplementedError):  # a backend that cannot relabel bits has only the plain copy
         return Transfer(device, dtype)
     if not torch.equal(bits[exact], patterns[exact]):

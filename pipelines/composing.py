@@ -18,7 +18,7 @@ from ..compat.errors import CheckpointError
 from .contract import Progress
 from .families import FAMILIES
 from .family import Family
-from .formats import CONFIGS, Configured, Content, config_of, contents, tool_configs, width_of
+from .formats import CONFIGS, ENDINGS, Configured, Content, config_of, contents, kinds, tool_configs, width_of
 from .reading import PartFiles
 
 AUTO = "auto"
@@ -41,13 +41,14 @@ WANTED: dict[tuple[str, str], tuple[str, str]] = {
     ("hunyuan_video_15", "vae"): ("hunyuan_video_15/vae", ""),
     ("framepack", "vae"): ("hunyuan_video/vae", ""),
 }
+HALVES = {"mochi/vae": ("mochi/vae_decoder", "mochi/vae_encoder")}  # models that are also published in two files
 CLASSES = {
     "t5": "T5EncoderModel",
     "clip_l": "CLIPTextModel",
     "llama": "LlamaModel",
     "qwen2_5_vl": "Qwen2_5_VLTextModel",
     "siglip": "SiglipVisionModel",
-    "llava": "LlavaForConditionalGeneration",
+    "llava": "LlavaModel",  # without the head that predicts words, which single files leave out and nothing here asks
 }
 TITLES = {
     "t5": "a T5 encoder",
@@ -173,7 +174,7 @@ def _found(
     width = int(config.get(key) or 0) if key else 0
     given = request.parts.get(part)
     if given is not None and not (part == "image_encoder" and family.id == "hunyuan_video"):
-        found = _of_kind(given, kind, width)
+        found = _of_kind(given, kind, width) or _of_halves(given, kind, request, progress)
         if found is None:
             raise CheckpointError(
                 f"{given.name!r} is no {part} of {family.title}",
@@ -191,7 +192,36 @@ def _found(
         if found is not None:
             progress.say(f"{part} from {path.name} (auto)")
             return found
-    return None
+    half = next((path for path in sorted(request.offered) if HALVES.get(kind, ("",))[0] in request.offered[path]), None)
+    if half is None:
+        return None
+    progress.say(f"{part} from {half.name} (auto)")
+    return _of_halves(half, kind, request, progress)
+
+
+def _of_halves(path: Path, kind: str, request: Files, progress: Progress) -> Content | None:
+    """The model of two files, of which ``path`` is one: the other lies beside it, or is offered; None for another file.
+
+    Raises:
+        CheckpointError: there is no other half.
+    """
+    own = next((content for content in contents(path) if content.kind in HALVES.get(kind, ())), None)
+    if own is None:
+        return None
+    wanted = next(half for half in HALVES[kind] if half != own.kind)
+    beside = sorted(file for file in path.parent.iterdir() if file.suffix in ENDINGS and file != path)
+    for other in dict.fromkeys([*beside, *sorted(request.offered)]):
+        if wanted in (request.offered[other] if other in request.offered else kinds(other)):
+            progress.say(f"{wanted.rpartition('_')[2]} of the VAE from {other.name} (auto)")
+            found = _of_kind(other, wanted, 0)
+            assert found is not None
+            entries = {**own.entries, **found.entries}
+            return Content(kind, f"{own.layout}, with {other.name}", own.prefix, entries, path)
+    raise CheckpointError(
+        f"{path.name!r} is {own.layout} alone",
+        expected=f"the {wanted.rpartition('_')[2]} too",
+        fix="Put its file into the same folder, or use a VAE in one file.",
+    )
 
 
 def _text_left_out(family: Family, request: Files, progress: Progress) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..compat.device import GIBIBYTE
@@ -17,10 +17,16 @@ HUB = "https://huggingface.co/"
 
 @dataclass(frozen=True, slots=True)
 class Download:
-    """One published repository: its page, and the files and folders of it that are read; none means all."""
+    """One published repository at one commit: its page, and the files and folders that are read; none means all."""
 
     page: str
+    revision: str
     only: tuple[str, ...] = ()
+
+    @property
+    def repository(self) -> str:
+        """Its name on the Hub."""
+        return self.page.removeprefix(HUB)
 
     @property
     def folder(self) -> str:
@@ -56,28 +62,26 @@ class Offer:
         return int(max(self.gib.values()) * GIBIBYTE)
 
 
+# The commits are those that other public projects pin these repositories to (five or more of each, seen in 2026-11).
+LTX = Download(f"{HUB}Lightricks/LTX-Video", "8984fa25007f376c1a299016d0957a37a2f797bb", PARTS)
+MOCHI = Download(f"{HUB}genmo/mochi-1-preview", "14be5fcea23095ed330cb214647916a451e38b6e", PARTS)
+HUNYUAN = Download(f"{HUB}hunyuanvideo-community/HunyuanVideo", "e8c2aaa66fe3742a32c11a6766aecbf07c56e773", TWO_TEXTS)
+HUNYUAN_15 = Download(
+    f"{HUB}hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
+    "286be7ce72277246578a3e3cc2487e95ddae5bcf",
+    (*TWO_TEXTS, "guider"),
+)
+FRAMEPACK = Download(f"{HUB}lllyasviel/FramePackI2V_HY", "86cef4396041b6002c957852daac4c91aaa47c79")
+REDUX = Download(f"{HUB}lllyasviel/flux_redux_bfl", "45b801affc54ff2af4e5daf1b282e0921901db87", VISION)
+
 OFFERS: tuple[Offer, ...] = (
-    Offer("ltx", (Download(f"{HUB}Lightricks/LTX-Video", PARTS),), {"text": 8.9, "transformer": 3.6, "vae": 0.8}),
-    Offer("mochi", (Download(f"{HUB}genmo/mochi-1-preview", PARTS),), {"text": 8.9, "transformer": 18.7, "vae": 0.9}),
-    Offer(
-        "hunyuan_video_15",
-        (Download(f"{HUB}hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v", (*TWO_TEXTS, "guider")),),
-        {"text": 13.2, "text 2": 0.4, "transformer": 15.5, "vae": 2.3},
-    ),
-    Offer(
-        "hunyuan_video",
-        (Download(f"{HUB}hunyuanvideo-community/HunyuanVideo", TWO_TEXTS),),
-        {"text": 14.0, "text 2": 0.2, "transformer": 23.9, "vae": 0.5},
-    ),
+    Offer("ltx", (LTX,), {"text": 8.9, "transformer": 3.6, "vae": 0.8}),
+    Offer("mochi", (MOCHI,), {"text": 8.9, "transformer": 18.7, "vae": 0.9}),
+    Offer("hunyuan_video_15", (HUNYUAN_15,), {"text": 13.2, "text 2": 0.4, "transformer": 15.5, "vae": 2.3}),
+    Offer("hunyuan_video", (HUNYUAN,), {"text": 14.0, "text 2": 0.2, "transformer": 23.9, "vae": 0.5}),
     Offer(
         "framepack",
-        (
-            Download(f"{HUB}lllyasviel/FramePackI2V_HY"),
-            Download(
-                f"{HUB}hunyuanvideo-community/HunyuanVideo", tuple(part for part in TWO_TEXTS if part != "transformer")
-            ),
-            Download(f"{HUB}lllyasviel/flux_redux_bfl", VISION),
-        ),
+        (FRAMEPACK, replace(HUNYUAN, only=tuple(part for part in TWO_TEXTS if part != "transformer")), REDUX),
         {"text": 14.0, "text 2": 0.2, "image": 0.8, "transformer": 24.0, "vae": 0.5},
     ),
 )
@@ -121,6 +125,6 @@ def first_steps(searched: Sequence[Path], machine: str, memory_bytes: int) -> st
             *(f"  {folder}" for folder in searched),
             f"{fits} this machine ({machine}): {title}, {gib:.1f} GiB of weights in bf16.",
             *(f"Download {download.text(searched[0])}" for download in offer.downloads),
-            "Then press R and choose it.",
+            "Then press R and choose it. AnyGPU Download Model can fetch it.",
         ]
     )

@@ -173,7 +173,7 @@ def _recognised(entries: Mapping[str, TensorEntry]) -> list[tuple[str, Layout]]:
     for prefix in sorted(prefixes, key=lambda prefix: (len(prefix), prefix)):
         names = {name[len(prefix) :]: None for name in entries if name.startswith(prefix)}
         layout = next((layout for layout in LAYOUTS if layout.fits(names)), None)
-        if layout is not None and layout.kind not in found:
+        if layout is not None and layout.kind not in found and layout.half_of not in found:
             found[layout.kind] = (prefix, layout)
     return list(found.values())
 

@@ -7,7 +7,8 @@ Sources: diffusers' conversion scripts of each model; for HunyuanVideo's in Stab
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from .keys import SAME, Layout, Row
 
@@ -97,6 +98,19 @@ def _mochi(names: Iterable[str]) -> tuple[Row, ...]:
         source, target = f"decoder.blocks.{block + 1}", f"decoder.up_blocks.{block}"
         rows += [*_resnet(f"{source}.blocks.#", f"{target}.resnets.#"), Row(f"{source}.proj.*", f"{target}.proj.*")]
     return (*rows, *_resnet("decoder.blocks.4.#", "decoder.block_out.resnets.#"))
+
+
+def _mochi_half(coder: str) -> Callable[[Iterable[str]], tuple[Row, ...]]:
+    """The rows of Mochi's encoder or decoder alone, whose release leaves out which of both it is."""
+    start = f"{coder}."
+
+    def rows(names: Iterable[str]) -> tuple[Row, ...]:
+        whole = _mochi(start + name for name in names)
+        return tuple(
+            replace(row, source=row.source.removeprefix(start)) for row in whole if row.source.startswith(start)
+        )
+
+    return rows
 
 
 LTX_WORDS = (
@@ -204,6 +218,20 @@ VAES: tuple[Layout, ...] = (
         "the VAE of Mochi 1 as released",
         ("decoder.blocks.0.1.stack.0.weight", "encoder.layers.1.stack.0.weight"),
         _mochi,
+    ),
+    Layout(
+        "mochi/vae_decoder",
+        "the decoder of Mochi 1's VAE as released",
+        ("blocks.0.1.stack.0.weight", "output_proj.weight"),
+        _mochi_half("decoder"),
+        half_of="mochi/vae",
+    ),
+    Layout(
+        "mochi/vae_encoder",
+        "the encoder of Mochi 1's VAE as released",
+        ("layers.1.stack.0.weight", "output_norm.weight"),
+        _mochi_half("encoder"),
+        half_of="mochi/vae",
     ),
     Layout(
         "mochi/vae",

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compat.checkpoints import TensorEntry, declared, read_json, read_tensors, weight_files
+from ..compat.checkpoints import STORED, TensorEntry, declared, is_view, read_json, read_tensors, weight_files
 from ..compat.errors import CheckpointError
+from ..compat.masters import Views, mark_views
 from ..compat.offload import amount
 from ..compat.packages import attribute
-from ..compat.quantized import kept_plain, memory_bytes, pack, packable, stays_packed
+from ..compat.quantized import dense_bytes, kept_plain, memory_bytes, pack, packable, stays_packed
 from ..compat.soundness import fault_in_weight
 from .contract import Progress
 
@@ -33,7 +34,8 @@ class PartFiles:
             what it becomes instead; one that does not fit stays as ``dtype``.
         storage: how its blocks' weights are kept in memory, of ``compat.quantized.CHOICES``. keeps_packed: whether
             those that the file has packed stay as they are. by_bits: whether the device's own cast of bf16 is broken.
-        mapped: whether large tensors that need no cast may be views of the file.
+        mapped: whether large tensors that need no cast may be views of the file. staged: whether such views go to a
+            device by way of ordinary memory.
     """
 
     name: str
@@ -48,11 +50,23 @@ class PartFiles:
     keeps_packed: bool = False
     by_bits: bool = False
     mapped: bool = False
+    staged: bool = False
 
     @property
     def total_bytes(self) -> int:
         """Bytes of the part once it is in memory."""
         return sum(self.bytes_of(name, entry) for name, entry in self.entries.items())
+
+    @property
+    def view_bytes(self) -> int:
+        """Bytes of the tensors that may be views of the file, where that is wanted."""
+        return sum(entry.total_bytes for name, entry in self.entries.items() if self.may_be_view(name, entry))
+
+    def may_be_view(self, name: str, entry: TensorEntry) -> bool:
+        """Whether the tensor ``name`` is used as its file has it, so that it may be a view of the file."""
+        uncast = not entry.is_floating or self.becomes(name) == STORED[entry.dtype]
+        kept = uncast and self.storage in ("auto", "as in file")
+        return is_view(entry) and (kept or stays(self, name, entry))
 
     def bytes_of(self, name: str, entry: TensorEntry) -> int:
         """Bytes of the tensor ``name`` once it is in memory."""
@@ -61,6 +75,15 @@ class PartFiles:
         if self.dtype_of is not None or (self.storage == "auto" and not self.keeps_packed):
             return math.prod(entry.shape) * self.becomes(name).itemsize
         return memory_bytes(name, entry, self.storage, self.keeps_packed, self.dtype)
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes at the peak of making the largest packed weight dense, as each use does; 0 where none is packed."""
+        if self.dtype_of is not None or (self.storage == "auto" and not self.keeps_packed):
+            return 0
+        how = (self.storage, self.keeps_packed, self.dtype)
+        floats = ((name, entry) for name, entry in self.entries.items() if entry.is_floating)
+        return max((dense_bytes(name, entry, *how) for name, entry in floats), default=0)
 
     def becomes(self, name: str) -> torch.dtype:
         """The dtype of the floating tensor ``name`` in memory."""
@@ -88,13 +111,21 @@ def reader_of(files: PartFiles) -> Callable[[Progress], nn.Module]:
     def read(progress: Progress) -> nn.Module:
         with torch.inference_mode(False), torch.no_grad():
             build = _built_by_diffusers if files.library == "diffusers" else _built_by_transformers
-            return build(files, _advance(files, progress)).eval().requires_grad_(False)
+            views: set[int] = set()
+            module = build(files, _advance(files, progress), views).eval().requires_grad_(False)
+            mark_views(module, Views(frozenset(views), files.staged))
+            return module
 
     return read
 
 
-def _tensors(files: PartFiles, advance: Callable[[int], None], leave: Container[str] = ()) -> dict[str, torch.Tensor]:
+def _tensors(
+    files: PartFiles, advance: Callable[[int], None], views: set[int], leave: Container[str] = ()
+) -> dict[str, torch.Tensor]:
     """The tensors of a part, without those in ``leave``, each in the dtype that it becomes.
+
+    Args:
+        views: takes up the addresses of those that are views of their file.
 
     Raises:
         CheckpointError: a weight that cannot be right: nothing but zeros, or values that are not finite.
@@ -108,14 +139,20 @@ def _tensors(files: PartFiles, advance: Callable[[int], None], leave: Container[
             high = {name for name in mine if found[name].is_floating_point() and not found[name].isfinite().all()}
             found |= read_tensors({name: mine[name] for name in high}, files.dtype, lambda _: None)
     for name, tensor in found.items():
-        fault = fault_in_weight(name, tensor)
-        if fault:
-            raise CheckpointError(
-                f"{fault} in the weight {name!r} of {str(files.entries[name].file)!r}",
-                expected="weights as published",
-                fix="Download this file again; a download that was resumed wrongly leaves zeros.",
-            )
+        if files.mapped and files.may_be_view(name, files.entries[name]):
+            views.add(tensor.data_ptr())
+        _require_sound(files, name, tensor)
     return found
+
+
+def _require_sound(files: PartFiles, name: str, tensor: torch.Tensor) -> None:
+    fault = fault_in_weight(name, tensor)
+    if fault:
+        raise CheckpointError(
+            f"{fault} in the weight {name!r} of {str(files.entries[name].file)!r}",
+            expected="weights as published",
+            fix="Download this file again; a download that was resumed wrongly leaves zeros.",
+        )
 
 
 def _advance(files: PartFiles, progress: Progress) -> Callable[[int], None]:
@@ -130,22 +167,21 @@ def _advance(files: PartFiles, progress: Progress) -> Callable[[int], None]:
     return advance
 
 
-def _built_by_diffusers(files: PartFiles, advance: Callable[[int], None]) -> nn.Module:
+def _built_by_diffusers(files: PartFiles, advance: Callable[[int], None], views: set[int]) -> nn.Module:
     from accelerate import init_empty_weights
 
     cls: Any = attribute("diffusers", files.cls)
     with init_empty_weights():
         module: nn.Module = cls.from_config(dict(files.config))
-    layers = packable(module) if files.keeps_packed or files.storage != "auto" else {}
+    layers = packable(module, exact=True) if files.keeps_packed or files.storage != "auto" else {}
     kept = {
         name: layers[layer]
         for name, entry in files.entries.items()
-        if (layer := name.removesuffix(".weight")) in layers
-        and ((files.keeps_packed and stays_packed(name, entry)) or _kept_plain(files, name, entry))
+        if (layer := name.removesuffix(".weight")) in layers and stays(files, name, entry)
     }
-    tensors = _tensors(files, advance, kept)
+    tensors = _tensors(files, advance, views, kept)
     for name, linear in kept.items():
-        _keep_packed(files, name, linear, advance)
+        _keep_packed(files, name, linear, advance, views)
     try:
         result = module.load_state_dict(tensors, strict=False, assign=True)
     except RuntimeError as error:
@@ -155,24 +191,39 @@ def _built_by_diffusers(files: PartFiles, advance: Callable[[int], None]) -> nn.
     return module
 
 
-def _keep_packed(files: PartFiles, name: str, layer: nn.Linear, advance: Callable[[int], None]) -> None:
+def _keep_packed(
+    files: PartFiles, name: str, layer: nn.Linear, advance: Callable[[int], None], views: set[int]
+) -> None:
     """Give ``layer`` its weight as the file has it."""
     entry = files.entries[name]
     if tuple(entry.shape) != (layer.out_features, layer.in_features):
         raise _misfit(files, ValueError(f"{name} is {entry.shape}, not {(layer.out_features, layer.in_features)}"))
     stored = read_tensors({name: entry}, None, advance, files.mapped)[name]
+    if files.mapped and is_view(entry):
+        views.add(stored.data_ptr())
     factors = None
     if entry.scale is not None:
         factors = read_tensors({name: entry.scale}, torch.float32, lambda _bytes: None)[name].reshape(-1, 1)
+        _require_sound(files, name, factors[:, 0])
+    _require_sound(files, name, stored)
     pack(layer, stored, factors, files.dtype, entry.codec, files.by_bits)
 
 
-def _kept_plain(files: PartFiles, name: str, entry: TensorEntry) -> bool:
+def stays(files: PartFiles, name: str, entry: TensorEntry) -> bool:
+    """Whether a layer's weight stays in memory as the file has it."""
+    if files.keeps_packed and stays_packed(name, entry):
+        return True
     return files.dtype_of is None and kept_plain(name, entry, files.storage, files.dtype)
 
 
-def _built_by_transformers(files: PartFiles, advance: Callable[[int], None]) -> nn.Module:
-    tensors = _tensors(files, advance)
+def _built_by_transformers(files: PartFiles, advance: Callable[[int], None], views: set[int]) -> nn.Module:
+    """The module as transformers builds it, which knows the older names of its tensors.
+
+    Weights that stay as their file has them go through it as stand-ins of one number each, and are found again by it.
+    """
+    kept = {name: entry for name, entry in files.entries.items() if stays(files, name, entry)}
+    stand_ins = {name: torch.zeros((), dtype=files.dtype).expand(entry.shape) for name, entry in kept.items()}
+    tensors = _tensors(files, advance, views, kept) | stand_ins
     cls: Any = attribute("transformers", files.cls)
     if files.folder.is_dir():
         config = cls.config_class.from_pretrained(str(files.folder), local_files_only=True)
@@ -187,6 +238,15 @@ def _built_by_transformers(files: PartFiles, advance: Callable[[int], None]) -> 
         raise _misfit(files, error) from error
     mismatched = [str(key[0] if isinstance(key, tuple) else key) for key in found.get("mismatched_keys", ())]
     _require_same(files, [*found["missing_keys"], *mismatched], [])
+    names = {stand_in.data_ptr(): name for name, stand_in in stand_ins.items()}
+    for owner in module.modules():
+        weight = owner._parameters.get("weight")
+        name = None if weight is None else names.pop(weight.data_ptr(), None)
+        if name is not None and type(owner) is nn.Linear:
+            _keep_packed(files, name, owner, advance, views)
+        elif name is not None and weight is not None:
+            weight.data = read_tensors({name: kept[name]}, files.dtype, advance)[name]
+    _require_same(files, list(names.values()), [])
     return module
 
 

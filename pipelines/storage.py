@@ -12,23 +12,20 @@ import torch
 from torch import nn
 
 from ..compat import probes, quantized
+from ..compat.copy_timing import maps_files
 from ..compat.device import DeviceFacts
+from ..compat.errors import UnsupportedError
+from ..compat.execution import HOST
 from ..compat.headers import STORED
 from ..compat.offload import GIGABYTE
 from ..compat.precision import Precision
+from ..compat.probe_store import ProbeStore
 from ..compat.transfer import casts_wrongly
 from .reading import PartFiles
 from .rewriting import Order, Step
 
 log = logging.getLogger(__name__)
 FILE_CHOICES = ("auto", "as in file")
-# Where large tensors that need no cast are views of their file: no second copy in memory, no copy at all before the
-# device's own. Elsewhere weights are read into memory of their own: on ROCm each copy from a mapped page stalled for
-# half a second to two (Comfy-Org/ComfyUI#15001, ROCm/ROCm#5952 and #6358); of the others nobody has told.
-MAPPED: dict[str, str] = {
-    "cpu": "the page cache is the memory that computes",
-    "cuda": "the driver stages a mapped page as it does any other that is not pinned",
-}
 
 
 class Choices(Protocol):
@@ -40,6 +37,8 @@ class Choices(Protocol):
     def text_weights(self) -> str: ...
     @property
     def offload(self) -> str: ...
+    @property
+    def devices(self) -> Mapping[str, Any]: ...
 
 
 def with_storage(
@@ -48,8 +47,16 @@ def with_storage(
     text_parts: tuple[str, ...],
     precision: Precision,
     facts: DeviceFacts,
+    probes: ProbeStore | None = None,
 ) -> dict[str, PartFiles]:
     """``files`` of every part with how it is kept: transformer and text encoders as chosen, all else as it computes.
+
+    Where fp32 computes on a device with memory of its own, ``auto`` keeps the 16 bits that a file has: half as much to
+    hold and to send, widened on the device at each use, which is exact and little beside the product. The VAE is small,
+    and its convolutions run once per tile.
+
+    Args:
+        probes: what this device has answered and where it is kept; None relies on the tables.
 
     Raises:
         InputError, UnsupportedError: an unknown choice, or one that does not go with the others.
@@ -57,8 +64,13 @@ def with_storage(
     quantized.require_storable(chosen.weights, "weights", chosen.offload, precision)
     quantized.require_storable(chosen.text_weights, "text_weights", chosen.offload, precision)
     choices = {"transformer": chosen.weights, **dict.fromkeys(text_parts, chosen.text_weights)}
+    for name, choice in choices.items():
+        place = chosen.devices.get("text_encoder" if name in text_parts else name, facts.device)
+        if name in files and torch.device(place).type != HOST.type:
+            choices[name] = choice = _narrow(files[name], facts.device) if choice == "auto" else choice
+            _require_castable(files[name], choice, facts.device)
     eight, broken = has_eight_bits(facts.device), casts_wrongly(facts.device, torch.bfloat16)
-    mapped = facts.backend in MAPPED
+    mapped = maps_files(facts, probes)
     return {
         name: replace(_kept(part, choices.get(name, "auto"), eight), by_bits=broken, mapped=mapped)
         for name, part in files.items()
@@ -89,9 +101,28 @@ def notes(files: Mapping[str, PartFiles]) -> tuple[str, ...]:
     return tuple(found)
 
 
+def _narrow(part: PartFiles, device: torch.device) -> str:
+    """What ``auto`` means for a part that computes on ``device``; bf16 is widened right there in any case, by bits."""
+    halves = {entry.dtype for entry in part.entries.values()} & {"BF16", "F16"}
+    if part.dtype is not torch.float32 or part.dtype_of is not None or not halves:
+        return "auto"
+    return "auto" if "F16" in halves and casts_wrongly(device, torch.float16) else "as in file"
+
+
+def _require_castable(part: PartFiles, choice: str, device: torch.device) -> None:
+    """Raise where ``device`` would widen the fp16 weights of a file wrongly; bf16 has its integer route."""
+    half = choice in ("as in file", "fp16") and any(entry.dtype == "F16" for entry in part.entries.values())
+    if half and part.dtype is not torch.float16 and casts_wrongly(device, torch.float16):
+        raise UnsupportedError(
+            f"weights {choice!r} of a file in fp16, which {device} casts wrongly",
+            expected="a device that casts fp16 to fp32 and back as the host does",
+            fix="Choose weights auto, which widens them on the host.",
+        )
+
+
 def _kept(part: PartFiles, choice: str, eight: bool) -> PartFiles:
     """A part under a choice; what a device without float8 cannot hold is made dense on the host while it is read."""
-    dense = part.dtype_of is not None or part.library != "diffusers" or choice not in FILE_CHOICES
+    dense = part.dtype_of is not None or choice not in FILE_CHOICES
     floats = any(e.dtype in ("F8_E4M3", "F8_E5M2") for e in part.entries.values())
     packs = any(quantized.stays_packed(name, entry) for name, entry in part.entries.items())
     return replace(part, storage=choice, keeps_packed=packs and not dense and (eight or not floats))

@@ -161,3 +161,37 @@ def test_loading_takes_small_weights(server: Server, client: Client) -> None:
     for node in ("4", "5"):
         del graph.prompt[node]
     assert not np.array_equal(latents(server, client, graph), from_folder(server, client, "mochi-1-preview"))
+
+
+def test_mochi_s_vae_in_two_files_decodes(server: Server, client: Client, tmp_path: Path) -> None:
+    """The half that is chosen finds the other beside it, and says so."""
+    names = put(server, "mochi", tmp_path)
+    whole = layouts.tensors_of(tiny.build("mochi", server.tiny_folder) / "vae")
+    released = layouts.released(whole, layouts.layout("the VAE of Mochi 1 as released"))
+    config, home = layouts.config_in(tiny.build("mochi", server.tiny_folder) / "vae"), server.base / "models/vae/halves"
+    for coder in ("encoder", "decoder"):
+        half = {n.removeprefix(f"{coder}."): t for n, t in released.items() if n.startswith(f"{coder}.")}
+        layouts.write(home / f"{coder}.safetensors", half, config)
+    frames = []
+    for vae in (names["vae"], "halves/decoder.safetensors"):
+        graph = graph_of({**names, "vae": vae, "base": server.model("mochi-1-preview")})
+        decode = graph.add("AnyGPUDecode", pipeline=["1", 0], latent=graph.link(SAMPLE))
+        keeper = graph.add("SaveImage", images=graph.link(decode), filename_prefix="halves")
+        run = client.run(graph.prompt)
+        assert run.ending == "execution_success", run.message
+        frames.append([server.output(item).read_bytes() for item in run.outputs[keeper]["images"]])
+        said = "encoder of the VAE from encoder.safetensors (auto)" in run.texts_of(LOAD)[-1]
+        assert said is ("halves" in vae)
+    pixels = [[file[file.index(b"IDAT") :] for file in saved] for saved in frames]  # what stands before is the prompt
+    assert pixels[0] == pixels[1]
+
+
+def test_the_download_node_looks_and_asks_nobody(server: Server, client: Client) -> None:
+    graph = Graph()
+    node = graph.add("AnyGPUDownloadModel", model="LTX-Video", download="no")
+    folder = server.base / "models" / "diffusers" / "LTX-Video"
+    there = folder.exists()
+    run = client.run(graph.prompt)
+    assert run.ending == "execution_success", run.message
+    assert f"{folder} " in run.texts_of(node)[-1] and "nothing was fetched" in run.texts_of(node)[-1]
+    assert folder.exists() is there

@@ -194,7 +194,10 @@ def test_weights_are_kept_as_chosen_and_come_back(tiny_folder, tmp_path, choice,
     assert sum(" kept " in note for note in kept.notes) == 2
     modules = kept.parts["transformer"].named_modules()
     values = {name: owner.weight for name, owner in modules if isinstance(owner, quantized.StoredLinear)}
-    if choice == "as in file":  # read so, not made so: there is nothing to take back
+    if choice == "as in file":  # read so, not made so: there is nothing to take back, and never was a dense copy
+        for part in ("transformer", "text_encoder"):
+            kept.parts.revert(part)
+            assert quantized.is_packed(kept.parts[part]), part
         return
     kept.parts.revert("transformer")
     back = dict(kept.parts["transformer"].named_modules())
@@ -222,12 +225,24 @@ def test_choices_that_cannot_go_together_are_refused_before_a_weight_is_read(tin
         quantized.require_storable("fp8", "weights", "auto", safe)
 
 
-@pytest.mark.parametrize(("value", "word"), [(0.0, "nothing but zeros"), (float("nan"), "NaN")])
-def test_weights_that_cannot_be_right_are_named(tiny_folder, tmp_path, value, word):
+WRONG = {0.0: "nothing but zeros", float("nan"): "NaN"}
+QUICK_WRONG = (("0.0", torch.bfloat16), ("nan", torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("value", "word", "dtype"),
+    [
+        pytest.param(value, word, dtype, marks=[] if (str(value), dtype) in QUICK_WRONG else [pytest.mark.full])
+        for value, word in WRONG.items()
+        for dtype in (torch.float32, torch.bfloat16, FP8)
+    ],
+)
+def test_weights_that_cannot_be_right_are_named(tiny_folder, tmp_path, value, word, dtype):
+    """Also those that stay in memory as the file has them, in 16 or 8 bits."""
     model = Path(shutil.copytree(tiny.build("mochi", tiny_folder), tmp_path / "mochi"))
     file = model / "transformer" / "diffusion_pytorch_model.safetensors"
-    tensors = layouts.tensors_of(file.parent)
-    tensors["transformer_blocks.0.attn1.to_q.weight"].fill_(value)
+    tensors, name = layouts.tensors_of(file.parent), "transformer_blocks.0.attn1.to_q.weight"
+    tensors[name] = torch.full_like(tensors[name], value).to(dtype)
     save_file(tensors, file, {"format": "pt"})
-    with pytest.raises(PackError, match=rf"{word}.* in the weight 'transformer_blocks.0.attn1.to_q.weight'"):
-        load(LoadRequest(model, device="cpu")).parts["transformer"]
+    with pytest.raises(PackError, match=rf"{word}.* in the weight '{name}'"):
+        load(LoadRequest(model, device="cpu", precision="fp32", weights="as in file")).parts["transformer"]

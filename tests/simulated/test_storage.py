@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import layouts
 import pytest
 import torch
+from anygpu.compat.errors import UnsupportedError
 from anygpu.compat.quantized import StoredLinear, is_packed
 from anygpu.pipelines import tiny
 from anygpu.pipelines.composing import Files
+from anygpu.pipelines.estimates import default_size, sampling_bytes
 from anygpu.pipelines.loading import LoadRequest, load
+from anygpu.pipelines.mochi import FAMILY
 
 from simulated import accelerator, profiles
 from simulated.test_families import CASES, MODES, ROUNDING, rendered
 
 QUICK = {("mochi", "int8", "group")}
+QUICK_NARROW = ("mochi", torch.bfloat16, "model")
 FAMILIES = ("ltx", "hunyuan_video", "hunyuan_video_15", "framepack", "mochi")
 CELLS = [
     pytest.param(family, choice, offload, marks=[] if (family, choice, offload) in QUICK else [pytest.mark.full])
@@ -64,19 +70,79 @@ def test_packed_weights_take_less_of_the_device(acc, tiny_folder):
     assert 2.5 * linear < saved <= 3 * linear  # three of four bytes, less a scale per row
 
 
-def test_bf16_is_widened_by_its_bits_where_the_cast_gives_zeros(tiny_folder, tmp_path):
-    """A Radeon that casts bf16 to zeros: 2 bytes per weight go there, and the latents are those of the CPU."""
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
+@pytest.mark.parametrize("choice", ["fp8", pytest.param("int8", marks=pytest.mark.full)])
+def test_what_making_a_weight_dense_takes_is_in_the_estimate(acc, tiny_folder, choice, precision):
+    model = tiny.build("mochi", tiny_folder)
+    request = LoadRequest(model, precision=precision, offload="none", device=acc, weights=choice)
+    pipeline, plain = load(request), load(replace(request, weights="auto"))
+    with pipeline.residency.hold("transformer") as transformer:
+        layers = [layer for layer in transformer.modules() if isinstance(layer, StoredLinear)]
+        peaks = []
+        for layer in layers:
+            before = accelerator.memory().allocated_bytes
+            accelerator.reset_peak()
+            layer.dense(pipeline.precision.transformer)
+            peaks.append(accelerator.memory().peak_bytes - before)
+    taken = [sampling_bytes(one, default_size(FAMILY)) for one in (pipeline, plain)]
+    assert taken[0] - taken[1] == max(peaks) > 0
+
+
+HALVES = (torch.bfloat16, torch.float16)
+NARROW = [
+    pytest.param(family, dtype, offload, marks=[] if (family, dtype, offload) == QUICK_NARROW else [pytest.mark.full])
+    for family in FAMILIES
+    for dtype in HALVES
+    for offload in MODES
+]
+
+
+@pytest.mark.parametrize(("family", "dtype", "offload"), NARROW)
+def test_auto_sends_the_16_bits_of_a_file_and_widens_them_on_the_device(tmp_path, family, dtype, offload):
+    """Under every mover, on a Radeon that casts bf16 to zeros: the weights are the CPU's bit for bit, the latents too
+    but for the order of sums, and half as many bytes are held and sent.
+    """
     if reason := accelerator.reason():
         pytest.skip(reason)
-    model = tiny.build("mochi", tmp_path, dtype=torch.bfloat16)
-    request = {"precision": "fp32", "weights": "as in file"}
-    expected = rendered(load(LoadRequest(model, device="cpu", **request)), CASES["mochi"])[0]
+    paths = [tiny.build(name, tmp_path, dtype=dtype) for name in CASES[family].checkpoints]
+    base, encoder = paths[1:] if len(paths) == 3 else (None, None)
+    dense = load(LoadRequest(paths[0], base, encoder, precision="fp32", device="cpu"))
+    expected = rendered(dense, CASES[family])[0]
     with profiles.on("gfx1151") as profile:
-        pipeline = load(LoadRequest(model, device=profile.facts, offload="model", **request))
-        layers = [layer for layer in pipeline.parts["transformer"].modules() if isinstance(layer, StoredLinear)]
-        found = rendered(pipeline, CASES["mochi"])[0]
-    assert layers and all(layer.by_bits and layer.stored.dtype is torch.bfloat16 for layer in layers)
-    assert torch.allclose(found, expected, rtol=ROUNDING, atol=ROUNDING)
+        pipeline = load(LoadRequest(paths[0], base, encoder, precision="fp32", offload=offload, device=profile.facts))
+        found = [rendered(pipeline, CASES[family])[0] for _ in range(2)]
+        sent = pipeline.residency.inner.account.moved_bytes
+    assert torch.equal(*found)
+    assert torch.allclose(found[0], expected, rtol=ROUNDING, atol=ROUNDING)
+    assert sent > 0
+    for part in ("transformer", *(name for name in pipeline.parts if name.startswith("text_encoder"))):
+        layers = {n: m for n, m in pipeline.parts[part].named_modules() if isinstance(m, StoredLinear)}
+        assert layers and all(m.by_bits and m.stored.dtype is dtype for m in layers.values()), part
+        wide = dict(dense.parts[part].named_modules())
+        assert all(torch.equal(m.weight.cpu(), wide[n].weight) for n, m in layers.items()), part
+        saved = tensor_bytes(dense.parts[part]) - tensor_bytes(pipeline.parts[part])
+        assert saved == 2 * sum(m.stored.numel() for m in layers.values()) > 0, part
+
+
+def tensor_bytes(module):
+    return sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
+
+
+def test_fp16_is_widened_on_the_host_where_the_device_casts_it_wrongly(acc, tmp_path):
+    """There is no integer route for fp16: ``auto`` makes its values fp32 on the host, ``as in file`` raises."""
+    model = tiny.build("mochi", tmp_path, dtype=torch.float16)
+
+    def spoil(op, arguments, results):
+        target, source = (value for value in arguments[:2] if isinstance(value, torch.Tensor))
+        if source.device == target.device == acc and (source.dtype, target.dtype) == (torch.float16, torch.float32):
+            target.fill_(0.0)
+
+    assert is_packed(load(LoadRequest(model, precision="fp32", device=acc)).parts["transformer"])
+    with accelerator.hook("aten::copy_", None, spoil), accelerator.hook("aten::_copy_from", None, spoil):
+        pipeline = load(LoadRequest(model, precision="fp32", device=acc))
+        assert not any(is_packed(pipeline.parts[part]) for part in ("transformer", "text_encoder"))
+        with pytest.raises(UnsupportedError, match="weights 'as in file' of a file in fp16"):
+            load(LoadRequest(model, precision="fp32", device=acc, weights="as in file"))
 
 
 @pytest.mark.full
