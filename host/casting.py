@@ -2,8 +2,9 @@
 
 A leaf with nothing but ``weight`` and ``bias`` changes its class in place for a generated subclass of its own class
 with ComfyUI's ``CastWeightBiasOp``: where its weight is elsewhere, or carries patches, ComfyUI's own cast brings it for
-the length of one forward, in the dtype it is stored in, so that results do not depend on what is resident. Everything
-else (tables and buffers of containers, and modules whose weights their parents read) is ``fixed``: it comes as a whole.
+the length of one forward, in the dtype it is stored in, so that results do not depend on what is resident. A packed
+leaf brings its small tensors the same way and is made dense where it computes. Everything else (tables and buffers of
+containers, and modules whose weights their parents read) is ``fixed``: it comes as a whole.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import nn
 
 from ..compat.accounts import Account
 from ..compat.execution import HOST
+from ..compat.quantized import StoredLinear
 from ..compat.transfer import transfer_for
 
 OWN = ("weight", "bias")
@@ -31,6 +33,8 @@ LEFT_BEHIND = (  # what a patcher writes on a leaf
     "weight_function",
     "bias_function",
     "account",
+    "rows",
+    "runs_on",
 )
 
 
@@ -41,6 +45,18 @@ class CastLeaf(comfy.ops.CastWeightBiasOp):
         """As the original; a cancel is obeyed before each leaf."""
         comfy.ops.run_every_op()
         like = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        return self._run(like, *args, **kwargs)
+
+    @contextmanager
+    def lend(self, like: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+        """Weight and bias on the device and in the dtype of ``like``: the leaf's side of ``compat.offload.borrow``."""
+        if "fetched" in self.__dict__ or not self._must_fetch(like.device):
+            yield self.weight.to(like.dtype), None if self.bias is None else self.bias.to(like.dtype)
+            return
+        with self._fetched(like) as (weight, bias):
+            yield weight.to(like.dtype), None if bias is None else bias.to(like.dtype)
+
+    def _run(self, like: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not self._must_fetch(like.device):
             return super().forward(*args, **kwargs)
         with self._fetched(like) as (weight, bias):
@@ -54,15 +70,6 @@ class CastLeaf(comfy.ops.CastWeightBiasOp):
             finally:
                 self.__dict__.pop("fetched")
                 self._parameters.update(own)
-
-    @contextmanager
-    def lend(self, like: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Weight and bias on the device and in the dtype of ``like``: the leaf's side of ``compat.offload.borrow``."""
-        if "fetched" in self.__dict__ or not self._must_fetch(like.device):
-            yield self.weight.to(like.dtype), None if self.bias is None else self.bias.to(like.dtype)
-            return
-        with self._fetched(like) as (weight, bias):
-            yield weight.to(like.dtype), None if bias is None else bias.to(like.dtype)
 
     def _must_fetch(self, device: torch.device) -> bool:
         narrow = self.weight.dtype.itemsize == 1
@@ -86,13 +93,91 @@ class CastLeaf(comfy.ops.CastWeightBiasOp):
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         """Moves by way of :func:`send`, so that weights that only visited the device return to what they were."""
-        for tensor in self._parameters.values():
+        for tensor in (*self._parameters.values(), *self._buffers.values()):
             if tensor is not None:
                 target = fn(tensor.data[:0] if tensor.ndim else tensor.data)
                 if target.dtype != tensor.dtype:
                     return super()._apply(fn, recurse)  # type: ignore[misc]
                 send(tensor, target.device)
         return super()._apply(fn, recurse)  # type: ignore[misc]
+
+
+class PackedLeaf(CastLeaf):
+    """The mark of a leaf whose weight is packed: its rows and scales come where they are elsewhere, and are made dense.
+
+    Patches change what was made dense, so they act alike on resident rows and on those that come for one forward.
+    """
+
+    rows: _Rows
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The dense weight; without values while its rows are elsewhere, for forwards that ask for its dtype."""
+        if self.stored.device == self.__dict__["runs_on"]:
+            return self.dense(self.dense_dtype)
+        shape = (self.out_features, self.in_features)
+        return torch.empty(shape, dtype=self.dense_dtype, device="meta")
+
+    def dense(self, dtype: torch.dtype) -> torch.Tensor:
+        """As the original, with the patches."""
+        weight: torch.Tensor = super().dense(dtype)  # type: ignore[misc]
+        if self.weight_function and weight is self.stored:
+            weight = weight.clone()
+        for function in self.weight_function:
+            weight = function(weight)
+        return weight
+
+    @contextmanager
+    def lend(self, like: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+        """Weight and bias on the device and in the dtype of ``like``."""
+        with self._brought(like.device):
+            yield self.dense(like.dtype), None if self.bias is None else self.bias.to(like.dtype)
+
+    def _run(self, like: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        with self._brought(like.device):
+            return super(CastLeaf, self).forward(*args, **kwargs)  # type: ignore[misc]
+
+    @contextmanager
+    def _brought(self, device: torch.device) -> Iterator[None]:
+        """Rows, scales and bias on ``device``, as the leaf's own."""
+        if "fetched" in self.__dict__ or (self.stored.device == device and not self.bias_function):
+            yield
+            return
+        own, factors = dict(self._parameters), self.factors
+        if self.stored.device != device and self.account is not None:
+            self.account.add(bytes_of(t for t in (*own.values(), factors) if t is not None), 0.0)
+        kinds = {"dtype": self.stored.dtype, "bias_dtype": None if self.bias is None else self.bias.dtype}
+        with comfy.ops.CastBiasWeightContext(self.rows, device=device, offloadable=True, **kinds) as (stored, bias):
+            self._parameters.update(stored=stored, bias=bias)
+            self._buffers["factors"] = None if factors is None else factors.to(device)
+            self.__dict__["fetched"] = True
+            try:
+                yield
+            finally:
+                self.__dict__.pop("fetched")
+                self._parameters.update(own)
+                self._buffers["factors"] = factors
+
+
+class _Rows:
+    """A packed leaf as ComfyUI's cast takes it: what is stored stands for the weight, as it is."""
+
+    weight_function = ()
+
+    def __init__(self, leaf: PackedLeaf) -> None:
+        self.leaf = leaf
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.leaf.stored
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        return self.leaf.bias
+
+    @property
+    def bias_function(self) -> list[Any]:
+        return self.leaf.bias_function
 
 
 class Placed:
@@ -118,11 +203,14 @@ def make_native(module: nn.Module, device: torch.device, account: Account | None
     """
     changed = False
     for owner, whole in _walk(module):
-        if not whole and not isinstance(owner, CastLeaf) and _is_leaf(owner):
+        packed = isinstance(owner, StoredLinear)
+        if not whole and not isinstance(owner, CastLeaf) and (packed or _is_leaf(owner)):
             if not hasattr(owner, "bias"):
                 owner.__dict__.update(bias=None, lacks_bias=True)
             owner.weight_function, owner.bias_function, owner.account = [], [], account
-            owner.__class__ = _subclass(type(owner), CastLeaf)
+            owner.__class__ = _subclass(type(owner), PackedLeaf if packed else CastLeaf)
+            if packed:
+                owner.__dict__.update(rows=_Rows(owner), runs_on=device)
             changed = True
         elif isinstance(getattr(type(owner), "device", None), property):
             if not isinstance(owner, Placed):
@@ -149,11 +237,12 @@ def make_plain(module: nn.Module) -> None:
 
 
 def fixed_tensors(module: nn.Module) -> list[torch.Tensor]:
-    """Parameters and buffers that belong to no casting leaf, each once."""
+    """Parameters that belong to no casting leaf, and buffers but for the scales of packed ones, each once."""
     found: dict[int, torch.Tensor] = {}
     for owner in module.modules():
         held = () if isinstance(owner, CastLeaf) else owner.parameters(recurse=False)
-        for tensor in (*held, *owner.buffers(recurse=False)):
+        tables = () if isinstance(owner, PackedLeaf) else owner.buffers(recurse=False)
+        for tensor in (*held, *tables):
             found[id(tensor)] = tensor
     return list(found.values())
 

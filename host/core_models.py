@@ -7,6 +7,8 @@ patcher is the pipeline's own, so the weights are on the device once whoever sam
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,15 +17,18 @@ import comfy.ldm.lightricks.symmetric_patchifier
 import comfy.model_base
 import comfy.supported_models
 import comfy.supported_models_base
+import comfy.weight_adapter
 import torch
 from torch import nn
 
 from ..compat.errors import UnsupportedError
+from ..pipelines import lora as loras
 from ..pipelines.contract import ImageCondition, Loaded, SampleSettings
 from ..pipelines.driven import TIME, Call, Steering, velocity
 from ..pipelines.families import family_named
 from ..pipelines.needs import beside_transformer
 from .memory import PartPatcher, Shell, manager_of
+from .patches import patched
 
 PICTURE = "anygpu_image"  # key of our image condition in a CONDITIONING
 TRANSFORMER = "transformer"
@@ -197,6 +202,36 @@ def model_of(loaded: Loaded) -> PartPatcher | None:
     made = shell(config)
     made.furnish(loaded)
     return manager.patcher_of(TRANSFORMER, made)
+
+
+class Factors(comfy.weight_adapter.LoRAAdapter):
+    """A layer's share of one of our LoRAs as core's patch; its tensors are read when a weight is first made of them."""
+
+    def __init__(self, read: Callable[[], dict[str, Any]], name: str, scale: float) -> None:
+        self.loaded_keys, self.read, self.name_of_layer, self.scale = set(), read, name, scale
+
+    @property
+    def weights(self) -> tuple[Any, ...]:
+        """Up, down, alpha, and what a plain LoRA has none of: a middle, magnitudes, another shape."""
+        down, up = self.read()[self.name_of_layer]
+        return up.flatten(1), down.flatten(1), self.scale * down.shape[0], None, None, None
+
+
+def adapted_model_of(loaded: Loaded) -> PartPatcher | None:
+    """The MODEL of a pipeline with its LoRAs, as patches that core adds to the weights of the pipeline's own MODEL.
+
+    None where ComfyUI does not manage them. No file is read before the weights are made.
+    """
+    manager = manager_of(loaded)
+    if manager is None:
+        return None
+    known = manager.patchers.get(TRANSFORMER)
+    model = known if known is not None and isinstance(known.model, CoreShell) else model_of(loaded)
+    for lora in loras.on(loaded) if model is not None else ():
+        read = functools.cache(functools.partial(loras.factors_of, lora))
+        patches = {f"diffusion_model.{name}.weight": Factors(read, name, scale) for name, scale in lora.scales.items()}
+        model = patched(model, patches, lora.strength)
+    return model
 
 
 def _beside(picture: torch.Tensor, noise: torch.Tensor) -> Any:

@@ -8,7 +8,7 @@ from comfy_execution.graph_utils import ExecutionBlocker
 
 from ..compat.errors import InputError
 from ..pipelines.contract import ImageCondition, Loaded
-from .core_models import PICTURE, model_of
+from .core_models import PICTURE, adapted_model_of, model_of
 from .core_vae import vae_of
 
 
@@ -18,11 +18,17 @@ def beside(loaded: Loaded) -> tuple[Any, Any]:
     With an offload that is not ComfyUI's own they stop the nodes they are connected to, with the reason.
     """
     model, vae = model_of(loaded), vae_of(loaded)
-    if model is None:
-        found = f"AnyGPU: MODEL and VAE need offload auto or comfyui; found {loaded.residency}"
-        told = f"{found}. Choose auto on the load node."
-        return ExecutionBlocker(told), ExecutionBlocker(told)
-    return model, vae
+    return (_not_managed(loaded), _not_managed(loaded)) if model is None else (model, vae)
+
+
+def adapted(loaded: Loaded) -> Any:
+    """MODEL of a pipeline with its LoRAs; stops the nodes it is connected to as above."""
+    return adapted_model_of(loaded) or _not_managed(loaded)
+
+
+def _not_managed(loaded: Loaded) -> Any:
+    found = f"AnyGPU: MODEL and VAE need offload auto or comfyui; found {loaded.residency}"
+    return ExecutionBlocker(f"{found}. Choose auto on the load node.")
 
 
 def pictured(conditioning: Any, image: ImageCondition) -> list[Any]:

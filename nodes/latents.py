@@ -8,14 +8,48 @@ from ..compat.latent_files import NOT_FINITE
 from ..host import kept, saved
 from ..host.api import io
 from ..host.progress import NodeProgress
-from ..pipelines import embeddings, latent_store, musubi
-from .sockets import CATEGORY, Prompt
+from ..pipelines import embeddings, latent_store, musubi, musubi_items
+from .sockets import CATEGORY, Image, Prompt
 
 FILES = f"{CATEGORY}/files"
-NOT_FINITE_TIP = (
-    "What is done about NaN and infinity. refuse: an error with their number. clamp: NaN becomes 0, infinity the "
-    "largest finite value, and their number is said under the node."
-)
+
+
+def prefix_input(default: str) -> Any:
+    return io.String.Input(
+        "filename_prefix", default=default,
+        tooltip="Folder and name in ComfyUI's output folder; a number is added, nothing is overwritten.",
+    )
+
+
+def file_input(kind: str) -> Any:
+    return io.Combo.Input(
+        "file", options=saved.choices(kind),
+        tooltip="A file in ComfyUI's input or output folder. Press R after adding one.",
+    )
+
+
+def not_finite_input() -> Any:
+    return io.Combo.Input(
+        "not_finite", options=list(NOT_FINITE), default="refuse", optional=True, advanced=True,
+        tooltip="What is done about NaN and infinity. refuse: an error with their number. clamp: NaN becomes 0, infinity "
+        "the largest finite value, and their number is said under the node.",
+    )
+
+
+class Listed(io.ComfyNode):
+    """What the nodes share whose input ``file`` is one of the listed files of their kind."""
+
+    kind = ""
+
+    @classmethod
+    def validate_inputs(cls, file: str) -> bool:
+        """Always: a name that is gone gets the error that says what to do."""
+        return True
+
+    @classmethod
+    def fingerprint_inputs(cls, file: str, **_: Any) -> Any:
+        """Changes when the file changes."""
+        return saved.stamp(cls.kind, file)
 
 
 class SaveLatent(io.ComfyNode):
@@ -34,11 +68,8 @@ class SaveLatent(io.ComfyNode):
             search_aliases=["export latent", "save latents", "safetensors"],
             inputs=[
                 io.Latent.Input("latent", tooltip="Video latents, from AnyGPU Sample or from core nodes."),
-                io.String.Input(
-                    "filename_prefix", default="latents/AnyGPU",
-                    tooltip="Folder and name in ComfyUI's output folder; a number is added, nothing is overwritten.",
-                ),
-                io.Combo.Input("not_finite", options=list(NOT_FINITE), default="refuse", optional=True, advanced=True, tooltip=NOT_FINITE_TIP),
+                prefix_input("latents/AnyGPU"),
+                not_finite_input(),
             ],
             outputs=[io.Latent.Output(display_name="latent")],
             hidden=[io.Hidden.unique_id, io.Hidden.prompt, io.Hidden.extra_pnginfo],
@@ -48,15 +79,16 @@ class SaveLatent(io.ComfyNode):
     @classmethod
     def execute(cls, latent: Any, filename_prefix: str, not_finite: str = "refuse") -> io.NodeOutput:
         """The latents, unchanged."""
-        progress = NodeProgress(cls.hidden.unique_id)
-        origin = saved.origin(cls.hidden.prompt, cls.hidden.extra_pnginfo)
+        progress, origin = NodeProgress(cls.hidden.unique_id), saved.origin(cls.hidden.prompt, cls.hidden.extra_pnginfo)
         path = latent_store.save_latent(saved.new_path(filename_prefix), latent, progress.say, not_finite, origin)
         progress.finish(saved.shown(path))
         return io.NodeOutput(latent, ui={"latents": [saved.ui_record(path)]})
 
 
-class LoadLatent(io.ComfyNode):
+class LoadLatent(Listed):
     """Load video latents."""
+
+    kind = "latent"
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -69,26 +101,16 @@ class LoadLatent(io.ComfyNode):
             "is read from the file.",
             search_aliases=["import latent", "load latents", "musubi"],
             inputs=[
-                io.Combo.Input("file", options=saved.choices("latent"), tooltip="A file in ComfyUI's input or output folder. Press R after adding one."),
+                file_input("latent"),
                 io.Combo.Input(
                     "dtype", options=list(latent_store.DTYPES), default="float32", optional=True, advanced=True,
                     tooltip="float32: what our nodes and core's compute with. as in file: not widened.",
                 ),
-                io.Combo.Input("not_finite", options=list(NOT_FINITE), default="refuse", optional=True, advanced=True, tooltip=NOT_FINITE_TIP),
+                not_finite_input(),
             ],
             outputs=[io.Latent.Output(display_name="latent")],
             hidden=[io.Hidden.unique_id],
         )
-
-    @classmethod
-    def validate_inputs(cls, file: str) -> bool:
-        """Always: a name that is gone gets the error that says what to do."""
-        return True
-
-    @classmethod
-    def fingerprint_inputs(cls, file: str, **_: Any) -> Any:
-        """Changes when the file changes."""
-        return saved.stamp("latent", file)
 
     @classmethod
     def execute(cls, file: str, dtype: str = "float32", not_finite: str = "refuse") -> io.NodeOutput:
@@ -156,10 +178,7 @@ class SavePrompt(io.ComfyNode):
             search_aliases=["save embeddings", "save conditioning", "text encoder"],
             inputs=[
                 Prompt.Input("prompt", tooltip="From AnyGPU Encode Prompt."),
-                io.String.Input(
-                    "filename_prefix", default="prompts/AnyGPU",
-                    tooltip="Folder and name in ComfyUI's output folder; a number is added, nothing is overwritten.",
-                ),
+                prefix_input("prompts/AnyGPU"),
             ],
             outputs=[Prompt.Output(display_name="prompt")],
             hidden=[io.Hidden.unique_id, io.Hidden.prompt, io.Hidden.extra_pnginfo],
@@ -169,15 +188,16 @@ class SavePrompt(io.ComfyNode):
     @classmethod
     def execute(cls, prompt: Any, filename_prefix: str) -> io.NodeOutput:
         """The prompt, unchanged."""
-        progress = NodeProgress(cls.hidden.unique_id)
-        origin = saved.origin(cls.hidden.prompt, cls.hidden.extra_pnginfo)
+        progress, origin = NodeProgress(cls.hidden.unique_id), saved.origin(cls.hidden.prompt, cls.hidden.extra_pnginfo)
         path = embeddings.save_prompt(saved.new_path(filename_prefix), prompt, origin)
         progress.finish(saved.shown(path))
         return io.NodeOutput(prompt)
 
 
-class LoadPrompt(io.ComfyNode):
+class LoadPrompt(Listed):
     """Load an encoded prompt."""
+
+    kind = "prompt"
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -190,21 +210,11 @@ class LoadPrompt(io.ComfyNode):
             "even its files.",
             search_aliases=["load embeddings", "load conditioning", "musubi", "text encoder"],
             inputs=[
-                io.Combo.Input("file", options=saved.choices("prompt"), tooltip="A file in ComfyUI's input or output folder. Press R after adding one."),
+                file_input("prompt"),
             ],
             outputs=[Prompt.Output(display_name="prompt")],
             hidden=[io.Hidden.unique_id],
         )
-
-    @classmethod
-    def validate_inputs(cls, file: str) -> bool:
-        """Always: a name that is gone gets the error that says what to do."""
-        return True
-
-    @classmethod
-    def fingerprint_inputs(cls, file: str) -> Any:
-        """Changes when the file changes."""
-        return saved.stamp("prompt", file)
 
     @classmethod
     def execute(cls, file: str) -> io.NodeOutput:
@@ -240,6 +250,20 @@ class SaveMusubiCache(io.ComfyNode):
                     "dtype", options=list(musubi.DTYPES), default="as loaded", optional=True, advanced=True,
                     tooltip="as loaded: what a loaded cache had, else float32. Musubi Tuner itself writes what its VAE ran in.",
                 ),
+                Image.Input(
+                    "image", optional=True,
+                    tooltip="FramePack: the first frame, from AnyGPU Encode Image. Latents of FramePack or HunyuanVideo are then cut "
+                    "into sections, one cache each.",
+                ),
+                io.Int.Input(
+                    "window", default=9, min=1, max=33, optional=True, advanced=True,
+                    tooltip="FramePack: latent frames per section. The models were trained with 9.",
+                ),
+                io.Combo.Input(
+                    "order", options=list(musubi_items.ORDERS), default=musubi_items.ORDERS[0], optional=True, advanced=True,
+                    tooltip="FramePack: what a section sees. inverted_anti_drifting: what follows it, for FramePack I2V. vanilla: what "
+                    "came before it, for F1.",
+                ),
             ],
             outputs=[],
             hidden=[io.Hidden.unique_id],
@@ -247,11 +271,15 @@ class SaveMusubiCache(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, name: str, latent: Any = None, prompt: Any = None, caption: str = "", dtype: str = "as loaded") -> io.NodeOutput:
+    def execute(
+        cls, name: str, latent: Any = None, prompt: Any = None, caption: str = "", dtype: str = "as loaded", image: Any = None,
+        window: int = 9, order: str = musubi_items.ORDERS[0],
+    ) -> io.NodeOutput:
         """Nothing."""
         progress = NodeProgress(cls.hidden.unique_id)
         folder, item = saved.target_folder(name)
-        paths = musubi.save_item(folder, item, latent, prompt, caption, dtype)
+        cut = None if image is None else musubi_items.Cut(image, window, order)
+        paths = musubi_items.save_item(folder, item, latent, prompt, caption, dtype, cut, progress.say)
         progress.finish("\n".join(map(saved.shown, paths)))
         return io.NodeOutput()
 

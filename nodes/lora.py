@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..host import loras
+from ..host import core_outputs, loras
 from ..host.api import io
 from ..host.progress import NodeProgress
 from ..pipelines import lora as adapters
@@ -43,7 +43,13 @@ class LoRA(io.ComfyNode):
                     "for weights that are kept packed.",
                 ),
             ],
-            outputs=[Pipeline.Output(display_name="pipeline")],
+            outputs=[
+                Pipeline.Output(display_name="pipeline"),
+                io.Model.Output(
+                    display_name="MODEL",
+                    tooltip="The transformer with these LoRAs for core's samplers, schedulers and guidance nodes; same weights, loaded once.",
+                ),
+            ],
             hidden=[io.Hidden.unique_id],
         )
 
@@ -63,4 +69,4 @@ class LoRA(io.ComfyNode):
         progress = NodeProgress(cls.hidden.unique_id, pipeline.family)
         found = adapters.with_lora(pipeline, loras.file_named(lora), strength, blocks, mode, progress)
         progress.finish(found.notes[-1] if found is not pipeline else "no effect")
-        return io.NodeOutput(found)
+        return io.NodeOutput(found, core_outputs.adapted(found))

@@ -7,6 +7,7 @@ chains can start from one pipeline and none sees the others' LoRAs.
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from ..compat.adapters import Adapted
 from ..compat.checkpoints import TensorEntry, declared, read_tensors
 from ..compat.errors import InputError, UnsupportedError
 from ..compat.packages import attribute
+from ..compat.quantized import is_exact, opened, outlined
 from .contract import Loaded, Progress
 from .families import family_named
 from .lora_keys import Match, Shapes, factors, matched
@@ -31,6 +33,7 @@ MODES = ("separate", "merged")  # how a LoRA is put on; grows at the end
 MOST = 10.0  # strength in either direction
 WIDE = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 LEAVES = (nn.Linear, nn.Conv2d, nn.Conv3d)
+NAMED = re.compile(r"(.+?\.safetensors)(?::([^:]*)(?::(.*))?)?", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +82,34 @@ def with_lora(loaded: Loaded, path: Path, strength: float, blocks: str, mode: st
     if mode == "separate":
         attribute("peft", "LoraConfig")
     stat = path.stat()
-    worn = getattr(loaded.residency, "adapters", None)
     if strength == 0.0:
         progress.say(f"{path.stem} has no effect at strength 0")
         return loaded
     added = LoRA(path, strength, blocks, mode, match, (stat.st_size, stat.st_mtime_ns), _scales(match, entries))
     inner = loaded.residency.inner if isinstance(loaded.residency, Adapted) else loaded.residency
-    loras = LoRAs((*(worn.loras if isinstance(worn, LoRAs) else ()), added), loaded.precision.transformer)
+    loras = LoRAs((*on(loaded), added), loaded.precision.transformer)
     note = f"LoRA {path.stem} {strength:g}{f' ({blocks})' if blocks.strip() else ''}, {mode}"
     return replace(loaded, residency=Adapted(inner, loaded.parts, loras), notes=(*loaded.notes, note))
+
+
+def named(text: str) -> tuple[Path, float, str]:
+    """File, strength and blocks of a text such as ``style.safetensors:0.8:double 0-9``; 1 and all where it names none.
+
+    Raises:
+        InputError: no .safetensors file, or a strength that is no number.
+    """
+    match = NAMED.fullmatch(text)
+    try:
+        strength = float((match and match[2]) or 1.0)
+    except ValueError:
+        match = None
+    if match is None:
+        raise InputError(
+            f"LoRA {text!r}",
+            expected="FILE.safetensors, then a strength and blocks where they are wanted, with a colon before each",
+            fix="Write for example: style.safetensors:0.8:double 0-9, single",
+        )
+    return Path(match[1]), strength, match[3] or ""
 
 
 def layers_of(loaded: Loaded) -> Shapes:
@@ -101,6 +123,18 @@ def layers_of(loaded: Loaded) -> Shapes:
     with init_empty_weights():
         module = cls.from_config(dict(config))
     return {name: tuple(leaf.weight.shape) for name, leaf in module.named_modules() if isinstance(leaf, LEAVES)}
+
+
+def on(loaded: Loaded) -> tuple[LoRA, ...]:
+    """The LoRAs of a pipeline, first to last."""
+    worn = getattr(loaded.residency, "adapters", None)
+    return worn.loras if isinstance(worn, LoRAs) else ()
+
+
+def factors_of(lora: LoRA) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Down (rank, in …) and up (out, rank …) of each layer, by its name; reads the file."""
+    tensors = _tensors(lora)
+    return {name: factors(pair, tensors) for name, pair in lora.match.pairs.items()}
 
 
 class LoRAs:
@@ -189,7 +223,7 @@ def _merge(module: nn.Module, lora: LoRA, tensors: Mapping[str, torch.Tensor]) -
         UnsupportedError: a weight that is stored in a way that addition would not reach.
     """
     leaves = {name: module.get_submodule(name) for name in lora.match.pairs}
-    quantised = [name for name, leaf in leaves.items() if not _is_plain(leaf)]
+    quantised = [name for name, leaf in leaves.items() if not (_is_plain(leaf) or is_exact(leaf))]
     if quantised:
         leaf: Any = leaves[quantised[0]]
         stored = getattr(leaf, "stored", leaf.weight)
@@ -200,8 +234,12 @@ def _merge(module: nn.Module, lora: LoRA, tensors: Mapping[str, torch.Tensor]) -
             fix="Set mode to separate, or weights on the load node to auto.",
         )
     before: list[tuple[nn.Parameter, torch.Tensor]] = []
+    closing: list[Callable[[], None]] = []
     for name, pair in lora.match.pairs.items():
-        weight: Any = leaves[name].weight
+        layer: Any = leaves[name]
+        if is_exact(layer):  # kept in 16 bits for fp32: what is added must not be rounded to them
+            closing.append(opened(layer))
+        weight = layer.weight
         down, up = factors(pair, tensors)
         product = up.float().flatten(1) @ down.float().flatten(1)
         changed = weight.data.float() + (lora.strength * lora.scales[name]) * product.view_as(weight)
@@ -211,6 +249,8 @@ def _merge(module: nn.Module, lora: LoRA, tensors: Mapping[str, torch.Tensor]) -
     def undo() -> None:
         for weight, data in reversed(before):
             weight.data = data
+        for close in closing:
+            close()
 
     return undo
 
@@ -218,17 +258,19 @@ def _merge(module: nn.Module, lora: LoRA, tensors: Mapping[str, torch.Tensor]) -
 def _inject(module: Any, lora: LoRA, adapter: str, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
     """Put peft's layers around the layers of the LoRA, factors in the dtype of the weights beside them."""
     state: dict[str, torch.Tensor] = {}
-    for name, pair in lora.match.pairs.items():
-        leaf: Any = module.get_submodule(name)
-        weight = getattr(leaf, "base_layer", leaf).weight
-        down, up = factors(pair, tensors)
-        wide = weight.dtype if weight.dtype in WIDE else dtype
-        if isinstance(getattr(leaf, "base_layer", leaf), (nn.Conv2d, nn.Conv3d)):
-            ones = [1] * (weight.ndim - 2)
-            down, up = down.reshape(-1, *weight.shape[1:]), up.reshape(up.shape[0], -1, *ones)
-        state[f"{name}.lora_A.weight"] = down.to(wide).contiguous()
-        state[f"{name}.lora_B.weight"] = up.to(wide).contiguous()
-    with warnings.catch_warnings():  # peft warns of a second LoRA, and of layers whose names only end alike
+    with outlined(module), warnings.catch_warnings():
+        for name, pair in lora.match.pairs.items():
+            leaf: Any = module.get_submodule(name)
+            leaf = getattr(leaf, "base_layer", leaf)
+            weight = leaf.weight
+            down, up = factors(pair, tensors)
+            wide = weight.dtype if weight.dtype in WIDE else dtype
+            if isinstance(leaf, (nn.Conv2d, nn.Conv3d)):
+                ones = [1] * (weight.ndim - 2)
+                down, up = down.reshape(-1, *weight.shape[1:]), up.reshape(up.shape[0], -1, *ones)
+            state[f"{name}.lora_A.weight"] = down.to(wide).contiguous()
+            state[f"{name}.lora_B.weight"] = up.to(wide).contiguous()
+        # peft warns of a second LoRA, and of layers whose names only end alike
         warnings.filterwarnings("ignore", module="peft")
         module.load_lora_adapter(state, prefix=None, adapter_name=adapter, low_cpu_mem_usage=True)
     module.requires_grad_(False)

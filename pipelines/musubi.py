@@ -1,7 +1,8 @@
 """Caches of Musubi Tuner as LATENT and prompt, and back: three of its architectures are families of ours.
 
 A cache holds one item: latents (C, T, H, W) in one file, text embeddings without a batch in another. What we do not
-compute with (masks, FramePack's clean latents, indices and image embeddings) is carried along and written back as read.
+compute with (masks, FramePack's clean latents, indices and image embeddings) is carried along and written back as read;
+:mod:`.musubi_items` makes it anew.
 
 Source: kohya-ss/musubi-tuner at 30c658c, ``dataset/cache_io.py`` (what is written) and ``dataset/bucket.py`` (read).
 """
@@ -30,6 +31,7 @@ MUSUBI = "musubi"  # the key under which a LATENT and a prompt carry what was re
 FORMAT_VERSION = "1.0.1"
 DTYPES = ("as loaded", "float32", "bfloat16", "float16")  # of a written cache; grows at the end
 LATENTS = re.compile(r"latents_(\d+)x(\d+)x(\d+)_(\w+)")
+RANGE = re.compile(r"_\d{5}-\d{3,}(-\d+)?$")  # first frame, frames and section, behind the name of a video
 NAME = re.compile(r"[^/\\]*[^/\\.\s][^/\\]*")
 GUESSED_DTYPES = ("float8_e4m3fn", "float8_e5m2", "bfloat16", "float16", "float32", "float64", "int64", "int32")
 
@@ -159,30 +161,56 @@ def save_latent_cache(folder: Path, name: str, latent: Mapping[str, Any], dtype:
         InputError: a name that is no file name. CheckpointError: the file cannot be written.
     """
     samples, known, read = samples_of(latent), latent.get(KEY, {}), latent.get(MUSUBI, {})
-    kind = _of_family(str(known.get("family", "")), "latents")
+    kind = architecture_of(str(known.get("family", "")), "latents")
     if kind.short == "fp" and not read:
         raise UnsupportedError(
-            "FramePack latents without clean latents and image embeddings",
-            expected="latents that were loaded from a Musubi Tuner cache",
-            fix="Let Musubi Tuner cache FramePack videos itself: it cuts them into sections.",
+            "FramePack latents without image embeddings",
+            expected="the encoded first frame, which that trainer caches beside each section",
+            fix="Connect AnyGPU Encode Image to image.",
         )
-    wanted = str(read.get("dtype", "float32")) if dtype == DTYPES[0] else dtype
+    stored = scaled(samples, kind, str(read.get("dtype", "float32")) if dtype == DTYPES[0] else dtype)
+    tensors = {f"latents_{sized(stored)}": stored, **read.get("tensors", {})}
+    return write_latents(folder, name, kind, known, tensors, read.get("metadata", {}))
+
+
+def scaled(samples: torch.Tensor, kind: Architecture, dtype: str) -> torch.Tensor:
+    """Latents (C, T, H, W) of a LATENT's samples in the space of an architecture, of the named dtype, on the CPU."""
     stored = on_host(samples)[0]
-    stored = (stored if kind.scale == 1.0 else stored.float() * kind.scale).to(dtype_named(wanted) or torch.float32)
+    return (stored if kind.scale == 1.0 else stored.float() * kind.scale).to(dtype_named(dtype) or torch.float32)
+
+
+def sized(latents: torch.Tensor) -> str:
+    """What stands behind the name of a tensor of latents (C, T, H, W): its size and its dtype."""
+    return f"{'x'.join(map(str, latents.shape[1:]))}_{dtype_name(latents.dtype)}"
+
+
+def write_latents(
+    folder: Path,
+    name: str,
+    kind: Architecture,
+    known: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    read: Mapping[str, str],
+    section: int | None = None,
+) -> Path:
+    """Write the tensors of a latent cache and return its path.
+
+    Args:
+        known: width, height and frames of the item. read: metadata of the cache that it came from. section: the place
+            in the film of one of FramePack's.
+    """
     width, height, frames = (int(known[key]) for key in ("width", "height", "frames"))
-    metadata = {"width": f"{width}", "height": f"{height}", "frame_count": f"{frames}", **read.get("metadata", {})}
+    metadata = {"width": f"{width}", "height": f"{height}", "frame_count": f"{frames}", **read}
     metadata |= {"architecture": kind.full, "format_version": FORMAT_VERSION}
-    size = "x".join(map(str, stored.shape[1:]))
-    tensors = {f"latents_{size}_{dtype_name(stored.dtype)}": stored, **read.get("tensors", {})}
-    item = _item(name) if frames == 1 or re.search(r"_\d+-\d+(-\d+)?$", name) else f"{_item(name)}_00000-{frames:03}"
-    path = folder / f"{item}_{width:04}x{height:04}_{kind.short}.safetensors"
-    return written(path, tensors, metadata)
+    item = _item(name) if frames == 1 or RANGE.search(name) else f"{_item(name)}_00000-{frames:03}"
+    item += "" if section is None else f"-{section:04}"
+    return written(folder / f"{item}_{width:04}x{height:04}_{kind.short}.safetensors", tensors, metadata)
 
 
 def save_text_cache(folder: Path, name: str, prompt: Prompt, caption: str = "", dtype: str = DTYPES[0]) -> Path:
     """Write the positive embeddings of a prompt as a text cache and return its path.
 
-    One that was loaded from such a cache is written as it was read, padding included.
+    One that was loaded from such a cache is written as it was read, padding included. All ranges of a video share it.
 
     Args:
         caption: the text it was made of; empty takes what the prompt knows. dtype: one of :data:`DTYPES`.
@@ -190,8 +218,8 @@ def save_text_cache(folder: Path, name: str, prompt: Prompt, caption: str = "", 
     Raises:
         UnsupportedError: a family without an architecture there. InputError: a name that is no file name.
     """
-    kind = _of_family(prompt.family, "a prompt")
-    path = folder / f"{_item(name)}_{kind.short}_te.safetensors"
+    kind = architecture_of(prompt.family, "a prompt")
+    path = folder / f"{RANGE.sub('', _item(name))}_{kind.short}_te.safetensors"
     read = prompt.extra.get(MUSUBI, {})
     if read and dtype == DTYPES[0]:
         tensors = dict(read["tensors"])
@@ -200,20 +228,6 @@ def save_text_cache(folder: Path, name: str, prompt: Prompt, caption: str = "", 
     metadata = {**read.get("metadata", {}), "architecture": kind.full, "format_version": FORMAT_VERSION}
     metadata["caption1"] = caption or str(prompt.extra.get("text", ""))
     return written(path, tensors, metadata)
-
-
-def save_item(
-    folder: Path, name: str, latent: Mapping[str, Any] | None, prompt: Prompt | None, caption: str, dtype: str
-) -> list[Path]:
-    """Write what there is of one training item, and return the paths.
-
-    Raises:
-        InputError: neither latents nor a prompt. Otherwise as :func:`save_latent_cache` and :func:`save_text_cache`.
-    """
-    if latent is None and prompt is None:
-        raise InputError("neither latent nor prompt", expected="at least one of them", fix="Connect what to save.")
-    paths = [] if latent is None else [save_latent_cache(folder, name, latent, dtype)]
-    return paths if prompt is None else [*paths, save_text_cache(folder, name, prompt, caption, dtype)]
 
 
 def _text_tensors(kind: Architecture, prompt: Prompt, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
@@ -246,7 +260,8 @@ def _architecture(path: Path, metadata: Mapping[str, str]) -> Architecture:
     )
 
 
-def _of_family(family: str, subject: str) -> Architecture:
+def architecture_of(family: str, subject: str) -> Architecture:
+    """The architecture of a family of ours; ``subject`` is what is to be saved, for the error."""
     for kind in ARCHITECTURES:
         if kind.family == family:
             return kind

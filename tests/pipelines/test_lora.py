@@ -227,12 +227,18 @@ def test_merging_into_8_bits_is_refused_and_leaves_the_model_usable(made: Any) -
 
 
 @pytest.mark.parametrize("weights", ["int8", pytest.param("fp8", marks=pytest.mark.full)])
-def test_packed_weights_take_a_lora_beside_them_only(made: Any, tiny_folder: Path, weights: str) -> None:
-    """They are not unpacked for it: what was packed stays the same tensors."""
+def test_packed_weights_take_a_lora_beside_them_only(
+    made: Any, tiny_folder: Path, weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are not unpacked for it: what was packed stays the same tensors, and none is made dense to put it on."""
     request = LoadRequest(tiny.build("hunyuan_video", tiny_folder), device="cpu", precision="fp32", weights=weights)
     loaded = load(request)
     plain = made.sampled(loaded)
     stored = [leaf.stored.data_ptr() for leaf in loaded.parts["transformer"].modules() if hasattr(leaf, "stored")]
+    with monkeypatch.context() as patched:
+        patched.setattr(quantized.StoredLinear, "dense", lambda *_: pytest.fail("a weight was made dense"))
+        with put(made, loaded).residency.hold("transformer"):
+            pass
     found = made.sampled(put(made, loaded))
     assert stored == [
         leaf.stored.data_ptr() for leaf in loaded.parts["transformer"].modules() if hasattr(leaf, "stored")
@@ -245,6 +251,18 @@ def test_packed_weights_take_a_lora_beside_them_only(made: Any, tiny_folder: Pat
     with pytest.raises(UnsupportedError, match="into StoredLinear weights kept as torch"):
         made.sampled(put(made, loaded, mode="merged"))
     assert torch.equal(made.sampled(loaded), plain)
+
+
+def test_merges_into_16_bit_weights_without_rounding_to_them(made: Any, tmp_path: Path) -> None:
+    """Weights that a bf16 file has and fp32 computes with are made dense for it, and the very tensors come back."""
+    folder = tiny.build("hunyuan_video", tmp_path, dtype=torch.bfloat16)
+    dense = load(LoadRequest(folder, device="cpu", precision="fp32"))
+    kept = load(LoadRequest(folder, device="cpu", precision="fp32", weights="as in file"))
+    stored = [leaf.stored.data_ptr() for leaf in kept.parts["transformer"].modules() if hasattr(leaf, "stored")]
+    merged = [made.sampled(put(made, pipeline, mode="merged")) for pipeline in (dense, kept)]
+    assert torch.equal(*merged) and stored
+    assert torch.equal(made.sampled(kept), made.sampled(dense))
+    assert stored == [leaf.stored.data_ptr() for leaf in kept.parts["transformer"].modules() if hasattr(leaf, "stored")]
 
 
 @pytest.mark.full
@@ -313,3 +331,42 @@ def test_every_family_takes_both_styles(family: str, tiny_folder: Path, tmp_path
     pipeline = None
     plain = stages.sample(loaded, prompt, None, settings, Silent()).samples
     assert torch.allclose(found[0], plain, atol=SUMS * 5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("style.safetensors", ("style.safetensors", 1.0, "")),
+        ("style.safetensors:0.8", ("style.safetensors", 0.8, "")),
+        ("loras/style.SAFETENSORS:-1:double 0-9, single", ("loras/style.SAFETENSORS", -1.0, "double 0-9, single")),
+        ("C:\\loras\\style.safetensors::rest", ("C:\\loras\\style.safetensors", 1.0, "rest")),
+    ],
+)
+def test_the_command_names_file_strength_and_blocks(text: str, expected: tuple[str, float, str]) -> None:
+    path, strength, blocks = lora.named(text)
+    assert (str(path), strength, blocks) == expected
+
+
+@pytest.mark.parametrize("text", ["style", "", "style.safetensors:much", "style.safetensors0.8", "style.ckpt:1"])
+def test_the_command_says_how_a_lora_is_named(text: str) -> None:
+    with pytest.raises(InputError, match="LoRA '"):
+        lora.named(text)
+
+
+@pytest.mark.full
+def test_the_command_puts_loras_on_in_turn(made: Any, tiny_folder: Path, tmp_path: Path) -> None:
+    """The frames of two LoRAs by the command are those of the same two put on by hand."""
+    from anygpu import cli
+
+    model = tiny.build("hunyuan_video", tiny_folder)
+    size = {"width": 32, "height": 32, "frames": 5, "steps": 2, "seed": 3, "device": "cpu", "precision": "fp32"}
+    words = ["render", "--model", str(model), "--prompt", "a cat", "--state", str(tmp_path)]
+    words += [word for name, value in size.items() for word in (f"--{name}", str(value))]
+    chosen = ["--lora", f"{made.paths[0]}:0.7", "--lora", f"{made.paths[1]}::double"]
+    frames, _ = cli.rendered(cli._parser().parse_args([*words, *chosen]), Silent())
+    pipeline = put(made, put(made, made.fresh(), 0, 0.7), 1, blocks="double")
+    prompt = stages.encode_prompt(pipeline, PromptRequest("a cat"), Silent())
+    latents = stages.sample(pipeline, prompt, None, SETTINGS, Silent())
+    assert torch.equal(frames, stages.decode(pipeline, latents, Silent()))
+    plain, _ = cli.rendered(cli._parser().parse_args(words), Silent())
+    assert not torch.equal(frames, plain)

@@ -1,0 +1,76 @@
+"""Core's patches of weights, such as its LoRAs, on layers that are packed or have one of our adapters around them.
+
+A patch is known by the name of a weight. A packed layer has none: it makes one at each use, and there its patch acts.
+An adapter takes the place of its layer, which is found below it.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from comfy.model_patcher import LowVramPatch, ModelPatcher
+from torch import nn
+
+from ..compat.quantized import StoredLinear
+from .casting import PackedLeaf
+
+AROUND = ".base_layer"  # where peft has the layer that it was put around
+WEIGHT = ".weight"
+
+
+def named(tensors: Mapping[str, torch.Tensor], module: nn.Module) -> dict[str, torch.Tensor]:
+    """``tensors`` of ``module`` under the names that patches have for them; weights of packed layers without values.
+
+    An adapter's own tensors, which stand beside its layer, are no weights to patch.
+    """
+    around = {name.removesuffix(AROUND) for name, _ in module.named_modules() if name.endswith(AROUND)}
+    packed = {
+        f"{name}{WEIGHT}": torch.empty(owner.out_features, owner.in_features, dtype=owner.dense_dtype, device="meta")
+        for name, owner in module.named_modules()
+        if isinstance(owner, StoredLinear)
+    }
+    return {
+        key.replace(AROUND, ""): tensor
+        for key, tensor in {**tensors, **packed}.items()
+        if key.rsplit(".", 3)[0] not in around
+    }
+
+
+@contextmanager
+def placed(patcher: ModelPatcher) -> Iterator[dict[str, Any]]:
+    """The patches under the names that layers have now; for the block the patcher has all but those of packed ones."""
+    modules, own = dict(patcher.model.named_modules()), patcher.patches
+    found = {_placed(key, modules): patch for key, patch in own.items()}
+    packed = {f"{name}{WEIGHT}" for name, owner in modules.items() if isinstance(owner, PackedLeaf)}
+    patcher.patches = {key: patch for key, patch in found.items() if key not in packed}
+    try:
+        yield found
+    finally:
+        patcher.patches = own
+
+
+def attach(patcher: ModelPatcher, patches: dict[str, Any]) -> None:
+    """Give packed leaves their patches, wherever their rows are."""
+    for name, leaf in patcher.model.named_modules():
+        if isinstance(leaf, PackedLeaf):
+            key = f"{name}{WEIGHT}"
+            patch = [LowVramPatch(key, patches)] if key in patches else []
+            leaf.weight_function = patch + patcher.weight_wrapper_patches.get(key, [])
+
+
+def patched(patcher: ModelPatcher, patches: Mapping[str, Any], strength: float) -> ModelPatcher:
+    """A clone with patches by the names of weights, which are taken to be there; nothing is read to see."""
+    found = patcher.clone()
+    found.patches_uuid = uuid.uuid4()
+    for name, patch in patches.items():
+        found.patches.setdefault(name, []).append((strength, patch, 1.0, None, None))
+    return found
+
+
+def _placed(key: str, modules: Mapping[str, nn.Module]) -> str:
+    layer, _, tensor = key.rpartition(".")
+    return f"{layer}{AROUND}.{tensor}" if f"{layer}{AROUND}" in modules else key
