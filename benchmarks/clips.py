@@ -3,8 +3,9 @@
     python benchmarks/clips.py --model models/LTX-Video     # appends rows to benchmarks/results/clips.csv
 
 Same seed and prompt, forms in shuffled order, medians. ``warm_up_s`` is the first clip, which compiles; ``pays_after``
-the number of clips after which that is won back against ``neither``. Without ``--model`` a tiny LTX-Video on the CPU
-shows that the script runs, and nothing is appended: its times say nothing about a real model.
+the number of clips after which that is won back against ``neither``. `anygpu report` and the load node go by the rows
+of this device. Without ``--model`` a tiny LTX-Video on the CPU shows that the script runs, and nothing is appended: its
+times say nothing about a real model; ``--heavy`` measures the heavy tiny model of a family instead, and appends.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ def seconds(call) -> float:
 
 def rows(model: Path, arguments: argparse.Namespace):
     """A row per form."""
+    from anygpu.pipelines.measured import known_as
+
     made, says, warm = {}, {}, {}
     for name, one, loaded in clips(model, arguments):
         warm[name] = seconds(one)
@@ -70,6 +73,8 @@ def rows(model: Path, arguments: argparse.Namespace):
     for name in made:
         gain, cost = middle["neither"] - middle[name], warm[name] - middle[name]
         yield machine() | {
+            "device": known_as(loaded.facts),
+            "family": loaded.family,
             "model": model.name,
             "form": name,
             "clip_s": round(middle[name], 3),
@@ -84,6 +89,7 @@ def rows(model: Path, arguments: argparse.Namespace):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", help="a diffusers folder")
+    parser.add_argument("--heavy", help="a family whose heavy tiny model is measured on the CPU")
     parser.add_argument("--device", default=None)
     parser.add_argument("--rounds", type=int, default=5)
     for name in ("--width", "--height", "--frames", "--steps"):
@@ -93,8 +99,14 @@ def main() -> int:
         append("clips", rows(Path(arguments.model), arguments))
         return 0
     from anygpu.pipelines import tiny
+    from anygpu.pipelines.tiny.heavy import build_heavy
 
     torch.set_num_threads(1)
+    if arguments.heavy:
+        arguments.device = "cpu"
+        with tempfile.TemporaryDirectory() as folder:
+            append("clips", rows(build_heavy(arguments.heavy, Path(folder)), arguments))
+        return 0
     arguments.device, arguments.width, arguments.height, arguments.frames, arguments.steps = "cpu", 64, 64, 9, 4
     with tempfile.TemporaryDirectory() as folder:
         for row in rows(tiny.build("ltx", Path(folder)), arguments):

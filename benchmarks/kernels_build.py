@@ -105,17 +105,20 @@ def cases() -> dict[str, Callable[[torch.dtype], Any]]:
         x, text, weight = empty(*HUNYUAN, dtype=dtype), empty(*TEXT, dtype=dtype), empty(HUNYUAN[3], dtype=dtype)
         return rope.qk_norm_rope(x, x, weight, weight, table, table, text, text, weight, weight, 1e-6, None)
 
+    layouts = ("contiguous", "channels_last")
+
     def clip(dtype: torch.dtype, layout: torch.memory_format) -> torch.Tensor:
         return torch.empty((1, 256, 17, 240, 416), dtype=dtype, device="meta", memory_format=layout)
 
     def group(dtype: torch.dtype, per_frame: bool, last: bool) -> Any:
         weight = empty(256, dtype=dtype)
         x = clip(dtype, torch.channels_last_3d if last else torch.contiguous_format)
-        return group_norm.group_norm_silu_pad(x, weight, weight, 32, 1e-6, per_frame, [1, 1, 1, 1, 2, 0], True, last)
+        pad, layout = [1, 1, 1, 1, 2, 0], layouts[last]
+        return group_norm.group_norm_silu_pad(x, weight, weight, 32, 1e-6, per_frame, pad, True, layout)
 
     def channels(dtype: torch.dtype, last: bool) -> Any:
         x = clip(dtype, torch.channels_last_3d if last else torch.contiguous_format)
-        return group_norm.rms_silu_pad(x, None, None, None, 1e-8, [0, 0, 0, 0, 2, 0], True, last)
+        return group_norm.rms_silu_pad(x, None, None, None, 1e-8, [0, 0, 0, 0, 2, 0], True, layouts[last])
 
     wide = (2, 6144, 8192)
     return {

@@ -1,11 +1,11 @@
-"""Memory-bound bytes of one transformer block, eager against fused, counted on meta tensors of full size.
+"""Memory-bound bytes of one transformer block and of one decode, eager against fused, counted on meta tensors.
 
     python benchmarks/kernels_bytes.py        # rewrites benchmarks/results/kernels_bytes.csv
 
 Counted is each operation that torch dispatches, but for matrix products and attention, which are bound by arithmetic:
 every input once, however far it is broadcast, and every output. Views cost nothing. It is a count, not a time; the CSV
-says so. Attention's result is taken as (B, N, H, D), as flash kernels write it, in both columns. The unit u is one pass
-over the block's hidden state.
+says so. Attention's result is taken as (B, N, H, D), as flash kernels write it, in both columns. A group norm reads its
+input twice. The unit u is one pass over the block's hidden state, or over the frames of a decode. All is of full size.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,9 @@ from torch.utils._pytree import tree_leaves
 
 RESULTS = Path(__file__).parent / "results" / "kernels_bytes.csv"
 BOUND_BY_ARITHMETIC = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.convolution")
-READ_TWICE = ("group_norm_silu_pad",)  # its statistics are a pass of their own
+READ_TWICE = ("group_norm_silu_pad", "native_group_norm")  # its statistics are a pass of their own
 DTYPE = torch.bfloat16
+SAFE = {"LTX": 1.4, "HunyuanVideo double": 2.5, "HunyuanVideo single": 2.5, "Mochi": 1.7}  # under safe fp16
 
 
 class Attention(TorchFunctionMode):
@@ -194,6 +195,69 @@ def cases() -> list[Case]:
     ]  # fmt: skip
 
 
+def _widened(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+@dataclass(frozen=True)
+class Decode:
+    """One call of a published decoder: the class of its VAE, and the latents (B, C, T, H, W)."""
+
+    name: str
+    vae: str
+    latents: tuple[int, ...]
+    demanded: float
+
+
+DECODES = (
+    Decode("LTX decode", "AutoencoderKLLTXVideo", (1, 128, 16, 16, 24), 4.5),
+    Decode("HunyuanVideo decode, one window", "AutoencoderKLHunyuanVideo", (1, 16, 5, 68, 120), 1.5),
+    Decode("HunyuanVideo 1.5 decode", "AutoencoderKLHunyuanVideo15", (1, 32, 16, 34, 60), 4.5),
+    Decode("Mochi decode", "AutoencoderKLMochi", (1, 12, 14, 60, 106), 1.5),
+)
+
+
+def decoded(case: Decode, fused: bool) -> tuple[Bytes, Tensor]:
+    """The bytes of one decode, without upstream's mask of all tokens, and its frames."""
+    import diffusers
+    from anygpu.compat.attention_vae import frames_attended
+    from anygpu.compat.rewrites_vae import fused_vae
+    from anygpu.pipelines.decode_work import decoder_call
+
+    with torch.device("meta"):
+        vae = nn.Module.to(getattr(diffusers, case.vae)().eval(), DTYPE)  # its own method warns
+    frames_attended(vae, lambda query, key, value, mask=None, causal=False: _attended(query, key, value))
+    if fused and fused_vae(vae).left:
+        raise RuntimeError(f"{case.name}: not rewritten")
+    with torch.no_grad(), launched_on_meta(), Attention(), Bytes() as count:
+        frames = decoder_call(vae, _empty(*case.latents), None)
+    return count, frames
+
+
+def paint_blocks() -> Iterator[tuple[str, Bytes, int]]:
+    """The blocks of a Hunyuan3D paint UNet at six views of 512 pixels, guided, in eager: name, bytes, bytes of a u."""
+    from diffusers.models.attention import BasicTransformerBlock
+    from diffusers.models.resnet import ResnetBlock2D
+
+    width, side, views = 320, 64, 12
+    with torch.device("meta"):
+        attends = BasicTransformerBlock(width, width // 64, 64, cross_attention_dim=1024).to(DTYPE).eval()
+        convolves = ResnetBlock2D(in_channels=width, out_channels=width, temb_channels=1280).to(DTYPE).eval()
+    tokens, picture = _empty(views, side * side, width), _empty(views, width, side, side)
+    calls: dict[str, Callable[[], Any]] = {
+        "paint UNet, transformer block": lambda: attends(tokens, encoder_hidden_states=_empty(views, 77, 1024)),
+        "paint UNet, residual block": lambda: convolves(picture, _empty(views, 1280)),
+    }
+    for name, call in calls.items():
+        with torch.no_grad(), Attention(), Bytes() as count:
+            call()
+        yield name, count, tokens.nbytes
+
+
+def _attended(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value)
+
+
 def _empty(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=DTYPE, device="meta")
 
@@ -217,20 +281,26 @@ def launched_on_meta() -> Iterator[None]:
         library.LAUNCHED_ON, library.HAS_TRITON = kept
 
 
-def counted(case: Case, fused: bool) -> Bytes:
-    """The bytes of one call of the block."""
+def counted(case: Case, fused: bool, safe: bool = False) -> Bytes:
+    """The bytes of one call of the block, in bf16, or under safe fp16 with an fp32 residual."""
     from anygpu.compat import rewrites
+    from anygpu.compat.fp16 import apply_fp16_safe
 
     model = nn.Module()
     with torch.device("meta"):
-        block = case.block().to(DTYPE).eval()
+        block = case.block().to(torch.float16 if safe else DTYPE).eval().requires_grad_(False)
         model.transformer_blocks = nn.ModuleList([block])
         if case.rope is not None:
             model.rope = case.rope[0]()
     given = case.arguments(fused)
+    if safe:
+        block.to_empty(device="cpu")  # it looks at the weights of some leaves, whatever they are
+        apply_fp16_safe(model, case.name, {"fp32_output": True})
+        block.to("meta")
+        given = {name: _widened(value) for name, value in given.items()}
     if fused:
         found = rewrites.fused(model)
-        if found.left:
+        if found.left and not safe:
             raise RuntimeError(f"{case.name}: not rewritten: {dict(found.left)}")
         case.prepare(block)
     if case.rope is not None:  # once per step, for all blocks
@@ -245,11 +315,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--no-csv", action="store_true")
     parser.add_argument("--detail", action="store_true", help="bytes by operation")
+    parser.add_argument("--paint", action="store_true", help="the paint UNet's blocks instead, which are not fused")
     asked = parser.parse_args()
+    if asked.paint:
+        for name, count, unit in paint_blocks():
+            parts = ", ".join(f"{kind} {value / unit:.1f}" for kind, value in count.of.most_common(5))
+            print(f"{name}: {count.total / unit:.1f} u eager: {parts}")
+        return 0
     rows, short = [], 0
+    counts: list[tuple[Any, tuple[int, ...], Bytes, Bytes]] = []
     for case in cases():
-        eager, fused = counted(case, False), counted(case, True)
-        unit = torch.Size(case.hidden).numel() * DTYPE.itemsize
+        counts.append((case, case.hidden, counted(case, False), counted(case, True)))
+        other = replace(case, name=f"{case.name}, fp16-safe", demanded=SAFE[case.name])
+        counts.append((other, case.hidden, counted(case, False, True), counted(case, True, True)))
+    for decode in DECODES:
+        eager, frames = decoded(decode, False)
+        counts.append((decode, tuple(frames.shape), eager, decoded(decode, True)[0]))
+    for case, hidden, eager, fused in counts:
+        unit = torch.Size(hidden).numel() * DTYPE.itemsize
         ratio = eager.total / fused.total
         short += ratio < case.demanded
         print(
@@ -260,8 +343,9 @@ def main() -> int:
             for count in (eager, fused):
                 print("   ", ", ".join(f"{name} {value / unit:.1f}" for name, value in count.of.most_common(14)))
         rows.append(
-            [case.name, "x".join(map(str, case.hidden)), "bf16", eager.total, fused.total, f"{eager.total / unit:.2f}",
-             f"{fused.total / unit:.2f}", f"{ratio:.3f}", case.demanded, "counted on meta tensors, not timed",
+            [case.name, "x".join(map(str, hidden)), "fp16" if "safe" in case.name else "bf16",
+             eager.total, fused.total, f"{eager.total / unit:.2f}", f"{fused.total / unit:.2f}",
+             f"{ratio:.3f}", case.demanded, "counted on meta tensors, not timed",
              torch.__version__, datetime.date.today().isoformat()]
         )  # fmt: skip
     if not asked.no_csv:

@@ -217,6 +217,7 @@ def cases(device: torch.device, dtype: torch.dtype, sizes: dict[str, Any]) -> li
             x = some(*sizes["clip"])
             x = x.contiguous(memory_format=torch.channels_last_3d if last else torch.contiguous_format)
             weight, pad = some(x.shape[1]), (1, 1, 1, 1, 2, 0)
+            layout = "channels_last" if last else "contiguous"
             how = GroupNorm(32, 1e-6, weight, weight, per_frame)
 
             def eager() -> Tensor:
@@ -227,9 +228,8 @@ def cases(device: torch.device, dtype: torch.dtype, sizes: dict[str, Any]) -> li
                     normed = functional.group_norm(x, 32, weight, weight, 1e-6)
                 return functional.pad(functional.silu(normed), pad, mode="replicate")
 
-            forms = ours(group_norm.group_norm_silu_pad, x, how, pad, True, last) | {"eager": eager}
-            layout = "channels last" if last else "contiguous"
-            name = f"group norm{' of frames' if per_frame else ''}, SiLU, border, {layout}"
+            forms = ours(group_norm.group_norm_silu_pad, x, how, pad, True, layout) | {"eager": eager}
+            name = f"group norm{' of frames' if per_frame else ''}, SiLU, border, {layout.replace('_', ' ')}"
             return Case(name, 3 * size(x), forms, exactly(group_norm.group_norm_silu_pad_reference, x, how, pad),
                         {"comfy-kitchen": "its group_norm_silu_pad3d reflects or zeroes, and these VAEs replicate"},
                         bound_by_memory=False)  # fmt: skip

@@ -11,6 +11,7 @@ import inspect
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType, FunctionType, MethodType
 from typing import Any
@@ -128,7 +129,7 @@ class Compilation:
         Raises:
             UnsupportedError: a residency's hooks are on a block already.
         """
-        blocks = list(blocks_of(module))
+        blocks = list(self.blocks_in(module))
         if not blocks:
             return None
         undo: list[Callable[[], None]] = [_steady_strengths(module), _steady_reach(module), _traced_padding(module)]
@@ -141,6 +142,10 @@ class Compilation:
                 undo.pop()()
 
         return restored
+
+    def blocks_in(self, module: nn.Module) -> Iterator[nn.Module]:
+        """What of ``module`` becomes a graph each; another kind of network has other blocks."""
+        return blocks_of(module)
 
     def _compile(self, block: Any) -> Callable[[], None]:
         plain = block.forward
@@ -155,7 +160,7 @@ class Compilation:
         mine = vars(block).get("forward")
 
         def forward(block: Any, *args: Any, **named: Any) -> Any:
-            if self.failure:
+            if self.failure or not getattr(block, COMPILED):
                 return stock(block, *args, **named)
             args, named = function.ready(args, named, self.sizes)
             try:
@@ -255,6 +260,19 @@ def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
     """The repeated blocks of a transformer, or of a VAE."""
     found = [block for name in BLOCKS for block in getattr(module, name, ())]
     yield from found or (one for one in module.modules() if type(one).__name__ in VAE_BLOCKS)
+
+
+@contextmanager
+def uncompiled(module: nn.Module) -> Iterator[None]:
+    """The compiled blocks of ``module`` run as they are meanwhile: for layers that get a forward for one pass only."""
+    paused = [block for block in module.modules() if getattr(block, COMPILED, False)]
+    try:
+        for block in paused:
+            setattr(block, COMPILED, False)
+        yield
+    finally:
+        for block in paused:
+            setattr(block, COMPILED, True)
 
 
 def failure_line(error: BaseException) -> str:

@@ -24,6 +24,7 @@ from . import rewrites_blocks as blocks
 from .attention_processors import full_name
 from .errors import InputError, UnsupportedError
 from .execution import HOST
+from .fp16_blocks import Rotating, rewrite_for
 from .rewrites_blocks import FORM, FusedCross, FusedJoint
 
 OFF = "off"
@@ -88,6 +89,16 @@ class Fused:
     def by_kind(self) -> str:
         """The kinds of sites with their counts."""
         return ", ".join(f"{count} {kind}" for kind, count in self.sites.items()) or "none"
+
+    def set(self, module: Any, name: str, value: Any) -> None:
+        """Give ``module`` an attribute of its own until :meth:`restore`."""
+        setattr(module, name, value)
+        self.undo.append(partial(delattr, module, name))
+
+    def patch(self, module: Any, forward: Callable[..., Any]) -> None:
+        """Put ``forward`` in the place of that of ``module``, which it finds its form on, until :meth:`restore`."""
+        self.set(module, FORM, self.form)
+        self.set(module, "forward", MethodType(forward, module))
 
     def restore(self) -> None:
         """Put every forward and processor back, the newest change first."""
@@ -164,6 +175,9 @@ def fused(transformer: nn.Module, form: str = AUTO) -> Fused:
     found, whole = Fused(form), True
     for block in _blocks(transformer):
         fusion = FUSIONS.get(full_name(block))
+        if fusion is not None and _safe(block):
+            whole = _attach_rotation(block, fusion, found) and whole
+            continue
         reason = "" if fusion is not None else f"{full_name(block)} is not a class this knows"
         reason = reason or _unfit(block, fusion)  # type: ignore[arg-type]
         if fusion is None or reason:
@@ -175,7 +189,7 @@ def fused(transformer: nn.Module, form: str = AUTO) -> Fused:
         found.sites.update(sites_of(block, fusion))
     rope: Any = getattr(transformer, "rope", None)
     if whole and found.sites and full_name(rope) in HALVED and "forward" not in vars(rope):
-        _patch(rope, blocks.half_rope, found)
+        found.patch(rope, blocks.half_rope)
     return found
 
 
@@ -187,8 +201,7 @@ def sites_of(block: nn.Module, fusion: Fusion) -> dict[str, int]:
 
 
 def _attach(block: nn.Module, fusion: Fusion, found: Fused) -> None:
-    _set(block, FORM, found.form, found)
-    _patch(block, fusion.forward, found)
+    found.patch(block, fusion.forward)
     for path in fusion.attention:
         attention: Any = block.get_submodule(path)
         former = attention.processor
@@ -197,8 +210,30 @@ def _attach(block: nn.Module, fusion: Fusion, found: Fused) -> None:
     for path in fusion.gated:
         feed: Any = getattr(block, path, None)
         if feed is not None:
-            _set(feed.net[0], FORM, found.form, found)
-            _patch(feed.net[0], blocks.gated_feed, found)
+            found.patch(feed.net[0], blocks.gated_feed)
+
+
+def _safe(block: Any) -> bool:
+    """Whether safe fp16 has rewritten ``block``."""
+    rewrite = rewrite_for(block)
+    return rewrite is not None and getattr(vars(block).get("forward"), "__func__", None) is rewrite.forward
+
+
+def _attach_rotation(block: Any, fusion: Fusion, found: Fused) -> bool:
+    """Fuse what safe fp16 leaves to attention: norms and rotation of queries and keys. Whether that was done."""
+    done, kind = 0, full_name(block).rpartition(".")[2]
+    for path, stock in fusion.attention.items():
+        attention = block.get_submodule(path)
+        own = {TRANSFORMERS + stock, UPSTREAM + stock, full_name(Rotating())}
+        if full_name(attention.processor) in own and not _unfit_attention(attention):
+            former = attention.processor
+            attention.processor = fusion.processor(found.form, narrow=True)
+            found.undo.append(partial(setattr, attention, "processor", former))
+            done += 1
+    found.sites.update({TURNED: done})
+    found.left[f"safe fp16 has the rest of {kind}"] += 1
+    found.left_sites += sum(sites_of(block, fusion).values()) - done
+    return done == len(fusion.attention)
 
 
 def _unfit(block: Any, fusion: Fusion) -> str:
@@ -252,15 +287,6 @@ def _unfit_attention(attention: Any) -> str:
 def _blocks(transformer: nn.Module) -> Iterator[nn.Module]:
     for name in PARTS:
         yield from getattr(transformer, name, ())
-
-
-def _patch(module: nn.Module, forward: Callable[..., Any], found: Fused) -> None:
-    _set(module, "forward", MethodType(forward, module), found)
-
-
-def _set(module: nn.Module, name: str, value: Any, found: Fused) -> None:
-    setattr(module, name, value)
-    found.undo.append(partial(delattr, module, name))
 
 
 def _at(block: Any, path: str) -> Any:

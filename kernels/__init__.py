@@ -15,8 +15,8 @@ and rounds once. ``form`` chooses: ``auto`` launches on a GPU that Triton serves
 ``rope``           ``qk_norm_rope(pair, tables, eps, text, out_dtype, form)`` -> (q, k);
                    ``half_tables(cos, sin, shared)``
 ``activation``     ``gelu_tanh(x, out_dtype, form)``, ``geglu(...)``, ``swiglu(...)``
-``group_norm``     ``group_norm_silu_pad(x, norm, pad, silu, channels_last, form)``;
-                   ``rms_silu_pad(x, norm, modulation, pad, silu, channels_last, form)``
+``group_norm``     ``group_norm_silu_pad(x, norm, pad, silu, layout, form)``;
+                   ``rms_silu_pad(x, norm, modulation, pad, silu, layout, form)``
 ``library``        ``launches(x, form)``, ``reason_against(device, dtype)``, ``FORMS``, ``KernelError``
 ``trials``         ``trials(device, form, only)``: each operation once against fp64; for reports
 ``_triton.probe``  ``triton(device)``: builds and runs one kernel; for the store of probes

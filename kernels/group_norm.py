@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from .terms import NO_MODULATION, RMS, GroupNorm, Modulation, Norm
 
 Pad = tuple[int, int, int, int, int, int]  # left, right, top, bottom, front, back: as functional.pad takes them
 NO_PAD: Pad = (0, 0, 0, 0, 0, 0)
+CONTIGUOUS, CHANNELS_LAST, FRAMES_FIRST = "contiguous", "channels_last", "frames_first"
+LAYOUTS = (CONTIGUOUS, CHANNELS_LAST, FRAMES_FIRST)  # how a result (B, C, T, H, W) lies in memory; BTCHW is the last
 
 
 def group_norm_silu_pad(
@@ -21,18 +24,18 @@ def group_norm_silu_pad(
     norm: GroupNorm,
     pad: Pad = NO_PAD,
     silu: bool = True,
-    channels_last: bool = False,
+    layout: str = CONTIGUOUS,
     form: str = AUTO,
 ) -> Tensor:
     """GroupNorm of ``x`` (B, C, T, H, W), SiLU, and its border replicated by ``pad``; in fp32, rounded once.
 
     Args:
-        channels_last: give ``torch.channels_last_3d``, which the convolution that follows then keeps.
+        layout: one of :data:`LAYOUTS`; that which the convolution reads without a copy.
     """
     if not launches(x, form):
-        return group_norm_silu_pad_reference(x, norm, pad, silu, channels_last)
+        return group_norm_silu_pad_reference(x, norm, pad, silu, layout)
     found: Tensor = _GROUP_NORM_SILU_PAD(
-        x, norm.weight, norm.bias, norm.groups, norm.eps, norm.per_frame, pad, silu, channels_last
+        x, norm.weight, norm.bias, norm.groups, norm.eps, norm.per_frame, pad, silu, layout
     )
     return found
 
@@ -43,24 +46,23 @@ def rms_silu_pad(
     modulation: Modulation = NO_MODULATION,
     pad: Pad = NO_PAD,
     silu: bool = True,
-    channels_last: bool = False,
+    layout: str = CONTIGUOUS,
     form: str = AUTO,
 ) -> Tensor:
     """RMS norm over the channels of ``x`` (B, C, T, H, W), modulation, SiLU, and the border; in fp32, rounded once.
 
     Args:
         norm: of kind ``rms``; its weight is (C,). modulation: scale and shift (B, C); no split.
+        layout: one of :data:`LAYOUTS`.
     """
     if not launches(x, form):
-        return rms_silu_pad_reference(x, norm, modulation, pad, silu, channels_last)
-    found: Tensor = _RMS_SILU_PAD(
-        x, norm.weight, modulation.scale, modulation.shift, norm.eps, pad, silu, channels_last
-    )
+        return rms_silu_pad_reference(x, norm, modulation, pad, silu, layout)
+    found: Tensor = _RMS_SILU_PAD(x, norm.weight, modulation.scale, modulation.shift, norm.eps, pad, silu, layout)
     return found
 
 
 def group_norm_silu_pad_reference(
-    x: Tensor, norm: GroupNorm, pad: Pad = NO_PAD, silu: bool = True, channels_last: bool = False
+    x: Tensor, norm: GroupNorm, pad: Pad = NO_PAD, silu: bool = True, layout: str = CONTIGUOUS
 ) -> Tensor:
     """:func:`group_norm_silu_pad` in plain torch, in fp32, or in fp64 for fp64."""
     wide = _wide(x)
@@ -71,7 +73,7 @@ def group_norm_silu_pad_reference(
         found = found.unflatten(0, (x.shape[0], x.shape[2])).transpose(1, 2)
     else:
         found = functional.group_norm(wide, norm.groups, weight, bias, norm.eps)
-    return _finished(found, x.dtype, pad, silu, channels_last)
+    return _finished(found, x.dtype, pad, silu, layout)
 
 
 def rms_silu_pad_reference(
@@ -80,7 +82,7 @@ def rms_silu_pad_reference(
     modulation: Modulation = NO_MODULATION,
     pad: Pad = NO_PAD,
     silu: bool = True,
-    channels_last: bool = False,
+    layout: str = CONTIGUOUS,
 ) -> Tensor:
     """:func:`rms_silu_pad` in plain torch, in fp32, or in fp64 for fp64."""
     found = standardized(_wide(x).movedim(1, -1), norm)
@@ -88,14 +90,20 @@ def rms_silu_pad_reference(
         found = found * (1 + modulation.scale.to(found.dtype)[:, None, None, None])
     if modulation.shift is not None:
         found = found + modulation.shift.to(found.dtype)[:, None, None, None]
-    return _finished(found.movedim(-1, 1), x.dtype, pad, silu, channels_last)
+    return _finished(found.movedim(-1, 1), x.dtype, pad, silu, layout)
 
 
-def _finished(x: Tensor, dtype: torch.dtype, pad: Pad, silu: bool, channels_last: bool) -> Tensor:
+def _finished(x: Tensor, dtype: torch.dtype, pad: Pad, silu: bool, layout: str) -> Tensor:
     found = (functional.silu(x) if silu else x).to(dtype)
     if any(pad):
         found = functional.pad(found, pad, mode="replicate")
-    return found.contiguous(memory_format=torch.channels_last_3d if channels_last else torch.contiguous_format)
+    return _laid_out(found, layout)
+
+
+def _laid_out(x: Tensor, layout: str) -> Tensor:
+    if layout == FRAMES_FIRST:
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    return x.contiguous(memory_format=torch.channels_last_3d if layout == CHANNELS_LAST else torch.contiguous_format)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -103,19 +111,21 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _fake_group(x: Tensor, *rest: object) -> Tensor:
-    return _empty(x, rest[5], rest[7])
+    return empty_padded(x, rest[5], rest[7])
 
 
 def _fake_rms(x: Tensor, *rest: object) -> Tensor:
-    return _empty(x, rest[4], rest[6])
+    return empty_padded(x, rest[4], rest[6])
 
 
-def _empty(x: Tensor, pad: object, channels_last: object) -> Tensor:
-    assert isinstance(pad, (list, tuple))
+def empty_padded(x: Tensor, pad: Any, layout: Any) -> Tensor:
+    """An empty result for ``x`` (B, C, T, H, W) with its border."""
     left, right, top, bottom, front, back = pad
-    shape = (*x.shape[:2], x.shape[2] + front + back, x.shape[3] + top + bottom, x.shape[4] + left + right)
-    layout = torch.channels_last_3d if channels_last else torch.contiguous_format
-    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=layout)
+    shape = (x.shape[2] + front + back, x.shape[3] + top + bottom, x.shape[4] + left + right)
+    if layout == FRAMES_FIRST:
+        return x.new_empty((x.shape[0], shape[0], x.shape[1], *shape[1:])).transpose(1, 2)
+    order = torch.channels_last_3d if layout == CHANNELS_LAST else torch.contiguous_format
+    return torch.empty((*x.shape[:2], *shape), dtype=x.dtype, device=x.device, memory_format=order)
 
 
 def _plain_group(
@@ -127,9 +137,9 @@ def _plain_group(
     per_frame: bool,
     pad: Pad,
     silu: bool,
-    channels_last: bool,
+    layout: str,
 ) -> Tensor:
-    return group_norm_silu_pad_reference(x, GroupNorm(groups, eps, weight, bias, per_frame), pad, silu, channels_last)
+    return group_norm_silu_pad_reference(x, GroupNorm(groups, eps, weight, bias, per_frame), pad, silu, layout)
 
 
 def _plain_rms(
@@ -140,9 +150,9 @@ def _plain_rms(
     eps: float,
     pad: Pad,
     silu: bool,
-    channels_last: bool,
+    layout: str,
 ) -> Tensor:
-    return rms_silu_pad_reference(x, Norm(RMS, eps, weight), Modulation(scale, shift), pad, silu, channels_last)
+    return rms_silu_pad_reference(x, Norm(RMS, eps, weight), Modulation(scale, shift), pad, silu, layout)
 
 
 def _launch_group() -> Callable[..., Tensor]:
@@ -159,14 +169,14 @@ def _launch_rms() -> Callable[..., Tensor]:
 
 _GROUP_NORM_SILU_PAD = operation(
     "group_norm_silu_pad(Tensor x, Tensor? weight, Tensor? bias, int groups, float eps, bool per_frame, int[] pad, "
-    "bool silu, bool channels_last) -> Tensor",
+    "bool silu, str layout) -> Tensor",
     _fake_group,
     _plain_group,
     _launch_group,
 )
 _RMS_SILU_PAD = operation(
     "rms_silu_pad(Tensor x, Tensor? weight, Tensor? scale, Tensor? shift, float eps, int[] pad, bool silu, "
-    "bool channels_last) -> Tensor",
+    "str layout) -> Tensor",
     _fake_rms,
     _plain_rms,
     _launch_rms,

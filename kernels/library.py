@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-NAMESPACE = "anygpu_1"  # one more where a schema changes, so that two versions of the pack can live in one process
+NAMESPACE = "anygpu_2"  # one more where a schema changes, so that two versions of the pack can live in one process
 AUTO, TRITON, REFERENCE = "auto", "triton", "reference"
 FORMS = (AUTO, TRITON, REFERENCE)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -13,10 +13,13 @@ import torch
 from ..compat import compiling, rewrites
 from ..compat.answers import TRITON
 from ..compat.compiling import Compilation, CompileSettings
+from ..compat.device import DeviceFacts
 from ..compat.errors import UnsupportedError
+from ..compat.fp16_sums import fp16_sums, require_fp16_sums
 from ..compat.offload import HOSTED
 from ..compat.probe_store import OK, Answer
 from ..compat.rewrites import Fused
+from ..compat.rewrites_vae import fused_vae
 from ..compat.step_cache import StepCacheSettings, cached, require_usable, settings_for
 from .contract import Loaded, Progress, SampleSettings
 from .families import family_named
@@ -35,11 +38,13 @@ class SpeedRequest:
 
     Args:
         kernels: one of ``compat.rewrites.CHOICES``. compile: None for off. profile: where traces go; None for none.
+        fp16_sums: whether sampling's fp16 products sum in fp16; lossy.
     """
 
     kernels: str = rewrites.AUTO
     compile: CompileSettings | None = None
     profile: Profile | None = None
+    fp16_sums: bool = False
 
     def traced(self) -> AbstractContextManager[None]:
         """Around a whole run: one trace of it in the profile's file; nothing without a profile."""
@@ -50,15 +55,15 @@ class Speed:
     """The choices of one pipeline, resolved for its device, and what came of them.
 
     Args:
-        form: in which fused operations run; empty for none. why: of kernels, in a sentence.
+        forms: by part, in which fused operations run; empty for none. why: of kernels, in a sentence.
         attention: why which kernel attention runs, in a sentence.
     """
 
-    def __init__(self, request: SpeedRequest, form: str, why: str, attention: str) -> None:
-        self.request, self.form, self.why = request, form, why
+    def __init__(self, request: SpeedRequest, forms: Mapping[str, str], why: str, attention: str) -> None:
+        self.request, self.forms, self.why = request, forms, why
         kernel = re.search(r"fused kernel \(([^)]*)\)|auto: (\w+), the fastest", attention)
         self.attention = (kernel[1] or kernel[2]) if kernel else attention.split(":")[0]
-        self.fused: Fused | None = None
+        self.fused: dict[str, Fused] = {}
         self.compiled: dict[str, Compilation] = {}
         self.compile_refused = self.beside_host = ""
         self.profile = request.profile
@@ -69,7 +74,7 @@ class Speed:
     def steps(self) -> tuple[Step, ...]:
         """The changes to parts, for their preparation."""
         found: list[Step] = []
-        if self.form:
+        if any(self.forms.values()):
             found.append(Step(Order.KERNELS, "fused kernels", self._fuse))
         if self.compiled:
             found.append(Step(Order.COMPILE, "compiled blocks", self._compile))
@@ -108,21 +113,30 @@ class Speed:
 
     def line(self, family: str) -> str:
         """What runs, such as ``LTX-Video: 168 of 168 sites fused (triton), attention cuDNN, compile off``."""
-        kernels = self.why if self.fused is None else str(self.fused).removeprefix("kernels: ")
+        fused = self.fused.get(TRANSFORMER)
+        kernels = self.why if fused is None else str(fused).removeprefix("kernels: ")
         states = [str(made) for part, made in self.compiled.items() if part == TRANSFORMER]
         compiled = states[0] if states else "compile off"
-        return f"{family_named(family).FAMILY.title}: {kernels}, attention {self.attention}, {compiled}"
+        lossy = ", fp16 accumulation" if self.request.fp16_sums else ""
+        return f"{family_named(family).FAMILY.title}: {kernels}, attention {self.attention}, {compiled}{lossy}"
 
     def say(self, family: str, progress: Progress) -> None:
         """Say :meth:`line` where something is on."""
-        if self.form or self.compiled:
+        if self.forms.get(TRANSFORMER) or self.compiled or self.request.fp16_sums:
             progress.say(self.line(family))
 
+    def say_decoded(self, progress: Progress) -> None:
+        """Say what was fused in the VAE, where something was."""
+        if VAE in self.fused:
+            progress.say(f"VAE {self.fused[VAE]}")
+
     def _fuse(self, part: str, module: Any) -> Undo | None:
-        if part != TRANSFORMER:
+        form = self.forms.get(part, "")
+        if not form:
             return None
-        self.fused = rewrites.fused(module, self.form)
-        return self.fused.restore
+        found = rewrites.fused(module, form) if part == TRANSFORMER else fused_vae(module, form)
+        self.fused[part] = found
+        return found.restore
 
     def _compile(self, part: str, module: Any) -> Undo | None:
         return self.compiled[part].attach(module) if part in self.compiled else None
@@ -130,30 +144,37 @@ class Speed:
 
 def speed_for(
     request: SpeedRequest,
-    device: torch.device,
+    facts: DeviceFacts,
+    elsewhere: Mapping[str, Any],
     precision: Any,
     probes: Mapping[str, Answer] | None,
     attention: str,
 ) -> Speed:
-    """The choices of ``request`` on a device.
+    """The choices of ``request`` on the device of ``facts``.
 
     Args:
-        precision: of the pipeline; safe fp16 has block forwards of its own.
+        elsewhere: part to its own device. precision: of the pipeline.
 
     Raises:
         InputError: an unknown choice. UnsupportedError: an explicit choice that cannot run here.
     """
     dtype = precision.compute or precision.transformer
-    trouble = ""
-    if precision.safe:
-        trouble = "safe fp16 has block forwards of its own, with few passes already"
-    elif not rewrites.reason_against(device, dtype) and probes is not None and TRITON in probes:
-        answer = probes[TRITON]
-        trouble = "" if answer.status == OK else f"its probe is {answer.status}: {answer.detail}"
-    form, why = rewrites.form_for(request.kernels, device, dtype, trouble)
-    if precision.safe and form:
-        form, why = "", f"kernels off: {trouble}"
-    return Speed(request, form, why, attention)
+    device, beside = (torch.device(elsewhere.get(part, facts.device)) for part in (TRANSFORMER, VAE))
+    if request.fp16_sums:
+        require_fp16_sums(facts, dtype)
+    form, why = rewrites.form_for(request.kernels, device, dtype, _probed(device, dtype, probes))
+    against = rewrites.reason_against(beside, precision.vae) or _probed(beside, precision.vae, probes)
+    needed = request.kernels in (rewrites.AUTO, rewrites.TRITON)  # the other choices run anywhere
+    other = "" if request.kernels == rewrites.OFF or (needed and against) else request.kernels
+    return Speed(request, {TRANSFORMER: form, VAE: other}, why, attention)
+
+
+def _probed(device: torch.device, dtype: torch.dtype, probes: Mapping[str, Answer] | None) -> str:
+    """Why a probe found launches on ``device`` unusable; empty where nothing speaks against them."""
+    if rewrites.reason_against(device, dtype) or probes is None or TRITON not in probes:
+        return ""
+    answer = probes[TRITON]
+    return "" if answer.status == OK else f"its probe is {answer.status}: {answer.detail}"
 
 
 def with_step_cache(loaded: Loaded, preset: str, asked: StepCacheSettings) -> Loaded:
@@ -172,14 +193,15 @@ def sped_up(loaded: Loaded, settings: SampleSettings, progress: Progress, run: C
         UnsupportedError: a cache beside guidance or compiled blocks that it cannot share a transformer with.
     """
     cache, speed = loaded.step_cache, loaded.speed
-    if cache is None:
-        found = run()
-    else:
-        transformer = loaded.parts.read(TRANSFORMER, progress)
-        require_usable(cache, loaded.family, transformer, settings.cfg)
-        with cached(transformer, cache, settings.steps) as count:
+    with fp16_sums(speed is not None and speed.request.fp16_sums):
+        if cache is None:
             found = run()
-        progress.say(f"{cache}: {count}")
+        else:
+            transformer = loaded.parts.read(TRANSFORMER, progress)
+            require_usable(cache, loaded.family, transformer, settings.cfg)
+            with cached(transformer, cache, settings.steps) as count:
+                found = run()
+            progress.say(f"{cache}: {count}")
     if speed is not None:
         speed.say(loaded.family, progress)
     return found

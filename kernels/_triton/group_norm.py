@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..group_norm import empty_padded
 from .rounding import INTERPRETED, rounded, wide
 from .rows import warps_for
 
@@ -154,10 +155,10 @@ def group_norm_silu_pad(
     per_frame: bool,
     pad: list[int],
     silu: bool,
-    channels_last: bool,
+    layout: str,
 ) -> Tensor:
     """The operation ``group_norm_silu_pad`` on a device, or interpreted."""
-    out = padded(x, pad, channels_last)
+    out = empty_padded(x, pad, layout)
     if not out.numel():
         return out
     x = _flat(x)
@@ -182,10 +183,10 @@ def rms_silu_pad(
     eps: float,
     pad: list[int],
     silu: bool,
-    channels_last: bool,
+    layout: str,
 ) -> Tensor:
     """The operation ``rms_silu_pad`` on a device, or interpreted."""
-    out = padded(x, pad, channels_last)
+    out = empty_padded(x, pad, layout)
     if not out.numel():
         return out
     gain = weight if scale is None else 1 + scale.float() if weight is None else (1 + scale.float()) * weight.float()
@@ -194,15 +195,6 @@ def rms_silu_pad(
     shift_b = 0 if shift is None or shift.shape[0] == 1 else x.shape[1]
     _write(x, out, (None, gain, shift), (gain_b, 0, shift_b), eps, True, pad, silu)
     return out
-
-
-def padded(x: Tensor, pad: list[int], channels_last: bool) -> Tensor:
-    """An empty result for ``x`` (B, C, T, H, W) with its border."""
-    left, right, top, bottom, front, back = pad
-    frames, height, width = x.shape[2:]
-    shape = (*x.shape[:2], frames + front + back, height + top + bottom, width + left + right)
-    layout = torch.channels_last_3d if channels_last else torch.contiguous_format
-    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=layout)
 
 
 def _flat(x: Tensor) -> Tensor:

@@ -64,6 +64,22 @@ def test_memory_bound_bytes_of_a_block(name: str) -> None:
     assert found >= case.demanded, f"{found:.2f}x, {case.demanded} demanded; fused: {fused.of.most_common(6)}"
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("name", NAMES)
+def test_memory_bound_bytes_of_a_block_under_safe_fp16(name: str) -> None:
+    case = next(case for case in script().cases() if case.name == name)
+    eager, fused = (script().counted(case, fused, True).total for fused in (False, True))
+    assert eager >= script().SAFE[name] * fused
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("index", range(4))
+def test_memory_bound_bytes_of_a_decode(index: int) -> None:
+    case = script().DECODES[index]
+    (eager, frames), (fused, same) = (script().decoded(case, fused) for fused in (False, True))
+    assert frames.shape == same.shape and eager.total >= case.demanded * fused.total, fused.of.most_common(6)
+
+
 def test_the_page_shows_what_the_benchmark_wrote() -> None:
     page = (SCRIPT.parents[1] / "docs" / "performance.md").read_text(encoding="utf-8")
     with (SCRIPT.parent / "results" / "kernels_bytes.csv").open(encoding="utf-8") as file:

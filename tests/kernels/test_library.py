@@ -32,6 +32,9 @@ OPERATIONS: dict[str, Any] = {
 }
 
 
+LAYOUTS = {"strided": "channels_last", "extra": "frames_first"}  # kind of arguments to that of the result
+
+
 def some(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
     return torch.randn(shape, dtype=dtype, device=device)
 
@@ -55,7 +58,7 @@ def samples(kind: str) -> dict[str, tuple[Any, ...]]:
     if kind == "empty":
         clip = some(0, 8, 1, 2, 3)
     channel, rows = weight, (some(clip.shape[0], 8) if modulated else None)
-    last, narrow = kind == "strided", torch.float16 if kind == "bare" else None
+    layout, narrow = LAYOUTS.get(kind, "contiguous"), torch.float16 if kind == "bare" else None
     return {
         "normalized": (x, weight, weight, scale, shift, 0, True, 1e-6, narrow),
         "gated_residual": (x, x, gate, True, 1e-6, 0),
@@ -64,8 +67,8 @@ def samples(kind: str) -> dict[str, tuple[Any, ...]]:
         "gelu_tanh": (x, narrow),
         "geglu": (x, narrow),
         "swiglu": (x, narrow),
-        "group_norm_silu_pad": (clip, channel, channel, 2, 1e-6, False, [1, 1, 0, 0, 2, 0], True, last),
-        "rms_silu_pad": (clip, channel, rows, rows, 1e-6, [0, 0, 0, 0, 1, 1], True, last),
+        "group_norm_silu_pad": (clip, channel, channel, 2, 1e-6, False, [1, 1, 0, 0, 2, 0], True, layout),
+        "rms_silu_pad": (clip, channel, rows, rows, 1e-6, [0, 0, 0, 0, 1, 1], True, layout),
     }
 
 
@@ -188,7 +191,7 @@ def block(x: Tensor, branch: Tensor, rows: Tensor, q: Tensor, cos: Tensor, sin: 
     new = residual.gated_residual(new, normed, Gate(gate, True, 1e-6))
     turned = rope.qk_norm_rope(Pair(q, q), Tables(cos, sin), 1e-6, Pair(q, q))
     fed = activation.swiglu(activation.gelu_tanh(again)) + activation.geglu(again)
-    padded = group_norm.group_norm_silu_pad(clip, GroupNorm(2, 1e-6), (1, 1, 1, 1, 2, 0), channels_last=True)
+    padded = group_norm.group_norm_silu_pad(clip, GroupNorm(2, 1e-6), (1, 1, 1, 1, 2, 0), layout="channels_last")
     return new, turned, fed, padded, group_norm.rms_silu_pad(clip, Norm(RMS, 1e-6), pad=(0, 0, 0, 0, 1, 1))
 
 

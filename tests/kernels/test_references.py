@@ -129,21 +129,22 @@ def test_activations_take_diffusers_halves_and_gelu_is_not_geglu() -> None:
     assert activation.swiglu(x.half(), out_dtype=FP32).dtype == FP32
 
 
-@pytest.mark.parametrize("last", [False, True])
-def test_group_norm_of_hunyuan_and_mochi(last: bool) -> None:
+@pytest.mark.parametrize("layout", group_norm.LAYOUTS)
+def test_group_norm_of_hunyuan_and_mochi(layout: str) -> None:
     from diffusers.models.autoencoders.autoencoder_kl_mochi import MochiChunkedGroupNorm3D
 
     x, weight, bias = some(2, 8, 3, 4, 5), some(8, seed=1), some(8, seed=2)
     pad = (1, 1, 1, 1, 2, 0)
     plain = functional.pad(functional.silu(functional.group_norm(x, 2, weight, bias, 1e-6)), pad, mode="replicate")
-    found = group_norm.group_norm_silu_pad(x, GroupNorm(2, 1e-6, weight, bias), pad, channels_last=last)
+    found = group_norm.group_norm_silu_pad(x, GroupNorm(2, 1e-6, weight, bias), pad, layout=layout)
     near(found, plain)
-    assert found.is_contiguous(memory_format=torch.channels_last_3d if last else torch.contiguous_format)
+    inner = {"contiguous": 4, "channels_last": 1, "frames_first": 4}[layout]
+    assert found.stride(inner) == 1 and (found.stride(2) > found.stride(1)) == (layout != "contiguous")
     module = MochiChunkedGroupNorm3D(8, 2)
     module.norm_layer.weight.data.copy_(weight)
     module.norm_layer.bias.data.copy_(bias)
     frames = GroupNorm(2, module.norm_layer.eps, weight, bias, per_frame=True)
-    near(group_norm.group_norm_silu_pad(x, frames, silu=False, channels_last=last), module(x))
+    near(group_norm.group_norm_silu_pad(x, frames, silu=False, layout=layout), module(x))
 
 
 def test_rms_of_channels_of_ltx_and_hunyuan_15() -> None:

@@ -37,12 +37,12 @@ def loaded_for(name: str, folder: Any, device: str, offload: str = "auto", speed
 
 @pytest.fixture(scope="module")
 def on_host(tiny_folder):
-    """The CPU's latents, without kernels and compile."""
-    found: dict[str, torch.Tensor] = {}
+    """The CPU's latents and frames, without kernels and compile."""
+    found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def of(name: str) -> torch.Tensor:
+    def of(name: str) -> tuple[torch.Tensor, torch.Tensor]:
         if name not in found:
-            found[name] = rendered(loaded_for(name, tiny_folder, "cpu"), CASES[name])[0]
+            found[name] = rendered(loaded_for(name, tiny_folder, "cpu"), CASES[name])
         return found[name]
 
     return of
@@ -72,9 +72,10 @@ def test_kernels_compile_and_offload_twice_in_a_row(acc, tiny_folder, on_host, n
         return
     loaded = loaded_for(name, tiny_folder, "acc:0", offload, speed)
     for _ in range(2):
-        latents, _ = rendered(loaded, CASES[name])
-        torch.testing.assert_close(latents, on_host(name), atol=ROUNDING, rtol=ROUNDING)
-    assert loaded.speed.fused.sites and not loaded.speed.fused.left
+        for ours, expected in zip(rendered(loaded, CASES[name]), on_host(name), strict=True):
+            torch.testing.assert_close(ours, expected, atol=ROUNDING, rtol=ROUNDING)
+    for part in ("transformer", "vae"):
+        assert loaded.speed.fused[part].sites and not loaded.speed.fused[part].left
     if compile:
         compiled = loaded.speed.compiled["transformer"]
         kinds = {"ltx": 1, "hunyuan_video_15": 1}.get(name, 2)
@@ -159,6 +160,6 @@ def test_with_our_order_kernels_and_compile_act_in_every_call(acc, tiny_folder, 
     for _ in range(2):
         calls.clear()
         latents, _ = rendered(loaded, CASES["ltx"])
-        torch.testing.assert_close(latents, on_host("ltx"), atol=ROUNDING, rtol=ROUNDING)
+        torch.testing.assert_close(latents, on_host("ltx")[0], atol=ROUNDING, rtol=ROUNDING)
         counts.append(len(calls))
     assert counts == [2 * 2 * 2] * 2  # steps, blocks, gated sums

@@ -301,17 +301,17 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
-@pytest.mark.parametrize("last", [False, True])
-def test_layouts_of_clips(layout: str, last: bool) -> None:
+@pytest.mark.parametrize("wanted", group_norm.LAYOUTS)
+def test_layouts_of_clips(layout: str, wanted: str) -> None:
     x, channel = LAYOUTS[layout](some(FP32, 2, 6, 2, 2, 3)), some(FP32, 6, seed=1)
     same(
         group_norm.group_norm_silu_pad, group_norm.group_norm_silu_pad_reference,
-        x, GroupNorm(2, 1e-6, channel, channel), (1, 1, 1, 1, 2, 0), channels_last=last,
+        x, GroupNorm(2, 1e-6, channel, channel), (1, 1, 1, 1, 2, 0), layout=wanted,
     )  # fmt: skip
     same(
         group_norm.rms_silu_pad, group_norm.rms_silu_pad_reference,
         x, Norm(RMS, 1e-8, channel), Modulation(some(FP32, 2, 6), some(FP32, 2, 6)), (0, 2, 0, 1, 1, 1),
-        channels_last=last,
+        layout=wanted,
     )  # fmt: skip
 
 
