@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,50 +17,63 @@ from ..paint.texturing import Texture
 from .api import Types
 
 NO_FILE = "no mesh file found"
+SAVED = " [output]"  # ComfyUI's own mark of a file in its output folder
 
 
 def mesh_files() -> list[str]:
-    """Mesh files in ComfyUI's input folder and its folder 3d; one entry that says so where there are none."""
-    root = Path(folder_paths.get_input_directory())
-    found = [path for folder in (root, root / "3d") if folder.is_dir() for path in folder.iterdir()]
-    names = sorted(path.relative_to(root).as_posix() for path in found if path.suffix.lower() in FORMATS)
-    return names or [NO_FILE]
+    """Mesh files among ComfyUI's inputs, then those that were saved, marked as outputs; one entry where there are none.
+
+    Of both folders the files in the folder itself and those anywhere in its folder 3d.
+    """
+    return [*_meshes_in("input", ""), *_meshes_in("output", SAVED)] or [NO_FILE]
+
+
+def _meshes_in(kind: str, mark: str) -> list[str]:
+    root = Path(folder_paths.get_directory_by_type(kind))
+    found = [*root.glob("*.*"), *root.glob("3d/**/*.*")]
+    return sorted(path.relative_to(root).as_posix() + mark for path in found if path.suffix.lower() in FORMATS)
+
+
+def _place(name: str) -> tuple[Path, Path]:
+    """The path that a listed name means, whether it exists or not, and the folder it must lie in."""
+    saved = name.endswith(SAVED)
+    root = Path(folder_paths.get_directory_by_type("output" if saved else "input")).resolve()
+    return (root / (name.removesuffix(SAVED) if saved else name)).resolve(), root
 
 
 def mesh_path(name: str) -> Path:
     """The path of a listed mesh file.
 
     Raises:
-        CheckpointError: there is none of that name inside the input folder.
+        CheckpointError: there is none of that name inside the input or output folder.
     """
-    root = Path(folder_paths.get_input_directory()).resolve()
-    path = (root / name).resolve()
+    path, root = _place(name)
     if name == NO_FILE or not path.is_relative_to(root) or not path.is_file():
         raise CheckpointError(
             f"no mesh {name!r} in {str(root)!r}" if name != NO_FILE else f"no mesh in {str(root)!r}",
             expected=f"a file of {', '.join(FORMATS)}",
-            fix="Put one into the folder input/3d and press R, or connect core's Load 3D.",
+            fix="Upload one on the node, or put one into the folder input/3d and press R.",
         )
     return path
 
 
 def file_stamp(name: str) -> Any:
     """What changes when a listed mesh file changes."""
-    path = Path(folder_paths.get_input_directory()) / name
+    path, _ = _place(name)
     return (path.stat().st_mtime, path.stat().st_size) if path.is_file() else None
 
 
-def mesh_of_file(name: str, file: Any = None) -> tuple[Mesh, tuple[str, ...]]:
-    """The mesh of a core FILE_3D, or of a listed file where there is none, and lines about it."""
+def mesh_of_file(name: str, file: Any, check: Callable[[], None]) -> tuple[Mesh, tuple[str, ...]]:
+    """The mesh of a core FILE_3D, or of a listed file where that is None, and lines about it; ``check`` may cancel."""
     if file is None:
-        return load_mesh(mesh_path(name))
+        return load_mesh(mesh_path(name), check)
     source = file.get_source()
     if isinstance(source, str):
-        return load_mesh(Path(source))
+        return load_mesh(Path(source), check)
     with tempfile.TemporaryDirectory(prefix="anygpu-") as folder:
         path = Path(folder) / f"mesh.{file.format or 'glb'}"
         file.save_to(str(path))
-        return load_mesh(path)
+        return load_mesh(path, check)
 
 
 def from_core(mesh: Any) -> Mesh:

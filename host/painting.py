@@ -113,17 +113,6 @@ def _folders(folder: Path) -> list[Path]:
 class PaintProgress(NodeProgress):
     """A node's progress whose previews are the views beside one another."""
 
-    def counted(self, total: int, stage: str) -> Callable[[], None]:
-        """A function to call before each of ``total`` things: it moves the bar and obeys a cancel."""
-        done = -1
-
-        def count() -> None:
-            nonlocal done
-            done += 1
-            self.step(done, total, stage) if done else self.check()
-
-        return count
-
     def _picture(self, preview: Callable[[], torch.Tensor]) -> Any:
         """The views as one row, or None when previews are off."""
         from PIL import Image

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..compat.execution import Checked
 from ..host import memory, meshes, preview
 from ..host.api import io
 from ..host.painting import PaintProgress
@@ -35,8 +36,9 @@ class LoadMesh(io.ComfyNode):
             search_aliases=["load glb", "load obj", "import mesh", "open 3d model", "trimesh"],
             inputs=[
                 io.Combo.Input(
-                    "mesh_file", options=meshes.mesh_files(),
-                    tooltip="A file in ComfyUI's folder input or input/3d. Press R after adding one.",
+                    "mesh_file", options=meshes.mesh_files(), upload=io.UploadType.model,
+                    tooltip="A file in ComfyUI's folder input or input/3d, or one that was saved (marked output). The button "
+                    "uploads one; press R after copying one there.",
                 ),
                 io.MultiType.Input(
                     "model_3d", types=[io.File3DAny, io.File3DGLB, io.File3DGLTF, io.File3DOBJ, io.File3DPLY, io.File3DSTL],
@@ -61,7 +63,7 @@ class LoadMesh(io.ComfyNode):
     def execute(cls, mesh_file: str, model_3d: Any = None) -> io.NodeOutput:
         """The mesh."""
         progress = PaintProgress(cls.hidden.unique_id)
-        mesh, notes = meshes.mesh_of_file(mesh_file, model_3d)
+        mesh, notes = meshes.mesh_of_file(mesh_file, model_3d, progress.check)
         progress.finish("\n".join(notes))
         return io.NodeOutput(meshes.to_core(mesh))
 
@@ -98,7 +100,8 @@ class CleanMesh(io.ComfyNode):
     def execute(cls, mesh: Any, floaters: float, degenerate: bool, broken: bool) -> io.NodeOutput:
         """The cleaned mesh; colours and textures of the old one do not fit it any more."""
         progress = PaintProgress(cls.hidden.unique_id)
-        found, notes = cleaned(meshes.from_core(mesh), CleanSettings(floaters, degenerate, broken))
+        with Checked(progress.check):
+            found, notes = cleaned(meshes.from_core(mesh), CleanSettings(floaters, degenerate, broken))
         progress.finish("\n".join((f"{len(found.faces)} faces, {len(found.vertices)} vertices", *notes)))
         return io.NodeOutput(meshes.to_core(found))
 
@@ -157,7 +160,7 @@ class PaintCameras(io.ComfyNode):
         progress = PaintProgress(cls.hidden.unique_id)
         table = camera_table(azimuths, elevations, weights, ortho_scale)
         if choose == GREEDY:
-            table = texturing.greedy_cameras(mesh and meshes.from_core(mesh), max_views, progress.say, memory.compute_device())
+            table = texturing.greedy_cameras(mesh and meshes.from_core(mesh), max_views, progress, memory.compute_device())
         progress.finish("\n".join(f"{camera.azimuth:g}, {camera.elevation:g}: {camera.weight:g}" for camera in table))
         return io.NodeOutput(table, len(table))
 
@@ -204,8 +207,8 @@ class RenderViews(io.ComfyNode):
         """The maps, and the cameras they are of."""
         progress = PaintProgress(cls.hidden.unique_id)
         family = None if pipeline is None else pipeline.family
-        device = memory.compute_device()
-        maps, table, surface = texturing.maps_of(meshes.from_core(mesh), cameras, family, normals, size, device)
+        given = (meshes.from_core(mesh), cameras, family, normals, size)
+        maps, table, surface = texturing.maps_of(*given, progress, memory.compute_device())
         progress.finish("\n".join((f"{len(table)} views of {size} pixels, {len(surface.faces)} faces", *surface.notes)))
         mask = maps.mask.float()
         return io.NodeOutput(maps.normal, maps.position, table, mask, ui=preview.sheet(maps.normal, cls))
@@ -312,9 +315,10 @@ class RenderTurntable(io.ComfyNode):
     ) -> io.NodeOutput:
         """The pictures."""
         progress = PaintProgress(cls.hidden.unique_id)
-        surface = Surface.of(meshes.from_core(mesh), memory.compute_device())
         texture = None if mesh.texture is None else mesh.texture[0]
-        count = progress.counted(frames, "rendering")
-        pictures = turntable(surface, texture, frames, size, elevation, background, count)
+        count = texturing.counted(progress, frames, "rendering")
+        with Checked(progress.check):
+            surface = Surface.of(meshes.from_core(mesh), memory.compute_device())
+            pictures = turntable(surface, texture, frames, size, elevation, background, count)
         progress.finish("\n".join((f"{frames} frames of {size} pixels", *surface.notes)))
         return io.NodeOutput(pictures, ui=preview.clip(pictures, PREVIEW_FPS, cls))

@@ -26,6 +26,27 @@ LICENCE = (
 )
 
 
+def steps_input() -> Any:
+    """Denoising steps of the views."""
+    return io.Int.Input("steps", default=0, min=0, max=1000, tooltip="v2-0 takes 30, turbo 10, PBR 15. " + DEFAULT)
+
+
+def seed_input() -> Any:
+    """The seed of the views' noise."""
+    return io.Int.Input(
+        "seed", default=0, min=0, max=SEED_LIMIT, control_after_generate=True,
+        tooltip="The same seed gives the same noise on every device.",
+    )
+
+
+def vision_input() -> Any:
+    """What core's own DINOv2 saw in the picture."""
+    return io.ClipVisionOutput.Input(
+        "clip_vision_output", optional=True,
+        tooltip="PBR: DINOv2-giant from core's CLIP Vision Encode, in place of image_encoder on the load node.",
+    )
+
+
 class LoadPaintPipeline(io.ComfyNode):
     """Load a Hunyuan3D paint or delight model."""
 
@@ -205,16 +226,13 @@ class PaintViews(io.ComfyNode):
                     "view_size", default=512, min=64, max=2048, step=64,
                     tooltip="Pixels of each painted view. 512 is what the models were made for; PBR also 768.",
                 ),
-                io.Int.Input("steps", default=0, min=0, max=1000, tooltip="v2-0 takes 30, turbo 10, PBR 15. " + DEFAULT),
+                steps_input(),
                 io.Float.Input(
                     "guidance", default=0.0, min=0.0, max=30.0, step=0.1,
                     tooltip="How closely the picture is followed. 1 is off and halves the time: turbo. v2-0 takes 2, PBR 3. "
                     + DEFAULT,
                 ),
-                io.Int.Input(
-                    "seed", default=0, min=0, max=SEED_LIMIT, control_after_generate=True,
-                    tooltip="The same seed gives the same noise on every device.",
-                ),
+                seed_input(),
                 io.Combo.Input(
                     "scheduler", options=list(SCHEDULERS), default="auto",
                     tooltip="auto: as published. v2-0 euler_ancestral, turbo lcm, PBR unipc.",
@@ -232,10 +250,7 @@ class PaintViews(io.ComfyNode):
                     "denoise", default=1.0, min=0.01, max=1.0, step=0.01, optional=True,
                     tooltip="With latent: how much of it is painted anew. 1 starts afresh.",
                 ),
-                io.ClipVisionOutput.Input(
-                    "clip_vision_output", optional=True,
-                    tooltip="PBR: DINOv2-giant from core's CLIP Vision Encode, in place of image_encoder on the load node.",
-                ),
+                vision_input(),
                 io.Sigmas.Input("sigmas", optional=True, tooltip="Noise levels in place of steps and sigma_schedule."),
                 io.Float.Input(
                     "reference_scale", default=1.0, min=0.0, max=2.0, step=0.05, optional=True, advanced=True,
@@ -295,11 +310,8 @@ class TextureMesh(io.ComfyNode):
                 io.Int.Input(
                     "texture_size", default=2048, min=16, max=8192, step=16, tooltip="Texels along each side of the texture.",
                 ),
-                io.Int.Input(
-                    "seed", default=0, min=0, max=SEED_LIMIT, control_after_generate=True,
-                    tooltip="The same seed gives the same noise on every device.",
-                ),
-                io.Int.Input("steps", default=0, min=0, max=1000, tooltip="v2-0 takes 30, turbo 10, PBR 15. " + DEFAULT),
+                seed_input(),
+                steps_input(),
                 io.Mask.Input("mask", optional=True, tooltip="1 where there is background, as Load Image gives it."),
                 Paint.Input(
                     "delight", optional=True, tooltip="hunyuan3d-delight-v2-0, for paint v2-0 and turbo; without it the "
@@ -309,10 +321,7 @@ class TextureMesh(io.ComfyNode):
                     "max_views", default=8, min=6, max=12, optional=True,
                     tooltip="PBR: six views, and those that show most of what is unseen, up to this many.",
                 ),
-                io.ClipVisionOutput.Input(
-                    "clip_vision_output", optional=True,
-                    tooltip="PBR: DINOv2-giant from core's CLIP Vision Encode, in place of image_encoder on the load node.",
-                ),
+                vision_input(),
             ],
             outputs=[
                 io.Mesh.Output(display_name="mesh"),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..compat.errors import InputError
-from .mesh import THIN, Mesh, checked_shapes, welded
+from .mesh import THIN, Mesh, checked_shapes, named_by, numbered, welded
 
 FLOATERS = 0.005  # of all faces, as the published cleaning of generated meshes
 
@@ -60,7 +60,8 @@ def cleaned(mesh: Mesh, settings: CleanSettings = CleanSettings()) -> tuple[Mesh
             expected="a surface",
             fix="Make or export it again.",
         )
-    used, index = faces.unique(return_inverse=True)
+    used = named_by(faces, len(vertices)).nonzero()[:, 0]
+    index = torch.zeros(len(vertices), dtype=torch.int64).index_copy_(0, used, torch.arange(len(used)))[faces]
     if used.shape[0] < mesh.vertices.shape[0]:
         notes.append(f"{mesh.vertices.shape[0] - used.shape[0]} vertices that no face uses taken out")
     place = used.to(mesh.vertices.device)
@@ -88,7 +89,7 @@ def solid(vertices: Tensor, faces: Tensor) -> Tensor:
 
 def single(_vertices: Tensor, faces: Tensor) -> Tensor:
     """(M,) bool: the first of the faces that have the same three corners."""
-    numbers = faces.sort(1).values.unique(dim=0, return_inverse=True)[1]
+    numbers = numbered(faces.sort(1).values)
     first = torch.full((int(numbers.max()) + 1,), faces.shape[0])
     first.scatter_reduce_(0, numbers, torch.arange(faces.shape[0]), "amin")
     return first[numbers] == torch.arange(faces.shape[0])

@@ -19,16 +19,9 @@ VAE_BLOCKS = ("ResnetBlock2D",)
 class Blocks(Compilation):
     """The compiled blocks of one part of a paint pipeline."""
 
-    def attach(self, module: nn.Module) -> Callable[[], None] | None:
-        """Compile the blocks of ``module`` on their first call; returns what takes it back, None where it has none."""
-        undo = [self._compile(block) for block in blocks_of(module)]
-        self.blocks = len(undo)
-
-        def restored() -> None:
-            while undo:
-                undo.pop()()
-
-        return restored if undo else None
+    def blocks_in(self, module: nn.Module) -> Iterator[nn.Module]:
+        """Residual blocks and transformers."""
+        return blocks_of(module)
 
 
 @dataclass

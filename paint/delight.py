@@ -16,9 +16,10 @@ from ..compat.parts import Silent
 from . import vae
 from .encoders import empty_prompt
 from .loading import LoadedPaint
+from .needs import asked, costed, decoding_bytes, encoding_bytes, step_bytes
 from .pictures import WHITE, checked_pictures, over, recentred, resized
 from .samplers import schedule_for, solver_for
-from .sampling import activation_bytes, preview_of, require_finite
+from .sampling import preview_of, require_finite
 
 CORRECTION = 0.95  # share of the means that the colour correction moves
 SOLID = 0.5  # alpha above which a pixel counts as the object
@@ -116,11 +117,12 @@ def relit(
     """
     device = execution_device(loaded.residency)
     height, width = picture.shape[:2]
-    need = vae.activation_bytes(height, width, loaded.precision.vae)
-    with loaded.residency.hold("vae", need, progress) as module:
+    need = asked(encoding_bytes(height, width, loaded.precision.vae))
+    with costed(loaded, "encoding", progress), loaded.residency.hold("vae", need, progress) as module:
         condition = vae.encoded(module, picture[None], None, device, progress)
     latents = denoised(loaded, condition, text, settings, progress, start)
-    with loaded.residency.hold("vae", need, progress) as module:
+    need = asked(decoding_bytes(height, width, loaded.precision.vae))
+    with costed(loaded, "decoding", progress), loaded.residency.hold("vae", need, progress) as module:
         return vae.decoded(module, latents / vae.SCALE, device, progress, "decoding")[0]
 
 
@@ -135,8 +137,9 @@ def denoised(
     x = solver.begin(draw())
     rows = condition if settings.image_guidance == 1 else torch.cat((torch.zeros_like(condition), condition))
     rows, text = rows.to(device), text.to(device).expand(len(rows), -1, -1)
-    need = activation_bytes(loaded, len(rows), condition.shape[-2:])
-    with loaded.residency.hold("unet", need, progress) as unet, checked_leaves(unet, progress.check):
+    need = asked(step_bytes(loaded, len(rows), (condition.shape[-2], condition.shape[-1]), 0))
+    hold = loaded.residency.hold("unet", need, progress)
+    with costed(loaded, "delighting", progress), hold as unet, checked_leaves(unet, progress.check):
         for index, time in enumerate(solver.schedule.timesteps):
             noisy = solver.model_input(x, index).to(device).expand(len(rows), -1, -1, -1)
             step = torch.tensor([time], dtype=torch.float32, device=device)

@@ -12,9 +12,10 @@ from torch.nn import functional
 
 from ..compat.checkpoints import read_json
 from ..compat.errors import CheckpointError
-from ..compat.execution import execution_device
+from ..compat.execution import checked_leaves, execution_device
 from ..compat.packages import attribute
 from ..compat.parts import Reader
+from .needs import costed
 from .weights import Weights
 
 CLASSES = {"image_encoder": "Dinov2Model", "text_encoder": "CLIPTextModel"}
@@ -52,7 +53,8 @@ def dino_states(loaded: Any, picture: Tensor, progress: Any) -> Tensor:
     """Last hidden states (1, 257, 1536) of a reference picture (H, W, 3) in 0..1; fp32, on the CPU."""
     device = execution_device(loaded.residency)
     pixels = dino_pixels(picture)
-    with loaded.residency.hold("image_encoder", 0, progress) as encoder:
+    hold = loaded.residency.hold("image_encoder", 0, progress)
+    with costed(loaded, "image", progress), hold as encoder, checked_leaves(encoder, progress.check):
         found = encoder(pixels.to(device, encoder.dtype)).last_hidden_state
         found = found.cpu().float()
     loaded.residency.release("image_encoder")
@@ -83,7 +85,8 @@ def empty_prompt(loaded: Any, progress: Any) -> Tensor:
     device = execution_device(loaded.residency)
     tokens = torch.full((1, TOKENS), _padding(loaded.source))
     tokens[0, 0], tokens[0, 1] = FIRST_TOKEN, LAST_TOKEN
-    with loaded.residency.hold("text_encoder", 0, progress) as encoder:
+    hold = loaded.residency.hold("text_encoder", 0, progress)
+    with costed(loaded, "text", progress), hold as encoder, checked_leaves(encoder, progress.check):
         found: Tensor = encoder(tokens.to(device)).last_hidden_state.cpu().float()
     loaded.residency.release("text_encoder")
     return found

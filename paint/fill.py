@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,13 @@ SMOOTHINGS = 32  # sweeps after the last new vertex: by then a hole of ten rings
 EXACT_SWEEPS = 6  # the least of the reference's: what reproduces its fixture to half precision
 
 
-def filled(baked: Baked, surface: Surface, method: str = "auto", exact: bool = False) -> Tensor:
+def filled(
+    baked: Baked,
+    surface: Surface,
+    method: str = "auto",
+    exact: bool = False,
+    check: Callable[[], None] = lambda: None,
+) -> Tensor:
     """(T, T, 3): the texture with every texel coloured.
 
     Args:
@@ -28,6 +34,7 @@ def filled(baked: Baked, surface: Surface, method: str = "auto", exact: bool = F
         method: for what the surface leaves open: "pull_push" in torch, "opencv" (Navier-Stokes, needs the package), or
             "auto": pull_push.
         exact: as the reference: each vertex colours one texel, and seams of the texture are borders.
+        check: called between the vertices of ``exact``, one after the other; may raise to cancel.
 
     Raises:
         InputError: an unknown method, or nothing is painted at all. MissingPackageError: OpenCV is absent.
@@ -42,11 +49,13 @@ def filled(baked: Baked, surface: Surface, method: str = "auto", exact: bool = F
             expected="cameras that see the mesh",
             fix="Check the cameras, and that the faces of the mesh look outwards.",
         )
-    texture, painted = vertex_filled(baked, surface, exact)
+    texture, painted = vertex_filled(baked, surface, exact, check)
     return navier_stokes(texture, painted) if method == "opencv" else pull_push(texture, painted)
 
 
-def vertex_filled(baked: Baked, surface: Surface, exact: bool = False) -> tuple[Tensor, Tensor]:
+def vertex_filled(
+    baked: Baked, surface: Surface, exact: bool = False, check: Callable[[], None] = lambda: None
+) -> tuple[Tensor, Tensor]:
     """Texture (T, T, 3) and what is painted (T, T) after colours have spread from vertex to vertex.
 
     By default vertices that unwrapping split are one again, and whole faces are coloured, not single texels.
@@ -67,7 +76,8 @@ def vertex_filled(baked: Baked, surface: Surface, exact: bool = False) -> tuple[
     sums.index_add_(0, own, seen * has[:, None])
     places = torch.zeros((count, 3), device=device).index_copy_(0, own, surface.vertices)
     start, faces = sums[:, :3] / sums[:, 3:].clamp(min=1), own[surface.faces]
-    colours, known = (_swept if exact else _spread)(start, sums[:, 3] > 0, places, faces)
+    given = (start, sums[:, 3] > 0, places, faces)
+    colours, known = _swept(*given, check) if exact else _spread(*given)
     texture, painted = baked.texture.clone().view(-1, 3), baked.painted.clone().view(-1)
     if exact:
         chosen = (known[own] & used & ~painted[texel]).nonzero()[:, 0]
@@ -103,7 +113,9 @@ def _spread(colours: Tensor, known: Tensor, places: Tensor, faces: Tensor) -> tu
     return colours, known
 
 
-def _swept(colours: Tensor, known: Tensor, places: Tensor, faces: Tensor) -> tuple[Tensor, Tensor]:
+def _swept(
+    colours: Tensor, known: Tensor, places: Tensor, faces: Tensor, check: Callable[[], None]
+) -> tuple[Tensor, Tensor]:
     """The same in the reference's order: vertex after vertex, by faces, each at once from what stands there; slow."""
     import numpy as np
 
@@ -125,6 +137,7 @@ def _swept(colours: Tensor, known: Tensor, places: Tensor, faces: Tensor) -> tup
     while grew or sweeps < EXACT_SWEEPS:
         grew = False
         for vertex in order:
+            check()
             share = weights[vertex] * done[near[vertex]]
             if share.sum() > 0:
                 grew = grew or not done[vertex]
@@ -164,8 +177,3 @@ def navier_stokes(texture: Tensor, painted: Tensor) -> Tensor:
     holes = (~painted).cpu().to(torch.uint8).numpy() * 255
     done = cv2.inpaint(picture, holes, INPAINT_RADIUS, cv2.INPAINT_NS)
     return torch.from_numpy(done).to(texture.device, texture.dtype) / 255
-
-
-def has_opencv() -> bool:
-    """Whether :func:`navier_stokes` can run, by name alone: nothing is imported."""
-    return find_spec("cv2") is not None

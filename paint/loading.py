@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..compat.accounts import amount
 from ..compat.answers import answers_of
 from ..compat.attention import Attention, attention_for, avoided_by
 from ..compat.checkpoints import read_json
@@ -17,13 +18,14 @@ from ..compat.compiling import CompileSettings, require_offload
 from ..compat.device import GIBIBYTE, DeviceFacts, facts_for, free_bytes
 from ..compat.errors import CheckpointError, InputError
 from ..compat.execution import HOST
-from ..compat.offload import amount, residency_for
+from ..compat.offload import Terms, residency_for
 from ..compat.parts import Parts, Prepare, Reader, Silent
 from ..compat.precision import Precision, precision_for
 from . import networks, vae
 from .compiling import Compiler
 from .encoders import encoder_reader
 from .layers import Dtypes
+from .needs import PartBytes
 from .unet import UNetShape, attended
 from .weights import Weights, both_kinds, weights_in
 
@@ -75,6 +77,7 @@ class LoadedPaint:
         family: ``paint``, ``paint_pbr`` or ``delight``. variant: ``v2-0``, ``turbo``, ``v2-1``.
         parts: ``unet``, ``reference`` (not for delight), ``vae``; ``text_encoder`` or ``image_encoder`` where found.
         shape: of the UNet. compiler: None where nothing is compiled. notes: the sentences said while loading.
+        weights: bytes of each part on the device.
     """
 
     family: str
@@ -88,6 +91,7 @@ class LoadedPaint:
     source: Path
     compiler: Compiler | None = None
     notes: tuple[str, ...] = ()
+    weights: Mapping[str, PartBytes] = field(default_factory=dict)
 
     @property
     def patcher(self) -> Any:
@@ -143,13 +147,14 @@ def load_paint(
     dtypes = Dtypes(precision.compute, precision.residual)
     readers = {part: _unet_reader(kind, part, config, stored, dtypes, attention) for part in made}
     configs: dict[str, Mapping[str, Any]] = {"unet": config}
-    sizes = {part: _bytes_of(module, dtypes) for part, module in made.items()}
-    readers["vae"], configs["vae"], sizes["vae"] = _vae_reader(request, place, precision, attention)
+    weights = {part: _bytes_of(module, dtypes) for part, module in made.items()}
+    readers["vae"], configs["vae"], weights["vae"] = _vae_reader(request, place, precision, attention)
     for name, (reader, size) in _encoders(request, kind, place, precision).items():
-        readers[name], sizes[name] = reader, size
+        readers[name], weights[name] = reader, size
     compiler = None if request.compiled is None else Compiler(request.compiled, request.prepare)
     parts = Parts(readers, compiler or request.prepare)
-    residency, reason = _residency(request, parts, facts, sizes, (make_room, hosted))
+    sizes = {part: size.total for part, size in weights.items()}
+    residency, reason = _residency(request, parts, facts, sizes, (make_room, hosted, Terms(state=request.state)))
     notes = [str(precision), f"{residency}: {reason}", str(attention), *_said(place, stored, dropped)]
     return LoadedPaint(
         kind,
@@ -163,6 +168,7 @@ def load_paint(
         request.model,
         compiler,
         tuple(notes),
+        weights,
     )
 
 
@@ -171,7 +177,7 @@ def _residency(
     parts: Parts,
     facts: DeviceFacts,
     sizes: Mapping[str, int],
-    host: tuple[Any, Any],
+    host: tuple[Any, Any, Terms],
 ) -> tuple[Any, str]:
     """Compiled, ``auto`` keeps everything on the device; else every part leaves it after its stage.
 
@@ -260,8 +266,9 @@ def _said(place: Path, stored: Weights, dropped: int) -> list[str]:
     return said
 
 
-def _bytes_of(module: nn.Module, dtypes: Dtypes) -> int:
-    return sum(t.numel() * networks.stored_dtype(key, dtypes).itemsize for key, t in module.state_dict().items())
+def _bytes_of(module: nn.Module, dtypes: Dtypes) -> PartBytes:
+    named = module.state_dict().items()
+    return PartBytes.of({key: t.numel() * networks.stored_dtype(key, dtypes).itemsize for key, t in named})
 
 
 def _advance(part: str, total: int, progress: Any) -> Callable[[int], None]:
@@ -302,7 +309,7 @@ def _beside(place: Path, name: str) -> Path | None:
 
 def _vae_reader(
     request: PaintRequest, place: Path, precision: Precision, attention: Attention
-) -> tuple[Reader, Mapping[str, Any], int]:
+) -> tuple[Reader, Mapping[str, Any], PartBytes]:
     folder = request.vae or _beside(place, "vae")
     if folder is None or not (folder / "config.json").is_file():
         raise CheckpointError(
@@ -332,8 +339,7 @@ def _vae_reader(
             vae.attended(module, exact)
             return module.eval().requires_grad_(False)
 
-    size = stored.total_bytes * precision.vae.itemsize // 4
-    return read, config, size
+    return read, config, PartBytes.of(stored.bytes_as(precision.vae))
 
 
 def _require_vae(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], path: Path) -> None:
@@ -346,8 +352,10 @@ def _require_vae(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tupl
         )
 
 
-def _encoders(request: PaintRequest, kind: str, place: Path, precision: Precision) -> dict[str, tuple[Reader, int]]:
-    """Readers of the encoders that this kind uses and that are there."""
+def _encoders(
+    request: PaintRequest, kind: str, place: Path, precision: Precision
+) -> dict[str, tuple[Reader, PartBytes]]:
+    """Readers of the encoders that this kind uses and that are there, and their bytes."""
     name = {"paint_pbr": "image_encoder", "delight": "text_encoder"}.get(kind)
     if name is None:
         return {}
@@ -355,4 +363,5 @@ def _encoders(request: PaintRequest, kind: str, place: Path, precision: Precisio
     if folder is None or not (folder / "config.json").is_file():
         return {}
     stored = weights_in(folder, name, "safetensors" if any(folder.glob("*.safetensors")) else AUTO)
-    return {name: (encoder_reader(name, folder, stored, precision.text, _advance), stored.total_bytes)}
+    size = PartBytes.of(stored.bytes_as(precision.text))
+    return {name: (encoder_reader(name, folder, stored, precision.text, _advance), size)}

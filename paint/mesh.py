@@ -5,6 +5,8 @@ UVs are those of glTF: u to the right, v down, (0, 0) the upper left corner of t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ UNWRAP_SECONDS = 75e-6  # per face: core's UnwrapMesh, 37 s for 500k faces on tw
 UV_TOLERANCE = 1e-3  # rounding of exporters, half a texel at 512
 UNWRAP = "Use Unwrap Mesh before it."
 FINE = 8192  # steps of float32 over a mesh, below which a fine surface loses its shape
+POLL_SECONDS = 0.1
 THIN = 1e-7  # height of a face in the frame, where the mesh is 1.15 wide: float32 positions are off by half as much
 
 
@@ -71,7 +74,7 @@ class Surface:
         require_finite_vertices(mesh)
         # float64 on the CPU: a mesh far from the origin or of tiny scale keeps the digits that its float32 still has
         vertices, faces = mesh.vertices.detach().cpu().double(), mesh.faces.detach().cpu().long()
-        used = vertices[faces.unique()]
+        used = vertices[named_by(faces, len(vertices))]
         centre = (used.amax(0) + used.amin(0)) / 2
         radius = float((used - centre).norm(dim=1).max())
         if radius == 0:
@@ -109,7 +112,7 @@ class Surface:
         """
         if self.uvs is None:
             raise InputError("a mesh without UVs", expected="a place in the texture for every face", fix=UNWRAP)
-        used = self.uvs[self.faces.unique()]
+        used = self.uvs[named_by(self.faces, len(self.uvs))]
         if not bool(torch.isfinite(used).all()):
             raise InputError("UVs that are NaN or infinite", expected="numbers from 0 to 1", fix=UNWRAP)
         low, high = float(used.min()), float(used.max())
@@ -121,6 +124,13 @@ class Surface:
         if not bool((uv_areas(uvs, self.faces) > 0).any()):
             raise InputError("UVs without area", expected="a place in the texture for every face", fix=UNWRAP)
         return replace(self, uvs=uvs), uvs
+
+
+def named_by(faces: Tensor, count: int) -> Tensor:
+    """(N,) bool: which of ``count`` vertices a face of ``faces`` (M, 3) names."""
+    found = torch.zeros(count, dtype=torch.bool, device=faces.device)
+    found[faces.reshape(-1)] = True
+    return found
 
 
 def uv_areas(uvs: Tensor, faces: Tensor) -> Tensor:
@@ -203,8 +213,11 @@ def shared_by_many(faces: Tensor) -> int:
     return int(third.unique_consecutive().shape[0])
 
 
-def load_mesh(path: Path) -> tuple[Mesh, tuple[str, ...]]:
+def load_mesh(path: Path, check: Callable[[], None] = lambda: None) -> tuple[Mesh, tuple[str, ...]]:
     """The mesh in a GLB, glTF, OBJ, PLY or STL file, and lines about it; several objects become one.
+
+    Args:
+        check: called ten times a second while the file is read; may raise to cancel.
 
     Raises:
         InputError: another format. CheckpointError: no such file, damaged, or nothing in it.
@@ -215,9 +228,14 @@ def load_mesh(path: Path) -> tuple[Mesh, tuple[str, ...]]:
     if not path.is_file():
         raise CheckpointError(f"no mesh file {str(path)!r}", expected="a file", fix="Choose one that exists.")
     trimesh = imported("trimesh")
+    pool = ThreadPoolExecutor(1)  # the readers cannot be asked to stop: after a cancel one ends unheard
+    reading = pool.submit(lambda: trimesh.load_scene(path, process=False).to_mesh())
+    pool.shutdown(wait=False)
+    while not reading.done():
+        wait((reading,), POLL_SECONDS)
+        check()
     try:
-        # STL repeats each corner; the others keep vertices apart where their UVs differ
-        loaded = trimesh.load_scene(path, process=path.suffix.lower() == ".stl").to_mesh()
+        loaded = reading.result()
     except Exception as error:  # each format's reader raises its own kinds
         raise CheckpointError(
             f"mesh file {path.name!r} cannot be read ({type(error).__name__}: {error})",
@@ -231,11 +249,14 @@ def load_mesh(path: Path) -> tuple[Mesh, tuple[str, ...]]:
     if uvs is not None:
         uvs = torch.stack((uvs[:, 0], 1 - uvs[:, 1]), dim=1)  # trimesh counts v upwards, whatever the file does
     vertices = torch.tensor(loaded.vertices, dtype=torch.float64)
+    faces = torch.tensor(loaded.faces, dtype=torch.int64)
+    if path.suffix.lower() == ".stl":  # which repeats each corner; others keep vertices apart where their UVs differ
+        own = numbered(vertices + 0.0)  # no negative zeros
+        vertices, faces = vertices.new_zeros(int(own.max()) + 1, 3).index_copy_(0, own, vertices), own[faces]
     vertices, moved = _near_origin(vertices)
-    mesh = Mesh(vertices, torch.tensor(loaded.faces, dtype=torch.int64), uvs)
     textured = "with" if uvs is not None else "no"
-    said = f"{len(loaded.faces)} faces, {len(loaded.vertices)} vertices, {textured} UVs"
-    return mesh, (said, *moved, *size_notes(len(loaded.faces)))
+    said = f"{len(faces)} faces, {len(vertices)} vertices, {textured} UVs"
+    return Mesh(vertices, faces, uvs), (said, *moved, *size_notes(len(faces)))
 
 
 def _near_origin(vertices: Tensor) -> tuple[Tensor, list[str]]:
@@ -279,6 +300,19 @@ def write_glb(path: Path, mesh: Mesh, texture: Tensor, metallic_roughness: Tenso
     )
     path.write_bytes(made.export(file_type="glb", include_normals=True))
     return path
+
+
+def numbered(rows: Tensor) -> Tensor:
+    """(N,) int64: the same number for equal rows of ``rows`` (N, K), bit for bit; 64 bits a value.
+
+    Column by column: sorting numbers is many times faster than sorting rows.
+    """
+    columns = rows.contiguous().view(torch.int64).unbind(1)
+    found = columns[0].unique(return_inverse=True)[1]
+    for column in columns[1:]:
+        other = column.unique(return_inverse=True)[1]
+        found = (found * (other.max() + 1) + other).unique(return_inverse=True)[1]
+    return found
 
 
 def welded(vertices: Tensor) -> Tensor:

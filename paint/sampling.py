@@ -17,6 +17,7 @@ from .cameras import CameraTable, camera_ids, camera_notes
 from .encoders import dino_states
 from .loading import LoadedPaint
 from .multiview import Run
+from .needs import asked, costed, decoding_bytes, encoding_bytes, looking_bytes, step_bytes
 from .pbr import MATERIALS
 from .pictures import GREY, WHITE, checked_pictures, over, resized, squared
 from .samplers import Schedule, lcm_schedule, schedule_for, schedule_of, solver_for
@@ -29,9 +30,7 @@ PREVIEW = (  # Stable Diffusion's latents as colours, roughly
     (-0.2829, 0.1762, 0.2721),
     (-0.2120, -0.2616, -0.7177),
 )
-COPIES = 16  # feature maps of the first level that are alive together; counted in tests/paint/test_memory.py
 LATENT_KEY = "anygpu"
-SPARE_BYTES = 256 * 1024**2  # the middle of a feed-forward, and what attention takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,9 +221,10 @@ def sampled(
     x = solver.begin(draw(), start)
     rows = (0.0, settings.reference_scale) if settings.guidance != 1 else (settings.reference_scale,)
     run = Run(views, conditions.reference, rows, settings.multiview_scale, materials, None, conditions.rotary)
-    need = activation_bytes(loaded, views * materials * len(rows), shape[-2:])
-    count = len(solver.schedule)
-    with loaded.residency.hold("unet", need, progress) as unet, checked_leaves(unet, progress.check):
+    size, count = (shape[-2], shape[-1]), len(solver.schedule)
+    need = asked(step_bytes(loaded, views * materials * len(rows), size, references_in(conditions)))
+    hold = loaded.residency.hold("unet", need, progress)
+    with costed(loaded, "painting", progress), hold as unet, checked_leaves(unet, progress.check):
         for index, time in enumerate(solver.schedule.timesteps):
             step = torch.tensor([time], dtype=torch.float32, device=device)
             velocity = predicted(unet, solver.model_input(x, index).to(device), step, conditions, run)
@@ -256,15 +256,15 @@ def predicted(unet: Any, x: Tensor, step: Tensor, conditions: Conditions, run: R
     return unet(sample.expand(rows, *sample.shape), step, conditions.maps, dino, run)
 
 
+def references_in(conditions: Conditions) -> int:
+    """How many reference pictures the kept tokens are of."""
+    most = max((kept.shape[1] for kept in conditions.reference.values()), default=0)
+    return most // (conditions.maps.shape[-2] * conditions.maps.shape[-1])
+
+
 def preview_of(latents: Tensor) -> Tensor:
     """Rough pictures (V, h, w, 3) in 0..1 of scaled latents."""
     return (torch.einsum("bchw,cr->bhwr", latents, torch.tensor(PREVIEW)) * 0.5 + 0.5).clamp(0, 1)
-
-
-def activation_bytes(loaded: LoadedPaint, pictures: int, size: Sequence[int]) -> int:
-    """Bytes that one forward over ``pictures`` latents of (h, w) takes beside the weights."""
-    residual = loaded.precision.residual or loaded.precision.transformer
-    return pictures * size[0] * size[1] * loaded.shape.widths[0] * residual.itemsize * COPIES + SPARE_BYTES
 
 
 def _checked(
@@ -309,8 +309,8 @@ def _conditions(
     references, normals, positions, ids = given
     device, size = execution_device(loaded.residency), settings.size
     generator = generator_for(settings.seed)
-    need = vae.activation_bytes(size, size, loaded.precision.vae)
-    with loaded.residency.hold("vae", need, progress) as module:
+    need = asked(encoding_bytes(size, size, loaded.precision.vae))
+    with costed(loaded, "encoding", progress), loaded.residency.hold("vae", need, progress) as module:
         found = []
         for index, pictures in enumerate((references, normals, positions)):  # the order in which upstream draws
             found.append(vae.encoded(module, pictures, generator, device, progress) * vae.SCALE)
@@ -322,8 +322,9 @@ def _conditions(
         widths = {level: width // heads for level, (width, heads) in enumerate(pairs)}
         tables = rotary_by_tokens(positions.permute(0, 3, 1, 2), size // vae.REDUCTION, widths)
         rotary = {tokens: (cos.to(device), sin.to(device)) for tokens, (cos, sin) in tables.items()}
-    need = activation_bytes(loaded, len(references), found[0].shape[-2:])
-    with loaded.residency.hold("reference", need, progress) as stream, checked_leaves(stream, progress.check):
+    need = asked(looking_bytes(loaded, len(references), (found[0].shape[-2], found[0].shape[-1])))
+    hold = loaded.residency.hold("reference", need, progress)
+    with costed(loaded, "reference", progress), hold as stream, checked_leaves(stream, progress.check):
         reference = stream(found[0][None].to(device))
     maps = torch.cat((found[1], found[2]), dim=1)[None].to(device)
     return Conditions(maps, reference, torch.tensor(ids, device=device), rotary, dino)
@@ -350,8 +351,8 @@ def _dino(loaded: LoadedPaint, inputs: PaintInputs, reference: Tensor, progress:
 
 def _decoded(loaded: LoadedPaint, latents: Tensor, views: int, settings: PaintSettings, progress: Any) -> Painted:
     device, plain = execution_device(loaded.residency), latents / vae.SCALE
-    need = vae.activation_bytes(settings.size, settings.size, loaded.precision.vae)
-    with loaded.residency.hold("vae", need, progress) as module:
+    need = asked(decoding_bytes(settings.size, settings.size, loaded.precision.vae))
+    with costed(loaded, "decoding", progress), loaded.residency.hold("vae", need, progress) as module:
         pictures = vae.decoded(module, plain, device, progress, "decoding")
     return Painted(pictures[:views], pictures[views:] if len(pictures) > views else None, plain)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..compat.device import GIBIBYTE, free_bytes
 from ..compat.errors import InputError, PackError
-from ..compat.execution import HOST, execution_device
+from ..compat.execution import HOST, Checked, execution_device
 from ..compat.parts import Silent
 from .bake import BakeSettings, bake
 from .cameras import DEFAULT_VIEWS, CameraTable
@@ -88,6 +88,7 @@ def maps_of(
     family: str | None = None,
     normals: str = "auto",
     size: int = VIEW_SIZE,
+    progress: Any = None,
     device: torch.device | None = None,
 ) -> tuple[Maps, CameraTable, Surface]:
     """Maps of the mesh on the CPU, the cameras they are of, and the checked surface.
@@ -101,10 +102,11 @@ def maps_of(
     """
     if normals not in NORMALS:
         raise InputError(f"normals {normals!r}", expected=f"one of {', '.join(NORMALS)}", fix="Choose auto.")
-    surface = Surface.of(mesh, device)
     table = cameras or DEFAULT_VIEWS
     flat = family == "paint_pbr" if normals == "auto" else normals == "flat"
-    return rendered_maps(surface, table, size, flat, collected=HOST), table, surface
+    with Checked((progress or Silent()).check):
+        surface = Surface.of(mesh, device)
+        return rendered_maps(surface, table, size, flat, collected=HOST), table, surface
 
 
 def texture_of(
@@ -125,27 +127,35 @@ def texture_of(
         InputError: what :func:`bake.bake` and :func:`fill.filled` refuse.
     """
     progress = progress or Silent()
+    target = roomy(device, settings.size**2 * TEXEL_BYTES, progress.say)
     baking = BakeSettings(settings.size, settings.view_size, settings.form, settings.exact)
-    surface = Surface.of(mesh, roomy(device, settings.size**2 * TEXEL_BYTES, progress.say))
-    total, done = len(cameras) * (1 if metallic_roughness is None else 2), -1
-
-    def check() -> None:
-        nonlocal done
-        done += 1
-        progress.check()
-        if done:
-            progress.step(done, total, "baking")
-
-    baked = bake(surface, cameras, pictures, baking, check)
-    colour = filled(baked, surface, settings.fill, settings.exact)
-    metallic = roughness = None
-    if metallic_roughness is not None:
-        second = bake(surface, cameras, metallic_roughness, baking, check)
-        both = filled(second, surface, settings.fill, settings.exact).cpu()
-        metallic, roughness = both[..., 0], both[..., 1]
+    total = len(cameras) * (1 if metallic_roughness is None else 2)
+    count = counted(progress, total, "baking")
+    with Checked(progress.check):
+        surface = Surface.of(mesh, target)
+        baked = bake(surface, cameras, pictures, baking, count)
+        colour = filled(baked, surface, settings.fill, settings.exact, progress.check)
+        metallic = roughness = None
+        if metallic_roughness is not None:
+            second = bake(surface, cameras, metallic_roughness, baking, count)
+            both = filled(second, surface, settings.fill, settings.exact, progress.check).cpu()
+            metallic, roughness = both[..., 0], both[..., 1]
     progress.step(total, total, "baking")
     share = f"{baked.share:.1%} of the surface painted, the rest filled from beside it"
     return Texture(colour.cpu(), metallic, roughness, baked.painted.cpu(), baked.share, (share, *baked.notes))
+
+
+def counted(progress: Any, total: int, stage: str) -> Callable[[], None]:
+    """A function to call before each of ``total`` things: it says how many are done."""
+    done = -1
+
+    def count() -> None:
+        nonlocal done
+        done += 1
+        if done:
+            progress.step(done, total, stage)
+
+    return count
 
 
 def roomy(device: torch.device | None, needed_bytes: int, say: Callable[[str], None]) -> torch.device | None:
@@ -157,9 +167,7 @@ def roomy(device: torch.device | None, needed_bytes: int, say: Callable[[str], N
     return HOST
 
 
-def greedy_cameras(
-    mesh: Mesh | None, max_views: int, say: Callable[[str], None], device: torch.device | None = None
-) -> CameraTable:
+def greedy_cameras(mesh: Mesh | None, max_views: int, progress: Any, device: torch.device | None = None) -> CameraTable:
     """The six fixed views and, up to ``max_views``, those that show most of what is unseen.
 
     Raises:
@@ -167,8 +175,9 @@ def greedy_cameras(
     """
     if mesh is None:
         raise InputError("no mesh for greedy cameras", expected="the mesh to paint", fix="Connect it, or choose list.")
-    table, share = chosen_views(Surface.of(mesh, device), max_views)
-    say(f"{len(table)} views see {share:.1%} of the surface")
+    with Checked(progress.check):
+        table, share = chosen_views(Surface.of(mesh, device), max_views)
+    progress.say(f"{len(table)} views see {share:.1%} of the surface")
     return table
 
 
@@ -209,14 +218,15 @@ def textured(
     """
     progress = progress or Silent()
     device = execution_device(loaded.residency)
-    surface = Surface.of(mesh, device)
-    surface.with_uvs()
+    with Checked(progress.check):
+        surface = Surface.of(mesh, device)
+        surface.with_uvs()
     for note in surface.notes:
         progress.say(note)
     with torch.no_grad():
         greedy = loaded.family == "paint_pbr"
-        cameras = greedy_cameras(mesh, settings.max_views, progress.say, device) if greedy else DEFAULT_VIEWS
-        maps, _, _ = maps_of(mesh, cameras, loaded.family, "auto", settings.texture.view_size, device)
+        cameras = greedy_cameras(mesh, settings.max_views, progress, device) if greedy else DEFAULT_VIEWS
+        maps, _, _ = maps_of(mesh, cameras, loaded.family, "auto", settings.texture.view_size, progress, device)
         references = references_of(loaded, pictures, delight, settings.delight, progress)
         inputs = PaintInputs(references, maps.normal, maps.position, cameras, dino)
         del maps

@@ -17,7 +17,6 @@ from .pictures import shown, signed
 SCALE, REDUCTION = 0.18215, 8
 OLD_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}  # before diffusers 0.15
 OLD = re.compile(rf"(?<=\.)({'|'.join(OLD_NAMES)})(?=\.(weight|bias)$)")
-WIDEST = 832  # features per pixel alive together at the peak of the decoder; counted in tests/paint/test_memory.py
 
 
 def autoencoder(config: Mapping[str, Any]) -> nn.Module:
@@ -105,8 +104,3 @@ def decoded(vae: Any, latents: Tensor, device: torch.device, progress: Any, stag
             pictures.append(shown(picture.cpu().float()))
             progress.step(index + 1, len(latents), stage)
     return torch.cat(pictures)
-
-
-def activation_bytes(height: int, width: int, dtype: torch.dtype) -> int:
-    """Bytes that encoding or decoding one picture takes beside the weights."""
-    return height * width * WIDEST * dtype.itemsize

@@ -103,16 +103,19 @@ def rendered_maps(
         raise InputError(
             f"view size {size}", expected=f"{SIZES[0]} to {SIZES[1]} pixels", fix="2048 suits most meshes."
         )
-    positions, normals, masks, target = [], [], [], collected or surface.vertices.device
-    for camera in table:
+    target, shape = collected or surface.vertices.device, (len(table), size, size)
+    # filled in place: stacked at the end they would be there twice
+    positions, normals = (torch.empty((*shape, 3), device=target) for _ in range(2))
+    masks = torch.empty(shape, dtype=torch.bool, device=target)
+    for index, camera in enumerate(table):
         view = rasterised(surface, camera, size, table.ortho_scale, caster)
         place = view.shown.interpolated(surface.vertices, surface.faces)
         shown, faces = view.shown, surface.faces
         normal = surface.face_normals[shown.face] if flat else shown.interpolated(surface.vertex_normals, faces)
-        positions.append(_map(view, place, 1 / (2 * RADIUS)).to(target))
-        normals.append(_map(view, normal, 0.5).to(target))
-        masks.append((view.ids >= 0).to(target))
-    return Maps(torch.stack(positions), torch.stack(normals), torch.stack(masks))
+        positions[index] = _map(view, place, 1 / (2 * RADIUS))
+        normals[index] = _map(view, normal, 0.5)
+        masks[index] = view.ids >= 0
+    return Maps(positions, normals, masks)
 
 
 def _map(view: View, values: Tensor, gain: float) -> Tensor:

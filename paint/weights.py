@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,10 @@ class Weights:
     shapes: Mapping[str, tuple[int, ...]]
     entries: Mapping[str, TensorEntry] | None
     total_bytes: int
+
+    def bytes_as(self, dtype: torch.dtype) -> dict[str, int]:
+        """The bytes of each tensor in ``dtype``."""
+        return {name: prod(shape) * dtype.itemsize for name, shape in self.shapes.items()}
 
     def read(self, names: Iterable[str], dtype_of: DtypeOf, advance: Advance) -> dict[str, torch.Tensor]:
         """The tensors ``names`` in ordinary host memory, floating ones in ``dtype_of(name)``.

@@ -85,11 +85,15 @@ def stages(kind: str, pixels: int, views: int, dtypes: Dtypes, rows: int = 2) ->
 
         picture, latent = torch.empty(1, 3, pixels, pixels), torch.empty(1, 4, side, side)
         counted("encode a picture", "vae", lambda: made["vae"].encode(picture.to(dtypes.compute)).latent_dist.mean)
-        kept = counted("look at the reference", "reference", lambda: made["reference"](latent[None]))
-        left = sum(tensor.nbytes for tensor in kept.values())
-        run = Run(views, kept, (0.0, 1.0)[-rows:], materials=materials)
-        sample, maps, step = (rows, views, 4, side, side), torch.empty(1, views, 8, side, side), torch.empty(1)
-        if kind == "paint":
+        left, step = 0, torch.empty(1)
+        if kind != "delight":
+            kept = counted("look at the reference", "reference", lambda: made["reference"](latent[None]))
+            left = sum(tensor.nbytes for tensor in kept.values())
+            run = Run(views, kept, (0.0, 1.0)[-rows:], materials=materials)
+            sample, maps = (rows, views, 4, side, side), torch.empty(1, views, 8, side, side)
+        if kind == "delight":
+            given = (torch.empty(rows, 8, side, side), step, torch.empty(rows, 77, 1024))
+        elif kind == "paint":
             given = (torch.empty(sample), step, maps, torch.zeros(views, dtype=torch.long), run)
         else:
             given = (torch.empty(rows, 2, *sample[1:]), step, maps, torch.empty(rows, 257, 1536), run)

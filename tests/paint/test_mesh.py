@@ -14,7 +14,7 @@ import torch
 from anygpu.compat.errors import CheckpointError, InputError, MissingPackageError
 from anygpu.paint import mesh as meshes
 from anygpu.paint import synthetic
-from anygpu.paint.mesh import Mesh, Surface, load_mesh, shared_by_many, welded, welded_normals, write_glb
+from anygpu.paint.mesh import Mesh, Surface, load_mesh, numbered, shared_by_many, welded, welded_normals, write_glb
 
 BOX = synthetic.box()
 
@@ -140,6 +140,14 @@ def test_vertices_in_one_place_get_one_number():
     places = torch.tensor([[0.0, 0, 0], [1, 0, 0], [-0.0, 1e-7, 0], [0, 1, 0], [1, 0, 0]])
     assert welded(places).tolist() == [0, 2, 0, 1, 2]
     assert welded(BOX.vertices).unique().numel() == 8
+
+
+def test_equal_rows_get_one_number():
+    rows = torch.randint(-2, 3, (200, 3), generator=torch.Generator().manual_seed(0))
+    wanted = rows.unique(dim=0, return_inverse=True)[1]
+    assert wanted.max() > 50
+    for found in (numbered(rows), numbered(rows.double() / 3)):
+        assert torch.equal(found[:, None] == found, wanted[:, None] == wanted)
 
 
 def test_normals_go_on_across_seams():

@@ -229,26 +229,3 @@ def test_pbr_with_its_own_dino(pbr_folder, inputs, tmp_path):
     assert found.shape == (1, 1 + (224 // config.patch_size) ** 2, 1536)
     assert torch.allclose(found, wanted, atol=1e-4)
     assert paint_views(loaded, inputs, TINY).views.shape == (6, 64, 64, 3)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("kind", ["paint", "paint_pbr"])
-def test_layers_compile_without_a_graph_break(kind, paint_folder, pbr_folder, inputs):
-    """By the eager backend, which traces as any other does."""
-    states = torch.randn(1, 17, 1536, generator=torch.Generator().manual_seed(0))
-    given, folder = replace(inputs, dino=states), {"paint": paint_folder, "paint_pbr": pbr_folder}[kind]
-    compiled = []
-
-    def prepared(part, module):
-        for layer in module.modules():
-            if type(layer).__name__ in ("MultiviewLayer", "PbrLayer", "Recording", "Residual"):
-                layer.compile(backend="eager", fullgraph=True)
-                compiled.append(layer)
-        return lambda: None
-
-    plain = load_paint(PaintRequest(folder, device="cpu"))
-    loaded = load_paint(PaintRequest(folder, device="cpu", prepare=prepared))
-    with torch._dynamo.config.patch(cache_size_limit=64):
-        found = paint_views(loaded, given, TINY).views
-    assert compiled
-    assert (found - paint_views(plain, given, TINY).views).abs().max() <= 1e-3

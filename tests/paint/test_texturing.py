@@ -10,6 +10,7 @@ import pytest
 import torch
 from anygpu.compat.errors import InputError
 from anygpu.compat.execution import HOST
+from anygpu.compat.parts import Silent
 from anygpu.paint import texturing
 from anygpu.paint.bake import BakeSettings, bake
 from anygpu.paint.cameras import DEFAULT_VIEWS, camera_table
@@ -57,7 +58,7 @@ def test_unknown_normals_and_greedy_without_a_mesh_are_one_line():
     with pytest.raises(InputError, match="normals 'x'; expected one of auto, smooth, flat"):
         texturing.maps_of(box(), None, None, "x", 64)
     with pytest.raises(InputError, match="no mesh for greedy cameras"):
-        texturing.greedy_cameras(None, 8, print)
+        texturing.greedy_cameras(None, 8, Silent())
 
 
 def test_a_texture_is_the_baked_and_filled_one_and_near_the_ideal(recorded):

@@ -1,0 +1,111 @@
+"""A cancel is obeyed in the middle of every stage that is no network: between any two operations, and while reading."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import types
+
+import pytest
+import torch
+from anygpu.compat.execution import Checked
+from anygpu.compat.parts import Silent
+from anygpu.paint import texturing
+from anygpu.paint.bake import BakeSettings, bake
+from anygpu.paint.cameras import DEFAULT_VIEWS
+from anygpu.paint.cleaning import cleaned
+from anygpu.paint.fill import filled
+from anygpu.paint.mesh import Surface, load_mesh
+from anygpu.paint.synthetic import box, torus
+from anygpu.paint.turntable import turntable
+
+MESH = torus(6, 12)
+PICTURES = torch.rand(6, 16, 16, 3, generator=torch.Generator().manual_seed(0))
+
+
+class Cancel(Exception):
+    """What the host raises."""
+
+
+class Cancelling(Silent):
+    """Counts how often it is asked, and cancels at one of these times."""
+
+    def __init__(self, at: int = 0) -> None:
+        self.at, self.asked = at, 0
+
+    def check(self) -> None:
+        self.asked += 1
+        if self.asked == self.at:
+            raise Cancel
+
+
+def painted_exactly(progress: Cancelling) -> None:
+    surface = Surface.of(MESH)
+    baked = bake(surface, DEFAULT_VIEWS, PICTURES, BakeSettings(32, 64, exact=True))
+    filled(baked, surface, exact=True, check=progress.check)
+
+
+def textured(form: str):
+    settings = texturing.TextureSettings(size=32, view_size=64, form=form)
+    return lambda progress: texturing.texture_of(MESH, DEFAULT_VIEWS, PICTURES, PICTURES, settings, progress)
+
+
+def turned(progress: Cancelling) -> None:
+    with Checked(progress.check):
+        turntable(Surface.of(MESH), None, 2, 32)
+
+
+def tidied(progress: Cancelling) -> None:
+    with Checked(progress.check):
+        cleaned(MESH)
+
+
+STAGES = {  # what is done, and the least number of operations it has
+    "maps": (lambda progress: texturing.maps_of(MESH, None, "paint", "auto", 64, progress), 500),
+    "greedy cameras": (lambda progress: texturing.greedy_cameras(box(), 7, progress), 500),
+    "bake by gathering, and fill": (textured("gather"), 2000),
+    "bake by scattering, and fill": (textured("scatter"), 2000),
+    "fill in the published order": (painted_exactly, 50),
+    "turntable": (turned, 200),
+    "clean": (tidied, 100),
+}
+
+
+SLOW = {"greedy cameras", "bake by scattering, and fill"}
+
+
+@pytest.mark.parametrize("stage", [pytest.param(name, marks=[pytest.mark.full] * (name in SLOW)) for name in STAGES])
+def test_a_stage_is_left_at_once(stage):
+    act, least = STAGES[stage]
+    whole = Cancelling()
+    act(whole)
+    assert whole.asked >= least
+    for at in (1, whole.asked // 2, whole.asked):
+        progress = Cancelling(at)
+        with pytest.raises(Cancel):
+            act(progress)
+        assert progress.asked == at, "it went on after the cancel"
+
+
+def test_checks_change_nothing():
+    plain = texturing.texture_of(MESH, DEFAULT_VIEWS, PICTURES, None, texturing.TextureSettings(32, 64))
+    surface = Surface.of(MESH)
+    baked = bake(surface, DEFAULT_VIEWS, PICTURES, BakeSettings(32, 64))
+    assert torch.equal(plain.colour, filled(baked, surface))
+
+
+def test_a_file_that_takes_long_to_read_is_left_at_once(tmp_path, monkeypatch):
+    going, progress = threading.Event(), Cancelling(3)
+
+    def load_scene(path, process):
+        going.wait(60)
+        raise ValueError("read to its end, with nobody listening")
+
+    monkeypatch.setitem(sys.modules, "trimesh", types.SimpleNamespace(load_scene=load_scene))
+    (tmp_path / "shape.glb").write_bytes(b"")
+    try:
+        with pytest.raises(Cancel):
+            load_mesh(tmp_path / "shape.glb", progress.check)
+    finally:
+        going.set()
+    assert progress.asked == 3

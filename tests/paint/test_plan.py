@@ -1,0 +1,23 @@
+"""The Memory Plan of a paint pipeline: the same words and bars as of a video's, its stages named as in its account."""
+
+from __future__ import annotations
+
+from anygpu.paint.loading import PaintRequest, load_paint
+from anygpu.paint.needs import MODES, paint_needs
+from anygpu.pipelines.estimates import Forecast
+from anygpu.pipelines.memory_plan import shown
+
+
+def test_each_mode_has_its_stages_and_bars(paint_folder):
+    loaded = load_paint(PaintRequest(paint_folder, precision="fp32", device="cpu"))
+    found = tuple(Forecast(mode, paint_needs(loaded, 64, 2, None, mode)) for mode in MODES)
+    text, bars = shown(loaded, "Hunyuan3D paint", ", 2 views", found)
+    lines = text.splitlines()
+    assert lines[0].startswith("Hunyuan3D paint, 2 views: cpu has ")
+    for each in found:
+        line = next(line for line in lines if line.startswith(f"{each.mode}: peak "))
+        assert all(f"{stage.name} " in line for stage in each.stages)
+    assert {"encoding", "painting", "decoding"} <= {stage.name for stage in found[0].stages}
+    assert found[0].peak > found[1].peak >= found[2].peak
+    assert any(line.startswith("plan: read") for line in lines)
+    assert bars.shape[0] == 1 and bars.shape[2:] == (1200, 3) and float(bars.std()) > 0.05
