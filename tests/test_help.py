@@ -1,0 +1,102 @@
+"""Help in other languages says what the English page says: same parts, code and links, and names as on the node."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+from test_docs import NODES
+from test_web import LANGUAGES, translated
+
+HELP = Path(__file__).resolve().parent.parent / "web" / "docs"
+LETTERS = {"zh": "一-鿿", "ja": "ぁ-ヿ", "ko": "가-힣"}
+
+
+@cache
+def pieces(node_id: str, language: str) -> list[tuple[str, str]]:
+    """Headings, paragraphs (pictures too) and table cells of a page in their order, each with its kind.
+
+    A cell's kind is ``cell``, the number of its table, its row and its column.
+    """
+    found: list[tuple[str, str]] = []
+    tables = 0
+    for block in re.split(r"\n{2,}", (HELP / node_id / f"{language}.md").read_text(encoding="utf-8").strip()):
+        lines = block.split("\n")
+        if lines[0].startswith("|"):
+            tables += 1
+            rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+            found += [(f"cell {tables}.{r}.{c}", cell) for r, row in enumerate(rows) for c, cell in enumerate(row)]
+        else:
+            found.append((block[: len(block) - len(block.lstrip("#"))] or "paragraph", " ".join(lines)))
+    return found
+
+
+def kept(piece: str) -> tuple[list[str], list[str]]:
+    """What no language changes in a piece: its code, and where its links and pictures lead; the order may differ."""
+    return sorted(re.findall(r"`[^`]*`", piece)), sorted(re.findall(r"\]\(([^)]*)\)", piece))
+
+
+def is_prose(kind: str, piece: str) -> bool:
+    """Whether a piece has a few words beside code, addresses and the choices of an input."""
+    text = re.sub(r"`[^`]*`|\]\([^)]*\)", " ", piece)
+    return len(re.findall(r"\b[a-z]{2,}\b", text)) >= 4 and not re.fullmatch(r"cell 1\.\d+\.1", kind)
+
+
+@pytest.mark.parametrize("node_id", NODES)
+def test_help_exists_in_the_languages_of_the_names(node_id):
+    assert {path.stem for path in (HELP / node_id).glob("*.md")} == {"en", *LANGUAGES}
+
+
+def pages(language: str) -> Iterator[tuple[str, list[tuple[str, str]], list[tuple[str, str]]]]:
+    """Each node with its English page and that of a language; one that is missing fails the test above alone."""
+    for node_id in NODES:
+        if all((HELP / node_id / f"{name}.md").is_file() for name in ("en", language)):
+            yield node_id, pieces(node_id, "en"), pieces(node_id, language)
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_translated_help_has_the_parts_code_and_links_of_the_english(language):
+    """Lists each piece that differs; a page with other headings, paragraphs, rows or columns is named once."""
+    wrong = []
+    for node_id, english, other in pages(language):
+        if [kind for kind, _ in english] != [kind for kind, _ in other]:
+            wrong.append(f"{node_id}: other headings, paragraphs, rows or columns")
+            continue
+        pairs = zip(english, other, strict=True)
+        wrong += [f"{node_id} {kind}: {said}" for (kind, said), (_, text) in pairs if kept(said) != kept(text)]
+    assert not wrong
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_translated_help_is_translated(language):
+    """No sentence is the English one, and each has the language's own letters, where it has some."""
+    letters = re.compile(f"[{LETTERS.get(language, 'a-z')}]")
+    left = []
+    for node_id, english, other in pages(language):
+        for (kind, said), (_, text) in zip(english, other, strict=False):
+            if is_prose(kind, said) and (said == text or not letters.search(text)):
+                left.append(f"{node_id} {kind}: {said}")
+    assert not left
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_translated_help_answers_the_same(language):
+    """In the tables of families yes is one word on all pages, and no another."""
+    found = [pair for _, english, other in pages(language) for pair in zip(english, other, strict=False)]
+    answers = [(said, text) for (_, said), (_, text) in found if said in ("yes", "no")]
+    assert len(answers) > 100 and len(set(answers)) == 2 and len({text for _, text in answers}) == 2
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_translated_help_calls_nodes_and_inputs_as_the_node_does(language):
+    nodes, wrong = translated(language), []
+    for node_id, _, ((_, title), *rest) in pages(language):
+        names = nodes[node_id]
+        first_column = " ".join(text for kind, text in rest if re.fullmatch(r"cell 1\.\d+\.0", kind))
+        expected = [f"{entry['name']} `{name}`" for name, entry in names["inputs"].items()]
+        wrong += [f"{node_id}: {text}" for text in expected if text not in first_column]
+        wrong += [f"{node_id}: {title}"] * (title != f"# {names['display_name']}")
+    assert not wrong
