@@ -1,7 +1,7 @@
 """What runs need and move on the simulated device, by family and offload mode: ``python benchmarks/memory.py``.
 
-Rows go to ``results/memory.csv`` (runs), ``results/memory_decode.csv`` (forms of decode) and ``results/memory_fit.csv``
-(what the factors of `pipelines/estimates.py` are fitted to), and the tables of `docs/memory.md` are written anew.
+Rows go to ``results/memory.csv`` (runs), ``results/memory_peers.csv`` and ``results/memory_decode.csv`` (forms of
+decode), and the tables of `docs/memory.md` are written anew. The factors of forecasts are those of ``memory_fits.py``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,8 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from anygpu.compat.vae_care import Form  # noqa: E402
 from anygpu.pipelines import stages, tiny  # noqa: E402
-from anygpu.pipelines.contract import Latents, PromptRequest, SampleSettings, Silent  # noqa: E402
-from anygpu.pipelines.estimates import MODE_ORDER, decoding_bytes, forecast, sampling_bytes  # noqa: E402
-from anygpu.pipelines.estimates import Size as RunSize  # noqa: E402
+from anygpu.pipelines.contract import Latents, Silent  # noqa: E402
+from anygpu.pipelines.estimates import MODE_ORDER, forecast  # noqa: E402
 from anygpu.pipelines.loading import LoadRequest, load  # noqa: E402
 from simulated import accelerator, fitting  # noqa: E402
 
@@ -35,12 +33,6 @@ FORMS = (
     Form("streaming", tile=64),
     Form("streaming", tile=16),
 )
-FIT_SIZES: Mapping[str, tuple[tuple[int, int, int], ...]] = {  # width, height, frames: none of them is a test's
-    "ltx": ((96, 64, 17), (128, 96, 25), (160, 128, 33)),
-    "mochi": ((96, 64, 13), (128, 96, 19)),
-    "hunyuan_video": ((96, 64, 9), (128, 96, 13), (128, 128, 21)),
-    "hunyuan_video_15": ((96, 64, 9), (128, 96, 13), (128, 128, 21)),
-}
 
 
 def runs(family: str, folder: Path) -> list[dict[str, Any]]:
@@ -157,42 +149,6 @@ def latents_for(loaded: Any, side: int = 128, frames: int = 4) -> Latents:
     return Latents(samples, loaded.family, "text", (frames - 1) * temporal + 1, side, side, 24.0, 0)
 
 
-def fitted(family: str, folder: Path) -> list[dict[str, Any]]:
-    """Activations of sampling and decode beside what the formulas give for them, at sizes that no test uses."""
-    found = []
-    for width, height, frames in FIT_SIZES.get(family, ()):
-        for guided in (False, True):
-            with accelerator.fresh() as device:
-                loaded = fitting.heavy(family, folder, device, "model")
-                size = RunSize(width, height, frames, guided)
-                settings = SampleSettings(width, height, frames, steps=2, cfg=2.0 if guided else 1.0)
-                with torch.no_grad():
-                    prompt = stages.encode_prompt(loaded, PromptRequest("a red fox", "blurry"), Silent())
-                    latents = stages.sample(loaded, prompt, None, settings, Silent())
-                    stages.decode(loaded, latents, Silent(), "full")
-                cost = {stage.stage: stage.peak_bytes for stage in loaded.residency.account.stages}
-                rows = (
-                    ("sampling", cost["sampling"] - loaded.weights["transformer"].total, sampling_bytes(loaded, size)),
-                    ("decoding", cost["decoding"] - loaded.weights["vae"].total, decoding_bytes(loaded, size)),
-                )
-                for stage, measured, formula in rows:
-                    found.append(
-                        {
-                            **machine(),
-                            "family": family,
-                            "stage": stage,
-                            "width": width,
-                            "height": height,
-                            "frames": frames,
-                            "guided": guided,
-                            "measured_bytes": measured,
-                            "formula_bytes": formula,
-                        }
-                    )
-                fitting.forget(loaded)
-    return found
-
-
 def _diffusers(folder: Path) -> Any:
     from anygpu.pipelines.tiny.heavy import build_heavy
     from diffusers import LTXPipeline
@@ -242,7 +198,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=ROOT / ".build" / "memory")
     parser.add_argument("--families", nargs="*", default=list(fitting.FAMILIES))
-    parser.add_argument("--tables", nargs="*", default=["modes", "peers", "decode", "fit"])
+    parser.add_argument("--tables", nargs="*", default=["modes", "peers", "decode"])
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
@@ -284,8 +240,6 @@ def main() -> None:
                 for row in decoded
             ],
         )  # fmt: skip
-    if "fit" in arguments.tables:
-        append("memory_fit", [row for family in arguments.families for row in fitted(family, arguments.folder)])
 
 
 if __name__ == "__main__":

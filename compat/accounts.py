@@ -16,6 +16,7 @@ from .device import peak_bytes, reset_peak, synchronize
 
 FILE = "memory.json"
 KEPT = 24  # stages, the newest last
+GIGABYTE, MEGABYTE = 1e9, 1e6
 
 
 @dataclass(slots=True)
@@ -65,14 +66,23 @@ class Account:
     moved_bytes: int = 0
     moving_seconds: float = 0.0
     stages: list[StageCost] = field(default_factory=list)
+    behind: list[tuple[torch.Event, torch.Event]] = field(default_factory=list)  # around copies nobody waited for
 
     def add(self, count: int, seconds: float) -> None:
         """``count`` bytes went to the device or back."""
         self.moved_bytes, self.moving_seconds = self.moved_bytes + count, self.moving_seconds + seconds
 
     @contextmanager
-    def moving(self, count: int) -> Iterator[None]:
-        """Count the block, in which ``count`` bytes move."""
+    def moving(self, count: int, behind: torch.device | None = None) -> Iterator[None]:
+        """Count the block, in which ``count`` bytes move; on the clock of ``behind`` where the host does not wait."""
+        if behind is not None:
+            first, last = (torch.Event(behind, enable_timing=True) for _ in range(2))
+            first.record()
+            yield
+            last.record()
+            self.moved_bytes += count
+            self.behind.append((first, last))
+            return
         started = time.perf_counter()
         yield
         self.add(count, time.perf_counter() - started)
@@ -86,12 +96,18 @@ class Account:
         started = time.perf_counter()
         yield cost
         synchronize(device)
+        self._settle()
         cost.seconds = time.perf_counter() - started
         cost.moved_bytes, cost.moving_seconds = self.moved_bytes - before[0], self.moving_seconds - before[1]
         cost.peak_bytes = peak_bytes(device) or 0
         cost.date = time.strftime("%Y-%m-%d %H:%M")
         self.stages = [*self.stages, cost][-KEPT:]
         self._keep(cost)
+
+    def _settle(self) -> None:
+        """Take in the time of the copies that nobody waited for; the device is done with them."""
+        self.moving_seconds += sum(first.elapsed_time(last) for first, last in self.behind) / 1000.0
+        self.behind = []
 
     def _keep(self, cost: StageCost) -> None:
         if self.state is None:
@@ -117,4 +133,10 @@ def kept_stages(state: Path) -> list[StageCost]:
 
 def amount_of(count: float) -> str:
     """Bytes in words: ``3.2 GB``, ``14.0 MB``."""
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+    return f"{count / GIGABYTE:.1f} GB" if count >= GIGABYTE else f"{count / MEGABYTE:.1f} MB"
+
+
+def amount(done: int, total: int) -> str:
+    """Bytes of bytes in words, such as ``11.2 of 23.9 GB``."""
+    unit, name = (GIGABYTE, "GB") if total >= GIGABYTE else (MEGABYTE, "MB")
+    return f"{done / unit:.1f} of {total / unit:.1f} {name}"

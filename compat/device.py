@@ -169,6 +169,24 @@ def synchronize(device: torch.device) -> None:
         module.synchronize()
 
 
+def locks_host_memory(device: torch.device) -> bool:
+    """Whether host memory can be locked for ``device``, so that copies to it need no staging; locks a byte to see."""
+    current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if current is None or current.type != device.type:
+        return False
+    try:
+        return torch.empty(1, dtype=torch.uint8, pin_memory=True).is_pinned()
+    except (RuntimeError, NotImplementedError):
+        return False
+
+
+def swap_free_bytes() -> int:
+    """Bytes of swap space that are free."""
+    import psutil
+
+    return int(psutil.swap_memory().free)
+
+
 def host_free_bytes() -> int:
     """Bytes of host memory that this process may still take: what is available, and what its control group leaves."""
     import psutil

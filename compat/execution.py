@@ -6,12 +6,13 @@ and diffusers' group offload leaves them on ``cpu``. What counts is the device o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 HOST = torch.device("cpu")
 COMPILED = "_anygpu_compiled"  # on a module whose inside is one graph: hooks belong around it
@@ -88,6 +89,22 @@ def generator_for(seed: int, state: bytes | None = None) -> torch.Generator:
 def state_of(generator: torch.Generator) -> bytes:
     """Where ``generator`` stands, as :func:`generator_for` takes it."""
     return bytes(generator.get_state().numpy().tobytes())
+
+
+class Checked(TorchFunctionMode):
+    """Calls ``called()`` before each torch operation of the block, so that a cancel is obeyed in long plain code.
+
+    A microsecond or two each; not for networks, whose operations are many and whose compiled blocks are traced.
+    """
+
+    def __init__(self, called: Callable[[], Any]) -> None:
+        super().__init__()
+        self.called = called
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What the operation returns."""
+        self.called()
+        return function(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -16,16 +16,22 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from .accounts import GIGABYTE as GIGABYTE
 from .accounts import Account
+from .accounts import amount as amount
+from .checkpoints import let_go
 from .device import GIBIBYTE, empty_cache
 from .errors import InputError, UnsupportedError
 from .execution import HOST
-from .transfer import transfer_for
+from .masters import HostWeights, views_of
+from .parts import Silent
+from .staging import sent_together
+from .transfer import arrived, transfer_for
 from .units import Units, unit_of, units_on
 
 HOSTED = "comfyui"  # the memory manager of the host around us: its residency is handed in
+KEPT = "_anygpu_kept"  # on a module: masters that stay in host memory while their copies are on a device
 CHOICES = ("auto", "none", "model", "group", "sequential", HOSTED)
-GIGABYTE, MEGABYTE = 1e9, 1e6
 
 COSTS: dict[str, str] = {
     "none": "every part stays on the device after its first use: fastest, needs room for transformer and VAE together",
@@ -42,12 +48,13 @@ class Terms:
 
     Args:
         devices: parts that compute elsewhere, by name. keep_free: bytes of the device that are left to others.
-        state: folder in which costs are kept.
+        state: folder in which costs are kept. host: how the masters of each part are kept.
     """
 
     devices: Mapping[str, torch.device] = field(default_factory=dict)
     keep_free: int = 0
     state: Path | None = None
+    host: HostWeights = field(default_factory=HostWeights)
 
 
 class ReadsParts(Protocol):
@@ -65,6 +72,7 @@ class Whole:
         parts: the modules by name, on the CPU when they are read.
         device: where they execute.
         make_room: told the bytes that are about to be needed on ``device``, so that a host can free others.
+        pinned: parts whose masters move into locked host memory where their weights come and go.
     """
 
     mode = "none"
@@ -75,9 +83,10 @@ class Whole:
         device: torch.device,
         make_room: Callable[[int], None] | None = None,
         account: Account | None = None,
+        pinned: tuple[str, ...] = (),
     ) -> None:
         self.parts, self.device, self.make_room = parts, device, make_room
-        self.account = account or Account()
+        self.account, self.pinned = account or Account(), pinned
 
     def __repr__(self) -> str:
         return f"offload {self.mode} on {self.device}"
@@ -129,14 +138,11 @@ class PerStage(Whole):
         _unhooked(module)
         move(module, HOST, part, progress)  # where another mode left it on the device
         self._ask_for_room(module, activation_bytes)
-        masters = [(tensor, tensor.data) for tensor in _tensors(module)]
         try:
-            move(module, self.device, part, progress, self.account)
+            move(module, self.device, part, progress, self.account, keep=True)
             yield module
         finally:
-            with torch.inference_mode(False), torch.no_grad():
-                for tensor, master in masters:
-                    tensor.data = master
+            move(module, HOST, part)
             empty_cache(self.device)
 
     def release(self, part: str) -> None:
@@ -169,12 +175,19 @@ class Grouped(Whole):
         units = taken_over(module, self.device, self.by_block(part))
         if units is None:
             move(module, HOST, part, progress)
-            units = Units(module, self.device, self.by_block(part), self.account)
-        units.owner_check = (lambda: None) if progress is None else progress.check
+            units = self.units_for(part, module, progress)
+        units.progress = progress or Silent()
         try:
             yield module
         finally:
             units.home()
+
+    def units_for(self, part: str, module: nn.Module, progress: Any = None) -> Units:
+        """New units on ``module``, which is on the host."""
+        pinned = part in self.pinned
+        return Units(
+            module, self.device, self.by_block(part), self.account, part=part, pinned=pinned, progress=progress
+        )
 
     def by_block(self, part: str) -> bool:
         """Whether the blocks of ``part`` move whole."""
@@ -266,6 +279,7 @@ def residency_for(
         automatic=choice == "auto",
         keep_free=terms.keep_free,
         account=Account(terms.state),
+        host=terms.host,
     )
     return planned, reason
 
@@ -349,27 +363,36 @@ def misplaced(leaf: nn.Module, x: torch.Tensor) -> UnsupportedError:
 
 
 def move(
-    module: nn.Module, device: torch.device, label: str, progress: Any = None, account: Account | None = None
+    module: nn.Module,
+    device: torch.device,
+    label: str,
+    progress: Any = None,
+    account: Account | None = None,
+    keep: bool = False,
 ) -> None:
-    """Move ``module`` to ``device``, submodule by submodule, reporting bytes and obeying a cancel.
+    """Move ``module`` to ``device``, tensor by tensor, reporting bytes and obeying a cancel, of a large one by slices.
 
-    A cancel or a failure on the way puts everything back, so that no module is left half moved.
+    A cancel or a failure on the way puts everything back, so that no module is left half moved. Masters that were kept
+    are not copied back: they take the place of their copies again.
+
+    Args:
+        keep: whether all masters stay in host memory; those that are views of their file do in any case.
     """
     away = [tensor for tensor in _tensors(module) if tensor.device != device]
     if not away:
         return
     origins = [(tensor, tensor.data) for tensor in away]
-    total, done = sum(tensor.numel() * tensor.element_size() for tensor in away), 0
-    kinds = {(tensor.device, tensor.dtype) for tensor in away} if device.type == HOST.type else set()
-    ways = {kind: transfer_for(*kind) for kind in kinds}  # weights that come back damaged would go out again so
+    total, done, copied = sum(tensor.numel() * tensor.element_size() for tensor in away), 0, 0
+    check = None if progress is None else progress.check
+    home = device.type == HOST.type
+    way = _carried_home(module, away, check) if home else _carried_out(module, away, device, check, keep)
     started = time.perf_counter()
     try:
         with torch.inference_mode(False), torch.no_grad():
-            for tensor in away:
+            for tensor, data, is_copy in way:
                 size = tensor.numel() * tensor.element_size()
-                way = ways.get((tensor.device, tensor.dtype))
-                tensor.data = tensor.data.to(device) if way is None else way.copied(tensor.data)
-                done += size
+                done, copied = done + size, copied + size * is_copy
+                tensor.data = data
                 if progress is not None:
                     progress.step(done, total, f"moving {label} {amount(done, total)}")
                     progress.check()
@@ -379,13 +402,48 @@ def move(
                 tensor.data = data
         raise
     if account is not None:
-        account.add(total, time.perf_counter() - started)
+        account.add(copied, time.perf_counter() - started)
 
 
-def amount(done: int, total: int) -> str:
-    """Bytes in words, such as ``11.2 of 23.9 GB``."""
-    unit, name = (GIGABYTE, "GB") if total >= GIGABYTE else (MEGABYTE, "MB")
-    return f"{done / unit:.1f} of {total / unit:.1f} {name}"
+def _carried_out(
+    module: nn.Module,
+    away: list[torch.Tensor],
+    device: torch.device,
+    check: Callable[[], None] | None,
+    keep: bool,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
+    """Each tensor with its copy on ``device``."""
+    views, kept = views_of(module), module.__dict__.setdefault(KEPT, {})
+
+    def sent(source: torch.Tensor) -> torch.Tensor:
+        return arrived(source, device, check, staged=views.staged and views.holds(source))
+
+    for index, there in sent_together([tensor.data for tensor in away], sent):
+        tensor = away[index]
+        kept.pop(id(tensor), None)
+        is_view = views.holds(tensor)
+        if keep or is_view:
+            kept[id(tensor)] = tensor, tensor.data
+        if is_view and not keep:
+            let_go(tensor.data)
+        yield tensor, there, True
+
+
+def _carried_home(
+    module: nn.Module, away: list[torch.Tensor], check: Callable[[], None] | None
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
+    """Each tensor with its data in host memory, the master that was kept or a copy, and whether it is a copy."""
+    kept = module.__dict__.get(KEPT, {})
+    kinds = {(tensor.device, tensor.dtype) for tensor in away if id(tensor) not in kept}
+    ways = {kind: transfer_for(*kind) for kind in kinds}  # weights that come back damaged would go out again so
+    for tensor in away:
+        if check is not None:
+            check()
+        master = kept.pop(id(tensor), None)
+        if master is not None:
+            yield tensor, master[1], False
+        else:
+            yield tensor, ways[tensor.device, tensor.dtype].copied(tensor.data), True
 
 
 def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:

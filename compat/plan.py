@@ -13,8 +13,9 @@ from .accounts import Account
 from .device import answers, default_device, empty_cache
 from .errors import InputError, UnsupportedError
 from .execution import HOST
+from .masters import PINNED, HostWeights
 from .offload import MODES, ReadsParts, Whole, move, on_device
-from .units import Units, units_on
+from .units import units_on
 
 PLACES = ("auto", "cpu", "gpu:0", "gpu:1", "gpu:2", "gpu:3")  # the same list on every machine
 DOWN = {"none": "group", "model": "group", "group": "sequential"}  # what needs less, for a part that is in use
@@ -26,7 +27,7 @@ class Planned:
     Args:
         devices: parts that compute elsewhere than on ``device``, by name; ``text_encoder`` stands for all of them.
         automatic: whether the mode was decided, so that it may be decided again for what a stage needs.
-        keep_free: bytes of the device that are left to others.
+        keep_free: bytes of the device that are left to others. host: how the masters of each part are kept.
     """
 
     def __init__(
@@ -40,10 +41,11 @@ class Planned:
         automatic: bool = False,
         keep_free: int = 0,
         account: Account | None = None,
+        host: HostWeights | None = None,
     ) -> None:
         self.parts, self.device, self.mode, self.make_room = parts, device, mode, make_room
         self.devices, self.automatic, self.keep_free = dict(devices or {}), automatic, keep_free
-        self.account = account or Account()
+        self.account, self.host = account or Account(), host or HostWeights()
         self._made: dict[tuple[str, torch.device], Whole] = {}
         self._held: list[str] = []
 
@@ -113,8 +115,11 @@ class Planned:
         empty_cache(self.device)
         self.mode = mode
 
-    def step_down(self, part: str) -> str:
-        """Make room while ``part`` is in use: other parts leave, then it comes by block, then by layer.
+    def step_down(self, part: str, *beside: str) -> str:
+        """Make room for ``part``, in use or about to be: other parts leave, then it comes by block, then by layer.
+
+        Args:
+            beside: other parts of the same stage, which would come back at once.
 
         Returns:
             What was done, in words; empty where nothing is left to do.
@@ -124,7 +129,7 @@ class Planned:
         others = [
             name
             for name in self.parts  # type: ignore[attr-defined]
-            if name not in self._held and on_device(self.parts.read(name), self.device)
+            if name not in (part, *beside, *self._held) and on_device(self.parts.read(name), self.device)
         ]
         for name in others:
             self.release(name)
@@ -133,23 +138,26 @@ class Planned:
         after = DOWN.get(self.mode, "")
         if not after:
             return ""
+        if part not in self._held:
+            self.switch(after)
+            return f"with offload {after}"
         module = self.parts.read(part)
         units = units_on(module)
-        check = units.owner_check if units is not None else (lambda: None)
+        progress = None if units is None else units.progress
         if units is not None:
             units.remove()
         move(module, HOST, part, None, self.account)
-        holder = MODES[after](self.parts, self.device)
-        Units(module, self.device, holder.by_block(part), self.account, check)  # type: ignore[attr-defined]
-        empty_cache(self.device)
         self.mode = after
+        self._holder(part).units_for(part, module, progress)  # type: ignore[attr-defined]
+        empty_cache(self.device)
         return f"with offload {after}"
 
     def _holder(self, part: str) -> Whole:
         device = self.device_of(part)
         mode = "none" if device.type == HOST.type else self.mode
         if (mode, device) not in self._made:
-            self._made[mode, device] = MODES[mode](self.parts, device, self.make_room, self.account)
+            pinned = self.host.of(PINNED)
+            self._made[mode, device] = MODES[mode](self.parts, device, self.make_room, self.account, pinned)
         return self._made[mode, device]
 
 

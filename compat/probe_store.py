@@ -135,6 +135,10 @@ class ProbeStore(Mapping[str, Answer]):
                 self._write()
             return self._remembered[name]
 
+    def recall(self, name: str) -> Any:
+        """What :meth:`remember` keeps under ``name``; None where nothing is kept."""
+        return self._remembered.get(name)
+
     def _ask(self, names: list[str]) -> None:
         if not names:
             return

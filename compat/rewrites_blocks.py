@@ -157,12 +157,18 @@ class Fused:
 
     Args:
         form: one of ``kernels.library.FORMS``. attend, padding: set by ``attention_processors.attended``.
+        narrow: whether queries and keys go to attention in fp16 whatever they come in, as safe fp16 wants it.
     """
 
     def __init__(
-        self, form: str, attend: Attend = functional.scaled_dot_product_attention, padding: Padding | None = None
+        self,
+        form: str,
+        attend: Attend = functional.scaled_dot_product_attention,
+        padding: Padding | None = None,
+        narrow: bool = False,
     ) -> None:
         self.form, self.attend, self.padding = form, attend, padding or Padding()
+        self.out_dtype = torch.float16 if narrow else None
 
 
 class FusedCross(Fused, Cross):  # type: ignore[misc]
@@ -182,7 +188,8 @@ class FusedCross(Fused, Cross):  # type: ignore[misc]
         query, key, value = attn.to_q(hidden_states), attn.to_k(seen), attn.to_v(seen)
         with norm_of(attn.norm_q, query) as norm, norm_of(attn.norm_k, key) as other:
             pair = Pair(query, key, norm.weight, other.weight)
-            query, key = qk_norm_rope(pair, half(image_rotary_emb, query.shape[-1]), norm.eps, form=self.form)
+            tables = half(image_rotary_emb, query.shape[-1])
+            query, key = qk_norm_rope(pair, tables, norm.eps, out_dtype=self.out_dtype, form=self.form)
         query, key, value = (t.unflatten(2, (attn.heads, -1)).transpose(1, 2) for t in (query, key, value))
         found = across(self.attend, self.padding, query, key, value, None if text is None else attention_mask)
         result: Tensor = attn.to_out[1](attn.to_out[0](found.transpose(1, 2).flatten(2).to(query.dtype)))
@@ -205,18 +212,22 @@ class FusedJoint(Fused, Joint):  # type: ignore[misc]
     ) -> Any:
         """Video tokens and text tokens (B, N, D) after attention; one tensor where they came as one."""
         text = encoder_hidden_states
+        if text is not None and getattr(attn, "add_q_proj", None) is None:  # one stream that is handed over in two
+            found, count = torch.cat([hidden_states, text], dim=1), hidden_states.shape[1]
+            found = self(attn, found, None, attention_mask, image_rotary_emb)
+            return found.split([count, found.shape[1] - count], dim=1)
         query, key = (_heads(attn, leaf(hidden_states)) for leaf in (attn.to_q, attn.to_k))
         value = _heads(attn, attn.to_v(hidden_states) if text is None else _values(attn, hidden_states, text))
         tables = half(image_rotary_emb, query.shape[-1], per_head=True)
         with norm_of(attn.norm_q, query) as norm, norm_of(attn.norm_k, key) as other:
             pair = Pair(query, key, norm.weight, other.weight)
             if text is None:
-                query, key = qk_norm_rope(pair, tables, norm.eps, form=self.form)
+                query, key = qk_norm_rope(pair, tables, norm.eps, out_dtype=self.out_dtype, form=self.form)
             else:
                 query, key = self._with_text(attn, pair, tables, norm.eps, text)
         given = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
         if text is None:
-            found: Tensor = self._attended(*given, attention_mask)
+            found = self._attended(*given, attention_mask)
             return found.transpose(1, 2).flatten(2).to(query.dtype)
         video, read = (part.to(query.dtype) for part in self._apart(*given, attention_mask, hidden_states.shape[1]))
         video = attn.to_out[1](attn.to_out[0](video))
@@ -245,7 +256,8 @@ class FusedJoint(Fused, Joint):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor]:
         query, key = _heads(attn, attn.add_q_proj(text)), _heads(attn, attn.add_k_proj(text))
         with norm_of(attn.norm_added_q, query) as norm, norm_of(attn.norm_added_k, key) as other:
-            return qk_norm_rope(pair, tables, eps, Pair(query, key, norm.weight, other.weight), form=self.form)
+            text_pair = Pair(query, key, norm.weight, other.weight)
+            return qk_norm_rope(pair, tables, eps, text_pair, self.out_dtype, self.form)
 
 
 def _values(attn: Any, tokens: Tensor, text: Tensor) -> Tensor:
@@ -303,7 +315,8 @@ def norm_of(norm: Any, x: Tensor) -> Iterator[Norm]:
     if getattr(norm, "weight", None) is None:
         yield Norm(RMS, eps)
         return
-    with borrow(norm, like=x) as (weight, _):
+    like = x if norm.weight.dtype is x.dtype else x.new_empty(0, dtype=norm.weight.dtype)  # read as it is kept
+    with borrow(norm, like=like) as (weight, _):
         yield Norm(RMS, eps, weight)
 
 

@@ -8,18 +8,22 @@ around ``forward``, and a unit leaves the device after an error or a cancel too.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from .accounts import Account
+from .accounts import Account, amount
+from .masters import Views, pin, views_of
+from .parts import Silent
+from .staging import sent_together
 from .transfer import Transfer, transfer_for
 
 MARK = "_anygpu_unit"  # on each module whose own tensors a unit brings
 OWNER = "_anygpu_units"  # on a part whose units are on
+REPORT_SECONDS = 1.0  # between two words on bytes: a step that is over sooner has a bar of its own
 
 
 class Unit:
@@ -27,37 +31,37 @@ class Unit:
 
     Args:
         tensors: the parameters and buffers of a block or a layer, whose data are the masters.
-        check: raises when the user has cancelled; asked before anything moves. ways: to the device, by dtype, as found
-            out so far; shared by the units of a part.
+        owner: whose device, account and progress it shares with the other units of the part.
     """
 
-    def __init__(
-        self,
-        tensors: list[torch.Tensor],
-        device: torch.device,
-        account: Account,
-        check: Callable[[], None],
-        ways: dict[torch.dtype, Transfer],
-    ) -> None:
+    def __init__(self, tensors: list[torch.Tensor], owner: Units) -> None:
         self.masters = [(tensor, tensor.data) for tensor in tensors]
-        self.execution_device, self.account, self.check = device, account, check
+        self.owner = owner
         self.total_bytes = sum(data.nbytes for _, data in self.masters)
+        self.behind = owner.device if all(data.is_pinned() for _, data in self.masters) else None
         self.depth = 0
-        self.ways = ways
+
+    @property
+    def execution_device(self) -> torch.device:
+        """Where its layers compute; by this name others ask a hook for it."""
+        return self.owner.device
 
     def bring(self) -> None:
         """The tensors on the device, until :meth:`leave` was called as often."""
         if self.depth == 0:
-            self.check()
-            started = time.perf_counter()
-            with torch.inference_mode(False), torch.no_grad():
+            with (
+                torch.inference_mode(False),
+                torch.no_grad(),
+                self.owner.account.moving(self.total_bytes, self.behind),
+            ):
                 try:
-                    for tensor, master in self.masters:
-                        tensor.data = self._sent(master)
+                    sources = [master for _, master in self.masters]
+                    alone = enumerate(map(self.owner.sent, sources))  # a copy of locked memory is not waited for
+                    for index, there in alone if self.behind else sent_together(sources, self.owner.sent):
+                        self.masters[index][0].data = there
                 except BaseException:
                     self._restore()
                     raise
-            self.account.add(self.total_bytes, time.perf_counter() - started)
         self.depth += 1
 
     def leave(self) -> None:
@@ -65,11 +69,6 @@ class Unit:
         self.depth = max(0, self.depth - 1)
         if self.depth == 0:
             self._restore()
-
-    def _sent(self, master: torch.Tensor) -> torch.Tensor:
-        if master.dtype not in self.ways:
-            self.ways[master.dtype] = transfer_for(self.execution_device, master.dtype)
-        return self.ways[master.dtype].sent(master)
 
     def _restore(self) -> None:
         with torch.inference_mode(False), torch.no_grad():
@@ -81,8 +80,10 @@ class Units:
     """The units of one part, with their hooks on.
 
     Args:
-        module: the part, on the host. by_block: whether the members of its lists of blocks move whole; else each layer
-            moves for itself.
+        module: the part named ``part``, on the host. by_block: whether the members of its lists of blocks move whole;
+            else each layer moves for itself.
+        pinned: whether the masters move into locked host memory. progress: hears of bytes in a forward that lasts, and
+            is asked for a cancel before each tensor.
     """
 
     def __init__(
@@ -91,35 +92,46 @@ class Units:
         device: torch.device,
         by_block: bool,
         account: Account,
-        check: Callable[[], None] = lambda: None,
+        *,
+        part: str = "part",
+        pinned: bool = False,
+        progress: Any = None,
     ) -> None:
-        self.module, self.device, self.by_block, self.owner_check = module, device, by_block, check
+        self.module, self.device, self.by_block, self.account = module, device, by_block, account
+        self.part, self.progress = part, progress or Silent()
         self.units: list[Unit] = []
+        self._views: Views = views_of(module)
+        self._ways: dict[torch.dtype, Transfer] = {}
+        self._came, self._told = 0, time.monotonic()
         self._handles: list[Any] = []
         self._marked: list[nn.Module] = []
-        brought_by: dict[int, Unit] = {}
-        ways: dict[torch.dtype, Transfer] = {}
-        for owner, members in _members(module, by_block):
-            tensors = {id(tensor): tensor for member in members for tensor in direct(member)}
-            own = [tensor for key, tensor in tensors.items() if key not in brought_by]
-            # T5 shares its embedding between two modules: whoever runs brings the unit that has it
-            units = list(dict.fromkeys(brought_by[key] for key in tensors if key in brought_by))
-            if own:
-                units.append(Unit(own, device, account, lambda: self.owner_check(), ways))
-                self.units.append(units[-1])
-                brought_by |= {id(tensor): units[-1] for tensor in own}
-            for unit in units:
-                self._handles.append(owner.register_forward_pre_hook(partial(_arriving, unit), with_kwargs=True))
-                self._handles.append(owner.register_forward_hook(lambda *_, unit=unit: unit.leave(), always_call=True))
-            for member in members if units else ():
-                member.__dict__[MARK] = units[-1]
-                self._marked.append(member)
+        if pinned:
+            pin([*module.parameters(), *module.buffers()])
+        self._attach()
+        self.total_bytes = sum(unit.total_bytes for unit in self.units)
         module.__dict__[OWNER] = self
 
     @property
     def largest_bytes(self) -> int:
         """Bytes of the largest unit."""
         return max((unit.total_bytes for unit in self.units), default=0)
+
+    def sent(self, master: torch.Tensor) -> torch.Tensor:
+        """A master on the device; a cancel is obeyed before it, and before each slice of a large one."""
+        if master.dtype not in self._ways:
+            self._ways[master.dtype] = transfer_for(self.device, master.dtype)
+        staged = self._views.staged and self._views.holds(master)
+        there = self._ways[master.dtype].sent(master, self.progress.check, staged)
+        now = time.monotonic()
+        if self._came + master.nbytes > self.total_bytes:  # the next forward begins
+            self._came, self._told = 0, now
+        self._came += master.nbytes
+        if now - self._told >= REPORT_SECONDS:
+            self._told = now
+            self.progress.step(
+                self._came, self.total_bytes, f"moving {self.part} {amount(self._came, self.total_bytes)}"
+            )
+        return there
 
     def home(self) -> None:
         """Every tensor is its master, whatever was cut short."""
@@ -136,6 +148,24 @@ class Units:
             member.__dict__.pop(MARK, None)
         self.module.__dict__.pop(OWNER, None)
         self._handles, self._marked = [], []
+
+    def _attach(self) -> None:
+        brought_by: dict[int, Unit] = {}
+        for owner, members in _members(self.module, self.by_block):
+            tensors = {id(tensor): tensor for member in members for tensor in direct(member)}
+            own = [tensor for key, tensor in tensors.items() if key not in brought_by]
+            # T5 shares its embedding between two modules: whoever runs brings the unit that has it
+            units = list(dict.fromkeys(brought_by[key] for key in tensors if key in brought_by))
+            if own:
+                units.append(Unit(own, self))
+                self.units.append(units[-1])
+                brought_by |= {id(tensor): units[-1] for tensor in own}
+            for unit in units:
+                self._handles.append(owner.register_forward_pre_hook(partial(_arriving, unit), with_kwargs=True))
+                self._handles.append(owner.register_forward_hook(lambda *_, unit=unit: unit.leave(), always_call=True))
+            for member in members if units else ():
+                member.__dict__[MARK] = units[-1]
+                self._marked.append(member)
 
 
 def _arriving(unit: Unit, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:

@@ -21,13 +21,17 @@ import torch
 from torch import nn
 
 from ..compat.accounts import Account
+from ..compat.attempts import MEMORY, kind_of
 from ..compat.execution import HOST
 from ..compat.offload import Terms, amount
+from . import patches
 from .casting import CastLeaf, bytes_of, fixed_tensors, make_native, make_plain, send, send_home
 
 MODE = "comfyui"
 REGISTERS = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 EVERYTHING = 1e30  # more bytes than any device has, as ComfyUI itself asks for them
+HELD_BY = "anygpu_holder"  # where a part keeps the shell that holds it, weakly
+LEAST = 0.1  # its budget for "as little as possible", where 0 stands for everything
 
 
 def compute_device() -> torch.device:
@@ -40,6 +44,14 @@ def make_room(needed_bytes: int) -> None:
     device = compute_device()
     if device.type != "cpu":
         comfy.model_management.free_memory(needed_bytes + comfy.model_management.minimum_inference_memory(), device)
+
+
+def evictable_bytes() -> int:
+    """Bytes of models on the device, ours too, that ComfyUI takes away when a run needs the room; none on a CPU."""
+    device = compute_device()
+    listed = comfy.model_management.current_loaded_models
+    on_device = [model for model in listed if model.device == device and device.type != HOST.type]
+    return sum(int(model.model_loaded_memory()) for model in on_device)
 
 
 class ReadsParts(Protocol):
@@ -75,8 +87,12 @@ class Shell:
         """Hold ``module``, or nothing; its weights are found here under its own names, as LoRA files know them.
 
         When nobody holds the shell any more the device is free at once, although a part whose layers refer to one
-        another waits for the garbage collector.
+        another waits for the garbage collector. A part that another pipeline has too is taken from it: two patchers
+        over one part would each take it for theirs.
         """
+        if module is not None:
+            _leave(module.__dict__.get(HELD_BY, lambda: None)(), self)
+            module.__dict__[HELD_BY] = weakref.ref(self)
         last: Any = self.__dict__.pop("last_act", None)
         if last is not None:
             last.detach()
@@ -93,7 +109,7 @@ class Shell:
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As usual, of the part that is read for it: who asks for names, such as a LoRA loader, gets them."""
         self.fill()
-        return super().state_dict(*args, **kwargs)  # type: ignore[misc]
+        return patches.named(super().state_dict(*args, **kwargs), self)  # type: ignore[misc, arg-type]
 
 
 class Holder(Shell, nn.Module):
@@ -119,9 +135,23 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
 
     watcher: Callable[[int], None] | None = None
     account: Account | None = None
+    in_cloning = False
+    beside: int | None = None  # bytes that the stage under way needs beside the weights
+
+    def clone(self, *args: Any, **kwargs: Any) -> PartPatcher:
+        """As usual; nothing is read for it."""
+        self.in_cloning = True
+        try:
+            found: PartPatcher = super().clone(*args, **kwargs)
+        finally:
+            self.in_cloning = False
+        found.account = self.account
+        return found
 
     def model_size(self) -> int:
-        """Bytes of the part in the dtypes it is stored in; reads it."""
+        """Bytes of the part in the dtypes it is stored in; reads it, but for a clone, which is told and never asks."""
+        if self.in_cloning:
+            return 0
         module = self.model.fill()
         return bytes_of((*module.parameters(), *module.buffers()))
 
@@ -143,7 +173,9 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
         for tensor in fixed:
             send(tensor, device_to)
         held = bytes_of(fixed)
-        super().load(device_to, max(lowvram_model_memory - held, 0.1), force_patch_weights, full_load)
+        with patches.placed(self) as found:
+            super().load(device_to, max(lowvram_model_memory - held, 0.1), force_patch_weights, full_load)
+        patches.attach(self, found)
         if not full_load:
             self.model.model_loaded_weight_memory += held
 
@@ -159,18 +191,33 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
                     self.watcher(tensor.numel() * tensor.element_size())
         return result
 
-    def partially_load(self, *args: Any, **kwargs: Any) -> Any:
-        """As usual; whatever ends it early, a cancel too, leaves nothing half moved."""
+    def partially_load(
+        self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False
+    ) -> Any:
+        """As usual, with :attr:`beside` kept free; whatever ends it early, a cancel too, leaves nothing half moved."""
         try:
             with torch.inference_mode(False), torch.no_grad():
-                return super().partially_load(*args, **kwargs)
+                return super().partially_load(device_to, self._budget(device_to, extra_memory), force_patch_weights)
         except BaseException:
             self.detach()
             raise
 
+    def _budget(self, device: torch.device, offered: float) -> float:
+        """Bytes of weights that may come, below 0 that must leave: what ComfyUI offers, less what a stage needs.
+
+        Except on NVIDIA's cards it offers two fifths of the free memory whatever is to be kept free. An offer of
+        everything stands: it comes where memory is shared, or where the user wants all on the device.
+        """
+        if self.beside is None or offered >= EVERYTHING:
+            return offered
+        management = comfy.model_management
+        kept = max(self.beside + management.extra_reserved_memory(), management.minimum_inference_memory())
+        room = management.get_free_memory(device) - kept
+        return min(offered, room if self.loaded_size() else max(room, LEAST))
+
     def partially_unload(self, *args: Any, **kwargs: Any) -> Any:
         """As usual, without making inference tensors of the weights."""
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), patches.placed(self):
             return super().partially_unload(*args, **kwargs)
 
     def unpatch_model(self, device_to: torch.device | None = None, unpatch_weights: bool = True) -> None:
@@ -257,14 +304,42 @@ class Managed:
         if patcher.loaded_size() and make_native(module, self.device_of(part), self.account):
             unload(patcher)  # a change gave it layers of its own
         patcher.watcher = _watcher(part, patcher.model_size() - patcher.loaded_size(), progress)
-        beside = activation_bytes + self._short.get(part, 0) + self.terms.keep_free
         started, before = time.perf_counter(), patcher.loaded_size()
         try:
-            comfy.model_management.load_models_gpu([patcher], memory_required=beside)
+            while not self._loaded(part, patcher, activation_bytes + self.terms.keep_free):
+                streamed = self._lowered(part, patcher, activation_bytes + self.terms.keep_free)
+                if progress is not None:
+                    progress.say(f"memory ran out while the {part} moved: goes on with {streamed} of it streamed")
         finally:
-            patcher.watcher = None
+            patcher.watcher = patcher.beside = None
             self.account.add(max(0, patcher.loaded_size() - before), time.perf_counter() - started)
         yield module
+
+    def _loaded(self, part: str, patcher: PartPatcher, needed: int) -> bool:
+        """Whether the part is on the device as far as there is room; not where memory ran out, but less may fit."""
+        patcher.beside = needed + self._short.get(part, 0)
+        try:
+            comfy.model_management.load_models_gpu([patcher], memory_required=patcher.beside)
+        except RuntimeError as error:
+            if kind_of(error) != MEMORY or not self._room(part, patcher, needed) > 0:
+                raise
+            return False
+        return True
+
+    def _room(self, part: str, patcher: PartPatcher, needed: int) -> float:
+        """Bytes that weights of ``part`` would be given beside ``needed``, were it alone on its device."""
+        unload(patcher)
+        comfy.model_management.free_memory(EVERYTHING, patcher.load_device)
+        free: float = comfy.model_management.get_free_memory(patcher.load_device)
+        return min(patcher.model_size(), free - needed - self._short.get(part, 0))
+
+    def _lowered(self, part: str, patcher: PartPatcher, needed: int) -> str:
+        """Give half of the room to what the estimate did not know of, or all where that is little; what is streamed."""
+        size, room = patcher.model_size(), self._room(part, patcher, needed)
+        free = comfy.model_management.get_free_memory(patcher.load_device)
+        left = room / 2 if room > size / 4 else 0
+        self._short[part] = int(free - needed - left)
+        return amount(size - left, size)
 
     def take_off(self, part: str) -> None:
         """Take the part off the device, with its own classes back, so that it can be changed; it stays in memory."""
@@ -279,12 +354,17 @@ class Managed:
         if self.device_of(part).type == HOST.type:
             self.parts.drop(part)
 
-    def step_down(self, part: str) -> str:
+    def step_down(self, part: str, *beside: str) -> str:
         """Make room while ``part`` is in use: all other models leave, then half of what it has on the device.
+
+        Args:
+            beside: other parts of the same stage; whichever has most on the device is meant.
 
         Returns:
             What was done, in words; empty where nothing is left to do.
         """
+        used = {name: self.patchers[name].loaded_size() for name in (part, *beside) if name in self.patchers}
+        part = max(used, key=lambda name: used[name], default=part)
         patcher, management = self.patcher_of(part), comfy.model_management
         if patcher.load_device.type == HOST.type:
             return ""
@@ -319,6 +399,16 @@ def unload(patcher: PartPatcher) -> None:
     if len(others) < len(loaded):
         comfy.model_management.free_memory(EVERYTHING, patcher.load_device, others)
     patcher.detach()
+
+
+def _leave(holder: Any, taker: Any) -> None:
+    """Make the shell ``holder`` give up its part, off the device, where another shell is about to hold it."""
+    if holder is None or holder is taker:
+        return
+    for item in list(comfy.model_management.current_loaded_models):
+        if item.model is not None and item.model.model is holder:
+            unload(item.model)
+    holder.put(None)
 
 
 def _offload_device(part: str) -> torch.device:

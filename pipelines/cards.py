@@ -10,6 +10,7 @@ from ..compat.probe_store import Answer
 from ..compat.report import conv3d_lines
 from .contract import Loaded
 from .families import FAMILIES
+from .hardware import TITLES
 
 CHOSEN = "as set on the load node"
 SUBJECTS = {  # first word of a note -> what it is about; the first note is about precision
@@ -19,34 +20,45 @@ SUBJECTS = {  # first word of a note -> what it is about; the first note is abou
     "compile": "compile",
     "conv3d": "Conv3d",
     "cache": "step cache",
+    "host": "host memory",
     "lora": "LoRA",
 }
 
 
-def card_of(loaded: Loaded, probes: Mapping[str, Answer] | None = None) -> dict[str, Any]:
+def card_of(loaded: Any, probes: Mapping[str, Answer] | None = None) -> dict[str, Any]:
     """The card of a pipeline: what it is, and its decisions as ``subject``, ``verdict`` and ``why``.
 
     Args:
-        probes: what the device answered so far; None relies on the tables.
+        loaded: of any family, those that paint too. probes: what the device answered so far; None relies on the tables.
     """
     decisions = [_decision(index, note) for index, note in enumerate(loaded.notes)]
-    if not any(decision["subject"] == "Conv3d" for decision in decisions):
+    video = loaded.family in FAMILIES
+    if video and not any(decision["subject"] == "Conv3d" for decision in decisions):
         decisions.append(_conv3d(loaded, probes))
     return {
         "family": loaded.family,
-        "title": FAMILIES[loaded.family].title,
+        "title": TITLES[loaded.family],
         "model": loaded.source.name,
-        "variant": loaded.variant,
-        "task": loaded.task,
+        "does": ", ".join((*_variant(loaded), *((f"{loaded.task} to video",) if video else ()))),
         "decisions": decisions,
     }
 
 
-def in_short(loaded: Loaded, part: str = "transformer") -> str:
+def status_of(loaded: Any) -> str:
+    """A pipeline in one short line: model, variant, dtype, offload, device."""
+    return f"{', '.join((TITLES[loaded.family], *_variant(loaded)))}: {in_short(loaded)}, on {loaded.facts.name}"
+
+
+def in_short(loaded: Any, part: str = "transformer") -> str:
     """The dtype of a part and the offload mode, such as ``bf16, offload group``, for a status line."""
     dtype = getattr(loaded.precision, part)
     safe = part == "transformer" and loaded.precision.safe
     return f"{SAFE if safe else NAMES.get(dtype, str(dtype))}, offload {getattr(loaded.residency, 'mode', '')}"
+
+
+def _variant(loaded: Any) -> tuple[str, ...]:
+    """The variant, where the family has several."""
+    return () if loaded.variant == loaded.family else (loaded.variant,)
 
 
 def _decision(index: int, note: str) -> dict[str, str]:

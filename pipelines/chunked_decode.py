@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..compat.attention_processors import full_name
+from ..compat.compiling import uncompiled
 from ..compat.conv3d_forms import padded
 from ..compat.transfer import Transfer
 
@@ -121,7 +122,10 @@ class Past:
 
 @contextmanager
 def remembering(vae: Any, past: Past) -> Iterator[None]:
-    """Each causal layer of the decoder of ``vae`` takes the frames before from ``past`` and leaves its own there."""
+    """Each causal layer of the decoder of ``vae`` takes the frames before from ``past`` and leaves its own there.
+
+    Compiled blocks run as they are, since a graph would hold what is remembered now.
+    """
     changed: list[tuple[nn.Module, Any]] = []
     try:
         for layer in vae.decoder.modules():
@@ -129,7 +133,8 @@ def remembering(vae: Any, past: Past) -> Iterator[None]:
             if made is not None:
                 changed.append((layer, vars(layer).get("forward")))
                 layer.forward = types.MethodType(made(past, vars(layer).get("attend")), layer)
-        yield
+        with uncompiled(vae.decoder):
+            yield
     finally:
         for layer, forward in reversed(changed):
             del layer.forward

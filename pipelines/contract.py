@@ -62,7 +62,7 @@ class Loaded:
     ``tools`` are the small things beside the modules (tokenizers, scheduler, image processors), read on first use.
     ``configs`` are the parts' own ``config.json`` contents. ``notes`` are the sentences said while loading.
     ``speed`` is what makes it faster, ``step_cache`` what its samplings skip (``pipelines.speed``). ``weights`` are the
-    bytes of each part, for forecasts (``pipelines.estimates``).
+    bytes of each part, for forecasts (``pipelines.estimates``). ``probes`` keeps what is learned of the device.
     """
 
     family: str
@@ -79,6 +79,7 @@ class Loaded:
     speed: Any = None
     step_cache: Any = None
     weights: Mapping[str, Any] = field(default_factory=dict)
+    probes: Any = None
 
     def __repr__(self) -> str:
         return f"<{self.family} {self.variant} {self.source.name!r}: {self.precision}; {self.residency}>"

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import torch
 
+from ..compat.attempts import MEMORY, kind_of
 from ..compat.errors import InputError
 from .contract import Progress, SampleSettings
 from .schedule import Schedule
 
+Result = TypeVar("Result")
 Predict = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 
 
@@ -70,40 +74,50 @@ def denoise(
         predict: from (latents, timestep, index) to the transformer's guided output.
         preview: from latents to (1, C, T, H, W), where the family samples in another shape.
         step: replaces the schedule's own step.
-        again: told of an error in a step; returns whether to try this step again, from the latents it began with.
+        again: told of an error in a step; returns whether to try this step again, from the latents it began with. What
+            ``step`` itself remembers, it must put back where it fails.
 
     Raises:
         NotFinite: the latents after the first step or the last hold NaN or infinity.
     """
-    advance = step or schedule.step
+    advance, count = step or schedule.step, len(schedule)
+
+    def taken(before: torch.Tensor, time: torch.Tensor, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        output = predict(before, time, index).float()
+        after = advance(output, index, before)
+        if kept is not None:
+            after = kept.over(after, schedule.levels[index + 1])
+        if index == 0:  # a transformer that overflows does so at once: hours are not spent on a black video
+            require_finite(after, "latents after the first step")
+        if index == count - 1:
+            require_finite(after, "sampled latents")
+        return after, output
+
     for index, time in enumerate(schedule.timesteps):
         progress.check()
-        output = _predicted(predict, latents, time, index, again).float()
-        estimate = _later(schedule.clean, output, index, latents, preview)
-        latents = advance(output, index, latents)
-        if kept is not None:
-            latents = kept.over(latents, schedule.levels[index + 1])
-        if index == 0:  # a transformer that overflows does so at once: hours are not spent on a black video
-            require_finite(latents, "latents after the first step")
-        progress.step(index + 1, len(schedule), stage, estimate)
-    require_finite(latents, "sampled latents")
+        before = latents
+        latents, output = persisting(partial(taken, before, time, index), again, schedule.put_back)
+        progress.step(index + 1, count, stage, _later(schedule.clean, output, index, before, preview))
     return latents
 
 
-def _predicted(
-    predict: Predict,
-    latents: torch.Tensor,
-    time: torch.Tensor,
-    index: int,
-    again: Callable[[BaseException], bool] | None,
-) -> torch.Tensor:
+def persisting(
+    run: Callable[[], Result], again: Callable[[BaseException], bool] | None, back: Callable[[], Callable[[], None]]
+) -> Result:
+    """What ``run`` returns, tried again as often as ``again`` says after an error.
+
+    Args:
+        back: asked before the first try for what puts things back as they are now.
+    """
+    put_back = back()
     while True:
         try:
-            return predict(latents, time, index)
+            return run()
         except RuntimeError as error:
             if again is None:
                 raise
-            failed = error.with_traceback(None)  # whose frames hold the tensors of the step
+            failed = error.with_traceback(None)  # whose frames hold the tensors of the failed try
+        put_back()
         if not again(failed):
             raise failed
         del failed
@@ -131,8 +145,18 @@ def _later(
     latents: torch.Tensor,
     shaped: Callable[[torch.Tensor], torch.Tensor] | None,
 ) -> Callable[[], torch.Tensor]:
-    def estimate() -> torch.Tensor:
+    """The clean estimate for a preview; made on the host where the device has no room for it."""
+
+    def made(output: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
         found = clean(output, index, latents) if output.shape == latents.shape else latents
         return shaped(found) if shaped is not None else found
+
+    def estimate() -> torch.Tensor:
+        try:
+            return made(output, latents)
+        except RuntimeError as error:
+            if kind_of(error) != MEMORY:
+                raise
+        return made(output.cpu(), latents.cpu())
 
     return estimate

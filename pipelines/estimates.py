@@ -1,8 +1,9 @@
 """What each stage of a run needs on the device, before anything is read: weights by part, and activations by size.
 
 Weights are counted from file headers. Activations follow formulas whose factors were fitted to measured peaks of the
-simulated accelerator (`benchmarks/memory.py`, rows in `benchmarks/results/memory_fit.csv`), at other sizes than the
-tests use. They count tensors; what a vendor's library takes for itself comes on top.
+simulated accelerator at other sizes than the tests use: `python benchmarks/memory_fits.py` measures, adds rows to
+`benchmarks/results/memory_fits.csv` and writes `fits.py` anew. They count tensors; what a vendor's library takes for
+itself comes on top.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from . import fits
 from .contract import Loaded
 from .family import Family
 from .reading import PartFiles
@@ -34,6 +36,8 @@ class Fit:
         latents: copies of the latents in fp32 beside them.
         pixels: copies of the decoder's widest full-size activation. plain: further channels per pixel.
         text: copies of a text encoder's widest activation, which is that of its feed-forward.
+        streamed: copies of a tile of the last layer that a streamed decode holds. chunked: what the frames remembered
+            make of a chunk.
     """
 
     tokens: float
@@ -41,6 +45,8 @@ class Fit:
     pixels: float
     plain: float
     text: float
+    streamed: float
+    chunked: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +55,8 @@ class Weights:
 
     Args:
         inner: the largest layer inside a block; outer: the largest one outside, such as an embedding. single: the
-            largest single-stream block, in which the activations are most; 0 where a model has none.
+            largest single-stream block, in which the activations are most; 0 where a model has none. dense: what making
+            its largest packed weight dense takes beside them, while it is used; 0 where none is packed.
     """
 
     total: int
@@ -58,6 +65,7 @@ class Weights:
     inner: int = 0
     outer: int = 0
     single: int = 0
+    dense: int = 0
 
     def resident(self, mode: str, part: str, activations: int = 0) -> int:
         """Bytes on the device at the peak under ``mode``, where a forward of the part needs ``activations``.
@@ -77,13 +85,17 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The size of a run: pixels, frames, whether true guidance runs a second forward, latent frames of a section."""
+    """The size of a run: pixels, frames, whether true guidance runs a second forward, latent frames of a section.
+
+    ``text`` counts the tokens of the prompt; 0 where it is not known yet.
+    """
 
     width: int
     height: int
     frames: int
     guided: bool = False
     window: int = 9
+    text: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +117,6 @@ class StageNeed:
 class Forecast:
     """What a run needs under one mode, stage by stage."""
 
-    family: str
-    size: Size
     mode: str
     stages: tuple[StageNeed, ...]
 
@@ -158,7 +168,7 @@ def forecast(loaded: Loaded, size: Size, mode: str = "") -> Forecast:
     own = weights[TRANSFORMER].resident(mode, TRANSFORMER, forward)
     stages.append(StageNeed("sampling", kept, own, forward))
     stages.append(StageNeed("decoding", weights[TRANSFORMER].total if stays else 0, vae, decoding_bytes(loaded, size)))
-    return Forecast(loaded.family, size, mode, tuple(stages))
+    return Forecast(mode, tuple(stages))
 
 
 def forecasts(loaded: Loaded, size: Size) -> tuple[Forecast, ...]:
@@ -176,7 +186,13 @@ def latent_shape(loaded: Loaded, size: Size) -> tuple[int, int, int]:
 
 def sampling_bytes(loaded: Loaded, size: Size) -> int:
     """Activations at the peak of one forward of the transformer."""
-    config, fit = loaded.configs[TRANSFORMER], FITS[loaded.family]
+    fit, (tokens, latents) = FITS[loaded.family], sampling_terms(loaded, size)
+    return int(fit.tokens * tokens + fit.latents * latents) + _dense(loaded, TRANSFORMER)
+
+
+def sampling_terms(loaded: Loaded, size: Size) -> tuple[int, int]:
+    """Bytes of one copy of the token states, and of the latents in fp32: what :class:`Fit` counts copies of."""
+    config = loaded.configs[TRANSFORMER]
     frames, rows, columns = latent_shape(loaded, size)
     patch, patch_time = int(config.get("patch_size") or 1), int(config.get("patch_size_t") or 1)
     seen = float(frames)
@@ -186,19 +202,28 @@ def sampling_bytes(loaded: Loaded, size: Size) -> int:
     width = int(config.get("num_attention_heads", 24)) * int(config.get("attention_head_dim", 128))
     batch = 2 if size.guided and loaded.family in ("ltx", "mochi") else 1
     beside = HISTORY_TOKENS if loaded.family == "framepack" else 0
-    tokens += TEXT_TOKENS.get(loaded.family, 0) + beside
+    joined = TEXT_TOKENS.get(loaded.family, 0)
+    tokens += (size.text or joined if joined else 0) + beside
     channels = int(config.get("in_channels", 16))
     item = loaded.precision.residual.itemsize
-    latents = channels * frames * rows * columns * 4
-    return int(batch * (fit.tokens * tokens * width * item + fit.latents * latents))
+    return batch * tokens * width * item, batch * channels * frames * rows * columns * 4
 
 
 def text_bytes(loaded: Loaded, part: str) -> int:
     """Activations at the peak of a text encoder's forward."""
-    config, fit = loaded.configs[part], FITS[loaded.family]
+    return int(FITS[loaded.family].text * text_term(loaded, part)) + _dense(loaded, part)
+
+
+def text_term(loaded: Loaded, part: str) -> int:
+    """Bytes of one copy of a text encoder's widest activation."""
+    config = loaded.configs[part]
     config = config.get("text_config", config)
     wide = max(int(config.get(key) or 0) for key in ("d_ff", "intermediate_size", "d_model", "hidden_size"))
-    return int(fit.text * REFERENCE_TOKENS[loaded.family] * wide * loaded.precision.text.itemsize)
+    return REFERENCE_TOKENS[loaded.family] * wide * loaded.precision.text.itemsize
+
+
+def _dense(loaded: Loaded, part: str) -> int:
+    return loaded.weights[part].dense if part in loaded.weights else 0
 
 
 def decoding_bytes(loaded: Loaded, size: Size, frames: int = 0, tile: int = 0) -> int:
@@ -207,7 +232,12 @@ def decoding_bytes(loaded: Loaded, size: Size, frames: int = 0, tile: int = 0) -
     Args:
         frames: latent frames per chunk, tile: pixels per tile; 0 for all.
     """
-    fit, config = FITS[loaded.family], loaded.configs[VAE]
+    fit, (wide, plain) = FITS[loaded.family], decoding_terms(loaded, size, frames, tile)
+    return int(fit.pixels * wide + fit.plain * plain)
+
+
+def decoding_terms(loaded: Loaded, size: Size, frames: int = 0, tile: int = 0) -> tuple[float, int]:
+    """Bytes of one copy of the decoder's widest full-size activation, and of one channel of the video."""
     ratio = TEMPORAL[loaded.family]
     pixel_frames = size.frames if loaded.family != "mochi" else size.frames + ratio - 1
     if loaded.family in ("hunyuan_video", "framepack"):
@@ -215,26 +245,28 @@ def decoding_bytes(loaded: Loaded, size: Size, frames: int = 0, tile: int = 0) -
     if frames:
         pixel_frames = min(pixel_frames, frames * ratio)
     rows, columns = (min(edge, tile) if tile else edge for edge in (size.height, size.width))
-    channels = fit.pixels * widest(config) + fit.plain
-    return int(channels * pixel_frames * rows * columns * loaded.precision.vae.itemsize)
+    plain = pixel_frames * rows * columns * loaded.precision.vae.itemsize
+    return widest(loaded.configs[VAE]) * plain, plain
 
 
 def attempt_bytes(loaded: Loaded, size: Size, frames: int, tile: int, stream: int) -> int:
     """Activations at the peak of a decode: latent frames per chunk, pixels per tile, pixels streamed; 0 is off."""
-    chunk = decoding_bytes(loaded, size, frames, tile)
     if stream:
-        fit, config = FITS[loaded.family], loaded.configs[VAE]
-        pixels = max(1, chunk // int((fit.pixels * widest(config) + fit.plain) * loaded.precision.vae.itemsize))
-        area = min(stream, size.width) * min(stream, size.height)
-        share = min(1.0, area / (size.width * size.height))
-        return int(STREAMED * max(widest(config), 1.0) * pixels * share * loaded.precision.vae.itemsize)
-    return int(chunk * CHUNKED) if frames else chunk
+        return int(FITS[loaded.family].streamed * streamed_term(loaded, size, frames, tile, stream))
+    chunk = decoding_bytes(loaded, size, frames, tile)
+    return int(chunk * FITS[loaded.family].chunked) if frames else chunk
+
+
+def streamed_term(loaded: Loaded, size: Size, frames: int, tile: int, stream: int) -> float:
+    """Bytes of one tile of the last layer of a decode that streams."""
+    wide, plain = decoding_terms(loaded, size, frames, tile)
+    area = min(stream, size.width) * min(stream, size.height)
+    return max(wide, plain) * min(1.0, area / (size.width * size.height))
 
 
 def plane_bytes(loaded: Loaded, size: Size) -> int:
     """The largest activation of a decode, as a whole."""
-    fit, config = FITS[loaded.family], loaded.configs[VAE]
-    return int(decoding_bytes(loaded, size) * widest(config) / (fit.pixels * widest(config) + fit.plain))
+    return int(decoding_terms(loaded, size)[0])
 
 
 def widest(config: Mapping[str, Any]) -> float:
@@ -247,10 +279,11 @@ def widest(config: Mapping[str, Any]) -> float:
 
 def sizes_of(files: Iterable[PartFiles]) -> dict[str, Weights]:
     """Part name to weights, from what was read of each part's headers."""
-    return {
-        part.name: weights_of({name: part.bytes_of(name, entry) for name, entry in part.entries.items()})
-        for part in files
-    }
+    found = {}
+    for part in files:
+        weights = weights_of({name: part.bytes_of(name, entry) for name, entry in part.entries.items()})
+        found[part.name] = replace(weights, dense=part.dense_bytes)
+    return found
 
 
 def default_size(family: Family) -> Size:
@@ -266,13 +299,5 @@ def sized(size: Size, **changes: Any) -> Size:
 
 TEMPORAL = {"ltx": 8, "mochi": 6, "hunyuan_video": 4, "hunyuan_video_15": 4, "framepack": 4}
 WINDOW_FRAMES = 17  # of HunyuanVideo's framewise decode
-TEXT_TOKENS = {"ltx": 0, "mochi": 64, "hunyuan_video": 64, "hunyuan_video_15": 64, "framepack": 64}  # valid ones
-STREAMED = 9.3  # copies of a tile of the last layer that a streamed decode holds
-CHUNKED = 1.5  # what the frames remembered add to a chunk
-FITS: Mapping[str, Fit] = {
-    "ltx": Fit(tokens=14.2, latents=4.0, pixels=4.1, plain=6.2, text=4.3),
-    "mochi": Fit(tokens=16.1, latents=3.1, pixels=4.15, plain=0.0, text=4.3),
-    "hunyuan_video": Fit(tokens=12.0, latents=3.6, pixels=4.5, plain=5.6, text=4.3),
-    "hunyuan_video_15": Fit(tokens=8.0, latents=3.5, pixels=6.0, plain=0.0, text=4.3),
-    "framepack": Fit(tokens=13.0, latents=2.9, pixels=4.5, plain=5.6, text=4.3),
-}
+TEXT_TOKENS = {"hunyuan_video": 64, "hunyuan_video_15": 64, "framepack": 64}  # valid ones, where they join the video's
+FITS: Mapping[str, Fit] = {family: Fit(**factors) for family, factors in fits.FACTORS.items()}

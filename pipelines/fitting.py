@@ -18,23 +18,31 @@ import torch
 from ..compat import compiling
 from ..compat.accounts import amount_of
 from ..compat.attempts import MEMORY, kind_of
-from ..compat.device import GIBIBYTE, empty_cache, facts_for, free_bytes, host_free_bytes
+from ..compat.device import GIBIBYTE, empty_cache, facts_for, free_bytes
 from ..compat.errors import InputError, PackError, UnsupportedError
 from ..compat.execution import HOST
+from ..compat.masters import HostWeights
 from ..compat.offload import Terms, on_device
 from .contract import Loaded, Progress
+from .denoising import persisting
 from .estimates import MARGIN, MODE_ORDER, TRANSFORMER, VAE, Size, Weights, forecast
+from .host_memory import note
 
 Stage = TypeVar("Stage", bound=Callable[..., Any])
+Result = TypeVar("Result")
+GIVEN_UP = "_anygpu_given_up"  # on an error that every way on was tried for
+TRIES = 16  # of a stage; each has more room than the one before
 SPARE = 1.05  # of what a forecast says, before a mode is taken
 PARTS = (TRANSFORMER, "text_encoder", VAE)  # what may compute on a device of its own
 
 
-def terms_for(devices: Mapping[str, Any], keep_free_gb: float, state: Path | None) -> Terms:
+def terms_for(
+    devices: Mapping[str, Any], keep_free_gb: float, state: Path | None, host: HostWeights | None = None
+) -> Terms:
     """What the user asks of a residency, checked: each device answers, and what is kept free is a size.
 
     Args:
-        devices: part to device or its name; ``auto`` and None for the pipeline's own.
+        devices: part to device or its name; ``auto`` and None for the pipeline's own. host: how masters are kept.
 
     Raises:
         InputError: a part that cannot be placed, or a negative size. UnsupportedError: a device that does not answer.
@@ -49,24 +57,15 @@ def terms_for(devices: Mapping[str, Any], keep_free_gb: float, state: Path | Non
     placed = {
         part: facts_for(str(device)).device for part, device in devices.items() if device not in (None, "", "auto")
     }
-    return Terms(placed, int(keep_free_gb * GIBIBYTE), state)
+    return Terms(placed, int(keep_free_gb * GIBIBYTE), state, host or HostWeights())
 
 
 def require_room(weights: Mapping[str, Weights], device: torch.device, free: int | None, terms: Terms) -> None:
-    """Refuse a model of which not even one layer fits, or a part of which host memory cannot hold.
+    """Refuse a model of which not even one layer fits.
 
     Raises:
         UnsupportedError: with what is missing; nothing was read yet.
     """
-    host = host_free_bytes() + _swap_bytes()
-    largest = max(weights, key=lambda part: weights[part].total, default="")
-    if largest and weights[largest].total > host:
-        missing = weights[largest].total - host
-        raise UnsupportedError(
-            f"{amount_of(host)} of host memory for the {largest}, which is {amount_of(weights[largest].total)}",
-            expected=f"{amount_of(missing)} more",
-            fix="Close other programs, add swap, or use a smaller or quantised checkpoint.",
-        )
     if device.type == HOST.type or free is None:
         return
     room = free - terms.keep_free
@@ -115,27 +114,58 @@ def fitted_for(loaded: Loaded, stage: str, size: Size | None, progress: Progress
         )
 
 
-def recovery(loaded: Loaded, progress: Progress, part: str = TRANSFORMER) -> Callable[[BaseException], bool]:
-    """What a sampling asks after an error in a step: whether to try the step again, with more room.
+def recovery(
+    loaded: Loaded,
+    progress: Progress,
+    parts: tuple[str, ...] = (TRANSFORMER,),
+    told: str = "sampling ran out of memory: goes on {}, from the last finished step",
+) -> Callable[[BaseException], bool]:
+    """What a stage asks after an error: whether to try again, with more room.
 
-    Where memory ran out, other parts leave the device, then ``part`` comes by block, then by layer, each said.
+    Where memory ran out, other parts leave the device, then ``parts`` come by block, then by layer, each said. When
+    nothing of that is left, it is tried once more: what took the room may have been another program.
+
+    Args:
+        told: what is said, with a place for what was done.
     """
+    once_more = True
 
     def again(error: BaseException) -> bool:
+        nonlocal once_more
         step_down = getattr(loaded.residency, "step_down", None)
-        if step_down is None or kind_of(error) != MEMORY:
+        if step_down is None or kind_of(error) != MEMORY or hasattr(error, GIVEN_UP):
             return False
         try:
-            done = step_down(part)
+            done = step_down(*parts)
         except RuntimeError:  # no room for that either
+            done = ""
+        if not done and once_more:
+            done, once_more = "once more", False
+        if not done:
+            setattr(error, GIVEN_UP, True)  # a stage around a step must not begin anew for it
             return False
-        if done:
-            gc.collect()
-            empty_cache(loaded.residency.device)
-            progress.say(f"sampling ran out of memory: goes on {done}, from the last finished step")
-        return bool(done)
+        gc.collect()
+        empty_cache(loaded.residency.device)
+        progress.say(told.format(done))
+        return True
 
     return again
+
+
+def roomier(loaded: Loaded, progress: Progress, parts: tuple[str, ...], what: str, run: Callable[[], Result]) -> Result:
+    """What ``run`` returns, a stage that needs ``parts``; where it finds no room, that of another run with more.
+
+    Args:
+        what: the stage in words, such as ``encoding the prompt``.
+    """
+    found = [part for part in parts if part in loaded.parts.readers]
+    again = recovery(loaded, progress, tuple(found), f"{what} ran out of memory: again {{}}")
+    tries = iter(range(TRIES))
+
+    def more(error: BaseException) -> bool:
+        return next(tries, None) is not None and bool(found) and again(error)
+
+    return persisting(run, more, lambda: lambda: None)
 
 
 def accounted(name: str) -> Callable[[Stage], Stage]:
@@ -169,7 +199,10 @@ def plan_line(loaded: Loaded) -> str:
     steps = sorted(getattr(loaded.parts.prepare, "steps", ()), key=lambda step: step.order)
     worn = getattr(loaded.residency, "worn", "")
     lora = [f"LoRA {worn}"] if worn else []
-    return " -> ".join(["read", *lora, *(step.name for step in steps), repr(loaded.residency)])
+    line = " -> ".join(["read", *lora, *(step.name for step in steps), repr(loaded.residency)])
+    terms = getattr(loaded.residency, "terms", Terms())  # of a host's residency
+    host = getattr(loaded.residency, "host", terms.host)
+    return "; ".join((line, *note(host, loaded.facts, loaded.residency)))
 
 
 @contextmanager
@@ -217,9 +250,3 @@ def _own_bytes(loaded: Loaded) -> int:
 
 def _progress_in(args: tuple[Any, ...]) -> Any:
     return next((value for value in args if hasattr(value, "say") and hasattr(value, "check")), None)
-
-
-def _swap_bytes() -> int:
-    import psutil
-
-    return int(psutil.swap_memory().free)

@@ -46,7 +46,6 @@ SHIFT_NAMES = {  # upstream's function names the scheduler's settings in its own
     "base_shift": "base_shift",
     "max_shift": "max_shift",
 }
-VISION_TOKENS, TEXT_TOKENS = 729, 256  # for the estimate of memory only
 
 Forward = Callable[[torch.Tensor, torch.Tensor, Mapping[str, Mapping[str, torch.Tensor]], str], torch.Tensor]
 
@@ -203,8 +202,8 @@ def sample(
     strength = end_strength(image, framepack, progress)
     plan = plan_for(loaded.variant, framepack, settings.frames, strength > 0)
     settings = replace(settings, frames=_counting(plan, settings, strength > 0, progress))
-    start = drawn(loaded, image, START, generator).to(device)
-    end = strength * drawn(loaded, image, END, generator).to(device) if strength > 0 else None
+    start = drawn(loaded, image, START, generator)
+    end = strength * drawn(loaded, image, END, generator) if strength > 0 else None
     history, texts = History(plan, start, end), _texts(loaded, prompt, plan, progress)
     key = resume_key(loaded, prompt, image, settings, framepack) if keeper is not None else ""
     _resume(history, generator, None if keeper is None else keeper.found(key), progress)
@@ -288,7 +287,7 @@ def _section(
     noise: torch.Tensor,
     progress: Progress,
 ) -> torch.Tensor:
-    """The latents of one section, from ``noise``."""
+    """The latents of one section on the CPU, from ``noise``."""
     levels = _levels_for(loaded, noise)
     schedule = schedule_for(loaded.tools["scheduler"], settings, settings.steps, levels, noise.device)
 
@@ -299,7 +298,7 @@ def _section(
         opposite = forward(latents, time, text, "uncond")
         return opposite + settings.cfg * (output - opposite)
 
-    return denoise(noise, schedule, predict, progress=progress, again=recovery(loaded, progress))
+    return denoise(noise, schedule, predict, progress=progress, again=recovery(loaded, progress)).cpu()
 
 
 def _levels_for(loaded: Loaded, latents: torch.Tensor) -> Callable[[int], Levels]:
@@ -356,6 +355,6 @@ def _so_far(loaded: Loaded, history: History, settings: SampleSettings, generato
         "order": plan.order,
         "generator_state": state_of(generator),
     }
-    samples = history.latents.cpu() / float(loaded.configs["vae"]["scaling_factor"])
+    samples = history.latents / float(loaded.configs["vae"]["scaling_factor"])
     size = settings.height, settings.width
     return Latents(samples, FAMILY.id, loaded.task, frames, *size, settings.fps, settings.seed, extra=extra)

@@ -14,6 +14,7 @@ from ..compat.device import facts_for, free_bytes
 from ..compat.report import Line, Report, report_on
 from .contract import Progress
 from .families import FAMILIES
+from .measured import advice
 
 TITLES = {
     **{family.id: family.title for family in FAMILIES.values()},
@@ -40,7 +41,7 @@ def hardware_report(device: Any, state: Path | None, again: bool = False) -> Rep
     facts = facts_for(device)
     store = answers_of(facts, state)
     store.ask_all(again)
-    return report_on(facts, store, TITLES, free_bytes(facts.device), note=store.note)
+    return report_on(facts, store, TITLES, free_bytes(facts.device), advice(facts), store.note)
 
 
 def hardware_check(device: Any, state: Path | None) -> Iterator[Check]:

@@ -188,12 +188,12 @@ def sample(
     with hold as transformer, checked_leaves(transformer, progress.check):
         predict = _predictor(loaded, transformer, prompt, settings, _given(kind, picture), len(schedule))
         again = recovery(loaded, progress)
-        latents = whole(denoise(start, schedule, predict, progress=progress, kept=kept, preview=whole, again=again))
+        latents = denoise(start, schedule, predict, progress=progress, kept=kept, preview=whole, again=again)
     extra: dict[str, Any] = {"generator_state": state_of(generator)}
     if kind == LATENT_CONCAT:
         extra["drop_frames"] = DROPPED_FRAMES
     return Latents(
-        latents.cpu() / scale,
+        whole(latents.cpu()) / scale,
         FAMILY.id,
         loaded.task,
         settings.frames,
@@ -311,7 +311,7 @@ def _given(kind: str | None, picture: torch.Tensor | None) -> Callable[[torch.Te
 def _whole(kind: str | None, picture: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
     """From the latents that are sampled to the whole video's."""
     if kind == TOKEN_REPLACE and picture is not None:
-        return lambda latents: torch.cat([picture, latents], dim=2)
+        return lambda latents: torch.cat([picture.to(latents.device), latents], dim=2)
     return lambda latents: latents
 
 

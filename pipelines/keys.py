@@ -52,6 +52,7 @@ class Layout:
         rows: the rules, or what makes them of the names in the file.
         words: parts of names that are replaced before the rules are asked.
         ignored: regular expressions of tensors that are no part of the model.
+        half_of: the kind of which this is one half, in a file of its own; it is no model in a file that has the whole.
     """
 
     kind: str
@@ -61,6 +62,7 @@ class Layout:
     absent: tuple[str, ...] = ()
     words: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()
+    half_of: str = ""
 
     def fits(self, names: Mapping[str, object]) -> bool:
         """Whether tensors of these names, without their common prefix, are of this layout."""

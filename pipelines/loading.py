@@ -18,7 +18,7 @@ from ..compat.attention import Attention, attention_for, avoided_by
 from ..compat.attention_timing import by_time
 from ..compat.checkpoints import read_json
 from ..compat.conv3d_choice import kept_timings
-from ..compat.device import DeviceFacts, facts_for, free_bytes
+from ..compat.device import DeviceFacts, facts_for, free_bytes, host_free_bytes, swap_free_bytes
 from ..compat.errors import CheckpointError, InputError
 from ..compat.offload import HOSTED, residency_for
 from ..compat.packages import attribute, unusable
@@ -32,6 +32,8 @@ from .estimates import sizes_of
 from .families import FAMILIES, family_named
 from .family import Family
 from .fitting import require_room, terms_for
+from .host_memory import backed, note
+from .measured import advised
 from .reading import PartFiles, part_files, reader_of
 from .rewriting import Preparation, attention_step, conv3d_step
 from .safe_fp16 import TRANSFORMER, SafeFp16, read_narrow
@@ -105,9 +107,10 @@ def load(
     probes = None if request.state is None else answers_of(facts, request.state)
     precision = precision_for(family.id, facts, request.precision, probes)
     files = _part_files(family, folders, precision, {} if single is None else single.files)
-    files = with_storage(files, request, family.text_parts, precision, facts)
+    files = with_storage(files, request, family.text_parts, precision, facts, probes)
+    files, host = backed(files, facts, host_free_bytes(), swap_free_bytes())
     free = free_bytes(facts.device)
-    weights, terms = sizes_of(files.values()), terms_for(request.devices, request.keep_free_gb, request.state)
+    weights, terms = sizes_of(files.values()), terms_for(request.devices, request.keep_free_gb, request.state, host)
     evicts = make_room is not None or hosted is not None  # the host's other models leave where ours need the room
     require_room(weights, facts.device, facts.total_bytes or None if evicts else free, terms)
     progress.check()
@@ -116,16 +119,15 @@ def load(
     attention = _attention(request.attention, files["transformer"].config, precision, facts, probes)
     safe = SafeFp16(family.id, facts.device, active=precision.safe)
     convolutions = conv3d_step(abilities(facts, probes), kept_timings(facts, probes))
-    speed = speed_for(request.speed, facts.device, precision, probes, attention.why)
+    speed = speed_for(request.speed, facts, request.devices, precision, probes, attention.why)
     steps = (storage_step(files), convolutions, safe.step(), attention_step(attention), *speed.steps())
-    parts = Parts({name: reader_of(part) for name, part in files.items()}, Preparation(steps))
-    if precision.safe and request.precision == AUTO:
-        parts.fallbacks[TRANSFORMER] = partial(safe.abandon, parts, files[TRANSFORMER])
+    parts = _parts(files, Preparation(steps), safe if request.precision == AUTO else None)
     sizes = {name: part.total_bytes for name, part in files.items()}
     hosted = speed.host_for(request.offload, hosted)
     residency, reason = residency_for(request.offload, parts, facts.device, sizes, free, make_room, hosted, terms)
     speed.settle_offload(getattr(residency, "mode", HOSTED), request.offload != AUTO)
-    notes = (str(precision), f"{residency}: {reason}", str(attention), *storage_notes(files), *speed.notes())
+    said = (*storage_notes(files), *speed.notes(), *note(host, facts, residency), *advised(facts, family.id))
+    notes = (str(precision), f"{residency}: {reason}", str(attention), *said)
     return Loaded(
         family.id,
         task,
@@ -140,7 +142,16 @@ def load(
         notes,
         speed,
         weights=weights,
+        probes=probes,
     )
+
+
+def _parts(files: Mapping[str, PartFiles], prepare: Preparation, safe: SafeFp16 | None) -> Parts:
+    """The parts, none of them read; the transformer with a way back from safe fp16 where that was left to ``auto``."""
+    parts = Parts({name: reader_of(part) for name, part in files.items()}, prepare)
+    if safe is not None and safe.active:
+        parts.fallbacks[TRANSFORMER] = partial(safe.abandon, parts, files[TRANSFORMER])
+    return parts
 
 
 def find_models(roots: Iterable[Path]) -> list[Path]:

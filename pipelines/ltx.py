@@ -224,7 +224,7 @@ def sample(
             step=walk.step,
         )
     return Latents(
-        unpacked(tokens).cpu(),
+        unpacked(tokens.cpu()),
         FAMILY.id,
         "image" if anchors else "text",
         settings.frames,

@@ -114,7 +114,12 @@ class Walk:
         if self.start.held is None:
             return stepped
         runs = self.schedule.timesteps[index] / TRAIN_TIMESTEPS - STARTED < (1.0 - self.start.held)
-        return self._loosened(torch.where(runs.unsqueeze(-1), stepped, tokens), index + 1)
+        drawn = self.generator.get_state()
+        try:
+            return self._loosened(torch.where(runs.unsqueeze(-1), stepped, tokens), index + 1)
+        except RuntimeError:
+            self.generator.set_state(drawn)  # the step may be tried again, and draws the same noise then
+            raise
 
     def _loosened(self, tokens: torch.Tensor, index: int) -> torch.Tensor:
         from diffusers import LTXConditionPipeline

@@ -41,11 +41,22 @@ def memory_plan(loaded: Loaded, size: Size) -> tuple[str, torch.Tensor]:
     Returns:
         The text, and a picture (1, H, 1200, 3) in 0..1, fp32 on the CPU.
     """
+    title = f"{family_named(loaded.family).FAMILY.title} {size.width}x{size.height}, {size.frames} frames"
+    more = ", with true guidance" if size.guided else ""
+    return shown(loaded, title, more, forecasts(loaded, size))
+
+
+def shown(loaded: Any, title: str, more: str, found: tuple[Forecast, ...]) -> tuple[str, torch.Tensor]:
+    """What each mode needs, in words and as bars.
+
+    Args:
+        loaded: a pipeline of any kind, with its residency, facts and weights. title: what runs. more: beside it, in the
+            words. found: the forecast of each mode, the fastest first.
+    """
     free = free_bytes(loaded.residency.device)
     keep = int(getattr(loaded.residency, "keep_free", 0))
     room = None if free is None else max(0, free - keep)
-    found = forecasts(loaded, size)
-    return _text(loaded, size, found, room), _drawn(loaded, size, found, room)
+    return _text(loaded, title + more, found, room), _drawn(loaded, title, found, room)
 
 
 def fastest(found: tuple[Forecast, ...], room: int | None) -> Forecast | None:
@@ -55,13 +66,12 @@ def fastest(found: tuple[Forecast, ...], room: int | None) -> Forecast | None:
     return next((each for each in found if each.peak * SPARE <= room), None)
 
 
-def _text(loaded: Loaded, size: Size, found: tuple[Forecast, ...], room: int | None) -> str:
+def _text(loaded: Any, title: str, found: tuple[Forecast, ...], room: int | None) -> str:
     device, mode = loaded.residency.device, getattr(loaded.residency, "mode", HOSTED)
     have = "does not tell its free memory" if room is None else f"has {amount_of(room)} free"
     best = fastest(found, room)
     lines = [
-        f"{family_named(loaded.family).FAMILY.title} {size.width}x{size.height}, {size.frames} frames"
-        f"{', with true guidance' if size.guided else ''}: {device} {have}",
+        f"{title}: {device} {have}",
         f"now: offload {mode}; fastest that fits: {best.mode if best else 'not one of them: lower the size'}",
     ]
     for each in found:
@@ -70,14 +80,14 @@ def _text(loaded: Loaded, size: Size, found: tuple[Forecast, ...], room: int | N
         lines.append(f"{each.mode}: peak {amount_of(each.peak)}{fits} ({stages})")
     total = sum(weights.total for weights in loaded.weights.values())
     host = host_free_bytes()
-    kept = "stay in host memory" if total <= host else "need more: choose fp8 weights, or close other programs"
+    kept = "stay in host memory" if total <= host else "do not fit there together: some are read from their files anew"
     lines.append(f"host: {amount_of(host)} free; weights of {amount_of(total)} {kept}")
     lines.append(f"plan: {plan_line(loaded)}")
     lines.append("Forecasts are within 15 % on the simulated device; a vendor's libraries take some more.")
     return "\n".join(lines)
 
 
-def _drawn(loaded: Loaded, size: Size, found: tuple[Forecast, ...], room: int | None) -> torch.Tensor:
+def _drawn(loaded: Any, title: str, found: tuple[Forecast, ...], room: int | None) -> torch.Tensor:
     import numpy
     from PIL import Image, ImageDraw, ImageFont
 
@@ -88,7 +98,6 @@ def _drawn(loaded: Loaded, size: Size, found: tuple[Forecast, ...], room: int | 
     pen, top = ImageDraw.Draw(picture), MARGIN
     most = max([*(each.peak for each in found), room or 0]) or 1
     scale = (WIDTH - LEFT - MARGIN - 120) / most
-    title = f"{family_named(loaded.family).FAMILY.title} {size.width}x{size.height}, {size.frames} frames"
     pen.text((MARGIN, top), title, fill=HEAD, font=bold)
     for index, (name, colour) in enumerate(COLOURS.items()):
         pen.rectangle((MARGIN + index * 220, top + 40, MARGIN + index * 220 + 18, top + 58), fill=colour)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,20 @@ class Schedule:
         velocity = output if self.native else self.sign * output
         time = self.timesteps[index] if self.native else self.solver.timesteps[index]
         return self.solver.step(velocity, time, latents, return_dict=False)[0].float()
+
+    def put_back(self) -> Callable[[], None]:
+        """What puts the solver back where it is now, for a step that is tried again."""
+
+        def copied(value: Any) -> Any:
+            return list(value) if isinstance(value, list) else value
+
+        standing = {name: copied(value) for name, value in vars(self.solver).items()}
+
+        def back() -> None:
+            vars(self.solver).clear()
+            vars(self.solver).update({name: copied(value) for name, value in standing.items()})
+
+        return back
 
     def clean(self, output: torch.Tensor, index: int, latents: torch.Tensor) -> torch.Tensor:
         """The clean latents that the prediction implies, for a preview."""

@@ -120,7 +120,7 @@ def plan_for(variant: str, framepack: FramePackSettings, frames: int, ended: boo
 
 
 class History:
-    """The latents sampled so far, in the order of the film, and what the next section sees of them.
+    """The latents sampled so far, in the order of the film, and what the next section sees of them; all on the CPU.
 
     Args:
         start: latents of the start image (1, C, 1, H, W), in the transformer's space.
@@ -165,12 +165,12 @@ class History:
         self.lengths.append(self.latents.shape[2])
 
     def standing(self, generator_state: bytes) -> Standing:
-        """All that the next section needs, on the CPU."""
-        return Standing(self.latents.cpu(), tuple(self.lengths), generator_state)
+        """All that the next section needs."""
+        return Standing(self.latents, tuple(self.lengths), generator_state)
 
     def resume(self, standing: Standing) -> None:
         """Take in the sections of an earlier sampling of the same video."""
-        self.latents, self.lengths = standing.latents.to(self.start.device), list(standing.lengths)
+        self.latents, self.lengths = standing.latents, list(standing.lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +195,28 @@ class Keeper(Protocol):
 
     def keep(self, key: str, index: int, count: int, latents: Latents, standing: Standing) -> None:
         """Take in all sections so far, after section ``index`` of ``count``; ``latents`` can be decoded."""
+
+
+class Remembered:
+    """Keeps finished sections for the length of one sampling, so that none is lost where it must begin again.
+
+    Args:
+        beyond: who keeps them for longer; None for nobody.
+    """
+
+    def __init__(self, beyond: Keeper | None = None) -> None:
+        self.beyond = beyond
+        self.standing: Standing | None = None
+
+    def found(self, key: str) -> Standing | None:
+        """Where this sampling stands, else where an earlier one does."""
+        return self.standing or (None if self.beyond is None else self.beyond.found(key))
+
+    def keep(self, key: str, index: int, count: int, latents: Latents, standing: Standing) -> None:
+        """Take in all sections so far."""
+        self.standing = standing
+        if self.beyond is not None:
+            self.beyond.keep(key, index, count, latents, standing)
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,13 +58,13 @@ def shortage_in(error: BaseException, free: int | None = None) -> Shortage:
 
 @contextmanager
 def shortage_explained(
-    loaded: Loaded, family: Family, stage: str, size: Latents | SampleSettings, hint: str = ""
+    loaded: Loaded, family: Family, stage: str, size: Latents | SampleSettings | None, hint: str = ""
 ) -> Iterator[None]:
     """Out-of-memory errors of the block, of their own class, with what to lower and by how much in their text.
 
     Args:
-        stage: such as ``sampling``. size: what has the width, height and frames that ran out. hint: a way out that
-            only this stage has; it comes first.
+        stage: such as ``sampling``. size: what has the width, height and frames that ran out; None for a stage that
+            they do not matter to. hint: a way out that only this stage has; it comes first.
     """
     try:
         yield
@@ -73,26 +73,33 @@ def shortage_explained(
             raise
         short = shortage_in(error, free_bytes(loaded.residency.device))
         fixes = lowered(loaded, family, size, short, hint)
-        shape = f"{size.width}x{size.height}, {size.frames} frames"
+        shape = "" if size is None else f" {size.width}x{size.height}, {size.frames} frames"
         kind = type(error) if isinstance(error, torch.OutOfMemoryError) else torch.OutOfMemoryError
         raise kind(
-            f"{BEGINNING}{stage} {shape} on {loaded.facts.name} ({short}); expected about "
+            f"{BEGINNING}{stage}{shape} on {loaded.facts.name} ({short}); expected about "
             f"{short.share:.0%} of that. {', or '.join(fixes)}.\n{' '.join(str(error).split())}"
         ) from error
 
 
 def lowered(
-    loaded: Loaded, family: Family, size: Latents | SampleSettings, short: Shortage, hint: str = ""
+    loaded: Loaded, family: Family, size: Latents | SampleSettings | None, short: Shortage, hint: str = ""
 ) -> list[str]:
     """The ways out, the cheapest first: working memory grows with frames and with the area of a frame.
 
     Returns:
         phrases such as ``lower frames from 97 to 41``; the first begins with a capital letter.
     """
-    width, height, frames = size.width, size.height, size.frames
     found, mode = [hint] if hint else [], getattr(loaded.residency, "mode", "")
     if not hint and loaded.residency.device.type != "cpu" and mode not in WEIGHTLESS:
         found.append(f"set offload to group on AnyGPU Load Pipeline (now {mode}), which keeps one block on the device")
+    found += [] if size is None else _smaller(family, size, short)
+    found = found or ["close other programs that use this device's memory"]
+    return [found[0][0].upper() + found[0][1:], *found[1:]]
+
+
+def _smaller(family: Family, size: Latents | SampleSettings, short: Shortage) -> list[str]:
+    """What to lower of a size, each by itself enough."""
+    found, width, height, frames = [], size.width, size.height, size.frames
     fewer = max(1, 1 + (int(frames * short.share) - 1) // family.stride * family.stride)
     if fewer < frames and family.id != "framepack":  # whose sections are as long whatever the video is
         found.append(f"lower frames from {frames} to {fewer}")
@@ -102,8 +109,7 @@ def lowered(
     )
     if smaller != (width, height):
         found.append(f"lower width and height from {width}x{height} to {smaller[0]}x{smaller[1]}")
-    found = found or ["close other programs that use this device's memory"]
-    return [found[0][0].upper() + found[0][1:], *found[1:]]
+    return found
 
 
 def _bytes(match: re.Match[str]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -27,17 +27,19 @@ from .embeddings import require_text_encoder
 from .estimates import Size
 from .families import family_named
 from .family import Family
-from .fitting import accounted, fitted_for
+from .fitting import accounted, fitted_for, roomier
 from .grid import check_steps, snap
 from .pictures import checked_frames, fitted, fitted_size
 from .profiling import profiled
 from .safe_fp16 import with_fallback
-from .sections import Keeper
+from .sections import Keeper, Remembered
 from .shortage import shortage_explained
 from .speed import sped_up
 from .text import described
 
 MOST_TOKENS = 1024
+ENCODING, PICTURING = "encoding the prompt", "encoding the image"
+TEXT_HINT = "choose text_device cpu on the load node, which takes none of this memory"
 NEUTRAL: dict[str, Any] = {  # settings that mean "nothing asked"
     "guidance": (0.0,),
     "cfg": (0.0, 1.0),
@@ -88,7 +90,15 @@ def encode_prompt(loaded: Loaded, request: PromptRequest, progress: Progress) ->
     report_unused(family.FAMILY, request, ("template", "sections", "image"), progress)
     fitted_for(loaded, "text", None, progress)
     try:
-        found = family.encode_prompt(loaded, replace(request, max_tokens=limit, image=image), progress)
+        completed = replace(request, max_tokens=limit, image=image)
+        with shortage_explained(loaded, family.FAMILY, ENCODING, None, TEXT_HINT):
+            found = roomier(
+                loaded,
+                progress,
+                family.FAMILY.text_parts,
+                ENCODING,
+                lambda: family.encode_prompt(loaded, completed, progress),
+            )
         texts = {"text": request.text, "negative_text": request.negative}
         return replace(found, opposed=bool(request.negative.strip()), extra=texts)
     finally:
@@ -147,7 +157,15 @@ def encode_image(loaded: Loaded, request: ImageRequest, fit: str, progress: Prog
     pictures = fitted(frames, width, height, fit)
     if tuple(frames.shape[1:3]) != (height, width):
         progress.say(f"image {frames.shape[2]}x{frames.shape[1]} -> {width}x{height} ({fit})")
-    return family.encode_image(loaded, replace(request, frames=pictures, width=width, height=height), progress)
+    completed = replace(request, frames=pictures, width=width, height=height)
+    with shortage_explained(loaded, family.FAMILY, PICTURING, SampleSettings(width, height, len(pictures))):
+        return roomier(
+            loaded,
+            progress,
+            ("image_encoder", "vae"),
+            PICTURING,
+            lambda: family.encode_image(loaded, completed, progress),
+        )
 
 
 @profiled("encode video")
@@ -196,15 +214,9 @@ def sample(
     settings = _completed(of_checkpoint(loaded), prompt, image, settings, progress)
     _require_image(loaded, family.FAMILY, image)
     release_text(loaded, family.FAMILY)
-    fitted_for(loaded, "sampling", size_of(settings), progress)
+    fitted_for(loaded, "sampling", size_of(settings, prompt), progress)
     with shortage_explained(loaded, family.FAMILY, "sampling", settings):
-        found = with_fallback(
-            loaded,
-            progress,
-            lambda: sped_up(
-                loaded, settings, progress, lambda: family.sample(loaded, prompt, image, settings, progress)
-            ),
-        )
+        found = _sampled(loaded, settings, progress, lambda: family.sample(loaded, prompt, image, settings, progress))
     return described(found, prompt)
 
 
@@ -230,17 +242,14 @@ def sample_framepack(
     settings = replace(settings, frames=family.frames_for(framepack, settings.fps or family.FAMILY.defaults.fps))
     settings = _completed(family.FAMILY, prompt, image, settings, progress)
     release_text(loaded, family.FAMILY)
-    fitted_for(loaded, "sampling", size_of(settings, framepack.window), progress)
+    fitted_for(loaded, "sampling", size_of(settings, prompt, framepack.window), progress)
+    remembered = Remembered(keeper)
     with shortage_explained(loaded, family.FAMILY, "sampling", settings):
-        return with_fallback(
+        return _sampled(
             loaded,
+            settings,
             progress,
-            lambda: sped_up(
-                loaded,
-                settings,
-                progress,
-                lambda: family.sample(loaded, prompt, image, settings, framepack, progress, keeper),
-            ),
+            lambda: family.sample(loaded, prompt, image, settings, framepack, progress, remembered),
         )
 
 
@@ -272,7 +281,10 @@ def decode(
     chosen = form or Form(method)
     hint = "" if chosen.method in ("auto", "streaming", "cpu") else "set method to auto, which goes on in smaller parts"
     with shortage_explained(loaded, family.FAMILY, "decoding", latents, hint):
-        return family.decode(loaded, latents, progress, chosen)[: latents.frames]
+        frames = family.decode(loaded, latents, progress, chosen)[: latents.frames]
+    if loaded.speed is not None:
+        loaded.speed.say_decoded(progress)
+    return frames
 
 
 def with_decode_noise(loaded: Loaded, latents: Latents, timestep: float, scale: float, progress: Progress) -> Latents:
@@ -304,9 +316,16 @@ def release_text(loaded: Loaded, family: Family) -> None:
         loaded.residency.release(part)
 
 
-def size_of(settings: SampleSettings, window: int = 9) -> Size:
+def size_of(settings: SampleSettings, prompt: Prompt, window: int = 9) -> Size:
     """The size of a run, for forecasts."""
-    return Size(settings.width, settings.height, settings.frames, settings.cfg > 1.0, window)
+    guided = settings.cfg > 1.0
+    return Size(settings.width, settings.height, settings.frames, guided, window, tokens_in(prompt))
+
+
+def tokens_in(prompt: Prompt) -> int:
+    """The tokens of a prompt, or of its negative where that is longer."""
+    both = (prompt.embeds, prompt.negative or {})
+    return max(sum(states.shape[1] for states in text.values() if states.ndim == 3) for text in both)
 
 
 def report_unused(family: Family, request: Any, names: tuple[str, ...], progress: Progress) -> None:
@@ -328,6 +347,17 @@ def require_family(found: str, family: Family, subject: str) -> None:
             expected=f"made for {family.id!r}",
             fix=f"Connect the {family.title} pipeline's own nodes all the way, or load the {found} model.",
         )
+
+
+def _sampled(loaded: Loaded, settings: SampleSettings, progress: Progress, run: Callable[[], Latents]) -> Latents:
+    """What ``run`` samples; begun again with more room, or in fp32, where it could not begin or its values broke."""
+    return roomier(
+        loaded,
+        progress,
+        ("transformer",),
+        "sampling",
+        lambda: with_fallback(loaded, progress, lambda: sped_up(loaded, settings, progress, run)),
+    )
 
 
 def _picture_size(loaded: Loaded, frames: torch.Tensor, request: ImageRequest, fit: str) -> tuple[int, int]:

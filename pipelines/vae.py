@@ -199,6 +199,8 @@ class Passes(Beginning):
             progress.say(f"{stage} gave {fault}, in fp32 on the CPU too: the latents may hold nothing")
         elif fault:
             raise UnsoundError(fault)
+        if not self.attempt.library and self.loaded.probes is not None:  # the next run begins so
+            self.loaded.probes.remember(self._learned(), lambda: True)
         return result
 
     def _judged(self, judge: Judge) -> Judge:
@@ -222,7 +224,8 @@ class Passes(Beginning):
             if attempt.on_host:
                 self._transfer, self._vae = Transfer(HOST, attempt.dtype), _own_copy(loaded, self.progress)
             else:
-                self._transfer = transfer_for(self.device, attempt.dtype)
+                account = getattr(loaded.residency, "account", None)
+                self._transfer = replace(transfer_for(self.device, attempt.dtype), account=account)
                 if self.care.contiguous_weights:
                     straightened(loaded.parts.read("vae", self.progress))
                 if casts_wrongly(self.device, attempt.dtype):

@@ -67,10 +67,19 @@ class Beginning:
             first = replace(first, frames=form.frames or next(iter(chunks), 1))
         elif method == STREAMING:
             first = replace(first, stream=streams[0], frames=self._streamed_frames(size))
+        first = replace(first, library=first.on_host or not self._fails_with_library())
         allowed = Allowed(self.automatic, self.automatic and not on_host, tiles, start, chunks, streams)
         if method == AUTO and decodes and not on_host:
             first = self._planned(first, allowed, size)
         return first, allowed
+
+    def _fails_with_library(self) -> bool:
+        """Whether an earlier run on this device learned that this coder needs torch's convolution library off."""
+        probes = self.loaded.probes
+        return probes is not None and bool(probes.recall(self._learned()))
+
+    def _learned(self) -> str:
+        return f"{self.loaded.family} {self.coder} fails with MIOpen"
 
     def _planned(self, first: Attempt, allowed: Allowed, size: tuple[int, int, int]) -> Attempt:
         """The attempt that fits into what is free now: whole, else the exact forms, else tiles.

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from anygpu.compat import rewrites, rewrites_blocks
+from anygpu.compat import fp16, rewrites, rewrites_blocks
 from anygpu.compat.attention_processors import attended
 from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.compat.rewrites import CHOICES, FUSIONS, form_for, fused
@@ -271,3 +271,34 @@ def test_loras_and_quantised_weights_act_as_before(name, change):
     assert sites and (expected - untouched).abs().max() > 1e-3, "the change did nothing"
     # The same sums in another order, through a few blocks; values are around 1.
     torch.testing.assert_close(found, expected, atol=256 * torch.finfo(torch.float32).eps, rtol=1e-5)
+
+
+@pytest.mark.parametrize("fp32_output", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", [n if n == "ltx" else pytest.param(n, marks=pytest.mark.full) for n in CASES])
+def test_under_safe_fp16_attention_is_fused_and_no_error_grows(name, fp32_output, monkeypatch):
+    if fp32_output:  # no CPU has such products: the same in fp32
+        monkeypatch.setattr(fp16, "_fp32_product", fp32_product)
+    block, inputs = block_of(CASES[name])
+    truth = ran(block, inputs, torch.float64)
+    model = Model(copy.deepcopy(block).float())
+    fp16.apply_fp16_safe(model, "any", {"fp32_output": fp32_output})
+    taken_off = attended(model, SDPA)
+    stock = ran(model.transformer_blocks[0], inputs, torch.float32)
+    taken_off()
+    found = fused(model, REFERENCE)
+    turned = FUSIONS[rewrites.full_name(block)].sites[rewrites.TURNED]
+    assert dict(found.sites) == {rewrites.TURNED: turned} and "safe fp16 has the rest" in str(found)
+    taken_off = attended(model, SDPA)
+    ours = ran(model.transformer_blocks[0], inputs, torch.float32)
+    for one, former, expected in zip(ours, stock, truth, strict=True):
+        assert (one - expected).norm() <= NO_WORSE * (former - expected).norm()
+    taken_off()
+    found.restore()
+    attended(model, SDPA)
+    again = ran(model.transformer_blocks[0], inputs, torch.float32)
+    assert all(torch.equal(one, former) for one, former in zip(again, stock, strict=True))
+
+
+def fp32_product(x: torch.Tensor, weight: torch.Tensor, bias: Any, total: Any) -> torch.Tensor:
+    found = functional.linear(x.float(), weight.float()) * (1.0 if total is None else total)
+    return found if bias is None else found + bias.float()

@@ -48,8 +48,8 @@ class Run:
         return str(self.error.get("exception_message", "")).strip()
 
     def texts_of(self, node: str) -> list[str]:
-        """The texts shown under one node, in order."""
-        return [text for owner, text in self.texts if owner == node]
+        """The texts shown under one node, in order, without the marks of Markdown at the ends of their lines."""
+        return [text.replace("  \n", "\n") for owner, text in self.texts if owner == node]
 
     def files(self) -> list[dict[str, Any]]:
         """The saved files of every output node; previews, which lie in the temporary folder, are none."""

@@ -9,7 +9,7 @@ import pytest
 
 from host.client import Client
 from host.inside.asking import Inside
-from host.server import NoHost, Server, _environment, find_host
+from host.server import NoHost, Server, environment, find_host
 
 
 @pytest.fixture(scope="session")
@@ -41,7 +41,7 @@ def inside(tiny_folder: Path) -> Iterator[Inside]:
         host = find_host()
     except NoHost as reason:
         pytest.skip(str(reason))
-    worker = Inside(host, tiny_folder, _environment())
+    worker = Inside(host, tiny_folder, environment())
     try:
         if worker.reason:
             pytest.skip(worker.reason)

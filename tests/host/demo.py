@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the folder of the package `host`, as pytest has it
 
-from host import videos  # noqa: E402
+from host import lora_files, videos  # noqa: E402
 from host.client import Client  # noqa: E402
 from host.prompts import filmed, replay, shrunk  # noqa: E402
 from host.server import ROOT, NoHost, Server, find_host, tiny_home  # noqa: E402
@@ -26,7 +26,9 @@ def keep_results(server: Server, kept: Path) -> list[str]:
     server.every_model()
     client, rows = Client(server.url), []
     for workflow in filmed():
-        run = client.run(shrunk(replay(workflow), WIDTH, HEIGHT, FRAMES))
+        prompt = shrunk(replay(workflow), WIDTH, HEIGHT, FRAMES)
+        lora_files.furnish(server, prompt)
+        run = client.run(prompt)
         name = workflow.stem
         if run.ending != "execution_success":
             rows.append(ROW.format(name, "failed", run.message, "", f"{run.seconds:.1f} s"))

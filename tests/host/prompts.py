@@ -13,6 +13,7 @@ REPLAYS = ROOT / "tests" / "workflows"
 SAVE = "SaveVideo"
 PAINT = "paint_"
 CORE_SAMPLED = "_core_ksampler"
+RECOVERED = "_recover_latents"
 
 Link = list[Any]
 
@@ -43,6 +44,22 @@ def text_to_video(model: str, text: str = "a cat walks on the grass", negative: 
     decode = graph.add("AnyGPUDecode", pipeline=pipeline, latent=graph.link(sample))
     graph.add(SAVE, video=graph.link(decode, 1), filename_prefix="test", format="auto", codec="auto")
     return graph
+
+
+def film(seed: int) -> tuple[Graph, str]:
+    """FramePack from a picture in many sections, its latents saved by the last node; and the sampler's id."""
+    graph = Graph()
+    pipeline = graph.link(graph.add("AnyGPULoadPipeline", **loading("FramePackI2V_HY")))
+    prompt = graph.link(graph.add("AnyGPUEncodePrompt", pipeline=pipeline, text="a cat", negative=""))
+    picture = graph.link(graph.add("LoadImage", image="example.png"))
+    size = {"width": 64, "height": 64, "fit": "crop", "frame": 0, "strength": 1.0}
+    image = graph.add("AnyGPUEncodeImage", pipeline=pipeline, image=picture, **size)
+    settings = {"clip_seconds": 4.0, "fps": 30.0, "steps": 3, "cfg": 0.0, "guidance": 0.0, "seed": seed}
+    rest = {"scheduler": "auto", "shift": 0.0, "cfg_start": 0.0, "cfg_end": 1.0, "window": 3}
+    links = {"pipeline": pipeline, "prompt": prompt, "image": graph.link(image)}
+    sample = graph.add("AnyGPUSampleFramePack", **links, **settings, **rest)
+    graph.add("SaveLatent", samples=graph.link(sample), filename_prefix="latent")
+    return graph, sample
 
 
 def loading(model: str, **chosen: Any) -> dict[str, Any]:
@@ -77,7 +94,7 @@ def shipped() -> list[Path]:
 
 def filmed() -> list[Path]:
     """Shipped workflows that end in a video of our own sampler."""
-    ours = [workflow for workflow in shipped() if not workflow.stem.endswith(CORE_SAMPLED)]
+    ours = [workflow for workflow in shipped() if not workflow.stem.endswith((CORE_SAMPLED, RECOVERED))]
     return [workflow for workflow in ours if not workflow.stem.startswith(PAINT)]
 
 
@@ -128,6 +145,17 @@ def shrunk(
             if inputs.get("fit") == "nearest bucket":
                 inputs["fit"] = "crop"  # buckets are full size
     return prompt
+
+
+CORE_SIZE = {"width": 64, "height": 64, "length": 9, "steps": 2, "tile_size": 64}
+
+
+def shrunk_core(prompt: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """A replay at 64x64, 9 frames and 2 steps, core's nodes included."""
+    for node in prompt.values():
+        inputs = node["inputs"]
+        inputs.update({name: value for name, value in CORE_SIZE.items() if isinstance(inputs.get(name), int)})
+    return shrunk(prompt)
 
 
 def _linked(value: Any) -> bool:

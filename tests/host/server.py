@@ -22,11 +22,12 @@ from pathlib import Path
 
 import av
 import numpy as np
+from anygpu.compat.latent_files import metadata_of, record_in
 from anygpu.pipelines import tiny
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[2]
-PACK, STAND_INS = "anygpu", "stand_ins"
+PACK, STAND_INS, GPU = "anygpu", "stand_ins", "simulated_gpu"
 START_SECONDS = 180
 PICTURE, CLIP = "example.png", "example.mp4"
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -111,6 +112,7 @@ class Server:
     Args:
         host: the checkout. base: an empty folder for its models, inputs, outputs and settings.
         tiny_folder: where tiny checkpoints are built. attach: whether the pack is there.
+        gpu: whether ComfyUI computes on the simulated accelerator; on the CPU otherwise.
         arguments: further arguments of ComfyUI.
     """
 
@@ -119,6 +121,7 @@ class Server:
     tiny_folder: Path
     attach: bool = True
     stand_ins: bool = False
+    gpu: bool = False
     arguments: tuple[str, ...] = ()
     port: int = 0
     start_seconds: float = 0.0
@@ -155,7 +158,7 @@ class Server:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env=_environment(),
+                env=environment(),
                 start_new_session=True,
             )
         while not self._answers():
@@ -196,6 +199,12 @@ class Server:
             link.symlink_to(folder, target_is_directory=True)
         return name
 
+    def unfinished(self) -> list[str]:
+        """What the kept latents of samplings that were cut short say of themselves."""
+        kept = (self.base / "user" / "anygpu" / "kept").glob("*.safetensors")
+        found = [record_in(metadata_of(path), path).get("unfinished", "") for path in kept]
+        return [text for text in found if text]
+
     def output(self, record: dict[str, str]) -> Path:
         """The file that an output record of a node names."""
         return self.base / record.get("type", "output") / record.get("subfolder", "") / record["filename"]
@@ -222,8 +231,8 @@ class Server:
 
     def _packs(self) -> dict[str, Path]:
         """Name to folder of the packs that are attached."""
-        beside = {STAND_INS: Path(__file__).with_name(STAND_INS)} if self.stand_ins else {}
-        return {PACK: ROOT, **beside} if self.attach else {}
+        beside = [name for name, wanted in ((STAND_INS, self.stand_ins), (GPU, self.gpu)) if wanted]
+        return {PACK: ROOT, **{name: Path(__file__).with_name(name) for name in beside}} if self.attach else {}
 
     def _furnish(self) -> None:
         """The folders of the base directory, the pack in one of its own, and a picture and a clip to load."""
@@ -277,7 +286,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """One thread per operation, no network, and no bytecode beside the sources of checkout and host."""
     chosen = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUTF8": "1"}
     dropped = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
-from anygpu.compat.latent_files import metadata_of, record_in
 from PIL import Image
 from safetensors.numpy import load_file
 
 from host.client import Client, Run
-from host.prompts import Graph, loading, text_to_video
+from host.prompts import Graph, film, text_to_video
 from host.server import Server
 
 pytestmark = pytest.mark.host
@@ -80,21 +77,9 @@ def test_in_decode(server: Server, client: Client, model: str) -> None:
 def test_of_framepack_keeps_the_finished_sections(server: Server, client: Client) -> None:
     for model in ("FramePackI2V_HY", "HunyuanVideo", "flux_redux_bfl"):
         server.model(model)
-    graph = Graph()
-    pipeline = graph.link(graph.add("AnyGPULoadPipeline", **loading("FramePackI2V_HY")))
-    prompt = graph.link(graph.add("AnyGPUEncodePrompt", pipeline=pipeline, text="a cat", negative=""))
-    picture = graph.link(graph.add("LoadImage", image="example.png"))
-    image = graph.add(
-        "AnyGPUEncodeImage", pipeline=pipeline, image=picture, width=64, height=64, fit="crop", frame=0, strength=1.0
-    )
-    settings = {"clip_seconds": 4.0, "fps": 30.0, "steps": 3, "cfg": 0.0, "guidance": 0.0, "seed": 1}
-    rest = {"scheduler": "auto", "shift": 0.0, "cfg_start": 0.0, "cfg_end": 1.0, "window": 3}
-    sample = graph.add(
-        "AnyGPUSampleFramePack", pipeline=pipeline, prompt=prompt, image=graph.link(image), **settings, **rest
-    )
-    graph.add("SaveLatent", samples=graph.link(sample), filename_prefix="latent")
+    graph, sample = film(seed=1)
     kept = server.base / "user" / "anygpu" / "kept"
-    finished_two = lambda node, run: any("section 2 of" in text for text in unfinished(kept))  # noqa: E731
+    finished_two = lambda node, run: any("section 2 of" in text for text in server.unfinished())  # noqa: E731
     run = client.run(graph.prompt, cancel_when=finished_two)
     assert run.ending == "execution_interrupted", run.message
     assert run.cancel_seconds is not None and run.cancel_seconds < 1.0
@@ -104,15 +89,9 @@ def test_of_framepack_keeps_the_finished_sections(server: Server, client: Client
     again = client.run(graph.prompt)
     assert again.ending == "execution_success", again.message
     assert any("goes on after section 2 of" in text for text in again.texts_of(sample))
-    assert not unfinished(kept), "what is whole is not gone on with"
+    assert not server.unfinished(), "what is whole is not gone on with"
     client.free()
     fresh = client.run(graph.prompt)
     records = [server.output(run.outputs["6"]["latents"][0]) for run in (again, fresh)]
     first, second = (load_file(path)["latent_tensor"] for path in records)
     assert np.array_equal(first, second), "going on changed the video"
-
-
-def unfinished(kept: Path) -> list[str]:
-    """What the kept files of unfinished samplings say of themselves."""
-    found = [record_in(metadata_of(path), path).get("unfinished", "") for path in kept.glob("*.safetensors")]
-    return [text for text in found if text]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from host import videos
 from host.client import Client
 from host.inside.asking import Inside
-from host.prompts import Graph, core_sampled, loading, replay
+from host.prompts import Graph, core_sampled, loading, replay, shrunk_core
 from host.server import Server
 
 pytestmark = pytest.mark.host
@@ -32,6 +31,26 @@ def test_core_euler_gives_what_ours_gives(inside: Inside, name: str) -> None:
     assert found["device"] < 2 * found["size"]
 
 
+full = pytest.mark.full
+
+
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [
+        ("hunyuan_video", "auto"),
+        ("ltx", "fp8"),
+        *(pytest.param(name, "int8", marks=full) for name in ("hunyuan_video_15", "framepack", "mochi")),
+    ],
+)
+def test_the_model_beside_a_lora_carries_it(inside: Inside, tmp_path: Path, name: str, weights: str) -> None:
+    found = inside.play("core", "adapted_alike", name=name, weights=weights, folder=str(tmp_path))
+    assert not found["read"], "weights were read before they were needed"
+    assert found["acts"] > 0.01 * found["scale"], "the LoRA does too little to be seen"
+    assert found["ours"] <= ROUNDING * found["scale"] and found["streamed"]
+    assert found["named"] and found["beside"], "layers of our own LoRA hide the weights from core's patches"
+    assert found["undone"]
+
+
 @pytest.mark.parametrize("name", ["ltx", "hunyuan_video_15", "framepack", "mochi"])
 def test_core_vae_nodes_give_what_ours_give(inside: Inside, name: str) -> None:
     found = inside.play("core", "decoded_alike", name=name)
@@ -40,7 +59,7 @@ def test_core_vae_nodes_give_what_ours_give(inside: Inside, name: str) -> None:
     assert "AnyGPU_vae" in found["listed"]
 
 
-@pytest.mark.parametrize("name", ["ltx", "hunyuan_video", "hunyuan_video_15", "mochi"])
+@pytest.mark.parametrize("name", ["ltx", "hunyuan_video", "hunyuan_video_15", "framepack", "mochi"])
 def test_guidance_windows_masks_and_previews_act(inside: Inside, name: str) -> None:
     found = inside.play("core", "guided", name=name)
     assert found["skips"] > 0.01, "Skip Layer Guidance did nothing"
@@ -49,29 +68,20 @@ def test_guidance_windows_masks_and_previews_act(inside: Inside, name: str) -> N
     assert found["others"] > 0.01
     assert found["previews"] == 3 and min(found["picture"]) > 0
     assert found["kept"] < 1e-4 < found["redrawn"], "the masked frame was sampled"
-    assert found["sigmas"][0] == 1.0 and found["sigmas"][-1] == 0.0 and sorted(found["sigmas"], reverse=True)
-    assert len(found["listed"]) == 1, "clones of a MODEL were loaded beside each other"
+    assert len(found["schedules"]) >= 9 and found["schedules"]["simple"][0] == 1.0
+    for kind, levels in found["schedules"].items():
+        assert 0.0 < levels[0] <= 1.0 and levels[-1] == 0.0 and levels == sorted(levels, reverse=True), (kind, levels)
+    models = [kind for kind in found["listed"] if not kind.startswith("AnyGPU_")]
+    assert len(models) == 1, "clones of a MODEL were loaded beside each other"
 
 
-SMALL = {"width": 64, "height": 64, "length": 9, "steps": 2, "tile_size": 64}
 FRAMES = {"mochi_core_ksampler": 7}  # the next of its counts
-
-
-def small(prompt: dict[str, Any]) -> dict[str, Any]:
-    """A replay at 64x64, 9 frames and 2 steps, core's nodes included."""
-    for node in prompt.values():
-        node["inputs"].update({name: SMALL[name] for name in SMALL if isinstance(node["inputs"].get(name), int)})
-        if node["inputs"].get("fit") == "nearest bucket":
-            node["inputs"]["fit"] = "crop"  # buckets are full size
-        if node["class_type"] == "AnyGPUEncodePrompt":
-            node["inputs"]["max_tokens"] = 512  # the tiny vocabularies split a prompt into more tokens
-    return prompt
 
 
 @pytest.mark.parametrize("workflow", core_sampled(), ids=lambda path: path.stem)
 def test_workflow_through_core_sampler_saves_a_video(server: Server, client: Client, workflow: Path) -> None:
     server.every_model()
-    run = client.run(small(replay(workflow)))
+    run = client.run(shrunk_core(replay(workflow)))
     assert run.ending == "execution_success", run.message
     (record,) = run.files()
     found = videos.facts(server.output(record))
@@ -99,7 +109,7 @@ def test_model_of_another_offload_stops_core_nodes_with_the_reason(server: Serve
 
 
 def test_free_memory_and_unload_models_then_the_same_again(server: Server, client: Client) -> None:
-    prompt = small(replay(next(path for path in core_sampled() if path.stem.startswith("ltx"))))
+    prompt = shrunk_core(replay(next(path for path in core_sampled() if path.stem.startswith("ltx"))))
     server.every_model()
     first = client.run(prompt)
     client.free()

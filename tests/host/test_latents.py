@@ -17,9 +17,9 @@ from anygpu.pipelines.musubi import ARCHITECTURES
 from PIL import Image
 from safetensors.numpy import load_file, save_file
 
-from host import videos
+from host import lora_files, videos
 from host.client import Client, Run
-from host.prompts import SAVE, Graph, loading, sampling, text_to_video
+from host.prompts import SAVE, Graph, film, loading, sampling, text_to_video
 from host.server import Server, find_host
 
 pytestmark = pytest.mark.host
@@ -108,6 +108,25 @@ def test_a_musubi_cache_is_read_and_written_back(server: Server, client: Client)
     assert metadata_of(written) == metadata_of(cache)
 
 
+def test_a_framepack_video_is_cut_into_musubi_sections(server: Server, client: Client) -> None:
+    for model in ("FramePackI2V_HY", "HunyuanVideo", "flux_redux_bfl"):
+        server.model(model)
+    graph, sample = film(seed=3)
+    sampled = graph.prompt[sample]["inputs"]
+    sampled["clip_seconds"] = 0.5
+    links = {name: sampled[name] for name in ("prompt", "image")}
+    cut = {"name": "musubi/film", "latent": graph.link(sample), "caption": "", "dtype": "bfloat16", "window": 3}
+    node = graph.add("AnyGPUSaveMusubiCache", **cut, **links, order="inverted_anti_drifting")
+    run = client.run(graph.prompt)
+    assert run.ending == "execution_success", run.message
+    written = map(str.strip, run.texts_of(node)[-1].splitlines())
+    paths = [server.base / name for name in written if name.startswith("output/musubi/film_")]
+    *sections, text = paths
+    assert len(sections) >= 2 and text.name == "film_fp_te.safetensors"
+    assert metadata_of(text)["caption1"] == "a cat"
+    assert all(metadata_of(path)["architecture"] == "framepack" for path in sections)
+
+
 class Killed(Exception):
     """The server is no more."""
 
@@ -146,18 +165,39 @@ def test_a_killed_decode_costs_nothing(own: Server) -> None:
     assert np.array_equal(recovered, frames_of(own, client.run(graph.prompt)))
 
 
+def test_a_killed_framepack_goes_on_after_its_last_finished_section(own: Server) -> None:
+    """kill -9 while a section is sampled; after a restart the same again samples the rest, to the same latents."""
+    for model in ("FramePackI2V_HY", "HunyuanVideo", "flux_redux_bfl"):
+        own.model(model)
+    graph, sample = film(seed=2)
+
+    def kill(node: str, run: Run) -> bool:
+        if any("section 2 of" in text for text in own.unfinished()):
+            assert own._process is not None
+            os.kill(own._process.pid, signal.SIGKILL)
+            own._process.wait(10)
+            raise Killed
+        return False
+
+    with pytest.raises(Killed):
+        Client(own.url).run(graph.prompt, cancel_when=kill)
+    own.port = 0
+    client = Client(own.start().url)
+    again = client.run(graph.prompt)
+    assert again.ending == "execution_success", again.message
+    assert any("goes on after section" in text for text in again.texts_of(sample))
+    assert not own.unfinished()
+    client.free()
+    fresh = client.run(graph.prompt)
+    assert not any("goes on after section" in text for text in fresh.texts_of(sample))
+    first, second = (load_file(own.output(run.outputs["6"]["latents"][0])) for run in (again, fresh))
+    assert np.array_equal(first["latent_tensor"], second["latent_tensor"]), "going on changed the video"
+
+
 def test_a_lora_on_a_chain(server: Server, client: Client) -> None:
     """Its keys are counted under the node; another strength changes the video and loads nothing again."""
     server.model(MODEL)
-    folder = server.base / "models" / "loras"
-    folder.mkdir(exist_ok=True)
-    rng, tensors = np.random.default_rng(0), {}
-    for index, name in enumerate(("to_q", "to_k", "to_v")):
-        base = f"lora_unet_transformer_blocks_0_attn_{name}"
-        tensors[f"{base}.lora_down.weight"] = rng.standard_normal((4, 32)).astype(np.float32)
-        tensors[f"{base}.lora_up.weight"] = rng.standard_normal((32, 4)).astype(np.float32)
-        tensors[f"{base}.alpha"] = np.array(index + 1, dtype=np.float32)
-    save_file(tensors, folder / "style.safetensors")
+    lora_files.write(server, "style.safetensors")
 
     def adapted(strength: float) -> Graph:
         graph = text_to_video(MODEL)

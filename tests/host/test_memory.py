@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from host.inside.asking import Inside
@@ -82,11 +84,48 @@ def test_a_core_model_and_ours_make_each_other_leave(inside: Inside) -> None:
     assert all(found["equal"])
 
 
-def test_core_lora_patches_act_at_any_residency_and_are_undone(inside: Inside) -> None:
-    found = inside.play("memory", "lora", name="hunyuan_video")
+@pytest.mark.parametrize("weights", ["auto", "fp8"])
+def test_core_lora_patches_act_at_any_residency_and_are_undone(inside: Inside, weights: str) -> None:
+    found = inside.play("memory", "lora", name="hunyuan_video", weights=weights)
     assert found["added"] == found["keys"] > 0
     assert found["first"].startswith("diffusion_model.") and "network" not in found["first"]
     assert found["changes"] > 0.01 and found["streamed"] == 0.0 and found["undone"]
+
+
+PACKED = {("ltx", "fp8"), ("hunyuan_video", "Q8_0")}  # the other pairs run in make test-full's share
+
+
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [
+        pytest.param(name, weights, marks=[] if (name, weights) in PACKED else [full])
+        for name in FAMILIES
+        for weights in ("fp8", "int8", "bf16", "Q8_0")
+    ],
+)
+def test_packed_weights_stream_with_a_lora_beside_them(inside: Inside, tmp_path: Path, name: str, weights: str) -> None:
+    found = inside.play("memory", "packed", name=name, weights=weights, folder=str(tmp_path))
+    assert found["layers"] > 8 and found["away"], "packed weights stayed on the device"
+    assert found["lora"] > 0.01, "the LoRA does too little to be seen"
+    assert found["full"] == found["none"] == [0.0, 0.0, 0.0], "without, with and again without the LoRA"
+    assert found["classes"] == 0
+
+
+@pytest.mark.parametrize("name", ["mochi", *(pytest.param(n, marks=full) for n in ("ltx", "hunyuan_video_15"))])
+def test_sixteen_bits_of_a_file_stream_and_are_widened_for_fp32(inside: Inside, tmp_path: Path, name: str) -> None:
+    found = inside.play("memory", "narrow", name=name, folder=str(tmp_path))
+    assert found["dtypes"] == ["torch.bfloat16"] and found["packed"] == 0
+    assert found["full"] == found["none"] == 0.0, "the CPU's fp32, bit for bit"
+
+
+@pytest.mark.parametrize("weights", ["fp8", pytest.param("int8", marks=full)])
+def test_any_share_of_packed_weights_gives_the_same_latents(inside: Inside, weights: str) -> None:
+    found = inside.play("memory", "shares", name="ltx", shares=[0.5, 0.15], weights=weights)
+    beside = 1.0 / found["weights"] - 1.0 + found["largest"]
+    for run in found["runs"]:
+        assert run["equal"] and run["refusals"] == 0, run
+        assert run["resident"] <= run["share"] + beside + 1e-9, "packed weights count as fixed"
+        assert run["to_host"] < 0.02, "weights were copied back"
 
 
 @pytest.mark.parametrize(("name", "runs"), [("ltx", 3), pytest.param("mochi", 50, marks=full)])
@@ -105,9 +144,18 @@ def test_running_out_of_memory_inside_a_step_streams_more_and_goes_on(inside: In
     assert found["moved"] > 0, "the account saw nothing move"
 
 
-@pytest.mark.parametrize("flag", ["lowvram", "reserve", "disable-smart-memory"])
-def test_comfyui_flags_are_obeyed_with_the_same_result(inside: Inside, flag: str) -> None:
-    found = inside.play("memory", "flagged", flag=flag)
+@pytest.mark.parametrize(
+    ("flag", "weights"),
+    [
+        ("lowvram", "auto"),
+        ("reserve", "auto"),
+        ("disable-smart-memory", "auto"),
+        ("lowvram", "fp8"),
+        ("reserve", "fp8"),
+    ],
+)
+def test_comfyui_flags_are_obeyed_with_the_same_result(inside: Inside, flag: str, weights: str) -> None:
+    found = inside.play("memory", "flagged", flag=flag, weights=weights)
     assert found["equal"]
     assert found["free"] >= found["reserve"], "what was to stay free is in use"
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import struct
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -162,12 +164,44 @@ def test_a_mesh_without_uvs_is_unwrapped_in_one_step_and_all_of_it_is_cached(ser
     assert client.run(made.prompt).executed == []
 
 
+def uploaded(client: Client, name: str, data: bytes) -> dict[str, str]:
+    """What ComfyUI answers to a file that is put into input/3d, sent as a browser does."""
+    mark = "part-of-a-form"
+    head = 'Content-Disposition: form-data; name="{}"'
+    parts = [f"{head.format('subfolder')}\r\n\r\n3d", f'{head.format("image")}; filename="{name}"\r\n\r\n']
+    body = "".join(f"--{mark}\r\n{part}\r\n" for part in parts)[:-2].encode() + data + f"\r\n--{mark}--\r\n".encode()
+    kind = {"Content-Type": f"multipart/form-data; boundary={mark}"}
+    with urllib.request.urlopen(urllib.request.Request(f"{client.url}/upload/image", body, kind), timeout=30) as answer:
+        return json.load(answer)
+
+
+def test_a_mesh_that_was_uploaded_or_saved_before_is_loaded(server: Server, client: Client) -> None:
+    """As the button on the node sends it, and as SaveGLB leaves it."""
+    paint_models.furnish(server)
+    answer = uploaded(client, "mine.glb", (server.base / "input" / paint_models.MESH).read_bytes())
+    assert (answer["name"], answer["subfolder"]) == ("mine.glb", "3d")
+    (server.base / "output" / "3d").mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(server.base / "input" / paint_models.PLAIN, server.base / "output" / "3d" / "saved.obj")
+    options = client.get("/object_info/AnyGPULoadMesh")["AnyGPULoadMesh"]["input"]["required"]["mesh_file"]
+    listed = options[1].get("options", options[0])
+    assert {"3d/mine.glb", "3d/saved.obj [output]"} <= set(listed)
+    assert options[1]["file_upload"] is True
+    for name in ("3d/mine.glb", "3d/saved.obj [output]"):
+        made = Graph()
+        loaded = made.add("AnyGPULoadMesh", mesh_file=name)
+        made.add("AnyGPURenderTurntable", mesh=made.link(loaded), frames=1, size=16, elevation=0.0)
+        made.add("PreviewImage", images=made.link("2"))
+        run = client.run(made.prompt)
+        assert run.ending == "execution_success", run.message
+
+
 @pytest.mark.parametrize(
     ("node", "changed", "said"),
     [
         ("1", {"model": "gone"}, "no paint model 'gone' in"),
         ("3", {"mesh_file": "3d/gone.glb"}, "no mesh '3d/gone.glb' in"),
         ("3", {"mesh_file": "../secret.glb"}, "no mesh '../secret.glb' in"),
+        ("3", {"mesh_file": "../input/3d/example.glb [output]"}, "no mesh '../input/3d/example.glb [output]' in"),
         ("5", {"view_size": 65}, "view size 65 for painting"),
     ],
 )

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from host import videos
+from host import lora_files, videos
 from host.client import Client
-from host.prompts import SAVE, filmed, replay, shrunk
+from host.prompts import SAVE, WORKFLOWS, filmed, replay, shrunk
 from host.server import Server
 
 pytestmark = pytest.mark.host
@@ -26,6 +26,7 @@ RATES = {"ltx_video_to_video": 8}  # the clip's own rate
 def test_saves_a_video_of_the_asked_size_length_and_rate(server: Server, client: Client, workflow: Path) -> None:
     server.every_model()
     prompt = shrunk(replay(workflow))
+    lora_files.furnish(server, prompt)
     sampler = next(node for node in prompt.values() if node["class_type"].startswith("AnyGPUSample"))
     run = client.run(prompt)
     assert run.ending == "execution_success", run.message
@@ -44,3 +45,12 @@ def test_saves_a_video_of_the_asked_size_length_and_rate(server: Server, client:
 def test_ends_in_core_save_video(workflow: Path) -> None:
     prompt = replay(workflow)
     assert [node["class_type"] for node in prompt.values()].count(SAVE) == 1
+
+
+def test_what_was_sampled_comes_back_by_the_workflow_for_it(server: Server, client: Client) -> None:
+    server.every_model()
+    names = ("ltx_text_to_video", "ltx_recover_latents")
+    runs = [client.run(shrunk(replay(WORKFLOWS / f"{name}.json"))) for name in names]
+    assert [run.ending for run in runs] == ["execution_success"] * 2, runs[-1].message
+    sampled, recovered = (videos.frames(server.output(run.files()[0])) for run in runs)
+    assert np.array_equal(recovered, sampled)

@@ -91,13 +91,6 @@ def test_a_layer_that_does_not_fit_is_said_with_the_number_missing():
     fitting.require_room(weights, acc, 10**6, Terms(devices={"transformer": CPU}))
 
 
-def test_host_memory_too_small_is_said_before_reading(monkeypatch):
-    monkeypatch.setattr(fitting, "host_free_bytes", lambda: 10**6)
-    monkeypatch.setattr(fitting, "_swap_bytes", lambda: 0)
-    with pytest.raises(UnsupportedError, match=r"1\.0 MB of host memory for the transformer.*expected 9\.0 MB more"):
-        fitting.require_room({"transformer": Weights(10**7, 1, 1)}, CPU, None, Terms())
-
-
 def test_the_limit_of_a_control_group_counts(monkeypatch, tmp_path):
     limit, used = tmp_path / "memory.max", tmp_path / "memory.current"
     used.write_text("600\n"), (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 50\n")

@@ -12,8 +12,8 @@ import pytest
 import torch
 from anygpu.compat.errors import CheckpointError, InputError, UnsupportedError
 from anygpu.compat.latent_files import metadata_of
-from anygpu.pipelines import embeddings, latent_store, musubi
-from anygpu.pipelines.contract import Latents, Prompt
+from anygpu.pipelines import embeddings, latent_store, musubi, musubi_items
+from anygpu.pipelines.contract import ImageCondition, Latents, Prompt
 from anygpu.pipelines.exchange import to_core
 from safetensors.torch import load_file, save_file
 
@@ -160,6 +160,103 @@ def test_our_own_latents_get_the_name_that_its_reader_wants(tmp_path: Path) -> N
     assert torch.equal(load_file(narrow)["latents_3x8x12_bfloat16"], latents.samples[0].to(BF16))
 
 
+# FramePack's sections: latent frames 0 to 10, window 2. What stands after a section in the film is what would have been
+# sampled before it; windows between it and the start are never counted beyond 3 for the first and 2 for later ones.
+GAPS = {4: 3, 3: 2, 2: 2, 1: 1, 0: 0}
+NAMES = {f"clip_00000-041-{place:04}_0096x0064_fp.safetensors" for place in GAPS}
+
+
+def film_of(frames: int = 11) -> tuple[torch.Tensor, dict[str, Any], ImageCondition]:
+    """Latents in which frame t is t + 1, as a LATENT too, and the encoded first frame."""
+    samples = torch.arange(1.0, frames + 1).view(1, 1, -1, 1, 1).expand(1, 16, -1, 8, 12).contiguous()
+    latents = Latents(samples, "framepack", "image", (frames - 1) * 4 + 1, 64, 96, 30.0, 7)
+    image = ImageCondition("framepack", {"vision": torch.randn(1, 729, 12)}, 96, 64)
+    return samples[0] * SCALE, to_core(latents), image
+
+
+def frames_at(film: torch.Tensor, places: list[int]) -> torch.Tensor:
+    """The latent frames at these places; zeros where there is none."""
+    found = [film[:, t] if 0 <= t < film.shape[1] else torch.zeros_like(film[:, 0]) for t in places]
+    return torch.stack(found, dim=1)
+
+
+@pytest.mark.parametrize("order", musubi_items.ORDERS)
+def test_framepack_sections_hold_what_its_trainer_caches(tmp_path: Path, order: str) -> None:
+    film, latent, image = film_of()
+    lines: list[str] = []
+    cut = musubi_items.Cut(image, 2, order)
+    paths = musubi_items.save_item(tmp_path, "clip", latent, None, "", "as loaded", cut, lines.append)
+    assert {path.name for path in paths} == NAMES and lines == ["5 sections of 2 latent frames"]
+    for path in paths:
+        place, found = int(path.name[15:19]), load_file(path)
+        first = 1 + 2 * place
+        if order == "vanilla":
+            indices = {"latent": [20, 21], "clean_latent": [0, 19], "clean_latent_2x": [17, 18]}
+            quarters, seen = (
+                list(range(1, 17)),
+                [first - 1, *range(first - 3, first - 1), *range(first - 19, first - 3)],
+            )
+        else:
+            near = 1 + 2 * GAPS[place] + 2
+            indices = {
+                "latent": [near - 2, near - 1],
+                "clean_latent": [0, near],
+                "clean_latent_2x": [near + 1, near + 2],
+            }
+            quarters, seen = list(range(near + 3, near + 19)), list(range(first + 2, first + 21))
+        indices["clean_latent_4x"] = quarters
+        expected = {
+            "latents_2x8x12_float32": frames_at(film, [first, first + 1]),
+            "latents_clean_2x8x12_float32": frames_at(film, [0, seen[0]]),
+            "latents_clean_2x_2x8x12_float32": frames_at(film, seen[1:3]),
+            "latents_clean_4x_2x8x12_float32": frames_at(film, seen[3:]),
+            "image_embeddings_float32": image.tensors["vision"][0],
+            **{f"{name}_indices_int64": torch.tensor(values) for name, values in indices.items()},
+        }
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert found[name].dtype is tensor.dtype and torch.equal(found[name], tensor), (place, name)
+        assert metadata_of(path) == {"architecture": "framepack", **SIZE, **VERSION, "frame_count": "41"}
+
+
+def test_a_sections_cache_is_read_and_written_back_under_its_name(tmp_path: Path) -> None:
+    _, latent, image = film_of(6)
+    lines: list[str] = []
+    text = Prompt("framepack", {"prompt_embeds": torch.randn(1, 5, 16), "pooled_prompt_embeds": torch.randn(1, 8)})
+    name, cut = "clip_00024-021", musubi_items.Cut(image, 2)
+    *paths, caption = musubi_items.save_item(tmp_path, name, latent, text, "a cat", "bfloat16", cut, lines.append)
+    assert lines == ["2 sections of 2 latent frames; the last 4 frames are left out"]
+    assert caption.name == "clip_fp_te.safetensors", "its reader looks for the item, whatever the frames"
+    path = next(path for path in paths if "-0001_" in path.name)
+    again = musubi.save_latent_cache(tmp_path / "again", path.name.partition("_0096x")[0], said_of(path)[0])
+    assert again.name == path.name == "clip_00024-021-0001_0096x0064_fp.safetensors"
+    ours, theirs = load_file(path), load_file(again)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_what_cannot_be_cut_into_sections_is_said(tmp_path: Path) -> None:
+    _, latent, image = film_of(3)
+    ltx = to_core(Latents(torch.zeros(1, 128, 2, 4, 4), "ltx", "text", 9, 128, 128, 24.0, 0))
+
+    def save(latent: Any, window: int = 9, order: str = "vanilla", prompt: Any = None) -> None:
+        cut = musubi_items.Cut(image, window, order)
+        musubi_items.save_item(tmp_path, "clip", latent, prompt, "", "as loaded", cut)
+
+    with pytest.raises(InputError, match="3 latent frames for a section of 9"):
+        save(latent)
+    with pytest.raises(InputError, match="window 0, order 'vanilla'"):
+        save(latent, 0)
+    with pytest.raises(InputError, match="window 2, order 'auto'"):
+        save(latent, 2, "auto")
+    with pytest.raises(UnsupportedError, match="FramePack's sections of latents of 'ltx'"):
+        save(ltx)
+    with pytest.raises(UnsupportedError, match="FramePack's sections of latents of a Musubi Tuner cache"):
+        save({**latent, "musubi": {"dtype": "float32"}}, 2)
+    with pytest.raises(InputError, match="a prompt of 'hunyuan_video' beside latents for 'framepack'"):
+        save(latent, 2, prompt=Prompt("hunyuan_video", {"prompt_embeds": torch.zeros(1, 2, 3)}))
+    assert not list(tmp_path.iterdir())
+
+
 # What cannot be done ----------------------------------------------------------------------------------------------
 
 
@@ -175,7 +272,7 @@ def test_other_architectures_and_families_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="a prompt of 'mochi' for a Musubi Tuner cache"):
         musubi.save_text_cache(tmp_path, "clip", Prompt("mochi", {"prompt_embeds": torch.zeros(1, 2, 3)}))
     framepack = Latents(torch.zeros(1, 16, 2, 4, 4), "framepack", "image", 5, 32, 32, 30.0, 0)
-    with pytest.raises(UnsupportedError, match="FramePack latents without clean latents"):
+    with pytest.raises(UnsupportedError, match="FramePack latents without image embeddings"):
         musubi.save_latent_cache(tmp_path, "clip", to_core(framepack))
 
 
@@ -198,6 +295,6 @@ def test_only_a_file_name_is_a_name(tmp_path: Path, name: str) -> None:
 
 def test_nothing_to_save(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="neither latent nor prompt"):
-        musubi.save_item(tmp_path, "clip", None, None, "", "as loaded")
+        musubi_items.save_item(tmp_path, "clip", None, None, "", "as loaded")
     with pytest.raises(UnsupportedError, match="a prompt without 'pooled_prompt_embeds'"):
         musubi.save_text_cache(tmp_path, "clip", Prompt("framepack", {"prompt_embeds": torch.zeros(1, 2, 3)}))

@@ -151,6 +151,7 @@ def _renew() -> None:
     torch.acc.manual_seed_all(DEFAULT_SEED)
     for index in range(device_count()):
         set_limit(None, index)
+        _loaded().acc_refuse(index, ctypes.c_int64(0))
         torch.accelerator.reset_accumulated_memory_stats(index)
         reset_peak(index)
         reset_traffic(index)
@@ -210,6 +211,16 @@ def limit(total_bytes: int, index: int = 0) -> Iterator[None]:
         yield
     finally:
         set_limit(former, index)
+
+
+@contextlib.contextmanager
+def refusal(count: int, index: int = 0) -> Iterator[None]:
+    """Device `index` refuses its `count`-th request for memory from here on, once, whatever is free."""
+    _loaded().acc_refuse(_existing(index), ctypes.c_int64(count))
+    try:
+        yield
+    finally:
+        _loaded().acc_refuse(index, ctypes.c_int64(0))
 
 
 def _existing(index: int) -> int:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from anygpu.compat.accounts import Account
 from anygpu.pipelines import tiny
 from anygpu.pipelines.contract import Loaded
 from anygpu.pipelines.estimates import Size, forecast
@@ -17,11 +21,12 @@ from simulated.test_families import CASES, rendered
 
 FAMILIES = ("ltx", "hunyuan_video", "hunyuan_video_15", "framepack", "mochi")
 SHARES = (100, 60, 40, 25, 15)
+TOKENS = {"ltx": 7, "hunyuan_video": 5, "hunyuan_video_15": 9, "framepack": 5, "mochi": 7}  # of the prompt of a run
 
 
 def size_of(family: str) -> Size:
     """The size of :func:`run`, which no fit was made at."""
-    return Size(64, 64, CASES[family].frames, True, 2)
+    return Size(64, 64, CASES[family].frames, True, 2, TOKENS[family])
 
 
 def heavy(family: str, folder: Path, device: Any, offload: str = "auto", **terms: Any) -> Loaded:
@@ -35,6 +40,44 @@ def heavy(family: str, folder: Path, device: Any, offload: str = "auto", **terms
 def run(loaded: Loaded, progress: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Latents and frames of one short run."""
     return rendered(loaded, CASES[loaded.family], progress)
+
+
+class LeafByLeaf:
+    """The residency that a person makes by hand of accelerate alone: each layer comes for its forward and goes.
+
+    An image encoder comes as a whole, since its pooling reads weights that hooks on its layers do not see.
+    """
+
+    mode = "by hand"
+
+    def __init__(self, parts: Any, device: torch.device) -> None:
+        self.parts, self.device, self.account = parts, device, Account()
+
+    @contextmanager
+    def hold(self, part: str, activation_bytes: int = 0, progress: Any = None) -> Iterator[torch.nn.Module]:
+        """The part with accelerate's hooks on."""
+        from accelerate import cpu_offload
+        from accelerate.hooks import remove_hook_from_module
+
+        module = self.parts.read(part)
+        if part == "image_encoder":
+            yield module.to(self.device)
+            module.to("cpu")
+            return
+        cpu_offload(module, self.device, offload_buffers=True)
+        try:
+            yield module
+        finally:
+            remove_hook_from_module(module, recurse=True)
+
+    def release(self, part: str) -> None:
+        """Nothing: it is on the host."""
+
+
+def by_hand(family: str, folder: Path, device: torch.device) -> Loaded:
+    """The heavy pipeline of a family, held leaf by leaf by accelerate, without a plan or a forecast of ours."""
+    loaded = heavy(family, folder, device, "none")
+    return replace(loaded, residency=LeafByLeaf(loaded.parts, device))
 
 
 def peak(loaded: Loaded) -> int:

@@ -177,14 +177,19 @@ def _mapped_copies_stall(profile: Profile) -> list[Fault]:
 
 def is_mapped(tensor: torch.Tensor) -> bool:
     """Whether a host tensor's first byte lies in pages of a mapped weight file."""
+    return file_behind(tensor).endswith(WEIGHT_FILES)
+
+
+def file_behind(tensor: torch.Tensor) -> str:
+    """The file in whose mapped pages a host tensor's first byte lies; empty for ordinary memory."""
     address = tensor.data_ptr()
     with Path("/proc/self/maps").open(encoding="utf-8") as table:
         for line in table:
             span, _, _, _, inode, *path = line.split(maxsplit=5)
             first, last = (int(end, 16) for end in span.split("-"))
             if first <= address < last:
-                return inode != "0" and bool(path) and path[0].strip().endswith(WEIGHT_FILES)
-    return False
+                return path[0].strip() if inode != "0" and path else ""
+    return ""
 
 
 def _no_float64(profile: Profile) -> list[Fault]:

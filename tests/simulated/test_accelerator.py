@@ -397,3 +397,16 @@ def test_fresh_removes_what_a_test_left_behind(acc):
     accelerator.set_limit(8)
     with accelerator.fresh():
         assert (torch.ones(64, device=acc) + 1).sum().item() == 128
+
+
+def test_one_request_is_refused_where_it_is_wanted(acc):
+    before = accelerator.memory().refusals
+    with accelerator.refusal(2):
+        first = torch.empty(4, device=acc)
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(4, device=acc)
+        assert torch.empty(4, device=acc).device == first.device
+    assert accelerator.memory().refusals == before + 1
+    with accelerator.refusal(1):
+        pass
+    torch.empty(4, device=acc)

@@ -5,21 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import comfy.model_management as management
 import comfy.sample
 import comfy.samplers
 import torch
+from anygpu.compat.adapters import Adapted
 from anygpu.compat.execution import generator_for
 from anygpu.host import core_outputs
-from anygpu.pipelines import exchange, stages
+from anygpu.pipelines import exchange, lora, stages
 from anygpu.pipelines.contract import FramePackSettings, SampleSettings, Silent
+from safetensors.torch import save_file
 
-from host.inside.device import CASES, bytes_on_device, encoded, loaded_for
+from host.inside.device import CASES, bytes_on_device, encoded, loaded_for, state
+from host.inside.memory import factors
 
 SIGMAS = (1.0, 0.8, 0.4, 0.0)
 CFG, SEED = 2.0, 3
+SHAPES = {"ltx": (1, 128, 4, 2, 2), "hunyuan_video_15": (1, 32, 4, 4, 4), "mochi": (1, 12, 4, 8, 8)}  # latents
+USUAL_SHAPE = (1, 16, 4, 8, 8)
 
 
 def ours(loaded: Any, prompt: Any, image: Any, frames: int) -> torch.Tensor:
@@ -41,9 +47,9 @@ def cores(model: Any, positive: Any, negative: Any, noise: torch.Tensor, **chose
     )
 
 
-def prepared(name: str) -> tuple[Any, Any, Any, Any, Any, torch.Tensor]:
+def prepared(name: str, **chosen: Any) -> tuple[Any, Any, Any, Any, Any, torch.Tensor]:
     """Pipeline, MODEL, prompt, picture, and the conditionings and noise for core's sampler."""
-    loaded = loaded_for(name)
+    loaded = loaded_for(name, **chosen)
     model, _ = core_outputs.beside(loaded)
     prompt, image = encoded(loaded, name)
     positive, negative = exchange.conditionings(prompt)
@@ -73,6 +79,42 @@ def sampled_alike(name: str) -> dict[str, Any]:
         "device": bytes_on_device(),
         "size": model.model_size(),
     }
+
+
+def adapted_alike(name: str, weights: str, folder: str) -> dict[str, Any]:
+    """Our LoRAs in core's sampler and in ours, at full residency and at none, and what the MODEL is without them."""
+    loaded, model, prompt, image, conditionings, generator = prepared(name, weights=weights)
+    file = Path(folder, f"{name}.safetensors")
+    save_file(factors(loaded), file)
+    adapted = lora.with_lora(loaded, file, 0.5, "double", "separate", Silent())
+    adapted = lora.with_lora(adapted, file, 0.25, "double 0, rest", "merged", Silent())
+    patched = core_outputs.adapted(adapted)
+    found: dict[str, Any] = {"read": "transformer" in loaded.parts}
+    expected = ours(alone(adapted), prompt, image, CASES[name][1])
+    noise = torch.randn(_noise_shape(loaded, expected), generator=generator)
+    if loaded.family == "framepack":
+        expected = expected[:, :, 1:]  # the start picture stands before what was sampled
+    found["scale"] = float(expected.abs().max())
+    plain = cores(model, *conditionings, noise)
+    full = cores(patched, *conditionings, noise)
+    with state(vram_state=management.VRAMState.NO_VRAM):
+        management.unload_all_models()
+        found["streamed"] = bool(torch.equal(cores(patched, *conditionings, noise), full))
+    found |= {key: float((a - b).abs().max()) for key, a, b in (("acts", full, plain), ("ours", full, expected))}
+    names = set(model.model_state_dict())
+    separate = lora.with_lora(loaded, file, 1.0, "", "separate", Silent())
+    ours(separate, prompt, image, CASES[name][1])  # leaves its layers on the transformer, which let everything pass
+    found["named"] = set(model.model_state_dict()) == names
+    found["beside"] = bool(torch.equal(cores(patched, *conditionings, noise), full))
+    found["undone"] = bool(torch.equal(cores(model, *conditionings, noise), plain))
+    return found
+
+
+def alone(adapted: Any) -> Any:
+    """The pipeline with all its LoRAs beside the weights, which packed ones take too."""
+    chosen = tuple(replace(one, mode="separate") for one in lora.on(adapted))
+    worn = lora.LoRAs(chosen, adapted.precision.transformer)
+    return replace(adapted, residency=Adapted(adapted.residency.inner, adapted.parts, worn))
 
 
 def _noise_shape(loaded: Any, samples: torch.Tensor) -> tuple[int, ...]:
@@ -113,8 +155,7 @@ def guided(name: str) -> dict[str, Any]:
     from comfy_extras.nodes_slg import SkipLayerGuidanceDiT
 
     _, model, _, _, conditionings, generator = prepared(name)
-    shape = {"ltx": (1, 128, 4, 2, 2), "hunyuan_video_15": (1, 32, 4, 4, 4), "mochi": (1, 12, 4, 8, 8)}
-    noise = torch.randn(shape.get(name, (1, 16, 4, 8, 8)), generator=generator)
+    noise = torch.randn(SHAPES.get(name, USUAL_SHAPE), generator=generator)
     plain = cores(model, *conditionings, noise)
     (skipping,) = SkipLayerGuidanceDiT.execute(model, 3.0, 0.0, 1.0, "0", "0").result
     (nothing,) = SkipLayerGuidanceDiT.execute(model, 3.0, 0.0, 1.0, "77", "77").result
@@ -129,7 +170,8 @@ def guided(name: str) -> dict[str, Any]:
     mask[:, :, :1] = 0
     start = torch.randn(noise.shape, generator=generator)
     kept = cores(model, *conditionings, noise, noise_mask=mask, start=start)
-    steps = comfy.samplers.calculate_sigmas(model.get_model_object("model_sampling"), "simple", 4)
+    sampling = model.get_model_object("model_sampling")
+    schedules = {kind: comfy.samplers.calculate_sigmas(sampling, kind, 4) for kind in comfy.samplers.SCHEDULER_NAMES}
     return {
         "skips": float((cores(skipping, *conditionings, noise) - plain).abs().max()),
         "nothing": float((cores(nothing, *conditionings, noise) - plain).abs().max()),
@@ -140,7 +182,7 @@ def guided(name: str) -> dict[str, Any]:
         "picture": list(picture.size) if picture is not None else None,
         "kept": float((kept - start)[:, :, :1].abs().max()),
         "redrawn": float((kept - start)[:, :, 1:].abs().max()),
-        "sigmas": [round(float(step), 4) for step in steps],
+        "schedules": {kind: [round(float(step), 4) for step in steps] for kind, steps in schedules.items()},
         "listed": [type(item.model.model).__name__ for item in management.current_loaded_models],
     }
 

@@ -14,10 +14,13 @@ from anygpu.host import memory
 from anygpu.pipelines import stages, tiny
 from anygpu.pipelines.contract import FramePackSettings, ImageRequest, Loaded, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.loading import LoadRequest, load
+from anygpu.pipelines.tiny.heavy import GREATER, build_heavy
 from simulated import accelerator
 
-RESERVE = 1 << 16  # bytes that ComfyUI keeps free here: as small beside these models as 0.8 GB beside real ones
-PICTURE = torch.rand(1, 64, 64, 3, generator=torch.Generator().manual_seed(0))
+from host.inside.sight import seen_by_comfyui
+
+SIDE = 64  # pixels
+PICTURE = torch.rand(1, SIDE, SIDE, 3, generator=torch.Generator().manual_seed(0))
 CASES: dict[str, tuple[tuple[str, ...], int, bool]] = {  # checkpoints, frames, whether it starts from a picture
     "ltx": (("ltx",), 9, False),
     "hunyuan_video": (("hunyuan_video",), 5, False),
@@ -48,42 +51,6 @@ def played(scene: Callable[..., Any], arguments: dict[str, Any]) -> Any:
 
 
 @contextmanager
-def seen_by_comfyui(device: torch.device) -> Iterator[None]:
-    """ComfyUI takes ``device`` for its GPU, and its free memory for what is free."""
-
-    def free(dev: Any = None, torch_free_too: bool = False) -> Any:
-        kind = device if dev is None else torch.device(dev)
-        found = torch.acc.mem_get_info(kind)[0] if kind.type == accelerator.NAME else 8 << 30
-        return (found, 0) if torch_free_too else found
-
-    def total(dev: Any = None, torch_total_too: bool = False) -> Any:
-        found = torch.acc.mem_get_info(device)[1]
-        return (found, found) if torch_total_too else found
-
-    answers = {
-        "get_torch_device": lambda: device,
-        "get_free_memory": free,
-        "get_total_memory": total,
-        "minimum_inference_memory": lambda: RESERVE,
-        "extra_reserved_memory": lambda: 0,
-        "soft_empty_cache": lambda force=False: None,
-        "cpu_state": management.CPUState.GPU,
-        "lora_compute_dtype": lambda device: torch.float32,
-        "vram_state": management.VRAMState.NORMAL_VRAM,
-        "current_loaded_models": management.current_loaded_models,
-        "DISABLE_SMART_MEMORY": False,
-    }
-    before = {name: getattr(management, name) for name in answers}
-    for name, answer in answers.items():
-        setattr(management, name, answer)
-    try:
-        yield
-    finally:
-        for name, answer in before.items():
-            setattr(management, name, answer)
-
-
-@contextmanager
 def state(**values: Any) -> Iterator[None]:
     """Some of ComfyUI's own settings, as its flags would set them."""
     before = {name: getattr(management, name) for name in values}
@@ -96,9 +63,16 @@ def state(**values: Any) -> Iterator[None]:
             setattr(management, name, value)
 
 
-def loaded_for(name: str, precision: str = "fp32", device: Any = None, **chosen: Any) -> Loaded:
-    """The pipeline of a case, as the load node makes it; on the CPU without ComfyUI's manager where device says so."""
-    paths = [tiny.build(checkpoint, _folder[0]) for checkpoint in CASES[name][0]]
+def loaded_for(name: str, precision: str = "fp32", device: Any = None, heavy: bool = False, **chosen: Any) -> Loaded:
+    """The pipeline of a case, as the load node makes it; on the CPU without ComfyUI's manager where device says so.
+
+    Args:
+        heavy: with weights that outweigh the activations by far, as published ones do.
+    """
+    paths = [
+        heavy_folder(checkpoint) if heavy and checkpoint in GREATER else tiny.build(checkpoint, _folder[0])
+        for checkpoint in CASES[name][0]
+    ]
     base, encoder = paths[1:] if len(paths) == 3 else (None, None)
     request = LoadRequest(
         paths[0], base, encoder, precision=precision, device=device or memory.compute_device(), **chosen
@@ -106,11 +80,16 @@ def loaded_for(name: str, precision: str = "fp32", device: Any = None, **chosen:
     return load(request) if device else load(request, None, memory.make_room, memory.managed)
 
 
+def heavy_folder(checkpoint: str) -> Path:
+    """Where a heavy checkpoint is, built unless it is there."""
+    return build_heavy(checkpoint, _folder[0])
+
+
 def encoded(loaded: Loaded, name: str, progress: Any = None) -> tuple[Any, Any]:
     """Prompt and picture of a case."""
     progress, image = progress or Silent(), None
     if CASES[name][2]:
-        image = stages.encode_image(loaded, ImageRequest(PICTURE, 64, 64), "stretch", progress)
+        image = stages.encode_image(loaded, ImageRequest(PICTURE, SIDE, SIDE), "stretch", progress)
     looks = "image" in stages.family_named(loaded.family).FAMILY.effective
     request = PromptRequest("a red fox", "blurry", image=PICTURE if CASES[name][2] and looks else None)
     return stages.encode_prompt(loaded, request, progress), image
@@ -120,7 +99,7 @@ def sampled(loaded: Loaded, name: str, progress: Any = None, **chosen: Any) -> A
     """Latents of a case."""
     progress = progress or Silent()
     prompt, image = encoded(loaded, name, progress)
-    settings = SampleSettings(64, 64, CASES[name][1], **{"steps": 2, "seed": 3, "cfg": 2.0, **chosen})
+    settings = SampleSettings(SIDE, SIDE, CASES[name][1], **{"steps": 2, "seed": 3, "cfg": 2.0, **chosen})
     if loaded.family == "framepack":
         framepack = FramePackSettings(CASES[name][1] / 30, window=2)
         return stages.sample_framepack(loaded, prompt, image, settings, framepack, progress)

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import gc
 import weakref
+from pathlib import Path
 from typing import Any
 
 import comfy.model_management as management
 import comfy.model_patcher
 import comfy.ops
 import torch
-from anygpu.host import core_outputs
+from anygpu.compat.quantized import StoredLinear, pack, packable
+from anygpu.host import core_outputs, memory
 from anygpu.host.casting import CastLeaf
-from anygpu.pipelines import stages
+from anygpu.pipelines import lora as lora_nodes
+from anygpu.pipelines import stages, tiny
 from anygpu.pipelines.contract import FramePackSettings, SampleSettings, Silent
+from anygpu.pipelines.loading import LoadRequest, load
+from safetensors.torch import save_file
 from simulated import accelerator
 from torch import nn
 
-from host.inside.device import CASES, RESERVE, bytes_on_device, distance, encoded, loaded_for, rendered, state
+from host.inside.device import CASES, bytes_on_device, distance, encoded, loaded_for, rendered, sampled, state
+from host.inside.sight import RESERVE
 
 
 def full_and_none(name: str) -> dict[str, Any]:
@@ -42,12 +48,12 @@ def native(loaded: Any) -> int:
 DEPTH = {"num_layers": 24, "num_single_layers": 12}  # weights far above activations
 
 
-def deep(name: str) -> Any:
+def deep(name: str, **chosen: Any) -> Any:
     """The pipeline of a case whose transformer has many more blocks, with random weights that a seed fixes."""
     from anygpu.compat.packages import attribute
     from anygpu.pipelines.families import family_named
 
-    loaded = loaded_for(name)
+    loaded = loaded_for(name, **chosen)
     core_outputs.beside(loaded)
     config = dict(loaded.configs["transformer"])
     deeper = 2 if loaded.family == "framepack" else 1  # its history is many tokens
@@ -66,12 +72,12 @@ def deep(name: str) -> Any:
     return loaded
 
 
-def shares(name: str, shares: list[float]) -> dict[str, Any]:
+def shares(name: str, shares: list[float], weights: str = "auto") -> dict[str, Any]:
     """Sampling under hard limits: shares of the weights, and what is on the device beside them at full residency.
 
     Where one layer is more than 5 % of the weights (HunyuanVideo 1.5 has one of a fixed width) it comes on top.
     """
-    loaded = deep(name)
+    loaded = deep(name, weights=weights)
     encoded_once = encoded(loaded, name)
     expected = sampled_from(loaded, name, encoded_once)
     management.unload_all_models()
@@ -115,9 +121,9 @@ def sampled_from(loaded: Any, name: str, given: tuple[Any, Any]) -> torch.Tensor
     return stages.sample(loaded, *given, settings, Silent()).samples
 
 
-def evictions(names: list[str]) -> dict[str, Any]:
+def evictions(names: list[str], weights: str = "auto") -> dict[str, Any]:
     """Several pipelines in turn where only one fits, twice round, each then given up: results, what is left."""
-    loaded = {name: deep(name) for name in names}
+    loaded = {name: deep(name, weights=weights) for name in names}
     given = {name: encoded(loaded[name], name) for name in names}
     expected, sizes = {}, []
     for name in names:
@@ -221,9 +227,9 @@ def beside_core(name: str) -> dict[str, Any]:
     return {"equal": equal, "seen": seen}
 
 
-def lora(name: str) -> dict[str, Any]:
+def lora(name: str, weights: str = "auto") -> dict[str, Any]:
     """Patches as core's LoRA nodes add them to our MODEL: at full and no residency, and gone afterwards."""
-    loaded = deep(name)
+    loaded = deep(name, weights=weights)
     model = loaded.residency.patcher
     given = encoded(loaded, name)
     plain = sampled_from(loaded, name, given)
@@ -246,6 +252,75 @@ def lora(name: str) -> dict[str, Any]:
         "streamed": float((streamed - full).abs().max()),
         "undone": bool(torch.equal(sampled_from(loaded, name, given), plain)),
     }
+
+
+CODEC = "Q8_0"
+
+
+def packed(name: str, weights: str, folder: str) -> dict[str, Any]:
+    """Packed weights, encoders' too, with our own LoRA beside them: on the CPU, at full residency and at none."""
+    kept = {} if weights == CODEC else {"weights": weights, "text_weights": weights}
+    found: dict[str, Any] = {}
+    runs: dict[str, list[torch.Tensor]] = {}
+    file = Path(folder, f"{name}.safetensors")
+    for place in ("cpu", ""):
+        loaded = loaded_for(name, device=place, **kept)
+        if weights == CODEC:
+            in_blocks(loaded.parts["transformer"])
+        if not file.exists():
+            save_file(factors(loaded), file)
+        adapted = lora_nodes.with_lora(loaded, file, 0.8, "", "separate", Silent())
+        runs[place or "full"] = [sampled(pipeline, name).samples for pipeline in (loaded, adapted, loaded)]
+    layers = [leaf for part in loaded.parts.values() for leaf in part.modules() if isinstance(leaf, StoredLinear)]
+    management.unload_all_models()
+    found |= {"layers": len(layers), "classes": native(loaded)}
+    with state(vram_state=management.VRAMState.NO_VRAM):
+        runs["none"] = [sampled(pipeline, name).samples for pipeline in (loaded, adapted, loaded)]
+        found["away"] = all(leaf.stored.device.type == "cpu" for leaf in layers)
+    for place in ("full", "none"):
+        pairs = zip(runs[place], runs["cpu"], strict=True)
+        found[place] = [float((ours - theirs).abs().max()) for ours, theirs in pairs]
+    found["lora"] = float((runs["cpu"][1] - runs["cpu"][0]).abs().max())
+    return found
+
+
+def narrow(name: str, folder: str) -> dict[str, Any]:
+    """A bf16 checkpoint that computes in fp32, its weights left to auto: at full residency, at none, on the CPU."""
+    model = tiny.build(name, Path(folder), dtype=torch.bfloat16)
+    dense = load(LoadRequest(model, precision="fp32", device="cpu"))
+    request = LoadRequest(model, precision="fp32", device=memory.compute_device())
+    loaded = load(request, None, memory.make_room, memory.managed)
+    expected, found = sampled(dense, name).samples, {"full": sampled(loaded, name).samples}
+    management.unload_all_models()
+    with state(vram_state=management.VRAMState.NO_VRAM):
+        found["none"] = sampled(loaded, name).samples
+    layers = [leaf for part in loaded.parts.values() for leaf in part.modules() if isinstance(leaf, StoredLinear)]
+    return {
+        "dtypes": sorted({str(leaf.stored.dtype) for leaf in layers}),
+        "packed": sum(isinstance(leaf, StoredLinear) for leaf in dense.parts["transformer"].modules()),
+        **{place: float((samples - expected).abs().max()) for place, samples in found.items()},
+    }
+
+
+def in_blocks(module: nn.Module) -> None:
+    """Turn the layers that may be packed into such as a GGUF file has."""
+    import gguf
+
+    kind = gguf.GGMLQuantizationType[CODEC]
+    with torch.inference_mode(False):
+        for layer in packable(module).values():
+            if layer.in_features % gguf.GGML_QUANT_SIZES[kind][0] == 0:
+                rows = torch.from_numpy(gguf.quants.quantize(layer.weight.numpy(), kind))
+                pack(layer, rows, None, layer.weight.dtype, CODEC)
+
+
+def factors(loaded: Any) -> dict[str, torch.Tensor]:
+    """A LoRA over every layer of a transformer."""
+    generator, tensors = torch.Generator().manual_seed(5), {}
+    for name, (rows, *inside) in lora_nodes.layers_of(loaded).items():
+        tensors[f"{name}.lora_A.weight"] = torch.randn(4, *inside, generator=generator) * 0.1
+        tensors[f"{name}.lora_B.weight"] = torch.randn(rows, 4, *[1] * (len(inside) - 1), generator=generator) * 0.1
+    return tensors
 
 
 def many(name: str, runs: int) -> dict[str, Any]:
@@ -327,10 +402,10 @@ def shortage() -> dict[str, Any]:
     }
 
 
-def flagged(flag: str) -> dict[str, Any]:
+def flagged(flag: str, weights: str = "auto") -> dict[str, Any]:
     """Sampling as ``--lowvram``, ``--reserve-vram`` or ``--disable-smart-memory`` would have it."""
     name = "ltx"
-    loaded = deep(name)
+    loaded = deep(name, weights=weights)
     given = encoded(loaded, name)
     expected = sampled_from(loaded, name, given)
     size, reserve = loaded.residency.patcher.model_size(), 0

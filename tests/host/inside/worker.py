@@ -29,6 +29,7 @@ def start(comfyui: Path) -> None:
     options = importlib.import_module("comfy.options")
     options.enable_args_parsing(False)
     importlib.import_module("comfy.cli_args").args.cpu = True
+    importlib.import_module("comfy_aimdo.control").init()
     logging.basicConfig(level=logging.WARNING)
     importlib.import_module("torch").set_num_threads(1)
     spec = importlib.util.spec_from_file_location(

@@ -20,6 +20,7 @@ using Row = std::array<int64_t, kEntries>;
 struct Ledger {
   std::mutex mutex;
   std::array<Row, kDeviceCount> rows{};
+  std::array<int64_t, kDeviceCount> until_refusal{};  // requests until one is refused whatever is free; 0 for never
   std::unordered_set<const void*> pinned;
 
   Ledger() {
@@ -47,7 +48,9 @@ void charge(c10::DeviceIndex index, int64_t bytes) {
   std::lock_guard<std::mutex> lock(ledger().mutex);
   auto& row = ledger().rows[index];
   const int64_t free = row[kCapacityBytes] - row[kAllocatedBytes];
-  if (bytes > 0 && bytes > free) {
+  auto& until = ledger().until_refusal[index];
+  const bool refused = until > 0 && --until == 0;
+  if (refused || (bytes > 0 && bytes > free)) {
     ++row[kRefusals];
     TORCH_CHECK_WITH(
         OutOfMemoryError, false, "acc out of memory. Tried to allocate ", readable(bytes), ". acc:", int(index),
@@ -258,6 +261,11 @@ void acc_read(int index, int64_t* entries) {
 void acc_set_capacity(int index, int64_t bytes) {
   std::lock_guard<std::mutex> lock(acc::ledger().mutex);
   acc::ledger().rows[index][acc::kCapacityBytes] = bytes < 0 ? acc::kUnlimitedBytes : bytes;
+}
+
+void acc_refuse(int index, int64_t count) {
+  std::lock_guard<std::mutex> lock(acc::ledger().mutex);
+  acc::ledger().until_refusal[index] = count;
 }
 
 void acc_reset_traffic(int index) {

@@ -1,0 +1,191 @@
+"""The factors of the forecasts, measured and fitted anew: ``python benchmarks/memory_fits.py``.
+
+Every family runs on the simulated device at sizes that no test uses. The rows go to ``results/memory_fits.csv``, each
+with the terms that `pipelines/estimates.py` counts copies of; the copies that fit the last rows of each family best are
+written to `pipelines/fits.py`, so nobody copies a number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from table import RESULTS, append, machine
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from anygpu.compat.vae_care import Form  # noqa: E402
+from anygpu.pipelines import estimates, stages  # noqa: E402
+from anygpu.pipelines.contract import (  # noqa: E402
+    FramePackSettings,
+    ImageRequest,
+    Loaded,
+    PromptRequest,
+    SampleSettings,
+    Silent,
+)
+from anygpu.pipelines.estimates import Size  # noqa: E402
+from simulated import accelerator, fitting  # noqa: E402
+
+TABLE = "memory_fits"
+FITS = ROOT / "pipelines" / "fits.py"
+SIZES: Mapping[str, tuple[tuple[int, int, int], ...]] = {  # width, height, frames: none of them is a test's
+    "ltx": ((96, 64, 17), (128, 96, 25), (160, 128, 33)),
+    "mochi": ((96, 64, 13), (128, 96, 19)),
+    "hunyuan_video": ((96, 64, 9), (128, 96, 13), (128, 128, 21)),
+    "hunyuan_video_15": ((96, 64, 9), (128, 96, 13), (128, 128, 21)),
+    "framepack": ((96, 64, 5), (128, 96, 5), (128, 128, 5)),
+}
+SAME_VAE = {"framepack": "hunyuan_video"}  # whose frames are those of sections: the other family's decode tells more
+FORMS = (Form("full"), Form("streaming", tile=16), Form("chunked", frames=1))
+PROMPTS = ("a fox", "a red fox in the snow, seen from the side, slow camera, morning light")
+ORDER = ("tokens", "latents", "pixels", "plain", "text", "streamed", "chunked")
+PLAIN = {"ltx": 6.2, "hunyuan_video": 5.6}  # channels per pixel that do not grow with the decoder's
+# width: its picture and what is made of it; all decoders at hand have one width, which cannot tell them apart
+HEAD = '''"""Factors of the forecasts, as `estimates.Fit` names them; by ``python benchmarks/memory_fits.py``."""
+
+from __future__ import annotations
+
+'''
+
+
+def measured(family: str, folder: Path) -> list[dict[str, Any]]:
+    """Activations of each stage of a few runs, beside the terms of their formulas."""
+    found = []
+    for index, (width, height, frames) in enumerate(SIZES[family]):
+        for guided, words in ((False, PROMPTS[index % 2]), (True, PROMPTS[(index + 1) % 2])):
+            with accelerator.fresh() as device:
+                loaded = fitting.heavy(family, folder, device, "model")
+                size = Size(width, height, frames, guided, 2)
+                found += [{**machine(), "family": family, **row} for row in _stages(loaded, size, words)]
+                fitting.forget(loaded)
+    return found
+
+
+def _stages(loaded: Loaded, size: Size, words: str) -> list[dict[str, Any]]:
+    """The rows of one run."""
+    settings = SampleSettings(size.width, size.height, size.frames, steps=2, cfg=2.0 if size.guided else 1.0)
+    progress, image = Silent(), None
+    with torch.no_grad():
+        prompt = stages.encode_prompt(loaded, PromptRequest(words, "blurry"), progress)
+        if loaded.family == "framepack":
+            picture = torch.rand(1, size.height, size.width, 3, generator=torch.Generator().manual_seed(0))
+            image = stages.encode_image(loaded, ImageRequest(picture, size.width, size.height), "stretch", progress)
+            framepack = FramePackSettings(size.frames / 30, window=size.window)
+            latents = stages.sample_framepack(loaded, prompt, image, settings, framepack, progress)
+        else:
+            latents = stages.sample(loaded, prompt, image, settings, progress)
+        for form in FORMS if loaded.family not in SAME_VAE else ():
+            if form.method != "chunked" or loaded.family in ("mochi", "hunyuan_video_15"):
+                stages.decode(loaded, latents, progress, form=form)
+    costs = [(cost.stage, cost.peak_bytes) for cost in loaded.residency.account.stages if cost.stage != "image"]
+    size = replace(size, text=stages.tokens_in(prompt))
+    wide, plain = estimates.decoding_terms(loaded, size)
+    text = max(
+        (part for part in loaded.weights if part.startswith("text_encoder")),
+        key=lambda part: loaded.weights[part].total + estimates.text_bytes(loaded, part),
+    )
+    terms = (
+        ("text", text, (estimates.text_term(loaded, text), 0)),
+        ("sampling", "transformer", estimates.sampling_terms(loaded, size)),
+        ("decoding", "vae", (wide, plain)),
+        ("streaming", "vae", (estimates.streamed_term(loaded, size, 0, 0, 16), 0)),
+        ("chunked", "vae", (estimates.decoding_bytes(loaded, size, 1), 0)),
+    )
+    asked = {"width": size.width, "height": size.height, "frames": size.frames, "guided": size.guided}
+    return [
+        {
+            "stage": stage,
+            **asked,
+            "text_tokens": size.text,
+            "measured_bytes": peak - loaded.weights[part].total,
+            "first_term_bytes": int(first),
+            "second_term_bytes": int(second),
+        }
+        for (stage, part, (first, second)), (_, peak) in zip(terms, costs, strict=False)
+    ]
+
+
+def factors(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """The factors of each family that fit ``rows`` best, by relative error.
+
+    Of chunks and streamed tiles the largest, since they step in where memory is short and must not ask for too little.
+    """
+    by_stage: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
+    for row in rows:
+        values = tuple(float(row[f"{name}_bytes"]) for name in ("measured", "first_term", "second_term"))
+        by_stage.setdefault((row["family"], row["stage"]), []).append(values)  # type: ignore[arg-type]
+    found: dict[str, dict[str, float]] = {}
+    for (family, stage), values in sorted(by_stage.items()):
+        mine = found.setdefault(family, {})
+        if stage == "sampling":
+            mine["tokens"], mine["latents"] = _two(values)
+        elif stage == "text":
+            mine["text"] = _one(values)
+        elif stage == "decoding":
+            plain = PLAIN.get(family, 0.0)
+            mine["plain"] = plain
+            mine["pixels"] = _one([(whole - plain * second, first, 0.0) for whole, first, second in values])
+        else:
+            name = "streamed" if stage == "streaming" else stage
+            mine[name] = round(max(whole / first for whole, first, _ in values), 2)
+    for family, other in SAME_VAE.items():
+        if family in found:
+            found[family] |= {name: found[other][name] for name in ("pixels", "plain", "streamed")}
+    return found
+
+
+def _one(values: list[tuple[float, float, float]]) -> float:
+    """The factor of the first term, the least squares of relative errors."""
+    shares = [first / whole for whole, first, _ in values]
+    return round(sum(shares) / sum(share * share for share in shares), 2)
+
+
+def _two(values: list[tuple[float, float, float]]) -> tuple[float, float]:
+    """The factors of both terms, neither below nought."""
+    rows = torch.tensor([[first / whole, second / whole] for whole, first, second in values], dtype=torch.float64)
+    both = torch.linalg.lstsq(rows, torch.ones(len(values), 1, dtype=torch.float64)).solution.flatten().tolist()
+    if both[1] < 0 or both[0] < 0:
+        return _one(values), 0.0
+    return round(both[0], 2), round(both[1], 2)
+
+
+def written(found: dict[str, dict[str, float]]) -> str:
+    """The text of `pipelines/fits.py`."""
+    lines = ["FACTORS: dict[str, dict[str, float]] = {"]
+    for family, mine in found.items():
+        inner = [f'        "{name}": {mine[name]},' for name in ORDER if name in mine]
+        lines += [f'    "{family}": {{', *inner, "    },"]
+    return HEAD + "\n".join([*lines, "}"]) + "\n"
+
+
+def last_rows(path: Path = RESULTS / f"{TABLE}.csv") -> list[dict[str, str]]:
+    """The rows of each family's last run: the newest for each of its sizes."""
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    names = ("family", "stage", "width", "height", "frames", "guided")
+    return list({tuple(row[name] for name in names): row for row in rows}.values())
+
+
+def main() -> None:
+    """Measure, append the rows, fit, and write the factors; with no family they are fitted to what is there."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, default=ROOT / ".build" / "memory")
+    parser.add_argument("--families", nargs="*", default=list(fitting.FAMILIES))
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)
+    for family in arguments.families:
+        append(TABLE, measured(family, arguments.folder))
+    FITS.write_text(written(factors(last_rows())), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Scenes about ComfyUI's dynamic VRAM: switched on as its start does, on a device that it cannot page weights on.
+
+Its own patcher and its own host buffers run; only the reserved addresses (``ModelVBAR``), which ask the CUDA driver,
+are replaced by :class:`Pages`, which hand out none: core's model has small layers, which it brings whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import comfy.memory_management
+import comfy.model_management as management
+import comfy.model_patcher
+import comfy.ops
+import comfy_aimdo.control
+import comfy_aimdo.model_vbar
+import torch
+from anygpu.host import core_outputs
+from anygpu.host.memory import PartPatcher
+from anygpu.pipelines import exchange
+from simulated import accelerator
+from torch import nn
+
+from host.inside.core import cores
+from host.inside.device import encoded, loaded_for
+from host.inside.memory import sampled_from
+from host.inside.sight import RESERVE
+
+WIDTH = 60  # its square is below 16 KiB in fp32: what core brings whole
+
+
+class Pages:
+    """Addresses for weights that come on demand: none are asked for here."""
+
+    def __init__(self, size: int, device: int) -> None:
+        self.size = size
+
+    def prioritize(self) -> None: ...
+
+    def loaded_size(self) -> int:
+        return 0
+
+    def free_memory(self, wanted: int) -> int:
+        return 0
+
+
+@contextmanager
+def dynamic_vram() -> Iterator[None]:
+    """What ``main.py`` sets where its devices can page."""
+    patchers, vbars = comfy.model_patcher, comfy_aimdo.model_vbar
+    before = patchers.CoreModelPatcher, vbars.ModelVBAR, vbars.vbars_analyze
+    patchers.CoreModelPatcher, vbars.ModelVBAR = patchers.ModelPatcherDynamic, Pages
+    vbars.vbars_analyze = lambda *device: 0
+    comfy.memory_management.aimdo_enabled = True
+    try:
+        yield
+    finally:
+        patchers.CoreModelPatcher, vbars.ModelVBAR, vbars.vbars_analyze = before
+        comfy.memory_management.aimdo_enabled = False
+
+
+class Chain(nn.Module):
+    """A model of core's, as large as asked, in layers that are small enough to come whole."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        count = -(-size // (4 * WIDTH**2))
+        self.layers = nn.ModuleList(comfy.ops.manual_cast.Linear(WIDTH, WIDTH, bias=False) for _ in range(count))
+        for layer in self.layers:  # which have no weights of their own here until some are read
+            layer.load_state_dict({"weight": torch.zeros(WIDTH, WIDTH)}, assign=True)
+
+
+def beside_core(name: str) -> dict[str, Any]:
+    """Ours and a dynamic model of core's in turn where only one fits, our sampler and core's; who is what."""
+    plain = loaded_for(name, heavy=True)
+    usual, _ = core_outputs.beside(plain)
+    given = encoded(plain, name)
+    expected = sampled_from(plain, name, given)
+    management.unload_all_models()
+    found: dict[str, Any] = {"pages": comfy_aimdo.control.init_devices([0])}
+    with dynamic_vram():
+        loaded = loaded_for(name, heavy=True)
+        model, vae = core_outputs.beside(loaded)
+        found["equal"] = [bool(torch.equal(sampled_from(loaded, name, given), expected))]
+        size = model.model_size()
+        theirs = comfy.model_patcher.CoreModelPatcher(Chain(size), management.get_torch_device(), torch.device("cpu"))
+        ours = [*loaded.get_models(), vae.patcher, model, model.clone()]
+        found["theirs"] = [type(theirs).__name__, theirs.is_dynamic()]
+        found["ours"] = sorted({type(patcher).__name__ for patcher in ours})
+        found["dynamic"] = any(item.is_dynamic() for item in (loaded, *ours))
+        found["base"] = issubclass(PartPatcher, comfy.model_patcher.ModelPatcherDynamic)
+        seen = []
+        with accelerator.limit(int(1.5 * size) + RESERVE):
+            for _ in range(2):
+                management.load_models_gpu([theirs])
+                seen.append([theirs.loaded_size() / size, model.loaded_size() / size])
+                found["equal"].append(bool(torch.equal(sampled_from(loaded, name, given), expected)))
+                seen.append([theirs.loaded_size() / size, model.loaded_size() / size])
+            positive, negative = exchange.conditionings(given[0])
+            noise = torch.randn(expected.shape, generator=torch.Generator().manual_seed(4))
+            short = cores(model, positive, negative, noise)
+        management.unload_all_models()
+        found |= {"seen": seen, "freed": [theirs.loaded_size(), model.loaded_size()]}
+    found["sampler"] = float((cores(usual, positive, negative, noise) - short).abs().max())
+    return found

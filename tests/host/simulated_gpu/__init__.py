@@ -1,0 +1,43 @@
+"""A ComfyUI pack for tests: ComfyUI computes on the simulated accelerator, which counts memory and has a limit.
+
+``GET /simulated/memory`` tells the bytes of the device; ``POST /simulated/limit`` with ``{"bytes": N}`` gives it N more
+than it holds now, or with null as many as anyone wants. `Server(gpu=True)` attaches it.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+from server import PromptServer
+
+TESTS = str(Path(__file__).resolve().parents[2])
+
+sys.path.append(TESTS)
+try:
+    from simulated import accelerator
+
+    from host.inside.sight import seen_by_comfyui
+finally:
+    sys.path.remove(TESTS)  # its folders have the names of packages that others look for
+
+_seen = seen_by_comfyui(accelerator.load())
+_seen.__enter__()  # for as long as this ComfyUI lives
+NODE_CLASS_MAPPINGS: dict[str, Any] = {}
+
+
+@PromptServer.instance.routes.get("/simulated/memory")
+async def memory(request: web.Request) -> web.Response:
+    """Bytes allocated, at the peak and in all."""
+    return web.json_response(asdict(accelerator.memory()))
+
+
+@PromptServer.instance.routes.post("/simulated/limit")
+async def limit(request: web.Request) -> web.Response:
+    """The memory after setting another limit."""
+    more = (await request.json())["bytes"]
+    accelerator.set_limit(None if more is None else accelerator.memory().allocated_bytes + more)
+    return web.json_response(asdict(accelerator.memory()))

@@ -1,0 +1,149 @@
+"""A real ComfyUI server that computes on the simulated accelerator: its buttons, a full device, core's nodes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from host.client import Client, Prompt, Run
+from host.prompts import Graph, core_sampled, replay, shrunk_core, text_to_video
+from host.server import NoHost, Server, find_host
+
+pytestmark = pytest.mark.host
+
+LOAD, PROMPT, SAMPLE, DECODE, SAVE = "12345"
+PICTURES = "pictures"
+SOON = 60.0  # seconds at most until the server's worker has done what a button asks
+
+
+@pytest.fixture(scope="module")
+def gpu(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Iterator[Server]:
+    """A server of this file alone; skips where there is no ComfyUI."""
+    try:
+        host = find_host()
+    except NoHost as reason:
+        pytest.skip(str(reason))
+    running = Server(host, tmp_path_factory.mktemp("gpu"), tiny_folder, gpu=True)
+    try:
+        yield running.start()
+    finally:
+        running.stop()
+
+
+@pytest.fixture
+def client(gpu: Server) -> Client:
+    """A new connection to a device without a limit, on which nothing is."""
+    connection = Client(gpu.url)
+    connection.post("/simulated/limit", {"bytes": None})
+    connection.free()
+    emptied(connection)
+    return connection
+
+
+def on_device(client: Client) -> int:
+    """Bytes on the simulated device."""
+    return int(client.get("/simulated/memory")["allocated_bytes"])
+
+
+def emptied(client: Client) -> None:
+    """Returns once nothing is on the device."""
+    until = time.monotonic() + SOON
+    while on_device(client) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert on_device(client) == 0, "something stayed on the device"
+
+
+def pictured(prompt: Prompt) -> Prompt:
+    """The prompt with the frames of its decode node saved without loss too."""
+    decode = next(node for node, made in prompt.items() if "Decode" in made["class_type"])
+    inputs = {"images": [decode, 0], "filename_prefix": "frame"}
+    prompt[PICTURES] = {"class_type": "SaveImage", "inputs": inputs, "_meta": {"title": "SaveImage"}}
+    return prompt
+
+
+def frames_of(server: Server, run: Run) -> np.ndarray:
+    """The frames that a run saved, as integers of 0 to 255."""
+    assert run.ending == "execution_success", run.message
+    files = [server.output(record) for record in run.outputs[PICTURES]["images"]]
+    return np.stack([np.asarray(Image.open(file)) for file in files]).astype(np.int16)
+
+
+def alike(found: np.ndarray, expected: np.ndarray) -> bool:
+    """Whether frames are the same but for rounding to 8 bits: tensors lie elsewhere on the device in another run."""
+    return found.shape == expected.shape and int(np.abs(found - expected).max()) <= 1
+
+
+def test_unload_models_leaves_results_and_free_memory_forgets_them(gpu: Server, client: Client) -> None:
+    prompt = pictured(text_to_video(gpu.model("LTX-Video")).prompt)
+    first = client.run(prompt)
+    assert "offload comfyui on acc:0" in " ".join(first.texts_of(LOAD)) and on_device(client) > 0
+    client.post("/free", {"unload_models": True})
+    emptied(client)
+    assert client.run(prompt).executed == [], "what was computed is forgotten"
+    prompt[SAMPLE]["inputs"]["seed"] = 2
+    assert set(client.run(prompt).executed) == {SAMPLE, DECODE, SAVE, PICTURES}
+    assert on_device(client) > 0
+    client.post("/free", {"unload_models": True, "free_memory": True})
+    emptied(client)
+    prompt[SAMPLE]["inputs"]["seed"] = 1
+    again = client.run(prompt)
+    assert set(again.executed) == {LOAD, PROMPT, SAMPLE, DECODE, SAVE, PICTURES}
+    assert alike(frames_of(gpu, again), frames_of(gpu, first))
+
+
+def test_another_graph_leaves_nothing_of_the_first(gpu: Server, client: Client) -> None:
+    client.run(text_to_video(gpu.model("mochi-1-preview")).prompt)
+    assert on_device(client) > 0
+    other = Graph()
+    empty = other.add("EmptyImage", width=64, height=64, batch_size=1, color=0)
+    other.add("SaveImage", images=other.link(empty), filename_prefix="other")
+    client.post("/free", {"free_memory": True})
+    assert client.run(other.prompt).ending == "execution_success"
+    emptied(client)
+
+
+def test_a_cancel_between_steps_and_the_next_run(gpu: Server, client: Client) -> None:
+    prompt = pictured(text_to_video(gpu.model("HunyuanVideo")).prompt)
+    expected = frames_of(gpu, client.run(prompt))
+    client.free()
+    long = text_to_video("HunyuanVideo", steps=1000)
+    run = client.run(long.prompt, cancel_when=lambda node, run: any(total == 1000 for _, _, total in run.progress))
+    assert run.ending == "execution_interrupted" and run.cancel_seconds is not None and run.cancel_seconds < 2.0
+    assert on_device(client) > 0, "nothing says that it was to leave"
+    assert alike(frames_of(gpu, client.run(prompt)), expected)
+
+
+def test_a_full_device_costs_one_run_and_nothing_that_was_done(gpu: Server, client: Client) -> None:
+    prompt = pictured(text_to_video(gpu.model("LTX-Video"), seed=2).prompt)
+    expected = frames_of(gpu, client.run(prompt))
+    client.free()
+    client.run(text_to_video("LTX-Video", seed=1).prompt)
+    client.post("/free", {"unload_models": True})
+    emptied(client)
+    client.post("/simulated/limit", {"bytes": 30_000})
+    full = client.run(prompt)
+    assert full.ending == "execution_error" and full.error["node_id"] == SAMPLE
+    assert full.message.startswith("out of memory while sampling 64x64, 9 frames on Simulated accelerator 0")
+    assert full.error["exception_type"].endswith("OutOfMemoryError"), "ComfyUI unloads for no other"
+    emptied(client)
+    client.post("/simulated/limit", {"bytes": None})
+    again = client.run(prompt)
+    assert set(again.executed) == {SAMPLE, DECODE, SAVE, PICTURES}, "what was done is done again"
+    assert alike(frames_of(gpu, again), expected)
+
+
+@pytest.mark.parametrize("workflow", core_sampled(), ids=lambda path: path.stem)
+def test_core_sampler_and_vae_nodes_give_the_device_back(gpu: Server, client: Client, workflow: Path) -> None:
+    """One workflow per family: the models that core's nodes hold leave when asked to, and come again."""
+    gpu.every_model()
+    prompt = pictured(shrunk_core(replay(workflow)))
+    expected = frames_of(gpu, client.run(prompt))
+    assert on_device(client) > 0
+    client.post("/free", {"unload_models": True, "free_memory": True})
+    emptied(client)
+    assert alike(frames_of(gpu, client.run(prompt)), expected)
