@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 TORCH_INDEX ?=
 INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
-.PHONY: install accelerator demo demo-comfyui test test-full test-host test-browser workflows matrix memory lint bench clean
+.PHONY: install accelerator demo demo-comfyui test test-full test-host test-browser pictures workflows matrix memory lint bench clean
 
 install: $(READY)
 
@@ -37,7 +37,14 @@ test-host: $(READY)
 
 test-browser: $(READY)
 	$(PY) tests/browser/drive.py run.mjs
+	$(PY) tests/browser/drive.py templates.mjs
+	$(PY) tests/browser/drive.py memory.mjs
 	$(PY) tests/browser/drive.py paint.mjs
+
+pictures: $(READY)
+	$(PY) tests/browser/drive.py run.mjs --classic --pictures
+	$(PY) tests/browser/drive.py memory.mjs --classic --pictures
+	$(PY) tests/browser/drive.py help.mjs
 
 workflows: $(READY)
 	$(PY) tests/browser/drive.py workflows.mjs
@@ -48,7 +55,9 @@ matrix: $(READY)
 	OMP_NUM_THREADS=1 $(PY) tests/simulated/matrix_page.py
 
 memory: $(READY) accelerator
+	OMP_NUM_THREADS=1 $(PY) benchmarks/memory_fits.py
 	OMP_NUM_THREADS=1 $(PY) benchmarks/memory.py
+	OMP_NUM_THREADS=1 $(PY) benchmarks/memory_host.py
 
 demo-comfyui: $(READY)
 	$(PY) tests/host/demo.py demo/comfyui
@@ -57,10 +66,13 @@ bench: $(READY)
 	$(PY) benchmarks/overhead.py
 	$(PY) benchmarks/startup.py
 	$(PY) benchmarks/steps.py
+	$(PY) benchmarks/lossy.py --dry
+	$(PY) benchmarks/clips.py
 	$(PY) benchmarks/blocks.py
 	$(PY) benchmarks/kernels_build.py
 	$(PY) benchmarks/kernels_bytes.py
 	$(PY) benchmarks/kernels_gpu.py
+	$(PY) benchmarks/models_gpu.py
 
 lint: $(READY)
 	$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy --explicit-package-bases compat pipelines

@@ -22,7 +22,7 @@ if not __package__:  # run as `python path/to/pack/cli.py`: load the folder as t
     _spec.loader.exec_module(sys.modules["anygpu"])
     __package__ = "anygpu"
 
-from .compat import attention, compiling, offload, precision, rewrites, step_cache
+from .compat import attention, compiling, offload, precision, rewrites, rewrites_vae, step_cache
 from .compat.errors import InputError, PackError
 from .compat.vae_care import METHODS
 from .pipelines.family import FITS, SCHEDULERS
@@ -78,7 +78,8 @@ def _kernels(arguments: argparse.Namespace) -> int:
     for family in rewrites.PUBLISHED:
         sites = rewrites.published_sites(family)
         kinds = ", ".join(f"{count} {kind}" for kind, count in sites.items())
-        print(f"{family}: {sum(sites.values())} sites in the published transformer: {kinds}")
+        total, decoder = sum(sites.values()), rewrites_vae.PUBLISHED[family]
+        print(f"{family}: {total} sites in the published transformer: {kinds}; {decoder} in the VAE's decoder")
     wrong = 0
     for one in rewrites.kernel_trials(facts.device):
         print(one, flush=True)
@@ -136,7 +137,8 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float]:
         speed=_speed(arguments),
     )
     with torch.no_grad(), request.speed.traced():
-        loaded = with_step_cache(load(request, progress), arguments.step_cache, step_cache.StepCacheSettings())
+        loaded = _adapted(load(request, progress), arguments, progress)
+        loaded = with_step_cache(loaded, arguments.step_cache, step_cache.StepCacheSettings())
         for note in loaded.notes:
             progress.say(note)
         image, pictures = _images(loaded, arguments, progress)
@@ -174,6 +176,15 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float]:
         return stages.decode(loaded, latents, progress, arguments.decode), latents.fps
 
 
+def _adapted(loaded: Any, arguments: argparse.Namespace, progress: Any) -> Any:
+    """The pipeline with each ``--lora``, in turn."""
+    from .pipelines.lora import named, with_lora
+
+    for text in arguments.lora:
+        loaded = with_lora(loaded, *named(text), "separate", progress)
+    return loaded
+
+
 def _speed(arguments: argparse.Namespace) -> Any:
     """What ``--kernels``, ``--compile`` and ``--profile`` ask for."""
     from .pipelines.profiling import Profile
@@ -183,7 +194,8 @@ def _speed(arguments: argparse.Namespace) -> Any:
     if arguments.compile:
         asked = compiling.CompileSettings(arguments.compile_mode, arguments.compile_dynamic, vae=arguments.compile_vae)
     profile = _path(arguments.profile)
-    return SpeedRequest(arguments.kernels, asked, None if profile is None else Profile(profile))
+    traces = None if profile is None else Profile(profile)
+    return SpeedRequest(arguments.kernels, asked, traces, arguments.fp16_accumulation)
 
 
 def demo(arguments: argparse.Namespace) -> int:
@@ -284,6 +296,7 @@ def _render_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", required=True, help="diffusers model folder, or a FramePack transformer folder")
     add("--prompt", required=True)
     add("--negative", default="")
+    add("--lora", action="append", default=[], metavar="FILE[:STRENGTH[:BLOCKS]]", help="put a LoRA on; repeat it")
     add("--section-prompt", action="append", default=[], help="FramePack: prompt of a later section; repeat it")
     add("--output", default="anygpu.mp4")
     for name in ("--image", "--end-image", "--video"):
@@ -306,6 +319,7 @@ def _render_arguments(parser: argparse.ArgumentParser) -> None:
     add("--compile-dynamic", choices=tuple(compiling.DYNAMIC), default="text")
     add("--compile-vae", action="store_true", help="with --compile: the VAE's blocks too")
     add("--step-cache", choices=step_cache.PRESET_CHOICES[:-1], default="off", help="skip work between steps; lossy")
+    add("--fp16-accumulation", action="store_true", help="fp16 products sum in fp16: faster on GeForce; lossy")
     add("--profile", metavar="FILE", help="write a torch profiler trace with a range per stage, block and operation")
     add("--decode", choices=METHODS, default="auto", help="how frames are made; auto: whole unless that fails")
     add("--device", help="such as cpu, cuda:0, mps; default: the accelerator, else cpu")

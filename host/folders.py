@@ -45,10 +45,7 @@ def model_choices() -> list[str]:
 
 def lender_choices() -> list[str]:
     """What the inputs for borrowed parts list, ``auto`` first."""
-    encoders = _named(
-        encoder_roots(), [c.parent.parent for r in encoder_roots() for c in r.glob("*/image_encoder/config.json")]
-    )
-    return [AUTO, *dict.fromkeys([*models(), *encoders])]
+    return [AUTO, *dict.fromkeys([*models(), *_encoders()])]
 
 
 def model_folder(name: str) -> Path:
@@ -71,10 +68,7 @@ def lender_folder(name: str) -> Path | None:
     """The folder that lends parts; None for ``auto``."""
     if name == AUTO:
         return None
-    for root in encoder_roots():
-        if (root / name / "image_encoder" / "config.json").is_file() and ".." not in Path(name).parts:
-            return root / name
-    return model_folder(name)
+    return _encoders().get(name) or model_folder(name)
 
 
 def kept_folder() -> Path:
@@ -85,6 +79,12 @@ def kept_folder() -> Path:
 def state_folder() -> Path:
     """Where probe results and settings are kept, in ComfyUI's user directory."""
     return Path(folder_paths.get_user_directory()) / "anygpu"
+
+
+def _encoders() -> dict[str, Path]:
+    """Name to folder of every folder with an image encoder in it."""
+    roots = encoder_roots()
+    return _named(roots, [found.parent.parent for root in roots for found in root.glob("*/image_encoder/config.json")])
 
 
 def _roots(keys: tuple[str, ...]) -> list[Path]:

@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 TEXT_SECONDS = 0.25
 EVENT = "anygpu.run"
+BREAK = "  \n"  # a line break on the canvas, and in Nodes 2.0, which takes the text for Markdown
 PACED = ("sampling", "painting")  # stages whose steps are the model's own
 LATENT_FORMATS = {
     "ltx": comfy.latent_formats.LTXV,
@@ -43,7 +44,8 @@ class NodeProgress:
         self.lines: list[str] = []
         self._run = NodeRun(node_id)
         self._bar: Any = None
-        self._stage, self._texted, self._started = "", 0.0, time.monotonic()
+        self._stage, self._texted = "", 0.0
+        self._begun: dict[str, float] = {}  # by stage: one may be told of in between, as bytes that move within a step
         self._paced = ""
         self._previewer: Any = None
         self._previewer_known = False
@@ -55,9 +57,9 @@ class NodeProgress:
         self._run.step(name)
         if self._bar is None or name != self._stage:
             self._bar, self._stage = comfy.utils.ProgressBar(total, node_id=self.node_id), name
-            self._started = time.monotonic()
+            self._begun.setdefault(name, time.monotonic())
         if name in PACED:
-            self._paced = f"{(time.monotonic() - self._started) / (done - 1):.2g} s per step" if done > 1 else ""
+            self._paced = f"{(time.monotonic() - self._begun[name]) / (done - 1):.2g} s per step" if done > 1 else ""
         self._bar.update_absolute(done, total, None if preview is None else self._picture(preview))
         self._text(stage if any(c.isdigit() for c in stage) else f"{stage} {done}/{total}{self._pace(done)}")
 
@@ -82,7 +84,7 @@ class NodeProgress:
         self._send("\n".join([status, *self.lines]))
 
     def _pace(self, done: int) -> str:
-        seconds = time.monotonic() - self._started
+        seconds = time.monotonic() - self._begun[self._stage]
         return f", {seconds / done:.1f} s each" if done > 1 and seconds / done >= 0.1 else ""
 
     def _text(self, text: str) -> None:
@@ -94,7 +96,7 @@ class NodeProgress:
     def _send(self, text: str) -> None:
         server = getattr(PromptServer, "instance", None)
         if server is not None and self.node_id is not None:
-            server.send_progress_text(text, self.node_id)
+            server.send_progress_text(text.replace("\n", BREAK), self.node_id)
             server.send_sync(EVENT, {"node": self.node_id, "entry": self._run.snapshot(), "memory": memory_now()})
 
     def _picture(self, preview: Callable[[], torch.Tensor]) -> Any:

@@ -9,15 +9,18 @@ import asyncio
 import json
 import re
 from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 from server import PromptServer
 
 from ..compat.errors import InputError, PackError
-from . import kept, panel, runs
+from . import kept, outlook, panel, runs
 
 PREFIX = "/anygpu"
+PACK = Path(__file__).parent.parent.name  # under which ComfyUI serves web/
+HELP = f"/extensions/{PACK}/docs/{{node:AnyGPU[A-Za-z0-9]{{1,60}}}}.md"  # the last place where its frontend looks
 MOST_BYTES, MOST_NODES = 4 * 1024 * 1024, 5000
 IDENTITY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 FRESH = {"Cache-Control": "no-store"}
@@ -36,7 +39,13 @@ def add_routes(table: web.RouteTableDef | None = None) -> bool:
         return False
     for method, path, handler in ROUTES:
         table.route(method, PREFIX + path)(_answering(handler))
+    table.route("GET", HELP)(english)
     return True
+
+
+async def english(request: web.Request) -> web.Response:
+    """Where the English help of a node is, for languages of ComfyUI in which it has not been written."""
+    return web.Response(status=302, headers={"Location": f"{request.match_info['node']}/en.md"})
 
 
 async def machine(request: web.Request) -> Any:
@@ -52,12 +61,12 @@ async def memory(request: web.Request) -> Any:
 async def run(request: web.Request) -> Any:
     """The last run, with what its stages cost."""
     found = runs.last_run()
-    return {**found, "costs": await asyncio.to_thread(panel.last_costs, found["since"])}
+    return {**found, "costs": await asyncio.to_thread(panel.last_costs, runs.costs_before())}
 
 
 async def graph(request: web.Request) -> Any:
     """What would be decided for the pipelines of the prompt in the body; reads files' headers, changes nothing."""
-    return await asyncio.to_thread(panel.graph, checked_prompt(await body_of(request)))
+    return await asyncio.to_thread(outlook.graph, checked_prompt(await body_of(request)))
 
 
 async def probes(request: web.Request) -> Any:

@@ -8,8 +8,12 @@ from typing import Any
 
 from comfy_execution.utils import get_executing_context
 
+from ..compat.accounts import StageCost, kept_stages
+from . import folders
+
 _lock = threading.Lock()
-_last: dict[str, Any] = {"prompt": "", "since": "", "nodes": {}}
+_last: dict[str, Any] = {"prompt": "", "nodes": {}}
+_before: list[StageCost] = []  # what was kept of earlier runs when this one began
 
 
 class NodeRun:
@@ -45,15 +49,22 @@ class NodeRun:
 
 
 def last_run() -> dict[str, Any]:
-    """The last run: ``prompt``, ``since`` when, and ``nodes``, from node id to status, seconds and stages."""
+    """The last run: ``prompt``, and ``nodes``, from node id to status, seconds and stages."""
     with _lock:
         nodes = {node: {**entry, "stages": dict(entry["stages"])} for node, entry in _last["nodes"].items()}
-        return {"prompt": _last["prompt"], "since": _last["since"], "nodes": nodes}
+        return {"prompt": _last["prompt"], "nodes": nodes}
+
+
+def costs_before() -> list[StageCost]:
+    """The stages that had been kept when the last run began."""
+    with _lock:
+        return list(_before)
 
 
 def _enter(node_id: str, prompt: str, entry: dict[str, Any]) -> None:
     """Begin a new record when another prompt runs."""
     with _lock:
         if _last["prompt"] != prompt:
-            _last.update(prompt=prompt, since=time.strftime("%Y-%m-%d %H:%M"), nodes={})
+            _last.update(prompt=prompt, nodes={})
+            _before[:] = kept_stages(folders.state_folder())
         _last["nodes"][node_id] = entry

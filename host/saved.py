@@ -29,7 +29,7 @@ def new_path(prefix: str) -> Path:
     """
     folder, name = target_folder(prefix)
     taken = re.compile(re.escape(name) + r"_(\d+)_\.safetensors", re.IGNORECASE)
-    found = [match for path in (folder.iterdir() if folder.is_dir() else ()) if (match := taken.fullmatch(path.name))]
+    found = [match for path in _children(folder) if (match := taken.fullmatch(path.name))]
     return folder / f"{name}_{max((int(match[1]) for match in found), default=0) + 1:05}_.safetensors"
 
 
@@ -37,12 +37,15 @@ def target_folder(prefix: str) -> tuple[Path, str]:
     """Folder and name that a prefix such as ``musubi/clip_01`` means, in the output folder.
 
     Raises:
-        InputError: a name that leads out of the output folder, or no name.
+        InputError: a name that leads out of the output folder or into a loop of links, or no name.
     """
     root = Path(folder_paths.get_output_directory()).resolve()
-    named = root / prefix.strip()
-    path = named.resolve() if "\0" not in prefix else root
-    if not path.is_relative_to(root) or path == root or prefix.strip().endswith(("/", "\\")):
+    try:
+        path = (root / prefix.strip()).resolve()
+    except (ValueError, OSError, RuntimeError):  # a zero byte, or a loop of links
+        path = root
+    links = any(part.is_symlink() for part in (path, *path.parents))  # none is left but a loop, from Python 3.13 on
+    if links or not path.is_relative_to(root) or path == root or prefix.strip().endswith(("/", "\\")):
         raise InputError(
             f"filename_prefix {prefix!r}",
             expected="a name in ComfyUI's output folder, such as latents/AnyGPU",

@@ -8,6 +8,7 @@ from ..host.api import ComfyExtension, io
 from ..host.routes import add_routes
 from .composing import ComposePipeline
 from .decoding import Decode
+from .downloading import DownloadModel
 from .encoding import EncodeImage, EncodePrompt, EncodeVideo, ImageConditioning
 from .hardware import HardwareReport
 from .latents import LoadLatent, LoadPrompt, RecoverLatents, SaveLatent, SaveMusubiCache, SavePrompt
@@ -30,6 +31,7 @@ NODES = (
     StepCache,
     ComposePipeline,
     MemoryPlan,
+    DownloadModel,
 )
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..compat import attention, offload, precision, quantized
+from ..compat import attention, offload, plan, precision, quantized
 from ..host import core_outputs, folders, memory, model_files
 from ..host.api import io
 from ..host.progress import NodeProgress
+from ..pipelines.cards import status_of
 from ..pipelines.loading import LoadRequest, load, variant_choices
+from .memory import device_inputs
 from .sockets import CATEGORY, Pipeline
-from .speed import speed_inputs, speed_request
+from .speed import lossy_inputs, speed_inputs, speed_request
 
 TASKS = ("auto", "text", "image")
 
@@ -97,6 +99,8 @@ class ComposePipeline(io.ComfyNode):
                 ),
                 *speed_inputs(),
                 *weight_inputs(),
+                *device_inputs(),
+                *lossy_inputs(),
             ],
             outputs=[
                 Pipeline.Output(display_name="pipeline"),
@@ -123,6 +127,7 @@ class ComposePipeline(io.ComfyNode):
     def execute(
         cls, transformer: str, vae: str, text_encoder: str, text_encoder_2: str, image_encoder: str, base: str, task: str,
         precision: str, offload: str, variant: str, attention: str = "auto", weights: str = "auto", text_weights: str = "auto",
+        transformer_device: str = "auto", text_device: str = "auto", vae_device: str = "auto", keep_free_gb: float = 0.0,
         **speed: Any,
     ) -> io.NodeOutput:
         """The pipeline."""
@@ -132,8 +137,9 @@ class ComposePipeline(io.ComfyNode):
         request = LoadRequest(
             files.parts["transformer"], folders.lender_folder(base), None, variant, precision, offload,
             memory.compute_device(), attention=attention, state=folders.state_folder(), files=files,
-            weights=weights, text_weights=text_weights, speed=speed_request(**speed),
+            weights=weights, text_weights=text_weights, devices=plan.places(transformer_device, text_device, vae_device),
+            keep_free_gb=keep_free_gb, speed=speed_request(**speed),
         )
         pipeline = load(request, progress, memory.make_room, memory.managed)
-        progress.finish("\n".join((f"{pipeline.family}, {pipeline.facts}", *pipeline.notes)))
+        progress.finish("\n".join((status_of(pipeline), *pipeline.notes)))
         return io.NodeOutput(pipeline, *core_outputs.beside(pipeline))

@@ -8,11 +8,12 @@ from ..compat import attention, offload, plan, precision
 from ..host import core_outputs, folders, memory, panel
 from ..host.api import io
 from ..host.progress import NodeProgress
+from ..pipelines.cards import status_of
 from ..pipelines.loading import LoadRequest, load, variant_choices
 from .composing import weight_inputs
 from .memory import device_inputs
 from .sockets import CATEGORY, Pipeline
-from .speed import speed_inputs, speed_request
+from .speed import lossy_inputs, speed_inputs, speed_request
 
 
 class LoadPipeline(io.ComfyNode):
@@ -69,6 +70,7 @@ class LoadPipeline(io.ComfyNode):
                 *speed_inputs(),
                 *weight_inputs(),
                 *device_inputs(),
+                *lossy_inputs(),
             ],
             outputs=[
                 Pipeline.Output(display_name="pipeline"),
@@ -109,5 +111,5 @@ class LoadPipeline(io.ComfyNode):
             keep_free_gb=keep_free_gb,
         )
         pipeline = load(request, progress, memory.make_room, memory.managed)
-        progress.finish("\n".join((f"{pipeline.family}, {pipeline.facts}", *pipeline.notes, *panel.limit_lines())))
+        progress.finish("\n".join((status_of(pipeline), *pipeline.notes, *panel.limit_lines())))
         return io.NodeOutput(pipeline, *core_outputs.beside(pipeline))

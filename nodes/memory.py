@@ -7,8 +7,11 @@ from typing import Any
 from ..compat import plan
 from ..host.api import io, ui
 from ..host.progress import NodeProgress
+from ..paint import needs
+from ..paint.networks import KINDS
 from ..pipelines import memory_plan
-from .sockets import CATEGORY, Pipeline, size_inputs
+from ..pipelines.estimates import Forecast
+from .sockets import CATEGORY, Paint, Pipeline, size_inputs
 
 
 def device_inputs() -> list[Any]:
@@ -35,6 +38,14 @@ def device_inputs() -> list[Any]:
     ]
 
 
+def paint_plan(pipeline: Any, pixels: int, views: int, guided: bool) -> tuple[str, Any]:
+    """The forecast of a paint or delight pipeline, as :func:`memory_plan.shown` gives it; zeros take what it was taught."""
+    found = (Forecast(mode, needs.paint_needs(pipeline, pixels, views, guided or None, mode)) for mode in needs.MODES)
+    side, count = pixels or needs.TAUGHT_SIZE, 1 if pipeline.family == "delight" else views or needs.TAUGHT_VIEWS
+    title = f"Hunyuan3D {pipeline.family} {pipeline.variant}, {count} view{'s' * (count > 1)} of {side} pixels"
+    return memory_plan.shown(pipeline, title, ", with guidance" if guided else "", tuple(found))
+
+
 class MemoryPlan(io.ComfyNode):
     """Forecast the memory of a run."""
 
@@ -49,11 +60,15 @@ class MemoryPlan(io.ComfyNode):
             "against what is free now, and the fastest mode that fits.",
             search_aliases=["vram", "memory forecast", "oom", "out of memory", "offload plan", "will it fit"],
             inputs=[
-                Pipeline.Input("pipeline", tooltip="From AnyGPU Load Pipeline."),
+                io.MultiType.Input(
+                    "pipeline", types=[Pipeline, Paint],
+                    tooltip="From AnyGPU Load Pipeline, Compose Pipeline or Load Paint Pipeline.",
+                ),
                 *size_inputs(),
                 io.Int.Input(
                     "frames", default=0, min=0, max=4097,
-                    tooltip="Video frames; rounded up to the next count the model can make. 0 takes the model's own default.",
+                    tooltip="Video frames; rounded up to the next count the model can make. Of a paint pipeline: "
+                    "views. 0 takes the model's own default.",
                 ),
                 io.Boolean.Input(
                     "guided", default=False, optional=True,
@@ -75,7 +90,10 @@ class MemoryPlan(io.ComfyNode):
     def execute(cls, pipeline: Any, width: int, height: int, frames: int, guided: bool = False) -> io.NodeOutput:
         """The forecast as text and as bars."""
         progress = NodeProgress(cls.hidden.unique_id, pipeline.family)
-        size = memory_plan.planned_size(pipeline, width, height, frames, guided)
-        text, bars = memory_plan.memory_plan(pipeline, size)
+        if pipeline.family in KINDS:
+            text, bars = paint_plan(pipeline, width, frames, guided)
+        else:
+            size = memory_plan.planned_size(pipeline, width, height, frames, guided)
+            text, bars = memory_plan.memory_plan(pipeline, size)
         progress.finish(text)
         return io.NodeOutput(text, bars, ui=ui.PreviewImage(bars, cls=cls))

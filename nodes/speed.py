@@ -20,8 +20,9 @@ def speed_inputs() -> list[Any]:
     return [
         io.Combo.Input(
             "kernels", options=list(rewrites.CHOICES), default="auto", optional=True, advanced=True,
-            tooltip="Norms, rotary embedding and gated sums of the transformer's blocks in one pass each; results differ by "
-            "rounding only. " + " ".join(f"{choice}: {meaning}." for choice, meaning in rewrites.MEANINGS.items()),
+            tooltip="Norms, rotary embedding and gated sums of the transformer's blocks, and norm, SiLU and border in the VAE's "
+            "decoder, in one pass each; results differ by rounding only. "
+            + " ".join(f"{choice}: {meaning}." for choice, meaning in rewrites.MEANINGS.items()),
         ),
         io.Boolean.Input(
             "compile", default=False, optional=True,
@@ -51,14 +52,27 @@ def speed_inputs() -> list[Any]:
     ]
 
 
+def lossy_inputs() -> list[Any]:
+    """The optional inputs of a loading node that change the video, after all others."""
+    return [
+        io.Boolean.Input(
+            "fp16_accumulation", default=False, optional=True, advanced=True,
+            tooltip="Sums of fp16 products in fp16, in AnyGPU's sample nodes: up to twice as fast on GeForce, lossy, can "
+            "overflow. Only NVIDIA with precision fp16 or fp16-safe; anywhere else it is one line when you load.",
+        ),
+    ]
+
+
 def speed_request(
     kernels: str = "auto", compile: bool = False, compile_mode: str = "default", compile_dynamic: str = "text",
     compile_cache_size: int = compiling.CACHE_SIZE, compile_vae: bool = False, profile: bool = False,
+    fp16_accumulation: bool = False,
 ) -> SpeedRequest:
     """What those inputs ask for."""
     settings = CompileSettings(compile_mode, compile_dynamic, compile_cache_size, compile_vae) if compile else None
     folder, name = saved.target_folder("profiles/AnyGPU")
-    return SpeedRequest(kernels, settings, Profile(folder / f"{name}.json") if profile else None)
+    traces = Profile(folder / f"{name}.json") if profile else None
+    return SpeedRequest(kernels, settings, traces, fp16_accumulation)
 
 
 class StepCache(io.ComfyNode):

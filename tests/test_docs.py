@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -130,15 +131,18 @@ def sources() -> Iterator[tuple[str, ast.Module]]:
             yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
 
 
-def error_texts() -> Iterator[tuple[str, str]]:
+@cache
+def error_texts() -> list[tuple[str, str]]:
     """Where each error is made, and what it found, with ``…`` for what differs."""
+    texts = []
     for source, tree in sources():
         for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
             if isinstance(call.func, ast.Name) and call.func.id in ERRORS and call.args:
                 found = call.args[0].body if isinstance(call.args[0], ast.IfExp) else call.args[0]
                 parts = found.values if isinstance(found, ast.JoinedStr) else [found]
                 text = "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in parts)
-                yield f"{source}:{call.lineno}", text
+                texts.append((f"{source}:{call.lineno}", text))
+    return texts
 
 
 @pytest.mark.parametrize(("place", "text"), [pytest.param(*found, id=found[0]) for found in error_texts()])
@@ -158,11 +162,14 @@ def test_readme_names_every_node_and_workflow():
 @pytest.mark.parametrize("source", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(source):
     text = source.read_text(encoding="utf-8")
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+    help_folder = ROOT / "web" / "docs"
+    for picture, target in re.findall(r"(!?)\[[^\]]*\]\(([^)\s]+)\)", text):
         path, _, anchor = target.partition("#")
         if re.match(r"[a-z]+:", target):
             continue
-        linked = (source.parent / path) if path else source
+        # ComfyUI takes a picture in the help of a node from the folder of all the help, not from the page's own
+        home = help_folder if picture and help_folder in source.parents else source.parent
+        linked = (home / path) if path else source
         assert linked.exists(), f"{target} in {source.name}"
         if anchor:
             headings = re.findall(r"^#+ (.+)$", linked.read_text(encoding="utf-8"), flags=re.MULTILINE)

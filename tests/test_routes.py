@@ -8,21 +8,29 @@ import json
 import random
 import sys
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from urllib.parse import quote
 
 import aiohttp.web
+import layouts
 import pytest
 import torch
 from aiohttp.test_utils import TestClient, TestServer
+from anygpu.compat.accounts import Account
 from anygpu.pipelines import kept as store
 from anygpu.pipelines import tiny
+from anygpu.pipelines.composing import Files
 from anygpu.pipelines.contract import Latents
 from anygpu.pipelines.estimates import Size, forecast
 from anygpu.pipelines.loading import LoadRequest, load
 
-STOOD_IN = ("routes", "panel", "runs", "folders", "memory", "kept")
+from paint import stored
+
+WEB = Path(__file__).resolve().parent.parent / "web"
+STOOD_IN = ("routes", "outlook", "panel", "runs", "folders", "memory", "kept", "model_files", "painting")
 TRAVERSALS = [
     "../../etc/passwd",
     "..\\..\\secret",
@@ -51,6 +59,7 @@ class Pack(SimpleNamespace):
             assert self.routes.add_routes(table)
             app = aiohttp.web.Application()
             app.add_routes(table)
+            app.router.add_static(f"/extensions/{WEB.parent.name}", WEB)  # as ComfyUI serves it, after all routes
             async with TestClient(TestServer(app)) as client:
                 return [await one(client, *request) for request in requests]
 
@@ -82,7 +91,15 @@ def pack(tmp_path, monkeypatch) -> Iterator[Pack]:
         get_output_directory=lambda: str(tmp_path / "output"),
     )
     queue = SimpleNamespace(currently_running={})
-    memory = SimpleNamespace(compute_device=lambda: torch.device("cpu"), managed=None)
+    memory = SimpleNamespace(
+        compute_device=lambda: torch.device("cpu"), managed=None, MODE="comfyui", evictable_bytes=lambda: 0
+    )
+    files = SimpleNamespace(NO_FILE="no file found", chosen_files=partial(chosen_files, tmp_path / "models"))
+    paint = SimpleNamespace(
+        NO_MODEL="no paint model found",
+        paint_path=lambda name: tmp_path / "models" / name,
+        lender_path=lambda name: None,
+    )
     kept = SimpleNamespace(  # the store is the real one; what draws its pictures needs ComfyUI's latent formats
         listing=lambda: store.listing(tmp_path / "kept"),
         load=lambda name: store.load(tmp_path / "kept", name, print),
@@ -95,12 +112,14 @@ def pack(tmp_path, monkeypatch) -> Iterator[Pack]:
         "comfy_execution": ModuleType("comfy_execution"),
         "comfy_execution.utils": SimpleNamespace(get_executing_context=lambda: None),
         "anygpu.host.memory": memory,
+        "anygpu.host.model_files": files,
+        "anygpu.host.painting": paint,
     }
     host = importlib.import_module("anygpu.host")
     forget(host)
     for name, module in stand_ins.items():
         monkeypatch.setitem(sys.modules, name, module)
-    host.memory, host.kept = memory, kept  # type: ignore[attr-defined]
+    vars(host).update(memory=memory, kept=kept, model_files=files, painting=paint)
     yield Pack(
         routes=importlib.import_module("anygpu.host.routes"),
         runs=importlib.import_module("anygpu.host.runs"),
@@ -108,6 +127,11 @@ def pack(tmp_path, monkeypatch) -> Iterator[Pack]:
         home=tmp_path,
     )
     forget(host)
+
+
+def chosen_files(models: Path, task: str, **names: str) -> Files:
+    """The files of these names in one folder for all, as ComfyUI has several."""
+    return Files({part: models / name for part, name in names.items() if name != "auto"}, task=task)
 
 
 def forget(host: ModuleType) -> None:
@@ -151,6 +175,13 @@ def test_asking_the_device_lights_every_lamp_and_is_kept(pack):
     assert list(pack.files()), "the answers are kept"
 
 
+def test_help_that_is_in_no_other_language_is_found_in_english(pack):
+    asked = ("AnyGPUSample.md", "AnyGPUSample/en.md", "AnyGPUNothing.md", "AnyGPU%2e%2e.md", "KSampler.md")
+    found = pack.ask_all([("GET", f"/extensions/{WEB.parent.name}/docs/{path}", {}) for path in asked])
+    assert [status for status, _, _ in found] == [200, 200, 404, 404, 404]
+    assert found[0] == found[1], "the same page"
+
+
 def test_the_device_is_not_asked_during_a_run(pack):
     pack.queue.currently_running[0] = "a prompt"
     status, found, _ = pack.ask("POST", "/anygpu/probes", json={})
@@ -188,6 +219,60 @@ def test_what_a_run_will_need_is_forecast_through_nodes_that_pass_the_pipeline_o
     assert [stage["peak"] for stage in small["stages"]] == [stage.total for stage in needs.stages]
     assert all(b["peak"] > a["peak"] for a, b in zip(small["stages"][1:], large["stages"][1:], strict=True))
     assert {stage["fits"] for stage in small["stages"]} == {"fits"}
+
+
+def test_a_pipeline_composed_of_files_is_told_like_one_of_a_folder(pack, tiny_folder):
+    models = pack.home / "models"
+    files = layouts.whole_set("ltx", tiny_folder, models)
+    lend(pack, tiny_folder, "ltx", "LTX-Video")
+    own = {part: path.name for part, path in files.items()}
+    sizes = {"width": 64, "height": 64, "frames": 9, "cfg": 1.0}
+    prompt = {
+        "1": {"class_type": "AnyGPUComposePipeline", "inputs": {**own, "base": "LTX-Video", "task": "x"}},
+        "2": {"class_type": "AnyGPUSample", "inputs": {"pipeline": ["1", 0], **sizes}},
+        "3": {"class_type": "AnyGPUComposePipeline", "inputs": {"transformer": own["vae"]}},
+    }
+    status, found, _ = pack.ask("POST", "/anygpu/graph", json={"prompt": prompt})
+    card, wrong = found["pipelines"]
+    assert status == 200 and (card["title"], card["does"]) == ("LTX-Video", "dev, text to video")
+    assert wrong["model"] == own["vae"] and "expected" not in wrong["error"]["found"]
+    (told,) = found["forecasts"]
+    needs = forecast(load(LoadRequest(tiny.build("ltx", tiny_folder), device="cpu")), Size(64, 64, 9))
+    assert [stage["peak"] for stage in told["stages"]] == [stage.total for stage in needs.stages]
+
+
+def test_a_pipeline_that_paints_is_told_too(pack):
+    stored.checkpoint("paint", pack.home / "models")
+    loader = {"class_type": "AnyGPULoadPaintPipeline", "inputs": {"model": stored.FOLDERS["paint"], "offload": "auto"}}
+    prompt = {"1": loader}
+    for node, size in (("2", 64), ("3", 512)):
+        prompt[node] = {"class_type": "AnyGPUPaintViews", "inputs": {"pipeline": ["1", 0], "view_size": size}}
+    status, found, _ = pack.ask("POST", "/anygpu/graph", json={"prompt": prompt})
+    (card,) = found["pipelines"]
+    assert status == 200 and (card["title"], card["does"]) == ("Hunyuan3D paint", "v2-0")
+    assert "Conv3d" not in {decision["subject"] for decision in card["decisions"]}, "its networks have none"
+    small, large = found["forecasts"]
+    assert [stage["stage"] for stage in small["stages"]] == ["encoding", "reference", "painting", "decoding"]
+    assert small["stages"][2]["peak"] < large["stages"][2]["peak"] and large["found"] == "views, offload none"
+
+
+@pytest.mark.parametrize(
+    ("room", "peak", "sampling", "decoding"),
+    [
+        (1000, 1000, "fits", "fits"),
+        (999, 999, "streams", "streams"),
+        (100, 100, "streams", "streams"),
+        (99, 100, "too much", "in parts"),
+        (None, 1000, "", ""),
+    ],
+)
+def test_what_does_not_fit_whole_is_told_by_what_comes_of_it(pack, room, peak, sampling, decoding):
+    """A stage that takes 1000 bytes where they are there, and can do with 100 while its weights wait outside."""
+    outlook = importlib.import_module("anygpu.host.outlook")
+    for name, fits in (("sampling", sampling), ("decoding", decoding)):
+        most, least = (SimpleNamespace(name=name, total=total) for total in (1000, 100))
+        told = outlook._stage(most, least, room)
+        assert told == {"stage": name, "peak": peak, "least": 100, "free": room, "fits": fits}
 
 
 @pytest.mark.parametrize("link", [["10", 0], ["7"], [7, 0], "7", None, ["99", 0]])
@@ -232,6 +317,17 @@ def test_no_name_from_a_client_becomes_a_path(pack, path):
     (pack.home / "secret").write_text(json.dumps({"_class_name": "LTXPipeline"}))
     status, answer, _ = pack.ask("POST", "/anygpu/graph", json=graph_of(model=path, base=path, image_encoder=path))
     assert status == 200 and answer["pipelines"][0]["error"]["found"].startswith("no model")
+
+
+def test_a_folder_that_is_not_listed_lends_nothing(pack, tiny_folder):
+    """Its whole path would lead to it."""
+    lend(pack, tiny_folder, "ltx", "LTX-Video")
+    outside = pack.home / "outside"
+    (outside / "image_encoder").mkdir(parents=True)
+    (outside / "image_encoder" / "config.json").write_text("{}")
+    for name in (str(outside), "../outside"):
+        _, answer, _ = pack.ask("POST", "/anygpu/graph", json=graph_of(image_encoder=name))
+        assert answer["pipelines"][0]["error"]["found"].startswith("no model")
 
 
 def test_kept_latents_are_listed_shown_and_recovered(pack):
@@ -317,23 +413,48 @@ def test_random_prompts_never_break_the_server(pack, tiny_folder):
     inputs = ["model", "precision", "offload", "variant", "base", "image_encoder", "attention"]
     inputs += ["kernels", "compile", "compile_mode", "compile_dynamic", "compile_cache_size", "weights", "text_weights"]
     inputs += ["transformer_device", "text_device", "vae_device", "keep_free_gb"]
+    inputs += ["transformer", "vae", "text_encoder", "task", "dynamo_cache_size_limit"]
     names = [*inputs, "device", "devices", "files", "speed", "search", "state", "x"]
-    sizing = ["width", "height", "frames", "cfg", "clip_seconds", "fps", "window"]
+    sizing = ["width", "height", "frames", "cfg", "clip_seconds", "fps", "window", "view_size", "guidance", "max_views"]
     asked = []
     for _ in range(150):
         inputs = {draw.choice(names): draw.choice(values) for _ in range(draw.randrange(8))}
         loader = str(draw.choice(values))
-        prompt = {loader: {"class_type": "AnyGPULoadPipeline", "inputs": inputs}}
+        opener = draw.choice(("AnyGPULoadPipeline", "AnyGPUComposePipeline", "AnyGPULoadPaintPipeline"))
+        prompt = {loader: {"class_type": opener, "inputs": inputs}}
         if draw.random() < 0.5:  # so that sizes are forecast
             inputs.clear()
             inputs["model"] = "LTX-Video"
         sizes = {name: draw.choice([*values, 10**400, float("inf"), 1e300, 0.5, 64]) for name in sizing}
-        kind = draw.choice(("AnyGPUSample", "AnyGPUSampleFramePack"))
+        kind = draw.choice(("AnyGPUSample", "AnyGPUSampleFramePack", "AnyGPUPaintViews"))
         prompt["sample"] = {"class_type": kind, "inputs": {**sizes, "pipeline": [loader, 0]}}
         asked.append(("POST", "/anygpu/graph", {"json": {"prompt": prompt}}))
     answers = pack.ask_all(asked)
     assert {status for status, _, _ in answers} == {200}
     assert pack.files() == {}
+
+
+def test_what_the_stages_of_the_last_run_cost_is_told_and_no_earlier_ones(pack, monkeypatch):
+    state = Path(importlib.import_module("anygpu.host.folders").state_folder())
+    device = torch.device("cpu")
+
+    def spent(*names: str) -> None:
+        for name in names:
+            with Account(state).stage(name, "ltx dev", "comfyui", device):
+                pass
+
+    def told() -> list[str]:
+        _, found, _ = pack.ask("GET", "/anygpu/run")
+        return [cost["stage"] for cost in found["costs"]]
+
+    spent("text", "sampling")
+    monkeypatch.setattr(pack.runs, "get_executing_context", lambda: SimpleNamespace(prompt_id="the next"))
+    pack.runs.NodeRun("5")
+    assert told() == []
+    spent("decoding")
+    assert told() == ["decoding"]
+    spent(*["sampling"] * 40)
+    assert set(told()) == {"sampling"}, "more than are kept"
 
 
 def test_the_last_run_is_told_stage_by_stage(pack):
@@ -351,4 +472,4 @@ def test_the_last_run_is_told_stage_by_stage(pack):
 def test_routes_are_added_once(pack):
     table = aiohttp.web.RouteTableDef()
     assert pack.routes.add_routes(table) and not pack.routes.add_routes(table)
-    assert len(table) == len(pack.routes.ROUTES)
+    assert len(table) == len(pack.routes.ROUTES) + 1, "and the way to the help"

@@ -78,6 +78,15 @@ def test_a_prefix_stays_in_the_output_folder(saved: Any, prefix: str) -> None:
         saved.new_path(prefix)
 
 
+def test_a_prefix_through_links_is_refused_where_they_lead_out_or_nowhere(saved: Any, tmp_path: Path) -> None:
+    (tmp_path / "output").mkdir(exist_ok=True)
+    (tmp_path / "output" / "out").symlink_to(tmp_path, target_is_directory=True)
+    (tmp_path / "output" / "loop").symlink_to(tmp_path / "output" / "loop", target_is_directory=True)
+    for prefix in ("out/x", "loop/x"):
+        with pytest.raises(InputError, match=f"filename_prefix '{prefix}'"):
+            saved.new_path(prefix)
+
+
 def test_an_output_folder_that_is_a_link(saved: Any, tmp_path: Path) -> None:
     (tmp_path / "output").rename(tmp_path / "elsewhere")
     (tmp_path / "output").symlink_to(tmp_path / "elsewhere", target_is_directory=True)

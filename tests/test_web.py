@@ -16,7 +16,7 @@ WEB = ROOT / "web"
 SCRIPTS = sorted((*WEB.glob("*.js"), *WEB.glob("*.mjs")))
 BLUEPRINTS = sorted((ROOT / "subgraphs").glob("*.json"))
 WORKFLOWS = sorted((ROOT / "workflows").glob("*.json"))
-MOST_BYTES = 40 * 1024
+MOST_BYTES, MOST_PICTURES = 40 * 1024, 600_000
 LANGUAGES = ("fr", "de", "zh", "ja", "ko")
 
 script = pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
@@ -87,6 +87,18 @@ def test_every_workflow_has_a_thumbnail(workflow):
     with Image.open(path) as picture:
         assert picture.format == "JPEG" and picture.size == (640, 360)
     assert path.stat().st_size < 80_000
+
+
+def test_the_pictures_of_the_help_are_shown_and_small():
+    """Each by the page it lies beside; that those which a page shows are there is a link like others."""
+    pictures = sorted((WEB / "docs").rglob("*.webp"))
+    assert pictures and not [*(WEB / "docs").rglob("*.png")], "run `make pictures`"
+    for path in pictures:
+        with Image.open(path) as picture:
+            assert picture.format == "WEBP" and picture.width <= 900
+        page = (path.parent / "en.md").read_text(encoding="utf-8")
+        assert f"]({path.parent.name}/{path.name})" in page, f"{path.name} is shown nowhere"
+    assert sum(path.stat().st_size for path in pictures) < MOST_PICTURES
 
 
 @pytest.mark.parametrize("path", BLUEPRINTS, ids=lambda path: path.stem)

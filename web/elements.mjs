@@ -23,7 +23,8 @@ export function style() {
 export function bytes(count) {
   if (count === null || count === undefined) return "unknown";
   const gib = count / 2 ** 30;
-  return gib >= 0.1 ? `${gib.toFixed(1)} GB` : `${(count / 2 ** 20).toFixed(0)} MB`;
+  const mib = count / 2 ** 20;
+  return gib >= 0.1 ? `${gib.toFixed(1)} GB` : `${mib.toFixed(mib < 10 ? 1 : 0)} MB`;
 }
 
 /** Seconds as 0.4 s, 12 s or 3 min 5 s. */

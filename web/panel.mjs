@@ -87,30 +87,33 @@ function pipelineCard(card) {
     "article",
     {},
     make("h3", {}, `${card.title}: ${card.model}`),
-    make("p", { class: "anygpu-line" }, `${card.variant}, ${card.task} to video `, goButton(card.node)),
+    make("p", { class: "anygpu-line" }, `${card.does} `, goButton(card.node)),
     make("dl", {}, rows),
     card.by_tables && make("p", { class: "anygpu-why" }, "By the tables: this device was not asked everything yet."),
   );
 }
 
+/** A table with a heading per column; the first cell of a row is its heading. */
+function table(columns, rows) {
+  const head = make("tr", {}, columns.map((name) => make("th", { scope: "col" }, name)));
+  const body = rows.map(([name, ...cells]) => make("tr", {}, make("th", { scope: "row" }, name), cells.map((cell) => make("td", {}, cell))));
+  return rows.length > 0 && make("table", {}, make("thead", {}, head), make("tbody", {}, body));
+}
+
 function forecastCard({ node, found, stages = [], verdict, error }) {
-  const rows = stages.map(({ stage, peak, free, fits }) =>
-    make("tr", {}, make("th", { scope: "row" }, stage), make("td", {}, bytes(peak)), make("td", {}, bytes(free)), make("td", {}, fits)),
-  );
-  const head = make("tr", {}, ["stage", "peak", "free", ""].map((name) => make("th", { scope: "col" }, name)));
+  const rows = stages.map(({ stage, peak, least, free, fits }) => [stage, bytes(peak), bytes(least), bytes(free), fits]);
   return make(
     "article",
     {},
     make("p", { class: "anygpu-line" }, goButton(node), found && ` ${found}`),
     error && three(error),
-    rows.length > 0 && make("table", {}, make("thead", {}, head), make("tbody", {}, rows)),
-    verdict && make("p", {}, verdict),
+    table(["stage", "peak", "at least", "free", ""], rows),
+    verdict && make("p", { class: "anygpu-lines" }, verdict),
   );
 }
 
-function runCard([id, { stages, status, said, seconds: spent, done, facts = [] }]) {
+function runCard([id, { stages, status, said, seconds: spent, done }]) {
   const rows = Object.entries(stages).map(([stage, time]) => [make("dt", {}, stage), make("dd", {}, seconds(time))]);
-  rows.push(...facts.map(([name, text]) => [make("dt", {}, name), make("dd", {}, text)]));
   const lines = [...(status ? status.split("\n") : []), ...said];
   return make(
     "article",
@@ -119,6 +122,17 @@ function runCard([id, { stages, status, said, seconds: spent, done, facts = [] }
     make("dl", {}, rows),
     lines.length > 0 && make("ul", {}, lines.map((line) => make("li", {}, line))),
   );
+}
+
+/** What the stages of a run cost, beside what was forecast for a stage of that name before it began. */
+function costTable(costs, planned) {
+  const foreseen = (name) => planned.flatMap(({ stages = [] }) => stages).find(({ stage }) => stage === name);
+  const rows = costs.map(({ stage, mode, peak_bytes: peak, moved_bytes: moved, moving_seconds: moving, seconds: spent }) => {
+    const plan = foreseen(stage);
+    const copied = moved > 0 ? `${bytes(moved)} in ${seconds(moving)}` : "nothing";
+    return [`${stage}, ${mode}`, plan ? bytes(plan.peak) : "–", peak > 0 ? bytes(peak) : "–", copied, seconds(spent)];
+  });
+  return table(["stage, offload", "forecast", "peak", "moved", "took"], rows);
 }
 
 const hide = (event) => event.target.remove(); // a family without rough colours has no picture
@@ -170,6 +184,8 @@ export function open(element) {
   const told = make("p", { role: "status", class: "anygpu-why" });
   const again = make("button", { type: "button", class: "anygpu-button" }, "Ask the device again");
   let last = { prompt: "", nodes: {} };
+  let forecasts = [];
+  let planned = []; // what was forecast when the last run began
   let timer = 0;
   let alive = true;
 
@@ -190,11 +206,7 @@ export function open(element) {
   };
   const showRun = () => {
     const nodes = Object.entries(last.nodes);
-    const costs = (last.costs ?? []).map(({ text }) => make("li", {}, text));
-    parts.run.fill(
-      nodes.length ? nodes.map(runCard) : make("p", {}, "Nothing has run yet."),
-      costs.length > 0 && [make("p", { class: "anygpu-line" }, make("b", {}, "Memory")), make("ul", {}, costs)],
-    );
+    parts.run.fill(costTable(last.costs ?? [], planned), nodes.length ? nodes.map(runCard) : make("p", {}, "Nothing has run yet."));
   };
   const guarded = async (target, act) => {
     try {
@@ -208,9 +220,9 @@ export function open(element) {
       const { output } = await app.graphToPrompt();
       const found = await ask("/graph", { prompt: output });
       if (!alive) return;
-      parts.graph.fill(found.pipelines.length ? found.pipelines.map(pipelineCard) : make("p", {}, "No AnyGPU Load Pipeline in this graph."));
-      const forecasts = found.forecasts ?? [];
-      parts.forecast.fill(forecasts.length ? forecasts.map(forecastCard) : make("p", {}, "Nothing to forecast: no sample node with a model that is here."));
+      forecasts = found.forecasts;
+      parts.graph.fill(found.pipelines.length ? found.pipelines.map(pipelineCard) : make("p", {}, "No AnyGPU node that loads a model in this graph."));
+      parts.forecast.fill(forecasts.length ? forecasts.map(forecastCard) : make("p", {}, "Nothing to forecast: no node that samples or paints with a model that is here."));
     });
   const refreshKept = () =>
     guarded(parts.kept, async () => {
@@ -253,10 +265,12 @@ export function open(element) {
   };
   const onStart = () => {
     last = { prompt: "", nodes: {} };
+    planned = forecasts;
     showRun();
   };
   const onEnd = () => {
     void refreshRun();
+    void refreshGraph();
     void refreshKept();
   };
   const heard = [

@@ -23,6 +23,7 @@ export async function openPage({ width = 1600, height = 900, nodes2 = false, loc
   if (!URL_OF_SERVER) throw new Error("COMFYUI_URL is not set: run this through tests/browser/drive.py");
   const browser = await chromium.launch({ executablePath: CHROMIUM, args: ["--no-sandbox", ...args] });
   const page = await browser.newPage({ viewport: { width, height }, bypassCSP });
+  page.setDefaultTimeout(120000); // everything draws on the CPU here, beside the models
   const errors = [];
   page.on("pageerror", (error) => errors.push(`pageerror: ${error.message}`));
   page.on("console", (message) => {

@@ -14,15 +14,21 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path[0] = str(HERE.parent)  # the folder of the package `host`, as pytest has it
+sys.path[:1] = [str(HERE.parent), str(HERE)]  # the folder of the package `host` first, as pytest has it
 
-from host.server import NoHost, Server, find_host, tiny_home  # noqa: E402
+import help_pictures  # noqa: E402
+import layouts  # noqa: E402
+from anygpu.pipelines.tiny.heavy import build_heavy  # noqa: E402
+from host.server import PUBLISHED, NoHost, Server, find_host, tiny_home  # noqa: E402
 from PIL import Image  # noqa: E402
 
-from host import paint_models  # noqa: E402
+from host import lora_files, paint_models  # noqa: E402
 
-TESTS = ("run.mjs", "paint.mjs")
+TESTS = ("run.mjs", "templates.mjs", "memory.mjs", "paint.mjs")
+ON_A_GPU = ("memory.mjs", "help.mjs")  # on the simulated accelerator, with models whose weights outweigh the rest
+STANDING_IN = ("paint.mjs", "templates.mjs")  # for core's own models, which are not here
 PICTURES = HERE.parents[1] / "docs" / "images"
+LORAS = ("style.safetensors", "motion.safetensors")  # of the workflow with LoRAs
 WORKFLOWS, THUMBNAIL = HERE.parents[1] / "workflows", (640, 360)
 
 
@@ -42,9 +48,14 @@ def drive(script: str, arguments: list[str]) -> int:
     if not (HERE / "node_modules" / "playwright-core").is_dir():
         subprocess.run([shutil.which("npm") or "npm", "ci", "--no-audit", "--no-fund"], cwd=HERE, check=True)
     with tempfile.TemporaryDirectory(prefix="anygpu-browser-") as folder:
-        server = Server(host, Path(folder), tiny_home())
+        gpu = script in ON_A_GPU
+        server = Server(host, Path(folder), tiny_home(), stand_ins=script in STANDING_IN, gpu=gpu)
         try:
+            if gpu:
+                lend_heavy(server)
             server.start().every_model()
+            for name in LORAS:
+                lora_files.write(server, name)
             paint_models.furnish(server)
             told = {"COMFYUI_URL": server.url, "COMFYUI_BASE": folder, "COMFYUI_PID": str(server.pid)}
             variables = {**os.environ, **told, "CHROMIUM": chromium}
@@ -55,7 +66,23 @@ def drive(script: str, arguments: list[str]) -> int:
         lighten(PICTURES)
     if script == "thumbnails.mjs":
         shrink(WORKFLOWS)
+    if script == "help.mjs":
+        help_pictures.written()
     return status
+
+
+def lend_heavy(server: Server) -> None:
+    """Put heavy checkpoints among the models, under the published names, and LTX-Video's transformer as one file."""
+    for name in ("ltx", "hunyuan_video"):
+        published = next(key for key, light in PUBLISHED.items() if light == name)
+        (server.base / "models" / "diffusers").mkdir(parents=True, exist_ok=True)
+        server.lend(build_heavy(name, tiny_home()), published)
+    files = layouts.whole_set("ltx", tiny_home(), server.base / "single")
+    for part, place in (("transformer", "diffusion_models"), ("vae", "vae"), ("text_encoder", "text_encoders")):
+        target = server.base / "models" / place / f"ltx_{part}.safetensors"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        for suffix in (".safetensors", ".json"):  # the second says its sizes, which are not published ones
+            files[part].with_suffix(suffix).replace(target.with_suffix(suffix))
 
 
 def shrink(folder: Path) -> None:

@@ -13,6 +13,8 @@ const names = named.length ? named : ["paint_v2_0"];
 // Without a graphics card the 3D preview draws through Chromium's own software.
 const SOFTWARE = ["--use-gl=angle", "--use-angle=swiftshader", "--enable-unsafe-swiftshader", "--ignore-gpu-blocklist"];
 const SMALL = { view_size: 64, size: 128, texture_size: 256, resolution: 256, steps: 2, frames: 6 };
+const SHAPE = ["ImageOnlyCheckpointLoader", "ModelSamplingAuraFlow", "CLIPVisionEncode", "Hunyuan3Dv2Conditioning"];
+SHAPE.push("EmptyLatentHunyuan3Dv2", "KSampler", "VAEDecodeHunyuan3D");
 
 /** Small sizes for tiny checkpoints on a CPU; a second pass takes twice the first. */
 async function shrink(page) {
@@ -22,6 +24,23 @@ async function shrink(page) {
       if (node.title === "Second pass") node.widgets.find((each) => each.name === "view_size").value = 128;
     }
   }, SMALL);
+}
+
+/** A ball in place of what core's shape model makes, which has no tiny form; nothing where a workflow has none. */
+async function standIn(page) {
+  await page.evaluate((kinds) => {
+    const graph = window.app.graph;
+    const decode = graph._nodes.find((node) => node.type === "VAEDecodeHunyuan3D");
+    if (!decode) return;
+    const ball = window.LiteGraph.createNode("StandInVoxels");
+    ball.pos = [...decode.pos];
+    graph.add(ball);
+    for (const id of [...decode.outputs[0].links]) {
+      const { target_id: target, target_slot: slot } = graph.getLink(id);
+      ball.connect(0, graph.getNodeById(target), slot);
+    }
+    for (const node of graph._nodes.filter((each) => kinds.includes(each.type))) graph.remove(node);
+  }, SHAPE);
 }
 
 /** How many different colours the 3D preview's canvas shows; 1 is an empty one. */
@@ -42,12 +61,55 @@ async function coloursShown(page) {
   });
 }
 
+/** The button on Load Mesh: a file of the user's is kept among ComfyUI's inputs, and chosen. */
+async function uploads(page) {
+  await page.evaluate(() => {
+    window.app.graph.clear();
+    window.app.graph.add(window.LiteGraph.createNode("AnyGPULoadMesh"));
+  });
+  const press = () =>
+    page.evaluate(() => {
+      const [node] = window.app.graph._nodes;
+      node.widgets.find((each) => each.type === "button").callback();
+    });
+  const chosen = () =>
+    page.evaluate(() => {
+      const [node] = window.app.graph._nodes;
+      return { value: node.widgets[0].value, saved: node.serialize().widgets_values };
+    });
+  const choose = async (name) => {
+    const asked = page.waitForEvent("filechooser");
+    await press();
+    await (await asked).setFiles({ name, mimeType: "text/plain", buffer: Buffer.from("v 0 0 0\nv 1 0 0\nv 0 1 0\nf 1 2 3\n") });
+  };
+  const kept = page.waitForResponse((answer) => answer.url().endsWith("/upload/image"));
+  await choose("mine.obj");
+  assert.equal((await kept).status(), 200);
+  await page.waitForFunction(() => window.app.graph._nodes[0].widgets[0].value === "3d/mine.obj");
+  assert.deepEqual((await chosen()).saved, ["3d/mine.obj"], "a workflow holds the file's name alone");
+  await choose("words.txt");
+  await page.waitForFunction(() => document.body.innerText.includes("no mesh among 3d/words.txt"));
+  assert.equal((await chosen()).value, "3d/mine.obj");
+}
+
+if (!named.length) {
+  const { browser, page, errors } = await openPage();
+  try {
+    await uploads(page);
+    assert.deepEqual(errors, [], "the page reported errors");
+    console.log("ok  Load Mesh uploads a file and chooses it");
+  } finally {
+    await browser.close();
+  }
+}
+
 for (const name of names) {
   // Under --disable-api-nodes ComfyUI forbids its own preview to read a GLB's texture; the tests' server has that flag.
-  const { browser, page, errors } = await openPage({ args: SOFTWARE, width: 1900, height: 1000, bypassCSP: true });
+  const { browser, page, errors } = await openPage({ args: SOFTWARE, width: 2560, height: 1300, bypassCSP: true });
   try {
     await loadWorkflow(page, await source(name), name);
     await showAll(page);
+    await standIn(page);
     await shrink(page);
     await queue(page);
     const seen = await ended(page, 400000);

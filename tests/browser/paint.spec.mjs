@@ -7,6 +7,9 @@ const GIB = {
   delight: { "delight UNet": 1.6, "delight VAE": 0.2, "delight text encoder": 0.6 },
 };
 
+/** GiB of six views of 512 pixels: beside the weights, and with those of the largest part; counted, see docs/paint.md. */
+const NEEDED = { paint: ["0.5", "2.3"], pbr: ["0.9", "3.0"] };
+
 const PLACES = {
   "hunyuan3d-paint-v2-0": ["tencent/Hunyuan3D-2", "hunyuan3d-paint-v2-0"],
   "hunyuan3d-paint-v2-0-turbo": ["tencent/Hunyuan3D-2", "hunyuan3d-paint-v2-0-turbo"],
@@ -22,6 +25,7 @@ const LICENCE =
 /** The text of a workflow's note. */
 function note(title, text, models, kinds, more = []) {
   const rows = kinds.flatMap((kind) => Object.entries(GIB[kind]).map(([part, size]) => `| ${part} | ${size.toFixed(1)} GiB |`));
+  const [beside, most] = NEEDED[kinds[0]];
   const places = models.map((model) => {
     const [page, folder] = PLACES[model];
     return `- huggingface.co/${page}: ${folder}\n  - into **ComfyUI/models/diffusers/${model}**`;
@@ -30,9 +34,9 @@ function note(title, text, models, kinds, more = []) {
     `# ${title}`,
     text,
     "",
-    "Put your mesh (GLB, glTF, OBJ, PLY, STL) into **ComfyUI/input/3d** and press **R**, or connect core's *Load 3D* to *Load " +
-      "Mesh*. The picture shows the object from its front, best with its background cut out: core's background removal and " +
-      "mask nodes give the mask. To enlarge painted views before baking, put core's *Upscale Image (using Model)* between " +
+    "Your mesh (GLB, glTF, OBJ, PLY, STL) comes by the upload button on *Load Mesh*, or by core's *Load 3D*. " +
+      "The picture shows the object from its front, best with its background cut out: core's background removal and mask " +
+      "nodes give the mask. To enlarge painted views before baking, put core's *Upscale Image (using Model)* between " +
       "*Paint Views* and *Bake Texture*. Above 100,000 faces put core's *Decimate Mesh* before *Unwrap Mesh*.",
     "## Download",
     ...places,
@@ -47,8 +51,9 @@ function note(title, text, models, kinds, more = []) {
     "| part | weights |\n| --- | --- |",
     ...rows,
     "",
-    "Six views of 512 pixels need about 0.6 GiB on top, counted. By *offload*, on the GPU:",
-    "- **model** (what *auto* means): one part at a time, so about 3 GiB; 8 GB are plenty",
+    `Six views of 512 pixels need ${beside} GiB on top, counted. By *offload*, on the GPU:`,
+    "- **auto**: ComfyUI moves the weights, as it does for its own models; 8 GB are plenty",
+    `- **model**: one part at a time, so ${most} GiB`,
     "- **none**: all parts together, fastest for many textures in a row",
     "- **group**, **sequential**: less still, and slower",
   ]
@@ -88,6 +93,8 @@ const bake = (values = {}, links = {}) => ({
   links: { mesh: ["unwrap", "mesh"], images: ["paint", "images"], cameras: ["render", "cameras"], ...links },
 });
 
+const SHOWN = 330; // what a node grows by when it shows a picture
+
 /** What every workflow ends in: the file, the turntable and the 3D preview of the node ``from``. */
 function ending(name, from) {
   return {
@@ -102,7 +109,7 @@ function ending(name, from) {
 
 const ENDING = [
   [
-    { key: "turntable", width: 380, below: 10 },
+    { key: "turntable", width: 380, below: SHOWN },
     { key: "pictures", width: 420, height: 420, below: 10 },
     { key: "smooth", width: 380 },
   ],
@@ -120,7 +127,8 @@ function workflow(name, { title, text, models, kinds, more, nodes, columns, from
 }
 
 const loaders = (...keys) => keys.map((key) => ({ key, width: 400, height: key === "picture" ? 340 : 0, below: 40 }));
-const wide = (...keys) => keys.map((key) => ({ key, width: 360, below: 30 }));
+const GROWING = ["delight", "render", "first", "paint"];
+const wide = (...keys) => keys.map((key) => ({ key, width: 360, below: GROWING.includes(key) ? SHOWN : 30 }));
 
 const SHAPE = {
   shape: { kind: "ImageOnlyCheckpointLoader", values: { ckpt_name: "hunyuan_3d_v2.1.safetensors" } },
@@ -253,8 +261,8 @@ const SPECS = {
       loaders("picture", "shape", "load", "delighting"),
       wide("shifted", "seen", "wanted", "empty", "sampled"),
       wide("voxels", "surface", "clean", "fewer", "unwrap"),
-      wide("delight", "render", "paint"),
-      wide("bake"),
+      wide("delight", "render"),
+      wide("paint", "bake"),
     ],
   },
   paint_second_pass: {

@@ -1,19 +1,66 @@
-// Running the open workflow in the page: made small, queued as the button does, followed to its end.
-import { readFile } from "node:fs/promises";
+// Workflows in the page: opened, made small, queued as the button does, followed to their end.
+import { readFile, readdir } from "node:fs/promises";
 
 const SOURCES = new URL("../../workflows/", import.meta.url);
 
 /** The text of a shipped workflow. */
 export const source = (name) => readFile(new URL(`${name}.json`, SOURCES), "utf8");
 
+/** The names of the shipped workflows. */
+export const names = async () => (await readdir(SOURCES)).filter((file) => file.endsWith(".json")).map((file) => file.slice(0, -5)).sort();
+
+/** Sizes for textures on a CPU. */
+export const PAINTED = { view_size: 64, size: 128, texture_size: 256, resolution: 256, steps: 2, frames: 6 };
+
+/** Open the template browser at the pack's own part. */
+export async function browseTemplates(page) {
+  await page.evaluate(() => window.app.extensionManager.command.execute("Comfy.BrowseTemplates"));
+  await page.getByText("anygpu", { exact: true }).first().click();
+}
+
+/** The card of a workflow in the template browser. */
+export const templateCard = (page, name) => page.getByText(name, { exact: true }).or(page.getByText(name.replaceAll("_", " "), { exact: true })).first();
+
+/** Open a shipped workflow from the template browser, as a user does. */
+export async function openTemplate(page, name) {
+  const { nodes } = JSON.parse(await source(name));
+  await page.evaluate(() => window.app.graph.clear());
+  await browseTemplates(page);
+  await templateCard(page, name).click();
+  await page.waitForFunction((count) => window.app.graph._nodes.length === count, nodes.length);
+}
+
+/** A new graph of nodes in a row: each its type, its widgets' values, and [earlier node, output] by input. */
+export async function graphOf(page, nodes) {
+  await page.evaluate((list) => {
+    const { app, LiteGraph } = window;
+    app.graph.clear();
+    const made = [];
+    let left = 0;
+    for (const [type, values, links] of list) {
+      const node = LiteGraph.createNode(type);
+      app.graph.add(node);
+      for (const widget of node.widgets ?? []) if (widget.name in values) widget.value = values[widget.name];
+      for (const [input, [from, output]] of Object.entries(links ?? {})) {
+        const slot = made[from].outputs.findIndex(({ name }) => name === output);
+        made[from].connect(slot, node, node.inputs.findIndex(({ name }) => name === input));
+      }
+      node.pos = [left, 0];
+      left += node.size[0] + 60;
+      made.push(node);
+    }
+  }, nodes);
+}
+
 /** Make the open workflow small enough for tiny checkpoints on a CPU, and change what else is asked. */
 export async function shrink(page, values = {}) {
   const small = { width: 256, height: 160, frames: 25, steps: 8, clip_seconds: 0.8, window: 2, max_tokens: 512 };
   await page.evaluate(
     (wanted) => {
-      for (const node of window.app.graph._nodes.filter((each) => each.type.startsWith("AnyGPU"))) {
+      for (const node of window.app.graph._nodes.filter(({ type }) => /^(AnyGPU|Empty|KSampler|PrimitiveInt)/.test(type))) {
         for (const widget of node.widgets ?? []) {
           if (widget.name in wanted) widget.value = wanted[widget.name];
+          if (widget.name === "length") widget.value = wanted.frames; // of core's empty latents
           if (widget.name === "fit") widget.value = "crop";
         }
       }
@@ -60,7 +107,7 @@ export async function queue(page) {
 }
 
 /** What was seen of the run, once it has ended. */
-export async function ended(page, timeout = 120000) {
+export async function ended(page, timeout = 300000) {
   await page.waitForFunction(() => window.seen.ending !== null, null, { timeout });
   return page.evaluate(() => window.seen);
 }

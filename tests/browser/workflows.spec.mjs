@@ -117,6 +117,11 @@ const pack = (values) => ({
   links: { pipeline: ["load", "pipeline"], prompt: ["prompt", "prompt"], image: ["encoded", "image"] },
 });
 const decode = { kind: "AnyGPUDecode", links: { pipeline: ["load", "pipeline"], latent: ["sample", "latent"] } };
+const lora = (file, values = {}, from = "load") => ({
+  kind: "AnyGPULoRA",
+  values: { lora: file, ...values },
+  links: { pipeline: [from, "pipeline"] },
+});
 const save = (name) => ({
   kind: "SaveVideo",
   values: { filename_prefix: `video/${name}` },
@@ -148,9 +153,38 @@ function columns({ pictures = [], encoded = [] }) {
   ];
 }
 
-function workflow(name, { title, model, text, nodes, ...places }) {
-  const all = { note: described(title, model, text), ...nodes, decode, save: save(name) };
-  return { nodes: all, columns: columns(places) };
+/** Columns where nothing is sampled: note | model and kept latents | result. */
+const RECOVERED = [
+  [{ key: "note", width: 480, height: 760 }],
+  [
+    { key: "recover", width: 380, below: 20 },
+    { key: "load", width: 380, height: 420 },
+  ],
+  [
+    { key: "decode", width: 460, height: 420, below: 50 },
+    { key: "save", width: 460, height: 460 },
+  ],
+];
+
+/** Columns with LoRAs: note | model | LoRAs and prompt | sample | result. */
+const ADAPTED = [
+  [{ key: "note", width: 480, height: 760 }],
+  [{ key: "load", width: 380, height: 420 }],
+  [
+    { key: "style", width: 440, below: 20 },
+    { key: "motion", width: 440, below: 20 },
+    { key: "prompt", width: 440, height: 480 },
+  ],
+  [{ key: "sample", width: 340 }],
+  [
+    { key: "decode", width: 460, height: 420, below: 50 },
+    { key: "save", width: 460, height: 460 },
+  ],
+];
+
+function workflow(name, { title, model, text, nodes, placed, ...places }) {
+  const all = { note: described(title, model, text), ...nodes, decode: nodes.decode ?? decode, save: save(name) };
+  return { nodes: all, columns: placed ?? columns(places) };
 }
 
 const CAFE =
@@ -211,6 +245,20 @@ const SPECS = {
       sample: sample({ frames: 97, steps: 40, cfg: 3, fps: 25 }, SIZED),
     },
   },
+  ltx_recover_latents: {
+    title: "LTX-Video: bring back what was sampled",
+    model: "ltx",
+    text:
+      "Every sampling is kept by itself right after its last step. After a failed decode, a cancel or a crash, choose the " +
+      "model it was made with, leave *kept* at newest or pick another, and queue: nothing is sampled again. It works for " +
+      "all five families.",
+    placed: RECOVERED,
+    nodes: {
+      load: load("LTX-Video"),
+      recover: { kind: "AnyGPURecoverLatents", values: { kept: "newest" } },
+      decode: { kind: "AnyGPUDecode", links: { pipeline: ["load", "pipeline"], latent: ["recover", "latent"] } },
+    },
+  },
   ltx_video_to_video: {
     title: "LTX-Video: video to video",
     model: "ltx",
@@ -243,6 +291,28 @@ const SPECS = {
       load: load("HunyuanVideo"),
       prompt: prompt(CAT),
       sample: sample({ width: 848, height: 480, frames: 73, steps: 30, guidance: 6, fps: 24 }),
+    },
+  },
+  hunyuan_video_lora: {
+    title: "HunyuanVideo: two LoRAs",
+    model: "hunyuan_video",
+    text:
+      "Two LoRAs, one after the other. Put your own into **ComfyUI/models/loras**, press **R** and choose them. The second " +
+      "acts in the *double* blocks alone: *blocks* takes terms such as `double 0-9, single`, and empty means all. A new " +
+      "*strength* costs nothing; another file or another *blocks* does not load the model again.",
+    placed: ADAPTED,
+    nodes: {
+      load: load("HunyuanVideo"),
+      prompt: prompt(CAT),
+      style: { ...lora("style.safetensors", { strength: 1 }), title: "First LoRA" },
+      motion: {
+        ...lora("motion.safetensors", { strength: 0.7, blocks: "double" }, "style"),
+        title: "Second LoRA, double blocks alone",
+      },
+      sample: sample(
+        { width: 848, height: 480, frames: 73, steps: 30, guidance: 6, fps: 24 },
+        { pipeline: ["motion", "pipeline"] },
+      ),
     },
   },
   hunyuan_video_image_to_video: {

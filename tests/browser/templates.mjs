@@ -1,0 +1,34 @@
+// Every shipped workflow, opened from ComfyUI's template browser and run on tiny checkpoints; classic canvas and
+// Nodes 2.0, which must make the same prompt of it.
+import assert from "node:assert/strict";
+import { apiPrompt, openPage } from "./comfy.mjs";
+import { chosenModes, report } from "./reporting.mjs";
+import { PAINTED, ended, names, openTemplate, queue, shrink } from "./running.mjs";
+
+const NEEDS_MODELS = ["paint_from_one_picture"]; // whose shape comes from core's own models: opened, not run
+const prompts = new Map();
+
+async function opensAndRuns({ page }, name) {
+  await openTemplate(page, name);
+  const prompt = await apiPrompt(page);
+  assert.deepEqual(prompt, prompts.get(name) ?? prompt, "the two modes make different prompts");
+  prompts.set(name, prompt);
+  if (NEEDS_MODELS.includes(name)) return;
+  await shrink(page, { width: 64, height: 64, frames: 9, steps: 2, clip_seconds: 0.3, seed: Date.now() % 1e6 });
+  if (name.startsWith("paint")) await shrink(page, PAINTED);
+  await queue(page);
+  const seen = await ended(page);
+  assert.equal(seen.ending, "execution_success", seen.message);
+  assert.ok(seen.progress.length > 0 && seen.texts.length > 0, "no progress arrived");
+}
+
+for (const nodes2 of chosenModes()) {
+  const check = report(nodes2);
+  const open = await openPage({ nodes2, bypassCSP: true }); // or ComfyUI forbids its own preview to read a GLB, as in paint.mjs
+  try {
+    for (const name of await names()) await check(`template ${name}`, () => opensAndRuns(open, name));
+    assert.deepEqual(open.errors, [], "the page reported errors");
+  } finally {
+    await open.browser.close();
+  }
+}
