@@ -273,30 +273,57 @@ def test_loras_and_quantised_weights_act_as_before(name, change):
     torch.testing.assert_close(found, expected, atol=256 * torch.finfo(torch.float32).eps, rtol=1e-5)
 
 
+DRAWS = 5
+SAME_ERROR = (
+    1.02  # errors of fp16 products alone differ by 1.2 % from one draw of tokens to the next: 3.7 of it in 5 draws
+)
+
+
 @pytest.mark.parametrize("fp32_output", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", [n if n == "ltx" else pytest.param(n, marks=pytest.mark.full) for n in CASES])
 def test_under_safe_fp16_attention_is_fused_and_no_error_grows(name, fp32_output, monkeypatch):
     if fp32_output:  # no CPU has such products: the same in fp32
         monkeypatch.setattr(fp16, "_fp32_product", fp32_product)
     block, inputs = block_of(CASES[name])
-    truth = ran(block, inputs, torch.float64)
+    drawn = [inputs, *(redrawn(inputs, seed) for seed in range(DRAWS - 1))]
+    truth = [ran(block, each, torch.float64) for each in drawn]
     model = Model(copy.deepcopy(block).float())
     fp16.apply_fp16_safe(model, "any", {"fp32_output": fp32_output})
     taken_off = attended(model, SDPA)
-    stock = ran(model.transformer_blocks[0], inputs, torch.float32)
+    stock = [ran(model.transformer_blocks[0], each, torch.float32) for each in drawn]
     taken_off()
     found = fused(model, REFERENCE)
     turned = FUSIONS[rewrites.full_name(block)].sites[rewrites.TURNED]
     assert dict(found.sites) == {rewrites.TURNED: turned} and "safe fp16 has the rest" in str(found)
     taken_off = attended(model, SDPA)
-    ours = ran(model.transformer_blocks[0], inputs, torch.float32)
-    for one, former, expected in zip(ours, stock, truth, strict=True):
-        assert (one - expected).norm() <= NO_WORSE * (former - expected).norm()
+    ours = [ran(model.transformer_blocks[0], each, torch.float32) for each in drawn]
+    for output in range(len(truth[0])):
+        new, former = (errors(runs, truth, output) for runs in (ours, stock))
+        assert new <= SAME_ERROR * former, (new / former, output)
     taken_off()
     found.restore()
     attended(model, SDPA)
     again = ran(model.transformer_blocks[0], inputs, torch.float32)
-    assert all(torch.equal(one, former) for one, former in zip(again, stock, strict=True))
+    assert all(torch.equal(one, former) for one, former in zip(again, stock[0], strict=True))
+
+
+def redrawn(inputs: dict[str, Any], seed: int) -> dict[str, Any]:
+    """The inputs with other tokens, of the same size."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def tokens(name: str, value: Any) -> Any:
+        if name not in ("hidden_states", "encoder_hidden_states"):
+            return value
+        return torch.randn(value.shape, generator=generator, dtype=value.dtype) * value.std()
+
+    return {name: tokens(name, value) for name, value in inputs.items()}
+
+
+def errors(runs: list[list[torch.Tensor]], truth: list[list[torch.Tensor]], output: int) -> float:
+    """The length of one output's error over all draws."""
+    return (
+        sum(float((run[output] - right[output]).square().sum()) for run, right in zip(runs, truth, strict=True)) ** 0.5
+    )
 
 
 def fp32_product(x: torch.Tensor, weight: torch.Tensor, bias: Any, total: Any) -> torch.Tensor:

@@ -14,8 +14,10 @@ SAVE = "SaveVideo"
 PAINT = "paint_"
 CORE_SAMPLED = "_core_ksampler"
 RECOVERED = "_recover_latents"
+PICTURES = "pictures"  # the id of the node that saves frames without loss
 
 Link = list[Any]
+Prompt = dict[str, dict[str, Any]]
 
 
 class Graph:
@@ -44,6 +46,13 @@ def text_to_video(model: str, text: str = "a cat walks on the grass", negative: 
     decode = graph.add("AnyGPUDecode", pipeline=pipeline, latent=graph.link(sample))
     graph.add(SAVE, video=graph.link(decode, 1), filename_prefix="test", format="auto", codec="auto")
     return graph
+
+
+def pictured(prompt: Prompt) -> Prompt:
+    """The prompt with the frames of its decode node saved as pictures too; :func:`videos.pictures` reads them."""
+    decode = next(node for node, made in prompt.items() if "Decode" in made["class_type"])
+    inputs = {"images": [decode, 0], "filename_prefix": "frame"}
+    return {**prompt, PICTURES: {"class_type": "SaveImage", "inputs": inputs, "_meta": {"title": "SaveImage"}}}
 
 
 def film(seed: int) -> tuple[Graph, str]:

@@ -8,16 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 
-from host.client import Client, Prompt, Run
-from host.prompts import Graph, core_sampled, replay, shrunk_core, text_to_video
+from host.client import Client
+from host.prompts import PICTURES, Graph, core_sampled, pictured, replay, shrunk_core, text_to_video
 from host.server import NoHost, Server, find_host
+from host.videos import pictures
 
 pytestmark = pytest.mark.host
 
 LOAD, PROMPT, SAMPLE, DECODE, SAVE = "12345"
-PICTURES = "pictures"
 SOON = 60.0  # seconds at most until the server's worker has done what a button asks
 
 
@@ -58,26 +57,6 @@ def emptied(client: Client) -> None:
     assert on_device(client) == 0, "something stayed on the device"
 
 
-def pictured(prompt: Prompt) -> Prompt:
-    """The prompt with the frames of its decode node saved without loss too."""
-    decode = next(node for node, made in prompt.items() if "Decode" in made["class_type"])
-    inputs = {"images": [decode, 0], "filename_prefix": "frame"}
-    prompt[PICTURES] = {"class_type": "SaveImage", "inputs": inputs, "_meta": {"title": "SaveImage"}}
-    return prompt
-
-
-def frames_of(server: Server, run: Run) -> np.ndarray:
-    """The frames that a run saved, as integers of 0 to 255."""
-    assert run.ending == "execution_success", run.message
-    files = [server.output(record) for record in run.outputs[PICTURES]["images"]]
-    return np.stack([np.asarray(Image.open(file)) for file in files]).astype(np.int16)
-
-
-def alike(found: np.ndarray, expected: np.ndarray) -> bool:
-    """Whether frames are the same but for rounding to 8 bits: tensors lie elsewhere on the device in another run."""
-    return found.shape == expected.shape and int(np.abs(found - expected).max()) <= 1
-
-
 def test_unload_models_leaves_results_and_free_memory_forgets_them(gpu: Server, client: Client) -> None:
     prompt = pictured(text_to_video(gpu.model("LTX-Video")).prompt)
     first = client.run(prompt)
@@ -93,7 +72,7 @@ def test_unload_models_leaves_results_and_free_memory_forgets_them(gpu: Server, 
     prompt[SAMPLE]["inputs"]["seed"] = 1
     again = client.run(prompt)
     assert set(again.executed) == {LOAD, PROMPT, SAMPLE, DECODE, SAVE, PICTURES}
-    assert alike(frames_of(gpu, again), frames_of(gpu, first))
+    assert np.array_equal(pictures(gpu, again), pictures(gpu, first))
 
 
 def test_another_graph_leaves_nothing_of_the_first(gpu: Server, client: Client) -> None:
@@ -109,18 +88,18 @@ def test_another_graph_leaves_nothing_of_the_first(gpu: Server, client: Client) 
 
 def test_a_cancel_between_steps_and_the_next_run(gpu: Server, client: Client) -> None:
     prompt = pictured(text_to_video(gpu.model("HunyuanVideo")).prompt)
-    expected = frames_of(gpu, client.run(prompt))
+    expected = pictures(gpu, client.run(prompt))
     client.free()
     long = text_to_video("HunyuanVideo", steps=1000)
     run = client.run(long.prompt, cancel_when=lambda node, run: any(total == 1000 for _, _, total in run.progress))
     assert run.ending == "execution_interrupted" and run.cancel_seconds is not None and run.cancel_seconds < 2.0
     assert on_device(client) > 0, "nothing says that it was to leave"
-    assert alike(frames_of(gpu, client.run(prompt)), expected)
+    assert np.array_equal(pictures(gpu, client.run(prompt)), expected)
 
 
 def test_a_full_device_costs_one_run_and_nothing_that_was_done(gpu: Server, client: Client) -> None:
     prompt = pictured(text_to_video(gpu.model("LTX-Video"), seed=2).prompt)
-    expected = frames_of(gpu, client.run(prompt))
+    expected = pictures(gpu, client.run(prompt))
     client.free()
     client.run(text_to_video("LTX-Video", seed=1).prompt)
     client.post("/free", {"unload_models": True})
@@ -134,7 +113,7 @@ def test_a_full_device_costs_one_run_and_nothing_that_was_done(gpu: Server, clie
     client.post("/simulated/limit", {"bytes": None})
     again = client.run(prompt)
     assert set(again.executed) == {SAMPLE, DECODE, SAVE, PICTURES}, "what was done is done again"
-    assert alike(frames_of(gpu, again), expected)
+    assert np.array_equal(pictures(gpu, again), expected)
 
 
 @pytest.mark.parametrize("workflow", core_sampled(), ids=lambda path: path.stem)
@@ -142,8 +121,8 @@ def test_core_sampler_and_vae_nodes_give_the_device_back(gpu: Server, client: Cl
     """One workflow per family: the models that core's nodes hold leave when asked to, and come again."""
     gpu.every_model()
     prompt = pictured(shrunk_core(replay(workflow)))
-    expected = frames_of(gpu, client.run(prompt))
+    expected = pictures(gpu, client.run(prompt))
     assert on_device(client) > 0
     client.post("/free", {"unload_models": True, "free_memory": True})
     emptied(client)
-    assert alike(frames_of(gpu, client.run(prompt)), expected)
+    assert np.array_equal(pictures(gpu, client.run(prompt)), expected)

@@ -19,19 +19,13 @@ from safetensors.numpy import load_file, save_file
 
 from host import lora_files, videos
 from host.client import Client, Run
-from host.prompts import SAVE, Graph, film, loading, sampling, text_to_video
+from host.prompts import SAVE, Graph, film, loading, pictured, sampling, text_to_video
 from host.server import Server, find_host
 
 pytestmark = pytest.mark.host
 
 MODEL = "HunyuanVideo"
 SAMPLE, DECODE = "3", "4"  # ids in text_to_video
-
-
-def frames_of(server: Server, run: Run) -> np.ndarray:
-    assert run.ending == "execution_success", run.message
-    (record,) = run.files()
-    return videos.frames(server.output(record))
 
 
 def decoded_from(kind: str, **inputs: str) -> Graph:
@@ -41,6 +35,7 @@ def decoded_from(kind: str, **inputs: str) -> Graph:
     latent = graph.link(graph.add(kind, **inputs))
     decode = graph.add("AnyGPUDecode", pipeline=pipeline, latent=latent)
     graph.add(SAVE, video=graph.link(decode, 1), filename_prefix="again", format="auto", codec="auto")
+    graph.prompt = pictured(graph.prompt)
     return graph
 
 
@@ -48,8 +43,9 @@ def test_saved_latents_and_prompts_give_the_same_video(server: Server, client: C
     graph = text_to_video(server.model(MODEL))
     latents = graph.add("AnyGPUSaveLatent", latent=graph.link(SAMPLE), filename_prefix="latents/test")
     prompts = graph.add("AnyGPUSavePrompt", prompt=graph.link("2"), filename_prefix="prompts/test")
+    graph.prompt = pictured(graph.prompt)
     run = client.run(graph.prompt)
-    expected = frames_of(server, run)
+    expected = videos.pictures(server, run)
     assert run.texts_of(latents)[-1] == "output/latents/test_00001_.safetensors"
     metadata = metadata_of(server.base / "output" / "latents" / "test_00001_.safetensors")
     assert set(json.loads(metadata["prompt"])) == set(graph.prompt), "the graph that ran is in the file"
@@ -59,15 +55,16 @@ def test_saved_latents_and_prompts_give_the_same_video(server: Server, client: C
 
     again = decoded_from("AnyGPULoadLatent", file="latents/test_00001_.safetensors [output]")
     found = client.run(again.prompt)
-    assert np.array_equal(frames_of(server, found), expected)
+    assert np.array_equal(videos.pictures(server, found), expected)
     assert "a cat walks on the grass" in found.texts_of("2")[-1]
 
     without = text_to_video(MODEL)
+    without.prompt = pictured(without.prompt)
     without.prompt["2"] = {
         "class_type": "AnyGPULoadPrompt",
         "inputs": {"file": "prompts/test_00001_.safetensors [output]"},
     }
-    assert np.array_equal(frames_of(server, client.run(without.prompt)), expected)
+    assert np.array_equal(videos.pictures(server, client.run(without.prompt)), expected)
 
 
 def test_what_is_kept_is_listed_with_a_picture(server: Server, client: Client) -> None:
@@ -145,6 +142,7 @@ def own(tmp_path: Path, tiny_folder: Path, server: Server) -> Iterator[Server]:
 def test_a_killed_decode_costs_nothing(own: Server) -> None:
     """kill -9 in decode; after a restart, which empties the temporary folder, the newest kept latents decode."""
     graph = text_to_video(own.model(MODEL), **sampling(width=128, height=128, frames=17))
+    graph.prompt = pictured(graph.prompt)
 
     def kill(node: str, run: Run) -> bool:
         if node == DECODE:
@@ -160,9 +158,9 @@ def test_a_killed_decode_costs_nothing(own: Server) -> None:
     client = Client(own.start().url)
     assert not list((own.base / "temp").glob("**/*.safetensors"))
     run = client.run(decoded_from("AnyGPURecoverLatents", kept="newest").prompt)
-    recovered = frames_of(own, run)
+    recovered = videos.pictures(own, run)
     assert "seed 1" in run.texts_of("2")[-1]
-    assert np.array_equal(recovered, frames_of(own, client.run(graph.prompt)))
+    assert np.array_equal(recovered, videos.pictures(own, client.run(graph.prompt)))
 
 
 def test_a_killed_framepack_goes_on_after_its_last_finished_section(own: Server) -> None:
@@ -204,11 +202,12 @@ def test_a_lora_on_a_chain(server: Server, client: Client) -> None:
         lora = graph.add("AnyGPULoRA", pipeline=graph.link("1"), lora="style.safetensors", strength=strength)
         for node in (SAMPLE, DECODE):
             graph.prompt[node]["inputs"]["pipeline"] = graph.link(lora)
+        graph.prompt = pictured(graph.prompt)
         return graph
 
     runs = [client.run(adapted(strength).prompt) for strength in (1.0, 2.0, 0.0)]
-    plain = client.run(text_to_video(MODEL).prompt)
-    videos_found = [frames_of(server, run) for run in (*runs, plain)]
+    plain = client.run(pictured(text_to_video(MODEL).prompt))
+    videos_found = [videos.pictures(server, run) for run in (*runs, plain)]
     assert "style: 3 layers, 9 of 9 keys match" in runs[0].texts_of("6")[-1]
     assert "LoRA style 1, separate" in runs[0].texts_of("6")[-1]
     assert not np.array_equal(videos_found[0], videos_found[1])

@@ -22,6 +22,7 @@ NODES = {
     "AnyGPUComposePipeline",
     "AnyGPUDecode",
     "AnyGPUDelightImage",
+    "AnyGPUDownloadModel",
     "AnyGPUEncodeImage",
     "AnyGPUEncodePrompt",
     "AnyGPUEncodeVideo",
