@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -66,7 +67,7 @@ class Account:
     moved_bytes: int = 0
     moving_seconds: float = 0.0
     stages: list[StageCost] = field(default_factory=list)
-    behind: list[tuple[torch.Event, torch.Event]] = field(default_factory=list)  # around copies nobody waited for
+    behind: deque[tuple[torch.Event, torch.Event]] = field(default_factory=deque)  # around copies nobody waited for
 
     def add(self, count: int, seconds: float) -> None:
         """``count`` bytes went to the device or back."""
@@ -76,10 +77,13 @@ class Account:
     def moving(self, count: int, behind: torch.device | None = None) -> Iterator[None]:
         """Count the block, in which ``count`` bytes move; on the clock of ``behind`` where the host does not wait."""
         if behind is not None:
+            while self.behind and self.behind[0][1].query():
+                self._take_first()
             first, last = (torch.Event(behind, enable_timing=True) for _ in range(2))
-            first.record()
+            stream = torch.accelerator.current_stream(behind)  # left out, it is one of the current device
+            first.record(stream)
             yield
-            last.record()
+            last.record(stream)
             self.moved_bytes += count
             self.behind.append((first, last))
             return
@@ -105,9 +109,17 @@ class Account:
         self._keep(cost)
 
     def _settle(self) -> None:
-        """Take in the time of the copies that nobody waited for; the device is done with them."""
-        self.moving_seconds += sum(first.elapsed_time(last) for first, last in self.behind) / 1000.0
-        self.behind = []
+        """Take in the time of the copies that nobody waited for, once the device is done with them."""
+        for _, last in self.behind:
+            last.synchronize()
+        while self.behind:
+            self._take_first()
+
+    def _take_first(self) -> None:
+        """Take in the time of the oldest copy that nobody waited for; nothing where the driver does not tell it."""
+        first, last = self.behind.popleft()
+        with suppress(RuntimeError):  # it would cost the finished work of the stage
+            self.moving_seconds += first.elapsed_time(last) / 1000.0
 
     def _keep(self, cost: StageCost) -> None:
         if self.state is None:

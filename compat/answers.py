@@ -12,13 +12,13 @@ from .probe_store import ProbeStore
 TRITON = "triton"
 
 
-def answers_of(facts: DeviceFacts, folder: Path | None = None) -> ProbeStore:
+def answers_of(facts: DeviceFacts, folder: Path | None = None, quiet: bool = False) -> ProbeStore:
     """What the device of ``facts`` answers, Triton's probe included; each is asked when it is read.
 
     Args:
-        folder: where answers are kept; None keeps them in memory only.
+        folder: where answers are kept; None keeps them in memory only. quiet: gives only what is kept.
     """
-    return ProbeStore(facts, folder, more={TRITON: _triton})
+    return ProbeStore(facts, folder, more={TRITON: _triton}, quiet=quiet)
 
 
 def _triton(device: torch.device) -> str:

@@ -51,7 +51,7 @@ def by_time(
         return found if len(found) > 1 else {}
 
     name = f"attention {str(dtype).removeprefix('torch.')} heads of {head_width}"
-    found: Mapping[str, float] = store.remember(name, times)
+    found: Mapping[str, float] | None = store.remember(name, times)
     if not found or DEFAULT not in found:
         return attention
     best = min(found, key=lambda kernel: found[kernel])

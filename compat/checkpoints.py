@@ -38,6 +38,7 @@ __all__ = [
 SLICE_BYTES = 64 * 1024**2
 CAST_BYTES = 4 * 1024**2  # of a slice that is cast: it stays in the processor's cache
 NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # which Python names from 3.13 on; of Linux
+VIEWS_TAKE_MEMORY = sys.platform == "win32"  # which promises memory for all of a view that may be written to
 VIEW_BYTES = 1024**2  # smaller tensors are read: their pages would hold other tensors too
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 INDEX_SUFFIX = ".safetensors.index.json"

@@ -120,10 +120,10 @@ def kept_timings(facts: DeviceFacts, store: ProbeStore | None) -> Timings | None
     def timings(layer: Layer, forms: tuple[Form, ...]) -> Mapping[str, float]:
         if len(forms) < 2:
             return {}
-        found: Mapping[str, float] = store.remember(
+        found: Mapping[str, float] | None = store.remember(
             f"conv3d {layer.key}", lambda: form_times(layer, facts.device, forms=forms)
         )
-        return found
+        return found or {}
 
     return timings
 

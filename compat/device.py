@@ -136,6 +136,11 @@ def first_line(error: BaseException) -> str:
     return line if len(line) <= 160 else f"{line[:157]}..."
 
 
+def indexed(device: torch.device) -> torch.device:
+    """``device`` by the name that tensors on it have, which a bare ``mps`` is not equal to."""
+    return torch.device(device.type, 0) if device.type == "mps" else device
+
+
 def free_bytes(device: torch.device) -> int | None:
     """Bytes free on ``device`` now, or None where the backend does not tell."""
     if device.type == "cpu":
@@ -166,7 +171,7 @@ def synchronize(device: torch.device) -> None:
     """Wait for what ``device`` was given to do, so that a clock tells the truth."""
     module: Any = getattr(torch, device.type, None)
     if device.type != "cpu" and hasattr(module, "synchronize"):
-        module.synchronize()
+        module.synchronize(*(() if device.type == "mps" else (device,)))  # mps has one device and takes none
 
 
 def locks_host_memory(device: torch.device) -> bool:
@@ -208,7 +213,18 @@ def _reclaimable(group: Path) -> int:
         rows = dict(line.split() for line in (group / "memory.stat").read_text(encoding="utf-8").splitlines())
     except (OSError, ValueError):
         return 0
-    return int(rows.get("inactive_file", rows.get("total_inactive_file", 0)))
+    return sum(int(rows.get(f"total_{kind}", rows.get(kind, 0))) for kind in ("inactive_file", "active_file"))
+
+
+def empty_host_cache() -> None:
+    """Give locked host memory that torch keeps for later back to the system, where an allocator of torch's own has it.
+
+    Plug-ins are not asked: torch takes whatever they lock memory with for an allocator that can, and crashes.
+    """
+    current = torch.accelerator.current_accelerator(check_available=True)
+    give = getattr(torch.accelerator, "empty_host_cache", getattr(torch._C, "_host_emptyCache", None))
+    if current is not None and current.type in ("cuda", "xpu") and give is not None:
+        give()
 
 
 def empty_cache(device: torch.device) -> None:
@@ -229,14 +245,14 @@ def _cudnn_tf32(cudnn: Any) -> bool:
 def _parsed(device: torch.device | str) -> torch.device:
     try:
         chosen = torch.device(device)
-        torch.empty(0, device=chosen)
+        found = torch.empty(0, device=chosen).device  # with its index
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UnsupportedError(
             f"device {str(device)!r} does not answer ({first_line(error)})",
             expected=f"a device of this torch build, such as {default_device()}",
             fix="Choose another device, or install the torch build made for this one.",
         ) from error
-    return chosen
+    return chosen if chosen.type == "mps" else found  # ComfyUI compares its models' devices with a bare mps
 
 
 def _cpu_facts(device: torch.device) -> dict[str, Any]:

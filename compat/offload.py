@@ -20,7 +20,7 @@ from .accounts import GIGABYTE as GIGABYTE
 from .accounts import Account
 from .accounts import amount as amount
 from .checkpoints import let_go
-from .device import GIBIBYTE, empty_cache
+from .device import GIBIBYTE, empty_cache, indexed
 from .errors import InputError, UnsupportedError
 from .execution import HOST
 from .masters import HostWeights, views_of
@@ -272,10 +272,10 @@ def residency_for(
     mode, reason = (choice, f"chosen: {COSTS[choice]}") if choice != "auto" else _automatic(on_host, part_bytes, free)
     planned = Planned(
         parts,
-        device,
+        indexed(device),
         mode,
         make_room,
-        devices=terms.devices,
+        devices={part: indexed(place) for part, place in terms.devices.items()},
         automatic=choice == "auto",
         keep_free=terms.keep_free,
         account=Account(terms.state),
@@ -381,7 +381,7 @@ def move(
     away = [tensor for tensor in _tensors(module) if tensor.device != device]
     if not away:
         return
-    origins = [(tensor, tensor.data) for tensor in away]
+    origins, kept = [(tensor, tensor.data) for tensor in away], dict(module.__dict__.get(KEPT, {}))
     total, done, copied = sum(tensor.numel() * tensor.element_size() for tensor in away), 0, 0
     check = None if progress is None else progress.check
     home = device.type == HOST.type
@@ -400,6 +400,7 @@ def move(
         with torch.inference_mode(False), torch.no_grad():
             for tensor, data in origins:
                 tensor.data = data
+        module.__dict__[KEPT] = kept
         raise
     if account is not None:
         account.add(copied, time.perf_counter() - started)

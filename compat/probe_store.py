@@ -54,6 +54,9 @@ class Answer:
         return f"{self.status}: {self.detail}" if self.detail else self.status
 
 
+UNASKED = Answer(UNKNOWN, "not asked yet")
+
+
 class ProbeStore(Mapping[str, Answer]):
     """The answers of one device by probe name; a missing one is asked when it is read.
 
@@ -62,6 +65,7 @@ class ProbeStore(Mapping[str, Answer]):
         folder: where answers are kept; None keeps them in memory only.
         more: probes of other layers by name, such as Triton's.
         asked: replaces the flags of torch that the file is kept apart by; for tests.
+        quiet: gives what is kept and asks and times nothing: another answer is ``unknown``, another value None.
     """
 
     def __init__(
@@ -70,8 +74,9 @@ class ProbeStore(Mapping[str, Answer]):
         folder: Path | None = None,
         more: Mapping[str, suite.Probe] | None = None,
         asked: Mapping[str, bool] | None = None,
+        quiet: bool = False,
     ) -> None:
-        self.facts, self.folder = facts, folder
+        self.facts, self.folder, self.quiet = facts, folder, quiet
         self.probes: dict[str, suite.Probe] = {**suite.standard(), **(more or {})}
         self.key = key_of(facts, flags() if asked is None else asked)
         self.note = ""
@@ -90,6 +95,8 @@ class ProbeStore(Mapping[str, Answer]):
             if name not in self._answers:
                 if name not in self.probes:
                     raise KeyError(name)
+                if self.quiet:
+                    return UNASKED
                 self._ask([name])
             return self._answers[name]
 
@@ -108,7 +115,7 @@ class ProbeStore(Mapping[str, Answer]):
 
     def without_asking(self) -> dict[str, Answer]:
         """Every answer, ``unknown`` where the device was not asked yet."""
-        return {name: self._answers.get(name, Answer(UNKNOWN, "not asked yet")) for name in self.probes}
+        return {name: self._answers.get(name, UNASKED) for name in self.probes}
 
     def ask_all(self, again: bool = False) -> dict[str, Answer]:
         """Every answer, with one write at the end.
@@ -127,9 +134,11 @@ class ProbeStore(Mapping[str, Answer]):
         """A plain value that is measured once per device and kept beside the answers, such as a timing.
 
         Args:
-            measure: makes the value; it must be what JSON can hold.
+            measure: makes the value; it must be what JSON can hold. A quiet store gives None instead.
         """
         with self._lock:
+            if self.quiet:
+                return self._remembered.get(name)
             if name not in self._remembered:
                 self._remembered[name] = measure()
                 self._write()

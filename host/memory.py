@@ -23,7 +23,9 @@ from torch import nn
 from ..compat.accounts import Account
 from ..compat.attempts import MEMORY, kind_of
 from ..compat.execution import HOST
+from ..compat.masters import DISK
 from ..compat.offload import Terms, amount
+from ..compat.quantized import outlined
 from . import patches
 from .casting import CastLeaf, bytes_of, fixed_tensors, make_native, make_plain, send, send_home
 
@@ -49,9 +51,9 @@ def make_room(needed_bytes: int) -> None:
 def evictable_bytes() -> int:
     """Bytes of models on the device, ours too, that ComfyUI takes away when a run needs the room; none on a CPU."""
     device = compute_device()
-    listed = comfy.model_management.current_loaded_models
-    on_device = [model for model in listed if model.device == device and device.type != HOST.type]
-    return sum(int(model.model_loaded_memory()) for model in on_device)
+    listed = list(comfy.model_management.current_loaded_models)  # a run may change it meanwhile
+    held = [item.model for item in listed if item.device == device and device.type != HOST.type]
+    return sum(int(model.loaded_size()) for model in held if model is not None)
 
 
 class ReadsParts(Protocol):
@@ -137,6 +139,7 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
     account: Account | None = None
     in_cloning = False
     beside: int | None = None  # bytes that the stage under way needs beside the weights
+    locks = True  # whether ComfyUI may lock what is streamed in host memory
 
     def clone(self, *args: Any, **kwargs: Any) -> PartPatcher:
         """As usual; nothing is read for it."""
@@ -145,7 +148,7 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
             found: PartPatcher = super().clone(*args, **kwargs)
         finally:
             self.in_cloning = False
-        found.account = self.account
+        found.account, found.locks = self.account, self.locks
         return found
 
     def model_size(self) -> int:
@@ -155,8 +158,14 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
         module = self.model.fill()
         return bytes_of((*module.parameters(), *module.buffers()))
 
+    def pin_weight_to_device(self, key: str) -> None:
+        """As usual, but never for a part that is left in its file: its pages must be able to leave host memory."""
+        if self.locks:
+            super().pin_weight_to_device(key)
+
     def _load_list(self, *args: Any, **kwargs: Any) -> list[Any]:
-        listed = super()._load_list(*args, **kwargs)
+        with outlined(self.model):  # it asks every layer for its weight, and for no value
+            listed = super()._load_list(*args, **kwargs)
         return [entry for entry in listed if any(isinstance(item, CastLeaf) for item in entry)]
 
     def load(
@@ -251,6 +260,7 @@ class Managed:
         self.patchers: dict[str, PartPatcher] = {}
         self.account = Account(self.terms.state)
         self._short: dict[str, int] = {}  # by part, bytes that it turned out to need beside its estimate
+        self._refused: dict[str, int] = {}  # those that were not to be had as it moved: until a stage with it is done
 
     def __repr__(self) -> str:
         apart = "".join(f", {part} on {place}" for part, place in self.terms.devices.items() if place != self.device)
@@ -292,6 +302,7 @@ class Managed:
         shell = shell or (known.model if known is not None else _holder(part)(self.parts, part))
         self.patchers[part] = PartPatcher(shell, device, _offload_device(part))
         self.patchers[part].account = self.account
+        self.patchers[part].locks = self.terms.host.kinds.get(part) != DISK
         return self.patchers[part]
 
     @contextmanager
@@ -314,10 +325,11 @@ class Managed:
             patcher.watcher = patcher.beside = None
             self.account.add(max(0, patcher.loaded_size() - before), time.perf_counter() - started)
         yield module
+        self._refused.pop(part, None)  # another program may have had them for a moment
 
     def _loaded(self, part: str, patcher: PartPatcher, needed: int) -> bool:
         """Whether the part is on the device as far as there is room; not where memory ran out, but less may fit."""
-        patcher.beside = needed + self._short.get(part, 0)
+        patcher.beside = needed + self._unknown(part)
         try:
             comfy.model_management.load_models_gpu([patcher], memory_required=patcher.beside)
         except RuntimeError as error:
@@ -331,14 +343,18 @@ class Managed:
         unload(patcher)
         comfy.model_management.free_memory(EVERYTHING, patcher.load_device)
         free: float = comfy.model_management.get_free_memory(patcher.load_device)
-        return min(patcher.model_size(), free - needed - self._short.get(part, 0))
+        return min(patcher.model_size(), free - needed - self._unknown(part))
+
+    def _unknown(self, part: str) -> int:
+        """Bytes that ``part`` needs beside its estimate, as far as running out of memory has shown."""
+        return self._short.get(part, 0) + self._refused.get(part, 0)
 
     def _lowered(self, part: str, patcher: PartPatcher, needed: int) -> str:
         """Give half of the room to what the estimate did not know of, or all where that is little; what is streamed."""
         size, room = patcher.model_size(), self._room(part, patcher, needed)
         free = comfy.model_management.get_free_memory(patcher.load_device)
         left = room / 2 if room > size / 4 else 0
-        self._short[part] = int(free - needed - left)
+        self._refused[part] = int(free - needed - left) - self._short.get(part, 0)
         return amount(size - left, size)
 
     def take_off(self, part: str) -> None:

@@ -70,7 +70,8 @@ def mesh_of_file(name: str, file: Any, check: Callable[[], None]) -> tuple[Mesh,
     source = file.get_source()
     if isinstance(source, str):
         return load_mesh(Path(source), check)
-    with tempfile.TemporaryDirectory(prefix="anygpu-") as folder:
+    # After a cancel the file is still open, and Windows removes no such file.
+    with tempfile.TemporaryDirectory(prefix="anygpu-", ignore_cleanup_errors=True) as folder:
         path = Path(folder) / f"mesh.{file.format or 'glb'}"
         file.save_to(str(path))
         return load_mesh(path, check)

@@ -81,7 +81,8 @@ def _loader_of(prompt: Mapping[str, Any], node: str) -> str:
 def _card(node: str, entry: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     """The card of a load node, and its pipeline where it can be loaded.
 
-    Where the device was not asked everything yet, nothing is told where its answers are, so that this asks nothing.
+    Where the device was not asked everything yet, nothing is told where its answers are; what is kept is read quietly,
+    so that this neither asks nor times the device, which may be in the middle of a run.
     """
     known = answers_of(facts(), folders.state_folder()).without_asking()
     asked = all(answer.status != UNKNOWN for answer in known.values())
@@ -114,6 +115,7 @@ def _shared(inputs: Inputs, asked: bool) -> dict[str, Any]:
         "base": folders.lender_folder(_given(inputs, "base", AUTO)),
         "device": facts(),
         "state": folders.state_folder() if asked else None,
+        "quiet": True,
         "speed": SpeedRequest(_given(inputs, "kernels", AUTO), graphs if _given(inputs, "compile", False) else None),
         "devices": plan.places(*(place if DEVICE.fullmatch(place) else AUTO for place in places)),
     }
@@ -148,6 +150,7 @@ def _painter(inputs: Inputs, asked: bool) -> Any:
         image_encoder=painting.lender_path(_given(inputs, "image_encoder", AUTO)),
         device=facts(),
         state=folders.state_folder() if asked else None,
+        quiet=True,
         compiled=settings_for(limit) if _given(inputs, "compile", False) else None,
         **{name: _given(inputs, name, AUTO) for name in ("variant", "weights", "precision", "offload", "attention")},
     )
@@ -167,7 +170,8 @@ def _outlook(entry: Mapping[str, Any], loaded: Any) -> dict[str, Any]:
         return {"error": said(error)}
     mode = str(getattr(loaded.residency, "mode", ""))
     room = _room()
-    stages = [_stage(*pair, room) for pair in zip(*needs(mode), strict=True)]
+    parts = not isinstance(loaded, LoadedPaint)
+    stages = [_stage(*pair, room, parts) for pair in zip(*needs(mode), strict=True)]
     ways = dict.fromkeys(stage["fits"] for stage in stages)
     verdict = "\n".join(MEANING[way] for way in ways if way in MEANING)
     return {"found": f"{found}, offload {mode}", "stages": stages, "verdict": verdict}
@@ -179,14 +183,18 @@ def _room() -> int | None:
     return free if free is None else free + memory.evictable_bytes()
 
 
-def _stage(most: Any, least: Any, room: int | None) -> dict[str, Any]:
-    """One stage: bytes at its peak with everything that it takes in ``room``, the least it can do with, how it fits."""
+def _stage(most: Any, least: Any, room: int | None, parts: bool = True) -> dict[str, Any]:
+    """One stage: bytes at its peak with everything that it takes in ``room``, the least it can do with, how it fits.
+
+    Args:
+        parts: whether its decoder goes on in parts; that of paint has one picture at a time and no smaller step.
+    """
     if room is None or most.total <= room:
         peak, fits = most.total, "" if room is None else FITS
     elif least.total <= room:
         peak, fits = room, STREAMS
     else:
-        peak, fits = least.total, PARTS if most.name == "decoding" else TOO_MUCH
+        peak, fits = least.total, PARTS if parts and most.name == "decoding" else TOO_MUCH
     return {"stage": most.name, "peak": peak, "least": least.total, "free": room, "fits": fits}
 
 
@@ -211,8 +219,10 @@ def _sampled(plain: Mapping[str, float], loaded: Loaded) -> tuple[str, Needs]:
 
 
 def _painted(plain: Mapping[str, float], loaded: Any) -> tuple[str, Needs]:
-    guided = plain["guidance"] > 1.0 if "guidance" in plain else None
-    size, views = int(plain.get("view_size", plain.get("size", 0))), int(plain.get("max_views", 0))
+    scale = plain.get("guidance", plain.get("image_guidance"))
+    guided = None if scale is None else scale != 1.0
+    size = int(plain.get("view_size", plain.get("size", 0)))
+    views = int(plain.get("max_views", 0)) if loaded.family == "paint_pbr" else 0  # the others paint the six fixed ones
     return "views", _needs_by(lambda mode: paint_needs(loaded, size, views, guided, mode))
 
 

@@ -54,9 +54,9 @@ class DownloadModel(io.ComfyNode):
     @classmethod
     def execute(cls, model: str, download: str) -> io.NodeOutput:
         """The folder of the model."""
-        progress, root = NodeProgress(cls.hidden.unique_id), folders.model_roots()[0]
-        lines = downloading.fetched(model, download, root, progress)
+        progress, roots = NodeProgress(cls.hidden.unique_id), folders.model_roots()
+        lines = downloading.fetched(model, download, roots, progress)
         for line in lines[1:]:
             progress.say(line)
         progress.finish(lines[0])
-        return io.NodeOutput(str(root / downloading.offer_of(model).downloads[0].folder))
+        return io.NodeOutput(str(downloading.folder_of(downloading.offer_of(model).downloads[0], roots)))

@@ -50,7 +50,8 @@ class PaintRequest:
             these; None looks beside the UNet. image_encoder is DINOv2-giant, for ``paint_pbr`` alone.
         precision, offload, attention: choices. device: None for the default device, or its facts.
         prepare: rewrites each part after it was read; returns what takes that back.
-        state: folder where probe results are kept; None asks the device nothing and relies on the tables.
+        state: folder where probe results are kept; None asks the device nothing and relies on the tables. quiet: goes
+            by what is kept there, so that the device is not asked.
         compiled: settings of the compiler, for the blocks of both UNets and the VAE; None compiles nothing.
     """
 
@@ -67,6 +68,7 @@ class PaintRequest:
     prepare: Prepare | None = None
     state: Path | None = None
     compiled: CompileSettings | None = None
+    quiet: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +140,7 @@ def load_paint(
     networks.require_fitting(kind, shapes, made, str(stored.path))
     progress.check()
     facts = facts_for(request.device)
-    probes = None if request.state is None else answers_of(facts, request.state)
+    probes = None if request.state is None else answers_of(facts, request.state, request.quiet)
     precision = precision_for(kind, facts, request.precision, probes)
     shape = networks.shape_for(kind, config)
     operands = precision.compute or precision.transformer

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,13 @@ from .downloads import OFFERS, Download, Offer
 from .families import FAMILIES
 
 CHOICES = ("no", "download")  # grows at the end
-SMALL_FILES = (".json", ".txt", ".model")  # settings and vocabularies
+SMALL_FILES = (".json", ".txt", ".model", ".jinja")  # settings, vocabularies, templates of chats
 NARROW = ".bf16"  # in the names of a second set of weights, of half the size
+OUTSIDE = re.compile(r"[\\:]|(^|/)\.\.(/|$)")  # a name that may lead out of the folder, on Windows too
 ROOM_BYTES = 2**30  # left free on the disk
 WAIT_SECONDS = 0.1  # between two looks at a cancel
 PARTS = Path(".cache", "huggingface", "download")  # where huggingface_hub keeps what is not whole
-NOTE = Path(".cache", "huggingface", "anygpu-checked.json")
+NOTE = Path(".cache", "huggingface", "anygpu-checked-2.json")  # counts with SMALL_FILES
 
 
 class Cancelled(Exception):
@@ -69,29 +71,37 @@ def offer_of(title: str) -> Offer:
     return found
 
 
-def fetched(title: str, choice: str, root: Path, progress: Progress, endpoint: str | None = None) -> list[str]:
+def folder_of(download: Download, roots: Sequence[Path]) -> Path:
+    """The folder of a repository: in the first of ``roots`` that has it, in the first of all where none has."""
+    return next((root for root in roots if (root / download.folder).is_dir()), roots[0]) / download.folder
+
+
+def fetched(
+    title: str, choice: str, roots: Sequence[Path], progress: Progress, endpoint: str | None = None
+) -> list[str]:
     """What is there of a model and what is not, a line per repository; with ``download`` all of it is there afterwards.
 
     Args:
-        choice: of :data:`CHOICES`; ``no`` asks nobody and writes nothing. root: the folder of model folders.
+        choice: of :data:`CHOICES`; ``no`` asks nobody and writes nothing. roots: the folders of model folders.
         endpoint: another Hub, for mirrors and tests.
 
     Raises:
         InputError: an unknown choice, or not enough room on the disk. CheckpointError: the Hub is out of reach, has no
-            such commit, or a file is not what it says. MissingPackageError: huggingface_hub is absent or too old.
+            such commit, or a file is not what it says or was there before and is another. MissingPackageError:
+            huggingface_hub is absent or too old.
     """
     offer = offer_of(title)
     if choice not in CHOICES:
         raise InputError(f"download {choice!r}", expected=f"one of {', '.join(CHOICES)}", fix="Choose one of these.")
     lines = []
     for download in offer.downloads:
-        folder = root / download.folder
+        folder = folder_of(download, roots)
         if choice == "no" or is_checked(folder, download):
             lines.append(_told(download, folder))
             continue
         files = _fetch(download, folder, progress, endpoint)
-        _note(folder, download, files)
-        lines.append(f"{folder} is whole: {len(files)} files as {download.repository} has them")
+        whole = f"{folder} is whole: {len(files)} files as {download.repository} has them"
+        lines.append(whole if files else _told(download, folder))
     return lines if choice == "download" else [*lines, f"{offer.total_bytes / 1e9:.0f} GB in bf16; nothing was fetched"]
 
 
@@ -114,7 +124,7 @@ def selected(files: Mapping[str, int], only: tuple[str, ...]) -> dict[str, int]:
     Args:
         files: path to bytes. only: files and folders at its top; all where empty.
     """
-    within = (name for name in files if ".." not in name.split("/") and not name.startswith("/"))
+    within = (name for name in files if not name.startswith("/") and not OUTSIDE.search(name))
     wanted = {name: files[name] for name in within if not only or name.split("/")[0] in only}
     weights = [name for name in wanted if name.endswith(".safetensors")]
     narrow = {name.rpartition("/")[0] for name in weights if NARROW in name}
@@ -137,8 +147,8 @@ def _told(download: Download, folder: Path) -> str:
 
 
 def _fetch(download: Download, folder: Path, progress: Progress, endpoint: str | None) -> dict[str, int]:
-    """Path to bytes of what is now in ``folder``, each compared with the Hub's hash; in a thread, so that a cancel is
-    obeyed while the network is waited for.
+    """Path to bytes of what is now in ``folder``, each compared with the Hub's hash; empty where an earlier run, which
+    was cancelled while it compared and is waited for, has done it. In a thread, so that a cancel is obeyed meanwhile.
     """
     hub = imported("huggingface_hub")
     if not hasattr(hub.HfApi, "verify_repo_checksums"):
@@ -147,15 +157,19 @@ def _fetch(download: Download, folder: Path, progress: Progress, endpoint: str |
             expected="1.1 or newer",
             fix="Install it into the Python that runs this: python -m pip install -U huggingface_hub",
         )
-    state, files = Fetched(), dict[str, int]()
+    state, files, name = Fetched(), dict[str, int](), f"download {folder}"
+    earlier = [thread for thread in threading.enumerate() if thread.name == name]
 
     def work() -> None:
         try:
-            files.update(_transferred(hub, download, folder, state, endpoint))
+            for thread in earlier:
+                thread.join()
+            if not state.stopped and not is_checked(folder, download):
+                files.update(_transferred(hub, download, folder, state, endpoint))
         except BaseException as error:  # raised again by the thread that waits
             state.failure = error
 
-    thread = threading.Thread(target=work, name=f"download {download.folder}", daemon=True)
+    thread = threading.Thread(target=work, name=name, daemon=True)
     thread.start()
     try:
         while thread.is_alive():
@@ -183,16 +197,24 @@ def _transferred(hub: Any, download: Download, folder: Path, state: Fetched, end
             expected=f"safetensors in {', '.join(download.only) or 'it'}",
             fix="Report this: the commit is fixed in AnyGPU.",
         )
-    _require_room(folder, files)
-    state.total = sum(files.values())
+    _require_version(folder, [n for n, size in files.items() if _size(folder / n) not in (None, size)], download)
+    _require_room(folder, files, download.revision)
+    state.total, new = sum(files.values()), set[str]()
     for name, size in files.items():
         before = state.done
-        if not (folder / name).is_file() or (folder / name).stat().st_size != size:
+        if _size(folder / name) != size:
+            new.add(name)
             url = hub.hf_hub_url(download.repository, name, revision=download.revision, endpoint=endpoint)
             _transfer(url, folder / name, _part_of(folder, name, download.revision), size, _bar(state))
         state.done = before + size
+    if state.stopped:
+        raise Cancelled
     state.stage = "checking"
-    _require_same(api.verify_repo_checksums(download.repository, revision=download.revision, local_dir=folder), files)
+    compared = api.verify_repo_checksums(download.repository, revision=download.revision, local_dir=folder)
+    other = {mismatch["path"] for mismatch in compared.mismatches} & files.keys()
+    _require_same(compared, files, sorted(other & new))
+    _require_version(folder, sorted(other), download)
+    _note(folder, download, files)
     return files
 
 
@@ -203,6 +225,8 @@ def _transfer(url: str, target: Path, part: Path, size: int, bar: type) -> None:
     """
     part.parent.mkdir(parents=True, exist_ok=True)
     target.parent.mkdir(parents=True, exist_ok=True)
+    if (_size(part) or 0) > size:
+        part.unlink()
     with part.open("ab") as file:
         imported("huggingface_hub.file_download").http_get(
             url,
@@ -219,10 +243,14 @@ def _part_of(folder: Path, name: str, revision: str) -> Path:
     return folder / PARTS / f"{name.replace('/', '--')}.{revision[:12]}.incomplete"
 
 
-def _require_room(folder: Path, files: Mapping[str, int]) -> None:
-    there = sum(min(size, (folder / name).stat().st_size) for name, size in files.items() if (folder / name).is_file())
-    begun = sum(file.stat().st_size for file in (folder / PARTS).glob("*.incomplete"))
-    needed, place = sum(files.values()) - there - begun, folder
+def _size(path: Path) -> int | None:
+    return path.stat().st_size if path.is_file() else None
+
+
+def _require_room(folder: Path, files: Mapping[str, int], revision: str) -> None:
+    absent = {name: size for name, size in files.items() if _size(folder / name) is None}
+    begun = ((_size(_part_of(folder, name, revision)) or 0, size) for name, size in absent.items())
+    needed, place = sum(absent.values()) - sum(part for part, size in begun if part <= size), folder
     while not place.is_dir():
         place = place.parent
     free = shutil.disk_usage(place).free
@@ -230,13 +258,23 @@ def _require_room(folder: Path, files: Mapping[str, int]) -> None:
         raise InputError(
             f"{free / 1e9:.1f} GB free on the disk of {str(folder)!r}",
             expected=f"{(needed + ROOM_BYTES) / 1e9:.1f} GB",
-            fix="Free some, or name another folder under diffusers in extra_model_paths.yaml.",
+            fix="Free some, or name another folder under diffusers in extra_model_paths.yaml, with is_default: true.",
         )
 
 
-def _require_same(found: Any, files: Mapping[str, int]) -> None:
-    """Raise where a file is not what the Hub's hash says; such a file is removed, so that it is fetched anew."""
-    damaged = [mismatch["path"] for mismatch in found.mismatches if mismatch["path"] in files]
+def _require_version(folder: Path, other: Sequence[str], download: Download) -> None:
+    """Raise where there are files that somebody else put there and that are not those of this commit."""
+    if other:
+        more = f", and {len(other) - 1} more" if len(other) > 1 else ""
+        raise CheckpointError(
+            f"{str(folder / other[0])!r} of another version{more}",
+            expected=f"the file of {download.page} at {download.revision[:12]}",
+            fix="Rename this folder or delete the file, and run again.",
+        )
+
+
+def _require_same(found: Any, files: Container[str], damaged: Sequence[str]) -> None:
+    """Raise where what was fetched is not what the Hub's hash says; that is removed, so that it is fetched anew."""
     absent = [name for name in found.missing_paths if name in files]
     for name in damaged:
         (Path(found.verified_path) / name).unlink(missing_ok=True)

@@ -74,6 +74,7 @@ HUNYUAN_15 = Download(
 FRAMEPACK = Download(f"{HUB}lllyasviel/FramePackI2V_HY", "86cef4396041b6002c957852daac4c91aaa47c79")
 REDUX = Download(f"{HUB}lllyasviel/flux_redux_bfl", "45b801affc54ff2af4e5daf1b282e0921901db87", VISION)
 
+FETCHER = "AnyGPU Download Model"  # the node
 OFFERS: tuple[Offer, ...] = (
     Offer("ltx", (LTX,), {"text": 8.9, "transformer": 3.6, "vae": 0.8}),
     Offer("mochi", (MOCHI,), {"text": 8.9, "transformer": 18.7, "vae": 0.9}),
@@ -106,7 +107,8 @@ def remedy(name: str, root: Path, memory_bytes: int) -> str:
         return f"Download {page} into {root / Path(name).name} and press R, or choose another model."
     offer = smallest_for(memory_bytes)
     where = "; and ".join(download.text(root) for download in offer.downloads)
-    return f"The smallest that fits this machine is {FAMILIES[offer.family].title}: download {where}; then press R."
+    title = FAMILIES[offer.family].title
+    return f"The smallest that fits this machine is {title}: download {where}, or let {FETCHER} do it; then press R."
 
 
 def first_steps(searched: Sequence[Path], machine: str, memory_bytes: int) -> str:
@@ -125,6 +127,6 @@ def first_steps(searched: Sequence[Path], machine: str, memory_bytes: int) -> st
             *(f"  {folder}" for folder in searched),
             f"{fits} this machine ({machine}): {title}, {gib:.1f} GiB of weights in bf16.",
             *(f"Download {download.text(searched[0])}" for download in offer.downloads),
-            "Then press R and choose it. AnyGPU Download Model can fetch it.",
+            f"Then press R and choose it. {FETCHER} can fetch it.",
         ]
     )

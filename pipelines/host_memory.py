@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..compat.accounts import amount_of
+from ..compat.checkpoints import VIEWS_TAKE_MEMORY
 from ..compat.device import DeviceFacts, locks_host_memory
 from ..compat.errors import UnsupportedError
 from ..compat.execution import HOST
@@ -20,7 +21,8 @@ def backed(
     """``files`` read the way that host memory wants it, and how the masters of each part are kept.
 
     Parts that do not fit together stay views of their files, the one that saves most first. Where views are avoided on
-    this kind of device, they go there by way of ordinary memory, a slice at a time.
+    this kind of device, they go there by way of ordinary memory, a slice at a time. Where the system promises memory
+    for views too, there are none: all is held, as far as its page file goes.
 
     Args:
         free: bytes of host memory that this process may take. swap: bytes beside them that are slow.
@@ -29,8 +31,10 @@ def backed(
         UnsupportedError: a part that must be cast, unpacked or packed, so that it cannot stay in its file, and does not
             fit; said before anything is read.
     """
+    if VIEWS_TAKE_MEMORY:
+        files = {name: replace(part, mapped=False) for name, part in files.items()}
     sizes = {name: part.total_bytes for name, part in files.items()}
-    views = {name: part.view_bytes for name, part in files.items()}
+    views = {name: 0 if VIEWS_TAKE_MEMORY else part.view_bytes for name, part in files.items()}
     found = host_weights(sizes, views, free, locks_host_memory(facts.device), facts.unified)
     left = found.of(DISK)
     for name, part in files.items():
@@ -39,7 +43,9 @@ def backed(
             raise UnsupportedError(
                 f"{amount_of(free + swap)} of host memory for the {name}, which takes {amount_of(held)} of it",
                 expected=f"{amount_of(held - free - swap)} more",
-                fix="Close other programs, add swap, or use a safetensors file in the precision that is computed in, "
+                fix="Close other programs, or enlarge the page file."
+                if VIEWS_TAKE_MEMORY
+                else "Close other programs, add swap, or use a safetensors file in the precision that is computed in, "
                 "which may stay on disk.",
             )
     kept = {name: replace(files[name], mapped=True, staged=not files[name].mapped) for name in left}

@@ -6,6 +6,7 @@ minute is lost, and a part that a run never uses is never read.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,7 +19,7 @@ from ..compat.attention import Attention, attention_for, avoided_by
 from ..compat.attention_timing import by_time
 from ..compat.checkpoints import read_json
 from ..compat.conv3d_choice import kept_timings
-from ..compat.device import DeviceFacts, facts_for, free_bytes, host_free_bytes, swap_free_bytes
+from ..compat.device import DeviceFacts, empty_host_cache, facts_for, free_bytes, host_free_bytes, swap_free_bytes
 from ..compat.errors import CheckpointError, InputError
 from ..compat.offload import HOSTED, residency_for
 from ..compat.packages import attribute, unusable
@@ -58,7 +59,8 @@ class LoadRequest:
             gathered before stand for the device they are of.
         search: folders in which ``auto`` looks for other models. attention: which kernel the transformer's attention
             runs, for this pipeline alone.
-        state: folder where probe results are kept; None asks the device nothing and relies on the tables.
+        state: folder where probe results are kept; None asks the device nothing and relies on the tables. quiet: goes
+            by what is kept there, so that the device is neither asked nor timed.
         files: single files to compose the pipeline of; ``model`` is then the transformer's.
         weights, text_weights: how those of transformer and text encoders are kept, of ``compat.quantized.CHOICES``.
         speed: fused kernels, compile, profile.
@@ -82,6 +84,7 @@ class LoadRequest:
     speed: SpeedRequest = field(default_factory=SpeedRequest)
     devices: Mapping[str, Any] = field(default_factory=dict)
     keep_free_gb: float = 0.0
+    quiet: bool = False
 
 
 def load(
@@ -104,11 +107,11 @@ def load(
     family, folders = _folders(request, progress) if single is None else (single.family, single.folders)
     facts = facts_for(request.device)
     require_kernels(facts)
-    probes = None if request.state is None else answers_of(facts, request.state)
+    probes = None if request.state is None else answers_of(facts, request.state, request.quiet)
     precision = precision_for(family.id, facts, request.precision, probes)
     files = _part_files(family, folders, precision, {} if single is None else single.files)
     files = with_storage(files, request, family.text_parts, precision, facts, probes)
-    files, host = backed(files, facts, host_free_bytes(), swap_free_bytes())
+    files, host = backed(files, facts, _host_room(sum(part.total_bytes for part in files.values())), swap_free_bytes())
     free = free_bytes(facts.device)
     weights, terms = sizes_of(files.values()), terms_for(request.devices, request.keep_free_gb, request.state, host)
     evicts = make_room is not None or hosted is not None  # the host's other models leave where ours need the room
@@ -144,6 +147,19 @@ def load(
         weights=weights,
         probes=probes,
     )
+
+
+def _host_room(wanted: int, free: Callable[[], int] = host_free_bytes) -> int:
+    """Bytes of host memory that this process may take, after what former pipelines left where ``wanted`` do not fit.
+
+    Rewritten blocks refer to themselves, so that a pipeline nobody has any more stays until such cycles are looked for.
+    """
+    found = free()
+    if found >= wanted:
+        return found
+    gc.collect()
+    empty_host_cache()
+    return free()
 
 
 def _parts(files: Mapping[str, PartFiles], prepare: Preparation, safe: SafeFp16 | None) -> Parts:

@@ -12,8 +12,10 @@ import torch
 from ..compat.device import DeviceFacts
 from ..compat.report import Line
 
-TABLE = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "clips.csv"
+SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "clips.py"  # the registry's archive has none
+TABLE = SCRIPT.parent / "results" / "clips.csv"
 COMMAND = "python benchmarks/clips.py --model FOLDER"
+ELSEWHERE = "the script is in the repository: benchmarks/clips.py"
 FORMS: Mapping[str, str] = {
     "neither": "kernels off, compile off",
     "kernels": "kernels auto, compile off",
@@ -28,11 +30,11 @@ def known_as(facts: DeviceFacts) -> str:
     return facts.name if facts.backend != "cpu" else f"CPU {platform.machine()}, {torch.get_num_threads()} threads"
 
 
-def advice(facts: DeviceFacts, table: Path = TABLE) -> tuple[Line, ...]:
-    """What was measured on the device of ``facts``: a line per model, or one that says how to measure."""
+def advice(facts: DeviceFacts, table: Path = TABLE, script: Path = SCRIPT) -> tuple[Line, ...]:
+    """What was measured on the device of ``facts``: a line per model, or one that says how to measure, or where."""
     runs = _runs(facts, table)
     if not runs:
-        return (Line("kernels and compile", "not measured on this device", COMMAND),)
+        return (Line("kernels and compile", "not measured on this device", COMMAND if script.is_file() else ELSEWHERE),)
     return tuple(Line(f"clips of {model}", *_advised(forms)) for (_, model), forms in runs.items())
 
 

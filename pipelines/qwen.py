@@ -10,6 +10,7 @@ import torch
 
 from ..compat.errors import InputError
 from ..compat.execution import checked_leaves, execution_device
+from ..compat.quantized import outlined
 from .contract import Loaded, Progress, PromptRequest
 from .needs import beside_text
 from .text import EMBEDS, require_fitting
@@ -148,7 +149,7 @@ def _glyph_embeds(
         return found
     tokenizer, device = loaded.tools["tokenizer_2"], execution_device(loaded.residency, part="text_encoder")
     hold = loaded.residency.hold("text_encoder_2", beside_text(loaded, "text_encoder_2"), progress)
-    with hold as encoder, checked_leaves(encoder, progress.check):
+    with hold as encoder, checked_leaves(encoder, progress.check), outlined(encoder):  # T5 asks for dtypes of weights
         for done, index in enumerate(wanted):
             length = len(tokenizer(quoted[index])["input_ids"])
             states, mask = HunyuanVideo15Pipeline._get_byt5_prompt_embeds(

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from ..compat.errors import InputError
 from ..compat.execution import checked_leaves, execution_device
+from ..compat.quantized import outlined
 from .contract import Latents, Loaded, Progress, Prompt, PromptRequest
 from .needs import beside_text
 
@@ -51,7 +52,7 @@ def t5_embeds(
         require_fitting(tokenizer, text, request.max_tokens, subject)
     device = execution_device(loaded.residency, part="text_encoder")
     hold = loaded.residency.hold("text_encoder", beside_text(loaded, "text_encoder"), progress)
-    with hold as encoder, checked_leaves(encoder, progress.check):
+    with hold as encoder, checked_leaves(encoder, progress.check), outlined(encoder):  # T5 asks for dtypes of weights
         pipeline = pipeline_class(
             scheduler=None, vae=None, transformer=None, text_encoder=encoder, tokenizer=tokenizer, **configuration
         )

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from anygpu.compat.vae_care import METHODS
 from anygpu.pipelines.families import FAMILIES, MODULES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -150,6 +151,13 @@ def test_every_error_can_be_found_on_the_troubleshooting_page(place, text):
     """By the longest run of words in it that is always the same."""
     longest = max(text.split("…"), key=len).strip(" '[](){}")
     assert longest in page("docs/troubleshooting.md"), f"{text!r} of {place}"
+
+
+def test_the_ways_to_decode_are_all_named():
+    rows = {"README.md": "| VAE | ", "docs/troubleshooting.md": "| `decode method …` |"}
+    for path, start in rows.items():
+        (row,) = (line for line in page(path).splitlines() if line.startswith(start))
+        assert [f"`{method}`" in row for method in METHODS[1:]] == [True] * len(METHODS[1:]), path
 
 
 def test_readme_names_every_node_and_workflow():

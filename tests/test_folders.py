@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -42,3 +43,26 @@ def test_nothing_is_scanned_twice_while_nothing_changes(folders, tmp_path, monke
     for _ in range(3):
         folders.model_choices()
     assert len(scans) == 1
+
+
+def test_a_cancelled_mesh_of_a_node_stays_a_cancel_where_its_file_cannot_be_removed(monkeypatch, tmp_path):
+    """Windows removes no file that the cancelled reader still has open."""
+    for name, module in (("folder_paths", SimpleNamespace()), ("anygpu.host.api", SimpleNamespace(Types=None))):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "anygpu.host.meshes", raising=False)
+    meshes = importlib.import_module("anygpu.host.meshes")
+    monkeypatch.setitem(sys.modules, "anygpu.host.meshes", meshes)
+
+    def refused(*_args, **_named):
+        raise PermissionError("in use")
+
+    def cancelled(_path, _check):
+        monkeypatch.setattr(os, "unlink", refused)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(meshes, "load_mesh", cancelled)
+    monkeypatch.setattr(meshes.tempfile, "tempdir", str(tmp_path))
+    file = SimpleNamespace(format="glb", get_source=lambda: None, save_to=lambda path: Path(path).write_bytes(b"glb"))
+    with pytest.raises(KeyboardInterrupt):
+        meshes.mesh_of_file("", file, print)
+    monkeypatch.undo()

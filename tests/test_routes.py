@@ -20,8 +20,10 @@ import pytest
 import torch
 from aiohttp.test_utils import TestClient, TestServer
 from anygpu.compat.accounts import Account
+from anygpu.compat.probe_store import OK, Answer, ProbeStore
+from anygpu.paint import loading as paint_loading
 from anygpu.pipelines import kept as store
-from anygpu.pipelines import tiny
+from anygpu.pipelines import loading, tiny
 from anygpu.pipelines.composing import Files
 from anygpu.pipelines.contract import Latents
 from anygpu.pipelines.estimates import Size, forecast
@@ -273,6 +275,52 @@ def test_what_does_not_fit_whole_is_told_by_what_comes_of_it(pack, room, peak, s
         most, least = (SimpleNamespace(name=name, total=total) for total in (1000, 100))
         told = outlook._stage(most, least, room)
         assert told == {"stage": name, "peak": peak, "least": 100, "free": room, "fits": fits}
+        whole = outlook._stage(most, least, room, parts=False)["fits"]
+        assert whole == ("too much" if room == 99 else fits), "the decoder of paint has no parts"
+
+
+@pytest.mark.parametrize(
+    ("kind", "node", "given", "counted"),
+    [
+        ("delight", "AnyGPUDelightImage", {"image_guidance": 2.0}, (0, True)),
+        ("delight", "AnyGPUDelightImage", {"image_guidance": 1.0}, (0, False)),
+        ("delight", "AnyGPUDelightImage", {}, (0, None)),
+        ("paint", "AnyGPUPaintViews", {"guidance": 0.5}, (0, True)),
+        ("paint", "AnyGPUTextureMesh", {"max_views": 8}, (0, None)),
+        ("paint_pbr", "AnyGPUTextureMesh", {"max_views": 8}, (8, None)),
+    ],
+)
+def test_a_painting_is_counted_as_it_runs(pack, monkeypatch, kind, node, given, counted):
+    """Guidance other than 1 is a second row; cameras beyond the six fixed ones are the PBR model's alone."""
+    outlook = importlib.import_module("anygpu.host.outlook")
+    seen = []
+    monkeypatch.setattr(outlook, "paint_needs", lambda _, size, views, guided, mode: seen.append((views, guided)) or ())
+    _, needs = outlook.RUNS[node](given, SimpleNamespace(family=kind))
+    needs("none")
+    assert set(seen) == {counted}
+
+
+def test_a_forecast_times_nothing_on_a_device_that_was_asked(pack, tiny_folder, monkeypatch):
+    """A panel asks during runs too, where a clock would be wrong and its answer kept."""
+    lend(pack, tiny_folder, "ltx", "LTX-Video")
+    stored.checkpoint("paint", pack.home / "models")
+
+    def timed(*_: Any, **__: Any) -> Any:
+        raise AssertionError("timed")
+
+    backed = importlib.import_module("anygpu.compat.copy_timing")
+    monkeypatch.setattr(backed, "CLOCKED", ("cpu",))
+    monkeypatch.setattr(backed, "milliseconds", timed)
+    quiet, real = [], loading.answers_of
+    for module in (loading, paint_loading):
+        monkeypatch.setattr(module, "answers_of", lambda *given: quiet.append(given[2]) or real(*given))
+    monkeypatch.setattr(ProbeStore, "without_asking", lambda self: dict.fromkeys(self.probes, Answer(OK)))
+    body = graph_of()
+    inputs = {"model": stored.FOLDERS["paint"]}
+    body["prompt"]["9"] = {"class_type": "AnyGPULoadPaintPipeline", "inputs": inputs}
+    status, told, _ = pack.ask("POST", "/anygpu/graph", json=body)
+    assert status == 200 and quiet == [True, True] and pack.files() == {}
+    assert [card.get("by_tables", card) for card in told["pipelines"]] == [False, False]
 
 
 @pytest.mark.parametrize("link", [["10", 0], ["7"], [7, 0], "7", None, ["99", 0]])
@@ -415,7 +463,8 @@ def test_random_prompts_never_break_the_server(pack, tiny_folder):
     inputs += ["transformer_device", "text_device", "vae_device", "keep_free_gb"]
     inputs += ["transformer", "vae", "text_encoder", "task", "dynamo_cache_size_limit"]
     names = [*inputs, "device", "devices", "files", "speed", "search", "state", "x"]
-    sizing = ["width", "height", "frames", "cfg", "clip_seconds", "fps", "window", "view_size", "guidance", "max_views"]
+    sizing = ["width", "height", "frames", "cfg", "clip_seconds", "fps", "window", "view_size", "guidance"]
+    sizing += ["max_views", "image_guidance"]
     asked = []
     for _ in range(150):
         inputs = {draw.choice(names): draw.choice(values) for _ in range(draw.randrange(8))}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -169,3 +171,34 @@ def test_languages_differ_from_one_another():
         tips = [entry["tooltip"] for node in nodes for entry in node["inputs"].values()]
         plain = [tip for tip in tips if not re.search(f"[{letters}]", tip)]
         assert not plain, f"{language}: {plain[:3]}"
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node")
+def test_files_that_belong_together_are_uploaded_into_a_folder_of_their_own():
+    """Else a glTF would read the file beside an older upload of the same name."""
+    source = (ROOT / "web" / "mesh_upload.js").read_text(encoding="utf-8")
+    own = "\n".join(line for line in source.splitlines() if not line.startswith("import "))
+    stands_in = """
+    const folders = [];
+    const api = { fetchApi: async (_, { body }) => {
+      const [name, subfolder] = [body.get("image").name, body.get("subfolder")];
+      folders.push(subfolder);
+      return { status: 200, json: async () => ({ name, subfolder }) };
+    } };
+    const app = { registerExtension() {}, graph: { setDirtyCanvas() {} } };
+    """
+    talk = """
+    const widget = { name: "mesh_file", options: { values: [] } };
+    const file = (name) => new File(["x"], name);
+    for (const names of [["scene.gltf"], ["scene.bin", "scene.gltf"]]) {
+      await choose({ widgets: [widget] }, names.map(file));
+      console.log(widget.value);
+    }
+    console.log(JSON.stringify(folders));
+    """
+    given = stands_in + own + talk
+    ran = subprocess.run(["node", "--input-type=module"], input=given, capture_output=True, text=True, timeout=60)
+    alone, together, folders = ran.stdout.splitlines()
+    assert alone == "3d/scene.gltf", ran.stderr
+    assert re.fullmatch(r"3d/\d+/scene\.gltf", together)
+    assert json.loads(folders) == ["3d", *2 * [together.removesuffix("/scene.gltf")]]

@@ -8,22 +8,26 @@ const LABEL = "choose a mesh to upload";
 const MESHES = [".glb", ".gltf", ".obj", ".ply", ".stl"];
 const BESIDE = [".bin"]; // what a glTF file reads beside itself
 
-/** The name that a file has among ComfyUI's inputs. */
-async function kept(file) {
+/** The name that a file has among ComfyUI's inputs, in a folder of them. */
+async function kept(file, folder) {
   const body = new FormData();
   body.append("image", file); // the route's name for any file
-  body.append("subfolder", FOLDER);
+  body.append("subfolder", folder);
   const answer = await api.fetchApi("/upload/image", { method: "POST", body });
   if (answer.status !== 200) throw new Error(`${file.name}: ${answer.status} ${answer.statusText}`);
   const { name, subfolder } = await answer.json();
   return subfolder ? `${subfolder}/${name}` : name;
 }
 
-/** Keep the files, and choose the first mesh among them. */
+/** Keep the files, and choose the first mesh among them.
+ *
+ * Several get a folder of their own: ComfyUI renames a file whose name is taken, and a glTF names the file beside it.
+ */
 async function choose(node, files) {
   try {
     const names = [];
-    for (const file of files) names.push(await kept(file));
+    const folder = files.length > 1 ? `${FOLDER}/${Date.now()}` : FOLDER;
+    for (const file of files) names.push(await kept(file, folder));
     const mesh = names.find((name) => MESHES.some((kind) => name.toLowerCase().endsWith(kind)));
     const widget = node.widgets.find((each) => each.name === "mesh_file");
     if (!mesh) throw new Error(`no mesh among ${names.join(", ")}; expected one of ${MESHES.join(", ")}`);

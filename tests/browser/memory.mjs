@@ -4,7 +4,7 @@ import assert from "node:assert/strict";
 import { loadWorkflow, openPage, URL_OF_SERVER } from "./comfy.mjs";
 import { notice, openTab, part, violations } from "./notices.mjs";
 import { chosenModes, report } from "./reporting.mjs";
-import { PAINTED, ended, graphOf, openTemplate, queue, source } from "./running.mjs";
+import { ended, graphOf, openTemplate, queue, shrinkPainting, source } from "./running.mjs";
 
 const MEGA = 1e6;
 const OFF_BY = 0.15; // what a forecast may be off by
@@ -162,7 +162,8 @@ async function composedIsTold({ page }) {
 async function paintIsTold({ page }) {
   await card(null);
   await loadWorkflow(page, await source("paint_v2_0"), "paint_v2_0");
-  await set(page, { ...PAINTED, seed: seed() });
+  await shrinkPainting(page);
+  await set(page, { seed: seed() });
   await page.getByRole("button", { name: "Refresh" }).click();
   await part(page, "This graph").getByRole("heading", { name: /^Hunyuan3D paint: / }).waitFor();
   await part(page, "Forecast").getByRole("rowheader", { name: "painting" }).waitFor();

@@ -4,7 +4,7 @@ import assert from "node:assert/strict";
 import { mkdir } from "node:fs/promises";
 import { fileURLToPath } from "node:url";
 import { loadWorkflow, openPage, showAll } from "./comfy.mjs";
-import { ended, queue, source } from "./running.mjs";
+import { ended, queue, shrinkPainting, source } from "./running.mjs";
 
 const IMAGES = new URL("../../docs/images/", import.meta.url);
 const PICTURES = process.argv.includes("--pictures");
@@ -12,19 +12,8 @@ const named = process.argv.slice(2).filter((word) => !word.startsWith("--"));
 const names = named.length ? named : ["paint_v2_0"];
 // Without a graphics card the 3D preview draws through Chromium's own software.
 const SOFTWARE = ["--use-gl=angle", "--use-angle=swiftshader", "--enable-unsafe-swiftshader", "--ignore-gpu-blocklist"];
-const SMALL = { view_size: 64, size: 128, texture_size: 256, resolution: 256, steps: 2, frames: 6 };
 const SHAPE = ["ImageOnlyCheckpointLoader", "ModelSamplingAuraFlow", "CLIPVisionEncode", "Hunyuan3Dv2Conditioning"];
 SHAPE.push("EmptyLatentHunyuan3Dv2", "KSampler", "VAEDecodeHunyuan3D");
-
-/** Small sizes for tiny checkpoints on a CPU; a second pass takes twice the first. */
-async function shrink(page) {
-  await page.evaluate((wanted) => {
-    for (const node of window.app.graph._nodes) {
-      for (const widget of node.widgets ?? []) if (widget.name in wanted) widget.value = wanted[widget.name];
-      if (node.title === "Second pass") node.widgets.find((each) => each.name === "view_size").value = 128;
-    }
-  }, SMALL);
-}
 
 /** A ball in place of what core's shape model makes, which has no tiny form; nothing where a workflow has none. */
 async function standIn(page) {
@@ -77,10 +66,11 @@ async function uploads(page) {
       const [node] = window.app.graph._nodes;
       return { value: node.widgets[0].value, saved: node.serialize().widgets_values };
     });
-  const choose = async (name) => {
+  const choose = async (...names) => {
     const asked = page.waitForEvent("filechooser");
     await press();
-    await (await asked).setFiles({ name, mimeType: "text/plain", buffer: Buffer.from("v 0 0 0\nv 1 0 0\nv 0 1 0\nf 1 2 3\n") });
+    const buffer = Buffer.from("v 0 0 0\nv 1 0 0\nv 0 1 0\nf 1 2 3\n");
+    await (await asked).setFiles(names.map((name) => ({ name, mimeType: "text/plain", buffer })));
   };
   const kept = page.waitForResponse((answer) => answer.url().endsWith("/upload/image"));
   await choose("mine.obj");
@@ -90,6 +80,8 @@ async function uploads(page) {
   await choose("words.txt");
   await page.waitForFunction(() => document.body.innerText.includes("no mesh among 3d/words.txt"));
   assert.equal((await chosen()).value, "3d/mine.obj");
+  await choose("mine.bin", "mine.obj");
+  await page.waitForFunction(() => /^3d\/\d+\/mine\.obj$/.test(window.app.graph._nodes[0].widgets[0].value));
 }
 
 if (!named.length) {
@@ -110,7 +102,7 @@ for (const name of names) {
     await loadWorkflow(page, await source(name), name);
     await showAll(page);
     await standIn(page);
-    await shrink(page);
+    await shrinkPainting(page);
     await queue(page);
     const seen = await ended(page, 400000);
     assert.equal(seen.ending, "execution_success", seen.message);

@@ -9,13 +9,17 @@ export const source = (name) => readFile(new URL(`${name}.json`, SOURCES), "utf8
 /** The names of the shipped workflows. */
 export const names = async () => (await readdir(SOURCES)).filter((file) => file.endsWith(".json")).map((file) => file.slice(0, -5)).sort();
 
-/** Sizes for textures on a CPU. */
-export const PAINTED = { view_size: 64, size: 128, texture_size: 256, resolution: 256, steps: 2, frames: 6 };
-
-/** Open the template browser at the pack's own part. */
+/** Open the template browser at the pack's own part; once more where it closed again while it was filled. */
 export async function browseTemplates(page) {
-  await page.evaluate(() => window.app.extensionManager.command.execute("Comfy.BrowseTemplates"));
-  await page.getByText("anygpu", { exact: true }).first().click();
+  for (let left = 2; ; left--) {
+    await page.evaluate(() => window.app.extensionManager.command.execute("Comfy.BrowseTemplates"));
+    try {
+      await page.getByText("anygpu", { exact: true }).first().click({ timeout: 20000 });
+      return;
+    } catch (error) {
+      if (!left) throw error;
+    }
+  }
 }
 
 /** The card of a workflow in the template browser. */
@@ -50,6 +54,19 @@ export async function graphOf(page, nodes) {
       made.push(node);
     }
   }, nodes);
+}
+
+/** Make the open painting workflow small enough for tiny checkpoints on a CPU; a second pass takes twice the first. */
+export async function shrinkPainting(page) {
+  await page.evaluate(
+    (wanted) => {
+      for (const node of window.app.graph._nodes) {
+        for (const widget of node.widgets ?? []) if (widget.name in wanted) widget.value = wanted[widget.name];
+        if (node.title === "Second pass") node.widgets.find(({ name }) => name === "view_size").value = 2 * wanted.view_size;
+      }
+    },
+    { view_size: 64, size: 128, texture_size: 256, resolution: 256, steps: 2, frames: 6 },
+  );
 }
 
 /** Make the open workflow small enough for tiny checkpoints on a CPU, and change what else is asked. */

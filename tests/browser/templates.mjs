@@ -3,10 +3,11 @@
 import assert from "node:assert/strict";
 import { apiPrompt, openPage } from "./comfy.mjs";
 import { chosenModes, report } from "./reporting.mjs";
-import { PAINTED, ended, names, openTemplate, queue, shrink } from "./running.mjs";
+import { ended, names, openTemplate, queue, shrink, shrinkPainting } from "./running.mjs";
 
 const NEEDS_MODELS = ["paint_from_one_picture"]; // whose shape comes from core's own models: opened, not run
 const prompts = new Map();
+const named = process.argv.slice(2).filter((word) => !word.startsWith("--")); // some of them; all where none is named
 
 async function opensAndRuns({ page }, name) {
   await openTemplate(page, name);
@@ -14,8 +15,8 @@ async function opensAndRuns({ page }, name) {
   assert.deepEqual(prompt, prompts.get(name) ?? prompt, "the two modes make different prompts");
   prompts.set(name, prompt);
   if (NEEDS_MODELS.includes(name)) return;
-  await shrink(page, { width: 64, height: 64, frames: 9, steps: 2, clip_seconds: 0.3, seed: Date.now() % 1e6 });
-  if (name.startsWith("paint")) await shrink(page, PAINTED);
+  if (name.startsWith("paint")) await shrinkPainting(page);
+  else await shrink(page, { width: 64, height: 64, frames: 9, steps: 2, clip_seconds: 0.3, seed: Date.now() % 1e6 });
   await queue(page);
   const seen = await ended(page);
   assert.equal(seen.ending, "execution_success", seen.message);
@@ -26,7 +27,7 @@ for (const nodes2 of chosenModes()) {
   const check = report(nodes2);
   const open = await openPage({ nodes2, bypassCSP: true }); // or ComfyUI forbids its own preview to read a GLB, as in paint.mjs
   try {
-    for (const name of await names()) await check(`template ${name}`, () => opensAndRuns(open, name));
+    for (const name of named.length ? named : await names()) await check(`template ${name}`, () => opensAndRuns(open, name));
     assert.deepEqual(open.errors, [], "the page reported errors");
   } finally {
     await open.browser.close();

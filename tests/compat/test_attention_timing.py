@@ -57,6 +57,7 @@ def test_not_on_a_cpu_not_without_a_store_and_not_for_a_choice(card, tmp_path):
     store, cpu = ProbeStore(card, tmp_path), facts_for("cpu")
     assert by_time(AUTO, cpu, ProbeStore(cpu, tmp_path), BF16, WIDTH, measure) is AUTO
     assert by_time(AUTO, card, None, BF16, WIDTH, measure) is AUTO
+    assert by_time(AUTO, card, ProbeStore(card, tmp_path, quiet=True), BF16, WIDTH, measure) is AUTO
     chosen = replace(AUTO, choice="native_flash")
     assert by_time(chosen, card, store, BF16, WIDTH, measure) is chosen
     assert by_time(AUTO, card, store, torch.float16, WIDTH, measure) is AUTO

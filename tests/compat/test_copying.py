@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from anygpu.compat.checkpoints import declared, let_go, read_tensors
 from anygpu.compat.copy_timing import MAPPED, REPEATS, SAMPLE_BYTES, maps_files, milliseconds
 from anygpu.compat.device import facts_for
 from anygpu.compat.offload import move
-from anygpu.compat.probe_store import ProbeStore
+from anygpu.compat.probe_store import UNKNOWN, ProbeStore
 from anygpu.compat.staging import ALIGNED_BYTES, SMALL_BYTES, STAGING_BYTES, sent_together
 from safetensors.torch import save_file
 from simulated import accelerator, profiles
@@ -69,6 +70,22 @@ def test_a_device_with_a_clock_is_asked_once(tmp_path: Path, mapped: float, own:
     other = replace(facts, versions={"kernel": "7.0.2"})
     maps_files(other, ProbeStore(other, tmp_path), measure)
     assert len(asked) == 3
+
+
+def test_a_quiet_store_is_only_read(tmp_path: Path):
+    """Nothing is timed and nothing written; the table decides until a timing is kept, which then counts."""
+    facts = replace(facts_for("cpu"), backend="cuda", name="card", versions={"kernel": "7.0.1"})
+    asked: list[Path] = []
+
+    def measure(folder: Path, device: torch.device) -> dict[str, float]:
+        asked.append(folder)
+        return {"mapped": 9.0, "own": 1.0}
+
+    quiet = partial(ProbeStore, facts, tmp_path, quiet=True)
+    assert maps_files(facts, quiet(), measure) and not asked and list(tmp_path.iterdir()) == []
+    assert quiet()["matmul.fp32"].status == UNKNOWN and list(tmp_path.iterdir()) == []
+    assert not maps_files(facts, ProbeStore(facts, tmp_path), measure)
+    assert not maps_files(facts, quiet(), measure) and len(asked) == 1
 
 
 def test_without_a_clock_the_table_and_the_known_bugs_decide(tmp_path: Path):

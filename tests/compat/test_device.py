@@ -13,6 +13,8 @@ import torch
 from anygpu.compat import device, wheels
 from anygpu.compat.device import default_device, facts_for
 from anygpu.compat.errors import UnsupportedError
+from anygpu.compat.offload import Terms, residency_for
+from anygpu.compat.parts import Parts
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CPU = facts_for("cpu")
@@ -100,6 +102,33 @@ def test_directml_and_any_other_plug_in(monkeypatch, parsed):
     monkeypatch.delitem(sys.modules, "torch_directml")
     plug_in = device._plug_in_facts(SimpleNamespace(type="npu", index=0))
     assert (plug_in["backend"], plug_in["arch_class"], plug_in["name"]) == ("npu", "other", "npu device")
+
+
+def test_mps_is_bare_for_comfyui_and_has_its_index_where_tensors_are_compared(monkeypatch):
+    monkeypatch.setattr(torch, "empty", lambda *_size, device: SimpleNamespace(device=torch.device("mps", 0)))
+    bare, full = torch.device("mps"), torch.device("mps", 0)
+    assert facts_for("mps").device == bare != full
+    planned, _ = residency_for("model", Parts({}), bare, {}, terms=Terms({"vae": bare}))
+    assert planned.device == planned.device_of("vae") == full
+    given = residency_for("auto", Parts({}), bare, {}, hosted=lambda _parts, device, _terms: device)
+    assert given[0] == bare
+
+
+@pytest.mark.parametrize("kind", ["cuda", "mps"])
+def test_the_device_that_is_meant_is_waited_for(monkeypatch, kind):
+    waited, chosen = [], torch.device(kind, 1)
+    monkeypatch.setattr(getattr(torch, kind), "synchronize", lambda *given: waited.append(given))
+    device.synchronize(chosen)
+    assert waited == [() if kind == "mps" else (chosen,)]
+
+
+@pytest.mark.parametrize(("kind", "asked"), [("cuda", [True]), ("mps", []), ("npu", []), (None, [])])
+def test_locked_memory_is_given_back_where_torch_can(monkeypatch, kind, asked):
+    current, given = None if kind is None else SimpleNamespace(type=kind), []
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_named: current)
+    monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: given.append(True), raising=False)
+    device.empty_host_cache()
+    assert given == asked
 
 
 def test_facts_that_were_gathered_are_kept():

@@ -172,3 +172,28 @@ def test_caches_see_the_patchers_and_nothing_is_read_early(inside: Inside) -> No
     assert found["seen"] and found["one"] and not found["dynamic"]
     assert found["models"] == ["AnyGPU_text_encoder", "AnyGPU_vae", "LTX"]
     assert len(found["text"]) < 200
+
+
+def test_pages_of_a_file_that_does_not_fit_are_never_locked(inside: Inside) -> None:
+    found = inside.play("memory", "locked")
+    assert all(count > 0 for count in found["unpinned"]), "ComfyUI locks what is streamed"
+    assert found["disk-backed"] == [0, 0, 0, 0], "streamed, leaving, and the same for a clone"
+
+
+def test_a_packed_layer_is_not_made_dense_to_come_or_leave(inside: Inside) -> None:
+    found = inside.play("memory", "dense_asked")
+    assert found["layers"] > 8 and found["freed"] > 0 and found["dense"] == 0
+    places = [found[name] for name in ("acc", "acc:0", "acc:7", "cpu")]
+    assert places == ["acc:0", "acc:0", "meta", "meta"], "a device without a number is the one that tensors are on"
+
+
+def test_a_model_that_nobody_holds_any_more_counts_nothing(inside: Inside) -> None:
+    without, beside, expected = inside.play("memory", "one_dead")
+    assert without == beside >= expected > 0
+
+
+def test_memory_that_ran_out_once_is_asked_for_again_by_the_next_stage(inside: Inside) -> None:
+    found = inside.play("memory", "refused_once")
+    first, _, last = found["seen"]
+    assert found["sprung"] and 0 < first[0] < 1.0, "half of it goes on"
+    assert last == [1.0, 1.0], "the other model left for room that nobody needs"

@@ -92,6 +92,7 @@ def test_the_smallest_is_offered_and_said_when_it_does_not_fit(gigabytes, family
     text = first_steps([Path("/models/a"), Path("/models/b")], "CPU", gigabytes * 2**30)
     assert ("None fits" in text) is (gigabytes < 9)
     assert "/models/b" in text and "into /models/a/LTX-Video" in text and "https://huggingface.co/Lightricks" in text
+    assert "AnyGPU Download Model can fetch it" in text
 
 
 def test_a_larger_model_is_not_offered_before_a_smaller_one_that_fits():
@@ -106,4 +107,5 @@ def test_a_model_that_is_not_there_is_named_with_its_own_page():
     assert remedy("HunyuanVideo", root, 0).startswith(
         "Download https://huggingface.co/hunyuanvideo-community/HunyuanVideo"
     )
-    assert "LTX-Video" in remedy("mine", root, 64 * 2**30)
+    found = remedy("mine", root, 64 * 2**30)
+    assert "LTX-Video" in found and "AnyGPU Download Model" in found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -36,11 +37,12 @@ FILES = {
     "text_encoder/model-00001-of-00001.safetensors": b"wide" * 3000,
     "text_encoder/model.safetensors.index.json": b"{}",
     "tokenizer/spiece.model": b"pieces",
+    "tokenizer/chat_template.jinja": b"{{ messages }}",
     "vae/diffusion_pytorch_model.bin": b"a pickle",
     "ltx-video-2b-v0.9.safetensors": b"the release, as one file",
     "README.md": b"# words",
 }
-SMALL = ("config.json", "model_index.json", ".index.bf16.json", ".model", ".bf16.safetensors")
+SMALL = ("config.json", "model_index.json", ".index.bf16.json", ".model", ".jinja", ".bf16.safetensors")
 WANTED = sorted(name for name in FILES if name.endswith(SMALL) or name == LARGE)
 
 
@@ -73,6 +75,7 @@ class Hub:
 def handler(hub: Hub) -> type:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # else each answer waits 40 ms between head and body
 
         def log_message(self, *_: Any) -> None: ...
 
@@ -128,6 +131,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 65536)
     monkeypatch.setattr(downloading, "OFFERS", (Offer("ltx", (DOWNLOAD,), {"all": 0.1}),))
+    monkeypatch.setattr(downloading, "WAIT_SECONDS", 0.01)
     found = Hub()
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler(found))
     server.daemon_threads = True
@@ -156,7 +160,7 @@ class Listening(Silent):
 
 
 def run(hub: Hub, root: Path, progress: Any = None, choice: str = "download") -> list[str]:
-    return fetched("LTX-Video", choice, root, progress or Silent(), hub.url)
+    return fetched("LTX-Video", choice, [root], progress or Silent(), hub.url)
 
 
 def there(root: Path) -> dict[str, bytes]:
@@ -209,9 +213,60 @@ def test_a_damaged_file_is_found_by_its_hash_removed_and_fetched_anew(hub: Hub, 
     assert there(tmp_path)[LARGE] == FILES[LARGE] and not hub.gets("tokenizer/spiece.model")
 
 
+def test_a_folder_of_another_root_is_completed_where_it_is(hub: Hub, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    (second / DOWNLOAD.folder).mkdir(parents=True)
+    (second / DOWNLOAD.folder / "model_index.json").write_bytes(FILES["model_index.json"])
+    (line, _) = fetched("LTX-Video", "no", [first, second], Silent(), hub.url)
+    assert line.startswith(f"{second / DOWNLOAD.folder} is there")
+    fetched("LTX-Video", "download", [first, second], Silent(), hub.url)
+    assert sorted(there(second)) == WANTED and not first.exists() and not hub.gets("model_index.json")
+
+
+@pytest.mark.parametrize("other", [b"more bytes than the Hub's", b"", b"x" * len(FILES["tokenizer/spiece.model"])])
+def test_a_file_that_was_there_before_stays_as_it_was(hub: Hub, tmp_path: Path, other: bytes) -> None:
+    path = tmp_path / DOWNLOAD.folder / "tokenizer" / "spiece.model"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(other)
+    with pytest.raises(CheckpointError, match=r"spiece\.model' of another version; .* Rename this folder or delete"):
+        run(hub, tmp_path)
+    assert path.read_bytes() == other and not is_checked(tmp_path / DOWNLOAD.folder, DOWNLOAD)
+    assert len(other) == len(FILES["tokenizer/spiece.model"]) or not hub.gets(LARGE), "what lies there is seen first"
+    path.unlink()
+    run(hub, tmp_path)
+    assert there(tmp_path) == {name: FILES[name] for name in WANTED}
+
+
+def test_a_part_that_is_too_long_is_begun_anew(hub: Hub, tmp_path: Path) -> None:
+    part = downloading._part_of(tmp_path / DOWNLOAD.folder, LARGE, REVISION)
+    part.parent.mkdir(parents=True)
+    part.write_bytes(b"y" * (len(FILES[LARGE]) + 1))
+    run(hub, tmp_path)
+    assert there(tmp_path)[LARGE] == FILES[LARGE] and hub.gets(LARGE) == [""]
+
+
+def test_a_run_waits_for_the_check_that_a_cancelled_one_began(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checking, go, checks = threading.Event(), threading.Event(), []
+    verify = huggingface_hub.HfApi.verify_repo_checksums
+
+    def slow(*args: Any, **named: Any) -> Any:
+        checks.append(1)
+        checking.set()
+        go.wait()
+        return verify(*args, **named)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "verify_repo_checksums", slow)
+    with pytest.raises(KeyboardInterrupt):
+        run(hub, tmp_path, Listening(cancel=checking))
+    threading.Timer(0.05, go.set).start()
+    assert "as it was checked" in run(hub, tmp_path)[0] and len(checks) == 1
+
+
 def test_what_cannot_be_is_one_line(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="model 'Wan'; expected one of LTX-Video"):
-        fetched("Wan", "no", tmp_path, Silent())
+        fetched("Wan", "no", [tmp_path], Silent())
     with pytest.raises(InputError, match="download 'yes'; expected one of no, download"):
         run(hub, tmp_path, choice="yes")
     other = replace(DOWNLOAD, revision="f" * 40)
@@ -221,8 +276,13 @@ def test_what_cannot_be_is_one_line(hub: Hub, tmp_path: Path, monkeypatch: pytes
             run(hub, tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(downloading.shutil, "disk_usage", lambda _: SimpleNamespace(free=5 * 10**8))
-        with pytest.raises(InputError, match=r"0\.5 GB free on the disk of .*; expected 1\.1 GB"):
+        other = tmp_path / DOWNLOAD.folder / downloading.PARTS / "of-something-else.incomplete"
+        other.parent.mkdir(parents=True)
+        with other.open("wb") as file:
+            file.truncate(2**30)
+        with pytest.raises(InputError, match=r"0\.5 GB free on the disk of .*; expected 1\.1 GB\. .* is_default: true"):
             run(hub, tmp_path)
+        shutil.rmtree(tmp_path / DOWNLOAD.folder)
     with monkeypatch.context() as patch:
         patch.delattr(huggingface_hub.HfApi, "verify_repo_checksums")
         with pytest.raises(MissingPackageError, match=r"which checks no hashes; expected 1\.1 or newer"):
@@ -240,6 +300,7 @@ def test_one_set_of_weights_of_each_folder_is_chosen() -> None:
     sizes = {name: len(content) for name, content in FILES.items()}
     assert sorted(selected(sizes, PARTS)) == sorted(WANTED)
     assert "ltx-video-2b-v0.9.safetensors" in selected(sizes, ())
+    assert not selected(dict.fromkeys(("C:a.json", "..\\a.json", "a/../../b.json", "/a.json"), 1), ())
 
 
 def test_each_model_on_offer_is_fixed_at_a_commit() -> None:

@@ -93,12 +93,15 @@ def test_a_layer_that_does_not_fit_is_said_with_the_number_missing():
 
 def test_the_limit_of_a_control_group_counts(monkeypatch, tmp_path):
     limit, used = tmp_path / "memory.max", tmp_path / "memory.current"
-    used.write_text("600\n"), (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 50\n")
+    used.write_text("600\n"), (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 50\nactive_file 7\n")
     monkeypatch.setattr(device, "CGROUPS", ((str(limit), str(used)),))
-    for text, expected in (("1000\n", 450), ("max\n", None)):
+    for text, expected in (("1000\n", 457), ("max\n", None)):
         limit.write_text(text)
         found = device.host_free_bytes()
         assert found == expected if expected is not None else found > 10**6
+    rows = "inactive_file 1\nactive_file 2\ntotal_inactive_file 30\ntotal_active_file 40\n"  # of version 1
+    limit.write_text("1000\n"), (tmp_path / "memory.stat").write_text(rows)
+    assert device.host_free_bytes() == 470
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from anygpu.compat import quantized
 from anygpu.compat.errors import CheckpointError, InputError, PackError, UnsupportedError
-from anygpu.pipelines import stages, tiny
+from anygpu.pipelines import qwen, stages, text, tiny
 from anygpu.pipelines.composing import Files
 from anygpu.pipelines.contract import Loaded, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.loading import LoadRequest, load
@@ -246,3 +247,22 @@ def test_weights_that_cannot_be_right_are_named(tiny_folder, tmp_path, value, wo
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(PackError, match=rf"{word}.* in the weight '{name}'"):
         load(LoadRequest(model, device="cpu", precision="fp32", weights="as in file")).parts["transformer"]
+
+
+@pytest.mark.parametrize("model", ["mochi", pytest.param("hunyuan_video_15", marks=pytest.mark.full)])
+def test_t5_makes_a_weight_dense_only_to_compute_with_it(tiny_folder, monkeypatch, model):
+    """Its feed-forward asks for the dtype of a weight twice, and each time all of it was made."""
+    request = LoadRequest(tiny.build(model, tiny_folder), device="cpu", text_weights="int8")
+    encoder = "text_encoder_2" if model == "hunyuan_video_15" else "text_encoder"
+    made, dense = [], quantized.StoredLinear.dense
+    monkeypatch.setattr(quantized.StoredLinear, "dense", lambda own, dtype: made.append(own) or dense(own, dtype))
+    found = []
+    for most in (2, 6):  # once for each of two texts
+        loaded = load(request)
+        layers = [owner for owner in loaded.parts[encoder].modules() if isinstance(owner, quantized.StoredLinear)]
+        found.append(stages.encode_prompt(loaded, PromptRequest('a sign that says "cat"', 'no "dog"'), Silent()))
+        assert max(made.count(layer) for layer in layers) == most
+        for module in (text, qwen):
+            monkeypatch.setattr(module, "outlined", lambda _: nullcontext())
+    for ours, theirs in zip(*((one.embeds, one.negative) for one in found), strict=True):
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 from anygpu.compat import packages
 from anygpu.compat.errors import CheckpointError, InputError, MissingPackageError, PackError
-from anygpu.pipelines import tiny
+from anygpu.pipelines import loading, tiny
 from anygpu.pipelines.families import FAMILIES
 from anygpu.pipelines.loading import LoadRequest, family_of_folder, find_models, load, variant_choices
 from safetensors.torch import load_file, save_file
@@ -213,3 +215,23 @@ def test_wrong_choices_are_one_line(mochi):
     refused(mochi, "precision 'int3'", precision="int3")
     with pytest.raises(InputError, match="offload 'half'"):
         load(LoadRequest(mochi, device="cpu", offload="half"))
+
+
+def test_host_memory_that_a_former_pipeline_left_is_counted(monkeypatch):
+    """Blocks that refer to themselves hold theirs until somebody looks; nobody does where there is enough."""
+    given: list[bool] = []
+    monkeypatch.setattr(loading, "empty_host_cache", lambda: given.append(True))
+    gc.freeze(), gc.disable()  # so that one look is quick
+    left = torch.nn.Linear(1, 1)
+    left.forward = left.forward
+    seen = weakref.ref(left)
+
+    def free() -> int:
+        return 10 if seen() is not None else 110
+
+    try:
+        del left
+        assert (loading._host_room(10, free), given) == (10, [])
+        assert (loading._host_room(100, free), given) == (110, [True])
+    finally:
+        gc.enable(), gc.unfreeze()

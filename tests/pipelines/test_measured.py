@@ -7,7 +7,7 @@ from pathlib import Path
 
 from anygpu.compat.device import facts_for
 from anygpu.pipelines.hardware import hardware_report
-from anygpu.pipelines.measured import COMMAND, advice, advised
+from anygpu.pipelines.measured import COMMAND, ELSEWHERE, advice, advised
 
 FACTS = replace(facts_for("cpu"), name="Some GPU", backend="cuda")
 HEAD = "date,device,torch,family,model,form,clip_s,over_neither,warm_up_s,pays_after,rounds,line\n"
@@ -25,6 +25,8 @@ def test_nothing_measured_says_how(tmp_path):
     for path in (other, tmp_path / "absent.csv"):
         (line,) = advice(FACTS, path)
         assert (line.verdict, line.why) == ("not measured on this device", COMMAND)
+        (line,) = advice(FACTS, path, tmp_path / "benchmarks" / "clips.py")
+        assert (line.verdict, line.why) == ("not measured on this device", ELSEWHERE), "no command that is not there"
         assert advised(FACTS, "ltx", path) == ()
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from anygpu.compat import checkpoints, device, masters, transfer, units
+from anygpu.compat import checkpoints, device, masters, offload, staging, transfer, units
+from anygpu.compat.accounts import Account
 from anygpu.compat.checkpoints import read_tensors
 from anygpu.compat.device import facts_for
 from anygpu.compat.errors import UnsupportedError
@@ -167,6 +168,18 @@ def test_a_part_that_must_be_cast_cannot_stay_in_its_file(tmp_path):
     assert found.of(DISK) == ("transformer",) and files["transformer"].mapped and files["transformer"].staged
 
 
+def test_views_save_nothing_where_memory_is_promised_for_them(tmp_path, monkeypatch):
+    """Windows does so: what would stay in its file is held, and is refused at once where no page file has room."""
+    monkeypatch.setattr(host_memory, "VIEWS_TAKE_MEMORY", True)
+    entry = TensorEntry(tmp_path / "a", "BF16", (2**20, 2), 0, 2**22)
+    whole = PartFiles("transformer", "diffusers", "", tmp_path, {}, {"w": entry}, torch.bfloat16, mapped=True)
+    here = replace(facts_for("cpu"), backend="other")
+    with pytest.raises(UnsupportedError, match=r"expected 3\.2 MB more\. Close other .*, or enlarge the page file"):
+        host_memory.backed({"transformer": whole}, here, 10**6, 0)
+    files, found = host_memory.backed({"transformer": whole}, here, 10**6, 2**22)
+    assert not found.of(DISK) and not files["transformer"].mapped
+
+
 def test_a_file_larger_than_all_memory_can_be_mapped(tmp_path):
     """Linux promises no memory for it unless it is told that nothing will be written."""
     path = tmp_path / "large.safetensors"
@@ -207,3 +220,63 @@ def test_bytes_are_told_while_units_move(acc, tiny_folder, recorded, monkeypatch
     half = len(done) // 2
     assert done[:half] == sorted(done[:half]) and done[-1] == done[half - 1] == total and done[half] < total
     assert told[-1][2].endswith(f"{total / 1e6:.1f} of {total / 1e6:.1f} MB")
+
+
+def test_a_device_without_an_index_is_that_of_its_tensors(acc):
+    """Else all that is there counts as away, and moves at each use."""
+    assert facts_for(acc.type).device == acc and facts_for("cpu").device.index is None
+
+
+class CancelsAt:
+    """Cancels at the report with this number."""
+
+    def __init__(self, count: int) -> None:
+        self.left = count
+
+    def step(self, *_told) -> None:
+        self.left -= 1
+
+    def check(self) -> None:
+        if not self.left:
+            raise KeyboardInterrupt
+
+
+def test_a_move_that_fails_leaves_the_masters_that_were_there(acc, monkeypatch):
+    """Else units that lock copies of them would keep both; and a part on the device finds them when it goes home."""
+    monkeypatch.setattr(staging, "SMALL_BYTES", 0)
+    part = torch.nn.Sequential(*(torch.nn.Linear(3, 3, bias=False) for _ in range(3)))
+    masters_of = [weight.data for weight in part.parameters()]
+    with accelerator.refusal(2), pytest.raises(torch.OutOfMemoryError):
+        offload.move(part, acc, "part", keep=True)
+    assert not part.__dict__[offload.KEPT] and not offload.on_device(part, acc)
+    offload.move(part, acc, "part", keep=True)
+    with pytest.raises(KeyboardInterrupt):
+        offload.move(part, torch.device("cpu"), "part", CancelsAt(2))
+    assert all(weight.device == acc for weight in part.parameters())
+    offload.move(part, torch.device("cpu"), "part")
+    assert [weight.data_ptr() for weight in part.parameters()] == [master.data_ptr() for master in masters_of]
+
+
+def test_copies_are_timed_where_they_go_and_forgotten_when_they_are_over(acc):
+    account, second = Account(), torch.device(acc.type, 1)
+    for _ in range(9):
+        with account.moving(5, second):
+            pass
+    assert len(account.behind) == 1 and account.moving_seconds > 0 and account.moved_bytes == 45
+    assert {event.device for pair in account.behind for event in pair} == {second}
+
+
+def test_a_driver_that_tells_no_time_costs_no_stage(acc):
+    waited: list[bool] = []
+
+    class Untimed:
+        def elapsed_time(self, _last):
+            raise RuntimeError("both events must be completed")
+
+        def synchronize(self) -> None:
+            waited.append(True)
+
+    account = Account()
+    with account.stage("sampling", "p", "group", acc) as cost:
+        account.behind.append((Untimed(), Untimed()))
+    assert waited and not account.behind and cost.moving_seconds == 0 and account.stages == [cost]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import comfy.model_management as management
 import comfy.model_patcher
 import comfy.ops
 import torch
+from anygpu.compat.masters import DISK, PLAIN, HostWeights
 from anygpu.compat.quantized import StoredLinear, pack, packable
 from anygpu.host import core_outputs, memory
 from anygpu.host.casting import CastLeaf
@@ -400,6 +402,98 @@ def shortage() -> dict[str, Any]:
         "resident": patcher.loaded_size() / patcher.model_size(),
         "moved": loaded.residency.account.moved_bytes,
     }
+
+
+def locked() -> dict[str, list[int]]:
+    """How many weights ComfyUI was to lock in host memory while a transformer streams and leaves; a clone too."""
+    residency: Any = memory.manager_of(loaded_for("ltx"))
+    found: dict[str, list[int]] = {}
+    count = 0
+
+    def lock(_tensor: torch.Tensor) -> bool:
+        nonlocal count
+        count += 1
+        return False
+
+    for kind in (PLAIN, DISK):
+        residency.patchers.clear()
+        residency.terms = replace(residency.terms, host=HostWeights({"transformer": kind}))
+        found[kind] = []
+        for patcher in (residency.patcher, residency.patcher.clone()):
+            for room in (1.0, 1e12):
+                count = 0
+                with state(pin_memory=lock), torch.inference_mode(False), torch.no_grad():
+                    patcher.partially_load(patcher.load_device, room)
+                    if room > 1.0:
+                        patcher.partially_unload(patcher.offload_device, room)
+                found[kind].append(count)
+                memory.unload(patcher)
+    return found
+
+
+def dense_asked() -> dict[str, Any]:
+    """How often packed layers are made dense while a part comes and leaves, and where their weight is said to be."""
+    loaded = loaded_for("ltx", weights="fp8")
+    patcher = loaded.residency.patcher
+    layers = [leaf for leaf in patcher.model.fill().modules() if isinstance(leaf, StoredLinear)]
+    counts, dense = [0], StoredLinear.dense
+
+    def counted(self: StoredLinear, dtype: torch.dtype) -> torch.Tensor:
+        counts[0] += 1
+        return dense(self, dtype)
+
+    StoredLinear.dense = counted
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            patcher.partially_load(patcher.load_device, 1e12)
+            freed = patcher.partially_unload(patcher.offload_device, 1.0)
+            found = {"layers": len(layers), "freed": freed, "dense": counts[0]}
+            resident: Any = next(leaf for leaf in layers if leaf.stored.device.type != "cpu")
+            for name in ("acc", "acc:0", "acc:7", "cpu"):
+                resident.runs_on = torch.device(name)
+                found[name] = str(resident.weight.device)
+    finally:
+        StoredLinear.dense = dense
+    memory.unload(patcher)
+    return found
+
+
+def one_dead() -> list[int]:
+    """Bytes that ComfyUI could take, without and with a patcher in its list that nobody holds any more."""
+    loaded = loaded_for("ltx")
+    with loaded.residency.hold("transformer"):
+        found = [memory.evictable_bytes()]
+    gone = comfy.model_patcher.ModelPatcher(nn.Linear(2, 2), management.get_torch_device(), torch.device("cpu"))
+    item = management.LoadedModel(gone)
+    management.current_loaded_models.append(item)
+    del gone
+    try:
+        return [*found, memory.evictable_bytes(), loaded.residency.patcher.loaded_size()]
+    finally:
+        management.current_loaded_models.remove(item)
+
+
+def refused_once() -> dict[str, Any]:
+    """Memory runs out once while a part moves, then another model comes: shares on the device as stages go by."""
+    ours, other = loaded_for("ltx"), loaded_for("mochi")
+    management.unload_all_models()
+    patchers, seen, left = [pipeline.residency.patcher for pipeline in (ours, other)], [], 1
+
+    def full(_operator: str, _arguments: list[Any]) -> None:
+        nonlocal left
+        if left:
+            left -= 1
+            raise torch.OutOfMemoryError("acc out of memory. Tried to allocate 2.00 MiB.")
+
+    def held(pipeline: Any) -> None:
+        with pipeline.residency.hold("transformer"):
+            seen.append([patcher.loaded_size() / patcher.model_size() for patcher in patchers])
+
+    with accelerator.hook("aten::copy_", before=full):
+        held(ours)
+    for pipeline in (other, ours):
+        held(pipeline)
+    return {"seen": seen, "sprung": not left}
 
 
 def flagged(flag: str, weights: str = "auto") -> dict[str, Any]:
