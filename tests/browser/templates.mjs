@@ -12,6 +12,7 @@ const named = process.argv.slice(2).filter((word) => !word.startsWith("--")); //
 async function opensAndRuns({ page }, name) {
   await openTemplate(page, name);
   const prompt = await apiPrompt(page);
+  for (const { inputs } of Object.values(prompt)) delete inputs["video-preview"]; // of core's Load Video, once its video is there
   assert.deepEqual(prompt, prompts.get(name) ?? prompt, "the two modes make different prompts");
   prompts.set(name, prompt);
   if (NEEDS_MODELS.includes(name)) return;
