@@ -23,7 +23,7 @@ from anygpu.pipelines import stages, tiny  # noqa: E402
 from anygpu.pipelines.contract import Latents, Silent  # noqa: E402
 from anygpu.pipelines.estimates import MODE_ORDER, forecast  # noqa: E402
 from anygpu.pipelines.loading import LoadRequest, load  # noqa: E402
-from simulated import accelerator, fitting  # noqa: E402
+from simulated import accelerator, fitting, peers  # noqa: E402
 
 PAGE = ROOT / "docs" / "memory.md"
 FORMS = (
@@ -72,7 +72,7 @@ def bare(folder: Path) -> list[dict[str, Any]]:
             pipe = _diffusers(folder)
             accelerator.reset_peak()
             before = accelerator.traffic()
-            _offload(pipe, mode, device)
+            peers.offloaded(pipe, mode, device)
             with torch.no_grad():
                 pipe(
                     prompt="a red fox",
@@ -156,27 +156,6 @@ def _diffusers(folder: Path) -> Any:
     pipe = LTXPipeline.from_pretrained(build_heavy("ltx", folder), local_files_only=True)
     pipe.set_progress_bar_config(disable=True)
     return pipe
-
-
-def _offload(pipe: Any, mode: str, device: torch.device) -> None:
-    if mode == "none":
-        pipe.to(device)
-    elif mode == "model":
-        pipe.enable_model_cpu_offload(device=device)
-    elif mode == "sequential":
-        pipe.enable_sequential_cpu_offload(device=device)
-    else:
-        for name in ("transformer", "text_encoder", "vae"):
-            from diffusers.hooks import apply_group_offloading
-
-            kind = (
-                {"offload_type": "leaf_level"}
-                if name == "vae"
-                else {"offload_type": "block_level", "num_blocks_per_group": 1}
-            )
-            apply_group_offloading(
-                getattr(pipe, name), onload_device=device, offload_device=torch.device("cpu"), **kind
-            )
 
 
 def megabytes(count: float) -> str:

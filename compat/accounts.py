@@ -20,6 +20,21 @@ KEPT = 24  # stages, the newest last
 GIGABYTE, MEGABYTE = 1e9, 1e6
 
 
+@dataclass(frozen=True, slots=True)
+class StageNeed:
+    """What one stage needs on the device, in bytes: weights of earlier stages that stay, its own, and its activations."""
+
+    name: str
+    kept: int
+    weights: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """Bytes at the stage's peak."""
+        return self.kept + self.weights + self.activations
+
+
 @dataclass(slots=True)
 class StageCost:
     """One stage of one run.

@@ -112,6 +112,17 @@ def record_in(metadata: Mapping[str, str], path: Path) -> dict[str, Any]:
     return record
 
 
+def require_version(path: Path, record: Mapping[str, Any], subject: str, newest: int) -> None:
+    """Raise an InputError where the record of ``subject`` is of a version above ``newest``."""
+    version = record.get("version")
+    if isinstance(version, int) and version > newest:
+        raise InputError(
+            f"{subject} of version {version} in {path.name!r}",
+            expected=f"version {newest} or older",
+            fix="Update AnyGPU.",
+        )
+
+
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in host memory, bit for bit; 16-bit floats travel as integers.
 

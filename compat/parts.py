@@ -24,6 +24,23 @@ class Silent:
         """Nothing."""
 
 
+class Hosted:
+    """What a host's caches recognise a pipeline by that holds models; a residency that the host handed in answers."""
+
+    __slots__ = ()
+    residency: Any
+
+    def get_models(self) -> list[Any]:
+        """The host's own handles of all parts that were used."""
+        listed: Any = getattr(self.residency, "get_models", None)
+        return [] if listed is None else list(listed())
+
+    def is_dynamic(self) -> bool:
+        """Whether the host pages the weights by itself."""
+        asked: Any = getattr(self.residency, "is_dynamic", None)
+        return bool(asked is not None and asked())
+
+
 class Parts(dict[str, nn.Module]):
     """The modules of a pipeline by name, each read from disk on first use.
 

@@ -86,10 +86,6 @@ class Fused:
         form = TRITON if self.form == AUTO else self.form  # auto is taken where Triton launches
         return f"kernels: {done} of {done + self.left_sites} sites fused ({form}){why}"
 
-    def by_kind(self) -> str:
-        """The kinds of sites with their counts."""
-        return ", ".join(f"{count} {kind}" for kind, count in self.sites.items()) or "none"
-
     def set(self, module: Any, name: str, value: Any) -> None:
         """Give ``module`` an attribute of its own until :meth:`restore`."""
         setattr(module, name, value)
@@ -236,13 +232,19 @@ def _attach_rotation(block: Any, fusion: Fusion, found: Fused) -> bool:
     return done == len(fusion.attention)
 
 
+def other_forward(module: Any, arguments: tuple[str, ...]) -> str:
+    """Why the forward of ``module`` is not upstream's with these ``arguments``; empty when it is."""
+    if "forward" in vars(module):
+        return "another rewrite has its forward"
+    found = tuple(inspect.signature(type(module).forward).parameters)[1:]
+    return "" if found == arguments else f"its forward takes ({', '.join(found)})"
+
+
 def _unfit(block: Any, fusion: Fusion) -> str:
     """Why ``block`` is not what the rewrite was written for; empty when it is."""
-    if "forward" in vars(block):
-        return "another rewrite has its forward"
-    arguments = tuple(inspect.signature(type(block).forward).parameters)[1:]
-    if arguments != fusion.arguments:
-        return f"its forward takes ({', '.join(arguments)})"
+    reason = other_forward(block, fusion.arguments)
+    if reason:
+        return reason
     for path, stock in fusion.attention.items():
         attention = block.get_submodule(path)
         if (

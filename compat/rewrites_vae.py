@@ -8,7 +8,6 @@ norms walk through the leaves and never call a block: they keep upstream's opera
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from ..kernels.terms import NO_MODULATION, RMS, GroupNorm, Modulation, Norm
 from .attention_processors import full_name
 from .conv3d_forms import Form
 from .offload import borrow, own_tensors
-from .rewrites import RMS_NORMS, Fused
+from .rewrites import RMS_NORMS, Fused, other_forward
 from .rewrites_blocks import FORM, norm_of
 
 AUTOENCODERS = "diffusers.models.autoencoders.autoencoder_kl_"
@@ -90,11 +89,9 @@ def fused_vae(vae: nn.Module, form: str = AUTO) -> Fused:
 
 def _unfit(module: Any, fusion: Fusion) -> str:
     """Why ``module`` is not what the rewrite was written for; empty when it is."""
-    if "forward" in vars(module):
-        return "another rewrite has its forward"
-    arguments = tuple(inspect.signature(type(module).forward).parameters)[1:]
-    if arguments != fusion.arguments:
-        return f"its forward takes ({', '.join(arguments)})"
+    reason = other_forward(module, fusion.arguments)
+    if reason:
+        return reason
     if type(getattr(module, fusion.activation)) is not nn.SiLU:
         return f"{fusion.activation} is a {type(getattr(module, fusion.activation)).__name__}"
     if getattr(getattr(module, "dropout", None), "p", 0.0) and module.training:

@@ -19,7 +19,7 @@ from ..compat.device import GIBIBYTE, DeviceFacts, facts_for, free_bytes
 from ..compat.errors import CheckpointError, InputError
 from ..compat.execution import HOST
 from ..compat.offload import Terms, residency_for
-from ..compat.parts import Parts, Prepare, Reader, Silent
+from ..compat.parts import Hosted, Parts, Prepare, Reader, Silent
 from ..compat.precision import Precision, precision_for
 from . import networks, vae
 from .compiling import Compiler
@@ -72,7 +72,7 @@ class PaintRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedPaint:
+class LoadedPaint(Hosted):
     """A paint pipeline that is ready to run.
 
     Args:
@@ -99,16 +99,6 @@ class LoadedPaint:
     def patcher(self) -> Any:
         """The host's own handle of a part in use, where it manages the memory; else None."""
         return next(iter(self.get_models()), None)
-
-    def get_models(self) -> list[Any]:
-        """The host's own handles of all parts that were used: by these its caches recognise what holds models."""
-        listed: Any = getattr(self.residency, "get_models", None)
-        return [] if listed is None else list(listed())
-
-    def is_dynamic(self) -> bool:
-        """Whether the host pages the weights by itself."""
-        asked: Any = getattr(self.residency, "is_dynamic", None)
-        return bool(asked is not None and asked())
 
     def __repr__(self) -> str:
         return f"<{self.family} {self.variant} {self.source.name!r}: {self.precision}; {self.residency}>"

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..compat.accounts import StageNeed
 from ..compat.execution import HOST
 from .layers import FED_TOKENS
 from .pbr import MATERIALS
@@ -73,24 +74,9 @@ class PartBytes:
         return self.block if mode == "group" and part in BY_BLOCK else self.layer
 
 
-@dataclass(frozen=True, slots=True)
-class PaintNeed:
-    """What one stage needs: weights of earlier stages that stay, its own, and its activations, in bytes."""
-
-    name: str
-    kept: int
-    weights: int
-    activations: int
-
-    @property
-    def total(self) -> int:
-        """Bytes at the stage's peak."""
-        return self.kept + self.weights + self.activations
-
-
 def paint_needs(
     loaded: Any, view_size: int = 0, views: int = 0, guided: bool | None = None, mode: str = "", references: int = 1
-) -> tuple[PaintNeed, ...]:
+) -> tuple[StageNeed, ...]:
     """What each stage of a paint or delight pipeline needs, in the order they run.
 
     Args:
@@ -117,7 +103,7 @@ def paint_needs(
         if part not in loaded.weights:
             continue
         kept = sum(size for other, size in stays.items() if other != part)
-        found.append(PaintNeed(name, kept, loaded.weights[part].resident(mode, part), activations))
+        found.append(StageNeed(name, kept, loaded.weights[part].resident(mode, part), activations))
         if mode == "none" and not part.endswith("_encoder"):  # these leave after their one use
             stays[part] = loaded.weights[part].total
     return tuple(found)

@@ -89,11 +89,6 @@ class UNetShape:
             groups=int(config["norm_num_groups"]),
         )
 
-    @property
-    def reduction(self) -> int:
-        """By how much the deepest level is smaller than the input."""
-        return 2 ** (len(self.widths) - 1)
-
 
 class Block(nn.Module):
     """Residual blocks of one level, each with its transformer where the level attends, then a change of size."""

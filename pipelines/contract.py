@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ..compat.parts import Parts
+from ..compat.parts import Hosted, Parts
 from ..compat.parts import Silent as Silent
 
 LATENT_VERSION = 1
@@ -56,7 +56,7 @@ class Residency(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(Hosted):
     """A pipeline that is ready to run: what it is, its parts, and what was decided for this device.
 
     ``tools`` are the small things beside the modules (tokenizers, scheduler, image processors), read on first use.
@@ -84,22 +84,10 @@ class Loaded:
     def __repr__(self) -> str:
         return f"<{self.family} {self.variant} {self.source.name!r}: {self.precision}; {self.residency}>"
 
-    # By these three a host's caches recognise what holds models. A residency that the host handed in answers them.
-
     @property
     def patcher(self) -> Any:
         """The host's own handle of the transformer, where it manages the memory; else None."""
         return getattr(self.residency, "patcher", None)
-
-    def get_models(self) -> list[Any]:
-        """The host's own handles of all parts that were used."""
-        listed: Any = getattr(self.residency, "get_models", None)
-        return [] if listed is None else list(listed())
-
-    def is_dynamic(self) -> bool:
-        """Whether the host pages the weights by itself."""
-        asked: Any = getattr(self.residency, "is_dynamic", None)
-        return bool(asked is not None and asked())
 
 
 class Tools(dict[str, Any]):

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ..compat.errors import CheckpointError, InputError
-from ..compat.latent_files import finite, read_record, record_in, write_record
+from ..compat.errors import CheckpointError
+from ..compat.latent_files import finite, read_record, record_in, require_version, write_record
 from . import musubi
 from .contract import Loaded, Prompt
 from .families import FAMILIES, family_named
@@ -85,13 +85,7 @@ def _own(path: Path, tensors: Mapping[str, torch.Tensor], record: Mapping[str, A
             expected="an encoded prompt of a video family",
             fix="Choose a file that AnyGPU Save Prompt or Musubi Tuner wrote.",
         )
-    version = record.get("version")
-    if isinstance(version, int) and version > PROMPT_VERSION:
-        raise InputError(
-            f"a prompt of version {version} in {path.name!r}",
-            expected=f"version {PROMPT_VERSION} or older",
-            fix="Update AnyGPU.",
-        )
+    require_version(path, record, "a prompt", PROMPT_VERSION)
     count = record.get("sections", 0)
     names = [EMBEDS, NEGATIVE, *(f"{SECTION}.{index}" for index in range(count if isinstance(count, int) else 0))]
     groups = {group: _group(group, tensors) for group in names}

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..compat.accounts import StageNeed
 from . import fits
 from .contract import Loaded
 from .family import Family
@@ -96,21 +97,6 @@ class Size:
     guided: bool = False
     window: int = 9
     text: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class StageNeed:
-    """What one stage needs on the device: weights of earlier stages that stay, its own, and its activations."""
-
-    name: str
-    kept: int
-    weights: int
-    activations: int
-
-    @property
-    def total(self) -> int:
-        """Bytes at the stage's peak."""
-        return self.kept + self.weights + self.activations
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..compat.errors import CheckpointError, InputError
-from ..compat.latent_files import dtype_name, finite, metadata_of, read_record, record_in, write_record
+from ..compat.latent_files import dtype_name, finite, metadata_of, read_record, record_in, require_version, write_record
 from . import musubi
 from .contract import LATENT_VERSION
 from .exchange import KEY, PLAIN, samples_of
@@ -136,13 +136,7 @@ def _own(path: Path, tensors: Mapping[str, torch.Tensor], record: Mapping[str, A
 
 def _checked(path: Path, samples: torch.Tensor, record: Mapping[str, Any]) -> dict[str, Any]:
     """What our nodes carry along, from a file's record that may have been edited."""
-    version = record.get("version")
-    if isinstance(version, int) and version > LATENT_VERSION:
-        raise InputError(
-            f"latents of version {version} in {path.name!r}",
-            expected=f"version {LATENT_VERSION} or older",
-            fix="Update AnyGPU.",
-        )
+    require_version(path, record, "latents", LATENT_VERSION)
     wrong = [name for name in PLAIN if name not in record]
     wrong += [name for name in NUMBERS if name in record and type(record[name]) is not int]
     wrong += [] if list(samples.shape) == record.get("shape") else ["shape"]

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from io import BytesIO
 from pathlib import Path
 
@@ -139,23 +139,29 @@ def own(tmp_path: Path, tiny_folder: Path, server: Server) -> Iterator[Server]:
         mine.stop()
 
 
+def killed(server: Server, graph: Graph, when: Callable[[str], bool]) -> Client:
+    """A connection to ``server``, started again after kill -9 in the run of a graph, at a node of which ``when`` is true."""
+
+    def kill(node: str, run: Run) -> bool:
+        if when(node):
+            assert server._process is not None
+            os.kill(server._process.pid, signal.SIGKILL)
+            server._process.wait(10)
+            raise Killed
+        return False
+
+    with pytest.raises(Killed):
+        Client(server.url).run(graph.prompt, cancel_when=kill)
+    server.port = 0
+    return Client(server.start().url)
+
+
 def test_a_killed_decode_costs_nothing(own: Server) -> None:
     """kill -9 in decode; after a restart, which empties the temporary folder, the newest kept latents decode."""
     graph = text_to_video(own.model(MODEL), **sampling(width=128, height=128, frames=17))
     graph.prompt = pictured(graph.prompt)
 
-    def kill(node: str, run: Run) -> bool:
-        if node == DECODE:
-            assert own._process is not None
-            os.kill(own._process.pid, signal.SIGKILL)
-            own._process.wait(10)
-            raise Killed
-        return False
-
-    with pytest.raises(Killed):
-        Client(own.url).run(graph.prompt, cancel_when=kill)
-    own.port = 0
-    client = Client(own.start().url)
+    client = killed(own, graph, lambda node: node == DECODE)
     assert not list((own.base / "temp").glob("**/*.safetensors"))
     run = client.run(decoded_from("AnyGPURecoverLatents", kept="newest").prompt)
     recovered = videos.pictures(own, run)
@@ -169,18 +175,7 @@ def test_a_killed_framepack_goes_on_after_its_last_finished_section(own: Server)
         own.model(model)
     graph, sample = film(seed=2)
 
-    def kill(node: str, run: Run) -> bool:
-        if any("section 2 of" in text for text in own.unfinished()):
-            assert own._process is not None
-            os.kill(own._process.pid, signal.SIGKILL)
-            own._process.wait(10)
-            raise Killed
-        return False
-
-    with pytest.raises(Killed):
-        Client(own.url).run(graph.prompt, cancel_when=kill)
-    own.port = 0
-    client = Client(own.start().url)
+    client = killed(own, graph, lambda node: any("section 2 of" in text for text in own.unfinished()))
     again = client.run(graph.prompt)
     assert again.ending == "execution_success", again.message
     assert any("goes on after section" in text for text in again.texts_of(sample))

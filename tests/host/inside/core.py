@@ -19,8 +19,9 @@ from anygpu.pipelines import exchange, lora, stages
 from anygpu.pipelines.contract import FramePackSettings, SampleSettings, Silent
 from safetensors.torch import save_file
 
-from host.inside.device import CASES, bytes_on_device, encoded, loaded_for, state
+from host.inside.device import CASES, bytes_on_device, encoded, loaded_for
 from host.inside.memory import factors
+from host.inside.sight import state
 
 SIGMAS = (1.0, 0.8, 0.4, 0.0)
 CFG, SEED = 2.0, 3

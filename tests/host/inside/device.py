@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,19 +47,6 @@ def played(scene: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         finally:
             management.unload_all_models()
             gc.collect()
-
-
-@contextmanager
-def state(**values: Any) -> Iterator[None]:
-    """Some of ComfyUI's own settings, as its flags would set them."""
-    before = {name: getattr(management, name) for name in values}
-    for name, value in values.items():
-        setattr(management, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(management, name, value)
 
 
 def loaded_for(name: str, precision: str = "fp32", device: Any = None, heavy: bool = False, **chosen: Any) -> Loaded:

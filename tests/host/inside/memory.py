@@ -24,8 +24,8 @@ from safetensors.torch import save_file
 from simulated import accelerator
 from torch import nn
 
-from host.inside.device import CASES, bytes_on_device, distance, encoded, loaded_for, rendered, sampled, state
-from host.inside.sight import RESERVE
+from host.inside.device import CASES, bytes_on_device, distance, encoded, loaded_for, rendered, sampled
+from host.inside.sight import RESERVE, state
 
 
 def full_and_none(name: str) -> dict[str, Any]:

@@ -16,7 +16,8 @@ from anygpu.paint.sampling import PaintSettings
 from anygpu.paint.synthetic import box
 from simulated import accelerator
 
-from host.inside.device import bytes_on_device, state
+from host.inside.device import bytes_on_device
+from host.inside.sight import state
 
 PICTURE = torch.rand(48, 64, 4, generator=torch.Generator().manual_seed(0))
 SETTINGS = texturing.OneStep(

@@ -14,6 +14,19 @@ RESERVE = 1 << 16  # bytes that ComfyUI keeps free here: as small beside these m
 
 
 @contextmanager
+def state(**values: Any) -> Iterator[None]:
+    """Some of ComfyUI's own settings, as its flags would set them."""
+    before = {name: getattr(management, name) for name in values}
+    for name, value in values.items():
+        setattr(management, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(management, name, value)
+
+
+@contextmanager
 def seen_by_comfyui(device: torch.device) -> Iterator[None]:
     """ComfyUI takes ``device`` for its GPU, and its free memory for what is free."""
 
@@ -39,11 +52,5 @@ def seen_by_comfyui(device: torch.device) -> Iterator[None]:
         "current_loaded_models": management.current_loaded_models,
         "DISABLE_SMART_MEMORY": False,
     }
-    before = {name: getattr(management, name) for name in answers}
-    for name, answer in answers.items():
-        setattr(management, name, answer)
-    try:
+    with state(**answers):
         yield
-    finally:
-        for name, answer in before.items():
-            setattr(management, name, answer)

@@ -15,8 +15,9 @@ from anygpu.pipelines.estimates import Size, forecast
 from simulated import accelerator
 
 from host.inside.core import SEED, SHAPES, USUAL_SHAPE, cores
-from host.inside.device import CASES, bytes_on_device, encoded, loaded_for, sampled, state
+from host.inside.device import CASES, bytes_on_device, encoded, loaded_for, sampled
 from host.inside.memory import Said
+from host.inside.sight import state
 
 
 def core_vae() -> Any:
