@@ -22,9 +22,12 @@ if not __package__:  # run as `python path/to/pack/cli.py`: load the folder as t
     _spec.loader.exec_module(sys.modules["anygpu"])
     __package__ = "anygpu"
 
-from .compat import attention, compiling, offload, precision, rewrites, rewrites_vae, step_cache
+from .compat import precision
+from .compat.device.vae_policy import METHODS
 from .compat.errors import InputError, PackError
-from .compat.vae_care import METHODS
+from .compat.memory import offloader
+from .compat.transforms import attention, fused, fused_vae, step_cache
+from .compat.transforms import compile as compiling
 from .pipelines.family import FITS, SCHEDULERS
 
 STATE = "~/.cache/anygpu"
@@ -59,7 +62,7 @@ class Printed:
 
 def report(arguments: argparse.Namespace) -> int:
     """Print the device, what it answered, and what is decided on it for every family."""
-    from .pipelines.hardware import hardware_report
+    from .pipelines.report import hardware_report
 
     if arguments.kernels:
         return _kernels(arguments)
@@ -71,17 +74,17 @@ def report(arguments: argparse.Namespace) -> int:
 
 def _kernels(arguments: argparse.Namespace) -> int:
     """Print what each fused operation gives on the device; 1 where one is wrong."""
-    from .compat.device import facts_for
+    from .compat.device.facts import facts_for
 
     facts = facts_for(arguments.device)
-    print(f"{facts}: {rewrites.why_here(facts.device)}")
-    for family in rewrites.PUBLISHED:
-        sites = rewrites.published_sites(family)
+    print(f"{facts}: {fused.why_here(facts.device)}")
+    for family in fused.PUBLISHED:
+        sites = fused.published_sites(family)
         kinds = ", ".join(f"{count} {kind}" for kind, count in sites.items())
-        total, decoder = sum(sites.values()), rewrites_vae.PUBLISHED[family]
+        total, decoder = sum(sites.values()), fused_vae.PUBLISHED[family]
         print(f"{family}: {total} sites in the published transformer: {kinds}; {decoder} in the VAE's decoder")
     wrong = 0
-    for one in rewrites.kernel_trials(facts.device):
+    for one in fused.kernel_trials(facts.device):
         print(one, flush=True)
         wrong += not one.right
     return 1 if wrong else 0
@@ -89,8 +92,8 @@ def _kernels(arguments: argparse.Namespace) -> int:
 
 def check(arguments: argparse.Namespace) -> int:
     """Try on the device what has failed on people's devices; 1 when something fails that would be used."""
-    from .compat.check import exit_code
-    from .pipelines.hardware import hardware_check
+    from .compat.device.check import exit_code
+    from .pipelines.report import hardware_check
 
     found = []
     for one in hardware_check(arguments.device, Path(arguments.state).expanduser()):
@@ -119,8 +122,8 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float]:
     import torch
 
     from .pipelines import stages
-    from .pipelines.contract import FramePackSettings, PromptRequest, SampleSettings
-    from .pipelines.loading import LoadRequest, load
+    from .pipelines.base import FramePackSettings, PromptRequest, SampleSettings
+    from .pipelines.loading.folder import LoadRequest, load
     from .pipelines.speed import with_step_cache
 
     request = LoadRequest(
@@ -178,7 +181,7 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float]:
 
 def _adapted(loaded: Any, arguments: argparse.Namespace, progress: Any) -> Any:
     """The pipeline with each ``--lora``, in turn."""
-    from .pipelines.lora import named, with_lora
+    from .pipelines.loading.lora import named, with_lora
 
     for text in arguments.lora:
         loaded = with_lora(loaded, *named(text), "separate", progress)
@@ -222,7 +225,7 @@ def main(words: Sequence[str] | None = None) -> int:
 def _images(loaded: Any, arguments: argparse.Namespace, progress: Any) -> tuple[Any, Any]:
     """The image condition of ``--image`` and ``--end-image``, and the start picture itself."""
     from .pipelines import stages
-    from .pipelines.contract import ImageRequest
+    from .pipelines.base import ImageRequest
     from .pipelines.movie import read_frames
 
     condition, start = None, None
@@ -238,8 +241,8 @@ def _images(loaded: Any, arguments: argparse.Namespace, progress: Any) -> tuple[
 
 def _memory(arguments: argparse.Namespace) -> int:
     """Print what the last stages of all pipelines cost on this machine, and what is free now."""
-    from .compat.accounts import amount_of, kept_stages
-    from .compat.device import facts_for, free_bytes, host_free_bytes
+    from .compat.device.facts import facts_for, free_bytes, host_free_bytes
+    from .compat.memory.statistics import amount_of, kept_stages
 
     facts = facts_for(arguments.device)
     free = free_bytes(facts.device)
@@ -311,9 +314,9 @@ def _render_arguments(parser: argparse.ArgumentParser) -> None:
     add("--fit", choices=FITS, default=FITS[0])
     add("--scheduler", choices=SCHEDULERS, default="auto")
     add("--precision", choices=precision.CHOICES, default="auto")
-    add("--offload", choices=offload.CHOICES, default="auto")
+    add("--offload", choices=offloader.CHOICES, default="auto")
     add("--attention", choices=attention.CHOICES, default="auto", help="kernel of the transformer's attention")
-    add("--kernels", choices=rewrites.CHOICES, default="auto", help="fused kernels in the transformer's blocks")
+    add("--kernels", choices=fused.CHOICES, default="auto", help="fused kernels in the transformer's blocks")
     add("--compile", action="store_true", help="compile the transformer's blocks: slow first run, faster later ones")
     add("--compile-mode", choices=tuple(compiling.MODES), default="default")
     add("--compile-dynamic", choices=tuple(compiling.DYNAMIC), default="text")

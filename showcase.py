@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from .compat.device import facts_for
+from .compat.device.facts import facts_for
 from .paint import demo
 from .pipelines import stages, tiny
-from .pipelines.contract import FramePackSettings, ImageRequest, Latents, Loaded, PromptRequest, SampleSettings, Silent
+from .pipelines.base import FramePackSettings, ImageRequest, Latents, Loaded, PromptRequest, SampleSettings, Silent
 from .pipelines.grid import snap
-from .pipelines.loading import LoadRequest, load
+from .pipelines.loading.folder import LoadRequest, load
 from .pipelines.movie import read_frames, write_mp4
 
 EQUAL = 1e-5  # frames in 0..1: where padding is trimmed, sums are taken in another order

@@ -65,14 +65,14 @@ BLOCKS = {"ltx": ltx, "hunyuan_video": hunyuan_video, "mochi": mochi}
 
 def forms(block: nn.Module, device: torch.device):
     """The block in each form, on ``device``."""
-    from anygpu.compat.attention_processors import attended
-    from anygpu.compat.compiling import Compilation, CompileSettings
-    from anygpu.compat.rewrites import fused
+    from anygpu.compat.transforms.attention_processors import attended
+    from anygpu.compat.transforms.compile import Compilation, CompileSettings
+    from anygpu.compat.transforms.fused import fuse
 
     for name in ("neither", "kernels", "compile", "both"):
         model = Blocks(copy.deepcopy(block))
         if name in ("kernels", "both"):
-            fused(model, "auto" if device.type == "cuda" else "reference")
+            fuse(model, "auto" if device.type == "cuda" else "reference")
         attended(model, functional.scaled_dot_product_attention)
         compilation = Compilation(CompileSettings()) if name in ("compile", "both") else None
         if compilation is not None:

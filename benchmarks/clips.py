@@ -28,10 +28,10 @@ FORMS = {"neither": ("off", False), "kernels": ("auto", False), "compile": ("off
 
 def clips(model: Path, arguments: argparse.Namespace):
     """For each form a function that makes one clip, and its pipeline."""
-    from anygpu.compat.compiling import CompileSettings
+    from anygpu.compat.transforms.compile import CompileSettings
     from anygpu.pipelines import stages
-    from anygpu.pipelines.contract import PromptRequest, SampleSettings, Silent
-    from anygpu.pipelines.loading import LoadRequest, load
+    from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
+    from anygpu.pipelines.loading.folder import LoadRequest, load
     from anygpu.pipelines.speed import SpeedRequest
 
     settings = SampleSettings(arguments.width, arguments.height, arguments.frames, arguments.steps, SEED)
@@ -99,7 +99,7 @@ def main() -> int:
         append("clips", rows(Path(arguments.model), arguments))
         return 0
     from anygpu.pipelines import tiny
-    from anygpu.pipelines.tiny.heavy import build_heavy
+    from anygpu.tests.heavy import build_heavy
 
     torch.set_num_threads(1)
     if arguments.heavy:

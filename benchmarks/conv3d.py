@@ -25,8 +25,8 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from anygpu.compat.conv3d_forms import Form, Geometry, convolved, covers, padded
-from anygpu.compat.device import facts_for
+from anygpu.compat.device.facts import facts_for
+from anygpu.compat.transforms.conv3d_forms import Form, Geometry, convolved, covers, padded
 
 RESULTS = Path(__file__).parent / "results" / "conv3d.csv"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

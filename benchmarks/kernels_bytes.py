@@ -220,14 +220,14 @@ DECODES = (
 def decoded(case: Decode, fused: bool) -> tuple[Bytes, Tensor]:
     """The bytes of one decode, without upstream's mask of all tokens, and its frames."""
     import diffusers
-    from anygpu.compat.attention_vae import frames_attended
-    from anygpu.compat.rewrites_vae import fused_vae
-    from anygpu.pipelines.decode_work import decoder_call
+    from anygpu.compat.transforms.attention_vae import frames_attended
+    from anygpu.compat.transforms.fused_vae import fuse_vae
+    from anygpu.pipelines.vae.tiled import decoder_call
 
     with torch.device("meta"):
         vae = nn.Module.to(getattr(diffusers, case.vae)().eval(), DTYPE)  # its own method warns
     frames_attended(vae, lambda query, key, value, mask=None, causal=False: _attended(query, key, value))
-    if fused and fused_vae(vae).left:
+    if fused and fuse_vae(vae).left:
         raise RuntimeError(f"{case.name}: not rewritten")
     with torch.no_grad(), launched_on_meta(), Attention(), Bytes() as count:
         frames = decoder_call(vae, _empty(*case.latents), None)
@@ -283,8 +283,8 @@ def launched_on_meta() -> Iterator[None]:
 
 def counted(case: Case, fused: bool, safe: bool = False) -> Bytes:
     """The bytes of one call of the block, in bf16, or under safe fp16 with an fp32 residual."""
-    from anygpu.compat import rewrites
-    from anygpu.compat.fp16 import apply_fp16_safe
+    from anygpu.compat.transforms import fused
+    from anygpu.compat.transforms.fp16 import apply_fp16_safe
 
     model = nn.Module()
     with torch.device("meta"):
@@ -299,7 +299,7 @@ def counted(case: Case, fused: bool, safe: bool = False) -> Bytes:
         block.to("meta")
         given = {name: _widened(value) for name, value in given.items()}
     if fused:
-        found = rewrites.fused(model)
+        found = fused.fuse(model)
         if found.left and not safe:
             raise RuntimeError(f"{case.name}: not rewritten: {dict(found.left)}")
         case.prepare(block)

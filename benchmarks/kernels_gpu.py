@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from anygpu.compat.device import facts_for
+from anygpu.compat.device.facts import facts_for
 from anygpu.kernels import activation, group_norm, norm, residual, rope
 from anygpu.kernels.library import AUTO, HAS_TRITON, REFERENCE
 from anygpu.kernels.terms import LAYER, RMS, Gate, GroupNorm, Modulation, Norm, Pair, Tables

@@ -26,10 +26,10 @@ from datetime import date
 from pathlib import Path
 
 import torch
-from anygpu.compat.checkpoints import VIEW_BYTES, declared, read_tensors
-from anygpu.compat.masters import Views, mark_views
-from anygpu.compat.offload import move
-from anygpu.compat.transfer import widened
+from anygpu.compat.checkpoints.weights import VIEW_BYTES, declared, read_tensors
+from anygpu.compat.memory.host_weights import Views, mark_views
+from anygpu.compat.memory.offloader import move
+from anygpu.compat.memory.transfer import widened
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 

@@ -83,7 +83,7 @@ def products(transformer: nn.Module, sums_in_fp16: bool) -> Iterator[None]:
 
 def rows(name: str, loaded, size: tuple[int, int, int]):
     """A row for each lossy choice of one pipeline."""
-    from anygpu.compat.attention_processors import attended
+    from anygpu.compat.transforms.attention_processors import attended
 
     transformer = loaded.parts.read("transformer")
     plain = clip(loaded, *size)[0]
@@ -105,7 +105,7 @@ def rows(name: str, loaded, size: tuple[int, int, int]):
 
 def main() -> int:
     from anygpu.pipelines import tiny
-    from anygpu.pipelines.loading import LoadRequest, load
+    from anygpu.pipelines.loading.folder import LoadRequest, load
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a diffusers folder")

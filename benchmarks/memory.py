@@ -18,11 +18,11 @@ from table import append, machine
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from anygpu.compat.vae_care import Form  # noqa: E402
+from anygpu.compat.device.vae_policy import Form  # noqa: E402
 from anygpu.pipelines import stages, tiny  # noqa: E402
-from anygpu.pipelines.contract import Latents, Silent  # noqa: E402
-from anygpu.pipelines.estimates import MODE_ORDER, forecast  # noqa: E402
-from anygpu.pipelines.loading import LoadRequest, load  # noqa: E402
+from anygpu.pipelines.base import Latents, Silent  # noqa: E402
+from anygpu.pipelines.loading.folder import LoadRequest, load  # noqa: E402
+from anygpu.pipelines.memory.estimates import MODE_ORDER, forecast  # noqa: E402
 from simulated import accelerator, fitting, peers  # noqa: E402
 
 PAGE = ROOT / "docs" / "memory.md"
@@ -150,7 +150,7 @@ def latents_for(loaded: Any, side: int = 128, frames: int = 4) -> Latents:
 
 
 def _diffusers(folder: Path) -> Any:
-    from anygpu.pipelines.tiny.heavy import build_heavy
+    from anygpu.tests.heavy import build_heavy
     from diffusers import LTXPipeline
 
     pipe = LTXPipeline.from_pretrained(build_heavy("ltx", folder), local_files_only=True)

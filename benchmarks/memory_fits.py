@@ -1,8 +1,8 @@
 """The factors of the forecasts, measured and fitted anew: ``python benchmarks/memory_fits.py``.
 
 Every family runs on the simulated device at sizes that no test uses. The rows go to ``results/memory_fits.csv``, each
-with the terms that `pipelines/estimates.py` counts copies of; the copies that fit the last rows of each family best are
-written to `pipelines/fits.py`, so nobody copies a number.
+with the terms that `pipelines/memory/estimates.py` counts copies of; the copies that fit the last rows of each family
+best are written to `pipelines/memory/fit_factors.py`, so nobody copies a number.
 """
 
 from __future__ import annotations
@@ -21,17 +21,11 @@ from table import RESULTS, append, machine
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from anygpu.compat.vae_care import Form  # noqa: E402
-from anygpu.pipelines import estimates, stages  # noqa: E402
-from anygpu.pipelines.contract import (  # noqa: E402
-    FramePackSettings,
-    ImageRequest,
-    Loaded,
-    PromptRequest,
-    SampleSettings,
-    Silent,
-)
-from anygpu.pipelines.estimates import Size  # noqa: E402
+from anygpu.compat.device.vae_policy import Form  # noqa: E402
+from anygpu.pipelines import stages  # noqa: E402
+from anygpu.pipelines.base import FramePackSettings, ImageRequest, Loaded, PromptRequest, SampleSettings, Silent  # noqa: E402
+from anygpu.pipelines.memory import estimates  # noqa: E402
+from anygpu.pipelines.memory.estimates import Size  # noqa: E402
 from simulated import accelerator, fitting  # noqa: E402
 
 TABLE = "memory_fits"
@@ -158,7 +152,7 @@ def _two(values: list[tuple[float, float, float]]) -> tuple[float, float]:
 
 
 def written(found: dict[str, dict[str, float]]) -> str:
-    """The text of `pipelines/fits.py`."""
+    """The text of `pipelines/memory/fit_factors.py`."""
     lines = ["FACTORS: dict[str, dict[str, float]] = {"]
     for family, mine in found.items():
         inner = [f'        "{name}": {mine[name]},' for name in ORDER if name in mine]

@@ -17,6 +17,7 @@ from table import append, machine
 sys.path.insert(0, str(ROOT / "tests"))
 
 from host.inside.asking import Inside
+
 from host.server import NoHost, environment, find_host
 
 SHARES = (1.0, 0.6, 0.4, 0.25, 0.15)

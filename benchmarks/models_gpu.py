@@ -113,16 +113,16 @@ def prepared(model: Model, tiny: bool, device: torch.device, dtype: torch.dtype)
 
 def forms_of(model: Model, module: nn.Module, tiny: bool) -> dict[str, Callable[[], Callable[[], Any]]]:
     """By name, what puts a form on ``module`` and returns what takes it off."""
-    from anygpu.compat.attention_processors import attended
-    from anygpu.compat.compiling import Compilation, CompileSettings
-    from anygpu.compat.rewrites import fused
-    from anygpu.compat.rewrites_vae import fused_vae
+    from anygpu.compat.transforms.attention_processors import attended
+    from anygpu.compat.transforms.compile import Compilation, CompileSettings
+    from anygpu.compat.transforms.fused import fuse
+    from anygpu.compat.transforms.fused_vae import fuse_vae
 
     def form(kernels: bool, graphs: Compilation | None) -> Callable[[], Callable[[], Any]]:
         def put_on() -> Callable[[], Any]:
             undo: list[Callable[[], Any]] = []
             if kernels:
-                done = (fused_vae if model.decodes else fused)(module, "reference" if tiny else "auto")
+                done = (fuse_vae if model.decodes else fuse)(module, "reference" if tiny else "auto")
                 if not done.sites or done.left:
                     raise RuntimeError(f"{model.name}: {done}")
                 undo.append(done.restore)
@@ -236,7 +236,7 @@ def drawn(rows: list[dict[str, Any]]) -> None:
 
 def main() -> int:
     """0 also where there is nothing to measure with; the reason is printed."""
-    from anygpu.compat.device import facts_for
+    from anygpu.compat.device.facts import facts_for
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry", action="store_true")

@@ -49,8 +49,8 @@ def model(folder: Path) -> Path:
 def ours(folder: Path):
     """A function that samples through our stages; prompt encoded and weights read before."""
     from anygpu.pipelines import stages
-    from anygpu.pipelines.contract import PromptRequest, SampleSettings, Silent
-    from anygpu.pipelines.loading import LoadRequest, load
+    from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
+    from anygpu.pipelines.loading.folder import LoadRequest, load
 
     loaded = load(LoadRequest(folder, precision="fp32", device="cpu"))
     prompt = stages.encode_prompt(loaded, PromptRequest(PROMPT), Silent())

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from anygpu.compat.execution import Checked
-from anygpu.compat.parts import Silent
+from anygpu.compat.device.execution import Checked
+from anygpu.compat.memory.parts import Silent
 from anygpu.paint import texturing
-from anygpu.paint.cameras import DEFAULT_VIEWS
-from anygpu.paint.cleaning import cleaned
-from anygpu.paint.mesh import Mesh, Surface, load_mesh
-from anygpu.paint.synthetic import torus
-from anygpu.paint.turntable import turntable
+from anygpu.paint.baking.synthetic import torus
+from anygpu.paint.geometry.cameras import DEFAULT_VIEWS
+from anygpu.paint.geometry.cleaning import cleaned
+from anygpu.paint.geometry.mesh import Mesh, Surface, load_mesh
+from anygpu.paint.geometry.turntable import turntable
 from table import append, machine
 
 SUFFIXES = ("glb", "obj", "ply", "stl")

@@ -23,19 +23,19 @@ from torch import nn
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 
-from anygpu.compat.attention import attention_for
-from anygpu.compat.device import GIBIBYTE, facts_for
-from anygpu.compat.offload import residency_for
-from anygpu.compat.parts import Parts
+from anygpu.compat.device.facts import GIBIBYTE, facts_for
+from anygpu.compat.memory.offloader import residency_for
+from anygpu.compat.memory.parts import Parts
 from anygpu.compat.precision import precision_for
-from anygpu.paint import vae
-from anygpu.paint.cameras import DEFAULT_VIEWS
-from anygpu.paint.layers import Dtypes
+from anygpu.compat.transforms.attention import attention_for
+from anygpu.paint.estimates import PartBytes, paint_needs
+from anygpu.paint.geometry.cameras import DEFAULT_VIEWS
 from anygpu.paint.loading import LoadedPaint
-from anygpu.paint.needs import PartBytes, paint_needs
-from anygpu.paint.networks import networks_for, shape_for
-from anygpu.paint.sampling import PaintInputs, PaintSettings, paint_views
-from anygpu.paint.unet import attended
+from anygpu.paint.networks import vae
+from anygpu.paint.networks.layers import Dtypes
+from anygpu.paint.networks.published import networks_for, shape_for
+from anygpu.paint.networks.unet import attended
+from anygpu.paint.sampling.painting import PaintInputs, PaintSettings, paint_views
 from paint.counting import STABLE_DIFFUSION_VAE
 from simulated import accelerator
 

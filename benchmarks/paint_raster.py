@@ -15,10 +15,10 @@ import statistics
 import time
 
 import torch
-from anygpu.paint.cameras import Camera
-from anygpu.paint.mesh import Mesh, Surface
-from anygpu.paint.raster import CASTERS, face_ids
-from anygpu.paint.views import on_screen
+from anygpu.paint.geometry.cameras import Camera
+from anygpu.paint.geometry.mesh import Mesh, Surface
+from anygpu.paint.geometry.raster import CASTERS, face_ids
+from anygpu.paint.geometry.views import on_screen
 from table import append, machine
 
 CHUNK = 4_000_000

@@ -22,12 +22,12 @@ from table import append, machine
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 
 from anygpu.paint import texturing
-from anygpu.paint.bake import BakeSettings, bake
-from anygpu.paint.cameras import DEFAULT_VIEWS
-from anygpu.paint.fill import filled
-from anygpu.paint.mesh import Surface
-from anygpu.paint.synthetic import torus
-from anygpu.paint.turntable import turntable
+from anygpu.paint.baking.bake import BakeSettings, bake
+from anygpu.paint.baking.fill import filled
+from anygpu.paint.baking.synthetic import torus
+from anygpu.paint.geometry.cameras import DEFAULT_VIEWS
+from anygpu.paint.geometry.mesh import Surface
+from anygpu.paint.geometry.turntable import turntable
 from paint.counting import HALF, stages
 from simulated import accelerator
 

@@ -68,7 +68,7 @@ def ssim(found: torch.Tensor, expected: torch.Tensor) -> float:
 def clip(loaded, width: int, height: int, frames: int) -> tuple[torch.Tensor, float, str]:
     """Frames, seconds of sampling, and what the cache said."""
     from anygpu.pipelines import stages
-    from anygpu.pipelines.contract import FramePackSettings, ImageRequest, PromptRequest, SampleSettings, Silent
+    from anygpu.pipelines.base import FramePackSettings, ImageRequest, PromptRequest, SampleSettings, Silent
 
     heard = Heard()
     with torch.no_grad():
@@ -87,7 +87,7 @@ def clip(loaded, width: int, height: int, frames: int) -> tuple[torch.Tensor, fl
 
 def rows(family: str, loaded, width: int, height: int, frames: int):
     """A row for each kind and preset."""
-    from anygpu.compat.step_cache import ACTS, PRESETS, StepCacheSettings
+    from anygpu.compat.transforms.step_cache import ACTS, PRESETS, StepCacheSettings
     from anygpu.pipelines.speed import with_step_cache
 
     clip(loaded, width, height, frames)  # reads the weights
@@ -116,7 +116,7 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     from anygpu.pipelines import tiny
-    from anygpu.pipelines.loading import LoadRequest, load
+    from anygpu.pipelines.loading.folder import LoadRequest, load
 
     if arguments.model:
         loaded = load(LoadRequest(Path(arguments.model)))

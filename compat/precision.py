@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .device import DeviceFacts
+from .device.facts import DeviceFacts
+from .device.probe_store import Answer
+from .device.quirks import Care, Verdict, care_for, verdict, verdicts
 from .errors import UnsupportedError
-from .probe_store import Answer
-from .quirks import Care, Verdict, care_for, verdict, verdicts
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 

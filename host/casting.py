@@ -18,10 +18,10 @@ import comfy.ops
 import torch
 from torch import nn
 
-from ..compat.accounts import Account
-from ..compat.execution import HOST
-from ..compat.quantized import StoredLinear
-from ..compat.transfer import transfer_for
+from ..compat.checkpoints.packed import StoredLinear
+from ..compat.device.execution import HOST
+from ..compat.memory.statistics import Account
+from ..compat.memory.transfer import transfer_for
 
 OWN = ("weight", "bias")
 WHOLE: tuple[type[nn.Module], ...] = (nn.MultiheadAttention,)  # one fused call reads the weights of their children

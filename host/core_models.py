@@ -22,12 +22,12 @@ import torch
 from torch import nn
 
 from ..compat.errors import UnsupportedError
-from ..pipelines import lora as loras
-from ..pipelines.contract import ImageCondition, Loaded, SampleSettings
-from ..pipelines.driven import TIME, Call, Steering, velocity
-from ..pipelines.families import family_named
-from ..pipelines.needs import beside_transformer
-from .memory import PartPatcher, Shell, manager_of
+from ..pipelines.base import ImageCondition, Loaded, SampleSettings
+from ..pipelines.loading import lora as loras
+from ..pipelines.memory.needs import beside_transformer
+from ..pipelines.registry import family_named
+from ..pipelines.sampling.core_sampler import TIME, Call, Steering, velocity
+from .memory_manager import PartPatcher, Shell, manager_of
 from .patches import patched
 
 PICTURE = "anygpu_image"  # key of our image condition in a CONDITIONING
@@ -126,7 +126,7 @@ class HunyuanVideo(CoreShell, comfy.model_base.HunyuanVideo):
     def furnish(self, loaded: Loaded) -> None:
         """As all; the 33-channel checkpoint is given picture and mask beside the noise."""
         super().furnish(loaded)
-        from ..pipelines.hunyuan_video import LATENT_CONCAT, image_condition
+        from ..pipelines.families.hunyuan_video.pipeline import LATENT_CONCAT, image_condition
 
         if image_condition(loaded.configs[TRANSFORMER]) == LATENT_CONCAT:
             self.concat_keys = ("concat_image", "mask_inverted")

@@ -7,7 +7,7 @@ from typing import Any
 from comfy_execution.graph_utils import ExecutionBlocker
 
 from ..compat.errors import InputError
-from ..pipelines.contract import ImageCondition, Loaded
+from ..pipelines.base import ImageCondition, Loaded
 from .core_models import PICTURE, adapted_model_of, model_of
 from .core_vae import vae_of
 

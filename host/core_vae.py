@@ -10,10 +10,12 @@ import comfy.sd
 import torch
 from torch import nn
 
-from ..pipelines import exchange, hunyuan_video, stages
-from ..pipelines.contract import Loaded
-from ..pipelines.families import family_named
-from .memory import PartPatcher, manager_of
+from ..pipelines import stages
+from ..pipelines.base import Loaded
+from ..pipelines.families.hunyuan_video import pipeline as hunyuan_video
+from ..pipelines.latents import convert as exchange
+from ..pipelines.registry import family_named
+from .memory_manager import PartPatcher, manager_of
 from .progress import NodeProgress
 
 

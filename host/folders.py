@@ -6,10 +6,10 @@ from pathlib import Path
 
 import folder_paths
 
-from ..compat.device import facts_for
+from ..compat.device.facts import facts_for
 from ..compat.errors import CheckpointError
-from ..pipelines.downloads import remedy
-from ..pipelines.loading import find_models
+from ..pipelines.loading.folder import find_models
+from ..pipelines.loading.published import remedy
 
 MODEL_KEYS = ("diffusers", "diffusion_models")
 ENCODER_KEYS = ("diffusers", "clip_vision", "style_models")

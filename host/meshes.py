@@ -12,7 +12,7 @@ import folder_paths
 import torch
 
 from ..compat.errors import CheckpointError, InputError
-from ..paint.mesh import FORMATS, Mesh, load_mesh
+from ..paint.geometry.mesh import FORMATS, Mesh, load_mesh
 from ..paint.texturing import Texture
 from .api import Types
 

@@ -9,8 +9,8 @@ import comfy
 import folder_paths
 
 from ..compat.errors import CheckpointError
-from ..pipelines.composing import AUTO, Files
-from ..pipelines.formats import ENDINGS, kinds
+from ..pipelines.loading.formats import ENDINGS, kinds
+from ..pipelines.loading.single_file import AUTO, Files
 
 NO_FILE = "no file found"
 # The model folders in which each part is looked for; the first is where a new file goes. ``unet`` and ``clip``, the

@@ -18,7 +18,7 @@ import torch
 from ..compat.errors import CheckpointError
 from ..paint.loading import PAGES, is_paint_folder
 from ..paint.pictures import saved
-from ..paint.sampling import Painted
+from ..paint.sampling.painting import Painted
 from .folders import AUTO, MODEL_KEYS, kept_folder
 from .progress import NodeProgress
 

@@ -15,7 +15,7 @@ import torch
 from comfy.model_patcher import LowVramPatch, ModelPatcher
 from torch import nn
 
-from ..compat.quantized import StoredLinear
+from ..compat.checkpoints.packed import StoredLinear
 from .casting import PackedLeaf
 
 AROUND = ".base_layer"  # where peft has the layer that it was put around

@@ -14,8 +14,8 @@ import latent_preview
 import torch
 from server import PromptServer
 
-from .panel import memory_now
-from .runs import NodeRun
+from .server.panel import memory_now
+from .server.runs import NodeRun
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import folder_paths
 from comfy.cli_args import args
 
 from ..compat.errors import CheckpointError, InputError
-from ..pipelines.latent_store import Origin, kind_of
+from ..pipelines.latents.store import Origin, kind_of
 
 SUFFIXES = (".safetensors", ".latent")
 DEEPEST = 4

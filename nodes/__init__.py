@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from ..host.api import ComfyExtension, io
-from ..host.routes import add_routes
+from ..host.server.routes import add_routes
 from .composing import ComposePipeline
 from .decoding import Decode
 from .downloading import DownloadModel

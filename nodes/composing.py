@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..compat import attention, offload, plan, precision, quantized
-from ..host import core_outputs, folders, memory, model_files
+from ..compat import precision
+from ..compat.checkpoints import packed
+from ..compat.memory import offloader, planned
+from ..compat.transforms import attention
+from ..host import core_outputs, folders, memory_manager, model_files
 from ..host.api import io
 from ..host.progress import NodeProgress
-from ..pipelines.cards import status_of
-from ..pipelines.loading import LoadRequest, load, variant_choices
+from ..pipelines.decisions import status_of
+from ..pipelines.loading.folder import LoadRequest, load, variant_choices
 from .memory import device_inputs
 from .sockets import CATEGORY, Pipeline
 from .speed import lossy_inputs, speed_inputs, speed_request
@@ -19,16 +22,16 @@ TASKS = ("auto", "text", "image")
 
 def weight_inputs() -> list[Any]:
     """The optional inputs of a loading node about how weights are kept, in this order, last."""
-    meanings = " ".join(f"{choice}: {meaning}." for choice, meaning in quantized.MEANINGS.items())
+    meanings = " ".join(f"{choice}: {meaning}." for choice, meaning in packed.MEANINGS.items())
     return [
         io.Combo.Input(
-            "weights", options=list(quantized.CHOICES), default="auto", optional=True, advanced=True,
+            "weights", options=list(packed.CHOICES), default="auto", optional=True, advanced=True,
             tooltip="How the transformer's weights are kept in memory, apart from what computes. " + meanings
             + " In HunyuanVideo: 24 GB as bf16, about 15 as fp8 or int8. Every offload mode takes them; precision fp16-safe "
             "takes only auto.",
         ),
         io.Combo.Input(
-            "text_weights", options=list(quantized.CHOICES), default="auto", optional=True, advanced=True,
+            "text_weights", options=list(packed.CHOICES), default="auto", optional=True, advanced=True,
             tooltip="The same for the text encoders. T5-XXL: 9.5 GB as bf16, about 5 as fp8 or int8. Every offload mode takes "
             "them.",
         ),
@@ -85,9 +88,9 @@ class ComposePipeline(io.ComfyNode):
                     tooltip="What computes; as in AnyGPU Load Pipeline.",
                 ),
                 io.Combo.Input(
-                    "offload", options=list(offload.CHOICES), default="auto",
+                    "offload", options=list(offloader.CHOICES), default="auto",
                     tooltip="auto: the fastest that fits. "
-                    + " ".join(f"{mode}: {cost}." for mode, cost in offload.COSTS.items()),
+                    + " ".join(f"{mode}: {cost}." for mode, cost in offloader.COSTS.items()),
                 ),
                 io.Combo.Input(
                     "variant", options=variant_choices(), default="auto", advanced=True,
@@ -136,10 +139,10 @@ class ComposePipeline(io.ComfyNode):
         files = model_files.chosen_files(task, transformer=transformer, **named)
         request = LoadRequest(
             files.parts["transformer"], folders.lender_folder(base), None, variant, precision, offload,
-            memory.compute_device(), attention=attention, state=folders.state_folder(), files=files,
-            weights=weights, text_weights=text_weights, devices=plan.places(transformer_device, text_device, vae_device),
+            memory_manager.compute_device(), attention=attention, state=folders.state_folder(), files=files,
+            weights=weights, text_weights=text_weights, devices=planned.places(transformer_device, text_device, vae_device),
             keep_free_gb=keep_free_gb, speed=speed_request(**speed),
         )
-        pipeline = load(request, progress, memory.make_room, memory.managed)
+        pipeline = load(request, progress, memory_manager.make_room, memory_manager.managed)
         progress.finish("\n".join((status_of(pipeline), *pipeline.notes)))
         return io.NodeOutput(pipeline, *core_outputs.beside(pipeline))

@@ -5,12 +5,13 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Any
 
-from ..compat.vae_care import METHODS, Form
+from ..compat.device.vae_policy import METHODS, Form
 from ..host import preview
 from ..host.api import InputImpl, Types, io
 from ..host.progress import NodeProgress
-from ..pipelines import exchange, stages
-from ..pipelines.cards import in_short
+from ..pipelines import stages
+from ..pipelines.decisions import in_short
+from ..pipelines.latents import convert as exchange
 from .sockets import CATEGORY, Pipeline
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from ..host import folders
 from ..host.api import io
 from ..host.progress import NodeProgress
-from ..pipelines import downloading
+from ..pipelines.loading import download
 from .sockets import CATEGORY
 
 
@@ -28,12 +28,12 @@ class DownloadModel(io.ComfyNode):
             is_output_node=True,
             inputs=[
                 io.Combo.Input(
-                    "model", options=downloading.model_choices(),
+                    "model", options=download.model_choices(),
                     tooltip="Each is one or more repositories at a fixed commit; the text under the node names their pages. "
                     "Their licences stand there: who downloads accepts them.",
                 ),
                 io.Combo.Input(
-                    "download", options=list(downloading.CHOICES), default="no",
+                    "download", options=list(download.CHOICES), default="no",
                     tooltip="no: looks what is there; asks nobody and writes nothing. download: fetches what lacks from "
                     "huggingface.co, 30 to 60 GB of disk, and compares every hash.",
                 ),
@@ -55,8 +55,8 @@ class DownloadModel(io.ComfyNode):
     def execute(cls, model: str, download: str) -> io.NodeOutput:
         """The folder of the model."""
         progress, roots = NodeProgress(cls.hidden.unique_id), folders.model_roots()
-        lines = downloading.fetched(model, download, roots, progress)
+        lines = download.fetched(model, download, roots, progress)
         for line in lines[1:]:
             progress.say(line)
         progress.finish(lines[0])
-        return io.NodeOutput(str(downloading.folder_of(downloading.offer_of(model).downloads[0], roots)))
+        return io.NodeOutput(str(download.folder_of(download.offer_of(model).downloads[0], roots)))

@@ -7,9 +7,10 @@ from typing import Any
 from ..host import core_outputs
 from ..host.api import io
 from ..host.progress import NodeProgress
-from ..pipelines import exchange, stages
-from ..pipelines.contract import ImageRequest, PromptRequest
+from ..pipelines import stages
+from ..pipelines.base import ImageRequest, PromptRequest
 from ..pipelines.family import FITS
+from ..pipelines.latents import convert as exchange
 from .sockets import CATEGORY, DEFAULT, SEED_LIMIT, Image, Pipeline, Prompt, size_inputs
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..host import folders, memory
+from ..host import folders, memory_manager
 from ..host.api import io, ui
 from ..host.progress import NodeProgress
-from ..pipelines import hardware
+from ..pipelines import report
 from .sockets import CATEGORY
 
 
@@ -49,9 +49,9 @@ class HardwareReport(io.ComfyNode):
     def execute(cls, check: bool, ask_again: bool = False) -> io.NodeOutput:
         """The report as text and as a table."""
         progress = NodeProgress(cls.hidden.unique_id)
-        device, state = memory.compute_device(), folders.state_folder()
-        report = hardware.hardware_report(device, state, ask_again)
-        report = hardware.checked(report, device, state, progress) if check else report
+        device, state = memory_manager.compute_device(), folders.state_folder()
+        report = report.hardware_report(device, state, ask_again)
+        report = report.checked(report, device, state, progress) if check else report
         progress.finish(report.summary())
-        table = hardware.drawn(report)
+        table = report.drawn(report)
         return io.NodeOutput(report.text(), table, ui=ui.PreviewImage(table, cls=cls))

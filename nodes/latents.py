@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..compat.latent_files import NOT_FINITE
-from ..host import kept, saved
+from ..compat.checkpoints.latents import NOT_FINITE
+from ..host import recovery, saved
 from ..host.api import io
 from ..host.progress import NodeProgress
-from ..pipelines import embeddings, latent_store, musubi, musubi_items
+from ..pipelines.latents import musubi, musubi_items
+from ..pipelines.latents import store as latent_store
+from ..pipelines.text import prompt_files
 from .sockets import CATEGORY, Image, Prompt
 
 FILES = f"{CATEGORY}/files"
@@ -136,7 +138,7 @@ class RecoverLatents(io.ComfyNode):
             search_aliases=["recover", "restore latents", "crash", "lost video"],
             inputs=[
                 io.Combo.Input(
-                    "kept", options=kept.choices(), default=kept.NEWEST,
+                    "kept", options=recovery.choices(), default=recovery.NEWEST,
                     tooltip="newest, or a sampling by date, family and seed. Press R to list again. The oldest leave "
                     "when all together pass 4 GB.",
                 ),
@@ -189,7 +191,7 @@ class SavePrompt(io.ComfyNode):
     def execute(cls, prompt: Any, filename_prefix: str) -> io.NodeOutput:
         """The prompt, unchanged."""
         progress, origin = NodeProgress(cls.hidden.unique_id), saved.origin(cls.hidden.prompt, cls.hidden.extra_pnginfo)
-        path = embeddings.save_prompt(saved.new_path(filename_prefix), prompt, origin)
+        path = prompt_files.save_prompt(saved.new_path(filename_prefix), prompt, origin)
         progress.finish(saved.shown(path))
         return io.NodeOutput(prompt)
 
@@ -220,7 +222,7 @@ class LoadPrompt(Listed):
     def execute(cls, file: str) -> io.NodeOutput:
         """The prompt."""
         progress = NodeProgress(cls.hidden.unique_id)
-        prompt = embeddings.load_prompt(saved.file_named("prompt", file), progress.say)
+        prompt = prompt_files.load_prompt(saved.file_named("prompt", file), progress.say)
         progress.finish(f"{prompt!r}"[1:-1])
         return io.NodeOutput(prompt)
 
@@ -284,4 +286,4 @@ class SaveMusubiCache(io.ComfyNode):
         return io.NodeOutput()
 
 
-kept_stamp, recovered = kept.stamp, kept.load  # the input of one node is named as the module
+kept_stamp, recovered = recovery.stamp, recovery.load  # the input of one node is named as the module

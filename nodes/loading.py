@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..compat import attention, offload, plan, precision
-from ..host import core_outputs, folders, memory, panel
+from ..compat import precision
+from ..compat.memory import offloader, planned
+from ..compat.transforms import attention
+from ..host import core_outputs, folders, memory_manager
 from ..host.api import io
 from ..host.progress import NodeProgress
-from ..pipelines.cards import status_of
-from ..pipelines.loading import LoadRequest, load, variant_choices
+from ..host.server import panel
+from ..pipelines.decisions import status_of
+from ..pipelines.loading.folder import LoadRequest, load, variant_choices
 from .composing import weight_inputs
 from .memory import device_inputs
 from .sockets import CATEGORY, Pipeline
@@ -43,9 +46,9 @@ class LoadPipeline(io.ComfyNode):
                     "fp16-safe: fp16 operands around an fp32 residual, for GPUs without bf16; not on a CPU." + panel.limit_tooltip("precision"),
                 ),
                 io.Combo.Input(
-                    "offload", options=list(offload.CHOICES), default="auto",
+                    "offload", options=list(offloader.CHOICES), default="auto",
                     tooltip="auto: the fastest that fits. "
-                    + " ".join(f"{mode}: {cost}." for mode, cost in offload.COSTS.items())
+                    + " ".join(f"{mode}: {cost}." for mode, cost in offloader.COSTS.items())
                     + panel.limit_tooltip("offload"),
                 ),
                 io.Combo.Input(
@@ -105,11 +108,11 @@ class LoadPipeline(io.ComfyNode):
         progress = NodeProgress(cls.hidden.unique_id)
         request = LoadRequest(
             folders.model_folder(model), folders.lender_folder(base), folders.lender_folder(image_encoder), variant,
-            precision, offload, memory.compute_device(), (*folders.model_roots(), *folders.encoder_roots()),
+            precision, offload, memory_manager.compute_device(), (*folders.model_roots(), *folders.encoder_roots()),
             attention=attention, state=folders.state_folder(), speed=speed_request(**speed), weights=weights,
-            text_weights=text_weights, devices=plan.places(transformer_device, text_device, vae_device),
+            text_weights=text_weights, devices=planned.places(transformer_device, text_device, vae_device),
             keep_free_gb=keep_free_gb,
         )
-        pipeline = load(request, progress, memory.make_room, memory.managed)
+        pipeline = load(request, progress, memory_manager.make_room, memory_manager.managed)
         progress.finish("\n".join((status_of(pipeline), *pipeline.notes, *panel.limit_lines())))
         return io.NodeOutput(pipeline, *core_outputs.beside(pipeline))

@@ -7,7 +7,7 @@ from typing import Any
 from ..host import core_outputs, loras
 from ..host.api import io
 from ..host.progress import NodeProgress
-from ..pipelines import lora as adapters
+from ..pipelines.loading import lora as adapters
 from .sockets import CATEGORY, Pipeline
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..compat import plan
+from ..compat.memory import planned
 from ..host.api import io, ui
 from ..host.progress import NodeProgress
-from ..paint import needs
-from ..paint.networks import KINDS
-from ..pipelines import memory_plan
-from ..pipelines.estimates import Forecast
+from ..paint import estimates
+from ..paint.networks.published import KINDS
+from ..pipelines.memory import page as memory_plan
+from ..pipelines.memory.estimates import Forecast
 from .sockets import CATEGORY, Paint, Pipeline, size_inputs
 
 
@@ -18,16 +18,16 @@ def device_inputs() -> list[Any]:
     """Where the parts of a pipeline compute, and what is left free, for the nodes that load one."""
     return [
         io.Combo.Input(
-            "transformer_device", options=list(plan.PLACES), default="auto", optional=True, advanced=True,
+            "transformer_device", options=list(planned.PLACES), default="auto", optional=True, advanced=True,
             tooltip="Where the transformer computes. auto: ComfyUI's device.",
         ),
         io.Combo.Input(
-            "text_device", options=list(plan.PLACES), default="auto", optional=True, advanced=True,
+            "text_device", options=list(planned.PLACES), default="auto", optional=True, advanced=True,
             tooltip="Where the text encoders compute. auto: ComfyUI's device. cpu: they never need to fit, and take "
             "seconds to minutes per prompt.",
         ),
         io.Combo.Input(
-            "vae_device", options=list(plan.PLACES), default="auto", optional=True, advanced=True,
+            "vae_device", options=list(planned.PLACES), default="auto", optional=True, advanced=True,
             tooltip="Where the VAE computes. auto: ComfyUI's device. cpu: a decode never runs out of its memory, and is "
             "very slow.",
         ),
@@ -40,8 +40,8 @@ def device_inputs() -> list[Any]:
 
 def paint_plan(pipeline: Any, pixels: int, views: int, guided: bool) -> tuple[str, Any]:
     """The forecast of a paint or delight pipeline, as :func:`memory_plan.shown` gives it; zeros take what it was taught."""
-    found = (Forecast(mode, needs.paint_needs(pipeline, pixels, views, guided or None, mode)) for mode in needs.MODES)
-    side, count = pixels or needs.TAUGHT_SIZE, 1 if pipeline.family == "delight" else views or needs.TAUGHT_VIEWS
+    found = (Forecast(mode, estimates.paint_needs(pipeline, pixels, views, guided or None, mode)) for mode in estimates.MODES)
+    side, count = pixels or estimates.TAUGHT_SIZE, 1 if pipeline.family == "delight" else views or estimates.TAUGHT_VIEWS
     title = f"Hunyuan3D {pipeline.family} {pipeline.variant}, {count} view{'s' * (count > 1)} of {side} pixels"
     return memory_plan.shown(pipeline, title, ", with guidance" if guided else "", tuple(found))
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..compat.execution import Checked
-from ..host import memory, meshes, preview
+from ..compat.device.execution import Checked
+from ..host import memory_manager, meshes, preview
 from ..host.api import io
 from ..host.painting import PaintProgress
 from ..paint import texturing
-from ..paint.bake import FORMS
-from ..paint.cameras import DEFAULT_VIEWS, ORTHO_SCALE, camera_table
-from ..paint.cleaning import FLOATERS, CleanSettings, cleaned
-from ..paint.fill import METHODS
-from ..paint.mesh import Surface
-from ..paint.turntable import turntable
+from ..paint.baking.bake import FORMS
+from ..paint.baking.fill import METHODS
+from ..paint.geometry.cameras import DEFAULT_VIEWS, ORTHO_SCALE, camera_table
+from ..paint.geometry.cleaning import FLOATERS, CleanSettings, cleaned
+from ..paint.geometry.mesh import Surface
+from ..paint.geometry.turntable import turntable
 from .sockets import Cameras, Paint
 
 CATEGORY = "3d/AnyGPU"
@@ -160,7 +160,7 @@ class PaintCameras(io.ComfyNode):
         progress = PaintProgress(cls.hidden.unique_id)
         table = camera_table(azimuths, elevations, weights, ortho_scale)
         if choose == GREEDY:
-            table = texturing.greedy_cameras(mesh and meshes.from_core(mesh), max_views, progress, memory.compute_device())
+            table = texturing.greedy_cameras(mesh and meshes.from_core(mesh), max_views, progress, memory_manager.compute_device())
         progress.finish("\n".join(f"{camera.azimuth:g}, {camera.elevation:g}: {camera.weight:g}" for camera in table))
         return io.NodeOutput(table, len(table))
 
@@ -208,7 +208,7 @@ class RenderViews(io.ComfyNode):
         progress = PaintProgress(cls.hidden.unique_id)
         family = None if pipeline is None else pipeline.family
         given = (meshes.from_core(mesh), cameras, family, normals, size)
-        maps, table, surface = texturing.maps_of(*given, progress, memory.compute_device())
+        maps, table, surface = texturing.maps_of(*given, progress, memory_manager.compute_device())
         progress.finish("\n".join((f"{len(table)} views of {size} pixels, {len(surface.faces)} faces", *surface.notes)))
         mask = maps.mask.float()
         return io.NodeOutput(maps.normal, maps.position, table, mask, ui=preview.sheet(maps.normal, cls))
@@ -275,9 +275,9 @@ class BakeTexture(io.ComfyNode):
         """The mesh in its texture, and the maps."""
         progress = PaintProgress(cls.hidden.unique_id)
         settings = texturing.TextureSettings(texture_size, view_size, form, fill, exact)
-        memory.make_room(texturing.TEXEL_BYTES * texture_size**2)
+        memory_manager.make_room(texturing.TEXEL_BYTES * texture_size**2)
         given = (meshes.from_core(mesh), cameras, images, metallic_roughness)
-        texture = texturing.texture_of(*given, settings, progress, memory.compute_device())
+        texture = texturing.texture_of(*given, settings, progress, memory_manager.compute_device())
         progress.finish("\n".join(texture.notes))
         return io.NodeOutput(meshes.with_texture(mesh, texture), *meshes.as_images(texture))
 
@@ -318,7 +318,7 @@ class RenderTurntable(io.ComfyNode):
         texture = None if mesh.texture is None else mesh.texture[0]
         count = texturing.counted(progress, frames, "rendering")
         with Checked(progress.check):
-            surface = Surface.of(meshes.from_core(mesh), memory.compute_device())
+            surface = Surface.of(meshes.from_core(mesh), memory_manager.compute_device())
             pictures = turntable(surface, texture, frames, size, elevation, background, count)
         progress.finish("\n".join((f"{frames} frames of {size} pixels", *surface.notes)))
         return io.NodeOutput(pictures, ui=preview.clip(pictures, PREVIEW_FPS, cls))

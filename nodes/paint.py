@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..compat import attention, offload, precision
-from ..compat.compiling import MOST_CACHED
-from ..host import folders, memory, meshes, painting, preview
+from ..compat import precision
+from ..compat.memory import offloader
+from ..compat.transforms import attention
+from ..compat.transforms.compile import MOST_CACHED
+from ..host import folders, memory_manager, meshes, painting, preview
 from ..host.api import GraphBuilder, io
 from ..host.painting import PaintProgress
 from ..paint import texturing
-from ..paint.compiling import CACHE_LIMIT, settings_for
-from ..paint.delight import DelightSettings, delight_images
 from ..paint.loading import VARIANTS, PaintRequest, load_paint
+from ..paint.networks.compile import CACHE_LIMIT, settings_for
+from ..paint.networks.weights import CHOICES as WEIGHTS
 from ..paint.pictures import cut_out
-from ..paint.samplers import SCHEDULERS, SPACINGS
-from ..paint.sampling import PaintInputs, PaintSettings, latents_of, paint_views, to_latent
-from ..paint.weights import CHOICES as WEIGHTS
+from ..paint.sampling.delight import DelightSettings, delight_images
+from ..paint.sampling.painting import PaintInputs, PaintSettings, latents_of, paint_views, to_latent
+from ..paint.sampling.solvers import SCHEDULERS, SPACINGS
 from .meshes import CATEGORY
 from .sockets import DEFAULT, SEED_LIMIT, Cameras, Paint
 
@@ -72,9 +74,9 @@ class LoadPaintPipeline(io.ComfyNode):
                     "memory. bf16: the range of fp32. fp16-safe: fp16 operands around an fp32 residual; not on a CPU.",
                 ),
                 io.Combo.Input(
-                    "offload", options=list(offload.CHOICES), default="auto",
+                    "offload", options=list(offloader.CHOICES), default="auto",
                     tooltip="auto: the fastest that fits. "
-                    + " ".join(f"{mode}: {cost}." for mode, cost in offload.COSTS.items())
+                    + " ".join(f"{mode}: {cost}." for mode, cost in offloader.COSTS.items())
                     + " On a CPU only auto and none work.",
                 ),
                 io.Combo.Input(
@@ -134,11 +136,11 @@ class LoadPaintPipeline(io.ComfyNode):
         progress = PaintProgress(cls.hidden.unique_id)
         request = PaintRequest(
             painting.paint_path(model), "auto", variant, weights, painting.lender_path(vae),
-            painting.lender_path(image_encoder), precision, offload, attention, memory.compute_device(),
+            painting.lender_path(image_encoder), precision, offload, attention, memory_manager.compute_device(),
             state=folders.state_folder(),
             compiled=settings_for(dynamo_cache_size_limit) if compile else None,
         )
-        pipeline = load_paint(request, progress, memory.make_room, memory.managed)
+        pipeline = load_paint(request, progress, memory_manager.make_room, memory_manager.managed)
         progress.finish("\n".join((f"{pipeline.family} {pipeline.variant}, {pipeline.facts}", *pipeline.notes)))
         return io.NodeOutput(pipeline)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..host import kept
+from ..host import recovery
 from ..host.api import io
 from ..host.progress import NodeProgress
-from ..pipelines import exchange, stages
-from ..pipelines.cards import in_short
-from ..pipelines.contract import FramePackSettings, SampleSettings
+from ..pipelines import stages
+from ..pipelines.base import FramePackSettings, SampleSettings
+from ..pipelines.decisions import in_short
+from ..pipelines.latents import convert as exchange
 from .sockets import CATEGORY, DEFAULT, Image, Pipeline, Prompt, sampling_inputs, size_inputs
 
 
@@ -67,7 +68,7 @@ class Sample(io.ComfyNode):
         start = exchange.start_of(pipeline, latent, progress.say)
         chosen = SampleSettings(**settings, **start, sigmas=None if sigmas is None else tuple(sigmas.tolist()))
         latents = stages.sample(pipeline, encoded, image, chosen, progress)
-        kept.keep(latents, progress.say)
+        recovery.keep(latents, progress.say)
         progress.finish(f"{latents.width}x{latents.height}, {latents.frames} frames at {latents.fps:g} fps", in_short(pipeline))
         return io.NodeOutput(exchange.to_core(latents))
 
@@ -131,7 +132,7 @@ class SampleFramePack(io.ComfyNode):
         framepack = FramePackSettings(clip_seconds, window, order, end_strength, single_frame)
         levels = None if sigmas is None else tuple(sigmas.tolist())
         chosen = SampleSettings(image.width, image.height, 0, **settings, sigmas=levels)
-        keeper = kept.section_keeper(progress.say)
+        keeper = recovery.section_keeper(progress.say)
         latents = stages.sample_framepack(pipeline, encoded, image, chosen, framepack, progress, keeper)
         progress.finish(f"{latents.width}x{latents.height}, {latents.frames} frames at {latents.fps:g} fps", in_short(pipeline))
         return io.NodeOutput(exchange.to_core(latents))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..compat import compiling, rewrites, step_cache
-from ..compat.compiling import CompileSettings
-from ..compat.step_cache import StepCacheSettings
+from ..compat.transforms import compile as compiling
+from ..compat.transforms import fused, step_cache
+from ..compat.transforms.compile import CompileSettings
+from ..compat.transforms.step_cache import StepCacheSettings
 from ..host import saved
 from ..host.api import io
 from ..host.progress import NodeProgress
@@ -19,10 +20,10 @@ def speed_inputs() -> list[Any]:
     """The optional inputs of a loading node, in this order, last."""
     return [
         io.Combo.Input(
-            "kernels", options=list(rewrites.CHOICES), default="auto", optional=True, advanced=True,
+            "kernels", options=list(fused.CHOICES), default="auto", optional=True, advanced=True,
             tooltip="Norms, rotary embedding and gated sums of the transformer's blocks, and norm, SiLU and border in the VAE's "
             "decoder, in one pass each; results differ by rounding only. "
-            + " ".join(f"{choice}: {meaning}." for choice, meaning in rewrites.MEANINGS.items()),
+            + " ".join(f"{choice}: {meaning}." for choice, meaning in fused.MEANINGS.items()),
         ),
         io.Boolean.Input(
             "compile", default=False, optional=True,

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from .mesh import load_mesh, write_glb
+from .baking.synthetic import Shown, demonstration
+from .geometry.mesh import load_mesh, write_glb
 from .pictures import saved
-from .synthetic import Shown, demonstration
 
 PAINTED, MEAN_ERROR, WORST_ERROR, PICTURE_ERROR = 0.9, 5e-3, 0.12, 2e-3  # a wrong order of views: 0.1 and 0.02
 Checks = dict[str, tuple[bool, str]]

@@ -10,24 +10,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compat.accounts import amount
-from ..compat.answers import answers_of
-from ..compat.attention import Attention, attention_for, avoided_by
-from ..compat.checkpoints import read_json
-from ..compat.compiling import CompileSettings, require_offload
-from ..compat.device import GIBIBYTE, DeviceFacts, facts_for, free_bytes
+from ..compat.checkpoints.weights import read_json
+from ..compat.device.execution import HOST
+from ..compat.device.facts import GIBIBYTE, DeviceFacts, facts_for, free_bytes
+from ..compat.device.probe_results import answers_of
 from ..compat.errors import CheckpointError, InputError
-from ..compat.execution import HOST
-from ..compat.offload import Terms, residency_for
-from ..compat.parts import Hosted, Parts, Prepare, Reader, Silent
+from ..compat.memory.offloader import Terms, residency_for
+from ..compat.memory.parts import Hosted, Parts, Prepare, Reader, Silent
+from ..compat.memory.statistics import amount
 from ..compat.precision import Precision, precision_for
-from . import networks, vae
-from .compiling import Compiler
-from .encoders import encoder_reader
-from .layers import Dtypes
-from .needs import PartBytes
-from .unet import UNetShape, attended
-from .weights import Weights, both_kinds, weights_in
+from ..compat.transforms.attention import Attention, attention_for, avoided_by
+from ..compat.transforms.compile import CompileSettings, require_offload
+from .estimates import PartBytes
+from .networks import published as networks
+from .networks import vae
+from .networks.compile import Compiler
+from .networks.encoders import encoder_reader
+from .networks.layers import Dtypes
+from .networks.unet import UNetShape, attended
+from .networks.weights import Weights, both_kinds, weights_in
 
 AUTO = "auto"
 VARIANTS = (AUTO, "v2-0", "turbo")

@@ -9,19 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compat.device import GIBIBYTE, free_bytes
+from ..compat.device.execution import HOST, Checked, execution_device
+from ..compat.device.facts import GIBIBYTE, free_bytes
 from ..compat.errors import InputError, PackError
-from ..compat.execution import HOST, Checked, execution_device
-from ..compat.parts import Silent
-from .bake import BakeSettings, bake
-from .cameras import DEFAULT_VIEWS, CameraTable
-from .delight import DelightSettings, delight_image
-from .fill import filled
+from ..compat.memory.parts import Silent
+from .baking.bake import BakeSettings, bake
+from .baking.fill import filled
+from .geometry.cameras import DEFAULT_VIEWS, CameraTable
+from .geometry.mesh import Mesh, Surface
+from .geometry.views import VIEW_SIZE, Maps, chosen_views, rendered_maps
 from .loading import LoadedPaint
-from .mesh import Mesh, Surface
 from .pictures import recentred
-from .sampling import Painted, PaintInputs, PaintSettings, paint_views
-from .views import VIEW_SIZE, Maps, chosen_views, rendered_maps
+from .sampling.delight import DelightSettings, delight_image
+from .sampling.painting import Painted, PaintInputs, PaintSettings, paint_views
 
 NORMALS = ("auto", "smooth", "flat")
 TEXEL_BYTES = 200  # of baking, at its peak; counted in benchmarks/results/paint_stages.csv

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from ..compat import attention, offload, precision
-from ..compat.attention_kernels import lacking
-from ..compat.device import DeviceFacts
+from ..compat import precision
+from ..compat.device.facts import DeviceFacts
 from ..compat.errors import PackError
-from ..compat.offload import residency_for
-from ..compat.parts import Parts
+from ..compat.memory import offloader
+from ..compat.memory.offloader import residency_for
+from ..compat.memory.parts import Parts
 from ..compat.precision import precision_for
-from .families import FAMILIES
+from ..compat.transforms import attention
+from ..compat.transforms.attention_kernels import lacking
+from .registry import FAMILIES
 
 
 def limits(facts: DeviceFacts) -> dict[str, dict[str, str]]:
     """Input of the load node -> choice that raises on this device -> the reason; inputs without one are left out."""
     found = {
         "precision": {choice: _no_precision(choice, facts) for choice in precision.CHOICES},
-        "offload": {choice: _no_offload(choice, facts) for choice in offload.CHOICES},
+        "offload": {choice: _no_offload(choice, facts) for choice in offloader.CHOICES},
         "attention": {choice: lacking(choice, facts) for choice in attention.CHOICES},
     }
     named = {name: {choice: why for choice, why in each.items() if why} for name, each in found.items()}

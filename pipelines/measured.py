@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from ..compat.device import DeviceFacts
-from ..compat.report import Line
+from ..compat.device.facts import DeviceFacts
+from ..compat.device.report import Line
 
 SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "clips.py"  # the registry's archive has none
 TABLE = SCRIPT.parent / "results" / "clips.csv"

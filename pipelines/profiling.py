@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from ..compat.execution import COMPILED
-from .rewriting import Order, Step
+from ..compat.device.execution import COMPILED
+from ..compat.transforms.order import Order, Step
 
 Stage = TypeVar("Stage", bound=Callable[..., Any])
 RANGE = "anygpu"  # begins the name of every range of ours

@@ -10,21 +10,22 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..compat import compiling, rewrites
-from ..compat.answers import TRITON
-from ..compat.compiling import Compilation, CompileSettings
-from ..compat.device import DeviceFacts
+from ..compat.device.facts import DeviceFacts
+from ..compat.device.probe_results import TRITON
+from ..compat.device.probe_store import OK, Answer
 from ..compat.errors import UnsupportedError
-from ..compat.fp16_sums import fp16_sums, require_fp16_sums
-from ..compat.offload import HOSTED
-from ..compat.probe_store import OK, Answer
-from ..compat.rewrites import Fused
-from ..compat.rewrites_vae import fused_vae
-from ..compat.step_cache import StepCacheSettings, cached, require_usable, settings_for
-from .contract import Loaded, Progress, SampleSettings
-from .families import family_named
+from ..compat.memory.offloader import HOSTED
+from ..compat.transforms import compile as compiling
+from ..compat.transforms import fused
+from ..compat.transforms.compile import Compilation, CompileSettings
+from ..compat.transforms.fp16_accumulation import fp16_sums, require_fp16_sums
+from ..compat.transforms.fused import Fused
+from ..compat.transforms.fused_vae import fuse_vae
+from ..compat.transforms.order import Order, Step, Undo
+from ..compat.transforms.step_cache import StepCacheSettings, cached, require_usable, settings_for
+from .base import Loaded, Progress, SampleSettings
 from .profiling import Profile
-from .rewriting import Order, Step, Undo
+from .registry import family_named
 
 Result = TypeVar("Result")
 Hosted = Callable[..., Any]
@@ -41,7 +42,7 @@ class SpeedRequest:
         fp16_sums: whether sampling's fp16 products sum in fp16; lossy.
     """
 
-    kernels: str = rewrites.AUTO
+    kernels: str = fused.AUTO
     compile: CompileSettings | None = None
     profile: Profile | None = None
     fp16_sums: bool = False
@@ -134,7 +135,7 @@ class Speed:
         form = self.forms.get(part, "")
         if not form:
             return None
-        found = rewrites.fused(module, form) if part == TRANSFORMER else fused_vae(module, form)
+        found = fused.fuse(module, form) if part == TRANSFORMER else fuse_vae(module, form)
         self.fused[part] = found
         return found.restore
 
@@ -162,16 +163,16 @@ def speed_for(
     device, beside = (torch.device(elsewhere.get(part, facts.device)) for part in (TRANSFORMER, VAE))
     if request.fp16_sums:
         require_fp16_sums(facts, dtype)
-    form, why = rewrites.form_for(request.kernels, device, dtype, _probed(device, dtype, probes))
-    against = rewrites.reason_against(beside, precision.vae) or _probed(beside, precision.vae, probes)
-    needed = request.kernels in (rewrites.AUTO, rewrites.TRITON)  # the other choices run anywhere
-    other = "" if request.kernels == rewrites.OFF or (needed and against) else request.kernels
+    form, why = fused.form_for(request.kernels, device, dtype, _probed(device, dtype, probes))
+    against = fused.reason_against(beside, precision.vae) or _probed(beside, precision.vae, probes)
+    needed = request.kernels in (fused.AUTO, fused.TRITON)  # the other choices run anywhere
+    other = "" if request.kernels == fused.OFF or (needed and against) else request.kernels
     return Speed(request, {TRANSFORMER: form, VAE: other}, why, attention)
 
 
 def _probed(device: torch.device, dtype: torch.dtype, probes: Mapping[str, Answer] | None) -> str:
     """Why a probe found launches on ``device`` unusable; empty where nothing speaks against them."""
-    if rewrites.reason_against(device, dtype) or probes is None or TRITON not in probes:
+    if fused.reason_against(device, dtype) or probes is None or TRITON not in probes:
         return ""
     answer = probes[TRITON]
     return "" if answer.status == OK else f"its probe is {answer.status}: {answer.detail}"

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from ..compat.device.vae_policy import Form
 from ..compat.errors import InputError, UnsupportedError
-from ..compat.soundness import fault_in_latents
-from ..compat.vae_care import Form
-from .contract import (
+from ..compat.output_check import fault_in_latents
+from .base import (
     FramePackSettings,
     ImageCondition,
     ImageRequest,
@@ -22,20 +22,20 @@ from .contract import (
     PromptRequest,
     SampleSettings,
 )
-from .denoising import require_finite
-from .embeddings import require_text_encoder
-from .estimates import Size
-from .families import family_named
+from .families.framepack.sections import Keeper, Remembered
 from .family import Family
-from .fitting import accounted, fitted_for, roomier
 from .grid import check_steps, snap
+from .memory.estimates import Size
+from .memory.fit import accounted, fitted_for, roomier
+from .memory.shortage import shortage_explained
 from .pictures import checked_frames, fitted, fitted_size
 from .profiling import profiled
-from .safe_fp16 import with_fallback
-from .sections import Keeper, Remembered
-from .shortage import shortage_explained
+from .registry import family_named
+from .sampling.loop import require_finite
+from .sampling.safe_fp16 import with_fallback
 from .speed import sped_up
-from .text import described
+from .text.prompt_files import require_text_encoder
+from .text.t5 import described
 
 MOST_TOKENS = 1024
 ENCODING, PICTURING = "encoding the prompt", "encoding the image"

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 from anygpu.pipelines import tiny
-from anygpu.pipelines.formats import LAYOUTS
-from anygpu.pipelines.keys import Layout, Row
+from anygpu.pipelines.loading.formats import LAYOUTS
+from anygpu.pipelines.loading.keys import Layout, Row
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 

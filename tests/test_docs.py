@@ -9,8 +9,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from anygpu.compat.vae_care import METHODS
-from anygpu.pipelines.families import FAMILIES, MODULES
+from anygpu.compat.device.vae_policy import METHODS
+from anygpu.pipelines.registry import FAMILIES, MODULES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "web" / "docs").rglob("*.md")]

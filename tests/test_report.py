@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 from anygpu import cli
-from anygpu.compat.check import AVOIDED, FAILED, NEWS, PASSED, check, exit_code
-from anygpu.compat.device import facts_for
-from anygpu.compat.probe_store import OK, WRONG, Answer, ProbeStore
-from anygpu.compat.report import ANSWERED, CHANGES, DECIDED, DEVICE, KERNELS, KNOWN, changes_for, report_on
-from anygpu.pipelines import hardware
-from anygpu.pipelines.contract import Silent
-from anygpu.pipelines.hardware import TITLES
+from anygpu.compat.device.check import AVOIDED, FAILED, NEWS, PASSED, check, exit_code
+from anygpu.compat.device.facts import facts_for
+from anygpu.compat.device.probe_store import OK, WRONG, Answer, ProbeStore
+from anygpu.compat.device.report import ANSWERED, CHANGES, DECIDED, DEVICE, KERNELS, KNOWN, changes_for, report_on
+from anygpu.pipelines import report
+from anygpu.pipelines.base import Silent
+from anygpu.pipelines.report import TITLES
 from simulated import accelerator, profiles
 
 CPU = facts_for("cpu")
@@ -97,8 +97,8 @@ def test_a_good_machine_has_nothing_to_change():
 
 def test_the_table_is_a_picture_with_room_for_every_line(machine):
     with machine("gfx1151") as profile:
-        report = hardware.checked(hardware.hardware_report(profile.facts, None), profile.facts, None, Silent())
-    picture = hardware.drawn(report)
+        shown = report.checked(report.hardware_report(profile.facts, None), profile.facts, None, Silent())
+    picture = report.drawn(shown)
     assert picture.shape[0] == 1
     assert picture.shape[2:] == (1600, 3)
     assert picture.shape[1] > 18 * sum(len(lines) for _, lines in report.sections)
@@ -143,7 +143,7 @@ def test_the_check_says_which_known_bugs_a_newer_driver_has_mended(machine, tmp_
 
 
 def test_a_device_that_does_not_answer_ends_the_check(monkeypatch, tmp_path):
-    monkeypatch.setattr("anygpu.compat.check.answers", lambda device: "device lost")
+    monkeypatch.setattr("anygpu.compat.device.check.answers", lambda device: "device lost")
     found = list(check(CPU, ProbeStore(CPU, tmp_path), TITLES))
     assert [(one.status, one.detail) for one in found] == [(FAILED, "device lost")]
 

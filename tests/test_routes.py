@@ -19,15 +19,16 @@ import layouts
 import pytest
 import torch
 from aiohttp.test_utils import TestClient, TestServer
-from anygpu.compat.accounts import Account
-from anygpu.compat.probe_store import OK, Answer, ProbeStore
+from anygpu.compat.device.probe_store import OK, Answer, ProbeStore
+from anygpu.compat.memory.statistics import Account
 from anygpu.paint import loading as paint_loading
-from anygpu.pipelines import kept as store
-from anygpu.pipelines import loading, tiny
-from anygpu.pipelines.composing import Files
-from anygpu.pipelines.contract import Latents
-from anygpu.pipelines.estimates import Size, forecast
-from anygpu.pipelines.loading import LoadRequest, load
+from anygpu.pipelines import tiny
+from anygpu.pipelines.base import Latents
+from anygpu.pipelines.latents import recovery as store
+from anygpu.pipelines.loading import folder as loading
+from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.loading.single_file import Files
+from anygpu.pipelines.memory.estimates import Size, forecast
 
 from paint import stored
 
@@ -108,12 +109,12 @@ def pack(tmp_path, monkeypatch) -> Iterator[Pack]:
         thumbnail=lambda name: f"picture of {name}".encode(),
     )
     stand_ins = {
-        "anygpu.host.kept": kept,
+        "anygpu.host.recovery": kept,
         "folder_paths": paths,
         "server": SimpleNamespace(PromptServer=SimpleNamespace(instance=SimpleNamespace(prompt_queue=queue))),
         "comfy_execution": ModuleType("comfy_execution"),
         "comfy_execution.utils": SimpleNamespace(get_executing_context=lambda: None),
-        "anygpu.host.memory": memory,
+        "anygpu.host.memory_manager": memory,
         "anygpu.host.model_files": files,
         "anygpu.host.painting": paint,
     }
@@ -123,8 +124,8 @@ def pack(tmp_path, monkeypatch) -> Iterator[Pack]:
         monkeypatch.setitem(sys.modules, name, module)
     vars(host).update(memory=memory, kept=kept, model_files=files, painting=paint)
     yield Pack(
-        routes=importlib.import_module("anygpu.host.routes"),
-        runs=importlib.import_module("anygpu.host.runs"),
+        routes=importlib.import_module("anygpu.host.server.routes"),
+        runs=importlib.import_module("anygpu.host.server.runs"),
         queue=queue,
         home=tmp_path,
     )
@@ -270,7 +271,7 @@ def test_a_pipeline_that_paints_is_told_too(pack):
 )
 def test_what_does_not_fit_whole_is_told_by_what_comes_of_it(pack, room, peak, sampling, decoding):
     """A stage that takes 1000 bytes where they are there, and can do with 100 while its weights wait outside."""
-    outlook = importlib.import_module("anygpu.host.outlook")
+    outlook = importlib.import_module("anygpu.host.server.forecast")
     for name, fits in (("sampling", sampling), ("decoding", decoding)):
         most, least = (SimpleNamespace(name=name, total=total) for total in (1000, 100))
         told = outlook._stage(most, least, room)
@@ -292,7 +293,7 @@ def test_what_does_not_fit_whole_is_told_by_what_comes_of_it(pack, room, peak, s
 )
 def test_a_painting_is_counted_as_it_runs(pack, monkeypatch, kind, node, given, counted):
     """Guidance other than 1 is a second row; cameras beyond the six fixed ones are the PBR model's alone."""
-    outlook = importlib.import_module("anygpu.host.outlook")
+    outlook = importlib.import_module("anygpu.host.server.forecast")
     seen = []
     monkeypatch.setattr(outlook, "paint_needs", lambda _, size, views, guided, mode: seen.append((views, guided)) or ())
     _, needs = outlook.RUNS[node](given, SimpleNamespace(family=kind))
@@ -308,7 +309,7 @@ def test_a_forecast_times_nothing_on_a_device_that_was_asked(pack, tiny_folder, 
     def timed(*_: Any, **__: Any) -> Any:
         raise AssertionError("timed")
 
-    backed = importlib.import_module("anygpu.compat.copy_timing")
+    backed = importlib.import_module("anygpu.compat.device.copy_timing")
     monkeypatch.setattr(backed, "CLOCKED", ("cpu",))
     monkeypatch.setattr(backed, "milliseconds", timed)
     quiet, real = [], loading.answers_of

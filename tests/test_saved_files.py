@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from anygpu.compat.checkpoints.latents import write_record
 from anygpu.compat.errors import CheckpointError, InputError
-from anygpu.compat.latent_files import write_record
 
 RECORDS = {"latent": {"kind": "latent"}, "prompt": {"kind": "prompt"}}
 

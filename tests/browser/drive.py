@@ -18,11 +18,11 @@ sys.path[:1] = [str(HERE.parent), str(HERE)]  # the folder of the package `host`
 
 import help_pictures  # noqa: E402
 import layouts  # noqa: E402
-from anygpu.pipelines.tiny.heavy import build_heavy  # noqa: E402
-from host.server import PUBLISHED, NoHost, Server, find_host, tiny_home  # noqa: E402
+from anygpu.tests.heavy import build_heavy  # noqa: E402
 from PIL import Image  # noqa: E402
 
 from host import lora_files, paint_models  # noqa: E402
+from host.server import PUBLISHED, NoHost, Server, find_host, tiny_home  # noqa: E402
 
 TESTS = ("run.mjs", "templates.mjs", "memory.mjs", "paint.mjs")
 ON_A_GPU = ("memory.mjs", "help.mjs")  # on the simulated accelerator, with models whose weights outweigh the rest

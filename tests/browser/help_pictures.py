@@ -9,13 +9,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
-from anygpu.paint.bake import BakeSettings, bake
-from anygpu.paint.cameras import DEFAULT_VIEWS
-from anygpu.paint.fill import filled
-from anygpu.paint.mesh import Mesh, Surface
-from anygpu.paint.synthetic import box, photographs
-from anygpu.paint.turntable import turntable
-from anygpu.paint.views import rendered_maps
+from anygpu.paint.baking.bake import BakeSettings, bake
+from anygpu.paint.baking.fill import filled
+from anygpu.paint.baking.synthetic import box, photographs
+from anygpu.paint.geometry.cameras import DEFAULT_VIEWS
+from anygpu.paint.geometry.mesh import Mesh, Surface
+from anygpu.paint.geometry.turntable import turntable
+from anygpu.paint.geometry.views import rendered_maps
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 

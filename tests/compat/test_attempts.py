@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from anygpu.compat.attempts import KERNEL, MEMORY, VALUES, Allowed, Attempt, following, kind_of
+from anygpu.compat.device.quirks import Care
+from anygpu.compat.device.vae_policy import convolution_switches, largest_buffer_bytes, straightened, tiled, tiles_below
 from anygpu.compat.errors import InputError, UnsupportedError
-from anygpu.compat.quirks import Care
-from anygpu.compat.soundness import (
+from anygpu.compat.output_check import (
     BROKEN,
     COLOUR,
     CONSTANT,
@@ -20,7 +20,7 @@ from anygpu.compat.soundness import (
     fault_in_frames,
     fault_in_latents,
 )
-from anygpu.compat.vae_care import convolution_switches, largest_buffer_bytes, straightened, tiled, tiles_below
+from anygpu.pipelines.vae.fallback import KERNEL, MEMORY, VALUES, Allowed, Attempt, following, kind_of
 from torch import nn
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from anygpu.compat import attention as subject
-from anygpu.compat import attention_kernels as kernels
-from anygpu.compat.attention import (
+from anygpu.compat.device.facts import DeviceFacts
+from anygpu.compat.device.probe_store import Answer
+from anygpu.compat.errors import InputError, MissingPackageError, UnsupportedError
+from anygpu.compat.transforms import attention as subject
+from anygpu.compat.transforms import attention_kernels as kernels
+from anygpu.compat.transforms.attention import (
     CHOICES,
     EXPLICIT,
     MEANINGS,
@@ -20,9 +23,6 @@ from anygpu.compat.attention import (
     chunk_size,
     chunked,
 )
-from anygpu.compat.device import DeviceFacts
-from anygpu.compat.errors import InputError, MissingPackageError, UnsupportedError
-from anygpu.compat.probe_store import Answer
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 

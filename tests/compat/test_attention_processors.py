@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from anygpu.compat.attention import Attention
-from anygpu.compat.attention_processors import Padding, across, attended, by_rows, full_name, valid_counts
-from anygpu.compat.attention_vae import frames_attended
+from anygpu.compat.transforms.attention import Attention
+from anygpu.compat.transforms.attention_processors import Padding, across, attended, by_rows, full_name, valid_counts
+from anygpu.compat.transforms.attention_vae import frames_attended
 from anygpu.pipelines.tiny.recipes import TINY
 from anygpu.pipelines.tiny.weights import randomise
 from torch import nn
@@ -227,7 +227,7 @@ def test_foreign_processors_are_left_alone_unless_they_ask() -> None:
 
 def test_safe_fp16_obeys_too() -> None:
     """Its rewritten blocks and its own processor, with fp16 operands in the blocks and no mask."""
-    from anygpu.compat.fp16 import apply_fp16_safe
+    from anygpu.compat.transforms.fp16 import apply_fp16_safe
 
     transformer, given, dtypes = made("ltx"), inputs_of("ltx", APART), []
     chosen = Attention()

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from anygpu.compat import attention_timing
-from anygpu.compat.attention import LONG, Attention
-from anygpu.compat.attention_timing import by_time
-from anygpu.compat.device import facts_for
-from anygpu.compat.probe_store import ProbeStore
+from anygpu.compat.device.facts import facts_for
+from anygpu.compat.device.probe_store import ProbeStore
+from anygpu.compat.transforms import attention_timing
+from anygpu.compat.transforms.attention import LONG, Attention
+from anygpu.compat.transforms.attention_timing import by_time
 
 BF16, WIDTH = torch.bfloat16, 64
 AUTO = Attention("auto", why="auto: torch's fused kernel (flash)", fused=frozenset({(BF16, WIDTH)}))
@@ -66,7 +66,7 @@ def test_not_on_a_cpu_not_without_a_store_and_not_for_a_choice(card, tmp_path):
 def test_the_fastest_runs_long_sequences_without_a_mask_only(monkeypatch):
     ran = []
     stand_in = {"native_cudnn": lambda q, k, v: ran.append(q.shape[2]) or q}
-    monkeypatch.setattr("anygpu.compat.attention.EXPLICIT", stand_in)
+    monkeypatch.setattr("anygpu.compat.transforms.attention.EXPLICIT", stand_in)
     attention = replace(AUTO, fastest="native_cudnn")
     long, short = (torch.ones(1, 1, count, 16, dtype=BF16) for count in (LONG, 16))
     attention(long, long, long)

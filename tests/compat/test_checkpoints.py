@@ -8,7 +8,7 @@ import struct
 
 import pytest
 import torch
-from anygpu.compat import checkpoints
+from anygpu.compat.checkpoints import weights as checkpoints
 from anygpu.compat.errors import CheckpointError
 from safetensors.torch import save_file
 

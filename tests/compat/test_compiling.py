@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from anygpu.compat import compiling
-from anygpu.compat.attention_processors import attended
-from anygpu.compat.compiling import Compilation, CompileSettings, Strengths, require_offload
+from anygpu.compat.device.execution import checked_leaves
 from anygpu.compat.errors import InputError, UnsupportedError
-from anygpu.compat.execution import checked_leaves
-from anygpu.compat.fp16 import apply_fp16_safe
-from anygpu.compat.offload import CHOICES
-from anygpu.compat.rewrites import fused
+from anygpu.compat.memory.offloader import CHOICES
+from anygpu.compat.transforms import compile as compiling
+from anygpu.compat.transforms.attention_processors import attended
+from anygpu.compat.transforms.compile import Compilation, CompileSettings, Strengths, require_offload
+from anygpu.compat.transforms.fp16 import apply_fp16_safe
+from anygpu.compat.transforms.fused import fuse
 from compat.test_attention_processors import made
 from torch import nn
 from torch.nn import functional
@@ -71,7 +71,7 @@ def test_ten_prompts_make_one_graph_and_a_new_size_one_more(kernels, rows):
     plain, module = model(), model()
     if kernels:
         for one in (plain, module):
-            fused(one, "reference")
+            fuse(one, "reference")
             attended(one, functional.scaled_dot_product_attention)
     compilation = Compilation(EAGER)
     compilation.attach(module)

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from anygpu.compat import conv3d_choice, conv3d_forms
-from anygpu.compat.conv3d import Choice, Form, Layer, choose_by, swap_conv3d
-from anygpu.compat.conv3d_choice import form_error, form_times, kept_timings, runs
-from anygpu.compat.conv3d_forms import FORMS, Geometry, convolved, covers, padded
-from anygpu.compat.conv3d_layers import history_tables
-from anygpu.compat.device import DeviceFacts, facts_for
+from anygpu.compat.device.facts import DeviceFacts, facts_for
+from anygpu.compat.device.probe_store import ProbeStore
 from anygpu.compat.errors import UnsupportedError
-from anygpu.compat.probe_store import ProbeStore
+from anygpu.compat.transforms import conv3d_choice, conv3d_forms
+from anygpu.compat.transforms.conv3d import Choice, Form, Layer, choose_by, swap_conv3d
+from anygpu.compat.transforms.conv3d_choice import form_error, form_times, kept_timings, runs
+from anygpu.compat.transforms.conv3d_forms import FORMS, Geometry, convolved, covers, padded
+from anygpu.compat.transforms.conv3d_layers import history_tables
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

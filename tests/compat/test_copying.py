@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from anygpu.compat.checkpoints import declared, let_go, read_tensors
-from anygpu.compat.copy_timing import MAPPED, REPEATS, SAMPLE_BYTES, maps_files, milliseconds
-from anygpu.compat.device import facts_for
-from anygpu.compat.offload import move
-from anygpu.compat.probe_store import UNKNOWN, ProbeStore
-from anygpu.compat.staging import ALIGNED_BYTES, SMALL_BYTES, STAGING_BYTES, sent_together
+from anygpu.compat.checkpoints.weights import declared, let_go, read_tensors
+from anygpu.compat.device.copy_timing import MAPPED, REPEATS, SAMPLE_BYTES, maps_files, milliseconds
+from anygpu.compat.device.facts import facts_for
+from anygpu.compat.device.probe_store import UNKNOWN, ProbeStore
+from anygpu.compat.memory.offloader import move
+from anygpu.compat.memory.staging import ALIGNED_BYTES, SMALL_BYTES, STAGING_BYTES, sent_together
 from safetensors.torch import save_file
 from simulated import accelerator, profiles
 

@@ -10,11 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from anygpu.compat import device, wheels
-from anygpu.compat.device import default_device, facts_for
+from anygpu.compat.device import facts as device
+from anygpu.compat.device import wheels
+from anygpu.compat.device.facts import default_device, facts_for
 from anygpu.compat.errors import UnsupportedError
-from anygpu.compat.offload import Terms, residency_for
-from anygpu.compat.parts import Parts
+from anygpu.compat.memory.offloader import Terms, residency_for
+from anygpu.compat.memory.parts import Parts
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CPU = facts_for("cpu")

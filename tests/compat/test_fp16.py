@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from anygpu.compat import fp16
-from anygpu.compat.device import facts_for
+from anygpu.compat.device.facts import facts_for
 from anygpu.compat.errors import UnsupportedError
-from anygpu.compat.fp16 import HALF, SCALE, SETTINGS, Kind, apply_fp16_safe, scales, stored_dtype
-from anygpu.compat.fp16_blocks import REWRITES
 from anygpu.compat.precision import HALF_TEXT, PRECISION, SAFE, precision_for
+from anygpu.compat.transforms import fp16
+from anygpu.compat.transforms.fp16 import HALF, SCALE, SETTINGS, Kind, apply_fp16_safe, scales, stored_dtype
+from anygpu.compat.transforms.fp16_blocks import REWRITES
 from torch import nn
 
 WIDTH, HEADS, HEAD, TOKENS, TEXT, FIRST = 128, 2, 64, 64, 20, 16

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from anygpu.compat.fp16 import HALF, SCALE, SETTINGS, Settings, adapted_value, patch_forward, value_linear
+from anygpu.compat.transforms.fp16 import HALF, SCALE, SETTINGS, Settings, adapted_value, patch_forward, value_linear
 from torch import nn
 
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from anygpu.compat import fp16_sums as sums
-from anygpu.compat.device import facts_for
+from anygpu.compat.device.facts import facts_for
 from anygpu.compat.errors import UnsupportedError
+from anygpu.compat.transforms import fp16_accumulation as sums
 from anygpu.pipelines import stages, tiny
-from anygpu.pipelines.contract import PromptRequest, SampleSettings
-from anygpu.pipelines.loading import LoadRequest, load
+from anygpu.pipelines.base import PromptRequest, SampleSettings
+from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.speed import SpeedRequest
 
 CPU = facts_for("cpu")

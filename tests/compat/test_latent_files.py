@@ -12,9 +12,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from anygpu.compat import latent_files
+from anygpu.compat.checkpoints import latents as latent_files
+from anygpu.compat.checkpoints.latents import (
+    finite,
+    metadata_of,
+    on_device,
+    on_host,
+    read_record,
+    record_in,
+    write_record,
+)
 from anygpu.compat.errors import CheckpointError, InputError
-from anygpu.compat.latent_files import finite, metadata_of, on_device, on_host, read_record, record_in, write_record
 from simulated import accelerator, profiles
 
 HALVES = (torch.bfloat16, torch.float16)

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from anygpu.compat.device import facts_for
+from anygpu.compat.device.facts import facts_for
+from anygpu.compat.device.probe_store import OK, UNKNOWN, UNUSABLE, WRONG, Answer, ProbeStore
 from anygpu.compat.errors import UnsupportedError
 from anygpu.compat.precision import BF16, CHOICES, FP16, FP32, HALF_TEXT, PAINT, PRECISION, Precision, precision_for
-from anygpu.compat.probe_store import OK, UNKNOWN, UNUSABLE, WRONG, Answer, ProbeStore
-from anygpu.pipelines.families import FAMILIES
+from anygpu.pipelines.registry import FAMILIES
 from simulated import profiles
 
 CPU = facts_for("cpu")

@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from anygpu.compat import probe_store, probes
-from anygpu.compat.device import facts_for
+from anygpu.compat.device import probe_store, probes
+from anygpu.compat.device.facts import facts_for
+from anygpu.compat.device.probe_store import OK, UNKNOWN, UNUSABLE, WRONG, ProbeStore, key_of
 from anygpu.compat.errors import UnsupportedError
-from anygpu.compat.probe_store import OK, UNKNOWN, UNUSABLE, WRONG, ProbeStore, key_of
 from simulated import accelerator, profiles
 
 CPU = facts_for("cpu")
@@ -284,7 +284,8 @@ def test_inference_mode_changes_no_answer(tmp_path):
 
 def test_triton_is_asked_with_the_device_and_not_imported_where_it_cannot_launch(tmp_path):
     code = (
-        "import sys; from anygpu.compat.answers import answers_of; from anygpu.compat.device import facts_for;"
+        "import sys; from anygpu.compat.device.probe_results import answers_of;"
+        "from anygpu.compat.device.facts import facts_for;"
         "found = answers_of(facts_for('cpu'))['triton']; print(found.status, found.detail, 'triton' in sys.modules)"
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

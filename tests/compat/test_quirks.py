@@ -7,10 +7,10 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import pytest
-from anygpu.compat.device import facts_for
+from anygpu.compat.device.facts import facts_for
+from anygpu.compat.device.probe_store import OK, WRONG, Answer
+from anygpu.compat.device.quirks import QUIRKS, Care, abilities, active, care_for, fixed, verdict, within
 from anygpu.compat.precision import precision_for
-from anygpu.compat.probe_store import OK, WRONG, Answer
-from anygpu.compat.quirks import QUIRKS, Care, abilities, active, care_for, fixed, verdict, within
 from simulated import profiles
 
 GIBIBYTE = 1024**3

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from anygpu.compat import fp16, rewrites, rewrites_blocks
-from anygpu.compat.attention_processors import attended
 from anygpu.compat.errors import InputError, UnsupportedError
-from anygpu.compat.rewrites import CHOICES, FUSIONS, form_for, fused
+from anygpu.compat.transforms import fp16, fused, fused_blocks
+from anygpu.compat.transforms.attention_processors import attended
+from anygpu.compat.transforms.fused import CHOICES, FUSIONS, form_for, fuse
 from anygpu.pipelines.tiny.recipes import TINY
 from anygpu.pipelines.tiny.weights import randomise
 from compat.test_attention_processors import inputs_of
@@ -55,9 +55,9 @@ def test_every_site_of_a_published_model_is_fused(name):
     with torch.device("meta"):
         model = class_of(name)()
     before = {id(p) for p in model.parameters()}
-    found = fused(model, REFERENCE)
+    found = fuse(model, REFERENCE)
     assert found.sites.total() == sites and not found.left
-    assert dict(found.sites) == rewrites.published_sites(family)
+    assert dict(found.sites) == fused.published_sites(family)
     assert str(found) == f"kernels: {sites} of {sites} sites fused (reference)"
     assert {id(p) for p in model.parameters()} == before, "weights were copied"
 
@@ -71,7 +71,7 @@ def test_no_block_is_further_from_fp64_than_upstream(name):
         taken_off = attended(model, SDPA)
         stock = ran(model.transformer_blocks[0], inputs, dtype)
         taken_off()
-        assert fused(model, REFERENCE).sites
+        assert fuse(model, REFERENCE).sites
         attended(model, SDPA)
         ours = ran(model.transformer_blocks[0], inputs, dtype)
         for found, former, expected in zip(ours, stock, truth, strict=True):
@@ -88,12 +88,12 @@ def test_restore_gives_back_the_very_objects(name):
         ]
 
     before = state()
-    found = fused(model, REFERENCE)
+    found = fuse(model, REFERENCE)
     assert state() != before
     found.restore()
     assert state() == before
-    assert not any(hasattr(m, rewrites_blocks.FORM) for m in model.modules())
-    again = fused(model, REFERENCE)
+    assert not any(hasattr(m, fused_blocks.FORM) for m in model.modules())
+    again = fuse(model, REFERENCE)
     assert again.sites == found.sites and again.sites
 
 
@@ -101,7 +101,7 @@ def test_an_unknown_subclass_is_left_alone_and_counted():
     model = tiny("ltx")
     known = type(model.transformer_blocks[0])
     model.transformer_blocks[1].__class__ = type("Changed", (known,), {})
-    found = fused(model, REFERENCE)
+    found = fuse(model, REFERENCE)
     assert found.sites.total() == 6
     assert list(found.left.values()) == [1] and "Changed is not a class this knows" in next(iter(found.left))
     assert "forward" not in vars(model.transformer_blocks[1])
@@ -120,7 +120,7 @@ def test_an_unknown_subclass_is_left_alone_and_counted():
 def test_what_the_rewrite_was_not_written_for_is_left_with_the_reason(change, reason):
     model = tiny("ltx")
     change(model.transformer_blocks[0])
-    found = fused(model, REFERENCE)
+    found = fuse(model, REFERENCE)
     assert found.sites.total() == 6 and found.left_sites == 6
     assert reason in next(iter(found.left)) and "6 of 12 sites" in str(found)
 
@@ -129,7 +129,7 @@ def test_another_signature_is_left(monkeypatch):
     model = tiny("ltx")
     cls = type(model.transformer_blocks[0])
     monkeypatch.setattr(cls, "forward", lambda self, hidden_states, more: hidden_states)
-    assert "its forward takes (hidden_states, more)" in next(iter(fused(model, REFERENCE).left))
+    assert "its forward takes (hidden_states, more)" in next(iter(fuse(model, REFERENCE).left))
 
 
 def test_norms_of_every_class_with_and_without_weight():
@@ -145,7 +145,7 @@ def test_norms_of_every_class_with_and_without_weight():
                 made.weight.data = torch.linspace(0.5, 2, 128, dtype=torch.float64)
             setattr(changed.attn1, name, made)
         expected = ran(changed, inputs, torch.float64)
-        found = fused(Model(changed), REFERENCE)
+        found = fuse(Model(changed), REFERENCE)
         assert found.sites.total() == 6, found
         for ours, theirs in zip(ran(changed, inputs, torch.float64), expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)  # upstream norms in fp32
@@ -155,7 +155,7 @@ def test_gelu_is_not_geglu():
     model = tiny("hunyuan_video")
     single = model.single_transformer_blocks[0]
     single.act_mlp = nn.GELU()
-    found = fused(model, REFERENCE)
+    found = fuse(model, REFERENCE)
     assert any("act_mlp is a GELU" in reason for reason in found.left)
 
 
@@ -175,16 +175,16 @@ def test_choices():
 
 def test_every_known_class_exists_upstream_with_its_arguments():
     for name in FUSIONS:
-        module, _, cls = name.removeprefix(rewrites.TRANSFORMERS).partition(".")
+        module, _, cls = name.removeprefix(fused.TRANSFORMERS).partition(".")
         assert class_of(f"{module}.{cls}") is not None
 
 
 OPERATIONS = {  # kind of site to the operation that a graph has for it
-    rewrites.MODULATED: "normalized",
-    rewrites.TURNED: "qk_norm_rope",
-    rewrites.SUMMED: "gated_residual",
-    rewrites.SUM_NORM: "residual_norm",
-    rewrites.GATED: "swiglu",
+    fused.MODULATED: "normalized",
+    fused.TURNED: "qk_norm_rope",
+    fused.SUMMED: "gated_residual",
+    fused.SUM_NORM: "residual_norm",
+    fused.GATED: "swiglu",
 }
 
 
@@ -222,7 +222,7 @@ def test_a_block_on_a_gpu_is_one_graph_with_an_operation_per_site(name):
     with FakeTensorMode(), torch.no_grad():
         _on_cuda(block)
         model = Model(block)
-        found = fused(model)
+        found = fuse(model)
         # No SDPA: without a GPU torch has no kernel to ask about. Its place is taken by sums of the same shape.
         attended(model, lambda q, k, v, mask=None: q + (k * v).mean(2, keepdim=True))
         torch.compile(block.forward, fullgraph=True, backend=compiler)(**{n: fake(v) for n, v in inputs.items()})
@@ -241,7 +241,7 @@ def _both(name: str, change: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
         model = tiny(name)
         change(model)
         if kernels:
-            sites = fused(model, REFERENCE).sites.total()
+            sites = fuse(model, REFERENCE).sites.total()
         attended(model, SDPA)
         with torch.no_grad():
             outputs.append(model(**inputs_of(name, (9, 9)))[0])
@@ -292,9 +292,9 @@ def test_under_safe_fp16_attention_is_fused_and_no_error_grows(name, fp32_output
     taken_off = attended(model, SDPA)
     stock = [ran(model.transformer_blocks[0], each, torch.float32) for each in drawn]
     taken_off()
-    found = fused(model, REFERENCE)
-    turned = FUSIONS[rewrites.full_name(block)].sites[rewrites.TURNED]
-    assert dict(found.sites) == {rewrites.TURNED: turned} and "safe fp16 has the rest" in str(found)
+    found = fuse(model, REFERENCE)
+    turned = FUSIONS[fused.full_name(block)].sites[fused.TURNED]
+    assert dict(found.sites) == {fused.TURNED: turned} and "safe fp16 has the rest" in str(found)
     taken_off = attended(model, SDPA)
     ours = [ran(model.transformer_blocks[0], each, torch.float32) for each in drawn]
     for output in range(len(truth[0])):

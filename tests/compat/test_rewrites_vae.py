@@ -9,12 +9,12 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from anygpu.compat import rewrites_vae
-from anygpu.compat.conv3d import swap_conv3d
-from anygpu.compat.conv3d_choice import always
-from anygpu.compat.conv3d_forms import Form
-from anygpu.compat.rewrites_blocks import FORM
-from anygpu.compat.rewrites_vae import FUSIONS, PUBLISHED, SITE, fused_vae
+from anygpu.compat.transforms import fused_vae
+from anygpu.compat.transforms.conv3d import swap_conv3d
+from anygpu.compat.transforms.conv3d_choice import always
+from anygpu.compat.transforms.conv3d_forms import Form
+from anygpu.compat.transforms.fused_blocks import FORM
+from anygpu.compat.transforms.fused_vae import FUSIONS, PUBLISHED, SITE, fuse_vae
 from anygpu.kernels import group_norm
 from anygpu.pipelines.tiny import parts
 from anygpu.pipelines.tiny.weights import randomise
@@ -67,7 +67,7 @@ def test_every_site_of_a_published_decoder_is_fused(family):
     with torch.device("meta"):
         vae = getattr(diffusers, CLASSES[family])()
     before = {id(p) for p in vae.parameters()}
-    found = fused_vae(vae, REFERENCE)
+    found = fuse_vae(vae, REFERENCE)
     assert dict(found.sites) == {SITE: PUBLISHED[family]} and not found.left
     assert str(found) == f"kernels: {PUBLISHED[family]} of {PUBLISHED[family]} sites fused (reference)"
     assert {id(p) for p in vae.parameters()} == before, "weights were copied"
@@ -83,7 +83,7 @@ def test_no_decoder_is_further_from_fp64_than_upstream(name):
     for dtype in (torch.float32, torch.bfloat16):
         model = copy.deepcopy(vae).to(dtype)
         stock = (decoded(model, name, dtype) - truth).norm()
-        assert fused_vae(model, REFERENCE).sites
+        assert fuse_vae(model, REFERENCE).sites
         ours = (decoded(model, name, dtype) - truth).norm()
         # Two draws of as many rounding errors; upstream's fp32 norms limit how exact the truth itself is.
         assert ours <= stock * (1 + truth.numel() ** -0.5 * 4) + torch.finfo(torch.float32).eps * truth.norm(), dtype
@@ -95,15 +95,15 @@ def test_the_convolution_gets_the_layout_it_reads(name, form, monkeypatch):
     vae, seen = tiny(name), []
     expected = decoded(vae, name)
     swap_conv3d(vae, always(form))
-    fused_vae(vae, REFERENCE)
+    fuse_vae(vae, REFERENCE)
     for operation in OPERATIONS:
-        whole = getattr(rewrites_vae, operation)
+        whole = getattr(fused_vae, operation)
 
         def noted(*args: Any, whole: Any = whole, **named: Any) -> torch.Tensor:
             seen.append(named["layout"])
             return whole(*args, **named)
 
-        monkeypatch.setattr(rewrites_vae, operation, noted)
+        monkeypatch.setattr(fused_vae, operation, noted)
     found = decoded(vae, name)
     assert set(seen) == {"channels_last" if form is Form.CHANNELS_LAST else "frames_first"}
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
@@ -116,9 +116,9 @@ def test_restore_gives_back_the_very_objects():
         return [(id(m), vars(m).get("forward"), hasattr(m, FORM)) for m in vae.modules()]
 
     before, stock = state(), decoded(vae, "mochi_vae")
-    found = fused_vae(vae, REFERENCE)
+    found = fuse_vae(vae, REFERENCE)
     assert state() != before
-    again = fused_vae(vae, REFERENCE)
+    again = fuse_vae(vae, REFERENCE)
     assert not again.sites and "another rewrite has its forward" in str(again)
     found.restore()
     assert state() == before and torch.equal(decoded(vae, "mochi_vae"), stock)
@@ -137,7 +137,7 @@ def test_restore_gives_back_the_very_objects():
 def test_what_the_rewrite_was_not_written_for_is_left_with_the_reason(change, reason):
     vae = tiny("hunyuan_vae")
     change(vae.decoder.mid_block.resnets[0])
-    found = fused_vae(vae, REFERENCE)
+    found = fuse_vae(vae, REFERENCE)
     assert list(found.left.values()) == [1] and reason in next(iter(found.left)) and found.left_sites == 2
 
 
@@ -147,7 +147,7 @@ def test_a_voxel_of_zeros_stays_zero():
     norm = vae.decoder.norm_out
     x = torch.zeros(1, norm.gamma.shape[0], 1, 1, 2)
     x[..., 1] = 1e-3
-    with rewrites_vae._voxel_norm_of(norm, x) as terms:
+    with fused_vae._voxel_norm_of(norm, x) as terms:
         found = group_norm.rms_silu_pad(x, terms, silu=False)
     torch.testing.assert_close(found, norm(x), rtol=1e-5, atol=0)
 
@@ -163,7 +163,7 @@ def test_noise_is_drawn_as_upstream_draws_it():
     expected = block(x, time, torch.Generator().manual_seed(5))
     holder = nn.Module()
     holder.decoder = nn.ModuleList([block])
-    assert fused_vae(holder, REFERENCE).sites.total() == 2
+    assert fuse_vae(holder, REFERENCE).sites.total() == 2
     torch.testing.assert_close(block(x, time, torch.Generator().manual_seed(5)), expected, rtol=1e-5, atol=1e-6)
     assert not torch.equal(block(x, time, torch.Generator().manual_seed(6)), expected)
 
@@ -199,7 +199,7 @@ def test_a_block_on_a_gpu_is_one_graph_with_an_operation_per_site(name):
         on_cuda(block)
         holder = nn.Module()
         holder.decoder = nn.ModuleList([block])
-        assert fused_vae(holder).sites.total() == 2
+        assert fuse_vae(holder).sites.total() == 2
         x = torch.empty(1, 64, 3, 8, 8, dtype=torch.bfloat16, device="cuda")
         torch.compile(block.forward, fullgraph=True, backend=compiler)(x)
     torch._dynamo.reset()

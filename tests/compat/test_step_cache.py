@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from anygpu.compat.step_cache import FIRST_BLOCK, PYRAMID, TAYLOR, StepCacheSettings, cached
+from anygpu.compat.transforms.step_cache import FIRST_BLOCK, PYRAMID, TAYLOR, StepCacheSettings, cached
 from compat.test_attention_processors import made
 from torch import nn
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from anygpu.compat.errors import UnsupportedError
-from anygpu.compat.transfer import BITS, HALVES, Transfer, transfer_for, widened
+from anygpu.compat.memory.transfer import BITS, HALVES, Transfer, transfer_for, widened
 from simulated import accelerator
 
 PATTERNS = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(BITS)

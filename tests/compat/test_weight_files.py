@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from anygpu.compat.checkpoints import weight_files
+from anygpu.compat.checkpoints.weights import weight_files
 from anygpu.compat.errors import CheckpointError
 from safetensors.torch import save_file
 

@@ -15,7 +15,11 @@ import atheris
 
 HERE = Path(__file__).resolve().parent
 with atheris.instrument_imports(
-    include=["anygpu.compat.headers", "anygpu.compat.gguf_files", "anygpu.compat.scaled_files"]
+    include=[
+        "anygpu.compat.checkpoints.headers",
+        "anygpu.compat.checkpoints.gguf_file",
+        "anygpu.compat.checkpoints.scaled",
+    ]
 ):
     sys.path.insert(0, str(HERE))
     from target import read_all

@@ -5,23 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from anygpu.compat import gguf_files, headers, scaled_files
-from anygpu.compat.checkpoints import read_tensors
+from anygpu.compat.checkpoints import gguf_file, headers, scaled
+from anygpu.compat.checkpoints.latents import metadata_of, read_record, record_in
+from anygpu.compat.checkpoints.weights import read_tensors
 from anygpu.compat.errors import PackError
-from anygpu.compat.latent_files import metadata_of, read_record, record_in
-from anygpu.pipelines.formats import contents
+from anygpu.pipelines.loading.formats import contents
 
 
 def read_all(data: bytes, folder: Path) -> None:
     """Every reader on a file of these bytes: each returns, or raises one of our errors of one line."""
-    path = folder / ("file.gguf" if data[:4] == gguf_files.MAGIC else "file.safetensors")
+    path = folder / ("file.gguf" if data[:4] == gguf_file.MAGIC else "file.safetensors")
     path.write_bytes(data)
     try:
         if path.suffix == ".gguf":
-            entries = gguf_files.gguf_header(path)[0]
+            entries = gguf_file.gguf_header(path)[0]
         else:
             entries, notes = headers.entries_and_notes(path)
-            entries = scaled_files.with_scales(entries, notes, path)
+            entries = scaled.with_scales(entries, notes, path)
             record_in(metadata_of(path), path)
             read_record(path, "latents")
         contents(path)

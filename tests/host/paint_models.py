@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from anygpu.paint.mesh import Mesh, write_glb
-from anygpu.paint.synthetic import sphere, torus
+from anygpu.paint.baking.synthetic import sphere, torus
+from anygpu.paint.geometry.mesh import Mesh, write_glb
 
 from host.server import Server
 from paint import stored

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import av
 import numpy as np
-from anygpu.compat.latent_files import metadata_of, record_in
+from anygpu.compat.checkpoints.latents import metadata_of, record_in
 from anygpu.pipelines import tiny
 from PIL import Image
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from anygpu.compat.latent_files import metadata_of
-from anygpu.pipelines.musubi import ARCHITECTURES
+from anygpu.compat.checkpoints.latents import metadata_of
+from anygpu.pipelines.latents.musubi import ARCHITECTURES
 from PIL import Image
 from safetensors.numpy import load_file, save_file
 
@@ -140,7 +140,7 @@ def own(tmp_path: Path, tiny_folder: Path, server: Server) -> Iterator[Server]:
 
 
 def killed(server: Server, graph: Graph, when: Callable[[str], bool]) -> Client:
-    """A connection to ``server``, started again after kill -9 in the run of a graph, at a node of which ``when`` is true."""
+    """A connection to ``server``, started again after kill -9 at a node of which ``when`` is true."""
 
     def kill(node: str, run: Run) -> bool:
         if when(node):

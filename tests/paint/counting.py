@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from anygpu.paint import vae
-from anygpu.paint.layers import Dtypes
-from anygpu.paint.multiview import Run
-from anygpu.paint.networks import networks_for
-from anygpu.paint.pbr import MATERIALS
-from anygpu.paint.unet import attended
+from anygpu.paint.networks import vae
+from anygpu.paint.networks.layers import Dtypes
+from anygpu.paint.networks.multiview import Run
+from anygpu.paint.networks.pbr import MATERIALS
+from anygpu.paint.networks.published import networks_for
+from anygpu.paint.networks.unet import attended
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from anygpu.paint.mesh import Mesh, Surface
+from anygpu.paint.geometry.mesh import Mesh, Surface
 from PIL import Image
 
 TORUS = Path(__file__).resolve().parent.parent / "fixtures" / "paint" / "render" / "torus"

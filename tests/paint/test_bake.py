@@ -8,13 +8,13 @@ from importlib.util import find_spec
 import pytest
 import torch
 from anygpu.compat.errors import InputError
-from anygpu.paint import synthetic
-from anygpu.paint.bake import BakeSettings, bake, gathered, rim_cleaned, scattered, texels_of
-from anygpu.paint.cameras import DEFAULT_VIEWS, Camera, CameraTable
-from anygpu.paint.edges import canny, depth_steps, grown
-from anygpu.paint.mesh import Mesh, Surface
-from anygpu.paint.synthetic import errors, photographs
-from anygpu.paint.views import rasterised
+from anygpu.paint.baking import synthetic
+from anygpu.paint.baking.bake import BakeSettings, bake, gathered, rim_cleaned, scattered, texels_of
+from anygpu.paint.baking.edges import canny, depth_steps, grown
+from anygpu.paint.baking.synthetic import errors, photographs
+from anygpu.paint.geometry.cameras import DEFAULT_VIEWS, Camera, CameraTable
+from anygpu.paint.geometry.mesh import Mesh, Surface
+from anygpu.paint.geometry.views import rasterised
 
 from paint import rendered
 

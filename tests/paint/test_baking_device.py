@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from anygpu.paint import raster, synthetic
-from anygpu.paint.bake import BakeSettings, bake
-from anygpu.paint.cameras import DEFAULT_VIEWS
-from anygpu.paint.fill import filled
-from anygpu.paint.mesh import Surface
-from anygpu.paint.turntable import turntable
-from anygpu.paint.views import chosen_views, rendered_maps
+from anygpu.paint.baking import synthetic
+from anygpu.paint.baking.bake import BakeSettings, bake
+from anygpu.paint.baking.fill import filled
+from anygpu.paint.geometry import raster
+from anygpu.paint.geometry.cameras import DEFAULT_VIEWS
+from anygpu.paint.geometry.mesh import Surface
+from anygpu.paint.geometry.turntable import turntable
+from anygpu.paint.geometry.views import chosen_views, rendered_maps
 from simulated.conftest import acc  # noqa: F401
 
 

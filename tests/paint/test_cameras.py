@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from anygpu.compat.errors import InputError
-from anygpu.paint.cameras import DEFAULT_VIEWS, RING_VIEWS, camera_ids, camera_notes, camera_table
+from anygpu.paint.geometry.cameras import DEFAULT_VIEWS, RING_VIEWS, camera_ids, camera_notes, camera_table
 
 
 def test_the_six_views_have_the_published_ids():

@@ -8,16 +8,16 @@ import types
 
 import pytest
 import torch
-from anygpu.compat.execution import Checked
-from anygpu.compat.parts import Silent
+from anygpu.compat.device.execution import Checked
+from anygpu.compat.memory.parts import Silent
 from anygpu.paint import texturing
-from anygpu.paint.bake import BakeSettings, bake
-from anygpu.paint.cameras import DEFAULT_VIEWS
-from anygpu.paint.cleaning import cleaned
-from anygpu.paint.fill import filled
-from anygpu.paint.mesh import Surface, load_mesh
-from anygpu.paint.synthetic import box, torus
-from anygpu.paint.turntable import turntable
+from anygpu.paint.baking.bake import BakeSettings, bake
+from anygpu.paint.baking.fill import filled
+from anygpu.paint.baking.synthetic import box, torus
+from anygpu.paint.geometry.cameras import DEFAULT_VIEWS
+from anygpu.paint.geometry.cleaning import cleaned
+from anygpu.paint.geometry.mesh import Surface, load_mesh
+from anygpu.paint.geometry.turntable import turntable
 
 MESH = torus(6, 12)
 PICTURES = torch.rand(6, 16, 16, 3, generator=torch.Generator().manual_seed(0))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from anygpu.compat.errors import InputError
-from anygpu.paint.cleaning import CleanSettings, cleaned, pieces_of
-from anygpu.paint.mesh import Mesh, Surface
-from anygpu.paint.synthetic import box, torus
+from anygpu.paint.baking.synthetic import box, torus
+from anygpu.paint.geometry.cleaning import CleanSettings, cleaned, pieces_of
+from anygpu.paint.geometry.mesh import Mesh, Surface
 
 PLAIN = CleanSettings(floaters=0.0)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from anygpu.paint.cameras import camera_table
-from anygpu.paint.compiling import settings_for
+from anygpu.paint.geometry.cameras import camera_table
 from anygpu.paint.loading import PaintRequest, load_paint
-from anygpu.paint.sampling import PaintInputs, PaintSettings, paint_views
+from anygpu.paint.networks.compile import settings_for
+from anygpu.paint.sampling.painting import PaintInputs, PaintSettings, paint_views
 
 SETTINGS = PaintSettings(size=64, steps=2, seed=3)
 ROUNDING = 1e-3  # the first sigma is 4096: the last bit of a prediction shows

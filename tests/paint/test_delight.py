@@ -8,12 +8,12 @@ import numpy
 import pytest
 import torch
 from anygpu.compat.errors import CheckpointError, InputError
-from anygpu.compat.parts import Silent
-from anygpu.paint import vae
-from anygpu.paint.delight import DelightSettings, corrected, delight_image, denoised, network_picture
-from anygpu.paint.encoders import dino_pixels, empty_prompt
+from anygpu.compat.memory.parts import Silent
 from anygpu.paint.loading import PaintRequest, load_paint
+from anygpu.paint.networks import vae
+from anygpu.paint.networks.encoders import dino_pixels, empty_prompt
 from anygpu.paint.pictures import resized
+from anygpu.paint.sampling.delight import DelightSettings, corrected, delight_image, denoised, network_picture
 from PIL import Image
 
 from paint.stored import FIXTURES, checkpoint, values

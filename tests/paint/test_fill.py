@@ -8,12 +8,12 @@ from importlib.util import find_spec
 import pytest
 import torch
 from anygpu.compat.errors import InputError, MissingPackageError
-from anygpu.paint import fill, synthetic
-from anygpu.paint.bake import Baked, BakeSettings, bake, texels_of
-from anygpu.paint.cameras import DEFAULT_VIEWS
-from anygpu.paint.fill import filled, pull_push, vertex_filled
-from anygpu.paint.mesh import Surface
-from anygpu.paint.synthetic import errors, ideal_texture
+from anygpu.paint.baking import fill, synthetic
+from anygpu.paint.baking.bake import Baked, BakeSettings, bake, texels_of
+from anygpu.paint.baking.fill import filled, pull_push, vertex_filled
+from anygpu.paint.baking.synthetic import errors, ideal_texture
+from anygpu.paint.geometry.cameras import DEFAULT_VIEWS
+from anygpu.paint.geometry.mesh import Surface
 
 from paint import rendered
 

@@ -9,9 +9,9 @@ import shutil
 import pytest
 import torch
 from anygpu.compat.errors import CheckpointError, InputError
-from anygpu.paint.layers import Attention
 from anygpu.paint.loading import PaintRequest, load_paint
-from anygpu.paint.vae import PictureAttention
+from anygpu.paint.networks.layers import Attention
+from anygpu.paint.networks.vae import PictureAttention
 
 from paint import stored
 

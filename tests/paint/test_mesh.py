@@ -12,9 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 from anygpu.compat.errors import CheckpointError, InputError, MissingPackageError
-from anygpu.paint import mesh as meshes
-from anygpu.paint import synthetic
-from anygpu.paint.mesh import Mesh, Surface, load_mesh, numbered, shared_by_many, welded, welded_normals, write_glb
+from anygpu.paint.baking import synthetic
+from anygpu.paint.geometry import mesh as meshes
+from anygpu.paint.geometry.mesh import (
+    Mesh,
+    Surface,
+    load_mesh,
+    numbered,
+    shared_by_many,
+    welded,
+    welded_normals,
+    write_glb,
+)
 
 BOX = synthetic.box()
 

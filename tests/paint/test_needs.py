@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from anygpu.compat.accounts import kept_stages
-from anygpu.paint.delight import DelightSettings, delight_image
+from anygpu.compat.memory.statistics import kept_stages
+from anygpu.paint.estimates import MARGIN, MODES, PartBytes, asked, paint_needs
 from anygpu.paint.loading import PaintRequest, load_paint
-from anygpu.paint.needs import MARGIN, MODES, PartBytes, asked, paint_needs
-from anygpu.paint.networks import shape_for
-from anygpu.paint.sampling import PaintSettings, paint_views
+from anygpu.paint.networks.published import shape_for
+from anygpu.paint.sampling.delight import DelightSettings, delight_image
+from anygpu.paint.sampling.painting import PaintSettings, paint_views
 from simulated.conftest import acc  # noqa: F401
 
 from paint.counting import GIBIBYTE, HALF, SAFE, stages

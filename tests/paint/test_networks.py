@@ -8,9 +8,10 @@ import json
 import pytest
 import torch
 from anygpu.compat.errors import CheckpointError
-from anygpu.paint.layers import Attention, Dtypes
-from anygpu.paint.multiview import Run
-from anygpu.paint.networks import (
+from anygpu.paint.networks.layers import Attention, Dtypes
+from anygpu.paint.networks.multiview import Run
+from anygpu.paint.networks.pbr import DinoProjection
+from anygpu.paint.networks.published import (
     KINDS,
     kind_of,
     located,
@@ -20,9 +21,8 @@ from anygpu.paint.networks import (
     stored_dtype,
     without_adapter,
 )
-from anygpu.paint.pbr import DinoProjection
-from anygpu.paint.unet import attended
-from anygpu.paint.voxels import rotary_tables, voxel_indices
+from anygpu.paint.networks.unet import attended
+from anygpu.paint.networks.voxels import rotary_tables, voxel_indices
 
 from paint.stored import FIXTURES, config, values, weights
 
@@ -199,8 +199,8 @@ def test_background_counts_from_the_second_level_on():
 
 
 def test_attention_in_chunks_is_the_same(paint):
-    from anygpu.compat.attention import Attention as Kernel
-    from anygpu.compat.attention import chunked
+    from anygpu.compat.transforms.attention import Attention as Kernel
+    from anygpu.compat.transforms.attention import chunked
 
     given, used = values("paint", "unet_cfg.in"), []
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from anygpu.paint.estimates import MODES, paint_needs
 from anygpu.paint.loading import PaintRequest, load_paint
-from anygpu.paint.needs import MODES, paint_needs
-from anygpu.pipelines.estimates import Forecast
-from anygpu.pipelines.memory_plan import shown
+from anygpu.pipelines.memory.estimates import Forecast
+from anygpu.pipelines.memory.page import shown
 
 
 def test_each_mode_has_its_stages_and_bars(paint_folder):

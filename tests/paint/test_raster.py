@@ -6,10 +6,10 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from anygpu.paint import raster
-from anygpu.paint.cameras import DEFAULT_VIEWS
-from anygpu.paint.raster import CASTERS, face_ids, fragments
-from anygpu.paint.views import on_screen
+from anygpu.paint.geometry import raster
+from anygpu.paint.geometry.cameras import DEFAULT_VIEWS
+from anygpu.paint.geometry.raster import CASTERS, face_ids, fragments
+from anygpu.paint.geometry.views import on_screen
 
 from paint import rendered
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from anygpu.compat.execution import HOST
-from anygpu.paint.cameras import camera_table
-from anygpu.paint.delight import DelightSettings, delight_image
+from anygpu.compat.device.execution import HOST
+from anygpu.paint.geometry.cameras import camera_table
 from anygpu.paint.loading import PaintRequest, load_paint
-from anygpu.paint.sampling import PaintInputs, PaintSettings, paint_views
+from anygpu.paint.sampling.delight import DelightSettings, delight_image
+from anygpu.paint.sampling.painting import PaintInputs, PaintSettings, paint_views
 from simulated import accelerator
 from simulated.conftest import acc  # noqa: F401
 

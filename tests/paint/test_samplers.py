@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from anygpu.compat.errors import InputError
-from anygpu.paint.samplers import (
+from anygpu.paint.sampling.solvers import (
     SCHEDULERS,
     EulerAncestral,
     lcm_schedule,

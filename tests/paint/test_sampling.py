@@ -7,15 +7,15 @@ from dataclasses import replace
 import numpy
 import pytest
 import torch
+from anygpu.compat.device.execution import generator_for
 from anygpu.compat.errors import InputError
-from anygpu.compat.execution import generator_for
-from anygpu.compat.parts import Silent
-from anygpu.paint import vae
-from anygpu.paint.cameras import DEFAULT_VIEWS, camera_table
-from anygpu.paint.encoders import dino_pixels, dino_states
+from anygpu.compat.memory.parts import Silent
+from anygpu.paint.geometry.cameras import DEFAULT_VIEWS, camera_table
 from anygpu.paint.loading import PaintRequest, load_paint
+from anygpu.paint.networks import vae
+from anygpu.paint.networks.encoders import dino_pixels, dino_states
 from anygpu.paint.pictures import GREY, over, recentred, resized, squared
-from anygpu.paint.sampling import (
+from anygpu.paint.sampling.painting import (
     Conditions,
     PaintInputs,
     PaintSettings,

@@ -8,19 +8,19 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+from anygpu.compat.device.execution import HOST
 from anygpu.compat.errors import InputError
-from anygpu.compat.execution import HOST
-from anygpu.compat.parts import Silent
+from anygpu.compat.memory.parts import Silent
 from anygpu.paint import texturing
-from anygpu.paint.bake import BakeSettings, bake
-from anygpu.paint.cameras import DEFAULT_VIEWS, camera_table
-from anygpu.paint.fill import filled
+from anygpu.paint.baking.bake import BakeSettings, bake
+from anygpu.paint.baking.fill import filled
+from anygpu.paint.baking.synthetic import box, errors, photographs, torus
+from anygpu.paint.geometry.cameras import DEFAULT_VIEWS, camera_table
+from anygpu.paint.geometry.mesh import MANY_FACES, Mesh, Surface, load_mesh, write_glb
+from anygpu.paint.geometry.views import rendered_maps
 from anygpu.paint.loading import PaintRequest, load_paint
-from anygpu.paint.mesh import MANY_FACES, Mesh, Surface, load_mesh, write_glb
 from anygpu.paint.pictures import cut_out, saved
-from anygpu.paint.sampling import PaintSettings, latents_of, to_latent
-from anygpu.paint.synthetic import box, errors, photographs, torus
-from anygpu.paint.views import rendered_maps
+from anygpu.paint.sampling.painting import PaintSettings, latents_of, to_latent
 from PIL import Image
 
 BAKING = texturing.TextureSettings(size=64, view_size=128)
@@ -187,7 +187,7 @@ def test_pictures_of_another_number_than_cameras_are_one_line(missing):
 
 
 def test_a_camera_the_model_does_not_know_is_refused_before_painting(paint, recorded):
-    from anygpu.paint.sampling import PaintInputs, paint_views
+    from anygpu.paint.sampling.painting import PaintInputs, paint_views
 
     table, progress = camera_table([0], [45], [1]), recorded()
     maps, _, _ = texturing.maps_of(box(), table, "paint", "auto", 64)

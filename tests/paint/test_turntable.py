@@ -6,11 +6,12 @@ import numpy
 import pytest
 import torch
 from anygpu.compat.errors import InputError
-from anygpu.paint import demo, synthetic
-from anygpu.paint.bake import texels_of
-from anygpu.paint.mesh import Mesh, Surface, write_glb
-from anygpu.paint.synthetic import ideal_texture
-from anygpu.paint.turntable import looked_up, turntable
+from anygpu.paint import demo
+from anygpu.paint.baking import synthetic
+from anygpu.paint.baking.bake import texels_of
+from anygpu.paint.baking.synthetic import ideal_texture
+from anygpu.paint.geometry.mesh import Mesh, Surface, write_glb
+from anygpu.paint.geometry.turntable import looked_up, turntable
 from PIL import Image
 
 SIDES = torch.tensor(

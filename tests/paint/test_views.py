@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from anygpu.compat.errors import InputError
-from anygpu.paint import synthetic, views
-from anygpu.paint.cameras import DEFAULT_VIEWS, Camera
-from anygpu.paint.mesh import Mesh, Surface
-from anygpu.paint.views import chosen_views, on_screen, rasterised, rendered_maps
+from anygpu.paint.baking import synthetic
+from anygpu.paint.geometry import views
+from anygpu.paint.geometry.cameras import DEFAULT_VIEWS, Camera
+from anygpu.paint.geometry.mesh import Mesh, Surface
+from anygpu.paint.geometry.views import chosen_views, on_screen, rasterised, rendered_maps
 
 from paint import rendered
 

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from anygpu.compat.attention import CHOICES as ATTENTIONS
-from anygpu.compat.device import DeviceFacts, facts_for
-from anygpu.compat.lights import AMBER, GREEN, GREY, RED, lights
-from anygpu.compat.probe_store import OK, UNKNOWN, UNUSABLE, WRONG, Answer
+from anygpu.compat.device.facts import DeviceFacts, facts_for
+from anygpu.compat.device.probe_status import AMBER, GREEN, GREY, RED, lights
+from anygpu.compat.device.probe_store import OK, UNKNOWN, UNUSABLE, WRONG, Answer
+from anygpu.compat.transforms.attention import CHOICES as ATTENTIONS
 from anygpu.pipelines import tiny
-from anygpu.pipelines.cards import card_of, in_short
-from anygpu.pipelines.downloads import OFFERS, first_steps, known_page, remedy, smallest_for
-from anygpu.pipelines.families import FAMILIES
+from anygpu.pipelines.decisions import card_of, in_short
 from anygpu.pipelines.limits import limits, line, tooltip
-from anygpu.pipelines.loading import LoadRequest, load
+from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.loading.published import OFFERS, first_steps, known_page, remedy, smallest_for
+from anygpu.pipelines.registry import FAMILIES
 
 CPU = facts_for("cpu")
 TURING = DeviceFacts(

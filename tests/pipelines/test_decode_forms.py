@@ -7,14 +7,15 @@ from itertools import pairwise
 
 import pytest
 import torch
-from anygpu.compat.attempts import Attempt
+from anygpu.compat.device.vae_policy import Form, checked_form
 from anygpu.compat.errors import InputError, UnsupportedError
-from anygpu.compat.transfer import Transfer
-from anygpu.compat.vae_care import Form, checked_form
-from anygpu.pipelines import decode_work, vae
-from anygpu.pipelines.decode_work import Way, Work, decoder_call
+from anygpu.compat.memory.transfer import Transfer
 from anygpu.pipelines.tiny import parts
 from anygpu.pipelines.tiny.weights import randomise
+from anygpu.pipelines.vae import checked as vae
+from anygpu.pipelines.vae import tiled as decode_work
+from anygpu.pipelines.vae.fallback import Attempt
+from anygpu.pipelines.vae.tiled import Way, Work, decoder_call
 
 HOST = Transfer(torch.device("cpu"), torch.float32)
 # Each value is a sum of a few hundred products, added up in another order: some ulps of values around 1.

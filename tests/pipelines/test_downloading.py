@@ -19,10 +19,10 @@ import huggingface_hub
 import huggingface_hub.constants
 import pytest
 from anygpu.compat.errors import CheckpointError, InputError, MissingPackageError
-from anygpu.pipelines import downloading
-from anygpu.pipelines.contract import Silent
-from anygpu.pipelines.downloading import fetched, is_checked, selected
-from anygpu.pipelines.downloads import HUB, OFFERS, PARTS, Download, Offer
+from anygpu.pipelines.base import Silent
+from anygpu.pipelines.loading import download
+from anygpu.pipelines.loading.download import fetched, is_checked, selected
+from anygpu.pipelines.loading.published import HUB, OFFERS, PARTS, Download, Offer
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 REPOSITORY = "Lightricks/LTX-Video"
@@ -130,8 +130,8 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A Hub with one repository, which the first family's model is; its bytes come in small pieces."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 65536)
-    monkeypatch.setattr(downloading, "OFFERS", (Offer("ltx", (DOWNLOAD,), {"all": 0.1}),))
-    monkeypatch.setattr(downloading, "WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(download, "OFFERS", (Offer("ltx", (DOWNLOAD,), {"all": 0.1}),))
+    monkeypatch.setattr(download, "WAIT_SECONDS", 0.01)
     found = Hub()
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler(found))
     server.daemon_threads = True
@@ -238,7 +238,7 @@ def test_a_file_that_was_there_before_stays_as_it_was(hub: Hub, tmp_path: Path, 
 
 
 def test_a_part_that_is_too_long_is_begun_anew(hub: Hub, tmp_path: Path) -> None:
-    part = downloading._part_of(tmp_path / DOWNLOAD.folder, LARGE, REVISION)
+    part = download._part_of(tmp_path / DOWNLOAD.folder, LARGE, REVISION)
     part.parent.mkdir(parents=True)
     part.write_bytes(b"y" * (len(FILES[LARGE]) + 1))
     run(hub, tmp_path)
@@ -271,12 +271,12 @@ def test_what_cannot_be_is_one_line(hub: Hub, tmp_path: Path, monkeypatch: pytes
         run(hub, tmp_path, choice="yes")
     other = replace(DOWNLOAD, revision="f" * 40)
     with monkeypatch.context() as patch:
-        patch.setattr(downloading, "OFFERS", (Offer("ltx", (other,), {"all": 0.1}),))
+        patch.setattr(download, "OFFERS", (Offer("ltx", (other,), {"all": 0.1}),))
         with pytest.raises(CheckpointError, match=rf"has no commit f{{40}}; .*Update AnyGPU, or download {HUB}"):
             run(hub, tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(downloading.shutil, "disk_usage", lambda _: SimpleNamespace(free=5 * 10**8))
-        other = tmp_path / DOWNLOAD.folder / downloading.PARTS / "of-something-else.incomplete"
+        patch.setattr(download.shutil, "disk_usage", lambda _: SimpleNamespace(free=5 * 10**8))
+        other = tmp_path / DOWNLOAD.folder / download.PARTS / "of-something-else.incomplete"
         other.parent.mkdir(parents=True)
         with other.open("wb") as file:
             file.truncate(2**30)
@@ -304,9 +304,9 @@ def test_one_set_of_weights_of_each_folder_is_chosen() -> None:
 
 
 def test_each_model_on_offer_is_fixed_at_a_commit() -> None:
-    for download in (download for offer in OFFERS for download in offer.downloads):
-        assert len(download.revision) == 40 and set(download.revision) <= set("0123456789abcdef")
-        assert download.page == HUB + download.repository
+    for model in (model for offer in OFFERS for model in offer.downloads):
+        assert len(model.revision) == 40 and set(model.revision) <= set("0123456789abcdef")
+        assert model.page == HUB + model.repository
 
 
 @pytest.mark.full

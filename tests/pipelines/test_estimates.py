@@ -6,15 +6,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from anygpu.compat import device
-from anygpu.compat.accounts import Account, StageCost, kept_stages
+from anygpu.compat.device import facts as device
 from anygpu.compat.errors import InputError, UnsupportedError
-from anygpu.compat.offload import Terms
-from anygpu.compat.parts import Silent
-from anygpu.compat.plan import places
-from anygpu.pipelines import estimates, fitting, memory_plan, tiny
-from anygpu.pipelines.estimates import Size, Weights, forecast, weights_of
-from anygpu.pipelines.loading import LoadRequest, load
+from anygpu.compat.memory.offloader import Terms
+from anygpu.compat.memory.parts import Silent
+from anygpu.compat.memory.planned import places
+from anygpu.compat.memory.statistics import Account, StageCost, kept_stages
+from anygpu.pipelines import tiny
+from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.memory import estimates
+from anygpu.pipelines.memory import fit as fitting
+from anygpu.pipelines.memory import page as memory_plan
+from anygpu.pipelines.memory.estimates import Size, Weights, forecast, weights_of
 
 CPU = torch.device("cpu")
 

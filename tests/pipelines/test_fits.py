@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from anygpu.pipelines import fits
+from anygpu.pipelines.memory import fit_factors
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -37,8 +37,8 @@ def row(stage: str, measured: float, first: float, second: float = 0) -> dict[st
 
 
 def test_the_factors_are_those_of_the_last_rows(script):
-    assert script.factors(script.last_rows()) == fits.FACTORS
-    assert Path(fits.__file__).read_text(encoding="utf-8") == script.written(fits.FACTORS)
+    assert script.factors(script.last_rows()) == fit_factors.FACTORS
+    assert Path(fit_factors.__file__).read_text(encoding="utf-8") == script.written(fit_factors.FACTORS)
 
 
 def test_rows_that_follow_a_formula_give_its_factors(script):

@@ -10,10 +10,10 @@ import pytest
 import torch
 from anygpu.compat.errors import CheckpointError
 from anygpu.pipelines import tiny
-from anygpu.pipelines.composing import Files
-from anygpu.pipelines.formats import CONFIGS, LAYOUTS, Content, config_of, contents, kinds
-from anygpu.pipelines.keys import SAME
-from anygpu.pipelines.loading import LoadRequest, load
+from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.loading.formats import CONFIGS, LAYOUTS, Content, config_of, contents, kinds
+from anygpu.pipelines.loading.keys import SAME
+from anygpu.pipelines.loading.single_file import Files
 from safetensors.torch import save_file
 
 # Layout, tiny checkpoint, part, which way of writing a name, prefix.
@@ -51,7 +51,7 @@ def only(path: Path) -> Content:
 
 @pytest.mark.parametrize(("name", "model", "part", "way", "prefix"), CASES)
 def test_each_layout_is_recognised_and_gives_the_same_tensors(tiny_folder, tmp_path, name, model, part, way, prefix):
-    from anygpu.compat.checkpoints import read_tensors
+    from anygpu.compat.checkpoints.weights import read_tensors
 
     folder = tiny.build(model, tiny_folder) / part
     tensors = layouts.tensors_of(folder)
@@ -80,8 +80,8 @@ def test_each_published_size_is_told_by_its_shapes_in_every_layout(path, index):
     """Shapes of the real size, without memory; where two share them, the file's name decides."""
     import diffusers
     from accelerate import init_empty_weights
-    from anygpu.compat.headers import TensorEntry
-    from anygpu.pipelines.keys import renamed
+    from anygpu.compat.checkpoints.headers import TensorEntry
+    from anygpu.pipelines.loading.keys import renamed
 
     rows = json.loads(path.read_text())
     row, kind = rows[index], path.stem.replace(".", "/")

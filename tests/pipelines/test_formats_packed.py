@@ -10,12 +10,13 @@ from types import SimpleNamespace
 import layouts
 import pytest
 import torch
-from anygpu.compat import quantized
+from anygpu.compat.checkpoints import packed
 from anygpu.compat.errors import CheckpointError, InputError, PackError, UnsupportedError
-from anygpu.pipelines import qwen, stages, text, tiny
-from anygpu.pipelines.composing import Files
-from anygpu.pipelines.contract import Loaded, PromptRequest, SampleSettings, Silent
-from anygpu.pipelines.loading import LoadRequest, load
+from anygpu.pipelines import stages, tiny
+from anygpu.pipelines.base import Loaded, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.loading.single_file import Files
+from anygpu.pipelines.text import qwen, t5
 from safetensors.torch import save_file
 
 RELEASES = {
@@ -122,8 +123,8 @@ def test_packed_files_are_worth_what_they_say(tiny_folder, tmp_path, model, way)
         load(LoadRequest(path, base, device="cpu", files=Files({"transformer": path}), **image)).parts["transformer"]
         for path in (file, tmp_path / "worth.safetensors")
     ]
-    packed = {name: owner for name, owner in found[0].named_modules() if isinstance(owner, quantized.StoredLinear)}
-    assert len(packed) > 8 and not quantized.is_packed(found[1])
+    packed = {name: owner for name, owner in found[0].named_modules() if isinstance(owner, packed.StoredLinear)}
+    assert len(packed) > 8 and not packed.is_packed(found[1])
     dense = dict(found[1].named_modules())
     assert all(torch.equal(owner.weight, dense[name].weight) for name, owner in packed.items())
     ours, theirs = found[0].state_dict(), found[1].state_dict()
@@ -160,7 +161,7 @@ def test_a_scale_that_fits_no_weight_is_refused(tiny_folder, tmp_path):
 
 
 def test_a_format_that_is_not_known_is_named(tmp_path):
-    from anygpu.pipelines.formats import contents
+    from anygpu.pipelines.loading.formats import contents
 
     mark = torch.tensor(list(b'{"format": "nvfp4"}'), dtype=torch.uint8)
     save_file({"x.weight": torch.zeros(2, 2, dtype=torch.uint8), "x.comfy_quant": mark}, tmp_path / "m.safetensors")
@@ -184,25 +185,25 @@ def test_weights_are_kept_as_chosen_and_come_back(tiny_folder, tmp_path, choice,
     kept = load(LoadRequest(model, device="cpu", precision="fp32", weights=choice, text_weights=choice))
     for part in ("transformer", "text_encoder"):
         module, dense = kept.parts[part], plain.parts[part]
-        packed = [owner for owner in module.modules() if isinstance(owner, quantized.StoredLinear)]
+        packed = [owner for owner in module.modules() if isinstance(owner, packed.StoredLinear)]
         assert packed and {owner.stored.element_size() for owner in packed} == {size}
         reference = dict(dense.named_modules())
         for name, owner in module.named_modules():
-            if isinstance(owner, quantized.StoredLinear):
+            if isinstance(owner, packed.StoredLinear):
                 own = reference[name].weight
                 step = own.abs().amax(1, keepdim=True) * ROUNDING.get(choice, 0.0)
                 assert bool(((owner.weight - own).abs() <= step * 1.001).all()), name
     assert sum(" kept " in note for note in kept.notes) == 2
     modules = kept.parts["transformer"].named_modules()
-    values = {name: owner.weight for name, owner in modules if isinstance(owner, quantized.StoredLinear)}
+    values = {name: owner.weight for name, owner in modules if isinstance(owner, packed.StoredLinear)}
     if choice == "as in file":  # read so, not made so: there is nothing to take back, and never was a dense copy
         for part in ("transformer", "text_encoder"):
             kept.parts.revert(part)
-            assert quantized.is_packed(kept.parts[part]), part
+            assert packed.is_packed(kept.parts[part]), part
         return
     kept.parts.revert("transformer")
     back = dict(kept.parts["transformer"].named_modules())
-    assert not quantized.is_packed(kept.parts["transformer"])
+    assert not packed.is_packed(kept.parts["transformer"])
     assert all(torch.equal(back[name].weight, value) for name, value in values.items())
 
 
@@ -223,7 +224,7 @@ def test_choices_that_cannot_go_together_are_refused_before_a_weight_is_read(tin
         load(LoadRequest(folder, device="cpu", weights="int3"))
     safe = SimpleNamespace(safe=True)
     with pytest.raises(UnsupportedError, match="with precision fp16-safe"):
-        quantized.require_storable("fp8", "weights", "auto", safe)
+        packed.require_storable("fp8", "weights", "auto", safe)
 
 
 WRONG = {0.0: "nothing but zeros", float("nan"): "NaN"}
@@ -254,15 +255,15 @@ def test_t5_makes_a_weight_dense_only_to_compute_with_it(tiny_folder, monkeypatc
     """Its feed-forward asks for the dtype of a weight twice, and each time all of it was made."""
     request = LoadRequest(tiny.build(model, tiny_folder), device="cpu", text_weights="int8")
     encoder = "text_encoder_2" if model == "hunyuan_video_15" else "text_encoder"
-    made, dense = [], quantized.StoredLinear.dense
-    monkeypatch.setattr(quantized.StoredLinear, "dense", lambda own, dtype: made.append(own) or dense(own, dtype))
+    made, dense = [], packed.StoredLinear.dense
+    monkeypatch.setattr(packed.StoredLinear, "dense", lambda own, dtype: made.append(own) or dense(own, dtype))
     found = []
     for most in (2, 6):  # once for each of two texts
         loaded = load(request)
-        layers = [owner for owner in loaded.parts[encoder].modules() if isinstance(owner, quantized.StoredLinear)]
+        layers = [owner for owner in loaded.parts[encoder].modules() if isinstance(owner, packed.StoredLinear)]
         found.append(stages.encode_prompt(loaded, PromptRequest('a sign that says "cat"', 'no "dog"'), Silent()))
         assert max(made.count(layer) for layer in layers) == most
-        for module in (text, qwen):
+        for module in (t5, qwen):
             monkeypatch.setattr(module, "outlined", lambda _: nullcontext())
     for ours, theirs in zip(*((one.embeds, one.negative) for one in found), strict=True):
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

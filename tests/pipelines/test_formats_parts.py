@@ -8,13 +8,12 @@ from pathlib import Path
 import layouts
 import pytest
 import torch
-from anygpu.compat import quantized
 from anygpu.compat.errors import CheckpointError
 from anygpu.pipelines import stages, tiny
-from anygpu.pipelines.composing import Files
-from anygpu.pipelines.contract import Loaded, PromptRequest, Silent
-from anygpu.pipelines.formats import kinds
-from anygpu.pipelines.loading import LoadRequest, load
+from anygpu.pipelines.base import Loaded, PromptRequest, Silent
+from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.loading.formats import kinds
+from anygpu.pipelines.loading.single_file import Files
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -127,8 +126,8 @@ def test_a_text_encoder_as_gguf_gives_the_embeddings_of_its_values(tiny_folder, 
     path.with_suffix(".json").write_text(json.dumps(config))
     assert kinds(path) == (release.kind,)
     found, plain = (composed({**files, "text_encoder": file}, base) for file in (path, tmp_path / "worth.safetensors"))
-    assert quantized.is_packed(found.parts["text_encoder"]) is packed
-    assert not quantized.is_packed(plain.parts["text_encoder"])
+    assert packed.is_packed(found.parts["text_encoder"]) is packed
+    assert not packed.is_packed(plain.parts["text_encoder"])
     assert same(embeds(found), embeds(plain))
     if not packed:  # and they are those of the model itself, whatever the file calls its rows
         whole = dict(found.parts["text_encoder"].state_dict())

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from anygpu.compat.errors import InputError, UnsupportedError
-from anygpu.pipelines import framepack, loading, sections, stages, tiny
-from anygpu.pipelines.contract import (
+from anygpu.pipelines import stages, tiny
+from anygpu.pipelines.base import (
     FramePackSettings,
     ImageCondition,
     ImageRequest,
@@ -22,7 +22,10 @@ from anygpu.pipelines.contract import (
     SampleSettings,
     Silent,
 )
-from anygpu.pipelines.resuming import resume_key
+from anygpu.pipelines.families.framepack import pipeline as framepack
+from anygpu.pipelines.families.framepack import sections
+from anygpu.pipelines.families.framepack.resume import resume_key
+from anygpu.pipelines.loading import folder as loading
 
 I2V, F1 = "framepack", "framepack_f1"
 ORDER = {I2V: sections.INVERTED, F1: sections.VANILLA}

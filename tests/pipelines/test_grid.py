@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from anygpu.compat.errors import InputError
-from anygpu.pipelines.families import FAMILIES
 from anygpu.pipelines.grid import check_steps, snap, snap_frames
+from anygpu.pipelines.registry import FAMILIES
 
 EVERY = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 

@@ -13,8 +13,11 @@ import numpy as np
 import pytest
 import torch
 from anygpu.compat.errors import CheckpointError, InputError
-from anygpu.pipelines import hunyuan_video, llama, loading, stages, tiny
-from anygpu.pipelines.contract import ImageRequest, Latents, PromptRequest, SampleSettings, Silent, Tools
+from anygpu.pipelines import stages, tiny
+from anygpu.pipelines.base import ImageRequest, Latents, PromptRequest, SampleSettings, Silent, Tools
+from anygpu.pipelines.families.hunyuan_video import pipeline as hunyuan_video
+from anygpu.pipelines.loading import folder as loading
+from anygpu.pipelines.text import llama
 from PIL import Image
 
 TEXT, REPLACE, CONCAT = "hunyuan_video", "hunyuan_video_i2v", "hunyuan_video_i2v_33ch"

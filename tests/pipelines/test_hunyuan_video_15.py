@@ -12,8 +12,11 @@ import numpy as np
 import pytest
 import torch
 from anygpu.compat.errors import InputError
-from anygpu.pipelines import hunyuan_video_15, loading, qwen, stages, tiny
-from anygpu.pipelines.contract import ImageRequest, Latents, Prompt, PromptRequest, SampleSettings, Silent, Tools
+from anygpu.pipelines import stages, tiny
+from anygpu.pipelines.base import ImageRequest, Latents, Prompt, PromptRequest, SampleSettings, Silent, Tools
+from anygpu.pipelines.families.hunyuan_video_15 import pipeline as hunyuan_video_15
+from anygpu.pipelines.loading import folder as loading
+from anygpu.pipelines.text import qwen
 from PIL import Image
 
 TEXT, IMAGE = "hunyuan_video_15", "hunyuan_video_15_i2v"

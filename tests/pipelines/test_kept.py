@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from anygpu.compat.errors import CheckpointError
-from anygpu.pipelines import kept
-from anygpu.pipelines.contract import Latents
-from anygpu.pipelines.sections import Standing
+from anygpu.pipelines.base import Latents
+from anygpu.pipelines.families.framepack.sections import Standing
+from anygpu.pipelines.latents import recovery
 
 SAMPLES = torch.randn(1, 16, 3, 4, 6)
 EXTRA = {"generator_state": torch.Generator().get_state().numpy().tobytes(), "section_lengths": [2], "prompt": "a cat"}
@@ -30,39 +30,39 @@ def aged(folder: Path, name: str, seconds: int) -> None:
 
 
 def test_what_is_kept_is_listed_newest_first_and_loads(tmp_path: Path) -> None:
-    first = kept.keep(tmp_path, LATENTS, no_word)
+    first = recovery.keep(tmp_path, LATENTS, no_word)
     aged(tmp_path, first, 60)
-    second = kept.keep(tmp_path, replace(LATENTS, samples=SAMPLES + 1, seed=8), no_word)
-    found = kept.listing(tmp_path)
+    second = recovery.keep(tmp_path, replace(LATENTS, samples=SAMPLES + 1, seed=8), no_word)
+    found = recovery.listing(tmp_path)
     assert [item.id for item in found] == [second, first]
     assert (found[0].family, found[0].seed, found[0].frames, found[0].prompt) == ("framepack", 8, 9, "a cat")
     assert "seed 8" in found[0].name and found[0].total_bytes > SAMPLES.nbytes and not found[0].unfinished
-    assert torch.equal(kept.load(tmp_path, "newest", no_word)["samples"], SAMPLES + 1)
-    assert torch.equal(kept.load(tmp_path, first, no_word)["samples"], SAMPLES)
+    assert torch.equal(recovery.load(tmp_path, "newest", no_word)["samples"], SAMPLES + 1)
+    assert torch.equal(recovery.load(tmp_path, first, no_word)["samples"], SAMPLES)
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/b", "", "A" * 200, "nothing"])
 def test_only_a_listed_id_can_be_loaded(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "kept"
     with pytest.raises(CheckpointError, match="no kept latents at all"):
-        kept.load(folder, name, no_word)
-    kept.keep(folder, LATENTS, no_word)
-    kept.keep(tmp_path, LATENTS, no_word)
+        recovery.load(folder, name, no_word)
+    recovery.keep(folder, LATENTS, no_word)
+    recovery.keep(tmp_path, LATENTS, no_word)
     (tmp_path / next(tmp_path.glob("*.safetensors")).name).rename(tmp_path / "secret.safetensors")
     with pytest.raises(CheckpointError, match="no kept latents '"):
-        kept.load(folder, name, no_word)
+        recovery.load(folder, name, no_word)
 
 
 def test_the_oldest_leave_when_the_limit_is_passed(tmp_path: Path) -> None:
     names = []
     for index in range(4):
-        names.append(kept.keep(tmp_path, LATENTS, no_word))
+        names.append(recovery.keep(tmp_path, LATENTS, no_word))
         aged(tmp_path, names[-1], 100 - index)
     size = (tmp_path / f"{names[0]}.safetensors").stat().st_size
-    last = kept.keep(tmp_path, LATENTS, no_word, limit_bytes=int(size * 2.5))
-    assert [item.id for item in kept.listing(tmp_path)] == [last, names[-1]]
-    alone = kept.keep(tmp_path, LATENTS, no_word, limit_bytes=1)
-    assert [item.id for item in kept.listing(tmp_path)] == [alone], "the newest stays, however large"
+    last = recovery.keep(tmp_path, LATENTS, no_word, limit_bytes=int(size * 2.5))
+    assert [item.id for item in recovery.listing(tmp_path)] == [last, names[-1]]
+    alone = recovery.keep(tmp_path, LATENTS, no_word, limit_bytes=1)
+    assert [item.id for item in recovery.listing(tmp_path)] == [alone], "the newest stays, however large"
 
 
 def test_a_full_disk_costs_no_sampling(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_a_full_disk_costs_no_sampling(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (512, before[1]))
     try:
-        assert kept.keep(tmp_path, LATENTS, said.append) == ""
+        assert recovery.keep(tmp_path, LATENTS, said.append) == ""
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert "could not be kept" in said[0] and "cannot be written" in said[0]
@@ -78,11 +78,11 @@ def test_a_full_disk_costs_no_sampling(tmp_path: Path) -> None:
 
 
 def test_what_is_not_ours_or_damaged_is_not_listed(tmp_path: Path) -> None:
-    name = kept.keep(tmp_path, LATENTS, no_word)
+    name = recovery.keep(tmp_path, LATENTS, no_word)
     (tmp_path / "damaged.safetensors").write_bytes(b"\x00" * 20)
     (tmp_path / "Other Name.safetensors").write_bytes((tmp_path / f"{name}.safetensors").read_bytes())
-    assert [item.id for item in kept.listing(tmp_path)] == [name]
-    assert kept.listing(tmp_path / "nothing") == []
+    assert [item.id for item in recovery.listing(tmp_path)] == [name]
+    assert recovery.listing(tmp_path / "nothing") == []
 
 
 def test_rests_of_a_writer_that_died_are_swept_up(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_rests_of_a_writer_that_died_are_swept_up(tmp_path: Path) -> None:
     for rest in (old, new):
         rest.write_bytes(b"rest")
     os.utime(old, (1, 1))
-    kept.keep(tmp_path, LATENTS, no_word)
+    recovery.keep(tmp_path, LATENTS, no_word)
     assert not old.exists() and new.exists(), "a young one may still be written"
 
 
@@ -99,13 +99,13 @@ def test_rests_of_a_writer_that_died_are_swept_up(tmp_path: Path) -> None:
 
 def test_sections_share_one_file_and_are_found_until_the_last(tmp_path: Path) -> None:
     said: list[str] = []
-    keeper = kept.KeptSections(tmp_path, said.append)
+    keeper = recovery.KeptSections(tmp_path, said.append)
     assert keeper.found("key") is None
     standing = Standing(SAMPLES * 0.3, (2,), EXTRA["generator_state"])
     keeper.keep("key", 0, 3, LATENTS, standing)
-    (listed,) = kept.listing(tmp_path)
+    (listed,) = recovery.listing(tmp_path)
     assert listed.unfinished == "section 1 of 3" and "section 1 of 3" in listed.name
-    other = kept.KeptSections(tmp_path, no_word)
+    other = recovery.KeptSections(tmp_path, no_word)
     found = other.found("key")
     assert found is not None
     assert torch.equal(found.latents, standing.latents)
@@ -114,16 +114,16 @@ def test_sections_share_one_file_and_are_found_until_the_last(tmp_path: Path) ->
     other.say = said.append
     other.keep("key", 1, 3, LATENTS, standing)
     other.keep("key", 2, 3, LATENTS, standing)
-    (listed,) = kept.listing(tmp_path)
+    (listed,) = recovery.listing(tmp_path)
     assert not listed.unfinished
-    assert kept.KeptSections(tmp_path, no_word).found("key") is None, "a whole video is not gone on with"
-    assert torch.equal(kept.load(tmp_path, listed.id, no_word)["samples"], SAMPLES)
+    assert recovery.KeptSections(tmp_path, no_word).found("key") is None, "a whole video is not gone on with"
+    assert torch.equal(recovery.load(tmp_path, listed.id, no_word)["samples"], SAMPLES)
 
 
 def test_a_damaged_section_is_started_over(tmp_path: Path) -> None:
-    keeper = kept.KeptSections(tmp_path, lambda _text: None)
+    keeper = recovery.KeptSections(tmp_path, lambda _text: None)
     keeper.keep("key", 0, 3, LATENTS, Standing(SAMPLES, (2,), EXTRA["generator_state"]))
     (path,) = tmp_path.glob("*.safetensors")
     whole = path.read_bytes()
     path.write_bytes(whole[:-8])
-    assert kept.KeptSections(tmp_path, no_word).found("key") is None
+    assert recovery.KeptSections(tmp_path, no_word).found("key") is None

@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from anygpu.compat.checkpoints.latents import metadata_of, read_record, write_record
 from anygpu.compat.errors import CheckpointError, InputError
-from anygpu.compat.latent_files import metadata_of, read_record, write_record
-from anygpu.pipelines import embeddings, exchange, latent_store, stages, tiny
-from anygpu.pipelines.contract import Latents, Prompt, PromptRequest, SampleSettings, Silent
-from anygpu.pipelines.latent_store import Origin, kind_of, load_latent, save_latent
-from anygpu.pipelines.loading import LoadRequest, load
+from anygpu.pipelines import stages, tiny
+from anygpu.pipelines.base import Latents, Prompt, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.latents import convert as exchange
+from anygpu.pipelines.latents import store as latent_store
+from anygpu.pipelines.latents.store import Origin, kind_of, load_latent, save_latent
+from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.text import prompt_files
 
 EXTRA = {"generator_state": bytes(range(256)), "section_lengths": [2, 4], "drop_frames": 4, "prompt": "ein Fuchs 狐"}
 LATENTS = Latents(torch.randn(1, 16, 3, 4, 6), "framepack", "image", 9, 32, 48, 29.97, 2**64 - 1, extra=EXTRA)
@@ -122,9 +125,9 @@ def test_what_is_no_video_is_refused(tmp_path: Path) -> None:
 
 
 def test_prompts_come_back_whole(tmp_path: Path) -> None:
-    path = embeddings.save_prompt(tmp_path / "a.safetensors", PROMPT, Origin({"workflow": "{}"}))
+    path = prompt_files.save_prompt(tmp_path / "a.safetensors", PROMPT, Origin({"workflow": "{}"}))
     assert kind_of(path) == latent_store.PROMPT
-    found = embeddings.load_prompt(path, no_word)
+    found = prompt_files.load_prompt(path, no_word)
     assert (found.family, found.opposed, found.extra) == (PROMPT.family, True, PROMPT.extra)
     groups = [(PROMPT.embeds, found.embeds), (PROMPT.negative, found.negative), (PROMPT.sections[0], found.sections[0])]
     for before, after in groups:
@@ -132,26 +135,26 @@ def test_prompts_come_back_whole(tmp_path: Path) -> None:
         assert all(
             torch.equal(before[name], after[name]) and before[name].dtype is after[name].dtype for name in before
         )
-    alone = embeddings.save_prompt(tmp_path / "b.safetensors", replace(PROMPT, negative=None, sections=()))
-    assert embeddings.load_prompt(alone, no_word).negative is None
+    alone = prompt_files.save_prompt(tmp_path / "b.safetensors", replace(PROMPT, negative=None, sections=()))
+    assert prompt_files.load_prompt(alone, no_word).negative is None
 
 
 def test_what_is_no_prompt_is_one_line(tmp_path: Path) -> None:
     latents = save_latent(tmp_path / "a.safetensors", exchange.to_core(LATENTS), no_word)
     with pytest.raises(CheckpointError, match="'latent' in"):
-        embeddings.load_prompt(latents, no_word)
+        prompt_files.load_prompt(latents, no_word)
     record = {"kind": "prompt", "family": "ltx", "version": 99}
     path = write_record(tmp_path / "b.safetensors", {"embeds.a": torch.zeros(1, 2, 3)}, record)
     with pytest.raises(InputError, match="a prompt of version 99"):
-        embeddings.load_prompt(path, no_word)
+        prompt_files.load_prompt(path, no_word)
     path = write_record(tmp_path / "c.safetensors", {"embeds.a": torch.zeros(3)}, {**record, "version": 1})
     with pytest.raises(CheckpointError, match="has no usable a"):
-        embeddings.load_prompt(path, no_word)
+        prompt_files.load_prompt(path, no_word)
     path = write_record(
         tmp_path / "d.safetensors", {"embeds.a": torch.full((1, 2, 3), float("nan"))}, {**record, "version": 1}
     )
     with pytest.raises(InputError, match=r"6 of 6 values of the prompt \(a\) are NaN"):
-        embeddings.load_prompt(path, no_word)
+        prompt_files.load_prompt(path, no_word)
 
 
 def test_a_saved_prompt_samples_without_any_text_encoder(tiny_folder: Path, tmp_path: Path, recorded: Any) -> None:
@@ -160,7 +163,7 @@ def test_a_saved_prompt_samples_without_any_text_encoder(tiny_folder: Path, tmp_
     loaded = load(LoadRequest(whole, device="cpu", precision="fp32"))
     prompt = stages.encode_prompt(loaded, PromptRequest("a cat walks"), Silent())
     expected = stages.sample(loaded, prompt, None, settings, Silent())
-    path = embeddings.save_prompt(tmp_path / "prompt.safetensors", prompt)
+    path = prompt_files.save_prompt(tmp_path / "prompt.safetensors", prompt)
     model, said = tmp_path / "model", recorded()
     model.mkdir()
     for entry in whole.iterdir():
@@ -168,7 +171,7 @@ def test_a_saved_prompt_samples_without_any_text_encoder(tiny_folder: Path, tmp_
             (model / entry.name).symlink_to(entry)
     without = load(LoadRequest(model, device="cpu", precision="fp32"), said)
     assert any("without text encoder" in line for line in said.said)
-    found = stages.sample(without, embeddings.load_prompt(path, no_word), None, settings, Silent())
+    found = stages.sample(without, prompt_files.load_prompt(path, no_word), None, settings, Silent())
     assert torch.equal(found.samples, expected.samples)
     assert found.extra["prompt"] == "a cat walks"
     with pytest.raises(CheckpointError, match=r"no text_encoder for .* connect AnyGPU Load Prompt"):

@@ -12,9 +12,10 @@ import pytest
 import torch
 from anygpu.compat import packages
 from anygpu.compat.errors import CheckpointError, InputError, MissingPackageError, PackError
-from anygpu.pipelines import loading, tiny
-from anygpu.pipelines.families import FAMILIES
-from anygpu.pipelines.loading import LoadRequest, family_of_folder, find_models, load, variant_choices
+from anygpu.pipelines import tiny
+from anygpu.pipelines.loading import folder as loading
+from anygpu.pipelines.loading.folder import LoadRequest, family_of_folder, find_models, load, variant_choices
+from anygpu.pipelines.registry import FAMILIES
 from safetensors.torch import load_file, save_file
 
 

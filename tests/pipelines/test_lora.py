@@ -11,12 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from anygpu.compat import adapters, packages, quantized
+from anygpu.compat import packages
+from anygpu.compat.checkpoints import packed
 from anygpu.compat.errors import CheckpointError, InputError, MissingPackageError, UnsupportedError
-from anygpu.pipelines import lora, stages, tiny
-from anygpu.pipelines.contract import Loaded, PromptRequest, SampleSettings, Silent
-from anygpu.pipelines.loading import LoadRequest, load
-from anygpu.pipelines.lora import with_lora
+from anygpu.compat.memory import adapters
+from anygpu.pipelines import stages, tiny
+from anygpu.pipelines.base import Loaded, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.loading import lora
+from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.loading.lora import with_lora
 from safetensors.torch import save_file
 
 RANK = 4
@@ -236,7 +239,7 @@ def test_packed_weights_take_a_lora_beside_them_only(
     plain = made.sampled(loaded)
     stored = [leaf.stored.data_ptr() for leaf in loaded.parts["transformer"].modules() if hasattr(leaf, "stored")]
     with monkeypatch.context() as patched:
-        patched.setattr(quantized.StoredLinear, "dense", lambda *_: pytest.fail("a weight was made dense"))
+        patched.setattr(packed.StoredLinear, "dense", lambda *_: pytest.fail("a weight was made dense"))
         with put(made, loaded).residency.hold("transformer"):
             pass
     found = made.sampled(put(made, loaded))
@@ -244,8 +247,8 @@ def test_packed_weights_take_a_lora_beside_them_only(
         leaf.stored.data_ptr() for leaf in loaded.parts["transformer"].modules() if hasattr(leaf, "stored")
     ]
     other = load(request)
-    for layer in [leaf for leaf in other.parts["transformer"].modules() if isinstance(leaf, quantized.StoredLinear)]:
-        quantized.unpack(layer)
+    for layer in [leaf for leaf in other.parts["transformer"].modules() if isinstance(leaf, packed.StoredLinear)]:
+        packed.unpack(layer)
     added_by_hand(other, [(made.loras[0], 1.0)])
     assert torch.allclose(found, made.sampled(other), atol=SUMS, rtol=0)
     with pytest.raises(UnsupportedError, match="into StoredLinear weights kept as torch"):

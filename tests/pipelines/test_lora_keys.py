@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from anygpu.compat.errors import CheckpointError, InputError, UnsupportedError
-from anygpu.pipelines.lora_keys import chosen, factors, matched
+from anygpu.pipelines.loading.lora_keys import chosen, factors, matched
 
 D, RANK = 6, 2
 FILE = Path("some_lora.safetensors")

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from anygpu.compat.errors import InputError
-from anygpu.compat.offload import Sequential
-from anygpu.pipelines import ltx, stages, tiny
-from anygpu.pipelines.contract import (
+from anygpu.compat.memory.offloader import Sequential
+from anygpu.pipelines import stages, tiny
+from anygpu.pipelines.base import (
     ImageCondition,
     ImageRequest,
     Latents,
@@ -23,9 +23,10 @@ from anygpu.pipelines.contract import (
     Silent,
     Tools,
 )
-from anygpu.pipelines.loading import LoadRequest, load
-from anygpu.pipelines.ltx_schedule import ltx_schedule
-from anygpu.pipelines.text import EMBEDS, MASK, batched
+from anygpu.pipelines.families.ltx import pipeline as ltx
+from anygpu.pipelines.families.ltx.schedule import ltx_schedule
+from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.text.t5 import EMBEDS, MASK, batched
 
 SIZE, FRAMES, STEPS, SEED = 64, 25, 3, 7
 GRID = (4, 2, 2)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from anygpu.compat.device import facts_for
-from anygpu.pipelines.hardware import hardware_report
+from anygpu.compat.device.facts import facts_for
 from anygpu.pipelines.measured import COMMAND, ELSEWHERE, advice, advised
+from anygpu.pipelines.report import hardware_report
 
 FACTS = replace(facts_for("cpu"), name="Some GPU", backend="cuda")
 HEAD = "date,device,torch,family,model,form,clip_s,over_neither,warm_up_s,pays_after,rounds,line\n"

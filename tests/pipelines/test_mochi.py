@@ -8,8 +8,8 @@ import pytest
 import torch
 from anygpu.compat.errors import InputError
 from anygpu.pipelines import stages, tiny
-from anygpu.pipelines.contract import Loaded, PromptRequest, SampleSettings, Silent
-from anygpu.pipelines.loading import LoadRequest, load
+from anygpu.pipelines.base import Loaded, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.loading.folder import LoadRequest, load
 
 PADDING = 1e-5  # text padding is trimmed, so attention sums run over fewer zeros
 ASKED = SampleSettings(64, 48, 7, steps=3, seed=7, cfg=4.5, fps=30.0)
@@ -81,7 +81,7 @@ def test_schedules_run_and_differ(loaded, prompt, latents, changes):
 
 
 def test_sigmas_equal_to_the_schedule_give_the_same_latents(loaded, prompt, latents):
-    from anygpu.pipelines.mochi import _levels
+    from anygpu.pipelines.families.mochi.pipeline import _levels
 
     sigmas = (*map(float, _levels(3).sigmas), 0.0)
     found = sampled(loaded, prompt, sigmas=sigmas)

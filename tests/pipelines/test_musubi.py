@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from anygpu.compat.checkpoints.latents import metadata_of
 from anygpu.compat.errors import CheckpointError, InputError, UnsupportedError
-from anygpu.compat.latent_files import metadata_of
-from anygpu.pipelines import embeddings, latent_store, musubi, musubi_items
-from anygpu.pipelines.contract import ImageCondition, Latents, Prompt
-from anygpu.pipelines.exchange import to_core
+from anygpu.pipelines.base import ImageCondition, Latents, Prompt
+from anygpu.pipelines.latents import musubi, musubi_items
+from anygpu.pipelines.latents import store as latent_store
+from anygpu.pipelines.latents.convert import to_core
+from anygpu.pipelines.text import prompt_files
 from safetensors.torch import load_file, save_file
 
 SCALE = 0.476986
@@ -114,7 +116,7 @@ def test_text_is_read_without_padding_and_written_back_bit_for_bit(tmp_path: Pat
     metadata = {"architecture": full, "caption1": "ein Fuchs", **VERSION}
     save_file(tensors, path, metadata)
     assert latent_store.kind_of(path) == "prompt"
-    prompt = embeddings.load_prompt(path, lambda _text: None)
+    prompt = prompt_files.load_prompt(path, lambda _text: None)
     assert prompt.family == FAMILIES[short] and prompt.negative is None and prompt.extra["text"] == "ein Fuchs"
     first = prompt.embeds["prompt_embeds"]
     length = {"hv": 5, "hv15": 6, "fp": 7}[short]
@@ -145,7 +147,7 @@ def test_our_own_prompts_are_padded_as_its_caches_are(tmp_path: Path, short: str
     }[short]
     assert {name: tuple(tensor.shape) for name, tensor in found.items()} == expected
     assert metadata_of(path)["caption1"] == "a cat"
-    again = embeddings.load_prompt(path, lambda _text: None)
+    again = prompt_files.load_prompt(path, lambda _text: None)
     assert torch.equal(again.embeds["prompt_embeds"], embeds["prompt_embeds"].to(BF16).float())
 
 
@@ -284,7 +286,7 @@ def test_damaged_caches_are_one_line(tmp_path: Path) -> None:
     metadata = {"architecture": "hunyuan_video", "caption1": "x"}
     save_file({"llm_float16": torch.zeros(256, 16).half()}, tmp_path / "b_hv_te.safetensors", metadata)
     with pytest.raises(CheckpointError, match="no 'clipL' in"):
-        embeddings.load_prompt(tmp_path / "b_hv_te.safetensors", lambda _text: None)
+        prompt_files.load_prompt(tmp_path / "b_hv_te.safetensors", lambda _text: None)
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "../a", "a\\b", " "])

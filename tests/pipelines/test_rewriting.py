@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from anygpu.compat.attention_processors import Joint
 from anygpu.compat.errors import InputError, UnsupportedError
+from anygpu.compat.transforms.attention_processors import Joint
+from anygpu.compat.transforms.order import Order, Preparation, Step
 from anygpu.pipelines import tiny
-from anygpu.pipelines.contract import Parts
-from anygpu.pipelines.loading import LoadRequest, load
-from anygpu.pipelines.rewriting import Order, Preparation, Step
+from anygpu.pipelines.base import Parts
+from anygpu.pipelines.loading.folder import LoadRequest, load
 from torch import nn
 
 

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from anygpu.pipelines.contract import SampleSettings
-from anygpu.pipelines.families import FAMILIES
-from anygpu.pipelines.shortage import Shortage, lowered, shortage_explained, shortage_in
+from anygpu.pipelines.base import SampleSettings
+from anygpu.pipelines.memory.shortage import Shortage, lowered, shortage_explained, shortage_in
+from anygpu.pipelines.registry import FAMILIES
 
 CUDA = (
     "CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0 has a total capacity of 8.00 GiB of which 1.00 GiB is free. "

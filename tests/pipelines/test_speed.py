@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from anygpu.compat import step_cache
-from anygpu.compat.compiling import CompileSettings
 from anygpu.compat.errors import InputError, UnsupportedError
-from anygpu.compat.step_cache import FIRST_BLOCK, KINDS, PYRAMID, TAYLOR, StepCacheSettings, settings_for
+from anygpu.compat.transforms import step_cache
+from anygpu.compat.transforms.compile import CompileSettings
+from anygpu.compat.transforms.step_cache import FIRST_BLOCK, KINDS, PYRAMID, TAYLOR, StepCacheSettings, settings_for
 from anygpu.pipelines import stages, tiny
-from anygpu.pipelines.contract import FramePackSettings, ImageRequest, PromptRequest, SampleSettings
-from anygpu.pipelines.loading import LoadRequest, load
+from anygpu.pipelines.base import FramePackSettings, ImageRequest, PromptRequest, SampleSettings
+from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.profiling import Profile
 from anygpu.pipelines.speed import SpeedRequest, with_step_cache
 

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 from anygpu.compat.errors import InputError, UnsupportedError
-from anygpu.pipelines import exchange, stages, tiny
-from anygpu.pipelines.contract import ImageRequest, Latents, PromptRequest, SampleSettings, Silent
-from anygpu.pipelines.loading import LoadRequest, load
+from anygpu.pipelines import stages, tiny
+from anygpu.pipelines.base import ImageRequest, Latents, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.latents import convert as exchange
+from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.pictures import fitted, fitted_size
 
 ASKED = SampleSettings(64, 48, 7, steps=2, seed=7)

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from anygpu.compat import rewrites_vae
-from anygpu.compat.attempts import Attempt
-from anygpu.compat.compiling import Compilation, CompileSettings
-from anygpu.compat.rewrites_vae import fused_vae
+from anygpu.compat.transforms import fused_vae
+from anygpu.compat.transforms.compile import Compilation, CompileSettings
+from anygpu.compat.transforms.fused_vae import fuse_vae
 from anygpu.pipelines import stages, tiny
-from anygpu.pipelines.contract import Latents
-from anygpu.pipelines.decode_work import Way, Work
-from anygpu.pipelines.loading import LoadRequest, load
+from anygpu.pipelines.base import Latents
+from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.speed import SpeedRequest
+from anygpu.pipelines.vae.fallback import Attempt
+from anygpu.pipelines.vae.tiled import Way, Work
 from pipelines.test_decode_forms import CASES, CAUSAL, HOST, close, made, sampled, work_for
 
 assert made, "a fixture"
@@ -41,13 +41,13 @@ def calls(monkeypatch):
     """Borders of the operations that ran."""
     seen: list[Any] = []
     for name in ("group_norm_silu_pad", "rms_silu_pad"):
-        whole = getattr(rewrites_vae, name)
+        whole = getattr(fused_vae, name)
 
         def noted(x: Any, *rest: Any, whole: Any = whole, **named: Any) -> torch.Tensor:
             seen.append(rest[-1])
             return whole(x, *rest, **named)
 
-        monkeypatch.setattr(rewrites_vae, name, noted)
+        monkeypatch.setattr(fused_vae, name, noted)
     return seen
 
 
@@ -57,7 +57,7 @@ def test_fused_equals_upstreams_operations_in_every_cut(made, calls, name, cut):
     way = Way(module, HOST, Attempt(torch.float32, **CUTS[cut]), time)
     expected: Work = work_for(name)
     expected = expected.frames(way)
-    found = fused_vae(module, "reference")
+    found = fuse_vae(module, "reference")
     close(work_for(name).frames(way), expected)
     assert bool(calls) == (name not in BY_GROUPS or "stream" not in cut)
     if "chunks" in cut:  # what stands before a chunk is remembered, not replicated
@@ -71,7 +71,7 @@ def test_compiled_blocks_follow_when_a_decode_is_cut(made, name):
     torch._dynamo.reset()
     module = copy.deepcopy(made(name))
     expected = work_for(name).frames(Way(module, HOST, Attempt(torch.float32)))
-    fused_vae(module, "reference")
+    fuse_vae(module, "reference")
     compiled = Compilation(CompileSettings(vae=True, backend="eager"))
     compiled.attach(module)
     for cut in ("whole", "chunks", "whole") if name in CAUSAL else ("whole", "stream", "whole"):

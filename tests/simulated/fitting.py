@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from anygpu.compat.accounts import Account
+from anygpu.compat.memory.statistics import Account
 from anygpu.pipelines import tiny
-from anygpu.pipelines.contract import Loaded
-from anygpu.pipelines.estimates import Size, forecast
-from anygpu.pipelines.loading import LoadRequest, load
-from anygpu.pipelines.tiny.heavy import build_heavy
+from anygpu.pipelines.base import Loaded
+from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.memory.estimates import Size, forecast
+from anygpu.tests.heavy import build_heavy
 
 from simulated.test_families import CASES, rendered
 

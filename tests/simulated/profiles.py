@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from anygpu.compat.device import DeviceFacts, facts_for
+from anygpu.compat.device.facts import DeviceFacts, facts_for
 
 from . import accelerator
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from anygpu.compat.attention import EXPLICIT, Attention, chunk_size, chunked, score_bytes, widened
+from anygpu.compat.transforms.attention import EXPLICIT, Attention, chunk_size, chunked, score_bytes, widened
 from anygpu.pipelines import tiny
-from anygpu.pipelines.loading import LoadRequest, load
+from anygpu.pipelines.loading.folder import LoadRequest, load
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from simulated import accelerator
@@ -84,7 +84,7 @@ def test_math_in_chunks_gives_the_same_video(
     acc: torch.device, tiny_folder: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a device without any fused kernel, with a budget so small that every joint attention is cut."""
-    from anygpu.compat import attention
+    from anygpu.compat.transforms import attention
 
     case, cuts = CASES[name], []
 

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from anygpu.compat.conv3d import Form, swap_conv3d
-from anygpu.compat.conv3d_choice import Layer, choose_by, form_error, form_times
-from anygpu.compat.conv3d_forms import Geometry
+from anygpu.compat.device.probe_store import ProbeStore
+from anygpu.compat.device.quirks import abilities
 from anygpu.compat.errors import UnsupportedError
-from anygpu.compat.offload import MODES, borrow, own_tensors
+from anygpu.compat.memory.offloader import MODES, borrow, own_tensors
 from anygpu.compat.precision import DTYPES
-from anygpu.compat.probe_store import ProbeStore
-from anygpu.compat.quirks import abilities
-from anygpu.pipelines.contract import Parts
-from anygpu.pipelines.rewriting import conv3d_step
+from anygpu.compat.transforms.conv3d import Form, swap_conv3d
+from anygpu.compat.transforms.conv3d_choice import Layer, choose_by, form_error, form_times
+from anygpu.compat.transforms.conv3d_forms import Geometry
+from anygpu.compat.transforms.order import conv3d_step
+from anygpu.pipelines.base import Parts
 from torch import nn
 
 from simulated import accelerator, profiles

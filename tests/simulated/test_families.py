@@ -9,8 +9,8 @@ import pytest
 import torch
 from anygpu.compat.errors import UnsupportedError
 from anygpu.pipelines import stages, tiny
-from anygpu.pipelines.contract import FramePackSettings, ImageRequest, Loaded, PromptRequest, SampleSettings, Silent
-from anygpu.pipelines.loading import LoadRequest, load
+from anygpu.pipelines.base import FramePackSettings, ImageRequest, Loaded, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.loading.folder import LoadRequest, load
 
 from simulated import accelerator
 

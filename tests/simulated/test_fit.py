@@ -6,14 +6,14 @@ import gc
 
 import pytest
 import torch
+from anygpu.compat.device.vae_policy import Form
 from anygpu.compat.errors import InputError, UnsupportedError
-from anygpu.compat.units import units_on
-from anygpu.compat.vae_care import Form
+from anygpu.compat.memory.hooks import units_on
 from anygpu.pipelines import stages, tiny
-from anygpu.pipelines.contract import Latents, PromptRequest, SampleSettings, Silent
-from anygpu.pipelines.estimates import MODE_ORDER, forecast
-from anygpu.pipelines.fitting import plan_line
-from anygpu.pipelines.loading import LoadRequest, load
+from anygpu.pipelines.base import Latents, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.memory.estimates import MODE_ORDER, forecast
+from anygpu.pipelines.memory.fit import plan_line
 
 from simulated import accelerator, fitting
 from simulated.fitting import FAMILIES, SHARES, forget, heavy, peak, run

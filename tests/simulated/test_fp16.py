@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from anygpu.compat.fp16 import SETTINGS, apply_fp16_safe
+from anygpu.compat.transforms.fp16 import SETTINGS, apply_fp16_safe
 from anygpu.pipelines import tiny
-from anygpu.pipelines.contract import Loaded, Silent
-from anygpu.pipelines.denoising import NotFinite
-from anygpu.pipelines.loading import LoadRequest, load
-from anygpu.pipelines.reading import part_files, reader_of
-from anygpu.pipelines.safe_fp16 import read_narrow
+from anygpu.pipelines.base import Loaded, Silent
+from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.loading.part import part_files, reader_of
+from anygpu.pipelines.sampling.loop import NotFinite
+from anygpu.pipelines.sampling.safe_fp16 import read_narrow
 from safetensors.torch import load_file, save_file
 
 from simulated import accelerator

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from anygpu.pipelines import lora, stages, tiny
-from anygpu.pipelines.contract import Loaded, PromptRequest, SampleSettings, Silent
-from anygpu.pipelines.loading import LoadRequest, load
+from anygpu.pipelines import stages, tiny
+from anygpu.pipelines.base import Loaded, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.loading import lora
+from anygpu.pipelines.loading.folder import LoadRequest, load
 from safetensors.torch import save_file
 
 from simulated import accelerator, profiles

@@ -7,17 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from anygpu.compat import checkpoints, device, masters, offload, staging, transfer, units
-from anygpu.compat.accounts import Account
-from anygpu.compat.checkpoints import read_tensors
-from anygpu.compat.device import facts_for
+from anygpu.compat.checkpoints import weights as checkpoints
+from anygpu.compat.checkpoints.headers import TensorEntry
+from anygpu.compat.checkpoints.weights import read_tensors
+from anygpu.compat.device import facts as device
+from anygpu.compat.device.facts import facts_for
 from anygpu.compat.errors import UnsupportedError
-from anygpu.compat.headers import TensorEntry
-from anygpu.compat.masters import DISK, PINNED, PLAIN, host_weights, views_of
-from anygpu.compat.units import units_on
-from anygpu.pipelines import host_memory
-from anygpu.pipelines.fitting import plan_line
-from anygpu.pipelines.reading import PartFiles
+from anygpu.compat.memory import hooks as units
+from anygpu.compat.memory import host_weights, offloader, staging, transfer
+from anygpu.compat.memory.hooks import units_on
+from anygpu.compat.memory.host_weights import DISK, PINNED, PLAIN, choose_host_weights, views_of
+from anygpu.compat.memory.statistics import Account
+from anygpu.pipelines.loading.part import PartFiles
+from anygpu.pipelines.memory import host as host_memory
+from anygpu.pipelines.memory.fit import plan_line
 
 from simulated import accelerator
 from simulated.fitting import forget, heavy, run
@@ -38,7 +41,7 @@ BYTES = {"vae": 10, "text_encoder": 30, "transformer": 60}
     ],
 )
 def test_the_choice_follows_what_the_host_has(free, pins, unified, kinds, told):
-    found = host_weights(BYTES, BYTES | {"vae": 0}, free, pins, unified)
+    found = choose_host_weights(BYTES, BYTES | {"vae": 0}, free, pins, unified)
     assert tuple(found.kinds.values()) == kinds and told in str(found)
 
 
@@ -93,7 +96,7 @@ def test_a_system_that_locks_no_more_is_no_failure(monkeypatch, caplog):
 
     tensor = torch.ones(4)
     monkeypatch.setattr(torch, "empty", refused)
-    assert masters.pin([tensor]) == 0 and torch.equal(tensor, torch.ones(4))
+    assert host_weights.pin([tensor]) == 0 and torch.equal(tensor, torch.ones(4))
     assert "stay unpinned: cudaErrorMemoryAllocation" in caplog.text
 
 
@@ -247,13 +250,13 @@ def test_a_move_that_fails_leaves_the_masters_that_were_there(acc, monkeypatch):
     part = torch.nn.Sequential(*(torch.nn.Linear(3, 3, bias=False) for _ in range(3)))
     masters_of = [weight.data for weight in part.parameters()]
     with accelerator.refusal(2), pytest.raises(torch.OutOfMemoryError):
-        offload.move(part, acc, "part", keep=True)
-    assert not part.__dict__[offload.KEPT] and not offload.on_device(part, acc)
-    offload.move(part, acc, "part", keep=True)
+        offloader.move(part, acc, "part", keep=True)
+    assert not part.__dict__[offloader.KEPT] and not offloader.on_device(part, acc)
+    offloader.move(part, acc, "part", keep=True)
     with pytest.raises(KeyboardInterrupt):
-        offload.move(part, torch.device("cpu"), "part", CancelsAt(2))
+        offloader.move(part, torch.device("cpu"), "part", CancelsAt(2))
     assert all(weight.device == acc for weight in part.parameters())
-    offload.move(part, torch.device("cpu"), "part")
+    offloader.move(part, torch.device("cpu"), "part")
     assert [weight.data_ptr() for weight in part.parameters()] == [master.data_ptr() for master in masters_of]
 
 

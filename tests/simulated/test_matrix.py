@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from anygpu.pipelines import tiny
-from anygpu.pipelines.loading import LoadRequest, load
+from anygpu.pipelines.loading.folder import LoadRequest, load
 
 from simulated import accelerator, profiles
 from simulated.test_families import CASES, MODES, rendered

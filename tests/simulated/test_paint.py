@@ -6,13 +6,14 @@ from functools import partial
 
 import pytest
 import torch
-from anygpu.compat.execution import HOST
-from anygpu.paint import sampling, texturing
-from anygpu.paint.compiling import settings_for
-from anygpu.paint.delight import DelightSettings
+from anygpu.compat.device.execution import HOST
+from anygpu.paint import texturing
+from anygpu.paint.baking.synthetic import box
 from anygpu.paint.loading import PaintRequest, load_paint
-from anygpu.paint.sampling import PaintSettings
-from anygpu.paint.synthetic import box
+from anygpu.paint.networks.compile import settings_for
+from anygpu.paint.sampling import painting
+from anygpu.paint.sampling.delight import DelightSettings
+from anygpu.paint.sampling.painting import PaintSettings
 from paint.conftest import delight_folder, paint_folder  # noqa: F401
 
 from simulated import accelerator
@@ -86,7 +87,7 @@ def as_cuda_says_it(_name, arguments):
 
 
 def test_without_our_placement_pictures_meet_weights_of_another_type(acc, paint_folder, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(sampling, "execution_device", where_the_weights_wait)
+    monkeypatch.setattr(painting, "execution_device", where_the_weights_wait)
     wrong = r"Input type \(torch.FloatTensor\) and weight type \(torch.acc.FloatTensor\) should be the same"
     with accelerator.hook("aten::convolution*", before=as_cuda_says_it), pytest.raises(RuntimeError, match=wrong):
         run(loaded(paint_folder, acc), None)
@@ -95,9 +96,9 @@ def test_without_our_placement_pictures_meet_weights_of_another_type(acc, paint_
 def test_without_our_placement_latents_meet_conditions_on_another_device(acc, paint_folder, monkeypatch):  # noqa: F811
     def sampled(real, *arguments):
         with monkeypatch.context() as patched:
-            patched.setattr(sampling, "execution_device", where_the_weights_wait)
+            patched.setattr(painting, "execution_device", where_the_weights_wait)
             return real(*arguments)
 
-    monkeypatch.setattr(sampling, "sampled", partial(sampled, sampling.sampled))
+    monkeypatch.setattr(painting, "sampled", partial(sampled, painting.sampled))
     with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
         run(loaded(paint_folder, acc), None)

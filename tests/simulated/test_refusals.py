@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from anygpu.compat.compiling import CompileSettings
+from anygpu.compat.transforms.compile import CompileSettings
 from anygpu.pipelines import stages, tiny
-from anygpu.pipelines.contract import SampleSettings, Silent
-from anygpu.pipelines.denoising import denoise
-from anygpu.pipelines.loading import LoadRequest, load
-from anygpu.pipelines.schedule import Levels, schedule_for
+from anygpu.pipelines.base import SampleSettings, Silent
+from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.sampling.loop import denoise
+from anygpu.pipelines.sampling.schedules import Levels, schedule_for
 from anygpu.pipelines.speed import SpeedRequest
 
 from simulated import accelerator

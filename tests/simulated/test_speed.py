@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from anygpu.compat import compiling
-from anygpu.compat.compiling import CompileSettings
 from anygpu.compat.errors import UnsupportedError
+from anygpu.compat.transforms import compile as compiling
+from anygpu.compat.transforms.compile import CompileSettings
 from anygpu.kernels.norm import normalized
 from anygpu.kernels.terms import RMS, Norm
 from anygpu.pipelines import tiny
-from anygpu.pipelines.loading import LoadRequest, load
+from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.speed import SpeedRequest
 
 from simulated.test_families import CASES, MODES, ROUNDING, rendered
@@ -145,17 +145,17 @@ def test_without_our_registration_a_raw_kernel_breaks_the_graph():
 
 @pytest.mark.parametrize("offload", ["model", "group"])
 def test_with_our_order_kernels_and_compile_act_in_every_call(acc, tiny_folder, on_host, monkeypatch, offload):
-    from anygpu.compat import rewrites_blocks
+    from anygpu.compat.transforms import fused_blocks
 
     calls: list[str] = []
-    summed = rewrites_blocks.gated_residual
+    summed = fused_blocks.gated_residual
 
     def counted(*args: Any, **named: Any) -> torch.Tensor:
         calls.append("kernel")
         return summed(*args, **named)
 
     loaded = loaded_for("ltx", tiny_folder, "acc:0", offload, SpeedRequest("reference"))
-    monkeypatch.setattr(rewrites_blocks, "gated_residual", counted)
+    monkeypatch.setattr(fused_blocks, "gated_residual", counted)
     counts = []
     for _ in range(2):
         calls.clear()

@@ -7,13 +7,13 @@ from dataclasses import replace
 import layouts
 import pytest
 import torch
+from anygpu.compat.checkpoints.packed import StoredLinear, is_packed
 from anygpu.compat.errors import UnsupportedError
-from anygpu.compat.quantized import StoredLinear, is_packed
 from anygpu.pipelines import tiny
-from anygpu.pipelines.composing import Files
-from anygpu.pipelines.estimates import default_size, sampling_bytes
-from anygpu.pipelines.loading import LoadRequest, load
-from anygpu.pipelines.mochi import FAMILY
+from anygpu.pipelines.families.mochi.pipeline import FAMILY
+from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.loading.single_file import Files
+from anygpu.pipelines.memory.estimates import default_size, sampling_bytes
 
 from simulated import accelerator, profiles
 from simulated.test_families import CASES, MODES, ROUNDING, rendered

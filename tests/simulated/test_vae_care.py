@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from anygpu.compat.checkpoints import declared
+from anygpu.compat.checkpoints.weights import declared
+from anygpu.compat.device.probe_store import ProbeStore
+from anygpu.compat.device.vae_policy import Form
 from anygpu.compat.errors import InputError, UnsupportedError
-from anygpu.compat.probe_store import ProbeStore
-from anygpu.compat.transfer import transfer_for
-from anygpu.compat.vae_care import Form
-from anygpu.pipelines import stages, tiny, vae, vae_plan
-from anygpu.pipelines.contract import ImageRequest, Latents, Loaded, Silent
-from anygpu.pipelines.loading import LoadRequest, load
+from anygpu.compat.memory.transfer import transfer_for
+from anygpu.pipelines import stages, tiny
+from anygpu.pipelines.base import ImageRequest, Latents, Loaded, Silent
+from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.vae import checked as vae
+from anygpu.pipelines.vae import plan as vae_plan
 
 from simulated import accelerator, profiles
 

@@ -12,11 +12,13 @@ import comfy.model_management as management
 import comfy.sample
 import comfy.samplers
 import torch
-from anygpu.compat.adapters import Adapted
-from anygpu.compat.execution import generator_for
+from anygpu.compat.device.execution import generator_for
+from anygpu.compat.memory.adapters import Adapted
 from anygpu.host import core_outputs
-from anygpu.pipelines import exchange, lora, stages
-from anygpu.pipelines.contract import FramePackSettings, SampleSettings, Silent
+from anygpu.pipelines import stages
+from anygpu.pipelines.base import FramePackSettings, SampleSettings, Silent
+from anygpu.pipelines.latents import convert as exchange
+from anygpu.pipelines.loading import lora
 from safetensors.torch import save_file
 
 from host.inside.device import CASES, bytes_on_device, encoded, loaded_for

@@ -9,11 +9,11 @@ from typing import Any
 
 import comfy.model_management as management
 import torch
-from anygpu.host import memory
+from anygpu.host import memory_manager
 from anygpu.pipelines import stages, tiny
-from anygpu.pipelines.contract import FramePackSettings, ImageRequest, Loaded, PromptRequest, SampleSettings, Silent
-from anygpu.pipelines.loading import LoadRequest, load
-from anygpu.pipelines.tiny.heavy import GREATER, build_heavy
+from anygpu.pipelines.base import FramePackSettings, ImageRequest, Loaded, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.tests.heavy import GREATER, build_heavy
 from simulated import accelerator
 
 from host.inside.sight import seen_by_comfyui
@@ -61,9 +61,9 @@ def loaded_for(name: str, precision: str = "fp32", device: Any = None, heavy: bo
     ]
     base, encoder = paths[1:] if len(paths) == 3 else (None, None)
     request = LoadRequest(
-        paths[0], base, encoder, precision=precision, device=device or memory.compute_device(), **chosen
+        paths[0], base, encoder, precision=precision, device=device or memory_manager.compute_device(), **chosen
     )
-    return load(request) if device else load(request, None, memory.make_room, memory.managed)
+    return load(request) if device else load(request, None, memory_manager.make_room, memory_manager.managed)
 
 
 def heavy_folder(checkpoint: str) -> Path:

@@ -18,8 +18,8 @@ import comfy_aimdo.control
 import comfy_aimdo.model_vbar
 import torch
 from anygpu.host import core_outputs
-from anygpu.host.memory import PartPatcher
-from anygpu.pipelines import exchange
+from anygpu.host.memory_manager import PartPatcher
+from anygpu.pipelines.latents import convert as exchange
 from simulated import accelerator
 from torch import nn
 

@@ -12,14 +12,14 @@ import comfy.model_management as management
 import comfy.model_patcher
 import comfy.ops
 import torch
-from anygpu.compat.masters import DISK, PLAIN, HostWeights
-from anygpu.compat.quantized import StoredLinear, pack, packable
-from anygpu.host import core_outputs, memory
+from anygpu.compat.checkpoints.packed import StoredLinear, pack, packable
+from anygpu.compat.memory.host_weights import DISK, PLAIN, HostWeights
+from anygpu.host import core_outputs, memory_manager
 from anygpu.host.casting import CastLeaf
-from anygpu.pipelines import lora as lora_nodes
 from anygpu.pipelines import stages, tiny
-from anygpu.pipelines.contract import FramePackSettings, SampleSettings, Silent
-from anygpu.pipelines.loading import LoadRequest, load
+from anygpu.pipelines.base import FramePackSettings, SampleSettings, Silent
+from anygpu.pipelines.loading import lora as lora_nodes
+from anygpu.pipelines.loading.folder import LoadRequest, load
 from safetensors.torch import save_file
 from simulated import accelerator
 from torch import nn
@@ -53,7 +53,7 @@ DEPTH = {"num_layers": 24, "num_single_layers": 12}  # weights far above activat
 def deep(name: str, **chosen: Any) -> Any:
     """The pipeline of a case whose transformer has many more blocks, with random weights that a seed fixes."""
     from anygpu.compat.packages import attribute
-    from anygpu.pipelines.families import family_named
+    from anygpu.pipelines.registry import family_named
 
     loaded = loaded_for(name, **chosen)
     core_outputs.beside(loaded)
@@ -290,8 +290,8 @@ def narrow(name: str, folder: str) -> dict[str, Any]:
     """A bf16 checkpoint that computes in fp32, its weights left to auto: at full residency, at none, on the CPU."""
     model = tiny.build(name, Path(folder), dtype=torch.bfloat16)
     dense = load(LoadRequest(model, precision="fp32", device="cpu"))
-    request = LoadRequest(model, precision="fp32", device=memory.compute_device())
-    loaded = load(request, None, memory.make_room, memory.managed)
+    request = LoadRequest(model, precision="fp32", device=memory_manager.compute_device())
+    loaded = load(request, None, memory_manager.make_room, memory_manager.managed)
     expected, found = sampled(dense, name).samples, {"full": sampled(loaded, name).samples}
     management.unload_all_models()
     with state(vram_state=management.VRAMState.NO_VRAM):
@@ -406,7 +406,7 @@ def shortage() -> dict[str, Any]:
 
 def locked() -> dict[str, list[int]]:
     """How many weights ComfyUI was to lock in host memory while a transformer streams and leaves; a clone too."""
-    residency: Any = memory.manager_of(loaded_for("ltx"))
+    residency: Any = memory_manager.manager_of(loaded_for("ltx"))
     found: dict[str, list[int]] = {}
     count = 0
 
@@ -427,7 +427,7 @@ def locked() -> dict[str, list[int]]:
                     if room > 1.0:
                         patcher.partially_unload(patcher.offload_device, room)
                 found[kind].append(count)
-                memory.unload(patcher)
+                memory_manager.unload(patcher)
     return found
 
 
@@ -454,7 +454,7 @@ def dense_asked() -> dict[str, Any]:
                 found[name] = str(resident.weight.device)
     finally:
         StoredLinear.dense = dense
-    memory.unload(patcher)
+    memory_manager.unload(patcher)
     return found
 
 
@@ -462,13 +462,13 @@ def one_dead() -> list[int]:
     """Bytes that ComfyUI could take, without and with a patcher in its list that nobody holds any more."""
     loaded = loaded_for("ltx")
     with loaded.residency.hold("transformer"):
-        found = [memory.evictable_bytes()]
+        found = [memory_manager.evictable_bytes()]
     gone = comfy.model_patcher.ModelPatcher(nn.Linear(2, 2), management.get_torch_device(), torch.device("cpu"))
     item = management.LoadedModel(gone)
     management.current_loaded_models.append(item)
     del gone
     try:
-        return [*found, memory.evictable_bytes(), loaded.residency.patcher.loaded_size()]
+        return [*found, memory_manager.evictable_bytes(), loaded.residency.patcher.loaded_size()]
     finally:
         management.current_loaded_models.remove(item)
 

@@ -8,7 +8,7 @@ import comfy.model_management as management
 import torch
 from anygpu.compat.errors import PackError
 from anygpu.pipelines import stages
-from anygpu.pipelines.contract import Silent
+from anygpu.pipelines.base import Silent
 from simulated import accelerator
 
 from host.inside.device import bytes_on_device, encoded, loaded_for, rendered, sampled

@@ -8,10 +8,11 @@ import comfy.model_management as management
 import comfy.sd
 import comfy.taesd.taesd
 import torch
-from anygpu.compat.execution import generator_for
+from anygpu.compat.device.execution import generator_for
 from anygpu.host import core_outputs
-from anygpu.pipelines import exchange, stages
-from anygpu.pipelines.estimates import Size, forecast
+from anygpu.pipelines import stages
+from anygpu.pipelines.latents import convert as exchange
+from anygpu.pipelines.memory.estimates import Size, forecast
 from simulated import accelerator
 
 from host.inside.core import SEED, SHAPES, USUAL_SHAPE, cores

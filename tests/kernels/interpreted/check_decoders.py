@@ -7,10 +7,10 @@ import importlib
 
 import pytest
 import torch
-from anygpu.compat.conv3d import swap_conv3d
-from anygpu.compat.conv3d_choice import always
-from anygpu.compat.conv3d_forms import Form
-from anygpu.compat.rewrites_vae import FUSIONS, fused_vae
+from anygpu.compat.transforms.conv3d import swap_conv3d
+from anygpu.compat.transforms.conv3d_choice import always
+from anygpu.compat.transforms.conv3d_forms import Form
+from anygpu.compat.transforms.fused_vae import FUSIONS, fuse_vae
 from anygpu.pipelines.tiny.weights import randomise
 from torch import nn
 
@@ -26,7 +26,7 @@ def test_a_block_is_upstreams(name: str, form: Form | None) -> None:
     changed = copy.deepcopy(stock)
     if form is not None:
         swap_conv3d(changed, always(form))
-    assert fused_vae(changed, "triton").sites.total() == 2
+    assert fuse_vae(changed, "triton").sites.total() == 2
     x = torch.randn(1, 32, 2, 3, 4, generator=torch.Generator().manual_seed(1))
     found, expected = (model.decoder[0](x) for model in (changed, stock))
     found, expected = (one[0] if isinstance(one, tuple) else one for one in (found, expected))

@@ -1,0 +1,1 @@
+"""Files with weights or latents: safetensors, GGUF, scaled and packed weights."""

@@ -1,0 +1,155 @@
+"""What a GGUF file declares, and the values of its blocks.
+
+The header is read here, bounded by the file: the package gguf, whose tables and block formats are used, walks for hours
+through a list that is declared longer than its file.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from ..errors import CheckpointError
+from ..packages import imported
+from .headers import MOST_AXES, TensorEntry, possible_shape, unreadable
+
+MAGIC = b"GGUF"
+MOST_ITEMS = 1_000_000  # tensors, notes, or items of a list; the largest vocabularies have a quarter of it
+ALIGNMENT = 32
+PLAIN = ("F64", "F32", "F16", "BF16", "I8", "I16", "I32", "I64")
+NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # by type number
+TEXT, LIST = 8, 9
+SHAPE_NOTE = "comfy.gguf.orig_shape."  # of tensors that were flattened, since GGUF has at most four axes
+
+
+class Header:
+    """The bytes of a file one after the other; asking for more than there are raises ValueError."""
+
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self.file, self.left, self.size = file, size, size
+
+    def take(self, count: int) -> bytes:
+        """The next ``count`` bytes."""
+        if count > self.left:
+            raise ValueError(f"{count} bytes where {self.left} are left")
+        self.left -= count
+        return self.file.read(count)
+
+    def number(self, code: str) -> Any:
+        """The next number, by the code of the module struct."""
+        return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
+
+    def text(self) -> str:
+        """The next text, whose length stands before it."""
+        return self.take(self.number("Q")).decode("utf-8")
+
+    def value(self, kind: int) -> Any:
+        """The next value of a note: a number, a text, or a list of numbers; None for a list of texts."""
+        if kind in NUMBERS:
+            return self.number(NUMBERS[kind])
+        if kind == TEXT:
+            return self.text()
+        if kind != LIST:
+            raise ValueError(f"a value of type {kind}")
+        inner, count = self.number("I"), self.number("Q")
+        if count > MOST_ITEMS:
+            raise ValueError(f"a list of {count} items")
+        if inner in NUMBERS:
+            return list(struct.unpack(f"<{count}{NUMBERS[inner]}", self.take(count * struct.calcsize(NUMBERS[inner]))))
+        if inner != TEXT:
+            raise ValueError(f"a list of type {inner}")
+        for _ in range(count):
+            self.take(self.number("Q"))
+        return None
+
+
+def gguf_header(path: Path) -> tuple[dict[str, TensorEntry], dict[str, Any]]:
+    """The tensors that a GGUF file declares, and its notes by name; a list of texts, such as a vocabulary, is None.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, or of a version that is not read.
+        MissingPackageError: the package gguf is not installed.
+    """
+    try:
+        status = path.stat()
+        with path.open("rb") as file:
+            header = Header(file, status.st_size)
+            if header.take(min(4, header.left)) != MAGIC:
+                raise _damaged(path, "another beginning" if status.st_size else "0 bytes")
+            return _declared(path, header, (status.st_size, status.st_mtime_ns))
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (ValueError, struct.error, OverflowError) as error:  # UnicodeDecodeError is a ValueError
+        raise _damaged(path, f"contents that cannot be read ({' '.join(str(error).split())})") from error
+
+
+def decoded_rows(raw: torch.Tensor, codec: str) -> torch.Tensor:
+    """Values in fp32, (rows, columns), of packed rows (rows, bytes) uint8 on the host."""
+    gguf = imported("gguf")
+    return torch.from_numpy(gguf.quants.dequantize(raw.numpy(), gguf.GGMLQuantizationType[codec]))
+
+
+def _declared(path: Path, header: Header, stamp: tuple[int, int]) -> tuple[dict[str, TensorEntry], dict[str, Any]]:
+    version, tensors, notes = header.number("I"), header.number("Q"), header.number("Q")
+    if version not in (2, 3) or max(tensors, notes) > MOST_ITEMS:
+        raise _damaged(path, f"version {version}, {tensors} tensors and {notes} notes")
+    found: dict[str, Any] = {}
+    for _ in range(notes):
+        name, kind = header.text(), header.number("I")
+        found[name] = header.value(kind)
+    records = []
+    for _ in range(tensors):
+        name, axes = header.text(), header.number("I")
+        if axes > MOST_AXES:
+            raise ValueError(f"a tensor of {axes} axes")
+        records.append((name, [header.number("Q") for _ in range(axes)], header.number("I"), header.number("Q")))
+    alignment = found.get("general.alignment", ALIGNMENT)
+    if not isinstance(alignment, int) or not 0 < alignment <= 2**20:
+        raise ValueError(f"an alignment of {alignment}")
+    base = -(-(header.size - header.left) // alignment) * alignment
+    entries: dict[str, TensorEntry] = {}
+    for name, sides, kind, offset in records:
+        if name in entries:
+            raise ValueError(f"tensor {name!r} twice")
+        entries[name] = _entry(path, name, sides, kind, base + offset, found, stamp)
+    _require_apart(path, entries, header.size)
+    return entries, found
+
+
+def _entry(
+    path: Path, name: str, sides: list[int], kind: int, start: int, notes: Mapping[str, Any], stamp: tuple[int, int]
+) -> TensorEntry:
+    gguf = imported("gguf")
+    try:
+        codec = gguf.GGMLQuantizationType(kind)
+    except ValueError:
+        raise _damaged(path, f"tensor {name!r} of the unknown type {kind}") from None
+    block, size = gguf.GGML_QUANT_SIZES[codec]
+    shape, total = possible_shape(reversed(sides)), math.prod(sides)
+    whole = notes.get(SHAPE_NOTE + name)
+    if isinstance(whole, list) and all(type(side) is int for side in whole) and math.prod(whole) == total:
+        shape = possible_shape(whole)
+    packed = codec.name not in PLAIN
+    if packed and (not sides or not total or sides[0] % block or (total // shape[0]) % block):
+        raise _damaged(path, f"tensor {name!r} of {shape} in blocks of {block}")
+    end = start + total // block * size
+    return TensorEntry(path, "U8" if packed else codec.name, shape, start, end, stamp, codec.name if packed else "")
+
+
+def _require_apart(path: Path, entries: Mapping[str, TensorEntry], size: int) -> None:
+    reached = 0
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
+        if entry.start < reached or entry.end > size:
+            raise _damaged(path, f"tensor {name!r}, which {'overlaps another' if entry.start < reached else 'is cut'}")
+        reached = entry.end
+
+
+def _damaged(path: Path, found: str) -> CheckpointError:
+    return CheckpointError(
+        f"{str(path)!r} has {found}", expected="a whole GGUF file", fix="The download was cut short: fetch it again."
+    )

@@ -1,0 +1,227 @@
+"""What a safetensors file declares, checked against the file before a byte of weights is touched."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError
+
+HEADER_LIMIT_BYTES = 100_000_000  # the safetensors library's own limit
+MOST_AXES = 16
+STORED: dict[str, torch.dtype] = {  # safetensors' names of dtypes
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+OTHER_FILES: tuple[tuple[bytes, str, str], ...] = (  # first bytes of what is often saved under this name instead
+    (b"version https://git-lfs", "a Git LFS pointer in place of its content", "Fetch the file itself: git lfs pull."),
+    (b"<!DOCTYPE", "a web page", "Download the file itself, after logging in where its page asks for it."),
+    (b"<html", "a web page", "Download the file itself, after logging in where its page asks for it."),
+    (
+        b"PK\x03\x04",
+        "a pickle of torch.save",
+        "Download the .safetensors: a pickle can run code and is refused.",
+    ),
+    (b"GGUF", "a GGUF file", "Give it the ending .gguf."),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor as its file declares it.
+
+    Args:
+        file: where it is. dtype: safetensors' name of what its bytes are; ``U8`` where ``codec`` says more.
+        shape: as a tensor of values. start, end: offsets in bytes in the file.
+        stamp: size and time of the file's last change when its header was read.
+        codec: GGUF's name of a block format, such as ``Q4_K``; rows are packed one after the other.
+        scale: what the stored values are multiplied by: one number, or one per row.
+        turned: whether the two halves of its rows change places. heads: above 0, rows of each of so many heads are
+            pairs side by side and come as first halves before second halves, as rotary embeddings of transformers want.
+    """
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+    stamp: tuple[int, int] = (0, 0)
+    codec: str = ""
+    scale: TensorEntry | None = None
+    turned: bool = False
+    heads: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the tensor in the file."""
+        return self.end - self.start
+
+    @property
+    def is_floating(self) -> bool:
+        """Whether its values are numbers to calculate with, which a cast may touch."""
+        return bool(self.codec) or self.scale is not None or STORED[self.dtype].is_floating_point
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether its bytes are no tensor of its values: a block format, or numbers under a scale."""
+        return bool(self.codec) or self.scale is not None
+
+    def rows(self, first: int, count: int) -> TensorEntry:
+        """``count`` rows from ``first`` on, as an entry of their own."""
+        size = self.total_bytes // self.shape[0]
+        start = self.start + first * size
+        scale = self.scale
+        if scale is not None and math.prod(scale.shape) > 1:
+            scale = scale.rows(first, count)
+        return replace(self, shape=(count, *self.shape[1:]), start=start, end=start + count * size, scale=scale)
+
+
+def header_of(path: Path) -> dict[str, TensorEntry]:
+    """The tensors that one safetensors file declares, checked against the file's length.
+
+    Raises:
+        CheckpointError: the file is missing, too short, truncated, or its header is not safetensors: not JSON, a name
+            twice, offsets that overlap, leave a hole or pass the end.
+    """
+    return entries_and_notes(path)[0]
+
+
+def entries_and_notes(path: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """The tensors that one safetensors file declares, and its metadata; checked and raising as :func:`header_of`."""
+    try:
+        status = path.stat()
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            _require_header(path, prefix + file.read(24), status.st_size)
+            (length,) = struct.unpack("<Q", prefix)
+            file.seek(8)
+            header = json.loads(file.read(length), object_pairs_hook=_distinct)
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"no file {str(path)!r}", expected="a safetensors file", fix="Download this file again."
+        ) from error
+    except OSError as error:  # a folder, a loop of links, no permission
+        raise unreadable(path, error) from error
+    except (ValueError, RecursionError) as error:
+        found = f"{error.args[0]}" if isinstance(error, Repeated) else "a header that is not JSON"
+        raise damaged(path, found) from error
+    if not isinstance(header, dict):
+        raise damaged(path, "a header that is not an object")
+    stamp = (status.st_size, status.st_mtime_ns)
+    entries = _entries(path, header, 8 + length, stamp)
+    notes = header.get("__metadata__")
+    return entries, {str(k): str(v) for k, v in notes.items()} if isinstance(notes, dict) else {}
+
+
+def declared(files: Sequence[Path]) -> dict[str, TensorEntry]:
+    """All tensors that ``files`` declare, by name.
+
+    Raises:
+        CheckpointError: a file is damaged, or two of them have a tensor of the same name.
+    """
+    entries: dict[str, TensorEntry] = {}
+    for file in files:
+        mine = header_of(file)
+        twice = sorted(entries.keys() & mine.keys())
+        if twice:
+            raise damaged(file, f"tensor {twice[0]!r}, which {entries[twice[0]].file.name} has too")
+        entries.update(mine)
+    return entries
+
+
+def damaged(path: Path, found: str, fix: str = "The download was cut short: fetch it again.") -> CheckpointError:
+    """The error for a file that is not what its name says."""
+    return CheckpointError(f"{str(path)!r} has {found}", expected="a whole safetensors file", fix=fix)
+
+
+def unreadable(path: Path, error: OSError) -> CheckpointError:
+    """The error for a path that the system does not open."""
+    return CheckpointError(
+        f"{str(path)!r} cannot be read ({error.strerror or error})",
+        expected="a file that this user may read",
+        fix="Check the path, its links and its permissions.",
+    )
+
+
+def possible_shape(sides: Iterable[int]) -> tuple[int, ...]:
+    """The sides as a shape that a tensor can have: an empty one may have another side of any length in a file.
+
+    Raises:
+        ValueError: too many sides, or too long ones.
+    """
+    shape = tuple(sides)
+    if len(shape) > MOST_AXES or math.prod(max(side, 1) for side in shape) >= 2**60:
+        raise ValueError(f"a shape of {len(shape)} sides up to {max(shape)}")
+    return shape
+
+
+class Repeated(ValueError):
+    """A name that an object has twice; the text says which."""
+
+
+def _require_header(path: Path, begins: bytes, size: int) -> None:
+    """Raise unless the first bytes can be those of a safetensors file of ``size`` bytes."""
+    if len(begins) < 8:
+        raise damaged(path, f"only {size} bytes")
+    for magic, what, fix in OTHER_FILES:
+        if begins.startswith(magic):
+            raise damaged(path, what, fix)
+    (length,) = struct.unpack("<Q", begins[:8])
+    if length > min(size - 8, HEADER_LIMIT_BYTES):
+        raise damaged(path, f"a header of {length} bytes in a file of {size} bytes")
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise Repeated(f"the name {next(n for n in names if names.count(n) > 1)!r} twice in its header")
+    return found
+
+
+def _entries(path: Path, header: dict[str, Any], base: int, stamp: tuple[int, int]) -> dict[str, TensorEntry]:
+    entries: dict[str, TensorEntry] = {}
+    try:
+        for name, record in header.items():
+            if name == "__metadata__":
+                continue
+            start, end = (_whole(number) for number in record["data_offsets"])
+            shape = possible_shape(map(_whole, record["shape"]))
+            entry = TensorEntry(path, str(record["dtype"]), shape, base + start, base + end, stamp)
+            if entry.dtype not in STORED or entry.total_bytes != STORED[entry.dtype].itemsize * math.prod(shape):
+                raise damaged(path, f"tensor {name!r} of {entry.dtype} {shape} in {entry.total_bytes} bytes")
+            entries[name] = entry
+    except (KeyError, TypeError, ValueError) as error:
+        raise damaged(path, "a header without offsets") from error
+    reached = base
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
+        if entry.start != reached:
+            kind = "overlaps another" if entry.start < reached else "leaves a hole before it"
+            raise damaged(path, f"tensor {name!r}, which {kind}")
+        reached = entry.end
+    if reached != stamp[0]:
+        raise damaged(path, f"{stamp[0] - base} bytes of tensors where its header declares {reached - base}")
+    return entries
+
+
+def _whole(number: Any) -> int:
+    if type(number) is not int or number < 0:
+        raise ValueError(number)
+    return number

@@ -1,0 +1,209 @@
+"""Tensors and what is known of them in one safetensors file: written whole or not at all, bit for bit, from any device.
+
+What is known of them is JSON under the metadata key ``anygpu``; other metadata keys belong to others, such as the
+workflow that ComfyUI reads when a file is dropped onto it.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..device.execution import HOST
+from ..errors import CheckpointError, InputError
+from ..memory.transfer import HALVES, Transfer, transfer_for
+from .weights import STORED, header_of, read_tensors, write_tensors
+
+RECORD = "anygpu"
+NOT_FINITE = ("refuse", "clamp")  # what is done about NaN and infinity; grows at the end
+
+
+def write_record(
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    record: Mapping[str, Any],
+    metadata: Mapping[str, str] | None = None,
+) -> Path:
+    """Write ``tensors``, from any device, and what is known of them; returns ``path``.
+
+    Args:
+        record: plain values. metadata: further metadata of the file, as text.
+
+    Raises:
+        CheckpointError: the folder cannot be written or the disk is full; the old file, if any, is as it was.
+    """
+    return written(path, tensors, {**(metadata or {}), RECORD: json.dumps(record)})
+
+
+def written(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> Path:
+    """Write ``tensors``, from any device, and return ``path``; a failure is one line.
+
+    Raises:
+        CheckpointError: as :func:`write_record`.
+    """
+    here = _apart({name: on_host(tensor) for name, tensor in tensors.items()})
+    size = sum(tensor.numel() * tensor.element_size() for tensor in here.values())
+    try:
+        return write_tensors(path, here, metadata)
+    except Exception as error:  # the library that writes has an error class of its own, which is no OSError
+        if not isinstance(error, OSError) and type(error).__name__ != "SafetensorError":
+            raise
+        raise CheckpointError(
+            f"{str(path)!r} cannot be written ({_first_line(error)})",
+            expected=f"a folder that can be written, with {size / 1e6:.1f} MB free",
+            fix="Free space on this disk or choose another folder; what was there before is unchanged.",
+        ) from error
+
+
+def read_record(
+    path: Path, subject: str, device: torch.device = HOST
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The tensors of a file, on ``device``, and its metadata.
+
+    Args:
+        subject: what the file is, for the error, such as ``latents``.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, changed while it was read, or holds no tensor.
+    """
+    entries = header_of(path)
+    if not entries:
+        raise CheckpointError(f"no tensors in {str(path)!r}", expected=f"a file of {subject}", fix="Choose another.")
+    tensors = read_tensors(entries, None, lambda _bytes: None)
+    return {name: on_device(tensor, device) for name, tensor in tensors.items()}, metadata_of(path)
+
+
+def metadata_of(path: Path) -> dict[str, str]:
+    """The metadata of a safetensors file; only its header is read.
+
+    Raises:
+        CheckpointError: the file is missing or damaged.
+    """
+    header_of(path)
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        found = json.loads(file.read(length)).get("__metadata__")
+    return {str(key): str(value) for key, value in found.items()} if isinstance(found, dict) else {}
+
+
+def record_in(metadata: Mapping[str, str], path: Path) -> dict[str, Any]:
+    """Our record in a file's metadata; empty where another program wrote the file.
+
+    Raises:
+        CheckpointError: there is one, and it is not JSON.
+    """
+    if RECORD not in metadata:
+        return {}
+    try:
+        record = json.loads(metadata[RECORD])
+    except ValueError:
+        record = None
+    if not isinstance(record, dict):
+        raise CheckpointError(
+            f"the metadata {RECORD!r} of {str(path)!r} is not a JSON object",
+            expected="a file that an AnyGPU node saved",
+            fix="Choose another file, or save it again.",
+        )
+    return record
+
+
+def require_version(path: Path, record: Mapping[str, Any], subject: str, newest: int) -> None:
+    """Raise an InputError where the record of ``subject`` is of a version above ``newest``."""
+    version = record.get("version")
+    if isinstance(version, int) and version > newest:
+        raise InputError(
+            f"{subject} of version {version} in {path.name!r}",
+            expected=f"version {newest} or older",
+            fix="Update AnyGPU.",
+        )
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory, bit for bit; 16-bit floats travel as integers.
+
+    One stack damaged bf16 only in copies above 10 MB, so no small probe can clear a device for floats.
+    """
+    tensor = tensor.detach()
+    if tensor.device.type == HOST.type:
+        return tensor.contiguous()
+    whole = tensor.contiguous()
+    return _travelled(whole, whole.device, lambda way: way.copied(whole))
+
+
+def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``tensor``, which is in host memory, on ``device``, bit for bit; 16-bit floats travel as integers."""
+    if device.type == HOST.type:
+        return tensor
+    return _travelled(tensor, device, lambda way: way.sent(tensor))
+
+
+def finite(tensor: torch.Tensor, subject: str, choice: str) -> tuple[torch.Tensor, str]:
+    """``tensor`` without NaN and infinity, and what was done; the text is empty where it had none.
+
+    Args:
+        choice: one of :data:`NOT_FINITE`; ``clamp`` makes NaN 0 and infinity the largest finite value in ``tensor``.
+
+    Raises:
+        InputError: ``choice`` is ``refuse`` and there are such values, or is none of these.
+    """
+    if choice not in NOT_FINITE:
+        raise InputError(f"not_finite {choice!r}", expected=f"one of {', '.join(NOT_FINITE)}", fix="Choose refuse.")
+    if not tensor.is_floating_point():
+        return tensor, ""
+    sound = torch.isfinite(tensor)
+    broken, count = tensor.numel() - int(sound.sum()), tensor.numel()
+    if not broken:
+        return tensor, ""
+    text = f"{broken} of {count} values of the {subject} are NaN or infinite"
+    if choice == "refuse":
+        raise InputError(
+            text,
+            expected="finite values",
+            fix="Sample again with precision fp32 or bf16, or set not_finite to clamp to go on with the rest.",
+        )
+    values = tensor[sound].float()
+    low, high = (float(values.min()), float(values.max())) if values.numel() else (0.0, 0.0)
+    clamped = torch.nan_to_num(tensor, nan=0.0, posinf=high, neginf=low)
+    return clamped, f"{text}: NaN became 0, infinity {low:g} or {high:g}"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype in records, such as ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_named(name: str) -> torch.dtype | None:
+    """The dtype of a name in a record; None for one that safetensors cannot store."""
+    return next((dtype for dtype in STORED.values() if dtype_name(dtype) == name), None)
+
+
+def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """``tensors`` of which no two share memory, which the library that writes refuses."""
+    seen: set[int] = set()
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        place = tensor.untyped_storage().data_ptr()
+        found[name] = tensor.clone() if place in seen and tensor.numel() else tensor
+        seen.add(place)
+    return found
+
+
+def _travelled(tensor: torch.Tensor, device: torch.device, travel: Callable[[Transfer], torch.Tensor]) -> torch.Tensor:
+    way = Transfer(device, tensor.dtype, as_bits=tensor.dtype in HALVES)
+    try:
+        return travel(way)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, NotImplementedError):  # a backend that cannot relabel bits has only the plain copy
+        if not way.as_bits:
+            raise
+        return travel(transfer_for(device, tensor.dtype))
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -1,0 +1,92 @@
+"""Files whose weights are stored under a scale: the scales are found beside the weights and joined to them.
+
+Scales that are dropped give no error, only weights that are wrong by a factor; so a kind that is not known is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError, UnsupportedError
+from .headers import TensorEntry
+
+SCALES = (".scale_weight", ".weight_scale")  # what a weight is multiplied by: before and after ComfyUI 0.4
+ASIDE = (".scale_input", ".input_scale", ".comfy_quant", ".pre_quant_scale")  # about the matrix product, not the weight
+MARK = "scaled_fp8"
+FORMATS = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise")  # values times one number, or one per row
+NARROW = ("F8_E4M3", "F8_E5M2", "I8")
+
+
+def with_scales(entries: Mapping[str, TensorEntry], notes: Mapping[str, str], path: Path) -> dict[str, TensorEntry]:
+    """``entries`` with each scale joined to its weight, and without what only tells of them.
+
+    Raises:
+        UnsupportedError: weights in a format other than :data:`FORMATS`. CheckpointError: a scale without its weight,
+            or one that is neither a number nor one number per row.
+    """
+    for name, kind in _formats(entries, notes, path).items():
+        if kind not in FORMATS:
+            raise UnsupportedError(
+                f"the weight {name!r} of {str(path)!r} is stored as {kind}",
+                expected=f"bf16, fp16, fp32, GGUF, or {', '.join(FORMATS)}",
+                fix="Use another version of this file, such as bf16, scaled fp8 or GGUF.",
+            )
+    found = {name: e for name, e in entries.items() if not _aside(name)}
+    for name in [name for name in found if name.endswith(SCALES)]:
+        owner, scale = name.removesuffix(SCALES[0]).removesuffix(SCALES[1]) + ".weight", found.pop(name)
+        weight = entries.get(owner)
+        if weight is None or not scale.is_floating or math.prod(scale.shape) not in (1, weight.shape[0]):
+            raise CheckpointError(
+                f"the scale {name!r} of {scale.shape} in {str(path)!r} fits no weight {owner!r}",
+                expected="one number per weight, or one per row",
+                fix="Download this file again, or use another version of it.",
+            )
+        found[owner] = replace(weight, scale=scale) if weight.dtype in NARROW else weight
+    lacking = sorted(name for name, e in found.items() if e.dtype == "I8" and not e.is_packed)
+    if lacking:
+        raise CheckpointError(
+            f"no scale for the 8-bit weight {lacking[0]!r} in {str(path)!r}",
+            expected="its weight_scale beside it",
+            fix="Use another version of this file.",
+        )
+    return found
+
+
+def _aside(name: str) -> bool:
+    return name.endswith(ASIDE) or name == MARK or name.endswith("." + MARK)
+
+
+def _formats(entries: Mapping[str, TensorEntry], notes: Mapping[str, str], path: Path) -> dict[str, str]:
+    """The format that the file names for each of its layers, from its metadata or from a small tensor beside each."""
+    found: dict[str, str] = {}
+    if "_quantization_metadata" in notes:
+        layers = _parsed(notes["_quantization_metadata"]).get("layers")
+        found |= {name: _named(about) for name, about in layers.items()} if isinstance(layers, dict) else {}
+    for name, entry in entries.items():
+        if name.endswith(".comfy_quant") and entry.total_bytes < 4096:
+            with path.open("rb") as file:
+                file.seek(entry.start)
+                found[name.removesuffix(".comfy_quant")] = _named(_parsed(file.read(entry.total_bytes)))
+    return found
+
+
+def _named(about: Any) -> str:
+    """A format's name; one with a rotation before it is another format."""
+    if not isinstance(about, dict):
+        return "an unknown format"
+    inner = about.get("params")
+    turned = about.get("convrot") or (isinstance(inner, dict) and inner.get("convrot"))
+    return f"{about.get('format')}{' with convrot' if turned else ''}"
+
+
+def _parsed(text: str | bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

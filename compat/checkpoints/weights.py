@@ -1,0 +1,342 @@
+"""Reading and writing safetensors: headers checked before a byte of weights is touched, reads that obey a cancel.
+
+Nothing here unpickles. Weights are read into ordinary memory in slices: progress is real, a cancel acts within one
+slice, and the peak is the result, not the result and the file. Where the caller says that mapped pages are fast, large
+tensors that need no cast are views of the file instead.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from ..errors import CheckpointError
+from .gguf_file import decoded_rows
+from .headers import STORED, TensorEntry, damaged, declared, header_of, unreadable
+
+__all__ = [
+    "STORED",
+    "TensorEntry",
+    "declared",
+    "header_of",
+    "is_view",
+    "read_json",
+    "read_tensors",
+    "weight_files",
+    "write_tensors",
+]
+
+SLICE_BYTES = 64 * 1024**2
+CAST_BYTES = 4 * 1024**2  # of a slice that is cast: it stays in the processor's cache
+NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # which Python names from 3.13 on; of Linux
+VIEWS_TAKE_MEMORY = sys.platform == "win32"  # which promises memory for all of a view that may be written to
+VIEW_BYTES = 1024**2  # smaller tensors are read: their pages would hold other tensors too
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+INDEX_SUFFIX = ".safetensors.index.json"
+
+
+def read_json(path: Path, what: str) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Args:
+        path: the file.
+        what: what the file is, for the error.
+
+    Raises:
+        CheckpointError: the file is absent, not JSON, or not an object.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"no {path.name} in {str(path.parent)!r}", expected=what, fix="Download the whole folder again."
+        ) from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{str(path)!r} cannot be read ({error})", expected=f"{what} as JSON", fix="Download this file again."
+        ) from error
+    if not isinstance(content, dict):
+        raise CheckpointError(
+            f"{str(path)!r} holds a {type(content).__name__}",
+            expected=f"{what} as a JSON object",
+            fix="Download this file again.",
+        )
+    return content
+
+
+def weight_files(folder: Path, subject: str) -> list[Path]:
+    """The safetensors files that hold one part's weights, whole: a single file, or every shard of its index.
+
+    Args:
+        folder: the part's folder.
+        subject: what the part is, for the error, such as ``transformer``.
+
+    Raises:
+        CheckpointError: no weights, only pickles, or a shard missing.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"no folder {str(folder)!r}",
+            expected=f"the {subject} of this model",
+            fix="Download the missing folder; its name must stay as published.",
+        )
+    incomplete: list[CheckpointError] = []
+    for index in sorted(folder.glob("*.safetensors.index*.json"), key=_preference):
+        try:
+            return _shards(index, subject)
+        except CheckpointError as error:  # a variant beside it may be whole
+            incomplete.append(error)
+    single = [file for file in sorted(folder.glob("*.safetensors"), key=_preference) if "-of-" not in file.name]
+    if single:
+        return single[:1]
+    if incomplete:
+        raise incomplete[0]
+    if any(folder.glob("*.safetensors")):
+        raise CheckpointError(
+            f"shards of the {subject} in {str(folder)!r} without their index",
+            expected=f"a *{INDEX_SUFFIX} file",
+            fix="Download the index file of this folder.",
+        )
+    pickles = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES)
+    if pickles:
+        raise CheckpointError(
+            f"only the pickle {pickles[0]!r} in {str(folder)!r}",
+            expected=f"the {subject} as .safetensors",
+            fix="Download the safetensors version: a pickle can run code and is refused.",
+        )
+    raise CheckpointError(
+        f"no weights in {str(folder)!r}",
+        expected=f"the {subject} as .safetensors",
+        fix="Download the files of this folder; a git clone without LFS leaves them out.",
+    )
+
+
+def read_tensors(
+    entries: Mapping[str, TensorEntry],
+    dtype: torch.dtype | None,
+    advance: Callable[[int], None],
+    mapped: bool = False,
+) -> dict[str, torch.Tensor]:
+    """The tensors of ``entries`` in ordinary host memory.
+
+    Args:
+        entries: what to read, from :func:`declared`.
+        dtype: floating tensors are cast to it, packed ones unpacked to it; None keeps the file's own bytes.
+        advance: called with the file bytes just read, at least every 64 MiB; may raise to cancel.
+        mapped: whether large tensors that need no cast may be views of the file, copied where they are written to.
+
+    Returns:
+        Name to tensor, contiguous. Peak extra memory: one slice of 64 MiB, and the file's page cache.
+
+    Raises:
+        CheckpointError: a file is gone, or is not what it was when its header was read.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for path in dict.fromkeys(entry.file for entry in entries.values()):
+        mine = [(name, entry) for name, entry in entries.items() if entry.file == path]
+        try:
+            with path.open("rb", buffering=0) as file:
+                _require_unchanged(file, mine[0][1])
+                if hasattr(os, "posix_fadvise"):  # it reads twice as far ahead then
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+                pages = _pages(file) if mapped and any(is_view(entry) for _, entry in mine) else None
+                for name, entry in sorted(mine, key=lambda item: item[1].start):
+                    if pages is not None and is_view(entry):
+                        tensors[name] = _viewed(pages, entry, dtype, advance)
+                    else:
+                        tensors[name] = _arranged(_read_one(file, entry, dtype, advance), entry)
+                _require_unchanged(file, mine[0][1])
+        except OSError as error:
+            raise unreadable(path, error) from error
+    return tensors
+
+
+def let_go(tensor: torch.Tensor) -> None:
+    """Take the pages of a view of a file out of this process until it is read again; does nothing to other tensors.
+
+    Nobody may have written to the view: what was written is lost.
+    """
+    place = getattr(tensor.untyped_storage(), "pages", None)
+    if place is not None:
+        _drop(*place)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> Path:
+    """Write a safetensors file whole or not at all, and return its path.
+
+    The file is written beside its destination and renamed, so that a crash or a full disk leaves the old one.
+    """
+    from safetensors.torch import save_file
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    os.close(descriptor)
+    try:
+        save_file(
+            {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, temporary, dict(metadata)
+        )
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return path
+
+
+def is_view(entry: TensorEntry) -> bool:
+    """Whether the bytes of a tensor in its file are its values in order, and it is large enough to be left there."""
+    plain = not entry.is_packed and not entry.turned and not entry.heads
+    return plain and entry.total_bytes >= VIEW_BYTES and entry.start % STORED[entry.dtype].itemsize == 0
+
+
+def _pages(file: Any) -> mmap.mmap:
+    """The file as memory that may be written to, which changes nothing on disk.
+
+    Read from front to back: with that hint the system reads far ahead, and a cold load on a busy disk took less time
+    than any other way that was tried, MADV_WILLNEED among them. Linux is also told that nothing will be written, since
+    it refuses to promise memory for a file that is larger than all it has.
+    """
+    if sys.platform == "linux":
+        flags = mmap.MAP_PRIVATE | NO_RESERVE
+        pages = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        pages.madvise(mmap.MADV_SEQUENTIAL)
+        return pages
+    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+
+def _viewed(
+    pages: mmap.mmap, entry: TensorEntry, dtype: torch.dtype | None, advance: Callable[[int], None]
+) -> torch.Tensor:
+    """A view of the file; where it is to be cast, a tensor of its own made from the pages, which are let go again."""
+    stored = STORED[entry.dtype]
+    flat = torch.frombuffer(pages, dtype=stored, count=entry.total_bytes // stored.itemsize, offset=entry.start)
+    if dtype is None or dtype == stored or not stored.is_floating_point:
+        flat.untyped_storage().pages = pages, entry.start, entry.end  # type: ignore[attr-defined]
+        advance(entry.total_bytes)
+        return flat.view(entry.shape)
+    tensor = torch.empty(entry.shape, dtype=dtype)
+    count = max(1, SLICE_BYTES // stored.itemsize)
+    for first in range(0, flat.numel(), count):
+        part = flat[first : first + count]
+        tensor.view(-1)[first : first + count].copy_(part)
+        begin = entry.start + first * stored.itemsize
+        _drop(pages, begin, begin + part.nbytes)
+        advance(part.nbytes)
+    return tensor
+
+
+def _drop(pages: mmap.mmap, start: int, end: int) -> None:
+    """Take the whole pages between two bytes of a file out of this process; they stay in the page cache."""
+    start, end = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+    if end > start and hasattr(pages, "madvise"):
+        pages.madvise(mmap.MADV_DONTNEED, start, end - start)
+
+
+def _read_one(
+    file: BinaryIO, entry: TensorEntry, dtype: torch.dtype | None, advance: Callable[[int], None]
+) -> torch.Tensor:
+    """The tensor of ``entry``, read straight into its own memory, or through one slice where it is cast."""
+    stored = STORED[entry.dtype]
+    file.seek(entry.start)
+    if entry.is_packed and dtype is not None:
+        return _unpacked(file, entry, dtype, advance)
+    wanted = dtype if dtype is not None and stored.is_floating_point else stored
+    shape = (entry.shape[0], entry.total_bytes // entry.shape[0]) if entry.codec else entry.shape
+    tensor = torch.empty(shape, dtype=wanted)
+    if not tensor.numel():
+        return tensor
+    flat = tensor.view(-1)
+    per_slice = max(1, (SLICE_BYTES if wanted == stored else min(SLICE_BYTES, CAST_BYTES)) // stored.itemsize)
+    buffer = None if wanted == stored else torch.empty(min(per_slice, flat.numel()), dtype=stored)
+    for start in range(0, flat.numel(), per_slice):
+        part = flat[start : start + per_slice]
+        target = part if buffer is None else buffer[: part.numel()]
+        _fill(file, target, entry.file)
+        if buffer is not None:
+            part.copy_(target)
+        advance(part.numel() * stored.itemsize)
+    return tensor
+
+
+def _unpacked(file: BinaryIO, entry: TensorEntry, dtype: torch.dtype, advance: Callable[[int], None]) -> torch.Tensor:
+    """The values of a packed tensor as ``dtype``, multiplied out in fp32, some rows at a time."""
+    rows, stored = entry.shape[0] if entry.shape else 1, STORED[entry.dtype]
+    result = torch.empty((rows, math.prod(entry.shape[1:])), dtype=dtype)
+    width = entry.total_bytes // rows
+    factors = None if entry.scale is None else _factors(file, entry.scale)
+    file.seek(entry.start)
+    for first in range(0, rows, max(1, SLICE_BYTES // width)):
+        part = result[first : first + max(1, SLICE_BYTES // width)]
+        raw = torch.empty((len(part), width), dtype=torch.uint8)
+        _fill(file, raw, entry.file)
+        values = decoded_rows(raw, entry.codec) if entry.codec else raw.view(stored).float()
+        if factors is not None:
+            values = values * (factors if factors.numel() == 1 else factors[first : first + len(part)])
+        part.copy_(values)
+        advance(raw.numel())
+    return result.view(entry.shape)
+
+
+def _factors(file: BinaryIO, scale: TensorEntry) -> torch.Tensor:
+    return _read_one(file, scale, torch.float32, lambda _bytes: None).reshape(-1, 1)
+
+
+def _arranged(tensor: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
+    """``tensor`` with its rows in the order its model has them."""
+    if entry.turned:
+        tensor = torch.cat(tensor.chunk(2)[::-1])
+    if entry.heads:
+        pairs = tensor.view(entry.heads, tensor.shape[0] // entry.heads // 2, 2, *tensor.shape[1:])
+        tensor = pairs.transpose(1, 2).reshape(tensor.shape)
+    return tensor
+
+
+def _require_unchanged(file: Any, entry: TensorEntry) -> None:
+    """Raise when a file is not the one whose header was read: another download wrote over it."""
+    status = os.fstat(file.fileno())
+    if entry.stamp != (0, 0) and entry.stamp != (status.st_size, status.st_mtime_ns):
+        raise damaged(entry.file, "changed since its header was read", "Wait until it is written, and load it again.")
+
+
+def _fill(file: BinaryIO, target: torch.Tensor, path: Path) -> None:
+    array: Any = target.view(torch.uint8).numpy()
+    view = memoryview(array)
+    while view:
+        count = file.readinto(view)  # type: ignore[attr-defined]
+        if not count:
+            raise damaged(path, "changed while it was read")
+        view = view[count:]
+
+
+def _shards(index: Path, subject: str) -> list[Path]:
+    mapping = read_json(index, f"the shard index of the {subject}").get("weight_map")
+    if not isinstance(mapping, dict) or not mapping:
+        raise CheckpointError(
+            f"no weight_map in {str(index)!r}",
+            expected=f"the shard index of the {subject}",
+            fix="Download this file again.",
+        )
+    names = sorted(set(map(str, mapping.values())))
+    missing = [name for name in names if Path(name).name != name or not (index.parent / name).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"shard {missing[0]!r} of the {subject} is missing from {str(index.parent)!r}",
+            expected=f"{len(names)} shards, as {index.name} says",
+            fix="Download the missing file into this folder.",
+        )
+    return [index.parent / name for name in names]
+
+
+def _preference(file: Path) -> tuple[bool, str]:
+    """Plain names before variants: ``model.fp16.safetensors``, ``model.safetensors.index.fp16.json`` (what diffusers
+    and transformers write) and ``model.fp16.safetensors.index.json``.
+    """
+    return file.name.removesuffix(INDEX_SUFFIX).removesuffix(".safetensors").count(".") > 0, file.name

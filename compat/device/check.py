@@ -1,0 +1,133 @@
+"""The things that have failed on people's devices, tried on this one: conversions, loading, Conv3d, attention."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..checkpoints.weights import declared, read_tensors, write_tensors
+from ..errors import PackError
+from ..precision import DTYPES
+from ..transforms.attention import attention_for, avoided_by, chunked
+from ..transforms.conv3d_choice import Layer, choose_by, form_error
+from ..transforms.conv3d_forms import Form, Geometry, covers
+from .facts import DeviceFacts, answers, first_line
+from .probe_store import OK, ProbeStore
+from .probes import bits_of, home
+from .quirks import abilities, care_for, fixed
+from .report import LAYERS, dtypes_in_use
+
+PASSED, AVOIDED, FAILED, NEWS = "ok", "avoided", "FAILED", "news"
+ATTENTION_BOUND = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 1e-2}
+CHUNK_BYTES = 64 * 300 * 4  # a few queries at a time
+MISMATCH = (RuntimeError, NotImplementedError, PackError)
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that was tried.
+
+    Args:
+        status: ``ok``; ``avoided`` (it fails, and nothing decided here uses it); ``FAILED`` (it fails and is used);
+            ``news`` (a known bug that this device no longer has).
+    """
+
+    name: str
+    status: str
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.status:<8} {self.name}" + (f": {self.detail}" if self.detail else "")
+
+
+def check(facts: DeviceFacts, store: ProbeStore, families: Mapping[str, str]) -> Iterator[Check]:
+    """Each thing tried on the device of ``facts``, as it is tried; the probes are asked anew.
+
+    Args:
+        families: family id to title, for what ``auto`` would use.
+    """
+    silent = answers(facts.device)
+    yield Check("the device answers", FAILED if silent else PASSED, silent)
+    if silent:
+        return
+    store.ask_all(again=True)
+    used = dtypes_in_use(facts, store, families)
+    yield from _conversions(store, used)
+    yield from _loader(facts, used)
+    yield from _forms(facts, store, used)
+    yield from _attention(facts, store, used)
+    for row in fixed(care_for(facts), store):
+        yield Check(f"known bug {row.name}", NEWS, f"not on this device and driver any more ({row.symptom})")
+
+
+def exit_code(found: list[Check]) -> int:
+    """0 when nothing that is used fails, else 1."""
+    return int(any(one.status == FAILED for one in found))
+
+
+def _conversions(store: ProbeStore, used: set[str]) -> Iterator[Check]:
+    """Each cast, on the device and on the way to it and back, from one answer of a probe each."""
+    for name in (name for name in store if name.partition(".")[0] in ("cast", "move", "copy", "bits")):
+        found, kinds = store[name], set(name.partition(".")[2].split("_to_"))
+        bad = FAILED if kinds <= used and not name.startswith("bits") else AVOIDED
+        yield Check(f"conversion {name}", PASSED if found.status == OK else bad, found.detail)
+
+
+def _loader(facts: DeviceFacts, used: set[str]) -> Iterator[Check]:
+    """bf16 weights from a file, in every dtype in use, to the device and back."""
+    weights = torch.randn(64, 33, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_tensors(Path(folder) / "weights.safetensors", {"weight": weights}, {})
+        for name, dtype in DTYPES.items():
+            detail = ""
+            try:
+                read = read_tensors(declared([path]), dtype, lambda count: None)["weight"]
+                back = bits_of(read.to(facts.device)).view(dtype)  # the copy to the host is a check of its own
+                if not torch.equal(back, weights.to(dtype)):
+                    detail = f"{int((back != weights.to(dtype)).sum())} of {weights.numel()} weights change"
+            except MISMATCH as error:
+                detail = first_line(error)
+            bad = FAILED if name in used else AVOIDED
+            yield Check(f"loader bf16 file as {name}", bad if detail else PASSED, detail)
+
+
+def _forms(facts: DeviceFacts, store: ProbeStore, used: set[str]) -> Iterator[Check]:
+    """Every form of every kind of Conv3d; that the chosen one is right is what counts."""
+    chooser = choose_by(abilities(facts, store))
+    for name, dtype in DTYPES.items():
+        for subject, (kernel, stride) in LAYERS.items():
+            layer = Layer(subject, 32, 32, kernel, Geometry(stride), dtype)
+            forms = [form for form in Form if covers(form, kernel, layer.geometry)]
+            right = [form for form in forms if form_error(form, layer, facts.device) is not None]
+            choice = chooser(layer)
+            taken = Form.NATIVE if choice is None else choice.form
+            wrong = [form.value for form in forms if form not in right]
+            detail = f"{taken.value} is taken" + (f"; not right here: {', '.join(wrong)}" if wrong else "")
+            bad = FAILED if name in used else AVOIDED
+            yield Check(f"{subject}, {name}", PASSED if taken in right else bad, detail)
+
+
+def _attention(facts: DeviceFacts, store: ProbeStore, used: set[str]) -> Iterator[Check]:
+    """What ``auto`` runs, and the exact chunks, against float64 on the host."""
+    for name, dtype in DTYPES.items():
+        q, k, v = (torch.randn(1, 2, 300, 64, generator=torch.Generator().manual_seed(n)).to(dtype) for n in range(3))
+        expected = torch.softmax(q.double() @ k.double().mT / math.sqrt(64), -1) @ v.double()
+        chosen = attention_for("auto", facts, dtype, 64, avoided_by(store, (dtype,)))
+        bad = FAILED if name in used else AVOIDED
+        ways: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+            "auto": chosen, "in chunks": lambda q, k, v: chunked(q, k, v, budget_bytes=CHUNK_BYTES),
+        }  # fmt: skip
+        for label, run in ways.items():
+            try:
+                found = home(run(q.to(facts.device), k.to(facts.device), v.to(facts.device)))
+                error = float((found - expected).abs().max())
+                right, detail = error <= ATTENTION_BOUND[name], f"off by {error:.2g}"
+            except MISMATCH as failure:
+                right, detail = False, first_line(failure)
+            yield Check(f"attention {label}, {name}", PASSED if right else bad, detail)

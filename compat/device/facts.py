@@ -1,0 +1,393 @@
+"""Facts about the device that computes: the only file that asks a vendor's API."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from ..errors import UnsupportedError
+
+GIBIBYTE = 1024**3
+CLOCKED = ("cuda", "xpu", "mps")  # torch device types on which a short timing tells kernels apart
+KERNEL_FILES = ("/sys/module/nvidia/version", "/sys/module/amdgpu/version", "/sys/module/xe/version")
+CGROUPS = (  # limit and use of version 2, then version 1
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+TRITONS = ("triton", "triton-windows", "pytorch-triton", "pytorch-triton-rocm", "pytorch-triton-xpu")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """One device as plain values, so that a test can stand in any machine without owning it.
+
+    Args:
+        backend: ``cuda``, ``rocm``, ``xpu``, ``mps``, ``directml``, ``cpu``, ``xla``, or what a plug-in calls itself.
+        arch: ``sm75``, ``gfx1151``; empty where the vendor has none.
+        arch_class: the key of the precision table: ``cpu``, ``cuda-sm80+``, ``cuda-old``, ``rocm``, ``xpu``, ``mps``,
+            ``directml``, ``xla`` or ``other``.
+        unified: whether host and device share one memory.
+        driver: the driver's version; empty where nobody tells.
+        torch_build: torch's commit. compiled: the architectures it holds kernels for; empty where it does not tell.
+        emulated: dtypes that the device computes with, slowly, without having units for them.
+        versions: what a dated quirk may ask for: ``torch``, ``cuda``, ``rocm``, ``cudnn``, ``triton``, ``system`` (such
+            as ``Linux``), ``kernel`` (the operating system's version) and ``driver``.
+    """
+
+    device: torch.device
+    backend: str
+    arch: str
+    arch_class: str
+    name: str
+    total_bytes: int
+    torch_version: str
+    unified: bool = False
+    driver: str = ""
+    torch_build: str = ""
+    compiled: tuple[str, ...] = ()
+    emulated: tuple[str, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    @property
+    def lazy(self) -> bool:
+        """Whether operators only record a graph, so that a failure shows when a result is read."""
+        return self.backend == "xla"
+
+    def __str__(self) -> str:
+        memory = f", {self.total_bytes / GIBIBYTE:.1f} GB" if self.total_bytes else ""
+        shared = " shared with the host" if self.unified and memory and self.backend != "cpu" else ""
+        arch = f" ({self.arch})" if self.arch else ""
+        return f"{self.name}{arch} as {self.device}{memory}{shared}, torch {self.torch_version}"
+
+
+def default_device() -> torch.device:
+    """The accelerator that torch reports, else the CPU."""
+    if torch.accelerator.is_available():
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        if accelerator is not None:
+            return torch.device(accelerator.type, torch.accelerator.current_device_index())
+    return torch.device("cpu")
+
+
+def facts_for(device: torch.device | str | DeviceFacts | None = None) -> DeviceFacts:
+    """Facts about ``device``, or about the default device; facts that were already gathered are returned as they are.
+
+    Raises:
+        UnsupportedError: torch does not know the device or cannot reach it.
+    """
+    if isinstance(device, DeviceFacts):
+        return device
+    chosen = default_device() if device is None else _parsed(device)
+    makers = {"cuda": _cuda_facts, "cpu": _cpu_facts, "mps": _mps_facts, "xpu": _xpu_facts, "xla": _xla_facts}
+    found = makers.get(chosen.type, _plug_in_facts)(chosen)
+    versions = {
+        "torch": torch.__version__,
+        "system": platform.system(),
+        "kernel": platform.release(),
+        "triton": _triton(),
+    }
+    driver = found.pop("driver", "") or (_driver_file() if found["backend"] in ("cuda", "rocm", "xpu") else "")
+    versions |= {"driver": driver, **found.pop("versions", {})}
+    return DeviceFacts(
+        device=chosen,
+        torch_version=torch.__version__,
+        torch_build=str(torch.version.git_version or ""),
+        driver=driver,
+        versions={name: str(version) for name, version in versions.items() if version},
+        **found,
+    )
+
+
+def flags() -> dict[str, bool]:
+    """The switches of torch that change what an operator does; probes are kept apart by them."""
+    cudnn: Any = torch.backends.cudnn
+    matmul: Any = torch.backends.cuda.matmul
+    found = {
+        "cudnn": cudnn.enabled,
+        "cudnn.benchmark": cudnn.benchmark,
+        "cudnn.deterministic": cudnn.deterministic,
+        "tf32": torch.get_float32_matmul_precision() != "highest",
+        "cudnn.tf32": _cudnn_tf32(cudnn),
+        "fp16 sums": getattr(matmul, "allow_fp16_accumulation", False),
+        "bf16 sums": getattr(matmul, "allow_bf16_reduced_precision_reduction", False),
+    }
+    return {name: bool(value) for name, value in found.items()}
+
+
+def answers(device: torch.device) -> str:
+    """Why ``device`` does not compute one plus one; empty when it does."""
+    try:
+        two = (torch.ones(1, device=device) + 1).cpu().item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        return first_line(error)
+    return "" if two == 2.0 else f"1 + 1 gives {two}"
+
+
+def first_line(error: BaseException) -> str:
+    """An error in one line of at most 160 characters, the class where it says nothing."""
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return line if len(line) <= 160 else f"{line[:157]}..."
+
+
+def indexed(device: torch.device) -> torch.device:
+    """``device`` by the name that tensors on it have, which a bare ``mps`` is not equal to."""
+    return torch.device(device.type, 0) if device.type == "mps" else device
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes free on ``device`` now, or None where the backend does not tell."""
+    if device.type == "cpu":
+        import psutil
+
+        return int(psutil.virtual_memory().available)
+    module: Any = getattr(torch, device.type, None)
+    if hasattr(module, "mem_get_info"):
+        return int(module.mem_get_info(device)[0])
+    return None
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """The highest memory of this process on ``device`` since :func:`reset_peak`; None where nobody tells."""
+    module: Any = getattr(torch, device.type, None)
+    told = device.type != "cpu" and hasattr(module, "max_memory_allocated")
+    return int(module.max_memory_allocated(device)) if told else None
+
+
+def reset_peak(device: torch.device) -> None:
+    """Begin to measure the peak anew; nothing where the backend has no such count."""
+    module: Any = getattr(torch, device.type, None)
+    if device.type != "cpu" and hasattr(module, "reset_peak_memory_stats"):
+        module.reset_peak_memory_stats(device)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for what ``device`` was given to do, so that a clock tells the truth."""
+    module: Any = getattr(torch, device.type, None)
+    if device.type != "cpu" and hasattr(module, "synchronize"):
+        module.synchronize(*(() if device.type == "mps" else (device,)))  # mps has one device and takes none
+
+
+def locks_host_memory(device: torch.device) -> bool:
+    """Whether host memory can be locked for ``device``, so that copies to it need no staging; locks a byte to see."""
+    current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if current is None or current.type != device.type:
+        return False
+    try:
+        return torch.empty(1, dtype=torch.uint8, pin_memory=True).is_pinned()
+    except (RuntimeError, NotImplementedError):
+        return False
+
+
+def swap_free_bytes() -> int:
+    """Bytes of swap space that are free."""
+    import psutil
+
+    return int(psutil.swap_memory().free)
+
+
+def host_free_bytes() -> int:
+    """Bytes of host memory that this process may still take: what is available, and what its control group leaves."""
+    import psutil
+
+    free = int(psutil.virtual_memory().available)
+    for limit, used in CGROUPS:
+        try:
+            most, taken = Path(limit).read_text(encoding="utf-8").strip(), Path(used).read_text(encoding="utf-8")
+            if most.isdigit():
+                free = min(free, max(0, int(most) - int(taken) + _reclaimable(Path(limit).parent)))
+        except (OSError, ValueError):
+            continue
+    return free
+
+
+def _reclaimable(group: Path) -> int:
+    """Bytes of a control group's file cache, which count as used and are given up when asked for."""
+    try:
+        rows = dict(line.split() for line in (group / "memory.stat").read_text(encoding="utf-8").splitlines())
+    except (OSError, ValueError):
+        return 0
+    return sum(int(rows.get(f"total_{kind}", rows.get(kind, 0))) for kind in ("inactive_file", "active_file"))
+
+
+def empty_host_cache() -> None:
+    """Give locked host memory that torch keeps for later back to the system, where an allocator of torch's own has it.
+
+    Plug-ins are not asked: torch takes whatever they lock memory with for an allocator that can, and crashes.
+    """
+    current = torch.accelerator.current_accelerator(check_available=True)
+    give = getattr(torch.accelerator, "empty_host_cache", getattr(torch._C, "_host_emptyCache", None))
+    if current is not None and current.type in ("cuda", "xpu") and give is not None:
+        give()
+
+
+def empty_cache(device: torch.device) -> None:
+    """Give unused cached memory of an accelerator back to its driver; nothing to do on the CPU."""
+    module: Any = getattr(torch, device.type, None)
+    if device.type != "cpu" and hasattr(module, "empty_cache"):
+        module.empty_cache()
+
+
+def _cudnn_tf32(cudnn: Any) -> bool:
+    """Whether cuDNN may round fp32 convolutions to TF32; torch before 2.9 has one switch for it."""
+    convolutions = getattr(cudnn, "conv", None)
+    if convolutions is None:
+        return bool(cudnn.allow_tf32)
+    return getattr(convolutions, "fp32_precision", "none") not in ("none", "ieee")
+
+
+def _parsed(device: torch.device | str) -> torch.device:
+    try:
+        chosen = torch.device(device)
+        found = torch.empty(0, device=chosen).device  # with its index
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise UnsupportedError(
+            f"device {str(device)!r} does not answer ({first_line(error)})",
+            expected=f"a device of this torch build, such as {default_device()}",
+            fix="Choose another device, or install the torch build made for this one.",
+        ) from error
+    return chosen if chosen.type == "mps" else found  # ComfyUI compares its models' devices with a bare mps
+
+
+def _cpu_facts(device: torch.device) -> dict[str, Any]:
+    return {
+        "backend": "cpu",
+        "arch": "",
+        "arch_class": "cpu",
+        "name": "CPU",
+        "total_bytes": _host_bytes(),
+        "unified": True,
+    }
+
+
+def _cuda_facts(device: torch.device) -> dict[str, Any]:
+    """NVIDIA and AMD: both answer to ``torch.cuda``."""
+    properties = torch.cuda.get_device_properties(device)
+    shared = {
+        "name": properties.name,
+        "total_bytes": properties.total_memory,
+        "unified": bool(getattr(properties, "is_integrated", False)),
+        "compiled": tuple(torch.cuda.get_arch_list()),
+    }
+    cudnn = torch.backends.cudnn.version() or 0
+    if torch.version.hip:
+        arch = str(getattr(properties, "gcnArchName", "")).split(":")[0]
+        versions = {"rocm": torch.version.hip, "miopen": _miopen(cudnn)}
+        return {"backend": "rocm", "arch": arch, "arch_class": "rocm", "versions": versions, **shared}
+    # is_bf16_supported() is true on GPUs without bf16 units: it proves that such a tensor can exist (pytorch#148322).
+    modern = properties.major >= 8
+    return {
+        "backend": "cuda",
+        "arch": f"sm{properties.major}{properties.minor}",
+        "arch_class": "cuda-sm80+" if modern else "cuda-old",
+        "emulated": () if modern else ("bf16",),
+        "versions": {"cuda": torch.version.cuda, "cudnn": _cudnn(cudnn)},
+        **shared,
+    }
+
+
+def _mps_facts(device: torch.device) -> dict[str, Any]:
+    return {
+        "backend": "mps",
+        "arch": platform.machine(),
+        "arch_class": "mps",
+        "name": "Apple GPU",
+        "total_bytes": _host_bytes(),
+        "unified": True,
+        "driver": platform.mac_ver()[0],
+        "versions": {"macos": platform.mac_ver()[0]},
+    }
+
+
+def _xpu_facts(device: torch.device) -> dict[str, Any]:
+    properties = torch.xpu.get_device_properties(device)
+    lacking = () if getattr(properties, "has_fp64", True) else ("fp64",)
+    return {
+        "backend": "xpu",
+        "arch": "",
+        "arch_class": "xpu",
+        "name": str(properties.name),
+        "emulated": lacking,
+        "total_bytes": int(properties.total_memory),
+        "driver": str(getattr(properties, "driver_version", "")),
+        "unified": any(word in str(properties.name) for word in ("Iris", "UHD", "HD Graphics")),
+        "compiled": tuple(torch.xpu.get_arch_list()),
+    }
+
+
+def _xla_facts(device: torch.device) -> dict[str, Any]:
+    """A device behind torch_xla, such as Tenstorrent: what it is, the package that brought it says."""
+    runtime: Any = sys.modules.get("torch_xla.runtime")
+    behind = str(runtime.device_type() or "") if hasattr(runtime, "device_type") else ""
+    total, model = 0, cast(Any, sys.modules.get("torch_xla.core.xla_model"))
+    if hasattr(model, "get_memory_info"):
+        total = int(model.get_memory_info(device).get("bytes_limit", 0))
+    return {
+        "backend": "xla",
+        "arch": behind,
+        "arch_class": "xla",
+        "name": f"{behind or 'device'} behind XLA",
+        "total_bytes": total,
+        "versions": {"xla": _version_of("torch_xla")},
+    }
+
+
+def _plug_in_facts(device: torch.device) -> dict[str, Any]:
+    """DirectML, and any device that torch calls PrivateUse1 or that this pack does not know."""
+    directml = sys.modules.get("torch_directml")
+    if device.type == "privateuseone" and directml is not None:
+        return {
+            "backend": "directml",
+            "arch": "",
+            "arch_class": "directml",
+            "total_bytes": 0,
+            "name": str(directml.device_name(device.index or 0)).strip("\0 "),
+            "versions": {"directml": _version_of("torch-directml")},
+        }
+    total, name = 0, f"{device.type} device"
+    module: Any = getattr(torch, device.type, None)
+    if hasattr(module, "get_device_properties"):
+        properties = module.get_device_properties(device)
+        total, name = int(getattr(properties, "total_memory", 0)), str(getattr(properties, "name", name))
+    return {"backend": device.type, "arch": "", "arch_class": "other", "name": name, "total_bytes": total}
+
+
+def _host_bytes() -> int:
+    import psutil
+
+    return int(psutil.virtual_memory().total)
+
+
+def _driver_file() -> str:
+    """The driver's version as the Linux kernel states it; empty elsewhere."""
+    for path in map(Path, KERNEL_FILES):
+        if path.is_file():
+            return path.read_text(encoding="utf-8").strip()
+    return ""
+
+
+def _triton() -> str:
+    return next(filter(None, map(_version_of, TRITONS)), "")
+
+
+def _version_of(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _cudnn(number: int) -> str:
+    """91002 as 9.10.2, and 8902, of before cuDNN 9, as 8.9.2."""
+    base = 10_000 if number >= 90_000 else 1000
+    return f"{number // base}.{number % base // 100}.{number % 100}" if number else ""
+
+
+def _miopen(number: int) -> str:
+    return f"{number // 1_000_000}.{number // 1000 % 1000}.{number % 1000}" if number else ""

@@ -1,0 +1,27 @@
+"""Every probe of the pack in one store: those of the device, and those of the layers above it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from .facts import DeviceFacts
+from .probe_store import ProbeStore
+
+TRITON = "triton"
+
+
+def answers_of(facts: DeviceFacts, folder: Path | None = None, quiet: bool = False) -> ProbeStore:
+    """What the device of ``facts`` answers, Triton's probe included; each is asked when it is read.
+
+    Args:
+        folder: where answers are kept; None keeps them in memory only. quiet: gives only what is kept.
+    """
+    return ProbeStore(facts, folder, more={TRITON: _triton}, quiet=quiet)
+
+
+def _triton(device: torch.device) -> str:
+    from ..transforms.fused import triton_fault  # which imports the kernels
+
+    return triton_fault(device)

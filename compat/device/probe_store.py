@@ -1,0 +1,247 @@
+"""Answers of probes: asked on first use, kept in one JSON file per device, driver, torch build and set of flags."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import UnsupportedError
+from . import probes as suite
+from .facts import DeviceFacts, answers, first_line, flags
+
+log = logging.getLogger(__name__)
+
+OK, WRONG, UNUSABLE, UNKNOWN = "ok", "wrong", "unusable", "unknown"
+RAISED = (
+    RuntimeError,
+    NotImplementedError,
+    AssertionError,
+    ImportError,
+    OSError,
+    TypeError,
+    ValueError,
+    AttributeError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a probe found.
+
+    Args:
+        status: ``ok``; ``wrong`` (it ran and its result is wrong); ``unusable`` (it raised); ``unknown`` (it could not
+            be asked, for lack of memory for instance; never kept).
+        detail: what is wrong, the message it raised, or a remark on a right answer.
+        milliseconds: how long it took.
+    """
+
+    status: str
+    detail: str = ""
+    milliseconds: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.status}: {self.detail}" if self.detail else self.status
+
+
+UNASKED = Answer(UNKNOWN, "not asked yet")
+
+
+class ProbeStore(Mapping[str, Answer]):
+    """The answers of one device by probe name; a missing one is asked when it is read.
+
+    Args:
+        facts: the device.
+        folder: where answers are kept; None keeps them in memory only.
+        more: probes of other layers by name, such as Triton's.
+        asked: replaces the flags of torch that the file is kept apart by; for tests.
+        quiet: gives what is kept and asks and times nothing: another answer is ``unknown``, another value None.
+    """
+
+    def __init__(
+        self,
+        facts: DeviceFacts,
+        folder: Path | None = None,
+        more: Mapping[str, suite.Probe] | None = None,
+        asked: Mapping[str, bool] | None = None,
+        quiet: bool = False,
+    ) -> None:
+        self.facts, self.folder, self.quiet = facts, folder, quiet
+        self.probes: dict[str, suite.Probe] = {**suite.standard(), **(more or {})}
+        self.key = key_of(facts, flags() if asked is None else asked)
+        self.note = ""
+        self._answers: dict[str, Answer] = {}
+        self._remembered: dict[str, Any] = {}
+        self._lock = threading.RLock()
+        self._read()
+
+    @property
+    def path(self) -> Path | None:
+        """The file of this device; None in memory."""
+        return None if self.folder is None else self.folder / f"probes-{self.key}.json"
+
+    def __getitem__(self, name: str) -> Answer:
+        with self._lock:
+            if name not in self._answers:
+                if name not in self.probes:
+                    raise KeyError(name)
+                if self.quiet:
+                    return UNASKED
+                self._ask([name])
+            return self._answers[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.probes)
+
+    def __len__(self) -> int:
+        return len(self.probes)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.probes
+
+    def known(self) -> dict[str, Answer]:
+        """The answers so far, without asking."""
+        return dict(self._answers)
+
+    def without_asking(self) -> dict[str, Answer]:
+        """Every answer, ``unknown`` where the device was not asked yet."""
+        return {name: self._answers.get(name, UNASKED) for name in self.probes}
+
+    def ask_all(self, again: bool = False) -> dict[str, Answer]:
+        """Every answer, with one write at the end.
+
+        Args:
+            again: forget what was kept and ask anew.
+        """
+        with self._lock:
+            if again:
+                self._answers.clear()
+                self._remembered.clear()
+            self._ask([name for name in self.probes if name not in self._answers])
+            return {name: self._answers[name] for name in self.probes}
+
+    def remember(self, name: str, measure: Callable[[], Any]) -> Any:
+        """A plain value that is measured once per device and kept beside the answers, such as a timing.
+
+        Args:
+            measure: makes the value; it must be what JSON can hold. A quiet store gives None instead.
+        """
+        with self._lock:
+            if self.quiet:
+                return self._remembered.get(name)
+            if name not in self._remembered:
+                self._remembered[name] = measure()
+                self._write()
+            return self._remembered[name]
+
+    def recall(self, name: str) -> Any:
+        """What :meth:`remember` keeps under ``name``; None where nothing is kept."""
+        return self._remembered.get(name)
+
+    def _ask(self, names: list[str]) -> None:
+        if not names:
+            return
+        for name in names:
+            self._answers[name] = answer(self.probes[name], self.facts)
+        self._write()
+
+    def _read(self) -> None:
+        """Take what is kept, unless it was asked here already: another process may have written meanwhile."""
+        if self.path is None:
+            return
+        try:
+            content = json.loads(self.path.read_text(encoding="utf-8"))
+            kept = {name: Answer(**entry) for name, entry in content["answers"].items() if name in self.probes}
+            remembered = dict(content["remembered"])
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            log.warning("AnyGPU: %s is damaged (%s): its probes are asked again", self.path, first_line(error))
+            return
+        self._answers, self._remembered = {**kept, **self._answers}, {**remembered, **self._remembered}
+
+    def _write(self) -> None:
+        """Write the whole file beside its destination and rename it, so that no reader ever sees half of it."""
+        if self.path is None or self.folder is None or self.note:
+            return
+        self._read()
+        kept = {name: asdict(found) for name, found in self._answers.items() if found.status != UNKNOWN}
+        content = {
+            "device": str(self.facts),
+            "versions": dict(self.facts.versions),
+            "answers": kept,
+            "remembered": self._remembered,
+        }
+        temporary = ""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            descriptor, temporary = tempfile.mkstemp(dir=self.folder, prefix=f".{self.path.name}.", suffix=".part")
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                json.dump(content, file, indent=1)
+            Path(temporary).replace(self.path)
+        except OSError as error:
+            if temporary:
+                Path(temporary).unlink(missing_ok=True)
+            self.note = (
+                f"probe results cannot be kept in {str(self.folder)!r} ({first_line(error)}); expected a folder that "
+                "can be written. They are asked again at each start: make the folder writable."
+            )
+            log.warning("AnyGPU: %s", self.note)
+
+
+def answer(probe: suite.Probe, facts: DeviceFacts) -> Answer:
+    """What one probe finds on the device of ``facts``.
+
+    Raises:
+        UnsupportedError: the device has gone; nothing is known about the probe then.
+    """
+    started = time.perf_counter()
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            found = probe(facts.device)
+    except torch.OutOfMemoryError as error:
+        return Answer(UNKNOWN, f"out of memory while it was asked ({first_line(error)})", _since(started))
+    except RAISED as error:
+        silent = answers(facts.device)
+        if silent:
+            raise UnsupportedError(
+                f"the device {str(facts.device)!r} ({facts.name}) has stopped answering ({silent})",
+                expected="a device that computes",
+                fix="Restart ComfyUI; if it comes back, update the driver or choose another device.",
+            ) from error
+        return Answer(UNUSABLE, first_line(error), _since(started))
+    right = not found or isinstance(found, suite.Loose)
+    return Answer(OK if right else WRONG, str(found), _since(started))
+
+
+def key_of(facts: DeviceFacts, asked: Mapping[str, bool]) -> str:
+    """What answers are kept apart by: the device, its driver, the build of torch, torch's flags and the probes."""
+    # The system's own kernel is left out: it changes every week, and what depends on it is no probe.
+    versions = {name: version for name, version in facts.versions.items() if name != "kernel"}
+    parts = (
+        facts.backend,
+        facts.name,
+        facts.arch,
+        facts.total_bytes,
+        facts.driver,
+        facts.torch_version,
+        facts.torch_build,
+        versions,
+        dict(asked),
+        suite.SUITE,
+    )
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _since(started: float) -> float:
+    return round(1e3 * (time.perf_counter() - started), 3)

@@ -1,0 +1,183 @@
+"""Known upstream bugs as dated rows: on which device, in which versions, what happens, and what is done about it.
+
+A row names operations in the alphabet of the probes (``conv3d.bf16``, ``cast.bf16_to_fp32``). What it calls wrong is
+believed until a probe has asked the device itself; what it calls costly (emulated, or with a multiple of the memory) a
+probe of correctness cannot refute. The one place that compares versions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from typing import Any
+
+from .facts import DeviceFacts
+from .probe_store import OK, UNKNOWN, Answer
+from .quirk_rows import QUIRKS, Quirk
+
+DTYPE_NAMES = ("fp32", "bf16", "fp16")
+
+
+@dataclass(frozen=True, slots=True)
+class Care:
+    """What the rows of one machine ask of the layers; callers read a field and never compare a version.
+
+    Args:
+        rows: the rows in force.
+        wrong, costly: operation to the row that says so.
+        tile_pixels: largest side of a tile that a VAE may be given; 0 for no cap.
+        allocation_bytes: largest single buffer; 0 for no cap.
+        conv_bytes: largest input of one convolution; 0 for no cap.
+        vae_cudnn: whether cuDNN or MIOpen stays on around a VAE.
+        retry_without_cudnn: whether an unknown error of theirs is worth one more try without them.
+        benchmark: whether their exhaustive tuning may be switched on.
+        mapped_reads: whether pages of a mapped file may be copied to the device.
+        contiguous_weights: whether a convolution's weight must be contiguous.
+        masks: whether attention may be given a mask. streams: whether group offload may copy on a stream.
+    """
+
+    rows: tuple[Quirk, ...] = ()
+    wrong: Mapping[str, Quirk] = field(default_factory=dict)
+    costly: Mapping[str, Quirk] = field(default_factory=dict)
+    tile_pixels: int = 0
+    allocation_bytes: int = 0
+    conv_bytes: int = 0
+    vae_cudnn: bool = True
+    retry_without_cudnn: bool = False
+    benchmark: bool = True
+    mapped_reads: bool = True
+    contiguous_weights: bool = False
+    masks: bool = True
+    streams: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether an operation may be relied on here, whether it costs a multiple of its due, and why."""
+
+    usable: bool
+    costly: bool = False
+    why: str = ""
+
+
+def active(facts: DeviceFacts, versions: Mapping[str, str] | None = None) -> tuple[Quirk, ...]:
+    """The rows that stand for the device of ``facts``.
+
+    Args:
+        versions: replaces ``facts.versions``, name to version. A row that asks for a version nobody tells stands: what
+            is unknown may be broken, and the probes correct it.
+    """
+    known = facts.versions if versions is None else versions
+    return tuple(row for row in QUIRKS if _stands(row, facts, known))
+
+
+def care_for(facts: DeviceFacts, versions: Mapping[str, str] | None = None) -> Care:
+    """What the rows for the device of ``facts`` add up to: the smallest cap, the most careful switch."""
+    rows = active(facts, versions)
+    wrong: dict[str, Quirk] = {}
+    costly: dict[str, Quirk] = {}
+    effects: dict[str, Any] = {}
+    for row in rows:
+        wrong |= {operation: row for operation in row.wrong if operation not in wrong}
+        costly |= {operation: row for operation in row.costly if operation not in costly}
+        for name, value in row.effect.items():
+            effects[name] = min(value, effects.get(name, value)) if not isinstance(value, bool) else value
+    return Care(rows, wrong, costly, **effects)
+
+
+def verdict(operation: str, care: Care, probes: Mapping[str, Answer] | None = None) -> Verdict:
+    """Whether ``operation`` may be relied on: the device's own answer first, then the rows.
+
+    Args:
+        operation: a probe's name.
+        probes: answers by name, asked when read; None relies on the rows alone.
+    """
+    costly = operation in care.costly
+    asked = None if probes is None or operation not in probes else probes[operation]
+    if asked is not None and asked.status != UNKNOWN:
+        if asked.status != OK:
+            return Verdict(False, costly, f"{operation} is {asked}")
+        return Verdict(True, costly, _said(operation, care.costly[operation]) if costly else asked.detail)
+    if operation in care.wrong:
+        return Verdict(False, costly, _said(operation, care.wrong[operation]))
+    return Verdict(True, costly, _said(operation, care.costly[operation]) if costly else "")
+
+
+def verdicts(operations: Sequence[str], care: Care, probes: Mapping[str, Answer] | None = None) -> Verdict:
+    """The first operation that fails, else the first that is costly, else a right one."""
+    costly = None
+    for operation in operations:
+        found = verdict(operation, care, probes)
+        if not found.usable:
+            return found
+        costly = costly or (found if found.costly else None)
+    return costly or Verdict(True)
+
+
+def abilities(
+    facts: DeviceFacts, probes: Mapping[str, Answer] | None = None, care: Care | None = None
+) -> dict[str, Any]:
+    """Plain values for layers that choose kernels: ``backend``, and per operation whether each dtype is worth using.
+
+    Returns:
+        ``conv3d``, ``conv3d_channels_last``, ``conv2d``, ``pad3d``, ``matmul``, ``attention`` and ``groupnorm``, each a
+        mapping from ``fp32``, ``bf16`` and ``fp16`` to whether it works here without costing a multiple; ``cast``, a
+        mapping such as ``{"bf16_to_fp32": False}``; ``conv_bytes`` and ``contiguous_weights`` as in :class:`Care`.
+    """
+    care = care or care_for(facts)
+    found: dict[str, Any] = {
+        "backend": facts.backend,
+        "arch": facts.arch,
+        "conv_bytes": care.conv_bytes,
+        "contiguous_weights": care.contiguous_weights,
+        "cast": {
+            f"{dtype}_to_fp32": verdict(f"cast.{dtype}_to_fp32", care, probes).usable for dtype in ("bf16", "fp16")
+        },
+    }
+    for name in ("conv3d", "conv3d_channels_last", "conv2d", "pad3d", "matmul", "attention", "groupnorm"):
+        each = {dtype: verdict(f"{name}.{dtype}", care, probes) for dtype in DTYPE_NAMES}
+        found[name] = {dtype: answer.usable and not answer.costly for dtype, answer in each.items()}
+    return found
+
+
+def fixed(care: Care, probes: Mapping[str, Answer]) -> tuple[Quirk, ...]:
+    """The rows whose every wrong operation the device now does right, so that a newer driver has mended it."""
+    return tuple(
+        row
+        for row in care.rows
+        if row.wrong and all(name in probes and probes[name].status == OK for name in row.wrong)
+    )
+
+
+def within(version: str, first_bad: str, first_good: str) -> bool:
+    """Whether ``version`` lies in [first_bad, first_good); an empty bound is open, an empty version lies in."""
+    if not version:
+        return True
+    number = _number(version)
+    return (not first_bad or number >= _number(first_bad)) and (not first_good or number < _number(first_good))
+
+
+def _stands(row: Quirk, facts: DeviceFacts, versions: Mapping[str, str]) -> bool:
+    return (
+        any(fnmatch(facts.backend, backend) for backend in row.backends)
+        and any(fnmatch(facts.arch, arch) for arch in row.arches)
+        and not any(fnmatch(facts.arch, arch) for arch in row.but_not)
+        and any(fnmatch(facts.name.lower(), name.lower()) for name in row.names)
+        and (row.system in ("", versions.get("system", row.system)))
+        and all(
+            within(versions.get(name, ""), *span) for name, span in row.versions.items() if name not in row.optional
+        )
+        and all(name in versions and within(versions[name], *row.versions[name]) for name in row.optional)
+    )
+
+
+def _number(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version, to compare: 2.9.1+cu128 as (2, 9, 1), padded so that 2.9 equals 2.9.0."""
+    numbers = tuple(map(int, re.findall(r"\d+", re.split(r"[+a-zA-Z]", version, maxsplit=1)[0])[:4]))
+    return numbers + (0,) * (4 - len(numbers))
+
+
+def _said(operation: str, row: Quirk) -> str:
+    return f"{operation}: {row.symptom} ({row.source})"

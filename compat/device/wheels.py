@@ -1,0 +1,90 @@
+"""Which build of torch a device needs, and whether the installed one is it."""
+
+from __future__ import annotations
+
+import re
+from fnmatch import fnmatch
+
+from ..errors import UnsupportedError
+from .facts import DeviceFacts, answers
+
+PYTORCH = "https://download.pytorch.org/whl/"
+AMD = "https://rocm.nightlies.amd.com/v2/"
+
+WHEELS: tuple[tuple[str, str, str, str], ...] = (  # backend, arch pattern, index, why; the first that fits
+    (
+        "cuda",
+        "sm[56]?",
+        f"{PYTORCH}cu126",
+        "later builds have no kernels for Maxwell and Pascal (ComfyUI#9650, #10468)",
+    ),
+    ("cuda", "sm7[02]", f"{PYTORCH}cu126", "builds for CUDA 13 have no kernels for Volta (ComfyUI#16438)"),
+    ("cuda", "*", f"{PYTORCH}cu130", "what ComfyUI recommends for Turing and newer"),
+    ("rocm", "gfx110?", f"{AMD}gfx110X-all/", "AMD's build for RDNA 3"),
+    ("rocm", "gfx1151", f"{AMD}gfx1151/", "AMD's build for RDNA 3.5"),
+    ("rocm", "gfx120?", f"{AMD}gfx120X-all/", "AMD's build for RDNA 4"),
+    ("rocm", "*", f"{PYTORCH}rocm7.2", "the stable ROCm build"),
+    ("xpu", "*", f"{PYTORCH}xpu", "the build for Intel GPUs"),
+)
+
+
+def wheel_index(facts: DeviceFacts) -> tuple[str, str]:
+    """The index to install torch from for the device of ``facts``, and why; both empty where there is none to name."""
+    rows = (row[2:] for row in WHEELS if row[0] == facts.backend and fnmatch(facts.arch, row[1]))
+    return next(rows, ("", ""))
+
+
+def install(index: str) -> str:
+    """The command that installs torch from ``index``."""
+    return f"python -m pip install -U torch torchvision --index-url {index}"
+
+
+def has_kernels(facts: DeviceFacts) -> bool:
+    """Whether this torch was compiled for the device; True where it does not tell what it was compiled for."""
+    if not facts.compiled or not facts.arch or facts.backend not in ("cuda", "rocm"):
+        return True
+    if facts.backend == "rocm":
+        return any(name == facts.arch or _generic(name, facts.arch) for name in facts.compiled)
+    return any(_runs_on(name, facts.arch) for name in facts.compiled)
+
+
+def require_kernels(facts: DeviceFacts) -> None:
+    """Refuse a device that cannot compute, with the build of torch it needs.
+
+    Raises:
+        UnsupportedError: this torch has no kernels for the device, or the device has gone.
+    """
+    silent = answers(facts.device)
+    if not silent:  # what it does outranks what the list of architectures promises
+        return
+    if not has_kernels(facts):
+        index, why = wheel_index(facts)
+        raise UnsupportedError(
+            f"torch {facts.torch_version} has no kernels for {facts.name} ({facts.arch}): it was compiled for "
+            f"{', '.join(facts.compiled)}",
+            expected=f"a build of torch with {facts.arch}",
+            fix=f"Install it into this Python: {install(index)} ({why}).",
+        )
+    raise UnsupportedError(
+        f"the device {str(facts.device)!r} ({facts.name}) has stopped answering ({silent})",
+        expected="a device that computes",
+        fix="Restart ComfyUI; if it comes back, update the driver or choose another device.",
+    )
+
+
+def _runs_on(name: str, arch: str) -> bool:
+    """Whether a CUDA build entry covers ``arch``: same major and no newer minor, or PTX that is no newer."""
+    found = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name)
+    here = re.fullmatch(r"sm(\d+)(\d)", arch)
+    if found is None or here is None:
+        return False
+    kind, major, minor, suffix = found[1], int(found[2]), int(found[3]), found[4]
+    own = int(here[1]), int(here[2])
+    if suffix == "a":
+        return (major, minor) == own
+    return (major, minor) <= own and (kind == "compute" or major == own[0])
+
+
+def _generic(name: str, arch: str) -> bool:
+    """``gfx11-generic`` covers gfx1100 to gfx1103 and ``gfx12-generic`` gfx1200 and gfx1201."""
+    return name.endswith("-generic") and arch.startswith(name.removesuffix("-generic").replace("-", ""))

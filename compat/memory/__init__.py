@@ -1,0 +1,1 @@
+"""Where weights are: the offloader, its hooks, weights in host memory, statistics."""

@@ -1,0 +1,169 @@
+"""What a run cost: bytes moved to the device, the time that took, and the highest memory of each stage."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+
+from ..device.facts import peak_bytes, reset_peak, synchronize
+
+FILE = "memory.json"
+KEPT = 24  # stages, the newest last
+GIGABYTE, MEGABYTE = 1e9, 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class StageNeed:
+    """What one stage needs on the device, in bytes: weights that stay from earlier stages, its own, activations."""
+
+    name: str
+    kept: int
+    weights: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """Bytes at the stage's peak."""
+        return self.kept + self.weights + self.activations
+
+
+@dataclass(slots=True)
+class StageCost:
+    """One stage of one run.
+
+    Args:
+        peak_bytes: highest memory of this process on the device; 0 where the backend does not tell.
+        moved_bytes, moving_seconds: to the device and back. seconds: of the whole stage.
+    """
+
+    stage: str
+    pipeline: str
+    mode: str
+    device: str
+    peak_bytes: int = 0
+    moved_bytes: int = 0
+    moving_seconds: float = 0.0
+    seconds: float = 0.0
+    date: str = ""
+
+    @property
+    def ratio(self) -> float:
+        """Time of the stage over the time it would have taken with nothing to move."""
+        return self.seconds / max(self.seconds - self.moving_seconds, 1e-9)
+
+    def __str__(self) -> str:
+        peak = f"peak {amount_of(self.peak_bytes)}, " if self.peak_bytes else ""
+        moved = (
+            f"moved {amount_of(self.moved_bytes)} in {self.moving_seconds:.1f} of {self.seconds:.1f} s, "
+            f"{self.ratio:.2f} times the time without moving"
+            if self.moved_bytes
+            else "nothing moved"
+        )
+        return f"{self.stage} with offload {self.mode}: {peak}{moved}"
+
+
+@dataclass(slots=True)
+class Account:
+    """What one pipeline's residency has moved so far, and its finished stages.
+
+    Args:
+        state: folder in which the last stages are kept for `anygpu report --memory`; None keeps them here alone.
+    """
+
+    state: Path | None = None
+    moved_bytes: int = 0
+    moving_seconds: float = 0.0
+    stages: list[StageCost] = field(default_factory=list)
+    behind: deque[tuple[torch.Event, torch.Event]] = field(default_factory=deque)  # around copies nobody waited for
+
+    def add(self, count: int, seconds: float) -> None:
+        """``count`` bytes went to the device or back."""
+        self.moved_bytes, self.moving_seconds = self.moved_bytes + count, self.moving_seconds + seconds
+
+    @contextmanager
+    def moving(self, count: int, behind: torch.device | None = None) -> Iterator[None]:
+        """Count the block, in which ``count`` bytes move; on the clock of ``behind`` where the host does not wait."""
+        if behind is not None:
+            while self.behind and self.behind[0][1].query():
+                self._take_first()
+            first, last = (torch.Event(behind, enable_timing=True) for _ in range(2))
+            stream = torch.accelerator.current_stream(behind)  # left out, it is one of the current device
+            first.record(stream)
+            yield
+            last.record(stream)
+            self.moved_bytes += count
+            self.behind.append((first, last))
+            return
+        started = time.perf_counter()
+        yield
+        self.add(count, time.perf_counter() - started)
+
+    @contextmanager
+    def stage(self, name: str, pipeline: str, mode: str, device: torch.device) -> Iterator[StageCost]:
+        """The cost of the block, complete once it has ended without an error."""
+        cost = StageCost(name, pipeline, mode, str(device))
+        before = self.moved_bytes, self.moving_seconds
+        reset_peak(device)
+        started = time.perf_counter()
+        yield cost
+        synchronize(device)
+        self._settle()
+        cost.seconds = time.perf_counter() - started
+        cost.moved_bytes, cost.moving_seconds = self.moved_bytes - before[0], self.moving_seconds - before[1]
+        cost.peak_bytes = peak_bytes(device) or 0
+        cost.date = time.strftime("%Y-%m-%d %H:%M")
+        self.stages = [*self.stages, cost][-KEPT:]
+        self._keep(cost)
+
+    def _settle(self) -> None:
+        """Take in the time of the copies that nobody waited for, once the device is done with them."""
+        for _, last in self.behind:
+            last.synchronize()
+        while self.behind:
+            self._take_first()
+
+    def _take_first(self) -> None:
+        """Take in the time of the oldest copy that nobody waited for; nothing where the driver does not tell it."""
+        first, last = self.behind.popleft()
+        with suppress(RuntimeError):  # it would cost the finished work of the stage
+            self.moving_seconds += first.elapsed_time(last) / 1000.0
+
+    def _keep(self, cost: StageCost) -> None:
+        if self.state is None:
+            return
+        rows = [*kept_stages(self.state), cost][-KEPT:]
+        try:
+            self.state.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=self.state, delete=False, encoding="utf-8") as file:
+                file.write(json.dumps([asdict(row) for row in rows], indent=1))
+            Path(file.name).replace(self.state / FILE)
+        except OSError:
+            return  # a full disk or a read-only folder costs the report, not the run
+
+
+def kept_stages(state: Path) -> list[StageCost]:
+    """The last stages of all pipelines, the newest last; none where the file is missing or of another version."""
+    try:
+        rows = json.loads((state / FILE).read_text(encoding="utf-8"))
+        return [StageCost(**row) for row in rows]
+    except (OSError, ValueError, TypeError):
+        return []
+
+
+def amount_of(count: float) -> str:
+    """Bytes in words: ``3.2 GB``, ``14.0 MB``."""
+    return f"{count / GIGABYTE:.1f} GB" if count >= GIGABYTE else f"{count / MEGABYTE:.1f} MB"
+
+
+def amount(done: int, total: int) -> str:
+    """Bytes of bytes in words, such as ``11.2 of 23.9 GB``."""
+    unit, name = (GIGABYTE, "GB") if total >= GIGABYTE else (MEGABYTE, "MB")
+    return f"{done / unit:.1f} of {total / unit:.1f} {name}"

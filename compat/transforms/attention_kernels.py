@@ -1,0 +1,226 @@
+"""Attention kernels that a user names: what each needs, as rows, and whether it runs on this device, by a try."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ..device.facts import DeviceFacts
+from ..errors import MissingPackageError, PackError, UnsupportedError
+from ..packages import imported
+
+HALF = (torch.float16, torch.bfloat16)
+ANY = (torch.float32, *HALF)
+TRY_TOKENS, EXACT_SHARE, LOSSY_SHARE = 80, 16, 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """One way to run a kernel.
+
+    Args:
+        choice: the choice on the load node. backends: where. capability: compute capability from and below, times 10;
+            (0, 0) where the backend has none. package: what must be installed, as pip names it, and module: as Python
+            imports it; both empty for torch's own. triton_below: the first Triton version that no longer works.
+        dtypes, widths: operands and head widths it takes; no widths means any. source: where it says so.
+    """
+
+    choice: str
+    backends: tuple[str, ...]
+    capability: tuple[int, int] = (0, 0)
+    package: str = ""
+    module: str = ""
+    triton_below: str = ""
+    dtypes: tuple[torch.dtype, ...] = ANY
+    widths: tuple[int, ...] = ()
+    source: str = ""
+
+    def place(self) -> str:
+        """Where this row runs, in words."""
+        if self.capability == (0, 0):
+            return " or ".join(self.backends)
+        low, high = self.capability
+        named = f"sm{low} and newer" if high >= NEWEST else f"sm{low}"
+        return f"{named} with Triton below {self.triton_below}" if self.triton_below else named
+
+
+NEWEST = 1000
+NEEDS: tuple[Need, ...] = (
+    Need("native_cudnn", ("cuda",), (80, NEWEST), dtypes=HALF, source="torch SDPBackend.CUDNN_ATTENTION"),
+    Need("native_efficient", ("cuda",), (50, NEWEST), source="torch SDPBackend.EFFICIENT_ATTENTION"),
+    Need("native_efficient", ("rocm",), source="AOTriton in torch's ROCm builds"),
+    Need("native_flash", ("cuda",), (80, NEWEST), dtypes=HALF, source="torch SDPBackend.FLASH_ATTENTION"),
+    Need("native_flash", ("rocm",), dtypes=HALF, source="AOTriton in torch's ROCm builds"),
+    Need("native_flash", ("cpu", "xpu", "other"), source="torch SDPBackend.FLASH_ATTENTION"),
+    Need(
+        "sage",
+        ("cuda",),
+        (80, NEWEST),
+        "sageattention",
+        "sageattention",
+        dtypes=HALF,
+        widths=(64, 96, 128),
+        source="thu-ml/SageAttention README",
+    ),
+    Need(
+        "sage",
+        ("cuda",),
+        (75, 76),
+        "sageattention",
+        "sageattention",
+        "3.3",
+        (torch.float16,),
+        (64, 96, 128),
+        source="thu-ml/SageAttention#197, triton-lang/triton-windows#28: Triton 3.3 dropped Turing",
+    ),
+    Need("sage", ("rocm",), (0, 0), "sageattention", "sageattention", dtypes=HALF, widths=(64, 96, 128)),
+    Need("flash", ("cuda",), (80, NEWEST), "flash-attn", "flash_attn", dtypes=HALF, source="Dao-AILab/flash-attention"),
+    Need("flash", ("rocm",), (0, 0), "flash-attn", "flash_attn", dtypes=HALF, source="Dao-AILab/flash-attention"),
+    Need("xformers", ("cuda",), (50, NEWEST), "xformers", "xformers.ops", source="facebookresearch/xformers"),
+    Need("xformers", ("rocm",), (0, 0), "xformers", "xformers.ops", dtypes=HALF, source="facebookresearch/xformers"),
+)
+
+
+def require_usable(choice: str, facts: DeviceFacts, dtype: torch.dtype, head_width: int) -> None:
+    """Nothing, where the kernel was run on the device and gave the right answer.
+
+    Raises:
+        UnsupportedError: the wrong device, dtype or head width, or a wrong answer.
+        MissingPackageError: its package is not installed, or too new.
+    """
+    rows = [need for need in NEEDS if need.choice == choice]
+    here = [need for need in rows if _runs_on(need, facts)]
+    if not here:
+        raise UnsupportedError(
+            f"attention {choice!r} on {facts.name} ({facts.arch or facts.backend})",
+            expected=" or ".join(dict.fromkeys(need.place() for need in rows)),
+            fix="Choose auto.",
+        )
+    need = here[0]
+    _require_packages(need, facts)
+    name = str(dtype).removeprefix("torch.")
+    if dtype not in need.dtypes or (need.widths and head_width not in need.widths):
+        dtypes = " or ".join(str(one).removeprefix("torch.") for one in need.dtypes)
+        widths = f", heads of {' or '.join(map(str, need.widths))}" if need.widths else ""
+        raise UnsupportedError(
+            f"attention {choice!r} in {name} with heads of {head_width}",
+            expected=f"{dtypes}{widths}",
+            fix="Choose auto, or another precision.",
+        )
+    try:
+        error, bound = _tried(choice, facts.device, dtype, head_width)
+    except PackError:
+        raise
+    except Exception as failure:  # a kernel that does not fit this device fails in as many ways as there are kernels
+        reason = next(iter(str(failure).strip().splitlines()), type(failure).__name__)
+        raise UnsupportedError(
+            f"attention {choice!r} fails on {facts.name} ({reason})",
+            expected="a kernel that runs here",
+            fix="Choose auto.",
+        ) from failure
+    if not error <= bound:
+        raise UnsupportedError(
+            f"attention {choice!r} is wrong by {error:.2g} on {facts.name} in {name}",
+            expected=f"at most {bound:.2g}",
+            fix="Choose auto.",
+        )
+
+
+def run(choice: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Attention (B, H, N, D) by a package."""
+    return RUNS[choice](query, key, value)
+
+
+def lacking(choice: str, facts: DeviceFacts) -> str:
+    """Why a kernel that a user may name cannot run on the device of ``facts``, without trying it; else empty."""
+    rows = [need for need in NEEDS if need.choice == choice]
+    here = [need for need in rows if _runs_on(need, facts)]
+    if rows and not here:
+        return f"needs {' or '.join(dict.fromkeys(need.place() for need in rows))}"
+    package = here[0].package if here else ""
+    return f"needs the package {package}" if package and not installed(package) else ""
+
+
+def installed(package: str) -> str:
+    """The version of a package; empty where it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _runs_on(need: Need, facts: DeviceFacts) -> bool:
+    if facts.backend not in need.backends and not ("other" in need.backends and facts.arch_class == "other"):
+        return False
+    low, high = need.capability
+    return need.capability == (0, 0) or low <= _capability(facts) < high
+
+
+def _capability(facts: DeviceFacts) -> int:
+    found = re.fullmatch(r"sm_?(\d+)a?", facts.arch)
+    return int(found[1]) if found else 0
+
+
+def _require_packages(need: Need, facts: DeviceFacts) -> None:
+    if not need.package:
+        return
+    if not installed(need.package):
+        raise MissingPackageError(
+            f"attention {need.choice!r} without the package {need.package!r}",
+            expected=f"{need.package}, which runs it",
+            fix=f"Install it into the Python that runs this, as its page says for {facts.name}, or choose auto.",
+        )
+    triton = next(filter(None, map(installed, ("triton", "triton-windows"))), "")
+    if need.triton_below and (not triton or _numbers(triton) >= _numbers(need.triton_below)):
+        raise MissingPackageError(
+            f"attention {need.choice!r} on {facts.name} ({facts.arch}) with Triton {triton or 'missing'}",
+            expected=f"Triton below {need.triton_below}, the last that runs on {facts.arch}",
+            fix="Install that Triton, or choose auto.",
+        )
+    imported(need.module)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+
+
+def _tried(choice: str, device: torch.device, dtype: torch.dtype, head_width: int) -> tuple[float, float]:
+    """The largest error of one small call on ``device``, and what it may be."""
+    from .attention import EXPLICIT, WORKED_ON, chunked
+
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 2, TRY_TOKENS, head_width, generator=generator).to(dtype) for _ in range(3))
+    found = EXPLICIT[choice](query.to(device), key.to(device), value.to(device)).cpu().to(WORKED_ON)
+    # The reference is the host's: a device with a broken kernel may have broken products too.
+    error = (found - chunked(query, key, value).to(WORKED_ON)).abs().max().item()
+    # Values are normal numbers in sums whose weights add up to 1: a few eps of the largest; 8-bit products: a tenth.
+    return error, LOSSY_SHARE if choice == "sage" else EXACT_SHARE * torch.finfo(dtype).eps
+
+
+def _sage(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    attend = imported("sageattention").sageattn
+    found: torch.Tensor = attend(query, key, value, tensor_layout="HND", is_causal=False)
+    return found
+
+
+def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    attend = imported("flash_attn").flash_attn_func
+    found: torch.Tensor = attend(*(tensor.transpose(1, 2) for tensor in (query, key, value)))
+    return found.transpose(1, 2)
+
+
+def _xformers(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    attend = imported("xformers.ops").memory_efficient_attention
+    found: torch.Tensor = attend(*(tensor.transpose(1, 2) for tensor in (query, key, value)))
+    return found.transpose(1, 2)
+
+
+RUNS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sage": _sage,
+    "flash": _flash,
+    "xformers": _xformers,
+}

@@ -1,0 +1,400 @@
+"""The repeated blocks of a transformer or VAE through `torch.compile`: one graph each, for every prompt and strength.
+
+Each block's own forward is compiled, beneath whatever hooks come later: a residency that moves whole parts or whole
+blocks, and a step cache, act outside of the graph. The compiled function has a code object of its own, so that its
+graphs belong to one pipeline and leave with it; torch keeps nothing of ours in its global settings.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..device.execution import COMPILED
+from ..errors import InputError, UnsupportedError
+from .fp16 import SETTINGS
+
+log = logging.getLogger(__name__)
+
+MODES: dict[str, str] = {
+    "default": "short to compile",
+    "max-autotune-no-cudagraphs": "times several forms of each product: minutes to compile, sometimes faster",
+}
+DYNAMIC: dict[str, str] = {
+    "text": "any prompt length in one graph, and any size in a second one",
+    "all": "any prompt length and size in one graph from the start, which can be slower",
+    "none": "one graph for each prompt length and size",
+}
+COMPILED_AS = {"text": None, "all": True, "none": False}  # torch's word for it
+LIMITED = "recompile_limit" in inspect.signature(torch.compile).parameters  # of one function alone, since torch 2.12
+CACHE_SIZE, MOST_CACHED = 8, 256
+WITH_OFFLOAD: dict[str, str] = {  # offload to why compile is refused with it; empty where each block is one graph
+    "none": "",
+    "model": "",
+    "group": "",
+    "sequential": "it moves weights between the layers of a block, so that no block is one graph",
+    "comfyui": "it streams weights between the layers of a block, so that no block is one graph",
+}
+BLOCKS = ("transformer_blocks", "single_transformer_blocks")
+VAE_BLOCKS = (
+    "HunyuanVideoResnetBlockCausal3D",
+    "HunyuanVideo15ResnetBlock",
+    "MochiResnetBlock3D",
+    "LTXVideoResnetBlock3d",
+)
+STATES = 3  # dimensions of token states (B, N, D)
+TEXT = {"encoder_hidden_states": 1, "encoder_attention_mask": -1, "attention_mask": -1}  # argument to its text length
+
+
+@dataclass(frozen=True, slots=True)
+class CompileSettings:
+    """What the user asks of the compiler.
+
+    Args:
+        mode: a key of :data:`MODES`. dynamic: a key of :data:`DYNAMIC`. cache_size: graphs per kind of block, 1 to
+            :data:`MOST_CACHED`; one more size than that runs without. vae: the VAE's blocks too.
+        backend: torch's name of a compiler, or a callable.
+    """
+
+    mode: str = "default"
+    dynamic: str = "text"
+    cache_size: int = CACHE_SIZE
+    vae: bool = False
+    backend: Any = "inductor"
+
+    def __post_init__(self) -> None:
+        for name, value, known in (("mode", self.mode, MODES), ("dynamic", self.dynamic, DYNAMIC)):
+            if value not in known:
+                raise InputError(
+                    f"compile_{name} {value!r}", expected=f"one of {', '.join(known)}", fix="Choose one of these."
+                )
+        if not 1 <= self.cache_size <= MOST_CACHED:
+            raise InputError(
+                f"compile_cache_size {self.cache_size}",
+                expected=f"1 to {MOST_CACHED} graphs",
+                fix=f"The nearest valid value is {min(max(self.cache_size, 1), MOST_CACHED)}.",
+            )
+
+
+def require_offload(mode: str) -> None:
+    """Refuse an offload mode in which no block is one graph.
+
+    Raises:
+        UnsupportedError: with the reason of :data:`WITH_OFFLOAD`.
+    """
+    reason = WITH_OFFLOAD.get(mode, "")
+    if reason:
+        works = ", ".join(name for name, why in WITH_OFFLOAD.items() if not why)
+        raise UnsupportedError(
+            f"compile with offload {mode!r}: {reason}",
+            expected=f"offload {works}",
+            fix="Choose one of these offload modes on the load node, or switch compile off.",
+        )
+
+
+class Compilation:
+    """The compiled blocks of one part; graphs survive that the part is prepared again, or read again.
+
+    A compiler that fails switches itself off for the part: the block runs as it is, and ``failure`` is one line.
+    """
+
+    def __init__(self, settings: CompileSettings) -> None:
+        self.settings = settings
+        self.failure = ""
+        self.blocks = 0
+        self.graphs, self.compile_seconds = 0, 0.0
+        self.sizes: set[int] = set()
+        self._made: dict[CodeType, _Function] = {}
+
+    def __str__(self) -> str:
+        if self.failure:
+            return f"compile off: {self.failure}"
+        if not self.graphs:
+            return "compile on: blocks are compiled on their first call"
+        graphs = "1 graph" if self.graphs == 1 else f"{self.graphs} graphs"
+        return f"compile on: {self.blocks} blocks in {graphs}, {self.compile_seconds:.0f} s to make them"
+
+    def attach(self, module: nn.Module) -> Callable[[], None] | None:
+        """Compile the blocks of ``module`` on their first call; returns what takes it back, None where it has none.
+
+        Raises:
+            UnsupportedError: a residency's hooks are on a block already.
+        """
+        blocks = list(self.blocks_in(module))
+        if not blocks:
+            return None
+        undo: list[Callable[[], None]] = [_steady_strengths(module), _steady_reach(module), _traced_padding(module)]
+        for block in blocks:
+            undo.append(self._compile(block))
+        self.blocks = len(blocks)
+
+        def restored() -> None:
+            while undo:
+                undo.pop()()
+
+        return restored
+
+    def blocks_in(self, module: nn.Module) -> Iterator[nn.Module]:
+        """What of ``module`` becomes a graph each; another kind of network has other blocks."""
+        return blocks_of(module)
+
+    def _compile(self, block: Any) -> Callable[[], None]:
+        plain = block.forward
+        stock = getattr(plain, "__func__", None)
+        if stock is None or hasattr(block, "_hf_hook"):
+            raise UnsupportedError(
+                f"compile for a {type(block).__name__} that a residency already moves",
+                expected="a block without offload hooks",
+                fix="Take the residency off, compile, and put it back.",
+            )
+        function = self._made.setdefault(stock.__code__, _Function(stock, self.settings))
+        mine = vars(block).get("forward")
+
+        def forward(block: Any, *args: Any, **named: Any) -> Any:
+            if self.failure or not getattr(block, COMPILED):
+                return stock(block, *args, **named)
+            args, named = function.ready(args, named, self.sizes)
+            try:
+                return self._timed(function, block, args, named)
+            except function.failures() as error:
+                _require_compiler_fault(error)
+                self._fail(error)
+                return stock(block, *args, **named)
+
+        block.forward = MethodType(forward, block)
+        setattr(block, COMPILED, True)
+
+        def back() -> None:
+            delattr(block, COMPILED)
+            if mine is None:
+                del block.forward
+            else:
+                block.forward = mine
+
+        return back
+
+    def _timed(self, function: _Function, block: Any, args: Any, named: Any) -> Any:
+        from torch._dynamo.utils import counters
+
+        started, before = time.monotonic(), counters["stats"]["unique_graphs"]
+        found = function(block, *args, **named)
+        made = counters["stats"]["unique_graphs"] - before
+        if made:
+            self.graphs += made
+            self.compile_seconds += time.monotonic() - started
+        return found
+
+    def _fail(self, error: BaseException) -> None:
+        self.failure = failure_line(error)
+        log.warning("%s; the blocks run without it", self)
+
+
+class _Function:
+    """One kind of block's forward, compiled: a copy of the function with a code object, and so graphs, of its own."""
+
+    def __init__(self, stock: Any, settings: CompileSettings) -> None:
+        self.settings = settings
+        copied = FunctionType(
+            stock.__code__.replace(), stock.__globals__, stock.__name__, stock.__defaults__, stock.__closure__
+        )
+        copied.__kwdefaults__ = stock.__kwdefaults__
+        self.plain, self.names = copied, list(inspect.signature(stock).parameters)[1:]
+        self.compiled: Any = None
+
+    def __call__(self, block: Any, *args: Any, **named: Any) -> Any:
+        if self.compiled is None:
+            self.compiled = torch.compile(self.plain, fullgraph=True, **self._options())
+        if LIMITED:
+            return self.compiled(block, *args, **named)
+        from torch._dynamo import config
+
+        with config.patch(recompile_limit=self.settings.cache_size):
+            return self.compiled(block, *args, **named)
+
+    def _options(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"backend": self.settings.backend, "dynamic": COMPILED_AS[self.settings.dynamic]}
+        if LIMITED:
+            found["recompile_limit"] = self.settings.cache_size
+        if self.settings.backend == "inductor":
+            found["mode"] = self.settings.mode
+        return found
+
+    def ready(self, args: tuple[Any, ...], named: dict[str, Any], sizes: set[int]) -> tuple[Any, dict[str, Any]]:
+        """The arguments with plain strides, and with the lengths that vary marked so before a graph is made."""
+        args = tuple(_plain_strides(value) for value in args)
+        named = {name: _plain_strides(value) for name, value in named.items()}
+        if self.settings.dynamic == "none":
+            return args, named
+        given = {**dict(zip(self.names, args, strict=False)), **named}
+        states = given.get("hidden_states")
+        tokens = states.shape[1] if isinstance(states, torch.Tensor) and states.ndim == STATES else 0
+        sizes.add(tokens)
+        for name, value in given.items():
+            if name in TEXT and isinstance(value, torch.Tensor):
+                _mark(value, TEXT[name] % value.ndim)
+            elif tokens > 1 and len(sizes) > 1:  # a second size: whatever is as long as the video varies with it
+                _mark_tokens(value, tokens)
+        return args, named
+
+    def failures(self) -> tuple[type[BaseException], ...]:
+        """What the compiler raises when it, and not the block, fails."""
+        from torch._dynamo import exc
+
+        found: list[type[BaseException]] = [exc.TorchDynamoException]
+        for name in ("FailOnRecompileLimitHit", "RecompileLimitExceeded"):  # of newer torch, and derived from nothing
+            kind = getattr(exc, name, None)
+            found += [kind] if isinstance(kind, type) else []
+        return tuple(found)
+
+
+def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
+    """The repeated blocks of a transformer, or of a VAE."""
+    found = [block for name in BLOCKS for block in getattr(module, name, ())]
+    yield from found or (one for one in module.modules() if type(one).__name__ in VAE_BLOCKS)
+
+
+@contextmanager
+def uncompiled(module: nn.Module) -> Iterator[None]:
+    """The compiled blocks of ``module`` run as they are meanwhile: for layers that get a forward for one pass only."""
+    paused = [block for block in module.modules() if getattr(block, COMPILED, False)]
+    try:
+        for block in paused:
+            setattr(block, COMPILED, False)
+        yield
+    finally:
+        for block in paused:
+            setattr(block, COMPILED, True)
+
+
+def failure_line(error: BaseException) -> str:
+    """One line for a person: what the compiler lacked or could not do."""
+    inner = getattr(error, "inner_exception", None) or error.__cause__ or error
+    text = next((line.strip() for line in str(inner).splitlines() if line.strip()), type(inner).__name__)
+    if "RecompileLimit" in type(error).__name__:
+        text = "more sizes than compile_cache_size allows; raise it, or choose compile_dynamic all"
+    return f"{type(inner).__name__}: {text[:200]}"
+
+
+def _require_compiler_fault(error: BaseException) -> None:
+    """Raise what the compiler only passed on: no memory, or a cancel."""
+    inner = getattr(error, "inner_exception", None) or error.__cause__
+    if isinstance(inner, torch.OutOfMemoryError) or (inner is not None and not isinstance(inner, Exception)):
+        raise inner from error
+
+
+def _plain_strides(value: Any) -> Any:
+    """``value`` with the strides its shape suggests, where its memory is laid out so: a graph is bound to strides.
+
+    A batch of one that was cut out of a longer sequence keeps the longer one's stride, which means nothing.
+    A patch embedding leaves the states transposed, and every sum with them after it.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    if not value.is_contiguous():
+        return value.contiguous() if value.ndim == STATES else value
+    strides, step = [], 1
+    for size in reversed(value.shape):
+        strides.append(step)
+        step *= max(size, 1)
+    plain = tuple(reversed(strides))
+    if value.stride() != plain:
+        value = value.as_strided(value.shape, plain)
+    return value.data if value._is_view() else value  # a graph is bound to the shape of what a view was taken of
+
+
+def _mark(value: torch.Tensor, dim: int) -> None:
+    from torch._dynamo import maybe_mark_dynamic
+
+    maybe_mark_dynamic(value, dim)
+
+
+def _mark_tokens(value: Any, tokens: int) -> None:
+    """Mark the first dimension of ``tokens`` in each tensor of ``value``, which may be a tuple of tables."""
+    if isinstance(value, torch.Tensor):
+        dim = next((dim for dim in range(min(value.ndim, 2)) if value.shape[dim] == tokens), None)
+        if dim is not None:
+            _mark(value, dim)
+    elif isinstance(value, Mapping):
+        _each(value.values(), tokens)
+    elif isinstance(value, (tuple, list)):
+        _each(value, tokens)
+
+
+def _each(values: Iterable[Any], tokens: int) -> None:
+    for value in values:
+        _mark_tokens(value, tokens)
+
+
+def _traced_padding(module: nn.Module) -> Callable[[], None]:
+    """Make the padding that the attention of ``module`` reads a length that a graph can leave open."""
+    found: list[Any] = []
+    for owner in module.modules():
+        padding = getattr(getattr(owner, "processor", None), "padding", None)
+        if padding is not None and not padding.traced:
+            padding.traced = True
+            found.append(padding)
+
+    def back() -> None:
+        for padding in found:
+            padding.traced = False
+
+    return back
+
+
+class Strengths(dict[str, Any]):
+    """Strengths of a layer's LoRAs as tensors, so that another strength is another value and not another graph.
+
+    fp64 without dimensions: its product with a tensor is that of the number it stands for.
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__()
+        for name, value in values.items():
+            self[name] = value
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        held = value if isinstance(value, torch.Tensor) else torch.tensor(float(value), dtype=torch.float64)
+        super().__setitem__(name, held)
+
+
+def _steady_reach(module: nn.Module) -> Callable[[], None]:
+    """The same for what safe fp16 knows of each leaf's weight, in which the blocks differ."""
+    changed: list[tuple[Any, float]] = []
+    for owner in module.modules():
+        known: Any = getattr(owner, SETTINGS, None)
+        if known is not None and isinstance(known.reach, float):
+            changed.append((known, known.reach))
+            known.reach = torch.tensor(known.reach, dtype=torch.float64)
+
+    def back() -> None:
+        for known, former in changed:
+            known.reach = former
+
+    return back
+
+
+def _steady_strengths(module: nn.Module) -> Callable[[], None]:
+    changed: list[tuple[Any, dict[str, Any]]] = []
+    for owner in module.modules():
+        former = getattr(owner, "scaling", None)
+        if type(former) is dict and hasattr(owner, "lora_A"):
+            layer: Any = owner
+            layer.scaling = Strengths(former)
+            changed.append((layer, former))
+
+    def back() -> None:
+        for layer, former in changed:
+            former.clear()
+            former.update({name: float(value) for name, value in layer.scaling.items()})
+            layer.scaling = former
+
+    return back

@@ -1,0 +1,246 @@
+"""Which form of a 3-D convolution a layer gets: what runs on the device, what is known to be fast, what was timed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..device.facts import CLOCKED, DeviceFacts
+from ..device.probe_store import ProbeStore
+from ..precision import DTYPES
+from .conv3d_forms import Form, Geometry, Triple, convolved, covers
+
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+TF32_EPS = 2.0**-10  # tensor cores may take fp32 operands with ten bits of mantissa
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One convolution as plain values: (time, rows, columns) each."""
+
+    name: str
+    in_channels: int
+    out_channels: int
+    kernel: Triple
+    geometry: Geometry
+    dtype: torch.dtype
+
+    @property
+    def kind(self) -> str:
+        """``pointwise``, ``patches`` (kernel = stride) or ``general``."""
+        if covers(Form.POINTWISE, self.kernel, self.geometry):
+            return "pointwise"
+        return "patches" if covers(Form.PATCHES, self.kernel, self.geometry) else "general"
+
+    @property
+    def key(self) -> str:
+        """What stored timings are found by, the same for all layers of one shape."""
+        kernel, stride = ("x".join(map(str, triple)) for triple in (self.kernel, self.geometry.stride))
+        groups = f" groups {self.geometry.groups}" if self.geometry.groups > 1 else ""
+        dtype = DTYPE_NAMES.get(self.dtype, str(self.dtype))
+        return f"{self.in_channels}>{self.out_channels} kernel {kernel} stride {stride}{groups} {dtype}"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A form and the reason for it; ``chunk_bytes`` bounds what the form copies at a time, 0 for its own bound."""
+
+    form: Form
+    why: str
+    chunk_bytes: int = 0
+
+
+Chooser = Callable[[Layer], "Choice | None"]
+Timings = Callable[[Layer, "tuple[Form, ...]"], Mapping[str, float]]
+HOPELESS = 4.0  # times the best so far: measured once, not again
+
+PREFERRED: dict[tuple[str, str], tuple[Form, str]] = {  # (backend, kind of layer) where conv3d itself works too
+    ("cuda", "patches"): (Form.PATCHES, "cuDNN takes 3.7 s for one patch embedding in bf16 (sglang-omni #539)"),
+    ("rocm", "patches"): (Form.PATCHES, "MIOpen has no tuned 3-D path (rocm-libraries #1329)"),
+    ("rocm", "pointwise"): (Form.POINTWISE, "MIOpen has no tuned 3-D path (rocm-libraries #1329)"),
+    ("rocm", "general"): (Form.FRAMES, "2-D convolutions decode 1.66 times as fast on a 7900 XTX (SeedVR2 #634)"),
+    ("mps", "patches"): (Form.PATCHES, "conv3d runs at 7 % of the speed of conv2d (pytorch #192213)"),
+    ("mps", "pointwise"): (Form.POINTWISE, "conv3d runs at 7 % of the speed of conv2d (pytorch #192213)"),
+    ("mps", "general"): (Form.FRAMES, "conv3d runs at 7 % of the speed of conv2d (pytorch #192213)"),
+}
+PRODUCTS = (Form.POINTWISE, Form.PATCHES)
+INSTEAD: dict[str, tuple[Form, ...]] = {  # backend, or "*" -> what stands in for a conv3d that does not run
+    "*": (*PRODUCTS, Form.FRAMES, Form.CHANNELS_LAST, Form.FP32, Form.MATMUL),
+    # In fp16 a CPU takes up to 90 times as long as in fp32, for products too (benchmarks/results/conv3d.csv).
+    "cpu": (Form.FP32, *PRODUCTS, Form.FRAMES, Form.CHANNELS_LAST, Form.MATMUL),
+    # A traced graph grows by one convolution per call, so there are few and large ones.
+    "xla": (*PRODUCTS, Form.FRAME_CHUNKS, Form.CHANNELS_LAST, Form.FP32, Form.MATMUL),
+}
+
+
+def choose_by(facts: Mapping[str, Any], timings: Timings | None = None) -> Chooser:
+    """A chooser for a device with these facts; it returns None for a layer that is best left as it is.
+
+    Args:
+        facts: what was probed, as ``quirks.abilities`` gives it: ``backend``; ``conv3d``, ``conv3d_channels_last``,
+            ``conv2d`` and ``pad3d`` (5-D padding), each True, False or a mapping from ``fp32``, ``bf16``, ``fp16`` to
+            them; ``cast``, a mapping such as ``{"bf16_to_fp32": False}``. What is absent is taken to work; a missing
+            ``conv3d_channels_last`` is as ``conv3d``. ``conv_bytes`` is the largest input that one convolution may
+            get, 0 for any; ``contiguous_weights`` is whether a weight must be contiguous.
+        timings: milliseconds by form for a layer, as :func:`kept_timings` measures them; the fastest wins.
+    """
+
+    def choice(layer: Layer) -> Choice | None:
+        usable = [form for form in Form if runs(form, layer, facts)]
+        measured = {} if timings is None else timings(layer, tuple(usable))
+        timed = {form: ms for form, ms in measured.items() if Form(form) in usable}
+        if timed:
+            best = Form(min(timed, key=timed.__getitem__))
+            why = f"timed here: {_in_words(timed)}"
+            return _guarded(facts) if best is Form.NATIVE else Choice(best, why, _bound(best, facts))
+        preferred = PREFERRED.get((str(facts.get("backend", "")), layer.kind))
+        if preferred is not None and preferred[0] in usable:
+            return Choice(*preferred, _bound(preferred[0], facts))
+        if Form.NATIVE in usable:
+            return _guarded(facts)
+        lacking = "conv3d" if not _able(facts, "conv3d", layer.dtype) else "5-D padding"
+        order = INSTEAD.get(str(facts.get("backend", "")), INSTEAD["*"])
+        form = next(form for form in order if form in usable)
+        why = f"{lacking} in {DTYPE_NAMES.get(layer.dtype, layer.dtype)} does not work well on this device"
+        return Choice(form, why, _bound(form, facts))
+
+    return choice
+
+
+def kept_timings(facts: DeviceFacts, store: ProbeStore | None) -> Timings | None:
+    """Timings of a real accelerator, each shape of layer measured once and kept with the probes; else None."""
+    if store is None or facts.device.type not in CLOCKED:
+        return None
+
+    def timings(layer: Layer, forms: tuple[Form, ...]) -> Mapping[str, float]:
+        if len(forms) < 2:
+            return {}
+        found: Mapping[str, float] | None = store.remember(
+            f"conv3d {layer.key}", lambda: form_times(layer, facts.device, forms=forms)
+        )
+        return found or {}
+
+    return timings
+
+
+def always(form: Form) -> Chooser:
+    """A chooser that gives ``form`` to every layer it covers and leaves the others alone."""
+    return lambda layer: Choice(form, "chosen") if covers(form, layer.kernel, layer.geometry) else None
+
+
+def runs(form: Form, layer: Layer, facts: Mapping[str, Any]) -> bool:
+    """Whether ``layer`` can be computed in ``form`` on the device of ``facts``."""
+    if not covers(form, layer.kernel, layer.geometry):
+        return False
+    if form is Form.NATIVE:
+        return _able(facts, "conv3d", layer.dtype) and _able(facts, "pad3d", layer.dtype)
+    if form is Form.CHANNELS_LAST:
+        return _able(facts, "conv3d_channels_last" if "conv3d_channels_last" in facts else "conv3d", layer.dtype)
+    if form is Form.FP32:
+        cast = facts.get("cast", {}).get(f"{DTYPE_NAMES.get(layer.dtype, '')}_to_fp32", True)
+        return cast and _able(facts, "conv3d", torch.float32)
+    return _able(facts, "conv2d", layer.dtype) if form in (Form.FRAMES, Form.FRAME_CHUNKS) else True
+
+
+def form_times(
+    layer: Layer,
+    device: torch.device,
+    size: Triple = (5, 32, 32),
+    forms: tuple[Form, ...] = tuple(Form),
+    repeats: int = 5,
+) -> dict[str, float]:
+    """Milliseconds by form: the median of ``repeats`` runs at ``size`` (T, H, W), for the forms that run and are right.
+
+    Plain values, to be kept with the probes under :attr:`Layer.key`.
+    """
+    x, weight, bias = _sample(layer, size)
+    x, weight, bias = (tensor.to(device, layer.dtype) for tensor in (x, weight, bias))
+    times: dict[str, float] = {}
+
+    def once(form: Form) -> float:
+        _wait_for(device)
+        started = time.perf_counter()
+        convolved(form, x, weight, bias, layer.geometry)
+        _wait_for(device)
+        return 1e3 * (time.perf_counter() - started)
+
+    for form in forms:
+        if not covers(form, layer.kernel, layer.geometry) or form_error(form, layer, device) is None:
+            continue
+        try:
+            once(form)  # the first run loads and tunes
+            spent = [once(form)]
+            if spent[0] <= HOPELESS * min(times.values(), default=spent[0]):
+                spent += [once(form) for _ in range(repeats - 1)]
+        except (torch.OutOfMemoryError, RuntimeError):
+            continue
+        times[form.value] = sorted(spent)[len(spent) // 2]
+    return times
+
+
+def form_error(form: Form, layer: Layer, device: torch.device) -> float | None:
+    """The largest error of ``form`` on ``device`` as a share of the largest value, or None if it fails or is wrong."""
+    x, weight, bias = _sample(layer, tuple(2 * k + s for k, s in zip(layer.kernel, layer.geometry.stride, strict=True)))
+    x, weight, bias = (tensor.to(layer.dtype) for tensor in (x, weight, bias))
+    stride, padding, dilation, groups = layer.geometry
+    expected = F.conv3d(x.double(), weight.double(), bias.double(), stride, padding, dilation, groups)
+    try:
+        here = convolved(form, x.to(device), weight.to(device), bias.to(device), layer.geometry)
+        found = here.cpu().double()
+    except RuntimeError:
+        return None
+    error = float((found - expected).abs().max() / expected.abs().max())
+    bound = tolerance(layer.dtype, weight[0].numel(), device)
+    return error if error <= bound else None  # a NaN is not
+
+
+def tolerance(dtype: torch.dtype, terms: int, device: torch.device) -> float:
+    """How far two right results may lie apart, as a share of the largest value.
+
+    One rounding to ``dtype`` each, operands in TF32 where an accelerator may use it, and sums of ``terms`` products in
+    fp32 in another order, whose error grows as a random walk.
+    """
+    coarse = TF32_EPS if device.type != "cpu" and dtype is torch.float32 else 0.0
+    walk = 4 * torch.finfo(torch.float32).eps * terms**0.5
+    return 2 * torch.finfo(dtype).eps + 4 * coarse + walk
+
+
+def _guarded(facts: Mapping[str, Any]) -> Choice | None:
+    """The device's own conv3d, left alone where it has no limits."""
+    if facts.get("conv_bytes"):
+        return Choice(Form.NATIVE, "large inputs of one conv3d fail on this device", _bound(Form.NATIVE, facts))
+    if facts.get("contiguous_weights"):
+        return Choice(Form.NATIVE, "weights must be contiguous on this device")
+    return None
+
+
+def _bound(form: Form, facts: Mapping[str, Any]) -> int:
+    """Bytes that ``form`` may give to one convolution; 0 for its own bound."""
+    return int(facts.get("conv_bytes", 0)) if form in (Form.NATIVE, Form.FP32, Form.CHANNELS_LAST) else 0
+
+
+def _able(facts: Mapping[str, Any], name: str, dtype: torch.dtype) -> bool:
+    answer = facts.get(name, True)
+    return bool(answer.get(DTYPE_NAMES.get(dtype, ""), True)) if isinstance(answer, Mapping) else bool(answer)
+
+
+def _sample(layer: Layer, size: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    fan = layer.in_channels // layer.geometry.groups
+    x = torch.randn(1, layer.in_channels, *size, generator=generator)
+    weight = torch.randn(layer.out_channels, fan, *layer.kernel, generator=generator)
+    return x, weight / weight[0].numel() ** 0.5, torch.randn(layer.out_channels, generator=generator)
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def _in_words(times: Mapping[str, float]) -> str:
+    return ", ".join(f"{form} {ms:.2f} ms" for form, ms in sorted(times.items(), key=lambda item: item[1]))

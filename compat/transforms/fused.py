@@ -1,0 +1,372 @@
+"""Fused kernels in the blocks of a transformer: which sites are replaced, on which choice, and what is left and why.
+
+A block is rewritten on its own instance, and only where its class, the arguments of its forward, its norms and its
+attention are exactly those the rewrite was written for; anything else is left alone and counted. Nothing is copied:
+the weights stay where they are.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...kernels.library import AUTO, REFERENCE, TRITON, reason_against
+from ...kernels.trials import Trial, trials
+from ..device.execution import HOST
+from ..errors import InputError, UnsupportedError
+from . import fused_blocks as blocks
+from .attention_processors import full_name
+from .fp16_blocks import Rotating, rewrite_for
+from .fused_blocks import FORM, FusedCross, FusedJoint
+
+OFF = "off"
+CHOICES = (AUTO, OFF, TRITON, REFERENCE)
+MEANINGS: dict[str, str] = {
+    AUTO: "fused kernels where this device launches them, else off",
+    OFF: "diffusers' own operations",
+    TRITON: "fused kernels, or an error that says why not",
+    REFERENCE: "the fused operations in plain torch: for comparisons, not faster",
+}
+PARTS = ("transformer_blocks", "single_transformer_blocks")
+UPSTREAM = "diffusers.models."
+TRANSFORMERS = f"{UPSTREAM}transformers."
+RMS_NORMS = (
+    f"{UPSTREAM}normalization.RMSNorm",
+    f"{UPSTREAM}normalization.MochiRMSNorm",
+    "torch.nn.modules.normalization.RMSNorm",
+)
+LAYER_NORM = "torch.nn.modules.normalization.LayerNorm"
+TEXT = ("norm_added_q", "norm_added_k")
+MODULATED, TURNED, SUMMED = "norm and modulation", "norms and rotation of queries and keys", "gated sum"
+SUM_NORM, GATED = "sum, norm and modulation", "SwiGLU"
+
+
+@dataclass(frozen=True, slots=True)
+class Fusion:
+    """How the blocks of one class are rewritten.
+
+    Args:
+        forward: takes the place of the block's own. arguments: those that upstream's forward has, by name.
+        sites: kind of site to how many a block has. layers, means: paths of layer norms and RMS norms without weight
+            that the forward reads, which a block may lack. attention: path to the attention's stock processor.
+        processor: takes that one's place. gated: paths of feed-forwards, whose SwiGLU is replaced.
+    """
+
+    forward: Callable[..., Any]
+    arguments: tuple[str, ...]
+    sites: Mapping[str, int]
+    attention: Mapping[str, str]
+    processor: type
+    layers: tuple[str, ...] = ()
+    means: tuple[str, ...] = ()
+    gated: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Fused:
+    """What was replaced in one transformer: sites by kind, and blocks that were left, by reason; and the way back."""
+
+    form: str
+    sites: Counter[str] = field(default_factory=Counter)
+    left: Counter[str] = field(default_factory=Counter)
+    left_sites: int = 0
+    undo: list[Callable[[], Any]] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        done = self.sites.total()
+        why = "".join(f"; {count} blocks left: {reason}" for reason, count in self.left.items())
+        form = TRITON if self.form == AUTO else self.form  # auto is taken where Triton launches
+        return f"kernels: {done} of {done + self.left_sites} sites fused ({form}){why}"
+
+    def set(self, module: Any, name: str, value: Any) -> None:
+        """Give ``module`` an attribute of its own until :meth:`restore`."""
+        setattr(module, name, value)
+        self.undo.append(partial(delattr, module, name))
+
+    def patch(self, module: Any, forward: Callable[..., Any]) -> None:
+        """Put ``forward`` in the place of that of ``module``, which it finds its form on, until :meth:`restore`."""
+        self.set(module, FORM, self.form)
+        self.set(module, "forward", MethodType(forward, module))
+
+    def restore(self) -> None:
+        """Put every forward and processor back, the newest change first."""
+        while self.undo:
+            self.undo.pop()()
+
+
+def form_for(choice: str, device: torch.device, dtype: torch.dtype, unusable: str = "") -> tuple[str, str]:
+    """The form that operations run in, empty for none, and why.
+
+    Args:
+        choice: one of :data:`CHOICES`. dtype: of the token states. unusable: why a probe found launches unusable.
+
+    Raises:
+        InputError: unknown choice. UnsupportedError: ``triton`` where nothing can be launched.
+    """
+    if choice not in CHOICES:
+        raise InputError(f"kernels {choice!r}", expected=f"one of {', '.join(CHOICES)}", fix="Choose one of these.")
+    against = reason_against(device, dtype) or unusable
+    if choice == TRITON and against:
+        raise UnsupportedError(
+            f"kernels 'triton' on {device}: {against}",
+            expected="a GPU that Triton launches on, and fp32, fp16 or bf16",
+            fix="Choose auto.",
+        )
+    if choice == AUTO:
+        return ("", f"kernels off: {against}") if against else (AUTO, "kernels: triton")
+    return ("", "kernels off: chosen") if choice == OFF else (choice, f"kernels: {choice}, chosen")
+
+
+def why_here(device: torch.device) -> str:
+    """What ``auto`` decides on ``device`` for bf16, in a sentence."""
+    return form_for(AUTO, device, torch.bfloat16)[1]
+
+
+def published_sites(family: str) -> dict[str, int]:
+    """The sites by kind that are fused in the published transformer of a family."""
+    found: Counter[str] = Counter()
+    for name, count in PUBLISHED[family].items():
+        for kind, sites in FUSIONS[name].sites.items():
+            found[kind] += count * sites
+    if family == "mochi":  # its last block does not work on its text
+        found.subtract(FUSIONS[next(iter(PUBLISHED[family]))].sites)
+        found.update(LAST_MOCHI)
+    return dict(found)
+
+
+def kernel_trials(device: torch.device) -> Iterator[Trial]:
+    """Each operation in each dtype, run on ``device`` against its reference in fp64."""
+    return trials(device)
+
+
+def triton_fault(device: torch.device) -> str:
+    """The probe of Triton: empty where it builds and runs a kernel on ``device``, else what is wrong with its result.
+
+    Raises:
+        ImportError, RuntimeError: Triton is missing or broken, or nothing can be launched there.
+    """
+    if device.type == HOST.type:  # said before Triton is imported, which takes half a second
+        raise RuntimeError("Triton launches on NVIDIA and AMD GPUs, not on a CPU")
+    from ...kernels._triton.probe import triton
+
+    return triton(device)
+
+
+def fuse(transformer: nn.Module, form: str = AUTO) -> Fused:
+    """Rewrite every block of ``transformer`` that is known, in place, with what was done.
+
+    To be applied on the host, before a residency holds the transformer.
+
+    Args:
+        form: one of ``kernels.library.FORMS``.
+    """
+    found, whole = Fused(form), True
+    for block in _blocks(transformer):
+        fusion = FUSIONS.get(full_name(block))
+        if fusion is not None and _safe(block):
+            whole = _attach_rotation(block, fusion, found) and whole
+            continue
+        reason = "" if fusion is not None else f"{full_name(block)} is not a class this knows"
+        reason = reason or _unfit(block, fusion)  # type: ignore[arg-type]
+        if fusion is None or reason:
+            found.left[reason] += 1
+            found.left_sites += 0 if fusion is None else sum(sites_of(block, fusion).values())
+            whole = False
+            continue
+        _attach(block, fusion, found)
+        found.sites.update(sites_of(block, fusion))
+    rope: Any = getattr(transformer, "rope", None)
+    if whole and found.sites and full_name(rope) in HALVED and "forward" not in vars(rope):
+        found.patch(rope, blocks.half_rope)
+    return found
+
+
+def sites_of(block: nn.Module, fusion: Fusion) -> dict[str, int]:
+    """Kinds of sites of ``block`` with their counts; Mochi's last block does not work on its text."""
+    if getattr(block, "context_pre_only", False):
+        return LAST_MOCHI
+    return dict(fusion.sites)
+
+
+def _attach(block: nn.Module, fusion: Fusion, found: Fused) -> None:
+    found.patch(block, fusion.forward)
+    for path in fusion.attention:
+        attention: Any = block.get_submodule(path)
+        former = attention.processor
+        attention.processor = fusion.processor(found.form)
+        found.undo.append(partial(setattr, attention, "processor", former))
+    for path in fusion.gated:
+        feed: Any = getattr(block, path, None)
+        if feed is not None:
+            found.patch(feed.net[0], blocks.gated_feed)
+
+
+def _safe(block: Any) -> bool:
+    """Whether safe fp16 has rewritten ``block``."""
+    rewrite = rewrite_for(block)
+    return rewrite is not None and getattr(vars(block).get("forward"), "__func__", None) is rewrite.forward
+
+
+def _attach_rotation(block: Any, fusion: Fusion, found: Fused) -> bool:
+    """Fuse what safe fp16 leaves to attention: norms and rotation of queries and keys. Whether that was done."""
+    done, kind = 0, full_name(block).rpartition(".")[2]
+    for path, stock in fusion.attention.items():
+        attention = block.get_submodule(path)
+        own = {TRANSFORMERS + stock, UPSTREAM + stock, full_name(Rotating())}
+        if full_name(attention.processor) in own and not _unfit_attention(attention):
+            former = attention.processor
+            attention.processor = fusion.processor(found.form, narrow=True)
+            found.undo.append(partial(setattr, attention, "processor", former))
+            done += 1
+    found.sites.update({TURNED: done})
+    found.left[f"safe fp16 has the rest of {kind}"] += 1
+    found.left_sites += sum(sites_of(block, fusion).values()) - done
+    return done == len(fusion.attention)
+
+
+def other_forward(module: Any, arguments: tuple[str, ...]) -> str:
+    """Why the forward of ``module`` is not upstream's with these ``arguments``; empty when it is."""
+    if "forward" in vars(module):
+        return "another rewrite has its forward"
+    found = tuple(inspect.signature(type(module).forward).parameters)[1:]
+    return "" if found == arguments else f"its forward takes ({', '.join(found)})"
+
+
+def _unfit(block: Any, fusion: Fusion) -> str:
+    """Why ``block`` is not what the rewrite was written for; empty when it is."""
+    reason = other_forward(block, fusion.arguments)
+    if reason:
+        return reason
+    for path, stock in fusion.attention.items():
+        attention = block.get_submodule(path)
+        if (
+            full_name(attention.processor) != TRANSFORMERS + stock
+            and full_name(attention.processor) != UPSTREAM + stock
+        ):
+            return f"{path} has a {type(attention.processor).__name__}"
+        reason = _unfit_attention(attention)
+        if reason:
+            return f"{path}: {reason}"
+    for path in fusion.layers:
+        norm = _at(block, path)
+        if full_name(norm) != LAYER_NORM or norm.weight is not None:
+            weighted = "with" if getattr(norm, "weight", None) is not None else "without"
+            return f"{path} is a {type(norm).__name__} {weighted} weight"
+    for path in fusion.means:
+        norm = _at(block, path)
+        if norm is not None and (full_name(norm) not in RMS_NORMS or getattr(norm, "bias", None) is not None):
+            return f"{path} is a {type(norm).__name__}"
+    gates = [getattr(block, path).net[0] for path in fusion.gated if getattr(block, path, None) is not None]
+    for gate in gates:
+        if full_name(gate) != f"{UPSTREAM}activations.SwiGLU" or type(gate.activation) is not nn.SiLU:
+            return f"its feed-forward has a {type(gate).__name__}"
+    activation = getattr(block, "act_mlp", None)
+    if activation is not None and not (type(activation) is nn.GELU and activation.approximate == "tanh"):
+        return f"act_mlp is a {activation}"
+    return ""
+
+
+def _unfit_attention(attention: Any) -> str:
+    names = ("norm_q", "norm_k", *(TEXT if getattr(attention, "add_q_proj", None) is not None else ()))
+    norms = [getattr(attention, name, None) for name in names]
+    for name, norm in zip(names, norms, strict=True):
+        if full_name(norm) not in RMS_NORMS or getattr(norm, "bias", None) is not None:
+            return f"{name} is a {type(norm).__name__}"
+    if len({norm.eps for norm in norms if norm is not None}) != 1:
+        return "its norms differ in eps"
+    width = norms[0].weight.shape[0] if norms[0].weight is not None else 0  # type: ignore[union-attr]
+    return f"rotary embedding turns pairs, and a head is {width} wide" if width % 2 else ""
+
+
+def _blocks(transformer: nn.Module) -> Iterator[nn.Module]:
+    for name in PARTS:
+        yield from getattr(transformer, name, ())
+
+
+def _at(block: Any, path: str) -> Any:
+    for name in path.split("."):
+        block = getattr(block, name, None)
+    return block
+
+
+_LTX = "transformer_ltx."
+_VIDEO = "transformer_hunyuan_video."
+_JOINT = ("hidden_states", "encoder_hidden_states", "temb", "attention_mask", "freqs_cis")
+_SINGLE = (*_JOINT[:4], "image_rotary_emb")
+_ANY, _REPLACED = ("args", "kwargs"), ("token_replace_emb", "num_tokens")
+_JOINT_LAYERS = ("norm1.norm", "norm1_context.norm", "norm2", "norm2_context")
+_JOINT_SITES = {MODULATED: 2, TURNED: 1, SUM_NORM: 2, SUMMED: 2}
+_SINGLE_SITES = {MODULATED: 1, TURNED: 1, SUMMED: 1}
+_VIDEO_ATTENTION = {"attn": f"{_VIDEO}HunyuanVideoAttnProcessor2_0"}
+LAST_MOCHI = {MODULATED: 2, TURNED: 1, SUM_NORM: 1, SUMMED: 1, GATED: 1}
+
+FUSIONS: dict[str, Fusion] = {
+    f"{TRANSFORMERS}{_LTX}LTXVideoTransformerBlock": Fusion(
+        blocks.ltx_block,
+        ("hidden_states", "encoder_hidden_states", "temb", "image_rotary_emb", "encoder_attention_mask"),
+        {MODULATED: 1, TURNED: 2, SUMMED: 2, SUM_NORM: 1},
+        {"attn1": f"{_LTX}LTXVideoAttnProcessor", "attn2": f"{_LTX}LTXVideoAttnProcessor"},
+        FusedCross,
+        means=("norm1", "norm2"),
+    ),
+    f"{TRANSFORMERS}{_VIDEO}HunyuanVideoTransformerBlock": Fusion(
+        blocks.joint_block, (*_JOINT, *_ANY), _JOINT_SITES, _VIDEO_ATTENTION, FusedJoint, _JOINT_LAYERS
+    ),
+    f"{TRANSFORMERS}{_VIDEO}HunyuanVideoSingleTransformerBlock": Fusion(
+        blocks.single_block, (*_SINGLE, *_ANY), _SINGLE_SITES, _VIDEO_ATTENTION, FusedJoint, ("norm.norm",)
+    ),
+    f"{TRANSFORMERS}{_VIDEO}HunyuanVideoTokenReplaceTransformerBlock": Fusion(
+        blocks.replacing_joint_block, (*_JOINT, *_REPLACED), _JOINT_SITES, _VIDEO_ATTENTION, FusedJoint, _JOINT_LAYERS
+    ),
+    f"{TRANSFORMERS}{_VIDEO}HunyuanVideoTokenReplaceSingleTransformerBlock": Fusion(
+        blocks.replacing_single_block,
+        (*_SINGLE, *_REPLACED),
+        _SINGLE_SITES,
+        _VIDEO_ATTENTION,
+        FusedJoint,
+        ("norm.norm",),
+    ),
+    f"{TRANSFORMERS}transformer_hunyuan_video15.HunyuanVideo15TransformerBlock": Fusion(
+        blocks.joint_block,
+        (*_JOINT, *_ANY),
+        _JOINT_SITES,
+        {"attn": "transformer_hunyuan_video15.HunyuanVideo15AttnProcessor2_0"},
+        FusedJoint,
+        _JOINT_LAYERS,
+    ),
+    f"{TRANSFORMERS}transformer_mochi.MochiTransformerBlock": Fusion(
+        blocks.mochi_block,
+        ("hidden_states", "encoder_hidden_states", "temb", "encoder_attention_mask", "image_rotary_emb"),
+        {MODULATED: 2, TURNED: 1, SUM_NORM: 2, SUMMED: 2, GATED: 2},
+        {"attn1": "attention_processor.MochiAttnProcessor2_0"},
+        FusedJoint,
+        means=("norm1.norm", "norm2.norm", "norm3.norm", "norm4.norm"),
+        gated=("ff", "ff_context"),
+    ),
+}
+PUBLISHED: dict[str, dict[str, int]] = {  # family to the blocks of its published transformer, by class
+    "ltx": {f"{TRANSFORMERS}{_LTX}LTXVideoTransformerBlock": 28},
+    "hunyuan_video": {
+        f"{TRANSFORMERS}{_VIDEO}HunyuanVideoTransformerBlock": 20,
+        f"{TRANSFORMERS}{_VIDEO}HunyuanVideoSingleTransformerBlock": 40,
+    },
+    "hunyuan_video_15": {f"{TRANSFORMERS}transformer_hunyuan_video15.HunyuanVideo15TransformerBlock": 54},
+    "framepack": {
+        f"{TRANSFORMERS}{_VIDEO}HunyuanVideoTransformerBlock": 20,
+        f"{TRANSFORMERS}{_VIDEO}HunyuanVideoSingleTransformerBlock": 40,
+    },
+    "mochi": {f"{TRANSFORMERS}transformer_mochi.MochiTransformerBlock": 48},
+}
+HALVED = (  # rotary tables in which each value stands twice, and which go from here to the blocks as they are
+    f"{TRANSFORMERS}{_LTX}LTXVideoRotaryPosEmbed",
+    f"{TRANSFORMERS}{_VIDEO}HunyuanVideoRotaryPosEmbed",
+    f"{TRANSFORMERS}transformer_hunyuan_video15.HunyuanVideo15RotaryPosEmbed",
+)

@@ -1,0 +1,270 @@
+"""The residual blocks and the ends of video decoders on fused operations: norm, SiLU and border in one pass each.
+
+A causal convolution pads its input and calls the convolution inside it. Here the operation before writes the border
+too, in the layout that the inner convolution reads, which is then called itself; where somebody has given the outer one
+another forward, as a decode in chunks does, it is called as a module and finds no border. Decodes that stream by group
+norms walk through the leaves and never call a block: they keep upstream's operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...kernels.group_norm import (
+    CHANNELS_LAST,
+    CONTIGUOUS,
+    FRAMES_FIRST,
+    NO_PAD,
+    Pad,
+    group_norm_silu_pad,
+    rms_silu_pad,
+)
+from ...kernels.library import AUTO
+from ...kernels.terms import NO_MODULATION, RMS, GroupNorm, Modulation, Norm
+from ..memory.offloader import borrow, own_tensors
+from .attention_processors import full_name
+from .conv3d_forms import Form
+from .fused import RMS_NORMS, Fused, other_forward
+from .fused_blocks import FORM, norm_of
+
+AUTOENCODERS = "diffusers.models.autoencoders.autoencoder_kl_"
+HUNYUAN, HUNYUAN15 = f"{AUTOENCODERS}hunyuan_video.", f"{AUTOENCODERS}hunyuanvideo15."
+LTX, MOCHI = f"{AUTOENCODERS}ltx.", f"{AUTOENCODERS}mochi."
+GROUP_NORM, FRAME_NORM = "torch.nn.modules.normalization.GroupNorm", f"{MOCHI}MochiChunkedGroupNorm3D"
+VOXEL_NORM, LTX_CONV = f"{HUNYUAN15}HunyuanVideo15RMS_norm", f"{LTX}LTXVideoCausalConv3d"
+REPLICATING = (
+    f"{HUNYUAN}HunyuanVideoCausalConv3d",
+    f"{HUNYUAN15}HunyuanVideo15CausalConv3d",
+    f"{AUTOENCODERS}cogvideox.CogVideoXCausalConv3d",
+)
+SITE = "norm, SiLU and border"
+LEAST_NORM = 1e-12  # a voxel's length below which upstream's F.normalize divides by this instead
+READS: Mapping[Form, str] = {Form.CHANNELS_LAST: CHANNELS_LAST, Form.FRAMES: FRAMES_FIRST}
+
+
+@dataclass(frozen=True, slots=True)
+class Fusion:
+    """How the modules of one class are rewritten.
+
+    Args:
+        forward: takes the place of the module's own. arguments: those that upstream's forward has, by name.
+        sites: pairs of the paths of a norm and of the convolution that reads it. activation: path of the SiLU.
+    """
+
+    forward: Callable[..., Any]
+    arguments: tuple[str, ...]
+    sites: tuple[tuple[str, str], ...]
+    activation: str
+
+
+def fuse_vae(vae: nn.Module, form: str = AUTO) -> Fused:
+    """Rewrite what is known of the decoder of ``vae``, in place, with what was done.
+
+    To be applied on the host, before a residency holds the VAE and after its convolutions got their forms.
+
+    Args:
+        form: one of ``kernels.library.FORMS``.
+    """
+    found = Fused(form)
+    decoder: Any = vae.decoder
+    for module in decoder.modules():
+        fusion = FUSIONS.get(full_name(module))
+        if fusion is None:
+            continue
+        reason = _unfit(module, fusion)
+        if reason:
+            found.left[reason] += 1
+            found.left_sites += len(fusion.sites)
+            continue
+        found.patch(module, fusion.forward)
+        found.sites[SITE] += len(fusion.sites)
+    return found
+
+
+def _unfit(module: Any, fusion: Fusion) -> str:
+    """Why ``module`` is not what the rewrite was written for; empty when it is."""
+    reason = other_forward(module, fusion.arguments)
+    if reason:
+        return reason
+    if type(getattr(module, fusion.activation)) is not nn.SiLU:
+        return f"{fusion.activation} is a {type(getattr(module, fusion.activation)).__name__}"
+    if getattr(getattr(module, "dropout", None), "p", 0.0) and module.training:
+        return "it drops values out"
+    for path, other in fusion.sites:
+        norm, conv = getattr(module, path), getattr(module, other)
+        if not _known_norm(norm):
+            return f"{path} is a {type(norm).__name__}"
+        if full_name(conv) != LTX_CONV and (full_name(conv) not in REPLICATING or conv.pad_mode != "replicate"):
+            return f"{other} is a {type(conv).__name__} that pads {getattr(conv, 'pad_mode', 'otherwise')}"
+    return ""
+
+
+def _known_norm(norm: Any) -> bool:
+    if full_name(norm) == VOXEL_NORM:
+        return bool(norm.channel_first) and not isinstance(norm.bias, Tensor)
+    if full_name(norm) in RMS_NORMS:
+        return getattr(norm, "bias", None) is None
+    return full_name(norm) == GROUP_NORM or (full_name(norm) == FRAME_NORM and full_name(norm.norm_layer) == GROUP_NORM)
+
+
+def block(module: Any, hidden_states: Tensor) -> Tensor:
+    """Upstream's residual blocks of HunyuanVideo, FramePack and HunyuanVideo 1.5."""
+    form = getattr(module, FORM)
+    hidden = _convolved(module.conv1, hidden_states, module.norm1, form)
+    hidden = _convolved(module.conv2, hidden, module.norm2, form)
+    shortcut = module.conv_shortcut
+    return hidden + (hidden_states if shortcut is None else shortcut(hidden_states))
+
+
+def mochi_block(module: Any, inputs: Tensor, conv_cache: Any = None) -> tuple[Tensor, dict[str, None]]:
+    """Upstream ``MochiResnetBlock3D.forward``, whose convolutions keep no cache where they replicate edges."""
+    form = getattr(module, FORM)
+    hidden = _convolved(module.conv1, inputs, module.norm1, form)
+    hidden = _convolved(module.conv2, hidden, module.norm2, form)
+    return hidden + inputs, {"conv1": None, "conv2": None}
+
+
+def ltx_block(module: Any, inputs: Tensor, temb: Any = None, generator: Any = None) -> Tensor:
+    """Upstream ``LTXVideoResnetBlock3d.forward``, with its timestep and its noise."""
+    form, first, second = getattr(module, FORM), NO_MODULATION, NO_MODULATION
+    if module.scale_shift_table is not None:
+        first, second = _modulations(temb, module.scale_shift_table, 2)
+    hidden = _convolved(module.conv1, inputs, module.norm1, form, first)
+    hidden = _noisy(hidden, module.per_channel_scale1, generator)
+    hidden = _convolved(module.conv2, hidden, module.norm2, form, second)
+    hidden = _noisy(hidden, module.per_channel_scale2, generator)
+    if module.norm3 is not None:
+        inputs = module.norm3(inputs.movedim(1, -1)).movedim(-1, 1)
+    return hidden + (inputs if module.conv_shortcut is None else module.conv_shortcut(inputs))
+
+
+def hunyuan_decoder(decoder: Any, hidden_states: Tensor) -> Tensor:
+    """Upstream ``HunyuanVideoDecoder3D.forward``."""
+    hidden = decoder.mid_block(decoder.conv_in(hidden_states))
+    for up in decoder.up_blocks:
+        hidden = up(hidden)
+    return _convolved(decoder.conv_out, hidden, decoder.conv_norm_out, getattr(decoder, FORM))
+
+
+def hunyuan15_decoder(decoder: Any, hidden_states: Tensor) -> Tensor:
+    """Upstream ``HunyuanVideo15Decoder3D.forward``."""
+    hidden = decoder.conv_in(hidden_states) + hidden_states.repeat_interleave(repeats=decoder.repeat, dim=1)
+    hidden = decoder.mid_block(hidden)
+    for up in decoder.up_blocks:
+        hidden = up(hidden)
+    return _convolved(decoder.conv_out, hidden, decoder.norm_out, getattr(decoder, FORM))
+
+
+def ltx_decoder(decoder: Any, hidden_states: Tensor, temb: Any = None) -> Tensor:
+    """Upstream ``LTXVideoDecoder3d.forward``."""
+    if decoder.timestep_scale_multiplier is not None:
+        temb = temb * decoder.timestep_scale_multiplier
+    hidden = decoder.mid_block(decoder.conv_in(hidden_states), temb)
+    for up in decoder.up_blocks:
+        hidden = up(hidden, temb)
+    modulation = NO_MODULATION
+    if decoder.time_embedder is not None:
+        many, dtype = hidden.shape[0], hidden.dtype
+        rows = decoder.time_embedder(
+            timestep=temb.flatten(), resolution=None, aspect_ratio=None, batch_size=many, hidden_dtype=dtype
+        )
+        (modulation,) = _modulations(rows, decoder.scale_shift_table, 1)
+    hidden = _convolved(decoder.conv_out, hidden, decoder.norm_out, getattr(decoder, FORM), modulation)
+    side = decoder.patch_size
+    spread = hidden.unflatten(1, (-1, decoder.patch_size_t, side, side))  # B C t w h T H W: columns before rows
+    return spread.permute(0, 1, 5, 2, 6, 4, 7, 3).flatten(6, 7).flatten(4, 5).flatten(2, 3)
+
+
+def _convolved(conv: Any, x: Tensor, norm: Any, form: str, modulation: Modulation = NO_MODULATION) -> Tensor:
+    """``conv`` of ``x`` after its norm, modulation and SiLU."""
+    within = "forward" not in vars(conv)
+    pad = _border(conv) if within else NO_PAD
+    layout = _layout(conv.conv, x)
+    if full_name(norm) in (GROUP_NORM, FRAME_NORM):
+        per_frame = full_name(norm) == FRAME_NORM
+        inner = norm.norm_layer if per_frame else norm
+        with _group_norm_of(inner, x, per_frame) as terms:
+            ready = group_norm_silu_pad(x, terms, pad, layout=layout, form=form)
+    else:
+        with _voxel_norm_of(norm, x) as voxel:
+            ready = rms_silu_pad(x, voxel, modulation, pad, layout=layout, form=form)
+    found = (conv.conv if within else conv)(ready)
+    result: Tensor = found[0] if isinstance(found, tuple) else found
+    return result
+
+
+def _border(conv: Any) -> Pad:
+    """What the causal convolution ``conv`` replicates around its input before it calls the one inside."""
+    if full_name(conv) != LTX_CONV:
+        return tuple(conv.time_causal_padding)  # type: ignore[return-value]
+    taps = conv.kernel_size[0]
+    before, after = (taps - 1, 0) if conv.is_causal else ((taps - 1) // 2,) * 2
+    return 0, 0, 0, 0, before, after
+
+
+def _layout(leaf: Any, x: Tensor) -> str:
+    """The layout that ``leaf`` reads without a copy: that of its form, else that in which ``x`` came."""
+    choice = getattr(leaf, "conv3d_choice", None)
+    if choice is not None:
+        return READS.get(choice.form, CONTIGUOUS)
+    last = x.stride(1) == 1 and x.shape[1] > 1
+    return CHANNELS_LAST if last else CONTIGUOUS
+
+
+@contextmanager
+def _group_norm_of(norm: Any, x: Tensor, per_frame: bool) -> Iterator[GroupNorm]:
+    if norm.weight is None:
+        yield GroupNorm(norm.num_groups, norm.eps, per_frame=per_frame)
+        return
+    with borrow(norm, like=x) as (weight, bias):
+        yield GroupNorm(norm.num_groups, norm.eps, weight, bias, per_frame)
+
+
+@contextmanager
+def _voxel_norm_of(norm: Any, x: Tensor) -> Iterator[Norm]:
+    """An RMS norm over channels; HunyuanVideo 1.5's divides by the length of a voxel, which is no mean."""
+    if full_name(norm) != VOXEL_NORM:
+        with norm_of(norm, x) as found:
+            yield found
+        return
+    with own_tensors(norm):
+        yield Norm(RMS, LEAST_NORM**2 / x.shape[1], norm.gamma.flatten())
+
+
+def _modulations(rows: Tensor, table: Tensor, count: int) -> list[Modulation]:
+    """Shift and scale, ``count`` times, of a timestep's ``rows`` (B, 2 * count * C, 1, 1, 1) and learned ones."""
+    both = rows.flatten(1).unflatten(1, (2 * count, -1)) + table.to(rows.device)
+    parts = both.unbind(dim=1)
+    return [Modulation(parts[2 * index + 1], parts[2 * index]) for index in range(count)]
+
+
+def _noisy(x: Tensor, scale: Tensor | None, generator: Any) -> Tensor:
+    """``x`` with noise of one frame, the same in each; as it is where ``scale`` (C, 1, 1) is None."""
+    if scale is None:
+        return x
+    noise = torch.randn(x.shape[-2:], generator=generator, device=x.device, dtype=x.dtype)
+    return x + (noise[None] * scale)[None, :, None, ...]
+
+
+_PAIRS = (("norm1", "conv1"), ("norm2", "conv2"))
+FUSIONS: dict[str, Fusion] = {
+    f"{HUNYUAN}HunyuanVideoResnetBlockCausal3D": Fusion(block, ("hidden_states",), _PAIRS, "nonlinearity"),
+    f"{HUNYUAN15}HunyuanVideo15ResnetBlock": Fusion(block, ("hidden_states",), _PAIRS, "nonlinearity"),
+    f"{MOCHI}MochiResnetBlock3D": Fusion(mochi_block, ("inputs", "conv_cache"), _PAIRS, "nonlinearity"),
+    f"{LTX}LTXVideoResnetBlock3d": Fusion(ltx_block, ("inputs", "temb", "generator"), _PAIRS, "nonlinearity"),
+    f"{HUNYUAN}HunyuanVideoDecoder3D": Fusion(
+        hunyuan_decoder, ("hidden_states",), (("conv_norm_out", "conv_out"),), "conv_act"
+    ),
+    f"{HUNYUAN15}HunyuanVideo15Decoder3D": Fusion(
+        hunyuan15_decoder, ("hidden_states",), (("norm_out", "conv_out"),), "conv_act"
+    ),
+    f"{LTX}LTXVideoDecoder3d": Fusion(ltx_decoder, ("hidden_states", "temb"), (("norm_out", "conv_out"),), "conv_act"),
+}
+PUBLISHED = {"ltx": 39, "hunyuan_video": 29, "hunyuan_video_15": 35, "framepack": 29, "mochi": 38}
+"""Sites in the decoder of a family's published VAE; LTX-Video 0.9.1 and later have other depths."""

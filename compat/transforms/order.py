@@ -1,0 +1,144 @@
+"""What is done to a part between reading it and moving it: one plan, in the one order of operations.
+
+The plan is the only place where rewrites of modules are applied. It runs right after a part is read, on the CPU and
+before any residency hooks it, so a part that was dropped and is read again gets the same. House order: load, storage
+dtype and quantisation, LoRA, Conv3d and precision rewrites, kernel rewrites, attention and cache configuration, compile
+of repeated blocks, residency last.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from .attention import Attention
+from .attention_processors import attended
+from .attention_vae import frames_attended
+from .conv3d import choose_by, swap_conv3d
+from .conv3d_choice import Timings
+from .conv3d_layers import history_tables
+
+log = logging.getLogger(__name__)
+Undo = Callable[[], Any]
+Apply = Callable[[str, nn.Module], Undo | None]
+
+
+class Order(IntEnum):
+    """When a step runs; steps of one order run as they were given."""
+
+    STORAGE = 10
+    LORA = 20
+    CONV3D = 30
+    PRECISION = 35
+    KERNELS = 40
+    ATTENTION = 50
+    COMPILE = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One change to the modules of a pipeline.
+
+    Args:
+        order: when. name: for people and logs.
+        apply: from part name and module to what takes the change back, or None where it leaves this part alone. It
+            changes the module in place, so that every reference to it holds.
+    """
+
+    order: Order
+    name: str
+    apply: Apply
+
+
+class Done:
+    """What was done to a part, and the way back: all of it when called, or down to an order."""
+
+    def __init__(self) -> None:
+        self.undo: list[tuple[Order, Undo]] = []
+
+    def __call__(self) -> None:
+        """Take back everything, last one first."""
+        self.back_to(Order.STORAGE)
+
+    def back_to(self, order: Order) -> None:
+        """Take back the steps of ``order`` and later, last one first."""
+        while self.undo and self.undo[-1][0] >= order:
+            self.undo.pop()[1]()
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """The steps that each part of one pipeline goes through; facts and choices are bound into them."""
+
+    steps: tuple[Step, ...] = ()
+
+    def __call__(self, part: str, module: nn.Module) -> Done:
+        """Apply the steps to a part that was just read; returns what takes them all back, last one first."""
+        return self.onwards(part, module, Done(), Order.STORAGE)
+
+    def onwards(self, part: str, module: nn.Module, done: Done, order: Order) -> Done:
+        """Apply the steps of ``order`` and later to a part that ``done`` tells the earlier ones of, and return it.
+
+        A step that fails takes back those of this call before it, so that no part is left half changed.
+        """
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                for step in sorted((step for step in self.steps if step.order >= order), key=lambda step: step.order):
+                    back = step.apply(part, module)
+                    if back is not None:
+                        log.debug("%s: %s", part, step.name)
+                        done.undo.append((step.order, back))
+        except BaseException:
+            done.back_to(order)
+            raise
+        return done
+
+    def with_steps(self, steps: Iterable[Step]) -> Preparation:
+        """This plan with further steps, which find their own place."""
+        return Preparation((*self.steps, *steps))
+
+
+def conv3d_step(abilities: Mapping[str, Any], timings: Timings | None = None) -> Step:
+    """3-D convolutions of transformers and VAEs in a form that runs well here, as ``quirks.abilities`` tells.
+
+    Args:
+        timings: what each form takes on this device, where it was measured.
+    """
+
+    def apply(part: str, module: nn.Module) -> Undo | None:
+        if part not in ("transformer", "vae"):
+            return None
+        swapped = swap_conv3d(module, choose_by(abilities, timings))
+        undo: list[Undo] = [swapped.restore] if swapped.choices else []
+        if swapped.choices:
+            log.info("%s: %s", part, swapped)
+        if hasattr(module, "_pad_rotary_emb") and not (abilities["pad3d"]["fp32"] and abilities["conv3d"]["fp32"]):
+            module._pad_rotary_emb = history_tables  # type: ignore[assignment]
+            undo.append(partial(module.__dict__.pop, "_pad_rotary_emb"))
+        return partial(_take_back, undo) if undo else None
+
+    return Step(Order.CONV3D, "3-D convolutions", apply)
+
+
+def attention_step(attention: Attention) -> Step:
+    """Transformers call ``attention``; VAEs that of ``auto``, since their heads are wider than chosen kernels take."""
+    exact = Attention("auto", attention.budget_bytes, avoided=attention.avoided)
+
+    def apply(part: str, module: nn.Module) -> Undo | None:
+        if part == "transformer":
+            return attended(module, attention)
+        return frames_attended(module, exact) if part == "vae" else None
+
+    return Step(Order.ATTENTION, str(attention), apply)
+
+
+def _take_back(undo: list[Undo]) -> None:
+    while undo:
+        undo.pop()()

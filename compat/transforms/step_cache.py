@@ -1,0 +1,346 @@
+"""Skipping work that changed little since the step before: diffusers' caches, for the families they act on. Lossy.
+
+Several of them do nothing on some of these transformers and say nothing, or share what they keep between the two
+branches of guidance; :data:`ACTS` has the kinds that were seen to act, :data:`SHARED` those that share. A cache is put
+on a transformer for one sampling and taken off after it, and counts what really ran.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..device.execution import COMPILED, HOST
+from ..errors import InputError, UnsupportedError
+
+FIRST_BLOCK, TAYLOR, PYRAMID, AUTO = "first_block", "taylor", "pyramid", "auto"
+KINDS: dict[str, str] = {
+    AUTO: "first_block",
+    FIRST_BLOCK: "runs the first block, and the others only where its result moved more than the threshold",
+    TAYLOR: "runs attention every so many steps and extrapolates it between",
+    PYRAMID: "runs attention every so many steps and repeats it between",
+}
+OFF, CUSTOM = "off", "custom"
+PRESETS: dict[str, tuple[float, int]] = {"quality": (0.05, 2), "balanced": (0.1, 3), "fast": (0.2, 4)}
+PRESET_CHOICES = (OFF, *PRESETS, CUSTOM)
+DEVICES = ("device", "cpu")
+_JOINT = (FIRST_BLOCK, TAYLOR, PYRAMID)
+ACTS: dict[str, tuple[str, ...]] = {
+    "ltx": _JOINT,
+    "hunyuan_video": _JOINT,
+    "hunyuan_video_15": _JOINT,
+    "framepack": _JOINT,
+    "mochi": _JOINT,
+}
+SHARED = {PYRAMID: "it keeps one result for both branches of guidance"}
+INSIDE = "it acts inside of a block, and a compiled block is one graph"
+TWO_FORWARDS = ("hunyuan_video", "hunyuan_video_15", "framepack")  # families whose cfg is a second forward per step
+ATTENTIONS = r"(single_)?transformer_blocks\.\d+\.attn[12]?"  # diffusers' own patterns miss the numbered names
+WARM_UP = 2  # steps that an extrapolation needs
+BLOCKS = ("transformer_blocks", "single_transformer_blocks")
+
+
+@dataclass(frozen=True, slots=True)
+class StepCacheSettings:
+    """What the user asks of a step cache.
+
+    Args:
+        kind: one of :data:`KINDS`. threshold: of ``first_block``, the relative change of the first block's result
+            below which the other blocks are skipped, over 0 to 1. interval: of the others, every so many steps are
+            computed, 2 to 10. start, end: share of the steps between which it acts, 0..1.
+        device: one of :data:`DEVICES`, where results are kept between steps.
+    """
+
+    kind: str = AUTO
+    threshold: float = PRESETS["balanced"][0]
+    interval: int = PRESETS["balanced"][1]
+    start: float = 0.0
+    end: float = 1.0
+    device: str = DEVICES[0]
+
+    def __str__(self) -> str:
+        how = f"threshold {self.threshold:g}" if self.kind == FIRST_BLOCK else f"every {self.interval} steps"
+        return f"step cache {self.kind}, {how}, from {self.start:.0%} to {self.end:.0%} of the steps"
+
+
+def settings_for(family: str, preset: str, asked: StepCacheSettings) -> StepCacheSettings | None:
+    """The settings of a preset for a family; None for ``off``.
+
+    Raises:
+        InputError: an unknown choice or a number out of range. UnsupportedError: a kind that does not act here.
+    """
+    if preset not in PRESET_CHOICES:
+        raise InputError(
+            f"preset {preset!r}", expected=f"one of {', '.join(PRESET_CHOICES)}", fix="Choose one of these."
+        )
+    if preset == OFF:
+        return None
+    acting = ACTS.get(family, ())
+    kind = FIRST_BLOCK if asked.kind == AUTO else asked.kind
+    if kind not in acting:
+        raise UnsupportedError(
+            f"step cache kind {asked.kind!r} for {family}",
+            expected=f"one of {', '.join((AUTO, *acting))}" if acting else "a video family",
+            fix="Choose one of these: others would do nothing here, or fail.",
+        )
+    threshold, interval = PRESETS.get(preset, (asked.threshold, asked.interval))
+    for name, value, low, high in (
+        ("threshold", threshold, 1e-6, 1.0),
+        ("interval", interval, 2, 10),
+        ("start", asked.start, 0.0, 1.0),
+        ("end", asked.end, 0.0, 1.0),
+    ):
+        if not low <= value <= high:
+            raise InputError(
+                f"{name} {value:g}",
+                expected=f"{low:g} to {high:g}",
+                fix=f"The nearest is {min(max(value, low), high):g}.",
+            )
+    if asked.start >= asked.end:
+        raise InputError(
+            f"start {asked.start:g} at or after end {asked.end:g}", expected="start before end", fix="Lower start."
+        )
+    if asked.device not in DEVICES:
+        raise InputError(f"cache device {asked.device!r}", expected="device or cpu", fix="Choose one of these.")
+    return StepCacheSettings(kind, threshold, interval, asked.start, asked.end, asked.device)
+
+
+def require_usable(settings: StepCacheSettings, family: str, transformer: nn.Module, cfg: float) -> None:
+    """Refuse a cache beside something that it cannot share a transformer with.
+
+    Raises:
+        UnsupportedError: guidance in two forwards with a kind that mixes them, or compiled blocks with a kind inside.
+    """
+    if settings.kind in SHARED and cfg > 1.0 and family in TWO_FORWARDS:
+        raise UnsupportedError(
+            f"step cache {settings.kind!r} with cfg {cfg:g}: {SHARED[settings.kind]}",
+            expected="cfg 1, or another kind",
+            fix=f"Choose kind {FIRST_BLOCK} or set cfg to 1.",
+        )
+    if settings.kind != FIRST_BLOCK and any(hasattr(block, COMPILED) for block in _blocks(transformer)):
+        raise UnsupportedError(
+            f"step cache {settings.kind!r} with compile: {INSIDE}",
+            expected=f"kind {FIRST_BLOCK}, or compile off",
+            fix=f"Choose kind {FIRST_BLOCK}.",
+        )
+
+
+@dataclass(slots=True)
+class Count:
+    """How often the units that a cache skips would have run, and ran."""
+
+    units: int = 0
+    forwards: int = 0
+    ran: int = 0
+    skipped_steps: int = 0
+    unit: str = "block"
+
+    def __str__(self) -> str:
+        whole = self.units * self.forwards
+        if not whole:
+            return "nothing ran"
+        share = 1 - self.ran / whole
+        return (
+            f"{self.skipped_steps} of {self.forwards} passes of the transformer shortened, "
+            f"{share:.0%} of {self.unit} passes skipped ({whole - self.ran} of {whole})"
+        )
+
+
+@contextmanager
+def cached(transformer: Any, settings: StepCacheSettings, steps: int) -> Iterator[Count]:
+    """The cache on ``transformer`` for the block; what it skipped is in the count.
+
+    Every sampling and every section of a FramePack video starts with nothing kept. ``cache_context`` must be open
+    around each forward, as the families' samplers do.
+
+    Args:
+        steps: of one sampling.
+    """
+    active = _Active(transformer, settings, steps)
+    with torch.inference_mode(False), torch.no_grad():
+        active.put_on()
+    try:
+        yield active.count
+    finally:
+        active.take_off()
+
+
+@dataclass(slots=True)
+class _Active:
+    transformer: Any
+    settings: StepCacheSettings
+    steps: int
+    count: Count = field(default_factory=Count)
+    undo: list[Callable[[], Any]] = field(default_factory=list)
+    time: float = 0.0
+    turn: int = 0
+    index: int = -1
+    rows: int = 0
+    ran_before: int = 0
+
+    def put_on(self) -> None:
+        units = list(_units(self.transformer, self.settings.kind))
+        self.count.units, self.count.unit = len(units), "block" if self.settings.kind == FIRST_BLOCK else "attention"
+        try:
+            for unit in units:
+                self._counting(unit)
+            _register_blocks()
+            self.transformer.enable_cache(self._config())
+            self.undo.append(self.transformer.disable_cache)
+            for register, hook in (
+                (self.transformer.register_forward_pre_hook, self._before),
+                (self.transformer.register_forward_hook, self._after),
+            ):
+                self.undo.append(register(hook, with_kwargs=True).remove)
+        except BaseException:
+            self.take_off()
+            raise
+
+    def take_off(self) -> None:
+        while self.undo:
+            self.undo.pop()()
+
+    def acts(self) -> bool:
+        return self.settings.start <= self.index / max(self.steps, 1) < self.settings.end
+
+    def _config(self) -> Any:
+        from diffusers import hooks
+
+        settings, steps = self.settings, self.steps
+        if settings.kind == FIRST_BLOCK:
+            return hooks.FirstBlockCacheConfig(threshold=settings.threshold)
+        if settings.kind == TAYLOR:
+            return hooks.TaylorSeerCacheConfig(
+                cache_interval=settings.interval,
+                disable_cache_before_step=max(WARM_UP, round(settings.start * steps)),
+                disable_cache_after_step=max(WARM_UP, round(settings.end * steps)),
+                max_order=1,
+                taylor_factors_dtype=torch.float32,
+                cache_identifiers=[ATTENTIONS],
+            )
+        return hooks.PyramidAttentionBroadcastConfig(
+            spatial_attention_block_skip_range=settings.interval,
+            spatial_attention_timestep_skip_range=(0, 2),
+            spatial_attention_block_identifiers=(f"^{ATTENTIONS}$",),
+            current_timestep_callback=lambda: 1 if self.acts() else -1,
+        )
+
+    def _before(self, module: nn.Module, args: Any, named: dict[str, Any]) -> None:
+        time, states = named.get("timestep"), named.get("hidden_states", args[0] if args else None)
+        now = float(time.max()) if isinstance(time, torch.Tensor) else self.time
+        rows = states.shape[0] if isinstance(states, torch.Tensor) else self.rows
+        turn = (now > self.time) - (now < self.time)
+        if self.index < 0 or turn * self.turn < 0:  # time runs one way: a step back is the start of another sampling
+            self.index = 0
+            _forget(module)
+        elif turn:
+            self.index, self.turn = self.index + 1, turn  # down in most families, up in Mochi
+        if rows != self.rows:  # guidance began or ended: what was kept has another batch
+            _forget(module)
+        self.time, self.rows = now, rows
+        if self.settings.kind == FIRST_BLOCK:
+            self._set_threshold(self.settings.threshold if self.acts() else -1.0)
+        if self.settings.device != DEVICES[0] and isinstance(states, torch.Tensor):
+            _place_states(module, states.device, current_only=True)
+        self.ran_before = self.count.ran
+
+    def _after(self, module: nn.Module, args: Any, named: Any, output: Any) -> None:
+        self.count.forwards += 1
+        self.count.skipped_steps += self.count.ran - self.ran_before < self.count.units
+        if self.settings.device != DEVICES[0]:
+            _place_states(module, HOST)
+
+    def _set_threshold(self, value: float) -> None:
+        for hook in _hooks(self.transformer):
+            if hasattr(hook, "threshold"):
+                hook.threshold = value
+
+    def _counting(self, unit: Any) -> None:
+        mine, inner, count = vars(unit).get("forward"), unit.forward, self.count
+
+        def forward(*args: Any, **named: Any) -> Any:
+            count.ran += 1
+            return inner(*args, **named)
+
+        unit.forward = forward
+        self.undo.append(partial(delattr, unit, "forward") if mine is None else partial(setattr, unit, "forward", mine))
+
+
+def _blocks(transformer: nn.Module) -> Iterator[nn.Module]:
+    for name in BLOCKS:
+        yield from getattr(transformer, name, ())
+
+
+def _units(transformer: nn.Module, kind: str) -> Iterator[nn.Module]:
+    for block in _blocks(transformer):
+        if kind == FIRST_BLOCK:
+            yield block
+            continue
+        for name, child in block.named_children():
+            cross = kind == PYRAMID and bool(getattr(child, "is_cross_attention", False))
+            if name in ("attn", "attn1", "attn2") and not cross:
+                yield child
+
+
+def _hooks(transformer: nn.Module) -> Iterator[Any]:
+    for module in transformer.modules():
+        registry = getattr(module, "_diffusers_hook", None)
+        yield from (hook for hook in getattr(registry, "hooks", {}).values() if hook._is_stateful)
+
+
+def _managers(hook: Any) -> Iterator[Any]:
+    from diffusers.hooks.hooks import StateManager
+
+    yield from (value for value in vars(hook).values() if isinstance(value, StateManager))
+
+
+def _forget(transformer: nn.Module) -> None:
+    """Drop what the caches keep, but not in which branch they are: upstream's own reset forgets that too."""
+    for hook in _hooks(transformer):
+        for manager in _managers(hook):
+            manager._state_cache.clear()
+        if hasattr(hook, "state"):
+            hook.state.reset()
+
+
+def _place_states(transformer: nn.Module, device: torch.device, current_only: bool = False) -> None:
+    """Move what the caches keep to ``device``; of the branch that runs alone where ``current_only``."""
+    for hook in _hooks(transformer):
+        states = [hook.state] if hasattr(hook, "state") else []
+        for manager in _managers(hook):
+            for name, state in manager._state_cache.items():
+                if not current_only or manager._context is None or manager._context.name == name:
+                    states.append(state)
+        for state in states:
+            for name, value in list(vars(state).items()):
+                setattr(state, name, _placed(value, device))
+
+
+def _placed(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {key: _placed(item, device) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_placed(item, device) for item in value)
+    return value
+
+
+def _register_blocks() -> None:
+    """Tell diffusers what HunyuanVideo 1.5's block returns, which it does not know by itself."""
+    from diffusers.hooks._helpers import TransformerBlockMetadata, TransformerBlockRegistry
+    from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15TransformerBlock
+
+    try:
+        TransformerBlockRegistry.get(HunyuanVideo15TransformerBlock)
+    except ValueError:
+        TransformerBlockRegistry.register(
+            HunyuanVideo15TransformerBlock,
+            TransformerBlockMetadata(return_hidden_states_index=0, return_encoder_hidden_states_index=1),
+        )

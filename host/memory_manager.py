@@ -1,0 +1,448 @@
+"""The parts of a pipeline inside ComfyUI's memory manager, and its word on devices.
+
+Each part has one patcher, which ComfyUI loads, streams, evicts and counts as it does its own models: partly where room
+is short, back home under pressure, by the Free buttons, or after running out of memory. Whoever drives a transformer,
+our sampler or core's, goes through that one patcher, so that its weights are on the device once.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import comfy.model_management
+import comfy.model_patcher
+import comfy.utils
+import torch
+from torch import nn
+
+from ..compat.checkpoints.packed import outlined
+from ..compat.device.execution import HOST
+from ..compat.memory.host_weights import DISK
+from ..compat.memory.offloader import Terms, amount
+from ..compat.memory.statistics import Account
+from ..pipelines.vae.fallback import MEMORY, kind_of
+from . import patches
+from .casting import CastLeaf, bytes_of, fixed_tensors, make_native, make_plain, send, send_home
+
+MODE = "comfyui"
+REGISTERS = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
+EVERYTHING = 1e30  # more bytes than any device has, as ComfyUI itself asks for them
+HELD_BY = "anygpu_holder"  # where a part keeps the shell that holds it, weakly
+LEAST = 0.1  # its budget for "as little as possible", where 0 stands for everything
+
+
+def compute_device() -> torch.device:
+    """The device ComfyUI computes on; asked at each use, since other packs change it."""
+    return torch.device(comfy.model_management.get_torch_device())
+
+
+def make_room(needed_bytes: int) -> None:
+    """Let ComfyUI unload other models until ``needed_bytes`` and its own reserve are free."""
+    device = compute_device()
+    if device.type != "cpu":
+        comfy.model_management.free_memory(needed_bytes + comfy.model_management.minimum_inference_memory(), device)
+
+
+def evictable_bytes() -> int:
+    """Bytes of models on the device, ours too, that ComfyUI takes away when a run needs the room; none on a CPU."""
+    device = compute_device()
+    listed = list(comfy.model_management.current_loaded_models)  # a run may change it meanwhile
+    held = [item.model for item in listed if item.device == device and device.type != HOST.type]
+    return sum(int(model.loaded_size()) for model in held if model is not None)
+
+
+class ReadsParts(Protocol):
+    """Parts that are read on first use and can be forgotten."""
+
+    def read(self, name: str, progress: Any = None) -> nn.Module: ...
+    def drop(self, name: str) -> None: ...
+    def __contains__(self, name: object) -> bool: ...
+
+
+class Shell:
+    """What a patcher takes for the model: it holds one part, which is read when somebody first needs its weights.
+
+    Mixed into an ``nn.Module`` with a plain attribute ``device``, which patchers write and diffusers' models forbid.
+    """
+
+    parts: ReadsParts
+    part: str
+
+    def fill(self) -> nn.Module:
+        """The part itself, read where it is not in memory."""
+        module = self.parts.read(self.part)
+        if self.content is not module:
+            self.put(module)
+        return module
+
+    @property
+    def content(self) -> nn.Module | None:
+        """The part, or None while it is not held."""
+        return self.place().__dict__.get("held")
+
+    def put(self, module: nn.Module | None) -> None:
+        """Hold ``module``, or nothing; its weights are found here under its own names, as LoRA files know them.
+
+        When nobody holds the shell any more the device is free at once, although a part whose layers refer to one
+        another waits for the garbage collector. A part that another pipeline has too is taken from it: two patchers
+        over one part would each take it for theirs.
+        """
+        if module is not None:
+            _leave(module.__dict__.get(HELD_BY, lambda: None)(), self)
+            module.__dict__[HELD_BY] = weakref.ref(self)
+        last: Any = self.__dict__.pop("last_act", None)
+        if last is not None:
+            last.detach()
+        place, source = self.place(), nn.Module() if module is None else module
+        place.__dict__.update(held=module, **{name: source.__dict__[name] for name in REGISTERS})
+        if module is not None:
+            self.__dict__["last_act"] = weakref.finalize(self, send_home, module)
+            self.__dict__["last_act"].atexit = False
+
+    def place(self) -> nn.Module:
+        """The module that stands for the part: it has the part's own children, parameters and buffers."""
+        return self  # type: ignore[return-value]
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As usual, of the part that is read for it: who asks for names, such as a LoRA loader, gets them."""
+        self.fill()
+        return patches.named(super().state_dict(*args, **kwargs), self)  # type: ignore[misc, arg-type]
+
+
+class Holder(Shell, nn.Module):
+    """The shell of a part that only our own stages run."""
+
+    def __init__(self, parts: ReadsParts, part: str) -> None:
+        super().__init__()
+        self.parts, self.part, self.device = parts, part, None
+
+
+@functools.cache
+def _holder(part: str) -> type[Holder]:
+    """A holder under a name that ComfyUI's log can show."""
+    return type(f"AnyGPU_{part}", (Holder,), {"__doc__": Holder.__doc__, "__module__": __name__})
+
+
+class PartPatcher(comfy.model_patcher.ModelPatcher):
+    """ComfyUI's patcher over a :class:`Shell`.
+
+    The base class on purpose, also where ComfyUI pages weights dynamically: other models can evict it there, and its
+    weights go home without a copy. The fixed tensors of a part come first and stay as long as anything of it does.
+    """
+
+    watcher: Callable[[int], None] | None = None
+    account: Account | None = None
+    in_cloning = False
+    beside: int | None = None  # bytes that the stage under way needs beside the weights
+    locks = True  # whether ComfyUI may lock what is streamed in host memory
+
+    def clone(self, *args: Any, **kwargs: Any) -> PartPatcher:
+        """As usual; nothing is read for it."""
+        self.in_cloning = True
+        try:
+            found: PartPatcher = super().clone(*args, **kwargs)
+        finally:
+            self.in_cloning = False
+        found.account, found.locks = self.account, self.locks
+        return found
+
+    def model_size(self) -> int:
+        """Bytes of the part in the dtypes it is stored in; reads it, but for a clone, which is told and never asks."""
+        if self.in_cloning:
+            return 0
+        module = self.model.fill()
+        return bytes_of((*module.parameters(), *module.buffers()))
+
+    def pin_weight_to_device(self, key: str) -> None:
+        """As usual, but never for a part that is left in its file: its pages must be able to leave host memory."""
+        if self.locks:
+            super().pin_weight_to_device(key)
+
+    def _load_list(self, *args: Any, **kwargs: Any) -> list[Any]:
+        with outlined(self.model):  # it asks every layer for its weight, and for no value
+            listed = super()._load_list(*args, **kwargs)
+        return [entry for entry in listed if any(isinstance(item, CastLeaf) for item in entry)]
+
+    def load(
+        self,
+        device_to: torch.device | None = None,
+        lowvram_model_memory: float = 0,
+        force_patch_weights: bool = False,
+        full_load: bool = False,
+    ) -> None:
+        """Bring the part to ``device_to``: its fixed tensors, and as many leaves as fit into the budget in bytes."""
+        module = self.model.fill()
+        make_native(module, device_to, self.account)
+        fixed = fixed_tensors(module)
+        for tensor in fixed:
+            send(tensor, device_to)
+        held = bytes_of(fixed)
+        with patches.placed(self) as found:
+            super().load(device_to, max(lowvram_model_memory - held, 0.1), force_patch_weights, full_load)
+        patches.attach(self, found)
+        if not full_load:
+            self.model.model_loaded_weight_memory += held
+
+    def patch_weight_to_device(self, key: str, device_to: torch.device | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As usual; a weight without patches moves here, where a cancel is obeyed and progress told."""
+        comfy.model_management.throw_exception_if_processing_interrupted()
+        result = super().patch_weight_to_device(key, device_to, *args, **kwargs)
+        if device_to is not None and not kwargs.get("return_weight"):
+            tensor = comfy.utils.get_attr(self.model, key)
+            if tensor is not None:
+                send(tensor, device_to)
+                if self.watcher is not None:
+                    self.watcher(tensor.numel() * tensor.element_size())
+        return result
+
+    def partially_load(
+        self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False
+    ) -> Any:
+        """As usual, with :attr:`beside` kept free; whatever ends it early, a cancel too, leaves nothing half moved."""
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                return super().partially_load(device_to, self._budget(device_to, extra_memory), force_patch_weights)
+        except BaseException:
+            self.detach()
+            raise
+
+    def _budget(self, device: torch.device, offered: float) -> float:
+        """Bytes of weights that may come, below 0 that must leave: what ComfyUI offers, less what a stage needs.
+
+        Except on NVIDIA's cards it offers two fifths of the free memory whatever is to be kept free. An offer of
+        everything stands: it comes where memory is shared, or where the user wants all on the device.
+        """
+        if self.beside is None or offered >= EVERYTHING:
+            return offered
+        management = comfy.model_management
+        kept = max(self.beside + management.extra_reserved_memory(), management.minimum_inference_memory())
+        room = management.get_free_memory(device) - kept
+        return min(offered, room if self.loaded_size() else max(room, LEAST))
+
+    def partially_unload(self, *args: Any, **kwargs: Any) -> Any:
+        """As usual, without making inference tensors of the weights."""
+        with torch.inference_mode(False), torch.no_grad(), patches.placed(self):
+            return super().partially_unload(*args, **kwargs)
+
+    def unpatch_model(self, device_to: torch.device | None = None, unpatch_weights: bool = True) -> None:
+        """As usual; the fixed tensors go too."""
+        with torch.inference_mode(False), torch.no_grad():
+            if unpatch_weights and device_to is not None and self.model.content is not None:
+                for tensor in fixed_tensors(self.model.content):
+                    send(tensor, device_to)
+            super().unpatch_model(device_to, unpatch_weights)
+
+    def detach(self, unpatch_all: bool = True) -> Any:
+        """As usual; after a whole detach the part is as it was read, with its own classes."""
+        found = super().detach(unpatch_all)
+        if unpatch_all and self.model.content is not None:
+            make_plain(self.model.content)
+        return found
+
+
+class Managed:
+    """Offload ``comfyui``: ComfyUI decides what of each part is on the device, and when it leaves.
+
+    Args:
+        parts: the modules by name. device: where they execute; None asks ComfyUI at each use.
+        terms: parts that compute elsewhere, bytes that are left to others, and where costs are kept.
+    """
+
+    mode = MODE
+
+    def __init__(self, parts: ReadsParts, device: torch.device | None = None, terms: Terms | None = None) -> None:
+        self.parts, self._chosen, self.terms = parts, device, terms or Terms()
+        self.patchers: dict[str, PartPatcher] = {}
+        self.account = Account(self.terms.state)
+        self._short: dict[str, int] = {}  # by part, bytes that it turned out to need beside its estimate
+        self._refused: dict[str, int] = {}  # those that were not to be had as it moved: until a stage with it is done
+
+    def __repr__(self) -> str:
+        apart = "".join(f", {part} on {place}" for part, place in self.terms.devices.items() if place != self.device)
+        return f"offload {self.mode} on {self.device}{apart}"
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parts execute."""
+        return self._chosen or compute_device()
+
+    def device_of(self, part: str) -> torch.device:
+        """Where ``part`` computes."""
+        return self.terms.devices.get("text_encoder" if part.startswith("text_encoder") else part, self.device)
+
+    @property
+    def patcher(self) -> PartPatcher:
+        """The transformer's; what ComfyUI's caches recognise a model by."""
+        return self.patcher_of("transformer")
+
+    def get_models(self) -> list[PartPatcher]:
+        """The patchers of every part that was used."""
+        return list(self.patchers.values())
+
+    def is_dynamic(self) -> bool:
+        """Whether ComfyUI pages the weights by itself: never here."""
+        return False
+
+    def patcher_of(self, part: str, shell: Any = None) -> PartPatcher:
+        """The one patcher of a part, made when it is first asked for.
+
+        Args:
+            shell: what it is to be made over, for a part that core's nodes drive too.
+        """
+        known, device = self.patchers.get(part), self.device_of(part)
+        if known is not None and known.load_device == device and shell in (None, known.model):
+            return known
+        if known is not None:
+            unload(known)
+        shell = shell or (known.model if known is not None else _holder(part)(self.parts, part))
+        self.patchers[part] = PartPatcher(shell, device, _offload_device(part))
+        self.patchers[part].account = self.account
+        self.patchers[part].locks = self.terms.host.kinds.get(part) != DISK
+        return self.patchers[part]
+
+    @contextmanager
+    def hold(self, part: str, activation_bytes: int = 0, progress: Any = None) -> Iterator[nn.Module]:
+        """The part, able to run on its device; ComfyUI keeps ``activation_bytes`` free beside its weights."""
+        module, patcher = self.parts.read(part, progress), self.patcher_of(part)
+        if patcher.model.content is not module:  # read anew, or never seen
+            unload(patcher)
+            patcher.model.put(module)
+        if patcher.loaded_size() and make_native(module, self.device_of(part), self.account):
+            unload(patcher)  # a change gave it layers of its own
+        patcher.watcher = _watcher(part, patcher.model_size() - patcher.loaded_size(), progress)
+        started, before = time.perf_counter(), patcher.loaded_size()
+        try:
+            while not self._loaded(part, patcher, activation_bytes + self.terms.keep_free):
+                streamed = self._lowered(part, patcher, activation_bytes + self.terms.keep_free)
+                if progress is not None:
+                    progress.say(f"memory ran out while the {part} moved: goes on with {streamed} of it streamed")
+        finally:
+            patcher.watcher = patcher.beside = None
+            self.account.add(max(0, patcher.loaded_size() - before), time.perf_counter() - started)
+        yield module
+        self._refused.pop(part, None)  # another program may have had them for a moment
+
+    def _loaded(self, part: str, patcher: PartPatcher, needed: int) -> bool:
+        """Whether the part is on the device as far as there is room; not where memory ran out, but less may fit."""
+        patcher.beside = needed + self._unknown(part)
+        try:
+            comfy.model_management.load_models_gpu([patcher], memory_required=patcher.beside)
+        except RuntimeError as error:
+            if kind_of(error) != MEMORY or not self._room(part, patcher, needed) > 0:
+                raise
+            return False
+        return True
+
+    def _room(self, part: str, patcher: PartPatcher, needed: int) -> float:
+        """Bytes that weights of ``part`` would be given beside ``needed``, were it alone on its device."""
+        unload(patcher)
+        comfy.model_management.free_memory(EVERYTHING, patcher.load_device)
+        free: float = comfy.model_management.get_free_memory(patcher.load_device)
+        return min(patcher.model_size(), free - needed - self._unknown(part))
+
+    def _unknown(self, part: str) -> int:
+        """Bytes that ``part`` needs beside its estimate, as far as running out of memory has shown."""
+        return self._short.get(part, 0) + self._refused.get(part, 0)
+
+    def _lowered(self, part: str, patcher: PartPatcher, needed: int) -> str:
+        """Give half of the room to what the estimate did not know of, or all where that is little; what is streamed."""
+        size, room = patcher.model_size(), self._room(part, patcher, needed)
+        free = comfy.model_management.get_free_memory(patcher.load_device)
+        left = room / 2 if room > size / 4 else 0
+        self._refused[part] = int(free - needed - left) - self._short.get(part, 0)
+        return amount(size - left, size)
+
+    def take_off(self, part: str) -> None:
+        """Take the part off the device, with its own classes back, so that it can be changed; it stays in memory."""
+        patcher = self.patchers.get(part)
+        if patcher is not None:
+            unload(patcher)
+            patcher.model.put(None)
+
+    def release(self, part: str) -> None:
+        """Take the part off the device; where that is the host, free its memory."""
+        self.take_off(part)
+        if self.device_of(part).type == HOST.type:
+            self.parts.drop(part)
+
+    def step_down(self, part: str, *beside: str) -> str:
+        """Make room while ``part`` is in use: all other models leave, then half of what it has on the device.
+
+        Args:
+            beside: other parts of the same stage; whichever has most on the device is meant.
+
+        Returns:
+            What was done, in words; empty where nothing is left to do.
+        """
+        used = {name: self.patchers[name].loaded_size() for name in (part, *beside) if name in self.patchers}
+        part = max(used, key=lambda name: used[name], default=part)
+        patcher, management = self.patcher_of(part), comfy.model_management
+        if patcher.load_device.type == HOST.type:
+            return ""
+        loaded = management.current_loaded_models
+        ours = [item for item in loaded if item.model is not None and item.model.is_clone(patcher)]
+        if any(item not in ours and item.device == patcher.load_device for item in loaded):
+            management.free_memory(EVERYTHING, patcher.load_device, ours)
+            return "without other models on the device"
+        before = patcher.loaded_size()
+        patcher.partially_unload(patcher.offload_device, before // 2)
+        freed = before - patcher.loaded_size()
+        self._short[part] = self._short.get(part, 0) + freed
+        size = patcher.model_size()
+        return f"with {amount(size - before + freed, size)} of the {part} streamed" if freed else ""
+
+
+def managed(parts: ReadsParts, device: torch.device, terms: Terms | None = None) -> Managed:
+    """The residency for a pipeline whose facts are of ``device``."""
+    return Managed(parts, None if device == compute_device() else device, terms)
+
+
+def manager_of(loaded: Any) -> Managed | None:
+    """The residency of a pipeline where it is ComfyUI's, whatever stands before it; else None."""
+    residency = getattr(loaded.residency, "inner", loaded.residency)
+    return residency if isinstance(residency, Managed) else None
+
+
+def unload(patcher: PartPatcher) -> None:
+    """Send home what a patcher and its clones have on the device."""
+    loaded = comfy.model_management.current_loaded_models
+    others = [item for item in loaded if item.model is None or not item.model.is_clone(patcher)]
+    if len(others) < len(loaded):
+        comfy.model_management.free_memory(EVERYTHING, patcher.load_device, others)
+    patcher.detach()
+
+
+def _leave(holder: Any, taker: Any) -> None:
+    """Make the shell ``holder`` give up its part, off the device, where another shell is about to hold it."""
+    if holder is None or holder is taker:
+        return
+    for item in list(comfy.model_management.current_loaded_models):
+        if item.model is not None and item.model.model is holder:
+            unload(item.model)
+    holder.put(None)
+
+
+def _offload_device(part: str) -> torch.device:
+    management = comfy.model_management
+    if part == "transformer":
+        return torch.device(management.unet_offload_device())
+    return torch.device(management.vae_offload_device() if part == "vae" else management.text_encoder_offload_device())
+
+
+def _watcher(part: str, total: int, progress: Any) -> Callable[[int], None] | None:
+    """Tells ``progress`` of bytes that have arrived; None where nobody listens or nothing has to move."""
+    if progress is None or total <= 0:
+        return None
+    done = 0
+
+    def moved(size: int) -> None:
+        nonlocal done
+        done = min(done + size, total)
+        progress.step(done, total, f"moving {part} {amount(done, total)}")
+
+    return moved

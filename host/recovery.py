@@ -1,0 +1,82 @@
+"""Latents kept by themselves after each sampling, in ComfyUI's user directory.
+
+Not in its temporary folder: ComfyUI empties that one when it ends and when it starts, so a crash would cost them.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import comfy.latent_formats
+
+from ..pipelines.base import Latents
+from ..pipelines.latents import recovery
+from ..pipelines.latents.recovery import Kept, KeptSections
+from .folders import kept_folder
+from .progress import LATENT_FORMATS
+
+log = logging.getLogger(__name__)
+
+NEWEST = "newest"
+THUMBNAIL_PIXELS = 160
+
+
+def keep(latents: Latents, say: Callable[[str], None]) -> str:
+    """Keep sampled latents and return their id; empty, and said, where they could not be kept."""
+    return recovery.keep(kept_folder(), latents, say)
+
+
+def section_keeper(say: Callable[[str], None]) -> KeptSections:
+    """Who keeps FramePack's finished sections, and knows those of a sampling that was cut short."""
+    return KeptSections(kept_folder(), say)
+
+
+def listing() -> list[Kept]:
+    """What is kept, newest first: id, name, family, bytes, date, seed, frames, size, prompt, what is unfinished."""
+    return recovery.listing(kept_folder())
+
+
+def load(name: str, say: Callable[[str], None] = log.info) -> dict[str, Any]:
+    """The kept LATENT of an id, or of the newest one for ``newest``.
+
+    Raises:
+        CheckpointError: none of that id is kept.
+    """
+    return recovery.load(kept_folder(), name, say)
+
+
+def choices() -> list[str]:
+    """What the recover node lists: ``newest``, then every id."""
+    return [NEWEST, *(item.id for item in listing())]
+
+
+def stamp(name: str) -> tuple[str, int]:
+    """Changes when another file is meant: the id, and when it was written."""
+    path = recovery.path_of(kept_folder(), name)
+    return path.stem, path.stat().st_mtime_ns
+
+
+def thumbnail(name: str) -> bytes | None:
+    """A small JPEG of the middle frame, by the family's rough colours; None where there are none for it.
+
+    Raises:
+        CheckpointError: none of that id is kept.
+    """
+    import torch
+    from PIL import Image
+
+    latent = load(name)
+    found = LATENT_FORMATS.get(latent.get("anygpu", {}).get("family", ""), comfy.latent_formats.LatentFormat)()
+    samples, factors = found.process_in(latent["samples"]), found.latent_rgb_factors
+    if factors is None or len(factors) != samples.shape[1]:
+        return None
+    bias = torch.tensor(found.latent_rgb_factors_bias or [0.0, 0.0, 0.0])
+    frame = samples[0, :, samples.shape[2] // 2].movedim(0, -1) @ torch.tensor(factors) + bias
+    pixels = ((frame.clamp(-1, 1) + 1) * 127.5).to(torch.uint8).numpy()
+    picture, target = Image.fromarray(pixels), io.BytesIO()
+    scale = THUMBNAIL_PIXELS / max(picture.size)
+    picture.resize([max(1, round(side * scale)) for side in picture.size]).save(target, "JPEG", quality=85)
+    return target.getvalue()

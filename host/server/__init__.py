@@ -1,0 +1,1 @@
+"""What the side bar asks over HTTP."""

@@ -1,0 +1,101 @@
+"""What the side bar shows of this machine and of the last run, as plain values; outlook.py tells of a graph."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from ...compat.device.facts import GIBIBYTE, DeviceFacts, facts_for, free_bytes
+from ...compat.device.probe_results import answers_of
+from ...compat.device.probe_status import lights
+from ...compat.device.probe_store import UNKNOWN
+from ...compat.device.report import report_on
+from ...compat.errors import PackError
+from ...compat.memory.statistics import StageCost, kept_stages
+from ...pipelines import limits
+from ...pipelines.loading.published import first_steps
+from ...pipelines.report import TITLES
+from .. import folders, memory_manager
+
+_facts: dict[str, DeviceFacts] = {}
+_tooltips: dict[tuple[str, str], str] = {}
+
+
+def facts() -> DeviceFacts:
+    """Facts about the device that ComfyUI computes on, gathered once per device."""
+    return _facts_of(str(memory_manager.compute_device()))
+
+
+def limit_tooltip(name: str) -> str:
+    """What an input of the load node cannot do on this machine, to append to its tooltip; empty for nothing."""
+    key = (str(memory_manager.compute_device()), name)
+    if key not in _tooltips:
+        _tooltips[key] = limits.tooltip(facts(), name)
+    return _tooltips[key]
+
+
+def limit_lines() -> list[str]:
+    """What cannot work on this machine, as the last line of the status under the load node; none for nothing."""
+    return [line] if (line := limits.line(facts())) else []
+
+
+def first_run() -> str:
+    """What to do while no model is installed; empty once there is one."""
+    if folders.models():
+        return ""
+    here, host = facts(), _facts_of("cpu").total_bytes
+    size = f"{here.name}, {host / GIBIBYTE:.0f} GB of host memory"
+    return first_steps(folders.model_roots(), size, host)
+
+
+def memory_now() -> dict[str, Any]:
+    """Bytes free and in all, of the device and of the host; ``free`` of the device is None where nobody tells."""
+    here, host = facts(), _facts_of("cpu")
+    return {
+        "device": {"name": here.name, "free": free_bytes(here.device), "total": here.total_bytes},
+        "host": {"name": host.name, "free": free_bytes(host.device), "total": host.total_bytes},
+        "shared": here.device.type == host.device.type,
+    }
+
+
+def machine(again: bool = False) -> dict[str, Any]:
+    """The device, its memory, a light per probe, and the report on it; nothing is asked unless ``again``.
+
+    Raises:
+        UnsupportedError: the device has gone.
+    """
+    here = facts()
+    store = answers_of(here, folders.state_folder())
+    if again:
+        store.ask_all(again=True)
+    known = store.without_asking()
+    report = report_on(here, known, TITLES, free_bytes(here.device), note=store.note)
+    return {
+        "device": str(here),
+        "memory": memory_now(),
+        "lights": [asdict(light) for light in lights(here, known)],
+        "asked": all(answer.status != UNKNOWN for answer in known.values()),
+        "sections": [
+            {"heading": heading, "lines": [asdict(line) for line in lines]} for heading, lines in report.sections
+        ],
+        "limits": limits.limits(here),
+        "first_run": first_run(),
+    }
+
+
+def last_costs(before: list[StageCost]) -> list[dict[str, Any]]:
+    """What each stage cost that has ended since ``before`` was all that was kept."""
+    kept, marks = kept_stages(folders.state_folder()), before[-1:]
+    first = next((place + 1 for place in reversed(range(len(kept))) if kept[place : place + 1] == marks), 0)
+    return [{**asdict(cost), "ratio": cost.ratio if cost.moved_bytes else 1.0} for cost in kept[first:]]
+
+
+def said(error: PackError) -> dict[str, str]:
+    """An error as its three parts."""
+    return {"found": error.found, "expected": error.expected, "fix": error.fix}
+
+
+def _facts_of(device: str) -> DeviceFacts:
+    if device not in _facts:
+        _facts[device] = facts_for(device)
+    return _facts[device]

@@ -1,0 +1,213 @@
+"""The HTTP routes of the side bar: all read, but for two that ask the device again and recover a kept latent.
+
+Every body is small JSON and checked here; no text from a client ever becomes a path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+from server import PromptServer
+
+from ...compat.errors import InputError, PackError
+from .. import recovery
+from . import forecast as outlook
+from . import panel, runs
+
+PREFIX = "/anygpu"
+PACK = Path(__file__).parents[2].name  # under which ComfyUI serves web/
+HELP = f"/extensions/{PACK}/docs/{{node:AnyGPU[A-Za-z0-9]{{1,60}}}}.md"  # the last place where its frontend looks
+MOST_BYTES, MOST_NODES = 4 * 1024 * 1024, 5000
+IDENTITY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
+FRESH = {"Cache-Control": "no-store"}
+Handler = Callable[[web.Request], Awaitable[web.Response]]
+
+
+def add_routes(table: web.RouteTableDef | None = None) -> bool:
+    """Whether the routes were added: not without a server, and not a second time.
+
+    Args:
+        table: where; ComfyUI's own when it is None.
+    """
+    server = getattr(PromptServer, "instance", None)
+    table = table if table is not None else getattr(server, "routes", None)
+    if table is None or any(getattr(route, "path", "").startswith(f"{PREFIX}/") for route in table):
+        return False
+    for method, path, handler in ROUTES:
+        table.route(method, PREFIX + path)(_answering(handler))
+    table.route("GET", HELP)(english)
+    return True
+
+
+async def english(request: web.Request) -> web.Response:
+    """Where the English help of a node is, for languages of ComfyUI in which it has not been written."""
+    return web.Response(status=302, headers={"Location": f"{request.match_info['node']}/en.md"})
+
+
+async def machine(request: web.Request) -> Any:
+    """The device, its memory, lights and report."""
+    return await asyncio.to_thread(panel.machine)
+
+
+async def memory(request: web.Request) -> Any:
+    """Bytes free now."""
+    return panel.memory_now()
+
+
+async def run(request: web.Request) -> Any:
+    """The last run, with what its stages cost."""
+    found = runs.last_run()
+    return {**found, "costs": await asyncio.to_thread(panel.last_costs, runs.costs_before())}
+
+
+async def graph(request: web.Request) -> Any:
+    """What would be decided for the pipelines of the prompt in the body; reads files' headers, changes nothing."""
+    return await asyncio.to_thread(outlook.graph, checked_prompt(await body_of(request)))
+
+
+async def probes(request: web.Request) -> Any:
+    """The machine after asking the device anew; refused while a run is on, whose memory and time it would take."""
+    await body_of(request)
+    if _busy():
+        raise web.HTTPConflict(
+            text=_refusal("a run is in progress", "an idle device", "Wait for its end, or cancel it.")
+        )
+    return await asyncio.to_thread(panel.machine, True)
+
+
+async def latents(request: web.Request) -> Any:
+    """The kept latents, newest first."""
+    return {"latents": [_shown(item) for item in await asyncio.to_thread(recovery.listing)]}
+
+
+async def picture(request: web.Request) -> Any:
+    """A JPEG of one kept latent; 404 for one that has none."""
+    identity = checked_id(request.match_info)
+    found = await asyncio.to_thread(recovery.thumbnail, identity) if identity in _ids() else None
+    if found is None:
+        raise web.HTTPNotFound(text=_refusal("no picture", "an id of the list", "Open the list again."))
+    return web.Response(body=found, content_type="image/jpeg")
+
+
+async def recover(request: web.Request) -> Any:
+    """The node and the value that load one kept latent, after reading it whole to see that it is sound."""
+    identity = checked_id(await body_of(request))
+    if identity not in _ids():
+        raise InputError(f"no kept latent {identity!r}", expected="an id of the list", fix="Open the list again.")
+    await asyncio.to_thread(recovery.load, identity)
+    text = "It is sound. A node that loads it was added: connect it to AnyGPU Decode."
+    return {"node": "AnyGPURecoverLatents", "widget": "kept", "value": identity, "text": text}
+
+
+ROUTES: tuple[tuple[str, str, Callable[[web.Request], Awaitable[Any]]], ...] = (
+    ("GET", "/machine", machine),
+    ("GET", "/memory", memory),
+    ("GET", "/run", run),
+    ("POST", "/graph", graph),
+    ("GET", "/latents", latents),
+    ("GET", "/latents/{id}/picture", picture),
+    ("POST", "/probes", probes),
+    ("POST", "/latents/recover", recover),
+)
+
+
+async def body_of(request: web.Request) -> dict[str, Any]:
+    """The JSON object in the body.
+
+    Raises:
+        InputError: no JSON object. web.HTTPException: another content type, or too long.
+    """
+    if request.content_type != "application/json":
+        raise web.HTTPUnsupportedMediaType(
+            text=_refusal(f"content type {request.content_type!r}", "application/json", "Send JSON.")
+        )
+    received = bytearray()
+    async for chunk in request.content.iter_chunked(65536):
+        received += chunk
+        if len(received) > MOST_BYTES:
+            raise web.HTTPRequestEntityTooLarge(
+                MOST_BYTES, len(received), text=_refusal("a body that is too long", f"{MOST_BYTES} bytes", "Send less.")
+            )
+    try:
+        found = json.loads(bytes(received))
+    except (ValueError, RecursionError) as error:
+        raise InputError("a body that is not JSON", expected="a JSON object", fix="Send JSON.") from error
+    if not isinstance(found, dict):
+        raise InputError(f"JSON of type {type(found).__name__}", expected="a JSON object", fix="Send an object.")
+    return found
+
+
+def checked_prompt(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The prompt in a body: node id to ``class_type`` and ``inputs``.
+
+    Raises:
+        InputError: it has another form, or too many nodes.
+    """
+    prompt = body.get("prompt")
+    expected, fix = "node ids with class_type and inputs", "Send what graphToPrompt() returns as output."
+    if not isinstance(prompt, dict) or len(prompt) > MOST_NODES:
+        raise InputError("no prompt, or one that is too long", expected=expected, fix=fix)
+    for node in prompt.values():
+        if not (
+            isinstance(node, dict) and isinstance(node.get("class_type"), str) and isinstance(node.get("inputs"), dict)
+        ):
+            raise InputError("a node without class_type or inputs", expected=expected, fix=fix)
+    return prompt
+
+
+def checked_id(body: Mapping[str, Any]) -> str:
+    """The id in a body, which names a kept latent and is never part of a path.
+
+    Raises:
+        InputError: it is none.
+    """
+    found = body.get("id")
+    if not isinstance(found, str) or not IDENTITY.fullmatch(found):
+        raise InputError("an id of another form", expected="an id of the list", fix="Take one from the list.")
+    return found
+
+
+def _answering(handler: Callable[[web.Request], Awaitable[Any]]) -> Handler:
+    """A handler whose result goes out as JSON, and whose failures do too, with their three parts."""
+
+    async def answer(request: web.Request) -> web.Response:
+        try:
+            found = await handler(request)
+            return found if isinstance(found, web.Response) else web.json_response(found, headers=FRESH)
+        except PackError as error:
+            return web.json_response({"error": panel.said(error)}, status=400)
+        except web.HTTPException as refusal:
+            return web.Response(status=refusal.status, text=refusal.text, content_type="application/json")
+
+    return answer
+
+
+def _refusal(found: str, expected: str, fix: str) -> str:
+    return json.dumps({"error": {"found": found, "expected": expected, "fix": fix}})
+
+
+def _ids() -> set[str]:
+    return {item.id for item in recovery.listing()}
+
+
+def _shown(item: Any) -> dict[str, str]:
+    """A kept latent in words, and where its picture is."""
+    parts = (f"{item.total_bytes / 1e6:.1f} MB, {item.fps:g} fps", item.unfinished, item.prompt[:120])
+    return {
+        "id": item.id,
+        "title": item.name,
+        "text": "; ".join(filter(None, parts)),
+        "picture": f"{PREFIX}/latents/{item.id}/picture",
+    }
+
+
+def _busy() -> bool:
+    """Whether ComfyUI is running a prompt."""
+    queue = getattr(getattr(PromptServer, "instance", None), "prompt_queue", None)
+    return bool(getattr(queue, "currently_running", None))

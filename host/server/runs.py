@@ -1,0 +1,70 @@
+"""What the nodes of the last run did, as plain values: status, what was said, and the seconds of each stage."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from comfy_execution.utils import get_executing_context
+
+from ...compat.memory.statistics import StageCost, kept_stages
+from .. import folders
+
+_lock = threading.Lock()
+_last: dict[str, Any] = {"prompt": "", "nodes": {}}
+_before: list[StageCost] = []  # what was kept of earlier runs when this one began
+
+
+class NodeRun:
+    """One node of one run; each moment is counted to the stage whose step ended it."""
+
+    def __init__(self, node_id: str | None) -> None:
+        self.started = self._moment = time.monotonic()
+        self.entry: dict[str, Any] = {"stages": {}, "said": [], "status": "", "seconds": 0.0, "done": False}
+        self._stage = ""
+        if node_id is not None:
+            context = get_executing_context()
+            _enter(node_id, "" if context is None else context.prompt_id, self.entry)
+
+    def step(self, stage: str) -> None:
+        """``stage`` has just made a step."""
+        self._stage = stage
+        self._count(stage)
+
+    def finish(self, status: str, said: list[str]) -> None:
+        """The node has ended: what stays under it, and what was said on the way."""
+        self._count(self._stage or "working")
+        self.entry.update(status=status, said=list(said), done=True)
+
+    def snapshot(self) -> dict[str, Any]:
+        """The record so far, for a message that leaves this thread."""
+        return {**self.entry, "stages": dict(self.entry["stages"])}
+
+    def _count(self, stage: str) -> None:
+        now = time.monotonic()
+        self.entry["stages"][stage] = self.entry["stages"].get(stage, 0.0) + now - self._moment
+        self.entry["seconds"] = now - self.started
+        self._moment = now
+
+
+def last_run() -> dict[str, Any]:
+    """The last run: ``prompt``, and ``nodes``, from node id to status, seconds and stages."""
+    with _lock:
+        nodes = {node: {**entry, "stages": dict(entry["stages"])} for node, entry in _last["nodes"].items()}
+        return {"prompt": _last["prompt"], "nodes": nodes}
+
+
+def costs_before() -> list[StageCost]:
+    """The stages that had been kept when the last run began."""
+    with _lock:
+        return list(_before)
+
+
+def _enter(node_id: str, prompt: str, entry: dict[str, Any]) -> None:
+    """Begin a new record when another prompt runs."""
+    with _lock:
+        if _last["prompt"] != prompt:
+            _last.update(prompt=prompt, nodes={})
+            _before[:] = kept_stages(folders.state_folder())
+        _last["nodes"][node_id] = entry

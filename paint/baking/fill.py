@@ -1,0 +1,179 @@
+"""Texels that no view painted: first along the surface, then along the texture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...compat.errors import InputError
+from ...compat.packages import imported
+from ..geometry.mesh import Surface, welded
+from .bake import Baked, texel_places
+
+METHODS = ("auto", "pull_push", "opencv")
+NEAREST = 1e-4  # units of the frame: neighbours closer than this count as that far
+INPAINT_RADIUS = 3  # texels
+SMOOTHINGS = 32  # sweeps after the last new vertex: by then a hole of ten rings has settled
+EXACT_SWEEPS = 6  # the least of the reference's: what reproduces its fixture to half precision
+
+
+def filled(
+    baked: Baked,
+    surface: Surface,
+    method: str = "auto",
+    exact: bool = False,
+    check: Callable[[], None] = lambda: None,
+) -> Tensor:
+    """(T, T, 3): the texture with every texel coloured.
+
+    Args:
+        baked: from :func:`bake.bake`. surface: the same one.
+        method: for what the surface leaves open: "pull_push" in torch, "opencv" (Navier-Stokes, needs the package), or
+            "auto": pull_push.
+        exact: as the reference: each vertex colours one texel, and seams of the texture are borders.
+        check: called between the vertices of ``exact``, one after the other; may raise to cancel.
+
+    Raises:
+        InputError: an unknown method, or nothing is painted at all. MissingPackageError: OpenCV is absent.
+    """
+    if method not in METHODS:
+        raise InputError(
+            f"fill method {method!r}", expected=f"one of {', '.join(METHODS)}", fix="auto needs no package."
+        )
+    if not bool(baked.painted.any()):
+        raise InputError(
+            "a texture without one painted texel",
+            expected="cameras that see the mesh",
+            fix="Check the cameras, and that the faces of the mesh look outwards.",
+        )
+    texture, painted = vertex_filled(baked, surface, exact, check)
+    return navier_stokes(texture, painted) if method == "opencv" else pull_push(texture, painted)
+
+
+def vertex_filled(
+    baked: Baked, surface: Surface, exact: bool = False, check: Callable[[], None] = lambda: None
+) -> tuple[Tensor, Tensor]:
+    """Texture (T, T, 3) and what is painted (T, T) after colours have spread from vertex to vertex.
+
+    By default vertices that unwrapping split are one again, and whole faces are coloured, not single texels.
+    """
+    surface, uvs = surface.with_uvs()
+    size, device = baked.texels.size, baked.texture.device
+    place = texel_places(uvs, size, exact).round().long().clamp(0, size - 1)
+    texel = place[:, 1] * size + place[:, 0]
+    used = torch.zeros(uvs.shape[0], dtype=torch.bool, device=device)
+    used[surface.faces.reshape(-1)] = True
+    own = torch.arange(uvs.shape[0], device=device)
+    if not exact:
+        own = welded(surface.vertices)
+    count = int(own.max()) + 1
+    has = (baked.painted.view(-1)[texel] & used).to(torch.float32)
+    sums = torch.zeros((count, 4), device=device)
+    seen = torch.cat((baked.texture.view(-1, 3)[texel], torch.ones_like(has)[:, None]), dim=1)
+    sums.index_add_(0, own, seen * has[:, None])
+    places = torch.zeros((count, 3), device=device).index_copy_(0, own, surface.vertices)
+    start, faces = sums[:, :3] / sums[:, 3:].clamp(min=1), own[surface.faces]
+    given = (start, sums[:, 3] > 0, places, faces)
+    colours, known = _swept(*given, check) if exact else _spread(*given)
+    texture, painted = baked.texture.clone().view(-1, 3), baked.painted.clone().view(-1)
+    if exact:
+        chosen = (known[own] & used & ~painted[texel]).nonzero()[:, 0]
+        texture[texel[chosen]], painted[texel[chosen]] = colours[own[chosen]], True
+    else:
+        shown = baked.texels.shown
+        corners = own[surface.faces[shown.face]]
+        fit = (known[corners].all(1) & ~painted[shown.pixel]).nonzero()[:, 0]
+        mixed = torch.einsum("pk,pkc->pc", shown.weights[fit], colours[corners[fit]])
+        texture[shown.pixel[fit]], painted[shown.pixel[fit]] = mixed, True
+    return texture.view_as(baked.texture), painted.view_as(baked.painted)
+
+
+def _spread(colours: Tensor, known: Tensor, places: Tensor, faces: Tensor) -> tuple[Tensor, Tensor]:
+    """Colours (N, 3) and which are known (N,) once no uncoloured vertex has a coloured neighbour.
+
+    Each vertex not coloured at first takes the mean of its coloured neighbours, weighted by 1 / distance^2: ring by
+    ring inwards, then again until the hole is smooth.
+    """
+    ends = torch.cat((faces[:, [0, 1]], faces[:, [1, 2]], faces[:, [2, 0]]))
+    ends = torch.cat((ends, ends.flip(1)))
+    ends = ends[~known[ends[:, 0]]]  # only edges that lead to an uncoloured vertex can bring something
+    weights = (places[ends[:, 0]] - places[ends[:, 1]]).norm(dim=1).clamp(min=NEAREST).square().reciprocal()
+    colours, known, settled = colours.clone(), known.clone(), 0
+    while ends.shape[0] and settled < SMOOTHINGS:
+        brings = weights * known[ends[:, 1]]
+        sums = torch.zeros((known.shape[0], 4), device=colours.device)
+        near = torch.cat((colours[ends[:, 1]], torch.ones_like(brings)[:, None]), dim=1)
+        sums.index_add_(0, ends[:, 0], near * brings[:, None])
+        reached = sums[:, 3] > 0
+        settled += not bool((reached & ~known).any())
+        colours[reached], known[reached] = sums[reached, :3] / sums[reached, 3:], True
+    return colours, known
+
+
+def _swept(
+    colours: Tensor, known: Tensor, places: Tensor, faces: Tensor, check: Callable[[], None]
+) -> tuple[Tensor, Tensor]:
+    """The same in the reference's order: vertex after vertex, by faces, each at once from what stands there; slow."""
+    import numpy as np
+
+    target = colours.device
+    paint, done = colours.cpu().double().numpy().copy(), known.cpu().numpy().copy()
+    spots = places.cpu().double().numpy()
+    triangles = faces.cpu().numpy()
+    order = [vertex for vertex in triangles.reshape(-1).tolist() if not done[vertex]]
+    near: dict[int, list[int]] = {vertex: [] for vertex in order}
+    following = np.roll(triangles, -1, axis=1).reshape(-1).tolist()
+    for first, second in zip(triangles.reshape(-1).tolist(), following, strict=True):
+        if first in near:
+            near[first].append(second)
+    weights = {
+        vertex: 1 / np.maximum(np.linalg.norm(spots[vertex] - spots[others], axis=1), NEAREST) ** 2
+        for vertex, others in near.items()
+    }
+    sweeps, grew = 0, True
+    while grew or sweeps < EXACT_SWEEPS:
+        grew = False
+        for vertex in order:
+            check()
+            share = weights[vertex] * done[near[vertex]]
+            if share.sum() > 0:
+                grew = grew or not done[vertex]
+                paint[vertex], done[vertex] = share @ paint[near[vertex]] / share.sum(), True
+        sweeps += 1
+    return torch.from_numpy(paint).to(target, torch.float32), torch.from_numpy(done).to(target)
+
+
+def pull_push(texture: Tensor, painted: Tensor) -> Tensor:
+    """(H, W, 3) with every texel coloured: means of ever larger squares, the smallest that holds paint wins.
+
+    Painted texels stay bit for bit. Source: Gortler et al. 1996, The Lumigraph, section 3.4.
+    """
+    weight = painted[None, None].to(texture.dtype)
+    level = texture.movedim(-1, 0)[None] * weight
+    levels = [(level, weight)]
+    while max(level.shape[-2:]) > 1:
+        odd = (0, level.shape[-1] % 2, 0, level.shape[-2] % 2)
+        level, weight = (F.avg_pool2d(F.pad(values, odd), 2) * 4 for values in (level, weight))
+        level, weight = level / weight.clamp(min=1), weight.clamp(max=1)
+        levels.append((level, weight))
+    for finer, own in reversed(levels[:-1]):
+        coarse = F.interpolate(level, scale_factor=2, mode="bilinear", align_corners=False)
+        coarse = coarse[..., : finer.shape[-2], : finer.shape[-1]]
+        level = torch.where(own > 0, finer, coarse)
+    return torch.where(painted[..., None], texture, level[0].movedim(0, -1))
+
+
+def navier_stokes(texture: Tensor, painted: Tensor) -> Tensor:
+    """(H, W, 3) with the rest painted by OpenCV's Navier-Stokes inpainting in 8 bits, as the reference does.
+
+    Raises:
+        MissingPackageError: OpenCV is absent.
+    """
+    cv2 = imported("cv2")
+    picture = (texture.detach().cpu().clamp(0, 1) * 255).to(torch.uint8).numpy()
+    holes = (~painted).cpu().to(torch.uint8).numpy() * 255
+    done = cv2.inpaint(picture, holes, INPAINT_RADIUS, cv2.INPAINT_NS)
+    return torch.from_numpy(done).to(texture.device, texture.dtype) / 255

@@ -1,0 +1,166 @@
+"""What each stage of painting needs on the device, before anything is read; and what it took, once it has run.
+
+Weights are counted from names and shapes. Activations follow formulas fitted to counts of every living tensor of the
+full-size networks (`tests/paint/counting.py`); `tests/paint/test_needs.py` holds them within 15 %. They count tensors:
+what a vendor's library takes for itself comes on top.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..compat.device.execution import HOST
+from ..compat.memory.statistics import StageNeed
+from .networks.layers import FED_TOKENS
+from .networks.pbr import MATERIALS
+from .networks.vae import REDUCTION
+
+BLOCK = re.compile(r"^(.*?\.\d+)\.")
+MARGIN = 1.15  # what a forecast may be off by
+MODES = ("none", "model", "group", "sequential")  # the fastest first
+BY_BLOCK = ("unet", "text_encoder")  # under offload group; other parts come layer by layer
+WHOLE = "image_encoder"  # in every mode
+ENCODED, DECODED = 644, 768  # features per pixel that the VAE has alive at its peak
+TAUGHT_SIZE, TAUGHT_VIEWS = 512, 6
+STEPPING = {False: "painting", True: "delighting"}
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """How many feature maps of the first level live together: in the residual stream's dtype, and as operands."""
+
+    residual: float
+    operands: float
+
+
+ATTENDING = Copies(12.3, 1.3)  # while the views look at one another
+FEEDING = {"paint": Copies(7.0, 3.1), "paint_pbr": Copies(9.1, 3.1), "delight": Copies(7.0, 3.1)}
+FED = 19.6  # copies, as operands, of the tokens that the feed-forward takes at once
+LOOKING = Copies(7.0, 24.9)  # the reference stream, with what it keeps
+ATTENDED, KEPT = 16.7, 8.4  # copies of the reference's own map while it is attended to, and all the time
+
+
+@dataclass(frozen=True, slots=True)
+class PartBytes:
+    """Bytes of one part on the device: all of it, its largest block, its largest layer."""
+
+    total: int
+    block: int
+    layer: int
+
+    @classmethod
+    def of(cls, entries: Mapping[str, int]) -> PartBytes:
+        """From the bytes of each tensor by name."""
+        blocks: dict[str, int] = {}
+        layers: dict[str, int] = {}
+        for name, size in entries.items():
+            layer = name.rpartition(".")[0]
+            found = BLOCK.match(name)
+            block = found[1] if found else layer
+            layers[layer] = layers.get(layer, 0) + size
+            blocks[block] = blocks.get(block, 0) + size
+        return cls(sum(entries.values()), max(blocks.values(), default=0), max(layers.values(), default=0))
+
+    def resident(self, mode: str, part: str) -> int:
+        """Bytes on the device at once under ``mode``."""
+        if mode in ("none", "model") or part == WHOLE:
+            return self.total
+        return self.block if mode == "group" and part in BY_BLOCK else self.layer
+
+
+def paint_needs(
+    loaded: Any, view_size: int = 0, views: int = 0, guided: bool | None = None, mode: str = "", references: int = 1
+) -> tuple[StageNeed, ...]:
+    """What each stage of a paint or delight pipeline needs, in the order they run.
+
+    Args:
+        loaded: a ``LoadedPaint``. view_size: pixels; views: cameras; 0 takes what the models were taught. guided: two
+            rows a step; None as published. mode: of :data:`MODES`; by default the pipeline's own.
+        references: pictures of the object.
+    """
+    mode = mode or str(loaded.residency.mode)
+    pixels, delight = view_size or TAUGHT_SIZE, loaded.family == "delight"
+    rows = 1 + int(loaded.variant in ("v2-0", "v2-1") and not delight if guided is None else guided)
+    materials = MATERIALS if loaded.family == "paint_pbr" else 1
+    pictures = rows if delight else rows * (views or TAUGHT_VIEWS) * materials
+    side, dtype = pixels // REDUCTION, loaded.precision.vae
+    active = [  # one picture, or 77 tokens, take less than a layer
+        ("text", "text_encoder", 0),
+        ("encoding", "vae", encoding_bytes(pixels, pixels, dtype)),
+        ("image", "image_encoder", 0),
+        ("reference", "reference", looking_bytes(loaded, references, (side, side))),
+        (STEPPING[delight], "unet", step_bytes(loaded, pictures, (side, side), 0 if delight else references)),
+        ("decoding", "vae", decoding_bytes(pixels, pixels, dtype)),
+    ]
+    found, stays = [], dict[str, int]()
+    for name, part, activations in active:
+        if part not in loaded.weights:
+            continue
+        kept = sum(size for other, size in stays.items() if other != part)
+        found.append(StageNeed(name, kept, loaded.weights[part].resident(mode, part), activations))
+        if mode == "none" and not part.endswith("_encoder"):  # these leave after their one use
+            stays[part] = loaded.weights[part].total
+    return tuple(found)
+
+
+def step_bytes(loaded: Any, pictures: int, size: tuple[int, int], references: int = 1) -> int:
+    """Activations at the peak of one forward of the UNet.
+
+    Args:
+        pictures: rows times materials times views. size: of the latents. references: pictures kept; 0 for delight.
+    """
+    fed = min(pictures * size[0] * size[1], max(FED_TOKENS, size[0] * size[1])) / (size[0] * size[1])
+    attending = map_bytes(loaded, pictures, size, ATTENDING) + map_bytes(loaded, references, size, Copies(0, ATTENDED))
+    feeding = map_bytes(loaded, pictures, size, FEEDING[loaded.family]) + map_bytes(loaded, fed, size, Copies(0, FED))
+    return max(attending, feeding + map_bytes(loaded, references, size, Copies(0, KEPT)))
+
+
+def looking_bytes(loaded: Any, references: int, size: tuple[int, int]) -> int:
+    """Activations at the peak of the reference stream, what it keeps among them."""
+    return map_bytes(loaded, references, size, LOOKING)
+
+
+def map_bytes(loaded: Any, pictures: float, size: tuple[int, int], copies: Copies) -> int:
+    """Bytes of ``copies`` of the first level's feature maps of ``pictures`` latents of ``size``."""
+    precision = loaded.precision
+    operands = (precision.compute or precision.transformer).itemsize
+    residual = (precision.residual or precision.compute or precision.transformer).itemsize
+    features = pictures * size[0] * size[1] * loaded.shape.widths[0]
+    return int(features * (copies.residual * residual + copies.operands * operands))
+
+
+def encoding_bytes(height: int, width: int, dtype: torch.dtype) -> int:
+    """Activations at the peak of encoding one picture."""
+    return height * width * ENCODED * dtype.itemsize
+
+
+def decoding_bytes(height: int, width: int, dtype: torch.dtype) -> int:
+    """Activations at the peak of decoding one picture."""
+    return height * width * DECODED * dtype.itemsize
+
+
+def asked(activations: int) -> int:
+    """Bytes to keep free for a forward whose activations are forecast."""
+    return int(activations * MARGIN)
+
+
+@contextmanager
+def costed(loaded: Any, stage: str, progress: Any) -> Iterator[None]:
+    """The block as a stage of the pipeline's account: peak, traffic and time, told to a progress that shows them."""
+    account = getattr(loaded.residency, "account", None)
+    if account is None:
+        yield
+        return
+    residency = loaded.residency
+    with account.stage(stage, f"{loaded.family} {loaded.variant}", residency.mode, residency.device) as cost:
+        yield
+        cost.mode = residency.mode
+    told = getattr(progress, "cost", None)
+    if told is not None and residency.device.type != HOST.type:
+        told(str(cost))

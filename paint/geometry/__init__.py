@@ -1,0 +1,1 @@
+"""Meshes, cameras, and what each camera sees."""

@@ -1,0 +1,177 @@
+"""Where the views are taken from: orthographic cameras round the mesh, and what the model calls them.
+
+Frame: glTF axes, the mesh centred and scaled so that its farthest vertex is at 0.575. Azimuth 0 looks at the +Z face,
+90 at the +X face; elevation 90 looks down. A camera's distance does not change an orthographic picture.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...compat.errors import InputError
+
+ORTHO_SCALE = 1.2  # width of the picture in units of the frame
+RADIUS = 0.575  # of the farthest vertex
+AZIMUTH_STEP = 30  # degrees between the azimuths that the model was taught
+VIEWS_LIMIT = 44  # every camera that the model has a name for
+KNOWN_ELEVATIONS: dict[str, tuple[int, ...] | None] = {  # family -> degrees; None: the network is told no camera
+    "paint": (-90, -20, 0, 20, 90),
+    "paint_pbr": None,
+}
+FIRST_ID = {-20: 0, 0: 12, 20: 24, -90: 36, 90: 40}  # row of the embedding table where an elevation starts
+Axis = tuple[float, float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Camera:
+    """One view: degrees, and how much it counts where views overlap."""
+
+    azimuth: float
+    elevation: float
+    weight: float = 1.0
+
+    def axes(self) -> tuple[Axis, Axis, Axis]:
+        """Unit vectors of the picture in the frame: right, up, and towards the camera."""
+        a, e = math.radians(self.azimuth), math.radians(self.elevation)
+        towards = (math.sin(a) * math.cos(e), math.sin(e), math.cos(a) * math.cos(e))
+        right = (math.cos(a), 0.0, -math.sin(a))
+        up = (
+            towards[1] * right[2] - towards[2] * right[1],
+            towards[2] * right[0] - towards[0] * right[2],
+            towards[0] * right[1] - towards[1] * right[0],
+        )
+        return right, up, towards
+
+
+@dataclass(frozen=True, slots=True)
+class CameraTable:
+    """Cameras in the order they are painted and merged, and the width they see in units of the frame."""
+
+    cameras: tuple[Camera, ...]
+    ortho_scale: float = ORTHO_SCALE
+
+    def __len__(self) -> int:
+        return len(self.cameras)
+
+    def __iter__(self) -> Iterator[Camera]:
+        return iter(self.cameras)
+
+
+DEFAULT_VIEWS = CameraTable(
+    (
+        Camera(0, 0, 1.0),
+        Camera(90, 0, 0.1),
+        Camera(180, 0, 0.5),
+        Camera(270, 0, 0.1),
+        Camera(0, 90, 0.05),
+        Camera(180, -90, 0.05),
+    )
+)
+RING_VIEWS = tuple(
+    Camera(azimuth, elevation, 0.01) for elevation in (20, -20) for azimuth in range(0, 360, AZIMUTH_STEP)
+)
+
+
+def camera_table(
+    azimuths: Sequence[float] | str,
+    elevations: Sequence[float] | str,
+    weights: Sequence[float] | str,
+    ortho_scale: float = ORTHO_SCALE,
+) -> CameraTable:
+    """The cameras that three lists describe, checked.
+
+    Args:
+        azimuths: degrees, any; elevations: degrees, -90..90; weights: 0..1000, not all 0. Each a list or its text,
+            such as "0, 90, 180". Lists of one value count for every view.
+        ortho_scale: width of the picture in units of the frame, 0.1..10; the mesh is up to 1.15 wide.
+
+    Raises:
+        InputError: a value is no number or out of range, or the lists differ in length.
+    """
+    lists = {
+        name: _numbers(values, name)
+        for name, values in (("azimuths", azimuths), ("elevations", elevations), ("weights", weights))
+    }
+    count = max(len(values) for values in lists.values())
+    if any(len(values) not in (1, count) for values in lists.values()) or count > VIEWS_LIMIT:
+        raise InputError(
+            f"cameras with {', '.join(f'{len(values)} {name}' for name, values in lists.items())}",
+            expected=f"lists of one length, at most {VIEWS_LIMIT}",
+            fix="Give each view one azimuth, one elevation and one weight.",
+        )
+    lists = {name: values * count if len(values) == 1 else values for name, values in lists.items()}
+    for name, low, high in (("elevations", -90.0, 90.0), ("weights", 0.0, 1000.0)):
+        wrong = [value for value in lists[name] if not low <= value <= high]
+        if wrong:
+            raise InputError(
+                f"{name} of cameras {wrong}", expected=f"{low:g} to {high:g}", fix="Correct the camera list."
+            )
+    if not any(lists["weights"]):
+        raise InputError("weights of cameras that are all 0", expected="one above 0", fix="Correct the camera list.")
+    if not 0.1 <= ortho_scale <= 10:
+        raise InputError(
+            f"ortho_scale {ortho_scale!r}", expected="0.1 to 10", fix=f"{ORTHO_SCALE} shows the whole mesh."
+        )
+    rows = zip(lists["azimuths"], lists["elevations"], lists["weights"], strict=True)
+    return CameraTable(
+        tuple(Camera(azimuth % 360, elevation, weight) for azimuth, elevation, weight in rows), ortho_scale
+    )
+
+
+def _numbers(values: Sequence[float] | str, name: str) -> list[float]:
+    parts: list[Any] = (
+        values.replace(";", ",").replace("\n", ",").split(",") if isinstance(values, str) else list(values)
+    )
+    parts = [part for part in parts if not (isinstance(part, str) and not part.strip())]
+    try:
+        numbers = [float(part) for part in parts]
+    except (TypeError, ValueError):
+        numbers = []
+    if not numbers or not all(math.isfinite(number) for number in numbers):
+        raise InputError(
+            f"{name} of cameras {values!r}",
+            expected="numbers with commas between",
+            fix='For example "0, 90, 180, 270".',
+        )
+    return numbers
+
+
+def camera_ids(table: CameraTable, family: str = "paint") -> list[int]:
+    """What the multiview UNet calls each camera, 0..43; the pipeline adds its offset of 5 reference ids.
+
+    An azimuth between two steps of 30 degrees takes the lower, as the reference does: see :func:`camera_notes`.
+
+    Raises:
+        InputError: an elevation that the model was not taught.
+    """
+    known = KNOWN_ELEVATIONS[family]
+    if known is None:
+        return [0] * len(table)
+    unknown = sorted({camera.elevation for camera in table if camera.elevation not in known})
+    if unknown:
+        raise InputError(
+            f"elevations {unknown} that this model does not know",
+            expected=f"each one of {', '.join(map(str, known))} degrees",
+            fix="Change the camera list, or use the PBR model, which takes any elevation.",
+        )
+    return [_camera_id(camera) for camera in table]
+
+
+def _camera_id(camera: Camera) -> int:
+    step = (int(camera.azimuth % 360) // AZIMUTH_STEP + 9) % 12
+    elevation = int(camera.elevation)
+    return FIRST_ID[elevation] + (step // 3 if abs(elevation) == 90 else step)
+
+
+def camera_notes(table: CameraTable, family: str = "paint") -> list[str]:
+    """Lines for the user about cameras that work but are not what the model was taught."""
+    notes = []
+    between = [camera.azimuth for camera in table if camera.azimuth % AZIMUTH_STEP]
+    if between and KNOWN_ELEVATIONS[family] is not None:
+        notes.append(f"azimuths {between} lie between the model's steps of {AZIMUTH_STEP} degrees: it hears the lower")
+    if table.ortho_scale < 2 * RADIUS:
+        notes.append(f"ortho_scale {table.ortho_scale:g} may cut off the mesh, which is up to {2 * RADIUS:g} wide")
+    return notes

@@ -1,0 +1,121 @@
+"""A mesh without what painting stumbles over: faces without area, faces twice, broken vertices, small loose pieces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...compat.errors import InputError
+from .mesh import THIN, Mesh, checked_shapes, named_by, numbered, welded
+
+FLOATERS = 0.005  # of all faces, as the published cleaning of generated meshes
+
+
+@dataclass(frozen=True, slots=True)
+class CleanSettings:
+    """What is taken out.
+
+    Args:
+        floaters: pieces with less than this share of all faces, 0..1; 0 keeps all. The largest piece always stays.
+        degenerate: faces without area, and faces that are there twice. broken: faces with a NaN or infinite corner.
+    """
+
+    floaters: float = FLOATERS
+    degenerate: bool = True
+    broken: bool = True
+
+
+def cleaned(mesh: Mesh, settings: CleanSettings = CleanSettings()) -> tuple[Mesh, tuple[str, ...]]:
+    """The mesh without what ``settings`` name, and lines about what went; vertices that no face uses go too.
+
+    Args:
+        mesh: on any device; NaN vertices allowed where ``broken`` takes them out.
+
+    Raises:
+        InputError: an empty mesh, indices outside, a share out of range, or nothing would be left.
+    """
+    if not 0 <= settings.floaters <= 1:
+        raise InputError(f"floaters {settings.floaters}", expected="a share from 0 to 1", fix=f"{FLOATERS} is usual.")
+    checked_shapes(mesh)
+    faces, notes = mesh.faces.detach().cpu().long(), []
+    vertices = mesh.vertices.detach().cpu().double()
+    steps = (
+        (settings.broken, finite, "with a NaN or infinite corner"),
+        (settings.degenerate, solid, "without area"),
+        (settings.degenerate, single, "that were there twice"),
+    )
+    for wanted, keep, said in steps:
+        before = faces.shape[0]
+        if wanted and before:
+            faces = faces[keep(vertices, faces)]
+            notes += [f"{before - faces.shape[0]} faces {said} taken out"] if faces.shape[0] < before else []
+    if settings.floaters and faces.shape[0]:
+        faces, pieces = _without_floaters(vertices, faces, settings.floaters)
+        notes += [f"{pieces} loose pieces taken out"] if pieces else []
+    if not faces.shape[0]:
+        raise InputError(
+            f"a mesh whose {mesh.faces.shape[0]} faces are all broken or without area",
+            expected="a surface",
+            fix="Make or export it again.",
+        )
+    used = named_by(faces, len(vertices)).nonzero()[:, 0]
+    index = torch.zeros(len(vertices), dtype=torch.int64).index_copy_(0, used, torch.arange(len(used)))[faces]
+    if used.shape[0] < mesh.vertices.shape[0]:
+        notes.append(f"{mesh.vertices.shape[0] - used.shape[0]} vertices that no face uses taken out")
+    place = used.to(mesh.vertices.device)
+    uvs = None if mesh.uvs is None else mesh.uvs[used.to(mesh.uvs.device)]
+    return Mesh(mesh.vertices[place], index.to(mesh.faces), uvs), tuple(notes)
+
+
+def finite(vertices: Tensor, faces: Tensor) -> Tensor:
+    """(M,) bool: faces whose corners are all finite."""
+    return torch.isfinite(vertices).all(1)[faces].all(1)
+
+
+def solid(vertices: Tensor, faces: Tensor) -> Tensor:
+    """(M,) bool: faces with an area, as the raster sees it: not thinner than 1e-7 of the mesh; broken ones stay."""
+    corners = vertices[faces]
+    used = corners.reshape(-1, 3)
+    used = used[torch.isfinite(used).all(1)]
+    if not used.shape[0]:
+        return torch.ones(faces.shape[0], dtype=torch.bool)
+    reach = (used.amax(0) - used.amin(0)).norm()
+    longest = (corners - corners.roll(1, 1)).norm(dim=2).amax(1)
+    doubled = torch.linalg.cross(corners[:, 1] - corners[:, 0], corners[:, 2] - corners[:, 0]).norm(dim=1)
+    return (doubled > THIN * reach * longest) | ~finite(vertices, faces)
+
+
+def single(_vertices: Tensor, faces: Tensor) -> Tensor:
+    """(M,) bool: the first of the faces that have the same three corners."""
+    numbers = numbered(faces.sort(1).values)
+    first = torch.full((int(numbers.max()) + 1,), faces.shape[0])
+    first.scatter_reduce_(0, numbers, torch.arange(faces.shape[0]), "amin")
+    return first[numbers] == torch.arange(faces.shape[0])
+
+
+def pieces_of(vertices: Tensor, faces: Tensor) -> Tensor:
+    """(M,) int64: the same number for faces that hang together through shared places, seams of UVs included."""
+    own = welded(vertices)
+    corners = own[faces]
+    label = torch.arange(int(own.max()) + 1)
+    while True:
+        least = label[corners].amin(1)
+        lower = label.clone()
+        for column in range(3):  # the roots of all corners get the least root, then everyone follows to its root
+            lower.scatter_reduce_(0, label[corners[:, column]], least, "amin")
+        while not torch.equal(lower, lower[lower]):
+            lower = lower[lower]
+        if torch.equal(lower, label):
+            return label[corners[:, 0]]
+        label = lower
+
+
+def _without_floaters(vertices: Tensor, faces: Tensor, share: float) -> tuple[Tensor, int]:
+    """Faces of the pieces that are large enough, and how many pieces were not."""
+    numbers = pieces_of(torch.nan_to_num(vertices), faces).unique(return_inverse=True)[1]
+    counts = torch.bincount(numbers)
+    kept = counts >= share * faces.shape[0]
+    kept[counts.argmax()] = True
+    return faces[kept[numbers]], int((~kept).sum())

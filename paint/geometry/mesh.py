@@ -1,0 +1,339 @@
+"""Meshes as plain tensors: checked, put into the frame of the views, read and written through trimesh.
+
+UVs are those of glTF: u to the right, v down, (0, 0) the upper left corner of the picture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...compat.errors import CheckpointError, InputError
+from ...compat.packages import imported
+from .cameras import RADIUS
+
+FORMATS = (".glb", ".gltf", ".obj", ".ply", ".stl")
+MANY_FACES = 100_000  # above it core's Decimate is worth its time before Unwrap
+UNWRAP_SECONDS = 75e-6  # per face: core's UnwrapMesh, 37 s for 500k faces on two CPU cores
+UV_TOLERANCE = 1e-3  # rounding of exporters, half a texel at 512
+UNWRAP = "Use Unwrap Mesh before it."
+FINE = 8192  # steps of float32 over a mesh, below which a fine surface loses its shape
+POLL_SECONDS = 0.1
+THIN = 1e-7  # height of a face in the frame, where the mesh is 1.15 wide: float32 positions are off by half as much
+
+
+@dataclass(frozen=True, eq=False)
+class Mesh:
+    """A triangle mesh.
+
+    Args:
+        vertices: (N, 3) floating, any unit, glTF axes. faces: (M, 3) integer, counter-clockwise from outside.
+        uvs: (N, 2) floating or None; see the module.
+    """
+
+    vertices: Tensor
+    faces: Tensor
+    uvs: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Surface:
+    """A checked mesh in the frame of the views.
+
+    Args:
+        vertices: (N, 3) float32, box centre at 0, farthest vertex at 0.575. faces: (M, 3) int64, none without area.
+        uvs: (N, 2) float32 in 0..1, or None.
+        vertex_normals: (N, 3), unit, the unweighted mean of the faces round a vertex; 0 where there are none.
+        face_normals: (M, 3), unit. centre, scale: frame = (vertex - centre) * scale, float64 on the CPU.
+        notes: lines for the user.
+    """
+
+    vertices: Tensor
+    faces: Tensor
+    uvs: Tensor | None
+    vertex_normals: Tensor
+    face_normals: Tensor
+    centre: Tensor
+    scale: float
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, mesh: Mesh, device: torch.device | str | None = None) -> Surface:
+        """``mesh`` checked and prepared on ``device``, or where it is.
+
+        Raises:
+            InputError: empty, not finite, indices outside, or no face with an area.
+        """
+        checked_shapes(mesh)
+        require_finite_vertices(mesh)
+        # float64 on the CPU: a mesh far from the origin or of tiny scale keeps the digits that its float32 still has
+        vertices, faces = mesh.vertices.detach().cpu().double(), mesh.faces.detach().cpu().long()
+        used = vertices[named_by(faces, len(vertices))]
+        centre = (used.amax(0) + used.amin(0)) / 2
+        radius = float((used - centre).norm(dim=1).max())
+        if radius == 0:
+            raise InputError("a mesh whose vertices are all in one place", expected="a surface", fix="Export it again.")
+        scale = RADIUS / radius
+        vertices = (vertices - centre) * scale
+        corners = vertices[faces]
+        normals = torch.linalg.cross(corners[:, 1] - corners[:, 0], corners[:, 2] - corners[:, 0])
+        areas = normals.norm(dim=1) / 2
+        longest = (corners - corners.roll(1, 1)).norm(dim=2).amax(1)
+        solid = 2 * areas > THIN * longest
+        if not bool(solid.any()):
+            raise InputError(
+                f"a mesh whose {faces.shape[0]} faces have no area", expected="a surface", fix="Export it again."
+            )
+        faces, face_normals = faces[solid], normals[solid] / (2 * areas[solid])[:, None]
+        sums = torch.zeros_like(vertices).index_add_(0, faces.reshape(-1), face_normals.repeat_interleave(3, 0))
+        vertex_normals = torch.nn.functional.normalize(sums, dim=1)
+        target = torch.device(device) if device is not None else mesh.vertices.device
+        uvs = None if mesh.uvs is None else mesh.uvs.detach().to(target, torch.float32)
+        own = [tensor.to(torch.float32).to(target) for tensor in (vertices, vertex_normals, face_normals)]
+        notes = _notes(mesh, faces, int((~solid).sum()), centre, radius)
+        return cls(own[0], faces.to(target), uvs, own[1], own[2], centre, scale, notes)
+
+    def areas(self) -> Tensor:
+        """(M,) float32: area of each face in the frame."""
+        a, b, c = (self.vertices[self.faces[:, k]] for k in range(3))
+        return torch.linalg.cross(b - a, c - a).norm(dim=1) / 2
+
+    def with_uvs(self) -> tuple[Surface, Tensor]:
+        """This surface and its UVs (N, 2) in 0..1.
+
+        Raises:
+            InputError: there are none, or they are not finite or outside 0..1.
+        """
+        if self.uvs is None:
+            raise InputError("a mesh without UVs", expected="a place in the texture for every face", fix=UNWRAP)
+        used = self.uvs[named_by(self.faces, len(self.uvs))]
+        if not bool(torch.isfinite(used).all()):
+            raise InputError("UVs that are NaN or infinite", expected="numbers from 0 to 1", fix=UNWRAP)
+        low, high = float(used.min()), float(used.max())
+        if low < -UV_TOLERANCE or high > 1 + UV_TOLERANCE:
+            raise InputError(
+                f"UVs from {low:.3g} to {high:.3g}", expected="0 to 1: tiles and UDIMs cannot be painted", fix=UNWRAP
+            )
+        uvs = torch.nan_to_num(self.uvs).clamp(0, 1)
+        if not bool((uv_areas(uvs, self.faces) > 0).any()):
+            raise InputError("UVs without area", expected="a place in the texture for every face", fix=UNWRAP)
+        return replace(self, uvs=uvs), uvs
+
+
+def named_by(faces: Tensor, count: int) -> Tensor:
+    """(N,) bool: which of ``count`` vertices a face of ``faces`` (M, 3) names."""
+    found = torch.zeros(count, dtype=torch.bool, device=faces.device)
+    found[faces.reshape(-1)] = True
+    return found
+
+
+def uv_areas(uvs: Tensor, faces: Tensor) -> Tensor:
+    """(M,): area of each face in the texture, whose own area is 1."""
+    a, b, c = (uvs[faces[:, k]] for k in range(3))
+    return ((b[:, 0] - a[:, 0]) * (c[:, 1] - a[:, 1]) - (c[:, 0] - a[:, 0]) * (b[:, 1] - a[:, 1])).abs() / 2
+
+
+def checked_shapes(mesh: Mesh) -> None:
+    """Raise unless a mesh has triangles whose corners are there."""
+    vertices, faces, uvs = mesh.vertices, mesh.faces, mesh.uvs
+    if vertices.ndim != 2 or vertices.shape[-1] != 3 or faces.ndim != 2 or faces.shape[-1] != 3:
+        raise InputError(
+            f"a mesh with vertices {tuple(vertices.shape)} and faces {tuple(faces.shape)}",
+            expected="(N, 3) and (M, 3): triangles",
+            fix="Pass one mesh, triangulated.",
+        )
+    if not vertices.shape[0] or not faces.shape[0]:
+        raise InputError(
+            f"an empty mesh: {vertices.shape[0]} vertices, {faces.shape[0]} faces",
+            expected="at least one face",
+            fix="Check the node that made it; a point cloud has no surface to paint.",
+        )
+    low, high = int(faces.min()), int(faces.max())
+    if low < 0 or high >= vertices.shape[0]:
+        raise InputError(
+            f"faces that name vertices {low} to {high}",
+            expected=f"0 to {vertices.shape[0] - 1}",
+            fix="The mesh is damaged: load or make it again.",
+        )
+    if uvs is not None and tuple(uvs.shape) != (vertices.shape[0], 2):
+        raise InputError(
+            f"UVs of shape {tuple(uvs.shape)} for {vertices.shape[0]} vertices",
+            expected="one pair for each vertex",
+            fix="Use Unwrap Mesh.",
+        )
+
+
+def require_finite_vertices(mesh: Mesh) -> None:
+    """Raise when a position is NaN or infinite, with how many."""
+    wrong = int((~torch.isfinite(mesh.vertices)).any(1).sum())
+    if wrong:
+        raise InputError(
+            f"{wrong} of {mesh.vertices.shape[0]} vertices are NaN or infinite",
+            expected="finite positions",
+            fix="The mesh is damaged: make it again, or take those faces out with Clean Mesh.",
+        )
+
+
+def _notes(mesh: Mesh, faces: Tensor, dropped: int, centre: Tensor, radius: float) -> tuple[str, ...]:
+    notes = []
+    if dropped:
+        notes.append(f"{dropped} faces without area are left out")
+    notes += size_notes(faces.shape[0])
+    shared = shared_by_many(faces)
+    if shared:
+        notes.append(f"{shared} edges belong to more than two faces: normals there are a mixture")
+    digits = torch.finfo(mesh.vertices.dtype).eps * float(centre.abs().max())
+    if digits > 2 * radius / FINE:
+        notes.append(
+            f"the mesh lies {float(centre.norm()):.3g} from the origin and is {2 * radius:.3g} wide: its numbers have "
+            "too few digits for a fine surface; move it to the origin before exporting"
+        )
+    return tuple(notes)
+
+
+def size_notes(faces: int) -> list[str]:
+    """A line with the time that a large mesh costs; none for an ordinary one."""
+    if faces <= MANY_FACES:
+        return []
+    seconds = faces * UNWRAP_SECONDS
+    return [f"{faces} faces: Unwrap Mesh takes about {seconds:.0f} s on a CPU, less after Decimate Mesh"]
+
+
+def shared_by_many(faces: Tensor) -> int:
+    """How many edges belong to more than two faces."""
+    ends = torch.cat((faces[:, [0, 1]], faces[:, [1, 2]], faces[:, [2, 0]])).sort(1).values
+    keys = (ends[:, 0] * (int(faces.max()) + 1) + ends[:, 1]).sort().values
+    third = keys[2:][keys[2:] == keys[:-2]]
+    return int(third.unique_consecutive().shape[0])
+
+
+def load_mesh(path: Path, check: Callable[[], None] = lambda: None) -> tuple[Mesh, tuple[str, ...]]:
+    """The mesh in a GLB, glTF, OBJ, PLY or STL file, and lines about it; several objects become one.
+
+    Args:
+        check: called ten times a second while the file is read; may raise to cancel.
+
+    Raises:
+        InputError: another format. CheckpointError: no such file, damaged, or nothing in it.
+        MissingPackageError: trimesh is absent.
+    """
+    if path.suffix.lower() not in FORMATS:
+        raise InputError(f"mesh file {path.name!r}", expected=f"one of {', '.join(FORMATS)}", fix="Convert it.")
+    if not path.is_file():
+        raise CheckpointError(f"no mesh file {str(path)!r}", expected="a file", fix="Choose one that exists.")
+    trimesh = imported("trimesh")
+    pool = ThreadPoolExecutor(1)  # the readers cannot be asked to stop: after a cancel one ends unheard
+    reading = pool.submit(lambda: trimesh.load_scene(path, process=False).to_mesh())
+    pool.shutdown(wait=False)
+    while not reading.done():
+        wait((reading,), POLL_SECONDS)
+        check()
+    try:
+        loaded = reading.result()
+    except Exception as error:  # each format's reader raises its own kinds
+        raise CheckpointError(
+            f"mesh file {path.name!r} cannot be read ({type(error).__name__}: {error})",
+            expected="a whole mesh",
+            fix="Export or download it again.",
+        ) from error
+    if not len(getattr(loaded, "faces", ())):
+        raise CheckpointError(f"no faces in {path.name!r}", expected="a mesh", fix="A point cloud cannot be painted.")
+    uvs = getattr(loaded.visual, "uv", None)
+    uvs = None if uvs is None or len(uvs) != len(loaded.vertices) else torch.tensor(uvs, dtype=torch.float32)
+    if uvs is not None:
+        uvs = torch.stack((uvs[:, 0], 1 - uvs[:, 1]), dim=1)  # trimesh counts v upwards, whatever the file does
+    vertices = torch.tensor(loaded.vertices, dtype=torch.float64)
+    faces = torch.tensor(loaded.faces, dtype=torch.int64)
+    if path.suffix.lower() == ".stl":  # which repeats each corner; others keep vertices apart where their UVs differ
+        own = numbered(vertices + 0.0)  # no negative zeros
+        vertices, faces = vertices.new_zeros(int(own.max()) + 1, 3).index_copy_(0, own, vertices), own[faces]
+    vertices, moved = _near_origin(vertices)
+    textured = "with" if uvs is not None else "no"
+    said = f"{len(faces)} faces, {len(vertices)} vertices, {textured} UVs"
+    return Mesh(vertices, faces, uvs), (said, *moved, *size_notes(len(faces)))
+
+
+def _near_origin(vertices: Tensor) -> tuple[Tensor, list[str]]:
+    """(N, 3) float64 ``vertices`` moved to the origin where float32, which nodes hand on, would lose their shape."""
+    whole = vertices[torch.isfinite(vertices).all(1)]
+    if not whole.shape[0]:
+        return vertices, []
+    low, high = whole.amin(0), whole.amax(0)
+    centre, width = (low + high) / 2, float((high - low).max())
+    if torch.finfo(torch.float32).eps * float(centre.abs().max()) <= width / FINE:
+        return vertices, []
+    return vertices - centre, [f"moved to the origin: it lay {float(centre.norm()):.3g} away and is {width:.3g} wide"]
+
+
+def write_glb(path: Path, mesh: Mesh, texture: Tensor, metallic_roughness: Tensor | None = None) -> Path:
+    """A GLB with the texture at ``path``, which is returned.
+
+    Args:
+        texture: (T, T, 3) in 0..1. metallic_roughness: the same, R metallic, G roughness as the PBR model paints them.
+
+    Raises:
+        MissingPackageError: trimesh is absent. InputError: the mesh has no UVs.
+    """
+    trimesh = imported("trimesh")
+    if mesh.uvs is None:
+        raise InputError("a mesh without UVs", expected="a place in the texture for every face", fix=UNWRAP)
+    material: dict[str, Any] = {"baseColorTexture": _picture(texture), "metallicFactor": 0.0, "roughnessFactor": 1.0}
+    if metallic_roughness is not None:  # glTF reads roughness from G and metallic from B
+        metallic, roughness = metallic_roughness[..., 0], metallic_roughness[..., 1]
+        packed = torch.stack((torch.zeros_like(metallic), roughness, metallic), dim=-1)
+        material |= {"metallicRoughnessTexture": _picture(packed), "metallicFactor": 1.0}
+    uvs = torch.stack((mesh.uvs[:, 0], 1 - mesh.uvs[:, 1]), dim=1).detach().cpu().numpy()
+    visual = trimesh.visual.TextureVisuals(uv=uvs, material=trimesh.visual.material.PBRMaterial(**material))
+    normals = welded_normals(mesh.vertices.detach().cpu().double(), mesh.faces.detach().cpu().long())
+    made = trimesh.Trimesh(
+        mesh.vertices.detach().cpu().numpy(),
+        mesh.faces.detach().cpu().numpy(),
+        vertex_normals=normals.numpy(),
+        visual=visual,
+        process=False,
+    )
+    path.write_bytes(made.export(file_type="glb", include_normals=True))
+    return path
+
+
+def numbered(rows: Tensor) -> Tensor:
+    """(N,) int64: the same number for equal rows of ``rows`` (N, K), bit for bit; 64 bits a value.
+
+    Column by column: sorting numbers is many times faster than sorting rows.
+    """
+    columns = rows.contiguous().view(torch.int64).unbind(1)
+    found = columns[0].unique(return_inverse=True)[1]
+    for column in columns[1:]:
+        other = column.unique(return_inverse=True)[1]
+        found = (found * (other.max() + 1) + other).unique(return_inverse=True)[1]
+    return found
+
+
+def welded(vertices: Tensor) -> Tensor:
+    """(N,) int64: the same number for vertices in one place, up to rounding: 2^-20 of the mesh's width."""
+    low = vertices.amin(0)
+    width = (vertices.amax(0) - low).max().clamp(min=torch.finfo(vertices.dtype).tiny)
+    grid = ((vertices - low) / width * 2**20).round().to(torch.int64)
+    # one key a vertex: sorting numbers is many times faster than sorting rows
+    return (grid[:, 0] << 42 | grid[:, 1] << 21 | grid[:, 2]).unique(return_inverse=True)[1]
+
+
+def welded_normals(vertices: Tensor, faces: Tensor) -> Tensor:
+    """(N, 3) unit: means over faces, weighted by area, that go on across the seams that unwrapping cuts."""
+    same = welded(vertices)
+    corners = vertices[faces]
+    normals = torch.linalg.cross(corners[:, 1] - corners[:, 0], corners[:, 2] - corners[:, 0])
+    sums = torch.zeros_like(vertices).index_add_(0, same[faces].reshape(-1), normals.repeat_interleave(3, 0))
+    return torch.nn.functional.normalize(sums, dim=1, eps=1e-30)[same]
+
+
+def _picture(values: Tensor) -> Any:
+    from PIL import Image
+
+    return Image.fromarray((values.detach().cpu().clamp(0, 1) * 255).round().to(torch.uint8).numpy())

@@ -1,0 +1,281 @@
+"""Which face each pixel shows: one z-buffer in plain torch, used for views and for UV space.
+
+A screen is a tensor (N, 3): column and row in pixels, pixel centres at whole numbers, and a depth that is smaller
+where nearer. Coordinates are snapped to 1/1024 pixel, so inside or outside is decided by exact whole numbers: no cracks
+between faces, and the same pixels covered on every device. Ties of depth go to the lower face.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...compat.packages import imported
+
+logger = logging.getLogger(__name__)
+
+SUBPIXELS = 1024
+DEPTH_STEP = 2.0**-20  # of a depth unit: finer than the reference's 3.8e-4, so thin shells keep their outer side
+FACE_BITS = 31
+SMALL = 64  # px: up to it the edge functions stay below 2^24, where float32 counts exactly
+TILE = 64  # px: larger faces are cut into tiles and counted in int64
+SIDES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)  # boxes are rounded up to these and tried together
+CANDIDATES = {"cpu": 1 << 17}  # pixels tried at once: what a core's cache holds; elsewhere enough to fill a GPU
+CANDIDATES_ELSEWHERE = 1 << 21
+FACES_AT_ONCE = 1 << 17
+POINTS_AT_ONCE = 1 << 20
+FAR = torch.iinfo(torch.int64).max
+
+
+@dataclass(frozen=True, slots=True)
+class Fragments:
+    """The covered pixels of one raster.
+
+    Args:
+        pixel: (P,) int64, row * width + column, ascending. face: (P,) int64.
+        weights: (P, 3) float32, barycentric, each in 0..1, sum 1.
+    """
+
+    pixel: Tensor
+    face: Tensor
+    weights: Tensor
+
+    def interpolated(self, values: Tensor, faces: Tensor) -> Tensor:
+        """(P, C): per-vertex ``values`` (N, C) at each covered pixel."""
+        found = values.new_empty((self.face.shape[0], values.shape[1]))
+        for first in range(0, self.face.shape[0], POINTS_AT_ONCE):
+            part = slice(first, first + POINTS_AT_ONCE)
+            corners, weights = faces[self.face[part]], self.weights[part]
+            a, b, c = (values[corners[:, k]] * weights[:, k, None] for k in range(3))
+            found[part] = a + b + c
+        return found
+
+
+def face_ids(screen: Tensor, faces: Tensor, height: int, width: int, candidates: int | None = None) -> Tensor:
+    """The face in front at each pixel.
+
+    Args:
+        screen: (N, 3) float32, see the module. faces: (M, 3) int64, same device.
+        height, width: of the picture, pixels.
+        candidates: pixels tried at once, about 60 bytes each; None takes what suits the device.
+
+    Returns:
+        (H, W) int32 on the device of ``screen``; -1 where nothing is. Faces without area show nowhere.
+        Peak extra memory: 8 bytes per pixel, 64 MB of face set-up, and the candidates.
+    """
+    device = screen.device
+    if not _reduces_int64(device):
+        return face_ids(screen.cpu(), faces.cpu(), height, width, candidates).to(device)
+    limit = candidates or CANDIDATES.get(device.type, CANDIDATES_ELSEWHERE)
+    spare = SMALL * (width + 1)  # a box rounded up may hang over the last row: what it tries there never wins
+    buffer = torch.full((height * width + spare,), FAR, dtype=torch.int64, device=device)
+    near = screen[:, 2].min() if screen.shape[0] else 0
+    for first in range(0, faces.shape[0], FACES_AT_ONCE):
+        triangles = _Triangles.of(screen, faces[first : first + FACES_AT_ONCE], (height, width), near, first)
+        for pixel, key in _keys(triangles, width, height, limit):
+            buffer.scatter_reduce_(0, pixel, key, "amin", include_self=True)
+    buffer = buffer[: height * width]
+    face = torch.where(buffer == FAR, -1, buffer & ((1 << FACE_BITS) - 1))
+    return face.to(torch.int32).view(height, width)
+
+
+@dataclass(frozen=True, slots=True)
+class _Triangles:
+    """Set-up of the faces that can show: an inside test that only adds and multiplies whole numbers.
+
+    Args:
+        face: (F,) int64. box: (F, 4) int64, first column, first row, columns, rows. plain: (F,) bool, small and whole.
+        edge, across, down: (F, 3) int64: each edge function at the box's first pixel, and its steps.
+        depth: (F, 5) float32: steps of depth there, across, down; least, most.
+    """
+
+    face: Tensor
+    box: Tensor
+    plain: Tensor
+    edge: Tensor
+    across: Tensor
+    down: Tensor
+    depth: Tensor
+
+    @classmethod
+    def of(cls, screen: Tensor, faces: Tensor, size: tuple[int, int], near: Tensor | float, first: int) -> _Triangles:
+        snapped = (screen[:, :2] * SUBPIXELS).round().to(torch.int64)
+        x, y = (snapped[:, axis][faces] for axis in (0, 1))  # each (F, 3)
+        area = (x[:, 1] - x[:, 0]) * (y[:, 2] - y[:, 0]) - (x[:, 2] - x[:, 0]) * (y[:, 1] - y[:, 0])
+        whole_box = [(-(-v.amin(1) // SUBPIXELS), v.amax(1) // SUBPIXELS) for v in (x, y)]
+        (left, right), (top, bottom) = (
+            (low.clamp(min=0), high.clamp(max=edge - 1))
+            for (low, high), edge in zip(whole_box, (size[1], size[0]), strict=True)
+        )
+        kept = ((area != 0) & (right >= left) & (bottom >= top)).nonzero()[:, 0]
+        edges = zip((left, right, top, bottom), (*whole_box[0], *whole_box[1]), strict=True)
+        whole = torch.stack([cut == own for cut, own in edges]).all(0)
+        extent = torch.maximum(x.amax(1) - x.amin(1), y.amax(1) - y.amin(1))
+        plain = (whole & (extent <= SMALL * SUBPIXELS))[kept]
+        box = torch.stack((left, top, right - left + 1, bottom - top + 1), dim=1)[kept]
+        x, y, area, z = x[kept], y[kept], area[kept], screen[:, 2][faces[kept]]
+        sign = area.sign()[:, None]
+        across = (y.roll(-1, 1) - y.roll(-2, 1)) * sign  # of the edge opposite each corner
+        down = (x.roll(-2, 1) - x.roll(-1, 1)) * sign
+        from_x, from_y = box[:, :1] * SUBPIXELS - x.roll(-1, 1), box[:, 1:2] * SUBPIXELS - y.roll(-1, 1)
+        # E + 1024 k >= 0 for a whole k asks the same as floor(E / 1024) + k >= 0: ten bits fewer to carry
+        edge = torch.div(down * from_y + across * from_x, SUBPIXELS, rounding_mode="floor")
+        return cls(kept + first, box, plain, edge, across, down, _depth_plane(x, y, z - near, area, box))
+
+
+def _depth_plane(x: Tensor, y: Tensor, z: Tensor, area: Tensor, box: Tensor) -> Tensor:
+    z = z / DEPTH_STEP
+    (x1, x2), (y1, y2), (z1, z2) = ((v[:, 1] - v[:, 0], v[:, 2] - v[:, 0]) for v in (x, y, z))
+    across = (z1 * y2 - z2 * y1) / area
+    down = (z2 * x1 - z1 * x2) / area
+    start = z[:, 0] + across * (box[:, 0] * SUBPIXELS - x[:, 0]) + down * (box[:, 1] * SUBPIXELS - y[:, 0])
+    return torch.stack((start, across * SUBPIXELS, down * SUBPIXELS, z.amin(1), z.amax(1)), dim=1)
+
+
+def _keys(triangles: _Triangles, width: int, height: int, limit: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """(pixel, key) batches, both (P,) int64; a key is depth then face, or ``FAR`` outside."""
+    columns, rows = (triangles.box[:, k].contiguous() for k in (2, 3))
+    sides = torch.tensor(SIDES, device=columns.device)
+    group = torch.bucketize(columns, sides) * len(SIDES) + torch.bucketize(rows, sides)
+    group = torch.where(triangles.plain, group, len(SIDES) ** 2)
+    order = group.argsort(stable=True)
+    counts = torch.bincount(group, minlength=len(SIDES) ** 2 + 1).tolist()
+    start = 0
+    for index, count in enumerate(counts[:-1]):
+        wide, high = SIDES[index // len(SIDES)], SIDES[index % len(SIDES)]
+        step = max(1, limit // (wide * high))
+        for first in range(start, start + count, step):
+            chosen = order[first : min(first + step, start + count)]
+            yield _small(triangles, chosen, (high, wide), width)
+        start += count
+    yield from _tiles(triangles, order[start:], (height, width), limit)
+
+
+def _small(t: _Triangles, chosen: Tensor, shape: tuple[int, int], width: int) -> tuple[Tensor, Tensor]:
+    """Every pixel of the boxes of small faces, in float32, which is exact there."""
+    device = chosen.device
+    rows = torch.arange(shape[0], device=device)[:, None]
+    columns = torch.arange(shape[1], device=device)
+    edge, across, down = (v[chosen].to(torch.float32)[:, :, None, None] for v in (t.edge, t.across, t.down))
+    depth = t.depth[chosen][:, :, None, None]
+    y, x = rows.to(torch.float32), columns.to(torch.float32)
+    values = (torch.addcmul(torch.addcmul(edge[:, k], down[:, k], y), across[:, k], x) for k in range(3))
+    least = next(values)
+    for value in values:
+        least = torch.minimum(least, value, out=least)
+    steps = torch.addcmul(torch.addcmul(depth[:, 0], depth[:, 2], y), depth[:, 1], x)
+    steps = steps.clamp_(depth[:, 3], depth[:, 4])
+    key = steps.to(torch.int64).mul_(1 << FACE_BITS).add_(t.face[chosen][:, None, None])
+    key.masked_fill_(least < 0, FAR)
+    box = t.box[chosen]
+    pixel = (box[:, 1] * width + box[:, 0])[:, None, None] + (rows * width + columns)
+    return pixel.view(-1), key.view(-1)
+
+
+def _tiles(t: _Triangles, chosen: Tensor, size: tuple[int, int], limit: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Faces that are large or cut by the picture's rim, tile by tile, in int64."""
+    across, down = (-(-t.box[chosen, k] // TILE) for k in (2, 3))
+    owner = torch.repeat_interleave(chosen, across * down)
+    place = torch.arange(owner.shape[0], device=chosen.device)
+    place = place - torch.repeat_interleave((across * down).cumsum(0) - across * down, across * down)
+    columns_of = torch.repeat_interleave(across, across * down)
+    offset = torch.stack((place % columns_of, place // columns_of), dim=1) * TILE
+    reach = TILE - 1  # a tile whose best corner is outside one edge shows nothing of the face
+    best = t.edge[owner] + t.across[owner] * offset[:, :1] + t.down[owner] * offset[:, 1:]
+    best = best + t.across[owner].clamp(min=0) * reach + t.down[owner].clamp(min=0) * reach
+    seen = (best >= 0).all(1)
+    owner, offset = owner[seen], offset[seen]
+    step = max(1, limit // TILE**2)
+    for first in range(0, owner.shape[0], step):
+        yield _tile(t, owner[first : first + step], offset[first : first + step], size)
+
+
+def _tile(t: _Triangles, owner: Tensor, offset: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    steps = torch.arange(TILE, device=owner.device)
+    y = (offset[:, 1, None] + steps)[:, :, None]  # (t, rows, 1), from the box's first row
+    x = (offset[:, 0, None] + steps)[:, None, :]
+    inside = (x < t.box[owner, 2, None, None]) & (y < t.box[owner, 3, None, None])
+    for k in range(3):
+        edge, across, down = (v[owner, k][:, None, None] for v in (t.edge, t.across, t.down))
+        inside = inside & (edge + across * x + down * y >= 0)
+    batch, row, column = inside.nonzero(as_tuple=True)
+    chosen, row, column = owner[batch], y[batch, row, 0], x[batch, 0, column]
+    start, across, down, least, most = t.depth[chosen].unbind(1)
+    depth = torch.minimum(torch.maximum(start + across * column + down * row, least), most)
+    key = depth.to(torch.int64).mul_(1 << FACE_BITS).add_(t.face[chosen])
+    return (t.box[chosen, 1] + row) * size[1] + t.box[chosen, 0] + column, key
+
+
+def fragments(screen: Tensor, faces: Tensor, ids: Tensor) -> Fragments:
+    """Where ``ids`` (H, W) of :func:`face_ids` shows a face, and the place inside it.
+
+    Weights are clamped to the face: snapping lets a pixel lie up to 1/2048 pixel outside.
+    """
+    flat = ids.view(-1)
+    pixel = (flat >= 0).nonzero()[:, 0]
+    face = flat[pixel].to(torch.int64)
+    weights = screen.new_empty((pixel.shape[0], 3))
+    for first in range(0, pixel.shape[0], POINTS_AT_ONCE):
+        part = slice(first, first + POINTS_AT_ONCE)
+        weights[part] = _barycentric(screen, faces[face[part]], pixel[part], ids.shape[1])
+    return Fragments(pixel, face, weights)
+
+
+def _barycentric(screen: Tensor, corners: Tensor, pixel: Tensor, width: int) -> Tensor:
+    """(P, 3): place of each pixel in its triangle of ``corners`` (P, 3), each weight in 0..1."""
+    x0, y0 = screen[:, 0][corners[:, 0]], screen[:, 1][corners[:, 0]]
+    x1, y1, x2, y2 = (screen[:, axis][corners[:, k]] - base for k in (1, 2) for axis, base in ((0, x0), (1, y0)))
+    x, y = (pixel % width).to(x0.dtype) - x0, torch.div(pixel, width, rounding_mode="floor").to(x0.dtype) - y0
+    area = x1 * y2 - x2 * y1
+    area = torch.where(area == 0, torch.ones_like(area), area)
+    second, third = (x * y2 - x2 * y) / area, (x1 * y - x * y1) / area
+    weights = torch.stack((1 - second - third, second, third), dim=1).clamp_(min=0)
+    return weights / weights.sum(1, keepdim=True)
+
+
+def embree_face_ids(screen: Tensor, faces: Tensor, height: int, width: int) -> Tensor:
+    """What :func:`face_ids` returns, by Embree's ray caster: faster on a CPU, needs the package embreex.
+
+    Pixels on an edge or of equal depth may name the other face.
+
+    Raises:
+        MissingPackageError: embreex is absent.
+    """
+    import numpy as np
+
+    scene = imported("embreex.rtcore_scene").EmbreeScene()
+    corners = screen.detach().cpu().to(torch.float32)
+    imported("embreex.mesh_construction").TriangleMesh(scene, corners.numpy(), faces.cpu().to(torch.int32).numpy())
+    start = float(corners[:, 2].min()) - 1.0 if corners.shape[0] else 0.0
+    found, rows_at_once = [], max(1, (1 << 20) // width)
+    for first in range(0, height, rows_at_once):
+        rows = np.arange(first, min(first + rows_at_once, height), dtype=np.float32)
+        rays = np.empty((rows.size, width, 3), dtype=np.float32)
+        rays[..., 0], rays[..., 1], rays[..., 2] = np.arange(width, dtype=np.float32), rows[:, None], start
+        origin = rays.reshape(-1, 3)
+        towards = np.zeros_like(origin)
+        towards[:, 2] = 1
+        found.append(scene.run(origin, towards).astype(np.int32))
+    ids = np.concatenate(found) if found else np.zeros(0, dtype=np.int32)
+    return torch.from_numpy(ids).view(height, width).to(screen.device)
+
+
+CASTERS = {"torch": face_ids, "embree": embree_face_ids}
+
+
+def _reduces_int64(device: torch.device) -> bool:
+    """Whether the device takes the least of int64 keys, which Metal and DirectML may not."""
+    if device.type == "cpu":
+        return True
+    try:
+        probe = torch.tensor([FAR, FAR], device=device)
+        keys = torch.tensor([1 << 40, 1 << 39], device=device)
+        probe.scatter_reduce_(0, torch.tensor([0, 0], device=device), keys, "amin")
+        return probe.tolist() == [1 << 39, FAR]
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        logger.info("views are rasterised on the CPU: %s has no int64 scatter-min (%s)", device, error)
+        return False

@@ -1,0 +1,164 @@
+"""What each camera sees: position and normal maps for the UNet, and the same raster for baking."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...compat.errors import InputError
+from .cameras import DEFAULT_VIEWS, ORTHO_SCALE, RADIUS, RING_VIEWS, Camera, CameraTable
+from .mesh import Surface
+from .raster import CASTERS, Fragments, fragments
+
+VIEW_SIZE = 2048  # px: the published maps are rendered so, then made smaller
+SELECTION_SIZE = 1024
+ENOUGH = 0.01  # of the area: a view that adds less is not worth painting
+SIZES = (16, 8192)
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """One camera's raster.
+
+    Args:
+        camera, size, ortho_scale: as asked; the picture is ``size`` pixels high and wide.
+        ids: (H, W) int32, the face in front or -1. shown: where a face is, and the place inside it.
+        depth: (P,) float32, towards the camera, of each covered pixel.
+    """
+
+    camera: Camera
+    size: int
+    ortho_scale: float
+    ids: Tensor
+    shown: Fragments
+    depth: Tensor
+
+    def image(self, values: Tensor, background: float = 0.0) -> Tensor:
+        """(H, W, C) or (H, W) with ``values`` (P, C) or (P,) at the covered pixels."""
+        shape = (self.size * self.size, *values.shape[1:])
+        canvas = values.new_full(shape, background)
+        canvas[self.shown.pixel] = values
+        return canvas.view(self.size, self.size, *values.shape[1:])
+
+
+@dataclass(frozen=True, eq=False)
+class Maps:
+    """Pictures for the UNet: ``position`` and ``normal`` (V, H, W, 3), 0..1, 8-bit values; ``mask`` (V, H, W) bool."""
+
+    position: Tensor
+    normal: Tensor
+    mask: Tensor
+
+
+def on_screen(points: Tensor, camera: Camera, size: int, ortho_scale: float = ORTHO_SCALE) -> Tensor:
+    """(P, 3): column and row in pixels and depth away from the camera, of ``points`` (P, 3) in the frame.
+
+    The first and last pixel centres lie on the edges of the picture, as in the published maps.
+    """
+    axes = torch.tensor(camera.axes(), dtype=points.dtype, device=points.device)
+    right, up, towards = (points @ axis for axis in axes)
+    column, row = (right / ortho_scale + 0.5) * (size - 1), (0.5 - up / ortho_scale) * (size - 1)
+    return torch.stack((column, row, -towards), dim=1)
+
+
+def rasterised(
+    surface: Surface, camera: Camera, size: int, ortho_scale: float = ORTHO_SCALE, caster: str = "torch"
+) -> View:
+    """What ``camera`` sees of ``surface``.
+
+    Args:
+        size: pixels. caster: "torch", or "embree" where the package embreex is.
+    """
+    screen = on_screen(surface.vertices, camera, size, ortho_scale)
+    ids = CASTERS[caster](screen, surface.faces, size, size)
+    shown = fragments(screen, surface.faces, ids)
+    depth = -shown.interpolated(screen[:, 2:], surface.faces)[:, 0]
+    return View(camera, size, ortho_scale, ids, shown, depth)
+
+
+def rendered_maps(
+    surface: Surface,
+    table: CameraTable = DEFAULT_VIEWS,
+    size: int = VIEW_SIZE,
+    flat: bool = False,
+    caster: str = "torch",
+    collected: torch.device | None = None,
+) -> Maps:
+    """Position and normal maps of every camera, as the checkpoints were trained on.
+
+    Args:
+        surface: in its frame. size: pixels, 16..8192. flat: normals of faces (v2-1) instead of vertices (v2-0).
+        caster: "torch" or "embree". collected: where the maps go, one after the other; None: the surface's device.
+
+    Returns:
+        Maps there; background exactly 1; values cut, not rounded, to 8 bits.
+
+    Raises:
+        InputError: a size out of range.
+    """
+    if not SIZES[0] <= size <= SIZES[1]:
+        raise InputError(
+            f"view size {size}", expected=f"{SIZES[0]} to {SIZES[1]} pixels", fix="2048 suits most meshes."
+        )
+    target, shape = collected or surface.vertices.device, (len(table), size, size)
+    # filled in place: stacked at the end they would be there twice
+    positions, normals = (torch.empty((*shape, 3), device=target) for _ in range(2))
+    masks = torch.empty(shape, dtype=torch.bool, device=target)
+    for index, camera in enumerate(table):
+        view = rasterised(surface, camera, size, table.ortho_scale, caster)
+        place = view.shown.interpolated(surface.vertices, surface.faces)
+        shown, faces = view.shown, surface.faces
+        normal = surface.face_normals[shown.face] if flat else shown.interpolated(surface.vertex_normals, faces)
+        positions[index] = _map(view, place, 1 / (2 * RADIUS))
+        normals[index] = _map(view, normal, 0.5)
+        masks[index] = view.ids >= 0
+    return Maps(positions, normals, masks)
+
+
+def _map(view: View, values: Tensor, gain: float) -> Tensor:
+    """Colours of a map: the maps' axes are X, -Z, Y of glTF."""
+    colours = torch.stack((values[:, 0], -values[:, 2], values[:, 1]), dim=1) * gain + 0.5
+    return view.image((colours.clamp(0, 1) * 255).floor() / 255, background=1.0)
+
+
+def chosen_views(
+    surface: Surface, most: int = 6, candidates: Sequence[Camera] = RING_VIEWS, size: int = SELECTION_SIZE
+) -> tuple[CameraTable, float]:
+    """The six fixed views, then, up to ``most``, each time the candidate that shows most area not seen so far.
+
+    A face counts as seen with one pixel. It ends early when a view would add 1 % or less.
+
+    Args:
+        surface: in its frame. most: 6..12 views. candidates: cameras to choose from; the first wins a tie.
+
+    Returns:
+        The cameras, and the share of the area that they see, 0..1.
+
+    Raises:
+        InputError: ``most`` out of range.
+    """
+    if not len(DEFAULT_VIEWS) <= most <= 12:
+        raise InputError(f"max_views {most}", expected="6 to 12", fix="6 takes the fixed views only.")
+    areas = surface.areas()
+    areas = areas / areas.sum()
+
+    def seen(camera: Camera) -> Tensor:
+        ids = CASTERS["torch"](on_screen(surface.vertices, camera, size), surface.faces, size, size)
+        found = torch.zeros(surface.faces.shape[0] + 1, dtype=torch.bool, device=ids.device)
+        found[ids.view(-1).long()] = True  # -1, the background, falls on the last, spare place
+        return found[:-1]
+
+    cameras = list(DEFAULT_VIEWS)
+    known = torch.stack([seen(camera) for camera in cameras]).any(0)
+    open_views = {camera: seen(camera) for camera in candidates} if most > len(cameras) else {}
+    while open_views and len(cameras) < most:
+        gains = {camera: float(areas[shows & ~known].sum()) for camera, shows in open_views.items()}
+        best = max(gains, key=gains.__getitem__)
+        if gains[best] <= ENOUGH:
+            break
+        known |= open_views.pop(best)
+        cameras.append(best)
+    return CameraTable(tuple(cameras)), float(areas[known].sum())

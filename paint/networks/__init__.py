@@ -1,0 +1,1 @@
+"""The networks: UNets, VAE, encoders, and their weights."""

@@ -1,0 +1,109 @@
+"""The two small encoders: DINOv2 for the reference picture of the PBR model, CLIP for the empty prompt of delight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ...compat.checkpoints.weights import read_json
+from ...compat.device.execution import checked_leaves, execution_device
+from ...compat.errors import CheckpointError
+from ...compat.memory.parts import Reader
+from ...compat.packages import attribute
+from ..estimates import costed
+from .weights import Weights
+
+CLASSES = {"image_encoder": "Dinov2Model", "text_encoder": "CLIPTextModel"}
+MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet
+RESIZED, CROPPED = 256, 224
+FIRST_TOKEN, LAST_TOKEN, TOKENS = 49406, 49407, 77  # of CLIP's vocabulary: an empty prompt holds no other
+PADDING = {"!": 0, "<|endoftext|>": LAST_TOKEN}
+
+
+def encoder_reader(
+    part: str, folder: Path, stored: Weights, dtype: torch.dtype, advance_for: Callable[..., Any]
+) -> Reader:
+    """What reads an encoder of transformers from its folder."""
+
+    def read(progress: Any) -> nn.Module:
+        cls: Any = attribute("transformers", CLASSES[part])
+        with torch.inference_mode(False), torch.no_grad():
+            config = cls.config_class.from_pretrained(str(folder), local_files_only=True)
+            advance = advance_for(part, stored.total_bytes, progress)
+            tensors = stored.read(stored.shapes, lambda _name: dtype, advance)
+            try:
+                module, found = cls.from_pretrained(
+                    None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True
+                )
+            except (RuntimeError, ValueError) as error:
+                raise _misfit(part, folder, str(error).strip().splitlines()[0]) from error
+            if found["missing_keys"]:
+                raise _misfit(part, folder, f"missing {min(found['missing_keys'])!r}")
+            return module.eval().requires_grad_(False)
+
+    return read
+
+
+def dino_states(loaded: Any, picture: Tensor, progress: Any) -> Tensor:
+    """Last hidden states (1, 257, 1536) of a reference picture (H, W, 3) in 0..1; fp32, on the CPU."""
+    device = execution_device(loaded.residency)
+    pixels = dino_pixels(picture)
+    hold = loaded.residency.hold("image_encoder", 0, progress)
+    with costed(loaded, "image", progress), hold as encoder, checked_leaves(encoder, progress.check):
+        found = encoder(pixels.to(device, encoder.dtype)).last_hidden_state
+        found = found.cpu().float()
+    loaded.residency.release("image_encoder")
+    return found
+
+
+def dino_pixels(picture: Tensor) -> Tensor:
+    """(1, 3, 224, 224) from (H, W, 3): shorter side 256, the middle, ImageNet's mean and deviation."""
+    height, width = picture.shape[:2]
+    scale = RESIZED / min(height, width)
+    size = (round(height * scale), round(width * scale))
+    pixels = picture.permute(2, 0, 1)[None].float()
+    pixels = functional.interpolate(pixels, size, mode="bicubic", antialias=True, align_corners=False).clamp(0, 1)
+    top, left = (size[0] - CROPPED) // 2, (size[1] - CROPPED) // 2
+    pixels = pixels[..., top : top + CROPPED, left : left + CROPPED]
+    mean, deviation = (torch.tensor(values)[None, :, None, None] for values in (MEAN, DEVIATION))
+    return (pixels - mean) / deviation
+
+
+def empty_prompt(loaded: Any, progress: Any) -> Tensor:
+    """The encoded empty prompt, (1, 77, D), fp32, on the CPU; afterwards the encoder is off the device."""
+    if "text_encoder" not in loaded.parts.readers:
+        raise CheckpointError(
+            f"no text_encoder for {str(loaded.source)!r}",
+            expected="the folder text_encoder of the delight checkpoint",
+            fix="Download the delight folder whole.",
+        )
+    device = execution_device(loaded.residency)
+    tokens = torch.full((1, TOKENS), _padding(loaded.source))
+    tokens[0, 0], tokens[0, 1] = FIRST_TOKEN, LAST_TOKEN
+    hold = loaded.residency.hold("text_encoder", 0, progress)
+    with costed(loaded, "text", progress), hold as encoder, checked_leaves(encoder, progress.check):
+        found: Tensor = encoder(tokens.to(device)).last_hidden_state.cpu().float()
+    loaded.residency.release("text_encoder")
+    return found
+
+
+def _padding(source: Path) -> int:
+    """What fills the prompt up: Stable Diffusion 2's tokenizer takes "!"."""
+    file = source / "tokenizer" / "special_tokens_map.json"
+    if not file.is_file():
+        return PADDING["!"]
+    token = read_json(file, "the tokenizer's special tokens").get("pad_token", "!")
+    return PADDING.get(token if isinstance(token, str) else token.get("content"), PADDING["!"])
+
+
+def _misfit(part: str, folder: Path, found: str) -> CheckpointError:
+    return CheckpointError(
+        f"the weights of the {part} in {str(folder)!r} do not fit its config.json ({found})",
+        expected=f"the shapes of {CLASSES[part]}",
+        fix="Download config.json and weights from the same place.",
+    )

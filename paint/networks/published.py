@@ -1,0 +1,130 @@
+"""Which networks a paint checkpoint holds, and which tensor of the file belongs where: one to one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...compat.errors import CheckpointError
+from .layers import Dtypes
+from .multiview import LATENT_CHANNELS, TEXT_TOKENS, TEXT_WIDTH, MainStream, ReferenceStream
+from .pbr import PbrStream
+from .unet import STABLE_DIFFUSION_2, UNet, UNetShape
+
+KINDS = ("paint", "paint_pbr", "delight")
+DELIGHT_CHANNELS = 8  # noisy latents and those of the picture
+SIGNS = {  # a tensor that only this kind has
+    "paint": "unet.class_embedding.weight",
+    "paint_pbr": "unet.learned_text_clip_albedo",
+    "delight": "conv_in.weight",
+}
+OWN = ("class_embedding.", "image_proj_model_dino.", "learned_text_clip_")  # beside the UNet proper
+REFERENCE_TEXT = "unet.learned_text_clip_ref"
+ADAPTER = re.compile(r"(^|\.)to_[kv]_ip\.weight$|(^|\.)image_proj_model\.(proj|norm)\.(weight|bias)$")
+LAYER = re.compile(r"^unet\..*\.attn_refview\.to_q\.weight$")
+
+
+def kind_of(names: Iterable[str]) -> str | None:
+    """The kind of checkpoint that holds tensors of these names; None for an unknown one."""
+    known = set(names)
+    return next((kind for kind, sign in SIGNS.items() if sign in known), None)
+
+
+def shape_for(kind: str, config: Mapping[str, Any] | None = None) -> UNetShape:
+    """The sizes of a kind's UNet; of the reference's where there are two.
+
+    Args:
+        config: the UNet's ``config.json``; the published one when None.
+    """
+    channels = DELIGHT_CHANNELS if kind == "delight" else LATENT_CHANNELS
+    return UNetShape.of({**(config or STABLE_DIFFUSION_2), "in_channels": channels})
+
+
+def networks_for(
+    kind: str, config: Mapping[str, Any] | None = None, dtypes: Dtypes | None = None
+) -> dict[str, nn.Module]:
+    """The networks of a kind by part name, without values worth anything; make them under ``torch.device("meta")``.
+
+    Args:
+        kind: one of :data:`KINDS`. config: the UNet's ``config.json``; the published one when None.
+        dtypes: in which they compute.
+    """
+    shape, text = shape_for(kind, config), (TEXT_TOKENS, TEXT_WIDTH)
+    if kind == "delight":
+        return {"unet": UNet(shape, None, dtypes)}
+    if kind == "paint_pbr":
+        return {"unet": PbrStream(shape, dtypes), "reference": ReferenceStream(shape, text, dtypes)}
+    return {"unet": MainStream(shape, dtypes), "reference": ReferenceStream(shape, (1, *text), dtypes)}
+
+
+def located(kind: str, name: str) -> tuple[str, str] | None:
+    """Part and key of the tensor ``name`` of a file; None for a name that no part can have."""
+    if kind == "delight":
+        return "unet", name
+    if name == REFERENCE_TEXT:
+        return "reference", "learned_text_clip_ref"
+    if name.startswith("unet_dual."):
+        return "reference", f"body.{name.removeprefix('unet_dual.')}"
+    if name.startswith("unet."):
+        key = name.removeprefix("unet.")
+        return "unet", key if key.startswith(OWN) else f"body.{key}"
+    return None
+
+
+def published(kind: str, part: str, key: str) -> str:
+    """The name in the file of the tensor ``key`` of a part; the inverse of :func:`located`."""
+    if kind == "delight":
+        return key
+    if part == "reference":
+        return REFERENCE_TEXT if not key.startswith("body.") else f"unet_dual.{key.removeprefix('body.')}"
+    return f"unet.{key.removeprefix('body.')}"
+
+
+def without_adapter(kind: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, tuple[int, ...]], int]:
+    """``shapes`` without the image prompt that nobody feeds in turbo's .safetensors, and how many tensors that were.
+
+    The set is key and value of each layer and four of a projection, 36 at full size. Only the whole set is left out; a
+    part of it stays, and is reported as unexpected.
+    """
+    extra = [name for name in shapes if ADAPTER.search(name)] if kind == "paint" else []
+    if len(extra) != 2 * sum(bool(LAYER.search(name)) for name in shapes) + 4:
+        return dict(shapes), 0
+    return {name: shape for name, shape in shapes.items() if name not in set(extra)}, len(extra)
+
+
+def require_fitting(
+    kind: str, shapes: Mapping[str, tuple[int, ...]], networks: Mapping[str, nn.Module], path: str
+) -> None:
+    """Raise unless the tensors are exactly those of the networks, in names and shapes."""
+    wanted = {
+        published(kind, part, key): tuple(tensor.shape)
+        for part, module in networks.items()
+        for key, tensor in module.state_dict().items()
+    }
+    missing, unexpected = sorted(wanted.keys() - shapes.keys()), sorted(shapes.keys() - wanted.keys())
+    fix = "Download config.json and weights from the same place."
+    if missing or unexpected:
+        found = f"missing tensors {_named(missing)}" if missing else f"unexpected tensors {_named(unexpected)}"
+        raise CheckpointError(f"{found} in {path!r}", expected=f"the {len(wanted)} tensors of a {kind} UNet", fix=fix)
+    wrong = [name for name, shape in wanted.items() if shapes[name] != shape]
+    if wrong:
+        name = wrong[0]
+        raise CheckpointError(
+            f"{name!r} of shape {shapes[name]} in {path!r}", expected=f"{wanted[name]}, as config.json says", fix=fix
+        )
+
+
+def stored_dtype(key: str, dtypes: Dtypes) -> torch.dtype:
+    """The dtype in which a tensor is kept: norms as the residual stream, everything else as operands."""
+    owner = key.rpartition(".")[0].rpartition(".")[2]
+    chosen = dtypes.residual if "norm" in owner else dtypes.compute
+    return chosen or torch.float32
+
+
+def _named(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(map(repr, names[:3])) + more

@@ -1,0 +1,250 @@
+"""Stable Diffusion 2's UNet around any kind of transformer layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ...compat.errors import CheckpointError
+from .layers import Attend, Attention, Dtypes, Layer, Resampled, Residual, TimeEmbedding, Transformer
+
+LayerMaker = Callable[[str, int, int], nn.Module]  # (name, width, heads) -> layer
+CROSS = "CrossAttn"
+REQUIRED: dict[str, Any] = {  # what the published configurations say; a network with another value is another network
+    "act_fn": "silu",
+    "use_linear_projection": True,
+    "flip_sin_to_cos": True,
+    "freq_shift": 0,
+    "norm_eps": 1e-5,
+    "dual_cross_attention": False,
+    "only_cross_attention": False,
+    "center_input_sample": False,
+    "downsample_padding": 1,
+    "mid_block_scale_factor": 1,
+}
+STABLE_DIFFUSION_2: dict[str, Any] = {  # for single files, which come without their config.json
+    "in_channels": 4,
+    "out_channels": 4,
+    "block_out_channels": [320, 640, 1280, 1280],
+    "layers_per_block": 2,
+    "cross_attention_dim": 1024,
+    "attention_head_dim": [5, 10, 20, 20],
+    "norm_num_groups": 32,
+    "down_block_types": ["CrossAttnDownBlock2D"] * 3 + ["DownBlock2D"],
+    "up_block_types": ["UpBlock2D"] + ["CrossAttnUpBlock2D"] * 3,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class UNetShape:
+    """The sizes of one UNet.
+
+    Args:
+        widths: channels of each level. heads: attention heads of each level. attending_down, attending_up: whether a
+            level has transformers, in the order of the forward. depth: residual blocks of a level on the way down.
+    """
+
+    in_channels: int
+    out_channels: int
+    widths: tuple[int, ...]
+    heads: tuple[int, ...]
+    attending_down: tuple[bool, ...]
+    attending_up: tuple[bool, ...]
+    depth: int
+    text_width: int
+    time_width: int
+    groups: int
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> UNetShape:
+        """The shape in a ``config.json``.
+
+        Raises:
+            CheckpointError: the configuration is of another kind of UNet.
+        """
+        for name, value in REQUIRED.items():
+            if config.get(name, value) != value:
+                raise CheckpointError(
+                    f"{name} {config[name]!r} in the configuration of the UNet",
+                    expected=f"{value!r}",
+                    fix="Choose a Hunyuan3D paint or delight folder.",
+                )
+        widths = tuple(config["block_out_channels"])
+        heads = config["attention_head_dim"]
+        return cls(
+            in_channels=int(config["in_channels"]),
+            out_channels=int(config["out_channels"]),
+            widths=widths,
+            heads=tuple(heads) if not isinstance(heads, int) else (heads,) * len(widths),
+            attending_down=tuple(kind.startswith(CROSS) for kind in config["down_block_types"]),
+            attending_up=tuple(kind.startswith(CROSS) for kind in config["up_block_types"]),
+            depth=int(config["layers_per_block"]),
+            text_width=int(config["cross_attention_dim"]),
+            time_width=int(config.get("time_embedding_dim") or 4 * widths[0]),
+            groups=int(config["norm_num_groups"]),
+        )
+
+
+class Block(nn.Module):
+    """Residual blocks of one level, each with its transformer where the level attends, then a change of size."""
+
+    resnets: nn.ModuleList
+    attentions: nn.ModuleList
+    downsamplers: nn.ModuleList
+    upsamplers: nn.ModuleList
+
+    def __init__(self, residuals: list[Residual], attentions: list[Transformer], sampler: Resampled | None) -> None:
+        super().__init__()
+        self.resnets = nn.ModuleList(residuals)
+        if attentions:
+            self.attentions = nn.ModuleList(attentions)
+        if sampler is not None:
+            setattr(self, "upsamplers" if sampler.up else "downsamplers", nn.ModuleList([sampler]))
+
+    def once(self, index: int, x: Tensor, time: Tensor, text: Tensor, run: object) -> Tensor:
+        """One residual block and its transformer."""
+        x = self.resnets[index](x, time)
+        return self.attentions[index](x, text, run) if hasattr(self, "attentions") else x
+
+
+class DownBlock(Block):
+    """A level on the way down."""
+
+    def forward(self, x: Tensor, time: Tensor, text: Tensor, run: object = None) -> list[Tensor]:
+        """The feature map after each residual block, and the smaller one last."""
+        kept = []
+        for index in range(len(self.resnets)):
+            x = self.once(index, x, time, text, run)
+            kept.append(x)
+        return [*kept, self.downsamplers[0](x)] if hasattr(self, "downsamplers") else kept
+
+
+class UpBlock(Block):
+    """A level on the way up."""
+
+    def forward(
+        self,
+        x: Tensor,
+        kept: list[Tensor],
+        time: Tensor,
+        text: Tensor,
+        run: object = None,
+        size: tuple[int, int] | None = None,
+    ) -> Tensor:
+        """The feature map after the level, of (H, W) ``size``; takes its shortcuts from the end of ``kept``."""
+        for index in range(len(self.resnets)):
+            x = self.once(index, torch.cat((x, kept.pop()), dim=1), time, text, run)
+        return self.upsamplers[0](x, size) if hasattr(self, "upsamplers") else x
+
+
+class MiddleBlock(Block):
+    """The deepest level: residual block, transformer, residual block."""
+
+    def forward(self, x: Tensor, time: Tensor, text: Tensor, run: object = None) -> Tensor:
+        """The feature map after the level."""
+        return self.resnets[1](self.attentions[0](self.resnets[0](x, time), text, run), time)
+
+
+class UNet(nn.Module):
+    """A UNet whose layers are made by ``layer``; the stock one when None.
+
+    Args:
+        shape: its sizes. layer: from name, width and heads to a layer; names are ``down_0_0_0`` (block, attention,
+            layer), ``mid_0_0``, ``up_1_0_0``.
+    """
+
+    def __init__(self, shape: UNetShape, layer: LayerMaker | None = None, dtypes: Dtypes | None = None) -> None:
+        super().__init__()
+        self.shape, self.dtypes = shape, dtypes or Dtypes()
+        self.layer_of = layer or (lambda _name, width, heads: Layer(width, heads, shape.text_width, self.dtypes))
+        widths = shape.widths
+        self.conv_in = nn.Conv2d(shape.in_channels, widths[0], 3, padding=1)
+        self.time_embedding = TimeEmbedding(widths[0], shape.time_width, self.dtypes)
+        self.down_blocks = nn.ModuleList(self._down(level) for level in range(len(widths)))
+        self.mid_block = MiddleBlock(
+            [self._residual(widths[-1], widths[-1]) for _ in range(2)],
+            [self._transformer("mid_0", widths[-1], shape.heads[-1])],
+            None,
+        )
+        self.up_blocks = nn.ModuleList(self._up(level) for level in range(len(widths)))
+        self.conv_norm_out = nn.GroupNorm(shape.groups, widths[0], eps=1e-5)
+        self.conv_out = nn.Conv2d(widths[0], shape.out_channels, 3, padding=1)
+        del self.layer_of  # a closure over the owner would keep two networks alive as one
+
+    def forward(
+        self, x: Tensor, timestep: Tensor, text: Tensor, run: object = None, labels: Tensor | None = None
+    ) -> Tensor:
+        """The prediction (B, out_channels, H, W).
+
+        Args:
+            x: (B, in_channels, H, W). timestep: (B,) or (1,). text: (B', N, D), as the layers take it. run: handed to
+                the layers. labels: (B, E) added to the time embedding.
+        """
+        return self.predicted(self.features(x, timestep, text, run, labels))
+
+    def features(self, x: Tensor, timestep: Tensor, text: Tensor, run: object, labels: Tensor | None = None) -> Tensor:
+        """The feature map (B, C, H, W) that the last norm takes."""
+        time = self.time_embedding(timestep)
+        time = functional.silu(time if labels is None else time + labels.to(time.dtype))
+        x, text = self.dtypes.wide(self.conv_in(self.dtypes.narrow(x))), self.dtypes.narrow(text)
+        kept = [x]
+        for block in self.down_blocks:
+            kept += block(kept[-1], time, text, run)
+        x = self.mid_block(kept[-1], time, text, run)
+        for block in self.up_blocks:
+            coming = len(kept) - self.shape.depth - 1
+            size = tuple(kept[coming - 1].shape[-2:]) if coming else None
+            x = block(x, kept, time, text, run, size)
+        return x
+
+    def predicted(self, x: Tensor) -> Tensor:
+        """The prediction from the last feature map."""
+        return self.conv_out(self.dtypes.narrow(functional.silu(self.conv_norm_out(x))))
+
+    def _residual(self, width: int, out_width: int) -> Residual:
+        return Residual(width, out_width, self.shape.time_width, self.shape.groups, self.dtypes)
+
+    def _transformer(self, name: str, width: int, heads: int) -> Transformer:
+        return Transformer(width, self.shape.groups, self.layer_of(f"{name}_0", width, heads), self.dtypes)
+
+    def _down(self, level: int) -> DownBlock:
+        shape = self.shape
+        width, heads = shape.widths[level], shape.heads[level]
+        before = shape.widths[max(level - 1, 0)]
+        residuals = [self._residual(before if index == 0 else width, width) for index in range(shape.depth)]
+        count = shape.depth if shape.attending_down[level] else 0
+        attentions = [self._transformer(f"down_{level}_{index}", width, heads) for index in range(count)]
+        last = level == len(shape.widths) - 1
+        return DownBlock(residuals, attentions, None if last else Resampled(width, False, self.dtypes))
+
+    def _up(self, level: int) -> UpBlock:
+        shape, widths = self.shape, self.shape.widths[::-1]
+        width, heads = widths[level], shape.heads[::-1][level]
+        before, below = widths[max(level - 1, 0)], widths[min(level + 1, len(widths) - 1)]
+        residuals = []
+        for index in range(shape.depth + 1):
+            coming = before if index == 0 else width
+            shortcut = below if index == shape.depth else width
+            residuals.append(self._residual(coming + shortcut, width))
+        count = shape.depth + 1 if shape.attending_up[level] else 0
+        attentions = [self._transformer(f"up_{level}_{index}", width, heads) for index in range(count)]
+        last = level == len(widths) - 1
+        return UpBlock(residuals, attentions, None if last else Resampled(width, True, self.dtypes))
+
+
+def attended(network: nn.Module, attend: Attend) -> Callable[[], None]:
+    """Make every attention of ``network`` call ``attend``; returns what puts the former kernels back."""
+    former = [(module, module.attend) for module in network.modules() if isinstance(module, Attention)]
+    for module, _ in former:
+        module.attend = attend
+
+    def restored() -> None:
+        for module, kernel in former:
+            module.attend = kernel
+
+    return restored

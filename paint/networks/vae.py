@@ -1,0 +1,106 @@
+"""The pictures' VAE: stock Stable Diffusion, one picture at a time, noise from the CPU."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...compat.device.execution import checked_leaves
+from ...compat.packages import attribute
+from ..pictures import shown, signed
+from .layers import Attend
+
+SCALE, REDUCTION = 0.18215, 8
+OLD_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}  # before diffusers 0.15
+OLD = re.compile(rf"(?<=\.)({'|'.join(OLD_NAMES)})(?=\.(weight|bias)$)")
+
+
+def autoencoder(config: Mapping[str, Any]) -> nn.Module:
+    """The module of a ``config.json``, without values worth anything."""
+    cls: Any = attribute("diffusers", "AutoencoderKL")
+    module: nn.Module = cls.from_config({key: value for key, value in config.items() if not key.startswith("_")})
+    return module
+
+
+def current_name(name: str) -> str:
+    """The name that today's diffusers gives to a tensor of the VAE."""
+    return OLD.sub(lambda match: OLD_NAMES[match[1]], name)
+
+
+class PictureAttention:
+    """The VAE's one attention with a kernel of ours. Source: diffusers ``AttnProcessor2_0`` with ``group_norm``."""
+
+    def __init__(self, attend: Attend) -> None:
+        self.attend = attend
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Any = None,
+        attention_mask: Any = None,
+        temb: Any = None,
+    ) -> Tensor:
+        """(B, C, H, W) from the same; the VAE passes nothing else."""
+        size = hidden_states.shape[-2:]
+        tokens = attn.group_norm(hidden_states.flatten(2)).transpose(1, 2)
+        layers = (attn.to_q, attn.to_k, attn.to_v)
+        heads = (layer(tokens).unflatten(2, (attn.heads, -1)).transpose(1, 2) for layer in layers)
+        found = attn.to_out[0](self.attend(*heads).transpose(1, 2).flatten(2))
+        found = found.transpose(1, 2).unflatten(2, size) + hidden_states
+        return found / attn.rescale_output_factor
+
+
+def attended(vae: nn.Module, attend: Attend) -> Callable[[], None]:
+    """Make the attention of ``vae`` call ``attend``; returns what puts the former processors back."""
+    owners = [module for module in vae.modules() if hasattr(module, "processor") and hasattr(module, "to_q")]
+    former = [(owner, owner.processor) for owner in owners]
+    for owner, _ in former:
+        owner.processor = PictureAttention(attend)  # type: ignore[assignment]
+
+    def restored() -> None:
+        for owner, processor in former:
+            owner.processor = processor
+
+    return restored
+
+
+def encoded(
+    vae: Any, pictures: Tensor, generator: torch.Generator | None, device: torch.device, progress: Any
+) -> Tensor:
+    """Latents (B, 4, h, w), fp32, on the CPU, not scaled.
+
+    Args:
+        vae: held on ``device``. pictures: (B, H, W, 3) in 0..1. generator: draws the posterior's noise, for the whole
+            batch at once, on the CPU; None takes the mean.
+    """
+    means, deviations = [], []
+    with checked_leaves(vae, progress.check):
+        for picture in signed(pictures).split(1):
+            posterior = vae.encode(picture.to(device, vae.dtype)).latent_dist
+            means.append(posterior.mean.cpu().float())
+            deviations.append(posterior.std.cpu().float())
+    mean = torch.cat(means)
+    if generator is None:
+        return mean
+    noise = torch.randn(mean.shape, generator=generator, dtype=torch.float32)
+    return mean + torch.cat(deviations) * noise
+
+
+def decoded(vae: Any, latents: Tensor, device: torch.device, progress: Any, stage: str) -> Tensor:
+    """Pictures (B, H, W, 3) in 0..1, fp32, on the CPU, decoded one at a time.
+
+    Args:
+        vae: held on ``device``. latents: (B, 4, h, w), not scaled.
+    """
+    pictures = []
+    with checked_leaves(vae, progress.check):
+        for index, one in enumerate(latents.split(1)):
+            picture = vae.decode(one.to(device, vae.dtype), return_dict=False)[0]
+            pictures.append(shown(picture.cpu().float()))
+            progress.step(index + 1, len(latents), stage)
+    return torch.cat(pictures)

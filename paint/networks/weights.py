@@ -1,0 +1,145 @@
+"""Weight files of paint checkpoints: safetensors, and the .bin that upstream publishes, read without running code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...compat.checkpoints.weights import STORED, TensorEntry, declared, read_tensors, weight_files
+from ...compat.errors import CheckpointError, InputError
+
+CHOICES = ("auto", "bin", "safetensors")
+DtypeOf = Callable[[str], torch.dtype]
+Advance = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The tensors that one part's files hold; shapes are known, values are read on demand.
+
+    Args:
+        path: the file, or the first of several. shapes: tensor name to shape. entries: for safetensors; None for a
+            pickle. total_bytes: of all tensors, as stored.
+    """
+
+    path: Path
+    shapes: Mapping[str, tuple[int, ...]]
+    entries: Mapping[str, TensorEntry] | None
+    total_bytes: int
+
+    def bytes_as(self, dtype: torch.dtype) -> dict[str, int]:
+        """The bytes of each tensor in ``dtype``."""
+        return {name: prod(shape) * dtype.itemsize for name, shape in self.shapes.items()}
+
+    def read(self, names: Iterable[str], dtype_of: DtypeOf, advance: Advance) -> dict[str, torch.Tensor]:
+        """The tensors ``names`` in ordinary host memory, floating ones in ``dtype_of(name)``.
+
+        Args:
+            advance: called with the file bytes just read; may raise to cancel.
+
+        Returns:
+            Name to tensor. Peak extra memory: 64 MiB, and for a pickle one tensor more.
+        """
+        if self.entries is None:
+            return _from_pickle(self.path, list(names), dtype_of, advance)
+        groups: dict[torch.dtype | None, dict[str, TensorEntry]] = {}
+        for name in names:
+            entry = self.entries[name]
+            floating = STORED[entry.dtype].is_floating_point
+            groups.setdefault(dtype_of(name) if floating else None, {})[name] = entry
+        found: dict[str, torch.Tensor] = {}
+        for dtype, entries in groups.items():
+            found |= read_tensors(entries, dtype, advance)
+        return found
+
+
+def weights_in(place: Path, part: str, choice: str = "auto") -> Weights:
+    """The weights in a folder or a single file.
+
+    Of a .bin and a .safetensors in one folder ``auto`` takes the .bin, as upstream's own loader does: those of turbo
+    are different trainings.
+
+    Args:
+        place: a folder, or a file of one of the kinds. part: what it is, for errors. choice: one of :data:`CHOICES`.
+
+    Raises:
+        CheckpointError: no such weights, or damaged ones. InputError: an unknown choice.
+    """
+    if choice not in CHOICES:
+        raise InputError(f"weights {choice!r}", expected=f"one of {', '.join(CHOICES)}", fix="Choose one of these.")
+    if place.is_file():
+        return _pickle(place) if place.suffix == ".bin" else _safetensors([place])
+    pickles = sorted(place.glob("*.bin"), key=lambda file: (file.name.count("."), file.name)) if place.is_dir() else []
+    if choice == "bin" and not pickles:
+        raise CheckpointError(
+            f"no .bin in {str(place)!r}",
+            expected=f"the {part} as .bin",
+            fix="Choose weights auto, or download the .bin file.",
+        )
+    if pickles and choice != "safetensors":
+        return _pickle(pickles[0])
+    return _safetensors(weight_files(place, part))
+
+
+def both_kinds(place: Path) -> bool:
+    """Whether a folder holds a .bin and a .safetensors."""
+    return place.is_dir() and any(place.glob("*.bin")) and any(place.glob("*.safetensors"))
+
+
+def _safetensors(files: list[Path]) -> Weights:
+    entries = declared(files)
+    if not entries:
+        raise CheckpointError(
+            f"no tensors in the weights of {str(files[0])!r}",
+            expected="the weights of a network",
+            fix="Download this file again.",
+        )
+    shapes = {name: entry.shape for name, entry in entries.items()}
+    return Weights(files[0], shapes, entries, sum(entry.total_bytes for entry in entries.values()))
+
+
+def _pickle(path: Path) -> Weights:
+    tensors = _mapped(path)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    return Weights(path, shapes, None, sum(t.numel() * t.element_size() for t in tensors.values()))
+
+
+def _mapped(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a .bin, mapped, not read; nothing in it is run."""
+    try:
+        try:
+            found: Any = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        except RuntimeError as error:
+            if "mmap" not in str(error):
+                raise
+            found = torch.load(path, map_location="cpu", weights_only=True)  # written before torch 1.6: no mapping
+    except Exception as error:  # the unpickler of torch raises nearly anything on damage
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CheckpointError(
+            f"{str(path)!r} cannot be read as weights alone ({reason})",
+            expected="a whole .bin that holds only tensors",
+            fix="Download this file again, or use the .safetensors one.",
+        ) from error
+    if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):
+        raise CheckpointError(
+            f"{str(path)!r} holds something beside tensors",
+            expected="a .bin that maps names to tensors",
+            fix="Use the file as published, not a training checkpoint.",
+        )
+    return found
+
+
+def _from_pickle(path: Path, names: list[str], dtype_of: DtypeOf, advance: Advance) -> dict[str, torch.Tensor]:
+    """Copies of some tensors, so that no page of the file stays mapped."""
+    mapped, found = _mapped(path), {}
+    for name in names:
+        tensor = mapped.pop(name)
+        dtype = dtype_of(name) if tensor.is_floating_point() else tensor.dtype
+        found[name] = tensor.to(dtype, copy=True).contiguous()
+        advance(tensor.numel() * tensor.element_size())
+    return found

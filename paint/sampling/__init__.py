@@ -1,0 +1,1 @@
+"""Solvers, and the loops that paint and delight."""

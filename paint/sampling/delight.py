@@ -1,0 +1,168 @@
+"""Even light for a reference picture: an image-to-image model takes the shading and highlights out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ...compat.device.execution import checked_leaves, execution_device, generator_for
+from ...compat.errors import InputError
+from ...compat.memory.parts import Silent
+from ..estimates import asked, costed, decoding_bytes, encoding_bytes, step_bytes
+from ..loading import LoadedPaint
+from ..networks import vae
+from ..networks.encoders import empty_prompt
+from ..pictures import WHITE, checked_pictures, over, recentred, resized
+from .painting import preview_of, require_finite
+from .solvers import schedule_for, solver_for
+
+CORRECTION = 0.95  # share of the means that the colour correction moves
+SOLID = 0.5  # alpha above which a pixel counts as the object
+
+
+@dataclass(frozen=True, slots=True)
+class DelightSettings:
+    """How a picture is delit; the defaults are the published ones.
+
+    Args:
+        size: pixels, a multiple of 64. image_guidance: 1 leaves it off, as the published pipeline does although it
+            names 1.5. seed: 0 to 2**64 - 1. scheduler, spacing: of :mod:`samplers`. correct: bring mean and contrast
+            back to the picture's own where that is nearer to it.
+        text: encoded empty prompt (1, N, D), in place of the pipeline's own text encoder.
+    """
+
+    size: int = 512
+    steps: int = 50
+    image_guidance: float = 1.0
+    seed: int = 42
+    scheduler: str = "euler_ancestral"
+    spacing: str = "leading"
+    correct: bool = True
+    text: Tensor | None = None
+
+
+def delight_image(
+    loaded: LoadedPaint, picture: Tensor, settings: DelightSettings = DelightSettings(), progress: Any = None
+) -> Tensor:
+    """The picture in even light on white, (size, size, 3), fp32, 0..1, on the CPU.
+
+    Args:
+        loaded: of family ``delight``. picture: (H, W, 3 or 4) or (1, H, W, 3 or 4), 0..1; best recentred and square.
+
+    Raises:
+        InputError: another pipeline, an unusable picture, or a setting out of range.
+    """
+    progress = progress or Silent()
+    if loaded.family != "delight":
+        raise InputError(
+            f"a {loaded.family} pipeline for delighting",
+            expected="a delight pipeline",
+            fix="Load hunyuan3d-delight-v2-0.",
+        )
+    if settings.size % 64 or settings.size < 64:
+        raise InputError(
+            f"size {settings.size} for delighting",
+            expected="a multiple of 64 from 64 pixels",
+            fix="The model was made for 512.",
+        )
+    with torch.no_grad():
+        (given,) = checked_pictures(picture, "picture to delight")[:1]
+        given = resized(given[None], settings.size, settings.size)[0]
+        text = empty_prompt(loaded, progress) if settings.text is None else settings.text
+        found = relit(loaded, network_picture(given), text, settings, progress)
+        return corrected(found, given) if settings.correct else found
+
+
+def delight_images(
+    loaded: LoadedPaint,
+    pictures: Sequence[Tensor],
+    settings: DelightSettings = DelightSettings(),
+    recenter: bool = True,
+    progress: Any = None,
+) -> Tensor:
+    """(B, size, size, 3): :func:`delight_image` of each picture (H, W, 3 or 4).
+
+    Args:
+        recenter: put what is not transparent into the middle of a square before.
+    """
+    centred = [recentred(picture) if recenter else picture for picture in pictures]
+    return torch.stack([delight_image(loaded, picture, settings, progress) for picture in centred])
+
+
+def network_picture(picture: Tensor) -> Tensor:
+    """(H, W, 3) for the network: white outside the object, whose edge is one pixel further in."""
+    if picture.shape[-1] == 3:
+        return picture
+    inside = eroded(picture[..., 3]) > 0
+    return torch.where(inside[..., None], picture[..., :3], torch.full_like(picture[..., :3], WHITE))
+
+
+def eroded(alpha: Tensor) -> Tensor:
+    """(H, W): the least of each pixel and its eight neighbours."""
+    return -functional.max_pool2d(-alpha[None, None], 3, stride=1, padding=1)[0, 0]
+
+
+def relit(
+    loaded: LoadedPaint, picture: Tensor, text: Tensor, settings: DelightSettings, progress: Any, start: Any = None
+) -> Tensor:
+    """What the network makes of a picture (H, W, 3): (H, W, 3).
+
+    Args:
+        text: encoded empty prompt (1, N, D). start: draws each noise in turn; from the seed when None.
+    """
+    device = execution_device(loaded.residency)
+    height, width = picture.shape[:2]
+    need = asked(encoding_bytes(height, width, loaded.precision.vae))
+    with costed(loaded, "encoding", progress), loaded.residency.hold("vae", need, progress) as module:
+        condition = vae.encoded(module, picture[None], None, device, progress)
+    latents = denoised(loaded, condition, text, settings, progress, start)
+    need = asked(decoding_bytes(height, width, loaded.precision.vae))
+    with costed(loaded, "decoding", progress), loaded.residency.hold("vae", need, progress) as module:
+        return vae.decoded(module, latents / vae.SCALE, device, progress, "decoding")[0]
+
+
+def denoised(
+    loaded: LoadedPaint, condition: Tensor, text: Tensor, settings: DelightSettings, progress: Any, start: Any = None
+) -> Tensor:
+    """Clean latents (1, 4, h, w), scaled, from those of the picture, which are not."""
+    device = execution_device(loaded.residency)
+    generator = generator_for(settings.seed)
+    draw = start or (lambda: torch.randn(condition.shape, generator=generator, dtype=torch.float32))
+    solver = solver_for(settings.scheduler, schedule_for(settings.spacing, settings.steps, zero_snr=False))
+    x = solver.begin(draw())
+    rows = condition if settings.image_guidance == 1 else torch.cat((torch.zeros_like(condition), condition))
+    rows, text = rows.to(device), text.to(device).expand(len(rows), -1, -1)
+    need = asked(step_bytes(loaded, len(rows), (condition.shape[-2], condition.shape[-1]), 0))
+    hold = loaded.residency.hold("unet", need, progress)
+    with costed(loaded, "delighting", progress), hold as unet, checked_leaves(unet, progress.check):
+        for index, time in enumerate(solver.schedule.timesteps):
+            noisy = solver.model_input(x, index).to(device).expand(len(rows), -1, -1, -1)
+            step = torch.tensor([time], dtype=torch.float32, device=device)
+            velocity = unet(torch.cat((noisy, rows), dim=1), step, text).cpu().float()
+            guided = velocity[:1]
+            if len(velocity) > 1:  # rows with and without a prompt cancel: both prompts are empty
+                guided = guided + settings.image_guidance * velocity.diff(dim=0)
+            clean = solver.clean(guided, index, x)
+            x = solver.step(guided, index, x, draw)
+            progress.step(index + 1, len(solver.schedule), "delighting", lambda clean=clean: preview_of(clean))
+            progress.check()
+    require_finite(x, "delit latents")
+    return x
+
+
+def corrected(found: Tensor, given: Tensor) -> Tensor:
+    """``found`` (H, W, 3) with mean and contrast of ``given`` (H, W, 3 or 4) where that is nearer to it, on white."""
+    alpha = eroded(given[..., 3]) if given.shape[-1] == 4 else torch.ones_like(given[..., 0])
+    solid, chosen = alpha > SOLID, found
+    source, wanted = found[solid], given[..., :3][solid]
+    if len(source) > 1:
+        ratio = wanted.std(0) / source.std(0).clamp(min=1e-6)
+        changed = ((found - CORRECTION * source.mean(0)) * ratio + CORRECTION * wanted.mean(0)).clamp(0, 1)
+        nearer = (changed[solid] - wanted).square().mean() < (source - wanted).square().mean()
+        chosen = changed if nearer else found
+    return over(torch.cat((chosen, alpha[..., None]), dim=-1), WHITE)

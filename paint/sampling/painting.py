@@ -1,0 +1,392 @@
+"""Views of a mesh painted by the multiview UNet: pictures and maps in, pictures out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...compat.device.execution import checked_leaves, execution_device, generator_for
+from ...compat.errors import InputError
+from ...compat.memory.parts import Silent
+from ..estimates import asked, costed, decoding_bytes, encoding_bytes, looking_bytes, step_bytes
+from ..geometry.cameras import CameraTable, camera_ids, camera_notes
+from ..loading import LoadedPaint
+from ..networks import vae
+from ..networks.encoders import dino_states
+from ..networks.multiview import Run
+from ..networks.pbr import MATERIALS
+from ..networks.voxels import rotary_by_tokens
+from ..pictures import GREY, WHITE, checked_pictures, over, resized, squared
+from .solvers import Schedule, lcm_schedule, schedule_for, schedule_of, solver_for
+
+SIZES = (64, 2048)
+PREVIEW = (  # Stable Diffusion's latents as colours, roughly
+    (0.3512, 0.2297, 0.3227),
+    (0.3250, 0.4974, 0.2350),
+    (-0.2829, 0.1762, 0.2721),
+    (-0.2120, -0.2616, -0.7177),
+)
+LATENT_KEY = "anygpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """The published sampler of a variant."""
+
+    scheduler: str
+    spacing: str
+    steps: int
+    guidance: float
+    background: float
+    said: str
+
+
+PUBLISHED: dict[str, Published] = {
+    "v2-0": Published("euler_ancestral", "trailing", 30, 2.0, GREY, "Hunyuan3D paint v2-0"),
+    "turbo": Published("lcm", "trailing", 10, 1.0, GREY, "Hunyuan3D paint turbo"),
+    "v2-1": Published("unipc", "trailing", 15, 3.0, WHITE, "Hunyuan3D paint PBR v2-1"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PaintInputs:
+    """What is painted.
+
+    Args:
+        references: pictures of the object, RGB or RGBA, (R, H, W, C) or several of any size, 0..1.
+        normals, positions: maps of the views, (V, H, W, 3), 0..1, background exactly 1.
+        cameras: of the views, in the same order.
+        dino: last hidden states (1, N, 1536) of the first reference, in place of the pipeline's own DINOv2.
+    """
+
+    references: Tensor | Sequence[Tensor]
+    normals: Tensor
+    positions: Tensor
+    cameras: CameraTable
+    dino: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PaintSettings:
+    """How it is painted. 0 for ``steps`` or ``guidance``, and ``auto``, mean the published sampler's own.
+
+    Args:
+        size: of a view, pixels, a multiple of 64. scheduler, spacing: of :mod:`samplers`. sigmas: noise levels in place
+            of steps and spacing. seed: 0 to 2**64 - 1.
+        latents: from an earlier pass, (V, 4, h, w), PBR (2 V, 4, h, w), not scaled, as core's LATENT has them.
+        denoise: share of the noise that is put on them, 0..1; 1 starts afresh.
+        reference_scale, multiview_scale: weights of the two attentions.
+    """
+
+    size: int = 512
+    steps: int = 0
+    guidance: float = 0.0
+    seed: int = 0
+    scheduler: str = "auto"
+    spacing: str = "auto"
+    sigmas: tuple[float, ...] | None = None
+    latents: Tensor | None = None
+    denoise: float = 1.0
+    reference_scale: float = 1.0
+    multiview_scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Painted:
+    """Painted views, (V, H, W, 3), fp32, 0..1, on the CPU.
+
+    Args:
+        views: colours; albedo for the PBR model. metallic_roughness: red metallic, green roughness; None for others.
+        latents: for a second pass, not scaled, as :class:`PaintSettings` takes them.
+    """
+
+    views: Tensor
+    metallic_roughness: Tensor | None
+    latents: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """What stays the same through all steps, fp32 or narrower, on the device that computes.
+
+    Args:
+        maps: (1, V, 8, h, w). reference: kept tokens by layer. cameras: ids (V,). rotary, dino: PBR only.
+    """
+
+    maps: Tensor
+    reference: Mapping[str, Tensor]
+    cameras: Tensor
+    rotary: Mapping[int, tuple[Tensor, Tensor]] | None = None
+    dino: Tensor | None = None
+
+
+def paint_views(
+    loaded: LoadedPaint, inputs: PaintInputs, settings: PaintSettings = PaintSettings(), progress: Any = None
+) -> Painted:
+    """The views, painted.
+
+    Args:
+        loaded: of family ``paint`` or ``paint_pbr``.
+
+    Raises:
+        InputError: pictures, maps, cameras, latents or settings that do not fit together, or a result with NaN.
+    """
+    progress = progress or Silent()
+    settings = completed(loaded, settings, progress)
+    references, normals, positions, ids = _checked(loaded, inputs, settings, progress)
+    with torch.no_grad():
+        conditions = _conditions(loaded, inputs, (references, normals, positions, ids), settings, progress)
+        latents = sampled(loaded, conditions, settings, progress)
+        painted = _decoded(loaded, latents, len(ids), settings, progress)
+    for line in () if loaded.compiler is None else loaded.compiler.lines():
+        progress.say(line)
+    return painted
+
+
+def completed(loaded: LoadedPaint, settings: PaintSettings, progress: Any) -> PaintSettings:
+    """``settings`` with the published values in place of ``auto`` and 0, checked."""
+    if loaded.variant not in PUBLISHED or loaded.family == "delight":
+        raise InputError(
+            f"a {loaded.family} pipeline for painting views",
+            expected="a paint or paint_pbr pipeline",
+            fix="Load a Hunyuan3D paint folder; the delight model has its own node.",
+        )
+    own = PUBLISHED[loaded.variant]
+    if settings.size % 64 or not SIZES[0] <= settings.size <= SIZES[1]:
+        nearest = min(max(round(settings.size / 64) * 64, SIZES[0]), SIZES[1])
+        raise InputError(
+            f"view size {settings.size} for painting",
+            expected=f"a multiple of 64 from {SIZES[0]} to {SIZES[1]} pixels",
+            fix=f"The nearest valid value is {nearest}.",
+        )
+    if not 0 < settings.denoise <= 1:
+        raise InputError(
+            f"denoise {settings.denoise} for painting",
+            expected="more than 0, at most 1",
+            fix="0 would return the input: use 0.3 to 0.6 for a second pass.",
+        )
+    if settings.latents is None and settings.denoise < 1:
+        progress.say("denoise has no effect without latents")
+        settings = replace(settings, denoise=1.0)
+    scheduler = own.scheduler if settings.scheduler == "auto" else settings.scheduler
+    spacing = own.spacing if settings.spacing == "auto" else settings.spacing
+    if scheduler == "lcm" and (settings.spacing != "auto" or settings.sigmas is not None):
+        progress.say("the lcm sampler keeps its own timesteps: sigma schedule and sigmas have no effect")
+        settings = replace(settings, sigmas=None)
+    return replace(
+        settings,
+        scheduler=scheduler,
+        spacing=spacing,
+        steps=settings.steps or own.steps,
+        guidance=settings.guidance or own.guidance,
+    )
+
+
+def plan_of(settings: PaintSettings) -> Schedule:
+    """The schedule of completed settings; with ``denoise`` below 1 the end of a longer one."""
+    if settings.sigmas is not None:
+        return schedule_of(settings.sigmas, zero_snr=True)
+    if settings.scheduler == "lcm":
+        whole = lcm_schedule(settings.steps, zero_snr=True)
+        return whole.tail(max(1, round(settings.steps * settings.denoise)))
+    steps = max(settings.steps, int(settings.steps / settings.denoise))
+    return schedule_for(settings.spacing, steps, zero_snr=True).tail(settings.steps)
+
+
+def sampled(
+    loaded: LoadedPaint,
+    conditions: Conditions,
+    settings: PaintSettings,
+    progress: Any,
+    noise: Callable[[], Tensor] | None = None,
+) -> Tensor:
+    """Clean latents (V or 2 V, 4, h, w), scaled, fp32, on the CPU.
+
+    Args:
+        settings: completed. noise: draws each noise in turn; from the seed when None.
+    """
+    device = execution_device(loaded.residency)
+    views, materials = conditions.maps.shape[1], MATERIALS if loaded.family == "paint_pbr" else 1
+    shape = (materials * views, 4, *conditions.maps.shape[-2:])
+    generator = generator_for(settings.seed)
+    draw = noise or (lambda: torch.randn(shape, generator=generator, dtype=torch.float32))
+    solver = solver_for(settings.scheduler, plan_of(settings))
+    start = None
+    if settings.latents is not None and settings.denoise < 1:
+        start = settings.latents.detach().cpu().float() * vae.SCALE
+    x = solver.begin(draw(), start)
+    rows = (0.0, settings.reference_scale) if settings.guidance != 1 else (settings.reference_scale,)
+    run = Run(views, conditions.reference, rows, settings.multiview_scale, materials, None, conditions.rotary)
+    size, count = (shape[-2], shape[-1]), len(solver.schedule)
+    need = asked(step_bytes(loaded, views * materials * len(rows), size, references_in(conditions)))
+    hold = loaded.residency.hold("unet", need, progress)
+    with costed(loaded, "painting", progress), hold as unet, checked_leaves(unet, progress.check):
+        for index, time in enumerate(solver.schedule.timesteps):
+            step = torch.tensor([time], dtype=torch.float32, device=device)
+            velocity = predicted(unet, solver.model_input(x, index).to(device), step, conditions, run)
+            velocity = velocity.cpu().float().unflatten(0, (len(rows), -1))
+            # Of three rows upstream the middle one cancels; of two equal ones (guidance 1) one is enough.
+            guided = velocity[0] if len(rows) == 1 else velocity[0] + settings.guidance * (velocity[1] - velocity[0])
+            clean = solver.clean(guided, index, x)
+            x = solver.step(guided, index, x, draw)
+            progress.step(index + 1, count, "painting", lambda clean=clean: preview_of(clean))
+            progress.check()
+    require_finite(x, "painted latents")
+    return x
+
+
+def predicted(unet: Any, x: Tensor, step: Tensor, conditions: Conditions, run: Run) -> Tensor:
+    """The velocity of all guidance rows, (B * M * V, 4, h, w).
+
+    Args:
+        x: (M * V, 4, h, w), the same for every row.
+    """
+    rows = len(run.scales)
+    if run.materials == 1:
+        sample = x.expand(rows, *x.shape)
+        return unet(sample, step, conditions.maps, conditions.cameras, run)
+    sample = x.unflatten(0, (run.materials, run.views))
+    dino = conditions.dino
+    if dino is not None:  # zeros in the row without guidance, which still pass the projection and its norm
+        dino = torch.cat((*[torch.zeros_like(dino)] * (rows - 1), dino))
+    return unet(sample.expand(rows, *sample.shape), step, conditions.maps, dino, run)
+
+
+def references_in(conditions: Conditions) -> int:
+    """How many reference pictures the kept tokens are of."""
+    most = max((kept.shape[1] for kept in conditions.reference.values()), default=0)
+    return most // (conditions.maps.shape[-2] * conditions.maps.shape[-1])
+
+
+def preview_of(latents: Tensor) -> Tensor:
+    """Rough pictures (V, h, w, 3) in 0..1 of scaled latents."""
+    return (torch.einsum("bchw,cr->bhwr", latents, torch.tensor(PREVIEW)) * 0.5 + 0.5).clamp(0, 1)
+
+
+def _checked(
+    loaded: LoadedPaint, inputs: PaintInputs, settings: PaintSettings, progress: Any
+) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+    """References, normals and positions as (B, size, size, 3), and the camera ids."""
+    background = PUBLISHED[loaded.variant].background
+    ids = camera_ids(inputs.cameras, loaded.family)
+    for line in camera_notes(inputs.cameras, loaded.family):
+        progress.say(line)
+    size, pictures = settings.size, checked_pictures(inputs.references, "reference picture")
+    references = torch.cat([resized(squared(over(one, background), background)[None], size, size) for one in pictures])
+    maps = []
+    for name, given in (("normal", inputs.normals), ("position", inputs.positions)):
+        found = checked_pictures(given, f"{name} maps")
+        if len(found) != len(ids):
+            raise InputError(
+                f"{len(found)} {name} maps for {len(ids)} cameras",
+                expected="one map per camera",
+                fix="Connect the maps and the cameras of one Render Views node.",
+            )
+        maps.append(torch.cat([resized(over(one, WHITE)[None], size, size) for one in found]))
+    materials, side = MATERIALS if loaded.family == "paint_pbr" else 1, size // vae.REDUCTION
+    wanted = (len(ids) * materials, 4, side, side)
+    if settings.latents is not None and tuple(settings.latents.shape) != wanted:
+        raise InputError(
+            f"latents of shape {tuple(settings.latents.shape)} for painting",
+            expected=f"{wanted}",
+            fix="Upscale the latents of the first pass to the view size with Upscale Latent, and keep the cameras.",
+        )
+    return references, maps[0], maps[1], ids
+
+
+def _conditions(
+    loaded: LoadedPaint,
+    inputs: PaintInputs,
+    given: tuple[Tensor, Tensor, Tensor, list[int]],
+    settings: PaintSettings,
+    progress: Any,
+) -> Conditions:
+    """Everything the steps share, computed once."""
+    references, normals, positions, ids = given
+    device, size = execution_device(loaded.residency), settings.size
+    generator = generator_for(settings.seed)
+    need = asked(encoding_bytes(size, size, loaded.precision.vae))
+    with costed(loaded, "encoding", progress), loaded.residency.hold("vae", need, progress) as module:
+        found = []
+        for index, pictures in enumerate((references, normals, positions)):  # the order in which upstream draws
+            found.append(vae.encoded(module, pictures, generator, device, progress) * vae.SCALE)
+            progress.step(index + 1, 3, "encoding")
+    dino = rotary = None
+    if loaded.family == "paint_pbr":
+        dino = _dino(loaded, inputs, references[0], progress).to(device)
+        pairs = zip(loaded.shape.widths, loaded.shape.heads, strict=True)
+        widths = {level: width // heads for level, (width, heads) in enumerate(pairs)}
+        tables = rotary_by_tokens(positions.permute(0, 3, 1, 2), size // vae.REDUCTION, widths)
+        rotary = {tokens: (cos.to(device), sin.to(device)) for tokens, (cos, sin) in tables.items()}
+    need = asked(looking_bytes(loaded, len(references), (found[0].shape[-2], found[0].shape[-1])))
+    hold = loaded.residency.hold("reference", need, progress)
+    with costed(loaded, "reference", progress), hold as stream, checked_leaves(stream, progress.check):
+        reference = stream(found[0][None].to(device))
+    maps = torch.cat((found[1], found[2]), dim=1)[None].to(device)
+    return Conditions(maps, reference, torch.tensor(ids, device=device), rotary, dino)
+
+
+def _dino(loaded: LoadedPaint, inputs: PaintInputs, reference: Tensor, progress: Any) -> Tensor:
+    if inputs.dino is not None:
+        states = inputs.dino.detach().cpu().float()
+        if states.ndim != 3 or states.shape[-1] != 1536:
+            raise InputError(
+                f"a CLIP_VISION_OUTPUT of shape {tuple(states.shape)} for painting",
+                expected="(1, N, 1536), of DINOv2-giant",
+                fix="Load DINOv2-giant in Load CLIP Vision.",
+            )
+        return states[:1]
+    if "image_encoder" not in loaded.parts.readers:
+        raise InputError(
+            "no DINOv2 for the PBR model",
+            expected="the folder of DINOv2-giant, or its CLIP_VISION_OUTPUT",
+            fix="Choose facebook/dinov2-giant on the load node, or connect CLIP Vision Encode.",
+        )
+    return dino_states(loaded, reference, progress)
+
+
+def _decoded(loaded: LoadedPaint, latents: Tensor, views: int, settings: PaintSettings, progress: Any) -> Painted:
+    device, plain = execution_device(loaded.residency), latents / vae.SCALE
+    need = asked(decoding_bytes(settings.size, settings.size, loaded.precision.vae))
+    with costed(loaded, "decoding", progress), loaded.residency.hold("vae", need, progress) as module:
+        pictures = vae.decoded(module, plain, device, progress, "decoding")
+    return Painted(pictures[:views], pictures[views:] if len(pictures) > views else None, plain)
+
+
+def to_latent(loaded: LoadedPaint, painted: Painted) -> dict[str, Any]:
+    """Core's LATENT of painted views, with our key of plain values, which core nodes ignore."""
+    record = {"family": loaded.family, "variant": loaded.variant, "views": len(painted.views)}
+    return {"samples": painted.latents, LATENT_KEY: record}
+
+
+def latents_of(loaded: LoadedPaint, latent: Mapping[str, Any] | None) -> Tensor | None:
+    """The samples of core's LATENT, for :class:`PaintSettings`; None for none.
+
+    Raises:
+        InputError: they are latents of something else.
+    """
+    if latent is None:
+        return None
+    samples, made_by = latent.get("samples"), (latent.get(LATENT_KEY) or {}).get("family", loaded.family)
+    if not isinstance(samples, Tensor) or samples.ndim != 4 or made_by != loaded.family:
+        raise InputError(
+            f"a LATENT of {made_by} with {getattr(samples, 'ndim', 'no')} dimensions for painting",
+            expected=f"views of {loaded.family}, (V, 4, h, w)",
+            fix="Connect the latent of an AnyGPU Paint Views node of the same model.",
+        )
+    return samples
+
+
+def require_finite(latents: Tensor, subject: str) -> None:
+    """Raise when ``latents`` hold NaN or infinity, with how many."""
+    broken = int((~torch.isfinite(latents)).sum())
+    if broken:
+        raise InputError(
+            f"{broken} of {latents.numel()} values of the {subject} are NaN or infinite",
+            expected="finite values",
+            fix="Choose precision fp32, or bf16 where the device has it, on the load node.",
+        )

@@ -1,0 +1,264 @@
+"""Noise levels and the solvers that walk down them: Euler ancestral, Euler, LCM and UniPC, for velocity predictions.
+
+All arithmetic is fp32 on the CPU, where the few latents cost nothing: one seed gives one picture on every device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...compat.errors import InputError
+from ...compat.packages import attribute
+
+TRAIN_STEPS = 1000
+BETAS = (0.00085, 0.012)
+LAST_SHARE = 2.0**-24  # alpha-bar of step 999 in a zero-SNR table: zero would be a sigma of infinity
+SCHEDULERS = ("auto", "euler_ancestral", "euler", "lcm", "unipc")
+SPACINGS = ("auto", "trailing", "leading", "linspace", "karras")
+OFFSET = 1  # steps_offset of the published configurations
+KARRAS = (0.0292, 14.6146, 7.0)  # the usual range of Stable Diffusion; a ramp from 4096 would waste its steps
+LCM_GRID = 30  # timesteps the distillation used
+DATA_SIGMA, TIME_SCALE = 0.5, 10.0
+Noise = Callable[[], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Timesteps for the network, noise levels before each step and after the last, and the whole table.
+
+    Args:
+        table: sigma of each training step, (1000,), float64. start: by how much fresh noise is multiplied.
+    """
+
+    timesteps: tuple[float, ...]
+    sigmas: tuple[float, ...]
+    table: Tensor
+    start: float
+
+    def __len__(self) -> int:
+        return len(self.timesteps)
+
+    def tail(self, count: int) -> Schedule:
+        """The last ``count`` steps."""
+        first = len(self) - count
+        return Schedule(self.timesteps[first:], self.sigmas[first:], self.table, self.sigmas[first]) if first else self
+
+
+def sigma_table(zero_snr: bool) -> Tensor:
+    """The noise level sqrt((1 - a) / a) of each training step, (1000,), float64."""
+    first, last = (beta**0.5 for beta in BETAS)
+    shares = torch.cumprod(1.0 - torch.linspace(first, last, TRAIN_STEPS, dtype=torch.float32) ** 2, dim=0)
+    if zero_snr:  # in fp32, as upstream: the last levels are differences of nearly equal numbers
+        roots = shares.sqrt()
+        shares = ((roots - roots[-1]) * (roots[0] / (roots[0] - roots[-1]))) ** 2
+        shares[-1] = LAST_SHARE
+    shares = shares.double()
+    return ((1 - shares) / shares).sqrt()
+
+
+def schedule_for(spacing: str, steps: int, zero_snr: bool) -> Schedule:
+    """The schedule of ``steps`` steps.
+
+    Args:
+        spacing: one of :data:`SPACINGS` but ``auto``.
+
+    Raises:
+        InputError: an unknown spacing, or steps out of range.
+    """
+    if not 1 <= steps <= TRAIN_STEPS:
+        raise InputError(
+            f"steps {steps} for painting", expected=f"1 to {TRAIN_STEPS}", fix="The published samplers take 10 to 30."
+        )
+    table = sigma_table(zero_snr)
+    if spacing == "karras":
+        low, high, rho = KARRAS
+        ramp = torch.linspace(0, 1, steps, dtype=torch.float64)
+        levels = (high ** (1 / rho) + ramp * (low ** (1 / rho) - high ** (1 / rho))) ** rho
+        return schedule_of([*levels.tolist(), 0.0], zero_snr)
+    if spacing == "trailing":
+        times = [round(TRAIN_STEPS - index * TRAIN_STEPS / steps) - 1 for index in range(steps)]
+    elif spacing == "leading":
+        times = [index * (TRAIN_STEPS // steps) + OFFSET for index in reversed(range(steps))]
+    elif spacing == "linspace":
+        times = torch.linspace(TRAIN_STEPS - 1, 0, steps, dtype=torch.float64).tolist()
+    else:
+        raise InputError(
+            f"sigma schedule {spacing!r}", expected=f"one of {', '.join(SPACINGS)}", fix="Choose one of these."
+        )
+    sigmas = [_between(table, min(time, TRAIN_STEPS - 1)) for time in times]
+    start = math.sqrt(sigmas[0] ** 2 + 1) if spacing == "leading" else sigmas[0]
+    return Schedule(tuple(map(float, times)), (*sigmas, 0.0), table, start)
+
+
+def schedule_of(sigmas: Sequence[float], zero_snr: bool) -> Schedule:
+    """The schedule that goes through ``sigmas``, from noise to 0.
+
+    Raises:
+        InputError: sigmas that do not fall to 0 or more.
+    """
+    if len(sigmas) < 2 or sigmas[-1] < 0 or any(a <= b for a, b in pairwise(sigmas)):
+        raise InputError(
+            f"{len(sigmas)} sigmas for painting that do not fall",
+            expected="at least two noise levels that fall towards 0",
+            fix="Use a scheduler node made for Stable Diffusion, such as Basic Scheduler.",
+        )
+    table = sigma_table(zero_snr)
+    logs, times = table.log(), []
+    for sigma in sigmas[:-1]:
+        level = min(max(math.log(max(sigma, 1e-9)), float(logs[0])), float(logs[-1]))
+        above = min(max(int(torch.searchsorted(logs, level)), 1), TRAIN_STEPS - 1)
+        low, high = float(logs[above - 1]), float(logs[above])
+        times.append(above - 1 + (level - low) / (high - low))
+    return Schedule(tuple(times), tuple(map(float, sigmas)), table, float(sigmas[0]))
+
+
+def lcm_schedule(steps: int, zero_snr: bool) -> Schedule:
+    """The schedule of the distillation: ten steps are 989, 890, 791, ... 98.
+
+    Raises:
+        InputError: more steps than the grid has.
+    """
+    if not 1 <= steps <= LCM_GRID:
+        raise InputError(
+            f"steps {steps} for the lcm sampler", expected=f"1 to {LCM_GRID}", fix="Turbo was made for 10; 0 is that."
+        )
+    stride = TRAIN_STEPS // LCM_GRID
+    grid = [stride * index - 1 for index in range(LCM_GRID, 0, -1)]
+    times = [grid[index * LCM_GRID // steps] for index in range(steps)]
+    table = sigma_table(zero_snr)
+    return Schedule(tuple(map(float, times)), (*(float(table[time]) for time in times), 0.0), table, 1.0)
+
+
+def _between(table: Tensor, time: float) -> float:
+    """The noise level at a time between two training steps."""
+    below = min(int(time), TRAIN_STEPS - 2)
+    low, high = float(table[below]), float(table[below + 1])
+    return low + (high - low) * (time - below) if time > below else low
+
+
+class EulerAncestral:
+    """Euler steps with fresh noise. Latents are data plus sigma times noise.
+
+    Args:
+        eta: 1 for ancestral steps; 0 for plain ones, which draw nothing.
+    """
+
+    def __init__(self, schedule: Schedule, eta: float = 1.0) -> None:
+        self.schedule, self.eta = schedule, eta
+
+    def begin(self, noise: Tensor, clean: Tensor | None = None) -> Tensor:
+        """Latents to start from: pure noise, or ``clean`` with noise of the first level."""
+        return noise * self.schedule.start if clean is None else clean + noise * self.schedule.sigmas[0]
+
+    def model_input(self, x: Tensor, index: int) -> Tensor:
+        """``x`` as the network takes it."""
+        return x / math.sqrt(self.schedule.sigmas[index] ** 2 + 1)
+
+    def clean(self, velocity: Tensor, index: int, x: Tensor) -> Tensor:
+        """The clean latents that the prediction implies."""
+        sigma = self.schedule.sigmas[index]
+        return velocity * (-sigma / math.sqrt(sigma**2 + 1)) + x / (sigma**2 + 1)
+
+    def step(self, velocity: Tensor, index: int, x: Tensor, noise: Noise) -> Tensor:
+        """Latents one level lower."""
+        sigma, target = self.schedule.sigmas[index : index + 2]
+        up = self.eta * math.sqrt(max(target**2 * (sigma**2 - target**2) / sigma**2, 0.0))
+        down = math.sqrt(max(target**2 - up**2, 0.0))
+        x = x + (x - self.clean(velocity, index, x)) / sigma * (down - sigma)
+        return x + up * noise() if self.eta else x
+
+
+class Unit:
+    """What solvers share whose latents keep unit variance."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+
+    def begin(self, noise: Tensor, clean: Tensor | None = None) -> Tensor:
+        """Latents to start from: pure noise, or ``clean`` with noise of the first level."""
+        data, share = self.shares(0)
+        return noise if clean is None else data * clean + share * noise
+
+    def model_input(self, x: Tensor, _index: int) -> Tensor:
+        """``x`` as the network takes it."""
+        return x
+
+    def shares(self, index: int) -> tuple[float, float]:
+        """How much of the data and of the noise is in the latents before step ``index``."""
+        sigma = self.schedule.sigmas[index]
+        scale = 1 / math.sqrt(sigma**2 + 1)
+        return scale, sigma * scale
+
+    def clean(self, velocity: Tensor, index: int, x: Tensor) -> Tensor:
+        """The clean latents that the prediction implies."""
+        data, share = self.shares(index)
+        return data * x - share * velocity
+
+
+class LatentConsistency(Unit):
+    """LCM: jump to the clean latents, add noise of the next level."""
+
+    def step(self, velocity: Tensor, index: int, x: Tensor, noise: Noise) -> Tensor:
+        """Latents one level lower; no noise on the last step."""
+        time = self.schedule.timesteps[index] * TIME_SCALE
+        skip = DATA_SIGMA**2 / (time**2 + DATA_SIGMA**2)
+        out = time / math.sqrt(time**2 + DATA_SIGMA**2)
+        found = out * self.clean(velocity, index, x) + skip * x
+        if index == len(self.schedule) - 1:
+            return found
+        data, share = self.shares(index + 1)
+        return data * found + share * noise()
+
+
+class UniPC(Unit):
+    """diffusers' UniPC, order 2, bh2, predicting x0."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        super().__init__(schedule)
+        cls: Any = attribute("diffusers", "UniPCMultistepScheduler")
+        self.solver = cls(
+            num_train_timesteps=TRAIN_STEPS,
+            beta_start=BETAS[0],
+            beta_end=BETAS[1],
+            beta_schedule="scaled_linear",
+            prediction_type="v_prediction",
+            solver_order=2,
+            solver_type="bh2",
+            predict_x0=True,
+        )
+        self.solver.set_timesteps(len(schedule))
+        self.solver.sigmas = torch.tensor(schedule.sigmas, dtype=torch.float32)
+        # Whole and distinct: the solver finds its place by the timestep.
+        self.solver.timesteps = torch.arange(len(schedule), 0, -1)
+        self.solver.set_begin_index(0)
+
+    def step(self, velocity: Tensor, index: int, x: Tensor, _noise: Noise) -> Tensor:
+        """Latents one level lower."""
+        found: Tensor = self.solver.step(velocity, self.solver.timesteps[index], x, return_dict=False)[0]
+        return found
+
+
+def solver_for(name: str, schedule: Schedule) -> Any:
+    """The solver ``name`` on a schedule.
+
+    Raises:
+        InputError: an unknown name.
+    """
+    made: dict[str, Callable[[], Any]] = {
+        "euler_ancestral": lambda: EulerAncestral(schedule),
+        "euler": lambda: EulerAncestral(schedule, 0.0),
+        "lcm": lambda: LatentConsistency(schedule),
+        "unipc": lambda: UniPC(schedule),
+    }
+    if name not in made:
+        raise InputError(
+            f"scheduler {name!r} for painting", expected=f"one of {', '.join(SCHEDULERS)}", fix="Choose one of these."
+        )
+    return made[name]()

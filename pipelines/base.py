@@ -1,0 +1,252 @@
+"""The types that every family and every caller share.
+
+Shape alphabet, for the whole pack: B batch, C channels, T latent frames, F pixel frames, H W rows and columns,
+N tokens, D features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ..compat.memory.parts import Hosted, Parts
+from ..compat.memory.parts import Silent as Silent
+
+LATENT_VERSION = 1
+
+
+class Progress(Protocol):
+    """What a long call reports to, and where it learns of a cancel."""
+
+    def step(self, done: int, total: int, stage: str, preview: Callable[[], torch.Tensor] | None = None) -> None:
+        """Report ``done`` of ``total`` in ``stage``.
+
+        Args:
+            preview: returns the clean estimate, (B, C, T, H, W) in the transformer's space, or frames (F, H, W, 3)
+                in 0..1; called only when somebody watches.
+        """
+
+    def check(self) -> None:
+        """Raise when the user has cancelled."""
+
+    def say(self, text: str) -> None:
+        """One line that the user should read: what was assumed, rounded or has no effect."""
+
+
+class Residency(Protocol):
+    """Who decides where the parts of one pipeline are, and moves them."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parts execute."""
+
+    def hold(
+        self, part: str, activation_bytes: int = 0, progress: Progress | None = None
+    ) -> AbstractContextManager[nn.Module]:
+        """The part, able to run on ``device`` inside the ``with`` block."""
+
+    def release(self, part: str) -> None:
+        """Take the part off ``device``; where that is the host, free its memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded(Hosted):
+    """A pipeline that is ready to run: what it is, its parts, and what was decided for this device.
+
+    ``tools`` are the small things beside the modules (tokenizers, scheduler, image processors), read on first use.
+    ``configs`` are the parts' own ``config.json`` contents. ``notes`` are the sentences said while loading.
+    ``speed`` is what makes it faster, ``step_cache`` what its samplings skip (``pipelines.speed``). ``weights`` are the
+    bytes of each part, for forecasts (``pipelines.memory.estimates``). ``probes`` keeps what is learned of the device.
+    """
+
+    family: str
+    task: str
+    parts: Parts
+    facts: Any
+    precision: Any
+    residency: Residency
+    tools: Tools
+    configs: Mapping[str, Mapping[str, Any]]
+    variant: str
+    source: Path
+    notes: tuple[str, ...] = ()
+    speed: Any = None
+    step_cache: Any = None
+    weights: Mapping[str, Any] = field(default_factory=dict)
+    probes: Any = None
+
+    def __repr__(self) -> str:
+        return f"<{self.family} {self.variant} {self.source.name!r}: {self.precision}; {self.residency}>"
+
+    @property
+    def patcher(self) -> Any:
+        """The host's own handle of the transformer, where it manages the memory; else None."""
+        return getattr(self.residency, "patcher", None)
+
+
+class Tools(dict[str, Any]):
+    """Tokenizers, scheduler and processors by name, each read on first use."""
+
+    def __init__(self, readers: Mapping[str, Callable[[], Any]]) -> None:
+        super().__init__()
+        self.readers = dict(readers)
+
+    def __missing__(self, name: str) -> Any:
+        self[name] = self.readers[name]()
+        return self[name]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Encoded text: tensors (1, N, D) on the CPU, padding trimmed, by the family's own names.
+
+    ``sections`` holds further prompts, for the sections of a FramePack video after the first. ``opposed`` is whether
+    the user wrote a negative prompt: an empty one is encoded too, for guidance that needs it. ``extra`` holds what no
+    model sees: ``text`` and ``negative_text`` where they are known.
+    """
+
+    family: str
+    embeds: Mapping[str, torch.Tensor]
+    negative: Mapping[str, torch.Tensor] | None = None
+    sections: tuple[Mapping[str, torch.Tensor], ...] = ()
+    opposed: bool = False
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        tokens = next(iter(self.embeds.values())).shape[1]
+        return f"<prompt for {self.family}: {tokens} tokens{', with negative' if self.negative is not None else ''}>"
+
+
+@dataclass(frozen=True, slots=True)
+class ImageCondition:
+    """Encoded pictures: tensors on the CPU by the family's own names, and the size they were fitted to.
+
+    ``anchors`` is for families that take several: (tensor name, pixel frame index, strength).
+    """
+
+    family: str
+    tensors: Mapping[str, torch.Tensor]
+    width: int
+    height: int
+    anchors: tuple[tuple[str, int, float], ...] = ()
+
+    def __repr__(self) -> str:
+        return f"<image condition for {self.family}: {self.width}x{self.height}, {sorted(self.tensors)}>"
+
+
+@dataclass(frozen=True, slots=True)
+class Latents:
+    """Sampled latents: (1, C, T, H, W), fp32, on the CPU, in the space that ComfyUI's core calls LATENT.
+
+    ``frames`` counts the pixel frames the user asked for; ``extra`` holds plain values that decoding needs:
+    ``generator_state`` (bytes), ``section_lengths``, ``window``, ``order``, ``drop_frames``.
+    """
+
+    samples: torch.Tensor
+    family: str
+    task: str
+    frames: int
+    height: int
+    width: int
+    fps: float
+    seed: int
+    space: str = "vae"
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    version: int = LATENT_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSettings:
+    """What the user asks of sampling. A zero for ``steps``, ``guidance``, ``cfg``, ``shift`` or ``fps`` means the
+    model's own default.
+
+    Args:
+        width, height: pixels. frames: pixel frames. steps: denoising steps. seed: 0 to 2**64 - 1.
+        fps: frames per second. guidance: distilled guidance, an input of the transformer.
+        cfg: true classifier-free guidance, a second forward per step. cfg_start, cfg_end: share of the steps, 0..1.
+        shift: timestep shift. scheduler: one of :data:`SCHEDULERS`. sigmas: noise levels from 1 to 0, steps + 1 long.
+        denoise: share of the noise that is put on ``latents``; noise_mask: (1, 1, T or 1, H, W), 1 where to sample.
+    """
+
+    width: int
+    height: int
+    frames: int
+    steps: int = 0
+    seed: int = 0
+    fps: float = 0.0
+    guidance: float = 0.0
+    cfg: float = 0.0
+    cfg_start: float = 0.0
+    cfg_end: float = 1.0
+    guidance_rescale: float = 0.0
+    shift: float = 0.0
+    scheduler: str = "auto"
+    sigmas: tuple[float, ...] | None = None
+    denoise: float = 1.0
+    latents: Latents | None = None
+    noise_mask: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRequest:
+    """What the user asks of text encoding.
+
+    Args:
+        text, negative: the prompts. max_tokens: limit in tokens; 0 means the family's default.
+        template: text with one ``{}`` for the prompt (Llama and Qwen families); empty means upstream's own.
+        template_crop: leading tokens of the template that are cut off; -1 finds them.
+        sections: further prompts, for the sections of a FramePack video after the first.
+        image: frames (1, H, W, 3) in 0..1 for text encoders that also look (HunyuanVideo image to video).
+    """
+
+    text: str
+    negative: str = ""
+    max_tokens: int = 0
+    template: str = ""
+    template_crop: int = -1
+    sections: tuple[str, ...] = ()
+    image: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRequest:
+    """What the user asks of image encoding.
+
+    Args:
+        frames: (F, H, W, 3) in 0..1, already fitted to ``width`` x ``height`` pixels; a clip where F > 1.
+        frame: pixel frame it stands at; -1 is the last. strength: 0..1.
+        vision: last hidden state of an image encoder, (1, N, D), in place of the family's own (core's
+            CLIP_VISION_OUTPUT). previous: an earlier condition that this one joins. seed: for VAEs that draw.
+    """
+
+    frames: torch.Tensor
+    width: int
+    height: int
+    frame: int = 0
+    strength: float = 1.0
+    vision: torch.Tensor | None = None
+    previous: ImageCondition | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FramePackSettings:
+    """What FramePack adds to :class:`SampleSettings`, whose ``frames`` it replaces by a length.
+
+    Args:
+        clip_seconds: length of the video. window: latent frames per section. order: ``auto``,
+            ``inverted_anti_drifting`` (from the end, FramePack I2V) or ``vanilla`` (from the start, F1).
+        end_strength: how much the end image counts, 0..1. single_frame: sample one frame instead of a video.
+    """
+
+    clip_seconds: float
+    window: int = 9
+    order: str = "auto"
+    end_strength: float = 1.0
+    single_frame: bool = False

@@ -1,0 +1,118 @@
+"""The start and the end image of a FramePack video: what the VAE and SigLIP say of them, and what a seed draws."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ....compat.device.execution import checked_leaves, execution_device
+from ....compat.errors import InputError
+from ...base import FramePackSettings, ImageCondition, ImageRequest, Loaded, Progress
+from ...pictures import signed
+from ...vae.video import encoded_moments
+
+START, END, VISION = "start", "end", "vision"
+PLACES = {0: START, -1: END}
+
+
+def encode_image(loaded: Loaded, request: ImageRequest, progress: Progress) -> ImageCondition:
+    """A start image (``frame`` 0), or an end image (``frame`` -1); ``previous`` holds the other one.
+
+    ``start`` and ``end`` are what the VAE says of the picture, mean and log variance (1, 32, 1, H / 8, W / 8): the
+    latents are drawn when the video is sampled, by its seed, as upstream does. ``vision`` are the SigLIP states of the
+    start image (1, 729, 1152); upstream computes those of the end image too and does not use them, so here nobody does.
+
+    Raises:
+        InputError: another frame, more than one picture, or a place that is taken.
+    """
+    place = PLACES.get(request.frame)
+    if place is None:
+        raise InputError(
+            f"an image at frame {request.frame} of FramePack",
+            expected="frame 0 (start image) or -1 (end image)",
+            fix="Set frame to 0, or to -1 with the start image's condition as previous.",
+        )
+    if request.frames.shape[0] != 1:
+        raise InputError(
+            f"{request.frames.shape[0]} frames as the {place} image",
+            expected="one image",
+            fix="Pick one frame, for example with Image From Batch.",
+        )
+    known = {} if request.previous is None else dict(request.previous.tensors)
+    if place in known:
+        raise InputError(
+            f"a second {place} image", expected="one start and one end image", fix="Set frame of the end image to -1."
+        )
+    if place == START and request.strength != 1.0:
+        progress.say("strength has no effect on the start image of FramePack")
+    if place == END and request.vision is not None:
+        progress.say("vision has no effect on the end image of FramePack")
+    known[place] = encoded_moments(loaded, request.frames, progress, "encoding image")
+    if place == START:
+        known[VISION] = _vision(loaded, request, progress)
+    anchors = () if request.previous is None else request.previous.anchors
+    anchors = (*anchors, (place, request.frame, request.strength))
+    return ImageCondition("framepack", known, request.width, request.height, anchors)
+
+
+def end_strength(image: ImageCondition | None, framepack: FramePackSettings, progress: Progress) -> float:
+    """How much the end image counts; 0 without one.
+
+    Raises:
+        InputError: no start image.
+    """
+    if image is None or START not in image.tensors:
+        raise InputError(
+            "no start image for FramePack",
+            expected="an image condition with an image at frame 0",
+            fix="Connect AnyGPU Encode Image with the start image.",
+        )
+    if END not in image.tensors:
+        if framepack.end_strength != 1.0:
+            progress.say("end_strength has no effect without an end image")
+        return 0.0
+    return framepack.end_strength * next(strength for name, _, strength in image.anchors if name == END)
+
+
+def drawn(loaded: Loaded, image: ImageCondition, place: str, generator: torch.Generator) -> torch.Tensor:
+    """Latents (1, 16, 1, H / 8, W / 8) of the ``start`` or ``end`` image in the transformer's space, on the CPU."""
+    from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+
+    latents: torch.Tensor = DiagonalGaussianDistribution(image.tensors[place]).sample(generator)
+    return latents * float(loaded.configs["vae"]["scaling_factor"])
+
+
+def _vision(loaded: Loaded, request: ImageRequest, progress: Progress) -> torch.Tensor:
+    """States of the image encoder (1, N, D), or those that were given in their place."""
+    config = loaded.configs["image_encoder"]
+    config = config.get("vision_config", config)
+    side = int(config.get("image_size", 384)) // int(config.get("patch_size", 14))
+    expected = (1, side * side, int(loaded.configs["transformer"].get("image_proj_dim", 1152)))
+    if request.vision is not None:
+        if tuple(request.vision.shape) != expected:
+            raise InputError(
+                f"a CLIP_VISION_OUTPUT of shape {tuple(request.vision.shape)}",
+                expected=f"the shape {expected}",
+                fix="Use CLIP Vision Encode with sigclip_vision_patch14_384, without crop.",
+            )
+        return request.vision.detach().float().cpu()
+    from diffusers import HunyuanVideoFramepackPipeline
+
+    hold = loaded.residency.hold("image_encoder", 0, progress)
+    with hold as encoder, checked_leaves(encoder, progress.check):
+        pipeline: Any = HunyuanVideoFramepackPipeline(
+            text_encoder=None,
+            tokenizer=None,
+            transformer=None,
+            vae=None,
+            scheduler=None,
+            text_encoder_2=None,
+            tokenizer_2=None,
+            image_encoder=encoder,
+            feature_extractor=loaded.tools["feature_extractor"],
+        )
+        picture = signed(request.frames)[:, :, 0]
+        states = pipeline.encode_image(picture, device=execution_device(loaded.residency))
+        progress.step(1, 1, "encoding image for SigLIP")
+    return states.float().cpu()

@@ -1,0 +1,351 @@
+"""FramePack: an image becomes a video of any length, sampled section by section."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ....compat.device.execution import checked_leaves, execution_device, generator_for, placed, state_of
+from ....compat.device.vae_policy import Form
+from ....compat.errors import InputError
+from ...base import FramePackSettings, ImageCondition, Latents, Loaded, Progress, Prompt, PromptRequest, SampleSettings
+from ...family import Defaults, Family
+from ...grid import MOST_FRAMES, snap_frames
+from ...memory.fit import recovery
+from ...memory.needs import beside_transformer
+from ...sampling.loop import cfg_acts, denoise, noise_for
+from ...sampling.schedules import Levels, schedule_for
+from ...text.llama import POOLED, llama_embeds, llama_from_core
+from ...text.t5 import EMBEDS, MASK, described
+from ...vae.checked import decoding
+from .keyframes import END, START, VISION, drawn, end_strength
+from .keyframes import encode_image as encode_image
+from .resume import resume_key
+from .sections import TEMPORAL_RATIO, History, Keeper, Plan, Portion, Standing, joined, plan_for, spans
+
+SPATIAL_RATIO = 8
+LARGEST_SHIFT = 7.0  # of the models' own schedule, where the scheduler's configuration asks for a dynamic one
+SHIFT_NAMES = {  # upstream's function names the scheduler's settings in its own way
+    "base_image_seq_len": "base_seq_len",
+    "max_image_seq_len": "max_seq_len",
+    "base_shift": "base_shift",
+    "max_shift": "max_shift",
+}
+
+Forward = Callable[[torch.Tensor, torch.Tensor, Mapping[str, Mapping[str, torch.Tensor]], str], torch.Tensor]
+
+FAMILY = Family(
+    id="framepack",
+    title="FramePack",
+    pipelines={"HunyuanVideoFramepackPipeline": "image"},
+    transformers=("HunyuanVideoFramepackTransformer3DModel", "HunyuanVideoTransformer3DModelPacked"),
+    parts={
+        "text_encoder": ("transformers", "LlamaModel"),
+        "text_encoder_2": ("transformers", "CLIPTextModel"),
+        "image_encoder": ("transformers", "SiglipVisionModel"),
+        "transformer": ("diffusers", "HunyuanVideoFramepackTransformer3DModel"),
+        "vae": ("diffusers", "AutoencoderKLHunyuanVideo"),
+    },
+    tools={
+        "tokenizer": "transformers",
+        "tokenizer_2": "transformers",
+        "feature_extractor": "transformers",
+        "scheduler": "diffusers",
+    },
+    text_parts=("text_encoder", "text_encoder_2"),
+    multiple=16,
+    stride=TEMPORAL_RATIO,
+    defaults=Defaults(width=640, height=608, frames=153, steps=25, fps=30.0, guidance=10.0),
+    effective=frozenset(
+        {
+            "guidance",
+            "cfg",
+            "cfg_start",
+            "cfg_end",
+            "shift",
+            "sigmas",
+            "template",
+            "sections",
+            "frame",
+            "strength",
+            "vision",
+            "previous",
+        }
+    ),
+    variants=("framepack", "framepack_f1"),
+    buckets=(
+        (416, 960),
+        (448, 864),
+        (480, 832),
+        (512, 768),
+        (544, 704),
+        (576, 672),
+        (608, 640),
+        (640, 608),
+        (672, 576),
+        (704, 544),
+        (768, 512),
+        (832, 480),
+        (864, 448),
+        (960, 416),
+    ),
+    pages=(
+        "https://huggingface.co/lllyasviel/FramePackI2V_HY",
+        "https://huggingface.co/lllyasviel/FramePack_F1_I2V_HY_20250503",
+        "https://huggingface.co/hunyuanvideo-community/HunyuanVideo",
+        "https://huggingface.co/lllyasviel/flux_redux_bfl",
+    ),
+    base="hunyuan_video",
+    lone_task="image",
+    text_width="text_embed_dim",
+    image_required=True,
+)
+
+
+def guess_variant(path: Path, config: Mapping[str, Any]) -> tuple[str, str]:
+    """The variant by the folder's name, and why; ``config`` is the same for both."""
+    if path.parent.name == "snapshots":  # Hugging Face's cache names the folder itself by a commit
+        name = path.parent.parent.name
+    else:
+        name = path.parent.name if path.name == "transformer" else path.name
+    variant = "framepack_f1" if re.search(r"f1(?!\d)", name.lower()) else "framepack"
+    return variant, f"assumed from the folder name {name!r}, since the files are alike; choose another if that is wrong"
+
+
+def ratios(loaded: Loaded) -> tuple[int, int]:
+    """Pixels per latent in space, and pixel frames per latent frame after the first."""
+    return SPATIAL_RATIO, TEMPORAL_RATIO
+
+
+def encode_prompt(loaded: Loaded, request: PromptRequest, progress: Progress) -> Prompt:
+    """Llama states and pooled CLIP vectors of the prompt, the negative, and each section's prompt.
+
+    A section without text gets the first prompt.
+    """
+    from diffusers import HunyuanVideoFramepackPipeline
+
+    texts = tuple(text for text in request.sections if text.strip())
+    asked = replace(request, sections=texts)
+    positive, negative, found = llama_embeds(loaded, HunyuanVideoFramepackPipeline, asked, progress)
+    encoded = iter(found)
+    sections = tuple(next(encoded) if text.strip() else positive for text in request.sections)
+    return Prompt(FAMILY.id, positive, negative, sections)
+
+
+prompt_from_core = llama_from_core
+
+
+def frames_for(framepack: FramePackSettings, fps: float) -> int:
+    """Pixel frames of the clip, on the grid: at least ``clip_seconds`` long; 1 in single-frame mode.
+
+    Raises:
+        InputError: no length, or more than a video can have.
+    """
+    if framepack.single_frame:
+        return 1
+    asked, most = framepack.clip_seconds * fps, MOST_FRAMES / fps if fps > 0 else math.inf
+    if not 0 < asked <= MOST_FRAMES:
+        nearest = 1.0 if asked <= 0 else math.floor(most)
+        raise InputError(
+            f"a clip of {framepack.clip_seconds} s at {fps:g} fps",
+            expected=f"more than 0, at most {most:.1f} s",
+            fix=f"The nearest valid value is {nearest:g} s.",
+        )
+    return snap_frames(FAMILY, max(1, math.ceil(asked - 1e-6)))
+
+
+def sample(
+    loaded: Loaded,
+    prompt: Prompt,
+    image: ImageCondition,
+    settings: SampleSettings,
+    framepack: FramePackSettings,
+    progress: Progress,
+    keeper: Keeper | None = None,
+) -> Latents:
+    """Latents (1, 16, T, H / 8, W / 8) in core's space, of all sections; ``frames`` says how many frames count.
+
+    The prompt of a section is the one of its place in the film, the first prompt where there is none. With an end
+    image every frame of the last section counts, since cutting it off would cut the end image off. ``end_strength``
+    times the end image's own strength scales its latents, the only thing the last section sees of it: 1 is upstream's
+    video, 0 the one without an end image.
+
+    Single-frame mode samples one latent frame, which stands where the last one of the first window would stand, and
+    returns it alone. It was found on the FramePack I2V checkpoint.
+
+    Args:
+        keeper: told of each finished section, in sampling order, with all latents so far, which :func:`decode` takes.
+            Where it knows of the same video, sampling goes on after the last section that was finished.
+
+    Raises:
+        InputError: no start image, or a setting of ``framepack`` out of range.
+
+    Source: diffusers ``HunyuanVideoFramepackPipeline.__call__``, equal to it in fp32; single-frame mode:
+    kohya-ss/musubi-tuner#267 with ``target_index`` at the window.
+    """
+    device, generator = execution_device(loaded.residency), generator_for(settings.seed)
+    strength = end_strength(image, framepack, progress)
+    plan = plan_for(loaded.variant, framepack, settings.frames, strength > 0)
+    settings = replace(settings, frames=_counting(plan, settings, strength > 0, progress))
+    start = drawn(loaded, image, START, generator)
+    end = strength * drawn(loaded, image, END, generator) if strength > 0 else None
+    history, texts = History(plan, start, end), _texts(loaded, prompt, plan, progress)
+    key = resume_key(loaded, prompt, image, settings, framepack) if keeper is not None else ""
+    _resume(history, generator, None if keeper is None else keeper.found(key), progress)
+    shape = (*start.shape[:2], plan.sampled, *start.shape[3:])
+    hold = loaded.residency.hold("transformer", beside_transformer(loaded, settings, plan.sampled), progress)
+    with hold as transformer, checked_leaves(transformer, progress.check):
+        for index in range(len(history.lengths), plan.count):
+            forward = _forward(loaded, transformer, history, image.tensors[VISION].to(device), settings)
+            noise, part = noise_for(shape, generator, device), Portion(progress, index, plan.count)
+            history.add(_section(loaded, forward, texts[plan.place(index)], settings, noise, part))
+            found = described(_so_far(loaded, history, settings, generator), prompt)
+            if keeper is not None:
+                keeper.keep(key, index, plan.count, found, history.standing(state_of(generator)))
+    return found
+
+
+def decode(loaded: Loaded, latents: Latents, progress: Progress, form: Form | None = None) -> torch.Tensor:
+    """Frames (F, H, W, 3) in 0..1: each section is decoded with its neighbour and blended into it, as upstream does.
+
+    Latents that say nothing of sections, or were cut since, are decoded in one go.
+    """
+    lengths, window = list(latents.extra.get("section_lengths", ())), int(latents.extra.get("window", 0))
+    inverted = latents.extra.get("order") != "vanilla"
+    if lengths and lengths[-1] != latents.samples.shape[2]:
+        progress.say(f"{latents.samples.shape[2]} latent frames where sampling left {lengths[-1]}: decoded in one go")
+        lengths = []
+    cuts = spans(lengths, window, inverted) if lengths else [slice(None)]
+    largest = max((latents.samples[:, :, cut].shape for cut in cuts), key=math.prod)
+    with decoding(loaded, largest, progress, form) as passes:
+        videos = (
+            passes.decode(latents.samples[:, :, cut], Portion(progress, index, len(cuts)))
+            for index, cut in enumerate(cuts)
+        )
+        return joined(videos, window, inverted)
+
+
+def _resume(history: History, generator: torch.Generator, standing: Standing | None, progress: Progress) -> None:
+    """Put ``history`` and ``generator`` where an earlier sampling of the same video stopped, and say so."""
+    count, wanted = history.plan.count, list(history.start.shape)
+    if standing is None or not 0 < len(standing.lengths) < count:
+        return
+    wanted[2] = standing.lengths[-1]
+    if list(standing.latents.shape) != wanted:
+        return
+    history.resume(standing)
+    generator.set_state(generator_for(0, standing.generator_state).get_state())
+    progress.say(f"goes on after section {len(standing.lengths)} of {count}, kept from a run that was cut short")
+
+
+def _counting(plan: Plan, settings: SampleSettings, ended: bool, progress: Progress) -> int:
+    """Pixel frames of the finished video that count, and what to say of this plan."""
+    if plan.single and not plan.inverted:
+        progress.say("single-frame mode was found on FramePack I2V: F1 may not follow the prompt in it")
+    if not ended or plan.frames <= settings.frames:
+        return settings.frames
+    progress.say(f"frames {settings.frames} -> {plan.frames}, the end of the last section, where the end image stands")
+    return plan.frames
+
+
+def _texts(
+    loaded: Loaded, prompt: Prompt, plan: Plan, progress: Progress
+) -> list[dict[str, Mapping[str, torch.Tensor]]]:
+    """For each place in the film its prompt and negative, as ``cond`` and ``uncond``, on the device."""
+    unused = len(prompt.sections) - (plan.count - 1)
+    if unused > 0:
+        progress.say(f"{unused} of {len(prompt.sections)} section prompts have no effect: {plan.count} sections in all")
+
+    def ready(embeds: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        return dict(placed(embeds, execution_device(loaded.residency), loaded.precision.residual))
+
+    common = {} if prompt.negative is None else {"uncond": ready(prompt.negative)}
+    first, further = ready(prompt.embeds), [ready(section) for section in prompt.sections[: plan.count - 1]]
+    return [{**common, "cond": text} for text in [first, *further, *[first] * (plan.count - 1 - len(further))]]
+
+
+def _section(
+    loaded: Loaded,
+    forward: Forward,
+    text: Mapping[str, Mapping[str, torch.Tensor]],
+    settings: SampleSettings,
+    noise: torch.Tensor,
+    progress: Progress,
+) -> torch.Tensor:
+    """The latents of one section on the CPU, from ``noise``."""
+    levels = _levels_for(loaded, noise)
+    schedule = schedule_for(loaded.tools["scheduler"], settings, settings.steps, levels, noise.device)
+
+    def predict(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
+        output = forward(latents, time, text, "cond")
+        if not cfg_acts(settings, index, len(schedule)):
+            return output
+        opposite = forward(latents, time, text, "uncond")
+        return opposite + settings.cfg * (output - opposite)
+
+    return denoise(noise, schedule, predict, progress=progress, again=recovery(loaded, progress)).cpu()
+
+
+def _levels_for(loaded: Loaded, latents: torch.Tensor) -> Callable[[int], Levels]:
+    """From a number of steps to evenly falling levels, and the shift that the size of ``latents`` asks for."""
+    import numpy
+    from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video_framepack import calculate_shift
+
+    tokens = math.prod(latents.shape[2:]) / int(loaded.configs["transformer"].get("patch_size", 2)) ** 2
+    config = loaded.tools["scheduler"]
+    given = {argument: config[name] for name, argument in SHIFT_NAMES.items() if name in config}
+    mu = min(float(calculate_shift(tokens, **given)), math.log(LARGEST_SHIFT))
+    return lambda steps: Levels(sigmas=numpy.linspace(1.0, 0.0, steps + 1)[:-1].tolist(), mu=mu)
+
+
+def _forward(
+    loaded: Loaded, transformer: Any, history: History, vision: torch.Tensor, settings: SampleSettings
+) -> Forward:
+    """The transformer with all that the next section sees beside its own latents and text."""
+    dtype, device = loaded.precision.residual, vision.device
+    given = {
+        "image_embeds": vision.to(dtype),
+        "guidance": torch.tensor([settings.guidance], dtype=dtype, device=device) * 1000.0,
+        **placed(history.seen(), device, dtype),
+        **history.plan.indices(len(history.lengths)),
+    }
+
+    def forward(
+        latents: torch.Tensor, time: torch.Tensor, text: Mapping[str, Mapping[str, torch.Tensor]], branch: str
+    ) -> torch.Tensor:
+        with transformer.cache_context(branch):
+            output: torch.Tensor = transformer(
+                hidden_states=latents.to(dtype),
+                timestep=time.expand(latents.shape[0]),
+                encoder_hidden_states=text[branch][EMBEDS],
+                encoder_attention_mask=text[branch][MASK],
+                pooled_projections=text[branch][POOLED],
+                return_dict=False,
+                **given,
+            )[0]
+        return output.float()
+
+    return forward
+
+
+def _so_far(loaded: Loaded, history: History, settings: SampleSettings, generator: torch.Generator) -> Latents:
+    """What has been sampled, in core's space; of an unfinished video that began at its end all frames count."""
+    plan = history.plan
+    frames = (history.lengths[-1] - 1) * TEMPORAL_RATIO + 1
+    if not plan.inverted or len(history.lengths) == plan.count:
+        frames = min(frames, settings.frames)
+    extra = {
+        "section_lengths": list(history.lengths),
+        "window": plan.window,
+        "order": plan.order,
+        "generator_state": state_of(generator),
+    }
+    samples = history.latents / float(loaded.configs["vae"]["scaling_factor"])
+    size = settings.height, settings.width
+    return Latents(samples, FAMILY.id, loaded.task, frames, *size, settings.fps, settings.seed, extra=extra)

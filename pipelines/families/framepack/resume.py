@@ -1,0 +1,64 @@
+"""What makes two samplings the same: the key by which one that was cut short is found again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...base import FramePackSettings, ImageCondition, Loaded, Prompt, SampleSettings
+
+STORED = (".safetensors", ".gguf", ".bin", ".json")
+
+
+def resume_key(
+    loaded: Loaded, prompt: Prompt, image: ImageCondition, settings: SampleSettings, framepack: FramePackSettings
+) -> str:
+    """A hash of all that decides the latents: model files and how they are kept, precision, LoRAs, step cache,
+    embeddings, pictures and settings.
+
+    How parts are moved and which attention kernel runs are left out: who ran out of memory changes just these.
+    """
+    digest = hashlib.sha256()
+    adapted = str(getattr(loaded.residency, "worn", ""))
+    stored = [note for note in loaded.notes if note.startswith("transformer kept")]
+    model = [loaded.family, loaded.variant, str(loaded.precision), stored, adapted, str(loaded.step_cache)]
+    for item in _plain([*model, _files(loaded.source)]):
+        digest.update(item)
+    for item in _plain([prompt.embeds, prompt.negative, prompt.sections, image, settings, framepack]):
+        digest.update(item)
+    return digest.hexdigest()
+
+
+def _files(source: Path) -> list[tuple[str, int, int]]:
+    """Name, size and time of each file of a model; a file beside others is its own model."""
+    found = sorted(source.rglob("*")) if source.is_dir() else [source]
+    return [
+        (str(path), path.stat().st_size, path.stat().st_mtime_ns)
+        for path in found
+        if path.suffix in STORED and path.is_file()
+    ]
+
+
+def _plain(value: Any) -> Iterator[bytes]:
+    """The bytes of nested values: names, numbers and every bit of every tensor."""
+    if isinstance(value, torch.Tensor):
+        yield f"{value.dtype}{tuple(value.shape)}".encode()
+        yield value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    elif isinstance(value, Mapping):
+        for key in sorted(value):
+            yield f"<{key}>".encode()
+            yield from _plain(value[key])
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield from _plain({item.name: getattr(value, item.name) for item in fields(value)})
+    elif isinstance(value, (list, tuple)):
+        yield f"[{len(value)}]".encode()
+        for item in value:
+            yield from _plain(item)
+    else:
+        yield f"{json.dumps(value, default=str)};".encode()

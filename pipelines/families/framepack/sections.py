@@ -1,0 +1,284 @@
+"""The sections of a FramePack video: where each one stands, what it sees of the others, how their frames are joined."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+
+from ....compat.errors import InputError
+from ...base import FramePackSettings, Latents, Progress
+from ...pictures import unsigned
+
+TEMPORAL_RATIO = 4
+INVERTED, VANILLA = "inverted_anti_drifting", "vanilla"
+ORDERS = ("auto", INVERTED, VANILLA)
+HISTORY = (1, 2, 16)  # latent frames that a section sees at full, half and quarter scale, the nearest first
+LARGEST_WINDOW = 33  # of the slider in lllyasviel's own application
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a video is cut into sections.
+
+    Args:
+        order: ``inverted_anti_drifting`` samples the last section first, ``vanilla`` the first one.
+        count: sections. window: latent frames per section.
+        single: one latent frame is sampled instead, the last one of the window that follows the start image.
+    """
+
+    order: str
+    count: int
+    window: int
+    single: bool = False
+
+    @property
+    def inverted(self) -> bool:
+        """Whether sampling goes from the end to the start."""
+        return self.order == INVERTED
+
+    @property
+    def sampled(self) -> int:
+        """Latent frames that one section samples."""
+        return 1 if self.single else self.window
+
+    @property
+    def frames(self) -> int:
+        """Pixel frames of all sections and the start image together."""
+        return 1 if self.single else self.count * self.window * TEMPORAL_RATIO + 1
+
+    def place(self, step: int) -> int:
+        """The place in the film, from 0, of the section that is sampled at ``step``."""
+        return self.count - 1 - step if self.inverted else step
+
+    def indices(self, step: int) -> dict[str, torch.Tensor]:
+        """Positions in time, by the transformer's argument names; the start image is always at 0.
+
+        Source: FramePack's paper, figure 2 (c), for the inverted order; the gaps are those of the author's own code.
+        """
+        near, half, quarter = HISTORY
+        if self.inverted:
+            first = 1 + self._gap(step) * self.window
+            latents, nearest = torch.arange(first, first + self.window), first + self.window
+            halves = torch.arange(nearest + near, nearest + near + half)
+            quarters = torch.arange(nearest + near + half, nearest + near + half + quarter)
+        else:
+            quarters, halves = torch.arange(1, 1 + quarter), torch.arange(1 + quarter, 1 + quarter + half)
+            nearest = 1 + quarter + half
+            latents = torch.arange(nearest + near, nearest + near + self.window)
+        return {
+            "indices_latents": latents[-self.sampled :],
+            "indices_latents_clean": torch.tensor([0, nearest]),
+            "indices_latents_history_2x": halves,
+            "indices_latents_history_4x": quarters,
+        }
+
+    def _gap(self, step: int) -> int:
+        """Windows between the start image and the section, as the transformer is told: never many."""
+        left = self.count - 1 - step
+        return left if self.count <= 4 else min(left, 3 if step == 0 else 2)
+
+
+def plan_for(variant: str, framepack: FramePackSettings, frames: int, ended: bool) -> Plan:
+    """The sections that cover ``frames`` pixel frames, as many as upstream's own pipeline would take.
+
+    Args:
+        variant: decides the order ``auto``. ended: whether there is an end image.
+
+    Raises:
+        InputError: window, order or end strength out of range, or an end image where the order cannot reach one.
+    """
+    if not 1 <= framepack.window <= LARGEST_WINDOW:
+        nearest = min(max(framepack.window, 1), LARGEST_WINDOW)
+        raise InputError(
+            f"window {framepack.window}",
+            expected=f"1 to {LARGEST_WINDOW} latent frames",
+            fix=f"The nearest valid value is {nearest}; the models were trained with 9.",
+        )
+    if framepack.order not in ORDERS:
+        raise InputError(f"order {framepack.order!r}", expected=f"one of {', '.join(ORDERS)}", fix="Choose auto.")
+    if not 0.0 <= framepack.end_strength <= 1.0:
+        share = min(max(framepack.end_strength, 0.0), 1.0)
+        raise InputError(
+            f"end_strength {framepack.end_strength}", expected="0 to 1", fix=f"The nearest valid value is {share:g}."
+        )
+    order = framepack.order
+    if order == "auto":
+        order = VANILLA if variant == "framepack_f1" else INVERTED
+    if ended and order == VANILLA:
+        raise InputError(
+            f"an end image with the order {VANILLA}",
+            expected=f"the order {INVERTED}, which starts from the end",
+            fix="Load the FramePack I2V checkpoint (not F1), or remove the end image.",
+        )
+    covered = (framepack.window - 1) * TEMPORAL_RATIO + 1
+    count = 1 if framepack.single_frame else max(1, -(-frames // covered))
+    return Plan(order, count, framepack.window, framepack.single_frame)
+
+
+class History:
+    """The latents sampled so far, in the order of the film, and what the next section sees of them; all on the CPU.
+
+    Args:
+        start: latents of the start image (1, C, 1, H, W), in the transformer's space.
+        end: those of the end image, which stand in for what would follow the last section; None without one.
+
+    ``lengths`` counts the latent frames there were after each section.
+    """
+
+    def __init__(self, plan: Plan, start: torch.Tensor, end: torch.Tensor | None = None) -> None:
+        self.plan, self.start, self.end = plan, start, end
+        self.latents = start[:, :, :0] if plan.inverted else start
+        self.lengths: list[int] = []
+
+    def seen(self) -> dict[str, torch.Tensor]:
+        """Clean latents at three scales, by the transformer's argument names; zeros where there is nothing yet."""
+        shape = list(self.start.shape)
+        shape[2] = sum(HISTORY)
+        nothing = self.start.new_zeros(shape)
+        if self.plan.inverted:
+            after = torch.cat([self.latents, nothing], dim=2)[:, :, : sum(HISTORY)]
+            near, half, quarter = after.split(HISTORY, dim=2)
+            if self.end is not None and not self.lengths:
+                near = self.end
+        else:
+            before = torch.cat([nothing, self.latents], dim=2)[:, :, -sum(HISTORY) :]
+            quarter, half, near = before.split(HISTORY[::-1], dim=2)
+        return {
+            "latents_clean": torch.cat([self.start, near], dim=2),
+            "latents_history_2x": half,
+            "latents_history_4x": quarter,
+        }
+
+    def add(self, latents: torch.Tensor) -> None:
+        """Take in what a section sampled."""
+        if self.plan.single:
+            self.latents = latents
+        elif self.plan.inverted:
+            reached = [self.start] if len(self.lengths) == self.plan.count - 1 else []
+            self.latents = torch.cat([*reached, latents, self.latents], dim=2)
+        else:
+            self.latents = torch.cat([self.latents, latents], dim=2)
+        self.lengths.append(self.latents.shape[2])
+
+    def standing(self, generator_state: bytes) -> Standing:
+        """All that the next section needs."""
+        return Standing(self.latents, tuple(self.lengths), generator_state)
+
+    def resume(self, standing: Standing) -> None:
+        """Take in the sections of an earlier sampling of the same video."""
+        self.latents, self.lengths = standing.latents, list(standing.lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where a sampling stands between two sections.
+
+    Args:
+        latents: sampled so far, (1, C, T, H, W), fp32, in the transformer's space, so that no bit is lost on the way.
+        lengths: latent frames there were after each section. generator_state: for the noise of the next one.
+    """
+
+    latents: torch.Tensor
+    lengths: tuple[int, ...]
+    generator_state: bytes
+
+
+class Keeper(Protocol):
+    """Who keeps finished sections, and gives them back when the same video is asked for again."""
+
+    def found(self, key: str) -> Standing | None:
+        """Where a sampling of the same ``key`` that was cut short stands; None where there is none."""
+
+    def keep(self, key: str, index: int, count: int, latents: Latents, standing: Standing) -> None:
+        """Take in all sections so far, after section ``index`` of ``count``; ``latents`` can be decoded."""
+
+
+class Remembered:
+    """Keeps finished sections for the length of one sampling, so that none is lost where it must begin again.
+
+    Args:
+        beyond: who keeps them for longer; None for nobody.
+    """
+
+    def __init__(self, beyond: Keeper | None = None) -> None:
+        self.beyond = beyond
+        self.standing: Standing | None = None
+
+    def found(self, key: str) -> Standing | None:
+        """Where this sampling stands, else where an earlier one does."""
+        return self.standing or (None if self.beyond is None else self.beyond.found(key))
+
+    def keep(self, key: str, index: int, count: int, latents: Latents, standing: Standing) -> None:
+        """Take in all sections so far."""
+        self.standing = standing
+        if self.beyond is not None:
+            self.beyond.keep(key, index, count, latents, standing)
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """The progress of one of ``count`` equal parts of a work."""
+
+    whole: Progress
+    index: int
+    count: int
+
+    def step(self, done: int, total: int, stage: str, preview: Callable[[], torch.Tensor] | None = None) -> None:
+        """Report ``done`` of ``total`` in this part as a share of the whole."""
+        name = f"{stage} section {self.index + 1} of {self.count}" if self.count > 1 else stage
+        self.whole.step(self.index * total + done, self.count * total, name, preview)
+
+    def check(self) -> None:
+        """Raise when the user has cancelled."""
+        self.whole.check()
+
+    def say(self, text: str) -> None:
+        """One line that the user should read."""
+        self.whole.say(text)
+
+
+def spans(lengths: Sequence[int], window: int, inverted: bool) -> list[slice]:
+    """Latent frames that are decoded together, in sampling order.
+
+    The first section is decoded whole, each later one with the window of its neighbour that it is blended into.
+
+    Args:
+        lengths: latent frames there were after each section.
+    """
+    total = lengths[-1]
+    if inverted:
+        later = [slice(total - after, total - before + window) for before, after in pairwise(lengths)]
+        return [slice(total - lengths[0], total), *later]
+    return [slice(0, lengths[0]), *(slice(before - window, after) for before, after in pairwise(lengths))]
+
+
+def joined(videos: Iterable[torch.Tensor], window: int, inverted: bool) -> torch.Tensor:
+    """Frames (F, H, W, 3) in 0..1 of sections that were decoded by :func:`spans` and overlap.
+
+    Args:
+        videos: in sampling order, (1, 3, F, H, W) in -1..1, on the CPU. Each is asked for when the one before has
+            been taken in, and only the frames that may still be blended stay in this form.
+    """
+    from diffusers import HunyuanVideoFramepackPipeline
+
+    append = HunyuanVideoFramepackPipeline._soft_append
+    overlap = (window - 1) * TEMPORAL_RATIO + 1
+    done: list[torch.Tensor] = []
+    edge: torch.Tensor | None = None
+    for video in videos:
+        if edge is None:
+            edge = video
+        elif inverted:
+            done.insert(0, unsigned(edge[:, :, overlap:]))
+            edge = append(None, video, edge[:, :, :overlap], overlap)
+        else:
+            done.append(unsigned(edge[:, :, :-overlap]))
+            edge = append(None, edge[:, :, -overlap:], video, overlap)
+    if edge is None:
+        raise ValueError("no section was decoded")
+    last = unsigned(edge)
+    return torch.cat([last, *done] if inverted else [*done, last])

@@ -1,0 +1,327 @@
+"""HunyuanVideo: text to video, and image to video in both published variants.
+
+The variants are told apart by the transformer's own configuration. ``token_replace`` puts the picture in the place of
+the first latent frame and leaves it there. ``latent_concat`` (33 channels) gives the transformer the picture and a mask
+beside the noise, and its first 4 pixel frames are thrown away, here as upstream: ``frames`` is what upstream calls
+``num_frames``, so that one setting means one video in both, and 4 fewer come back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ....compat.device.execution import checked_leaves, execution_device, generator_for, placed, state_of
+from ....compat.device.vae_policy import Form
+from ....compat.errors import CheckpointError, InputError
+from ...base import ImageCondition, ImageRequest, Latents, Loaded, Progress, Prompt, PromptRequest, SampleSettings
+from ...family import Defaults, Family
+from ...memory.fit import recovery
+from ...memory.needs import beside_transformer
+from ...sampling.loop import Kept, cfg_acts, denoise, noise_for, start_from
+from ...sampling.schedules import Levels, schedule_for
+from ...text.llama import POOLED, Sight, llama_embeds, llama_from_core
+from ...text.t5 import EMBEDS, MASK
+from ...vae.video import decoded, encoded, kept_part
+
+CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 16, 8, 4
+TOKEN_REPLACE, LATENT_CONCAT = "token_replace", "latent_concat"
+DROPPED_FRAMES = 4  # what the 33-channel variant's first latent frames decode to beside the video
+INTERLEAVE = {LATENT_CONCAT: 2, TOKEN_REPLACE: 4}  # every so many of the picture's 576 states go to the transformer
+NOISE_SHARE = 0.999  # image to video starts from noise with this much of the picture's latents in it
+IMAGE = "image_latents"
+
+FAMILY = Family(
+    id="hunyuan_video",
+    title="HunyuanVideo",
+    pipelines={"HunyuanVideoPipeline": "text", "HunyuanVideoImageToVideoPipeline": "image"},
+    transformers=("HunyuanVideoTransformer3DModel",),
+    parts={
+        "text_encoder": ("transformers", "LlamaModel", "LlavaForConditionalGeneration"),
+        "text_encoder_2": ("transformers", "CLIPTextModel"),
+        "transformer": ("diffusers", "HunyuanVideoTransformer3DModel"),
+        "vae": ("diffusers", "AutoencoderKLHunyuanVideo"),
+    },
+    tools={
+        "tokenizer": "transformers",
+        "tokenizer_2": "transformers",
+        "scheduler": "diffusers",
+        "image_processor": "transformers",
+    },
+    text_parts=("text_encoder", "text_encoder_2"),
+    multiple=16,
+    stride=TEMPORAL_RATIO,
+    defaults=Defaults(width=1280, height=720, frames=129, steps=50, fps=24.0, guidance=6.0, max_tokens=256),
+    effective=frozenset(
+        {
+            "guidance",
+            "cfg",
+            "cfg_start",
+            "cfg_end",
+            "negative",
+            "shift",
+            "sigmas",
+            "latents",
+            "noise_mask",
+            "template",
+            "image",
+        }
+    ),
+    pages=(
+        "https://huggingface.co/hunyuanvideo-community/HunyuanVideo",
+        "https://huggingface.co/hunyuanvideo-community/HunyuanVideo-I2V",
+        "https://huggingface.co/hunyuanvideo-community/HunyuanVideo-I2V-33ch",
+    ),
+    optional=("image_processor",),
+    text_width="text_embed_dim",
+    image_required=True,
+)
+
+
+def defaults_for(loaded: Loaded) -> Defaults:
+    """The family's defaults, with guidance 0 where the checkpoint takes none.
+
+    Image to video gets 6 too, as in upstream's example for it; upstream's bare call would use 1.
+    """
+    takes_guidance = loaded.configs["transformer"].get("guidance_embeds")
+    return FAMILY.defaults if takes_guidance else replace(FAMILY.defaults, guidance=0.0)
+
+
+def task_of(config: Mapping[str, Any]) -> str:
+    """``text`` or ``image``, from a transformer's ``config.json``."""
+    return "text" if image_condition(config) is None else "image"
+
+
+def image_condition(config: Mapping[str, Any]) -> str | None:
+    """How a transformer takes a picture, from its ``config.json``; None for text to video."""
+    named = config.get("image_condition_type")
+    if named is None and config.get("in_channels", CHANNELS) == 2 * config.get("out_channels", CHANNELS) + 1:
+        return LATENT_CONCAT
+    return named
+
+
+def encode_prompt(loaded: Loaded, request: PromptRequest, progress: Progress) -> Prompt:
+    """Llama states and pooled CLIP vectors of both texts; with image to video the encoder also looks at the picture.
+
+    Raises:
+        InputError: image to video without a picture. CheckpointError: the text encoder of the other task.
+    """
+    looks = "vision_config" in loaded.configs["text_encoder"]
+    if looks != (loaded.task == "image"):
+        raise CheckpointError(
+            f"a text encoder {'for pictures too' if looks else 'for text only'} beside a transformer for {loaded.task}",
+            expected="Llama for text to video, Llava for image to video",
+            fix="Choose the pipeline folder of the same task as base.",
+        )
+    if not looks:
+        from diffusers import HunyuanVideoPipeline
+
+        if request.image is not None:
+            progress.say("the prompt's image has no effect on a text-to-video checkpoint")
+        positive, opposite, _ = llama_embeds(loaded, HunyuanVideoPipeline, replace(request, sections=()), progress)
+        return Prompt(FAMILY.id, positive, opposite)
+    from diffusers import HunyuanVideoImageToVideoPipeline
+
+    sight = _sight(loaded, request)
+    positive, opposite, _ = llama_embeds(
+        loaded, HunyuanVideoImageToVideoPipeline, replace(request, sections=()), progress, sight
+    )
+    return Prompt(FAMILY.id, positive, opposite)
+
+
+prompt_from_core = llama_from_core
+
+
+def encode_image(loaded: Loaded, request: ImageRequest, progress: Progress) -> ImageCondition:
+    """``image_latents`` (1, 16, 1, H / 8, W / 8): the first picture in the VAE's own space, without a draw."""
+    if request.frames.shape[0] > 1:
+        progress.say(f"{FAMILY.title} starts from one picture: the first of {request.frames.shape[0]} is used")
+    latents = encoded(loaded, request.frames[:1], request.seed, progress, mode=True)
+    return ImageCondition(FAMILY.id, {IMAGE: latents}, request.width, request.height)
+
+
+def ratios(loaded: Loaded) -> tuple[int, int]:
+    """Pixels per latent row and column, and pixel frames per latent frame."""
+    return SPATIAL_RATIO, TEMPORAL_RATIO
+
+
+def encode_video(loaded: Loaded, frames: torch.Tensor, seed: int, progress: Progress) -> torch.Tensor:
+    """Latents (1, 16, T, H / 8, W / 8) in core's space, which is the VAE's own."""
+    return encoded(loaded, frames, seed, progress)
+
+
+def sample(
+    loaded: Loaded, prompt: Prompt, image: ImageCondition | None, settings: SampleSettings, progress: Progress
+) -> Latents:
+    """Latents (1, 16, T, H / 8, W / 8) in core's space.
+
+    Raises:
+        InputError: too few frames for image to video.
+
+    Source: diffusers ``HunyuanVideoPipeline.__call__`` and ``HunyuanVideoImageToVideoPipeline.__call__``; equal to
+    them in fp32.
+    """
+    kind = None if image is None else image_condition(loaded.configs["transformer"])
+    _check(loaded, kind, settings, progress)
+    device, generator = execution_device(loaded.residency), generator_for(settings.seed)
+    scale = float(loaded.configs["vae"]["scaling_factor"])
+    schedule = schedule_for(loaded.tools["scheduler"], settings, settings.steps, _levels, device)
+    frames = (settings.frames - 1) // TEMPORAL_RATIO + 1
+    shape = (1, CHANNELS, frames, settings.height // SPATIAL_RATIO, settings.width // SPATIAL_RATIO)
+    noise = noise_for(shape, generator, device)
+    picture = None
+    if image is not None:
+        picture = image.tensors[IMAGE].to(device) * scale
+        share = torch.tensor([NOISE_SHARE], device=device)
+        noise = noise * share + picture.repeat(1, 1, frames, 1, 1) * (1 - share)
+    clean = None if settings.latents is None else settings.latents.samples.to(device) * scale
+    start, kept = start_from(clean, noise, schedule), kept_part(settings, clean, noise)
+    whole = _whole(kind, picture)
+    if kind == TOKEN_REPLACE:
+        # The first latent frame is the picture itself: it is seen, never sampled.
+        start = _later(start)
+        kept = None if kept is None else Kept(_later(kept.clean), _later(kept.noise), _later(kept.mask))
+    hold = loaded.residency.hold("transformer", beside_transformer(loaded, settings), progress)
+    with hold as transformer, checked_leaves(transformer, progress.check):
+        predict = _predictor(loaded, transformer, prompt, settings, _given(kind, picture), len(schedule))
+        again = recovery(loaded, progress)
+        latents = denoise(start, schedule, predict, progress=progress, kept=kept, preview=whole, again=again)
+    extra: dict[str, Any] = {"generator_state": state_of(generator)}
+    if kind == LATENT_CONCAT:
+        extra["drop_frames"] = DROPPED_FRAMES
+    return Latents(
+        whole(latents.cpu()) / scale,
+        FAMILY.id,
+        loaded.task,
+        settings.frames,
+        settings.height,
+        settings.width,
+        settings.fps,
+        settings.seed,
+        extra=extra,
+    )
+
+
+def decode(loaded: Loaded, latents: Latents, progress: Progress, form: Form | None = None) -> torch.Tensor:
+    """Frames (F, H, W, 3) in 0..1, without those that the 33-channel variant throws away."""
+    return decoded(loaded, latents.samples, progress, form)[int(latents.extra.get("drop_frames", 0)) :]
+
+
+def _sight(loaded: Loaded, request: PromptRequest) -> Sight:
+    """The picture beside the prompt and a black one beside the negative prompt.
+
+    The negative prompt keeps as many picture states as the prompt. Upstream forgets to say so in its own call, and
+    gives the negative prompt of a token-replace model every second state where the model was trained with every fourth.
+    """
+    from PIL import Image
+
+    if request.image is None:
+        raise InputError(
+            "no image beside the prompt",
+            expected="the picture that the video starts from",
+            fix=f"Connect the image to AnyGPU Encode Prompt as well: the text encoder of {FAMILY.title} image to video "
+            "looks at it.",
+        )
+    if "image_processor" not in loaded.tools.readers:
+        raise CheckpointError(
+            f"no image_processor for {str(loaded.source)!r}",
+            expected="the folder image_processor of image to video",
+            fix="Download it beside text_encoder, or choose an image-to-video pipeline as base.",
+        )
+    # 8 bits here, because the image processor is given what upstream gives it: a picture, not floats.
+    picture = Image.fromarray((request.image[0] * 255).round().clamp(0, 255).to(torch.uint8).numpy())
+    kind = image_condition(loaded.configs["transformer"])
+    black = Image.new("RGB", picture.size)
+    return Sight(picture, black, loaded.tools["image_processor"], INTERLEAVE.get(str(kind), 1))
+
+
+def _check(loaded: Loaded, kind: str | None, settings: SampleSettings, progress: Progress) -> None:
+    least = TEMPORAL_RATIO + 1
+    if kind is not None and settings.frames < least:
+        raise InputError(
+            f"frames {settings.frames} for {FAMILY.title} image to video",
+            expected=f"at least {least} frames",
+            fix=f"The nearest valid value is {least}.",
+        )
+    if kind == LATENT_CONCAT:
+        count, why = settings.frames - DROPPED_FRAMES, f"the first {DROPPED_FRAMES} of a 33-channel video are dropped"
+        progress.say(f"{count} of {settings.frames} frames come back: {why}")
+    if settings.guidance and not loaded.configs["transformer"].get("guidance_embeds"):
+        progress.say("guidance has no effect on this checkpoint: its transformer takes none")
+
+
+def _predictor(
+    loaded: Loaded,
+    transformer: Any,
+    prompt: Prompt,
+    settings: SampleSettings,
+    given: Callable[[torch.Tensor], torch.Tensor],
+    steps: int,
+) -> Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]:
+    """From (latents, timestep, index) to the transformer's guided output, shaped as the latents."""
+    device, dtype = execution_device(loaded.residency), loaded.precision.residual
+    guidance = None
+    if transformer.config.guidance_embeds:
+        guidance = torch.tensor([settings.guidance], dtype=dtype, device=device) * 1000.0
+
+    def branch(name: str, embeds: Any, latents: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        with transformer.cache_context(name):
+            output: torch.Tensor = transformer(
+                hidden_states=given(latents).to(dtype),
+                timestep=time.expand(1).float(),
+                encoder_hidden_states=embeds[EMBEDS],
+                encoder_attention_mask=embeds[MASK],
+                pooled_projections=embeds[POOLED],
+                guidance=guidance,
+                return_dict=False,
+            )[0]
+        return output[:, :, -latents.shape[2] :]
+
+    positive = placed(prompt.embeds, device, dtype)
+    opposite = placed(prompt.negative, device, dtype) if settings.cfg > 1.0 else None
+
+    def predict(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
+        found = branch("cond", positive, latents, time)
+        if opposite is None or not cfg_acts(settings, index, steps):
+            return found
+        against = branch("uncond", opposite, latents, time)
+        return against + settings.cfg * (found - against)
+
+    return predict
+
+
+def _given(kind: str | None, picture: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    """From the latents that are sampled to what the transformer is given."""
+    if kind != LATENT_CONCAT or picture is None:
+        return _whole(kind, picture)
+
+    def beside(latents: torch.Tensor) -> torch.Tensor:
+        mask = torch.zeros_like(latents[:, :1])
+        mask[:, :, 0] = 1
+        shown = torch.zeros_like(latents)
+        shown[:, :, :1] = picture
+        return torch.cat([latents, shown, mask], dim=1)
+
+    return beside
+
+
+def _whole(kind: str | None, picture: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    """From the latents that are sampled to the whole video's."""
+    if kind == TOKEN_REPLACE and picture is not None:
+        return lambda latents: torch.cat([picture.to(latents.device), latents], dim=2)
+    return lambda latents: latents
+
+
+def _later(latents: torch.Tensor) -> torch.Tensor:
+    """All latent frames but the first."""
+    return latents[:, :, 1:]
+
+
+def _levels(steps: int) -> Levels:
+    """Upstream's noise levels before the scheduler shifts them: evenly spaced."""
+    import numpy as np
+
+    return Levels(sigmas=np.linspace(1.0, 0.0, steps + 1)[:-1].tolist())

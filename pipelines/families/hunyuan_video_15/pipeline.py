@@ -1,0 +1,330 @@
+"""HunyuanVideo 1.5: text or image to video."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from ....compat.device.execution import checked_leaves, execution_device, generator_for, placed, state_of
+from ....compat.device.vae_policy import Form
+from ....compat.errors import InputError
+from ...base import ImageCondition, ImageRequest, Latents, Loaded, Progress, Prompt, PromptRequest, SampleSettings
+from ...family import Defaults, Family
+from ...memory.fit import recovery
+from ...memory.needs import beside_transformer
+from ...sampling.loop import cfg_acts, denoise, noise_for, start_from
+from ...sampling.schedules import Levels, Schedule, schedule_for
+from ...text.qwen import EMBEDS_2, qwen_embeds, qwen_from_core
+from ...text.t5 import EMBEDS
+from ...vae.checked import watched
+from ...vae.video import decoded, encoded, kept_part
+
+CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 32, 16, 4
+VISION_TOKENS = 729  # what SigLIP makes of 384 x 384 pixels
+TILE = 256  # pixels, the VAE's own
+MOST_WHOLE_TOKENS = 16 * 16 * 31  # latent cells in one of the VAE's own tiles of the model's longest video
+STATES, PICTURE = "image_embeds", "image_latents"
+
+FAMILY = Family(
+    id="hunyuan_video_15",
+    title="HunyuanVideo 1.5",
+    pipelines={"HunyuanVideo15Pipeline": "text", "HunyuanVideo15ImageToVideoPipeline": "image"},
+    transformers=("HunyuanVideo15Transformer3DModel",),
+    parts={
+        "text_encoder": ("transformers", "Qwen2_5_VLTextModel"),
+        "text_encoder_2": ("transformers", "T5EncoderModel"),
+        "transformer": ("diffusers", "HunyuanVideo15Transformer3DModel"),
+        "vae": ("diffusers", "AutoencoderKLHunyuanVideo15"),
+        "image_encoder": ("transformers", "SiglipVisionModel"),
+    },
+    tools={
+        "tokenizer": "transformers",
+        "tokenizer_2": "transformers",
+        "scheduler": "diffusers",
+        "guider": "diffusers",
+        "feature_extractor": "transformers",
+    },
+    text_parts=("text_encoder", "text_encoder_2"),
+    multiple=SPATIAL_RATIO,
+    stride=TEMPORAL_RATIO,
+    defaults=Defaults(width=848, height=480, frames=121, steps=50, fps=24.0, cfg=6.0, max_tokens=1000),
+    effective=frozenset(
+        {
+            "cfg",
+            "cfg_start",
+            "cfg_end",
+            "guidance_rescale",
+            "negative",
+            "shift",
+            "sigmas",
+            "latents",
+            "noise_mask",
+            "template",
+            "vision",
+        }
+    ),
+    pages=(
+        "https://huggingface.co/hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
+        "https://huggingface.co/hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v",
+    ),
+    optional=("image_encoder", "feature_extractor"),
+    text_width="text_embed_dim",
+    image_required=True,
+)
+
+
+def defaults_for(loaded: Loaded) -> Defaults:
+    """The family's defaults with the size and the guidance of this checkpoint: 480p or 720p, distilled or not."""
+    width, height = nearest_size(loaded, 16, 9)
+    guider = loaded.tools["guider"]
+    # Upstream's other formula, cond + scale * (cond - uncond), is this one with one more.
+    scale = float(guider.get("guidance_scale", FAMILY.defaults.cfg)) + bool(guider.get("use_original_formulation"))
+    return replace(FAMILY.defaults, width=width, height=height, cfg=scale if guider.get("enabled", True) else 1.0)
+
+
+def nearest_size(loaded: Loaded, width: int, height: int) -> tuple[int, int]:
+    """Width and height in pixels that upstream chooses for a picture of this shape."""
+    from diffusers.pipelines.hunyuan_video1_5.image_processor import HunyuanVideo15ImageProcessor
+
+    processor = HunyuanVideo15ImageProcessor(vae_scale_factor=SPATIAL_RATIO)
+    target = int(loaded.configs["transformer"].get("target_size", 640))
+    tall, wide = processor.calculate_default_height_width(height, width, target)
+    return int(wide), int(tall)
+
+
+def task_of(config: Mapping[str, Any]) -> str:
+    """``text`` or ``image``, from a transformer's ``config.json``."""
+    return "image" if config.get("task_type") == "i2v" else "text"
+
+
+def ratios(loaded: Loaded) -> tuple[int, int]:
+    """Pixels per latent row and column, and pixel frames per latent frame."""
+    return SPATIAL_RATIO, TEMPORAL_RATIO
+
+
+def encode_prompt(loaded: Loaded, request: PromptRequest, progress: Progress) -> Prompt:
+    """Qwen and ByT5 embeddings of both texts."""
+    positive, opposite = qwen_embeds(loaded, request, progress)
+    return Prompt(FAMILY.id, positive, opposite)
+
+
+prompt_from_core = qwen_from_core
+
+
+def encode_image(loaded: Loaded, request: ImageRequest, progress: Progress) -> ImageCondition:
+    """``image_embeds`` (1, 729, 1152) and ``image_latents`` (1, 32, 1, H / 16, W / 16) of the first frame.
+
+    Raises:
+        InputError: no image encoder and no states in its place, or states of another encoder.
+    """
+    if request.frames.shape[0] > 1:
+        progress.say(f"the first of {request.frames.shape[0]} images is used: {FAMILY.title} starts from one")
+    frames = request.frames[:1]
+    states = _states(loaded, frames, progress) if request.vision is None else _checked_states(loaded, request.vision)
+    picture = _video_latents(loaded, frames, request.seed, progress, mode=True)
+    return ImageCondition(FAMILY.id, {STATES: states, PICTURE: picture}, request.width, request.height)
+
+
+def encode_video(loaded: Loaded, frames: torch.Tensor, seed: int, progress: Progress) -> torch.Tensor:
+    """Latents (1, 32, T, H / 16, W / 16) in core's space, which for this family is the VAE's own."""
+    return _video_latents(loaded, frames, seed, progress)
+
+
+def sample(
+    loaded: Loaded, prompt: Prompt, image: ImageCondition | None, settings: SampleSettings, progress: Progress
+) -> Latents:
+    """Latents (1, 32, T, H / 16, W / 16) in core's space.
+
+    Source: diffusers ``HunyuanVideo15Pipeline.__call__`` and its image-to-video twin; equal to them in fp32, but for
+    rounding: padding and the attention mask that hides it are left out.
+    """
+    device, scale = execution_device(loaded.residency), float(loaded.configs["vae"]["scaling_factor"])
+    generator = generator_for(settings.seed)
+    shape = (
+        1,
+        CHANNELS,
+        (settings.frames - 1) // TEMPORAL_RATIO + 1,
+        settings.height // SPATIAL_RATIO,
+        settings.width // SPATIAL_RATIO,
+    )
+    settings = _guided_as_saved(loaded, settings, progress)
+    schedule = schedule_for(loaded.tools["scheduler"], settings, settings.steps, _levels, device)
+    noise = noise_for(shape, generator, device)
+    clean = None if settings.latents is None else settings.latents.samples.to(device) * scale
+    forward = _Forward(loaded, prompt, image, shape, scale, schedule)
+    held = loaded.residency.hold("transformer", beside_transformer(loaded, settings), progress)
+    with held as transformer, checked_leaves(transformer, progress.check):
+
+        def predict(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
+            cond = forward(transformer, "pred_cond", latents, time, index)
+            if not cfg_acts(settings, index, len(schedule)):
+                return cond
+            uncond = forward(transformer, "pred_uncond", latents, time, index)
+            return _rescaled(uncond + settings.cfg * (cond - uncond), cond, settings.guidance_rescale)
+
+        latents = denoise(
+            start_from(clean, noise, schedule),
+            schedule,
+            predict,
+            progress=progress,
+            again=recovery(loaded, progress),
+            kept=kept_part(settings, clean, noise),
+        )
+    return Latents(
+        latents.cpu() / scale,
+        FAMILY.id,
+        loaded.task,
+        settings.frames,
+        settings.height,
+        settings.width,
+        settings.fps,
+        settings.seed,
+        extra={"generator_state": state_of(generator)},
+    )
+
+
+def decode(loaded: Loaded, latents: Latents, progress: Progress, form: Form | None = None) -> torch.Tensor:
+    """Frames (F, H, W, 3) in 0..1; in tiles of 256 pixels where the whole would be larger than one of those."""
+    tile = _tile_for(latents.samples.shape[2:])
+    return decoded(loaded, latents.samples, progress, form, tile)
+
+
+class _Forward:
+    """One call of the transformer for a branch of the guidance; batch 1, all tokens valid."""
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        prompt: Prompt,
+        image: ImageCondition | None,
+        shape: tuple[int, ...],
+        scale: float,
+        schedule: Schedule,
+    ) -> None:
+        device, self.dtype = execution_device(loaded.residency), loaded.precision.residual
+        config = loaded.configs["transformer"]
+        branches = {"pred_cond": prompt.embeds, "pred_uncond": prompt.negative or {}}
+        self.text = placed(branches, device, self.dtype)
+        self.no_quotes = torch.zeros(1, 0, int(config["text_embed_2_dim"]), device=device, dtype=self.dtype)
+        self.beside = torch.zeros(1, CHANNELS + 1, *shape[2:], device=device, dtype=self.dtype)
+        # No states, where upstream passes 729 of zeros and masks them: both tell the transformer "text to video".
+        self.vision = torch.zeros(1, 0, int(config["image_embed_dim"]), device=device, dtype=self.dtype)
+        if image is not None:
+            self.beside[:, :CHANNELS, :1] = image.tensors[PICTURE].to(self.beside) * scale
+            self.beside[:, CHANNELS:, :1] = 1.0
+            self.vision = image.tensors[STATES].to(self.vision)
+        self.later: torch.Tensor | None = None
+        if image is not None and config.get("use_meanflow"):
+            self.later = functional.pad(schedule.timesteps[1:], (0, 1))
+
+    def __call__(
+        self, transformer: Any, branch: str, latents: torch.Tensor, time: torch.Tensor, index: int
+    ) -> torch.Tensor:
+        """The velocity (1, 32, T, H, W), fp32."""
+        text = self.text[branch]
+        quotes = text.get(EMBEDS_2, self.no_quotes)
+        with transformer.cache_context(branch):
+            output: torch.Tensor = transformer(
+                hidden_states=torch.cat([latents.to(self.dtype), self.beside], dim=1),
+                timestep=time.expand(1).to(self.dtype),
+                timestep_r=None if self.later is None else self.later[index].expand(1).to(self.dtype),
+                encoder_hidden_states=text[EMBEDS],
+                encoder_attention_mask=_all_valid(text[EMBEDS]),
+                encoder_hidden_states_2=quotes,
+                encoder_attention_mask_2=_all_valid(quotes),
+                image_embeds=self.vision,
+                return_dict=False,
+            )[0]
+        return output.float()
+
+
+def _all_valid(tokens: torch.Tensor) -> torch.Tensor:
+    return torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+
+
+def _levels(steps: int) -> Levels:
+    """Even steps from 1; the scheduler's own shift bends them."""
+    import numpy
+
+    return Levels(sigmas=numpy.linspace(1.0, 0.0, steps + 1)[:-1].tolist())
+
+
+def _guided_as_saved(loaded: Loaded, settings: SampleSettings, progress: Progress) -> SampleSettings:
+    """``settings`` within what the checkpoint's guider says, where the user says nothing else."""
+    guider: Mapping[str, Any] = loaded.tools["guider"]
+    name = guider.get("_class_name", "ClassifierFreeGuidance")
+    if name != "ClassifierFreeGuidance":
+        progress.say(f"the checkpoint's {name} is not run here: plain classifier-free guidance is used")
+        return settings
+    steps = settings.steps
+    return replace(
+        settings,
+        # Whole steps, as upstream counts them.
+        cfg_start=max(settings.cfg_start, int(guider.get("start", 0.0) * steps) / steps),
+        cfg_end=min(settings.cfg_end, int(guider.get("stop", 1.0) * steps) / steps),
+        guidance_rescale=settings.guidance_rescale or float(guider.get("guidance_rescale", 0.0)),
+    )
+
+
+def _rescaled(guided: torch.Tensor, cond: torch.Tensor, share: float) -> torch.Tensor:
+    if not share:
+        return guided
+    from diffusers.guiders.guider_utils import rescale_noise_cfg
+
+    rescaled: torch.Tensor = rescale_noise_cfg(guided, cond, share)
+    return rescaled
+
+
+def _states(loaded: Loaded, frames: torch.Tensor, progress: Progress) -> torch.Tensor:
+    """SigLIP's last hidden states (1, 729, 1152) of one frame, in the 8 bits that its processor resizes."""
+    from diffusers import HunyuanVideo15ImageToVideoPipeline
+    from PIL import Image
+
+    if "image_encoder" not in loaded.configs:
+        raise InputError(
+            f"no image_encoder for {str(loaded.source)!r}",
+            expected="SigLIP beside an image-to-video checkpoint",
+            fix="Choose a folder that has it as image_encoder when loading, or connect CLIP Vision Encode.",
+        )
+    picture = Image.fromarray((frames[0] * 255.0).round().to(torch.uint8).numpy())
+    device = execution_device(loaded.residency)
+    with loaded.residency.hold("image_encoder", 0, progress) as encoder, watched(encoder, progress, "encoding image"):
+        states = HunyuanVideo15ImageToVideoPipeline._get_image_embeds(
+            encoder, loaded.tools["feature_extractor"], picture, device
+        )
+    loaded.residency.release("image_encoder")
+    found: torch.Tensor = states.float().cpu()
+    return found
+
+
+def _checked_states(loaded: Loaded, vision: torch.Tensor) -> torch.Tensor:
+    expected = (1, VISION_TOKENS, int(loaded.configs["transformer"]["image_embed_dim"]))
+    if tuple(vision.shape) != expected:
+        raise InputError(
+            f"a CLIP_VISION_OUTPUT of shape {tuple(vision.shape)}",
+            expected=f"the shape {expected}",
+            fix="Use CLIP Vision Encode with sigclip_vision_patch14_384, without crop.",
+        )
+    return vision.detach().float().cpu()
+
+
+def _video_latents(
+    loaded: Loaded, frames: torch.Tensor, seed: int, progress: Progress, mode: bool = False
+) -> torch.Tensor:
+    count, rows, columns = frames.shape[:3]
+    cells = ((count - 1) // TEMPORAL_RATIO + 1, rows // SPATIAL_RATIO, columns // SPATIAL_RATIO)
+    return encoded(loaded, frames, seed, progress, mode, _tile_for(cells))
+
+
+def _tile_for(cells: tuple[int, ...]) -> int:
+    """Pixels per tile for a video of these latent frames, rows and columns; 0 to take it whole.
+
+    Upstream advises tiles for this VAE. What is no larger than one tile of the model's longest video goes whole,
+    which is exact.
+    """
+    frames, rows, columns = cells
+    return TILE if frames * rows * columns > MOST_WHOLE_TOKENS else 0

@@ -1,0 +1,305 @@
+"""Pictures and clips at chosen frames of an LTX video: encoded once, drawn and laid out when the video is sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ....compat.errors import InputError
+from ....compat.memory.offloader import own_tensors
+from ....compat.memory.transfer import Transfer
+from ...base import ImageCondition, ImageRequest, Loaded, Progress, SampleSettings
+from ...pictures import signed
+from ...sampling.loop import noise_for
+from ...sampling.schedules import TRAIN_TIMESTEPS, Schedule
+from ...vae.checked import encoding
+
+CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 128, 32, 8
+MOMENTS, MEAN, STD = "moments", "latents_mean", "latents_std"
+LAST = -1
+STARTED = 1e-6  # upstream's tolerance in asking whether a token is noisier than the picture in it
+
+
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    """One picture or clip at its place.
+
+    Args:
+        moments: what the VAE says of it, mean and log variance, (1, 256, T, H / 32, W / 32), fp32, on the CPU.
+        frame: pixel frame at which it starts. strength: 0..1.
+    """
+
+    moments: torch.Tensor
+    frame: int
+    strength: float
+
+
+@dataclass(frozen=True, slots=True)
+class Canvas:
+    """The video that is to be sampled.
+
+    Args:
+        clean: latents (1, 128, T, H / 32, W / 32) to start from, on the device; None to start from noise.
+        level: share of noise on ``clean``.
+    """
+
+    settings: SampleSettings
+    device: torch.device
+    clean: torch.Tensor | None
+    level: float
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """Of the latents: (1, 128, T, H / 32, W / 32)."""
+        return 1, CHANNELS, *latent_size(self.settings)
+
+    @property
+    def size(self) -> dict[str, int]:
+        """What upstream's ``prepare_latents`` calls the size."""
+        size = self.settings
+        return {
+            "batch_size": 1,
+            "num_channels_latents": CHANNELS,
+            "height": size.height,
+            "width": size.width,
+            "num_frames": size.frames,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What sampling starts from, as tokens: first the pictures that stand outside the latent grid, then the video.
+
+    Args:
+        tokens: (1, N, 128), fp32, on the device. noise: (1, N, 128), all noise that is in the video's own tokens.
+        place: what tells the transformer where the tokens are. held: (1, N), the strength of the picture in each
+            token; None without pictures. outside: how many tokens come before the video's own.
+    """
+
+    tokens: torch.Tensor
+    noise: torch.Tensor
+    place: Mapping[str, Any]
+    held: torch.Tensor | None = None
+    outside: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """The way from noise to video where pictures hold some of the tokens.
+
+    Args:
+        image_noise: share of noise put on whole pictures before each step; 0 leaves them as they are.
+    """
+
+    schedule: Schedule
+    start: Start
+    image_noise: float
+    generator: torch.Generator
+
+    def begin(self) -> torch.Tensor:
+        """The tokens before the first step."""
+        return self._loosened(self.start.tokens, 0)
+
+    def times(self, time: torch.Tensor) -> torch.Tensor:
+        """The timestep of all tokens (1, 1), or of each (1, N): a token is never noisier than the picture in it."""
+        column = time.expand(1).unsqueeze(-1).float()
+        return column if self.start.held is None else torch.min(column, (1 - self.start.held) * TRAIN_TIMESTEPS)
+
+    def step(self, output: torch.Tensor, index: int, tokens: torch.Tensor) -> torch.Tensor:
+        """The tokens before the next step: those that are less noisy than this one stay."""
+        stepped = self.schedule.step(output, index, tokens)
+        if self.start.held is None:
+            return stepped
+        runs = self.schedule.timesteps[index] / TRAIN_TIMESTEPS - STARTED < (1.0 - self.start.held)
+        drawn = self.generator.get_state()
+        try:
+            return self._loosened(torch.where(runs.unsqueeze(-1), stepped, tokens), index + 1)
+        except RuntimeError:
+            self.generator.set_state(drawn)  # the step may be tried again, and draws the same noise then
+            raise
+
+    def _loosened(self, tokens: torch.Tensor, index: int) -> torch.Tensor:
+        from diffusers import LTXConditionPipeline
+
+        if not self.image_noise or self.start.held is None or index == len(self.schedule):
+            return tokens
+        return LTXConditionPipeline.add_noise_to_image_conditioning_latents(
+            self.schedule.timesteps[index] / TRAIN_TIMESTEPS,
+            self.start.tokens,
+            tokens,
+            self.image_noise,
+            self.start.held,
+            self.generator,
+        )
+
+
+def latent_size(settings: SampleSettings) -> tuple[int, int, int]:
+    """Latent frames, rows and columns."""
+    frames = (settings.frames - 1) // TEMPORAL_RATIO + 1
+    return frames, settings.height // SPATIAL_RATIO, settings.width // SPATIAL_RATIO
+
+
+def encode_image(loaded: Loaded, request: ImageRequest, progress: Progress) -> ImageCondition:
+    """A picture (one frame) or a clip (8n + 1 frames) at frame ``frame``, beside those of ``previous``.
+
+    Kept are the mean and log variance that the VAE finds, not a draw from them: the draw is made when the video is
+    sampled, by its seed and in upstream's order, so another seed encodes nothing again.
+
+    Raises:
+        InputError: a frame before the start, a clip off the grid, or a ``previous`` of another VAE.
+    """
+    frames = _on_grid(request, progress)
+    known, anchors = ({}, ()) if request.previous is None else (request.previous.tensors, request.previous.anchors)
+    found = encoded_moments(loaded, frames, progress, "encoding image")
+    if MEAN in known and not torch.equal(known[MEAN], found[MEAN]):
+        raise InputError(
+            "a previous image condition made by another LTX-Video VAE",
+            expected="one model for all pictures",
+            fix="Connect all Encode Image nodes to the same pipeline.",
+        )
+    name = f"{MOMENTS}_{len(anchors)}"
+    tensors = {**known, name: found[MOMENTS], MEAN: found[MEAN], STD: found[STD]}
+    return ImageCondition(
+        loaded.family, tensors, request.width, request.height, (*anchors, (name, request.frame, request.strength))
+    )
+
+
+def encoded_moments(loaded: Loaded, frames: torch.Tensor, progress: Progress, stage: str) -> dict[str, torch.Tensor]:
+    """``moments`` (1, 256, T, H / 32, W / 32) and the VAE's ``latents_mean`` and ``latents_std`` (128,); fp32, CPU."""
+    found: dict[str, torch.Tensor] = {}
+
+    def run(vae: Any, transfer: Transfer) -> torch.Tensor:
+        moments: torch.Tensor = vae.encode(transfer.sent(signed(frames))).latent_dist.parameters
+        with own_tensors(vae):
+            found[MEAN], found[STD] = transfer.fetched(vae.latents_mean), transfer.fetched(vae.latents_std)
+        return moments
+
+    with encoding(loaded, frames, progress) as passes:
+        moments = passes.encode(frames, stage, run)
+    return {MOMENTS: moments, **found}
+
+
+def anchors_of(image: ImageCondition | None, frames: int, progress: Progress) -> tuple[Anchor, ...]:
+    """The pictures of ``image`` at their places among ``frames`` pixel frames; what stands over is cut, and said.
+
+    Raises:
+        InputError: a picture that starts after the end.
+    """
+    if image is None:
+        return ()
+    found = []
+    for name, frame, strength in image.anchors:
+        moments = image.tensors[name]
+        length = (moments.shape[2] - 1) * TEMPORAL_RATIO + 1
+        start = max(frames - length, 0) if frame == LAST else frame
+        if start >= frames:
+            raise InputError(
+                f"an image at frame {frame} of a video of {frames} frames",
+                expected=f"frame 0 to {frames - 1}, or -1",
+                fix=f"The nearest valid value is {frames - 1}.",
+            )
+        fits = (min(length, frames - start) - 1) // TEMPORAL_RATIO + 1
+        if fits < moments.shape[2]:
+            fitting = (fits - 1) * TEMPORAL_RATIO + 1
+            progress.say(f"clip at frame {start}: {length} -> {fitting} frames (the video has {frames})")
+        # The encoder is causal: the first latents of a clip are those of its beginning alone.
+        found.append(Anchor(moments[:, :, :fits], start, strength))
+    return tuple(found)
+
+
+def is_first_frame(anchors: tuple[Anchor, ...]) -> bool:
+    """Whether this is plain image to video: one picture, whole, as the first frame."""
+    return [(anchor.frame, anchor.strength, anchor.moments.shape[2]) for anchor in anchors] == [(0, 1.0, 1)]
+
+
+def plain_start(
+    canvas: Canvas, image: ImageCondition | None, anchors: tuple[Anchor, ...], generator: torch.Generator
+) -> Start:
+    """Where ``LTXPipeline`` starts, and with one anchor ``LTXImageToVideoPipeline``."""
+    from diffusers import LTXImageToVideoPipeline, LTXPipeline
+
+    held = None
+    if image is None or not anchors:
+        noise = LTXPipeline._pack_latents(noise_for(canvas.shape, generator, canvas.device))
+    else:
+        noise, held = _pipeline(LTXImageToVideoPipeline, image, canvas.device).prepare_latents(
+            anchors[0].moments[:, :, 0], **canvas.size, dtype=torch.float32, device=canvas.device, generator=generator
+        )
+    tokens = noise
+    if canvas.clean is not None:
+        mixed = canvas.level * noise + (1.0 - canvas.level) * LTXPipeline._pack_latents(canvas.clean)
+        tokens = mixed if held is None else torch.where(held.unsqueeze(-1) > 0, noise, mixed)
+    frames, rows, columns = canvas.shape[2:]
+    scale = (TEMPORAL_RATIO / canvas.settings.fps, SPATIAL_RATIO, SPATIAL_RATIO)
+    place = {"num_frames": frames, "height": rows, "width": columns, "rope_interpolation_scale": scale}
+    return Start(tokens, noise, place, held)
+
+
+def conditioned_start(
+    canvas: Canvas, image: ImageCondition | None, anchors: tuple[Anchor, ...], generator: torch.Generator
+) -> Start:
+    """Where ``LTXConditionPipeline`` starts."""
+    from diffusers import LTXConditionPipeline
+
+    pipeline = _pipeline(LTXConditionPipeline, image, canvas.device)
+    twin = torch.Generator().set_state(generator.get_state())
+    tokens, held, coordinates, outside = pipeline.prepare_latents(
+        [anchor.moments for anchor in anchors],
+        [anchor.strength for anchor in anchors],
+        [anchor.frame for anchor in anchors],
+        **canvas.size,
+        sigma=torch.tensor([canvas.level]),
+        latents=canvas.clean,
+        generator=generator,
+        device=canvas.device,
+        dtype=torch.float32,
+    )
+    noise = tokens
+    if canvas.clean is not None:
+        noise = pipeline._pack_latents(noise_for(canvas.shape, twin, canvas.device))
+        noise = torch.cat([tokens[:, :outside], noise], dim=1)
+    coordinates = coordinates.float()
+    coordinates[:, 0] = coordinates[:, 0] * (1.0 / canvas.settings.fps)
+    return Start(tokens, noise, {"video_coords": coordinates}, held, outside)
+
+
+class _Encoded:
+    """Stands in for the VAE while upstream lays out its latents: the pictures come as moments."""
+
+    spatial_compression_ratio, temporal_compression_ratio = SPATIAL_RATIO, TEMPORAL_RATIO
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
+        self.latents_mean, self.latents_std, self.device = tensors.get(MEAN), tensors.get(STD), device
+
+    def encode(self, moments: torch.Tensor) -> Any:
+        """What a VAE returns, on the device."""
+        from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+        from diffusers.models.modeling_outputs import AutoencoderKLOutput
+
+        return AutoencoderKLOutput(latent_dist=DiagonalGaussianDistribution(moments.to(self.device)))
+
+
+def _pipeline(cls: Any, image: ImageCondition | None, device: torch.device) -> Any:
+    encoded = _Encoded({} if image is None else image.tensors, device)
+    return cls(scheduler=None, vae=encoded, text_encoder=None, tokenizer=None, transformer=None)
+
+
+def _on_grid(request: ImageRequest, progress: Progress) -> torch.Tensor:
+    """The request's frames, cut to 8n + 1."""
+    given, frame = request.frames.shape[0], request.frame
+    if frame < LAST:
+        raise InputError(f"frame {frame}", expected="0 or more, or -1: the end", fix="The nearest valid value is -1.")
+    count = (given - 1) // TEMPORAL_RATIO * TEMPORAL_RATIO + 1
+    if count != given:
+        progress.say(f"clip {given} -> {count} frames (LTX-Video needs {TEMPORAL_RATIO}n+1 frames)")
+    if count > 1 and frame > 0 and frame % TEMPORAL_RATIO:
+        nearest = round(frame / TEMPORAL_RATIO) * TEMPORAL_RATIO
+        raise InputError(
+            f"a clip at frame {frame}",
+            expected=f"a multiple of {TEMPORAL_RATIO}, where a clip's latents can stand",
+            fix=f"The nearest valid value is {nearest}. A single image may stand at any frame.",
+        )
+    return request.frames[:count]

@@ -1,0 +1,323 @@
+"""LTX-Video: text to video; images and clips at chosen frames with strength; video to video.
+
+Three recipes, each equal to one of upstream's pipelines:
+
+- ``LTXPipeline``: text, with a folder of that pipeline (0.9.0, 0.9.1);
+- ``LTXImageToVideoPipeline``: there, one image at frame 0 with strength 1;
+- ``LTXConditionPipeline``: a folder of that pipeline (0.9.5 and later), and any other images and clips elsewhere. Such
+  a folder's dynamic shift, which that pipeline refuses, is off then; its text stays encoded as ``LTXPipeline`` does.
+
+What files cannot tell is whether a checkpoint is distilled: the input ``variant`` says, and changes :data:`TUNING`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ....compat.device.execution import HOST, checked_leaves, execution_device, generator_for, placed, state_of
+from ....compat.device.vae_policy import Form
+from ....compat.memory.offloader import own_tensors
+from ....compat.memory.transfer import Transfer
+from ...base import ImageCondition, Latents, Loaded, Progress, Prompt, PromptRequest, SampleSettings
+from ...family import Defaults, Family
+from ...memory.fit import recovery
+from ...memory.needs import beside_transformer
+from ...pictures import unsigned
+from ...sampling.loop import Kept, Predict, cfg_acts, denoise, noise_for
+from ...text.t5 import EMBEDS, MASK, batched, t5_embeds, t5_from_core
+from ...vae.checked import decoding
+from ...vae.video import kept_part
+from .conditions import (
+    MEAN,
+    MOMENTS,
+    SPATIAL_RATIO,
+    STD,
+    TEMPORAL_RATIO,
+    Canvas,
+    Start,
+    Walk,
+    anchors_of,
+    conditioned_start,
+    encode_image,
+    encoded_moments,
+    is_first_frame,
+    plain_start,
+)
+from .schedule import ltx_schedule
+
+__all__ = [
+    "FAMILY",
+    "decode",
+    "defaults_for",
+    "encode_image",
+    "encode_prompt",
+    "encode_video",
+    "guess_variant",
+    "prompt_from_core",
+    "ratios",
+    "sample",
+]
+
+CONDITION = "LTXConditionPipeline"
+DEV, DISTILLED = "dev", "distilled"
+PLAIN_TOKENS = 128  # LTXPipeline pads every text to it without a mask, so the length acts on the video
+
+FAMILY = Family(
+    id="ltx",
+    title="LTX-Video",
+    pipelines={"LTXPipeline": "text", "LTXImageToVideoPipeline": "image", CONDITION: "text"},
+    transformers=("LTXVideoTransformer3DModel",),
+    parts={
+        "text_encoder": ("transformers", "T5EncoderModel"),
+        "transformer": ("diffusers", "LTXVideoTransformer3DModel"),
+        "vae": ("diffusers", "AutoencoderKLLTXVideo"),
+    },
+    tools={"tokenizer": "transformers", "scheduler": "diffusers"},
+    text_parts=("text_encoder",),
+    multiple=SPATIAL_RATIO,
+    stride=TEMPORAL_RATIO,
+    defaults=Defaults(width=704, height=512, frames=121, steps=50, fps=25.0, cfg=3.0, max_tokens=256),
+    effective=frozenset(
+        {
+            "cfg",
+            "cfg_start",
+            "cfg_end",
+            "negative",
+            "guidance_rescale",
+            "shift",
+            "sigmas",
+            "latents",
+            "noise_mask",
+            "frame",
+            "strength",
+            "previous",
+        }
+    ),
+    variants=(DEV, DISTILLED),
+    pages=(
+        "https://huggingface.co/Lightricks/LTX-Video",
+        "https://huggingface.co/Lightricks/LTX-Video-0.9.8-13B-distilled",
+    ),
+    text_width="caption_channels",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """How a variant is run.
+
+    Args:
+        steps, cfg: defaults. timesteps: its fixed schedule; None for the recipe's own.
+        image_noise: noise added to whole pictures at each step of the condition recipe, which loosens the motion.
+        decode_timestep, decode_noise_scale: for VAEs that remove the last noise themselves (0.9.1 and later).
+            :func:`decode` prefers values of these names in ``Latents.extra``.
+    """
+
+    steps: int
+    cfg: float
+    image_noise: float
+    decode_timestep: float
+    decode_noise_scale: float
+    timesteps: tuple[float, ...] | None = None
+
+
+TUNING: dict[str, Tuning] = {
+    # What upstream's pipelines do when nothing is passed; its guide recommends to decode 0.9.1 and later at 0.05.
+    DEV: Tuning(steps=50, cfg=3.0, image_noise=0.15, decode_timestep=0.0, decode_noise_scale=0.0),
+    # Source: the distilled example in diffusers' guide to LTX-Video.
+    DISTILLED: Tuning(
+        steps=8,
+        cfg=1.0,
+        image_noise=0.0,
+        decode_timestep=0.05,
+        decode_noise_scale=0.025,
+        timesteps=(1000, 993, 987, 981, 975, 909, 725, 0.03),
+    ),
+}
+
+
+def guess_variant(path: Path, config: Mapping[str, Any]) -> tuple[str, str]:
+    """``distilled`` where the folder is called so, else ``dev``, and why."""
+    if DISTILLED in path.name.lower():
+        return DISTILLED, f"assumed from the folder's name {path.name!r}, since its files do not tell"
+    return DEV, f"assumed, since the folder's name {path.name!r} does not say {DISTILLED!r} and its files do not tell"
+
+
+def defaults_for(loaded: Loaded) -> Defaults:
+    """The defaults of the variant, and the text length of the checkpoint's own pipeline."""
+    tuning = TUNING[loaded.variant]
+    tokens = FAMILY.defaults.max_tokens if is_condition(loaded) else PLAIN_TOKENS
+    return replace(FAMILY.defaults, steps=tuning.steps, cfg=tuning.cfg, max_tokens=tokens)
+
+
+def encode_prompt(loaded: Loaded, request: PromptRequest, progress: Progress) -> Prompt:
+    """T5 embeddings of both texts, as the checkpoint's own pipeline encodes them.
+
+    ``LTXPipeline`` pads to ``max_tokens`` without a mask, so there another limit is another embedding.
+    """
+    from diffusers import LTXConditionPipeline, LTXPipeline
+
+    pipeline = LTXConditionPipeline if is_condition(loaded) else LTXPipeline
+    positive, opposite = t5_embeds(loaded, pipeline, request, progress)
+    return Prompt(FAMILY.id, positive, opposite)
+
+
+prompt_from_core = t5_from_core
+
+
+def ratios(loaded: Loaded) -> tuple[int, int]:
+    """Pixels per latent row and column, and pixel frames per latent frame."""
+    return SPATIAL_RATIO, TEMPORAL_RATIO
+
+
+def encode_video(loaded: Loaded, frames: torch.Tensor, seed: int, progress: Progress) -> torch.Tensor:
+    """Latents (1, 128, T, H / 32, W / 32) in core's space, which for LTX-Video is the normalised one."""
+    from diffusers import LTXPipeline
+    from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+
+    found = encoded_moments(loaded, frames, progress, "encoding video")
+    drawn = DiagonalGaussianDistribution(found[MOMENTS]).sample(generator_for(seed))
+    return LTXPipeline._normalize_latents(drawn, found[MEAN], found[STD], _scaling(loaded))
+
+
+def sample(
+    loaded: Loaded, prompt: Prompt, image: ImageCondition | None, settings: SampleSettings, progress: Progress
+) -> Latents:
+    """Latents (1, 128, T, H / 32, W / 32) in core's space, the normalised one.
+
+    A picture wins over ``settings.latents`` and its noise mask where both want the same frames.
+
+    Source: diffusers ``LTXPipeline``, ``LTXImageToVideoPipeline`` and ``LTXConditionPipeline``; equal to them in fp32.
+    """
+    from diffusers import LTXPipeline
+
+    device, generator = execution_device(loaded.residency), generator_for(settings.seed)
+    anchors = anchors_of(image, settings.frames, progress)
+    conditioned = is_condition(loaded) or bool(anchors and not is_first_frame(anchors))
+    schedule = ltx_schedule(loaded.tools["scheduler"], settings, conditioned, TUNING[loaded.variant].timesteps, device)
+    clean = None if settings.latents is None else settings.latents.samples.to(device)
+    canvas = Canvas(settings, device, clean, schedule.levels[0])
+    start = (conditioned_start if conditioned else plain_start)(canvas, image, anchors, generator)
+    walk = Walk(schedule, start, TUNING[loaded.variant].image_noise if conditioned else 0.0, generator)
+
+    def unpacked(tokens: torch.Tensor) -> torch.Tensor:
+        return LTXPipeline._unpack_latents(tokens[:, start.outside :], *canvas.shape[2:])
+
+    with (
+        loaded.residency.hold("transformer", beside_transformer(loaded, settings), progress) as transformer,
+        checked_leaves(transformer, progress.check),
+    ):
+        predict = _predictor(transformer, loaded.precision.residual, prompt, settings, walk)
+        tokens = denoise(
+            walk.begin(),
+            schedule,
+            predict,
+            progress=progress,
+            again=recovery(loaded, progress),
+            kept=_kept(canvas, start),
+            preview=unpacked,
+            step=walk.step,
+        )
+    return Latents(
+        unpacked(tokens.cpu()),
+        FAMILY.id,
+        "image" if anchors else "text",
+        settings.frames,
+        settings.height,
+        settings.width,
+        settings.fps,
+        settings.seed,
+        extra={"generator_state": state_of(generator)},
+    )
+
+
+def decode(loaded: Loaded, latents: Latents, progress: Progress, form: Form | None = None) -> torch.Tensor:
+    """Frames (F, H, W, 3) in 0..1; a VAE that removes the last noise gets it from the generator that sampled."""
+    from diffusers import LTXPipeline
+
+    generator = generator_for(latents.seed, latents.extra.get("generator_state"))
+    tuning, noise = TUNING[loaded.variant], None
+    noise_scale = latents.extra.get("decode_noise_scale", tuning.decode_noise_scale)
+    timestep = latents.extra.get("decode_timestep", tuning.decode_timestep)
+    if loaded.configs["vae"].get("timestep_conditioning"):
+        noise = noise_for(tuple(latents.samples.shape), generator, HOST)
+
+    def prepare(vae: Any, transfer: Transfer) -> tuple[torch.Tensor, torch.Tensor | None]:
+        with own_tensors(vae):
+            mean, std = transfer.fetched(vae.latents_mean), transfer.fetched(vae.latents_std)
+        samples, time = LTXPipeline._denormalize_latents(latents.samples, mean, std, _scaling(loaded)), None
+        if noise is not None:
+            level = torch.tensor(noise_scale)
+            samples, time = (1 - level) * samples + level * noise, transfer.sent(torch.tensor([timestep]))
+        return samples, time
+
+    with decoding(loaded, latents.samples.shape, progress, form) as passes:
+        return unsigned(passes.decode(latents.samples, prepare=prepare))
+
+
+def _predictor(transformer: Any, dtype: torch.dtype, prompt: Prompt, settings: SampleSettings, walk: Walk) -> Predict:
+    """The guided velocity of each token; text in another dtype is cast to the transformer's."""
+    from diffusers.pipelines.ltx.pipeline_ltx import rescale_noise_cfg
+
+    text = placed(batched(prompt, settings.cfg > 1.0), walk.start.tokens.device, dtype)
+
+    def predict(tokens: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
+        guided = cfg_acts(settings, index, len(walk.schedule))
+        rows = text if guided else {name: tensor[-1:] for name, tensor in text.items()}
+        copies, times = (2 if guided else 1), walk.times(time)
+        place = {
+            name: torch.cat([value] * copies) if isinstance(value, torch.Tensor) else value
+            for name, value in walk.start.place.items()
+        }
+        with transformer.cache_context("cond_uncond"):
+            output = transformer(
+                hidden_states=torch.cat([tokens] * copies).to(dtype),
+                encoder_hidden_states=rows[EMBEDS],
+                timestep=torch.cat([times] * copies),
+                encoder_attention_mask=rows[MASK],
+                return_dict=False,
+                **place,
+            )[0].float()
+        if guided:
+            uncond, cond = output.chunk(2)
+            output = uncond + settings.cfg * (cond - uncond)
+            if settings.guidance_rescale > 0:
+                output = rescale_noise_cfg(output, cond, guidance_rescale=settings.guidance_rescale)
+        # Solvers and preview reckon with one noise level for all: in a token that has less, less is to be removed.
+        return output if walk.start.held is None else output * (times / time).unsqueeze(-1)
+
+    return predict
+
+
+def _kept(canvas: Canvas, start: Start) -> Kept | None:
+    """What the noise mask keeps, as tokens; never where a picture is."""
+    from diffusers import LTXPipeline
+
+    if canvas.clean is None:
+        return None
+    kept = kept_part(canvas.settings, canvas.clean, start.noise)
+    if kept is None:
+        return None
+    outside = start.noise[:, : start.outside]
+    clean = torch.cat([outside, LTXPipeline._pack_latents(kept.clean)], dim=1)
+    mask = torch.cat([torch.ones_like(outside[..., :1]), LTXPipeline._pack_latents(kept.mask)], dim=1)
+    if start.held is not None:
+        mask = torch.where(start.held.unsqueeze(-1) > 0, 1.0, mask)
+    return Kept(clean, start.noise, mask)
+
+
+def is_condition(loaded: Loaded) -> bool:
+    """Whether the checkpoint is of ``LTXConditionPipeline``; where no index says so, its schedule tells."""
+    name = loaded.tools["index"].get("_class_name")
+    if name in FAMILY.pipelines:
+        return bool(name == CONDITION)
+    return not loaded.tools["scheduler"].get("use_dynamic_shifting", False)
+
+
+def _scaling(loaded: Loaded) -> float:
+    return float(loaded.configs["vae"].get("scaling_factor", 1.0))

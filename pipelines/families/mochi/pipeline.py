@@ -1,0 +1,159 @@
+"""Mochi 1: text to video."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ....compat.device.execution import checked_leaves, execution_device, generator_for, placed, state_of
+from ....compat.device.vae_policy import Form
+from ...base import ImageCondition, Latents, Loaded, Progress, Prompt, PromptRequest, SampleSettings
+from ...family import Defaults, Family
+from ...memory.fit import recovery
+from ...memory.needs import beside_transformer
+from ...sampling.loop import cfg_acts, denoise, noise_for, start_from
+from ...sampling.schedules import Levels, schedule_for
+from ...text.t5 import EMBEDS, MASK, batched, t5_embeds, t5_from_core
+from ...vae.video import decoded, encoded, kept_part
+
+CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 12, 8, 6
+THRESHOLD_NOISE = 0.025
+
+FAMILY = Family(
+    id="mochi",
+    title="Mochi 1",
+    pipelines={"MochiPipeline": "text"},
+    transformers=("MochiTransformer3DModel",),
+    parts={
+        "text_encoder": ("transformers", "T5EncoderModel"),
+        "transformer": ("diffusers", "MochiTransformer3DModel"),
+        "vae": ("diffusers", "AutoencoderKLMochi"),
+    },
+    tools={"tokenizer": "transformers", "scheduler": "diffusers"},
+    text_parts=("text_encoder",),
+    multiple=16,
+    stride=TEMPORAL_RATIO,
+    defaults=Defaults(width=848, height=480, frames=85, steps=64, fps=30.0, cfg=4.5, max_tokens=256),
+    effective=frozenset({"cfg", "cfg_start", "cfg_end", "negative", "shift", "sigmas", "latents", "noise_mask"}),
+    min_steps=2,
+    pages=("https://huggingface.co/genmo/mochi-1-preview",),
+    text_width="text_embed_dim",
+)
+
+
+def encode_prompt(loaded: Loaded, request: PromptRequest, progress: Progress) -> Prompt:
+    """T5 embeddings of both texts; an empty negative prompt is zeroed where the model's index says so."""
+    from diffusers import MochiPipeline
+
+    zeroed = bool(loaded.tools["index"].get("force_zeros_for_empty_prompt", False))
+    positive, opposite = t5_embeds(loaded, MochiPipeline, request, progress, force_zeros_for_empty_prompt=zeroed)
+    return Prompt(FAMILY.id, positive, opposite)
+
+
+prompt_from_core = t5_from_core
+
+
+def ratios(loaded: Loaded) -> tuple[int, int]:
+    """Pixels per latent row and column, and pixel frames per latent frame."""
+    return SPATIAL_RATIO, TEMPORAL_RATIO
+
+
+def encode_video(loaded: Loaded, frames: torch.Tensor, seed: int, progress: Progress) -> torch.Tensor:
+    """Latents (1, 12, T, H, W) in core's space, which for Mochi is the VAE's own."""
+    return encoded(loaded, frames, seed, progress)
+
+
+def sample(
+    loaded: Loaded, prompt: Prompt, image: ImageCondition | None, settings: SampleSettings, progress: Progress
+) -> Latents:
+    """Latents (1, 12, T, H / 8, W / 8) in core's space.
+
+    Source: diffusers ``MochiPipeline.__call__``; equal to it in fp32.
+    """
+    device = execution_device(loaded.residency)
+    generator = generator_for(settings.seed)
+    dtype, steps = loaded.precision.residual, settings.steps
+    schedule = schedule_for(loaded.tools["scheduler"], settings, steps, _levels, device)
+    noise = noise_for(latent_shape(settings), generator, device)
+    clean = None if settings.latents is None else _to_model(loaded, settings.latents.samples).to(device)
+    text = placed(batched(prompt, settings.cfg > 1.0), device, dtype)
+    held: Any = loaded.residency.hold("transformer", beside_transformer(loaded, settings), progress)
+    with held as transformer, checked_leaves(transformer, progress.check), warnings.catch_warnings():
+        # Its rotary embedding asks the CPU for an fp32 autocast, which is a no-op there, with a warning per step.
+        warnings.filterwarnings("ignore", message="In CPU autocast")
+
+        def predict(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
+            guided = cfg_acts(settings, index, len(schedule))
+            rows = text if guided else {name: tensor[-1:] for name, tensor in text.items()}
+            model_input = torch.cat([latents] * 2) if guided else latents
+            with transformer.cache_context("cond_uncond"):
+                output = transformer(
+                    hidden_states=model_input.to(dtype),
+                    encoder_hidden_states=rows[EMBEDS],
+                    timestep=time.expand(model_input.shape[0]).to(dtype),
+                    encoder_attention_mask=rows[MASK],
+                    return_dict=False,
+                )[0].float()
+            if not guided:
+                return output
+            uncond, cond = output.chunk(2)
+            return uncond + settings.cfg * (cond - uncond)
+
+        latents = denoise(
+            start_from(clean, noise, schedule),
+            schedule,
+            predict,
+            progress=progress,
+            again=recovery(loaded, progress),
+            kept=kept_part(settings, clean, noise),
+        )
+    return Latents(
+        _from_model(loaded, latents.cpu()),
+        FAMILY.id,
+        "text",
+        settings.frames,
+        settings.height,
+        settings.width,
+        settings.fps,
+        settings.seed,
+        extra={"generator_state": state_of(generator)},
+    )
+
+
+def decode(loaded: Loaded, latents: Latents, progress: Progress, form: Form | None = None) -> torch.Tensor:
+    """Frames (F, H, W, 3) in 0..1."""
+    return decoded(loaded, latents.samples, progress, form)
+
+
+def latent_shape(settings: SampleSettings) -> tuple[int, ...]:
+    """(1, C, T, H, W) of the latents."""
+    frames = (settings.frames - 1) // TEMPORAL_RATIO + 1
+    return 1, CHANNELS, frames, settings.height // SPATIAL_RATIO, settings.width // SPATIAL_RATIO
+
+
+def _levels(steps: int) -> Levels:
+    """Genmo's schedule: linear to a small noise for half of the steps, then quadratic to the clean video."""
+    from diffusers.pipelines.mochi.pipeline_mochi import linear_quadratic_schedule
+
+    return Levels(sigmas=linear_quadratic_schedule(steps, THRESHOLD_NOISE))
+
+
+def _statistics(config: Mapping[str, Any]) -> tuple[torch.Tensor | float, torch.Tensor | float, float]:
+    mean, std, scale = config.get("latents_mean"), config.get("latents_std"), float(config.get("scaling_factor", 1.0))
+    if mean is None or std is None:
+        return 0.0, 1.0, scale
+    column = (1, CHANNELS, 1, 1, 1)
+    return torch.tensor(mean).view(column), torch.tensor(std).view(column), scale
+
+
+def _from_model(loaded: Loaded, latents: torch.Tensor) -> torch.Tensor:
+    mean, std, scale = _statistics(loaded.configs["vae"])
+    return latents * std / scale + mean
+
+
+def _to_model(loaded: Loaded, latents: torch.Tensor) -> torch.Tensor:
+    mean, std, scale = _statistics(loaded.configs["vae"])
+    return (latents - mean) * scale / std

@@ -1,0 +1,1 @@
+"""Latents between runs: core's LATENT, files, recovery, Musubi Tuner's caches."""

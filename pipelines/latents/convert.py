@@ -1,0 +1,117 @@
+"""Our latents as the plain dictionary that ComfyUI's core calls LATENT, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ...compat.checkpoints.latents import on_host
+from ...compat.errors import InputError
+from ..base import LATENT_VERSION, Latents, Loaded, Prompt
+from ..registry import family_named
+from ..text.llama import POOLED
+from ..text.qwen import EMBEDS_2
+from ..text.t5 import EMBEDS, MASK
+
+KEY = "anygpu"
+PLAIN = ("family", "task", "frames", "height", "width", "fps", "seed", "space", "version")
+
+
+def to_core(latents: Latents, prefix: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """A LATENT: ``samples`` in core's VAE space and our key ``anygpu`` with plain values, which core nodes ignore.
+
+    Args:
+        prefix: an incoming LATENT whose other keys (``noise_mask`` aside) are carried along.
+    """
+    kept = {key: value for key, value in (prefix or {}).items() if key not in ("samples", "noise_mask", KEY)}
+    extra = {key: value.hex() if isinstance(value, bytes) else value for key, value in latents.extra.items()}
+    return {
+        **kept,
+        "samples": latents.samples,
+        KEY: {**{name: getattr(latents, name) for name in PLAIN}, "extra": extra},
+    }
+
+
+def from_core(loaded: Loaded, latent: Mapping[str, Any], say: Callable[[str], None]) -> Latents:
+    """The latents in a LATENT; one that no AnyGPU node made is taken as text to video with seed 0, and said.
+
+    Raises:
+        InputError: no tensor of five dimensions, or a version that is newer than this pack.
+    """
+    samples, record = on_host(samples_of(latent)).float(), latent.get(KEY)
+    if not isinstance(record, Mapping):
+        say("these latents come from another node: decoded as text to video with seed 0")
+        return _foreign(loaded, samples)
+    if int(record.get("version", 0)) > LATENT_VERSION:
+        raise InputError(
+            f"latents of version {record.get('version')}",
+            expected=f"version {LATENT_VERSION} or older",
+            fix="Update AnyGPU.",
+        )
+    return _own(samples, record)
+
+
+def samples_of(latent: Mapping[str, Any]) -> torch.Tensor:
+    """The tensor of a LATENT, which must be one video: (1, C, T, H, W), on whatever device it is.
+
+    Raises:
+        InputError: no tensor of five dimensions, or more than one video.
+    """
+    samples = latent.get("samples")
+    if not isinstance(samples, torch.Tensor) or getattr(samples, "is_nested", False) or samples.ndim != 5:
+        shape = tuple(samples.shape) if isinstance(samples, torch.Tensor) and samples.ndim else type(samples).__name__
+        raise InputError(
+            f"a LATENT of {shape}",
+            expected="video latents (1, C, T, H, W)",
+            fix="Connect the latents of a video model; an image latent cannot be decoded here.",
+        )
+    if samples.shape[0] != 1:
+        raise InputError(
+            f"a LATENT batch of {samples.shape[0]}", expected="one video", fix="Pick one with Latent From Batch."
+        )
+    return samples
+
+
+def start_of(loaded: Loaded, latent: Mapping[str, Any] | None, say: Callable[[str], None]) -> dict[str, Any]:
+    """The sampling settings that a LATENT carries: ``latents``, and ``noise_mask`` (1, 1, T or 1, H, W), 1 to draw."""
+    if latent is None:
+        return {}
+    mask = latent.get("noise_mask")
+    if mask is not None:
+        mask = on_host(mask).float().reshape(1, 1, -1, mask.shape[-2], mask.shape[-1])
+    return {"latents": from_core(loaded, latent, say), "noise_mask": mask}
+
+
+def _own(samples: torch.Tensor, record: Mapping[str, Any]) -> Latents:
+    extra = dict(record.get("extra", {}))
+    if isinstance(extra.get("generator_state"), str):
+        extra["generator_state"] = bytes.fromhex(extra["generator_state"])
+    return Latents(samples, **{name: record[name] for name in PLAIN}, extra=extra)
+
+
+def _foreign(loaded: Loaded, samples: torch.Tensor) -> Latents:
+    family = family_named(loaded.family)
+    spatial, temporal = family.ratios(loaded)
+    frames = (samples.shape[2] - 1) * temporal + 1
+    height, width = samples.shape[3] * spatial, samples.shape[4] * spatial
+    return Latents(samples, loaded.family, "text", frames, height, width, family.FAMILY.defaults.fps, 0)
+
+
+def conditionings(prompt: Prompt) -> tuple[list[Any], list[Any]]:
+    """Positive and negative of a prompt as core's CONDITIONING, which the family's ``prompt_from_core`` reads back.
+
+    Without a negative prompt the negative is the positive with zeros for text, as core's Conditioning Zero Out.
+    """
+    positive = _conditioning(prompt.embeds)
+    if prompt.negative is not None:
+        return positive, _conditioning(prompt.negative)
+    zeros = {name: torch.zeros_like(value) if name != MASK else value for name, value in prompt.embeds.items()}
+    return positive, _conditioning(zeros)
+
+
+def _conditioning(embeds: Mapping[str, torch.Tensor]) -> list[Any]:
+    names = {MASK: "attention_mask", POOLED: "pooled_output", EMBEDS_2: "conditioning_byt5small"}
+    extra = {names[name]: value for name, value in embeds.items() if name in names and value.shape[1]}
+    return [[embeds[EMBEDS], extra]]

@@ -1,0 +1,283 @@
+"""Caches of Musubi Tuner as LATENT and prompt, and back: three of its architectures are families of ours.
+
+A cache holds one item: latents (C, T, H, W) in one file, text embeddings without a batch in another. What we do not
+compute with (masks, FramePack's clean latents, indices and image embeddings) is carried along and written back as read;
+:mod:`.musubi_items` makes it anew.
+
+Source: kohya-ss/musubi-tuner at 30c658c, ``dataset/cache_io.py`` (what is written) and ``dataset/bucket.py`` (read).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from ...compat.checkpoints.latents import dtype_name, dtype_named, on_host, written
+from ...compat.errors import CheckpointError, InputError, UnsupportedError
+from ..base import LATENT_VERSION, Prompt
+from ..registry import family_named
+from ..text.llama import POOLED
+from ..text.qwen import EMBEDS_2
+from ..text.t5 import EMBEDS, MASK
+from .convert import KEY, samples_of
+
+MUSUBI = "musubi"  # the key under which a LATENT and a prompt carry what was read
+FORMAT_VERSION = "1.0.1"
+DTYPES = ("as loaded", "float32", "bfloat16", "float16")  # of a written cache; grows at the end
+LATENTS = re.compile(r"latents_(\d+)x(\d+)x(\d+)_(\w+)")
+RANGE = re.compile(r"_\d{5}-\d{3,}(-\d+)?$")  # first frame, frames and section, behind the name of a video
+NAME = re.compile(r"[^/\\]*[^/\\.\s][^/\\]*")
+GUESSED_DTYPES = ("float8_e4m3fn", "float8_e5m2", "bfloat16", "float16", "float32", "float64", "int64", "int32")
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """One of its architectures.
+
+    Args:
+        short: in file names. full: in metadata. family: ours. ratio: pixels per latent row and column.
+        scale: what its latents are multiplied by; core's space has them unscaled.
+        padded: text tokens that its own caches are padded to; 0 where each item has its own length.
+        text: its name of an embedding to ours, the padded one first. mask, mask_dtype: of that one.
+    """
+
+    short: str
+    full: str
+    family: str
+    ratio: int
+    text: Mapping[str, str]
+    scale: float = 1.0
+    padded: int = 0
+    mask: str = ""
+    mask_dtype: torch.dtype = torch.int64
+
+
+ARCHITECTURES = (
+    Architecture(
+        "hv", "hunyuan_video", "hunyuan_video", 8, {"llm": EMBEDS, "clipL": POOLED}, padded=256, mask="llm_mask"
+    ),
+    Architecture(
+        "hv15",
+        "hunyuan_video_1_5",
+        "hunyuan_video_15",
+        16,
+        {"varlen_vl_embed": EMBEDS, "varlen_byt5_embed": EMBEDS_2},
+    ),
+    Architecture(
+        "fp",
+        "framepack",
+        "framepack",
+        8,
+        {"llama_vec": EMBEDS, "clip_l_pooler": POOLED},
+        scale=0.476986,  # of AutoencoderKLHunyuanVideo, whose encoder's result this trainer multiplies for FramePack
+        padded=512,
+        mask="llama_attention_mask",
+        mask_dtype=torch.bool,
+    ),
+)
+
+
+def kind_in(metadata: Mapping[str, str], file_name: str) -> str:
+    """``latent`` or ``prompt`` for a cache of an architecture that we have; empty for any other file."""
+    if not any(found.full == metadata.get("architecture") for found in ARCHITECTURES):
+        return ""
+    return "prompt" if "caption1" in metadata or file_name.endswith("_te.safetensors") else "latent"
+
+
+def is_latent_cache(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> bool:
+    """Whether a file is a latent cache of this trainer, of whatever architecture."""
+    return "architecture" in metadata and any(LATENTS.fullmatch(name) for name in tensors)
+
+
+def is_text_cache(metadata: Mapping[str, str]) -> bool:
+    """Whether a file is a cache of text embeddings of this trainer, of whatever architecture."""
+    return "architecture" in metadata and "caption1" in metadata
+
+
+def latent_of(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> dict[str, Any]:
+    """A latent cache as a LATENT (1, C, T, H, W) in core's space, in the file's dtype where that is unscaled.
+
+    Raises:
+        UnsupportedError: an architecture that is no family of ours. CheckpointError: a tensor that is not as named.
+    """
+    kind = _architecture(path, metadata)
+    name, match = next((name, found) for name in tensors if (found := LATENTS.fullmatch(name)))
+    stored, sizes = tensors[name], [int(size) for size in match.groups()[:3]]
+    if stored.ndim != 4 or list(stored.shape[1:]) != sizes or dtype_name(stored.dtype) != match[4]:
+        raise CheckpointError(
+            f"{name!r} of {str(path)!r} is {dtype_name(stored.dtype)} {tuple(stored.shape)}",
+            expected="what its name says, (C, F, H, W)",
+            fix="Cache this item again.",
+        )
+    frames, height, width = (sizes[0] - 1) * 4 + 1, sizes[1] * kind.ratio, sizes[2] * kind.ratio
+    known = {"family": kind.family, "task": "text", "frames": frames, "height": height, "width": width}
+    known |= {"fps": family_named(kind.family).FAMILY.defaults.fps, "seed": 0, "space": "vae"}
+    others = {other: tensor for other, tensor in tensors.items() if other != name}
+    return {
+        "samples": (stored if kind.scale == 1.0 else stored.float() / kind.scale).unsqueeze(0),
+        KEY: {**known, "version": LATENT_VERSION, "extra": {}},
+        MUSUBI: {"architecture": kind.full, "dtype": match[4], "tensors": others, "metadata": dict(metadata)},
+    }
+
+
+def prompt_of(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> Prompt:
+    """A cache of text embeddings as a prompt in fp32, cut to its valid tokens; it has no negative.
+
+    Raises:
+        UnsupportedError: an architecture that is no family of ours. CheckpointError: an embedding is missing.
+    """
+    kind = _architecture(path, metadata)
+    found = {_bare(name): tensor for name, tensor in tensors.items()}
+    missing = [name for name in (*kind.text, *filter(None, [kind.mask])) if name not in found]
+    if missing:
+        raise CheckpointError(
+            f"no {missing[0]!r} in {str(path)!r}",
+            expected=f"the embeddings {', '.join(kind.text)}",
+            fix="Let Musubi Tuner cache the outputs of every text encoder.",
+        )
+    embeds = {ours: found[theirs].float().unsqueeze(0) for theirs, ours in kind.text.items()}
+    if kind.mask:
+        length = max(1, int(found[kind.mask].long().sum()))
+        embeds[EMBEDS] = embeds[EMBEDS][:, :length]
+        embeds[MASK] = torch.ones(1, length, dtype=torch.long)
+    read = {"architecture": kind.full, "tensors": dict(tensors), "metadata": dict(metadata)}
+    return Prompt(kind.family, embeds, extra={"text": metadata.get("caption1", ""), MUSUBI: read})
+
+
+def save_latent_cache(folder: Path, name: str, latent: Mapping[str, Any], dtype: str = DTYPES[0]) -> Path:
+    """Write a LATENT as a latent cache and return its path; a video's name gets the frame range that its reader wants.
+
+    Args:
+        name: of the training item. dtype: one of :data:`DTYPES`; what was loaded from a cache keeps its own.
+
+    Raises:
+        UnsupportedError: a family without an architecture there, or FramePack latents that no cache came with.
+        InputError: a name that is no file name. CheckpointError: the file cannot be written.
+    """
+    samples, known, read = samples_of(latent), latent.get(KEY, {}), latent.get(MUSUBI, {})
+    kind = architecture_of(str(known.get("family", "")), "latents")
+    if kind.short == "fp" and not read:
+        raise UnsupportedError(
+            "FramePack latents without image embeddings",
+            expected="the encoded first frame, which that trainer caches beside each section",
+            fix="Connect AnyGPU Encode Image to image.",
+        )
+    stored = scaled(samples, kind, str(read.get("dtype", "float32")) if dtype == DTYPES[0] else dtype)
+    tensors = {f"latents_{sized(stored)}": stored, **read.get("tensors", {})}
+    return write_latents(folder, name, kind, known, tensors, read.get("metadata", {}))
+
+
+def scaled(samples: torch.Tensor, kind: Architecture, dtype: str) -> torch.Tensor:
+    """Latents (C, T, H, W) of a LATENT's samples in the space of an architecture, of the named dtype, on the CPU."""
+    stored = on_host(samples)[0]
+    return (stored if kind.scale == 1.0 else stored.float() * kind.scale).to(dtype_named(dtype) or torch.float32)
+
+
+def sized(latents: torch.Tensor) -> str:
+    """What stands behind the name of a tensor of latents (C, T, H, W): its size and its dtype."""
+    return f"{'x'.join(map(str, latents.shape[1:]))}_{dtype_name(latents.dtype)}"
+
+
+def write_latents(
+    folder: Path,
+    name: str,
+    kind: Architecture,
+    known: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    read: Mapping[str, str],
+    section: int | None = None,
+) -> Path:
+    """Write the tensors of a latent cache and return its path.
+
+    Args:
+        known: width, height and frames of the item. read: metadata of the cache that it came from. section: the place
+            in the film of one of FramePack's.
+    """
+    width, height, frames = (int(known[key]) for key in ("width", "height", "frames"))
+    metadata = {"width": f"{width}", "height": f"{height}", "frame_count": f"{frames}", **read}
+    metadata |= {"architecture": kind.full, "format_version": FORMAT_VERSION}
+    item = _item(name) if frames == 1 or RANGE.search(name) else f"{_item(name)}_00000-{frames:03}"
+    item += "" if section is None else f"-{section:04}"
+    return written(folder / f"{item}_{width:04}x{height:04}_{kind.short}.safetensors", tensors, metadata)
+
+
+def save_text_cache(folder: Path, name: str, prompt: Prompt, caption: str = "", dtype: str = DTYPES[0]) -> Path:
+    """Write the positive embeddings of a prompt as a text cache and return its path.
+
+    One that was loaded from such a cache is written as it was read, padding included. All ranges of a video share it.
+
+    Args:
+        caption: the text it was made of; empty takes what the prompt knows. dtype: one of :data:`DTYPES`.
+
+    Raises:
+        UnsupportedError: a family without an architecture there. InputError: a name that is no file name.
+    """
+    kind = architecture_of(prompt.family, "a prompt")
+    path = folder / f"{RANGE.sub('', _item(name))}_{kind.short}_te.safetensors"
+    read = prompt.extra.get(MUSUBI, {})
+    if read and dtype == DTYPES[0]:
+        tensors = dict(read["tensors"])
+    else:
+        tensors = _text_tensors(kind, prompt, torch.float32 if dtype == DTYPES[0] else dtype_named(dtype))
+    metadata = {**read.get("metadata", {}), "architecture": kind.full, "format_version": FORMAT_VERSION}
+    metadata["caption1"] = caption or str(prompt.extra.get("text", ""))
+    return written(path, tensors, metadata)
+
+
+def _text_tensors(kind: Architecture, prompt: Prompt, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for theirs, ours in kind.text.items():
+        if ours not in prompt.embeds:
+            raise UnsupportedError(
+                f"a prompt without {ours!r}",
+                expected=f"the embeddings {', '.join(kind.text.values())} of {kind.family}",
+                fix="Encode the text with AnyGPU Encode Prompt.",
+            )
+        found = prompt.embeds[ours][0].to(dtype or torch.float32)
+        if ours == EMBEDS and kind.padded:
+            length, room = found.shape[0], max(0, kind.padded - found.shape[0])
+            found = functional.pad(found, (0, 0, 0, room))
+            tensors[kind.mask] = (torch.arange(length + room) < length).to(kind.mask_dtype)
+        tensors[f"{theirs}_{dtype_name(found.dtype)}"] = found
+    return tensors
+
+
+def _architecture(path: Path, metadata: Mapping[str, str]) -> Architecture:
+    found = metadata.get("architecture")
+    for kind in ARCHITECTURES:
+        if kind.full == found:
+            return kind
+    raise UnsupportedError(
+        f"a Musubi Tuner cache of {found!r} in {path.name!r}",
+        expected=f"one of {', '.join(kind.full for kind in ARCHITECTURES)}",
+        fix="Choose a cache of one of these architectures.",
+    )
+
+
+def architecture_of(family: str, subject: str) -> Architecture:
+    """The architecture of a family of ours; ``subject`` is what is to be saved, for the error."""
+    for kind in ARCHITECTURES:
+        if kind.family == family:
+            return kind
+    raise UnsupportedError(
+        f"{subject} of {family or 'an unknown family'!r} for a Musubi Tuner cache",
+        expected=f"one of {', '.join(kind.family for kind in ARCHITECTURES)}",
+        fix="Use AnyGPU Save Latent or AnyGPU Save Prompt for other families.",
+    )
+
+
+def _bare(name: str) -> str:
+    """A tensor's name without the dtype behind it; masks have none."""
+    return next((name.removesuffix(f"_{dtype}") for dtype in GUESSED_DTYPES if name.endswith(f"_{dtype}")), name)
+
+
+def _item(name: str) -> str:
+    if NAME.fullmatch(name) and "\0" not in name:
+        return name
+    raise InputError(f"name {name!r}", expected="a file name without a folder", fix="Type a name such as clip_01.")

@@ -1,0 +1,158 @@
+"""LATENTs as files: what core calls LATENT, with everything our nodes know of it, and back without a changed bit.
+
+The tensor has the name that core's own latent files use, so core reads ours (the tensor only) and we read core's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...compat.checkpoints.latents import (
+    dtype_name,
+    finite,
+    metadata_of,
+    read_record,
+    record_in,
+    require_version,
+    write_record,
+)
+from ...compat.errors import CheckpointError, InputError
+from ..base import LATENT_VERSION
+from . import musubi
+from .convert import KEY, PLAIN, samples_of
+
+LATENT, PROMPT = "latent", "prompt"
+SAMPLES, MASK, CORE_VERSION = "latent_tensor", "noise_mask", "latent_format_version_0"
+DTYPES = ("float32", "as in file")  # what a loaded LATENT has; grows at the end
+NUMBERS = ("frames", "height", "width", "seed", "version")
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a file says of where its content came from.
+
+    Args:
+        metadata: ComfyUI's own, as JSON texts: ``prompt`` (the graph that ran) and ``workflow`` (the one to open).
+        record: further plain values for our own record. tensors: further tensors, under names of their own.
+    """
+
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    record: Mapping[str, Any] = field(default_factory=dict)
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+def save_latent(
+    path: Path,
+    latent: Mapping[str, Any],
+    say: Callable[[str], None],
+    not_finite: str = "refuse",
+    origin: Origin | None = None,
+) -> Path:
+    """Write a LATENT, from any device; returns ``path``.
+
+    Args:
+        say: told how many values were clamped. not_finite: ``refuse`` or ``clamp``.
+
+    Raises:
+        InputError: no video latents, or NaN and infinity in them. CheckpointError: the file cannot be written.
+    """
+    origin = origin or Origin()
+    samples = _finite(samples_of(latent), say, not_finite)
+    tensors = {SAMPLES: samples, CORE_VERSION: torch.tensor([]), **origin.tensors}
+    if isinstance(latent.get(MASK), torch.Tensor):
+        tensors[MASK] = latent[MASK]
+    known = {"kind": LATENT, "shape": list(samples.shape), "dtype": dtype_name(samples.dtype)}
+    saved = {"saved": time.strftime("%Y-%m-%dT%H:%M:%S"), **origin.record}
+    return write_record(path, tensors, {**latent.get(KEY, {}), **known, **saved}, origin.metadata)
+
+
+def load_latent(
+    path: Path, say: Callable[[str], None], not_finite: str = "refuse", dtype: str = DTYPES[0]
+) -> dict[str, Any]:
+    """The LATENT in a file of ours, of core's Save Latent, or of a Musubi Tuner latent cache.
+
+    Args:
+        dtype: one of :data:`DTYPES`; ``float32`` widens on the host.
+
+    Raises:
+        CheckpointError: damaged, changed while it was read, or no latents. InputError: a newer version of this pack
+            wrote it, or NaN and infinity where ``not_finite`` is ``refuse``.
+    """
+    if dtype not in DTYPES:
+        raise InputError(f"dtype {dtype!r}", expected=f"one of {', '.join(DTYPES)}", fix="Choose float32.")
+    tensors, metadata = read_record(path, "latents")
+    if musubi.is_latent_cache(tensors, metadata):
+        latent = musubi.latent_of(path, tensors, metadata)
+        say(f"latents of Musubi Tuner, {latent[KEY]['family']}: training data, not a sampling; seed 0")
+    else:
+        latent = _own(path, tensors, record_in(metadata, path))
+    samples = _finite(latent["samples"], say, not_finite)
+    return {**latent, "samples": samples.float() if dtype == DTYPES[0] else samples}
+
+
+def described(latent: Mapping[str, Any]) -> str:
+    """A LATENT in one line: what it is of, how large, how long."""
+    known, shape = latent.get(KEY, {}), "x".join(map(str, latent["samples"].shape))
+    if not known:
+        return f"latents {shape} of another node"
+    words = [f"{known['family']}, {known['width']}x{known['height']}, {known['frames']} frames at {known['fps']:g} fps"]
+    words += [f"seed {known['seed']}", f"latents {shape}"]
+    text = str(known.get("extra", {}).get("prompt", ""))
+    return ", ".join(words) + (f"\n{text}" if text else "")
+
+
+def kind_of(path: Path) -> str:
+    """``latent``, ``prompt``, or empty for a file that no load node takes; only the header is read."""
+    try:
+        metadata = metadata_of(path)
+        record = record_in(metadata, path)
+    except (CheckpointError, OSError):
+        return ""
+    if record:
+        return str(record.get("kind", ""))
+    return musubi.kind_in(metadata, path.name) or (LATENT if path.suffix == ".latent" else "")
+
+
+def _finite(samples: torch.Tensor, say: Callable[[str], None], choice: str) -> torch.Tensor:
+    samples, done = finite(samples, "latents", choice)
+    if done:
+        say(done)
+    return samples
+
+
+def _own(path: Path, tensors: Mapping[str, torch.Tensor], record: Mapping[str, Any]) -> dict[str, Any]:
+    samples = tensors.get(SAMPLES)
+    if samples is None or record.get("kind", LATENT) != LATENT:
+        raise CheckpointError(
+            f"{record.get('kind', 'no latents')!r} in {str(path)!r}",
+            expected=f"a file of latents, with a tensor {SAMPLES!r}",
+            fix="Choose a file that AnyGPU Save Latent, core's Save Latent or Musubi Tuner wrote.",
+        )
+    latent: dict[str, Any] = {"samples": samples}
+    if MASK in tensors:
+        latent[MASK] = tensors[MASK]
+    if "family" in record:
+        latent[KEY] = _checked(path, samples, record)
+    return latent
+
+
+def _checked(path: Path, samples: torch.Tensor, record: Mapping[str, Any]) -> dict[str, Any]:
+    """What our nodes carry along, from a file's record that may have been edited."""
+    require_version(path, record, "latents", LATENT_VERSION)
+    wrong = [name for name in PLAIN if name not in record]
+    wrong += [name for name in NUMBERS if name in record and type(record[name]) is not int]
+    wrong += [] if list(samples.shape) == record.get("shape") else ["shape"]
+    wrong += [] if isinstance(record.get("extra", {}), dict) else ["extra"]
+    if wrong:
+        raise CheckpointError(
+            f"the record of {str(path)!r} is wrong about {', '.join(wrong)}",
+            expected=f"what belongs to a tensor {tuple(samples.shape)}",
+            fix="Save the latents again; this file was edited or put together by hand.",
+        )
+    return {**{name: record[name] for name in PLAIN}, "extra": dict(record.get("extra", {}))}

@@ -1,0 +1,1 @@
+"""From files to a pipeline: folders, single files, tensor names, LoRAs, downloads."""

@@ -1,0 +1,349 @@
+"""Published models fetched into a model folder, by huggingface_hub, when somebody asks for it: whole and checked.
+
+A repository is fixed at one commit, and only the files that are read are fetched. What was begun goes on from there. A
+folder whose files were compared with the hashes of the Hub keeps a note of it, so that it is not asked again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import threading
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...compat.errors import CheckpointError, InputError, MissingPackageError
+from ...compat.memory.statistics import amount
+from ...compat.packages import imported
+from ..base import Progress
+from ..registry import FAMILIES
+from .published import OFFERS, Download, Offer
+
+CHOICES = ("no", "download")  # grows at the end
+SMALL_FILES = (".json", ".txt", ".model", ".jinja")  # settings, vocabularies, templates of chats
+NARROW = ".bf16"  # in the names of a second set of weights, of half the size
+OUTSIDE = re.compile(r"[\\:]|(^|/)\.\.(/|$)")  # a name that may lead out of the folder, on Windows too
+ROOM_BYTES = 2**30  # left free on the disk
+WAIT_SECONDS = 0.1  # between two looks at a cancel
+PARTS = Path(".cache", "huggingface", "download")  # where huggingface_hub keeps what is not whole
+NOTE = Path(".cache", "huggingface", "anygpu-checked-2.json")  # counts with SMALL_FILES
+
+
+class Cancelled(Exception):
+    """Ends a download that nobody waits for any more."""
+
+
+@dataclass(slots=True)
+class Fetched:
+    """How far one repository is; written by the thread that fetches.
+
+    Args:
+        done, total: bytes. stage: what is done now.
+    """
+
+    done: int = 0
+    total: int = 0
+    stage: str = "downloading"
+    stopped: bool = False
+    failure: BaseException | None = None
+
+
+def model_choices() -> list[str]:
+    """The models that can be fetched, by the titles of their families."""
+    return [FAMILIES[offer.family].title for offer in OFFERS]
+
+
+def offer_of(title: str) -> Offer:
+    """The offer under a title.
+
+    Raises:
+        InputError: none has it.
+    """
+    found = next((offer for offer in OFFERS if FAMILIES[offer.family].title == title), None)
+    if found is None:
+        raise InputError(
+            f"model {title!r}", expected=f"one of {', '.join(model_choices())}", fix="Choose one of these."
+        )
+    return found
+
+
+def folder_of(download: Download, roots: Sequence[Path]) -> Path:
+    """The folder of a repository: in the first of ``roots`` that has it, in the first of all where none has."""
+    return next((root for root in roots if (root / download.folder).is_dir()), roots[0]) / download.folder
+
+
+def fetched(
+    title: str, choice: str, roots: Sequence[Path], progress: Progress, endpoint: str | None = None
+) -> list[str]:
+    """What is there of a model and what is not, a line per repository; with ``download`` all of it is there afterwards.
+
+    Args:
+        choice: of :data:`CHOICES`; ``no`` asks nobody and writes nothing. roots: the folders of model folders.
+        endpoint: another Hub, for mirrors and tests.
+
+    Raises:
+        InputError: an unknown choice, or not enough room on the disk. CheckpointError: the Hub is out of reach, has no
+            such commit, or a file is not what it says or was there before and is another. MissingPackageError:
+            huggingface_hub is absent or too old.
+    """
+    offer = offer_of(title)
+    if choice not in CHOICES:
+        raise InputError(f"download {choice!r}", expected=f"one of {', '.join(CHOICES)}", fix="Choose one of these.")
+    lines = []
+    for download in offer.downloads:
+        folder = folder_of(download, roots)
+        if choice == "no" or is_checked(folder, download):
+            lines.append(_told(download, folder))
+            continue
+        files = _fetch(download, folder, progress, endpoint)
+        whole = f"{folder} is whole: {len(files)} files as {download.repository} has them"
+        lines.append(whole if files else _told(download, folder))
+    return lines if choice == "download" else [*lines, f"{offer.total_bytes / 1e9:.0f} GB in bf16; nothing was fetched"]
+
+
+def is_checked(folder: Path, download: Download) -> bool:
+    """Whether the files of ``download`` were compared with the Hub's hashes, and are of the same sizes and times."""
+    try:
+        note = json.loads((folder / NOTE).read_text(encoding="utf-8"))
+        had = any(
+            revision == download.revision and (not only or (download.only and set(download.only) <= set(only)))
+            for revision, only in note["fetched"]
+        )
+        return had and all(_stamp(folder / name) == stamp for name, stamp in note["files"].items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def selected(files: Mapping[str, int], only: tuple[str, ...]) -> dict[str, int]:
+    """The files of a repository that are read: settings, vocabularies, and one set of safetensors of each folder.
+
+    Args:
+        files: path to bytes. only: files and folders at its top; all where empty.
+    """
+    within = (name for name in files if not name.startswith("/") and not OUTSIDE.search(name))
+    wanted = {name: files[name] for name in within if not only or name.split("/")[0] in only}
+    weights = [name for name in wanted if name.endswith(".safetensors")]
+    narrow = {name.rpartition("/")[0] for name in weights if NARROW in name}
+    found = {}
+    for name, size in wanted.items():
+        is_index = ".safetensors.index" in name
+        if not (name.endswith(SMALL_FILES) or name in weights):
+            continue
+        if (name in weights or is_index) and name.rpartition("/")[0] in narrow and NARROW not in name:
+            continue
+        found[name] = size
+    return found
+
+
+def _told(download: Download, folder: Path) -> str:
+    if is_checked(folder, download):
+        return f"{folder} is whole, as it was checked against {download.repository}"
+    there = "is there, not checked" if folder.is_dir() and any(folder.iterdir()) else "is not there"
+    return f"{folder} {there}; download fetches {download.page} at {download.revision[:12]}"
+
+
+def _fetch(download: Download, folder: Path, progress: Progress, endpoint: str | None) -> dict[str, int]:
+    """Path to bytes of what is now in ``folder``, each compared with the Hub's hash; empty where an earlier run, which
+    was cancelled while it compared and is waited for, has done it. In a thread, so that a cancel is obeyed meanwhile.
+    """
+    hub = imported("huggingface_hub")
+    if not hasattr(hub.HfApi, "verify_repo_checksums"):
+        raise MissingPackageError(
+            f"huggingface_hub {hub.__version__}, which checks no hashes",
+            expected="1.1 or newer",
+            fix="Install it into the Python that runs this: python -m pip install -U huggingface_hub",
+        )
+    state, files, name = Fetched(), dict[str, int](), f"download {folder}"
+    earlier = [thread for thread in threading.enumerate() if thread.name == name]
+
+    def work() -> None:
+        try:
+            for thread in earlier:
+                thread.join()
+            if not state.stopped and not is_checked(folder, download):
+                files.update(_transferred(hub, download, folder, state, endpoint))
+        except BaseException as error:  # raised again by the thread that waits
+            state.failure = error
+
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    thread.start()
+    try:
+        while thread.is_alive():
+            thread.join(WAIT_SECONDS)
+            progress.check()
+            if state.total:
+                text = f"{state.stage} {download.folder} {amount(state.done, state.total)}"
+                progress.step(min(state.done, state.total), state.total, text)
+    finally:
+        state.stopped = True
+    if isinstance(state.failure, CheckpointError | InputError):
+        raise state.failure
+    if state.failure is not None:
+        raise _failed(download, folder, state.failure) from state.failure
+    return files
+
+
+def _transferred(hub: Any, download: Download, folder: Path, state: Fetched, endpoint: str | None) -> dict[str, int]:
+    api = hub.HfApi(endpoint=endpoint)
+    tree = api.list_repo_tree(download.repository, recursive=True, revision=download.revision)
+    files = selected({entry.path: entry.size for entry in tree if hasattr(entry, "size")}, download.only)
+    if not files:
+        raise CheckpointError(
+            f"{download.page} at {download.revision} has nothing to fetch",
+            expected=f"safetensors in {', '.join(download.only) or 'it'}",
+            fix="Report this: the commit is fixed in AnyGPU.",
+        )
+    _require_version(folder, [n for n, size in files.items() if _size(folder / n) not in (None, size)], download)
+    _require_room(folder, files, download.revision)
+    state.total, new = sum(files.values()), set[str]()
+    for name, size in files.items():
+        before = state.done
+        if _size(folder / name) != size:
+            new.add(name)
+            url = hub.hf_hub_url(download.repository, name, revision=download.revision, endpoint=endpoint)
+            _transfer(url, folder / name, _part_of(folder, name, download.revision), size, _bar(state))
+        state.done = before + size
+    if state.stopped:
+        raise Cancelled
+    state.stage = "checking"
+    compared = api.verify_repo_checksums(download.repository, revision=download.revision, local_dir=folder)
+    other = {mismatch["path"] for mismatch in compared.mismatches} & files.keys()
+    _require_same(compared, files, sorted(other & new))
+    _require_version(folder, sorted(other), download)
+    _note(folder, download, files)
+    return files
+
+
+def _transfer(url: str, target: Path, part: Path, size: int, bar: type) -> None:
+    """Fetch a file into ``part``, from where an earlier attempt ended, and give it its own name when it is whole.
+
+    By the function below huggingface_hub's own downloads, which throw away what a call has not finished.
+    """
+    part.parent.mkdir(parents=True, exist_ok=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if (_size(part) or 0) > size:
+        part.unlink()
+    with part.open("ab") as file:
+        imported("huggingface_hub.file_download").http_get(
+            url,
+            file,
+            resume_size=file.tell(),
+            headers=imported("huggingface_hub.utils").build_hf_headers(library_name="anygpu"),
+            expected_size=size,
+            tqdm_class=bar,
+        )
+    os.replace(part, target)
+
+
+def _part_of(folder: Path, name: str, revision: str) -> Path:
+    return folder / PARTS / f"{name.replace('/', '--')}.{revision[:12]}.incomplete"
+
+
+def _size(path: Path) -> int | None:
+    return path.stat().st_size if path.is_file() else None
+
+
+def _require_room(folder: Path, files: Mapping[str, int], revision: str) -> None:
+    absent = {name: size for name, size in files.items() if _size(folder / name) is None}
+    begun = ((_size(_part_of(folder, name, revision)) or 0, size) for name, size in absent.items())
+    needed, place = sum(absent.values()) - sum(part for part, size in begun if part <= size), folder
+    while not place.is_dir():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if needed + ROOM_BYTES > free:
+        raise InputError(
+            f"{free / 1e9:.1f} GB free on the disk of {str(folder)!r}",
+            expected=f"{(needed + ROOM_BYTES) / 1e9:.1f} GB",
+            fix="Free some, or name another folder under diffusers in extra_model_paths.yaml, with is_default: true.",
+        )
+
+
+def _require_version(folder: Path, other: Sequence[str], download: Download) -> None:
+    """Raise where there are files that somebody else put there and that are not those of this commit."""
+    if other:
+        more = f", and {len(other) - 1} more" if len(other) > 1 else ""
+        raise CheckpointError(
+            f"{str(folder / other[0])!r} of another version{more}",
+            expected=f"the file of {download.page} at {download.revision[:12]}",
+            fix="Rename this folder or delete the file, and run again.",
+        )
+
+
+def _require_same(found: Any, files: Container[str], damaged: Sequence[str]) -> None:
+    """Raise where what was fetched is not what the Hub's hash says; that is removed, so that it is fetched anew."""
+    absent = [name for name in found.missing_paths if name in files]
+    for name in damaged:
+        (Path(found.verified_path) / name).unlink(missing_ok=True)
+    count, what = len(damaged) + len(absent), "has another hash" if damaged else "is missing"
+    if count:
+        more = f", and {count - 1} more" if count > 1 else ""
+        raise CheckpointError(
+            f"{(damaged or absent)[0]!r} in {str(found.verified_path)!r} {what}{more}",
+            expected="the files as the Hub has them",
+            fix="Run this node again: damaged files were removed, and only what lacks is fetched.",
+        )
+
+
+def _bar(state: Fetched) -> type:
+    """A progress bar for huggingface_hub that draws nothing: it counts, and ends a download that was given up."""
+    tqdm: Any = imported("tqdm").tqdm
+
+    class Counting(tqdm):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            kwargs.pop("name", None)
+            super().__init__(*args, **{**kwargs, "disable": True})
+            self.update(kwargs.get("initial") or 0)
+
+        def update(self, n: float | None = 1) -> None:
+            if state.stopped:
+                raise Cancelled
+            state.done += int(n or 0)
+
+    return Counting
+
+
+def _failed(download: Download, folder: Path, error: BaseException) -> CheckpointError:
+    errors = imported("huggingface_hub.errors")
+    by_hand = f"or download {download.page} into {folder} by other means."
+    reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+    if isinstance(error, errors.RevisionNotFoundError):
+        found, fix = f"{download.page} has no commit {download.revision}", f"Update AnyGPU, {by_hand}"
+    elif isinstance(error, errors.GatedRepoError | errors.RepositoryNotFoundError):
+        found = f"{download.page} is not open to this computer"
+        fix = f"Accept its terms on the page and log in with `hf auth login`, {by_hand}"
+    elif isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError):
+        found, fix = (
+            f"{str(folder)!r} cannot be written ({reason})",
+            "Check the disk and its permissions, and run again.",
+        )
+    else:
+        found = f"{download.page} cannot be reached ({type(error).__name__}: {reason})"
+        fix = f"Connect and run again, which goes on where it ended, {by_hand}"
+    return CheckpointError(found, expected=f"the files of {download.folder}", fix=fix)
+
+
+def _note(folder: Path, download: Download, files: Mapping[str, int]) -> None:
+    """Remember that these files were checked, beside what was checked before of the same commit."""
+    place = folder / NOTE
+    try:
+        known = json.loads(place.read_text(encoding="utf-8"))
+        earlier = known if all(revision == download.revision for revision, _ in known["fetched"]) else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        earlier = {}
+    note = {
+        "fetched": [*earlier.get("fetched", ()), [download.revision, list(download.only)]],
+        "files": {**earlier.get("files", {}), **{name: _stamp(folder / name) for name in files}},
+    }
+    place.parent.mkdir(parents=True, exist_ok=True)
+    part = place.with_suffix(".part")
+    part.write_text(json.dumps(note), encoding="utf-8")
+    os.replace(part, place)
+
+
+def _stamp(path: Path) -> list[int]:
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns]

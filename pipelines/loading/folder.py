@@ -1,0 +1,478 @@
+"""A model folder becomes a pipeline: which family it is, where its parts are, what each part's dtype is.
+
+Nothing heavy is read here: configurations and safetensors headers only, so that a missing shard is found before a
+minute is lost, and a part that a run never uses is never read.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ...compat.checkpoints.weights import read_json
+from ...compat.device.facts import (
+    DeviceFacts,
+    empty_host_cache,
+    facts_for,
+    free_bytes,
+    host_free_bytes,
+    swap_free_bytes,
+)
+from ...compat.device.probe_results import answers_of
+from ...compat.device.probe_store import ProbeStore
+from ...compat.device.quirks import abilities
+from ...compat.device.wheels import require_kernels
+from ...compat.errors import CheckpointError, InputError
+from ...compat.memory.adapters import Adapted
+from ...compat.memory.offloader import HOSTED, residency_for
+from ...compat.packages import attribute, unusable
+from ...compat.precision import Precision, precision_for
+from ...compat.transforms.attention import Attention, attention_for, avoided_by
+from ...compat.transforms.attention_timing import by_time
+from ...compat.transforms.conv3d_choice import kept_timings
+from ...compat.transforms.order import Preparation, attention_step, conv3d_step
+from ..base import Loaded, Parts, Progress, Residency, Silent, Tools
+from ..family import Family
+from ..measured import advised
+from ..memory.estimates import sizes_of
+from ..memory.fit import require_room, terms_for
+from ..memory.host import backed, note
+from ..registry import FAMILIES, family_named
+from ..sampling.safe_fp16 import TRANSFORMER, SafeFp16, read_narrow
+from ..speed import SpeedRequest, speed_for
+from .part import PartFiles, part_files, reader_of
+from .single_file import Composed, Files, composed, family_in
+from .storage import notes as storage_notes
+from .storage import storage_step, with_storage
+
+INDEX = "model_index.json"
+AUTO = "auto"
+HEAD_WIDTH = 128  # of a transformer whose configuration leaves it to the class
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """What the user asks of loading.
+
+    Args:
+        model: folder of a diffusers pipeline, or of a transformer alone.
+        base: folder of the pipeline that lends the parts a lone transformer lacks; ``auto`` searches.
+        image_encoder: folder with ``image_encoder`` and ``feature_extractor`` (FramePack); ``auto`` searches.
+        variant, precision, offload: choices; ``auto`` decides. device: None for the default device; facts that were
+            gathered before stand for the device they are of.
+        search: folders in which ``auto`` looks for other models. attention: which kernel the transformer's attention
+            runs, for this pipeline alone.
+        state: folder where probe results are kept; None asks the device nothing and relies on the tables. quiet: goes
+            by what is kept there, so that the device is neither asked nor timed.
+        files: single files to compose the pipeline of; ``model`` is then the transformer's.
+        weights, text_weights: how those of transformer and text encoders are kept, of ``compat.quantized.CHOICES``.
+        speed: fused kernels, compile, profile.
+        devices: part (``transformer``, ``text_encoder`` for all of them, ``vae``) to where it computes; ``auto`` for
+            ``device``. keep_free_gb: memory of the device that offload ``auto`` leaves to others.
+    """
+
+    model: Path
+    base: Path | None = None
+    image_encoder: Path | None = None
+    variant: str = AUTO
+    precision: str = AUTO
+    offload: str = AUTO
+    device: Any = None
+    search: Sequence[Path] = ()
+    attention: str = AUTO
+    state: Path | None = None
+    files: Files | None = None
+    weights: str = AUTO
+    text_weights: str = AUTO
+    speed: SpeedRequest = field(default_factory=SpeedRequest)
+    devices: Mapping[str, Any] = field(default_factory=dict)
+    keep_free_gb: float = 0.0
+    quiet: bool = False
+
+
+def load(
+    request: LoadRequest,
+    progress: Progress | None = None,
+    make_room: Callable[[int], None] | None = None,
+    hosted: Callable[..., Residency] | None = None,
+) -> Loaded:
+    """The pipeline in ``request.model``, ready to run; weights are read when a stage first needs them.
+
+    Args:
+        make_room, hosted: how a host around us frees memory, and its own residency, which offload ``auto`` then means.
+
+    Raises:
+        CheckpointError: a folder, file or tensor is missing, damaged, or of an unknown family.
+        InputError, UnsupportedError: a choice that this model or machine cannot do.
+    """
+    progress = progress or Silent()
+    single = None if request.files is None else _composed(request, request.files, progress)
+    family, folders = _folders(request, progress) if single is None else (single.family, single.folders)
+    facts = facts_for(request.device)
+    require_kernels(facts)
+    probes = None if request.state is None else answers_of(facts, request.state, request.quiet)
+    precision = precision_for(family.id, facts, request.precision, probes)
+    files = _part_files(family, folders, precision, {} if single is None else single.files)
+    files = with_storage(files, request, family.text_parts, precision, facts, probes)
+    files, host = backed(files, facts, _host_room(sum(part.total_bytes for part in files.values())), swap_free_bytes())
+    free = free_bytes(facts.device)
+    weights, terms = sizes_of(files.values()), terms_for(request.devices, request.keep_free_gb, request.state, host)
+    evicts = make_room is not None or hosted is not None  # the host's other models leave where ours need the room
+    require_room(weights, facts.device, facts.total_bytes or None if evicts else free, terms)
+    progress.check()
+    task = _task(family, folders["transformer"]) if single is None else single.task
+    variant = _variant(family, request, files, progress)
+    attention = _attention(request.attention, files["transformer"].config, precision, facts, probes)
+    safe = SafeFp16(family.id, facts.device, active=precision.safe)
+    convolutions = conv3d_step(abilities(facts, probes), kept_timings(facts, probes))
+    speed = speed_for(request.speed, facts, request.devices, precision, probes, attention.why)
+    steps = (storage_step(files), convolutions, safe.step(), attention_step(attention), *speed.steps())
+    parts = _parts(files, Preparation(steps), safe if request.precision == AUTO else None)
+    sizes = {name: part.total_bytes for name, part in files.items()}
+    hosted = speed.host_for(request.offload, hosted)
+    residency, reason = residency_for(request.offload, parts, facts.device, sizes, free, make_room, hosted, terms)
+    speed.settle_offload(getattr(residency, "mode", HOSTED), request.offload != AUTO)
+    said = (*storage_notes(files), *speed.notes(), *note(host, facts, residency), *advised(facts, family.id))
+    notes = (str(precision), f"{residency}: {reason}", str(attention), *said)
+    return Loaded(
+        family.id,
+        task,
+        parts,
+        facts,
+        precision,
+        Adapted(residency, parts),
+        _tools(family, folders) if single is None else _tools_of(single),
+        {name: part.config for name, part in files.items()},
+        variant,
+        request.model,
+        notes,
+        speed,
+        weights=weights,
+        probes=probes,
+    )
+
+
+def _host_room(wanted: int, free: Callable[[], int] = host_free_bytes) -> int:
+    """Bytes of host memory that this process may take, after what former pipelines left where ``wanted`` do not fit.
+
+    Rewritten blocks refer to themselves, so that a pipeline nobody has any more stays until such cycles are looked for.
+    """
+    found = free()
+    if found >= wanted:
+        return found
+    gc.collect()
+    empty_host_cache()
+    return free()
+
+
+def _parts(files: Mapping[str, PartFiles], prepare: Preparation, safe: SafeFp16 | None) -> Parts:
+    """The parts, none of them read; the transformer with a way back from safe fp16 where that was left to ``auto``."""
+    parts = Parts({name: reader_of(part) for name, part in files.items()}, prepare)
+    if safe is not None and safe.active:
+        parts.fallbacks[TRANSFORMER] = partial(safe.abandon, parts, files[TRANSFORMER])
+    return parts
+
+
+def find_models(roots: Iterable[Path]) -> list[Path]:
+    """Folders under ``roots`` that hold a pipeline or a lone transformer of a known family, sorted by path.
+
+    Looks three levels deep, into hidden folders never, and follows no folder twice.
+    """
+    found: dict[Path, None] = {}
+    for root in roots:
+        level, seen = [Path(root)], set()
+        for _ in range(4):
+            deeper: list[Path] = []
+            for folder in level:
+                real = folder.resolve()
+                if real in seen or not folder.is_dir():
+                    continue
+                seen.add(real)
+                if _is_model(folder):
+                    found[folder] = None
+                else:
+                    deeper += [child for child in folder.iterdir() if child.is_dir() and not child.name.startswith(".")]
+            level = deeper
+    return sorted(found)
+
+
+def variant_choices() -> list[str]:
+    """Every variant of every family, ``auto`` first: one list on every machine."""
+    return [AUTO, *dict.fromkeys(variant for family in FAMILIES.values() for variant in family.variants)]
+
+
+def family_of_folder(folder: Path) -> Family | None:
+    """The family of a pipeline or transformer folder; None for any other folder."""
+    if (folder / INDEX).is_file():
+        name = str(read_json(folder / INDEX, "a diffusers pipeline").get("_class_name"))
+        return next((family for family in FAMILIES.values() if name in family.pipelines), None)
+    if (folder / "config.json").is_file():
+        name = str(read_json(folder / "config.json", "a model configuration").get("_class_name"))
+        return next((family for family in FAMILIES.values() if name in family.transformers), None)
+    return None
+
+
+def _is_model(folder: Path) -> bool:
+    if (folder / INDEX).is_file():
+        return True
+    try:
+        return family_of_folder(folder) is not None
+    except CheckpointError:
+        return False
+
+
+def _folders(request: LoadRequest, progress: Progress) -> tuple[Family, dict[str, Path]]:
+    """The family, and the folder of every part and tool it has."""
+    model = request.model
+    if not model.is_dir():
+        raise CheckpointError(
+            f"no model folder {str(model)!r}",
+            expected="a folder with model_index.json or a transformer's config.json",
+            fix="Put the model into ComfyUI/models/diffusers and refresh, or give the right path.",
+        )
+    family = family_of_folder(model)
+    if family is None:
+        raise _unknown(model)
+    whole = (model / INDEX).is_file()
+    folders = _pipeline_folders(model) if whole else {"transformer": model}
+    wanted = [*family.parts, *family.tools]
+    for name, given in (("base", request.base), ("image_encoder", request.image_encoder)):
+        lacking = [part for part in wanted if part not in folders and (name == "base") == (part not in ENCODER_FOLDER)]
+        if lacking and (given is not None or (not whole and any(part not in family.optional for part in lacking))):
+            source = given or _searched(name, family, request)
+            progress.say(f"{name} from {source.name}{'' if given else ' (auto)'}")
+            offered = _pipeline_folders(source) if (source / INDEX).is_file() else _subfolders(source)
+            if name == "base" and request.image_encoder is None:
+                lacking += [part for part in ENCODER_FOLDER if part in wanted and part not in folders]
+            folders.update({part: offered[part] for part in lacking if part in offered})
+    spared = _text_left_out(family, folders)
+    if spared:
+        progress.say("without text encoder: connect AnyGPU Load Prompt or core CONDITIONING")
+    folders = {part: folder for part, folder in folders.items() if part not in spared}
+    for tool in family.tools:
+        if tool in folders and not any(folders[tool].glob("*.json")) and not any(folders[tool].glob("*.model")):
+            raise CheckpointError(
+                f"no files in {str(folders[tool])!r}",
+                expected=f"the {tool} of this model",
+                fix="Download the missing folder; its name must stay as published.",
+            )
+    absent = [part for part in wanted if part not in folders and part not in (*family.optional, *spared)]
+    if absent:
+        raise CheckpointError(
+            f"no {absent[0]} for {str(model)!r}",
+            expected=f"the parts {', '.join(family.parts)}",
+            fix="Download the missing folder, or choose the folder that has it as base or image_encoder.",
+        )
+    return family, {part: folder for part, folder in folders.items() if part in wanted}
+
+
+def _attention(
+    choice: str, config: Mapping[str, Any], precision: Precision, facts: DeviceFacts, probes: ProbeStore | None
+) -> Attention:
+    """The attention of a transformer, tried out on its device, and timed there where it is left to ``auto``."""
+    width = int(config.get("attention_head_dim", HEAD_WIDTH))
+    operands = precision.compute or precision.transformer
+    avoided = avoided_by(probes, (operands, precision.vae))
+    attention = attention_for(choice, facts, operands, width, avoided)
+    return by_time(attention, facts, probes, operands, width)
+
+
+def _text_left_out(family: Family, folders: Mapping[str, Path]) -> tuple[str, ...]:
+    """The text parts and tokenizers of a model that came without any of its text encoders' folders."""
+    if any(part in folders and folders[part].is_dir() for part in family.text_parts):
+        return ()
+    return (*family.text_parts, *(tool for tool in family.tools if tool.startswith("tokenizer")))
+
+
+def _composed(request: LoadRequest, files: Files, progress: Progress) -> Composed:
+    """The pipeline of single files, with what a folder named as base lends to it."""
+    lent: dict[str, Path] = {}
+    for folder in (request.base, request.image_encoder):
+        if folder is not None:
+            lent |= _pipeline_folders(folder) if (folder / INDEX).is_file() else _subfolders(folder)
+    wanted = family_in(files.parts["transformer"])
+    lent = {name: folder for name, folder in lent.items() if name in (*wanted.parts, *wanted.tools)}
+    return composed(replace(files, lent=lent), progress)
+
+
+def _tools_of(single: Composed) -> Tools:
+    readers = {name: _tool_reader(single.family.tools[name], folder) for name, folder in single.folder_tools.items()}
+    return Tools({**single.tools, **readers})
+
+
+ENCODER_FOLDER = ("image_encoder", "feature_extractor")
+
+
+def _pipeline_folders(model: Path) -> dict[str, Path]:
+    index = read_json(model / INDEX, "a diffusers pipeline")
+    return {
+        name: model / name
+        for name, entry in index.items()
+        if isinstance(entry, list) and len(entry) == 2 and entry[1] is not None
+    }
+
+
+def _subfolders(folder: Path) -> dict[str, Path]:
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"no folder {str(folder)!r}",
+            expected="a folder with the parts this model lacks",
+            fix="Choose another folder.",
+        )
+    return {child.name: child for child in folder.iterdir() if child.is_dir()}
+
+
+def _searched(name: str, family: Family, request: LoadRequest) -> Path:
+    """The first folder beside the model, or in the search folders, that can lend the missing parts."""
+    roots = [request.model.parent, *request.search]
+    if name == "base":
+        own = request.model / "transformer" if (request.model / INDEX).is_file() else request.model
+        lender, task = family.base or family.id, "text" if family.base else _task(family, own)
+        for spared in ((), family.text_parts):  # one with text encoders is better; without them a prompt is loaded
+            for folder in find_models(roots):
+                found = family_of_folder(folder)
+                if found is None or found.id != lender or not (folder / INDEX).is_file() or folder == request.model:
+                    continue
+                if _task(found, folder / "transformer") != task:  # its text encoder is another
+                    continue
+                lent = [part for part in family.parts if part not in ("transformer", *ENCODER_FOLDER, *spared)]
+                if all((folder / part).is_dir() for part in lent):
+                    return folder
+    else:
+        for root in roots:
+            files = [*root.glob("*/image_encoder/config.json"), *root.glob("*/*/image_encoder/config.json")]
+            # One that stands alone was put there for this; that of another pipeline may be another training of it.
+            for config in sorted(files, key=lambda file: ((file.parent.parent / INDEX).is_file(), file)):
+                if read_json(config, "an image encoder").get("model_type") == "siglip_vision_model":
+                    return config.parent.parent
+    raise CheckpointError(
+        f"no {name} found for {family.title} in {', '.join(map(str, dict.fromkeys(roots)))}",
+        expected=f"a folder that lends {family.title} its missing parts",
+        fix=f"Download it ({'; '.join(family.pages)}) or choose its folder as {name}.",
+    )
+
+
+def _part_files(
+    family: Family, folders: Mapping[str, Path], precision: Precision, single: Mapping[str, PartFiles]
+) -> dict[str, PartFiles]:
+    """Every part with the dtype it gets: of ``single`` files, else of its folder."""
+    files: dict[str, PartFiles] = {}
+    for name, (library, *classes) in family.parts.items():
+        dtype = {"transformer": precision.transformer, "vae": precision.vae}.get(name, precision.text)
+        if name in single:
+            files[name] = replace(single[name], dtype=dtype)
+        if name in single or name not in folders:
+            continue
+        files[name] = part_files(name, library, _class_of(name, folders[name], classes), folders[name], dtype)
+    if precision.safe:
+        files[TRANSFORMER] = read_narrow(files[TRANSFORMER])
+    return files
+
+
+def _class_of(name: str, folder: Path, allowed: Sequence[str]) -> str:
+    """The class of a part: the one its configuration or its pipeline names, if the family knows it."""
+    if len(allowed) == 1:
+        return allowed[0]
+    config = read_json(folder / "config.json", f"the configuration of the {name}") if folder.is_dir() else {}
+    named = [config.get("_class_name"), *(config.get("architectures") or ())]
+    if (folder.parent / INDEX).is_file():
+        entry = read_json(folder.parent / INDEX, "a diffusers pipeline").get(folder.name)
+        named = [entry[1] if isinstance(entry, list) and len(entry) == 2 else None, *named]
+    chosen = next((cls for cls in named if cls in allowed), None)
+    if chosen is None:
+        raise CheckpointError(
+            f"the {name} in {str(folder)!r} is a {next(filter(None, named), 'model without a class name')}",
+            expected=f"one of {', '.join(allowed)}",
+            fix="Choose a model folder of a supported family.",
+        )
+    return chosen
+
+
+def _task(family: Family, transformer: Path) -> str:
+    """The task of the pipeline around ``transformer``, or of a lone one by its own configuration."""
+    index = transformer.parent / INDEX
+    if not index.is_file():
+        task_of = getattr(family_named(family.id), "task_of", None)
+        config = transformer / "config.json"
+        return task_of(read_json(config, "a model configuration")) if task_of is not None else family.lone_task
+    return family.pipelines.get(str(read_json(index, "a diffusers pipeline").get("_class_name")), family.lone_task)
+
+
+def _variant(family: Family, request: LoadRequest, files: Mapping[str, PartFiles], progress: Progress) -> str:
+    if request.variant not in (AUTO, *family.variants):
+        known = ", ".join((AUTO, *family.variants))
+        raise InputError(
+            f"variant {request.variant!r} for {family.title}",
+            expected=f"one of {known}",
+            fix="Choose auto or one of these.",
+        )
+    if request.variant != AUTO or not family.variants:
+        return request.variant if request.variant != AUTO else family.id
+    variant, why = family_named(family.id).guess_variant(request.model, files["transformer"].config)
+    if why:
+        progress.say(f"variant {variant}: {why}")
+    return variant
+
+
+def _tools(family: Family, folders: Mapping[str, Path]) -> Tools:
+    readers = {name: _tool_reader(library, folders[name]) for name, library in family.tools.items() if name in folders}
+    index = folders["transformer"].parent / INDEX
+    readers["index"] = lambda: read_json(index, "a diffusers pipeline") if index.is_file() else {}
+    return Tools(readers)
+
+
+def _tool_reader(library: str, folder: Path) -> Callable[[], Any]:
+    """Reads a configuration (``diffusers``) or a tokenizer or processor (``transformers``)."""
+
+    def read() -> Any:
+        if library == "diffusers":
+            file = next((f for f in sorted(folder.glob("*_config.json"))), folder / "scheduler_config.json")
+            return read_json(file, f"the {folder.name}")
+        cls: Any = attribute("transformers", _processor_class(folder))
+        try:
+            return cls.from_pretrained(str(folder), local_files_only=True)
+        except ImportError as error:
+            raise unusable("transformers", error) from error
+        except Exception as error:  # each tokenizer's reader has errors of its own for a damaged file
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            raise CheckpointError(
+                f"{str(folder)!r} cannot be read ({reason})",
+                expected=f"a {folder.name}",
+                fix="Download this folder again.",
+            ) from error
+
+    return read
+
+
+def _processor_class(folder: Path) -> str:
+    """The transformers class that reads a tokenizer or an image processor.
+
+    A Llama 3 tokenizer is a byte-level ``tokenizer.json`` under the name of a class that transformers 5.0 rebuilds as
+    another kind and drops every space (huggingface/transformers#45488), so such a file is taken as it is.
+    """
+    if folder.name.endswith(("processor", "extractor")):
+        return "AutoImageProcessor"
+    config = folder / "tokenizer_config.json"
+    named = read_json(config, "a tokenizer").get("tokenizer_class", "") if config.is_file() else ""
+    whole = (folder / "tokenizer.json").is_file()
+    return "PreTrainedTokenizerFast" if whole and str(named).startswith("Llama") else "AutoTokenizer"
+
+
+def _unknown(model: Path) -> CheckpointError:
+    index = model / (INDEX if (model / INDEX).is_file() else "config.json")
+    if not index.is_file():
+        return CheckpointError(
+            f"neither model_index.json nor config.json in {str(model)!r}",
+            expected="a diffusers model folder",
+            fix="Choose the folder that directly holds model_index.json, or download the model again.",
+        )
+    name = read_json(index, "a model description").get("_class_name")
+    return CheckpointError(
+        f"{str(index)!r} describes a {name!r}",
+        expected=f"one of {', '.join(f.title for f in FAMILIES.values())}",
+        fix="Choose a model of these families.",
+    )

@@ -1,0 +1,240 @@
+"""What a single file holds: which models, in whose names, with which configuration. Asked of its header alone.
+
+A file says no more than names, shapes and dtypes, so each model comes with the configurations it was published with
+(``configs/*.json``), and the one whose shapes are those of the file is taken. What no shape tells, such as image to
+video by the first frame, is taken from the file's name and said. A model of another shape has its configuration beside
+it, as a JSON file of the same name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ...compat.checkpoints.gguf_file import gguf_header
+from ...compat.checkpoints.headers import TensorEntry, entries_and_notes, unreadable
+from ...compat.checkpoints.scaled import with_scales
+from ...compat.checkpoints.weights import PICKLES, read_json
+from ...compat.errors import CheckpointError
+from ...compat.packages import attribute
+from .keys import Layout, renamed
+from .keys_text import TEXT
+from .keys_transformers import TRANSFORMERS
+from .keys_vaes import VAES
+
+LAYOUTS: tuple[Layout, ...] = (*TRANSFORMERS, *VAES, *TEXT)
+ENDINGS = (".safetensors", ".sft", ".gguf")
+CONFIGS = Path(__file__).parents[1] / "configs"
+NAMED = 3
+SHAPELESS = ("task_type", "target_size", "image_condition_type", "scaling_factor")
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """One model in a file.
+
+    Args:
+        kind: which, such as ``ltx/transformer`` or ``t5``. layout: in whose names. prefix: what all names begin with.
+        entries: its tensors under the names of the model. path: the file.
+    """
+
+    kind: str
+    layout: str
+    prefix: str
+    entries: Mapping[str, TensorEntry]
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Configured:
+    """The configuration of a model, what it was published as, and the settings of its pipeline that go with it."""
+
+    config: Mapping[str, Any]
+    name: str
+    task: str
+    tools: Mapping[str, Mapping[str, Any]]
+    assumed: bool
+
+
+def contents(path: Path) -> list[Content]:
+    """The models in a file that are known here; none where it holds something else.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, a pickle, or has tensors that its layout does not know.
+        UnsupportedError: weights stored in a way that is not read. MissingPackageError: GGUF without the package gguf.
+    """
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise unreadable(path, error) from error
+    return list(_contents(path, (status.st_size, status.st_mtime_ns)))
+
+
+@lru_cache(maxsize=16)  # headers only; one loading asks for the same few files again and again
+def _contents(path: Path, _stamp: tuple[int, int]) -> tuple[Content, ...]:
+    entries = _entries(path)
+    found = _recognised(entries)
+    return tuple(
+        Content(layout.kind, layout.name, prefix, renamed(_under(entries, prefix, found), layout, path), path)
+        for prefix, layout in found
+    )
+
+
+def kinds(path: Path) -> tuple[str, ...]:
+    """The kinds of :func:`contents` alone, without a reason where the file cannot be read."""
+    try:
+        return tuple(layout.kind for _, layout in _recognised(_entries(path)))
+    except Exception:  # a list of files for a menu: what is wrong with one is said when it is chosen
+        return ()
+
+
+def config_of(content: Content, task: str = "") -> Configured:
+    """The configuration of a model in a file.
+
+    Args:
+        task: ``text`` or ``image`` where the user said it; empty where the file's name decides.
+
+    Raises:
+        CheckpointError: no published configuration has the file's shapes, and none is beside it.
+    """
+    beside = content.path.with_suffix(".json")
+    if beside.is_file():
+        config = read_json(beside, "a model configuration")
+        config = config.get(content.kind.rpartition("/")[2], config)
+        rows = [{"name": "configured beside it", "config": config}]
+        task = ""
+    else:
+        rows = list(_published(content.kind.replace("/", ".")))
+    wanted = [row for row in rows if not task or row.get("task", task) == task] or rows
+    misfits = [(row, _misfit(row, content)) for row in wanted]
+    fitting = [row for row, misfit in misfits if not misfit]
+    if not fitting:
+        row, reason = min(misfits, key=lambda item: len(item[1]))
+        raise CheckpointError(
+            f"{content.layout} in {str(content.path)!r} does not fit {row['name']}: {_few(reason)}",
+            expected=f"the shapes of {', '.join(row['name'] for row in wanted[:4])}",
+            fix=f"Use the file as published, or put its config.json beside it as {beside.name!r}.",
+        )
+    stem = content.path.stem.lower()
+    named = [row for row in fitting if all(re.search(pattern, stem) for pattern in row.get("named", ()))]
+    chosen = max(named or fitting[:1], key=lambda row: len(row.get("named", ())))
+    return Configured(
+        chosen["config"], chosen["name"], chosen.get("task", ""), chosen.get("tools", {}), len(fitting) > 1 and not task
+    )
+
+
+def tool_configs(family: str) -> dict[str, dict[str, Any]]:
+    """The small configurations that a family's pipelines were published with: scheduler, guider, index."""
+    return read_json(CONFIGS / "tools.json", "the pipelines' settings")[family]
+
+
+def width_of(content: Content) -> int:
+    """The width of what an encoder returns; 0 for another kind of model."""
+    name, axis = WIDTHS.get(content.kind, ("", 0))
+    return content.entries[name].shape[axis] if name in content.entries else 0
+
+
+WIDTHS = {
+    "t5": ("shared.weight", 1),
+    "llama": ("embed_tokens.weight", 1),
+    "qwen2_5_vl": ("embed_tokens.weight", 1),
+    "clip_l": ("text_model.final_layer_norm.weight", 0),
+    "siglip": ("vision_model.post_layernorm.weight", 0),
+}
+
+
+def _entries(path: Path) -> dict[str, TensorEntry]:
+    if path.suffix in PICKLES:
+        raise CheckpointError(
+            f"{str(path)!r} is a pickle",
+            expected=f"a file that ends with {', '.join(ENDINGS)}",
+            fix="Download the safetensors version: a pickle can run code and is refused.",
+        )
+    if path.suffix == ".gguf":
+        return gguf_header(path)[0]
+    entries, notes = entries_and_notes(path)
+    return with_scales(entries, notes, path)
+
+
+def _recognised(entries: Mapping[str, TensorEntry]) -> list[tuple[str, Layout]]:
+    """(prefix, layout) of each model whose marking names are there; one layout for each prefix."""
+    ends = {way for layout in LAYOUTS for way in layout.marks[0].split("|")}
+    prefixes: dict[str, list[str]] = {}
+    for name in entries:
+        for end in ends:
+            if name.endswith(end) and (name == end or name[-len(end) - 1] == "."):
+                prefixes.setdefault(name[: -len(end)], []).append(end)
+    found: dict[str, tuple[str, Layout]] = {}
+    for prefix in sorted(prefixes, key=lambda prefix: (len(prefix), prefix)):
+        names = {name[len(prefix) :]: None for name in entries if name.startswith(prefix)}
+        layout = next((layout for layout in LAYOUTS if layout.fits(names)), None)
+        if layout is not None and layout.kind not in found and layout.half_of not in found:
+            found[layout.kind] = (prefix, layout)
+    return list(found.values())
+
+
+def _under(
+    entries: Mapping[str, TensorEntry], prefix: str, found: Iterable[tuple[str, Layout]]
+) -> dict[str, TensorEntry]:
+    """The tensors below ``prefix`` that are not below a longer one of another model."""
+    inner = tuple(other for other, _ in found if other != prefix and other.startswith(prefix))
+    return {
+        name[len(prefix) :]: entry
+        for name, entry in entries.items()
+        if name.startswith(prefix) and not (inner and name.startswith(inner))
+    }
+
+
+@lru_cache(maxsize=32)
+def _published(kind: str) -> tuple[dict[str, Any], ...]:
+    """The configurations that a model was published with."""
+    return tuple(json.loads((CONFIGS / f"{kind}.json").read_text(encoding="utf-8")))
+
+
+def _misfit(row: Mapping[str, Any], content: Content) -> list[str]:
+    """What of the file does not fit a configuration, each difference as a phrase; empty where all does."""
+    entries = content.entries
+    if "where" in row:
+        return [
+            f"{name!r} is {tuple(entries[name].shape) if name in entries else 'missing'}"
+            for name, shape in row["where"].items()
+            if name not in entries or not _same_shape(entries[name].shape, shape)
+        ]
+    if "_class_name" not in row["config"]:  # of an encoder, given beside the file; its own class checks it
+        return []
+    shapes = _shapes(json.dumps({k: v for k, v in row["config"].items() if k not in SHAPELESS}, sort_keys=True))
+    missing = [f"no tensor {name!r}" for name in sorted(shapes.keys() - entries.keys())]
+    unknown = [f"tensor {name!r} too many" for name in sorted(entries.keys() - shapes.keys())]
+    other = [
+        f"{name!r} is {entries[name].shape}, not {shape}"
+        for name, shape in shapes.items()
+        if name in entries and not _same_shape(entries[name].shape, shape)
+    ]
+    return missing + unknown + other
+
+
+@lru_cache(maxsize=8)
+def _shapes(settings: str) -> dict[str, tuple[int, ...]]:
+    """The shapes of a diffusers model, built without memory, of its configuration as JSON."""
+    from accelerate import init_empty_weights
+
+    config = json.loads(settings)
+    cls: Any = attribute("diffusers", str(config["_class_name"]))
+    with init_empty_weights():
+        module = cls.from_config(dict(config))
+    return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+
+
+def _same_shape(found: Iterable[int], wanted: Iterable[int | None]) -> bool:
+    found, wanted = tuple(found), tuple(wanted)
+    return len(found) == len(wanted) and all(w is None or f == w for f, w in zip(found, wanted, strict=True))
+
+
+def _few(reasons: list[str]) -> str:
+    more = f" and {len(reasons) - NAMED} more" if len(reasons) > NAMED else ""
+    return "; ".join(reasons[:NAMED]) + more

@@ -1,0 +1,178 @@
+"""Tensor names of other layouts as data: which tensor of a file is which of a diffusers or transformers model.
+
+A row names tensors of the file and of the model. ``#`` stands for a number and ``*``, at the end, for the rest of the
+name; both sides have them in the same order. A tensor that holds several of the model's is cut along its rows, which in
+the file are bytes side by side: nothing is read to convert it, and nothing is held twice.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+from ...compat.checkpoints.headers import TensorEntry
+from ...compat.errors import CheckpointError
+
+Entries = Mapping[str, TensorEntry]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One rule.
+
+    Args:
+        source: names in the file, separated by ``|``: releases name one tensor in several ways.
+        targets: names in the model, separated by blanks; several share the rows of the tensor.
+        turned: the halves of the tensor's rows change places: shift and scale, or gate and projection.
+        first_square: the first three targets have as many rows as the tensor's weight has columns, the last the rest.
+        flat: axes of length one at the end are dropped: a convolution of one pixel that is a matrix in the model.
+        last: the name in the model for the highest ``#``, where it differs. heads: see ``TensorEntry.heads``.
+    """
+
+    source: str
+    targets: str
+    turned: bool = False
+    first_square: bool = False
+    flat: bool = False
+    last: str = ""
+    heads: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How one release names the tensors of one model.
+
+    Args:
+        kind: which model, such as ``ltx/transformer``. name: which release, for people.
+        marks: names that are there in this layout and in no other; ``|`` separates ways to write one.
+        absent: names that must not be there.
+        rows: the rules, or what makes them of the names in the file.
+        words: parts of names that are replaced before the rules are asked.
+        ignored: regular expressions of tensors that are no part of the model.
+        half_of: the kind of which this is one half, in a file of its own; it is no model in a file that has the whole.
+    """
+
+    kind: str
+    name: str
+    marks: tuple[str, ...]
+    rows: tuple[Row, ...] | Callable[[Iterable[str]], tuple[Row, ...]]
+    absent: tuple[str, ...] = ()
+    words: tuple[tuple[str, str], ...] = ()
+    ignored: tuple[str, ...] = ()
+    half_of: str = ""
+
+    def fits(self, names: Mapping[str, object]) -> bool:
+        """Whether tensors of these names, without their common prefix, are of this layout."""
+        marked = all(any(way in names for way in mark.split("|")) for mark in self.marks)
+        return marked and not any(name in names for name in self.absent)
+
+
+SAME = (Row("*", "*"),)
+
+
+def renamed(entries: Entries, layout: Layout, path: Path) -> dict[str, TensorEntry]:
+    """``entries`` of a file under the names of the model.
+
+    Args:
+        entries: by their names in the file, without a prefix. path: the file, for the error.
+
+    Raises:
+        CheckpointError: a tensor that no row knows, or one that cannot be cut as its row says.
+    """
+    rows = layout.rows if isinstance(layout.rows, tuple) else layout.rows(entries)
+    ignored = [re.compile(pattern) for pattern in layout.ignored]
+    found: dict[str, TensorEntry] = {}
+    unknown: list[str] = []
+    last: dict[int, tuple[int, str, str]] = {}
+    for name, entry in entries.items():
+        if any(pattern.search(name) for pattern in ignored):
+            continue
+        for index, row in enumerate(rows):
+            parts = _parts(row, _replaced(name, layout.words))
+            if parts is None:
+                continue
+            targets = [_filled(target, parts) for target in row.targets.split()]
+            if row.last and int(parts[0]) >= last.get(index, (0, "", ""))[0]:
+                last[index] = (int(parts[0]), targets[0], _filled(row.last, parts))
+            found |= dict(zip(targets, _cut(name, entry, row, len(targets), entries, path), strict=True))
+            break
+        else:
+            unknown.append(name)
+    if unknown:
+        raise CheckpointError(
+            f"unknown tensors {', '.join(map(repr, sorted(unknown)[:3]))}"
+            f"{f' and {len(unknown) - 3} more' if len(unknown) > 3 else ''} in {str(path)!r}",
+            expected=f"the tensors of {layout.name}",
+            fix="Use the file as published, or put its config.json beside it as a diffusers folder.",
+        )
+    return _with_last(found, rows, last)
+
+
+def _with_last(
+    found: dict[str, TensorEntry], rows: tuple[Row, ...], last: Mapping[int, tuple[int, str, str]]
+) -> dict[str, TensorEntry]:
+    """``found`` with the tensors of the last block under the names that only it has."""
+    for index, (number, _, _) in last.items():
+        pattern = _pattern(rows[index].targets.split()[0])
+        for name in [name for name in found if (match := pattern.fullmatch(name)) and int(match[1]) == number]:
+            match = pattern.fullmatch(name)
+            if match is not None:
+                found[_filled(rows[index].last, match.groups())] = found.pop(name)
+    return found
+
+
+def _cut(name: str, entry: TensorEntry, row: Row, count: int, entries: Entries, path: Path) -> Iterable[TensorEntry]:
+    if row.flat:
+        shape = entry.shape
+        while len(shape) > 2 and shape[-1] == 1:
+            shape = shape[:-1]
+        entry = replace(entry, shape=shape)
+    entry = replace(entry, turned=row.turned, heads=row.heads) if row.turned or row.heads else entry
+    if count == 1:
+        return [entry]
+    rows = entry.shape[0] if entry.shape else 0
+    sizes = [rows // count] * count
+    if row.first_square:
+        weight = entries.get(name.removesuffix("bias") + "weight", entry)
+        side = weight.shape[1] if len(weight.shape) > 1 else 0
+        sizes = [side] * (count - 1) + [rows - side * (count - 1)]
+    if sum(sizes) != rows or min(sizes) <= 0:
+        raise CheckpointError(
+            f"tensor {name!r} of shape {entry.shape} in {str(path)!r}",
+            expected=f"rows for {count} tensors",
+            fix="Use the file as published, or another version of it.",
+        )
+    return [entry.rows(sum(sizes[:index]), size) for index, size in enumerate(sizes)]
+
+
+def _parts(row: Row, name: str) -> tuple[str, ...] | None:
+    for begins, pattern in _sources(row.source):
+        match = pattern.fullmatch(name) if name.startswith(begins) else None
+        if match is not None:
+            return match.groups()
+    return None
+
+
+@lru_cache(maxsize=4096)
+def _sources(source: str) -> tuple[tuple[str, re.Pattern[str]], ...]:
+    """What each way to write a name begins with, and its pattern."""
+    return tuple((re.split(r"[#*]", way)[0], _pattern(way)) for way in source.split("|"))
+
+
+def _replaced(name: str, words: Iterable[tuple[str, str]]) -> str:
+    for old, new in words:
+        name = name.replace(old, new)
+    return name
+
+
+def _filled(target: str, parts: Iterable[str]) -> str:
+    remaining = iter(parts)
+    return re.sub(r"[#*]", lambda _: next(remaining), target)
+
+
+@lru_cache(maxsize=4096)
+def _pattern(source: str) -> re.Pattern[str]:
+    return re.compile(re.escape(source).replace(r"\#", r"(\d+)").replace(r"\*", "(.+)"))

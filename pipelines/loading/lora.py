@@ -1,0 +1,304 @@
+"""LoRAs on a pipeline's transformer: a pipeline goes in, the same pipeline with one LoRA more comes out.
+
+The new pipeline shares every part with the old one. Its LoRAs are on the transformer while it is held, so several
+chains can start from one pipeline and none sees the others' LoRAs.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...compat.checkpoints.packed import is_exact, opened, outlined
+from ...compat.checkpoints.weights import TensorEntry, declared, read_tensors
+from ...compat.errors import InputError, UnsupportedError
+from ...compat.memory.adapters import Adapted
+from ...compat.packages import attribute
+from ...compat.transforms.order import Order, Step
+from ..base import Loaded, Progress
+from ..registry import family_named
+from .lora_keys import Match, Shapes, factors, matched
+
+PART = "transformer"
+MODES = ("separate", "merged")  # how a LoRA is put on; grows at the end
+MOST = 10.0  # strength in either direction
+WIDE = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+LEAVES = (nn.Linear, nn.Conv2d, nn.Conv3d)
+NAMED = re.compile(r"(.+?\.safetensors)(?::([^:]*)(?::(.*))?)?", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class LoRA:
+    """One LoRA as a user chose it.
+
+    Args:
+        path: its file. strength: times what it was trained for. blocks: filter as :func:`lora_keys.chosen` takes it.
+        mode: one of :data:`MODES`. match: what of the file belongs where. stamp: the file's size and time.
+        scales: alpha over rank by layer name, 1 where the file has no alpha.
+    """
+
+    path: Path
+    strength: float
+    blocks: str
+    mode: str
+    match: Match
+    stamp: tuple[int, int]
+    scales: Mapping[str, float]
+
+    @property
+    def key(self) -> Hashable:
+        """What its layers depend on; a strength in the weights is part of it."""
+        return (self.path, self.stamp, self.blocks, self.mode, self.strength if self.mode == "merged" else None)
+
+
+def with_lora(loaded: Loaded, path: Path, strength: float, blocks: str, mode: str, progress: Progress) -> Loaded:
+    """``loaded`` with one LoRA more, which its transformer gets when it is next held; says how many keys match.
+
+    Args:
+        strength: -10 to 10; 0 leaves the pipeline as it is. blocks: such as ``double 0-9, single``; empty for all.
+        mode: ``separate`` computes beside each layer; ``merged`` adds to the weights, of which a copy is kept.
+
+    Raises:
+        InputError: a choice out of range. CheckpointError: a damaged file, or one for another model.
+        MissingPackageError: ``separate`` without the package peft.
+    """
+    if not (math.isfinite(strength) and abs(strength) <= MOST):
+        raise InputError(f"strength {strength}", expected=f"{-MOST:g} to {MOST:g}", fix="The usual value is 1.")
+    if mode not in MODES:
+        raise InputError(f"mode {mode!r}", expected=f"one of {', '.join(MODES)}", fix="Choose separate.")
+    entries = declared([path])
+    shapes = {name: tuple(entry.shape) for name, entry in entries.items()}
+    match = matched(path, shapes, layers_of(loaded), loaded.family, blocks)
+    progress.say(match.said(path.stem))
+    if mode == "separate":
+        attribute("peft", "LoraConfig")
+    stat = path.stat()
+    if strength == 0.0:
+        progress.say(f"{path.stem} has no effect at strength 0")
+        return loaded
+    added = LoRA(path, strength, blocks, mode, match, (stat.st_size, stat.st_mtime_ns), _scales(match, entries))
+    inner = loaded.residency.inner if isinstance(loaded.residency, Adapted) else loaded.residency
+    loras = LoRAs((*on(loaded), added), loaded.precision.transformer)
+    note = f"LoRA {path.stem} {strength:g}{f' ({blocks})' if blocks.strip() else ''}, {mode}"
+    return replace(loaded, residency=Adapted(inner, loaded.parts, loras), notes=(*loaded.notes, note))
+
+
+def named(text: str) -> tuple[Path, float, str]:
+    """File, strength and blocks of a text such as ``style.safetensors:0.8:double 0-9``; 1 and all where it names none.
+
+    Raises:
+        InputError: no .safetensors file, or a strength that is no number.
+    """
+    match = NAMED.fullmatch(text)
+    try:
+        strength = float((match and match[2]) or 1.0)
+    except ValueError:
+        match = None
+    if match is None:
+        raise InputError(
+            f"LoRA {text!r}",
+            expected="FILE.safetensors, then a strength and blocks where they are wanted, with a colon before each",
+            fix="Write for example: style.safetensors:0.8:double 0-9, single",
+        )
+    return Path(match[1]), strength, match[3] or ""
+
+
+def layers_of(loaded: Loaded) -> Shapes:
+    """Names and weight shapes of the transformer's layers; nothing is read for it."""
+    from accelerate import init_empty_weights
+
+    config = loaded.configs[PART]
+    _, *classes = family_named(loaded.family).FAMILY.parts[PART]
+    named = str(config.get("_class_name"))
+    cls: Any = attribute("diffusers", named if named in classes else classes[0])
+    with init_empty_weights():
+        module = cls.from_config(dict(config))
+    return {name: tuple(leaf.weight.shape) for name, leaf in module.named_modules() if isinstance(leaf, LEAVES)}
+
+
+def on(loaded: Loaded) -> tuple[LoRA, ...]:
+    """The LoRAs of a pipeline, first to last."""
+    worn = getattr(loaded.residency, "adapters", None)
+    return worn.loras if isinstance(worn, LoRAs) else ()
+
+
+def factors_of(lora: LoRA) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Down (rank, in …) and up (out, rank …) of each layer, by its name; reads the file."""
+    tensors = _tensors(lora)
+    return {name: factors(pair, tensors) for name, pair in lora.match.pairs.items()}
+
+
+class LoRAs:
+    """The LoRAs of one pipeline, first to last, for :class:`compat.adapters.Adapted`.
+
+    Args:
+        dtype: what factors have beside weights that are narrower than 16 bits.
+    """
+
+    part = PART
+
+    def __init__(self, loras: tuple[LoRA, ...], dtype: torch.dtype) -> None:
+        self.loras, self.dtype = loras, dtype
+
+    def __repr__(self) -> str:
+        return str([(lora.path.name, lora.stamp, lora.strength, lora.blocks, lora.mode) for lora in self.loras])
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for the same files, blocks and modes in the same order, whatever the strengths beside the weights."""
+        return tuple(lora.key for lora in self.loras)
+
+    @property
+    def in_weights(self) -> bool:
+        """Whether one of them is in the weights."""
+        return any(lora.mode == "merged" for lora in self.loras)
+
+    def step(self) -> Step:
+        """What puts them on a transformer that was just read or reverted, on the CPU."""
+        return Step(Order.LORA, "LoRA", self._apply)
+
+    def tune(self, module: nn.Module, active: bool) -> None:
+        """Set the strengths of those beside the weights, or let their layers pass everything by."""
+        names = [_adapter(index) for index, lora in enumerate(self.loras) if lora.mode == "separate"]
+        if not names:
+            return
+        for layer_name, layer in _layers_with_lora(module):
+            layer.enable_adapters(active)
+            if active:
+                layer.set_adapter(names)
+                for index, lora in enumerate(self.loras):
+                    if _adapter(index) in layer.scaling:
+                        layer.set_scale(_adapter(index), lora.strength * lora.scales[layer_name])
+        module.requires_grad_(False)
+
+    def _apply(self, part: str, module: nn.Module) -> Callable[[], None] | None:
+        if part != PART:
+            return None
+        undo: list[Callable[[], Any]] = []
+        try:
+            for lora in self.loras:
+                if lora.mode == "merged":
+                    undo.append(_merge(module, lora, _tensors(lora)))
+            separate = [(index, lora) for index, lora in enumerate(self.loras) if lora.mode == "separate"]
+            if separate:
+                undo.append(partial(_unload, module))
+            for index, lora in separate:
+                _inject(module, lora, _adapter(index), _tensors(lora), self.dtype)
+        except BaseException:
+            _take_back(undo)
+            raise
+        return partial(_take_back, undo)
+
+
+def _scales(match: Match, entries: Mapping[str, TensorEntry]) -> dict[str, float]:
+    """Alpha over rank of each layer; only the alphas are read."""
+    named = {pair.alpha: entries[pair.alpha] for pair in match.pairs.values() if pair.alpha}
+    alphas = read_tensors(named, torch.float32, lambda _bytes: None)
+    return {
+        name: float(alphas[pair.alpha]) / entries[pair.down].shape[0] if pair.alpha else 1.0
+        for name, pair in match.pairs.items()
+    }
+
+
+def _tensors(lora: LoRA) -> dict[str, torch.Tensor]:
+    """The factors that match."""
+    entries = declared([lora.path])
+    named = {name for pair in lora.match.pairs.values() for name in (pair.down, pair.up)}
+    return read_tensors({name: entries[name] for name in named}, None, lambda _bytes: None)
+
+
+def _merge(module: nn.Module, lora: LoRA, tensors: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+    """Add the products to the weights, in fp32 and rounded once; the undo puts back the very tensors from before.
+
+    Raises:
+        UnsupportedError: a weight that is stored in a way that addition would not reach.
+    """
+    leaves = {name: module.get_submodule(name) for name in lora.match.pairs}
+    quantised = [name for name, leaf in leaves.items() if not (_is_plain(leaf) or is_exact(leaf))]
+    if quantised:
+        leaf: Any = leaves[quantised[0]]
+        stored = getattr(leaf, "stored", leaf.weight)
+        raise UnsupportedError(
+            f"merging {lora.path.stem!r} into {type(leaf).__name__} weights kept as {stored.dtype} in {len(quantised)} "
+            f"of {len(leaves)} layers",
+            expected="weights in the dtype that computes, 16 bits or more",
+            fix="Set mode to separate, or weights on the load node to auto.",
+        )
+    before: list[tuple[nn.Parameter, torch.Tensor]] = []
+    closing: list[Callable[[], None]] = []
+    for name, pair in lora.match.pairs.items():
+        layer: Any = leaves[name]
+        if is_exact(layer):  # kept in 16 bits for fp32: what is added must not be rounded to them
+            closing.append(opened(layer))
+        weight = layer.weight
+        down, up = factors(pair, tensors)
+        product = up.float().flatten(1) @ down.float().flatten(1)
+        changed = weight.data.float() + (lora.strength * lora.scales[name]) * product.view_as(weight)
+        before.append((weight, weight.data))
+        weight.data = changed.to(weight.dtype)
+
+    def undo() -> None:
+        for weight, data in reversed(before):
+            weight.data = data
+        for close in closing:
+            close()
+
+    return undo
+
+
+def _inject(module: Any, lora: LoRA, adapter: str, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
+    """Put peft's layers around the layers of the LoRA, factors in the dtype of the weights beside them."""
+    state: dict[str, torch.Tensor] = {}
+    with outlined(module), warnings.catch_warnings():
+        for name, pair in lora.match.pairs.items():
+            leaf: Any = module.get_submodule(name)
+            leaf = getattr(leaf, "base_layer", leaf)
+            weight = leaf.weight
+            down, up = factors(pair, tensors)
+            wide = weight.dtype if weight.dtype in WIDE else dtype
+            if isinstance(leaf, (nn.Conv2d, nn.Conv3d)):
+                ones = [1] * (weight.ndim - 2)
+                down, up = down.reshape(-1, *weight.shape[1:]), up.reshape(up.shape[0], -1, *ones)
+            state[f"{name}.lora_A.weight"] = down.to(wide).contiguous()
+            state[f"{name}.lora_B.weight"] = up.to(wide).contiguous()
+        # peft warns of a second LoRA, and of layers whose names only end alike
+        warnings.filterwarnings("ignore", module="peft")
+        module.load_lora_adapter(state, prefix=None, adapter_name=adapter, low_cpu_mem_usage=True)
+    module.requires_grad_(False)
+
+
+def _unload(module: Any) -> None:
+    if getattr(module, "peft_config", None):
+        module.unload_lora()
+
+
+def _take_back(undo: list[Callable[[], Any]]) -> None:
+    while undo:
+        undo.pop()()
+
+
+def _layers_with_lora(module: nn.Module) -> list[tuple[str, Any]]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return [(name, layer) for name, layer in module.named_modules() if isinstance(layer, BaseTunerLayer)]
+
+
+def _is_plain(leaf: nn.Module) -> bool:
+    """Whether what is added to ``weight`` stays: packed layers make theirs anew at each use."""
+    weight = leaf._parameters.get("weight")
+    return (
+        isinstance(leaf, LEAVES) and weight is not None and type(weight.data) is torch.Tensor and weight.dtype in WIDE
+    )
+
+
+def _adapter(index: int) -> str:
+    return f"lora_{index}"

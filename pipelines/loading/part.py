@@ -1,0 +1,294 @@
+"""One part of a pipeline from its folder: configuration, weights, strict about both."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...compat.checkpoints.packed import dense_bytes, kept_plain, memory_bytes, pack, packable, stays_packed
+from ...compat.checkpoints.weights import STORED, TensorEntry, declared, is_view, read_json, read_tensors, weight_files
+from ...compat.errors import CheckpointError
+from ...compat.memory.host_weights import Views, mark_views
+from ...compat.memory.offloader import amount
+from ...compat.output_check import fault_in_weight
+from ...compat.packages import attribute
+from ..base import Progress
+
+NAMED = 3  # how many tensor names an error quotes
+
+
+@dataclass(frozen=True, slots=True)
+class PartFiles:
+    """Where a part is and what it is; headers were read, weights were not.
+
+    Args:
+        name: part name. library, cls: what builds it. folder: its folder, or its file. config: its ``config.json``.
+        entries: its tensors. dtype: what floating tensors become. dtype_of: from name and shape of a floating tensor to
+            what it becomes instead; one that does not fit stays as ``dtype``.
+        storage: how its blocks' weights are kept in memory, of ``compat.quantized.CHOICES``. keeps_packed: whether
+            those that the file has packed stay as they are. by_bits: whether the device's own cast of bf16 is broken.
+        mapped: whether large tensors that need no cast may be views of the file. staged: whether such views go to a
+            device by way of ordinary memory.
+    """
+
+    name: str
+    library: str
+    cls: str
+    folder: Path
+    config: Mapping[str, Any]
+    entries: Mapping[str, TensorEntry]
+    dtype: torch.dtype
+    dtype_of: Callable[[str, tuple[int, ...]], torch.dtype] | None = None
+    storage: str = "auto"
+    keeps_packed: bool = False
+    by_bits: bool = False
+    mapped: bool = False
+    staged: bool = False
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the part once it is in memory."""
+        return sum(self.bytes_of(name, entry) for name, entry in self.entries.items())
+
+    @property
+    def view_bytes(self) -> int:
+        """Bytes of the tensors that may be views of the file, where that is wanted."""
+        return sum(entry.total_bytes for name, entry in self.entries.items() if self.may_be_view(name, entry))
+
+    def may_be_view(self, name: str, entry: TensorEntry) -> bool:
+        """Whether the tensor ``name`` is used as its file has it, so that it may be a view of the file."""
+        uncast = not entry.is_floating or self.becomes(name) == STORED[entry.dtype]
+        kept = uncast and self.storage in ("auto", "as in file")
+        return is_view(entry) and (kept or stays(self, name, entry))
+
+    def bytes_of(self, name: str, entry: TensorEntry) -> int:
+        """Bytes of the tensor ``name`` once it is in memory."""
+        if not entry.is_floating:
+            return entry.total_bytes
+        if self.dtype_of is not None or (self.storage == "auto" and not self.keeps_packed):
+            return math.prod(entry.shape) * self.becomes(name).itemsize
+        return memory_bytes(name, entry, self.storage, self.keeps_packed, self.dtype)
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes at the peak of making the largest packed weight dense, as each use does; 0 where none is packed."""
+        if self.dtype_of is not None or (self.storage == "auto" and not self.keeps_packed):
+            return 0
+        how = (self.storage, self.keeps_packed, self.dtype)
+        floats = ((name, entry) for name, entry in self.entries.items() if entry.is_floating)
+        return max((dense_bytes(name, entry, *how) for name, entry in floats), default=0)
+
+    def becomes(self, name: str) -> torch.dtype:
+        """The dtype of the floating tensor ``name`` in memory."""
+        return self.dtype if self.dtype_of is None else self.dtype_of(name, tuple(self.entries[name].shape))
+
+
+def part_files(name: str, library: str, cls: str, folder: Path, dtype: torch.dtype) -> PartFiles:
+    """The part in ``folder``, with every header checked.
+
+    Raises:
+        CheckpointError: configuration or weights are missing or damaged.
+    """
+    config = read_json(folder / "config.json", f"the configuration of the {name}") if folder.is_dir() else {}
+    entries = declared(weight_files(folder, name))
+    if not entries:
+        raise CheckpointError(
+            f"no tensors in the weights of {str(folder)!r}", expected=f"the {name}", fix="Download this folder again."
+        )
+    return PartFiles(name, library, cls, folder, config, entries, dtype)
+
+
+def reader_of(files: PartFiles) -> Callable[[Progress], nn.Module]:
+    """A function that reads the part when it is called: on the CPU, in evaluation mode, outside inference mode."""
+
+    def read(progress: Progress) -> nn.Module:
+        with torch.inference_mode(False), torch.no_grad():
+            build = _built_by_diffusers if files.library == "diffusers" else _built_by_transformers
+            views: set[int] = set()
+            module = build(files, _advance(files, progress), views).eval().requires_grad_(False)
+            mark_views(module, Views(frozenset(views), files.staged))
+            return module
+
+    return read
+
+
+def _tensors(
+    files: PartFiles, advance: Callable[[int], None], views: set[int], leave: Container[str] = ()
+) -> dict[str, torch.Tensor]:
+    """The tensors of a part, without those in ``leave``, each in the dtype that it becomes.
+
+    Args:
+        views: takes up the addresses of those that are views of their file.
+
+    Raises:
+        CheckpointError: a weight that cannot be right: nothing but zeros, or values that are not finite.
+    """
+    found: dict[str, torch.Tensor] = {}
+    wanted = {name: entry for name, entry in files.entries.items() if name not in leave}
+    for dtype in sorted({files.becomes(name) for name in wanted}, key=str):
+        mine = {name: entry for name, entry in wanted.items() if files.becomes(name) is dtype}
+        found |= read_tensors(mine, dtype, advance, files.mapped)
+        if dtype is torch.float16 and dtype is not files.dtype:
+            high = {name for name in mine if found[name].is_floating_point() and not found[name].isfinite().all()}
+            found |= read_tensors({name: mine[name] for name in high}, files.dtype, lambda _: None)
+    for name, tensor in found.items():
+        if files.mapped and files.may_be_view(name, files.entries[name]):
+            views.add(tensor.data_ptr())
+        _require_sound(files, name, tensor)
+    return found
+
+
+def _require_sound(files: PartFiles, name: str, tensor: torch.Tensor) -> None:
+    fault = fault_in_weight(name, tensor)
+    if fault:
+        raise CheckpointError(
+            f"{fault} in the weight {name!r} of {str(files.entries[name].file)!r}",
+            expected="weights as published",
+            fix="Download this file again; a download that was resumed wrongly leaves zeros.",
+        )
+
+
+def _advance(files: PartFiles, progress: Progress) -> Callable[[int], None]:
+    total, done = sum(entry.total_bytes for entry in files.entries.values()), 0
+
+    def advance(size: int) -> None:
+        nonlocal done
+        done += size
+        progress.step(done, total, f"reading {files.name} {amount(done, total)}")
+        progress.check()
+
+    return advance
+
+
+def _built_by_diffusers(files: PartFiles, advance: Callable[[int], None], views: set[int]) -> nn.Module:
+    from accelerate import init_empty_weights
+
+    cls: Any = attribute("diffusers", files.cls)
+    with init_empty_weights():
+        module: nn.Module = cls.from_config(dict(files.config))
+    layers = packable(module, exact=True) if files.keeps_packed or files.storage != "auto" else {}
+    kept = {
+        name: layers[layer]
+        for name, entry in files.entries.items()
+        if (layer := name.removesuffix(".weight")) in layers and stays(files, name, entry)
+    }
+    tensors = _tensors(files, advance, views, kept)
+    for name, linear in kept.items():
+        _keep_packed(files, name, linear, advance, views)
+    try:
+        result = module.load_state_dict(tensors, strict=False, assign=True)
+    except RuntimeError as error:
+        raise _misfit(files, error) from error
+    packed = {name.removesuffix("weight") + inner for name in kept for inner in ("stored", "factors")}
+    _require_same(files, [name for name in result.missing_keys if name not in packed], result.unexpected_keys)
+    return module
+
+
+def _keep_packed(
+    files: PartFiles, name: str, layer: nn.Linear, advance: Callable[[int], None], views: set[int]
+) -> None:
+    """Give ``layer`` its weight as the file has it."""
+    entry = files.entries[name]
+    if tuple(entry.shape) != (layer.out_features, layer.in_features):
+        raise _misfit(files, ValueError(f"{name} is {entry.shape}, not {(layer.out_features, layer.in_features)}"))
+    stored = read_tensors({name: entry}, None, advance, files.mapped)[name]
+    if files.mapped and is_view(entry):
+        views.add(stored.data_ptr())
+    factors = None
+    if entry.scale is not None:
+        factors = read_tensors({name: entry.scale}, torch.float32, lambda _bytes: None)[name].reshape(-1, 1)
+        _require_sound(files, name, factors[:, 0])
+    _require_sound(files, name, stored)
+    pack(layer, stored, factors, files.dtype, entry.codec, files.by_bits)
+
+
+def stays(files: PartFiles, name: str, entry: TensorEntry) -> bool:
+    """Whether a layer's weight stays in memory as the file has it."""
+    if files.keeps_packed and stays_packed(name, entry):
+        return True
+    return files.dtype_of is None and kept_plain(name, entry, files.storage, files.dtype)
+
+
+def _built_by_transformers(files: PartFiles, advance: Callable[[int], None], views: set[int]) -> nn.Module:
+    """The module as transformers builds it, which knows the older names of its tensors.
+
+    Weights that stay as their file has them go through it as stand-ins of one number each, and are found again by it.
+    """
+    kept = {name: entry for name, entry in files.entries.items() if stays(files, name, entry)}
+    stand_ins = {name: torch.zeros((), dtype=files.dtype).expand(entry.shape) for name, entry in kept.items()}
+    tensors = _tensors(files, advance, views, kept) | stand_ins
+    cls: Any = attribute("transformers", files.cls)
+    if files.folder.is_dir():
+        config = cls.config_class.from_pretrained(str(files.folder), local_files_only=True)
+    else:
+        config = cls.config_class.from_dict(dict(files.config))
+    try:
+        with _without_bars():
+            module, found = cls.from_pretrained(
+                None, config=config, state_dict=tensors, dtype=files.dtype, output_loading_info=True
+            )
+    except (RuntimeError, ValueError) as error:
+        raise _misfit(files, error) from error
+    mismatched = [str(key[0] if isinstance(key, tuple) else key) for key in found.get("mismatched_keys", ())]
+    _require_same(files, [*found["missing_keys"], *mismatched], [])
+    names = {stand_in.data_ptr(): name for name, stand_in in stand_ins.items()}
+    for owner in module.modules():
+        weight = owner._parameters.get("weight")
+        name = None if weight is None else names.pop(weight.data_ptr(), None)
+        if name is not None and type(owner) is nn.Linear:
+            _keep_packed(files, name, owner, advance, views)
+        elif name is not None and weight is not None:
+            weight.data = read_tensors({name: kept[name]}, files.dtype, advance)[name]
+    _require_same(files, list(names.values()), [])
+    return module
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Keep transformers from drawing its own bar over ours; its setting is restored."""
+    from transformers.utils import logging
+
+    drawn = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if drawn:
+            logging.enable_progress_bar()
+
+
+def _require_same(files: PartFiles, missing: list[str], unexpected: list[str]) -> None:
+    if not missing and not unexpected:
+        return
+    absent = sorted(missing)
+    found = f"missing tensors {_names(absent)}" if absent else f"unexpected tensors {_names(sorted(unexpected))}"
+    raise CheckpointError(
+        f"{found} in the {files.name} of {str(files.folder)!r}",
+        expected=f"the tensors of {files.cls} as config.json describes it",
+        fix="Download config.json and weights from the same place.",
+    )
+
+
+def _misfit(files: PartFiles, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"the weights of the {files.name} in {str(files.folder)!r} do not fit its config.json ({_first_line(error)})",
+        expected=f"the shapes of {files.cls}",
+        fix="Download config.json and weights from the same place.",
+    )
+
+
+def _names(names: list[str]) -> str:
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(map(repr, names[:NAMED])) + more
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[1] if len(lines) > 1 else lines[0]

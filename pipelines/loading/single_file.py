@@ -1,0 +1,334 @@
+"""A pipeline from single files: transformer, VAE and encoders apart or in one, as ComfyUI's folders have them.
+
+What no file brings comes from a diffusers folder that the user names or that stands in the model folders; the small
+settings (scheduler, guidance, picture processors) are shipped. Tokenizers come from that folder or from the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...compat.errors import CheckpointError
+from ..base import Progress
+from ..family import Family
+from ..registry import FAMILIES
+from .formats import CONFIGS, ENDINGS, Configured, Content, config_of, contents, kinds, tool_configs, width_of
+from .part import PartFiles
+
+AUTO = "auto"
+TRANSFORMER = "/transformer"
+# Which model a family's part is, and the setting of the transformer that names its width.
+WANTED: dict[tuple[str, str], tuple[str, str]] = {
+    ("ltx", "text_encoder"): ("t5", "caption_channels"),
+    ("mochi", "text_encoder"): ("t5", "text_embed_dim"),
+    ("hunyuan_video", "text_encoder"): ("llama", "text_embed_dim"),
+    ("hunyuan_video", "text_encoder_2"): ("clip_l", "pooled_projection_dim"),
+    ("hunyuan_video_15", "text_encoder"): ("qwen2_5_vl", "text_embed_dim"),
+    ("hunyuan_video_15", "text_encoder_2"): ("t5", "text_embed_2_dim"),
+    ("hunyuan_video_15", "image_encoder"): ("siglip", "image_embed_dim"),
+    ("framepack", "text_encoder"): ("llama", "text_embed_dim"),
+    ("framepack", "text_encoder_2"): ("clip_l", "pooled_projection_dim"),
+    ("framepack", "image_encoder"): ("siglip", "image_proj_dim"),
+    ("ltx", "vae"): ("ltx/vae", ""),
+    ("mochi", "vae"): ("mochi/vae", ""),
+    ("hunyuan_video", "vae"): ("hunyuan_video/vae", ""),
+    ("hunyuan_video_15", "vae"): ("hunyuan_video_15/vae", ""),
+    ("framepack", "vae"): ("hunyuan_video/vae", ""),
+}
+HALVES = {"mochi/vae": ("mochi/vae_decoder", "mochi/vae_encoder")}  # models that are also published in two files
+CLASSES = {
+    "t5": "T5EncoderModel",
+    "clip_l": "CLIPTextModel",
+    "llama": "LlamaModel",
+    "qwen2_5_vl": "Qwen2_5_VLTextModel",
+    "siglip": "SiglipVisionModel",
+    "llava": "LlavaModel",  # without the head that predicts words, which single files leave out and nothing here asks
+}
+TITLES = {
+    "t5": "a T5 encoder",
+    "clip_l": "CLIP-L",
+    "llama": "Llama 3 8B (llava_llama3)",
+    "qwen2_5_vl": "Qwen 2.5 VL 7B",
+    "siglip": "SigLIP (sigclip_vision_patch14_384)",
+    "llava_vision": "the picture half of Llava (llava_llama3_vision)",
+}
+TOKENIZERS = {  # (family, tool) to the tokenizer it is, as the host names them
+    ("ltx", "tokenizer"): "t5",
+    ("mochi", "tokenizer"): "t5",
+    ("hunyuan_video", "tokenizer"): "llama",
+    ("hunyuan_video", "tokenizer_2"): "clip_l",
+    ("framepack", "tokenizer"): "llama",
+    ("framepack", "tokenizer_2"): "clip_l",
+    ("hunyuan_video_15", "tokenizer"): "qwen2_5_vl",
+    ("hunyuan_video_15", "tokenizer_2"): "byt5",
+}
+VOCABULARIES = ("tokenizer.json", "spiece.model", "tokenizer.model", "vocab.json", "added_tokens.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """What a pipeline is composed of.
+
+    Args:
+        parts: part name to its file; ``transformer`` is needed, what is not named is searched in ``offered``.
+        offered: every file of the model folders with the kinds of models in it.
+        task: ``text``, ``image``, or ``auto`` where the files decide.
+        tokenizers: folders of tokenizers by kind, such as those that ComfyUI ships.
+        lent: folders of a diffusers pipeline, by part and tool, for what no file brings; set by ``load``.
+    """
+
+    parts: Mapping[str, Path]
+    offered: Mapping[Path, tuple[str, ...]] = field(default_factory=dict)
+    task: str = AUTO
+    tokenizers: Mapping[str, Path] = field(default_factory=dict)
+    lent: Mapping[str, Path] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Composed:
+    """A composed pipeline: ``files`` without their dtypes, ``folders`` of borrowed parts, readers of the tools."""
+
+    family: Family
+    task: str
+    files: Mapping[str, PartFiles]
+    folders: Mapping[str, Path]
+    tools: Mapping[str, Callable[[], Any]]
+    folder_tools: Mapping[str, Path]
+
+
+def family_in(path: Path) -> Family:
+    """The family of the transformer in a file.
+
+    Raises:
+        CheckpointError: the file is damaged or holds no transformer of a known family.
+    """
+    return FAMILIES[_transformer(path).kind.partition("/")[0]]
+
+
+def composed(request: Files, progress: Progress) -> Composed:
+    """The pipeline of ``request``; headers are read, weights are not.
+
+    Raises:
+        CheckpointError: a part is missing, damaged, or of another model; says which file it looked for.
+    """
+    main = _transformer(request.parts["transformer"])
+    family = FAMILIES[main.kind.partition("/")[0]]
+    configured = config_of(main, "" if request.task == AUTO else request.task)
+    if configured.assumed:
+        progress.say(f"{family.title} {configured.name}: assumed from the name {main.path.name!r}")
+    task = configured.task or _task_in(family, configured.config)
+    chosen = {"transformer": (main, configured)}
+    folders: dict[str, Path] = {}
+    spared = _text_left_out(family, request, progress)
+    for part in family.parts:
+        if part == "transformer" or part in spared:
+            continue
+        found = _found(family, part, task, configured.config, request, progress)
+        if found is not None:
+            chosen[part] = (found, config_of(found))
+        elif part in request.lent:
+            folders[part] = request.lent[part]
+        elif part not in family.optional and part not in spared:
+            raise _absent(family, part)
+    files = {name: _part(name, family, *pair) for name, pair in chosen.items()}
+    if (family.id, task, "text_encoder" in files) == ("hunyuan_video", "image", True):
+        files["text_encoder"] = _llava(files["text_encoder"], request, progress)
+    tools, folder_tools = _tools(family, task, chosen, request, spared)
+    return Composed(family, task, files, folders, tools, folder_tools)
+
+
+def _transformer(path: Path) -> Content:
+    found = contents(path)
+    main = next((content for content in found if content.kind.endswith(TRANSFORMER)), None)
+    if main is None:
+        held = ", ".join(TITLES.get(x.kind, x.layout) for x in found) or "no model that is known here"
+        raise CheckpointError(
+            f"{str(path)!r} holds {held}",
+            expected=f"a transformer of {', '.join(f.title for f in FAMILIES.values())}",
+            fix="Choose the file of the transformer; a VAE or encoder goes into its own input.",
+        )
+    return main
+
+
+def _task_in(family: Family, config: Mapping[str, Any]) -> str:
+    from ..registry import family_named
+
+    task_of = getattr(family_named(family.id), "task_of", None)
+    return task_of(config) if task_of is not None else family.lone_task
+
+
+def _found(
+    family: Family, part: str, task: str, config: Mapping[str, Any], request: Files, progress: Progress
+) -> Content | None:
+    """The model for ``part``: of the file that was named, else of the transformer's, else of any that is offered.
+
+    None where a folder lends it, or where there is none.
+    """
+    kind, key = WANTED[family.id, part]
+    width = int(config.get(key) or 0) if key else 0
+    given = request.parts.get(part)
+    if given is not None and not (part == "image_encoder" and family.id == "hunyuan_video"):
+        found = _of_kind(given, kind, width) or _of_halves(given, kind, request, progress)
+        if found is None:
+            raise CheckpointError(
+                f"{given.name!r} is no {part} of {family.title}",
+                expected=f"{TITLES.get(kind, f'the VAE of {family.title}')}{f' of width {width}' if width else ''}",
+                fix=f"Choose another file as {part}, or auto.",
+            )
+        return found
+    found = _of_kind(request.parts["transformer"], kind, width)
+    if found is not None or part in request.lent:
+        return found
+    if part in family.optional and _unneeded(family, part, task):
+        return None
+    for path in sorted(path for path, held in request.offered.items() if kind in held):
+        found = _of_kind(path, kind, width)
+        if found is not None:
+            progress.say(f"{part} from {path.name} (auto)")
+            return found
+    half = next((path for path in sorted(request.offered) if HALVES.get(kind, ("",))[0] in request.offered[path]), None)
+    if half is None:
+        return None
+    progress.say(f"{part} from {half.name} (auto)")
+    return _of_halves(half, kind, request, progress)
+
+
+def _of_halves(path: Path, kind: str, request: Files, progress: Progress) -> Content | None:
+    """The model of two files, of which ``path`` is one: the other lies beside it, or is offered; None for another file.
+
+    Raises:
+        CheckpointError: there is no other half.
+    """
+    own = next((content for content in contents(path) if content.kind in HALVES.get(kind, ())), None)
+    if own is None:
+        return None
+    wanted = next(half for half in HALVES[kind] if half != own.kind)
+    beside = sorted(file for file in path.parent.iterdir() if file.suffix in ENDINGS and file != path)
+    for other in dict.fromkeys([*beside, *sorted(request.offered)]):
+        if wanted in (request.offered[other] if other in request.offered else kinds(other)):
+            progress.say(f"{wanted.rpartition('_')[2]} of the VAE from {other.name} (auto)")
+            found = _of_kind(other, wanted, 0)
+            assert found is not None
+            entries = {**own.entries, **found.entries}
+            return Content(kind, f"{own.layout}, with {other.name}", own.prefix, entries, path)
+    raise CheckpointError(
+        f"{path.name!r} is {own.layout} alone",
+        expected=f"the {wanted.rpartition('_')[2]} too",
+        fix="Put its file into the same folder, or use a VAE in one file.",
+    )
+
+
+def _text_left_out(family: Family, request: Files, progress: Progress) -> tuple[str, ...]:
+    """The text parts and tokenizers, where no file or folder has any of the text encoders."""
+    held = {kind for kinds in request.offered.values() for kind in kinds}
+    held |= {content.kind for content in contents(request.parts["transformer"])}
+    for part in family.text_parts:
+        if part in request.parts or part in request.lent or WANTED[family.id, part][0] in held:
+            return ()
+    progress.say("without text encoder: connect AnyGPU Load Prompt or core CONDITIONING")
+    return (*family.text_parts, *(tool for tool in family.tools if tool.startswith("tokenizer")))
+
+
+def _unneeded(family: Family, part: str, task: str) -> bool:
+    return part == "image_encoder" and task == "text"
+
+
+def _of_kind(path: Path, kind: str, width: int) -> Content | None:
+    fitting = (content for content in contents(path) if content.kind == kind)
+    return next((content for content in fitting if not width or width_of(content) == width), None)
+
+
+def _part(name: str, family: Family, content: Content, configured: Configured) -> PartFiles:
+    library, *allowed = family.parts[name]
+    config = dict(configured.config)
+    cls = CLASSES.get(content.kind) or str(config.get("_class_name"))
+    if content.kind in CLASSES and "vocab_size" in config:  # releases add tokens, or round the number up
+        table = "text_model.embeddings.token_embedding.weight" if content.kind == "clip_l" else "embed_tokens.weight"
+        entry = content.entries.get("shared.weight") or content.entries.get(table)
+        config["vocab_size"] = config["vocab_size"] if entry is None else entry.shape[0]
+    if cls not in allowed:
+        raise CheckpointError(
+            f"the {name} in {str(content.path)!r} is a {cls}",
+            expected=f"one of {', '.join(allowed)}",
+            fix=f"Choose another file as {name}, or correct the JSON file beside it.",
+        )
+    return PartFiles(name, library, cls, content.path, config, content.entries, torch.float32)
+
+
+def _llava(text: PartFiles, request: Files, progress: Progress) -> PartFiles:
+    """The encoder for text and pictures, of a file for each."""
+    given = request.parts.get("image_encoder")
+    places = (
+        [given] if given is not None else sorted(p for p, held in request.offered.items() if "llava_vision" in held)
+    )
+    found = next((content for path in places if (content := _of_kind(path, "llava_vision", 0)) is not None), None)
+    if found is None:
+        raise CheckpointError(
+            "no picture half of the text encoder for HunyuanVideo image to video",
+            expected=TITLES["llava_vision"],
+            fix="Put it into models/clip_vision and choose it as image_encoder, or name a diffusers folder as base.",
+        )
+    if given is None:
+        progress.say(f"image_encoder from {found.path.name} (auto)")
+    config = dict(config_of(found).config)
+    if "text_config" in config:
+        config["text_config"] = {**config["text_config"], **text.config}
+    entries = {f"language_model.model.{name}": entry for name, entry in text.entries.items()} | dict(found.entries)
+    return replace(text, cls=CLASSES["llava"], config=config, entries=entries)
+
+
+def _tools(
+    family: Family,
+    task: str,
+    chosen: Mapping[str, tuple[Content, Configured]],
+    request: Files,
+    spared: tuple[str, ...],
+) -> tuple[dict[str, Callable[[], Any]], dict[str, Path]]:
+    """Readers of plain settings, and folders of what transformers reads."""
+    settings = tool_configs(family.id)
+    for part in ("vae", "transformer"):
+        for name, changed in (chosen[part][1].tools if part in chosen else {}).items():
+            settings[name] = {**settings.get(name, {}), **changed}
+    plain: dict[str, Callable[[], Any]] = {"index": partial(dict, settings.pop("index", {}))}
+    folders: dict[str, Path] = {}
+    for name, library in family.tools.items():
+        if name in spared:
+            continue
+        if name in request.lent:
+            folders[name] = request.lent[name]
+        elif library == "diffusers":
+            plain[name] = partial(dict, settings[name])
+        elif (CONFIGS / name).is_dir():
+            if name not in family.optional or task == "image":
+                folders[name] = CONFIGS / name
+        else:
+            folders[name] = _tokenizer(family, name, request)
+    return plain, folders
+
+
+def _tokenizer(family: Family, name: str, request: Files) -> Path:
+    kind = TOKENIZERS[family.id, name]
+    folder = request.tokenizers.get(kind)
+    if folder is None or not any((folder / file).is_file() for file in VOCABULARIES):
+        raise CheckpointError(
+            f"no {name} for {family.title}: a single file of a text encoder has none",
+            expected=f"a {kind} tokenizer in a diffusers folder, or the one that ComfyUI ships",
+            fix=f"Choose a diffusers folder of {family.title} as base; its tokenizer folders alone are enough.",
+        )
+    return folder
+
+
+def _absent(family: Family, part: str) -> CheckpointError:
+    kind = WANTED[family.id, part][0]
+    place = {"vae": "models/vae", "image_encoder": "models/clip_vision"}.get(part, "models/text_encoders")
+    return CheckpointError(
+        f"no {part} for {family.title}",
+        expected=f"{TITLES.get(kind, f'the VAE of {family.title}')} in {place}",
+        fix=f"Put the file there and choose it as {part}, or name a diffusers folder as base.",
+    )

@@ -1,0 +1,140 @@
+"""How the weights of a pipeline are kept in memory, apart from what computes: the choice, its step, what it saves."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ...compat.checkpoints import packed
+from ...compat.checkpoints.headers import STORED
+from ...compat.device import probes
+from ...compat.device.copy_timing import maps_files
+from ...compat.device.execution import HOST
+from ...compat.device.facts import DeviceFacts
+from ...compat.device.probe_store import ProbeStore
+from ...compat.errors import UnsupportedError
+from ...compat.memory.offloader import GIGABYTE
+from ...compat.memory.transfer import casts_wrongly
+from ...compat.precision import Precision
+from ...compat.transforms.order import Order, Step
+from .part import PartFiles
+
+log = logging.getLogger(__name__)
+FILE_CHOICES = ("auto", "as in file")
+
+
+class Choices(Protocol):
+    """What the user chose of storage and offload."""
+
+    @property
+    def weights(self) -> str: ...
+    @property
+    def text_weights(self) -> str: ...
+    @property
+    def offload(self) -> str: ...
+    @property
+    def devices(self) -> Mapping[str, Any]: ...
+
+
+def with_storage(
+    files: Mapping[str, PartFiles],
+    chosen: Choices,
+    text_parts: tuple[str, ...],
+    precision: Precision,
+    facts: DeviceFacts,
+    probes: ProbeStore | None = None,
+) -> dict[str, PartFiles]:
+    """``files`` of every part with how it is kept: transformer and text encoders as chosen, all else as it computes.
+
+    Where fp32 computes on a device with memory of its own, ``auto`` keeps the 16 bits that a file has: half as much to
+    hold and to send, widened on the device at each use, which is exact and little beside the product. The VAE is small,
+    and its convolutions run once per tile.
+
+    Args:
+        probes: what this device has answered and where it is kept; None relies on the tables.
+
+    Raises:
+        InputError, UnsupportedError: an unknown choice, or one that does not go with the others.
+    """
+    packed.require_storable(chosen.weights, "weights", chosen.offload, precision)
+    packed.require_storable(chosen.text_weights, "text_weights", chosen.offload, precision)
+    choices = {"transformer": chosen.weights, **dict.fromkeys(text_parts, chosen.text_weights)}
+    for name, choice in choices.items():
+        place = chosen.devices.get("text_encoder" if name in text_parts else name, facts.device)
+        if name in files and torch.device(place).type != HOST.type:
+            choices[name] = choice = _narrow(files[name], facts.device) if choice == "auto" else choice
+            _require_castable(files[name], choice, facts.device)
+    eight, broken = has_eight_bits(facts.device), casts_wrongly(facts.device, torch.bfloat16)
+    mapped = maps_files(facts, probes)
+    return {
+        name: replace(_kept(part, choices.get(name, "auto"), eight), by_bits=broken, mapped=mapped)
+        for name, part in files.items()
+    }
+
+
+def has_eight_bits(device: torch.device) -> bool:
+    """Whether ``device`` holds float8 tensors and casts them right."""
+    try:
+        return not probes.eight_bits(device)
+    except (RuntimeError, NotImplementedError, TypeError):
+        return False
+
+
+def storage_step(files: Mapping[str, PartFiles]) -> Step:
+    """The step that packs weights as chosen; those that a file has packed were read so."""
+    return Step(Order.STORAGE, "storage of weights", partial(_apply, dict(files)))
+
+
+def notes(files: Mapping[str, PartFiles]) -> tuple[str, ...]:
+    """One line for each part whose weights are kept smaller than they compute."""
+    found = []
+    for name, part in files.items():
+        dense = replace(part, storage="auto", keeps_packed=False).total_bytes
+        if part.total_bytes < dense:
+            how = "as in the file" if part.storage in FILE_CHOICES else part.storage
+            found.append(f"{name} kept {how}: {part.total_bytes / GIGABYTE:.1f} of {dense / GIGABYTE:.1f} GB")
+    return tuple(found)
+
+
+def _narrow(part: PartFiles, device: torch.device) -> str:
+    """What ``auto`` means for a part that computes on ``device``; bf16 is widened right there in any case, by bits."""
+    halves = {entry.dtype for entry in part.entries.values()} & {"BF16", "F16"}
+    if part.dtype is not torch.float32 or part.dtype_of is not None or not halves:
+        return "auto"
+    return "auto" if "F16" in halves and casts_wrongly(device, torch.float16) else "as in file"
+
+
+def _require_castable(part: PartFiles, choice: str, device: torch.device) -> None:
+    """Raise where ``device`` would widen the fp16 weights of a file wrongly; bf16 has its integer route."""
+    half = choice in ("as in file", "fp16") and any(entry.dtype == "F16" for entry in part.entries.values())
+    if half and part.dtype is not torch.float16 and casts_wrongly(device, torch.float16):
+        raise UnsupportedError(
+            f"weights {choice!r} of a file in fp16, which {device} casts wrongly",
+            expected="a device that casts fp16 to fp32 and back as the host does",
+            fix="Choose weights auto, which widens them on the host.",
+        )
+
+
+def _kept(part: PartFiles, choice: str, eight: bool) -> PartFiles:
+    """A part under a choice; what a device without float8 cannot hold is made dense on the host while it is read."""
+    dense = part.dtype_of is not None or choice not in FILE_CHOICES
+    floats = any(e.dtype in ("F8_E4M3", "F8_E5M2") for e in part.entries.values())
+    packs = any(packed.stays_packed(name, entry) for name, entry in part.entries.items())
+    return replace(part, storage=choice, keeps_packed=packs and not dense and (eight or not floats))
+
+
+def _apply(files: Mapping[str, PartFiles], part: str, module: nn.Module) -> Callable[[], Any] | None:
+    described = files.get(part)
+    if described is None or described.storage == "auto":
+        return None
+    own = {name: STORED[e.dtype] for name, e in described.entries.items() if not e.is_packed}
+    back = packed.packed(module, described.storage, own, described.by_bits)
+    if back is not None:
+        log.info("%s: weights %s", part, described.storage)
+    return back

@@ -1,0 +1,1 @@
+"""What a run needs and how it is made to fit."""

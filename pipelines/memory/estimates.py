@@ -1,0 +1,289 @@
+"""What each stage of a run needs on the device, before anything is read: weights by part, and activations by size.
+
+Weights are counted from file headers. Activations follow formulas whose factors were fitted to measured peaks of the
+simulated accelerator at other sizes than the tests use: `python benchmarks/memory_fits.py` measures, adds rows to
+`benchmarks/results/memory_fits.csv` and writes `fits.py` anew. They count tensors; what a vendor's library takes for
+itself comes on top.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...compat.memory.statistics import StageNeed
+from ..base import Loaded
+from ..family import Family
+from ..loading.part import PartFiles
+from . import fit_factors
+
+TRANSFORMER, VAE = "transformer", "vae"
+BLOCK = re.compile(r"^(.*?(?:blocks|layers|layer|block)\.\d+)\.")
+MARGIN = 1.15  # what a forecast may be off by
+DOUBLE_SPARES = 0.35  # of a single block's activations, which a double block does not have
+MODE_ORDER = ("none", "model", "group", "sequential")  # the fastest first
+REFERENCE_TOKENS = {"ltx": 128, "mochi": 256, "hunyuan_video": 334, "hunyuan_video_15": 160, "framepack": 334}
+HISTORY_TOKENS = 729  # of FramePack's and HunyuanVideo 1.5's pictures
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Fitted factors of one family.
+
+    Args:
+        tokens: copies of the token states alive at the peak of a transformer's forward.
+        latents: copies of the latents in fp32 beside them.
+        pixels: copies of the decoder's widest full-size activation. plain: further channels per pixel.
+        text: copies of a text encoder's widest activation, which is that of its feed-forward.
+        streamed: copies of a tile of the last layer that a streamed decode holds. chunked: what the frames remembered
+            make of a chunk.
+    """
+
+    tokens: float
+    latents: float
+    pixels: float
+    plain: float
+    text: float
+    streamed: float
+    chunked: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Bytes of one part on the device: all of it, its largest block, its largest layer.
+
+    Args:
+        inner: the largest layer inside a block; outer: the largest one outside, such as an embedding. single: the
+            largest single-stream block, in which the activations are most; 0 where a model has none. dense: what making
+            its largest packed weight dense takes beside them, while it is used; 0 where none is packed.
+    """
+
+    total: int
+    block: int
+    layer: int
+    inner: int = 0
+    outer: int = 0
+    single: int = 0
+    dense: int = 0
+
+    def resident(self, mode: str, part: str, activations: int = 0) -> int:
+        """Bytes on the device at the peak under ``mode``, where a forward of the part needs ``activations``.
+
+        What is outside the blocks runs before or after most of the activations exist.
+        """
+        if mode in ("none", "model") or part == "image_encoder":
+            return self.total
+        by_block = part == TRANSFORMER or part.startswith("text_encoder")
+        if not self.inner:
+            return self.block if mode == "group" and by_block else self.layer
+        largest = self.block if mode == "group" and by_block else self.inner
+        if mode == "group" and by_block and self.single:
+            largest = max(self.single, self.block - int(DOUBLE_SPARES * activations))
+        return max(largest, self.outer - activations // 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """The size of a run: pixels, frames, whether true guidance runs a second forward, latent frames of a section.
+
+    ``text`` counts the tokens of the prompt; 0 where it is not known yet.
+    """
+
+    width: int
+    height: int
+    frames: int
+    guided: bool = False
+    window: int = 9
+    text: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What a run needs under one mode, stage by stage."""
+
+    mode: str
+    stages: tuple[StageNeed, ...]
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the highest point of the run."""
+        return max(stage.total for stage in self.stages)
+
+
+def weights_of(entries: Mapping[str, int], buffers: int = 0) -> Weights:
+    """The weights of a part from its tensors' names and bytes; ``buffers`` are in no file."""
+    layers: dict[str, int] = {}
+    blocks: dict[str, int] = {}
+    outside: set[str] = set()
+    for name, size in entries.items():
+        layer = name.rsplit(".", 1)[0] if "." in name else ""
+        layers[layer] = layers.get(layer, 0) + size
+        block = BLOCK.match(name)
+        if block is None:
+            outside.add(layer)
+        else:
+            blocks[block.group(1)] = blocks.get(block.group(1), 0) + size
+    total = sum(entries.values()) + buffers
+    inner = max((size for layer, size in layers.items() if layer not in outside), default=0)
+    outer = max((layers[layer] for layer in outside), default=0)
+    largest = max(layers.values(), default=0)
+    single = max((size for block, size in blocks.items() if block.startswith("single_")), default=0)
+    return Weights(total, max(blocks.values(), default=largest), largest, inner, outer, single)
+
+
+def forecast(loaded: Loaded, size: Size, mode: str = "") -> Forecast:
+    """What a run of ``size`` needs under ``mode``, by default the pipeline's own."""
+    mode = mode or str(getattr(loaded.residency, "mode", "model"))
+    weights, stays = loaded.weights, mode == "none"
+    stages, vae = [], weights[VAE].resident(mode, VAE)
+    text = [part for part in weights if part.startswith("text_encoder")]
+    kept = 0
+    if "image_encoder" in weights and loaded.task == "image":
+        own = max(weights["image_encoder"].total, vae)
+        stages.append(StageNeed("image", 0, own, decoding_bytes(loaded, sized(size, frames=1))))
+        kept = vae if stays else 0
+    if text:
+        active = {part: text_bytes(loaded, part) for part in text}
+        needs = [
+            StageNeed("text", kept, weights[part].resident(mode, part, active[part]), active[part]) for part in text
+        ]
+        stages.append(max(needs, key=lambda need: need.total))
+    forward = sampling_bytes(loaded, size)
+    own = weights[TRANSFORMER].resident(mode, TRANSFORMER, forward)
+    stages.append(StageNeed("sampling", kept, own, forward))
+    stages.append(StageNeed("decoding", weights[TRANSFORMER].total if stays else 0, vae, decoding_bytes(loaded, size)))
+    return Forecast(mode, tuple(stages))
+
+
+def forecasts(loaded: Loaded, size: Size) -> tuple[Forecast, ...]:
+    """The forecast of every mode, the fastest first."""
+    return tuple(forecast(loaded, size, mode) for mode in MODE_ORDER)
+
+
+def latent_shape(loaded: Loaded, size: Size) -> tuple[int, int, int]:
+    """Latent frames, rows and columns of a run."""
+    from ..registry import family_named
+
+    spatial, temporal = family_named(loaded.family).ratios(loaded)
+    return (size.frames - 1) // temporal + 1, size.height // spatial, size.width // spatial
+
+
+def sampling_bytes(loaded: Loaded, size: Size) -> int:
+    """Activations at the peak of one forward of the transformer."""
+    fit, (tokens, latents) = FITS[loaded.family], sampling_terms(loaded, size)
+    return int(fit.tokens * tokens + fit.latents * latents) + _dense(loaded, TRANSFORMER)
+
+
+def sampling_terms(loaded: Loaded, size: Size) -> tuple[int, int]:
+    """Bytes of one copy of the token states, and of the latents in fp32: what :class:`Fit` counts copies of."""
+    config = loaded.configs[TRANSFORMER]
+    frames, rows, columns = latent_shape(loaded, size)
+    patch, patch_time = int(config.get("patch_size") or 1), int(config.get("patch_size_t") or 1)
+    seen = float(frames)
+    if loaded.family == "framepack":  # one section, two clean frames, and eighteen more at lower scales
+        seen, frames = size.window + 2.5, size.window + 21
+    tokens = int(seen / patch_time * (rows // patch) * (columns // patch))
+    width = int(config.get("num_attention_heads", 24)) * int(config.get("attention_head_dim", 128))
+    batch = 2 if size.guided and loaded.family in ("ltx", "mochi") else 1
+    beside = HISTORY_TOKENS if loaded.family == "framepack" else 0
+    joined = TEXT_TOKENS.get(loaded.family, 0)
+    tokens += (size.text or joined if joined else 0) + beside
+    channels = int(config.get("in_channels", 16))
+    item = loaded.precision.residual.itemsize
+    return batch * tokens * width * item, batch * channels * frames * rows * columns * 4
+
+
+def text_bytes(loaded: Loaded, part: str) -> int:
+    """Activations at the peak of a text encoder's forward."""
+    return int(FITS[loaded.family].text * text_term(loaded, part)) + _dense(loaded, part)
+
+
+def text_term(loaded: Loaded, part: str) -> int:
+    """Bytes of one copy of a text encoder's widest activation."""
+    config = loaded.configs[part]
+    config = config.get("text_config", config)
+    wide = max(int(config.get(key) or 0) for key in ("d_ff", "intermediate_size", "d_model", "hidden_size"))
+    return REFERENCE_TOKENS[loaded.family] * wide * loaded.precision.text.itemsize
+
+
+def _dense(loaded: Loaded, part: str) -> int:
+    return loaded.weights[part].dense if part in loaded.weights else 0
+
+
+def decoding_bytes(loaded: Loaded, size: Size, frames: int = 0, tile: int = 0) -> int:
+    """Activations at the peak of a decode.
+
+    Args:
+        frames: latent frames per chunk, tile: pixels per tile; 0 for all.
+    """
+    fit, (wide, plain) = FITS[loaded.family], decoding_terms(loaded, size, frames, tile)
+    return int(fit.pixels * wide + fit.plain * plain)
+
+
+def decoding_terms(loaded: Loaded, size: Size, frames: int = 0, tile: int = 0) -> tuple[float, int]:
+    """Bytes of one copy of the decoder's widest full-size activation, and of one channel of the video."""
+    ratio = TEMPORAL[loaded.family]
+    pixel_frames = size.frames if loaded.family != "mochi" else size.frames + ratio - 1
+    if loaded.family in ("hunyuan_video", "framepack"):
+        pixel_frames = min(pixel_frames, WINDOW_FRAMES)
+    if frames:
+        pixel_frames = min(pixel_frames, frames * ratio)
+    rows, columns = (min(edge, tile) if tile else edge for edge in (size.height, size.width))
+    plain = pixel_frames * rows * columns * loaded.precision.vae.itemsize
+    return widest(loaded.configs[VAE]) * plain, plain
+
+
+def attempt_bytes(loaded: Loaded, size: Size, frames: int, tile: int, stream: int) -> int:
+    """Activations at the peak of a decode: latent frames per chunk, pixels per tile, pixels streamed; 0 is off."""
+    if stream:
+        return int(FITS[loaded.family].streamed * streamed_term(loaded, size, frames, tile, stream))
+    chunk = decoding_bytes(loaded, size, frames, tile)
+    return int(chunk * FITS[loaded.family].chunked) if frames else chunk
+
+
+def streamed_term(loaded: Loaded, size: Size, frames: int, tile: int, stream: int) -> float:
+    """Bytes of one tile of the last layer of a decode that streams."""
+    wide, plain = decoding_terms(loaded, size, frames, tile)
+    area = min(stream, size.width) * min(stream, size.height)
+    return max(wide, plain) * min(1.0, area / (size.width * size.height))
+
+
+def plane_bytes(loaded: Loaded, size: Size) -> int:
+    """The largest activation of a decode, as a whole."""
+    return int(decoding_terms(loaded, size)[0])
+
+
+def widest(config: Mapping[str, Any]) -> float:
+    """Channels per pixel of the decoder's widest activation at full size."""
+    widths = tuple(config.get("decoder_block_out_channels") or config.get("block_out_channels") or (128,))
+    patch = int(config.get("patch_size") or 1) if "decoder_block_out_channels" in config else 1
+    grown = "norm_num_groups" in config and len(widths) > 1  # HunyuanVideo upsamples before it narrows
+    return float((widths[1] if grown else widths[0]) / patch**2)
+
+
+def sizes_of(files: Iterable[PartFiles]) -> dict[str, Weights]:
+    """Part name to weights, from what was read of each part's headers."""
+    found = {}
+    for part in files:
+        weights = weights_of({name: part.bytes_of(name, entry) for name, entry in part.entries.items()})
+        found[part.name] = replace(weights, dense=part.dense_bytes)
+    return found
+
+
+def default_size(family: Family) -> Size:
+    """The size that the family's own pipeline makes."""
+    defaults = family.defaults
+    return Size(defaults.width, defaults.height, defaults.frames, defaults.cfg > 1.0)
+
+
+def sized(size: Size, **changes: Any) -> Size:
+    """``size`` with some of it changed."""
+    return replace(size, **changes)
+
+
+TEMPORAL = {"ltx": 8, "mochi": 6, "hunyuan_video": 4, "hunyuan_video_15": 4, "framepack": 4}
+WINDOW_FRAMES = 17  # of HunyuanVideo's framewise decode
+TEXT_TOKENS = {"hunyuan_video": 64, "hunyuan_video_15": 64, "framepack": 64}  # valid ones, where they join the video's
+FITS: Mapping[str, Fit] = {family: Fit(**factors) for family, factors in fit_factors.FACTORS.items()}

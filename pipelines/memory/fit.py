@@ -1,0 +1,252 @@
+"""A run made to fit: the mode for what a stage needs, the refusal of what cannot fit, and the way on after it did not.
+
+What is decided here is decided again for each stage, from the free memory of that moment: offload ``auto`` may hold
+text encoders by block and the transformer whole. A mode that the user chose changes only when memory has run out.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from ...compat.device.execution import HOST
+from ...compat.device.facts import GIBIBYTE, empty_cache, facts_for, free_bytes
+from ...compat.errors import InputError, PackError, UnsupportedError
+from ...compat.memory.host_weights import HostWeights
+from ...compat.memory.offloader import Terms, on_device
+from ...compat.memory.statistics import amount_of
+from ...compat.transforms import compile as compiling
+from ..base import Loaded, Progress
+from ..sampling.loop import persisting
+from ..vae.fallback import MEMORY, kind_of
+from .estimates import MARGIN, MODE_ORDER, TRANSFORMER, VAE, Size, Weights, forecast
+from .host import note
+
+Stage = TypeVar("Stage", bound=Callable[..., Any])
+Result = TypeVar("Result")
+GIVEN_UP = "_anygpu_given_up"  # on an error that every way on was tried for
+TRIES = 16  # of a stage; each has more room than the one before
+SPARE = 1.05  # of what a forecast says, before a mode is taken
+PARTS = (TRANSFORMER, "text_encoder", VAE)  # what may compute on a device of its own
+
+
+def terms_for(
+    devices: Mapping[str, Any], keep_free_gb: float, state: Path | None, host: HostWeights | None = None
+) -> Terms:
+    """What the user asks of a residency, checked: each device answers, and what is kept free is a size.
+
+    Args:
+        devices: part to device or its name; ``auto`` and None for the pipeline's own. host: how masters are kept.
+
+    Raises:
+        InputError: a part that cannot be placed, or a negative size. UnsupportedError: a device that does not answer.
+    """
+    unknown = [part for part in devices if part not in PARTS]
+    if unknown:
+        raise InputError(
+            f"a device for {unknown[0]!r}", expected=f"one of {', '.join(PARTS)}", fix="Name one of these."
+        )
+    if not 0 <= keep_free_gb < 1024:
+        raise InputError(f"keep_free_gb {keep_free_gb}", expected="0 to 1024 GB", fix="The nearest valid value is 0.")
+    placed = {
+        part: facts_for(str(device)).device for part, device in devices.items() if device not in (None, "", "auto")
+    }
+    return Terms(placed, int(keep_free_gb * GIBIBYTE), state, host or HostWeights())
+
+
+def require_room(weights: Mapping[str, Weights], device: torch.device, free: int | None, terms: Terms) -> None:
+    """Refuse a model of which not even one layer fits.
+
+    Raises:
+        UnsupportedError: with what is missing; nothing was read yet.
+    """
+    if device.type == HOST.type or free is None:
+        return
+    room = free - terms.keep_free
+    here = {part: size.layer for part, size in weights.items() if part not in terms.devices}
+    part = max(here, key=lambda name: here[name], default="")
+    if part and here[part] > room:
+        raise UnsupportedError(
+            f"{amount_of(max(room, 0))} free on {device} for the largest layer of the {part}, {amount_of(here[part])}",
+            expected=f"{amount_of(here[part] - room)} more",
+            fix="Close other programs that use this device, lower keep_free_gb, or choose device cpu for this part.",
+        )
+
+
+def fitted_for(loaded: Loaded, stage: str, size: Size | None, progress: Progress) -> None:
+    """Give the pipeline the fastest mode in which ``stage`` fits, where ``auto`` decides; say a change.
+
+    Args:
+        stage: ``text`` or ``sampling``. size: of the run; None where it is not known yet.
+
+    Raises:
+        UnsupportedError: not even the least mode fits; said before the stage's weights are read.
+    """
+    residency: Any = loaded.residency
+    if not getattr(residency, "automatic", False) or residency.device.type == HOST.type or not loaded.weights:
+        return
+    free = free_bytes(residency.device)
+    if free is None:
+        return
+    room = free + _own_bytes(loaded) - residency.keep_free
+    needs = {mode: _need(loaded, stage, size, mode) for mode in MODE_ORDER if _compiles(loaded, mode)}
+    fits = next((mode for mode, need in needs.items() if need * SPARE <= room), "")
+    least = min(needs, key=lambda mode: needs[mode])
+    if not fits and needs[least] > room * MARGIN:
+        raise UnsupportedError(
+            f"{amount_of(room)} free on {residency.device} for {stage}, which needs {amount_of(needs[least])} with "
+            f"offload {least}",
+            expected=f"{amount_of(needs[least] - room)} more",
+            fix="Lower width, height or frames, close other programs, or choose device cpu for this part.",
+        )
+    chosen = fits or least
+    if chosen != residency.mode:
+        was = residency.mode
+        residency.switch(chosen)
+        progress.say(
+            f"offload {was} -> {chosen} for {stage}: {amount_of(needs[chosen])} needed, {amount_of(room)} free"
+        )
+
+
+def recovery(
+    loaded: Loaded,
+    progress: Progress,
+    parts: tuple[str, ...] = (TRANSFORMER,),
+    told: str = "sampling ran out of memory: goes on {}, from the last finished step",
+) -> Callable[[BaseException], bool]:
+    """What a stage asks after an error: whether to try again, with more room.
+
+    Where memory ran out, other parts leave the device, then ``parts`` come by block, then by layer, each said. When
+    nothing of that is left, it is tried once more: what took the room may have been another program.
+
+    Args:
+        told: what is said, with a place for what was done.
+    """
+    once_more = True
+
+    def again(error: BaseException) -> bool:
+        nonlocal once_more
+        step_down = getattr(loaded.residency, "step_down", None)
+        if step_down is None or kind_of(error) != MEMORY or hasattr(error, GIVEN_UP):
+            return False
+        try:
+            done = step_down(*parts)
+        except RuntimeError:  # no room for that either
+            done = ""
+        if not done and once_more:
+            done, once_more = "once more", False
+        if not done:
+            setattr(error, GIVEN_UP, True)  # a stage around a step must not begin anew for it
+            return False
+        gc.collect()
+        empty_cache(loaded.residency.device)
+        progress.say(told.format(done))
+        return True
+
+    return again
+
+
+def roomier(loaded: Loaded, progress: Progress, parts: tuple[str, ...], what: str, run: Callable[[], Result]) -> Result:
+    """What ``run`` returns, a stage that needs ``parts``; where it finds no room, that of another run with more.
+
+    Args:
+        what: the stage in words, such as ``encoding the prompt``.
+    """
+    found = [part for part in parts if part in loaded.parts.readers]
+    again = recovery(loaded, progress, tuple(found), f"{what} ran out of memory: again {{}}")
+    tries = iter(range(TRIES))
+
+    def more(error: BaseException) -> bool:
+        return next(tries, None) is not None and bool(found) and again(error)
+
+    return persisting(run, more, lambda: lambda: None)
+
+
+def accounted(name: str) -> Callable[[Stage], Stage]:
+    """Make a stage, whose first argument is a loaded pipeline, count its peak, its traffic and its time.
+
+    Progress that has ``cost`` is given the line; all of it is in ``residency.account``.
+    """
+
+    def wrapped(stage: Stage) -> Stage:
+        @wraps(stage)
+        def run(loaded: Any, *args: Any, **named: Any) -> Any:
+            account = getattr(loaded.residency, "account", None)
+            if account is None:
+                return stage(loaded, *args, **named)
+            residency, progress = loaded.residency, named.get("progress") or _progress_in(args)
+            with account.stage(name, f"{loaded.family} {loaded.variant}", residency.mode, residency.device) as cost:
+                result = stage(loaded, *args, **named)
+                cost.mode = residency.mode
+            told = getattr(progress, "cost", None)  # of those who show it: a node's text, the terminal
+            if told is not None and cost.device != HOST.type:
+                told(str(cost))
+            return result
+
+        return run  # type: ignore[return-value]
+
+    return wrapped
+
+
+def plan_line(loaded: Loaded) -> str:
+    """The order of operations on this pipeline's parts, in one line."""
+    steps = sorted(getattr(loaded.parts.prepare, "steps", ()), key=lambda step: step.order)
+    worn = getattr(loaded.residency, "worn", "")
+    lora = [f"LoRA {worn}"] if worn else []
+    line = " -> ".join(["read", *lora, *(step.name for step in steps), repr(loaded.residency)])
+    terms = getattr(loaded.residency, "terms", Terms())  # of a host's residency
+    host = getattr(loaded.residency, "host", terms.host)
+    return "; ".join((line, *note(host, loaded.facts, loaded.residency)))
+
+
+@contextmanager
+def alone(loaded: Loaded, part: str) -> Iterator[None]:
+    """The block with no other part of the pipeline on the device."""
+    for name, module in list(loaded.parts.items()):
+        if name != part and on_device(module, loaded.residency.device):
+            loaded.residency.release(name)
+    yield
+
+
+def _need(loaded: Loaded, stage: str, size: Size | None, mode: str) -> int:
+    """Bytes of ``stage`` under ``mode``: its own peak, and with ``none`` all that stays on the device."""
+    weights = loaded.weights
+    whole = Size(64, 64, 1) if size is None else size
+    found = {need.name: need for need in forecast(loaded, whole, mode).stages}
+    need = found[stage].total if stage in found else 0
+    if size is None:  # the transformer comes next
+        need = max(need, weights[TRANSFORMER].resident(mode, TRANSFORMER))
+    stays = weights[TRANSFORMER].total + weights[VAE].total if mode == "none" else 0
+    return max(need, stays + (found["sampling"].activations if stays and size is not None else 0))
+
+
+def _compiles(loaded: Loaded, mode: str) -> bool:
+    """Whether what is compiled in this pipeline runs under ``mode``."""
+    if not getattr(loaded.speed, "compiled", False):
+        return True
+    try:
+        compiling.require_offload(mode)
+    except PackError:
+        return False
+    return True
+
+
+def _own_bytes(loaded: Loaded) -> int:
+    """Bytes of this pipeline's parts on the device, which leave it where the mode wants so."""
+    device = loaded.residency.device
+    return sum(
+        tensor.nbytes
+        for module in loaded.parts.values()
+        for tensor in (*module.parameters(), *module.buffers())
+        if tensor.device == device
+    )
+
+
+def _progress_in(args: tuple[Any, ...]) -> Any:
+    return next((value for value in args if hasattr(value, "say") and hasattr(value, "check")), None)

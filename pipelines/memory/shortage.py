@@ -1,0 +1,121 @@
+"""What to lower, and by how much, when memory ran out although every other way was tried."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from ...compat.device.facts import free_bytes
+from ..base import Latents, Loaded, SampleSettings
+from ..family import Family
+from ..grid import SMALLEST_SIDE
+from ..vae.fallback import MEMORY, kind_of
+
+UNITS = {"bytes": 1, "B": 1, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3, "KB": 1e3, "MB": 1e6, "GB": 1e9}
+ASKED = re.compile(r"tried to allocate ([\d.]+) (\w+)", re.IGNORECASE)
+FREE = re.compile(r"of which ([\d.]+) (\w+) is free")
+WEIGHTLESS = ("group", "sequential", "comfyui")  # weights already come and go by block, layer or need
+LEAST_SHARE, MOST_SHARE = 0.1, 0.8
+BEGINNING = "out of memory while "
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """What one failed allocation tells.
+
+    Args:
+        asked_bytes, free_bytes: 0 and None where the message does not say.
+    """
+
+    asked_bytes: int = 0
+    free_bytes: int | None = None
+
+    @property
+    def share(self) -> float:
+        """The share of the working memory that would have fitted, with a fifth of it to spare."""
+        if not self.asked_bytes or self.free_bytes is None:
+            return 0.5
+        return min(MOST_SHARE, max(LEAST_SHARE, 0.8 * self.free_bytes / self.asked_bytes))
+
+    def __str__(self) -> str:
+        asked = f"{_gigabytes(self.asked_bytes)} asked for" if self.asked_bytes else "no word on how much"
+        return asked if self.free_bytes is None else f"{asked}, {_gigabytes(self.free_bytes)} free"
+
+
+def shortage_in(error: BaseException, free: int | None = None) -> Shortage:
+    """What the message of an out-of-memory error tells; ``free`` stands in where it does not say what is free."""
+    asked, told = ASKED.search(str(error)), FREE.search(str(error))
+    wanted, left = _bytes(asked) if asked else 0, _bytes(told) if told else free
+    if left is not None and wanted and left >= wanted:  # a limit of the process, or pieces: what is free says nothing
+        left = None
+    return Shortage(wanted, left)
+
+
+@contextmanager
+def shortage_explained(
+    loaded: Loaded, family: Family, stage: str, size: Latents | SampleSettings | None, hint: str = ""
+) -> Iterator[None]:
+    """Out-of-memory errors of the block, of their own class, with what to lower and by how much in their text.
+
+    Args:
+        stage: such as ``sampling``. size: what has the width, height and frames that ran out; None for a stage that
+            they do not matter to. hint: a way out that only this stage has; it comes first.
+    """
+    try:
+        yield
+    except Exception as error:
+        if kind_of(error) != MEMORY or str(error).startswith(BEGINNING):
+            raise
+        short = shortage_in(error, free_bytes(loaded.residency.device))
+        fixes = lowered(loaded, family, size, short, hint)
+        shape = "" if size is None else f" {size.width}x{size.height}, {size.frames} frames"
+        kind = type(error) if isinstance(error, torch.OutOfMemoryError) else torch.OutOfMemoryError
+        raise kind(
+            f"{BEGINNING}{stage}{shape} on {loaded.facts.name} ({short}); expected about "
+            f"{short.share:.0%} of that. {', or '.join(fixes)}.\n{' '.join(str(error).split())}"
+        ) from error
+
+
+def lowered(
+    loaded: Loaded, family: Family, size: Latents | SampleSettings | None, short: Shortage, hint: str = ""
+) -> list[str]:
+    """The ways out, the cheapest first: working memory grows with frames and with the area of a frame.
+
+    Returns:
+        phrases such as ``lower frames from 97 to 41``; the first begins with a capital letter.
+    """
+    found, mode = [hint] if hint else [], getattr(loaded.residency, "mode", "")
+    if not hint and loaded.residency.device.type != "cpu" and mode not in WEIGHTLESS:
+        found.append(f"set offload to group on AnyGPU Load Pipeline (now {mode}), which keeps one block on the device")
+    found += [] if size is None else _smaller(family, size, short)
+    found = found or ["close other programs that use this device's memory"]
+    return [found[0][0].upper() + found[0][1:], *found[1:]]
+
+
+def _smaller(family: Family, size: Latents | SampleSettings, short: Shortage) -> list[str]:
+    """What to lower of a size, each by itself enough."""
+    found, width, height, frames = [], size.width, size.height, size.frames
+    fewer = max(1, 1 + (int(frames * short.share) - 1) // family.stride * family.stride)
+    if fewer < frames and family.id != "framepack":  # whose sections are as long whatever the video is
+        found.append(f"lower frames from {frames} to {fewer}")
+    side = math.sqrt(short.share)
+    smaller = tuple(
+        max(SMALLEST_SIDE, int(edge * side) // family.multiple * family.multiple) for edge in (width, height)
+    )
+    if smaller != (width, height):
+        found.append(f"lower width and height from {width}x{height} to {smaller[0]}x{smaller[1]}")
+    return found
+
+
+def _bytes(match: re.Match[str]) -> int:
+    return int(float(match[1]) * UNITS.get(match[2], 1))
+
+
+def _gigabytes(count: int) -> str:
+    unit, name = (1e9, "GB") if count >= 1e8 else (1e6, "MB") if count >= 1e5 else (1e3, "kB")
+    return f"{count / unit:.1f} {name}"

@@ -1,0 +1,118 @@
+"""The report on a device for all families, as text and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..compat.device.check import Check, check
+from ..compat.device.facts import facts_for, free_bytes
+from ..compat.device.probe_results import answers_of
+from ..compat.device.report import Line, Report, report_on
+from .base import Progress
+from .measured import advice
+from .registry import FAMILIES
+
+TITLES = {
+    **{family.id: family.title for family in FAMILIES.values()},
+    "paint": "Hunyuan3D paint",
+    "paint_pbr": "Hunyuan3D paint PBR",
+    "delight": "Hunyuan3D delight",
+}
+WIDTH, MARGIN, SIZE, GAP = 1600, 24, 18, 6
+COLUMNS = (MARGIN, 330, 760)  # where subject, verdict and reason begin, in pixels
+PAPER, BAND, INK, FAINT, HEAD, ALARM = "#1b1d21", "#23262b", "#e8e8e8", "#a8adb5", "#7cc4ff", "#ff8a7a"
+ALARMING = ("wrong", "unusable", "FAILED", "NOT ")
+
+
+def hardware_report(device: Any, state: Path | None, again: bool = False) -> Report:
+    """The report on ``device``.
+
+    Args:
+        device: what :func:`~..compat.device.facts_for` takes. state: folder where answers of probes are kept.
+        again: ask every probe anew.
+
+    Raises:
+        UnsupportedError: torch cannot reach the device.
+    """
+    facts = facts_for(device)
+    store = answers_of(facts, state)
+    store.ask_all(again)
+    return report_on(facts, store, TITLES, free_bytes(facts.device), advice(facts), store.note)
+
+
+def hardware_check(device: Any, state: Path | None) -> Iterator[Check]:
+    """What fails on people's devices, tried on this one, one result at a time."""
+    facts = facts_for(device)
+    return check(facts, answers_of(facts, state), TITLES)
+
+
+def checked(report: Report, device: Any, state: Path | None, progress: Progress) -> Report:
+    """``report`` with a last section that says how each check went."""
+    lines = []
+    for count, one in enumerate(hardware_check(device, state), 1):
+        progress.step(count, max(count + 1, 45), "checking")
+        lines.append(Line(one.name, one.status, one.detail))
+    return Report((*report.sections, ("Checks on this device", tuple(lines))))
+
+
+def drawn(report: Report) -> torch.Tensor:
+    """The report as a table to look at.
+
+    Returns:
+        (1, H, 1600, 3) in 0..1, fp32 on the CPU.
+    """
+    import numpy
+    from PIL import Image, ImageDraw, ImageFont
+
+    font, bold = ImageFont.load_default(SIZE), ImageFont.load_default(SIZE + 6)
+    rows = [(heading, line) for heading, lines in report.sections for line in (None, *lines)]
+    cells = [None if line is None else _cells(line, font) for _, line in rows]
+    step = SIZE + GAP
+    heights = [3 * step if cell is None else step * max(map(len, cell)) + GAP for cell in cells]
+    picture = Image.new("RGB", (WIDTH, sum(heights) + 2 * MARGIN), PAPER)
+    pen, top = ImageDraw.Draw(picture), MARGIN
+    for number, ((heading, line), cell, height) in enumerate(zip(rows, cells, heights, strict=True)):
+        if line is None or cell is None:
+            pen.text((MARGIN, top + step), heading, fill=HEAD, font=bold)
+        else:
+            if number % 2:
+                pen.rectangle((0, top, WIDTH, top + height), fill=BAND)
+            alarm = any(word in line.verdict for word in ALARMING)
+            for left, lines, ink in zip(COLUMNS, cell, (INK, ALARM if alarm else INK, FAINT), strict=True):
+                for index, text in enumerate(lines):
+                    pen.text((left, top + GAP // 2 + index * step), text, fill=ink, font=font)
+        top += height
+    return torch.from_numpy(numpy.asarray(picture).copy()).float().div(255).unsqueeze(0)
+
+
+def _cells(line: Line, font: Any) -> tuple[list[str], list[str], list[str]]:
+    """The three columns of a line, each broken into lines that fit; without a reason the verdict has both."""
+    ends = (*COLUMNS[1:], WIDTH)
+    widths = [end - start - MARGIN // 2 for start, end in zip(COLUMNS, ends, strict=True)]
+    if not line.why:
+        widths[1] = WIDTH - COLUMNS[1] - MARGIN
+    first, second, third = (
+        _broken(text, font, width) for text, width in zip((line.subject, line.verdict, line.why), widths, strict=True)
+    )
+    return first, second, third
+
+
+def _broken(text: str, font: Any, width: int) -> list[str]:
+    """``text`` in lines of at most ``width`` pixels, broken at spaces, in the middle of a word where there is none."""
+    lines, current = [], ""
+    for word in text.split():
+        while font.getlength(word) > width:
+            fits = next(count for count in range(len(word), 0, -1) if font.getlength(word[:count]) <= width)
+            lines += [current] * bool(current)
+            lines.append(word[:fits])
+            current, word = "", word[fits:]
+        wider = f"{current} {word}".strip()
+        if current and font.getlength(wider) > width:
+            lines.append(current)
+            wider = word
+        current = wider
+    return [*lines, current] if current or not lines else lines

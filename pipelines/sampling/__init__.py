@@ -1,0 +1,1 @@
+"""The denoising loop: schedules, guidance, calls by core's samplers."""

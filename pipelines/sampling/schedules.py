@@ -1,0 +1,161 @@
+"""Noise levels and the solver that walks down them, the same for every flow-matching family."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...compat.errors import InputError
+from ..base import SampleSettings
+
+PLAIN: dict[str, Any] = {  # a schedule that is used exactly as given
+    "shift": 1.0,
+    "use_dynamic_shifting": False,
+    "shift_terminal": None,
+    "use_karras_sigmas": False,
+    "use_exponential_sigmas": False,
+    "use_beta_sigmas": False,
+}
+TRAIN_TIMESTEPS = 1000
+FIRST_LEVEL_MARGIN = 1e-6  # multistep solvers take log(1 - level): upstream moves a first level of 1 by as much
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """What a family hands to its scheduler for a number of steps: sigmas or timesteps, and the dynamic shift."""
+
+    sigmas: Sequence[float] | None = None
+    timesteps: Sequence[float] | None = None
+    mu: float | None = None
+
+
+class Schedule:
+    """Timesteps for the transformer, noise levels, and one step of the solver.
+
+    Args:
+        solver: a diffusers scheduler whose timesteps and sigmas are set.
+        timesteps: what the transformer is given, (steps,), fp32, on the device.
+        levels: share of noise before each step and after the last, from 1 to 0; ``steps + 1`` long.
+        sign: 1 where the transformer predicts noise minus data, -1 where it predicts data minus noise (Mochi).
+        native: whether the solver takes the transformer's output as it is.
+    """
+
+    def __init__(
+        self, solver: Any, timesteps: torch.Tensor, levels: tuple[float, ...], sign: int, native: bool
+    ) -> None:
+        self.solver, self.timesteps, self.levels, self.sign, self.native = solver, timesteps, levels, sign, native
+
+    def __len__(self) -> int:
+        return len(self.timesteps)
+
+    def step(self, output: torch.Tensor, index: int, latents: torch.Tensor) -> torch.Tensor:
+        """Latents one noise level lower; fp32."""
+        velocity = output if self.native else self.sign * output
+        time = self.timesteps[index] if self.native else self.solver.timesteps[index]
+        return self.solver.step(velocity, time, latents, return_dict=False)[0].float()
+
+    def put_back(self) -> Callable[[], None]:
+        """What puts the solver back where it is now, for a step that is tried again."""
+
+        def copied(value: Any) -> Any:
+            return list(value) if isinstance(value, list) else value
+
+        standing = {name: copied(value) for name, value in vars(self.solver).items()}
+
+        def back() -> None:
+            vars(self.solver).clear()
+            vars(self.solver).update({name: copied(value) for name, value in standing.items()})
+
+        return back
+
+    def clean(self, output: torch.Tensor, index: int, latents: torch.Tensor) -> torch.Tensor:
+        """The clean latents that the prediction implies, for a preview."""
+        return latents - self.levels[index] * self.sign * output
+
+
+def schedule_for(
+    config: Mapping[str, Any], settings: SampleSettings, steps: int, levels_for: Any, device: torch.device
+) -> Schedule:
+    """The schedule for one sampling.
+
+    Args:
+        config: the scheduler's own config from the model folder.
+        settings: ``scheduler``, ``sigmas``, ``shift`` and ``denoise`` are read.
+        steps: how many steps run.
+        levels_for: from a number of steps to the family's :class:`Levels`.
+
+    Raises:
+        InputError: sigmas that do not fall from at most 1 to at least 0.
+    """
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    overrides: dict[str, Any] = {}
+    if settings.sigmas is not None:
+        sigmas = _checked(settings.sigmas)
+        euler = FlowMatchEulerDiscreteScheduler.from_config(config, **PLAIN)
+        euler.set_timesteps(sigmas=list(sigmas[:-1]), device=device)
+        euler.sigmas[-1] = 1.0 - sigmas[-1] if euler.config.invert_sigmas else sigmas[-1]
+        steps = len(sigmas) - 1
+    else:
+        if settings.shift:
+            overrides = {"use_dynamic_shifting": False, "shift": settings.shift}
+        euler = FlowMatchEulerDiscreteScheduler.from_config(config, **overrides)
+        whole = max(steps, math.floor(steps / settings.denoise)) if settings.denoise > 0 else steps
+        _set(euler, levels_for(whole), whole, device)
+        euler.timesteps, euler.sigmas = euler.timesteps[-steps:], euler.sigmas[-steps - 1 :]
+    euler.set_begin_index(0)
+    inverted = bool(euler.config.invert_sigmas)
+    levels = tuple((1.0 - euler.sigmas if inverted else euler.sigmas).tolist())
+    sign = -1 if inverted else 1
+    if settings.scheduler in ("auto", "euler"):
+        return Schedule(euler, euler.timesteps, levels, sign, native=True)
+    return Schedule(_solver(settings.scheduler, levels, device), euler.timesteps, levels, sign, native=False)
+
+
+def _set(scheduler: Any, levels: Levels, steps: int, device: torch.device) -> None:
+    mu = levels.mu if scheduler.config.use_dynamic_shifting else None
+    if levels.timesteps is not None:
+        # Timesteps alone make upstream warn; with the sigmas it would derive from them itself it does not.
+        sigmas = torch.tensor(levels.timesteps, dtype=torch.float32) / scheduler.config.num_train_timesteps
+        scheduler.set_timesteps(timesteps=list(levels.timesteps), sigmas=sigmas.tolist(), device=device, mu=mu)
+    elif levels.sigmas is not None:
+        scheduler.set_timesteps(sigmas=list(levels.sigmas), device=device, mu=mu)
+    else:
+        scheduler.set_timesteps(steps, device=device, mu=mu)
+
+
+def _solver(name: str, levels: tuple[float, ...], device: torch.device) -> Any:
+    from diffusers import DPMSolverMultistepScheduler, UniPCMultistepScheduler
+
+    solvers: dict[str, Any] = {"unipc": UniPCMultistepScheduler, "dpm++_2m": DPMSolverMultistepScheduler}
+    if name not in solvers:
+        raise InputError(
+            f"scheduler {name!r}", expected=f"one of auto, euler, {', '.join(solvers)}", fix="Choose one of these."
+        )
+    solver = solvers[name](
+        num_train_timesteps=TRAIN_TIMESTEPS, prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=1.0
+    )
+    solver.set_timesteps(len(levels) - 1, device=device)
+    sigmas = torch.tensor(levels, dtype=torch.float32)
+    sigmas[0] = sigmas[0].clamp(max=1.0 - FIRST_LEVEL_MARGIN)
+    solver.sigmas = sigmas
+    solver.timesteps = (sigmas[:-1] * TRAIN_TIMESTEPS).to(device)
+    solver.set_begin_index(0)
+    return solver
+
+
+def _checked(sigmas: Sequence[float]) -> Sequence[float]:
+    falling = all(a > b for a, b in itertools.pairwise(sigmas))
+    if len(sigmas) < 2 or not falling or sigmas[0] > 1.0 + 1e-6 or sigmas[-1] < 0.0:
+        shown = ", ".join(f"{sigma:.3g}" for sigma in sigmas[:4])
+        raise InputError(
+            f"sigmas [{shown}{', ...' if len(sigmas) > 4 else ''}]",
+            expected="at least two noise levels that fall from at most 1 to at least 0",
+            fix="Use a scheduler node made for flow models, such as Basic Scheduler on a flow model.",
+        )
+    return sigmas

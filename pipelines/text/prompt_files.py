@@ -1,0 +1,109 @@
+"""Encoded prompts as files, so that a machine on which no text encoder fits can still sample."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...compat.checkpoints.latents import finite, read_record, record_in, require_version, write_record
+from ...compat.errors import CheckpointError
+from ..base import Loaded, Prompt
+from ..latents import musubi
+from ..latents.store import PROMPT, Origin
+from ..registry import FAMILIES, family_named
+
+PROMPT_VERSION = 1
+EMBEDS, NEGATIVE, SECTION = "embeds", "negative", "section"
+TEXTS = ("text", "negative_text")
+
+
+def save_prompt(path: Path, prompt: Prompt, origin: Origin | None = None) -> Path:
+    """Write a prompt with its negative and its section prompts; returns ``path``.
+
+    Raises:
+        InputError: NaN or infinity in it. CheckpointError: the file cannot be written.
+    """
+    origin = origin or Origin()
+    tensors = _named(EMBEDS, prompt.embeds) | _named(NEGATIVE, prompt.negative or {})
+    for index, section in enumerate(prompt.sections):
+        tensors |= _named(f"{SECTION}.{index}", section)
+    for name, tensor in tensors.items():
+        finite(tensor, f"prompt ({name})", "refuse")
+    texts = {name: str(prompt.extra.get(name, "")) for name in TEXTS}
+    known = {"kind": PROMPT, "version": PROMPT_VERSION, "family": prompt.family, "opposed": prompt.opposed}
+    known |= {"sections": len(prompt.sections), "saved": time.strftime("%Y-%m-%dT%H:%M:%S")}
+    return write_record(path, tensors, {**known, **texts, **origin.record}, origin.metadata)
+
+
+def load_prompt(path: Path, say: Callable[[str], None]) -> Prompt:
+    """The prompt in a file of ours or in a Musubi Tuner text cache, on the CPU.
+
+    Raises:
+        CheckpointError: damaged, changed while it was read, or no prompt. InputError: a newer version of this pack
+            wrote it, or NaN and infinity in it.
+    """
+    tensors, metadata = read_record(path, "a prompt")
+    if musubi.is_text_cache(metadata):
+        prompt = musubi.prompt_of(path, tensors, metadata)
+        say(f"embeddings of Musubi Tuner, {prompt.family}, without a negative prompt")
+    else:
+        prompt = _own(path, tensors, record_in(metadata, path))
+    groups = (prompt.embeds, prompt.negative or {}, *prompt.sections)
+    for name, tensor in (item for group in groups for item in group.items()):
+        finite(tensor, f"prompt ({name})", "refuse")
+    return prompt
+
+
+def require_text_encoder(loaded: Loaded) -> None:
+    """Raise when this pipeline was loaded without its text encoders.
+
+    Raises:
+        CheckpointError: names what is missing, and what stands in for it.
+    """
+    family = family_named(loaded.family).FAMILY
+    missing = [part for part in family.text_parts if part not in loaded.parts.readers]
+    if missing:
+        raise CheckpointError(
+            f"no {missing[0]} for {str(loaded.source)!r}",
+            expected=f"the text encoders of {family.title}",
+            fix="Download the missing folder, or connect AnyGPU Load Prompt or core CONDITIONING instead.",
+        )
+
+
+def _named(group: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"{group}.{name}": tensor for name, tensor in tensors.items()}
+
+
+def _own(path: Path, tensors: Mapping[str, torch.Tensor], record: Mapping[str, Any]) -> Prompt:
+    if record.get("kind") != PROMPT or record.get("family") not in FAMILIES:
+        raise CheckpointError(
+            f"{record.get('kind', 'no prompt')!r} in {str(path)!r}",
+            expected="an encoded prompt of a video family",
+            fix="Choose a file that AnyGPU Save Prompt or Musubi Tuner wrote.",
+        )
+    require_version(path, record, "a prompt", PROMPT_VERSION)
+    count = record.get("sections", 0)
+    names = [EMBEDS, NEGATIVE, *(f"{SECTION}.{index}" for index in range(count if isinstance(count, int) else 0))]
+    groups = {group: _group(group, tensors) for group in names}
+    absent = [group for group, found in groups.items() if not found and group != NEGATIVE]
+    strange = [
+        name for group in groups.values() for name, tensor in group.items() if tensor.ndim < 2 or len(tensor) != 1
+    ]
+    if absent or strange:
+        raise CheckpointError(
+            f"the prompt in {str(path)!r} has no usable {(absent or strange)[0]}",
+            expected="tensors (1, N, D) for the prompt and each section",
+            fix="Save the prompt again; this file was edited or put together by hand.",
+        )
+    texts = {name: str(record.get(name, "")) for name in TEXTS}
+    sections = tuple(groups[group] for group in names[2:])
+    opposed = bool(record.get("opposed"))
+    return Prompt(str(record["family"]), groups[EMBEDS], groups[NEGATIVE] or None, sections, opposed, texts)
+
+
+def _group(group: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name.removeprefix(f"{group}."): t for name, t in tensors.items() if name.startswith(f"{group}.")}

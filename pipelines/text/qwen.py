@@ -1,0 +1,160 @@
+"""The text encoding of HunyuanVideo 1.5: Qwen 2.5 VL states, and ByT5 states of the words to be shown in the video."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ...compat.checkpoints.packed import outlined
+from ...compat.device.execution import checked_leaves, execution_device
+from ...compat.errors import InputError
+from ..base import Loaded, Progress, PromptRequest
+from ..memory.needs import beside_text
+from .t5 import EMBEDS, require_fitting
+
+EMBEDS_2 = "prompt_embeds_2"
+QUOTED_TOKENS = 256
+SUBJECTS = ("prompt", "negative prompt")
+
+
+def qwen_embeds(loaded: Loaded, request: PromptRequest, progress: Progress) -> tuple[dict[str, torch.Tensor], ...]:
+    """Embeddings of prompt and negative, on the CPU: ``prompt_embeds`` (1, N, 3584), ``prompt_embeds_2`` (1, M, 1472).
+
+    N and M count valid tokens only: the texts are encoded without padding. M is 0 for a text that quotes nothing.
+
+    Raises:
+        InputError: a text of more tokens than ``request.max_tokens``, or that quotes more than 256 bytes.
+    """
+    texts = (request.text, request.negative)
+    chat = Chat(loaded.tools["tokenizer"], request.template, request.template_crop)
+    lengths = [chat.fitting(text, request.max_tokens, name) for text, name in zip(texts, SUBJECTS, strict=True)]
+    quoted = _quoted(loaded, texts)
+    total, states = len(texts) + sum(quote is not None for quote in quoted), []
+    from diffusers import HunyuanVideo15Pipeline
+
+    device = execution_device(loaded.residency, part="text_encoder")
+    hold = loaded.residency.hold("text_encoder", beside_text(loaded, "text_encoder"), progress)
+    with hold as encoder, checked_leaves(encoder, progress.check):
+        for index, (text, length) in enumerate(zip(texts, lengths, strict=True)):
+            found, mask = HunyuanVideo15Pipeline._get_mllm_prompt_embeds(
+                encoder, chat, [text], device, tokenizer_max_length=length - chat.crop, crop_start=chat.crop
+            )
+            states.append(found[:, mask[0].bool()].cpu())
+            progress.step(index + 1, total, "encoding prompt")
+    loaded.residency.release("text_encoder")  # 15 GB that ByT5 does not need beside it
+    glyphs = _glyph_embeds(loaded, texts, quoted, progress, total)
+    return tuple({EMBEDS: state, EMBEDS_2: glyph} for state, glyph in zip(states, glyphs, strict=True))
+
+
+def qwen_from_core(embeds: torch.Tensor, extra: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Core's CONDITIONING of a HunyuanVideo 1.5 text encoder under the names of :func:`qwen_embeds`, on the CPU.
+
+    Args:
+        embeds: (1, N, 3584), the template cropped already. extra: ``attention_mask`` where there is padding, and
+            ``conditioning_byt5small`` (1, M, 1472) where the text quotes something.
+    """
+    mask, quoted = extra.get("attention_mask"), extra.get("conditioning_byt5small")
+    states = embeds if mask is None else embeds[:, mask.reshape(1, -1)[0, -embeds.shape[1] :].bool()]
+    found = {EMBEDS: states.float().cpu()}
+    return found if quoted is None else found | {EMBEDS_2: quoted.float().cpu()}
+
+
+class Chat:
+    """A tokenizer that wraps each text in a chat: upstream's own, or the user's template.
+
+    It stands in for the tokenizer in upstream's encoding, whose template is not an argument.
+
+    Args:
+        template: text with one ``{}``; empty for upstream's. crop: leading tokens to cut off; -1 finds them.
+    """
+
+    def __init__(self, tokenizer: Any, template: str = "", crop: int = -1) -> None:
+        from diffusers import HunyuanVideo15Pipeline
+
+        own = inspect.signature(HunyuanVideo15Pipeline._get_mllm_prompt_embeds).parameters
+        self.tokenizer, self.template = tokenizer, template
+        self.system = str(own["system_message"].default)
+        if crop >= 0:
+            self.crop = crop
+        elif template:
+            self.crop = len(tokenizer(template.partition("{}")[0])["input_ids"])
+        else:
+            self.crop = int(own["crop_start"].default)
+
+    def apply_chat_template(self, chats: Sequence[Sequence[Mapping[str, str]]], **arguments: Any) -> Any:
+        """What the tokenizer makes of the chats, each of which ends with the text."""
+        # The template is cropped off the left, so padding belongs on the right, whatever the tokenizer's files say.
+        self.tokenizer.padding_side = "right"
+        if not self.template:
+            return self.tokenizer.apply_chat_template(chats, **arguments)
+        for name in ("add_generation_prompt", "tokenize", "return_dict"):
+            arguments.pop(name, None)
+        return self.tokenizer([self.template.replace("{}", chat[-1]["content"]) for chat in chats], **arguments)
+
+    def fitting(self, text: str, limit: int, subject: str) -> int:
+        """Tokens of the whole chat around ``text``.
+
+        Raises:
+            InputError: more than ``limit`` of them are left after the crop, or none.
+        """
+        from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import format_text_input
+
+        chats: Any = format_text_input([text], self.system)
+        chat = self.apply_chat_template(chats, add_generation_prompt=True, tokenize=True, return_dict=True)
+        length = len(chat["input_ids"][0])
+        if length <= self.crop:
+            raise InputError(
+                f"template_crop {self.crop} of {length} tokens",
+                expected=f"0 to {length - 1} tokens, or -1",
+                fix="Choose -1, which finds the tokens before the prompt.",
+            )
+        if length - self.crop > limit:
+            tokens = self.tokenizer(text)["input_ids"]
+            room = max(0, limit - (length - self.crop - len(tokens)))
+            lost = self.tokenizer.decode(tokens[room:])[:40].strip()
+            raise InputError(
+                f"the {subject} has {len(tokens)} tokens",
+                expected=f"at most {room} tokens, {limit} with what the template adds",
+                fix=f"Shorten it: what begins with {lost!r} would be lost. Or raise max_tokens.",
+            )
+        return length
+
+
+def _quoted(loaded: Loaded, texts: Sequence[str]) -> list[str | None]:
+    """The words between quotation marks of each text, as upstream phrases them for ByT5; None where there are none."""
+    from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import extract_glyph_texts
+
+    phrased: Any = extract_glyph_texts
+    found: list[str | None] = [phrased(text) for text in texts]
+    for quote, name in zip(found, SUBJECTS, strict=True):
+        if quote is not None:
+            subject = f"text between quotation marks in the {name}"
+            require_fitting(loaded.tools["tokenizer_2"], quote, QUOTED_TOKENS, subject)
+    return found
+
+
+def _glyph_embeds(
+    loaded: Loaded, texts: Sequence[str], quoted: Sequence[str | None], progress: Progress, total: int
+) -> list[torch.Tensor]:
+    """ByT5 states (1, M, 1472) of each text's quotations; the encoder is not even read where nothing is quoted."""
+    from diffusers import HunyuanVideo15Pipeline
+
+    width = int(loaded.configs["text_encoder_2"]["d_model"])
+    found = [torch.zeros(1, 0, width, dtype=loaded.precision.text) for _ in texts]
+    wanted = [index for index, quote in enumerate(quoted) if quote is not None]
+    if not wanted:
+        return found
+    tokenizer, device = loaded.tools["tokenizer_2"], execution_device(loaded.residency, part="text_encoder")
+    hold = loaded.residency.hold("text_encoder_2", beside_text(loaded, "text_encoder_2"), progress)
+    with hold as encoder, checked_leaves(encoder, progress.check), outlined(encoder):  # T5 asks for dtypes of weights
+        for done, index in enumerate(wanted):
+            length = len(tokenizer(quoted[index])["input_ids"])
+            states, mask = HunyuanVideo15Pipeline._get_byt5_prompt_embeds(
+                tokenizer, encoder, [texts[index]], device, tokenizer_max_length=length
+            )
+            found[index] = states[:, mask[0].bool()].cpu()
+            progress.step(len(texts) + done + 1, total, "encoding prompt")
+    return found

@@ -1,0 +1,1 @@
+"""Encoding and decoding: whole, in tiles, in chunks, layer by layer."""

@@ -1,0 +1,372 @@
+"""The one way through a VAE, for every family: checked, and where that is allowed done again another way."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ...compat.device.execution import HOST, checked_leaves, execution_device
+from ...compat.device.facts import empty_cache, first_line
+from ...compat.device.quirks import care_for
+from ...compat.device.vae_policy import Form, checked_form, convolution_switches, straightened, tiled
+from ...compat.errors import UnsupportedError
+from ...compat.memory.transfer import Transfer, casts_wrongly, transfer_for
+from ...compat.output_check import (
+    BROKEN,
+    CAST,
+    COLOUR,
+    Judge,
+    UnsoundError,
+    checked_parts,
+    fault_in_frames,
+    fault_in_latents,
+    is_flat,
+)
+from ...compat.transforms.attention_vae import frames_attended
+from ..base import Loaded, Progress
+from ..pictures import signed
+from ..sampling.loop import require_finite
+from .fallback import KERNEL, MEMORY, following, kind_of
+from .plan import CAUSAL, CHUNKED, FULL, ON_CPU, STREAMING, Beginning, ratios_of
+from .tiled import Way, Work
+
+LEAVES_PER_REPORT = 8
+Run = Callable[[Any, Transfer], torch.Tensor]
+Prepare = Callable[[Any, Transfer], tuple[torch.Tensor, torch.Tensor | None]]
+
+
+class Passes(Beginning):
+    """The VAE of a pipeline for the length of one stage; what one pass had to learn holds for the next.
+
+    Each pass runs as the first attempt says. Where its result cannot be right or the device fails, the following
+    attempt is made, and said: the transformer off the device, fp32, tiles, the CPU. Precision and device change only
+    where the user left the precision to ``auto``; tiles only where the method is not ``full``. What a decode has
+    finished when memory runs out is kept, and the next attempt goes on from there.
+
+    Args:
+        coder: ``decoder`` or ``encoder``. size: pixel frames, rows and columns of the largest pass.
+        form: what the user asks of a decode. tile: pixels per tile that the family advises; 0 for whole.
+    """
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        coder: str,
+        size: tuple[int, int, int],
+        progress: Progress,
+        form: Form | None = None,
+        tile: int = 0,
+    ) -> None:
+        self.form = form = form or Form()
+        self.loaded, self.coder, self.progress, self.method = loaded, coder, progress, form.method
+        self.care, self.device = care_for(loaded.facts), execution_device(loaded.residency, part="vae")
+        self.automatic = loaded.precision.automatic
+        self.ratios, self.size = ratios_of(loaded), size
+        self.cell = self.ratios[0]
+        self._open: ExitStack | None = None
+        self._vae: Any = None
+        self._transfer = Transfer(HOST, torch.float32)
+        self._alone = False
+        self.attempt, self.allowed = self._first(size, tile)
+        if self.method == FULL and 0 < self.care.tile_pixels < max(size[1:]):
+            limit = self.care.tile_pixels
+            progress.say(f"full was chosen: pictures above {limit} pixels may end the process on this GPU")
+
+    def __enter__(self) -> Passes:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+
+    def decode(
+        self, samples: torch.Tensor, progress: Progress | None = None, prepare: Prepare | None = None
+    ) -> torch.Tensor:
+        """Video (1, 3, F, H, W) in -1..1, fp32, on the CPU.
+
+        Args:
+            samples: in the VAE's own space, on the CPU. progress: of this pass.
+            prepare: from the VAE and the way to it to what it decodes instead of ``samples``, on the CPU, and to the
+                timestep it takes, on the device.
+        """
+        require_finite(samples, "latents")
+        plain = is_flat(samples)  # flat latents may well decode to one colour
+
+        def judge(video: torch.Tensor) -> str:
+            fault = fault_in_frames(video, self.cell)
+            return "" if plain and fault == COLOUR else fault
+
+        work, watch = Work(samples, self.ratios), progress or self.progress
+
+        def run(vae: Any, transfer: Transfer) -> torch.Tensor:
+            work.latents, time = prepare(vae, transfer) if prepare is not None else (samples, None)
+            return work.frames(self._way(vae, transfer, time, judge, watch))
+
+        video = self._through(run, judge, "decoding", watch, work)
+        seams = f"; tiles differ by at most {work.apart * 127.5:.1f} of 255 where they overlap" if work.apart else ""
+        if self.attempt.tile or self.attempt.frames or self.attempt.stream or self.method == ON_CPU:
+            watch.say(f"decoded {self.attempt}{seams}")
+        return video
+
+    def _way(self, vae: Any, transfer: Transfer, time: Any, judge: Judge, progress: Progress) -> Way:
+        """How a decode goes on: with this VAE, in the form of the attempt."""
+
+        def smaller(tile: int, text: str) -> int:
+            after = next((side for side in self.allowed.streams if side < tile), 0)
+            if after:
+                was, self.attempt = self.attempt, replace(self.attempt, stream=after)
+                progress.say(f"decoding {was} ran out of memory: goes on over {after} pixels")
+            return after
+
+        def guard(index: int, count: int) -> AbstractContextManager[None]:
+            return watched(vae.decoder, Share(progress, index, count) if count > 1 else progress, "decoding")
+
+        return Way(vae, transfer, self.attempt, time, guard, self._judged(judge), smaller, progress.check)
+
+    def encode(self, frames: torch.Tensor, stage: str, run: Run | None = None) -> torch.Tensor:
+        """What the VAE says of ``frames`` (F, H, W, 3) in 0..1: mean and log variance, (1, 2C, T, H, W), fp32, CPU.
+
+        Args:
+            run: encodes in another way than ``vae.encode``; returns the moments on the device.
+        """
+
+        def usual(vae: Any, transfer: Transfer) -> torch.Tensor:
+            moments: torch.Tensor = vae.encode(transfer.sent(signed(frames))).latent_dist.parameters
+            return moments
+
+        def judge(moments: torch.Tensor) -> str:
+            return fault_in_latents(moments) or fault_in_latents(moments.chunk(2, dim=1)[0])
+
+        def watching(vae: Any, transfer: Transfer) -> torch.Tensor:
+            with watched(vae.encoder, self.progress, stage):
+                return (run or usual)(vae, transfer)
+
+        return self._through(watching, judge, stage, self.progress)
+
+    def _through(
+        self, run: Run, judge: Judge, stage: str, progress: Progress, work: Work | None = None
+    ) -> torch.Tensor:
+        while True:
+            try:
+                return self._once(run, judge, stage, progress)
+            except (RuntimeError, TypeError, UnsoundError) as error:
+                kind, text = kind_of(error), first_line(error)
+                self._close()
+                others = self._others() if kind == MEMORY and not self._alone else []
+                after = following(self.attempt, kind, text, self.allowed) if kind else None
+                if after is None and not others:
+                    told = self._told(error, kind, text, stage)
+                    if told is None:
+                        raise
+                    raise told from error
+            # Outside the block above, whose error holds every tensor of the failed attempt.
+            gc.collect()
+            self._alone = self._alone or bool(others)
+            for name in others:
+                self.loaded.residency.release(name)
+            empty_cache(self.device)
+            if work is not None and kind != MEMORY:
+                work.begin()  # what was computed wrongly is not kept
+            what = {MEMORY: "ran out of memory", KERNEL: f"failed ({text})"}.get(kind, f"gave {text}")
+            again = f"without {', '.join(others)} on the device" if others else str(after)
+            progress.say(f"{stage} {self.attempt} {what}: again {again}")
+            if after is not None and not others:
+                self.attempt = after
+
+    def _once(self, run: Run, judge: Judge, stage: str, progress: Progress) -> torch.Tensor:
+        if self._open is None:
+            self._enter()
+        coder: nn.Module = getattr(self._vae, self.coder)
+        with checked_parts(coder, self._judged(judge)):
+            result = self._transfer.fetched(run(self._vae, self._transfer))
+        fault = judge(result)
+        if fault == COLOUR and self._most_exact():
+            progress.say(f"{stage} gave {fault}, in fp32 on the CPU too: the latents may hold nothing")
+        elif fault:
+            raise UnsoundError(fault)
+        if not self.attempt.library and self.loaded.probes is not None:  # the next run begins so
+            self.loaded.probes.remember(self._learned(), lambda: True)
+        return result
+
+    def _judged(self, judge: Judge) -> Judge:
+        """What ``judge`` says of a part, where something may be changed."""
+
+        def judged(part: torch.Tensor) -> str:
+            fault = judge(part)
+            # What the most exact way says is what the model says; a part may be flat where nothing may be changed.
+            return fault if fault == BROKEN or (self.automatic and not self._most_exact()) else ""
+
+        return judged
+
+    def _most_exact(self) -> bool:
+        return self.attempt.dtype is torch.float32 and (self.attempt.on_host or self.device.type == HOST.type)
+
+    def _enter(self) -> None:
+        """Bring the VAE where the attempt wants it, with everything around it set; undone by :meth:`_close`."""
+        attempt, loaded = self.attempt, self.loaded
+        with ExitStack() as stack:
+            stack.enter_context(convolution_switches(self.care, attempt.library))
+            if attempt.on_host:
+                self._transfer, self._vae = Transfer(HOST, attempt.dtype), _own_copy(loaded, self.progress)
+            else:
+                account = getattr(loaded.residency, "account", None)
+                self._transfer = replace(transfer_for(self.device, attempt.dtype), account=account)
+                if self.care.contiguous_weights:
+                    straightened(loaded.parts.read("vae", self.progress))
+                if casts_wrongly(self.device, attempt.dtype):
+                    # Norms inside the VAE cast too: the picture would be finite, colourful and wrong.
+                    raise UnsoundError(CAST)
+                exact = transfer_for(self.device, loaded.precision.vae)
+                hold = (
+                    loaded.residency.hold("vae", self._needed(), self.progress)
+                    if attempt.dtype is loaded.precision.vae
+                    else _in_fp32(loaded, exact, self.progress)
+                )
+                self._vae = stack.enter_context(hold)
+            stack.enter_context(tiled(self._vae, attempt.tile))
+            self._open = stack.pop_all()
+
+    def _close(self) -> None:
+        stack, self._open, self._vae = self._open, None, None
+        if stack is not None:
+            stack.close()
+
+    def _told(self, error: BaseException, kind: str, text: str, stage: str) -> BaseException | None:
+        """What the user is told when nothing is left to try, in torch's own class where memory was the cause.
+
+        None where the error says it best: it is no matter of the device.
+        """
+        if kind == MEMORY:
+            other = "decode again with method auto" if self.method == FULL else "make a smaller or shorter video"
+            advice = f"What went in is kept: choose offload model or group on the load node, or {other}."
+            told = f"{text}; found no room for {stage} {self.attempt}; expected more free memory. {advice}"
+            return type(error)(told)
+        if not kind or (kind == KERNEL and self.device.type == HOST.type):
+            return None
+        found = f"the VAE failed ({text})" if kind == KERNEL else f"the VAE gave {text}"
+        fix = "Sample again in fp32, or download the VAE again" if self.automatic else "Choose precision auto or fp32"
+        return UnsupportedError(
+            f"{found} while {stage} {self.attempt}",
+            expected="finite values that differ",
+            fix=f"{fix}, on the load node; what went in is kept.",
+        )
+
+
+@contextmanager
+def watched(module: nn.Module, progress: Progress, stage: str) -> Iterator[None]:
+    """Report each eighth leaf module that runs, and obey a cancel before any of them."""
+    total = sum(1 for leaf in module.modules() if next(leaf.children(), None) is None)
+    count = 0
+
+    def called() -> None:
+        nonlocal count
+        progress.check()
+        count += 1
+        if count % LEAVES_PER_REPORT == 0:
+            progress.step(min(count, total), total, stage)
+
+    with checked_leaves(module, called):
+        yield
+    progress.step(total, total, stage)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The progress of part ``index`` of about ``count`` of one work."""
+
+    whole: Progress
+    index: int
+    count: int
+
+    def step(self, done: int, total: int, stage: str, preview: Callable[[], torch.Tensor] | None = None) -> None:
+        """Report ``done`` of ``total`` in this part as a share of the whole."""
+        self.whole.step(
+            self.index * total + done, self.count * total, f"{stage} part {self.index + 1} of {self.count}", preview
+        )
+
+    def check(self) -> None:
+        """Raise when the user has cancelled."""
+        self.whole.check()
+
+    def say(self, text: str) -> None:
+        """One line that the user should read."""
+        self.whole.say(text)
+
+
+@contextmanager
+def decoding(
+    loaded: Loaded, shape: torch.Size | tuple[int, ...], progress: Progress, form: Form | None = None, tile: int = 0
+) -> Iterator[Passes]:
+    """Passes through the decoder for latents of ``shape`` (1, C, T, H, W).
+
+    Raises:
+        InputError: an unknown method, or a tile, overlap or count out of range. UnsupportedError: a method that this
+            family's decoder cannot do.
+    """
+    spatial, temporal = ratios_of(loaded)
+    form = checked_form(form or Form(), spatial)
+    if form.method == CHUNKED and loaded.family not in CAUSAL:
+        raise UnsupportedError(
+            f"decode method {CHUNKED!r} for {loaded.family}, whose decoder does not only look back",
+            expected=f"one of {', '.join(CAUSAL)}",
+            fix=f"Choose {STREAMING}, which is exact for every family, or auto.",
+        )
+    size = shape[2] * temporal, shape[3] * spatial, shape[4] * spatial  # decoders cut frames off at the very end
+    with Passes(loaded, "decoder", size, progress, form, tile) as passes:
+        yield passes
+
+
+@contextmanager
+def encoding(loaded: Loaded, frames: torch.Tensor, progress: Progress, tile: int = 0) -> Iterator[Passes]:
+    """Passes through the encoder for pictures like ``frames`` (F, H, W, 3)."""
+    count, rows, columns = frames.shape[:3]
+    with Passes(loaded, "encoder", (count, rows, columns), progress, tile=tile) as passes:
+        yield passes
+
+
+@contextmanager
+def _in_fp32(loaded: Loaded, transfer: Transfer, progress: Progress) -> Iterator[nn.Module]:
+    """The VAE held in fp32, its weights widened on the host; afterwards it has its own again, off the device."""
+    loaded.residency.release("vae")
+    module = loaded.parts.read("vae", progress)
+    masters = {name: tensor.data for name, tensor in _named(module)}
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            for name, tensor in _named(module):
+                tensor.data = transfer.fetched(masters[name])
+        with loaded.residency.hold("vae", 0, progress) as vae:
+            yield vae
+    finally:
+        loaded.residency.release("vae")
+        with torch.inference_mode(False), torch.no_grad():
+            for name, tensor in _named(module):  # by name: accelerate puts other objects in their place
+                tensor.data = masters[name]
+
+
+def _named(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
+
+
+def _own_copy(loaded: Loaded, progress: Progress) -> nn.Module:
+    """A VAE of its own from disk, in fp32 on the CPU: no hook of a residency would let the first one stay there.
+
+    It is not rewritten for the device; only its attention is, since the stock mask of 720p is 20 GB in fp32.
+    """
+    module = loaded.parts.readers["vae"](progress).float()
+    frames_attended(module, _attend)
+    return module
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None, causal: bool = False
+) -> torch.Tensor:
+    return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal)

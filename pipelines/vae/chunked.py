@@ -1,0 +1,207 @@
+"""Causal decoders over a few latent frames at a time, exactly: each layer is given the frames it saw before.
+
+Mochi's and HunyuanVideo 1.5's decoders look back only: their norms are per frame or per voxel, their convolutions are
+padded in front of time, and the one attention (1.5) lets a frame see itself and those before it. So a chunk of frames
+equals its part of the whole as soon as each convolution has its last inputs and the attention its keys and values.
+HunyuanVideo's group norms span time and LTX-Video's convolutions look ahead: neither can be cut so.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ...compat.memory.transfer import Transfer
+from ...compat.transforms.attention_processors import full_name
+from ...compat.transforms.compile import uncompiled
+from ...compat.transforms.conv3d_forms import padded
+
+AUTOENCODERS = "diffusers.models.autoencoders.autoencoder_kl_"
+MOCHI_CONV = f"{AUTOENCODERS}cogvideox.CogVideoXCausalConv3d"
+CONVS = (MOCHI_CONV, f"{AUTOENCODERS}hunyuanvideo15.HunyuanVideo15CausalConv3d")
+UPSAMPLE = f"{AUTOENCODERS}hunyuanvideo15.HunyuanVideo15Upsample"
+ATTENTION = f"{AUTOENCODERS}hunyuanvideo15.HunyuanVideo15AttnBlock"
+CAUSAL = (f"{AUTOENCODERS}mochi.AutoencoderKLMochi", f"{AUTOENCODERS}hunyuanvideo15.AutoencoderKLHunyuanVideo15")
+
+
+def is_causal(vae: nn.Module) -> bool:
+    """Whether the decoder of ``vae`` never looks ahead, so that it can be cut in time exactly."""
+    return full_name(vae) in CAUSAL
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a piece stands in its plane, in cells of the piece: a core, and what is read around it.
+
+    Args:
+        rows, columns: (first, end) of the core. halo: cells read above, below, left and right of it.
+        height, width: of the plane.
+    """
+
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+    halo: tuple[int, int, int, int]
+    height: int
+    width: int
+
+    def read(self, plane: Tensor) -> Tensor:
+        """The core of a plane (..., H, W) with what is around it."""
+        above, below, left, right = self.halo
+        return plane[..., self.rows[0] - above : self.rows[1] + below, self.columns[0] - left : self.columns[1] + right]
+
+    def core(self, piece: Tensor) -> Tensor:
+        """A piece (..., h, w), some whole number of its pixels per cell, without what is around the core."""
+        above, below, left, _ = self.halo
+        rows, columns = self.rows[1] - self.rows[0], self.columns[1] - self.columns[0]
+        grow = piece.shape[-2] // (rows + above + below)
+        return piece[..., above * grow : (above + rows) * grow, left * grow : (left + columns) * grow]
+
+
+@dataclass(slots=True)
+class Past:
+    """What a causal decoder remembers of the frames before, in host memory: whole planes, by layer.
+
+    Args:
+        way: to the device and back. kept: by layer, (1, C, k - 1, H, W) of each convolution, keys and values
+            (1, 2C, T, H, W) of an attention. coming: what the chunk under way leaves for the next.
+        frames: latent frames behind it. place: where the piece that runs stands; None for the whole plane.
+    """
+
+    way: Transfer
+    kept: dict[nn.Module, Tensor] = field(default_factory=dict)
+    coming: dict[nn.Module, Tensor] = field(default_factory=dict)
+    frames: int = 0
+    place: Place | None = None
+
+    def before(self, layer: nn.Module) -> Tensor | None:
+        """What ``layer`` saw last, on the device, for the piece that runs; None for the first frames."""
+        kept = self.kept.get(layer)
+        if kept is None:
+            return None
+        return self.way.sent(kept if self.place is None else self.place.read(kept).contiguous())
+
+    def remember(self, layer: nn.Module, seen: Tensor) -> None:
+        """Keep ``seen`` for the next chunk; of a piece only its core, since what is around it belongs to others."""
+        if self.place is None:
+            self.coming[layer] = self.way.copied(seen.contiguous())
+            return
+        if layer not in self.coming:
+            shape = (*seen.shape[:3], self.place.height, self.place.width)
+            self.coming[layer] = torch.empty(shape, dtype=seen.dtype)
+        (top, bottom), (left, right) = self.place.rows, self.place.columns
+        core = self.place.core(seen).contiguous()
+        self.coming[layer][..., top:bottom, left:right] = self.way.copied(core)
+
+    def commit(self, frames: int) -> None:
+        """The chunk of so many latent frames is done."""
+        for layer, seen in self.coming.items():
+            is_attention = full_name(layer) == ATTENTION and layer in self.kept
+            self.kept[layer] = torch.cat([self.kept[layer], seen], dim=2) if is_attention else seen
+        self.coming, self.frames = {}, self.frames + frames
+
+    def abandon(self) -> None:
+        """The chunk under way failed; the next attempt begins where it began."""
+        self.coming, self.place = {}, None
+
+    def cropped(self, rows: tuple[int, int], columns: tuple[int, int], height: int) -> Past:
+        """What is remembered of a part of the plane, in latent cells of a plane of ``height``."""
+        kept = {}
+        for layer, seen in self.kept.items():
+            grow = seen.shape[-2] // height
+            (top, bottom), (left, right) = rows, columns
+            kept[layer] = seen[..., top * grow : bottom * grow, left * grow : right * grow].clone()
+        return Past(self.way, kept, frames=self.frames)
+
+
+@contextmanager
+def remembering(vae: Any, past: Past) -> Iterator[None]:
+    """Each causal layer of the decoder of ``vae`` takes the frames before from ``past`` and leaves its own there.
+
+    Compiled blocks run as they are, since a graph would hold what is remembered now.
+    """
+    changed: list[tuple[nn.Module, Any]] = []
+    try:
+        for layer in vae.decoder.modules():
+            made = LAYERS.get(full_name(layer))
+            if made is not None:
+                changed.append((layer, vars(layer).get("forward")))
+                layer.forward = types.MethodType(made(past, vars(layer).get("attend")), layer)
+        with uncompiled(vae.decoder):
+            yield
+    finally:
+        for layer, forward in reversed(changed):
+            del layer.forward
+            if forward is not None:
+                layer.forward = forward
+
+
+def _conv(past: Past, _: Any) -> Callable[..., Any]:
+    def forward(layer: Any, x: Tensor, conv_cache: Any = None) -> Any:
+        reach = layer.conv.kernel_size[0] - 1
+        if reach:
+            before = past.before(layer)
+            x = torch.cat([x[:, :, :1].expand(-1, -1, reach, -1, -1) if before is None else before, x], dim=2)
+            past.remember(layer, x[:, :, -reach:])
+        found = layer.conv(padded(x, (*layer.time_causal_padding[:4], 0, 0), layer.pad_mode))
+        return (found, None) if full_name(layer) == MOCHI_CONV else found
+
+    return forward
+
+
+def _upsample(past: Past, _: Any) -> Callable[..., Tensor]:
+    """The first frame of a video becomes one frame, each later one two.
+
+    Source: diffusers ``HunyuanVideo15Upsample.forward``, whose second half this is.
+    """
+
+    def forward(layer: Any, x: Tensor) -> Tensor:
+        if not past.frames or not layer.add_temporal_upsample:
+            found: Tensor = type(layer).forward(layer, x)
+            return found
+        spread = layer._dcae_upsample_rearrange
+        shortcut = spread(x, r1=2, r2=2, r3=2).repeat_interleave(repeats=layer.repeats, dim=1)
+        found = spread(layer.conv(x), r1=2, r2=2, r3=2) + shortcut
+        return found
+
+    return forward
+
+
+def _attention(past: Past, attend: Any) -> Callable[..., Tensor]:
+    """HunyuanVideo 1.5's attention over the frames of this chunk and all before it."""
+    attend = attend or functional.scaled_dot_product_attention
+
+    def forward(layer: Any, x: Tensor) -> Tensor:
+        normed = layer.norm(x)
+        query, own = layer.to_q(normed), torch.cat([layer.to_k(normed), layer.to_v(normed)], dim=1)
+        before = past.before(layer)
+        past.remember(layer, own)
+        key, value = (own if before is None else torch.cat([before, own], dim=2)).chunk(2, dim=1)
+        found, frames = [], x.shape[2]
+        for index in range(frames):
+            seen = key.shape[2] - frames + index + 1
+            found.append(
+                attend(_tokens(query[:, :, index : index + 1]), _tokens(key[:, :, :seen]), _tokens(value[:, :, :seen]))
+            )
+        cells = torch.cat(found, dim=2).squeeze(1).unflatten(1, x.shape[2:]).permute(0, 4, 1, 2, 3)
+        result: Tensor = layer.proj_out(cells) + x
+        return result
+
+    return forward
+
+
+def _tokens(cells: Tensor) -> Tensor:
+    return cells.flatten(2).transpose(1, 2).unsqueeze(1).contiguous()
+
+
+LAYERS: dict[str, Callable[[Past, Any], Callable[..., Any]]] = {
+    **dict.fromkeys(CONVS, _conv),
+    UPSAMPLE: _upsample,
+    ATTENTION: _attention,
+}

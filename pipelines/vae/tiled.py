@@ -1,0 +1,319 @@
+"""One decode as work that can stop and go on: windows of time, regions of a window, chunks of a region.
+
+What is done stays done. When a part finds no room, the next attempt splits only what is left: a region into smaller
+ones that overlap and blend, a chunk of latent frames into shorter ones, a decoder call into a stream of tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...compat.memory.transfer import Transfer
+from ...compat.output_check import Judge, UnsoundError
+from ...compat.transforms.attention_processors import full_name
+from .chunked import AUTOENCODERS, Past, is_causal, remembering
+from .fallback import Attempt
+from .layer_paths import streamed
+from .layerwise import Stream
+
+WINDOWED = f"{AUTOENCODERS}hunyuan_video.AutoencoderKLHunyuanVideo"
+OVERLAP = 0.25  # of a tile, blended into the next one, where nothing else is asked
+MIDDLE = (0.25, 0.75)  # weights at which two tiles are compared: where both count
+Smaller = Callable[[int, str], int]
+
+
+@dataclass(slots=True)
+class Region:
+    """A part of the plane that is decoded by itself, in latent cells.
+
+    Args:
+        weights: how much it counts in the result, per row and per column of pixels; they add up to one everywhere.
+        frames: latent frames that are done. past: what a causal decoder remembers of them.
+    """
+
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+    weights: tuple[Tensor, Tensor] | None = None
+    frames: int = 0
+    past: Past | None = None
+
+    @property
+    def cells(self) -> int:
+        """Latent cells of one frame."""
+        return (self.rows[1] - self.rows[0]) * (self.columns[1] - self.columns[0])
+
+
+@dataclass(slots=True)
+class Window:
+    """Latent frames that are decoded together; upstream's own for HunyuanVideo, else all.
+
+    Args:
+        latents: (1, C, T, h, w) on the host. pending: regions still to be decoded, the next one last.
+        video: (1, 3, F, H, W), fp32, on the host; filled as regions are done. covered: weights so far, (H, W).
+    """
+
+    latents: Tensor
+    pending: list[Region]
+    video: Tensor | None = None
+    covered: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How the work goes on: which VAE is at hand, where it is, and what watches.
+
+    Args:
+        vae: held on the device. transfer: there and back. attempt: which form. time: a timestep on the device.
+        guard: around each call of the decoder, given the part's index and count. judge: of streamed frames, which
+            pass no decoder as a whole. smaller: as :class:`Stream` takes it. check: raises on a cancel.
+    """
+
+    vae: Any
+    transfer: Transfer
+    attempt: Attempt
+    time: Tensor | None = None
+    guard: Callable[[int, int], AbstractContextManager[Any]] = lambda index, count: nullcontext()
+    judge: Judge = lambda video: ""
+    smaller: Smaller = lambda tile, text: 0
+    check: Callable[[], None] = lambda: None
+
+
+@dataclass(slots=True)
+class Work:
+    """One decode of latents (1, C, T, h, w) in the VAE's own space, on the host.
+
+    Args:
+        ratios: pixels per cell, pixel frames per latent frame.
+
+    ``apart`` is the largest difference between two tiles where both count alike, of frames in -1..1.
+    """
+
+    latents: Tensor
+    ratios: tuple[int, int]
+    windows: list[Window] = field(default_factory=list)
+    apart: float = 0.0
+    done: int = 0
+
+    def begin(self) -> None:
+        """Forget what is done."""
+        self.windows, self.apart, self.done = [], 0.0, 0
+
+    def frames(self, way: Way) -> Tensor:
+        """Video (1, 3, F, H, W) in -1..1, fp32, on the host; what an earlier call finished is not done again."""
+        if not self.windows:
+            self.windows = [_whole(part) for part in _windows(way.vae, self.latents)]
+        for window in self.windows:
+            while window.pending:
+                region = window.pending[-1]
+                parts = _split(region, way.attempt, self.ratios[0])
+                if len(parts) > 1:
+                    window.pending[-1:] = parts
+                    continue
+                self._region(window, region, way)
+                window.pending.pop()
+        videos = [window.video for window in self.windows if window.video is not None]
+        return videos[0] if len(videos) == 1 else _joined(way.vae, videos, self._frames(self.latents.shape[2]))
+
+    def _region(self, window: Window, region: Region, way: Way) -> None:
+        """Decode what is left of ``region``; each chunk counts as done once its frames are in the window's video."""
+        latents = window.latents[..., region.rows[0] : region.rows[1], region.columns[0] : region.columns[1]]
+        total, causal = latents.shape[2], is_causal(way.vae)
+        while region.frames < total:
+            many = min(way.attempt.frames or total, total - region.frames) if causal else total
+            part = latents[:, :, region.frames : region.frames + many]
+            if causal and many < total:
+                region.past = region.past or Past(way.transfer)
+                region.past.way = way.transfer
+            with way.guard(*self._share(many * region.cells)):
+                try:
+                    frames = self._decoded(way, part, region.past)
+                except BaseException:
+                    if region.past is not None:
+                        region.past.abandon()
+                    raise
+            self._put(window, region, frames)
+            if region.past is not None:
+                region.past.commit(many)
+            region.frames, self.done = region.frames + many, self.done + 1
+        region.past = None
+
+    def _decoded(self, way: Way, latents: Tensor, past: Past | None) -> Tensor:
+        """Frames of one call, on the host in fp32."""
+        vae, transfer = way.vae, way.transfer
+        with nullcontext() if past is None else remembering(vae, past):
+            if way.attempt.stream:
+                frames = (latents.shape[2]) * self.ratios[1]
+                widths = _widths(vae)
+                patch = int(vae.config.get("patch_size") or 1)
+                elements = max(1, min(widths) * frames // patch**2)
+                stream = Stream(transfer, way.attempt.stream, elements, past=past, smaller=way.smaller, check=way.check)
+                video = streamed(stream, vae, latents, way.time)
+                if fault := way.judge(video):
+                    raise UnsoundError(fault)
+                return video.float()
+            return transfer.fetched(decoder_call(vae, transfer.sent(latents.contiguous()), way.time))
+
+    def _put(self, window: Window, region: Region, frames: Tensor) -> None:
+        """Add the frames of a region's chunk to the window's video, by its weights."""
+        spatial, temporal = self.ratios
+        first = region.frames * temporal - (temporal - 1) if region.frames else 0
+        total = self._frames(window.latents.shape[2])
+        if not region.frames:  # Mochi makes as many frames of the first latent as of the others, and drops the rest
+            frames = frames[:, :, max(0, frames.shape[2] - self._frames(self._made(frames))) :]
+        if window.video is None:
+            height, width = (edge * spatial for edge in window.latents.shape[-2:])
+            if frames.shape[2:] == (total, height, width) and region.weights is None:
+                window.video = frames
+                return
+            window.video = torch.zeros(1, frames.shape[1], total, height, width)
+            window.covered = torch.zeros(height, width)
+        (top, bottom), (left, right) = ((a * spatial, b * spatial) for a, b in (region.rows, region.columns))
+        where = window.video[:, :, first : first + frames.shape[2], top:bottom, left:right]
+        if region.weights is None:
+            where.copy_(frames)
+            return
+        rows, columns = region.weights
+        weight = rows[:, None] * columns
+        assert window.covered is not None
+        covered = window.covered[top:bottom, left:right]
+        self._compare(where, frames, covered)
+        where.add_(frames * weight)
+        if first + frames.shape[2] >= total:
+            covered.add_(weight)
+
+    def _made(self, frames: Tensor) -> int:
+        """Latent frames behind the frames of a first chunk."""
+        return (frames.shape[2] - 1) // self.ratios[1] + 1
+
+    def _compare(self, before: Tensor, frames: Tensor, covered: Tensor) -> None:
+        both = (covered > MIDDLE[0]) & (covered < MIDDLE[1])
+        if bool(both.any()):
+            apart = before[..., both] / covered[both] - frames[..., both]
+            self.apart = max(self.apart, float(apart.abs().max()))
+
+    def _frames(self, latent_frames: int) -> int:
+        return (latent_frames - 1) * self.ratios[1] + 1
+
+    def _share(self, cells: int) -> tuple[int, int]:
+        """Which part the next call is, and about how many there are."""
+        left = sum(region.cells * (w.latents.shape[2] - region.frames) for w in self.windows for region in w.pending)
+        return self.done, self.done + max(1, -(-left // max(1, cells)))
+
+
+def decoder_call(vae: Any, latents: Tensor, time: Tensor | None) -> Tensor:
+    """What the decoder of ``vae`` makes of latents on the device, without upstream's tiles and windows around it."""
+    if getattr(vae, "post_quant_conv", None) is not None:
+        latents = vae.post_quant_conv(latents)
+    found = vae.decoder(latents) if time is None else vae.decoder(latents, time)
+    result: Tensor = found[0] if isinstance(found, tuple) else found
+    return result
+
+
+def windows_of(frames: int, most: int, stride: int) -> list[slice]:
+    """Upstream's windows over ``frames`` latent frames: ``most`` and the one before, every ``stride`` frames.
+
+    The last one is left out where it holds no more than the frame that is cut off it.
+    """
+    if frames <= most:
+        return [slice(0, frames)]
+    starts = range(0, frames, stride)
+    return [slice(start, start + most + 1) for start in starts if start == 0 or start + 1 < frames]
+
+
+def weights_over(edges: list[tuple[int, int]], length: int) -> list[Tensor]:
+    """For parts of a line that overlap, how much each counts per pixel: ramps, which add up to one."""
+    found = torch.zeros(len(edges), length)
+    for index, (first, end) in enumerate(edges):  # a ramp only where something overlaps
+        before = max((e for _, e in edges[:index]), default=first)
+        after = min((f for f, _ in edges[index + 1 :]), default=end)
+        ramp_in, ramp_out = max(0, before - first), max(0, end - after)
+        shape = torch.ones(end - first)
+        if ramp_in:
+            shape[:ramp_in] = torch.minimum(shape[:ramp_in], (torch.arange(ramp_in) + 0.5) / ramp_in)
+        if ramp_out:
+            down = ((torch.arange(ramp_out) + 0.5) / ramp_out).flip(0)
+            shape[-ramp_out:] = torch.minimum(shape[-ramp_out:], down)
+        found[index, first:end] = shape
+    total = found.sum(0)
+    return [found[index, first:end] / total[first:end] for index, (first, end) in enumerate(edges)]
+
+
+def tiles_over(length: int, tile: int, overlap: int) -> list[tuple[int, int]]:
+    """Parts of ``tile`` cells that cover ``length`` cells and overlap by at least ``overlap``."""
+    if length <= tile:
+        return [(0, length)]
+    stride = max(1, tile - overlap)
+    count = -(-(length - tile) // stride) + 1
+    starts = [(length - tile) * index // (count - 1) for index in range(count)]
+    return [(start, start + tile) for start in starts]
+
+
+def _windows(vae: Any, latents: Tensor) -> list[Tensor]:
+    if full_name(vae) != WINDOWED or not vae.use_framewise_decoding:
+        return [latents]
+    ratio = vae.temporal_compression_ratio
+    cuts = windows_of(
+        latents.shape[2], vae.tile_sample_min_num_frames // ratio, vae.tile_sample_stride_num_frames // ratio
+    )
+    return [latents[:, :, cut] for cut in cuts]
+
+
+def _joined(vae: Any, videos: list[Tensor], total: int) -> Tensor:
+    """Windows of upstream's framewise decode, the first frame of each later one cut, faded into one another."""
+    stride = vae.tile_sample_stride_num_frames
+    most = vae.tile_sample_min_num_frames - stride
+    result, before = [videos[0][:, :, : stride + 1]], videos[0]
+    for video in videos[1:]:
+        video = video[:, :, 1:].clone()
+        extent = min(before.shape[2], video.shape[2], most)
+        fade = (torch.arange(extent) / max(1, extent))[:, None, None]
+        if extent:
+            video[:, :, :extent] = before[:, :, -extent:] * (1 - fade) + video[:, :, :extent] * fade
+        result.append(video[:, :, :stride])
+        before = video
+    return torch.cat(result, dim=2)[:, :, :total]
+
+
+def _whole(latents: Tensor) -> Window:
+    height, width = latents.shape[-2:]
+    return Window(latents, [Region((0, height), (0, width))])
+
+
+def _split(region: Region, attempt: Attempt, ratio: int) -> list[Region]:
+    """``region`` in tiles as ``attempt`` wants them, the first one last; itself where it is small enough."""
+    side = max(1, attempt.tile // ratio)
+    height, width = region.rows[1] - region.rows[0], region.columns[1] - region.columns[0]
+    if not attempt.tile or (height <= side and width <= side):
+        return [region]
+    asked = int(attempt.tile * OVERLAP) if attempt.overlap < 0 else attempt.overlap
+    overlap = min(-(-asked // ratio), side - 1)
+    lines = [tiles_over(extent, side, overlap) for extent in (height, width)]
+    whole = region.weights or (torch.ones(height * ratio), torch.ones(width * ratio))
+    own = [
+        [
+            weight * outer[a * ratio : b * ratio]
+            for weight, (a, b) in zip(
+                weights_over([(a * ratio, b * ratio) for a, b in parts], extent * ratio), parts, strict=True
+            )
+        ]
+        for parts, extent, outer in zip(lines, (height, width), whole, strict=True)
+    ]
+    found = []
+    for (top, bottom), by_row in zip(lines[0], own[0], strict=True):
+        for (left, right), by_column in zip(lines[1], own[1], strict=True):
+            past = None if region.past is None else region.past.cropped((top, bottom), (left, right), height)
+            rows = top + region.rows[0], bottom + region.rows[0]
+            columns = left + region.columns[0], right + region.columns[0]
+            found.append(Region(rows, columns, (by_row, by_column), region.frames, past))
+    return found[::-1]
+
+
+def _widths(vae: Any) -> tuple[int, ...]:
+    config = vae.config
+    return tuple(config.get("decoder_block_out_channels") or config.get("block_out_channels") or (128,))
