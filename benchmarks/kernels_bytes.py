@@ -283,7 +283,7 @@ def launched_on_meta() -> Iterator[None]:
 
 def counted(case: Case, fused: bool, safe: bool = False) -> Bytes:
     """The bytes of one call of the block, in bf16, or under safe fp16 with an fp32 residual."""
-    from anygpu.compat.transforms import fused
+    from anygpu.compat.transforms.fused import fuse
     from anygpu.compat.transforms.fp16 import apply_fp16_safe
 
     model = nn.Module()
@@ -299,7 +299,7 @@ def counted(case: Case, fused: bool, safe: bool = False) -> Bytes:
         block.to("meta")
         given = {name: _widened(value) for name, value in given.items()}
     if fused:
-        found = fused.fuse(model)
+        found = fuse(model)
         if found.left and not safe:
             raise RuntimeError(f"{case.name}: not rewritten: {dict(found.left)}")
         case.prepare(block)

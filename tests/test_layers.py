@@ -26,7 +26,7 @@ OURS = {"compat", "kernels", "pipelines", "paint", "host", "nodes", "showcase", 
 MAY_IMPORT: dict[str, set[str]] = {  # room -> rooms of ours; the longest prefix wins
     "kernels": {"kernels"},
     "compat": {"compat"},
-    "compat/rewrites": {"compat", "kernels"},
+    "compat/transforms": {"compat", "kernels"},
     "pipelines": {"compat", "pipelines"},
     "paint": {"compat", "paint"},
     "host": {"compat", "pipelines", "paint", "host"},

@@ -101,7 +101,7 @@ def test_the_table_is_a_picture_with_room_for_every_line(machine):
     picture = report.drawn(shown)
     assert picture.shape[0] == 1
     assert picture.shape[2:] == (1600, 3)
-    assert picture.shape[1] > 18 * sum(len(lines) for _, lines in report.sections)
+    assert picture.shape[1] > 18 * sum(len(lines) for _, lines in shown.sections)
     assert picture.min() >= 0
     assert 0.8 < picture.max() <= 1, "there is writing on it"
     for left, right in ((0, 16), (1590, 1600)):

@@ -33,7 +33,8 @@ from anygpu.pipelines.memory.estimates import Size, forecast
 from paint import stored
 
 WEB = Path(__file__).resolve().parent.parent / "web"
-STOOD_IN = ("routes", "outlook", "panel", "runs", "folders", "memory", "kept", "model_files", "painting")
+STOOD_IN = ("server", "folders", "memory_manager", "recovery", "model_files", "painting")
+SERVER = ("routes", "forecast", "panel", "runs")
 TRAVERSALS = [
     "../../etc/passwd",
     "..\\..\\secret",
@@ -122,7 +123,7 @@ def pack(tmp_path, monkeypatch) -> Iterator[Pack]:
     forget(host)
     for name, module in stand_ins.items():
         monkeypatch.setitem(sys.modules, name, module)
-    vars(host).update(memory=memory, kept=kept, model_files=files, painting=paint)
+    vars(host).update(memory_manager=memory, recovery=kept, model_files=files, painting=paint)
     yield Pack(
         routes=importlib.import_module("anygpu.host.server.routes"),
         runs=importlib.import_module("anygpu.host.server.runs"),
@@ -139,6 +140,8 @@ def chosen_files(models: Path, task: str, **names: str) -> Files:
 
 def forget(host: ModuleType) -> None:
     """Let the next import read the modules anew; `from . import` asks the package before ``sys.modules``."""
+    for name in SERVER:
+        sys.modules.pop(f"anygpu.host.server.{name}", None)
     for name in STOOD_IN:
         sys.modules.pop(f"anygpu.host.{name}", None)
         vars(host).pop(name, None)

@@ -63,7 +63,7 @@ def test_extensions_load_their_helpers_only_when_they_are_needed(path):
 
 @script
 def test_a_script_asks_only_routes_that_exist(path):
-    routes = (ROOT / "host" / "routes.py").read_text(encoding="utf-8")
+    routes = (ROOT / "host" / "server" / "routes.py").read_text(encoding="utf-8")
     for asked in re.findall(r'\bask\("([^"]+)"', path.read_text(encoding="utf-8")):
         assert f'"{asked}"' in routes, asked
 

@@ -83,9 +83,9 @@ def gguf_file(path: Path, tensors: dict[str, torch.Tensor], codec: str) -> dict[
     writer = gguf.GGUFWriter(str(path), "tiny")
     for name, tensor in tensors.items():
         if wide("", name, tensor):
-            packed = gguf.quants.quantize(tensor.numpy(), kind)
-            writer.add_tensor(name, packed, raw_dtype=kind)
-            worth[name] = torch.from_numpy(gguf.quants.dequantize(packed, kind))
+            blocks = gguf.quants.quantize(tensor.numpy(), kind)
+            writer.add_tensor(name, blocks, raw_dtype=kind)
+            worth[name] = torch.from_numpy(gguf.quants.dequantize(blocks, kind))
         elif tensor.ndim > 4:
             writer.add_array(f"comfy.gguf.orig_shape.{name}", list(tensor.shape))
             writer.add_tensor(name, tensor.flatten(1).numpy())
@@ -123,10 +123,10 @@ def test_packed_files_are_worth_what_they_say(tiny_folder, tmp_path, model, way)
         load(LoadRequest(path, base, device="cpu", files=Files({"transformer": path}), **image)).parts["transformer"]
         for path in (file, tmp_path / "worth.safetensors")
     ]
-    packed = {name: owner for name, owner in found[0].named_modules() if isinstance(owner, packed.StoredLinear)}
-    assert len(packed) > 8 and not packed.is_packed(found[1])
+    layers = {name: owner for name, owner in found[0].named_modules() if isinstance(owner, packed.StoredLinear)}
+    assert len(layers) > 8 and not packed.is_packed(found[1])
     dense = dict(found[1].named_modules())
-    assert all(torch.equal(owner.weight, dense[name].weight) for name, owner in packed.items())
+    assert all(torch.equal(owner.weight, dense[name].weight) for name, owner in layers.items())
     ours, theirs = found[0].state_dict(), found[1].state_dict()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours.keys() & theirs.keys())
 
@@ -185,8 +185,8 @@ def test_weights_are_kept_as_chosen_and_come_back(tiny_folder, tmp_path, choice,
     kept = load(LoadRequest(model, device="cpu", precision="fp32", weights=choice, text_weights=choice))
     for part in ("transformer", "text_encoder"):
         module, dense = kept.parts[part], plain.parts[part]
-        packed = [owner for owner in module.modules() if isinstance(owner, packed.StoredLinear)]
-        assert packed and {owner.stored.element_size() for owner in packed} == {size}
+        stored = [owner for owner in module.modules() if isinstance(owner, packed.StoredLinear)]
+        assert stored and {owner.stored.element_size() for owner in stored} == {size}
         reference = dict(dense.named_modules())
         for name, owner in module.named_modules():
             if isinstance(owner, packed.StoredLinear):
