@@ -283,8 +283,8 @@ def launched_on_meta() -> Iterator[None]:
 
 def counted(case: Case, fused: bool, safe: bool = False) -> Bytes:
     """The bytes of one call of the block, in bf16, or under safe fp16 with an fp32 residual."""
-    from anygpu.compat.transforms.fused import fuse
     from anygpu.compat.transforms.fp16 import apply_fp16_safe
+    from anygpu.compat.transforms.fused import fuse
 
     model = nn.Module()
     with torch.device("meta"):
