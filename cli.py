@@ -51,13 +51,13 @@ class Printed:
     def check(self) -> None:
         """Nothing: Ctrl+C raises by itself."""
 
-    def say(self, text: str) -> None:
+    def notify(self, text: str) -> None:
         """A line of its own."""
         print(f"\r{text.ljust(self._length)}", file=sys.stderr)
 
     def cost(self, text: str) -> None:
         """What a stage cost in memory and time."""
-        self.say(text)
+        self.notify(text)
 
 
 def report(arguments: argparse.Namespace) -> int:
@@ -84,7 +84,7 @@ def _kernels(arguments: argparse.Namespace) -> int:
         total, decoder = sum(sites.values()), fused_vae.PUBLISHED[family]
         print(f"{family}: {total} sites in the published transformer: {kinds}; {decoder} in the VAE's decoder")
     wrong = 0
-    for one in fused.kernel_trials(facts.device):
+    for one in fused.kernel_self_tests(facts.device):
         print(one, flush=True)
         wrong += not one.right
     return 1 if wrong else 0
@@ -140,18 +140,18 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float]:
         speed=_speed(arguments),
     )
     with torch.no_grad(), request.speed.traced():
-        loaded = _adapted(load(request, progress), arguments, progress)
-        loaded = with_step_cache(loaded, arguments.step_cache, step_cache.StepCacheSettings())
-        for note in loaded.notes:
-            progress.say(note)
-        image, pictures = _images(loaded, arguments, progress)
+        pipeline = _adapted(load(request, progress), arguments, progress)
+        pipeline = with_step_cache(pipeline, arguments.step_cache, step_cache.StepCacheSettings())
+        for note in pipeline.notes:
+            progress.notify(note)
+        image, pictures = _images(pipeline, arguments, progress)
         prompt = stages.encode_prompt(
-            loaded,
+            pipeline,
             PromptRequest(
                 arguments.prompt,
                 arguments.negative,
                 sections=tuple(arguments.section_prompt),
-                image=pictures if "image" in stages.family_named(loaded.family).FAMILY.effective else None,
+                image=pictures if "image" in stages.family_named(pipeline.family).FAMILY.effective else None,
             ),
             progress,
         )
@@ -167,25 +167,25 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float]:
             shift=arguments.shift,
             scheduler=arguments.scheduler,
             denoise=arguments.denoise,
-            latents=_start(loaded, arguments, progress),
+            latents=_start(pipeline, arguments, progress),
         )
-        if loaded.family == "framepack":
+        if pipeline.family == "framepack":
             if image is None:
                 raise InputError("no image for FramePack", expected="a start image", fix="Add --image FILE.")
             framepack = FramePackSettings(arguments.seconds, arguments.window)
-            latents = stages.sample_framepack(loaded, prompt, image, chosen, framepack, progress)
+            latents = stages.sample_framepack(pipeline, prompt, image, chosen, framepack, progress)
         else:
-            latents = stages.sample(loaded, prompt, image, chosen, progress)
-        return stages.decode(loaded, latents, progress, arguments.decode), latents.fps
+            latents = stages.sample(pipeline, prompt, image, chosen, progress)
+        return stages.decode(pipeline, latents, progress, arguments.decode), latents.fps
 
 
-def _adapted(loaded: Any, arguments: argparse.Namespace, progress: Any) -> Any:
+def _adapted(pipeline: Any, arguments: argparse.Namespace, progress: Any) -> Any:
     """The pipeline with each ``--lora``, in turn."""
     from .pipelines.loading.lora import named, with_lora
 
     for text in arguments.lora:
-        loaded = with_lora(loaded, *named(text), "separate", progress)
-    return loaded
+        pipeline = with_lora(pipeline, *named(text), "separate", progress)
+    return pipeline
 
 
 def _speed(arguments: argparse.Namespace) -> Any:
@@ -222,7 +222,7 @@ def main(words: Sequence[str] | None = None) -> int:
     return code
 
 
-def _images(loaded: Any, arguments: argparse.Namespace, progress: Any) -> tuple[Any, Any]:
+def _images(pipeline: Any, arguments: argparse.Namespace, progress: Any) -> tuple[Any, Any]:
     """The image condition of ``--image`` and ``--end-image``, and the start picture itself."""
     from .pipelines import stages
     from .pipelines.base import ImageRequest
@@ -235,7 +235,7 @@ def _images(loaded: Any, arguments: argparse.Namespace, progress: Any) -> tuple[
         pictures, _ = read_frames(Path(path))
         start = pictures if start is None else start
         request = ImageRequest(pictures, arguments.width, arguments.height, frame, 1.0, None, condition, arguments.seed)
-        condition = stages.encode_image(loaded, request, arguments.fit, progress)
+        condition = stages.encode_image(pipeline, request, arguments.fit, progress)
     return condition, start
 
 
@@ -256,7 +256,7 @@ def _memory(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _start(loaded: Any, arguments: argparse.Namespace, progress: Any) -> Any:
+def _start(pipeline: Any, arguments: argparse.Namespace, progress: Any) -> Any:
     """The latents of ``--video``; None without one."""
     from .pipelines import stages
     from .pipelines.movie import read_frames
@@ -264,7 +264,7 @@ def _start(loaded: Any, arguments: argparse.Namespace, progress: Any) -> Any:
     if arguments.video is None:
         return None
     frames, _ = read_frames(Path(arguments.video))
-    return stages.encode_video(loaded, frames, arguments.width, arguments.height, "crop", arguments.seed, progress)
+    return stages.encode_video(pipeline, frames, arguments.width, arguments.height, "crop", arguments.seed, progress)
 
 
 def _path(text: str | None) -> Path | None:

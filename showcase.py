@@ -17,7 +17,7 @@ import torch
 from .compat.device.facts import facts_for
 from .paint import demo
 from .pipelines import stages, tiny
-from .pipelines.base import FramePackSettings, ImageRequest, Latents, Loaded, PromptRequest, SampleSettings, Silent
+from .pipelines.base import FramePackSettings, ImageRequest, Latents, Pipeline, PromptRequest, SampleSettings, Silent
 from .pipelines.grid import snap
 from .pipelines.loading.folder import LoadRequest, load
 from .pipelines.movie import read_frames, write_mp4
@@ -99,7 +99,7 @@ CLIPS: dict[str, Clip] = {
 }
 
 
-def run(folder: Path, say: Callable[[str], None]) -> int:
+def run(folder: Path, notify: Callable[[str], None]) -> int:
     """Fill ``folder`` with a clip per family, a contact sheet and a report; 0 when every check held.
 
     Args:
@@ -112,62 +112,64 @@ def run(folder: Path, say: Callable[[str], None]) -> int:
     strips, failed = [], 0
     for family, clip in CLIPS.items():
         began = time.monotonic()
-        loaded, frames, checks = _shown(family, clip, folder)
+        pipeline, frames, checks = _shown(family, clip, folder)
         strips.append(frames)
         wrong, verdict = _verdict(checks)
         failed += wrong
-        say(f"{family}: {folder / f'{family}.mp4'}, {len(checks)} checks, {verdict}, {time.monotonic() - began:.1f} s")
-        lines.append(_section(family, loaded.notes, checks))
+        notify(
+            f"{family}: {folder / f'{family}.mp4'}, {len(checks)} checks, {verdict}, {time.monotonic() - began:.1f} s"
+        )
+        lines.append(_section(family, pipeline.notes, checks))
     began, checks = time.monotonic(), demo.show(folder)
     wrong, verdict = _verdict(checks)
     failed += wrong
     said = f"{folder / 'torus.glb'}, torus_turntable.png, {len(checks)} checks, {verdict}"
-    say(f"paint: {said}, {time.monotonic() - began:.1f} s")
+    notify(f"paint: {said}, {time.monotonic() - began:.1f} s")
     lines.append(_section("paint", ("A torus baked from six synthetic pictures, no model needed.",), checks))
     sheet = _contact_sheet(strips, folder / "contact_sheet.png")
     (folder / "report.md").write_text("\n".join(lines), encoding="utf-8")
-    say(f"pictures of every clip: {sheet}; what was decided: {folder / 'report.md'}")
-    say(f"{time.monotonic() - started:.0f} s, {failed} checks failed")
+    notify(f"pictures of every clip: {sheet}; what was decided: {folder / 'report.md'}")
+    notify(f"{time.monotonic() - started:.0f} s, {failed} checks failed")
     return 1 if failed else 0
 
 
-def _shown(family: str, clip: Clip, folder: Path) -> tuple[Loaded, torch.Tensor, dict[str, tuple[bool, str]]]:
+def _shown(family: str, clip: Clip, folder: Path) -> tuple[Pipeline, torch.Tensor, dict[str, tuple[bool, str]]]:
     """The pipeline, the clip's frames, and each check's result with its figure."""
     models = folder / "models"
     paths = [tiny.build(name, models) for name in clip.checkpoints]
     base, encoder = (paths[1], paths[2]) if clip.pictured else (None, None)
-    loaded = load(LoadRequest(paths[0], base, encoder, precision="fp32", device="cpu"))
+    pipeline = load(LoadRequest(paths[0], base, encoder, precision="fp32", device="cpu"))
     inputs = Inputs(picture=_picture(0) if clip.pictured else None)
-    frames, latents = _rendered(loaded, clip, inputs)
+    frames, latents = _rendered(pipeline, clip, inputs)
     path = write_mp4(frames, latents.fps, folder / f"{family}.mp4")
     return (
-        loaded,
+        pipeline,
         frames,
         {
             "equals the bare diffusers pipeline": _near(frames, _bare(clip, models, inputs)[: frames.shape[0]]),
-            **_changes(loaded, clip, inputs, frames),
-            "file has the asked size, frames and rate": _as_asked(loaded, clip, path),
+            **_changes(pipeline, clip, inputs, frames),
+            "file has the asked size, frames and rate": _as_asked(pipeline, clip, path),
         },
     )
 
 
-def _rendered(loaded: Loaded, clip: Clip, inputs: Inputs) -> tuple[torch.Tensor, Latents]:
+def _rendered(pipeline: Pipeline, clip: Clip, inputs: Inputs) -> tuple[torch.Tensor, Latents]:
     """Frames and latents through the functions that the nodes call."""
     progress = Silent()
     with torch.no_grad():
         image = None
         if inputs.picture is not None:
-            image = stages.encode_image(loaded, ImageRequest(inputs.picture, WIDTH, HEIGHT), "crop", progress)
-        prompt = stages.encode_prompt(loaded, PromptRequest(inputs.prompt, inputs.negative), progress)
+            image = stages.encode_image(pipeline, ImageRequest(inputs.picture, WIDTH, HEIGHT), "crop", progress)
+        prompt = stages.encode_prompt(pipeline, PromptRequest(inputs.prompt, inputs.negative), progress)
         settings = SampleSettings(
             WIDTH, HEIGHT, clip.frames, clip.steps, inputs.seed, clip.fps, clip.guidance, clip.cfg
         )
         if image is not None:
             framepack = FramePackSettings(clip.frames / clip.fps, clip.window)
-            latents = stages.sample_framepack(loaded, prompt, image, settings, framepack, progress)
+            latents = stages.sample_framepack(pipeline, prompt, image, settings, framepack, progress)
         else:
-            latents = stages.sample(loaded, prompt, None, settings, progress)
-        return stages.decode(loaded, latents, progress), latents
+            latents = stages.sample(pipeline, prompt, None, settings, progress)
+        return stages.decode(pipeline, latents, progress), latents
 
 
 def _bare(clip: Clip, models: Path, inputs: Inputs) -> torch.Tensor:
@@ -192,7 +194,7 @@ def _bare(clip: Clip, models: Path, inputs: Inputs) -> torch.Tensor:
     return torch.from_numpy(video)
 
 
-def _changes(loaded: Loaded, clip: Clip, inputs: Inputs, frames: torch.Tensor) -> dict[str, tuple[bool, str]]:
+def _changes(pipeline: Pipeline, clip: Clip, inputs: Inputs, frames: torch.Tensor) -> dict[str, tuple[bool, str]]:
     """Whether another prompt, negative, seed and picture each give another clip."""
     others = {
         "prompt": replace(inputs, prompt="a blue whale dives under ice"),
@@ -203,7 +205,7 @@ def _changes(loaded: Loaded, clip: Clip, inputs: Inputs, frames: torch.Tensor) -
         others["image"] = replace(inputs, picture=_picture(1))
     found = {}
     for name, other in others.items():
-        difference = float((_rendered(loaded, clip, other)[0] - frames).abs().max())
+        difference = float((_rendered(pipeline, clip, other)[0] - frames).abs().max())
         found[f"changes with the {name}"] = (difference > CHANGED, f"largest change {difference:.3f}")
     return found
 
@@ -215,8 +217,8 @@ def _near(frames: torch.Tensor, reference: torch.Tensor) -> tuple[bool, str]:
     return difference <= EQUAL, f"largest difference {difference:.1e}, allowed {EQUAL:.0e}"
 
 
-def _as_asked(loaded: Loaded, clip: Clip, path: Path) -> tuple[bool, str]:
-    size = snap(stages.family_named(loaded.family).FAMILY, WIDTH, HEIGHT, clip.frames)
+def _as_asked(pipeline: Pipeline, clip: Clip, path: Path) -> tuple[bool, str]:
+    size = snap(stages.family_named(pipeline.family).FAMILY, WIDTH, HEIGHT, clip.frames)
     frames, rate = read_frames(path)
     asked = (size.frames, size.height, size.width, clip.fps)
     found = (*frames.shape[:3], rate)

@@ -37,17 +37,17 @@ def clips(model: Path, arguments: argparse.Namespace):
     settings = SampleSettings(arguments.width, arguments.height, arguments.frames, arguments.steps, SEED)
     for name, (kernels, compiled) in FORMS.items():
         speed = SpeedRequest(kernels, CompileSettings() if compiled else None)
-        loaded = load(LoadRequest(model, device=arguments.device, speed=speed))
+        pipeline = load(LoadRequest(model, device=arguments.device, speed=speed))
         with torch.no_grad():
-            prompt = stages.encode_prompt(loaded, PromptRequest(PROMPT), Silent())
-            loaded.parts.read("transformer")
-            loaded.parts.read("vae")
+            prompt = stages.encode_prompt(pipeline, PromptRequest(PROMPT), Silent())
+            pipeline.parts.read("transformer")
+            pipeline.parts.read("vae")
 
-        def one(loaded=loaded, prompt=prompt):
+        def one(pipeline=pipeline, prompt=prompt):
             with torch.no_grad():
-                return stages.decode(loaded, stages.sample(loaded, prompt, None, settings, Silent()), Silent())
+                return stages.decode(pipeline, stages.sample(pipeline, prompt, None, settings, Silent()), Silent())
 
-        yield name, one, loaded
+        yield name, one, pipeline
 
 
 def seconds(call) -> float:
@@ -62,9 +62,9 @@ def rows(model: Path, arguments: argparse.Namespace):
     from anygpu.pipelines.measured import known_as
 
     made, says, warm = {}, {}, {}
-    for name, one, loaded in clips(model, arguments):
+    for name, one, pipeline in clips(model, arguments):
         warm[name] = seconds(one)
-        made[name], says[name] = one, loaded.speed.line(loaded.family)
+        made[name], says[name] = one, pipeline.speed.line(pipeline.family)
     spent = {name: [] for name in made}
     for _ in range(arguments.rounds):
         for name in random.sample(list(made), len(made)):
@@ -73,8 +73,8 @@ def rows(model: Path, arguments: argparse.Namespace):
     for name in made:
         gain, cost = middle["neither"] - middle[name], warm[name] - middle[name]
         yield machine() | {
-            "device": known_as(loaded.facts),
-            "family": loaded.family,
+            "device": known_as(pipeline.facts),
+            "family": pipeline.family,
             "model": model.name,
             "form": name,
             "clip_s": round(middle[name], 3),

@@ -274,7 +274,7 @@ def liger(forms: dict[str, Form], skipped: dict[str, str], module: str, name: st
 
 def exactly(reference: Callable[..., Any], *terms: Any) -> Callable[[], Any]:
     """The reference on fp64 copies of ``terms``."""
-    from anygpu.kernels.trials import _moved
+    from anygpu.kernels.self_tests import _moved
 
     return lambda: reference(*_moved(terms, lambda t: t.double()))
 

@@ -62,8 +62,8 @@ def theirs_fp32(path: Path) -> dict[str, torch.Tensor]:
 
 
 def theirs_fp32_whole(path: Path) -> dict[str, torch.Tensor]:
-    loaded = load_file(path)
-    return {name: tensor.float() for name, tensor in loaded.items()}
+    pipeline = load_file(path)
+    return {name: tensor.float() for name, tensor in pipeline.items()}
 
 
 def on_device(path: Path) -> dict[str, torch.Tensor]:

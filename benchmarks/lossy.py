@@ -81,19 +81,19 @@ def products(transformer: nn.Module, sums_in_fp16: bool) -> Iterator[None]:
             del leaf.forward
 
 
-def rows(name: str, loaded, size: tuple[int, int, int]):
+def rows(name: str, pipeline, size: tuple[int, int, int]):
     """A row for each lossy choice of one pipeline."""
     from anygpu.compat.transforms.attention_processors import attended
 
-    transformer = loaded.parts.read("transformer")
-    plain = clip(loaded, *size)[0]
+    transformer = pipeline.parts.read("transformer")
+    plain = clip(pipeline, *size)[0]
     back = attended(transformer, int8_attention)
-    quick = clip(loaded, *size)[0]
+    quick = clip(pipeline, *size)[0]
     back()
     with products(transformer, False):
-        wide = clip(loaded, *size)[0]
+        wide = clip(pipeline, *size)[0]
     with products(transformer, True):
-        narrow = clip(loaded, *size)[0]
+        narrow = clip(pipeline, *size)[0]
     for choice, found, expected in (("int8 attention", quick, plain), ("fp16 accumulation", narrow, wide)):
         if torch.equal(found, expected):
             raise RuntimeError(f"{name}: {choice} changed nothing")
@@ -115,15 +115,15 @@ def main() -> int:
     torch.set_num_threads(1)
     keep = (lambda _, found: [print(row) for row in found]) if asked.dry else append
     if asked.model:
-        loaded = load(LoadRequest(asked.model, precision="fp32", device="cpu"))
-        keep("lossy", rows(asked.model.name, loaded, (0, 0, 0)))
+        pipeline = load(LoadRequest(asked.model, precision="fp32", device="cpu"))
+        keep("lossy", rows(asked.model.name, pipeline, (0, 0, 0)))
         return 0
     with tempfile.TemporaryDirectory() as folder:
         for family in asked.families:
             paths = [tiny.build(checkpoint, Path(folder)) for checkpoint in CHECKPOINTS[family]]
             base, encoder = paths[1:] if len(paths) == 3 else (None, None)
-            loaded = load(LoadRequest(paths[0], base, encoder, precision="fp32", device="cpu"))
-            keep("lossy", rows(f"tiny {family}", loaded, (64, 64, FRAMES.get(family, 5))))
+            pipeline = load(LoadRequest(paths[0], base, encoder, precision="fp32", device="cpu"))
+            keep("lossy", rows(f"tiny {family}", pipeline, (64, 64, FRAMES.get(family, 5))))
     return 0
 
 

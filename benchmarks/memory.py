@@ -40,12 +40,12 @@ def runs(family: str, folder: Path) -> list[dict[str, Any]]:
     found = []
     for mode in MODE_ORDER:
         with accelerator.fresh() as device:
-            loaded = fitting.heavy(family, folder, device, mode)
-            fitting.run(loaded)
-            cost, account = fitting.peak(loaded), loaded.residency.account
-            said = forecast(loaded, fitting.size_of(family)).peak
-            weights = sum(part.total for part in loaded.weights.values())
-            seconds = sum(stage.seconds for stage in account.stages)
+            pipeline = fitting.heavy(family, folder, device, mode)
+            fitting.run(pipeline)
+            cost, memory_stats = fitting.peak(pipeline), pipeline.offloader.memory_stats
+            said = forecast(pipeline, fitting.size_of(family)).peak
+            weights = sum(part.total for part in pipeline.weights.values())
+            seconds = sum(stage.seconds for stage in memory_stats.stages)
             found.append(
                 {
                     **machine(),
@@ -55,12 +55,12 @@ def runs(family: str, folder: Path) -> list[dict[str, Any]]:
                     "peak_bytes": cost,
                     "forecast_bytes": said,
                     "forecast_ratio": round(said / cost, 3),
-                    "moved_bytes": account.moved_bytes,
+                    "moved_bytes": memory_stats.moved_bytes,
                     "to_host_bytes": accelerator.traffic().to_host_bytes,
-                    "time_ratio": round(seconds / max(seconds - account.moving_seconds, 1e-9), 3),
+                    "time_ratio": round(seconds / max(seconds - memory_stats.moving_seconds, 1e-9), 3),
                 }
             )
-            fitting.forget(loaded)
+            fitting.forget(pipeline)
     return found
 
 
@@ -98,20 +98,20 @@ def bare(folder: Path) -> list[dict[str, Any]]:
             del pipe
     for mode in MODE_ORDER:
         with accelerator.fresh() as device:
-            loaded = fitting.heavy("ltx", folder, device, mode)
+            pipeline = fitting.heavy("ltx", folder, device, mode)
             before = accelerator.traffic()
-            fitting.run(loaded)
+            fitting.run(pipeline)
             traffic = accelerator.traffic()
             found.append(
                 {
                     **machine(),
                     "way": f"AnyGPU, {mode}",
-                    "peak_bytes": fitting.peak(loaded),
+                    "peak_bytes": fitting.peak(pipeline),
                     "to_device_bytes": traffic.to_device_bytes - before.to_device_bytes,
                     "to_host_bytes": traffic.to_host_bytes - before.to_host_bytes,
                 }
             )
-            fitting.forget(loaded)
+            fitting.forget(pipeline)
     return found
 
 
@@ -119,14 +119,14 @@ def forms(family: str, folder: Path) -> list[dict[str, Any]]:
     """Each form of decode: its peak, and the largest difference to the whole, of 255."""
     found, whole = [], None
     with accelerator.fresh() as device:
-        loaded = load(LoadRequest(tiny.build(family, folder), precision="fp32", offload="model", device=device))
-        latents = latents_for(loaded)
+        pipeline = load(LoadRequest(tiny.build(family, folder), precision="fp32", offload="model", device=device))
+        latents = latents_for(pipeline)
         for form in FORMS:
             if form.method == "chunked" and family not in ("mochi", "hunyuan_video_15"):
                 continue
             accelerator.reset_peak()
             with torch.no_grad():
-                frames = stages.decode(loaded, latents, Silent(), form=form)
+                frames = stages.decode(pipeline, latents, Silent(), form=form)
             whole = frames if whole is None else whole
             found.append(
                 {
@@ -141,12 +141,12 @@ def forms(family: str, folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def latents_for(loaded: Any, side: int = 128, frames: int = 4) -> Latents:
+def latents_for(pipeline: Any, side: int = 128, frames: int = 4) -> Latents:
     """Random latents of a square video."""
-    spatial, temporal = stages.family_named(loaded.family).ratios(loaded)
-    shape = (1, int(loaded.configs["vae"].get("latent_channels", 16)), frames, side // spatial, side // spatial)
+    spatial, temporal = stages.family_named(pipeline.family).ratios(pipeline)
+    shape = (1, int(pipeline.configs["vae"].get("latent_channels", 16)), frames, side // spatial, side // spatial)
     samples = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    return Latents(samples, loaded.family, "text", (frames - 1) * temporal + 1, side, side, 24.0, 0)
+    return Latents(samples, pipeline.family, "text", (frames - 1) * temporal + 1, side, side, 24.0, 0)
 
 
 def _diffusers(folder: Path) -> Any:

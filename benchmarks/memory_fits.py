@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from anygpu.compat.device.vae_policy import Form  # noqa: E402
 from anygpu.pipelines import stages  # noqa: E402
-from anygpu.pipelines.base import FramePackSettings, ImageRequest, Loaded, PromptRequest, SampleSettings, Silent  # noqa: E402
+from anygpu.pipelines.base import FramePackSettings, ImageRequest, Pipeline, PromptRequest, SampleSettings, Silent  # noqa: E402
 from anygpu.pipelines.memory import estimates  # noqa: E402
 from anygpu.pipelines.memory.estimates import Size  # noqa: E402
 from simulated import accelerator, fitting  # noqa: E402
@@ -56,42 +56,42 @@ def measured(family: str, folder: Path) -> list[dict[str, Any]]:
     for index, (width, height, frames) in enumerate(SIZES[family]):
         for guided, words in ((False, PROMPTS[index % 2]), (True, PROMPTS[(index + 1) % 2])):
             with accelerator.fresh() as device:
-                loaded = fitting.heavy(family, folder, device, "model")
+                pipeline = fitting.heavy(family, folder, device, "model")
                 size = Size(width, height, frames, guided, 2)
-                found += [{**machine(), "family": family, **row} for row in _stages(loaded, size, words)]
-                fitting.forget(loaded)
+                found += [{**machine(), "family": family, **row} for row in _stages(pipeline, size, words)]
+                fitting.forget(pipeline)
     return found
 
 
-def _stages(loaded: Loaded, size: Size, words: str) -> list[dict[str, Any]]:
+def _stages(pipeline: Pipeline, size: Size, words: str) -> list[dict[str, Any]]:
     """The rows of one run."""
     settings = SampleSettings(size.width, size.height, size.frames, steps=2, cfg=2.0 if size.guided else 1.0)
     progress, image = Silent(), None
     with torch.no_grad():
-        prompt = stages.encode_prompt(loaded, PromptRequest(words, "blurry"), progress)
-        if loaded.family == "framepack":
+        prompt = stages.encode_prompt(pipeline, PromptRequest(words, "blurry"), progress)
+        if pipeline.family == "framepack":
             picture = torch.rand(1, size.height, size.width, 3, generator=torch.Generator().manual_seed(0))
-            image = stages.encode_image(loaded, ImageRequest(picture, size.width, size.height), "stretch", progress)
+            image = stages.encode_image(pipeline, ImageRequest(picture, size.width, size.height), "stretch", progress)
             framepack = FramePackSettings(size.frames / 30, window=size.window)
-            latents = stages.sample_framepack(loaded, prompt, image, settings, framepack, progress)
+            latents = stages.sample_framepack(pipeline, prompt, image, settings, framepack, progress)
         else:
-            latents = stages.sample(loaded, prompt, image, settings, progress)
-        for form in FORMS if loaded.family not in SAME_VAE else ():
-            if form.method != "chunked" or loaded.family in ("mochi", "hunyuan_video_15"):
-                stages.decode(loaded, latents, progress, form=form)
-    costs = [(cost.stage, cost.peak_bytes) for cost in loaded.residency.account.stages if cost.stage != "image"]
+            latents = stages.sample(pipeline, prompt, image, settings, progress)
+        for form in FORMS if pipeline.family not in SAME_VAE else ():
+            if form.method != "chunked" or pipeline.family in ("mochi", "hunyuan_video_15"):
+                stages.decode(pipeline, latents, progress, form=form)
+    costs = [(cost.stage, cost.peak_bytes) for cost in pipeline.offloader.memory_stats.stages if cost.stage != "image"]
     size = replace(size, text=stages.tokens_in(prompt))
-    wide, plain = estimates.decoding_terms(loaded, size)
+    wide, plain = estimates.decoding_terms(pipeline, size)
     text = max(
-        (part for part in loaded.weights if part.startswith("text_encoder")),
-        key=lambda part: loaded.weights[part].total + estimates.text_bytes(loaded, part),
+        (part for part in pipeline.weights if part.startswith("text_encoder")),
+        key=lambda part: pipeline.weights[part].total + estimates.text_bytes(pipeline, part),
     )
     terms = (
-        ("text", text, (estimates.text_term(loaded, text), 0)),
-        ("sampling", "transformer", estimates.sampling_terms(loaded, size)),
+        ("text", text, (estimates.text_term(pipeline, text), 0)),
+        ("sampling", "transformer", estimates.sampling_terms(pipeline, size)),
         ("decoding", "vae", (wide, plain)),
-        ("streaming", "vae", (estimates.streamed_term(loaded, size, 0, 0, 16), 0)),
-        ("chunked", "vae", (estimates.decoding_bytes(loaded, size, 1), 0)),
+        ("streaming", "vae", (estimates.streamed_term(pipeline, size, 0, 0, 16), 0)),
+        ("chunked", "vae", (estimates.decoding_bytes(pipeline, size, 1), 0)),
     )
     asked = {"width": size.width, "height": size.height, "frames": size.frames, "guided": size.guided}
     return [
@@ -99,7 +99,7 @@ def _stages(loaded: Loaded, size: Size, words: str) -> list[dict[str, Any]]:
             "stage": stage,
             **asked,
             "text_tokens": size.text,
-            "measured_bytes": peak - loaded.weights[part].total,
+            "measured_bytes": peak - pipeline.weights[part].total,
             "first_term_bytes": int(first),
             "second_term_bytes": int(second),
         }

@@ -1,6 +1,6 @@
 """What ways to share a device cost inside a real ComfyUI, simulated: ``python benchmarks/memory_host.py``.
 
-Ours under ComfyUI's memory manager at shares of the full residency, whole parts moved by hand as other packs do it, and
+Ours under ComfyUI's memory manager at shares of the full offloader, whole parts moved by hand as other packs do it, and
 diffusers' own offload; the same heavy LTX-Video run twice. Rows go to ``results/memory_host.csv``, and the table of
 `docs/memory.md` is written anew.
 """
@@ -32,7 +32,7 @@ COLUMNS = {
 
 
 def measured(folder: Path) -> tuple[int, list[dict[str, Any]]]:
-    """Bytes of the full residency, and a row per way.
+    """Bytes of the full offloader, and a row per way.
 
     Raises:
         NoHost: no ComfyUI on this machine. SystemExit: its process cannot play the simulated device.

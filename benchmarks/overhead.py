@@ -52,11 +52,11 @@ def ours(folder: Path):
     from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
     from anygpu.pipelines.loading.folder import LoadRequest, load
 
-    loaded = load(LoadRequest(folder, precision="fp32", device="cpu"))
-    prompt = stages.encode_prompt(loaded, PromptRequest(PROMPT), Silent())
+    pipeline = load(LoadRequest(folder, precision="fp32", device="cpu"))
+    prompt = stages.encode_prompt(pipeline, PromptRequest(PROMPT), Silent())
     settings = SampleSettings(WIDTH, HEIGHT, FRAMES, STEPS, SEED, 24.0, cfg=1.0)
-    loaded.parts.read("transformer")
-    return lambda: stages.sample(loaded, prompt, None, settings, Silent()).samples
+    pipeline.parts.read("transformer")
+    return lambda: stages.sample(pipeline, prompt, None, settings, Silent()).samples
 
 
 def bare(folder: Path):

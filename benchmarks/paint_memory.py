@@ -24,13 +24,13 @@ from torch import nn
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 
 from anygpu.compat.device.facts import GIBIBYTE, facts_for
-from anygpu.compat.memory.offloader import residency_for
+from anygpu.compat.memory.offloader import offloader_for
 from anygpu.compat.memory.parts import Parts
 from anygpu.compat.precision import precision_for
 from anygpu.compat.transforms.attention import attention_for
 from anygpu.paint.estimates import PartBytes, paint_needs
 from anygpu.paint.geometry.cameras import DEFAULT_VIEWS
-from anygpu.paint.loading import LoadedPaint
+from anygpu.paint.loading import PaintPipeline
 from anygpu.paint.networks import vae
 from anygpu.paint.networks.layers import Dtypes
 from anygpu.paint.networks.published import networks_for, shape_for
@@ -43,7 +43,7 @@ MIB = 1024**2
 KIND = "paint"
 
 
-def whole(device: torch.device) -> LoadedPaint:
+def whole(device: torch.device) -> PaintPipeline:
     """paint v2-0 at its published size, all weights 0, offloaded from ``device`` part by part."""
     facts = facts_for(device)
     precision = precision_for(KIND, facts, "bf16")
@@ -64,9 +64,9 @@ def whole(device: torch.device) -> LoadedPaint:
         for name, module in made.items()
     }
     parts = Parts({name: lambda _progress, name=name: read(name) for name in made})
-    residency, _ = residency_for("model", parts, device, {name: size.total for name, size in weights.items()})
+    offloader, _ = offloader_for("model", parts, device, {name: size.total for name, size in weights.items()})
     shape, source = shape_for(KIND), Path("zeros")
-    return LoadedPaint(KIND, "v2-0", parts, facts, precision, residency, shape, {}, source, weights=weights)
+    return PaintPipeline(KIND, "v2-0", parts, facts, precision, offloader, shape, {}, source, weights=weights)
 
 
 def rows(pixels: int, limit: float) -> list[dict[str, Any]]:
@@ -75,12 +75,12 @@ def rows(pixels: int, limit: float) -> list[dict[str, Any]]:
     inputs = PaintInputs(torch.rand(1, 64, 64, 3), maps, maps, DEFAULT_VIEWS)
     found = []
     with accelerator.fresh() as device, accelerator.limit(int(limit * GIBIBYTE)), torch.no_grad():
-        loaded = whole(device)
+        pipeline = whole(device)
         started = time.process_time()
-        paint_views(loaded, inputs, PaintSettings(size=pixels, steps=1))
+        paint_views(pipeline, inputs, PaintSettings(size=pixels, steps=1))
         print(f"{time.process_time() - started:.0f} s of CPU time")
-        needs = {need.name: need for need in paint_needs(loaded, pixels, len(DEFAULT_VIEWS))}
-        for cost in loaded.residency.account.stages:
+        needs = {need.name: need for need in paint_needs(pipeline, pixels, len(DEFAULT_VIEWS))}
+        for cost in pipeline.offloader.memory_stats.stages:
             need = needs[cost.stage]
             figures = {
                 "stage": cost.stage,

@@ -41,7 +41,7 @@ class Heard:
 
     def check(self) -> None: ...
 
-    def say(self, text: str) -> None:
+    def notify(self, text: str) -> None:
         self.line = text if text.startswith("step cache ") else self.line
 
 
@@ -65,36 +65,38 @@ def ssim(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float(alike.mean())
 
 
-def clip(loaded, width: int, height: int, frames: int) -> tuple[torch.Tensor, float, str]:
+def clip(pipeline, width: int, height: int, frames: int) -> tuple[torch.Tensor, float, str]:
     """Frames, seconds of sampling, and what the cache said."""
     from anygpu.pipelines import stages
     from anygpu.pipelines.base import FramePackSettings, ImageRequest, PromptRequest, SampleSettings, Silent
 
     heard = Heard()
     with torch.no_grad():
-        prompt = stages.encode_prompt(loaded, PromptRequest(PROMPT), Silent())
+        prompt = stages.encode_prompt(pipeline, PromptRequest(PROMPT), Silent())
         settings = SampleSettings(width, height, frames, STEPS, SEED, cfg=1.0)
-        if loaded.family == "framepack":
-            image = stages.encode_image(loaded, ImageRequest(PICTURE, width, height), "stretch", Silent())
+        if pipeline.family == "framepack":
+            image = stages.encode_image(pipeline, ImageRequest(PICTURE, width, height), "stretch", Silent())
             started = time.perf_counter()
-            latents = stages.sample_framepack(loaded, prompt, image, settings, FramePackSettings(13 / 30, 2), heard)
+            latents = stages.sample_framepack(pipeline, prompt, image, settings, FramePackSettings(13 / 30, 2), heard)
         else:
             started = time.perf_counter()
-            latents = stages.sample(loaded, prompt, None, settings, heard)
+            latents = stages.sample(pipeline, prompt, None, settings, heard)
         seconds = time.perf_counter() - started
-        return stages.decode(loaded, latents, Silent()), seconds, heard.line
+        return stages.decode(pipeline, latents, Silent()), seconds, heard.line
 
 
-def rows(family: str, loaded, width: int, height: int, frames: int):
+def rows(family: str, pipeline, width: int, height: int, frames: int):
     """A row for each kind and preset."""
     from anygpu.compat.transforms.step_cache import ACTS, PRESETS, StepCacheSettings
     from anygpu.pipelines.speed import with_step_cache
 
-    clip(loaded, width, height, frames)  # reads the weights
-    expected, whole, _ = clip(loaded, width, height, frames)
-    for kind in ACTS[loaded.family]:
+    clip(pipeline, width, height, frames)  # reads the weights
+    expected, whole, _ = clip(pipeline, width, height, frames)
+    for kind in ACTS[pipeline.family]:
         for preset in PRESETS:
-            found, seconds, said = clip(with_step_cache(loaded, preset, StepCacheSettings(kind)), width, height, frames)
+            found, seconds, said = clip(
+                with_step_cache(pipeline, preset, StepCacheSettings(kind)), width, height, frames
+            )
             yield machine() | {
                 "model": family,
                 "kind": kind,
@@ -119,15 +121,15 @@ def main() -> int:
     from anygpu.pipelines.loading.folder import LoadRequest, load
 
     if arguments.model:
-        loaded = load(LoadRequest(Path(arguments.model)))
-        append("steps", rows(arguments.model, loaded, arguments.width, arguments.height, arguments.frames))
+        pipeline = load(LoadRequest(Path(arguments.model)))
+        append("steps", rows(arguments.model, pipeline, arguments.width, arguments.height, arguments.frames))
         return 0
     with tempfile.TemporaryDirectory() as folder:
         for family, names in CHECKPOINTS.items():
             paths = [tiny.build(name, Path(folder)) for name in names]
             base, encoder = paths[1:] if len(paths) == 3 else (None, None)
-            loaded = load(LoadRequest(paths[0], base, encoder, precision="fp32", device="cpu"))
-            append("steps", rows(f"tiny {family}", loaded, 64, 64, FRAMES.get(family, 5)))
+            pipeline = load(LoadRequest(paths[0], base, encoder, precision="fp32", device="cpu"))
+            append("steps", rows(f"tiny {family}", pipeline, 64, 64, FRAMES.get(family, 5)))
     return 0
 
 

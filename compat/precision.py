@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from .device.facts import DeviceFacts
-from .device.probe_store import Answer
-from .device.quirks import Care, Verdict, care_for, verdict, verdicts
+from .device.probe_store import ProbeResult
+from .device.quirks import DevicePolicy, Verdict, policy_for, verdict, verdicts
 from .errors import UnsupportedError
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -112,7 +112,7 @@ _EXPLICIT: dict[str, Precision] = {
 
 
 def precision_for(
-    family: str, facts: DeviceFacts, choice: str = "auto", probes: Mapping[str, Answer] | None = None
+    family: str, facts: DeviceFacts, choice: str = "auto", probes: Mapping[str, ProbeResult] | None = None
 ) -> Precision:
     """The dtypes for ``family`` on the device of ``facts``.
 
@@ -128,9 +128,9 @@ def precision_for(
     Raises:
         UnsupportedError: unknown choice, no row for the device, or an explicit choice that the device cannot do.
     """
-    care = care_for(facts)
+    policy = policy_for(facts)
     if choice == "auto":
-        return _automatic(family, _row(family, facts), care, probes)
+        return _automatic(family, _row(family, facts), policy, probes)
     if choice not in _EXPLICIT:
         raise UnsupportedError(
             f"precision {choice!r}", expected=f"one of {', '.join(CHOICES)}", fix="Choose one on the load node."
@@ -142,34 +142,36 @@ def precision_for(
             fix="Choose auto: a CPU has no fp16 units, so this would be slower than fp32 and less exact.",
         )
     chosen = _EXPLICIT[choice]
-    found = transformer_verdict(chosen, care, probes)
+    found = transformer_verdict(chosen, policy, probes)
     if found.usable and family in PAINT:
-        found = vae_verdict(chosen.compute or chosen.transformer, care, probes)
+        found = vae_verdict(chosen.compute or chosen.transformer, policy, probes)
     if not found.usable:
         raise UnsupportedError(
             f"precision {choice!r} cannot run on {facts.name} ({found.why})",
-            expected=f"one of {', '.join(_possible(care, probes, facts))}",
+            expected=f"one of {', '.join(_possible(policy, probes, facts))}",
             fix="Choose auto, which takes what works on this device.",
         )
     if family in (*HALF_TEXT, *PAINT) and choice in ("fp16", SAFE):
         chosen = replace(chosen, text=FP16, why=chosen.why.split(";")[0].split(", with")[0])
     if found.costly:
         chosen = replace(chosen, why=f"{chosen.why}; slow here ({found.why})")
-    return replace(chosen, conv=_conv_dtype(chosen.vae, care, probes), automatic=False)
+    return replace(chosen, conv=_conv_dtype(chosen.vae, policy, probes), automatic=False)
 
 
-def transformer_verdict(precision: Precision, care: Care, probes: Mapping[str, Answer] | None = None) -> Verdict:
+def transformer_verdict(
+    precision: Precision, policy: DevicePolicy, probes: Mapping[str, ProbeResult] | None = None
+) -> Verdict:
     """Whether the device can run a transformer so: casts in both directions, products and attention."""
     name = NAMES[precision.compute or precision.transformer]
     casts = () if name == "fp32" else (f"cast.{name}_to_fp32", f"cast.fp32_to_{name}")
-    return verdicts((*casts, f"matmul.{name}", f"attention.{name}"), care, probes)
+    return verdicts((*casts, f"matmul.{name}", f"attention.{name}"), policy, probes)
 
 
-def vae_verdict(dtype: torch.dtype, care: Care, probes: Mapping[str, Answer] | None = None) -> Verdict:
+def vae_verdict(dtype: torch.dtype, policy: DevicePolicy, probes: Mapping[str, ProbeResult] | None = None) -> Verdict:
     """Whether the device can run a VAE in ``dtype``: casts, GroupNorm, and convolutions in some form."""
     name = NAMES[dtype]
     casts = () if name == "fp32" else (f"cast.{name}_to_fp32", f"cast.fp32_to_{name}")
-    return verdicts((*casts, f"groupnorm.{name}", f"conv2d.{name}"), care, probes)
+    return verdicts((*casts, f"groupnorm.{name}", f"conv2d.{name}"), policy, probes)
 
 
 def _row(family: str, facts: DeviceFacts) -> Precision:
@@ -183,34 +185,38 @@ def _row(family: str, facts: DeviceFacts) -> Precision:
     )
 
 
-def _automatic(family: str, row: Precision, care: Care, probes: Mapping[str, Answer] | None) -> Precision:
+def _automatic(
+    family: str, row: Precision, policy: DevicePolicy, probes: Mapping[str, ProbeResult] | None
+) -> Precision:
     """The row, with every part that the device cannot do well replaced, and the reasons in its sentence."""
     why = [row.why]
     if row.transformer is not FP32:
-        row, why = _transformer(row, care, probes)
+        row, why = _transformer(row, policy, probes)
     if family in PAINT and row.compute is not FP32:
-        found = vae_verdict(row.compute or row.transformer, care, probes)
+        found = vae_verdict(row.compute or row.transformer, policy, probes)
         if _refused(found):
             row = replace(row, transformer=FP32, compute=FP32, residual=FP32)
             why = [f"fp32, since this UNet's convolutions do not work in half precision here ({found.why})"]
     if row.text is not FP32:
-        found = _text_verdict(row.text, care, probes)
+        found = _text_verdict(row.text, policy, probes)
         if _refused(found):
-            half = family in HALF_TEXT and row.safe and not _refused(_text_verdict(FP16, care, probes))
+            half = family in HALF_TEXT and row.safe and not _refused(_text_verdict(FP16, policy, probes))
             text = FP16 if half else FP32
             row, why = replace(row, text=text), [*why, *_reasons(why, f"text in {NAMES[text]} ({found.why})")]
     if row.vae is not FP32:
-        found = vae_verdict(row.vae, care, probes)
+        found = vae_verdict(row.vae, policy, probes)
         if _refused(found):
             row, why = replace(row, vae=FP32, conv=FP32), [*why, *_reasons(why, f"VAE in fp32 ({found.why})")]
-    return replace(row, why="; ".join(why), conv=_conv_dtype(row.vae, care, probes))
+    return replace(row, why="; ".join(why), conv=_conv_dtype(row.vae, policy, probes))
 
 
-def _transformer(row: Precision, care: Care, probes: Mapping[str, Answer] | None) -> tuple[Precision, list[str]]:
+def _transformer(
+    row: Precision, policy: DevicePolicy, probes: Mapping[str, ProbeResult] | None
+) -> tuple[Precision, list[str]]:
     """The row with a transformer that runs here, and the reason."""
-    found = transformer_verdict(row, care, probes)
+    found = transformer_verdict(row, policy, probes)
     if row.safe:
-        trust = verdict("conv2d.fp16", care, probes)  # a GPU whose fp16 convolutions give NaN is trusted with no fp16
+        trust = verdict("conv2d.fp16", policy, probes)  # a GPU whose fp16 convolutions give NaN is trusted with no fp16
         refused = found if not found.usable else trust
         if refused.usable:
             return row, [row.why]
@@ -218,22 +224,22 @@ def _transformer(row: Precision, care: Care, probes: Mapping[str, Answer] | None
     if not _refused(found):
         return row, [row.why]
     half = NAMES[row.compute or row.transformer]
-    safe = transformer_verdict(_EXPLICIT[SAFE], care, probes)
+    safe = transformer_verdict(_EXPLICIT[SAFE], policy, probes)
     cause = "is emulated or slow" if found.usable else "does not work"
-    if safe.usable and verdict("conv2d.fp16", care, probes).usable:
+    if safe.usable and verdict("conv2d.fp16", policy, probes).usable:
         changed = replace(row, transformer=FP16, compute=FP16, residual=FP32)
         return changed, [f"fp16-safe, since {half} {cause} here ({found.why})"]
     changed = replace(row, transformer=FP32, compute=FP32, residual=FP32)
     return changed, [f"fp32, since {half} {cause} here ({found.why}) and fp16 does not work either ({safe.why})"]
 
 
-def _text_verdict(dtype: torch.dtype, care: Care, probes: Mapping[str, Answer] | None) -> Verdict:
-    return transformer_verdict(Precision(dtype, dtype, dtype, ""), care, probes)
+def _text_verdict(dtype: torch.dtype, policy: DevicePolicy, probes: Mapping[str, ProbeResult] | None) -> Verdict:
+    return transformer_verdict(Precision(dtype, dtype, dtype, ""), policy, probes)
 
 
-def _conv_dtype(vae: torch.dtype, care: Care, probes: Mapping[str, Answer] | None) -> torch.dtype:
+def _conv_dtype(vae: torch.dtype, policy: DevicePolicy, probes: Mapping[str, ProbeResult] | None) -> torch.dtype:
     """The VAE's dtype where the device has a right and ready 2-D or 3-D convolution for it, else fp32."""
-    each = [verdict(f"{name}.{NAMES[vae]}", care, probes) for name in ("conv3d", "conv2d")]
+    each = [verdict(f"{name}.{NAMES[vae]}", policy, probes) for name in ("conv3d", "conv2d")]
     return vae if any(found.usable and not found.costly for found in each) else FP32
 
 
@@ -248,6 +254,6 @@ def _reasons(said: list[str], new: str) -> list[str]:
     return [new if not any(cause in old for old in said) else new.partition(" (")[0]]
 
 
-def _possible(care: Care, probes: Mapping[str, Answer] | None, facts: DeviceFacts) -> list[str]:
-    usable = [name for name, row in _EXPLICIT.items() if transformer_verdict(row, care, probes).usable]
+def _possible(policy: DevicePolicy, probes: Mapping[str, ProbeResult] | None, facts: DeviceFacts) -> list[str]:
+    usable = [name for name, row in _EXPLICIT.items() if transformer_verdict(row, policy, probes).usable]
     return ["auto", *(name for name in usable if not (name == SAFE and facts.backend == "cpu"))]

@@ -20,7 +20,7 @@ from torch import nn
 
 from ..compat.checkpoints.packed import StoredLinear
 from ..compat.device.execution import HOST
-from ..compat.memory.statistics import Account
+from ..compat.memory.statistics import MemoryStats
 from ..compat.memory.transfer import transfer_for
 
 OWN = ("weight", "bias")
@@ -32,7 +32,7 @@ LEFT_BEHIND = (  # what a patcher writes on a leaf
     "comfy_patched_weights",
     "weight_function",
     "bias_function",
-    "account",
+    "memory_stats",
     "rows",
     "runs_on",
 )
@@ -48,7 +48,7 @@ class CastLeaf(comfy.ops.CastWeightBiasOp):
         return self._run(like, *args, **kwargs)
 
     @contextmanager
-    def lend(self, like: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    def weights_on(self, like: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
         """Weight and bias on the device and in the dtype of ``like``: the leaf's side of ``compat.offload.borrow``."""
         if "fetched" in self.__dict__ or not self._must_fetch(like.device):
             yield self.weight.to(like.dtype), None if self.bias is None else self.bias.to(like.dtype)
@@ -85,8 +85,8 @@ class CastLeaf(comfy.ops.CastWeightBiasOp):
         """ComfyUI's context over weight and bias; in their own dtype, or in that of ``like`` where they are 8 bits."""
         kinds = [t.dtype if t is not None else like.dtype for t in (self.weight, self.bias)]
         weight, bias = (like.dtype if kind.itemsize == 1 and like.is_floating_point() else kind for kind in kinds)
-        if self.account is not None and self.weight.device != like.device:
-            self.account.add(bytes_of(t for t in (self.weight, self.bias) if t is not None), 0.0)
+        if self.memory_stats is not None and self.weight.device != like.device:
+            self.memory_stats.add(bytes_of(t for t in (self.weight, self.bias) if t is not None), 0.0)
         return comfy.ops.CastBiasWeightContext(
             self, dtype=weight, bias_dtype=bias, device=like.device, offloadable=True
         )
@@ -130,7 +130,7 @@ class PackedLeaf(CastLeaf):
         return weight
 
     @contextmanager
-    def lend(self, like: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    def weights_on(self, like: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
         """Weight and bias on the device and in the dtype of ``like``."""
         with self._brought(like.device):
             yield self.dense(like.dtype), None if self.bias is None else self.bias.to(like.dtype)
@@ -146,8 +146,8 @@ class PackedLeaf(CastLeaf):
             yield
             return
         own, factors = dict(self._parameters), self.factors
-        if self.stored.device != device and self.account is not None:
-            self.account.add(bytes_of(t for t in (*own.values(), factors) if t is not None), 0.0)
+        if self.stored.device != device and self.memory_stats is not None:
+            self.memory_stats.add(bytes_of(t for t in (*own.values(), factors) if t is not None), 0.0)
         kinds = {"dtype": self.stored.dtype, "bias_dtype": None if self.bias is None else self.bias.dtype}
         with comfy.ops.CastBiasWeightContext(self.rows, device=device, offloadable=True, **kinds) as (stored, bias):
             self._parameters.update(stored=stored, bias=bias)
@@ -197,11 +197,11 @@ class Placed:
         return found if found.itemsize > 1 else self.__dict__["computes_in"]
 
 
-def make_native(module: nn.Module, device: torch.device, account: Account | None = None) -> bool:
+def make_native(module: nn.Module, device: torch.device, memory_stats: MemoryStats | None = None) -> bool:
     """Whether anything had to change so that ``module`` runs on ``device`` with its weights anywhere.
 
     Args:
-        account: counts the bytes that leaves fetch; their time is hidden behind the device's own work or in it.
+        memory_stats: counts the bytes that leaves fetch; their time is hidden behind the device's own work or in it.
     """
     changed = False
     for owner, whole in _walk(module):
@@ -209,7 +209,7 @@ def make_native(module: nn.Module, device: torch.device, account: Account | None
         if not whole and not isinstance(owner, CastLeaf) and (packed or _is_leaf(owner)):
             if not hasattr(owner, "bias"):
                 owner.__dict__.update(bias=None, lacks_bias=True)
-            owner.weight_function, owner.bias_function, owner.account = [], [], account
+            owner.weight_function, owner.bias_function, owner.memory_stats = [], [], memory_stats
             owner.__class__ = _subclass(type(owner), PackedLeaf if packed else CastLeaf)
             if packed:
                 owner.__dict__.update(rows=_Rows(owner), runs_on=device)

@@ -22,11 +22,11 @@ import torch
 from torch import nn
 
 from ..compat.errors import UnsupportedError
-from ..pipelines.base import ImageCondition, Loaded, SampleSettings
+from ..pipelines.base import ImageCondition, Pipeline, SampleSettings
 from ..pipelines.loading import lora as loras
 from ..pipelines.memory.needs import beside_transformer
 from ..pipelines.registry import family_named
-from ..pipelines.sampling.core_sampler import TIME, Call, Steering, velocity
+from ..pipelines.sampling.core_sampler import TIME, BlockPatches, Call, velocity
 from .memory_manager import PartPatcher, Shell, manager_of
 from .patches import patched
 
@@ -36,11 +36,11 @@ WITHOUT_NETWORK = {"disable_unet_model_creation": True}
 
 
 class Driver(nn.Module):
-    """What core takes for the network: calls the transformer of ``loaded`` as core calls its own."""
+    """What core takes for the network: calls the transformer of ``pipeline`` as core calls its own."""
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, pipeline: Pipeline) -> None:
         super().__init__()
-        self.loaded, self.dtype = loaded, loaded.precision.residual
+        self.pipeline, self.dtype = pipeline, pipeline.precision.residual
         self.patchifier = comfy.ldm.lightricks.symmetric_patchifier.SymmetricPatchifier(1)
 
     def forward(
@@ -52,15 +52,15 @@ class Driver(nn.Module):
         **conds: Any,
     ) -> torch.Tensor:
         """The velocity for ``x`` (B, C, T, H, W); ``timestep`` is what core's schedule makes of a level."""
-        worn = self.loaded.parts.worn.get(TRANSFORMER)
-        if worn is not None and worn.in_weights:
+        active_adapters = self.pipeline.parts.active_adapters.get(TRANSFORMER)
+        if active_adapters is not None and active_adapters.in_weights:
             raise UnsupportedError(
                 "a MODEL whose weights hold the merged LoRA of an AnyGPU pipeline",
                 expected="weights without it",
                 fix="Use core's LoRA nodes on the MODEL, or keep the LoRA apart instead of merging it.",
             )
         options = transformer_options or {}
-        time = timestep * TIME_OF.get(self.loaded.family, 1.0)
+        time = timestep * TIME_OF.get(self.pipeline.family, 1.0)
         call = Call(
             x,
             time.squeeze(-1) if time.ndim == 3 else time,
@@ -75,7 +75,7 @@ class Driver(nn.Module):
             fps=float(conds.get("frame_rate", 25.0)),
             branch="_".join("uncond" if side else "cond" for side in options.get("cond_or_uncond", [0])),
         )
-        return velocity(self.loaded, self.__dict__["held"], call, _steering(options))
+        return velocity(self.pipeline, self.__dict__["held"], call, _steering(options))
 
 
 TIME_OF = {"ltx": TIME, "mochi": TIME}  # core's schedules of these two count noise levels from 0 to 1
@@ -84,16 +84,16 @@ TIME_OF = {"ltx": TIME, "mochi": TIME}  # core's schedules of these two count no
 class CoreShell(Shell):
     """What our shells add to core's classes."""
 
-    loaded: Loaded
+    pipeline: Pipeline
     diffusion_model: Driver
 
-    def furnish(self, loaded: Loaded) -> None:
+    def furnish(self, pipeline: Pipeline) -> None:
         """Put the driver in the network's place, and this checkpoint's own numbers into core's tables."""
-        loaded = replace(loaded, residency=None)  # which has the patcher that has this
-        self.loaded, self.parts, self.part = loaded, loaded.parts, TRANSFORMER
-        self.diffusion_model = Driver(loaded)
-        scale = loaded.configs["vae"].get("scaling_factor")
-        if scale is not None and loaded.family in ("hunyuan_video", "hunyuan_video_15", "framepack"):
+        pipeline = replace(pipeline, offloader=None)  # which has the patcher that has this
+        self.pipeline, self.parts, self.part = pipeline, pipeline.parts, TRANSFORMER
+        self.diffusion_model = Driver(pipeline)
+        scale = pipeline.configs["vae"].get("scaling_factor")
+        if scale is not None and pipeline.family in ("hunyuan_video", "hunyuan_video_15", "framepack"):
             self.latent_format.scale_factor = float(scale)
 
     def place(self) -> nn.Module:
@@ -111,10 +111,10 @@ class CoreShell(Shell):
 
     def memory_required(self, input_shape: Any, cond_shapes: Any = None) -> float:
         """Bytes that one forward needs beside the weights, for latents (B, C, T, H, W)."""
-        spatial, temporal = family_named(self.loaded.family).ratios(self.loaded)
+        spatial, temporal = family_named(self.pipeline.family).ratios(self.pipeline)
         rows, _, frames, height, width = input_shape
         size = SampleSettings(width * spatial, height * spatial, (frames - 1) * temporal + 1)
-        return float(rows * beside_transformer(self.loaded, size, window=frames))
+        return float(rows * beside_transformer(self.pipeline, size, window=frames))
 
     def _pictured(self, image: ImageCondition, noise: torch.Tensor) -> dict[str, Any]:
         return {}
@@ -123,12 +123,12 @@ class CoreShell(Shell):
 class HunyuanVideo(CoreShell, comfy.model_base.HunyuanVideo):
     """HunyuanVideo, text to video and both ways of image to video."""
 
-    def furnish(self, loaded: Loaded) -> None:
+    def furnish(self, pipeline: Pipeline) -> None:
         """As all; the 33-channel checkpoint is given picture and mask beside the noise."""
-        super().furnish(loaded)
+        super().furnish(pipeline)
         from ..pipelines.families.hunyuan_video.pipeline import LATENT_CONCAT, image_condition
 
-        if image_condition(loaded.configs[TRANSFORMER]) == LATENT_CONCAT:
+        if image_condition(pipeline.configs[TRANSFORMER]) == LATENT_CONCAT:
             self.concat_keys = ("concat_image", "mask_inverted")
 
     def _pictured(self, image: ImageCondition, noise: torch.Tensor) -> dict[str, Any]:
@@ -186,21 +186,21 @@ MODELS: dict[str, tuple[type[Any], type[Any]]] = {  # family -> our shell, core'
 }
 
 
-def model_of(loaded: Loaded) -> PartPatcher | None:
+def model_of(pipeline: Pipeline) -> PartPatcher | None:
     """The MODEL of a pipeline, whose weights are read when first needed; None where ComfyUI does not manage them.
 
     Made before the transformer is first held: the patcher is the one that our own stages use from then on.
     """
-    manager = manager_of(loaded)
-    if manager is None or loaded.family not in MODELS:
+    manager = manager_of(pipeline)
+    if manager is None or pipeline.family not in MODELS:
         return None
-    shell, table = MODELS[loaded.family]
+    shell, table = MODELS[pipeline.family]
     config: comfy.supported_models_base.BASE = table(dict(WITHOUT_NETWORK))
-    shift = float(loaded.tools["scheduler"].get("shift") or 1.0)
-    if shift != 1.0 and not loaded.tools["scheduler"].get("use_dynamic_shifting"):
+    shift = float(pipeline.tools["scheduler"].get("shift") or 1.0)
+    if shift != 1.0 and not pipeline.tools["scheduler"].get("use_dynamic_shifting"):
         config.sampling_settings["shift"] = shift
     made = shell(config)
-    made.furnish(loaded)
+    made.furnish(pipeline)
     return manager.patcher_of(TRANSFORMER, made)
 
 
@@ -217,17 +217,17 @@ class Factors(comfy.weight_adapter.LoRAAdapter):
         return up.flatten(1), down.flatten(1), self.scale * down.shape[0], None, None, None
 
 
-def adapted_model_of(loaded: Loaded) -> PartPatcher | None:
+def adapted_model_of(pipeline: Pipeline) -> PartPatcher | None:
     """The MODEL of a pipeline with its LoRAs, as patches that core adds to the weights of the pipeline's own MODEL.
 
     None where ComfyUI does not manage them. No file is read before the weights are made.
     """
-    manager = manager_of(loaded)
+    manager = manager_of(pipeline)
     if manager is None:
         return None
     known = manager.patchers.get(TRANSFORMER)
-    model = known if known is not None and isinstance(known.model, CoreShell) else model_of(loaded)
-    for lora in loras.on(loaded) if model is not None else ():
+    model = known if known is not None and isinstance(known.model, CoreShell) else model_of(pipeline)
+    for lora in loras.on(pipeline) if model is not None else ():
         read = functools.cache(functools.partial(loras.factors_of, lora))
         patches = {f"diffusion_model.{name}.weight": Factors(read, name, scale) for name, scale in lora.scales.items()}
         model = patched(model, patches, lora.strength)
@@ -251,9 +251,9 @@ def _later(options: dict[str, Any], time: torch.Tensor) -> torch.Tensor | None:
     return torch.full_like(time, float(below.max()) * TIME if len(below) else 0.0)
 
 
-def _steering(options: dict[str, Any]) -> Steering | None:
+def _steering(options: dict[str, Any]) -> BlockPatches | None:
     """What nodes such as Skip Layer Guidance put in the place of blocks."""
     patches = options.get("patches_replace", {}).get("dit", {})
     double = {key[1]: patch for key, patch in patches.items() if key[0] == "double_block"}
     single = {key[1]: patch for key, patch in patches.items() if key[0] == "single_block"}
-    return Steering(double, single) if double or single else None
+    return BlockPatches(double, single) if double or single else None

@@ -7,27 +7,27 @@ from typing import Any
 from comfy_execution.graph_utils import ExecutionBlocker
 
 from ..compat.errors import InputError
-from ..pipelines.base import ImageCondition, Loaded
+from ..pipelines.base import ImageCondition, Pipeline
 from .core_models import PICTURE, adapted_model_of, model_of
 from .core_vae import vae_of
 
 
-def beside(loaded: Loaded) -> tuple[Any, Any]:
+def beside(pipeline: Pipeline) -> tuple[Any, Any]:
     """MODEL and VAE of a pipeline that was just loaded.
 
     With an offload that is not ComfyUI's own they stop the nodes they are connected to, with the reason.
     """
-    model, vae = model_of(loaded), vae_of(loaded)
-    return (_not_managed(loaded), _not_managed(loaded)) if model is None else (model, vae)
+    model, vae = model_of(pipeline), vae_of(pipeline)
+    return (_not_managed(pipeline), _not_managed(pipeline)) if model is None else (model, vae)
 
 
-def adapted(loaded: Loaded) -> Any:
+def adapted(pipeline: Pipeline) -> Any:
     """MODEL of a pipeline with its LoRAs; stops the nodes it is connected to as above."""
-    return adapted_model_of(loaded) or _not_managed(loaded)
+    return adapted_model_of(pipeline) or _not_managed(pipeline)
 
 
-def _not_managed(loaded: Loaded) -> Any:
-    found = f"AnyGPU: MODEL and VAE need offload auto or comfyui; found {loaded.residency}"
+def _not_managed(pipeline: Pipeline) -> Any:
+    found = f"AnyGPU: MODEL and VAE need offload auto or comfyui; found {pipeline.offloader}"
     return ExecutionBlocker(f"{found}. Choose auto on the load node.")
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from ..pipelines import stages
-from ..pipelines.base import Loaded
+from ..pipelines.base import Pipeline
 from ..pipelines.families.hunyuan_video import pipeline as hunyuan_video
-from ..pipelines.latents import convert as exchange
+from ..pipelines.latents import convert as latent_format
 from ..pipelines.registry import family_named
 from .memory_manager import PartPatcher, manager_of
 from .progress import NodeProgress
@@ -22,18 +22,18 @@ from .progress import NodeProgress
 class CoreVAE(comfy.sd.VAE):
     """A pipeline's VAE in core's own type; what core's class would read from a checkpoint is filled in."""
 
-    def __init__(self, loaded: Loaded) -> None:
-        family = family_named(loaded.family)
-        spatial, temporal = family.ratios(loaded)
-        self.loaded, self.spatial, self.temporal = loaded, int(spatial), int(temporal)
-        self.latent_channels = int(loaded.configs["vae"].get("latent_channels", 16))
+    def __init__(self, pipeline: Pipeline) -> None:
+        family = family_named(pipeline.family)
+        spatial, temporal = family.ratios(pipeline)
+        self.pipeline, self.spatial, self.temporal = pipeline, int(spatial), int(temporal)
+        self.latent_channels = int(pipeline.configs["vae"].get("latent_channels", 16))
         self.latent_dim, self.output_channels, self.pad_channel_value = 3, 3, None
         self.downscale_ratio = (lambda frames: math.ceil(frames / self.temporal), self.spatial, self.spatial)
         self.upscale_ratio = (lambda frames: (frames - 1) * self.temporal + 1, self.spatial, self.spatial)
         self.downscale_index_formula = self.upscale_index_formula = (self.temporal, self.spatial, self.spatial)
         self.process_input = lambda image: image * 2.0 - 1.0
         self.process_output = lambda image: ((image + 1.0) / 2.0).clamp(0.0, 1.0)
-        self.vae_dtype, self.working_dtypes = loaded.precision.vae, [loaded.precision.vae]
+        self.vae_dtype, self.working_dtypes = pipeline.precision.vae, [pipeline.precision.vae]
         self.output_device = comfy.model_management.intermediate_device()
         self.disable_offload = self.not_video = self.handles_tiling = False
         self.crop_input, self.format_encoded, self.extra_1d_channel = True, None, None
@@ -42,17 +42,17 @@ class CoreVAE(comfy.sd.VAE):
     @property
     def patcher(self) -> PartPatcher:
         """The pipeline's own patcher of the VAE."""
-        return self.loaded.residency.patcher_of("vae")  # type: ignore[attr-defined]
+        return self.pipeline.offloader.patcher_of("vae")  # type: ignore[attr-defined]
 
     @property
     def device(self) -> torch.device:
         """Where it runs."""
-        return torch.device(self.loaded.residency.device)
+        return torch.device(self.pipeline.offloader.device)
 
     @property
     def first_stage_model(self) -> nn.Module:
         """The diffusers VAE."""
-        return self.loaded.parts.read("vae")
+        return self.pipeline.parts.read("vae")
 
     def memory_used_decode(self, shape: Any, dtype: torch.dtype) -> int:
         """Bytes of the frames in the dtype, a few dozen channels deep: the widest layer of these decoders."""
@@ -77,12 +77,12 @@ class CoreVAE(comfy.sd.VAE):
     def encode(self, pixel_samples: torch.Tensor) -> torch.Tensor:
         """Latents (1, C, T, H, W) of frames (F, H, W, 3) in 0..1, as AnyGPU Encode Video makes them with seed 0."""
         frames = self.vae_encode_crop_pixels(pixel_samples).reshape(-1, *pixel_samples.shape[-3:])
-        progress = NodeProgress(None, self.loaded.family)
-        if self.loaded.family == "framepack":  # which starts from pictures: its VAE is HunyuanVideo's
+        progress = NodeProgress(None, self.pipeline.family)
+        if self.pipeline.family == "framepack":  # which starts from pictures: its VAE is HunyuanVideo's
             frames = frames[: (frames.shape[0] - 1) // self.temporal * self.temporal + 1]
-            latents = hunyuan_video.encode_video(self.loaded, frames, 0, progress)
+            latents = hunyuan_video.encode_video(self.pipeline, frames, 0, progress)
         else:
-            latents = stages.encode_video(self.loaded, frames, 0, 0, "crop", 0, progress).samples
+            latents = stages.encode_video(self.pipeline, frames, 0, 0, "crop", 0, progress).samples
         return self._returned(latents)
 
     def encode_tiled(self, pixel_samples: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -90,17 +90,17 @@ class CoreVAE(comfy.sd.VAE):
         return self.encode(pixel_samples)
 
     def _decoded(self, samples: torch.Tensor, method: str) -> torch.Tensor:
-        progress = NodeProgress(None, self.loaded.family)
+        progress = NodeProgress(None, self.pipeline.family)
         videos = []
         for one in samples.split(1):
-            latents = exchange.from_core(self.loaded, {"samples": one}, lambda text: None)
-            videos.append(stages.decode(self.loaded, latents, progress, method))
+            latents = latent_format.from_core(self.pipeline, {"samples": one}, lambda text: None)
+            videos.append(stages.decode(self.pipeline, latents, progress, method))
         return self._returned(torch.stack(videos))
 
     def _returned(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.output_device, comfy.model_management.intermediate_dtype())
 
 
-def vae_of(loaded: Loaded) -> CoreVAE | None:
+def vae_of(pipeline: Pipeline) -> CoreVAE | None:
     """The VAE of a pipeline; None where ComfyUI does not manage its memory."""
-    return None if manager_of(loaded) is None else CoreVAE(loaded)
+    return None if manager_of(pipeline) is None else CoreVAE(pipeline)

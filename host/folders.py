@@ -43,7 +43,7 @@ def model_choices() -> list[str]:
     return list(models()) or [NO_MODEL]
 
 
-def lender_choices() -> list[str]:
+def provider_choices() -> list[str]:
     """What the inputs for borrowed parts list, ``auto`` first."""
     return [AUTO, *dict.fromkeys([*models(), *_encoders()])]
 
@@ -64,7 +64,7 @@ def model_folder(name: str) -> Path:
     )
 
 
-def lender_folder(name: str) -> Path | None:
+def provider_folder(name: str) -> Path | None:
     """The folder that lends parts; None for ``auto``."""
     if name == AUTO:
         return None

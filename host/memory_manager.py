@@ -24,7 +24,7 @@ from ..compat.checkpoints.packed import outlined
 from ..compat.device.execution import HOST
 from ..compat.memory.host_weights import DISK
 from ..compat.memory.offloader import Terms, amount
-from ..compat.memory.statistics import Account
+from ..compat.memory.statistics import MemoryStats
 from ..pipelines.vae.fallback import MEMORY, kind_of
 from . import patches
 from .casting import CastLeaf, bytes_of, fixed_tensors, make_native, make_plain, send, send_home
@@ -136,7 +136,7 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
     """
 
     watcher: Callable[[int], None] | None = None
-    account: Account | None = None
+    memory_stats: MemoryStats | None = None
     in_cloning = False
     beside: int | None = None  # bytes that the stage under way needs beside the weights
     locks = True  # whether ComfyUI may lock what is streamed in host memory
@@ -148,7 +148,7 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
             found: PartPatcher = super().clone(*args, **kwargs)
         finally:
             self.in_cloning = False
-        found.account, found.locks = self.account, self.locks
+        found.memory_stats, found.locks = self.memory_stats, self.locks
         return found
 
     def model_size(self) -> int:
@@ -177,7 +177,7 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
     ) -> None:
         """Bring the part to ``device_to``: its fixed tensors, and as many leaves as fit into the budget in bytes."""
         module = self.model.fill()
-        make_native(module, device_to, self.account)
+        make_native(module, device_to, self.memory_stats)
         fixed = fixed_tensors(module)
         for tensor in fixed:
             send(tensor, device_to)
@@ -258,7 +258,7 @@ class Managed:
     def __init__(self, parts: ReadsParts, device: torch.device | None = None, terms: Terms | None = None) -> None:
         self.parts, self._chosen, self.terms = parts, device, terms or Terms()
         self.patchers: dict[str, PartPatcher] = {}
-        self.account = Account(self.terms.state)
+        self.memory_stats = MemoryStats(self.terms.state)
         self._short: dict[str, int] = {}  # by part, bytes that it turned out to need beside its estimate
         self._refused: dict[str, int] = {}  # those that were not to be had as it moved: until a stage with it is done
 
@@ -301,7 +301,7 @@ class Managed:
             unload(known)
         shell = shell or (known.model if known is not None else _holder(part)(self.parts, part))
         self.patchers[part] = PartPatcher(shell, device, _offload_device(part))
-        self.patchers[part].account = self.account
+        self.patchers[part].memory_stats = self.memory_stats
         self.patchers[part].locks = self.terms.host.kinds.get(part) != DISK
         return self.patchers[part]
 
@@ -312,7 +312,7 @@ class Managed:
         if patcher.model.content is not module:  # read anew, or never seen
             unload(patcher)
             patcher.model.put(module)
-        if patcher.loaded_size() and make_native(module, self.device_of(part), self.account):
+        if patcher.loaded_size() and make_native(module, self.device_of(part), self.memory_stats):
             unload(patcher)  # a change gave it layers of its own
         patcher.watcher = _watcher(part, patcher.model_size() - patcher.loaded_size(), progress)
         started, before = time.perf_counter(), patcher.loaded_size()
@@ -320,10 +320,10 @@ class Managed:
             while not self._loaded(part, patcher, activation_bytes + self.terms.keep_free):
                 streamed = self._lowered(part, patcher, activation_bytes + self.terms.keep_free)
                 if progress is not None:
-                    progress.say(f"memory ran out while the {part} moved: goes on with {streamed} of it streamed")
+                    progress.notify(f"memory ran out while the {part} moved: goes on with {streamed} of it streamed")
         finally:
             patcher.watcher = patcher.beside = None
-            self.account.add(max(0, patcher.loaded_size() - before), time.perf_counter() - started)
+            self.memory_stats.add(max(0, patcher.loaded_size() - before), time.perf_counter() - started)
         yield module
         self._refused.pop(part, None)  # another program may have had them for a moment
 
@@ -384,9 +384,9 @@ class Managed:
         patcher, management = self.patcher_of(part), comfy.model_management
         if patcher.load_device.type == HOST.type:
             return ""
-        loaded = management.current_loaded_models
-        ours = [item for item in loaded if item.model is not None and item.model.is_clone(patcher)]
-        if any(item not in ours and item.device == patcher.load_device for item in loaded):
+        models = management.current_loaded_models
+        ours = [item for item in models if item.model is not None and item.model.is_clone(patcher)]
+        if any(item not in ours and item.device == patcher.load_device for item in models):
             management.free_memory(EVERYTHING, patcher.load_device, ours)
             return "without other models on the device"
         before = patcher.loaded_size()
@@ -398,21 +398,21 @@ class Managed:
 
 
 def managed(parts: ReadsParts, device: torch.device, terms: Terms | None = None) -> Managed:
-    """The residency for a pipeline whose facts are of ``device``."""
+    """The offloader for a pipeline whose facts are of ``device``."""
     return Managed(parts, None if device == compute_device() else device, terms)
 
 
-def manager_of(loaded: Any) -> Managed | None:
-    """The residency of a pipeline where it is ComfyUI's, whatever stands before it; else None."""
-    residency = getattr(loaded.residency, "inner", loaded.residency)
-    return residency if isinstance(residency, Managed) else None
+def manager_of(pipeline: Any) -> Managed | None:
+    """The offloader of a pipeline where it is ComfyUI's, whatever stands before it; else None."""
+    offloader = getattr(pipeline.offloader, "inner", pipeline.offloader)
+    return offloader if isinstance(offloader, Managed) else None
 
 
 def unload(patcher: PartPatcher) -> None:
     """Send home what a patcher and its clones have on the device."""
-    loaded = comfy.model_management.current_loaded_models
-    others = [item for item in loaded if item.model is None or not item.model.is_clone(patcher)]
-    if len(others) < len(loaded):
+    models = comfy.model_management.current_loaded_models
+    others = [item for item in models if item.model is None or not item.model.is_clone(patcher)]
+    if len(others) < len(models):
         comfy.model_management.free_memory(EVERYTHING, patcher.load_device, others)
     patcher.detach()
 

@@ -106,13 +106,18 @@ def to_core(mesh: Mesh) -> Any:
 
 def with_texture(mesh: Any, texture: Texture) -> Any:
     """A copy of a core MESH that wears ``texture``: colours per vertex, which would tint it, are left out."""
-    worn = copy.copy(mesh)
-    worn.texture, worn.vertex_colors, worn.emissive, worn.normal_map = texture.colour[None], None, None, None
-    worn.metallic_roughness, worn.occlusion_in_mr = None, False
+    active_adapters = copy.copy(mesh)
+    active_adapters.texture, active_adapters.vertex_colors, active_adapters.emissive, active_adapters.normal_map = (
+        texture.colour[None],
+        None,
+        None,
+        None,
+    )
+    active_adapters.metallic_roughness, active_adapters.occlusion_in_mr = None, False
     if texture.metallic is not None and texture.roughness is not None:
         packed = (torch.ones_like(texture.metallic), texture.roughness, texture.metallic)
-        worn.metallic_roughness = torch.stack(packed, dim=-1)[None]
-    return worn
+        active_adapters.metallic_roughness = torch.stack(packed, dim=-1)[None]
+    return active_adapters
 
 
 def as_images(texture: Texture) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

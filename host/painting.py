@@ -74,12 +74,12 @@ def model_stamp(name: str) -> Any:
     return sorted((str(file), file.stat().st_mtime, file.stat().st_size) for file in files)
 
 
-def lender_choices() -> list[str]:
+def provider_choices() -> list[str]:
     """What the inputs for a VAE or image encoder from elsewhere list: ``auto``, then folders with a config.json."""
     return [AUTO, *_lenders()]
 
 
-def lender_path(name: str) -> Path | None:
+def provider_path(name: str) -> Path | None:
     """The folder of a listed lender; None for ``auto``.
 
     Raises:

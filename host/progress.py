@@ -67,7 +67,7 @@ class NodeProgress:
         """Raise ComfyUI's own interrupt when the user has cancelled."""
         comfy.model_management.throw_exception_if_processing_interrupted()
 
-    def say(self, text: str) -> None:
+    def notify(self, text: str) -> None:
         """A line in the log and under the node."""
         if text not in self.lines:
             self.lines.append(text)
@@ -75,7 +75,7 @@ class NodeProgress:
 
     def cost(self, text: str) -> None:
         """What a stage cost in memory and time: a line like others, the last of its stage."""
-        self.say(text)
+        self.notify(text)
 
     def finish(self, status: str, *more: str) -> None:
         """The text that stays under the node: its status with ``more`` of it and the pace, then what was said."""

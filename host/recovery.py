@@ -24,14 +24,14 @@ NEWEST = "newest"
 THUMBNAIL_PIXELS = 160
 
 
-def keep(latents: Latents, say: Callable[[str], None]) -> str:
+def keep(latents: Latents, notify: Callable[[str], None]) -> str:
     """Keep sampled latents and return their id; empty, and said, where they could not be kept."""
-    return recovery.keep(kept_folder(), latents, say)
+    return recovery.keep(kept_folder(), latents, notify)
 
 
-def section_keeper(say: Callable[[str], None]) -> KeptSections:
+def section_keeper(notify: Callable[[str], None]) -> KeptSections:
     """Who keeps FramePack's finished sections, and knows those of a sampling that was cut short."""
-    return KeptSections(kept_folder(), say)
+    return KeptSections(kept_folder(), notify)
 
 
 def listing() -> list[Kept]:
@@ -39,13 +39,13 @@ def listing() -> list[Kept]:
     return recovery.listing(kept_folder())
 
 
-def load(name: str, say: Callable[[str], None] = log.info) -> dict[str, Any]:
+def load(name: str, notify: Callable[[str], None] = log.info) -> dict[str, Any]:
     """The kept LATENT of an id, or of the newest one for ``newest``.
 
     Raises:
         CheckpointError: none of that id is kept.
     """
-    return recovery.load(kept_folder(), name, say)
+    return recovery.load(kept_folder(), name, notify)
 
 
 def choices() -> list[str]:

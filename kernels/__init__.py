@@ -18,7 +18,7 @@ and rounds once. ``form`` chooses: ``auto`` launches on a GPU that Triton serves
 ``group_norm``     ``group_norm_silu_pad(x, norm, pad, silu, layout, form)``;
                    ``rms_silu_pad(x, norm, modulation, pad, silu, layout, form)``
 ``library``        ``launches(x, form)``, ``reason_against(device, dtype)``, ``FORMS``, ``KernelError``
-``trials``         ``trials(device, form, only)``: each operation once against fp64; for reports
+``self_tests``         ``self_tests(device, form, only)``: each operation once against fp64; for reports
 ``_triton.probe``  ``triton(device)``: builds and runs one kernel; for the store of probes
 =================  ============================================================================================
 

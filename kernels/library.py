@@ -108,16 +108,16 @@ class _Launch:
 
     def __init__(self, load: Callable[[], Callable[..., Any]]) -> None:
         self.load = load
-        self.loaded: Callable[..., Any] | None = None
+        self.pipeline: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any) -> Any:
-        if self.loaded is None:
-            self.loaded = self.load()
+        if self.pipeline is None:
+            self.pipeline = self.load()
         device = args[0].device
         if device.type != LAUNCHED_ON or device.index == torch.accelerator.current_device_index():
-            return self.loaded(*args)
+            return self.pipeline(*args)
         with torch.accelerator.device_index(device.index):
-            return self.loaded(*args)
+            return self.pipeline(*args)
 
 
 class _OnCpu:

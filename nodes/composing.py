@@ -75,7 +75,7 @@ class ComposePipeline(io.ComfyNode):
                     "image to video). auto: the first file that fits.",
                 ),
                 io.Combo.Input(
-                    "base", options=folders.lender_choices(), default="auto", advanced=True,
+                    "base", options=folders.provider_choices(), default="auto", advanced=True,
                     tooltip="A diffusers folder that lends what the files lack, such as tokenizers. auto: tokenizers that "
                     "ComfyUI ships.",
                 ),
@@ -138,7 +138,7 @@ class ComposePipeline(io.ComfyNode):
         named = dict(vae=vae, text_encoder=text_encoder, text_encoder_2=text_encoder_2, image_encoder=image_encoder)
         files = model_files.chosen_files(task, transformer=transformer, **named)
         request = LoadRequest(
-            files.parts["transformer"], folders.lender_folder(base), None, variant, precision, offload,
+            files.parts["transformer"], folders.provider_folder(base), None, variant, precision, offload,
             memory_manager.compute_device(), attention=attention, state=folders.state_folder(), files=files,
             weights=weights, text_weights=text_weights, devices=planned.places(transformer_device, text_device, vae_device),
             keep_free_gb=keep_free_gb, speed=speed_request(**speed),

@@ -11,7 +11,7 @@ from ..host.api import InputImpl, Types, io
 from ..host.progress import NodeProgress
 from ..pipelines import stages
 from ..pipelines.decisions import in_short
-from ..pipelines.latents import convert as exchange
+from ..pipelines.latents import convert as latent_format
 from .sockets import CATEGORY, Pipeline
 
 
@@ -74,7 +74,7 @@ class Decode(io.ComfyNode):
     ) -> io.NodeOutput:
         """Frames, and the video."""
         progress = NodeProgress(cls.hidden.unique_id, pipeline.family)
-        latents = exchange.from_core(pipeline, latent, progress.say)
+        latents = latent_format.from_core(pipeline, latent, progress.notify)
         latents = stages.with_decode_noise(pipeline, latents, decode_timestep, decode_noise_scale, progress)
         form = Form(method, tile_size, tile_overlap, frames_per_chunk)
         frames = stages.decode(pipeline, latents, progress, form=form)

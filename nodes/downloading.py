@@ -57,6 +57,6 @@ class DownloadModel(io.ComfyNode):
         progress, roots = NodeProgress(cls.hidden.unique_id), folders.model_roots()
         lines = download.fetched(model, download, roots, progress)
         for line in lines[1:]:
-            progress.say(line)
+            progress.notify(line)
         progress.finish(lines[0])
         return io.NodeOutput(str(download.folder_of(download.offer_of(model).downloads[0], roots)))

@@ -10,7 +10,7 @@ from ..host.progress import NodeProgress
 from ..pipelines import stages
 from ..pipelines.base import ImageRequest, PromptRequest
 from ..pipelines.family import FITS
-from ..pipelines.latents import convert as exchange
+from ..pipelines.latents import convert as latent_format
 from .sockets import CATEGORY, DEFAULT, SEED_LIMIT, Image, Pipeline, Prompt, size_inputs
 
 
@@ -75,7 +75,7 @@ class EncodePrompt(io.ComfyNode):
         request = PromptRequest(text, negative, max_tokens, template, template_crop, sections, image)
         prompt = stages.encode_prompt(pipeline, request, progress)
         progress.finish(repr(prompt).strip("<>"))
-        return io.NodeOutput(prompt, *exchange.conditionings(prompt))
+        return io.NodeOutput(prompt, *latent_format.conditionings(prompt))
 
 
 class ImageConditioning(io.ComfyNode):
@@ -200,4 +200,4 @@ class EncodeVideo(io.ComfyNode):
         progress = NodeProgress(cls.hidden.unique_id, pipeline.family)
         latents = stages.encode_video(pipeline, images, width, height, fit, seed, progress)
         progress.finish(f"{latents.width}x{latents.height}, {latents.frames} frames")
-        return io.NodeOutput(exchange.to_core(latents))
+        return io.NodeOutput(latent_format.to_core(latents))

@@ -82,7 +82,7 @@ class SaveLatent(io.ComfyNode):
     def execute(cls, latent: Any, filename_prefix: str, not_finite: str = "refuse") -> io.NodeOutput:
         """The latents, unchanged."""
         progress, origin = NodeProgress(cls.hidden.unique_id), saved.origin(cls.hidden.prompt, cls.hidden.extra_pnginfo)
-        path = latent_store.save_latent(saved.new_path(filename_prefix), latent, progress.say, not_finite, origin)
+        path = latent_store.save_latent(saved.new_path(filename_prefix), latent, progress.notify, not_finite, origin)
         progress.finish(saved.shown(path))
         return io.NodeOutput(latent, ui={"latents": [saved.ui_record(path)]})
 
@@ -118,7 +118,7 @@ class LoadLatent(Listed):
     def execute(cls, file: str, dtype: str = "float32", not_finite: str = "refuse") -> io.NodeOutput:
         """The latents."""
         progress = NodeProgress(cls.hidden.unique_id)
-        latent = latent_store.load_latent(saved.file_named("latent", file), progress.say, not_finite, dtype)
+        latent = latent_store.load_latent(saved.file_named("latent", file), progress.notify, not_finite, dtype)
         progress.finish(latent_store.described(latent))
         return io.NodeOutput(latent)
 
@@ -161,7 +161,7 @@ class RecoverLatents(io.ComfyNode):
     def execute(cls, kept: str) -> io.NodeOutput:
         """The latents."""
         progress = NodeProgress(cls.hidden.unique_id)
-        latent = recovered(kept, progress.say)
+        latent = recovered(kept, progress.notify)
         progress.finish(latent_store.described(latent))
         return io.NodeOutput(latent)
 
@@ -222,7 +222,7 @@ class LoadPrompt(Listed):
     def execute(cls, file: str) -> io.NodeOutput:
         """The prompt."""
         progress = NodeProgress(cls.hidden.unique_id)
-        prompt = prompt_files.load_prompt(saved.file_named("prompt", file), progress.say)
+        prompt = prompt_files.load_prompt(saved.file_named("prompt", file), progress.notify)
         progress.finish(f"{prompt!r}"[1:-1])
         return io.NodeOutput(prompt)
 
@@ -281,7 +281,7 @@ class SaveMusubiCache(io.ComfyNode):
         progress = NodeProgress(cls.hidden.unique_id)
         folder, item = saved.target_folder(name)
         cut = None if image is None else musubi_items.Cut(image, window, order)
-        paths = musubi_items.save_item(folder, item, latent, prompt, caption, dtype, cut, progress.say)
+        paths = musubi_items.save_item(folder, item, latent, prompt, caption, dtype, cut, progress.notify)
         progress.finish("\n".join(map(saved.shown, paths)))
         return io.NodeOutput()
 

@@ -25,7 +25,7 @@ class LoadPipeline(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         """The node's inputs and outputs."""
-        lenders = folders.lender_choices()
+        providers = folders.provider_choices()
         return io.Schema(
             node_id="AnyGPULoadPipeline",
             display_name="AnyGPU Load Pipeline",
@@ -56,11 +56,11 @@ class LoadPipeline(io.ComfyNode):
                     tooltip="What files cannot tell. auto assumes it from the folder's name and says so under the node.",
                 ),
                 io.Combo.Input(
-                    "base", options=lenders, default="auto", advanced=True,
+                    "base", options=providers, default="auto", advanced=True,
                     tooltip="FramePack: the HunyuanVideo folder that lends text encoders and VAE. auto searches.",
                 ),
                 io.Combo.Input(
-                    "image_encoder", options=lenders, default="auto", advanced=True,
+                    "image_encoder", options=providers, default="auto", advanced=True,
                     tooltip="FramePack, HunyuanVideo 1.5: the folder with image_encoder and feature_extractor. "
                     "auto searches.",
                 ),
@@ -107,7 +107,7 @@ class LoadPipeline(io.ComfyNode):
         """The pipeline."""
         progress = NodeProgress(cls.hidden.unique_id)
         request = LoadRequest(
-            folders.model_folder(model), folders.lender_folder(base), folders.lender_folder(image_encoder), variant,
+            folders.model_folder(model), folders.provider_folder(base), folders.provider_folder(image_encoder), variant,
             precision, offload, memory_manager.compute_device(), (*folders.model_roots(), *folders.encoder_roots()),
             attention=attention, state=folders.state_folder(), speed=speed_request(**speed), weights=weights,
             text_weights=text_weights, devices=planned.places(transformer_device, text_device, vae_device),

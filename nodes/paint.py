@@ -55,7 +55,7 @@ class LoadPaintPipeline(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         """The node's inputs and outputs."""
-        lenders = painting.lender_choices()
+        providers = painting.provider_choices()
         return io.Schema(
             node_id="AnyGPULoadPaintPipeline",
             display_name="AnyGPU Load Paint Pipeline",
@@ -89,11 +89,11 @@ class LoadPaintPipeline(io.ComfyNode):
                     "Those of turbo are different trainings; which one was read is said.",
                 ),
                 io.Combo.Input(
-                    "vae", options=lenders, default="auto", advanced=True,
+                    "vae", options=providers, default="auto", advanced=True,
                     tooltip="The folder of a Stable Diffusion VAE, for a single file. auto looks beside the UNet.",
                 ),
                 io.Combo.Input(
-                    "image_encoder", options=lenders, default="auto", advanced=True,
+                    "image_encoder", options=providers, default="auto", advanced=True,
                     tooltip="PBR: the folder of DINOv2-giant. Or connect its CLIP Vision output to AnyGPU Paint Views.",
                 ),
                 io.Combo.Input(
@@ -135,8 +135,8 @@ class LoadPaintPipeline(io.ComfyNode):
         """The pipeline."""
         progress = PaintProgress(cls.hidden.unique_id)
         request = PaintRequest(
-            painting.paint_path(model), "auto", variant, weights, painting.lender_path(vae),
-            painting.lender_path(image_encoder), precision, offload, attention, memory_manager.compute_device(),
+            painting.paint_path(model), "auto", variant, weights, painting.provider_path(vae),
+            painting.provider_path(image_encoder), precision, offload, attention, memory_manager.compute_device(),
             state=folders.state_folder(),
             compiled=settings_for(dynamo_cache_size_limit) if compile else None,
         )

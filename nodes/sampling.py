@@ -10,7 +10,7 @@ from ..host.progress import NodeProgress
 from ..pipelines import stages
 from ..pipelines.base import FramePackSettings, SampleSettings
 from ..pipelines.decisions import in_short
-from ..pipelines.latents import convert as exchange
+from ..pipelines.latents import convert as latent_format
 from .sockets import CATEGORY, DEFAULT, Image, Pipeline, Prompt, sampling_inputs, size_inputs
 
 
@@ -65,12 +65,12 @@ class Sample(io.ComfyNode):
         """The sampled latents."""
         progress = NodeProgress(cls.hidden.unique_id, pipeline.family)
         encoded = stages.prompt_from_core(pipeline, prompt, negative) if isinstance(prompt, list) else prompt
-        start = exchange.start_of(pipeline, latent, progress.say)
+        start = latent_format.start_of(pipeline, latent, progress.notify)
         chosen = SampleSettings(**settings, **start, sigmas=None if sigmas is None else tuple(sigmas.tolist()))
         latents = stages.sample(pipeline, encoded, image, chosen, progress)
-        recovery.keep(latents, progress.say)
+        recovery.keep(latents, progress.notify)
         progress.finish(f"{latents.width}x{latents.height}, {latents.frames} frames at {latents.fps:g} fps", in_short(pipeline))
-        return io.NodeOutput(exchange.to_core(latents))
+        return io.NodeOutput(latent_format.to_core(latents))
 
 
 class SampleFramePack(io.ComfyNode):
@@ -132,7 +132,7 @@ class SampleFramePack(io.ComfyNode):
         framepack = FramePackSettings(clip_seconds, window, order, end_strength, single_frame)
         levels = None if sigmas is None else tuple(sigmas.tolist())
         chosen = SampleSettings(image.width, image.height, 0, **settings, sigmas=levels)
-        keeper = recovery.section_keeper(progress.say)
+        keeper = recovery.section_keeper(progress.notify)
         latents = stages.sample_framepack(pipeline, encoded, image, chosen, framepack, progress, keeper)
         progress.finish(f"{latents.width}x{latents.height}, {latents.frames} frames at {latents.fps:g} fps", in_short(pipeline))
-        return io.NodeOutput(exchange.to_core(latents))
+        return io.NodeOutput(latent_format.to_core(latents))

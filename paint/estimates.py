@@ -75,63 +75,67 @@ class PartBytes:
 
 
 def paint_needs(
-    loaded: Any, view_size: int = 0, views: int = 0, guided: bool | None = None, mode: str = "", references: int = 1
+    pipeline: Any, view_size: int = 0, views: int = 0, guided: bool | None = None, mode: str = "", references: int = 1
 ) -> tuple[StageNeed, ...]:
     """What each stage of a paint or delight pipeline needs, in the order they run.
 
     Args:
-        loaded: a ``LoadedPaint``. view_size: pixels; views: cameras; 0 takes what the models were taught. guided: two
-            rows a step; None as published. mode: of :data:`MODES`; by default the pipeline's own.
+        pipeline: a ``PaintPipeline``. view_size: pixels; views: cameras; 0 takes what the models were taught. guided:
+            two rows a step; None as published. mode: of :data:`MODES`; by default the pipeline's own.
         references: pictures of the object.
     """
-    mode = mode or str(loaded.residency.mode)
-    pixels, delight = view_size or TAUGHT_SIZE, loaded.family == "delight"
-    rows = 1 + int(loaded.variant in ("v2-0", "v2-1") and not delight if guided is None else guided)
-    materials = MATERIALS if loaded.family == "paint_pbr" else 1
+    mode = mode or str(pipeline.offloader.mode)
+    pixels, delight = view_size or TAUGHT_SIZE, pipeline.family == "delight"
+    rows = 1 + int(pipeline.variant in ("v2-0", "v2-1") and not delight if guided is None else guided)
+    materials = MATERIALS if pipeline.family == "paint_pbr" else 1
     pictures = rows if delight else rows * (views or TAUGHT_VIEWS) * materials
-    side, dtype = pixels // REDUCTION, loaded.precision.vae
+    side, dtype = pixels // REDUCTION, pipeline.precision.vae
     active = [  # one picture, or 77 tokens, take less than a layer
         ("text", "text_encoder", 0),
         ("encoding", "vae", encoding_bytes(pixels, pixels, dtype)),
         ("image", "image_encoder", 0),
-        ("reference", "reference", looking_bytes(loaded, references, (side, side))),
-        (STEPPING[delight], "unet", step_bytes(loaded, pictures, (side, side), 0 if delight else references)),
+        ("reference", "reference", looking_bytes(pipeline, references, (side, side))),
+        (STEPPING[delight], "unet", step_bytes(pipeline, pictures, (side, side), 0 if delight else references)),
         ("decoding", "vae", decoding_bytes(pixels, pixels, dtype)),
     ]
     found, stays = [], dict[str, int]()
     for name, part, activations in active:
-        if part not in loaded.weights:
+        if part not in pipeline.weights:
             continue
         kept = sum(size for other, size in stays.items() if other != part)
-        found.append(StageNeed(name, kept, loaded.weights[part].resident(mode, part), activations))
+        found.append(StageNeed(name, kept, pipeline.weights[part].resident(mode, part), activations))
         if mode == "none" and not part.endswith("_encoder"):  # these leave after their one use
-            stays[part] = loaded.weights[part].total
+            stays[part] = pipeline.weights[part].total
     return tuple(found)
 
 
-def step_bytes(loaded: Any, pictures: int, size: tuple[int, int], references: int = 1) -> int:
+def step_bytes(pipeline: Any, pictures: int, size: tuple[int, int], references: int = 1) -> int:
     """Activations at the peak of one forward of the UNet.
 
     Args:
         pictures: rows times materials times views. size: of the latents. references: pictures kept; 0 for delight.
     """
     fed = min(pictures * size[0] * size[1], max(FED_TOKENS, size[0] * size[1])) / (size[0] * size[1])
-    attending = map_bytes(loaded, pictures, size, ATTENDING) + map_bytes(loaded, references, size, Copies(0, ATTENDED))
-    feeding = map_bytes(loaded, pictures, size, FEEDING[loaded.family]) + map_bytes(loaded, fed, size, Copies(0, FED))
-    return max(attending, feeding + map_bytes(loaded, references, size, Copies(0, KEPT)))
+    attending = map_bytes(pipeline, pictures, size, ATTENDING) + map_bytes(
+        pipeline, references, size, Copies(0, ATTENDED)
+    )
+    feeding = map_bytes(pipeline, pictures, size, FEEDING[pipeline.family]) + map_bytes(
+        pipeline, fed, size, Copies(0, FED)
+    )
+    return max(attending, feeding + map_bytes(pipeline, references, size, Copies(0, KEPT)))
 
 
-def looking_bytes(loaded: Any, references: int, size: tuple[int, int]) -> int:
+def looking_bytes(pipeline: Any, references: int, size: tuple[int, int]) -> int:
     """Activations at the peak of the reference stream, what it keeps among them."""
-    return map_bytes(loaded, references, size, LOOKING)
+    return map_bytes(pipeline, references, size, LOOKING)
 
 
-def map_bytes(loaded: Any, pictures: float, size: tuple[int, int], copies: Copies) -> int:
+def map_bytes(pipeline: Any, pictures: float, size: tuple[int, int], copies: Copies) -> int:
     """Bytes of ``copies`` of the first level's feature maps of ``pictures`` latents of ``size``."""
-    precision = loaded.precision
+    precision = pipeline.precision
     operands = (precision.compute or precision.transformer).itemsize
     residual = (precision.residual or precision.compute or precision.transformer).itemsize
-    features = pictures * size[0] * size[1] * loaded.shape.widths[0]
+    features = pictures * size[0] * size[1] * pipeline.shape.widths[0]
     return int(features * (copies.residual * residual + copies.operands * operands))
 
 
@@ -151,16 +155,16 @@ def asked(activations: int) -> int:
 
 
 @contextmanager
-def costed(loaded: Any, stage: str, progress: Any) -> Iterator[None]:
+def costed(pipeline: Any, stage: str, progress: Any) -> Iterator[None]:
     """The block as a stage of the pipeline's account: peak, traffic and time, told to a progress that shows them."""
-    account = getattr(loaded.residency, "account", None)
-    if account is None:
+    memory_stats = getattr(pipeline.offloader, "memory_stats", None)
+    if memory_stats is None:
         yield
         return
-    residency = loaded.residency
-    with account.stage(stage, f"{loaded.family} {loaded.variant}", residency.mode, residency.device) as cost:
+    offloader = pipeline.offloader
+    with memory_stats.stage(stage, f"{pipeline.family} {pipeline.variant}", offloader.mode, offloader.device) as cost:
         yield
-        cost.mode = residency.mode
+        cost.mode = offloader.mode
     told = getattr(progress, "cost", None)
-    if told is not None and residency.device.type != HOST.type:
+    if told is not None and offloader.device.type != HOST.type:
         told(str(cost))

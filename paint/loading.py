@@ -13,9 +13,9 @@ from torch import nn
 from ..compat.checkpoints.weights import read_json
 from ..compat.device.execution import HOST
 from ..compat.device.facts import GIBIBYTE, DeviceFacts, facts_for, free_bytes
-from ..compat.device.probe_results import answers_of
+from ..compat.device.probe_results import probe_results_of
 from ..compat.errors import CheckpointError, InputError
-from ..compat.memory.offloader import Terms, residency_for
+from ..compat.memory.offloader import Terms, offloader_for
 from ..compat.memory.parts import Hosted, Parts, Prepare, Reader, Silent
 from ..compat.memory.statistics import amount
 from ..compat.precision import Precision, precision_for
@@ -73,7 +73,7 @@ class PaintRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedPaint(Hosted):
+class PaintPipeline(Hosted):
     """A paint pipeline that is ready to run.
 
     Args:
@@ -88,7 +88,7 @@ class LoadedPaint(Hosted):
     parts: Parts
     facts: DeviceFacts
     precision: Precision
-    residency: Any
+    offloader: Any
     shape: UNetShape
     configs: Mapping[str, Mapping[str, Any]]
     source: Path
@@ -102,7 +102,7 @@ class LoadedPaint(Hosted):
         return next(iter(self.get_models()), None)
 
     def __repr__(self) -> str:
-        return f"<{self.family} {self.variant} {self.source.name!r}: {self.precision}; {self.residency}>"
+        return f"<{self.family} {self.variant} {self.source.name!r}: {self.precision}; {self.offloader}>"
 
 
 def load_paint(
@@ -110,7 +110,7 @@ def load_paint(
     progress: Any = None,
     make_room: Callable[[int], None] | None = None,
     hosted: Callable[[Any, torch.device], Any] | None = None,
-) -> LoadedPaint:
+) -> PaintPipeline:
     """The pipeline of ``request.model``; only names and shapes are read now.
 
     Args:
@@ -131,7 +131,7 @@ def load_paint(
     networks.require_fitting(kind, shapes, made, str(stored.path))
     progress.check()
     facts = facts_for(request.device)
-    probes = None if request.state is None else answers_of(facts, request.state, request.quiet)
+    probes = None if request.state is None else probe_results_of(facts, request.state, request.quiet)
     precision = precision_for(kind, facts, request.precision, probes)
     shape = networks.shape_for(kind, config)
     operands = precision.compute or precision.transformer
@@ -147,15 +147,15 @@ def load_paint(
     compiler = None if request.compiled is None else Compiler(request.compiled, request.prepare)
     parts = Parts(readers, compiler or request.prepare)
     sizes = {part: size.total for part, size in weights.items()}
-    residency, reason = _residency(request, parts, facts, sizes, (make_room, hosted, Terms(state=request.state)))
-    notes = [str(precision), f"{residency}: {reason}", str(attention), *_said(place, stored, dropped)]
-    return LoadedPaint(
+    offloader, reason = _offloader(request, parts, facts, sizes, (make_room, hosted, Terms(state=request.state)))
+    notes = [str(precision), f"{offloader}: {reason}", str(attention), *_said(place, stored, dropped)]
+    return PaintPipeline(
         kind,
         _variant(request, kind, stored),
         parts,
         facts,
         precision,
-        residency,
+        offloader,
         shape,
         configs,
         request.model,
@@ -165,7 +165,7 @@ def load_paint(
     )
 
 
-def _residency(
+def _offloader(
     request: PaintRequest,
     parts: Parts,
     facts: DeviceFacts,
@@ -180,16 +180,16 @@ def _residency(
     if request.compiled is not None:
         require_offload(request.offload)
     if request.offload == AUTO and request.compiled is not None:
-        residency, _ = residency_for("none", parts, facts.device, sizes, free, *host)
+        offloader, _ = offloader_for("none", parts, facts.device, sizes, free, *host)
         total = sum(sizes.values())
         tight = free is not None and total > free
         more = f"; {total / GIBIBYTE:.1f} GB do not fit: choose offload model, or switch compile off" if tight else ""
-        return residency, "auto: compiled blocks stay where they were compiled" + more
-    residency, reason = residency_for(request.offload, parts, facts.device, sizes, free, *host)
-    if residency.mode == "none" and request.offload == AUTO and not on_host:
-        residency, _ = residency_for("model", parts, facts.device, sizes, free, *host)
+        return offloader, "auto: compiled blocks stay where they were compiled" + more
+    offloader, reason = offloader_for(request.offload, parts, facts.device, sizes, free, *host)
+    if offloader.mode == "none" and request.offload == AUTO and not on_host:
+        offloader, _ = offloader_for("model", parts, facts.device, sizes, free, *host)
         reason = "auto: each part runs once or twice, so leaving after its stage costs a copy or two"
-    return residency, reason
+    return offloader, reason
 
 
 def is_paint_folder(folder: Path) -> bool:

@@ -18,7 +18,7 @@ from .baking.fill import filled
 from .geometry.cameras import DEFAULT_VIEWS, CameraTable
 from .geometry.mesh import Mesh, Surface
 from .geometry.views import VIEW_SIZE, Maps, chosen_views, rendered_maps
-from .loading import LoadedPaint
+from .loading import PaintPipeline
 from .pictures import recentred
 from .sampling.delight import DelightSettings, delight_image
 from .sampling.painting import Painted, PaintInputs, PaintSettings, paint_views
@@ -127,7 +127,7 @@ def texture_of(
         InputError: what :func:`bake.bake` and :func:`fill.filled` refuse.
     """
     progress = progress or Silent()
-    target = roomy(device, settings.size**2 * TEXEL_BYTES, progress.say)
+    target = roomy(device, settings.size**2 * TEXEL_BYTES, progress.notify)
     baking = BakeSettings(settings.size, settings.view_size, settings.form, settings.exact)
     total = len(cameras) * (1 if metallic_roughness is None else 2)
     count = counted(progress, total, "baking")
@@ -158,12 +158,12 @@ def counted(progress: Any, total: int, stage: str) -> Callable[[], None]:
     return count
 
 
-def roomy(device: torch.device | None, needed_bytes: int, say: Callable[[str], None]) -> torch.device | None:
+def roomy(device: torch.device | None, needed_bytes: int, notify: Callable[[str], None]) -> torch.device | None:
     """``device`` where it has ``needed_bytes`` free or does not tell, else the CPU, which is said."""
     free = None if device is None or device.type == HOST.type else free_bytes(device)
     if free is None or free > needed_bytes:
         return device
-    say(f"baked on the CPU: {free / GIBIBYTE:.1f} GB free on the device, {needed_bytes / GIBIBYTE:.1f} GB needed")
+    notify(f"baked on the CPU: {free / GIBIBYTE:.1f} GB free on the device, {needed_bytes / GIBIBYTE:.1f} GB needed")
     return HOST
 
 
@@ -177,18 +177,22 @@ def greedy_cameras(mesh: Mesh | None, max_views: int, progress: Any, device: tor
         raise InputError("no mesh for greedy cameras", expected="the mesh to paint", fix="Connect it, or choose list.")
     with Checked(progress.check):
         table, share = chosen_views(Surface.of(mesh, device), max_views)
-    progress.say(f"{len(table)} views see {share:.1%} of the surface")
+    progress.notify(f"{len(table)} views see {share:.1%} of the surface")
     return table
 
 
 def references_of(
-    loaded: LoadedPaint, pictures: list[Tensor], delight: LoadedPaint | None, settings: DelightSettings, progress: Any
+    pipeline: PaintPipeline,
+    pictures: list[Tensor],
+    delight: PaintPipeline | None,
+    settings: DelightSettings,
+    progress: Any,
 ) -> list[Tensor]:
     """The reference pictures as the pipeline wants them: in the middle of a square, and in even light.
 
     The PBR model takes them as they are: it was taught with shading, and finds the light itself.
     """
-    if loaded.family == "paint_pbr":
+    if pipeline.family == "paint_pbr":
         return pictures
     centred = [recentred(picture) for picture in pictures]
     if delight is None:
@@ -199,8 +203,8 @@ def references_of(
 def textured(
     mesh: Mesh,
     pictures: list[Tensor],
-    loaded: LoadedPaint,
-    delight: LoadedPaint | None = None,
+    pipeline: PaintPipeline,
+    delight: PaintPipeline | None = None,
     settings: OneStep = OneStep(),
     progress: Any = None,
     dino: Tensor | None = None,
@@ -217,20 +221,20 @@ def textured(
         InputError: what any of the stages refuses; an unusable mesh is found before anything is painted.
     """
     progress = progress or Silent()
-    device = execution_device(loaded.residency)
+    device = execution_device(pipeline.offloader)
     with Checked(progress.check):
         surface = Surface.of(mesh, device)
         surface.with_uvs()
     for note in surface.notes:
-        progress.say(note)
+        progress.notify(note)
     with torch.no_grad():
-        greedy = loaded.family == "paint_pbr"
+        greedy = pipeline.family == "paint_pbr"
         cameras = greedy_cameras(mesh, settings.max_views, progress, device) if greedy else DEFAULT_VIEWS
-        maps, _, _ = maps_of(mesh, cameras, loaded.family, "auto", settings.texture.view_size, progress, device)
-        references = references_of(loaded, pictures, delight, settings.delight, progress)
+        maps, _, _ = maps_of(mesh, cameras, pipeline.family, "auto", settings.texture.view_size, progress, device)
+        references = references_of(pipeline, pictures, delight, settings.delight, progress)
         inputs = PaintInputs(references, maps.normal, maps.position, cameras, dino)
         del maps
-        painted = paint_views(loaded, inputs, settings.paint, progress)
+        painted = paint_views(pipeline, inputs, settings.paint, progress)
         place, forget = keep(painted) if keep is not None else ("", lambda: None)
         given = (mesh, cameras, painted.views, painted.metallic_roughness)
         try:

@@ -35,11 +35,11 @@ class Progress(Protocol):
     def check(self) -> None:
         """Raise when the user has cancelled."""
 
-    def say(self, text: str) -> None:
+    def notify(self, text: str) -> None:
         """One line that the user should read: what was assumed, rounded or has no effect."""
 
 
-class Residency(Protocol):
+class Offloader(Protocol):
     """Who decides where the parts of one pipeline are, and moves them."""
 
     @property
@@ -56,7 +56,7 @@ class Residency(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded(Hosted):
+class Pipeline(Hosted):
     """A pipeline that is ready to run: what it is, its parts, and what was decided for this device.
 
     ``tools`` are the small things beside the modules (tokenizers, scheduler, image processors), read on first use.
@@ -70,7 +70,7 @@ class Loaded(Hosted):
     parts: Parts
     facts: Any
     precision: Any
-    residency: Residency
+    offloader: Offloader
     tools: Tools
     configs: Mapping[str, Mapping[str, Any]]
     variant: str
@@ -82,12 +82,12 @@ class Loaded(Hosted):
     probes: Any = None
 
     def __repr__(self) -> str:
-        return f"<{self.family} {self.variant} {self.source.name!r}: {self.precision}; {self.residency}>"
+        return f"<{self.family} {self.variant} {self.source.name!r}: {self.precision}; {self.offloader}>"
 
     @property
     def patcher(self) -> Any:
         """The host's own handle of the transformer, where it manages the memory; else None."""
-        return getattr(self.residency, "patcher", None)
+        return getattr(self.offloader, "patcher", None)
 
 
 class Tools(dict[str, Any]):
@@ -106,7 +106,8 @@ class Tools(dict[str, Any]):
 class Prompt:
     """Encoded text: tensors (1, N, D) on the CPU, padding trimmed, by the family's own names.
 
-    ``sections`` holds further prompts, for the sections of a FramePack video after the first. ``opposed`` is whether
+    ``sections`` holds further prompts, for the sections of a FramePack video after the first. ``has_negative`` is
+    whether
     the user wrote a negative prompt: an empty one is encoded too, for guidance that needs it. ``extra`` holds what no
     model sees: ``text`` and ``negative_text`` where they are known.
     """
@@ -115,7 +116,7 @@ class Prompt:
     embeds: Mapping[str, torch.Tensor]
     negative: Mapping[str, torch.Tensor] | None = None
     sections: tuple[Mapping[str, torch.Tensor], ...] = ()
-    opposed: bool = False
+    has_negative: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..compat.device.probe_store import Answer
+from ..compat.device.probe_store import ProbeResult
 from ..compat.device.report import conv3d_lines
 from ..compat.precision import NAMES, SAFE
-from .base import Loaded
+from .base import Pipeline
 from .registry import FAMILIES
 from .report import TITLES
 
@@ -25,40 +25,43 @@ SUBJECTS = {  # first word of a note -> what it is about; the first note is abou
 }
 
 
-def card_of(loaded: Any, probes: Mapping[str, Answer] | None = None) -> dict[str, Any]:
+def card_of(pipeline: Any, probes: Mapping[str, ProbeResult] | None = None) -> dict[str, Any]:
     """The card of a pipeline: what it is, and its decisions as ``subject``, ``verdict`` and ``why``.
 
     Args:
-        loaded: of any family, those that paint too. probes: what the device answered so far; None relies on the tables.
+        pipeline: of any family, those that paint too. probes: what the device answered so far; None relies on the
+            tables.
     """
-    decisions = [_decision(index, note) for index, note in enumerate(loaded.notes)]
-    video = loaded.family in FAMILIES
+    decisions = [_decision(index, note) for index, note in enumerate(pipeline.notes)]
+    video = pipeline.family in FAMILIES
     if video and not any(decision["subject"] == "Conv3d" for decision in decisions):
-        decisions.append(_conv3d(loaded, probes))
+        decisions.append(_conv3d(pipeline, probes))
     return {
-        "family": loaded.family,
-        "title": TITLES[loaded.family],
-        "model": loaded.source.name,
-        "does": ", ".join((*_variant(loaded), *((f"{loaded.task} to video",) if video else ()))),
+        "family": pipeline.family,
+        "title": TITLES[pipeline.family],
+        "model": pipeline.source.name,
+        "does": ", ".join((*_variant(pipeline), *((f"{pipeline.task} to video",) if video else ()))),
         "decisions": decisions,
     }
 
 
-def status_of(loaded: Any) -> str:
+def status_of(pipeline: Any) -> str:
     """A pipeline in one short line: model, variant, dtype, offload, device."""
-    return f"{', '.join((TITLES[loaded.family], *_variant(loaded)))}: {in_short(loaded)}, on {loaded.facts.name}"
+    return (
+        f"{', '.join((TITLES[pipeline.family], *_variant(pipeline)))}: {in_short(pipeline)}, on {pipeline.facts.name}"
+    )
 
 
-def in_short(loaded: Any, part: str = "transformer") -> str:
+def in_short(pipeline: Any, part: str = "transformer") -> str:
     """The dtype of a part and the offload mode, such as ``bf16, offload group``, for a status line."""
-    dtype = getattr(loaded.precision, part)
-    safe = part == "transformer" and loaded.precision.safe
-    return f"{SAFE if safe else NAMES.get(dtype, str(dtype))}, offload {getattr(loaded.residency, 'mode', '')}"
+    dtype = getattr(pipeline.precision, part)
+    safe = part == "transformer" and pipeline.precision.safe
+    return f"{SAFE if safe else NAMES.get(dtype, str(dtype))}, offload {getattr(pipeline.offloader, 'mode', '')}"
 
 
-def _variant(loaded: Any) -> tuple[str, ...]:
+def _variant(pipeline: Any) -> tuple[str, ...]:
     """The variant, where the family has several."""
-    return () if loaded.variant == loaded.family else (loaded.variant,)
+    return () if pipeline.variant == pipeline.family else (pipeline.variant,)
 
 
 def _decision(index: int, note: str) -> dict[str, str]:
@@ -75,9 +78,9 @@ def _decision(index: int, note: str) -> dict[str, str]:
     return {"subject": subject or "also", "verdict": verdict, "why": why or (CHOSEN if verdict == "off" else "")}
 
 
-def _conv3d(loaded: Loaded, probes: Mapping[str, Answer] | None) -> dict[str, str]:
+def _conv3d(pipeline: Pipeline, probes: Mapping[str, ProbeResult] | None) -> dict[str, str]:
     """The form of 3-D convolutions in the VAE's dtype: one where all kinds agree, else each with its own."""
-    lines = conv3d_lines(loaded.facts, probes, loaded.precision.vae)
+    lines = conv3d_lines(pipeline.facts, probes, pipeline.precision.vae)
     forms = dict.fromkeys(line.verdict for line in lines)
     if len(forms) == 1:
         return {"subject": "Conv3d", "verdict": next(iter(forms)), "why": lines[0].why}

@@ -6,7 +6,7 @@ from ..compat import precision
 from ..compat.device.facts import DeviceFacts
 from ..compat.errors import PackError
 from ..compat.memory import offloader
-from ..compat.memory.offloader import residency_for
+from ..compat.memory.offloader import offloader_for
 from ..compat.memory.parts import Parts
 from ..compat.precision import precision_for
 from ..compat.transforms import attention
@@ -57,7 +57,7 @@ def _no_precision(choice: str, facts: DeviceFacts) -> str:
 def _no_offload(choice: str, facts: DeviceFacts) -> str:
     """Why this offload cannot be inside ComfyUI, whose own memory manager is always there; empty when it can."""
     try:
-        residency_for(choice, Parts({}), facts.device, {}, hosted=lambda *_: None)
+        offloader_for(choice, Parts({}), facts.device, {}, hosted=lambda *_: None)
     except PackError as error:
         return error.found.removeprefix(f"offload {choice!r} ")
     return ""

@@ -77,12 +77,12 @@ def profiled(name: str) -> Callable[[Stage], Stage]:
 
     def wrapped(stage: Stage) -> Stage:
         @wraps(stage)
-        def run(loaded: Any, *args: Any, **named: Any) -> Any:
-            profile = getattr(loaded.speed, "profile", None)
+        def run(pipeline: Any, *args: Any, **named: Any) -> Any:
+            profile = getattr(pipeline.speed, "profile", None)
             if profile is None:
-                return stage(loaded, *args, **named)
+                return stage(pipeline, *args, **named)
             with profile.stage(name):
-                return stage(loaded, *args, **named)
+                return stage(pipeline, *args, **named)
 
         return run  # type: ignore[return-value]
 
@@ -115,7 +115,7 @@ def ranged(part: str, module: nn.Module) -> Callable[[], None] | None:
 
 
 def _range(text: str, module: nn.Module) -> tuple[Any, Any]:
-    """Hooks, not a patched forward: they survive every residency's own re-wrapping of it."""
+    """Hooks, not a patched forward: they survive every offloader's own re-wrapping of it."""
     opened: list[Any] = []
     before = module.register_forward_pre_hook(partial(_open, text, opened), prepend=True)
     return before, module.register_forward_hook(partial(_close, opened), always_call=True)

@@ -10,7 +10,7 @@ import torch
 
 from ..compat.device.check import Check, check
 from ..compat.device.facts import facts_for, free_bytes
-from ..compat.device.probe_results import answers_of
+from ..compat.device.probe_results import probe_results_of
 from ..compat.device.report import Line, Report, report_on
 from .base import Progress
 from .measured import advice
@@ -39,7 +39,7 @@ def hardware_report(device: Any, state: Path | None, again: bool = False) -> Rep
         UnsupportedError: torch cannot reach the device.
     """
     facts = facts_for(device)
-    store = answers_of(facts, state)
+    store = probe_results_of(facts, state)
     store.ask_all(again)
     return report_on(facts, store, TITLES, free_bytes(facts.device), advice(facts), store.note)
 
@@ -47,7 +47,7 @@ def hardware_report(device: Any, state: Path | None, again: bool = False) -> Rep
 def hardware_check(device: Any, state: Path | None) -> Iterator[Check]:
     """What fails on people's devices, tried on this one, one result at a time."""
     facts = facts_for(device)
-    return check(facts, answers_of(facts, state), TITLES)
+    return check(facts, probe_results_of(facts, state), TITLES)
 
 
 def checked(report: Report, device: Any, state: Path | None, progress: Progress) -> Report:

@@ -12,7 +12,7 @@ import torch
 
 from ..compat.device.facts import DeviceFacts
 from ..compat.device.probe_results import TRITON
-from ..compat.device.probe_store import OK, Answer
+from ..compat.device.probe_store import OK, ProbeResult
 from ..compat.errors import UnsupportedError
 from ..compat.memory.offloader import HOSTED
 from ..compat.transforms import compile as compiling
@@ -23,7 +23,7 @@ from ..compat.transforms.fused import Fused
 from ..compat.transforms.fused_vae import fuse_vae
 from ..compat.transforms.order import Order, Step, Undo
 from ..compat.transforms.step_cache import StepCacheSettings, cached, require_usable, settings_for
-from .base import Loaded, Progress, SampleSettings
+from .base import Pipeline, Progress, SampleSettings
 from .profiling import Profile
 from .registry import family_named
 
@@ -84,7 +84,7 @@ class Speed:
         return tuple(found)
 
     def host_for(self, offload: str, hosted: Hosted | None) -> Hosted | None:
-        """The host's residency for ``offload``; none for ``auto`` with compile, which that residency cannot have."""
+        """The host's offloader for ``offload``; none for ``auto`` with compile, which that offloader cannot have."""
         if hosted is None or offload != OFFLOAD_AUTO or not self.compiled:
             return hosted
         self.beside_host = f"compile: offload auto does without {HOSTED}, in which no block is one graph"
@@ -121,15 +121,15 @@ class Speed:
         lossy = ", fp16 accumulation" if self.request.fp16_sums else ""
         return f"{family_named(family).FAMILY.title}: {kernels}, attention {self.attention}, {compiled}{lossy}"
 
-    def say(self, family: str, progress: Progress) -> None:
+    def notify(self, family: str, progress: Progress) -> None:
         """Say :meth:`line` where something is on."""
         if self.forms.get(TRANSFORMER) or self.compiled or self.request.fp16_sums:
-            progress.say(self.line(family))
+            progress.notify(self.line(family))
 
-    def say_decoded(self, progress: Progress) -> None:
+    def notify_decoded(self, progress: Progress) -> None:
         """Say what was fused in the VAE, where something was."""
         if VAE in self.fused:
-            progress.say(f"VAE {self.fused[VAE]}")
+            progress.notify(f"VAE {self.fused[VAE]}")
 
     def _fuse(self, part: str, module: Any) -> Undo | None:
         form = self.forms.get(part, "")
@@ -148,7 +148,7 @@ def speed_for(
     facts: DeviceFacts,
     elsewhere: Mapping[str, Any],
     precision: Any,
-    probes: Mapping[str, Answer] | None,
+    probes: Mapping[str, ProbeResult] | None,
     attention: str,
 ) -> Speed:
     """The choices of ``request`` on the device of ``facts``.
@@ -170,7 +170,7 @@ def speed_for(
     return Speed(request, {TRANSFORMER: form, VAE: other}, why, attention)
 
 
-def _probed(device: torch.device, dtype: torch.dtype, probes: Mapping[str, Answer] | None) -> str:
+def _probed(device: torch.device, dtype: torch.dtype, probes: Mapping[str, ProbeResult] | None) -> str:
     """Why a probe found launches on ``device`` unusable; empty where nothing speaks against them."""
     if fused.reason_against(device, dtype) or probes is None or TRITON not in probes:
         return ""
@@ -178,31 +178,31 @@ def _probed(device: torch.device, dtype: torch.dtype, probes: Mapping[str, Answe
     return "" if answer.status == OK else f"its probe is {answer.status}: {answer.detail}"
 
 
-def with_step_cache(loaded: Loaded, preset: str, asked: StepCacheSettings) -> Loaded:
+def with_step_cache(pipeline: Pipeline, preset: str, asked: StepCacheSettings) -> Pipeline:
     """The pipeline with a step cache for its samplings, without one for ``off``; nothing is read again for it.
 
     Raises:
         InputError: a choice or number out of range. UnsupportedError: a kind that does not act on this family.
     """
-    return replace(loaded, step_cache=settings_for(loaded.family, preset, asked))
+    return replace(pipeline, step_cache=settings_for(pipeline.family, preset, asked))
 
 
-def sped_up(loaded: Loaded, settings: SampleSettings, progress: Progress, run: Callable[[], Result]) -> Result:
+def sped_up(pipeline: Pipeline, settings: SampleSettings, progress: Progress, run: Callable[[], Result]) -> Result:
     """What ``run``, a sampling, returns, under the pipeline's step cache; says what runs and what was skipped.
 
     Raises:
         UnsupportedError: a cache beside guidance or compiled blocks that it cannot share a transformer with.
     """
-    cache, speed = loaded.step_cache, loaded.speed
+    cache, speed = pipeline.step_cache, pipeline.speed
     with fp16_sums(speed is not None and speed.request.fp16_sums):
         if cache is None:
             found = run()
         else:
-            transformer = loaded.parts.read(TRANSFORMER, progress)
-            require_usable(cache, loaded.family, transformer, settings.cfg)
+            transformer = pipeline.parts.read(TRANSFORMER, progress)
+            require_usable(cache, pipeline.family, transformer, settings.cfg)
             with cached(transformer, cache, settings.steps) as count:
                 found = run()
-            progress.say(f"{cache}: {count}")
+            progress.notify(f"{cache}: {count}")
     if speed is not None:
-        speed.say(loaded.family, progress)
+        speed.notify(pipeline.family, progress)
     return found

@@ -16,7 +16,7 @@ from .base import (
     ImageCondition,
     ImageRequest,
     Latents,
-    Loaded,
+    Pipeline,
     Progress,
     Prompt,
     PromptRequest,
@@ -26,7 +26,7 @@ from .families.framepack.sections import Keeper, Remembered
 from .family import Family
 from .grid import check_steps, snap
 from .memory.estimates import Size
-from .memory.fit import accounted, fitted_for, roomier
+from .memory.fit import fitted_for, roomier, with_memory_stats
 from .memory.shortage import shortage_explained
 from .pictures import checked_frames, fitted, fitted_size
 from .profiling import profiled
@@ -61,18 +61,18 @@ NEUTRAL: dict[str, Any] = {  # settings that mean "nothing asked"
 
 
 @profiled("encode prompt")
-@accounted("text")
-def encode_prompt(loaded: Loaded, request: PromptRequest, progress: Progress) -> Prompt:
+@with_memory_stats("text")
+def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> Prompt:
     """The prompt and its negative as embeddings; afterwards no text encoder is on the device.
 
     Raises:
         InputError: an empty or over-long prompt, or a template without its place for the prompt.
     """
-    family = family_named(loaded.family)
-    require_text_encoder(loaded)
+    family = family_named(pipeline.family)
+    require_text_encoder(pipeline)
     if not request.text.strip():
         raise InputError("an empty prompt", expected="a text that describes the video", fix="Type a prompt.")
-    limit = request.max_tokens or of_checkpoint(loaded).defaults.max_tokens
+    limit = request.max_tokens or of_checkpoint(pipeline).defaults.max_tokens
     if not 1 <= limit <= MOST_TOKENS:
         nearest = min(max(limit, 1), MOST_TOKENS)
         raise InputError(
@@ -85,39 +85,39 @@ def encode_prompt(loaded: Loaded, request: PromptRequest, progress: Progress) ->
             fix="Write {} where the prompt belongs, or leave the template empty.",
         )
     if request.template_crop >= 0 and not request.template:
-        progress.say("template_crop has no effect without a template")
+        progress.notify("template_crop has no effect without a template")
     image = None if request.image is None else checked_frames(request.image, "the prompt's image")
     report_unused(family.FAMILY, request, ("template", "sections", "image"), progress)
-    fitted_for(loaded, "text", None, progress)
+    fitted_for(pipeline, "text", None, progress)
     try:
         completed = replace(request, max_tokens=limit, image=image)
-        with shortage_explained(loaded, family.FAMILY, ENCODING, None, TEXT_HINT):
+        with shortage_explained(pipeline, family.FAMILY, ENCODING, None, TEXT_HINT):
             found = roomier(
-                loaded,
+                pipeline,
                 progress,
                 family.FAMILY.text_parts,
                 ENCODING,
-                lambda: family.encode_prompt(loaded, completed, progress),
+                lambda: family.encode_prompt(pipeline, completed, progress),
             )
         texts = {"text": request.text, "negative_text": request.negative}
-        return replace(found, opposed=bool(request.negative.strip()), extra=texts)
+        return replace(found, has_negative=bool(request.negative.strip()), extra=texts)
     finally:
-        release_text(loaded, family.FAMILY)
+        release_text(pipeline, family.FAMILY)
 
 
-def prompt_from_core(loaded: Loaded, positive: Any, negative: Any = None) -> Prompt:
+def prompt_from_core(pipeline: Pipeline, positive: Any, negative: Any = None) -> Prompt:
     """Core CONDITIONING as a prompt of the loaded family.
 
     Args:
         positive, negative: lists of [tensor (1, N, D), dict], as CLIPTextEncode makes them.
     """
-    family = family_named(loaded.family)
+    family = family_named(pipeline.family)
 
     def one(conditioning: Any) -> Mapping[str, torch.Tensor]:
         if not conditioning:
             raise InputError("an empty CONDITIONING", expected="encoded text", fix="Connect CLIP Text Encode.")
         embeds, extra = conditioning[0][0], conditioning[0][1]
-        width = loaded.configs["transformer"].get(family.FAMILY.text_width)
+        width = pipeline.configs["transformer"].get(family.FAMILY.text_width)
         if embeds is None or (width is not None and embeds.shape[-1] != width):
             raise InputError(
                 f"CONDITIONING of width {None if embeds is None else embeds.shape[-1]}",
@@ -127,19 +127,19 @@ def prompt_from_core(loaded: Loaded, positive: Any, negative: Any = None) -> Pro
         return family.prompt_from_core(embeds, extra)
 
     return Prompt(
-        loaded.family, one(positive), None if negative is None else one(negative), opposed=negative is not None
+        pipeline.family, one(positive), None if negative is None else one(negative), has_negative=negative is not None
     )
 
 
 @profiled("encode image")
-@accounted("image")
-def encode_image(loaded: Loaded, request: ImageRequest, fit: str, progress: Progress) -> ImageCondition:
+@with_memory_stats("image")
+def encode_image(pipeline: Pipeline, request: ImageRequest, fit: str, progress: Progress) -> ImageCondition:
     """The pictures fitted to a size of the family and encoded; ``width`` and ``height`` say which size.
 
     Raises:
         InputError: pictures of a wrong kind or size. UnsupportedError: a family that takes none.
     """
-    family = family_named(loaded.family)
+    family = family_named(pipeline.family)
     if not hasattr(family, "encode_image"):
         raise UnsupportedError(
             f"an image for {family.FAMILY.title}", expected="a text prompt only", fix="Load an image-to-video model."
@@ -152,31 +152,31 @@ def encode_image(loaded: Loaded, request: ImageRequest, fit: str, progress: Prog
         require_family(previous.family, family.FAMILY, "the previous image condition")
         width, height = previous.width, previous.height
     else:
-        width, height = _picture_size(loaded, frames, request, fit)
+        width, height = _picture_size(pipeline, frames, request, fit)
     report_unused(family.FAMILY, request, ("frame", "strength", "vision", "previous"), progress)
     pictures = fitted(frames, width, height, fit)
     if tuple(frames.shape[1:3]) != (height, width):
-        progress.say(f"image {frames.shape[2]}x{frames.shape[1]} -> {width}x{height} ({fit})")
+        progress.notify(f"image {frames.shape[2]}x{frames.shape[1]} -> {width}x{height} ({fit})")
     completed = replace(request, frames=pictures, width=width, height=height)
-    with shortage_explained(loaded, family.FAMILY, PICTURING, SampleSettings(width, height, len(pictures))):
+    with shortage_explained(pipeline, family.FAMILY, PICTURING, SampleSettings(width, height, len(pictures))):
         return roomier(
-            loaded,
+            pipeline,
             progress,
             ("image_encoder", "vae"),
             PICTURING,
-            lambda: family.encode_image(loaded, completed, progress),
+            lambda: family.encode_image(pipeline, completed, progress),
         )
 
 
 @profiled("encode video")
 def encode_video(
-    loaded: Loaded, frames: torch.Tensor, width: int, height: int, fit: str, seed: int, progress: Progress
+    pipeline: Pipeline, frames: torch.Tensor, width: int, height: int, fit: str, seed: int, progress: Progress
 ) -> Latents:
     """Frames (F, H, W, 3) as latents in core's space, fitted to a size of the family, to start a sampling from.
 
     A frame count off the grid is cut to the largest that fits, and said.
     """
-    family = family_named(loaded.family)
+    family = family_named(pipeline.family)
     if not hasattr(family, "encode_video"):
         raise UnsupportedError(
             f"a video for {family.FAMILY.title}",
@@ -188,42 +188,44 @@ def encode_video(
     stride = family.FAMILY.stride
     count = (pictures.shape[0] - 1) // stride * stride + 1
     if count != pictures.shape[0]:
-        progress.say(f"frames {pictures.shape[0]} -> {count} ({family.FAMILY.title} needs {stride}n+1 frames)")
+        progress.notify(f"frames {pictures.shape[0]} -> {count} ({family.FAMILY.title} needs {stride}n+1 frames)")
     pictures = fitted(pictures[:count], width, height, fit)
-    samples = family.encode_video(loaded, pictures, seed, progress)
-    return Latents(samples, loaded.family, "video", count, height, width, family.FAMILY.defaults.fps, seed)
+    samples = family.encode_video(pipeline, pictures, seed, progress)
+    return Latents(samples, pipeline.family, "video", count, height, width, family.FAMILY.defaults.fps, seed)
 
 
 @profiled("sample")
-@accounted("sampling")
+@with_memory_stats("sampling")
 def sample(
-    loaded: Loaded, prompt: Prompt, image: ImageCondition | None, settings: SampleSettings, progress: Progress
+    pipeline: Pipeline, prompt: Prompt, image: ImageCondition | None, settings: SampleSettings, progress: Progress
 ) -> Latents:
     """Sampled latents in core's space.
 
     Raises:
         InputError: a prompt, image or latents of another family or size, or a setting out of range.
     """
-    family = family_named(loaded.family)
-    if loaded.family == "framepack":
+    family = family_named(pipeline.family)
+    if pipeline.family == "framepack":
         raise UnsupportedError(
             "a FramePack pipeline in the Sample node",
             expected="the Sample FramePack node",
             fix="FramePack samples section by section: use AnyGPU Sample FramePack.",
         )
-    settings = _completed(of_checkpoint(loaded), prompt, image, settings, progress)
-    _require_image(loaded, family.FAMILY, image)
-    release_text(loaded, family.FAMILY)
-    fitted_for(loaded, "sampling", size_of(settings, prompt), progress)
-    with shortage_explained(loaded, family.FAMILY, "sampling", settings):
-        found = _sampled(loaded, settings, progress, lambda: family.sample(loaded, prompt, image, settings, progress))
+    settings = _completed(of_checkpoint(pipeline), prompt, image, settings, progress)
+    _require_image(pipeline, family.FAMILY, image)
+    release_text(pipeline, family.FAMILY)
+    fitted_for(pipeline, "sampling", size_of(settings, prompt), progress)
+    with shortage_explained(pipeline, family.FAMILY, "sampling", settings):
+        found = _sampled(
+            pipeline, settings, progress, lambda: family.sample(pipeline, prompt, image, settings, progress)
+        )
     return described(found, prompt)
 
 
 @profiled("sample")
-@accounted("sampling")
+@with_memory_stats("sampling")
 def sample_framepack(
-    loaded: Loaded,
+    pipeline: Pipeline,
     prompt: Prompt,
     image: ImageCondition,
     settings: SampleSettings,
@@ -232,8 +234,8 @@ def sample_framepack(
     keeper: Keeper | None = None,
 ) -> Latents:
     """FramePack's sampled latents; ``keeper`` is told of each finished section, and may know of some already."""
-    family = family_named(loaded.family)
-    if loaded.family != "framepack":
+    family = family_named(pipeline.family)
+    if pipeline.family != "framepack":
         raise UnsupportedError(
             f"a {family.FAMILY.title} pipeline in the Sample FramePack node",
             expected="a FramePack pipeline",
@@ -241,22 +243,22 @@ def sample_framepack(
         )
     settings = replace(settings, frames=family.frames_for(framepack, settings.fps or family.FAMILY.defaults.fps))
     settings = _completed(family.FAMILY, prompt, image, settings, progress)
-    release_text(loaded, family.FAMILY)
-    fitted_for(loaded, "sampling", size_of(settings, prompt, framepack.window), progress)
+    release_text(pipeline, family.FAMILY)
+    fitted_for(pipeline, "sampling", size_of(settings, prompt, framepack.window), progress)
     remembered = Remembered(keeper)
-    with shortage_explained(loaded, family.FAMILY, "sampling", settings):
+    with shortage_explained(pipeline, family.FAMILY, "sampling", settings):
         return _sampled(
-            loaded,
+            pipeline,
             settings,
             progress,
-            lambda: family.sample(loaded, prompt, image, settings, framepack, progress, remembered),
+            lambda: family.sample(pipeline, prompt, image, settings, framepack, progress, remembered),
         )
 
 
 @profiled("decode")
-@accounted("decoding")
+@with_memory_stats("decoding")
 def decode(
-    loaded: Loaded, latents: Latents, progress: Progress, method: str = "auto", form: Form | None = None
+    pipeline: Pipeline, latents: Latents, progress: Progress, method: str = "auto", form: Form | None = None
 ) -> torch.Tensor:
     """Frames (F, H, W, 3) in 0..1, as many as were asked for.
 
@@ -268,26 +270,28 @@ def decode(
         InputError: latents of another family, or not finite. UnsupportedError: what came out cannot be right.
         torch.OutOfMemoryError: not even the smallest way fits.
     """
-    family = family_named(loaded.family)
+    family = family_named(pipeline.family)
     require_family(latents.family, family.FAMILY, "these latents")
-    expected = int(loaded.configs["vae"].get("latent_channels", latents.samples.shape[1]))
+    expected = int(pipeline.configs["vae"].get("latent_channels", latents.samples.shape[1]))
     if latents.samples.ndim != 5 or latents.samples.shape[1] != expected:
         raise InputError(
             f"latents of shape {tuple(latents.samples.shape)}",
             expected=f"(1, {expected}, T, H, W) for {family.FAMILY.title}",
             fix="Decode them with the model that made them.",
         )
-    release_text(loaded, family.FAMILY)
+    release_text(pipeline, family.FAMILY)
     chosen = form or Form(method)
     hint = "" if chosen.method in ("auto", "streaming", "cpu") else "set method to auto, which goes on in smaller parts"
-    with shortage_explained(loaded, family.FAMILY, "decoding", latents, hint):
-        frames = family.decode(loaded, latents, progress, chosen)[: latents.frames]
-    if loaded.speed is not None:
-        loaded.speed.say_decoded(progress)
+    with shortage_explained(pipeline, family.FAMILY, "decoding", latents, hint):
+        frames = family.decode(pipeline, latents, progress, chosen)[: latents.frames]
+    if pipeline.speed is not None:
+        pipeline.speed.notify_decoded(progress)
     return frames
 
 
-def with_decode_noise(loaded: Loaded, latents: Latents, timestep: float, scale: float, progress: Progress) -> Latents:
+def with_decode_noise(
+    pipeline: Pipeline, latents: Latents, timestep: float, scale: float, progress: Progress
+) -> Latents:
     """``latents`` that are decoded at ``timestep`` after noise of ``scale`` was put on them; below 0 the model's own.
 
     Raises:
@@ -298,22 +302,22 @@ def with_decode_noise(loaded: Loaded, latents: Latents, timestep: float, scale: 
     for name, value in asked.items():
         if value > 1.0:
             raise InputError(f"{name} {value}", expected="0 to 1, or -1", fix="The nearest valid value is 1.")
-    if asked and not loaded.configs["vae"].get("timestep_conditioning"):
-        progress.say(f"no effect of {' and '.join(asked)}: this VAE removes no noise")
+    if asked and not pipeline.configs["vae"].get("timestep_conditioning"):
+        progress.notify(f"no effect of {' and '.join(asked)}: this VAE removes no noise")
     return replace(latents, extra={**latents.extra, **asked}) if asked else latents
 
 
-def of_checkpoint(loaded: Loaded) -> Family:
+def of_checkpoint(pipeline: Pipeline) -> Family:
     """The loaded family, with this checkpoint's own defaults where the family's module knows of some."""
-    module = family_named(loaded.family)
+    module = family_named(pipeline.family)
     family: Family = module.FAMILY
-    return replace(family, defaults=module.defaults_for(loaded)) if hasattr(module, "defaults_for") else family
+    return replace(family, defaults=module.defaults_for(pipeline)) if hasattr(module, "defaults_for") else family
 
 
-def release_text(loaded: Loaded, family: Family) -> None:
+def release_text(pipeline: Pipeline, family: Family) -> None:
     """Take the text encoders off the device; where that is the host, free their memory."""
     for part in family.text_parts:
-        loaded.residency.release(part)
+        pipeline.offloader.release(part)
 
 
 def size_of(settings: SampleSettings, prompt: Prompt, window: int = 9) -> Size:
@@ -336,7 +340,7 @@ def report_unused(family: Family, request: Any, names: tuple[str, ...], progress
             value is item or (not isinstance(value, torch.Tensor) and value == item) for item in NEUTRAL[name]
         )
         if name not in family.effective and not neutral:
-            progress.say(f"{name} has no effect on {family.title}")
+            progress.notify(f"{name} has no effect on {family.title}")
 
 
 def require_family(found: str, family: Family, subject: str) -> None:
@@ -349,24 +353,24 @@ def require_family(found: str, family: Family, subject: str) -> None:
         )
 
 
-def _sampled(loaded: Loaded, settings: SampleSettings, progress: Progress, run: Callable[[], Latents]) -> Latents:
+def _sampled(pipeline: Pipeline, settings: SampleSettings, progress: Progress, run: Callable[[], Latents]) -> Latents:
     """What ``run`` samples; begun again with more room, or in fp32, where it could not begin or its values broke."""
     return roomier(
-        loaded,
+        pipeline,
         progress,
         ("transformer",),
         "sampling",
-        lambda: with_fallback(loaded, progress, lambda: sped_up(loaded, settings, progress, run)),
+        lambda: with_fallback(pipeline, progress, lambda: sped_up(pipeline, settings, progress, run)),
     )
 
 
-def _picture_size(loaded: Loaded, frames: torch.Tensor, request: ImageRequest, fit: str) -> tuple[int, int]:
+def _picture_size(pipeline: Pipeline, frames: torch.Tensor, request: ImageRequest, fit: str) -> tuple[int, int]:
     """Width and height in pixels for an image: what is asked, or what the family's module chooses for its shape."""
-    module = family_named(loaded.family)
+    module = family_named(pipeline.family)
     if fit == "nearest bucket" and not (request.width and request.height) and hasattr(module, "nearest_size"):
-        width, height = module.nearest_size(loaded, frames.shape[2], frames.shape[1])
+        width, height = module.nearest_size(pipeline, frames.shape[2], frames.shape[1])
         return int(width), int(height)
-    return fitted_size(of_checkpoint(loaded), frames, request.width, request.height, fit)
+    return fitted_size(of_checkpoint(pipeline), frames, request.width, request.height, fit)
 
 
 def _completed(
@@ -381,12 +385,12 @@ def _completed(
         progress,
     )
     if settings.sigmas is not None and (settings.steps or settings.shift):
-        progress.say("steps and shift have no effect beside sigmas")
+        progress.notify("steps and shift have no effect beside sigmas")
     if image is not None:
         settings = replace(settings, width=settings.width or image.width, height=settings.height or image.height)
     size = snap(family, settings.width, settings.height, settings.frames)
     if size.said:
-        progress.say(size.said)
+        progress.notify(size.said)
     defaults = family.defaults
     settings = replace(
         settings,
@@ -399,8 +403,8 @@ def _completed(
         cfg=settings.cfg or defaults.cfg,
     )
     _in_share(settings)
-    if settings.cfg <= 1.0 and prompt.opposed:
-        progress.say(f"the negative prompt has no effect at cfg {settings.cfg:g}: it needs more than 1")
+    if settings.cfg <= 1.0 and prompt.has_negative:
+        progress.notify(f"the negative prompt has no effect at cfg {settings.cfg:g}: it needs more than 1")
     if settings.cfg > 1.0 and prompt.negative is None:
         raise InputError(
             f"cfg {settings.cfg} without a negative prompt",
@@ -447,33 +451,33 @@ def _with_latents(family: Family, settings: SampleSettings, progress: Progress) 
     latents = settings.latents
     if latents is None or "latents" not in family.effective:
         if settings.denoise < 1.0:
-            progress.say("denoise has no effect without latents")
+            progress.notify("denoise has no effect without latents")
         return replace(settings, latents=None, denoise=1.0)
     require_family(latents.family, family, "the latents to start from")
     require_finite(latents.samples, "latents to start from")
     empty = fault_in_latents(latents.samples)
     if empty and settings.denoise < 1.0:
-        progress.say(f"the latents to start from are {empty}: was the video encoded by a VAE of this model?")
+        progress.notify(f"the latents to start from are {empty}: was the video encoded by a VAE of this model?")
     if settings.denoise == 0.0:
         raise InputError(
             "denoise 0", expected="more than 0, at most 1", fix="0 would return the input: use 0.3 to 0.8."
         )
     found, asked = (latents.width, latents.height, latents.frames), (settings.width, settings.height, settings.frames)
     if found != asked:
-        progress.say("size {}x{}, {} frames taken from the latents".format(*found))
+        progress.notify("size {}x{}, {} frames taken from the latents".format(*found))
     return replace(settings, width=found[0], height=found[1], frames=found[2])
 
 
-def _require_image(loaded: Loaded, family: Family, image: ImageCondition | None) -> None:
-    if loaded.task == "image" and image is None and family.image_required:
+def _require_image(pipeline: Pipeline, family: Family, image: ImageCondition | None) -> None:
+    if pipeline.task == "image" and image is None and family.image_required:
         raise InputError(
-            f"no image for {family.title} {loaded.variant}",
+            f"no image for {family.title} {pipeline.variant}",
             expected="an image condition",
             fix="Connect AnyGPU Encode Image: this checkpoint is image to video.",
         )
-    if loaded.task == "text" and image is not None and family.image_required:
+    if pipeline.task == "text" and image is not None and family.image_required:
         raise InputError(
-            f"an image for the text-to-video checkpoint {loaded.source.name!r}",
+            f"an image for the text-to-video checkpoint {pipeline.source.name!r}",
             expected="no image",
             fix="Load the image-to-video checkpoint of this family, or remove the image.",
         )

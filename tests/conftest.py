@@ -81,10 +81,10 @@ SAMPLES: dict[str, tuple[str, ...]] = {
     "test_conv3d.py::test_vae_without_conv3d": ("hunyuan_vae", "mochi_vae"),
     "test_baking_device.py::test_a_device_gives_what_the_cpu_gives": (),
     "test_bake.py::test_pictures_may_have_another_size_than_the_maps": ("64",),
-    "test_residency.py::test_paint_twice_in_a_row": (),
+    "test_offloader.py::test_paint_twice_in_a_row": (),
     "test_sampling.py::test_another_scheduler": ("unipc",),
     "test_sampling.py::test_a_second_larger_pass_starts_from_the_first": (),
-    "test_lora.py::test_every_residency": ("separate-group",),
+    "test_lora.py::test_every_offloader": ("separate-group",),
     "test_lora.py::test_the_sums_are_right_and_leave_no_trace": ("separate",),
     "test_compiling.py::test_other_strengths_of_a_lora_are_the_same_graph": (),
     "test_speed.py::test_kernels_compile_and_offload_twice_in_a_row": ("ltx-group-True",),
@@ -157,7 +157,7 @@ class Recorded:
     def check(self) -> None:
         self.checks += 1
 
-    def say(self, text: str) -> None:
+    def notify(self, text: str) -> None:
         self.said.append(text)
 
 

@@ -59,10 +59,10 @@ def build_heavy(name: str, folder: Path, *, seed: int = 0) -> Path:
 
     if built():
         return target
-    light = build(name, folder)
+    status_light = build(name, folder)
     with tempfile.TemporaryDirectory(prefix=f".heavy-{name}-", dir=folder) as scratch, _silence():
         made = Path(scratch) / name
-        shutil.copytree(light, made)
+        shutil.copytree(status_light, made)
         for part, settings in GREATER[name].items():
             for file in (made / part).glob("*.safetensors*"):
                 file.unlink()

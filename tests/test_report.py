@@ -9,7 +9,7 @@ import torch
 from anygpu import cli
 from anygpu.compat.device.check import AVOIDED, FAILED, NEWS, PASSED, check, exit_code
 from anygpu.compat.device.facts import facts_for
-from anygpu.compat.device.probe_store import OK, WRONG, Answer, ProbeStore
+from anygpu.compat.device.probe_store import OK, WRONG, ProbeResult, ProbeStore
 from anygpu.compat.device.report import ANSWERED, CHANGES, DECIDED, DEVICE, KERNELS, KNOWN, changes_for, report_on
 from anygpu.pipelines import report
 from anygpu.pipelines.base import Silent
@@ -17,7 +17,7 @@ from anygpu.pipelines.report import TITLES
 from simulated import accelerator, profiles
 
 CPU = facts_for("cpu")
-GOOD = {name: Answer(OK) for name in ProbeStore(CPU).probes}
+GOOD = {name: ProbeResult(OK) for name in ProbeStore(CPU).probes}
 
 
 @pytest.fixture
@@ -68,16 +68,16 @@ def test_where_conv3d_is_missing_the_report_says_what_stands_in(machine):
 @pytest.mark.parametrize(
     ("facts", "answers", "said"),
     [
-        (profiles.facts_of("turing"), {"matmul.fp32": Answer(WRONG)}, "matmul.fp32: should work on this device"),
+        (profiles.facts_of("turing"), {"matmul.fp32": ProbeResult(WRONG)}, "matmul.fp32: should work on this device"),
         (replace(profiles.facts_of("turing"), arch="sm61"), {}, "not for sm61.*whl/cu126"),
         (
             replace(profiles.facts_of("gfx1151"), versions={"rocm": "6.4"}),
-            {"matmul.bf16": Answer(WRONG)},
+            {"matmul.bf16": ProbeResult(WRONG)},
             "torch for ROCm 7.1",
         ),
         (
             replace(profiles.facts_of("mps-like"), versions={"macos": "13.1"}),
-            {"matmul.bf16": Answer(WRONG)},
+            {"matmul.bf16": ProbeResult(WRONG)},
             "macOS 14",
         ),
         (replace(CPU, torch_version="2.13.0+cpu"), {}, "This torch knows no GPU.*whl/cu130"),

@@ -19,8 +19,8 @@ import layouts
 import pytest
 import torch
 from aiohttp.test_utils import TestClient, TestServer
-from anygpu.compat.device.probe_store import OK, Answer, ProbeStore
-from anygpu.compat.memory.statistics import Account
+from anygpu.compat.device.probe_store import OK, ProbeResult, ProbeStore
+from anygpu.compat.memory.statistics import MemoryStats
 from anygpu.paint import loading as paint_loading
 from anygpu.pipelines import tiny
 from anygpu.pipelines.base import Latents
@@ -102,7 +102,7 @@ def pack(tmp_path, monkeypatch) -> Iterator[Pack]:
     paint = SimpleNamespace(
         NO_MODEL="no paint model found",
         paint_path=lambda name: tmp_path / "models" / name,
-        lender_path=lambda name: None,
+        provider_path=lambda name: None,
     )
     kept = SimpleNamespace(  # the store is the real one; what draws its pictures needs ComfyUI's latent formats
         listing=lambda: store.listing(tmp_path / "kept"),
@@ -147,7 +147,7 @@ def forget(host: ModuleType) -> None:
         vars(host).pop(name, None)
 
 
-def lend(pack: Pack, tiny_folder, name: str, published: str) -> None:
+def weights_on(pack: Pack, tiny_folder, name: str, published: str) -> None:
     """Put a tiny checkpoint among the models."""
     (pack.home / "models" / published).symlink_to(tiny.build(name, tiny_folder), target_is_directory=True)
 
@@ -162,7 +162,7 @@ def test_the_machine_is_told_without_asking_it_anything(pack):
     status, found, _ = pack.ask("GET", "/anygpu/machine")
     assert status == 200
     assert found["memory"]["device"]["name"] == "CPU" and found["memory"]["host"]["free"] > 0
-    assert {light["colour"] for light in found["lights"]} == {"grey"} and not found["asked"]
+    assert {status_light["colour"] for status_light in found["lights"]} == {"grey"} and not found["asked"]
     assert found["sections"][0]["heading"] == "Device"
     assert found["limits"]["offload"].keys() == {"model", "group", "sequential"}
     assert str(pack.home / "models") in found["first_run"]
@@ -175,8 +175,8 @@ def test_asking_the_device_lights_every_lamp_and_is_kept(pack):
         [("POST", "/anygpu/probes", {"json": {}}), ("GET", "/anygpu/machine", {})]
     )
     assert status == 200 and found["asked"]
-    assert {"green"} <= {light["colour"] for light in found["lights"]} <= {"green", "amber", "red"}
-    assert all(light["advice"] for light in found["lights"] if light["colour"] == "red")
+    assert {"green"} <= {status_light["colour"] for status_light in found["lights"]} <= {"green", "amber", "red"}
+    assert all(status_light["advice"] for status_light in found["lights"] if status_light["colour"] == "red")
     assert again["lights"] == found["lights"]
     assert list(pack.files()), "the answers are kept"
 
@@ -196,7 +196,7 @@ def test_the_device_is_not_asked_during_a_run(pack):
 
 
 def test_a_graph_is_decided_before_it_runs(pack, tiny_folder):
-    lend(pack, tiny_folder, "ltx", "LTX-Video")
+    weights_on(pack, tiny_folder, "ltx", "LTX-Video")
     status, found, _ = pack.ask("POST", "/anygpu/graph", json=graph_of())
     (card,) = found["pipelines"]
     assert status == 200 and (card["node"], card["title"], card["model"]) == ("7", "LTX-Video", "LTX-Video")
@@ -209,7 +209,7 @@ def test_a_graph_is_decided_before_it_runs(pack, tiny_folder):
 
 def test_what_a_run_will_need_is_forecast_through_nodes_that_pass_the_pipeline_on(pack, tiny_folder):
     """Larger videos need more, and the same pipeline asked directly says the same bytes."""
-    lend(pack, tiny_folder, "ltx", "LTX-Video")
+    weights_on(pack, tiny_folder, "ltx", "LTX-Video")
     asked = []
     for frames in (9, 97):
         body = graph_of()
@@ -230,7 +230,7 @@ def test_what_a_run_will_need_is_forecast_through_nodes_that_pass_the_pipeline_o
 def test_a_pipeline_composed_of_files_is_told_like_one_of_a_folder(pack, tiny_folder):
     models = pack.home / "models"
     files = layouts.whole_set("ltx", tiny_folder, models)
-    lend(pack, tiny_folder, "ltx", "LTX-Video")
+    weights_on(pack, tiny_folder, "ltx", "LTX-Video")
     own = {part: path.name for part, path in files.items()}
     sizes = {"width": 64, "height": 64, "frames": 9, "cfg": 1.0}
     prompt = {
@@ -306,7 +306,7 @@ def test_a_painting_is_counted_as_it_runs(pack, monkeypatch, kind, node, given, 
 
 def test_a_forecast_times_nothing_on_a_device_that_was_asked(pack, tiny_folder, monkeypatch):
     """A panel asks during runs too, where a clock would be wrong and its answer kept."""
-    lend(pack, tiny_folder, "ltx", "LTX-Video")
+    weights_on(pack, tiny_folder, "ltx", "LTX-Video")
     stored.checkpoint("paint", pack.home / "models")
 
     def timed(*_: Any, **__: Any) -> Any:
@@ -315,10 +315,10 @@ def test_a_forecast_times_nothing_on_a_device_that_was_asked(pack, tiny_folder, 
     backed = importlib.import_module("anygpu.compat.device.copy_timing")
     monkeypatch.setattr(backed, "CLOCKED", ("cpu",))
     monkeypatch.setattr(backed, "milliseconds", timed)
-    quiet, real = [], loading.answers_of
+    quiet, real = [], loading.probe_results_of
     for module in (loading, paint_loading):
-        monkeypatch.setattr(module, "answers_of", lambda *given: quiet.append(given[2]) or real(*given))
-    monkeypatch.setattr(ProbeStore, "without_asking", lambda self: dict.fromkeys(self.probes, Answer(OK)))
+        monkeypatch.setattr(module, "probe_results_of", lambda *given: quiet.append(given[2]) or real(*given))
+    monkeypatch.setattr(ProbeStore, "without_asking", lambda self: dict.fromkeys(self.probes, ProbeResult(OK)))
     body = graph_of()
     inputs = {"model": stored.FOLDERS["paint"]}
     body["prompt"]["9"] = {"class_type": "AnyGPULoadPaintPipeline", "inputs": inputs}
@@ -329,7 +329,7 @@ def test_a_forecast_times_nothing_on_a_device_that_was_asked(pack, tiny_folder, 
 
 @pytest.mark.parametrize("link", [["10", 0], ["7"], [7, 0], "7", None, ["99", 0]])
 def test_a_pipeline_that_leads_nowhere_is_not_forecast(pack, tiny_folder, link):
-    lend(pack, tiny_folder, "ltx", "LTX-Video")
+    weights_on(pack, tiny_folder, "ltx", "LTX-Video")
     body = graph_of()
     body["prompt"]["10"] = {"class_type": "AnyGPUSample", "inputs": {"pipeline": link, "width": 64}}
     status, found, _ = pack.ask("POST", "/anygpu/graph", json=body)
@@ -352,7 +352,7 @@ def test_a_pipeline_that_leads_nowhere_is_not_forecast(pack, tiny_folder, link):
     ],
 )
 def test_what_a_graph_cannot_do_is_told_in_three_parts(pack, tiny_folder, inputs, found):
-    lend(pack, tiny_folder, "ltx", "LTX-Video")
+    weights_on(pack, tiny_folder, "ltx", "LTX-Video")
     status, answer, _ = pack.ask("POST", "/anygpu/graph", json=graph_of(**inputs))
     (card,) = answer["pipelines"]
     if inputs.get("model") == ["5", 0]:
@@ -373,7 +373,7 @@ def test_no_name_from_a_client_becomes_a_path(pack, path):
 
 def test_a_folder_that_is_not_listed_lends_nothing(pack, tiny_folder):
     """Its whole path would lead to it."""
-    lend(pack, tiny_folder, "ltx", "LTX-Video")
+    weights_on(pack, tiny_folder, "ltx", "LTX-Video")
     outside = pack.home / "outside"
     (outside / "image_encoder").mkdir(parents=True)
     (outside / "image_encoder" / "config.json").write_text("{}")
@@ -458,7 +458,7 @@ def test_other_methods_are_refused(pack):
 
 def test_random_prompts_never_break_the_server(pack, tiny_folder):
     """150 prompts out of values that a client could send: each is answered, none by a failure."""
-    lend(pack, tiny_folder, "ltx", "LTX-Video")
+    weights_on(pack, tiny_folder, "ltx", "LTX-Video")
     draw = random.Random(8)
     texts = ["LTX-Video", "auto", "none", "bf16", "", "\0", "../x", "a" * 5000, "gpu:0", "gpu:x", "fp8"]
     values = [*texts, -1, 2**70, 1e308, True, None, [], {}, ["1", 0], [[]]]
@@ -493,7 +493,7 @@ def test_what_the_stages_of_the_last_run_cost_is_told_and_no_earlier_ones(pack, 
 
     def spent(*names: str) -> None:
         for name in names:
-            with Account(state).stage(name, "ltx dev", "comfyui", device):
+            with MemoryStats(state).stage(name, "ltx dev", "comfyui", device):
                 pass
 
     def told() -> list[str]:

@@ -20,7 +20,7 @@ from ..transforms.conv3d_forms import Form, Geometry, covers
 from .facts import DeviceFacts, answers, first_line
 from .probe_store import OK, ProbeStore
 from .probes import bits_of, home
-from .quirks import abilities, care_for, fixed
+from .quirks import abilities, fixed, policy_for
 from .report import LAYERS, dtypes_in_use
 
 PASSED, AVOIDED, FAILED, NEWS = "ok", "avoided", "FAILED", "news"
@@ -62,7 +62,7 @@ def check(facts: DeviceFacts, store: ProbeStore, families: Mapping[str, str]) ->
     yield from _loader(facts, used)
     yield from _forms(facts, store, used)
     yield from _attention(facts, store, used)
-    for row in fixed(care_for(facts), store):
+    for row in fixed(policy_for(facts), store):
         yield Check(f"known bug {row.name}", NEWS, f"not on this device and driver any more ({row.symptom})")
 
 

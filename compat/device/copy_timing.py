@@ -16,7 +16,7 @@ import torch
 
 from .facts import CLOCKED, DeviceFacts
 from .probe_store import ProbeStore
-from .quirks import care_for
+from .quirks import policy_for
 
 NAME, SAMPLE_BYTES, REPEATS = "copies of mapped pages", 32 * 1024**2, 5
 WORTH = 1.25  # views save the host a second copy, so they are left only where they take longer than this
@@ -40,7 +40,7 @@ def maps_files(facts: DeviceFacts, store: ProbeStore | None, measure: Measure | 
         found = store.remember(name, lambda: _timed(timed, folder, facts.device))
         if found:
             return bool(found["mapped"] <= WORTH * found["own"])
-    return facts.backend in MAPPED and care_for(facts).mapped_reads
+    return facts.backend in MAPPED and policy_for(facts).mapped_reads
 
 
 def milliseconds(folder: Path, device: torch.device) -> dict[str, float]:

@@ -19,34 +19,34 @@ COMPILED = "_anygpu_compiled"  # on a module whose inside is one graph: hooks be
 
 
 class HasDevice(Protocol):
-    """Anything that states the device it executes on, such as a residency."""
+    """Anything that states the device it executes on, such as an offloader."""
 
     @property
     def device(self) -> torch.device: ...
 
 
 def execution_device(
-    residency: HasDevice | None = None,
+    offloader: HasDevice | None = None,
     modules: Iterable[nn.Module] = (),
     pipeline: Any = None,
     host: torch.device | None = None,
     part: str = "",
 ) -> torch.device:
-    """The device on which the next forward runs: residency, offload hooks, pipeline, host, in this order.
+    """The device on which the next forward runs: offloader, offload hooks, pipeline, host, in this order.
 
     Args:
-        residency: the object that moves the parts; its word is final.
+        offloader: the object that moves the parts; its word is final.
         modules: parts that may carry accelerate or group-offload hooks.
         pipeline: a diffusers pipeline; its ``_execution_device`` is asked, never its ``device``, which is ``cpu``
             under model offload and ``meta`` under sequential offload.
         host: what to return when nobody knows; the CPU when None.
-        part: of a pipeline whose residency may place it elsewhere than the rest.
+        part: of a pipeline whose offloader may place it elsewhere than the rest.
 
     Source: diffusers ``DiffusionPipeline._execution_device``; accelerate ``AlignDevicesHook``.
     """
-    if residency is not None:
-        placed_by = getattr(residency, "device_of", None) if part else None
-        return torch.device(residency.device if placed_by is None else placed_by(part))
+    if offloader is not None:
+        placed_by = getattr(offloader, "device_of", None) if part else None
+        return torch.device(offloader.device if placed_by is None else placed_by(part))
     for module in modules:
         device = _hooked_device(module)
         if device is not None:

@@ -12,7 +12,7 @@ from .probe_store import ProbeStore
 TRITON = "triton"
 
 
-def answers_of(facts: DeviceFacts, folder: Path | None = None, quiet: bool = False) -> ProbeStore:
+def probe_results_of(facts: DeviceFacts, folder: Path | None = None, quiet: bool = False) -> ProbeStore:
     """What the device of ``facts`` answers, Triton's probe included; each is asked when it is read.
 
     Args:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .facts import DeviceFacts
-from .probe_store import OK, UNKNOWN, Answer
-from .quirks import Care, care_for
+from .probe_store import OK, UNKNOWN, ProbeResult
+from .quirks import DevicePolicy, policy_for
 from .report import OPTIONAL, PROMISED
 from .wheels import install, wheel_index
 
@@ -15,7 +15,7 @@ GREEN, AMBER, RED, GREY = "green", "amber", "red", "grey"
 
 
 @dataclass(frozen=True, slots=True)
-class Light:
+class ProbeStatus:
     """One probe for a reader: its name, its colour, what the device answered, and what to do."""
 
     name: str
@@ -24,7 +24,9 @@ class Light:
     advice: str = ""
 
 
-def lights(facts: DeviceFacts, probes: Mapping[str, Answer], care: Care | None = None) -> list[Light]:
+def probe_statuses(
+    facts: DeviceFacts, probes: Mapping[str, ProbeResult], policy: DevicePolicy | None = None
+) -> list[ProbeStatus]:
     """A light per probe.
 
     Green: right. Amber: right but slow, or absent and not needed. Red: wrong or unusable. Grey: not asked.
@@ -32,24 +34,26 @@ def lights(facts: DeviceFacts, probes: Mapping[str, Answer], care: Care | None =
     Args:
         probes: answers by name; they are read as they are.
     """
-    care = care or care_for(facts)
-    return [_light(name, probes[name], facts, care) for name in probes]
+    policy = policy or policy_for(facts)
+    return [_light(name, probes[name], facts, policy) for name in probes]
 
 
-def _light(name: str, answer: Answer, facts: DeviceFacts, care: Care) -> Light:
+def _light(name: str, answer: ProbeResult, facts: DeviceFacts, policy: DevicePolicy) -> ProbeStatus:
     if answer.status == UNKNOWN:
-        return Light(name, GREY, answer.detail or "not asked yet", "Ask the device.")
-    row = care.wrong.get(name) or care.costly.get(name)
+        return ProbeStatus(name, GREY, answer.detail or "not asked yet", "Ask the device.")
+    row = policy.wrong.get(name) or policy.costly.get(name)
     if answer.status == OK:
-        slow = care.costly.get(name)
+        slow = policy.costly.get(name)
         return (
-            Light(name, AMBER, f"right, but slow: {slow.symptom}", slow.done) if slow else Light(name, GREEN, "right")
+            ProbeStatus(name, AMBER, f"right, but slow: {slow.symptom}", slow.done)
+            if slow
+            else ProbeStatus(name, GREEN, "right")
         )
     if name in OPTIONAL:
-        return Light(name, AMBER, "absent, not needed", "Nothing to do: there is another way.")
+        return ProbeStatus(name, AMBER, "absent, not needed", "Nothing to do: there is another way.")
     if row is not None:
-        return Light(name, RED, str(answer), ". ".join(filter(None, (row.done, row.remedy))))
-    return Light(name, RED, str(answer), _update(facts))
+        return ProbeStatus(name, RED, str(answer), ". ".join(filter(None, (row.done, row.remedy))))
+    return ProbeStatus(name, RED, str(answer), _update(facts))
 
 
 def _update(facts: DeviceFacts) -> str:

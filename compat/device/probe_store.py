@@ -36,7 +36,7 @@ RAISED = (
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ProbeResult:
     """What a probe found.
 
     Args:
@@ -54,10 +54,10 @@ class Answer:
         return f"{self.status}: {self.detail}" if self.detail else self.status
 
 
-UNASKED = Answer(UNKNOWN, "not asked yet")
+UNASKED = ProbeResult(UNKNOWN, "not asked yet")
 
 
-class ProbeStore(Mapping[str, Answer]):
+class ProbeStore(Mapping[str, ProbeResult]):
     """The answers of one device by probe name; a missing one is asked when it is read.
 
     Args:
@@ -80,7 +80,7 @@ class ProbeStore(Mapping[str, Answer]):
         self.probes: dict[str, suite.Probe] = {**suite.standard(), **(more or {})}
         self.key = key_of(facts, flags() if asked is None else asked)
         self.note = ""
-        self._answers: dict[str, Answer] = {}
+        self._answers: dict[str, ProbeResult] = {}
         self._remembered: dict[str, Any] = {}
         self._lock = threading.RLock()
         self._read()
@@ -90,7 +90,7 @@ class ProbeStore(Mapping[str, Answer]):
         """The file of this device; None in memory."""
         return None if self.folder is None else self.folder / f"probes-{self.key}.json"
 
-    def __getitem__(self, name: str) -> Answer:
+    def __getitem__(self, name: str) -> ProbeResult:
         with self._lock:
             if name not in self._answers:
                 if name not in self.probes:
@@ -109,15 +109,15 @@ class ProbeStore(Mapping[str, Answer]):
     def __contains__(self, name: object) -> bool:
         return name in self.probes
 
-    def known(self) -> dict[str, Answer]:
+    def known(self) -> dict[str, ProbeResult]:
         """The answers so far, without asking."""
         return dict(self._answers)
 
-    def without_asking(self) -> dict[str, Answer]:
+    def without_asking(self) -> dict[str, ProbeResult]:
         """Every answer, ``unknown`` where the device was not asked yet."""
         return {name: self._answers.get(name, UNASKED) for name in self.probes}
 
-    def ask_all(self, again: bool = False) -> dict[str, Answer]:
+    def ask_all(self, again: bool = False) -> dict[str, ProbeResult]:
         """Every answer, with one write at the end.
 
         Args:
@@ -161,7 +161,7 @@ class ProbeStore(Mapping[str, Answer]):
             return
         try:
             content = json.loads(self.path.read_text(encoding="utf-8"))
-            kept = {name: Answer(**entry) for name, entry in content["answers"].items() if name in self.probes}
+            kept = {name: ProbeResult(**entry) for name, entry in content["answers"].items() if name in self.probes}
             remembered = dict(content["remembered"])
         except FileNotFoundError:
             return
@@ -199,7 +199,7 @@ class ProbeStore(Mapping[str, Answer]):
             log.warning("AnyGPU: %s", self.note)
 
 
-def answer(probe: suite.Probe, facts: DeviceFacts) -> Answer:
+def answer(probe: suite.Probe, facts: DeviceFacts) -> ProbeResult:
     """What one probe finds on the device of ``facts``.
 
     Raises:
@@ -210,7 +210,7 @@ def answer(probe: suite.Probe, facts: DeviceFacts) -> Answer:
         with torch.inference_mode(False), torch.no_grad():
             found = probe(facts.device)
     except torch.OutOfMemoryError as error:
-        return Answer(UNKNOWN, f"out of memory while it was asked ({first_line(error)})", _since(started))
+        return ProbeResult(UNKNOWN, f"out of memory while it was asked ({first_line(error)})", _since(started))
     except RAISED as error:
         silent = answers(facts.device)
         if silent:
@@ -219,9 +219,9 @@ def answer(probe: suite.Probe, facts: DeviceFacts) -> Answer:
                 expected="a device that computes",
                 fix="Restart ComfyUI; if it comes back, update the driver or choose another device.",
             ) from error
-        return Answer(UNUSABLE, first_line(error), _since(started))
+        return ProbeResult(UNUSABLE, first_line(error), _since(started))
     right = not found or isinstance(found, suite.Loose)
-    return Answer(OK if right else WRONG, str(found), _since(started))
+    return ProbeResult(OK if right else WRONG, str(found), _since(started))
 
 
 def key_of(facts: DeviceFacts, asked: Mapping[str, bool]) -> str:

@@ -14,14 +14,14 @@ from fnmatch import fnmatch
 from typing import Any
 
 from .facts import DeviceFacts
-from .probe_store import OK, UNKNOWN, Answer
+from .probe_store import OK, UNKNOWN, ProbeResult
 from .quirk_rows import QUIRKS, Quirk
 
 DTYPE_NAMES = ("fp32", "bf16", "fp16")
 
 
 @dataclass(frozen=True, slots=True)
-class Care:
+class DevicePolicy:
     """What the rows of one machine ask of the layers; callers read a field and never compare a version.
 
     Args:
@@ -73,7 +73,7 @@ def active(facts: DeviceFacts, versions: Mapping[str, str] | None = None) -> tup
     return tuple(row for row in QUIRKS if _stands(row, facts, known))
 
 
-def care_for(facts: DeviceFacts, versions: Mapping[str, str] | None = None) -> Care:
+def policy_for(facts: DeviceFacts, versions: Mapping[str, str] | None = None) -> DevicePolicy:
     """What the rows for the device of ``facts`` add up to: the smallest cap, the most careful switch."""
     rows = active(facts, versions)
     wrong: dict[str, Quirk] = {}
@@ -84,32 +84,34 @@ def care_for(facts: DeviceFacts, versions: Mapping[str, str] | None = None) -> C
         costly |= {operation: row for operation in row.costly if operation not in costly}
         for name, value in row.effect.items():
             effects[name] = min(value, effects.get(name, value)) if not isinstance(value, bool) else value
-    return Care(rows, wrong, costly, **effects)
+    return DevicePolicy(rows, wrong, costly, **effects)
 
 
-def verdict(operation: str, care: Care, probes: Mapping[str, Answer] | None = None) -> Verdict:
+def verdict(operation: str, policy: DevicePolicy, probes: Mapping[str, ProbeResult] | None = None) -> Verdict:
     """Whether ``operation`` may be relied on: the device's own answer first, then the rows.
 
     Args:
         operation: a probe's name.
         probes: answers by name, asked when read; None relies on the rows alone.
     """
-    costly = operation in care.costly
+    costly = operation in policy.costly
     asked = None if probes is None or operation not in probes else probes[operation]
     if asked is not None and asked.status != UNKNOWN:
         if asked.status != OK:
             return Verdict(False, costly, f"{operation} is {asked}")
-        return Verdict(True, costly, _said(operation, care.costly[operation]) if costly else asked.detail)
-    if operation in care.wrong:
-        return Verdict(False, costly, _said(operation, care.wrong[operation]))
-    return Verdict(True, costly, _said(operation, care.costly[operation]) if costly else "")
+        return Verdict(True, costly, _said(operation, policy.costly[operation]) if costly else asked.detail)
+    if operation in policy.wrong:
+        return Verdict(False, costly, _said(operation, policy.wrong[operation]))
+    return Verdict(True, costly, _said(operation, policy.costly[operation]) if costly else "")
 
 
-def verdicts(operations: Sequence[str], care: Care, probes: Mapping[str, Answer] | None = None) -> Verdict:
+def verdicts(
+    operations: Sequence[str], policy: DevicePolicy, probes: Mapping[str, ProbeResult] | None = None
+) -> Verdict:
     """The first operation that fails, else the first that is costly, else a right one."""
     costly = None
     for operation in operations:
-        found = verdict(operation, care, probes)
+        found = verdict(operation, policy, probes)
         if not found.usable:
             return found
         costly = costly or (found if found.costly else None)
@@ -117,36 +119,37 @@ def verdicts(operations: Sequence[str], care: Care, probes: Mapping[str, Answer]
 
 
 def abilities(
-    facts: DeviceFacts, probes: Mapping[str, Answer] | None = None, care: Care | None = None
+    facts: DeviceFacts, probes: Mapping[str, ProbeResult] | None = None, policy: DevicePolicy | None = None
 ) -> dict[str, Any]:
     """Plain values for layers that choose kernels: ``backend``, and per operation whether each dtype is worth using.
 
     Returns:
         ``conv3d``, ``conv3d_channels_last``, ``conv2d``, ``pad3d``, ``matmul``, ``attention`` and ``groupnorm``, each a
         mapping from ``fp32``, ``bf16`` and ``fp16`` to whether it works here without costing a multiple; ``cast``, a
-        mapping such as ``{"bf16_to_fp32": False}``; ``conv_bytes`` and ``contiguous_weights`` as in :class:`Care`.
+        mapping such as ``{"bf16_to_fp32": False}``; ``conv_bytes`` and ``contiguous_weights`` as in
+        :class:`DevicePolicy`.
     """
-    care = care or care_for(facts)
+    policy = policy or policy_for(facts)
     found: dict[str, Any] = {
         "backend": facts.backend,
         "arch": facts.arch,
-        "conv_bytes": care.conv_bytes,
-        "contiguous_weights": care.contiguous_weights,
+        "conv_bytes": policy.conv_bytes,
+        "contiguous_weights": policy.contiguous_weights,
         "cast": {
-            f"{dtype}_to_fp32": verdict(f"cast.{dtype}_to_fp32", care, probes).usable for dtype in ("bf16", "fp16")
+            f"{dtype}_to_fp32": verdict(f"cast.{dtype}_to_fp32", policy, probes).usable for dtype in ("bf16", "fp16")
         },
     }
     for name in ("conv3d", "conv3d_channels_last", "conv2d", "pad3d", "matmul", "attention", "groupnorm"):
-        each = {dtype: verdict(f"{name}.{dtype}", care, probes) for dtype in DTYPE_NAMES}
+        each = {dtype: verdict(f"{name}.{dtype}", policy, probes) for dtype in DTYPE_NAMES}
         found[name] = {dtype: answer.usable and not answer.costly for dtype, answer in each.items()}
     return found
 
 
-def fixed(care: Care, probes: Mapping[str, Answer]) -> tuple[Quirk, ...]:
+def fixed(policy: DevicePolicy, probes: Mapping[str, ProbeResult]) -> tuple[Quirk, ...]:
     """The rows whose every wrong operation the device now does right, so that a newer driver has mended it."""
     return tuple(
         row
-        for row in care.rows
+        for row in policy.rows
         if row.wrong and all(name in probes and probes[name].status == OK for name in row.wrong)
     )
 

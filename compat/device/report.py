@@ -13,8 +13,8 @@ from ..transforms.attention import attention_for, avoided_by
 from ..transforms.conv3d_choice import Layer, choose_by
 from ..transforms.conv3d_forms import Geometry
 from .facts import GIBIBYTE, DeviceFacts
-from .probe_store import OK, UNKNOWN, Answer
-from .quirks import Care, abilities, care_for, fixed
+from .probe_store import OK, UNKNOWN, ProbeResult
+from .quirks import DevicePolicy, abilities, fixed, policy_for
 from .wheels import AMD, PYTORCH, has_kernels, install, wheel_index
 
 HEAD_WIDTH = 128
@@ -80,7 +80,7 @@ DEVICE, DECIDED, KERNELS, ANSWERED, KNOWN, CHANGES = (
 
 def report_on(
     facts: DeviceFacts,
-    probes: Mapping[str, Answer],
+    probes: Mapping[str, ProbeResult],
     families: Mapping[str, str],
     free_bytes: int | None = None,
     more: Sequence[Line] = (),
@@ -93,26 +93,26 @@ def report_on(
         families: family id to title. free_bytes: memory free now. more: decisions of other layers.
         note: why answers could not be kept.
     """
-    care = care_for(facts)
+    policy = policy_for(facts)
     precisions = {title: precision_for(family, facts, "auto", probes) for family, title in families.items()}
     decided = tuple(Line(title, *_split(precision)) for title, precision in precisions.items())
-    kernels = (*_kernels(facts, probes, care, list(precisions.values())), *_care(care), *more)
-    known = tuple(Line(row.name, row.symptom, f"{row.done}; {row.source}, {row.seen}") for row in care.rows)
+    kernels = (*_kernels(facts, probes, policy, list(precisions.values())), *_care(policy), *more)
+    known = tuple(Line(row.name, row.symptom, f"{row.done}; {row.source}, {row.seen}") for row in policy.rows)
     sections = [
         (DEVICE, _device(facts, free_bytes)), (DECIDED, decided), (KERNELS, kernels), (ANSWERED, _answered(probes)),
     ]  # fmt: skip
     sections += [(KNOWN, known)] if known else []
-    changes = changes_for(facts, probes, care, note)
+    changes = changes_for(facts, probes, policy, note)
     if changes:
         sections.append((CHANGES, tuple(Line(f"{number}.", text) for number, text in enumerate(changes, 1))))
     return Report(tuple(sections))
 
 
 def changes_for(
-    facts: DeviceFacts, probes: Mapping[str, Answer], care: Care | None = None, note: str = ""
+    facts: DeviceFacts, probes: Mapping[str, ProbeResult], policy: DevicePolicy | None = None, note: str = ""
 ) -> list[str]:
     """What the user can do so that more works: which torch, which driver."""
-    care = care or care_for(facts)
+    policy = policy or policy_for(facts)
     index, why = wheel_index(facts)
     said = [note] if note else []
     if not has_kernels(facts):
@@ -123,9 +123,9 @@ def changes_for(
             "This torch knows no GPU. If there is one, install the build made for it: "
             f"NVIDIA {PYTORCH}cu130, Intel {PYTORCH}xpu, Radeon {PYTORCH}rocm7.2 or one of {AMD}"
         )
-    mended = {row.name for row in fixed(care, probes)}
-    said += [row.remedy for row in care.rows if row.remedy and row.name not in mended]
-    expected = {*care.wrong, *care.costly, *OPTIONAL}
+    mended = {row.name for row in fixed(policy, probes)}
+    said += [row.remedy for row in policy.rows if row.remedy and row.name not in mended]
+    expected = {*policy.wrong, *policy.costly, *OPTIONAL}
     surprises = [name for name in probes if name not in expected and probes[name].status not in (OK, UNKNOWN)]
     if surprises and facts.backend in PROMISED:
         driver = f" (now {facts.driver})" if facts.driver else ""
@@ -134,7 +134,9 @@ def changes_for(
     return list(dict.fromkeys(said))
 
 
-def dtypes_in_use(facts: DeviceFacts, probes: Mapping[str, Answer] | None, families: Mapping[str, str]) -> set[str]:
+def dtypes_in_use(
+    facts: DeviceFacts, probes: Mapping[str, ProbeResult] | None, families: Mapping[str, str]
+) -> set[str]:
     """Names of the dtypes that ``auto`` computes anything in, for any family."""
     found: set[str] = set()
     for family in families:
@@ -163,12 +165,12 @@ def _split(precision: Precision) -> tuple[str, str]:
 
 
 def _kernels(
-    facts: DeviceFacts, probes: Mapping[str, Answer], care: Care, precisions: Sequence[Precision]
+    facts: DeviceFacts, probes: Mapping[str, ProbeResult], policy: DevicePolicy, precisions: Sequence[Precision]
 ) -> list[Line]:
     """Which form a Conv3d takes and which kernel runs attention, per dtype in use."""
     lines = []
     for dtype in dict.fromkeys(precision.vae for precision in precisions):
-        lines += conv3d_lines(facts, probes, dtype, care)
+        lines += conv3d_lines(facts, probes, dtype, policy)
     for dtype in dict.fromkeys(precision.compute or precision.transformer for precision in precisions):
         try:
             why = attention_for("auto", facts, dtype, HEAD_WIDTH, avoided_by(probes, (dtype,))).why
@@ -179,10 +181,10 @@ def _kernels(
 
 
 def conv3d_lines(
-    facts: DeviceFacts, probes: Mapping[str, Answer] | None, dtype: torch.dtype, care: Care | None = None
+    facts: DeviceFacts, probes: Mapping[str, ProbeResult] | None, dtype: torch.dtype, policy: DevicePolicy | None = None
 ) -> list[Line]:
     """Which form each kind of Conv3d takes in ``dtype``, and why."""
-    chooser, lines = choose_by(abilities(facts, probes, care)), []
+    chooser, lines = choose_by(abilities(facts, probes, policy)), []
     for subject, (kernel, stride) in LAYERS.items():
         choice = chooser(Layer(subject, 64, 64, kernel, Geometry(stride), dtype))
         said = ("native", "works here") if choice is None else (choice.form.value, choice.why)
@@ -190,21 +192,21 @@ def conv3d_lines(
     return lines
 
 
-def _care(care: Care) -> list[Line]:
+def _care(policy: DevicePolicy) -> list[Line]:
     """The switches and caps that a known bug has moved from their defaults."""
-    usual, lines = Care(), []
+    usual, lines = DevicePolicy(), []
     for name, text in CARE.items():
-        value = getattr(care, name)
+        value = getattr(policy, name)
         if value != getattr(usual, name):
-            row = next((row for row in care.rows if name in row.effect), None)
+            row = next((row for row in policy.rows if name in row.effect), None)
             lines.append(Line("care", text.format(value), row.source if row else ""))
     for name in ("allocation_bytes", "conv_bytes"):
-        if getattr(care, name):
-            lines.append(Line("care", f"{name.replace('_', ' ')} at most {getattr(care, name) / GIBIBYTE:.0f} GB"))
+        if getattr(policy, name):
+            lines.append(Line("care", f"{name.replace('_', ' ')} at most {getattr(policy, name) / GIBIBYTE:.0f} GB"))
     return lines
 
 
-def _answered(probes: Mapping[str, Answer]) -> tuple[Line, ...]:
+def _answered(probes: Mapping[str, ProbeResult]) -> tuple[Line, ...]:
     """One line per operation: its dtypes, what they answered, and what is wrong."""
     groups: dict[str, list[str]] = {}
     for name in probes:
@@ -217,6 +219,6 @@ def _answered(probes: Mapping[str, Answer]) -> tuple[Line, ...]:
     return tuple(lines)
 
 
-def _word(name: str, found: Answer) -> str:
+def _word(name: str, found: ProbeResult) -> str:
     """The status, softened where nobody needs the operation."""
     return "absent, not needed" if found.status != OK and name in OPTIONAL else found.status

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..errors import InputError
-from .quirks import Care
+from .quirks import DevicePolicy
 
 METHODS = ("auto", "full", "tiled", "chunked", "streaming", "cpu")
 TILES = (256, 128, 64)  # pixels; upstream's own default first
@@ -75,18 +75,19 @@ def checked_form(form: Form, cell: int) -> Form:
 
 
 @contextmanager
-def convolution_switches(care: Care, library: bool = True) -> Iterator[None]:
-    """Torch's switches for its convolution library (cuDNN; MIOpen on Radeon) as ``care`` wants them, then as they were.
+def convolution_switches(policy: DevicePolicy, library: bool = True) -> Iterator[None]:
+    """Torch's switches for its convolution library (cuDNN; MIOpen on Radeon) as ``policy`` wants them, then as they
+    were.
 
     Args:
-        library: False switches the library off whatever ``care`` says.
+        library: False switches the library off whatever ``policy`` says.
     """
     cudnn = torch.backends.cudnn
     before = cudnn.enabled, cudnn.benchmark
     try:
-        if not (library and care.vae_cudnn):
+        if not (library and policy.vae_cudnn):
             cudnn.enabled = False
-        if not care.benchmark:
+        if not policy.benchmark:
             cudnn.benchmark = False
         yield
     finally:
@@ -137,9 +138,9 @@ def largest_buffer_bytes(config: Mapping[str, Any], frames: int, height: int, wi
     return 2 * min(widths) * pixels // int(config.get("patch_size") or 1) ** 2 * itemsize
 
 
-def limit_of(care: Care) -> int:
+def limit_of(policy: DevicePolicy) -> int:
     """The largest buffer in bytes that a VAE may make or convolve; 0 for no limit."""
-    return min((limit for limit in (care.allocation_bytes, care.conv_bytes) if limit), default=0)
+    return min((limit for limit in (policy.allocation_bytes, policy.conv_bytes) if limit), default=0)
 
 
 def tiles_below(largest: int, ratio: int = 1) -> tuple[int, ...]:

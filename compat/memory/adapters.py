@@ -1,8 +1,8 @@
 """Adapters, such as LoRAs, that several pipelines put on and take off one part that they share.
 
-A pipeline's residency is wrapped in :class:`Adapted`: whoever holds the part gets it with their own adapters and nobody
-else's. Another structure is put on at its place in the one order of operations: the residency comes off, every rewrite
-is taken back, the adapters go on, the rewrites follow, and the next hold brings the residency. Strengths change in
+A pipeline's offloader is wrapped in :class:`Adapted`: whoever holds the part gets it with their own adapters and nobody
+else's. Another structure is put on at its place in the one order of operations: the offloader comes off, every rewrite
+is taken back, the adapters go on, the rewrites follow, and the next hold brings the offloader. Strengths change in
 place.
 """
 
@@ -43,7 +43,7 @@ class Adapters(Protocol):
 
 
 @dataclass(slots=True)
-class Worn:
+class ActiveAdapters:
     """What is on a part: ``owner`` is gone when no pipeline wants it any more, ``plain`` prepares the part without."""
 
     key: Hashable
@@ -54,7 +54,7 @@ class Worn:
 
 
 class Adapted:
-    """A residency whose holder gets the part with its own adapters.
+    """An offloader whose holder gets the part with its own adapters.
 
     Args:
         inner: who moves the parts. parts: what it moves. adapters: of this pipeline; None for none.
@@ -77,7 +77,7 @@ class Adapted:
         return self.inner.device  # type: ignore[no-any-return]
 
     @property
-    def worn(self) -> str:
+    def active_adapters(self) -> str:
         """The adapters of this pipeline in words, for a key of what it samples."""
         return "" if self.adapters is None else repr(self.adapters)
 
@@ -99,30 +99,34 @@ class Adapted:
         self.inner.release(part)
 
     def _settle(self, part: str, module: nn.Module, wanted: Adapters | None) -> None:
-        worn: Worn | None = self.parts.worn.get(part)
+        active_adapters: ActiveAdapters | None = self.parts.active_adapters.get(part)
         if wanted is None:
-            if worn is not None and (worn.in_weights or worn.owner() is None):
-                self._change(part, module, None, worn)
+            if active_adapters is not None and (active_adapters.in_weights or active_adapters.owner() is None):
+                self._change(part, module, None, active_adapters)
             return
-        if worn is None or worn.key != wanted.key:
-            self._change(part, module, wanted, worn)
-        self.parts.worn[part].owner = weakref.ref(wanted)
+        if active_adapters is None or active_adapters.key != wanted.key:
+            self._change(part, module, wanted, active_adapters)
+        self.parts.active_adapters[part].owner = weakref.ref(wanted)
         wanted.tune(module, True)
 
-    def _change(self, part: str, module: nn.Module, wanted: Adapters | None, worn: Worn | None) -> None:
+    def _change(
+        self, part: str, module: nn.Module, wanted: Adapters | None, active_adapters: ActiveAdapters | None
+    ) -> None:
         """Take back what is after the adapters in the order of operations, and them, and go on from there."""
-        plain: Any = worn.plain if worn is not None else self.parts.prepare
+        plain: Any = active_adapters.plain if active_adapters is not None else self.parts.prepare
         step = None if wanted is None else wanted.step()
-        order = worn.order if step is None and worn is not None else step.order  # type: ignore[union-attr]
+        order = active_adapters.order if step is None and active_adapters is not None else step.order  # type: ignore[union-attr]
         done: Any = self.parts.undo[part]
         with torch.inference_mode(False), torch.no_grad():
             self.inner.take_off(part)
             done.back_to(order)
-            self.parts.worn.pop(part, None)
+            self.parts.active_adapters.pop(part, None)
             try:
                 (plain if step is None else plain.with_steps([step])).onwards(part, module, done, order)
             except BaseException:
                 plain.onwards(part, module, done, order)  # the part goes on without them
                 raise
         if wanted is not None:
-            self.parts.worn[part] = Worn(wanted.key, wanted.in_weights, weakref.ref(wanted), plain, order)
+            self.parts.active_adapters[part] = ActiveAdapters(
+                wanted.key, wanted.in_weights, weakref.ref(wanted), plain, order
+            )

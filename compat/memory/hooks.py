@@ -1,6 +1,8 @@
-"""Weights that come to the device for one block or one layer and leave it again; their masters stay in host memory.
+"""Weights that come to the device for one block or one layer and leave it again; their host weights stay in host
+memory.
 
-Nothing is copied back: a unit's tensors point at their masters again, so a device that damages what it returns does no
+Nothing is copied back: a unit's tensors point at their host weights again, so a device that damages what it returns
+does no
 harm and the traffic is half of a move there and back. Hooks, not patched forwards: they survive what others wrap
 around ``forward``, and a unit leaves the device after an error or a cancel too.
 """
@@ -18,7 +20,7 @@ from torch import nn
 from .host_weights import Views, pin, views_of
 from .parts import Silent
 from .staging import sent_together
-from .statistics import Account, amount
+from .statistics import MemoryStats, amount
 from .transfer import Transfer, transfer_for
 
 MARK = "_anygpu_unit"  # on each module whose own tensors a unit brings
@@ -30,15 +32,15 @@ class Unit:
     """Tensors that come and go together.
 
     Args:
-        tensors: the parameters and buffers of a block or a layer, whose data are the masters.
+        tensors: the parameters and buffers of a block or a layer, whose data are the host weights.
         owner: whose device, account and progress it shares with the other units of the part.
     """
 
     def __init__(self, tensors: list[torch.Tensor], owner: Units) -> None:
-        self.masters = [(tensor, tensor.data) for tensor in tensors]
+        self.host_weights = [(tensor, tensor.data) for tensor in tensors]
         self.owner = owner
-        self.total_bytes = sum(data.nbytes for _, data in self.masters)
-        self.behind = owner.device if all(data.is_pinned() for _, data in self.masters) else None
+        self.total_bytes = sum(data.nbytes for _, data in self.host_weights)
+        self.behind = owner.device if all(data.is_pinned() for _, data in self.host_weights) else None
         self.depth = 0
 
     @property
@@ -52,28 +54,28 @@ class Unit:
             with (
                 torch.inference_mode(False),
                 torch.no_grad(),
-                self.owner.account.moving(self.total_bytes, self.behind),
+                self.owner.memory_stats.moving(self.total_bytes, self.behind),
             ):
                 try:
-                    sources = [master for _, master in self.masters]
+                    sources = [host_weight for _, host_weight in self.host_weights]
                     alone = enumerate(map(self.owner.sent, sources))  # a copy of locked memory is not waited for
                     for index, there in alone if self.behind else sent_together(sources, self.owner.sent):
-                        self.masters[index][0].data = there
+                        self.host_weights[index][0].data = there
                 except BaseException:
                     self._restore()
                     raise
         self.depth += 1
 
     def leave(self) -> None:
-        """One use less; after the last one the tensors are their masters again."""
+        """One use less; after the last one the tensors are their host weights again."""
         self.depth = max(0, self.depth - 1)
         if self.depth == 0:
             self._restore()
 
     def _restore(self) -> None:
         with torch.inference_mode(False), torch.no_grad():
-            for tensor, master in self.masters:
-                tensor.data = master
+            for tensor, host_weight in self.host_weights:
+                tensor.data = host_weight
 
 
 class Units:
@@ -82,8 +84,8 @@ class Units:
     Args:
         module: the part named ``part``, on the host. by_block: whether the members of its lists of blocks move whole;
             else each layer moves for itself.
-        pinned: whether the masters move into locked host memory. progress: hears of bytes in a forward that lasts, and
-            is asked for a cancel before each tensor.
+        pinned: whether the host weights move into locked host memory. progress: hears of bytes in a forward that
+            lasts, and is asked for a cancel before each tensor.
     """
 
     def __init__(
@@ -91,13 +93,13 @@ class Units:
         module: nn.Module,
         device: torch.device,
         by_block: bool,
-        account: Account,
+        memory_stats: MemoryStats,
         *,
         part: str = "part",
         pinned: bool = False,
         progress: Any = None,
     ) -> None:
-        self.module, self.device, self.by_block, self.account = module, device, by_block, account
+        self.module, self.device, self.by_block, self.memory_stats = module, device, by_block, memory_stats
         self.part, self.progress = part, progress or Silent()
         self.units: list[Unit] = []
         self._views: Views = views_of(module)
@@ -116,16 +118,16 @@ class Units:
         """Bytes of the largest unit."""
         return max((unit.total_bytes for unit in self.units), default=0)
 
-    def sent(self, master: torch.Tensor) -> torch.Tensor:
-        """A master on the device; a cancel is obeyed before it, and before each slice of a large one."""
-        if master.dtype not in self._ways:
-            self._ways[master.dtype] = transfer_for(self.device, master.dtype)
-        staged = self._views.staged and self._views.holds(master)
-        there = self._ways[master.dtype].sent(master, self.progress.check, staged)
+    def sent(self, host_weight: torch.Tensor) -> torch.Tensor:
+        """A host weight on the device; a cancel is obeyed before it, and before each slice of a large one."""
+        if host_weight.dtype not in self._ways:
+            self._ways[host_weight.dtype] = transfer_for(self.device, host_weight.dtype)
+        staged = self._views.staged and self._views.holds(host_weight)
+        there = self._ways[host_weight.dtype].sent(host_weight, self.progress.check, staged)
         now = time.monotonic()
-        if self._came + master.nbytes > self.total_bytes:  # the next forward begins
+        if self._came + host_weight.nbytes > self.total_bytes:  # the next forward begins
             self._came, self._told = 0, now
-        self._came += master.nbytes
+        self._came += host_weight.nbytes
         if now - self._told >= REPORT_SECONDS:
             self._told = now
             self.progress.step(
@@ -134,7 +136,7 @@ class Units:
         return there
 
     def home(self) -> None:
-        """Every tensor is its master, whatever was cut short."""
+        """Every tensor is its host weight, whatever was cut short."""
         for unit in self.units:
             unit.depth = 1
             unit.leave()
@@ -169,7 +171,7 @@ class Units:
 
 
 def _arriving(unit: Unit, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """Bring the unit; inputs that were made where its masters are follow it, as T5's relative positions are."""
+    """Bring the unit; inputs that were made where its host weights are follow it, as T5's relative positions are."""
     unit.bring()
     device = unit.execution_device
     strays = any(isinstance(x, torch.Tensor) and x.device != device for x in (*inputs, *named.values()))

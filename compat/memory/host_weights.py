@@ -27,7 +27,7 @@ SLAB_BYTES = 2**28  # torch rounds each request for locked memory up to a power 
 
 @dataclass(frozen=True, slots=True)
 class HostWeights:
-    """How the masters of each part are kept, and why.
+    """How the host weights of each part are kept, and why.
 
     Args:
         kinds: part name to :data:`PINNED`, :data:`PLAIN` or :data:`DISK`. why: in words.
@@ -69,7 +69,7 @@ NONE = Views(frozenset())
 def choose_host_weights(
     part_bytes: Mapping[str, int], view_bytes: Mapping[str, int], free: int, pins: bool, unified: bool
 ) -> HostWeights:
-    """How the masters of each part are kept, by what the host has.
+    """How the host weights of each part are kept, by what the host has.
 
     Args:
         part_bytes: bytes of each part in host memory. view_bytes: those of its file that need no cast and may stay

@@ -1,7 +1,7 @@
 """Who holds the parts of a pipeline on the device that computes, and when they leave it again.
 
-The one order of operations, of which residency is the last step: load, storage dtype and quantisation, LoRA, Conv3d
-and precision rewrites, kernel rewrites, attention and cache configuration, compile of repeated blocks, residency.
+The one order of operations, of which offloader is the last step: load, storage dtype and quantisation, LoRA, Conv3d
+and precision rewrites, kernel rewrites, attention and cache configuration, compile of repeated blocks, offloader.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from .host_weights import HostWeights, views_of
 from .parts import Silent
 from .staging import sent_together
 from .statistics import GIGABYTE as GIGABYTE
-from .statistics import Account
+from .statistics import MemoryStats
 from .statistics import amount as amount
 from .transfer import arrived, transfer_for
 
-HOSTED = "comfyui"  # the memory manager of the host around us: its residency is handed in
-KEPT = "_anygpu_kept"  # on a module: masters that stay in host memory while their copies are on a device
+HOSTED = "comfyui"  # the memory manager of the host around us: its offloader is handed in
+KEPT = "_anygpu_kept"  # on a module: host weights that stay in host memory while their copies are on a device
 CHOICES = ("auto", "none", "model", "group", "sequential", HOSTED)
 
 COSTS: dict[str, str] = {
@@ -44,11 +44,11 @@ COSTS: dict[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What the user asks of a residency beside its mode.
+    """What the user asks of an offloader beside its mode.
 
     Args:
         devices: parts that compute elsewhere, by name. keep_free: bytes of the device that are left to others.
-        state: folder in which costs are kept. host: how the masters of each part are kept.
+        state: folder in which costs are kept. host: how the host weights of each part are kept.
     """
 
     devices: Mapping[str, torch.device] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class Whole:
         parts: the modules by name, on the CPU when they are read.
         device: where they execute.
         make_room: told the bytes that are about to be needed on ``device``, so that a host can free others.
-        pinned: parts whose masters move into locked host memory where their weights come and go.
+        pinned: parts whose host weights move into locked host memory where their weights come and go.
     """
 
     mode = "none"
@@ -82,11 +82,11 @@ class Whole:
         parts: ReadsParts,
         device: torch.device,
         make_room: Callable[[int], None] | None = None,
-        account: Account | None = None,
+        memory_stats: MemoryStats | None = None,
         pinned: tuple[str, ...] = (),
     ) -> None:
         self.parts, self.device, self.make_room = parts, device, make_room
-        self.account, self.pinned = account or Account(), pinned
+        self.memory_stats, self.pinned = memory_stats or MemoryStats(), pinned
 
     def __repr__(self) -> str:
         return f"offload {self.mode} on {self.device}"
@@ -97,7 +97,7 @@ class Whole:
         module = self.parts.read(part, progress)
         _unhooked(module)
         self._ask_for_room(module, activation_bytes)
-        move(module, self.device, part, progress, self.account)
+        move(module, self.device, part, progress, self.memory_stats)
         yield module
 
     def release(self, part: str) -> None:
@@ -109,7 +109,7 @@ class Whole:
             return
         module = self.parts.read(part)
         _unhooked(module)
-        move(module, HOST, part, None, self.account)
+        move(module, HOST, part, None, self.memory_stats)
         empty_cache(self.device)
 
     def take_off(self, part: str) -> None:
@@ -117,7 +117,7 @@ class Whole:
         if part in self.parts:
             module = self.parts.read(part)
             _unhooked(module)
-            move(module, HOST, part, None, self.account)
+            move(module, HOST, part, None, self.memory_stats)
             empty_cache(self.device)
 
     def _ask_for_room(self, module: nn.Module, activation_bytes: int) -> None:
@@ -139,7 +139,7 @@ class PerStage(Whole):
         move(module, HOST, part, progress)  # where another mode left it on the device
         self._ask_for_room(module, activation_bytes)
         try:
-            move(module, self.device, part, progress, self.account, keep=True)
+            move(module, self.device, part, progress, self.memory_stats, keep=True)
             yield module
         finally:
             move(module, HOST, part)
@@ -153,8 +153,8 @@ class Grouped(Whole):
     """Offload ``group``: one block of a transformer or text encoder, or one layer of a VAE, at a time.
 
     Own units instead of diffusers' group offloading, which copies each block back from the device: half the traffic,
-    and masters that no device can damage. An image encoder is held whole: its attention pooling reads packed weights
-    that the hooks of its layers do not see.
+    and host weights that no device can damage. An image encoder is held whole: its attention pooling reads packed
+    weights that the hooks of its layers do not see.
     """
 
     mode = "group"
@@ -164,7 +164,7 @@ class Grouped(Whole):
     def hold(self, part: str, activation_bytes: int = 0, progress: Any = None) -> Iterator[nn.Module]:
         """The part with its hooks on; its weights come and go by themselves."""
         if part in self.whole or self.device.type == HOST.type:
-            with PerStage(self.parts, self.device, self.make_room, self.account).hold(
+            with PerStage(self.parts, self.device, self.make_room, self.memory_stats).hold(
                 part, activation_bytes, progress
             ) as module:
                 yield module
@@ -186,7 +186,7 @@ class Grouped(Whole):
         """New units on ``module``, which is on the host."""
         pinned = part in self.pinned
         return Units(
-            module, self.device, self.by_block(part), self.account, part=part, pinned=pinned, progress=progress
+            module, self.device, self.by_block(part), self.memory_stats, part=part, pinned=pinned, progress=progress
         )
 
     def by_block(self, part: str) -> bool:
@@ -225,7 +225,7 @@ def taken_over(module: nn.Module, device: torch.device, by_block: bool) -> Units
 MODES: dict[str, type[Whole]] = {"none": Whole, "model": PerStage, "group": Grouped, "sequential": Sequential}
 
 
-def residency_for(
+def offloader_for(
     choice: str,
     parts: ReadsParts,
     device: torch.device,
@@ -235,13 +235,13 @@ def residency_for(
     hosted: Callable[..., Any] | None = None,
     terms: Terms | None = None,
 ) -> tuple[Any, str]:
-    """The residency for an offload choice, and the reason in one sentence.
+    """The offloader for an offload choice, and the reason in one sentence.
 
     Args:
         choice: one of :data:`CHOICES`.
         part_bytes: bytes of each part in the dtype it will have on the device.
         free: bytes free on the device; None when the backend does not tell.
-        hosted: makes the host's own residency of (parts, device, terms), which ``auto`` then means.
+        hosted: makes the host's own offloader of (parts, device, terms), which ``auto`` then means.
         terms: what else the user asks.
 
     Raises:
@@ -278,7 +278,7 @@ def residency_for(
         devices={part: indexed(place) for part, place in terms.devices.items()},
         automatic=choice == "auto",
         keep_free=terms.keep_free,
-        account=Account(terms.state),
+        memory_stats=MemoryStats(terms.state),
         host=terms.host,
     )
     return planned, reason
@@ -309,7 +309,7 @@ def own_tensors(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def borrow(leaf: nn.Module, like: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+def weights_on(leaf: nn.Module, like: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
     """Weight and bias of ``leaf`` on the device and in the dtype of ``like``, from whoever holds them.
 
     A leaf with a method ``lend(like)``, a context manager over the same pair, is asked first: that is how a host
@@ -319,10 +319,10 @@ def borrow(leaf: nn.Module, like: torch.Tensor) -> Iterator[tuple[torch.Tensor, 
     Raises:
         UnsupportedError: nobody brings the weight to the device of ``like``.
     """
-    lend = getattr(leaf, "lend", None)
-    if lend is not None:
-        with lend(like) as lent:
-            yield lent
+    weights_on = getattr(leaf, "weights_on", None)
+    if weights_on is not None:
+        with weights_on(like) as provided:
+            yield provided
         return
     unit = unit_of(leaf)
     if unit is not None:
@@ -367,7 +367,7 @@ def move(
     device: torch.device,
     label: str,
     progress: Any = None,
-    account: Account | None = None,
+    memory_stats: MemoryStats | None = None,
     keep: bool = False,
 ) -> None:
     """Move ``module`` to ``device``, tensor by tensor, reporting bytes and obeying a cancel, of a large one by slices.
@@ -376,7 +376,7 @@ def move(
     are not copied back: they take the place of their copies again.
 
     Args:
-        keep: whether all masters stay in host memory; those that are views of their file do in any case.
+        keep: whether all host weights stay in host memory; those that are views of their file do in any case.
     """
     away = [tensor for tensor in _tensors(module) if tensor.device != device]
     if not away:
@@ -402,8 +402,8 @@ def move(
                 tensor.data = data
         module.__dict__[KEPT] = kept
         raise
-    if account is not None:
-        account.add(copied, time.perf_counter() - started)
+    if memory_stats is not None:
+        memory_stats.add(copied, time.perf_counter() - started)
 
 
 def _carried_out(
@@ -433,16 +433,16 @@ def _carried_out(
 def _carried_home(
     module: nn.Module, away: list[torch.Tensor], check: Callable[[], None] | None
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
-    """Each tensor with its data in host memory, the master that was kept or a copy, and whether it is a copy."""
+    """Each tensor with its data in host memory, the host weight that was kept or a copy, and whether it is a copy."""
     kept = module.__dict__.get(KEPT, {})
     kinds = {(tensor.device, tensor.dtype) for tensor in away if id(tensor) not in kept}
     ways = {kind: transfer_for(*kind) for kind in kinds}  # weights that come back damaged would go out again so
     for tensor in away:
         if check is not None:
             check()
-        master = kept.pop(id(tensor), None)
-        if master is not None:
-            yield tensor, master[1], False
+        host_weight = kept.pop(id(tensor), None)
+        if host_weight is not None:
+            yield tensor, host_weight[1], False
         else:
             yield tensor, ways[tensor.device, tensor.dtype].copied(tensor.data), True
 

@@ -20,24 +20,24 @@ class Silent:
     def check(self) -> None:
         """Nothing."""
 
-    def say(self, text: str) -> None:
+    def notify(self, text: str) -> None:
         """Nothing."""
 
 
 class Hosted:
-    """What a host's caches recognise a pipeline by that holds models; a residency that the host handed in answers."""
+    """What a host's caches recognise a pipeline by that holds models; an offloader that the host handed in answers."""
 
     __slots__ = ()
-    residency: Any
+    offloader: Any
 
     def get_models(self) -> list[Any]:
         """The host's own handles of all parts that were used."""
-        listed: Any = getattr(self.residency, "get_models", None)
+        listed: Any = getattr(self.offloader, "get_models", None)
         return [] if listed is None else list(listed())
 
     def is_dynamic(self) -> bool:
         """Whether the host pages the weights by itself."""
-        asked: Any = getattr(self.residency, "is_dynamic", None)
+        asked: Any = getattr(self.offloader, "is_dynamic", None)
         return bool(asked is not None and asked())
 
 
@@ -49,10 +49,10 @@ class Parts(dict[str, nn.Module]):
 
     Args:
         readers: part name to what reads it. prepare: rewrites a part that was just read, on the CPU and before any
-            residency hooks it, and returns what takes that back: ``pipelines.rewriting.Preparation``.
+            offloader hooks it, and returns what takes that back: ``pipelines.rewriting.Preparation``.
 
     ``fallbacks`` holds, by part name, what makes the next reading a safer one; only for parts whose precision was
-    decided and not chosen. ``worn`` holds, by part name, the adapters that are on it: ``adapters.Worn``.
+    decided and not chosen. ``active_adapters`` holds, by part name, the adapters that are on it: ``adapters.Worn``.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Parts(dict[str, nn.Module]):
         self.readers, self.prepare = dict(readers), prepare
         self.undo: dict[str, Callable[[], Any]] = {}
         self.fallbacks: dict[str, Callable[[], None]] = {}
-        self.worn: dict[str, Any] = {}
+        self.active_adapters: dict[str, Any] = {}
 
     def read(self, name: str, progress: Any = None) -> nn.Module:
         """The part ``name``, from memory or from disk, prepared."""
@@ -82,9 +82,9 @@ class Parts(dict[str, nn.Module]):
         """Forget the part; it is read again when it is next wanted."""
         self.pop(name, None)
         self.undo.pop(name, None)
-        self.worn.pop(name, None)
+        self.active_adapters.pop(name, None)
 
     def revert(self, name: str) -> None:
-        """The part as it was read, without the rewrites; its residency must be off. Nothing for one not in memory."""
+        """The part as it was read, without the rewrites; its offloader must be off. Nothing for one not in memory."""
         if name in self.undo:
             self.undo.pop(name)()

@@ -1,4 +1,4 @@
-"""A residency whose mode can change while it is in use, and which steps down where a stage finds no room."""
+"""An offloader whose mode can change while it is in use, and which steps down where a stage finds no room."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..errors import InputError, UnsupportedError
 from .hooks import units_on
 from .host_weights import PINNED, HostWeights
 from .offloader import MODES, ReadsParts, Whole, move, on_device
-from .statistics import Account
+from .statistics import MemoryStats
 
 PLACES = ("auto", "cpu", "gpu:0", "gpu:1", "gpu:2", "gpu:3")  # the same list on every machine
 DOWN = {"none": "group", "model": "group", "group": "sequential"}  # what needs less, for a part that is in use
@@ -27,7 +27,7 @@ class Planned:
     Args:
         devices: parts that compute elsewhere than on ``device``, by name; ``text_encoder`` stands for all of them.
         automatic: whether the mode was decided, so that it may be decided again for what a stage needs.
-        keep_free: bytes of the device that are left to others. host: how the masters of each part are kept.
+        keep_free: bytes of the device that are left to others. host: how the host weights of each part are kept.
     """
 
     def __init__(
@@ -40,12 +40,12 @@ class Planned:
         devices: Mapping[str, torch.device] | None = None,
         automatic: bool = False,
         keep_free: int = 0,
-        account: Account | None = None,
+        memory_stats: MemoryStats | None = None,
         host: HostWeights | None = None,
     ) -> None:
         self.parts, self.device, self.mode, self.make_room = parts, device, mode, make_room
         self.devices, self.automatic, self.keep_free = dict(devices or {}), automatic, keep_free
-        self.account, self.host = account or Account(), host or HostWeights()
+        self.memory_stats, self.host = memory_stats or MemoryStats(), host or HostWeights()
         self._made: dict[tuple[str, torch.device], Whole] = {}
         self._held: list[str] = []
 
@@ -81,7 +81,9 @@ class Planned:
         finally:
             self._held.remove(part)
             units = units_on(self.parts.read(part)) if part in self.parts and self.mode != mode else None
-            if units is not None:  # it stepped down while it was held, and its masters came back with the block's end
+            if (
+                units is not None
+            ):  # it stepped down while it was held, and its host weights came back with the block's end
                 units.remove()
 
     def release(self, part: str) -> None:
@@ -111,7 +113,7 @@ class Planned:
             if (units := units_on(module)) is not None:
                 units.remove()
             if on_device(module, self.device):
-                move(module, HOST, part, None, self.account)
+                move(module, HOST, part, None, self.memory_stats)
         empty_cache(self.device)
         self.mode = mode
 
@@ -146,7 +148,7 @@ class Planned:
         progress = None if units is None else units.progress
         if units is not None:
             units.remove()
-        move(module, HOST, part, None, self.account)
+        move(module, HOST, part, None, self.memory_stats)
         self.mode = after
         self._holder(part).units_for(part, module, progress)  # type: ignore[attr-defined]
         empty_cache(self.device)
@@ -157,7 +159,7 @@ class Planned:
         mode = "none" if device.type == HOST.type else self.mode
         if (mode, device) not in self._made:
             pinned = self.host.of(PINNED)
-            self._made[mode, device] = MODES[mode](self.parts, device, self.make_room, self.account, pinned)
+            self._made[mode, device] = MODES[mode](self.parts, device, self.make_room, self.memory_stats, pinned)
         return self._made[mode, device]
 
 

@@ -71,8 +71,8 @@ class StageCost:
 
 
 @dataclass(slots=True)
-class Account:
-    """What one pipeline's residency has moved so far, and its finished stages.
+class MemoryStats:
+    """What one pipeline's offloader has moved so far, and its finished stages.
 
     Args:
         state: folder in which the last stages are kept for `anygpu report --memory`; None keeps them here alone.

@@ -15,7 +15,7 @@ import torch
 
 from ..device.execution import HOST
 from ..errors import UnsupportedError
-from .statistics import Account
+from .statistics import MemoryStats
 
 BITS = torch.int16
 HALVES = (torch.bfloat16, torch.float16)
@@ -28,14 +28,14 @@ class Transfer:
 
     Args:
         device: the far end. dtype: what floating tensors have there. as_bits: whether 16-bit floats travel as integers.
-        account: what counts the bytes and the time of activations on their way; None for nobody. Who moves weights
+        memory_stats: what counts the bytes and the time of activations on their way; None for nobody. Who moves weights
             counts them himself.
     """
 
     device: torch.device
     dtype: torch.dtype
     as_bits: bool = False
-    account: Account | None = None
+    memory_stats: MemoryStats | None = None
 
     def sent(self, tensor: torch.Tensor, check: Callable[[], None] | None = None, staged: bool = False) -> torch.Tensor:
         """A host tensor on the device; a floating one is cast to ``dtype`` before it leaves.
@@ -64,7 +64,7 @@ class Transfer:
         return here.float() if here.is_floating_point() else here
 
     def _counted(self, count: int) -> AbstractContextManager[None]:
-        return nullcontext() if self.account is None else self.account.moving(count)
+        return nullcontext() if self.memory_stats is None else self.memory_stats.moving(count)
 
 
 def arrived(

@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional
 
 from ..device.facts import DeviceFacts
-from ..device.probe_store import UNUSABLE, WRONG, Answer
+from ..device.probe_store import UNUSABLE, WRONG, ProbeResult
 from ..errors import InputError, UnsupportedError
 
 CHOICES = (
@@ -179,7 +179,7 @@ def attention_for(
     return Attention(choice, budget, f"chosen: {MEANINGS[choice]}", avoided, fused)
 
 
-def avoided_by(probes: Mapping[str, Answer] | None, dtypes: Iterable[torch.dtype]) -> dict[torch.dtype, str]:
+def avoided_by(probes: Mapping[str, ProbeResult] | None, dtypes: Iterable[torch.dtype]) -> dict[torch.dtype, str]:
     """The dtypes in which a probe found torch's attention wrong or absent on this device, with the reason.
 
     An answer about masks counts for nothing: none is passed here.

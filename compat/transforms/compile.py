@@ -1,6 +1,6 @@
 """The repeated blocks of a transformer or VAE through `torch.compile`: one graph each, for every prompt and strength.
 
-Each block's own forward is compiled, beneath whatever hooks come later: a residency that moves whole parts or whole
+Each block's own forward is compiled, beneath whatever hooks come later: an offloader that moves whole parts or whole
 blocks, and a step cache, act outside of the graph. The compiled function has a code object of its own, so that its
 graphs belong to one pipeline and leave with it; torch keeps nothing of ours in its global settings.
 """
@@ -127,7 +127,7 @@ class Compilation:
         """Compile the blocks of ``module`` on their first call; returns what takes it back, None where it has none.
 
         Raises:
-            UnsupportedError: a residency's hooks are on a block already.
+            UnsupportedError: an offloader's hooks are on a block already.
         """
         blocks = list(self.blocks_in(module))
         if not blocks:

@@ -1,7 +1,7 @@
 """Swapping the 3-D convolutions of a loaded part for exact replacements, and back.
 
     swapped = swap_conv3d(vae, choose={"conv3d": {"bf16": False}})   # or a Form, or a function of a Layer
-    ...                                                              # attach the residency, encode, decode, detach it
+    ...                                                              # attach the offloader, encode, decode, detach it
     swapped.restore()
 
 The objects stay what and where they are: only their class changes, to a subclass with another forward. Parameters,
@@ -52,7 +52,7 @@ class Swapped:
         return f"3-D convolutions: {'; '.join(lines) or 'none'}"
 
     def restore(self) -> None:
-        """Every object as it was before; calling it again does nothing. The residency must be off."""
+        """Every object as it was before; calling it again does nothing. The offloader must be off."""
         for module, _ in self._turned:
             _check_free(module, type(module).__name__)
         for module, original in reversed(self._turned):
@@ -80,7 +80,7 @@ def swap_conv3d(
 ) -> Swapped:
     """Swap the 3-D convolutions of ``root`` for the forms that ``choose`` names; each is compared with its original.
 
-    Call it when the weights are loaded and before a residency or ``torch.compile`` takes the part.
+    Call it when the weights are loaded and before an offloader or ``torch.compile`` takes the part.
 
     Args:
         root: a VAE, a transformer, or one layer.
@@ -89,7 +89,7 @@ def swap_conv3d(
         report: told one line about the whole, and one for each layer that failed its comparison.
 
     Raises:
-        UnsupportedError: the part is swapped already, has no weights yet, or has a residency's hooks on.
+        UnsupportedError: the part is swapped already, has no weights yet, or has an offloader's hooks on.
     """
     chooser = _chooser(choose)
     _check_ready(root)
@@ -152,7 +152,7 @@ def _check_ready(root: nn.Module) -> None:
 
 
 def _check_free(module: nn.Module, label: str) -> None:
-    """Refuse a module whose forward a residency has wrapped: it would go on calling the one it wrapped."""
+    """Refuse a module whose forward an offloader has wrapped: it would go on calling the one it wrapped."""
     if hasattr(module, "_hf_hook") or "group_offloading" in getattr(_registry(module), "hooks", ()):
         raise UnsupportedError(
             f"{label} has the hooks of a residency on it",

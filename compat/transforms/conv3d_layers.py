@@ -11,7 +11,7 @@ from einops import rearrange, reduce
 from torch import Tensor, nn
 
 from ..device.execution import HOST, execution_device
-from ..memory.offloader import borrow, misplaced
+from ..memory.offloader import misplaced, weights_on
 from .conv3d_choice import Choice
 from .conv3d_forms import Form, Geometry, convolved, padded
 
@@ -38,10 +38,10 @@ class SwappedConv3d(Rewrite):
         edges, mode = _own_edges(self)
         if edges is not None:
             x = padded(x, edges, mode, choice.form in READ_FRAMES_FIRST)
-        if self.weight.device == x.device and not hasattr(self, "lend"):
+        if self.weight.device == x.device and not hasattr(self, "weights_on"):
             out = convolved(choice.form, x, self.weight, self.bias, geometry_of(self), choice.chunk_bytes)
         else:
-            with borrow(self, like=x) as (weight, bias):
+            with weights_on(self, like=x) as (weight, bias):
                 out = convolved(choice.form, x, weight, bias, geometry_of(self), choice.chunk_bytes)
         return out if input.dim() == 5 else out.squeeze(0)
 
@@ -157,12 +157,12 @@ def _aligned(x: Tensor, leaf: SwappedConv3d) -> Tensor:
     """``x`` on the device where ``leaf`` executes.
 
     Raises:
-        UnsupportedError: ``x`` is on an accelerator, and the weight is a master copy in host memory or on meta.
+        UnsupportedError: ``x`` is on an accelerator, and the weight is a host weight copy in host memory or on meta.
     """
     if x.device == leaf.weight.device:
         return x
     device = execution_device(modules=(leaf,), host=leaf.weight.device)
-    if x.device == device or hasattr(leaf, "lend"):
+    if x.device == device or hasattr(leaf, "weights_on"):
         return x
     if device.type in (HOST.type, torch.device("meta").type):
         raise misplaced(leaf, x)

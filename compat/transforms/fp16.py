@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..errors import UnsupportedError
-from ..memory.offloader import borrow
+from ..memory.offloader import weights_on
 
 HALF, FULL = torch.float16, torch.float32
 LIMIT = 2.0**15  # half of what fp16 can hold: room for the rounding of operands and products
@@ -96,14 +96,14 @@ def apply_fp16_safe(
     """Make ``transformer`` compute in safe fp16, in place; it takes and returns fp32.
 
     Every block of an exactly known class is rewritten on its own instance; any other is left alone, in fp32, and
-    counted. To be applied on the host, before a residency holds the transformer.
+    counted. To be applied on the host, before an offloader holds the transformer.
 
     Args:
         facts: what was probed; ``fp32_output`` says whether a GEMM of fp16 operands can come out in fp32.
         keep_weights: keep the weights as they were, so that :meth:`Applied.restore` gives back the same tensors.
 
     Raises:
-        UnsupportedError: a residency's hooks are on, or the rewrite is applied already.
+        UnsupportedError: an offloader's hooks are on, or the rewrite is applied already.
     """
     from .fp16_blocks import rewrite_for, turns_for
 
@@ -169,13 +169,13 @@ def wide_linear(leaf: Any, x: Tensor) -> Tensor:
     settings: Settings = getattr(leaf, SETTINGS)
     held = None if settings.values is None else settings.values.__dict__.pop(SCALE, None)
     if settings.fp32_output and x.dtype is HALF:
-        with borrow(leaf, like=x) as (weight, bias):
+        with weights_on(leaf, like=x) as (weight, bias):
             return _fp32_product(x, weight, bias, held)
     if settings.fp32_output and settings.residual:
         return _divided_linear(leaf, x)
     scale = scales(x, 1.0 if settings.fp32_output else settings.reach)
     x, total = narrowed(x, scale), scale if held is None else scale * held
-    with borrow(leaf, like=x) as (weight, bias):
+    with weights_on(leaf, like=x) as (weight, bias):
         if settings.fp32_output:
             return _fp32_product(x, weight, bias, total)
         y = functional.linear(x, weight)
@@ -188,7 +188,7 @@ def _divided_linear(leaf: Any, x: Tensor) -> Tensor:
     What it costs a small value is below the rounding of fp16 in rows whose values are around 0.03 and more.
     """
     x = torch.mul(x, 1 / RESIDUAL_SCALE, out=torch.empty_like(x, dtype=HALF))
-    with borrow(leaf, like=x) as (weight, bias):
+    with weights_on(leaf, like=x) as (weight, bias):
         return _fp32_product(x, weight, bias, RESIDUAL_SCALE)
 
 
@@ -198,7 +198,7 @@ def value_linear(leaf: Any, x: Tensor) -> Tensor:
     scale = scales(x, settings.reach).amax()
     leaf.__dict__[SCALE] = scale
     x = narrowed(x, scale)
-    with borrow(leaf, like=x) as (weight, bias):
+    with weights_on(leaf, like=x) as (weight, bias):
         return functional.linear(x, weight, None if bias is None else narrowed(bias, scale))
 
 
@@ -216,7 +216,7 @@ def adapted_value(layer: Any, x: Tensor) -> Tensor:
 def full_linear(leaf: Any, x: Tensor) -> Tensor:
     """The product of ``leaf`` in fp32, from weights that are kept in fp16. Peak extra memory: the weight in fp32."""
     x = x.float()
-    with borrow(leaf, like=x) as (weight, bias):
+    with weights_on(leaf, like=x) as (weight, bias):
         return functional.linear(x, weight, bias)
 
 
@@ -226,7 +226,7 @@ def rms_norm(norm: Any, x: Tensor, narrow: bool = False) -> Tensor:
     if norm.weight is None:
         y = functional.rms_norm(x, x.shape[-1:], None, norm.eps)
     else:
-        with borrow(norm, like=x) as (weight, _):
+        with weights_on(norm, like=x) as (weight, _):
             y = functional.rms_norm(x, x.shape[-1:], weight, norm.eps)
     return y.to(HALF) if narrow else y
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ...kernels.library import AUTO, REFERENCE, TRITON, reason_against
-from ...kernels.trials import Trial, trials
+from ...kernels.self_tests import SelfTest, self_tests
 from ..device.execution import HOST
 from ..errors import InputError, UnsupportedError
 from . import fused_blocks as blocks
@@ -142,9 +142,9 @@ def published_sites(family: str) -> dict[str, int]:
     return dict(found)
 
 
-def kernel_trials(device: torch.device) -> Iterator[Trial]:
+def kernel_self_tests(device: torch.device) -> Iterator[SelfTest]:
     """Each operation in each dtype, run on ``device`` against its reference in fp64."""
-    return trials(device)
+    return self_tests(device)
 
 
 def triton_fault(device: torch.device) -> str:
@@ -163,7 +163,7 @@ def triton_fault(device: torch.device) -> str:
 def fuse(transformer: nn.Module, form: str = AUTO) -> Fused:
     """Rewrite every block of ``transformer`` that is known, in place, with what was done.
 
-    To be applied on the host, before a residency holds the transformer.
+    To be applied on the host, before an offloader holds the transformer.
 
     Args:
         form: one of ``kernels.library.FORMS``.

@@ -2,7 +2,7 @@
 
 Each forward is upstream's arithmetic with a norm and its modulation, a gated sum and the norm that reads it, and the
 norms and rotation of queries and keys in one pass each. Linears, attention and feed-forward stay modules that are
-called, so that LoRA, quantisation, step caches and residencies act as before; a norm's weight is borrowed.
+called, so that LoRA, quantisation, step caches and offloaders act as before; a norm's weight is borrowed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ...kernels.norm import normalized
 from ...kernels.residual import gated_residual, residual_norm
 from ...kernels.rope import qk_norm_rope
 from ...kernels.terms import LAYER, NO_GATE, RMS, Gate, Modulation, Norm, Pair, Tables
-from ..memory.offloader import borrow
+from ..memory.offloader import weights_on
 from .attention_processors import Attend, Cross, Joint, Padding, across
 
 FORM = "_anygpu_kernels"  # on a rewritten block: which form of an operation it runs
@@ -268,7 +268,7 @@ def _values(attn: Any, tokens: Tensor, text: Tensor) -> Tensor:
     count = tokens.shape[1]
     joined = tokens.new_empty(tokens.shape[0], count + text.shape[1], leaves[0].out_features)
     for leaf, x, part in zip(leaves, (tokens, text), (joined[:, :count], joined[:, count:]), strict=True):
-        with borrow(leaf, like=x) as (weight, bias):
+        with weights_on(leaf, like=x) as (weight, bias):
             for row, out in zip(x, part, strict=True):
                 if bias is None:
                     torch.mm(row, weight.t(), out=out)
@@ -316,7 +316,7 @@ def norm_of(norm: Any, x: Tensor) -> Iterator[Norm]:
         yield Norm(RMS, eps)
         return
     like = x if norm.weight.dtype is x.dtype else x.new_empty(0, dtype=norm.weight.dtype)  # read as it is kept
-    with borrow(norm, like=like) as (weight, _):
+    with weights_on(norm, like=like) as (weight, _):
         yield Norm(RMS, eps, weight)
 
 

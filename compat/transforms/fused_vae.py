@@ -27,7 +27,7 @@ from ...kernels.group_norm import (
 )
 from ...kernels.library import AUTO
 from ...kernels.terms import NO_MODULATION, RMS, GroupNorm, Modulation, Norm
-from ..memory.offloader import borrow, own_tensors
+from ..memory.offloader import own_tensors, weights_on
 from .attention_processors import full_name
 from .conv3d_forms import Form
 from .fused import RMS_NORMS, Fused, other_forward
@@ -66,7 +66,7 @@ class Fusion:
 def fuse_vae(vae: nn.Module, form: str = AUTO) -> Fused:
     """Rewrite what is known of the decoder of ``vae``, in place, with what was done.
 
-    To be applied on the host, before a residency holds the VAE and after its convolutions got their forms.
+    To be applied on the host, before an offloader holds the VAE and after its convolutions got their forms.
 
     Args:
         form: one of ``kernels.library.FORMS``.
@@ -222,7 +222,7 @@ def _group_norm_of(norm: Any, x: Tensor, per_frame: bool) -> Iterator[GroupNorm]
     if norm.weight is None:
         yield GroupNorm(norm.num_groups, norm.eps, per_frame=per_frame)
         return
-    with borrow(norm, like=x) as (weight, bias):
+    with weights_on(norm, like=x) as (weight, bias):
         yield GroupNorm(norm.num_groups, norm.eps, weight, bias, per_frame)
 
 

@@ -1,9 +1,9 @@
 """What is done to a part between reading it and moving it: one plan, in the one order of operations.
 
 The plan is the only place where rewrites of modules are applied. It runs right after a part is read, on the CPU and
-before any residency hooks it, so a part that was dropped and is read again gets the same. House order: load, storage
+before any offloader hooks it, so a part that was dropped and is read again gets the same. House order: load, storage
 dtype and quantisation, LoRA, Conv3d and precision rewrites, kernel rewrites, attention and cache configuration, compile
-of repeated blocks, residency last.
+of repeated blocks, offloader last.
 """
 
 from __future__ import annotations

@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ...compat.device.facts import free_bytes
-from ...compat.device.probe_results import answers_of
+from ...compat.device.probe_results import probe_results_of
 from ...compat.device.probe_store import UNKNOWN
 from ...compat.errors import PackError
 from ...compat.memory import planned
 from ...compat.transforms.compile import CACHE_SIZE, CompileSettings
 from ...paint.estimates import paint_needs
-from ...paint.loading import LoadedPaint, PaintRequest, load_paint
+from ...paint.loading import PaintPipeline, PaintRequest, load_paint
 from ...paint.networks.compile import CACHE_LIMIT, settings_for
-from ...pipelines.base import Loaded
+from ...pipelines.base import Pipeline
 from ...pipelines.decisions import card_of
 from ...pipelines.grid import snap
 from ...pipelines.loading.folder import AUTO, LoadRequest, load
@@ -53,9 +53,9 @@ def graph(prompt: Mapping[str, Any]) -> dict[str, Any]:
         cards.append(card)
     told = []
     for node in _of(prompt, RUNS):
-        loaded, paints = pipelines.get(_loader_of(prompt, node)), RUNS[prompt[node]["class_type"]] is _painted
-        if loaded is not None and isinstance(loaded, LoadedPaint) == paints:
-            told.append({"node": node, **_outlook(prompt[node], loaded)})
+        pipeline, paints = pipelines.get(_loader_of(prompt, node)), RUNS[prompt[node]["class_type"]] is _painted
+        if pipeline is not None and isinstance(pipeline, PaintPipeline) == paints:
+            told.append({"node": node, **_outlook(prompt[node], pipeline)})
     return {"pipelines": cards, "forecasts": told}
 
 
@@ -84,11 +84,11 @@ def _card(node: str, entry: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     Where the device was not asked everything yet, nothing is told where its answers are; what is kept is read quietly,
     so that this neither asks nor times the device, which may be in the middle of a run.
     """
-    known = answers_of(facts(), folders.state_folder()).without_asking()
+    known = probe_results_of(facts(), folders.state_folder()).without_asking()
     asked = all(answer.status != UNKNOWN for answer in known.values())
     try:
-        loaded = LOADERS[entry["class_type"]](entry["inputs"], asked)
-        return {"node": node, **card_of(loaded, known), "by_tables": not asked}, loaded
+        pipeline = LOADERS[entry["class_type"]](entry["inputs"], asked)
+        return {"node": node, **card_of(pipeline, known), "by_tables": not asked}, pipeline
     except PackError as error:
         named = entry["inputs"].get("model", entry["inputs"].get("transformer", ""))
         return {"node": node, "model": str(named), "error": said(error)}, None
@@ -112,7 +112,7 @@ def _shared(inputs: Inputs, asked: bool) -> dict[str, Any]:
     )
     return {
         **{name: _given(inputs, name, default) for name, default in PLAIN_FIELDS.items()},
-        "base": folders.lender_folder(_given(inputs, "base", AUTO)),
+        "base": folders.provider_folder(_given(inputs, "base", AUTO)),
         "device": facts(),
         "state": folders.state_folder() if asked else None,
         "quiet": True,
@@ -121,18 +121,18 @@ def _shared(inputs: Inputs, asked: bool) -> dict[str, Any]:
     }
 
 
-def _opened(inputs: Inputs, asked: bool) -> Loaded:
+def _opened(inputs: Inputs, asked: bool) -> Pipeline:
     """What AnyGPU Load Pipeline would load."""
     request = LoadRequest(
         folders.model_folder(_given(inputs, "model", folders.NO_MODEL)),
-        image_encoder=folders.lender_folder(_given(inputs, "image_encoder", AUTO)),
+        image_encoder=folders.provider_folder(_given(inputs, "image_encoder", AUTO)),
         search=(*folders.model_roots(), *folders.encoder_roots()),
         **_shared(inputs, asked),
     )
     return load(request, hosted=memory_manager.managed)
 
 
-def _composed(inputs: Inputs, asked: bool) -> Loaded:
+def _composed(inputs: Inputs, asked: bool) -> Pipeline:
     """What AnyGPU Compose Pipeline would load."""
     task = _given(inputs, "task", AUTO)
     named = {name: _given(inputs, name, AUTO) for name in FILES}
@@ -148,8 +148,8 @@ def _painter(inputs: Inputs, asked: bool) -> Any:
     limit = _given(inputs, "dynamo_cache_size_limit", CACHE_LIMIT)
     request = PaintRequest(
         painting.paint_path(_given(inputs, "model", painting.NO_MODEL)),
-        vae=painting.lender_path(_given(inputs, "vae", AUTO)),
-        image_encoder=painting.lender_path(_given(inputs, "image_encoder", AUTO)),
+        vae=painting.provider_path(_given(inputs, "vae", AUTO)),
+        image_encoder=painting.provider_path(_given(inputs, "image_encoder", AUTO)),
         device=facts(),
         state=folders.state_folder() if asked else None,
         quiet=True,
@@ -159,7 +159,7 @@ def _painter(inputs: Inputs, asked: bool) -> Any:
     return load_paint(request, hosted=memory_manager.managed)
 
 
-def _outlook(entry: Mapping[str, Any], loaded: Any) -> dict[str, Any]:
+def _outlook(entry: Mapping[str, Any], pipeline: Any) -> dict[str, Any]:
     """What each stage will need beside what is free, for the size on a node; linked values count as unset."""
     plain = {
         name: value
@@ -167,12 +167,12 @@ def _outlook(entry: Mapping[str, Any], loaded: Any) -> dict[str, Any]:
         if isinstance(value, (int, float)) and 0 < value < LARGEST
     }
     try:
-        found, needs = RUNS[entry["class_type"]](plain, loaded)
+        found, needs = RUNS[entry["class_type"]](plain, pipeline)
     except PackError as error:
         return {"error": said(error)}
-    mode = str(getattr(loaded.residency, "mode", ""))
+    mode = str(getattr(pipeline.offloader, "mode", ""))
     room = _room()
-    parts = not isinstance(loaded, LoadedPaint)
+    parts = not isinstance(pipeline, PaintPipeline)
     stages = [_stage(*pair, room, parts) for pair in zip(*needs(mode), strict=True)]
     ways = dict.fromkeys(stage["fits"] for stage in stages)
     verdict = "\n".join(MEANING[way] for way in ways if way in MEANING)
@@ -208,8 +208,8 @@ def _needs_by(stages: Callable[[str], Sequence[Any]]) -> Needs:
     return lambda mode: (stages("none"), stages(mode)) if mode == memory_manager.MODE else (stages(mode), stages(mode))
 
 
-def _sampled(plain: Mapping[str, float], loaded: Loaded) -> tuple[str, Needs]:
-    family = of_checkpoint(loaded)
+def _sampled(plain: Mapping[str, float], pipeline: Pipeline) -> tuple[str, Needs]:
+    family = of_checkpoint(pipeline)
     frames = int(plain.get("frames", 0))
     if "clip_seconds" in plain:
         frames = int(plain["clip_seconds"] * plain.get("fps", family.defaults.fps))
@@ -217,15 +217,17 @@ def _sampled(plain: Mapping[str, float], loaded: Loaded) -> tuple[str, Needs]:
     guided = plain.get("cfg", family.defaults.cfg) > 1.0
     asked = Size(size.width, size.height, size.frames, guided, int(plain.get("window", 9)))
     found = f"{size.width}x{size.height}, {size.frames} frames"
-    return found, _needs_by(lambda mode: forecast(loaded, asked, mode).stages)
+    return found, _needs_by(lambda mode: forecast(pipeline, asked, mode).stages)
 
 
-def _painted(plain: Mapping[str, float], loaded: Any) -> tuple[str, Needs]:
+def _painted(plain: Mapping[str, float], pipeline: Any) -> tuple[str, Needs]:
     scale = plain.get("guidance", plain.get("image_guidance"))
     guided = None if scale is None else scale != 1.0
     size = int(plain.get("view_size", plain.get("size", 0)))
-    views = int(plain.get("max_views", 0)) if loaded.family == "paint_pbr" else 0  # the others paint the six fixed ones
-    return "views", _needs_by(lambda mode: paint_needs(loaded, size, views, guided, mode))
+    views = (
+        int(plain.get("max_views", 0)) if pipeline.family == "paint_pbr" else 0
+    )  # the others paint the six fixed ones
+    return "views", _needs_by(lambda mode: paint_needs(pipeline, size, views, guided, mode))
 
 
 LOADERS: dict[str, Callable[[Inputs, bool], Any]] = {

@@ -6,8 +6,8 @@ from dataclasses import asdict
 from typing import Any
 
 from ...compat.device.facts import GIBIBYTE, DeviceFacts, facts_for, free_bytes
-from ...compat.device.probe_results import answers_of
-from ...compat.device.probe_status import lights
+from ...compat.device.probe_results import probe_results_of
+from ...compat.device.probe_status import probe_statuses
 from ...compat.device.probe_store import UNKNOWN
 from ...compat.device.report import report_on
 from ...compat.errors import PackError
@@ -65,7 +65,7 @@ def machine(again: bool = False) -> dict[str, Any]:
         UnsupportedError: the device has gone.
     """
     here = facts()
-    store = answers_of(here, folders.state_folder())
+    store = probe_results_of(here, folders.state_folder())
     if again:
         store.ask_all(again=True)
     known = store.without_asking()
@@ -73,7 +73,7 @@ def machine(again: bool = False) -> dict[str, Any]:
     return {
         "device": str(here),
         "memory": memory_now(),
-        "lights": [asdict(light) for light in lights(here, known)],
+        "lights": [asdict(status_light) for status_light in probe_statuses(here, known)],
         "asked": all(answer.status != UNKNOWN for answer in known.values()),
         "sections": [
             {"heading": heading, "lines": [asdict(line) for line in lines]} for heading, lines in report.sections

@@ -49,15 +49,15 @@ def encoder_reader(
     return read
 
 
-def dino_states(loaded: Any, picture: Tensor, progress: Any) -> Tensor:
+def dino_states(pipeline: Any, picture: Tensor, progress: Any) -> Tensor:
     """Last hidden states (1, 257, 1536) of a reference picture (H, W, 3) in 0..1; fp32, on the CPU."""
-    device = execution_device(loaded.residency)
+    device = execution_device(pipeline.offloader)
     pixels = dino_pixels(picture)
-    hold = loaded.residency.hold("image_encoder", 0, progress)
-    with costed(loaded, "image", progress), hold as encoder, checked_leaves(encoder, progress.check):
+    hold = pipeline.offloader.hold("image_encoder", 0, progress)
+    with costed(pipeline, "image", progress), hold as encoder, checked_leaves(encoder, progress.check):
         found = encoder(pixels.to(device, encoder.dtype)).last_hidden_state
         found = found.cpu().float()
-    loaded.residency.release("image_encoder")
+    pipeline.offloader.release("image_encoder")
     return found
 
 
@@ -74,21 +74,21 @@ def dino_pixels(picture: Tensor) -> Tensor:
     return (pixels - mean) / deviation
 
 
-def empty_prompt(loaded: Any, progress: Any) -> Tensor:
+def empty_prompt(pipeline: Any, progress: Any) -> Tensor:
     """The encoded empty prompt, (1, 77, D), fp32, on the CPU; afterwards the encoder is off the device."""
-    if "text_encoder" not in loaded.parts.readers:
+    if "text_encoder" not in pipeline.parts.readers:
         raise CheckpointError(
-            f"no text_encoder for {str(loaded.source)!r}",
+            f"no text_encoder for {str(pipeline.source)!r}",
             expected="the folder text_encoder of the delight checkpoint",
             fix="Download the delight folder whole.",
         )
-    device = execution_device(loaded.residency)
-    tokens = torch.full((1, TOKENS), _padding(loaded.source))
+    device = execution_device(pipeline.offloader)
+    tokens = torch.full((1, TOKENS), _padding(pipeline.source))
     tokens[0, 0], tokens[0, 1] = FIRST_TOKEN, LAST_TOKEN
-    hold = loaded.residency.hold("text_encoder", 0, progress)
-    with costed(loaded, "text", progress), hold as encoder, checked_leaves(encoder, progress.check):
+    hold = pipeline.offloader.hold("text_encoder", 0, progress)
+    with costed(pipeline, "text", progress), hold as encoder, checked_leaves(encoder, progress.check):
         found: Tensor = encoder(tokens.to(device)).last_hidden_state.cpu().float()
-    loaded.residency.release("text_encoder")
+    pipeline.offloader.release("text_encoder")
     return found
 
 

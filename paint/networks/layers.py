@@ -1,7 +1,7 @@
 """The pieces of Stable Diffusion 2's UNet in plain torch, with the attention kernel and the dtypes as settings.
 
 Names of submodules are those of the published weights. Leaves are called as modules and their weights never read, so
-that any residency may hold them.
+that any offloader may hold them.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from ...compat.device.execution import checked_leaves, execution_device, generat
 from ...compat.errors import InputError
 from ...compat.memory.parts import Silent
 from ..estimates import asked, costed, decoding_bytes, encoding_bytes, step_bytes
-from ..loading import LoadedPaint
+from ..loading import PaintPipeline
 from ..networks import vae
 from ..networks.encoders import empty_prompt
 from ..pictures import WHITE, checked_pictures, over, recentred, resized
@@ -47,20 +47,20 @@ class DelightSettings:
 
 
 def delight_image(
-    loaded: LoadedPaint, picture: Tensor, settings: DelightSettings = DelightSettings(), progress: Any = None
+    pipeline: PaintPipeline, picture: Tensor, settings: DelightSettings = DelightSettings(), progress: Any = None
 ) -> Tensor:
     """The picture in even light on white, (size, size, 3), fp32, 0..1, on the CPU.
 
     Args:
-        loaded: of family ``delight``. picture: (H, W, 3 or 4) or (1, H, W, 3 or 4), 0..1; best recentred and square.
+        pipeline: of family ``delight``. picture: (H, W, 3 or 4) or (1, H, W, 3 or 4), 0..1; best recentred and square.
 
     Raises:
         InputError: another pipeline, an unusable picture, or a setting out of range.
     """
     progress = progress or Silent()
-    if loaded.family != "delight":
+    if pipeline.family != "delight":
         raise InputError(
-            f"a {loaded.family} pipeline for delighting",
+            f"a {pipeline.family} pipeline for delighting",
             expected="a delight pipeline",
             fix="Load hunyuan3d-delight-v2-0.",
         )
@@ -73,13 +73,13 @@ def delight_image(
     with torch.no_grad():
         (given,) = checked_pictures(picture, "picture to delight")[:1]
         given = resized(given[None], settings.size, settings.size)[0]
-        text = empty_prompt(loaded, progress) if settings.text is None else settings.text
-        found = relit(loaded, network_picture(given), text, settings, progress)
+        text = empty_prompt(pipeline, progress) if settings.text is None else settings.text
+        found = relit(pipeline, network_picture(given), text, settings, progress)
         return corrected(found, given) if settings.correct else found
 
 
 def delight_images(
-    loaded: LoadedPaint,
+    pipeline: PaintPipeline,
     pictures: Sequence[Tensor],
     settings: DelightSettings = DelightSettings(),
     recenter: bool = True,
@@ -91,7 +91,7 @@ def delight_images(
         recenter: put what is not transparent into the middle of a square before.
     """
     centred = [recentred(picture) if recenter else picture for picture in pictures]
-    return torch.stack([delight_image(loaded, picture, settings, progress) for picture in centred])
+    return torch.stack([delight_image(pipeline, picture, settings, progress) for picture in centred])
 
 
 def network_picture(picture: Tensor) -> Tensor:
@@ -108,38 +108,43 @@ def eroded(alpha: Tensor) -> Tensor:
 
 
 def relit(
-    loaded: LoadedPaint, picture: Tensor, text: Tensor, settings: DelightSettings, progress: Any, start: Any = None
+    pipeline: PaintPipeline, picture: Tensor, text: Tensor, settings: DelightSettings, progress: Any, start: Any = None
 ) -> Tensor:
     """What the network makes of a picture (H, W, 3): (H, W, 3).
 
     Args:
         text: encoded empty prompt (1, N, D). start: draws each noise in turn; from the seed when None.
     """
-    device = execution_device(loaded.residency)
+    device = execution_device(pipeline.offloader)
     height, width = picture.shape[:2]
-    need = asked(encoding_bytes(height, width, loaded.precision.vae))
-    with costed(loaded, "encoding", progress), loaded.residency.hold("vae", need, progress) as module:
+    need = asked(encoding_bytes(height, width, pipeline.precision.vae))
+    with costed(pipeline, "encoding", progress), pipeline.offloader.hold("vae", need, progress) as module:
         condition = vae.encoded(module, picture[None], None, device, progress)
-    latents = denoised(loaded, condition, text, settings, progress, start)
-    need = asked(decoding_bytes(height, width, loaded.precision.vae))
-    with costed(loaded, "decoding", progress), loaded.residency.hold("vae", need, progress) as module:
+    latents = denoised(pipeline, condition, text, settings, progress, start)
+    need = asked(decoding_bytes(height, width, pipeline.precision.vae))
+    with costed(pipeline, "decoding", progress), pipeline.offloader.hold("vae", need, progress) as module:
         return vae.decoded(module, latents / vae.SCALE, device, progress, "decoding")[0]
 
 
 def denoised(
-    loaded: LoadedPaint, condition: Tensor, text: Tensor, settings: DelightSettings, progress: Any, start: Any = None
+    pipeline: PaintPipeline,
+    condition: Tensor,
+    text: Tensor,
+    settings: DelightSettings,
+    progress: Any,
+    start: Any = None,
 ) -> Tensor:
     """Clean latents (1, 4, h, w), scaled, from those of the picture, which are not."""
-    device = execution_device(loaded.residency)
+    device = execution_device(pipeline.offloader)
     generator = generator_for(settings.seed)
     draw = start or (lambda: torch.randn(condition.shape, generator=generator, dtype=torch.float32))
     solver = solver_for(settings.scheduler, schedule_for(settings.spacing, settings.steps, zero_snr=False))
     x = solver.begin(draw())
     rows = condition if settings.image_guidance == 1 else torch.cat((torch.zeros_like(condition), condition))
     rows, text = rows.to(device), text.to(device).expand(len(rows), -1, -1)
-    need = asked(step_bytes(loaded, len(rows), (condition.shape[-2], condition.shape[-1]), 0))
-    hold = loaded.residency.hold("unet", need, progress)
-    with costed(loaded, "delighting", progress), hold as unet, checked_leaves(unet, progress.check):
+    need = asked(step_bytes(pipeline, len(rows), (condition.shape[-2], condition.shape[-1]), 0))
+    hold = pipeline.offloader.hold("unet", need, progress)
+    with costed(pipeline, "delighting", progress), hold as unet, checked_leaves(unet, progress.check):
         for index, time in enumerate(solver.schedule.timesteps):
             noisy = solver.model_input(x, index).to(device).expand(len(rows), -1, -1, -1)
             step = torch.tensor([time], dtype=torch.float32, device=device)

@@ -14,7 +14,7 @@ from ...compat.errors import InputError
 from ...compat.memory.parts import Silent
 from ..estimates import asked, costed, decoding_bytes, encoding_bytes, looking_bytes, step_bytes
 from ..geometry.cameras import CameraTable, camera_ids, camera_notes
-from ..loading import LoadedPaint
+from ..loading import PaintPipeline
 from ..networks import vae
 from ..networks.encoders import dino_states
 from ..networks.multiview import Run
@@ -125,37 +125,37 @@ class Conditions:
 
 
 def paint_views(
-    loaded: LoadedPaint, inputs: PaintInputs, settings: PaintSettings = PaintSettings(), progress: Any = None
+    pipeline: PaintPipeline, inputs: PaintInputs, settings: PaintSettings = PaintSettings(), progress: Any = None
 ) -> Painted:
     """The views, painted.
 
     Args:
-        loaded: of family ``paint`` or ``paint_pbr``.
+        pipeline: of family ``paint`` or ``paint_pbr``.
 
     Raises:
         InputError: pictures, maps, cameras, latents or settings that do not fit together, or a result with NaN.
     """
     progress = progress or Silent()
-    settings = completed(loaded, settings, progress)
-    references, normals, positions, ids = _checked(loaded, inputs, settings, progress)
+    settings = completed(pipeline, settings, progress)
+    references, normals, positions, ids = _checked(pipeline, inputs, settings, progress)
     with torch.no_grad():
-        conditions = _conditions(loaded, inputs, (references, normals, positions, ids), settings, progress)
-        latents = sampled(loaded, conditions, settings, progress)
-        painted = _decoded(loaded, latents, len(ids), settings, progress)
-    for line in () if loaded.compiler is None else loaded.compiler.lines():
-        progress.say(line)
+        conditions = _conditions(pipeline, inputs, (references, normals, positions, ids), settings, progress)
+        latents = sampled(pipeline, conditions, settings, progress)
+        painted = _decoded(pipeline, latents, len(ids), settings, progress)
+    for line in () if pipeline.compiler is None else pipeline.compiler.lines():
+        progress.notify(line)
     return painted
 
 
-def completed(loaded: LoadedPaint, settings: PaintSettings, progress: Any) -> PaintSettings:
+def completed(pipeline: PaintPipeline, settings: PaintSettings, progress: Any) -> PaintSettings:
     """``settings`` with the published values in place of ``auto`` and 0, checked."""
-    if loaded.variant not in PUBLISHED or loaded.family == "delight":
+    if pipeline.variant not in PUBLISHED or pipeline.family == "delight":
         raise InputError(
-            f"a {loaded.family} pipeline for painting views",
+            f"a {pipeline.family} pipeline for painting views",
             expected="a paint or paint_pbr pipeline",
             fix="Load a Hunyuan3D paint folder; the delight model has its own node.",
         )
-    own = PUBLISHED[loaded.variant]
+    own = PUBLISHED[pipeline.variant]
     if settings.size % 64 or not SIZES[0] <= settings.size <= SIZES[1]:
         nearest = min(max(round(settings.size / 64) * 64, SIZES[0]), SIZES[1])
         raise InputError(
@@ -170,12 +170,12 @@ def completed(loaded: LoadedPaint, settings: PaintSettings, progress: Any) -> Pa
             fix="0 would return the input: use 0.3 to 0.6 for a second pass.",
         )
     if settings.latents is None and settings.denoise < 1:
-        progress.say("denoise has no effect without latents")
+        progress.notify("denoise has no effect without latents")
         settings = replace(settings, denoise=1.0)
     scheduler = own.scheduler if settings.scheduler == "auto" else settings.scheduler
     spacing = own.spacing if settings.spacing == "auto" else settings.spacing
     if scheduler == "lcm" and (settings.spacing != "auto" or settings.sigmas is not None):
-        progress.say("the lcm sampler keeps its own timesteps: sigma schedule and sigmas have no effect")
+        progress.notify("the lcm sampler keeps its own timesteps: sigma schedule and sigmas have no effect")
         settings = replace(settings, sigmas=None)
     return replace(
         settings,
@@ -198,7 +198,7 @@ def plan_of(settings: PaintSettings) -> Schedule:
 
 
 def sampled(
-    loaded: LoadedPaint,
+    pipeline: PaintPipeline,
     conditions: Conditions,
     settings: PaintSettings,
     progress: Any,
@@ -209,8 +209,8 @@ def sampled(
     Args:
         settings: completed. noise: draws each noise in turn; from the seed when None.
     """
-    device = execution_device(loaded.residency)
-    views, materials = conditions.maps.shape[1], MATERIALS if loaded.family == "paint_pbr" else 1
+    device = execution_device(pipeline.offloader)
+    views, materials = conditions.maps.shape[1], MATERIALS if pipeline.family == "paint_pbr" else 1
     shape = (materials * views, 4, *conditions.maps.shape[-2:])
     generator = generator_for(settings.seed)
     draw = noise or (lambda: torch.randn(shape, generator=generator, dtype=torch.float32))
@@ -222,9 +222,9 @@ def sampled(
     rows = (0.0, settings.reference_scale) if settings.guidance != 1 else (settings.reference_scale,)
     run = Run(views, conditions.reference, rows, settings.multiview_scale, materials, None, conditions.rotary)
     size, count = (shape[-2], shape[-1]), len(solver.schedule)
-    need = asked(step_bytes(loaded, views * materials * len(rows), size, references_in(conditions)))
-    hold = loaded.residency.hold("unet", need, progress)
-    with costed(loaded, "painting", progress), hold as unet, checked_leaves(unet, progress.check):
+    need = asked(step_bytes(pipeline, views * materials * len(rows), size, references_in(conditions)))
+    hold = pipeline.offloader.hold("unet", need, progress)
+    with costed(pipeline, "painting", progress), hold as unet, checked_leaves(unet, progress.check):
         for index, time in enumerate(solver.schedule.timesteps):
             step = torch.tensor([time], dtype=torch.float32, device=device)
             velocity = predicted(unet, solver.model_input(x, index).to(device), step, conditions, run)
@@ -268,13 +268,13 @@ def preview_of(latents: Tensor) -> Tensor:
 
 
 def _checked(
-    loaded: LoadedPaint, inputs: PaintInputs, settings: PaintSettings, progress: Any
+    pipeline: PaintPipeline, inputs: PaintInputs, settings: PaintSettings, progress: Any
 ) -> tuple[Tensor, Tensor, Tensor, list[int]]:
     """References, normals and positions as (B, size, size, 3), and the camera ids."""
-    background = PUBLISHED[loaded.variant].background
-    ids = camera_ids(inputs.cameras, loaded.family)
-    for line in camera_notes(inputs.cameras, loaded.family):
-        progress.say(line)
+    background = PUBLISHED[pipeline.variant].background
+    ids = camera_ids(inputs.cameras, pipeline.family)
+    for line in camera_notes(inputs.cameras, pipeline.family):
+        progress.notify(line)
     size, pictures = settings.size, checked_pictures(inputs.references, "reference picture")
     references = torch.cat([resized(squared(over(one, background), background)[None], size, size) for one in pictures])
     maps = []
@@ -287,7 +287,7 @@ def _checked(
                 fix="Connect the maps and the cameras of one Render Views node.",
             )
         maps.append(torch.cat([resized(over(one, WHITE)[None], size, size) for one in found]))
-    materials, side = MATERIALS if loaded.family == "paint_pbr" else 1, size // vae.REDUCTION
+    materials, side = MATERIALS if pipeline.family == "paint_pbr" else 1, size // vae.REDUCTION
     wanted = (len(ids) * materials, 4, side, side)
     if settings.latents is not None and tuple(settings.latents.shape) != wanted:
         raise InputError(
@@ -299,7 +299,7 @@ def _checked(
 
 
 def _conditions(
-    loaded: LoadedPaint,
+    pipeline: PaintPipeline,
     inputs: PaintInputs,
     given: tuple[Tensor, Tensor, Tensor, list[int]],
     settings: PaintSettings,
@@ -307,30 +307,30 @@ def _conditions(
 ) -> Conditions:
     """Everything the steps share, computed once."""
     references, normals, positions, ids = given
-    device, size = execution_device(loaded.residency), settings.size
+    device, size = execution_device(pipeline.offloader), settings.size
     generator = generator_for(settings.seed)
-    need = asked(encoding_bytes(size, size, loaded.precision.vae))
-    with costed(loaded, "encoding", progress), loaded.residency.hold("vae", need, progress) as module:
+    need = asked(encoding_bytes(size, size, pipeline.precision.vae))
+    with costed(pipeline, "encoding", progress), pipeline.offloader.hold("vae", need, progress) as module:
         found = []
         for index, pictures in enumerate((references, normals, positions)):  # the order in which upstream draws
             found.append(vae.encoded(module, pictures, generator, device, progress) * vae.SCALE)
             progress.step(index + 1, 3, "encoding")
     dino = rotary = None
-    if loaded.family == "paint_pbr":
-        dino = _dino(loaded, inputs, references[0], progress).to(device)
-        pairs = zip(loaded.shape.widths, loaded.shape.heads, strict=True)
+    if pipeline.family == "paint_pbr":
+        dino = _dino(pipeline, inputs, references[0], progress).to(device)
+        pairs = zip(pipeline.shape.widths, pipeline.shape.heads, strict=True)
         widths = {level: width // heads for level, (width, heads) in enumerate(pairs)}
         tables = rotary_by_tokens(positions.permute(0, 3, 1, 2), size // vae.REDUCTION, widths)
         rotary = {tokens: (cos.to(device), sin.to(device)) for tokens, (cos, sin) in tables.items()}
-    need = asked(looking_bytes(loaded, len(references), (found[0].shape[-2], found[0].shape[-1])))
-    hold = loaded.residency.hold("reference", need, progress)
-    with costed(loaded, "reference", progress), hold as stream, checked_leaves(stream, progress.check):
+    need = asked(looking_bytes(pipeline, len(references), (found[0].shape[-2], found[0].shape[-1])))
+    hold = pipeline.offloader.hold("reference", need, progress)
+    with costed(pipeline, "reference", progress), hold as stream, checked_leaves(stream, progress.check):
         reference = stream(found[0][None].to(device))
     maps = torch.cat((found[1], found[2]), dim=1)[None].to(device)
     return Conditions(maps, reference, torch.tensor(ids, device=device), rotary, dino)
 
 
-def _dino(loaded: LoadedPaint, inputs: PaintInputs, reference: Tensor, progress: Any) -> Tensor:
+def _dino(pipeline: PaintPipeline, inputs: PaintInputs, reference: Tensor, progress: Any) -> Tensor:
     if inputs.dino is not None:
         states = inputs.dino.detach().cpu().float()
         if states.ndim != 3 or states.shape[-1] != 1536:
@@ -340,30 +340,30 @@ def _dino(loaded: LoadedPaint, inputs: PaintInputs, reference: Tensor, progress:
                 fix="Load DINOv2-giant in Load CLIP Vision.",
             )
         return states[:1]
-    if "image_encoder" not in loaded.parts.readers:
+    if "image_encoder" not in pipeline.parts.readers:
         raise InputError(
             "no DINOv2 for the PBR model",
             expected="the folder of DINOv2-giant, or its CLIP_VISION_OUTPUT",
             fix="Choose facebook/dinov2-giant on the load node, or connect CLIP Vision Encode.",
         )
-    return dino_states(loaded, reference, progress)
+    return dino_states(pipeline, reference, progress)
 
 
-def _decoded(loaded: LoadedPaint, latents: Tensor, views: int, settings: PaintSettings, progress: Any) -> Painted:
-    device, plain = execution_device(loaded.residency), latents / vae.SCALE
-    need = asked(decoding_bytes(settings.size, settings.size, loaded.precision.vae))
-    with costed(loaded, "decoding", progress), loaded.residency.hold("vae", need, progress) as module:
+def _decoded(pipeline: PaintPipeline, latents: Tensor, views: int, settings: PaintSettings, progress: Any) -> Painted:
+    device, plain = execution_device(pipeline.offloader), latents / vae.SCALE
+    need = asked(decoding_bytes(settings.size, settings.size, pipeline.precision.vae))
+    with costed(pipeline, "decoding", progress), pipeline.offloader.hold("vae", need, progress) as module:
         pictures = vae.decoded(module, plain, device, progress, "decoding")
     return Painted(pictures[:views], pictures[views:] if len(pictures) > views else None, plain)
 
 
-def to_latent(loaded: LoadedPaint, painted: Painted) -> dict[str, Any]:
+def to_latent(pipeline: PaintPipeline, painted: Painted) -> dict[str, Any]:
     """Core's LATENT of painted views, with our key of plain values, which core nodes ignore."""
-    record = {"family": loaded.family, "variant": loaded.variant, "views": len(painted.views)}
+    record = {"family": pipeline.family, "variant": pipeline.variant, "views": len(painted.views)}
     return {"samples": painted.latents, LATENT_KEY: record}
 
 
-def latents_of(loaded: LoadedPaint, latent: Mapping[str, Any] | None) -> Tensor | None:
+def latents_of(pipeline: PaintPipeline, latent: Mapping[str, Any] | None) -> Tensor | None:
     """The samples of core's LATENT, for :class:`PaintSettings`; None for none.
 
     Raises:
@@ -371,11 +371,11 @@ def latents_of(loaded: LoadedPaint, latent: Mapping[str, Any] | None) -> Tensor 
     """
     if latent is None:
         return None
-    samples, made_by = latent.get("samples"), (latent.get(LATENT_KEY) or {}).get("family", loaded.family)
-    if not isinstance(samples, Tensor) or samples.ndim != 4 or made_by != loaded.family:
+    samples, made_by = latent.get("samples"), (latent.get(LATENT_KEY) or {}).get("family", pipeline.family)
+    if not isinstance(samples, Tensor) or samples.ndim != 4 or made_by != pipeline.family:
         raise InputError(
             f"a LATENT of {made_by} with {getattr(samples, 'ndim', 'no')} dimensions for painting",
-            expected=f"views of {loaded.family}, (V, 4, h, w)",
+            expected=f"views of {pipeline.family}, (V, 4, h, w)",
             fix="Connect the latent of an AnyGPU Paint Views node of the same model.",
         )
     return samples

@@ -9,7 +9,7 @@ import torch
 
 from ...compat.checkpoints.latents import on_host
 from ...compat.errors import InputError
-from ..base import LATENT_VERSION, Latents, Loaded, Prompt
+from ..base import LATENT_VERSION, Latents, Pipeline, Prompt
 from ..registry import family_named
 from ..text.llama import POOLED
 from ..text.qwen import EMBEDS_2
@@ -34,7 +34,7 @@ def to_core(latents: Latents, prefix: Mapping[str, Any] | None = None) -> dict[s
     }
 
 
-def from_core(loaded: Loaded, latent: Mapping[str, Any], say: Callable[[str], None]) -> Latents:
+def from_core(pipeline: Pipeline, latent: Mapping[str, Any], notify: Callable[[str], None]) -> Latents:
     """The latents in a LATENT; one that no AnyGPU node made is taken as text to video with seed 0, and said.
 
     Raises:
@@ -42,8 +42,8 @@ def from_core(loaded: Loaded, latent: Mapping[str, Any], say: Callable[[str], No
     """
     samples, record = on_host(samples_of(latent)).float(), latent.get(KEY)
     if not isinstance(record, Mapping):
-        say("these latents come from another node: decoded as text to video with seed 0")
-        return _foreign(loaded, samples)
+        notify("these latents come from another node: decoded as text to video with seed 0")
+        return _foreign(pipeline, samples)
     if int(record.get("version", 0)) > LATENT_VERSION:
         raise InputError(
             f"latents of version {record.get('version')}",
@@ -74,14 +74,14 @@ def samples_of(latent: Mapping[str, Any]) -> torch.Tensor:
     return samples
 
 
-def start_of(loaded: Loaded, latent: Mapping[str, Any] | None, say: Callable[[str], None]) -> dict[str, Any]:
+def start_of(pipeline: Pipeline, latent: Mapping[str, Any] | None, notify: Callable[[str], None]) -> dict[str, Any]:
     """The sampling settings that a LATENT carries: ``latents``, and ``noise_mask`` (1, 1, T or 1, H, W), 1 to draw."""
     if latent is None:
         return {}
     mask = latent.get("noise_mask")
     if mask is not None:
         mask = on_host(mask).float().reshape(1, 1, -1, mask.shape[-2], mask.shape[-1])
-    return {"latents": from_core(loaded, latent, say), "noise_mask": mask}
+    return {"latents": from_core(pipeline, latent, notify), "noise_mask": mask}
 
 
 def _own(samples: torch.Tensor, record: Mapping[str, Any]) -> Latents:
@@ -91,12 +91,12 @@ def _own(samples: torch.Tensor, record: Mapping[str, Any]) -> Latents:
     return Latents(samples, **{name: record[name] for name in PLAIN}, extra=extra)
 
 
-def _foreign(loaded: Loaded, samples: torch.Tensor) -> Latents:
-    family = family_named(loaded.family)
-    spatial, temporal = family.ratios(loaded)
+def _foreign(pipeline: Pipeline, samples: torch.Tensor) -> Latents:
+    family = family_named(pipeline.family)
+    spatial, temporal = family.ratios(pipeline)
     frames = (samples.shape[2] - 1) * temporal + 1
     height, width = samples.shape[3] * spatial, samples.shape[4] * spatial
-    return Latents(samples, loaded.family, "text", frames, height, width, family.FAMILY.defaults.fps, 0)
+    return Latents(samples, pipeline.family, "text", frames, height, width, family.FAMILY.defaults.fps, 0)
 
 
 def conditionings(prompt: Prompt) -> tuple[list[Any], list[Any]]:

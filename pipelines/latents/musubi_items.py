@@ -71,7 +71,7 @@ def save_item(
     caption: str,
     dtype: str,
     cut: Cut | None = None,
-    say: Callable[[str], None] = lambda _text: None,
+    notify: Callable[[str], None] = lambda _text: None,
 ) -> list[Path]:
     """Write what there is of one training item, and return the paths.
 
@@ -97,7 +97,7 @@ def save_item(
         if cut is None:
             paths = [save_latent_cache(folder, name, latent, dtype)]
         else:
-            paths = _save_sections(folder, name, latent, cut, dtype, say)
+            paths = _save_sections(folder, name, latent, cut, dtype, notify)
     return paths if prompt is None else [*paths, save_text_cache(folder, name, prompt, caption, dtype)]
 
 
@@ -123,14 +123,14 @@ def sections(film: torch.Tensor, embeddings: torch.Tensor, plan: Plan) -> Iterat
 
 
 def _save_sections(
-    folder: Path, name: str, latent: Mapping[str, Any], cut: Cut, dtype: str, say: Callable[[str], None]
+    folder: Path, name: str, latent: Mapping[str, Any], cut: Cut, dtype: str, notify: Callable[[str], None]
 ) -> list[Path]:
     samples, known = samples_of(latent), latent.get(KEY, {})
     kind, plan, embeddings = _checked(samples, known, latent, cut)
     film = scaled(samples, kind, DTYPES[1] if dtype == DTYPES[0] else dtype)
     left = film.shape[1] - 1 - plan.count * plan.window
     told = f"{plan.count} sections of {plan.window} latent frames"
-    say(f"{told}; the last {left * TEMPORAL_RATIO} frames are left out" if left else told)
+    notify(f"{told}; the last {left * TEMPORAL_RATIO} frames are left out" if left else told)
     return [
         write_latents(folder, name, kind, known, tensors, {}, place)
         for place, tensors in sections(film, embeddings, plan)

@@ -54,10 +54,10 @@ class Kept:
     unfinished: str = ""
 
 
-def keep(folder: Path, latents: Latents, say: Callable[[str], None], limit_bytes: int = LIMIT_BYTES) -> str:
+def keep(folder: Path, latents: Latents, notify: Callable[[str], None], limit_bytes: int = LIMIT_BYTES) -> str:
     """Keep ``latents`` and return their id; empty, and said, where they could not be kept. Never raises for a disk."""
     name = _new_id(latents)
-    return name if _write(folder, name, latents, say, limit_bytes) else ""
+    return name if _write(folder, name, latents, notify, limit_bytes) else ""
 
 
 def listing(folder: Path) -> list[Kept]:
@@ -73,13 +73,13 @@ def listing(folder: Path) -> list[Kept]:
     return [kept for _, kept in sorted(found, key=lambda item: (item[0], item[1].id), reverse=True)]
 
 
-def load(folder: Path, name: str, say: Callable[[str], None]) -> dict[str, Any]:
+def load(folder: Path, name: str, notify: Callable[[str], None]) -> dict[str, Any]:
     """The kept LATENT of an id, or of the newest one for ``newest``; an unfinished video is as far as it came.
 
     Raises:
         CheckpointError: none of that id is kept.
     """
-    return load_latent(path_of(folder, name), say)
+    return load_latent(path_of(folder, name), notify)
 
 
 def path_of(folder: Path, name: str) -> Path:
@@ -104,7 +104,7 @@ class KeptSections:
     """FramePack's finished sections in one file per sampling, for :func:`pipelines.stages.sample_framepack`."""
 
     folder: Path
-    say: Callable[[str], None]
+    notify: Callable[[str], None]
     limit_bytes: int = LIMIT_BYTES
     names: dict[str, str] = field(default_factory=dict)
 
@@ -138,26 +138,26 @@ class KeptSections:
             record = {"resume": key, "unfinished": f"section {index + 1} of {count}"}
             tensors = {HISTORY: standing.latents}
         origin = Origin(record=record, tensors=tensors)
-        if _write(self.folder, name, latents, self.say, self.limit_bytes, origin):
+        if _write(self.folder, name, latents, self.notify, self.limit_bytes, origin):
             log.info("AnyGPU: section %d of %d kept as %s", index + 1, count, name)
-            self.say("finished sections are kept: queue the same again after a cancel or a crash and it goes on")
+            self.notify("finished sections are kept: queue the same again after a cancel or a crash and it goes on")
 
 
 def _write(
     folder: Path,
     name: str,
     latents: Latents,
-    say: Callable[[str], None],
+    notify: Callable[[str], None],
     limit_bytes: int,
     origin: Origin | None = None,
 ) -> bool:
     path = folder / f"{name}.safetensors"
     try:
-        save_latent(path, to_core(latents), say, origin=origin)
+        save_latent(path, to_core(latents), notify, origin=origin)
         _sweep(folder, path, limit_bytes)
     except (OSError, PackError) as error:  # a full disk must not cost the sampling too
         log.warning("AnyGPU: latents could not be kept: %s", error)
-        say(f"the latents could not be kept for AnyGPU Recover Latents: {error}")
+        notify(f"the latents could not be kept for AnyGPU Recover Latents: {error}")
         return False
     return True
 

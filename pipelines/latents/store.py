@@ -50,7 +50,7 @@ class Origin:
 def save_latent(
     path: Path,
     latent: Mapping[str, Any],
-    say: Callable[[str], None],
+    notify: Callable[[str], None],
     not_finite: str = "refuse",
     origin: Origin | None = None,
 ) -> Path:
@@ -63,7 +63,7 @@ def save_latent(
         InputError: no video latents, or NaN and infinity in them. CheckpointError: the file cannot be written.
     """
     origin = origin or Origin()
-    samples = _finite(samples_of(latent), say, not_finite)
+    samples = _finite(samples_of(latent), notify, not_finite)
     tensors = {SAMPLES: samples, CORE_VERSION: torch.tensor([]), **origin.tensors}
     if isinstance(latent.get(MASK), torch.Tensor):
         tensors[MASK] = latent[MASK]
@@ -73,7 +73,7 @@ def save_latent(
 
 
 def load_latent(
-    path: Path, say: Callable[[str], None], not_finite: str = "refuse", dtype: str = DTYPES[0]
+    path: Path, notify: Callable[[str], None], not_finite: str = "refuse", dtype: str = DTYPES[0]
 ) -> dict[str, Any]:
     """The LATENT in a file of ours, of core's Save Latent, or of a Musubi Tuner latent cache.
 
@@ -89,10 +89,10 @@ def load_latent(
     tensors, metadata = read_record(path, "latents")
     if musubi.is_latent_cache(tensors, metadata):
         latent = musubi.latent_of(path, tensors, metadata)
-        say(f"latents of Musubi Tuner, {latent[KEY]['family']}: training data, not a sampling; seed 0")
+        notify(f"latents of Musubi Tuner, {latent[KEY]['family']}: training data, not a sampling; seed 0")
     else:
         latent = _own(path, tensors, record_in(metadata, path))
-    samples = _finite(latent["samples"], say, not_finite)
+    samples = _finite(latent["samples"], notify, not_finite)
     return {**latent, "samples": samples.float() if dtype == DTYPES[0] else samples}
 
 
@@ -119,10 +119,10 @@ def kind_of(path: Path) -> str:
     return musubi.kind_in(metadata, path.name) or (LATENT if path.suffix == ".latent" else "")
 
 
-def _finite(samples: torch.Tensor, say: Callable[[str], None], choice: str) -> torch.Tensor:
+def _finite(samples: torch.Tensor, notify: Callable[[str], None], choice: str) -> torch.Tensor:
     samples, done = finite(samples, "latents", choice)
     if done:
-        say(done)
+        notify(done)
     return samples
 
 

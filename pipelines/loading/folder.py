@@ -22,20 +22,20 @@ from ...compat.device.facts import (
     host_free_bytes,
     swap_free_bytes,
 )
-from ...compat.device.probe_results import answers_of
+from ...compat.device.probe_results import probe_results_of
 from ...compat.device.probe_store import ProbeStore
 from ...compat.device.quirks import abilities
 from ...compat.device.wheels import require_kernels
 from ...compat.errors import CheckpointError, InputError
 from ...compat.memory.adapters import Adapted
-from ...compat.memory.offloader import HOSTED, residency_for
+from ...compat.memory.offloader import HOSTED, offloader_for
 from ...compat.packages import attribute, unusable
 from ...compat.precision import Precision, precision_for
 from ...compat.transforms.attention import Attention, attention_for, avoided_by
 from ...compat.transforms.attention_timing import by_time
 from ...compat.transforms.conv3d_choice import kept_timings
 from ...compat.transforms.order import Preparation, attention_step, conv3d_step
-from ..base import Loaded, Parts, Progress, Residency, Silent, Tools
+from ..base import Offloader, Parts, Pipeline, Progress, Silent, Tools
 from ..family import Family
 from ..measured import advised
 from ..memory.estimates import sizes_of
@@ -98,12 +98,12 @@ def load(
     request: LoadRequest,
     progress: Progress | None = None,
     make_room: Callable[[int], None] | None = None,
-    hosted: Callable[..., Residency] | None = None,
-) -> Loaded:
+    hosted: Callable[..., Offloader] | None = None,
+) -> Pipeline:
     """The pipeline in ``request.model``, ready to run; weights are read when a stage first needs them.
 
     Args:
-        make_room, hosted: how a host around us frees memory, and its own residency, which offload ``auto`` then means.
+        make_room, hosted: how a host around us frees memory, and its own offloader, which offload ``auto`` then means.
 
     Raises:
         CheckpointError: a folder, file or tensor is missing, damaged, or of an unknown family.
@@ -114,7 +114,7 @@ def load(
     family, folders = _folders(request, progress) if single is None else (single.family, single.folders)
     facts = facts_for(request.device)
     require_kernels(facts)
-    probes = None if request.state is None else answers_of(facts, request.state, request.quiet)
+    probes = None if request.state is None else probe_results_of(facts, request.state, request.quiet)
     precision = precision_for(family.id, facts, request.precision, probes)
     files = _part_files(family, folders, precision, {} if single is None else single.files)
     files = with_storage(files, request, family.text_parts, precision, facts, probes)
@@ -134,17 +134,17 @@ def load(
     parts = _parts(files, Preparation(steps), safe if request.precision == AUTO else None)
     sizes = {name: part.total_bytes for name, part in files.items()}
     hosted = speed.host_for(request.offload, hosted)
-    residency, reason = residency_for(request.offload, parts, facts.device, sizes, free, make_room, hosted, terms)
-    speed.settle_offload(getattr(residency, "mode", HOSTED), request.offload != AUTO)
-    said = (*storage_notes(files), *speed.notes(), *note(host, facts, residency), *advised(facts, family.id))
-    notes = (str(precision), f"{residency}: {reason}", str(attention), *said)
-    return Loaded(
+    offloader, reason = offloader_for(request.offload, parts, facts.device, sizes, free, make_room, hosted, terms)
+    speed.settle_offload(getattr(offloader, "mode", HOSTED), request.offload != AUTO)
+    said = (*storage_notes(files), *speed.notes(), *note(host, facts, offloader), *advised(facts, family.id))
+    notes = (str(precision), f"{offloader}: {reason}", str(attention), *said)
+    return Pipeline(
         family.id,
         task,
         parts,
         facts,
         precision,
-        Adapted(residency, parts),
+        Adapted(offloader, parts),
         _tools(family, folders) if single is None else _tools_of(single),
         {name: part.config for name, part in files.items()},
         variant,
@@ -244,14 +244,14 @@ def _folders(request: LoadRequest, progress: Progress) -> tuple[Family, dict[str
         lacking = [part for part in wanted if part not in folders and (name == "base") == (part not in ENCODER_FOLDER)]
         if lacking and (given is not None or (not whole and any(part not in family.optional for part in lacking))):
             source = given or _searched(name, family, request)
-            progress.say(f"{name} from {source.name}{'' if given else ' (auto)'}")
+            progress.notify(f"{name} from {source.name}{'' if given else ' (auto)'}")
             offered = _pipeline_folders(source) if (source / INDEX).is_file() else _subfolders(source)
             if name == "base" and request.image_encoder is None:
                 lacking += [part for part in ENCODER_FOLDER if part in wanted and part not in folders]
             folders.update({part: offered[part] for part in lacking if part in offered})
     spared = _text_left_out(family, folders)
     if spared:
-        progress.say("without text encoder: connect AnyGPU Load Prompt or core CONDITIONING")
+        progress.notify("without text encoder: connect AnyGPU Load Prompt or core CONDITIONING")
     folders = {part: folder for part, folder in folders.items() if part not in spared}
     for tool in family.tools:
         if tool in folders and not any(folders[tool].glob("*.json")) and not any(folders[tool].glob("*.model")):
@@ -290,13 +290,13 @@ def _text_left_out(family: Family, folders: Mapping[str, Path]) -> tuple[str, ..
 
 def _composed(request: LoadRequest, files: Files, progress: Progress) -> Composed:
     """The pipeline of single files, with what a folder named as base lends to it."""
-    lent: dict[str, Path] = {}
+    provided: dict[str, Path] = {}
     for folder in (request.base, request.image_encoder):
         if folder is not None:
-            lent |= _pipeline_folders(folder) if (folder / INDEX).is_file() else _subfolders(folder)
+            provided |= _pipeline_folders(folder) if (folder / INDEX).is_file() else _subfolders(folder)
     wanted = family_in(files.parts["transformer"])
-    lent = {name: folder for name, folder in lent.items() if name in (*wanted.parts, *wanted.tools)}
-    return composed(replace(files, lent=lent), progress)
+    provided = {name: folder for name, folder in provided.items() if name in (*wanted.parts, *wanted.tools)}
+    return composed(replace(files, provided=provided), progress)
 
 
 def _tools_of(single: Composed) -> Tools:
@@ -331,16 +331,16 @@ def _searched(name: str, family: Family, request: LoadRequest) -> Path:
     roots = [request.model.parent, *request.search]
     if name == "base":
         own = request.model / "transformer" if (request.model / INDEX).is_file() else request.model
-        lender, task = family.base or family.id, "text" if family.base else _task(family, own)
+        provider, task = family.base or family.id, "text" if family.base else _task(family, own)
         for spared in ((), family.text_parts):  # one with text encoders is better; without them a prompt is loaded
             for folder in find_models(roots):
                 found = family_of_folder(folder)
-                if found is None or found.id != lender or not (folder / INDEX).is_file() or folder == request.model:
+                if found is None or found.id != provider or not (folder / INDEX).is_file() or folder == request.model:
                     continue
                 if _task(found, folder / "transformer") != task:  # its text encoder is another
                     continue
-                lent = [part for part in family.parts if part not in ("transformer", *ENCODER_FOLDER, *spared)]
-                if all((folder / part).is_dir() for part in lent):
+                provided = [part for part in family.parts if part not in ("transformer", *ENCODER_FOLDER, *spared)]
+                if all((folder / part).is_dir() for part in provided):
                     return folder
     else:
         for root in roots:
@@ -414,7 +414,7 @@ def _variant(family: Family, request: LoadRequest, files: Mapping[str, PartFiles
         return request.variant if request.variant != AUTO else family.id
     variant, why = family_named(family.id).guess_variant(request.model, files["transformer"].config)
     if why:
-        progress.say(f"variant {variant}: {why}")
+        progress.notify(f"variant {variant}: {why}")
     return variant
 
 

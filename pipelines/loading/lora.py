@@ -24,7 +24,7 @@ from ...compat.errors import InputError, UnsupportedError
 from ...compat.memory.adapters import Adapted
 from ...compat.packages import attribute
 from ...compat.transforms.order import Order, Step
-from ..base import Loaded, Progress
+from ..base import Pipeline, Progress
 from ..registry import family_named
 from .lora_keys import Match, Shapes, factors, matched
 
@@ -60,8 +60,8 @@ class LoRA:
         return (self.path, self.stamp, self.blocks, self.mode, self.strength if self.mode == "merged" else None)
 
 
-def with_lora(loaded: Loaded, path: Path, strength: float, blocks: str, mode: str, progress: Progress) -> Loaded:
-    """``loaded`` with one LoRA more, which its transformer gets when it is next held; says how many keys match.
+def with_lora(pipeline: Pipeline, path: Path, strength: float, blocks: str, mode: str, progress: Progress) -> Pipeline:
+    """``pipeline`` with one LoRA more, which its transformer gets when it is next held; says how many keys match.
 
     Args:
         strength: -10 to 10; 0 leaves the pipeline as it is. blocks: such as ``double 0-9, single``; empty for all.
@@ -77,19 +77,19 @@ def with_lora(loaded: Loaded, path: Path, strength: float, blocks: str, mode: st
         raise InputError(f"mode {mode!r}", expected=f"one of {', '.join(MODES)}", fix="Choose separate.")
     entries = declared([path])
     shapes = {name: tuple(entry.shape) for name, entry in entries.items()}
-    match = matched(path, shapes, layers_of(loaded), loaded.family, blocks)
-    progress.say(match.said(path.stem))
+    match = matched(path, shapes, layers_of(pipeline), pipeline.family, blocks)
+    progress.notify(match.said(path.stem))
     if mode == "separate":
         attribute("peft", "LoraConfig")
     stat = path.stat()
     if strength == 0.0:
-        progress.say(f"{path.stem} has no effect at strength 0")
-        return loaded
+        progress.notify(f"{path.stem} has no effect at strength 0")
+        return pipeline
     added = LoRA(path, strength, blocks, mode, match, (stat.st_size, stat.st_mtime_ns), _scales(match, entries))
-    inner = loaded.residency.inner if isinstance(loaded.residency, Adapted) else loaded.residency
-    loras = LoRAs((*on(loaded), added), loaded.precision.transformer)
+    inner = pipeline.offloader.inner if isinstance(pipeline.offloader, Adapted) else pipeline.offloader
+    loras = LoRAs((*on(pipeline), added), pipeline.precision.transformer)
     note = f"LoRA {path.stem} {strength:g}{f' ({blocks})' if blocks.strip() else ''}, {mode}"
-    return replace(loaded, residency=Adapted(inner, loaded.parts, loras), notes=(*loaded.notes, note))
+    return replace(pipeline, offloader=Adapted(inner, pipeline.parts, loras), notes=(*pipeline.notes, note))
 
 
 def named(text: str) -> tuple[Path, float, str]:
@@ -112,12 +112,12 @@ def named(text: str) -> tuple[Path, float, str]:
     return Path(match[1]), strength, match[3] or ""
 
 
-def layers_of(loaded: Loaded) -> Shapes:
+def layers_of(pipeline: Pipeline) -> Shapes:
     """Names and weight shapes of the transformer's layers; nothing is read for it."""
     from accelerate import init_empty_weights
 
-    config = loaded.configs[PART]
-    _, *classes = family_named(loaded.family).FAMILY.parts[PART]
+    config = pipeline.configs[PART]
+    _, *classes = family_named(pipeline.family).FAMILY.parts[PART]
     named = str(config.get("_class_name"))
     cls: Any = attribute("diffusers", named if named in classes else classes[0])
     with init_empty_weights():
@@ -125,10 +125,10 @@ def layers_of(loaded: Loaded) -> Shapes:
     return {name: tuple(leaf.weight.shape) for name, leaf in module.named_modules() if isinstance(leaf, LEAVES)}
 
 
-def on(loaded: Loaded) -> tuple[LoRA, ...]:
+def on(pipeline: Pipeline) -> tuple[LoRA, ...]:
     """The LoRAs of a pipeline, first to last."""
-    worn = getattr(loaded.residency, "adapters", None)
-    return worn.loras if isinstance(worn, LoRAs) else ()
+    active_adapters = getattr(pipeline.offloader, "adapters", None)
+    return active_adapters.loras if isinstance(active_adapters, LoRAs) else ()
 
 
 def factors_of(lora: LoRA) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:

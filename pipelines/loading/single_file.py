@@ -87,7 +87,7 @@ class Files:
     offered: Mapping[Path, tuple[str, ...]] = field(default_factory=dict)
     task: str = AUTO
     tokenizers: Mapping[str, Path] = field(default_factory=dict)
-    lent: Mapping[str, Path] = field(default_factory=dict)
+    provided: Mapping[str, Path] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ def composed(request: Files, progress: Progress) -> Composed:
     family = FAMILIES[main.kind.partition("/")[0]]
     configured = config_of(main, "" if request.task == AUTO else request.task)
     if configured.assumed:
-        progress.say(f"{family.title} {configured.name}: assumed from the name {main.path.name!r}")
+        progress.notify(f"{family.title} {configured.name}: assumed from the name {main.path.name!r}")
     task = configured.task or _task_in(family, configured.config)
     chosen = {"transformer": (main, configured)}
     folders: dict[str, Path] = {}
@@ -132,8 +132,8 @@ def composed(request: Files, progress: Progress) -> Composed:
         found = _found(family, part, task, configured.config, request, progress)
         if found is not None:
             chosen[part] = (found, config_of(found))
-        elif part in request.lent:
-            folders[part] = request.lent[part]
+        elif part in request.provided:
+            folders[part] = request.provided[part]
         elif part not in family.optional and part not in spared:
             raise _absent(family, part)
     files = {name: _part(name, family, *pair) for name, pair in chosen.items()}
@@ -183,19 +183,19 @@ def _found(
             )
         return found
     found = _of_kind(request.parts["transformer"], kind, width)
-    if found is not None or part in request.lent:
+    if found is not None or part in request.provided:
         return found
     if part in family.optional and _unneeded(family, part, task):
         return None
     for path in sorted(path for path, held in request.offered.items() if kind in held):
         found = _of_kind(path, kind, width)
         if found is not None:
-            progress.say(f"{part} from {path.name} (auto)")
+            progress.notify(f"{part} from {path.name} (auto)")
             return found
     half = next((path for path in sorted(request.offered) if HALVES.get(kind, ("",))[0] in request.offered[path]), None)
     if half is None:
         return None
-    progress.say(f"{part} from {half.name} (auto)")
+    progress.notify(f"{part} from {half.name} (auto)")
     return _of_halves(half, kind, request, progress)
 
 
@@ -212,7 +212,7 @@ def _of_halves(path: Path, kind: str, request: Files, progress: Progress) -> Con
     beside = sorted(file for file in path.parent.iterdir() if file.suffix in ENDINGS and file != path)
     for other in dict.fromkeys([*beside, *sorted(request.offered)]):
         if wanted in (request.offered[other] if other in request.offered else kinds(other)):
-            progress.say(f"{wanted.rpartition('_')[2]} of the VAE from {other.name} (auto)")
+            progress.notify(f"{wanted.rpartition('_')[2]} of the VAE from {other.name} (auto)")
             found = _of_kind(other, wanted, 0)
             assert found is not None
             entries = {**own.entries, **found.entries}
@@ -229,9 +229,9 @@ def _text_left_out(family: Family, request: Files, progress: Progress) -> tuple[
     held = {kind for kinds in request.offered.values() for kind in kinds}
     held |= {content.kind for content in contents(request.parts["transformer"])}
     for part in family.text_parts:
-        if part in request.parts or part in request.lent or WANTED[family.id, part][0] in held:
+        if part in request.parts or part in request.provided or WANTED[family.id, part][0] in held:
             return ()
-    progress.say("without text encoder: connect AnyGPU Load Prompt or core CONDITIONING")
+    progress.notify("without text encoder: connect AnyGPU Load Prompt or core CONDITIONING")
     return (*family.text_parts, *(tool for tool in family.tools if tool.startswith("tokenizer")))
 
 
@@ -275,7 +275,7 @@ def _llava(text: PartFiles, request: Files, progress: Progress) -> PartFiles:
             fix="Put it into models/clip_vision and choose it as image_encoder, or name a diffusers folder as base.",
         )
     if given is None:
-        progress.say(f"image_encoder from {found.path.name} (auto)")
+        progress.notify(f"image_encoder from {found.path.name} (auto)")
     config = dict(config_of(found).config)
     if "text_config" in config:
         config["text_config"] = {**config["text_config"], **text.config}
@@ -300,8 +300,8 @@ def _tools(
     for name, library in family.tools.items():
         if name in spared:
             continue
-        if name in request.lent:
-            folders[name] = request.lent[name]
+        if name in request.provided:
+            folders[name] = request.provided[name]
         elif library == "diffusers":
             plain[name] = partial(dict, settings[name])
         elif (CONFIGS / name).is_dir():

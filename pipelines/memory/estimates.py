@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...compat.memory.statistics import StageNeed
-from ..base import Loaded
+from ..base import Pipeline
 from ..family import Family
 from ..loading.part import PartFiles
 from . import fit_factors
@@ -133,126 +133,128 @@ def weights_of(entries: Mapping[str, int], buffers: int = 0) -> Weights:
     return Weights(total, max(blocks.values(), default=largest), largest, inner, outer, single)
 
 
-def forecast(loaded: Loaded, size: Size, mode: str = "") -> Forecast:
+def forecast(pipeline: Pipeline, size: Size, mode: str = "") -> Forecast:
     """What a run of ``size`` needs under ``mode``, by default the pipeline's own."""
-    mode = mode or str(getattr(loaded.residency, "mode", "model"))
-    weights, stays = loaded.weights, mode == "none"
+    mode = mode or str(getattr(pipeline.offloader, "mode", "model"))
+    weights, stays = pipeline.weights, mode == "none"
     stages, vae = [], weights[VAE].resident(mode, VAE)
     text = [part for part in weights if part.startswith("text_encoder")]
     kept = 0
-    if "image_encoder" in weights and loaded.task == "image":
+    if "image_encoder" in weights and pipeline.task == "image":
         own = max(weights["image_encoder"].total, vae)
-        stages.append(StageNeed("image", 0, own, decoding_bytes(loaded, sized(size, frames=1))))
+        stages.append(StageNeed("image", 0, own, decoding_bytes(pipeline, sized(size, frames=1))))
         kept = vae if stays else 0
     if text:
-        active = {part: text_bytes(loaded, part) for part in text}
+        active = {part: text_bytes(pipeline, part) for part in text}
         needs = [
             StageNeed("text", kept, weights[part].resident(mode, part, active[part]), active[part]) for part in text
         ]
         stages.append(max(needs, key=lambda need: need.total))
-    forward = sampling_bytes(loaded, size)
+    forward = sampling_bytes(pipeline, size)
     own = weights[TRANSFORMER].resident(mode, TRANSFORMER, forward)
     stages.append(StageNeed("sampling", kept, own, forward))
-    stages.append(StageNeed("decoding", weights[TRANSFORMER].total if stays else 0, vae, decoding_bytes(loaded, size)))
+    stages.append(
+        StageNeed("decoding", weights[TRANSFORMER].total if stays else 0, vae, decoding_bytes(pipeline, size))
+    )
     return Forecast(mode, tuple(stages))
 
 
-def forecasts(loaded: Loaded, size: Size) -> tuple[Forecast, ...]:
+def forecasts(pipeline: Pipeline, size: Size) -> tuple[Forecast, ...]:
     """The forecast of every mode, the fastest first."""
-    return tuple(forecast(loaded, size, mode) for mode in MODE_ORDER)
+    return tuple(forecast(pipeline, size, mode) for mode in MODE_ORDER)
 
 
-def latent_shape(loaded: Loaded, size: Size) -> tuple[int, int, int]:
+def latent_shape(pipeline: Pipeline, size: Size) -> tuple[int, int, int]:
     """Latent frames, rows and columns of a run."""
     from ..registry import family_named
 
-    spatial, temporal = family_named(loaded.family).ratios(loaded)
+    spatial, temporal = family_named(pipeline.family).ratios(pipeline)
     return (size.frames - 1) // temporal + 1, size.height // spatial, size.width // spatial
 
 
-def sampling_bytes(loaded: Loaded, size: Size) -> int:
+def sampling_bytes(pipeline: Pipeline, size: Size) -> int:
     """Activations at the peak of one forward of the transformer."""
-    fit, (tokens, latents) = FITS[loaded.family], sampling_terms(loaded, size)
-    return int(fit.tokens * tokens + fit.latents * latents) + _dense(loaded, TRANSFORMER)
+    fit, (tokens, latents) = FITS[pipeline.family], sampling_terms(pipeline, size)
+    return int(fit.tokens * tokens + fit.latents * latents) + _dense(pipeline, TRANSFORMER)
 
 
-def sampling_terms(loaded: Loaded, size: Size) -> tuple[int, int]:
+def sampling_terms(pipeline: Pipeline, size: Size) -> tuple[int, int]:
     """Bytes of one copy of the token states, and of the latents in fp32: what :class:`Fit` counts copies of."""
-    config = loaded.configs[TRANSFORMER]
-    frames, rows, columns = latent_shape(loaded, size)
+    config = pipeline.configs[TRANSFORMER]
+    frames, rows, columns = latent_shape(pipeline, size)
     patch, patch_time = int(config.get("patch_size") or 1), int(config.get("patch_size_t") or 1)
     seen = float(frames)
-    if loaded.family == "framepack":  # one section, two clean frames, and eighteen more at lower scales
+    if pipeline.family == "framepack":  # one section, two clean frames, and eighteen more at lower scales
         seen, frames = size.window + 2.5, size.window + 21
     tokens = int(seen / patch_time * (rows // patch) * (columns // patch))
     width = int(config.get("num_attention_heads", 24)) * int(config.get("attention_head_dim", 128))
-    batch = 2 if size.guided and loaded.family in ("ltx", "mochi") else 1
-    beside = HISTORY_TOKENS if loaded.family == "framepack" else 0
-    joined = TEXT_TOKENS.get(loaded.family, 0)
+    batch = 2 if size.guided and pipeline.family in ("ltx", "mochi") else 1
+    beside = HISTORY_TOKENS if pipeline.family == "framepack" else 0
+    joined = TEXT_TOKENS.get(pipeline.family, 0)
     tokens += (size.text or joined if joined else 0) + beside
     channels = int(config.get("in_channels", 16))
-    item = loaded.precision.residual.itemsize
+    item = pipeline.precision.residual.itemsize
     return batch * tokens * width * item, batch * channels * frames * rows * columns * 4
 
 
-def text_bytes(loaded: Loaded, part: str) -> int:
+def text_bytes(pipeline: Pipeline, part: str) -> int:
     """Activations at the peak of a text encoder's forward."""
-    return int(FITS[loaded.family].text * text_term(loaded, part)) + _dense(loaded, part)
+    return int(FITS[pipeline.family].text * text_term(pipeline, part)) + _dense(pipeline, part)
 
 
-def text_term(loaded: Loaded, part: str) -> int:
+def text_term(pipeline: Pipeline, part: str) -> int:
     """Bytes of one copy of a text encoder's widest activation."""
-    config = loaded.configs[part]
+    config = pipeline.configs[part]
     config = config.get("text_config", config)
     wide = max(int(config.get(key) or 0) for key in ("d_ff", "intermediate_size", "d_model", "hidden_size"))
-    return REFERENCE_TOKENS[loaded.family] * wide * loaded.precision.text.itemsize
+    return REFERENCE_TOKENS[pipeline.family] * wide * pipeline.precision.text.itemsize
 
 
-def _dense(loaded: Loaded, part: str) -> int:
-    return loaded.weights[part].dense if part in loaded.weights else 0
+def _dense(pipeline: Pipeline, part: str) -> int:
+    return pipeline.weights[part].dense if part in pipeline.weights else 0
 
 
-def decoding_bytes(loaded: Loaded, size: Size, frames: int = 0, tile: int = 0) -> int:
+def decoding_bytes(pipeline: Pipeline, size: Size, frames: int = 0, tile: int = 0) -> int:
     """Activations at the peak of a decode.
 
     Args:
         frames: latent frames per chunk, tile: pixels per tile; 0 for all.
     """
-    fit, (wide, plain) = FITS[loaded.family], decoding_terms(loaded, size, frames, tile)
+    fit, (wide, plain) = FITS[pipeline.family], decoding_terms(pipeline, size, frames, tile)
     return int(fit.pixels * wide + fit.plain * plain)
 
 
-def decoding_terms(loaded: Loaded, size: Size, frames: int = 0, tile: int = 0) -> tuple[float, int]:
+def decoding_terms(pipeline: Pipeline, size: Size, frames: int = 0, tile: int = 0) -> tuple[float, int]:
     """Bytes of one copy of the decoder's widest full-size activation, and of one channel of the video."""
-    ratio = TEMPORAL[loaded.family]
-    pixel_frames = size.frames if loaded.family != "mochi" else size.frames + ratio - 1
-    if loaded.family in ("hunyuan_video", "framepack"):
+    ratio = TEMPORAL[pipeline.family]
+    pixel_frames = size.frames if pipeline.family != "mochi" else size.frames + ratio - 1
+    if pipeline.family in ("hunyuan_video", "framepack"):
         pixel_frames = min(pixel_frames, WINDOW_FRAMES)
     if frames:
         pixel_frames = min(pixel_frames, frames * ratio)
     rows, columns = (min(edge, tile) if tile else edge for edge in (size.height, size.width))
-    plain = pixel_frames * rows * columns * loaded.precision.vae.itemsize
-    return widest(loaded.configs[VAE]) * plain, plain
+    plain = pixel_frames * rows * columns * pipeline.precision.vae.itemsize
+    return widest(pipeline.configs[VAE]) * plain, plain
 
 
-def attempt_bytes(loaded: Loaded, size: Size, frames: int, tile: int, stream: int) -> int:
+def attempt_bytes(pipeline: Pipeline, size: Size, frames: int, tile: int, stream: int) -> int:
     """Activations at the peak of a decode: latent frames per chunk, pixels per tile, pixels streamed; 0 is off."""
     if stream:
-        return int(FITS[loaded.family].streamed * streamed_term(loaded, size, frames, tile, stream))
-    chunk = decoding_bytes(loaded, size, frames, tile)
-    return int(chunk * FITS[loaded.family].chunked) if frames else chunk
+        return int(FITS[pipeline.family].streamed * streamed_term(pipeline, size, frames, tile, stream))
+    chunk = decoding_bytes(pipeline, size, frames, tile)
+    return int(chunk * FITS[pipeline.family].chunked) if frames else chunk
 
 
-def streamed_term(loaded: Loaded, size: Size, frames: int, tile: int, stream: int) -> float:
+def streamed_term(pipeline: Pipeline, size: Size, frames: int, tile: int, stream: int) -> float:
     """Bytes of one tile of the last layer of a decode that streams."""
-    wide, plain = decoding_terms(loaded, size, frames, tile)
+    wide, plain = decoding_terms(pipeline, size, frames, tile)
     area = min(stream, size.width) * min(stream, size.height)
     return max(wide, plain) * min(1.0, area / (size.width * size.height))
 
 
-def plane_bytes(loaded: Loaded, size: Size) -> int:
+def plane_bytes(pipeline: Pipeline, size: Size) -> int:
     """The largest activation of a decode, as a whole."""
-    return int(decoding_terms(loaded, size)[0])
+    return int(decoding_terms(pipeline, size)[0])
 
 
 def widest(config: Mapping[str, Any]) -> float:

@@ -22,7 +22,7 @@ from ...compat.memory.host_weights import HostWeights
 from ...compat.memory.offloader import Terms, on_device
 from ...compat.memory.statistics import amount_of
 from ...compat.transforms import compile as compiling
-from ..base import Loaded, Progress
+from ..base import Pipeline, Progress
 from ..sampling.loop import persisting
 from ..vae.fallback import MEMORY, kind_of
 from .estimates import MARGIN, MODE_ORDER, TRANSFORMER, VAE, Size, Weights, forecast
@@ -39,10 +39,10 @@ PARTS = (TRANSFORMER, "text_encoder", VAE)  # what may compute on a device of it
 def terms_for(
     devices: Mapping[str, Any], keep_free_gb: float, state: Path | None, host: HostWeights | None = None
 ) -> Terms:
-    """What the user asks of a residency, checked: each device answers, and what is kept free is a size.
+    """What the user asks of an offloader, checked: each device answers, and what is kept free is a size.
 
     Args:
-        devices: part to device or its name; ``auto`` and None for the pipeline's own. host: how masters are kept.
+        devices: part to device or its name; ``auto`` and None for the pipeline's own. host: how host weights are kept.
 
     Raises:
         InputError: a part that cannot be placed, or a negative size. UnsupportedError: a device that does not answer.
@@ -79,7 +79,7 @@ def require_room(weights: Mapping[str, Weights], device: torch.device, free: int
         )
 
 
-def fitted_for(loaded: Loaded, stage: str, size: Size | None, progress: Progress) -> None:
+def fitted_for(pipeline: Pipeline, stage: str, size: Size | None, progress: Progress) -> None:
     """Give the pipeline the fastest mode in which ``stage`` fits, where ``auto`` decides; say a change.
 
     Args:
@@ -88,34 +88,34 @@ def fitted_for(loaded: Loaded, stage: str, size: Size | None, progress: Progress
     Raises:
         UnsupportedError: not even the least mode fits; said before the stage's weights are read.
     """
-    residency: Any = loaded.residency
-    if not getattr(residency, "automatic", False) or residency.device.type == HOST.type or not loaded.weights:
+    offloader: Any = pipeline.offloader
+    if not getattr(offloader, "automatic", False) or offloader.device.type == HOST.type or not pipeline.weights:
         return
-    free = free_bytes(residency.device)
+    free = free_bytes(offloader.device)
     if free is None:
         return
-    room = free + _own_bytes(loaded) - residency.keep_free
-    needs = {mode: _need(loaded, stage, size, mode) for mode in MODE_ORDER if _compiles(loaded, mode)}
+    room = free + _own_bytes(pipeline) - offloader.keep_free
+    needs = {mode: _need(pipeline, stage, size, mode) for mode in MODE_ORDER if _compiles(pipeline, mode)}
     fits = next((mode for mode, need in needs.items() if need * SPARE <= room), "")
     least = min(needs, key=lambda mode: needs[mode])
     if not fits and needs[least] > room * MARGIN:
         raise UnsupportedError(
-            f"{amount_of(room)} free on {residency.device} for {stage}, which needs {amount_of(needs[least])} with "
+            f"{amount_of(room)} free on {offloader.device} for {stage}, which needs {amount_of(needs[least])} with "
             f"offload {least}",
             expected=f"{amount_of(needs[least] - room)} more",
             fix="Lower width, height or frames, close other programs, or choose device cpu for this part.",
         )
     chosen = fits or least
-    if chosen != residency.mode:
-        was = residency.mode
-        residency.switch(chosen)
-        progress.say(
+    if chosen != offloader.mode:
+        was = offloader.mode
+        offloader.switch(chosen)
+        progress.notify(
             f"offload {was} -> {chosen} for {stage}: {amount_of(needs[chosen])} needed, {amount_of(room)} free"
         )
 
 
 def recovery(
-    loaded: Loaded,
+    pipeline: Pipeline,
     progress: Progress,
     parts: tuple[str, ...] = (TRANSFORMER,),
     told: str = "sampling ran out of memory: goes on {}, from the last finished step",
@@ -132,7 +132,7 @@ def recovery(
 
     def again(error: BaseException) -> bool:
         nonlocal once_more
-        step_down = getattr(loaded.residency, "step_down", None)
+        step_down = getattr(pipeline.offloader, "step_down", None)
         if step_down is None or kind_of(error) != MEMORY or hasattr(error, GIVEN_UP):
             return False
         try:
@@ -145,21 +145,23 @@ def recovery(
             setattr(error, GIVEN_UP, True)  # a stage around a step must not begin anew for it
             return False
         gc.collect()
-        empty_cache(loaded.residency.device)
-        progress.say(told.format(done))
+        empty_cache(pipeline.offloader.device)
+        progress.notify(told.format(done))
         return True
 
     return again
 
 
-def roomier(loaded: Loaded, progress: Progress, parts: tuple[str, ...], what: str, run: Callable[[], Result]) -> Result:
+def roomier(
+    pipeline: Pipeline, progress: Progress, parts: tuple[str, ...], what: str, run: Callable[[], Result]
+) -> Result:
     """What ``run`` returns, a stage that needs ``parts``; where it finds no room, that of another run with more.
 
     Args:
         what: the stage in words, such as ``encoding the prompt``.
     """
-    found = [part for part in parts if part in loaded.parts.readers]
-    again = recovery(loaded, progress, tuple(found), f"{what} ran out of memory: again {{}}")
+    found = [part for part in parts if part in pipeline.parts.readers]
+    again = recovery(pipeline, progress, tuple(found), f"{what} ran out of memory: again {{}}")
     tries = iter(range(TRIES))
 
     def more(error: BaseException) -> bool:
@@ -168,22 +170,24 @@ def roomier(loaded: Loaded, progress: Progress, parts: tuple[str, ...], what: st
     return persisting(run, more, lambda: lambda: None)
 
 
-def accounted(name: str) -> Callable[[Stage], Stage]:
+def with_memory_stats(name: str) -> Callable[[Stage], Stage]:
     """Make a stage, whose first argument is a loaded pipeline, count its peak, its traffic and its time.
 
-    Progress that has ``cost`` is given the line; all of it is in ``residency.account``.
+    Progress that has ``cost`` is given the line; all of it is in ``offloader.account``.
     """
 
     def wrapped(stage: Stage) -> Stage:
         @wraps(stage)
-        def run(loaded: Any, *args: Any, **named: Any) -> Any:
-            account = getattr(loaded.residency, "account", None)
-            if account is None:
-                return stage(loaded, *args, **named)
-            residency, progress = loaded.residency, named.get("progress") or _progress_in(args)
-            with account.stage(name, f"{loaded.family} {loaded.variant}", residency.mode, residency.device) as cost:
-                result = stage(loaded, *args, **named)
-                cost.mode = residency.mode
+        def run(pipeline: Any, *args: Any, **named: Any) -> Any:
+            memory_stats = getattr(pipeline.offloader, "memory_stats", None)
+            if memory_stats is None:
+                return stage(pipeline, *args, **named)
+            offloader, progress = pipeline.offloader, named.get("progress") or _progress_in(args)
+            with memory_stats.stage(
+                name, f"{pipeline.family} {pipeline.variant}", offloader.mode, offloader.device
+            ) as cost:
+                result = stage(pipeline, *args, **named)
+                cost.mode = offloader.mode
             told = getattr(progress, "cost", None)  # of those who show it: a node's text, the terminal
             if told is not None and cost.device != HOST.type:
                 told(str(cost))
@@ -194,31 +198,31 @@ def accounted(name: str) -> Callable[[Stage], Stage]:
     return wrapped
 
 
-def plan_line(loaded: Loaded) -> str:
+def plan_line(pipeline: Pipeline) -> str:
     """The order of operations on this pipeline's parts, in one line."""
-    steps = sorted(getattr(loaded.parts.prepare, "steps", ()), key=lambda step: step.order)
-    worn = getattr(loaded.residency, "worn", "")
-    lora = [f"LoRA {worn}"] if worn else []
-    line = " -> ".join(["read", *lora, *(step.name for step in steps), repr(loaded.residency)])
-    terms = getattr(loaded.residency, "terms", Terms())  # of a host's residency
-    host = getattr(loaded.residency, "host", terms.host)
-    return "; ".join((line, *note(host, loaded.facts, loaded.residency)))
+    steps = sorted(getattr(pipeline.parts.prepare, "steps", ()), key=lambda step: step.order)
+    active_adapters = getattr(pipeline.offloader, "active_adapters", "")
+    lora = [f"LoRA {active_adapters}"] if active_adapters else []
+    line = " -> ".join(["read", *lora, *(step.name for step in steps), repr(pipeline.offloader)])
+    terms = getattr(pipeline.offloader, "terms", Terms())  # of a host's offloader
+    host = getattr(pipeline.offloader, "host", terms.host)
+    return "; ".join((line, *note(host, pipeline.facts, pipeline.offloader)))
 
 
 @contextmanager
-def alone(loaded: Loaded, part: str) -> Iterator[None]:
+def alone(pipeline: Pipeline, part: str) -> Iterator[None]:
     """The block with no other part of the pipeline on the device."""
-    for name, module in list(loaded.parts.items()):
-        if name != part and on_device(module, loaded.residency.device):
-            loaded.residency.release(name)
+    for name, module in list(pipeline.parts.items()):
+        if name != part and on_device(module, pipeline.offloader.device):
+            pipeline.offloader.release(name)
     yield
 
 
-def _need(loaded: Loaded, stage: str, size: Size | None, mode: str) -> int:
+def _need(pipeline: Pipeline, stage: str, size: Size | None, mode: str) -> int:
     """Bytes of ``stage`` under ``mode``: its own peak, and with ``none`` all that stays on the device."""
-    weights = loaded.weights
+    weights = pipeline.weights
     whole = Size(64, 64, 1) if size is None else size
-    found = {need.name: need for need in forecast(loaded, whole, mode).stages}
+    found = {need.name: need for need in forecast(pipeline, whole, mode).stages}
     need = found[stage].total if stage in found else 0
     if size is None:  # the transformer comes next
         need = max(need, weights[TRANSFORMER].resident(mode, TRANSFORMER))
@@ -226,9 +230,9 @@ def _need(loaded: Loaded, stage: str, size: Size | None, mode: str) -> int:
     return max(need, stays + (found["sampling"].activations if stays and size is not None else 0))
 
 
-def _compiles(loaded: Loaded, mode: str) -> bool:
+def _compiles(pipeline: Pipeline, mode: str) -> bool:
     """Whether what is compiled in this pipeline runs under ``mode``."""
-    if not getattr(loaded.speed, "compiled", False):
+    if not getattr(pipeline.speed, "compiled", False):
         return True
     try:
         compiling.require_offload(mode)
@@ -237,16 +241,16 @@ def _compiles(loaded: Loaded, mode: str) -> bool:
     return True
 
 
-def _own_bytes(loaded: Loaded) -> int:
+def _own_bytes(pipeline: Pipeline) -> int:
     """Bytes of this pipeline's parts on the device, which leave it where the mode wants so."""
-    device = loaded.residency.device
+    device = pipeline.offloader.device
     return sum(
         tensor.nbytes
-        for module in loaded.parts.values()
+        for module in pipeline.parts.values()
         for tensor in (*module.parameters(), *module.buffers())
         if tensor.device == device
     )
 
 
 def _progress_in(args: tuple[Any, ...]) -> Any:
-    return next((value for value in args if hasattr(value, "say") and hasattr(value, "check")), None)
+    return next((value for value in args if hasattr(value, "notify") and hasattr(value, "check")), None)

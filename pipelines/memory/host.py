@@ -18,7 +18,7 @@ from ..loading.part import PartFiles
 def backed(
     files: Mapping[str, PartFiles], facts: DeviceFacts, free: int, swap: int
 ) -> tuple[dict[str, PartFiles], HostWeights]:
-    """``files`` read the way that host memory wants it, and how the masters of each part are kept.
+    """``files`` read the way that host memory wants it, and how the host weights of each part are kept.
 
     Parts that do not fit together stay views of their files, the one that saves most first. Where views are avoided on
     this kind of device, they go there by way of ordinary memory, a slice at a time. Where the system promises memory
@@ -52,10 +52,10 @@ def backed(
     return {**files, **kept}, found
 
 
-def note(host: HostWeights, facts: DeviceFacts, residency: Any) -> tuple[str, ...]:
-    """How the masters are kept, in a line for the load node.
+def note(host: HostWeights, facts: DeviceFacts, offloader: Any) -> tuple[str, ...]:
+    """How the host weights are kept, in a line for the load node.
 
-    Nothing where the host computes and holds them, or where ``residency`` keeps them in a way of its own.
+    Nothing where the host computes and holds them, or where ``offloader`` keeps them in a way of its own.
     """
-    ours = facts.device.type != HOST.type and hasattr(residency, "host")
+    ours = facts.device.type != HOST.type and hasattr(offloader, "host")
     return (str(host),) if host.kinds and (ours or host.of(DISK)) else ()

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from ..base import Loaded, SampleSettings
+from ..base import Pipeline, SampleSettings
 from .estimates import MARGIN, Size, sampling_bytes, text_bytes
 
 
-def beside_transformer(loaded: Loaded, settings: SampleSettings, window: int = 9) -> int:
+def beside_transformer(pipeline: Pipeline, settings: SampleSettings, window: int = 9) -> int:
     """Bytes of one forward at this size.
 
     Args:
         window: latent frames of one section of FramePack.
     """
     size = Size(settings.width, settings.height, settings.frames, settings.cfg > 1.0, window)
-    return int(MARGIN * sampling_bytes(loaded, size))
+    return int(MARGIN * sampling_bytes(pipeline, size))
 
 
-def beside_text(loaded: Loaded, part: str) -> int:
+def beside_text(pipeline: Pipeline, part: str) -> int:
     """Bytes of one forward of a text encoder."""
-    return int(MARGIN * text_bytes(loaded, part))
+    return int(MARGIN * text_bytes(pipeline, part))

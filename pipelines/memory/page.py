@@ -9,7 +9,7 @@ import torch
 from ...compat.device.facts import free_bytes, host_free_bytes
 from ...compat.errors import InputError
 from ...compat.memory.statistics import amount_of
-from ..base import Loaded
+from ..base import Pipeline
 from ..grid import snap
 from ..registry import family_named
 from .estimates import Forecast, Size, default_size, forecasts
@@ -21,7 +21,7 @@ COLOURS = {"kept": "#5b6f8f", "weights": "#4f9dde", "activations": "#e0a84f"}
 HOSTED = "comfyui"
 
 
-def planned_size(loaded: Loaded, width: int, height: int, frames: int, guided: bool) -> Size:
+def planned_size(pipeline: Pipeline, width: int, height: int, frames: int, guided: bool) -> Size:
     """The size of a run on the family's grid; zeros take its defaults.
 
     Raises:
@@ -29,34 +29,34 @@ def planned_size(loaded: Loaded, width: int, height: int, frames: int, guided: b
     """
     if min(width, height, frames) < 0:
         raise InputError(f"a size of {width}x{height}, {frames} frames", expected="0 or more", fix="0 is the default.")
-    family = family_named(loaded.family).FAMILY
+    family = family_named(pipeline.family).FAMILY
     usual = default_size(family)
     found = snap(family, width or usual.width, height or usual.height, frames or usual.frames)
     return Size(found.width, found.height, found.frames, guided)
 
 
-def memory_plan(loaded: Loaded, size: Size) -> tuple[str, torch.Tensor]:
+def memory_plan(pipeline: Pipeline, size: Size) -> tuple[str, torch.Tensor]:
     """What a run of ``size`` needs in each mode, in words and as bars; nothing is read and nothing runs.
 
     Returns:
         The text, and a picture (1, H, 1200, 3) in 0..1, fp32 on the CPU.
     """
-    title = f"{family_named(loaded.family).FAMILY.title} {size.width}x{size.height}, {size.frames} frames"
+    title = f"{family_named(pipeline.family).FAMILY.title} {size.width}x{size.height}, {size.frames} frames"
     more = ", with true guidance" if size.guided else ""
-    return shown(loaded, title, more, forecasts(loaded, size))
+    return shown(pipeline, title, more, forecasts(pipeline, size))
 
 
-def shown(loaded: Any, title: str, more: str, found: tuple[Forecast, ...]) -> tuple[str, torch.Tensor]:
+def shown(pipeline: Any, title: str, more: str, found: tuple[Forecast, ...]) -> tuple[str, torch.Tensor]:
     """What each mode needs, in words and as bars.
 
     Args:
-        loaded: a pipeline of any kind, with its residency, facts and weights. title: what runs. more: beside it, in the
-            words. found: the forecast of each mode, the fastest first.
+        pipeline: a pipeline of any kind, with its offloader, facts and weights. title: what runs. more: beside it, in
+            the words. found: the forecast of each mode, the fastest first.
     """
-    free = free_bytes(loaded.residency.device)
-    keep = int(getattr(loaded.residency, "keep_free", 0))
+    free = free_bytes(pipeline.offloader.device)
+    keep = int(getattr(pipeline.offloader, "keep_free", 0))
     room = None if free is None else max(0, free - keep)
-    return _text(loaded, title + more, found, room), _drawn(loaded, title, found, room)
+    return _text(pipeline, title + more, found, room), _drawn(pipeline, title, found, room)
 
 
 def fastest(found: tuple[Forecast, ...], room: int | None) -> Forecast | None:
@@ -66,8 +66,8 @@ def fastest(found: tuple[Forecast, ...], room: int | None) -> Forecast | None:
     return next((each for each in found if each.peak * SPARE <= room), None)
 
 
-def _text(loaded: Any, title: str, found: tuple[Forecast, ...], room: int | None) -> str:
-    device, mode = loaded.residency.device, getattr(loaded.residency, "mode", HOSTED)
+def _text(pipeline: Any, title: str, found: tuple[Forecast, ...], room: int | None) -> str:
+    device, mode = pipeline.offloader.device, getattr(pipeline.offloader, "mode", HOSTED)
     have = "does not tell its free memory" if room is None else f"has {amount_of(room)} free"
     best = fastest(found, room)
     lines = [
@@ -78,16 +78,16 @@ def _text(loaded: Any, title: str, found: tuple[Forecast, ...], room: int | None
         stages = ", ".join(f"{stage.name} {amount_of(stage.total)}" for stage in each.stages)
         fits = "" if room is None else " fits" if each.peak * SPARE <= room else f" lacks {amount_of(each.peak - room)}"
         lines.append(f"{each.mode}: peak {amount_of(each.peak)}{fits} ({stages})")
-    total = sum(weights.total for weights in loaded.weights.values())
+    total = sum(weights.total for weights in pipeline.weights.values())
     host = host_free_bytes()
     kept = "stay in host memory" if total <= host else "do not fit there together: some are read from their files anew"
     lines.append(f"host: {amount_of(host)} free; weights of {amount_of(total)} {kept}")
-    lines.append(f"plan: {plan_line(loaded)}")
+    lines.append(f"plan: {plan_line(pipeline)}")
     lines.append("Forecasts are within 15 % on the simulated device; a vendor's libraries take some more.")
     return "\n".join(lines)
 
 
-def _drawn(loaded: Any, title: str, found: tuple[Forecast, ...], room: int | None) -> torch.Tensor:
+def _drawn(pipeline: Any, title: str, found: tuple[Forecast, ...], room: int | None) -> torch.Tensor:
     import numpy
     from PIL import Image, ImageDraw, ImageFont
 
@@ -110,7 +110,7 @@ def _drawn(loaded: Any, title: str, found: tuple[Forecast, ...], room: int | Non
             _bar(pen, stage, top, scale, room, font)
             top += BAR + GAP
     if room is not None:
-        pen.text((MARGIN, top), f"line: {amount_of(room)} free on {loaded.residency.device}", fill=FAINT, font=font)
+        pen.text((MARGIN, top), f"line: {amount_of(room)} free on {pipeline.offloader.device}", fill=FAINT, font=font)
     return torch.from_numpy(numpy.asarray(picture).copy()).float().div(255).unsqueeze(0)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ...compat.device.facts import free_bytes
-from ..base import Latents, Loaded, SampleSettings
+from ..base import Latents, Pipeline, SampleSettings
 from ..family import Family
 from ..grid import SMALLEST_SIDE
 from ..vae.fallback import MEMORY, kind_of
@@ -58,7 +58,7 @@ def shortage_in(error: BaseException, free: int | None = None) -> Shortage:
 
 @contextmanager
 def shortage_explained(
-    loaded: Loaded, family: Family, stage: str, size: Latents | SampleSettings | None, hint: str = ""
+    pipeline: Pipeline, family: Family, stage: str, size: Latents | SampleSettings | None, hint: str = ""
 ) -> Iterator[None]:
     """Out-of-memory errors of the block, of their own class, with what to lower and by how much in their text.
 
@@ -71,26 +71,26 @@ def shortage_explained(
     except Exception as error:
         if kind_of(error) != MEMORY or str(error).startswith(BEGINNING):
             raise
-        short = shortage_in(error, free_bytes(loaded.residency.device))
-        fixes = lowered(loaded, family, size, short, hint)
+        short = shortage_in(error, free_bytes(pipeline.offloader.device))
+        fixes = lowered(pipeline, family, size, short, hint)
         shape = "" if size is None else f" {size.width}x{size.height}, {size.frames} frames"
         kind = type(error) if isinstance(error, torch.OutOfMemoryError) else torch.OutOfMemoryError
         raise kind(
-            f"{BEGINNING}{stage}{shape} on {loaded.facts.name} ({short}); expected about "
+            f"{BEGINNING}{stage}{shape} on {pipeline.facts.name} ({short}); expected about "
             f"{short.share:.0%} of that. {', or '.join(fixes)}.\n{' '.join(str(error).split())}"
         ) from error
 
 
 def lowered(
-    loaded: Loaded, family: Family, size: Latents | SampleSettings | None, short: Shortage, hint: str = ""
+    pipeline: Pipeline, family: Family, size: Latents | SampleSettings | None, short: Shortage, hint: str = ""
 ) -> list[str]:
     """The ways out, the cheapest first: working memory grows with frames and with the area of a frame.
 
     Returns:
         phrases such as ``lower frames from 97 to 41``; the first begins with a capital letter.
     """
-    found, mode = [hint] if hint else [], getattr(loaded.residency, "mode", "")
-    if not hint and loaded.residency.device.type != "cpu" and mode not in WEIGHTLESS:
+    found, mode = [hint] if hint else [], getattr(pipeline.offloader, "mode", "")
+    if not hint and pipeline.offloader.device.type != "cpu" and mode not in WEIGHTLESS:
         found.append(f"set offload to group on AnyGPU Load Pipeline (now {mode}), which keeps one block on the device")
     found += [] if size is None else _smaller(family, size, short)
     found = found or ["close other programs that use this device's memory"]

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ...compat.errors import InputError
-from ..base import FramePackSettings, Loaded, SampleSettings
+from ..base import FramePackSettings, Pipeline, SampleSettings
 
 VELOCITY_SIGN = {"mochi": -1.0}  # predicts data minus noise; the others noise minus data
 TIME = 1000.0  # what the transformers call the highest noise level
@@ -57,7 +57,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Steering:
+class BlockPatches:
     """What a sampler does to single blocks: index to a function of (arguments, {"original_block": function}).
 
     Both dictionaries have ``img`` (B, N, D) and ``txt`` (B, M, D), as the patches of ComfyUI's own transformers.
@@ -67,7 +67,9 @@ class Steering:
     single: Mapping[int, Callable[..., Any]] = field(default_factory=dict)
 
 
-def velocity(loaded: Loaded, transformer: Any, call: Call, steering: Steering | None = None) -> torch.Tensor:
+def velocity(
+    pipeline: Pipeline, transformer: Any, call: Call, block_patches: BlockPatches | None = None
+) -> torch.Tensor:
     """Noise minus data, shaped as the sampled latents, fp32.
 
     Raises:
@@ -75,7 +77,7 @@ def velocity(loaded: Loaded, transformer: Any, call: Call, steering: Steering | 
     """
     if call.embeds is None:
         raise InputError("a MODEL call without text", expected="CONDITIONING", fix="Connect a text encoder.")
-    width = loaded.configs["transformer"].get(_text_width(loaded))
+    width = pipeline.configs["transformer"].get(_text_width(pipeline))
     if width is not None and call.embeds.shape[-1] != width:
         raise InputError(
             f"CONDITIONING of width {call.embeds.shape[-1]}",
@@ -84,16 +86,16 @@ def velocity(loaded: Loaded, transformer: Any, call: Call, steering: Steering | 
         )
     with ExitStack() as stack:
         stack.enter_context(transformer.cache_context(call.branch))
-        if steering is not None:
-            stack.enter_context(steered(transformer, steering))
-        output = CALLS[loaded.family](loaded, transformer, call)
-    return output.float() * VELOCITY_SIGN.get(loaded.family, 1.0)
+        if block_patches is not None:
+            stack.enter_context(with_block_patches(transformer, block_patches))
+        output = CALLS[pipeline.family](pipeline, transformer, call)
+    return output.float() * VELOCITY_SIGN.get(pipeline.family, 1.0)
 
 
 @contextmanager
-def steered(transformer: nn.Module, steering: Steering) -> Any:
-    """``transformer`` with its blocks replaced as ``steering`` says, for one call."""
-    lists = ((steering.double, "transformer_blocks"), (steering.single, "single_transformer_blocks"))
+def with_block_patches(transformer: nn.Module, block_patches: BlockPatches) -> Any:
+    """``transformer`` with its blocks replaced as ``block_patches`` says, for one call."""
+    lists = ((block_patches.double, "transformer_blocks"), (block_patches.single, "single_transformer_blocks"))
     changed: list[nn.Module] = []
     try:
         for patches, name in lists:
@@ -134,27 +136,27 @@ def _patched(original: Callable[..., Any], patch: Callable[..., Any], returns_al
 RETURNS_ALONE = ("LTXVideoTransformerBlock",)  # blocks that return their tokens without the text
 
 
-def _text_width(loaded: Loaded) -> str:
+def _text_width(pipeline: Pipeline) -> str:
     from ..registry import family_named
 
-    return str(family_named(loaded.family).FAMILY.text_width)
+    return str(family_named(pipeline.family).FAMILY.text_width)
 
 
-def _hunyuan_video(loaded: Loaded, transformer: Any, call: Call) -> torch.Tensor:
+def _hunyuan_video(pipeline: Pipeline, transformer: Any, call: Call) -> torch.Tensor:
     output: torch.Tensor = transformer(
         hidden_states=call.latents,
         timestep=call.time.float(),
         encoder_hidden_states=call.embeds,
         encoder_attention_mask=call.valid,
         pooled_projections=_needed(call.pooled, "pooled_output", "Use AnyGPU Encode Prompt or core's DualCLIPLoader."),
-        guidance=_guidance(loaded, call),
+        guidance=_guidance(pipeline, call),
         return_dict=False,
     )[0]
     return output
 
 
-def _hunyuan_video_15(loaded: Loaded, transformer: Any, call: Call) -> torch.Tensor:
-    config, like = loaded.configs["transformer"], call.latents
+def _hunyuan_video_15(pipeline: Pipeline, transformer: Any, call: Call) -> torch.Tensor:
+    config, like = pipeline.configs["transformer"], call.latents
     rows = like.shape[0]
     quotes = call.quotes if call.quotes is not None else like.new_zeros(rows, 0, int(config["text_embed_2_dim"]))
     vision = call.vision if call.vision is not None else like.new_zeros(rows, 0, int(config["image_embed_dim"]))
@@ -173,11 +175,11 @@ def _hunyuan_video_15(loaded: Loaded, transformer: Any, call: Call) -> torch.Ten
     return output
 
 
-def _framepack(loaded: Loaded, transformer: Any, call: Call) -> torch.Tensor:
+def _framepack(pipeline: Pipeline, transformer: Any, call: Call) -> torch.Tensor:
     from ..families.framepack.sections import History, plan_for
 
     frames = call.latents.shape[2]
-    plan = plan_for(loaded.variant, FramePackSettings(0.0, window=frames), 1, ended=False)
+    plan = plan_for(pipeline.variant, FramePackSettings(0.0, window=frames), 1, ended=False)
     fix = "Connect AnyGPU Image Conditioning with the start image of AnyGPU Encode Image."
     start, like = _needed(call.picture, "start image", fix), call.latents
     seen = {name: value.to(like) for name, value in History(plan, start).seen().items()}
@@ -188,7 +190,7 @@ def _framepack(loaded: Loaded, transformer: Any, call: Call) -> torch.Tensor:
         encoder_attention_mask=call.valid,
         pooled_projections=_needed(call.pooled, "pooled_output", "Use AnyGPU Encode Prompt or core's DualCLIPLoader."),
         image_embeds=_needed(call.vision, "image states", fix),
-        guidance=_guidance(loaded, call),
+        guidance=_guidance(pipeline, call),
         return_dict=False,
         **seen,
         **plan.indices(0),
@@ -196,7 +198,7 @@ def _framepack(loaded: Loaded, transformer: Any, call: Call) -> torch.Tensor:
     return output
 
 
-def _ltx(loaded: Loaded, transformer: Any, call: Call) -> torch.Tensor:
+def _ltx(pipeline: Pipeline, transformer: Any, call: Call) -> torch.Tensor:
     from diffusers import LTXPipeline
 
     from ..families.ltx.conditions import SPATIAL_RATIO, TEMPORAL_RATIO, Canvas, conditioned_start, plain_start
@@ -207,7 +209,7 @@ def _ltx(loaded: Loaded, transformer: Any, call: Call) -> torch.Tensor:
         width * SPATIAL_RATIO, height * SPATIAL_RATIO, (frames - 1) * TEMPORAL_RATIO + 1, fps=call.fps
     )
     canvas = Canvas(size, call.latents.device, call.latents[:1], 1.0)
-    start = (conditioned_start if is_condition(loaded) else plain_start)(canvas, None, (), torch.Generator())
+    start = (conditioned_start if is_condition(pipeline) else plain_start)(canvas, None, (), torch.Generator())
     place = {
         name: value.expand(rows, *value.shape[1:]) if isinstance(value, torch.Tensor) else value
         for name, value in start.place.items()
@@ -223,7 +225,7 @@ def _ltx(loaded: Loaded, transformer: Any, call: Call) -> torch.Tensor:
     return LTXPipeline._unpack_latents(output, frames, height, width)
 
 
-def _mochi(loaded: Loaded, transformer: Any, call: Call) -> torch.Tensor:
+def _mochi(pipeline: Pipeline, transformer: Any, call: Call) -> torch.Tensor:
     output: torch.Tensor = transformer(
         hidden_states=call.latents,
         encoder_hidden_states=call.embeds,
@@ -234,8 +236,8 @@ def _mochi(loaded: Loaded, transformer: Any, call: Call) -> torch.Tensor:
     return output
 
 
-def _guidance(loaded: Loaded, call: Call) -> torch.Tensor | None:
-    if not loaded.configs["transformer"].get("guidance_embeds", loaded.family == "framepack"):
+def _guidance(pipeline: Pipeline, call: Call) -> torch.Tensor | None:
+    if not pipeline.configs["transformer"].get("guidance_embeds", pipeline.family == "framepack"):
         return None
     given = call.guidance if call.guidance is not None else call.latents.new_tensor([6.0])
     return given.to(call.latents.dtype).reshape(-1).expand(call.latents.shape[0]) * TIME
@@ -247,7 +249,7 @@ def _needed(value: torch.Tensor | None, name: str, fix: str) -> torch.Tensor:
     return value
 
 
-CALLS: dict[str, Callable[[Loaded, Any, Call], torch.Tensor]] = {
+CALLS: dict[str, Callable[[Pipeline, Any, Call], torch.Tensor]] = {
     "hunyuan_video": _hunyuan_video,
     "hunyuan_video_15": _hunyuan_video_15,
     "framepack": _framepack,

@@ -12,7 +12,7 @@ from torch import nn
 from ...compat.precision import FP32
 from ...compat.transforms.fp16 import apply_fp16_safe, fp32_output_works, stored_dtype
 from ...compat.transforms.order import Order, Step
-from ..base import Loaded, Parts, Progress
+from ..base import Parts, Pipeline, Progress
 from ..loading.part import PartFiles, reader_of
 from .loop import NotFinite
 
@@ -57,7 +57,7 @@ class SafeFp16:
         return applied.restore
 
 
-def with_fallback(loaded: Loaded, progress: Progress, run: Callable[[], Result]) -> Result:
+def with_fallback(pipeline: Pipeline, progress: Progress, run: Callable[[], Result]) -> Result:
     """What ``run`` returns; where it finds values that are not finite and a fallback is open, that of a second run.
 
     ``Parts.fallbacks`` holds a fallback only where `auto` chose the precision: an explicit choice is never changed.
@@ -65,11 +65,11 @@ def with_fallback(loaded: Loaded, progress: Progress, run: Callable[[], Result])
     try:
         return run()
     except NotFinite:
-        fall_back = loaded.parts.fallbacks.pop(TRANSFORMER, None)
+        fall_back = pipeline.parts.fallbacks.pop(TRANSFORMER, None)
         if fall_back is None:
             raise
-    loaded.residency.release(TRANSFORMER)
-    loaded.parts.drop(TRANSFORMER)
+    pipeline.offloader.release(TRANSFORMER)
+    pipeline.parts.drop(TRANSFORMER)
     fall_back()
-    progress.say(SAID)
+    progress.notify(SAID)
     return run()

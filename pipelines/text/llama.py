@@ -12,7 +12,7 @@ import torch
 
 from ...compat.device.execution import checked_leaves, execution_device
 from ...compat.errors import InputError
-from ..base import Loaded, Progress, PromptRequest
+from ..base import Pipeline, Progress, PromptRequest
 from ..memory.needs import beside_text
 from .t5 import EMBEDS, MASK, trimmed
 
@@ -38,7 +38,7 @@ class Sight:
 
 
 def llama_embeds(
-    loaded: Loaded, pipeline_class: Any, request: PromptRequest, progress: Progress, sight: Sight | None = None
+    pipeline: Pipeline, pipeline_class: Any, request: PromptRequest, progress: Progress, sight: Sight | None = None
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], tuple[dict[str, torch.Tensor], ...]]:
     """Embeddings of the prompt, of its negative, and of each section's prompt, on the CPU, padding trimmed.
 
@@ -52,14 +52,14 @@ def llama_embeds(
     Raises:
         InputError: a text of more than ``request.max_tokens`` Llama tokens, or a template that does not fit.
     """
-    template = _template(loaded, pipeline_class, request, sight)
+    template = _template(pipeline, pipeline_class, request, sight)
     texts = (request.text, request.negative, *request.sections)
     for index, text in enumerate(texts):
         subject = ("prompt", "negative prompt")[index] if index < 2 else f"prompt of section {index}"
-        _require_fitting(loaded, template, text, request.max_tokens, subject, progress, looks=sight is not None)
-    encode = _Encoding(loaded, pipeline_class, progress, 2 * len(texts))
+        _require_fitting(pipeline, template, text, request.max_tokens, subject, progress, looks=sight is not None)
+    encode = _Encoding(pipeline, pipeline_class, progress, 2 * len(texts))
     states = encode.llama(texts, template, request.max_tokens, sight)
-    loaded.residency.release("text_encoder")  # 16 GB that CLIP does not need beside it
+    pipeline.offloader.release("text_encoder")  # 16 GB that CLIP does not need beside it
     pooled = encode.clip(texts)
     found = [trimmed({EMBEDS: s, MASK: mask}) | {POOLED: p.cpu()} for (s, mask), p in zip(states, pooled, strict=True)]
     return found[0], found[1], tuple(found[2:])
@@ -91,7 +91,7 @@ def llama_from_core(embeds: torch.Tensor, extra: Mapping[str, Any]) -> dict[str,
 class _Encoding:
     """One run over both encoders, which are on the device one after the other."""
 
-    loaded: Loaded
+    pipeline: Pipeline
     pipeline_class: Any
     progress: Progress
     total: int
@@ -101,7 +101,7 @@ class _Encoding:
         self, texts: tuple[str, ...], template: Mapping[str, Any], limit: int, sight: Sight | None
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """States and mask of each text, template cropped, still padded."""
-        tools, dtype, found = self.loaded.tools, self.loaded.precision.text, []
+        tools, dtype, found = self.pipeline.tools, self.pipeline.precision.text, []
         # The template is cropped off the left, so padding belongs on the right, whatever the tokenizer's files say.
         tools["tokenizer"].padding_side = "right"
         given = {"tokenizer": tools["tokenizer"]} | ({} if sight is None else {"image_processor": sight.processor})
@@ -117,7 +117,7 @@ class _Encoding:
                         prompt_template=template,
                         max_sequence_length=limit,
                         dtype=dtype,
-                        device=execution_device(self.loaded.residency, part="text_encoder"),
+                        device=execution_device(self.pipeline.offloader, part="text_encoder"),
                         **looking,
                     )
                 )
@@ -127,10 +127,10 @@ class _Encoding:
     def clip(self, texts: tuple[str, ...]) -> list[torch.Tensor]:
         """The pooled vector of each text's first 77 tokens."""
         found = []
-        with self._pipeline("text_encoder_2", tokenizer_2=self.loaded.tools["tokenizer_2"]) as pipeline:
+        with self._pipeline("text_encoder_2", tokenizer_2=self.pipeline.tools["tokenizer_2"]) as pipeline:
             for text in texts:
-                device = execution_device(self.loaded.residency, part="text_encoder")
-                found.append(pipeline._get_clip_prompt_embeds(text, device=device, dtype=self.loaded.precision.text))
+                device = execution_device(self.pipeline.offloader, part="text_encoder")
+                found.append(pipeline._get_clip_prompt_embeds(text, device=device, dtype=self.pipeline.precision.text))
                 self._advance()
         return found
 
@@ -139,7 +139,7 @@ class _Encoding:
         """The pipeline with one encoder and nothing else."""
         signature = inspect.signature(self.pipeline_class.__init__)
         empty = dict.fromkeys(name for name in signature.parameters if name != "self")
-        hold = self.loaded.residency.hold(part, beside_text(self.loaded, part), self.progress)
+        hold = self.pipeline.offloader.hold(part, beside_text(self.pipeline, part), self.progress)
         with hold as encoder, checked_leaves(encoder, self.progress.check):
             yield self.pipeline_class(**{**empty, part: encoder, **tools})
 
@@ -148,7 +148,9 @@ class _Encoding:
         self.progress.step(self.done, self.total, "encoding prompt")
 
 
-def _template(loaded: Loaded, pipeline_class: Any, request: PromptRequest, sight: Sight | None) -> Mapping[str, Any]:
+def _template(
+    pipeline: Pipeline, pipeline_class: Any, request: PromptRequest, sight: Sight | None
+) -> Mapping[str, Any]:
     """The template dict that upstream takes: its own, or the user's with the number of leading tokens to crop.
 
     Upstream's search for the crop is not used: it pads the template to the tokenizer's longest length first, and so
@@ -165,7 +167,7 @@ def _template(loaded: Loaded, pipeline_class: Any, request: PromptRequest, sight
             expected="braces only as {}",
             fix="Remove the other braces.",
         )
-    tokens = loaded.tools["tokenizer"](head)["input_ids"]
+    tokens = pipeline.tools["tokenizer"](head)["input_ids"]
     crop = len(tokens) if request.template_crop < 0 else request.template_crop
     if crop > len(tokens):
         raise InputError(
@@ -184,15 +186,21 @@ def _template(loaded: Loaded, pipeline_class: Any, request: PromptRequest, sight
             expected=f"one {PICTURE} before the prompt, and three {HEADER_END}: of system, user and assistant",
             fix="Start from upstream's template: system with the picture, user with {}, an empty assistant.",
         )
-    start = tokens.index(loaded.tools["tokenizer"].convert_tokens_to_ids(PICTURE))
+    start = tokens.index(pipeline.tools["tokenizer"].convert_tokens_to_ids(PICTURE))
     return found | {"image_emb_start": start, "image_emb_end": start + PICTURE_TOKENS, "image_emb_len": PICTURE_TOKENS}
 
 
 def _require_fitting(
-    loaded: Loaded, template: Mapping[str, Any], text: str, limit: int, subject: str, progress: Progress, looks: bool
+    pipeline: Pipeline,
+    template: Mapping[str, Any],
+    text: str,
+    limit: int,
+    subject: str,
+    progress: Progress,
+    looks: bool,
 ) -> None:
     """Raise when ``text`` and the template around it are longer than ``limit``; say what CLIP will cut."""
-    tokenizer, clip = loaded.tools["tokenizer"], loaded.tools["tokenizer_2"]
+    tokenizer, clip = pipeline.tools["tokenizer"], pipeline.tools["tokenizer_2"]
     around = len(tokenizer(template["template"].format(""))["input_ids"]) - template["crop_start"]
     room = max(0, limit - around)
     tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -212,4 +220,6 @@ def _require_fitting(
     short = clip(text, add_special_tokens=True, truncation=False, verbose=False)["input_ids"]
     if len(short) > CLIP_TOKENS:
         lost = clip.decode(short[CLIP_TOKENS - 1 : -1])[:40].strip()
-        progress.say(f"CLIP reads {CLIP_TOKENS} tokens of the {subject}, not what begins with {lost!r}; Llama reads it")
+        progress.notify(
+            f"CLIP reads {CLIP_TOKENS} tokens of the {subject}, not what begins with {lost!r}; Llama reads it"
+        )

@@ -11,7 +11,7 @@ import torch
 
 from ...compat.checkpoints.latents import finite, read_record, record_in, require_version, write_record
 from ...compat.errors import CheckpointError
-from ..base import Loaded, Prompt
+from ..base import Pipeline, Prompt
 from ..latents import musubi
 from ..latents.store import PROMPT, Origin
 from ..registry import FAMILIES, family_named
@@ -34,12 +34,12 @@ def save_prompt(path: Path, prompt: Prompt, origin: Origin | None = None) -> Pat
     for name, tensor in tensors.items():
         finite(tensor, f"prompt ({name})", "refuse")
     texts = {name: str(prompt.extra.get(name, "")) for name in TEXTS}
-    known = {"kind": PROMPT, "version": PROMPT_VERSION, "family": prompt.family, "opposed": prompt.opposed}
+    known = {"kind": PROMPT, "version": PROMPT_VERSION, "family": prompt.family, "opposed": prompt.has_negative}
     known |= {"sections": len(prompt.sections), "saved": time.strftime("%Y-%m-%dT%H:%M:%S")}
     return write_record(path, tensors, {**known, **texts, **origin.record}, origin.metadata)
 
 
-def load_prompt(path: Path, say: Callable[[str], None]) -> Prompt:
+def load_prompt(path: Path, notify: Callable[[str], None]) -> Prompt:
     """The prompt in a file of ours or in a Musubi Tuner text cache, on the CPU.
 
     Raises:
@@ -49,7 +49,7 @@ def load_prompt(path: Path, say: Callable[[str], None]) -> Prompt:
     tensors, metadata = read_record(path, "a prompt")
     if musubi.is_text_cache(metadata):
         prompt = musubi.prompt_of(path, tensors, metadata)
-        say(f"embeddings of Musubi Tuner, {prompt.family}, without a negative prompt")
+        notify(f"embeddings of Musubi Tuner, {prompt.family}, without a negative prompt")
     else:
         prompt = _own(path, tensors, record_in(metadata, path))
     groups = (prompt.embeds, prompt.negative or {}, *prompt.sections)
@@ -58,17 +58,17 @@ def load_prompt(path: Path, say: Callable[[str], None]) -> Prompt:
     return prompt
 
 
-def require_text_encoder(loaded: Loaded) -> None:
+def require_text_encoder(pipeline: Pipeline) -> None:
     """Raise when this pipeline was loaded without its text encoders.
 
     Raises:
         CheckpointError: names what is missing, and what stands in for it.
     """
-    family = family_named(loaded.family).FAMILY
-    missing = [part for part in family.text_parts if part not in loaded.parts.readers]
+    family = family_named(pipeline.family).FAMILY
+    missing = [part for part in family.text_parts if part not in pipeline.parts.readers]
     if missing:
         raise CheckpointError(
-            f"no {missing[0]} for {str(loaded.source)!r}",
+            f"no {missing[0]} for {str(pipeline.source)!r}",
             expected=f"the text encoders of {family.title}",
             fix="Download the missing folder, or connect AnyGPU Load Prompt or core CONDITIONING instead.",
         )
@@ -101,8 +101,8 @@ def _own(path: Path, tensors: Mapping[str, torch.Tensor], record: Mapping[str, A
         )
     texts = {name: str(record.get(name, "")) for name in TEXTS}
     sections = tuple(groups[group] for group in names[2:])
-    opposed = bool(record.get("opposed"))
-    return Prompt(str(record["family"]), groups[EMBEDS], groups[NEGATIVE] or None, sections, opposed, texts)
+    has_negative = bool(record.get("opposed"))
+    return Prompt(str(record["family"]), groups[EMBEDS], groups[NEGATIVE] or None, sections, has_negative, texts)
 
 
 def _group(group: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ import torch
 from ...compat.checkpoints.packed import outlined
 from ...compat.device.execution import checked_leaves, execution_device
 from ...compat.errors import InputError
-from ..base import Loaded, Progress, PromptRequest
+from ..base import Pipeline, Progress, PromptRequest
 from ..memory.needs import beside_text
 from .t5 import EMBEDS, require_fitting
 
@@ -20,7 +20,7 @@ QUOTED_TOKENS = 256
 SUBJECTS = ("prompt", "negative prompt")
 
 
-def qwen_embeds(loaded: Loaded, request: PromptRequest, progress: Progress) -> tuple[dict[str, torch.Tensor], ...]:
+def qwen_embeds(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> tuple[dict[str, torch.Tensor], ...]:
     """Embeddings of prompt and negative, on the CPU: ``prompt_embeds`` (1, N, 3584), ``prompt_embeds_2`` (1, M, 1472).
 
     N and M count valid tokens only: the texts are encoded without padding. M is 0 for a text that quotes nothing.
@@ -29,14 +29,14 @@ def qwen_embeds(loaded: Loaded, request: PromptRequest, progress: Progress) -> t
         InputError: a text of more tokens than ``request.max_tokens``, or that quotes more than 256 bytes.
     """
     texts = (request.text, request.negative)
-    chat = Chat(loaded.tools["tokenizer"], request.template, request.template_crop)
+    chat = Chat(pipeline.tools["tokenizer"], request.template, request.template_crop)
     lengths = [chat.fitting(text, request.max_tokens, name) for text, name in zip(texts, SUBJECTS, strict=True)]
-    quoted = _quoted(loaded, texts)
+    quoted = _quoted(pipeline, texts)
     total, states = len(texts) + sum(quote is not None for quote in quoted), []
     from diffusers import HunyuanVideo15Pipeline
 
-    device = execution_device(loaded.residency, part="text_encoder")
-    hold = loaded.residency.hold("text_encoder", beside_text(loaded, "text_encoder"), progress)
+    device = execution_device(pipeline.offloader, part="text_encoder")
+    hold = pipeline.offloader.hold("text_encoder", beside_text(pipeline, "text_encoder"), progress)
     with hold as encoder, checked_leaves(encoder, progress.check):
         for index, (text, length) in enumerate(zip(texts, lengths, strict=True)):
             found, mask = HunyuanVideo15Pipeline._get_mllm_prompt_embeds(
@@ -44,8 +44,8 @@ def qwen_embeds(loaded: Loaded, request: PromptRequest, progress: Progress) -> t
             )
             states.append(found[:, mask[0].bool()].cpu())
             progress.step(index + 1, total, "encoding prompt")
-    loaded.residency.release("text_encoder")  # 15 GB that ByT5 does not need beside it
-    glyphs = _glyph_embeds(loaded, texts, quoted, progress, total)
+    pipeline.offloader.release("text_encoder")  # 15 GB that ByT5 does not need beside it
+    glyphs = _glyph_embeds(pipeline, texts, quoted, progress, total)
     return tuple({EMBEDS: state, EMBEDS_2: glyph} for state, glyph in zip(states, glyphs, strict=True))
 
 
@@ -123,7 +123,7 @@ class Chat:
         return length
 
 
-def _quoted(loaded: Loaded, texts: Sequence[str]) -> list[str | None]:
+def _quoted(pipeline: Pipeline, texts: Sequence[str]) -> list[str | None]:
     """The words between quotation marks of each text, as upstream phrases them for ByT5; None where there are none."""
     from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import extract_glyph_texts
 
@@ -132,23 +132,23 @@ def _quoted(loaded: Loaded, texts: Sequence[str]) -> list[str | None]:
     for quote, name in zip(found, SUBJECTS, strict=True):
         if quote is not None:
             subject = f"text between quotation marks in the {name}"
-            require_fitting(loaded.tools["tokenizer_2"], quote, QUOTED_TOKENS, subject)
+            require_fitting(pipeline.tools["tokenizer_2"], quote, QUOTED_TOKENS, subject)
     return found
 
 
 def _glyph_embeds(
-    loaded: Loaded, texts: Sequence[str], quoted: Sequence[str | None], progress: Progress, total: int
+    pipeline: Pipeline, texts: Sequence[str], quoted: Sequence[str | None], progress: Progress, total: int
 ) -> list[torch.Tensor]:
     """ByT5 states (1, M, 1472) of each text's quotations; the encoder is not even read where nothing is quoted."""
     from diffusers import HunyuanVideo15Pipeline
 
-    width = int(loaded.configs["text_encoder_2"]["d_model"])
-    found = [torch.zeros(1, 0, width, dtype=loaded.precision.text) for _ in texts]
+    width = int(pipeline.configs["text_encoder_2"]["d_model"])
+    found = [torch.zeros(1, 0, width, dtype=pipeline.precision.text) for _ in texts]
     wanted = [index for index, quote in enumerate(quoted) if quote is not None]
     if not wanted:
         return found
-    tokenizer, device = loaded.tools["tokenizer_2"], execution_device(loaded.residency, part="text_encoder")
-    hold = loaded.residency.hold("text_encoder_2", beside_text(loaded, "text_encoder_2"), progress)
+    tokenizer, device = pipeline.tools["tokenizer_2"], execution_device(pipeline.offloader, part="text_encoder")
+    hold = pipeline.offloader.hold("text_encoder_2", beside_text(pipeline, "text_encoder_2"), progress)
     with hold as encoder, checked_leaves(encoder, progress.check), outlined(encoder):  # T5 asks for dtypes of weights
         for done, index in enumerate(wanted):
             length = len(tokenizer(quoted[index])["input_ids"])

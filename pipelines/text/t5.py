@@ -12,7 +12,7 @@ from torch.nn import functional
 from ...compat.checkpoints.packed import outlined
 from ...compat.device.execution import checked_leaves, execution_device
 from ...compat.errors import InputError
-from ..base import Latents, Loaded, Progress, Prompt, PromptRequest
+from ..base import Latents, Pipeline, Progress, Prompt, PromptRequest
 from ..memory.needs import beside_text
 
 EMBEDS, MASK = "prompt_embeds", "prompt_attention_mask"
@@ -35,7 +35,7 @@ def require_fitting(tokenizer: Any, text: str, limit: int, subject: str = "promp
 
 
 def t5_embeds(
-    loaded: Loaded,
+    pipeline: Pipeline,
     pipeline_class: Any,
     request: PromptRequest,
     progress: Progress,
@@ -47,19 +47,19 @@ def t5_embeds(
         pipeline_class: the diffusers pipeline whose own encoding is used.
         configuration: further arguments of its constructor.
     """
-    tokenizer, texts = loaded.tools["tokenizer"], (request.text, request.negative)
+    tokenizer, texts = pipeline.tools["tokenizer"], (request.text, request.negative)
     for text, subject in zip(texts, ("prompt", "negative prompt"), strict=True):
         require_fitting(tokenizer, text, request.max_tokens, subject)
-    device = execution_device(loaded.residency, part="text_encoder")
-    hold = loaded.residency.hold("text_encoder", beside_text(loaded, "text_encoder"), progress)
+    device = execution_device(pipeline.offloader, part="text_encoder")
+    hold = pipeline.offloader.hold("text_encoder", beside_text(pipeline, "text_encoder"), progress)
     with hold as encoder, checked_leaves(encoder, progress.check), outlined(encoder):  # T5 asks for dtypes of weights
-        pipeline = pipeline_class(
+        pipe = pipeline_class(
             scheduler=None, vae=None, transformer=None, text_encoder=encoder, tokenizer=tokenizer, **configuration
         )
         found = []
         for index, text in enumerate(texts):
-            embeds, mask = pipeline._get_t5_prompt_embeds(
-                [text], max_sequence_length=request.max_tokens, device=device, dtype=loaded.precision.text
+            embeds, mask = pipe._get_t5_prompt_embeds(
+                [text], max_sequence_length=request.max_tokens, device=device, dtype=pipeline.precision.text
             )
             found.append(trimmed({EMBEDS: embeds, MASK: mask}))
             progress.step(index + 1, len(texts), "encoding prompt")

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from ...compat.device.execution import HOST, checked_leaves, execution_device
 from ...compat.device.facts import empty_cache, first_line
-from ...compat.device.quirks import care_for
+from ...compat.device.quirks import policy_for
 from ...compat.device.vae_policy import Form, checked_form, convolution_switches, straightened, tiled
 from ...compat.errors import UnsupportedError
 from ...compat.memory.transfer import Transfer, casts_wrongly, transfer_for
@@ -31,7 +31,7 @@ from ...compat.output_check import (
     is_flat,
 )
 from ...compat.transforms.attention_vae import frames_attended
-from ..base import Loaded, Progress
+from ..base import Pipeline, Progress
 from ..pictures import signed
 from ..sampling.loop import require_finite
 from .fallback import KERNEL, MEMORY, following, kind_of
@@ -58,7 +58,7 @@ class Passes(Beginning):
 
     def __init__(
         self,
-        loaded: Loaded,
+        pipeline: Pipeline,
         coder: str,
         size: tuple[int, int, int],
         progress: Progress,
@@ -66,19 +66,19 @@ class Passes(Beginning):
         tile: int = 0,
     ) -> None:
         self.form = form = form or Form()
-        self.loaded, self.coder, self.progress, self.method = loaded, coder, progress, form.method
-        self.care, self.device = care_for(loaded.facts), execution_device(loaded.residency, part="vae")
-        self.automatic = loaded.precision.automatic
-        self.ratios, self.size = ratios_of(loaded), size
+        self.pipeline, self.coder, self.progress, self.method = pipeline, coder, progress, form.method
+        self.policy, self.device = policy_for(pipeline.facts), execution_device(pipeline.offloader, part="vae")
+        self.automatic = pipeline.precision.automatic
+        self.ratios, self.size = ratios_of(pipeline), size
         self.cell = self.ratios[0]
         self._open: ExitStack | None = None
         self._vae: Any = None
         self._transfer = Transfer(HOST, torch.float32)
         self._alone = False
         self.attempt, self.allowed = self._first(size, tile)
-        if self.method == FULL and 0 < self.care.tile_pixels < max(size[1:]):
-            limit = self.care.tile_pixels
-            progress.say(f"full was chosen: pictures above {limit} pixels may end the process on this GPU")
+        if self.method == FULL and 0 < self.policy.tile_pixels < max(size[1:]):
+            limit = self.policy.tile_pixels
+            progress.notify(f"full was chosen: pictures above {limit} pixels may end the process on this GPU")
 
     def __enter__(self) -> Passes:
         return self
@@ -114,7 +114,7 @@ class Passes(Beginning):
         video = self._through(run, judge, "decoding", watch, work)
         seams = f"; tiles differ by at most {work.apart * 127.5:.1f} of 255 where they overlap" if work.apart else ""
         if self.attempt.tile or self.attempt.frames or self.attempt.stream or self.method == ON_CPU:
-            watch.say(f"decoded {self.attempt}{seams}")
+            watch.notify(f"decoded {self.attempt}{seams}")
         return video
 
     def _way(self, vae: Any, transfer: Transfer, time: Any, judge: Judge, progress: Progress) -> Way:
@@ -124,7 +124,7 @@ class Passes(Beginning):
             after = next((side for side in self.allowed.streams if side < tile), 0)
             if after:
                 was, self.attempt = self.attempt, replace(self.attempt, stream=after)
-                progress.say(f"decoding {was} ran out of memory: goes on over {after} pixels")
+                progress.notify(f"decoding {was} ran out of memory: goes on over {after} pixels")
             return after
 
         def guard(index: int, count: int) -> AbstractContextManager[None]:
@@ -172,13 +172,13 @@ class Passes(Beginning):
             gc.collect()
             self._alone = self._alone or bool(others)
             for name in others:
-                self.loaded.residency.release(name)
+                self.pipeline.offloader.release(name)
             empty_cache(self.device)
             if work is not None and kind != MEMORY:
                 work.begin()  # what was computed wrongly is not kept
             what = {MEMORY: "ran out of memory", KERNEL: f"failed ({text})"}.get(kind, f"gave {text}")
             again = f"without {', '.join(others)} on the device" if others else str(after)
-            progress.say(f"{stage} {self.attempt} {what}: again {again}")
+            progress.notify(f"{stage} {self.attempt} {what}: again {again}")
             if after is not None and not others:
                 self.attempt = after
 
@@ -190,11 +190,11 @@ class Passes(Beginning):
             result = self._transfer.fetched(run(self._vae, self._transfer))
         fault = judge(result)
         if fault == COLOUR and self._most_exact():
-            progress.say(f"{stage} gave {fault}, in fp32 on the CPU too: the latents may hold nothing")
+            progress.notify(f"{stage} gave {fault}, in fp32 on the CPU too: the latents may hold nothing")
         elif fault:
             raise UnsoundError(fault)
-        if not self.attempt.library and self.loaded.probes is not None:  # the next run begins so
-            self.loaded.probes.remember(self._learned(), lambda: True)
+        if not self.attempt.library and self.pipeline.probes is not None:  # the next run begins so
+            self.pipeline.probes.remember(self._learned(), lambda: True)
         return result
 
     def _judged(self, judge: Judge) -> Judge:
@@ -212,24 +212,24 @@ class Passes(Beginning):
 
     def _enter(self) -> None:
         """Bring the VAE where the attempt wants it, with everything around it set; undone by :meth:`_close`."""
-        attempt, loaded = self.attempt, self.loaded
+        attempt, pipeline = self.attempt, self.pipeline
         with ExitStack() as stack:
-            stack.enter_context(convolution_switches(self.care, attempt.library))
+            stack.enter_context(convolution_switches(self.policy, attempt.library))
             if attempt.on_host:
-                self._transfer, self._vae = Transfer(HOST, attempt.dtype), _own_copy(loaded, self.progress)
+                self._transfer, self._vae = Transfer(HOST, attempt.dtype), _own_copy(pipeline, self.progress)
             else:
-                account = getattr(loaded.residency, "account", None)
-                self._transfer = replace(transfer_for(self.device, attempt.dtype), account=account)
-                if self.care.contiguous_weights:
-                    straightened(loaded.parts.read("vae", self.progress))
+                memory_stats = getattr(pipeline.offloader, "memory_stats", None)
+                self._transfer = replace(transfer_for(self.device, attempt.dtype), memory_stats=memory_stats)
+                if self.policy.contiguous_weights:
+                    straightened(pipeline.parts.read("vae", self.progress))
                 if casts_wrongly(self.device, attempt.dtype):
                     # Norms inside the VAE cast too: the picture would be finite, colourful and wrong.
                     raise UnsoundError(CAST)
-                exact = transfer_for(self.device, loaded.precision.vae)
+                exact = transfer_for(self.device, pipeline.precision.vae)
                 hold = (
-                    loaded.residency.hold("vae", self._needed(), self.progress)
-                    if attempt.dtype is loaded.precision.vae
-                    else _in_fp32(loaded, exact, self.progress)
+                    pipeline.offloader.hold("vae", self._needed(), self.progress)
+                    if attempt.dtype is pipeline.precision.vae
+                    else _in_fp32(pipeline, exact, self.progress)
                 )
                 self._vae = stack.enter_context(hold)
             stack.enter_context(tiled(self._vae, attempt.tile))
@@ -297,14 +297,14 @@ class Share:
         """Raise when the user has cancelled."""
         self.whole.check()
 
-    def say(self, text: str) -> None:
+    def notify(self, text: str) -> None:
         """One line that the user should read."""
-        self.whole.say(text)
+        self.whole.notify(text)
 
 
 @contextmanager
 def decoding(
-    loaded: Loaded, shape: torch.Size | tuple[int, ...], progress: Progress, form: Form | None = None, tile: int = 0
+    pipeline: Pipeline, shape: torch.Size | tuple[int, ...], progress: Progress, form: Form | None = None, tile: int = 0
 ) -> Iterator[Passes]:
     """Passes through the decoder for latents of ``shape`` (1, C, T, H, W).
 
@@ -312,56 +312,56 @@ def decoding(
         InputError: an unknown method, or a tile, overlap or count out of range. UnsupportedError: a method that this
             family's decoder cannot do.
     """
-    spatial, temporal = ratios_of(loaded)
+    spatial, temporal = ratios_of(pipeline)
     form = checked_form(form or Form(), spatial)
-    if form.method == CHUNKED and loaded.family not in CAUSAL:
+    if form.method == CHUNKED and pipeline.family not in CAUSAL:
         raise UnsupportedError(
-            f"decode method {CHUNKED!r} for {loaded.family}, whose decoder does not only look back",
+            f"decode method {CHUNKED!r} for {pipeline.family}, whose decoder does not only look back",
             expected=f"one of {', '.join(CAUSAL)}",
             fix=f"Choose {STREAMING}, which is exact for every family, or auto.",
         )
     size = shape[2] * temporal, shape[3] * spatial, shape[4] * spatial  # decoders cut frames off at the very end
-    with Passes(loaded, "decoder", size, progress, form, tile) as passes:
+    with Passes(pipeline, "decoder", size, progress, form, tile) as passes:
         yield passes
 
 
 @contextmanager
-def encoding(loaded: Loaded, frames: torch.Tensor, progress: Progress, tile: int = 0) -> Iterator[Passes]:
+def encoding(pipeline: Pipeline, frames: torch.Tensor, progress: Progress, tile: int = 0) -> Iterator[Passes]:
     """Passes through the encoder for pictures like ``frames`` (F, H, W, 3)."""
     count, rows, columns = frames.shape[:3]
-    with Passes(loaded, "encoder", (count, rows, columns), progress, tile=tile) as passes:
+    with Passes(pipeline, "encoder", (count, rows, columns), progress, tile=tile) as passes:
         yield passes
 
 
 @contextmanager
-def _in_fp32(loaded: Loaded, transfer: Transfer, progress: Progress) -> Iterator[nn.Module]:
+def _in_fp32(pipeline: Pipeline, transfer: Transfer, progress: Progress) -> Iterator[nn.Module]:
     """The VAE held in fp32, its weights widened on the host; afterwards it has its own again, off the device."""
-    loaded.residency.release("vae")
-    module = loaded.parts.read("vae", progress)
-    masters = {name: tensor.data for name, tensor in _named(module)}
+    pipeline.offloader.release("vae")
+    module = pipeline.parts.read("vae", progress)
+    host_weights = {name: tensor.data for name, tensor in _named(module)}
     try:
         with torch.inference_mode(False), torch.no_grad():
             for name, tensor in _named(module):
-                tensor.data = transfer.fetched(masters[name])
-        with loaded.residency.hold("vae", 0, progress) as vae:
+                tensor.data = transfer.fetched(host_weights[name])
+        with pipeline.offloader.hold("vae", 0, progress) as vae:
             yield vae
     finally:
-        loaded.residency.release("vae")
+        pipeline.offloader.release("vae")
         with torch.inference_mode(False), torch.no_grad():
             for name, tensor in _named(module):  # by name: accelerate puts other objects in their place
-                tensor.data = masters[name]
+                tensor.data = host_weights[name]
 
 
 def _named(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*module.named_parameters(), *module.named_buffers()]
 
 
-def _own_copy(loaded: Loaded, progress: Progress) -> nn.Module:
-    """A VAE of its own from disk, in fp32 on the CPU: no hook of a residency would let the first one stay there.
+def _own_copy(pipeline: Pipeline, progress: Progress) -> nn.Module:
+    """A VAE of its own from disk, in fp32 on the CPU: no hook of an offloader would let the first one stay there.
 
     It is not rewritten for the device; only its attention is, since the stock mask of 720p is 20 GB in fp32.
     """
-    module = loaded.parts.readers["vae"](progress).float()
+    module = pipeline.parts.readers["vae"](progress).float()
     frames_attended(module, _attend)
     return module
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ...compat.device.facts import empty_cache, first_line
-from ...compat.memory.offloader import borrow
+from ...compat.memory.offloader import weights_on
 from ...compat.memory.transfer import Transfer
 from .chunked import Past, Place
 from .fallback import MEMORY, kind_of
@@ -127,7 +127,7 @@ class Stream:
             columns = values.float().to(tile.device).repeat_interleave(per_group, dim=1)
             return columns.transpose(0, 1)[None, :, :, None, None]
 
-        with borrow(norm, like=tile) as (weight, bias):
+        with weights_on(norm, like=tile) as (weight, bias):
             column = (1, -1, 1, 1, 1)
             factor = spread(scale) * weight.float().view(column)
             offset = (0.0 if bias is None else bias.float().view(column)) - spread(

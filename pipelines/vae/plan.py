@@ -10,9 +10,9 @@ from torch import nn
 
 from ...compat.device.execution import HOST
 from ...compat.device.facts import free_bytes, host_free_bytes
-from ...compat.device.quirks import Care
+from ...compat.device.quirks import DevicePolicy
 from ...compat.device.vae_policy import METHODS, TILES, Form, largest_buffer_bytes, limit_of, tiles_below
-from ..base import Loaded
+from ..base import Pipeline
 from ..memory.estimates import Size, attempt_bytes, plane_bytes
 from .fallback import Allowed, Attempt
 from .layerwise import SIDES
@@ -30,13 +30,13 @@ class Beginning:
     and pixel frames per latent frame; ``automatic`` whether precision and device may change.
     """
 
-    loaded: Loaded
+    pipeline: Pipeline
     coder: str
     size: tuple[int, int, int]
     ratios: tuple[int, int]
     form: Form
     method: str
-    care: Care
+    policy: DevicePolicy
     device: torch.device
     cell: int
     automatic: bool
@@ -50,17 +50,17 @@ class Beginning:
         if form.tile and tiles:
             tiles = tuple(side for side in (form.tile, *tiles) if side <= form.tile)
         start = self._first_tile(size, form.tile or tile) if method in (AUTO, TILED) else 0
-        causal = decodes and self.loaded.family in CAUSAL and method in (AUTO, TILED, CHUNKED)
+        causal = decodes and self.pipeline.family in CAUSAL and method in (AUTO, TILED, CHUNKED)
         latent_frames = (size[0] - 1) // self.ratios[1] + 1
         chunks: tuple[int, ...] = tuple(count for count in CHUNKS if count < latent_frames) if causal else ()
         if form.frames and causal:
             chunks = tuple(count for count in (form.frames, *CHUNKS) if count <= form.frames)
-        noisy = any(self.loaded.configs["vae"].get("decoder_inject_noise") or ())  # such a decoder cannot be streamed
+        noisy = any(self.pipeline.configs["vae"].get("decoder_inject_noise") or ())  # such a decoder cannot be streamed
         streamable = decodes and (method == STREAMING or (method in (AUTO, CHUNKED) and not noisy))
         streams: tuple[int, ...] = SIDES if streamable else ()
         if form.tile and method == STREAMING:
             streams = (form.tile, *(side for side in SIDES if side < form.tile))
-        first = Attempt(self.loaded.precision.vae, start, overlap=form.overlap)
+        first = Attempt(self.pipeline.precision.vae, start, overlap=form.overlap)
         if method == ON_CPU and not on_host:
             first = Attempt(torch.float32, on_host=True)
         elif method == CHUNKED:
@@ -75,38 +75,38 @@ class Beginning:
 
     def _fails_with_library(self) -> bool:
         """Whether an earlier run on this device learned that this coder needs torch's convolution library off."""
-        probes = self.loaded.probes
+        probes = self.pipeline.probes
         return probes is not None and bool(probes.recall(self._learned()))
 
     def _learned(self) -> str:
-        return f"{self.loaded.family} {self.coder} fails with MIOpen"
+        return f"{self.pipeline.family} {self.coder} fails with MIOpen"
 
     def _planned(self, first: Attempt, allowed: Allowed, size: tuple[int, int, int]) -> Attempt:
         """The attempt that fits into what is free now: whole, else the exact forms, else tiles.
 
         Other parts leave the device first. A forecast that is wrong is mended by the ladder.
         """
-        loaded, free = self.loaded, room_on(self.loaded, self.device)
-        if free is None or not loaded.weights or (first.tile and (self.form.tile or limit_of(self.care))):
+        pipeline, free = self.pipeline, room_on(self.pipeline, self.device)
+        if free is None or not pipeline.weights or (first.tile and (self.form.tile or limit_of(self.policy))):
             return first
-        if first.tile and self.care.tile_pixels:
+        if first.tile and self.policy.tile_pixels:
             return first
-        mode = getattr(loaded.residency, "mode", "model")
-        weights = loaded.weights["vae"].resident(mode, "vae") - bytes_on(loaded.parts.get("vae"), self.device)
+        mode = getattr(pipeline.offloader, "mode", "model")
+        weights = pipeline.weights["vae"].resident(mode, "vae") - bytes_on(pipeline.parts.get("vae"), self.device)
         area = Size(size[2], size[1], size[0])
 
         def fits(attempt: Attempt) -> bool:
-            needed = attempt_bytes(loaded, area, attempt.frames, attempt.tile, attempt.stream)
-            return weights + needed + getattr(loaded.residency, "keep_free", 0) <= free
+            needed = attempt_bytes(pipeline, area, attempt.frames, attempt.tile, attempt.stream)
+            return weights + needed + getattr(pipeline.offloader, "keep_free", 0) <= free
 
         if fits(replace(first, tile=0)):
             return replace(first, tile=0)
         for name in self._others():
-            loaded.residency.release(name)
-        free = room_on(loaded, self.device) or free
+            pipeline.offloader.release(name)
+        free = room_on(pipeline, self.device) or free
         whole = replace(first, tile=0)  # a family may advise tiles, which are not exact
         exact = [whole, *(replace(whole, frames=count) for count in allowed.chunks)]
-        if plane_bytes(loaded, area) * PLANES <= host_free_bytes():
+        if plane_bytes(pipeline, area) * PLANES <= host_free_bytes():
             fewest = allowed.chunks[-1] if allowed.chunks else 0
             exact += [replace(whole, frames=fewest, stream=side) for side in allowed.streams]
         if first.tile:  # advised: rather than layer by layer, which is slow
@@ -116,9 +116,9 @@ class Beginning:
 
     def _streamed_frames(self, size: tuple[int, int, int]) -> int:
         """Latent frames per chunk of a streamed decode: as many as were asked; else all, or one on a small host."""
-        if self.loaded.family not in CAUSAL or not self.loaded.weights:
+        if self.pipeline.family not in CAUSAL or not self.pipeline.weights:
             return 0
-        planes = plane_bytes(self.loaded, Size(size[2], size[1], size[0])) * PLANES
+        planes = plane_bytes(self.pipeline, Size(size[2], size[1], size[0])) * PLANES
         return self.form.frames or int(planes > host_free_bytes())
 
     def _first_tile(self, size: tuple[int, int, int], advised: int) -> int:
@@ -127,19 +127,19 @@ class Beginning:
         largest = max(rows, columns)
         if self.method == TILED and not advised:
             advised = TILES[0]
-        if self.care.tile_pixels and largest > self.care.tile_pixels:
-            advised = min(advised or self.care.tile_pixels, self.care.tile_pixels)
-        limit, itemsize = limit_of(self.care), self.loaded.precision.vae.itemsize
+        if self.policy.tile_pixels and largest > self.policy.tile_pixels:
+            advised = min(advised or self.policy.tile_pixels, self.policy.tile_pixels)
+        limit, itemsize = limit_of(self.policy), self.pipeline.precision.vae.itemsize
         for tile in (advised or 0, *TILES):
             side_rows, side_columns = (min(rows, tile), min(columns, tile)) if tile else (rows, columns)
-            needed = largest_buffer_bytes(self.loaded.configs["vae"], frames, side_rows, side_columns, itemsize)
+            needed = largest_buffer_bytes(self.pipeline.configs["vae"], frames, side_rows, side_columns, itemsize)
             if not limit or needed <= limit:
                 return tile
         return TILES[-1]
 
     def _others(self) -> list[str]:
         """The other parts of the pipeline that are on the device."""
-        parts = self.loaded.parts
+        parts = self.pipeline.parts
         return [
             name
             for name, part in parts.items()
@@ -150,26 +150,26 @@ class Beginning:
 
     def _needed(self) -> int:
         """Bytes beside the weights that the attempt is forecast to take; 0 where nobody knows."""
-        if self.coder != "decoder" or not self.loaded.weights:
+        if self.coder != "decoder" or not self.pipeline.weights:
             return 0
         frames, rows, columns = self.size
         at = self.attempt
-        return attempt_bytes(self.loaded, Size(columns, rows, frames), at.frames, at.tile, at.stream)
+        return attempt_bytes(self.pipeline, Size(columns, rows, frames), at.frames, at.tile, at.stream)
 
 
-def ratios_of(loaded: Loaded) -> tuple[int, int]:
+def ratios_of(pipeline: Pipeline) -> tuple[int, int]:
     """Pixels per latent row and column, and pixel frames per latent frame."""
     from ..registry import family_named  # which imports every family, and those import this file
 
-    spatial, temporal = family_named(loaded.family).ratios(loaded)
+    spatial, temporal = family_named(pipeline.family).ratios(pipeline)
     return int(spatial), int(temporal)
 
 
-def room_on(loaded: Loaded, device: torch.device) -> int | None:
+def room_on(pipeline: Pipeline, device: torch.device) -> int | None:
     """Bytes that a part may take on ``device``: what is free, or all of it where a host lets its other models leave."""
-    residency: Any = loaded.residency
-    if not hasattr(residency, "make_room") or residency.make_room is not None:
-        return loaded.facts.total_bytes or None
+    offloader: Any = pipeline.offloader
+    if not hasattr(offloader, "make_room") or offloader.make_room is not None:
+        return pipeline.facts.total_bytes or None
     return free_bytes(device)
 
 

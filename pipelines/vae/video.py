@@ -7,34 +7,34 @@ from torch.nn import functional
 
 from ...compat.device.execution import generator_for
 from ...compat.device.vae_policy import Form
-from ..base import Loaded, Progress, SampleSettings
+from ..base import Pipeline, Progress, SampleSettings
 from ..pictures import unsigned
 from ..sampling.loop import Kept
 from .checked import decoding, encoding
 
 
 def decoded(
-    loaded: Loaded, samples: torch.Tensor, progress: Progress, form: Form | None = None, tile: int = 0
+    pipeline: Pipeline, samples: torch.Tensor, progress: Progress, form: Form | None = None, tile: int = 0
 ) -> torch.Tensor:
     """Frames (F, H, W, 3) in 0..1 from latents in the VAE's own space.
 
     Args:
         form: what the user asks; None for ``auto``. tile: pixels per tile that ``auto`` begins with; 0 for whole.
     """
-    with decoding(loaded, samples.shape, progress, form, tile) as passes:
+    with decoding(pipeline, samples.shape, progress, form, tile) as passes:
         return unsigned(passes.decode(samples))
 
 
 def encoded_moments(
-    loaded: Loaded, frames: torch.Tensor, progress: Progress, stage: str, tile: int = 0
+    pipeline: Pipeline, frames: torch.Tensor, progress: Progress, stage: str, tile: int = 0
 ) -> torch.Tensor:
     """What the VAE says of ``frames`` (F, H, W, 3): mean and log variance (1, 2C, T, H, W), fp32, on the CPU."""
-    with encoding(loaded, frames, progress, tile) as passes:
+    with encoding(pipeline, frames, progress, tile) as passes:
         return passes.encode(frames, stage)
 
 
 def encoded(
-    loaded: Loaded, frames: torch.Tensor, seed: int, progress: Progress, mode: bool = False, tile: int = 0
+    pipeline: Pipeline, frames: torch.Tensor, seed: int, progress: Progress, mode: bool = False, tile: int = 0
 ) -> torch.Tensor:
     """Latents (1, C, T, H, W) in the VAE's own space, fp32, on the CPU.
 
@@ -43,7 +43,7 @@ def encoded(
     """
     from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
-    distribution = DiagonalGaussianDistribution(encoded_moments(loaded, frames, progress, "encoding video", tile))
+    distribution = DiagonalGaussianDistribution(encoded_moments(pipeline, frames, progress, "encoding video", tile))
     latents: torch.Tensor = distribution.mode() if mode else distribution.sample(generator_for(seed))
     return latents
 

@@ -74,9 +74,9 @@ def drive(script: str, arguments: list[str]) -> int:
 def lend_heavy(server: Server) -> None:
     """Put heavy checkpoints among the models, under the published names, and LTX-Video's transformer as one file."""
     for name in ("ltx", "hunyuan_video"):
-        published = next(key for key, light in PUBLISHED.items() if light == name)
+        published = next(key for key, status_light in PUBLISHED.items() if status_light == name)
         (server.base / "models" / "diffusers").mkdir(parents=True, exist_ok=True)
-        server.lend(build_heavy(name, tiny_home()), published)
+        server.weights_on(build_heavy(name, tiny_home()), published)
     files = layouts.whole_set("ltx", tiny_home(), server.base / "single")
     for part, place in (("transformer", "diffusion_models"), ("vae", "vae"), ("text_encoder", "text_encoders")):
         target = server.base / "models" / place / f"ltx_{part}.safetensors"

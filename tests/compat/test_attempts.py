@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from anygpu.compat.device.quirks import Care
+from anygpu.compat.device.quirks import DevicePolicy
 from anygpu.compat.device.vae_policy import convolution_switches, largest_buffer_bytes, straightened, tiled, tiles_below
 from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.compat.output_check import (
@@ -117,14 +117,14 @@ def test_switches_are_scoped_and_restored_also_after_an_error(monkeypatch, enabl
     cudnn = torch.backends.cudnn
     monkeypatch.setattr(cudnn, "enabled", enabled)
     monkeypatch.setattr(cudnn, "benchmark", benchmark)
-    radeon = Care(vae_cudnn=False, benchmark=False)
+    radeon = DevicePolicy(vae_cudnn=False, benchmark=False)
     with pytest.raises(KeyError), convolution_switches(radeon):
         assert (cudnn.enabled, cudnn.benchmark) == (False, False)
         raise KeyError
     assert (cudnn.enabled, cudnn.benchmark) == (enabled, benchmark)
-    with convolution_switches(Care()):
+    with convolution_switches(DevicePolicy()):
         assert (cudnn.enabled, cudnn.benchmark) == (enabled, benchmark)
-    with convolution_switches(Care(), library=False):
+    with convolution_switches(DevicePolicy(), library=False):
         assert not cudnn.enabled
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from anygpu.compat.device.facts import DeviceFacts
-from anygpu.compat.device.probe_store import Answer
+from anygpu.compat.device.probe_store import ProbeResult
 from anygpu.compat.errors import InputError, MissingPackageError, UnsupportedError
 from anygpu.compat.transforms import attention as subject
 from anygpu.compat.transforms import attention_kernels as kernels
@@ -177,9 +177,9 @@ def test_a_dtype_without_a_kernel_uses_that_of_fp32(ways: list[str], monkeypatch
 
 def test_a_kernel_that_a_probe_found_wrong_is_not_used(ways: list[str]) -> None:
     answers = {
-        "attention.fp32": Answer("wrong", "head width 64: off by 3"),
-        "attention.bf16": Answer("ok"),
-        "attention.fp16": Answer("wrong", "a row that the mask hides altogether becomes NaN"),
+        "attention.fp32": ProbeResult("wrong", "head width 64: off by 3"),
+        "attention.bf16": ProbeResult("ok"),
+        "attention.fp16": ProbeResult("wrong", "a row that the mask hides altogether becomes NaN"),
     }
     avoided = avoided_by(answers, DTYPES)
     assert list(avoided) == [torch.float32]

@@ -329,7 +329,7 @@ def test_restore_gives_back_everything(name, keep):
         torch.testing.assert_close(after, former, atol=0 if keep else 1e-2, rtol=0 if keep else 2**-7)
 
 
-def test_a_second_rewrite_and_one_under_a_residency_are_refused():
+def test_a_second_rewrite_and_one_under_a_offloader_are_refused():
     model = Model(block_of(CASES["ltx"])[0].float())
     apply_fp16_safe(model, "ltx")
     with pytest.raises(UnsupportedError, match="that has it already"):

@@ -59,11 +59,11 @@ def test_a_load_refuses_it_and_a_sampling_has_it(tiny_folder, recorded):
     asked = SpeedRequest(fp16_sums=True)
     with pytest.raises(UnsupportedError, match="fp16_accumulation on cpu"):
         load(LoadRequest(folder, precision="fp32", device="cpu", speed=asked))
-    loaded, seen, progress = load(LoadRequest(folder, precision="fp32", device="cpu")), [], recorded()
-    loaded.speed.request = asked  # as on a GPU that has it
+    pipeline, seen, progress = load(LoadRequest(folder, precision="fp32", device="cpu")), [], recorded()
+    pipeline.speed.request = asked  # as on a GPU that has it
     with torch.no_grad():
-        prompt = stages.encode_prompt(loaded, PromptRequest("a red fox"), progress)
-        loaded.parts.read("transformer").register_forward_hook(lambda *_: seen.append(switch()))
-        stages.sample(loaded, prompt, None, SampleSettings(64, 64, 9, steps=2, seed=3), progress)
+        prompt = stages.encode_prompt(pipeline, PromptRequest("a red fox"), progress)
+        pipeline.parts.read("transformer").register_forward_hook(lambda *_: seen.append(switch()))
+        stages.sample(pipeline, prompt, None, SampleSettings(64, 64, 9, steps=2, seed=3), progress)
     assert seen == [True, True] and not switch()
     assert any("compile off, fp16 accumulation" in line for line in progress.said)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from anygpu.compat.device.facts import facts_for
-from anygpu.compat.device.probe_store import OK, UNKNOWN, UNUSABLE, WRONG, Answer, ProbeStore
+from anygpu.compat.device.probe_store import OK, UNKNOWN, UNUSABLE, WRONG, ProbeResult, ProbeStore
 from anygpu.compat.errors import UnsupportedError
 from anygpu.compat.precision import BF16, CHOICES, FP16, FP32, HALF_TEXT, PAINT, PRECISION, Precision, precision_for
 from anygpu.pipelines.registry import FAMILIES
@@ -78,12 +78,12 @@ def test_an_unknown_device_is_one_line():
 
 # ---- what the device answers outranks the table and the known bugs ------------------------------
 
-GOOD = {name: Answer(OK) for name in ProbeStore(CPU).probes}
+GOOD = {name: ProbeResult(OK) for name in ProbeStore(CPU).probes}
 
 
 def told(**changes):
     """Answers of a device that is right in everything but what is named, with `__` for a dot."""
-    return {**GOOD, **{name.replace("__", "."): Answer(status, "as told") for name, status in changes.items()}}
+    return {**GOOD, **{name.replace("__", "."): ProbeResult(status, "as told") for name, status in changes.items()}}
 
 
 @pytest.mark.parametrize("broken", ["cast__bf16_to_fp32", "cast__fp32_to_bf16", "matmul__bf16", "attention__bf16"])
@@ -120,7 +120,7 @@ def test_an_answer_outranks_a_known_bug():
     facts = replace(profiles.facts_of("gfx1201"), arch="gfx1100")
     assert precision_for("ltx", facts).safe
     assert precision_for("ltx", facts, "auto", GOOD).transformer is BF16
-    assert precision_for("ltx", facts, "auto", {name: Answer(UNKNOWN) for name in GOOD}).safe, (
+    assert precision_for("ltx", facts, "auto", {name: ProbeResult(UNKNOWN) for name in GOOD}).safe, (
         "no answer outranks nothing"
     )
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from anygpu.compat.device.facts import facts_for
-from anygpu.compat.device.probe_store import OK, WRONG, Answer
-from anygpu.compat.device.quirks import QUIRKS, Care, abilities, active, care_for, fixed, verdict, within
+from anygpu.compat.device.probe_store import OK, WRONG, ProbeResult
+from anygpu.compat.device.quirks import QUIRKS, DevicePolicy, abilities, active, fixed, policy_for, verdict, within
 from anygpu.compat.precision import precision_for
 from simulated import profiles
 
@@ -50,11 +50,11 @@ class Stand:
 
 
 def unusable(operation):
-    return lambda facts: not verdict(operation, care_for(facts)).usable
+    return lambda facts: not verdict(operation, policy_for(facts)).usable
 
 
 def cared(name, value):
-    return lambda facts: getattr(care_for(facts), name) == value
+    return lambda facts: getattr(policy_for(facts), name) == value
 
 
 def replaced(name):
@@ -126,7 +126,7 @@ def test_caps_weights_and_casts_reach_the_layers_that_choose_kernels():
     assert capped["conv_bytes"] == 2 * GIBIBYTE and not sliced["conv_bytes"]
     assert sliced["contiguous_weights"] and not capped["contiguous_weights"]
     assert capped["cast"] == {"bf16_to_fp32": True, "fp16_to_fp32": True}
-    probes = {"cast.bf16_to_fp32": Answer(WRONG, "zeros")}
+    probes = {"cast.bf16_to_fp32": ProbeResult(WRONG, "zeros")}
     assert abilities(nvidia(), probes)["cast"]["bf16_to_fp32"] is False
     assert broken["conv_bytes"] == 0
 
@@ -152,7 +152,7 @@ def test_each_row_is_dated_sourced_and_does_something(row):
     assert row.symptom
     assert row.done
     assert row.wrong or row.costly or row.effect
-    assert set(row.effect) <= {field.name for field in fields(Care)}
+    assert set(row.effect) <= {field.name for field in fields(DevicePolicy)}
     assert set(row.optional) <= set(row.versions)
 
 
@@ -161,23 +161,25 @@ def test_each_row_is_dated_sourced_and_does_something(row):
 )
 def test_an_answer_of_the_device_outranks_the_row(name):
     facts = STANDS[name].here
-    good = {operation: Answer(OK) for row in active(facts) for operation in row.wrong}
-    good |= {f"cast.{pair}": Answer(OK) for pair in ("bf16_to_fp32", "fp32_to_bf16", "fp16_to_fp32", "fp32_to_fp16")}
+    good = {operation: ProbeResult(OK) for row in active(facts) for operation in row.wrong}
     good |= {
-        f"{kind}.{dtype}": Answer(OK)
+        f"cast.{pair}": ProbeResult(OK) for pair in ("bf16_to_fp32", "fp32_to_bf16", "fp16_to_fp32", "fp32_to_fp16")
+    }
+    good |= {
+        f"{kind}.{dtype}": ProbeResult(OK)
         for kind in ("conv2d", "groupnorm", "matmul")
         for dtype in ("bf16", "fp16", "fp32")
     }
     assert precision_for("ltx", facts) != precision_for("ltx", facts, "auto", good)
     row = next(row for row in active(facts) if row.name == name)
-    assert row in fixed(care_for(facts), good)
-    broken = {**good, row.wrong[0]: Answer(WRONG)}
-    assert row not in fixed(care_for(facts), broken)
+    assert row in fixed(policy_for(facts), good)
+    broken = {**good, row.wrong[0]: ProbeResult(WRONG)}
+    assert row not in fixed(policy_for(facts), broken)
 
 
 def test_what_is_costly_is_not_mended_by_a_right_answer():
-    care = care_for(nvidia("sm75"))
-    found = verdict("matmul.bf16", care, {"matmul.bf16": Answer(OK)})
+    policy = policy_for(nvidia("sm75"))
+    found = verdict("matmul.bf16", policy, {"matmul.bf16": ProbeResult(OK)})
     assert (found.usable, found.costly) == (True, True)
     assert "emulate" in found.why
 

@@ -25,7 +25,7 @@ def furnish(server: Server) -> None:
     """Put every paint model, DINOv2, a mesh with UVs and one without among the files of a server."""
     home = built(server.tiny_folder)
     for name in (*NAMES, DINO):
-        server.lend(home / name, name)
+        server.weights_on(home / name, name)
     write_meshes(server.base / "input")
 
 

@@ -185,14 +185,14 @@ class Server:
 
     def model(self, published: str) -> str:
         """The name ``published``, after putting its tiny checkpoint under that name among the models."""
-        return self.lend(tiny.build(PUBLISHED[published], self.tiny_folder), published)
+        return self.weights_on(tiny.build(PUBLISHED[published], self.tiny_folder), published)
 
     def every_model(self) -> None:
         """Put every tiny checkpoint among the models."""
         for published in PUBLISHED:
             self.model(published)
 
-    def lend(self, folder: Path, name: str) -> str:
+    def weights_on(self, folder: Path, name: str) -> str:
         """``name``, after linking ``folder`` under it among the models."""
         link = self.base / "models" / "diffusers" / name
         if not link.exists():

@@ -86,7 +86,7 @@ def test_damaged_model(server: Server, client: Client, tmp_path: Path, damage: s
     copied = tmp_path / damage
     shutil.copytree(tiny.build(PUBLISHED["LTX-Video"], server.tiny_folder), copied)
     broken(copied)
-    name = server.lend(copied, damage)
+    name = server.weights_on(copied, damage)
     try:
         run = client.run(text_to_video(name).prompt)
     finally:
@@ -191,9 +191,9 @@ def test_framepack_sampler_with_another_family(server: Server, client: Client) -
 def test_framepack_without_the_parts_it_borrows(server: Server, client: Client) -> None:
     models = server.base / "models" / "diffusers"
     server.model("FramePackI2V_HY")
-    lenders = [link for link in models.iterdir() if link.name != "FramePackI2V_HY"]
-    targets = {link: link.resolve() for link in lenders}
-    for link in lenders:
+    providers = [link for link in models.iterdir() if link.name != "FramePackI2V_HY"]
+    targets = {link: link.resolve() for link in providers}
+    for link in providers:
         link.unlink()
     try:
         run = client.run(text_to_video("FramePackI2V_HY").prompt)

@@ -20,7 +20,7 @@ ROUNDING = 1e-5  # frames in 0..1, fp32: another implementation adds the same nu
 @pytest.mark.parametrize(
     ("name", "shares"), [*SAMPLED.items(), *(pytest.param(name, SHARES, marks=full) for name in FAMILIES)]
 )
-def test_a_whole_run_fits_into_any_share_of_its_full_residency(
+def test_a_whole_run_fits_into_any_share_of_its_full_offloader(
     inside: Inside, name: str, shares: tuple[float, ...]
 ) -> None:
     found = inside.play("whole", "at_shares", name=name, shares=list(shares))

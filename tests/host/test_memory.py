@@ -85,7 +85,7 @@ def test_a_core_model_and_ours_make_each_other_leave(inside: Inside) -> None:
 
 
 @pytest.mark.parametrize("weights", ["auto", "fp8"])
-def test_core_lora_patches_act_at_any_residency_and_are_undone(inside: Inside, weights: str) -> None:
+def test_core_lora_patches_act_at_any_offloader_and_are_undone(inside: Inside, weights: str) -> None:
     found = inside.play("memory", "lora", name="hunyuan_video", weights=weights)
     assert found["added"] == found["keys"] > 0
     assert found["first"].startswith("diffusion_model.") and "network" not in found["first"]

@@ -100,13 +100,13 @@ def graph(server: Server) -> Graph:
     """Load, render and paint: nodes 1 to 5."""
     paint_models.furnish(server)
     made = Graph()
-    loaded = made.add("AnyGPULoadPaintPipeline", model="hunyuan3d-paint-v2-0", **AUTO)
+    pipeline = made.add("AnyGPULoadPaintPipeline", model="hunyuan3d-paint-v2-0", **AUTO)
     image = made.add("LoadImage", image="example.png")
     mesh = made.add("AnyGPULoadMesh", mesh_file=paint_models.MESH)
     maps = made.add("AnyGPURenderViews", mesh=made.link(mesh), size=64)
     made.add(
         "AnyGPUPaintViews",
-        pipeline=made.link(loaded),
+        pipeline=made.link(pipeline),
         image=made.link(image),
         normals=made.link(maps),
         positions=made.link(maps, 1),
@@ -143,14 +143,14 @@ def test_painted_views_are_kept_when_baking_fails(client: Client, graph: Graph) 
 def test_a_mesh_without_uvs_is_unwrapped_in_one_step_and_all_of_it_is_cached(server: Server, client: Client) -> None:
     paint_models.furnish(server)
     made = Graph()
-    loaded = made.add("AnyGPULoadPaintPipeline", model="hunyuan3d-paint-v2-0", **AUTO)
+    pipeline = made.add("AnyGPULoadPaintPipeline", model="hunyuan3d-paint-v2-0", **AUTO)
     image = made.add("LoadImage", image="example.png")
     mesh = made.add("AnyGPULoadMesh", mesh_file=paint_models.PLAIN)
     texture = made.add(
         "AnyGPUTextureMesh",
         mesh=made.link(mesh),
         image=made.link(image),
-        pipeline=made.link(loaded),
+        pipeline=made.link(pipeline),
         view_size=64,
         texture_size=64,
         seed=1,
@@ -188,8 +188,8 @@ def test_a_mesh_that_was_uploaded_or_saved_before_is_loaded(server: Server, clie
     assert options[1]["file_upload"] is True
     for name in ("3d/mine.glb", "3d/saved.obj [output]"):
         made = Graph()
-        loaded = made.add("AnyGPULoadMesh", mesh_file=name)
-        made.add("AnyGPURenderTurntable", mesh=made.link(loaded), frames=1, size=16, elevation=0.0)
+        pipeline = made.add("AnyGPULoadMesh", mesh_file=name)
+        made.add("AnyGPURenderTurntable", mesh=made.link(pipeline), frames=1, size=16, elevation=0.0)
         made.add("PreviewImage", images=made.link("2"))
         run = client.run(made.prompt)
         assert run.ending == "execution_success", run.message

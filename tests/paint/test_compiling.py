@@ -31,7 +31,7 @@ def test_compiled_paints_the_same_and_another_count_of_views_costs_one_more_grap
     compiled = load_paint(PaintRequest(folder, precision="fp32", device="cpu", compiled=settings_for(64, backend)))
     made = []
     for views in (2, 2, 3):
-        found, right = (paint_views(loaded, inputs(views), SETTINGS).views for loaded in (compiled, plain))
+        found, right = (paint_views(pipeline, inputs(views), SETTINGS).views for pipeline in (compiled, plain))
         assert (found - right).abs().max() <= ROUNDING
         made.append({name: part.graphs for name, part in compiled.compiler.parts.items()})
     assert [part.failure for part in compiled.compiler.parts.values()] == [""] * 3

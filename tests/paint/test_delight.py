@@ -49,7 +49,7 @@ def test_the_published_pipeline(delight):
         settings, text = DelightSettings(size=64, steps=3), given["prompt_embeds"]
         found = denoised(delight, given["image_latents"], text, settings, Silent(), lambda: next(noises))
         assert (found - wanted["latents.2"]).abs().max() <= LATENT_TOLERANCE
-        with delight.residency.hold("vae") as module:
+        with delight.offloader.hold("vae") as module:
             shown = vae.decoded(module, found / vae.SCALE, torch.device("cpu"), Silent(), "decoding")
             again = vae.encoded(module, picture("pipeline_input")[None], None, torch.device("cpu"), Silent())
     image = wanted["image"].permute(0, 2, 3, 1)
@@ -86,11 +86,11 @@ def test_an_empty_prompt_needs_its_encoder(delight, tmp_path, recorded):
     )
     model = CLIPTextModel(config).eval()
     model.save_pretrained(folder / "text_encoder")
-    loaded = load_paint(PaintRequest(folder, device="cpu"))
+    pipeline = load_paint(PaintRequest(folder, device="cpu"))
     tokens = torch.tensor([[49406, 49407] + [0] * 75])
     with torch.no_grad():
-        assert torch.allclose(empty_prompt(loaded, Silent()), model(tokens).last_hidden_state, atol=1e-6)
-    found = delight_image(loaded, picture("wrap_rgba_input"), DelightSettings(size=64, steps=1), recorded())
+        assert torch.allclose(empty_prompt(pipeline, Silent()), model(tokens).last_hidden_state, atol=1e-6)
+    found = delight_image(pipeline, picture("wrap_rgba_input"), DelightSettings(size=64, steps=1), recorded())
     assert found.shape == (64, 64, 3)
 
 

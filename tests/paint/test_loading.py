@@ -77,24 +77,24 @@ def test_turbo_is_known_by_its_folder_and_its_image_prompt_is_left_out(paint_fol
     extra += [f"unet.image_proj_model.{name}" for name in ("proj.weight", "proj.bias", "norm.weight", "norm.bias")]
     tensors |= dict.fromkeys(extra, torch.zeros(1))
     stored.store(tensors, folder / "unet" / "diffusion_pytorch_model.safetensors")
-    loaded = load(folder)
-    assert loaded.variant == "turbo"
-    assert any(f"{len(extra)} tensors of an unused image prompt" in note for note in loaded.notes)
-    assert same(loaded.parts.read("unet"), load(paint_folder).parts.read("unet"))
+    pipeline = load(folder)
+    assert pipeline.variant == "turbo"
+    assert any(f"{len(extra)} tensors of an unused image prompt" in note for note in pipeline.notes)
+    assert same(pipeline.parts.read("unet"), load(paint_folder).parts.read("unet"))
     assert load(paint_folder).variant == "v2-0"
     assert load(folder, variant="v2-0").variant == "v2-0"
 
 
 def test_every_attention_calls_the_kernel_that_was_chosen(paint_folder):
-    loaded = load(paint_folder, attention="native_math")
+    pipeline = load(paint_folder, attention="native_math")
     kernels = {
         module.attend.choice
         for part in ("unet", "reference")
-        for module in loaded.parts.read(part).modules()
+        for module in pipeline.parts.read(part).modules()
         if isinstance(module, Attention)
     }
     assert kernels == {"native_math"}
-    owners = [module for module in loaded.parts.read("vae").modules() if hasattr(module, "to_q")]
+    owners = [module for module in pipeline.parts.read("vae").modules() if hasattr(module, "to_q")]
     assert owners
     assert all(isinstance(owner.processor, PictureAttention) for owner in owners)
 
@@ -115,11 +115,11 @@ def test_an_older_vae_reads_the_same(folder, paint_folder):
 
 
 def test_weights_are_read_when_wanted_and_part_by_part(paint_folder, recorded):
-    loaded, progress = load(paint_folder), recorded()
-    assert not loaded.parts
-    with loaded.residency.hold("reference", 0, progress):
+    pipeline, progress = load(paint_folder), recorded()
+    assert not pipeline.parts
+    with pipeline.offloader.hold("reference", 0, progress):
         pass
-    assert set(loaded.parts) == {"reference"}
+    assert set(pipeline.parts) == {"reference"}
     assert progress.steps[-1][2].startswith("reading reference")
 
 

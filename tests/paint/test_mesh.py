@@ -185,13 +185,13 @@ def test_without_trimesh_the_package_is_named(tmp_path, monkeypatch):
         write_glb(tmp_path / "shape.glb", BOX, torch.zeros(2, 2, 3))
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, loaded: object) -> None:
-    """A trimesh that reads ``loaded`` from every file."""
+def pretend(monkeypatch: pytest.MonkeyPatch, pipeline: object) -> None:
+    """A trimesh that reads ``pipeline`` from every file."""
 
     def load_scene(path, process):
-        if isinstance(loaded, Exception):
-            raise loaded
-        return types.SimpleNamespace(to_mesh=lambda: loaded)
+        if isinstance(pipeline, Exception):
+            raise pipeline
+        return types.SimpleNamespace(to_mesh=lambda: pipeline)
 
     monkeypatch.setitem(sys.modules, "trimesh", types.SimpleNamespace(load_scene=load_scene))
 
@@ -210,14 +210,14 @@ def test_uvs_are_turned_to_count_downwards(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("loaded", "text"),
+    ("pipeline", "text"),
     [
         (ValueError("bad header"), "cannot be read .ValueError: bad header"),
         (types.SimpleNamespace(faces=[]), "no faces in"),
     ],
 )
-def test_damaged_and_faceless_files_are_said(tmp_path, monkeypatch, loaded, text):
-    pretend(monkeypatch, loaded)
+def test_damaged_and_faceless_files_are_said(tmp_path, monkeypatch, pipeline, text):
+    pretend(monkeypatch, pipeline)
     (tmp_path / "shape.ply").write_bytes(b"")
     with pytest.raises(CheckpointError, match=text):
         load_mesh(tmp_path / "shape.ply")

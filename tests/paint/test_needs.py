@@ -15,7 +15,7 @@ from anygpu.paint.sampling.painting import PaintSettings, paint_views
 from simulated.conftest import acc  # noqa: F401
 
 from paint.counting import GIBIBYTE, HALF, SAFE, stages
-from paint.test_residency import INPUTS
+from paint.test_offloader import INPUTS
 
 COUNTED = {  # stage of a forecast to what was counted
     "encoding": "encode a picture",
@@ -42,9 +42,9 @@ def pipeline(kind, dtypes, weights, mode="model"):
     """What a forecast reads of a loaded pipeline."""
     precision = SimpleNamespace(compute=dtypes.compute, residual=dtypes.residual, vae=dtypes.compute)
     variant = {"paint": "v2-0", "paint_pbr": "v2-1", "delight": "v2-0"}[kind]
-    residency = SimpleNamespace(mode=mode)
+    offloader = SimpleNamespace(mode=mode)
     return SimpleNamespace(
-        family=kind, variant=variant, precision=precision, shape=shape_for(kind), residency=residency, weights=weights
+        family=kind, variant=variant, precision=precision, shape=shape_for(kind), offloader=offloader, weights=weights
     )
 
 
@@ -73,35 +73,37 @@ def test_a_unet_moves_by_block_or_by_layer_and_other_parts_by_layer():
 
 
 def test_more_stays_where_offload_is_faster(paint_folder, delight_folder):
-    loaded = load_paint(PaintRequest(paint_folder, precision="fp32", device="cpu"))
-    plans = {mode: paint_needs(loaded, 64, 2, mode=mode) for mode in MODES}
+    pipeline = load_paint(PaintRequest(paint_folder, precision="fp32", device="cpu"))
+    plans = {mode: paint_needs(pipeline, 64, 2, mode=mode) for mode in MODES}
     names = ["encoding", "reference", "painting", "decoding"]
     assert all([need.name for need in plan] == names for plan in plans.values())
     painting = [plan[2].total for plan in plans.values()]
     assert painting[0] > painting[1] > painting[2] >= painting[3], "the learned text is the largest layer and block"
-    sizes = {part: sum(t.nbytes for t in loaded.parts.read(part).state_dict().values()) for part in loaded.weights}
-    assert sizes == {part: size.total for part, size in loaded.weights.items()}
+    sizes = {part: sum(t.nbytes for t in pipeline.parts.read(part).state_dict().values()) for part in pipeline.weights}
+    assert sizes == {part: size.total for part, size in pipeline.weights.items()}
     assert [need.kept for need in plans["none"]] == [
         0,
         sizes["vae"],
         sizes["vae"] + sizes["reference"],
         sizes["reference"] + sizes["unet"],
     ]
-    assert paint_needs(loaded, 64, 2, guided=True) == paint_needs(loaded, 64, 2), "v2-0 is guided unless told"
-    assert paint_needs(loaded, 64, 2, guided=False)[2].activations < paint_needs(loaded, 64, 2)[2].activations
+    assert paint_needs(pipeline, 64, 2, guided=True) == paint_needs(pipeline, 64, 2), "v2-0 is guided unless told"
+    assert paint_needs(pipeline, 64, 2, guided=False)[2].activations < paint_needs(pipeline, 64, 2)[2].activations
     delight = load_paint(PaintRequest(delight_folder, precision="fp32", device="cpu"))
     assert [need.name for need in paint_needs(delight)] == ["encoding", "delighting", "decoding"]
 
 
 def test_a_run_is_accounted_under_the_names_of_its_forecast(acc, paint_folder, delight_folder, tmp_path):  # noqa: F811
-    loaded = load_paint(PaintRequest(paint_folder, precision="fp32", device=acc, offload="model", state=tmp_path))
-    paint_views(loaded, INPUTS, PaintSettings(size=64, steps=1))
-    needs = paint_needs(loaded, 64, 2)
-    costs = loaded.residency.account.stages
+    pipeline = load_paint(PaintRequest(paint_folder, precision="fp32", device=acc, offload="model", state=tmp_path))
+    paint_views(pipeline, INPUTS, PaintSettings(size=64, steps=1))
+    needs = paint_needs(pipeline, 64, 2)
+    costs = pipeline.offloader.memory_stats.stages
     assert [cost.stage for cost in costs] == [need.name for need in needs]
     for cost, need in zip(costs, needs, strict=True):
         assert need.weights < cost.peak_bytes <= MARGIN * need.total, cost.stage
     assert [cost.stage for cost in kept_stages(tmp_path)] == [need.name for need in needs]
     delight = load_paint(PaintRequest(delight_folder, precision="fp32", device=acc, offload="model"))
     delight_image(delight, INPUTS.references, DelightSettings(size=64, steps=1, text=torch.ones(1, 7, 64)))
-    assert [cost.stage for cost in delight.residency.account.stages] == [need.name for need in paint_needs(delight)]
+    assert [cost.stage for cost in delight.offloader.memory_stats.stages] == [
+        need.name for need in paint_needs(delight)
+    ]

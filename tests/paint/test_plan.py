@@ -9,9 +9,9 @@ from anygpu.pipelines.memory.page import shown
 
 
 def test_each_mode_has_its_stages_and_bars(paint_folder):
-    loaded = load_paint(PaintRequest(paint_folder, precision="fp32", device="cpu"))
-    found = tuple(Forecast(mode, paint_needs(loaded, 64, 2, None, mode)) for mode in MODES)
-    text, bars = shown(loaded, "Hunyuan3D paint", ", 2 views", found)
+    pipeline = load_paint(PaintRequest(paint_folder, precision="fp32", device="cpu"))
+    found = tuple(Forecast(mode, paint_needs(pipeline, 64, 2, None, mode)) for mode in MODES)
+    text, bars = shown(pipeline, "Hunyuan3D paint", ", 2 views", found)
     lines = text.splitlines()
     assert lines[0].startswith("Hunyuan3D paint, 2 views: cpu has ")
     for each in found:

@@ -57,9 +57,9 @@ def pbr(pbr_folder):
     return load_paint(PaintRequest(pbr_folder, device="cpu"))
 
 
-def encoded(loaded, inputs):
+def encoded(pipeline, inputs):
     given, generator = values("paint", "pipeline_euler.in"), generator_for(0)
-    with torch.no_grad(), loaded.residency.hold("vae") as module:
+    with torch.no_grad(), pipeline.offloader.hold("vae") as module:
         for name, pictures in (
             ("ref", over(inputs.references[0], GREY)[None]),
             ("normal", inputs.normals),
@@ -79,14 +79,14 @@ def test_two_steps_of_the_published_sampler_with_its_noise(paint):
     given, wanted = values("paint", "pipeline_euler.in"), values("paint", "pipeline_euler.out")
     noises = iter([given["init_latents"] / 4096, given["step_noise.0"], given["step_noise.1"]])
     with torch.no_grad():
-        with paint.residency.hold("reference") as stream:
+        with paint.offloader.hold("reference") as stream:
             reference = stream(given["ref_latents"])
         maps = torch.cat((given["normal_latents"], given["position_latents"]), dim=2)
         conditions = Conditions(maps, reference, given["camera_info_gen"][0])
         settings = completed(paint, PaintSettings(size=64, steps=2, guidance=2.0), Silent())
         found = sampled(paint, conditions, settings, Silent(), lambda: next(noises))
         assert (found - wanted["latents.1"]).abs().max() <= LATENT_TOLERANCE
-        with paint.residency.hold("vae") as module:
+        with paint.offloader.hold("vae") as module:
             first = vae.decoded(module, found[:1] / vae.SCALE, torch.device("cpu"), Silent(), "decoding")[0]
     shown = (wanted["decoded_first_view"][0] / 2 + 0.5).clamp(0, 1).permute(1, 2, 0)
     assert (first - shown).abs().max() <= PIXEL
@@ -151,7 +151,7 @@ def test_a_second_larger_pass_starts_from_the_first(paint, inputs):
 
 
 def test_published_settings_of_each_variant(paint, turbo, pbr):
-    found = {loaded.variant: completed(loaded, PaintSettings(), Silent()) for loaded in (paint, turbo, pbr)}
+    found = {pipeline.variant: completed(pipeline, PaintSettings(), Silent()) for pipeline in (paint, turbo, pbr)}
     assert {name: (s.scheduler, s.steps, s.guidance) for name, s in found.items()} == {
         "v2-0": ("euler_ancestral", 30, 2.0),
         "turbo": ("lcm", 10, 1.0),
@@ -222,10 +222,10 @@ def test_pbr_with_its_own_dino(pbr_folder, inputs, tmp_path):
     config = Dinov2Config(hidden_size=1536, num_hidden_layers=1, num_attention_heads=24, mlp_ratio=1, image_size=224)
     model = Dinov2Model(config).eval()
     model.save_pretrained(tmp_path / "dino")
-    loaded = load_paint(PaintRequest(pbr_folder, image_encoder=tmp_path / "dino", device="cpu"))
-    found = dino_states(loaded, inputs.references[0][..., :3], Silent())
+    pipeline = load_paint(PaintRequest(pbr_folder, image_encoder=tmp_path / "dino", device="cpu"))
+    found = dino_states(pipeline, inputs.references[0][..., :3], Silent())
     with torch.no_grad():
         wanted = model(dino_pixels(inputs.references[0][..., :3])).last_hidden_state
     assert found.shape == (1, 1 + (224 // config.patch_size) ** 2, 1536)
     assert torch.allclose(found, wanted, atol=1e-4)
-    assert paint_views(loaded, inputs, TINY).views.shape == (6, 64, 64, 3)
+    assert paint_views(pipeline, inputs, TINY).views.shape == (6, 64, 64, 3)

@@ -88,7 +88,7 @@ def test_a_device_without_room_leaves_baking_to_the_cpu(monkeypatch, recorded):
     progress, device = recorded(), torch.device("meta")
     for free, chosen in ((None, device), (1 << 30, device), (1 << 20, HOST)):
         monkeypatch.setattr(texturing, "free_bytes", lambda _device, free=free: free)
-        assert texturing.roomy(device, 1 << 29, progress.say) == chosen
+        assert texturing.roomy(device, 1 << 29, progress.notify) == chosen
     assert progress.said == ["baked on the CPU: 0.0 GB free on the device, 0.5 GB needed"]
 
 

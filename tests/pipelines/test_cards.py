@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from anygpu.compat.device.facts import DeviceFacts, facts_for
-from anygpu.compat.device.probe_status import AMBER, GREEN, GREY, RED, lights
-from anygpu.compat.device.probe_store import OK, UNKNOWN, UNUSABLE, WRONG, Answer
+from anygpu.compat.device.probe_status import AMBER, GREEN, GREY, RED, probe_statuses
+from anygpu.compat.device.probe_store import OK, UNKNOWN, UNUSABLE, WRONG, ProbeResult
 from anygpu.compat.transforms.attention import CHOICES as ATTENTIONS
 from anygpu.pipelines import tiny
 from anygpu.pipelines.decisions import card_of, in_short
@@ -27,22 +27,22 @@ TURING = DeviceFacts(
 
 @pytest.mark.parametrize("name", ["ltx", "mochi", "framepack"])
 def test_every_decision_of_a_pipeline_has_a_subject_and_a_reason(name, tiny_folder):
-    for lender in ("hunyuan_video", "siglip") if name == "framepack" else ():
-        tiny.build(lender, tiny_folder)
-    loaded = load(LoadRequest(tiny.build(name, tiny_folder), device="cpu", search=(tiny_folder,)))
-    card = card_of(loaded)
+    for provider in ("hunyuan_video", "siglip") if name == "framepack" else ():
+        tiny.build(provider, tiny_folder)
+    pipeline = load(LoadRequest(tiny.build(name, tiny_folder), device="cpu", search=(tiny_folder,)))
+    card = card_of(pipeline)
     subjects = [decision["subject"] for decision in card["decisions"]]
-    assert card["title"] == FAMILIES[loaded.family].title and card["family"] == loaded.family
+    assert card["title"] == FAMILIES[pipeline.family].title and card["family"] == pipeline.family
     assert {"precision", "offload", "attention", "Conv3d"} <= set(subjects)
     assert subjects[0] == "precision"
     assert all(decision["verdict"] and decision["why"] for decision in card["decisions"]), card["decisions"]
-    assert in_short(loaded) == "fp32, offload none"
+    assert in_short(pipeline) == "fp32, offload none"
 
 
 def test_the_notes_of_a_pipeline_are_taken_apart_where_they_should_be(tiny_folder):
-    loaded = load(LoadRequest(tiny.build("ltx", tiny_folder), device="cpu"))
+    pipeline = load(LoadRequest(tiny.build("ltx", tiny_folder), device="cpu"))
     notes = ("bf16: because", "offload group on cuda: auto: too large", "kernels: 3 of 3 sites", "something else")
-    told = dataclasses.replace(loaded, notes=notes)
+    told = dataclasses.replace(pipeline, notes=notes)
     found = [(each["subject"], each["verdict"], each["why"]) for each in card_of(told)["decisions"]]
     assert found[:4] == [
         ("precision", "bf16", "because"),
@@ -66,13 +66,13 @@ def test_what_a_machine_cannot_do_is_named_with_the_reason():
 
 def test_lights_say_what_to_do_about_red():
     answers = {
-        "matmul.fp32": Answer(OK),
-        "conv3d.bf16": Answer(UNUSABLE, "no kernel"),
-        "triton": Answer(UNUSABLE, "absent"),
-        "cast.bf16_to_fp32": Answer(WRONG, "3 values"),
-        "pad3d.fp32": Answer(UNKNOWN, "not asked yet"),
+        "matmul.fp32": ProbeResult(OK),
+        "conv3d.bf16": ProbeResult(UNUSABLE, "no kernel"),
+        "triton": ProbeResult(UNUSABLE, "absent"),
+        "cast.bf16_to_fp32": ProbeResult(WRONG, "3 values"),
+        "pad3d.fp32": ProbeResult(UNKNOWN, "not asked yet"),
     }
-    shown = {light.name: light for light in lights(TURING, answers)}
+    shown = {status_light.name: status_light for status_light in probe_statuses(TURING, answers)}
     assert shown["matmul.fp32"].colour == GREEN and shown["triton"].colour == AMBER
     assert shown["pad3d.fp32"].colour == GREY
     assert shown["conv3d.bf16"].colour == RED and "no kernel" in shown["conv3d.bf16"].verdict

@@ -11,7 +11,7 @@ from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.compat.memory.offloader import Terms
 from anygpu.compat.memory.parts import Silent
 from anygpu.compat.memory.planned import places
-from anygpu.compat.memory.statistics import Account, StageCost, kept_stages
+from anygpu.compat.memory.statistics import MemoryStats, StageCost, kept_stages
 from anygpu.pipelines import tiny
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.memory import estimates
@@ -123,9 +123,9 @@ def test_a_device_that_is_not_there_is_named():
 
 
 def test_costs_are_kept_and_read_back(tmp_path):
-    account = Account(tmp_path)
+    memory_stats = MemoryStats(tmp_path)
     for name in ("text", "sampling"):
-        with account.stage(name, "mochi", "group", CPU), account.moving(1000):
+        with memory_stats.stage(name, "mochi", "group", CPU), memory_stats.moving(1000):
             pass
     found = kept_stages(tmp_path)
     assert [cost.stage for cost in found] == ["text", "sampling"] and found[0].moved_bytes == 1000

@@ -149,8 +149,8 @@ def test_auto_finds_the_parts_that_fit_and_says_so(tiny_folder, tmp_path, record
     offered = {path: kinds(path) for path in [*files.values(), *other.values()]}
     base = layouts.tools_only("hunyuan_video", tiny_folder, tmp_path)
     request = Files({"transformer": files["transformer"]}, offered)
-    loaded = load(LoadRequest(files["transformer"], base=base, device="cpu", files=request), progress)
-    assert set(loaded.parts.readers) == {"transformer", "vae", "text_encoder", "text_encoder_2"}
+    pipeline = load(LoadRequest(files["transformer"], base=base, device="cpu", files=request), progress)
+    assert set(pipeline.parts.readers) == {"transformer", "vae", "text_encoder", "text_encoder_2"}
     assert {line for line in progress.said if "(auto)" in line} == {
         f"{part} from {files[part].name} (auto)" for part in ("vae", "text_encoder", "text_encoder_2")
     }

@@ -13,7 +13,7 @@ import torch
 from anygpu.compat.checkpoints import packed
 from anygpu.compat.errors import CheckpointError, InputError, PackError, UnsupportedError
 from anygpu.pipelines import stages, tiny
-from anygpu.pipelines.base import Loaded, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.base import Pipeline, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.loading.single_file import Files
 from anygpu.pipelines.text import qwen, t5
@@ -39,9 +39,9 @@ def parted(model: str, tiny_folder: Path) -> tuple[Path, Path]:
     )
 
 
-def latents(loaded: Loaded) -> torch.Tensor:
-    prompt = stages.encode_prompt(loaded, PromptRequest("a cat walks"), Silent())
-    return stages.sample(loaded, prompt, None, SampleSettings(64, 64, 9, steps=2, seed=3), Silent()).samples
+def latents(pipeline: Pipeline) -> torch.Tensor:
+    prompt = stages.encode_prompt(pipeline, PromptRequest("a cat walks"), Silent())
+    return stages.sample(pipeline, prompt, None, SampleSettings(64, 64, 9, steps=2, seed=3), Silent()).samples
 
 
 def wide(model: str, name: str, tensor: torch.Tensor) -> bool:
@@ -259,9 +259,9 @@ def test_t5_makes_a_weight_dense_only_to_compute_with_it(tiny_folder, monkeypatc
     monkeypatch.setattr(packed.StoredLinear, "dense", lambda own, dtype: made.append(own) or dense(own, dtype))
     found = []
     for most in (2, 6):  # once for each of two texts
-        loaded = load(request)
-        layers = [owner for owner in loaded.parts[encoder].modules() if isinstance(owner, packed.StoredLinear)]
-        found.append(stages.encode_prompt(loaded, PromptRequest('a sign that says "cat"', 'no "dog"'), Silent()))
+        pipeline = load(request)
+        layers = [owner for owner in pipeline.parts[encoder].modules() if isinstance(owner, packed.StoredLinear)]
+        found.append(stages.encode_prompt(pipeline, PromptRequest('a sign that says "cat"', 'no "dog"'), Silent()))
         assert max(made.count(layer) for layer in layers) == most
         for module in (t5, qwen):
             monkeypatch.setattr(module, "outlined", lambda _: nullcontext())

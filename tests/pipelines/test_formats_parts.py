@@ -10,7 +10,7 @@ import pytest
 import torch
 from anygpu.compat.errors import CheckpointError
 from anygpu.pipelines import stages, tiny
-from anygpu.pipelines.base import Loaded, PromptRequest, Silent
+from anygpu.pipelines.base import Pipeline, PromptRequest, Silent
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.loading.formats import kinds
 from anygpu.pipelines.loading.single_file import Files
@@ -21,14 +21,14 @@ FULL = pytest.mark.full
 PICTURE = torch.rand(1, 64, 64, 3, generator=torch.Generator().manual_seed(0))
 
 
-def composed(files: dict[str, Path], base: Path, offered: tuple[Path, ...] = (), progress=None) -> Loaded:
+def composed(files: dict[str, Path], base: Path, offered: tuple[Path, ...] = (), progress=None) -> Pipeline:
     request = Files(files, {path: kinds(path) for path in offered})
     return load(LoadRequest(files["transformer"], base=base, device="cpu", files=request), progress)
 
 
-def embeds(loaded: Loaded, image: Tensor | None = None) -> dict[str, Tensor]:
+def embeds(pipeline: Pipeline, image: Tensor | None = None) -> dict[str, Tensor]:
     with torch.no_grad():
-        return stages.encode_prompt(loaded, PromptRequest("a red fox", image=image), Silent()).embeds
+        return stages.encode_prompt(pipeline, PromptRequest("a red fox", image=image), Silent()).embeds
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
@@ -57,13 +57,13 @@ def test_mochi_s_vae_in_two_files_is_that_of_its_folder(tiny_folder, tmp_path, r
     coders, progress = halves(files.pop("vae"), way == "prefixed"), recorded()
     assert [kinds(path) for path in coders.values()] == [("mochi/vae_decoder",), ("mochi/vae_encoder",)]
     if way == "auto":
-        loaded = composed(files, base, tuple(coders.values()), progress)
+        pipeline = composed(files, base, tuple(coders.values()), progress)
         assert "vae from decoder.safetensors (auto)" in progress.said
     else:
-        loaded = composed({**files, "vae": coders["encoder" if way == "encoder" else "decoder"]}, base, (), progress)
+        pipeline = composed({**files, "vae": coders["encoder" if way == "encoder" else "decoder"]}, base, (), progress)
     assert any("of the VAE from" in line for line in progress.said)
     whole = load(LoadRequest(tiny.build("mochi", tiny_folder), device="cpu"))
-    assert same(loaded.parts["vae"].state_dict(), whole.parts["vae"].state_dict())
+    assert same(pipeline.parts["vae"].state_dict(), whole.parts["vae"].state_dict())
 
 
 @FULL

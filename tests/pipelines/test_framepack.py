@@ -52,22 +52,22 @@ def run(tiny_folder: Path) -> Callable[[str], SimpleNamespace]:
 
 def _run(name: str, folder: Path) -> SimpleNamespace:
     pipe = tiny.one_shot(name, folder)
-    loaded = _loaded(folder / name, base=folder / "hunyuan_video")
+    pipeline = _loaded(folder / name, base=folder / "hunyuan_video")
     request = PromptRequest(PROMPT, NEGATIVE, sections=(" ", "a blue dog sleeps"))
-    prompt = stages.encode_prompt(loaded, request, Silent())
-    start = stages.encode_image(loaded, ImageRequest(START, WIDTH, HEIGHT), "stretch", Silent())
-    end = stages.encode_image(loaded, ImageRequest(END, WIDTH, HEIGHT, frame=-1, previous=start), "stretch", Silent())
+    prompt = stages.encode_prompt(pipeline, request, Silent())
+    start = stages.encode_image(pipeline, ImageRequest(START, WIDTH, HEIGHT), "stretch", Silent())
+    end = stages.encode_image(pipeline, ImageRequest(END, WIDTH, HEIGHT, frame=-1, previous=start), "stretch", Silent())
     # The same weights in memory: other addresses move the last bits of a matrix product.
-    pipe.register_modules(transformer=loaded.parts["transformer"], vae=loaded.parts["vae"])
+    pipe.register_modules(transformer=pipeline.parts["transformer"], vae=pipeline.parts["vae"])
     return SimpleNamespace(
         name=name,
         pipe=pipe,
-        loaded=loaded,
+        pipeline=pipeline,
         prompt=replace(prompt, sections=()),
         told=prompt,
         start=start,
         end=end,
-        scale=loaded.configs["vae"]["scaling_factor"],
+        scale=pipeline.configs["vae"]["scaling_factor"],
     )
 
 
@@ -106,7 +106,7 @@ def _sampled(made: SimpleNamespace, count: int, progress: Any = None, keep: Any 
     known = FramePackSettings.__dataclass_fields__
     asked = replace(asked, **{key: changes.pop(key) for key in list(changes) if key in known})
     settings = replace(SETTINGS, **changes)
-    return stages.sample_framepack(made.loaded, prompt, image, settings, asked, progress or Silent(), keep)
+    return stages.sample_framepack(made.pipeline, prompt, image, settings, asked, progress or Silent(), keep)
 
 
 def _one_shot(made: SimpleNamespace, count: int, output: str, steps: int = STEPS, **arguments: Any) -> torch.Tensor:
@@ -148,7 +148,7 @@ def test_stages_give_the_one_shot_video(run: Any, name: str, ended: bool, cfg: f
     expected = _one_shot(made, 3, "latent", true_cfg_scale=cfg, **last, **_given(made))
     assert torch.equal(latents.samples, expected)
     frames = _one_shot(made, 3, "pt", true_cfg_scale=cfg, **last, **_given(made))
-    video = stages.decode(made.loaded, latents, Silent())
+    video = stages.decode(made.pipeline, latents, Silent())
     assert frames.shape == (3 * WINDOW * 4 + 1, HEIGHT, WIDTH, 3)
     assert len(video) == (len(frames) if ended else _frames(3))
     assert torch.equal(video, frames[: len(video)])
@@ -172,8 +172,8 @@ def test_six_sections_stand_where_upstream_puts_them(run: Any) -> None:
 @pytest.mark.parametrize("name", [I2V, F1])
 def test_every_input_changes_the_latents(run: Any, name: str) -> None:
     made = run(name)
-    other = stages.encode_prompt(made.loaded, PromptRequest("a green bird", "sharp"), Silent())
-    turned = stages.encode_image(made.loaded, ImageRequest(START.flip(2), WIDTH, HEIGHT), "stretch", Silent())
+    other = stages.encode_prompt(made.pipeline, PromptRequest("a green bird", "sharp"), Silent())
+    turned = stages.encode_image(made.pipeline, ImageRequest(START.flip(2), WIDTH, HEIGHT), "stretch", Silent())
     unseen = replace(made.start, tensors={**made.start.tensors, "vision": turned.tensors["vision"]})
     results = [
         _sampled(made, 1),
@@ -235,19 +235,19 @@ def test_an_end_image_is_not_cut_off(run: Any, recorded: Any) -> None:
 def test_images_join_in_either_order(run: Any) -> None:
     made = run(I2V)
     request = ImageRequest(END, WIDTH, HEIGHT, frame=-1)
-    end = stages.encode_image(made.loaded, request, "stretch", Silent())
-    both = stages.encode_image(made.loaded, ImageRequest(START, WIDTH, HEIGHT, previous=end), "stretch", Silent())
+    end = stages.encode_image(made.pipeline, request, "stretch", Silent())
+    both = stages.encode_image(made.pipeline, ImageRequest(START, WIDTH, HEIGHT, previous=end), "stretch", Silent())
     assert both.tensors.keys() == made.end.tensors.keys()
     assert all(torch.equal(both.tensors[name], made.end.tensors[name]) for name in both.tensors)
 
 
 def test_given_vision_replaces_siglip(run: Any, recorded: Any) -> None:
     made, watched = run(I2V), recorded()
-    loaded = replace(made.loaded, parts=type(made.loaded.parts)({"vae": lambda _: made.loaded.parts["vae"]}))
-    loaded = replace(loaded, residency=SimpleNamespace(device=torch.device("cpu"), hold=_Held(loaded.parts).hold))
+    pipeline = replace(made.pipeline, parts=type(made.pipeline.parts)({"vae": lambda _: made.pipeline.parts["vae"]}))
+    pipeline = replace(pipeline, offloader=SimpleNamespace(device=torch.device("cpu"), hold=_Held(pipeline.parts).hold))
     vision = torch.randn(1, 729, 32)
     request = ImageRequest(START, WIDTH, HEIGHT, vision=vision, strength=0.5)
-    condition = stages.encode_image(loaded, request, "stretch", watched)
+    condition = stages.encode_image(pipeline, request, "stretch", watched)
     assert torch.equal(condition.tensors["vision"], vision)
     assert "strength has no effect on the start image of FramePack" in watched.said
 
@@ -256,7 +256,7 @@ def test_given_vision_replaces_siglip(run: Any, recorded: Any) -> None:
 
 
 class _Held:
-    """A residency that remembers what was held."""
+    """An offloader that remembers what was held."""
 
     def __init__(self, parts: Any) -> None:
         self.parts, self.names = parts, []
@@ -280,8 +280,8 @@ def test_each_finished_section_is_kept_and_decodes(run: Any, recorded: Any, name
     assert torch.equal(kept[-1][2].samples, latents.samples)
     lengths = [2, 4, 7] if name == I2V else [3, 5, 7]
     assert [list(part.extra["section_lengths"]) for _, _, part in kept] == [lengths[:end] for end in (1, 2, 3)]
-    partial, video = kept[1][2], stages.decode(made.loaded, latents, Silent())
-    frames = stages.decode(made.loaded, partial, Silent())
+    partial, video = kept[1][2], stages.decode(made.pipeline, latents, Silent())
+    frames = stages.decode(made.pipeline, partial, Silent())
     assert len(frames) == partial.frames == 13
     if name == F1:  # what comes later is blended into the last five frames only
         assert torch.equal(frames[: 17 - PER_SECTION], video[: 17 - PER_SECTION])
@@ -327,7 +327,7 @@ def test_another_seed_prompt_picture_or_model_is_another_sampling(run: Any) -> N
 
 def key_of(made: SimpleNamespace, **changes: Any) -> str:
     """The key of one video, from a pipeline with other fields."""
-    other = replace(made.loaded, **changes)
+    other = replace(made.pipeline, **changes)
     return resume_key(other, made.prompt, made.start, SETTINGS, FramePackSettings(1.0))
 
 
@@ -340,8 +340,8 @@ def test_a_standing_of_another_size_is_not_gone_on_with(run: Any) -> None:
 
 def test_only_the_transformer_is_held_while_sampling(run: Any) -> None:
     made = run(I2V)
-    held = _Held(made.loaded.parts)
-    spied = SimpleNamespace(**{**vars(made), "loaded": replace(made.loaded, residency=held)})
+    held = _Held(made.pipeline.parts)
+    spied = SimpleNamespace(**{**vars(made), "pipeline": replace(made.pipeline, offloader=held)})
     _sampled(spied, 2)
     assert held.names == ["transformer"]
 
@@ -359,7 +359,7 @@ def test_cancel_leaves_the_next_run_as_a_fresh_one(run: Any, recorded: Any, name
 
 def test_single_frame_mode_samples_the_last_frame_of_the_first_window(run: Any, recorded: Any) -> None:
     made, seen = run(I2V), []
-    hook = made.loaded.parts["transformer"].register_forward_pre_hook(
+    hook = made.pipeline.parts["transformer"].register_forward_pre_hook(
         lambda _module, _inputs, given: seen.append(given), with_kwargs=True
     )
     try:
@@ -367,7 +367,7 @@ def test_single_frame_mode_samples_the_last_frame_of_the_first_window(run: Any, 
     finally:
         hook.remove()
     assert latents.samples.shape == (1, 16, 1, HEIGHT // 8, WIDTH // 8)
-    assert stages.decode(made.loaded, latents, Silent()).shape == (1, HEIGHT, WIDTH, 3)
+    assert stages.decode(made.pipeline, latents, Silent()).shape == (1, HEIGHT, WIDTH, 3)
     given = {key: value.tolist() for key, value in seen[0].items() if key.startswith("indices")}
     assert given["indices_latents"] == [9] and given["indices_latents_clean"] == [0, 10]
     assert given["indices_latents_history_2x"] == [11, 12]
@@ -387,21 +387,21 @@ def test_other_solvers_and_schedules_run(run: Any, changes: dict[str, Any]) -> N
 
 def test_bf16_gives_finite_frames(run: Any, tiny_folder: Path) -> None:
     made = run(I2V)
-    loaded = _loaded(tiny_folder / I2V, base=tiny_folder / "hunyuan_video", precision="bf16")
-    spied = SimpleNamespace(**{**vars(made), "loaded": loaded})
-    spied.start = stages.encode_image(loaded, ImageRequest(START, WIDTH, HEIGHT), "stretch", Silent())
+    pipeline = _loaded(tiny_folder / I2V, base=tiny_folder / "hunyuan_video", precision="bf16")
+    spied = SimpleNamespace(**{**vars(made), "pipeline": pipeline})
+    spied.start = stages.encode_image(pipeline, ImageRequest(START, WIDTH, HEIGHT), "stretch", Silent())
     latents = _sampled(spied, 2)
     assert latents.samples.dtype == torch.float32
-    assert bool(torch.isfinite(stages.decode(loaded, latents, Silent())).all())
+    assert bool(torch.isfinite(stages.decode(pipeline, latents, Silent())).all())
 
 
 def test_latents_without_sections_decode_in_one_go(run: Any, recorded: Any) -> None:
     made, watched = run(I2V), recorded()
     latents = _sampled(made, 1)
-    whole = stages.decode(made.loaded, replace(latents, extra={}), Silent())
-    assert torch.equal(whole, stages.decode(made.loaded, latents, Silent()))
+    whole = stages.decode(made.pipeline, replace(latents, extra={}), Silent())
+    assert torch.equal(whole, stages.decode(made.pipeline, latents, Silent()))
     cut = replace(latents, samples=latents.samples[:, :, :2])
-    assert len(stages.decode(made.loaded, cut, watched)) == 5
+    assert len(stages.decode(made.pipeline, cut, watched)) == 5
     assert watched.said == ["2 latent frames where sampling left 3: decoded in one go"]
 
 
@@ -418,9 +418,9 @@ def test_images_out_of_place_are_refused(run: Any) -> None:
     ]
     for request, message in refused:
         with pytest.raises(InputError, match=message):
-            stages.encode_image(made.loaded, request, "stretch", Silent())
+            stages.encode_image(made.pipeline, request, "stretch", Silent())
     with pytest.raises(UnsupportedError, match="video"):
-        stages.encode_video(made.loaded, START, WIDTH, HEIGHT, "stretch", 0, Silent())
+        stages.encode_video(made.pipeline, START, WIDTH, HEIGHT, "stretch", 0, Silent())
 
 
 def test_settings_out_of_range_are_refused(run: Any) -> None:
@@ -481,11 +481,11 @@ def test_three_folders_are_found_and_composed(run: Any, recorded: Any, tiny_fold
     (other / "model_index.json").write_text("{}")
     (other / "image_encoder").symlink_to(tiny_folder / "siglip" / "image_encoder")
     watched = recorded()
-    loaded = loading.load(loading.LoadRequest(lone, device="cpu"), watched)
-    assert (loaded.family, loaded.task, loaded.variant) == ("framepack", "image", F1)
+    pipeline = loading.load(loading.LoadRequest(lone, device="cpu"), watched)
+    assert (pipeline.family, pipeline.task, pipeline.variant) == ("framepack", "image", F1)
     assert "base from b-hunyuan_video (auto)" in watched.said
     assert "image_encoder from b-siglip (auto)" in watched.said
-    assert loaded.parts["transformer"].config.has_image_proj
+    assert pipeline.parts["transformer"].config.has_image_proj
 
 
 def test_a_whole_pipeline_folder_loads(run: Any, tiny_folder: Path, tmp_path: Path) -> None:
@@ -497,6 +497,6 @@ def test_a_whole_pipeline_folder_loads(run: Any, tiny_folder: Path, tmp_path: Pa
         source = {"transformer": tiny_folder / I2V}.get(name, tiny_folder / "hunyuan_video" / name)
         (tmp_path / name).symlink_to(source if source.is_dir() else tiny_folder / "siglip" / name)
     (tmp_path / "model_index.json").write_text(json.dumps(index))
-    loaded = _loaded(tmp_path)
-    assert (loaded.family, loaded.task) == ("framepack", "image")
-    assert loaded.configs["transformer"]["has_image_proj"]
+    pipeline = _loaded(tmp_path)
+    assert (pipeline.family, pipeline.task) == ("framepack", "image")
+    assert pipeline.configs["transformer"]["has_image_proj"]

@@ -45,14 +45,14 @@ def run(tiny_folder: Path) -> Callable[[str], SimpleNamespace]:
 
 def _run(name: str, folder: Path) -> SimpleNamespace:
     pipe = tiny.one_shot(name, folder)
-    loaded = _loaded(folder / name)
+    pipeline = _loaded(folder / name)
     shown = None if name == TEXT else FRAME
     image = None
     if shown is not None:
-        image = stages.encode_image(loaded, ImageRequest(shown, WIDTH, HEIGHT), "stretch", Silent())
+        image = stages.encode_image(pipeline, ImageRequest(shown, WIDTH, HEIGHT), "stretch", Silent())
     request = PromptRequest(PROMPT, NEGATIVE, image=shown)
-    prompt = stages.encode_prompt(loaded, request, Silent())
-    made = SimpleNamespace(name=name, pipe=pipe, loaded=loaded, image=image, prompt=prompt, scale=0.476986)
+    prompt = stages.encode_prompt(pipeline, request, Silent())
+    made = SimpleNamespace(name=name, pipe=pipe, pipeline=pipeline, image=image, prompt=prompt, scale=0.476986)
     made.latents = _sampled(made)
     return made
 
@@ -63,7 +63,7 @@ def _loaded(folder: Path, **choices: Any) -> Any:
 
 def _sampled(made: SimpleNamespace, progress: Any = None, **changes: Any) -> Latents:
     prompt, image = changes.pop("prompt", made.prompt), changes.pop("image", made.image)
-    return stages.sample(made.loaded, prompt, image, replace(SETTINGS, **changes), progress or Silent())
+    return stages.sample(made.pipeline, prompt, image, replace(SETTINGS, **changes), progress or Silent())
 
 
 def _one_shot(made: SimpleNamespace, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,7 +100,7 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
 def test_stages_give_the_one_shot_video(run: Any, name: str) -> None:
     made = run(name)
     latents, frames = _one_shot(made)
-    video = stages.decode(made.loaded, made.latents, Silent())
+    video = stages.decode(made.pipeline, made.latents, Silent())
     assert video.shape == frames.shape == (FRAMES - (4 if name == CONCAT else 0), HEIGHT, WIDTH, 3)
     assert _distance(made.latents.samples * made.scale, latents) < TRIMMED
     assert _distance(video, frames) < TRIMMED
@@ -111,14 +111,14 @@ def test_latents_are_identical_from_the_same_embeddings(run: Any, name: str) -> 
     """With the padding trimmed in both, and one copy of the weights (another may lie at another alignment, which moves
     the last bits too), nothing is left to differ."""
     made = run(name)
-    ours = {part: made.loaded.parts[part] for part in ("transformer", "vae")}
+    ours = {part: made.pipeline.parts[part] for part in ("transformer", "vae")}
     made = SimpleNamespace(**{**vars(made), "pipe": type(made.pipe)(**{**made.pipe.components, **ours})})
     made.pipe.set_progress_bar_config(disable=True)
     given = {**made.prompt.embeds, **{f"negative_{key}": value for key, value in made.prompt.negative.items()}}
     latents, frames = _one_shot(made, **given, true_cfg_scale=3.0)
     found = _sampled(made, cfg=3.0)
     assert torch.equal(found.samples, latents / made.scale)
-    assert torch.equal(stages.decode(made.loaded, found, Silent()), frames)
+    assert torch.equal(stages.decode(made.pipeline, found, Silent()), frames)
 
 
 @pytest.mark.parametrize(("name", "interleave"), [(REPLACE, 4), (CONCAT, 2)])
@@ -137,7 +137,7 @@ def test_negative_sees_a_black_picture_as_the_prompt_sees_its_own(run: Any, name
 def test_every_input_changes_the_latents(run: Any, name: str) -> None:
     made = run(name)
     request = PromptRequest("a blue dog sleeps", "sharp", image=None if name == TEXT else FRAME.flip(1))
-    other = stages.encode_prompt(made.loaded, request, Silent())
+    other = stages.encode_prompt(made.pipeline, request, Silent())
     results = [
         made.latents,
         _sampled(made, seed=SEED + 1),
@@ -148,7 +148,7 @@ def test_every_input_changes_the_latents(run: Any, name: str) -> None:
         _sampled(made, shift=3.0),
     ]
     if made.image is not None:
-        turned = stages.encode_image(made.loaded, ImageRequest(FRAME.flip(2), WIDTH, HEIGHT), "stretch", Silent())
+        turned = stages.encode_image(made.pipeline, ImageRequest(FRAME.flip(2), WIDTH, HEIGHT), "stretch", Silent())
         results.append(_sampled(made, image=turned))
     if name != CONCAT:
         results.append(_sampled(made, guidance=2.0))
@@ -170,26 +170,26 @@ def test_cancel_leaves_the_next_run_as_a_fresh_one(run: Any, recorded: Any, name
 def test_cancel_is_obeyed_while_text_is_encoded_and_video_decoded(run: Any, recorded: Any) -> None:
     made = run(TEXT)
     for stage, part, call in (
-        ("encoding prompt", "text_encoder", lambda on: stages.encode_prompt(made.loaded, PromptRequest(PROMPT), on)),
-        ("decoding", "vae", lambda on: stages.decode(made.loaded, made.latents, on)),
+        ("encoding prompt", "text_encoder", lambda on: stages.encode_prompt(made.pipeline, PromptRequest(PROMPT), on)),
+        ("decoding", "vae", lambda on: stages.decode(made.pipeline, made.latents, on)),
     ):
-        made.loaded.parts.read(part)  # reading checks too
+        made.pipeline.parts.read(part)  # reading checks too
         watched = recorded(lambda done, found, stage=stage: found == stage)
         with pytest.raises(recorded.Cancelled):
             call(watched)
         assert watched.checks > 5
-    again = stages.encode_prompt(made.loaded, PromptRequest(PROMPT, NEGATIVE), Silent())
+    again = stages.encode_prompt(made.pipeline, PromptRequest(PROMPT, NEGATIVE), Silent())
     assert torch.equal(again.embeds["prompt_embeds"], made.prompt.embeds["prompt_embeds"])
 
 
 def test_text_encoders_come_one_after_the_other_and_go(run: Any, recorded: Any) -> None:
     made, beside = run(TEXT), []
-    watched = recorded(lambda done, stage: beside.append((stage.split()[1], sorted(made.loaded.parts))))
-    stages.encode_prompt(made.loaded, PromptRequest(PROMPT), watched)
+    watched = recorded(lambda done, stage: beside.append((stage.split()[1], sorted(made.pipeline.parts))))
+    stages.encode_prompt(made.pipeline, PromptRequest(PROMPT), watched)
     read = {part: parts for part, parts in beside if part.startswith("text_encoder")}
     assert list(read) == ["text_encoder", "text_encoder_2"]
     assert "text_encoder" not in read["text_encoder_2"]
-    assert not {"text_encoder", "text_encoder_2"} & set(made.loaded.parts)
+    assert not {"text_encoder", "text_encoder_2"} & set(made.pipeline.parts)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -209,7 +209,8 @@ def test_video_to_video_stays_closer_the_less_it_is_noised(run: Any, name: str) 
     made = run(name)
     clip = torch.from_numpy(np.random.default_rng(1).random((FRAMES, HEIGHT, WIDTH, 3), dtype=np.float32))
     clean, other = (
-        stages.encode_video(made.loaded, shown, WIDTH, HEIGHT, "stretch", SEED, Silent()) for shown in (clip, clip / 2)
+        stages.encode_video(made.pipeline, shown, WIDTH, HEIGHT, "stretch", SEED, Silent())
+        for shown in (clip, clip / 2)
     )
     assert clean.samples.shape == made.latents.samples.shape
     half, whole = (_sampled(made, latents=clean, denoise=share, shift=1.0) for share in (0.5, 1.0))
@@ -228,18 +229,18 @@ def test_video_to_video_stays_closer_the_less_it_is_noised(run: Any, name: str) 
 @pytest.mark.parametrize("name", NAMES)
 def test_bf16_is_finite(run: Any, name: str) -> None:
     made = run(name)
-    loaded = _loaded(made.loaded.source, precision="bf16")
+    pipeline = _loaded(made.pipeline.source, precision="bf16")
     request = PromptRequest(PROMPT, NEGATIVE, image=None if name == TEXT else FRAME)
-    prompt = stages.encode_prompt(loaded, request, Silent())
+    prompt = stages.encode_prompt(pipeline, request, Silent())
     assert prompt.embeds["prompt_embeds"].dtype == torch.bfloat16
-    latents = stages.sample(loaded, prompt, made.image, replace(SETTINGS, cfg=3.0), Silent())
+    latents = stages.sample(pipeline, prompt, made.image, replace(SETTINGS, cfg=3.0), Silent())
     assert latents.samples.dtype == torch.float32
-    assert bool(torch.isfinite(stages.decode(loaded, latents, Silent())).all())
+    assert bool(torch.isfinite(stages.decode(pipeline, latents, Silent())).all())
 
 
 def test_guidance_is_the_checkpoints_own(run: Any, recorded: Any) -> None:
     """6 as in upstream's examples; the 33-channel transformer takes none, and it is said."""
-    guidances = {name: stages.of_checkpoint(run(name).loaded).defaults.guidance for name in NAMES}
+    guidances = {name: stages.of_checkpoint(run(name).pipeline).defaults.guidance for name in NAMES}
     assert guidances == {TEXT: 6.0, REPLACE: 6.0, CONCAT: 0.0}
     watched = recorded()
     found = _sampled(run(CONCAT), watched, guidance=4.0)
@@ -259,11 +260,11 @@ def test_own_template(run: Any) -> None:
         states = encoder(tokens, output_hidden_states=True).hidden_states[-3]
     for asked in (-1, crop, 0):
         request = PromptRequest(PROMPT, template=template, template_crop=asked)
-        found = stages.encode_prompt(made.loaded, request, Silent()).embeds["prompt_embeds"]
+        found = stages.encode_prompt(made.pipeline, request, Silent()).embeds["prompt_embeds"]
         assert _distance(found, states[:, (crop if asked < 0 else asked) :]) < TRIMMED
     for wrong, crop in (("no place", -1), ("{} and {x}", -1), ("{} alone", 40)):
         with pytest.raises(InputError):
-            stages.encode_prompt(made.loaded, PromptRequest(PROMPT, template=wrong, template_crop=crop), Silent())
+            stages.encode_prompt(made.pipeline, PromptRequest(PROMPT, template=wrong, template_crop=crop), Silent())
 
 
 def test_own_template_of_image_to_video(run: Any) -> None:
@@ -274,10 +275,10 @@ def test_own_template_of_image_to_video(run: Any) -> None:
     crop = len(made.pipe.tokenizer(text.partition("{}")[0])["input_ids"])
     assert crop == DEFAULT_PROMPT_TEMPLATE["crop_start"]
     request = PromptRequest(PROMPT, NEGATIVE, template=text, image=FRAME)
-    found = stages.encode_prompt(made.loaded, request, Silent())
+    found = stages.encode_prompt(made.pipeline, request, Silent())
     assert torch.equal(found.embeds["prompt_embeds"], made.prompt.embeds["prompt_embeds"])
     with pytest.raises(InputError, match="<image>"):
-        stages.encode_prompt(made.loaded, replace(request, template="Paint {}"), Silent())
+        stages.encode_prompt(made.pipeline, replace(request, template="Paint {}"), Silent())
 
 
 @pytest.mark.parametrize(("name", "after"), [(TEXT, 1), (REPLACE, 5)])  # <|eot_id|>, and the header of an answer
@@ -286,34 +287,34 @@ def test_long_prompts(run: Any, name: str, after: int) -> None:
     made = run(name)
     tokens = len(made.pipe.tokenizer(PROMPT, add_special_tokens=False)["input_ids"])
     request = PromptRequest(PROMPT, max_tokens=tokens + after, image=None if name == TEXT else FRAME)
-    tight = stages.encode_prompt(made.loaded, request, Silent())
+    tight = stages.encode_prompt(made.pipeline, request, Silent())
     assert _distance(tight.embeds["prompt_embeds"], made.prompt.embeds["prompt_embeds"]) < TRIMMED
     with pytest.raises(InputError, match=f"{tokens} tokens.*at most {tokens - 1} tokens"):
-        stages.encode_prompt(made.loaded, replace(request, max_tokens=request.max_tokens - 1), Silent())
+        stages.encode_prompt(made.pipeline, replace(request, max_tokens=request.max_tokens - 1), Silent())
 
 
 def test_what_clip_does_not_read_is_said(run: Any, recorded: Any) -> None:
     made, watched = run(TEXT), recorded()
-    stages.encode_prompt(made.loaded, PromptRequest(" ".join(["cat"] * 100)), watched)
+    stages.encode_prompt(made.pipeline, PromptRequest(" ".join(["cat"] * 100)), watched)
     assert any("CLIP reads 77 tokens of the prompt" in text for text in watched.said)
-    stages.encode_prompt(made.loaded, PromptRequest(" ".join(["cat"] * 75)), again := recorded())
+    stages.encode_prompt(made.pipeline, PromptRequest(" ".join(["cat"] * 75)), again := recorded())
     assert not again.said
 
 
 def test_image_to_video_needs_its_picture_and_a_place_for_it(run: Any, recorded: Any) -> None:
     made, watched = run(REPLACE), recorded()
     with pytest.raises(InputError, match="Encode Prompt as well"):
-        stages.encode_prompt(made.loaded, PromptRequest(PROMPT), Silent())
-    few = {name: reader for name, reader in made.loaded.tools.readers.items() if name != "image_processor"}
+        stages.encode_prompt(made.pipeline, PromptRequest(PROMPT), Silent())
+    few = {name: reader for name, reader in made.pipeline.tools.readers.items() if name != "image_processor"}
     with pytest.raises(CheckpointError, match="no image_processor"):
-        stages.encode_prompt(replace(made.loaded, tools=Tools(few)), PromptRequest(PROMPT, image=FRAME), Silent())
+        stages.encode_prompt(replace(made.pipeline, tools=Tools(few)), PromptRequest(PROMPT, image=FRAME), Silent())
     with pytest.raises(InputError, match="<image> in the prompt"):
-        stages.encode_prompt(made.loaded, PromptRequest("an <image> of a cat", image=FRAME), Silent())
+        stages.encode_prompt(made.pipeline, PromptRequest("an <image> of a cat", image=FRAME), Silent())
     with pytest.raises(InputError, match="at least 5 frames"):
         _sampled(made, frames=1)
     with pytest.raises(InputError, match="no image"):
         _sampled(made, image=None)
-    stages.encode_prompt(run(TEXT).loaded, PromptRequest(PROMPT, image=FRAME), watched)
+    stages.encode_prompt(run(TEXT).pipeline, PromptRequest(PROMPT, image=FRAME), watched)
     assert any("no effect" in text for text in watched.said)
 
 
@@ -326,25 +327,25 @@ def test_core_conditioning(run: Any) -> None:
         (embeds, {}),
         (padded, {"attention_mask": torch.nn.functional.pad(mask, (95, 3))}),
     ):
-        found = stages.prompt_from_core(made.loaded, [[states, {"pooled_output": pooled, **extra}]])
+        found = stages.prompt_from_core(made.pipeline, [[states, {"pooled_output": pooled, **extra}]])
         assert torch.equal(_sampled(made, prompt=found).samples, made.latents.samples)
     with pytest.raises(InputError, match="pooled"):
-        stages.prompt_from_core(made.loaded, [[embeds, {}]])
+        stages.prompt_from_core(made.pipeline, [[embeds, {}]])
 
 
 def test_a_lone_transformer_finds_a_pipeline_of_its_own_task(run: Any, recorded: Any, tmp_path: Path) -> None:
     for name in NAMES:
-        (tmp_path / name).symlink_to(run(name).loaded.source)
+        (tmp_path / name).symlink_to(run(name).pipeline.source)
     for name in NAMES:
-        shutil.copytree(run(name).loaded.source / "transformer", tmp_path / f"lone_{name}")
-        loaded = _loaded(tmp_path / f"lone_{name}")
-        assert loaded.task == ("text" if name == TEXT else "image")
+        shutil.copytree(run(name).pipeline.source / "transformer", tmp_path / f"lone_{name}")
+        pipeline = _loaded(tmp_path / f"lone_{name}")
+        assert pipeline.task == ("text" if name == TEXT else "image")
         assert (
-            hunyuan_video.image_condition(loaded.configs["transformer"])
+            hunyuan_video.image_condition(pipeline.configs["transformer"])
             == {TEXT: None, REPLACE: "token_replace", CONCAT: "latent_concat"}[name]
         )
-        assert ("vision_config" in loaded.configs["text_encoder"]) == (name != TEXT)
+        assert ("vision_config" in pipeline.configs["text_encoder"]) == (name != TEXT)
     assert hunyuan_video.image_condition({"in_channels": 33, "out_channels": 16}) == "latent_concat"
-    wrong = _loaded(tmp_path / f"lone_{REPLACE}", base=run(TEXT).loaded.source)
+    wrong = _loaded(tmp_path / f"lone_{REPLACE}", base=run(TEXT).pipeline.source)
     with pytest.raises(CheckpointError, match="text encoder for text only"):
         stages.encode_prompt(wrong, PromptRequest(PROMPT, image=FRAME), Silent())

@@ -43,10 +43,10 @@ def run(tiny_folder: Path) -> Callable[[str], SimpleNamespace]:
 
 
 def _run(name: str, folder: Path) -> SimpleNamespace:
-    pipe, loaded = tiny.one_shot(name, folder), _loaded(folder / name)
-    prompt = stages.encode_prompt(loaded, PromptRequest(PROMPT, NEGATIVE), Silent())
-    image = None if name == TEXT else _image(loaded, FRAME)
-    made = SimpleNamespace(name=name, pipe=pipe, loaded=loaded, prompt=prompt, image=image)
+    pipe, pipeline = tiny.one_shot(name, folder), _loaded(folder / name)
+    prompt = stages.encode_prompt(pipeline, PromptRequest(PROMPT, NEGATIVE), Silent())
+    image = None if name == TEXT else _image(pipeline, FRAME)
+    made = SimpleNamespace(name=name, pipe=pipe, pipeline=pipeline, prompt=prompt, image=image)
     made.latents = _sampled(made)
     return made
 
@@ -55,13 +55,13 @@ def _loaded(folder: Path, **choices: Any) -> Any:
     return loading.load(loading.LoadRequest(folder, device="cpu", **{"precision": "fp32", **choices}))
 
 
-def _image(loaded: Any, frames: torch.Tensor, **choices: Any) -> Any:
-    return stages.encode_image(loaded, ImageRequest(frames, 0, 0, **choices), "nearest bucket", Silent())
+def _image(pipeline: Any, frames: torch.Tensor, **choices: Any) -> Any:
+    return stages.encode_image(pipeline, ImageRequest(frames, 0, 0, **choices), "nearest bucket", Silent())
 
 
 def _sampled(made: SimpleNamespace, progress: Any = None, **changes: Any) -> Latents:
     prompt, image = changes.pop("prompt", made.prompt), changes.pop("image", made.image)
-    return stages.sample(made.loaded, prompt, image, replace(SETTINGS, **changes), progress or Silent())
+    return stages.sample(made.pipeline, prompt, image, replace(SETTINGS, **changes), progress or Silent())
 
 
 def _one_shot(made: SimpleNamespace, parts: Any = None, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,7 +105,7 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
 def test_stages_give_the_one_shot_video(run: Any, name: str) -> None:
     made = run(name)
     latents, frames = _one_shot(made)
-    video = stages.decode(made.loaded, made.latents, Silent())
+    video = stages.decode(made.pipeline, made.latents, Silent())
     assert video.shape == frames.shape == (FRAMES, HEIGHT, WIDTH, 3)
     assert _distance(made.latents.samples, latents) < TRIMMED * latents.abs().max()
     assert _distance(video, frames) < TRIMMED
@@ -119,12 +119,12 @@ def test_latents_are_identical_from_the_same_tokens(run: Any) -> None:
     """
     made = run(IMAGE)
     # Two texts that quote something: upstream cannot be handed the embeddings of nothing.
-    prompt = stages.encode_prompt(made.loaded, PromptRequest(PROMPT, 'the word "BLUR"'), Silent())
+    prompt = stages.encode_prompt(made.pipeline, PromptRequest(PROMPT, 'the word "BLUR"'), Silent())
     given = {}
     for prefix, embeds in (("", prompt.embeds), ("negative_", prompt.negative)):
         for name, mask in (("prompt_embeds", "prompt_embeds_mask"), ("prompt_embeds_2", "prompt_embeds_mask_2")):
             given[prefix + name], given[prefix + mask] = embeds[name], torch.ones(embeds[name].shape[:2])
-    latents, _ = _one_shot(made, made.loaded.parts, **given)
+    latents, _ = _one_shot(made, made.pipeline.parts, **given)
     assert torch.equal(_sampled(made, prompt=prompt).samples, latents)
 
 
@@ -139,20 +139,20 @@ def test_guidance_is_the_guiders(run: Any) -> None:
         made.pipe.guider = usual
     asked = _sampled(made, cfg=2.0, guidance_rescale=0.7, cfg_end=0.5)
     assert _distance(asked.samples, latents) < TRIMMED
-    guider = {**made.loaded.tools["guider"], **saved}
-    own = SimpleNamespace(**{**vars(made), "loaded": _with_guider(made.loaded, guider)})
+    guider = {**made.pipeline.tools["guider"], **saved}
+    own = SimpleNamespace(**{**vars(made), "pipeline": _with_guider(made.pipeline, guider)})
     assert torch.equal(_sampled(own).samples, asked.samples)
     assert _distance(made.latents.samples, latents) > 0.1
 
 
-def _with_guider(loaded: Any, guider: dict[str, Any]) -> Any:
-    return replace(loaded, tools=Tools({**loaded.tools.readers, "guider": lambda: guider}))
+def _with_guider(pipeline: Any, guider: dict[str, Any]) -> Any:
+    return replace(pipeline, tools=Tools({**pipeline.tools.readers, "guider": lambda: guider}))
 
 
 def test_a_guider_of_another_kind_is_said(run: Any, recorded: Any) -> None:
     made, progress = run(TEXT), recorded()
     other = {"_class_name": "AdaptiveProjectedGuidance", "guidance_scale": 3.0}
-    _sampled(SimpleNamespace(**{**vars(made), "loaded": _with_guider(made.loaded, other)}), progress, steps=1)
+    _sampled(SimpleNamespace(**{**vars(made), "pipeline": _with_guider(made.pipeline, other)}), progress, steps=1)
     assert any("AdaptiveProjectedGuidance" in line for line in progress.said)
 
 
@@ -164,10 +164,10 @@ def test_every_input_changes_the_latents(run: Any, name: str) -> None:
         "quotation": PromptRequest(PROMPT.replace('"', ""), NEGATIVE),
         "negative": PromptRequest(PROMPT, "sharp and pretty"),
     }
-    changed = {key: {"prompt": stages.encode_prompt(made.loaded, value, Silent())} for key, value in prompts.items()}
+    changed = {key: {"prompt": stages.encode_prompt(made.pipeline, value, Silent())} for key, value in prompts.items()}
     changed |= {"seed": {"seed": SEED + 1}, "shift": {"shift": 2.0}, "cfg": {"cfg": 1.0}, "window": {"cfg_end": 0.5}}
     if made.image is not None:
-        other = _image(made.loaded, FRAME.flip(2))
+        other = _image(made.pipeline, FRAME.flip(2))
         for key in ("image_latents", "image_embeds"):
             tensors = {**made.image.tensors, key: other.tensors[key]}
             changed[key] = {"image": replace(made.image, tensors=tensors)}
@@ -203,23 +203,23 @@ def test_cancel_is_obeyed_inside_every_forward(run: Any, recorded: Any) -> None:
                 raise self.Cancelled
 
     def prompt(progress: Any) -> Any:
-        return stages.encode_prompt(made.loaded, PromptRequest(PROMPT, NEGATIVE), progress)
+        return stages.encode_prompt(made.pipeline, PromptRequest(PROMPT, NEGATIVE), progress)
 
     def image(progress: Any) -> Any:
-        return stages.encode_image(made.loaded, ImageRequest(FRAME, WIDTH, HEIGHT), "crop", progress)
+        return stages.encode_image(made.pipeline, ImageRequest(FRAME, WIDTH, HEIGHT), "crop", progress)
 
     calls = {
         "qwen": (prompt, 0),
         "byt5": (prompt, 2),
         "siglip": (image, 0),
         "transformer": (lambda p: _sampled(made, p), 1),
-        "decoder": (lambda p: stages.decode(made.loaded, made.latents, p), 0),
+        "decoder": (lambda p: stages.decode(made.pipeline, made.latents, p), 0),
     }
     for stage, (call, steps) in calls.items():
-        for part in made.loaded.configs:
-            made.loaded.parts.read(part)  # reading from disk obeys a cancel too, and is not what is asked here
+        for part in made.pipeline.configs:
+            made.pipeline.parts.read(part)  # reading from disk obeys a cancel too, and is not what is asked here
         if stage == "siglip":
-            made.loaded.parts.drop("vae")  # so that a cancel only in the VAE, which is next, is told by its steps
+            made.pipeline.parts.drop("vae")  # so that a cancel only in the VAE, which is next, is told by its steps
         progress = Inside(steps)
         with pytest.raises(recorded.Cancelled):
             call(progress)
@@ -237,7 +237,7 @@ def test_nothing_that_acts_is_called_without_effect(run: Any, recorded: Any) -> 
     _sampled(made, progress, **guided, shift=3.0, latents=made.latents, denoise=0.5, noise_mask=mask)
     _sampled(made, progress, sigmas=(1.0, 0.5, 0.0), steps=0)
     request = PromptRequest(PROMPT, NEGATIVE, template="{}")
-    stages.encode_prompt(made.loaded, request, progress)
+    stages.encode_prompt(made.pipeline, request, progress)
     assert not progress.said
     _sampled(made, progress, guidance=3.0)
     assert progress.said == ["guidance has no effect on HunyuanVideo 1.5"]
@@ -245,11 +245,11 @@ def test_nothing_that_acts_is_called_without_effect(run: Any, recorded: Any) -> 
 
 def test_encoders_leave_as_soon_as_they_are_done(run: Any, recorded: Any) -> None:
     made, seen = run(IMAGE), []
-    progress = recorded(lambda done, stage: seen.append((done, stage, "text_encoder" in made.loaded.parts)))
-    stages.encode_prompt(made.loaded, PromptRequest(PROMPT, NEGATIVE), progress)
+    progress = recorded(lambda done, stage: seen.append((done, stage, "text_encoder" in made.pipeline.parts)))
+    stages.encode_prompt(made.pipeline, PromptRequest(PROMPT, NEGATIVE), progress)
     assert seen[-1] == (3, "encoding prompt", False)
-    _image(made.loaded, FRAME)
-    assert not {"text_encoder", "text_encoder_2", "image_encoder"} & set(made.loaded.parts)
+    _image(made.pipeline, FRAME)
+    assert not {"text_encoder", "text_encoder_2", "image_encoder"} & set(made.pipeline.parts)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_schedules_run(run: Any, change: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_video_to_video_stays_near_its_source(run: Any, name: str) -> None:
     made = run(name)
-    source = stages.encode_video(made.loaded, FRAME.expand(FRAMES, -1, -1, -1), 0, 0, "crop", 3, Silent())
+    source = stages.encode_video(made.pipeline, FRAME.expand(FRAMES, -1, -1, -1), 0, 0, "crop", 3, Silent())
     near = _sampled(made, latents=source, denoise=0.5, steps=1).samples
     far = _sampled(made, latents=source, denoise=1.0, steps=2).samples
     assert _distance(near, source.samples) < _distance(far, source.samples)
@@ -285,13 +285,13 @@ def test_noise_mask_keeps_what_it_covers(run: Any) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_bf16_runs_finite(run: Any, name: str) -> None:
     made = run(name)
-    half = SimpleNamespace(**{**vars(made), "loaded": _loaded(made.loaded.source, precision="bf16")})
-    half.prompt = stages.encode_prompt(half.loaded, PromptRequest(PROMPT, NEGATIVE), Silent())
-    half.image = None if made.image is None else _image(half.loaded, FRAME)
+    half = SimpleNamespace(**{**vars(made), "pipeline": _loaded(made.pipeline.source, precision="bf16")})
+    half.prompt = stages.encode_prompt(half.pipeline, PromptRequest(PROMPT, NEGATIVE), Silent())
+    half.image = None if made.image is None else _image(half.pipeline, FRAME)
     latents = _sampled(half)
     assert torch.isfinite(latents.samples).all()
     assert latents.samples.dtype == torch.float32
-    assert torch.isfinite(stages.decode(half.loaded, latents, Silent())).all()
+    assert torch.isfinite(stages.decode(half.pipeline, latents, Silent())).all()
     assert (latents.samples - made.latents.samples).abs().mean() < 0.5 * made.latents.samples.std()
 
 
@@ -307,9 +307,9 @@ def test_bf16_runs_finite(run: Any, name: str) -> None:
 def test_defaults_are_the_checkpoints(
     run: Any, target: int, guider: dict[str, Any], expected: tuple[float, ...]
 ) -> None:
-    loaded = run(TEXT).loaded
-    configs = {**loaded.configs, "transformer": {**loaded.configs["transformer"], "target_size": target}}
-    defaults = stages.of_checkpoint(_with_guider(replace(loaded, configs=configs), guider)).defaults
+    pipeline = run(TEXT).pipeline
+    configs = {**pipeline.configs, "transformer": {**pipeline.configs["transformer"], "target_size": target}}
+    defaults = stages.of_checkpoint(_with_guider(replace(pipeline, configs=configs), guider)).defaults
     assert (defaults.width, defaults.height, defaults.cfg) == expected
     assert (defaults.frames, defaults.steps, defaults.fps) == (121, 50, 24.0)
 
@@ -319,7 +319,7 @@ def test_an_image_gets_the_size_upstream_chooses(run: Any, rows: int, columns: i
     made = run(IMAGE)
     processor = made.pipe.video_processor
     expected = processor.calculate_default_height_width(rows, columns, made.pipe.target_size)
-    found = hunyuan_video_15.nearest_size(made.loaded, columns, rows)
+    found = hunyuan_video_15.nearest_size(made.pipeline, columns, rows)
     assert found == tuple(reversed(expected))
     assert (made.image.width, made.image.height) == (WIDTH, HEIGHT)
 
@@ -328,12 +328,12 @@ def test_vision_states_of_core_replace_our_own(run: Any, recorded: Any) -> None:
     made, progress = run(IMAGE), recorded()
     states = made.image.tensors["image_embeds"]
     request = ImageRequest(FRAME.expand(2, -1, -1, -1), WIDTH, HEIGHT, vision=states)
-    image = stages.encode_image(made.loaded, request, "stretch", progress)
+    image = stages.encode_image(made.pipeline, request, "stretch", progress)
     assert torch.equal(_sampled(made, image=image).samples, made.latents.samples)
     assert any("first of 2 images" in line for line in progress.said)
     with pytest.raises(InputError, match=r"\(1, 700, 32\).*\(1, 729, 32\)"):
-        _image(made.loaded, FRAME, vision=states[:, :700])
-    bare = replace(made.loaded, configs={k: v for k, v in made.loaded.configs.items() if k != "image_encoder"})
+        _image(made.pipeline, FRAME, vision=states[:, :700])
+    bare = replace(made.pipeline, configs={k: v for k, v in made.pipeline.configs.items() if k != "image_encoder"})
     with pytest.raises(InputError, match="no image_encoder"):
         _image(bare, FRAME)
 
@@ -348,23 +348,23 @@ def test_core_conditioning_is_our_prompt(run: Any) -> None:
             extra["conditioning_byt5small"] = embeds["prompt_embeds_2"]
         return [[states, extra]]
 
-    prompt = stages.prompt_from_core(made.loaded, core(made.prompt.embeds, 3), core(made.prompt.negative, 0))
+    prompt = stages.prompt_from_core(made.pipeline, core(made.prompt.embeds, 3), core(made.prompt.negative, 0))
     assert torch.equal(_sampled(made, prompt=prompt).samples, made.latents.samples)
 
 
 def test_template_and_its_crop(run: Any) -> None:
     made = run(TEXT)
-    own = qwen.Chat(made.loaded.tools["tokenizer"])
+    own = qwen.Chat(made.pipeline.tools["tokenizer"])
     written = f"<|im_start|>system\n{own.system}<|im_end|>\n<|im_start|>user\n{{}}<|im_end|>\n<|im_start|>assistant\n"
 
     def encoded(**changes: Any) -> torch.Tensor:
         request = PromptRequest(PROMPT, NEGATIVE, **changes)
-        return stages.encode_prompt(made.loaded, request, Silent()).embeds["prompt_embeds"]
+        return stages.encode_prompt(made.pipeline, request, Silent()).embeds["prompt_embeds"]
 
     assert torch.equal(encoded(template=written, template_crop=own.crop), made.prompt.embeds["prompt_embeds"])
-    head = made.loaded.tools["tokenizer"](written.partition("{}")[0])["input_ids"]
+    head = made.pipeline.tools["tokenizer"](written.partition("{}")[0])["input_ids"]
     assert torch.equal(encoded(template=written), encoded(template=written, template_crop=len(head)))
-    assert encoded(template="{}").shape[1] == len(made.loaded.tools["tokenizer"](PROMPT)["input_ids"])
+    assert encoded(template="{}").shape[1] == len(made.pipeline.tools["tokenizer"](PROMPT)["input_ids"])
     with pytest.raises(InputError, match="template_crop 900 of"):
         encoded(template=written, template_crop=900)
 
@@ -372,21 +372,21 @@ def test_template_and_its_crop(run: Any) -> None:
 def test_long_texts_are_refused_before_encoding(run: Any) -> None:
     made = run(TEXT)
     with pytest.raises(InputError, match=r"the prompt has \d+ tokens.*20 with what the template adds"):
-        stages.encode_prompt(made.loaded, PromptRequest("cat " * 60, max_tokens=20), Silent())
+        stages.encode_prompt(made.pipeline, PromptRequest("cat " * 60, max_tokens=20), Silent())
     with pytest.raises(InputError, match=r"quotation marks in the negative prompt has .*at most 256 tokens"):
-        stages.encode_prompt(made.loaded, PromptRequest(PROMPT, f'"{"x" * 260}"'), Silent())
-    assert "text_encoder" not in made.loaded.parts
+        stages.encode_prompt(made.pipeline, PromptRequest(PROMPT, f'"{"x" * 260}"'), Silent())
+    assert "text_encoder" not in made.pipeline.parts
 
 
 def test_the_longest_text_that_fits_is_whole(run: Any) -> None:
     """The limit counts what upstream counts: at the limit nothing is cut, and no padding is added."""
     made = run(TEXT)
-    ids = made.loaded.tools["tokenizer"](PROMPT)["input_ids"]
+    ids = made.pipeline.tools["tokenizer"](PROMPT)["input_ids"]
     count = made.prompt.embeds["prompt_embeds"].shape[1]
-    exact = stages.encode_prompt(made.loaded, PromptRequest(PROMPT, max_tokens=count), Silent())
+    exact = stages.encode_prompt(made.pipeline, PromptRequest(PROMPT, max_tokens=count), Silent())
     assert torch.equal(exact.embeds["prompt_embeds"], made.prompt.embeds["prompt_embeds"])
     with pytest.raises(InputError, match=f"the prompt has {len(ids)} tokens"):
-        stages.encode_prompt(made.loaded, PromptRequest(PROMPT, max_tokens=count - 1), Silent())
+        stages.encode_prompt(made.pipeline, PromptRequest(PROMPT, max_tokens=count - 1), Silent())
 
 
 def test_no_negative_is_fine_without_guidance(run: Any) -> None:
@@ -401,10 +401,10 @@ def test_large_videos_go_through_the_vae_in_tiles(run: Any, recorded: Any, monke
     made, generator = run(TEXT), torch.Generator().manual_seed(1)
     samples = torch.randn(1, 32, 1, 4, 18, generator=generator)
     latents, progress = replace(made.latents, samples=samples, frames=1), recorded()
-    whole = stages.decode(made.loaded, latents, progress)
+    whole = stages.decode(made.pipeline, latents, progress)
     assert not progress.said
     monkeypatch.setattr(hunyuan_video_15, "MOST_WHOLE_TOKENS", 64)
-    tiled = stages.decode(made.loaded, latents, progress)
+    tiled = stages.decode(made.pipeline, latents, progress)
     assert "tiles" in progress.said[0]
     made.pipe.vae.enable_tiling()
     try:
@@ -420,9 +420,9 @@ def test_a_lone_transformer_borrows_the_rest(run: Any, tiny_folder: Path, tmp_pa
     made = run(IMAGE)
     (tmp_path / "lone").symlink_to(tiny_folder / IMAGE / "transformer", target_is_directory=True)
     request = loading.LoadRequest(tmp_path / "lone", base=tiny_folder / IMAGE, device="cpu", precision="fp32")
-    loaded = loading.load(request, recorded())
-    assert (loaded.task, "image_encoder" in loaded.configs) == ("image", True)
-    assert torch.equal(_image(loaded, FRAME).tensors["image_embeds"], made.image.tensors["image_embeds"])
+    pipeline = loading.load(request, recorded())
+    assert (pipeline.task, "image_encoder" in pipeline.configs) == ("image", True)
+    assert torch.equal(_image(pipeline, FRAME).tensors["image_embeds"], made.image.tensors["image_embeds"])
 
 
 @pytest.mark.parametrize(
@@ -438,12 +438,12 @@ def test_meanflow_checkpoints_are_told_the_next_time(run: Any) -> None:
     from diffusers import HunyuanVideo15Transformer3DModel
 
     made = run(IMAGE)
-    config = {**made.loaded.configs["transformer"], "use_meanflow": True}
+    config = {**made.pipeline.configs["transformer"], "use_meanflow": True}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         transformer = HunyuanVideo15Transformer3DModel.from_config(config).eval().requires_grad_(False)
-    own = SimpleNamespace(**{**vars(made), "loaded": _loaded(made.loaded.source)})
-    own.loaded = replace(own.loaded, configs={**own.loaded.configs, "transformer": config})
-    own.loaded.parts["transformer"] = transformer
-    latents, _ = _one_shot(made, {"transformer": transformer, "vae": made.loaded.parts["vae"]})
+    own = SimpleNamespace(**{**vars(made), "pipeline": _loaded(made.pipeline.source)})
+    own.pipeline = replace(own.pipeline, configs={**own.pipeline.configs, "transformer": config})
+    own.pipeline.parts["transformer"] = transformer
+    latents, _ = _one_shot(made, {"transformer": transformer, "vae": made.pipeline.parts["vae"]})
     assert _distance(_sampled(own).samples, latents) < TRIMMED

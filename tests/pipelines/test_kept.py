@@ -111,7 +111,7 @@ def test_sections_share_one_file_and_are_found_until_the_last(tmp_path: Path) ->
     assert torch.equal(found.latents, standing.latents)
     assert (found.lengths, found.generator_state) == (standing.lengths, standing.generator_state)
     assert other.found("another") is None
-    other.say = said.append
+    other.notify = said.append
     other.keep("key", 1, 3, LATENTS, standing)
     other.keep("key", 2, 3, LATENTS, standing)
     (listed,) = recovery.listing(tmp_path)

@@ -13,7 +13,7 @@ from anygpu.compat.checkpoints.latents import metadata_of, read_record, write_re
 from anygpu.compat.errors import CheckpointError, InputError
 from anygpu.pipelines import stages, tiny
 from anygpu.pipelines.base import Latents, Prompt, PromptRequest, SampleSettings, Silent
-from anygpu.pipelines.latents import convert as exchange
+from anygpu.pipelines.latents import convert as latent_format
 from anygpu.pipelines.latents import store as latent_store
 from anygpu.pipelines.latents.store import Origin, kind_of, load_latent, save_latent
 from anygpu.pipelines.loading.folder import LoadRequest, load
@@ -26,7 +26,7 @@ PROMPT = Prompt(
     {"prompt_embeds": torch.randn(1, 5, 16).bfloat16(), "pooled_prompt_embeds": torch.randn(1, 8)},
     {"prompt_embeds": torch.randn(1, 1, 16), "pooled_prompt_embeds": torch.randn(1, 8)},
     ({"prompt_embeds": torch.randn(1, 3, 16), "pooled_prompt_embeds": torch.randn(1, 8)},),
-    opposed=True,
+    has_negative=True,
     extra={"text": "ein Fuchs", "negative_text": "blurry"},
 )
 
@@ -36,14 +36,14 @@ def no_word(text: str) -> None:
 
 
 def test_latents_come_back_whole(tmp_path: Path) -> None:
-    latent = {**exchange.to_core(LATENTS), "noise_mask": torch.rand(1, 1, 3, 4, 6), "type": "video"}
+    latent = {**latent_format.to_core(LATENTS), "noise_mask": torch.rand(1, 1, 3, 4, 6), "type": "video"}
     origin = Origin({"workflow": '{"nodes":[]}', "prompt": "{}"}, {})
     path = save_latent(tmp_path / "a.safetensors", latent, no_word, origin=origin)
     found = load_latent(path, no_word)
     assert torch.equal(found["samples"], LATENTS.samples)
     assert torch.equal(found["noise_mask"], latent["noise_mask"])
-    assert found["anygpu"] == exchange.to_core(LATENTS)["anygpu"]
-    again = exchange.from_core(None, found, no_word)
+    assert found["anygpu"] == latent_format.to_core(LATENTS)["anygpu"]
+    again = latent_format.from_core(None, found, no_word)
     assert replace(again, samples=LATENTS.samples) == LATENTS
     metadata = metadata_of(path)
     assert (metadata["workflow"], metadata["prompt"]) == ('{"nodes":[]}', "{}")
@@ -54,7 +54,7 @@ def test_latents_come_back_whole(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_dtype_is_kept_and_widened_only_when_asked(tmp_path: Path, dtype: torch.dtype) -> None:
-    latent = {**exchange.to_core(LATENTS), "samples": LATENTS.samples.to(dtype)}
+    latent = {**latent_format.to_core(LATENTS), "samples": LATENTS.samples.to(dtype)}
     path = save_latent(tmp_path / "a.safetensors", latent, no_word)
     assert load_latent(path, no_word, dtype="as in file")["samples"].dtype is dtype
     widened = load_latent(path, no_word)["samples"]
@@ -77,14 +77,14 @@ def test_files_of_core_nodes_are_read(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "a.latent", {"prompt": "{}"})
     assert kind_of(tmp_path / "a.latent") == "latent"
     assert torch.equal(load_latent(tmp_path / "a.latent", no_word)["samples"], LATENTS.samples)
-    ours = load_file(save_latent(tmp_path / "b.safetensors", exchange.to_core(LATENTS), no_word))
+    ours = load_file(save_latent(tmp_path / "b.safetensors", latent_format.to_core(LATENTS), no_word))
     assert {name: ours[name].shape for name in tensors} == {name: t.shape for name, t in tensors.items()}
 
 
 def test_nan_is_refused_or_clamped_and_counted(tmp_path: Path) -> None:
     broken = LATENTS.samples.clone()
     broken[0, 0, 0, 0, :2] = float("nan")
-    latent, said = {**exchange.to_core(LATENTS), "samples": broken}, []
+    latent, said = {**latent_format.to_core(LATENTS), "samples": broken}, []
     with pytest.raises(InputError, match="2 of 1152 values of the latents are NaN"):
         save_latent(tmp_path / "a.safetensors", latent, no_word)
     assert not (tmp_path / "a.safetensors").exists()
@@ -108,7 +108,7 @@ def test_nan_is_refused_or_clamped_and_counted(tmp_path: Path) -> None:
     ],
 )
 def test_an_edited_record_is_one_line(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    path = save_latent(tmp_path / "a.safetensors", exchange.to_core(LATENTS), no_word)
+    path = save_latent(tmp_path / "a.safetensors", latent_format.to_core(LATENTS), no_word)
     tensors, metadata = read_record(path, "latents")
     record = {key: value for key, value in {**json.loads(metadata["anygpu"]), **changes}.items() if value is not None}
     write_record(path, tensors, record)
@@ -128,7 +128,7 @@ def test_prompts_come_back_whole(tmp_path: Path) -> None:
     path = prompt_files.save_prompt(tmp_path / "a.safetensors", PROMPT, Origin({"workflow": "{}"}))
     assert kind_of(path) == latent_store.PROMPT
     found = prompt_files.load_prompt(path, no_word)
-    assert (found.family, found.opposed, found.extra) == (PROMPT.family, True, PROMPT.extra)
+    assert (found.family, found.has_negative, found.extra) == (PROMPT.family, True, PROMPT.extra)
     groups = [(PROMPT.embeds, found.embeds), (PROMPT.negative, found.negative), (PROMPT.sections[0], found.sections[0])]
     for before, after in groups:
         assert set(before) == set(after)
@@ -140,7 +140,7 @@ def test_prompts_come_back_whole(tmp_path: Path) -> None:
 
 
 def test_what_is_no_prompt_is_one_line(tmp_path: Path) -> None:
-    latents = save_latent(tmp_path / "a.safetensors", exchange.to_core(LATENTS), no_word)
+    latents = save_latent(tmp_path / "a.safetensors", latent_format.to_core(LATENTS), no_word)
     with pytest.raises(CheckpointError, match="'latent' in"):
         prompt_files.load_prompt(latents, no_word)
     record = {"kind": "prompt", "family": "ltx", "version": 99}
@@ -160,9 +160,9 @@ def test_what_is_no_prompt_is_one_line(tmp_path: Path) -> None:
 def test_a_saved_prompt_samples_without_any_text_encoder(tiny_folder: Path, tmp_path: Path, recorded: Any) -> None:
     """The same latents, from a model folder that has neither text encoders nor tokenizers."""
     whole, settings = tiny.build("hunyuan_video", tiny_folder), SampleSettings(32, 32, 5, steps=2, seed=3)
-    loaded = load(LoadRequest(whole, device="cpu", precision="fp32"))
-    prompt = stages.encode_prompt(loaded, PromptRequest("a cat walks"), Silent())
-    expected = stages.sample(loaded, prompt, None, settings, Silent())
+    pipeline = load(LoadRequest(whole, device="cpu", precision="fp32"))
+    prompt = stages.encode_prompt(pipeline, PromptRequest("a cat walks"), Silent())
+    expected = stages.sample(pipeline, prompt, None, settings, Silent())
     path = prompt_files.save_prompt(tmp_path / "prompt.safetensors", prompt)
     model, said = tmp_path / "model", recorded()
     model.mkdir()
@@ -182,12 +182,12 @@ def test_a_lone_transformer_borrows_from_a_folder_without_text_encoders(tiny_fol
     """FramePack's VAE comes from HunyuanVideo's folder, of which nothing else is needed then."""
     (tmp_path / "framepack").symlink_to(tiny.build("framepack", tiny_folder))
     (tmp_path / "siglip").symlink_to(tiny.build("siglip", tiny_folder))
-    lender = tmp_path / "hunyuan"
-    lender.mkdir()
+    provider = tmp_path / "hunyuan"
+    provider.mkdir()
     for entry in tiny.build("hunyuan_video", tiny_folder).iterdir():
         if not entry.name.startswith(("text_encoder", "tokenizer")):
-            (lender / entry.name).symlink_to(entry)
-    loaded = load(LoadRequest(tmp_path / "framepack", device="cpu", precision="fp32"))
-    assert loaded.configs["vae"] and "text_encoder" not in loaded.parts.readers
+            (provider / entry.name).symlink_to(entry)
+    pipeline = load(LoadRequest(tmp_path / "framepack", device="cpu", precision="fp32"))
+    assert pipeline.configs["vae"] and "text_encoder" not in pipeline.parts.readers
     with pytest.raises(CheckpointError, match="connect AnyGPU Load Prompt"):
-        stages.encode_prompt(loaded, PromptRequest("a cat"), Silent())
+        stages.encode_prompt(pipeline, PromptRequest("a cat"), Silent())

@@ -94,12 +94,12 @@ def test_weights_that_do_not_fit_are_named(mochi, part, change):
     else:
         tensors[name] = torch.zeros(3, 5)
     save_file(tensors, file, {"format": "pt"})
-    loaded = load(LoadRequest(mochi, device="cpu"))
+    pipeline = load(LoadRequest(mochi, device="cpu"))
     if part == "text_encoder" and change == "unexpected":
-        assert loaded.parts[part] is not None  # transformers keeps heads of other classes in its files: allowed
+        assert pipeline.parts[part] is not None  # transformers keeps heads of other classes in its files: allowed
         return
     with pytest.raises(CheckpointError, match=part):
-        loaded.parts[part]
+        pipeline.parts[part]
 
 
 def test_a_part_of_another_class_is_refused(mochi):
@@ -122,8 +122,8 @@ def test_framepack_finds_its_lenders_beside_it_and_says_so(tiny_folder, tmp_path
     for name, folder in (("framepack_f1", "FramePack_F1"), ("hunyuan_video", "HunyuanVideo"), ("siglip", "redux")):
         (tmp_path / folder).symlink_to(tiny.build(name, tiny_folder), target_is_directory=True)
     progress = recorded()
-    loaded = load(LoadRequest(tmp_path / "FramePack_F1", device="cpu"), progress)
-    assert loaded.variant == "framepack_f1"
+    pipeline = load(LoadRequest(tmp_path / "FramePack_F1", device="cpu"), progress)
+    assert pipeline.variant == "framepack_f1"
     said = "\n".join(progress.said)
     assert "HunyuanVideo (auto)" in said and "redux (auto)" in said and "framepack_f1" in said
 
@@ -149,8 +149,8 @@ def test_nothing_is_read_until_a_stage_needs_it(mochi):
 def test_dtypes_are_explicit_whatever_the_file_says(tiny_folder, tmp_path):
     """diffusers reads a bf16 folder as fp32 and transformers as bf16, which meet in one matrix product."""
     model = tiny.build("mochi", tmp_path, dtype=torch.bfloat16)
-    loaded = load(LoadRequest(model, device="cpu", precision="fp32"))
-    assert {p.dtype for part in ("transformer", "text_encoder", "vae") for p in loaded.parts[part].parameters()} == {
+    pipeline = load(LoadRequest(model, device="cpu", precision="fp32"))
+    assert {p.dtype for part in ("transformer", "text_encoder", "vae") for p in pipeline.parts[part].parameters()} == {
         torch.float32
     }
 

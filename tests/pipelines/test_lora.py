@@ -16,7 +16,7 @@ from anygpu.compat.checkpoints import packed
 from anygpu.compat.errors import CheckpointError, InputError, MissingPackageError, UnsupportedError
 from anygpu.compat.memory import adapters
 from anygpu.pipelines import stages, tiny
-from anygpu.pipelines.base import Loaded, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.base import Pipeline, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.loading import lora
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.loading.lora import with_lora
@@ -38,9 +38,9 @@ def factors_for(layers: dict[str, tuple[int, ...]], seed: int = 0) -> dict[str, 
     return found
 
 
-def added_by_hand(loaded: Loaded, chosen: list[tuple[dict[str, torch.Tensor], float]]) -> None:
+def added_by_hand(pipeline: Pipeline, chosen: list[tuple[dict[str, torch.Tensor], float]]) -> None:
     """The LoRAs in the weights of a pipeline that nobody else uses, in fp64."""
-    module = loaded.parts["transformer"]
+    module = pipeline.parts["transformer"]
     for tensors, strength in chosen:
         for key in [key for key in tensors if key.endswith("lora_A.weight")]:
             name = key.removeprefix("transformer.").removesuffix(".lora_A.weight")
@@ -56,20 +56,20 @@ def made(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> SimpleN
     """A tiny HunyuanVideo with two LoRAs, what it samples without them, and a fresh one for the asking."""
     folder = tmp_path_factory.mktemp("loras")
 
-    def fresh() -> Loaded:
+    def fresh() -> Pipeline:
         request = LoadRequest(tiny.build("hunyuan_video", tiny_folder), device="cpu", precision="fp32")
         return load(request)
 
-    loaded = fresh()
-    layers = lora.layers_of(loaded)
+    pipeline = fresh()
+    layers = lora.layers_of(pipeline)
     loras = [factors_for(layers, seed) for seed in (1, 2)]
     paths = [folder / f"{name}.safetensors" for name in ("first", "second")]
     for path, tensors in zip(paths, loras, strict=True):
         save_file(tensors, path)
-    prompt = stages.encode_prompt(loaded, PromptRequest("a cat"), Silent())
+    prompt = stages.encode_prompt(pipeline, PromptRequest("a cat"), Silent())
 
-    def sampled(pipeline: Loaded) -> torch.Tensor:
-        return stages.sample(pipeline, prompt, None, SETTINGS, Silent()).samples
+    def sampled(pipe: Pipeline) -> torch.Tensor:
+        return stages.sample(pipe, prompt, None, SETTINGS, Silent()).samples
 
     def by_hand(*chosen: tuple[int, float]) -> torch.Tensor:
         other = fresh()
@@ -78,31 +78,31 @@ def made(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> SimpleN
         return sampled(other)
 
     return SimpleNamespace(
-        fresh=fresh, loaded=loaded, layers=layers, loras=loras, paths=paths, sampled=sampled, by_hand=by_hand,
-        plain=sampled(loaded), folder=folder,
+        fresh=fresh, pipeline=pipeline, layers=layers, loras=loras, paths=paths, sampled=sampled, by_hand=by_hand,
+        plain=sampled(pipeline), folder=folder,
     )  # fmt: skip
 
 
 def put(
-    made: Any, on: Loaded, index: int = 0, strength: float = 1.0, blocks: str = "", mode: str = "separate"
-) -> Loaded:
+    made: Any, on: Pipeline, index: int = 0, strength: float = 1.0, blocks: str = "", mode: str = "separate"
+) -> Pipeline:
     return with_lora(on, made.paths[index], strength, blocks, mode, Silent())
 
 
 @pytest.mark.parametrize("mode", lora.MODES)
 def test_the_sums_are_right_and_leave_no_trace(made: Any, mode: str) -> None:
-    loaded, expected = made.loaded, made.by_hand((0, 0.7))
-    weights = {name: (t.data_ptr(), t.clone()) for name, t in loaded.parts["transformer"].named_parameters()}
-    pipeline = put(made, loaded, strength=0.7, mode=mode)
-    found = made.sampled(pipeline)
+    pipeline, expected = made.pipeline, made.by_hand((0, 0.7))
+    weights = {name: (t.data_ptr(), t.clone()) for name, t in pipeline.parts["transformer"].named_parameters()}
+    pipe = put(made, pipeline, strength=0.7, mode=mode)
+    found = made.sampled(pipe)
     assert float((expected - made.plain).abs().max()) > 0.01, "the LoRA does nothing"
     assert torch.allclose(found, expected, atol=SUMS, rtol=0)
-    assert torch.equal(made.sampled(pipeline), found), "the second call differs"
-    assert torch.equal(made.sampled(loaded), made.plain), "the pipeline it came from has changed"
-    del pipeline
+    assert torch.equal(made.sampled(pipe), found), "the second call differs"
+    assert torch.equal(made.sampled(pipeline), made.plain), "the pipeline it came from has changed"
+    del pipe
     gc.collect()
-    assert torch.equal(made.sampled(loaded), made.plain)
-    after = dict(loaded.parts["transformer"].named_parameters())
+    assert torch.equal(made.sampled(pipeline), made.plain)
+    after = dict(pipeline.parts["transformer"].named_parameters())
     assert weights.keys() == after.keys(), "layers of the LoRA are still there"
     for name, (place, before) in weights.items():
         assert after[name].data_ptr() == place and torch.equal(after[name], before), name
@@ -117,17 +117,17 @@ def test_the_sums_are_right_and_leave_no_trace(made: Any, mode: str) -> None:
     ],
 )
 def test_several_add_up(made: Any, modes: tuple[str, str]) -> None:
-    pipeline = put(made, put(made, made.loaded, 0, 0.5, mode=modes[0]), 1, -0.8, mode=modes[1])
-    assert torch.allclose(made.sampled(pipeline), made.by_hand((0, 0.5), (1, -0.8)), atol=SUMS, rtol=0)
-    assert torch.equal(made.sampled(made.loaded), made.plain)
+    pipe = put(made, put(made, made.pipeline, 0, 0.5, mode=modes[0]), 1, -0.8, mode=modes[1])
+    assert torch.allclose(made.sampled(pipe), made.by_hand((0, 0.5), (1, -0.8)), atol=SUMS, rtol=0)
+    assert torch.equal(made.sampled(made.pipeline), made.plain)
 
 
 def test_chains_that_share_a_pipeline_do_not_see_each_other(made: Any) -> None:
     chains = [
-        put(made, made.loaded, 0),
-        put(made, made.loaded, 1),
-        put(made, made.loaded, 0, mode="merged"),
-        made.loaded,
+        put(made, made.pipeline, 0),
+        put(made, made.pipeline, 1),
+        put(made, made.pipeline, 0, mode="merged"),
+        made.pipeline,
     ]
     expected = [made.by_hand((0, 1.0)), made.by_hand((1, 1.0)), made.by_hand((0, 1.0)), made.plain]
     first = [made.sampled(chain) for chain in chains]
@@ -139,39 +139,41 @@ def test_chains_that_share_a_pipeline_do_not_see_each_other(made: Any) -> None:
 
 def test_a_strength_changes_in_place(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """No layer is made again, and the model is not read again."""
-    one = made.sampled(put(made, made.loaded, strength=1.0))
-    keep = put(made, made.loaded, strength=1.0)
+    one = made.sampled(put(made, made.pipeline, strength=1.0))
+    keep = put(made, made.pipeline, strength=1.0)
     made.sampled(keep)
     monkeypatch.setattr(adapters.Adapted, "_change", None)
-    monkeypatch.setattr(type(made.loaded.parts), "drop", None)
-    assert torch.allclose(made.sampled(put(made, made.loaded, strength=0.3)), made.by_hand((0, 0.3)), atol=SUMS, rtol=0)
+    monkeypatch.setattr(type(made.pipeline.parts), "drop", None)
+    assert torch.allclose(
+        made.sampled(put(made, made.pipeline, strength=0.3)), made.by_hand((0, 0.3)), atol=SUMS, rtol=0
+    )
     assert torch.equal(made.sampled(keep), one)
 
 
 def test_a_filter_touches_only_its_blocks(made: Any) -> None:
-    pipeline = put(made, made.loaded, blocks="double 0, rest")
+    pipe = put(made, made.pipeline, blocks="double 0, rest")
     other = made.fresh()
     other.parts["transformer"]
     kept = {k: t for k, t in made.loras[0].items() if k.startswith("transformer.transformer_blocks.0.")}
     kept |= {k: t for k, t in made.loras[0].items() if "transformer_blocks." not in k}
     added_by_hand(other, [(kept, 1.0)])
-    assert torch.allclose(made.sampled(pipeline), made.sampled(other), atol=SUMS, rtol=0)
+    assert torch.allclose(made.sampled(pipe), made.sampled(other), atol=SUMS, rtol=0)
 
 
 def test_without_strength_nothing_happens_and_it_is_said(made: Any, recorded: Any) -> None:
     progress = recorded()
-    assert with_lora(made.loaded, made.paths[0], 0.0, "", "separate", progress) is made.loaded
+    assert with_lora(made.pipeline, made.paths[0], 0.0, "", "separate", progress) is made.pipeline
     assert progress.said[-1] == "first has no effect at strength 0"
     assert progress.said[0].startswith(f"first: {len(made.layers)} layers, {len(made.loras[0])} of")
 
 
 def test_notes_and_keys_tell_pipelines_apart(made: Any) -> None:
-    first, stronger = put(made, made.loaded), put(made, made.loaded, strength=2.0)
+    first, stronger = put(made, made.pipeline), put(made, made.pipeline, strength=2.0)
     assert first.notes[-1] == "LoRA first 1, separate"
-    assert first.residency.worn != stronger.residency.worn != ""
-    assert made.loaded.residency.worn == ""
-    assert first.residency.adapters.key == stronger.residency.adapters.key
-    assert put(made, made.loaded, mode="merged").residency.adapters.key != first.residency.adapters.key
+    assert first.offloader.active_adapters != stronger.offloader.active_adapters != ""
+    assert made.pipeline.offloader.active_adapters == ""
+    assert first.offloader.adapters.key == stronger.offloader.adapters.key
+    assert put(made, made.pipeline, mode="merged").offloader.adapters.key != first.offloader.adapters.key
 
 
 # What cannot be done ----------------------------------------------------------------------------------------------
@@ -188,17 +190,17 @@ def test_notes_and_keys_tell_pipelines_apart(made: Any) -> None:
 )
 def test_choices_out_of_range(made: Any, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        put(made, made.loaded, **arguments)
+        put(made, made.pipeline, **arguments)
 
 
 def test_damaged_and_foreign_files(made: Any) -> None:
     broken = made.folder / "broken.safetensors"
     broken.write_bytes(made.paths[0].read_bytes()[:-100])
     with pytest.raises(CheckpointError):
-        with_lora(made.loaded, broken, 1.0, "", "separate", Silent())
+        with_lora(made.pipeline, broken, 1.0, "", "separate", Silent())
     save_file({"lora_te_x.lora_down.weight": torch.zeros(2, 2)}, broken)
     with pytest.raises(CheckpointError, match="none of 1 keys of"):
-        with_lora(made.loaded, broken, 1.0, "", "separate", Silent())
+        with_lora(made.pipeline, broken, 1.0, "", "separate", Silent())
 
 
 def test_peft_is_asked_for_by_name(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,22 +213,22 @@ def test_peft_is_asked_for_by_name(made: Any, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(packages, "imported", absent)
     with pytest.raises(MissingPackageError, match="peft"):
-        put(made, made.loaded)
-    assert put(made, made.loaded, mode="merged") is not made.loaded, "merging needs no peft"
+        put(made, made.pipeline)
+    assert put(made, made.pipeline, mode="merged") is not made.pipeline, "merging needs no peft"
 
 
 def test_merging_into_8_bits_is_refused_and_leaves_the_model_usable(made: Any) -> None:
-    loaded = made.fresh()
-    plain = made.sampled(loaded)
-    leaf = loaded.parts["transformer"].get_submodule("transformer_blocks.1.attn.to_k")
+    pipeline = made.fresh()
+    plain = made.sampled(pipeline)
+    leaf = pipeline.parts["transformer"].get_submodule("transformer_blocks.1.attn.to_k")
     data = leaf.weight.data
     leaf.weight.data = data.to(torch.float8_e4m3fn)
     with pytest.raises(
         UnsupportedError, match=r"merging 'first' into Linear weights kept as torch\.float8_e4m3fn in 1 of"
     ):
-        made.sampled(put(made, loaded, mode="merged"))
+        made.sampled(put(made, pipeline, mode="merged"))
     leaf.weight.data = data
-    assert torch.equal(made.sampled(loaded), plain)
+    assert torch.equal(made.sampled(pipeline), plain)
 
 
 @pytest.mark.parametrize("weights", ["int8", pytest.param("fp8", marks=pytest.mark.full)])
@@ -235,16 +237,16 @@ def test_packed_weights_take_a_lora_beside_them_only(
 ) -> None:
     """They are not unpacked for it: what was packed stays the same tensors, and none is made dense to put it on."""
     request = LoadRequest(tiny.build("hunyuan_video", tiny_folder), device="cpu", precision="fp32", weights=weights)
-    loaded = load(request)
-    plain = made.sampled(loaded)
-    stored = [leaf.stored.data_ptr() for leaf in loaded.parts["transformer"].modules() if hasattr(leaf, "stored")]
+    pipeline = load(request)
+    plain = made.sampled(pipeline)
+    stored = [leaf.stored.data_ptr() for leaf in pipeline.parts["transformer"].modules() if hasattr(leaf, "stored")]
     with monkeypatch.context() as patched:
         patched.setattr(packed.StoredLinear, "dense", lambda *_: pytest.fail("a weight was made dense"))
-        with put(made, loaded).residency.hold("transformer"):
+        with put(made, pipeline).offloader.hold("transformer"):
             pass
-    found = made.sampled(put(made, loaded))
+    found = made.sampled(put(made, pipeline))
     assert stored == [
-        leaf.stored.data_ptr() for leaf in loaded.parts["transformer"].modules() if hasattr(leaf, "stored")
+        leaf.stored.data_ptr() for leaf in pipeline.parts["transformer"].modules() if hasattr(leaf, "stored")
     ]
     other = load(request)
     for layer in [leaf for leaf in other.parts["transformer"].modules() if isinstance(leaf, packed.StoredLinear)]:
@@ -252,8 +254,8 @@ def test_packed_weights_take_a_lora_beside_them_only(
     added_by_hand(other, [(made.loras[0], 1.0)])
     assert torch.allclose(found, made.sampled(other), atol=SUMS, rtol=0)
     with pytest.raises(UnsupportedError, match="into StoredLinear weights kept as torch"):
-        made.sampled(put(made, loaded, mode="merged"))
-    assert torch.equal(made.sampled(loaded), plain)
+        made.sampled(put(made, pipeline, mode="merged"))
+    assert torch.equal(made.sampled(pipeline), plain)
 
 
 def test_merges_into_16_bit_weights_without_rounding_to_them(made: Any, tmp_path: Path) -> None:
@@ -262,7 +264,7 @@ def test_merges_into_16_bit_weights_without_rounding_to_them(made: Any, tmp_path
     dense = load(LoadRequest(folder, device="cpu", precision="fp32"))
     kept = load(LoadRequest(folder, device="cpu", precision="fp32", weights="as in file"))
     stored = [leaf.stored.data_ptr() for leaf in kept.parts["transformer"].modules() if hasattr(leaf, "stored")]
-    merged = [made.sampled(put(made, pipeline, mode="merged")) for pipeline in (dense, kept)]
+    merged = [made.sampled(put(made, pipe, mode="merged")) for pipe in (dense, kept)]
     assert torch.equal(*merged) and stored
     assert torch.equal(made.sampled(kept), made.sampled(dense))
     assert stored == [leaf.stored.data_ptr() for leaf in kept.parts["transformer"].modules() if hasattr(leaf, "stored")]
@@ -274,17 +276,17 @@ def test_beside_rewritten_blocks(made: Any, tiny_folder: Path) -> None:
     from anygpu.pipelines.speed import SpeedRequest
 
     path = tiny.build("hunyuan_video", tiny_folder)
-    loaded = load(LoadRequest(path, device="cpu", precision="fp32", speed=SpeedRequest(kernels="reference")))
-    assert torch.allclose(made.sampled(put(made, loaded)), made.by_hand((0, 1.0)), atol=SUMS, rtol=0)
-    assert torch.allclose(made.sampled(loaded), made.plain, atol=SUMS, rtol=0)
+    pipeline = load(LoadRequest(path, device="cpu", precision="fp32", speed=SpeedRequest(kernels="reference")))
+    assert torch.allclose(made.sampled(put(made, pipeline)), made.by_hand((0, 1.0)), atol=SUMS, rtol=0)
+    assert torch.allclose(made.sampled(pipeline), made.plain, atol=SUMS, rtol=0)
 
 
 def test_a_failure_half_way_leaves_the_model_as_it_was(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first is merged when the second fails."""
-    pipeline = put(made, put(made, made.loaded, 0, mode="merged"), 1, mode="separate")
+    pipe = put(made, put(made, made.pipeline, 0, mode="merged"), 1, mode="separate")
 
-    made.sampled(made.loaded)
-    rewrites = [order for order, _ in made.loaded.parts.undo["transformer"].undo]
+    made.sampled(made.pipeline)
+    rewrites = [order for order, _ in made.pipeline.parts.undo["transformer"].undo]
     assert rewrites, "nothing that a failure could have left undone"
 
     def fails(*_: Any) -> None:
@@ -293,10 +295,10 @@ def test_a_failure_half_way_leaves_the_model_as_it_was(made: Any, monkeypatch: p
     with monkeypatch.context() as patch:
         patch.setattr(lora, "_inject", fails)
         with pytest.raises(RuntimeError, match="injected"):
-            made.sampled(pipeline)
-    assert [order for order, _ in made.loaded.parts.undo["transformer"].undo] == rewrites
-    assert torch.equal(made.sampled(made.loaded), made.plain)
-    assert torch.allclose(made.sampled(pipeline), made.by_hand((0, 1.0), (1, 1.0)), atol=SUMS, rtol=0)
+            made.sampled(pipe)
+    assert [order for order, _ in made.pipeline.parts.undo["transformer"].undo] == rewrites
+    assert torch.equal(made.sampled(made.pipeline), made.plain)
+    assert torch.allclose(made.sampled(pipe), made.by_hand((0, 1.0), (1, 1.0)), atol=SUMS, rtol=0)
 
 
 # Families and styles ----------------------------------------------------------------------------------------------
@@ -317,22 +319,22 @@ def as_kohya(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @pytest.mark.full
 @pytest.mark.parametrize("family", ["ltx", "hunyuan_video_15", "mochi"])
 def test_every_family_takes_both_styles(family: str, tiny_folder: Path, tmp_path: Path) -> None:
-    loaded = load(LoadRequest(tiny.build(family, tiny_folder), device="cpu", precision="fp32"))
-    attention = {name: shape for name, shape in lora.layers_of(loaded).items() if ".attn" in name}
+    pipeline = load(LoadRequest(tiny.build(family, tiny_folder), device="cpu", precision="fp32"))
+    attention = {name: shape for name, shape in lora.layers_of(pipeline).items() if ".attn" in name}
     tensors = factors_for(attention)
     save_file(tensors, tmp_path / "diffusers.safetensors")
     save_file(as_kohya(tensors), tmp_path / "kohya.safetensors")
-    prompt = stages.encode_prompt(loaded, PromptRequest("a cat"), Silent())
+    prompt = stages.encode_prompt(pipeline, PromptRequest("a cat"), Silent())
     settings = replace(SETTINGS, frames=9 if family == "ltx" else 7 if family == "mochi" else 5, height=64, width=64)
     found = []
     for name in ("diffusers", "kohya"):
-        pipeline = with_lora(loaded, tmp_path / f"{name}.safetensors", 1.0, "", "separate", Silent())
-        found.append(stages.sample(pipeline, prompt, None, settings, Silent()).samples)
+        pipe = with_lora(pipeline, tmp_path / f"{name}.safetensors", 1.0, "", "separate", Silent())
+        found.append(stages.sample(pipe, prompt, None, settings, Silent()).samples)
     assert torch.equal(*found)
-    added_by_hand(loaded, [(tensors, 1.0)])
+    added_by_hand(pipeline, [(tensors, 1.0)])
     gc.collect()
-    pipeline = None
-    plain = stages.sample(loaded, prompt, None, settings, Silent()).samples
+    pipe = None
+    plain = stages.sample(pipeline, prompt, None, settings, Silent()).samples
     assert torch.allclose(found[0], plain, atol=SUMS * 5, rtol=0)
 
 
@@ -367,9 +369,9 @@ def test_the_command_puts_loras_on_in_turn(made: Any, tiny_folder: Path, tmp_pat
     words += [word for name, value in size.items() for word in (f"--{name}", str(value))]
     chosen = ["--lora", f"{made.paths[0]}:0.7", "--lora", f"{made.paths[1]}::double"]
     frames, _ = cli.rendered(cli._parser().parse_args([*words, *chosen]), Silent())
-    pipeline = put(made, put(made, made.fresh(), 0, 0.7), 1, blocks="double")
-    prompt = stages.encode_prompt(pipeline, PromptRequest("a cat"), Silent())
-    latents = stages.sample(pipeline, prompt, None, SETTINGS, Silent())
-    assert torch.equal(frames, stages.decode(pipeline, latents, Silent()))
+    pipe = put(made, put(made, made.fresh(), 0, 0.7), 1, blocks="double")
+    prompt = stages.encode_prompt(pipe, PromptRequest("a cat"), Silent())
+    latents = stages.sample(pipe, prompt, None, SETTINGS, Silent())
+    assert torch.equal(frames, stages.decode(pipe, latents, Silent()))
     plain, _ = cli.rendered(cli._parser().parse_args(words), Silent())
     assert not torch.equal(frames, plain)

@@ -16,7 +16,7 @@ from anygpu.pipelines.base import (
     ImageCondition,
     ImageRequest,
     Latents,
-    Loaded,
+    Pipeline,
     Prompt,
     PromptRequest,
     SampleSettings,
@@ -59,8 +59,8 @@ class Model:
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder = name, folder
-        self.loaded = load(LoadRequest(tiny.build(name, folder), device="cpu"))
-        self.prompt = stages.encode_prompt(self.loaded, PromptRequest(*TEXTS), Silent())
+        self.pipeline = load(LoadRequest(tiny.build(name, folder), device="cpu"))
+        self.prompt = stages.encode_prompt(self.pipeline, PromptRequest(*TEXTS), Silent())
         self.pipes: dict[str, Any] = {}
 
     def bare(self, task: str) -> Any:
@@ -70,7 +70,7 @@ class Model:
         """
         if task not in self.pipes:
             pipe = self.pipes[task] = tiny.one_shot(self.name, self.folder, pipeline=TASK[task])
-            pipe.transformer, pipe.vae = self.loaded.parts["transformer"], self.loaded.parts["vae"]
+            pipe.transformer, pipe.vae = self.pipeline.parts["transformer"], self.pipeline.parts["vae"]
             if task == "ltx_condition":
                 pipe.scheduler = type(pipe.scheduler)()
         return self.pipes[task]
@@ -86,17 +86,17 @@ def condition(tiny_folder: Path) -> Model:
     return Model("ltx_condition", tiny_folder)
 
 
-def encoded(loaded: Loaded, anchors: Anchors) -> ImageCondition | None:
+def encoded(pipeline: Pipeline, anchors: Anchors) -> ImageCondition | None:
     found = None
     for frames, frame, strength in anchors:
         request = ImageRequest(frames, SIZE, SIZE, frame, strength, previous=found)
-        found = stages.encode_image(loaded, request, "stretch", Silent())
+        found = stages.encode_image(pipeline, request, "stretch", Silent())
     return found
 
 
 def ours(model: Model, settings: SampleSettings = SETTINGS, anchors: Anchors = (), **changes: Any) -> Latents:
-    loaded = replace(model.loaded, **changes)
-    return stages.sample(loaded, model.prompt, encoded(loaded, anchors), settings, Silent())
+    pipeline = replace(model.pipeline, **changes)
+    return stages.sample(pipeline, model.prompt, encoded(pipeline, anchors), settings, Silent())
 
 
 def one_shot(pipe: Any, prompt: Prompt | None = None, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,7 +138,7 @@ def conditions(anchors: Anchors) -> list[Any]:
 
 def require_same(model: Model, latents: Latents, expected: tuple[torch.Tensor, torch.Tensor], **changes: Any) -> None:
     assert torch.equal(latents.samples, expected[0])
-    frames = stages.decode(replace(model.loaded, **changes), latents, Silent())
+    frames = stages.decode(replace(model.pipeline, **changes), latents, Silent())
     assert torch.equal(frames, expected[1]) and frames.shape == (FRAMES, SIZE, SIZE, 3)
 
 
@@ -187,11 +187,11 @@ def test_own_text_encoding_equals_within_what_trimming_costs(plain: Model, condi
     latents = ours(model, anchors=anchors)
     expected, video = one_shot(tiny.one_shot(model.name, model.folder, pipeline=TASK[task]), **image)
     torch.testing.assert_close(latents.samples, expected, rtol=0, atol=TRIMMED)
-    torch.testing.assert_close(stages.decode(model.loaded, latents, Silent()), video, rtol=0, atol=TRIMMED)
+    torch.testing.assert_close(stages.decode(model.pipeline, latents, Silent()), video, rtol=0, atol=TRIMMED)
 
 
 def test_an_encoded_video_is_normalised_as_upstream_does(plain: Model) -> None:
-    found = stages.encode_video(plain.loaded, CLIP, SIZE, SIZE, "crop", 3, Silent()).samples
+    found = stages.encode_video(plain.pipeline, CLIP, SIZE, SIZE, "crop", 3, Silent()).samples
     pipe = plain.bare("ltx")
     posterior = pipe.vae.encode(CLIP.permute(3, 0, 1, 2)[None] * 2 - 1).latent_dist
     drawn = posterior.sample(torch.Generator().manual_seed(3))
@@ -199,7 +199,7 @@ def test_an_encoded_video_is_normalised_as_upstream_does(plain: Model) -> None:
 
 
 def test_video_to_video_equals_ltx_condition_pipeline(condition: Model) -> None:
-    video = stages.encode_video(condition.loaded, CLIP.repeat(2, 1, 1, 1)[:FRAMES], SIZE, SIZE, "crop", 3, Silent())
+    video = stages.encode_video(condition.pipeline, CLIP.repeat(2, 1, 1, 1)[:FRAMES], SIZE, SIZE, "crop", 3, Silent())
     anchors = PLACES["first and last frame"]
     latents = ours(condition, replace(SETTINGS, steps=2, latents=video, denoise=0.5), anchors)
     expected = one_shot(
@@ -237,9 +237,9 @@ def test_every_input_changes_the_result(plain: Model) -> None:
     anchors = PLACES["first frame"]
     base = ours(plain, anchors=anchors).samples
     texts = [("a blue whale", TEXTS[1]), (TEXTS[0], "sharp")]
-    prompts = [stages.encode_prompt(plain.loaded, PromptRequest(*pair), Silent()) for pair in texts]
-    image = encoded(plain.loaded, anchors)
-    others = [stages.sample(plain.loaded, prompt, image, SETTINGS, Silent()) for prompt in prompts]
+    prompts = [stages.encode_prompt(plain.pipeline, PromptRequest(*pair), Silent()) for pair in texts]
+    image = encoded(plain.pipeline, anchors)
+    others = [stages.sample(plain.pipeline, prompt, image, SETTINGS, Silent()) for prompt in prompts]
     others += [ours(plain, replace(SETTINGS, seed=8), anchors), ours(plain, SETTINGS, [(OTHER, 0, 1.0)])]
     others += [ours(plain, SETTINGS, [(PICTURE, 0, 0.5)]), ours(plain, replace(SETTINGS, fps=12.0), anchors)]
     others += [ours(plain, replace(SETTINGS, cfg_end=0.5), anchors), ours(plain, replace(SETTINGS, shift=3.0), anchors)]
@@ -249,7 +249,7 @@ def test_every_input_changes_the_result(plain: Model) -> None:
 
 def test_what_the_vae_says_of_an_image_does_not_depend_on_the_seed(plain: Model) -> None:
     requests = [ImageRequest(PICTURE, SIZE, SIZE, seed=seed) for seed in (0, 1)]
-    first, second = (stages.encode_image(plain.loaded, request, "stretch", Silent()) for request in requests)
+    first, second = (stages.encode_image(plain.pipeline, request, "stretch", Silent()) for request in requests)
     assert all(torch.equal(first.tensors[name], second.tensors[name]) for name in first.tensors)
 
 
@@ -279,7 +279,7 @@ def test_own_noise_levels_and_shift_run(condition: Model, variant: str) -> None:
 
 
 def test_less_denoising_stays_closer_and_a_mask_keeps_its_part(plain: Model) -> None:
-    video = stages.encode_video(plain.loaded, pictures(FRAMES, 9), SIZE, SIZE, "crop", 3, Silent())
+    video = stages.encode_video(plain.pipeline, pictures(FRAMES, 9), SIZE, SIZE, "crop", 3, Silent())
     mask = torch.ones(1, 1, 1, 2, 2)
     mask[..., 0] = 0.0
     half, whole = (ours(plain, replace(SETTINGS, latents=video, denoise=share)).samples for share in (0.5, 1.0))
@@ -291,7 +291,7 @@ def test_less_denoising_stays_closer_and_a_mask_keeps_its_part(plain: Model) -> 
 
 
 def test_a_picture_wins_over_the_video_and_its_mask(plain: Model) -> None:
-    video = stages.encode_video(plain.loaded, pictures(FRAMES, 9), SIZE, SIZE, "crop", 3, Silent())
+    video = stages.encode_video(plain.pipeline, pictures(FRAMES, 9), SIZE, SIZE, "crop", 3, Silent())
     settings = replace(SETTINGS, latents=video, denoise=0.5, noise_mask=torch.zeros(1, 1, 1, 2, 2))
     both = ours(plain, settings, PLACES["first frame"]).samples
     assert torch.equal(both[:, :, 0], ours(plain, anchors=PLACES["first frame"]).samples[:, :, 0])
@@ -300,8 +300,8 @@ def test_a_picture_wins_over_the_video_and_its_mask(plain: Model) -> None:
 
 def test_a_clip_longer_than_the_video_is_cut_as_upstream_cuts_its_frames(condition: Model, recorded: Any) -> None:
     progress, anchors = recorded(), [(CLIP, 16, 1.0)]
-    image = encoded(condition.loaded, anchors)
-    found = stages.sample(condition.loaded, condition.prompt, image, SETTINGS, progress)
+    image = encoded(condition.pipeline, anchors)
+    found = stages.sample(condition.pipeline, condition.prompt, image, SETTINGS, progress)
     expected, _ = one_shot(condition.bare("ltx_condition"), condition.prompt, conditions=conditions(anchors))
     # Encoded whole and cut, or cut and encoded: the same sums by convolutions of two sizes.
     torch.testing.assert_close(found.samples, expected, rtol=0, atol=1e-5)
@@ -310,8 +310,8 @@ def test_a_clip_longer_than_the_video_is_cut_as_upstream_cuts_its_frames(conditi
 
 def test_previews_are_videos_with_the_picture_in_its_place(plain: Model, condition: Model, recorded: Any) -> None:
     for model, place in ((condition, "first and last frame"), (plain, "first frame")):
-        progress, image = recorded(), encoded(model.loaded, PLACES[place])
-        latents = stages.sample(model.loaded, model.prompt, image, SETTINGS, progress)
+        progress, image = recorded(), encoded(model.pipeline, PLACES[place])
+        latents = stages.sample(model.pipeline, model.prompt, image, SETTINGS, progress)
         assert [tuple(preview.shape) for preview in progress.previews] == [(1, 128, *GRID)] * STEPS
         assert [step[:2] for step in progress.steps if step[2] == "sampling"] == [(1, 3), (2, 3), (3, 3)]
     assert all(torch.equal(preview[:, :, 0], latents.samples[:, :, 0]) for preview in progress.previews)
@@ -319,26 +319,26 @@ def test_previews_are_videos_with_the_picture_in_its_place(plain: Model, conditi
 
 def test_the_last_noise_is_the_decoders_to_remove(condition: Model, plain: Model, recorded: Any) -> None:
     latents, progress = ours(condition), recorded()
-    tuned = stages.with_decode_noise(condition.loaded, latents, 0.05, 0.025, progress)
-    assert stages.with_decode_noise(condition.loaded, latents, -1.0, -1.0, progress) is latents
+    tuned = stages.with_decode_noise(condition.pipeline, latents, 0.05, 0.025, progress)
+    assert stages.with_decode_noise(condition.pipeline, latents, -1.0, -1.0, progress) is latents
     assert not progress.said
-    stages.with_decode_noise(plain.loaded, latents, 0.05, -1.0, progress)
+    stages.with_decode_noise(plain.pipeline, latents, 0.05, -1.0, progress)
     assert progress.said == ["no effect of decode_timestep: this VAE removes no noise"]
     with pytest.raises(InputError, match=r"decode_noise_scale 2\.0"):
-        stages.with_decode_noise(condition.loaded, latents, -1.0, 2.0, progress)
+        stages.with_decode_noise(condition.pipeline, latents, -1.0, 2.0, progress)
     pipe = condition.bare("ltx_condition")
     _, expected = one_shot(pipe, condition.prompt, decode_timestep=0.05, decode_noise_scale=0.025)
-    assert torch.equal(stages.decode(condition.loaded, tuned, Silent()), expected)
-    assert not torch.equal(stages.decode(condition.loaded, latents, Silent()), expected)
-    assert stages.decode(condition.loaded, replace(tuned, extra={}), Silent()).isfinite().all()
+    assert torch.equal(stages.decode(condition.pipeline, tuned, Silent()), expected)
+    assert not torch.equal(stages.decode(condition.pipeline, latents, Silent()), expected)
+    assert stages.decode(condition.pipeline, replace(tuned, extra={}), Silent()).isfinite().all()
 
 
 # Robustness -------------------------------------------------------------------------------------------------------
 
 
 def test_a_cancel_leaves_no_trace(condition: Model, recorded: Any) -> None:
-    image = encoded(condition.loaded, PLACES["first and last frame"])
-    fresh = stages.sample(condition.loaded, condition.prompt, image, SETTINGS, Silent())
+    image = encoded(condition.pipeline, PLACES["first and last frame"])
+    fresh = stages.sample(condition.pipeline, condition.prompt, image, SETTINGS, Silent())
 
     class Inside(recorded):
         def check(self) -> None:
@@ -348,28 +348,28 @@ def test_a_cancel_leaves_no_trace(condition: Model, recorded: Any) -> None:
 
     for progress in (recorded(lambda done, stage: (done, stage) == (2, "sampling")), Inside()):
         with pytest.raises(recorded.Cancelled):
-            stages.sample(condition.loaded, condition.prompt, image, SETTINGS, progress)
+            stages.sample(condition.pipeline, condition.prompt, image, SETTINGS, progress)
     assert progress.steps == []  # the second one was inside the first forward
-    again = stages.sample(condition.loaded, condition.prompt, image, SETTINGS, Silent())
+    again = stages.sample(condition.pipeline, condition.prompt, image, SETTINGS, Silent())
     assert torch.equal(again.samples, fresh.samples)
 
 
 @pytest.mark.parametrize("text", [torch.float32, torch.bfloat16])
 def test_bf16_runs_with_text_of_either_dtype(plain: Model, tiny_folder: Path, text: torch.dtype) -> None:
-    loaded = load(LoadRequest(tiny.build("ltx", tiny_folder), device="cpu", precision="bf16"))
-    loaded = replace(loaded, precision=replace(loaded.precision, text=text))
-    prompt = plain.prompt if text is torch.float32 else stages.encode_prompt(loaded, PromptRequest(*TEXTS), Silent())
-    image = encoded(loaded, PLACES["first and last frame"])
-    latents = stages.sample(loaded, prompt, image, SETTINGS, Silent())
+    pipeline = load(LoadRequest(tiny.build("ltx", tiny_folder), device="cpu", precision="bf16"))
+    pipeline = replace(pipeline, precision=replace(pipeline.precision, text=text))
+    prompt = plain.prompt if text is torch.float32 else stages.encode_prompt(pipeline, PromptRequest(*TEXTS), Silent())
+    image = encoded(pipeline, PLACES["first and last frame"])
+    latents = stages.sample(pipeline, prompt, image, SETTINGS, Silent())
     assert latents.samples.dtype is torch.float32 and latents.samples.isfinite().all()
-    assert stages.decode(loaded, latents, Silent()).isfinite().all()
+    assert stages.decode(pipeline, latents, Silent()).isfinite().all()
 
 
 def test_sequential_offload_reads_the_vaes_statistics(plain: Model, tiny_folder: Path) -> None:
     fresh = load(LoadRequest(tiny.build("ltx", tiny_folder), device="cpu"))
-    moved = replace(fresh, residency=Sequential(fresh.parts, torch.device("cpu")))
+    moved = replace(fresh, offloader=Sequential(fresh.parts, torch.device("cpu")))
     expected = ours(plain, anchors=PLACES["first frame"])
-    frames = stages.decode(plain.loaded, expected, Silent())
+    frames = stages.decode(plain.pipeline, expected, Silent())
     for _ in range(2):
         image = encoded(moved, PLACES["first frame"])
         assert torch.equal(stages.sample(moved, plain.prompt, image, SETTINGS, Silent()).samples, expected.samples)
@@ -388,14 +388,14 @@ def test_a_picture_off_the_video_is_refused_with_the_nearest_place(
 
 
 def test_pictures_of_two_vaes_are_refused(plain: Model, condition: Model) -> None:
-    other = encoded(condition.loaded, PLACES["first frame"])
+    other = encoded(condition.pipeline, PLACES["first frame"])
     with pytest.raises(InputError, match="another LTX-Video VAE"):
-        stages.encode_image(plain.loaded, ImageRequest(OTHER, SIZE, SIZE, 24, previous=other), "stretch", Silent())
+        stages.encode_image(plain.pipeline, ImageRequest(OTHER, SIZE, SIZE, 24, previous=other), "stretch", Silent())
 
 
 def test_a_clip_off_the_grid_is_cut_and_said(condition: Model, recorded: Any) -> None:
     progress = recorded()
-    image = stages.encode_image(condition.loaded, ImageRequest(CLIP[:12], SIZE, SIZE), "stretch", progress)
+    image = stages.encode_image(condition.pipeline, ImageRequest(CLIP[:12], SIZE, SIZE), "stretch", progress)
     assert image.tensors["moments_0"].shape == (1, 256, 2, 2, 2)
     assert progress.said == ["clip 12 -> 9 frames (LTX-Video needs 8n+1 frames)"]
 
@@ -409,25 +409,27 @@ def test_the_variant_is_guessed_from_the_name_and_said(
 ) -> None:
     (tmp_path / name).symlink_to(tiny.build("ltx_condition", tiny_folder))
     progress = recorded()
-    loaded = load(LoadRequest(tmp_path / name, device="cpu"), progress)
-    assert loaded.variant == variant and f"variant {variant}: assumed" in progress.said[0] and name in progress.said[0]
-    defaults = ltx.defaults_for(loaded)
+    pipeline = load(LoadRequest(tmp_path / name, device="cpu"), progress)
+    assert (
+        pipeline.variant == variant and f"variant {variant}: assumed" in progress.said[0] and name in progress.said[0]
+    )
+    defaults = ltx.defaults_for(pipeline)
     assert (defaults.steps, defaults.cfg) == ((8, 1.0) if variant == "distilled" else (50, 3.0))
 
 
 @pytest.mark.parametrize("indexed", [True, False])
 def test_the_text_length_follows_the_checkpoints_pipeline(plain: Model, condition: Model, indexed: bool) -> None:
     for model, length in ((plain, 128), (condition, 256)):
-        readers: dict[str, Callable[[], Any]] = dict(model.loaded.tools.readers)
+        readers: dict[str, Callable[[], Any]] = dict(model.pipeline.tools.readers)
         tools = Tools(readers if indexed else {**readers, "index": dict})
-        assert ltx.defaults_for(replace(model.loaded, tools=tools)).max_tokens == length
+        assert ltx.defaults_for(replace(model.pipeline, tools=tools)).max_tokens == length
 
 
 @pytest.mark.parametrize("conditioned", [False, True])
 @pytest.mark.parametrize("steps", [4, 8, 11])
 def test_a_distilled_schedule_of_another_length_keeps_its_ends(plain: Model, conditioned: bool, steps: int) -> None:
     settings = replace(SETTINGS, steps=steps)
-    schedule = ltx_schedule(plain.loaded.tools["scheduler"], settings, conditioned, DISTILLED, torch.device("cpu"))
+    schedule = ltx_schedule(plain.pipeline.tools["scheduler"], settings, conditioned, DISTILLED, torch.device("cpu"))
     times = schedule.timesteps.tolist()
     assert len(times) == steps and (times[0], times[-1]) == (DISTILLED[0], pytest.approx(DISTILLED[-1]))
     if steps == 8:
@@ -437,9 +439,9 @@ def test_a_distilled_schedule_of_another_length_keeps_its_ends(plain: Model, con
 @pytest.mark.parametrize("fixed", [None, DISTILLED])
 def test_the_transformer_sees_a_shift_too(condition: Model, fixed: Sequence[float] | None) -> None:
     settings = replace(SETTINGS, steps=8, shift=5.0)
-    schedule = ltx_schedule(condition.loaded.tools["scheduler"], settings, True, fixed, torch.device("cpu"))
+    schedule = ltx_schedule(condition.pipeline.tools["scheduler"], settings, True, fixed, torch.device("cpu"))
     assert schedule.timesteps.tolist() == pytest.approx([1000 * level for level in schedule.levels[:-1]])
     usual = ltx_schedule(
-        condition.loaded.tools["scheduler"], replace(settings, shift=0.0), True, fixed, torch.device("cpu")
+        condition.pipeline.tools["scheduler"], replace(settings, shift=0.0), True, fixed, torch.device("cpu")
     )
     assert all(level > plain for level, plain in zip(schedule.levels[1:-1], usual.levels[1:-1], strict=True))

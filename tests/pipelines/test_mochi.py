@@ -8,7 +8,7 @@ import pytest
 import torch
 from anygpu.compat.errors import InputError
 from anygpu.pipelines import stages, tiny
-from anygpu.pipelines.base import Loaded, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.base import Pipeline, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.loading.folder import LoadRequest, load
 
 PADDING = 1e-5  # text padding is trimmed, so attention sums run over fewer zeros
@@ -16,28 +16,28 @@ ASKED = SampleSettings(64, 48, 7, steps=3, seed=7, cfg=4.5, fps=30.0)
 
 
 @pytest.fixture(scope="module")
-def loaded(tiny_folder) -> Loaded:
+def pipeline(tiny_folder) -> Pipeline:
     return load(LoadRequest(tiny.build("mochi", tiny_folder), precision="fp32", device="cpu"))
 
 
 @pytest.fixture(scope="module")
-def prompt(loaded):
-    return stages.encode_prompt(loaded, PromptRequest("a red fox in snow", "blurry"), Silent())
+def prompt(pipeline):
+    return stages.encode_prompt(pipeline, PromptRequest("a red fox in snow", "blurry"), Silent())
 
 
 @pytest.fixture(scope="module")
-def latents(loaded, prompt):
+def latents(pipeline, prompt):
     with torch.no_grad():
-        return stages.sample(loaded, prompt, None, ASKED, Silent())
+        return stages.sample(pipeline, prompt, None, ASKED, Silent())
 
 
-def sampled(loaded, prompt, **changes):
+def sampled(pipeline, prompt, **changes):
     with torch.no_grad():
-        return stages.sample(loaded, prompt, None, replace(ASKED, **changes), Silent()).samples
+        return stages.sample(pipeline, prompt, None, replace(ASKED, **changes), Silent()).samples
 
 
-def test_equals_the_bare_pipeline(loaded, latents, tiny_folder):
-    pipeline = tiny.one_shot("mochi", tiny_folder)
+def test_equals_the_bare_pipeline(pipeline, latents, tiny_folder):
+    pipe = tiny.one_shot("mochi", tiny_folder)
     arguments = dict(
         prompt="a red fox in snow",
         negative_prompt="blurry",
@@ -48,10 +48,10 @@ def test_equals_the_bare_pipeline(loaded, latents, tiny_folder):
         guidance_scale=4.5,
     )
     with torch.no_grad():
-        video = pipeline(**arguments, generator=torch.Generator().manual_seed(7), output_type="np").frames[0]
-        raw = pipeline(**arguments, generator=torch.Generator().manual_seed(7), output_type="latent").frames
-        frames = stages.decode(loaded, latents, Silent())
-    config = pipeline.vae.config
+        video = pipe(**arguments, generator=torch.Generator().manual_seed(7), output_type="np").frames[0]
+        raw = pipe(**arguments, generator=torch.Generator().manual_seed(7), output_type="latent").frames
+        frames = stages.decode(pipeline, latents, Silent())
+    config = pipe.vae.config
     mean, std = (torch.tensor(getattr(config, name)).view(1, 12, 1, 1, 1) for name in ("latents_mean", "latents_std"))
     expected = raw * std / config.scaling_factor + mean
     assert (latents.samples - expected).abs().max() <= PADDING * expected.abs().max()
@@ -59,65 +59,65 @@ def test_equals_the_bare_pipeline(loaded, latents, tiny_folder):
     assert (frames - torch.from_numpy(video)).abs().max() <= PADDING
 
 
-def test_prompt_negative_and_seed_each_change_the_result(loaded, prompt, latents):
-    other = stages.encode_prompt(loaded, PromptRequest("a blue whale", "blurry"), Silent())
-    negative = stages.encode_prompt(loaded, PromptRequest("a red fox in snow", "sharp"), Silent())
-    for changed in (sampled(loaded, other), sampled(loaded, negative), sampled(loaded, prompt, seed=8)):
+def test_prompt_negative_and_seed_each_change_the_result(pipeline, prompt, latents):
+    other = stages.encode_prompt(pipeline, PromptRequest("a blue whale", "blurry"), Silent())
+    negative = stages.encode_prompt(pipeline, PromptRequest("a red fox in snow", "sharp"), Silent())
+    for changed in (sampled(pipeline, other), sampled(pipeline, negative), sampled(pipeline, prompt, seed=8)):
         assert (changed - latents.samples).abs().max() > 1e-3
 
 
-def test_an_empty_negative_prompt_is_finite(loaded):
-    empty = stages.encode_prompt(loaded, PromptRequest("a red fox in snow", ""), Silent())
-    assert torch.isfinite(sampled(loaded, empty)).all()
+def test_an_empty_negative_prompt_is_finite(pipeline):
+    empty = stages.encode_prompt(pipeline, PromptRequest("a red fox in snow", ""), Silent())
+    assert torch.isfinite(sampled(pipeline, empty)).all()
 
 
 @pytest.mark.parametrize(
     "changes", [{"scheduler": "unipc"}, {"scheduler": "dpm++_2m"}, {"sigmas": (1.0, 0.8, 0.3, 0.0)}, {"shift": 3.0}]
 )
-def test_schedules_run_and_differ(loaded, prompt, latents, changes):
-    found = sampled(loaded, prompt, **changes)
+def test_schedules_run_and_differ(pipeline, prompt, latents, changes):
+    found = sampled(pipeline, prompt, **changes)
     assert torch.isfinite(found).all()
     assert not torch.equal(found, latents.samples)
 
 
-def test_sigmas_equal_to_the_schedule_give_the_same_latents(loaded, prompt, latents):
+def test_sigmas_equal_to_the_schedule_give_the_same_latents(pipeline, prompt, latents):
     from anygpu.pipelines.families.mochi.pipeline import _levels
 
     sigmas = (*map(float, _levels(3).sigmas), 0.0)
-    found = sampled(loaded, prompt, sigmas=sigmas)
+    found = sampled(pipeline, prompt, sigmas=sigmas)
     assert (found - latents.samples).abs().max() < 1e-4 * latents.samples.abs().max()
 
 
-def test_video_to_video_keeps_more_of_its_input_than_a_fresh_start(loaded, prompt):
+def test_video_to_video_keeps_more_of_its_input_than_a_fresh_start(pipeline, prompt):
     frames = torch.rand(7, 48, 64, 3, generator=torch.Generator().manual_seed(0))
-    start = stages.encode_video(loaded, frames, 64, 48, "crop", 0, Silent())
-    near, far = (sampled(loaded, prompt, latents=start, denoise=share) for share in (0.2, 1.0))
+    start = stages.encode_video(pipeline, frames, 64, 48, "crop", 0, Silent())
+    near, far = (sampled(pipeline, prompt, latents=start, denoise=share) for share in (0.2, 1.0))
     assert (near - start.samples).abs().mean() < (far - start.samples).abs().mean()
 
 
-def test_noise_mask_keeps_what_it_covers(loaded, prompt):
+def test_noise_mask_keeps_what_it_covers(pipeline, prompt):
     frames = torch.rand(7, 48, 64, 3, generator=torch.Generator().manual_seed(0))
-    start = stages.encode_video(loaded, frames, 64, 48, "crop", 0, Silent())
+    start = stages.encode_video(pipeline, frames, 64, 48, "crop", 0, Silent())
     mask = torch.zeros(1, 1, 1, 6, 8)
     mask[..., 4:] = 1
-    found = sampled(loaded, prompt, latents=start, noise_mask=mask)
+    found = sampled(pipeline, prompt, latents=start, noise_mask=mask)
     torch.testing.assert_close(found[..., :4], start.samples[..., :4], atol=1e-4, rtol=1e-4)
     assert (found[..., 4:] - start.samples[..., 4:]).abs().max() > 1e-2
 
 
-def test_guidance_outside_its_range_equals_no_guidance(loaded, prompt):
-    assert torch.equal(sampled(loaded, prompt, cfg_start=0.0, cfg_end=0.0), sampled(loaded, prompt, cfg=1.0))
+def test_guidance_outside_its_range_equals_no_guidance(pipeline, prompt):
+    assert torch.equal(sampled(pipeline, prompt, cfg_start=0.0, cfg_end=0.0), sampled(pipeline, prompt, cfg=1.0))
 
 
-def test_cancel_leaves_the_next_run_as_it_was(loaded, prompt, latents, recorded):
+def test_cancel_leaves_the_next_run_as_it_was(pipeline, prompt, latents, recorded):
     progress = recorded(cancel_at=lambda done, stage: stage == "sampling" and done == 2)
     with pytest.raises(recorded.Cancelled), torch.no_grad():
-        stages.sample(loaded, prompt, None, ASKED, progress)
-    assert torch.equal(sampled(loaded, prompt), latents.samples)
+        stages.sample(pipeline, prompt, None, ASKED, progress)
+    assert torch.equal(sampled(pipeline, prompt), latents.samples)
 
 
-def test_no_text_encoder_stays_in_memory(loaded, prompt):
-    assert "text_encoder" not in loaded.parts
+def test_no_text_encoder_stays_in_memory(pipeline, prompt):
+    assert "text_encoder" not in pipeline.parts
 
 
 def test_half_precision_runs(tiny_folder):
@@ -130,8 +130,8 @@ def test_half_precision_runs(tiny_folder):
     assert torch.isfinite(frames).all()
 
 
-def test_conditioning_of_another_encoder_is_refused_in_one_line(loaded):
+def test_conditioning_of_another_encoder_is_refused_in_one_line(pipeline):
     """Otherwise it is a mat1/mat2 error in the middle of sampling."""
-    width = loaded.configs["transformer"]["text_embed_dim"]
+    width = pipeline.configs["transformer"]["text_embed_dim"]
     with pytest.raises(InputError, match=f"width {width + 8}; expected width {width}"):
-        stages.prompt_from_core(loaded, [[torch.zeros(1, 5, width + 8), {}]])
+        stages.prompt_from_core(pipeline, [[torch.zeros(1, 5, width + 8), {}]])

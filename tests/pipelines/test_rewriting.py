@@ -68,14 +68,16 @@ def test_a_part_that_is_read_again_is_prepared_again() -> None:
 
 def test_load_prepares_transformer_and_vae(tiny_folder: Any) -> None:
     folder = tiny.build("mochi", tiny_folder)
-    loaded = load(LoadRequest(folder, precision="fp32", device="cpu", attention="native_math"))
-    transformer = loaded.parts["transformer"]
+    pipeline = load(LoadRequest(folder, precision="fp32", device="cpu", attention="native_math"))
+    transformer = pipeline.parts["transformer"]
     assert all(isinstance(block.attn1.processor, Joint) for block in transformer.transformer_blocks)
     assert transformer.transformer_blocks[0].attn1.processor.attend.choice == "native_math"
-    vae = [type(module.processor).__name__ for module in loaded.parts["vae"].modules() if hasattr(module, "processor")]
+    vae = [
+        type(module.processor).__name__ for module in pipeline.parts["vae"].modules() if hasattr(module, "processor")
+    ]
     assert vae and set(vae) == {"OverTime"}
-    assert loaded.notes[2].startswith("attention: chosen: plain matrix products, exact, in chunks of queries of at ")
-    loaded.parts.revert("transformer")
+    assert pipeline.notes[2].startswith("attention: chosen: plain matrix products, exact, in chunks of queries of at ")
+    pipeline.parts.revert("transformer")
     assert type(transformer.transformer_blocks[0].attn1.processor).__name__ == "MochiAttnProcessor2_0"
 
 

@@ -19,8 +19,8 @@ HOST = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 b
 
 
 def pipeline(device: str = "cuda", mode: str = "none") -> SimpleNamespace:
-    residency = SimpleNamespace(device=torch.device("cpu" if device == "cpu" else "meta"), mode=mode)
-    return SimpleNamespace(residency=residency, facts=SimpleNamespace(name="RTX"))
+    offloader = SimpleNamespace(device=torch.device("cpu" if device == "cpu" else "meta"), mode=mode)
+    return SimpleNamespace(offloader=offloader, facts=SimpleNamespace(name="RTX"))
 
 
 @pytest.mark.parametrize(

@@ -37,18 +37,18 @@ def loaded_for(name: str, folder: Any, speed: SpeedRequest = PLAIN) -> Any:
     return load(LoadRequest(paths[0], base, encoder, precision="fp32", device="cpu", speed=speed))
 
 
-def sampled(loaded: Any, progress: Any, cfg: float = 1.0, **more: Any) -> torch.Tensor:
-    pictured = loaded.task == "image"
-    looks = "image" in stages.family_named(loaded.family).FAMILY.effective
+def sampled(pipeline: Any, progress: Any, cfg: float = 1.0, **more: Any) -> torch.Tensor:
+    pictured = pipeline.task == "image"
+    looks = "image" in stages.family_named(pipeline.family).FAMILY.effective
     with torch.no_grad():
-        image = stages.encode_image(loaded, ImageRequest(PICTURE, 64, 64), "stretch", progress) if pictured else None
+        image = stages.encode_image(pipeline, ImageRequest(PICTURE, 64, 64), "stretch", progress) if pictured else None
         request = PromptRequest("a red fox", "blurry", image=PICTURE if pictured and looks else None)
-        prompt = stages.encode_prompt(loaded, request, progress)
-        settings = SampleSettings(64, 64, FRAMES.get(loaded.family, 5), steps=STEPS, seed=3, cfg=cfg, **more)
-        if loaded.family == "framepack":
+        prompt = stages.encode_prompt(pipeline, request, progress)
+        settings = SampleSettings(64, 64, FRAMES.get(pipeline.family, 5), steps=STEPS, seed=3, cfg=cfg, **more)
+        if pipeline.family == "framepack":
             framepack = FramePackSettings(13 / 30, window=2)
-            return stages.sample_framepack(loaded, prompt, image, settings, framepack, progress).samples
-        return stages.sample(loaded, prompt, image, settings, progress).samples
+            return stages.sample_framepack(pipeline, prompt, image, settings, framepack, progress).samples
+        return stages.sample(pipeline, prompt, image, settings, progress).samples
 
 
 ACTING = [
@@ -60,10 +60,10 @@ ACTING = [
 
 @pytest.mark.parametrize(("name", "kind"), ACTING)
 def test_each_offered_kind_skips_and_is_gone_afterwards(tiny_folder, recorded, name, kind):
-    loaded = loaded_for(name, tiny_folder)
-    plain = sampled(loaded, recorded())
-    before = {n: vars(m).get("forward") for n, m in loaded.parts["transformer"].named_modules()}
-    quick = with_step_cache(loaded, "custom", StepCacheSettings(kind, 0.4, 3))
+    pipeline = loaded_for(name, tiny_folder)
+    plain = sampled(pipeline, recorded())
+    before = {n: vars(m).get("forward") for n, m in pipeline.parts["transformer"].named_modules()}
+    quick = with_step_cache(pipeline, "custom", StepCacheSettings(kind, 0.4, 3))
     found = []
     for _ in range(2):
         progress = recorded()
@@ -72,8 +72,8 @@ def test_each_offered_kind_skips_and_is_gone_afterwards(tiny_folder, recorded, n
         assert len(said) == 1 and " 0% of" not in said[0] and "% of" in said[0], said
     assert torch.equal(found[0], found[1]), "something was kept from the run before"
     assert not torch.equal(found[0], plain)
-    assert torch.equal(sampled(loaded, recorded()), plain), "the pipeline it was made from changed"
-    assert {n: vars(m).get("forward") for n, m in loaded.parts["transformer"].named_modules()} == before
+    assert torch.equal(sampled(pipeline, recorded()), plain), "the pipeline it was made from changed"
+    assert {n: vars(m).get("forward") for n, m in pipeline.parts["transformer"].named_modules()} == before
 
 
 def test_every_family_offers_only_what_is_tested():
@@ -82,12 +82,12 @@ def test_every_family_offers_only_what_is_tested():
 
 
 def test_the_number_that_is_said_is_what_ran(tiny_folder, recorded):
-    loaded, ran = loaded_for("ltx", tiny_folder), []
-    blocks = list(loaded.parts["transformer"].transformer_blocks)
+    pipeline, ran = loaded_for("ltx", tiny_folder), []
+    blocks = list(pipeline.parts["transformer"].transformer_blocks)
     for block in blocks:  # the attention of a block runs when, and only when, the block does
         block.attn1.register_forward_hook(lambda *_: ran.append(1))
     progress = recorded()
-    sampled(with_step_cache(loaded, "custom", StepCacheSettings(FIRST_BLOCK, 0.4)), progress)
+    sampled(with_step_cache(pipeline, "custom", StepCacheSettings(FIRST_BLOCK, 0.4)), progress)
     line = next(line for line in progress.said if line.startswith("step cache "))
     whole = STEPS * len(blocks)
     assert len(ran) < whole and f"({whole - len(ran)} of {whole})" in line
@@ -95,21 +95,21 @@ def test_the_number_that_is_said_is_what_ran(tiny_folder, recorded):
 
 @pytest.mark.full
 def test_outside_of_its_share_of_the_steps_it_changes_nothing(tiny_folder, recorded):
-    loaded = loaded_for("ltx", tiny_folder)
-    plain = sampled(loaded, recorded())
+    pipeline = loaded_for("ltx", tiny_folder)
+    plain = sampled(pipeline, recorded())
     for kind in (FIRST_BLOCK, TAYLOR, PYRAMID):
-        late = with_step_cache(loaded, "custom", StepCacheSettings(kind, 0.4, 2, start=0.99))
+        late = with_step_cache(pipeline, "custom", StepCacheSettings(kind, 0.4, 2, start=0.99))
         assert torch.equal(sampled(late, recorded()), plain), kind
 
 
 @pytest.mark.full
 def test_kept_on_the_host_it_gives_the_same(tiny_folder, recorded):
-    loaded = loaded_for("hunyuan_video", tiny_folder)
+    pipeline = loaded_for("hunyuan_video", tiny_folder)
     for kind in (FIRST_BLOCK, PYRAMID):
         asked = StepCacheSettings(kind, 0.4, 2)
-        there = sampled(with_step_cache(loaded, "custom", asked), recorded())
+        there = sampled(with_step_cache(pipeline, "custom", asked), recorded())
         host = StepCacheSettings(kind, 0.4, 2, device="cpu")
-        assert torch.equal(sampled(with_step_cache(loaded, "custom", host), recorded()), there)
+        assert torch.equal(sampled(with_step_cache(pipeline, "custom", host), recorded()), there)
 
 
 @pytest.mark.parametrize("name", ["ltx", pytest.param("mochi", marks=pytest.mark.full)])
@@ -120,17 +120,17 @@ def test_guidance_that_ends_on_the_way_starts_with_nothing_kept(tiny_folder, rec
 
 @pytest.mark.full
 def test_a_cancel_takes_the_cache_off(tiny_folder, recorded):
-    loaded = loaded_for("ltx", tiny_folder)
-    plain = sampled(loaded, recorded())
-    quick = with_step_cache(loaded, "fast", StepCacheSettings())
+    pipeline = loaded_for("ltx", tiny_folder)
+    plain = sampled(pipeline, recorded())
+    quick = with_step_cache(pipeline, "fast", StepCacheSettings())
     with pytest.raises(recorded.Cancelled):
         sampled(quick, recorded(cancel_at=lambda done, stage: stage == "sampling" and done == 2))
-    assert torch.equal(sampled(loaded, recorded()), plain)
+    assert torch.equal(sampled(pipeline, recorded()), plain)
 
 
 def test_pairs_that_share_state_are_refused(tiny_folder, recorded):
-    loaded = loaded_for("hunyuan_video", tiny_folder)
-    shared = with_step_cache(loaded, "custom", StepCacheSettings(PYRAMID))
+    pipeline = loaded_for("hunyuan_video", tiny_folder)
+    shared = with_step_cache(pipeline, "custom", StepCacheSettings(PYRAMID))
     with pytest.raises(UnsupportedError, match="step cache 'pyramid' with cfg 2: it keeps one result for both"):
         sampled(shared, recorded(), cfg=2.0)
     compiled = loaded_for("ltx", tiny_folder, SpeedRequest(compile=CompileSettings(backend="eager")))
@@ -172,9 +172,9 @@ def test_off_and_presets():
 def test_the_line_says_what_runs(tiny_folder, recorded):
     torch._dynamo.reset()
     asked = SpeedRequest("reference", CompileSettings(backend="eager"))
-    loaded, progress = loaded_for("ltx", tiny_folder, asked), recorded()
-    assert "kernels: reference, chosen" in loaded.notes and "compile on" in loaded.notes
-    sampled(loaded, progress)
+    pipeline, progress = loaded_for("ltx", tiny_folder, asked), recorded()
+    assert "kernels: reference, chosen" in pipeline.notes and "compile on" in pipeline.notes
+    sampled(pipeline, progress)
     lines = [line for line in progress.said if "sites" in line]
     assert len(lines) == 1 and lines[0].startswith(
         "LTX-Video: 12 of 12 sites fused (reference), attention flash, compile on:"
@@ -190,8 +190,8 @@ def test_explicit_kernels_that_cannot_run_are_an_error(tiny_folder):
 
 def test_a_profile_names_stages_blocks_and_operations_and_costs_nothing_without(tiny_folder, recorded, tmp_path):
     profile = Profile(tmp_path / "trace.json")
-    loaded = loaded_for("ltx", tiny_folder, SpeedRequest(profile=profile))
-    sampled(loaded, recorded())
+    pipeline = loaded_for("ltx", tiny_folder, SpeedRequest(profile=profile))
+    sampled(pipeline, recorded())
     assert [path.name for path in profile.written] == ["trace-encode-prompt-001.json", "trace-sample-001.json"]
     names = [event.get("name", "") for event in json.loads(profile.written[1].read_text())["traceEvents"]]
     assert names.count("anygpu stage: sample") == 1
@@ -210,7 +210,7 @@ def test_compile_with_auto_does_without_a_host_that_it_cannot_have(tiny_folder):
 
     compiled = SpeedRequest(compile=CompileSettings(backend="eager"))
     path = tiny.build("ltx", tiny_folder)
-    loaded = load(LoadRequest(path, device="cpu", speed=compiled), hosted=hosted)
-    assert any(note.startswith("compile: offload auto does without comfyui") for note in loaded.notes)
+    pipeline = load(LoadRequest(path, device="cpu", speed=compiled), hosted=hosted)
+    assert any(note.startswith("compile: offload auto does without comfyui") for note in pipeline.notes)
     with pytest.raises(AssertionError, match="was taken"):
         load(LoadRequest(path, device="cpu"), hosted=hosted)

@@ -9,7 +9,7 @@ import torch
 from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.pipelines import stages, tiny
 from anygpu.pipelines.base import ImageRequest, Latents, PromptRequest, SampleSettings, Silent
-from anygpu.pipelines.latents import convert as exchange
+from anygpu.pipelines.latents import convert as latent_format
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.pictures import fitted, fitted_size
 
@@ -67,8 +67,8 @@ def test_inputs_without_effect_are_named(mochi, prompt, recorded):
 
 def test_what_other_inputs_overrule_is_named(mochi, prompt, recorded):
     progress = recorded()
-    opposed = stages.encode_prompt(mochi, PromptRequest("a", "blurry", template_crop=3), progress)
-    sample(mochi, opposed, progress, cfg=1.0, sigmas=(1.0, 0.5, 0.0), steps=9)
+    has_negative = stages.encode_prompt(mochi, PromptRequest("a", "blurry", template_crop=3), progress)
+    sample(mochi, has_negative, progress, cfg=1.0, sigmas=(1.0, 0.5, 0.0), steps=9)
     assert "template_crop has no effect without a template" in progress.said
     assert "the negative prompt has no effect at cfg 1: it needs more than 1" in progress.said
     assert "steps and shift have no effect beside sigmas" in progress.said
@@ -164,19 +164,19 @@ class TestLatent:
 
     def test_round_trip(self, mochi, prompt):
         latents = sample(mochi, prompt)
-        core = exchange.to_core(latents)
+        core = latent_format.to_core(latents)
         assert torch.equal(core["samples"], latents.samples)
-        found = exchange.from_core(mochi, core, pytest.fail)
+        found = latent_format.from_core(mochi, core, pytest.fail)
         assert replace(found, samples=None) == replace(latents, samples=None)
 
     def test_our_key_holds_plain_values_only(self, mochi, prompt):
         import json
 
-        json.dumps(exchange.to_core(sample(mochi, prompt))[exchange.KEY])
+        json.dumps(latent_format.to_core(sample(mochi, prompt))[latent_format.KEY])
 
     def test_latents_of_core_decode_as_text_to_video_and_it_is_said(self, mochi, prompt, recorded):
         latents, progress = sample(mochi, prompt), recorded()
-        found = exchange.from_core(mochi, {"samples": latents.samples}, progress.say)
+        found = latent_format.from_core(mochi, {"samples": latents.samples}, progress.notify)
         assert (found.width, found.height, found.frames, found.seed) == (64, 48, 7, 0)
         assert "seed 0" in progress.said[0]
         with torch.no_grad():
@@ -185,13 +185,13 @@ class TestLatent:
     @pytest.mark.parametrize("samples", [torch.zeros(1, 4, 8, 8), torch.zeros(2, 12, 1, 8, 8), None])
     def test_other_latents_are_refused(self, mochi, samples):
         with pytest.raises(InputError, match="LATENT"):
-            exchange.from_core(mochi, {"samples": samples}, pytest.fail)
+            latent_format.from_core(mochi, {"samples": samples}, pytest.fail)
 
     def test_a_newer_version_is_refused(self, mochi, prompt):
-        core = exchange.to_core(sample(mochi, prompt))
-        core[exchange.KEY]["version"] = 99
+        core = latent_format.to_core(sample(mochi, prompt))
+        core[latent_format.KEY]["version"] = 99
         with pytest.raises(InputError, match="Update AnyGPU"):
-            exchange.from_core(mochi, core, pytest.fail)
+            latent_format.from_core(mochi, core, pytest.fail)
 
 
 class TestFit:

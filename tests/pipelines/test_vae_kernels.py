@@ -87,10 +87,10 @@ def test_the_decode_says_what_was_fused_and_off_is_upstream(tiny_folder, recorde
         request = LoadRequest(
             tiny.build("ltx", tiny_folder), precision="fp32", device="cpu", speed=SpeedRequest(kernels)
         )
-        loaded, progress = load(request), recorded()
+        pipeline, progress = load(request), recorded()
         latents = Latents(samples, "ltx", "text", frames=9, height=64, width=64, fps=24.0, seed=0)
         with torch.no_grad():
-            found[kernels] = stages.decode(loaded, latents, progress)
+            found[kernels] = stages.decode(pipeline, latents, progress)
         said = [line for line in progress.said if line.startswith("VAE kernels")]
         assert said == (["VAE kernels: 13 of 13 sites fused (reference)"] if kernels == "reference" else []), said
         assert bool(calls) == (kernels == "reference")

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from anygpu.compat.memory.statistics import Account
+from anygpu.compat.memory.statistics import MemoryStats
 from anygpu.pipelines import tiny
-from anygpu.pipelines.base import Loaded
+from anygpu.pipelines.base import Pipeline
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.memory.estimates import Size, forecast
 from anygpu.tests.heavy import build_heavy
@@ -29,7 +29,7 @@ def size_of(family: str) -> Size:
     return Size(64, 64, CASES[family].frames, True, 2, TOKENS[family])
 
 
-def heavy(family: str, folder: Path, device: Any, offload: str = "auto", **terms: Any) -> Loaded:
+def heavy(family: str, folder: Path, device: Any, offload: str = "auto", **terms: Any) -> Pipeline:
     """The heavy pipeline of a family."""
     model, base, encoder = build_heavy(family, folder), None, None
     if family == "framepack":
@@ -37,13 +37,13 @@ def heavy(family: str, folder: Path, device: Any, offload: str = "auto", **terms
     return load(LoadRequest(model, base, encoder, precision="fp32", offload=offload, device=device, **terms))
 
 
-def run(loaded: Loaded, progress: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+def run(pipeline: Pipeline, progress: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Latents and frames of one short run."""
-    return rendered(loaded, CASES[loaded.family], progress)
+    return rendered(pipeline, CASES[pipeline.family], progress)
 
 
 class LeafByLeaf:
-    """The residency that a person makes by hand of accelerate alone: each layer comes for its forward and goes.
+    """The offloader that a person makes by hand of accelerate alone: each layer comes for its forward and goes.
 
     An image encoder comes as a whole, since its pooling reads weights that hooks on its layers do not see.
     """
@@ -51,7 +51,7 @@ class LeafByLeaf:
     mode = "by hand"
 
     def __init__(self, parts: Any, device: torch.device) -> None:
-        self.parts, self.device, self.account = parts, device, Account()
+        self.parts, self.device, self.memory_stats = parts, device, MemoryStats()
 
     @contextmanager
     def hold(self, part: str, activation_bytes: int = 0, progress: Any = None) -> Iterator[torch.nn.Module]:
@@ -74,26 +74,26 @@ class LeafByLeaf:
         """Nothing: it is on the host."""
 
 
-def by_hand(family: str, folder: Path, device: torch.device) -> Loaded:
+def by_hand(family: str, folder: Path, device: torch.device) -> Pipeline:
     """The heavy pipeline of a family, held leaf by leaf by accelerate, without a plan or a forecast of ours."""
-    loaded = heavy(family, folder, device, "none")
-    return replace(loaded, residency=LeafByLeaf(loaded.parts, device))
+    pipeline = heavy(family, folder, device, "none")
+    return replace(pipeline, offloader=LeafByLeaf(pipeline.parts, device))
 
 
-def peak(loaded: Loaded) -> int:
+def peak(pipeline: Pipeline) -> int:
     """The highest memory of a pipeline's stages so far."""
-    return max(cost.peak_bytes for cost in loaded.residency.account.stages)
+    return max(cost.peak_bytes for cost in pipeline.offloader.memory_stats.stages)
 
 
-def full_residency(loaded: Loaded) -> int:
+def full_offloader(pipeline: Pipeline) -> int:
     """Bytes of a run with all parts on the device: their weights and the largest activations."""
-    weights = sum(part.total for part in loaded.weights.values())
-    return weights + max(need.activations for need in forecast(loaded, size_of(loaded.family), "none").stages)
+    weights = sum(part.total for part in pipeline.weights.values())
+    return weights + max(need.activations for need in forecast(pipeline, size_of(pipeline.family), "none").stages)
 
 
-def forget(loaded: Loaded) -> None:
+def forget(pipeline: Pipeline) -> None:
     """Leave the device and host memory."""
-    for part in list(loaded.parts):
-        loaded.residency.release(part)
-        loaded.parts.drop(part)
+    for part in list(pipeline.parts):
+        pipeline.offloader.release(part)
+        pipeline.parts.drop(part)
     gc.collect()

@@ -98,10 +98,10 @@ def test_math_in_chunks_gives_the_same_video(
     monkeypatch.setattr(attention, "LEAST_BUDGET", budget)
     monkeypatch.setattr(attention, "MOST_BUDGET", budget)
     with sdpa_kernel(SDPBackend.MATH):
-        loaded = loaded_for(case, tiny_folder, "acc:0")
-        found = rendered(loaded, case)
+        pipeline = loaded_for(case, tiny_folder, "acc:0")
+        found = rendered(pipeline, case)
     assert len(cuts) >= 4, "each joint attention: two blocks, two steps"
-    assert "exact, in chunks of queries" in loaded.notes[2]
+    assert "exact, in chunks of queries" in pipeline.notes[2]
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=SUMS, rtol=SUMS)
 
@@ -124,18 +124,18 @@ def test_mochi_obeys_in_every_offload_mode_each_pipeline_its_own(
 
     monkeypatch.setitem(EXPLICIT, "native_flash", counting("native_flash"))
     folder = tiny.build("mochi", tiny_folder)
-    loaded = {
+    pipeline = {
         choice: load(LoadRequest(folder, precision="fp32", offload=offload, device="acc:0", attention=choice))
         for choice in ("native_flash", "native_math")
     }
     ran.clear()  # of the trial while loading
-    flash, _ = rendered(loaded["native_flash"], CASES["mochi"])
+    flash, _ = rendered(pipeline["native_flash"], CASES["mochi"])
     chosen = len(ran)
-    exact, _ = rendered(loaded["native_math"], CASES["mochi"])
+    exact, _ = rendered(pipeline["native_math"], CASES["mochi"])
     assert chosen == 2 * (2 * 2 + 2), "2 steps: two blocks and the pool, for two rows of the batch"
     assert len(ran) == chosen
-    again, _ = rendered(loaded["native_flash"], CASES["mochi"])
+    again, _ = rendered(pipeline["native_flash"], CASES["mochi"])
     assert len(ran) == 2 * chosen
     torch.testing.assert_close(exact, flash, atol=SUMS, rtol=SUMS)
     assert torch.equal(again, flash)
-    assert loaded["native_flash"].notes[2] == "attention: chosen: torch's own FlashAttention"
+    assert pipeline["native_flash"].notes[2] == "attention: chosen: torch's own FlashAttention"

@@ -1,4 +1,4 @@
-"""Devices whose 3-D convolution is missing, wrong or fatal: what fails as shipped, and runs under every residency."""
+"""Devices whose 3-D convolution is missing, wrong or fatal: what fails as shipped, and runs under every offloader."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from anygpu.compat.device.probe_store import ProbeStore
 from anygpu.compat.device.quirks import abilities
 from anygpu.compat.errors import UnsupportedError
-from anygpu.compat.memory.offloader import MODES, borrow, own_tensors
+from anygpu.compat.memory.offloader import MODES, own_tensors, weights_on
 from anygpu.compat.precision import DTYPES
 from anygpu.compat.transforms.conv3d import Form, swap_conv3d
 from anygpu.compat.transforms.conv3d_choice import Layer, choose_by, form_error, form_times
@@ -102,9 +102,9 @@ def test_legacy_conv3d_in_framepack(mode: str, acc: torch.device) -> None:
         with pytest.raises(RuntimeError, match="slow_conv3d_forward"), unswapped.hold("vae") as held:
             run(held)
         swap_conv3d(embeds, LEGACY)
-        residency = resident(mode, embeds, acc)
+        offloader = resident(mode, embeds, acc)
         for _ in range(2):
-            with residency.hold("vae") as held:
+            with offloader.hold("vae") as held:
                 found = run(held)
             assert all(close(one, other, torch.bfloat16) for one, other in zip(found, expected, strict=True))
 
@@ -131,9 +131,9 @@ def test_no_conv3d_for_the_mochi_decoder(mode: str, acc: torch.device) -> None:
         with pytest.raises(NotImplementedError, match="volume"), unswapped.hold("vae") as held:
             held.decode(latents.to(acc))
         swap_conv3d(vae, {"conv3d": False})
-        residency = resident(mode, vae, acc)
+        offloader = resident(mode, vae, acc)
         for _ in range(2):
-            with residency.hold("vae") as held, own_tensors(held):
+            with offloader.hold("vae") as held, own_tensors(held):
                 found = held.decode(latents.to(acc), return_dict=False)[0]
             assert close(found, expected)
         if mode in ("model", "sequential"):
@@ -147,12 +147,12 @@ def test_no_conv3d_for_other_decoders(name: str, size: tuple, mode: str, acc: to
     expected = vae.decode(latents, return_dict=False)[0]
     swapped = swap_conv3d(vae, {"conv3d": False})
     with without_volumes(), torch.inference_mode():
-        residency = resident(mode, vae, acc)
-        with residency.hold("vae") as held, own_tensors(held):
+        offloader = resident(mode, vae, acc)
+        with offloader.hold("vae") as held, own_tensors(held):
             found = held.decode(latents.to(acc), return_dict=False)[0]
     assert close(found, expected)
     if mode == "sequential":
-        residency.release("vae")
+        offloader.release("vae")
         swapped.restore()
         assert torch.equal(vae.decode(latents, return_dict=False)[0], expected)
 
@@ -178,17 +178,17 @@ def test_no_conv3d_for_the_whole_framepack_transformer(mode: str, acc: torch.dev
         there = {name: value.to(acc) for name, value in inputs.items()}
         lacking = dict.fromkeys(DTYPES, False)
         undo = conv3d_step({"conv3d": lacking, "pad3d": lacking}).apply("transformer", transformer)
-        residency = resident(mode, transformer, acc, "transformer")
+        offloader = resident(mode, transformer, acc, "transformer")
         with (
             accelerator.hook(CONVOLUTIONS, before=no_volumes) as hook,
             accelerator.hook("aten::*pad3d", before=no_volumes) as pads,
             accelerator.hook("aten::avg_pool3d", before=no_volumes) as pools,
         ):
             for _ in range(2):
-                with residency.hold("transformer") as held:
+                with offloader.hold("transformer") as held:
                     assert close(held(**there, return_dict=False)[0], expected)
         assert (hook.hits, pads.hits, pools.hits) == (0, 0, 0)
-        residency.release("transformer")
+        offloader.release("transformer")
         if mode in ("none", "model"):
             undo()
             assert "_pad_rotary_emb" not in vars(transformer)
@@ -326,18 +326,18 @@ def test_an_input_never_goes_to_a_master_copy(away: str, acc: torch.device) -> N
 
 def doubled(leaf: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """A rewritten forward that needs the weight itself."""
-    with borrow(leaf, like=x) as (weight, bias):
+    with weights_on(leaf, like=x) as (weight, bias):
         assert weight.device == x.device and bias.device == x.device and weight.dtype is x.dtype
         return torch.nn.functional.linear(x, 2 * weight, bias)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_borrow_from_every_residency(mode: str, acc: torch.device) -> None:
+def test_borrow_from_every_offloader(mode: str, acc: torch.device) -> None:
     model, x = nn.Sequential(nn.Linear(6, 6)).requires_grad_(False), sample(2, 6)
     expected, plain = doubled(model[0], x), model(x)
-    residency = resident(mode, model, acc)
+    offloader = resident(mode, model, acc)
     for _ in range(2):
-        with residency.hold("vae") as held:
+        with offloader.hold("vae") as held:
             before = held[0].weight.device
             assert close(doubled(held[0], x.to(acc)), expected)
             assert held[0].weight.device == before
@@ -346,15 +346,15 @@ def test_borrow_from_every_residency(mode: str, acc: torch.device) -> None:
 
 def test_borrow_casts_and_returns_what_it_took(acc: torch.device) -> None:
     model = nn.Linear(6, 6).requires_grad_(False).to(torch.float8_e4m3fn)
-    with borrow(model, like=torch.ones(1, dtype=torch.bfloat16)) as (weight, bias):
+    with weights_on(model, like=torch.ones(1, dtype=torch.bfloat16)) as (weight, bias):
         assert weight.dtype is bias.dtype is torch.bfloat16
-    with borrow(nn.Linear(6, 6, bias=False), like=torch.ones(1)) as (_, bias):
+    with weights_on(nn.Linear(6, 6, bias=False), like=torch.ones(1)) as (_, bias):
         assert bias is None
     leaf = nn.Sequential(nn.Linear(6, 6)).requires_grad_(False)
     with resident("sequential", leaf, acc).hold("vae") as held:
         before = held[0].weight.device
         assert before != acc
-        with pytest.raises(KeyError), borrow(held[0], like=torch.ones(1, device=acc)):
+        with pytest.raises(KeyError), weights_on(held[0], like=torch.ones(1, device=acc)):
             raise KeyError
         assert held[0].weight.device == before
     with pytest.raises(UnsupportedError, match="its weight on cpu"):
@@ -362,17 +362,19 @@ def test_borrow_casts_and_returns_what_it_took(acc: torch.device) -> None:
 
 
 def test_a_host_may_lend_the_weights_itself(acc: torch.device) -> None:
-    """A leaf with ``lend`` streams: its own tensors may be anywhere, and are not what counts where they are at hand."""
+    """A leaf with ``weights_on`` streams: its own tensors may be anywhere, and are not what counts where they are
+    at hand.
+    """
     model, x = nn.Conv3d(4, 4, 3).requires_grad_(False), sample(1, 4, 4, 6, 6)
     expected = model(x)
     swap_conv3d(model, {"conv3d": False})
-    lent: list[torch.device] = []
+    provided: list[torch.device] = []
 
     @contextmanager
-    def lend(like: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        lent.append(like.device)
+    def weights_on(like: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        provided.append(like.device)
         yield model.weight.to(like), model.bias.to(like)
 
-    model.lend = lend
-    assert close(model(x.to(acc)), expected) and lent == [acc]
-    assert close(model(x), expected) and lent == [acc, x.device]
+    model.weights_on = weights_on
+    assert close(model(x.to(acc)), expected) and provided == [acc]
+    assert close(model(x), expected) and provided == [acc, x.device]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from anygpu.compat.errors import UnsupportedError
 from anygpu.pipelines import stages, tiny
-from anygpu.pipelines.base import FramePackSettings, ImageRequest, Loaded, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.base import FramePackSettings, ImageRequest, Pipeline, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.loading.folder import LoadRequest, load
 
 from simulated import accelerator
@@ -40,29 +40,29 @@ CASES = {
 }
 
 
-def loaded_for(case: Case, folder: Any, device: str, offload: str = "auto") -> Loaded:
+def loaded_for(case: Case, folder: Any, device: str, offload: str = "auto") -> Pipeline:
     paths = [tiny.build(name, folder) for name in case.checkpoints]
     base, encoder = paths[1:] if len(paths) == 3 else (None, None)
     return load(LoadRequest(paths[0], base, encoder, precision="fp32", offload=offload, device=device))
 
 
-def rendered(loaded: Loaded, case: Case, progress: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+def rendered(pipeline: Pipeline, case: Case, progress: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Latents and frames of one short run."""
     progress = progress or Silent()
     with torch.no_grad():
         image = None
         if case.pictured:
-            image = stages.encode_image(loaded, ImageRequest(PICTURE, 64, 64), "stretch", progress)
-        looks = "image" in stages.family_named(loaded.family).FAMILY.effective
+            image = stages.encode_image(pipeline, ImageRequest(PICTURE, 64, 64), "stretch", progress)
+        looks = "image" in stages.family_named(pipeline.family).FAMILY.effective
         request = PromptRequest("a red fox", "blurry", image=PICTURE if case.pictured and looks else None)
-        prompt = stages.encode_prompt(loaded, request, progress)
+        prompt = stages.encode_prompt(pipeline, request, progress)
         settings = SampleSettings(64, 64, case.frames, steps=2, seed=3, cfg=2.0)
-        if loaded.family == "framepack":
+        if pipeline.family == "framepack":
             framepack = FramePackSettings(case.frames / 30, window=2)
-            latents = stages.sample_framepack(loaded, prompt, image, settings, framepack, progress)
+            latents = stages.sample_framepack(pipeline, prompt, image, settings, framepack, progress)
         else:
-            latents = stages.sample(loaded, prompt, image, settings, progress)
-        return latents.samples, stages.decode(loaded, latents, progress)
+            latents = stages.sample(pipeline, prompt, image, settings, progress)
+        return latents.samples, stages.decode(pipeline, latents, progress)
 
 
 class Watching(Silent):
@@ -70,13 +70,13 @@ class Watching(Silent):
 
     def __init__(self) -> None:
         self.text_bytes: int | None = None
-        self.loaded: Loaded | None = None
+        self.pipeline: Pipeline | None = None
         self.stages: set[str] = set()
 
     def step(self, done: int, total: int, stage: str, preview: Any = None) -> None:
         self.stages.add(stage.split(" ")[0])
-        if stage == "sampling" and self.text_bytes is None and self.loaded is not None:
-            text = [part for name, part in self.loaded.parts.items() if name.startswith("text_encoder")]
+        if stage == "sampling" and self.text_bytes is None and self.pipeline is not None:
+            text = [part for name, part in self.pipeline.parts.items() if name.startswith("text_encoder")]
             tensors = [t for part in text for t in (*part.parameters(), *part.buffers())]
             self.text_bytes = sum(t.nbytes for t in tensors if t.device.type == accelerator.NAME)
 
@@ -110,9 +110,9 @@ CELLS = [
 @pytest.mark.parametrize(("name", "offload"), CELLS)
 def test_equals_the_cpu(acc, tiny_folder, on_host, name, offload):
     case, progress = CASES[name], Watching()
-    loaded = progress.loaded = loaded_for(case, tiny_folder, "acc:0", offload)
+    pipeline = progress.pipeline = loaded_for(case, tiny_folder, "acc:0", offload)
     before = accelerator.memory().allocated_bytes
-    latents, frames = rendered(loaded, case, progress)
+    latents, frames = rendered(pipeline, case, progress)
     expected_latents, expected_frames = on_host(name)
     torch.testing.assert_close(latents, expected_latents, atol=ROUNDING, rtol=ROUNDING)
     torch.testing.assert_close(frames, expected_frames, atol=ROUNDING, rtol=ROUNDING)
@@ -121,7 +121,7 @@ def test_equals_the_cpu(acc, tiny_folder, on_host, name, offload):
     assert progress.text_bytes == 0, "a text encoder was on the device while sampling"
     if offload != "none":
         assert accelerator.memory().allocated_bytes == before, "weights stayed on the device"
-    again, _ = rendered(loaded, case)
+    again, _ = rendered(pipeline, case)
     torch.testing.assert_close(again, latents, atol=ROUNDING, rtol=ROUNDING)
 
 
@@ -130,12 +130,12 @@ def test_modes_need_less_memory_in_their_order(acc, tiny_folder):
     peaks = []
     for offload in MODES:
         accelerator.reset_peak()
-        loaded = loaded_for(CASES["mochi"], tiny_folder, "acc:0", offload)
-        rendered(loaded, CASES["mochi"])
+        pipeline = loaded_for(CASES["mochi"], tiny_folder, "acc:0", offload)
+        rendered(pipeline, CASES["mochi"])
         peaks.append(accelerator.memory().peak_bytes)
         for part in ("transformer", "vae"):
-            loaded.residency.release(part)
-            loaded.parts.drop(part)
+            pipeline.offloader.release(part)
+            pipeline.parts.drop(part)
     assert peaks[0] > peaks[1] >= peaks[2] >= peaks[3], peaks
 
 
@@ -170,15 +170,15 @@ def test_the_bare_pipeline_does_not_move_a_prompt_from_the_host(acc, tiny_folder
 @pytest.mark.parametrize("offload", MODES)
 def test_a_cancel_while_moving_or_sampling_leaves_nothing_half_moved(acc, tiny_folder, on_host, recorded, offload):
     case = CASES["mochi"]
-    loaded = loaded_for(case, tiny_folder, "acc:0", offload)
+    pipeline = loaded_for(case, tiny_folder, "acc:0", offload)
     for stage, at in (("moving transformer", 1), ("sampling", 1), ("decoding", 8)):
         progress = recorded(cancel_at=lambda done, seen, stage=stage, at=at: seen.startswith(stage) and done >= at)
         try:
-            rendered(loaded, case, progress)
+            rendered(pipeline, case, progress)
         except recorded.Cancelled:
             continue
         assert stage.startswith("moving") and offload in ("group", "sequential"), f"{stage} was never reported"
-    latents, _ = rendered(loaded, case)
+    latents, _ = rendered(pipeline, case)
     torch.testing.assert_close(latents, on_host("mochi")[0], atol=ROUNDING, rtol=ROUNDING)
 
 
@@ -186,23 +186,23 @@ def test_a_cancel_while_moving_or_sampling_leaves_nothing_half_moved(acc, tiny_f
 def test_loading_in_inference_mode_and_running_outside_it_works(acc, tiny_folder, on_host):
     """ComfyUI runs nodes in inference mode; a route or another thread does not."""
     with torch.inference_mode():
-        loaded = loaded_for(CASES["ltx"], tiny_folder, "acc:0", "model")
-        rendered(loaded, CASES["ltx"])
-    latents, _ = rendered(loaded, CASES["ltx"])
+        pipeline = loaded_for(CASES["ltx"], tiny_folder, "acc:0", "model")
+        rendered(pipeline, CASES["ltx"])
+    latents, _ = rendered(pipeline, CASES["ltx"])
     torch.testing.assert_close(latents, on_host("ltx")[0], atol=ROUNDING, rtol=ROUNDING)
 
 
 @pytest.mark.xdist_group("mochi")
 def test_auto_takes_the_fastest_mode_that_fits(acc, tiny_folder):
-    loaded = loaded_for(CASES["mochi"], tiny_folder, "cpu")
+    pipeline = loaded_for(CASES["mochi"], tiny_folder, "cpu")
     vae, transformer, text = (
-        sum(t.nbytes for t in (*loaded.parts[name].parameters(), *loaded.parts[name].buffers()))
+        sum(t.nbytes for t in (*pipeline.parts[name].parameters(), *pipeline.parts[name].buffers()))
         for name in ("vae", "transformer", "text_encoder")
     )
     largest, modes = max(vae, transformer, text), []
     for needed in (2 * (vae + transformer + text), (vae + transformer + largest) // 2, largest // 2):
         with accelerator.limit(int(needed / 0.75)):
-            modes.append(loaded_for(CASES["mochi"], tiny_folder, "acc:0").residency.mode)
+            modes.append(loaded_for(CASES["mochi"], tiny_folder, "acc:0").offloader.mode)
     assert modes == ["none", "model", "group"]
 
 
@@ -210,8 +210,8 @@ def test_auto_takes_the_fastest_mode_that_fits(acc, tiny_folder):
 def test_core_asks_for_room_before_weights_arrive(acc, tiny_folder):
     asked: list[int] = []
     path = tiny.build("mochi", tiny_folder)
-    loaded = load(LoadRequest(path, precision="fp32", offload="model", device="acc:0"), make_room=asked.append)
-    rendered(loaded, CASES["mochi"])
+    pipeline = load(LoadRequest(path, precision="fp32", offload="model", device="acc:0"), make_room=asked.append)
+    rendered(pipeline, CASES["mochi"])
     assert len(asked) == 3 and min(asked) > 100_000
 
 

@@ -1,4 +1,4 @@
-"""It fits: every family at every share of its full residency, forecasts, refusals, and out of memory at any moment."""
+"""It fits: every family at every share of its full offloader, forecasts, refusals, and out of memory at any moment."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ def same(found, expected) -> None:
         for share in SHARES
     ],
 )
-def test_auto_finishes_within_a_share_of_the_full_residency(acc, tiny_folder, on_host, recorded, family, share):
-    loaded, progress = heavy(family, tiny_folder, acc), recorded()
-    limit = fitting.full_residency(loaded) * share // 100
+def test_auto_finishes_within_a_share_of_the_full_offloader(acc, tiny_folder, on_host, recorded, family, share):
+    pipeline, progress = heavy(family, tiny_folder, acc), recorded()
+    limit = fitting.full_offloader(pipeline) * share // 100
     with accelerator.limit(limit):
-        loaded = heavy(family, tiny_folder, acc)
-        found = run(loaded, progress)
+        pipeline = heavy(family, tiny_folder, acc)
+        found = run(pipeline, progress)
         assert accelerator.memory().refusals == 0, "the plan was wrong, and only the ladder saved the run"
-    assert 0 < peak(loaded) <= limit
+    assert 0 < peak(pipeline) <= limit
     same(found, on_host(family))
-    forget(loaded)
+    forget(pipeline)
     progress.previews.clear()
     assert accelerator.memory().allocated_bytes == 0
 
@@ -74,10 +74,10 @@ def test_auto_finishes_within_a_share_of_the_full_residency(acc, tiny_folder, on
     ],
 )
 def test_a_forecast_is_near_the_measured_peak(acc, tiny_folder, family, mode):
-    loaded = heavy(family, tiny_folder, acc, mode)
-    said = forecast(loaded, fitting.size_of(family)).peak
-    run(loaded)
-    assert abs(said - peak(loaded)) <= WITHIN * peak(loaded), (said, peak(loaded))
+    pipeline = heavy(family, tiny_folder, acc, mode)
+    said = forecast(pipeline, fitting.size_of(family)).peak
+    run(pipeline)
+    assert abs(said - peak(pipeline)) <= WITHIN * peak(pipeline), (said, peak(pipeline))
 
 
 @pytest.mark.parametrize("family", [pytest.param(family, marks=FULL) for family in FAMILIES])
@@ -87,9 +87,9 @@ def test_auto_finishes_where_a_run_leaf_by_leaf_made_by_hand_does(acc, tiny_fold
     run(by_hand)
     needed = peak(by_hand)
     with accelerator.limit(needed):
-        loaded = heavy(family, tiny_folder, acc)
-        found = run(loaded)
-    assert 0 < peak(loaded) <= needed
+        pipeline = heavy(family, tiny_folder, acc)
+        found = run(pipeline)
+    assert 0 < peak(pipeline) <= needed
     same(found, on_host(family))
 
 
@@ -97,24 +97,24 @@ def test_a_limit_below_one_layer_is_refused_before_anything_is_read(acc, tiny_fo
     told = r"largest layer of the .*; expected .* more"
     with accelerator.limit(400_000), pytest.raises(UnsupportedError, match=told):
         heavy("ltx", tiny_folder, acc)
-    loaded = heavy("ltx", tiny_folder, acc)
-    largest = max(part.layer for part in loaded.weights.values())
+    pipeline = heavy("ltx", tiny_folder, acc)
+    largest = max(part.layer for part in pipeline.weights.values())
     with accelerator.limit(largest - 1), pytest.raises(UnsupportedError, match="largest layer"):
         heavy("ltx", tiny_folder, acc)
 
 
 def test_a_limit_below_the_forecast_is_refused_before_weights_are_read(acc, tiny_folder):
-    loaded = heavy("ltx", tiny_folder, acc)
+    pipeline = heavy("ltx", tiny_folder, acc)
     with accelerator.limit(2_000_000), pytest.raises(UnsupportedError, match=r"for text, which needs .* more"):
-        run(loaded)
-    assert not loaded.parts, "a part was read"
+        run(pipeline)
+    assert not pipeline.parts, "a part was read"
 
 
 @FULL
 @pytest.mark.parametrize("after", [1, 3])
 def test_sampling_goes_on_from_the_last_step_when_memory_runs_out(acc, tiny_folder, on_host, recorded, after):
-    loaded, progress, forwards = heavy("ltx", tiny_folder, acc, "model"), recorded(), []
-    transformer = loaded.parts.read("transformer")
+    pipeline, progress, forwards = heavy("ltx", tiny_folder, acc, "model"), recorded(), []
+    transformer = pipeline.parts.read("transformer")
     transformer.register_forward_pre_hook(lambda *_: forwards.append(1))
     linears = []
 
@@ -124,7 +124,7 @@ def test_sampling_goes_on_from_the_last_step_when_memory_runs_out(acc, tiny_fold
             raise torch.OutOfMemoryError("no room")
 
     with accelerator.hook("aten::addmm*", before=refuse):
-        found = run(loaded, progress)
+        found = run(pipeline, progress)
     said = [text for text in progress.said if "goes on" in text]
     assert said and "with offload group, from the last finished step" in said[0], progress.said
     assert [done for done, _, stage in progress.steps if stage == "sampling"] == [1, 2], "a step ran twice"
@@ -135,41 +135,43 @@ def test_sampling_goes_on_from_the_last_step_when_memory_runs_out(acc, tiny_fold
 @pytest.mark.parametrize("part", ["vae", "text_encoder", "transformer"])
 def test_out_of_memory_while_a_part_moves_loses_nothing(acc, tiny_folder, on_host, part):
     """The failed stage raises torch's own error; what is there goes on at once with room."""
-    loaded = heavy("ltx", tiny_folder, acc, "model")
-    reading = loaded.weights[part].total // 2
+    pipeline = heavy("ltx", tiny_folder, acc, "model")
+    reading = pipeline.weights[part].total // 2
     with accelerator.limit(reading):
         try:
-            with loaded.residency.hold(part):
+            with pipeline.offloader.hold(part):
                 raise AssertionError("it fitted")
         except torch.OutOfMemoryError:
             pass
     assert accelerator.memory().allocated_bytes == 0
-    same(run(loaded), on_host("ltx"))
+    same(run(pipeline), on_host("ltx"))
 
 
 def test_modes_switch_both_ways_between_stages(acc, tiny_folder):
     case = CASES["ltx"]
     expected = rendered(loaded_for(case, tiny_folder, "cpu"), case)
-    loaded = loaded_for(case, tiny_folder, "acc:0", "none")
+    pipeline = loaded_for(case, tiny_folder, "acc:0", "none")
     for mode in ("group", "none", "sequential", "model", "group"):
-        loaded.residency.switch(mode)
-        same(rendered(loaded, case), expected)
-        assert repr(loaded.residency) == f"offload {mode} on acc:0" and mode in plan_line(loaded)
-    with loaded.residency.hold("vae"), pytest.raises(InputError, match="offload 'group' while vae is in use"):
-        loaded.residency.switch("group")
+        pipeline.offloader.switch(mode)
+        same(rendered(pipeline, case), expected)
+        assert repr(pipeline.offloader) == f"offload {mode} on acc:0" and mode in plan_line(pipeline)
+    with pipeline.offloader.hold("vae"), pytest.raises(InputError, match="offload 'group' while vae is in use"):
+        pipeline.offloader.switch("group")
 
 
 @FULL
 def test_offload_may_change_between_sample_and_decode(acc, tiny_folder):
     case = CASES["mochi"]
     expected = rendered(loaded_for(case, tiny_folder, "cpu"), case)[1]
-    loaded = loaded_for(case, tiny_folder, "acc:0", "group")
+    pipeline = loaded_for(case, tiny_folder, "acc:0", "group")
     with torch.no_grad():
-        prompt = stages.encode_prompt(loaded, PromptRequest("a red fox", "blurry"), Silent())
-        latents = stages.sample(loaded, prompt, None, SampleSettings(64, 64, 7, steps=2, seed=3, cfg=2.0), Silent())
+        prompt = stages.encode_prompt(pipeline, PromptRequest("a red fox", "blurry"), Silent())
+        latents = stages.sample(pipeline, prompt, None, SampleSettings(64, 64, 7, steps=2, seed=3, cfg=2.0), Silent())
         for mode in ("none", "sequential"):
-            loaded.residency.switch(mode)
-            torch.testing.assert_close(stages.decode(loaded, latents, Silent()), expected, atol=ROUNDING, rtol=ROUNDING)
+            pipeline.offloader.switch(mode)
+            torch.testing.assert_close(
+                stages.decode(pipeline, latents, Silent()), expected, atol=ROUNDING, rtol=ROUNDING
+            )
 
 
 @pytest.mark.parametrize(
@@ -185,21 +187,21 @@ def test_two_pipelines_may_share_a_part(acc, tiny_folder, first, second):
     one, other = (loaded_for(case, tiny_folder, "acc:0", mode) for mode in (first, second))
     shared = one.parts.read("transformer")
     other.parts["transformer"] = shared
-    for loaded in (one, other, one):
-        same(rendered(loaded, case), expected)
+    for pipeline in (one, other, one):
+        same(rendered(pipeline, case), expected)
         units = units_on(shared)
         assert (None if units is None else units.by_block) == {"group": True, "sequential": False}.get(
-            loaded.residency.mode
+            pipeline.offloader.mode
         )
 
 
 def test_masters_stay_where_they_are_and_nothing_is_copied_back(acc, tiny_folder):
     """So a device that damages what it returns cannot spoil them."""
-    loaded = loaded_for(CASES["ltx"], tiny_folder, "acc:0", "group")
-    module = loaded.parts.read("transformer")
+    pipeline = loaded_for(CASES["ltx"], tiny_folder, "acc:0", "group")
+    module = pipeline.parts.read("transformer")
     values = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     returned = accelerator.traffic().to_host_bytes
-    with torch.no_grad(), loaded.residency.hold("transformer"):
+    with torch.no_grad(), pipeline.offloader.hold("transformer"):
         before = {name: tensor.data_ptr() for name, tensor in module.state_dict().items()}
         for unit in units_on(module).units:
             unit.bring(), unit.leave()
@@ -220,8 +222,8 @@ def test_a_cancel_is_obeyed_while_units_move(acc, tiny_folder, mode):
             if self.armed:
                 raise Cancelled
 
-    loaded, progress = loaded_for(CASES["ltx"], tiny_folder, "acc:0", mode), Cancelling()
-    with loaded.residency.hold("transformer", 0, progress) as module:
+    pipeline, progress = loaded_for(CASES["ltx"], tiny_folder, "acc:0", mode), Cancelling()
+    with pipeline.offloader.hold("transformer", 0, progress) as module:
         unit = units_on(module).units[-1]
         progress.armed = True
         with pytest.raises(Cancelled):
@@ -235,10 +237,10 @@ def test_parts_compute_where_they_are_put(acc, tiny_folder):
     expected = rendered(loaded_for(case, tiny_folder, "cpu"), case)
     path = tiny.build("ltx", tiny_folder)
     devices = {"text_encoder": "cpu", "vae": "cpu"}
-    loaded = load(LoadRequest(path, precision="fp32", offload="model", device="acc:0", devices=devices))
-    same(rendered(loaded, case), expected)
-    assert peak(loaded) < loaded.weights["vae"].total, "the VAE was on the device"
-    assert repr(loaded.residency) == "offload model on acc:0, text_encoder on cpu, vae on cpu"
+    pipeline = load(LoadRequest(path, precision="fp32", offload="model", device="acc:0", devices=devices))
+    same(rendered(pipeline, case), expected)
+    assert peak(pipeline) < pipeline.weights["vae"].total, "the VAE was on the device"
+    assert repr(pipeline.offloader) == "offload model on acc:0, text_encoder on cpu, vae on cpu"
     gone = LoadRequest(path, precision="fp32", device="acc:0", devices={"vae": "acc:7"})
     with pytest.raises(UnsupportedError, match="device 'acc:7' does not answer"):
         load(gone)
@@ -246,26 +248,26 @@ def test_parts_compute_where_they_are_put(acc, tiny_folder):
 
 @FULL
 def test_what_is_kept_free_stays_free(acc, tiny_folder):
-    loaded = heavy("ltx", tiny_folder, acc)
-    need = forecast(loaded, fitting.size_of("ltx"), "none").peak
+    pipeline = heavy("ltx", tiny_folder, acc)
+    need = forecast(pipeline, fitting.size_of("ltx"), "none").peak
     with accelerator.limit(2 * need):
-        loaded = heavy("ltx", tiny_folder, acc, keep_free_gb=1.2 * need / 2**30)
-        run(loaded)
-        assert loaded.residency.mode != "none" and peak(loaded) <= 0.8 * need
+        pipeline = heavy("ltx", tiny_folder, acc, keep_free_gb=1.2 * need / 2**30)
+        run(pipeline)
+        assert pipeline.offloader.mode != "none" and peak(pipeline) <= 0.8 * need
 
 
 def test_a_streamed_decode_counts_the_tiles_that_it_moves(acc, tiny_folder):
     """In the account is what the device's own counters saw, there and back."""
-    loaded = loaded_for(CASES["ltx"], tiny_folder, "acc:0", "model")
+    pipeline = loaded_for(CASES["ltx"], tiny_folder, "acc:0", "model")
     samples = torch.randn(1, 128, 2, 2, 2, generator=torch.Generator().manual_seed(0))
     before = accelerator.traffic()
     with torch.no_grad():
         stages.decode(
-            loaded, Latents(samples, "ltx", "text", 9, 64, 64, 24.0, 0), Silent(), form=Form("streaming", tile=16)
+            pipeline, Latents(samples, "ltx", "text", 9, 64, 64, 24.0, 0), Silent(), form=Form("streaming", tile=16)
         )
-    after, cost = accelerator.traffic(), loaded.residency.account.stages[-1]
+    after, cost = accelerator.traffic(), pipeline.offloader.memory_stats.stages[-1]
     moved = after.to_device_bytes - before.to_device_bytes + after.to_host_bytes - before.to_host_bytes
-    assert cost.stage == "decoding" and cost.moved_bytes > loaded.weights["vae"].total + samples.nbytes
+    assert cost.stage == "decoding" and cost.moved_bytes > pipeline.weights["vae"].total + samples.nbytes
     assert abs(cost.moved_bytes - moved) <= 0.05 * moved, "norms' moments and single numbers are not counted"
 
 
@@ -277,12 +279,12 @@ def tensors_alive() -> int:
 
 @FULL
 def test_fifty_runs_leave_memory_where_it_began(acc, tiny_folder):
-    loaded = loaded_for(CASES["ltx"], tiny_folder, "acc:0", "group")
+    pipeline = loaded_for(CASES["ltx"], tiny_folder, "acc:0", "group")
     for _ in range(2):
-        rendered(loaded, CASES["ltx"])
+        rendered(pipeline, CASES["ltx"])
     before, alive = accelerator.memory().allocated_bytes, tensors_alive()
     for _ in range(50):
-        rendered(loaded, CASES["ltx"])
+        rendered(pipeline, CASES["ltx"])
     assert accelerator.memory().allocated_bytes == before == 0
     assert tensors_alive() == alive, "host memory grows from run to run"
 
@@ -297,10 +299,10 @@ def test_five_pipelines_in_turn_share_what_is_there(acc, tiny_folder):
     with accelerator.limit(limit):
         held = {name: loaded_for(CASES[name], tiny_folder, "acc:0") for name in FAMILIES}
         for _ in range(2):
-            for name, loaded in held.items():
-                same(rendered(loaded, CASES[name]), expected[name])
-        modes = {loaded.residency.mode for loaded in held.values()}
+            for name, pipeline in held.items():
+                same(rendered(pipeline, CASES[name]), expected[name])
+        modes = {pipeline.offloader.mode for pipeline in held.values()}
     assert len(modes) > 1, modes
-    for loaded in held.values():
-        forget(loaded)
+    for pipeline in held.values():
+        forget(pipeline)
     assert accelerator.memory().allocated_bytes == 0

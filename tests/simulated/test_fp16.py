@@ -10,7 +10,7 @@ import pytest
 import torch
 from anygpu.compat.transforms.fp16 import SETTINGS, apply_fp16_safe
 from anygpu.pipelines import tiny
-from anygpu.pipelines.base import Loaded, Silent
+from anygpu.pipelines.base import Pipeline, Silent
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.loading.part import part_files, reader_of
 from anygpu.pipelines.sampling.loop import NotFinite
@@ -24,7 +24,7 @@ HALF = torch.finfo(torch.float16).eps
 BOUND = 4 * HALF  # relative L2: the operands of some 30 products in a row are each rounded by half an eps
 
 
-def loaded_for(case: Case, folder: Any, device: str, precision: str, offload: str = "auto") -> Loaded:
+def loaded_for(case: Case, folder: Any, device: str, precision: str, offload: str = "auto") -> Pipeline:
     paths = [tiny.build(name, folder) for name in case.checkpoints]
     base, encoder = paths[1:] if len(paths) == 3 else (None, None)
     return load(LoadRequest(paths[0], base, encoder, precision=precision, offload=offload, device=device))
@@ -54,25 +54,25 @@ def cells() -> list[Any]:
 
 @pytest.mark.parametrize(("name", "offload"), cells())
 def test_a_family_is_near_fp32_in_every_offload_mode_twice_in_a_row(acc, tiny_folder, on_host, name, offload):
-    loaded = loaded_for(CASES[name], tiny_folder, "acc:0", "fp16-safe", offload)
+    pipeline = loaded_for(CASES[name], tiny_folder, "acc:0", "fp16-safe", offload)
     products: set[torch.dtype] = set()
 
     def seen(_: str, arguments: list) -> None:
         products.update(a.dtype for a in arguments if isinstance(a, torch.Tensor))
 
     with accelerator.hook("aten::*mm", seen):
-        latents = rendered(loaded, CASES[name])[0]
+        latents = rendered(pipeline, CASES[name])[0]
     assert torch.float16 in products, "no product had fp16 operands"
     expected = on_host(name)
     assert (latents - expected).norm() <= BOUND * expected.norm()
-    assert torch.equal(rendered(loaded, CASES[name])[0], latents), "the second run differs from the first"
-    transformer = loaded.parts.read("transformer")
+    assert torch.equal(rendered(pipeline, CASES[name])[0], latents), "the second run differs from the first"
+    transformer = pipeline.parts.read("transformer")
     assert any(hasattr(module, SETTINGS) for module in transformer.modules())
 
 
-def overflowing(loaded: Loaded) -> None:
+def overflowing(pipeline: Pipeline) -> None:
     """A fault that safe fp16 cannot mend: values far beyond fp16 where nothing normalised bounds them."""
-    stock = loaded.parts.readers["transformer"]
+    stock = pipeline.parts.readers["transformer"]
 
     def read(progress: Any) -> Any:
         module = stock(progress)
@@ -80,7 +80,7 @@ def overflowing(loaded: Loaded) -> None:
             module.transformer_blocks[0].ff.net[0].proj.weight.fill_(6e4)
         return module
 
-    loaded.parts.readers["transformer"] = read
+    pipeline.parts.readers["transformer"] = read
 
 
 @pytest.mark.xdist_group("mochi")
@@ -90,25 +90,25 @@ def test_auto_falls_back_to_fp32_after_one_step_and_says_so(acc, tiny_folder, on
 
     row = precision.PRECISION[("*", "cuda-old")]
     monkeypatch.setitem(precision.PRECISION, ("*", "other"), row)
-    loaded = loaded_for(CASES["mochi"], tiny_folder, "acc:0", "auto", offload)
-    overflowing(loaded)
+    pipeline = loaded_for(CASES["mochi"], tiny_folder, "acc:0", "auto", offload)
+    overflowing(pipeline)
     progress = recorded()
-    latents = rendered(loaded, CASES["mochi"], progress)[0]
+    latents = rendered(pipeline, CASES["mochi"], progress)[0]
     assert [text for text in progress.said if "runs in fp32 from here on" in text]
     steps = [done for done, _, stage in progress.steps if stage == "sampling"]
     assert steps == [1, 2], "the first attempt went on after its first step"
     torch.testing.assert_close(latents, on_host("mochi"), atol=1e-5, rtol=1e-5)
     silent = recorded()
-    assert torch.equal(rendered(loaded, CASES["mochi"], silent)[0], latents)
+    assert torch.equal(rendered(pipeline, CASES["mochi"], silent)[0], latents)
     assert not [text for text in silent.said if "fp32" in text]
 
 
 @pytest.mark.xdist_group("mochi")
 def test_an_explicit_choice_is_never_changed(acc, tiny_folder):
-    loaded = loaded_for(CASES["mochi"], tiny_folder, "acc:0", "fp16-safe")
-    overflowing(loaded)
+    pipeline = loaded_for(CASES["mochi"], tiny_folder, "acc:0", "fp16-safe")
+    overflowing(pipeline)
     with pytest.raises(NotFinite, match="latents after the first step are NaN or infinite"):
-        rendered(loaded, CASES["mochi"])
+        rendered(pipeline, CASES["mochi"])
 
 
 @pytest.mark.xdist_group("mochi")

@@ -1,4 +1,4 @@
-"""A LoRA under every residency on the simulated accelerator: the CPU's result twice in a row, and no trace after it."""
+"""A LoRA under every offloader on the simulated accelerator: the CPU's result twice in a row, and no trace after it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from anygpu.pipelines import stages, tiny
-from anygpu.pipelines.base import Loaded, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.base import Pipeline, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.loading import lora
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from safetensors.torch import save_file
@@ -38,27 +38,27 @@ def files(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     return found
 
 
-def loaded_on(folder: Path, device: Any, family: str = "hunyuan_video", **choices: Any) -> Loaded:
+def loaded_on(folder: Path, device: Any, family: str = "hunyuan_video", **choices: Any) -> Pipeline:
     return load(LoadRequest(tiny.build(family, folder), device=device, **{"precision": "fp32", **choices}))
 
 
-def sampled(loaded: Loaded, prompt: Any) -> torch.Tensor:
-    return stages.sample(loaded, prompt, None, SETTINGS, Silent()).samples
+def sampled(pipeline: Pipeline, prompt: Any) -> torch.Tensor:
+    return stages.sample(pipeline, prompt, None, SETTINGS, Silent()).samples
 
 
 @pytest.fixture(scope="module")
 def expected(tiny_folder: Path, files: dict[str, Path]) -> tuple[Any, torch.Tensor, torch.Tensor]:
     """Prompt, latents without and with the LoRA, on the CPU in fp32."""
-    loaded = loaded_on(tiny_folder, "cpu")
-    prompt = stages.encode_prompt(loaded, PromptRequest("a cat"), Silent())
-    pipeline = lora.with_lora(loaded, files["hunyuan_video"], 0.8, "", "separate", Silent())
-    return prompt, sampled(loaded, prompt), sampled(pipeline, prompt)
+    pipeline = loaded_on(tiny_folder, "cpu")
+    prompt = stages.encode_prompt(pipeline, PromptRequest("a cat"), Silent())
+    pipe = lora.with_lora(pipeline, files["hunyuan_video"], 0.8, "", "separate", Silent())
+    return prompt, sampled(pipeline, prompt), sampled(pipe, prompt)
 
 
 @pytest.mark.parametrize(
     ("mode", "offload"),
     [
-        # Each mode and each residency once in `make test`, all pairs in `make test-full`.
+        # Each mode and each offloader once in `make test`, all pairs in `make test-full`.
         pytest.param(
             mode,
             offload,
@@ -68,22 +68,22 @@ def expected(tiny_folder: Path, files: dict[str, Path]) -> tuple[Any, torch.Tens
         for offload in MODES
     ],
 )
-def test_every_residency(tiny_folder: Path, files: dict[str, Path], expected: Any, offload: str, mode: str) -> None:
-    """Put on after the residency was in force, changed by strength and structure, and taken off again."""
+def test_every_offloader(tiny_folder: Path, files: dict[str, Path], expected: Any, offload: str, mode: str) -> None:
+    """Put on after the offloader was in force, changed by strength and structure, and taken off again."""
     if reason := accelerator.reason():
         pytest.skip(reason)
     prompt, plain, adapted = expected
     with accelerator.fresh() as device:
-        loaded = loaded_on(tiny_folder, device, offload=offload)
-        before = sampled(loaded, prompt)
-        pipeline = lora.with_lora(loaded, files["hunyuan_video"], 0.8, "", mode, Silent())
+        pipeline = loaded_on(tiny_folder, device, offload=offload)
+        before = sampled(pipeline, prompt)
+        pipe = lora.with_lora(pipeline, files["hunyuan_video"], 0.8, "", mode, Silent())
         for _ in range(2):
-            assert torch.allclose(sampled(pipeline, prompt), adapted, atol=ROUNDING, rtol=0)
-        assert torch.equal(sampled(loaded, prompt), before)
-        stronger = lora.with_lora(loaded, files["hunyuan_video"], 0.4, "", mode, Silent())
+            assert torch.allclose(sampled(pipe, prompt), adapted, atol=ROUNDING, rtol=0)
+        assert torch.equal(sampled(pipeline, prompt), before)
+        stronger = lora.with_lora(pipeline, files["hunyuan_video"], 0.4, "", mode, Silent())
         doubled = lora.with_lora(stronger, files["hunyuan_video"], 0.4, "", mode, Silent())
         assert torch.allclose(sampled(doubled, prompt), adapted, atol=ROUNDING, rtol=0)
-        assert torch.equal(sampled(loaded, prompt), before)
+        assert torch.equal(sampled(pipeline, prompt), before)
         assert torch.allclose(before, plain, atol=ROUNDING, rtol=0)
 
 
@@ -106,13 +106,13 @@ def test_beside_the_rewrites_of_a_machine(
         pytest.skip(reason)
     prompt, plain, adapted = expected
     with profiles.on(machine) as profile:
-        loaded = loaded_on(tiny_folder, profile.facts, precision="auto", offload=offload, state=tmp_path)
-        before = sampled(loaded, prompt)
-        pipeline = lora.with_lora(loaded, files["hunyuan_video"], 0.8, "", mode, Silent())
-        found = [sampled(pipeline, prompt) for _ in range(2)]
-        after = sampled(loaded, prompt)
-    allowed = HALF if loaded.precision.safe else 1e-4
+        pipeline = loaded_on(tiny_folder, profile.facts, precision="auto", offload=offload, state=tmp_path)
+        before = sampled(pipeline, prompt)
+        pipe = lora.with_lora(pipeline, files["hunyuan_video"], 0.8, "", mode, Silent())
+        found = [sampled(pipe, prompt) for _ in range(2)]
+        after = sampled(pipeline, prompt)
+    allowed = HALF if pipeline.precision.safe else 1e-4
     for latents in found:
-        assert float((latents - adapted).norm() / adapted.norm()) <= allowed, str(loaded.precision)
+        assert float((latents - adapted).norm() / adapted.norm()) <= allowed, str(pipeline.precision)
     assert float((adapted - plain).norm() / plain.norm()) > 10 * allowed, "the LoRA does too little to be seen"
     assert torch.equal(after, before)

@@ -17,7 +17,7 @@ from anygpu.compat.memory import hooks as units
 from anygpu.compat.memory import host_weights, offloader, staging, transfer
 from anygpu.compat.memory.hooks import units_on
 from anygpu.compat.memory.host_weights import DISK, PINNED, PLAIN, choose_host_weights, views_of
-from anygpu.compat.memory.statistics import Account
+from anygpu.compat.memory.statistics import MemoryStats
 from anygpu.pipelines.loading.part import PartFiles
 from anygpu.pipelines.memory import host as host_memory
 from anygpu.pipelines.memory.fit import plan_line
@@ -65,11 +65,15 @@ def sources(seen: list[tuple[bool, int]]):
 
 
 def test_a_transformer_by_block_is_copied_from_locked_memory(acc, tiny_folder):
-    loaded, seen = heavy("ltx", tiny_folder, acc, "group"), []
-    assert "transformer pinned while it comes by block or layer" in plan_line(loaded)
-    before = {name: tensor.clone() for name, tensor in loaded.parts.read("transformer").state_dict().items()}
-    account = loaded.residency.account
-    with sources(seen), loaded.residency.hold("transformer") as transformer, account.stage("s", "p", "m", acc) as cost:
+    pipeline, seen = heavy("ltx", tiny_folder, acc, "group"), []
+    assert "transformer pinned while it comes by block or layer" in plan_line(pipeline)
+    before = {name: tensor.clone() for name, tensor in pipeline.parts.read("transformer").state_dict().items()}
+    memory_stats = pipeline.offloader.memory_stats
+    with (
+        sources(seen),
+        pipeline.offloader.hold("transformer") as transformer,
+        memory_stats.stage("s", "p", "m", acc) as cost,
+    ):
         for unit in units_on(transformer).units:
             unit.bring(), unit.leave()
     size = units_on(transformer).total_bytes
@@ -81,9 +85,9 @@ def test_a_transformer_by_block_is_copied_from_locked_memory(acc, tiny_folder):
 def test_nothing_is_locked_where_the_host_is_small(acc, tiny_folder, monkeypatch, tmp_path):
     total = sum(part.total for part in heavy("ltx", tiny_folder, acc).weights.values())
     limited(monkeypatch, tmp_path, int(1.1 * total))
-    loaded, seen = heavy("ltx", tiny_folder, acc, "group"), []
-    assert "would be locked at most" in plan_line(loaded)
-    with sources(seen), loaded.residency.hold("transformer") as transformer:
+    pipeline, seen = heavy("ltx", tiny_folder, acc, "group"), []
+    assert "would be locked at most" in plan_line(pipeline)
+    with sources(seen), pipeline.offloader.hold("transformer") as transformer:
         assert not any(tensor.is_pinned() for tensor in transformer.parameters())
         for unit in units_on(transformer).units:
             unit.bring(), unit.leave()
@@ -121,17 +125,17 @@ def in_files(monkeypatch, tmp_path) -> None:
 
 def test_moves_leave_views_of_a_file_what_they_are(acc, tiny_folder, monkeypatch, tmp_path):
     in_files(monkeypatch, tmp_path)
-    loaded = heavy("ltx", tiny_folder, acc, "none")
-    module = loaded.parts.read("transformer")
+    pipeline = heavy("ltx", tiny_folder, acc, "none")
+    module = pipeline.parts.read("transformer")
     before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in module.state_dict().items()}
     views = views_of(module)
     returned = accelerator.traffic().to_host_bytes
-    with loaded.residency.hold("transformer"):
+    with pipeline.offloader.hold("transformer"):
         assert all(tensor.device == acc for tensor in module.parameters())
-    loaded.residency.release("transformer")
+    pipeline.offloader.release("transformer")
     held = sum(tensor.nbytes for tensor in module.parameters() if views.holds(tensor))
     others = sum(tensor.nbytes for tensor in module.parameters() if not views.holds(tensor))
-    assert views.staged and held >= 0.9 * loaded.weights["transformer"].total
+    assert views.staged and held >= 0.9 * pipeline.weights["transformer"].total
     assert accelerator.traffic().to_host_bytes - returned <= others + 2**18, "and the 128 KB that ask how bits travel"
     for name, tensor in module.state_dict().items():
         assert torch.equal(tensor, before[name][1])
@@ -144,20 +148,20 @@ def test_weights_that_the_host_cannot_hold_stay_in_their_files(acc, tiny_folder,
     """They are never copied into memory that only swap could take, and the video is the same."""
     expected = run(heavy("ltx", tiny_folder, "cpu"))
     in_files(monkeypatch, tmp_path)
-    loaded = heavy("ltx", tiny_folder, acc, mode)
-    assert set(loaded.residency.host.of(DISK)) == {"transformer", "text_encoder"}
-    assert "disk-backed: 4.0 MB of host memory free" in plan_line(loaded)
+    pipeline = heavy("ltx", tiny_folder, acc, mode)
+    assert set(pipeline.offloader.host.of(DISK)) == {"transformer", "text_encoder"}
+    assert "disk-backed: 4.0 MB of host memory free" in plan_line(pipeline)
     for _ in range(2):
-        for one, other in zip(run(loaded), expected, strict=True):
+        for one, other in zip(run(pipeline), expected, strict=True):
             torch.testing.assert_close(one, other, atol=ROUNDING, rtol=ROUNDING)
     for part in ("transformer", "text_encoder"):
-        loaded.residency.release(part)
-        module = loaded.parts.read(part)
+        pipeline.offloader.release(part)
+        module = pipeline.parts.read(part)
         views = views_of(module)
         held = sum(tensor.nbytes for tensor in module.parameters() if views.holds(tensor))
-        assert views.staged and held >= 0.9 * loaded.weights[part].total, part
+        assert views.staged and held >= 0.9 * pipeline.weights[part].total, part
     assert written_pages(".safetensors") == 0
-    forget(loaded)
+    forget(pipeline)
     assert accelerator.memory().allocated_bytes == 0
 
 
@@ -212,8 +216,8 @@ def test_a_large_tensor_arrives_in_slices_between_which_a_cancel_is_obeyed(acc, 
 def test_bytes_are_told_while_units_move(acc, tiny_folder, recorded, monkeypatch, mode):
     """Of each forward anew, at most once in a while."""
     monkeypatch.setattr(units, "REPORT_SECONDS", 0.0)
-    loaded, progress = heavy("ltx", tiny_folder, acc, mode), recorded()
-    with loaded.residency.hold("transformer", 0, progress) as transformer:
+    pipeline, progress = heavy("ltx", tiny_folder, acc, mode), recorded()
+    with pipeline.offloader.hold("transformer", 0, progress) as transformer:
         for _ in range(2):
             for unit in units_on(transformer).units:
                 unit.bring(), unit.leave()
@@ -257,16 +261,16 @@ def test_a_move_that_fails_leaves_the_masters_that_were_there(acc, monkeypatch):
         offloader.move(part, torch.device("cpu"), "part", CancelsAt(2))
     assert all(weight.device == acc for weight in part.parameters())
     offloader.move(part, torch.device("cpu"), "part")
-    assert [weight.data_ptr() for weight in part.parameters()] == [master.data_ptr() for master in masters_of]
+    assert [weight.data_ptr() for weight in part.parameters()] == [host_weight.data_ptr() for host_weight in masters_of]
 
 
 def test_copies_are_timed_where_they_go_and_forgotten_when_they_are_over(acc):
-    account, second = Account(), torch.device(acc.type, 1)
+    memory_stats, second = MemoryStats(), torch.device(acc.type, 1)
     for _ in range(9):
-        with account.moving(5, second):
+        with memory_stats.moving(5, second):
             pass
-    assert len(account.behind) == 1 and account.moving_seconds > 0 and account.moved_bytes == 45
-    assert {event.device for pair in account.behind for event in pair} == {second}
+    assert len(memory_stats.behind) == 1 and memory_stats.moving_seconds > 0 and memory_stats.moved_bytes == 45
+    assert {event.device for pair in memory_stats.behind for event in pair} == {second}
 
 
 def test_a_driver_that_tells_no_time_costs_no_stage(acc):
@@ -279,7 +283,7 @@ def test_a_driver_that_tells_no_time_costs_no_stage(acc):
         def synchronize(self) -> None:
             waited.append(True)
 
-    account = Account()
-    with account.stage("sampling", "p", "group", acc) as cost:
-        account.behind.append((Untimed(), Untimed()))
-    assert waited and not account.behind and cost.moving_seconds == 0 and account.stages == [cost]
+    memory_stats = MemoryStats()
+    with memory_stats.stage("sampling", "p", "group", acc) as cost:
+        memory_stats.behind.append((Untimed(), Untimed()))
+    assert waited and not memory_stats.behind and cost.moving_seconds == 0 and memory_stats.stages == [cost]

@@ -67,9 +67,9 @@ def test_cell(tiny_folder, on_host, state, family, machine, offload):
         pytest.skip(reason)
     expected_latents, expected_frames = on_host(family)
     with profiles.on(machine) as profile:
-        loaded = _loaded(family, tiny_folder, profile.facts, offload, state)
-        latents, frames = rendered(loaded, CASES[family])
-        precision = loaded.precision
+        pipeline = _loaded(family, tiny_folder, profile.facts, offload, state)
+        latents, frames = rendered(pipeline, CASES[family])
+        precision = pipeline.precision
     allowed = ALLOWED[precision.compute or precision.transformer]
     assert torch.isfinite(frames).all()
     assert _distance(latents, expected_latents) <= allowed, str(precision)

@@ -27,7 +27,7 @@ SETTINGS = texturing.OneStep(
 ROUNDING = 2e-3  # the first sigma is 4096: the last bit of a prediction shows, in the views and so in the texture
 
 
-def loaded(folder, device, **chosen):
+def pipeline(folder, device, **chosen):
     return load_paint(PaintRequest(folder, precision="fp32", device=device, **chosen))
 
 
@@ -37,7 +37,7 @@ def run(paint, delight):
 
 @pytest.fixture(scope="module")
 def wanted(paint_folder, delight_folder):  # noqa: F811
-    return run(loaded(paint_folder, "cpu"), loaded(delight_folder, "cpu"))
+    return run(pipeline(paint_folder, "cpu"), pipeline(delight_folder, "cpu"))
 
 
 def same(found, wanted):
@@ -49,11 +49,11 @@ def same(found, wanted):
 
 
 def test_offloaded(acc, paint_folder, delight_folder, wanted):  # noqa: F811
-    paint, delight = loaded(paint_folder, acc), loaded(delight_folder, acc)
-    assert {one.residency.mode for one in (paint, delight)} == {"model"}, "without compile, auto means offload"
+    paint, delight = pipeline(paint_folder, acc), pipeline(delight_folder, acc)
+    assert {one.offloader.mode for one in (paint, delight)} == {"model"}, "without compile, auto means offload"
     same(run(paint, delight), wanted)
     sizes = [sum(t.nbytes for t in paint.parts.read(part).state_dict().values()) for part in ("unet", "reference")]
-    peak = max(cost.peak_bytes for one in (paint, delight) for cost in one.residency.account.stages)
+    peak = max(cost.peak_bytes for one in (paint, delight) for cost in one.offloader.memory_stats.stages)
     assert max(sizes) < peak < max(sizes) + 2**26, "never two parts at a time"
     assert accelerator.memory().allocated_bytes == 0
 
@@ -61,8 +61,8 @@ def test_offloaded(acc, paint_folder, delight_folder, wanted):  # noqa: F811
 @pytest.mark.full
 def test_compiled_and_resident(acc, paint_folder, delight_folder, wanted):  # noqa: F811
     settings = settings_for(64, "eager")  # dynamo's own graphs; no compiler makes code for a simulated device
-    paint, delight = loaded(paint_folder, acc, compiled=settings), loaded(delight_folder, acc, compiled=settings)
-    assert {one.residency.mode for one in (paint, delight)} == {"none"}, "compiled, auto means resident"
+    paint, delight = pipeline(paint_folder, acc, compiled=settings), pipeline(delight_folder, acc, compiled=settings)
+    assert {one.offloader.mode for one in (paint, delight)} == {"none"}, "compiled, auto means resident"
     found = run(paint, delight)
     same(found, wanted)
     assert set(paint.compiler.parts) == {"unet", "reference", "vae"}
@@ -74,7 +74,7 @@ def test_compiled_and_resident(acc, paint_folder, delight_folder, wanted):  # no
     assert sum(blocks.graphs for blocks in paint.compiler.parts.values()) == made, "the second run makes no graph"
 
 
-def where_the_weights_wait(_residency):
+def where_the_weights_wait(_offloader):
     """What a wrapper sees that asks an offloaded module for its device."""
     return HOST
 
@@ -90,7 +90,7 @@ def test_without_our_placement_pictures_meet_weights_of_another_type(acc, paint_
     monkeypatch.setattr(painting, "execution_device", where_the_weights_wait)
     wrong = r"Input type \(torch.FloatTensor\) and weight type \(torch.acc.FloatTensor\) should be the same"
     with accelerator.hook("aten::convolution*", before=as_cuda_says_it), pytest.raises(RuntimeError, match=wrong):
-        run(loaded(paint_folder, acc), None)
+        run(pipeline(paint_folder, acc), None)
 
 
 def test_without_our_placement_latents_meet_conditions_on_another_device(acc, paint_folder, monkeypatch):  # noqa: F811
@@ -101,4 +101,4 @@ def test_without_our_placement_latents_meet_conditions_on_another_device(acc, pa
 
     monkeypatch.setattr(painting, "sampled", partial(sampled, painting.sampled))
     with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
-        run(loaded(paint_folder, acc), None)
+        run(pipeline(paint_folder, acc), None)

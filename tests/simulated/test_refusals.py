@@ -44,7 +44,7 @@ class Requests(Silent):
             if preview is not None:
                 preview()
 
-    def say(self, text):
+    def notify(self, text):
         self.said.append(text)
 
 
@@ -92,26 +92,26 @@ def same(found, expected) -> None:
 )
 def test_a_refusal_at_any_moment_loses_nothing(acc, tiny_folder, monkeypatch, family, mode):
     case, plain = CASES[family], Requests()
-    loaded = loaded_for(case, tiny_folder, "acc:0", mode)
+    pipeline = loaded_for(case, tiny_folder, "acc:0", mode)
     with counted(monkeypatch, plain):
         begun = accelerator.memory().allocations
-        expected = rendered(loaded, case, plain)
+        expected = rendered(pipeline, case, plain)
     quick = (family, mode) == QUICK
     wanted = moments(plain.spans, 1 if quick else 3)
     assert {"encode_prompt", "decode", "step 0", "step 1"} <= {name for name, _ in wanted}
     for name, at in wanted[:: 4 if quick else 1]:
         torch.acc.manual_seed_all(accelerator.DEFAULT_SEED)
-        loaded, requests, before = loaded_for(case, tiny_folder, "acc:0", mode), Requests(), accelerator.memory()
+        pipeline, requests, before = loaded_for(case, tiny_folder, "acc:0", mode), Requests(), accelerator.memory()
         with accelerator.refusal(at - begun):
-            found = rendered(loaded, case, requests)
+            found = rendered(pipeline, case, requests)
         told = f"{name}, request {at - begun}: {requests.said}"
         assert accelerator.memory().refusals == before.refusals + 1, told
         same(found, expected)
         if name.startswith("step"):
             assert requests.steps == plain.steps, f"a finished step ran again at {told}"
-        for part in list(loaded.parts):
-            loaded.residency.release(part)
-            loaded.parts.drop(part)
+        for part in list(pipeline.parts):
+            pipeline.offloader.release(part)
+            pipeline.parts.drop(part)
 
 
 @FULL
@@ -120,7 +120,7 @@ def test_a_compiled_run_goes_on_without_graphs_when_memory_runs_out(acc, tiny_fo
     case = CASES["ltx"]
     expected = rendered(loaded_for(case, tiny_folder, "cpu"), case)
     model, speed = tiny.build("ltx", tiny_folder), SpeedRequest(compile=CompileSettings(backend="eager"))
-    loaded = load(LoadRequest(model, precision="fp32", offload="none", device=acc, speed=speed))
+    pipeline = load(LoadRequest(model, precision="fp32", offload="none", device=acc, speed=speed))
     progress, refused = Requests(), []
 
     def refuse(_name, _arguments):
@@ -129,11 +129,11 @@ def test_a_compiled_run_goes_on_without_graphs_when_memory_runs_out(acc, tiny_fo
             raise torch.OutOfMemoryError("no room")
 
     with accelerator.hook("aten::addmm*", before=refuse):
-        found = rendered(loaded, case, progress)
-    assert len(refused) == 2 and loaded.residency.mode == "sequential", progress.said
+        found = rendered(pipeline, case, progress)
+    assert len(refused) == 2 and pipeline.offloader.mode == "sequential", progress.said
     assert progress.steps == [1, 2], "a finished step ran again"
     same(found, expected)
-    same(rendered(loaded, case), expected)
+    same(rendered(pipeline, case), expected)
 
 
 @pytest.mark.parametrize(
@@ -141,9 +141,9 @@ def test_a_compiled_run_goes_on_without_graphs_when_memory_runs_out(acc, tiny_fo
     [("ltx", "encoding the prompt"), pytest.param("ltx image", "encoding the image", marks=FULL)],
 )
 def test_a_stage_that_never_fits_says_so_in_one_line(acc, tiny_folder, name, stage):
-    loaded, progress = loaded_for(CASES[name], tiny_folder, "acc:0", "none"), Requests()
+    pipeline, progress = loaded_for(CASES[name], tiny_folder, "acc:0", "none"), Requests()
     with accelerator.limit(10_000), pytest.raises(torch.OutOfMemoryError) as raised:
-        rendered(loaded, CASES[name], progress)
+        rendered(pipeline, CASES[name], progress)
     assert str(raised.value).startswith(f"out of memory while {stage}"), raised.value
     assert sum("again with offload" in text for text in progress.said) == 2, progress.said
     assert accelerator.memory().allocated_bytes == 0

@@ -70,14 +70,14 @@ def test_kernels_compile_and_offload_twice_in_a_row(acc, tiny_folder, on_host, n
         with pytest.raises(UnsupportedError, match=f"compile with offload '{offload}': it moves weights"):
             loaded_for(name, tiny_folder, "acc:0", offload, speed)
         return
-    loaded = loaded_for(name, tiny_folder, "acc:0", offload, speed)
+    pipeline = loaded_for(name, tiny_folder, "acc:0", offload, speed)
     for _ in range(2):
-        for ours, expected in zip(rendered(loaded, CASES[name]), on_host(name), strict=True):
+        for ours, expected in zip(rendered(pipeline, CASES[name]), on_host(name), strict=True):
             torch.testing.assert_close(ours, expected, atol=ROUNDING, rtol=ROUNDING)
     for part in ("transformer", "vae"):
-        assert loaded.speed.fused[part].sites and not loaded.speed.fused[part].left
+        assert pipeline.speed.fused[part].sites and not pipeline.speed.fused[part].left
     if compile:
-        compiled = loaded.speed.compiled["transformer"]
+        compiled = pipeline.speed.compiled["transformer"]
         kinds = {"ltx": 1, "hunyuan_video_15": 1}.get(name, 2)
         assert not compiled.failure and compiled.graphs == kinds
 
@@ -154,12 +154,12 @@ def test_with_our_order_kernels_and_compile_act_in_every_call(acc, tiny_folder, 
         calls.append("kernel")
         return summed(*args, **named)
 
-    loaded = loaded_for("ltx", tiny_folder, "acc:0", offload, SpeedRequest("reference"))
+    pipeline = loaded_for("ltx", tiny_folder, "acc:0", offload, SpeedRequest("reference"))
     monkeypatch.setattr(fused_blocks, "gated_residual", counted)
     counts = []
     for _ in range(2):
         calls.clear()
-        latents, _ = rendered(loaded, CASES["ltx"])
+        latents, _ = rendered(pipeline, CASES["ltx"])
         torch.testing.assert_close(latents, on_host("ltx")[0], atol=ROUNDING, rtol=ROUNDING)
         counts.append(len(calls))
     assert counts == [2 * 2 * 2] * 2  # steps, blocks, gated sums

@@ -29,7 +29,7 @@ CELLS = [
 ]
 
 
-def loaded(family, folder, device, choice, offload="auto"):
+def pipeline(family, folder, device, choice, offload="auto"):
     paths = [tiny.build(name, folder) for name in CASES[family].checkpoints]
     base, encoder = paths[1:] if len(paths) == 3 else (None, None)
     kept = {"weights": choice, "text_weights": choice}
@@ -43,7 +43,7 @@ def on_host(tiny_folder):
 
     def of(family: str, choice: str) -> torch.Tensor:
         if (family, choice) not in found:
-            found[family, choice] = rendered(loaded(family, tiny_folder, "cpu", choice), CASES[family])[0]
+            found[family, choice] = rendered(pipeline(family, tiny_folder, "cpu", choice), CASES[family])[0]
         return found[family, choice]
 
     return of
@@ -51,8 +51,8 @@ def on_host(tiny_folder):
 
 @pytest.mark.parametrize(("family", "choice", "offload"), CELLS)
 def test_every_mover_takes_packed_weights(acc, tiny_folder, on_host, family, choice, offload):
-    pipeline = loaded(family, tiny_folder, acc, choice, offload)
-    first, second = (rendered(pipeline, CASES[family])[0] for _ in range(2))
+    pipe = pipeline(family, tiny_folder, acc, choice, offload)
+    first, second = (rendered(pipe, CASES[family])[0] for _ in range(2))
     assert torch.equal(first, second)
     assert torch.allclose(first, on_host(family, choice), rtol=ROUNDING, atol=ROUNDING)
 
@@ -60,12 +60,12 @@ def test_every_mover_takes_packed_weights(acc, tiny_folder, on_host, family, cho
 def test_packed_weights_take_less_of_the_device(acc, tiny_folder):
     used = {}
     for choice in ("auto", "int8"):
-        pipeline = loaded("mochi", tiny_folder, acc, choice, "none")
+        pipe = pipeline("mochi", tiny_folder, acc, choice, "none")
         before = accelerator.memory().allocated_bytes
-        with pipeline.residency.hold("transformer"):
+        with pipe.offloader.hold("transformer"):
             used[choice] = accelerator.memory().allocated_bytes - before
-        pipeline.residency.release("transformer")
-    linear = sum(layer.stored.numel() for layer in pipeline.parts["transformer"].modules() if hasattr(layer, "stored"))
+        pipe.offloader.release("transformer")
+    linear = sum(layer.stored.numel() for layer in pipe.parts["transformer"].modules() if hasattr(layer, "stored"))
     saved = used["auto"] - used["int8"]
     assert 2.5 * linear < saved <= 3 * linear  # three of four bytes, less a scale per row
 
@@ -75,16 +75,16 @@ def test_packed_weights_take_less_of_the_device(acc, tiny_folder):
 def test_what_making_a_weight_dense_takes_is_in_the_estimate(acc, tiny_folder, choice, precision):
     model = tiny.build("mochi", tiny_folder)
     request = LoadRequest(model, precision=precision, offload="none", device=acc, weights=choice)
-    pipeline, plain = load(request), load(replace(request, weights="auto"))
-    with pipeline.residency.hold("transformer") as transformer:
+    pipe, plain = load(request), load(replace(request, weights="auto"))
+    with pipe.offloader.hold("transformer") as transformer:
         layers = [layer for layer in transformer.modules() if isinstance(layer, StoredLinear)]
         peaks = []
         for layer in layers:
             before = accelerator.memory().allocated_bytes
             accelerator.reset_peak()
-            layer.dense(pipeline.precision.transformer)
+            layer.dense(pipe.precision.transformer)
             peaks.append(accelerator.memory().peak_bytes - before)
-    taken = [sampling_bytes(one, default_size(FAMILY)) for one in (pipeline, plain)]
+    taken = [sampling_bytes(one, default_size(FAMILY)) for one in (pipe, plain)]
     assert taken[0] - taken[1] == max(peaks) > 0
 
 
@@ -109,18 +109,18 @@ def test_auto_sends_the_16_bits_of_a_file_and_widens_them_on_the_device(tmp_path
     dense = load(LoadRequest(paths[0], base, encoder, precision="fp32", device="cpu"))
     expected = rendered(dense, CASES[family])[0]
     with profiles.on("gfx1151") as profile:
-        pipeline = load(LoadRequest(paths[0], base, encoder, precision="fp32", offload=offload, device=profile.facts))
-        found = [rendered(pipeline, CASES[family])[0] for _ in range(2)]
-        sent = pipeline.residency.inner.account.moved_bytes
+        pipe = load(LoadRequest(paths[0], base, encoder, precision="fp32", offload=offload, device=profile.facts))
+        found = [rendered(pipe, CASES[family])[0] for _ in range(2)]
+        sent = pipe.offloader.inner.memory_stats.moved_bytes
     assert torch.equal(*found)
     assert torch.allclose(found[0], expected, rtol=ROUNDING, atol=ROUNDING)
     assert sent > 0
-    for part in ("transformer", *(name for name in pipeline.parts if name.startswith("text_encoder"))):
-        layers = {n: m for n, m in pipeline.parts[part].named_modules() if isinstance(m, StoredLinear)}
+    for part in ("transformer", *(name for name in pipe.parts if name.startswith("text_encoder"))):
+        layers = {n: m for n, m in pipe.parts[part].named_modules() if isinstance(m, StoredLinear)}
         assert layers and all(m.by_bits and m.stored.dtype is dtype for m in layers.values()), part
         wide = dict(dense.parts[part].named_modules())
         assert all(torch.equal(m.weight.cpu(), wide[n].weight) for n, m in layers.items()), part
-        saved = tensor_bytes(dense.parts[part]) - tensor_bytes(pipeline.parts[part])
+        saved = tensor_bytes(dense.parts[part]) - tensor_bytes(pipe.parts[part])
         assert saved == 2 * sum(m.stored.numel() for m in layers.values()) > 0, part
 
 
@@ -139,8 +139,8 @@ def test_fp16_is_widened_on_the_host_where_the_device_casts_it_wrongly(acc, tmp_
 
     assert is_packed(load(LoadRequest(model, precision="fp32", device=acc)).parts["transformer"])
     with accelerator.hook("aten::copy_", None, spoil), accelerator.hook("aten::_copy_from", None, spoil):
-        pipeline = load(LoadRequest(model, precision="fp32", device=acc))
-        assert not any(is_packed(pipeline.parts[part]) for part in ("transformer", "text_encoder"))
+        pipe = load(LoadRequest(model, precision="fp32", device=acc))
+        assert not any(is_packed(pipe.parts[part]) for part in ("transformer", "text_encoder"))
         with pytest.raises(UnsupportedError, match="weights 'as in file' of a file in fp16"):
             load(LoadRequest(model, precision="fp32", device=acc, weights="as in file"))
 
@@ -159,7 +159,7 @@ def test_fp8_becomes_dense_on_the_host_where_the_device_has_none(tiny_folder, tm
     request = {"base": folder, "precision": "fp32", "files": Files({"transformer": file})}
     expected = rendered(load(LoadRequest(file, device="cpu", **request)), CASES["mochi"])[0]
     with profiles.on("mps-like") as profile:
-        pipeline = load(LoadRequest(file, device=profile.facts, offload="model", **request))
-        found = rendered(pipeline, CASES["mochi"])[0]
-        assert not is_packed(pipeline.parts["transformer"])
+        pipe = load(LoadRequest(file, device=profile.facts, offload="model", **request))
+        found = rendered(pipe, CASES["mochi"])[0]
+        assert not is_packed(pipe.parts["transformer"])
     assert torch.allclose(found, expected, rtol=10 * ROUNDING, atol=10 * ROUNDING)

@@ -14,7 +14,7 @@ from anygpu.compat.device.vae_policy import Form
 from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.compat.memory.transfer import transfer_for
 from anygpu.pipelines import stages, tiny
-from anygpu.pipelines.base import ImageRequest, Latents, Loaded, Silent
+from anygpu.pipelines.base import ImageRequest, Latents, Pipeline, Silent
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.vae import checked as vae
 from anygpu.pipelines.vae import plan as vae_plan
@@ -53,21 +53,21 @@ def unplanned(monkeypatch):
 
 def loaded_on(
     device: Any, name: str, folder: Path, offload: str = "model", dtype: torch.dtype = BF16, why: str = AUTOMATIC
-) -> Loaded:
+) -> Pipeline:
     """A tiny pipeline with its VAE in ``dtype``, as a table or a user that knows nothing of the fault would have it."""
     model, *others = (tiny.build(each, folder) for each in FOLDERS[name])
     base, encoder = others or (None, None)
     choice = "bf16" if dtype is BF16 else "fp32"
-    loaded = load(LoadRequest(model, base, encoder, precision=choice, offload=offload, device=device))
-    return replace(loaded, precision=replace(loaded.precision, why=why, automatic=why == AUTOMATIC))
+    pipeline = load(LoadRequest(model, base, encoder, precision=choice, offload=offload, device=device))
+    return replace(pipeline, precision=replace(pipeline.precision, why=why, automatic=why == AUTOMATIC))
 
 
-def latents_for(loaded: Loaded, side: int = 64, frames: int = 2) -> Latents:
-    spatial, temporal = stages.family_named(loaded.family).ratios(loaded)
-    channels = int(loaded.configs["vae"].get("latent_channels", 16))
+def latents_for(pipeline: Pipeline, side: int = 64, frames: int = 2) -> Latents:
+    spatial, temporal = stages.family_named(pipeline.family).ratios(pipeline)
+    channels = int(pipeline.configs["vae"].get("latent_channels", 16))
     shape = (1, channels, frames, side // spatial, side // spatial)
     samples = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    return Latents(samples, loaded.family, "text", (frames - 1) * temporal + 1, side, side, 24.0, 0)
+    return Latents(samples, pipeline.family, "text", (frames - 1) * temporal + 1, side, side, 24.0, 0)
 
 
 def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -81,9 +81,9 @@ def reference(tiny_folder):
 
     def of(name: str) -> torch.Tensor:
         if name not in kept:
-            loaded = loaded_on("cpu", name, tiny_folder, "none", torch.float32)
+            pipeline = loaded_on("cpu", name, tiny_folder, "none", torch.float32)
             with torch.no_grad():
-                kept[name] = stages.decode(loaded, latents_for(loaded), Silent())
+                kept[name] = stages.decode(pipeline, latents_for(pipeline), Silent())
         return kept[name]
 
     return of
@@ -125,14 +125,14 @@ def test_founding_failure_5_our_loader_brings_every_weight_there(tiny_folder, tm
     save_file(stored, file)
     with profiles.on("gfx1151") as machine:
         choice = "bf16" if dtype is BF16 else "fp32"
-        loaded = load(LoadRequest(model, precision=choice, offload="none", device=machine.facts))
-        with loaded.residency.hold("vae") as module:
+        pipeline = load(LoadRequest(model, precision=choice, offload="none", device=machine.facts))
+        with pipeline.offloader.hold("vae") as module:
             way = transfer_for(machine.device, dtype)
             for name, tensor in module.state_dict().items():
                 assert tensor.device == machine.device and tensor.dtype is dtype
                 assert torch.equal(way.fetched(tensor), stored[name].float()), name
-        loaded.residency.release("vae")
-        assert all(torch.equal(t, stored[n].to(dtype)) for n, t in loaded.parts["vae"].state_dict().items()), "back"
+        pipeline.offloader.release("vae")
+        assert all(torch.equal(t, stored[n].to(dtype)) for n, t in pipeline.parts["vae"].state_dict().items()), "back"
 
 
 @pytest.mark.parametrize(
@@ -150,16 +150,16 @@ def test_founding_failure_5_our_loader_brings_every_weight_there(tiny_folder, tm
 )
 def test_a_decode_of_zeros_is_done_again_in_fp32(tiny_folder, reference, recorded, name, offload):
     with profiles.on("gfx1151") as machine:
-        loaded, progress = loaded_on(machine.facts, name, tiny_folder, offload), recorded()
-        weights = {n: t.clone() for n, t in loaded.parts["vae"].state_dict().items()}
-        frames = stages.decode(loaded, latents_for(loaded), progress)
+        pipeline, progress = loaded_on(machine.facts, name, tiny_folder, offload), recorded()
+        weights = {n: t.clone() for n, t in pipeline.parts["vae"].state_dict().items()}
+        frames = stages.decode(pipeline, latents_for(pipeline), progress)
         assert machine.hits, "no fault was met"
     assert distance(frames, reference(name)) < BF16_WEIGHTS
     assert float(frames.std()) > 0.01
     said = [text for text in progress.said if text.startswith("decoding")]
     assert said and "again whole in fp32" in said[-1] and "CPU" not in " ".join(said)
-    loaded.residency.release("vae")
-    for key, tensor in loaded.parts["vae"].state_dict().items():
+    pipeline.offloader.release("vae")
+    for key, tensor in pipeline.parts["vae"].state_dict().items():
         assert tensor.dtype is weights[key].dtype and torch.equal(tensor.cpu(), weights[key]), f"{key} was changed"
 
 
@@ -172,8 +172,8 @@ def test_an_encode_of_zeros_is_done_again_in_fp32(tiny_folder, recorded, name):
     if name == "hunyuan_video_15":
         request = replace(request, vision=torch.zeros(1, 729, 32))
 
-    def tensors(loaded: Loaded, progress: Any) -> dict[str, torch.Tensor]:
-        return dict(stages.encode_image(loaded, request, "stretch", progress).tensors)
+    def tensors(pipeline: Pipeline, progress: Any) -> dict[str, torch.Tensor]:
+        return dict(stages.encode_image(pipeline, request, "stretch", progress).tensors)
 
     expected = tensors(loaded_on("cpu", name, tiny_folder, "none", torch.float32), Silent())
     with profiles.on("gfx1151") as machine:
@@ -190,23 +190,23 @@ def test_latents_of_zeros_are_found_before_sampling(tiny_folder, recorded, name)
     vision = torch.zeros(1, 729, 32) if name == "framepack" else None
     for why in (AUTOMATIC, CHOSEN):
         with profiles.on("gfx1151", without=("_bf16_to_fp32_zeros",)) as machine:
-            loaded, progress = loaded_on(machine.facts, name, tiny_folder, why=why), recorded()
-            _stock_convolutions(loaded)
+            pipeline, progress = loaded_on(machine.facts, name, tiny_folder, why=why), recorded()
+            _stock_convolutions(pipeline)
             request = ImageRequest(PICTURE, 64, 64, vision=vision)
             if why == AUTOMATIC:
-                found = stages.encode_image(loaded, request, "stretch", progress)
+                found = stages.encode_image(pipeline, request, "stretch", progress)
                 assert progress.said == ["encoding image whole in bf16 gave nothing but zeros: again whole in fp32"]
                 assert all(bool(t.any()) for key, t in found.tensors.items() if key.startswith(("start", "moments")))
             else:
                 with pytest.raises(UnsupportedError, match="the VAE gave nothing but zeros while encoding image"):
-                    stages.encode_image(loaded, request, "stretch", progress)
+                    stages.encode_image(pipeline, request, "stretch", progress)
 
 
 def test_a_video_is_encoded_with_the_same_care(tiny_folder, recorded):
     clip = torch.rand(7, 64, 64, 3, generator=torch.Generator().manual_seed(2))
     with profiles.on("gfx1151") as machine:
-        loaded, progress = loaded_on(machine.facts, "mochi", tiny_folder), recorded()
-        found = stages.encode_video(loaded, clip, 64, 64, "stretch", 0, progress)
+        pipeline, progress = loaded_on(machine.facts, "mochi", tiny_folder), recorded()
+        found = stages.encode_video(pipeline, clip, 64, 64, "stretch", 0, progress)
     assert bool(found.samples.any()) and any("again" in text for text in progress.said)
 
 
@@ -214,9 +214,9 @@ def test_a_video_is_encoded_with_the_same_care(tiny_folder, recorded):
 def test_a_black_picture_is_found_where_casts_are_sound(tiny_folder, reference, recorded, name):
     """Convolutions alone give zeros here: what comes out is what tells."""
     with profiles.on("gfx1151", without=("_bf16_to_fp32_zeros",)) as machine:
-        loaded, progress = loaded_on(machine.facts, name, tiny_folder), recorded()
-        _stock_convolutions(loaded)
-        frames = stages.decode(loaded, latents_for(loaded), progress)
+        pipeline, progress = loaded_on(machine.facts, name, tiny_folder), recorded()
+        _stock_convolutions(pipeline)
+        frames = stages.decode(pipeline, latents_for(pipeline), progress)
         assert machine.hits.get("bf16 convolution")
     assert progress.said == ["decoding whole in bf16 gave one colour: again whole in fp32"]
     assert distance(frames, reference(name)) < BF16_WEIGHTS
@@ -224,10 +224,10 @@ def test_a_black_picture_is_found_where_casts_are_sound(tiny_folder, reference, 
 
 def test_a_chosen_precision_gives_an_error_instead(tiny_folder, recorded):
     with profiles.on("gfx1151") as machine:
-        loaded, progress = loaded_on(machine.facts, "mochi", tiny_folder, why=CHOSEN), recorded()
+        pipeline, progress = loaded_on(machine.facts, "mochi", tiny_folder, why=CHOSEN), recorded()
         told = r"the VAE gave .* while decoding whole in bf16.*Choose precision auto"
         with pytest.raises(UnsupportedError, match=told):
-            stages.decode(loaded, latents_for(loaded), progress)
+            stages.decode(pipeline, latents_for(pipeline), progress)
         assert not progress.said
 
 
@@ -237,9 +237,9 @@ def test_a_chosen_precision_gives_an_error_instead(tiny_folder, recorded):
 def test_a_missing_kernel_is_left_for_fp32_and_then_for_the_cpu(tiny_folder, reference, recorded):
     for machine_name, told in (("turing", "again whole in fp32"), ("no-conv3d", "on the CPU")):
         with profiles.on(machine_name) as machine:
-            loaded, progress = loaded_on(machine.facts, "hunyuan_video", tiny_folder), recorded()
-            _stock_convolutions(loaded)
-            frames = stages.decode(loaded, latents_for(loaded), progress)
+            pipeline, progress = loaded_on(machine.facts, "hunyuan_video", tiny_folder), recorded()
+            _stock_convolutions(pipeline)
+            frames = stages.decode(pipeline, latents_for(pipeline), progress)
             assert machine.hits
         assert told in progress.said[-1] and "failed" in progress.said[0], progress.said
         assert distance(frames, reference("hunyuan_video")) < BF16_WEIGHTS
@@ -252,14 +252,14 @@ def test_nan_in_one_part_is_found_before_the_next_is_computed(acc, tiny_folder, 
         calls.append(name)
         results[0].fill_(float("nan"))
 
-    loaded = loaded_on(acc, "hunyuan_video", tiny_folder, dtype=torch.float32, why=CHOSEN)
-    latents = latents_for(loaded, frames=6)
+    pipeline = loaded_on(acc, "hunyuan_video", tiny_folder, dtype=torch.float32, why=CHOSEN)
+    latents = latents_for(pipeline, frames=6)
     with accelerator.hook("aten::convolution*", after=spoil), pytest.raises(UnsupportedError, match="NaN or infinite"):
-        stages.decode(loaded, latents, recorded(), "full")
+        stages.decode(pipeline, latents, recorded(), "full")
     once = len(calls)
     calls.clear()
     with accelerator.hook("aten::convolution*", before=lambda name, arguments: calls.append(name)):
-        stages.decode(loaded, latents, Silent())
+        stages.decode(pipeline, latents, Silent())
     assert once < len(calls), "the second chunk of frames was decoded although the first was NaN"
 
 
@@ -269,22 +269,22 @@ def test_miopen_is_left_for_one_more_try_and_that_is_kept(acc, tiny_folder, refe
             raise RuntimeError("miopenStatusUnknownError")
 
     enabled = torch.backends.cudnn.enabled
-    loaded = loaded_on(acc, "mochi", tiny_folder, dtype=torch.float32, why=CHOSEN)
+    pipeline = loaded_on(acc, "mochi", tiny_folder, dtype=torch.float32, why=CHOSEN)
     for again in (True, False):
         progress = recorded()
-        loaded = replace(loaded, probes=ProbeStore(loaded.facts, tmp_path))  # a new session
+        pipeline = replace(pipeline, probes=ProbeStore(pipeline.facts, tmp_path))  # a new session
         with accelerator.hook("aten::convolution*", before=refuse):
-            frames = stages.decode(loaded, latents_for(loaded), progress)
+            frames = stages.decode(pipeline, latents_for(pipeline), progress)
         assert any(line.endswith("again whole in fp32 without MIOpen") for line in progress.said) == again
         assert distance(frames, reference("mochi")) < ROUNDING
         assert torch.backends.cudnn.enabled == enabled
 
 
 def test_a_mistake_of_ours_is_not_hidden_by_another_attempt(acc, tiny_folder, recorded, monkeypatch):
-    loaded, progress = loaded_on(acc, "mochi", tiny_folder, dtype=torch.float32), recorded()
+    pipeline, progress = loaded_on(acc, "mochi", tiny_folder, dtype=torch.float32), recorded()
     monkeypatch.setattr(vae.Transfer, "sent", lambda self, tensor: tensor)
     with pytest.raises(RuntimeError, match="same device"):
-        stages.decode(loaded, latents_for(loaded), progress)
+        stages.decode(pipeline, latents_for(pipeline), progress)
     assert not progress.said
 
 
@@ -292,58 +292,58 @@ def test_a_mistake_of_ours_is_not_hidden_by_another_attempt(acc, tiny_folder, re
 
 
 def test_out_of_memory_goes_to_tiles_and_then_to_the_cpu(acc, tiny_folder, reference, recorded, unplanned):
-    loaded = loaded_on(acc, "hunyuan_video", tiny_folder, dtype=torch.float32)
-    latents = latents_for(loaded, side=128, frames=1)
-    settings = dict(vars(loaded.parts["vae"]))
+    pipeline = loaded_on(acc, "hunyuan_video", tiny_folder, dtype=torch.float32)
+    latents = latents_for(pipeline, side=128, frames=1)
+    settings = dict(vars(pipeline.parts["vae"]))
     for limit, told in ((60, "in tiles of 64 pixels"), (1, "on the CPU")):
         progress = recorded()
-        with accelerator.limit(_peak(loaded, latents) * limit // 100):
-            frames = stages.decode(loaded, latents, progress)
+        with accelerator.limit(_peak(pipeline, latents) * limit // 100):
+            frames = stages.decode(pipeline, latents, progress)
         assert "ran out of memory" in progress.said[0] and told in progress.said[-1], progress.said
         assert frames.shape == (1, 128, 128, 3)
         if "CPU" in told:
-            assert distance(frames, stages.decode(loaded, latents, Silent())) < ROUNDING
-    after = vars(loaded.parts["vae"])
+            assert distance(frames, stages.decode(pipeline, latents, Silent())) < ROUNDING
+    after = vars(pipeline.parts["vae"])
     assert {n: v for n, v in after.items() if "til" in n} == {n: v for n, v in settings.items() if "til" in n}
     assert accelerator.memory().allocated_bytes == 0
 
 
 def test_out_of_memory_takes_the_other_parts_off_first(acc, tiny_folder, reference, recorded, unplanned):
-    loaded, progress = loaded_on(acc, "mochi", tiny_folder, "none", torch.float32), recorded()
-    latents = latents_for(loaded)
-    needed = _peak(loaded, latents)
-    with loaded.residency.hold("transformer"):
+    pipeline, progress = loaded_on(acc, "mochi", tiny_folder, "none", torch.float32), recorded()
+    latents = latents_for(pipeline)
+    needed = _peak(pipeline, latents)
+    with pipeline.offloader.hold("transformer"):
         pass
     with accelerator.limit(needed + 1024):
-        frames = stages.decode(loaded, latents, progress)
+        frames = stages.decode(pipeline, latents, progress)
     assert progress.said == ["decoding whole in fp32 ran out of memory: again without transformer on the device"]
     assert distance(frames, reference("mochi")) < ROUNDING
 
 
 def test_memory_that_never_suffices_stays_an_out_of_memory_error(acc, tiny_folder):
-    loaded = loaded_on(acc, "mochi", tiny_folder, dtype=torch.float32, why=CHOSEN)
-    latents = latents_for(loaded)
+    pipeline = loaded_on(acc, "mochi", tiny_folder, dtype=torch.float32, why=CHOSEN)
+    latents = latents_for(pipeline)
     told = r"expected more free memory\. What went in is kept"
     with accelerator.limit(1024), pytest.raises(torch.OutOfMemoryError, match=told):
-        stages.decode(loaded, latents, Silent(), "full")
-    assert distance(stages.decode(loaded, latents, Silent()), stages.decode(loaded, latents, Silent())) == 0.0
+        stages.decode(pipeline, latents, Silent(), "full")
+    assert distance(stages.decode(pipeline, latents, Silent()), stages.decode(pipeline, latents, Silent())) == 0.0
 
 
 @pytest.mark.parametrize("name", ["ltx", "hunyuan_video_15", "framepack"])
 def test_tiled_and_full_do_as_they_say(acc, tiny_folder, recorded, monkeypatch, name):
     monkeypatch.setattr(vae_plan, "TILES", (64,))
-    loaded = loaded_on(acc, name, tiny_folder, dtype=torch.float32, why=CHOSEN)
-    latents, calls = latents_for(loaded, side=128, frames=1), []
+    pipeline = loaded_on(acc, name, tiny_folder, dtype=torch.float32, why=CHOSEN)
+    latents, calls = latents_for(pipeline, side=128, frames=1), []
     frames = {}
     for method in ("full", "tiled"):
-        handle = loaded.parts.read("vae").decoder.register_forward_hook(lambda *_: calls.append(1))
-        frames[method] = stages.decode(loaded, latents, recorded(), method)
+        handle = pipeline.parts.read("vae").decoder.register_forward_hook(lambda *_: calls.append(1))
+        frames[method] = stages.decode(pipeline, latents, recorded(), method)
         handle.remove()
         assert (len(calls) > 1) == (method == "tiled"), (method, len(calls))
         calls.clear()
     assert frames["full"].shape == frames["tiled"].shape
     with pytest.raises(InputError, match="decode method 'fast'; expected one of auto, full, tiled"):
-        stages.decode(loaded, latents, Silent(), "fast")
+        stages.decode(pipeline, latents, Silent(), "fast")
 
 
 # ---- machines --------------------------------------------------------------------------------------
@@ -354,13 +354,13 @@ def test_radeon_switches_are_set_for_the_vae_alone(tiny_folder, recorded):
     cudnn = torch.backends.cudnn
     before = cudnn.enabled, cudnn.benchmark
     with profiles.on("gfx1151") as machine:
-        loaded = loaded_on(machine.facts, "mochi", tiny_folder, dtype=torch.float32)
-        handle = loaded.parts.read("vae").decoder.register_forward_hook(
+        pipeline = loaded_on(machine.facts, "mochi", tiny_folder, dtype=torch.float32)
+        handle = pipeline.parts.read("vae").decoder.register_forward_hook(
             lambda *_: seen.append((cudnn.enabled, cudnn.benchmark))
         )
         cudnn.benchmark = True
         try:
-            stages.decode(loaded, latents_for(loaded), recorded())
+            stages.decode(pipeline, latents_for(pipeline), recorded())
             assert cudnn.benchmark, "the switch was not restored"
         finally:
             handle.remove()
@@ -371,13 +371,13 @@ def test_radeon_switches_are_set_for_the_vae_alone(tiny_folder, recorded):
 def test_large_pictures_go_through_a_radeon_in_tiles(tiny_folder, recorded, monkeypatch):
     """A convolution of 512 x 512 pixels aborts the process there, so it is never tried, unless full is asked for."""
     monkeypatch.setattr(profiles, "ABORT_PIXELS", 100 * 100)
-    capped = replace(vae.care_for(profiles.facts_of("gfx1151")), tile_pixels=64)
-    monkeypatch.setattr(vae, "care_for", lambda facts: capped)
+    capped = replace(vae.policy_for(profiles.facts_of("gfx1151")), tile_pixels=64)
+    monkeypatch.setattr(vae, "policy_for", lambda facts: capped)
     with profiles.on("gfx1151") as machine:
-        loaded, progress = loaded_on(machine.facts, "hunyuan_video", tiny_folder, dtype=torch.float32), recorded()
-        stages.decode(loaded, latents_for(loaded, side=128, frames=1), progress)
+        pipeline, progress = loaded_on(machine.facts, "hunyuan_video", tiny_folder, dtype=torch.float32), recorded()
+        stages.decode(pipeline, latents_for(pipeline, side=128, frames=1), progress)
         assert "large conv3d" not in machine.hits and progress.said[0].startswith("decoded in tiles of 64 pixels")
-        stages.decode(loaded, latents_for(loaded, side=128, frames=1), progress, "full")
+        stages.decode(pipeline, latents_for(pipeline, side=128, frames=1), progress, "full")
         assert "may end the process" in progress.said[1]
 
 
@@ -396,63 +396,63 @@ def test_large_pictures_go_through_a_radeon_in_tiles(tiny_folder, recorded, monk
 )
 def test_no_float64_reaches_the_device(tiny_folder, recorded, machine_name, name):
     with profiles.on(machine_name, without=("_contiguous_conv3d_wrong", "_time_pad_corrupts")) as machine:
-        loaded, progress = loaded_on(machine.facts, name, tiny_folder, dtype=torch.float32, why=CHOSEN), recorded()
-        frames = stages.decode(loaded, latents_for(loaded), progress)
+        pipeline, progress = loaded_on(machine.facts, name, tiny_folder, dtype=torch.float32, why=CHOSEN), recorded()
+        frames = stages.decode(pipeline, latents_for(pipeline), progress)
         if name in ("ltx_condition", "framepack"):
             vision = torch.zeros(1, 729, 32) if name == "framepack" else None
-            stages.encode_image(loaded, ImageRequest(PICTURE, 64, 64, vision=vision), "stretch", progress)
+            stages.encode_image(pipeline, ImageRequest(PICTURE, 64, 64, vision=vision), "stretch", progress)
         assert "float64" not in machine.hits and not [text for text in progress.said if "again" in text]
     assert bool(frames.isfinite().all())
 
 
 def test_one_buffer_stays_below_the_cap_of_an_intel_gpu(tiny_folder, recorded, monkeypatch):
     cap = 3 * 2**20
-    capped = replace(vae.care_for(profiles.facts_of("xpu-like")), allocation_bytes=cap)
+    capped = replace(vae.policy_for(profiles.facts_of("xpu-like")), allocation_bytes=cap)
     with profiles.on("xpu-like", allocation_bytes=cap) as machine:
-        loaded = loaded_on(machine.facts, "hunyuan_video", tiny_folder, dtype=torch.float32, why=CHOSEN)
-        latents = latents_for(loaded, side=128)
+        pipeline = loaded_on(machine.facts, "hunyuan_video", tiny_folder, dtype=torch.float32, why=CHOSEN)
+        latents = latents_for(pipeline, side=128)
         with pytest.raises(torch.OutOfMemoryError):
-            stages.decode(loaded, latents, Silent(), "full")
+            stages.decode(pipeline, latents, Silent(), "full")
         assert machine.hits.pop("allocation")
-        monkeypatch.setattr(vae, "care_for", lambda facts: capped)
+        monkeypatch.setattr(vae, "policy_for", lambda facts: capped)
         progress = recorded()
-        frames = stages.decode(loaded, latents, progress)
+        frames = stages.decode(pipeline, latents, progress)
         assert not machine.hits and not any("again" in said for said in progress.said)
     assert bool(frames.isfinite().all())
 
 
 @pytest.mark.parametrize(("limit_mib", "tile"), [(0, 0), (1000, 0), (100, 256), (40, 128), (10, 64), (1, 64)])
 def test_the_first_tile_is_the_largest_that_fits_the_cap(tiny_folder, monkeypatch, limit_mib, tile):
-    loaded = loaded_on("cpu", "mochi", tiny_folder, "none", torch.float32)
-    capped = replace(vae.care_for(loaded.facts), allocation_bytes=limit_mib * 2**20)
-    monkeypatch.setattr(vae, "care_for", lambda facts: capped)
-    assert vae.Passes(loaded, "decoder", (3, 512, 512), Silent()).attempt.tile == tile
-    assert vae.Passes(loaded, "decoder", (3, 512, 512), Silent(), Form("full")).attempt.tile == 0
+    pipeline = loaded_on("cpu", "mochi", tiny_folder, "none", torch.float32)
+    capped = replace(vae.policy_for(pipeline.facts), allocation_bytes=limit_mib * 2**20)
+    monkeypatch.setattr(vae, "policy_for", lambda facts: capped)
+    assert vae.Passes(pipeline, "decoder", (3, 512, 512), Silent()).attempt.tile == tile
+    assert vae.Passes(pipeline, "decoder", (3, 512, 512), Silent(), Form("full")).attempt.tile == 0
 
 
 # ---- what goes in ----------------------------------------------------------------------------------
 
 
 def test_latents_are_checked_before_anything_runs(tiny_folder, recorded):
-    loaded, progress = loaded_on("cpu", "mochi", tiny_folder, "none", torch.float32), recorded()
-    latents = latents_for(loaded)
+    pipeline, progress = loaded_on("cpu", "mochi", tiny_folder, "none", torch.float32), recorded()
+    latents = latents_for(pipeline)
     spoiled = latents.samples.clone()
     spoiled[0, 0, 0, 0, 0] = float("nan")
     with pytest.raises(InputError, match=r"1 of .* values of the latents are NaN"):
-        stages.decode(loaded, replace(latents, samples=spoiled), progress)
+        stages.decode(pipeline, replace(latents, samples=spoiled), progress)
     assert not progress.steps
-    empty = stages.decode(loaded, replace(latents, samples=torch.zeros_like(latents.samples)), progress)
+    empty = stages.decode(pipeline, replace(latents, samples=torch.zeros_like(latents.samples)), progress)
     assert bool(empty.isfinite().all()), "an empty latent is one's own choice"
 
 
-def _peak(loaded: Loaded, latents: Latents) -> int:
+def _peak(pipeline: Pipeline, latents: Latents) -> int:
     """Bytes that a whole decode needs at most."""
     accelerator.reset_peak()
-    stages.decode(loaded, latents, Silent(), "full")
+    stages.decode(pipeline, latents, Silent(), "full")
     return accelerator.memory().peak_bytes
 
 
-def _stock_convolutions(loaded: Loaded) -> None:
+def _stock_convolutions(pipeline: Pipeline) -> None:
     """The VAE without the rewrites that would spare it the fault."""
-    loaded.parts.read("vae")
-    loaded.parts.revert("vae")
+    pipeline.parts.read("vae")
+    pipeline.parts.revert("vae")

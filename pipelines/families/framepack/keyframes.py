@@ -8,7 +8,7 @@ import torch
 
 from ....compat.device.execution import checked_leaves, execution_device
 from ....compat.errors import InputError
-from ...base import FramePackSettings, ImageCondition, ImageRequest, Loaded, Progress
+from ...base import FramePackSettings, ImageCondition, ImageRequest, Pipeline, Progress
 from ...pictures import signed
 from ...vae.video import encoded_moments
 
@@ -16,7 +16,7 @@ START, END, VISION = "start", "end", "vision"
 PLACES = {0: START, -1: END}
 
 
-def encode_image(loaded: Loaded, request: ImageRequest, progress: Progress) -> ImageCondition:
+def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) -> ImageCondition:
     """A start image (``frame`` 0), or an end image (``frame`` -1); ``previous`` holds the other one.
 
     ``start`` and ``end`` are what the VAE says of the picture, mean and log variance (1, 32, 1, H / 8, W / 8): the
@@ -45,12 +45,12 @@ def encode_image(loaded: Loaded, request: ImageRequest, progress: Progress) -> I
             f"a second {place} image", expected="one start and one end image", fix="Set frame of the end image to -1."
         )
     if place == START and request.strength != 1.0:
-        progress.say("strength has no effect on the start image of FramePack")
+        progress.notify("strength has no effect on the start image of FramePack")
     if place == END and request.vision is not None:
-        progress.say("vision has no effect on the end image of FramePack")
-    known[place] = encoded_moments(loaded, request.frames, progress, "encoding image")
+        progress.notify("vision has no effect on the end image of FramePack")
+    known[place] = encoded_moments(pipeline, request.frames, progress, "encoding image")
     if place == START:
-        known[VISION] = _vision(loaded, request, progress)
+        known[VISION] = _vision(pipeline, request, progress)
     anchors = () if request.previous is None else request.previous.anchors
     anchors = (*anchors, (place, request.frame, request.strength))
     return ImageCondition("framepack", known, request.width, request.height, anchors)
@@ -70,25 +70,25 @@ def end_strength(image: ImageCondition | None, framepack: FramePackSettings, pro
         )
     if END not in image.tensors:
         if framepack.end_strength != 1.0:
-            progress.say("end_strength has no effect without an end image")
+            progress.notify("end_strength has no effect without an end image")
         return 0.0
     return framepack.end_strength * next(strength for name, _, strength in image.anchors if name == END)
 
 
-def drawn(loaded: Loaded, image: ImageCondition, place: str, generator: torch.Generator) -> torch.Tensor:
+def drawn(pipeline: Pipeline, image: ImageCondition, place: str, generator: torch.Generator) -> torch.Tensor:
     """Latents (1, 16, 1, H / 8, W / 8) of the ``start`` or ``end`` image in the transformer's space, on the CPU."""
     from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
     latents: torch.Tensor = DiagonalGaussianDistribution(image.tensors[place]).sample(generator)
-    return latents * float(loaded.configs["vae"]["scaling_factor"])
+    return latents * float(pipeline.configs["vae"]["scaling_factor"])
 
 
-def _vision(loaded: Loaded, request: ImageRequest, progress: Progress) -> torch.Tensor:
+def _vision(pipeline: Pipeline, request: ImageRequest, progress: Progress) -> torch.Tensor:
     """States of the image encoder (1, N, D), or those that were given in their place."""
-    config = loaded.configs["image_encoder"]
+    config = pipeline.configs["image_encoder"]
     config = config.get("vision_config", config)
     side = int(config.get("image_size", 384)) // int(config.get("patch_size", 14))
-    expected = (1, side * side, int(loaded.configs["transformer"].get("image_proj_dim", 1152)))
+    expected = (1, side * side, int(pipeline.configs["transformer"].get("image_proj_dim", 1152)))
     if request.vision is not None:
         if tuple(request.vision.shape) != expected:
             raise InputError(
@@ -99,9 +99,9 @@ def _vision(loaded: Loaded, request: ImageRequest, progress: Progress) -> torch.
         return request.vision.detach().float().cpu()
     from diffusers import HunyuanVideoFramepackPipeline
 
-    hold = loaded.residency.hold("image_encoder", 0, progress)
+    hold = pipeline.offloader.hold("image_encoder", 0, progress)
     with hold as encoder, checked_leaves(encoder, progress.check):
-        pipeline: Any = HunyuanVideoFramepackPipeline(
+        pipe: Any = HunyuanVideoFramepackPipeline(
             text_encoder=None,
             tokenizer=None,
             transformer=None,
@@ -110,9 +110,9 @@ def _vision(loaded: Loaded, request: ImageRequest, progress: Progress) -> torch.
             text_encoder_2=None,
             tokenizer_2=None,
             image_encoder=encoder,
-            feature_extractor=loaded.tools["feature_extractor"],
+            feature_extractor=pipeline.tools["feature_extractor"],
         )
         picture = signed(request.frames)[:, :, 0]
-        states = pipeline.encode_image(picture, device=execution_device(loaded.residency))
+        states = pipe.encode_image(picture, device=execution_device(pipeline.offloader))
         progress.step(1, 1, "encoding image for SigLIP")
     return states.float().cpu()

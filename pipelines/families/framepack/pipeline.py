@@ -14,7 +14,16 @@ import torch
 from ....compat.device.execution import checked_leaves, execution_device, generator_for, placed, state_of
 from ....compat.device.vae_policy import Form
 from ....compat.errors import InputError
-from ...base import FramePackSettings, ImageCondition, Latents, Loaded, Progress, Prompt, PromptRequest, SampleSettings
+from ...base import (
+    FramePackSettings,
+    ImageCondition,
+    Latents,
+    Pipeline,
+    Progress,
+    Prompt,
+    PromptRequest,
+    SampleSettings,
+)
 from ...family import Defaults, Family
 from ...grid import MOST_FRAMES, snap_frames
 from ...memory.fit import recovery
@@ -118,12 +127,12 @@ def guess_variant(path: Path, config: Mapping[str, Any]) -> tuple[str, str]:
     return variant, f"assumed from the folder name {name!r}, since the files are alike; choose another if that is wrong"
 
 
-def ratios(loaded: Loaded) -> tuple[int, int]:
+def ratios(pipeline: Pipeline) -> tuple[int, int]:
     """Pixels per latent in space, and pixel frames per latent frame after the first."""
     return SPATIAL_RATIO, TEMPORAL_RATIO
 
 
-def encode_prompt(loaded: Loaded, request: PromptRequest, progress: Progress) -> Prompt:
+def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> Prompt:
     """Llama states and pooled CLIP vectors of the prompt, the negative, and each section's prompt.
 
     A section without text gets the first prompt.
@@ -132,7 +141,7 @@ def encode_prompt(loaded: Loaded, request: PromptRequest, progress: Progress) ->
 
     texts = tuple(text for text in request.sections if text.strip())
     asked = replace(request, sections=texts)
-    positive, negative, found = llama_embeds(loaded, HunyuanVideoFramepackPipeline, asked, progress)
+    positive, negative, found = llama_embeds(pipeline, HunyuanVideoFramepackPipeline, asked, progress)
     encoded = iter(found)
     sections = tuple(next(encoded) if text.strip() else positive for text in request.sections)
     return Prompt(FAMILY.id, positive, negative, sections)
@@ -161,7 +170,7 @@ def frames_for(framepack: FramePackSettings, fps: float) -> int:
 
 
 def sample(
-    loaded: Loaded,
+    pipeline: Pipeline,
     prompt: Prompt,
     image: ImageCondition,
     settings: SampleSettings,
@@ -189,29 +198,29 @@ def sample(
     Source: diffusers ``HunyuanVideoFramepackPipeline.__call__``, equal to it in fp32; single-frame mode:
     kohya-ss/musubi-tuner#267 with ``target_index`` at the window.
     """
-    device, generator = execution_device(loaded.residency), generator_for(settings.seed)
+    device, generator = execution_device(pipeline.offloader), generator_for(settings.seed)
     strength = end_strength(image, framepack, progress)
-    plan = plan_for(loaded.variant, framepack, settings.frames, strength > 0)
+    plan = plan_for(pipeline.variant, framepack, settings.frames, strength > 0)
     settings = replace(settings, frames=_counting(plan, settings, strength > 0, progress))
-    start = drawn(loaded, image, START, generator)
-    end = strength * drawn(loaded, image, END, generator) if strength > 0 else None
-    history, texts = History(plan, start, end), _texts(loaded, prompt, plan, progress)
-    key = resume_key(loaded, prompt, image, settings, framepack) if keeper is not None else ""
+    start = drawn(pipeline, image, START, generator)
+    end = strength * drawn(pipeline, image, END, generator) if strength > 0 else None
+    history, texts = History(plan, start, end), _texts(pipeline, prompt, plan, progress)
+    key = resume_key(pipeline, prompt, image, settings, framepack) if keeper is not None else ""
     _resume(history, generator, None if keeper is None else keeper.found(key), progress)
     shape = (*start.shape[:2], plan.sampled, *start.shape[3:])
-    hold = loaded.residency.hold("transformer", beside_transformer(loaded, settings, plan.sampled), progress)
+    hold = pipeline.offloader.hold("transformer", beside_transformer(pipeline, settings, plan.sampled), progress)
     with hold as transformer, checked_leaves(transformer, progress.check):
         for index in range(len(history.lengths), plan.count):
-            forward = _forward(loaded, transformer, history, image.tensors[VISION].to(device), settings)
+            forward = _forward(pipeline, transformer, history, image.tensors[VISION].to(device), settings)
             noise, part = noise_for(shape, generator, device), Portion(progress, index, plan.count)
-            history.add(_section(loaded, forward, texts[plan.place(index)], settings, noise, part))
-            found = described(_so_far(loaded, history, settings, generator), prompt)
+            history.add(_section(pipeline, forward, texts[plan.place(index)], settings, noise, part))
+            found = described(_so_far(pipeline, history, settings, generator), prompt)
             if keeper is not None:
                 keeper.keep(key, index, plan.count, found, history.standing(state_of(generator)))
     return found
 
 
-def decode(loaded: Loaded, latents: Latents, progress: Progress, form: Form | None = None) -> torch.Tensor:
+def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form | None = None) -> torch.Tensor:
     """Frames (F, H, W, 3) in 0..1: each section is decoded with its neighbour and blended into it, as upstream does.
 
     Latents that say nothing of sections, or were cut since, are decoded in one go.
@@ -219,11 +228,13 @@ def decode(loaded: Loaded, latents: Latents, progress: Progress, form: Form | No
     lengths, window = list(latents.extra.get("section_lengths", ())), int(latents.extra.get("window", 0))
     inverted = latents.extra.get("order") != "vanilla"
     if lengths and lengths[-1] != latents.samples.shape[2]:
-        progress.say(f"{latents.samples.shape[2]} latent frames where sampling left {lengths[-1]}: decoded in one go")
+        progress.notify(
+            f"{latents.samples.shape[2]} latent frames where sampling left {lengths[-1]}: decoded in one go"
+        )
         lengths = []
     cuts = spans(lengths, window, inverted) if lengths else [slice(None)]
     largest = max((latents.samples[:, :, cut].shape for cut in cuts), key=math.prod)
-    with decoding(loaded, largest, progress, form) as passes:
+    with decoding(pipeline, largest, progress, form) as passes:
         videos = (
             passes.decode(latents.samples[:, :, cut], Portion(progress, index, len(cuts)))
             for index, cut in enumerate(cuts)
@@ -241,29 +252,33 @@ def _resume(history: History, generator: torch.Generator, standing: Standing | N
         return
     history.resume(standing)
     generator.set_state(generator_for(0, standing.generator_state).get_state())
-    progress.say(f"goes on after section {len(standing.lengths)} of {count}, kept from a run that was cut short")
+    progress.notify(f"goes on after section {len(standing.lengths)} of {count}, kept from a run that was cut short")
 
 
 def _counting(plan: Plan, settings: SampleSettings, ended: bool, progress: Progress) -> int:
     """Pixel frames of the finished video that count, and what to say of this plan."""
     if plan.single and not plan.inverted:
-        progress.say("single-frame mode was found on FramePack I2V: F1 may not follow the prompt in it")
+        progress.notify("single-frame mode was found on FramePack I2V: F1 may not follow the prompt in it")
     if not ended or plan.frames <= settings.frames:
         return settings.frames
-    progress.say(f"frames {settings.frames} -> {plan.frames}, the end of the last section, where the end image stands")
+    progress.notify(
+        f"frames {settings.frames} -> {plan.frames}, the end of the last section, where the end image stands"
+    )
     return plan.frames
 
 
 def _texts(
-    loaded: Loaded, prompt: Prompt, plan: Plan, progress: Progress
+    pipeline: Pipeline, prompt: Prompt, plan: Plan, progress: Progress
 ) -> list[dict[str, Mapping[str, torch.Tensor]]]:
     """For each place in the film its prompt and negative, as ``cond`` and ``uncond``, on the device."""
     unused = len(prompt.sections) - (plan.count - 1)
     if unused > 0:
-        progress.say(f"{unused} of {len(prompt.sections)} section prompts have no effect: {plan.count} sections in all")
+        progress.notify(
+            f"{unused} of {len(prompt.sections)} section prompts have no effect: {plan.count} sections in all"
+        )
 
     def ready(embeds: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        return dict(placed(embeds, execution_device(loaded.residency), loaded.precision.residual))
+        return dict(placed(embeds, execution_device(pipeline.offloader), pipeline.precision.residual))
 
     common = {} if prompt.negative is None else {"uncond": ready(prompt.negative)}
     first, further = ready(prompt.embeds), [ready(section) for section in prompt.sections[: plan.count - 1]]
@@ -271,7 +286,7 @@ def _texts(
 
 
 def _section(
-    loaded: Loaded,
+    pipeline: Pipeline,
     forward: Forward,
     text: Mapping[str, Mapping[str, torch.Tensor]],
     settings: SampleSettings,
@@ -279,8 +294,8 @@ def _section(
     progress: Progress,
 ) -> torch.Tensor:
     """The latents of one section on the CPU, from ``noise``."""
-    levels = _levels_for(loaded, noise)
-    schedule = schedule_for(loaded.tools["scheduler"], settings, settings.steps, levels, noise.device)
+    levels = _levels_for(pipeline, noise)
+    schedule = schedule_for(pipeline.tools["scheduler"], settings, settings.steps, levels, noise.device)
 
     def predict(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
         output = forward(latents, time, text, "cond")
@@ -289,26 +304,26 @@ def _section(
         opposite = forward(latents, time, text, "uncond")
         return opposite + settings.cfg * (output - opposite)
 
-    return denoise(noise, schedule, predict, progress=progress, again=recovery(loaded, progress)).cpu()
+    return denoise(noise, schedule, predict, progress=progress, again=recovery(pipeline, progress)).cpu()
 
 
-def _levels_for(loaded: Loaded, latents: torch.Tensor) -> Callable[[int], Levels]:
+def _levels_for(pipeline: Pipeline, latents: torch.Tensor) -> Callable[[int], Levels]:
     """From a number of steps to evenly falling levels, and the shift that the size of ``latents`` asks for."""
     import numpy
     from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video_framepack import calculate_shift
 
-    tokens = math.prod(latents.shape[2:]) / int(loaded.configs["transformer"].get("patch_size", 2)) ** 2
-    config = loaded.tools["scheduler"]
+    tokens = math.prod(latents.shape[2:]) / int(pipeline.configs["transformer"].get("patch_size", 2)) ** 2
+    config = pipeline.tools["scheduler"]
     given = {argument: config[name] for name, argument in SHIFT_NAMES.items() if name in config}
     mu = min(float(calculate_shift(tokens, **given)), math.log(LARGEST_SHIFT))
     return lambda steps: Levels(sigmas=numpy.linspace(1.0, 0.0, steps + 1)[:-1].tolist(), mu=mu)
 
 
 def _forward(
-    loaded: Loaded, transformer: Any, history: History, vision: torch.Tensor, settings: SampleSettings
+    pipeline: Pipeline, transformer: Any, history: History, vision: torch.Tensor, settings: SampleSettings
 ) -> Forward:
     """The transformer with all that the next section sees beside its own latents and text."""
-    dtype, device = loaded.precision.residual, vision.device
+    dtype, device = pipeline.precision.residual, vision.device
     given = {
         "image_embeds": vision.to(dtype),
         "guidance": torch.tensor([settings.guidance], dtype=dtype, device=device) * 1000.0,
@@ -334,7 +349,7 @@ def _forward(
     return forward
 
 
-def _so_far(loaded: Loaded, history: History, settings: SampleSettings, generator: torch.Generator) -> Latents:
+def _so_far(pipeline: Pipeline, history: History, settings: SampleSettings, generator: torch.Generator) -> Latents:
     """What has been sampled, in core's space; of an unfinished video that began at its end all frames count."""
     plan = history.plan
     frames = (history.lengths[-1] - 1) * TEMPORAL_RATIO + 1
@@ -346,6 +361,6 @@ def _so_far(loaded: Loaded, history: History, settings: SampleSettings, generato
         "order": plan.order,
         "generator_state": state_of(generator),
     }
-    samples = history.latents / float(loaded.configs["vae"]["scaling_factor"])
+    samples = history.latents / float(pipeline.configs["vae"]["scaling_factor"])
     size = settings.height, settings.width
-    return Latents(samples, FAMILY.id, loaded.task, frames, *size, settings.fps, settings.seed, extra=extra)
+    return Latents(samples, FAMILY.id, pipeline.task, frames, *size, settings.fps, settings.seed, extra=extra)

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from ...base import FramePackSettings, ImageCondition, Loaded, Prompt, SampleSettings
+from ...base import FramePackSettings, ImageCondition, Pipeline, Prompt, SampleSettings
 
 STORED = (".safetensors", ".gguf", ".bin", ".json")
 
 
 def resume_key(
-    loaded: Loaded, prompt: Prompt, image: ImageCondition, settings: SampleSettings, framepack: FramePackSettings
+    pipeline: Pipeline, prompt: Prompt, image: ImageCondition, settings: SampleSettings, framepack: FramePackSettings
 ) -> str:
     """A hash of all that decides the latents: model files and how they are kept, precision, LoRAs, step cache,
     embeddings, pictures and settings.
@@ -25,10 +25,10 @@ def resume_key(
     How parts are moved and which attention kernel runs are left out: who ran out of memory changes just these.
     """
     digest = hashlib.sha256()
-    adapted = str(getattr(loaded.residency, "worn", ""))
-    stored = [note for note in loaded.notes if note.startswith("transformer kept")]
-    model = [loaded.family, loaded.variant, str(loaded.precision), stored, adapted, str(loaded.step_cache)]
-    for item in _plain([*model, _files(loaded.source)]):
+    adapted = str(getattr(pipeline.offloader, "active_adapters", ""))
+    stored = [note for note in pipeline.notes if note.startswith("transformer kept")]
+    model = [pipeline.family, pipeline.variant, str(pipeline.precision), stored, adapted, str(pipeline.step_cache)]
+    for item in _plain([*model, _files(pipeline.source)]):
         digest.update(item)
     for item in _plain([prompt.embeds, prompt.negative, prompt.sections, image, settings, framepack]):
         digest.update(item)

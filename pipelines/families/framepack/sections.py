@@ -236,9 +236,9 @@ class Portion:
         """Raise when the user has cancelled."""
         self.whole.check()
 
-    def say(self, text: str) -> None:
+    def notify(self, text: str) -> None:
         """One line that the user should read."""
-        self.whole.say(text)
+        self.whole.notify(text)
 
 
 def spans(lengths: Sequence[int], window: int, inverted: bool) -> list[slice]:

@@ -17,7 +17,7 @@ import torch
 from ....compat.device.execution import checked_leaves, execution_device, generator_for, placed, state_of
 from ....compat.device.vae_policy import Form
 from ....compat.errors import CheckpointError, InputError
-from ...base import ImageCondition, ImageRequest, Latents, Loaded, Progress, Prompt, PromptRequest, SampleSettings
+from ...base import ImageCondition, ImageRequest, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings
 from ...family import Defaults, Family
 from ...memory.fit import recovery
 from ...memory.needs import beside_transformer
@@ -81,12 +81,12 @@ FAMILY = Family(
 )
 
 
-def defaults_for(loaded: Loaded) -> Defaults:
+def defaults_for(pipeline: Pipeline) -> Defaults:
     """The family's defaults, with guidance 0 where the checkpoint takes none.
 
     Image to video gets 6 too, as in upstream's example for it; upstream's bare call would use 1.
     """
-    takes_guidance = loaded.configs["transformer"].get("guidance_embeds")
+    takes_guidance = pipeline.configs["transformer"].get("guidance_embeds")
     return FAMILY.defaults if takes_guidance else replace(FAMILY.defaults, guidance=0.0)
 
 
@@ -103,16 +103,17 @@ def image_condition(config: Mapping[str, Any]) -> str | None:
     return named
 
 
-def encode_prompt(loaded: Loaded, request: PromptRequest, progress: Progress) -> Prompt:
+def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> Prompt:
     """Llama states and pooled CLIP vectors of both texts; with image to video the encoder also looks at the picture.
 
     Raises:
         InputError: image to video without a picture. CheckpointError: the text encoder of the other task.
     """
-    looks = "vision_config" in loaded.configs["text_encoder"]
-    if looks != (loaded.task == "image"):
+    looks = "vision_config" in pipeline.configs["text_encoder"]
+    if looks != (pipeline.task == "image"):
         raise CheckpointError(
-            f"a text encoder {'for pictures too' if looks else 'for text only'} beside a transformer for {loaded.task}",
+            f"a text encoder {'for pictures too' if looks else 'for text only'} beside a transformer for "
+            f"{pipeline.task}",
             expected="Llama for text to video, Llava for image to video",
             fix="Choose the pipeline folder of the same task as base.",
         )
@@ -120,14 +121,14 @@ def encode_prompt(loaded: Loaded, request: PromptRequest, progress: Progress) ->
         from diffusers import HunyuanVideoPipeline
 
         if request.image is not None:
-            progress.say("the prompt's image has no effect on a text-to-video checkpoint")
-        positive, opposite, _ = llama_embeds(loaded, HunyuanVideoPipeline, replace(request, sections=()), progress)
+            progress.notify("the prompt's image has no effect on a text-to-video checkpoint")
+        positive, opposite, _ = llama_embeds(pipeline, HunyuanVideoPipeline, replace(request, sections=()), progress)
         return Prompt(FAMILY.id, positive, opposite)
     from diffusers import HunyuanVideoImageToVideoPipeline
 
-    sight = _sight(loaded, request)
+    sight = _sight(pipeline, request)
     positive, opposite, _ = llama_embeds(
-        loaded, HunyuanVideoImageToVideoPipeline, replace(request, sections=()), progress, sight
+        pipeline, HunyuanVideoImageToVideoPipeline, replace(request, sections=()), progress, sight
     )
     return Prompt(FAMILY.id, positive, opposite)
 
@@ -135,26 +136,26 @@ def encode_prompt(loaded: Loaded, request: PromptRequest, progress: Progress) ->
 prompt_from_core = llama_from_core
 
 
-def encode_image(loaded: Loaded, request: ImageRequest, progress: Progress) -> ImageCondition:
+def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) -> ImageCondition:
     """``image_latents`` (1, 16, 1, H / 8, W / 8): the first picture in the VAE's own space, without a draw."""
     if request.frames.shape[0] > 1:
-        progress.say(f"{FAMILY.title} starts from one picture: the first of {request.frames.shape[0]} is used")
-    latents = encoded(loaded, request.frames[:1], request.seed, progress, mode=True)
+        progress.notify(f"{FAMILY.title} starts from one picture: the first of {request.frames.shape[0]} is used")
+    latents = encoded(pipeline, request.frames[:1], request.seed, progress, mode=True)
     return ImageCondition(FAMILY.id, {IMAGE: latents}, request.width, request.height)
 
 
-def ratios(loaded: Loaded) -> tuple[int, int]:
+def ratios(pipeline: Pipeline) -> tuple[int, int]:
     """Pixels per latent row and column, and pixel frames per latent frame."""
     return SPATIAL_RATIO, TEMPORAL_RATIO
 
 
-def encode_video(loaded: Loaded, frames: torch.Tensor, seed: int, progress: Progress) -> torch.Tensor:
+def encode_video(pipeline: Pipeline, frames: torch.Tensor, seed: int, progress: Progress) -> torch.Tensor:
     """Latents (1, 16, T, H / 8, W / 8) in core's space, which is the VAE's own."""
-    return encoded(loaded, frames, seed, progress)
+    return encoded(pipeline, frames, seed, progress)
 
 
 def sample(
-    loaded: Loaded, prompt: Prompt, image: ImageCondition | None, settings: SampleSettings, progress: Progress
+    pipeline: Pipeline, prompt: Prompt, image: ImageCondition | None, settings: SampleSettings, progress: Progress
 ) -> Latents:
     """Latents (1, 16, T, H / 8, W / 8) in core's space.
 
@@ -164,11 +165,11 @@ def sample(
     Source: diffusers ``HunyuanVideoPipeline.__call__`` and ``HunyuanVideoImageToVideoPipeline.__call__``; equal to
     them in fp32.
     """
-    kind = None if image is None else image_condition(loaded.configs["transformer"])
-    _check(loaded, kind, settings, progress)
-    device, generator = execution_device(loaded.residency), generator_for(settings.seed)
-    scale = float(loaded.configs["vae"]["scaling_factor"])
-    schedule = schedule_for(loaded.tools["scheduler"], settings, settings.steps, _levels, device)
+    kind = None if image is None else image_condition(pipeline.configs["transformer"])
+    _check(pipeline, kind, settings, progress)
+    device, generator = execution_device(pipeline.offloader), generator_for(settings.seed)
+    scale = float(pipeline.configs["vae"]["scaling_factor"])
+    schedule = schedule_for(pipeline.tools["scheduler"], settings, settings.steps, _levels, device)
     frames = (settings.frames - 1) // TEMPORAL_RATIO + 1
     shape = (1, CHANNELS, frames, settings.height // SPATIAL_RATIO, settings.width // SPATIAL_RATIO)
     noise = noise_for(shape, generator, device)
@@ -184,10 +185,10 @@ def sample(
         # The first latent frame is the picture itself: it is seen, never sampled.
         start = _later(start)
         kept = None if kept is None else Kept(_later(kept.clean), _later(kept.noise), _later(kept.mask))
-    hold = loaded.residency.hold("transformer", beside_transformer(loaded, settings), progress)
+    hold = pipeline.offloader.hold("transformer", beside_transformer(pipeline, settings), progress)
     with hold as transformer, checked_leaves(transformer, progress.check):
-        predict = _predictor(loaded, transformer, prompt, settings, _given(kind, picture), len(schedule))
-        again = recovery(loaded, progress)
+        predict = _predictor(pipeline, transformer, prompt, settings, _given(kind, picture), len(schedule))
+        again = recovery(pipeline, progress)
         latents = denoise(start, schedule, predict, progress=progress, kept=kept, preview=whole, again=again)
     extra: dict[str, Any] = {"generator_state": state_of(generator)}
     if kind == LATENT_CONCAT:
@@ -195,7 +196,7 @@ def sample(
     return Latents(
         whole(latents.cpu()) / scale,
         FAMILY.id,
-        loaded.task,
+        pipeline.task,
         settings.frames,
         settings.height,
         settings.width,
@@ -205,12 +206,12 @@ def sample(
     )
 
 
-def decode(loaded: Loaded, latents: Latents, progress: Progress, form: Form | None = None) -> torch.Tensor:
+def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form | None = None) -> torch.Tensor:
     """Frames (F, H, W, 3) in 0..1, without those that the 33-channel variant throws away."""
-    return decoded(loaded, latents.samples, progress, form)[int(latents.extra.get("drop_frames", 0)) :]
+    return decoded(pipeline, latents.samples, progress, form)[int(latents.extra.get("drop_frames", 0)) :]
 
 
-def _sight(loaded: Loaded, request: PromptRequest) -> Sight:
+def _sight(pipeline: Pipeline, request: PromptRequest) -> Sight:
     """The picture beside the prompt and a black one beside the negative prompt.
 
     The negative prompt keeps as many picture states as the prompt. Upstream forgets to say so in its own call, and
@@ -225,20 +226,20 @@ def _sight(loaded: Loaded, request: PromptRequest) -> Sight:
             fix=f"Connect the image to AnyGPU Encode Prompt as well: the text encoder of {FAMILY.title} image to video "
             "looks at it.",
         )
-    if "image_processor" not in loaded.tools.readers:
+    if "image_processor" not in pipeline.tools.readers:
         raise CheckpointError(
-            f"no image_processor for {str(loaded.source)!r}",
+            f"no image_processor for {str(pipeline.source)!r}",
             expected="the folder image_processor of image to video",
             fix="Download it beside text_encoder, or choose an image-to-video pipeline as base.",
         )
     # 8 bits here, because the image processor is given what upstream gives it: a picture, not floats.
     picture = Image.fromarray((request.image[0] * 255).round().clamp(0, 255).to(torch.uint8).numpy())
-    kind = image_condition(loaded.configs["transformer"])
+    kind = image_condition(pipeline.configs["transformer"])
     black = Image.new("RGB", picture.size)
-    return Sight(picture, black, loaded.tools["image_processor"], INTERLEAVE.get(str(kind), 1))
+    return Sight(picture, black, pipeline.tools["image_processor"], INTERLEAVE.get(str(kind), 1))
 
 
-def _check(loaded: Loaded, kind: str | None, settings: SampleSettings, progress: Progress) -> None:
+def _check(pipeline: Pipeline, kind: str | None, settings: SampleSettings, progress: Progress) -> None:
     least = TEMPORAL_RATIO + 1
     if kind is not None and settings.frames < least:
         raise InputError(
@@ -248,13 +249,13 @@ def _check(loaded: Loaded, kind: str | None, settings: SampleSettings, progress:
         )
     if kind == LATENT_CONCAT:
         count, why = settings.frames - DROPPED_FRAMES, f"the first {DROPPED_FRAMES} of a 33-channel video are dropped"
-        progress.say(f"{count} of {settings.frames} frames come back: {why}")
-    if settings.guidance and not loaded.configs["transformer"].get("guidance_embeds"):
-        progress.say("guidance has no effect on this checkpoint: its transformer takes none")
+        progress.notify(f"{count} of {settings.frames} frames come back: {why}")
+    if settings.guidance and not pipeline.configs["transformer"].get("guidance_embeds"):
+        progress.notify("guidance has no effect on this checkpoint: its transformer takes none")
 
 
 def _predictor(
-    loaded: Loaded,
+    pipeline: Pipeline,
     transformer: Any,
     prompt: Prompt,
     settings: SampleSettings,
@@ -262,7 +263,7 @@ def _predictor(
     steps: int,
 ) -> Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]:
     """From (latents, timestep, index) to the transformer's guided output, shaped as the latents."""
-    device, dtype = execution_device(loaded.residency), loaded.precision.residual
+    device, dtype = execution_device(pipeline.offloader), pipeline.precision.residual
     guidance = None
     if transformer.config.guidance_embeds:
         guidance = torch.tensor([settings.guidance], dtype=dtype, device=device) * 1000.0

@@ -12,7 +12,7 @@ from torch.nn import functional
 from ....compat.device.execution import checked_leaves, execution_device, generator_for, placed, state_of
 from ....compat.device.vae_policy import Form
 from ....compat.errors import InputError
-from ...base import ImageCondition, ImageRequest, Latents, Loaded, Progress, Prompt, PromptRequest, SampleSettings
+from ...base import ImageCondition, ImageRequest, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings
 from ...family import Defaults, Family
 from ...memory.fit import recovery
 from ...memory.needs import beside_transformer
@@ -77,21 +77,21 @@ FAMILY = Family(
 )
 
 
-def defaults_for(loaded: Loaded) -> Defaults:
+def defaults_for(pipeline: Pipeline) -> Defaults:
     """The family's defaults with the size and the guidance of this checkpoint: 480p or 720p, distilled or not."""
-    width, height = nearest_size(loaded, 16, 9)
-    guider = loaded.tools["guider"]
+    width, height = nearest_size(pipeline, 16, 9)
+    guider = pipeline.tools["guider"]
     # Upstream's other formula, cond + scale * (cond - uncond), is this one with one more.
     scale = float(guider.get("guidance_scale", FAMILY.defaults.cfg)) + bool(guider.get("use_original_formulation"))
     return replace(FAMILY.defaults, width=width, height=height, cfg=scale if guider.get("enabled", True) else 1.0)
 
 
-def nearest_size(loaded: Loaded, width: int, height: int) -> tuple[int, int]:
+def nearest_size(pipeline: Pipeline, width: int, height: int) -> tuple[int, int]:
     """Width and height in pixels that upstream chooses for a picture of this shape."""
     from diffusers.pipelines.hunyuan_video1_5.image_processor import HunyuanVideo15ImageProcessor
 
     processor = HunyuanVideo15ImageProcessor(vae_scale_factor=SPATIAL_RATIO)
-    target = int(loaded.configs["transformer"].get("target_size", 640))
+    target = int(pipeline.configs["transformer"].get("target_size", 640))
     tall, wide = processor.calculate_default_height_width(height, width, target)
     return int(wide), int(tall)
 
@@ -101,48 +101,50 @@ def task_of(config: Mapping[str, Any]) -> str:
     return "image" if config.get("task_type") == "i2v" else "text"
 
 
-def ratios(loaded: Loaded) -> tuple[int, int]:
+def ratios(pipeline: Pipeline) -> tuple[int, int]:
     """Pixels per latent row and column, and pixel frames per latent frame."""
     return SPATIAL_RATIO, TEMPORAL_RATIO
 
 
-def encode_prompt(loaded: Loaded, request: PromptRequest, progress: Progress) -> Prompt:
+def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> Prompt:
     """Qwen and ByT5 embeddings of both texts."""
-    positive, opposite = qwen_embeds(loaded, request, progress)
+    positive, opposite = qwen_embeds(pipeline, request, progress)
     return Prompt(FAMILY.id, positive, opposite)
 
 
 prompt_from_core = qwen_from_core
 
 
-def encode_image(loaded: Loaded, request: ImageRequest, progress: Progress) -> ImageCondition:
+def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) -> ImageCondition:
     """``image_embeds`` (1, 729, 1152) and ``image_latents`` (1, 32, 1, H / 16, W / 16) of the first frame.
 
     Raises:
         InputError: no image encoder and no states in its place, or states of another encoder.
     """
     if request.frames.shape[0] > 1:
-        progress.say(f"the first of {request.frames.shape[0]} images is used: {FAMILY.title} starts from one")
+        progress.notify(f"the first of {request.frames.shape[0]} images is used: {FAMILY.title} starts from one")
     frames = request.frames[:1]
-    states = _states(loaded, frames, progress) if request.vision is None else _checked_states(loaded, request.vision)
-    picture = _video_latents(loaded, frames, request.seed, progress, mode=True)
+    states = (
+        _states(pipeline, frames, progress) if request.vision is None else _checked_states(pipeline, request.vision)
+    )
+    picture = _video_latents(pipeline, frames, request.seed, progress, mode=True)
     return ImageCondition(FAMILY.id, {STATES: states, PICTURE: picture}, request.width, request.height)
 
 
-def encode_video(loaded: Loaded, frames: torch.Tensor, seed: int, progress: Progress) -> torch.Tensor:
+def encode_video(pipeline: Pipeline, frames: torch.Tensor, seed: int, progress: Progress) -> torch.Tensor:
     """Latents (1, 32, T, H / 16, W / 16) in core's space, which for this family is the VAE's own."""
-    return _video_latents(loaded, frames, seed, progress)
+    return _video_latents(pipeline, frames, seed, progress)
 
 
 def sample(
-    loaded: Loaded, prompt: Prompt, image: ImageCondition | None, settings: SampleSettings, progress: Progress
+    pipeline: Pipeline, prompt: Prompt, image: ImageCondition | None, settings: SampleSettings, progress: Progress
 ) -> Latents:
     """Latents (1, 32, T, H / 16, W / 16) in core's space.
 
     Source: diffusers ``HunyuanVideo15Pipeline.__call__`` and its image-to-video twin; equal to them in fp32, but for
     rounding: padding and the attention mask that hides it are left out.
     """
-    device, scale = execution_device(loaded.residency), float(loaded.configs["vae"]["scaling_factor"])
+    device, scale = execution_device(pipeline.offloader), float(pipeline.configs["vae"]["scaling_factor"])
     generator = generator_for(settings.seed)
     shape = (
         1,
@@ -151,12 +153,12 @@ def sample(
         settings.height // SPATIAL_RATIO,
         settings.width // SPATIAL_RATIO,
     )
-    settings = _guided_as_saved(loaded, settings, progress)
-    schedule = schedule_for(loaded.tools["scheduler"], settings, settings.steps, _levels, device)
+    settings = _guided_as_saved(pipeline, settings, progress)
+    schedule = schedule_for(pipeline.tools["scheduler"], settings, settings.steps, _levels, device)
     noise = noise_for(shape, generator, device)
     clean = None if settings.latents is None else settings.latents.samples.to(device) * scale
-    forward = _Forward(loaded, prompt, image, shape, scale, schedule)
-    held = loaded.residency.hold("transformer", beside_transformer(loaded, settings), progress)
+    forward = _Forward(pipeline, prompt, image, shape, scale, schedule)
+    held = pipeline.offloader.hold("transformer", beside_transformer(pipeline, settings), progress)
     with held as transformer, checked_leaves(transformer, progress.check):
 
         def predict(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
@@ -171,13 +173,13 @@ def sample(
             schedule,
             predict,
             progress=progress,
-            again=recovery(loaded, progress),
+            again=recovery(pipeline, progress),
             kept=kept_part(settings, clean, noise),
         )
     return Latents(
         latents.cpu() / scale,
         FAMILY.id,
-        loaded.task,
+        pipeline.task,
         settings.frames,
         settings.height,
         settings.width,
@@ -187,10 +189,10 @@ def sample(
     )
 
 
-def decode(loaded: Loaded, latents: Latents, progress: Progress, form: Form | None = None) -> torch.Tensor:
+def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form | None = None) -> torch.Tensor:
     """Frames (F, H, W, 3) in 0..1; in tiles of 256 pixels where the whole would be larger than one of those."""
     tile = _tile_for(latents.samples.shape[2:])
-    return decoded(loaded, latents.samples, progress, form, tile)
+    return decoded(pipeline, latents.samples, progress, form, tile)
 
 
 class _Forward:
@@ -198,15 +200,15 @@ class _Forward:
 
     def __init__(
         self,
-        loaded: Loaded,
+        pipeline: Pipeline,
         prompt: Prompt,
         image: ImageCondition | None,
         shape: tuple[int, ...],
         scale: float,
         schedule: Schedule,
     ) -> None:
-        device, self.dtype = execution_device(loaded.residency), loaded.precision.residual
-        config = loaded.configs["transformer"]
+        device, self.dtype = execution_device(pipeline.offloader), pipeline.precision.residual
+        config = pipeline.configs["transformer"]
         branches = {"pred_cond": prompt.embeds, "pred_uncond": prompt.negative or {}}
         self.text = placed(branches, device, self.dtype)
         self.no_quotes = torch.zeros(1, 0, int(config["text_embed_2_dim"]), device=device, dtype=self.dtype)
@@ -253,12 +255,12 @@ def _levels(steps: int) -> Levels:
     return Levels(sigmas=numpy.linspace(1.0, 0.0, steps + 1)[:-1].tolist())
 
 
-def _guided_as_saved(loaded: Loaded, settings: SampleSettings, progress: Progress) -> SampleSettings:
+def _guided_as_saved(pipeline: Pipeline, settings: SampleSettings, progress: Progress) -> SampleSettings:
     """``settings`` within what the checkpoint's guider says, where the user says nothing else."""
-    guider: Mapping[str, Any] = loaded.tools["guider"]
+    guider: Mapping[str, Any] = pipeline.tools["guider"]
     name = guider.get("_class_name", "ClassifierFreeGuidance")
     if name != "ClassifierFreeGuidance":
-        progress.say(f"the checkpoint's {name} is not run here: plain classifier-free guidance is used")
+        progress.notify(f"the checkpoint's {name} is not run here: plain classifier-free guidance is used")
         return settings
     steps = settings.steps
     return replace(
@@ -279,30 +281,30 @@ def _rescaled(guided: torch.Tensor, cond: torch.Tensor, share: float) -> torch.T
     return rescaled
 
 
-def _states(loaded: Loaded, frames: torch.Tensor, progress: Progress) -> torch.Tensor:
+def _states(pipeline: Pipeline, frames: torch.Tensor, progress: Progress) -> torch.Tensor:
     """SigLIP's last hidden states (1, 729, 1152) of one frame, in the 8 bits that its processor resizes."""
     from diffusers import HunyuanVideo15ImageToVideoPipeline
     from PIL import Image
 
-    if "image_encoder" not in loaded.configs:
+    if "image_encoder" not in pipeline.configs:
         raise InputError(
-            f"no image_encoder for {str(loaded.source)!r}",
+            f"no image_encoder for {str(pipeline.source)!r}",
             expected="SigLIP beside an image-to-video checkpoint",
             fix="Choose a folder that has it as image_encoder when loading, or connect CLIP Vision Encode.",
         )
     picture = Image.fromarray((frames[0] * 255.0).round().to(torch.uint8).numpy())
-    device = execution_device(loaded.residency)
-    with loaded.residency.hold("image_encoder", 0, progress) as encoder, watched(encoder, progress, "encoding image"):
+    device = execution_device(pipeline.offloader)
+    with pipeline.offloader.hold("image_encoder", 0, progress) as encoder, watched(encoder, progress, "encoding image"):
         states = HunyuanVideo15ImageToVideoPipeline._get_image_embeds(
-            encoder, loaded.tools["feature_extractor"], picture, device
+            encoder, pipeline.tools["feature_extractor"], picture, device
         )
-    loaded.residency.release("image_encoder")
+    pipeline.offloader.release("image_encoder")
     found: torch.Tensor = states.float().cpu()
     return found
 
 
-def _checked_states(loaded: Loaded, vision: torch.Tensor) -> torch.Tensor:
-    expected = (1, VISION_TOKENS, int(loaded.configs["transformer"]["image_embed_dim"]))
+def _checked_states(pipeline: Pipeline, vision: torch.Tensor) -> torch.Tensor:
+    expected = (1, VISION_TOKENS, int(pipeline.configs["transformer"]["image_embed_dim"]))
     if tuple(vision.shape) != expected:
         raise InputError(
             f"a CLIP_VISION_OUTPUT of shape {tuple(vision.shape)}",
@@ -313,11 +315,11 @@ def _checked_states(loaded: Loaded, vision: torch.Tensor) -> torch.Tensor:
 
 
 def _video_latents(
-    loaded: Loaded, frames: torch.Tensor, seed: int, progress: Progress, mode: bool = False
+    pipeline: Pipeline, frames: torch.Tensor, seed: int, progress: Progress, mode: bool = False
 ) -> torch.Tensor:
     count, rows, columns = frames.shape[:3]
     cells = ((count - 1) // TEMPORAL_RATIO + 1, rows // SPATIAL_RATIO, columns // SPATIAL_RATIO)
-    return encoded(loaded, frames, seed, progress, mode, _tile_for(cells))
+    return encoded(pipeline, frames, seed, progress, mode, _tile_for(cells))
 
 
 def _tile_for(cells: tuple[int, ...]) -> int:

@@ -11,7 +11,7 @@ import torch
 from ....compat.errors import InputError
 from ....compat.memory.offloader import own_tensors
 from ....compat.memory.transfer import Transfer
-from ...base import ImageCondition, ImageRequest, Loaded, Progress, SampleSettings
+from ...base import ImageCondition, ImageRequest, Pipeline, Progress, SampleSettings
 from ...pictures import signed
 from ...sampling.loop import noise_for
 from ...sampling.schedules import TRAIN_TIMESTEPS, Schedule
@@ -142,7 +142,7 @@ def latent_size(settings: SampleSettings) -> tuple[int, int, int]:
     return frames, settings.height // SPATIAL_RATIO, settings.width // SPATIAL_RATIO
 
 
-def encode_image(loaded: Loaded, request: ImageRequest, progress: Progress) -> ImageCondition:
+def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) -> ImageCondition:
     """A picture (one frame) or a clip (8n + 1 frames) at frame ``frame``, beside those of ``previous``.
 
     Kept are the mean and log variance that the VAE finds, not a draw from them: the draw is made when the video is
@@ -153,7 +153,7 @@ def encode_image(loaded: Loaded, request: ImageRequest, progress: Progress) -> I
     """
     frames = _on_grid(request, progress)
     known, anchors = ({}, ()) if request.previous is None else (request.previous.tensors, request.previous.anchors)
-    found = encoded_moments(loaded, frames, progress, "encoding image")
+    found = encoded_moments(pipeline, frames, progress, "encoding image")
     if MEAN in known and not torch.equal(known[MEAN], found[MEAN]):
         raise InputError(
             "a previous image condition made by another LTX-Video VAE",
@@ -163,11 +163,13 @@ def encode_image(loaded: Loaded, request: ImageRequest, progress: Progress) -> I
     name = f"{MOMENTS}_{len(anchors)}"
     tensors = {**known, name: found[MOMENTS], MEAN: found[MEAN], STD: found[STD]}
     return ImageCondition(
-        loaded.family, tensors, request.width, request.height, (*anchors, (name, request.frame, request.strength))
+        pipeline.family, tensors, request.width, request.height, (*anchors, (name, request.frame, request.strength))
     )
 
 
-def encoded_moments(loaded: Loaded, frames: torch.Tensor, progress: Progress, stage: str) -> dict[str, torch.Tensor]:
+def encoded_moments(
+    pipeline: Pipeline, frames: torch.Tensor, progress: Progress, stage: str
+) -> dict[str, torch.Tensor]:
     """``moments`` (1, 256, T, H / 32, W / 32) and the VAE's ``latents_mean`` and ``latents_std`` (128,); fp32, CPU."""
     found: dict[str, torch.Tensor] = {}
 
@@ -177,7 +179,7 @@ def encoded_moments(loaded: Loaded, frames: torch.Tensor, progress: Progress, st
             found[MEAN], found[STD] = transfer.fetched(vae.latents_mean), transfer.fetched(vae.latents_std)
         return moments
 
-    with encoding(loaded, frames, progress) as passes:
+    with encoding(pipeline, frames, progress) as passes:
         moments = passes.encode(frames, stage, run)
     return {MOMENTS: moments, **found}
 
@@ -204,7 +206,7 @@ def anchors_of(image: ImageCondition | None, frames: int, progress: Progress) ->
         fits = (min(length, frames - start) - 1) // TEMPORAL_RATIO + 1
         if fits < moments.shape[2]:
             fitting = (fits - 1) * TEMPORAL_RATIO + 1
-            progress.say(f"clip at frame {start}: {length} -> {fitting} frames (the video has {frames})")
+            progress.notify(f"clip at frame {start}: {length} -> {fitting} frames (the video has {frames})")
         # The encoder is causal: the first latents of a clip are those of its beginning alone.
         found.append(Anchor(moments[:, :, :fits], start, strength))
     return tuple(found)
@@ -294,7 +296,7 @@ def _on_grid(request: ImageRequest, progress: Progress) -> torch.Tensor:
         raise InputError(f"frame {frame}", expected="0 or more, or -1: the end", fix="The nearest valid value is -1.")
     count = (given - 1) // TEMPORAL_RATIO * TEMPORAL_RATIO + 1
     if count != given:
-        progress.say(f"clip {given} -> {count} frames (LTX-Video needs {TEMPORAL_RATIO}n+1 frames)")
+        progress.notify(f"clip {given} -> {count} frames (LTX-Video needs {TEMPORAL_RATIO}n+1 frames)")
     if count > 1 and frame > 0 and frame % TEMPORAL_RATIO:
         nearest = round(frame / TEMPORAL_RATIO) * TEMPORAL_RATIO
         raise InputError(

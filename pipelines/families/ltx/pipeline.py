@@ -23,7 +23,7 @@ from ....compat.device.execution import HOST, checked_leaves, execution_device, 
 from ....compat.device.vae_policy import Form
 from ....compat.memory.offloader import own_tensors
 from ....compat.memory.transfer import Transfer
-from ...base import ImageCondition, Latents, Loaded, Progress, Prompt, PromptRequest, SampleSettings
+from ...base import ImageCondition, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings
 from ...family import Defaults, Family
 from ...memory.fit import recovery
 from ...memory.needs import beside_transformer
@@ -148,45 +148,45 @@ def guess_variant(path: Path, config: Mapping[str, Any]) -> tuple[str, str]:
     return DEV, f"assumed, since the folder's name {path.name!r} does not say {DISTILLED!r} and its files do not tell"
 
 
-def defaults_for(loaded: Loaded) -> Defaults:
+def defaults_for(pipeline: Pipeline) -> Defaults:
     """The defaults of the variant, and the text length of the checkpoint's own pipeline."""
-    tuning = TUNING[loaded.variant]
-    tokens = FAMILY.defaults.max_tokens if is_condition(loaded) else PLAIN_TOKENS
+    tuning = TUNING[pipeline.variant]
+    tokens = FAMILY.defaults.max_tokens if is_condition(pipeline) else PLAIN_TOKENS
     return replace(FAMILY.defaults, steps=tuning.steps, cfg=tuning.cfg, max_tokens=tokens)
 
 
-def encode_prompt(loaded: Loaded, request: PromptRequest, progress: Progress) -> Prompt:
+def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> Prompt:
     """T5 embeddings of both texts, as the checkpoint's own pipeline encodes them.
 
     ``LTXPipeline`` pads to ``max_tokens`` without a mask, so there another limit is another embedding.
     """
     from diffusers import LTXConditionPipeline, LTXPipeline
 
-    pipeline = LTXConditionPipeline if is_condition(loaded) else LTXPipeline
-    positive, opposite = t5_embeds(loaded, pipeline, request, progress)
+    pipe = LTXConditionPipeline if is_condition(pipeline) else LTXPipeline
+    positive, opposite = t5_embeds(pipeline, pipe, request, progress)
     return Prompt(FAMILY.id, positive, opposite)
 
 
 prompt_from_core = t5_from_core
 
 
-def ratios(loaded: Loaded) -> tuple[int, int]:
+def ratios(pipeline: Pipeline) -> tuple[int, int]:
     """Pixels per latent row and column, and pixel frames per latent frame."""
     return SPATIAL_RATIO, TEMPORAL_RATIO
 
 
-def encode_video(loaded: Loaded, frames: torch.Tensor, seed: int, progress: Progress) -> torch.Tensor:
+def encode_video(pipeline: Pipeline, frames: torch.Tensor, seed: int, progress: Progress) -> torch.Tensor:
     """Latents (1, 128, T, H / 32, W / 32) in core's space, which for LTX-Video is the normalised one."""
     from diffusers import LTXPipeline
     from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
-    found = encoded_moments(loaded, frames, progress, "encoding video")
+    found = encoded_moments(pipeline, frames, progress, "encoding video")
     drawn = DiagonalGaussianDistribution(found[MOMENTS]).sample(generator_for(seed))
-    return LTXPipeline._normalize_latents(drawn, found[MEAN], found[STD], _scaling(loaded))
+    return LTXPipeline._normalize_latents(drawn, found[MEAN], found[STD], _scaling(pipeline))
 
 
 def sample(
-    loaded: Loaded, prompt: Prompt, image: ImageCondition | None, settings: SampleSettings, progress: Progress
+    pipeline: Pipeline, prompt: Prompt, image: ImageCondition | None, settings: SampleSettings, progress: Progress
 ) -> Latents:
     """Latents (1, 128, T, H / 32, W / 32) in core's space, the normalised one.
 
@@ -196,29 +196,31 @@ def sample(
     """
     from diffusers import LTXPipeline
 
-    device, generator = execution_device(loaded.residency), generator_for(settings.seed)
+    device, generator = execution_device(pipeline.offloader), generator_for(settings.seed)
     anchors = anchors_of(image, settings.frames, progress)
-    conditioned = is_condition(loaded) or bool(anchors and not is_first_frame(anchors))
-    schedule = ltx_schedule(loaded.tools["scheduler"], settings, conditioned, TUNING[loaded.variant].timesteps, device)
+    conditioned = is_condition(pipeline) or bool(anchors and not is_first_frame(anchors))
+    schedule = ltx_schedule(
+        pipeline.tools["scheduler"], settings, conditioned, TUNING[pipeline.variant].timesteps, device
+    )
     clean = None if settings.latents is None else settings.latents.samples.to(device)
     canvas = Canvas(settings, device, clean, schedule.levels[0])
     start = (conditioned_start if conditioned else plain_start)(canvas, image, anchors, generator)
-    walk = Walk(schedule, start, TUNING[loaded.variant].image_noise if conditioned else 0.0, generator)
+    walk = Walk(schedule, start, TUNING[pipeline.variant].image_noise if conditioned else 0.0, generator)
 
     def unpacked(tokens: torch.Tensor) -> torch.Tensor:
         return LTXPipeline._unpack_latents(tokens[:, start.outside :], *canvas.shape[2:])
 
     with (
-        loaded.residency.hold("transformer", beside_transformer(loaded, settings), progress) as transformer,
+        pipeline.offloader.hold("transformer", beside_transformer(pipeline, settings), progress) as transformer,
         checked_leaves(transformer, progress.check),
     ):
-        predict = _predictor(transformer, loaded.precision.residual, prompt, settings, walk)
+        predict = _predictor(transformer, pipeline.precision.residual, prompt, settings, walk)
         tokens = denoise(
             walk.begin(),
             schedule,
             predict,
             progress=progress,
-            again=recovery(loaded, progress),
+            again=recovery(pipeline, progress),
             kept=_kept(canvas, start),
             preview=unpacked,
             step=walk.step,
@@ -236,27 +238,27 @@ def sample(
     )
 
 
-def decode(loaded: Loaded, latents: Latents, progress: Progress, form: Form | None = None) -> torch.Tensor:
+def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form | None = None) -> torch.Tensor:
     """Frames (F, H, W, 3) in 0..1; a VAE that removes the last noise gets it from the generator that sampled."""
     from diffusers import LTXPipeline
 
     generator = generator_for(latents.seed, latents.extra.get("generator_state"))
-    tuning, noise = TUNING[loaded.variant], None
+    tuning, noise = TUNING[pipeline.variant], None
     noise_scale = latents.extra.get("decode_noise_scale", tuning.decode_noise_scale)
     timestep = latents.extra.get("decode_timestep", tuning.decode_timestep)
-    if loaded.configs["vae"].get("timestep_conditioning"):
+    if pipeline.configs["vae"].get("timestep_conditioning"):
         noise = noise_for(tuple(latents.samples.shape), generator, HOST)
 
     def prepare(vae: Any, transfer: Transfer) -> tuple[torch.Tensor, torch.Tensor | None]:
         with own_tensors(vae):
             mean, std = transfer.fetched(vae.latents_mean), transfer.fetched(vae.latents_std)
-        samples, time = LTXPipeline._denormalize_latents(latents.samples, mean, std, _scaling(loaded)), None
+        samples, time = LTXPipeline._denormalize_latents(latents.samples, mean, std, _scaling(pipeline)), None
         if noise is not None:
             level = torch.tensor(noise_scale)
             samples, time = (1 - level) * samples + level * noise, transfer.sent(torch.tensor([timestep]))
         return samples, time
 
-    with decoding(loaded, latents.samples.shape, progress, form) as passes:
+    with decoding(pipeline, latents.samples.shape, progress, form) as passes:
         return unsigned(passes.decode(latents.samples, prepare=prepare))
 
 
@@ -311,13 +313,13 @@ def _kept(canvas: Canvas, start: Start) -> Kept | None:
     return Kept(clean, start.noise, mask)
 
 
-def is_condition(loaded: Loaded) -> bool:
+def is_condition(pipeline: Pipeline) -> bool:
     """Whether the checkpoint is of ``LTXConditionPipeline``; where no index says so, its schedule tells."""
-    name = loaded.tools["index"].get("_class_name")
+    name = pipeline.tools["index"].get("_class_name")
     if name in FAMILY.pipelines:
         return bool(name == CONDITION)
-    return not loaded.tools["scheduler"].get("use_dynamic_shifting", False)
+    return not pipeline.tools["scheduler"].get("use_dynamic_shifting", False)
 
 
-def _scaling(loaded: Loaded) -> float:
-    return float(loaded.configs["vae"].get("scaling_factor", 1.0))
+def _scaling(pipeline: Pipeline) -> float:
+    return float(pipeline.configs["vae"].get("scaling_factor", 1.0))

@@ -10,7 +10,7 @@ import torch
 
 from ....compat.device.execution import checked_leaves, execution_device, generator_for, placed, state_of
 from ....compat.device.vae_policy import Form
-from ...base import ImageCondition, Latents, Loaded, Progress, Prompt, PromptRequest, SampleSettings
+from ...base import ImageCondition, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings
 from ...family import Defaults, Family
 from ...memory.fit import recovery
 from ...memory.needs import beside_transformer
@@ -44,43 +44,43 @@ FAMILY = Family(
 )
 
 
-def encode_prompt(loaded: Loaded, request: PromptRequest, progress: Progress) -> Prompt:
+def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> Prompt:
     """T5 embeddings of both texts; an empty negative prompt is zeroed where the model's index says so."""
     from diffusers import MochiPipeline
 
-    zeroed = bool(loaded.tools["index"].get("force_zeros_for_empty_prompt", False))
-    positive, opposite = t5_embeds(loaded, MochiPipeline, request, progress, force_zeros_for_empty_prompt=zeroed)
+    zeroed = bool(pipeline.tools["index"].get("force_zeros_for_empty_prompt", False))
+    positive, opposite = t5_embeds(pipeline, MochiPipeline, request, progress, force_zeros_for_empty_prompt=zeroed)
     return Prompt(FAMILY.id, positive, opposite)
 
 
 prompt_from_core = t5_from_core
 
 
-def ratios(loaded: Loaded) -> tuple[int, int]:
+def ratios(pipeline: Pipeline) -> tuple[int, int]:
     """Pixels per latent row and column, and pixel frames per latent frame."""
     return SPATIAL_RATIO, TEMPORAL_RATIO
 
 
-def encode_video(loaded: Loaded, frames: torch.Tensor, seed: int, progress: Progress) -> torch.Tensor:
+def encode_video(pipeline: Pipeline, frames: torch.Tensor, seed: int, progress: Progress) -> torch.Tensor:
     """Latents (1, 12, T, H, W) in core's space, which for Mochi is the VAE's own."""
-    return encoded(loaded, frames, seed, progress)
+    return encoded(pipeline, frames, seed, progress)
 
 
 def sample(
-    loaded: Loaded, prompt: Prompt, image: ImageCondition | None, settings: SampleSettings, progress: Progress
+    pipeline: Pipeline, prompt: Prompt, image: ImageCondition | None, settings: SampleSettings, progress: Progress
 ) -> Latents:
     """Latents (1, 12, T, H / 8, W / 8) in core's space.
 
     Source: diffusers ``MochiPipeline.__call__``; equal to it in fp32.
     """
-    device = execution_device(loaded.residency)
+    device = execution_device(pipeline.offloader)
     generator = generator_for(settings.seed)
-    dtype, steps = loaded.precision.residual, settings.steps
-    schedule = schedule_for(loaded.tools["scheduler"], settings, steps, _levels, device)
+    dtype, steps = pipeline.precision.residual, settings.steps
+    schedule = schedule_for(pipeline.tools["scheduler"], settings, steps, _levels, device)
     noise = noise_for(latent_shape(settings), generator, device)
-    clean = None if settings.latents is None else _to_model(loaded, settings.latents.samples).to(device)
+    clean = None if settings.latents is None else _to_model(pipeline, settings.latents.samples).to(device)
     text = placed(batched(prompt, settings.cfg > 1.0), device, dtype)
-    held: Any = loaded.residency.hold("transformer", beside_transformer(loaded, settings), progress)
+    held: Any = pipeline.offloader.hold("transformer", beside_transformer(pipeline, settings), progress)
     with held as transformer, checked_leaves(transformer, progress.check), warnings.catch_warnings():
         # Its rotary embedding asks the CPU for an fp32 autocast, which is a no-op there, with a warning per step.
         warnings.filterwarnings("ignore", message="In CPU autocast")
@@ -107,11 +107,11 @@ def sample(
             schedule,
             predict,
             progress=progress,
-            again=recovery(loaded, progress),
+            again=recovery(pipeline, progress),
             kept=kept_part(settings, clean, noise),
         )
     return Latents(
-        _from_model(loaded, latents.cpu()),
+        _from_model(pipeline, latents.cpu()),
         FAMILY.id,
         "text",
         settings.frames,
@@ -123,9 +123,9 @@ def sample(
     )
 
 
-def decode(loaded: Loaded, latents: Latents, progress: Progress, form: Form | None = None) -> torch.Tensor:
+def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form | None = None) -> torch.Tensor:
     """Frames (F, H, W, 3) in 0..1."""
-    return decoded(loaded, latents.samples, progress, form)
+    return decoded(pipeline, latents.samples, progress, form)
 
 
 def latent_shape(settings: SampleSettings) -> tuple[int, ...]:
@@ -149,11 +149,11 @@ def _statistics(config: Mapping[str, Any]) -> tuple[torch.Tensor | float, torch.
     return torch.tensor(mean).view(column), torch.tensor(std).view(column), scale
 
 
-def _from_model(loaded: Loaded, latents: torch.Tensor) -> torch.Tensor:
-    mean, std, scale = _statistics(loaded.configs["vae"])
+def _from_model(pipeline: Pipeline, latents: torch.Tensor) -> torch.Tensor:
+    mean, std, scale = _statistics(pipeline.configs["vae"])
     return latents * std / scale + mean
 
 
-def _to_model(loaded: Loaded, latents: torch.Tensor) -> torch.Tensor:
-    mean, std, scale = _statistics(loaded.configs["vae"])
+def _to_model(pipeline: Pipeline, latents: torch.Tensor) -> torch.Tensor:
+    mean, std, scale = _statistics(pipeline.configs["vae"])
     return (latents - mean) * scale / std

@@ -17,7 +17,7 @@ from anygpu.compat.memory.adapters import Adapted
 from anygpu.host import core_outputs
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import FramePackSettings, SampleSettings, Silent
-from anygpu.pipelines.latents import convert as exchange
+from anygpu.pipelines.latents import convert as latent_format
 from anygpu.pipelines.loading import lora
 from safetensors.torch import save_file
 
@@ -31,13 +31,13 @@ SHAPES = {"ltx": (1, 128, 4, 2, 2), "hunyuan_video_15": (1, 32, 4, 4, 4), "mochi
 USUAL_SHAPE = (1, 16, 4, 8, 8)
 
 
-def ours(loaded: Any, prompt: Any, image: Any, frames: int) -> torch.Tensor:
+def ours(pipeline: Any, prompt: Any, image: Any, frames: int) -> torch.Tensor:
     """Latents of our own sampler at :data:`SIGMAS`, (1, C, T, H, W) in core's space."""
     settings = SampleSettings(64, 64, frames, seed=SEED, cfg=CFG, sigmas=SIGMAS, guidance=6.0, fps=25.0)
-    if loaded.family == "framepack":
+    if pipeline.family == "framepack":
         framepack = FramePackSettings(frames / 25.0, window=2)
-        return stages.sample_framepack(loaded, prompt, image, settings, framepack, Silent()).samples
-    return stages.sample(loaded, prompt, image, settings, Silent()).samples
+        return stages.sample_framepack(pipeline, prompt, image, settings, framepack, Silent()).samples
+    return stages.sample(pipeline, prompt, image, settings, Silent()).samples
 
 
 def cores(model: Any, positive: Any, negative: Any, noise: torch.Tensor, **chosen: Any) -> torch.Tensor:
@@ -52,50 +52,50 @@ def cores(model: Any, positive: Any, negative: Any, noise: torch.Tensor, **chose
 
 def prepared(name: str, **chosen: Any) -> tuple[Any, Any, Any, Any, Any, torch.Tensor]:
     """Pipeline, MODEL, prompt, picture, and the conditionings and noise for core's sampler."""
-    loaded = loaded_for(name, **chosen)
-    model, _ = core_outputs.beside(loaded)
-    prompt, image = encoded(loaded, name)
-    positive, negative = exchange.conditionings(prompt)
+    pipeline = loaded_for(name, **chosen)
+    model, _ = core_outputs.beside(pipeline)
+    prompt, image = encoded(pipeline, name)
+    positive, negative = latent_format.conditionings(prompt)
     generator = generator_for(SEED)
-    if loaded.family == "framepack":  # ours draws the start picture first; here it has no spread
+    if pipeline.family == "framepack":  # ours draws the start picture first; here it has no spread
         moments = image.tensors["start"].clone()
         moments[:, moments.shape[1] // 2 :] = -30.0
         image = replace(image, tensors={**image.tensors, "start": moments})
         torch.randn(1, moments.shape[1] // 2, *moments.shape[2:], generator=generator)
     if image is not None:
         positive, negative = (core_outputs.pictured(cond, image) for cond in (positive, negative))
-    return loaded, model, prompt, image, (positive, negative), generator
+    return pipeline, model, prompt, image, (positive, negative), generator
 
 
 def sampled_alike(name: str) -> dict[str, Any]:
     """Largest difference between our sampler and core's on one MODEL, and how large the latents are."""
-    loaded, model, prompt, image, conditionings, generator = prepared(name)
-    expected = ours(loaded, prompt, image, CASES[name][1])
-    noise = torch.randn(_noise_shape(loaded, expected), generator=generator)
+    pipeline, model, prompt, image, conditionings, generator = prepared(name)
+    expected = ours(pipeline, prompt, image, CASES[name][1])
+    noise = torch.randn(_noise_shape(pipeline, expected), generator=generator)
     found = cores(model, *conditionings, noise)
-    if loaded.family == "framepack":
+    if pipeline.family == "framepack":
         expected = expected[:, :, 1:]  # the start picture stands before what was sampled
     return {
         "different": float((found - expected).abs().max()),
         "scale": float(expected.abs().max()),
-        "loaded": [type(item.model.model).__name__ for item in management.current_loaded_models],
+        "pipeline": [type(item.model.model).__name__ for item in management.current_loaded_models],
         "device": bytes_on_device(),
         "size": model.model_size(),
     }
 
 
 def adapted_alike(name: str, weights: str, folder: str) -> dict[str, Any]:
-    """Our LoRAs in core's sampler and in ours, at full residency and at none, and what the MODEL is without them."""
-    loaded, model, prompt, image, conditionings, generator = prepared(name, weights=weights)
+    """Our LoRAs in core's sampler and in ours, at full offloader and at none, and what the MODEL is without them."""
+    pipeline, model, prompt, image, conditionings, generator = prepared(name, weights=weights)
     file = Path(folder, f"{name}.safetensors")
-    save_file(factors(loaded), file)
-    adapted = lora.with_lora(loaded, file, 0.5, "double", "separate", Silent())
+    save_file(factors(pipeline), file)
+    adapted = lora.with_lora(pipeline, file, 0.5, "double", "separate", Silent())
     adapted = lora.with_lora(adapted, file, 0.25, "double 0, rest", "merged", Silent())
     patched = core_outputs.adapted(adapted)
-    found: dict[str, Any] = {"read": "transformer" in loaded.parts}
+    found: dict[str, Any] = {"read": "transformer" in pipeline.parts}
     expected = ours(alone(adapted), prompt, image, CASES[name][1])
-    noise = torch.randn(_noise_shape(loaded, expected), generator=generator)
-    if loaded.family == "framepack":
+    noise = torch.randn(_noise_shape(pipeline, expected), generator=generator)
+    if pipeline.family == "framepack":
         expected = expected[:, :, 1:]  # the start picture stands before what was sampled
     found["scale"] = float(expected.abs().max())
     plain = cores(model, *conditionings, noise)
@@ -105,7 +105,7 @@ def adapted_alike(name: str, weights: str, folder: str) -> dict[str, Any]:
         found["streamed"] = bool(torch.equal(cores(patched, *conditionings, noise), full))
     found |= {key: float((a - b).abs().max()) for key, a, b in (("acts", full, plain), ("ours", full, expected))}
     names = set(model.model_state_dict())
-    separate = lora.with_lora(loaded, file, 1.0, "", "separate", Silent())
+    separate = lora.with_lora(pipeline, file, 1.0, "", "separate", Silent())
     ours(separate, prompt, image, CASES[name][1])  # leaves its layers on the transformer, which let everything pass
     found["named"] = set(model.model_state_dict()) == names
     found["beside"] = bool(torch.equal(cores(patched, *conditionings, noise), full))
@@ -116,13 +116,13 @@ def adapted_alike(name: str, weights: str, folder: str) -> dict[str, Any]:
 def alone(adapted: Any) -> Any:
     """The pipeline with all its LoRAs beside the weights, which packed ones take too."""
     chosen = tuple(replace(one, mode="separate") for one in lora.on(adapted))
-    worn = lora.LoRAs(chosen, adapted.precision.transformer)
-    return replace(adapted, residency=Adapted(adapted.residency.inner, adapted.parts, worn))
+    active_adapters = lora.LoRAs(chosen, adapted.precision.transformer)
+    return replace(adapted, offloader=Adapted(adapted.offloader.inner, adapted.parts, active_adapters))
 
 
-def _noise_shape(loaded: Any, samples: torch.Tensor) -> tuple[int, ...]:
+def _noise_shape(pipeline: Any, samples: torch.Tensor) -> tuple[int, ...]:
     shape = list(samples.shape)
-    if loaded.family == "framepack":
+    if pipeline.family == "framepack":
         shape[2] = 2
     return tuple(shape)
 
@@ -131,11 +131,11 @@ def decoded_alike(name: str) -> dict[str, Any]:
     """Our VAE in core's nodes: their frames and latents beside those of our own stages."""
     import nodes
 
-    loaded = loaded_for(name)
-    _, vae = core_outputs.beside(loaded)
-    prompt, image = encoded(loaded, name)
-    samples = ours(loaded, prompt, image, CASES[name][1])
-    frames = stages.decode(loaded, exchange.from_core(loaded, {"samples": samples}, print), Silent())
+    pipeline = loaded_for(name)
+    _, vae = core_outputs.beside(pipeline)
+    prompt, image = encoded(pipeline, name)
+    samples = ours(pipeline, prompt, image, CASES[name][1])
+    frames = stages.decode(pipeline, latent_format.from_core(pipeline, {"samples": samples}, print), Silent())
     (found,) = nodes.VAEDecode().decode(vae, {"samples": samples})
     (tiled,) = nodes.VAEDecodeTiled().decode(vae, {"samples": samples}, 64, 16, 8, 4)
     (latents,) = nodes.VAEEncode().encode(vae, frames)

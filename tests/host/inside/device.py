@@ -11,7 +11,7 @@ import comfy.model_management as management
 import torch
 from anygpu.host import memory_manager
 from anygpu.pipelines import stages, tiny
-from anygpu.pipelines.base import FramePackSettings, ImageRequest, Loaded, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.base import FramePackSettings, ImageRequest, Pipeline, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.tests.heavy import GREATER, build_heavy
 from simulated import accelerator
@@ -49,7 +49,7 @@ def played(scene: Callable[..., Any], arguments: dict[str, Any]) -> Any:
             gc.collect()
 
 
-def loaded_for(name: str, precision: str = "fp32", device: Any = None, heavy: bool = False, **chosen: Any) -> Loaded:
+def loaded_for(name: str, precision: str = "fp32", device: Any = None, heavy: bool = False, **chosen: Any) -> Pipeline:
     """The pipeline of a case, as the load node makes it; on the CPU without ComfyUI's manager where device says so.
 
     Args:
@@ -71,31 +71,31 @@ def heavy_folder(checkpoint: str) -> Path:
     return build_heavy(checkpoint, _folder[0])
 
 
-def encoded(loaded: Loaded, name: str, progress: Any = None) -> tuple[Any, Any]:
+def encoded(pipeline: Pipeline, name: str, progress: Any = None) -> tuple[Any, Any]:
     """Prompt and picture of a case."""
     progress, image = progress or Silent(), None
     if CASES[name][2]:
-        image = stages.encode_image(loaded, ImageRequest(PICTURE, SIDE, SIDE), "stretch", progress)
-    looks = "image" in stages.family_named(loaded.family).FAMILY.effective
+        image = stages.encode_image(pipeline, ImageRequest(PICTURE, SIDE, SIDE), "stretch", progress)
+    looks = "image" in stages.family_named(pipeline.family).FAMILY.effective
     request = PromptRequest("a red fox", "blurry", image=PICTURE if CASES[name][2] and looks else None)
-    return stages.encode_prompt(loaded, request, progress), image
+    return stages.encode_prompt(pipeline, request, progress), image
 
 
-def sampled(loaded: Loaded, name: str, progress: Any = None, **chosen: Any) -> Any:
+def sampled(pipeline: Pipeline, name: str, progress: Any = None, **chosen: Any) -> Any:
     """Latents of a case."""
     progress = progress or Silent()
-    prompt, image = encoded(loaded, name, progress)
+    prompt, image = encoded(pipeline, name, progress)
     settings = SampleSettings(SIDE, SIDE, CASES[name][1], **{"steps": 2, "seed": 3, "cfg": 2.0, **chosen})
-    if loaded.family == "framepack":
+    if pipeline.family == "framepack":
         framepack = FramePackSettings(CASES[name][1] / 30, window=2)
-        return stages.sample_framepack(loaded, prompt, image, settings, framepack, progress)
-    return stages.sample(loaded, prompt, image, settings, progress)
+        return stages.sample_framepack(pipeline, prompt, image, settings, framepack, progress)
+    return stages.sample(pipeline, prompt, image, settings, progress)
 
 
-def rendered(loaded: Loaded, name: str, progress: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+def rendered(pipeline: Pipeline, name: str, progress: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Latents and frames of one short run."""
-    latents = sampled(loaded, name, progress)
-    return latents.samples, stages.decode(loaded, latents, progress or Silent())
+    latents = sampled(pipeline, name, progress)
+    return latents.samples, stages.decode(pipeline, latents, progress or Silent())
 
 
 def on_host(name: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,7 +19,7 @@ import comfy_aimdo.model_vbar
 import torch
 from anygpu.host import core_outputs
 from anygpu.host.memory_manager import PartPatcher
-from anygpu.pipelines.latents import convert as exchange
+from anygpu.pipelines.latents import convert as latent_format
 from simulated import accelerator
 from torch import nn
 
@@ -81,24 +81,24 @@ def beside_core(name: str) -> dict[str, Any]:
     management.unload_all_models()
     found: dict[str, Any] = {"pages": comfy_aimdo.control.init_devices([0])}
     with dynamic_vram():
-        loaded = loaded_for(name, heavy=True)
-        model, vae = core_outputs.beside(loaded)
-        found["equal"] = [bool(torch.equal(sampled_from(loaded, name, given), expected))]
+        pipeline = loaded_for(name, heavy=True)
+        model, vae = core_outputs.beside(pipeline)
+        found["equal"] = [bool(torch.equal(sampled_from(pipeline, name, given), expected))]
         size = model.model_size()
         theirs = comfy.model_patcher.CoreModelPatcher(Chain(size), management.get_torch_device(), torch.device("cpu"))
-        ours = [*loaded.get_models(), vae.patcher, model, model.clone()]
+        ours = [*pipeline.get_models(), vae.patcher, model, model.clone()]
         found["theirs"] = [type(theirs).__name__, theirs.is_dynamic()]
         found["ours"] = sorted({type(patcher).__name__ for patcher in ours})
-        found["dynamic"] = any(item.is_dynamic() for item in (loaded, *ours))
+        found["dynamic"] = any(item.is_dynamic() for item in (pipeline, *ours))
         found["base"] = issubclass(PartPatcher, comfy.model_patcher.ModelPatcherDynamic)
         seen = []
         with accelerator.limit(int(1.5 * size) + RESERVE):
             for _ in range(2):
                 management.load_models_gpu([theirs])
                 seen.append([theirs.loaded_size() / size, model.loaded_size() / size])
-                found["equal"].append(bool(torch.equal(sampled_from(loaded, name, given), expected)))
+                found["equal"].append(bool(torch.equal(sampled_from(pipeline, name, given), expected)))
                 seen.append([theirs.loaded_size() / size, model.loaded_size() / size])
-            positive, negative = exchange.conditionings(given[0])
+            positive, negative = latent_format.conditionings(given[0])
             noise = torch.randn(expected.shape, generator=torch.Generator().manual_seed(4))
             short = cores(model, positive, negative, noise)
         management.unload_all_models()

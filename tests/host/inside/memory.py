@@ -30,21 +30,21 @@ from host.inside.sight import RESERVE, state
 
 def full_and_none(name: str) -> dict[str, Any]:
     """A case with room for everything, and under ``--novram``: differences from the CPU, peaks, what stays."""
-    loaded, before = loaded_for(name), bytes_on_device()
-    found: dict[str, Any] = {"offload": repr(loaded.residency), "full": distance(rendered(loaded, name), name)}
+    pipeline, before = loaded_for(name), bytes_on_device()
+    found: dict[str, Any] = {"offload": repr(pipeline.offloader), "full": distance(rendered(pipeline, name), name)}
     found["full_peak"] = accelerator.memory().peak_bytes
     management.unload_all_models()
-    found["left"], found["classes"] = bytes_on_device() - before, native(loaded)
+    found["left"], found["classes"] = bytes_on_device() - before, native(pipeline)
     accelerator.reset_peak()
     with state(vram_state=management.VRAMState.NO_VRAM):
-        found["none"] = distance(rendered(loaded, name), name)
+        found["none"] = distance(rendered(pipeline, name), name)
         found["none_peak"] = accelerator.memory().peak_bytes
     return found
 
 
-def native(loaded: Any) -> int:
+def native(pipeline: Any) -> int:
     """How many layers of the parts in memory have another class than they were read with."""
-    return sum(isinstance(leaf, CastLeaf) for part in loaded.parts.values() for leaf in part.modules())
+    return sum(isinstance(leaf, CastLeaf) for part in pipeline.parts.values() for leaf in part.modules())
 
 
 DEPTH = {"num_layers": 24, "num_single_layers": 12}  # weights far above activations
@@ -55,12 +55,12 @@ def deep(name: str, **chosen: Any) -> Any:
     from anygpu.compat.packages import attribute
     from anygpu.pipelines.registry import family_named
 
-    loaded = loaded_for(name, **chosen)
-    core_outputs.beside(loaded)
-    config = dict(loaded.configs["transformer"])
-    deeper = 2 if loaded.family == "framepack" else 1  # its history is many tokens
+    pipeline = loaded_for(name, **chosen)
+    core_outputs.beside(pipeline)
+    config = dict(pipeline.configs["transformer"])
+    deeper = 2 if pipeline.family == "framepack" else 1  # its history is many tokens
     depth = {key: value * deeper for key, value in DEPTH.items() if key in config}
-    kind: Any = attribute("diffusers", family_named(loaded.family).FAMILY.transformers[0])
+    kind: Any = attribute("diffusers", family_named(pipeline.family).FAMILY.transformers[0])
 
     def read(progress: Any) -> nn.Module:
         with torch.inference_mode(False), torch.random.fork_rng(devices=[]):
@@ -70,23 +70,23 @@ def deep(name: str, **chosen: Any) -> Any:
                 table.normal_(std=0.2)
             return module
 
-    loaded.parts.readers["transformer"] = read
-    return loaded
+    pipeline.parts.readers["transformer"] = read
+    return pipeline
 
 
 def shares(name: str, shares: list[float], weights: str = "auto") -> dict[str, Any]:
-    """Sampling under hard limits: shares of the weights, and what is on the device beside them at full residency.
+    """Sampling under hard limits: shares of the weights, and what is on the device beside them at full offloader.
 
     Where one layer is more than 5 % of the weights (HunyuanVideo 1.5 has one of a fixed width) it comes on top.
     """
-    loaded = deep(name, weights=weights)
-    encoded_once = encoded(loaded, name)
-    expected = sampled_from(loaded, name, encoded_once)
+    pipeline = deep(name, weights=weights)
+    encoded_once = encoded(pipeline, name)
+    expected = sampled_from(pipeline, name, encoded_once)
     management.unload_all_models()
     accelerator.reset_peak()
-    sampled_from(loaded, name, encoded_once)
-    peak, size = accelerator.memory().peak_bytes, loaded.residency.patcher.model_size()
-    largest = max(t.nbytes for t in loaded.parts["transformer"].parameters())
+    sampled_from(pipeline, name, encoded_once)
+    peak, size = accelerator.memory().peak_bytes, pipeline.offloader.patcher.model_size()
+    largest = max(t.nbytes for t in pipeline.parts["transformer"].parameters())
     found: dict[str, Any] = {
         "weights": size / peak,
         "largest": largest / size if largest > size / 20 else 0.0,
@@ -97,8 +97,8 @@ def shares(name: str, shares: list[float], weights: str = "auto") -> dict[str, A
         accelerator.reset_peak()
         accelerator.reset_traffic()
         with accelerator.limit(int(share * size) + peak - size + (largest if largest > size / 20 else 0)):
-            latents = sampled_from(loaded, name, encoded_once)
-            resident = loaded.residency.patcher.loaded_size()
+            latents = sampled_from(pipeline, name, encoded_once)
+            resident = pipeline.offloader.patcher.loaded_size()
         found["runs"].append(
             {
                 "share": share,
@@ -114,34 +114,34 @@ def shares(name: str, shares: list[float], weights: str = "auto") -> dict[str, A
     return found
 
 
-def sampled_from(loaded: Any, name: str, given: tuple[Any, Any]) -> torch.Tensor:
+def sampled_from(pipeline: Any, name: str, given: tuple[Any, Any]) -> torch.Tensor:
     """Latents of a case whose prompt and picture are encoded already."""
     settings = SampleSettings(64, 64, CASES[name][1], steps=2, seed=3, cfg=2.0)
-    if loaded.family == "framepack":
+    if pipeline.family == "framepack":
         framepack = FramePackSettings(CASES[name][1] / 30, window=2)
-        return stages.sample_framepack(loaded, *given, settings, framepack, Silent()).samples
-    return stages.sample(loaded, *given, settings, Silent()).samples
+        return stages.sample_framepack(pipeline, *given, settings, framepack, Silent()).samples
+    return stages.sample(pipeline, *given, settings, Silent()).samples
 
 
 def evictions(names: list[str], weights: str = "auto") -> dict[str, Any]:
     """Several pipelines in turn where only one fits, twice round, each then given up: results, what is left."""
-    loaded = {name: deep(name, weights=weights) for name in names}
-    given = {name: encoded(loaded[name], name) for name in names}
+    pipeline = {name: deep(name, weights=weights) for name in names}
+    given = {name: encoded(pipeline[name], name) for name in names}
     expected, sizes = {}, []
     for name in names:
         management.unload_all_models()
-        expected[name] = sampled_from(loaded[name], name, given[name])
-        sizes.append(loaded[name].residency.patcher.model_size())
+        expected[name] = sampled_from(pipeline[name], name, given[name])
+        sizes.append(pipeline[name].offloader.patcher.model_size())
     management.unload_all_models()
     before = bytes_on_device()
     equal, together = [], []
     with accelerator.limit(int(1.6 * max(sizes)) + RESERVE):
         for name in names * 2:
-            equal.append(bool(torch.equal(sampled_from(loaded[name], name, given[name]), expected[name])))
-            together.append(sum(pipeline.residency.patcher.loaded_size() for pipeline in loaded.values()))
-    alive = [weakref.ref(part) for pipeline in loaded.values() for part in pipeline.parts.values()]
+            equal.append(bool(torch.equal(sampled_from(pipeline[name], name, given[name]), expected[name])))
+            together.append(sum(pipe.offloader.patcher.loaded_size() for pipe in pipeline.values()))
+    alive = [weakref.ref(part) for pipe in pipeline.values() for part in pipe.parts.values()]
     on_device = bytes_on_device()
-    loaded.clear()
+    pipeline.clear()
     freed = bytes_on_device() - before  # before anything is collected
     gc.collect()
     return {
@@ -158,9 +158,9 @@ def evictions(names: list[str], weights: str = "auto") -> dict[str, Any]:
 def cancelled() -> dict[str, Any]:
     """Cancels inside a step, while weights move, and in core's sampler: what is left, and the next run."""
     name = "hunyuan_video"
-    loaded = deep(name)
-    given = encoded(loaded, name)
-    expected = sampled_from(loaded, name, given)
+    pipeline = deep(name)
+    given = encoded(pipeline, name)
+    expected = sampled_from(pipeline, name, given)
     management.unload_all_models()
     found: dict[str, Any] = {"empty": bytes_on_device()}
     for when, pattern, after in (("inside a step", "aten::addmm", 60), ("moving", "aten::copy_", 30)):
@@ -175,28 +175,28 @@ def cancelled() -> dict[str, Any]:
         management.unload_all_models()
         with accelerator.hook(pattern, before=press):
             try:
-                sampled_from(loaded, name, given)
+                sampled_from(pipeline, name, given)
                 found[when] = "not obeyed"
             except management.InterruptProcessingException:
                 found[when] = count - after
-        found[f"{when}, left"] = loaded.residency.patcher.loaded_size() / loaded.residency.patcher.model_size()
-        found[f"{when}, next"] = bool(torch.equal(sampled_from(loaded, name, given), expected))
+        found[f"{when}, left"] = pipeline.offloader.patcher.loaded_size() / pipeline.offloader.patcher.model_size()
+        found[f"{when}, next"] = bool(torch.equal(sampled_from(pipeline, name, given), expected))
     return found
 
 
 def out_of_memory() -> dict[str, Any]:
     """ComfyUI's own answer to running out of memory, and its Free buttons, then a run."""
     name = "ltx"
-    loaded = deep(name)
-    given = encoded(loaded, name)
-    expected = sampled_from(loaded, name, given)
-    resident = loaded.residency.patcher.loaded_size()
+    pipeline = deep(name)
+    given = encoded(pipeline, name)
+    expected = sampled_from(pipeline, name, given)
+    resident = pipeline.offloader.patcher.loaded_size()
     accelerator.reset_traffic()
     management.unload_all_models()  # what the executor does after an OutOfMemoryError, and /free
-    left, classes, copied = bytes_on_device(), native(loaded), accelerator.traffic().to_host_bytes
-    again = sampled_from(loaded, name, given)
-    home = {part: next(loaded.parts[part].parameters()).device.type for part in loaded.parts}
-    loaded.residency.release("transformer")
+    left, classes, copied = bytes_on_device(), native(pipeline), accelerator.traffic().to_host_bytes
+    again = sampled_from(pipeline, name, given)
+    home = {part: next(pipeline.parts[part].parameters()).device.type for part in pipeline.parts}
+    pipeline.offloader.release("transformer")
     return {
         "resident": resident,
         "left": left,
@@ -204,16 +204,16 @@ def out_of_memory() -> dict[str, Any]:
         "copied": copied,
         "equal": bool(torch.equal(again, expected)),
         "on": home["transformer"],
-        "released": next(loaded.parts["transformer"].parameters()).device.type,
+        "released": next(pipeline.parts["transformer"].parameters()).device.type,
     }
 
 
 def beside_core(name: str) -> dict[str, Any]:
     """A model of core's and ours in turn, where only one fits: each makes the other leave, results stay."""
-    loaded = deep(name)
-    given = encoded(loaded, name)
-    expected = sampled_from(loaded, name, given)
-    size = loaded.residency.patcher.model_size()
+    pipeline = deep(name)
+    given = encoded(pipeline, name)
+    expected = sampled_from(pipeline, name, given)
+    size = pipeline.offloader.patcher.model_size()
     width = int((size / 16) ** 0.5)
     core = nn.ModuleList(comfy.ops.manual_cast.Linear(width, width) for _ in range(4)).float()
     core.requires_grad_(False)
@@ -223,36 +223,36 @@ def beside_core(name: str) -> dict[str, Any]:
     with accelerator.limit(int(1.5 * size) + RESERVE):
         for _ in range(2):
             management.load_models_gpu([theirs])
-            seen.append((theirs.loaded_size() / theirs.model_size(), loaded.residency.patcher.loaded_size() / size))
-            equal.append(bool(torch.equal(sampled_from(loaded, name, given), expected)))
-            seen.append((theirs.loaded_size() / theirs.model_size(), loaded.residency.patcher.loaded_size() / size))
+            seen.append((theirs.loaded_size() / theirs.model_size(), pipeline.offloader.patcher.loaded_size() / size))
+            equal.append(bool(torch.equal(sampled_from(pipeline, name, given), expected)))
+            seen.append((theirs.loaded_size() / theirs.model_size(), pipeline.offloader.patcher.loaded_size() / size))
     return {"equal": equal, "seen": seen}
 
 
 def lora(name: str, weights: str = "auto") -> dict[str, Any]:
-    """Patches as core's LoRA nodes add them to our MODEL: at full and no residency, and gone afterwards."""
-    loaded = deep(name, weights=weights)
-    model = loaded.residency.patcher
-    given = encoded(loaded, name)
-    plain = sampled_from(loaded, name, given)
+    """Patches as core's LoRA nodes add them to our MODEL: at full and no offloader, and gone afterwards."""
+    pipeline = deep(name, weights=weights)
+    model = pipeline.offloader.patcher
+    given = encoded(pipeline, name)
+    plain = sampled_from(pipeline, name, given)
     keys = [key for key in model.model_state_dict() if key.endswith("to_q.weight")]
     generator = torch.Generator().manual_seed(5)
     changes = {key: (torch.randn(model.model_state_dict()[key].shape, generator=generator) * 0.1,) for key in keys}
     patched = model.clone()
     added = len(patched.add_patches(changes, 1.0))
-    loaded.residency.patchers["transformer"] = patched
-    full = sampled_from(loaded, name, given)
+    pipeline.offloader.patchers["transformer"] = patched
+    full = sampled_from(pipeline, name, given)
     with state(vram_state=management.VRAMState.NO_VRAM):
         management.unload_all_models()
-        streamed = sampled_from(loaded, name, given)
-    loaded.residency.patchers["transformer"] = model
+        streamed = sampled_from(pipeline, name, given)
+    pipeline.offloader.patchers["transformer"] = model
     return {
         "keys": len(keys),
         "first": keys[0],
         "added": added,
         "changes": float((full - plain).abs().max()),
         "streamed": float((streamed - full).abs().max()),
-        "undone": bool(torch.equal(sampled_from(loaded, name, given), plain)),
+        "undone": bool(torch.equal(sampled_from(pipeline, name, given), plain)),
     }
 
 
@@ -260,24 +260,24 @@ CODEC = "Q8_0"
 
 
 def packed(name: str, weights: str, folder: str) -> dict[str, Any]:
-    """Packed weights, encoders' too, with our own LoRA beside them: on the CPU, at full residency and at none."""
+    """Packed weights, encoders' too, with our own LoRA beside them: on the CPU, at full offloader and at none."""
     kept = {} if weights == CODEC else {"weights": weights, "text_weights": weights}
     found: dict[str, Any] = {}
     runs: dict[str, list[torch.Tensor]] = {}
     file = Path(folder, f"{name}.safetensors")
     for place in ("cpu", ""):
-        loaded = loaded_for(name, device=place, **kept)
+        pipeline = loaded_for(name, device=place, **kept)
         if weights == CODEC:
-            in_blocks(loaded.parts["transformer"])
+            in_blocks(pipeline.parts["transformer"])
         if not file.exists():
-            save_file(factors(loaded), file)
-        adapted = lora_nodes.with_lora(loaded, file, 0.8, "", "separate", Silent())
-        runs[place or "full"] = [sampled(pipeline, name).samples for pipeline in (loaded, adapted, loaded)]
-    layers = [leaf for part in loaded.parts.values() for leaf in part.modules() if isinstance(leaf, StoredLinear)]
+            save_file(factors(pipeline), file)
+        adapted = lora_nodes.with_lora(pipeline, file, 0.8, "", "separate", Silent())
+        runs[place or "full"] = [sampled(pipe, name).samples for pipe in (pipeline, adapted, pipeline)]
+    layers = [leaf for part in pipeline.parts.values() for leaf in part.modules() if isinstance(leaf, StoredLinear)]
     management.unload_all_models()
-    found |= {"layers": len(layers), "classes": native(loaded)}
+    found |= {"layers": len(layers), "classes": native(pipeline)}
     with state(vram_state=management.VRAMState.NO_VRAM):
-        runs["none"] = [sampled(pipeline, name).samples for pipeline in (loaded, adapted, loaded)]
+        runs["none"] = [sampled(pipe, name).samples for pipe in (pipeline, adapted, pipeline)]
         found["away"] = all(leaf.stored.device.type == "cpu" for leaf in layers)
     for place in ("full", "none"):
         pairs = zip(runs[place], runs["cpu"], strict=True)
@@ -287,16 +287,16 @@ def packed(name: str, weights: str, folder: str) -> dict[str, Any]:
 
 
 def narrow(name: str, folder: str) -> dict[str, Any]:
-    """A bf16 checkpoint that computes in fp32, its weights left to auto: at full residency, at none, on the CPU."""
+    """A bf16 checkpoint that computes in fp32, its weights left to auto: at full offloader, at none, on the CPU."""
     model = tiny.build(name, Path(folder), dtype=torch.bfloat16)
     dense = load(LoadRequest(model, precision="fp32", device="cpu"))
     request = LoadRequest(model, precision="fp32", device=memory_manager.compute_device())
-    loaded = load(request, None, memory_manager.make_room, memory_manager.managed)
-    expected, found = sampled(dense, name).samples, {"full": sampled(loaded, name).samples}
+    pipeline = load(request, None, memory_manager.make_room, memory_manager.managed)
+    expected, found = sampled(dense, name).samples, {"full": sampled(pipeline, name).samples}
     management.unload_all_models()
     with state(vram_state=management.VRAMState.NO_VRAM):
-        found["none"] = sampled(loaded, name).samples
-    layers = [leaf for part in loaded.parts.values() for leaf in part.modules() if isinstance(leaf, StoredLinear)]
+        found["none"] = sampled(pipeline, name).samples
+    layers = [leaf for part in pipeline.parts.values() for leaf in part.modules() if isinstance(leaf, StoredLinear)]
     return {
         "dtypes": sorted({str(leaf.stored.dtype) for leaf in layers}),
         "packed": sum(isinstance(leaf, StoredLinear) for leaf in dense.parts["transformer"].modules()),
@@ -316,10 +316,10 @@ def in_blocks(module: nn.Module) -> None:
                 pack(layer, rows, None, layer.weight.dtype, CODEC)
 
 
-def factors(loaded: Any) -> dict[str, torch.Tensor]:
+def factors(pipeline: Any) -> dict[str, torch.Tensor]:
     """A LoRA over every layer of a transformer."""
     generator, tensors = torch.Generator().manual_seed(5), {}
-    for name, (rows, *inside) in lora_nodes.layers_of(loaded).items():
+    for name, (rows, *inside) in lora_nodes.layers_of(pipeline).items():
         tensors[f"{name}.lora_A.weight"] = torch.randn(4, *inside, generator=generator) * 0.1
         tensors[f"{name}.lora_B.weight"] = torch.randn(rows, 4, *[1] * (len(inside) - 1), generator=generator) * 0.1
     return tensors
@@ -327,11 +327,11 @@ def factors(loaded: Any) -> dict[str, torch.Tensor]:
 
 def many(name: str, runs: int) -> dict[str, Any]:
     """One pipeline, run after run: bytes on the device after the first and the last, and ComfyUI's list."""
-    loaded = loaded_for(name)
-    rendered(loaded, name)
+    pipeline = loaded_for(name)
+    rendered(pipeline, name)
     first, objects = bytes_on_device(), len(gc.get_objects()) if gc.collect() >= 0 else 0
     for _ in range(runs):
-        rendered(loaded, name)
+        rendered(pipeline, name)
     last = bytes_on_device()
     gc.collect()
     grown = len(gc.get_objects()) - objects
@@ -341,20 +341,20 @@ def many(name: str, runs: int) -> dict[str, Any]:
 
 def handle(name: str) -> dict[str, Any]:
     """What ComfyUI's caches see of a pipeline."""
-    loaded = loaded_for(name)
-    read = list(loaded.parts)
-    seen = comfy.model_patcher.is_model_patcher_output(loaded)
-    model, vae = core_outputs.beside(loaded)
-    lazily = list(loaded.parts)
-    rendered(loaded, name)
+    pipeline = loaded_for(name)
+    read = list(pipeline.parts)
+    seen = comfy.model_patcher.is_model_patcher_output(pipeline)
+    model, vae = core_outputs.beside(pipeline)
+    lazily = list(pipeline.parts)
+    rendered(pipeline, name)
     return {
         "read": read,
         "lazily": lazily,
         "seen": seen,
-        "dynamic": loaded.is_dynamic(),
-        "models": sorted(type(patcher.model).__name__ for patcher in loaded.get_models()),
-        "one": model is loaded.patcher and vae.patcher in loaded.get_models(),
-        "text": repr(loaded),
+        "dynamic": pipeline.is_dynamic(),
+        "models": sorted(type(patcher.model).__name__ for patcher in pipeline.get_models()),
+        "one": model is pipeline.patcher and vae.patcher in pipeline.get_models(),
+        "text": repr(pipeline),
     }
 
 
@@ -364,22 +364,22 @@ class Said(Silent):
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def say(self, text: str) -> None:
+    def notify(self, text: str) -> None:
         self.lines.append(text)
 
 
 def shortage() -> dict[str, Any]:
     """Memory runs out twice inside a step, beside another model on the device."""
     name, steps = "hunyuan_video", 3
-    loaded = deep(name)
-    prompt, image = encoded(loaded, name)
+    pipeline = deep(name)
+    prompt, image = encoded(pipeline, name)
     settings = SampleSettings(64, 64, CASES[name][1], steps=steps, seed=3)
-    expected = stages.sample(loaded, prompt, image, settings, Silent()).samples
+    expected = stages.sample(pipeline, prompt, image, settings, Silent()).samples
     other = loaded_for("ltx")
-    with other.residency.hold("transformer"):
+    with other.offloader.hold("transformer"):
         pass
     calls, failing = 0, {2: "first", 3: "second"}
-    transformer = loaded.parts["transformer"]
+    transformer = pipeline.parts["transformer"]
 
     def counted(_module: nn.Module, _inputs: Any) -> None:
         nonlocal calls
@@ -390,23 +390,23 @@ def shortage() -> dict[str, Any]:
     hook = transformer.register_forward_pre_hook(counted)
     progress = Said()
     try:
-        found = stages.sample(loaded, prompt, image, settings, progress).samples
+        found = stages.sample(pipeline, prompt, image, settings, progress).samples
     finally:
         hook.remove()
-    patcher = loaded.residency.patcher
+    patcher = pipeline.offloader.patcher
     return {
         "equal": bool(torch.equal(found, expected)),
         "calls": calls,
         "steps": steps,
         "said": [line for line in progress.lines if "ran out of memory" in line],
         "resident": patcher.loaded_size() / patcher.model_size(),
-        "moved": loaded.residency.account.moved_bytes,
+        "moved": pipeline.offloader.memory_stats.moved_bytes,
     }
 
 
 def locked() -> dict[str, list[int]]:
     """How many weights ComfyUI was to lock in host memory while a transformer streams and leaves; a clone too."""
-    residency: Any = memory_manager.manager_of(loaded_for("ltx"))
+    offloader: Any = memory_manager.manager_of(loaded_for("ltx"))
     found: dict[str, list[int]] = {}
     count = 0
 
@@ -416,10 +416,10 @@ def locked() -> dict[str, list[int]]:
         return False
 
     for kind in (PLAIN, DISK):
-        residency.patchers.clear()
-        residency.terms = replace(residency.terms, host=HostWeights({"transformer": kind}))
+        offloader.patchers.clear()
+        offloader.terms = replace(offloader.terms, host=HostWeights({"transformer": kind}))
         found[kind] = []
-        for patcher in (residency.patcher, residency.patcher.clone()):
+        for patcher in (offloader.patcher, offloader.patcher.clone()):
             for room in (1.0, 1e12):
                 count = 0
                 with state(pin_memory=lock), torch.inference_mode(False), torch.no_grad():
@@ -433,8 +433,8 @@ def locked() -> dict[str, list[int]]:
 
 def dense_asked() -> dict[str, Any]:
     """How often packed layers are made dense while a part comes and leaves, and where their weight is said to be."""
-    loaded = loaded_for("ltx", weights="fp8")
-    patcher = loaded.residency.patcher
+    pipeline = loaded_for("ltx", weights="fp8")
+    patcher = pipeline.offloader.patcher
     layers = [leaf for leaf in patcher.model.fill().modules() if isinstance(leaf, StoredLinear)]
     counts, dense = [0], StoredLinear.dense
 
@@ -460,15 +460,15 @@ def dense_asked() -> dict[str, Any]:
 
 def one_dead() -> list[int]:
     """Bytes that ComfyUI could take, without and with a patcher in its list that nobody holds any more."""
-    loaded = loaded_for("ltx")
-    with loaded.residency.hold("transformer"):
+    pipeline = loaded_for("ltx")
+    with pipeline.offloader.hold("transformer"):
         found = [memory_manager.evictable_bytes()]
     gone = comfy.model_patcher.ModelPatcher(nn.Linear(2, 2), management.get_torch_device(), torch.device("cpu"))
     item = management.LoadedModel(gone)
     management.current_loaded_models.append(item)
     del gone
     try:
-        return [*found, memory_manager.evictable_bytes(), loaded.residency.patcher.loaded_size()]
+        return [*found, memory_manager.evictable_bytes(), pipeline.offloader.patcher.loaded_size()]
     finally:
         management.current_loaded_models.remove(item)
 
@@ -477,7 +477,7 @@ def refused_once() -> dict[str, Any]:
     """Memory runs out once while a part moves, then another model comes: shares on the device as stages go by."""
     ours, other = loaded_for("ltx"), loaded_for("mochi")
     management.unload_all_models()
-    patchers, seen, left = [pipeline.residency.patcher for pipeline in (ours, other)], [], 1
+    patchers, seen, left = [pipe.offloader.patcher for pipe in (ours, other)], [], 1
 
     def full(_operator: str, _arguments: list[Any]) -> None:
         nonlocal left
@@ -485,24 +485,24 @@ def refused_once() -> dict[str, Any]:
             left -= 1
             raise torch.OutOfMemoryError("acc out of memory. Tried to allocate 2.00 MiB.")
 
-    def held(pipeline: Any) -> None:
-        with pipeline.residency.hold("transformer"):
+    def held(pipe: Any) -> None:
+        with pipe.offloader.hold("transformer"):
             seen.append([patcher.loaded_size() / patcher.model_size() for patcher in patchers])
 
     with accelerator.hook("aten::copy_", before=full):
         held(ours)
-    for pipeline in (other, ours):
-        held(pipeline)
+    for pipe in (other, ours):
+        held(pipe)
     return {"seen": seen, "sprung": not left}
 
 
 def flagged(flag: str, weights: str = "auto") -> dict[str, Any]:
     """Sampling as ``--lowvram``, ``--reserve-vram`` or ``--disable-smart-memory`` would have it."""
     name = "ltx"
-    loaded = deep(name, weights=weights)
-    given = encoded(loaded, name)
-    expected = sampled_from(loaded, name, given)
-    size, reserve = loaded.residency.patcher.model_size(), 0
+    pipeline = deep(name, weights=weights)
+    given = encoded(pipeline, name)
+    expected = sampled_from(pipeline, name, given)
+    size, reserve = pipeline.offloader.patcher.model_size(), 0
     management.unload_all_models()
     changes: dict[str, Any] = {"vram_state": management.VRAMState.LOW_VRAM}
     if flag == "reserve":
@@ -514,7 +514,7 @@ def flagged(flag: str, weights: str = "auto") -> dict[str, Any]:
     elif flag == "disable-smart-memory":
         changes = {"DISABLE_SMART_MEMORY": True}
     with state(**changes), accelerator.limit(int(1.3 * size) + RESERVE):
-        found = sampled_from(loaded, name, given)
+        found = sampled_from(pipeline, name, given)
         free = torch.acc.mem_get_info()[0]
     return {"equal": bool(torch.equal(found, expected)), "free": free, "reserve": reserve}
 
@@ -522,11 +522,11 @@ def flagged(flag: str, weights: str = "auto") -> dict[str, Any]:
 def apart() -> dict[str, Any]:
     """Text encoders on the CPU, the rest on the device."""
     name = "ltx"
-    loaded = loaded_for(name, devices={"text_encoder": "cpu"})
+    pipeline = loaded_for(name, devices={"text_encoder": "cpu"})
     before = accelerator.traffic().to_device_bytes
-    prompt, image = encoded(loaded, name)
+    prompt, image = encoded(pipeline, name)
     text = accelerator.traffic().to_device_bytes - before
     settings = SampleSettings(64, 64, CASES[name][1], steps=2, seed=3)
-    latents = stages.sample(loaded, prompt, image, settings, Silent()).samples
-    devices = [loaded.residency.device_of(part).type for part in ("text_encoder", "transformer")]
+    latents = stages.sample(pipeline, prompt, image, settings, Silent()).samples
+    devices = [pipeline.offloader.device_of(part).type for part in ("text_encoder", "transformer")]
     return {"devices": devices, "text_bytes": text, "finite": bool(torch.isfinite(latents).all())}

@@ -20,10 +20,10 @@ def refused(limit: int = 0, **chosen: Any) -> str:
     name = "ltx"
     with accelerator.limit(limit or 1 << 40):
         try:
-            loaded = loaded_for(name, heavy=True, **chosen)
+            pipeline = loaded_for(name, heavy=True, **chosen)
         except PackError as error:
             return str(error)
-        assert not list(loaded.parts), "a part was read"
+        assert not list(pipeline.parts), "a part was read"
     return ""
 
 
@@ -38,7 +38,7 @@ def offload_changed() -> dict[str, Any]:
         back = stages.decode(hosted, sampled(other, name), Silent())
         different[f"{mode}, back"] = float((back - expected).abs().max())
         for part in list(other.parts):
-            other.residency.release(part)
+            other.offloader.release(part)
     management.unload_all_models()
     return {"different": different, "left": bytes_on_device()}
 
@@ -55,18 +55,18 @@ def shared_part() -> dict[str, Any]:
     size = sum(tensor.nbytes for tensor in transformer.parameters())
     equal, held = [], []
 
-    def run(loaded: Any) -> None:
-        equal.append(bool(torch.equal(sampled_from(loaded, name, given), expected)))
+    def run(pipeline: Any) -> None:
+        equal.append(bool(torch.equal(sampled_from(pipeline, name, given), expected)))
         held.append(bytes_on_device() / size)
 
-    for loaded in (one, other, one):
-        run(loaded)
+    for pipeline in (one, other, one):
+        run(pipeline)
     with accelerator.limit(int(0.6 * size)):
-        for loaded in (other, one, other):
-            run(loaded)
+        for pipeline in (other, one, other):
+            run(pipeline)
     management.unload_all_models()
     run(one)
-    del loaded, other
+    del pipeline, other
     run(one)
     management.unload_all_models()
     return {"equal": equal, "held": held, "left": bytes_on_device(), "classes": native(one)}

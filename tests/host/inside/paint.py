@@ -45,7 +45,7 @@ def streamed(paint: str, delight: str) -> dict[str, Any]:
     """Texturing with room for everything, for 60 % of that, and for nothing: what differs from the CPU, and peaks."""
     wanted = textured(loaded_for(paint, "cpu"), loaded_for(delight, "cpu"))
     pipelines = loaded_for(paint), loaded_for(delight)
-    found: dict[str, Any] = {"offload": repr(pipelines[0].residency)}
+    found: dict[str, Any] = {"offload": repr(pipelines[0].offloader)}
 
     def run(name: str) -> None:
         accelerator.reset_peak()

@@ -18,7 +18,7 @@ from simulated import accelerator
 from simulated.peers import WAYS, offloaded
 
 from host.inside.device import SIDE, heavy_folder, loaded_for, rendered
-from host.inside.whole import full_residency
+from host.inside.whole import full_offloader
 
 NAME, FRAMES = "ltx", 9
 BY_HAND = "by hand"
@@ -28,17 +28,17 @@ Run = Callable[[], torch.Tensor]
 
 def compared(shares: list[float]) -> dict[str, Any]:
     """A row per way: bytes at the peak, to the device in the first and the second run, back, and kept afterwards."""
-    loaded = loaded_for(NAME, heavy=True)
-    full, expected = full_residency(loaded, NAME), rendered(loaded, NAME)[1]
-    del loaded
+    pipeline = loaded_for(NAME, heavy=True)
+    full, expected = full_offloader(pipeline, NAME), rendered(pipeline, NAME)[1]
+    del pipeline
     rows = [*(_ours(share, full, expected) for share in shares), *(_bare(way, expected) for way in (BY_HAND, *WAYS))]
     return {"full": full, "torch": torch.__version__, "comfyui": comfyui_version.__version__, "rows": rows}
 
 
 def _ours(share: float, full: int, expected: torch.Tensor) -> dict[str, Any]:
-    loaded = loaded_for(NAME, heavy=True)
+    pipeline = loaded_for(NAME, heavy=True)
     with accelerator.limit(int(share * full)):
-        return _row(f"AnyGPU, comfyui, {share:.0%}", lambda: rendered(loaded, NAME)[1], expected)
+        return _row(f"AnyGPU, comfyui, {share:.0%}", lambda: rendered(pipeline, NAME)[1], expected)
 
 
 def _bare(way: str, expected: torch.Tensor) -> dict[str, Any]:

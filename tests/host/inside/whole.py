@@ -11,7 +11,7 @@ import torch
 from anygpu.compat.device.execution import generator_for
 from anygpu.host import core_outputs
 from anygpu.pipelines import stages
-from anygpu.pipelines.latents import convert as exchange
+from anygpu.pipelines.latents import convert as latent_format
 from anygpu.pipelines.memory.estimates import Size, forecast
 from simulated import accelerator
 
@@ -39,29 +39,29 @@ def core_decoded(vae: Any) -> torch.Tensor:
     return found
 
 
-def full_residency(loaded: Any, name: str) -> int:
+def full_offloader(pipeline: Any, name: str) -> int:
     """Bytes of a run with every part on the device: all weights and the largest activations."""
-    weights = sum(part.total for part in loaded.weights.values())
-    needs = forecast(loaded, Size(64, 64, CASES[name][1], True, 2), "none").stages
+    weights = sum(part.total for part in pipeline.weights.values())
+    needs = forecast(pipeline, Size(64, 64, CASES[name][1], True, 2), "none").stages
     return weights + max(need.activations for need in needs)
 
 
-def interleaved(loaded: Any, name: str, vae: Any) -> tuple[list[torch.Tensor], list[str]]:
+def interleaved(pipeline: Any, name: str, vae: Any) -> tuple[list[torch.Tensor], list[str]]:
     """Latents, core's picture, frames, and what was said: text and sampling, then core's VAE, then our decode."""
     progress = Said()
-    latents = sampled(loaded, name, progress)
+    latents = sampled(pipeline, name, progress)
     picture = core_decoded(vae)
-    frames = stages.decode(loaded, latents, progress)
+    frames = stages.decode(pipeline, latents, progress)
     return [latents.samples, picture, frames], progress.lines
 
 
 def at_shares(name: str, shares: list[float]) -> dict[str, Any]:
-    """Whole runs under hard limits, as shares of the full residency: results, peaks, traffic, refused allocations."""
-    loaded, vae = loaded_for(name, heavy=True), core_vae()
-    expected, _ = interleaved(loaded, name, vae)
-    full = full_residency(loaded, name)
+    """Whole runs under hard limits, as shares of the full offloader: results, peaks, traffic, refused allocations."""
+    pipeline, vae = loaded_for(name, heavy=True), core_vae()
+    expected, _ = interleaved(pipeline, name, vae)
+    full = full_offloader(pipeline, name)
     found: dict[str, Any] = {
-        "weights": sum(part.total for part in loaded.weights.values()) / full,
+        "weights": sum(part.total for part in pipeline.weights.values()) / full,
         "core": vae.patcher.model_size() / full,
         "runs": [],
     }
@@ -71,7 +71,7 @@ def at_shares(name: str, shares: list[float]) -> dict[str, Any]:
         accelerator.reset_traffic()
         refused = accelerator.memory().refusals
         with accelerator.limit(int(share * full)):
-            results, said = interleaved(loaded, name, vae)
+            results, said = interleaved(pipeline, name, vae)
         found["runs"].append(
             {
                 "share": share,
@@ -95,10 +95,10 @@ def core_streamed(name: str) -> dict[str, Any]:
     """
     import nodes
 
-    loaded = loaded_for(name, heavy=True)
-    model, vae = core_outputs.beside(loaded)
-    prompt, image = encoded(loaded, name)
-    conditionings = exchange.conditionings(prompt)
+    pipeline = loaded_for(name, heavy=True)
+    model, vae = core_outputs.beside(pipeline)
+    prompt, image = encoded(pipeline, name)
+    conditionings = latent_format.conditionings(prompt)
     if image is not None:
         conditionings = tuple(core_outputs.pictured(cond, image) for cond in conditionings)
     noise = torch.randn(SHAPES.get(name, USUAL_SHAPE), generator=generator_for(SEED))
@@ -110,7 +110,7 @@ def core_streamed(name: str) -> dict[str, Any]:
     expected = run()
     management.unload_all_models()
     refused, found = accelerator.memory().refusals, {}
-    with accelerator.limit(int(0.4 * full_residency(loaded, name))):
+    with accelerator.limit(int(0.4 * full_offloader(pipeline, name))):
         found["40 %"] = run()
         resident = model.loaded_size() / model.model_size()
     management.unload_all_models()
@@ -139,17 +139,17 @@ MOMENTS: dict[str, tuple[str, str, int]] = {  # stage -> part, operator, which o
 
 def starved(name: str) -> dict[str, Any]:
     """Memory runs out once at each moment of a run, which goes on by itself: what was said, how results differ."""
-    loaded, vae = loaded_for(name, heavy=True), core_vae()
-    expected, _ = interleaved(loaded, name, vae)
+    pipeline, vae = loaded_for(name, heavy=True), core_vae()
+    expected, _ = interleaved(pipeline, name, vae)
     found: dict[str, Any] = {}
     for moment, (part, pattern, which) in MOMENTS.items():
         management.unload_all_models()
         if which < 0:
-            which += 1 + _operators(loaded, name, part, pattern)
+            which += 1 + _operators(pipeline, name, part, pattern)
             management.unload_all_models()
-        trap = Trap(loaded, part, which)
+        trap = Trap(pipeline, part, which)
         with accelerator.hook(pattern, before=trap):
-            results, said = interleaved(loaded, name, vae)
+            results, said = interleaved(pipeline, name, vae)
         found[moment] = {
             "sprung": trap.sprung,
             "said": said,
@@ -161,11 +161,11 @@ def starved(name: str) -> dict[str, Any]:
 class Trap:
     """Raises as a full device does before the ``which``-th operator that it sees while ``part`` is in use."""
 
-    def __init__(self, loaded: Any, part: str, which: int) -> None:
-        self.loaded, self.part, self.which, self.seen, self.sprung = loaded, part, which, 0, False
+    def __init__(self, pipeline: Any, part: str, which: int) -> None:
+        self.pipeline, self.part, self.which, self.seen, self.sprung = pipeline, part, which, 0, False
 
     def __call__(self, _operator: str, _arguments: list[Any]) -> None:
-        patcher = self.loaded.residency.patchers.get(self.part)
+        patcher = self.pipeline.offloader.patchers.get(self.part)
         if patcher is None or (patcher.beside is None and not _newest(patcher)):
             return
         self.seen += 1
@@ -180,9 +180,9 @@ def _newest(patcher: Any) -> bool:
     return bool(listed) and listed[0].model is patcher
 
 
-def _operators(loaded: Any, name: str, part: str, pattern: str) -> int:
+def _operators(pipeline: Any, name: str, part: str, pattern: str) -> int:
     """How many operators a whole run has while ``part`` is in use."""
-    trap = Trap(loaded, part, -1)
+    trap = Trap(pipeline, part, -1)
     with accelerator.hook(pattern, before=trap):
-        sampled(loaded, name)
+        sampled(pipeline, name)
     return trap.seen

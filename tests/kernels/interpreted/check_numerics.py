@@ -11,8 +11,8 @@ import pytest
 import torch
 from anygpu.kernels import activation, group_norm, norm, residual, rope
 from anygpu.kernels.library import DTYPES, TRITON, interpreting
+from anygpu.kernels.self_tests import self_tests
 from anygpu.kernels.terms import LAYER, RMS, Gate, GroupNorm, Modulation, Norm, Pair, Tables
-from anygpu.kernels.trials import trials
 from torch import Tensor
 from torch.nn import functional
 
@@ -175,9 +175,9 @@ def test_error_is_not_above_eagers(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_trial_is_right(dtype: torch.dtype) -> None:
     """What ``anygpu report --kernels`` and the probe run."""
-    from anygpu.kernels import trials as module
+    from anygpu.kernels import self_tests as module
 
-    found = [trial for trial in trials(torch.device("cpu"), TRITON) if trial.dtype == dtype]
+    found = [trial for trial in self_tests(torch.device("cpu"), TRITON) if trial.dtype == dtype]
     assert len(found) == len(module._calls(torch.device("cpu"), dtype)) == 9
     assert all(trial.launched and trial.right for trial in found), [str(trial) for trial in found]
 

@@ -33,24 +33,24 @@ _wanted: dict[str, torch.Tensor] = {}
 
 def wanted(folder) -> torch.Tensor:
     if folder.name not in _wanted:
-        loaded = load_paint(PaintRequest(folder, precision="fp32", device="cpu"))
-        _wanted[folder.name] = paint_views(loaded, INPUTS, SETTINGS).views
+        pipeline = load_paint(PaintRequest(folder, precision="fp32", device="cpu"))
+        _wanted[folder.name] = paint_views(pipeline, INPUTS, SETTINGS).views
     return _wanted[folder.name]
 
 
 def painted(folder, device, offload):
-    loaded = load_paint(PaintRequest(folder, precision="fp32", offload=offload, device=device))
-    return loaded, [paint_views(loaded, INPUTS, SETTINGS).views for _ in range(2)]
+    pipeline = load_paint(PaintRequest(folder, precision="fp32", offload=offload, device=device))
+    return pipeline, [paint_views(pipeline, INPUTS, SETTINGS).views for _ in range(2)]
 
 
 @pytest.mark.parametrize("offload", MODES)
 def test_paint_twice_in_a_row(acc, paint_folder, offload):  # noqa: F811
-    loaded, found = painted(paint_folder, acc, offload)
+    pipeline, found = painted(paint_folder, acc, offload)
     for views in found:
         assert views.device == HOST
         assert (views - wanted(paint_folder)).abs().max() <= ROUNDING
     if offload == "model":
-        del found, loaded
+        del found, pipeline
         assert accelerator.memory().allocated_bytes == 0
 
 
@@ -66,17 +66,17 @@ def test_delight(acc, delight_folder, offload):  # noqa: F811
     settings = DelightSettings(size=64, steps=2, text=torch.ones(1, 7, 64))
     found = []
     for device, mode in (("cpu", "auto"), (acc, offload)):
-        loaded = load_paint(PaintRequest(delight_folder, precision="fp32", offload=mode, device=device))
-        found.append(delight_image(loaded, INPUTS.references, settings))
+        pipeline = load_paint(PaintRequest(delight_folder, precision="fp32", offload=mode, device=device))
+        found.append(delight_image(pipeline, INPUTS.references, settings))
     assert (found[0] - found[1]).abs().max() <= ROUNDING
 
 
 def test_inputs_where_the_module_seems_to_be_break_without_us(acc, paint_folder):  # noqa: F811
     """What users report: inputs that follow a module's own device instead of the one it executes on."""
-    loaded = load_paint(PaintRequest(paint_folder, precision="fp32", offload="none", device=acc))
+    pipeline = load_paint(PaintRequest(paint_folder, precision="fp32", offload="none", device=acc))
     with (
         torch.no_grad(),
-        loaded.residency.hold("reference") as stream,
+        pipeline.offloader.hold("reference") as stream,
         pytest.raises(RuntimeError, match=r"same device|should be the same"),
     ):
         stream(torch.zeros(1, 1, 4, 8, 8))

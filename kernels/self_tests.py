@@ -20,7 +20,7 @@ ALLOWED = {torch.float32: 4, torch.float16: 1, torch.bfloat16: 1}
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class SelfTest:
     """What one operation did on a device.
 
     Args:
@@ -48,8 +48,8 @@ class Trial:
         return f"{self.name} {str(self.dtype).removeprefix('torch.')}: {verdict} ({how}, {found})"
 
 
-def trials(device: torch.device, form: str = AUTO, only: str = "") -> Iterator[Trial]:
-    """One :class:`Trial` for each operation and dtype; ``only`` names one operation."""
+def self_tests(device: torch.device, form: str = AUTO, only: str = "") -> Iterator[SelfTest]:
+    """One :class:`SelfTest` for each operation and dtype; ``only`` names one operation."""
     for dtype in DTYPES:
         for name, (call, reference) in _calls(device, dtype).items():
             if not only or name == only:
@@ -63,7 +63,7 @@ def _tried(
     reference: Callable[[], Any],
     device: torch.device,
     form: str,
-) -> Trial:
+) -> SelfTest:
     bound = ALLOWED[dtype] * torch.finfo(dtype).eps
     started = time.perf_counter()
     try:
@@ -71,11 +71,13 @@ def _tried(
         found = [tensor.cpu() for tensor in _all(call(form=form))]
     except (RuntimeError, ImportError, OSError, TypeError, ValueError, AttributeError) as error:
         # A toolchain can be broken in any way: whatever it raises is the answer, and it belongs to this operation.
-        return Trial(name, dtype, False, float("inf"), bound, 0.0, f"{type(error).__name__}: {error}".splitlines()[0])
+        return SelfTest(
+            name, dtype, False, float("inf"), bound, 0.0, f"{type(error).__name__}: {error}".splitlines()[0]
+        )
     spent = 1e3 * (time.perf_counter() - started)
     pairs = zip(found, _all(reference()), strict=True)
     worst = max(float((a.double() - b).abs().max() / b.abs().max()) for a, b in pairs)
-    return Trial(name, dtype, launched, worst if worst == worst else float("inf"), bound, round(spent, 3))
+    return SelfTest(name, dtype, launched, worst if worst == worst else float("inf"), bound, round(spent, 3))
 
 
 def _all(found: Any) -> tuple[Tensor, ...]:
