@@ -286,7 +286,8 @@ def test_triton_is_asked_with_the_device_and_not_imported_where_it_cannot_launch
     code = (
         "import sys; from anygpu.compat.device.probe_results import probe_results_of;"
         "from anygpu.compat.device.facts import facts_for;"
-        "found = probe_results_of(facts_for('cpu'))['triton']; print(found.status, found.detail, 'triton' in sys.modules)"
+        "found = probe_results_of(facts_for('cpu'))['triton'];"
+        "print(found.status, found.detail, 'triton' in sys.modules)"
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert told.startswith("unusable") and told.endswith("False\n")

@@ -1,0 +1,1 @@
+"""Results recorded bit for bit, and what compares them: see record.py."""
