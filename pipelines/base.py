@@ -17,8 +17,10 @@ from torch import nn
 
 from ..compat.memory.parts import Hosted, Parts
 from ..compat.memory.parts import Silent as Silent
+from .family import FamilySpec
 
 LATENT_VERSION = 1
+SECTION_ORDERS = ("inverted_anti_drifting", "vanilla")  # from the end of the film, from its start; grows at the end
 
 
 class Progress(Protocol):
@@ -65,7 +67,7 @@ class Pipeline(Hosted):
     bytes of each part, for forecasts (``pipelines.memory.estimates``). ``probes`` keeps what is learned of the device.
     """
 
-    family: str
+    spec: FamilySpec
     task: str
     parts: Parts
     facts: Any
@@ -83,6 +85,11 @@ class Pipeline(Hosted):
 
     def __repr__(self) -> str:
         return f"<{self.family} {self.variant} {self.source.name!r}: {self.precision}; {self.offloader}>"
+
+    @property
+    def family(self) -> str:
+        """The frozen id of its family, as files have it."""
+        return self.spec.id
 
     @property
     def patcher(self) -> Any:

@@ -9,8 +9,7 @@ from ..compat.device.probe_store import ProbeResult
 from ..compat.device.report import conv3d_lines
 from ..compat.precision import NAMES, SAFE
 from .base import Pipeline
-from .registry import FAMILIES
-from .report import TITLES
+from .report import title_of
 
 CHOSEN = "as set on the load node"
 SUBJECTS = {  # first word of a note -> what it is about; the first note is about precision
@@ -33,12 +32,12 @@ def card_of(pipeline: Any, probes: Mapping[str, ProbeResult] | None = None) -> d
             tables.
     """
     decisions = [_decision(index, note) for index, note in enumerate(pipeline.notes)]
-    video = pipeline.family in FAMILIES
+    video = isinstance(pipeline, Pipeline)
     if video and not any(decision["subject"] == "Conv3d" for decision in decisions):
         decisions.append(_conv3d(pipeline, probes))
     return {
         "family": pipeline.family,
-        "title": TITLES[pipeline.family],
+        "title": title_of(pipeline),
         "model": pipeline.source.name,
         "does": ", ".join((*_variant(pipeline), *((f"{pipeline.task} to video",) if video else ()))),
         "decisions": decisions,
@@ -47,9 +46,7 @@ def card_of(pipeline: Any, probes: Mapping[str, ProbeResult] | None = None) -> d
 
 def status_of(pipeline: Any) -> str:
     """A pipeline in one short line: model, variant, dtype, offload, device."""
-    return (
-        f"{', '.join((TITLES[pipeline.family], *_variant(pipeline)))}: {in_short(pipeline)}, on {pipeline.facts.name}"
-    )
+    return f"{', '.join((title_of(pipeline), *_variant(pipeline)))}: {in_short(pipeline)}, on {pipeline.facts.name}"
 
 
 def in_short(pipeline: Any, part: str = "transformer") -> str:

@@ -45,9 +45,9 @@ def line(facts: DeviceFacts) -> str:
 
 def _no_precision(choice: str, facts: DeviceFacts) -> str:
     """Why no family can have this precision; empty when one can."""
-    for family in FAMILIES:
+    for family in FAMILIES.values():
         try:
-            precision_for(family, facts, choice)
+            precision_for(family.precision, facts, choice)
             return ""
         except PackError as error:
             why = error.found

@@ -25,7 +25,6 @@ from ..compat.transforms.order import Order, Step, Undo
 from ..compat.transforms.step_cache import StepCacheSettings, cached, require_usable, settings_for
 from .base import Pipeline, Progress, SampleSettings
 from .profiling import Profile
-from .registry import family_named
 
 Result = TypeVar("Result")
 Hosted = Callable[..., Any]
@@ -112,19 +111,19 @@ class Speed:
         compiled = self.beside_host or ("compile on" if self.compiled else "compile off")
         return (self.why, self.compile_refused or compiled)
 
-    def line(self, family: str) -> str:
+    def line(self, title: str) -> str:
         """What runs, such as ``LTX-Video: 168 of 168 sites fused (triton), attention cuDNN, compile off``."""
         fused = self.fused.get(TRANSFORMER)
         kernels = self.why if fused is None else str(fused).removeprefix("kernels: ")
         states = [str(made) for part, made in self.compiled.items() if part == TRANSFORMER]
         compiled = states[0] if states else "compile off"
         lossy = ", fp16 accumulation" if self.request.fp16_sums else ""
-        return f"{family_named(family).FAMILY.title}: {kernels}, attention {self.attention}, {compiled}{lossy}"
+        return f"{title}: {kernels}, attention {self.attention}, {compiled}{lossy}"
 
-    def notify(self, family: str, progress: Progress) -> None:
+    def notify(self, title: str, progress: Progress) -> None:
         """Say :meth:`line` where something is on."""
         if self.forms.get(TRANSFORMER) or self.compiled or self.request.fp16_sums:
-            progress.notify(self.line(family))
+            progress.notify(self.line(title))
 
     def notify_decoded(self, progress: Progress) -> None:
         """Say what was fused in the VAE, where something was."""
@@ -184,7 +183,7 @@ def with_step_cache(pipeline: Pipeline, preset: str, asked: StepCacheSettings) -
     Raises:
         InputError: a choice or number out of range. UnsupportedError: a kind that does not act on this family.
     """
-    return replace(pipeline, step_cache=settings_for(pipeline.family, preset, asked))
+    return replace(pipeline, step_cache=settings_for(pipeline.spec.title, pipeline.spec.step_caches, preset, asked))
 
 
 def sped_up(pipeline: Pipeline, settings: SampleSettings, progress: Progress, run: Callable[[], Result]) -> Result:
@@ -199,10 +198,10 @@ def sped_up(pipeline: Pipeline, settings: SampleSettings, progress: Progress, ru
             found = run()
         else:
             transformer = pipeline.parts.read(TRANSFORMER, progress)
-            require_usable(cache, pipeline.family, transformer, settings.cfg)
+            require_usable(cache, transformer, settings.cfg, pipeline.spec.batched_cfg)
             with cached(transformer, cache, settings.steps) as count:
                 found = run()
             progress.notify(f"{cache}: {count}")
     if speed is not None:
-        speed.notify(pipeline.family, progress)
+        speed.notify(pipeline.spec.title, progress)
     return found

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import PackError
-from ..precision import NAMES, Precision, precision_for
+from ..precision import NAMES, ModelPrecision, Precision, precision_for
 from ..transforms.attention import attention_for, avoided_by
 from ..transforms.conv3d_choice import Layer, choose_by
 from ..transforms.conv3d_forms import Geometry
@@ -81,7 +81,7 @@ DEVICE, DECIDED, KERNELS, ANSWERED, KNOWN, CHANGES = (
 def report_on(
     facts: DeviceFacts,
     probes: Mapping[str, ProbeResult],
-    families: Mapping[str, str],
+    families: Mapping[str, ModelPrecision],
     free_bytes: int | None = None,
     more: Sequence[Line] = (),
     note: str = "",
@@ -90,11 +90,13 @@ def report_on(
 
     Args:
         probes: answers by name, asked when they are read.
-        families: family id to title. free_bytes: memory free now. more: decisions of other layers.
+        families: title to where its dtypes differ from the common rows.
+        free_bytes: memory free now.
+        more: decisions of other layers.
         note: why answers could not be kept.
     """
     policy = policy_for(facts)
-    precisions = {title: precision_for(family, facts, "auto", probes) for family, title in families.items()}
+    precisions = {title: precision_for(model, facts, "auto", probes) for title, model in families.items()}
     decided = tuple(Line(title, *_split(precision)) for title, precision in precisions.items())
     kernels = (*_kernels(facts, probes, policy, list(precisions.values())), *_care(policy), *more)
     known = tuple(Line(row.name, row.symptom, f"{row.done}; {row.source}, {row.seen}") for row in policy.rows)
@@ -135,11 +137,11 @@ def changes_for(
 
 
 def dtypes_in_use(
-    facts: DeviceFacts, probes: Mapping[str, ProbeResult] | None, families: Mapping[str, str]
+    facts: DeviceFacts, probes: Mapping[str, ProbeResult] | None, families: Mapping[str, ModelPrecision]
 ) -> set[str]:
     """Names of the dtypes that ``auto`` computes anything in, for any family."""
     found: set[str] = set()
-    for family in families:
+    for family in families.values():
         chosen = precision_for(family, facts, "auto", probes)
         parts = (chosen.transformer, chosen.compute, chosen.residual, chosen.text, chosen.vae, chosen.conv)
         found |= {NAMES[dtype] for dtype in parts if dtype is not None}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
@@ -130,15 +130,16 @@ def why_here(device: torch.device) -> str:
     return form_for(AUTO, device, torch.bfloat16)[1]
 
 
-def published_sites(family: str) -> dict[str, int]:
-    """The sites by kind that are fused in the published transformer of a family."""
+def published_sites(published: Iterable[tuple[str, int, bool]]) -> dict[str, int]:
+    """The sites by kind that are fused in a published transformer.
+
+    Args:
+        published: class, count, and whether they leave the text alone, of its blocks.
+    """
     found: Counter[str] = Counter()
-    for name, count in PUBLISHED[family].items():
-        for kind, sites in FUSIONS[name].sites.items():
+    for name, count, alone in published:
+        for kind, sites in (LAST_MOCHI if alone else FUSIONS[name].sites).items():
             found[kind] += count * sites
-    if family == "mochi":  # its last block does not work on its text
-        found.subtract(FUSIONS[next(iter(PUBLISHED[family]))].sites)
-        found.update(LAST_MOCHI)
     return dict(found)
 
 
@@ -351,19 +352,6 @@ FUSIONS: dict[str, Fusion] = {
         means=("norm1.norm", "norm2.norm", "norm3.norm", "norm4.norm"),
         gated=("ff", "ff_context"),
     ),
-}
-PUBLISHED: dict[str, dict[str, int]] = {  # family to the blocks of its published transformer, by class
-    "ltx": {f"{TRANSFORMERS}{_LTX}LTXVideoTransformerBlock": 28},
-    "hunyuan_video": {
-        f"{TRANSFORMERS}{_VIDEO}HunyuanVideoTransformerBlock": 20,
-        f"{TRANSFORMERS}{_VIDEO}HunyuanVideoSingleTransformerBlock": 40,
-    },
-    "hunyuan_video_15": {f"{TRANSFORMERS}transformer_hunyuan_video15.HunyuanVideo15TransformerBlock": 54},
-    "framepack": {
-        f"{TRANSFORMERS}{_VIDEO}HunyuanVideoTransformerBlock": 20,
-        f"{TRANSFORMERS}{_VIDEO}HunyuanVideoSingleTransformerBlock": 40,
-    },
-    "mochi": {f"{TRANSFORMERS}transformer_mochi.MochiTransformerBlock": 48},
 }
 HALVED = (  # rotary tables in which each value stands twice, and which go from here to the blocks as they are
     f"{TRANSFORMERS}{_LTX}LTXVideoRotaryPosEmbed",

@@ -1,13 +1,13 @@
 """Skipping work that changed little since the step before: diffusers' caches, for the families they act on. Lossy.
 
 Several of them do nothing on some of these transformers and say nothing, or share what they keep between the two
-branches of guidance; :data:`ACTS` has the kinds that were seen to act, :data:`SHARED` those that share. A cache is put
+branches of guidance; each family says which kinds were seen to act, :data:`SHARED` has those that share. A cache is put
 on a transformer for one sampling and taken off after it, and counts what really ran.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,17 +30,8 @@ OFF, CUSTOM = "off", "custom"
 PRESETS: dict[str, tuple[float, int]] = {"quality": (0.05, 2), "balanced": (0.1, 3), "fast": (0.2, 4)}
 PRESET_CHOICES = (OFF, *PRESETS, CUSTOM)
 DEVICES = ("device", "cpu")
-_JOINT = (FIRST_BLOCK, TAYLOR, PYRAMID)
-ACTS: dict[str, tuple[str, ...]] = {
-    "ltx": _JOINT,
-    "hunyuan_video": _JOINT,
-    "hunyuan_video_15": _JOINT,
-    "framepack": _JOINT,
-    "mochi": _JOINT,
-}
 SHARED = {PYRAMID: "it keeps one result for both branches of guidance"}
 INSIDE = "it acts inside of a block, and a compiled block is one graph"
-TWO_FORWARDS = ("hunyuan_video", "hunyuan_video_15", "framepack")  # families whose cfg is a second forward per step
 ATTENTIONS = r"(single_)?transformer_blocks\.\d+\.attn[12]?"  # diffusers' own patterns miss the numbered names
 WARM_UP = 2  # steps that an extrapolation needs
 BLOCKS = ("transformer_blocks", "single_transformer_blocks")
@@ -69,8 +60,14 @@ class StepCacheSettings:
         return f"step cache {self.kind}, {how}, from {self.start:.0%} to {self.end:.0%} of the steps"
 
 
-def settings_for(family: str, preset: str, asked: StepCacheSettings) -> StepCacheSettings | None:
-    """The settings of a preset for a family; None for ``off``.
+def settings_for(title: str, acting: Sequence[str], preset: str, asked: StepCacheSettings) -> StepCacheSettings | None:
+    """The settings of a preset for a model; None for ``off``.
+
+    Args:
+        title: of the model.
+        acting: the kinds that act on it.
+        preset: one of :data:`PRESET_CHOICES`.
+        asked: what ``custom`` takes.
 
     Raises:
         InputError: an unknown choice or a number out of range. UnsupportedError: a kind that does not act here.
@@ -81,11 +78,10 @@ def settings_for(family: str, preset: str, asked: StepCacheSettings) -> StepCach
         )
     if preset == OFF:
         return None
-    acting = ACTS.get(family, ())
     kind = FIRST_BLOCK if asked.kind == AUTO else asked.kind
     if kind not in acting:
         raise UnsupportedError(
-            f"step cache kind {asked.kind!r} for {family}",
+            f"step cache kind {asked.kind!r} for {title}",
             expected=f"one of {', '.join((AUTO, *acting))}" if acting else "a video family",
             fix="Choose one of these: others would do nothing here, or fail.",
         )
@@ -111,13 +107,19 @@ def settings_for(family: str, preset: str, asked: StepCacheSettings) -> StepCach
     return StepCacheSettings(kind, threshold, interval, asked.start, asked.end, asked.device)
 
 
-def require_usable(settings: StepCacheSettings, family: str, transformer: nn.Module, cfg: float) -> None:
+def require_usable(settings: StepCacheSettings, transformer: nn.Module, cfg: float, batched: bool) -> None:
     """Refuse a cache beside something that it cannot share a transformer with.
+
+    Args:
+        settings: of the cache.
+        transformer: that it is for.
+        cfg: scale of classifier-free guidance.
+        batched: whether that is a batch of two; else it is a second forward per step.
 
     Raises:
         UnsupportedError: guidance in two forwards with a kind that mixes them, or compiled blocks with a kind inside.
     """
-    if settings.kind in SHARED and cfg > 1.0 and family in TWO_FORWARDS:
+    if settings.kind in SHARED and cfg > 1.0 and not batched:
         raise UnsupportedError(
             f"step cache {settings.kind!r} with cfg {cfg:g}: {SHARED[settings.kind]}",
             expected="cfg 1, or another kind",

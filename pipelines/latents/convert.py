@@ -10,7 +10,6 @@ import torch
 from ...compat.checkpoints.latents import on_host
 from ...compat.errors import InputError
 from ..base import LATENT_VERSION, Latents, Pipeline, Prompt
-from ..registry import family_named
 from ..text.llama import POOLED
 from ..text.qwen import EMBEDS_2
 from ..text.t5 import EMBEDS, MASK
@@ -92,11 +91,10 @@ def _own(samples: torch.Tensor, record: Mapping[str, Any]) -> Latents:
 
 
 def _foreign(pipeline: Pipeline, samples: torch.Tensor) -> Latents:
-    family = family_named(pipeline.family)
-    spatial, temporal = family.ratios(pipeline)
+    spatial, temporal = pipeline.spec.ratios
     frames = (samples.shape[2] - 1) * temporal + 1
     height, width = samples.shape[3] * spatial, samples.shape[4] * spatial
-    return Latents(samples, pipeline.family, "text", frames, height, width, family.FAMILY.defaults.fps, 0)
+    return Latents(samples, pipeline.family, "text", frames, height, width, pipeline.spec.defaults.fps, 0)
 
 
 def conditionings(prompt: Prompt) -> tuple[list[Any], list[Any]]:

@@ -36,12 +36,12 @@ from ...compat.transforms.attention_timing import by_time
 from ...compat.transforms.conv3d_choice import kept_timings
 from ...compat.transforms.order import Preparation, attention_step, conv3d_step
 from ..base import Offloader, Parts, Pipeline, Progress, Silent, Tools
-from ..family import Family
+from ..family import FamilySpec
 from ..measured import advised
 from ..memory.estimates import sizes_of
 from ..memory.fit import require_room, terms_for
 from ..memory.host import backed, note
-from ..registry import FAMILIES, family_named
+from ..registry import FAMILIES
 from ..sampling.safe_fp16 import TRANSFORMER, SafeFp16, read_narrow
 from ..speed import SpeedRequest, speed_for
 from .part import PartFiles, part_files, reader_of
@@ -115,7 +115,7 @@ def load(
     facts = facts_for(request.device)
     require_kernels(facts)
     probes = None if request.state is None else probe_results_of(facts, request.state, request.quiet)
-    precision = precision_for(family.id, facts, request.precision, probes)
+    precision = precision_for(family.precision, facts, request.precision, probes)
     files = _part_files(family, folders, precision, {} if single is None else single.files)
     files = with_storage(files, request, family.text_parts, precision, facts, probes)
     files, host = backed(files, facts, _host_room(sum(part.total_bytes for part in files.values())), swap_free_bytes())
@@ -139,7 +139,7 @@ def load(
     said = (*storage_notes(files), *speed.notes(), *note(host, facts, offloader), *advised(facts, family.id))
     notes = (str(precision), f"{offloader}: {reason}", str(attention), *said)
     return Pipeline(
-        family.id,
+        family,
         task,
         parts,
         facts,
@@ -205,14 +205,14 @@ def variant_choices() -> list[str]:
     return [AUTO, *dict.fromkeys(variant for family in FAMILIES.values() for variant in family.variants)]
 
 
-def family_of_folder(folder: Path) -> Family | None:
+def family_of_folder(folder: Path) -> FamilySpec | None:
     """The family of a pipeline or transformer folder; None for any other folder."""
     if (folder / INDEX).is_file():
         name = str(read_json(folder / INDEX, "a diffusers pipeline").get("_class_name"))
         return next((family for family in FAMILIES.values() if name in family.pipelines), None)
     if (folder / "config.json").is_file():
         name = str(read_json(folder / "config.json", "a model configuration").get("_class_name"))
-        return next((family for family in FAMILIES.values() if name in family.transformers), None)
+        return next((family for family in FAMILIES.values() if name in family.transformer_classes), None)
     return None
 
 
@@ -225,7 +225,7 @@ def _is_model(folder: Path) -> bool:
         return False
 
 
-def _folders(request: LoadRequest, progress: Progress) -> tuple[Family, dict[str, Path]]:
+def _folders(request: LoadRequest, progress: Progress) -> tuple[FamilySpec, dict[str, Path]]:
     """The family, and the folder of every part and tool it has."""
     model = request.model
     if not model.is_dir():
@@ -281,7 +281,7 @@ def _attention(
     return by_time(attention, facts, probes, operands, width)
 
 
-def _text_left_out(family: Family, folders: Mapping[str, Path]) -> tuple[str, ...]:
+def _text_left_out(family: FamilySpec, folders: Mapping[str, Path]) -> tuple[str, ...]:
     """The text parts and tokenizers of a model that came without any of its text encoders' folders."""
     if any(part in folders and folders[part].is_dir() for part in family.text_parts):
         return ()
@@ -326,7 +326,7 @@ def _subfolders(folder: Path) -> dict[str, Path]:
     return {child.name: child for child in folder.iterdir() if child.is_dir()}
 
 
-def _searched(name: str, family: Family, request: LoadRequest) -> Path:
+def _searched(name: str, family: FamilySpec, request: LoadRequest) -> Path:
     """The first folder beside the model, or in the search folders, that can lend the missing parts."""
     roots = [request.model.parent, *request.search]
     if name == "base":
@@ -357,7 +357,7 @@ def _searched(name: str, family: Family, request: LoadRequest) -> Path:
 
 
 def _part_files(
-    family: Family, folders: Mapping[str, Path], precision: Precision, single: Mapping[str, PartFiles]
+    family: FamilySpec, folders: Mapping[str, Path], precision: Precision, single: Mapping[str, PartFiles]
 ) -> dict[str, PartFiles]:
     """Every part with the dtype it gets: of ``single`` files, else of its folder."""
     files: dict[str, PartFiles] = {}
@@ -392,17 +392,17 @@ def _class_of(name: str, folder: Path, allowed: Sequence[str]) -> str:
     return chosen
 
 
-def _task(family: Family, transformer: Path) -> str:
+def _task(family: FamilySpec, transformer: Path) -> str:
     """The task of the pipeline around ``transformer``, or of a lone one by its own configuration."""
     index = transformer.parent / INDEX
     if not index.is_file():
-        task_of = getattr(family_named(family.id), "task_of", None)
+        task_of = getattr(family.code, "task_of", None)
         config = transformer / "config.json"
         return task_of(read_json(config, "a model configuration")) if task_of is not None else family.lone_task
     return family.pipelines.get(str(read_json(index, "a diffusers pipeline").get("_class_name")), family.lone_task)
 
 
-def _variant(family: Family, request: LoadRequest, files: Mapping[str, PartFiles], progress: Progress) -> str:
+def _variant(family: FamilySpec, request: LoadRequest, files: Mapping[str, PartFiles], progress: Progress) -> str:
     if request.variant not in (AUTO, *family.variants):
         known = ", ".join((AUTO, *family.variants))
         raise InputError(
@@ -412,13 +412,13 @@ def _variant(family: Family, request: LoadRequest, files: Mapping[str, PartFiles
         )
     if request.variant != AUTO or not family.variants:
         return request.variant if request.variant != AUTO else family.id
-    variant, why = family_named(family.id).guess_variant(request.model, files["transformer"].config)
+    variant, why = family.code.guess_variant(request.model, files["transformer"].config)
     if why:
         progress.notify(f"variant {variant}: {why}")
     return variant
 
 
-def _tools(family: Family, folders: Mapping[str, Path]) -> Tools:
+def _tools(family: FamilySpec, folders: Mapping[str, Path]) -> Tools:
     readers = {name: _tool_reader(library, folders[name]) for name, library in family.tools.items() if name in folders}
     index = folders["transformer"].parent / INDEX
     readers["index"] = lambda: read_json(index, "a diffusers pipeline") if index.is_file() else {}

@@ -25,7 +25,6 @@ from ...compat.memory.adapters import Adapted
 from ...compat.packages import attribute
 from ...compat.transforms.order import Order, Step
 from ..base import Pipeline, Progress
-from ..registry import family_named
 from .lora_keys import Match, Shapes, factors, matched
 
 PART = "transformer"
@@ -77,7 +76,7 @@ def with_lora(pipeline: Pipeline, path: Path, strength: float, blocks: str, mode
         raise InputError(f"mode {mode!r}", expected=f"one of {', '.join(MODES)}", fix="Choose separate.")
     entries = declared([path])
     shapes = {name: tuple(entry.shape) for name, entry in entries.items()}
-    match = matched(path, shapes, layers_of(pipeline), pipeline.family, blocks)
+    match = matched(path, shapes, layers_of(pipeline), pipeline.spec, blocks)
     progress.notify(match.said(path.stem))
     if mode == "separate":
         attribute("peft", "LoraConfig")
@@ -117,7 +116,7 @@ def layers_of(pipeline: Pipeline) -> Shapes:
     from accelerate import init_empty_weights
 
     config = pipeline.configs[PART]
-    _, *classes = family_named(pipeline.family).FAMILY.parts[PART]
+    _, *classes = pipeline.spec.parts[PART]
     named = str(config.get("_class_name"))
     cls: Any = attribute("diffusers", named if named in classes else classes[0])
     with init_empty_weights():
