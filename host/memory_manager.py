@@ -24,6 +24,7 @@ from ..compat.checkpoints.packed import outlined
 from ..compat.device.execution import HOST
 from ..compat.memory.host_weights import DISK
 from ..compat.memory.offloader import Terms, amount
+from ..compat.memory.parts import denoises, role_of
 from ..compat.memory.statistics import MemoryStats
 from ..pipelines.vae.fallback import MEMORY, kind_of
 from . import patches
@@ -273,7 +274,7 @@ class Managed:
 
     def device_of(self, part: str) -> torch.device:
         """Where ``part`` computes."""
-        return self.terms.devices.get("text_encoder" if part.startswith("text_encoder") else part, self.device)
+        return self.terms.devices.get(role_of(part), self.device)
 
     @property
     def patcher(self) -> PartPatcher:
@@ -429,7 +430,7 @@ def _leave(holder: Any, taker: Any) -> None:
 
 def _offload_device(part: str) -> torch.device:
     management = comfy.model_management
-    if part == "transformer":
+    if denoises(part):
         return torch.device(management.unet_offload_device())
     return torch.device(management.vae_offload_device() if part == "vae" else management.text_encoder_offload_device())
 

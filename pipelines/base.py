@@ -152,8 +152,9 @@ class ImageCondition:
 class Latents:
     """Sampled latents: (1, C, T, H, W), fp32, on the CPU, in the space that ComfyUI's core calls LATENT.
 
-    ``frames`` counts the pixel frames the user asked for; ``extra`` holds plain values that decoding needs:
-    ``generator_state`` (bytes), ``section_lengths``, ``window``, ``order``, ``drop_frames``.
+    ``frames`` counts the pixel frames the user asked for; ``more`` holds further tensors, such as audio, by names of
+    the family's own; ``extra`` plain values that decoding needs: ``generator_state`` (bytes), ``section_lengths``,
+    ``window``, ``order``, ``drop_frames``.
     """
 
     samples: torch.Tensor
@@ -167,6 +168,7 @@ class Latents:
     space: str = "vae"
     extra: Mapping[str, Any] = field(default_factory=dict)
     version: int = LATENT_VERSION
+    more: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

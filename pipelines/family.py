@@ -11,6 +11,7 @@ from types import ModuleType
 import torch
 
 from ..compat.device.facts import GIBIBYTE
+from ..compat.memory.parts import denoises
 from ..compat.precision import PLAIN, ModelPrecision
 from ..compat.transforms.step_cache import FIRST_BLOCK, PYRAMID, TAYLOR
 from .loading.keys import Layout
@@ -187,7 +188,6 @@ class FamilySpec:
         defaults: what upstream's own pipeline uses.
         effective: the optional settings that act on this family.
         memory: what the memory forecast counts.
-        transformers: the parts that denoise; a checkpoint may lack all but the first where they are ``optional``.
         variants: what files cannot tell.
         buckets: (height, width) the model was trained on; empty when any multiple is as good.
         min_steps: fewest steps that upstream's schedule allows.
@@ -229,7 +229,6 @@ class FamilySpec:
     defaults: Defaults
     effective: frozenset[str]
     memory: MemoryTerms
-    transformers: tuple[str, ...] = ("transformer",)
     variants: tuple[str, ...] = ()
     buckets: tuple[tuple[int, int], ...] = ()
     min_steps: int = 1
@@ -257,6 +256,11 @@ class FamilySpec:
 
     def __repr__(self) -> str:
         return f"<family {self.id}>"
+
+    @property
+    def transformers(self) -> tuple[str, ...]:
+        """The parts that denoise: ``transformer``, and ``transformer_2`` and so on where there are more."""
+        return tuple(part for part in self.parts if denoises(part))
 
     @property
     def code(self) -> ModuleType:

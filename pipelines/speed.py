@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ from ..compat.device.probe_results import TRITON
 from ..compat.device.probe_store import OK, ProbeResult
 from ..compat.errors import UnsupportedError
 from ..compat.memory.offloader import HOSTED
+from ..compat.memory.parts import denoises, role_of
 from ..compat.transforms import compile as compiling
 from ..compat.transforms import fused
 from ..compat.transforms.compile import Compilation, CompileSettings
@@ -131,15 +132,17 @@ class Speed:
             progress.notify(f"VAE {self.fused[VAE]}")
 
     def _fuse(self, part: str, module: Any) -> Undo | None:
-        form = self.forms.get(part, "")
+        form = self.forms.get(role_of(part), "")
         if not form:
             return None
-        found = fused.fuse(module, form) if part == TRANSFORMER else fuse_vae(module, form)
+        found = fused.fuse(module, form) if denoises(part) else fuse_vae(module, form)
         self.fused[part] = found
         return found.restore
 
     def _compile(self, part: str, module: Any) -> Undo | None:
-        return self.compiled[part].attach(module) if part in self.compiled else None
+        if role_of(part) not in self.compiled or self.request.compile is None:
+            return None
+        return self.compiled.setdefault(part, Compilation(self.request.compile)).attach(module)
 
 
 def speed_for(
@@ -197,11 +200,15 @@ def sped_up(pipeline: Pipeline, settings: SampleSettings, progress: Progress, ru
         if cache is None:
             found = run()
         else:
-            transformer = pipeline.parts.read(TRANSFORMER, progress)
-            require_usable(cache, transformer, settings.cfg, pipeline.spec.batched_cfg)
-            with cached(transformer, cache, settings.steps) as count:
+            with ExitStack() as stack:
+                counts = {}
+                for part in pipeline.spec.transformers:
+                    transformer = pipeline.parts.read(part, progress)
+                    require_usable(cache, transformer, settings.cfg, pipeline.spec.batched_cfg)
+                    counts[part] = stack.enter_context(cached(transformer, cache, settings.steps))
                 found = run()
-            progress.notify(f"{cache}: {count}")
+            for part, count in counts.items():
+                progress.notify(f"{cache}{'' if part == TRANSFORMER else f', {part}'}: {count}")
     if speed is not None:
         speed.notify(pipeline.spec.title, progress)
     return found

@@ -116,7 +116,7 @@ def prompt_from_core(pipeline: Pipeline, positive: Any, negative: Any = None) ->
         if not conditioning:
             raise InputError("an empty CONDITIONING", expected="encoded text", fix="Connect CLIP Text Encode.")
         embeds, extra = conditioning[0][0], conditioning[0][1]
-        width = pipeline.configs[family.transformers[0]].get(family.text_width)
+        width = pipeline.configs["transformer"].get(family.text_width)
         if embeds is None or (width is not None and embeds.shape[-1] != width):
             raise InputError(
                 f"CONDITIONING of width {None if embeds is None else embeds.shape[-1]}",

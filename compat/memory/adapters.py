@@ -21,11 +21,11 @@ from .parts import Parts
 
 
 class Adapters(Protocol):
-    """The adapters that one pipeline puts on one part."""
+    """The adapters that one pipeline puts on its parts."""
 
     @property
-    def part(self) -> str:
-        """Which part."""
+    def parts(self) -> tuple[str, ...]:
+        """Which parts."""
 
     @property
     def key(self) -> Hashable:
@@ -84,7 +84,7 @@ class Adapted:
     @contextmanager
     def hold(self, part: str, activation_bytes: int = 0, progress: Any = None) -> Iterator[nn.Module]:
         """The part with this pipeline's adapters; layers that can be switched off are, when the block ends."""
-        wanted = self.adapters if self.adapters is not None and self.adapters.part == part else None
+        wanted = self.adapters if self.adapters is not None and part in self.adapters.parts else None
         module = self.parts.read(part, progress)
         self._settle(part, module, wanted)
         try:

@@ -22,7 +22,7 @@ from ..device.facts import GIBIBYTE, empty_cache, indexed
 from ..errors import InputError, UnsupportedError
 from .hooks import Units, unit_of, units_on
 from .host_weights import HostWeights, views_of
-from .parts import Silent
+from .parts import Silent, denoises, role_of
 from .staging import sent_together
 from .statistics import GIGABYTE as GIGABYTE
 from .statistics import MemoryStats
@@ -191,7 +191,7 @@ class Grouped(Whole):
 
     def by_block(self, part: str) -> bool:
         """Whether the blocks of ``part`` move whole."""
-        return part in ("transformer", "unet") or part.startswith("text_encoder")
+        return denoises(part) or role_of(part) == "text_encoder"
 
     def release(self, part: str) -> None:
         """Take the hooks off."""

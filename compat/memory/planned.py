@@ -15,6 +15,7 @@ from ..errors import InputError, UnsupportedError
 from .hooks import units_on
 from .host_weights import PINNED, HostWeights
 from .offloader import MODES, ReadsParts, Whole, move, on_device
+from .parts import role_of
 from .statistics import MemoryStats
 
 PLACES = ("auto", "cpu", "gpu:0", "gpu:1", "gpu:2", "gpu:3")  # the same list on every machine
@@ -55,7 +56,7 @@ class Planned:
 
     def device_of(self, part: str) -> torch.device:
         """Where ``part`` computes."""
-        return self.devices.get("text_encoder" if part.startswith("text_encoder") else part, self.device)
+        return self.devices.get(role_of(part), self.device)
 
     @contextmanager
     def hold(self, part: str, activation_bytes: int = 0, progress: Any = None) -> Iterator[nn.Module]:

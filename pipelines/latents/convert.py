@@ -15,6 +15,7 @@ from ..text.qwen import EMBEDS_2
 from ..text.t5 import EMBEDS, MASK
 
 KEY = "anygpu"
+MORE = "more"  # under our key: further tensors
 PLAIN = ("family", "task", "frames", "height", "width", "fps", "seed", "space", "version")
 
 
@@ -29,7 +30,7 @@ def to_core(latents: Latents, prefix: Mapping[str, Any] | None = None) -> dict[s
     return {
         **kept,
         "samples": latents.samples,
-        KEY: {**{name: getattr(latents, name) for name in PLAIN}, "extra": extra},
+        KEY: {**{name: getattr(latents, name) for name in PLAIN}, "extra": extra, **more_tensors(latents.more)},
     }
 
 
@@ -83,11 +84,16 @@ def start_of(pipeline: Pipeline, latent: Mapping[str, Any] | None, notify: Calla
     return {"latents": from_core(pipeline, latent, notify), "noise_mask": mask}
 
 
+def more_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """The entry of further tensors under our key; none where there are none."""
+    return {MORE: dict(tensors)} if tensors else {}
+
+
 def _own(samples: torch.Tensor, record: Mapping[str, Any]) -> Latents:
     extra = dict(record.get("extra", {}))
     if isinstance(extra.get("generator_state"), str):
         extra["generator_state"] = bytes.fromhex(extra["generator_state"])
-    return Latents(samples, **{name: record[name] for name in PLAIN}, extra=extra)
+    return Latents(samples, **{name: record[name] for name in PLAIN}, extra=extra, more=dict(record.get(MORE, {})))
 
 
 def _foreign(pipeline: Pipeline, samples: torch.Tensor) -> Latents:

@@ -29,6 +29,7 @@ from ...compat.device.wheels import require_kernels
 from ...compat.errors import CheckpointError, InputError
 from ...compat.memory.adapters import Adapted
 from ...compat.memory.offloader import HOSTED, offloader_for
+from ...compat.memory.parts import denoises, role_of
 from ...compat.packages import attribute, unusable
 from ...compat.precision import Precision, precision_for
 from ...compat.transforms.attention import Attention, attention_for, avoided_by
@@ -42,7 +43,7 @@ from ..memory.estimates import sizes_of
 from ..memory.fit import require_room, terms_for
 from ..memory.host import backed, note
 from ..registry import FAMILIES
-from ..sampling.safe_fp16 import TRANSFORMER, SafeFp16, read_narrow
+from ..sampling.safe_fp16 import SafeFp16, read_narrow
 from ..speed import SpeedRequest, speed_for
 from .part import PartFiles, part_files, reader_of
 from .single_file import Composed, Files, composed, family_in
@@ -173,7 +174,7 @@ def _parts(files: Mapping[str, PartFiles], prepare: Preparation, safe: SafeFp16 
     """The parts, none of them read; the transformer with a way back from safe fp16 where that was left to ``auto``."""
     parts = Parts({name: reader_of(part) for name, part in files.items()}, prepare)
     if safe is not None and safe.active:
-        parts.fallbacks[TRANSFORMER] = partial(safe.abandon, parts, files[TRANSFORMER])
+        parts.fallbacks = {name: partial(safe.abandon, parts, part) for name, part in files.items() if denoises(name)}
     return parts
 
 
@@ -339,7 +340,8 @@ def _searched(name: str, family: FamilySpec, request: LoadRequest) -> Path:
                     continue
                 if _task(found, folder / "transformer") != task:  # its text encoder is another
                     continue
-                provided = [part for part in family.parts if part not in ("transformer", *ENCODER_FOLDER, *spared)]
+                own_parts = (*family.transformers, *ENCODER_FOLDER, *spared)
+                provided = [part for part in family.parts if part not in own_parts]
                 if all((folder / part).is_dir() for part in provided):
                     return folder
     else:
@@ -362,14 +364,14 @@ def _part_files(
     """Every part with the dtype it gets: of ``single`` files, else of its folder."""
     files: dict[str, PartFiles] = {}
     for name, (library, *classes) in family.parts.items():
-        dtype = {"transformer": precision.transformer, "vae": precision.vae}.get(name, precision.text)
+        dtype = {"transformer": precision.transformer, "vae": precision.vae}.get(role_of(name), precision.text)
         if name in single:
             files[name] = replace(single[name], dtype=dtype)
         if name in single or name not in folders:
             continue
         files[name] = part_files(name, library, _class_of(name, folders[name], classes), folders[name], dtype)
     if precision.safe:
-        files[TRANSFORMER] = read_narrow(files[TRANSFORMER])
+        files |= {name: read_narrow(part) for name, part in files.items() if denoises(name)}
     return files
 
 

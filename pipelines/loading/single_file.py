@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ...compat.errors import CheckpointError
+from ...compat.memory.parts import denoises
 from ..base import Progress
 from ..family import FamilySpec
 from ..registry import FAMILIES
@@ -142,6 +143,8 @@ def _found(
     kind = family.files[part].kind
     width = int(config.get(family.files[part].width) or 0)
     given = request.parts.get(part)
+    if given is None and denoises(part):  # a file says nothing of which of several it is
+        return None
     if given is not None:
         found = _of_kind(given, kind, width) or _of_halves(given, kind, request, progress)
         if found is None:

@@ -20,6 +20,7 @@ from ...compat.device.facts import DeviceFacts
 from ...compat.device.probe_store import ProbeStore
 from ...compat.errors import UnsupportedError
 from ...compat.memory.offloader import GIGABYTE
+from ...compat.memory.parts import denoises, role_of
 from ...compat.memory.transfer import casts_wrongly
 from ...compat.precision import Precision
 from ...compat.transforms.order import Order, Step
@@ -64,9 +65,10 @@ def with_storage(
     """
     packed.require_storable(chosen.weights, "weights", chosen.offload, precision)
     packed.require_storable(chosen.text_weights, "text_weights", chosen.offload, precision)
-    choices = {"transformer": chosen.weights, **dict.fromkeys(text_parts, chosen.text_weights)}
+    transformers = filter(denoises, files)
+    choices = dict.fromkeys(transformers, chosen.weights) | dict.fromkeys(text_parts, chosen.text_weights)
     for name, choice in choices.items():
-        place = chosen.devices.get("text_encoder" if name in text_parts else name, facts.device)
+        place = chosen.devices.get(role_of(name), facts.device)
         if name in files and torch.device(place).type != HOST.type:
             choices[name] = choice = _narrow(files[name], facts.device) if choice == "auto" else choice
             _require_castable(files[name], choice, facts.device)

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ...compat.memory.parts import denoises, role_of
 from ...compat.memory.statistics import StageNeed
 from ..base import Pipeline
 from ..family import FamilySpec
@@ -51,7 +52,7 @@ class Weights:
         """
         if mode in ("none", "model") or part == "image_encoder":
             return self.total
-        by_block = part == TRANSFORMER or part.startswith("text_encoder")
+        by_block = role_of(part) in (TRANSFORMER, "text_encoder")
         if not self.inner:
             return self.block if mode == "group" and by_block else self.layer
         largest = self.block if mode == "group" and by_block else self.inner
@@ -127,11 +128,9 @@ def forecast(pipeline: Pipeline, size: Size, mode: str = "") -> Forecast:
         ]
         stages.append(max(needs, key=lambda need: need.total))
     forward = sampling_bytes(pipeline, size)
-    own = weights[TRANSFORMER].resident(mode, TRANSFORMER, forward)
-    stages.append(StageNeed("sampling", kept, own, forward))
-    stages.append(
-        StageNeed("decoding", weights[TRANSFORMER].total if stays else 0, vae, decoding_bytes(pipeline, size))
-    )
+    own, all_own = transformer_bytes(pipeline, mode, forward), transformer_bytes(pipeline, "none") if stays else 0
+    stages.append(StageNeed("sampling", kept, max(own, all_own), forward))
+    stages.append(StageNeed("decoding", all_own, vae, decoding_bytes(pipeline, size)))
     return Forecast(mode, tuple(stages))
 
 
@@ -146,10 +145,21 @@ def latent_shape(pipeline: Pipeline, size: Size) -> tuple[int, int, int]:
     return (size.frames - 1) // temporal + 1, size.height // spatial, size.width // spatial
 
 
+def transformer_bytes(pipeline: Pipeline, mode: str, forward: int = 0) -> int:
+    """Bytes of transformers on the device under ``mode``: all with ``none``, else of the largest.
+
+    Args:
+        forward: bytes that one forward needs beside them.
+    """
+    each = [weights.resident(mode, part, forward) for part, weights in pipeline.weights.items() if denoises(part)]
+    return sum(each) if mode == "none" else max(each)
+
+
 def sampling_bytes(pipeline: Pipeline, size: Size) -> int:
     """Activations at the peak of one forward of the transformer."""
     fit, (tokens, latents) = pipeline.spec.memory.fit, sampling_terms(pipeline, size)
-    return int(fit.tokens * tokens + fit.latents * latents) + _dense(pipeline, TRANSFORMER)
+    dense = max(_dense(pipeline, part) for part in pipeline.spec.transformers)
+    return int(fit.tokens * tokens + fit.latents * latents) + dense
 
 
 def sampling_terms(pipeline: Pipeline, size: Size) -> tuple[int, int]:

@@ -25,7 +25,7 @@ from ...compat.transforms import compile as compiling
 from ..base import Pipeline, Progress
 from ..sampling.loop import persisting
 from ..vae.fallback import MEMORY, kind_of
-from .estimates import MARGIN, MODE_ORDER, TRANSFORMER, VAE, Size, Weights, forecast
+from .estimates import MARGIN, MODE_ORDER, TRANSFORMER, VAE, Size, Weights, forecast, transformer_bytes
 from .host import note
 
 Stage = TypeVar("Stage", bound=Callable[..., Any])
@@ -117,7 +117,7 @@ def fitted_for(pipeline: Pipeline, stage: str, size: Size | None, progress: Prog
 def recovery(
     pipeline: Pipeline,
     progress: Progress,
-    parts: tuple[str, ...] = (TRANSFORMER,),
+    parts: tuple[str, ...] = (),
     told: str = "sampling ran out of memory: goes on {}, from the last finished step",
 ) -> Callable[[BaseException], bool]:
     """What a stage asks after an error: whether to try again, with more room.
@@ -126,6 +126,7 @@ def recovery(
     nothing of that is left, it is tried once more: what took the room may have been another program.
 
     Args:
+        parts: those that come in pieces; none means the transformers.
         told: what is said, with a place for what was done.
     """
     once_more = True
@@ -136,7 +137,7 @@ def recovery(
         if step_down is None or kind_of(error) != MEMORY or hasattr(error, GIVEN_UP):
             return False
         try:
-            done = step_down(*parts)
+            done = step_down(*(parts or pipeline.spec.transformers))
         except RuntimeError:  # no room for that either
             done = ""
         if not done and once_more:
@@ -225,8 +226,8 @@ def _need(pipeline: Pipeline, stage: str, size: Size | None, mode: str) -> int:
     found = {need.name: need for need in forecast(pipeline, whole, mode).stages}
     need = found[stage].total if stage in found else 0
     if size is None:  # the transformer comes next
-        need = max(need, weights[TRANSFORMER].resident(mode, TRANSFORMER))
-    stays = weights[TRANSFORMER].total + weights[VAE].total if mode == "none" else 0
+        need = max(need, transformer_bytes(pipeline, mode))
+    stays = transformer_bytes(pipeline, mode) + weights[VAE].total if mode == "none" else 0
     return max(need, stays + (found["sampling"].activations if stays and size is not None else 0))
 
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from ...compat.memory.parts import denoises
 from ...compat.precision import FP32
 from ...compat.transforms.fp16 import apply_fp16_safe, fp32_output_works, stored_dtype
 from ...compat.transforms.order import Order, Step
@@ -18,7 +19,6 @@ from .loop import NotFinite
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
-TRANSFORMER = "transformer"
 SAID = "fp16-safe gave values that are not finite: the transformer is read again and runs in fp32 from here on"
 
 
@@ -45,12 +45,12 @@ class SafeFp16:
         return Step(Order.PRECISION, "safe fp16", self._apply)
 
     def abandon(self, parts: Parts, files: PartFiles) -> None:
-        """From the next reading on the transformer is fp32."""
+        """From the next reading on a transformer is fp32."""
         self.active = False
-        parts.readers[TRANSFORMER] = reader_of(replace(files, dtype=FP32, dtype_of=None))
+        parts.readers[files.name] = reader_of(replace(files, dtype=FP32, dtype_of=None))
 
     def _apply(self, part: str, module: nn.Module) -> Callable[[], None] | None:
-        if part != TRANSFORMER or not self.active:
+        if not denoises(part) or not self.active:
             return None
         applied = apply_fp16_safe(module, self.family, {"fp32_output": fp32_output_works(self.device)})
         (log.warning if applied.report.left else log.info)("%s", applied.report)
@@ -65,11 +65,11 @@ def with_fallback(pipeline: Pipeline, progress: Progress, run: Callable[[], Resu
     try:
         return run()
     except NotFinite:
-        fall_back = pipeline.parts.fallbacks.pop(TRANSFORMER, None)
-        if fall_back is None:
+        if not pipeline.parts.fallbacks:
             raise
-    pipeline.offloader.release(TRANSFORMER)
-    pipeline.parts.drop(TRANSFORMER)
-    fall_back()
+    for part in tuple(pipeline.parts.fallbacks):
+        pipeline.offloader.release(part)
+        pipeline.parts.drop(part)
+        pipeline.parts.fallbacks.pop(part)()
     progress.notify(SAID)
     return run()
