@@ -24,13 +24,15 @@ WITHOUT_NETWORK = {"disable_unet_model_creation": True}
 
 
 def model_of(pipeline: Pipeline) -> PartPatcher | None:
-    """The MODEL of a pipeline, whose weights are read when first needed; None where ComfyUI does not manage them.
+    """The MODEL of a pipeline, whose weights are read when first needed.
 
+    None where ComfyUI does not manage them, for a family without a row, and for several transformers: core drives one.
     Made before the transformer is first held: the patcher is the one that our own stages use from then on.
     """
     manager = manager_of(pipeline)
     row = FAMILIES.get(pipeline.family)
-    if manager is None or row is None or row.shell is None or row.table is None:
+    several = len(pipeline.spec.transformers) > 1
+    if manager is None or several or row is None or row.shell is None or row.table is None:
         return None
     config = row.table(dict(WITHOUT_NETWORK))
     shift = float(pipeline.tools["scheduler"].get("shift") or 1.0)
