@@ -66,9 +66,8 @@ def sampling_inputs() -> list[Any]:
     ]
 
 
-def load_inputs() -> list[Any]:
-    """The last inputs of both nodes that load a video pipeline, all optional, in this order."""
-    meanings = " ".join(f"{choice}: {meaning}." for choice, meaning in packed.MEANINGS.items())
+def speed_inputs() -> list[Any]:
+    """Optional inputs of both nodes that load a video pipeline, before :func:`weight_inputs`."""
     return [
         io.Combo.Input(
             "kernels", options=list(fused.CHOICES), default="auto", optional=True, advanced=True,
@@ -101,6 +100,13 @@ def load_inputs() -> list[Any]:
             "profile", default=False, optional=True, advanced=True,
             tooltip="Writes a torch profiler trace of each stage into ComfyUI's output folder, profiles/. Slows the run.",
         ),
+    ]
+
+
+def weight_inputs() -> list[Any]:
+    """The last inputs of both nodes that load a video pipeline: how weights are kept, where parts compute, lossy sums."""
+    meanings = " ".join(f"{choice}: {meaning}." for choice, meaning in packed.MEANINGS.items())
+    return [
         io.Combo.Input(
             "weights", options=list(packed.CHOICES), default="auto", optional=True, advanced=True,
             tooltip="How the transformer's weights are kept in memory, apart from what computes. " + meanings

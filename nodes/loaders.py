@@ -16,7 +16,7 @@ from ..host.server import panel
 from ..pipelines.decisions import status_of
 from ..pipelines.loading import lora as adapters
 from ..pipelines.loading.folder import LoadRequest, load, variant_choices
-from .inputs import CATEGORY, Pipeline, load_inputs
+from .inputs import CATEGORY, Pipeline, speed_inputs, weight_inputs
 
 
 class LoadPipeline(io.ComfyNode):
@@ -70,7 +70,8 @@ class LoadPipeline(io.ComfyNode):
                     + " ".join(f"{choice}: {meaning}." for choice, meaning in attention.MEANINGS.items())
                     + panel.limit_tooltip("attention"),
                 ),
-                *load_inputs(),
+                *speed_inputs(),
+                *weight_inputs(),
             ],
             outputs=[
                 Pipeline.Output(display_name="pipeline"),
@@ -163,7 +164,8 @@ class ComposePipeline(io.ComfyNode):
                     "attention", options=list(attention.CHOICES), default="auto", optional=True, advanced=True,
                     tooltip="Which kernel the transformer's attention runs; as in AnyGPU Load Pipeline.",
                 ),
-                *load_inputs(),
+                *speed_inputs(),
+                *weight_inputs(),
             ],
             outputs=[
                 Pipeline.Output(display_name="pipeline"),

@@ -192,9 +192,12 @@ class StepCache(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, pipeline: Any, preset: str, **settings: Any) -> io.NodeOutput:
+    def execute(
+        cls, pipeline: Any, preset: str, start_percent: float, end_percent: float, cache_device: str, **settings: Any,
+    ) -> io.NodeOutput:
         """The pipeline with the cache."""
         progress = NodeProgress(cls.hidden.unique_id)
-        caching = with_step_cache(pipeline, preset, StepCacheSettings(**settings))
+        chosen = StepCacheSettings(**settings, start=start_percent, end=end_percent, device=cache_device)
+        caching = with_step_cache(pipeline, preset, chosen)
         progress.finish(str(caching.step_cache or "step cache off"))
         return io.NodeOutput(caching)
