@@ -15,7 +15,7 @@ from ..paint.geometry.cameras import DEFAULT_VIEWS, ORTHO_SCALE, camera_table
 from ..paint.geometry.cleaning import FLOATERS, CleanSettings, cleaned
 from ..paint.geometry.mesh import Surface
 from ..paint.geometry.turntable import turntable
-from .sockets import Cameras, Paint
+from .inputs import Cameras, Paint
 
 CATEGORY = "3d/AnyGPU"
 LIST, GREEDY = "list", "greedy"
@@ -101,9 +101,9 @@ class CleanMesh(io.ComfyNode):
         """The cleaned mesh; colours and textures of the old one do not fit it any more."""
         progress = PaintProgress(cls.hidden.unique_id)
         with Checked(progress.check):
-            found, notes = cleaned(meshes.from_core(mesh), CleanSettings(floaters, degenerate, broken))
-        progress.finish("\n".join((f"{len(found.faces)} faces, {len(found.vertices)} vertices", *notes)))
-        return io.NodeOutput(meshes.to_core(found))
+            clean, notes = cleaned(meshes.from_core(mesh), CleanSettings(floaters, degenerate, broken))
+        progress.finish("\n".join((f"{len(clean.faces)} faces, {len(clean.vertices)} vertices", *notes)))
+        return io.NodeOutput(meshes.to_core(clean))
 
 
 class PaintCameras(io.ComfyNode):

@@ -11,7 +11,7 @@ from ..pipelines import stages
 from ..pipelines.base import ImageRequest, PromptRequest
 from ..pipelines.family import FITS
 from ..pipelines.latents import convert as latent_format
-from .sockets import CATEGORY, DEFAULT, SEED_LIMIT, Image, Pipeline, Prompt, size_inputs
+from .inputs import CATEGORY, DEFAULT, SEED_LIMIT, Image, Pipeline, Prompt, size_inputs
 
 
 class EncodePrompt(io.ComfyNode):
