@@ -183,11 +183,14 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")
     try:
+        temporary.touch()
+        mode = temporary.stat().st_mode  # as this user's files have; safetensors would keep others from reading it
         save_file(
             {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, temporary, dict(metadata)
         )
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
+        temporary.chmod(mode)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
