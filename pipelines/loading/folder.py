@@ -434,7 +434,7 @@ def _tool_reader(library: str, folder: Path) -> Callable[[], Any]:
             return read_json(file, f"the {folder.name}")
         cls: Any = attribute("transformers", _processor_class(folder))
         try:
-            return cls.from_pretrained(str(folder), local_files_only=True)
+            return cls.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         except ImportError as error:
             raise unusable("transformers", error) from error
         except Exception as error:  # each tokenizer's reader has errors of its own for a damaged file
