@@ -19,7 +19,7 @@ from ..compat.transforms import compile as compiling
 from ..compat.transforms import fused
 from ..compat.transforms.compile import Compilation, CompileSettings
 from ..compat.transforms.fp16_accumulation import fp16_sums, require_fp16_sums
-from ..compat.transforms.fused import Fused
+from ..compat.transforms.fused import FusedSites
 from ..compat.transforms.fused_vae import fuse_vae
 from ..compat.transforms.order import Order, Step, Undo
 from ..compat.transforms.step_cache import StepCacheSettings, cached, require_usable, settings_for
@@ -64,7 +64,7 @@ class Speed:
         self.request, self.forms, self.why = request, forms, why
         kernel = re.search(r"fused kernel \(([^)]*)\)|auto: (\w+), the fastest", attention)
         self.attention = (kernel[1] or kernel[2]) if kernel else attention.split(":")[0]
-        self.fused: dict[str, Fused] = {}
+        self.fused: dict[str, FusedSites] = {}
         self.compiled: dict[str, Compilation] = {}
         self.compile_refused = self.beside_host = ""
         self.profile = request.profile

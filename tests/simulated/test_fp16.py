@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from anygpu.compat.transforms.fp16 import SETTINGS, apply_fp16_safe
+from anygpu.compat.transforms.fp16 import apply_fp16_safe
+from anygpu.compat.transforms.fp16_layers import SETTINGS
 from anygpu.pipelines import tiny
 from anygpu.pipelines.base import Pipeline, Silent
 from anygpu.pipelines.loading.folder import LoadRequest, load
