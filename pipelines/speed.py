@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -27,7 +27,6 @@ from .base import Pipeline, Progress, SampleSettings
 from .profiling import Profile
 from .registry import family_named
 
-Result = TypeVar("Result")
 Hosted = Callable[..., Any]
 OFFLOAD_AUTO = "auto"
 TRANSFORMER, VAE = "transformer", "vae"
@@ -187,22 +186,23 @@ def with_step_cache(pipeline: Pipeline, preset: str, asked: StepCacheSettings) -
     return replace(pipeline, step_cache=settings_for(pipeline.family, preset, asked))
 
 
-def sped_up(pipeline: Pipeline, settings: SampleSettings, progress: Progress, run: Callable[[], Result]) -> Result:
-    """What ``run``, a sampling, returns, under the pipeline's step cache; says what runs and what was skipped.
+@contextmanager
+def sampling_speed(pipeline: Pipeline, settings: SampleSettings, progress: Progress) -> Iterator[None]:
+    """Around a sampling: the pipeline's step cache and fp16 sums; says what ran and what was skipped.
 
     Raises:
         UnsupportedError: a cache beside guidance or compiled blocks that it cannot share a transformer with.
     """
     cache, speed = pipeline.step_cache, pipeline.speed
-    with fp16_sums(speed is not None and speed.request.fp16_sums):
-        if cache is None:
-            found = run()
-        else:
+    with ExitStack() as stack:
+        stack.enter_context(fp16_sums(speed is not None and speed.request.fp16_sums))
+        count: Any = None
+        if cache is not None:
             transformer = pipeline.parts.read(TRANSFORMER, progress)
             require_usable(cache, pipeline.family, transformer, settings.cfg)
-            with cached(transformer, cache, settings.steps) as count:
-                found = run()
-            progress.notify(f"{cache}: {count}")
+            count = stack.enter_context(cached(transformer, cache, settings.steps))
+        yield
+    if cache is not None:
+        progress.notify(f"{cache}: {count}")
     if speed is not None:
         speed.notify(pipeline.family, progress)
-    return found

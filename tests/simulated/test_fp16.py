@@ -14,8 +14,8 @@ from anygpu.pipelines import tiny
 from anygpu.pipelines.base import Pipeline, Silent
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.loading.part import part_files, reader_of
+from anygpu.pipelines.loading.storage import read_narrow
 from anygpu.pipelines.sampling.loop import NotFinite
-from anygpu.pipelines.sampling.safe_fp16 import read_narrow
 from safetensors.torch import load_file, save_file
 
 from simulated import accelerator
