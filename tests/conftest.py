@@ -120,12 +120,18 @@ SAMPLES: dict[str, tuple[str, ...]] = {
 }
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave the cells beyond a sample to `make test-full`."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the cells beyond a sample to `make test-full`; a sample of tests or cells that are gone is an error."""
+    collected: set[str] = set()
     for item in items:
         table, _, cell = f"{item.path.name}::{item.name}".partition("[")
+        collected |= {table, f"{table}[{cell}"}
         if table in SAMPLES and cell.removesuffix("]") not in SAMPLES[table]:
             item.add_marker(pytest.mark.full)
+    wanted = [f"{table}[{cell}]" for table, cells in SAMPLES.items() for cell in cells] + list(SAMPLES)
+    gone = sorted(set(wanted) - collected)
+    if gone and not config.option.file_or_dir:  # the whole suite
+        raise pytest.UsageError(f"SAMPLES in tests/conftest.py names what no test is called: {', '.join(gone)}")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
