@@ -33,8 +33,9 @@ test: $(READY) accelerator
 test-full: $(READY) accelerator
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile -m "not host and not browser"
 
+# Each worker has a ComfyUI of its own.
 test-host: $(READY)
-	$(PY) -m pytest tests/host
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile tests/host
 
 test-browser: $(READY)
 	$(PY) tests/browser/drive.py run.mjs
