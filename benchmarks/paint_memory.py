@@ -28,7 +28,7 @@ from anygpu.compat.memory.offloader import offloader_for
 from anygpu.compat.memory.parts import Parts
 from anygpu.compat.precision import precision_for
 from anygpu.compat.transforms.attention import attention_for
-from anygpu.paint.estimates import PartBytes, paint_needs
+from anygpu.paint.estimates import paint_bytes, paint_needs
 from anygpu.paint.geometry.cameras import DEFAULT_VIEWS
 from anygpu.paint.loading import PaintPipeline
 from anygpu.paint.networks import vae
@@ -60,7 +60,7 @@ def whole(device: torch.device) -> PaintPipeline:
         return module.eval().requires_grad_(False)
 
     weights = {
-        name: PartBytes.of({key: 2 * tensor.numel() for key, tensor in module.state_dict().items()})
+        name: paint_bytes({key: 2 * tensor.numel() for key, tensor in module.state_dict().items()})
         for name, module in made.items()
     }
     parts = Parts({name: lambda _progress, name=name: read(name) for name in made})

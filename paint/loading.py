@@ -15,13 +15,14 @@ from ..compat.device.execution import HOST
 from ..compat.device.facts import GIBIBYTE, DeviceFacts, facts_for, free_bytes
 from ..compat.device.probe_results import probe_results_of
 from ..compat.errors import CheckpointError, InputError
+from ..compat.memory.estimates import PartBytes
 from ..compat.memory.offloader import Terms, offloader_for
 from ..compat.memory.parts import Hosted, Parts, Prepare, Reader, Silent
 from ..compat.memory.statistics import amount
 from ..compat.precision import Precision, precision_for
 from ..compat.transforms.attention import Attention, attention_for, avoided_by
 from ..compat.transforms.compile import CompileSettings, require_offload
-from .estimates import PartBytes
+from .estimates import paint_bytes
 from .networks import published as networks
 from .networks import vae
 from .networks.compile import Compiler
@@ -261,7 +262,7 @@ def _said(place: Path, stored: Weights, dropped: int) -> list[str]:
 
 def _bytes_of(module: nn.Module, dtypes: Dtypes) -> PartBytes:
     named = module.state_dict().items()
-    return PartBytes.of({key: t.numel() * networks.stored_dtype(key, dtypes).itemsize for key, t in named})
+    return paint_bytes({key: t.numel() * networks.stored_dtype(key, dtypes).itemsize for key, t in named})
 
 
 def _advance(part: str, total: int, progress: Any) -> Callable[[int], None]:
@@ -332,7 +333,7 @@ def _vae_reader(
             vae.attended(module, exact)
             return module.eval().requires_grad_(False)
 
-    return read, config, PartBytes.of(stored.bytes_as(precision.vae))
+    return read, config, paint_bytes(stored.bytes_as(precision.vae))
 
 
 def _require_vae(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], path: Path) -> None:
@@ -356,5 +357,5 @@ def _encoders(
     if folder is None or not (folder / "config.json").is_file():
         return {}
     stored = weights_in(folder, name, "safetensors" if any(folder.glob("*.safetensors")) else AUTO)
-    size = PartBytes.of(stored.bytes_as(precision.text))
+    size = paint_bytes(stored.bytes_as(precision.text))
     return {name: (encoder_reader(name, folder, stored, precision.text, _advance), size)}

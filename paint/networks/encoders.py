@@ -14,8 +14,8 @@ from ...compat.checkpoints.weights import read_json
 from ...compat.device.execution import checked_leaves, execution_device
 from ...compat.errors import CheckpointError
 from ...compat.memory.parts import Reader
+from ...compat.memory.statistics import stage_cost
 from ...compat.packages import attribute
-from ..estimates import costed
 from .weights import Weights
 
 CLASSES = {"image_encoder": "Dinov2Model", "text_encoder": "CLIPTextModel"}
@@ -54,7 +54,7 @@ def dino_states(pipeline: Any, picture: Tensor, progress: Any) -> Tensor:
     device = execution_device(pipeline.offloader)
     pixels = dino_pixels(picture)
     hold = pipeline.offloader.hold("image_encoder", 0, progress)
-    with costed(pipeline, "image", progress), hold as encoder, checked_leaves(encoder, progress.check):
+    with stage_cost(pipeline, "image", progress), hold as encoder, checked_leaves(encoder, progress.check):
         found = encoder(pixels.to(device, encoder.dtype)).last_hidden_state
         found = found.cpu().float()
     pipeline.offloader.release("image_encoder")
@@ -86,7 +86,7 @@ def empty_prompt(pipeline: Any, progress: Any) -> Tensor:
     tokens = torch.full((1, TOKENS), _padding(pipeline.source))
     tokens[0, 0], tokens[0, 1] = FIRST_TOKEN, LAST_TOKEN
     hold = pipeline.offloader.hold("text_encoder", 0, progress)
-    with costed(pipeline, "text", progress), hold as encoder, checked_leaves(encoder, progress.check):
+    with stage_cost(pipeline, "text", progress), hold as encoder, checked_leaves(encoder, progress.check):
         found: Tensor = encoder(tokens.to(device)).last_hidden_state.cpu().float()
     pipeline.offloader.release("text_encoder")
     return found

@@ -18,14 +18,15 @@ import torch
 from ...compat.device.execution import HOST
 from ...compat.device.facts import GIBIBYTE, empty_cache, facts_for, free_bytes
 from ...compat.errors import InputError, PackError, UnsupportedError
+from ...compat.memory.estimates import PartBytes
 from ...compat.memory.host_weights import HostWeights
 from ...compat.memory.offloader import Terms, on_device
-from ...compat.memory.statistics import amount_of
+from ...compat.memory.statistics import amount_of, stage_cost
 from ...compat.transforms import compile as compiling
 from ..base import Pipeline, Progress
 from ..sampling.loop import persisting
 from ..vae.fallback import MEMORY, kind_of
-from .estimates import MARGIN, MODE_ORDER, TRANSFORMER, VAE, Size, Weights, forecast
+from .estimates import MARGIN, MODE_ORDER, TRANSFORMER, VAE, Size, forecast
 from .host import note
 
 Stage = TypeVar("Stage", bound=Callable[..., Any])
@@ -60,7 +61,7 @@ def terms_for(
     return Terms(placed, int(keep_free_gb * GIBIBYTE), state, host or HostWeights())
 
 
-def require_room(weights: Mapping[str, Weights], device: torch.device, free: int | None, terms: Terms) -> None:
+def require_room(weights: Mapping[str, PartBytes], device: torch.device, free: int | None, terms: Terms) -> None:
     """Refuse a model of which not even one layer fits.
 
     Raises:
@@ -171,27 +172,13 @@ def roomier(
 
 
 def with_memory_stats(name: str) -> Callable[[Stage], Stage]:
-    """Make a stage, whose first argument is a loaded pipeline, count its peak, its traffic and its time.
-
-    Progress that has ``cost`` is given the line; all of it is in ``offloader.account``.
-    """
+    """Make a stage, whose first argument is a pipeline, a :func:`stage_cost`."""
 
     def wrapped(stage: Stage) -> Stage:
         @wraps(stage)
         def run(pipeline: Any, *args: Any, **named: Any) -> Any:
-            memory_stats = getattr(pipeline.offloader, "memory_stats", None)
-            if memory_stats is None:
+            with stage_cost(pipeline, name, named.get("progress") or _progress_in(args)):
                 return stage(pipeline, *args, **named)
-            offloader, progress = pipeline.offloader, named.get("progress") or _progress_in(args)
-            with memory_stats.stage(
-                name, f"{pipeline.family} {pipeline.variant}", offloader.mode, offloader.device
-            ) as cost:
-                result = stage(pipeline, *args, **named)
-                cost.mode = offloader.mode
-            told = getattr(progress, "cost", None)  # of those who show it: a node's text, the terminal
-            if told is not None and cost.device != HOST.type:
-                told(str(cost))
-            return result
 
         return run  # type: ignore[return-value]
 
