@@ -143,8 +143,8 @@ def paint_views(
         conditions = _conditions(pipeline, inputs, (references, normals, positions, ids), settings, progress)
         latents = sampled(pipeline, conditions, settings, progress)
         painted = _decoded(pipeline, latents, len(ids), settings, progress)
-    for line in () if pipeline.compiler is None else pipeline.compiler.lines():
-        progress.notify(line)
+    for part, blocks in pipeline.compiled.items():
+        progress.notify(f"{part}: {blocks}")
     return painted
 
 

@@ -65,13 +65,13 @@ def test_compiled_and_resident(acc, paint_folder, delight_folder, wanted):  # no
     assert {one.offloader.mode for one in (paint, delight)} == {"none"}, "compiled, auto means resident"
     found = run(paint, delight)
     same(found, wanted)
-    assert set(paint.compiler.parts) == {"unet", "reference", "vae"}
-    for blocks in (*paint.compiler.parts.values(), *delight.compiler.parts.values()):
+    assert set(paint.compiled) == {"unet", "reference", "vae"}
+    for blocks in (*paint.compiled.values(), *delight.compiled.values()):
         assert not blocks.failure
         assert 0 < blocks.graphs <= 2 * 64
-    made = sum(blocks.graphs for blocks in paint.compiler.parts.values())
+    made = sum(blocks.graphs for blocks in paint.compiled.values())
     assert torch.equal(run(paint, delight)[1].views, found[1].views)
-    assert sum(blocks.graphs for blocks in paint.compiler.parts.values()) == made, "the second run makes no graph"
+    assert sum(blocks.graphs for blocks in paint.compiled.values()) == made, "the second run makes no graph"
 
 
 def where_the_weights_wait(_offloader):
