@@ -27,7 +27,7 @@ from ..compat.transforms.order import Preparation
 from .estimates import paint_bytes
 from .networks import published as networks
 from .networks import vae
-from .networks.compile import Blocks, compile_step
+from .networks.compile import Blocks, blocks_for, compile_step
 from .networks.encoders import encoder
 from .networks.layers import Dtypes
 from .networks.unet import UNetShape, set_attention
