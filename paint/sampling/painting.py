@@ -19,8 +19,7 @@ from ..loading import PaintPipeline
 from ..networks import vae
 from ..networks.encoders import dino_states
 from ..networks.multiview import Run
-from ..networks.pbr import MATERIALS
-from ..networks.voxels import rotary_by_tokens
+from ..networks.pbr import MATERIALS, rotary_by_tokens
 from ..pictures import GREY, WHITE, checked_pictures, over, resized, squared
 from .solvers import Schedule, lcm_schedule, schedule_for, schedule_of, solver_for
 

@@ -10,7 +10,7 @@ import torch
 from anygpu.compat.errors import CheckpointError
 from anygpu.paint.networks.layers import Attention, Dtypes
 from anygpu.paint.networks.multiview import Run
-from anygpu.paint.networks.pbr import DinoProjection
+from anygpu.paint.networks.pbr import DinoProjection, rotary_tables, voxel_indices
 from anygpu.paint.networks.published import (
     KINDS,
     kind_of,
@@ -22,7 +22,6 @@ from anygpu.paint.networks.published import (
     without_adapter,
 )
 from anygpu.paint.networks.unet import set_attention
-from anygpu.paint.networks.voxels import rotary_tables, voxel_indices
 
 from paint.stored import FIXTURES, config, values, weights
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from anygpu.compat.device.execution import HOST
 from anygpu.paint import texturing
-from anygpu.paint.baking.synthetic import box
 from anygpu.paint.loading import PaintRequest, load_paint
 from anygpu.paint.networks.compile import settings_for
 from anygpu.paint.sampling import painting
 from anygpu.paint.sampling.delight import DelightSettings
 from anygpu.paint.sampling.painting import PaintSettings
 from paint.conftest import delight_folder, paint_folder  # noqa: F401
+from paint.shapes import box
 
 from simulated import accelerator
 
