@@ -144,5 +144,5 @@ class ComposePipeline(io.ComfyNode):
             keep_free_gb=keep_free_gb, speed=speed_request(**speed),
         )
         pipeline = load(request, progress, memory_manager.make_room, memory_manager.managed)
-        progress.finish("\n".join((status_of(pipeline), *pipeline.notes)))
+        progress.finish("\n".join((status_of(pipeline), *map(str, pipeline.decisions))))
         return io.NodeOutput(pipeline, *core_outputs.beside(pipeline))

@@ -114,5 +114,5 @@ class LoadPipeline(io.ComfyNode):
             keep_free_gb=keep_free_gb,
         )
         pipeline = load(request, progress, memory_manager.make_room, memory_manager.managed)
-        progress.finish("\n".join((status_of(pipeline), *pipeline.notes, *panel.limit_lines())))
+        progress.finish("\n".join((status_of(pipeline), *map(str, pipeline.decisions), *panel.limit_lines())))
         return io.NodeOutput(pipeline, *core_outputs.beside(pipeline))

@@ -68,5 +68,5 @@ class LoRA(io.ComfyNode):
         """The pipeline with one LoRA more."""
         progress = NodeProgress(cls.hidden.unique_id, pipeline.family)
         found = adapters.with_lora(pipeline, loras.file_named(lora), strength, blocks, mode, progress)
-        progress.finish(found.notes[-1] if found is not pipeline else "no effect")
+        progress.finish(str(found.decisions[-1]) if found is not pipeline else "no effect")
         return io.NodeOutput(found, core_outputs.adapted(found))

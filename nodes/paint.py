@@ -141,7 +141,7 @@ class LoadPaintPipeline(io.ComfyNode):
             compiled=settings_for(dynamo_cache_size_limit) if compile else None,
         )
         pipeline = load_paint(request, progress, memory_manager.make_room, memory_manager.managed)
-        progress.finish("\n".join((f"{pipeline.family} {pipeline.variant}, {pipeline.facts}", *pipeline.notes)))
+        progress.finish("\n".join((f"{pipeline.family} {pipeline.variant}, {pipeline.facts}", *map(str, pipeline.decisions))))
         return io.NodeOutput(pipeline)
 
 

@@ -135,5 +135,5 @@ class StepCache(io.ComfyNode):
         progress = NodeProgress(cls.hidden.unique_id)
         asked = StepCacheSettings(kind, threshold, interval, start_percent, end_percent, cache_device)
         found = with_step_cache(pipeline, preset, asked)
-        progress.finish(str(found.step_cache or "step cache off"))
+        progress.finish(f"step cache {found.step_cache or 'off'}")
         return io.NodeOutput(found)

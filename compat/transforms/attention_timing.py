@@ -57,8 +57,10 @@ def by_time(
     best = min(found, key=lambda kernel: found[kernel])
     said = ", ".join(f"{kernel} {found[kernel]:.2f} ms" for kernel in sorted(found, key=lambda k: found[k]))
     if best == DEFAULT or found[best] > WORTH * found[DEFAULT]:
-        return replace(attention, why=f"{attention.why}; timed on this device: {said}")
-    return replace(attention, fastest=best, why=f"auto: {best}, the fastest of {said} on this device, timed once")
+        why = f"{attention.decision.why}; timed on this device: {said}"
+        return replace(attention, decision=replace(attention.decision, why=why))
+    decision = replace(attention.decision, verdict=best, why=f"the fastest of {said} on this device, timed once")
+    return replace(attention, fastest=best, decision=decision)
 
 
 def candidates(facts: DeviceFacts, dtype: torch.dtype, head_width: int) -> list[str]:

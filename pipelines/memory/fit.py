@@ -26,7 +26,7 @@ from ..base import Pipeline, Progress
 from ..sampling.loop import persisting
 from ..vae.fallback import MEMORY, kind_of
 from .estimates import MARGIN, MODE_ORDER, TRANSFORMER, VAE, Size, Weights, forecast
-from .host import note
+from .host import decisions
 
 Stage = TypeVar("Stage", bound=Callable[..., Any])
 Result = TypeVar("Result")
@@ -206,7 +206,7 @@ def plan_line(pipeline: Pipeline) -> str:
     line = " -> ".join(["read", *lora, *(step.name for step in steps), repr(pipeline.offloader)])
     terms = getattr(pipeline.offloader, "terms", Terms())  # of a host's offloader
     host = getattr(pipeline.offloader, "host", terms.host)
-    return "; ".join((line, *note(host, pipeline.facts, pipeline.offloader)))
+    return "; ".join((line, *map(str, decisions(host, pipeline.facts, pipeline.offloader))))
 
 
 @contextmanager

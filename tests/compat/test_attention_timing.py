@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from anygpu.compat.decision import Decision
 from anygpu.compat.device.facts import facts_for
 from anygpu.compat.device.probe_store import ProbeStore
 from anygpu.compat.transforms import attention_timing
@@ -13,7 +14,8 @@ from anygpu.compat.transforms.attention import LONG, Attention
 from anygpu.compat.transforms.attention_timing import by_time
 
 BF16, WIDTH = torch.bfloat16, 64
-AUTO = Attention("auto", why="auto: torch's fused kernel (flash)", fused=frozenset({(BF16, WIDTH)}))
+FLASH = Decision("attention", "torch's fused kernel (flash)", "the default", "auto")
+AUTO = Attention("auto", decision=FLASH, fused=frozenset({(BF16, WIDTH)}))
 
 
 @pytest.fixture
@@ -37,9 +39,9 @@ def test_the_fastest_is_taken_once_kept_and_said(card, tmp_path):
     for _ in range(2):
         found = by_time(AUTO, card, ProbeStore(card, tmp_path), BF16, WIDTH, measure)
         assert found.fastest == "native_cudnn"
-        assert found.why == (
-            "auto: native_cudnn, the fastest of native_cudnn 2.00 ms, native 4.00 ms, native_efficient 5.00 ms on this "
-            "device, timed once"
+        assert (found.label, found.decision.verdict, found.decision.source) == ("native_cudnn", "native_cudnn", "auto")
+        assert found.decision.why == (
+            "the fastest of native_cudnn 2.00 ms, native 4.00 ms, native_efficient 5.00 ms on this device, timed once"
         )
     assert asked == ["native", "native_cudnn", "native_efficient"], "it was timed again"
 
@@ -47,7 +49,7 @@ def test_the_fastest_is_taken_once_kept_and_said(card, tmp_path):
 def test_a_gain_too_small_to_trust_changes_nothing(card, tmp_path):
     measure = clock({"native": 4.0, "native_cudnn": 3.9, "native_efficient": 5.0}, [])
     found = by_time(AUTO, card, ProbeStore(card, tmp_path), BF16, WIDTH, measure)
-    assert found.fastest == "" and "timed on this device: native_cudnn 3.90 ms" in found.why
+    assert found.fastest == "" and "timed on this device: native_cudnn 3.90 ms" in found.decision.why
 
 
 def test_not_on_a_cpu_not_without_a_store_and_not_for_a_choice(card, tmp_path):
