@@ -33,7 +33,7 @@ def encoder_reader(
     def read(progress: Any) -> nn.Module:
         cls: Any = attribute("transformers", CLASSES[part])
         with torch.inference_mode(False), torch.no_grad():
-            config = cls.config_class.from_pretrained(str(folder), local_files_only=True)
+            config = cls.config_class.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
             advance = advance_for(part, stored.total_bytes, progress)
             tensors = stored.read(stored.shapes, lambda _name: dtype, advance)
             try:

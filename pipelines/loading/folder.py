@@ -41,11 +41,12 @@ from ..memory import host as host_memory
 from ..memory.estimates import sizes_of
 from ..memory.fit import require_room, terms_for
 from ..registry import FAMILIES, family_named
-from ..sampling.safe_fp16 import TRANSFORMER, SafeFp16, read_narrow
+from ..sampling.loop import TRANSFORMER
 from ..speed import SpeedRequest, speed_for
 from . import storage
 from .part import PartFiles, part_files, reader_of
 from .single_file import Composed, Files, composed, family_in
+from .storage import SafeFp16, read_narrow
 
 INDEX = "model_index.json"
 AUTO = "auto"
@@ -433,7 +434,7 @@ def _tool_reader(library: str, folder: Path) -> Callable[[], Any]:
             return read_json(file, f"the {folder.name}")
         cls: Any = attribute("transformers", _processor_class(folder))
         try:
-            return cls.from_pretrained(str(folder), local_files_only=True)
+            return cls.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         except ImportError as error:
             raise unusable("transformers", error) from error
         except Exception as error:  # each tokenizer's reader has errors of its own for a damaged file
