@@ -88,7 +88,6 @@ PRECISION: dict[tuple[str, str], Precision] = {  # (family, arch class); an exac
     ("*", "rocm"): Precision(BF16, BF16, BF16, "bf16 has the range of fp32 at half its memory"),
     ("*", "xpu"): Precision(BF16, BF16, BF16, "Intel GPUs have bf16 units"),
     ("*", "mps"): Precision(BF16, FP32, FP32, _MAC),
-    ("*", "directml"): _safe(FP32, "DirectML has no bf16: fp16 operands around an fp32 residual cannot overflow"),
     ("*", "xla"): Precision(
         BF16, BF16, FP32, "accelerators behind XLA are made for bf16; VAEs lose accuracy in it there"
     ),

@@ -16,7 +16,6 @@ import torch
 
 from .facts import CLOCKED, DeviceFacts
 from .probe_store import ProbeStore
-from .quirks import policy_for
 
 NAME, SAMPLE_BYTES, REPEATS = "copies of mapped pages", 32 * 1024**2, 5
 WORTH = 1.25  # views save the host a second copy, so they are left only where they take longer than this
@@ -28,7 +27,7 @@ Measure = Callable[[Path, torch.device], Mapping[str, float]]
 def maps_files(facts: DeviceFacts, store: ProbeStore | None, measure: Measure | None = None) -> bool:
     """Whether large tensors that need no cast are left in their file as views, for the device of ``facts``.
 
-    By the clock where the device has one and an answer can be kept, else by :data:`MAPPED` and the known bugs.
+    By the clock where the device has one and an answer can be kept, else by :data:`MAPPED`.
 
     Args:
         measure: from a folder and the device to milliseconds by way, ``mapped`` and ``own``.
@@ -40,7 +39,7 @@ def maps_files(facts: DeviceFacts, store: ProbeStore | None, measure: Measure | 
         found = store.remember(name, lambda: _timed(timed, folder, facts.device))
         if found:
             return bool(found["mapped"] <= WORTH * found["own"])
-    return facts.backend in MAPPED and policy_for(facts).mapped_reads
+    return facts.backend in MAPPED
 
 
 def milliseconds(folder: Path, device: torch.device) -> dict[str, float]:

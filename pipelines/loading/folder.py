@@ -117,8 +117,8 @@ def load(
     precision = precision_for(family.id, facts, request.precision, probes)
     files = _part_files(family, folders, precision, {} if single is None else single.files)
     files = storage.with_storage(files, request, family.text_parts, precision, facts, probes)
-    room = _host_room(sum(part.total_bytes for part in files.values()))
-    files, host = host_memory.backed(files, facts, room, swap_free_bytes())
+    sizes = {name: part.total_bytes for name, part in files.items()}
+    files, host = host_memory.backed(files, facts, _host_room(sum(sizes.values())), swap_free_bytes())
     free = free_bytes(facts.device)
     weights, terms = sizes_of(files.values()), terms_for(request.devices, request.keep_free_gb, request.state, host)
     evicts = make_room is not None or hosted is not None  # the host's other models leave where ours need the room
@@ -132,24 +132,23 @@ def load(
     speed = speed_for(request.speed, facts, request.devices, precision, probes, attention)
     steps = (storage.storage_step(files), convolutions, safe.step(), attention_step(attention), *speed.steps())
     parts = _parts(files, Preparation(steps), safe if request.precision == AUTO else None)
-    sizes = {name: part.total_bytes for name, part in files.items()}
     hosted = speed.host_for(request.offload, hosted)
     offloader, offload = offloader_for(request.offload, parts, facts.device, sizes, free, make_room, hosted, terms)
     speed.settle_offload(getattr(offloader, "mode", HOSTED), request.offload != AUTO)
     more = (*storage.decisions(files), *speed.decisions(), *host_memory.decisions(host, facts, offloader))
     return Pipeline(
-        family.id,
-        task,
-        parts,
-        facts,
-        precision,
-        Adapted(offloader, parts),
-        _tools(family, folders) if single is None else _tools_of(single),
-        {name: part.config for name, part in files.items()},
-        variant,
-        request.model,
-        (precision.decision, offload, attention.decision, *more),
-        speed,
+        family=family.id,
+        task=task,
+        parts=parts,
+        facts=facts,
+        precision=precision,
+        offloader=Adapted(offloader, parts),
+        tools=_tools(family, folders) if single is None else _tools_of(single),
+        configs={name: part.config for name, part in files.items()},
+        variant=variant,
+        source=request.model,
+        decisions=(precision.decision, offload, attention.decision, *more),
+        speed=speed,
         weights=weights,
         probes=probes,
         storage=storage.smaller(files),
