@@ -25,7 +25,7 @@ from ...compat.transforms import compile as compiling
 from ..base import Pipeline, Progress
 from ..vae.fallback import MEMORY, kind_of
 from .estimates import MARGIN, MODE_ORDER, TRANSFORMER, VAE, Size, forecast
-from .host import note
+from .host import decisions
 
 GIVEN_UP = "_anygpu_given_up"  # on an error that every way on was tried for
 SPARE = 1.05  # of what a forecast says, before a mode is taken
@@ -157,7 +157,7 @@ def plan_line(pipeline: Pipeline) -> str:
     line = " -> ".join(["read", *lora, *(step.name for step in steps), repr(pipeline.offloader)])
     terms = getattr(pipeline.offloader, "terms", Terms())  # of a host's offloader
     host = getattr(pipeline.offloader, "host", terms.host)
-    return "; ".join((line, *note(host, pipeline.facts, pipeline.offloader)))
+    return "; ".join((line, *map(str, decisions(host, pipeline.facts, pipeline.offloader))))
 
 
 @contextmanager
