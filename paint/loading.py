@@ -128,10 +128,7 @@ def load_paint(
     stored = weights_in(place, "UNet", request.weights)
     kind = _kind(stored)
     config = _config(place)
-    shapes, dropped = networks.without_adapter(kind, stored.shapes)
-    with torch.device("meta"):
-        made = networks.networks_for(kind, config)
-    networks.require_fitting(kind, shapes, made, str(stored.path))
+    made, dropped = _checked_networks(kind, config, stored)
     progress.check()
     facts = facts_for(request.device)
     probes = None if request.state is None else probe_results_of(facts, request.state, request.quiet)
@@ -238,6 +235,15 @@ def _variant(request: PaintRequest, kind: str, stored: Weights) -> str:
     if request.variant != AUTO:
         return request.variant
     return "turbo" if "turbo" in str(Path(*stored.path.parts[-3:])).lower() else "v2-0"
+
+
+def _checked_networks(kind: str, config: Mapping[str, Any], stored: Weights) -> tuple[dict[str, nn.Module], int]:
+    """The networks on the meta device, which the stored tensors fit, and how many of these are left out."""
+    shapes, dropped = networks.without_adapter(kind, stored.shapes)
+    with torch.device("meta"):
+        made = networks.networks_for(kind, config)
+    networks.require_fitting(kind, shapes, made, str(stored.path))
+    return made, dropped
 
 
 def _config(place: Path) -> Mapping[str, Any]:

@@ -34,7 +34,7 @@ from anygpu.pipelines.memory.estimates import Size, forecast
 from paint import stored
 
 WEB = Path(__file__).resolve().parent.parent / "web"
-STOOD_IN = ("server", "requests", "folders", "memory_manager", "recovery", "model_files", "painting")
+STOOD_IN = ("server", "requests", "folders", "memory_manager", "recovery", "model_files")
 SERVER = ("routes", "forecast", "panel", "runs")
 TRAVERSALS = [
     "../../etc/passwd",
@@ -99,12 +99,7 @@ def pack(tmp_path, monkeypatch) -> Iterator[Pack]:
     memory = SimpleNamespace(
         compute_device=lambda: torch.device("cpu"), managed=None, MODE="comfyui", evictable_bytes=lambda: 0
     )
-    files = SimpleNamespace(NO_FILE="no file found", chosen_files=partial(chosen_files, tmp_path / "models"))
-    paint = SimpleNamespace(
-        NO_MODEL="no paint model found",
-        paint_path=lambda name: tmp_path / "models" / name,
-        provider_path=lambda name: None,
-    )
+    files = SimpleNamespace(chosen_files=partial(chosen_files, tmp_path / "models"))
     kept = SimpleNamespace(  # the store is the real one; what draws its pictures needs ComfyUI's latent formats
         listing=lambda: store.listing(tmp_path / "kept"),
         load=lambda name: store.load(tmp_path / "kept", name, print),
@@ -118,13 +113,12 @@ def pack(tmp_path, monkeypatch) -> Iterator[Pack]:
         "comfy_execution.utils": SimpleNamespace(get_executing_context=lambda: None),
         "anygpu.host.memory_manager": memory,
         "anygpu.host.model_files": files,
-        "anygpu.host.painting": paint,
     }
     host = importlib.import_module("anygpu.host")
     forget(host)
     for name, module in stand_ins.items():
         monkeypatch.setitem(sys.modules, name, module)
-    vars(host).update(memory_manager=memory, recovery=kept, model_files=files, painting=paint)
+    vars(host).update(memory_manager=memory, recovery=kept, model_files=files)
     yield Pack(
         routes=importlib.import_module("anygpu.host.server.routes"),
         runs=importlib.import_module("anygpu.host.server.runs"),
