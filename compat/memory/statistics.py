@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import tempfile
 import time
+import uuid
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -144,9 +144,9 @@ class MemoryStats:
         rows = [*kept_stages(self.state), cost][-KEPT:]
         try:
             self.state.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self.state, delete=False, encoding="utf-8") as file:
-                file.write(json.dumps([asdict(row) for row in rows], indent=1))
-            Path(file.name).replace(self.state / FILE)
+            temporary = self.state / f".{FILE}.{uuid.uuid4().hex[:8]}.part"
+            temporary.write_text(json.dumps([asdict(row) for row in rows], indent=1), encoding="utf-8")
+            temporary.replace(self.state / FILE)
         except OSError:
             return  # a full disk or a read-only folder costs the report, not the run
 

@@ -38,7 +38,7 @@ def encoder(part: str, folder: Path, stored: Weights, dtype: torch.dtype, advanc
         CheckpointError: the weights are not those of the configuration.
     """
     cls: Any = attribute("transformers", CLASSES[part])
-    config = cls.config_class.from_pretrained(str(folder), local_files_only=True)
+    config = cls.config_class.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     tensors = stored.read(stored.shapes, lambda _name: dtype, advance)
     try:
         module, info = cls.from_pretrained(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...compat.device.execution import checked_leaves, execution_device, generator_for
 from ...compat.errors import InputError
+from ...compat.guidance import classifier_free_guidance
 from ...compat.memory.parts import Silent
 from ...compat.memory.statistics import stage_cost
 from ..estimates import asked, decoding_bytes, encoding_bytes, looking_bytes, step_bytes
@@ -230,7 +231,9 @@ def sampled(
             velocity = predicted(unet, solver.model_input(x, index).to(device), step, conditions, run)
             velocity = velocity.cpu().float().unflatten(0, (len(rows), -1))
             # Of three rows upstream the middle one cancels; of two equal ones (guidance 1) one is enough.
-            guided = velocity[0] if len(rows) == 1 else velocity[0] + settings.guidance * (velocity[1] - velocity[0])
+            guided = velocity[0]
+            if len(rows) > 1:
+                guided = classifier_free_guidance(velocity[1], velocity[0], settings.guidance)
             clean = solver.clean(guided, index, x)
             x = solver.step(guided, index, x, draw)
             progress.step(index + 1, count, "painting", lambda clean=clean: preview_of(clean))

@@ -199,7 +199,7 @@ def test_background_counts_from_the_second_level_on():
 
 def test_attention_in_chunks_is_the_same(paint):
     from anygpu.compat.transforms.attention import Attention as Kernel
-    from anygpu.compat.transforms.attention import chunked
+    from anygpu.compat.transforms.attention_chunks import chunked
 
     given, used = values("paint", "unet_cfg.in"), []
 
