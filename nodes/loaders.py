@@ -24,7 +24,6 @@ class LoadPipeline(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         providers = folders.provider_choices()
         return io.Schema(
             node_id="AnyGPULoadPipeline",
@@ -106,7 +105,6 @@ class ComposePipeline(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPUComposePipeline",
             display_name="AnyGPU Compose Pipeline",
@@ -209,7 +207,6 @@ class LoRA(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPULoRA",
             display_name="AnyGPU LoRA",

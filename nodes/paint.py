@@ -55,7 +55,6 @@ class LoadPaintPipeline(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         providers = folders.paint_provider_choices()
         return io.Schema(
             node_id="AnyGPULoadPaintPipeline",
@@ -142,7 +141,6 @@ class DelightImage(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPUDelightImage",
             display_name="AnyGPU Delight Image",
@@ -202,7 +200,6 @@ class PaintViews(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPUPaintViews",
             display_name="AnyGPU Paint Views",
@@ -286,7 +283,6 @@ class TextureMesh(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPUTextureMesh",
             display_name="AnyGPU Texture Mesh",

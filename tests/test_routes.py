@@ -269,12 +269,12 @@ def test_a_pipeline_that_paints_is_told_too(pack):
 )
 def test_what_does_not_fit_whole_is_told_by_what_comes_of_it(pack, room, peak, sampling, decoding):
     """A stage that takes 1000 bytes where they are there, and can do with 100 while its weights wait outside."""
-    outlook = importlib.import_module("anygpu.host.server.forecast")
+    forecasting = importlib.import_module("anygpu.host.server.forecast")
     for name, fits in (("sampling", sampling), ("decoding", decoding)):
         most, least = (SimpleNamespace(name=name, total=total) for total in (1000, 100))
-        told = outlook._stage(most, least, room)
+        told = forecasting._stage(most, least, room)
         assert told == {"stage": name, "peak": peak, "least": 100, "free": room, "fits": fits}
-        whole = outlook._stage(most, least, room, parts=False)["fits"]
+        whole = forecasting._stage(most, least, room, parts=False)["fits"]
         assert whole == ("too much" if room == 99 else fits), "the decoder of paint has no parts"
 
 
@@ -291,10 +291,12 @@ def test_what_does_not_fit_whole_is_told_by_what_comes_of_it(pack, room, peak, s
 )
 def test_a_painting_is_counted_as_it_runs(pack, monkeypatch, kind, node, given, counted):
     """Guidance other than 1 is a second row; cameras beyond the six fixed ones are the PBR model's alone."""
-    outlook = importlib.import_module("anygpu.host.server.forecast")
+    forecasting = importlib.import_module("anygpu.host.server.forecast")
     seen = []
-    monkeypatch.setattr(outlook, "paint_needs", lambda _, size, views, guided, mode: seen.append((views, guided)) or ())
-    _, needs = outlook.RUNS[node](given, SimpleNamespace(family=kind))
+    monkeypatch.setattr(
+        forecasting, "paint_needs", lambda _, size, views, guided, mode: seen.append((views, guided)) or ()
+    )
+    _, needs = forecasting.RUNS[node](given, SimpleNamespace(family=kind))
     needs("none")
     assert set(seen) == {counted}
 

@@ -17,8 +17,7 @@ from server import PromptServer
 
 from ...compat.errors import InputError, PackError
 from .. import recovery
-from . import forecast as outlook
-from . import panel, runs
+from . import forecast, panel, runs
 
 PREFIX = "/anygpu"
 PACK = Path(__file__).parents[2].name  # under which ComfyUI serves web/
@@ -62,13 +61,12 @@ async def memory(request: web.Request) -> Any:
 
 async def run(request: web.Request) -> Any:
     """The last run, with what its stages cost."""
-    found = runs.last_run()
-    return {**found, "costs": await asyncio.to_thread(panel.last_costs, runs.costs_before())}
+    return {**runs.last_run(), "costs": await asyncio.to_thread(panel.last_costs, runs.costs_before())}
 
 
 async def graph(request: web.Request) -> Any:
     """What would be decided for the pipelines of the prompt in the body; reads files' headers, changes nothing."""
-    return await asyncio.to_thread(outlook.graph, checked_prompt(await body_of(request)))
+    return await asyncio.to_thread(forecast.graph, checked_prompt(await body_of(request)))
 
 
 async def probes(request: web.Request) -> Any:
