@@ -80,9 +80,12 @@ class PaintPipeline(Hosted):
     """A paint pipeline that is ready to run.
 
     Args:
-        family: ``paint``, ``paint_pbr`` or ``delight``. variant: ``v2-0``, ``turbo``, ``v2-1``.
+        family: ``paint``, ``paint_pbr`` or ``delight``.
+        variant: ``v2-0``, ``turbo``, ``v2-1``.
         parts: ``unet``, ``reference`` (not for delight), ``vae``; ``text_encoder`` or ``image_encoder`` where found.
-        shape: of the UNet. compiled: the blocks of each part that is compiled. decisions: those of loading.
+        shape: of the UNet.
+        compiled: the blocks of each part that is compiled.
+        decisions: those of loading.
         weights: bytes of each part on the device.
     """
 

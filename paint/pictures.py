@@ -19,7 +19,8 @@ def checked_pictures(pictures: Tensor | Sequence[Tensor], subject: str) -> list[
     """Each picture as (H, W, 3 or 4), fp32, on the CPU, clamped to 0..1.
 
     Args:
-        pictures: (B, H, W, C), (H, W, C), or several of either. subject: what they are, for errors.
+        pictures: (B, H, W, C), (H, W, C), or several of either.
+        subject: what they are, for errors.
 
     Raises:
         InputError: none, another shape, or values that are not finite.
@@ -50,8 +51,9 @@ def cut_out(pictures: Tensor, mask: Tensor | None) -> list[Tensor]:
     """Each picture (H, W, 3), or (H, W, 4) where the mask leaves something out.
 
     Args:
-        pictures: (B, H, W, 3 or 4) in 0..1. mask: (B or 1, h, w), 1 where the picture is transparent, as ComfyUI's
-            Load Image gives it; one that is 0 everywhere, of any size, says that there was no alpha.
+        pictures: (B, H, W, 3 or 4) in 0..1.
+        mask: (B or 1, h, w), 1 where the picture is transparent, as ComfyUI's Load Image gives it; one that is 0
+            everywhere, of any size, says that there was no alpha.
 
     Raises:
         InputError: another number of masks, or what :func:`checked_pictures` refuses.

@@ -44,7 +44,9 @@ class BakeSettings:
     Args:
         texture_size: texels, 16..8192.
         view_size: pixels at which the maps were rendered; the pictures may have any size.
-        form: "gather" or "scatter". exact: the reference's arithmetic, faults included. caster: "torch" or "embree".
+        form: "gather" or "scatter".
+        exact: the reference's arithmetic, faults included.
+        caster: "torch" or "embree".
     """
 
     texture_size: int = 2048
@@ -69,8 +71,11 @@ class Baked:
     """A texture and what is known of it.
 
     Args:
-        texture: (T, T, 3) float32, 0 where not painted. weight: (T, T) float32. painted: (T, T) bool.
-        texels: the raster it was made on. notes: lines for the user.
+        texture: (T, T, 3) float32, 0 where not painted.
+        weight: (T, T) float32.
+        painted: (T, T) bool.
+        texels: the raster it was made on.
+        notes: lines for the user.
     """
 
     texture: Tensor
@@ -113,7 +118,8 @@ def bake(
     """The texture that ``pictures`` make on ``surface``, not filled yet.
 
     Args:
-        surface: with UVs. table: the camera of each picture.
+        surface: with UVs.
+        table: the camera of each picture.
         pictures: (V, H, W, 3) in 0..1, any device and square size.
         check: called between views; may raise to cancel.
 

@@ -33,7 +33,8 @@ class Mesh:
     """A triangle mesh.
 
     Args:
-        vertices: (N, 3) floating, any unit, glTF axes. faces: (M, 3) integer, counter-clockwise from outside.
+        vertices: (N, 3) floating, any unit, glTF axes.
+        faces: (M, 3) integer, counter-clockwise from outside.
         uvs: (N, 2) floating or None; see the module.
     """
 
@@ -47,10 +48,12 @@ class Surface:
     """A checked mesh in the frame of the views.
 
     Args:
-        vertices: (N, 3) float32, box centre at 0, farthest vertex at 0.575. faces: (M, 3) int64, none without area.
+        vertices: (N, 3) float32, box centre at 0, farthest vertex at 0.575.
+        faces: (M, 3) int64, none without area.
         uvs: (N, 2) float32 in 0..1, or None.
         vertex_normals: (N, 3), unit, the unweighted mean of the faces round a vertex; 0 where there are none.
-        face_normals: (M, 3), unit. centre, scale: frame = (vertex - centre) * scale, float64 on the CPU.
+        face_normals: (M, 3), unit.
+        centre, scale: frame = (vertex - centre) * scale, float64 on the CPU.
         notes: lines for the user.
     """
 
@@ -275,7 +278,8 @@ def write_glb(path: Path, mesh: Mesh, texture: Tensor, metallic_roughness: Tenso
     """A GLB with the texture at ``path``, which is returned.
 
     Args:
-        texture: (T, T, 3) in 0..1. metallic_roughness: the same, R metallic, G roughness as the PBR model paints them.
+        texture: (T, T, 3) in 0..1.
+        metallic_roughness: the same, R metallic, G roughness as the PBR model paints them.
 
     Raises:
         MissingPackageError: trimesh is absent. InputError: the mesh has no UVs.

@@ -36,7 +36,8 @@ class Fragments:
     """The covered pixels of one raster.
 
     Args:
-        pixel: (P,) int64, row * width + column, ascending. face: (P,) int64.
+        pixel: (P,) int64, row * width + column, ascending.
+        face: (P,) int64.
         weights: (P, 3) float32, barycentric, each in 0..1, sum 1.
     """
 
@@ -59,7 +60,8 @@ def face_ids(screen: Tensor, faces: Tensor, height: int, width: int, candidates:
     """The face in front at each pixel.
 
     Args:
-        screen: (N, 3) float32, see the module. faces: (M, 3) int64, same device.
+        screen: (N, 3) float32, see the module.
+        faces: (M, 3) int64, same device.
         height, width: of the picture, pixels.
         candidates: pixels tried at once, about 60 bytes each; None takes what suits the device.
 
@@ -88,7 +90,9 @@ class _Triangles:
     """Set-up of the faces that can show: an inside test that only adds and multiplies whole numbers.
 
     Args:
-        face: (F,) int64. box: (F, 4) int64, first column, first row, columns, rows. plain: (F,) bool, small and whole.
+        face: (F,) int64.
+        box: (F, 4) int64, first column, first row, columns, rows.
+        plain: (F,) bool, small and whole.
         edge, across, down: (F, 3) int64: each edge function at the box's first pixel, and its steps.
         depth: (F, 5) float32: steps of depth there, across, down; least, most.
     """

@@ -47,7 +47,9 @@ class Attention(nn.Module):
     """Multi-head attention with projections; ``attend`` is the kernel and may be replaced.
 
     Args:
-        width: of the queries. heads: their number. seen_width: of what is attended to; as ``width`` when None.
+        width: of the queries.
+        heads: their number.
+        seen_width: of what is attended to; as ``width`` when None.
     """
 
     def __init__(self, width: int, heads: int, seen_width: int | None = None) -> None:

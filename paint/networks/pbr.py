@@ -162,8 +162,11 @@ class PbrStream(nn.Module):
         """Predicted velocity, (B * M * V, 4, H, W).
 
         Args:
-            sample: noisy latents (B, M, V, 4, H, W). timestep: (1,). maps: latents of normals and positions (B or 1, V,
-                8, H, W). dino: last hidden states (B, N, 1536); zeros for a row without it. run: of B rows.
+            sample: noisy latents (B, M, V, 4, H, W).
+            timestep: (1,).
+            maps: latents of normals and positions (B or 1, V, 8, H, W).
+            dino: last hidden states (B, N, 1536); zeros for a row without it.
+            run: of B rows.
             text: (B, M, 77, 1024); None means the learned texts of the materials.
         """
         rows = sample.shape[0]
@@ -184,7 +187,8 @@ def voxel_indices(position_maps: Tensor, rows: int) -> dict[int, Tensor]:
     weights were trained with it.
 
     Args:
-        position_maps: (V, 3, H, W) in 0..1, background exactly 1. rows: height of the latents.
+        position_maps: (V, 3, H, W) in 0..1, background exactly 1.
+        rows: height of the latents.
     """
     maps = position_maps.to(torch.float16)
     on_object = (maps != 1).all(dim=1, keepdim=True)
@@ -229,7 +233,9 @@ def rotary_by_tokens(position_maps: Tensor, rows: int, widths: Mapping[int, int]
     """The tables of every level, by the number of tokens of all views together.
 
     Args:
-        position_maps: (V, 3, H, W). rows: height of the latents. widths: level to head width.
+        position_maps: (V, 3, H, W).
+        rows: height of the latents.
+        widths: level to head width.
     """
     found = {}
     for level, (tokens, voxels) in enumerate(voxel_indices(position_maps, rows).items()):

@@ -50,7 +50,8 @@ def networks_for(
     """The networks of a kind by part name, without values worth anything; make them under ``torch.device("meta")``.
 
     Args:
-        kind: one of :data:`KINDS`. config: the UNet's ``config.json``; the published one when None.
+        kind: one of :data:`KINDS`.
+        config: the UNet's ``config.json``; the published one when None.
         dtypes: in which they compute.
     """
     shape, text = shape_for(kind, config), (TEXT_TOKENS, TEXT_WIDTH)

@@ -23,8 +23,10 @@ class Weights:
     """The tensors that one part's files hold; shapes are known, values are read on demand.
 
     Args:
-        path: the file, or the first of several. shapes: tensor name to shape. entries: for safetensors; None for a
-            pickle. total_bytes: of all tensors, as stored.
+        path: the file, or the first of several.
+        shapes: tensor name to shape.
+        entries: for safetensors; None for a pickle.
+        total_bytes: of all tensors, as stored.
     """
 
     path: Path
@@ -65,7 +67,9 @@ def weights_in(place: Path, part: str, choice: str = "auto") -> Weights:
     are different trainings.
 
     Args:
-        place: a folder, or a file of one of the kinds. part: what it is, for errors. choice: one of :data:`CHOICES`.
+        place: a folder, or a file of one of the kinds.
+        part: what it is, for errors.
+        choice: one of :data:`CHOICES`.
 
     Raises:
         CheckpointError: no such weights, or damaged ones. InputError: an unknown choice.

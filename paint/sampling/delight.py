@@ -31,9 +31,11 @@ class DelightSettings:
     """How a picture is delit; the defaults are the published ones.
 
     Args:
-        size: pixels, a multiple of 64. image_guidance: 1 leaves it off, as the published pipeline does although it
-            names 1.5. seed: 0 to 2**64 - 1. scheduler, spacing: of :mod:`samplers`. correct: bring mean and contrast
-            back to the picture's own where that is nearer to it.
+        size: pixels, a multiple of 64.
+        image_guidance: 1 leaves it off, as the published pipeline does although it names 1.5.
+        seed: 0 to 2**64 - 1.
+        scheduler, spacing: of :mod:`samplers`.
+        correct: bring mean and contrast back to the picture's own where that is nearer to it.
         text: encoded empty prompt (1, N, D), in place of the pipeline's own text encoder.
     """
 
@@ -53,7 +55,8 @@ def delight_image(
     """The picture in even light on white, (size, size, 3), fp32, 0..1, on the CPU.
 
     Args:
-        pipeline: of family ``delight``. picture: (H, W, 3 or 4) or (1, H, W, 3 or 4), 0..1; best recentred and square.
+        pipeline: of family ``delight``.
+        picture: (H, W, 3 or 4) or (1, H, W, 3 or 4), 0..1; best recentred and square.
 
     Raises:
         InputError: another pipeline, an unusable picture, or a setting out of range.
@@ -114,7 +117,8 @@ def relit(
     """What the network makes of a picture (H, W, 3): (H, W, 3).
 
     Args:
-        text: encoded empty prompt (1, N, D). start: draws each noise in turn; from the seed when None.
+        text: encoded empty prompt (1, N, D).
+        start: draws each noise in turn; from the seed when None.
     """
     device = execution_device(pipeline.offloader)
     height, width = picture.shape[:2]

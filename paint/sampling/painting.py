@@ -76,8 +76,10 @@ class PaintSettings:
     """How it is painted. 0 for ``steps`` or ``guidance``, and ``auto``, mean the published sampler's own.
 
     Args:
-        size: of a view, pixels, a multiple of 64. scheduler, spacing: of :mod:`samplers`. sigmas: noise levels in place
-            of steps and spacing. seed: 0 to 2**64 - 1.
+        size: of a view, pixels, a multiple of 64.
+        scheduler, spacing: of :mod:`samplers`.
+        sigmas: noise levels in place of steps and spacing.
+        seed: 0 to 2**64 - 1.
         latents: from an earlier pass, (V, 4, h, w), PBR (2 V, 4, h, w), not scaled, as core's LATENT has them.
         denoise: share of the noise that is put on them, 0..1; 1 starts afresh.
         reference_scale, multiview_scale: weights of the two attentions.
@@ -101,7 +103,8 @@ class Painted:
     """Painted views, (V, H, W, 3), fp32, 0..1, on the CPU.
 
     Args:
-        views: colours; albedo for the PBR model. metallic_roughness: red metallic, green roughness; None for others.
+        views: colours; albedo for the PBR model.
+        metallic_roughness: red metallic, green roughness; None for others.
         latents: for a second pass, not scaled, as :class:`PaintSettings` takes them.
     """
 
@@ -115,7 +118,10 @@ class Conditions:
     """What stays the same through all steps, fp32 or narrower, on the device that computes.
 
     Args:
-        maps: (1, V, 8, h, w). reference: kept tokens by layer. cameras: ids (V,). rotary, dino: PBR only.
+        maps: (1, V, 8, h, w).
+        reference: kept tokens by layer.
+        cameras: ids (V,).
+        rotary, dino: PBR only.
     """
 
     maps: Tensor
@@ -208,7 +214,8 @@ def sampled(
     """Clean latents (V or 2 V, 4, h, w), scaled, fp32, on the CPU.
 
     Args:
-        settings: completed. noise: draws each noise in turn; from the seed when None.
+        settings: completed.
+        noise: draws each noise in turn; from the seed when None.
     """
     device = execution_device(pipeline.offloader)
     views, materials = conditions.maps.shape[1], MATERIALS if pipeline.family == "paint_pbr" else 1

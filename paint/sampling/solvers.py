@@ -34,7 +34,8 @@ class Schedule:
     """Timesteps for the network, noise levels before each step and after the last, and the whole table.
 
     Args:
-        table: sigma of each training step, (1000,), float64. start: by how much fresh noise is multiplied.
+        table: sigma of each training step, (1000,), float64.
+        start: by how much fresh noise is multiplied.
     """
 
     timesteps: tuple[float, ...]
