@@ -76,15 +76,15 @@ def paint_needs(
         (STEPPING[delight], "unet", step_bytes(pipeline, pictures, (side, side), 0 if delight else references)),
         ("decoding", "vae", decoding_bytes(pixels, pixels, dtype)),
     ]
-    found, stays = [], dict[str, int]()
+    needs, stays = [], dict[str, int]()
     for name, part, activations in active:
         if part not in pipeline.weights:
             continue
         kept = sum(size for other, size in stays.items() if other != part)
-        found.append(StageNeed(name, kept, pipeline.weights[part].resident(mode, part), activations))
+        needs.append(StageNeed(name, kept, pipeline.weights[part].resident(mode, part), activations))
         if mode == "none" and not part.endswith("_encoder"):  # these leave after their one use
             stays[part] = pipeline.weights[part].total
-    return tuple(found)
+    return tuple(needs)
 
 
 def step_bytes(pipeline: Any, pictures: int, size: tuple[int, int], references: int = 1) -> int:

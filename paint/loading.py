@@ -321,7 +321,7 @@ def _unet_reader(
 def _beside(place: Path, name: str) -> Path | None:
     """The folder ``name`` of the checkpoint that a UNet belongs to."""
     folder = place if place.is_dir() else place.parent
-    return next((found for found in (folder.parent / name, folder / name) if found.is_dir()), None)
+    return next((candidate for candidate in (folder.parent / name, folder / name) if candidate.is_dir()), None)
 
 
 def _vae_reader(

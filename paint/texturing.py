@@ -231,7 +231,7 @@ def textured(
         keep: puts the painted views somewhere before they are baked; they stay there if that fails.
 
     Raises:
-        InputError: what any of the stages refuses; an unusable mesh is found before anything is painted.
+        InputError: what any of the stages refuses; an unusable mesh is texture before anything is painted.
     """
     progress = progress or Silent()
     device = execution_device(pipeline.offloader)
@@ -251,9 +251,9 @@ def textured(
         place, forget = keep(painted) if keep is not None else ("", lambda: None)
         given = (mesh, cameras, painted.views, painted.metallic_roughness)
         try:
-            found = texture_of(*given, settings.texture, progress, device)
+            texture = texture_of(*given, settings.texture, progress, device)
         except PackError as error:
             kept = f" The painted views are kept in {place}." if place else ""
             raise type(error)(error.found, expected=error.expected, fix=error.fix + kept) from error
     forget()
-    return found, painted, cameras
+    return texture, painted, cameras

@@ -131,9 +131,9 @@ class Surface:
 
 def named_by(faces: Tensor, count: int) -> Tensor:
     """(N,) bool: which of ``count`` vertices a face of ``faces`` (M, 3) names."""
-    found = torch.zeros(count, dtype=torch.bool, device=faces.device)
-    found[faces.reshape(-1)] = True
-    return found
+    named = torch.zeros(count, dtype=torch.bool, device=faces.device)
+    named[faces.reshape(-1)] = True
+    return named
 
 
 def uv_areas(uvs: Tensor, faces: Tensor) -> Tensor:
@@ -312,11 +312,11 @@ def numbered(rows: Tensor) -> Tensor:
     Column by column: sorting numbers is many times faster than sorting rows.
     """
     columns = rows.contiguous().view(torch.int64).unbind(1)
-    found = columns[0].unique(return_inverse=True)[1]
+    numbers = columns[0].unique(return_inverse=True)[1]
     for column in columns[1:]:
         other = column.unique(return_inverse=True)[1]
-        found = (found * (other.max() + 1) + other).unique(return_inverse=True)[1]
-    return found
+        numbers = (numbers * (other.max() + 1) + other).unique(return_inverse=True)[1]
+    return numbers
 
 
 def welded(vertices: Tensor) -> Tensor:

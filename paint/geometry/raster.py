@@ -47,13 +47,13 @@ class Fragments:
 
     def interpolated(self, values: Tensor, faces: Tensor) -> Tensor:
         """(P, C): per-vertex ``values`` (N, C) at each covered pixel."""
-        found = values.new_empty((self.face.shape[0], values.shape[1]))
+        values_at_pixels = values.new_empty((self.face.shape[0], values.shape[1]))
         for first in range(0, self.face.shape[0], POINTS_AT_ONCE):
             part = slice(first, first + POINTS_AT_ONCE)
             corners, weights = faces[self.face[part]], self.weights[part]
             a, b, c = (values[corners[:, k]] * weights[:, k, None] for k in range(3))
-            found[part] = a + b + c
-        return found
+            values_at_pixels[part] = a + b + c
+        return values_at_pixels
 
 
 def face_ids(screen: Tensor, faces: Tensor, height: int, width: int, candidates: int | None = None) -> Tensor:
@@ -255,7 +255,7 @@ def embree_face_ids(screen: Tensor, faces: Tensor, height: int, width: int) -> T
     corners = screen.detach().cpu().to(torch.float32)
     imported("embreex.mesh_construction").TriangleMesh(scene, corners.numpy(), faces.cpu().to(torch.int32).numpy())
     start = float(corners[:, 2].min()) - 1.0 if corners.shape[0] else 0.0
-    found, rows_at_once = [], max(1, (1 << 20) // width)
+    ids_by_rows, rows_at_once = [], max(1, (1 << 20) // width)
     for first in range(0, height, rows_at_once):
         rows = np.arange(first, min(first + rows_at_once, height), dtype=np.float32)
         rays = np.empty((rows.size, width, 3), dtype=np.float32)
@@ -263,8 +263,8 @@ def embree_face_ids(screen: Tensor, faces: Tensor, height: int, width: int) -> T
         origin = rays.reshape(-1, 3)
         towards = np.zeros_like(origin)
         towards[:, 2] = 1
-        found.append(scene.run(origin, towards).astype(np.int32))
-    ids = np.concatenate(found) if found else np.zeros(0, dtype=np.int32)
+        ids_by_rows.append(scene.run(origin, towards).astype(np.int32))
+    ids = np.concatenate(ids_by_rows) if ids_by_rows else np.zeros(0, dtype=np.int32)
     return torch.from_numpy(ids).view(height, width).to(screen.device)
 
 

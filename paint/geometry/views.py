@@ -154,9 +154,9 @@ def chosen_views(
 
     def seen(camera: Camera) -> Tensor:
         ids = CASTERS["torch"](on_screen(surface.vertices, camera, size), surface.faces, size, size)
-        found = torch.zeros(surface.faces.shape[0] + 1, dtype=torch.bool, device=ids.device)
-        found[ids.view(-1).long()] = True  # -1, the background, falls on the last, spare place
-        return found[:-1]
+        visible = torch.zeros(surface.faces.shape[0] + 1, dtype=torch.bool, device=ids.device)
+        visible[ids.view(-1).long()] = True  # -1, the background, falls on the last, spare place
+        return visible[:-1]
 
     cameras = list(DEFAULT_VIEWS)
     known = torch.stack([seen(camera) for camera in cameras]).any(0)

@@ -120,10 +120,10 @@ class FeedForward(nn.Module):
         rows = max(1, FED_TOKENS // x.shape[1])
         if x.shape[0] <= rows:
             return self.net[2](self.net[0](x))
-        found = torch.empty_like(x)
-        for part, out in zip(x.split(rows), found.split(rows), strict=True):
+        fed = torch.empty_like(x)
+        for part, out in zip(x.split(rows), fed.split(rows), strict=True):
             out.copy_(self.net[2](self.net[0](part)))
-        return found
+        return fed
 
 
 class Layer(nn.Module):

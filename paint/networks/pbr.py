@@ -57,12 +57,12 @@ class SelfAttention(Attention):
             (self.to_q, self.to_k, self.to_v, self.to_out[0]),
             (other.to_q_mr, other.to_k_mr, other.to_v_mr, other.to_out_mr[0]),
         )
-        found = []
+        results = []
         for material, (to_q, to_k, to_v, to_out) in enumerate(layers):
             tokens = x[:, material].flatten(0, 1)
             result = self.attend(*(self.split(layer(tokens)) for layer in (to_q, to_k, to_v)))
-            found.append(to_out(joined(result)).unflatten(0, x[:, material].shape[:2]))
-        return torch.stack(found, dim=1)
+            results.append(to_out(joined(result)).unflatten(0, x[:, material].shape[:2]))
+        return torch.stack(results, dim=1)
 
 
 class ReferenceAttention(Attention):
@@ -83,8 +83,8 @@ class ReferenceAttention(Attention):
         values = torch.cat((self.to_v(seen), self.processor.to_v_mr(seen)), dim=-1)
         halves = values.unflatten(2, (self.heads, MATERIALS, -1)).transpose(1, 2).unbind(dim=3)
         outputs = (self.to_out[0], self.processor.to_out_mr[0])
-        found = [out(joined(self.attend(query, key, half))) for out, half in zip(outputs, halves, strict=True)]
-        return torch.stack(found, dim=1)
+        results = [out(joined(self.attend(query, key, half))) for out, half in zip(outputs, halves, strict=True)]
+        return torch.stack(results, dim=1)
 
 
 class PbrLayer(nn.Module):
@@ -193,7 +193,7 @@ def voxel_indices(position_maps: Tensor, rows: int) -> dict[int, Tensor]:
     maps = position_maps.to(torch.float16)
     on_object = (maps != 1).all(dim=1, keepdim=True)
     maps = torch.where(on_object, maps, torch.zeros_like(maps))
-    found = {}
+    voxels_by_tokens = {}
     for level in range(LEVELS):
         height = rows >> level
         if height < 1 or maps.shape[-2] % height:
@@ -205,9 +205,9 @@ def voxel_indices(position_maps: Tensor, rows: int) -> dict[int, Tensor]:
         mean = torch.where(count < side**2 // LEAST_SHARE, torch.zeros_like(mean), mean).clamp(0, 1)
         voxels = (mean * (VOXELS_PER_CELL * height - 1)).round()
         tokens = voxels.permute(0, 2, 3, 1).reshape(1, -1, 3).long()
-        found[tokens.shape[1]] = tokens
+        voxels_by_tokens[tokens.shape[1]] = tokens
         on_object = torch.ones_like(on_object)
-    return found
+    return voxels_by_tokens
 
 
 def cells(maps: Tensor, side: int) -> Tensor:
@@ -237,8 +237,8 @@ def rotary_by_tokens(position_maps: Tensor, rows: int, widths: Mapping[int, int]
         rows: height of the latents.
         widths: level to head width.
     """
-    found = {}
+    tables = {}
     for level, (tokens, voxels) in enumerate(voxel_indices(position_maps, rows).items()):
         if level in widths:
-            found[tokens] = rotary_tables(voxels, widths[level])
-    return found
+            tables[tokens] = rotary_tables(voxels, widths[level])
+    return tables
