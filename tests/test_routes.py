@@ -313,7 +313,7 @@ def test_a_forecast_times_nothing_on_a_device_that_was_asked(pack, tiny_folder, 
     def timed(*_: Any, **__: Any) -> Any:
         raise AssertionError("timed")
 
-    backed = importlib.import_module("anygpu.compat.device.copy_timing")
+    backed = importlib.import_module("anygpu.compat.device.timed_choice")
     monkeypatch.setattr(backed, "CLOCKED", ("cpu",))
     monkeypatch.setattr(backed, "milliseconds", timed)
     quiet, real = [], loading.probe_results_of

@@ -31,8 +31,7 @@ from ...compat.memory.adapters import Adapted
 from ...compat.memory.offloader import HOSTED, offloader_for
 from ...compat.packages import attribute, unusable
 from ...compat.precision import Precision, precision_for
-from ...compat.transforms.attention import Attention, attention_for, avoided_by
-from ...compat.transforms.attention_timing import by_time
+from ...compat.transforms.attention import Attention, attention_for, avoided_by, by_time
 from ...compat.transforms.conv3d_choice import kept_timings
 from ...compat.transforms.order import Preparation, attention_step, conv3d_step
 from ..base import Offloader, Parts, Pipeline, Progress, Silent, Tools

@@ -15,10 +15,10 @@ from ...compat.checkpoints import packed
 from ...compat.checkpoints.headers import STORED
 from ...compat.decision import Decision
 from ...compat.device import probes
-from ...compat.device.copy_timing import maps_files
 from ...compat.device.execution import HOST
 from ...compat.device.facts import DeviceFacts
 from ...compat.device.probe_store import ProbeStore
+from ...compat.device.timed_choice import maps_files
 from ...compat.errors import UnsupportedError
 from ...compat.memory.offloader import GIGABYTE
 from ...compat.memory.transfer import casts_wrongly

@@ -17,13 +17,14 @@ import torch
 from ...compat.device.execution import HOST
 from ...compat.device.facts import GIBIBYTE, empty_cache, facts_for, free_bytes
 from ...compat.errors import InputError, PackError, UnsupportedError
+from ...compat.memory.estimates import PartBytes
 from ...compat.memory.host_weights import HostWeights
 from ...compat.memory.offloader import Terms, on_device
 from ...compat.memory.statistics import amount_of
 from ...compat.transforms import compile as compiling
 from ..base import Pipeline, Progress
 from ..vae.fallback import MEMORY, kind_of
-from .estimates import MARGIN, MODE_ORDER, TRANSFORMER, VAE, Size, Weights, forecast
+from .estimates import MARGIN, MODE_ORDER, TRANSFORMER, VAE, Size, forecast
 from .host import decisions
 
 GIVEN_UP = "_anygpu_given_up"  # on an error that every way on was tried for
@@ -55,7 +56,7 @@ def terms_for(
     return Terms(placed, int(keep_free_gb * GIBIBYTE), state, host or HostWeights())
 
 
-def require_room(weights: Mapping[str, Weights], device: torch.device, free: int | None, terms: Terms) -> None:
+def require_room(weights: Mapping[str, PartBytes], device: torch.device, free: int | None, terms: Terms) -> None:
     """Refuse a model of which not even one layer fits.
 
     Raises:
