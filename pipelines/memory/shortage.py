@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ...compat.device.facts import free_bytes
+from ...compat.errors import remember
 from ..base import Latents, Pipeline, SampleSettings
 from ..family import Family
 from ..grid import SMALLEST_SIDE
@@ -21,7 +22,7 @@ ASKED = re.compile(r"tried to allocate ([\d.]+) (\w+)", re.IGNORECASE)
 FREE = re.compile(r"of which ([\d.]+) (\w+) is free")
 WEIGHTLESS = ("group", "sequential", "comfyui")  # weights already come and go by block, layer or need
 LEAST_SHARE, MOST_SHARE = 0.1, 0.8
-BEGINNING = "out of memory while "
+EXPLAINED = "_anygpu_explained"  # on an error that says already what to lower
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +70,18 @@ def shortage_explained(
     try:
         yield
     except Exception as error:
-        if kind_of(error) != MEMORY or str(error).startswith(BEGINNING):
+        if kind_of(error) != MEMORY or hasattr(error, EXPLAINED):
             raise
         short = shortage_in(error, free_bytes(pipeline.offloader.device))
         fixes = lowered(pipeline, family, size, short, hint)
         shape = "" if size is None else f" {size.width}x{size.height}, {size.frames} frames"
         kind = type(error) if isinstance(error, torch.OutOfMemoryError) else torch.OutOfMemoryError
-        raise kind(
-            f"{BEGINNING}{stage}{shape} on {pipeline.facts.name} ({short}); expected about "
-            f"{short.share:.0%} of that. {', or '.join(fixes)}.\n{' '.join(str(error).split())}"
-        ) from error
+        found = f"out of memory while {stage}{shape} on {pipeline.facts.name} ({short})"
+        expected, fix = f"about {short.share:.0%} of that", f"{', or '.join(fixes)}."
+        text = f"{found}; expected {expected}. {fix}\n{' '.join(str(error).split())}"
+        explained = kind(remember(text, found, expected, fix))
+        setattr(explained, EXPLAINED, True)
+        raise explained from error
 
 
 def lowered(

@@ -17,7 +17,7 @@ from ...compat.device.execution import HOST, checked_leaves, execution_device
 from ...compat.device.facts import empty_cache, first_line
 from ...compat.device.quirks import policy_for
 from ...compat.device.vae_policy import Form, checked_form, convolution_switches, straightened, tiled
-from ...compat.errors import UnsupportedError
+from ...compat.errors import UnsupportedError, remember
 from ...compat.memory.transfer import Transfer, casts_wrongly, transfer_for
 from ...compat.output_check import (
     BROKEN,
@@ -248,8 +248,8 @@ class Passes(Beginning):
         if kind == MEMORY:
             other = "decode again with method auto" if self.method == FULL else "make a smaller or shorter video"
             advice = f"What went in is kept: choose offload model or group on the load node, or {other}."
-            told = f"{text}; found no room for {stage} {self.attempt}; expected more free memory. {advice}"
-            return type(error)(told)
+            found, expected = f"{text}; no room for {stage} {self.attempt}", "more free memory"
+            return type(error)(remember(f"{found}; expected {expected}. {advice}", found, expected, advice))
         if not kind or (kind == KERNEL and self.device.type == HOST.type):
             return None
         found = f"the VAE failed ({text})" if kind == KERNEL else f"the VAE gave {text}"
