@@ -31,7 +31,7 @@ from ...compat.output_check import (
     is_flat,
 )
 from ...compat.transforms.attention_vae import frames_attended
-from ..base import Pipeline, Progress
+from ..base import Pipeline, Progress, StageText
 from ..pictures import signed
 from ..sampling.loop import require_finite
 from .fallback import KERNEL, MEMORY, following, kind_of
@@ -290,7 +290,10 @@ class Share:
     def step(self, done: int, total: int, stage: str, preview: Callable[[], torch.Tensor] | None = None) -> None:
         """Report ``done`` of ``total`` in this part as a share of the whole."""
         self.whole.step(
-            self.index * total + done, self.count * total, f"{stage} part {self.index + 1} of {self.count}", preview
+            self.index * total + done,
+            self.count * total,
+            StageText(stage, f"part {self.index + 1} of {self.count}", True),
+            preview,
         )
 
     def check(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from anygpu.compat.errors import CheckpointError, InputError, MissingPackageError, PackError, UnsupportedError, parts_of
+from anygpu.compat.memory.parts import StageText
 
 
 def test_one_line_in_order():
@@ -27,3 +28,11 @@ def test_kinds_are_also_what_python_calls_them():
     ):
         assert issubclass(kind, PackError) and issubclass(kind, builtin)
         assert str(kind("a", expected="b", fix="c")) == "a; expected b. c"
+
+
+def test_a_stage_in_words_keeps_its_name_and_whether_it_counts():
+    plain, moving = StageText("sampling"), StageText("moving", "vae 1 of 3 GB", counted=True)
+    part = StageText(StageText("encoding", "image"), "part 2 of 3", counted=True)
+    assert (plain, plain.name, plain.counted) == ("sampling", "sampling", False)
+    assert (moving, moving.name, StageText(moving).counted) == ("moving vae 1 of 3 GB", "moving", True)
+    assert (part, StageText(part).name, part.counted) == ("encoding image part 2 of 3", "encoding", True)
