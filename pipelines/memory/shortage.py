@@ -64,8 +64,9 @@ def shortage_explained(
     """Out-of-memory errors of the block, of their own class, with what to lower and by how much in their text.
 
     Args:
-        stage: such as ``sampling``. size: what has the width, height and frames that ran out; None for a stage that
-            they do not matter to. hint: a way out that only this stage has; it comes first.
+        stage: such as ``sampling``.
+        size: what has the width, height and frames that ran out; None for a stage that they do not matter to.
+        hint: a way out that only this stage has; it comes first.
     """
     try:
         yield
@@ -92,27 +93,27 @@ def lowered(
     Returns:
         phrases such as ``lower frames from 97 to 41``; the first begins with a capital letter.
     """
-    found, mode = [hint] if hint else [], getattr(pipeline.offloader, "mode", "")
+    fixes, mode = [hint] if hint else [], getattr(pipeline.offloader, "mode", "")
     if not hint and pipeline.offloader.device.type != "cpu" and mode not in WEIGHTLESS:
-        found.append(f"set offload to group on AnyGPU Load Pipeline (now {mode}), which keeps one block on the device")
-    found += [] if size is None else _smaller(family, size, short)
-    found = found or ["close other programs that use this device's memory"]
-    return [found[0][0].upper() + found[0][1:], *found[1:]]
+        fixes.append(f"set offload to group on AnyGPU Load Pipeline (now {mode}), which keeps one block on the device")
+    fixes += [] if size is None else _smaller(family, size, short)
+    fixes = fixes or ["close other programs that use this device's memory"]
+    return [fixes[0][0].upper() + fixes[0][1:], *fixes[1:]]
 
 
 def _smaller(family: Family, size: Latents | SampleSettings, short: Shortage) -> list[str]:
     """What to lower of a size, each by itself enough."""
-    found, width, height, frames = [], size.width, size.height, size.frames
+    fixes, width, height, frames = [], size.width, size.height, size.frames
     fewer = max(1, 1 + (int(frames * short.share) - 1) // family.stride * family.stride)
     if fewer < frames and family.id != "framepack":  # whose sections are as long whatever the video is
-        found.append(f"lower frames from {frames} to {fewer}")
+        fixes.append(f"lower frames from {frames} to {fewer}")
     side = math.sqrt(short.share)
     smaller = tuple(
         max(SMALLEST_SIDE, int(edge * side) // family.multiple * family.multiple) for edge in (width, height)
     )
     if smaller != (width, height):
-        found.append(f"lower width and height from {width}x{height} to {smaller[0]}x{smaller[1]}")
-    return found
+        fixes.append(f"lower width and height from {width}x{height} to {smaller[0]}x{smaller[1]}")
+    return fixes
 
 
 def _bytes(match: re.Match[str]) -> int:
