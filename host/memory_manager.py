@@ -24,6 +24,7 @@ from ..compat.checkpoints.packed import outlined
 from ..compat.device.execution import HOST
 from ..compat.memory.host_weights import DISK
 from ..compat.memory.offloader import Terms, amount
+from ..compat.memory.parts import StageText
 from ..compat.memory.statistics import MemoryStats
 from ..pipelines.vae.fallback import MEMORY, kind_of
 from . import patches
@@ -448,6 +449,6 @@ def _watcher(part: str, total: int, progress: Any) -> Callable[[int], None] | No
     def moved(size: int) -> None:
         nonlocal done
         done = min(done + size, total)
-        progress.step(done, total, f"moving {part} {amount(done, total)}")
+        progress.step(done, total, StageText("moving", f"{part} {amount(done, total)}", True))
 
     return moved

@@ -19,7 +19,7 @@ from ..compat.device.probe_results import probe_results_of
 from ..compat.errors import CheckpointError, InputError
 from ..compat.memory.estimates import PartBytes
 from ..compat.memory.offloader import Terms, offloader_for
-from ..compat.memory.parts import Hosted, Parts, Reader, Silent
+from ..compat.memory.parts import Hosted, Parts, Reader, Silent, StageText
 from ..compat.memory.statistics import amount
 from ..compat.precision import Precision, precision_for
 from ..compat.transforms.attention import Attention, attention_for, avoided_by
@@ -286,7 +286,9 @@ def _reader(part: str, total_bytes: int, build: Callable[[Callable[[int], None]]
             nonlocal done
             done += size
             read_bytes = min(done, total_bytes)
-            progress.step(read_bytes, total_bytes, f"reading {part} {amount(read_bytes, total_bytes)}")
+            progress.step(
+                read_bytes, total_bytes, StageText("reading", f"{part} {amount(read_bytes, total_bytes)}", True)
+            )
             progress.check()
 
         with torch.inference_mode(False), torch.no_grad():

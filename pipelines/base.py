@@ -18,8 +18,10 @@ from torch import nn
 from ..compat.decision import Decision
 from ..compat.memory.parts import Hosted, Parts
 from ..compat.memory.parts import Silent as Silent
+from ..compat.memory.parts import StageText as StageText
 
 LATENT_VERSION = 1
+ENCODING = StageText("encoding", "prompt")
 
 
 class Progress(Protocol):

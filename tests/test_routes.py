@@ -176,6 +176,14 @@ def test_asking_the_device_lights_every_lamp_and_is_kept(pack):
     assert list(pack.files()), "the answers are kept"
 
 
+def test_the_parts_of_an_error_are_told_to_who_has_its_text(pack):
+    from anygpu.compat.errors import InputError
+
+    error = InputError("width 16", expected="32 or more", fix="The nearest value is 32.")
+    status, found, _ = pack.ask("POST", "/anygpu/error", json={"message": f"{error}\n"})
+    assert status == 200 and found == {"found": "width 16", "expected": "32 or more", "fix": "The nearest value is 32."}
+
+
 def test_help_that_is_in_no_other_language_is_found_in_english(pack):
     asked = ("AnyGPUSample.md", "AnyGPUSample/en.md", "AnyGPUNothing.md", "AnyGPU%2e%2e.md", "KSampler.md")
     found = pack.ask_all([("GET", f"/extensions/{WEB.parent.name}/docs/{path}", {}) for path in asked])

@@ -23,7 +23,7 @@ from ..device.facts import GIBIBYTE, empty_cache, indexed
 from ..errors import InputError, UnsupportedError
 from .hooks import Units, unit_of, units_on
 from .host_weights import HostWeights, views_of
-from .parts import Silent
+from .parts import Silent, StageText
 from .staging import sent_together
 from .statistics import GIGABYTE as GIGABYTE
 from .statistics import MemoryStats
@@ -403,7 +403,7 @@ def move(
                 done, copied = done + size, copied + size * is_copy
                 tensor.data = data
                 if progress is not None:
-                    progress.step(done, total, f"moving {label} {amount(done, total)}")
+                    progress.step(done, total, StageText("moving", f"{label} {amount(done, total)}", True))
                     progress.check()
     except BaseException:
         with torch.inference_mode(False), torch.no_grad():

@@ -15,7 +15,7 @@ from typing import Any
 from aiohttp import web
 from server import PromptServer
 
-from ...compat.errors import InputError, PackError
+from ...compat.errors import InputError, PackError, parts_of
 from .. import recovery
 from . import forecast, panel, runs
 
@@ -79,6 +79,11 @@ async def probes(request: web.Request) -> Any:
     return await asyncio.to_thread(panel.machine, True)
 
 
+async def error_parts(request: web.Request) -> Any:
+    """``found``, ``expected`` and ``fix`` of the error whose message is in the body."""
+    return parts_of(str((await body_of(request)).get("message", "")))
+
+
 async def latents(request: web.Request) -> Any:
     """The kept latents, newest first."""
     return {"latents": [_shown(item) for item in await asyncio.to_thread(recovery.listing)]}
@@ -112,6 +117,7 @@ ROUTES: tuple[tuple[str, str, Callable[[web.Request], Awaitable[Any]]], ...] = (
     ("GET", "/latents/{id}/picture", picture),
     ("POST", "/probes", probes),
     ("POST", "/latents/recover", recover),
+    ("POST", "/error", error_parts),
 )
 
 
