@@ -126,10 +126,12 @@ KNOWN_CIRCLES: list[set[str]] = [
 
 def files_imported_by(source: str) -> set[str]:
     """Our files that ``source`` imports, wherever in it: inside functions and for types alone too."""
-    names = {name for name, _ in imported(source) if name.startswith("anygpu.")}
-    paths = {"/".join(part.split(".")[1:]) for name in names for part in (name, name.rpartition(".")[0])}
-    files = {f"{path}{end}" for path in paths for end in (".py", "/__init__.py")}
-    return files & set(SOURCES) - {source}
+    files = set()
+    for name in (name for name, _ in imported(source) if name.startswith("anygpu.")):
+        _, *parts = name.split(".")
+        paths = ("/".join(path) + end for path in (parts, parts[:-1]) for end in (".py", "/__init__.py"))
+        files.add(next((path for path in paths if path in SOURCES), source))
+    return files - {source}
 
 
 def circles(graph: Mapping[str, set[str]]) -> list[set[str]]:
