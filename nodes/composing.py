@@ -6,7 +6,7 @@ from typing import Any
 
 from ..compat import precision
 from ..compat.checkpoints import packed
-from ..compat.memory import offloader, planned
+from ..compat.memory import offloader
 from ..compat.transforms import attention
 from ..host import core_outputs, folders, memory_manager, model_files
 from ..host.api import io
@@ -140,9 +140,9 @@ class ComposePipeline(io.ComfyNode):
         request = LoadRequest(
             files.parts["transformer"], folders.provider_folder(base), None, variant, precision, offload,
             memory_manager.compute_device(), attention=attention, state=folders.state_folder(), files=files,
-            weights=weights, text_weights=text_weights, devices=planned.places(transformer_device, text_device, vae_device),
+            weights=weights, text_weights=text_weights, devices=offloader.part_devices(transformer_device, text_device, vae_device),
             keep_free_gb=keep_free_gb, speed=speed_request(**speed),
         )
-        pipeline = load(request, progress, memory_manager.make_room, memory_manager.managed)
+        pipeline = load(request, progress, memory_manager.make_room, memory_manager.offloader_on)
         progress.finish("\n".join((status_of(pipeline), *pipeline.notes)))
         return io.NodeOutput(pipeline, *core_outputs.beside(pipeline))

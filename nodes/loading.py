@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..compat import precision
-from ..compat.memory import offloader, planned
+from ..compat.memory import offloader
 from ..compat.transforms import attention
 from ..host import core_outputs, folders, memory_manager
 from ..host.api import io
@@ -110,9 +110,9 @@ class LoadPipeline(io.ComfyNode):
             folders.model_folder(model), folders.provider_folder(base), folders.provider_folder(image_encoder), variant,
             precision, offload, memory_manager.compute_device(), (*folders.model_roots(), *folders.encoder_roots()),
             attention=attention, state=folders.state_folder(), speed=speed_request(**speed), weights=weights,
-            text_weights=text_weights, devices=planned.places(transformer_device, text_device, vae_device),
+            text_weights=text_weights, devices=offloader.part_devices(transformer_device, text_device, vae_device),
             keep_free_gb=keep_free_gb,
         )
-        pipeline = load(request, progress, memory_manager.make_room, memory_manager.managed)
+        pipeline = load(request, progress, memory_manager.make_room, memory_manager.offloader_on)
         progress.finish("\n".join((status_of(pipeline), *pipeline.notes, *panel.limit_lines())))
         return io.NodeOutput(pipeline, *core_outputs.beside(pipeline))

@@ -140,7 +140,7 @@ class LoadPaintPipeline(io.ComfyNode):
             state=folders.state_folder(),
             compiled=settings_for(dynamo_cache_size_limit) if compile else None,
         )
-        pipeline = load_paint(request, progress, memory_manager.make_room, memory_manager.managed)
+        pipeline = load_paint(request, progress, memory_manager.make_room, memory_manager.offloader_on)
         progress.finish("\n".join((f"{pipeline.family} {pipeline.variant}, {pipeline.facts}", *pipeline.notes)))
         return io.NodeOutput(pipeline)
 

@@ -157,12 +157,10 @@ def asked(activations: int) -> int:
 @contextmanager
 def costed(pipeline: Any, stage: str, progress: Any) -> Iterator[None]:
     """The block as a stage of the pipeline's account: peak, traffic and time, told to a progress that shows them."""
-    memory_stats = getattr(pipeline.offloader, "memory_stats", None)
-    if memory_stats is None:
-        yield
-        return
     offloader = pipeline.offloader
-    with memory_stats.stage(stage, f"{pipeline.family} {pipeline.variant}", offloader.mode, offloader.device) as cost:
+    with offloader.memory_stats.stage(
+        stage, f"{pipeline.family} {pipeline.variant}", offloader.mode, offloader.device
+    ) as cost:
         yield
         cost.mode = offloader.mode
     told = getattr(progress, "cost", None)

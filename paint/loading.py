@@ -15,7 +15,7 @@ from ..compat.device.execution import HOST
 from ..compat.device.facts import GIBIBYTE, DeviceFacts, facts_for, free_bytes
 from ..compat.device.probe_results import probe_results_of
 from ..compat.errors import CheckpointError, InputError
-from ..compat.memory.offloader import Terms, offloader_for
+from ..compat.memory.offloader import Offloader, OffloadOptions, offloader_for
 from ..compat.memory.parts import Hosted, Parts, Prepare, Reader, Silent
 from ..compat.memory.statistics import amount
 from ..compat.precision import Precision, precision_for
@@ -88,7 +88,7 @@ class PaintPipeline(Hosted):
     parts: Parts
     facts: DeviceFacts
     precision: Precision
-    offloader: Any
+    offloader: Offloader
     shape: UNetShape
     configs: Mapping[str, Mapping[str, Any]]
     source: Path
@@ -109,12 +109,13 @@ def load_paint(
     request: PaintRequest,
     progress: Any = None,
     make_room: Callable[[int], None] | None = None,
-    hosted: Callable[[Any, torch.device], Any] | None = None,
+    hosted: Callable[..., Offloader] | None = None,
 ) -> PaintPipeline:
     """The pipeline of ``request.model``; only names and shapes are read now.
 
     Args:
-        make_room, hosted: of a host that manages memory itself, as :func:`offload.residency_for` takes them.
+        make_room: of a host that manages memory itself, as :func:`offloader_for` takes it.
+        hosted: that host's own offloader, as :func:`offloader_for` takes it.
 
     Raises:
         CheckpointError: files are missing, damaged, or of another model. InputError, UnsupportedError: a choice that
@@ -147,7 +148,7 @@ def load_paint(
     compiler = None if request.compiled is None else Compiler(request.compiled, request.prepare)
     parts = Parts(readers, compiler or request.prepare)
     sizes = {part: size.total for part, size in weights.items()}
-    offloader, reason = _offloader(request, parts, facts, sizes, (make_room, hosted, Terms(state=request.state)))
+    offloader, reason = _offloader(request, parts, facts, sizes, make_room=make_room, hosted=hosted)
     notes = [str(precision), f"{offloader}: {reason}", str(attention), *_said(place, stored, dropped)]
     return PaintPipeline(
         kind,
@@ -170,24 +171,38 @@ def _offloader(
     parts: Parts,
     facts: DeviceFacts,
     sizes: Mapping[str, int],
-    host: tuple[Any, Any, Terms],
-) -> tuple[Any, str]:
+    make_room: Callable[[int], None] | None,
+    hosted: Callable[..., Offloader] | None,
+) -> tuple[Offloader, str]:
     """Compiled, ``auto`` keeps everything on the device; else every part leaves it after its stage.
 
     Each part runs once or twice in a painting, so that leaving costs a copy or two, and its room is the next one's.
     """
     free, on_host = free_bytes(facts.device), facts.device.type == HOST.type
+
+    def chosen(offload: str) -> tuple[Offloader, str]:
+        return offloader_for(
+            offload,
+            parts,
+            facts.device,
+            sizes,
+            free=free,
+            make_room=make_room,
+            hosted=hosted,
+            options=OffloadOptions(state=request.state),
+        )
+
     if request.compiled is not None:
         require_offload(request.offload)
     if request.offload == AUTO and request.compiled is not None:
-        offloader, _ = offloader_for("none", parts, facts.device, sizes, free, *host)
+        offloader, _ = chosen("none")
         total = sum(sizes.values())
         tight = free is not None and total > free
         more = f"; {total / GIBIBYTE:.1f} GB do not fit: choose offload model, or switch compile off" if tight else ""
         return offloader, "auto: compiled blocks stay where they were compiled" + more
-    offloader, reason = offloader_for(request.offload, parts, facts.device, sizes, free, *host)
+    offloader, reason = chosen(request.offload)
     if offloader.mode == "none" and request.offload == AUTO and not on_host:
-        offloader, _ = offloader_for("model", parts, facts.device, sizes, free, *host)
+        offloader, _ = chosen("model")
         reason = "auto: each part runs once or twice, so leaving after its stage costs a copy or two"
     return offloader, reason
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..errors import UnsupportedError
-from ..memory.offloader import weights_on
+from ..memory.hooks import weights_on
 
 HALF, FULL = torch.float16, torch.float32
 LIMIT = 2.0**15  # half of what fp16 can hold: room for the rounding of operands and products

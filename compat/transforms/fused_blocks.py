@@ -20,7 +20,7 @@ from ...kernels.norm import normalized
 from ...kernels.residual import gated_residual, residual_norm
 from ...kernels.rope import qk_norm_rope
 from ...kernels.terms import LAYER, NO_GATE, RMS, Gate, Modulation, Norm, Pair, Tables
-from ..memory.offloader import weights_on
+from ..memory.hooks import weights_on
 from .attention_processors import Attend, Cross, Joint, Padding, across
 
 FORM = "_anygpu_kernels"  # on a rewritten block: which form of an operation it runs

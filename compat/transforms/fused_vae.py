@@ -27,7 +27,7 @@ from ...kernels.group_norm import (
 )
 from ...kernels.library import AUTO
 from ...kernels.terms import NO_MODULATION, RMS, GroupNorm, Modulation, Norm
-from ..memory.offloader import own_tensors, weights_on
+from ..memory.hooks import own_tensors, weights_on
 from .attention_processors import full_name
 from .conv3d_forms import Form
 from .fused import RMS_NORMS, Fused, other_forward

@@ -10,7 +10,7 @@ from ...compat.device.facts import free_bytes
 from ...compat.device.probe_results import probe_results_of
 from ...compat.device.probe_store import UNKNOWN
 from ...compat.errors import PackError
-from ...compat.memory import planned
+from ...compat.memory.offloader import HOSTED, part_devices
 from ...compat.transforms.compile import CACHE_SIZE, CompileSettings
 from ...paint.estimates import paint_needs
 from ...paint.loading import PaintPipeline, PaintRequest, load_paint
@@ -117,7 +117,7 @@ def _shared(inputs: Inputs, asked: bool) -> dict[str, Any]:
         "state": folders.state_folder() if asked else None,
         "quiet": True,
         "speed": SpeedRequest(_given(inputs, "kernels", AUTO), graphs if _given(inputs, "compile", False) else None),
-        "devices": planned.places(*(place if DEVICE.fullmatch(place) else AUTO for place in places)),
+        "devices": part_devices(*(place if DEVICE.fullmatch(place) else AUTO for place in places)),
     }
 
 
@@ -129,7 +129,7 @@ def _opened(inputs: Inputs, asked: bool) -> Pipeline:
         search=(*folders.model_roots(), *folders.encoder_roots()),
         **_shared(inputs, asked),
     )
-    return load(request, hosted=memory_manager.managed)
+    return load(request, hosted=memory_manager.offloader_on)
 
 
 def _composed(inputs: Inputs, asked: bool) -> Pipeline:
@@ -139,7 +139,8 @@ def _composed(inputs: Inputs, asked: bool) -> Pipeline:
     transformer = _given(inputs, "transformer", model_files.NO_FILE)
     files = model_files.chosen_files(task if task in TASKS else AUTO, transformer=transformer, **named)
     return load(
-        LoadRequest(files.parts["transformer"], files=files, **_shared(inputs, asked)), hosted=memory_manager.managed
+        LoadRequest(files.parts["transformer"], files=files, **_shared(inputs, asked)),
+        hosted=memory_manager.offloader_on,
     )
 
 
@@ -156,7 +157,7 @@ def _painter(inputs: Inputs, asked: bool) -> Any:
         compiled=settings_for(limit) if _given(inputs, "compile", False) else None,
         **{name: _given(inputs, name, AUTO) for name in ("variant", "weights", "precision", "offload", "attention")},
     )
-    return load_paint(request, hosted=memory_manager.managed)
+    return load_paint(request, hosted=memory_manager.offloader_on)
 
 
 def _outlook(entry: Mapping[str, Any], pipeline: Any) -> dict[str, Any]:
@@ -170,7 +171,7 @@ def _outlook(entry: Mapping[str, Any], pipeline: Any) -> dict[str, Any]:
         found, needs = RUNS[entry["class_type"]](plain, pipeline)
     except PackError as error:
         return {"error": said(error)}
-    mode = str(getattr(pipeline.offloader, "mode", ""))
+    mode = pipeline.offloader.mode
     room = _room()
     parts = not isinstance(pipeline, PaintPipeline)
     stages = [_stage(*pair, room, parts) for pair in zip(*needs(mode), strict=True)]
@@ -205,7 +206,7 @@ Needs = Callable[[str], tuple[Sequence[Any], Sequence[Any]]]
 
 def _needs_by(stages: Callable[[str], Sequence[Any]]) -> Needs:
     """Stages by mode: ComfyUI's manager keeps all that fits and can do with the least, other modes have one number."""
-    return lambda mode: (stages("none"), stages(mode)) if mode == memory_manager.MODE else (stages(mode), stages(mode))
+    return lambda mode: (stages("none"), stages(mode)) if mode == HOSTED else (stages(mode), stages(mode))
 
 
 def _sampled(plain: Mapping[str, float], pipeline: Pipeline) -> tuple[str, Needs]:

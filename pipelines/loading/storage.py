@@ -19,7 +19,7 @@ from ...compat.device.execution import HOST
 from ...compat.device.facts import DeviceFacts
 from ...compat.device.probe_store import ProbeStore
 from ...compat.errors import UnsupportedError
-from ...compat.memory.offloader import GIGABYTE
+from ...compat.memory.statistics import GIGABYTE
 from ...compat.memory.transfer import casts_wrongly
 from ...compat.precision import Precision
 from ...compat.transforms.order import Order, Step

@@ -89,7 +89,7 @@ def lowered(
     Returns:
         phrases such as ``lower frames from 97 to 41``; the first begins with a capital letter.
     """
-    found, mode = [hint] if hint else [], getattr(pipeline.offloader, "mode", "")
+    found, mode = [hint] if hint else [], pipeline.offloader.mode
     if not hint and pipeline.offloader.device.type != "cpu" and mode not in WEIGHTLESS:
         found.append(f"set offload to group on AnyGPU Load Pipeline (now {mode}), which keeps one block on the device")
     found += [] if size is None else _smaller(family, size, short)

@@ -25,7 +25,7 @@ def resume_key(
     How parts are moved and which attention kernel runs are left out: who ran out of memory changes just these.
     """
     digest = hashlib.sha256()
-    adapted = str(getattr(pipeline.offloader, "active_adapters", ""))
+    adapted = str(pipeline.offloader.adapters or "")
     stored = [note for note in pipeline.notes if note.startswith("transformer kept")]
     model = [pipeline.family, pipeline.variant, str(pipeline.precision), stored, adapted, str(pipeline.step_cache)]
     for item in _plain([*model, _files(pipeline.source)]):
