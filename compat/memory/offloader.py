@@ -233,7 +233,7 @@ class OwnOffloader:
 
     def release(self, part: str) -> None:
         """Take the part off its device; where that is the host, free its memory."""
-        if self.device_of(part).type == HOST.type:
+        if part in self.parts and self.device_of(part).type == HOST.type:
             self.parts.drop(part)
         elif self.mode != "model":  # in which a part has left already, or is in use
             self.take_off(part)
