@@ -123,21 +123,19 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float]:
 
     from .pipelines import stages
     from .pipelines.base import FramePackSettings, PromptRequest, SampleSettings
-    from .pipelines.loading.folder import LoadRequest, load
+    from .pipelines.loading.folder import load
+    from .pipelines.requests import load_request
     from .pipelines.speed import with_step_cache
 
-    request = LoadRequest(
-        Path(arguments.model),
-        _path(arguments.base),
-        _path(arguments.image_encoder),
-        arguments.variant,
-        arguments.precision,
-        arguments.offload,
-        arguments.device,
-        tuple(map(Path, arguments.search)),
-        attention=arguments.attention,
+    request = load_request(
+        vars(arguments),
+        _path(arguments.profile),
+        model=Path(arguments.model),
+        base=_path(arguments.base),
+        image_encoder=_path(arguments.image_encoder),
+        device=arguments.device,
+        search=tuple(map(Path, arguments.search)),
         state=Path(arguments.state).expanduser(),
-        speed=_speed(arguments),
     )
     with torch.no_grad(), request.speed.traced():
         pipeline = _adapted(load(request, progress), arguments, progress)
@@ -186,19 +184,6 @@ def _adapted(pipeline: Any, arguments: argparse.Namespace, progress: Any) -> Any
     for text in arguments.lora:
         pipeline = with_lora(pipeline, *named(text), "separate", progress)
     return pipeline
-
-
-def _speed(arguments: argparse.Namespace) -> Any:
-    """What ``--kernels``, ``--compile`` and ``--profile`` ask for."""
-    from .pipelines.profiling import Profile
-    from .pipelines.speed import SpeedRequest
-
-    asked = None
-    if arguments.compile:
-        asked = compiling.CompileSettings(arguments.compile_mode, arguments.compile_dynamic, vae=arguments.compile_vae)
-    profile = _path(arguments.profile)
-    traces = None if profile is None else Profile(profile)
-    return SpeedRequest(arguments.kernels, asked, traces, arguments.fp16_accumulation)
 
 
 def demo(arguments: argparse.Namespace) -> int:

@@ -98,8 +98,9 @@ def main() -> int:
     if arguments.model:
         append("clips", rows(Path(arguments.model), arguments))
         return 0
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
     from anygpu.pipelines import tiny
-    from anygpu.tests.heavy import build_heavy
+    from heavy import build_heavy
 
     torch.set_num_threads(1)
     if arguments.heavy:

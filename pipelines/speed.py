@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -19,7 +19,7 @@ from ..compat.transforms import compile as compiling
 from ..compat.transforms import fused
 from ..compat.transforms.compile import Compilation, CompileSettings
 from ..compat.transforms.fp16_accumulation import fp16_sums, require_fp16_sums
-from ..compat.transforms.fused import Fused
+from ..compat.transforms.fused import FusedSites
 from ..compat.transforms.fused_vae import fuse_vae
 from ..compat.transforms.order import Order, Step, Undo
 from ..compat.transforms.step_cache import StepCacheSettings, cached, require_usable, settings_for
@@ -27,7 +27,6 @@ from .base import Pipeline, Progress, SampleSettings
 from .profiling import Profile
 from .registry import family_named
 
-Result = TypeVar("Result")
 Hosted = Callable[..., Any]
 OFFLOAD_AUTO = "auto"
 TRANSFORMER, VAE = "transformer", "vae"
@@ -64,7 +63,7 @@ class Speed:
         self.request, self.forms, self.why = request, forms, why
         kernel = re.search(r"fused kernel \(([^)]*)\)|auto: (\w+), the fastest", attention)
         self.attention = (kernel[1] or kernel[2]) if kernel else attention.split(":")[0]
-        self.fused: dict[str, Fused] = {}
+        self.fused: dict[str, FusedSites] = {}
         self.compiled: dict[str, Compilation] = {}
         self.compile_refused = self.beside_host = ""
         self.profile = request.profile
@@ -187,22 +186,23 @@ def with_step_cache(pipeline: Pipeline, preset: str, asked: StepCacheSettings) -
     return replace(pipeline, step_cache=settings_for(pipeline.family, preset, asked))
 
 
-def sped_up(pipeline: Pipeline, settings: SampleSettings, progress: Progress, run: Callable[[], Result]) -> Result:
-    """What ``run``, a sampling, returns, under the pipeline's step cache; says what runs and what was skipped.
+@contextmanager
+def sampling_speed(pipeline: Pipeline, settings: SampleSettings, progress: Progress) -> Iterator[None]:
+    """Around a sampling: the pipeline's step cache and fp16 sums; says what ran and what was skipped.
 
     Raises:
         UnsupportedError: a cache beside guidance or compiled blocks that it cannot share a transformer with.
     """
     cache, speed = pipeline.step_cache, pipeline.speed
-    with fp16_sums(speed is not None and speed.request.fp16_sums):
-        if cache is None:
-            found = run()
-        else:
+    with ExitStack() as stack:
+        stack.enter_context(fp16_sums(speed is not None and speed.request.fp16_sums))
+        count: Any = None
+        if cache is not None:
             transformer = pipeline.parts.read(TRANSFORMER, progress)
             require_usable(cache, pipeline.family, transformer, settings.cfg)
-            with cached(transformer, cache, settings.steps) as count:
-                found = run()
-            progress.notify(f"{cache}: {count}")
+            count = stack.enter_context(cached(transformer, cache, settings.steps))
+        yield
+    if cache is not None:
+        progress.notify(f"{cache}: {count}")
     if speed is not None:
         speed.notify(pipeline.family, progress)
-    return found

@@ -14,7 +14,8 @@ from torch import Tensor
 from ..checkpoints.weights import declared, read_tensors, write_tensors
 from ..errors import PackError
 from ..precision import DTYPES
-from ..transforms.attention import attention_for, avoided_by, chunked
+from ..transforms.attention import attention_for, avoided_by
+from ..transforms.attention_chunks import chunked
 from ..transforms.conv3d_choice import Layer, choose_by, form_error
 from ..transforms.conv3d_forms import Form, Geometry, covers
 from .facts import DeviceFacts, answers, first_line

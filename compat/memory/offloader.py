@@ -21,6 +21,7 @@ from ..device.execution import HOST
 from ..device.facts import GIBIBYTE, answers, default_device, empty_cache, indexed
 from ..errors import InputError, UnsupportedError
 from .adapters import Adapters, adapters_on
+from .estimates import BY_BLOCK, WHOLE
 from .hooks import GroupHooks, hooks_on, remove_hooks
 from .host_weights import PINNED, HostWeights
 from .parts import Parts, Silent
@@ -31,7 +32,6 @@ HOSTED = "comfyui"  # the memory manager of the host around us: its offloader is
 MODES = ("none", "model", "group", "sequential")  # of our own offloader, the fastest first
 CHOICES = ("auto", *MODES, HOSTED)
 STEP_DOWN = {"none": "group", "model": "group", "group": "sequential"}  # what needs less, for a part that is in use
-WHOLE = ("image_encoder",)  # its attention pooling reads packed weights that the hooks of its layers do not see
 DEVICE_CHOICES = ("auto", "cpu", "gpu:0", "gpu:1", "gpu:2", "gpu:3")  # the same list on every machine
 
 COSTS: dict[str, str] = {
@@ -306,7 +306,7 @@ class OwnOffloader:
     def _moved(self, part: str, module: nn.Module, activation_bytes: int, progress: Any) -> Iterator[None]:
         """The part on its device for the block: by groups, as a whole, or from now on."""
         device, mode = self.device_of(part), self.mode
-        if mode in ("group", "sequential") and part not in WHOLE and device.type != HOST.type:
+        if mode in ("group", "sequential") and part != WHOLE and device.type != HOST.type:
             self._ask_for_room(activation_bytes)
             hooks = hooks_on(module)
             if hooks is None or hooks.device != device or hooks.by_block != self._by_block(part):
@@ -347,7 +347,7 @@ class OwnOffloader:
 
     def _by_block(self, part: str) -> bool:
         """Whether the blocks of ``part`` move whole; else each layer moves by itself."""
-        return self.mode == "group" and (part in ("transformer", "unet") or part.startswith("text_encoder"))
+        return self.mode == "group" and part.startswith(BY_BLOCK)
 
     def _ask_for_room(self, needed_bytes: int) -> None:
         if self.make_room is not None:

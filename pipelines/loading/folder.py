@@ -30,8 +30,7 @@ from ...compat.errors import CheckpointError, InputError
 from ...compat.memory.offloader import Offloader, offloader_for
 from ...compat.packages import attribute, unusable
 from ...compat.precision import Precision, precision_for
-from ...compat.transforms.attention import Attention, attention_for, avoided_by
-from ...compat.transforms.attention_timing import by_time
+from ...compat.transforms.attention import Attention, attention_for, avoided_by, by_time
 from ...compat.transforms.conv3d_choice import kept_timings
 from ...compat.transforms.order import Preparation, attention_step, conv3d_step
 from ..base import Parts, Pipeline, Progress, Silent, Tools
@@ -41,12 +40,12 @@ from ..memory.estimates import sizes_of
 from ..memory.fit import offload_options, require_room
 from ..memory.host import backed, note
 from ..registry import FAMILIES, family_named
-from ..sampling.safe_fp16 import TRANSFORMER, SafeFp16, read_narrow
+from ..sampling.loop import TRANSFORMER
 from ..speed import SpeedRequest, speed_for
 from .part import PartFiles, part_files, reader_of
 from .single_file import Composed, Files, composed, family_in
+from .storage import SafeFp16, read_narrow, storage_step, with_storage
 from .storage import notes as storage_notes
-from .storage import storage_step, with_storage
 
 INDEX = "model_index.json"
 AUTO = "auto"
@@ -433,7 +432,7 @@ def _tool_reader(library: str, folder: Path) -> Callable[[], Any]:
             return read_json(file, f"the {folder.name}")
         cls: Any = attribute("transformers", _processor_class(folder))
         try:
-            return cls.from_pretrained(str(folder), local_files_only=True)
+            return cls.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         except ImportError as error:
             raise unusable("transformers", error) from error
         except Exception as error:  # each tokenizer's reader has errors of its own for a damaged file

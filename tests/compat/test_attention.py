@@ -13,16 +13,9 @@ from anygpu.compat.device.probe_store import ProbeResult
 from anygpu.compat.errors import InputError, MissingPackageError, UnsupportedError
 from anygpu.compat.transforms import attention as subject
 from anygpu.compat.transforms import attention_kernels as kernels
-from anygpu.compat.transforms.attention import (
-    CHOICES,
-    EXPLICIT,
-    MEANINGS,
-    Attention,
-    attention_for,
-    avoided_by,
-    chunk_size,
-    chunked,
-)
+from anygpu.compat.transforms.attention import CHOICES, MEANINGS, Attention, attention_for, avoided_by
+from anygpu.compat.transforms.attention_chunks import chunk_size, chunked
+from anygpu.compat.transforms.attention_kernels import EXPLICIT
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 

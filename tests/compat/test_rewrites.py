@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from anygpu.compat.errors import InputError, UnsupportedError
-from anygpu.compat.transforms import fp16, fused, fused_blocks
+from anygpu.compat.transforms import fp16, fp16_layers, fused, fused_attention
 from anygpu.compat.transforms.attention_processors import attended
 from anygpu.compat.transforms.fused import CHOICES, FUSIONS, form_for, fuse
 from anygpu.pipelines.tiny.recipes import TINY
@@ -92,7 +92,7 @@ def test_restore_gives_back_the_very_objects(name):
     assert state() != before
     found.restore()
     assert state() == before
-    assert not any(hasattr(m, fused_blocks.FORM) for m in model.modules())
+    assert not any(hasattr(m, fused_attention.FORM) for m in model.modules())
     again = fuse(model, REFERENCE)
     assert again.sites == found.sites and again.sites
 
@@ -283,7 +283,7 @@ SAME_ERROR = (
 @pytest.mark.parametrize("name", [n if n == "ltx" else pytest.param(n, marks=pytest.mark.full) for n in CASES])
 def test_under_safe_fp16_attention_is_fused_and_no_error_grows(name, fp32_output, monkeypatch):
     if fp32_output:  # no CPU has such products: the same in fp32
-        monkeypatch.setattr(fp16, "_fp32_product", fp32_product)
+        monkeypatch.setattr(fp16_layers, "_fp32_product", fp32_product)
     block, inputs = block_of(CASES[name])
     drawn = [inputs, *(redrawn(inputs, seed) for seed in range(DRAWS - 1))]
     truth = [ran(block, each, torch.float64) for each in drawn]

@@ -13,7 +13,7 @@ from anygpu.compat.transforms import fused_vae
 from anygpu.compat.transforms.conv3d import swap_conv3d
 from anygpu.compat.transforms.conv3d_choice import always
 from anygpu.compat.transforms.conv3d_forms import Form
-from anygpu.compat.transforms.fused_blocks import FORM
+from anygpu.compat.transforms.fused_attention import FORM
 from anygpu.compat.transforms.fused_vae import FUSIONS, PUBLISHED, SITE, fuse_vae
 from anygpu.kernels import group_norm
 from anygpu.pipelines.tiny import parts

@@ -158,8 +158,6 @@ BROKEN = {
     "of shape": (_config(cross_attention_dim=512), {}),
     "unexpected tensors 'unet.more'": (_weights(lambda w: {**w, "unet.more": torch.zeros(1)}), {}),
     "holds no UNet of Hunyuan3D": (_weights(lambda _: {"other": torch.zeros(1)}), {}),
-    "holds a paint UNet": (lambda _: None, {"kind": "delight"}),
-    "paint model kind 'x'": (lambda _: None, {"kind": "x"}),
     "paint variant 'x'": (lambda _: None, {"variant": "x"}),
     "weights 'x'": (lambda _: None, {"weights": "x"}),
     "no .bin in": (lambda _: None, {"weights": "bin"}),

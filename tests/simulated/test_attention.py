@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from anygpu.compat.transforms.attention import EXPLICIT, Attention, chunk_size, chunked, score_bytes, widened
+from anygpu.compat.transforms.attention import Attention
+from anygpu.compat.transforms.attention_chunks import chunk_size, chunked, score_bytes, widened
+from anygpu.compat.transforms.attention_kernels import EXPLICIT
 from anygpu.pipelines import tiny
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from torch.nn.attention import SDPBackend, sdpa_kernel

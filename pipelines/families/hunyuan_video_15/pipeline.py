@@ -16,7 +16,8 @@ from ...base import ImageCondition, ImageRequest, Latents, Pipeline, Progress, P
 from ...family import Defaults, Family
 from ...memory.fit import recovery
 from ...memory.needs import beside_transformer
-from ...sampling.loop import cfg_acts, denoise, noise_for, start_from
+from ...sampling.guidance import Guidance
+from ...sampling.loop import denoise, noise_for, start_from
 from ...sampling.schedules import Levels, Schedule, schedule_for
 from ...text.qwen import EMBEDS_2, qwen_embeds, qwen_from_core
 from ...text.t5 import EMBEDS
@@ -157,16 +158,16 @@ def sample(
     schedule = schedule_for(pipeline.tools["scheduler"], settings, settings.steps, _levels, device)
     noise = noise_for(shape, generator, device)
     clean = None if settings.latents is None else settings.latents.samples.to(device) * scale
+    guidance = Guidance(settings, len(schedule))
     forward = _Forward(pipeline, prompt, image, shape, scale, schedule)
     held = pipeline.offloader.hold("transformer", beside_transformer(pipeline, settings), progress)
     with held as transformer, checked_leaves(transformer, progress.check):
 
         def predict(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
             cond = forward(transformer, "pred_cond", latents, time, index)
-            if not cfg_acts(settings, index, len(schedule)):
+            if not guidance.acts(index):
                 return cond
-            uncond = forward(transformer, "pred_uncond", latents, time, index)
-            return _rescaled(uncond + settings.cfg * (cond - uncond), cond, settings.guidance_rescale)
+            return guidance.guide(cond, forward(transformer, "pred_uncond", latents, time, index))
 
         latents = denoise(
             start_from(clean, noise, schedule),
@@ -270,15 +271,6 @@ def _guided_as_saved(pipeline: Pipeline, settings: SampleSettings, progress: Pro
         cfg_end=min(settings.cfg_end, int(guider.get("stop", 1.0) * steps) / steps),
         guidance_rescale=settings.guidance_rescale or float(guider.get("guidance_rescale", 0.0)),
     )
-
-
-def _rescaled(guided: torch.Tensor, cond: torch.Tensor, share: float) -> torch.Tensor:
-    if not share:
-        return guided
-    from diffusers.guiders.guider_utils import rescale_noise_cfg
-
-    rescaled: torch.Tensor = rescale_noise_cfg(guided, cond, share)
-    return rescaled
 
 
 def _states(pipeline: Pipeline, frames: torch.Tensor, progress: Progress) -> torch.Tensor:
