@@ -74,10 +74,12 @@ def report(arguments: argparse.Namespace) -> int:
 
 def _kernels(arguments: argparse.Namespace) -> int:
     """Print what each fused operation gives on the device; 1 where one is wrong."""
+    import torch
+
     from .compat.device.facts import facts_for
 
     facts = facts_for(arguments.device)
-    print(f"{facts}: {fused.why_here(facts.device)}")
+    print(f"{facts}: {fused.form_for(fused.AUTO, facts.device, torch.bfloat16)[1]}")
     for family in fused.PUBLISHED:
         sites = fused.published_sites(family)
         kinds = ", ".join(f"{count} {kind}" for kind, count in sites.items())
@@ -140,8 +142,8 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float]:
     with torch.no_grad(), request.speed.traced():
         pipeline = _adapted(load(request, progress), arguments, progress)
         pipeline = with_step_cache(pipeline, arguments.step_cache, step_cache.StepCacheSettings())
-        for note in pipeline.notes:
-            progress.notify(note)
+        for decision in pipeline.decisions:
+            progress.notify(str(decision))
         image, pictures = _images(pipeline, arguments, progress)
         prompt = stages.encode_prompt(
             pipeline,

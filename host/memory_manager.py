@@ -26,7 +26,7 @@ from ..compat.device.execution import HOST
 from ..compat.errors import InputError
 from ..compat.memory.adapters import Adapters, adapters_on
 from ..compat.memory.host_weights import DISK
-from ..compat.memory.offloader import HOSTED, OffloadOptions
+from ..compat.memory.offloader import HOSTED, OffloadOptions, placement
 from ..compat.memory.parts import Parts
 from ..compat.memory.statistics import MemoryStats, amount
 from ..pipelines.vae.fallback import MEMORY, kind_of
@@ -262,8 +262,7 @@ class ComfyOffloader:
         self._refused: dict[str, int] = {}  # those that were not to be had as it moved: until a stage with it is done
 
     def __repr__(self) -> str:
-        apart = "".join(f", {part} on {place}" for part, place in self.options.devices.items() if place != self.device)
-        return f"offload {self.mode} on {self.device}{apart}"
+        return f"offload {placement(self)}"
 
     def with_adapters(self, adapters: Adapters | None) -> ComfyOffloader:
         """The same offloader for a pipeline with these adapters: patchers, statistics and shortages are shared."""

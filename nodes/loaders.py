@@ -201,7 +201,7 @@ def trace_file(inputs: Mapping[str, Any]) -> Path | None:
 def load_outputs(request: LoadRequest, progress: NodeProgress, lines: Iterable[str] = ()) -> io.NodeOutput:
     """Pipeline, MODEL and VAE; what was decided is said under the node, then ``lines``."""
     pipeline = load(request, progress, memory_manager.make_room, memory_manager.offloader_on)
-    progress.finish("\n".join((status_of(pipeline), *pipeline.notes, *lines)))
+    progress.finish("\n".join((status_of(pipeline), *map(str, pipeline.decisions), *lines)))
     return io.NodeOutput(pipeline, *core_outputs.beside(pipeline))
 
 
@@ -262,5 +262,5 @@ class LoRA(io.ComfyNode):
         """The pipeline with one LoRA more."""
         progress = NodeProgress(cls.hidden.unique_id, pipeline.family)
         changed = adapters.with_lora(pipeline, loras.file_named(lora), strength, blocks, mode, progress)
-        progress.finish(changed.notes[-1] if changed is not pipeline else "no effect")
+        progress.finish(str(changed.decisions[-1]) if changed is not pipeline else "no effect")
         return io.NodeOutput(changed, core_outputs.adapted(changed))

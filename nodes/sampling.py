@@ -199,5 +199,5 @@ class StepCache(io.ComfyNode):
         progress = NodeProgress(cls.hidden.unique_id)
         chosen = StepCacheSettings(**settings, start=start_percent, end=end_percent, device=cache_device)
         caching = with_step_cache(pipeline, preset, chosen)
-        progress.finish(str(caching.step_cache or "step cache off"))
+        progress.finish(f"step cache {caching.step_cache or 'off'}")
         return io.NodeOutput(caching)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..compat.checkpoints.weights import read_json
+from ..compat.decision import AUTO, Decision
 from ..compat.device.execution import HOST
 from ..compat.device.facts import GIBIBYTE, DeviceFacts, facts_for, free_bytes
 from ..compat.device.probe_results import probe_results_of
@@ -33,7 +34,6 @@ from .networks.layers import Dtypes
 from .networks.unet import UNetShape, set_attention
 from .networks.weights import Weights, both_kinds, weights_in
 
-AUTO = "auto"
 VARIANTS = (AUTO, "v2-0", "turbo")
 PAGES = {
     "paint": "tencent/Hunyuan3D-2, hunyuan3d-paint-v2-0 or hunyuan3d-paint-v2-0-turbo",
@@ -82,7 +82,7 @@ class PaintPipeline(Hosted):
     Args:
         family: ``paint``, ``paint_pbr`` or ``delight``. variant: ``v2-0``, ``turbo``, ``v2-1``.
         parts: ``unet``, ``reference`` (not for delight), ``vae``; ``text_encoder`` or ``image_encoder`` where found.
-        shape: of the UNet. compiled: the blocks of each part that is compiled. notes: the sentences said while loading.
+        shape: of the UNet. compiled: the blocks of each part that is compiled. decisions: those of loading.
         weights: bytes of each part on the device.
     """
 
@@ -96,7 +96,7 @@ class PaintPipeline(Hosted):
     configs: Mapping[str, Mapping[str, Any]]
     source: Path
     compiled: Mapping[str, Blocks] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    decisions: tuple[Decision, ...] = ()
     weights: Mapping[str, PartBytes] = field(default_factory=dict)
 
     @property
@@ -153,7 +153,7 @@ def load_paint(
     compiled = blocks_for(request.compiled, readers)
     parts = Parts(readers, Preparation((compile_step(compiled),) if compiled else ()))
     sizes = {part: size.total for part, size in weights.items()}
-    offloader, reason = _offloader(request, parts, facts, sizes, make_room=make_room, hosted=hosted)
+    offloader, offload = _offloader(request, parts, facts, sizes, make_room=make_room, hosted=hosted)
     return PaintPipeline(
         family=kind,
         variant=_variant(request, kind, stored),
@@ -165,7 +165,7 @@ def load_paint(
         configs=configs,
         source=request.model,
         compiled=compiled,
-        notes=(str(precision), f"{offloader}: {reason}", str(attention), *_said(place, stored, dropped)),
+        decisions=(precision.decision, offload, attention.decision, *_remarks(place, stored, dropped)),
         weights=weights,
     )
 
@@ -177,14 +177,14 @@ def _offloader(
     sizes: Mapping[str, int],
     make_room: Callable[[int], None] | None,
     hosted: Callable[..., Offloader] | None,
-) -> tuple[Offloader, str]:
+) -> tuple[Offloader, Decision]:
     """Compiled, ``auto`` keeps everything on the device; else every part leaves it after its stage.
 
     Each part runs once or twice in a painting, so that leaving costs a copy or two, and its room is the next one's.
     """
     free, on_host = free_bytes(facts.device), facts.device.type == HOST.type
 
-    def chosen(offload: str) -> tuple[Offloader, str]:
+    def chosen(offload: str) -> tuple[Offloader, Decision]:
         return offloader_for(
             offload,
             parts,
@@ -199,16 +199,18 @@ def _offloader(
     if request.compiled is not None:
         require_offload(request.offload)
     if request.offload == AUTO and request.compiled is not None:
-        offloader, _ = chosen("none")
+        offloader, decision = chosen("none")
         total = sum(sizes.values())
         tight = free is not None and total > free
         more = f"; {total / GIBIBYTE:.1f} GB do not fit: choose offload model, or switch compile off" if tight else ""
-        return offloader, "auto: compiled blocks stay where they were compiled" + more
-    offloader, reason = chosen(request.offload)
+        why = "compiled blocks stay where they were compiled" + more
+        return offloader, replace(decision, why=why, source=AUTO)
+    offloader, decision = chosen(request.offload)
     if offloader.mode == "none" and request.offload == AUTO and not on_host:
-        offloader, _ = chosen("model")
-        reason = "auto: each part runs once or twice, so leaving after its stage costs a copy or two"
-    return offloader, reason
+        offloader, decision = chosen("model")
+        why = "each part runs once or twice, so leaving after its stage costs a copy or two"
+        decision = replace(decision, why=why, source=AUTO)
+    return offloader, decision
 
 
 def is_paint_folder(folder: Path) -> bool:
@@ -264,13 +266,14 @@ def _head_width(shape: UNetShape) -> int:
     return shape.widths[0] // shape.heads[0]
 
 
-def _said(place: Path, stored: Weights, dropped: int) -> list[str]:
-    said = []
+def _remarks(place: Path, stored: Weights, dropped: int) -> list[Decision]:
+    remarks = []
     if both_kinds(place):
-        said.append(f"weights: {stored.path.name} was read; the folder has .bin and .safetensors, which may differ")
+        why = "the folder has .bin and .safetensors, which may differ"
+        remarks.append(Decision("weights", f"{stored.path.name} was read", why))
     if dropped:
-        said.append(f"weights: {dropped} tensors of an unused image prompt were left out")
-    return said
+        remarks.append(Decision("weights", f"{dropped} tensors of an unused image prompt were left out"))
+    return remarks
 
 
 def _bytes_of(module: nn.Module, dtypes: Dtypes) -> PartBytes:

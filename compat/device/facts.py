@@ -34,10 +34,10 @@ class DeviceFacts:
     """One device as plain values, so that a test can stand in any machine without owning it.
 
     Args:
-        backend: ``cuda``, ``rocm``, ``xpu``, ``mps``, ``directml``, ``cpu``, ``xla``, or what a plug-in calls itself.
+        backend: ``cuda``, ``rocm``, ``xpu``, ``mps``, ``cpu``, ``xla``, or what a plug-in calls itself.
         arch: ``sm75``, ``gfx1151``; empty where the vendor has none.
         arch_class: the key of the precision table: ``cpu``, ``cuda-sm80+``, ``cuda-old``, ``rocm``, ``xpu``, ``mps``,
-            ``directml``, ``xla`` or ``other``.
+            ``xla`` or ``other``.
         unified: whether host and device share one memory.
         driver: the driver's version; empty where nobody tells.
         torch_build: torch's commit. compiled: the architectures it holds kernels for; empty where it does not tell.
@@ -388,17 +388,7 @@ def _xla_facts(device: torch.device) -> dict[str, Any]:
 
 
 def _plug_in_facts(device: torch.device) -> dict[str, Any]:
-    """DirectML, and any device that torch calls PrivateUse1 or that this pack does not know."""
-    directml = sys.modules.get("torch_directml")
-    if device.type == "privateuseone" and directml is not None:
-        return {
-            "backend": "directml",
-            "arch": "",
-            "arch_class": "directml",
-            "total_bytes": 0,
-            "name": str(directml.device_name(device.index or 0)).strip("\0 "),
-            "versions": {"directml": _version_of("torch-directml")},
-        }
+    """Any device that torch calls PrivateUse1 or that this pack does not know."""
     total, name = 0, f"{device.type} device"
     module: Any = getattr(torch, device.type, None)
     if hasattr(module, "get_device_properties"):

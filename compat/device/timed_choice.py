@@ -18,7 +18,6 @@ import torch
 
 from .facts import CLOCKED, DeviceFacts
 from .probe_store import ProbeStore
-from .quirks import policy_for
 
 HOPELESS = 4.0  # times the best so far: measured once, not again
 COPIES, SAMPLE_BYTES, REPEATS = "copies of mapped pages", 32 * 1024**2, 5
@@ -81,7 +80,7 @@ def maps_files(facts: DeviceFacts, store: ProbeStore | None) -> bool:
         times = kept_times(key, lambda: copy_times(folder, facts.device), facts, store)
         if len(times) > 1:
             return fastest(times, "mapped", WORTH) == "mapped"
-    return facts.backend in MAPPED and policy_for(facts).mapped_reads
+    return facts.backend in MAPPED
 
 
 def copy_times(folder: Path, device: torch.device) -> dict[str, float]:

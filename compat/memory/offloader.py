@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from ..decision import AUTO, CHOSEN, Decision
 from ..device.execution import HOST
 from ..device.facts import GIBIBYTE, answers, default_device, empty_cache, indexed
 from ..errors import InputError, UnsupportedError
@@ -30,9 +31,9 @@ from .transfer import move, on_device, tensors_of
 
 HOSTED = "comfyui"  # the memory manager of the host around us: its offloader is handed in
 MODES = ("none", "model", "group", "sequential")  # of our own offloader, the fastest first
-CHOICES = ("auto", *MODES, HOSTED)
+CHOICES = (AUTO, *MODES, HOSTED)
 STEP_DOWN = {"none": "group", "model": "group", "group": "sequential"}  # what needs less, for a part that is in use
-DEVICE_CHOICES = ("auto", "cpu", "gpu:0", "gpu:1", "gpu:2", "gpu:3")  # the same list on every machine
+DEVICE_CHOICES = (AUTO, "cpu", "gpu:0", "gpu:1", "gpu:2", "gpu:3")  # the same list on every machine
 
 COSTS: dict[str, str] = {
     "none": "every part stays on the device after its first use: fastest, needs room for transformer and VAE together",
@@ -181,8 +182,7 @@ class OwnOffloader:
         self._devices = {part: indexed(place) for part, place in self.options.devices.items()}
 
     def __repr__(self) -> str:
-        apart = "".join(f", {part} on {device}" for part, device in self._devices.items() if device != self.device)
-        return f"offload {self.mode} on {self.device}{apart}"
+        return f"offload {placement(self)}"
 
     @property
     def mode(self) -> str:
@@ -376,8 +376,8 @@ def offloader_for(
     make_room: Callable[[int], None] | None = None,
     hosted: Callable[[Parts, torch.device, OffloadOptions], Offloader] | None = None,
     options: OffloadOptions | None = None,
-) -> tuple[Offloader, str]:
-    """The offloader for an offload choice, and the reason in one sentence.
+) -> tuple[Offloader, Decision]:
+    """The offloader for an offload choice, and the decision for it.
 
     Args:
         choice: one of :data:`CHOICES`.
@@ -396,25 +396,40 @@ def offloader_for(
     options = options or OffloadOptions()
     if choice not in CHOICES:
         raise InputError(f"offload {choice!r}", expected=f"one of {', '.join(CHOICES)}", fix="Choose one of these.")
-    if hosted is not None and choice in ("auto", HOSTED):
-        return hosted(parts, device, options), f"{'auto' if choice == 'auto' else 'chosen'}: {COSTS[HOSTED]}"
+    if hosted is not None and choice in (AUTO, HOSTED):
+        return _with_decision(hosted(parts, device, options), choice, COSTS[HOSTED])
     if choice == HOSTED:
         raise UnsupportedError(
             f"offload {choice!r} outside ComfyUI",
             expected=f"one of {', '.join(mode for mode in CHOICES if mode != HOSTED)}",
             fix="Choose auto.",
         )
-    on_host = device.type == HOST.type
-    if on_host and choice not in ("auto", "none"):
+    if refusal := lacking(choice, device):
         raise UnsupportedError(
-            f"offload {choice!r} on a CPU",
+            f"offload {choice!r} {refusal}",
             expected="auto or none",
             fix="Choose auto: there is no second memory to offload to.",
         )
     free = None if free is None else max(0, free - options.keep_free_bytes)
-    mode, reason = (choice, f"chosen: {COSTS[choice]}") if choice != "auto" else _automatic(on_host, part_bytes, free)
-    own = OwnOffloader(parts, device, mode, options, make_room=make_room, automatic=choice == "auto")
-    return own, reason
+    mode, why = (choice, COSTS[choice]) if choice != AUTO else _automatic(device, part_bytes, free)
+    own = OwnOffloader(parts, device, mode, options, make_room=make_room, automatic=choice == AUTO)
+    return _with_decision(own, choice, why)
+
+
+def lacking(choice: str, device: torch.device) -> str:
+    """Why an offload mode cannot be on ``device``; empty where it can, or where a host's own manager stands in."""
+    return "on a CPU" if device.type == HOST.type and choice not in (AUTO, "none", HOSTED) else ""
+
+
+def placement(offloader: Offloader) -> str:
+    """Mode and devices in words, such as ``model on cuda:0, vae on cpu``."""
+    parts = {part: offloader.device_of(part) for part in offloader.options.devices}
+    apart = "".join(f", {part} on {device}" for part, device in parts.items() if device != offloader.device)
+    return f"{offloader.mode} on {offloader.device}{apart}"
+
+
+def _with_decision(offloader: Offloader, choice: str, why: str) -> tuple[Offloader, Decision]:
+    return offloader, Decision("offload", placement(offloader), why, AUTO if choice == AUTO else CHOSEN)
 
 
 def part_devices(transformer: str = "auto", text: str = "auto", vae: str = "auto") -> dict[str, str]:
@@ -441,17 +456,17 @@ def _device_named(name: str) -> str:
     return f"{kind}:{index}"
 
 
-def _automatic(on_host: bool, part_bytes: Mapping[str, int], free: int | None) -> tuple[str, str]:
-    if on_host:
-        return "none", "auto: the device is the host, so there is nothing to offload to"
+def _automatic(device: torch.device, part_bytes: Mapping[str, int], free: int | None) -> tuple[str, str]:
+    if device.type == HOST.type:
+        return "none", "the device is the host, so there is nothing to offload to"
     if free is None:
-        return "model", "auto: this device does not tell its free memory, so one part at a time"
+        return "model", "this device does not tell its free memory, so one part at a time"
     large = [size for name, size in part_bytes.items() if not name.startswith("text_encoder")]
     spare, text = 0.75 * free, max((s for n, s in part_bytes.items() if n.startswith("text_encoder")), default=0)
     have = f"{free / GIBIBYTE:.1f} GB free"
     if max(sum(large), text) < spare:
-        return "none", f"auto: {sum(large) / GIBIBYTE:.1f} GB of weights fit into {have}"
+        return "none", f"{sum(large) / GIBIBYTE:.1f} GB of weights fit into {have}"
     largest = max([*large, text], default=0)
     if largest < spare:
-        return "model", f"auto: the largest part, {largest / GIBIBYTE:.1f} GB, fits into {have}"
-    return "group", f"auto: the largest part, {largest / GIBIBYTE:.1f} GB, does not fit into {have}"
+        return "model", f"the largest part, {largest / GIBIBYTE:.1f} GB, fits into {have}"
+    return "group", f"the largest part, {largest / GIBIBYTE:.1f} GB, does not fit into {have}"

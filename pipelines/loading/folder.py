@@ -35,17 +35,16 @@ from ...compat.transforms.conv3d_choice import kept_timings
 from ...compat.transforms.order import Preparation, attention_step, conv3d_step
 from ..base import Parts, Pipeline, Progress, Silent, Tools
 from ..family import Family
-from ..measured import advised
+from ..memory import host as host_memory
 from ..memory.estimates import sizes_of
 from ..memory.fit import offload_options, require_room
-from ..memory.host import backed, note
 from ..registry import FAMILIES, family_named
 from ..sampling.loop import TRANSFORMER
 from ..speed import SpeedRequest, speed_for
+from . import storage
 from .part import PartFiles, part_files, reader_of
 from .single_file import Composed, Files, composed, family_in
-from .storage import SafeFp16, read_narrow, storage_step, with_storage
-from .storage import notes as storage_notes
+from .storage import SafeFp16, read_narrow
 
 INDEX = "model_index.json"
 AUTO = "auto"
@@ -115,8 +114,9 @@ def load(
     probes = None if request.state is None else probe_results_of(facts, request.state, request.quiet)
     precision = precision_for(family.id, facts, request.precision, probes)
     files = _part_files(family, folders, precision, {} if single is None else single.files)
-    files = with_storage(files, request, family.text_parts, precision, facts, probes)
-    files, host = backed(files, facts, _host_room(sum(part.total_bytes for part in files.values())), swap_free_bytes())
+    files = storage.with_storage(files, request, family.text_parts, precision, facts, probes)
+    sizes = {name: part.total_bytes for name, part in files.items()}
+    files, host = host_memory.backed(files, facts, _host_room(sum(sizes.values())), swap_free_bytes())
     free, weights = free_bytes(facts.device), sizes_of(files.values())
     options = offload_options(request.devices, request.keep_free_gb, request.state, host)
     evicts = make_room is not None or hosted is not None  # the host's other models leave where ours need the room
@@ -127,30 +127,31 @@ def load(
     attention = _attention(request.attention, files["transformer"].config, precision, facts, probes)
     safe = SafeFp16(family.id, facts.device, active=precision.safe)
     convolutions = conv3d_step(abilities(facts, probes), kept_timings(facts, probes))
-    speed = speed_for(request.speed, facts, request.devices, precision, probes, attention.why)
-    steps = (storage_step(files), convolutions, safe.step(), attention_step(attention), *speed.steps())
+    speed = speed_for(request.speed, facts, request.devices, precision, probes, attention)
+    steps = (storage.storage_step(files), convolutions, safe.step(), attention_step(attention), *speed.steps())
     parts = _parts(files, Preparation(steps), safe if request.precision == AUTO else None)
-    sizes, hosted = {name: part.total_bytes for name, part in files.items()}, speed.host_for(request.offload, hosted)
-    offloader, reason = offloader_for(
+    hosted = speed.host_for(request.offload, hosted)
+    offloader, offload = offloader_for(
         request.offload, parts, facts.device, sizes, free=free, make_room=make_room, hosted=hosted, options=options
     )
     speed.settle_offload(offloader.mode, request.offload != AUTO)
-    said = (*storage_notes(files), *speed.notes(), *note(offloader), *advised(facts, family.id))
+    more = (*storage.decisions(files), *speed.decisions(), *host_memory.decisions(offloader))
     return Pipeline(
-        family.id,
-        task,
-        parts,
-        facts,
-        precision,
-        offloader,
-        _tools(family, folders) if single is None else _tools_of(single),
-        {name: part.config for name, part in files.items()},
-        variant,
-        request.model,
-        (str(precision), f"{offloader}: {reason}", str(attention), *said),
-        speed,
+        family=family.id,
+        task=task,
+        parts=parts,
+        facts=facts,
+        precision=precision,
+        offloader=offloader,
+        tools=_tools(family, folders) if single is None else _tools_of(single),
+        configs={name: part.config for name, part in files.items()},
+        variant=variant,
+        source=request.model,
+        decisions=(precision.decision, offload, attention.decision, *more),
+        speed=speed,
         weights=weights,
         probes=probes,
+        storage=storage.smaller(files),
     )
 
 

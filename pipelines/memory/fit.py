@@ -26,7 +26,7 @@ from ...compat.transforms import compile as compiling
 from ..base import Pipeline, Progress
 from ..vae.fallback import MEMORY, kind_of
 from .estimates import MARGIN, MODE_ORDER, TRANSFORMER, VAE, Size, forecast
-from .host import note
+from .host import decisions
 
 GIVEN_UP = "_anygpu_given_up"  # on an error that every way on was tried for
 SPARE = 1.05  # of what a forecast says, before a mode is taken
@@ -161,7 +161,7 @@ def plan_line(pipeline: Pipeline) -> str:
     adapters = pipeline.offloader.adapters
     lora = [f"LoRA {adapters}"] if adapters else []
     line = " -> ".join(["read", *lora, *(step.name for step in steps), repr(pipeline.offloader)])
-    return "; ".join((line, *note(pipeline.offloader)))
+    return "; ".join((line, *map(str, decisions(pipeline.offloader))))
 
 
 @contextmanager

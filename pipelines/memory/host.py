@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ...compat.checkpoints.weights import VIEWS_TAKE_MEMORY
+from ...compat.decision import Decision
 from ...compat.device.execution import HOST
 from ...compat.device.facts import DeviceFacts, locks_host_memory
 from ...compat.errors import UnsupportedError
@@ -52,11 +53,11 @@ def backed(
     return {**files, **kept}, found
 
 
-def note(offloader: Offloader) -> tuple[str, ...]:
-    """How the host weights are kept, in a line for the load node.
+def decisions(offloader: Offloader) -> tuple[Decision, ...]:
+    """How the host weights are kept.
 
     Nothing where the host computes, or where its memory manager keeps them, unless some stay in their files.
     """
     kept = offloader.options.host_weights
     ours = offloader.device.type != HOST.type and offloader.mode != HOSTED
-    return (str(kept),) if kept.kinds and (ours or kept.of(DISK)) else ()
+    return (kept.decision,) if kept.kinds and (ours or kept.of(DISK)) else ()

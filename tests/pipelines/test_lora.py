@@ -184,7 +184,7 @@ def test_without_strength_nothing_happens_and_it_is_said(made: Any, recorded: An
 
 def test_notes_and_keys_tell_pipelines_apart(made: Any) -> None:
     first, stronger = put(made, made.pipeline), put(made, made.pipeline, strength=2.0)
-    assert first.notes[-1] == "LoRA first 1, separate"
+    assert str(first.decisions[-1]) == "LoRA first 1, separate"
     assert repr(first.offloader.adapters) != repr(stronger.offloader.adapters)
     assert made.pipeline.offloader.adapters is None
     assert first.offloader.adapters.key == stronger.offloader.adapters.key
