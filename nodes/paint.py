@@ -131,7 +131,7 @@ class LoadPaintPipeline(io.ComfyNode):
     def execute(cls, **inputs: Any) -> io.NodeOutput:
         """The pipeline."""
         progress = PaintProgress(cls.hidden.unique_id)
-        pipeline = load_paint(paint_request(inputs), progress, memory_manager.make_room, memory_manager.managed)
+        pipeline = load_paint(paint_request(inputs), progress, memory_manager.make_room, memory_manager.offloader_on)
         progress.finish("\n".join((f"{pipeline.family} {pipeline.variant}, {pipeline.facts}", *map(str, pipeline.decisions))))
         return io.NodeOutput(pipeline)
 
