@@ -17,7 +17,7 @@ from ..pipelines.base import Pipeline
 from ..pipelines.loading import lora as loras
 from .core_shell import TRANSFORMER, CoreShell
 from .families import FAMILIES
-from .memory_manager import PartPatcher, manager_of
+from .memory_manager import PartPatcher, comfy_offloader
 from .patches import patched
 
 WITHOUT_NETWORK = {"disable_unet_model_creation": True}
@@ -29,10 +29,10 @@ def model_of(pipeline: Pipeline) -> PartPatcher | None:
     None where ComfyUI does not manage them, for a family without a row, and for several transformers: core drives one.
     Made before the transformer is first held: the patcher is the one that our own stages use from then on.
     """
-    manager = manager_of(pipeline)
+    offloader = comfy_offloader(pipeline)
     row = FAMILIES.get(pipeline.family)
     several = len(pipeline.spec.transformers) > 1
-    if manager is None or several or row is None or row.shell is None or row.table is None:
+    if offloader is None or several or row is None or row.shell is None or row.table is None:
         return None
     config = row.table(dict(WITHOUT_NETWORK))
     shift = float(pipeline.tools["scheduler"].get("shift") or 1.0)
@@ -40,7 +40,7 @@ def model_of(pipeline: Pipeline) -> PartPatcher | None:
         config.sampling_settings["shift"] = shift
     made = row.shell(config)
     made.furnish(pipeline)
-    return manager.patcher_of(TRANSFORMER, made)
+    return offloader.patcher_of(TRANSFORMER, made)
 
 
 class Factors(comfy.weight_adapter.LoRAAdapter):
@@ -61,10 +61,10 @@ def adapted_model_of(pipeline: Pipeline) -> PartPatcher | None:
 
     None where ComfyUI does not manage them. No file is read before the weights are made.
     """
-    manager = manager_of(pipeline)
-    if manager is None:
+    offloader = comfy_offloader(pipeline)
+    if offloader is None:
         return None
-    known = manager.patchers.get(TRANSFORMER)
+    known = offloader.patchers.get(TRANSFORMER)
     model = known if known is not None and isinstance(known.model, CoreShell) else model_of(pipeline)
     for lora in loras.on(pipeline) if model is not None else ():
         read = functools.cache(functools.partial(loras.factors_of, lora))

@@ -11,7 +11,7 @@ from ..pipelines.base import ImageCondition, Pipeline
 from .core_models import adapted_model_of, model_of
 from .core_shell import PICTURE
 from .core_vae import vae_of
-from .memory_manager import manager_of
+from .memory_manager import comfy_offloader
 
 
 def beside(pipeline: Pipeline) -> tuple[Any, Any]:
@@ -25,7 +25,7 @@ def adapted(pipeline: Pipeline) -> Any:
 
 
 def _stopped(pipeline: Pipeline) -> Any:
-    if manager_of(pipeline) is None:
+    if comfy_offloader(pipeline) is None:
         found = f"MODEL and VAE need offload auto or comfyui; found {pipeline.offloader}. Choose auto on the load node."
     else:
         found = f"ComfyUI's samplers cannot drive {pipeline.spec.title}: it has no MODEL. Use AnyGPU Sample."

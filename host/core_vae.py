@@ -14,7 +14,7 @@ from ..pipelines import stages
 from ..pipelines.base import Pipeline
 from ..pipelines.latents import convert as latent_format
 from ..pipelines.vae.video import encoded
-from .memory_manager import PartPatcher, manager_of
+from .memory_manager import PartPatcher, comfy_offloader
 from .progress import NodeProgress
 
 
@@ -40,7 +40,7 @@ class CoreVAE(comfy.sd.VAE):
     @property
     def patcher(self) -> PartPatcher:
         """The pipeline's own patcher of the VAE."""
-        return self.pipeline.offloader.patcher_of("vae")  # type: ignore[attr-defined]
+        return self.pipeline.offloader.patcher_of("vae")
 
     @property
     def device(self) -> torch.device:
@@ -101,4 +101,4 @@ class CoreVAE(comfy.sd.VAE):
 
 def vae_of(pipeline: Pipeline) -> CoreVAE | None:
     """The VAE of a pipeline; None where ComfyUI does not manage its memory."""
-    return None if manager_of(pipeline) is None else CoreVAE(pipeline)
+    return None if comfy_offloader(pipeline) is None else CoreVAE(pipeline)

@@ -12,7 +12,7 @@ from ..pipelines.base import SECTION_ORDERS
 from ..pipelines.latents import musubi, musubi_items
 from ..pipelines.latents import store as latent_store
 from ..pipelines.text import prompt_files
-from .sockets import CATEGORY, Image, Prompt
+from .inputs import CATEGORY, Image, Prompt
 
 FILES = f"{CATEGORY}/files"
 
@@ -60,7 +60,6 @@ class SaveLatent(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPUSaveLatent",
             display_name="AnyGPU Save Latent",
@@ -95,7 +94,6 @@ class LoadLatent(Listed):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPULoadLatent",
             display_name="AnyGPU Load Latent",
@@ -129,7 +127,6 @@ class RecoverLatents(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPURecoverLatents",
             display_name="AnyGPU Recover Latents",
@@ -156,13 +153,13 @@ class RecoverLatents(io.ComfyNode):
     @classmethod
     def fingerprint_inputs(cls, kept: str) -> Any:
         """Changes when another sampling is the newest."""
-        return kept_stamp(kept)
+        return recovery.stamp(kept)
 
     @classmethod
     def execute(cls, kept: str) -> io.NodeOutput:
         """The latents."""
         progress = NodeProgress(cls.hidden.unique_id)
-        latent = recovered(kept, progress.notify)
+        latent = recovery.load(kept, progress.notify)
         progress.finish(latent_store.described(latent))
         return io.NodeOutput(latent)
 
@@ -172,7 +169,6 @@ class SavePrompt(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPUSavePrompt",
             display_name="AnyGPU Save Prompt",
@@ -204,7 +200,6 @@ class LoadPrompt(Listed):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPULoadPrompt",
             display_name="AnyGPU Load Prompt",
@@ -233,7 +228,6 @@ class SaveMusubiCache(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPUSaveMusubiCache",
             display_name="AnyGPU Save Musubi Cache",
@@ -285,6 +279,3 @@ class SaveMusubiCache(io.ComfyNode):
         paths = musubi_items.save_item(folder, item, latent, prompt, caption, dtype, cut, progress.notify)
         progress.finish("\n".join(map(saved.shown, paths)))
         return io.NodeOutput()
-
-
-kept_stamp, recovered = recovery.stamp, recovery.load  # the input of one node is named as the module

@@ -35,14 +35,10 @@ def faults(tree: ast.Module, imports: list[str]) -> list[str]:
     named += [f"imports {name}" for name in imports if "pipelines.families." in name]
     compared = (node for node in ast.walk(tree) if isinstance(node, ast.Compare))
     for node in compared:
-        if isinstance(node.left, ast.Attribute) and node.left.attr == "family" and _is_pipeline(node.left.value):
-            if not PAINT & {text.value for text in texts(node)} and ast.unparse(node.comparators[0]) != "KINDS":
-                named.append(f"line {node.lineno} branches: {ast.unparse(node)}")
+        of_paint = PAINT & {text.value for text in texts(node)} or ast.unparse(node.comparators[0]) == "KINDS"
+        if ast.unparse(node.left).endswith("pipeline.family") and not of_paint:
+            named.append(f"line {node.lineno} branches: {ast.unparse(node)}")
     return named
-
-
-def _is_pipeline(node: ast.expr) -> bool:
-    return ast.unparse(node).split(".")[-1] == "pipeline"
 
 
 def test_no_file_outside_a_family_s_folder_knows_it() -> None:

@@ -11,7 +11,8 @@ from anygpu.pipelines.base import ImageCondition, Latents, Pipeline, Progress, P
 from anygpu.pipelines.memory.fit import recovery
 from anygpu.pipelines.memory.needs import beside_transformer
 from anygpu.pipelines.sampling.core_sampler import Call
-from anygpu.pipelines.sampling.loop import cfg_acts, denoise, noise_for
+from anygpu.pipelines.sampling.guidance import Guidance
+from anygpu.pipelines.sampling.loop import denoise, noise_for
 from anygpu.pipelines.sampling.schedules import Levels, schedule_for
 from anygpu.pipelines.text.t5 import EMBEDS, MASK, batched, t5_embeds, t5_from_core
 from anygpu.pipelines.vae.video import decoded, encoded
@@ -49,6 +50,7 @@ def sample(
     shape = (1, CHANNELS, frames, settings.height // SPATIAL_RATIO, settings.width // SPATIAL_RATIO)
     noise, voice = noise_for(shape, generator, device), noise_for((1, VOICES, frames), generator, device)
     text = placed(batched(prompt, settings.cfg > 1.0), device, dtype)
+    guidance = Guidance(settings, len(schedule))
     with ExitStack() as stack:
         held: dict[str, Any] = {}
 
@@ -65,7 +67,7 @@ def sample(
 
         def predict(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
             nonlocal voice
-            guided = cfg_acts(settings, index, len(schedule))
+            guided = guidance.acts(index)
             rows = text if guided else {name: tensor[-1:] for name, tensor in text.items()}
             transformer = transformer_at(index)
             with transformer.cache_context("cond_uncond"):
@@ -76,9 +78,7 @@ def sample(
                     encoder_attention_mask=rows[MASK],
                     return_dict=False,
                 )[0].float()
-            if guided:
-                uncond, cond = output.chunk(2)
-                output = uncond + settings.cfg * (cond - uncond)
+            output = guidance.guide_batch(output)
             voice = voice + output.mean(dim=(3, 4))[:, :VOICES] / len(schedule)
             return output
 
