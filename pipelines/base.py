@@ -7,18 +7,20 @@ N tokens, D features.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 
+from ..compat.decision import Decision
+from ..compat.memory.offloader import Offloader
 from ..compat.memory.parts import Hosted, Parts
 from ..compat.memory.parts import Silent as Silent
+from ..compat.memory.parts import StageText as StageText
 
 LATENT_VERSION = 1
+ENCODING = StageText("encoding", "prompt")
 
 
 class Progress(Protocol):
@@ -39,30 +41,15 @@ class Progress(Protocol):
         """One line that the user should read: what was assumed, rounded or has no effect."""
 
 
-class Offloader(Protocol):
-    """Who decides where the parts of one pipeline are, and moves them."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where the parts execute."""
-
-    def hold(
-        self, part: str, activation_bytes: int = 0, progress: Progress | None = None
-    ) -> AbstractContextManager[nn.Module]:
-        """The part, able to run on ``device`` inside the ``with`` block."""
-
-    def release(self, part: str) -> None:
-        """Take the part off ``device``; where that is the host, free its memory."""
-
-
 @dataclass(frozen=True, slots=True)
 class Pipeline(Hosted):
     """A pipeline that is ready to run: what it is, its parts, and what was decided for this device.
 
     ``tools`` are the small things beside the modules (tokenizers, scheduler, image processors), read on first use.
-    ``configs`` are the parts' own ``config.json`` contents. ``notes`` are the sentences said while loading.
+    ``configs`` are the parts' own ``config.json`` contents. ``decisions`` are those of loading, in order.
     ``speed`` is what makes it faster, ``step_cache`` what its samplings skip (``pipelines.speed``). ``weights`` are the
     bytes of each part, for forecasts (``pipelines.memory.estimates``). ``probes`` keeps what is learned of the device.
+    ``storage`` is the choice of storage of each part whose weights are kept smaller than they compute.
     """
 
     family: str
@@ -75,11 +62,12 @@ class Pipeline(Hosted):
     configs: Mapping[str, Mapping[str, Any]]
     variant: str
     source: Path
-    notes: tuple[str, ...] = ()
+    decisions: tuple[Decision, ...] = ()
     speed: Any = None
     step_cache: Any = None
     weights: Mapping[str, Any] = field(default_factory=dict)
     probes: Any = None
+    storage: Mapping[str, str] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"<{self.family} {self.variant} {self.source.name!r}: {self.precision}; {self.offloader}>"
@@ -87,7 +75,7 @@ class Pipeline(Hosted):
     @property
     def patcher(self) -> Any:
         """The host's own handle of the transformer, where it manages the memory; else None."""
-        return getattr(self.offloader, "patcher", None)
+        return self.offloader.patcher
 
 
 class Tools(dict[str, Any]):

@@ -9,43 +9,44 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from ...compat.device.execution import HOST
 from ...compat.device.facts import GIBIBYTE, empty_cache, facts_for, free_bytes
 from ...compat.errors import InputError, PackError, UnsupportedError
+from ...compat.memory.estimates import PartBytes
 from ...compat.memory.host_weights import HostWeights
-from ...compat.memory.offloader import Terms, on_device
+from ...compat.memory.offloader import OffloadOptions
 from ...compat.memory.statistics import amount_of
+from ...compat.memory.transfer import on_device
 from ...compat.transforms import compile as compiling
 from ..base import Pipeline, Progress
-from ..sampling.loop import persisting
 from ..vae.fallback import MEMORY, kind_of
-from .estimates import MARGIN, MODE_ORDER, TRANSFORMER, VAE, Size, Weights, forecast
-from .host import note
+from .estimates import MARGIN, MODE_ORDER, TRANSFORMER, VAE, Size, forecast
+from .host import decisions
 
-Stage = TypeVar("Stage", bound=Callable[..., Any])
-Result = TypeVar("Result")
 GIVEN_UP = "_anygpu_given_up"  # on an error that every way on was tried for
-TRIES = 16  # of a stage; each has more room than the one before
 SPARE = 1.05  # of what a forecast says, before a mode is taken
 PARTS = (TRANSFORMER, "text_encoder", VAE)  # what may compute on a device of its own
 
 
-def terms_for(
-    devices: Mapping[str, Any], keep_free_gb: float, state: Path | None, host: HostWeights | None = None
-) -> Terms:
+def offload_options(
+    devices: Mapping[str, Any], keep_free_gb: float, state: Path | None, host_weights: HostWeights
+) -> OffloadOptions:
     """What the user asks of an offloader, checked: each device answers, and what is kept free is a size.
 
     Args:
-        devices: part to device or its name; ``auto`` and None for the pipeline's own. host: how host weights are kept.
+        devices: part to device or its name; ``auto`` and None for the pipeline's own.
+        keep_free_gb: GB of the device that are left to others.
+        state: folder in which costs are kept.
+        host_weights: how the weights of each part are kept in host memory.
 
     Raises:
-        InputError: a part that cannot be placed, or a negative size. UnsupportedError: a device that does not answer.
+        InputError: a part that cannot be placed, or a negative size.
+        UnsupportedError: a device that does not answer.
     """
     unknown = [part for part in devices if part not in PARTS]
     if unknown:
@@ -57,10 +58,12 @@ def terms_for(
     placed = {
         part: facts_for(str(device)).device for part, device in devices.items() if device not in (None, "", "auto")
     }
-    return Terms(placed, int(keep_free_gb * GIBIBYTE), state, host or HostWeights())
+    return OffloadOptions(placed, int(keep_free_gb * GIBIBYTE), state, host_weights)
 
 
-def require_room(weights: Mapping[str, Weights], device: torch.device, free: int | None, terms: Terms) -> None:
+def require_room(
+    weights: Mapping[str, PartBytes], device: torch.device, free: int | None, options: OffloadOptions
+) -> None:
     """Refuse a model of which not even one layer fits.
 
     Raises:
@@ -68,8 +71,8 @@ def require_room(weights: Mapping[str, Weights], device: torch.device, free: int
     """
     if device.type == HOST.type or free is None:
         return
-    room = free - terms.keep_free
-    here = {part: size.layer for part, size in weights.items() if part not in terms.devices}
+    room = free - options.keep_free_bytes
+    here = {part: size.layer for part, size in weights.items() if part not in options.devices}
     part = max(here, key=lambda name: here[name], default="")
     if part and here[part] > room:
         raise UnsupportedError(
@@ -88,13 +91,13 @@ def fitted_for(pipeline: Pipeline, stage: str, size: Size | None, progress: Prog
     Raises:
         UnsupportedError: not even the least mode fits; said before the stage's weights are read.
     """
-    offloader: Any = pipeline.offloader
-    if not getattr(offloader, "automatic", False) or offloader.device.type == HOST.type or not pipeline.weights:
+    offloader = pipeline.offloader
+    if not offloader.automatic or offloader.device.type == HOST.type or not pipeline.weights:
         return
     free = free_bytes(offloader.device)
     if free is None:
         return
-    room = free + _own_bytes(pipeline) - offloader.keep_free
+    room = free + _own_bytes(pipeline) - offloader.options.keep_free_bytes
     needs = {mode: _need(pipeline, stage, size, mode) for mode in MODE_ORDER if _compiles(pipeline, mode)}
     fits = next((mode for mode, need in needs.items() if need * SPARE <= room), "")
     least = min(needs, key=lambda mode: needs[mode])
@@ -128,15 +131,15 @@ def recovery(
     Args:
         told: what is said, with a place for what was done.
     """
+    parts = tuple(part for part in parts if part in pipeline.parts.readers)
     once_more = True
 
     def again(error: BaseException) -> bool:
         nonlocal once_more
-        step_down = getattr(pipeline.offloader, "step_down", None)
-        if step_down is None or kind_of(error) != MEMORY or hasattr(error, GIVEN_UP):
+        if not parts or kind_of(error) != MEMORY or hasattr(error, GIVEN_UP):
             return False
         try:
-            done = step_down(*parts)
+            done = pipeline.offloader.step_down(*parts)
         except RuntimeError:  # no room for that either
             done = ""
         if not done and once_more:
@@ -152,61 +155,13 @@ def recovery(
     return again
 
 
-def roomier(
-    pipeline: Pipeline, progress: Progress, parts: tuple[str, ...], what: str, run: Callable[[], Result]
-) -> Result:
-    """What ``run`` returns, a stage that needs ``parts``; where it finds no room, that of another run with more.
-
-    Args:
-        what: the stage in words, such as ``encoding the prompt``.
-    """
-    found = [part for part in parts if part in pipeline.parts.readers]
-    again = recovery(pipeline, progress, tuple(found), f"{what} ran out of memory: again {{}}")
-    tries = iter(range(TRIES))
-
-    def more(error: BaseException) -> bool:
-        return next(tries, None) is not None and bool(found) and again(error)
-
-    return persisting(run, more, lambda: lambda: None)
-
-
-def with_memory_stats(name: str) -> Callable[[Stage], Stage]:
-    """Make a stage, whose first argument is a loaded pipeline, count its peak, its traffic and its time.
-
-    Progress that has ``cost`` is given the line; all of it is in ``offloader.account``.
-    """
-
-    def wrapped(stage: Stage) -> Stage:
-        @wraps(stage)
-        def run(pipeline: Any, *args: Any, **named: Any) -> Any:
-            memory_stats = getattr(pipeline.offloader, "memory_stats", None)
-            if memory_stats is None:
-                return stage(pipeline, *args, **named)
-            offloader, progress = pipeline.offloader, named.get("progress") or _progress_in(args)
-            with memory_stats.stage(
-                name, f"{pipeline.family} {pipeline.variant}", offloader.mode, offloader.device
-            ) as cost:
-                result = stage(pipeline, *args, **named)
-                cost.mode = offloader.mode
-            told = getattr(progress, "cost", None)  # of those who show it: a node's text, the terminal
-            if told is not None and cost.device != HOST.type:
-                told(str(cost))
-            return result
-
-        return run  # type: ignore[return-value]
-
-    return wrapped
-
-
 def plan_line(pipeline: Pipeline) -> str:
     """The order of operations on this pipeline's parts, in one line."""
     steps = sorted(getattr(pipeline.parts.prepare, "steps", ()), key=lambda step: step.order)
-    active_adapters = getattr(pipeline.offloader, "active_adapters", "")
-    lora = [f"LoRA {active_adapters}"] if active_adapters else []
+    adapters = pipeline.offloader.adapters
+    lora = [f"LoRA {adapters}"] if adapters else []
     line = " -> ".join(["read", *lora, *(step.name for step in steps), repr(pipeline.offloader)])
-    terms = getattr(pipeline.offloader, "terms", Terms())  # of a host's offloader
-    host = getattr(pipeline.offloader, "host", terms.host)
-    return "; ".join((line, *note(host, pipeline.facts, pipeline.offloader)))
+    return "; ".join((line, *map(str, decisions(pipeline.offloader))))
 
 
 @contextmanager
@@ -250,7 +205,3 @@ def _own_bytes(pipeline: Pipeline) -> int:
         for tensor in (*module.parameters(), *module.buffers())
         if tensor.device == device
     )
-
-
-def _progress_in(args: tuple[Any, ...]) -> Any:
-    return next((value for value in args if hasattr(value, "notify") and hasattr(value, "check")), None)

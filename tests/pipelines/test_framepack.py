@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from anygpu.compat.decision import Decision
 from anygpu.compat.errors import InputError, UnsupportedError
+from anygpu.compat.memory.offloader import OwnOffloader
 from anygpu.pipelines import stages, tiny
 from anygpu.pipelines.base import (
     FramePackSettings,
@@ -244,7 +246,7 @@ def test_images_join_in_either_order(run: Any) -> None:
 def test_given_vision_replaces_siglip(run: Any, recorded: Any) -> None:
     made, watched = run(I2V), recorded()
     pipeline = replace(made.pipeline, parts=type(made.pipeline.parts)({"vae": lambda _: made.pipeline.parts["vae"]}))
-    pipeline = replace(pipeline, offloader=SimpleNamespace(device=torch.device("cpu"), hold=_Held(pipeline.parts).hold))
+    pipeline = replace(pipeline, offloader=_Held(pipeline.parts))
     vision = torch.randn(1, 729, 32)
     request = ImageRequest(START, WIDTH, HEIGHT, vision=vision, strength=0.5)
     condition = stages.encode_image(pipeline, request, "stretch", watched)
@@ -255,18 +257,16 @@ def test_given_vision_replaces_siglip(run: Any, recorded: Any) -> None:
 # Sampling as it goes ----------------------------------------------------------------------------------------------
 
 
-class _Held:
+class _Held(OwnOffloader):
     """An offloader that remembers what was held."""
 
     def __init__(self, parts: Any) -> None:
-        self.parts, self.names = parts, []
-        self.device = torch.device("cpu")
+        super().__init__(parts, torch.device("cpu"), "none")
+        self.names: list[str] = []
 
-    def hold(self, part: str, _bytes: int = 0, _progress: Any = None) -> Any:
-        from contextlib import nullcontext
-
+    def hold(self, part: str, *args: Any) -> Any:
         self.names.append(part)
-        return nullcontext(self.parts.read(part))
+        return super().hold(part, *args)
 
     def release(self, part: str) -> None:
         """Nothing: the tests go on with every part."""
@@ -319,10 +319,12 @@ def test_another_seed_prompt_picture_or_model_is_another_sampling(run: Any) -> N
     for changes in variants:
         _sampled(made, 1, keep=keeper, **changes)
     _sampled(run(F1), 1, keep=keeper)
-    others = [{"notes": ("transformer kept int8: 1 of 2 GB",)}, {"step_cache": "half the steps"}]
+    others = [{"storage": {"transformer": "int8"}}, {"step_cache": "half the steps"}]
     keeper.keys += [key_of(made, **changes) for changes in others]
     assert len(set(keeper.keys)) == len(variants) + 1 + len(others)
-    assert key_of(made) == key_of(made, notes=("another offload",)), "how parts are moved is no other video"
+    assert key_of(made) == key_of(made, decisions=(Decision("offload", "another"),)), (
+        "how parts are moved is no other video"
+    )
 
 
 def key_of(made: SimpleNamespace, **changes: Any) -> str:

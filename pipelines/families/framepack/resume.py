@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ....compat.precision import Precision
 from ...base import FramePackSettings, ImageCondition, Pipeline, Prompt, SampleSettings
 
 STORED = (".safetensors", ".gguf", ".bin", ".json")
@@ -25,9 +26,10 @@ def resume_key(
     How parts are moved and which attention kernel runs are left out: who ran out of memory changes just these.
     """
     digest = hashlib.sha256()
-    adapted = str(getattr(pipeline.offloader, "active_adapters", ""))
-    stored = [note for note in pipeline.notes if note.startswith("transformer kept")]
-    model = [pipeline.family, pipeline.variant, str(pipeline.precision), stored, adapted, str(pipeline.step_cache)]
+    adapted = str(pipeline.offloader.adapters or "")
+    kinds = {field.name: getattr(pipeline.precision, field.name) for field in fields(Precision) if field.name != "why"}
+    stored = pipeline.storage.get("transformer", "")
+    model = [pipeline.family, pipeline.variant, kinds, stored, adapted, pipeline.step_cache]
     for item in _plain([*model, _files(pipeline.source)]):
         digest.update(item)
     for item in _plain([prompt.embeds, prompt.negative, prompt.sections, image, settings, framepack]):

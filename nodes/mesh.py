@@ -15,7 +15,7 @@ from ..paint.geometry.cameras import DEFAULT_VIEWS, ORTHO_SCALE, camera_table
 from ..paint.geometry.cleaning import FLOATERS, CleanSettings, cleaned
 from ..paint.geometry.mesh import Surface
 from ..paint.geometry.turntable import turntable
-from .sockets import Cameras, Paint
+from .inputs import Cameras, Paint
 
 CATEGORY = "3d/AnyGPU"
 LIST, GREEDY = "list", "greedy"
@@ -27,7 +27,6 @@ class LoadMesh(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPULoadMesh",
             display_name="AnyGPU Load Mesh",
@@ -73,7 +72,6 @@ class CleanMesh(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPUCleanMesh",
             display_name="AnyGPU Clean Mesh",
@@ -101,9 +99,9 @@ class CleanMesh(io.ComfyNode):
         """The cleaned mesh; colours and textures of the old one do not fit it any more."""
         progress = PaintProgress(cls.hidden.unique_id)
         with Checked(progress.check):
-            found, notes = cleaned(meshes.from_core(mesh), CleanSettings(floaters, degenerate, broken))
-        progress.finish("\n".join((f"{len(found.faces)} faces, {len(found.vertices)} vertices", *notes)))
-        return io.NodeOutput(meshes.to_core(found))
+            clean, notes = cleaned(meshes.from_core(mesh), CleanSettings(floaters, degenerate, broken))
+        progress.finish("\n".join((f"{len(clean.faces)} faces, {len(clean.vertices)} vertices", *notes)))
+        return io.NodeOutput(meshes.to_core(clean))
 
 
 class PaintCameras(io.ComfyNode):
@@ -111,7 +109,6 @@ class PaintCameras(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPUPaintCameras",
             display_name="AnyGPU Paint Cameras",
@@ -170,7 +167,6 @@ class RenderViews(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPURenderViews",
             display_name="AnyGPU Render Views",
@@ -219,7 +215,6 @@ class BakeTexture(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPUBakeTexture",
             display_name="AnyGPU Bake Texture",
@@ -287,7 +282,6 @@ class RenderTurntable(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPURenderTurntable",
             display_name="AnyGPU Render Turntable",

@@ -12,7 +12,7 @@ from ..host.progress import NodeProgress
 from ..pipelines import stages
 from ..pipelines.decisions import in_short
 from ..pipelines.latents import convert as latent_format
-from .sockets import CATEGORY, Pipeline
+from .inputs import CATEGORY, Pipeline
 
 
 class Decode(io.ComfyNode):
@@ -20,7 +20,6 @@ class Decode(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPUDecode",
             display_name="AnyGPU Decode",

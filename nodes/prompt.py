@@ -11,7 +11,7 @@ from ..pipelines import stages
 from ..pipelines.base import ImageRequest, PromptRequest
 from ..pipelines.family import FITS
 from ..pipelines.latents import convert as latent_format
-from .sockets import CATEGORY, DEFAULT, SEED_LIMIT, Image, Pipeline, Prompt, size_inputs
+from .inputs import CATEGORY, DEFAULT, SEED_LIMIT, Image, Pipeline, Prompt, size_inputs
 
 
 class EncodePrompt(io.ComfyNode):
@@ -19,7 +19,6 @@ class EncodePrompt(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPUEncodePrompt",
             display_name="AnyGPU Encode Prompt",
@@ -83,7 +82,6 @@ class ImageConditioning(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPUImageConditioning",
             display_name="AnyGPU Image Conditioning",
@@ -113,7 +111,6 @@ class EncodeImage(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPUEncodeImage",
             display_name="AnyGPU Encode Image",
@@ -172,7 +169,6 @@ class EncodeVideo(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPUEncodeVideo",
             display_name="AnyGPU Encode Video",
