@@ -98,12 +98,12 @@ def check(arguments: argparse.Namespace) -> int:
     from .compat.device.check import exit_code
     from .pipelines.report import hardware_check
 
-    found = []
+    results = []
     for one in hardware_check(arguments.device, Path(arguments.state).expanduser()):
-        found.append(one)
+        results.append(one)
         print(one, flush=True)
-    failed = exit_code(found)
-    print(f"{len(found)} checks, {'something' if failed else 'nothing'} fails that would be used")
+    failed = exit_code(results)
+    print(f"{len(results)} checks, {'something' if failed else 'nothing'} fails that would be used")
     return failed
 
 

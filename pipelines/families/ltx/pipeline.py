@@ -21,7 +21,7 @@ import torch
 
 from ....compat.device.execution import HOST, checked_leaves, execution_device, generator_for, placed, state_of
 from ....compat.device.vae_policy import Form
-from ....compat.memory.offloader import own_tensors
+from ....compat.memory.hooks import own_tensors
 from ....compat.memory.transfer import Transfer
 from ...base import ImageCondition, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings, StageText
 from ...family import Defaults, Family
