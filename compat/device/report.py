@@ -10,7 +10,7 @@ import torch
 from ..errors import PackError
 from ..precision import NAMES, Precision, precision_for
 from ..transforms.attention import attention_for, avoided_by
-from ..transforms.conv3d_choice import Layer, choose_by
+from ..transforms.conv3d_choice import Conv3dLayer, choose_by
 from ..transforms.conv3d_forms import Geometry
 from .facts import GIBIBYTE, DeviceFacts
 from .probe_store import OK, UNKNOWN, ProbeResult
@@ -186,7 +186,7 @@ def conv3d_lines(
     """Which form each kind of Conv3d takes in ``dtype``, and why."""
     chooser, lines = choose_by(abilities(facts, probes, policy)), []
     for subject, (kernel, stride) in LAYERS.items():
-        choice = chooser(Layer(subject, 64, 64, kernel, Geometry(stride), dtype))
+        choice = chooser(Conv3dLayer(subject, 64, 64, kernel, Geometry(stride), dtype))
         said = ("native", "works here") if choice is None else (choice.form.value, choice.why)
         lines.append(Line(f"{subject}, {NAMES[dtype]}", *said))
     return lines

@@ -59,7 +59,8 @@ class Attention:
     """The attention of one pipeline's modules: call it on queries, keys and values.
 
     Args:
-        choice: one of :data:`CHOICES`. budget_bytes: most that one call may take beside operands and result.
+        choice: one of :data:`CHOICES`.
+        budget_bytes: most that one call may take beside operands and result.
         why: what runs and why, for people.
         avoided: dtypes in which torch's fused kernel of this device was seen to be wrong, with the reason.
         fused: (dtype, head width) for which torch has a fused kernel here; asked beforehand, for graphs that are
@@ -91,7 +92,8 @@ class Attention:
         kernel reads masks.
 
         Args:
-            query: (B, H, N, D). key, value: (B, H, M, D). One device, one dtype.
+            query: (B, H, N, D).
+            key, value: (B, H, M, D). One device, one dtype.
             mask: broadcast to (B, H, N, M); bool, True where a key counts, or floating, added to the scores.
             causal: query n sees the keys up to n.
 
@@ -137,7 +139,8 @@ def attention_for(
     """The attention for a choice on the device of ``facts``, tried out there once.
 
     Args:
-        choice: one of :data:`CHOICES`. dtype, head_width: of the queries that the transformer will pass.
+        choice: one of :data:`CHOICES`.
+        dtype, head_width: of the queries that the transformer will pass.
         avoided: dtypes in which a probe found torch's fused kernel wrong, with the reason.
 
     Raises:
@@ -213,13 +216,13 @@ def avoided_by(probes: Mapping[str, ProbeResult] | None, dtypes: Iterable[torch.
 
     An answer about masks counts for nothing: none is passed here.
     """
-    found = {}
+    reasons = {}
     for dtype in dict.fromkeys(dtypes if probes else ()):
         name = f"attention.{PROBED.get(dtype)}"
         answer = probes[name] if probes and name in probes else None
         if answer is not None and answer.status in (WRONG, UNUSABLE) and "mask" not in answer.detail:
-            found[dtype] = f"torch's attention is {answer.status} in {PROBED[dtype]} here ({answer.detail})"
-    return found
+            reasons[dtype] = f"torch's attention is {answer.status} in {PROBED[dtype]} here ({answer.detail})"
+    return reasons
 
 
 def budget_for(facts: DeviceFacts) -> int:
