@@ -26,6 +26,7 @@ from .compat import precision
 from .compat.device.vae_policy import METHODS
 from .compat.errors import InputError, PackError
 from .compat.memory import offloader
+from .compat.memory.parts import StageText
 from .compat.transforms import attention, fused, fused_vae, step_cache
 from .compat.transforms import compile as compiling
 from .pipelines.family import FITS, SCHEDULERS
@@ -41,7 +42,7 @@ class Printed:
 
     def step(self, done: int, total: int, stage: str, preview: Callable[[], Any] | None = None) -> None:
         """Redraw the line; a finished stage stays."""
-        text = f"{stage} {done}/{total}" if not any(c.isdigit() for c in stage) else stage
+        text = stage if StageText(stage).counted else f"{stage} {done}/{total}"
         print(f"\r{text.ljust(self._length)}", end="", file=sys.stderr, flush=True)
         self._length = len(text)
         if done >= total:
@@ -74,10 +75,12 @@ def report(arguments: argparse.Namespace) -> int:
 
 def _kernels(arguments: argparse.Namespace) -> int:
     """Print what each fused operation gives on the device; 1 where one is wrong."""
+    import torch
+
     from .compat.device.facts import facts_for
 
     facts = facts_for(arguments.device)
-    print(f"{facts}: {fused.why_here(facts.device)}")
+    print(f"{facts}: {fused.form_for(fused.AUTO, facts.device, torch.bfloat16)[1]}")
     for family in fused.PUBLISHED:
         sites = fused.published_sites(family)
         kinds = ", ".join(f"{count} {kind}" for kind, count in sites.items())
@@ -95,12 +98,12 @@ def check(arguments: argparse.Namespace) -> int:
     from .compat.device.check import exit_code
     from .pipelines.report import hardware_check
 
-    found = []
+    results = []
     for one in hardware_check(arguments.device, Path(arguments.state).expanduser()):
-        found.append(one)
+        results.append(one)
         print(one, flush=True)
-    failed = exit_code(found)
-    print(f"{len(found)} checks, {'something' if failed else 'nothing'} fails that would be used")
+    failed = exit_code(results)
+    print(f"{len(results)} checks, {'something' if failed else 'nothing'} fails that would be used")
     return failed
 
 
@@ -123,27 +126,25 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float]:
 
     from .pipelines import stages
     from .pipelines.base import FramePackSettings, PromptRequest, SampleSettings
-    from .pipelines.loading.folder import LoadRequest, load
+    from .pipelines.loading.folder import load
+    from .pipelines.requests import load_request
     from .pipelines.speed import with_step_cache
 
-    request = LoadRequest(
-        Path(arguments.model),
-        _path(arguments.base),
-        _path(arguments.image_encoder),
-        arguments.variant,
-        arguments.precision,
-        arguments.offload,
-        arguments.device,
-        tuple(map(Path, arguments.search)),
-        attention=arguments.attention,
+    request = load_request(
+        vars(arguments),
+        _path(arguments.profile),
+        model=Path(arguments.model),
+        base=_path(arguments.base),
+        image_encoder=_path(arguments.image_encoder),
+        device=arguments.device,
+        search=tuple(map(Path, arguments.search)),
         state=Path(arguments.state).expanduser(),
-        speed=_speed(arguments),
     )
     with torch.no_grad(), request.speed.traced():
         pipeline = _adapted(load(request, progress), arguments, progress)
         pipeline = with_step_cache(pipeline, arguments.step_cache, step_cache.StepCacheSettings())
-        for note in pipeline.notes:
-            progress.notify(note)
+        for decision in pipeline.decisions:
+            progress.notify(str(decision))
         image, pictures = _images(pipeline, arguments, progress)
         prompt = stages.encode_prompt(
             pipeline,
@@ -186,19 +187,6 @@ def _adapted(pipeline: Any, arguments: argparse.Namespace, progress: Any) -> Any
     for text in arguments.lora:
         pipeline = with_lora(pipeline, *named(text), "separate", progress)
     return pipeline
-
-
-def _speed(arguments: argparse.Namespace) -> Any:
-    """What ``--kernels``, ``--compile`` and ``--profile`` ask for."""
-    from .pipelines.profiling import Profile
-    from .pipelines.speed import SpeedRequest
-
-    asked = None
-    if arguments.compile:
-        asked = compiling.CompileSettings(arguments.compile_mode, arguments.compile_dynamic, vae=arguments.compile_vae)
-    profile = _path(arguments.profile)
-    traces = None if profile is None else Profile(profile)
-    return SpeedRequest(arguments.kernels, asked, traces, arguments.fp16_accumulation)
 
 
 def demo(arguments: argparse.Namespace) -> int:

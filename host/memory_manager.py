@@ -24,6 +24,7 @@ from ..compat.checkpoints.packed import outlined
 from ..compat.device.execution import HOST
 from ..compat.memory.host_weights import DISK
 from ..compat.memory.offloader import Terms, amount
+from ..compat.memory.parts import StageText
 from ..compat.memory.statistics import MemoryStats
 from ..pipelines.vae.fallback import MEMORY, kind_of
 from . import patches
@@ -262,9 +263,14 @@ class Managed:
         self._short: dict[str, int] = {}  # by part, bytes that it turned out to need beside its estimate
         self._refused: dict[str, int] = {}  # those that were not to be had as it moved: until a stage with it is done
 
-    def __repr__(self) -> str:
+    @property
+    def placed(self) -> str:
+        """Mode and devices in words."""
         apart = "".join(f", {part} on {place}" for part, place in self.terms.devices.items() if place != self.device)
-        return f"offload {self.mode} on {self.device}{apart}"
+        return f"{self.mode} on {self.device}{apart}"
+
+    def __repr__(self) -> str:
+        return f"offload {self.placed}"
 
     @property
     def device(self) -> torch.device:
@@ -443,6 +449,6 @@ def _watcher(part: str, total: int, progress: Any) -> Callable[[int], None] | No
     def moved(size: int) -> None:
         nonlocal done
         done = min(done + size, total)
-        progress.step(done, total, f"moving {part} {amount(done, total)}")
+        progress.step(done, total, StageText("moving", f"{part} {amount(done, total)}", True))
 
     return moved

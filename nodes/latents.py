@@ -11,7 +11,7 @@ from ..host.progress import NodeProgress
 from ..pipelines.latents import musubi, musubi_items
 from ..pipelines.latents import store as latent_store
 from ..pipelines.text import prompt_files
-from .sockets import CATEGORY, Image, Prompt
+from .inputs import CATEGORY, Image, Prompt
 
 FILES = f"{CATEGORY}/files"
 
@@ -59,7 +59,6 @@ class SaveLatent(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPUSaveLatent",
             display_name="AnyGPU Save Latent",
@@ -94,7 +93,6 @@ class LoadLatent(Listed):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPULoadLatent",
             display_name="AnyGPU Load Latent",
@@ -128,7 +126,6 @@ class RecoverLatents(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPURecoverLatents",
             display_name="AnyGPU Recover Latents",
@@ -155,13 +152,13 @@ class RecoverLatents(io.ComfyNode):
     @classmethod
     def fingerprint_inputs(cls, kept: str) -> Any:
         """Changes when another sampling is the newest."""
-        return kept_stamp(kept)
+        return recovery.stamp(kept)
 
     @classmethod
     def execute(cls, kept: str) -> io.NodeOutput:
         """The latents."""
         progress = NodeProgress(cls.hidden.unique_id)
-        latent = recovered(kept, progress.notify)
+        latent = recovery.load(kept, progress.notify)
         progress.finish(latent_store.described(latent))
         return io.NodeOutput(latent)
 
@@ -171,7 +168,6 @@ class SavePrompt(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPUSavePrompt",
             display_name="AnyGPU Save Prompt",
@@ -203,7 +199,6 @@ class LoadPrompt(Listed):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPULoadPrompt",
             display_name="AnyGPU Load Prompt",
@@ -232,7 +227,6 @@ class SaveMusubiCache(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPUSaveMusubiCache",
             display_name="AnyGPU Save Musubi Cache",
@@ -284,6 +278,3 @@ class SaveMusubiCache(io.ComfyNode):
         paths = musubi_items.save_item(folder, item, latent, prompt, caption, dtype, cut, progress.notify)
         progress.finish("\n".join(map(saved.shown, paths)))
         return io.NodeOutput()
-
-
-kept_stamp, recovered = recovery.stamp, recovery.load  # the input of one node is named as the module

@@ -11,16 +11,17 @@ from ..compat.transforms.compile import MOST_CACHED
 from ..host import folders, memory_manager, meshes, painting, preview
 from ..host.api import GraphBuilder, io
 from ..host.painting import PaintProgress
+from ..host.requests import paint_request
 from ..paint import texturing
-from ..paint.loading import VARIANTS, PaintRequest, load_paint
-from ..paint.networks.compile import CACHE_LIMIT, settings_for
+from ..paint.loading import VARIANTS, load_paint
+from ..paint.networks.compile import CACHE_LIMIT
 from ..paint.networks.weights import CHOICES as WEIGHTS
 from ..paint.pictures import cut_out
 from ..paint.sampling.delight import DelightSettings, delight_images
 from ..paint.sampling.painting import PaintInputs, PaintSettings, latents_of, paint_views, to_latent
 from ..paint.sampling.solvers import SCHEDULERS, SPACINGS
-from .meshes import CATEGORY
-from .sockets import DEFAULT, SEED_LIMIT, Cameras, Paint
+from .inputs import DEFAULT, SEED_LIMIT, Cameras, Paint
+from .mesh import CATEGORY
 
 LICENCE = (
     "The weights are Tencent's, under its Hunyuan 3D community licence: not for use in the EU, the UK and South Korea, "
@@ -54,8 +55,7 @@ class LoadPaintPipeline(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
-        providers = painting.provider_choices()
+        providers = folders.paint_provider_choices()
         return io.Schema(
             node_id="AnyGPULoadPaintPipeline",
             display_name="AnyGPU Load Paint Pipeline",
@@ -65,7 +65,7 @@ class LoadPaintPipeline(io.ComfyNode):
             search_aliases=["hunyuan3d", "texture model", "paint pbr", "delight", "hy3dgen"],
             inputs=[
                 io.Combo.Input(
-                    "model", options=painting.paint_choices(),
+                    "model", options=folders.paint_choices(),
                     tooltip="A published folder (it holds unet and vae) or the UNet's file, in models/diffusers.",
                 ),
                 io.Combo.Input(
@@ -125,23 +125,14 @@ class LoadPaintPipeline(io.ComfyNode):
     @classmethod
     def fingerprint_inputs(cls, model: str, **_: Any) -> Any:
         """Changes when the model's files change."""
-        return painting.model_stamp(model)
+        return folders.stamp(folders.paint_models().get(model))
 
     @classmethod
-    def execute(
-        cls, model: str, precision: str, offload: str, variant: str = "auto", weights: str = "auto", vae: str = "auto",
-        image_encoder: str = "auto", attention: str = "auto", compile: bool = False, dynamo_cache_size_limit: int = CACHE_LIMIT,
-    ) -> io.NodeOutput:
+    def execute(cls, **inputs: Any) -> io.NodeOutput:
         """The pipeline."""
         progress = PaintProgress(cls.hidden.unique_id)
-        request = PaintRequest(
-            painting.paint_path(model), "auto", variant, weights, painting.provider_path(vae),
-            painting.provider_path(image_encoder), precision, offload, attention, memory_manager.compute_device(),
-            state=folders.state_folder(),
-            compiled=settings_for(dynamo_cache_size_limit) if compile else None,
-        )
-        pipeline = load_paint(request, progress, memory_manager.make_room, memory_manager.managed)
-        progress.finish("\n".join((f"{pipeline.family} {pipeline.variant}, {pipeline.facts}", *pipeline.notes)))
+        pipeline = load_paint(paint_request(inputs), progress, memory_manager.make_room, memory_manager.managed)
+        progress.finish("\n".join((f"{pipeline.family} {pipeline.variant}, {pipeline.facts}", *map(str, pipeline.decisions))))
         return io.NodeOutput(pipeline)
 
 
@@ -150,7 +141,6 @@ class DelightImage(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPUDelightImage",
             display_name="AnyGPU Delight Image",
@@ -200,9 +190,9 @@ class DelightImage(io.ComfyNode):
         progress = PaintProgress(cls.hidden.unique_id)
         solver = "euler_ancestral" if scheduler == "auto" else scheduler
         settings = DelightSettings(size, steps, image_guidance, seed, solver, correct=correct)
-        found = delight_images(pipeline, cut_out(image, mask), settings, recenter, progress)
-        progress.finish(f"{len(found)} of {size}x{size}")
-        return io.NodeOutput(found)
+        pictures = delight_images(pipeline, cut_out(image, mask), settings, recenter, progress)
+        progress.finish(f"{len(pictures)} of {size}x{size}")
+        return io.NodeOutput(pictures)
 
 
 class PaintViews(io.ComfyNode):
@@ -210,7 +200,6 @@ class PaintViews(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPUPaintViews",
             display_name="AnyGPU Paint Views",
@@ -294,7 +283,6 @@ class TextureMesh(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPUTextureMesh",
             display_name="AnyGPU Texture Mesh",

@@ -1,20 +1,38 @@
-"""Traces for torch's profiler: a range per stage, block and operation, only where a profile was asked for."""
+"""What a stage cost, for each run; and traces for torch's profiler: a range per stage, block and operation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial, wraps
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 
 from ..compat.device.execution import COMPILED
+from ..compat.memory.statistics import stage_cost
 from ..compat.transforms.order import Order, Step
+from .base import Latents, Pipeline, Progress, SampleSettings
+from .memory.shortage import shortage_explained
+from .registry import family_named
 
-Stage = TypeVar("Stage", bound=Callable[..., Any])
 RANGE = "anygpu"  # begins the name of every range of ours
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What a stage is called in a profile, in the memory statistics, and in a sentence."""
+
+    range: str
+    cost: str
+    title: str
+
+    @property
+    def again(self) -> str:
+        """What is said before it is run again, with a place for what was done."""
+        return f"{self.title} ran out of memory: again {{}}"
 
 
 class Profile:
@@ -72,21 +90,26 @@ class Profile:
         self.written.append(target)
 
 
-def profiled(name: str) -> Callable[[Stage], Stage]:
-    """Make a stage, given a loaded pipeline first, a range in its profile; nothing where it has none."""
+@contextmanager
+def running(
+    stage: Stage, pipeline: Pipeline, progress: Progress, size: Latents | SampleSettings | None = None, hint: str = ""
+) -> Iterator[None]:
+    """Around a stage: its range in a profile, its peak, traffic and time, and what to lower where memory runs out.
 
-    def wrapped(stage: Stage) -> Stage:
-        @wraps(stage)
-        def run(pipeline: Any, *args: Any, **named: Any) -> Any:
-            profile = getattr(pipeline.speed, "profile", None)
-            if profile is None:
-                return stage(pipeline, *args, **named)
-            with profile.stage(name):
-                return stage(pipeline, *args, **named)
+    Progress that has ``cost`` is given the line of what the stage cost; all of it is in the offloader's statistics.
 
-        return run  # type: ignore[return-value]
-
-    return wrapped
+    Args:
+        size: has the width, height and frames that ran out; None for a stage that they do not matter to.
+        hint: a way out that only this stage has.
+    """
+    family = family_named(pipeline.family).FAMILY
+    profile = getattr(pipeline.speed, "profile", None)
+    with (
+        nullcontext() if profile is None else profile.stage(stage.range),
+        stage_cost(pipeline, stage.cost, progress),
+        shortage_explained(pipeline, family, stage.title, size, hint),
+    ):
+        yield
 
 
 def ranged(part: str, module: nn.Module) -> Callable[[], None] | None:

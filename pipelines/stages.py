@@ -26,20 +26,23 @@ from .families.framepack.sections import Keeper, Remembered
 from .family import Family
 from .grid import check_steps, snap
 from .memory.estimates import Size
-from .memory.fit import fitted_for, roomier, with_memory_stats
-from .memory.shortage import shortage_explained
+from .memory.fit import fitted_for, recovery
 from .pictures import checked_frames, fitted, fitted_size
-from .profiling import profiled
+from .profiling import Stage, running
 from .registry import family_named
-from .sampling.loop import require_finite
-from .sampling.safe_fp16 import with_fallback
-from .speed import sped_up
+from .sampling.loop import NotFinite, fall_back_to_fp32, require_finite, retries
+from .speed import sampling_speed
 from .text.prompt_files import require_text_encoder
 from .text.t5 import described
 
 MOST_TOKENS = 1024
-ENCODING, PICTURING = "encoding the prompt", "encoding the image"
 TEXT_HINT = "choose text_device cpu on the load node, which takes none of this memory"
+
+TEXT = Stage("encode prompt", "text", "encoding the prompt")
+IMAGE = Stage("encode image", "image", "encoding the image")
+VIDEO = Stage("encode video", "video", "encoding the video")
+SAMPLING = Stage("sample", "sampling", "sampling")
+DECODING = Stage("decode", "decoding", "decoding")
 NEUTRAL: dict[str, Any] = {  # settings that mean "nothing asked"
     "guidance": (0.0,),
     "cfg": (0.0, 1.0),
@@ -60,8 +63,6 @@ NEUTRAL: dict[str, Any] = {  # settings that mean "nothing asked"
 }
 
 
-@profiled("encode prompt")
-@with_memory_stats("text")
 def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> Prompt:
     """The prompt and its negative as embeddings; afterwards no text encoder is on the device.
 
@@ -88,21 +89,17 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
         progress.notify("template_crop has no effect without a template")
     image = None if request.image is None else checked_frames(request.image, "the prompt's image")
     report_unused(family.FAMILY, request, ("template", "sections", "image"), progress)
-    fitted_for(pipeline, "text", None, progress)
-    try:
-        completed = replace(request, max_tokens=limit, image=image)
-        with shortage_explained(pipeline, family.FAMILY, ENCODING, None, TEXT_HINT):
-            found = roomier(
-                pipeline,
-                progress,
-                family.FAMILY.text_parts,
-                ENCODING,
-                lambda: family.encode_prompt(pipeline, completed, progress),
-            )
-        texts = {"text": request.text, "negative_text": request.negative}
-        return replace(found, has_negative=bool(request.negative.strip()), extra=texts)
-    finally:
-        release_text(pipeline, family.FAMILY)
+    completed = replace(request, max_tokens=limit, image=image)
+    texts = {"text": request.text, "negative_text": request.negative}
+    with running(TEXT, pipeline, progress, hint=TEXT_HINT):
+        fitted_for(pipeline, "text", None, progress)
+        try:
+            for attempt in retries(recovery(pipeline, progress, family.FAMILY.text_parts, TEXT.again)):
+                with attempt:
+                    prompt: Prompt = family.encode_prompt(pipeline, completed, progress)
+        finally:
+            release_text(pipeline, family.FAMILY)
+    return replace(prompt, has_negative=bool(request.negative.strip()), extra=texts)
 
 
 def prompt_from_core(pipeline: Pipeline, positive: Any, negative: Any = None) -> Prompt:
@@ -131,8 +128,6 @@ def prompt_from_core(pipeline: Pipeline, positive: Any, negative: Any = None) ->
     )
 
 
-@profiled("encode image")
-@with_memory_stats("image")
 def encode_image(pipeline: Pipeline, request: ImageRequest, fit: str, progress: Progress) -> ImageCondition:
     """The pictures fitted to a size of the family and encoded; ``width`` and ``height`` say which size.
 
@@ -158,17 +153,13 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, fit: str, progress: 
     if tuple(frames.shape[1:3]) != (height, width):
         progress.notify(f"image {frames.shape[2]}x{frames.shape[1]} -> {width}x{height} ({fit})")
     completed = replace(request, frames=pictures, width=width, height=height)
-    with shortage_explained(pipeline, family.FAMILY, PICTURING, SampleSettings(width, height, len(pictures))):
-        return roomier(
-            pipeline,
-            progress,
-            ("image_encoder", "vae"),
-            PICTURING,
-            lambda: family.encode_image(pipeline, completed, progress),
-        )
+    with running(IMAGE, pipeline, progress, SampleSettings(width, height, len(pictures))):
+        for attempt in retries(recovery(pipeline, progress, ("image_encoder", "vae"), IMAGE.again)):
+            with attempt:
+                condition: ImageCondition = family.encode_image(pipeline, completed, progress)
+    return condition
 
 
-@profiled("encode video")
 def encode_video(
     pipeline: Pipeline, frames: torch.Tensor, width: int, height: int, fit: str, seed: int, progress: Progress
 ) -> Latents:
@@ -190,12 +181,11 @@ def encode_video(
     if count != pictures.shape[0]:
         progress.notify(f"frames {pictures.shape[0]} -> {count} ({family.FAMILY.title} needs {stride}n+1 frames)")
     pictures = fitted(pictures[:count], width, height, fit)
-    samples = family.encode_video(pipeline, pictures, seed, progress)
+    with running(VIDEO, pipeline, progress, SampleSettings(width, height, count)):
+        samples = family.encode_video(pipeline, pictures, seed, progress)
     return Latents(samples, pipeline.family, "video", count, height, width, family.FAMILY.defaults.fps, seed)
 
 
-@profiled("sample")
-@with_memory_stats("sampling")
 def sample(
     pipeline: Pipeline, prompt: Prompt, image: ImageCondition | None, settings: SampleSettings, progress: Progress
 ) -> Latents:
@@ -213,17 +203,13 @@ def sample(
         )
     settings = _completed(of_checkpoint(pipeline), prompt, image, settings, progress)
     _require_image(pipeline, family.FAMILY, image)
-    release_text(pipeline, family.FAMILY)
-    fitted_for(pipeline, "sampling", size_of(settings, prompt), progress)
-    with shortage_explained(pipeline, family.FAMILY, "sampling", settings):
-        found = _sampled(
-            pipeline, settings, progress, lambda: family.sample(pipeline, prompt, image, settings, progress)
-        )
-    return described(found, prompt)
+    size = size_of(settings, prompt)
+    latents = _sample(
+        pipeline, settings, size, progress, lambda: family.sample(pipeline, prompt, image, settings, progress)
+    )
+    return described(latents, prompt)
 
 
-@profiled("sample")
-@with_memory_stats("sampling")
 def sample_framepack(
     pipeline: Pipeline,
     prompt: Prompt,
@@ -243,20 +229,16 @@ def sample_framepack(
         )
     settings = replace(settings, frames=family.frames_for(framepack, settings.fps or family.FAMILY.defaults.fps))
     settings = _completed(family.FAMILY, prompt, image, settings, progress)
-    release_text(pipeline, family.FAMILY)
-    fitted_for(pipeline, "sampling", size_of(settings, prompt, framepack.window), progress)
-    remembered = Remembered(keeper)
-    with shortage_explained(pipeline, family.FAMILY, "sampling", settings):
-        return _sampled(
-            pipeline,
-            settings,
-            progress,
-            lambda: family.sample(pipeline, prompt, image, settings, framepack, progress, remembered),
-        )
+    size, remembered = size_of(settings, prompt, framepack.window), Remembered(keeper)
+    return _sample(
+        pipeline,
+        settings,
+        size,
+        progress,
+        lambda: family.sample(pipeline, prompt, image, settings, framepack, progress, remembered),
+    )
 
 
-@profiled("decode")
-@with_memory_stats("decoding")
 def decode(
     pipeline: Pipeline, latents: Latents, progress: Progress, method: str = "auto", form: Form | None = None
 ) -> torch.Tensor:
@@ -279,11 +261,11 @@ def decode(
             expected=f"(1, {expected}, T, H, W) for {family.FAMILY.title}",
             fix="Decode them with the model that made them.",
         )
-    release_text(pipeline, family.FAMILY)
     chosen = form or Form(method)
     hint = "" if chosen.method in ("auto", "streaming", "cpu") else "set method to auto, which goes on in smaller parts"
-    with shortage_explained(pipeline, family.FAMILY, "decoding", latents, hint):
-        frames = family.decode(pipeline, latents, progress, chosen)[: latents.frames]
+    with running(DECODING, pipeline, progress, latents, hint):
+        release_text(pipeline, family.FAMILY)
+        frames: torch.Tensor = family.decode(pipeline, latents, progress, chosen)[: latents.frames]
     if pipeline.speed is not None:
         pipeline.speed.notify_decoded(progress)
     return frames
@@ -353,15 +335,22 @@ def require_family(found: str, family: Family, subject: str) -> None:
         )
 
 
-def _sampled(pipeline: Pipeline, settings: SampleSettings, progress: Progress, run: Callable[[], Latents]) -> Latents:
-    """What ``run`` samples; begun again with more room, or in fp32, where it could not begin or its values broke."""
-    return roomier(
-        pipeline,
-        progress,
-        ("transformer",),
-        "sampling",
-        lambda: with_fallback(pipeline, progress, lambda: sped_up(pipeline, settings, progress, run)),
-    )
+def _sample(
+    pipeline: Pipeline, settings: SampleSettings, size: Size, progress: Progress, run: Callable[[], Latents]
+) -> Latents:
+    """What ``run`` samples; once more in fp32 where its values broke, with more room where memory ran out."""
+    more_room = recovery(pipeline, progress, told=SAMPLING.again)
+
+    def again(error: BaseException) -> bool:
+        return fall_back_to_fp32(pipeline, progress, error) or more_room(error)
+
+    with running(SAMPLING, pipeline, progress, settings):
+        release_text(pipeline, family_named(pipeline.family).FAMILY)
+        fitted_for(pipeline, "sampling", size, progress)
+        for attempt in retries(again, catches=(RuntimeError, NotFinite)):
+            with attempt, sampling_speed(pipeline, settings, progress):
+                latents = run()
+    return latents
 
 
 def _picture_size(pipeline: Pipeline, frames: torch.Tensor, request: ImageRequest, fit: str) -> tuple[int, int]:
@@ -401,6 +390,7 @@ def _completed(
         steps=check_steps(family, settings.steps if settings.sigmas is None else len(settings.sigmas) - 1),
         guidance=settings.guidance or defaults.guidance,
         cfg=settings.cfg or defaults.cfg,
+        guidance_rescale=settings.guidance_rescale if "guidance_rescale" in family.effective else 0.0,
     )
     _in_share(settings)
     if settings.cfg <= 1.0 and prompt.has_negative:

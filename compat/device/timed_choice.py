@@ -18,7 +18,6 @@ import torch
 
 from .facts import CLOCKED, DeviceFacts
 from .probe_store import ProbeStore
-from .quirks import policy_for
 
 HOPELESS = 4.0  # times the best so far: measured once, not again
 COPIES, SAMPLE_BYTES, REPEATS = "copies of mapped pages", 32 * 1024**2, 5
@@ -74,14 +73,14 @@ def fastest(times: Mapping[str, float], default: str, worth: float) -> str:
 def maps_files(facts: DeviceFacts, store: ProbeStore | None) -> bool:
     """Whether large tensors that need no cast are left in their file as views, for the device of ``facts``.
 
-    By the clock where the device has one and an answer can be kept, else by :data:`MAPPED` and the known bugs.
+    By the clock where the device has one and an answer can be kept, else by :data:`MAPPED`.
     """
     if store is not None and store.folder is not None:
         folder, key = store.folder, f"{COPIES}, system {facts.versions.get('kernel', '')}"  # part of these drivers
         times = kept_times(key, lambda: copy_times(folder, facts.device), facts, store)
         if len(times) > 1:
             return fastest(times, "mapped", WORTH) == "mapped"
-    return facts.backend in MAPPED and policy_for(facts).mapped_reads
+    return facts.backend in MAPPED
 
 
 def copy_times(folder: Path, device: torch.device) -> dict[str, float]:

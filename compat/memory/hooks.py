@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from .host_weights import Views, pin, views_of
-from .parts import Silent
+from .parts import Silent, StageText
 from .staging import sent_together
 from .statistics import MemoryStats, amount
 from .transfer import Transfer, transfer_for
@@ -130,9 +130,8 @@ class Units:
         self._came += host_weight.nbytes
         if now - self._told >= REPORT_SECONDS:
             self._told = now
-            self.progress.step(
-                self._came, self.total_bytes, f"moving {self.part} {amount(self._came, self.total_bytes)}"
-            )
+            text = f"{self.part} {amount(self._came, self.total_bytes)}"
+            self.progress.step(self._came, self.total_bytes, StageText("moving", text, True))
         return there
 
     def home(self) -> None:

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch.nn import functional
 
+from ..decision import AUTO, CHOSEN, Decision
 from ..device.facts import DeviceFacts
 from ..device.probe_store import UNUSABLE, WRONG, ProbeResult, ProbeStore
 from ..device.timed_choice import fastest, kept_times, milliseconds
@@ -51,6 +52,7 @@ REPEATS, WORTH = 10, 0.95  # another kernel is taken where it needs at most this
 DEFAULT = "native"  # torch's own choice
 LONG = 1024  # tokens from which on kernels differ by more than their start
 MATH_COPIES = 3  # scores, softmax, and the scaled or masked scores between them are alive together in torch's math
+UNDECIDED = Decision("attention", AUTO, MEANINGS[AUTO])
 PROBED = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}  # as probes name them
 
 
@@ -61,22 +63,26 @@ class Attention:
     Args:
         choice: one of :data:`CHOICES`.
         budget_bytes: most that one call may take beside operands and result.
-        why: what runs and why, for people.
+        decision: what runs and why, for people.
+        kernel: torch's fused kernel for these operands; empty where it has none.
         avoided: dtypes in which torch's fused kernel of this device was seen to be wrong, with the reason.
         fused: (dtype, head width) for which torch has a fused kernel here; asked beforehand, for graphs that are
             compiled, in which torch cannot be asked.
         fastest: the kernel that was timed fastest here, for long sequences without a mask; empty for torch's choice.
     """
 
-    choice: str = "auto"
+    choice: str = AUTO
     budget_bytes: int = UNKNOWN_BUDGET
-    why: str = MEANINGS["auto"]
+    decision: Decision = UNDECIDED
+    kernel: str = ""
     avoided: Mapping[torch.dtype, str] = field(default_factory=dict)
     fused: frozenset[tuple[torch.dtype, int]] = frozenset()
     fastest: str = ""
 
-    def __str__(self) -> str:
-        return f"attention: {self.why}"
+    @property
+    def label(self) -> str:
+        """What runs, in a word or two."""
+        return self.fastest or (self.choice if self.choice != AUTO else self.kernel or "in chunks")
 
     def __call__(
         self,
@@ -155,25 +161,26 @@ def attention_for(
     asked = {dtype: kernel, WORKED_ON: fused_kernel(wide, wide, wide)}
     fused = frozenset((kind, head_width) for kind, name in asked.items() if name and kind not in avoided)
     name, size = str(dtype).removeprefix("torch."), f"{budget / 1e6:.0f} MB"
+    verdict, why = choice, MEANINGS[choice]
     if choice == "native_math":
-        return Attention(choice, budget, f"chosen: {MEANINGS[choice]} of at most {size}", avoided, fused)
-    if choice == "auto" and kernel:
-        why = f"auto: torch's fused kernel ({kernel}); exact in chunks of {size} where it has none"
-        return Attention(choice, budget, why, avoided, fused)
-    if choice == "auto":
-        cause, how = avoided.get(dtype) or f"this device has no fused kernel for {name}", "exact, in chunks of queries"
-        if (WORKED_ON, head_width) in fused and dtype not in avoided:
-            how = "exact, by torch's fused fp32 kernel, else in chunks"
-        return Attention(choice, budget, f"auto: {how} of at most {size}: {cause}", avoided, fused)
-    if choice == "native" and not kernel:
+        why = f"{why} of at most {size}"
+    elif choice == AUTO and kernel:
+        verdict, why = f"torch's fused kernel ({kernel})", f"exact in chunks of {size} where it has none"
+    elif choice == AUTO:
+        widened_first = (WORKED_ON, head_width) in fused and dtype not in avoided
+        how = "by torch's fused fp32 kernel, else in chunks" if widened_first else "in chunks of queries"
+        verdict = f"exact, {how} of at most {size}"
+        why = avoided.get(dtype) or f"this device has no fused kernel for {name}"
+    elif choice == "native" and not kernel:
         raise UnsupportedError(
             f"attention 'native' in {name} on {facts.name}",
             expected="a fused kernel of this torch for it",
             fix="Choose auto, which computes it exactly in chunks.",
         )
-    if choice != "native":
+    elif choice != "native":
         require_usable(choice, facts, dtype, head_width)
-    return Attention(choice, budget, f"chosen: {MEANINGS[choice]}", avoided, fused)
+    decision = Decision("attention", verdict, why, AUTO if choice == AUTO else CHOSEN)
+    return Attention(choice, budget, decision, kernel=kernel, avoided=avoided, fused=fused)
 
 
 def by_time(
@@ -185,7 +192,7 @@ def by_time(
     (huggingface/transformers#48163). No list of cards stays right, so the device is asked, at the transformer's head
     width. A CPU has one kernel: nothing is timed there.
     """
-    if attention.choice != "auto" or (dtype, head_width) not in attention.fused or facts.backend == "cpu":
+    if attention.choice != AUTO or (dtype, head_width) not in attention.fused or facts.backend == "cpu":
         return attention
     name = f"attention {str(dtype).removeprefix('torch.')} heads of {head_width}"
     times = kept_times(name, lambda: kernel_times(facts, dtype, head_width), facts, store)
@@ -194,8 +201,10 @@ def by_time(
     best = fastest(times, DEFAULT, WORTH)
     said = ", ".join(f"{kernel} {times[kernel]:.2f} ms" for kernel in sorted(times, key=times.__getitem__))
     if best == DEFAULT:
-        return replace(attention, why=f"{attention.why}; timed on this device: {said}")
-    return replace(attention, fastest=best, why=f"auto: {best}, the fastest of {said} on this device, timed once")
+        why = f"{attention.decision.why}; timed on this device: {said}"
+        return replace(attention, decision=replace(attention.decision, why=why))
+    decision = replace(attention.decision, verdict=best, why=f"the fastest of {said} on this device, timed once")
+    return replace(attention, fastest=best, decision=decision)
 
 
 def kernel_times(facts: DeviceFacts, dtype: torch.dtype, head_width: int) -> dict[str, float]:
@@ -214,15 +223,15 @@ def kernel_times(facts: DeviceFacts, dtype: torch.dtype, head_width: int) -> dic
 def avoided_by(probes: Mapping[str, ProbeResult] | None, dtypes: Iterable[torch.dtype]) -> dict[torch.dtype, str]:
     """The dtypes in which a probe found torch's attention wrong or absent on this device, with the reason.
 
-    An answer about masks counts for nothing: none is passed here.
+    What it is with a mask counts for nothing: none is passed here.
     """
-    reasons = {}
+    avoided = {}
     for dtype in dict.fromkeys(dtypes if probes else ()):
         name = f"attention.{PROBED.get(dtype)}"
         answer = probes[name] if probes and name in probes else None
-        if answer is not None and answer.status in (WRONG, UNUSABLE) and "mask" not in answer.detail:
-            reasons[dtype] = f"torch's attention is {answer.status} in {PROBED[dtype]} here ({answer.detail})"
-    return reasons
+        if answer is not None and answer.status in (WRONG, UNUSABLE):
+            avoided[dtype] = f"torch's attention is {answer.status} in {PROBED[dtype]} here ({answer.detail})"
+    return avoided
 
 
 def budget_for(facts: DeviceFacts) -> int:

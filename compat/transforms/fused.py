@@ -20,6 +20,7 @@ from torch import nn
 
 from ...kernels.library import AUTO, REFERENCE, TRITON, reason_against
 from ...kernels.self_tests import SelfTest, self_tests
+from ..decision import CHOSEN, Decision
 from ..device.execution import HOST
 from ..errors import InputError, UnsupportedError
 from .attention_processors import full_name
@@ -87,7 +88,7 @@ class FusedSites:
         done = self.sites.total()
         why = "".join(f"; {count} blocks left: {reason}" for reason, count in self.left.items())
         form = TRITON if self.form == AUTO else self.form  # auto is taken where Triton launches
-        return f"kernels: {done} of {done + self.left_sites} sites fused ({form}){why}"
+        return f"{done} of {done + self.left_sites} sites fused ({form}){why}"
 
     def set(self, module: Any, name: str, value: Any) -> None:
         """Give ``module`` an attribute of its own until :meth:`restore`."""
@@ -105,8 +106,8 @@ class FusedSites:
             self.undo.pop()()
 
 
-def form_for(choice: str, device: torch.device, dtype: torch.dtype, unusable: str = "") -> tuple[str, str]:
-    """The form that operations run in, empty for none, and why.
+def form_for(choice: str, device: torch.device, dtype: torch.dtype, unusable: str = "") -> tuple[str, Decision]:
+    """The form that operations run in, empty for none, and the decision about it.
 
     Args:
         choice: one of :data:`CHOICES`.
@@ -126,13 +127,8 @@ def form_for(choice: str, device: torch.device, dtype: torch.dtype, unusable: st
             fix="Choose auto.",
         )
     if choice == AUTO:
-        return ("", f"kernels off: {against}") if against else (AUTO, "kernels: triton")
-    return ("", "kernels off: chosen") if choice == OFF else (choice, f"kernels: {choice}, chosen")
-
-
-def why_here(device: torch.device) -> str:
-    """What ``auto`` decides on ``device`` for bf16, in a sentence."""
-    return form_for(AUTO, device, torch.bfloat16)[1]
+        return ("" if against else AUTO), Decision("kernels", OFF if against else TRITON, against, AUTO)
+    return ("" if choice == OFF else choice), Decision("kernels", choice, "", CHOSEN)
 
 
 def published_sites(family: str) -> dict[str, int]:

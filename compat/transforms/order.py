@@ -137,7 +137,7 @@ def attention_step(attention: Attention) -> Step:
             return replace_attention_processors(module, attention)
         return replace_vae_attention(module, exact) if part == "vae" else None
 
-    return Step(Order.ATTENTION, str(attention), apply)
+    return Step(Order.ATTENTION, f"attention {attention.label}", apply)
 
 
 def _take_back(undo: list[Undo]) -> None:

@@ -33,7 +33,8 @@ class Mesh:
     """A triangle mesh.
 
     Args:
-        vertices: (N, 3) floating, any unit, glTF axes. faces: (M, 3) integer, counter-clockwise from outside.
+        vertices: (N, 3) floating, any unit, glTF axes.
+        faces: (M, 3) integer, counter-clockwise from outside.
         uvs: (N, 2) floating or None; see the module.
     """
 
@@ -47,10 +48,12 @@ class Surface:
     """A checked mesh in the frame of the views.
 
     Args:
-        vertices: (N, 3) float32, box centre at 0, farthest vertex at 0.575. faces: (M, 3) int64, none without area.
+        vertices: (N, 3) float32, box centre at 0, farthest vertex at 0.575.
+        faces: (M, 3) int64, none without area.
         uvs: (N, 2) float32 in 0..1, or None.
         vertex_normals: (N, 3), unit, the unweighted mean of the faces round a vertex; 0 where there are none.
-        face_normals: (M, 3), unit. centre, scale: frame = (vertex - centre) * scale, float64 on the CPU.
+        face_normals: (M, 3), unit.
+        centre, scale: frame = (vertex - centre) * scale, float64 on the CPU.
         notes: lines for the user.
     """
 
@@ -128,9 +131,9 @@ class Surface:
 
 def named_by(faces: Tensor, count: int) -> Tensor:
     """(N,) bool: which of ``count`` vertices a face of ``faces`` (M, 3) names."""
-    found = torch.zeros(count, dtype=torch.bool, device=faces.device)
-    found[faces.reshape(-1)] = True
-    return found
+    named = torch.zeros(count, dtype=torch.bool, device=faces.device)
+    named[faces.reshape(-1)] = True
+    return named
 
 
 def uv_areas(uvs: Tensor, faces: Tensor) -> Tensor:
@@ -235,21 +238,21 @@ def load_mesh(path: Path, check: Callable[[], None] = lambda: None) -> tuple[Mes
         wait((reading,), POLL_SECONDS)
         check()
     try:
-        pipeline = reading.result()
+        scene = reading.result()
     except Exception as error:  # each format's reader raises its own kinds
         raise CheckpointError(
             f"mesh file {path.name!r} cannot be read ({type(error).__name__}: {error})",
             expected="a whole mesh",
             fix="Export or download it again.",
         ) from error
-    if not len(getattr(pipeline, "faces", ())):
+    if not len(getattr(scene, "faces", ())):
         raise CheckpointError(f"no faces in {path.name!r}", expected="a mesh", fix="A point cloud cannot be painted.")
-    uvs = getattr(pipeline.visual, "uv", None)
-    uvs = None if uvs is None or len(uvs) != len(pipeline.vertices) else torch.tensor(uvs, dtype=torch.float32)
+    uvs = getattr(scene.visual, "uv", None)
+    uvs = None if uvs is None or len(uvs) != len(scene.vertices) else torch.tensor(uvs, dtype=torch.float32)
     if uvs is not None:
         uvs = torch.stack((uvs[:, 0], 1 - uvs[:, 1]), dim=1)  # trimesh counts v upwards, whatever the file does
-    vertices = torch.tensor(pipeline.vertices, dtype=torch.float64)
-    faces = torch.tensor(pipeline.faces, dtype=torch.int64)
+    vertices = torch.tensor(scene.vertices, dtype=torch.float64)
+    faces = torch.tensor(scene.faces, dtype=torch.int64)
     if path.suffix.lower() == ".stl":  # which repeats each corner; others keep vertices apart where their UVs differ
         own = numbered(vertices + 0.0)  # no negative zeros
         vertices, faces = vertices.new_zeros(int(own.max()) + 1, 3).index_copy_(0, own, vertices), own[faces]
@@ -275,7 +278,8 @@ def write_glb(path: Path, mesh: Mesh, texture: Tensor, metallic_roughness: Tenso
     """A GLB with the texture at ``path``, which is returned.
 
     Args:
-        texture: (T, T, 3) in 0..1. metallic_roughness: the same, R metallic, G roughness as the PBR model paints them.
+        texture: (T, T, 3) in 0..1.
+        metallic_roughness: the same, R metallic, G roughness as the PBR model paints them.
 
     Raises:
         MissingPackageError: trimesh is absent. InputError: the mesh has no UVs.
@@ -308,11 +312,11 @@ def numbered(rows: Tensor) -> Tensor:
     Column by column: sorting numbers is many times faster than sorting rows.
     """
     columns = rows.contiguous().view(torch.int64).unbind(1)
-    found = columns[0].unique(return_inverse=True)[1]
+    numbers = columns[0].unique(return_inverse=True)[1]
     for column in columns[1:]:
         other = column.unique(return_inverse=True)[1]
-        found = (found * (other.max() + 1) + other).unique(return_inverse=True)[1]
-    return found
+        numbers = (numbers * (other.max() + 1) + other).unique(return_inverse=True)[1]
+    return numbers
 
 
 def welded(vertices: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from ...compat.memory.host_weights import Views, mark_views
 from ...compat.memory.offloader import amount
 from ...compat.output_check import fault_in_weight
 from ...compat.packages import attribute
-from ..base import Progress
+from ..base import Progress, StageText
 
 NAMED = 3  # how many tensor names an error quotes
 
@@ -161,7 +161,7 @@ def _advance(files: PartFiles, progress: Progress) -> Callable[[int], None]:
     def advance(size: int) -> None:
         nonlocal done
         done += size
-        progress.step(done, total, f"reading {files.name} {amount(done, total)}")
+        progress.step(done, total, StageText("reading", f"{files.name} {amount(done, total)}", True))
         progress.check()
 
     return advance
@@ -226,7 +226,7 @@ def _built_by_transformers(files: PartFiles, advance: Callable[[int], None], vie
     tensors = _tensors(files, advance, views, kept) | stand_ins
     cls: Any = attribute("transformers", files.cls)
     if files.folder.is_dir():
-        config = cls.config_class.from_pretrained(str(files.folder), local_files_only=True)
+        config = cls.config_class.from_pretrained(str(files.folder), local_files_only=True, trust_remote_code=False)
     else:
         config = cls.config_class.from_dict(dict(files.config))
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ from torch import nn
 
 from ...compat.checkpoints import packed
 from ...compat.checkpoints.headers import STORED
+from ...compat.decision import Decision
 from ...compat.device import probes
 from ...compat.device.execution import HOST
 from ...compat.device.facts import DeviceFacts
@@ -21,9 +22,12 @@ from ...compat.device.timed_choice import maps_files
 from ...compat.errors import UnsupportedError
 from ...compat.memory.offloader import GIGABYTE
 from ...compat.memory.transfer import casts_wrongly
-from ...compat.precision import Precision
+from ...compat.precision import FP32, Precision
+from ...compat.transforms.fp16 import apply_fp16_safe, fp32_output_works, stored_dtype
 from ...compat.transforms.order import Order, Step
-from .part import PartFiles
+from ..base import Parts
+from ..sampling.loop import TRANSFORMER
+from .part import PartFiles, reader_of
 
 log = logging.getLogger(__name__)
 FILE_CHOICES = ("auto", "as in file")
@@ -91,15 +95,23 @@ def storage_step(files: Mapping[str, PartFiles]) -> Step:
     return Step(Order.STORAGE, "storage of weights", partial(_apply, dict(files)))
 
 
-def notes(files: Mapping[str, PartFiles]) -> tuple[str, ...]:
-    """One line for each part whose weights are kept smaller than they compute."""
-    found = []
-    for name, part in files.items():
-        dense = replace(part, storage="auto", keeps_packed=False).total_bytes
-        if part.total_bytes < dense:
-            how = "as in the file" if part.storage in FILE_CHOICES else part.storage
-            found.append(f"{name} kept {how}: {part.total_bytes / GIGABYTE:.1f} of {dense / GIGABYTE:.1f} GB")
-    return tuple(found)
+def decisions(files: Mapping[str, PartFiles]) -> tuple[Decision, ...]:
+    """One for each part whose weights are kept smaller than they compute."""
+    made = []
+    for name, choice in smaller(files).items():
+        how = "as in the file" if choice in FILE_CHOICES else choice
+        size = f"{files[name].total_bytes / GIGABYTE:.1f} of {_dense_bytes(files[name]) / GIGABYTE:.1f} GB"
+        made.append(Decision(f"{name} weights", f"kept {how}", size))
+    return tuple(made)
+
+
+def smaller(files: Mapping[str, PartFiles]) -> dict[str, str]:
+    """Part to its choice of storage, where its weights are kept smaller than they compute."""
+    return {name: part.storage for name, part in files.items() if part.total_bytes < _dense_bytes(part)}
+
+
+def _dense_bytes(part: PartFiles) -> int:
+    return replace(part, storage="auto", keeps_packed=False).total_bytes
 
 
 def _narrow(part: PartFiles, device: torch.device) -> str:
@@ -138,3 +150,39 @@ def _apply(files: Mapping[str, PartFiles], part: str, module: nn.Module) -> Call
     if back is not None:
         log.info("%s: weights %s", part, described.storage)
     return back
+
+
+def read_narrow(files: PartFiles) -> PartFiles:
+    """``files`` of a transformer with the matrices of its blocks read as fp16 and all else as fp32."""
+    return replace(files, dtype=FP32, dtype_of=stored_dtype)
+
+
+@dataclass(slots=True)
+class SafeFp16:
+    """The rewrite of one pipeline's transformer, until it is abandoned.
+
+    Args:
+        family: a family id.
+        device: where the transformer will run; it is asked once for fp32-output products.
+        active: whether the transformer is rewritten when it is next read.
+    """
+
+    family: str
+    device: Any
+    active: bool = True
+
+    def step(self) -> Step:
+        """The rewrite as a step of the preparation."""
+        return Step(Order.PRECISION, "safe fp16", self._apply)
+
+    def abandon(self, parts: Parts, files: PartFiles) -> None:
+        """From the next reading on the transformer is fp32."""
+        self.active = False
+        parts.readers[TRANSFORMER] = reader_of(replace(files, dtype=FP32, dtype_of=None))
+
+    def _apply(self, part: str, module: nn.Module) -> Callable[[], None] | None:
+        if part != TRANSFORMER or not self.active:
+            return None
+        applied = apply_fp16_safe(module, self.family, {"fp32_output": fp32_output_works(self.device)})
+        (log.warning if applied.report.left else log.info)("%s", applied.report)
+        return applied.restore

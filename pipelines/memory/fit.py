@@ -9,29 +9,25 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from ...compat.device.execution import HOST
 from ...compat.device.facts import GIBIBYTE, empty_cache, facts_for, free_bytes
 from ...compat.errors import InputError, PackError, UnsupportedError
+from ...compat.memory.estimates import PartBytes
 from ...compat.memory.host_weights import HostWeights
 from ...compat.memory.offloader import Terms, on_device
 from ...compat.memory.statistics import amount_of
 from ...compat.transforms import compile as compiling
 from ..base import Pipeline, Progress
-from ..sampling.loop import persisting
 from ..vae.fallback import MEMORY, kind_of
-from .estimates import MARGIN, MODE_ORDER, TRANSFORMER, VAE, Size, Weights, forecast
-from .host import note
+from .estimates import MARGIN, MODE_ORDER, TRANSFORMER, VAE, Size, forecast
+from .host import decisions
 
-Stage = TypeVar("Stage", bound=Callable[..., Any])
-Result = TypeVar("Result")
 GIVEN_UP = "_anygpu_given_up"  # on an error that every way on was tried for
-TRIES = 16  # of a stage; each has more room than the one before
 SPARE = 1.05  # of what a forecast says, before a mode is taken
 PARTS = (TRANSFORMER, "text_encoder", VAE)  # what may compute on a device of its own
 
@@ -60,7 +56,7 @@ def terms_for(
     return Terms(placed, int(keep_free_gb * GIBIBYTE), state, host or HostWeights())
 
 
-def require_room(weights: Mapping[str, Weights], device: torch.device, free: int | None, terms: Terms) -> None:
+def require_room(weights: Mapping[str, PartBytes], device: torch.device, free: int | None, terms: Terms) -> None:
     """Refuse a model of which not even one layer fits.
 
     Raises:
@@ -128,12 +124,13 @@ def recovery(
     Args:
         told: what is said, with a place for what was done.
     """
+    parts = tuple(part for part in parts if part in pipeline.parts.readers)
     once_more = True
 
     def again(error: BaseException) -> bool:
         nonlocal once_more
         step_down = getattr(pipeline.offloader, "step_down", None)
-        if step_down is None or kind_of(error) != MEMORY or hasattr(error, GIVEN_UP):
+        if not parts or step_down is None or kind_of(error) != MEMORY or hasattr(error, GIVEN_UP):
             return False
         try:
             done = step_down(*parts)
@@ -152,52 +149,6 @@ def recovery(
     return again
 
 
-def roomier(
-    pipeline: Pipeline, progress: Progress, parts: tuple[str, ...], what: str, run: Callable[[], Result]
-) -> Result:
-    """What ``run`` returns, a stage that needs ``parts``; where it finds no room, that of another run with more.
-
-    Args:
-        what: the stage in words, such as ``encoding the prompt``.
-    """
-    found = [part for part in parts if part in pipeline.parts.readers]
-    again = recovery(pipeline, progress, tuple(found), f"{what} ran out of memory: again {{}}")
-    tries = iter(range(TRIES))
-
-    def more(error: BaseException) -> bool:
-        return next(tries, None) is not None and bool(found) and again(error)
-
-    return persisting(run, more, lambda: lambda: None)
-
-
-def with_memory_stats(name: str) -> Callable[[Stage], Stage]:
-    """Make a stage, whose first argument is a loaded pipeline, count its peak, its traffic and its time.
-
-    Progress that has ``cost`` is given the line; all of it is in ``offloader.account``.
-    """
-
-    def wrapped(stage: Stage) -> Stage:
-        @wraps(stage)
-        def run(pipeline: Any, *args: Any, **named: Any) -> Any:
-            memory_stats = getattr(pipeline.offloader, "memory_stats", None)
-            if memory_stats is None:
-                return stage(pipeline, *args, **named)
-            offloader, progress = pipeline.offloader, named.get("progress") or _progress_in(args)
-            with memory_stats.stage(
-                name, f"{pipeline.family} {pipeline.variant}", offloader.mode, offloader.device
-            ) as cost:
-                result = stage(pipeline, *args, **named)
-                cost.mode = offloader.mode
-            told = getattr(progress, "cost", None)  # of those who show it: a node's text, the terminal
-            if told is not None and cost.device != HOST.type:
-                told(str(cost))
-            return result
-
-        return run  # type: ignore[return-value]
-
-    return wrapped
-
-
 def plan_line(pipeline: Pipeline) -> str:
     """The order of operations on this pipeline's parts, in one line."""
     steps = sorted(getattr(pipeline.parts.prepare, "steps", ()), key=lambda step: step.order)
@@ -206,7 +157,7 @@ def plan_line(pipeline: Pipeline) -> str:
     line = " -> ".join(["read", *lora, *(step.name for step in steps), repr(pipeline.offloader)])
     terms = getattr(pipeline.offloader, "terms", Terms())  # of a host's offloader
     host = getattr(pipeline.offloader, "host", terms.host)
-    return "; ".join((line, *note(host, pipeline.facts, pipeline.offloader)))
+    return "; ".join((line, *map(str, decisions(host, pipeline.facts, pipeline.offloader))))
 
 
 @contextmanager
@@ -250,7 +201,3 @@ def _own_bytes(pipeline: Pipeline) -> int:
         for tensor in (*module.parameters(), *module.buffers())
         if tensor.device == device
     )
-
-
-def _progress_in(args: tuple[Any, ...]) -> Any:
-    return next((value for value in args if hasattr(value, "notify") and hasattr(value, "check")), None)

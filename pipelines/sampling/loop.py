@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
-from typing import TypeVar
 
 import torch
 
 from ...compat.errors import InputError
-from ..base import Progress, SampleSettings
+from ..base import Pipeline, Progress
 from ..vae.fallback import MEMORY, kind_of
 from .schedules import Schedule
 
-Result = TypeVar("Result")
 Predict = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+Again = Callable[[BaseException], bool]  # whether to try again after an error
+TRIES = 16  # of a stage or a step; each has more room than the one before
+TRANSFORMER = "transformer"
+TO_FP32 = "fp16-safe gave values that are not finite: the transformer is read again and runs in fp32 from here on"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +50,6 @@ def start_from(clean: torch.Tensor | None, noise: torch.Tensor, schedule: Schedu
     return level * noise + (1.0 - level) * clean
 
 
-def cfg_acts(settings: SampleSettings, index: int, steps: int) -> bool:
-    """Whether classifier-free guidance acts at step ``index`` of ``steps``."""
-    done = index / steps
-    return settings.cfg > 1.0 and settings.cfg_start <= done < settings.cfg_end
-
-
 def denoise(
     latents: torch.Tensor,
     schedule: Schedule,
@@ -65,7 +60,7 @@ def denoise(
     kept: Kept | None = None,
     preview: Callable[[torch.Tensor], torch.Tensor] | None = None,
     step: Callable[[torch.Tensor, int, torch.Tensor], torch.Tensor] | None = None,
-    again: Callable[[BaseException], bool] | None = None,
+    again: Again | None = None,
 ) -> torch.Tensor:
     """Latents at the last noise level.
 
@@ -81,46 +76,83 @@ def denoise(
         NotFinite: the latents after the first step or the last hold NaN or infinity.
     """
     advance, count = step or schedule.step, len(schedule)
-
-    def taken(before: torch.Tensor, time: torch.Tensor, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        output = predict(before, time, index).float()
-        after = advance(output, index, before)
-        if kept is not None:
-            after = kept.over(after, schedule.levels[index + 1])
-        if index == 0:  # a transformer that overflows does so at once: hours are not spent on a black video
-            require_finite(after, "latents after the first step")
-        if index == count - 1:
-            require_finite(after, "sampled latents")
-        return after, output
-
     for index, time in enumerate(schedule.timesteps):
         progress.check()
         before = latents
-        latents, output = persisting(partial(taken, before, time, index), again, schedule.put_back)
+        for attempt in retries(again, schedule.put_back()):
+            with attempt:
+                output = predict(before, time, index).float()
+                latents = advance(output, index, before)
+                if kept is not None:
+                    latents = kept.over(latents, schedule.levels[index + 1])
+                if index == 0:  # a transformer that overflows does so at once: hours are not spent on a black video
+                    require_finite(latents, "latents after the first step")
+                if index == count - 1:
+                    require_finite(latents, "sampled latents")
         progress.step(index + 1, count, stage, _later(schedule.clean, output, index, before, preview))
     return latents
 
 
-def persisting(
-    run: Callable[[], Result], again: Callable[[BaseException], bool] | None, back: Callable[[], Callable[[], None]]
-) -> Result:
-    """What ``run`` returns, tried again as often as ``again`` says after an error.
+@dataclass(slots=True)
+class Try:
+    """One run of a block that may be run again: the ``with`` around it takes in errors of the kinds ``catches``."""
+
+    catches: tuple[type[Exception], ...]
+    error: Exception | None = None
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, self.catches):
+            return False
+        self.error = error.with_traceback(None)  # whose frames hold the tensors of the failed try
+        return True
+
+
+def retries(
+    again: Again | None,
+    restore: Callable[[], None] = lambda: None,
+    catches: tuple[type[Exception], ...] = (RuntimeError,),
+) -> Iterator[Try]:
+    """Tries of a block until one succeeds; the error of the last, where ``again`` says that no other would help.
+
+    ::
+
+        for attempt in retries(again):
+            with attempt:
+                result = run()
 
     Args:
-        back: asked before the first try for what puts things back as they are now.
+        again: told of each error; None to try once.
+        restore: puts things back as they were before the try, ahead of ``again``.
+        catches: kinds of errors that ``again`` is told of.
     """
-    put_back = back()
-    while True:
-        try:
-            return run()
-        except RuntimeError as error:
-            if again is None:
-                raise
-            failed = error.with_traceback(None)  # whose frames hold the tensors of the failed try
-        put_back()
-        if not again(failed):
-            raise failed
-        del failed
+    for _ in range(TRIES):
+        attempt = Try(() if again is None else catches)
+        yield attempt
+        if attempt.error is None:
+            return
+        restore()
+        if again is None or not again(attempt.error):
+            break
+    assert attempt.error is not None
+    raise attempt.error
+
+
+def fall_back_to_fp32(pipeline: Pipeline, progress: Progress, error: BaseException) -> bool:
+    """Whether ``error`` was about values that are not finite, and the transformer now runs in fp32 instead.
+
+    ``Parts.fallbacks`` holds a fallback only where `auto` chose the precision: an explicit choice is never changed.
+    """
+    fall_back = pipeline.parts.fallbacks.pop(TRANSFORMER, None) if isinstance(error, NotFinite) else None
+    if fall_back is None:
+        return False
+    pipeline.offloader.release(TRANSFORMER)
+    pipeline.parts.drop(TRANSFORMER)
+    fall_back()
+    progress.notify(TO_FP32)
+    return True
 
 
 class NotFinite(InputError):

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from anygpu.compat.decision import Decision
 from anygpu.compat.device import timed_choice
 from anygpu.compat.device.facts import facts_for
 from anygpu.compat.device.probe_store import ProbeStore
@@ -13,7 +14,8 @@ from anygpu.compat.transforms import attention as attention_module
 from anygpu.compat.transforms.attention import LONG, Attention, by_time
 
 BF16, WIDTH = torch.bfloat16, 64
-AUTO = Attention("auto", why="auto: torch's fused kernel (flash)", fused=frozenset({(BF16, WIDTH)}))
+FLASH = Decision("attention", "torch's fused kernel (flash)", "the default", "auto")
+AUTO = Attention("auto", decision=FLASH, fused=frozenset({(BF16, WIDTH)}))
 
 
 KEPT = f"attention bfloat16 heads of {WIDTH}"
@@ -43,9 +45,9 @@ def test_the_fastest_is_taken_once_kept_and_said(card, clock, tmp_path):
     for _ in range(2):
         found = by_time(AUTO, card, ProbeStore(card, tmp_path), BF16, WIDTH)
         assert found.fastest == "native_cudnn"
-        assert found.why == (
-            "auto: native_cudnn, the fastest of native_cudnn 2.00 ms, native 4.00 ms, native_efficient 5.00 ms on this "
-            "device, timed once"
+        assert (found.label, found.decision.verdict, found.decision.source) == ("native_cudnn", "native_cudnn", "auto")
+        assert found.decision.why == (
+            "the fastest of native_cudnn 2.00 ms, native 4.00 ms, native_efficient 5.00 ms on this device, timed once"
         )
     assert asked == [(card, BF16, WIDTH)], "it was timed again"
     assert ProbeStore(card, tmp_path).recall(KEPT)["native"] == 4.0, "what users have kept is read by this name"
@@ -54,7 +56,7 @@ def test_the_fastest_is_taken_once_kept_and_said(card, clock, tmp_path):
 def test_a_gain_too_small_to_trust_changes_nothing(card, clock, tmp_path):
     clock(native=4.0, native_cudnn=3.9, native_efficient=5.0)
     found = by_time(AUTO, card, ProbeStore(card, tmp_path), BF16, WIDTH)
-    assert found.fastest == "" and "timed on this device: native_cudnn 3.90 ms" in found.why
+    assert found.fastest == "" and "timed on this device: native_cudnn 3.90 ms" in found.decision.why
 
 
 def test_not_on_a_cpu_not_without_a_store_and_not_for_a_choice(card, clock, tmp_path):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from anygpu.compat.decision import Decision
 from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.compat.transforms import fp16, fp16_layers, fused, fused_attention
 from anygpu.compat.transforms.attention_processors import replace_attention_processors
@@ -58,7 +59,7 @@ def test_every_site_of_a_published_model_is_fused(name):
     found = fuse(model, REFERENCE)
     assert found.sites.total() == sites and not found.left
     assert dict(found.sites) == fused.published_sites(family)
-    assert str(found) == f"kernels: {sites} of {sites} sites fused (reference)"
+    assert str(found) == f"{sites} of {sites} sites fused (reference)"
     assert {id(p) for p in model.parameters()} == before, "weights were copied"
 
 
@@ -162,8 +163,8 @@ def test_gelu_is_not_geglu():
 def test_choices():
     cpu = torch.device("cpu")
     assert CHOICES == ("auto", "off", "triton", "reference")
-    assert form_for("auto", cpu, torch.float32)[0] == "" and "cpu" in form_for("auto", cpu, torch.float32)[1]
-    assert form_for("off", cpu, torch.float32) == ("", "kernels off: chosen")
+    assert form_for("auto", cpu, torch.float32)[0] == "" and "cpu" in form_for("auto", cpu, torch.float32)[1].why
+    assert form_for("off", cpu, torch.float32) == ("", Decision("kernels", "off", "", "chosen"))
     assert form_for("reference", cpu, torch.float32)[0] == REFERENCE
     with pytest.raises(UnsupportedError, match="kernels 'triton' on cpu"):
         form_for("triton", cpu, torch.float32)

@@ -28,7 +28,8 @@ from ...family import Defaults, Family
 from ...grid import MOST_FRAMES, snap_frames
 from ...memory.fit import recovery
 from ...memory.needs import beside_transformer
-from ...sampling.loop import cfg_acts, denoise, noise_for
+from ...sampling.guidance import Guidance
+from ...sampling.loop import denoise, noise_for
 from ...sampling.schedules import Levels, schedule_for
 from ...text.llama import POOLED, llama_embeds, llama_from_core
 from ...text.t5 import EMBEDS, MASK, described
@@ -297,12 +298,13 @@ def _section(
     levels = _levels_for(pipeline, noise)
     schedule = schedule_for(pipeline.tools["scheduler"], settings, settings.steps, levels, noise.device)
 
+    guidance = Guidance(settings, len(schedule))
+
     def predict(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
-        output = forward(latents, time, text, "cond")
-        if not cfg_acts(settings, index, len(schedule)):
-            return output
-        opposite = forward(latents, time, text, "uncond")
-        return opposite + settings.cfg * (output - opposite)
+        cond = forward(latents, time, text, "cond")
+        if not guidance.acts(index):
+            return cond
+        return guidance.guide(cond, forward(latents, time, text, "uncond"))
 
     return denoise(noise, schedule, predict, progress=progress, again=recovery(pipeline, progress)).cpu()
 

@@ -21,7 +21,8 @@ from ...base import ImageCondition, ImageRequest, Latents, Pipeline, Progress, P
 from ...family import Defaults, Family
 from ...memory.fit import recovery
 from ...memory.needs import beside_transformer
-from ...sampling.loop import Kept, cfg_acts, denoise, noise_for, start_from
+from ...sampling.guidance import Guidance
+from ...sampling.loop import Kept, denoise, noise_for, start_from
 from ...sampling.schedules import Levels, schedule_for
 from ...text.llama import POOLED, Sight, llama_embeds, llama_from_core
 from ...text.t5 import EMBEDS, MASK
@@ -284,12 +285,13 @@ def _predictor(
     positive = placed(prompt.embeds, device, dtype)
     opposite = placed(prompt.negative, device, dtype) if settings.cfg > 1.0 else None
 
+    cfg = Guidance(settings, steps)
+
     def predict(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
-        found = branch("cond", positive, latents, time)
-        if opposite is None or not cfg_acts(settings, index, steps):
-            return found
-        against = branch("uncond", opposite, latents, time)
-        return against + settings.cfg * (found - against)
+        cond = branch("cond", positive, latents, time)
+        if opposite is None or not cfg.acts(index):
+            return cond
+        return cfg.guide(cond, branch("uncond", opposite, latents, time))
 
     return predict
 

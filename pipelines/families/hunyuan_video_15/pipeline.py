@@ -12,11 +12,22 @@ from torch.nn import functional
 from ....compat.device.execution import checked_leaves, execution_device, generator_for, placed, state_of
 from ....compat.device.vae_policy import Form
 from ....compat.errors import InputError
-from ...base import ImageCondition, ImageRequest, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings
+from ...base import (
+    ImageCondition,
+    ImageRequest,
+    Latents,
+    Pipeline,
+    Progress,
+    Prompt,
+    PromptRequest,
+    SampleSettings,
+    StageText,
+)
 from ...family import Defaults, Family
 from ...memory.fit import recovery
 from ...memory.needs import beside_transformer
-from ...sampling.loop import cfg_acts, denoise, noise_for, start_from
+from ...sampling.guidance import Guidance
+from ...sampling.loop import denoise, noise_for, start_from
 from ...sampling.schedules import Levels, Schedule, schedule_for
 from ...text.qwen import EMBEDS_2, qwen_embeds, qwen_from_core
 from ...text.t5 import EMBEDS
@@ -157,16 +168,16 @@ def sample(
     schedule = schedule_for(pipeline.tools["scheduler"], settings, settings.steps, _levels, device)
     noise = noise_for(shape, generator, device)
     clean = None if settings.latents is None else settings.latents.samples.to(device) * scale
+    guidance = Guidance(settings, len(schedule))
     forward = _Forward(pipeline, prompt, image, shape, scale, schedule)
     held = pipeline.offloader.hold("transformer", beside_transformer(pipeline, settings), progress)
     with held as transformer, checked_leaves(transformer, progress.check):
 
         def predict(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
             cond = forward(transformer, "pred_cond", latents, time, index)
-            if not cfg_acts(settings, index, len(schedule)):
+            if not guidance.acts(index):
                 return cond
-            uncond = forward(transformer, "pred_uncond", latents, time, index)
-            return _rescaled(uncond + settings.cfg * (cond - uncond), cond, settings.guidance_rescale)
+            return guidance.guide(cond, forward(transformer, "pred_uncond", latents, time, index))
 
         latents = denoise(
             start_from(clean, noise, schedule),
@@ -272,15 +283,6 @@ def _guided_as_saved(pipeline: Pipeline, settings: SampleSettings, progress: Pro
     )
 
 
-def _rescaled(guided: torch.Tensor, cond: torch.Tensor, share: float) -> torch.Tensor:
-    if not share:
-        return guided
-    from diffusers.guiders.guider_utils import rescale_noise_cfg
-
-    rescaled: torch.Tensor = rescale_noise_cfg(guided, cond, share)
-    return rescaled
-
-
 def _states(pipeline: Pipeline, frames: torch.Tensor, progress: Progress) -> torch.Tensor:
     """SigLIP's last hidden states (1, 729, 1152) of one frame, in the 8 bits that its processor resizes."""
     from diffusers import HunyuanVideo15ImageToVideoPipeline
@@ -294,7 +296,10 @@ def _states(pipeline: Pipeline, frames: torch.Tensor, progress: Progress) -> tor
         )
     picture = Image.fromarray((frames[0] * 255.0).round().to(torch.uint8).numpy())
     device = execution_device(pipeline.offloader)
-    with pipeline.offloader.hold("image_encoder", 0, progress) as encoder, watched(encoder, progress, "encoding image"):
+    with (
+        pipeline.offloader.hold("image_encoder", 0, progress) as encoder,
+        watched(encoder, progress, StageText("encoding", "image")),
+    ):
         states = HunyuanVideo15ImageToVideoPipeline._get_image_embeds(
             encoder, pipeline.tools["feature_extractor"], picture, device
         )

@@ -23,12 +23,13 @@ from ....compat.device.execution import HOST, checked_leaves, execution_device, 
 from ....compat.device.vae_policy import Form
 from ....compat.memory.offloader import own_tensors
 from ....compat.memory.transfer import Transfer
-from ...base import ImageCondition, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings
+from ...base import ImageCondition, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings, StageText
 from ...family import Defaults, Family
 from ...memory.fit import recovery
 from ...memory.needs import beside_transformer
 from ...pictures import unsigned
-from ...sampling.loop import Kept, Predict, cfg_acts, denoise, noise_for
+from ...sampling.guidance import Guidance
+from ...sampling.loop import Kept, Predict, denoise, noise_for
 from ...text.t5 import EMBEDS, MASK, batched, t5_embeds, t5_from_core
 from ...vae.checked import decoding
 from ...vae.video import kept_part
@@ -180,7 +181,7 @@ def encode_video(pipeline: Pipeline, frames: torch.Tensor, seed: int, progress: 
     from diffusers import LTXPipeline
     from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
-    found = encoded_moments(pipeline, frames, progress, "encoding video")
+    found = encoded_moments(pipeline, frames, progress, StageText("encoding", "video"))
     drawn = DiagonalGaussianDistribution(found[MOMENTS]).sample(generator_for(seed))
     return LTXPipeline._normalize_latents(drawn, found[MEAN], found[STD], _scaling(pipeline))
 
@@ -264,12 +265,11 @@ def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form 
 
 def _predictor(transformer: Any, dtype: torch.dtype, prompt: Prompt, settings: SampleSettings, walk: Walk) -> Predict:
     """The guided velocity of each token; text in another dtype is cast to the transformer's."""
-    from diffusers.pipelines.ltx.pipeline_ltx import rescale_noise_cfg
-
     text = placed(batched(prompt, settings.cfg > 1.0), walk.start.tokens.device, dtype)
+    guidance = Guidance(settings, len(walk.schedule))
 
     def predict(tokens: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
-        guided = cfg_acts(settings, index, len(walk.schedule))
+        guided = guidance.acts(index)
         rows = text if guided else {name: tensor[-1:] for name, tensor in text.items()}
         copies, times = (2 if guided else 1), walk.times(time)
         place = {
@@ -285,11 +285,7 @@ def _predictor(transformer: Any, dtype: torch.dtype, prompt: Prompt, settings: S
                 return_dict=False,
                 **place,
             )[0].float()
-        if guided:
-            uncond, cond = output.chunk(2)
-            output = uncond + settings.cfg * (cond - uncond)
-            if settings.guidance_rescale > 0:
-                output = rescale_noise_cfg(output, cond, guidance_rescale=settings.guidance_rescale)
+        output = guidance.guide_batch(output)
         # Solvers and preview reckon with one noise level for all: in a token that has less, less is to be removed.
         return output if walk.start.held is None else output * (times / time).unsqueeze(-1)
 

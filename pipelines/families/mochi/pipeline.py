@@ -14,7 +14,8 @@ from ...base import ImageCondition, Latents, Pipeline, Progress, Prompt, PromptR
 from ...family import Defaults, Family
 from ...memory.fit import recovery
 from ...memory.needs import beside_transformer
-from ...sampling.loop import cfg_acts, denoise, noise_for, start_from
+from ...sampling.guidance import Guidance
+from ...sampling.loop import denoise, noise_for, start_from
 from ...sampling.schedules import Levels, schedule_for
 from ...text.t5 import EMBEDS, MASK, batched, t5_embeds, t5_from_core
 from ...vae.video import decoded, encoded, kept_part
@@ -80,13 +81,14 @@ def sample(
     noise = noise_for(latent_shape(settings), generator, device)
     clean = None if settings.latents is None else _to_model(pipeline, settings.latents.samples).to(device)
     text = placed(batched(prompt, settings.cfg > 1.0), device, dtype)
+    guidance = Guidance(settings, len(schedule))
     held: Any = pipeline.offloader.hold("transformer", beside_transformer(pipeline, settings), progress)
     with held as transformer, checked_leaves(transformer, progress.check), warnings.catch_warnings():
         # Its rotary embedding asks the CPU for an fp32 autocast, which is a no-op there, with a warning per step.
         warnings.filterwarnings("ignore", message="In CPU autocast")
 
         def predict(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
-            guided = cfg_acts(settings, index, len(schedule))
+            guided = guidance.acts(index)
             rows = text if guided else {name: tensor[-1:] for name, tensor in text.items()}
             model_input = torch.cat([latents] * 2) if guided else latents
             with transformer.cache_context("cond_uncond"):
@@ -97,10 +99,7 @@ def sample(
                     encoder_attention_mask=rows[MASK],
                     return_dict=False,
                 )[0].float()
-            if not guided:
-                return output
-            uncond, cond = output.chunk(2)
-            return uncond + settings.cfg * (cond - uncond)
+            return guidance.guide_batch(output)
 
         latents = denoise(
             start_from(clean, noise, schedule),
