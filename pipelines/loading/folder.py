@@ -36,9 +36,8 @@ from ...compat.transforms.conv3d_choice import kept_timings
 from ...compat.transforms.order import Preparation, attention_step, conv3d_step
 from ..base import Parts, Pipeline, Progress, Silent, Tools
 from ..family import FamilySpec
-from ..memory import host as host_memory
 from ..memory.estimates import sizes_of
-from ..memory.fit import offload_options, require_room
+from ..memory.fit import fit_host_memory, host_weight_decisions, offload_options, require_room
 from ..registry import FAMILIES
 from ..speed import SpeedRequest, speed_for
 from . import storage
@@ -116,13 +115,11 @@ def load(
     files = _part_files(family, folders, precision, {} if single is None else single.files)
     files = storage.with_storage(files, request, family.text_parts, precision, facts, probes)
     sizes = {name: part.total_bytes for name, part in files.items()}
-    files, host = host_memory.backed(files, facts, _host_room(sum(sizes.values())), swap_free_bytes())
+    files, host = fit_host_memory(files, facts, _host_room(sum(sizes.values())), swap_free_bytes())
     free, weights = free_bytes(facts.device), sizes_of(files.values())
     options = offload_options(request.devices, request.keep_free_gb, request.state, host)
-    evicts = make_room is not None or hosted is not None  # the host's other models leave where ours need the room
-    require_room(weights, facts.device, facts.total_bytes or None if evicts else free, options)
+    require_room(weights, facts.device, facts.total_bytes or None if make_room or hosted else free, options)
     progress.check()
-    task = _task(family, folders["transformer"]) if single is None else single.task
     variant = _variant(family, request, files, progress)
     attention = _attention(request.attention, files["transformer"].config, precision, facts, probes)
     safe = SafeFp16(family.id, facts.device, active=precision.safe)
@@ -135,10 +132,10 @@ def load(
         request.offload, parts, facts.device, sizes, free=free, make_room=make_room, hosted=hosted, options=options
     )
     speed.settle_offload(offloader.mode, request.offload != AUTO)
-    more = (*storage.decisions(files), *speed.decisions(), *host_memory.decisions(offloader))
+    more = (*storage.decisions(files), *speed.decisions(), *host_weight_decisions(offloader))
     return Pipeline(
         spec=family,
-        task=task,
+        task=_task(family, folders["transformer"]) if single is None else single.task,
         parts=parts,
         facts=facts,
         precision=precision,

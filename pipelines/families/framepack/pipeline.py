@@ -25,8 +25,8 @@ from ...base import (
     SampleSettings,
 )
 from ...grid import MOST_FRAMES, snap_frames
+from ...memory.estimates import beside_transformer
 from ...memory.fit import recovery
-from ...memory.needs import beside_transformer
 from ...sampling.core_sampler import Call, guidance_of, required
 from ...sampling.guidance import Guidance
 from ...sampling.loop import denoise, noise_for

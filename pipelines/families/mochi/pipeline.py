@@ -11,8 +11,8 @@ import torch
 from ....compat.device.execution import checked_leaves, execution_device, generator_for, placed, state_of
 from ....compat.device.vae_policy import Form
 from ...base import ImageCondition, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings
+from ...memory.estimates import beside_transformer
 from ...memory.fit import recovery
-from ...memory.needs import beside_transformer
 from ...sampling.core_sampler import TIME, Call
 from ...sampling.guidance import Guidance
 from ...sampling.loop import denoise, noise_for, start_from
