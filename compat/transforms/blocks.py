@@ -212,7 +212,7 @@ def submodule_at(block: nn.Module, path: str) -> Any:
     """The submodule of ``block`` at ``path``; None where this configuration of the block has none."""
     module: Any = block
     for name in path.split("."):
-        module = module[int(name)] if name.isdigit() else getattr(module, name, None)
+        module = getattr(module, name, None)  # a list has its modules by number as attributes too
     return module
 
 
