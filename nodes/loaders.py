@@ -197,7 +197,7 @@ def trace_file(inputs: Mapping[str, Any]) -> Path | None:
 
 def load_outputs(request: LoadRequest, progress: NodeProgress, lines: Iterable[str] = ()) -> io.NodeOutput:
     """Pipeline, MODEL and VAE; what was decided is said under the node, then ``lines``."""
-    pipeline = load(request, progress, memory_manager.make_room, memory_manager.managed)
+    pipeline = load(request, progress, memory_manager.make_room, memory_manager.offloader_on)
     progress.finish("\n".join((status_of(pipeline), *map(str, pipeline.decisions), *lines)))
     return io.NodeOutput(pipeline, *core_outputs.beside(pipeline))
 

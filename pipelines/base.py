@@ -7,15 +7,14 @@ N tokens, D features.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 from ..compat.decision import Decision
+from ..compat.memory.offloader import Offloader
 from ..compat.memory.parts import Hosted, Parts
 from ..compat.memory.parts import Silent as Silent
 from ..compat.memory.parts import StageText as StageText
@@ -40,22 +39,6 @@ class Progress(Protocol):
 
     def notify(self, text: str) -> None:
         """One line that the user should read: what was assumed, rounded or has no effect."""
-
-
-class Offloader(Protocol):
-    """Who decides where the parts of one pipeline are, and moves them."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where the parts execute."""
-
-    def hold(
-        self, part: str, activation_bytes: int = 0, progress: Progress | None = None
-    ) -> AbstractContextManager[nn.Module]:
-        """The part, able to run on ``device`` inside the ``with`` block."""
-
-    def release(self, part: str) -> None:
-        """Take the part off ``device``; where that is the host, free its memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +75,7 @@ class Pipeline(Hosted):
     @property
     def patcher(self) -> Any:
         """The host's own handle of the transformer, where it manages the memory; else None."""
-        return getattr(self.offloader, "patcher", None)
+        return self.offloader.patcher
 
 
 class Tools(dict[str, Any]):

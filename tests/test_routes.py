@@ -96,9 +96,7 @@ def pack(tmp_path, monkeypatch) -> Iterator[Pack]:
         get_output_directory=lambda: str(tmp_path / "output"),
     )
     queue = SimpleNamespace(currently_running={})
-    memory = SimpleNamespace(
-        compute_device=lambda: torch.device("cpu"), managed=None, MODE="comfyui", evictable_bytes=lambda: 0
-    )
+    memory = SimpleNamespace(compute_device=lambda: torch.device("cpu"), offloader_on=None, evictable_bytes=lambda: 0)
     files = SimpleNamespace(chosen_files=partial(chosen_files, tmp_path / "models"))
     kept = SimpleNamespace(  # the store is the real one; what draws its pictures needs ComfyUI's latent formats
         listing=lambda: store.listing(tmp_path / "kept"),

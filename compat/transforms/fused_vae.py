@@ -30,7 +30,7 @@ from ...kernels.terms import (
     Norm,
     Pad,
 )
-from ..memory.offloader import own_tensors, weights_on
+from ..memory.hooks import own_tensors, weights_on
 from .attention_processors import full_name
 from .blocks import norm_of
 from .conv3d_forms import Conv3dForm

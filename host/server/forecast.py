@@ -9,7 +9,7 @@ from ...compat.device.facts import free_bytes
 from ...compat.device.probe_results import probe_results_of
 from ...compat.device.probe_store import UNKNOWN
 from ...compat.errors import PackError
-from ...compat.memory.planned import PLACES
+from ...compat.memory.offloader import DEVICE_CHOICES, HOSTED
 from ...compat.memory.statistics import StageNeed
 from ...paint.estimates import paint_needs
 from ...paint.loading import PaintPipeline, PaintRequest, load_paint
@@ -25,7 +25,7 @@ from .panel import facts, said
 
 MOST_PIPELINES, MOST_STEPS = 8, 32
 LARGEST = 1e9  # of a number that a widget holds
-CHOICES = {"task": TASKS, **dict.fromkeys(("transformer_device", "text_device", "vae_device"), PLACES)}
+CHOICES = {"task": TASKS, **dict.fromkeys(("transformer_device", "text_device", "vae_device"), DEVICE_CHOICES)}
 FITS, STREAMS, PARTS, TOO_MUCH = "fits", "streams", "in parts", "too much"
 MEANING = {  # how a stage fits -> what that means for the run
     STREAMS: "streams: weights without room stay in host memory and are copied at each use: the same video, later.",
@@ -86,7 +86,7 @@ def _card(node: str, entry: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
         state = folders.state_folder() if asked else None
         request = request_for(_widgets(entry["inputs"], defaults), device=facts(), state=state, quiet=True)
         read = load_paint if isinstance(request, PaintRequest) else load
-        pipeline = read(request, hosted=memory_manager.managed)
+        pipeline = read(request, hosted=memory_manager.offloader_on)
         return {"node": node, **card_of(pipeline, known), "by_tables": not asked}, pipeline
     except PackError as error:
         named = entry["inputs"].get("model", entry["inputs"].get("transformer", ""))
@@ -115,9 +115,9 @@ def _forecast(entry: Mapping[str, Any], pipeline: Any) -> dict[str, Any]:
         run, stages_in = RUNS[entry["class_type"]](plain, pipeline)
     except PackError as error:
         return {"error": said(error)}
-    mode = str(getattr(pipeline.offloader, "mode", ""))
+    mode = pipeline.offloader.mode
     least = stages_in(mode)
-    most = stages_in("none") if mode == memory_manager.MODE else least  # ComfyUI's manager keeps all that fits
+    most = stages_in("none") if mode == HOSTED else least  # ComfyUI's manager keeps all that fits
     room, parts = _room(), not isinstance(pipeline, PaintPipeline)
     stages = [_stage(*pair, room, parts) for pair in zip(most, least, strict=True)]
     ways = dict.fromkeys(stage["fits"] for stage in stages)

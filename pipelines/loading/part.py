@@ -16,7 +16,7 @@ from ...compat.checkpoints.packed import dense_bytes, kept_plain, memory_bytes, 
 from ...compat.checkpoints.weights import STORED, TensorEntry, declared, is_view, read_json, read_tensors, weight_files
 from ...compat.errors import CheckpointError
 from ...compat.memory.host_weights import Views, mark_views
-from ...compat.memory.offloader import amount
+from ...compat.memory.statistics import amount
 from ...compat.output_check import fault_in_weight
 from ...compat.packages import attribute
 from ..base import Progress, StageText

@@ -93,7 +93,7 @@ def lowered(
     Returns:
         phrases such as ``lower frames from 97 to 41``; the first begins with a capital letter.
     """
-    fixes, mode = [hint] if hint else [], getattr(pipeline.offloader, "mode", "")
+    fixes, mode = [hint] if hint else [], pipeline.offloader.mode
     if not hint and pipeline.offloader.device.type != "cpu" and mode not in WEIGHTLESS:
         fixes.append(f"set offload to group on AnyGPU Load Pipeline (now {mode}), which keeps one block on the device")
     fixes += [] if size is None else _smaller(family, size, short)

@@ -218,8 +218,8 @@ class Passes(Beginning):
             if attempt.on_host:
                 self._transfer, self._vae = Transfer(HOST, attempt.dtype), _own_copy(pipeline, self.progress)
             else:
-                memory_stats = getattr(pipeline.offloader, "memory_stats", None)
-                self._transfer = replace(transfer_for(self.device, attempt.dtype), memory_stats=memory_stats)
+                transfer = transfer_for(self.device, attempt.dtype)
+                self._transfer = replace(transfer, memory_stats=pipeline.offloader.memory_stats)
                 if self.policy.contiguous_weights:
                     straightened(pipeline.parts.read("vae", self.progress))
                 if casts_wrongly(self.device, attempt.dtype):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...compat.errors import UnsupportedError
-from ...compat.memory.offloader import own_tensors
+from ...compat.memory.hooks import own_tensors
 from ...compat.transforms.attention_processors import full_name
 from .chunked import AUTOENCODERS
 from .layerwise import Sheet, Stream, attended

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ...compat.device.facts import empty_cache, first_line
-from ...compat.memory.offloader import weights_on
+from ...compat.memory.hooks import weights_on
 from ...compat.memory.transfer import Transfer
 from .chunked import Past, Place
 from .fallback import MEMORY, kind_of

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -91,13 +90,13 @@ class Beginning:
             return first
         if first.tile and self.policy.tile_pixels:
             return first
-        mode = getattr(pipeline.offloader, "mode", "model")
+        mode, keep_free = pipeline.offloader.mode, pipeline.offloader.options.keep_free_bytes
         weights = pipeline.weights["vae"].resident(mode, "vae") - bytes_on(pipeline.parts.get("vae"), self.device)
         area = Size(size[2], size[1], size[0])
 
         def fits(attempt: Attempt) -> bool:
             needed = attempt_bytes(pipeline, area, attempt.frames, attempt.tile, attempt.stream)
-            return weights + needed + getattr(pipeline.offloader, "keep_free", 0) <= free
+            return weights + needed + keep_free <= free
 
         if fits(replace(first, tile=0)):
             return replace(first, tile=0)
@@ -167,10 +166,7 @@ def ratios_of(pipeline: Pipeline) -> tuple[int, int]:
 
 def room_on(pipeline: Pipeline, device: torch.device) -> int | None:
     """Bytes that a part may take on ``device``: what is free, or all of it where a host lets its other models leave."""
-    offloader: Any = pipeline.offloader
-    if not hasattr(offloader, "make_room") or offloader.make_room is not None:
-        return pipeline.facts.total_bytes or None
-    return free_bytes(device)
+    return (pipeline.facts.total_bytes or None) if pipeline.offloader.evicts else free_bytes(device)
 
 
 def bytes_on(module: nn.Module | None, device: torch.device) -> int:

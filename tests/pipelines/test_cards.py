@@ -53,6 +53,9 @@ def test_a_card_shows_each_decision_as_it_is_whatever_its_words_are(tiny_folder)
         ("weights", "kernels: off", "chosen"),
     ]
     assert str(decisions[1]) == "offload group on cuda: auto: too large; really"
+    assert (
+        str(Decision("care", "slow", "it is off", "pytorch#1, 2026-09")) == "care slow: it is off; pytorch#1, 2026-09"
+    )
 
 
 def test_what_a_machine_cannot_do_is_named_with_the_reason():

@@ -9,9 +9,9 @@ import torch
 from anygpu.compat.device import facts as device
 from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.compat.memory.estimates import PartBytes, part_bytes
-from anygpu.compat.memory.offloader import Terms
+from anygpu.compat.memory.host_weights import HostWeights
+from anygpu.compat.memory.offloader import MODES, OffloadOptions, part_devices
 from anygpu.compat.memory.parts import Silent
-from anygpu.compat.memory.planned import places
 from anygpu.compat.memory.statistics import MemoryStats, StageCost, kept_stages
 from anygpu.pipelines import tiny
 from anygpu.pipelines.loading.folder import LoadRequest, load
@@ -45,7 +45,7 @@ def test_blocks_and_layers_are_told_apart():
 def test_modes_need_less_in_their_order(mochi):
     found = estimates.forecasts(mochi, Size(848, 480, 85))
     peaks = [each.peak for each in found]
-    assert [each.mode for each in found] == list(estimates.MODE_ORDER) and peaks == sorted(peaks, reverse=True)
+    assert [each.mode for each in found] == list(MODES) and peaks == sorted(peaks, reverse=True)
 
 
 def test_a_larger_run_needs_more(mochi):
@@ -76,7 +76,7 @@ def test_the_plan_is_text_and_a_picture(mochi):
     size = memory_plan.planned_size(mochi, 0, 0, 20, False)
     assert size.frames == 25 and size.width == 848
     text, bars = memory_plan.memory_plan(mochi, size)
-    assert all(f"{mode}: peak" in text for mode in estimates.MODE_ORDER) and "plan: read ->" in text
+    assert all(f"{mode}: peak" in text for mode in MODES) and "plan: read ->" in text
     assert bars.shape[0] == 1 and bars.shape[2:] == (1200, 3) and float(bars.std()) > 0.05
     with pytest.raises(InputError, match="a size of -1x0"):
         memory_plan.planned_size(mochi, -1, 0, 0, False)
@@ -88,11 +88,11 @@ def test_a_layer_that_does_not_fit_is_said_with_the_number_missing():
     with pytest.raises(
         UnsupportedError, match=r"10.0 MB free .* largest layer of the transformer, 50.0 MB; expected 40"
     ):
-        fitting.require_room(weights, acc, 10 * 10**6, Terms())
-    fitting.require_room(weights, acc, 60 * 10**6, Terms())
+        fitting.require_room(weights, acc, 10 * 10**6, OffloadOptions())
+    fitting.require_room(weights, acc, 60 * 10**6, OffloadOptions())
     with pytest.raises(UnsupportedError, match=r"expected 40\.0 MB more"):
-        fitting.require_room(weights, acc, 60 * 10**6, Terms(keep_free=50 * 10**6))
-    fitting.require_room(weights, acc, 10**6, Terms(devices={"transformer": CPU}))
+        fitting.require_room(weights, acc, 60 * 10**6, OffloadOptions(keep_free_bytes=50 * 10**6))
+    fitting.require_room(weights, acc, 10**6, OffloadOptions(devices={"transformer": CPU}))
 
 
 def test_the_limit_of_a_control_group_counts(monkeypatch, tmp_path):
@@ -114,13 +114,13 @@ def test_the_limit_of_a_control_group_counts(monkeypatch, tmp_path):
 )
 def test_places_are_checked(devices, keep, told):
     with pytest.raises(InputError, match=told):
-        fitting.terms_for(devices, keep, None)
+        fitting.offload_options(devices, keep, None, HostWeights())
 
 
 def test_a_device_that_is_not_there_is_named():
-    assert places("auto", "cpu", "auto") == {"text_encoder": "cpu"}
+    assert part_devices("auto", "cpu", "auto") == {"text_encoder": "cpu"}
     with pytest.raises(UnsupportedError, match="device 'gpu:3' where torch sees"):
-        places(vae="gpu:3")
+        part_devices(vae="gpu:3")
 
 
 def test_costs_are_kept_and_read_back(tmp_path):

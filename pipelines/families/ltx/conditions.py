@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ....compat.errors import InputError
-from ....compat.memory.offloader import own_tensors
+from ....compat.memory.hooks import own_tensors
 from ....compat.memory.transfer import Transfer
 from ...base import ImageCondition, ImageRequest, Pipeline, Progress, SampleSettings, StageText
 from ...pictures import signed
