@@ -157,14 +157,14 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float]:
             progress,
         )
         chosen = SampleSettings(
-            image.width if image else arguments.width,
-            image.height if image else arguments.height,
-            arguments.frames,
-            arguments.steps,
-            arguments.seed,
-            arguments.fps,
-            arguments.guidance,
-            arguments.cfg,
+            width=image.width if image else arguments.width,
+            height=image.height if image else arguments.height,
+            frames=arguments.frames,
+            steps=arguments.steps,
+            seed=arguments.seed,
+            fps=arguments.fps,
+            guidance=arguments.guidance,
+            cfg=arguments.cfg,
             shift=arguments.shift,
             scheduler=arguments.scheduler,
             denoise=arguments.denoise,
@@ -222,7 +222,16 @@ def _images(pipeline: Any, arguments: argparse.Namespace, progress: Any) -> tupl
             continue
         pictures, _ = read_frames(Path(path))
         start = pictures if start is None else start
-        request = ImageRequest(pictures, arguments.width, arguments.height, frame, 1.0, None, condition, arguments.seed)
+        request = ImageRequest(
+            frames=pictures,
+            width=arguments.width,
+            height=arguments.height,
+            frame=frame,
+            strength=1.0,
+            vision=None,
+            previous=condition,
+            seed=arguments.seed,
+        )
         condition = stages.encode_image(pipeline, request, arguments.fit, progress)
     return condition, start
 

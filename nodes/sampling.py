@@ -130,7 +130,9 @@ class SampleFramePack(io.ComfyNode):
         """The sampled latents."""
         progress = NodeProgress(cls.hidden.unique_id, pipeline.family)
         encoded = stages.prompt_from_core(pipeline, prompt, negative) if isinstance(prompt, list) else prompt
-        framepack = FramePackSettings(clip_seconds, window, order, end_strength, single_frame)
+        framepack = FramePackSettings(
+            clip_seconds=clip_seconds, window=window, order=order, end_strength=end_strength, single_frame=single_frame,
+        )
         levels = None if sigmas is None else tuple(sigmas.tolist())
         chosen = SampleSettings(image.width, image.height, 0, **settings, sigmas=levels)
         keeper = recovery.section_keeper(progress.notify)

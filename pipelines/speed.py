@@ -20,7 +20,7 @@ from ..compat.transforms import compile as compiling
 from ..compat.transforms import fused
 from ..compat.transforms.attention import Attention
 from ..compat.transforms.compile import Compilation, CompileSettings
-from ..compat.transforms.fp16_accumulation import fp16_sums, require_fp16_sums
+from ..compat.transforms.fp16 import fp16_sums, require_fp16_sums
 from ..compat.transforms.fused import FusedSites
 from ..compat.transforms.fused_vae import fuse_vae
 from ..compat.transforms.order import Order, Step, Undo

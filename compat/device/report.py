@@ -11,7 +11,7 @@ from ..decision import AUTO, Decision
 from ..errors import PackError
 from ..precision import NAMES, Precision, precision_for
 from ..transforms.attention import attention_for, avoided_by
-from ..transforms.conv3d_choice import Layer, choose_by
+from ..transforms.conv3d_choice import Conv3dLayer, choose_by
 from ..transforms.conv3d_forms import Geometry
 from .facts import GIBIBYTE, DeviceFacts
 from .probe_store import OK, UNKNOWN, UNUSABLE, WRONG, ProbeResult
@@ -169,7 +169,7 @@ def conv3d_forms(
     """Kind of Conv3d to the form it takes in ``dtype``, and why."""
     chooser, forms = choose_by(abilities(facts, probes, policy)), {}
     for kind, (kernel, stride) in LAYERS.items():
-        choice = chooser(Layer(kind, 64, 64, kernel, Geometry(stride), dtype))
+        choice = chooser(Conv3dLayer(kind, 64, 64, kernel, Geometry(stride), dtype))
         form = ("native", "works here") if choice is None else (choice.form.value, choice.why)
         forms[kind] = Decision("Conv3d", *form, source=AUTO)
     return forms

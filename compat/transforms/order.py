@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from .attention import Attention
-from .attention_processors import attended
-from .attention_vae import frames_attended
+from .attention_processors import replace_attention_processors
+from .attention_vae import replace_vae_attention
 from .conv3d import choose_by, swap_conv3d
 from .conv3d_choice import Timings
 from .conv3d_layers import history_tables
@@ -47,7 +47,8 @@ class Step:
     """One change to the modules of a pipeline.
 
     Args:
-        order: when. name: for people and logs.
+        order: when.
+        name: for people and logs.
         apply: from part name and module to what takes the change back, or None where it leaves this part alone. It
             changes the module in place, so that every reference to it holds.
     """
@@ -133,8 +134,8 @@ def attention_step(attention: Attention) -> Step:
 
     def apply(part: str, module: nn.Module) -> Undo | None:
         if part == "transformer":
-            return attended(module, attention)
-        return frames_attended(module, exact) if part == "vae" else None
+            return replace_attention_processors(module, attention)
+        return replace_vae_attention(module, exact) if part == "vae" else None
 
     return Step(Order.ATTENTION, f"attention {attention.label}", apply)
 

@@ -51,9 +51,11 @@ class StepCacheSettings:
     """What the user asks of a step cache.
 
     Args:
-        kind: one of :data:`KINDS`. threshold: of ``first_block``, the relative change of the first block's result
-            below which the other blocks are skipped, over 0 to 1. interval: of the others, every so many steps are
-            computed, 2 to 10. start, end: share of the steps between which it acts, 0..1.
+        kind: one of :data:`KINDS`.
+        threshold: of ``first_block``, the relative change of the first block's result below which the other blocks are
+            skipped, over 0 to 1.
+        interval: of the others, every so many steps are computed, 2 to 10.
+        start, end: share of the steps between which it acts, 0..1.
         device: one of :data:`DEVICES`, where results are kept between steps.
     """
 

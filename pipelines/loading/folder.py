@@ -122,8 +122,6 @@ def load(
     evicts = make_room is not None or hosted is not None  # the host's other models leave where ours need the room
     require_room(weights, facts.device, facts.total_bytes or None if evicts else free, options)
     progress.check()
-    task = _task(family, folders["transformer"]) if single is None else single.task
-    variant = _variant(family, request, files, progress)
     attention = _attention(request.attention, files["transformer"].config, precision, facts, probes)
     safe = SafeFp16(family.id, facts.device, active=precision.safe)
     convolutions = conv3d_step(abilities(facts, probes), kept_timings(facts, probes))
@@ -138,14 +136,14 @@ def load(
     more = (*storage.decisions(files), *speed.decisions(), *host_memory.decisions(offloader))
     return Pipeline(
         family=family.id,
-        task=task,
+        task=_task(family, folders["transformer"]) if single is None else single.task,
         parts=parts,
         facts=facts,
         precision=precision,
         offloader=offloader,
         tools=_tools(family, folders) if single is None else _tools_of(single),
         configs={name: part.config for name, part in files.items()},
-        variant=variant,
+        variant=_variant(family, request, files, progress),
         source=request.model,
         decisions=(precision.decision, offload, attention.decision, *more),
         speed=speed,

@@ -30,7 +30,7 @@ from ...compat.output_check import (
     fault_in_latents,
     is_flat,
 )
-from ...compat.transforms.attention_vae import frames_attended
+from ...compat.transforms.attention_vae import replace_vae_attention
 from ..base import Pipeline, Progress, StageText
 from ..pictures import signed
 from ..sampling.loop import require_finite
@@ -365,7 +365,7 @@ def _own_copy(pipeline: Pipeline, progress: Progress) -> nn.Module:
     It is not rewritten for the device; only its attention is, since the stock mask of 720p is 20 GB in fp32.
     """
     module = pipeline.parts.readers["vae"](progress).float()
-    frames_attended(module, _attend)
+    replace_vae_attention(module, _attend)
     return module
 
 

@@ -12,7 +12,7 @@ import torch
 from anygpu.compat.transforms import fused_vae
 from anygpu.compat.transforms.conv3d import swap_conv3d
 from anygpu.compat.transforms.conv3d_choice import always
-from anygpu.compat.transforms.conv3d_forms import Form
+from anygpu.compat.transforms.conv3d_forms import Conv3dForm
 from anygpu.compat.transforms.fused_attention import FORM
 from anygpu.compat.transforms.fused_vae import FUSIONS, PUBLISHED, SITE, fuse_vae
 from anygpu.kernels import group_norm
@@ -89,7 +89,7 @@ def test_no_decoder_is_further_from_fp64_than_upstream(name):
         assert ours <= stock * (1 + truth.numel() ** -0.5 * 4) + torch.finfo(torch.float32).eps * truth.norm(), dtype
 
 
-@pytest.mark.parametrize("form", [Form.CHANNELS_LAST, Form.FRAMES])
+@pytest.mark.parametrize("form", [Conv3dForm.CHANNELS_LAST, Conv3dForm.FRAMES])
 @pytest.mark.parametrize("name", all_but(("ltx_vae", "hunyuan_vae"), ("ltx_vae",)))
 def test_the_convolution_gets_the_layout_it_reads(name, form, monkeypatch):
     vae, seen = tiny(name), []
@@ -105,7 +105,7 @@ def test_the_convolution_gets_the_layout_it_reads(name, form, monkeypatch):
 
         monkeypatch.setattr(fused_vae, operation, noted)
     found = decoded(vae, name)
-    assert set(seen) == {"channels_last" if form is Form.CHANNELS_LAST else "frames_first"}
+    assert set(seen) == {"channels_last" if form is Conv3dForm.CHANNELS_LAST else "frames_first"}
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
