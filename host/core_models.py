@@ -24,7 +24,7 @@ from torch import nn
 from ..compat.errors import UnsupportedError
 from ..pipelines.base import ImageCondition, Pipeline, SampleSettings
 from ..pipelines.loading import lora as loras
-from ..pipelines.memory.needs import beside_transformer
+from ..pipelines.memory.estimates import beside_transformer
 from ..pipelines.registry import family_named
 from ..pipelines.sampling.core_sampler import TIME, BlockPatches, Call, velocity
 from .memory_manager import PartPatcher, Shell, comfy_offloader

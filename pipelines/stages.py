@@ -26,7 +26,7 @@ from .families.framepack.sections import Keeper, Remembered
 from .family import Family
 from .grid import check_steps, snap
 from .memory.estimates import Size
-from .memory.fit import fitted_for, recovery
+from .memory.fit import fit_offload, recovery
 from .pictures import checked_frames, fitted, fitted_size
 from .profiling import Stage, running
 from .registry import family_named
@@ -92,7 +92,7 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
     completed = replace(request, max_tokens=limit, image=image)
     texts = {"text": request.text, "negative_text": request.negative}
     with running(TEXT, pipeline, progress, hint=TEXT_HINT):
-        fitted_for(pipeline, "text", None, progress)
+        fit_offload(pipeline, "text", None, progress)
         try:
             for attempt in retries(recovery(pipeline, progress, family.FAMILY.text_parts, TEXT.again)):
                 with attempt:
@@ -346,7 +346,7 @@ def _sample(
 
     with running(SAMPLING, pipeline, progress, settings):
         release_text(pipeline, family_named(pipeline.family).FAMILY)
-        fitted_for(pipeline, "sampling", size, progress)
+        fit_offload(pipeline, "sampling", size, progress)
         for attempt in retries(again, catches=(RuntimeError, NotFinite)):
             with attempt, sampling_speed(pipeline, settings, progress):
                 latents = run()

@@ -35,9 +35,8 @@ from ...compat.transforms.conv3d_choice import kept_timings
 from ...compat.transforms.order import Preparation, attention_step, conv3d_step
 from ..base import Parts, Pipeline, Progress, Silent, Tools
 from ..family import Family
-from ..memory import host as host_memory
 from ..memory.estimates import sizes_of
-from ..memory.fit import offload_options, require_room
+from ..memory.fit import fit_host_memory, host_weight_decisions, offload_options, require_room
 from ..registry import FAMILIES, family_named
 from ..sampling.loop import TRANSFORMER
 from ..speed import SpeedRequest, speed_for
@@ -116,12 +115,12 @@ def load(
     files = _part_files(family, folders, precision, {} if single is None else single.files)
     files = storage.with_storage(files, request, family.text_parts, precision, facts, probes)
     sizes = {name: part.total_bytes for name, part in files.items()}
-    files, host = host_memory.backed(files, facts, _host_room(sum(sizes.values())), swap_free_bytes())
+    files, host = fit_host_memory(files, facts, _host_room(sum(sizes.values())), swap_free_bytes())
     free, weights = free_bytes(facts.device), sizes_of(files.values())
     options = offload_options(request.devices, request.keep_free_gb, request.state, host)
-    evicts = make_room is not None or hosted is not None  # the host's other models leave where ours need the room
-    require_room(weights, facts.device, facts.total_bytes or None if evicts else free, options)
+    require_room(weights, facts.device, facts.total_bytes or None if make_room or hosted else free, options)
     progress.check()
+    variant = _variant(family, request, files, progress)
     attention = _attention(request.attention, files["transformer"].config, precision, facts, probes)
     safe = SafeFp16(family.id, facts.device, active=precision.safe)
     convolutions = conv3d_step(abilities(facts, probes), kept_timings(facts, probes))
@@ -133,7 +132,7 @@ def load(
         request.offload, parts, facts.device, sizes, free=free, make_room=make_room, hosted=hosted, options=options
     )
     speed.settle_offload(offloader.mode, request.offload != AUTO)
-    more = (*storage.decisions(files), *speed.decisions(), *host_memory.decisions(offloader))
+    more = (*storage.decisions(files), *speed.decisions(), *host_weight_decisions(offloader))
     return Pipeline(
         family=family.id,
         task=_task(family, folders["transformer"]) if single is None else single.task,
@@ -143,7 +142,7 @@ def load(
         offloader=offloader,
         tools=_tools(family, folders) if single is None else _tools_of(single),
         configs={name: part.config for name, part in files.items()},
-        variant=_variant(family, request, files, progress),
+        variant=variant,
         source=request.model,
         decisions=(precision.decision, offload, attention.decision, *more),
         speed=speed,

@@ -13,15 +13,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...compat.memory.estimates import PartBytes, part_bytes
+from ...compat.memory.offloader import MODES
 from ...compat.memory.statistics import StageNeed
-from ..base import Pipeline
+from ..base import Pipeline, SampleSettings
 from ..family import Family
 from ..loading.part import PartFiles
 from . import fit_factors
 
 TRANSFORMER, VAE = "transformer", "vae"
 MARGIN = 1.15  # what a forecast may be off by
-MODE_ORDER = ("none", "model", "group", "sequential")  # the fastest first
 REFERENCE_TOKENS = {"ltx": 128, "mochi": 256, "hunyuan_video": 334, "hunyuan_video_15": 160, "framepack": 334}
 HISTORY_TOKENS = 729  # of FramePack's and HunyuanVideo 1.5's pictures
 
@@ -104,7 +104,7 @@ def forecast(pipeline: Pipeline, size: Size, mode: str = "") -> Forecast:
 
 def forecasts(pipeline: Pipeline, size: Size) -> tuple[Forecast, ...]:
     """The forecast of every mode, the fastest first."""
-    return tuple(forecast(pipeline, size, mode) for mode in MODE_ORDER)
+    return tuple(forecast(pipeline, size, mode) for mode in MODES)
 
 
 def latent_shape(pipeline: Pipeline, size: Size) -> tuple[int, int, int]:
@@ -138,6 +138,23 @@ def sampling_terms(pipeline: Pipeline, size: Size) -> tuple[int, int]:
     channels = int(config.get("in_channels", 16))
     item = pipeline.precision.residual.itemsize
     return batch * tokens * width * item, batch * channels * frames * rows * columns * 4
+
+
+def beside_transformer(pipeline: Pipeline, settings: SampleSettings, window: int = 9) -> int:
+    """Bytes that one forward of the transformer needs beside its weights, with the margin of the forecast.
+
+    Args:
+        pipeline: whose transformer it is.
+        settings: with the size of the run.
+        window: latent frames of one section of FramePack.
+    """
+    size = Size(settings.width, settings.height, settings.frames, settings.cfg > 1.0, window)
+    return int(MARGIN * sampling_bytes(pipeline, size))
+
+
+def beside_text(pipeline: Pipeline, part: str) -> int:
+    """Bytes that one forward of a text encoder needs beside its weights, with the margin of the forecast."""
+    return int(MARGIN * text_bytes(pipeline, part))
 
 
 def text_bytes(pipeline: Pipeline, part: str) -> int:

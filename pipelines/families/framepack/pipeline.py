@@ -26,8 +26,8 @@ from ...base import (
 )
 from ...family import Defaults, Family
 from ...grid import MOST_FRAMES, snap_frames
+from ...memory.estimates import beside_transformer
 from ...memory.fit import recovery
-from ...memory.needs import beside_transformer
 from ...sampling.guidance import Guidance
 from ...sampling.loop import denoise, noise_for
 from ...sampling.schedules import Levels, schedule_for

@@ -19,8 +19,8 @@ from ....compat.device.vae_policy import Form
 from ....compat.errors import CheckpointError, InputError
 from ...base import ImageCondition, ImageRequest, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings
 from ...family import Defaults, Family
+from ...memory.estimates import beside_transformer
 from ...memory.fit import recovery
-from ...memory.needs import beside_transformer
 from ...sampling.guidance import Guidance
 from ...sampling.loop import Kept, denoise, noise_for, start_from
 from ...sampling.schedules import Levels, schedule_for

@@ -24,8 +24,8 @@ from ...base import (
     StageText,
 )
 from ...family import Defaults, Family
+from ...memory.estimates import beside_transformer
 from ...memory.fit import recovery
-from ...memory.needs import beside_transformer
 from ...sampling.guidance import Guidance
 from ...sampling.loop import denoise, noise_for, start_from
 from ...sampling.schedules import Levels, Schedule, schedule_for

@@ -25,8 +25,8 @@ from ....compat.memory.hooks import own_tensors
 from ....compat.memory.transfer import Transfer
 from ...base import ImageCondition, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings, StageText
 from ...family import Defaults, Family
+from ...memory.estimates import beside_transformer
 from ...memory.fit import recovery
-from ...memory.needs import beside_transformer
 from ...pictures import unsigned
 from ...sampling.guidance import Guidance
 from ...sampling.loop import Kept, Predict, denoise, noise_for

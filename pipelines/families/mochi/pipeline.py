@@ -12,8 +12,8 @@ from ....compat.device.execution import checked_leaves, execution_device, genera
 from ....compat.device.vae_policy import Form
 from ...base import ImageCondition, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings
 from ...family import Defaults, Family
+from ...memory.estimates import beside_transformer
 from ...memory.fit import recovery
-from ...memory.needs import beside_transformer
 from ...sampling.guidance import Guidance
 from ...sampling.loop import denoise, noise_for, start_from
 from ...sampling.schedules import Levels, schedule_for
