@@ -86,7 +86,7 @@ class SampleFramePack(io.ComfyNode):
             category=CATEGORY,
             description="Denoises a FramePack video section by section. Each finished section is previewed and kept: "
             "after a cancel or a crash the same settings go on after the last finished section.",
-            search_aliases=["framepack", "framepack f1", "long video", "image to video"],
+            search_aliases=["framepack f1", "long video", "image to video"],
             inputs=[
                 Pipeline.Input("pipeline", tooltip="From AnyGPU Load Pipeline, with a FramePack model."),
                 io.MultiType.Input(

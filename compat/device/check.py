@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..checkpoints.weights import declared, read_tensors, write_tensors
 from ..errors import PackError
-from ..precision import DTYPES
+from ..precision import DTYPES, ModelPrecision
 from ..transforms.attention import attention_for, avoided_by
 from ..transforms.attention_chunks import chunked
 from ..transforms.conv3d_choice import Conv3dLayer, choose_by, form_error
@@ -47,11 +47,11 @@ class Check:
         return f"{self.status:<8} {self.name}" + (f": {self.detail}" if self.detail else "")
 
 
-def check(facts: DeviceFacts, store: ProbeStore, families: Mapping[str, str]) -> Iterator[Check]:
+def check(facts: DeviceFacts, store: ProbeStore, families: Mapping[str, ModelPrecision]) -> Iterator[Check]:
     """Each thing tried on the device of ``facts``, as it is tried; the probes are asked anew.
 
     Args:
-        families: family id to title, for what ``auto`` would use.
+        families: title to where its dtypes differ from the common rows, for what ``auto`` would use.
     """
     silent = answers(facts.device)
     yield Check("the device answers", FAILED if silent else PASSED, silent)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
@@ -24,7 +24,7 @@ from ..decision import CHOSEN, Decision
 from ..device.execution import HOST
 from ..errors import InputError, UnsupportedError
 from .attention_processors import full_name
-from .blocks import FORWARDS, OPS, BlockOps
+from .blocks import FORWARDS, OPS, BlockOps, submodule_at, transformer_blocks
 from .fp16 import SAFE_OPS
 from .fp16_layers import Fp32RotaryProcessor
 from .fused_attention import FORM, FusedCross, FusedJoint, gated_feed, half_rope
@@ -37,7 +37,6 @@ MEANINGS: dict[str, str] = {
     TRITON: "fused kernels, or an error that says why not",
     REFERENCE: "the fused operations in plain torch: for comparisons, not faster",
 }
-PARTS = ("transformer_blocks", "single_transformer_blocks")
 UPSTREAM = "diffusers.models."
 TRANSFORMERS = f"{UPSTREAM}transformers."
 RMS_NORMS = (
@@ -131,15 +130,16 @@ def form_for(choice: str, device: torch.device, dtype: torch.dtype, unusable: st
     return ("" if choice == OFF else choice), Decision("kernels", choice, "", CHOSEN)
 
 
-def published_sites(family: str) -> dict[str, int]:
-    """The sites by kind that are fused in the published transformer of a family."""
+def published_sites(published: Iterable[tuple[str, int, bool]]) -> dict[str, int]:
+    """The sites by kind that are fused in a published transformer.
+
+    Args:
+        published: class, count, and whether they leave the text alone, of its blocks.
+    """
     total: Counter[str] = Counter()
-    for name, count in PUBLISHED[family].items():
-        for kind, sites in FUSIONS[name].sites.items():
+    for name, count, alone in published:
+        for kind, sites in (LAST_MOCHI if alone else FUSIONS[name].sites).items():
             total[kind] += count * sites
-    if family == "mochi":  # its last block does not work on its text
-        total.subtract(FUSIONS[next(iter(PUBLISHED[family]))].sites)
-        total.update(LAST_MOCHI)
     return dict(total)
 
 
@@ -170,7 +170,7 @@ def fuse(transformer: nn.Module, form: str = AUTO) -> FusedSites:
         form: one of ``kernels.library.FORMS``.
     """
     fused, whole = FusedSites(form), True
-    for block in _blocks(transformer):
+    for block in transformer_blocks(transformer):
         fusion = FUSIONS.get(full_name(block))
         if fusion is not None and _safe(block):
             whole = _attach_rotation(block, fusion, fused) and whole
@@ -257,12 +257,12 @@ def _unfit(block: Any, fusion: BlockFusion) -> str:
         if reason:
             return f"{path}: {reason}"
     for path in fusion.layers:
-        norm = _at(block, path)
+        norm = submodule_at(block, path)
         if full_name(norm) != LAYER_NORM or norm.weight is not None:
             weighted = "with" if getattr(norm, "weight", None) is not None else "without"
             return f"{path} is a {type(norm).__name__} {weighted} weight"
     for path in fusion.means:
-        norm = _at(block, path)
+        norm = submodule_at(block, path)
         if norm is not None and (full_name(norm) not in RMS_NORMS or getattr(norm, "bias", None) is not None):
             return f"{path} is a {type(norm).__name__}"
     gates = [getattr(block, path).net[0] for path in fusion.gated if getattr(block, path, None) is not None]
@@ -285,17 +285,6 @@ def _unfit_attention(attention: Any) -> str:
         return "its norms differ in eps"
     width = norms[0].weight.shape[0] if norms[0].weight is not None else 0  # type: ignore[union-attr]
     return f"rotary embedding turns pairs, and a head is {width} wide" if width % 2 else ""
-
-
-def _blocks(transformer: nn.Module) -> Iterator[nn.Module]:
-    for name in PARTS:
-        yield from getattr(transformer, name, ())
-
-
-def _at(block: Any, path: str) -> Any:
-    for name in path.split("."):
-        block = getattr(block, name, None)
-    return block
 
 
 _LTX = "transformer_ltx."
@@ -348,19 +337,6 @@ FUSIONS: dict[str, BlockFusion] = {
         means=("norm1.norm", "norm2.norm", "norm3.norm", "norm4.norm"),
         gated=("ff", "ff_context"),
     ),
-}
-PUBLISHED: dict[str, dict[str, int]] = {  # family to the blocks of its published transformer, by class
-    "ltx": {f"{TRANSFORMERS}{_LTX}LTXVideoTransformerBlock": 28},
-    "hunyuan_video": {
-        f"{TRANSFORMERS}{_VIDEO}HunyuanVideoTransformerBlock": 20,
-        f"{TRANSFORMERS}{_VIDEO}HunyuanVideoSingleTransformerBlock": 40,
-    },
-    "hunyuan_video_15": {f"{TRANSFORMERS}transformer_hunyuan_video15.HunyuanVideo15TransformerBlock": 54},
-    "framepack": {
-        f"{TRANSFORMERS}{_VIDEO}HunyuanVideoTransformerBlock": 20,
-        f"{TRANSFORMERS}{_VIDEO}HunyuanVideoSingleTransformerBlock": 40,
-    },
-    "mochi": {f"{TRANSFORMERS}transformer_mochi.MochiTransformerBlock": 48},
 }
 HALVED = (  # rotary tables in which each value stands twice, and which go from here to the blocks as they are
     f"{TRANSFORMERS}{_LTX}LTXVideoRotaryPosEmbed",

@@ -274,5 +274,3 @@ FUSIONS: dict[str, VaeFusion] = {
         ltx_decoder, ("hidden_states", "temb"), (("norm_out", "conv_out"),), "conv_act"
     ),
 }
-PUBLISHED = {"ltx": 39, "hunyuan_video": 29, "hunyuan_video_15": 35, "framepack": 29, "mochi": 38}
-"""Sites in the decoder of a family's published VAE; LTX-Video 0.9.1 and later have other depths."""

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..memory.parts import role_of
 from .attention import Attention
 from .attention_processors import replace_attention_processors
 from .attention_vae import replace_vae_attention
@@ -114,7 +115,7 @@ def conv3d_step(abilities: Mapping[str, Any], timings: Timings | None = None) ->
     """
 
     def apply(part: str, module: nn.Module) -> Undo | None:
-        if part not in ("transformer", "vae"):
+        if role_of(part) not in ("transformer", "vae"):
             return None
         swapped = swap_conv3d(module, choose_by(abilities, timings))
         undo: list[Undo] = [swapped.restore] if swapped.choices else []
@@ -133,7 +134,7 @@ def attention_step(attention: Attention) -> Step:
     exact = Attention("auto", attention.budget_bytes, avoided=attention.avoided)
 
     def apply(part: str, module: nn.Module) -> Undo | None:
-        if part == "transformer":
+        if role_of(part) == "transformer":
             return replace_attention_processors(module, attention)
         return replace_vae_attention(module, exact) if part == "vae" else None
 

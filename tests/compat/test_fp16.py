@@ -16,10 +16,11 @@ import pytest
 import torch
 from anygpu.compat.device.facts import facts_for
 from anygpu.compat.errors import UnsupportedError
-from anygpu.compat.precision import HALF_TEXT, PRECISION, SAFE, precision_for
+from anygpu.compat.precision import PRECISION, SAFE, precision_for
 from anygpu.compat.transforms import fp16_layers
 from anygpu.compat.transforms.fp16 import LEAVES, apply_fp16_safe, fp32_output_works, stored_dtype
 from anygpu.compat.transforms.fp16_layers import HALF, SCALE, SETTINGS, LeafKind, row_scales
+from anygpu.pipelines.registry import FAMILIES
 from torch import nn
 
 WIDTH, HEADS, HEAD, TOKENS, TEXT, FIRST = 128, 2, 64, 64, 20, 16
@@ -375,10 +376,10 @@ def test_a_cpu_has_no_product_that_widens():
 
 @pytest.mark.parametrize("family", ["ltx", "hunyuan_video_15", "mochi"])
 def test_no_t5_is_put_into_fp16(family):
-    assert family not in HALF_TEXT
-    rows = [row for (name, _), row in PRECISION.items() if name in ("*", family)]
-    assert all(row.text is not HALF for row in rows)
+    model = FAMILIES[family].precision
+    assert not model.half_text
+    assert all(row.text is not HALF for row in (*PRECISION.values(), *model.rows.values()))
     turing = replace(facts_for("cpu"), backend="cuda", arch="sm75", arch_class="cuda-old")
     for choice in ("auto", SAFE):
-        chosen = precision_for(family, turing, choice)
+        chosen = precision_for(model, turing, choice)
         assert chosen.safe and chosen.text is torch.float32 and chosen.residual is torch.float32

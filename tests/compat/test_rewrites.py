@@ -13,6 +13,7 @@ from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.compat.transforms import fp16, fp16_layers, fused, fused_attention
 from anygpu.compat.transforms.attention_processors import replace_attention_processors
 from anygpu.compat.transforms.fused import CHOICES, FUSIONS, form_for, fuse
+from anygpu.pipelines.registry import FAMILIES
 from anygpu.pipelines.tiny.recipes import TINY
 from anygpu.pipelines.tiny.weights import randomise
 from compat.test_attention_processors import inputs_of
@@ -58,7 +59,7 @@ def test_every_site_of_a_published_model_is_fused(name):
     before = {id(p) for p in model.parameters()}
     found = fuse(model, REFERENCE)
     assert found.sites.total() == sites and not found.left
-    assert dict(found.sites) == fused.published_sites(family)
+    assert dict(found.sites) == fused.published_sites(FAMILIES[family].published_blocks)
     assert str(found) == f"{sites} of {sites} sites fused (reference)"
     assert {id(p) for p in model.parameters()} == before, "weights were copied"
 
