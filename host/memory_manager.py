@@ -27,7 +27,7 @@ from ..compat.errors import InputError
 from ..compat.memory.adapters import Adapters, adapters_on
 from ..compat.memory.host_weights import DISK
 from ..compat.memory.offloader import HOSTED, OffloadOptions, placement
-from ..compat.memory.parts import Parts
+from ..compat.memory.parts import Parts, StageText
 from ..compat.memory.statistics import MemoryStats, amount
 from ..pipelines.vae.fallback import MEMORY, kind_of
 from . import patches
@@ -460,6 +460,6 @@ def _watcher(part: str, total: int, progress: Any) -> Callable[[int], None] | No
     def moved(size: int) -> None:
         nonlocal done
         done = min(done + size, total)
-        progress.step(done, total, f"moving {part} {amount(done, total)}")
+        progress.step(done, total, StageText("moving", f"{part} {amount(done, total)}", True))
 
     return moved

@@ -19,7 +19,7 @@ from ..compat.device.probe_results import probe_results_of
 from ..compat.errors import CheckpointError, InputError
 from ..compat.memory.estimates import PartBytes
 from ..compat.memory.offloader import Offloader, OffloadOptions, offloader_for
-from ..compat.memory.parts import Hosted, Parts, Reader, Silent
+from ..compat.memory.parts import Hosted, Parts, Reader, Silent, StageText
 from ..compat.memory.statistics import amount
 from ..compat.precision import Precision, precision_for
 from ..compat.transforms.attention import Attention, attention_for, avoided_by
@@ -80,9 +80,12 @@ class PaintPipeline(Hosted):
     """A paint pipeline that is ready to run.
 
     Args:
-        family: ``paint``, ``paint_pbr`` or ``delight``. variant: ``v2-0``, ``turbo``, ``v2-1``.
+        family: ``paint``, ``paint_pbr`` or ``delight``.
+        variant: ``v2-0``, ``turbo``, ``v2-1``.
         parts: ``unet``, ``reference`` (not for delight), ``vae``; ``text_encoder`` or ``image_encoder`` where found.
-        shape: of the UNet. compiled: the blocks of each part that is compiled. decisions: those of loading.
+        shape: of the UNet.
+        compiled: the blocks of each part that is compiled.
+        decisions: those of loading.
         weights: bytes of each part on the device.
     """
 
@@ -128,10 +131,7 @@ def load_paint(
     stored = weights_in(place, "UNet", request.weights)
     kind = _kind(stored)
     config = _config(place)
-    shapes, dropped = networks.without_adapter(kind, stored.shapes)
-    with torch.device("meta"):
-        made = networks.networks_for(kind, config)
-    networks.require_fitting(kind, shapes, made, str(stored.path))
+    made, dropped = _checked_networks(kind, config, stored)
     progress.check()
     facts = facts_for(request.device)
     probes = None if request.state is None else probe_results_of(facts, request.state, request.quiet)
@@ -255,6 +255,15 @@ def _variant(request: PaintRequest, kind: str, stored: Weights) -> str:
     return "turbo" if "turbo" in str(Path(*stored.path.parts[-3:])).lower() else "v2-0"
 
 
+def _checked_networks(kind: str, config: Mapping[str, Any], stored: Weights) -> tuple[dict[str, nn.Module], int]:
+    """The networks on the meta device, which the stored tensors fit, and how many of these are left out."""
+    shapes, dropped = networks.without_adapter(kind, stored.shapes)
+    with torch.device("meta"):
+        made = networks.networks_for(kind, config)
+    networks.require_fitting(kind, shapes, made, str(stored.path))
+    return made, dropped
+
+
 def _config(place: Path) -> Mapping[str, Any]:
     folder = place if place.is_dir() else place.parent
     if (folder / "config.json").is_file():
@@ -291,7 +300,9 @@ def _reader(part: str, total_bytes: int, build: Callable[[Callable[[int], None]]
             nonlocal done
             done += size
             read_bytes = min(done, total_bytes)
-            progress.step(read_bytes, total_bytes, f"reading {part} {amount(read_bytes, total_bytes)}")
+            progress.step(
+                read_bytes, total_bytes, StageText("reading", f"{part} {amount(read_bytes, total_bytes)}", True)
+            )
             progress.check()
 
         with torch.inference_mode(False), torch.no_grad():
@@ -326,7 +337,7 @@ def _unet_reader(
 def _beside(place: Path, name: str) -> Path | None:
     """The folder ``name`` of the checkpoint that a UNet belongs to."""
     folder = place if place.is_dir() else place.parent
-    return next((found for found in (folder.parent / name, folder / name) if found.is_dir()), None)
+    return next((candidate for candidate in (folder.parent / name, folder / name) if candidate.is_dir()), None)
 
 
 def _vae_reader(

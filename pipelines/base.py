@@ -17,8 +17,10 @@ from ..compat.decision import Decision
 from ..compat.memory.offloader import Offloader
 from ..compat.memory.parts import Hosted, Parts
 from ..compat.memory.parts import Silent as Silent
+from ..compat.memory.parts import StageText as StageText
 
 LATENT_VERSION = 1
+ENCODING = StageText("encoding", "prompt")
 
 
 class Progress(Protocol):

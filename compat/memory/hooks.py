@@ -18,7 +18,7 @@ from torch import nn
 
 from ..errors import UnsupportedError
 from .host_weights import pin, views_of
-from .parts import Silent
+from .parts import Silent, StageText
 from .statistics import MemoryStats, amount
 from .transfer import Transfer, send_together, tensors_of, transfer_for
 
@@ -127,8 +127,8 @@ class GroupHooks:
         self._came += host_weight.nbytes
         if now - self._reported >= REPORT_SECONDS:
             self._reported = now
-            done = amount(self._came, self.total_bytes)
-            self.progress.step(self._came, self.total_bytes, f"moving {self.part} {done}")
+            text = f"{self.part} {amount(self._came, self.total_bytes)}"
+            self.progress.step(self._came, self.total_bytes, StageText("moving", text, True))
         return there
 
     def offload(self) -> None:

@@ -11,6 +11,24 @@ Reader = Callable[[Any], nn.Module]
 Prepare = Callable[[str, nn.Module], Callable[[], Any]]
 
 
+class StageText(str):
+    """A stage in words, such as ``moving vae 0.1 of 0.3 GB``, which knows its name and whether it tells its own count.
+
+    Args:
+        name: what times are kept by, such as ``moving``.
+        detail: what is said behind it.
+        counted: whether the detail tells how far it is.
+    """
+
+    name: str
+    counted: bool
+
+    def __new__(cls, name: str, detail: str = "", counted: bool = False) -> StageText:
+        made = super().__new__(cls, f"{name} {detail}" if detail else name)
+        made.name, made.counted = str(getattr(name, "name", name)), counted or getattr(name, "counted", False)
+        return made
+
+
 class Silent:
     """A progress that nobody watches and nobody cancels."""
 

@@ -22,6 +22,7 @@ from ..checkpoints.weights import let_go
 from ..device.execution import HOST
 from ..errors import UnsupportedError
 from .host_weights import views_of
+from .parts import StageText
 from .statistics import MemoryStats, amount
 
 BITS = torch.int16
@@ -243,7 +244,7 @@ def move(
                 done, copied = done + tensor.nbytes, copied + tensor.nbytes * is_copy
                 tensor.data = data
                 if progress is not None:
-                    progress.step(done, total, f"moving {label} {amount(done, total)}")
+                    progress.step(done, total, StageText("moving", f"{label} {amount(done, total)}", True))
                     progress.check()
     except BaseException:
         with torch.inference_mode(False), torch.no_grad():

@@ -152,9 +152,9 @@ class Compilation:
         stock = getattr(plain, "__func__", None)
         if stock is None or hasattr(block, "_hf_hook"):
             raise UnsupportedError(
-                f"compile for a {type(block).__name__} that a residency already moves",
+                f"compile for a {type(block).__name__} that an offloader already moves",
                 expected="a block without offload hooks",
-                fix="Take the residency off, compile, and put it back.",
+                fix="Take the offload off, compile, and put it back.",
             )
         function = self._made.setdefault(stock.__code__, _Function(stock, self.settings))
         mine = vars(block).get("forward")

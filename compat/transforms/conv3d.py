@@ -155,9 +155,9 @@ def _check_free(module: nn.Module, label: str) -> None:
     """Refuse a module whose forward an offloader has wrapped: it would go on calling the one it wrapped."""
     if hasattr(module, "_hf_hook") or "group_offloading" in getattr(_registry(module), "hooks", ()):
         raise UnsupportedError(
-            f"{label} has the hooks of a residency on it",
-            expected="a part that no residency holds",
-            fix="Take the residency off, swap or restore, and add it again.",
+            f"{label} has the hooks of an offloader on it",
+            expected="a part that no offloader holds",
+            fix="Take the offload off, swap or restore, and add it again.",
         )
 
 

@@ -252,9 +252,9 @@ def _require_bare(transformer: nn.Module) -> None:
         # a registry without hooks stays behind wherever diffusers' cache context was entered once
         if hasattr(module, "_hf_hook") or getattr(getattr(module, "_diffusers_hook", None), "hooks", None):
             raise UnsupportedError(
-                f"safe fp16 for a {type(transformer).__name__} that a residency already moves",
+                f"safe fp16 for a {type(transformer).__name__} that an offloader already moves",
                 expected="a transformer without offload hooks",
-                fix="Take the residency off, apply, and put it back.",
+                fix="Take the offload off, apply, and put it back.",
             )
         if hasattr(module, SETTINGS):
             raise UnsupportedError(

@@ -162,7 +162,8 @@ class SafeFp16:
     """The rewrite of one pipeline's transformer, until it is abandoned.
 
     Args:
-        family: a family id. device: where the transformer will run; it is asked once for fp32-output products.
+        family: a family id.
+        device: where the transformer will run; it is asked once for fp32-output products.
         active: whether the transformer is rewritten when it is next read.
     """
 

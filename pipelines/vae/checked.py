@@ -17,7 +17,7 @@ from ...compat.device.execution import HOST, checked_leaves, execution_device
 from ...compat.device.facts import empty_cache, first_line
 from ...compat.device.quirks import policy_for
 from ...compat.device.vae_policy import Form, checked_form, convolution_switches, straightened, tiled
-from ...compat.errors import UnsupportedError
+from ...compat.errors import UnsupportedError, remember
 from ...compat.memory.transfer import Transfer, casts_wrongly, transfer_for
 from ...compat.output_check import (
     BROKEN,
@@ -31,7 +31,7 @@ from ...compat.output_check import (
     is_flat,
 )
 from ...compat.transforms.attention_vae import frames_attended
-from ..base import Pipeline, Progress
+from ..base import Pipeline, Progress, StageText
 from ..pictures import signed
 from ..sampling.loop import require_finite
 from .fallback import KERNEL, MEMORY, following, kind_of
@@ -248,8 +248,8 @@ class Passes(Beginning):
         if kind == MEMORY:
             other = "decode again with method auto" if self.method == FULL else "make a smaller or shorter video"
             advice = f"What went in is kept: choose offload model or group on the load node, or {other}."
-            told = f"{text}; found no room for {stage} {self.attempt}; expected more free memory. {advice}"
-            return type(error)(told)
+            found, expected = f"{text}; no room for {stage} {self.attempt}", "more free memory"
+            return type(error)(remember(f"{found}; expected {expected}. {advice}", found, expected, advice))
         if not kind or (kind == KERNEL and self.device.type == HOST.type):
             return None
         found = f"the VAE failed ({text})" if kind == KERNEL else f"the VAE gave {text}"
@@ -290,7 +290,10 @@ class Share:
     def step(self, done: int, total: int, stage: str, preview: Callable[[], torch.Tensor] | None = None) -> None:
         """Report ``done`` of ``total`` in this part as a share of the whole."""
         self.whole.step(
-            self.index * total + done, self.count * total, f"{stage} part {self.index + 1} of {self.count}", preview
+            self.index * total + done,
+            self.count * total,
+            StageText(stage, f"part {self.index + 1} of {self.count}", True),
+            preview,
         )
 
     def check(self) -> None:

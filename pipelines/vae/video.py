@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from ...compat.device.execution import generator_for
 from ...compat.device.vae_policy import Form
-from ..base import Pipeline, Progress, SampleSettings
+from ..base import Pipeline, Progress, SampleSettings, StageText
 from ..pictures import unsigned
 from ..sampling.loop import Kept
 from .checked import decoding, encoding
@@ -43,7 +43,9 @@ def encoded(
     """
     from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
-    distribution = DiagonalGaussianDistribution(encoded_moments(pipeline, frames, progress, "encoding video", tile))
+    distribution = DiagonalGaussianDistribution(
+        encoded_moments(pipeline, frames, progress, StageText("encoding", "video"), tile)
+    )
     latents: torch.Tensor = distribution.mode() if mode else distribution.sample(generator_for(seed))
     return latents
 

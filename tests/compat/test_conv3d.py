@@ -409,7 +409,7 @@ def test_refuses_what_comes_too_late_or_too_early() -> None:
     with pytest.raises(UnsupportedError, match="Sequential 0 is swapped already"):
         swap_conv3d(model, Form.MATMUL)
     accelerate.cpu_offload(model, execution_device="cpu")
-    with pytest.raises(UnsupportedError, match="hooks of a residency"):
+    with pytest.raises(UnsupportedError, match="hooks of an offloader"):
         swapped.restore()
     accelerate.hooks.remove_hook_from_module(model, recurse=True)
     swapped.restore()

@@ -126,6 +126,7 @@ def test_the_device_that_is_meant_is_waited_for(monkeypatch, kind):
 def test_locked_memory_is_given_back_where_torch_can(monkeypatch, kind, asked):
     current, given = None if kind is None else SimpleNamespace(type=kind), []
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_named: current)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: given.append(True), raising=False)
     device.empty_host_cache()
     assert given == asked

@@ -336,7 +336,7 @@ def test_a_second_rewrite_and_one_under_a_offloader_are_refused():
         apply_fp16_safe(model, "ltx")
     hooked = Model(block_of(CASES["ltx"])[0].float())
     hooked.proj_out._hf_hook = object()
-    with pytest.raises(UnsupportedError, match="that a residency already moves"):
+    with pytest.raises(UnsupportedError, match="that an offloader already moves"):
         apply_fp16_safe(hooked, "ltx")
 
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from anygpu.compat.errors import parts_of
 from anygpu.pipelines.base import SampleSettings
 from anygpu.pipelines.memory.shortage import Shortage, lowered, shortage_explained, shortage_in
 from anygpu.pipelines.registry import FAMILIES
@@ -75,6 +76,7 @@ def test_the_error_keeps_torch_s_class_and_cause(kind):
         raise kind(CUDA)
     first, second = str(told.value).splitlines()
     assert "; expected about 20% of that. Set offload to group" in first and "lower frames from 97 to 17" in first
+    assert parts_of(str(told.value))["expected"] == "about 20% of that"
     assert second.startswith("CUDA out of memory") and isinstance(told.value.__cause__, kind)
 
 

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from ....compat.errors import InputError
-from ...base import FramePackSettings, Latents, Progress
+from ...base import FramePackSettings, Latents, Progress, StageText
 from ...pictures import unsigned
 
 TEMPORAL_RATIO = 4
@@ -229,7 +229,7 @@ class Portion:
 
     def step(self, done: int, total: int, stage: str, preview: Callable[[], torch.Tensor] | None = None) -> None:
         """Report ``done`` of ``total`` in this part as a share of the whole."""
-        name = f"{stage} section {self.index + 1} of {self.count}" if self.count > 1 else stage
+        name = StageText(stage, f"section {self.index + 1} of {self.count}", True) if self.count > 1 else stage
         self.whole.step(self.index * total + done, self.count * total, name, preview)
 
     def check(self) -> None:

@@ -23,7 +23,7 @@ from ....compat.device.execution import HOST, checked_leaves, execution_device, 
 from ....compat.device.vae_policy import Form
 from ....compat.memory.hooks import own_tensors
 from ....compat.memory.transfer import Transfer
-from ...base import ImageCondition, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings
+from ...base import ImageCondition, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings, StageText
 from ...family import Defaults, Family
 from ...memory.estimates import beside_transformer
 from ...memory.fit import recovery
@@ -181,7 +181,7 @@ def encode_video(pipeline: Pipeline, frames: torch.Tensor, seed: int, progress: 
     from diffusers import LTXPipeline
     from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
-    found = encoded_moments(pipeline, frames, progress, "encoding video")
+    found = encoded_moments(pipeline, frames, progress, StageText("encoding", "video"))
     drawn = DiagonalGaussianDistribution(found[MOMENTS]).sample(generator_for(seed))
     return LTXPipeline._normalize_latents(drawn, found[MEAN], found[STD], _scaling(pipeline))
 
