@@ -58,7 +58,7 @@ def paint_needs(
         view_size: pixels.
         views: cameras; 0 takes what the models were taught.
         guided: two rows a step; None as published.
-        mode: of our own offload; by default the pipeline's own.
+        mode: of our own offloader; by default the pipeline's own.
         references: pictures of the object.
     """
     mode = mode or str(pipeline.offloader.mode)

@@ -16,7 +16,6 @@ from ..compat.memory.statistics import stage_cost
 from ..compat.transforms.order import Order, Step
 from .base import Latents, Pipeline, Progress, SampleSettings
 from .memory.shortage import shortage_explained
-from .registry import family_named
 
 RANGE = "anygpu"  # begins the name of every range of ours
 
@@ -102,12 +101,11 @@ def running(
         size: has the width, height and frames that ran out; None for a stage that they do not matter to.
         hint: a way out that only this stage has.
     """
-    family = family_named(pipeline.family).FAMILY
     profile = getattr(pipeline.speed, "profile", None)
     with (
         nullcontext() if profile is None else profile.stage(stage.range),
         stage_cost(pipeline, stage.cost, progress),
-        shortage_explained(pipeline, family, stage.title, size, hint),
+        shortage_explained(pipeline, pipeline.spec, stage.title, size, hint),
     ):
         yield
 

@@ -29,7 +29,7 @@ from ...compat.transforms import compile as compiling
 from ..base import Pipeline, Progress
 from ..loading.part import PartFiles
 from ..vae.fallback import MEMORY, kind_of
-from .estimates import MARGIN, TRANSFORMER, VAE, Size, forecast
+from .estimates import MARGIN, TRANSFORMER, VAE, Size, forecast, transformer_bytes
 
 GIVEN_UP = "_anygpu_given_up"  # on an error that every way on was tried for
 SPARE = 1.05  # of what a forecast says, before a mode is taken
@@ -179,7 +179,7 @@ def fit_offload(pipeline: Pipeline, stage: str, size: Size | None, progress: Pro
 def recovery(
     pipeline: Pipeline,
     progress: Progress,
-    parts: tuple[str, ...] = (TRANSFORMER,),
+    parts: tuple[str, ...] = (),
     told: str = "sampling ran out of memory: goes on {}, from the last finished step",
 ) -> Callable[[BaseException], bool]:
     """What a stage asks after an error: whether to try again, with more room.
@@ -188,9 +188,10 @@ def recovery(
     nothing of that is left, it is tried once more: what took the room may have been another program.
 
     Args:
+        parts: those that come in pieces; none means the transformers.
         told: what is said, with a place for what was done.
     """
-    parts = tuple(part for part in parts if part in pipeline.parts.readers)
+    parts = tuple(part for part in parts or pipeline.spec.transformers if part in pipeline.parts.readers)
     once_more = True
 
     def again(error: BaseException) -> bool:
@@ -239,8 +240,8 @@ def _need(pipeline: Pipeline, stage: str, size: Size | None, mode: str) -> int:
     found = {need.name: need for need in forecast(pipeline, whole, mode).stages}
     need = found[stage].total if stage in found else 0
     if size is None:  # the transformer comes next
-        need = max(need, weights[TRANSFORMER].resident(mode, TRANSFORMER))
-    stays = weights[TRANSFORMER].total + weights[VAE].total if mode == "none" else 0
+        need = max(need, transformer_bytes(pipeline, mode))
+    stays = transformer_bytes(pipeline, mode) + weights[VAE].total if mode == "none" else 0
     return max(need, stays + (found["sampling"].activations if stays and size is not None else 0))
 
 

@@ -13,7 +13,7 @@ import torch
 from ...compat.device.facts import free_bytes
 from ...compat.errors import remember
 from ..base import Latents, Pipeline, SampleSettings
-from ..family import Family
+from ..family import FamilySpec
 from ..grid import SMALLEST_SIDE
 from ..vae.fallback import MEMORY, kind_of
 
@@ -59,7 +59,7 @@ def shortage_in(error: BaseException, free: int | None = None) -> Shortage:
 
 @contextmanager
 def shortage_explained(
-    pipeline: Pipeline, family: Family, stage: str, size: Latents | SampleSettings | None, hint: str = ""
+    pipeline: Pipeline, family: FamilySpec, stage: str, size: Latents | SampleSettings | None, hint: str = ""
 ) -> Iterator[None]:
     """Out-of-memory errors of the block, of their own class, with what to lower and by how much in their text.
 
@@ -86,7 +86,7 @@ def shortage_explained(
 
 
 def lowered(
-    pipeline: Pipeline, family: Family, size: Latents | SampleSettings | None, short: Shortage, hint: str = ""
+    pipeline: Pipeline, family: FamilySpec, size: Latents | SampleSettings | None, short: Shortage, hint: str = ""
 ) -> list[str]:
     """The ways out, the cheapest first: working memory grows with frames and with the area of a frame.
 
@@ -101,11 +101,11 @@ def lowered(
     return [fixes[0][0].upper() + fixes[0][1:], *fixes[1:]]
 
 
-def _smaller(family: Family, size: Latents | SampleSettings, short: Shortage) -> list[str]:
+def _smaller(family: FamilySpec, size: Latents | SampleSettings, short: Shortage) -> list[str]:
     """What to lower of a size, each by itself enough."""
     fixes, width, height, frames = [], size.width, size.height, size.frames
     fewer = max(1, 1 + (int(frames * short.share) - 1) // family.stride * family.stride)
-    if fewer < frames and family.id != "framepack":  # whose sections are as long whatever the video is
+    if fewer < frames and not family.sections:  # whose sections are as long whatever the video is
         fixes.append(f"lower frames from {frames} to {fewer}")
     side = math.sqrt(short.share)
     smaller = tuple(

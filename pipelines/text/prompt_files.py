@@ -14,7 +14,7 @@ from ...compat.errors import CheckpointError
 from ..base import Pipeline, Prompt
 from ..latents import musubi
 from ..latents.store import PROMPT, Origin
-from ..registry import FAMILIES, family_named
+from ..registry import FAMILIES
 
 PROMPT_VERSION = 1
 EMBEDS, NEGATIVE, SECTION = "embeds", "negative", "section"
@@ -64,7 +64,7 @@ def require_text_encoder(pipeline: Pipeline) -> None:
     Raises:
         CheckpointError: names what is missing, and what stands in for it.
     """
-    family = family_named(pipeline.family).FAMILY
+    family = pipeline.spec
     missing = [part for part in family.text_parts if part not in pipeline.parts.readers]
     if missing:
         raise CheckpointError(

@@ -16,7 +16,7 @@ from torch.nn import functional
 from ...compat.device.execution import HOST, checked_leaves, execution_device
 from ...compat.device.facts import empty_cache, first_line
 from ...compat.device.quirks import policy_for
-from ...compat.device.vae_policy import Form, checked_form, convolution_switches, straightened, tiled
+from ...compat.device.vae_policy import METHODS, Form, checked_form, convolution_switches, straightened, tiled
 from ...compat.errors import UnsupportedError, remember
 from ...compat.memory.transfer import Transfer, casts_wrongly, transfer_for
 from ...compat.output_check import (
@@ -30,12 +30,12 @@ from ...compat.output_check import (
     fault_in_latents,
     is_flat,
 )
-from ...compat.transforms.attention_vae import frames_attended
+from ...compat.transforms.attention_vae import replace_vae_attention
 from ..base import Pipeline, Progress, StageText
 from ..pictures import signed
 from ..sampling.loop import require_finite
 from .fallback import KERNEL, MEMORY, following, kind_of
-from .plan import CAUSAL, CHUNKED, FULL, ON_CPU, STREAMING, Beginning, ratios_of
+from .plan import CHUNKED, FULL, ON_CPU, STREAMING, Beginning
 from .tiled import Way, Work
 
 LEAVES_PER_REPORT = 8
@@ -69,7 +69,7 @@ class Passes(Beginning):
         self.pipeline, self.coder, self.progress, self.method = pipeline, coder, progress, form.method
         self.policy, self.device = policy_for(pipeline.facts), execution_device(pipeline.offloader, part="vae")
         self.automatic = pipeline.precision.automatic
-        self.ratios, self.size = ratios_of(pipeline), size
+        self.ratios, self.size = pipeline.spec.ratios, size
         self.cell = self.ratios[0]
         self._open: ExitStack | None = None
         self._vae: Any = None
@@ -315,12 +315,12 @@ def decoding(
         InputError: an unknown method, or a tile, overlap or count out of range. UnsupportedError: a method that this
             family's decoder cannot do.
     """
-    spatial, temporal = ratios_of(pipeline)
+    spatial, temporal = pipeline.spec.ratios
     form = checked_form(form or Form(), spatial)
-    if form.method == CHUNKED and pipeline.family not in CAUSAL:
+    if form.method == CHUNKED and not pipeline.spec.causal_decoder:
         raise UnsupportedError(
-            f"decode method {CHUNKED!r} for {pipeline.family}, whose decoder does not only look back",
-            expected=f"one of {', '.join(CAUSAL)}",
+            f"decode method {CHUNKED!r} for {pipeline.family}, whose decoder looks ahead",
+            expected=f"one of {', '.join(method for method in METHODS if method != CHUNKED)}",
             fix=f"Choose {STREAMING}, which is exact for every family, or auto.",
         )
     size = shape[2] * temporal, shape[3] * spatial, shape[4] * spatial  # decoders cut frames off at the very end
@@ -365,7 +365,7 @@ def _own_copy(pipeline: Pipeline, progress: Progress) -> nn.Module:
     It is not rewritten for the device; only its attention is, since the stock mask of 720p is 20 GB in fp32.
     """
     module = pipeline.parts.readers["vae"](progress).float()
-    frames_attended(module, _attend)
+    replace_vae_attention(module, _attend)
     return module
 
 

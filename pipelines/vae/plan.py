@@ -17,7 +17,6 @@ from .fallback import Allowed, Attempt
 from .layerwise import SIDES
 
 AUTO, FULL, TILED, CHUNKED, STREAMING, ON_CPU = METHODS
-CAUSAL = ("mochi", "hunyuan_video_15")  # families whose decoder never looks ahead; see .chunked_decode
 CHUNKS = (8, 4, 2, 1)  # latent frames
 PLANES = 4  # activations that a streamed decode has in host memory at once
 
@@ -49,7 +48,7 @@ class Beginning:
         if form.tile and tiles:
             tiles = tuple(side for side in (form.tile, *tiles) if side <= form.tile)
         start = self._first_tile(size, form.tile or tile) if method in (AUTO, TILED) else 0
-        causal = decodes and self.pipeline.family in CAUSAL and method in (AUTO, TILED, CHUNKED)
+        causal = decodes and self.pipeline.spec.causal_decoder and method in (AUTO, TILED, CHUNKED)
         latent_frames = (size[0] - 1) // self.ratios[1] + 1
         chunks: tuple[int, ...] = tuple(count for count in CHUNKS if count < latent_frames) if causal else ()
         if form.frames and causal:
@@ -115,7 +114,7 @@ class Beginning:
 
     def _streamed_frames(self, size: tuple[int, int, int]) -> int:
         """Latent frames per chunk of a streamed decode: as many as were asked; else all, or one on a small host."""
-        if self.pipeline.family not in CAUSAL or not self.pipeline.weights:
+        if not self.pipeline.spec.causal_decoder or not self.pipeline.weights:
             return 0
         planes = plane_bytes(self.pipeline, Size(size[2], size[1], size[0])) * PLANES
         return self.form.frames or int(planes > host_free_bytes())
@@ -154,14 +153,6 @@ class Beginning:
         frames, rows, columns = self.size
         at = self.attempt
         return attempt_bytes(self.pipeline, Size(columns, rows, frames), at.frames, at.tile, at.stream)
-
-
-def ratios_of(pipeline: Pipeline) -> tuple[int, int]:
-    """Pixels per latent row and column, and pixel frames per latent frame."""
-    from ..registry import family_named  # which imports every family, and those import this file
-
-    spatial, temporal = family_named(pipeline.family).ratios(pipeline)
-    return int(spatial), int(temporal)
 
 
 def room_on(pipeline: Pipeline, device: torch.device) -> int | None:
