@@ -10,7 +10,7 @@ import torch
 from einops import rearrange, reduce
 from torch import Tensor, nn
 
-from ..device.execution import HOST, execution_device
+from ..device.execution import HOST, hooked_device
 from ..memory.hooks import misplaced, weights_on
 from .conv3d_choice import Conv3dChoice
 from .conv3d_forms import Conv3dForm, Geometry, convolve, padded
@@ -161,7 +161,7 @@ def _aligned(x: Tensor, leaf: SwappedConv3d) -> Tensor:
     """
     if x.device == leaf.weight.device:
         return x
-    device = execution_device(modules=(leaf,), host=leaf.weight.device)
+    device = hooked_device(leaf) or leaf.weight.device
     if x.device == device or hasattr(leaf, "weights_on"):
         return x
     if device.type in (HOST.type, torch.device("meta").type):

@@ -211,7 +211,7 @@ def test_compile_with_auto_does_without_a_host_that_it_cannot_have(tiny_folder):
 
     def hosted(*_: Any) -> Any:
         asked.append("host")
-        raise AssertionError("the host's residency was taken")
+        raise AssertionError("the host's offloader was taken")
 
     compiled = SpeedRequest(compile=CompileSettings(backend="eager"))
     path = tiny.build("ltx", tiny_folder)
