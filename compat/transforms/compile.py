@@ -21,6 +21,7 @@ from torch import nn
 
 from ..device.execution import COMPILED
 from ..errors import InputError, UnsupportedError
+from .blocks import transformer_blocks
 from .fp16_layers import SETTINGS
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,6 @@ WITH_OFFLOAD: dict[str, str] = {  # offload to why compile is refused with it; e
     "sequential": "it moves weights between the layers of a block, so that no block is one graph",
     "comfyui": "it streams weights between the layers of a block, so that no block is one graph",
 }
-BLOCKS = ("transformer_blocks", "single_transformer_blocks")
 VAE_BLOCKS = (
     "HunyuanVideoResnetBlockCausal3D",
     "HunyuanVideo15ResnetBlock",
@@ -260,8 +260,7 @@ class _Function:
 
 def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
     """The repeated blocks of a transformer, or of a VAE."""
-    blocks = [block for name in BLOCKS for block in getattr(module, name, ())]
-    yield from blocks or (one for one in module.modules() if type(one).__name__ in VAE_BLOCKS)
+    yield from list(transformer_blocks(module)) or (one for one in module.modules() if type(one).__name__ in VAE_BLOCKS)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..device.facts import DeviceFacts
 from ..errors import UnsupportedError
 from .attention_processors import full_name
-from .blocks import FORWARDS, OPS, BlockOps
+from .blocks import BLOCK_LISTS, FORWARDS, OPS, BlockOps, submodule_at, transformer_blocks
 from .fp16_layers import (
     FULL,
     HALF,
@@ -41,7 +41,6 @@ UPSTREAM = "diffusers.models.transformers."
 SAFE_OPS = BlockOps(operand_dtype=HALF)
 SUMS_SWITCH = "allow_fp16_accumulation"  # of torch.backends.cuda.matmul, for the whole process
 SUMS_BACKENDS: Mapping[str, str] = {"cuda": "cuBLAS sums fp16 products in fp16 where it is allowed (torch 2.7)"}
-BLOCKS = ("transformer_blocks", "single_transformer_blocks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +94,7 @@ def apply_fp16_safe(
     fp32_output = bool((facts or {}).get("fp32_output", False))
     applied, done, left = AppliedFp16(Fp16Report(family, {}, {}, fp32_output)), Counter[str](), Counter[str]()
     halves: set[int] = set()
-    for block in _blocks(transformer):
+    for block in transformer_blocks(transformer):
         leaves = LEAVES.get(full_name(block).removeprefix(UPSTREAM))
         reason = f"{full_name(block)} is not a class this knows" if leaves is None else _unfit(block, leaves)
         if leaves is None or reason:
@@ -116,7 +115,7 @@ def apply_fp16_safe(
 
 def stored_dtype(name: str, shape: tuple[int, ...]) -> torch.dtype:
     """The dtype in which the tensor ``name`` of a checkpoint is best read: fp16 for matrices of blocks, else fp32."""
-    return HALF if len(shape) == 2 and name.startswith(BLOCKS) and name.endswith(".weight") else FULL
+    return HALF if len(shape) == 2 and name.startswith(BLOCK_LISTS) and name.endswith(".weight") else FULL
 
 
 def fp32_output_works(device: torch.device) -> bool:
@@ -223,7 +222,7 @@ def _attach_leaves(
     """Rewrite the leaves of ``block``; the ids of the parameters that are to be fp16."""
     made: dict[str, nn.Module] = {}
     for path, kind in leaves.items():
-        around: Any = _at(block, path)
+        around: Any = submodule_at(block, path)
         if around is None:
             continue
         leaf = _bare(around)
@@ -262,7 +261,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype, keep: bool, applied: AppliedFp16) 
 def _unfit(block: nn.Module, leaves: Mapping[str, LeafKind]) -> str:
     """Why ``block`` cannot be rewritten; empty when it can."""
     for path in leaves:
-        leaf: Any = _bare(_at(block, path))
+        leaf: Any = _bare(submodule_at(block, path))
         if leaf is None:
             continue
         if type(leaf) is not nn.Linear:
@@ -275,24 +274,9 @@ def _unfit(block: nn.Module, leaves: Mapping[str, LeafKind]) -> str:
     return ""
 
 
-def _at(block: nn.Module, path: str) -> nn.Module | None:
-    """The submodule at ``path``; None where this configuration of the block has none."""
-    module: Any = block
-    for name in path.split("."):
-        module = module[int(name)] if name.isdigit() else getattr(module, name, None)
-        if module is None:
-            return None
-    return module  # type: ignore[no-any-return]
-
-
 def _bare(module: Any) -> Any:
     """The layer itself, inside what an adapter put around it."""
     return getattr(module, "base_layer", module)
-
-
-def _blocks(transformer: nn.Module) -> Iterator[nn.Module]:
-    for name in BLOCKS:
-        yield from getattr(transformer, name, ())
 
 
 def _require_bare(transformer: nn.Module) -> None:

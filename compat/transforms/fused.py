@@ -24,7 +24,7 @@ from ..decision import CHOSEN, Decision
 from ..device.execution import HOST
 from ..errors import InputError, UnsupportedError
 from .attention_processors import full_name
-from .blocks import FORWARDS, OPS, BlockOps
+from .blocks import FORWARDS, OPS, BlockOps, submodule_at, transformer_blocks
 from .fp16 import SAFE_OPS
 from .fp16_layers import Fp32RotaryProcessor
 from .fused_attention import FORM, FusedCross, FusedJoint, gated_feed, half_rope
@@ -37,7 +37,6 @@ MEANINGS: dict[str, str] = {
     TRITON: "fused kernels, or an error that says why not",
     REFERENCE: "the fused operations in plain torch: for comparisons, not faster",
 }
-PARTS = ("transformer_blocks", "single_transformer_blocks")
 UPSTREAM = "diffusers.models."
 TRANSFORMERS = f"{UPSTREAM}transformers."
 RMS_NORMS = (
@@ -171,7 +170,7 @@ def fuse(transformer: nn.Module, form: str = AUTO) -> FusedSites:
         form: one of ``kernels.library.FORMS``.
     """
     fused, whole = FusedSites(form), True
-    for block in _blocks(transformer):
+    for block in transformer_blocks(transformer):
         fusion = FUSIONS.get(full_name(block))
         if fusion is not None and _safe(block):
             whole = _attach_rotation(block, fusion, fused) and whole
@@ -258,12 +257,12 @@ def _unfit(block: Any, fusion: BlockFusion) -> str:
         if reason:
             return f"{path}: {reason}"
     for path in fusion.layers:
-        norm = _at(block, path)
+        norm = submodule_at(block, path)
         if full_name(norm) != LAYER_NORM or norm.weight is not None:
             weighted = "with" if getattr(norm, "weight", None) is not None else "without"
             return f"{path} is a {type(norm).__name__} {weighted} weight"
     for path in fusion.means:
-        norm = _at(block, path)
+        norm = submodule_at(block, path)
         if norm is not None and (full_name(norm) not in RMS_NORMS or getattr(norm, "bias", None) is not None):
             return f"{path} is a {type(norm).__name__}"
     gates = [getattr(block, path).net[0] for path in fusion.gated if getattr(block, path, None) is not None]
@@ -286,17 +285,6 @@ def _unfit_attention(attention: Any) -> str:
         return "its norms differ in eps"
     width = norms[0].weight.shape[0] if norms[0].weight is not None else 0  # type: ignore[union-attr]
     return f"rotary embedding turns pairs, and a head is {width} wide" if width % 2 else ""
-
-
-def _blocks(transformer: nn.Module) -> Iterator[nn.Module]:
-    for name in PARTS:
-        yield from getattr(transformer, name, ())
-
-
-def _at(block: Any, path: str) -> Any:
-    for name in path.split("."):
-        block = getattr(block, name, None)
-    return block
 
 
 _LTX = "transformer_ltx."

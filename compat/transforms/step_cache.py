@@ -18,6 +18,7 @@ from torch import nn
 
 from ..device.execution import COMPILED, HOST
 from ..errors import InputError, UnsupportedError
+from .blocks import transformer_blocks
 
 FIRST_BLOCK, TAYLOR, PYRAMID, AUTO = "first_block", "taylor", "pyramid", "auto"
 KINDS: dict[str, str] = {
@@ -34,7 +35,6 @@ SHARED = {PYRAMID: "it keeps one result for both branches of guidance"}
 INSIDE = "it acts inside of a block, and a compiled block is one graph"
 ATTENTIONS = r"(single_)?transformer_blocks\.\d+\.attn[12]?"  # diffusers' own patterns miss the numbered names
 WARM_UP = 2  # steps that an extrapolation needs
-BLOCKS = ("transformer_blocks", "single_transformer_blocks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ def require_usable(settings: StepCacheSettings, transformer: nn.Module, cfg: flo
             expected="cfg 1, or another kind",
             fix=f"Choose kind {FIRST_BLOCK} or set cfg to 1.",
         )
-    if settings.kind != FIRST_BLOCK and any(hasattr(block, COMPILED) for block in _blocks(transformer)):
+    if settings.kind != FIRST_BLOCK and any(hasattr(block, COMPILED) for block in transformer_blocks(transformer)):
         raise UnsupportedError(
             f"step cache {settings.kind!r} with compile: {INSIDE}",
             expected=f"kind {FIRST_BLOCK}, or compile off",
@@ -276,13 +276,8 @@ class _Active:
         self.undo.append(partial(delattr, unit, "forward") if mine is None else partial(setattr, unit, "forward", mine))
 
 
-def _blocks(transformer: nn.Module) -> Iterator[nn.Module]:
-    for name in BLOCKS:
-        yield from getattr(transformer, name, ())
-
-
 def _units(transformer: nn.Module, kind: str) -> Iterator[nn.Module]:
-    for block in _blocks(transformer):
+    for block in transformer_blocks(transformer):
         if kind == FIRST_BLOCK:
             yield block
             continue
