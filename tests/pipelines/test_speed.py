@@ -151,7 +151,7 @@ def test_first_block_works_with_compiled_blocks(tiny_folder, recorded):
     ("preset", "asked", "error", "said"),
     [
         ("slow", StepCacheSettings(), InputError, "preset 'slow'"),
-        ("fast", StepCacheSettings("mag"), UnsupportedError, "step cache kind 'mag' for ltx"),
+        ("fast", StepCacheSettings("mag"), UnsupportedError, "step cache kind 'mag' for LTX-Video"),
         ("custom", StepCacheSettings(threshold=2.0), InputError, "threshold 2; expected 1e-06 to 1"),
         ("custom", StepCacheSettings(interval=1), InputError, "interval 1"),
         ("fast", StepCacheSettings(start=0.5, end=0.5), InputError, "start 0.5 at or after end 0.5"),
