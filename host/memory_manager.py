@@ -22,10 +22,10 @@ from torch import nn
 
 from ..compat.checkpoints.packed import outlined
 from ..compat.device.execution import HOST
+from ..compat.failures import MEMORY, kind_of
 from ..compat.memory.host_weights import DISK
 from ..compat.memory.offloader import Terms, amount
 from ..compat.memory.statistics import MemoryStats
-from ..pipelines.vae.fallback import MEMORY, kind_of
 from . import patches
 from .casting import CastLeaf, bytes_of, fixed_tensors, make_native, make_plain, send, send_home
 

@@ -17,12 +17,12 @@ import torch
 from ...compat.device.execution import HOST
 from ...compat.device.facts import GIBIBYTE, empty_cache, facts_for, free_bytes
 from ...compat.errors import InputError, PackError, UnsupportedError
+from ...compat.failures import MEMORY, kind_of
 from ...compat.memory.host_weights import HostWeights
 from ...compat.memory.offloader import Terms, on_device
 from ...compat.memory.statistics import amount_of
 from ...compat.transforms import compile as compiling
 from ..base import Pipeline, Progress
-from ..vae.fallback import MEMORY, kind_of
 from .estimates import MARGIN, MODE_ORDER, TRANSFORMER, VAE, Size, Weights, forecast
 from .host import note
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 
 from ...compat.device.facts import free_bytes
+from ...compat.failures import MEMORY, kind_of
 from ..base import Latents, Pipeline, SampleSettings
 from ..family import Family
 from ..grid import SMALLEST_SIDE
-from ..vae.fallback import MEMORY, kind_of
 
 UNITS = {"bytes": 1, "B": 1, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3, "KB": 1e3, "MB": 1e6, "GB": 1e9}
 ASKED = re.compile(r"tried to allocate ([\d.]+) (\w+)", re.IGNORECASE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from ....compat.errors import InputError
-from ...base import FramePackSettings, Latents, Progress
+from ...base import FramePackSettings, Latents
 from ...pictures import unsigned
 
 TEMPORAL_RATIO = 4
@@ -217,28 +217,6 @@ class Remembered:
         self.standing = standing
         if self.beyond is not None:
             self.beyond.keep(key, index, count, latents, standing)
-
-
-@dataclass(frozen=True, slots=True)
-class Portion:
-    """The progress of one of ``count`` equal parts of a work."""
-
-    whole: Progress
-    index: int
-    count: int
-
-    def step(self, done: int, total: int, stage: str, preview: Callable[[], torch.Tensor] | None = None) -> None:
-        """Report ``done`` of ``total`` in this part as a share of the whole."""
-        name = f"{stage} section {self.index + 1} of {self.count}" if self.count > 1 else stage
-        self.whole.step(self.index * total + done, self.count * total, name, preview)
-
-    def check(self) -> None:
-        """Raise when the user has cancelled."""
-        self.whole.check()
-
-    def notify(self, text: str) -> None:
-        """One line that the user should read."""
-        self.whole.notify(text)
 
 
 def spans(lengths: Sequence[int], window: int, inverted: bool) -> list[slice]:
