@@ -74,10 +74,12 @@ def report(arguments: argparse.Namespace) -> int:
 
 def _kernels(arguments: argparse.Namespace) -> int:
     """Print what each fused operation gives on the device; 1 where one is wrong."""
+    import torch
+
     from .compat.device.facts import facts_for
 
     facts = facts_for(arguments.device)
-    print(f"{facts}: {fused.why_here(facts.device)}")
+    print(f"{facts}: {fused.form_for(fused.AUTO, facts.device, torch.bfloat16)[1]}")
     for family in fused.PUBLISHED:
         sites = fused.published_sites(family)
         kinds = ", ".join(f"{count} {kind}" for kind, count in sites.items())
@@ -123,27 +125,25 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float]:
 
     from .pipelines import stages
     from .pipelines.base import FramePackSettings, PromptRequest, SampleSettings
-    from .pipelines.loading.folder import LoadRequest, load
+    from .pipelines.loading.folder import load
+    from .pipelines.requests import load_request
     from .pipelines.speed import with_step_cache
 
-    request = LoadRequest(
-        Path(arguments.model),
-        _path(arguments.base),
-        _path(arguments.image_encoder),
-        arguments.variant,
-        arguments.precision,
-        arguments.offload,
-        arguments.device,
-        tuple(map(Path, arguments.search)),
-        attention=arguments.attention,
+    request = load_request(
+        vars(arguments),
+        _path(arguments.profile),
+        model=Path(arguments.model),
+        base=_path(arguments.base),
+        image_encoder=_path(arguments.image_encoder),
+        device=arguments.device,
+        search=tuple(map(Path, arguments.search)),
         state=Path(arguments.state).expanduser(),
-        speed=_speed(arguments),
     )
     with torch.no_grad(), request.speed.traced():
         pipeline = _adapted(load(request, progress), arguments, progress)
         pipeline = with_step_cache(pipeline, arguments.step_cache, step_cache.StepCacheSettings())
-        for note in pipeline.notes:
-            progress.notify(note)
+        for decision in pipeline.decisions:
+            progress.notify(str(decision))
         image, pictures = _images(pipeline, arguments, progress)
         prompt = stages.encode_prompt(
             pipeline,
@@ -186,19 +186,6 @@ def _adapted(pipeline: Any, arguments: argparse.Namespace, progress: Any) -> Any
     for text in arguments.lora:
         pipeline = with_lora(pipeline, *named(text), "separate", progress)
     return pipeline
-
-
-def _speed(arguments: argparse.Namespace) -> Any:
-    """What ``--kernels``, ``--compile`` and ``--profile`` ask for."""
-    from .pipelines.profiling import Profile
-    from .pipelines.speed import SpeedRequest
-
-    asked = None
-    if arguments.compile:
-        asked = compiling.CompileSettings(arguments.compile_mode, arguments.compile_dynamic, vae=arguments.compile_vae)
-    profile = _path(arguments.profile)
-    traces = None if profile is None else Profile(profile)
-    return SpeedRequest(arguments.kernels, asked, traces, arguments.fp16_accumulation)
 
 
 def demo(arguments: argparse.Namespace) -> int:

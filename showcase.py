@@ -119,7 +119,7 @@ def run(folder: Path, notify: Callable[[str], None]) -> int:
         notify(
             f"{family}: {folder / f'{family}.mp4'}, {len(checks)} checks, {verdict}, {time.monotonic() - began:.1f} s"
         )
-        lines.append(_section(family, pipeline.notes, checks))
+        lines.append(_section(family, tuple(map(str, pipeline.decisions)), checks))
     began, checks = time.monotonic(), demo.show(folder)
     wrong, verdict = _verdict(checks)
     failed += wrong

@@ -248,7 +248,8 @@ def inputs_of(case: Case, cls: str, rotation: str, dtype: torch.dtype, rope: Cal
 def counted(case: Case, way: str) -> Counted:
     """One step of ``case`` in ``way``: fp32, bf16, ``safe`` (products that come out in fp32) or ``scaled``."""
     from anygpu.compat.transforms.attention_processors import attended
-    from anygpu.compat.transforms.fp16 import Turns, apply_fp16_safe
+    from anygpu.compat.transforms.fp16 import apply_fp16_safe
+    from anygpu.compat.transforms.fp16_layers import Turns
 
     total, dtype = Counted(), torch.bfloat16 if way == "bf16" else torch.float32
     for count, cls, arguments, rotation in case.blocks:

@@ -150,8 +150,8 @@ def latents_for(pipeline: Any, side: int = 128, frames: int = 4) -> Latents:
 
 
 def _diffusers(folder: Path) -> Any:
-    from anygpu.tests.heavy import build_heavy
     from diffusers import LTXPipeline
+    from heavy import build_heavy
 
     pipe = LTXPipeline.from_pretrained(build_heavy("ltx", folder), local_files_only=True)
     pipe.set_progress_bar_config(disable=True)

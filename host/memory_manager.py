@@ -262,9 +262,14 @@ class Managed:
         self._short: dict[str, int] = {}  # by part, bytes that it turned out to need beside its estimate
         self._refused: dict[str, int] = {}  # those that were not to be had as it moved: until a stage with it is done
 
-    def __repr__(self) -> str:
+    @property
+    def placed(self) -> str:
+        """Mode and devices in words."""
         apart = "".join(f", {part} on {place}" for part, place in self.terms.devices.items() if place != self.device)
-        return f"offload {self.mode} on {self.device}{apart}"
+        return f"{self.mode} on {self.device}{apart}"
+
+    def __repr__(self) -> str:
+        return f"offload {self.placed}"
 
     @property
     def device(self) -> torch.device:

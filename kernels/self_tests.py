@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import activation, group_norm, norm, residual, rope
-from .library import AUTO, DTYPES, launches
+from .library import AUTO, DTYPES, failures_raise, launches
 from .terms import LAYER, RMS, Gate, GroupNorm, Modulation, Norm, Pair, Tables
 
 # In eps of the dtype. fp32: sums in another order and the device's own exp and rsqrt; 16 bits: half for rounding, and
@@ -67,13 +67,12 @@ def _tried(
     bound = ALLOWED[dtype] * torch.finfo(dtype).eps
     started = time.perf_counter()
     try:
-        launched = launches(torch.empty(0, dtype=dtype, device=device), form)
-        found = [tensor.cpu() for tensor in _all(call(form=form))]
-    except (RuntimeError, ImportError, OSError, TypeError, ValueError, AttributeError) as error:
-        # A toolchain can be broken in any way: whatever it raises is the answer, and it belongs to this operation.
-        return SelfTest(
-            name, dtype, False, float("inf"), bound, 0.0, f"{type(error).__name__}: {error}".splitlines()[0]
-        )
+        with failures_raise():
+            launched = launches(torch.empty(0, dtype=dtype, device=device), form)
+            found = [tensor.cpu() for tensor in _all(call(form=form))]
+    except Exception as error:  # a toolchain breaks in any way; TritonError and PTXASError are plain Exceptions
+        fault = f"{type(error).__name__}: {error}".splitlines()[0]
+        return SelfTest(name, dtype, False, float("inf"), bound, 0.0, fault)
     spent = 1e3 * (time.perf_counter() - started)
     pairs = zip(found, _all(reference()), strict=True)
     worst = max(float((a.double() - b).abs().max() / b.abs().max()) for a, b in pairs)

@@ -11,7 +11,7 @@ from ..host.progress import NodeProgress
 from ..pipelines.latents import musubi, musubi_items
 from ..pipelines.latents import store as latent_store
 from ..pipelines.text import prompt_files
-from .sockets import CATEGORY, Image, Prompt
+from .inputs import CATEGORY, Image, Prompt
 
 FILES = f"{CATEGORY}/files"
 
@@ -155,13 +155,13 @@ class RecoverLatents(io.ComfyNode):
     @classmethod
     def fingerprint_inputs(cls, kept: str) -> Any:
         """Changes when another sampling is the newest."""
-        return kept_stamp(kept)
+        return recovery.stamp(kept)
 
     @classmethod
     def execute(cls, kept: str) -> io.NodeOutput:
         """The latents."""
         progress = NodeProgress(cls.hidden.unique_id)
-        latent = recovered(kept, progress.notify)
+        latent = recovery.load(kept, progress.notify)
         progress.finish(latent_store.described(latent))
         return io.NodeOutput(latent)
 
@@ -284,6 +284,3 @@ class SaveMusubiCache(io.ComfyNode):
         paths = musubi_items.save_item(folder, item, latent, prompt, caption, dtype, cut, progress.notify)
         progress.finish("\n".join(map(saved.shown, paths)))
         return io.NodeOutput()
-
-
-kept_stamp, recovered = recovery.stamp, recovery.load  # the input of one node is named as the module

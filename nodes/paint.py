@@ -8,19 +8,20 @@ from ..compat import precision
 from ..compat.memory import offloader
 from ..compat.transforms import attention
 from ..compat.transforms.compile import MOST_CACHED
-from ..host import folders, memory_manager, meshes, painting, preview
+from ..host import memory_manager, meshes, painting, preview
 from ..host.api import GraphBuilder, io
 from ..host.painting import PaintProgress
+from ..host.requests import paint_request
 from ..paint import texturing
-from ..paint.loading import VARIANTS, PaintRequest, load_paint
-from ..paint.networks.compile import CACHE_LIMIT, settings_for
+from ..paint.loading import VARIANTS, load_paint
+from ..paint.networks.compile import CACHE_LIMIT
 from ..paint.networks.weights import CHOICES as WEIGHTS
 from ..paint.pictures import cut_out
 from ..paint.sampling.delight import DelightSettings, delight_images
 from ..paint.sampling.painting import PaintInputs, PaintSettings, latents_of, paint_views, to_latent
 from ..paint.sampling.solvers import SCHEDULERS, SPACINGS
-from .meshes import CATEGORY
-from .sockets import DEFAULT, SEED_LIMIT, Cameras, Paint
+from .inputs import DEFAULT, SEED_LIMIT, Cameras, Paint
+from .mesh import CATEGORY
 
 LICENCE = (
     "The weights are Tencent's, under its Hunyuan 3D community licence: not for use in the EU, the UK and South Korea, "
@@ -128,20 +129,11 @@ class LoadPaintPipeline(io.ComfyNode):
         return painting.model_stamp(model)
 
     @classmethod
-    def execute(
-        cls, model: str, precision: str, offload: str, variant: str = "auto", weights: str = "auto", vae: str = "auto",
-        image_encoder: str = "auto", attention: str = "auto", compile: bool = False, dynamo_cache_size_limit: int = CACHE_LIMIT,
-    ) -> io.NodeOutput:
+    def execute(cls, **inputs: Any) -> io.NodeOutput:
         """The pipeline."""
         progress = PaintProgress(cls.hidden.unique_id)
-        request = PaintRequest(
-            painting.paint_path(model), "auto", variant, weights, painting.provider_path(vae),
-            painting.provider_path(image_encoder), precision, offload, attention, memory_manager.compute_device(),
-            state=folders.state_folder(),
-            compiled=settings_for(dynamo_cache_size_limit) if compile else None,
-        )
-        pipeline = load_paint(request, progress, memory_manager.make_room, memory_manager.managed)
-        progress.finish("\n".join((f"{pipeline.family} {pipeline.variant}, {pipeline.facts}", *pipeline.notes)))
+        pipeline = load_paint(paint_request(inputs), progress, memory_manager.make_room, memory_manager.managed)
+        progress.finish("\n".join((f"{pipeline.family} {pipeline.variant}, {pipeline.facts}", *map(str, pipeline.decisions))))
         return io.NodeOutput(pipeline)
 
 
@@ -200,9 +192,9 @@ class DelightImage(io.ComfyNode):
         progress = PaintProgress(cls.hidden.unique_id)
         solver = "euler_ancestral" if scheduler == "auto" else scheduler
         settings = DelightSettings(size, steps, image_guidance, seed, solver, correct=correct)
-        found = delight_images(pipeline, cut_out(image, mask), settings, recenter, progress)
-        progress.finish(f"{len(found)} of {size}x{size}")
-        return io.NodeOutput(found)
+        pictures = delight_images(pipeline, cut_out(image, mask), settings, recenter, progress)
+        progress.finish(f"{len(pictures)} of {size}x{size}")
+        return io.NodeOutput(pictures)
 
 
 class PaintViews(io.ComfyNode):

@@ -1,9 +1,11 @@
-"""The nodes that sample latents."""
+"""The nodes that sample latents, and the one that skips work between their steps."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from ..compat.transforms import step_cache
+from ..compat.transforms.step_cache import StepCacheSettings
 from ..host import recovery
 from ..host.api import io
 from ..host.progress import NodeProgress
@@ -11,7 +13,8 @@ from ..pipelines import stages
 from ..pipelines.base import FramePackSettings, SampleSettings
 from ..pipelines.decisions import in_short
 from ..pipelines.latents import convert as latent_format
-from .sockets import CATEGORY, DEFAULT, Image, Pipeline, Prompt, sampling_inputs, size_inputs
+from ..pipelines.speed import with_step_cache
+from .inputs import CATEGORY, DEFAULT, Image, Pipeline, Prompt, sampling_inputs, size_inputs
 
 
 class Sample(io.ComfyNode):
@@ -136,3 +139,65 @@ class SampleFramePack(io.ComfyNode):
         latents = stages.sample_framepack(pipeline, encoded, image, chosen, framepack, progress, keeper)
         progress.finish(f"{latents.width}x{latents.height}, {latents.frames} frames at {latents.fps:g} fps", in_short(pipeline))
         return io.NodeOutput(latent_format.to_core(latents))
+
+
+class StepCache(io.ComfyNode):
+    """Skip work between steps."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """The node's inputs and outputs."""
+        return io.Schema(
+            node_id="AnyGPUStepCache",
+            display_name="AnyGPU Step Cache",
+            category=CATEGORY,
+            description="Skips parts of steps that change little, for all samplings of this pipeline that follow. Faster and "
+            "lossy: the video changes. How much was skipped is said under the sample node.",
+            search_aliases=["TeaCache", "FasterCache", "first block cache", "FBCache", "TaylorSeer", "pyramid attention broadcast"],
+            inputs=[
+                Pipeline.Input("pipeline", tooltip="From AnyGPU Load Pipeline. It stays as it is: only the output has the cache."),
+                io.Combo.Input(
+                    "preset", options=list(step_cache.PRESET_CHOICES), default="balanced",
+                    tooltip="off: every step is whole. "
+                    + " ".join(f"{name}: threshold {t:g}, interval {n}." for name, (t, n) in step_cache.PRESETS.items())
+                    + " custom: the two numbers below.",
+                ),
+                io.Combo.Input(
+                    "kind", options=list(step_cache.KINDS), default="auto",
+                    tooltip=" ".join(f"{kind}: {meaning}." for kind, meaning in step_cache.KINDS.items())
+                    + " A kind that does nothing on the loaded family is one line when you run it.",
+                ),
+                io.Float.Input(
+                    "threshold", default=0.1, min=0.0, max=1.0, step=0.01,
+                    tooltip="custom, first_block: relative change of the first block's result below which the rest is skipped.",
+                ),
+                io.Int.Input(
+                    "interval", default=3, min=2, max=10, tooltip="custom, taylor and pyramid: every so many steps are computed.",
+                ),
+                io.Float.Input(
+                    "start_percent", default=0.0, min=0.0, max=1.0, step=0.01, advanced=True,
+                    tooltip="Share of the steps after which it may skip.",
+                ),
+                io.Float.Input(
+                    "end_percent", default=1.0, min=0.0, max=1.0, step=0.01, advanced=True,
+                    tooltip="Share of the steps after which every step is whole again.",
+                ),
+                io.Combo.Input(
+                    "cache_device", options=list(step_cache.DEVICES), default="device", advanced=True,
+                    tooltip="Where results are kept between steps. cpu: costs copies each step, saves memory on the device.",
+                ),
+            ],
+            outputs=[Pipeline.Output(display_name="pipeline")],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def execute(
+        cls, pipeline: Any, preset: str, start_percent: float, end_percent: float, cache_device: str, **settings: Any,
+    ) -> io.NodeOutput:
+        """The pipeline with the cache."""
+        progress = NodeProgress(cls.hidden.unique_id)
+        chosen = StepCacheSettings(**settings, start=start_percent, end=end_percent, device=cache_device)
+        caching = with_step_cache(pipeline, preset, chosen)
+        progress.finish(f"step cache {caching.step_cache or 'off'}")
+        return io.NodeOutput(caching)

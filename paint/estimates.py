@@ -8,14 +8,13 @@ what a vendor's library takes for itself comes on top.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..compat.device.execution import HOST
+from ..compat.memory.estimates import PartBytes, part_bytes
 from ..compat.memory.statistics import StageNeed
 from .networks.layers import FED_TOKENS
 from .networks.pbr import MATERIALS
@@ -24,8 +23,6 @@ from .networks.vae import REDUCTION
 BLOCK = re.compile(r"^(.*?\.\d+)\.")
 MARGIN = 1.15  # what a forecast may be off by
 MODES = ("none", "model", "group", "sequential")  # the fastest first
-BY_BLOCK = ("unet", "text_encoder")  # under offload group; other parts come layer by layer
-WHOLE = "image_encoder"  # in every mode
 ENCODED, DECODED = 644, 768  # features per pixel that the VAE has alive at its peak
 TAUGHT_SIZE, TAUGHT_VIEWS = 512, 6
 STEPPING = {False: "painting", True: "delighting"}
@@ -46,32 +43,10 @@ LOOKING = Copies(7.0, 24.9)  # the reference stream, with what it keeps
 ATTENDED, KEPT = 16.7, 8.4  # copies of the reference's own map while it is attended to, and all the time
 
 
-@dataclass(frozen=True, slots=True)
-class PartBytes:
-    """Bytes of one part on the device: all of it, its largest block, its largest layer."""
-
-    total: int
-    block: int
-    layer: int
-
-    @classmethod
-    def of(cls, entries: Mapping[str, int]) -> PartBytes:
-        """From the bytes of each tensor by name."""
-        blocks: dict[str, int] = {}
-        layers: dict[str, int] = {}
-        for name, size in entries.items():
-            layer = name.rpartition(".")[0]
-            found = BLOCK.match(name)
-            block = found[1] if found else layer
-            layers[layer] = layers.get(layer, 0) + size
-            blocks[block] = blocks.get(block, 0) + size
-        return cls(sum(entries.values()), max(blocks.values(), default=0), max(layers.values(), default=0))
-
-    def resident(self, mode: str, part: str) -> int:
-        """Bytes on the device at once under ``mode``."""
-        if mode in ("none", "model") or part == WHOLE:
-            return self.total
-        return self.block if mode == "group" and part in BY_BLOCK else self.layer
+def paint_bytes(entries: Mapping[str, int]) -> PartBytes:
+    """The bytes of a part from those of its tensors by name; what is outside the blocks moves as blocks of its own."""
+    size = part_bytes(entries, BLOCK)
+    return PartBytes(size.total, max(size.block, size.outer), size.layer)
 
 
 def paint_needs(
@@ -152,19 +127,3 @@ def decoding_bytes(height: int, width: int, dtype: torch.dtype) -> int:
 def asked(activations: int) -> int:
     """Bytes to keep free for a forward whose activations are forecast."""
     return int(activations * MARGIN)
-
-
-@contextmanager
-def costed(pipeline: Any, stage: str, progress: Any) -> Iterator[None]:
-    """The block as a stage of the pipeline's account: peak, traffic and time, told to a progress that shows them."""
-    memory_stats = getattr(pipeline.offloader, "memory_stats", None)
-    if memory_stats is None:
-        yield
-        return
-    offloader = pipeline.offloader
-    with memory_stats.stage(stage, f"{pipeline.family} {pipeline.variant}", offloader.mode, offloader.device) as cost:
-        yield
-        cost.mode = offloader.mode
-    told = getattr(progress, "cost", None)
-    if told is not None and offloader.device.type != HOST.type:
-        told(str(cost))

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from ..compat.decision import Decision
 from ..compat.memory.parts import Hosted, Parts
 from ..compat.memory.parts import Silent as Silent
 
@@ -83,9 +84,10 @@ class Pipeline(Hosted):
     """A pipeline that is ready to run: what it is, its parts, and what was decided for this device.
 
     ``tools`` are the small things beside the modules (tokenizers, scheduler, image processors), read on first use.
-    ``configs`` are the parts' own ``config.json`` contents. ``notes`` are the sentences said while loading.
+    ``configs`` are the parts' own ``config.json`` contents. ``decisions`` are those of loading, in order.
     ``speed`` is what makes it faster, ``step_cache`` what its samplings skip (``pipelines.speed``). ``weights`` are the
     bytes of each part, for forecasts (``pipelines.memory.estimates``). ``probes`` keeps what is learned of the device.
+    ``storage`` is the choice of storage of each part whose weights are kept smaller than they compute.
     """
 
     family: str
@@ -98,11 +100,12 @@ class Pipeline(Hosted):
     configs: Mapping[str, Mapping[str, Any]]
     variant: str
     source: Path
-    notes: tuple[str, ...] = ()
+    decisions: tuple[Decision, ...] = ()
     speed: Any = None
     step_cache: Any = None
     weights: Mapping[str, Any] = field(default_factory=dict)
     probes: Any = None
+    storage: Mapping[str, str] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"<{self.family} {self.variant} {self.source.name!r}: {self.precision}; {self.offloader}>"

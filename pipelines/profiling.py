@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from ..compat.device.execution import COMPILED, HOST
+from ..compat.device.execution import COMPILED
+from ..compat.memory.statistics import stage_cost
 from ..compat.transforms.order import Order, Step
 from .base import Latents, Pipeline, Progress, SampleSettings
 from .memory.shortage import shortage_explained
@@ -101,24 +102,14 @@ def running(
         size: has the width, height and frames that ran out; None for a stage that they do not matter to.
         hint: a way out that only this stage has.
     """
-    offloader: Any = pipeline.offloader
     family = family_named(pipeline.family).FAMILY
     profile = getattr(pipeline.speed, "profile", None)
-    memory_stats = getattr(offloader, "memory_stats", None)
-    cost = None
-    with ExitStack() as stack:
-        if profile is not None:
-            stack.enter_context(profile.stage(stage.range))
-        if memory_stats is not None:
-            name = f"{pipeline.family} {pipeline.variant}"
-            cost = stack.enter_context(memory_stats.stage(stage.cost, name, offloader.mode, offloader.device))
-        stack.enter_context(shortage_explained(pipeline, family, stage.title, size, hint))
+    with (
+        nullcontext() if profile is None else profile.stage(stage.range),
+        stage_cost(pipeline, stage.cost, progress),
+        shortage_explained(pipeline, family, stage.title, size, hint),
+    ):
         yield
-        if cost is not None:
-            cost.mode = offloader.mode
-    notify_cost = getattr(progress, "cost", None)  # of those who show it: a node's text, the terminal
-    if cost is not None and notify_cost is not None and cost.device != HOST.type:
-        notify_cost(str(cost))
 
 
 def ranged(part: str, module: nn.Module) -> Callable[[], None] | None:

@@ -21,6 +21,7 @@ import torch
 from aiohttp.test_utils import TestClient, TestServer
 from anygpu.compat.device.probe_store import OK, ProbeResult, ProbeStore
 from anygpu.compat.memory.statistics import MemoryStats
+from anygpu.compat.transforms.compile import CompileSettings
 from anygpu.paint import loading as paint_loading
 from anygpu.pipelines import tiny
 from anygpu.pipelines.base import Latents
@@ -33,7 +34,7 @@ from anygpu.pipelines.memory.estimates import Size, forecast
 from paint import stored
 
 WEB = Path(__file__).resolve().parent.parent / "web"
-STOOD_IN = ("server", "folders", "memory_manager", "recovery", "model_files", "painting")
+STOOD_IN = ("server", "requests", "folders", "memory_manager", "recovery", "model_files", "painting")
 SERVER = ("routes", "forecast", "panel", "runs")
 TRAVERSALS = [
     "../../etc/passwd",
@@ -312,7 +313,7 @@ def test_a_forecast_times_nothing_on_a_device_that_was_asked(pack, tiny_folder, 
     def timed(*_: Any, **__: Any) -> Any:
         raise AssertionError("timed")
 
-    backed = importlib.import_module("anygpu.compat.device.copy_timing")
+    backed = importlib.import_module("anygpu.compat.device.timed_choice")
     monkeypatch.setattr(backed, "CLOCKED", ("cpu",))
     monkeypatch.setattr(backed, "milliseconds", timed)
     quiet, real = [], loading.probe_results_of
@@ -345,6 +346,7 @@ def test_a_pipeline_that_leads_nowhere_is_not_forecast(pack, tiny_folder, link):
         ({"precision": "fp8"}, "precision 'fp8'"),
         ({"attention": "sage"}, "attention 'sage' on CPU"),
         ({"kernels": "x"}, "kernels 'x'"),
+        ({"fp16_accumulation": True}, "fp16_accumulation on cpu"),
         ({"keep_free_gb": -1.0}, "keep_free_gb -1.0"),
         ({"keep_free_gb": -2}, "keep_free_gb -2.0"),
         ({"base": "../LTX-Video"}, "no model '../LTX-Video'"),
@@ -362,6 +364,18 @@ def test_what_a_graph_cannot_do_is_told_in_three_parts(pack, tiny_folder, inputs
     else:
         assert status == 200 and card["error"]["found"].startswith(found), card
     assert card["error"]["expected"] and card["error"]["fix"]
+
+
+def test_every_choice_of_a_load_node_reaches_the_forecast(pack, tiny_folder, monkeypatch):
+    """Whatever the node asks of loading, the panel asks too; only a trace is not begun for a forecast."""
+    weights_on(pack, tiny_folder, "ltx", "LTX-Video")
+    forecasting, asked = importlib.import_module("anygpu.host.server.forecast"), []
+    monkeypatch.setattr(forecasting, "load", lambda request, **_: asked.append(request) or load(request))
+    chosen = {"compile": True, "compile_mode": "max-autotune-no-cudagraphs", "compile_dynamic": "all"}
+    chosen |= {"compile_cache_size": 3, "compile_vae": True, "profile": True}
+    pack.ask("POST", "/anygpu/graph", json=graph_of(**chosen))
+    assert asked[0].speed.compile == CompileSettings("max-autotune-no-cudagraphs", "all", 3, vae=True)
+    assert asked[0].speed.profile is None
 
 
 @pytest.mark.parametrize("path", TRAVERSALS)

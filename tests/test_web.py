@@ -76,8 +76,8 @@ def test_every_error_splits_into_the_three_parts_that_a_notice_shows():
 
 def test_what_is_expected_never_ends_early():
     """A full stop and a space inside ``expected=`` would be taken for the end of it."""
-    sources = [*(ROOT / "compat").glob("*.py"), *(ROOT / "pipelines").glob("*.py"), *(ROOT / "host").glob("*.py")]
-    for source in (*sources, *(ROOT / "paint").glob("*.py")):
+    sources = [file for room in ("compat", "host", "paint", "pipelines") for file in (ROOT / room).rglob("*.py")]
+    for source in sources:
         for text in re.findall(r'expected=f?"([^"]*)"', source.read_text(encoding="utf-8")):
             assert ". " not in text and not text.endswith("."), f"{source.name}: {text}"
 

@@ -2,7 +2,7 @@
 import { copyButton, make, style } from "./elements.mjs";
 import { jumpTo, titleOf } from "./jump.mjs";
 
-/** The parts of "found; expected this. Do that."; the whole text as `found` where it has another form. */
+/** The parts of "found; expected this. Do that."; the whole text as `found` if it has another form. */
 export function parts(message) {
   const text = message.trim();
   const match = /^(.*?); expected (.*?)\. (.+)$/s.exec(text);
@@ -12,12 +12,12 @@ export function parts(message) {
 const HELP = "https://github.com/anygpu/anygpu/blob/main/docs/troubleshooting.md";
 const MEMORY = /OutOfMemoryError$/;
 
-/** Take the notice away. */
+/** Remove the notice. */
 export function dismiss() {
   document.querySelector(".anygpu-toast")?.remove();
 }
 
-/** Show the error of a run; one notice at a time, the newest. */
+/** Show the error of a run. Only the newest notice is shown. */
 export function show({ exception_message: message, exception_type: type, node_id: node, node_type: kind }) {
   style();
   dismiss();
@@ -27,7 +27,7 @@ export function show({ exception_message: message, exception_type: type, node_id
   const close = make("button", { type: "button", class: "anygpu-close", "aria-label": "Close", onclick: dismiss }, "×");
   const jump = make("button", { type: "button", class: "anygpu-button anygpu-main" }, `Go to ${title}`);
   jump.addEventListener("click", () => {
-    if (!jumpTo(node)) jump.textContent = "This node is gone";
+    if (!jumpTo(node)) jump.textContent = "This node no longer exists";
   });
   const heading = MEMORY.test(type) ? "Out of memory" : "Stopped";
   const notice = make(

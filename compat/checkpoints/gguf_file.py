@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, PackError
 from ..packages import imported
 from .headers import MOST_AXES, TensorEntry, possible_shape, unreadable
 
@@ -82,6 +82,8 @@ def gguf_header(path: Path) -> tuple[dict[str, TensorEntry], dict[str, Any]]:
             if header.take(min(4, header.left)) != MAGIC:
                 raise _damaged(path, "another beginning" if status.st_size else "0 bytes")
             return _declared(path, header, (status.st_size, status.st_mtime_ns))
+    except PackError:
+        raise
     except OSError as error:
         raise unreadable(path, error) from error
     except (ValueError, struct.error, OverflowError) as error:  # UnicodeDecodeError is a ValueError

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, PackError
 
 HEADER_LIMIT_BYTES = 100_000_000  # the safetensors library's own limit
 MOST_AXES = 16
@@ -117,6 +117,8 @@ def entries_and_notes(path: Path) -> tuple[dict[str, TensorEntry], dict[str, str
         raise CheckpointError(
             f"no file {str(path)!r}", expected="a safetensors file", fix="Download this file again."
         ) from error
+    except PackError:  # CheckpointError is an OSError too: what it says is better than what follows
+        raise
     except OSError as error:  # a folder, a loop of links, no permission
         raise unreadable(path, error) from error
     except (ValueError, RecursionError) as error:

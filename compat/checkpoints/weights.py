@@ -12,14 +12,14 @@ import math
 import mmap
 import os
 import sys
-import tempfile
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, PackError
 from .gguf_file import decoded_rows
 from .headers import STORED, TensorEntry, damaged, declared, header_of, unreadable
 
@@ -155,6 +155,8 @@ def read_tensors(
                     else:
                         tensors[name] = _arranged(_read_one(file, entry, dtype, advance), entry)
                 _require_unchanged(file, mine[0][1])
+        except PackError:
+            raise
         except OSError as error:
             raise unreadable(path, error) from error
     return tensors
@@ -173,20 +175,25 @@ def let_go(tensor: torch.Tensor) -> None:
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> Path:
     """Write a safetensors file whole or not at all, and return its path.
 
-    The file is written beside its destination and renamed, so that a crash or a full disk leaves the old one.
+    The file is written beside its destination, to the disk and not only to the system's cache, and renamed, so that
+    a crash, a power cut or a full disk leaves the old one.
     """
     from safetensors.torch import save_file
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    os.close(descriptor)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")
     try:
+        temporary.touch()
+        mode = temporary.stat().st_mode  # as this user's files have; safetensors would keep others from reading it
         save_file(
             {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, temporary, dict(metadata)
         )
-        os.replace(temporary, path)
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())
+        temporary.chmod(mode)
+        temporary.replace(path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     return path
 

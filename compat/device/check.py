@@ -14,7 +14,8 @@ from torch import Tensor
 from ..checkpoints.weights import declared, read_tensors, write_tensors
 from ..errors import PackError
 from ..precision import DTYPES
-from ..transforms.attention import attention_for, avoided_by, chunked
+from ..transforms.attention import attention_for, avoided_by
+from ..transforms.attention_chunks import chunked
 from ..transforms.conv3d_choice import Layer, choose_by, form_error
 from ..transforms.conv3d_forms import Form, Geometry, covers
 from .facts import DeviceFacts, answers, first_line
@@ -101,8 +102,8 @@ def _forms(facts: DeviceFacts, store: ProbeStore, used: set[str]) -> Iterator[Ch
     """Every form of every kind of Conv3d; that the chosen one is right is what counts."""
     chooser = choose_by(abilities(facts, store))
     for name, dtype in DTYPES.items():
-        for subject, (kernel, stride) in LAYERS.items():
-            layer = Layer(subject, 32, 32, kernel, Geometry(stride), dtype)
+        for kind, (kernel, stride) in LAYERS.items():
+            layer = Layer(kind, 32, 32, kernel, Geometry(stride), dtype)
             forms = [form for form in Form if covers(form, kernel, layer.geometry)]
             right = [form for form in forms if form_error(form, layer, facts.device) is not None]
             choice = chooser(layer)
@@ -110,7 +111,7 @@ def _forms(facts: DeviceFacts, store: ProbeStore, used: set[str]) -> Iterator[Ch
             wrong = [form.value for form in forms if form not in right]
             detail = f"{taken.value} is taken" + (f"; not right here: {', '.join(wrong)}" if wrong else "")
             bad = FAILED if name in used else AVOIDED
-            yield Check(f"{subject}, {name}", PASSED if taken in right else bad, detail)
+            yield Check(f"Conv3d, {kind}, {name}", PASSED if taken in right else bad, detail)
 
 
 def _attention(facts: DeviceFacts, store: ProbeStore, used: set[str]) -> Iterator[Check]:

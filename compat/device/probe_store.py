@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,21 +17,13 @@ import torch
 
 from ..errors import UnsupportedError
 from . import probes as suite
-from .facts import DeviceFacts, answers, first_line, flags
+from .facts import DeviceFacts, answers, first_line, flags, told
 
 log = logging.getLogger(__name__)
 
 OK, WRONG, UNUSABLE, UNKNOWN = "ok", "wrong", "unusable", "unknown"
-RAISED = (
-    RuntimeError,
-    NotImplementedError,
-    AssertionError,
-    ImportError,
-    OSError,
-    TypeError,
-    ValueError,
-    AttributeError,
-)
+STATUSES = (OK, WRONG, UNUSABLE, UNKNOWN)
+ENDED = "the process ended while it was asked"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +73,7 @@ class ProbeStore(Mapping[str, ProbeResult]):
         self.note = ""
         self._answers: dict[str, ProbeResult] = {}
         self._remembered: dict[str, Any] = {}
+        self._asking = ""
         self._lock = threading.RLock()
         self._read()
 
@@ -152,7 +144,11 @@ class ProbeStore(Mapping[str, ProbeResult]):
         if not names:
             return
         for name in names:
+            if self.facts.device.type != "cpu":  # whose driver may end the process: at the next start that is known
+                self._asking = name
+                self._write()
             self._answers[name] = answer(self.probes[name], self.facts)
+        self._asking = ""
         self._write()
 
     def _read(self) -> None:
@@ -161,8 +157,12 @@ class ProbeStore(Mapping[str, ProbeResult]):
             return
         try:
             content = json.loads(self.path.read_text(encoding="utf-8"))
-            kept = {name: ProbeResult(**entry) for name, entry in content["answers"].items() if name in self.probes}
+            kept = {name: _checked(entry) for name, entry in content["answers"].items() if name in self.probes}
             remembered = dict(content["remembered"])
+            asking, process = (content.get("asking") or ("", 0))[:2]
+            if asking in self.probes and asking not in kept and not _runs(int(process)):
+                log.warning("AnyGPU: %s %s: it counts as unusable", asking, ENDED)
+                kept[asking] = ProbeResult(UNUSABLE, ENDED)
         except FileNotFoundError:
             return
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -176,22 +176,21 @@ class ProbeStore(Mapping[str, ProbeResult]):
             return
         self._read()
         kept = {name: asdict(found) for name, found in self._answers.items() if found.status != UNKNOWN}
-        content = {
+        content: dict[str, Any] = {
             "device": str(self.facts),
             "versions": dict(self.facts.versions),
             "answers": kept,
             "remembered": self._remembered,
         }
-        temporary = ""
+        if self._asking:
+            content["asking"] = [self._asking, os.getpid()]
+        temporary = self.folder / f".{self.path.name}.{os.getpid()}.part"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            descriptor, temporary = tempfile.mkstemp(dir=self.folder, prefix=f".{self.path.name}.", suffix=".part")
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                json.dump(content, file, indent=1)
-            Path(temporary).replace(self.path)
+            temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
+            temporary.replace(self.path)
         except OSError as error:
-            if temporary:
-                Path(temporary).unlink(missing_ok=True)
+            told(lambda: temporary.unlink(missing_ok=True), None)
             self.note = (
                 f"probe results cannot be kept in {str(self.folder)!r} ({first_line(error)}); expected a folder that "
                 "can be written. They are asked again at each start: make the folder writable."
@@ -211,7 +210,7 @@ def answer(probe: suite.Probe, facts: DeviceFacts) -> ProbeResult:
             found = probe(facts.device)
     except torch.OutOfMemoryError as error:
         return ProbeResult(UNKNOWN, f"out of memory while it was asked ({first_line(error)})", _since(started))
-    except RAISED as error:
+    except Exception as error:  # Triton's errors, for one, have no base class but this
         silent = answers(facts.device)
         if silent:
             raise UnsupportedError(
@@ -241,6 +240,29 @@ def key_of(facts: DeviceFacts, asked: Mapping[str, bool]) -> str:
         suite.SUITE,
     )
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _checked(entry: Any) -> ProbeResult:
+    """A kept answer, whose file may have been edited.
+
+    Raises:
+        ValueError: it is not one.
+    """
+    result = ProbeResult(**entry)
+    if result.status not in STATUSES or not isinstance(result.detail, str):
+        raise ValueError(f"status {result.status!r}")
+    return ProbeResult(result.status, result.detail, float(result.milliseconds))
+
+
+def _runs(process: int) -> bool:
+    """Whether another process of this number is there, which may still be asking."""
+
+    def there() -> bool:
+        import psutil
+
+        return bool(psutil.pid_exists(process))
+
+    return process not in (0, os.getpid()) and told(there, False)
 
 
 def _since(started: float) -> float:

@@ -26,16 +26,14 @@ class DevicePolicy:
 
     Args:
         rows: the rows in force.
-        wrong, costly: operation to the row that says so.
+        wrong: operation to the row that says it fails or lies.
+        costly: operation to the row that says it costs a multiple.
         tile_pixels: largest side of a tile that a VAE may be given; 0 for no cap.
         allocation_bytes: largest single buffer; 0 for no cap.
         conv_bytes: largest input of one convolution; 0 for no cap.
         vae_cudnn: whether cuDNN or MIOpen stays on around a VAE.
-        retry_without_cudnn: whether an unknown error of theirs is worth one more try without them.
         benchmark: whether their exhaustive tuning may be switched on.
-        mapped_reads: whether pages of a mapped file may be copied to the device.
         contiguous_weights: whether a convolution's weight must be contiguous.
-        masks: whether attention may be given a mask. streams: whether group offload may copy on a stream.
     """
 
     rows: tuple[Quirk, ...] = ()
@@ -45,12 +43,8 @@ class DevicePolicy:
     allocation_bytes: int = 0
     conv_bytes: int = 0
     vae_cudnn: bool = True
-    retry_without_cudnn: bool = False
     benchmark: bool = True
-    mapped_reads: bool = True
     contiguous_weights: bool = False
-    masks: bool = True
-    streams: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +162,6 @@ def _stands(row: Quirk, facts: DeviceFacts, versions: Mapping[str, str]) -> bool
         and any(fnmatch(facts.arch, arch) for arch in row.arches)
         and not any(fnmatch(facts.arch, arch) for arch in row.but_not)
         and any(fnmatch(facts.name.lower(), name.lower()) for name in row.names)
-        and (row.system in ("", versions.get("system", row.system)))
         and all(
             within(versions.get(name, ""), *span) for name, span in row.versions.items() if name not in row.optional
         )

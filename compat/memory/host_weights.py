@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from ..decision import Decision
 from ..device.facts import first_line
 from .statistics import amount_of
 
@@ -40,10 +41,12 @@ class HostWeights:
         """The parts that are kept so."""
         return tuple(part for part, found in self.kinds.items() if found == kind)
 
-    def __str__(self) -> str:
+    @property
+    def decision(self) -> Decision:
+        """How they are kept in words, with the reason."""
         told = {PINNED: "pinned while it comes by block or layer", DISK: DISK}
         named = [f"{', '.join(self.of(kind))} {text}" for kind, text in told.items() if self.of(kind)]
-        return f"host weights {'; '.join(named) or PLAIN}: {self.why}" if self.kinds else ""
+        return Decision("host weights", "; ".join(named) or PLAIN, self.why)
 
 
 @dataclass(frozen=True, slots=True)

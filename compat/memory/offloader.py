@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ..checkpoints.weights import let_go
+from ..decision import AUTO, CHOSEN, Decision
 from ..device.execution import HOST
 from ..device.facts import GIBIBYTE, empty_cache, indexed
 from ..errors import InputError, UnsupportedError
@@ -31,7 +32,7 @@ from .transfer import arrived, transfer_for
 
 HOSTED = "comfyui"  # the memory manager of the host around us: its offloader is handed in
 KEPT = "_anygpu_kept"  # on a module: host weights that stay in host memory while their copies are on a device
-CHOICES = ("auto", "none", "model", "group", "sequential", HOSTED)
+CHOICES = (AUTO, "none", "model", "group", "sequential", HOSTED)
 
 COSTS: dict[str, str] = {
     "none": "every part stays on the device after its first use: fastest, needs room for transformer and VAE together",
@@ -234,8 +235,8 @@ def offloader_for(
     make_room: Callable[[int], None] | None = None,
     hosted: Callable[..., Any] | None = None,
     terms: Terms | None = None,
-) -> tuple[Any, str]:
-    """The offloader for an offload choice, and the reason in one sentence.
+) -> tuple[Any, Decision]:
+    """The offloader for an offload choice, and the decision for it.
 
     Args:
         choice: one of :data:`CHOICES`.
@@ -250,18 +251,17 @@ def offloader_for(
     """
     if choice not in CHOICES:
         raise InputError(f"offload {choice!r}", expected=f"one of {', '.join(CHOICES)}", fix="Choose one of these.")
-    if hosted is not None and choice in ("auto", HOSTED):
-        return hosted(parts, device, terms), f"{'auto' if choice == 'auto' else 'chosen'}: {COSTS[HOSTED]}"
+    if hosted is not None and choice in (AUTO, HOSTED):
+        return _decided(hosted(parts, device, terms), choice, COSTS[HOSTED])
     if choice == HOSTED:
         raise UnsupportedError(
             f"offload {choice!r} outside ComfyUI",
             expected=f"one of {', '.join(mode for mode in CHOICES if mode != HOSTED)}",
             fix="Choose auto.",
         )
-    on_host = device.type == HOST.type
-    if on_host and choice not in ("auto", "none"):
+    if refusal := lacking(choice, device):
         raise UnsupportedError(
-            f"offload {choice!r} on a CPU",
+            f"offload {choice!r} {refusal}",
             expected="auto or none",
             fix="Choose auto: there is no second memory to offload to.",
         )
@@ -269,19 +269,28 @@ def offloader_for(
 
     terms = terms or Terms()
     free = None if free is None else max(0, free - terms.keep_free)
-    mode, reason = (choice, f"chosen: {COSTS[choice]}") if choice != "auto" else _automatic(on_host, part_bytes, free)
+    mode, why = (choice, COSTS[choice]) if choice != AUTO else _automatic(device, part_bytes, free)
     planned = Planned(
         parts,
         indexed(device),
         mode,
         make_room,
         devices={part: indexed(place) for part, place in terms.devices.items()},
-        automatic=choice == "auto",
+        automatic=choice == AUTO,
         keep_free=terms.keep_free,
         memory_stats=MemoryStats(terms.state),
         host=terms.host,
     )
-    return planned, reason
+    return _decided(planned, choice, why)
+
+
+def lacking(choice: str, device: torch.device) -> str:
+    """Why an offload mode cannot be on ``device``; empty where it can, or where a host's own manager stands in."""
+    return "on a CPU" if device.type == HOST.type and choice not in (AUTO, "none", HOSTED) else ""
+
+
+def _decided(offloader: Any, choice: str, why: str) -> tuple[Any, Decision]:
+    return offloader, Decision("offload", offloader.placed, why, AUTO if choice == AUTO else CHOSEN)
 
 
 @contextmanager
@@ -465,17 +474,17 @@ def _unhooked(module: nn.Module) -> None:
         units.remove()
 
 
-def _automatic(on_host: bool, part_bytes: Mapping[str, int], free: int | None) -> tuple[str, str]:
-    if on_host:
-        return "none", "auto: the device is the host, so there is nothing to offload to"
+def _automatic(device: torch.device, part_bytes: Mapping[str, int], free: int | None) -> tuple[str, str]:
+    if device.type == HOST.type:
+        return "none", "the device is the host, so there is nothing to offload to"
     if free is None:
-        return "model", "auto: this device does not tell its free memory, so one part at a time"
+        return "model", "this device does not tell its free memory, so one part at a time"
     large = [size for name, size in part_bytes.items() if not name.startswith("text_encoder")]
     spare, text = 0.75 * free, max((s for n, s in part_bytes.items() if n.startswith("text_encoder")), default=0)
     have = f"{free / GIBIBYTE:.1f} GB free"
     if max(sum(large), text) < spare:
-        return "none", f"auto: {sum(large) / GIBIBYTE:.1f} GB of weights fit into {have}"
+        return "none", f"{sum(large) / GIBIBYTE:.1f} GB of weights fit into {have}"
     largest = max([*large, text], default=0)
     if largest < spare:
-        return "model", f"auto: the largest part, {largest / GIBIBYTE:.1f} GB, fits into {have}"
-    return "group", f"auto: the largest part, {largest / GIBIBYTE:.1f} GB, does not fit into {have}"
+        return "model", f"the largest part, {largest / GIBIBYTE:.1f} GB, fits into {have}"
+    return "group", f"the largest part, {largest / GIBIBYTE:.1f} GB, does not fit into {have}"

@@ -49,9 +49,14 @@ class Planned:
         self._made: dict[tuple[str, torch.device], Whole] = {}
         self._held: list[str] = []
 
-    def __repr__(self) -> str:
+    @property
+    def placed(self) -> str:
+        """Mode and devices in words."""
         apart = "".join(f", {part} on {device}" for part, device in self.devices.items() if device != self.device)
-        return f"offload {self.mode} on {self.device}{apart}"
+        return f"{self.mode} on {self.device}{apart}"
+
+    def __repr__(self) -> str:
+        return f"offload {self.placed}"
 
     def device_of(self, part: str) -> torch.device:
         """Where ``part`` computes."""

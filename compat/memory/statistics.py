@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-import tempfile
 import time
+import uuid
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from ..device.execution import HOST
 from ..device.facts import peak_bytes, reset_peak, synchronize
 
 FILE = "memory.json"
@@ -142,11 +144,33 @@ class MemoryStats:
         rows = [*kept_stages(self.state), cost][-KEPT:]
         try:
             self.state.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self.state, delete=False, encoding="utf-8") as file:
-                file.write(json.dumps([asdict(row) for row in rows], indent=1))
-            Path(file.name).replace(self.state / FILE)
+            temporary = self.state / f".{FILE}.{uuid.uuid4().hex[:8]}.part"
+            temporary.write_text(json.dumps([asdict(row) for row in rows], indent=1), encoding="utf-8")
+            temporary.replace(self.state / FILE)
         except OSError:
             return  # a full disk or a read-only folder costs the report, not the run
+
+
+@contextmanager
+def stage_cost(pipeline: Any, name: str, progress: Any) -> Iterator[None]:
+    """The block as a stage in the statistics of a pipeline: its peak, its traffic and its time.
+
+    Args:
+        pipeline: a pipeline of any kind.
+        name: of the stage.
+        progress: told the line where it has ``cost`` and the stage ran on a device of its own; may be None.
+    """
+    offloader = pipeline.offloader
+    memory_stats = getattr(offloader, "memory_stats", None)
+    if memory_stats is None:
+        yield
+        return
+    with memory_stats.stage(name, f"{pipeline.family} {pipeline.variant}", offloader.mode, offloader.device) as cost:
+        yield
+        cost.mode = offloader.mode
+    tell = getattr(progress, "cost", None)  # of those who show it: a node's text, the terminal
+    if tell is not None and offloader.device.type != HOST.type:
+        tell(str(cost))
 
 
 def kept_stages(state: Path) -> list[StageCost]:

@@ -5,16 +5,25 @@ from __future__ import annotations
 import importlib.metadata
 import re
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.nn import functional
 
 from ..device.facts import DeviceFacts
 from ..errors import MissingPackageError, PackError, UnsupportedError
 from ..packages import imported
+from .attention_chunks import WORKED_ON, chunked
 
 HALF = (torch.float16, torch.bfloat16)
 ANY = (torch.float32, *HALF)
+BACKENDS = {
+    "native_cudnn": "CUDNN_ATTENTION",
+    "native_efficient": "EFFICIENT_ATTENTION",
+    "native_flash": "FLASH_ATTENTION",
+}
 TRY_TOKENS, EXACT_SHARE, LOSSY_SHARE = 80, 16, 0.1
 
 
@@ -130,11 +139,6 @@ def require_usable(choice: str, facts: DeviceFacts, dtype: torch.dtype, head_wid
         )
 
 
-def run(choice: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Attention (B, H, N, D) by a package."""
-    return RUNS[choice](query, key, value)
-
-
 def lacking(choice: str, facts: DeviceFacts) -> str:
     """Why a kernel that a user may name cannot run on the device of ``facts``, without trying it; else empty."""
     rows = [need for need in NEEDS if need.choice == choice]
@@ -190,8 +194,6 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def _tried(choice: str, device: torch.device, dtype: torch.dtype, head_width: int) -> tuple[float, float]:
     """The largest error of one small call on ``device``, and what it may be."""
-    from .attention import EXPLICIT, WORKED_ON, chunked
-
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, 2, TRY_TOKENS, head_width, generator=generator).to(dtype) for _ in range(3))
     found = EXPLICIT[choice](query.to(device), key.to(device), value.to(device)).cpu().to(WORKED_ON)
@@ -219,7 +221,23 @@ def _xformers(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> to
     return found.transpose(1, 2)
 
 
-RUNS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+def _by_torch(choice: str) -> Any:
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        with only(choice):
+            return functional.scaled_dot_product_attention(query, key, value)
+
+    return attend
+
+
+def only(choice: str) -> AbstractContextManager[Any]:
+    """Torch limited to one of its kernels for a block; what was allowed before is allowed again afterwards."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    return sdpa_kernel([getattr(SDPBackend, BACKENDS[choice])]) if choice in BACKENDS else nullcontext()
+
+
+EXPLICIT: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {  # (B, H, N, D) each
+    **{name: _by_torch(name) for name in BACKENDS},
     "sage": _sage,
     "flash": _flash,
     "xformers": _xformers,

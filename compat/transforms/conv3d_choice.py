@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from ..device.facts import CLOCKED, DeviceFacts
+from ..device.facts import DeviceFacts
 from ..device.probe_store import ProbeStore
+from ..device.timed_choice import kept_times, milliseconds
 from ..precision import DTYPES
 from .conv3d_forms import Form, Geometry, Triple, convolved, covers
 
@@ -57,7 +58,6 @@ class Choice:
 
 Chooser = Callable[[Layer], "Choice | None"]
 Timings = Callable[[Layer, "tuple[Form, ...]"], Mapping[str, float]]
-HOPELESS = 4.0  # times the best so far: measured once, not again
 
 PREFERRED: dict[tuple[str, str], tuple[Form, str]] = {  # (backend, kind of layer) where conv3d itself works too
     ("cuda", "patches"): (Form.PATCHES, "cuDNN takes 3.7 s for one patch embedding in bf16 (sglang-omni #539)"),
@@ -112,18 +112,13 @@ def choose_by(facts: Mapping[str, Any], timings: Timings | None = None) -> Choos
     return choice
 
 
-def kept_timings(facts: DeviceFacts, store: ProbeStore | None) -> Timings | None:
-    """Timings of a real accelerator, each shape of layer measured once and kept with the probes; else None."""
-    if store is None or facts.device.type not in CLOCKED:
-        return None
+def kept_timings(facts: DeviceFacts, store: ProbeStore | None) -> Timings:
+    """Timings of a real accelerator, each shape of layer measured once and kept with the probes; else none."""
 
     def timings(layer: Layer, forms: tuple[Form, ...]) -> Mapping[str, float]:
         if len(forms) < 2:
             return {}
-        found: Mapping[str, float] | None = store.remember(
-            f"conv3d {layer.key}", lambda: form_times(layer, facts.device, forms=forms)
-        )
-        return found or {}
+        return kept_times(f"conv3d {layer.key}", lambda: form_times(layer, facts.device, forms=forms), facts, store)
 
     return timings
 
@@ -154,33 +149,14 @@ def form_times(
     forms: tuple[Form, ...] = tuple(Form),
     repeats: int = 5,
 ) -> dict[str, float]:
-    """Milliseconds by form: the median of ``repeats`` runs at ``size`` (T, H, W), for the forms that run and are right.
-
-    Plain values, to be kept with the probes under :attr:`Layer.key`.
-    """
-    x, weight, bias = _sample(layer, size)
-    x, weight, bias = (tensor.to(device, layer.dtype) for tensor in (x, weight, bias))
-    times: dict[str, float] = {}
-
-    def once(form: Form) -> float:
-        _wait_for(device)
-        started = time.perf_counter()
-        convolved(form, x, weight, bias, layer.geometry)
-        _wait_for(device)
-        return 1e3 * (time.perf_counter() - started)
-
-    for form in forms:
-        if not covers(form, layer.kernel, layer.geometry) or form_error(form, layer, device) is None:
-            continue
-        try:
-            once(form)  # the first run loads and tunes
-            spent = [once(form)]
-            if spent[0] <= HOPELESS * min(times.values(), default=spent[0]):
-                spent += [once(form) for _ in range(repeats - 1)]
-        except (torch.OutOfMemoryError, RuntimeError):
-            continue
-        times[form.value] = sorted(spent)[len(spent) // 2]
-    return times
+    """Milliseconds by form at ``size`` (T, H, W), for the forms that run and are right."""
+    x, weight, bias = (tensor.to(device, layer.dtype) for tensor in _sample(layer, size))
+    ways = {
+        form.value: partial(convolved, form, x, weight, bias, layer.geometry)
+        for form in forms
+        if covers(form, layer.kernel, layer.geometry) and form_error(form, layer, device) is not None
+    }
+    return milliseconds(ways, device, repeats)
 
 
 def form_error(form: Form, layer: Layer, device: torch.device) -> float | None:
@@ -235,11 +211,6 @@ def _sample(layer: Layer, size: tuple[int, ...]) -> tuple[torch.Tensor, torch.Te
     x = torch.randn(1, layer.in_channels, *size, generator=generator)
     weight = torch.randn(layer.out_channels, fan, *layer.kernel, generator=generator)
     return x, weight / weight[0].numel() ** 0.5, torch.randn(layer.out_channels, generator=generator)
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def _in_words(times: Mapping[str, float]) -> str:

@@ -8,7 +8,6 @@ each call, on the device, so that no partial sum can leave fp16's range (Cauchy-
 
 from __future__ import annotations
 
-import enum
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,44 +17,27 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from ..errors import UnsupportedError
-from ..memory.offloader import weights_on
+from .attention_processors import full_name
+from .blocks import FORWARDS, OPS, BlockOps
+from .fp16_layers import (
+    FULL,
+    HALF,
+    LAYERS,
+    SETTINGS,
+    Kind,
+    Rotating,
+    Settings,
+    Turns,
+    adapted_value,
+    rms_norm,
+    wide_swiglu,
+)
 
-HALF, FULL = torch.float16, torch.float32
-LIMIT = 2.0**15  # half of what fp16 can hold: room for the rounding of operands and products
-RESIDUAL_SCALE = 2.0**8  # what a residual is divided by where products come out in fp32: room up to 1.6e7
-SETTINGS, SCALE = "_anygpu_fp16", "_anygpu_value_scale"
-EXPONENT = 0x7F800000  # the exponent bits of an fp32 number
+UPSTREAM = "diffusers.models.transformers."
+SAFE_OPS = BlockOps(operand_dtype=HALF)
 BLOCKS = ("transformer_blocks", "single_transformer_blocks")
-
-
-class Kind(enum.Enum):
-    """What becomes of a Linear in a block."""
-
-    NARROW = "fp16 in and out"  # its input is normalised and its output bounded by that
-    WIDE = "fp16 operands, fp32 out"  # feeds the residual
-    RESIDUAL = "fp16 operands from the fp32 residual, fp32 out"  # nothing has normalised its input
-    ROTATED = "fp16 in, fp32 out where the GEMM can, else fp16"  # goes on to fp32 arithmetic before it is narrowed
-    VALUE = "fp16 operands, fp16 out divided by a power of two"  # attention's values from text that nothing normalised
-    FULL = "fp32"  # modulation: few rows, so its weights are kept as fp16 and widened for the call
-
-
-@dataclass(slots=True)
-class Settings:
-    """What a rewritten leaf knows.
-
-    Args:
-        fp32_output: whether a GEMM of fp16 operands can come out in fp32 here.
-        reach: largest L2 norm of the weight's rows, at least 1. residual: whether it is fed from the residual.
-        values: for an attention's output projection, the VALUE leaf whose power of two it multiplies back in.
-    """
-
-    fp32_output: bool
-    reach: float
-    residual: bool = False
-    values: nn.Module | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,26 +87,25 @@ def apply_fp16_safe(
     Raises:
         UnsupportedError: an offloader's hooks are on, or the rewrite is applied already.
     """
-    from .fp16_blocks import rewrite_for, turns_for
-
     _require_bare(transformer)
     fp32_output = bool((facts or {}).get("fp32_output", False))
     applied, done, left = Applied(Report(family, {}, {}, fp32_output)), Counter[str](), Counter[str]()
     halves: set[int] = set()
     for block in _blocks(transformer):
-        rewrite = rewrite_for(block)
-        reason = f"{full_name(block)} is not a class this knows" if rewrite is None else _unfit(block, rewrite.leaves)
-        if rewrite is None or reason:
+        leaves = LEAVES.get(full_name(block).removeprefix(UPSTREAM))
+        reason = f"{full_name(block)} is not a class this knows" if leaves is None else _unfit(block, leaves)
+        if leaves is None or reason:
             left[reason] += 1
             continue
-        halves.update(_attach_leaves(block, rewrite.leaves, fp32_output, applied, done))
-        rewrite.attach(block, applied)
+        halves.update(_attach_leaves(block, leaves, fp32_output, applied, done))
+        _attach_block(block, leaves, applied)
         done["blocks"] += 1
     for tensor in (*transformer.parameters(), *transformer.buffers()):
         if tensor.is_floating_point():
             _cast(tensor, HALF if id(tensor) in halves else FULL, keep_weights, applied)
-    if done["blocks"] and turns_for(getattr(transformer, "rope", None)):
-        attach_rope(transformer.get_submodule("rope"), applied)
+    rope: Any = getattr(transformer, "rope", None)
+    if done["blocks"] and full_name(rope) == f"{UPSTREAM}transformer_ltx.LTXVideoRotaryPosEmbed":
+        attach_rope(rope, applied)
     applied.report = Report(family, dict(done), dict(left), fp32_output)
     return applied
 
@@ -150,102 +131,6 @@ def patch_forward(module: nn.Module, forward: Callable[..., Any], applied: Appli
     applied.undo.append(partial(delattr, module, "forward"))
 
 
-def narrowed(x: Tensor, scale: Tensor | None = None) -> Tensor:
-    """``x``, divided by ``scale``, as fp16, in one pass."""
-    if scale is None:
-        return x.to(HALF)
-    return torch.mul(x, scale.reciprocal(), out=torch.empty_like(x, dtype=HALF))
-
-
-def scales(x: Tensor, reach: float) -> Tensor:
-    """The power of two, at least 1, that keeps a row of ``x`` and its products within fp16, per row: (..., 1), fp32."""
-    needed = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=FULL) * (2.0 * reach / LIMIT)
-    # The exponent bits alone are the next lower power of two: exact on every device, which exp2(log2()) is not.
-    return (needed.view(torch.int32) & EXPONENT).view(FULL).clamp_(min=1.0)
-
-
-def wide_linear(leaf: Any, x: Tensor) -> Tensor:
-    """The product of ``leaf`` in fp32 from fp16 operands; ``x`` (..., features) is fp32 of any size, or fp16."""
-    settings: Settings = getattr(leaf, SETTINGS)
-    held = None if settings.values is None else settings.values.__dict__.pop(SCALE, None)
-    if settings.fp32_output and x.dtype is HALF:
-        with weights_on(leaf, like=x) as (weight, bias):
-            return _fp32_product(x, weight, bias, held)
-    if settings.fp32_output and settings.residual:
-        return _divided_linear(leaf, x)
-    scale = scales(x, 1.0 if settings.fp32_output else settings.reach)
-    x, total = narrowed(x, scale), scale if held is None else scale * held
-    with weights_on(leaf, like=x) as (weight, bias):
-        if settings.fp32_output:
-            return _fp32_product(x, weight, bias, total)
-        y = functional.linear(x, weight)
-        return y * total if bias is None else torch.addcmul(bias.float(), y, total)
-
-
-def _divided_linear(leaf: Any, x: Tensor) -> Tensor:
-    """:func:`wide_linear` with one constant divisor, which the GEMM multiplies back in: ``x`` is read only once.
-
-    What it costs a small value is below the rounding of fp16 in rows whose values are around 0.03 and more.
-    """
-    x = torch.mul(x, 1 / RESIDUAL_SCALE, out=torch.empty_like(x, dtype=HALF))
-    with weights_on(leaf, like=x) as (weight, bias):
-        return _fp32_product(x, weight, bias, RESIDUAL_SCALE)
-
-
-def value_linear(leaf: Any, x: Tensor) -> Tensor:
-    """Attention's values in fp16, all divided by one power of two, which is left for the output projection."""
-    settings: Settings = getattr(leaf, SETTINGS)
-    scale = scales(x, settings.reach).amax()
-    leaf.__dict__[SCALE] = scale
-    x = narrowed(x, scale)
-    with weights_on(leaf, like=x) as (weight, bias):
-        return functional.linear(x, weight, None if bias is None else narrowed(bias, scale))
-
-
-def adapted_value(layer: Any, x: Tensor) -> Tensor:
-    """:func:`value_linear` with the LoRAs that peft put around it, which are divided by the same power of two."""
-    y: Tensor = layer.base_layer(x)
-    if layer.disable_adapters:
-        return y
-    scale, wide = layer.base_layer.__dict__[SCALE], x.float()
-    for name in (name for name in layer.active_adapters if name in layer.lora_A):
-        y = y + narrowed(layer.lora_B[name](layer.lora_A[name](wide)) * layer.scaling[name], scale)
-    return y
-
-
-def full_linear(leaf: Any, x: Tensor) -> Tensor:
-    """The product of ``leaf`` in fp32, from weights that are kept in fp16. Peak extra memory: the weight in fp32."""
-    x = x.float()
-    with weights_on(leaf, like=x) as (weight, bias):
-        return functional.linear(x, weight, bias)
-
-
-def rms_norm(norm: Any, x: Tensor, narrow: bool = False) -> Tensor:
-    """``x`` divided by its root mean square, times the weight, all in fp32; as fp16 where ``narrow``."""
-    x = x.float()
-    if norm.weight is None:
-        y = functional.rms_norm(x, x.shape[-1:], None, norm.eps)
-    else:
-        with weights_on(norm, like=x) as (weight, _):
-            y = functional.rms_norm(x, x.shape[-1:], weight, norm.eps)
-    return y.to(HALF) if narrow else y
-
-
-def narrow_rms_norm(norm: Any, x: Tensor, narrow: bool = True) -> Tensor:
-    """:func:`rms_norm` for queries and keys, which go on as fp16 unless the caller rotates them first."""
-    return rms_norm(norm, x, narrow)
-
-
-class Turns(tuple):
-    """Cosine and sine tables as diffusers makes them, and the complex numbers they are, made once per forward."""
-
-    def pairs(self) -> Tensor:
-        """cos + i sin for each pair of features, (..., features / 2), complex64."""
-        if "made" not in self.__dict__:
-            self.made = torch.complex(*(table.float()[..., ::2].contiguous() for table in self))
-        return self.made
-
-
 def attach_rope(rope: nn.Module, applied: Applied) -> None:
     """Make ``rope`` return its (cos, sin) as :class:`Turns`."""
     stock = type(rope).forward
@@ -266,25 +151,22 @@ def attach_rope(rope: nn.Module, applied: Applied) -> None:
     patch_forward(rope, forward, applied)
 
 
-FORWARDS = {
-    Kind.WIDE: wide_linear,
-    Kind.RESIDUAL: wide_linear,
-    Kind.ROTATED: wide_linear,
-    Kind.VALUE: value_linear,
-    Kind.FULL: full_linear,
-}
-
-
-def _fp32_product(x: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor | float | None) -> Tensor:
-    rows, columns, shape = x.flatten(0, -2), weight.t(), x.shape[:-1]
-    if bias is None:
-        y = torch.mm(rows, columns, out_dtype=FULL).unflatten(0, shape)
-        return y if total is None else y.mul_(total)
-    if isinstance(total, Tensor):
-        y = torch.mm(rows, columns, out_dtype=FULL).unflatten(0, shape)
-        return torch.addcmul(bias.float(), y, total)
-    alpha = 1.0 if total is None else total
-    return torch.addmm(bias.float(), rows, columns, alpha=alpha, out_dtype=FULL).unflatten(0, shape)
+def _attach_block(block: nn.Module, leaves: Mapping[str, Kind], applied: Applied) -> None:
+    """Give ``block``, its norms of queries and keys, its gated products and its processors new forwards."""
+    setattr(block, OPS, SAFE_OPS)
+    applied.undo.append(partial(delattr, block, OPS))
+    patch_forward(block, FORWARDS[full_name(block).removeprefix(UPSTREAM)], applied)
+    for path, module in block.named_modules():
+        if path.rpartition(".")[2] in QK_NORMS:
+            patch_forward(module, rms_norm, applied)
+        elif type(module).__name__ == "SwiGLU":
+            patch_forward(module, wide_swiglu, applied)
+    for path in {path.rpartition(".")[0] for path, kind in leaves.items() if kind is Kind.ROTATED}:
+        attention: Any = block.get_submodule(path)
+        former = attention.processor
+        if full_name(former) == ROTATING:
+            attention.set_processor(Rotating())
+            applied.undo.append(partial(attention.set_processor, former))
 
 
 def _attach_leaves(
@@ -313,7 +195,7 @@ def _attach_leaves(
         values = values if values is not None and hasattr(values, SETTINGS) else None
         setattr(leaf, SETTINGS, Settings(fp32_output, reach, kind is Kind.RESIDUAL, values))
         applied.undo.append(partial(delattr, leaf, SETTINGS))
-        patch_forward(leaf, FORWARDS[kind], applied)
+        patch_forward(leaf, LAYERS[kind], applied)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype, keep: bool, applied: Applied) -> None:
@@ -365,11 +247,6 @@ def _blocks(transformer: nn.Module) -> Iterator[nn.Module]:
         yield from getattr(transformer, name, ())
 
 
-def full_name(thing: Any) -> str:
-    """Module and class of ``thing``."""
-    return f"{type(thing).__module__}.{type(thing).__qualname__}"
-
-
 def _require_bare(transformer: nn.Module) -> None:
     for module in transformer.modules():
         # a registry without hooks stays behind wherever diffusers' cache context was entered once
@@ -385,3 +262,47 @@ def _require_bare(transformer: nn.Module) -> None:
                 expected="one rewrite at a time",
                 fix="Call restore() on the first.",
             )
+
+
+def _attention(name: str, added_too: bool = False, out: bool = True) -> dict[str, Kind]:
+    paths = {f"{name}.{leaf}": Kind.NARROW for leaf in ("to_q", "to_k", "to_v")}
+    if added_too:
+        paths |= {f"{name}.{leaf}": Kind.NARROW for leaf in ("add_q_proj", "add_k_proj", "add_v_proj")}
+        paths |= {f"{name}.to_add_out": Kind.WIDE}
+    return paths | ({f"{name}.to_out.0": Kind.WIDE} if out else {})
+
+
+def _feed(*names: str) -> dict[str, Kind]:
+    return {
+        path: kind
+        for name in names
+        for path, kind in ((f"{name}.net.0.proj", Kind.NARROW), (f"{name}.net.2", Kind.WIDE))
+    }
+
+
+_JOINT = _attention("attn", added_too=True) | _feed("ff", "ff_context")
+_JOINT |= {"norm1.linear": Kind.FULL, "norm1_context.linear": Kind.FULL}
+_SINGLE = _attention("attn", out=False) | {"proj_mlp": Kind.NARROW, "proj_out": Kind.WIDE, "norm.linear": Kind.FULL}
+_CROSS: dict[str, Kind] = {
+    "attn2.to_q": Kind.RESIDUAL,
+    "attn2.to_k": Kind.WIDE,
+    "attn2.to_v": Kind.VALUE,
+    "attn2.to_out.0": Kind.WIDE,
+}
+QK_NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
+ROTATING = f"{UPSTREAM}transformer_ltx.LTXVideoAttnProcessor"  # what :class:`Rotating` takes the place of
+LEAVES: Mapping[str, Mapping[str, Kind]] = {  # upstream's class to what becomes of its Linears, by path
+    "transformer_ltx.LTXVideoTransformerBlock": (
+        _attention("attn1") | {"attn1.to_q": Kind.ROTATED, "attn1.to_k": Kind.ROTATED} | _CROSS | _feed("ff")
+    ),
+    "transformer_hunyuan_video.HunyuanVideoTransformerBlock": _JOINT,
+    "transformer_hunyuan_video.HunyuanVideoSingleTransformerBlock": _SINGLE,
+    "transformer_hunyuan_video.HunyuanVideoTokenReplaceTransformerBlock": _JOINT,
+    "transformer_hunyuan_video.HunyuanVideoTokenReplaceSingleTransformerBlock": _SINGLE,
+    "transformer_hunyuan_video15.HunyuanVideo15TransformerBlock": _JOINT,
+    "transformer_mochi.MochiTransformerBlock": (
+        _attention("attn1", added_too=True)
+        | _feed("ff", "ff_context")
+        | {"norm1.linear": Kind.FULL, "norm1_context.linear": Kind.FULL, "norm1_context.linear_1": Kind.FULL}
+    ),
+}

@@ -20,12 +20,14 @@ from torch import nn
 
 from ...kernels.library import AUTO, REFERENCE, TRITON, reason_against
 from ...kernels.self_tests import SelfTest, self_tests
+from ..decision import CHOSEN, Decision
 from ..device.execution import HOST
 from ..errors import InputError, UnsupportedError
-from . import fused_blocks as blocks
 from .attention_processors import full_name
-from .fp16_blocks import Rotating, rewrite_for
-from .fused_blocks import FORM, FusedCross, FusedJoint
+from .blocks import FORWARDS, OPS, BlockOps
+from .fp16 import SAFE_OPS
+from .fp16_layers import Rotating
+from .fused_attention import FORM, FusedCross, FusedJoint, gated_feed, half_rope
 
 OFF = "off"
 CHOICES = (AUTO, OFF, TRITON, REFERENCE)
@@ -50,17 +52,19 @@ SUM_NORM, GATED = "sum, norm and modulation", "SwiGLU"
 
 
 @dataclass(frozen=True, slots=True)
-class Fusion:
-    """How the blocks of one class are rewritten.
+class BlockFusion:
+    """How the blocks of one class are rewritten, beside their forward, which ``blocks.FORWARDS`` has.
 
     Args:
-        forward: takes the place of the block's own. arguments: those that upstream's forward has, by name.
-        sites: kind of site to how many a block has. layers, means: paths of layer norms and RMS norms without weight
-            that the forward reads, which a block may lack. attention: path to the attention's stock processor.
-        processor: takes that one's place. gated: paths of feed-forwards, whose SwiGLU is replaced.
+        arguments: names of those that upstream's forward has.
+        sites: kind of site to how many a block has.
+        attention: path to the attention's stock processor.
+        processor: takes the place of that one.
+        layers: paths of layer norms without weight that the forward reads, which a block may lack.
+        means: the same of RMS norms.
+        gated: paths of feed-forwards, whose SwiGLU is replaced.
     """
 
-    forward: Callable[..., Any]
     arguments: tuple[str, ...]
     sites: Mapping[str, int]
     attention: Mapping[str, str]
@@ -71,7 +75,7 @@ class Fusion:
 
 
 @dataclass(slots=True)
-class Fused:
+class FusedSites:
     """What was replaced in one transformer: sites by kind, and blocks that were left, by reason; and the way back."""
 
     form: str
@@ -84,7 +88,7 @@ class Fused:
         done = self.sites.total()
         why = "".join(f"; {count} blocks left: {reason}" for reason, count in self.left.items())
         form = TRITON if self.form == AUTO else self.form  # auto is taken where Triton launches
-        return f"kernels: {done} of {done + self.left_sites} sites fused ({form}){why}"
+        return f"{done} of {done + self.left_sites} sites fused ({form}){why}"
 
     def set(self, module: Any, name: str, value: Any) -> None:
         """Give ``module`` an attribute of its own until :meth:`restore`."""
@@ -102,8 +106,8 @@ class Fused:
             self.undo.pop()()
 
 
-def form_for(choice: str, device: torch.device, dtype: torch.dtype, unusable: str = "") -> tuple[str, str]:
-    """The form that operations run in, empty for none, and why.
+def form_for(choice: str, device: torch.device, dtype: torch.dtype, unusable: str = "") -> tuple[str, Decision]:
+    """The form that operations run in, empty for none, and the decision about it.
 
     Args:
         choice: one of :data:`CHOICES`. dtype: of the token states. unusable: why a probe found launches unusable.
@@ -121,13 +125,8 @@ def form_for(choice: str, device: torch.device, dtype: torch.dtype, unusable: st
             fix="Choose auto.",
         )
     if choice == AUTO:
-        return ("", f"kernels off: {against}") if against else (AUTO, "kernels: triton")
-    return ("", "kernels off: chosen") if choice == OFF else (choice, f"kernels: {choice}, chosen")
-
-
-def why_here(device: torch.device) -> str:
-    """What ``auto`` decides on ``device`` for bf16, in a sentence."""
-    return form_for(AUTO, device, torch.bfloat16)[1]
+        return ("" if against else AUTO), Decision("kernels", OFF if against else TRITON, against, AUTO)
+    return ("" if choice == OFF else choice), Decision("kernels", choice, "", CHOSEN)
 
 
 def published_sites(family: str) -> dict[str, int]:
@@ -160,7 +159,7 @@ def triton_fault(device: torch.device) -> str:
     return triton(device)
 
 
-def fuse(transformer: nn.Module, form: str = AUTO) -> Fused:
+def fuse(transformer: nn.Module, form: str = AUTO) -> FusedSites:
     """Rewrite every block of ``transformer`` that is known, in place, with what was done.
 
     To be applied on the host, before an offloader holds the transformer.
@@ -168,54 +167,54 @@ def fuse(transformer: nn.Module, form: str = AUTO) -> Fused:
     Args:
         form: one of ``kernels.library.FORMS``.
     """
-    found, whole = Fused(form), True
+    fused, whole = FusedSites(form), True
     for block in _blocks(transformer):
         fusion = FUSIONS.get(full_name(block))
         if fusion is not None and _safe(block):
-            whole = _attach_rotation(block, fusion, found) and whole
+            whole = _attach_rotation(block, fusion, fused) and whole
             continue
         reason = "" if fusion is not None else f"{full_name(block)} is not a class this knows"
         reason = reason or _unfit(block, fusion)  # type: ignore[arg-type]
         if fusion is None or reason:
-            found.left[reason] += 1
-            found.left_sites += 0 if fusion is None else sum(sites_of(block, fusion).values())
+            fused.left[reason] += 1
+            fused.left_sites += 0 if fusion is None else sum(sites_of(block, fusion).values())
             whole = False
             continue
-        _attach(block, fusion, found)
-        found.sites.update(sites_of(block, fusion))
+        _attach(block, fusion, fused)
+        fused.sites.update(sites_of(block, fusion))
     rope: Any = getattr(transformer, "rope", None)
-    if whole and found.sites and full_name(rope) in HALVED and "forward" not in vars(rope):
-        found.patch(rope, blocks.half_rope)
-    return found
+    if whole and fused.sites and full_name(rope) in HALVED and "forward" not in vars(rope):
+        fused.patch(rope, half_rope)
+    return fused
 
 
-def sites_of(block: nn.Module, fusion: Fusion) -> dict[str, int]:
+def sites_of(block: nn.Module, fusion: BlockFusion) -> dict[str, int]:
     """Kinds of sites of ``block`` with their counts; Mochi's last block does not work on its text."""
     if getattr(block, "context_pre_only", False):
         return LAST_MOCHI
     return dict(fusion.sites)
 
 
-def _attach(block: nn.Module, fusion: Fusion, found: Fused) -> None:
-    found.patch(block, fusion.forward)
+def _attach(block: nn.Module, fusion: BlockFusion, fused: FusedSites) -> None:
+    fused.set(block, OPS, BlockOps(fused.form))
+    fused.set(block, "forward", MethodType(FORWARDS[full_name(block).removeprefix(TRANSFORMERS)], block))
     for path in fusion.attention:
         attention: Any = block.get_submodule(path)
         former = attention.processor
-        attention.processor = fusion.processor(found.form)
-        found.undo.append(partial(setattr, attention, "processor", former))
+        attention.processor = fusion.processor(fused.form)
+        fused.undo.append(partial(setattr, attention, "processor", former))
     for path in fusion.gated:
         feed: Any = getattr(block, path, None)
         if feed is not None:
-            found.patch(feed.net[0], blocks.gated_feed)
+            fused.patch(feed.net[0], gated_feed)
 
 
 def _safe(block: Any) -> bool:
     """Whether safe fp16 has rewritten ``block``."""
-    rewrite = rewrite_for(block)
-    return rewrite is not None and getattr(vars(block).get("forward"), "__func__", None) is rewrite.forward
+    return vars(block).get(OPS) is SAFE_OPS
 
 
-def _attach_rotation(block: Any, fusion: Fusion, found: Fused) -> bool:
+def _attach_rotation(block: Any, fusion: BlockFusion, fused: FusedSites) -> bool:
     """Fuse what safe fp16 leaves to attention: norms and rotation of queries and keys. Whether that was done."""
     done, kind = 0, full_name(block).rpartition(".")[2]
     for path, stock in fusion.attention.items():
@@ -223,12 +222,12 @@ def _attach_rotation(block: Any, fusion: Fusion, found: Fused) -> bool:
         own = {TRANSFORMERS + stock, UPSTREAM + stock, full_name(Rotating())}
         if full_name(attention.processor) in own and not _unfit_attention(attention):
             former = attention.processor
-            attention.processor = fusion.processor(found.form, narrow=True)
-            found.undo.append(partial(setattr, attention, "processor", former))
+            attention.processor = fusion.processor(fused.form, narrow=True)
+            fused.undo.append(partial(setattr, attention, "processor", former))
             done += 1
-    found.sites.update({TURNED: done})
-    found.left[f"safe fp16 has the rest of {kind}"] += 1
-    found.left_sites += sum(sites_of(block, fusion).values()) - done
+    fused.sites.update({TURNED: done})
+    fused.left[f"safe fp16 has the rest of {kind}"] += 1
+    fused.left_sites += sum(sites_of(block, fusion).values()) - done
     return done == len(fusion.attention)
 
 
@@ -240,7 +239,7 @@ def other_forward(module: Any, arguments: tuple[str, ...]) -> str:
     return "" if found == arguments else f"its forward takes ({', '.join(found)})"
 
 
-def _unfit(block: Any, fusion: Fusion) -> str:
+def _unfit(block: Any, fusion: BlockFusion) -> str:
     """Why ``block`` is not what the rewrite was written for; empty when it is."""
     reason = other_forward(block, fusion.arguments)
     if reason:
@@ -308,42 +307,38 @@ _SINGLE_SITES = {MODULATED: 1, TURNED: 1, SUMMED: 1}
 _VIDEO_ATTENTION = {"attn": f"{_VIDEO}HunyuanVideoAttnProcessor2_0"}
 LAST_MOCHI = {MODULATED: 2, TURNED: 1, SUM_NORM: 1, SUMMED: 1, GATED: 1}
 
-FUSIONS: dict[str, Fusion] = {
-    f"{TRANSFORMERS}{_LTX}LTXVideoTransformerBlock": Fusion(
-        blocks.ltx_block,
+FUSIONS: dict[str, BlockFusion] = {
+    f"{TRANSFORMERS}{_LTX}LTXVideoTransformerBlock": BlockFusion(
         ("hidden_states", "encoder_hidden_states", "temb", "image_rotary_emb", "encoder_attention_mask"),
         {MODULATED: 1, TURNED: 2, SUMMED: 2, SUM_NORM: 1},
         {"attn1": f"{_LTX}LTXVideoAttnProcessor", "attn2": f"{_LTX}LTXVideoAttnProcessor"},
         FusedCross,
         means=("norm1", "norm2"),
     ),
-    f"{TRANSFORMERS}{_VIDEO}HunyuanVideoTransformerBlock": Fusion(
-        blocks.joint_block, (*_JOINT, *_ANY), _JOINT_SITES, _VIDEO_ATTENTION, FusedJoint, _JOINT_LAYERS
+    f"{TRANSFORMERS}{_VIDEO}HunyuanVideoTransformerBlock": BlockFusion(
+        (*_JOINT, *_ANY), _JOINT_SITES, _VIDEO_ATTENTION, FusedJoint, _JOINT_LAYERS
     ),
-    f"{TRANSFORMERS}{_VIDEO}HunyuanVideoSingleTransformerBlock": Fusion(
-        blocks.single_block, (*_SINGLE, *_ANY), _SINGLE_SITES, _VIDEO_ATTENTION, FusedJoint, ("norm.norm",)
+    f"{TRANSFORMERS}{_VIDEO}HunyuanVideoSingleTransformerBlock": BlockFusion(
+        (*_SINGLE, *_ANY), _SINGLE_SITES, _VIDEO_ATTENTION, FusedJoint, ("norm.norm",)
     ),
-    f"{TRANSFORMERS}{_VIDEO}HunyuanVideoTokenReplaceTransformerBlock": Fusion(
-        blocks.replacing_joint_block, (*_JOINT, *_REPLACED), _JOINT_SITES, _VIDEO_ATTENTION, FusedJoint, _JOINT_LAYERS
+    f"{TRANSFORMERS}{_VIDEO}HunyuanVideoTokenReplaceTransformerBlock": BlockFusion(
+        (*_JOINT, *_REPLACED), _JOINT_SITES, _VIDEO_ATTENTION, FusedJoint, _JOINT_LAYERS
     ),
-    f"{TRANSFORMERS}{_VIDEO}HunyuanVideoTokenReplaceSingleTransformerBlock": Fusion(
-        blocks.replacing_single_block,
+    f"{TRANSFORMERS}{_VIDEO}HunyuanVideoTokenReplaceSingleTransformerBlock": BlockFusion(
         (*_SINGLE, *_REPLACED),
         _SINGLE_SITES,
         _VIDEO_ATTENTION,
         FusedJoint,
         ("norm.norm",),
     ),
-    f"{TRANSFORMERS}transformer_hunyuan_video15.HunyuanVideo15TransformerBlock": Fusion(
-        blocks.joint_block,
+    f"{TRANSFORMERS}transformer_hunyuan_video15.HunyuanVideo15TransformerBlock": BlockFusion(
         (*_JOINT, *_ANY),
         _JOINT_SITES,
         {"attn": "transformer_hunyuan_video15.HunyuanVideo15AttnProcessor2_0"},
         FusedJoint,
         _JOINT_LAYERS,
     ),
-    f"{TRANSFORMERS}transformer_mochi.MochiTransformerBlock": Fusion(
-        blocks.mochi_block,
+    f"{TRANSFORMERS}transformer_mochi.MochiTransformerBlock": BlockFusion(
         ("hidden_states", "encoder_hidden_states", "temb", "encoder_attention_mask", "image_rotary_emb"),
         {MODULATED: 2, TURNED: 1, SUM_NORM: 2, SUMMED: 2, GATED: 2},
         {"attn1": "attention_processor.MochiAttnProcessor2_0"},

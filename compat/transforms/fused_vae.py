@@ -29,9 +29,10 @@ from ...kernels.library import AUTO
 from ...kernels.terms import NO_MODULATION, RMS, GroupNorm, Modulation, Norm
 from ..memory.offloader import own_tensors, weights_on
 from .attention_processors import full_name
+from .blocks import norm_of
 from .conv3d_forms import Form
-from .fused import RMS_NORMS, Fused, other_forward
-from .fused_blocks import FORM, norm_of
+from .fused import RMS_NORMS, FusedSites, other_forward
+from .fused_attention import FORM
 
 AUTOENCODERS = "diffusers.models.autoencoders.autoencoder_kl_"
 HUNYUAN, HUNYUAN15 = f"{AUTOENCODERS}hunyuan_video.", f"{AUTOENCODERS}hunyuanvideo15."
@@ -49,7 +50,7 @@ READS: Mapping[Form, str] = {Form.CHANNELS_LAST: CHANNELS_LAST, Form.FRAMES: FRA
 
 
 @dataclass(frozen=True, slots=True)
-class Fusion:
+class VaeFusion:
     """How the modules of one class are rewritten.
 
     Args:
@@ -63,7 +64,7 @@ class Fusion:
     activation: str
 
 
-def fuse_vae(vae: nn.Module, form: str = AUTO) -> Fused:
+def fuse_vae(vae: nn.Module, form: str = AUTO) -> FusedSites:
     """Rewrite what is known of the decoder of ``vae``, in place, with what was done.
 
     To be applied on the host, before an offloader holds the VAE and after its convolutions got their forms.
@@ -71,7 +72,7 @@ def fuse_vae(vae: nn.Module, form: str = AUTO) -> Fused:
     Args:
         form: one of ``kernels.library.FORMS``.
     """
-    found = Fused(form)
+    found = FusedSites(form)
     decoder: Any = vae.decoder
     for module in decoder.modules():
         fusion = FUSIONS.get(full_name(module))
@@ -87,7 +88,7 @@ def fuse_vae(vae: nn.Module, form: str = AUTO) -> Fused:
     return found
 
 
-def _unfit(module: Any, fusion: Fusion) -> str:
+def _unfit(module: Any, fusion: VaeFusion) -> str:
     """Why ``module`` is not what the rewrite was written for; empty when it is."""
     reason = other_forward(module, fusion.arguments)
     if reason:
@@ -253,18 +254,20 @@ def _noisy(x: Tensor, scale: Tensor | None, generator: Any) -> Tensor:
 
 
 _PAIRS = (("norm1", "conv1"), ("norm2", "conv2"))
-FUSIONS: dict[str, Fusion] = {
-    f"{HUNYUAN}HunyuanVideoResnetBlockCausal3D": Fusion(block, ("hidden_states",), _PAIRS, "nonlinearity"),
-    f"{HUNYUAN15}HunyuanVideo15ResnetBlock": Fusion(block, ("hidden_states",), _PAIRS, "nonlinearity"),
-    f"{MOCHI}MochiResnetBlock3D": Fusion(mochi_block, ("inputs", "conv_cache"), _PAIRS, "nonlinearity"),
-    f"{LTX}LTXVideoResnetBlock3d": Fusion(ltx_block, ("inputs", "temb", "generator"), _PAIRS, "nonlinearity"),
-    f"{HUNYUAN}HunyuanVideoDecoder3D": Fusion(
+FUSIONS: dict[str, VaeFusion] = {
+    f"{HUNYUAN}HunyuanVideoResnetBlockCausal3D": VaeFusion(block, ("hidden_states",), _PAIRS, "nonlinearity"),
+    f"{HUNYUAN15}HunyuanVideo15ResnetBlock": VaeFusion(block, ("hidden_states",), _PAIRS, "nonlinearity"),
+    f"{MOCHI}MochiResnetBlock3D": VaeFusion(mochi_block, ("inputs", "conv_cache"), _PAIRS, "nonlinearity"),
+    f"{LTX}LTXVideoResnetBlock3d": VaeFusion(ltx_block, ("inputs", "temb", "generator"), _PAIRS, "nonlinearity"),
+    f"{HUNYUAN}HunyuanVideoDecoder3D": VaeFusion(
         hunyuan_decoder, ("hidden_states",), (("conv_norm_out", "conv_out"),), "conv_act"
     ),
-    f"{HUNYUAN15}HunyuanVideo15Decoder3D": Fusion(
+    f"{HUNYUAN15}HunyuanVideo15Decoder3D": VaeFusion(
         hunyuan15_decoder, ("hidden_states",), (("norm_out", "conv_out"),), "conv_act"
     ),
-    f"{LTX}LTXVideoDecoder3d": Fusion(ltx_decoder, ("hidden_states", "temb"), (("norm_out", "conv_out"),), "conv_act"),
+    f"{LTX}LTXVideoDecoder3d": VaeFusion(
+        ltx_decoder, ("hidden_states", "temb"), (("norm_out", "conv_out"),), "conv_act"
+    ),
 }
 PUBLISHED = {"ltx": 39, "hunyuan_video": 29, "hunyuan_video_15": 35, "framepack": 29, "mochi": 38}
 """Sites in the decoder of a family's published VAE; LTX-Video 0.9.1 and later have other depths."""

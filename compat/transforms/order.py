@@ -136,7 +136,7 @@ def attention_step(attention: Attention) -> Step:
             return attended(module, attention)
         return frames_attended(module, exact) if part == "vae" else None
 
-    return Step(Order.ATTENTION, str(attention), apply)
+    return Step(Order.ATTENTION, f"attention {attention.label}", apply)
 
 
 def _take_back(undo: list[Undo]) -> None:

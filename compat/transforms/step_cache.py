@@ -66,7 +66,7 @@ class StepCacheSettings:
 
     def __str__(self) -> str:
         how = f"threshold {self.threshold:g}" if self.kind == FIRST_BLOCK else f"every {self.interval} steps"
-        return f"step cache {self.kind}, {how}, from {self.start:.0%} to {self.end:.0%} of the steps"
+        return f"{self.kind}, {how}, from {self.start:.0%} to {self.end:.0%} of the steps"
 
 
 def settings_for(family: str, preset: str, asked: StepCacheSettings) -> StepCacheSettings | None:

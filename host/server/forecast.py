@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,28 +9,22 @@ from ...compat.device.facts import free_bytes
 from ...compat.device.probe_results import probe_results_of
 from ...compat.device.probe_store import UNKNOWN
 from ...compat.errors import PackError
-from ...compat.memory import planned
-from ...compat.transforms.compile import CACHE_SIZE, CompileSettings
+from ...compat.memory.planned import PLACES
 from ...paint.estimates import paint_needs
 from ...paint.loading import PaintPipeline, PaintRequest, load_paint
-from ...paint.networks.compile import CACHE_LIMIT, settings_for
 from ...pipelines.base import Pipeline
 from ...pipelines.decisions import card_of
 from ...pipelines.grid import snap
-from ...pipelines.loading.folder import AUTO, LoadRequest, load
+from ...pipelines.loading.folder import load
 from ...pipelines.memory.estimates import Size, forecast
-from ...pipelines.speed import SpeedRequest
 from ...pipelines.stages import of_checkpoint
-from .. import folders, memory_manager, model_files, painting
+from .. import folders, memory_manager
+from ..requests import FILE_INPUTS, FOLDER_INPUTS, PAINT_INPUTS, TASKS, files_request, folder_request, paint_request
 from .panel import facts, said
 
 MOST_PIPELINES, MOST_STEPS = 8, 32
 LARGEST = 1e9  # of a number that a widget holds
-PLAIN_FIELDS = {"variant": AUTO, "precision": AUTO, "offload": AUTO, "attention": AUTO, "weights": AUTO}
-PLAIN_FIELDS |= {"text_weights": AUTO, "keep_free_gb": 0.0}
-TASKS = (AUTO, "text", "image")
-FILES = ("vae", "text_encoder", "text_encoder_2", "image_encoder")
-DEVICE = re.compile(r"cpu|gpu:\d{1,3}")
+CHOICES = {"task": TASKS, **dict.fromkeys(("transformer_device", "text_device", "vae_device"), PLACES)}
 FITS, STREAMS, PARTS, TOO_MUCH = "fits", "streams", "in parts", "too much"
 MEANING = {  # how a stage fits -> what that means for the run
     STREAMS: "streams: weights without room stay in host memory and are copied at each use: the same video, later.",
@@ -86,77 +79,27 @@ def _card(node: str, entry: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     """
     known = probe_results_of(facts(), folders.state_folder()).without_asking()
     asked = all(answer.status != UNKNOWN for answer in known.values())
+    defaults, request_for = LOADERS[entry["class_type"]]
     try:
-        pipeline = LOADERS[entry["class_type"]](entry["inputs"], asked)
+        state = folders.state_folder() if asked else None
+        request = request_for(_widgets(entry["inputs"], defaults), device=facts(), state=state, quiet=True)
+        read = load_paint if isinstance(request, PaintRequest) else load
+        pipeline = read(request, hosted=memory_manager.managed)
         return {"node": node, **card_of(pipeline, known), "by_tables": not asked}, pipeline
     except PackError as error:
         named = entry["inputs"].get("model", entry["inputs"].get("transformer", ""))
         return {"node": node, "model": str(named), "error": said(error)}, None
 
 
-def _given(inputs: Inputs, name: str, default: Any) -> Any:
-    """A widget's value; ``default`` for a linked input, and for one of another type."""
-    value = inputs.get(name, default)
+def _widgets(inputs: Inputs, defaults: Inputs) -> dict[str, Any]:
+    """The value of each widget of a load node; its default for a linked input and for a value that no widget has."""
+    return {name: _widget(inputs.get(name, default), name, default) for name, default in defaults.items()}
+
+
+def _widget(value: Any, name: str, default: Any) -> Any:
     if type(default) is float and type(value) is int and abs(value) < LARGEST:  # JSON writes 2.0 as 2
         value = float(value)
-    return value if type(value) is type(default) else default
-
-
-def _shared(inputs: Inputs, asked: bool) -> dict[str, Any]:
-    """What both load nodes of video pipelines ask alike."""
-    places = [_given(inputs, f"{part}_device", AUTO) for part in ("transformer", "text", "vae")]
-    graphs = CompileSettings(
-        _given(inputs, "compile_mode", "default"),
-        _given(inputs, "compile_dynamic", "text"),
-        _given(inputs, "compile_cache_size", CACHE_SIZE),
-    )
-    return {
-        **{name: _given(inputs, name, default) for name, default in PLAIN_FIELDS.items()},
-        "base": folders.provider_folder(_given(inputs, "base", AUTO)),
-        "device": facts(),
-        "state": folders.state_folder() if asked else None,
-        "quiet": True,
-        "speed": SpeedRequest(_given(inputs, "kernels", AUTO), graphs if _given(inputs, "compile", False) else None),
-        "devices": planned.places(*(place if DEVICE.fullmatch(place) else AUTO for place in places)),
-    }
-
-
-def _opened(inputs: Inputs, asked: bool) -> Pipeline:
-    """What AnyGPU Load Pipeline would load."""
-    request = LoadRequest(
-        folders.model_folder(_given(inputs, "model", folders.NO_MODEL)),
-        image_encoder=folders.provider_folder(_given(inputs, "image_encoder", AUTO)),
-        search=(*folders.model_roots(), *folders.encoder_roots()),
-        **_shared(inputs, asked),
-    )
-    return load(request, hosted=memory_manager.managed)
-
-
-def _composed(inputs: Inputs, asked: bool) -> Pipeline:
-    """What AnyGPU Compose Pipeline would load."""
-    task = _given(inputs, "task", AUTO)
-    named = {name: _given(inputs, name, AUTO) for name in FILES}
-    transformer = _given(inputs, "transformer", model_files.NO_FILE)
-    files = model_files.chosen_files(task if task in TASKS else AUTO, transformer=transformer, **named)
-    return load(
-        LoadRequest(files.parts["transformer"], files=files, **_shared(inputs, asked)), hosted=memory_manager.managed
-    )
-
-
-def _painter(inputs: Inputs, asked: bool) -> Any:
-    """What AnyGPU Load Paint Pipeline would load."""
-    limit = _given(inputs, "dynamo_cache_size_limit", CACHE_LIMIT)
-    request = PaintRequest(
-        painting.paint_path(_given(inputs, "model", painting.NO_MODEL)),
-        vae=painting.provider_path(_given(inputs, "vae", AUTO)),
-        image_encoder=painting.provider_path(_given(inputs, "image_encoder", AUTO)),
-        device=facts(),
-        state=folders.state_folder() if asked else None,
-        quiet=True,
-        compiled=settings_for(limit) if _given(inputs, "compile", False) else None,
-        **{name: _given(inputs, name, AUTO) for name in ("variant", "weights", "precision", "offload", "attention")},
-    )
-    return load_paint(request, hosted=memory_manager.managed)
+    return value if type(value) is type(default) and value in CHOICES.get(name, (value,)) else default
 
 
 def _outlook(entry: Mapping[str, Any], pipeline: Any) -> dict[str, Any]:
@@ -230,10 +173,10 @@ def _painted(plain: Mapping[str, float], pipeline: Any) -> tuple[str, Needs]:
     return "views", _needs_by(lambda mode: paint_needs(pipeline, size, views, guided, mode))
 
 
-LOADERS: dict[str, Callable[[Inputs, bool], Any]] = {
-    "AnyGPULoadPipeline": _opened,
-    "AnyGPUComposePipeline": _composed,
-    "AnyGPULoadPaintPipeline": _painter,
+LOADERS: dict[str, tuple[Inputs, Callable[..., Any]]] = {  # inputs with their defaults, and what they ask of loading
+    "AnyGPULoadPipeline": (FOLDER_INPUTS, folder_request),
+    "AnyGPUComposePipeline": (FILE_INPUTS, files_request),
+    "AnyGPULoadPaintPipeline": (PAINT_INPUTS, paint_request),
 }
 RUNS: dict[str, Callable[[Mapping[str, float], Any], tuple[str, Needs]]] = {
     "AnyGPUSample": _sampled,

@@ -7,12 +7,11 @@ from typing import Any
 
 from ...compat.device.facts import GIBIBYTE, DeviceFacts, facts_for, free_bytes
 from ...compat.device.probe_results import probe_results_of
-from ...compat.device.probe_status import probe_statuses
 from ...compat.device.probe_store import UNKNOWN
-from ...compat.device.report import report_on
+from ...compat.device.report import probe_statuses, report_on
 from ...compat.errors import PackError
 from ...compat.memory.statistics import StageCost, kept_stages
-from ...pipelines import limits
+from ...pipelines import decisions
 from ...pipelines.loading.published import first_steps
 from ...pipelines.report import TITLES
 from .. import folders, memory_manager
@@ -30,13 +29,13 @@ def limit_tooltip(name: str) -> str:
     """What an input of the load node cannot do on this machine, to append to its tooltip; empty for nothing."""
     key = (str(memory_manager.compute_device()), name)
     if key not in _tooltips:
-        _tooltips[key] = limits.tooltip(facts(), name)
+        _tooltips[key] = decisions.limit_tooltip(facts(), name)
     return _tooltips[key]
 
 
 def limit_lines() -> list[str]:
     """What cannot work on this machine, as the last line of the status under the load node; none for nothing."""
-    return [line] if (line := limits.line(facts())) else []
+    return [line] if (line := decisions.limit_line(facts())) else []
 
 
 def first_run() -> str:
@@ -73,12 +72,12 @@ def machine(again: bool = False) -> dict[str, Any]:
     return {
         "device": str(here),
         "memory": memory_now(),
-        "lights": [asdict(status_light) for status_light in probe_statuses(here, known)],
+        "lights": [asdict(status) for status in probe_statuses(here, known)],
         "asked": all(answer.status != UNKNOWN for answer in known.values()),
         "sections": [
-            {"heading": heading, "lines": [asdict(line) for line in lines]} for heading, lines in report.sections
+            {"heading": heading, "lines": [line.as_json() for line in lines]} for heading, lines in report.sections
         ],
-        "limits": limits.limits(here),
+        "limits": decisions.limits(here),
         "first_run": first_run(),
     }
 

@@ -235,21 +235,21 @@ def load_mesh(path: Path, check: Callable[[], None] = lambda: None) -> tuple[Mes
         wait((reading,), POLL_SECONDS)
         check()
     try:
-        pipeline = reading.result()
+        scene = reading.result()
     except Exception as error:  # each format's reader raises its own kinds
         raise CheckpointError(
             f"mesh file {path.name!r} cannot be read ({type(error).__name__}: {error})",
             expected="a whole mesh",
             fix="Export or download it again.",
         ) from error
-    if not len(getattr(pipeline, "faces", ())):
+    if not len(getattr(scene, "faces", ())):
         raise CheckpointError(f"no faces in {path.name!r}", expected="a mesh", fix="A point cloud cannot be painted.")
-    uvs = getattr(pipeline.visual, "uv", None)
-    uvs = None if uvs is None or len(uvs) != len(pipeline.vertices) else torch.tensor(uvs, dtype=torch.float32)
+    uvs = getattr(scene.visual, "uv", None)
+    uvs = None if uvs is None or len(uvs) != len(scene.vertices) else torch.tensor(uvs, dtype=torch.float32)
     if uvs is not None:
         uvs = torch.stack((uvs[:, 0], 1 - uvs[:, 1]), dim=1)  # trimesh counts v upwards, whatever the file does
-    vertices = torch.tensor(pipeline.vertices, dtype=torch.float64)
-    faces = torch.tensor(pipeline.faces, dtype=torch.int64)
+    vertices = torch.tensor(scene.vertices, dtype=torch.float64)
+    faces = torch.tensor(scene.faces, dtype=torch.int64)
     if path.suffix.lower() == ".stl":  # which repeats each corner; others keep vertices apart where their UVs differ
         own = numbered(vertices + 0.0)  # no negative zeros
         vertices, faces = vertices.new_zeros(int(own.max()) + 1, 3).index_copy_(0, own, vertices), own[faces]

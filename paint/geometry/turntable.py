@@ -71,7 +71,7 @@ def _shaded(surface: Surface, view: View, texture: Tensor | Callable[[Tensor], T
     shown = view.shown
     towards = torch.tensor(view.camera.axes()[2], device=surface.vertices.device)
     normals = F.normalize(shown.interpolated(surface.vertex_normals, surface.faces), dim=1)
-    status_light = AMBIENT + (1 - AMBIENT) * (normals @ towards).abs()
+    light = AMBIENT + (1 - AMBIENT) * (normals @ towards).abs()
     if texture is None:
         colours = normals.new_full((1, 3), CLAY)
     elif isinstance(texture, Tensor):
@@ -79,7 +79,7 @@ def _shaded(surface: Surface, view: View, texture: Tensor | Callable[[Tensor], T
         colours = looked_up(texture, shown.interpolated(surface.uvs, surface.faces))
     else:
         colours = texture(shown.interpolated(surface.vertices, surface.faces))
-    return colours * status_light[:, None]
+    return colours * light[:, None]
 
 
 def looked_up(texture: Tensor, uvs: Tensor) -> Tensor:

@@ -13,9 +13,8 @@ from torch.nn import functional
 from ...compat.checkpoints.weights import read_json
 from ...compat.device.execution import checked_leaves, execution_device
 from ...compat.errors import CheckpointError
-from ...compat.memory.parts import Reader
+from ...compat.memory.statistics import stage_cost
 from ...compat.packages import attribute
-from ..estimates import costed
 from .weights import Weights
 
 CLASSES = {"image_encoder": "Dinov2Model", "text_encoder": "CLIPTextModel"}
@@ -25,28 +24,31 @@ FIRST_TOKEN, LAST_TOKEN, TOKENS = 49406, 49407, 77  # of CLIP's vocabulary: an e
 PADDING = {"!": 0, "<|endoftext|>": LAST_TOKEN}
 
 
-def encoder_reader(
-    part: str, folder: Path, stored: Weights, dtype: torch.dtype, advance_for: Callable[..., Any]
-) -> Reader:
-    """What reads an encoder of transformers from its folder."""
+def encoder(part: str, folder: Path, stored: Weights, dtype: torch.dtype, advance: Callable[[int], None]) -> nn.Module:
+    """An encoder of transformers, read from its folder.
 
-    def read(progress: Any) -> nn.Module:
-        cls: Any = attribute("transformers", CLASSES[part])
-        with torch.inference_mode(False), torch.no_grad():
-            config = cls.config_class.from_pretrained(str(folder), local_files_only=True)
-            advance = advance_for(part, stored.total_bytes, progress)
-            tensors = stored.read(stored.shapes, lambda _name: dtype, advance)
-            try:
-                module, found = cls.from_pretrained(
-                    None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True
-                )
-            except (RuntimeError, ValueError) as error:
-                raise _misfit(part, folder, str(error).strip().splitlines()[0]) from error
-            if found["missing_keys"]:
-                raise _misfit(part, folder, f"missing {min(found['missing_keys'])!r}")
-            return module.eval().requires_grad_(False)
+    Args:
+        part: a key of :data:`CLASSES`.
+        folder: with its config.json.
+        stored: its weights.
+        dtype: in which they are kept.
+        advance: called with the bytes just read.
 
-    return read
+    Raises:
+        CheckpointError: the weights are not those of the configuration.
+    """
+    cls: Any = attribute("transformers", CLASSES[part])
+    config = cls.config_class.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    tensors = stored.read(stored.shapes, lambda _name: dtype, advance)
+    try:
+        module, info = cls.from_pretrained(
+            None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True
+        )
+    except (RuntimeError, ValueError) as error:
+        raise _misfit(part, folder, str(error).strip().splitlines()[0]) from error
+    if info["missing_keys"]:
+        raise _misfit(part, folder, f"missing {min(info['missing_keys'])!r}")
+    return module  # type: ignore[no-any-return]
 
 
 def dino_states(pipeline: Any, picture: Tensor, progress: Any) -> Tensor:
@@ -54,11 +56,10 @@ def dino_states(pipeline: Any, picture: Tensor, progress: Any) -> Tensor:
     device = execution_device(pipeline.offloader)
     pixels = dino_pixels(picture)
     hold = pipeline.offloader.hold("image_encoder", 0, progress)
-    with costed(pipeline, "image", progress), hold as encoder, checked_leaves(encoder, progress.check):
-        found = encoder(pixels.to(device, encoder.dtype)).last_hidden_state
-        found = found.cpu().float()
+    with stage_cost(pipeline, "image", progress), hold as module, checked_leaves(module, progress.check):
+        states: Tensor = module(pixels.to(device, module.dtype)).last_hidden_state.cpu().float()
     pipeline.offloader.release("image_encoder")
-    return found
+    return states
 
 
 def dino_pixels(picture: Tensor) -> Tensor:
@@ -86,10 +87,10 @@ def empty_prompt(pipeline: Any, progress: Any) -> Tensor:
     tokens = torch.full((1, TOKENS), _padding(pipeline.source))
     tokens[0, 0], tokens[0, 1] = FIRST_TOKEN, LAST_TOKEN
     hold = pipeline.offloader.hold("text_encoder", 0, progress)
-    with costed(pipeline, "text", progress), hold as encoder, checked_leaves(encoder, progress.check):
-        found: Tensor = encoder(tokens.to(device)).last_hidden_state.cpu().float()
+    with stage_cost(pipeline, "text", progress), hold as module, checked_leaves(module, progress.check):
+        states: Tensor = module(tokens.to(device)).last_hidden_state.cpu().float()
     pipeline.offloader.release("text_encoder")
-    return found
+    return states
 
 
 def _padding(source: Path) -> int:

@@ -68,7 +68,7 @@ class Attention(nn.Module):
         seen = x if seen is None else seen
         query, key, value = self.split(self.to_q(x)), self.split(self.to_k(seen)), self.split(self.to_v(seen))
         if rotary is not None:
-            query, key = turned(query, rotary), turned(key, rotary)
+            query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)
         return self.to_out[0](joined(self.attend(query, key, value)))
 
     def split(self, x: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ def joined(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2)
 
 
-def turned(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+def apply_rotary(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     """``x`` (B, heads, N, D) with adjacent pairs of features rotated, computed in fp32.
 
     Args:

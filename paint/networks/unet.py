@@ -237,14 +237,8 @@ class UNet(nn.Module):
         return UpBlock(residuals, attentions, None if last else Resampled(width, True, self.dtypes))
 
 
-def attended(network: nn.Module, attend: Attend) -> Callable[[], None]:
-    """Make every attention of ``network`` call ``attend``; returns what puts the former kernels back."""
-    former = [(module, module.attend) for module in network.modules() if isinstance(module, Attention)]
-    for module, _ in former:
-        module.attend = attend
-
-    def restored() -> None:
-        for module, kernel in former:
-            module.attend = kernel
-
-    return restored
+def set_attention(network: nn.Module, attend: Attend) -> None:
+    """Make every attention of ``network`` call ``attend``."""
+    for module in network.modules():
+        if isinstance(module, Attention):
+            module.attend = attend

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -50,23 +50,15 @@ class PictureAttention:
         tokens = attn.group_norm(hidden_states.flatten(2)).transpose(1, 2)
         layers = (attn.to_q, attn.to_k, attn.to_v)
         heads = (layer(tokens).unflatten(2, (attn.heads, -1)).transpose(1, 2) for layer in layers)
-        found = attn.to_out[0](self.attend(*heads).transpose(1, 2).flatten(2))
-        found = found.transpose(1, 2).unflatten(2, size) + hidden_states
-        return found / attn.rescale_output_factor
+        out = attn.to_out[0](self.attend(*heads).transpose(1, 2).flatten(2))
+        return (out.transpose(1, 2).unflatten(2, size) + hidden_states) / attn.rescale_output_factor
 
 
-def attended(vae: nn.Module, attend: Attend) -> Callable[[], None]:
-    """Make the attention of ``vae`` call ``attend``; returns what puts the former processors back."""
-    owners = [module for module in vae.modules() if hasattr(module, "processor") and hasattr(module, "to_q")]
-    former = [(owner, owner.processor) for owner in owners]
-    for owner, _ in former:
-        owner.processor = PictureAttention(attend)  # type: ignore[assignment]
-
-    def restored() -> None:
-        for owner, processor in former:
-            owner.processor = processor
-
-    return restored
+def set_vae_attention(vae: nn.Module, attend: Attend) -> None:
+    """Make the attention of ``vae`` call ``attend``."""
+    for module in vae.modules():
+        if hasattr(module, "processor") and hasattr(module, "to_q"):
+            module.processor = PictureAttention(attend)  # type: ignore[assignment]
 
 
 def encoded(

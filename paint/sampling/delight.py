@@ -13,7 +13,8 @@ from torch.nn import functional
 from ...compat.device.execution import checked_leaves, execution_device, generator_for
 from ...compat.errors import InputError
 from ...compat.memory.parts import Silent
-from ..estimates import asked, costed, decoding_bytes, encoding_bytes, step_bytes
+from ...compat.memory.statistics import stage_cost
+from ..estimates import asked, decoding_bytes, encoding_bytes, step_bytes
 from ..loading import PaintPipeline
 from ..networks import vae
 from ..networks.encoders import empty_prompt
@@ -118,11 +119,11 @@ def relit(
     device = execution_device(pipeline.offloader)
     height, width = picture.shape[:2]
     need = asked(encoding_bytes(height, width, pipeline.precision.vae))
-    with costed(pipeline, "encoding", progress), pipeline.offloader.hold("vae", need, progress) as module:
+    with stage_cost(pipeline, "encoding", progress), pipeline.offloader.hold("vae", need, progress) as module:
         condition = vae.encoded(module, picture[None], None, device, progress)
     latents = denoised(pipeline, condition, text, settings, progress, start)
     need = asked(decoding_bytes(height, width, pipeline.precision.vae))
-    with costed(pipeline, "decoding", progress), pipeline.offloader.hold("vae", need, progress) as module:
+    with stage_cost(pipeline, "decoding", progress), pipeline.offloader.hold("vae", need, progress) as module:
         return vae.decoded(module, latents / vae.SCALE, device, progress, "decoding")[0]
 
 
@@ -144,7 +145,7 @@ def denoised(
     rows, text = rows.to(device), text.to(device).expand(len(rows), -1, -1)
     need = asked(step_bytes(pipeline, len(rows), (condition.shape[-2], condition.shape[-1]), 0))
     hold = pipeline.offloader.hold("unet", need, progress)
-    with costed(pipeline, "delighting", progress), hold as unet, checked_leaves(unet, progress.check):
+    with stage_cost(pipeline, "delighting", progress), hold as unet, checked_leaves(unet, progress.check):
         for index, time in enumerate(solver.schedule.timesteps):
             noisy = solver.model_input(x, index).to(device).expand(len(rows), -1, -1, -1)
             step = torch.tensor([time], dtype=torch.float32, device=device)

@@ -13,14 +13,14 @@ from ...compat.device.execution import checked_leaves, execution_device, generat
 from ...compat.errors import InputError
 from ...compat.guidance import classifier_free_guidance
 from ...compat.memory.parts import Silent
-from ..estimates import asked, costed, decoding_bytes, encoding_bytes, looking_bytes, step_bytes
+from ...compat.memory.statistics import stage_cost
+from ..estimates import asked, decoding_bytes, encoding_bytes, looking_bytes, step_bytes
 from ..geometry.cameras import CameraTable, camera_ids, camera_notes
 from ..loading import PaintPipeline
 from ..networks import vae
 from ..networks.encoders import dino_states
 from ..networks.multiview import Run
-from ..networks.pbr import MATERIALS
-from ..networks.voxels import rotary_by_tokens
+from ..networks.pbr import MATERIALS, rotary_by_tokens
 from ..pictures import GREY, WHITE, checked_pictures, over, resized, squared
 from .solvers import Schedule, lcm_schedule, schedule_for, schedule_of, solver_for
 
@@ -143,8 +143,8 @@ def paint_views(
         conditions = _conditions(pipeline, inputs, (references, normals, positions, ids), settings, progress)
         latents = sampled(pipeline, conditions, settings, progress)
         painted = _decoded(pipeline, latents, len(ids), settings, progress)
-    for line in () if pipeline.compiler is None else pipeline.compiler.lines():
-        progress.notify(line)
+    for part, blocks in pipeline.compiled.items():
+        progress.notify(f"{part}: {blocks}")
     return painted
 
 
@@ -225,7 +225,7 @@ def sampled(
     size, count = (shape[-2], shape[-1]), len(solver.schedule)
     need = asked(step_bytes(pipeline, views * materials * len(rows), size, references_in(conditions)))
     hold = pipeline.offloader.hold("unet", need, progress)
-    with costed(pipeline, "painting", progress), hold as unet, checked_leaves(unet, progress.check):
+    with stage_cost(pipeline, "painting", progress), hold as unet, checked_leaves(unet, progress.check):
         for index, time in enumerate(solver.schedule.timesteps):
             step = torch.tensor([time], dtype=torch.float32, device=device)
             velocity = predicted(unet, solver.model_input(x, index).to(device), step, conditions, run)
@@ -313,7 +313,7 @@ def _conditions(
     device, size = execution_device(pipeline.offloader), settings.size
     generator = generator_for(settings.seed)
     need = asked(encoding_bytes(size, size, pipeline.precision.vae))
-    with costed(pipeline, "encoding", progress), pipeline.offloader.hold("vae", need, progress) as module:
+    with stage_cost(pipeline, "encoding", progress), pipeline.offloader.hold("vae", need, progress) as module:
         found = []
         for index, pictures in enumerate((references, normals, positions)):  # the order in which upstream draws
             found.append(vae.encoded(module, pictures, generator, device, progress) * vae.SCALE)
@@ -327,7 +327,7 @@ def _conditions(
         rotary = {tokens: (cos.to(device), sin.to(device)) for tokens, (cos, sin) in tables.items()}
     need = asked(looking_bytes(pipeline, len(references), (found[0].shape[-2], found[0].shape[-1])))
     hold = pipeline.offloader.hold("reference", need, progress)
-    with costed(pipeline, "reference", progress), hold as stream, checked_leaves(stream, progress.check):
+    with stage_cost(pipeline, "reference", progress), hold as stream, checked_leaves(stream, progress.check):
         reference = stream(found[0][None].to(device))
     maps = torch.cat((found[1], found[2]), dim=1)[None].to(device)
     return Conditions(maps, reference, torch.tensor(ids, device=device), rotary, dino)
@@ -355,7 +355,7 @@ def _dino(pipeline: PaintPipeline, inputs: PaintInputs, reference: Tensor, progr
 def _decoded(pipeline: PaintPipeline, latents: Tensor, views: int, settings: PaintSettings, progress: Any) -> Painted:
     device, plain = execution_device(pipeline.offloader), latents / vae.SCALE
     need = asked(decoding_bytes(settings.size, settings.size, pipeline.precision.vae))
-    with costed(pipeline, "decoding", progress), pipeline.offloader.hold("vae", need, progress) as module:
+    with stage_cost(pipeline, "decoding", progress), pipeline.offloader.hold("vae", need, progress) as module:
         pictures = vae.decoded(module, plain, device, progress, "decoding")
     return Painted(pictures[:views], pictures[views:] if len(pictures) > views else None, plain)
 

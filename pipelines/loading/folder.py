@@ -31,23 +31,21 @@ from ...compat.memory.adapters import Adapted
 from ...compat.memory.offloader import HOSTED, offloader_for
 from ...compat.packages import attribute, unusable
 from ...compat.precision import Precision, precision_for
-from ...compat.transforms.attention import Attention, attention_for, avoided_by
-from ...compat.transforms.attention_timing import by_time
+from ...compat.transforms.attention import Attention, attention_for, avoided_by, by_time
 from ...compat.transforms.conv3d_choice import kept_timings
 from ...compat.transforms.order import Preparation, attention_step, conv3d_step
 from ..base import Offloader, Parts, Pipeline, Progress, Silent, Tools
 from ..family import Family
-from ..measured import advised
+from ..memory import host as host_memory
 from ..memory.estimates import sizes_of
 from ..memory.fit import require_room, terms_for
-from ..memory.host import backed, note
 from ..registry import FAMILIES, family_named
 from ..sampling.loop import TRANSFORMER
 from ..speed import SpeedRequest, speed_for
+from . import storage
 from .part import PartFiles, part_files, reader_of
 from .single_file import Composed, Files, composed, family_in
-from .storage import SafeFp16, read_narrow, storage_step, with_storage
-from .storage import notes as storage_notes
+from .storage import SafeFp16, read_narrow
 
 INDEX = "model_index.json"
 AUTO = "auto"
@@ -117,8 +115,9 @@ def load(
     probes = None if request.state is None else probe_results_of(facts, request.state, request.quiet)
     precision = precision_for(family.id, facts, request.precision, probes)
     files = _part_files(family, folders, precision, {} if single is None else single.files)
-    files = with_storage(files, request, family.text_parts, precision, facts, probes)
-    files, host = backed(files, facts, _host_room(sum(part.total_bytes for part in files.values())), swap_free_bytes())
+    files = storage.with_storage(files, request, family.text_parts, precision, facts, probes)
+    sizes = {name: part.total_bytes for name, part in files.items()}
+    files, host = host_memory.backed(files, facts, _host_room(sum(sizes.values())), swap_free_bytes())
     free = free_bytes(facts.device)
     weights, terms = sizes_of(files.values()), terms_for(request.devices, request.keep_free_gb, request.state, host)
     evicts = make_room is not None or hosted is not None  # the host's other models leave where ours need the room
@@ -129,30 +128,29 @@ def load(
     attention = _attention(request.attention, files["transformer"].config, precision, facts, probes)
     safe = SafeFp16(family.id, facts.device, active=precision.safe)
     convolutions = conv3d_step(abilities(facts, probes), kept_timings(facts, probes))
-    speed = speed_for(request.speed, facts, request.devices, precision, probes, attention.why)
-    steps = (storage_step(files), convolutions, safe.step(), attention_step(attention), *speed.steps())
+    speed = speed_for(request.speed, facts, request.devices, precision, probes, attention)
+    steps = (storage.storage_step(files), convolutions, safe.step(), attention_step(attention), *speed.steps())
     parts = _parts(files, Preparation(steps), safe if request.precision == AUTO else None)
-    sizes = {name: part.total_bytes for name, part in files.items()}
     hosted = speed.host_for(request.offload, hosted)
-    offloader, reason = offloader_for(request.offload, parts, facts.device, sizes, free, make_room, hosted, terms)
+    offloader, offload = offloader_for(request.offload, parts, facts.device, sizes, free, make_room, hosted, terms)
     speed.settle_offload(getattr(offloader, "mode", HOSTED), request.offload != AUTO)
-    said = (*storage_notes(files), *speed.notes(), *note(host, facts, offloader), *advised(facts, family.id))
-    notes = (str(precision), f"{offloader}: {reason}", str(attention), *said)
+    more = (*storage.decisions(files), *speed.decisions(), *host_memory.decisions(host, facts, offloader))
     return Pipeline(
-        family.id,
-        task,
-        parts,
-        facts,
-        precision,
-        Adapted(offloader, parts),
-        _tools(family, folders) if single is None else _tools_of(single),
-        {name: part.config for name, part in files.items()},
-        variant,
-        request.model,
-        notes,
-        speed,
+        family=family.id,
+        task=task,
+        parts=parts,
+        facts=facts,
+        precision=precision,
+        offloader=Adapted(offloader, parts),
+        tools=_tools(family, folders) if single is None else _tools_of(single),
+        configs={name: part.config for name, part in files.items()},
+        variant=variant,
+        source=request.model,
+        decisions=(precision.decision, offload, attention.decision, *more),
+        speed=speed,
         weights=weights,
         probes=probes,
+        storage=storage.smaller(files),
     )
 
 
@@ -434,7 +432,7 @@ def _tool_reader(library: str, folder: Path) -> Callable[[], Any]:
             return read_json(file, f"the {folder.name}")
         cls: Any = attribute("transformers", _processor_class(folder))
         try:
-            return cls.from_pretrained(str(folder), local_files_only=True)
+            return cls.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         except ImportError as error:
             raise unusable("transformers", error) from error
         except Exception as error:  # each tokenizer's reader has errors of its own for a damaged file

@@ -20,6 +20,7 @@ from torch import nn
 
 from ...compat.checkpoints.packed import is_exact, opened, outlined
 from ...compat.checkpoints.weights import TensorEntry, declared, read_tensors
+from ...compat.decision import Decision
 from ...compat.errors import InputError, UnsupportedError
 from ...compat.memory.adapters import Adapted
 from ...compat.packages import attribute
@@ -88,8 +89,9 @@ def with_lora(pipeline: Pipeline, path: Path, strength: float, blocks: str, mode
     added = LoRA(path, strength, blocks, mode, match, (stat.st_size, stat.st_mtime_ns), _scales(match, entries))
     inner = pipeline.offloader.inner if isinstance(pipeline.offloader, Adapted) else pipeline.offloader
     loras = LoRAs((*on(pipeline), added), pipeline.precision.transformer)
-    note = f"LoRA {path.stem} {strength:g}{f' ({blocks})' if blocks.strip() else ''}, {mode}"
-    return replace(pipeline, offloader=Adapted(inner, pipeline.parts, loras), notes=(*pipeline.notes, note))
+    decision = Decision("LoRA", f"{path.stem} {strength:g}{f' ({blocks})' if blocks.strip() else ''}, {mode}")
+    adapted = Adapted(inner, pipeline.parts, loras)
+    return replace(pipeline, offloader=adapted, decisions=(*pipeline.decisions, decision))
 
 
 def named(text: str) -> tuple[Path, float, str]:

@@ -226,7 +226,7 @@ def _built_by_transformers(files: PartFiles, advance: Callable[[int], None], vie
     tensors = _tensors(files, advance, views, kept) | stand_ins
     cls: Any = attribute("transformers", files.cls)
     if files.folder.is_dir():
-        config = cls.config_class.from_pretrained(str(files.folder), local_files_only=True)
+        config = cls.config_class.from_pretrained(str(files.folder), local_files_only=True, trust_remote_code=False)
     else:
         config = cls.config_class.from_dict(dict(files.config))
     try:

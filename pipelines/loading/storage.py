@@ -13,11 +13,12 @@ from torch import nn
 
 from ...compat.checkpoints import packed
 from ...compat.checkpoints.headers import STORED
+from ...compat.decision import Decision
 from ...compat.device import probes
-from ...compat.device.copy_timing import maps_files
 from ...compat.device.execution import HOST
 from ...compat.device.facts import DeviceFacts
 from ...compat.device.probe_store import ProbeStore
+from ...compat.device.timed_choice import maps_files
 from ...compat.errors import UnsupportedError
 from ...compat.memory.offloader import GIGABYTE
 from ...compat.memory.transfer import casts_wrongly
@@ -94,15 +95,23 @@ def storage_step(files: Mapping[str, PartFiles]) -> Step:
     return Step(Order.STORAGE, "storage of weights", partial(_apply, dict(files)))
 
 
-def notes(files: Mapping[str, PartFiles]) -> tuple[str, ...]:
-    """One line for each part whose weights are kept smaller than they compute."""
-    found = []
-    for name, part in files.items():
-        dense = replace(part, storage="auto", keeps_packed=False).total_bytes
-        if part.total_bytes < dense:
-            how = "as in the file" if part.storage in FILE_CHOICES else part.storage
-            found.append(f"{name} kept {how}: {part.total_bytes / GIGABYTE:.1f} of {dense / GIGABYTE:.1f} GB")
-    return tuple(found)
+def decisions(files: Mapping[str, PartFiles]) -> tuple[Decision, ...]:
+    """One for each part whose weights are kept smaller than they compute."""
+    made = []
+    for name, choice in smaller(files).items():
+        how = "as in the file" if choice in FILE_CHOICES else choice
+        size = f"{files[name].total_bytes / GIGABYTE:.1f} of {_dense_bytes(files[name]) / GIGABYTE:.1f} GB"
+        made.append(Decision(f"{name} weights", f"kept {how}", size))
+    return tuple(made)
+
+
+def smaller(files: Mapping[str, PartFiles]) -> dict[str, str]:
+    """Part to its choice of storage, where its weights are kept smaller than they compute."""
+    return {name: part.storage for name, part in files.items() if part.total_bytes < _dense_bytes(part)}
+
+
+def _dense_bytes(part: PartFiles) -> int:
+    return replace(part, storage="auto", keeps_packed=False).total_bytes
 
 
 def _narrow(part: PartFiles, device: torch.device) -> str:

@@ -8,11 +8,11 @@ itself comes on top.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ...compat.memory.estimates import PartBytes, part_bytes
 from ...compat.memory.statistics import StageNeed
 from ..base import Pipeline
 from ..family import Family
@@ -20,9 +20,7 @@ from ..loading.part import PartFiles
 from . import fit_factors
 
 TRANSFORMER, VAE = "transformer", "vae"
-BLOCK = re.compile(r"^(.*?(?:blocks|layers|layer|block)\.\d+)\.")
 MARGIN = 1.15  # what a forecast may be off by
-DOUBLE_SPARES = 0.35  # of a single block's activations, which a double block does not have
 MODE_ORDER = ("none", "model", "group", "sequential")  # the fastest first
 REFERENCE_TOKENS = {"ltx": 128, "mochi": 256, "hunyuan_video": 334, "hunyuan_video_15": 160, "framepack": 334}
 HISTORY_TOKENS = 729  # of FramePack's and HunyuanVideo 1.5's pictures
@@ -51,40 +49,6 @@ class Fit:
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
-    """Bytes of one part on the device: all of it, its largest block, its largest layer.
-
-    Args:
-        inner: the largest layer inside a block; outer: the largest one outside, such as an embedding. single: the
-            largest single-stream block, in which the activations are most; 0 where a model has none. dense: what making
-            its largest packed weight dense takes beside them, while it is used; 0 where none is packed.
-    """
-
-    total: int
-    block: int
-    layer: int
-    inner: int = 0
-    outer: int = 0
-    single: int = 0
-    dense: int = 0
-
-    def resident(self, mode: str, part: str, activations: int = 0) -> int:
-        """Bytes on the device at the peak under ``mode``, where a forward of the part needs ``activations``.
-
-        What is outside the blocks runs before or after most of the activations exist.
-        """
-        if mode in ("none", "model") or part == "image_encoder":
-            return self.total
-        by_block = part == TRANSFORMER or part.startswith("text_encoder")
-        if not self.inner:
-            return self.block if mode == "group" and by_block else self.layer
-        largest = self.block if mode == "group" and by_block else self.inner
-        if mode == "group" and by_block and self.single:
-            largest = max(self.single, self.block - int(DOUBLE_SPARES * activations))
-        return max(largest, self.outer - activations // 2)
-
-
-@dataclass(frozen=True, slots=True)
 class Size:
     """The size of a run: pixels, frames, whether true guidance runs a second forward, latent frames of a section.
 
@@ -110,27 +74,6 @@ class Forecast:
     def peak(self) -> int:
         """Bytes at the highest point of the run."""
         return max(stage.total for stage in self.stages)
-
-
-def weights_of(entries: Mapping[str, int], buffers: int = 0) -> Weights:
-    """The weights of a part from its tensors' names and bytes; ``buffers`` are in no file."""
-    layers: dict[str, int] = {}
-    blocks: dict[str, int] = {}
-    outside: set[str] = set()
-    for name, size in entries.items():
-        layer = name.rsplit(".", 1)[0] if "." in name else ""
-        layers[layer] = layers.get(layer, 0) + size
-        block = BLOCK.match(name)
-        if block is None:
-            outside.add(layer)
-        else:
-            blocks[block.group(1)] = blocks.get(block.group(1), 0) + size
-    total = sum(entries.values()) + buffers
-    inner = max((size for layer, size in layers.items() if layer not in outside), default=0)
-    outer = max((layers[layer] for layer in outside), default=0)
-    largest = max(layers.values(), default=0)
-    single = max((size for block, size in blocks.items() if block.startswith("single_")), default=0)
-    return Weights(total, max(blocks.values(), default=largest), largest, inner, outer, single)
 
 
 def forecast(pipeline: Pipeline, size: Size, mode: str = "") -> Forecast:
@@ -265,13 +208,13 @@ def widest(config: Mapping[str, Any]) -> float:
     return float((widths[1] if grown else widths[0]) / patch**2)
 
 
-def sizes_of(files: Iterable[PartFiles]) -> dict[str, Weights]:
-    """Part name to weights, from what was read of each part's headers."""
-    found = {}
+def sizes_of(files: Iterable[PartFiles]) -> dict[str, PartBytes]:
+    """Part name to the bytes of the part, from what was read of its headers."""
+    sizes = {}
     for part in files:
-        weights = weights_of({name: part.bytes_of(name, entry) for name, entry in part.entries.items()})
-        found[part.name] = replace(weights, dense=part.dense_bytes)
-    return found
+        size = part_bytes({name: part.bytes_of(name, entry) for name, entry in part.entries.items()})
+        sizes[part.name] = replace(size, dense=part.dense_bytes)
+    return sizes
 
 
 def default_size(family: Family) -> Size:

@@ -18,13 +18,14 @@ from ...compat.device.execution import HOST
 from ...compat.device.facts import GIBIBYTE, empty_cache, facts_for, free_bytes
 from ...compat.errors import InputError, PackError, UnsupportedError
 from ...compat.failures import MEMORY, kind_of
+from ...compat.memory.estimates import PartBytes
 from ...compat.memory.host_weights import HostWeights
 from ...compat.memory.offloader import Terms, on_device
 from ...compat.memory.statistics import amount_of
 from ...compat.transforms import compile as compiling
 from ..base import Pipeline, Progress
-from .estimates import MARGIN, MODE_ORDER, TRANSFORMER, VAE, Size, Weights, forecast
-from .host import note
+from .estimates import MARGIN, MODE_ORDER, TRANSFORMER, VAE, Size, forecast
+from .host import decisions
 
 GIVEN_UP = "_anygpu_given_up"  # on an error that every way on was tried for
 SPARE = 1.05  # of what a forecast says, before a mode is taken
@@ -55,7 +56,7 @@ def terms_for(
     return Terms(placed, int(keep_free_gb * GIBIBYTE), state, host or HostWeights())
 
 
-def require_room(weights: Mapping[str, Weights], device: torch.device, free: int | None, terms: Terms) -> None:
+def require_room(weights: Mapping[str, PartBytes], device: torch.device, free: int | None, terms: Terms) -> None:
     """Refuse a model of which not even one layer fits.
 
     Raises:
@@ -156,7 +157,7 @@ def plan_line(pipeline: Pipeline) -> str:
     line = " -> ".join(["read", *lora, *(step.name for step in steps), repr(pipeline.offloader)])
     terms = getattr(pipeline.offloader, "terms", Terms())  # of a host's offloader
     host = getattr(pipeline.offloader, "host", terms.host)
-    return "; ".join((line, *note(host, pipeline.facts, pipeline.offloader)))
+    return "; ".join((line, *map(str, decisions(host, pipeline.facts, pipeline.offloader))))
 
 
 @contextmanager

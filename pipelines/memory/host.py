@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...compat.checkpoints.weights import VIEWS_TAKE_MEMORY
+from ...compat.decision import Decision
 from ...compat.device.execution import HOST
 from ...compat.device.facts import DeviceFacts, locks_host_memory
 from ...compat.errors import UnsupportedError
@@ -52,10 +53,10 @@ def backed(
     return {**files, **kept}, found
 
 
-def note(host: HostWeights, facts: DeviceFacts, offloader: Any) -> tuple[str, ...]:
-    """How the host weights are kept, in a line for the load node.
+def decisions(host: HostWeights, facts: DeviceFacts, offloader: Any) -> tuple[Decision, ...]:
+    """How the host weights are kept.
 
     Nothing where the host computes and holds them, or where ``offloader`` keeps them in a way of its own.
     """
     ours = facts.device.type != HOST.type and hasattr(offloader, "host")
-    return (str(host),) if host.kinds and (ours or host.of(DISK)) else ()
+    return (host.decision,) if host.kinds and (ours or host.of(DISK)) else ()

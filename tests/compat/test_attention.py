@@ -13,16 +13,9 @@ from anygpu.compat.device.probe_store import ProbeResult
 from anygpu.compat.errors import InputError, MissingPackageError, UnsupportedError
 from anygpu.compat.transforms import attention as subject
 from anygpu.compat.transforms import attention_kernels as kernels
-from anygpu.compat.transforms.attention import (
-    CHOICES,
-    EXPLICIT,
-    MEANINGS,
-    Attention,
-    attention_for,
-    avoided_by,
-    chunk_size,
-    chunked,
-)
+from anygpu.compat.transforms.attention import CHOICES, MEANINGS, Attention, attention_for, avoided_by
+from anygpu.compat.transforms.attention_chunks import chunk_size, chunked
+from anygpu.compat.transforms.attention_kernels import EXPLICIT
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -163,8 +156,8 @@ def test_native_math_never_builds_a_matrix_above_the_budget(ways: list[str]) -> 
 def test_a_dtype_without_a_kernel_uses_that_of_fp32(ways: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """bf16 before sm80: torch's kernels there take fp32, which holds each bf16 value."""
     monkeypatch.setattr(subject, "fused_kernel", lambda query, *_: "flash" if query.dtype is torch.float32 else "")
-    assert str(attention_for("auto", facts(), torch.bfloat16, 64)) == (
-        "attention: auto: exact, by torch's fused fp32 kernel, else in chunks of at most 268 MB: "
+    assert str(attention_for("auto", facts(), torch.bfloat16, 64).decision) == (
+        "attention exact, by torch's fused fp32 kernel, else in chunks of at most 268 MB: auto: "
         "this device has no fused kernel for bfloat16"
     )
     q, k, v = operands((2, 3, 40, 24, 16), torch.bfloat16)
@@ -179,7 +172,8 @@ def test_a_kernel_that_a_probe_found_wrong_is_not_used(ways: list[str]) -> None:
     answers = {
         "attention.fp32": ProbeResult("wrong", "head width 64: off by 3"),
         "attention.bf16": ProbeResult("ok"),
-        "attention.fp16": ProbeResult("wrong", "a row that the mask hides altogether becomes NaN"),
+        "attention.fp16": ProbeResult("ok"),
+        "masked_attention.fp16": ProbeResult("wrong", "a row that the mask hides altogether becomes NaN"),
     }
     avoided = avoided_by(answers, DTYPES)
     assert list(avoided) == [torch.float32]
@@ -188,7 +182,7 @@ def test_a_kernel_that_a_probe_found_wrong_is_not_used(ways: list[str]) -> None:
     Attention("auto", 10**9, avoided=avoided)(q.bfloat16(), k.bfloat16(), v.bfloat16())
     assert ways == ["chunked", "sdpa bfloat16"]
     assert avoided_by(None, DTYPES) == {}
-    assert "off by 3" in str(attention_for("auto", facts(), torch.float32, 64, avoided))
+    assert "off by 3" in attention_for("auto", facts(), torch.float32, 64, avoided).decision.why
 
 
 def test_nothing_process_wide_changes() -> None:
@@ -323,17 +317,20 @@ def test_native_without_a_fused_kernel_is_refused_and_auto_falls_back() -> None:
         with pytest.raises(UnsupportedError, match="attention 'native' in bfloat16 on Radeon gfx1010"):
             attention_for("native", facts("rocm", "gfx1010"), torch.bfloat16, 128)
         found = attention_for("auto", facts("rocm", "gfx1010"), torch.bfloat16, 128)
-    assert str(found) == (
-        "attention: auto: exact, in chunks of queries of at most 537 MB: this device has no fused kernel for bfloat16"
+    assert str(found.decision) == (
+        "attention exact, in chunks of queries of at most 537 MB: auto: this device has no fused kernel for bfloat16"
     )
+    assert found.label == "in chunks"
 
 
 def test_the_sentence_says_what_runs() -> None:
-    assert str(attention_for("auto", facts(), torch.float32, 128)) == (
-        "attention: auto: torch's fused kernel (flash); exact in chunks of 268 MB where it has none"
+    automatic = attention_for("auto", facts(), torch.float32, 128)
+    assert str(automatic.decision) == (
+        "attention torch's fused kernel (flash): auto: exact in chunks of 268 MB where it has none"
     )
     chosen = attention_for("native_flash", facts(), torch.float32, 128)
-    assert str(chosen) == "attention: chosen: torch's own FlashAttention"
+    assert str(chosen.decision) == "attention native_flash: chosen: torch's own FlashAttention"
+    assert (automatic.label, chosen.label) == ("flash", "native_flash")
     assert list(MEANINGS) == list(CHOICES)
 
 
@@ -371,4 +368,4 @@ def test_a_package_runs_every_call(
     result = found(q, k, v)
     assert len(calls) == 2, "the trial and the call"
     assert (result - exact(q, k, v, None, False)).abs().max() <= 2 * bound(torch.float16, v)
-    assert str(found).startswith("attention: chosen: the package ")
+    assert str(found.decision).startswith(f"attention {choice}: chosen: the package ")

@@ -95,12 +95,7 @@ def test_tenstorrent_behind_xla(monkeypatch, parsed):
     assert facts.total_bytes == 12 * GIBIBYTE
 
 
-def test_directml_and_any_other_plug_in(monkeypatch, parsed):
-    monkeypatch.setitem(sys.modules, "torch_directml", SimpleNamespace(device_name=lambda index: "Radeon RX 580\0"))
-    unnamed = SimpleNamespace(type="privateuseone", index=0)
-    assert device._plug_in_facts(unnamed)["backend"] == "directml"
-    assert device._plug_in_facts(unnamed)["name"] == "Radeon RX 580"
-    monkeypatch.delitem(sys.modules, "torch_directml")
+def test_any_other_plug_in(parsed):
     plug_in = device._plug_in_facts(SimpleNamespace(type="npu", index=0))
     assert (plug_in["backend"], plug_in["arch_class"], plug_in["name"]) == ("npu", "other", "npu device")
 
@@ -111,8 +106,12 @@ def test_mps_is_bare_for_comfyui_and_has_its_index_where_tensors_are_compared(mo
     assert facts_for("mps").device == bare != full
     planned, _ = offloader_for("model", Parts({}), bare, {}, terms=Terms({"vae": bare}))
     assert planned.device == planned.device_of("vae") == full
-    given = offloader_for("auto", Parts({}), bare, {}, hosted=lambda _parts, device, _terms: device)
-    assert given[0] == bare
+
+    def hosted(_parts, device, _terms):
+        return SimpleNamespace(device=device, placed="comfyui")
+
+    given, decision = offloader_for("auto", Parts({}), bare, {}, hosted=hosted)
+    assert given.device == bare and (decision.verdict, decision.source) == ("comfyui", "auto")
 
 
 @pytest.mark.parametrize("kind", ["cuda", "mps"])

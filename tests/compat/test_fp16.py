@@ -17,9 +17,9 @@ import torch
 from anygpu.compat.device.facts import facts_for
 from anygpu.compat.errors import UnsupportedError
 from anygpu.compat.precision import HALF_TEXT, PRECISION, SAFE, precision_for
-from anygpu.compat.transforms import fp16
-from anygpu.compat.transforms.fp16 import HALF, SCALE, SETTINGS, Kind, apply_fp16_safe, scales, stored_dtype
-from anygpu.compat.transforms.fp16_blocks import REWRITES
+from anygpu.compat.transforms import fp16_layers
+from anygpu.compat.transforms.fp16 import LEAVES, apply_fp16_safe, fp32_output_works, stored_dtype
+from anygpu.compat.transforms.fp16_layers import HALF, SCALE, SETTINGS, Kind, scales
 from torch import nn
 
 WIDTH, HEADS, HEAD, TOKENS, TEXT, FIRST = 128, 2, 64, 64, 20, 16
@@ -182,7 +182,7 @@ def fp32_output(request, monkeypatch) -> bool:
         y = y if total is None else y * total
         return y if bias is None else y + bias
 
-    monkeypatch.setattr(fp16, "_fp32_product", product)
+    monkeypatch.setattr(fp16_layers, "_fp32_product", product)
     return request.param
 
 
@@ -234,7 +234,7 @@ def test_finite_at_4e6_and_a_tenth_of_the_error_of_bf16(name, growth, fp32_outpu
 
 
 def test_every_known_class_is_tested_and_every_family_has_one():
-    assert {case.cls for case in CASES.values()} == set(REWRITES)
+    assert {case.cls for case in CASES.values()} == set(LEAVES)
     assert len({case.family for case in CASES.values()}) == 5
 
 
@@ -246,8 +246,8 @@ def test_scales_are_powers_of_two_that_bound_every_partial_sum(largest, reach):
     mantissa, _ = torch.frexp(scale)
     assert (mantissa == 0.5).all() and (scale >= 1).all()
     bound = (x / scale).double().norm(dim=-1, keepdim=True) * reach
-    assert (bound <= fp16.LIMIT).all()
-    assert ((scale == 1) | (bound >= fp16.LIMIT / 4)).all(), "divided by more than it takes"
+    assert (bound <= fp16_layers.LIMIT).all()
+    assert ((scale == 1) | (bound >= fp16_layers.LIMIT / 4)).all(), "divided by more than it takes"
 
 
 @pytest.mark.parametrize("kind", [Kind.WIDE, Kind.FULL])
@@ -257,10 +257,10 @@ def test_small_integers_come_out_exactly(kind, fp32_output):
     x = torch.randint(-4, 5, (2, 5, 32)).float()
     expected = nn.functional.linear(x, leaf.weight, leaf.bias)
     leaf.weight.data = leaf.weight.data.half()
-    setattr(leaf, SETTINGS, fp16.Settings(fp32_output, 1.0))
+    setattr(leaf, SETTINGS, fp16_layers.Settings(fp32_output, 1.0))
     with torch.no_grad():
         for given in (x, x.half()):
-            assert torch.equal(fp16.FORWARDS[kind](leaf, given), expected)
+            assert torch.equal(fp16_layers.LAYERS[kind](leaf, given), expected)
 
 
 def test_values_of_unbounded_text_share_one_power_of_two_that_the_output_gives_back():
@@ -370,7 +370,7 @@ def test_the_model_predicts_3_5_times_fp32_on_sm75_and_its_table_is_of_this_code
 
 
 def test_a_cpu_has_no_product_that_widens():
-    assert not fp16.fp32_output_works(torch.device("cpu"))
+    assert not fp32_output_works(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("family", ["ltx", "hunyuan_video_15", "mochi"])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from anygpu.compat.transforms.fp16 import HALF, SCALE, SETTINGS, Settings, adapted_value, patch_forward, value_linear
+from anygpu.compat.transforms.fp16 import patch_forward
+from anygpu.compat.transforms.fp16_layers import HALF, SCALE, SETTINGS, Settings, adapted_value, value_linear
 from torch import nn
 
 

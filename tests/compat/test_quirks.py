@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import re
+from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
+from fnmatch import fnmatch
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from anygpu.compat.device.facts import facts_for
 from anygpu.compat.device.probe_store import OK, WRONG, ProbeResult
 from anygpu.compat.device.quirks import QUIRKS, DevicePolicy, abilities, active, fixed, policy_for, verdict, within
-from anygpu.compat.precision import precision_for
-from simulated import profiles
+from anygpu.compat.precision import DTYPES, precision_for
+from anygpu.compat.transforms.attention import Attention
+from anygpu.compat.transforms.conv3d import swap_conv3d
+from anygpu.compat.transforms.conv3d_choice import choose_by
+from anygpu.kernels import library
+from anygpu.pipelines import stages, tiny
+from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.speed import SpeedRequest, speed_for
+from simulated import accelerator, profiles
+from torch import nn
 
 GIBIBYTE = 1024**3
 BARE = replace(facts_for("cpu"), versions={})
@@ -89,33 +102,20 @@ STANDS = {
     ),
     "cudnn_large_convolution": Stand(nvidia(cudnn="9.10.2"), nvidia(cudnn="9.15"), cared("conv_bytes", 2 * GIBIBYTE)),
     "triton_without_turing": Stand(nvidia("sm75", triton="3.3.1"), nvidia("sm75", triton="3.2.0"), unusable("triton")),
-    "sm80_attention": Stand(nvidia("sm75"), nvidia("sm80"), unusable("sage")),
     "gfx115x_bf16_partial": Stand(radeon("gfx1151", rocm="7.2"), radeon("gfx1201"), vae_in_fp32_only),
     "gfx115x_bf16_old": Stand(radeon("gfx1150", rocm="7.0.2"), radeon("gfx1150", rocm="7.1.0"), safe),
     "gfx11_bf16_off": Stand(radeon("gfx1100", rocm="7.2"), radeon("gfx1151", rocm="7.2"), safe),
     "no_bf16_units": Stand(radeon("gfx1030"), radeon("gfx942"), safe),
     "miopen_search": Stand(radeon("gfx1201", rocm="7.2"), radeon("gfx1201", rocm="7.14"), cared("vae_cudnn", False)),
-    "miopen_timing": Stand(
-        radeon("gfx1151", rocm="10.0"), radeon("gfx1151", rocm="7.2"), cared("retry_without_cudnn", True)
-    ),
     "conv3d_abort": Stand(radeon("gfx1151"), radeon("gfx1201"), cared("tile_pixels", 256)),
     "conv3d_never_ends": Stand(radeon("gfx1100"), radeon("gfx1201"), cared("tile_pixels", 128)),
     "benchmark_on_radeon": Stand(radeon("gfx1030"), radeon("gfx942"), cared("benchmark", False)),
-    "mapped_pages_stall": Stand(radeon("gfx1201"), radeon("gfx1201", system="Windows"), cared("mapped_reads", False)),
-    "rdna4_rasterizer": Stand(radeon("gfx1201", rocm="7.2"), radeon("gfx1100", rocm="7.2"), unusable("rasterizer")),
     "mps_time_pad": Stand(other("mps"), other("xpu"), replaced("pad3d.fp32")),
     "mps_conv3d_contiguous": Stand(other("mps"), other("xpu"), replaced("conv3d.fp32")),
-    "mps_float64": Stand(other("mps"), nvidia(), unusable("float64")),
-    "mps_float8": Stand(other("mps"), other("xpu"), unusable("float8")),
     "mps_bf16_before_macos14": Stand(other("mps", macos="13.6"), other("mps", macos="14.0"), safe),
-    "xpu_float64": Stand(other("xpu"), nvidia(), unusable("float64")),
     "xpu_allocation": Stand(other("xpu"), nvidia(), cared("allocation_bytes", 4 * GIBIBYTE)),
     "xpu_sliced_weight": Stand(other("xpu"), nvidia(), cared("contiguous_weights", True)),
-    "directml_bf16": Stand(other("directml"), other("xpu"), unusable("matmul.bf16")),
     "cpu_fp16_conv3d": Stand(other("cpu"), other("xpu"), replaced("conv3d.fp16")),
-    "masked_attention_nan": Stand(nvidia(torch="2.5.0"), nvidia(torch="2.5.1"), cared("masks", False)),
-    "replication_pad_bf16": Stand(nvidia(torch="2.1.2"), nvidia(torch="2.2.0"), replaced("pad3d.bf16")),
-    "offload_streams": Stand(nvidia(), other("mps"), cared("streams", False)),
 }
 
 
@@ -129,6 +129,123 @@ def test_caps_weights_and_casts_reach_the_layers_that_choose_kernels():
     probes = {"cast.bf16_to_fp32": ProbeResult(WRONG, "zeros")}
     assert abilities(nvidia(), probes)["cast"]["bf16_to_fp32"] is False
     assert broken["conv_bytes"] == 0
+
+
+# ---- every row acts ------------------------------------------------------------------------------
+
+ACTING = {  # each switch or cap, and the test that sees it act on the simulated device
+    "tile_pixels": "simulated/test_vae_care.py::test_large_pictures_go_through_a_radeon_in_tiles",
+    "allocation_bytes": "simulated/test_vae_care.py::test_one_buffer_stays_below_the_cap_of_an_intel_gpu",
+    "conv_bytes": "compat/test_quirks.py::test_no_convolution_gets_more_than_the_cap",
+    "vae_cudnn": "simulated/test_vae_care.py::test_radeon_switches_are_set_for_the_vae_alone",
+    "benchmark": "simulated/test_vae_care.py::test_radeon_switches_are_set_for_the_vae_alone",
+    "contiguous_weights": "compat/test_quirks.py::test_a_sliced_weight_is_made_contiguous",
+}
+OPERATORS = {  # operation -> operators of torch that it arrives as
+    "matmul": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"),
+    "attention": ("aten::*scaled_dot_product*",),
+    "groupnorm": ("aten::native_group_norm",),
+    "conv2d": ("aten::convolution*",),
+    "conv3d": ("aten::convolution*",),
+    "conv3d_channels_last": ("aten::convolution*",),
+    "pad3d": ("aten::*pad*",),
+}
+
+
+@pytest.fixture
+def acc():
+    if reason := accelerator.reason():
+        pytest.skip(reason)
+    with accelerator.fresh() as device, torch.no_grad():
+        yield device
+
+
+def met_on(device, facts, folder):
+    """The operations, in the alphabet of the probes, that a pipeline left to `auto` runs on a machine."""
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    met = set()
+
+    def note(op, arguments):
+        x = arguments[0]
+        if not isinstance(x, torch.Tensor) or x.dtype not in names:
+            return
+        kinds = [kind for kind, patterns in OPERATORS.items() if any(fnmatch(op, pattern) for pattern in patterns)]
+        volume = x.ndim == 5
+        last = volume and x.is_contiguous(memory_format=torch.channels_last_3d) and not x.is_contiguous()
+        shape = "conv3d_channels_last" if last else "conv3d" if volume else "conv2d"
+        for kind in kinds:
+            if (kind == shape) if kind.startswith("conv") else (volume or kind != "pad3d"):
+                met.add(f"{kind}.{names[x.dtype]}")
+
+    with ExitStack() as hooks:
+        for pattern in sorted({pattern for patterns in OPERATORS.values() for pattern in patterns}):
+            hooks.enter_context(accelerator.hook(pattern, before=note))
+        folder = tiny.build("hunyuan_video", folder)
+        pipeline = load(LoadRequest(folder, device=replace(facts, device=device), offload="none"))
+        prompt = stages.encode_prompt(pipeline, PromptRequest("a fox"), Silent())
+        latents = stages.sample(pipeline, prompt, None, SampleSettings(64, 64, 5, steps=1), Silent())
+        stages.decode(pipeline, latents, Silent())
+    return met
+
+
+def test_a_good_machine_meets_what_the_rows_name(acc, tiny_folder):
+    met = met_on(acc, nvidia(), tiny_folder)
+    assert {f"{name}.bf16" for name in ("matmul", "attention", "groupnorm", "conv3d", "pad3d")} <= met
+
+
+@pytest.mark.parametrize("row", [row for row in QUIRKS if row.wrong + row.costly != ("triton",)], ids=lambda r: r.name)
+def test_auto_runs_nothing_that_the_rows_of_a_machine_name(acc, tiny_folder, row):
+    if not row.wrong and not row.costly:
+        assert row.effect and set(row.effect) <= set(ACTING)
+        return
+    facts = STANDS[row.name].here
+    bad = {operation for each in active(facts) for operation in (*each.wrong, *each.costly)}
+    assert not met_on(acc, facts, tiny_folder) & bad
+
+
+def test_every_effect_has_a_test_that_sees_it_act():
+    effects = {field.name for field in fields(DevicePolicy)} - {"rows", "wrong", "costly"}
+    assert effects == set(ACTING) == {name for row in QUIRKS for name in row.effect}
+    for place in ACTING.values():
+        path, _, name = place.partition("::")
+        assert f"def {name}(" in (Path(__file__).parent.parent / path).read_text(encoding="utf-8"), place
+    operations = {operation for row in QUIRKS for operation in (*row.wrong, *row.costly)}
+    assert {operation.partition(".")[0] for operation in operations} == {*OPERATORS, "triton"} - {"cast"}
+
+
+def test_no_convolution_gets_more_than_the_cap(acc):
+    """cuDNN 9.10.2: each call of a capped Conv3d stays below what the row allows, and the result is the same."""
+    layer = nn.Conv3d(4, 4, 3, padding=1).requires_grad_(False)
+    x, sizes = torch.randn(1, 4, 9, 16, 16, generator=torch.Generator().manual_seed(0)), []
+    expected, cap = layer(x), x.nbytes // 2
+    policy = replace(policy_for(nvidia(cudnn="9.10.2")), conv_bytes=cap)
+    swap_conv3d(layer, choose_by(abilities(nvidia(cudnn="9.10.2"), None, policy)))
+    with accelerator.hook("aten::convolution*", before=lambda _, given: sizes.append(given[0].nbytes)):
+        found = layer.to(acc)(x.to(acc)).cpu()
+    assert len(sizes) > 1 and max(sizes) <= cap
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_a_sliced_weight_is_made_contiguous(acc):
+    """Intel: a convolution with a sliced weight ends the process."""
+    layer = nn.Conv3d(4, 4, (1, 3, 3), bias=False).requires_grad_(False)
+    layer.weight.data = torch.randn(4, 4, 3, 3, 1).permute(0, 1, 4, 3, 2)
+    seen = []
+    swap_conv3d(layer, choose_by(abilities(other("xpu"))))
+    with accelerator.hook("aten::convolution*", before=lambda _, given: seen.append(given[1].is_contiguous())):
+        layer.to(acc)(torch.ones(1, 4, 1, 6, 6, device=acc))
+    assert seen == [True]
+
+
+@pytest.mark.parametrize(("triton", "verdict"), [("3.3.1", "off"), ("3.2.0", "triton")])
+def test_kernels_stay_off_where_triton_builds_none(monkeypatch, triton, verdict):
+    """As on a card: only a device of that type is launched on."""
+    monkeypatch.setattr(library, "HAS_TRITON", True)
+    facts = replace(nvidia("sm75", triton=triton), device=torch.device("cuda"))
+    precision = precision_for("ltx", facts)
+    speed = speed_for(SpeedRequest(), facts, {}, precision, None, Attention())
+    assert speed.kernels.verdict == verdict
+    assert ("triton-windows#28" in speed.kernels.why) == (verdict == "off")
 
 
 def test_every_row_has_a_machine_to_stand_on():

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from anygpu.compat.decision import Decision
 from anygpu.compat.errors import InputError, UnsupportedError
-from anygpu.compat.transforms import fp16, fused, fused_blocks
+from anygpu.compat.transforms import fp16, fp16_layers, fused, fused_attention
 from anygpu.compat.transforms.attention_processors import attended
 from anygpu.compat.transforms.fused import CHOICES, FUSIONS, form_for, fuse
 from anygpu.pipelines.tiny.recipes import TINY
@@ -58,7 +59,7 @@ def test_every_site_of_a_published_model_is_fused(name):
     found = fuse(model, REFERENCE)
     assert found.sites.total() == sites and not found.left
     assert dict(found.sites) == fused.published_sites(family)
-    assert str(found) == f"kernels: {sites} of {sites} sites fused (reference)"
+    assert str(found) == f"{sites} of {sites} sites fused (reference)"
     assert {id(p) for p in model.parameters()} == before, "weights were copied"
 
 
@@ -92,7 +93,7 @@ def test_restore_gives_back_the_very_objects(name):
     assert state() != before
     found.restore()
     assert state() == before
-    assert not any(hasattr(m, fused_blocks.FORM) for m in model.modules())
+    assert not any(hasattr(m, fused_attention.FORM) for m in model.modules())
     again = fuse(model, REFERENCE)
     assert again.sites == found.sites and again.sites
 
@@ -162,8 +163,8 @@ def test_gelu_is_not_geglu():
 def test_choices():
     cpu = torch.device("cpu")
     assert CHOICES == ("auto", "off", "triton", "reference")
-    assert form_for("auto", cpu, torch.float32)[0] == "" and "cpu" in form_for("auto", cpu, torch.float32)[1]
-    assert form_for("off", cpu, torch.float32) == ("", "kernels off: chosen")
+    assert form_for("auto", cpu, torch.float32)[0] == "" and "cpu" in form_for("auto", cpu, torch.float32)[1].why
+    assert form_for("off", cpu, torch.float32) == ("", Decision("kernels", "off", "", "chosen"))
     assert form_for("reference", cpu, torch.float32)[0] == REFERENCE
     with pytest.raises(UnsupportedError, match="kernels 'triton' on cpu"):
         form_for("triton", cpu, torch.float32)
@@ -283,7 +284,7 @@ SAME_ERROR = (
 @pytest.mark.parametrize("name", [n if n == "ltx" else pytest.param(n, marks=pytest.mark.full) for n in CASES])
 def test_under_safe_fp16_attention_is_fused_and_no_error_grows(name, fp32_output, monkeypatch):
     if fp32_output:  # no CPU has such products: the same in fp32
-        monkeypatch.setattr(fp16, "_fp32_product", fp32_product)
+        monkeypatch.setattr(fp16_layers, "_fp32_product", fp32_product)
     block, inputs = block_of(CASES[name])
     drawn = [inputs, *(redrawn(inputs, seed) for seed in range(DRAWS - 1))]
     truth = [ran(block, each, torch.float64) for each in drawn]

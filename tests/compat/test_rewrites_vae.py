@@ -13,7 +13,7 @@ from anygpu.compat.transforms import fused_vae
 from anygpu.compat.transforms.conv3d import swap_conv3d
 from anygpu.compat.transforms.conv3d_choice import always
 from anygpu.compat.transforms.conv3d_forms import Form
-from anygpu.compat.transforms.fused_blocks import FORM
+from anygpu.compat.transforms.fused_attention import FORM
 from anygpu.compat.transforms.fused_vae import FUSIONS, PUBLISHED, SITE, fuse_vae
 from anygpu.kernels import group_norm
 from anygpu.pipelines.tiny import parts
@@ -69,7 +69,7 @@ def test_every_site_of_a_published_decoder_is_fused(family):
     before = {id(p) for p in vae.parameters()}
     found = fuse_vae(vae, REFERENCE)
     assert dict(found.sites) == {SITE: PUBLISHED[family]} and not found.left
-    assert str(found) == f"kernels: {PUBLISHED[family]} of {PUBLISHED[family]} sites fused (reference)"
+    assert str(found) == f"{PUBLISHED[family]} of {PUBLISHED[family]} sites fused (reference)"
     assert {id(p) for p in vae.parameters()} == before, "weights were copied"
     norms = [m for n, m in vae.decoder.named_modules() if "norm" in n.lower() and "attentions" not in n]
     leaves = [m for m in norms if type(m).__name__ in ("GroupNorm", "RMSNorm", "HunyuanVideo15RMS_norm")]

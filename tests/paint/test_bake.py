@@ -9,8 +9,17 @@ import pytest
 import torch
 from anygpu.compat.errors import InputError
 from anygpu.paint.baking import synthetic
-from anygpu.paint.baking.bake import BakeSettings, bake, gathered, rim_cleaned, scattered, texels_of
-from anygpu.paint.baking.edges import canny, depth_steps, grown
+from anygpu.paint.baking.bake import (
+    BakeSettings,
+    bake,
+    canny,
+    depth_steps,
+    gathered,
+    grown,
+    rim_cleaned,
+    scattered,
+    texels_of,
+)
 from anygpu.paint.baking.synthetic import errors, photographs
 from anygpu.paint.geometry.cameras import DEFAULT_VIEWS, Camera, CameraTable
 from anygpu.paint.geometry.mesh import Mesh, Surface

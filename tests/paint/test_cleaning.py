@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from anygpu.compat.errors import InputError
-from anygpu.paint.baking.synthetic import box, torus
+from anygpu.paint.baking.synthetic import torus
 from anygpu.paint.geometry.cleaning import CleanSettings, cleaned, pieces_of
 from anygpu.paint.geometry.mesh import Mesh, Surface
+
+from paint.shapes import box
 
 PLAIN = CleanSettings(floaters=0.0)
 

@@ -33,9 +33,9 @@ def test_compiled_paints_the_same_and_another_count_of_views_costs_one_more_grap
     for views in (2, 2, 3):
         found, right = (paint_views(pipeline, inputs(views), SETTINGS).views for pipeline in (compiled, plain))
         assert (found - right).abs().max() <= ROUNDING
-        made.append({name: part.graphs for name, part in compiled.compiler.parts.items()})
-    assert [part.failure for part in compiled.compiler.parts.values()] == [""] * 3
-    assert all(0 < made[0][name] <= part.blocks for name, part in compiled.compiler.parts.items())
+        made.append({name: part.graphs for name, part in compiled.compiled.items()})
+    assert [part.failure for part in compiled.compiled.values()] == [""] * 3
+    assert all(0 < made[0][name] <= part.blocks for name, part in compiled.compiled.items())
     assert made[1] == made[0], "the same again makes no graph"
     assert all(made[2][name] == made[0][name] for name in ("vae", "reference")), "they take one picture at a time"
     assert made[0]["unet"] < made[2]["unet"] <= 2 * made[0]["unet"]

@@ -10,7 +10,7 @@ import torch
 from anygpu.compat.errors import CheckpointError
 from anygpu.paint.networks.layers import Attention, Dtypes
 from anygpu.paint.networks.multiview import Run
-from anygpu.paint.networks.pbr import DinoProjection
+from anygpu.paint.networks.pbr import DinoProjection, rotary_tables, voxel_indices
 from anygpu.paint.networks.published import (
     KINDS,
     kind_of,
@@ -21,8 +21,7 @@ from anygpu.paint.networks.published import (
     stored_dtype,
     without_adapter,
 )
-from anygpu.paint.networks.unet import attended
-from anygpu.paint.networks.voxels import rotary_tables, voxel_indices
+from anygpu.paint.networks.unet import set_attention
 
 from paint.stored import FIXTURES, config, values, weights
 
@@ -200,7 +199,7 @@ def test_background_counts_from_the_second_level_on():
 
 def test_attention_in_chunks_is_the_same(paint):
     from anygpu.compat.transforms.attention import Attention as Kernel
-    from anygpu.compat.transforms.attention import chunked
+    from anygpu.compat.transforms.attention_chunks import chunked
 
     given, used = values("paint", "unet_cfg.in"), []
 
@@ -208,10 +207,11 @@ def test_attention_in_chunks_is_the_same(paint):
         used.append(query.shape)
         return chunked(query, key, value, budget_bytes=CHUNK_BYTES)
 
-    back = [attended(module, attend) for module in paint.values()]
+    for module in paint.values():
+        set_attention(module, attend)
     found = paint_out(paint, given, slice(1, 2))
-    for restore in back:
-        restore()
+    for module in paint.values():
+        set_attention(module, Kernel())
     assert used
     assert (found - values("paint", "unet_cfg.out")["out"][6:]).abs().max() <= TOLERANCE
     assert all(isinstance(m.attend, Kernel) for m in paint["unet"].modules() if isinstance(m, Attention))

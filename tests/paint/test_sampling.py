@@ -113,7 +113,8 @@ def test_the_reference_stream_runs_once_and_views_decode_one_at_a_time(paint_fol
         watched.register_forward_hook(lambda _m, given, _o: calls[part].append(given[0].shape[0]))
         return lambda: None
 
-    watching = load_paint(PaintRequest(paint_folder, device="cpu", prepare=prepared))
+    watching = load_paint(PaintRequest(paint_folder, device="cpu"))
+    watching.parts.prepare = prepared
     paint_views(watching, inputs, TINY)
     paint_views(watching, inputs, replace(TINY, guidance=1.0))
     assert len(calls["reference"]) == 2

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from anygpu.compat.decision import Decision
 from anygpu.compat.device.facts import DeviceFacts, facts_for
-from anygpu.compat.device.probe_status import AMBER, GREEN, GREY, RED, probe_statuses
 from anygpu.compat.device.probe_store import OK, UNKNOWN, UNUSABLE, WRONG, ProbeResult
+from anygpu.compat.device.report import AMBER, GREEN, GREY, RED, probe_statuses
 from anygpu.compat.transforms.attention import CHOICES as ATTENTIONS
 from anygpu.pipelines import tiny
-from anygpu.pipelines.decisions import card_of, in_short
-from anygpu.pipelines.limits import limits, line, tooltip
+from anygpu.pipelines.decisions import card_of, in_short, limit_line, limit_tooltip, limits
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.loading.published import OFFERS, first_steps, known_page, remedy, smallest_for
 from anygpu.pipelines.registry import FAMILIES
@@ -39,25 +39,28 @@ def test_every_decision_of_a_pipeline_has_a_subject_and_a_reason(name, tiny_fold
     assert in_short(pipeline) == "fp32, offload none"
 
 
-def test_the_notes_of_a_pipeline_are_taken_apart_where_they_should_be(tiny_folder):
+def test_a_card_shows_each_decision_as_it_is_whatever_its_words_are(tiny_folder):
     pipeline = load(LoadRequest(tiny.build("ltx", tiny_folder), device="cpu"))
-    notes = ("bf16: because", "offload group on cuda: auto: too large", "kernels: 3 of 3 sites", "something else")
-    told = dataclasses.replace(pipeline, notes=notes)
-    found = [(each["subject"], each["verdict"], each["why"]) for each in card_of(told)["decisions"]]
-    assert found[:4] == [
-        ("precision", "bf16", "because"),
-        ("offload", "group on cuda", "auto: too large"),
-        ("kernels", "3 of 3 sites", ""),
-        ("also", "something else", ""),
+    decisions = (
+        Decision("precision", "bf16: a verdict with a colon", "because"),
+        Decision("offload", "group on cuda", "too large; really", "auto"),
+        Decision("weights", "kernels: off", "", "chosen"),
+    )
+    told = dataclasses.replace(pipeline, decisions=decisions)
+    assert [tuple(each.values()) for each in card_of(told)["decisions"]][:3] == [
+        ("precision", "bf16: a verdict with a colon", "because"),
+        ("offload", "group on cuda", "auto: too large; really"),
+        ("weights", "kernels: off", "chosen"),
     ]
+    assert str(decisions[1]) == "offload group on cuda: auto: too large; really"
 
 
 def test_what_a_machine_cannot_do_is_named_with_the_reason():
     here = limits(CPU)
     assert set(here["offload"]) == {"model", "group", "sequential"} and set(here["precision"]) == {"fp16-safe"}
     assert "sage" in here["attention"] and "auto" not in here["attention"] and set(here["attention"]) <= set(ATTENTIONS)
-    assert tooltip(CPU, "offload").endswith("not: model, group, sequential (on a CPU).")
-    assert tooltip(CPU, "steps") == "" and line(CPU).startswith("cannot work here: ")
+    assert limit_tooltip(CPU, "offload").endswith("not: model, group, sequential (on a CPU).")
+    assert limit_tooltip(CPU, "steps") == "" and limit_line(CPU).startswith("cannot work here: ")
     there = limits(TURING)
     assert "offload" in there, "the stand-in computes on the host"
     assert "native_flash" in there["attention"] and "native_efficient" not in there["attention"]
@@ -72,7 +75,7 @@ def test_lights_say_what_to_do_about_red():
         "cast.bf16_to_fp32": ProbeResult(WRONG, "3 values"),
         "pad3d.fp32": ProbeResult(UNKNOWN, "not asked yet"),
     }
-    shown = {status_light.name: status_light for status_light in probe_statuses(TURING, answers)}
+    shown = {status.name: status for status in probe_statuses(TURING, answers)}
     assert shown["matmul.fp32"].colour == GREEN and shown["triton"].colour == AMBER
     assert shown["pad3d.fp32"].colour == GREY
     assert shown["conv3d.bf16"].colour == RED and "no kernel" in shown["conv3d.bf16"].verdict

@@ -8,6 +8,7 @@ import pytest
 import torch
 from anygpu.compat.device import facts as device
 from anygpu.compat.errors import InputError, UnsupportedError
+from anygpu.compat.memory.estimates import PartBytes, part_bytes
 from anygpu.compat.memory.offloader import Terms
 from anygpu.compat.memory.parts import Silent
 from anygpu.compat.memory.planned import places
@@ -17,7 +18,7 @@ from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.memory import estimates
 from anygpu.pipelines.memory import fit as fitting
 from anygpu.pipelines.memory import page as memory_plan
-from anygpu.pipelines.memory.estimates import Size, Weights, forecast, weights_of
+from anygpu.pipelines.memory.estimates import Size, forecast
 
 CPU = torch.device("cpu")
 
@@ -35,9 +36,9 @@ def test_weights_are_counted_from_the_headers(mochi):
 
 
 def test_blocks_and_layers_are_told_apart():
-    found = weights_of({"embed.weight": 50, "blocks.0.a.weight": 10, "blocks.0.b.weight": 7, "blocks.1.a.weight": 12})
+    found = part_bytes({"embed.weight": 50, "blocks.0.a.weight": 10, "blocks.0.b.weight": 7, "blocks.1.a.weight": 12})
     assert (found.total, found.block, found.layer, found.inner, found.outer) == (79, 17, 50, 12, 50)
-    single = weights_of({"transformer_blocks.0.a.w": 30, "single_transformer_blocks.0.a.w": 9})
+    single = part_bytes({"transformer_blocks.0.a.w": 30, "single_transformer_blocks.0.a.w": 9})
     assert (single.block, single.single) == (30, 9)
 
 
@@ -82,7 +83,7 @@ def test_the_plan_is_text_and_a_picture(mochi):
 
 
 def test_a_layer_that_does_not_fit_is_said_with_the_number_missing():
-    weights = {"vae": Weights(10**6, 10**5, 10**5), "transformer": Weights(10**9, 10**8, 50 * 10**6)}
+    weights = {"vae": PartBytes(10**6, 10**5, 10**5), "transformer": PartBytes(10**9, 10**8, 50 * 10**6)}
     acc = torch.device("meta")
     with pytest.raises(
         UnsupportedError, match=r"10.0 MB free .* largest layer of the transformer, 50.0 MB; expected 40"

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from anygpu.compat.decision import Decision
 from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.pipelines import stages, tiny
 from anygpu.pipelines.base import (
@@ -319,10 +320,12 @@ def test_another_seed_prompt_picture_or_model_is_another_sampling(run: Any) -> N
     for changes in variants:
         _sampled(made, 1, keep=keeper, **changes)
     _sampled(run(F1), 1, keep=keeper)
-    others = [{"notes": ("transformer kept int8: 1 of 2 GB",)}, {"step_cache": "half the steps"}]
+    others = [{"storage": {"transformer": "int8"}}, {"step_cache": "half the steps"}]
     keeper.keys += [key_of(made, **changes) for changes in others]
     assert len(set(keeper.keys)) == len(variants) + 1 + len(others)
-    assert key_of(made) == key_of(made, notes=("another offload",)), "how parts are moved is no other video"
+    assert key_of(made) == key_of(made, decisions=(Decision("offload", "another"),)), (
+        "how parts are moved is no other video"
+    )
 
 
 def key_of(made: SimpleNamespace, **changes: Any) -> str:

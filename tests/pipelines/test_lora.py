@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,23 @@ from safetensors.torch import save_file
 
 RANK = 4
 SETTINGS = SampleSettings(32, 32, 5, steps=2, seed=3)
-SUMS = 2e-5  # fp32 sums in another order, over two steps, of latents around 1
+
+
+def sums_bound(layers: lora.Shapes, steps: int, expected: torch.Tensor) -> float:
+    """How far two fp32 runs of the same sums in another order may be apart, for latents as large as ``expected``.
+
+    A sum of n products is off by about sqrt(n) roundings (Higham and Mary 2019), and so are sums one after another: of
+    all layers, in every step.
+    """
+    additions = steps * sum(math.prod(inside) for _, *inside in layers.values())
+    return torch.finfo(torch.float32).eps * math.sqrt(additions) * float(expected.abs().max())
+
+
+def assert_same_sums(made: Any, latents: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal but for the order of the sums; a thousandth of the strength would move them further."""
+    bound = sums_bound(made.layers, SETTINGS.steps, expected)
+    assert torch.equal(expected, made.plain) or bound < 1e-3 * float((expected - made.plain).abs().max())
+    assert float((latents - expected).abs().max()) <= bound
 
 
 def factors_for(layers: dict[str, tuple[int, ...]], seed: int = 0) -> dict[str, torch.Tensor]:
@@ -96,7 +113,7 @@ def test_the_sums_are_right_and_leave_no_trace(made: Any, mode: str) -> None:
     pipe = put(made, pipeline, strength=0.7, mode=mode)
     found = made.sampled(pipe)
     assert float((expected - made.plain).abs().max()) > 0.01, "the LoRA does nothing"
-    assert torch.allclose(found, expected, atol=SUMS, rtol=0)
+    assert_same_sums(made, found, expected)
     assert torch.equal(made.sampled(pipe), found), "the second call differs"
     assert torch.equal(made.sampled(pipeline), made.plain), "the pipeline it came from has changed"
     del pipe
@@ -118,7 +135,7 @@ def test_the_sums_are_right_and_leave_no_trace(made: Any, mode: str) -> None:
 )
 def test_several_add_up(made: Any, modes: tuple[str, str]) -> None:
     pipe = put(made, put(made, made.pipeline, 0, 0.5, mode=modes[0]), 1, -0.8, mode=modes[1])
-    assert torch.allclose(made.sampled(pipe), made.by_hand((0, 0.5), (1, -0.8)), atol=SUMS, rtol=0)
+    assert_same_sums(made, made.sampled(pipe), made.by_hand((0, 0.5), (1, -0.8)))
     assert torch.equal(made.sampled(made.pipeline), made.plain)
 
 
@@ -133,8 +150,8 @@ def test_chains_that_share_a_pipeline_do_not_see_each_other(made: Any) -> None:
     first = [made.sampled(chain) for chain in chains]
     for index in (2, 0, 3, 1, 3):
         assert torch.equal(made.sampled(chains[index]), first[index])
-    for found, wanted in zip(first, expected, strict=True):
-        assert torch.allclose(found, wanted, atol=SUMS, rtol=0)
+    for latents, by_hand in zip(first, expected, strict=True):
+        assert_same_sums(made, latents, by_hand)
 
 
 def test_a_strength_changes_in_place(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,9 +161,7 @@ def test_a_strength_changes_in_place(made: Any, monkeypatch: pytest.MonkeyPatch)
     made.sampled(keep)
     monkeypatch.setattr(adapters.Adapted, "_change", None)
     monkeypatch.setattr(type(made.pipeline.parts), "drop", None)
-    assert torch.allclose(
-        made.sampled(put(made, made.pipeline, strength=0.3)), made.by_hand((0, 0.3)), atol=SUMS, rtol=0
-    )
+    assert_same_sums(made, made.sampled(put(made, made.pipeline, strength=0.3)), made.by_hand((0, 0.3)))
     assert torch.equal(made.sampled(keep), one)
 
 
@@ -157,7 +172,7 @@ def test_a_filter_touches_only_its_blocks(made: Any) -> None:
     kept = {k: t for k, t in made.loras[0].items() if k.startswith("transformer.transformer_blocks.0.")}
     kept |= {k: t for k, t in made.loras[0].items() if "transformer_blocks." not in k}
     added_by_hand(other, [(kept, 1.0)])
-    assert torch.allclose(made.sampled(pipe), made.sampled(other), atol=SUMS, rtol=0)
+    assert_same_sums(made, made.sampled(pipe), made.sampled(other))
 
 
 def test_without_strength_nothing_happens_and_it_is_said(made: Any, recorded: Any) -> None:
@@ -169,7 +184,7 @@ def test_without_strength_nothing_happens_and_it_is_said(made: Any, recorded: An
 
 def test_notes_and_keys_tell_pipelines_apart(made: Any) -> None:
     first, stronger = put(made, made.pipeline), put(made, made.pipeline, strength=2.0)
-    assert first.notes[-1] == "LoRA first 1, separate"
+    assert str(first.decisions[-1]) == "LoRA first 1, separate"
     assert first.offloader.active_adapters != stronger.offloader.active_adapters != ""
     assert made.pipeline.offloader.active_adapters == ""
     assert first.offloader.adapters.key == stronger.offloader.adapters.key
@@ -252,7 +267,7 @@ def test_packed_weights_take_a_lora_beside_them_only(
     for layer in [leaf for leaf in other.parts["transformer"].modules() if isinstance(leaf, packed.StoredLinear)]:
         packed.unpack(layer)
     added_by_hand(other, [(made.loras[0], 1.0)])
-    assert torch.allclose(found, made.sampled(other), atol=SUMS, rtol=0)
+    assert_same_sums(made, found, made.sampled(other))
     with pytest.raises(UnsupportedError, match="into StoredLinear weights kept as torch"):
         made.sampled(put(made, pipeline, mode="merged"))
     assert torch.equal(made.sampled(pipeline), plain)
@@ -277,8 +292,8 @@ def test_beside_rewritten_blocks(made: Any, tiny_folder: Path) -> None:
 
     path = tiny.build("hunyuan_video", tiny_folder)
     pipeline = load(LoadRequest(path, device="cpu", precision="fp32", speed=SpeedRequest(kernels="reference")))
-    assert torch.allclose(made.sampled(put(made, pipeline)), made.by_hand((0, 1.0)), atol=SUMS, rtol=0)
-    assert torch.allclose(made.sampled(pipeline), made.plain, atol=SUMS, rtol=0)
+    assert_same_sums(made, made.sampled(put(made, pipeline)), made.by_hand((0, 1.0)))
+    assert_same_sums(made, made.sampled(pipeline), made.plain)
 
 
 def test_a_failure_half_way_leaves_the_model_as_it_was(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,7 +313,7 @@ def test_a_failure_half_way_leaves_the_model_as_it_was(made: Any, monkeypatch: p
             made.sampled(pipe)
     assert [order for order, _ in made.pipeline.parts.undo["transformer"].undo] == rewrites
     assert torch.equal(made.sampled(made.pipeline), made.plain)
-    assert torch.allclose(made.sampled(pipe), made.by_hand((0, 1.0), (1, 1.0)), atol=SUMS, rtol=0)
+    assert_same_sums(made, made.sampled(pipe), made.by_hand((0, 1.0), (1, 1.0)))
 
 
 # Families and styles ----------------------------------------------------------------------------------------------
@@ -335,7 +350,7 @@ def test_every_family_takes_both_styles(family: str, tiny_folder: Path, tmp_path
     gc.collect()
     pipe = None
     plain = stages.sample(pipeline, prompt, None, settings, Silent()).samples
-    assert torch.allclose(found[0], plain, atol=SUMS * 5, rtol=0)
+    assert float((found[0] - plain).abs().max()) <= sums_bound(lora.layers_of(pipeline), settings.steps, plain)
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,8 @@ def test_load_prepares_transformer_and_vae(tiny_folder: Any) -> None:
         type(module.processor).__name__ for module in pipeline.parts["vae"].modules() if hasattr(module, "processor")
     ]
     assert vae and set(vae) == {"OverTime"}
-    assert pipeline.notes[2].startswith("attention: chosen: plain matrix products, exact, in chunks of queries of at ")
+    _, _, attention, *_ = pipeline.decisions
+    assert (attention.verdict, attention.source) == ("native_math", "chosen") and "plain matrix" in attention.why
     pipeline.parts.revert("transformer")
     assert type(transformer.transformer_blocks[0].attn1.processor).__name__ == "MochiAttnProcessor2_0"
 

@@ -173,14 +173,15 @@ def test_the_line_says_what_runs(tiny_folder, recorded):
     torch._dynamo.reset()
     asked = SpeedRequest("reference", CompileSettings(backend="eager"))
     pipeline, progress = loaded_for("ltx", tiny_folder, asked), recorded()
-    assert "kernels: reference, chosen" in pipeline.notes and "compile on" in pipeline.notes
+    assert {"kernels reference: chosen", "compile on: chosen"} <= set(map(str, pipeline.decisions))
     sampled(pipeline, progress)
     lines = [line for line in progress.said if "sites" in line]
     assert len(lines) == 1 and lines[0].startswith(
         "LTX-Video: 12 of 12 sites fused (reference), attention flash, compile on:"
     )
     plain = loaded_for("ltx", tiny_folder)
-    assert any(note.startswith("kernels off: ") for note in plain.notes) and "compile off" in plain.notes
+    verdicts = {decision.subject: decision.verdict for decision in plain.decisions}
+    assert verdicts["kernels"] == verdicts["compile"] == "off"
 
 
 def test_explicit_kernels_that_cannot_run_are_an_error(tiny_folder):
@@ -211,6 +212,6 @@ def test_compile_with_auto_does_without_a_host_that_it_cannot_have(tiny_folder):
     compiled = SpeedRequest(compile=CompileSettings(backend="eager"))
     path = tiny.build("ltx", tiny_folder)
     pipeline = load(LoadRequest(path, device="cpu", speed=compiled), hosted=hosted)
-    assert any(note.startswith("compile: offload auto does without comfyui") for note in pipeline.notes)
+    assert any("offload auto does without comfyui" in decision.why for decision in pipeline.decisions)
     with pytest.raises(AssertionError, match="was taken"):
         load(LoadRequest(path, device="cpu"), hosted=hosted)

@@ -15,7 +15,7 @@ from anygpu.pipelines import tiny
 from anygpu.pipelines.base import Pipeline
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.memory.estimates import Size, forecast
-from anygpu.tests.heavy import build_heavy
+from heavy import build_heavy
 
 from simulated.test_families import CASES, rendered
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from anygpu.compat.transforms.fp16 import SETTINGS, apply_fp16_safe
+from anygpu.compat.transforms.fp16 import apply_fp16_safe
+from anygpu.compat.transforms.fp16_layers import SETTINGS
 from anygpu.pipelines import tiny
 from anygpu.pipelines.base import Pipeline, Silent
 from anygpu.pipelines.loading.folder import LoadRequest, load
@@ -46,7 +47,7 @@ def on_host(tiny_folder):
 def cells() -> list[Any]:
     sample = {name: MODES[index % len(MODES)] for index, name in enumerate(CASES)}
     return [
-        pytest.param(name, mode, marks=[pytest.mark.xdist_group(name), *([pytest.mark.full] * (mode != sample[name]))])
+        pytest.param(name, mode, marks=[] if mode == sample[name] else [pytest.mark.full])
         for name in CASES
         for mode in MODES
     ]
@@ -83,7 +84,6 @@ def overflowing(pipeline: Pipeline) -> None:
     pipeline.parts.readers["transformer"] = read
 
 
-@pytest.mark.xdist_group("mochi")
 @pytest.mark.parametrize("offload", ["none", "model"])
 def test_auto_falls_back_to_fp32_after_one_step_and_says_so(acc, tiny_folder, on_host, recorded, monkeypatch, offload):
     from anygpu.compat import precision
@@ -103,7 +103,6 @@ def test_auto_falls_back_to_fp32_after_one_step_and_says_so(acc, tiny_folder, on
     assert not [text for text in silent.said if "fp32" in text]
 
 
-@pytest.mark.xdist_group("mochi")
 def test_an_explicit_choice_is_never_changed(acc, tiny_folder):
     pipeline = loaded_for(CASES["mochi"], tiny_folder, "acc:0", "fp16-safe")
     overflowing(pipeline)
@@ -111,7 +110,6 @@ def test_an_explicit_choice_is_never_changed(acc, tiny_folder):
         rendered(pipeline, CASES["mochi"])
 
 
-@pytest.mark.xdist_group("mochi")
 def test_weights_beyond_fp16_are_read_as_they_are(tiny_folder, tmp_path):
     folder = Path(shutil.copytree(tiny.build("mochi", tiny_folder), tmp_path / "mochi"))
     file = folder / "transformer" / "diffusion_pytorch_model.safetensors"

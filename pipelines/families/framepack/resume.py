@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ....compat.precision import Precision
 from ...base import FramePackSettings, ImageCondition, Pipeline, Prompt, SampleSettings
 
 STORED = (".safetensors", ".gguf", ".bin", ".json")
@@ -26,8 +27,9 @@ def resume_key(
     """
     digest = hashlib.sha256()
     adapted = str(getattr(pipeline.offloader, "active_adapters", ""))
-    stored = [note for note in pipeline.notes if note.startswith("transformer kept")]
-    model = [pipeline.family, pipeline.variant, str(pipeline.precision), stored, adapted, str(pipeline.step_cache)]
+    kinds = {field.name: getattr(pipeline.precision, field.name) for field in fields(Precision) if field.name != "why"}
+    stored = pipeline.storage.get("transformer", "")
+    model = [pipeline.family, pipeline.variant, kinds, stored, adapted, pipeline.step_cache]
     for item in _plain([*model, _files(pipeline.source)]):
         digest.update(item)
     for item in _plain([prompt.embeds, prompt.negative, prompt.sections, image, settings, framepack]):

@@ -78,7 +78,7 @@ def sampled_alike(name: str) -> dict[str, Any]:
     return {
         "different": float((found - expected).abs().max()),
         "scale": float(expected.abs().max()),
-        "pipeline": [type(item.model.model).__name__ for item in management.current_loaded_models],
+        "loaded": [type(item.model.model).__name__ for item in management.current_loaded_models],
         "device": bytes_on_device(),
         "size": model.model_size(),
     }

@@ -13,7 +13,7 @@ from anygpu.host import memory_manager
 from anygpu.pipelines import stages, tiny
 from anygpu.pipelines.base import FramePackSettings, ImageRequest, Pipeline, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.loading.folder import LoadRequest, load
-from anygpu.tests.heavy import GREATER, build_heavy
+from heavy import GREATER, build_heavy
 from simulated import accelerator
 
 from host.inside.sight import seen_by_comfyui

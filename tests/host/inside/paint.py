@@ -10,10 +10,10 @@ import torch
 from anygpu.host import memory_manager
 from anygpu.host.casting import CastLeaf
 from anygpu.paint import texturing
-from anygpu.paint.baking.synthetic import box
 from anygpu.paint.loading import PaintRequest, load_paint
 from anygpu.paint.sampling.delight import DelightSettings
 from anygpu.paint.sampling.painting import PaintSettings
+from paint.shapes import box
 from simulated import accelerator
 
 from host.inside.device import bytes_on_device

@@ -1,0 +1,266 @@
+"""The nodes that load a pipeline, and the one that puts a LoRA on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..compat import precision
+from ..compat.memory import offloader
+from ..compat.transforms import attention
+from ..host import core_outputs, folders, loras, memory_manager, model_files, requests, saved
+from ..host.api import io
+from ..host.progress import NodeProgress
+from ..host.server import panel
+from ..pipelines.decisions import status_of
+from ..pipelines.loading import lora as adapters
+from ..pipelines.loading.folder import LoadRequest, load, variant_choices
+from .inputs import CATEGORY, Pipeline, speed_inputs, weight_inputs
+
+
+class LoadPipeline(io.ComfyNode):
+    """Load a model folder."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """The node's inputs and outputs."""
+        providers = folders.provider_choices()
+        return io.Schema(
+            node_id="AnyGPULoadPipeline",
+            display_name="AnyGPU Load Pipeline",
+            category=CATEGORY,
+            description="Loads an LTX-Video, HunyuanVideo, HunyuanVideo 1.5, FramePack or Mochi model folder and decides "
+            "precision and offload for this machine. Weights are read when a stage first needs them.",
+            search_aliases=["diffusers loader", "load video model", "ltx", "hunyuan video", "framepack", "mochi"],
+            inputs=[
+                io.Combo.Input(
+                    "model", options=folders.model_choices(),
+                    tooltip="A diffusers folder, or a FramePack transformer folder, in models/diffusers.",
+                    extra_dict={"anygpu_first_run": panel.first_run()},
+                ),
+                io.Combo.Input(
+                    "precision", options=list(precision.CHOICES), default="auto",
+                    tooltip="auto: what this device runs best. fp32: exact, twice the memory of bf16. bf16: needs a GPU "
+                    "with bf16 units (NVIDIA RTX 30 and newer). fp16: half the memory, can overflow to black video. "
+                    "fp16-safe: fp16 operands around an fp32 residual, for GPUs without bf16; not on a CPU." + panel.limit_tooltip("precision"),
+                ),
+                io.Combo.Input(
+                    "offload", options=list(offloader.CHOICES), default="auto",
+                    tooltip="auto: the fastest that fits. "
+                    + " ".join(f"{mode}: {cost}." for mode, cost in offloader.COSTS.items())
+                    + panel.limit_tooltip("offload"),
+                ),
+                io.Combo.Input(
+                    "variant", options=variant_choices(), default="auto", advanced=True,
+                    tooltip="What files cannot tell. auto assumes it from the folder's name and says so under the node.",
+                ),
+                io.Combo.Input(
+                    "base", options=providers, default="auto", advanced=True,
+                    tooltip="FramePack: the HunyuanVideo folder that lends text encoders and VAE. auto searches.",
+                ),
+                io.Combo.Input(
+                    "image_encoder", options=providers, default="auto", advanced=True,
+                    tooltip="FramePack, HunyuanVideo 1.5: the folder with image_encoder and feature_extractor. "
+                    "auto searches.",
+                ),
+                io.Combo.Input(
+                    "attention", options=list(attention.CHOICES), default="auto", optional=True, advanced=True,
+                    tooltip="Which kernel the transformer's attention runs, in this pipeline alone. "
+                    + " ".join(f"{choice}: {meaning}." for choice, meaning in attention.MEANINGS.items())
+                    + panel.limit_tooltip("attention"),
+                ),
+                *speed_inputs(),
+                *weight_inputs(),
+            ],
+            outputs=[
+                Pipeline.Output(display_name="pipeline"),
+                io.Model.Output(
+                    display_name="MODEL",
+                    tooltip="The transformer for core's samplers, schedulers and guidance nodes; same weights, loaded once.",
+                ),
+                io.Vae.Output(display_name="VAE", tooltip="The VAE for core's decode and encode nodes; same weights."),
+            ],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def validate_inputs(cls, model: str) -> bool:
+        """Always true: a model that is not there is explained when the node runs, with where to get it."""
+        return True
+
+    @classmethod
+    def fingerprint_inputs(cls, model: str, **_: Any) -> Any:
+        """Changes when the model's files change."""
+        folder = folders.models().get(model)
+        return folder and sorted((str(f), f.stat().st_mtime, f.stat().st_size) for f in folder.rglob("*.*"))
+
+    @classmethod
+    def execute(cls, **inputs: Any) -> io.NodeOutput:
+        """The pipeline."""
+        progress = NodeProgress(cls.hidden.unique_id)
+        return load_outputs(requests.folder_request(inputs, trace_file(inputs)), progress, panel.limit_lines())
+
+
+class ComposePipeline(io.ComfyNode):
+    """Compose a pipeline of single files."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """The node's inputs and outputs."""
+        return io.Schema(
+            node_id="AnyGPUComposePipeline",
+            display_name="AnyGPU Compose Pipeline",
+            category=CATEGORY,
+            description="Makes a pipeline of single files as ComfyUI's folders have them: original releases, ComfyUI's "
+            "repackaging, scaled fp8, GGUF. What a file is, is read from the file. Nothing is downloaded.",
+            search_aliases=["unet loader", "load diffusion model", "single file", "gguf", "fp8", "dual clip loader", "vae loader"],
+            inputs=[
+                io.Combo.Input(
+                    "transformer", options=model_files.file_choices("transformer"),
+                    tooltip="The diffusion model, in models/diffusion_models (or checkpoints). It decides the family.",
+                ),
+                io.Combo.Input(
+                    "vae", options=model_files.file_choices("vae"), default="auto",
+                    tooltip="In models/vae. auto: of the transformer's file, else the first file of models/vae that fits.",
+                ),
+                io.Combo.Input(
+                    "text_encoder", options=model_files.file_choices("text_encoder"), default="auto",
+                    tooltip="In models/text_encoders: T5-XXL (LTX-Video, Mochi), llava_llama3 (HunyuanVideo, FramePack), "
+                    "Qwen 2.5 VL 7B (HunyuanVideo 1.5). auto: the first file that fits.",
+                ),
+                io.Combo.Input(
+                    "text_encoder_2", options=model_files.file_choices("text_encoder_2"), default="auto",
+                    tooltip="CLIP-L (HunyuanVideo, FramePack), ByT5 (HunyuanVideo 1.5). auto: the first file that fits.",
+                ),
+                io.Combo.Input(
+                    "image_encoder", options=model_files.file_choices("image_encoder"), default="auto",
+                    tooltip="In models/clip_vision: SigLIP (FramePack, HunyuanVideo 1.5), llava_llama3_vision (HunyuanVideo "
+                    "image to video). auto: the first file that fits.",
+                ),
+                io.Combo.Input(
+                    "base", options=folders.provider_choices(), default="auto", advanced=True,
+                    tooltip="A diffusers folder that lends what the files lack, such as tokenizers. auto: tokenizers that "
+                    "ComfyUI ships.",
+                ),
+                io.Combo.Input(
+                    "task", options=list(requests.TASKS), default="auto", advanced=True,
+                    tooltip="Text or image to video, where shapes do not tell: auto goes by the file's name and says so.",
+                ),
+                io.Combo.Input(
+                    "precision", options=list(precision.CHOICES), default="auto",
+                    tooltip="What computes; as in AnyGPU Load Pipeline.",
+                ),
+                io.Combo.Input(
+                    "offload", options=list(offloader.CHOICES), default="auto",
+                    tooltip="auto: the fastest that fits. "
+                    + " ".join(f"{mode}: {cost}." for mode, cost in offloader.COSTS.items()),
+                ),
+                io.Combo.Input(
+                    "variant", options=variant_choices(), default="auto", advanced=True,
+                    tooltip="What files cannot tell. auto assumes it from the file's name and says so under the node.",
+                ),
+                io.Combo.Input(
+                    "attention", options=list(attention.CHOICES), default="auto", optional=True, advanced=True,
+                    tooltip="Which kernel the transformer's attention runs; as in AnyGPU Load Pipeline.",
+                ),
+                *speed_inputs(),
+                *weight_inputs(),
+            ],
+            outputs=[
+                Pipeline.Output(display_name="pipeline"),
+                io.Model.Output(display_name="MODEL", tooltip="The transformer for core's samplers; same weights, loaded once."),
+                io.Vae.Output(display_name="VAE", tooltip="The VAE for core's decode and encode nodes; same weights."),
+            ],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def validate_inputs(cls, transformer: str) -> bool:
+        """Always true: a file that is not there is explained when the node runs, with the folders searched."""
+        return True
+
+    @classmethod
+    def fingerprint_inputs(cls, **inputs: Any) -> Any:
+        """Changes when a chosen file changes."""
+        return model_files.stamp_of(**{part: inputs[part] for part in requests.FILES})
+
+    @classmethod
+    def execute(cls, **inputs: Any) -> io.NodeOutput:
+        """The pipeline."""
+        progress = NodeProgress(cls.hidden.unique_id)
+        return load_outputs(requests.files_request(inputs, trace_file(inputs)), progress)
+
+
+def trace_file(inputs: Mapping[str, Any]) -> Path | None:
+    """Where a load node's profile goes; None without one."""
+    folder, name = saved.target_folder("profiles/AnyGPU")
+    return folder / f"{name}.json" if inputs.get("profile") else None
+
+
+def load_outputs(request: LoadRequest, progress: NodeProgress, lines: Iterable[str] = ()) -> io.NodeOutput:
+    """Pipeline, MODEL and VAE; what was decided is said under the node, then ``lines``."""
+    pipeline = load(request, progress, memory_manager.make_room, memory_manager.managed)
+    progress.finish("\n".join((status_of(pipeline), *map(str, pipeline.decisions), *lines)))
+    return io.NodeOutput(pipeline, *core_outputs.beside(pipeline))
+
+
+class LoRA(io.ComfyNode):
+    """Put a LoRA on a pipeline."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """The node's inputs and outputs."""
+        return io.Schema(
+            node_id="AnyGPULoRA",
+            display_name="AnyGPU LoRA",
+            category=CATEGORY,
+            description="Puts a LoRA on the pipeline's transformer: keys of diffusers, kohya and ComfyUI. Chain several. "
+            "Changing or removing one does not load the model again.",
+            search_aliases=["lora", "load lora", "lora loader", "lora block weight"],
+            inputs=[
+                Pipeline.Input("pipeline", tooltip="From AnyGPU Load Pipeline, or from another AnyGPU LoRA."),
+                io.Combo.Input("lora", options=loras.choices(), tooltip="A .safetensors file in ComfyUI/models/loras. Press R after adding one."),
+                io.Float.Input(
+                    "strength", default=1.0, min=-10.0, max=10.0, step=0.05,
+                    tooltip="Times what it was trained for. 0 leaves the pipeline as it is.",
+                ),
+                io.String.Input(
+                    "blocks", default="", optional=True, advanced=True,
+                    tooltip="Which blocks take part, separated by commas: double, single, each with a number or a range, "
+                    "and rest for everything outside blocks. Empty means all. Example: double 0-9, single",
+                ),
+                io.Combo.Input(
+                    "mode", options=list(adapters.MODES), default="separate", optional=True, advanced=True,
+                    tooltip="separate: computed beside each layer at each step, works with every weight. merged: "
+                    "added to the weights, as fast as without, keeps a copy of the changed weights in host memory; not "
+                    "for weights that are kept packed.",
+                ),
+            ],
+            outputs=[
+                Pipeline.Output(display_name="pipeline"),
+                io.Model.Output(
+                    display_name="MODEL",
+                    tooltip="The transformer with these LoRAs for core's samplers, schedulers and guidance nodes; same weights, loaded once.",
+                ),
+            ],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def validate_inputs(cls, lora: str) -> bool:
+        """Always: a name that is gone gets the error that says what to do."""
+        return True
+
+    @classmethod
+    def fingerprint_inputs(cls, lora: str, **_: Any) -> Any:
+        """Changes when the file changes."""
+        return loras.stamp(lora)
+
+    @classmethod
+    def execute(cls, pipeline: Any, lora: str, strength: float, blocks: str = "", mode: str = "separate") -> io.NodeOutput:
+        """The pipeline with one LoRA more."""
+        progress = NodeProgress(cls.hidden.unique_id, pipeline.family)
+        changed = adapters.with_lora(pipeline, loras.file_named(lora), strength, blocks, mode, progress)
+        progress.finish(str(changed.decisions[-1]) if changed is not pipeline else "no effect")
+        return io.NodeOutput(changed, core_outputs.adapted(changed))
