@@ -206,7 +206,8 @@ def sampling_speed(pipeline: Pipeline, settings: SampleSettings, progress: Progr
     """
     cache, speed = pipeline.step_cache, pipeline.speed
     with ExitStack() as stack:
-        stack.enter_context(fp16_sums(speed is not None and speed.request.fp16_sums))
+        if speed is not None and speed.request.fp16_sums:
+            stack.enter_context(fp16_sums())
         count: Any = None
         if cache is not None:
             transformer = pipeline.parts.read(TRANSFORMER, progress)

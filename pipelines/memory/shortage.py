@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from ...compat.device.facts import free_bytes
-from ...compat.failures import MEMORY, kind_of
 from ..base import Latents, Pipeline, SampleSettings
 from ..family import Family
 from ..grid import SMALLEST_SIDE
@@ -56,29 +53,29 @@ def shortage_in(error: BaseException, free: int | None = None) -> Shortage:
     return Shortage(wanted, left)
 
 
-@contextmanager
-def shortage_explained(
-    pipeline: Pipeline, family: Family, stage: str, size: Latents | SampleSettings | None, hint: str = ""
-) -> Iterator[None]:
-    """Out-of-memory errors of the block, of their own class, with what to lower and by how much in their text.
+def explain_shortage(
+    error: BaseException,
+    pipeline: Pipeline,
+    family: Family,
+    stage: str,
+    size: Latents | SampleSettings | None,
+    hint: str = "",
+) -> BaseException:
+    """``error`` of a stage that ran out of memory, of its own class, with what to lower and by how much in its text.
 
     Args:
-        stage: such as ``sampling``. size: what has the width, height and frames that ran out; None for a stage that
-            they do not matter to. hint: a way out that only this stage has; it comes first.
+        stage: such as ``sampling``.
+        size: has the width, height and frames that ran out; None for a stage that they do not matter to.
+        hint: a way out that only this stage has; it comes first.
     """
-    try:
-        yield
-    except Exception as error:
-        if kind_of(error) != MEMORY or str(error).startswith(BEGINNING):
-            raise
-        short = shortage_in(error, free_bytes(pipeline.offloader.device))
-        fixes = lowered(pipeline, family, size, short, hint)
-        shape = "" if size is None else f" {size.width}x{size.height}, {size.frames} frames"
-        kind = type(error) if isinstance(error, torch.OutOfMemoryError) else torch.OutOfMemoryError
-        raise kind(
-            f"{BEGINNING}{stage}{shape} on {pipeline.facts.name} ({short}); expected about "
-            f"{short.share:.0%} of that. {', or '.join(fixes)}.\n{' '.join(str(error).split())}"
-        ) from error
+    short = shortage_in(error, free_bytes(pipeline.offloader.device))
+    fixes = lowered(pipeline, family, size, short, hint)
+    shape = "" if size is None else f" {size.width}x{size.height}, {size.frames} frames"
+    kind = type(error) if isinstance(error, torch.OutOfMemoryError) else torch.OutOfMemoryError
+    return kind(
+        f"{BEGINNING}{stage}{shape} on {pipeline.facts.name} ({short}); expected about "
+        f"{short.share:.0%} of that. {', or '.join(fixes)}.\n{' '.join(str(error).split())}"
+    )
 
 
 def lowered(

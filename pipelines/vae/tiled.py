@@ -18,7 +18,7 @@ from torch import Tensor
 from ...compat.memory.transfer import Transfer
 from ...compat.output_check import Judge, UnsoundError
 from ...compat.transforms.attention_processors import full_name
-from .chunked import AUTOENCODERS, Past, is_causal, remembering
+from .chunked import AUTOENCODERS, Past, remembering
 from .layerwise import Stream, streamed
 from .plan import Attempt
 
@@ -101,7 +101,6 @@ class Work:
             time: the timestep of a VAE that takes one, on the device.
         """
         decode = partial(self._decoded, vae, transfer, attempt, time)
-        chunk = attempt.frames if is_causal(vae) else 0
         if not self.windows:
             self.windows = [_whole(part) for part in _windows(vae, self.latents)]
         for window in self.windows:
@@ -111,7 +110,7 @@ class Work:
                 if len(parts) > 1:
                     window.pending[-1:] = parts
                     continue
-                self._region(window, region, chunk, transfer, decode)
+                self._region(window, region, attempt.frames, transfer, decode)
                 window.pending.pop()
         videos = [window.video for window in self.windows if window.video is not None]
         return videos[0] if len(videos) == 1 else _joined(vae, videos, self._frames(self.latents.shape[2]))
@@ -210,9 +209,9 @@ def decoder_call(vae: Any, latents: Tensor, time: Tensor | None) -> Tensor:
     """What the decoder of ``vae`` makes of latents on the device, without upstream's tiles and windows around it."""
     if getattr(vae, "post_quant_conv", None) is not None:
         latents = vae.post_quant_conv(latents)
-    found = vae.decoder(latents) if time is None else vae.decoder(latents, time)
-    result: Tensor = found[0] if isinstance(found, tuple) else found
-    return result
+    output = vae.decoder(latents) if time is None else vae.decoder(latents, time)
+    frames: Tensor = output[0] if isinstance(output, tuple) else output
+    return frames
 
 
 def windows_of(frames: int, most: int, stride: int) -> list[slice]:
@@ -228,7 +227,7 @@ def windows_of(frames: int, most: int, stride: int) -> list[slice]:
 
 def weights_over(edges: list[tuple[int, int]], length: int) -> list[Tensor]:
     """For parts of a line that overlap, how much each counts per pixel: ramps, which add up to one."""
-    found = torch.zeros(len(edges), length)
+    ramps = torch.zeros(len(edges), length)
     for index, (first, end) in enumerate(edges):  # a ramp only where something overlaps
         before = max((e for _, e in edges[:index]), default=first)
         after = min((f for f, _ in edges[index + 1 :]), default=end)
@@ -239,9 +238,9 @@ def weights_over(edges: list[tuple[int, int]], length: int) -> list[Tensor]:
         if ramp_out:
             down = ((torch.arange(ramp_out) + 0.5) / ramp_out).flip(0)
             shape[-ramp_out:] = torch.minimum(shape[-ramp_out:], down)
-        found[index, first:end] = shape
-    total = found.sum(0)
-    return [found[index, first:end] / total[first:end] for index, (first, end) in enumerate(edges)]
+        ramps[index, first:end] = shape
+    total = ramps.sum(0)
+    return [ramps[index, first:end] / total[first:end] for index, (first, end) in enumerate(edges)]
 
 
 def tiles_over(length: int, tile: int, overlap: int) -> list[tuple[int, int]]:
@@ -304,11 +303,11 @@ def _split(region: Region, attempt: Attempt, ratio: int) -> list[Region]:
         ]
         for parts, extent, outer in zip(lines, (height, width), whole, strict=True)
     ]
-    found = []
+    tiles = []
     for (top, bottom), by_row in zip(lines[0], own[0], strict=True):
         for (left, right), by_column in zip(lines[1], own[1], strict=True):
             past = None if region.past is None else region.past.cropped((top, bottom), (left, right), height)
             rows = top + region.rows[0], bottom + region.rows[0]
             columns = left + region.columns[0], right + region.columns[0]
-            found.append(Region(rows, columns, (by_row, by_column), region.frames, past))
-    return found[::-1]
+            tiles.append(Region(rows, columns, (by_row, by_column), region.frames, past))
+    return tiles[::-1]
