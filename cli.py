@@ -26,6 +26,7 @@ from .compat import precision
 from .compat.device.vae_policy import METHODS
 from .compat.errors import InputError, PackError
 from .compat.memory import offloader
+from .compat.memory.parts import StageText
 from .compat.transforms import attention, fused, fused_vae, step_cache
 from .compat.transforms import compile as compiling
 from .pipelines.family import FITS, SCHEDULERS
@@ -41,7 +42,7 @@ class Printed:
 
     def step(self, done: int, total: int, stage: str, preview: Callable[[], Any] | None = None) -> None:
         """Redraw the line; a finished stage stays."""
-        text = f"{stage} {done}/{total}" if not any(c.isdigit() for c in stage) else stage
+        text = stage if StageText(stage).counted else f"{stage} {done}/{total}"
         print(f"\r{text.ljust(self._length)}", end="", file=sys.stderr, flush=True)
         self._length = len(text)
         if done >= total:
@@ -97,12 +98,12 @@ def check(arguments: argparse.Namespace) -> int:
     from .compat.device.check import exit_code
     from .pipelines.report import hardware_check
 
-    found = []
+    results = []
     for one in hardware_check(arguments.device, Path(arguments.state).expanduser()):
-        found.append(one)
+        results.append(one)
         print(one, flush=True)
-    failed = exit_code(found)
-    print(f"{len(found)} checks, {'something' if failed else 'nothing'} fails that would be used")
+    failed = exit_code(results)
+    print(f"{len(results)} checks, {'something' if failed else 'nothing'} fails that would be used")
     return failed
 
 

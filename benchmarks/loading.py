@@ -28,8 +28,7 @@ from pathlib import Path
 import torch
 from anygpu.compat.checkpoints.weights import VIEW_BYTES, declared, read_tensors
 from anygpu.compat.memory.host_weights import Views, mark_views
-from anygpu.compat.memory.offloader import move
-from anygpu.compat.memory.transfer import widened
+from anygpu.compat.memory.transfer import move, widened
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 

@@ -29,7 +29,9 @@ class Precision:
     """Dtypes of the parts of one pipeline, and why.
 
     Args:
-        transformer: of its weights. text: of the text encoders. vae: of its weights and activations.
+        transformer: of its weights.
+        text: of the text encoders.
+        vae: of its weights and activations.
         compute: of the operands of the transformer's products and attention; as ``transformer`` when None.
         residual: of its residual stream, norm statistics, modulation, gates and last projection; as ``compute``.
         conv: in which the VAE's convolutions are computed; as ``vae``.

@@ -27,7 +27,7 @@ from ..pipelines.loading import lora as loras
 from ..pipelines.memory.needs import beside_transformer
 from ..pipelines.registry import family_named
 from ..pipelines.sampling.core_sampler import TIME, BlockPatches, Call, velocity
-from .memory_manager import PartPatcher, Shell, manager_of
+from .memory_manager import PartPatcher, Shell, comfy_offloader
 from .patches import patched
 
 PICTURE = "anygpu_image"  # key of our image condition in a CONDITIONING
@@ -191,8 +191,8 @@ def model_of(pipeline: Pipeline) -> PartPatcher | None:
 
     Made before the transformer is first held: the patcher is the one that our own stages use from then on.
     """
-    manager = manager_of(pipeline)
-    if manager is None or pipeline.family not in MODELS:
+    offloader = comfy_offloader(pipeline)
+    if offloader is None or pipeline.family not in MODELS:
         return None
     shell, table = MODELS[pipeline.family]
     config: comfy.supported_models_base.BASE = table(dict(WITHOUT_NETWORK))
@@ -201,7 +201,7 @@ def model_of(pipeline: Pipeline) -> PartPatcher | None:
         config.sampling_settings["shift"] = shift
     made = shell(config)
     made.furnish(pipeline)
-    return manager.patcher_of(TRANSFORMER, made)
+    return offloader.patcher_of(TRANSFORMER, made)
 
 
 class Factors(comfy.weight_adapter.LoRAAdapter):
@@ -222,10 +222,10 @@ def adapted_model_of(pipeline: Pipeline) -> PartPatcher | None:
 
     None where ComfyUI does not manage them. No file is read before the weights are made.
     """
-    manager = manager_of(pipeline)
-    if manager is None:
+    offloader = comfy_offloader(pipeline)
+    if offloader is None:
         return None
-    known = manager.patchers.get(TRANSFORMER)
+    known = offloader.patchers.get(TRANSFORMER)
     model = known if known is not None and isinstance(known.model, CoreShell) else model_of(pipeline)
     for lora in loras.on(pipeline) if model is not None else ():
         read = functools.cache(functools.partial(loras.factors_of, lora))

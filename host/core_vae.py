@@ -15,7 +15,7 @@ from ..pipelines.base import Pipeline
 from ..pipelines.families.hunyuan_video import pipeline as hunyuan_video
 from ..pipelines.latents import convert as latent_format
 from ..pipelines.registry import family_named
-from .memory_manager import PartPatcher, manager_of
+from .memory_manager import PartPatcher, comfy_offloader
 from .progress import NodeProgress
 
 
@@ -42,7 +42,7 @@ class CoreVAE(comfy.sd.VAE):
     @property
     def patcher(self) -> PartPatcher:
         """The pipeline's own patcher of the VAE."""
-        return self.pipeline.offloader.patcher_of("vae")  # type: ignore[attr-defined]
+        return self.pipeline.offloader.patcher_of("vae")
 
     @property
     def device(self) -> torch.device:
@@ -103,4 +103,4 @@ class CoreVAE(comfy.sd.VAE):
 
 def vae_of(pipeline: Pipeline) -> CoreVAE | None:
     """The VAE of a pipeline; None where ComfyUI does not manage its memory."""
-    return None if manager_of(pipeline) is None else CoreVAE(pipeline)
+    return None if comfy_offloader(pipeline) is None else CoreVAE(pipeline)

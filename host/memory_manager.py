@@ -7,12 +7,13 @@ our sampler or core's, goes through that one patcher, so that its weights are on
 
 from __future__ import annotations
 
+import copy
 import functools
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import comfy.model_management
 import comfy.model_patcher
@@ -22,14 +23,16 @@ from torch import nn
 
 from ..compat.checkpoints.packed import outlined
 from ..compat.device.execution import HOST
+from ..compat.errors import InputError
 from ..compat.failures import MEMORY, kind_of
+from ..compat.memory.adapters import Adapters, adapters_on
 from ..compat.memory.host_weights import DISK
-from ..compat.memory.offloader import Terms, amount
-from ..compat.memory.statistics import MemoryStats
+from ..compat.memory.offloader import HOSTED, OffloadOptions, placement
+from ..compat.memory.parts import Parts, StageText
+from ..compat.memory.statistics import MemoryStats, amount
 from . import patches
 from .casting import CastLeaf, bytes_of, fixed_tensors, make_native, make_plain, send, send_home
 
-MODE = "comfyui"
 REGISTERS = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 EVERYTHING = 1e30  # more bytes than any device has, as ComfyUI itself asks for them
 HELD_BY = "anygpu_holder"  # where a part keeps the shell that holds it, weakly
@@ -56,21 +59,13 @@ def evictable_bytes() -> int:
     return sum(int(model.loaded_size()) for model in held if model is not None)
 
 
-class ReadsParts(Protocol):
-    """Parts that are read on first use and can be forgotten."""
-
-    def read(self, name: str, progress: Any = None) -> nn.Module: ...
-    def drop(self, name: str) -> None: ...
-    def __contains__(self, name: object) -> bool: ...
-
-
 class Shell:
     """What a patcher takes for the model: it holds one part, which is read when somebody first needs its weights.
 
     Mixed into an ``nn.Module`` with a plain attribute ``device``, which patchers write and diffusers' models forbid.
     """
 
-    parts: ReadsParts
+    parts: Parts
     part: str
 
     def fill(self) -> nn.Module:
@@ -117,7 +112,7 @@ class Shell:
 class Holder(Shell, nn.Module):
     """The shell of a part that only our own stages run."""
 
-    def __init__(self, parts: ReadsParts, part: str) -> None:
+    def __init__(self, parts: Parts, part: str) -> None:
         super().__init__()
         self.parts, self.part, self.device = parts, part, None
 
@@ -245,31 +240,35 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
         return found
 
 
-class Managed:
+class ComfyOffloader:
     """Offload ``comfyui``: ComfyUI decides what of each part is on the device, and when it leaves.
 
     Args:
-        parts: the modules by name. device: where they execute; None asks ComfyUI at each use.
-        terms: parts that compute elsewhere, bytes that are left to others, and where costs are kept.
+        parts: the modules by name.
+        device: where they compute; None asks ComfyUI at each use.
+        options: what else the user asks.
     """
 
-    mode = MODE
+    mode = HOSTED
+    automatic = False
+    evicts = True
 
-    def __init__(self, parts: ReadsParts, device: torch.device | None = None, terms: Terms | None = None) -> None:
-        self.parts, self._chosen, self.terms = parts, device, terms or Terms()
+    def __init__(self, parts: Parts, device: torch.device | None = None, options: OffloadOptions | None = None) -> None:
+        self.parts, self._chosen, self.options = parts, device, options or OffloadOptions()
         self.patchers: dict[str, PartPatcher] = {}
-        self.memory_stats = MemoryStats(self.terms.state)
+        self.memory_stats = MemoryStats(self.options.state)
+        self.adapters: Adapters | None = None
         self._short: dict[str, int] = {}  # by part, bytes that it turned out to need beside its estimate
         self._refused: dict[str, int] = {}  # those that were not to be had as it moved: until a stage with it is done
 
-    @property
-    def placed(self) -> str:
-        """Mode and devices in words."""
-        apart = "".join(f", {part} on {place}" for part, place in self.terms.devices.items() if place != self.device)
-        return f"{self.mode} on {self.device}{apart}"
-
     def __repr__(self) -> str:
-        return f"offload {self.placed}"
+        return f"offload {placement(self)}"
+
+    def with_adapters(self, adapters: Adapters | None) -> ComfyOffloader:
+        """The same offloader for a pipeline with these adapters: patchers, statistics and shortages are shared."""
+        other = copy.copy(self)
+        other.adapters = adapters
+        return other
 
     @property
     def device(self) -> torch.device:
@@ -278,7 +277,7 @@ class Managed:
 
     def device_of(self, part: str) -> torch.device:
         """Where ``part`` computes."""
-        return self.terms.devices.get("text_encoder" if part.startswith("text_encoder") else part, self.device)
+        return self.options.devices.get("text_encoder" if part.startswith("text_encoder") else part, self.device)
 
     @property
     def patcher(self) -> PartPatcher:
@@ -288,10 +287,6 @@ class Managed:
     def get_models(self) -> list[PartPatcher]:
         """The patchers of every part that was used."""
         return list(self.patchers.values())
-
-    def is_dynamic(self) -> bool:
-        """Whether ComfyUI pages the weights by itself: never here."""
-        return False
 
     def patcher_of(self, part: str, shell: Any = None) -> PartPatcher:
         """The one patcher of a part, made when it is first asked for.
@@ -307,13 +302,20 @@ class Managed:
         shell = shell or (known.model if known is not None else _holder(part)(self.parts, part))
         self.patchers[part] = PartPatcher(shell, device, _offload_device(part))
         self.patchers[part].memory_stats = self.memory_stats
-        self.patchers[part].locks = self.terms.host.kinds.get(part) != DISK
+        self.patchers[part].locks = self.options.host_weights.kinds.get(part) != DISK
         return self.patchers[part]
 
     @contextmanager
     def hold(self, part: str, activation_bytes: int = 0, progress: Any = None) -> Iterator[nn.Module]:
-        """The part, able to run on its device; ComfyUI keeps ``activation_bytes`` free beside its weights."""
-        module, patcher = self.parts.read(part, progress), self.patcher_of(part)
+        """The part with this pipeline's adapters; ComfyUI keeps ``activation_bytes`` free beside its weights."""
+        with adapters_on(self.parts, part, self.adapters, self.take_off, progress) as module:
+            self._bring(part, module, activation_bytes + self.options.keep_free_bytes, progress)
+            yield module
+            self._refused.pop(part, None)  # another program may have had them for a moment
+
+    def _bring(self, part: str, module: nn.Module, needed: int, progress: Any) -> None:
+        """Have ComfyUI load as much of the part as fits beside ``needed`` bytes."""
+        patcher = self.patcher_of(part)
         if patcher.model.content is not module:  # read anew, or never seen
             unload(patcher)
             patcher.model.put(module)
@@ -322,15 +324,13 @@ class Managed:
         patcher.watcher = _watcher(part, patcher.model_size() - patcher.loaded_size(), progress)
         started, before = time.perf_counter(), patcher.loaded_size()
         try:
-            while not self._loaded(part, patcher, activation_bytes + self.terms.keep_free):
-                streamed = self._lowered(part, patcher, activation_bytes + self.terms.keep_free)
+            while not self._loaded(part, patcher, needed):
+                streamed = self._lowered(part, patcher, needed)
                 if progress is not None:
                     progress.notify(f"memory ran out while the {part} moved: goes on with {streamed} of it streamed")
         finally:
             patcher.watcher = patcher.beside = None
             self.memory_stats.add(max(0, patcher.loaded_size() - before), time.perf_counter() - started)
-        yield module
-        self._refused.pop(part, None)  # another program may have had them for a moment
 
     def _loaded(self, part: str, patcher: PartPatcher, needed: int) -> bool:
         """Whether the part is on the device as far as there is room; not where memory ran out, but less may fit."""
@@ -375,10 +375,23 @@ class Managed:
         if self.device_of(part).type == HOST.type:
             self.parts.drop(part)
 
+    def switch(self, mode: str) -> None:
+        """Nothing to switch: ComfyUI decides at each use.
+
+        Raises:
+            InputError: always.
+        """
+        raise InputError(
+            f"offload {mode!r} for a pipeline loaded with offload {self.mode}",
+            expected=f"offload {self.mode} until it is loaded again",
+            fix="Choose it on the load node.",
+        )
+
     def step_down(self, part: str, *beside: str) -> str:
         """Make room while ``part`` is in use: all other models leave, then half of what it has on the device.
 
         Args:
+            part: what ran out of memory.
             beside: other parts of the same stage; whichever has most on the device is meant.
 
         Returns:
@@ -402,15 +415,14 @@ class Managed:
         return f"with {amount(size - before + freed, size)} of the {part} streamed" if freed else ""
 
 
-def managed(parts: ReadsParts, device: torch.device, terms: Terms | None = None) -> Managed:
+def offloader_on(parts: Parts, device: torch.device, options: OffloadOptions | None = None) -> ComfyOffloader:
     """The offloader for a pipeline whose facts are of ``device``."""
-    return Managed(parts, None if device == compute_device() else device, terms)
+    return ComfyOffloader(parts, None if device == compute_device() else device, options)
 
 
-def manager_of(pipeline: Any) -> Managed | None:
-    """The offloader of a pipeline where it is ComfyUI's, whatever stands before it; else None."""
-    offloader = getattr(pipeline.offloader, "inner", pipeline.offloader)
-    return offloader if isinstance(offloader, Managed) else None
+def comfy_offloader(pipeline: Any) -> ComfyOffloader | None:
+    """The offloader of a pipeline where it is ComfyUI's; else None."""
+    return pipeline.offloader if isinstance(pipeline.offloader, ComfyOffloader) else None
 
 
 def unload(patcher: PartPatcher) -> None:
@@ -448,6 +460,6 @@ def _watcher(part: str, total: int, progress: Any) -> Callable[[int], None] | No
     def moved(size: int) -> None:
         nonlocal done
         done = min(done + size, total)
-        progress.step(done, total, f"moving {part} {amount(done, total)}")
+        progress.step(done, total, StageText("moving", f"{part} {amount(done, total)}", True))
 
     return moved

@@ -30,8 +30,8 @@ def mesh_files() -> list[str]:
 
 def _meshes_in(kind: str, mark: str) -> list[str]:
     root = Path(folder_paths.get_directory_by_type(kind))
-    found = [*root.glob("*.*"), *root.glob("3d/**/*.*")]
-    return sorted(path.relative_to(root).as_posix() + mark for path in found if path.suffix.lower() in FORMATS)
+    files = [*root.glob("*.*"), *root.glob("3d/**/*.*")]
+    return sorted(path.relative_to(root).as_posix() + mark for path in files if path.suffix.lower() in FORMATS)
 
 
 def _place(name: str) -> tuple[Path, Path]:

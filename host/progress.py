@@ -14,6 +14,7 @@ import latent_preview
 import torch
 from server import PromptServer
 
+from ..compat.memory.parts import StageText
 from .server.panel import memory_now
 from .server.runs import NodeRun
 
@@ -53,7 +54,8 @@ class NodeProgress:
     def step(self, done: int, total: int, stage: str, preview: Callable[[], torch.Tensor] | None = None) -> None:
         """Move the bar; raises when the user has cancelled."""
         self.check()
-        name = stage.split(" ")[0]
+        text = StageText(stage)
+        name = text.name
         self._run.step(name)
         if self._bar is None or name != self._stage:
             self._bar, self._stage = comfy.utils.ProgressBar(total, node_id=self.node_id), name
@@ -61,7 +63,7 @@ class NodeProgress:
         if name in PACED:
             self._paced = f"{(time.monotonic() - self._begun[name]) / (done - 1):.2g} s per step" if done > 1 else ""
         self._bar.update_absolute(done, total, None if preview is None else self._picture(preview))
-        self._text(stage if any(c.isdigit() for c in stage) else f"{stage} {done}/{total}{self._pace(done)}")
+        self._text(text if text.counted else f"{text} {done}/{total}{self._pace(done)}")
 
     def check(self) -> None:
         """Raise ComfyUI's own interrupt when the user has cancelled."""

@@ -10,17 +10,17 @@ from ..paint.loading import PaintRequest
 from ..paint.networks.compile import CACHE_LIMIT, settings_for
 from ..pipelines.loading.folder import AUTO, LoadRequest
 from ..pipelines.requests import LOAD_INPUTS, load_request
-from . import folders, memory_manager, model_files, painting
+from . import folders, memory_manager, model_files
 
 TASKS = (AUTO, "text", "image")
-FILES = {"transformer": model_files.NO_FILE}
+FILES = {"transformer": folders.NO_FILE}
 FILES |= dict.fromkeys(("vae", "text_encoder", "text_encoder_2", "image_encoder"), AUTO)
 # Each input of a load node with its value where nobody chose one.
 SHARED = {name: row.default for name, row in LOAD_INPUTS.items()}
 FOLDER_INPUTS = {"model": folders.NO_MODEL, "base": AUTO, "image_encoder": AUTO, **SHARED}
 FILE_INPUTS = {**FILES, "base": AUTO, "task": AUTO, **SHARED}
 PAINT_CHOICES = ("variant", "weights", "precision", "offload", "attention")
-PAINT_INPUTS = {"model": painting.NO_MODEL, "vae": AUTO, "image_encoder": AUTO, **dict.fromkeys(PAINT_CHOICES, AUTO)}
+PAINT_INPUTS = {"model": folders.NO_PAINT_MODEL, **dict.fromkeys(("vae", "image_encoder", *PAINT_CHOICES), AUTO)}
 PAINT_INPUTS |= {"compile": False, "dynamo_cache_size_limit": CACHE_LIMIT}
 Inputs = Mapping[str, Any]
 
@@ -58,9 +58,9 @@ def paint_request(inputs: Inputs, **machine: Any) -> PaintRequest:
     """What AnyGPU Load Paint Pipeline asks of loading; arguments as of :func:`folder_request`."""
     given = {**PAINT_INPUTS, **inputs}
     return PaintRequest(
-        painting.paint_path(given["model"]),
-        vae=painting.provider_path(given["vae"]),
-        image_encoder=painting.provider_path(given["image_encoder"]),
+        folders.paint_path(given["model"]),
+        vae=folders.paint_provider_folder(given["vae"]),
+        image_encoder=folders.paint_provider_folder(given["image_encoder"]),
         compiled=settings_for(given["dynamo_cache_size_limit"]) if given["compile"] else None,
         **{name: given[name] for name in PAINT_CHOICES},
         **_here(machine),

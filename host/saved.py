@@ -29,8 +29,8 @@ def new_path(prefix: str) -> Path:
     """
     folder, name = target_folder(prefix)
     taken = re.compile(re.escape(name) + r"_(\d+)_\.safetensors", re.IGNORECASE)
-    found = [match for path in _children(folder) if (match := taken.fullmatch(path.name))]
-    return folder / f"{name}_{max((int(match[1]) for match in found), default=0) + 1:05}_.safetensors"
+    numbers = [match for path in _children(folder) if (match := taken.fullmatch(path.name))]
+    return folder / f"{name}_{max((int(match[1]) for match in numbers), default=0) + 1:05}_.safetensors"
 
 
 def target_folder(prefix: str) -> tuple[Path, str]:
@@ -110,18 +110,18 @@ def stamp(kind: str, name: str) -> tuple[str, int, int]:
 
 
 def _named(kind: str) -> dict[str, Path]:
-    found: dict[str, Path] = {}
+    named: dict[str, Path] = {}
     for folder, mark in ((folder_paths.get_input_directory(), ""), (folder_paths.get_output_directory(), OUTPUT)):
         root = Path(folder)
         for path in _files(root):
             if _kind(path) == kind:
-                found[path.relative_to(root).as_posix() + mark] = path
-    return found
+                named[path.relative_to(root).as_posix() + mark] = path
+    return named
 
 
 def _files(root: Path) -> list[Path]:
     """Files that may be ours, a few levels deep; no folder twice, so that a loop of links ends."""
-    level, seen, found = [root], set(), []
+    level, seen, files = [root], set(), []
     for _ in range(DEEPEST):
         deeper: list[Path] = []
         for folder in level:
@@ -130,10 +130,10 @@ def _files(root: Path) -> list[Path]:
                 continue
             seen.add(real)
             children = _children(folder)
-            found += [path for path in children if path.suffix in SUFFIXES and path.name[0] != "."]
+            files += [path for path in children if path.suffix in SUFFIXES and path.name[0] != "."]
             deeper += [path for path in children if path.suffix == "" and path.name[0] != "." and path.is_dir()]
         level = deeper
-    return found
+    return files
 
 
 def _children(folder: Path) -> list[Path]:

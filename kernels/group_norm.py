@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,12 +10,19 @@ from torch.nn import functional
 
 from .library import AUTO, launches, operation
 from .norm import standardized
-from .terms import NO_MODULATION, RMS, GroupNorm, Modulation, Norm
-
-Pad = tuple[int, int, int, int, int, int]  # left, right, top, bottom, front, back: as functional.pad takes them
-NO_PAD: Pad = (0, 0, 0, 0, 0, 0)
-CONTIGUOUS, CHANNELS_LAST, FRAMES_FIRST = "contiguous", "channels_last", "frames_first"
-LAYOUTS = (CONTIGUOUS, CHANNELS_LAST, FRAMES_FIRST)  # how a result (B, C, T, H, W) lies in memory; BTCHW is the last
+from .terms import (
+    CHANNELS_LAST,
+    CONTIGUOUS,
+    FRAMES_FIRST,
+    NO_MODULATION,
+    NO_PAD,
+    RMS,
+    GroupNorm,
+    Modulation,
+    Norm,
+    Pad,
+    empty_padded,
+)
 
 
 def group_norm_silu_pad(
@@ -116,16 +122,6 @@ def _fake_group(x: Tensor, *rest: object) -> Tensor:
 
 def _fake_rms(x: Tensor, *rest: object) -> Tensor:
     return empty_padded(x, rest[4], rest[6])
-
-
-def empty_padded(x: Tensor, pad: Any, layout: Any) -> Tensor:
-    """An empty result for ``x`` (B, C, T, H, W) with its border."""
-    left, right, top, bottom, front, back = pad
-    shape = (x.shape[2] + front + back, x.shape[3] + top + bottom, x.shape[4] + left + right)
-    if layout == FRAMES_FIRST:
-        return x.new_empty((x.shape[0], shape[0], x.shape[1], *shape[1:])).transpose(1, 2)
-    order = torch.channels_last_3d if layout == CHANNELS_LAST else torch.contiguous_format
-    return torch.empty((*x.shape[:2], *shape), dtype=x.dtype, device=x.device, memory_format=order)
 
 
 def _plain_group(

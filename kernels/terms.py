@@ -7,9 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 RMS, LAYER = "rms", "layer"
+Pad = tuple[int, int, int, int, int, int]  # left, right, top, bottom, front, back: as functional.pad takes them
+NO_PAD: Pad = (0, 0, 0, 0, 0, 0)
+CONTIGUOUS, CHANNELS_LAST, FRAMES_FIRST = "contiguous", "channels_last", "frames_first"
+LAYOUTS = (CONTIGUOUS, CHANNELS_LAST, FRAMES_FIRST)  # how a result (B, C, T, H, W) lies in memory; BTCHW is the last
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,3 +108,13 @@ class GroupNorm:
 
 
 NO_MODULATION, NO_GATE = Modulation(), Gate()
+
+
+def empty_padded(x: Tensor, pad: Pad, layout: str) -> Tensor:
+    """An empty result for ``x`` (B, C, T, H, W) with its border."""
+    left, right, top, bottom, front, back = pad
+    shape = (x.shape[2] + front + back, x.shape[3] + top + bottom, x.shape[4] + left + right)
+    if layout == FRAMES_FIRST:
+        return x.new_empty((x.shape[0], shape[0], x.shape[1], *shape[1:])).transpose(1, 2)
+    order = torch.channels_last_3d if layout == CHANNELS_LAST else torch.contiguous_format
+    return torch.empty((*x.shape[:2], *shape), dtype=x.dtype, device=x.device, memory_format=order)

@@ -20,7 +20,6 @@ class Decode(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPUDecode",
             display_name="AnyGPU Decode",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..compat.checkpoints import packed
-from ..compat.memory import planned
+from ..compat.memory import offloader
 from ..compat.transforms import compile as compiling
 from ..compat.transforms import fused
 from ..host.api import io
@@ -119,16 +119,16 @@ def weight_inputs() -> list[Any]:
             "them.",
         ),
         io.Combo.Input(
-            "transformer_device", options=list(planned.PLACES), default="auto", optional=True, advanced=True,
+            "transformer_device", options=list(offloader.DEVICE_CHOICES), default="auto", optional=True, advanced=True,
             tooltip="Where the transformer computes. auto: ComfyUI's device.",
         ),
         io.Combo.Input(
-            "text_device", options=list(planned.PLACES), default="auto", optional=True, advanced=True,
+            "text_device", options=list(offloader.DEVICE_CHOICES), default="auto", optional=True, advanced=True,
             tooltip="Where the text encoders compute. auto: ComfyUI's device. cpu: they never need to fit, and take "
             "seconds to minutes per prompt.",
         ),
         io.Combo.Input(
-            "vae_device", options=list(planned.PLACES), default="auto", optional=True, advanced=True,
+            "vae_device", options=list(offloader.DEVICE_CHOICES), default="auto", optional=True, advanced=True,
             tooltip="Where the VAE computes. auto: ComfyUI's device. cpu: a decode never runs out of its memory, and is "
             "very slow.",
         ),

@@ -59,7 +59,6 @@ class SaveLatent(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPUSaveLatent",
             display_name="AnyGPU Save Latent",
@@ -94,7 +93,6 @@ class LoadLatent(Listed):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPULoadLatent",
             display_name="AnyGPU Load Latent",
@@ -128,7 +126,6 @@ class RecoverLatents(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPURecoverLatents",
             display_name="AnyGPU Recover Latents",
@@ -171,7 +168,6 @@ class SavePrompt(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPUSavePrompt",
             display_name="AnyGPU Save Prompt",
@@ -203,7 +199,6 @@ class LoadPrompt(Listed):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPULoadPrompt",
             display_name="AnyGPU Load Prompt",
@@ -232,7 +227,6 @@ class SaveMusubiCache(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPUSaveMusubiCache",
             display_name="AnyGPU Save Musubi Cache",

@@ -9,7 +9,7 @@ from typing import Any
 from ..compat import precision
 from ..compat.memory import offloader
 from ..compat.transforms import attention
-from ..host import core_outputs, folders, loras, memory_manager, model_files, requests, saved
+from ..host import core_outputs, folders, memory_manager, model_files, requests, saved
 from ..host.api import io
 from ..host.progress import NodeProgress
 from ..host.server import panel
@@ -24,7 +24,6 @@ class LoadPipeline(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         providers = folders.provider_choices()
         return io.Schema(
             node_id="AnyGPULoadPipeline",
@@ -92,8 +91,7 @@ class LoadPipeline(io.ComfyNode):
     @classmethod
     def fingerprint_inputs(cls, model: str, **_: Any) -> Any:
         """Changes when the model's files change."""
-        folder = folders.models().get(model)
-        return folder and sorted((str(f), f.stat().st_mtime, f.stat().st_size) for f in folder.rglob("*.*"))
+        return folders.stamp(folders.models().get(model))
 
     @classmethod
     def execute(cls, **inputs: Any) -> io.NodeOutput:
@@ -107,7 +105,6 @@ class ComposePipeline(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPUComposePipeline",
             display_name="AnyGPU Compose Pipeline",
@@ -200,7 +197,7 @@ def trace_file(inputs: Mapping[str, Any]) -> Path | None:
 
 def load_outputs(request: LoadRequest, progress: NodeProgress, lines: Iterable[str] = ()) -> io.NodeOutput:
     """Pipeline, MODEL and VAE; what was decided is said under the node, then ``lines``."""
-    pipeline = load(request, progress, memory_manager.make_room, memory_manager.managed)
+    pipeline = load(request, progress, memory_manager.make_room, memory_manager.offloader_on)
     progress.finish("\n".join((status_of(pipeline), *map(str, pipeline.decisions), *lines)))
     return io.NodeOutput(pipeline, *core_outputs.beside(pipeline))
 
@@ -210,7 +207,6 @@ class LoRA(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPULoRA",
             display_name="AnyGPU LoRA",
@@ -220,7 +216,7 @@ class LoRA(io.ComfyNode):
             search_aliases=["lora", "load lora", "lora loader", "lora block weight"],
             inputs=[
                 Pipeline.Input("pipeline", tooltip="From AnyGPU Load Pipeline, or from another AnyGPU LoRA."),
-                io.Combo.Input("lora", options=loras.choices(), tooltip="A .safetensors file in ComfyUI/models/loras. Press R after adding one."),
+                io.Combo.Input("lora", options=folders.lora_choices(), tooltip="A .safetensors file in ComfyUI/models/loras. Press R after adding one."),
                 io.Float.Input(
                     "strength", default=1.0, min=-10.0, max=10.0, step=0.05,
                     tooltip="Times what it was trained for. 0 leaves the pipeline as it is.",
@@ -255,12 +251,12 @@ class LoRA(io.ComfyNode):
     @classmethod
     def fingerprint_inputs(cls, lora: str, **_: Any) -> Any:
         """Changes when the file changes."""
-        return loras.stamp(lora)
+        return folders.stamp(folders.loras().get(lora))
 
     @classmethod
     def execute(cls, pipeline: Any, lora: str, strength: float, blocks: str = "", mode: str = "separate") -> io.NodeOutput:
         """The pipeline with one LoRA more."""
         progress = NodeProgress(cls.hidden.unique_id, pipeline.family)
-        changed = adapters.with_lora(pipeline, loras.file_named(lora), strength, blocks, mode, progress)
+        changed = adapters.with_lora(pipeline, folders.lora_file(lora), strength, blocks, mode, progress)
         progress.finish(str(changed.decisions[-1]) if changed is not pipeline else "no effect")
         return io.NodeOutput(changed, core_outputs.adapted(changed))

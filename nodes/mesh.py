@@ -27,7 +27,6 @@ class LoadMesh(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPULoadMesh",
             display_name="AnyGPU Load Mesh",
@@ -73,7 +72,6 @@ class CleanMesh(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPUCleanMesh",
             display_name="AnyGPU Clean Mesh",
@@ -111,7 +109,6 @@ class PaintCameras(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPUPaintCameras",
             display_name="AnyGPU Paint Cameras",
@@ -170,7 +167,6 @@ class RenderViews(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPURenderViews",
             display_name="AnyGPU Render Views",
@@ -219,7 +215,6 @@ class BakeTexture(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPUBakeTexture",
             display_name="AnyGPU Bake Texture",
@@ -287,7 +282,6 @@ class RenderTurntable(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPURenderTurntable",
             display_name="AnyGPU Render Turntable",

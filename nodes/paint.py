@@ -8,7 +8,7 @@ from ..compat import precision
 from ..compat.memory import offloader
 from ..compat.transforms import attention
 from ..compat.transforms.compile import MOST_CACHED
-from ..host import memory_manager, meshes, painting, preview
+from ..host import folders, memory_manager, meshes, painting, preview
 from ..host.api import GraphBuilder, io
 from ..host.painting import PaintProgress
 from ..host.requests import paint_request
@@ -55,8 +55,7 @@ class LoadPaintPipeline(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
-        providers = painting.provider_choices()
+        providers = folders.paint_provider_choices()
         return io.Schema(
             node_id="AnyGPULoadPaintPipeline",
             display_name="AnyGPU Load Paint Pipeline",
@@ -66,7 +65,7 @@ class LoadPaintPipeline(io.ComfyNode):
             search_aliases=["hunyuan3d", "texture model", "paint pbr", "delight", "hy3dgen"],
             inputs=[
                 io.Combo.Input(
-                    "model", options=painting.paint_choices(),
+                    "model", options=folders.paint_choices(),
                     tooltip="A published folder (it holds unet and vae) or the UNet's file, in models/diffusers.",
                 ),
                 io.Combo.Input(
@@ -126,13 +125,13 @@ class LoadPaintPipeline(io.ComfyNode):
     @classmethod
     def fingerprint_inputs(cls, model: str, **_: Any) -> Any:
         """Changes when the model's files change."""
-        return painting.model_stamp(model)
+        return folders.stamp(folders.paint_models().get(model))
 
     @classmethod
     def execute(cls, **inputs: Any) -> io.NodeOutput:
         """The pipeline."""
         progress = PaintProgress(cls.hidden.unique_id)
-        pipeline = load_paint(paint_request(inputs), progress, memory_manager.make_room, memory_manager.managed)
+        pipeline = load_paint(paint_request(inputs), progress, memory_manager.make_room, memory_manager.offloader_on)
         progress.finish("\n".join((f"{pipeline.family} {pipeline.variant}, {pipeline.facts}", *map(str, pipeline.decisions))))
         return io.NodeOutput(pipeline)
 
@@ -142,7 +141,6 @@ class DelightImage(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPUDelightImage",
             display_name="AnyGPU Delight Image",
@@ -202,7 +200,6 @@ class PaintViews(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPUPaintViews",
             display_name="AnyGPU Paint Views",
@@ -286,7 +283,6 @@ class TextureMesh(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPUTextureMesh",
             display_name="AnyGPU Texture Mesh",

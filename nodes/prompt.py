@@ -19,7 +19,6 @@ class EncodePrompt(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPUEncodePrompt",
             display_name="AnyGPU Encode Prompt",
@@ -83,7 +82,6 @@ class ImageConditioning(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPUImageConditioning",
             display_name="AnyGPU Image Conditioning",
@@ -113,7 +111,6 @@ class EncodeImage(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPUEncodeImage",
             display_name="AnyGPU Encode Image",
@@ -172,7 +169,6 @@ class EncodeVideo(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPUEncodeVideo",
             display_name="AnyGPU Encode Video",

@@ -22,7 +22,6 @@ class Sample(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPUSample",
             display_name="AnyGPU Sample",
@@ -81,7 +80,6 @@ class SampleFramePack(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPUSampleFramePack",
             display_name="AnyGPU Sample FramePack",
@@ -146,7 +144,6 @@ class StepCache(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPUStepCache",
             display_name="AnyGPU Step Cache",

@@ -30,7 +30,6 @@ class HardwareReport(Uncached):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPUHardwareReport",
             display_name="AnyGPU Hardware Report",
@@ -79,7 +78,6 @@ class MemoryPlan(Uncached):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPUMemoryPlan",
             display_name="AnyGPU Memory Plan",
@@ -127,7 +125,6 @@ class DownloadModel(Uncached):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
         return io.Schema(
             node_id="AnyGPUDownloadModel",
             display_name="AnyGPU Download Model",

@@ -45,10 +45,10 @@ def _figures(shown: Shown) -> Checks:
 
 def _read_back(shown: Shown, glb: Path) -> tuple[bool, str]:
     """Whether the file has the mesh's triangles and UVs."""
-    found, notes = load_mesh(glb)
-    same = found.uvs is not None and shown.mesh.uvs is not None and len(found.faces) == len(shown.mesh.faces)
+    mesh, notes = load_mesh(glb)
+    same = mesh.uvs is not None and shown.mesh.uvs is not None and len(mesh.faces) == len(shown.mesh.faces)
     if same:
-        apart = (found.vertices[found.faces] - shown.mesh.vertices[shown.mesh.faces]).abs().max()
-        uvs = (found.uvs[found.faces] - shown.mesh.uvs[shown.mesh.faces]).abs().max()  # type: ignore[index]
+        apart = (mesh.vertices[mesh.faces] - shown.mesh.vertices[shown.mesh.faces]).abs().max()
+        uvs = (mesh.uvs[mesh.faces] - shown.mesh.uvs[shown.mesh.faces]).abs().max()  # type: ignore[index]
         same = bool(apart < 1e-6) and bool(uvs < 1e-6)
     return same, notes[0]

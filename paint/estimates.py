@@ -55,8 +55,11 @@ def paint_needs(
     """What each stage of a paint or delight pipeline needs, in the order they run.
 
     Args:
-        pipeline: a ``PaintPipeline``. view_size: pixels; views: cameras; 0 takes what the models were taught. guided:
-            two rows a step; None as published. mode: of :data:`MODES`; by default the pipeline's own.
+        pipeline: a ``PaintPipeline``.
+        view_size: pixels.
+        views: cameras; 0 takes what the models were taught.
+        guided: two rows a step; None as published.
+        mode: of :data:`MODES`; by default the pipeline's own.
         references: pictures of the object.
     """
     mode = mode or str(pipeline.offloader.mode)
@@ -73,22 +76,24 @@ def paint_needs(
         (STEPPING[delight], "unet", step_bytes(pipeline, pictures, (side, side), 0 if delight else references)),
         ("decoding", "vae", decoding_bytes(pixels, pixels, dtype)),
     ]
-    found, stays = [], dict[str, int]()
+    needs, stays = [], dict[str, int]()
     for name, part, activations in active:
         if part not in pipeline.weights:
             continue
         kept = sum(size for other, size in stays.items() if other != part)
-        found.append(StageNeed(name, kept, pipeline.weights[part].resident(mode, part), activations))
+        needs.append(StageNeed(name, kept, pipeline.weights[part].resident(mode, part), activations))
         if mode == "none" and not part.endswith("_encoder"):  # these leave after their one use
             stays[part] = pipeline.weights[part].total
-    return tuple(found)
+    return tuple(needs)
 
 
 def step_bytes(pipeline: Any, pictures: int, size: tuple[int, int], references: int = 1) -> int:
     """Activations at the peak of one forward of the UNet.
 
     Args:
-        pictures: rows times materials times views. size: of the latents. references: pictures kept; 0 for delight.
+        pictures: rows times materials times views.
+        size: of the latents.
+        references: pictures kept; 0 for delight.
     """
     fed = min(pictures * size[0] * size[1], max(FED_TOKENS, size[0] * size[1])) / (size[0] * size[1])
     attending = map_bytes(pipeline, pictures, size, ATTENDING) + map_bytes(

@@ -18,8 +18,8 @@ from ..compat.device.facts import GIBIBYTE, DeviceFacts, facts_for, free_bytes
 from ..compat.device.probe_results import probe_results_of
 from ..compat.errors import CheckpointError, InputError
 from ..compat.memory.estimates import PartBytes
-from ..compat.memory.offloader import Terms, offloader_for
-from ..compat.memory.parts import Hosted, Parts, Reader, Silent
+from ..compat.memory.offloader import Offloader, OffloadOptions, offloader_for
+from ..compat.memory.parts import Hosted, Parts, Reader, Silent, StageText
 from ..compat.memory.statistics import amount
 from ..compat.precision import Precision, precision_for
 from ..compat.transforms.attention import Attention, attention_for, avoided_by
@@ -80,9 +80,12 @@ class PaintPipeline(Hosted):
     """A paint pipeline that is ready to run.
 
     Args:
-        family: ``paint``, ``paint_pbr`` or ``delight``. variant: ``v2-0``, ``turbo``, ``v2-1``.
+        family: ``paint``, ``paint_pbr`` or ``delight``.
+        variant: ``v2-0``, ``turbo``, ``v2-1``.
         parts: ``unet``, ``reference`` (not for delight), ``vae``; ``text_encoder`` or ``image_encoder`` where found.
-        shape: of the UNet. compiled: the blocks of each part that is compiled. decisions: those of loading.
+        shape: of the UNet.
+        compiled: the blocks of each part that is compiled.
+        decisions: those of loading.
         weights: bytes of each part on the device.
     """
 
@@ -91,7 +94,7 @@ class PaintPipeline(Hosted):
     parts: Parts
     facts: DeviceFacts
     precision: Precision
-    offloader: Any
+    offloader: Offloader
     shape: UNetShape
     configs: Mapping[str, Mapping[str, Any]]
     source: Path
@@ -112,26 +115,23 @@ def load_paint(
     request: PaintRequest,
     progress: Any = None,
     make_room: Callable[[int], None] | None = None,
-    hosted: Callable[[Any, torch.device], Any] | None = None,
+    hosted: Callable[..., Offloader] | None = None,
 ) -> PaintPipeline:
     """The pipeline of ``request.model``; only names and shapes are read now.
 
     Args:
-        make_room, hosted: of a host that manages memory itself, as :func:`offload.residency_for` takes them.
+        make_room: of a host that manages memory itself, as :func:`offloader_for` takes it.
+        hosted: that host's own offloader, as :func:`offloader_for` takes it.
 
     Raises:
-        CheckpointError: files are missing, damaged, or of another model. InputError, UnsupportedError: a choice that
-            this model or machine cannot do.
+        CheckpointError: files are missing, damaged, or of another model.
+        InputError, UnsupportedError: a choice that this model or machine cannot do.
     """
-    progress = progress or Silent()
-    place = _unet_place(request.model)
+    progress, place = progress or Silent(), _unet_place(request.model)
     stored = weights_in(place, "UNet", request.weights)
     kind = _kind(stored)
     config = _config(place)
-    shapes, dropped = networks.without_adapter(kind, stored.shapes)
-    with torch.device("meta"):
-        made = networks.networks_for(kind, config)
-    networks.require_fitting(kind, shapes, made, str(stored.path))
+    made, dropped = _checked_networks(kind, config, stored)
     progress.check()
     facts = facts_for(request.device)
     probes = None if request.state is None else probe_results_of(facts, request.state, request.quiet)
@@ -153,7 +153,7 @@ def load_paint(
     compiled = blocks_for(request.compiled, readers)
     parts = Parts(readers, Preparation((compile_step(compiled),) if compiled else ()))
     sizes = {part: size.total for part, size in weights.items()}
-    offloader, offload = _offloader(request, parts, facts, sizes, (make_room, hosted, Terms(state=request.state)))
+    offloader, offload = _offloader(request, parts, facts, sizes, make_room=make_room, hosted=hosted)
     return PaintPipeline(
         family=kind,
         variant=_variant(request, kind, stored),
@@ -175,25 +175,39 @@ def _offloader(
     parts: Parts,
     facts: DeviceFacts,
     sizes: Mapping[str, int],
-    host: tuple[Any, Any, Terms],
-) -> tuple[Any, Decision]:
+    make_room: Callable[[int], None] | None,
+    hosted: Callable[..., Offloader] | None,
+) -> tuple[Offloader, Decision]:
     """Compiled, ``auto`` keeps everything on the device; else every part leaves it after its stage.
 
     Each part runs once or twice in a painting, so that leaving costs a copy or two, and its room is the next one's.
     """
     free, on_host = free_bytes(facts.device), facts.device.type == HOST.type
+
+    def chosen(offload: str) -> tuple[Offloader, Decision]:
+        return offloader_for(
+            offload,
+            parts,
+            facts.device,
+            sizes,
+            free=free,
+            make_room=make_room,
+            hosted=hosted,
+            options=OffloadOptions(state=request.state),
+        )
+
     if request.compiled is not None:
         require_offload(request.offload)
     if request.offload == AUTO and request.compiled is not None:
-        offloader, decision = offloader_for("none", parts, facts.device, sizes, free, *host)
+        offloader, decision = chosen("none")
         total = sum(sizes.values())
         tight = free is not None and total > free
         more = f"; {total / GIBIBYTE:.1f} GB do not fit: choose offload model, or switch compile off" if tight else ""
         why = "compiled blocks stay where they were compiled" + more
         return offloader, replace(decision, why=why, source=AUTO)
-    offloader, decision = offloader_for(request.offload, parts, facts.device, sizes, free, *host)
+    offloader, decision = chosen(request.offload)
     if offloader.mode == "none" and request.offload == AUTO and not on_host:
-        offloader, decision = offloader_for("model", parts, facts.device, sizes, free, *host)
+        offloader, decision = chosen("model")
         why = "each part runs once or twice, so leaving after its stage costs a copy or two"
         decision = replace(decision, why=why, source=AUTO)
     return offloader, decision
@@ -241,6 +255,15 @@ def _variant(request: PaintRequest, kind: str, stored: Weights) -> str:
     return "turbo" if "turbo" in str(Path(*stored.path.parts[-3:])).lower() else "v2-0"
 
 
+def _checked_networks(kind: str, config: Mapping[str, Any], stored: Weights) -> tuple[dict[str, nn.Module], int]:
+    """The networks on the meta device, which the stored tensors fit, and how many of these are left out."""
+    shapes, dropped = networks.without_adapter(kind, stored.shapes)
+    with torch.device("meta"):
+        made = networks.networks_for(kind, config)
+    networks.require_fitting(kind, shapes, made, str(stored.path))
+    return made, dropped
+
+
 def _config(place: Path) -> Mapping[str, Any]:
     folder = place if place.is_dir() else place.parent
     if (folder / "config.json").is_file():
@@ -277,7 +300,9 @@ def _reader(part: str, total_bytes: int, build: Callable[[Callable[[int], None]]
             nonlocal done
             done += size
             read_bytes = min(done, total_bytes)
-            progress.step(read_bytes, total_bytes, f"reading {part} {amount(read_bytes, total_bytes)}")
+            progress.step(
+                read_bytes, total_bytes, StageText("reading", f"{part} {amount(read_bytes, total_bytes)}", True)
+            )
             progress.check()
 
         with torch.inference_mode(False), torch.no_grad():
@@ -312,7 +337,7 @@ def _unet_reader(
 def _beside(place: Path, name: str) -> Path | None:
     """The folder ``name`` of the checkpoint that a UNet belongs to."""
     folder = place if place.is_dir() else place.parent
-    return next((found for found in (folder.parent / name, folder / name) if found.is_dir()), None)
+    return next((candidate for candidate in (folder.parent / name, folder / name) if candidate.is_dir()), None)
 
 
 def _vae_reader(

@@ -33,8 +33,11 @@ class TextureSettings:
     """How the views become a texture.
 
     Args:
-        size: texels. view_size: pixels at which the mesh is rasterised. form: of :data:`bake.FORMS`. fill: of
-            :data:`fill.METHODS`. exact: the published arithmetic, faults included.
+        size: texels.
+        view_size: pixels at which the mesh is rasterised.
+        form: of :data:`bake.FORMS`.
+        fill: of :data:`fill.METHODS`.
+        exact: the published arithmetic, faults included.
     """
 
     size: int = 2048
@@ -49,8 +52,10 @@ class Texture:
     """A finished texture.
 
     Args:
-        colour: (T, T, 3) in 0..1, fp32, on the CPU. metallic, roughness: (T, T), or None where nothing painted them.
-        painted: (T, T) bool, texels that a view painted; the rest is filled. share: of the surface, 0..1.
+        colour: (T, T, 3) in 0..1, fp32, on the CPU.
+        metallic, roughness: (T, T), or None where nothing painted them.
+        painted: (T, T) bool, texels that a view painted; the rest is filled.
+        share: of the surface, 0..1.
         notes: lines for the user.
     """
 
@@ -67,8 +72,10 @@ class OneStep:
     """Settings of :func:`textured`.
 
     Args:
-        paint: of the views. texture: of the baking. max_views: 6..12, PBR only: the six fixed views and those that show
-            most of what is not seen. delight: of the picture.
+        paint: of the views.
+        texture: of the baking.
+        max_views: 6..12, PBR only: the six fixed views and those that show most of what is not seen.
+        delight: of the picture.
     """
 
     paint: PaintSettings = field(default_factory=PaintSettings)
@@ -94,8 +101,10 @@ def maps_of(
     """Maps of the mesh on the CPU, the cameras they are of, and the checked surface.
 
     Args:
-        cameras: None for the six fixed views. family: of the pipeline that will paint; ``auto`` normals are flat for
-            ``paint_pbr``, which was taught so, and smooth for others. device: where it is computed.
+        cameras: None for the six fixed views.
+        family: of the pipeline that will paint; ``auto`` normals are flat for ``paint_pbr``, which was taught so, and
+            smooth for others.
+        device: where it is computed.
 
     Raises:
         InputError: an unusable mesh, an unknown choice, or a size out of range.
@@ -121,7 +130,9 @@ def texture_of(
     """The texture that ``pictures`` of ``cameras`` make on ``mesh``, every texel coloured.
 
     Args:
-        mesh: with UVs. pictures, metallic_roughness: (V, S, S, 3), of any size S. device: where it is computed.
+        mesh: with UVs.
+        pictures, metallic_roughness: (V, S, S, 3), of any size S.
+        device: where it is computed.
 
     Raises:
         InputError: what :func:`bake.bake` and :func:`fill.filled` refuse.
@@ -213,12 +224,14 @@ def textured(
     """A mesh and a picture become a texture: views rendered, painted, baked, filled.
 
     Args:
-        mesh: with UVs. pictures: of the object, each (H, W, 3 or 4), the front first. delight: evens their light out.
-        dino: as :class:`sampling.PaintInputs` has it. keep: puts the painted views somewhere
-            before they are baked; they stay there if that fails.
+        mesh: with UVs.
+        pictures: of the object, each (H, W, 3 or 4), the front first.
+        delight: evens their light out.
+        dino: as :class:`sampling.PaintInputs` has it.
+        keep: puts the painted views somewhere before they are baked; they stay there if that fails.
 
     Raises:
-        InputError: what any of the stages refuses; an unusable mesh is found before anything is painted.
+        InputError: what any of the stages refuses; an unusable mesh is texture before anything is painted.
     """
     progress = progress or Silent()
     device = execution_device(pipeline.offloader)
@@ -238,9 +251,9 @@ def textured(
         place, forget = keep(painted) if keep is not None else ("", lambda: None)
         given = (mesh, cameras, painted.views, painted.metallic_roughness)
         try:
-            found = texture_of(*given, settings.texture, progress, device)
+            texture = texture_of(*given, settings.texture, progress, device)
         except PackError as error:
             kept = f" The painted views are kept in {place}." if place else ""
             raise type(error)(error.found, expected=error.expected, fix=error.fix + kept) from error
     forget()
-    return found, painted, cameras
+    return texture, painted, cameras

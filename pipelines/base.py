@@ -7,19 +7,20 @@ N tokens, D features.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 from ..compat.decision import Decision
+from ..compat.memory.offloader import Offloader
 from ..compat.memory.parts import Hosted, Parts
 from ..compat.memory.parts import Silent as Silent
+from ..compat.memory.parts import StageText as StageText
 
 LATENT_VERSION = 1
+ENCODING = StageText("encoding", "prompt")
 
 
 class Progress(Protocol):
@@ -51,7 +52,7 @@ class Portion:
 
     def step(self, done: int, total: int, stage: str, preview: Callable[[], torch.Tensor] | None = None) -> None:
         """Report ``done`` of ``total`` in this part as a share of the whole."""
-        part = f"{stage} {self.name} {self.index + 1} of {self.count}" if self.count > 1 else stage
+        part = StageText(stage, f"{self.name} {self.index + 1} of {self.count}", True) if self.count > 1 else stage
         self.whole.step(self.index * total + done, self.count * total, part, preview)
 
     def check(self) -> None:
@@ -61,22 +62,6 @@ class Portion:
     def notify(self, text: str) -> None:
         """One line that the user should read."""
         self.whole.notify(text)
-
-
-class Offloader(Protocol):
-    """Who decides where the parts of one pipeline are, and moves them."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where the parts execute."""
-
-    def hold(
-        self, part: str, activation_bytes: int = 0, progress: Progress | None = None
-    ) -> AbstractContextManager[nn.Module]:
-        """The part, able to run on ``device`` inside the ``with`` block."""
-
-    def release(self, part: str) -> None:
-        """Take the part off ``device``; where that is the host, free its memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +98,7 @@ class Pipeline(Hosted):
     @property
     def patcher(self) -> Any:
         """The host's own handle of the transformer, where it manages the memory; else None."""
-        return getattr(self.offloader, "patcher", None)
+        return self.offloader.patcher
 
 
 class Tools(dict[str, Any]):

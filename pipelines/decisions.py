@@ -47,7 +47,7 @@ def in_short(pipeline: Any, part: str = "transformer") -> str:
     """The dtype of a part and the offload mode, such as ``bf16, offload group``, for a status line."""
     dtype = getattr(pipeline.precision, part)
     safe = part == "transformer" and pipeline.precision.safe
-    return f"{SAFE if safe else NAMES.get(dtype, str(dtype))}, offload {getattr(pipeline.offloader, 'mode', '')}"
+    return f"{SAFE if safe else NAMES.get(dtype, str(dtype))}, offload {pipeline.offloader.mode}"
 
 
 def limits(facts: DeviceFacts) -> dict[str, dict[str, str]]:

@@ -16,7 +16,7 @@ from ..compat.failures import MEMORY, kind_of
 from ..compat.memory.statistics import stage_cost
 from ..compat.transforms.order import Order, Step
 from .base import Latents, Pipeline, Progress, SampleSettings
-from .memory.shortage import BEGINNING, explain_shortage
+from .memory.shortage import EXPLAINED, explain_shortage
 from .registry import family_named
 
 RANGE = "anygpu"  # begins the name of every range of ours
@@ -112,7 +112,7 @@ def running(
         try:
             yield
         except Exception as error:
-            if kind_of(error) != MEMORY or str(error).startswith(BEGINNING):
+            if kind_of(error) != MEMORY or hasattr(error, EXPLAINED):
                 raise
             raise explain_shortage(error, pipeline, family, stage.title, size, hint) from error
 

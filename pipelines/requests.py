@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..compat.memory.planned import places
+from ..compat.memory.offloader import part_devices
 from ..compat.transforms.compile import CACHE_SIZE, CompileSettings
 from .loading.folder import AUTO, LoadRequest
 from .profiling import Profile
@@ -39,9 +39,9 @@ LOAD_INPUTS: dict[str, LoadInput] = {
     "weights": LoadInput(AUTO),
     "text_weights": LoadInput(AUTO),
     "keep_free_gb": LoadInput(0.0),
-    "transformer_device": LoadInput(AUTO, places, "transformer"),
-    "text_device": LoadInput(AUTO, places, "text"),
-    "vae_device": LoadInput(AUTO, places, "vae"),
+    "transformer_device": LoadInput(AUTO, part_devices, "transformer"),
+    "text_device": LoadInput(AUTO, part_devices, "text"),
+    "vae_device": LoadInput(AUTO, part_devices, "vae"),
     "kernels": LoadInput(AUTO, SpeedRequest),
     "fp16_accumulation": LoadInput(False, SpeedRequest, "fp16_sums"),
     "compile": LoadInput(False, None),
@@ -72,4 +72,4 @@ def load_request(values: Mapping[str, Any], trace: Path | None = None, **folders
     compiling = CompileSettings(**chosen(CompileSettings)) if values.get("compile") else None
     profile = None if trace is None else Profile(trace)
     speed = SpeedRequest(compile=compiling, profile=profile, **chosen(SpeedRequest))
-    return LoadRequest(**folders, speed=speed, devices=places(**chosen(places)), **chosen(LoadRequest))
+    return LoadRequest(**folders, speed=speed, devices=part_devices(**chosen(part_devices)), **chosen(LoadRequest))

@@ -89,6 +89,7 @@ SAMPLES: dict[str, tuple[str, ...]] = {
     "test_vae_care.py::test_out_of_memory_goes_to_tiles_and_then_to_the_cpu": (),
     "test_report.py::test_the_check_passes_on_every_machine_since_auto_avoids_what_fails": ("turing", "mps-like"),
     "test_profiles.py::test_gfx1151_gives_zeros_on_the_device_only": ("float",),
+    "test_device.py::test_flags_survive_the_new_switches_of_torch": ("cuda.matmul.fp32_precision",),
     "test_conv3d.py::test_vae_without_conv3d": ("hunyuan_vae", "mochi_vae"),
     "test_conv3d.py::test_no_conv3d_compiled": ("layer",),
     "test_conv3d.py::test_no_conv3d_for_the_mochi_decoder": ("group",),

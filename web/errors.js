@@ -11,7 +11,7 @@ app.registerExtension({
     api.addEventListener("execution_error", async ({ detail }) => {
       if (!detail || !ours(detail)) return;
       const { show } = await import("./errors.mjs");
-      show(detail);
+      await show(detail);
     });
     api.addEventListener("execution_start", async () => {
       if (document.querySelector(".anygpu-toast")) (await import("./errors.mjs")).dismiss();

@@ -1,13 +1,7 @@
 // The notice for one error.
+import { ask } from "./ask.mjs";
 import { copyButton, make, style } from "./elements.mjs";
 import { jumpTo, titleOf } from "./jump.mjs";
-
-/** The parts of "found; expected this. Do that."; the whole text as `found` if it has another form. */
-export function parts(message) {
-  const text = message.trim();
-  const match = /^(.*?); expected (.*?)\. (.+)$/s.exec(text);
-  return match ? { found: match[1], expected: match[2], fix: match[3].split("\n")[0] } : { found: text };
-}
 
 const HELP = "https://github.com/anygpu/anygpu/blob/main/docs/troubleshooting.md";
 const MEMORY = /OutOfMemoryError$/;
@@ -18,10 +12,10 @@ export function dismiss() {
 }
 
 /** Show the error of a run. Only the newest notice is shown. */
-export function show({ exception_message: message, exception_type: type, node_id: node, node_type: kind }) {
+export async function show({ exception_message: message = "", exception_type: type, node_id: node, node_type: kind }) {
   style();
+  const { found, expected, fix } = await ask("/error", { message }).catch(() => ({ found: message.trim() }));
   dismiss();
-  const { found, expected, fix } = parts(message ?? "");
   const title = titleOf(node, kind);
   const row = (name, text) => text && [make("dt", {}, name), make("dd", {}, text)];
   const close = make("button", { type: "button", class: "anygpu-close", "aria-label": "Close", onclick: dismiss }, "×");

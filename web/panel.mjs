@@ -1,20 +1,11 @@
 // The content of the tab. It calls the pack's routes and listens to its events, and computes nothing itself.
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
+import { ask } from "./ask.mjs";
 import { bytes, copyButton, make, seconds, style } from "./elements.mjs";
 import { jumpTo, titleOf } from "./jump.mjs";
 
 const SETTLED = 700; // milliseconds without a change before the graph is sent again
-
-/** The JSON of a route. Throws the three parts of an error if the server refuses. */
-async function ask(path, body) {
-  const sent = body && { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) };
-  const answer = await api.fetchApi(`/anygpu${path}`, sent);
-  const found = await answer.json().catch(() => null);
-  if (answer.ok && found) return found;
-  const { found: what, expected, fix } = found?.error ?? { found: `the server answers ${answer.status}` };
-  throw new Error([what, expected && `expected ${expected}`, fix].filter(Boolean).join("; "));
-}
 
 /** A part of the tab with a heading; `fill` replaces its content. */
 function part(title, open = true) {

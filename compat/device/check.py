@@ -67,17 +67,17 @@ def check(facts: DeviceFacts, store: ProbeStore, families: Mapping[str, str]) ->
         yield Check(f"known bug {row.name}", NEWS, f"not on this device and driver any more ({row.symptom})")
 
 
-def exit_code(found: list[Check]) -> int:
+def exit_code(checks: list[Check]) -> int:
     """0 when nothing that is used fails, else 1."""
-    return int(any(one.status == FAILED for one in found))
+    return int(any(one.status == FAILED for one in checks))
 
 
 def _conversions(store: ProbeStore, used: set[str]) -> Iterator[Check]:
     """Each cast, on the device and on the way to it and back, from one answer of a probe each."""
     for name in (name for name in store if name.partition(".")[0] in ("cast", "move", "copy", "bits")):
-        found, kinds = store[name], set(name.partition(".")[2].split("_to_"))
+        answer, kinds = store[name], set(name.partition(".")[2].split("_to_"))
         bad = FAILED if kinds <= used and not name.startswith("bits") else AVOIDED
-        yield Check(f"conversion {name}", PASSED if found.status == OK else bad, found.detail)
+        yield Check(f"conversion {name}", PASSED if answer.status == OK else bad, answer.detail)
 
 
 def _loader(facts: DeviceFacts, used: set[str]) -> Iterator[Check]:
@@ -126,8 +126,8 @@ def _attention(facts: DeviceFacts, store: ProbeStore, used: set[str]) -> Iterato
         }  # fmt: skip
         for label, run in ways.items():
             try:
-                found = home(run(q.to(facts.device), k.to(facts.device), v.to(facts.device)))
-                error = float((found - expected).abs().max())
+                result = home(run(q.to(facts.device), k.to(facts.device), v.to(facts.device)))
+                error = float((result - expected).abs().max())
                 right, detail = error <= ATTENTION_BOUND[name], f"off by {error:.2g}"
             except MISMATCH as failure:
                 right, detail = False, first_line(failure)

@@ -24,6 +24,8 @@ class HasDevice(Protocol):
     @property
     def device(self) -> torch.device: ...
 
+    def device_of(self, part: str) -> torch.device: ...
+
 
 def execution_device(
     offloader: HasDevice | None = None,
@@ -45,8 +47,7 @@ def execution_device(
     Source: diffusers ``DiffusionPipeline._execution_device``; accelerate ``AlignDevicesHook``.
     """
     if offloader is not None:
-        placed_by = getattr(offloader, "device_of", None) if part else None
-        return torch.device(offloader.device if placed_by is None else placed_by(part))
+        return offloader.device_of(part) if part else offloader.device
     for module in modules:
         device = _hooked_device(module)
         if device is not None:
@@ -137,8 +138,8 @@ def _leaves(module: nn.Module) -> Iterator[nn.Module]:
 
 def _hooked_device(module: nn.Module) -> torch.device | None:
     hook = getattr(module, "_hf_hook", None)
-    unit = module.__dict__.get("_anygpu_unit")  # of compat.units
-    for candidate in (unit, hook, *getattr(hook, "hooks", ())):
+    group = module.__dict__.get("_anygpu_group")  # of compat.memory.hooks
+    for candidate in (group, hook, *getattr(hook, "hooks", ())):
         device = getattr(candidate, "execution_device", None)
         if device is not None:
             return torch.device(device)

@@ -40,7 +40,8 @@ class DeviceFacts:
             ``xla`` or ``other``.
         unified: whether host and device share one memory.
         driver: the driver's version; empty where nobody tells.
-        torch_build: torch's commit. compiled: the architectures it holds kernels for; empty where it does not tell.
+        torch_build: torch's commit.
+        compiled: the architectures it holds kernels for; empty where it does not tell.
         emulated: dtypes that the device computes with, slowly, without having units for them.
         versions: what a dated quirk may ask for: ``torch``, ``cuda``, ``rocm``, ``cudnn``, ``triton``, ``system`` (such
             as ``Linux``), ``kernel`` (the operating system's version) and ``driver``.

@@ -16,7 +16,8 @@ def probe_results_of(facts: DeviceFacts, folder: Path | None = None, quiet: bool
     """What the device of ``facts`` answers, Triton's probe included; each is asked when it is read.
 
     Args:
-        folder: where answers are kept; None keeps them in memory only. quiet: gives only what is kept.
+        folder: where answers are kept; None keeps them in memory only.
+        quiet: gives only what is kept.
     """
     return ProbeStore(facts, folder, more={TRITON: _triton}, quiet=quiet)
 

@@ -175,7 +175,7 @@ class ProbeStore(Mapping[str, ProbeResult]):
         if self.path is None or self.folder is None or self.note:
             return
         self._read()
-        kept = {name: asdict(found) for name, found in self._answers.items() if found.status != UNKNOWN}
+        kept = {name: asdict(result) for name, result in self._answers.items() if result.status != UNKNOWN}
         content: dict[str, Any] = {
             "device": str(self.facts),
             "versions": dict(self.facts.versions),
@@ -207,7 +207,7 @@ def answer(probe: suite.Probe, facts: DeviceFacts) -> ProbeResult:
     started = time.perf_counter()
     try:
         with torch.inference_mode(False), torch.no_grad():
-            found = probe(facts.device)
+            fault = probe(facts.device)
     except torch.OutOfMemoryError as error:
         return ProbeResult(UNKNOWN, f"out of memory while it was asked ({first_line(error)})", _since(started))
     except Exception as error:  # Triton's errors, for one, have no base class but this
@@ -219,8 +219,8 @@ def answer(probe: suite.Probe, facts: DeviceFacts) -> ProbeResult:
                 fix="Restart ComfyUI; if it comes back, update the driver or choose another device.",
             ) from error
         return ProbeResult(UNUSABLE, first_line(error), _since(started))
-    right = not found or isinstance(found, suite.Loose)
-    return ProbeResult(OK if right else WRONG, str(found), _since(started))
+    right = not fault or isinstance(fault, suite.Loose)
+    return ProbeResult(OK if right else WRONG, str(fault), _since(started))
 
 
 def key_of(facts: DeviceFacts, asked: Mapping[str, bool]) -> str:

@@ -105,10 +105,10 @@ def verdicts(
     """The first operation that fails, else the first that is costly, else a right one."""
     costly = None
     for operation in operations:
-        found = verdict(operation, policy, probes)
-        if not found.usable:
-            return found
-        costly = costly or (found if found.costly else None)
+        one = verdict(operation, policy, probes)
+        if not one.usable:
+            return one
+        costly = costly or (one if one.costly else None)
     return costly or Verdict(True)
 
 
@@ -124,7 +124,7 @@ def abilities(
         :class:`DevicePolicy`.
     """
     policy = policy or policy_for(facts)
-    found: dict[str, Any] = {
+    able: dict[str, Any] = {
         "backend": facts.backend,
         "arch": facts.arch,
         "conv_bytes": policy.conv_bytes,
@@ -135,8 +135,8 @@ def abilities(
     }
     for name in ("conv3d", "conv3d_channels_last", "conv2d", "pad3d", "matmul", "attention", "groupnorm"):
         each = {dtype: verdict(f"{name}.{dtype}", policy, probes) for dtype in DTYPE_NAMES}
-        found[name] = {dtype: answer.usable and not answer.costly for dtype, answer in each.items()}
-    return found
+        able[name] = {dtype: answer.usable and not answer.costly for dtype, answer in each.items()}
+    return able
 
 
 def fixed(policy: DevicePolicy, probes: Mapping[str, ProbeResult]) -> tuple[Quirk, ...]:

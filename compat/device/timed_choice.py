@@ -73,7 +73,7 @@ def fastest(times: Mapping[str, float], default: str, worth: float) -> str:
 def maps_files(facts: DeviceFacts, store: ProbeStore | None) -> bool:
     """Whether large tensors that need no cast are left in their file as views, for the device of ``facts``.
 
-    By the clock where the device has one and an answer can be kept, else by :data:`MAPPED` and the known bugs.
+    By the clock where the device has one and an answer can be kept, else by :data:`MAPPED`.
     """
     if store is not None and store.folder is not None:
         folder, key = store.folder, f"{COPIES}, system {facts.versions.get('kernel', '')}"  # part of these drivers

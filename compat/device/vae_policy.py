@@ -37,8 +37,10 @@ class Form:
     """What the user asks of a decode.
 
     Args:
-        method: one of :data:`METHODS`. tile: pixels of a tile, 0 for the method's own. overlap: pixels of it that
-            blend into the next, -1 for a quarter. frames: latent frames per chunk, 0 for the method's own.
+        method: one of :data:`METHODS`.
+        tile: pixels of a tile, 0 for the method's own.
+        overlap: pixels of it that blend into the next, -1 for a quarter.
+        frames: latent frames per chunk, 0 for the method's own.
     """
 
     method: str = "auto"
@@ -131,7 +133,8 @@ def largest_buffer_bytes(config: Mapping[str, Any], frames: int, height: int, wi
     Twice, because the last upsampling comes before the channels are halved.
 
     Args:
-        config: of the VAE. frames, height, width: of what goes through in one piece, in pixels.
+        config: of the VAE.
+        frames, height, width: of what goes through in one piece, in pixels.
     """
     widths = config.get("decoder_block_out_channels") or config.get("block_out_channels") or (128,)
     pixels = (frames + 2) * (height + 2) * (width + 2)

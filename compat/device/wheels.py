@@ -74,11 +74,11 @@ def require_kernels(facts: DeviceFacts) -> None:
 
 def _runs_on(name: str, arch: str) -> bool:
     """Whether a CUDA build entry covers ``arch``: same major and no newer minor, or PTX that is no newer."""
-    found = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name)
+    build = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name)
     here = re.fullmatch(r"sm(\d+)(\d)", arch)
-    if found is None or here is None:
+    if build is None or here is None:
         return False
-    kind, major, minor, suffix = found[1], int(found[2]), int(found[3]), found[4]
+    kind, major, minor, suffix = build[1], int(build[2]), int(build[3]), build[4]
     own = int(here[1]), int(here[2])
     if suffix == "a":
         return (major, minor) == own

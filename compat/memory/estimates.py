@@ -9,7 +9,7 @@ from dataclasses import dataclass
 BLOCK = re.compile(r"^(.*?(?:blocks|layers|layer|block)\.\d+)\.")
 DOUBLE_SPARES = 0.35  # of a single block's activations, which a double block does not have
 BY_BLOCK = ("transformer", "unet", "text_encoder")  # under offload group; other parts come layer by layer
-WHOLE = "image_encoder"  # in every mode
+WHOLE = "image_encoder"  # in every mode: its attention pooling reads weights that hooks on its layers do not see
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,24 @@ Reader = Callable[[Any], nn.Module]
 Prepare = Callable[[str, nn.Module], Callable[[], Any]]
 
 
+class StageText(str):
+    """A stage in words, such as ``moving vae 0.1 of 0.3 GB``, which knows its name and whether it tells its own count.
+
+    Args:
+        name: what times are kept by, such as ``moving``.
+        detail: what is said behind it.
+        counted: whether the detail tells how far it is.
+    """
+
+    name: str
+    counted: bool
+
+    def __new__(cls, name: str, detail: str = "", counted: bool = False) -> StageText:
+        made = super().__new__(cls, f"{name} {detail}" if detail else name)
+        made.name, made.counted = str(getattr(name, "name", name)), counted or getattr(name, "counted", False)
+        return made
+
+
 class Silent:
     """A progress that nobody watches and nobody cancels."""
 
@@ -25,20 +43,18 @@ class Silent:
 
 
 class Hosted:
-    """What a host's caches recognise a pipeline by that holds models; an offloader that the host handed in answers."""
+    """What a host's caches recognise a pipeline by; its offloader knows the host's models."""
 
     __slots__ = ()
     offloader: Any
 
     def get_models(self) -> list[Any]:
         """The host's own handles of all parts that were used."""
-        listed: Any = getattr(self.offloader, "get_models", None)
-        return [] if listed is None else list(listed())
+        return list(self.offloader.get_models())
 
     def is_dynamic(self) -> bool:
-        """Whether the host pages the weights by itself."""
-        asked: Any = getattr(self.offloader, "is_dynamic", None)
-        return bool(asked is not None and asked())
+        """Whether the host pages the weights by itself: never."""
+        return False
 
 
 class Parts(dict[str, nn.Module]):
@@ -48,11 +64,13 @@ class Parts(dict[str, nn.Module]):
     twice, and the peak is the largest part, not the sum.
 
     Args:
-        readers: part name to what reads it. prepare: rewrites a part that was just read, on the CPU and before any
-            offloader hooks it, and returns what takes that back: ``pipelines.rewriting.Preparation``.
+        readers: part name to what reads it.
+        prepare: rewrites a part that was just read, on the CPU and before any offloader hooks it, and returns what
+            takes that back: ``transforms.order.Preparation``.
 
     ``fallbacks`` holds, by part name, what makes the next reading a safer one; only for parts whose precision was
-    decided and not chosen. ``active_adapters`` holds, by part name, the adapters that are on it: ``adapters.Worn``.
+    decided and not chosen. ``active_adapters`` holds, by part name, the adapters that are on it:
+    ``adapters.ActiveAdapters``.
     """
 
     def __init__(

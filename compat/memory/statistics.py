@@ -161,11 +161,8 @@ def stage_cost(pipeline: Any, name: str, progress: Any) -> Iterator[None]:
         progress: told the line where it has ``cost`` and the stage ran on a device of its own; may be None.
     """
     offloader = pipeline.offloader
-    memory_stats = getattr(offloader, "memory_stats", None)
-    if memory_stats is None:
-        yield
-        return
-    with memory_stats.stage(name, f"{pipeline.family} {pipeline.variant}", offloader.mode, offloader.device) as cost:
+    title = f"{pipeline.family} {pipeline.variant}"
+    with offloader.memory_stats.stage(name, title, offloader.mode, offloader.device) as cost:
         yield
         cost.mode = offloader.mode
     tell = getattr(progress, "cost", None)  # of those who show it: a node's text, the terminal

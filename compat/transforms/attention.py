@@ -190,7 +190,7 @@ def by_time(
     (huggingface/transformers#48163). No list of cards stays right, so the device is asked, at the transformer's head
     width. A CPU has one kernel: nothing is timed there.
     """
-    if attention.choice != "auto" or (dtype, head_width) not in attention.fused or facts.backend == "cpu":
+    if attention.choice != AUTO or (dtype, head_width) not in attention.fused or facts.backend == "cpu":
         return attention
     name = f"attention {str(dtype).removeprefix('torch.')} heads of {head_width}"
     times = kept_times(name, lambda: kernel_times(facts, dtype, head_width), facts, store)

@@ -19,7 +19,7 @@ from torch.nn import functional
 from ...kernels.norm import normalized
 from ...kernels.residual import gated_residual, residual_norm
 from ...kernels.terms import LAYER, NO_GATE, RMS, Gate, Modulation, Norm
-from ..memory.offloader import weights_on
+from ..memory.hooks import weights_on
 
 OPS = "_anygpu_ops"  # on a rewritten block: its BlockOps
 

@@ -11,7 +11,7 @@ from einops import rearrange, reduce
 from torch import Tensor, nn
 
 from ..device.execution import HOST, execution_device
-from ..memory.offloader import misplaced, weights_on
+from ..memory.hooks import misplaced, weights_on
 from .conv3d_choice import Choice
 from .conv3d_forms import Form, Geometry, convolved, padded
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..memory.offloader import weights_on
+from ..memory.hooks import weights_on
 
 HALF, FULL = torch.float16, torch.float32
 LIMIT = 2.0**15  # half of what fp16 can hold: room for the rounding of operands and products

@@ -14,7 +14,7 @@ from torch.nn import functional
 from ...kernels.activation import swiglu
 from ...kernels.rope import qk_norm_rope
 from ...kernels.terms import Pair, Tables
-from ..memory.offloader import weights_on
+from ..memory.hooks import weights_on
 from .attention_processors import Attend, Cross, Joint, Padding, across
 from .blocks import norm_of
 

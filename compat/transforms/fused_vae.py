@@ -16,18 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...kernels.group_norm import (
+from ...kernels.group_norm import group_norm_silu_pad, rms_silu_pad
+from ...kernels.library import AUTO
+from ...kernels.terms import (
     CHANNELS_LAST,
     CONTIGUOUS,
     FRAMES_FIRST,
+    NO_MODULATION,
     NO_PAD,
+    RMS,
+    GroupNorm,
+    Modulation,
+    Norm,
     Pad,
-    group_norm_silu_pad,
-    rms_silu_pad,
 )
-from ...kernels.library import AUTO
-from ...kernels.terms import NO_MODULATION, RMS, GroupNorm, Modulation, Norm
-from ..memory.offloader import own_tensors, weights_on
+from ..memory.hooks import own_tensors, weights_on
 from .attention_processors import full_name
 from .blocks import norm_of
 from .conv3d_forms import Form

@@ -9,7 +9,8 @@ from ...compat.device.facts import free_bytes
 from ...compat.device.probe_results import probe_results_of
 from ...compat.device.probe_store import UNKNOWN
 from ...compat.errors import PackError
-from ...compat.memory.planned import PLACES
+from ...compat.memory.offloader import DEVICE_CHOICES, HOSTED
+from ...compat.memory.statistics import StageNeed
 from ...paint.estimates import paint_needs
 from ...paint.loading import PaintPipeline, PaintRequest, load_paint
 from ...pipelines.base import Pipeline
@@ -24,7 +25,7 @@ from .panel import facts, said
 
 MOST_PIPELINES, MOST_STEPS = 8, 32
 LARGEST = 1e9  # of a number that a widget holds
-CHOICES = {"task": TASKS, **dict.fromkeys(("transformer_device", "text_device", "vae_device"), PLACES)}
+CHOICES = {"task": TASKS, **dict.fromkeys(("transformer_device", "text_device", "vae_device"), DEVICE_CHOICES)}
 FITS, STREAMS, PARTS, TOO_MUCH = "fits", "streams", "in parts", "too much"
 MEANING = {  # how a stage fits -> what that means for the run
     STREAMS: "streams: weights without room stay in host memory and are copied at each use: the same video, later.",
@@ -32,6 +33,7 @@ MEANING = {  # how a stage fits -> what that means for the run
     TOO_MUCH: "too much: this will run out of memory.",
 }
 Inputs = Mapping[str, Any]
+StagesIn = Callable[[str], Sequence[StageNeed]]  # in an offload mode
 
 
 def graph(prompt: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,12 +46,12 @@ def graph(prompt: Mapping[str, Any]) -> dict[str, Any]:
     for node in _of(prompt, LOADERS):
         card, pipelines[node] = _card(node, prompt[node])
         cards.append(card)
-    told = []
+    forecasts = []
     for node in _of(prompt, RUNS):
         pipeline, paints = pipelines.get(_loader_of(prompt, node)), RUNS[prompt[node]["class_type"]] is _painted
         if pipeline is not None and isinstance(pipeline, PaintPipeline) == paints:
-            told.append({"node": node, **_outlook(prompt[node], pipeline)})
-    return {"pipelines": cards, "forecasts": told}
+            forecasts.append({"node": node, **_forecast(prompt[node], pipeline)})
+    return {"pipelines": cards, "forecasts": forecasts}
 
 
 def _of(prompt: Mapping[str, Any], kinds: Iterable[str]) -> list[str]:
@@ -84,7 +86,7 @@ def _card(node: str, entry: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
         state = folders.state_folder() if asked else None
         request = request_for(_widgets(entry["inputs"], defaults), device=facts(), state=state, quiet=True)
         read = load_paint if isinstance(request, PaintRequest) else load
-        pipeline = read(request, hosted=memory_manager.managed)
+        pipeline = read(request, hosted=memory_manager.offloader_on)
         return {"node": node, **card_of(pipeline, known), "by_tables": not asked}, pipeline
     except PackError as error:
         named = entry["inputs"].get("model", entry["inputs"].get("transformer", ""))
@@ -102,7 +104,7 @@ def _widget(value: Any, name: str, default: Any) -> Any:
     return value if type(value) is type(default) and value in CHOICES.get(name, (value,)) else default
 
 
-def _outlook(entry: Mapping[str, Any], pipeline: Any) -> dict[str, Any]:
+def _forecast(entry: Mapping[str, Any], pipeline: Any) -> dict[str, Any]:
     """What each stage will need beside what is free, for the size on a node; linked values count as unset."""
     plain = {
         name: value
@@ -110,16 +112,17 @@ def _outlook(entry: Mapping[str, Any], pipeline: Any) -> dict[str, Any]:
         if isinstance(value, (int, float)) and 0 < value < LARGEST
     }
     try:
-        found, needs = RUNS[entry["class_type"]](plain, pipeline)
+        run, stages_in = RUNS[entry["class_type"]](plain, pipeline)
     except PackError as error:
         return {"error": said(error)}
-    mode = str(getattr(pipeline.offloader, "mode", ""))
-    room = _room()
-    parts = not isinstance(pipeline, PaintPipeline)
-    stages = [_stage(*pair, room, parts) for pair in zip(*needs(mode), strict=True)]
+    mode = pipeline.offloader.mode
+    least = stages_in(mode)
+    most = stages_in("none") if mode == HOSTED else least  # ComfyUI's manager keeps all that fits
+    room, parts = _room(), not isinstance(pipeline, PaintPipeline)
+    stages = [_stage(*pair, room, parts) for pair in zip(most, least, strict=True)]
     ways = dict.fromkeys(stage["fits"] for stage in stages)
     verdict = "\n".join(MEANING[way] for way in ways if way in MEANING)
-    return {"found": f"{found}, offload {mode}", "stages": stages, "verdict": verdict}
+    return {"found": f"{run}, offload {mode}", "stages": stages, "verdict": verdict}
 
 
 def _room() -> int | None:
@@ -143,15 +146,7 @@ def _stage(most: Any, least: Any, room: int | None, parts: bool = True) -> dict[
     return {"stage": most.name, "peak": peak, "least": least.total, "free": room, "fits": fits}
 
 
-Needs = Callable[[str], tuple[Sequence[Any], Sequence[Any]]]
-
-
-def _needs_by(stages: Callable[[str], Sequence[Any]]) -> Needs:
-    """Stages by mode: ComfyUI's manager keeps all that fits and can do with the least, other modes have one number."""
-    return lambda mode: (stages("none"), stages(mode)) if mode == memory_manager.MODE else (stages(mode), stages(mode))
-
-
-def _sampled(plain: Mapping[str, float], pipeline: Pipeline) -> tuple[str, Needs]:
+def _sampled(plain: Mapping[str, float], pipeline: Pipeline) -> tuple[str, StagesIn]:
     family = of_checkpoint(pipeline)
     frames = int(plain.get("frames", 0))
     if "clip_seconds" in plain:
@@ -159,18 +154,16 @@ def _sampled(plain: Mapping[str, float], pipeline: Pipeline) -> tuple[str, Needs
     size = snap(family, int(plain.get("width", 0)), int(plain.get("height", 0)), frames)
     guided = plain.get("cfg", family.defaults.cfg) > 1.0
     asked = Size(size.width, size.height, size.frames, guided, int(plain.get("window", 9)))
-    found = f"{size.width}x{size.height}, {size.frames} frames"
-    return found, _needs_by(lambda mode: forecast(pipeline, asked, mode).stages)
+    run = f"{size.width}x{size.height}, {size.frames} frames"
+    return run, lambda mode: forecast(pipeline, asked, mode).stages
 
 
-def _painted(plain: Mapping[str, float], pipeline: Any) -> tuple[str, Needs]:
+def _painted(plain: Mapping[str, float], pipeline: PaintPipeline) -> tuple[str, StagesIn]:
     scale = plain.get("guidance", plain.get("image_guidance"))
     guided = None if scale is None else scale != 1.0
     size = int(plain.get("view_size", plain.get("size", 0)))
-    views = (
-        int(plain.get("max_views", 0)) if pipeline.family == "paint_pbr" else 0
-    )  # the others paint the six fixed ones
-    return "views", _needs_by(lambda mode: paint_needs(pipeline, size, views, guided, mode))
+    views = int(plain.get("max_views", 0)) if pipeline.family == "paint_pbr" else 0  # others paint the six fixed ones
+    return "views", lambda mode: paint_needs(pipeline, size, views, guided, mode)
 
 
 LOADERS: dict[str, tuple[Inputs, Callable[..., Any]]] = {  # inputs with their defaults, and what they ask of loading
@@ -178,7 +171,7 @@ LOADERS: dict[str, tuple[Inputs, Callable[..., Any]]] = {  # inputs with their d
     "AnyGPUComposePipeline": (FILE_INPUTS, files_request),
     "AnyGPULoadPaintPipeline": (PAINT_INPUTS, paint_request),
 }
-RUNS: dict[str, Callable[[Mapping[str, float], Any], tuple[str, Needs]]] = {
+RUNS: dict[str, Callable[[Mapping[str, float], Any], tuple[str, StagesIn]]] = {  # the size of a run, and its stages
     "AnyGPUSample": _sampled,
     "AnyGPUSampleFramePack": _sampled,
     "AnyGPUDelightImage": _painted,

@@ -1,4 +1,4 @@
-"""What the side bar shows of this machine and of the last run, as plain values; outlook.py tells of a graph."""
+"""What the side bar shows of this machine and of the last run, as plain values; forecast.py tells of a graph."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..group_norm import empty_padded
+from ..terms import empty_padded
 from .rounding import INTERPRETED, rounded, wide
 from .rows import warps_for
 

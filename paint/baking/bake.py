@@ -44,7 +44,9 @@ class BakeSettings:
     Args:
         texture_size: texels, 16..8192.
         view_size: pixels at which the maps were rendered; the pictures may have any size.
-        form: "gather" or "scatter". exact: the reference's arithmetic, faults included. caster: "torch" or "embree".
+        form: "gather" or "scatter".
+        exact: the reference's arithmetic, faults included.
+        caster: "torch" or "embree".
     """
 
     texture_size: int = 2048
@@ -69,8 +71,11 @@ class Baked:
     """A texture and what is known of it.
 
     Args:
-        texture: (T, T, 3) float32, 0 where not painted. weight: (T, T) float32. painted: (T, T) bool.
-        texels: the raster it was made on. notes: lines for the user.
+        texture: (T, T, 3) float32, 0 where not painted.
+        weight: (T, T) float32.
+        painted: (T, T) bool.
+        texels: the raster it was made on.
+        notes: lines for the user.
     """
 
     texture: Tensor
@@ -113,7 +118,8 @@ def bake(
     """The texture that ``pictures`` make on ``surface``, not filled yet.
 
     Args:
-        surface: with UVs. table: the camera of each picture.
+        surface: with UVs.
+        table: the camera of each picture.
         pictures: (V, H, W, 3) in 0..1, any device and square size.
         check: called between views; may raise to cancel.
 
@@ -210,9 +216,9 @@ class _Sight:
             column, row = (low[chosen] + offset).clamp(0, size - 1).unbind(1)
             same = self.view.ids[row, column] == face[chosen]
             close = (-screen[chosen, 2] - self.depth[row, column]).abs() < tolerance[chosen]
-            found = torch.where(same, cosine[chosen].abs(), torch.where(close, cosine[chosen], 0))
-            shows = found >= MIN_COSINE
-            seen[chosen[shows]] = found[shows]
+            facing = torch.where(same, cosine[chosen].abs(), torch.where(close, cosine[chosen], 0))
+            shows = facing >= MIN_COSINE
+            seen[chosen[shows]] = facing[shows]
             if (down, right) == (0, 0):
                 trust[chosen[shows & self.sure[row, column]]] = 1.0
             chosen = chosen[~shows & (cosine[chosen].abs() >= MIN_COSINE)]
@@ -230,9 +236,9 @@ def rim_cleaned(picture: Tensor, view: View) -> Tensor:
     for _ in range(2):
         # both averages divide by 9, so their quotient is the mean of the clean pixels round each pixel
         spread, weight = (F.avg_pool2d(values, 3, 1, 1) for values in (colours * clean, clean))
-        found = weight > 0.5 / 9
-        colours = torch.where((clean == 0) & found, spread / weight.clamp(min=0.5 / 9), colours)
-        clean = found.to(picture.dtype)
+        reached = weight > 0.5 / 9
+        colours = torch.where((clean == 0) & reached, spread / weight.clamp(min=0.5 / 9), colours)
+        clean = reached.to(picture.dtype)
     return colours[0].movedim(0, -1)
 
 
@@ -283,8 +289,8 @@ def scattered(
     # weighed by trust, a doubted pixel does not dilute the colour of a sure one beside it
     mean = sums[:, :4] / sums[:, 4:5].clamp(min=torch.finfo(sums.dtype).tiny)
     trusted_share = sums[:, 4] / sums[:, 5].clamp(min=torch.finfo(sums.dtype).tiny)
-    found = sums[:, 5] > 1e-6 if not exact else sums[:, 5] > 0
-    mean, level = torch.where(found[:, None], mean, 0), torch.where(trusted_share > 0.5, 1.0, DOUBTED)
+    hit_texels = sums[:, 5] > 1e-6 if not exact else sums[:, 5] > 0
+    mean, level = torch.where(hit_texels[:, None], mean, 0), torch.where(trusted_share > 0.5, 1.0, DOUBTED)
     shape = (texels.size, texels.size)
     return mean[:, :3].view(*shape, 3), mean[:, 3].view(shape), (torch.ones_like(level) if exact else level).view(shape)
 
@@ -378,15 +384,15 @@ def depth_steps(view: View) -> Tensor:
     depth, covered = view.image(view.depth), view.ids >= 0
     # a face at 75 degrees, the steepest that is baked, changes by this much from one pixel to the next
     limit = max(JUMP, 4 * view.ortho_scale / view.size)
-    found = torch.zeros_like(covered)
+    steps = torch.zeros_like(covered)
     for dim in (0, 1):
         count = depth.shape[dim] - 1
         first, second = depth.narrow(dim, 0, count), depth.narrow(dim, 1, count)
         both = covered.narrow(dim, 0, count) & covered.narrow(dim, 1, count)
         step = both & ((first - second).abs() > limit)
-        found.narrow(dim, 0, count).logical_or_(step)
-        found.narrow(dim, 1, count).logical_or_(step)
-    return found
+        steps.narrow(dim, 0, count).logical_or_(step)
+        steps.narrow(dim, 1, count).logical_or_(step)
+    return steps
 
 
 def _eight_bit_depth(view: View) -> Tensor:
@@ -420,9 +426,9 @@ def canny(image: Tensor, low: int = LOW, high: int = HIGH) -> Tensor:
     ridges = [(strength > shifted(-1, side)) & (strength > shifted(1, -side)) for side in (1, -1)]
     ridge = torch.where(falling, ridges[0], ridges[1])
     weak = (strength > low) & (level | upright | (slanted & ridge))
-    found = weak & (strength > high)
+    edges = weak & (strength > high)
     while True:  # strong edges pull in the weak ones that touch them
-        more = grown(found, 1) & weak
-        if torch.equal(more, found):
-            return found
-        found = more
+        more = grown(edges, 1) & weak
+        if torch.equal(more, edges):
+            return edges
+        edges = more

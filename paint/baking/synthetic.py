@@ -27,10 +27,14 @@ class Shown:
     """The demo's result.
 
     Args:
-        mesh: with UVs. texture: (T, T, 3), every texel coloured. ideal: (T, T, 3), 0 where nothing lies.
-        painted: share of the surface's texels that a view painted, 0..1. error: mean absolute error of all of them
-            after filling; worst: its 99.9th percentile.
-        frames, right: (F, H, W, 3), turntables of it and of the right colours. picture_error: their mean difference.
+        mesh: with UVs.
+        texture: (T, T, 3), every texel coloured.
+        ideal: (T, T, 3), 0 where nothing lies.
+        painted: share of the surface's texels that a view painted, 0..1.
+        error: mean absolute error of all of them after filling.
+        worst: its 99.9th percentile.
+        frames, right: (F, H, W, 3), turntables of it and of the right colours.
+        picture_error: their mean difference.
     """
 
     mesh: Mesh
@@ -112,8 +116,11 @@ def demonstration(
     """A torus painted from six synthetic pictures, baked, filled, compared with the right texture, and turned.
 
     Args:
-        texture_size: texels. picture_size: pixels of the pictures; view_size: at which the mesh is rasterised for them.
-        frames, frame_size: of the turntable. check: called between the stages; may raise to cancel.
+        texture_size: texels.
+        picture_size: pixels of the pictures.
+        view_size: at which the mesh is rasterised for them.
+        frames, frame_size: of the turntable.
+        check: called between the stages; may raise to cancel.
     """
     mesh = torus()
     surface = Surface.of(mesh)

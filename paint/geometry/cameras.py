@@ -84,8 +84,10 @@ def camera_table(
     """The cameras that three lists describe, checked.
 
     Args:
-        azimuths: degrees, any; elevations: degrees, -90..90; weights: 0..1000, not all 0. Each a list or its text,
-            such as "0, 90, 180". Lists of one value count for every view.
+        azimuths: degrees, any.
+        elevations: degrees, -90..90.
+        weights: 0..1000, not all 0. Each a list or its text, such as "0, 90, 180". Lists of one value count for every
+            view.
         ortho_scale: width of the picture in units of the frame, 0.1..10; the mesh is up to 1.15 wide.
 
     Raises:

@@ -19,7 +19,8 @@ class CleanSettings:
 
     Args:
         floaters: pieces with less than this share of all faces, 0..1; 0 keeps all. The largest piece always stays.
-        degenerate: faces without area, and faces that are there twice. broken: faces with a NaN or infinite corner.
+        degenerate: faces without area, and faces that are there twice.
+        broken: faces with a NaN or infinite corner.
     """
 
     floaters: float = FLOATERS

@@ -33,7 +33,8 @@ class Mesh:
     """A triangle mesh.
 
     Args:
-        vertices: (N, 3) floating, any unit, glTF axes. faces: (M, 3) integer, counter-clockwise from outside.
+        vertices: (N, 3) floating, any unit, glTF axes.
+        faces: (M, 3) integer, counter-clockwise from outside.
         uvs: (N, 2) floating or None; see the module.
     """
 
@@ -47,10 +48,12 @@ class Surface:
     """A checked mesh in the frame of the views.
 
     Args:
-        vertices: (N, 3) float32, box centre at 0, farthest vertex at 0.575. faces: (M, 3) int64, none without area.
+        vertices: (N, 3) float32, box centre at 0, farthest vertex at 0.575.
+        faces: (M, 3) int64, none without area.
         uvs: (N, 2) float32 in 0..1, or None.
         vertex_normals: (N, 3), unit, the unweighted mean of the faces round a vertex; 0 where there are none.
-        face_normals: (M, 3), unit. centre, scale: frame = (vertex - centre) * scale, float64 on the CPU.
+        face_normals: (M, 3), unit.
+        centre, scale: frame = (vertex - centre) * scale, float64 on the CPU.
         notes: lines for the user.
     """
 
@@ -128,9 +131,9 @@ class Surface:
 
 def named_by(faces: Tensor, count: int) -> Tensor:
     """(N,) bool: which of ``count`` vertices a face of ``faces`` (M, 3) names."""
-    found = torch.zeros(count, dtype=torch.bool, device=faces.device)
-    found[faces.reshape(-1)] = True
-    return found
+    named = torch.zeros(count, dtype=torch.bool, device=faces.device)
+    named[faces.reshape(-1)] = True
+    return named
 
 
 def uv_areas(uvs: Tensor, faces: Tensor) -> Tensor:
@@ -275,7 +278,8 @@ def write_glb(path: Path, mesh: Mesh, texture: Tensor, metallic_roughness: Tenso
     """A GLB with the texture at ``path``, which is returned.
 
     Args:
-        texture: (T, T, 3) in 0..1. metallic_roughness: the same, R metallic, G roughness as the PBR model paints them.
+        texture: (T, T, 3) in 0..1.
+        metallic_roughness: the same, R metallic, G roughness as the PBR model paints them.
 
     Raises:
         MissingPackageError: trimesh is absent. InputError: the mesh has no UVs.
@@ -308,11 +312,11 @@ def numbered(rows: Tensor) -> Tensor:
     Column by column: sorting numbers is many times faster than sorting rows.
     """
     columns = rows.contiguous().view(torch.int64).unbind(1)
-    found = columns[0].unique(return_inverse=True)[1]
+    numbers = columns[0].unique(return_inverse=True)[1]
     for column in columns[1:]:
         other = column.unique(return_inverse=True)[1]
-        found = (found * (other.max() + 1) + other).unique(return_inverse=True)[1]
-    return found
+        numbers = (numbers * (other.max() + 1) + other).unique(return_inverse=True)[1]
+    return numbers
 
 
 def welded(vertices: Tensor) -> Tensor:

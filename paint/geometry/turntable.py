@@ -35,7 +35,10 @@ def turntable(
     Args:
         surface: in its frame; with UVs when ``texture`` is a tensor.
         texture: (T, T, 3) in 0..1; or a function from places (P, 3) in the frame to colours (P, 3); or None, grey clay.
-        frames: 1..720. size: pixels, 16..4096. elevation: degrees, -90..90. background: grey, 0..1.
+        frames: 1..720.
+        size: pixels, 16..4096.
+        elevation: degrees, -90..90.
+        background: grey, 0..1.
         check: called before each frame; may raise to cancel.
 
     Returns:

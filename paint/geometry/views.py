@@ -25,7 +25,8 @@ class View:
 
     Args:
         camera, size, ortho_scale: as asked; the picture is ``size`` pixels high and wide.
-        ids: (H, W) int32, the face in front or -1. shown: where a face is, and the place inside it.
+        ids: (H, W) int32, the face in front or -1.
+        shown: where a face is, and the place inside it.
         depth: (P,) float32, towards the camera, of each covered pixel.
     """
 
@@ -70,7 +71,8 @@ def rasterised(
     """What ``camera`` sees of ``surface``.
 
     Args:
-        size: pixels. caster: "torch", or "embree" where the package embreex is.
+        size: pixels.
+        caster: "torch", or "embree" where the package embreex is.
     """
     screen = on_screen(surface.vertices, camera, size, ortho_scale)
     ids = CASTERS[caster](screen, surface.faces, size, size)
@@ -90,8 +92,11 @@ def rendered_maps(
     """Position and normal maps of every camera, as the checkpoints were trained on.
 
     Args:
-        surface: in its frame. size: pixels, 16..8192. flat: normals of faces (v2-1) instead of vertices (v2-0).
-        caster: "torch" or "embree". collected: where the maps go, one after the other; None: the surface's device.
+        surface: in its frame.
+        size: pixels, 16..8192.
+        flat: normals of faces (v2-1) instead of vertices (v2-0).
+        caster: "torch" or "embree".
+        collected: where the maps go, one after the other; None: the surface's device.
 
     Returns:
         Maps there; background exactly 1; values cut, not rounded, to 8 bits.
@@ -132,7 +137,9 @@ def chosen_views(
     A face counts as seen with one pixel. It ends early when a view would add 1 % or less.
 
     Args:
-        surface: in its frame. most: 6..12 views. candidates: cameras to choose from; the first wins a tie.
+        surface: in its frame.
+        most: 6..12 views.
+        candidates: cameras to choose from; the first wins a tie.
 
     Returns:
         The cameras, and the share of the area that they see, 0..1.
@@ -147,9 +154,9 @@ def chosen_views(
 
     def seen(camera: Camera) -> Tensor:
         ids = CASTERS["torch"](on_screen(surface.vertices, camera, size), surface.faces, size, size)
-        found = torch.zeros(surface.faces.shape[0] + 1, dtype=torch.bool, device=ids.device)
-        found[ids.view(-1).long()] = True  # -1, the background, falls on the last, spare place
-        return found[:-1]
+        visible = torch.zeros(surface.faces.shape[0] + 1, dtype=torch.bool, device=ids.device)
+        visible[ids.view(-1).long()] = True  # -1, the background, falls on the last, spare place
+        return visible[:-1]
 
     cameras = list(DEFAULT_VIEWS)
     known = torch.stack([seen(camera) for camera in cameras]).any(0)

@@ -102,9 +102,9 @@ def _padding(source: Path) -> int:
     return PADDING.get(token if isinstance(token, str) else token.get("content"), PADDING["!"])
 
 
-def _misfit(part: str, folder: Path, found: str) -> CheckpointError:
+def _misfit(part: str, folder: Path, reason: str) -> CheckpointError:
     return CheckpointError(
-        f"the weights of the {part} in {str(folder)!r} do not fit its config.json ({found})",
+        f"the weights of the {part} in {str(folder)!r} do not fit its config.json ({reason})",
         expected=f"the shapes of {CLASSES[part]}",
         fix="Download config.json and weights from the same place.",
     )

@@ -47,7 +47,9 @@ class Attention(nn.Module):
     """Multi-head attention with projections; ``attend`` is the kernel and may be replaced.
 
     Args:
-        width: of the queries. heads: their number. seen_width: of what is attended to; as ``width`` when None.
+        width: of the queries.
+        heads: their number.
+        seen_width: of what is attended to; as ``width`` when None.
     """
 
     def __init__(self, width: int, heads: int, seen_width: int | None = None) -> None:
@@ -118,10 +120,10 @@ class FeedForward(nn.Module):
         rows = max(1, FED_TOKENS // x.shape[1])
         if x.shape[0] <= rows:
             return self.net[2](self.net[0](x))
-        found = torch.empty_like(x)
-        for part, out in zip(x.split(rows), found.split(rows), strict=True):
+        fed = torch.empty_like(x)
+        for part, out in zip(x.split(rows), fed.split(rows), strict=True):
             out.copy_(self.net[2](self.net[0](part)))
-        return found
+        return fed
 
 
 class Layer(nn.Module):

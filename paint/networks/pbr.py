@@ -57,12 +57,12 @@ class SelfAttention(Attention):
             (self.to_q, self.to_k, self.to_v, self.to_out[0]),
             (other.to_q_mr, other.to_k_mr, other.to_v_mr, other.to_out_mr[0]),
         )
-        found = []
+        results = []
         for material, (to_q, to_k, to_v, to_out) in enumerate(layers):
             tokens = x[:, material].flatten(0, 1)
             result = self.attend(*(self.split(layer(tokens)) for layer in (to_q, to_k, to_v)))
-            found.append(to_out(joined(result)).unflatten(0, x[:, material].shape[:2]))
-        return torch.stack(found, dim=1)
+            results.append(to_out(joined(result)).unflatten(0, x[:, material].shape[:2]))
+        return torch.stack(results, dim=1)
 
 
 class ReferenceAttention(Attention):
@@ -83,8 +83,8 @@ class ReferenceAttention(Attention):
         values = torch.cat((self.to_v(seen), self.processor.to_v_mr(seen)), dim=-1)
         halves = values.unflatten(2, (self.heads, MATERIALS, -1)).transpose(1, 2).unbind(dim=3)
         outputs = (self.to_out[0], self.processor.to_out_mr[0])
-        found = [out(joined(self.attend(query, key, half))) for out, half in zip(outputs, halves, strict=True)]
-        return torch.stack(found, dim=1)
+        results = [out(joined(self.attend(query, key, half))) for out, half in zip(outputs, halves, strict=True)]
+        return torch.stack(results, dim=1)
 
 
 class PbrLayer(nn.Module):
@@ -162,8 +162,11 @@ class PbrStream(nn.Module):
         """Predicted velocity, (B * M * V, 4, H, W).
 
         Args:
-            sample: noisy latents (B, M, V, 4, H, W). timestep: (1,). maps: latents of normals and positions (B or 1, V,
-                8, H, W). dino: last hidden states (B, N, 1536); zeros for a row without it. run: of B rows.
+            sample: noisy latents (B, M, V, 4, H, W).
+            timestep: (1,).
+            maps: latents of normals and positions (B or 1, V, 8, H, W).
+            dino: last hidden states (B, N, 1536); zeros for a row without it.
+            run: of B rows.
             text: (B, M, 77, 1024); None means the learned texts of the materials.
         """
         rows = sample.shape[0]
@@ -184,12 +187,13 @@ def voxel_indices(position_maps: Tensor, rows: int) -> dict[int, Tensor]:
     weights were trained with it.
 
     Args:
-        position_maps: (V, 3, H, W) in 0..1, background exactly 1. rows: height of the latents.
+        position_maps: (V, 3, H, W) in 0..1, background exactly 1.
+        rows: height of the latents.
     """
     maps = position_maps.to(torch.float16)
     on_object = (maps != 1).all(dim=1, keepdim=True)
     maps = torch.where(on_object, maps, torch.zeros_like(maps))
-    found = {}
+    voxels_by_tokens = {}
     for level in range(LEVELS):
         height = rows >> level
         if height < 1 or maps.shape[-2] % height:
@@ -201,9 +205,9 @@ def voxel_indices(position_maps: Tensor, rows: int) -> dict[int, Tensor]:
         mean = torch.where(count < side**2 // LEAST_SHARE, torch.zeros_like(mean), mean).clamp(0, 1)
         voxels = (mean * (VOXELS_PER_CELL * height - 1)).round()
         tokens = voxels.permute(0, 2, 3, 1).reshape(1, -1, 3).long()
-        found[tokens.shape[1]] = tokens
+        voxels_by_tokens[tokens.shape[1]] = tokens
         on_object = torch.ones_like(on_object)
-    return found
+    return voxels_by_tokens
 
 
 def cells(maps: Tensor, side: int) -> Tensor:
@@ -229,10 +233,12 @@ def rotary_by_tokens(position_maps: Tensor, rows: int, widths: Mapping[int, int]
     """The tables of every level, by the number of tokens of all views together.
 
     Args:
-        position_maps: (V, 3, H, W). rows: height of the latents. widths: level to head width.
+        position_maps: (V, 3, H, W).
+        rows: height of the latents.
+        widths: level to head width.
     """
-    found = {}
+    tables = {}
     for level, (tokens, voxels) in enumerate(voxel_indices(position_maps, rows).items()):
         if level in widths:
-            found[tokens] = rotary_tables(voxels, widths[level])
-    return found
+            tables[tokens] = rotary_tables(voxels, widths[level])
+    return tables

@@ -50,7 +50,8 @@ def networks_for(
     """The networks of a kind by part name, without values worth anything; make them under ``torch.device("meta")``.
 
     Args:
-        kind: one of :data:`KINDS`. config: the UNet's ``config.json``; the published one when None.
+        kind: one of :data:`KINDS`.
+        config: the UNet's ``config.json``; the published one when None.
         dtypes: in which they compute.
     """
     shape, text = shape_for(kind, config), (TEXT_TOKENS, TEXT_WIDTH)
@@ -108,8 +109,8 @@ def require_fitting(
     missing, unexpected = sorted(wanted.keys() - shapes.keys()), sorted(shapes.keys() - wanted.keys())
     fix = "Download config.json and weights from the same place."
     if missing or unexpected:
-        found = f"missing tensors {_named(missing)}" if missing else f"unexpected tensors {_named(unexpected)}"
-        raise CheckpointError(f"{found} in {path!r}", expected=f"the {len(wanted)} tensors of a {kind} UNet", fix=fix)
+        misfit = f"missing tensors {_named(missing)}" if missing else f"unexpected tensors {_named(unexpected)}"
+        raise CheckpointError(f"{misfit} in {path!r}", expected=f"the {len(wanted)} tensors of a {kind} UNet", fix=fix)
     wrong = [name for name, shape in wanted.items() if shapes[name] != shape]
     if wrong:
         name = wrong[0]

@@ -31,9 +31,11 @@ class DelightSettings:
     """How a picture is delit; the defaults are the published ones.
 
     Args:
-        size: pixels, a multiple of 64. image_guidance: 1 leaves it off, as the published pipeline does although it
-            names 1.5. seed: 0 to 2**64 - 1. scheduler, spacing: of :mod:`samplers`. correct: bring mean and contrast
-            back to the picture's own where that is nearer to it.
+        size: pixels, a multiple of 64.
+        image_guidance: 1 leaves it off, as the published pipeline does although it names 1.5.
+        seed: 0 to 2**64 - 1.
+        scheduler, spacing: of :mod:`samplers`.
+        correct: bring mean and contrast back to the picture's own where that is nearer to it.
         text: encoded empty prompt (1, N, D), in place of the pipeline's own text encoder.
     """
 
@@ -53,7 +55,8 @@ def delight_image(
     """The picture in even light on white, (size, size, 3), fp32, 0..1, on the CPU.
 
     Args:
-        pipeline: of family ``delight``. picture: (H, W, 3 or 4) or (1, H, W, 3 or 4), 0..1; best recentred and square.
+        pipeline: of family ``delight``.
+        picture: (H, W, 3 or 4) or (1, H, W, 3 or 4), 0..1; best recentred and square.
 
     Raises:
         InputError: another pipeline, an unusable picture, or a setting out of range.
@@ -75,8 +78,8 @@ def delight_image(
         (given,) = checked_pictures(picture, "picture to delight")[:1]
         given = resized(given[None], settings.size, settings.size)[0]
         text = empty_prompt(pipeline, progress) if settings.text is None else settings.text
-        found = relit(pipeline, network_picture(given), text, settings, progress)
-        return corrected(found, given) if settings.correct else found
+        evened = relit(pipeline, network_picture(given), text, settings, progress)
+        return corrected(evened, given) if settings.correct else evened
 
 
 def delight_images(
@@ -114,7 +117,8 @@ def relit(
     """What the network makes of a picture (H, W, 3): (H, W, 3).
 
     Args:
-        text: encoded empty prompt (1, N, D). start: draws each noise in turn; from the seed when None.
+        text: encoded empty prompt (1, N, D).
+        start: draws each noise in turn; from the seed when None.
     """
     device = execution_device(pipeline.offloader)
     height, width = picture.shape[:2]
@@ -161,14 +165,14 @@ def denoised(
     return x
 
 
-def corrected(found: Tensor, given: Tensor) -> Tensor:
-    """``found`` (H, W, 3) with mean and contrast of ``given`` (H, W, 3 or 4) where that is nearer to it, on white."""
+def corrected(evened: Tensor, given: Tensor) -> Tensor:
+    """``evened`` (H, W, 3) with mean and contrast of ``given`` (H, W, 3 or 4) where that is nearer to it, on white."""
     alpha = eroded(given[..., 3]) if given.shape[-1] == 4 else torch.ones_like(given[..., 0])
-    solid, chosen = alpha > SOLID, found
-    source, wanted = found[solid], given[..., :3][solid]
+    solid, chosen = alpha > SOLID, evened
+    source, wanted = evened[solid], given[..., :3][solid]
     if len(source) > 1:
         ratio = wanted.std(0) / source.std(0).clamp(min=1e-6)
-        changed = ((found - CORRECTION * source.mean(0)) * ratio + CORRECTION * wanted.mean(0)).clamp(0, 1)
+        changed = ((evened - CORRECTION * source.mean(0)) * ratio + CORRECTION * wanted.mean(0)).clamp(0, 1)
         nearer = (changed[solid] - wanted).square().mean() < (source - wanted).square().mean()
-        chosen = changed if nearer else found
+        chosen = changed if nearer else evened
     return over(torch.cat((chosen, alpha[..., None]), dim=-1), WHITE)

@@ -76,8 +76,10 @@ class PaintSettings:
     """How it is painted. 0 for ``steps`` or ``guidance``, and ``auto``, mean the published sampler's own.
 
     Args:
-        size: of a view, pixels, a multiple of 64. scheduler, spacing: of :mod:`samplers`. sigmas: noise levels in place
-            of steps and spacing. seed: 0 to 2**64 - 1.
+        size: of a view, pixels, a multiple of 64.
+        scheduler, spacing: of :mod:`samplers`.
+        sigmas: noise levels in place of steps and spacing.
+        seed: 0 to 2**64 - 1.
         latents: from an earlier pass, (V, 4, h, w), PBR (2 V, 4, h, w), not scaled, as core's LATENT has them.
         denoise: share of the noise that is put on them, 0..1; 1 starts afresh.
         reference_scale, multiview_scale: weights of the two attentions.
@@ -101,7 +103,8 @@ class Painted:
     """Painted views, (V, H, W, 3), fp32, 0..1, on the CPU.
 
     Args:
-        views: colours; albedo for the PBR model. metallic_roughness: red metallic, green roughness; None for others.
+        views: colours; albedo for the PBR model.
+        metallic_roughness: red metallic, green roughness; None for others.
         latents: for a second pass, not scaled, as :class:`PaintSettings` takes them.
     """
 
@@ -115,7 +118,10 @@ class Conditions:
     """What stays the same through all steps, fp32 or narrower, on the device that computes.
 
     Args:
-        maps: (1, V, 8, h, w). reference: kept tokens by layer. cameras: ids (V,). rotary, dino: PBR only.
+        maps: (1, V, 8, h, w).
+        reference: kept tokens by layer.
+        cameras: ids (V,).
+        rotary, dino: PBR only.
     """
 
     maps: Tensor
@@ -208,7 +214,8 @@ def sampled(
     """Clean latents (V or 2 V, 4, h, w), scaled, fp32, on the CPU.
 
     Args:
-        settings: completed. noise: draws each noise in turn; from the seed when None.
+        settings: completed.
+        noise: draws each noise in turn; from the seed when None.
     """
     device = execution_device(pipeline.offloader)
     views, materials = conditions.maps.shape[1], MATERIALS if pipeline.family == "paint_pbr" else 1
@@ -282,14 +289,14 @@ def _checked(
     references = torch.cat([resized(squared(over(one, background), background)[None], size, size) for one in pictures])
     maps = []
     for name, given in (("normal", inputs.normals), ("position", inputs.positions)):
-        found = checked_pictures(given, f"{name} maps")
-        if len(found) != len(ids):
+        given_maps = checked_pictures(given, f"{name} maps")
+        if len(given_maps) != len(ids):
             raise InputError(
-                f"{len(found)} {name} maps for {len(ids)} cameras",
+                f"{len(given_maps)} {name} maps for {len(ids)} cameras",
                 expected="one map per camera",
                 fix="Connect the maps and the cameras of one Render Views node.",
             )
-        maps.append(torch.cat([resized(over(one, WHITE)[None], size, size) for one in found]))
+        maps.append(torch.cat([resized(over(one, WHITE)[None], size, size) for one in given_maps]))
     materials, side = MATERIALS if pipeline.family == "paint_pbr" else 1, size // vae.REDUCTION
     wanted = (len(ids) * materials, 4, side, side)
     if settings.latents is not None and tuple(settings.latents.shape) != wanted:
@@ -314,9 +321,9 @@ def _conditions(
     generator = generator_for(settings.seed)
     need = asked(encoding_bytes(size, size, pipeline.precision.vae))
     with stage_cost(pipeline, "encoding", progress), pipeline.offloader.hold("vae", need, progress) as module:
-        found = []
+        encodings = []
         for index, pictures in enumerate((references, normals, positions)):  # the order in which upstream draws
-            found.append(vae.encoded(module, pictures, generator, device, progress) * vae.SCALE)
+            encodings.append(vae.encoded(module, pictures, generator, device, progress) * vae.SCALE)
             progress.step(index + 1, 3, "encoding")
     dino = rotary = None
     if pipeline.family == "paint_pbr":
@@ -325,11 +332,11 @@ def _conditions(
         widths = {level: width // heads for level, (width, heads) in enumerate(pairs)}
         tables = rotary_by_tokens(positions.permute(0, 3, 1, 2), size // vae.REDUCTION, widths)
         rotary = {tokens: (cos.to(device), sin.to(device)) for tokens, (cos, sin) in tables.items()}
-    need = asked(looking_bytes(pipeline, len(references), (found[0].shape[-2], found[0].shape[-1])))
+    need = asked(looking_bytes(pipeline, len(references), (encodings[0].shape[-2], encodings[0].shape[-1])))
     hold = pipeline.offloader.hold("reference", need, progress)
     with stage_cost(pipeline, "reference", progress), hold as stream, checked_leaves(stream, progress.check):
-        reference = stream(found[0][None].to(device))
-    maps = torch.cat((found[1], found[2]), dim=1)[None].to(device)
+        reference = stream(encodings[0][None].to(device))
+    maps = torch.cat((encodings[1], encodings[2]), dim=1)[None].to(device)
     return Conditions(maps, reference, torch.tensor(ids, device=device), rotary, dino)
 
 

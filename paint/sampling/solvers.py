@@ -34,7 +34,8 @@ class Schedule:
     """Timesteps for the network, noise levels before each step and after the last, and the whole table.
 
     Args:
-        table: sigma of each training step, (1000,), float64. start: by how much fresh noise is multiplied.
+        table: sigma of each training step, (1000,), float64.
+        start: by how much fresh noise is multiplied.
     """
 
     timesteps: tuple[float, ...]
@@ -175,7 +176,7 @@ class EulerAncestral:
         return x + up * noise() if self.eta else x
 
 
-class Unit:
+class UnitVariance:
     """What solvers share whose latents keep unit variance."""
 
     def __init__(self, schedule: Schedule) -> None:
@@ -202,7 +203,7 @@ class Unit:
         return data * x - share * velocity
 
 
-class LatentConsistency(Unit):
+class LatentConsistency(UnitVariance):
     """LCM: jump to the clean latents, add noise of the next level."""
 
     def step(self, velocity: Tensor, index: int, x: Tensor, noise: Noise) -> Tensor:
@@ -210,14 +211,14 @@ class LatentConsistency(Unit):
         time = self.schedule.timesteps[index] * TIME_SCALE
         skip = DATA_SIGMA**2 / (time**2 + DATA_SIGMA**2)
         out = time / math.sqrt(time**2 + DATA_SIGMA**2)
-        found = out * self.clean(velocity, index, x) + skip * x
+        clean = out * self.clean(velocity, index, x) + skip * x
         if index == len(self.schedule) - 1:
-            return found
+            return clean
         data, share = self.shares(index + 1)
-        return data * found + share * noise()
+        return data * clean + share * noise()
 
 
-class UniPC(Unit):
+class UniPC(UnitVariance):
     """diffusers' UniPC, order 2, bh2, predicting x0."""
 
     def __init__(self, schedule: Schedule) -> None:
@@ -241,8 +242,8 @@ class UniPC(Unit):
 
     def step(self, velocity: Tensor, index: int, x: Tensor, _noise: Noise) -> Tensor:
         """Latents one level lower."""
-        found: Tensor = self.solver.step(velocity, self.solver.timesteps[index], x, return_dict=False)[0]
-        return found
+        sample: Tensor = self.solver.step(velocity, self.solver.timesteps[index], x, return_dict=False)[0]
+        return sample
 
 
 def solver_for(name: str, schedule: Schedule) -> Any:

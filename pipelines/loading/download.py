@@ -19,7 +19,7 @@ from typing import Any
 from ...compat.errors import CheckpointError, InputError, MissingPackageError
 from ...compat.memory.statistics import amount
 from ...compat.packages import imported
-from ..base import Progress
+from ..base import Progress, StageText
 from ..registry import FAMILIES
 from .published import OFFERS, Download, Offer
 
@@ -176,8 +176,8 @@ def _fetch(download: Download, folder: Path, progress: Progress, endpoint: str |
             thread.join(WAIT_SECONDS)
             progress.check()
             if state.total:
-                text = f"{state.stage} {download.folder} {amount(state.done, state.total)}"
-                progress.step(min(state.done, state.total), state.total, text)
+                text = f"{download.folder} {amount(state.done, state.total)}"
+                progress.step(min(state.done, state.total), state.total, StageText(state.stage, text, True))
     finally:
         state.stopped = True
     if isinstance(state.failure, CheckpointError | InputError):

@@ -27,18 +27,17 @@ from ...compat.device.probe_store import ProbeStore
 from ...compat.device.quirks import abilities
 from ...compat.device.wheels import require_kernels
 from ...compat.errors import CheckpointError, InputError
-from ...compat.memory.adapters import Adapted
-from ...compat.memory.offloader import HOSTED, offloader_for
+from ...compat.memory.offloader import Offloader, offloader_for
 from ...compat.packages import attribute, unusable
 from ...compat.precision import Precision, precision_for
 from ...compat.transforms.attention import Attention, attention_for, avoided_by, by_time
 from ...compat.transforms.conv3d_choice import kept_timings
 from ...compat.transforms.order import Preparation, attention_step, conv3d_step
-from ..base import Offloader, Parts, Pipeline, Progress, Silent, Tools
+from ..base import Parts, Pipeline, Progress, Silent, Tools
 from ..family import Family
 from ..memory import host as host_memory
 from ..memory.estimates import sizes_of
-from ..memory.fit import require_room, terms_for
+from ..memory.fit import offload_options, require_room
 from ..registry import FAMILIES, family_named
 from ..sampling.loop import TRANSFORMER
 from ..speed import SpeedRequest, speed_for
@@ -118,10 +117,10 @@ def load(
     files = storage.with_storage(files, request, family.text_parts, precision, facts, probes)
     sizes = {name: part.total_bytes for name, part in files.items()}
     files, host = host_memory.backed(files, facts, _host_room(sum(sizes.values())), swap_free_bytes())
-    free = free_bytes(facts.device)
-    weights, terms = sizes_of(files.values()), terms_for(request.devices, request.keep_free_gb, request.state, host)
+    free, weights = free_bytes(facts.device), sizes_of(files.values())
+    options = offload_options(request.devices, request.keep_free_gb, request.state, host)
     evicts = make_room is not None or hosted is not None  # the host's other models leave where ours need the room
-    require_room(weights, facts.device, facts.total_bytes or None if evicts else free, terms)
+    require_room(weights, facts.device, facts.total_bytes or None if evicts else free, options)
     progress.check()
     task = _task(family, folders["transformer"]) if single is None else single.task
     variant = _variant(family, request, files, progress)
@@ -132,16 +131,18 @@ def load(
     steps = (storage.storage_step(files), convolutions, safe.step(), attention_step(attention), *speed.steps())
     parts = _parts(files, Preparation(steps), safe if request.precision == AUTO else None)
     hosted = speed.host_for(request.offload, hosted)
-    offloader, offload = offloader_for(request.offload, parts, facts.device, sizes, free, make_room, hosted, terms)
-    speed.settle_offload(getattr(offloader, "mode", HOSTED), request.offload != AUTO)
-    more = (*storage.decisions(files), *speed.decisions(), *host_memory.decisions(host, facts, offloader))
+    offloader, offload = offloader_for(
+        request.offload, parts, facts.device, sizes, free=free, make_room=make_room, hosted=hosted, options=options
+    )
+    speed.settle_offload(offloader.mode, request.offload != AUTO)
+    more = (*storage.decisions(files), *speed.decisions(), *host_memory.decisions(offloader))
     return Pipeline(
         family=family.id,
         task=task,
         parts=parts,
         facts=facts,
         precision=precision,
-        offloader=Adapted(offloader, parts),
+        offloader=offloader,
         tools=_tools(family, folders) if single is None else _tools_of(single),
         configs={name: part.config for name, part in files.items()},
         variant=variant,

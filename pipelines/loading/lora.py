@@ -22,7 +22,6 @@ from ...compat.checkpoints.packed import is_exact, opened, outlined
 from ...compat.checkpoints.weights import TensorEntry, declared, read_tensors
 from ...compat.decision import Decision
 from ...compat.errors import InputError, UnsupportedError
-from ...compat.memory.adapters import Adapted
 from ...compat.packages import attribute
 from ...compat.transforms.order import Order, Step
 from ..base import Pipeline, Progress
@@ -87,11 +86,10 @@ def with_lora(pipeline: Pipeline, path: Path, strength: float, blocks: str, mode
         progress.notify(f"{path.stem} has no effect at strength 0")
         return pipeline
     added = LoRA(path, strength, blocks, mode, match, (stat.st_size, stat.st_mtime_ns), _scales(match, entries))
-    inner = pipeline.offloader.inner if isinstance(pipeline.offloader, Adapted) else pipeline.offloader
     loras = LoRAs((*on(pipeline), added), pipeline.precision.transformer)
     decision = Decision("LoRA", f"{path.stem} {strength:g}{f' ({blocks})' if blocks.strip() else ''}, {mode}")
-    adapted = Adapted(inner, pipeline.parts, loras)
-    return replace(pipeline, offloader=adapted, decisions=(*pipeline.decisions, decision))
+    offloader = pipeline.offloader.with_adapters(loras)
+    return replace(pipeline, offloader=offloader, decisions=(*pipeline.decisions, decision))
 
 
 def named(text: str) -> tuple[Path, float, str]:
@@ -129,8 +127,8 @@ def layers_of(pipeline: Pipeline) -> Shapes:
 
 def on(pipeline: Pipeline) -> tuple[LoRA, ...]:
     """The LoRAs of a pipeline, first to last."""
-    active_adapters = getattr(pipeline.offloader, "adapters", None)
-    return active_adapters.loras if isinstance(active_adapters, LoRAs) else ()
+    adapters = pipeline.offloader.adapters
+    return adapters.loras if isinstance(adapters, LoRAs) else ()
 
 
 def factors_of(lora: LoRA) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -140,7 +138,7 @@ def factors_of(lora: LoRA) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 
 
 class LoRAs:
-    """The LoRAs of one pipeline, first to last, for :class:`compat.adapters.Adapted`.
+    """The LoRAs of one pipeline, first to last, as an offloader's adapters.
 
     Args:
         dtype: what factors have beside weights that are narrower than 16 bits.

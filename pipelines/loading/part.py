@@ -16,10 +16,10 @@ from ...compat.checkpoints.packed import dense_bytes, kept_plain, memory_bytes, 
 from ...compat.checkpoints.weights import STORED, TensorEntry, declared, is_view, read_json, read_tensors, weight_files
 from ...compat.errors import CheckpointError
 from ...compat.memory.host_weights import Views, mark_views
-from ...compat.memory.offloader import amount
+from ...compat.memory.statistics import amount
 from ...compat.output_check import fault_in_weight
 from ...compat.packages import attribute
-from ..base import Progress
+from ..base import Progress, StageText
 
 NAMED = 3  # how many tensor names an error quotes
 
@@ -161,7 +161,7 @@ def _advance(files: PartFiles, progress: Progress) -> Callable[[int], None]:
     def advance(size: int) -> None:
         nonlocal done
         done += size
-        progress.step(done, total, f"reading {files.name} {amount(done, total)}")
+        progress.step(done, total, StageText("reading", f"{files.name} {amount(done, total)}", True))
         progress.check()
 
     return advance

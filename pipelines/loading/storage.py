@@ -20,7 +20,7 @@ from ...compat.device.facts import DeviceFacts
 from ...compat.device.probe_store import ProbeStore
 from ...compat.device.timed_choice import maps_files
 from ...compat.errors import UnsupportedError
-from ...compat.memory.offloader import GIGABYTE
+from ...compat.memory.statistics import GIGABYTE
 from ...compat.memory.transfer import casts_wrongly
 from ...compat.precision import FP32, Precision
 from ...compat.transforms.fp16 import apply_fp16_safe, fp32_output_works, stored_dtype
@@ -162,7 +162,8 @@ class SafeFp16:
     """The rewrite of one pipeline's transformer, until it is abandoned.
 
     Args:
-        family: a family id. device: where the transformer will run; it is asked once for fp32-output products.
+        family: a family id.
+        device: where the transformer will run; it is asked once for fp32-output products.
         active: whether the transformer is rewritten when it is next read.
     """
 

@@ -78,7 +78,7 @@ class Forecast:
 
 def forecast(pipeline: Pipeline, size: Size, mode: str = "") -> Forecast:
     """What a run of ``size`` needs under ``mode``, by default the pipeline's own."""
-    mode = mode or str(getattr(pipeline.offloader, "mode", "model"))
+    mode = mode or pipeline.offloader.mode
     weights, stays = pipeline.weights, mode == "none"
     stages, vae = [], weights[VAE].resident(mode, VAE)
     text = [part for part in weights if part.startswith("text_encoder")]

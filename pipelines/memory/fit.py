@@ -20,8 +20,9 @@ from ...compat.errors import InputError, PackError, UnsupportedError
 from ...compat.failures import MEMORY, kind_of
 from ...compat.memory.estimates import PartBytes
 from ...compat.memory.host_weights import HostWeights
-from ...compat.memory.offloader import Terms, on_device
+from ...compat.memory.offloader import OffloadOptions
 from ...compat.memory.statistics import amount_of
+from ...compat.memory.transfer import on_device
 from ...compat.transforms import compile as compiling
 from ..base import Pipeline, Progress
 from .estimates import MARGIN, MODE_ORDER, TRANSFORMER, VAE, Size, forecast
@@ -32,16 +33,20 @@ SPARE = 1.05  # of what a forecast says, before a mode is taken
 PARTS = (TRANSFORMER, "text_encoder", VAE)  # what may compute on a device of its own
 
 
-def terms_for(
-    devices: Mapping[str, Any], keep_free_gb: float, state: Path | None, host: HostWeights | None = None
-) -> Terms:
+def offload_options(
+    devices: Mapping[str, Any], keep_free_gb: float, state: Path | None, host_weights: HostWeights
+) -> OffloadOptions:
     """What the user asks of an offloader, checked: each device answers, and what is kept free is a size.
 
     Args:
-        devices: part to device or its name; ``auto`` and None for the pipeline's own. host: how host weights are kept.
+        devices: part to device or its name; ``auto`` and None for the pipeline's own.
+        keep_free_gb: GB of the device that are left to others.
+        state: folder in which costs are kept.
+        host_weights: how the weights of each part are kept in host memory.
 
     Raises:
-        InputError: a part that cannot be placed, or a negative size. UnsupportedError: a device that does not answer.
+        InputError: a part that cannot be placed, or a negative size.
+        UnsupportedError: a device that does not answer.
     """
     unknown = [part for part in devices if part not in PARTS]
     if unknown:
@@ -53,10 +58,12 @@ def terms_for(
     placed = {
         part: facts_for(str(device)).device for part, device in devices.items() if device not in (None, "", "auto")
     }
-    return Terms(placed, int(keep_free_gb * GIBIBYTE), state, host or HostWeights())
+    return OffloadOptions(placed, int(keep_free_gb * GIBIBYTE), state, host_weights)
 
 
-def require_room(weights: Mapping[str, PartBytes], device: torch.device, free: int | None, terms: Terms) -> None:
+def require_room(
+    weights: Mapping[str, PartBytes], device: torch.device, free: int | None, options: OffloadOptions
+) -> None:
     """Refuse a model of which not even one layer fits.
 
     Raises:
@@ -64,8 +71,8 @@ def require_room(weights: Mapping[str, PartBytes], device: torch.device, free: i
     """
     if device.type == HOST.type or free is None:
         return
-    room = free - terms.keep_free
-    here = {part: size.layer for part, size in weights.items() if part not in terms.devices}
+    room = free - options.keep_free_bytes
+    here = {part: size.layer for part, size in weights.items() if part not in options.devices}
     part = max(here, key=lambda name: here[name], default="")
     if part and here[part] > room:
         raise UnsupportedError(
@@ -84,13 +91,13 @@ def fitted_for(pipeline: Pipeline, stage: str, size: Size | None, progress: Prog
     Raises:
         UnsupportedError: not even the least mode fits; said before the stage's weights are read.
     """
-    offloader: Any = pipeline.offloader
-    if not getattr(offloader, "automatic", False) or offloader.device.type == HOST.type or not pipeline.weights:
+    offloader = pipeline.offloader
+    if not offloader.automatic or offloader.device.type == HOST.type or not pipeline.weights:
         return
     free = free_bytes(offloader.device)
     if free is None:
         return
-    room = free + _own_bytes(pipeline) - offloader.keep_free
+    room = free + _own_bytes(pipeline) - offloader.options.keep_free_bytes
     needs = {mode: _need(pipeline, stage, size, mode) for mode in MODE_ORDER if _compiles(pipeline, mode)}
     fits = next((mode for mode, need in needs.items() if need * SPARE <= room), "")
     least = min(needs, key=lambda mode: needs[mode])
@@ -129,11 +136,10 @@ def recovery(
 
     def again(error: BaseException) -> bool:
         nonlocal once_more
-        step_down = getattr(pipeline.offloader, "step_down", None)
-        if not parts or step_down is None or kind_of(error) != MEMORY or hasattr(error, GIVEN_UP):
+        if not parts or kind_of(error) != MEMORY or hasattr(error, GIVEN_UP):
             return False
         try:
-            done = step_down(*parts)
+            done = pipeline.offloader.step_down(*parts)
         except RuntimeError:  # no room for that either
             done = ""
         if not done and once_more:
@@ -152,12 +158,10 @@ def recovery(
 def plan_line(pipeline: Pipeline) -> str:
     """The order of operations on this pipeline's parts, in one line."""
     steps = sorted(getattr(pipeline.parts.prepare, "steps", ()), key=lambda step: step.order)
-    active_adapters = getattr(pipeline.offloader, "active_adapters", "")
-    lora = [f"LoRA {active_adapters}"] if active_adapters else []
+    adapters = pipeline.offloader.adapters
+    lora = [f"LoRA {adapters}"] if adapters else []
     line = " -> ".join(["read", *lora, *(step.name for step in steps), repr(pipeline.offloader)])
-    terms = getattr(pipeline.offloader, "terms", Terms())  # of a host's offloader
-    host = getattr(pipeline.offloader, "host", terms.host)
-    return "; ".join((line, *map(str, decisions(host, pipeline.facts, pipeline.offloader))))
+    return "; ".join((line, *map(str, decisions(pipeline.offloader))))
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from ...compat.checkpoints.weights import VIEWS_TAKE_MEMORY
 from ...compat.decision import Decision
@@ -12,6 +11,7 @@ from ...compat.device.execution import HOST
 from ...compat.device.facts import DeviceFacts, locks_host_memory
 from ...compat.errors import UnsupportedError
 from ...compat.memory.host_weights import DISK, HostWeights, choose_host_weights
+from ...compat.memory.offloader import HOSTED, Offloader
 from ...compat.memory.statistics import amount_of
 from ..loading.part import PartFiles
 
@@ -53,10 +53,11 @@ def backed(
     return {**files, **kept}, found
 
 
-def decisions(host: HostWeights, facts: DeviceFacts, offloader: Any) -> tuple[Decision, ...]:
+def decisions(offloader: Offloader) -> tuple[Decision, ...]:
     """How the host weights are kept.
 
-    Nothing where the host computes and holds them, or where ``offloader`` keeps them in a way of its own.
+    Nothing where the host computes, or where its memory manager keeps them, unless some stay in their files.
     """
-    ours = facts.device.type != HOST.type and hasattr(offloader, "host")
-    return (host.decision,) if host.kinds and (ours or host.of(DISK)) else ()
+    kept = offloader.options.host_weights
+    ours = offloader.device.type != HOST.type and offloader.mode != HOSTED
+    return (kept.decision,) if kept.kinds and (ours or kept.of(DISK)) else ()

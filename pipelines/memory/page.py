@@ -18,7 +18,6 @@ from .fit import SPARE, plan_line
 WIDTH, MARGIN, SIZE, BAR, GAP, LEFT = 1200, 24, 18, 26, 10, 300
 PAPER, INK, FAINT, HEAD, FREE, OVER = "#1b1d21", "#e8e8e8", "#a8adb5", "#7cc4ff", "#3a3f47", "#ff8a7a"
 COLOURS = {"kept": "#5b6f8f", "weights": "#4f9dde", "activations": "#e0a84f"}
-HOSTED = "comfyui"
 
 
 def planned_size(pipeline: Pipeline, width: int, height: int, frames: int, guided: bool) -> Size:
@@ -54,8 +53,7 @@ def shown(pipeline: Any, title: str, more: str, found: tuple[Forecast, ...]) -> 
             the words. found: the forecast of each mode, the fastest first.
     """
     free = free_bytes(pipeline.offloader.device)
-    keep = int(getattr(pipeline.offloader, "keep_free", 0))
-    room = None if free is None else max(0, free - keep)
+    room = None if free is None else max(0, free - pipeline.offloader.options.keep_free_bytes)
     return _text(pipeline, title + more, found, room), _drawn(pipeline, title, found, room)
 
 
@@ -67,7 +65,7 @@ def fastest(found: tuple[Forecast, ...], room: int | None) -> Forecast | None:
 
 
 def _text(pipeline: Any, title: str, found: tuple[Forecast, ...], room: int | None) -> str:
-    device, mode = pipeline.offloader.device, getattr(pipeline.offloader, "mode", HOSTED)
+    device, mode = pipeline.offloader.device, pipeline.offloader.mode
     have = "does not tell its free memory" if room is None else f"has {amount_of(room)} free"
     best = fastest(found, room)
     lines = [

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ...compat.device.facts import free_bytes
+from ...compat.errors import remember
 from ..base import Latents, Pipeline, SampleSettings
 from ..family import Family
 from ..grid import SMALLEST_SIDE
@@ -18,7 +19,7 @@ ASKED = re.compile(r"tried to allocate ([\d.]+) (\w+)", re.IGNORECASE)
 FREE = re.compile(r"of which ([\d.]+) (\w+) is free")
 WEIGHTLESS = ("group", "sequential", "comfyui")  # weights already come and go by block, layer or need
 LEAST_SHARE, MOST_SHARE = 0.1, 0.8
-BEGINNING = "out of memory while "
+EXPLAINED = "_anygpu_explained"  # on an error that says already what to lower
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +73,12 @@ def explain_shortage(
     fixes = lowered(pipeline, family, size, short, hint)
     shape = "" if size is None else f" {size.width}x{size.height}, {size.frames} frames"
     kind = type(error) if isinstance(error, torch.OutOfMemoryError) else torch.OutOfMemoryError
-    return kind(
-        f"{BEGINNING}{stage}{shape} on {pipeline.facts.name} ({short}); expected about "
-        f"{short.share:.0%} of that. {', or '.join(fixes)}.\n{' '.join(str(error).split())}"
-    )
+    found = f"out of memory while {stage}{shape} on {pipeline.facts.name} ({short})"
+    expected, fix = f"about {short.share:.0%} of that", f"{', or '.join(fixes)}."
+    text = f"{found}; expected {expected}. {fix}\n{' '.join(str(error).split())}"
+    explained = kind(remember(text, found, expected, fix))
+    setattr(explained, EXPLAINED, True)
+    return explained
 
 
 def lowered(
@@ -86,27 +89,27 @@ def lowered(
     Returns:
         phrases such as ``lower frames from 97 to 41``; the first begins with a capital letter.
     """
-    found, mode = [hint] if hint else [], getattr(pipeline.offloader, "mode", "")
+    fixes, mode = [hint] if hint else [], pipeline.offloader.mode
     if not hint and pipeline.offloader.device.type != "cpu" and mode not in WEIGHTLESS:
-        found.append(f"set offload to group on AnyGPU Load Pipeline (now {mode}), which keeps one block on the device")
-    found += [] if size is None else _smaller(family, size, short)
-    found = found or ["close other programs that use this device's memory"]
-    return [found[0][0].upper() + found[0][1:], *found[1:]]
+        fixes.append(f"set offload to group on AnyGPU Load Pipeline (now {mode}), which keeps one block on the device")
+    fixes += [] if size is None else _smaller(family, size, short)
+    fixes = fixes or ["close other programs that use this device's memory"]
+    return [fixes[0][0].upper() + fixes[0][1:], *fixes[1:]]
 
 
 def _smaller(family: Family, size: Latents | SampleSettings, short: Shortage) -> list[str]:
     """What to lower of a size, each by itself enough."""
-    found, width, height, frames = [], size.width, size.height, size.frames
+    fixes, width, height, frames = [], size.width, size.height, size.frames
     fewer = max(1, 1 + (int(frames * short.share) - 1) // family.stride * family.stride)
     if fewer < frames and family.id != "framepack":  # whose sections are as long whatever the video is
-        found.append(f"lower frames from {frames} to {fewer}")
+        fixes.append(f"lower frames from {frames} to {fewer}")
     side = math.sqrt(short.share)
     smaller = tuple(
         max(SMALLEST_SIDE, int(edge * side) // family.multiple * family.multiple) for edge in (width, height)
     )
     if smaller != (width, height):
-        found.append(f"lower width and height from {width}x{height} to {smaller[0]}x{smaller[1]}")
-    return found
+        fixes.append(f"lower width and height from {width}x{height} to {smaller[0]}x{smaller[1]}")
+    return fixes
 
 
 def _bytes(match: re.Match[str]) -> int:

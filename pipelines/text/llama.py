@@ -12,7 +12,7 @@ import torch
 
 from ...compat.device.execution import checked_leaves, execution_device
 from ...compat.errors import InputError
-from ..base import Pipeline, Progress, PromptRequest
+from ..base import ENCODING, Pipeline, Progress, PromptRequest
 from ..memory.needs import beside_text
 from .t5 import EMBEDS, MASK, trimmed
 
@@ -145,7 +145,7 @@ class _Encoding:
 
     def _advance(self) -> None:
         self.done += 1
-        self.progress.step(self.done, self.total, "encoding prompt")
+        self.progress.step(self.done, self.total, ENCODING)
 
 
 def _template(

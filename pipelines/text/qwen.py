@@ -11,7 +11,7 @@ import torch
 from ...compat.checkpoints.packed import outlined
 from ...compat.device.execution import checked_leaves, execution_device
 from ...compat.errors import InputError
-from ..base import Pipeline, Progress, PromptRequest
+from ..base import ENCODING, Pipeline, Progress, PromptRequest
 from ..memory.needs import beside_text
 from .t5 import EMBEDS, require_fitting
 
@@ -43,7 +43,7 @@ def qwen_embeds(pipeline: Pipeline, request: PromptRequest, progress: Progress) 
                 encoder, chat, [text], device, tokenizer_max_length=length - chat.crop, crop_start=chat.crop
             )
             states.append(found[:, mask[0].bool()].cpu())
-            progress.step(index + 1, total, "encoding prompt")
+            progress.step(index + 1, total, ENCODING)
     pipeline.offloader.release("text_encoder")  # 15 GB that ByT5 does not need beside it
     glyphs = _glyph_embeds(pipeline, texts, quoted, progress, total)
     return tuple({EMBEDS: state, EMBEDS_2: glyph} for state, glyph in zip(states, glyphs, strict=True))
@@ -156,5 +156,5 @@ def _glyph_embeds(
                 tokenizer, encoder, [texts[index]], device, tokenizer_max_length=length
             )
             found[index] = states[:, mask[0].bool()].cpu()
-            progress.step(len(texts) + done + 1, total, "encoding prompt")
+            progress.step(len(texts) + done + 1, total, ENCODING)
     return found

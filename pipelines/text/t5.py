@@ -12,7 +12,7 @@ from torch.nn import functional
 from ...compat.checkpoints.packed import outlined
 from ...compat.device.execution import checked_leaves, execution_device
 from ...compat.errors import InputError
-from ..base import Latents, Pipeline, Progress, Prompt, PromptRequest
+from ..base import ENCODING, Latents, Pipeline, Progress, Prompt, PromptRequest
 from ..memory.needs import beside_text
 
 EMBEDS, MASK = "prompt_embeds", "prompt_attention_mask"
@@ -62,7 +62,7 @@ def t5_embeds(
                 [text], max_sequence_length=request.max_tokens, device=device, dtype=pipeline.precision.text
             )
             found.append(trimmed({EMBEDS: embeds, MASK: mask}))
-            progress.step(index + 1, len(texts), "encoding prompt")
+            progress.step(index + 1, len(texts), ENCODING)
     return tuple(found)
 
 

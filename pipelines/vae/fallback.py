@@ -15,7 +15,7 @@ from torch.nn import functional
 from ...compat.device.execution import HOST, checked_leaves, generator_for
 from ...compat.device.facts import empty_cache, first_line
 from ...compat.device.vae_policy import Form, checked_form, convolution_switches, straightened, tiled
-from ...compat.errors import UnsupportedError
+from ...compat.errors import UnsupportedError, remember
 from ...compat.failures import KERNEL, MEMORY, kind_of
 from ...compat.memory.transfer import Transfer, casts_wrongly, transfer_for
 from ...compat.output_check import (
@@ -30,7 +30,7 @@ from ...compat.output_check import (
     is_flat,
 )
 from ...compat.transforms.attention_vae import frames_attended
-from ..base import Pipeline, Portion, Progress
+from ..base import Pipeline, Portion, Progress, StageText
 from ..pictures import signed, unsigned
 from ..sampling.loop import require_finite
 from .plan import CAUSAL, CHUNKED, FULL, ON_CPU, STREAMING, Plan, ratios_of
@@ -201,8 +201,8 @@ class Passes:
             if attempt.on_host:
                 self._transfer, self._vae = Transfer(HOST, attempt.dtype), _own_copy(pipeline, self.progress)
             else:
-                memory_stats = getattr(pipeline.offloader, "memory_stats", None)
-                self._transfer = replace(transfer_for(self.device, attempt.dtype), memory_stats=memory_stats)
+                transfer = transfer_for(self.device, attempt.dtype)
+                self._transfer = replace(transfer, memory_stats=pipeline.offloader.memory_stats)
                 if self.policy.contiguous_weights:
                     straightened(pipeline.parts.read("vae", self.progress))
                 if casts_wrongly(self.device, attempt.dtype):
@@ -231,8 +231,8 @@ class Passes:
         if kind == MEMORY:
             other = "decode again with method auto" if self.plan.method == FULL else "make a smaller or shorter video"
             advice = f"What went in is kept: choose offload model or group on the load node, or {other}."
-            told = f"{text}; found no room for {stage} {self.plan.attempt}; expected more free memory. {advice}"
-            return type(error)(told)
+            found, expected = f"{text}; no room for {stage} {self.plan.attempt}", "more free memory"
+            return type(error)(remember(f"{found}; expected {expected}. {advice}", found, expected, advice))
         if not kind or (kind == KERNEL and self.device.type == HOST.type):
             return None
         what = f"the VAE failed ({text})" if kind == KERNEL else f"the VAE gave {text}"
@@ -327,7 +327,8 @@ def encoded(
     """
     from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
-    distribution = DiagonalGaussianDistribution(encoded_moments(pipeline, frames, progress, "encoding video", tile))
+    moments = encoded_moments(pipeline, frames, progress, StageText("encoding", "video"), tile)
+    distribution = DiagonalGaussianDistribution(moments)
     latents: torch.Tensor = distribution.mode() if mode else distribution.sample(generator_for(seed))
     return latents
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ...compat.device.facts import empty_cache
 from ...compat.errors import UnsupportedError
 from ...compat.failures import MEMORY, kind_of
-from ...compat.memory.offloader import own_tensors, weights_on
+from ...compat.memory.hooks import own_tensors, weights_on
 from ...compat.memory.transfer import Transfer
 from ...compat.transforms.attention_processors import full_name
 from .chunked import AUTOENCODERS, Past, Place

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
-from typing import Any
 
 import torch
 from torch import nn
@@ -252,9 +251,9 @@ class Plan:
         pipeline, free = self.pipeline, room_on(self.pipeline, self.device)
         if free is None or not pipeline.weights:
             return self.attempt
-        offloader: Any = pipeline.offloader
-        weights = pipeline.weights["vae"].resident(getattr(offloader, "mode", "model"), "vae")
-        weights += getattr(offloader, "keep_free", 0) - bytes_on(pipeline.parts.get("vae"), self.device)
+        offloader = pipeline.offloader
+        weights = pipeline.weights["vae"].resident(offloader.mode, "vae") + offloader.options.keep_free_bytes
+        weights -= bytes_on(pipeline.parts.get("vae"), self.device)
         if weights + self.needed_bytes(self.forms[0]) <= free:
             return self.forms[0]
         for name in self.others():
@@ -276,10 +275,7 @@ def ratios_of(pipeline: Pipeline) -> tuple[int, int]:
 
 def room_on(pipeline: Pipeline, device: torch.device) -> int | None:
     """Bytes that a part may take on ``device``: what is free, or all of it where a host lets its other models leave."""
-    offloader: Any = pipeline.offloader
-    if not hasattr(offloader, "make_room") or offloader.make_room is not None:
-        return pipeline.facts.total_bytes or None
-    return free_bytes(device)
+    return (pipeline.facts.total_bytes or None) if pipeline.offloader.evicts else free_bytes(device)
 
 
 def bytes_on(module: nn.Module | None, device: torch.device) -> int:

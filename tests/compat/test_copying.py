@@ -14,8 +14,7 @@ from anygpu.compat.device import timed_choice
 from anygpu.compat.device.facts import facts_for
 from anygpu.compat.device.probe_store import UNKNOWN, ProbeStore
 from anygpu.compat.device.timed_choice import MAPPED, REPEATS, SAMPLE_BYTES, copy_times, maps_files
-from anygpu.compat.memory.offloader import move
-from anygpu.compat.memory.staging import ALIGNED_BYTES, SMALL_BYTES, STAGING_BYTES, sent_together
+from anygpu.compat.memory.transfer import ALIGNED_BYTES, SMALL_BYTES, STAGING_BYTES, move, send_together
 from safetensors.torch import save_file
 from simulated import accelerator, profiles
 
@@ -35,7 +34,7 @@ def test_small_tensors_travel_together_and_arrive_as_they_were():
         sizes.append(tensor.nbytes)
         return tensor.clone()
 
-    found = dict(sent_together(tensors, send))
+    found = dict(send_together(tensors, send))
     assert sorted(found) == list(range(len(tensors)))
     for index, tensor in enumerate(tensors):
         assert found[index].dtype is tensor.dtype and torch.equal(found[index], tensor), index
@@ -47,7 +46,7 @@ def test_small_tensors_travel_together_and_arrive_as_they_were():
 def test_a_staging_buffer_has_a_bound():
     sizes = []
     tensors = [torch.full((SMALL_BYTES // 4,), float(n)) for n in range(40)]
-    found = dict(sent_together(tensors, lambda tensor: sizes.append(tensor.nbytes) or tensor.clone()))
+    found = dict(send_together(tensors, lambda tensor: sizes.append(tensor.nbytes) or tensor.clone()))
     assert all(torch.equal(found[n], tensors[n]) for n in range(40))
     assert sizes == [STAGING_BYTES, STAGING_BYTES, 40 * SMALL_BYTES - 2 * STAGING_BYTES]
 

@@ -14,7 +14,7 @@ from anygpu.compat.device import facts as device
 from anygpu.compat.device import wheels
 from anygpu.compat.device.facts import default_device, facts_for
 from anygpu.compat.errors import UnsupportedError
-from anygpu.compat.memory.offloader import Terms, offloader_for
+from anygpu.compat.memory.offloader import OffloadOptions, offloader_for
 from anygpu.compat.memory.parts import Parts
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -104,14 +104,14 @@ def test_mps_is_bare_for_comfyui_and_has_its_index_where_tensors_are_compared(mo
     monkeypatch.setattr(torch, "empty", lambda *_size, device: SimpleNamespace(device=torch.device("mps", 0)))
     bare, full = torch.device("mps"), torch.device("mps", 0)
     assert facts_for("mps").device == bare != full
-    planned, _ = offloader_for("model", Parts({}), bare, {}, terms=Terms({"vae": bare}))
-    assert planned.device == planned.device_of("vae") == full
+    offloader, _ = offloader_for("model", Parts({}), bare, {}, options=OffloadOptions({"vae": bare}))
+    assert offloader.device == offloader.device_of("vae") == full
 
-    def hosted(_parts, device, _terms):
-        return SimpleNamespace(device=device, placed="comfyui")
+    def hosted(_parts, device, options):
+        return SimpleNamespace(device=device, mode="comfyui", options=options)
 
     given, decision = offloader_for("auto", Parts({}), bare, {}, hosted=hosted)
-    assert given.device == bare and (decision.verdict, decision.source) == ("comfyui", "auto")
+    assert given.device == bare and (decision.verdict, decision.source) == ("comfyui on mps", "auto")
 
 
 @pytest.mark.parametrize("kind", ["cuda", "mps"])
@@ -126,6 +126,7 @@ def test_the_device_that_is_meant_is_waited_for(monkeypatch, kind):
 def test_locked_memory_is_given_back_where_torch_can(monkeypatch, kind, asked):
     current, given = None if kind is None else SimpleNamespace(type=kind), []
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_named: current)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: given.append(True), raising=False)
     device.empty_host_cache()
     assert given == asked

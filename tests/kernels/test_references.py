@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from anygpu.kernels import activation, group_norm, norm, residual, rope
+from anygpu.kernels import activation, group_norm, norm, residual, rope, terms
 from anygpu.kernels.library import DTYPES, REFERENCE, KernelError
 from anygpu.kernels.terms import LAYER, RMS, Gate, GroupNorm, Modulation, Norm, Pair, Tables
 from torch import Tensor
@@ -129,7 +129,7 @@ def test_activations_take_diffusers_halves_and_gelu_is_not_geglu() -> None:
     assert activation.swiglu(x.half(), out_dtype=FP32).dtype == FP32
 
 
-@pytest.mark.parametrize("layout", group_norm.LAYOUTS)
+@pytest.mark.parametrize("layout", terms.LAYOUTS)
 def test_group_norm_of_hunyuan_and_mochi(layout: str) -> None:
     from diffusers.models.autoencoders.autoencoder_kl_mochi import MochiChunkedGroupNorm3D
 

@@ -26,6 +26,7 @@ from anygpu.paint.geometry.mesh import Mesh, Surface
 from anygpu.paint.geometry.views import rasterised
 
 from paint import rendered
+from paint.shapes import box
 
 FORMS = {"scatter": "bake_v2_0", "gather": "bake_v2_1"}
 SMALL = BakeSettings(texture_size=256, view_size=256)
@@ -62,7 +63,7 @@ def test_exact_mode_equals_the_published_single_views(form, index):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_an_axis_aligned_box_is_painted_whole_and_better_than_the_reference_paints_it(form):
-    surface = Surface.of(synthetic.box())
+    surface = Surface.of(box())
     pictures = photographs(surface, DEFAULT_VIEWS, 256, 256)
     ours = bake(surface, DEFAULT_VIEWS, pictures, replace(SMALL, form=form))
     reference = bake(surface, DEFAULT_VIEWS, pictures, replace(SMALL, form=form, exact=True))
@@ -96,7 +97,7 @@ def test_gather_is_not_off_by_half_a_pixel():
 
 def test_what_only_a_doubted_pixel_sees_yields_to_what_a_sure_one_sees():
     """Two cameras on one side, the second's picture of another colour: it decides where the first is near its rim."""
-    surface = Surface.of(synthetic.box())
+    surface = Surface.of(box())
     table = CameraTable((Camera(0, 0, 1.0), Camera(40, 0, 1.0)))
     pictures = torch.stack((torch.full((64, 64, 3), 0.25), torch.full((64, 64, 3), 0.75)))
     front = bake(surface, CameraTable(table.cameras[:1]), pictures[:1], replace(SMALL, view_size=512))
@@ -111,7 +112,7 @@ def test_what_only_a_doubted_pixel_sees_yields_to_what_a_sure_one_sees():
 
 
 def test_a_view_that_shows_nothing_new_is_left_out():
-    surface = Surface.of(synthetic.box())
+    surface = Surface.of(box())
     table = CameraTable((Camera(0, 0), Camera(0, 0)))
     pictures = torch.stack((torch.full((64, 64, 3), 0.25), torch.full((64, 64, 3), 0.75)))
     baked = bake(surface, table, pictures, SMALL)
@@ -120,7 +121,7 @@ def test_a_view_that_shows_nothing_new_is_left_out():
 
 
 def test_faces_with_the_wrong_winding_are_painted_from_the_side_that_shows_them():
-    mesh = synthetic.box()
+    mesh = box()
     surface = Surface.of(Mesh(mesh.vertices, mesh.faces.flip(1), mesh.uvs))
     baked = bake(surface, DEFAULT_VIEWS, photographs(surface, DEFAULT_VIEWS, 128, 128), replace(SMALL, view_size=128))
     assert baked.share >= 0.99
@@ -128,7 +129,7 @@ def test_faces_with_the_wrong_winding_are_painted_from_the_side_that_shows_them(
 
 
 def test_what_is_behind_is_not_painted():
-    surface = Surface.of(synthetic.box(1, 1, 0.002))  # a sheet whose back is nearer than the depth tolerance
+    surface = Surface.of(box(1, 1, 0.002))  # a sheet whose back is nearer than the depth tolerance
     table = CameraTable((Camera(0, 0),))
     baked = bake(surface, table, photographs(surface, table, 128, 128), replace(SMALL, view_size=128))
     normals = surface.face_normals[baked.texels.shown.face[baked.painted.view(-1)[baked.texels.shown.pixel]]]
@@ -136,7 +137,7 @@ def test_what_is_behind_is_not_painted():
 
 
 def test_overlapping_uvs_are_said():
-    mesh = synthetic.box()
+    mesh = box()
     assert mesh.uvs is not None
     folded = Surface.of(Mesh(mesh.vertices, mesh.faces, (mesh.uvs * torch.tensor([3.0, 2.0])) % 1))
     baked = bake(folded, DEFAULT_VIEWS, photographs(folded, size=64, view_size=64), replace(SMALL, view_size=64))
@@ -180,7 +181,7 @@ def test_can_be_cancelled_between_views():
 
 
 def test_alpha_is_ignored():
-    surface = Surface.of(synthetic.box())
+    surface = Surface.of(box())
     pictures = photographs(surface, DEFAULT_VIEWS, 32, 32)
     settings = BakeSettings(32, 32)
     alpha = torch.cat((pictures, torch.zeros(6, 32, 32, 1)), dim=-1)
@@ -190,14 +191,14 @@ def test_alpha_is_ignored():
 
 
 def test_the_rim_takes_the_colour_of_the_mesh():
-    view = rasterised(Surface.of(synthetic.box()), Camera(0, 0), 64)
+    view = rasterised(Surface.of(box()), Camera(0, 0), 64)
     picture = torch.where((view.ids >= 0)[..., None], 0.25, 1.0).expand(-1, -1, 3)
     assert rim_cleaned(picture, view)[grown(view.ids >= 0, 2)].eq(0.25).all()
     assert rim_cleaned(picture, view)[~grown(view.ids >= 0, 2)].eq(1).all()
 
 
 def test_steps_of_depth_are_found_and_slopes_are_not():
-    assert not depth_steps(rasterised(Surface.of(synthetic.box()), Camera(70, 20), 128)).any()
+    assert not depth_steps(rasterised(Surface.of(box()), Camera(70, 20), 128)).any()
     found = depth_steps(rasterised(Surface.of(synthetic.torus()), Camera(0, 30), 128))
     assert found[:, 64].any(), "the near rim of the hole before its far wall"
 

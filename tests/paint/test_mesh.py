@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 from anygpu.compat.errors import CheckpointError, InputError, MissingPackageError
-from anygpu.paint.baking import synthetic
 from anygpu.paint.geometry import mesh as meshes
 from anygpu.paint.geometry.mesh import (
     Mesh,
@@ -25,7 +24,9 @@ from anygpu.paint.geometry.mesh import (
     write_glb,
 )
 
-BOX = synthetic.box()
+from paint.shapes import box, sphere
+
+BOX = box()
 
 
 def changed(**parts) -> Mesh:
@@ -160,7 +161,7 @@ def test_equal_rows_get_one_number():
 
 
 def test_normals_go_on_across_seams():
-    mesh = synthetic.sphere(16, 32)
+    mesh = sphere(16, 32)
     normals = welded_normals(mesh.vertices, mesh.faces)
     assert (normals - mesh.vertices).norm(dim=1).max() < 0.05
 

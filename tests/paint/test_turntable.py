@@ -14,13 +14,15 @@ from anygpu.paint.geometry.mesh import Mesh, Surface, write_glb
 from anygpu.paint.geometry.turntable import looked_up, turntable
 from PIL import Image
 
+from paint.shapes import box, sphere
+
 SIDES = torch.tensor(
     [[1.0, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 0], [0, 1, 1], [1, 0, 1]]
 )  # of the box: +Z, +X, -Z, -X, +Y, -Y
 
 
 def coloured_box() -> tuple[Surface, torch.Tensor]:
-    surface = Surface.of(synthetic.box())
+    surface = Surface.of(box())
     texels = texels_of(surface, 96)
     texture = torch.zeros(96 * 96, 3)
     texture[texels.shown.pixel] = SIDES[texels.shown.face // 2]
@@ -66,10 +68,10 @@ def test_clay_needs_no_uvs():
 @pytest.mark.parametrize(("name", "value"), [("frames", 0), ("size", 5000), ("elevation", 91), ("background", 2)])
 def test_values_out_of_range_are_refused(name, value):
     with pytest.raises(InputError, match=f"{name} {value} of the turntable"):
-        turntable(Surface.of(synthetic.box()), None, **{name: value})
+        turntable(Surface.of(box()), None, **{name: value})
 
 
-@pytest.mark.parametrize("make", [synthetic.torus, synthetic.sphere, synthetic.box])
+@pytest.mark.parametrize("make", [synthetic.torus, sphere, box])
 def test_made_meshes_look_outwards(make):
     surface = Surface.of(make())
     places = surface.vertices[surface.faces].mean(1)
@@ -103,7 +105,7 @@ def test_the_demo_writes_what_it_checked(tmp_path, monkeypatch, shown):
     assert sheet.shape == (96, 96, 3)
     assert abs(sheet[:48] - sheet[48:]).mean() < 1, "baked above, right below"
     assert sheet.std() > 20
-    monkeypatch.setattr(demo, "write_glb", lambda path, mesh, _texture: write_glb(path, synthetic.box(), _texture))
+    monkeypatch.setattr(demo, "write_glb", lambda path, mesh, _texture: write_glb(path, box(), _texture))
     assert not demo.show(tmp_path)["the GLB holds the mesh"][0]
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from anygpu.compat.errors import InputError
-from anygpu.paint.baking import synthetic
 from anygpu.paint.geometry import views
 from anygpu.paint.geometry.cameras import DEFAULT_VIEWS, Camera
 from anygpu.paint.geometry.mesh import Mesh, Surface
 from anygpu.paint.geometry.views import chosen_views, on_screen, rasterised, rendered_maps
 
 from paint import rendered
+from paint.shapes import box
 
 STEP = 1.001 / 255  # one level of 8 bits
 
@@ -30,7 +30,7 @@ def test_maps_equal_the_published_ones(name, flat):
 
 
 def test_a_view_names_depth_towards_the_camera():
-    surface = Surface.of(synthetic.box(2, 2, 1))
+    surface = Surface.of(box(2, 2, 1))
     view = rasterised(surface, Camera(0, 0), 64)
     assert view.depth.max() == pytest.approx(float(surface.vertices[:, 2].max()), abs=1e-6)
     assert view.image(view.depth, background=-9).min() == -9
@@ -47,21 +47,21 @@ def test_a_size_out_of_range_is_refused():
 
 
 def test_greedy_views_end_when_nothing_is_added():
-    table, seen = chosen_views(Surface.of(synthetic.box()), 12, size=128)
+    table, seen = chosen_views(Surface.of(box()), 12, size=128)
     assert table == DEFAULT_VIEWS
     assert seen == pytest.approx(1)
 
 
 def shielded() -> Surface:
     """A cube with a plate floating before each side: only slanted views look behind the plates."""
-    box, vertices, faces = synthetic.box(), [], []
+    cube, vertices, faces = box(), [], []
     plates = [(axis, side) for axis in range(3) for side in (-1.3, 1.3)]
     for index, (axis, side) in enumerate([(0, 0.0), *plates]):
         size, move = torch.ones(3), torch.zeros(3)
         if side:
             size[axis], move[axis] = 0.05, side
-        vertices.append(box.vertices * size + move)
-        faces.append(box.faces + 24 * index)
+        vertices.append(cube.vertices * size + move)
+        faces.append(cube.faces + 24 * index)
     return Surface.of(Mesh(torch.cat(vertices), torch.cat(faces)))
 
 
@@ -84,7 +84,7 @@ def test_greedy_views_take_the_view_that_adds_most():
 
 
 def test_greedy_views_within_their_limits():
-    surface = Surface.of(synthetic.box())
+    surface = Surface.of(box())
     assert chosen_views(surface, 6, size=64)[0] == DEFAULT_VIEWS
     for most in (5, 13):
         with pytest.raises(InputError, match="max_views"):

@@ -9,9 +9,9 @@ import torch
 from anygpu.compat.device import facts as device
 from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.compat.memory.estimates import PartBytes, part_bytes
-from anygpu.compat.memory.offloader import Terms
+from anygpu.compat.memory.host_weights import HostWeights
+from anygpu.compat.memory.offloader import OffloadOptions, part_devices
 from anygpu.compat.memory.parts import Silent
-from anygpu.compat.memory.planned import places
 from anygpu.compat.memory.statistics import MemoryStats, StageCost, kept_stages
 from anygpu.pipelines import tiny
 from anygpu.pipelines.loading.folder import LoadRequest, load
@@ -88,11 +88,11 @@ def test_a_layer_that_does_not_fit_is_said_with_the_number_missing():
     with pytest.raises(
         UnsupportedError, match=r"10.0 MB free .* largest layer of the transformer, 50.0 MB; expected 40"
     ):
-        fitting.require_room(weights, acc, 10 * 10**6, Terms())
-    fitting.require_room(weights, acc, 60 * 10**6, Terms())
+        fitting.require_room(weights, acc, 10 * 10**6, OffloadOptions())
+    fitting.require_room(weights, acc, 60 * 10**6, OffloadOptions())
     with pytest.raises(UnsupportedError, match=r"expected 40\.0 MB more"):
-        fitting.require_room(weights, acc, 60 * 10**6, Terms(keep_free=50 * 10**6))
-    fitting.require_room(weights, acc, 10**6, Terms(devices={"transformer": CPU}))
+        fitting.require_room(weights, acc, 60 * 10**6, OffloadOptions(keep_free_bytes=50 * 10**6))
+    fitting.require_room(weights, acc, 10**6, OffloadOptions(devices={"transformer": CPU}))
 
 
 def test_the_limit_of_a_control_group_counts(monkeypatch, tmp_path):
@@ -114,13 +114,13 @@ def test_the_limit_of_a_control_group_counts(monkeypatch, tmp_path):
 )
 def test_places_are_checked(devices, keep, told):
     with pytest.raises(InputError, match=told):
-        fitting.terms_for(devices, keep, None)
+        fitting.offload_options(devices, keep, None, HostWeights())
 
 
 def test_a_device_that_is_not_there_is_named():
-    assert places("auto", "cpu", "auto") == {"text_encoder": "cpu"}
+    assert part_devices("auto", "cpu", "auto") == {"text_encoder": "cpu"}
     with pytest.raises(UnsupportedError, match="device 'gpu:3' where torch sees"):
-        places(vae="gpu:3")
+        part_devices(vae="gpu:3")
 
 
 def test_costs_are_kept_and_read_back(tmp_path):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from anygpu.compat.decision import Decision
 from anygpu.compat.errors import InputError, UnsupportedError
+from anygpu.compat.memory.offloader import OwnOffloader
 from anygpu.pipelines import stages, tiny
 from anygpu.pipelines.base import (
     FramePackSettings,
@@ -245,7 +246,7 @@ def test_images_join_in_either_order(run: Any) -> None:
 def test_given_vision_replaces_siglip(run: Any, recorded: Any) -> None:
     made, watched = run(I2V), recorded()
     pipeline = replace(made.pipeline, parts=type(made.pipeline.parts)({"vae": lambda _: made.pipeline.parts["vae"]}))
-    pipeline = replace(pipeline, offloader=SimpleNamespace(device=torch.device("cpu"), hold=_Held(pipeline.parts).hold))
+    pipeline = replace(pipeline, offloader=_Held(pipeline.parts))
     vision = torch.randn(1, 729, 32)
     request = ImageRequest(START, WIDTH, HEIGHT, vision=vision, strength=0.5)
     condition = stages.encode_image(pipeline, request, "stretch", watched)
@@ -256,18 +257,16 @@ def test_given_vision_replaces_siglip(run: Any, recorded: Any) -> None:
 # Sampling as it goes ----------------------------------------------------------------------------------------------
 
 
-class _Held:
+class _Held(OwnOffloader):
     """An offloader that remembers what was held."""
 
     def __init__(self, parts: Any) -> None:
-        self.parts, self.names = parts, []
-        self.device = torch.device("cpu")
+        super().__init__(parts, torch.device("cpu"), "none")
+        self.names: list[str] = []
 
-    def hold(self, part: str, _bytes: int = 0, _progress: Any = None) -> Any:
-        from contextlib import nullcontext
-
+    def hold(self, part: str, *args: Any) -> Any:
         self.names.append(part)
-        return nullcontext(self.parts.read(part))
+        return super().hold(part, *args)
 
     def release(self, part: str) -> None:
         """Nothing: the tests go on with every part."""

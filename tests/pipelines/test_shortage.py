@@ -6,6 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from anygpu.compat.errors import parts_of
+from anygpu.compat.memory.statistics import MemoryStats
 from anygpu.pipelines.base import SampleSettings, Silent
 from anygpu.pipelines.memory.shortage import Shortage, explain_shortage, lowered, shortage_in
 from anygpu.pipelines.profiling import running
@@ -21,8 +23,10 @@ HOST = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 b
 
 
 def pipeline(device: str = "cuda", mode: str = "none") -> SimpleNamespace:
-    offloader = SimpleNamespace(device=torch.device("cpu" if device == "cpu" else "meta"), mode=mode)
-    return SimpleNamespace(family="ltx", offloader=offloader, facts=SimpleNamespace(name="RTX"), speed=None)
+    where = torch.device("cpu" if device == "cpu" else "meta")
+    offloader = SimpleNamespace(device=where, mode=mode, memory_stats=MemoryStats())
+    facts = SimpleNamespace(name="RTX")
+    return SimpleNamespace(family="ltx", variant="dev", offloader=offloader, facts=facts, speed=None)
 
 
 @pytest.mark.parametrize(
@@ -75,6 +79,7 @@ def test_the_error_keeps_torch_s_class_and_words(kind):
     first, second = str(told).splitlines()
     assert first.startswith("out of memory while sampling 704x480, 97 frames on RTX (4.3 GB")
     assert "; expected about 20% of that. Set offload to group" in first and "lower frames from 97 to 17" in first
+    assert parts_of(str(told))["expected"] == "about 20% of that"
     assert second.startswith("CUDA out of memory")
 
 
@@ -83,7 +88,7 @@ CASES = [(RuntimeError(CUDA), torch.OutOfMemoryError), (ValueError("other"), Val
 
 @pytest.mark.parametrize(("error", "raised"), CASES)
 def test_a_stage_explains_a_shortage_once_and_leaves_other_errors_alone(error, raised):
-    whole = pipeline()
+    whole = pipeline("cpu")
     with (
         pytest.raises(raised) as told,
         running(DECODING, whole, Silent(), SIZE),

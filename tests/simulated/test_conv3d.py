@@ -12,7 +12,8 @@ import torch
 from anygpu.compat.device.probe_store import ProbeStore
 from anygpu.compat.device.quirks import abilities
 from anygpu.compat.errors import UnsupportedError
-from anygpu.compat.memory.offloader import MODES, own_tensors, weights_on
+from anygpu.compat.memory.hooks import own_tensors, weights_on
+from anygpu.compat.memory.offloader import MODES, OwnOffloader
 from anygpu.compat.precision import DTYPES
 from anygpu.compat.transforms.conv3d import Form, swap_conv3d
 from anygpu.compat.transforms.conv3d_choice import Layer, choose_by, form_error, form_times
@@ -60,7 +61,7 @@ def randomised(name: str) -> Any:
 
 
 def resident(mode: str, module: nn.Module, device: torch.device, name: str = "vae") -> Any:
-    return MODES[mode](Parts({name: lambda _progress: module}), device)
+    return OwnOffloader(Parts({name: lambda _progress: module}), device, mode)
 
 
 def sample(*size: int) -> torch.Tensor:
@@ -317,7 +318,7 @@ def test_an_input_never_goes_to_a_master_copy(away: str, acc: torch.device) -> N
     model = nn.Conv3d(4, 4, 3).requires_grad_(False)
     swap_conv3d(model, Form.FRAMES)
     model.to(away)
-    with pytest.raises(UnsupportedError, match=f"is on acc:0 and its weight on {away}.*residency"):
+    with pytest.raises(UnsupportedError, match=f"is on acc:0 and its weight on {away}.*offloader"):
         model(sample(1, 4, 4, 6, 6).to(acc))
 
 

@@ -13,9 +13,8 @@ from anygpu.compat.checkpoints.weights import read_tensors
 from anygpu.compat.device import facts as device
 from anygpu.compat.device.facts import facts_for
 from anygpu.compat.errors import UnsupportedError
-from anygpu.compat.memory import hooks as units
-from anygpu.compat.memory import host_weights, offloader, staging, transfer
-from anygpu.compat.memory.hooks import units_on
+from anygpu.compat.memory import hooks, host_weights, transfer
+from anygpu.compat.memory.hooks import hooks_on
 from anygpu.compat.memory.host_weights import DISK, PINNED, PLAIN, choose_host_weights, views_of
 from anygpu.compat.memory.statistics import MemoryStats
 from anygpu.pipelines.loading.part import PartFiles
@@ -74,9 +73,9 @@ def test_a_transformer_by_block_is_copied_from_locked_memory(acc, tiny_folder):
         pipeline.offloader.hold("transformer") as transformer,
         memory_stats.stage("s", "p", "m", acc) as cost,
     ):
-        for unit in units_on(transformer).units:
-            unit.bring(), unit.leave()
-    size = units_on(transformer).total_bytes
+        for group in hooks_on(transformer).groups:
+            group.onload(), group.offload()
+    size = hooks_on(transformer).total_bytes
     assert sum(count for locked, count in seen if locked) == sum(count for _, count in seen) == size
     assert cost.moved_bytes == size and 0 < cost.moving_seconds < cost.seconds, "told by the device's clock"
     assert all(torch.equal(tensor, before[name]) for name, tensor in transformer.state_dict().items())
@@ -89,8 +88,8 @@ def test_nothing_is_locked_where_the_host_is_small(acc, tiny_folder, monkeypatch
     assert "would be locked at most" in plan_line(pipeline)
     with sources(seen), pipeline.offloader.hold("transformer") as transformer:
         assert not any(tensor.is_pinned() for tensor in transformer.parameters())
-        for unit in units_on(transformer).units:
-            unit.bring(), unit.leave()
+        for group in hooks_on(transformer).groups:
+            group.onload(), group.offload()
     assert seen and not any(locked for locked, _ in seen)
 
 
@@ -149,7 +148,7 @@ def test_weights_that_the_host_cannot_hold_stay_in_their_files(acc, tiny_folder,
     expected = run(heavy("ltx", tiny_folder, "cpu"))
     in_files(monkeypatch, tmp_path)
     pipeline = heavy("ltx", tiny_folder, acc, mode)
-    assert set(pipeline.offloader.host.of(DISK)) == {"transformer", "text_encoder"}
+    assert set(pipeline.offloader.options.host_weights.of(DISK)) == {"transformer", "text_encoder"}
     assert "disk-backed: 4.0 MB of host memory free" in plan_line(pipeline)
     for _ in range(2):
         for one, other in zip(run(pipeline), expected, strict=True):
@@ -201,27 +200,27 @@ def test_a_file_larger_than_all_memory_can_be_mapped(tmp_path):
 def test_a_large_tensor_arrives_in_slices_between_which_a_cancel_is_obeyed(acc, monkeypatch, staged):
     monkeypatch.setattr(transfer, "SLICE_BYTES", 64)
     source, asked = torch.randint(-9, 9, (9, 5)).float(), []
-    found = transfer.arrived(source, acc, lambda: asked.append(1), staged)
+    found = transfer.copy_to_device(source, acc, lambda: asked.append(1), staged)
     assert torch.equal(found.cpu(), source) and len(asked) == 3
-    assert torch.equal(transfer.arrived(source.t(), acc).cpu(), source.t())
+    assert torch.equal(transfer.copy_to_device(source.t(), acc).cpu(), source.t())
 
     def cancelled():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        transfer.arrived(source, acc, cancelled, staged)
+        transfer.copy_to_device(source, acc, cancelled, staged)
 
 
 @pytest.mark.parametrize("mode", ["group", "sequential"])
 def test_bytes_are_told_while_units_move(acc, tiny_folder, recorded, monkeypatch, mode):
     """Of each forward anew, at most once in a while."""
-    monkeypatch.setattr(units, "REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(hooks, "REPORT_SECONDS", 0.0)
     pipeline, progress = heavy("ltx", tiny_folder, acc, mode), recorded()
     with pipeline.offloader.hold("transformer", 0, progress) as transformer:
         for _ in range(2):
-            for unit in units_on(transformer).units:
-                unit.bring(), unit.leave()
-    total = units_on(transformer).total_bytes
+            for group in hooks_on(transformer).groups:
+                group.onload(), group.offload()
+    total = hooks_on(transformer).total_bytes
     told = [step for step in progress.steps if step[2].startswith("moving transformer ")]
     done = [step[0] for step in told]
     half = len(done) // 2
@@ -250,17 +249,17 @@ class CancelsAt:
 
 def test_a_move_that_fails_leaves_the_masters_that_were_there(acc, monkeypatch):
     """Else units that lock copies of them would keep both; and a part on the device finds them when it goes home."""
-    monkeypatch.setattr(staging, "SMALL_BYTES", 0)
+    monkeypatch.setattr(transfer, "SMALL_BYTES", 0)
     part = torch.nn.Sequential(*(torch.nn.Linear(3, 3, bias=False) for _ in range(3)))
     masters_of = [weight.data for weight in part.parameters()]
     with accelerator.refusal(2), pytest.raises(torch.OutOfMemoryError):
-        offloader.move(part, acc, "part", keep=True)
-    assert not part.__dict__[offloader.KEPT] and not offloader.on_device(part, acc)
-    offloader.move(part, acc, "part", keep=True)
+        transfer.move(part, acc, "part", keep=True)
+    assert not part.__dict__[transfer.KEPT] and not transfer.on_device(part, acc)
+    transfer.move(part, acc, "part", keep=True)
     with pytest.raises(KeyboardInterrupt):
-        offloader.move(part, torch.device("cpu"), "part", CancelsAt(2))
+        transfer.move(part, torch.device("cpu"), "part", CancelsAt(2))
     assert all(weight.device == acc for weight in part.parameters())
-    offloader.move(part, torch.device("cpu"), "part")
+    transfer.move(part, torch.device("cpu"), "part")
     assert [weight.data_ptr() for weight in part.parameters()] == [host_weight.data_ptr() for host_weight in masters_of]
 
 

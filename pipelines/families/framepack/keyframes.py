@@ -8,7 +8,7 @@ import torch
 
 from ....compat.device.execution import checked_leaves, execution_device
 from ....compat.errors import InputError
-from ...base import FramePackSettings, ImageCondition, ImageRequest, Pipeline, Progress
+from ...base import FramePackSettings, ImageCondition, ImageRequest, Pipeline, Progress, StageText
 from ...pictures import signed
 from ...vae.fallback import encoded_moments
 
@@ -48,7 +48,7 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) 
         progress.notify("strength has no effect on the start image of FramePack")
     if place == END and request.vision is not None:
         progress.notify("vision has no effect on the end image of FramePack")
-    known[place] = encoded_moments(pipeline, request.frames, progress, "encoding image")
+    known[place] = encoded_moments(pipeline, request.frames, progress, StageText("encoding", "image"))
     if place == START:
         known[VISION] = _vision(pipeline, request, progress)
     anchors = () if request.previous is None else request.previous.anchors
@@ -114,5 +114,5 @@ def _vision(pipeline: Pipeline, request: ImageRequest, progress: Progress) -> to
         )
         picture = signed(request.frames)[:, :, 0]
         states = pipe.encode_image(picture, device=execution_device(pipeline.offloader))
-        progress.step(1, 1, "encoding image for SigLIP")
+        progress.step(1, 1, StageText("encoding", "image for SigLIP"))
     return states.float().cpu()

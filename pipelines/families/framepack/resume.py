@@ -26,7 +26,7 @@ def resume_key(
     How parts are moved and which attention kernel runs are left out: who ran out of memory changes just these.
     """
     digest = hashlib.sha256()
-    adapted = str(getattr(pipeline.offloader, "active_adapters", ""))
+    adapted = str(pipeline.offloader.adapters or "")
     kinds = {field.name: getattr(pipeline.precision, field.name) for field in fields(Precision) if field.name != "why"}
     stored = pipeline.storage.get("transformer", "")
     model = [pipeline.family, pipeline.variant, kinds, stored, adapted, pipeline.step_cache]

@@ -12,7 +12,17 @@ from torch.nn import functional
 from ....compat.device.execution import checked_leaves, execution_device, generator_for, placed, state_of
 from ....compat.device.vae_policy import Form
 from ....compat.errors import InputError
-from ...base import ImageCondition, ImageRequest, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings
+from ...base import (
+    ImageCondition,
+    ImageRequest,
+    Latents,
+    Pipeline,
+    Progress,
+    Prompt,
+    PromptRequest,
+    SampleSettings,
+    StageText,
+)
 from ...family import Defaults, Family
 from ...memory.fit import recovery
 from ...memory.needs import beside_transformer
@@ -285,7 +295,10 @@ def _states(pipeline: Pipeline, frames: torch.Tensor, progress: Progress) -> tor
         )
     picture = Image.fromarray((frames[0] * 255.0).round().to(torch.uint8).numpy())
     device = execution_device(pipeline.offloader)
-    with pipeline.offloader.hold("image_encoder", 0, progress) as encoder, watched(encoder, progress, "encoding image"):
+    with (
+        pipeline.offloader.hold("image_encoder", 0, progress) as encoder,
+        watched(encoder, progress, StageText("encoding", "image")),
+    ):
         states = HunyuanVideo15ImageToVideoPipeline._get_image_embeds(
             encoder, pipeline.tools["feature_extractor"], picture, device
         )

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from ....compat.errors import InputError
-from ....compat.memory.offloader import own_tensors
+from ....compat.memory.hooks import own_tensors
 from ....compat.memory.transfer import Transfer
-from ...base import ImageCondition, ImageRequest, Pipeline, Progress, SampleSettings
+from ...base import ImageCondition, ImageRequest, Pipeline, Progress, SampleSettings, StageText
 from ...pictures import signed
 from ...sampling.loop import noise_for
 from ...sampling.schedules import TRAIN_TIMESTEPS, Schedule
@@ -153,7 +153,7 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) 
     """
     frames = _on_grid(request, progress)
     known, anchors = ({}, ()) if request.previous is None else (request.previous.tensors, request.previous.anchors)
-    found = encoded_moments(pipeline, frames, progress, "encoding image")
+    found = encoded_moments(pipeline, frames, progress, StageText("encoding", "image"))
     if MEAN in known and not torch.equal(known[MEAN], found[MEAN]):
         raise InputError(
             "a previous image condition made by another LTX-Video VAE",

@@ -21,9 +21,9 @@ import torch
 
 from ....compat.device.execution import HOST, checked_leaves, execution_device, generator_for, placed, state_of
 from ....compat.device.vae_policy import Form
-from ....compat.memory.offloader import own_tensors
+from ....compat.memory.hooks import own_tensors
 from ....compat.memory.transfer import Transfer
-from ...base import ImageCondition, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings
+from ...base import ImageCondition, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings, StageText
 from ...family import Defaults, Family
 from ...memory.fit import recovery
 from ...memory.needs import beside_transformer
@@ -180,7 +180,7 @@ def encode_video(pipeline: Pipeline, frames: torch.Tensor, seed: int, progress: 
     from diffusers import LTXPipeline
     from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
-    found = encoded_moments(pipeline, frames, progress, "encoding video")
+    found = encoded_moments(pipeline, frames, progress, StageText("encoding", "video"))
     drawn = DiagonalGaussianDistribution(found[MOMENTS]).sample(generator_for(seed))
     return LTXPipeline._normalize_latents(drawn, found[MEAN], found[STD], _scaling(pipeline))
 

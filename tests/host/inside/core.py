@@ -13,7 +13,6 @@ import comfy.sample
 import comfy.samplers
 import torch
 from anygpu.compat.device.execution import generator_for
-from anygpu.compat.memory.adapters import Adapted
 from anygpu.host import core_outputs
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import FramePackSettings, SampleSettings, Silent
@@ -116,8 +115,8 @@ def adapted_alike(name: str, weights: str, folder: str) -> dict[str, Any]:
 def alone(adapted: Any) -> Any:
     """The pipeline with all its LoRAs beside the weights, which packed ones take too."""
     chosen = tuple(replace(one, mode="separate") for one in lora.on(adapted))
-    active_adapters = lora.LoRAs(chosen, adapted.precision.transformer)
-    return replace(adapted, offloader=Adapted(adapted.offloader.inner, adapted.parts, active_adapters))
+    adapters = lora.LoRAs(chosen, adapted.precision.transformer)
+    return replace(adapted, offloader=adapted.offloader.with_adapters(adapters))
 
 
 def _noise_shape(pipeline: Any, samples: torch.Tensor) -> tuple[int, ...]:

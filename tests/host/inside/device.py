@@ -63,7 +63,7 @@ def loaded_for(name: str, precision: str = "fp32", device: Any = None, heavy: bo
     request = LoadRequest(
         paths[0], base, encoder, precision=precision, device=device or memory_manager.compute_device(), **chosen
     )
-    return load(request) if device else load(request, None, memory_manager.make_room, memory_manager.managed)
+    return load(request) if device else load(request, None, memory_manager.make_room, memory_manager.offloader_on)
 
 
 def heavy_folder(checkpoint: str) -> Path:

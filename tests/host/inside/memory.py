@@ -291,7 +291,7 @@ def narrow(name: str, folder: str) -> dict[str, Any]:
     model = tiny.build(name, Path(folder), dtype=torch.bfloat16)
     dense = load(LoadRequest(model, precision="fp32", device="cpu"))
     request = LoadRequest(model, precision="fp32", device=memory_manager.compute_device())
-    pipeline = load(request, None, memory_manager.make_room, memory_manager.managed)
+    pipeline = load(request, None, memory_manager.make_room, memory_manager.offloader_on)
     expected, found = sampled(dense, name).samples, {"full": sampled(pipeline, name).samples}
     management.unload_all_models()
     with state(vram_state=management.VRAMState.NO_VRAM):
@@ -406,7 +406,7 @@ def shortage() -> dict[str, Any]:
 
 def locked() -> dict[str, list[int]]:
     """How many weights ComfyUI was to lock in host memory while a transformer streams and leaves; a clone too."""
-    offloader: Any = memory_manager.manager_of(loaded_for("ltx"))
+    offloader: Any = memory_manager.comfy_offloader(loaded_for("ltx"))
     found: dict[str, list[int]] = {}
     count = 0
 
@@ -417,7 +417,7 @@ def locked() -> dict[str, list[int]]:
 
     for kind in (PLAIN, DISK):
         offloader.patchers.clear()
-        offloader.terms = replace(offloader.terms, host=HostWeights({"transformer": kind}))
+        offloader.options = replace(offloader.options, host_weights=HostWeights({"transformer": kind}))
         found[kind] = []
         for patcher in (offloader.patcher, offloader.patcher.clone()):
             for room in (1.0, 1e12):

@@ -31,7 +31,9 @@ def loaded_for(folder: str, device: Any = None) -> Any:
     """A pipeline as the load node makes it; on the CPU without ComfyUI's manager where ``device`` says so."""
     request = PaintRequest(Path(folder), precision="fp32", device=device or memory_manager.compute_device())
     return (
-        load_paint(request) if device else load_paint(request, None, memory_manager.make_room, memory_manager.managed)
+        load_paint(request)
+        if device
+        else load_paint(request, None, memory_manager.make_room, memory_manager.offloader_on)
     )
 
 
