@@ -27,9 +27,10 @@ from .compat.device.vae_policy import METHODS
 from .compat.errors import InputError, PackError
 from .compat.memory import offloader
 from .compat.memory.parts import StageText
-from .compat.transforms import attention, fused, fused_vae, step_cache
+from .compat.transforms import attention, fused, step_cache
 from .compat.transforms import compile as compiling
 from .pipelines.family import FITS, SCHEDULERS
+from .pipelines.registry import FAMILIES
 
 STATE = "~/.cache/anygpu"
 
@@ -81,11 +82,11 @@ def _kernels(arguments: argparse.Namespace) -> int:
 
     facts = facts_for(arguments.device)
     print(f"{facts}: {fused.form_for(fused.AUTO, facts.device, torch.bfloat16)[1]}")
-    for family in fused.PUBLISHED:
-        sites = fused.published_sites(family)
+    for family in FAMILIES.values():
+        sites = fused.published_sites(family.published_blocks)
         kinds = ", ".join(f"{count} {kind}" for kind, count in sites.items())
-        total, decoder = sum(sites.values()), fused_vae.PUBLISHED[family]
-        print(f"{family}: {total} sites in the published transformer: {kinds}; {decoder} in the VAE's decoder")
+        total, decoder = sum(sites.values()), family.published_vae_sites
+        print(f"{family.id}: {total} sites in the published transformer: {kinds}; {decoder} in the VAE's decoder")
     wrong = 0
     for one in fused.kernel_self_tests(facts.device):
         print(one, flush=True)
@@ -152,25 +153,25 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float]:
                 arguments.prompt,
                 arguments.negative,
                 sections=tuple(arguments.section_prompt),
-                image=pictures if "image" in stages.family_named(pipeline.family).FAMILY.effective else None,
+                image=pictures if "image" in pipeline.spec.effective else None,
             ),
             progress,
         )
         chosen = SampleSettings(
-            image.width if image else arguments.width,
-            image.height if image else arguments.height,
-            arguments.frames,
-            arguments.steps,
-            arguments.seed,
-            arguments.fps,
-            arguments.guidance,
-            arguments.cfg,
+            width=image.width if image else arguments.width,
+            height=image.height if image else arguments.height,
+            frames=arguments.frames,
+            steps=arguments.steps,
+            seed=arguments.seed,
+            fps=arguments.fps,
+            guidance=arguments.guidance,
+            cfg=arguments.cfg,
             shift=arguments.shift,
             scheduler=arguments.scheduler,
             denoise=arguments.denoise,
             latents=_start(pipeline, arguments, progress),
         )
-        if pipeline.family == "framepack":
+        if pipeline.spec.sections:
             if image is None:
                 raise InputError("no image for FramePack", expected="a start image", fix="Add --image FILE.")
             framepack = FramePackSettings(arguments.seconds, arguments.window)
@@ -222,7 +223,16 @@ def _images(pipeline: Any, arguments: argparse.Namespace, progress: Any) -> tupl
             continue
         pictures, _ = read_frames(Path(path))
         start = pictures if start is None else start
-        request = ImageRequest(pictures, arguments.width, arguments.height, frame, 1.0, None, condition, arguments.seed)
+        request = ImageRequest(
+            frames=pictures,
+            width=arguments.width,
+            height=arguments.height,
+            frame=frame,
+            strength=1.0,
+            vision=None,
+            previous=condition,
+            seed=arguments.seed,
+        )
         condition = stages.encode_image(pipeline, request, arguments.fit, progress)
     return condition, start
 

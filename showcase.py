@@ -218,7 +218,7 @@ def _near(frames: torch.Tensor, reference: torch.Tensor) -> tuple[bool, str]:
 
 
 def _as_asked(pipeline: Pipeline, clip: Clip, path: Path) -> tuple[bool, str]:
-    size = snap(stages.family_named(pipeline.family).FAMILY, WIDTH, HEIGHT, clip.frames)
+    size = snap(pipeline.spec, WIDTH, HEIGHT, clip.frames)
     frames, rate = read_frames(path)
     asked = (size.frames, size.height, size.width, clip.fps)
     found = (*frames.shape[:3], rate)

@@ -26,7 +26,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 from anygpu.compat.device.facts import GIBIBYTE, facts_for
 from anygpu.compat.memory.offloader import offloader_for
 from anygpu.compat.memory.parts import Parts
-from anygpu.compat.precision import precision_for
+from anygpu.compat.precision import PAINT, precision_for
 from anygpu.compat.transforms.attention import attention_for
 from anygpu.paint.estimates import paint_bytes, paint_needs
 from anygpu.paint.geometry.cameras import DEFAULT_VIEWS
@@ -46,7 +46,7 @@ KIND = "paint"
 def whole(device: torch.device) -> PaintPipeline:
     """paint v2-0 at its published size, all weights 0, offloaded from ``device`` part by part."""
     facts = facts_for(device)
-    precision = precision_for(KIND, facts, "bf16")
+    precision = precision_for(PAINT, facts, "bf16")
     attention = attention_for("auto", facts, torch.bfloat16, 64, frozenset())
     dtypes = Dtypes(precision.compute, precision.residual)
     with torch.device("meta"):

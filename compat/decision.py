@@ -27,8 +27,10 @@ class Decision:
 
     @property
     def reason(self) -> str:
-        """Source and reason as text, such as ``auto: 9.1 GB of weights fit into 22.0 GB free``."""
-        return ": ".join(filter(None, (self.source, self.why)))
+        """Reason and source as text, such as ``auto: 9.1 GB of weights fit into 22.0 GB free``."""
+        if self.source in (AUTO, CHOSEN):
+            return ": ".join(filter(None, (self.source, self.why)))
+        return "; ".join(filter(None, (self.why, self.source)))
 
     def __str__(self) -> str:
         return f"{self.subject} {self.verdict}" + (f": {self.reason}" if self.reason else "")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -20,8 +20,6 @@ NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 SAFE = "fp16-safe"
 ON_CPU = "on a CPU"
 CHOICES = ("auto", "fp32", "bf16", "fp16", SAFE)
-PAINT = ("paint", "paint_pbr", "delight")  # UNets with 2-D convolutions; CLIP and DINOv2 run in fp16 upstream too
-HALF_TEXT = ("hunyuan_video", "framepack")  # Llama and CLIP, which upstream runs in fp16; the others have a T5
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,35 +79,40 @@ def _safe(text: torch.dtype, why: str) -> Precision:
 _OLD = "GPUs before sm80 have no bf16 units: fp16 operands around an fp32 residual are fast and cannot overflow"
 _MAC = "bf16 halves the largest part; the VAE is safe in fp32"
 
-PRECISION: dict[tuple[str, str], Precision] = {  # (family, arch class); an exact row wins over "*"
-    ("*", "cpu"): Precision(FP32, FP32, FP32, "a CPU computes fp32 fastest and exactly"),
-    ("*", "cuda-sm80+"): Precision(
-        BF16, BF16, BF16, "this GPU has bf16 tensor cores and the models were trained in it"
-    ),
-    ("*", "cuda-old"): _safe(FP32, _OLD),
-    ("*", "rocm"): Precision(BF16, BF16, BF16, "bf16 has the range of fp32 at half its memory"),
-    ("*", "xpu"): Precision(BF16, BF16, BF16, "Intel GPUs have bf16 units"),
-    ("*", "mps"): Precision(BF16, FP32, FP32, _MAC),
-    ("*", "xla"): Precision(
-        BF16, BF16, FP32, "accelerators behind XLA are made for bf16; VAEs lose accuracy in it there"
-    ),
-    ("*", "other"): Precision(FP32, FP32, FP32, "nothing is known about this device, so the exact choice"),
-    **{  # Tencent-Hunyuan/Hunyuan3D-2, hy3dgen/texgen: every network is loaded with torch_dtype float16
-        (family, arch): Precision(FP16, FP16, FP16, "the published code runs this model in fp16 throughout")
-        for family in PAINT
-        for arch in ("cuda-sm80+", "rocm", "xpu")
-    },
-    ("mochi", "cuda-sm80+"): Precision(BF16, BF16, FP32, "upstream's reference decodes Mochi in fp32"),
-    ("mochi", "rocm"): Precision(BF16, BF16, FP32, "upstream's reference decodes Mochi in fp32"),
-    ("mochi", "xpu"): Precision(BF16, BF16, FP32, "upstream's reference decodes Mochi in fp32"),
-    **{
-        (family, "cuda-old"): _safe(FP16, f"{_OLD}; its text encoders run in fp16 upstream too") for family in HALF_TEXT
-    },
-    **{
-        (family, "mps"): Precision(BF16, FP16, FP32, f"{_MAC}; its text encoders run in fp16 upstream too")
-        for family in HALF_TEXT
-    },
+PRECISION: dict[str, Precision] = {  # by arch class; a row of the model's own wins
+    "cpu": Precision(FP32, FP32, FP32, "a CPU computes fp32 fastest and exactly"),
+    "cuda-sm80+": Precision(BF16, BF16, BF16, "this GPU has bf16 tensor cores and the models were trained in it"),
+    "cuda-old": _safe(FP32, _OLD),
+    "rocm": Precision(BF16, BF16, BF16, "bf16 has the range of fp32 at half its memory"),
+    "xpu": Precision(BF16, BF16, BF16, "Intel GPUs have bf16 units"),
+    "mps": Precision(BF16, FP32, FP32, _MAC),
+    "xla": Precision(BF16, BF16, FP32, "accelerators behind XLA are made for bf16; VAEs lose accuracy in it there"),
+    "other": Precision(FP32, FP32, FP32, "nothing is known about this device, so the exact choice"),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPrecision:
+    """Where the dtypes of a model differ from the common rows.
+
+    Args:
+        rows: arch class to the row that wins over the common one.
+        half_text: whether upstream runs its text encoders in fp16, which a T5 cannot.
+        half_unet: whether it is a UNet with 2-D convolutions, which upstream runs in fp16 with its encoders.
+    """
+
+    rows: Mapping[str, Precision] = field(default_factory=dict)
+    half_text: bool = False
+    half_unet: bool = False
+
+
+_TEXT = "its text encoders run in fp16 upstream too"
+PLAIN = ModelPrecision()
+_HALF_TEXT = {"cuda-old": _safe(FP16, f"{_OLD}; {_TEXT}"), "mps": Precision(BF16, FP16, FP32, f"{_MAC}; {_TEXT}")}
+HALF_TEXT = ModelPrecision(_HALF_TEXT, half_text=True)  # Llama and CLIP
+# Tencent-Hunyuan/Hunyuan3D-2, hy3dgen/texgen: every network is loaded with torch_dtype float16; CLIP and DINOv2 too
+_PAINT = Precision(FP16, FP16, FP16, "the published code runs this model in fp16 throughout")
+PAINT = ModelPrecision(dict.fromkeys(("cuda-sm80+", "rocm", "xpu"), _PAINT), half_unet=True)
 
 _EXPLICIT: dict[str, Precision] = {
     "fp32": Precision(FP32, FP32, FP32, "exact, twice the memory of bf16"),
@@ -121,15 +124,15 @@ _WIDE_TEXT = {"fp16": "text encoders stay fp32, since fp16 overflows in T5", SAF
 
 
 def precision_for(
-    family: str, facts: DeviceFacts, choice: str = "auto", probes: Mapping[str, ProbeResult] | None = None
+    model: ModelPrecision, facts: DeviceFacts, choice: str = "auto", probes: Mapping[str, ProbeResult] | None = None
 ) -> Precision:
-    """The dtypes for ``family`` on the device of ``facts``.
+    """The dtypes for a model on the device of ``facts``.
 
     ``auto`` takes the table's row and leaves it where the device cannot follow: bf16 becomes fp16-safe, then fp32. An
     explicit choice is never changed; only convolutions that a device lacks are computed in fp32, which loses nothing.
 
     Args:
-        family: a family id.
+        model: where it differs from the common rows.
         facts: the device.
         choice: one of :data:`CHOICES`.
         probes: what the device answered, by probe; its word outranks a known bug's row. None asks nothing.
@@ -139,7 +142,7 @@ def precision_for(
     """
     policy = policy_for(facts)
     if choice == "auto":
-        return _automatic(family, _row(family, facts), policy, probes)
+        return _automatic(model, _row(model, facts), policy, probes)
     if choice not in _EXPLICIT:
         raise UnsupportedError(
             f"precision {choice!r}", expected=f"one of {', '.join(CHOICES)}", fix="Choose one on the load node."
@@ -150,7 +153,7 @@ def precision_for(
             expected="auto, fp32 or bf16",
             fix="Choose auto: a CPU has no fp16 units, so this would be slower than fp32 and less exact.",
         )
-    chosen, ability = _EXPLICIT[choice], _ability(family, choice, policy, probes)
+    chosen, ability = _EXPLICIT[choice], _ability(model, choice, policy, probes)
     if not ability.usable:
         raise UnsupportedError(
             f"precision {choice!r} {_refusal(ability, facts)}",
@@ -158,7 +161,7 @@ def precision_for(
             fix="Choose auto, which takes what works on this device.",
         )
     why = [chosen.why]
-    if choice in _WIDE_TEXT and family in (*HALF_TEXT, *PAINT):
+    if choice in _WIDE_TEXT and (model.half_text or model.half_unet):
         chosen = replace(chosen, text=FP16)
     elif choice in _WIDE_TEXT:
         why.append(_WIDE_TEXT[choice])
@@ -167,8 +170,8 @@ def precision_for(
     return replace(chosen, why="; ".join(why), conv=_conv_dtype(chosen.vae, policy, probes), automatic=False)
 
 
-def lacking(choice: str, families: Iterable[str], facts: DeviceFacts) -> str:
-    """Why none of ``families`` can have the precision ``choice`` on the device of ``facts``, by the tables; else empty.
+def lacking(choice: str, models: Iterable[ModelPrecision], facts: DeviceFacts) -> str:
+    """Why none of ``models`` can have the precision ``choice`` on the device of ``facts``, by the tables; else empty.
 
     It is the reason of the error that :func:`precision_for` raises.
     """
@@ -176,7 +179,7 @@ def lacking(choice: str, families: Iterable[str], facts: DeviceFacts) -> str:
         return ""
     if _contradicts(choice, facts):
         return ON_CPU
-    abilities = [_ability(family, choice, policy_for(facts)) for family in families]
+    abilities = [_ability(model, choice, policy_for(facts)) for model in models]
     return "" if any(ability.usable for ability in abilities) else _refusal(abilities[-1], facts)
 
 
@@ -185,12 +188,12 @@ def _contradicts(choice: str, facts: DeviceFacts) -> bool:
 
 
 def _ability(
-    family: str, choice: str, policy: DevicePolicy, probes: Mapping[str, ProbeResult] | None = None
+    model: ModelPrecision, choice: str, policy: DevicePolicy, probes: Mapping[str, ProbeResult] | None = None
 ) -> Verdict:
-    """Whether the device can run the whole of ``family`` in an explicit choice."""
+    """Whether the device can run the whole of a model in an explicit choice."""
     chosen = _EXPLICIT[choice]
     ability = transformer_verdict(chosen, policy, probes)
-    if ability.usable and family in PAINT:
+    if ability.usable and model.half_unet:
         return vae_verdict(chosen.compute or chosen.transformer, policy, probes)
     return ability
 
@@ -215,25 +218,25 @@ def vae_verdict(dtype: torch.dtype, policy: DevicePolicy, probes: Mapping[str, P
     return verdicts((*casts, f"groupnorm.{name}", f"conv2d.{name}"), policy, probes)
 
 
-def _row(family: str, facts: DeviceFacts) -> Precision:
-    for key in ((family, facts.arch_class), ("*", facts.arch_class)):
-        if key in PRECISION:
-            return PRECISION[key]
-    raise UnsupportedError(
-        f"no precision policy for {family!r} on {facts.arch_class!r}",
-        expected=f"one of {', '.join(sorted({arch for _, arch in PRECISION}))}",
-        fix="Choose a precision by hand, or add a row to PRECISION in compat/precision.py.",
-    )
+def _row(model: ModelPrecision, facts: DeviceFacts) -> Precision:
+    row = model.rows.get(facts.arch_class) or PRECISION.get(facts.arch_class)
+    if row is None:
+        raise UnsupportedError(
+            f"no precision policy for {facts.arch_class!r}",
+            expected=f"one of {', '.join(sorted(PRECISION))}",
+            fix="Choose a precision by hand, or add a row to PRECISION in compat/precision.py.",
+        )
+    return row
 
 
 def _automatic(
-    family: str, row: Precision, policy: DevicePolicy, probes: Mapping[str, ProbeResult] | None
+    model: ModelPrecision, row: Precision, policy: DevicePolicy, probes: Mapping[str, ProbeResult] | None
 ) -> Precision:
     """The row, with every part that the device cannot do well replaced, and each reason said once."""
     why, causes = row.why, list[Verdict]()
     if row.transformer is not FP32:
         row, why, causes = _transformer(row, policy, probes)
-    if family in PAINT and row.compute is not FP32:
+    if model.half_unet and row.compute is not FP32:
         ability = vae_verdict(row.compute or row.transformer, policy, probes)
         if _refused(ability):
             row, causes = replace(row, transformer=FP32, compute=FP32, residual=FP32), [ability]
@@ -241,7 +244,7 @@ def _automatic(
     if row.text is not FP32:
         ability = _text_verdict(row.text, policy, probes)
         if _refused(ability):
-            half = family in HALF_TEXT and row.safe and not _refused(_text_verdict(FP16, policy, probes))
+            half = model.half_text and row.safe and not _refused(_text_verdict(FP16, policy, probes))
             text = FP16 if half else FP32
             row, why = replace(row, text=text), f"{why}; text in {NAMES[text]}{_cause(ability, causes)}"
             causes.append(ability)

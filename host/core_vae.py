@@ -12,9 +12,8 @@ from torch import nn
 
 from ..pipelines import stages
 from ..pipelines.base import Pipeline
-from ..pipelines.families.hunyuan_video import pipeline as hunyuan_video
 from ..pipelines.latents import convert as latent_format
-from ..pipelines.registry import family_named
+from ..pipelines.vae.fallback import encoded
 from .memory_manager import PartPatcher, comfy_offloader
 from .progress import NodeProgress
 
@@ -23,9 +22,8 @@ class CoreVAE(comfy.sd.VAE):
     """A pipeline's VAE in core's own type; what core's class would read from a checkpoint is filled in."""
 
     def __init__(self, pipeline: Pipeline) -> None:
-        family = family_named(pipeline.family)
-        spatial, temporal = family.ratios(pipeline)
-        self.pipeline, self.spatial, self.temporal = pipeline, int(spatial), int(temporal)
+        self.pipeline = pipeline
+        self.spatial, self.temporal = pipeline.spec.ratios
         self.latent_channels = int(pipeline.configs["vae"].get("latent_channels", 16))
         self.latent_dim, self.output_channels, self.pad_channel_value = 3, 3, None
         self.downscale_ratio = (lambda frames: math.ceil(frames / self.temporal), self.spatial, self.spatial)
@@ -78,11 +76,11 @@ class CoreVAE(comfy.sd.VAE):
         """Latents (1, C, T, H, W) of frames (F, H, W, 3) in 0..1, as AnyGPU Encode Video makes them with seed 0."""
         frames = self.vae_encode_crop_pixels(pixel_samples).reshape(-1, *pixel_samples.shape[-3:])
         progress = NodeProgress(None, self.pipeline.family)
-        if self.pipeline.family == "framepack":  # which starts from pictures: its VAE is HunyuanVideo's
-            frames = frames[: (frames.shape[0] - 1) // self.temporal * self.temporal + 1]
-            latents = hunyuan_video.encode_video(self.pipeline, frames, 0, progress)
-        else:
+        if hasattr(self.pipeline.spec.code, "encode_video"):
             latents = stages.encode_video(self.pipeline, frames, 0, 0, "crop", 0, progress).samples
+        else:  # a family that starts from pictures alone
+            frames = frames[: (frames.shape[0] - 1) // self.temporal * self.temporal + 1]
+            latents = encoded(self.pipeline, frames, 0, progress)
         return self._returned(latents)
 
     def encode_tiled(self, pixel_samples: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

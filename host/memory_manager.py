@@ -28,7 +28,7 @@ from ..compat.failures import MEMORY, kind_of
 from ..compat.memory.adapters import Adapters, adapters_on
 from ..compat.memory.host_weights import DISK
 from ..compat.memory.offloader import HOSTED, OffloadOptions, placement
-from ..compat.memory.parts import Parts, StageText
+from ..compat.memory.parts import Parts, StageText, denoises, role_of
 from ..compat.memory.statistics import MemoryStats, amount
 from . import patches
 from .casting import CastLeaf, bytes_of, fixed_tensors, make_native, make_plain, send, send_home
@@ -277,7 +277,7 @@ class ComfyOffloader:
 
     def device_of(self, part: str) -> torch.device:
         """Where ``part`` computes."""
-        return self.options.devices.get("text_encoder" if part.startswith("text_encoder") else part, self.device)
+        return self.options.devices.get(role_of(part), self.device)
 
     @property
     def patcher(self) -> PartPatcher:
@@ -446,7 +446,7 @@ def _leave(holder: Any, taker: Any) -> None:
 
 def _offload_device(part: str) -> torch.device:
     management = comfy.model_management
-    if part == "transformer":
+    if denoises(part):
         return torch.device(management.unet_offload_device())
     return torch.device(management.vae_offload_device() if part == "vae" else management.text_encoder_offload_device())
 

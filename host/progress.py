@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import comfy.latent_formats
 import comfy.model_management
 import comfy.utils
 import latent_preview
@@ -15,6 +14,7 @@ import torch
 from server import PromptServer
 
 from ..compat.memory.parts import StageText
+from .families import latent_format_of
 from .server.panel import memory_now
 from .server.runs import NodeRun
 
@@ -24,13 +24,6 @@ TEXT_SECONDS = 0.25
 EVENT = "anygpu.run"
 BREAK = "  \n"  # a line break on the canvas, and in Nodes 2.0, which takes the text for Markdown
 PACED = ("sampling", "painting")  # stages whose steps are the model's own
-LATENT_FORMATS = {
-    "ltx": comfy.latent_formats.LTXV,
-    "hunyuan_video": comfy.latent_formats.HunyuanVideo,
-    "hunyuan_video_15": comfy.latent_formats.HunyuanVideo15,
-    "framepack": comfy.latent_formats.HunyuanVideo,
-    "mochi": comfy.latent_formats.Mochi,
-}
 
 
 class NodeProgress:
@@ -105,9 +98,9 @@ class NodeProgress:
         """The preview in the form ComfyUI sends, or None when previews are off."""
         if not self._previewer_known:
             self._previewer_known = True
-            latent_format = LATENT_FORMATS.get(self.family or "")
+            latent_format = latent_format_of(self.family)
             device = comfy.model_management.get_torch_device()
-            self._previewer = latent_preview.get_previewer(device, latent_format()) if latent_format else None
+            self._previewer = None if latent_format is None else latent_preview.get_previewer(device, latent_format)
         if self._previewer is None:
             return None
         estimate = preview()

@@ -15,8 +15,8 @@ import comfy.latent_formats
 from ..pipelines.base import Latents
 from ..pipelines.latents import recovery
 from ..pipelines.latents.recovery import Kept, KeptSections
+from .families import latent_format_of
 from .folders import kept_folder
-from .progress import LATENT_FORMATS
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def thumbnail(name: str) -> bytes | None:
     from PIL import Image
 
     latent = load(name)
-    found = LATENT_FORMATS.get(latent.get("anygpu", {}).get("family", ""), comfy.latent_formats.LatentFormat)()
+    found = latent_format_of(latent.get("anygpu", {}).get("family")) or comfy.latent_formats.LatentFormat()
     samples, factors = found.process_in(latent["samples"]), found.latent_rgb_factors
     if factors is None or len(factors) != samples.shape[1]:
         return None

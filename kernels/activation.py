@@ -15,7 +15,8 @@ def gelu_tanh(x: Tensor, out_dtype: torch.dtype | None = None, form: str = AUTO)
     """``gelu(x, approximate="tanh")``, reckoned in fp32 and rounded once.
 
     Args:
-        x: any shape and strides. out_dtype: that of ``x`` where None.
+        x: any shape and strides.
+        out_dtype: that of ``x`` where None.
     """
     return _GELU_TANH(x, out_dtype) if launches(x, form) else gelu_tanh_reference(x, out_dtype)
 

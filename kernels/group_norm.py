@@ -40,10 +40,10 @@ def group_norm_silu_pad(
     """
     if not launches(x, form):
         return group_norm_silu_pad_reference(x, norm, pad, silu, layout)
-    found: Tensor = _GROUP_NORM_SILU_PAD(
+    y: Tensor = _GROUP_NORM_SILU_PAD(
         x, norm.weight, norm.bias, norm.groups, norm.eps, norm.per_frame, pad, silu, layout
     )
-    return found
+    return y
 
 
 def rms_silu_pad(
@@ -58,13 +58,14 @@ def rms_silu_pad(
     """RMS norm over the channels of ``x`` (B, C, T, H, W), modulation, SiLU, and the border; in fp32, rounded once.
 
     Args:
-        norm: of kind ``rms``; its weight is (C,). modulation: scale and shift (B, C); no split.
+        norm: of kind ``rms``; its weight is (C,).
+        modulation: scale and shift (B, C); no split.
         layout: one of :data:`LAYOUTS`.
     """
     if not launches(x, form):
         return rms_silu_pad_reference(x, norm, modulation, pad, silu, layout)
-    found: Tensor = _RMS_SILU_PAD(x, norm.weight, modulation.scale, modulation.shift, norm.eps, pad, silu, layout)
-    return found
+    y: Tensor = _RMS_SILU_PAD(x, norm.weight, modulation.scale, modulation.shift, norm.eps, pad, silu, layout)
+    return y
 
 
 def group_norm_silu_pad_reference(
@@ -75,11 +76,11 @@ def group_norm_silu_pad_reference(
     weight, bias = (None if t is None else t.to(wide.dtype) for t in (norm.weight, norm.bias))
     if norm.per_frame:
         frames = wide.transpose(1, 2).flatten(0, 1)
-        found = functional.group_norm(frames, norm.groups, weight, bias, norm.eps)
-        found = found.unflatten(0, (x.shape[0], x.shape[2])).transpose(1, 2)
+        y = functional.group_norm(frames, norm.groups, weight, bias, norm.eps)
+        y = y.unflatten(0, (x.shape[0], x.shape[2])).transpose(1, 2)
     else:
-        found = functional.group_norm(wide, norm.groups, weight, bias, norm.eps)
-    return _finished(found, x.dtype, pad, silu, layout)
+        y = functional.group_norm(wide, norm.groups, weight, bias, norm.eps)
+    return _finished(y, x.dtype, pad, silu, layout)
 
 
 def rms_silu_pad_reference(
@@ -91,19 +92,19 @@ def rms_silu_pad_reference(
     layout: str = CONTIGUOUS,
 ) -> Tensor:
     """:func:`rms_silu_pad` in plain torch, in fp32, or in fp64 for fp64."""
-    found = standardized(_wide(x).movedim(1, -1), norm)
+    y = standardized(_wide(x).movedim(1, -1), norm)
     if modulation.scale is not None:
-        found = found * (1 + modulation.scale.to(found.dtype)[:, None, None, None])
+        y = y * (1 + modulation.scale.to(y.dtype)[:, None, None, None])
     if modulation.shift is not None:
-        found = found + modulation.shift.to(found.dtype)[:, None, None, None]
-    return _finished(found.movedim(-1, 1), x.dtype, pad, silu, layout)
+        y = y + modulation.shift.to(y.dtype)[:, None, None, None]
+    return _finished(y.movedim(-1, 1), x.dtype, pad, silu, layout)
 
 
 def _finished(x: Tensor, dtype: torch.dtype, pad: Pad, silu: bool, layout: str) -> Tensor:
-    found = (functional.silu(x) if silu else x).to(dtype)
+    y = (functional.silu(x) if silu else x).to(dtype)
     if any(pad):
-        found = functional.pad(found, pad, mode="replicate")
-    return _laid_out(found, layout)
+        y = functional.pad(y, pad, mode="replicate")
+    return _laid_out(y, layout)
 
 
 def _laid_out(x: Tensor, layout: str) -> Tensor:

@@ -27,7 +27,7 @@ def normalized(
     """
     if not launches(x, form):
         return normalized_reference(x, norm, modulation, out_dtype)
-    found: Tensor = _NORMALIZED(
+    y: Tensor = _NORMALIZED(
         x,
         norm.weight,
         norm.bias,
@@ -38,7 +38,7 @@ def normalized(
         norm.eps,
         out_dtype,
     )
-    return found
+    return y
 
 
 def normalized_reference(
@@ -46,8 +46,8 @@ def normalized_reference(
 ) -> Tensor:
     """:func:`normalized` in plain torch, in fp32, or in fp64 for fp64."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    found = modulated(standardized(x.to(wide), norm), modulation)
-    return found.to(out_dtype or x.dtype).contiguous()
+    y = modulated(standardized(x.to(wide), norm), modulation)
+    return y.to(out_dtype or x.dtype).contiguous()
 
 
 def standardized(x: Tensor, norm: Norm) -> Tensor:
@@ -56,8 +56,8 @@ def standardized(x: Tensor, norm: Norm) -> Tensor:
     if norm.kind == LAYER:
         bias = None if norm.bias is None else norm.bias.to(x.dtype)
         return functional.layer_norm(x, x.shape[-1:], weight, bias, norm.eps)
-    found = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps)
-    return found if weight is None else found * weight
+    y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps)
+    return y if weight is None else y * weight
 
 
 def modulated(x: Tensor, modulation: Modulation) -> Tensor:

@@ -20,8 +20,8 @@ def gated_residual(x: Tensor, branch: Tensor, gate: Gate = NO_GATE, form: str = 
     """
     if not launches(x, form):
         return gated_residual_reference(x, branch, gate)
-    found: Tensor = _GATED_RESIDUAL(x, branch, gate.values, gate.tanh, gate.norm_eps, gate.split)
-    return found
+    y: Tensor = _GATED_RESIDUAL(x, branch, gate.values, gate.tanh, gate.norm_eps, gate.split)
+    return y
 
 
 def residual_norm(
@@ -43,7 +43,7 @@ def residual_norm(
     """
     if not launches(x, form):
         return residual_norm_reference(x, branch, gate, norm, modulation, out_dtype)
-    found: tuple[Tensor, Tensor] = _RESIDUAL_NORM(
+    both: tuple[Tensor, Tensor] = _RESIDUAL_NORM(
         x,
         branch,
         gate.values,
@@ -59,7 +59,7 @@ def residual_norm(
         norm.eps,
         out_dtype,
     )
-    return found
+    return both
 
 
 def gated_residual_reference(x: Tensor, branch: Tensor, gate: Gate = NO_GATE) -> Tensor:

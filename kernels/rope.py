@@ -25,7 +25,8 @@ def qk_norm_rope(
     Reckoned in fp32 and rounded once. Per head where they are (B, N, H, W), across heads where they are (B, N, W).
 
     Args:
-        pair: the stream that is turned. tables: None turns nothing.
+        pair: the stream that is turned.
+        tables: None turns nothing.
         text: a second stream, normed with its own weights and not turned, that follows the first in the results.
 
     Returns:
@@ -40,10 +41,10 @@ def qk_norm_rope(
         return qk_norm_rope_reference(pair, tables, eps, text, out_dtype)
     turn = (None, None) if tables is None else (tables.cos, tables.sin)
     other = (None, None, None, None) if text is None else (text.q, text.k, text.q_weight, text.k_weight)
-    found: tuple[Tensor, Tensor] = _QK_NORM_ROPE(
+    both: tuple[Tensor, Tensor] = _QK_NORM_ROPE(
         pair.q, pair.k, pair.q_weight, pair.k_weight, *turn, *other, eps, out_dtype
     )
-    return found
+    return both
 
 
 def half_tables(cos: Tensor, sin: Tensor, shared: bool = False) -> Tables:
@@ -91,22 +92,22 @@ def qk_norm_rope_reference(
     others: tuple[tuple[Tensor | None, Tensor | None], ...] = ((None, None), (None, None))
     if text is not None:
         others = ((text.q, text.q_weight), (text.k, text.k_weight))
-    found = []
+    sides_done = []
     for (x, weight), (other, other_weight) in zip(sides, others, strict=True):
-        parts = [turned(_normed(x, weight, eps), tables)]
+        parts = [rotate(_normed(x, weight, eps), tables)]
         if other is not None:
             parts.append(_normed(other, other_weight, eps))
-        found.append(torch.cat([part.to(out_dtype or x.dtype) for part in parts], dim=1))
-    return found[0], found[1]
+        sides_done.append(torch.cat([part.to(out_dtype or x.dtype) for part in parts], dim=1))
+    return sides_done[0], sides_done[1]
 
 
-def turned(x: Tensor, tables: Tables | None) -> Tensor:
+def rotate(x: Tensor, tables: Tables | None) -> Tensor:
     """``x`` (B, N, ..., W) with each pair of neighbouring features turned; tokens past the tables stay as they are."""
     if tables is None:
         return x
     tokens = tables.cos.shape[1 - x.ndim]
     if tokens != x.shape[1]:
-        return torch.cat([turned(x[:, :tokens], tables), x[:, tokens:]], dim=1)
+        return torch.cat([rotate(x[:, :tokens], tables), x[:, tokens:]], dim=1)
     cos, sin = tables.cos.to(x.dtype), tables.sin.to(x.dtype)
     even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
@@ -118,11 +119,11 @@ def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 def _fake(q: Tensor, k: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
     text_q, text_k, dtype = rest[4], rest[5], rest[-1] or q.dtype
-    found = []
+    both = []
     for x, text in ((q, text_q), (k, text_k)):
         tokens = x.shape[1] + (text.shape[1] if isinstance(text, Tensor) else 0)
-        found.append(x.new_empty((x.shape[0], tokens, *x.shape[2:]), dtype=dtype))  # type: ignore[call-overload]
-    return found[0], found[1]
+        both.append(x.new_empty((x.shape[0], tokens, *x.shape[2:]), dtype=dtype))  # type: ignore[call-overload]
+    return both[0], both[1]
 
 
 def _plain(

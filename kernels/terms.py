@@ -24,7 +24,8 @@ class Norm:
     Args:
         kind: ``rms`` or ``layer``.
         eps: added to the mean square or variance.
-        weight: (D,), any float dtype. bias: (D,), for ``layer`` only.
+        weight: (D,), any float dtype.
+        bias: (D,), for ``layer`` only.
     """
 
     kind: str
@@ -38,7 +39,8 @@ class Modulation:
     """``normed * (1 + scale) + shift``; chunks of a larger tensor are read where they lie.
 
     Args:
-        scale: (B, 1, D) per sample, (B, N, D) per token, or (B, 2, D) with ``split``. shift: the same.
+        scale: (B, 1, D) per sample, (B, N, D) per token, or (B, 2, D) with ``split``.
+        shift: the same.
         split: the first ``split`` tokens take row 0, the rest row 1 (HunyuanVideo's replaced tokens).
     """
 

@@ -8,6 +8,7 @@ from ..compat.checkpoints.latents import NOT_FINITE
 from ..host import recovery, saved
 from ..host.api import io
 from ..host.progress import NodeProgress
+from ..pipelines.base import SECTION_ORDERS
 from ..pipelines.latents import musubi, musubi_items
 from ..pipelines.latents import store as latent_store
 from ..pipelines.text import prompt_files
@@ -256,7 +257,7 @@ class SaveMusubiCache(io.ComfyNode):
                     tooltip="FramePack: latent frames per section. The models were trained with 9.",
                 ),
                 io.Combo.Input(
-                    "order", options=list(musubi_items.ORDERS), default=musubi_items.ORDERS[0], optional=True, advanced=True,
+                    "order", options=list(SECTION_ORDERS), default=SECTION_ORDERS[0], optional=True, advanced=True,
                     tooltip="FramePack: what a section sees. inverted_anti_drifting: what follows it, for FramePack I2V. vanilla: what "
                     "came before it, for F1.",
                 ),
@@ -269,7 +270,7 @@ class SaveMusubiCache(io.ComfyNode):
     @classmethod
     def execute(
         cls, name: str, latent: Any = None, prompt: Any = None, caption: str = "", dtype: str = "as loaded", image: Any = None,
-        window: int = 9, order: str = musubi_items.ORDERS[0],
+        window: int = 9, order: str = SECTION_ORDERS[0],
     ) -> io.NodeOutput:
         """Nothing."""
         progress = NodeProgress(cls.hidden.unique_id)

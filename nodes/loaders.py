@@ -16,6 +16,7 @@ from ..host.server import panel
 from ..pipelines.decisions import status_of
 from ..pipelines.loading import lora as adapters
 from ..pipelines.loading.folder import LoadRequest, load, variant_choices
+from ..pipelines.registry import FAMILIES
 from .inputs import CATEGORY, Pipeline, speed_inputs, weight_inputs
 
 
@@ -31,7 +32,7 @@ class LoadPipeline(io.ComfyNode):
             category=CATEGORY,
             description="Loads an LTX-Video, HunyuanVideo, HunyuanVideo 1.5, FramePack or Mochi model folder and decides "
             "precision and offload for this machine. Weights are read when a stage first needs them.",
-            search_aliases=["diffusers loader", "load video model", "ltx", "hunyuan video", "framepack", "mochi"],
+            search_aliases=["diffusers loader", "load video model", *(name.replace("_", " ") for name in FAMILIES)],
             inputs=[
                 io.Combo.Input(
                     "model", options=folders.model_choices(),

@@ -269,7 +269,7 @@ class BakeTexture(io.ComfyNode):
     ) -> io.NodeOutput:
         """The mesh in its texture, and the maps."""
         progress = PaintProgress(cls.hidden.unique_id)
-        settings = texturing.TextureSettings(texture_size, view_size, form, fill, exact)
+        settings = texturing.TextureSettings(size=texture_size, view_size=view_size, form=form, fill=fill, exact=exact)
         memory_manager.make_room(texturing.TEXEL_BYTES * texture_size**2)
         given = (meshes.from_core(mesh), cameras, images, metallic_roughness)
         texture = texturing.texture_of(*given, settings, progress, memory_manager.compute_device())

@@ -183,15 +183,14 @@ class DelightImage(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls, pipeline: Any, image: Any, steps: int, seed: int, mask: Any = None, recenter: bool = True, size: int = 512,
-        image_guidance: float = 1.0, correct: bool = True, scheduler: str = "auto",
+        cls, pipeline: Any, image: Any, mask: Any = None, recenter: bool = True, scheduler: str = "auto", **settings: Any,
     ) -> io.NodeOutput:
         """The pictures in even light."""
         progress = PaintProgress(cls.hidden.unique_id)
         solver = "euler_ancestral" if scheduler == "auto" else scheduler
-        settings = DelightSettings(size, steps, image_guidance, seed, solver, correct=correct)
-        pictures = delight_images(pipeline, cut_out(image, mask), settings, recenter, progress)
-        progress.finish(f"{len(pictures)} of {size}x{size}")
+        chosen = DelightSettings(scheduler=solver, **settings)
+        pictures = delight_images(pipeline, cut_out(image, mask), chosen, recenter, progress)
+        progress.finish(f"{len(pictures)} of {chosen.size}x{chosen.size}")
         return io.NodeOutput(pictures)
 
 
@@ -272,7 +271,8 @@ class PaintViews(io.ComfyNode):
         levels = None if sigmas is None else tuple(sigmas.tolist())
         start = latents_of(pipeline, latent)
         chosen = PaintSettings(view_size, spacing=sigma_schedule, sigmas=levels, latents=start, **settings)
-        painted = paint_views(pipeline, PaintInputs(references, normals, positions, cameras, dino), chosen, progress)
+        inputs = PaintInputs(references=references, normals=normals, positions=positions, cameras=cameras, dino=dino)
+        painted = paint_views(pipeline, inputs, chosen, progress)
         progress.finish(f"{len(painted.views)} views of {view_size} pixels")
         shown = preview.sheet(painted.views, cls)
         return io.NodeOutput(painted.views, painted.metallic_roughness, to_latent(pipeline, painted), ui=shown)

@@ -64,15 +64,11 @@ class EncodePrompt(io.ComfyNode):
         )
 
     @classmethod
-    def execute(
-        cls, pipeline: Any, text: str, negative: str, section_prompts: str = "", image: Any = None, max_tokens: int = 0,
-        template: str = "", template_crop: int = -1,
-    ) -> io.NodeOutput:
+    def execute(cls, pipeline: Any, section_prompts: str = "", **texts: Any) -> io.NodeOutput:
         """The prompt."""
         progress = NodeProgress(cls.hidden.unique_id)
         sections = tuple(line.strip() for line in section_prompts.splitlines() if line.strip())
-        request = PromptRequest(text, negative, max_tokens, template, template_crop, sections, image)
-        prompt = stages.encode_prompt(pipeline, request, progress)
+        prompt = stages.encode_prompt(pipeline, PromptRequest(**texts, sections=sections), progress)
         progress.finish(repr(prompt).strip("<>"))
         return io.NodeOutput(prompt, *latent_format.conditionings(prompt))
 
@@ -152,14 +148,12 @@ class EncodeImage(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls, pipeline: Any, image: Any, width: int, height: int, fit: str, frame: int = 0, strength: float = 1.0,
-        previous: Any = None, clip_vision_output: Any = None,
+        cls, pipeline: Any, image: Any, fit: str, clip_vision_output: Any = None, **settings: Any,
     ) -> io.NodeOutput:
         """The condition and the size it was fitted to."""
         progress = NodeProgress(cls.hidden.unique_id)
         vision = None if clip_vision_output is None else clip_vision_output.last_hidden_state
-        request = ImageRequest(image, width, height, frame, strength, vision, previous)
-        condition = stages.encode_image(pipeline, request, fit, progress)
+        condition = stages.encode_image(pipeline, ImageRequest(image, vision=vision, **settings), fit, progress)
         progress.finish(f"{condition.width}x{condition.height}")
         return io.NodeOutput(condition, condition.width, condition.height)
 

@@ -86,7 +86,7 @@ class SampleFramePack(io.ComfyNode):
             category=CATEGORY,
             description="Denoises a FramePack video section by section. Each finished section is previewed and kept: "
             "after a cancel or a crash the same settings go on after the last finished section.",
-            search_aliases=["framepack", "framepack f1", "long video", "image to video"],
+            search_aliases=["framepack f1", "long video", "image to video"],
             inputs=[
                 Pipeline.Input("pipeline", tooltip="From AnyGPU Load Pipeline, with a FramePack model."),
                 io.MultiType.Input(
@@ -130,7 +130,9 @@ class SampleFramePack(io.ComfyNode):
         """The sampled latents."""
         progress = NodeProgress(cls.hidden.unique_id, pipeline.family)
         encoded = stages.prompt_from_core(pipeline, prompt, negative) if isinstance(prompt, list) else prompt
-        framepack = FramePackSettings(clip_seconds, window, order, end_strength, single_frame)
+        framepack = FramePackSettings(
+            clip_seconds=clip_seconds, window=window, order=order, end_strength=end_strength, single_frame=single_frame,
+        )
         levels = None if sigmas is None else tuple(sigmas.tolist())
         chosen = SampleSettings(image.width, image.height, 0, **settings, sigmas=levels)
         keeper = recovery.section_keeper(progress.notify)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..compat.memory.offloader import MODES
 from ..host import folders, memory_manager
 from ..host.api import io, ui
 from ..host.progress import NodeProgress
@@ -67,7 +68,7 @@ class HardwareReport(Uncached):
 
 def paint_plan(pipeline: Any, pixels: int, views: int, guided: bool) -> tuple[str, Any]:
     """The forecast of a paint or delight pipeline, as :func:`memory_plan.shown` gives it; zeros take what it was taught."""
-    needs = (Forecast(mode, estimates.paint_needs(pipeline, pixels, views, guided or None, mode)) for mode in estimates.MODES)
+    needs = (Forecast(mode, estimates.paint_needs(pipeline, pixels, views, guided or None, mode)) for mode in MODES)
     side, count = pixels or estimates.TAUGHT_SIZE, 1 if pipeline.family == "delight" else views or estimates.TAUGHT_VIEWS
     title = f"Hunyuan3D {pipeline.family} {pipeline.variant}, {count} view{'s' * (count > 1)} of {side} pixels"
     return memory_plan.shown(pipeline, title, ", with guidance" if guided else "", tuple(needs))

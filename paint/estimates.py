@@ -22,7 +22,6 @@ from .networks.vae import REDUCTION
 
 BLOCK = re.compile(r"^(.*?\.\d+)\.")
 MARGIN = 1.15  # what a forecast may be off by
-MODES = ("none", "model", "group", "sequential")  # the fastest first
 ENCODED, DECODED = 644, 768  # features per pixel that the VAE has alive at its peak
 TAUGHT_SIZE, TAUGHT_VIEWS = 512, 6
 STEPPING = {False: "painting", True: "delighting"}
@@ -59,7 +58,7 @@ def paint_needs(
         view_size: pixels.
         views: cameras; 0 takes what the models were taught.
         guided: two rows a step; None as published.
-        mode: of :data:`MODES`; by default the pipeline's own.
+        mode: of our own offloader; by default the pipeline's own.
         references: pictures of the object.
     """
     mode = mode or str(pipeline.offloader.mode)

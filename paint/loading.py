@@ -21,7 +21,7 @@ from ..compat.memory.estimates import PartBytes
 from ..compat.memory.offloader import Offloader, OffloadOptions, offloader_for
 from ..compat.memory.parts import Hosted, Parts, Reader, Silent, StageText
 from ..compat.memory.statistics import amount
-from ..compat.precision import Precision, precision_for
+from ..compat.precision import PAINT, Precision, precision_for
 from ..compat.transforms.attention import Attention, attention_for, avoided_by
 from ..compat.transforms.compile import CompileSettings, require_offload
 from ..compat.transforms.order import Preparation
@@ -135,7 +135,7 @@ def load_paint(
     progress.check()
     facts = facts_for(request.device)
     probes = None if request.state is None else probe_results_of(facts, request.state, request.quiet)
-    precision = precision_for(kind, facts, request.precision, probes)
+    precision = precision_for(PAINT, facts, request.precision, probes)
     shape = networks.shape_for(kind, config)
     operands = precision.compute or precision.transformer
     avoided = avoided_by(probes, (operands, precision.vae))

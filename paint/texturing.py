@@ -153,7 +153,14 @@ def texture_of(
             metallic, roughness = both[..., 0], both[..., 1]
     progress.step(total, total, "baking")
     share = f"{baked.share:.1%} of the surface painted, the rest filled from beside it"
-    return Texture(colour.cpu(), metallic, roughness, baked.painted.cpu(), baked.share, (share, *baked.notes))
+    return Texture(
+        colour=colour.cpu(),
+        metallic=metallic,
+        roughness=roughness,
+        painted=baked.painted.cpu(),
+        share=baked.share,
+        notes=(share, *baked.notes),
+    )
 
 
 def counted(progress: Any, total: int, stage: str) -> Callable[[], None]:
@@ -245,7 +252,9 @@ def textured(
         cameras = greedy_cameras(mesh, settings.max_views, progress, device) if greedy else DEFAULT_VIEWS
         maps, _, _ = maps_of(mesh, cameras, pipeline.family, "auto", settings.texture.view_size, progress, device)
         references = references_of(pipeline, pictures, delight, settings.delight, progress)
-        inputs = PaintInputs(references, maps.normal, maps.position, cameras, dino)
+        inputs = PaintInputs(
+            references=references, normals=maps.normal, positions=maps.position, cameras=cameras, dino=dino
+        )
         del maps
         painted = paint_views(pipeline, inputs, settings.paint, progress)
         place, forget = keep(painted) if keep is not None else ("", lambda: None)

@@ -18,8 +18,10 @@ from ..compat.memory.offloader import Offloader
 from ..compat.memory.parts import Hosted, Parts
 from ..compat.memory.parts import Silent as Silent
 from ..compat.memory.parts import StageText as StageText
+from .family import FamilySpec
 
 LATENT_VERSION = 1
+SECTION_ORDERS = ("inverted_anti_drifting", "vanilla")  # from the end of the film, from its start; grows at the end
 ENCODING = StageText("encoding", "prompt")
 
 
@@ -75,7 +77,7 @@ class Pipeline(Hosted):
     ``storage`` is the choice of storage of each part whose weights are kept smaller than they compute.
     """
 
-    family: str
+    spec: FamilySpec
     task: str
     parts: Parts
     facts: Any
@@ -94,6 +96,11 @@ class Pipeline(Hosted):
 
     def __repr__(self) -> str:
         return f"<{self.family} {self.variant} {self.source.name!r}: {self.precision}; {self.offloader}>"
+
+    @property
+    def family(self) -> str:
+        """The frozen id of its family, as files have it."""
+        return self.spec.id
 
     @property
     def patcher(self) -> Any:
@@ -156,8 +163,9 @@ class ImageCondition:
 class Latents:
     """Sampled latents: (1, C, T, H, W), fp32, on the CPU, in the space that ComfyUI's core calls LATENT.
 
-    ``frames`` counts the pixel frames the user asked for; ``extra`` holds plain values that decoding needs:
-    ``generator_state`` (bytes), ``section_lengths``, ``window``, ``order``, ``drop_frames``.
+    ``frames`` counts the pixel frames the user asked for; ``more`` holds further tensors, such as audio, by names of
+    the family's own; ``extra`` plain values that decoding needs: ``generator_state`` (bytes), ``section_lengths``,
+    ``window``, ``order``, ``drop_frames``.
     """
 
     samples: torch.Tensor
@@ -171,6 +179,7 @@ class Latents:
     space: str = "vae"
     extra: Mapping[str, Any] = field(default_factory=dict)
     version: int = LATENT_VERSION
+    more: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,9 @@ from ..compat.memory import offloader
 from ..compat.precision import NAMES, SAFE
 from ..compat.transforms import attention
 from ..compat.transforms.attention_kernels import lacking
+from .base import Pipeline
 from .registry import FAMILIES
-from .report import TITLES
+from .report import title_of
 
 
 def card_of(pipeline: Any, probes: Mapping[str, ProbeResult] | None = None) -> dict[str, Any]:
@@ -24,12 +25,12 @@ def card_of(pipeline: Any, probes: Mapping[str, ProbeResult] | None = None) -> d
         pipeline: of any family, those that paint too.
         probes: what the device answered so far; None relies on the tables.
     """
-    decisions, video = list(pipeline.decisions), pipeline.family in FAMILIES
+    decisions, video = list(pipeline.decisions), isinstance(pipeline, Pipeline)
     if video:
         decisions.append(conv3d_decision(pipeline.facts, probes, pipeline.precision.vae))
     return {
         "family": pipeline.family,
-        "title": TITLES[pipeline.family],
+        "title": title_of(pipeline),
         "model": pipeline.source.name,
         "does": ", ".join((*_variant(pipeline), *((f"{pipeline.task} to video",) if video else ()))),
         "decisions": [decision.as_json() for decision in decisions],
@@ -38,9 +39,7 @@ def card_of(pipeline: Any, probes: Mapping[str, ProbeResult] | None = None) -> d
 
 def status_of(pipeline: Any) -> str:
     """A pipeline in one short line: model, variant, dtype, offload, device."""
-    return (
-        f"{', '.join((TITLES[pipeline.family], *_variant(pipeline)))}: {in_short(pipeline)}, on {pipeline.facts.name}"
-    )
+    return f"{', '.join((title_of(pipeline), *_variant(pipeline)))}: {in_short(pipeline)}, on {pipeline.facts.name}"
 
 
 def in_short(pipeline: Any, part: str = "transformer") -> str:
@@ -55,8 +54,9 @@ def limits(facts: DeviceFacts) -> dict[str, dict[str, str]]:
 
     By the tables alone: nothing is asked or tried. ComfyUI's own memory manager is taken to be there.
     """
+    models = [family.precision for family in FAMILIES.values()]
     reasons = {
-        "precision": {choice: precision.lacking(choice, FAMILIES, facts) for choice in precision.CHOICES},
+        "precision": {choice: precision.lacking(choice, models, facts) for choice in precision.CHOICES},
         "offload": {choice: offloader.lacking(choice, facts.device) for choice in offloader.CHOICES},
         "attention": {choice: lacking(choice, facts) for choice in attention.CHOICES},
     }

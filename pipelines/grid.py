@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..compat.errors import InputError
-from .family import Family
+from .family import FamilySpec
 
 SMALLEST_SIDE, LARGEST_SIDE, MOST_FRAMES, MOST_STEPS = 32, 4096, 4097, 1000
 
@@ -20,7 +20,7 @@ class Size:
     said: str = ""
 
 
-def snap(family: Family, width: int, height: int, frames: int) -> Size:
+def snap(family: FamilySpec, width: int, height: int, frames: int) -> Size:
     """The nearest size that the family can make; frames go up, never down.
 
     Args:
@@ -45,12 +45,12 @@ def snap(family: Family, width: int, height: int, frames: int) -> Size:
     return Size(*snapped, f"{', '.join(changes)} ({grid})" if changes else "")
 
 
-def snap_frames(family: Family, frames: int) -> int:
+def snap_frames(family: FamilySpec, frames: int) -> int:
     """The smallest frame count of the form ``stride * n + 1`` that is not less than ``frames``."""
     return _up(frames - 1, family.stride) + 1
 
 
-def check_steps(family: Family, steps: int) -> int:
+def check_steps(family: FamilySpec, steps: int) -> int:
     """``steps``, or the family's default for 0.
 
     Raises:

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from ..compat.errors import InputError
-from .family import FITS, Family
+from .family import FITS, FamilySpec
 from .grid import snap
 
 
@@ -36,7 +36,7 @@ def checked_frames(frames: torch.Tensor, subject: str) -> torch.Tensor:
     return frames.detach().to("cpu", torch.float32)
 
 
-def fitted_size(family: Family, frames: torch.Tensor, width: int, height: int, fit: str) -> tuple[int, int]:
+def fitted_size(family: FamilySpec, frames: torch.Tensor, width: int, height: int, fit: str) -> tuple[int, int]:
     """Width and height in pixels that the pictures are fitted to.
 
     Args:

@@ -17,7 +17,6 @@ from ..compat.memory.statistics import stage_cost
 from ..compat.transforms.order import Order, Step
 from .base import Latents, Pipeline, Progress, SampleSettings
 from .memory.shortage import EXPLAINED, explain_shortage
-from .registry import family_named
 
 RANGE = "anygpu"  # begins the name of every range of ours
 
@@ -103,7 +102,6 @@ def running(
         size: has the width, height and frames that ran out; None for a stage that they do not matter to.
         hint: a way out that only this stage has.
     """
-    family = family_named(pipeline.family).FAMILY
     profile = getattr(pipeline.speed, "profile", None)
     with (
         nullcontext() if profile is None else profile.stage(stage.range),
@@ -114,7 +112,7 @@ def running(
         except Exception as error:
             if kind_of(error) != MEMORY or hasattr(error, EXPLAINED):
                 raise
-            raise explain_shortage(error, pipeline, family, stage.title, size, hint) from error
+            raise explain_shortage(error, pipeline, pipeline.spec, stage.title, size, hint) from error
 
 
 def ranged(part: str, module: nn.Module) -> Callable[[], None] | None:

@@ -13,11 +13,11 @@ from ..compat.device.check import FAILED, Check, check
 from ..compat.device.facts import facts_for, free_bytes
 from ..compat.device.probe_results import probe_results_of
 from ..compat.device.report import Report, report_on
-from .base import Progress
+from ..compat.precision import PAINT, ModelPrecision
+from .base import Pipeline, Progress
 from .registry import FAMILIES
 
-TITLES = {
-    **{family.id: family.title for family in FAMILIES.values()},
+PAINT_TITLES = {
     "paint": "Hunyuan3D paint",
     "paint_pbr": "Hunyuan3D paint PBR",
     "delight": "Hunyuan3D delight",
@@ -25,6 +25,17 @@ TITLES = {
 WIDTH, MARGIN, SIZE, GAP = 1600, 24, 18, 6
 COLUMNS = (MARGIN, 330, 760)  # where subject, verdict and reason begin, in pixels
 PAPER, BAND, INK, FAINT, HEAD, ALARM = "#1b1d21", "#23262b", "#e8e8e8", "#a8adb5", "#7cc4ff", "#ff8a7a"
+
+
+def title_of(pipeline: Any) -> str:
+    """The name for people of a pipeline's family, those that paint too."""
+    return pipeline.spec.title if isinstance(pipeline, Pipeline) else PAINT_TITLES[pipeline.family]
+
+
+def precisions() -> dict[str, ModelPrecision]:
+    """Title of each family to where its dtypes differ from the common rows."""
+    videos = {family.title: family.precision for family in FAMILIES.values()}
+    return videos | dict.fromkeys(PAINT_TITLES.values(), PAINT)
 
 
 def hardware_report(device: Any, state: Path | None, again: bool = False) -> Report:
@@ -41,13 +52,13 @@ def hardware_report(device: Any, state: Path | None, again: bool = False) -> Rep
     facts = facts_for(device)
     store = probe_results_of(facts, state)
     store.ask_all(again)
-    return report_on(facts, store, TITLES, free_bytes(facts.device), store.note)
+    return report_on(facts, store, precisions(), free_bytes(facts.device), store.note)
 
 
 def hardware_check(device: Any, state: Path | None) -> Iterator[Check]:
     """What fails on people's devices, tried on this one, one result at a time."""
     facts = facts_for(device)
-    return check(facts, probe_results_of(facts, state), TITLES)
+    return check(facts, probe_results_of(facts, state), precisions())
 
 
 def checked(report: Report, device: Any, state: Path | None, progress: Progress) -> Report:

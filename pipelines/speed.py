@@ -16,18 +16,18 @@ from ..compat.device.probe_store import ProbeResult
 from ..compat.device.quirks import policy_for, verdict
 from ..compat.errors import UnsupportedError
 from ..compat.memory.offloader import HOSTED
+from ..compat.memory.parts import denoises, role_of
 from ..compat.transforms import compile as compiling
 from ..compat.transforms import fused
 from ..compat.transforms.attention import Attention
 from ..compat.transforms.compile import Compilation, CompileSettings
-from ..compat.transforms.fp16_accumulation import fp16_sums, require_fp16_sums
+from ..compat.transforms.fp16 import fp16_sums, require_fp16_sums
 from ..compat.transforms.fused import FusedSites
 from ..compat.transforms.fused_vae import fuse_vae
 from ..compat.transforms.order import Order, Step, Undo
 from ..compat.transforms.step_cache import StepCacheSettings, cached, require_usable, settings_for
 from .base import Pipeline, Progress, SampleSettings
 from .profiling import Profile
-from .registry import family_named
 
 Hosted = Callable[..., Any]
 TRANSFORMER, VAE = "transformer", "vae"
@@ -116,17 +116,17 @@ class Speed:
         """What was decided, for the load node."""
         return self.kernels, self.compile
 
-    def line(self, family: str) -> str:
+    def line(self, title: str) -> str:
         """What runs, such as ``LTX-Video: 168 of 168 sites fused (triton), attention cuDNN, compile off``."""
         kernels = self.fused.get(TRANSFORMER) or self.kernels
         compiled = self.compiled.get(TRANSFORMER, "compile off")
         lossy = ", fp16 accumulation" if self.request.fp16_sums else ""
-        return f"{family_named(family).FAMILY.title}: {kernels}, attention {self.attention.label}, {compiled}{lossy}"
+        return f"{title}: {kernels}, attention {self.attention.label}, {compiled}{lossy}"
 
-    def notify(self, family: str, progress: Progress) -> None:
+    def notify(self, title: str, progress: Progress) -> None:
         """Say :meth:`line` where something is on."""
         if self.forms.get(TRANSFORMER) or self.compiled or self.request.fp16_sums:
-            progress.notify(self.line(family))
+            progress.notify(self.line(title))
 
     def notify_decoded(self, progress: Progress) -> None:
         """Say what was fused in the VAE, where something was."""
@@ -134,14 +134,16 @@ class Speed:
             progress.notify(f"VAE kernels: {self.fused[VAE]}")
 
     def _fuse(self, part: str, module: Any) -> Undo | None:
-        form = self.forms.get(part, "")
+        form = self.forms.get(role_of(part), "")
         if not form:
             return None
-        self.fused[part] = fused.fuse(module, form) if part == TRANSFORMER else fuse_vae(module, form)
+        self.fused[part] = fused.fuse(module, form) if denoises(part) else fuse_vae(module, form)
         return self.fused[part].restore
 
     def _compile(self, part: str, module: Any) -> Undo | None:
-        return self.compiled[part].attach(module) if part in self.compiled else None
+        if role_of(part) not in self.compiled or self.request.compile is None:
+            return None
+        return self.compiled.setdefault(part, Compilation(self.request.compile)).attach(module)
 
 
 def speed_for(
@@ -190,7 +192,7 @@ def with_step_cache(pipeline: Pipeline, preset: str, asked: StepCacheSettings) -
     Raises:
         InputError: a choice or number out of range. UnsupportedError: a kind that does not act on this family.
     """
-    settings = settings_for(pipeline.family, preset, asked)
+    settings = settings_for(pipeline.spec.title, pipeline.spec.step_caches, preset, asked)
     decisions = [decision for decision in pipeline.decisions if decision.subject != STEP_CACHE]
     if settings is not None:
         decisions.append(Decision(STEP_CACHE, str(settings), "", CHOSEN))
@@ -208,13 +210,13 @@ def sampling_speed(pipeline: Pipeline, settings: SampleSettings, progress: Progr
     with ExitStack() as stack:
         if speed is not None and speed.request.fp16_sums:
             stack.enter_context(fp16_sums())
-        count: Any = None
-        if cache is not None:
-            transformer = pipeline.parts.read(TRANSFORMER, progress)
-            require_usable(cache, pipeline.family, transformer, settings.cfg)
-            count = stack.enter_context(cached(transformer, cache, settings.steps))
+        counts: dict[str, Any] = {}
+        for part in () if cache is None else pipeline.spec.transformers:
+            transformer = pipeline.parts.read(part, progress)
+            require_usable(cache, transformer, settings.cfg, pipeline.spec.batched_cfg)
+            counts[part] = stack.enter_context(cached(transformer, cache, settings.steps))
         yield
-    if cache is not None:
-        progress.notify(f"{STEP_CACHE} {cache}: {count}")
+    for part, count in counts.items():
+        progress.notify(f"{STEP_CACHE} {cache}{'' if part == TRANSFORMER else f', {part}'}: {count}")
     if speed is not None:
-        speed.notify(pipeline.family, progress)
+        speed.notify(pipeline.spec.title, progress)

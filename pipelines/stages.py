@@ -22,15 +22,14 @@ from .base import (
     PromptRequest,
     SampleSettings,
 )
-from .families.framepack.sections import Keeper, Remembered
-from .family import Family
+from .family import FamilySpec
 from .grid import check_steps, snap
 from .memory.estimates import Size
-from .memory.fit import fitted_for, recovery
+from .memory.fit import fit_offload, recovery
 from .pictures import checked_frames, fitted, fitted_size
 from .profiling import Stage, running
-from .registry import family_named
 from .sampling.loop import NotFinite, fall_back_to_fp32, require_finite, retries
+from .sampling.resume import Keeper, Remembered
 from .speed import sampling_speed
 from .text.t5 import described
 
@@ -68,8 +67,8 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
     Raises:
         InputError: an empty or over-long prompt, or a template without its place for the prompt.
     """
-    family = family_named(pipeline.family)
-    _require_text_encoder(pipeline, family.FAMILY)
+    family = pipeline.spec
+    _require_text_encoder(pipeline, family)
     if not request.text.strip():
         raise InputError("an empty prompt", expected="a text that describes the video", fix="Type a prompt.")
     limit = request.max_tokens or of_checkpoint(pipeline).defaults.max_tokens
@@ -87,17 +86,17 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
     if request.template_crop >= 0 and not request.template:
         progress.notify("template_crop has no effect without a template")
     image = None if request.image is None else checked_frames(request.image, "the prompt's image")
-    report_unused(family.FAMILY, request, ("template", "sections", "image"), progress)
+    report_unused(family, request, ("template", "sections", "image"), progress)
     completed = replace(request, max_tokens=limit, image=image)
     texts = {"text": request.text, "negative_text": request.negative}
     with running(TEXT, pipeline, progress, hint=TEXT_HINT):
-        fitted_for(pipeline, "text", None, progress)
+        fit_offload(pipeline, "text", None, progress)
         try:
-            for attempt in retries(recovery(pipeline, progress, family.FAMILY.text_parts, TEXT.again)):
+            for attempt in retries(recovery(pipeline, progress, family.text_parts, TEXT.again)):
                 with attempt:
-                    prompt: Prompt = family.encode_prompt(pipeline, completed, progress)
+                    prompt: Prompt = family.code.encode_prompt(pipeline, completed, progress)
         finally:
-            release_text(pipeline, family.FAMILY)
+            release_text(pipeline, family)
     return replace(prompt, has_negative=bool(request.negative.strip()), extra=texts)
 
 
@@ -107,20 +106,20 @@ def prompt_from_core(pipeline: Pipeline, positive: Any, negative: Any = None) ->
     Args:
         positive, negative: lists of [tensor (1, N, D), dict], as CLIPTextEncode makes them.
     """
-    family = family_named(pipeline.family)
+    family = pipeline.spec
 
     def one(conditioning: Any) -> Mapping[str, torch.Tensor]:
         if not conditioning:
             raise InputError("an empty CONDITIONING", expected="encoded text", fix="Connect CLIP Text Encode.")
         embeds, extra = conditioning[0][0], conditioning[0][1]
-        width = pipeline.configs["transformer"].get(family.FAMILY.text_width)
+        width = pipeline.configs["transformer"].get(family.text_width)
         if embeds is None or (width is not None and embeds.shape[-1] != width):
             raise InputError(
                 f"CONDITIONING of width {None if embeds is None else embeds.shape[-1]}",
-                expected=f"width {width}, as {family.FAMILY.title} takes it",
+                expected=f"width {width}, as {family.title} takes it",
                 fix="Use the text encoder files of this model in the CLIP loader.",
             )
-        return family.prompt_from_core(embeds, extra)
+        return family.code.prompt_from_core(embeds, extra)
 
     return Prompt(
         pipeline.family, one(positive), None if negative is None else one(negative), has_negative=negative is not None
@@ -133,21 +132,21 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, fit: str, progress: 
     Raises:
         InputError: pictures of a wrong kind or size. UnsupportedError: a family that takes none.
     """
-    family = family_named(pipeline.family)
-    if not hasattr(family, "encode_image"):
+    family = pipeline.spec
+    if not hasattr(family.code, "encode_image"):
         raise UnsupportedError(
-            f"an image for {family.FAMILY.title}", expected="a text prompt only", fix="Load an image-to-video model."
+            f"an image for {family.title}", expected="a text prompt only", fix="Load an image-to-video model."
         )
     frames = checked_frames(request.frames, "the image")
     if not 0.0 <= request.strength <= 1.0:
         raise InputError(f"strength {request.strength}", expected="0 to 1", fix="Choose a share between 0 and 1.")
     previous = request.previous
     if previous is not None:
-        require_family(previous.family, family.FAMILY, "the previous image condition")
+        require_family(previous.family, family, "the previous image condition")
         width, height = previous.width, previous.height
     else:
         width, height = _picture_size(pipeline, frames, request, fit)
-    report_unused(family.FAMILY, request, ("frame", "strength", "vision", "previous"), progress)
+    report_unused(family, request, ("frame", "strength", "vision", "previous"), progress)
     pictures = fitted(frames, width, height, fit)
     if tuple(frames.shape[1:3]) != (height, width):
         progress.notify(f"image {frames.shape[2]}x{frames.shape[1]} -> {width}x{height} ({fit})")
@@ -155,7 +154,7 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, fit: str, progress: 
     with running(IMAGE, pipeline, progress, SampleSettings(width, height, len(pictures))):
         for attempt in retries(recovery(pipeline, progress, ("image_encoder", "vae"), IMAGE.again)):
             with attempt:
-                condition: ImageCondition = family.encode_image(pipeline, completed, progress)
+                condition: ImageCondition = family.code.encode_image(pipeline, completed, progress)
     return condition
 
 
@@ -166,23 +165,23 @@ def encode_video(
 
     A frame count off the grid is cut to the largest that fits, and said.
     """
-    family = family_named(pipeline.family)
-    if not hasattr(family, "encode_video"):
+    family = pipeline.spec
+    if not hasattr(family.code, "encode_video"):
         raise UnsupportedError(
-            f"a video for {family.FAMILY.title}",
+            f"a video for {family.title}",
             expected="a start image",
-            fix=f"Use AnyGPU Encode Image: {family.FAMILY.title} starts from a picture and noise only.",
+            fix=f"Use AnyGPU Encode Image: {family.title} starts from a picture and noise only.",
         )
     pictures = checked_frames(frames, "the video")
-    width, height = fitted_size(family.FAMILY, pictures, width or pictures.shape[2], height or pictures.shape[1], fit)
-    stride = family.FAMILY.stride
+    width, height = fitted_size(family, pictures, width or pictures.shape[2], height or pictures.shape[1], fit)
+    stride = family.stride
     count = (pictures.shape[0] - 1) // stride * stride + 1
     if count != pictures.shape[0]:
-        progress.notify(f"frames {pictures.shape[0]} -> {count} ({family.FAMILY.title} needs {stride}n+1 frames)")
+        progress.notify(f"frames {pictures.shape[0]} -> {count} ({family.title} needs {stride}n+1 frames)")
     pictures = fitted(pictures[:count], width, height, fit)
     with running(VIDEO, pipeline, progress, SampleSettings(width, height, count)):
-        samples = family.encode_video(pipeline, pictures, seed, progress)
-    return Latents(samples, pipeline.family, "video", count, height, width, family.FAMILY.defaults.fps, seed)
+        samples = family.code.encode_video(pipeline, pictures, seed, progress)
+    return Latents(samples, pipeline.family, "video", count, height, width, family.defaults.fps, seed)
 
 
 def sample(
@@ -193,18 +192,18 @@ def sample(
     Raises:
         InputError: a prompt, image or latents of another family or size, or a setting out of range.
     """
-    family = family_named(pipeline.family)
-    if pipeline.family == "framepack":
+    family = pipeline.spec
+    if family.sections:
         raise UnsupportedError(
-            "a FramePack pipeline in the Sample node",
+            f"a {family.title} pipeline in the Sample node",
             expected="the Sample FramePack node",
-            fix="FramePack samples section by section: use AnyGPU Sample FramePack.",
+            fix=f"{family.title} samples section by section: use AnyGPU Sample FramePack.",
         )
     settings = _completed(of_checkpoint(pipeline), prompt, image, settings, progress)
-    _require_image(pipeline, family.FAMILY, image)
+    _require_image(pipeline, family, image)
     size = size_of(settings, prompt)
     latents = _sample(
-        pipeline, settings, size, progress, lambda: family.sample(pipeline, prompt, image, settings, progress)
+        pipeline, settings, size, progress, lambda: family.code.sample(pipeline, prompt, image, settings, progress)
     )
     return described(latents, prompt)
 
@@ -219,22 +218,22 @@ def sample_framepack(
     keeper: Keeper | None = None,
 ) -> Latents:
     """FramePack's sampled latents; ``keeper`` is told of each finished section, and may know of some already."""
-    family = family_named(pipeline.family)
-    if pipeline.family != "framepack":
+    family = pipeline.spec
+    if not family.sections:
         raise UnsupportedError(
-            f"a {family.FAMILY.title} pipeline in the Sample FramePack node",
+            f"a {family.title} pipeline in the Sample FramePack node",
             expected="a FramePack pipeline",
             fix="Use AnyGPU Sample for this model.",
         )
-    settings = replace(settings, frames=family.frames_for(framepack, settings.fps or family.FAMILY.defaults.fps))
-    settings = _completed(family.FAMILY, prompt, image, settings, progress)
+    settings = replace(settings, frames=family.code.frames_for(framepack, settings.fps or family.defaults.fps))
+    settings = _completed(family, prompt, image, settings, progress)
     size, remembered = size_of(settings, prompt, framepack.window), Remembered(keeper)
     return _sample(
         pipeline,
         settings,
         size,
         progress,
-        lambda: family.sample(pipeline, prompt, image, settings, framepack, progress, remembered),
+        lambda: family.code.sample(pipeline, prompt, image, settings, framepack, progress, remembered),
     )
 
 
@@ -251,20 +250,20 @@ def decode(
         InputError: latents of another family, or not finite. UnsupportedError: what came out cannot be right.
         torch.OutOfMemoryError: not even the smallest way fits.
     """
-    family = family_named(pipeline.family)
-    require_family(latents.family, family.FAMILY, "these latents")
+    family = pipeline.spec
+    require_family(latents.family, family, "these latents")
     expected = int(pipeline.configs["vae"].get("latent_channels", latents.samples.shape[1]))
     if latents.samples.ndim != 5 or latents.samples.shape[1] != expected:
         raise InputError(
             f"latents of shape {tuple(latents.samples.shape)}",
-            expected=f"(1, {expected}, T, H, W) for {family.FAMILY.title}",
+            expected=f"(1, {expected}, T, H, W) for {family.title}",
             fix="Decode them with the model that made them.",
         )
     chosen = form or Form(method)
     hint = "" if chosen.method in ("auto", "streaming", "cpu") else "set method to auto, which goes on in smaller parts"
     with running(DECODING, pipeline, progress, latents, hint):
-        release_text(pipeline, family.FAMILY)
-        frames: torch.Tensor = family.decode(pipeline, latents, progress, chosen)[: latents.frames]
+        release_text(pipeline, family)
+        frames: torch.Tensor = family.code.decode(pipeline, latents, progress, chosen)[: latents.frames]
     if pipeline.speed is not None:
         pipeline.speed.notify_decoded(progress)
     return frames
@@ -288,14 +287,13 @@ def with_decode_noise(
     return replace(latents, extra={**latents.extra, **asked}) if asked else latents
 
 
-def of_checkpoint(pipeline: Pipeline) -> Family:
+def of_checkpoint(pipeline: Pipeline) -> FamilySpec:
     """The loaded family, with this checkpoint's own defaults where the family's module knows of some."""
-    module = family_named(pipeline.family)
-    family: Family = module.FAMILY
-    return replace(family, defaults=module.defaults_for(pipeline)) if hasattr(module, "defaults_for") else family
+    family, code = pipeline.spec, pipeline.spec.code
+    return replace(family, defaults=code.defaults_for(pipeline)) if hasattr(code, "defaults_for") else family
 
 
-def release_text(pipeline: Pipeline, family: Family) -> None:
+def release_text(pipeline: Pipeline, family: FamilySpec) -> None:
     """Take the text encoders off the device; where that is the host, free their memory."""
     for part in family.text_parts:
         pipeline.offloader.release(part)
@@ -313,7 +311,7 @@ def tokens_in(prompt: Prompt) -> int:
     return max(sum(states.shape[1] for states in text.values() if states.ndim == 3) for text in both)
 
 
-def report_unused(family: Family, request: Any, names: tuple[str, ...], progress: Progress) -> None:
+def report_unused(family: FamilySpec, request: Any, names: tuple[str, ...], progress: Progress) -> None:
     """Say which of the inputs ``names`` were set although this family does nothing with them."""
     for name in names:
         value = getattr(request, name)
@@ -324,7 +322,7 @@ def report_unused(family: Family, request: Any, names: tuple[str, ...], progress
             progress.notify(f"{name} has no effect on {family.title}")
 
 
-def require_family(found: str, family: Family, subject: str) -> None:
+def require_family(found: str, family: FamilySpec, subject: str) -> None:
     """Raise when ``found`` is another family than the one that is loaded."""
     if found != family.id:
         raise InputError(
@@ -344,8 +342,8 @@ def _sample(
         return fall_back_to_fp32(pipeline, progress, error) or more_room(error)
 
     with running(SAMPLING, pipeline, progress, settings):
-        release_text(pipeline, family_named(pipeline.family).FAMILY)
-        fitted_for(pipeline, "sampling", size, progress)
+        release_text(pipeline, pipeline.spec)
+        fit_offload(pipeline, "sampling", size, progress)
         for attempt in retries(again, catches=(RuntimeError, NotFinite)):
             with attempt, sampling_speed(pipeline, settings, progress):
                 latents = run()
@@ -354,7 +352,7 @@ def _sample(
 
 def _picture_size(pipeline: Pipeline, frames: torch.Tensor, request: ImageRequest, fit: str) -> tuple[int, int]:
     """Width and height in pixels for an image: what is asked, or what the family's module chooses for its shape."""
-    module = family_named(pipeline.family)
+    module = pipeline.spec.code
     if fit == "nearest bucket" and not (request.width and request.height) and hasattr(module, "nearest_size"):
         width, height = module.nearest_size(pipeline, frames.shape[2], frames.shape[1])
         return int(width), int(height)
@@ -362,7 +360,7 @@ def _picture_size(pipeline: Pipeline, frames: torch.Tensor, request: ImageReques
 
 
 def _completed(
-    family: Family, prompt: Prompt, image: ImageCondition | None, settings: SampleSettings, progress: Progress
+    family: FamilySpec, prompt: Prompt, image: ImageCondition | None, settings: SampleSettings, progress: Progress
 ) -> SampleSettings:
     """``settings`` with defaults filled in, on the family's grid, and checked against what it is used with."""
     require_family(prompt.family, family, "a prompt")
@@ -436,7 +434,7 @@ def _in_share(settings: SampleSettings) -> None:
         raise InputError(f"fps {settings.fps}", expected="more than 0, at most 240", fix="The usual value is 24.")
 
 
-def _with_latents(family: Family, settings: SampleSettings, progress: Progress) -> SampleSettings:
+def _with_latents(family: FamilySpec, settings: SampleSettings, progress: Progress) -> SampleSettings:
     latents = settings.latents
     if latents is None or "latents" not in family.effective:
         if settings.denoise < 1.0:
@@ -457,7 +455,7 @@ def _with_latents(family: Family, settings: SampleSettings, progress: Progress) 
     return replace(settings, width=found[0], height=found[1], frames=found[2])
 
 
-def _require_text_encoder(pipeline: Pipeline, family: Family) -> None:
+def _require_text_encoder(pipeline: Pipeline, family: FamilySpec) -> None:
     missing = [part for part in family.text_parts if part not in pipeline.parts.readers]
     if missing:
         raise CheckpointError(
@@ -467,7 +465,7 @@ def _require_text_encoder(pipeline: Pipeline, family: Family) -> None:
         )
 
 
-def _require_image(pipeline: Pipeline, family: Family, image: ImageCondition | None) -> None:
+def _require_image(pipeline: Pipeline, family: FamilySpec, image: ImageCondition | None) -> None:
     if pipeline.task == "image" and image is None and family.image_required:
         raise InputError(
             f"no image for {family.title} {pipeline.variant}",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from anygpu.compat.device.vae_policy import METHODS
-from anygpu.pipelines.registry import FAMILIES, MODULES
+from anygpu.pipelines.registry import FAMILIES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "web" / "docs").rglob("*.md")]
@@ -96,9 +96,9 @@ def test_help_says_which_family_uses_an_input(node_id):
         assert name in NODES[node_id][1]
         for family, answer in zip(FAMILIES.values(), answers, strict=True):
             if (node_id, name) == ("AnyGPUEncodeImage", "image"):
-                expected = hasattr(MODULES[family.id], "encode_image")
+                expected = hasattr(family.code, "encode_image")
             elif (node_id, name) == ("AnyGPUEncodeVideo", "images"):
-                expected = hasattr(MODULES[family.id], "encode_video")
+                expected = hasattr(family.code, "encode_video")
             elif name in ("variant", "image_encoder"):
                 expected = bool(family.variants) if name == "variant" else "image_encoder" in family.parts
             else:

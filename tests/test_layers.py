@@ -95,36 +95,6 @@ def test_file_imports_only_its_layer(source: str) -> None:
     assert rooms_of(source) <= MAY_IMPORT[rule], f"{source} breaks the rule for {rule}"
 
 
-# Circles between files that are still to be cut; nothing may join them.
-KNOWN_CIRCLES: list[set[str]] = [
-    {
-        *(
-            f"pipelines/families/{family}/pipeline.py"
-            for family in (
-                "framepack",
-                "hunyuan_video",
-                "hunyuan_video_15",
-                "ltx",
-                "mochi",
-            )
-        ),
-        "pipelines/families/framepack/keyframes.py",
-        "pipelines/families/ltx/conditions.py",
-        "pipelines/families/ltx/schedule.py",
-        "pipelines/memory/estimates.py",
-        "pipelines/memory/fit.py",
-        "pipelines/memory/needs.py",
-        "pipelines/registry.py",
-        "pipelines/text/llama.py",
-        "pipelines/text/qwen.py",
-        "pipelines/text/t5.py",
-        "pipelines/vae/fallback.py",
-        "pipelines/vae/plan.py",
-        "pipelines/vae/tiled.py",
-    },
-]
-
-
 def files_imported_by(source: str) -> set[str]:
     """Our files that ``source`` imports, wherever in it: inside functions and for types alone too."""
     files = set()
@@ -158,10 +128,7 @@ def test_an_import_inside_a_function_counts() -> None:
 
 def test_no_two_files_import_each_other() -> None:
     found = circles({source: files_imported_by(source) for source in SOURCES})
-    new = [sorted(circle) for circle in found if not any(circle <= known for known in KNOWN_CIRCLES)]
-    assert not new, f"import circles: {new}"
-    gone = [sorted(known) for known in KNOWN_CIRCLES if known not in found]
-    assert not gone, f"cut, or smaller now; say so in KNOWN_CIRCLES: {gone}"
+    assert not found, f"import circles: {[sorted(circle) for circle in found]}"
 
 
 @over(SOURCES)

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from ..checkpoints.weights import declared, read_tensors, write_tensors
 from ..errors import PackError
-from ..precision import DTYPES
+from ..precision import DTYPES, ModelPrecision
 from ..transforms.attention import attention_for, avoided_by
 from ..transforms.attention_chunks import chunked
-from ..transforms.conv3d_choice import Layer, choose_by, form_error
-from ..transforms.conv3d_forms import Form, Geometry, covers
+from ..transforms.conv3d_choice import Conv3dLayer, choose_by, form_error
+from ..transforms.conv3d_forms import Conv3dForm, Geometry, covers
 from .facts import DeviceFacts, answers, first_line
 from .probe_store import OK, ProbeStore
 from .probes import bits_of, home
@@ -47,11 +47,11 @@ class Check:
         return f"{self.status:<8} {self.name}" + (f": {self.detail}" if self.detail else "")
 
 
-def check(facts: DeviceFacts, store: ProbeStore, families: Mapping[str, str]) -> Iterator[Check]:
+def check(facts: DeviceFacts, store: ProbeStore, families: Mapping[str, ModelPrecision]) -> Iterator[Check]:
     """Each thing tried on the device of ``facts``, as it is tried; the probes are asked anew.
 
     Args:
-        families: family id to title, for what ``auto`` would use.
+        families: title to where its dtypes differ from the common rows, for what ``auto`` would use.
     """
     silent = answers(facts.device)
     yield Check("the device answers", FAILED if silent else PASSED, silent)
@@ -103,11 +103,11 @@ def _forms(facts: DeviceFacts, store: ProbeStore, used: set[str]) -> Iterator[Ch
     chooser = choose_by(abilities(facts, store))
     for name, dtype in DTYPES.items():
         for kind, (kernel, stride) in LAYERS.items():
-            layer = Layer(kind, 32, 32, kernel, Geometry(stride), dtype)
-            forms = [form for form in Form if covers(form, kernel, layer.geometry)]
+            layer = Conv3dLayer(kind, 32, 32, kernel, Geometry(stride), dtype)
+            forms = [form for form in Conv3dForm if covers(form, kernel, layer.geometry)]
             right = [form for form in forms if form_error(form, layer, facts.device) is not None]
             choice = chooser(layer)
-            taken = Form.NATIVE if choice is None else choice.form
+            taken = Conv3dForm.NATIVE if choice is None else choice.form
             wrong = [form.value for form in forms if form not in right]
             detail = f"{taken.value} is taken" + (f"; not right here: {', '.join(wrong)}" if wrong else "")
             bad = FAILED if name in used else AVOIDED

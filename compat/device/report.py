@@ -9,9 +9,9 @@ import torch
 
 from ..decision import AUTO, Decision
 from ..errors import PackError
-from ..precision import NAMES, Precision, precision_for
+from ..precision import NAMES, ModelPrecision, Precision, precision_for
 from ..transforms.attention import attention_for, avoided_by
-from ..transforms.conv3d_choice import Layer, choose_by
+from ..transforms.conv3d_choice import Conv3dLayer, choose_by
 from ..transforms.conv3d_forms import Geometry
 from .facts import GIBIBYTE, DeviceFacts
 from .probe_store import OK, UNKNOWN, UNUSABLE, WRONG, ProbeResult
@@ -64,7 +64,7 @@ DEVICE, DECIDED, KERNELS, ANSWERED, KNOWN, CHANGES = (
 def report_on(
     facts: DeviceFacts,
     probes: Mapping[str, ProbeResult],
-    families: Mapping[str, str],
+    families: Mapping[str, ModelPrecision],
     free_bytes: int | None = None,
     note: str = "",
 ) -> Report:
@@ -72,12 +72,12 @@ def report_on(
 
     Args:
         probes: answers by name, asked when they are read.
-        families: family id to title.
+        families: title to where its dtypes differ from the common rows.
         free_bytes: memory free now.
         note: why answers could not be kept.
     """
     policy = policy_for(facts)
-    precisions = {title: precision_for(family, facts, "auto", probes) for family, title in families.items()}
+    precisions = {title: precision_for(model, facts, "auto", probes) for title, model in families.items()}
     decided = tuple(replace(precision.decision, subject=title) for title, precision in precisions.items())
     care = (Decision("care", row.done, source=row.source) for row in policy.rows if row.effect)
     kernels = (*_kernels(facts, probes, policy, list(precisions.values())), *care)
@@ -119,11 +119,11 @@ def changes_for(
 
 
 def dtypes_in_use(
-    facts: DeviceFacts, probes: Mapping[str, ProbeResult] | None, families: Mapping[str, str]
+    facts: DeviceFacts, probes: Mapping[str, ProbeResult] | None, families: Mapping[str, ModelPrecision]
 ) -> set[str]:
     """Names of the dtypes that ``auto`` computes anything in, for any family."""
     names: set[str] = set()
-    for family in families:
+    for family in families.values():
         chosen = precision_for(family, facts, "auto", probes)
         parts = (chosen.transformer, chosen.compute, chosen.residual, chosen.text, chosen.vae, chosen.conv)
         names |= {NAMES[dtype] for dtype in parts if dtype is not None}
@@ -169,7 +169,7 @@ def conv3d_forms(
     """Kind of Conv3d to the form it takes in ``dtype``, and why."""
     chooser, forms = choose_by(abilities(facts, probes, policy)), {}
     for kind, (kernel, stride) in LAYERS.items():
-        choice = chooser(Layer(kind, 64, 64, kernel, Geometry(stride), dtype))
+        choice = chooser(Conv3dLayer(kind, 64, 64, kernel, Geometry(stride), dtype))
         form = ("native", "works here") if choice is None else (choice.form.value, choice.why)
         forms[kind] = Decision("Conv3d", *form, source=AUTO)
     return forms

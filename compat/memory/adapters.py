@@ -20,11 +20,11 @@ from .parts import Parts
 
 
 class Adapters(Protocol):
-    """The adapters that one pipeline puts on one part."""
+    """The adapters that one pipeline puts on its parts."""
 
     @property
-    def part(self) -> str:
-        """Which part."""
+    def parts(self) -> tuple[str, ...]:
+        """Which parts."""
 
     @property
     def key(self) -> Hashable:
@@ -65,7 +65,7 @@ def adapters_on(
         take_off: brings a part to host memory, without hooks, so that it can be changed.
         progress: told while the part is read.
     """
-    wanted = adapters if adapters is not None and adapters.part == part else None
+    wanted = adapters if adapters is not None and part in adapters.parts else None
     module, active = parts.read(part, progress), parts.active_adapters.get(part)
     if wanted is not None:
         if active is None or active.key != wanted.key:

@@ -15,13 +15,13 @@ from torch import nn
 
 from ..decision import Decision
 from ..device.facts import first_line
+from .parts import denoises
 from .statistics import amount_of
 
 log = logging.getLogger(__name__)
 
 PINNED, PLAIN, DISK = "pinned", "unpinned", "disk-backed"
 VIEWS = "_anygpu_views"  # on a module: which of its tensors are views of a file
-PINNED_PARTS = ("transformer", "unet")  # what is copied once per step; to lock the others costs what it saves
 PINNED_SHARE = 0.5  # of the free host memory: Windows locks no more, and others need some
 SLAB_BYTES = 2**28  # torch rounds each request for locked memory up to a power of two
 
@@ -87,7 +87,8 @@ def choose_host_weights(
     have = f"{amount_of(free)} of host memory free for {amount_of(sum(part_bytes.values()))} of weights"
     if DISK in kinds.values():
         return HostWeights(kinds, f"{have}; a layer is read from its file where it is not in the page cache")
-    repeated = [part for part in part_bytes if part in PINNED_PARTS]
+    # What is copied once per step; to lock the others costs what it saves.
+    repeated = [part for part in part_bytes if denoises(part)]
     fits = sum(part_bytes[part] for part in repeated) <= PINNED_SHARE * free
     if unified or not pins:
         return HostWeights(kinds, "host and device share one memory" if unified else "this device locks no host memory")

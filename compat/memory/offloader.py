@@ -25,7 +25,7 @@ from .adapters import Adapters, adapters_on
 from .estimates import BY_BLOCK, WHOLE
 from .hooks import GroupHooks, hooks_on, remove_hooks
 from .host_weights import PINNED, HostWeights
-from .parts import Parts, Silent
+from .parts import Parts, Silent, role_of
 from .statistics import MemoryStats
 from .transfer import move, on_device, tensors_of
 
@@ -200,7 +200,7 @@ class OwnOffloader:
 
     def device_of(self, part: str) -> torch.device:
         """Where ``part`` computes."""
-        return self._devices.get("text_encoder" if part.startswith("text_encoder") else part, self.device)
+        return self._devices.get(role_of(part), self.device)
 
     def with_adapters(self, adapters: Adapters | None) -> OwnOffloader:
         """The same offloader for a pipeline with these adapters."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,6 +10,16 @@ from torch import nn
 
 Reader = Callable[[Any], nn.Module]
 Prepare = Callable[[str, nn.Module], Callable[[], Any]]
+
+
+def role_of(part: str) -> str:
+    """The part without the number that diffusers gives to further ones: ``transformer`` for ``transformer_2``."""
+    return re.sub(r"_\d+$", "", part)
+
+
+def denoises(part: str) -> bool:
+    """Whether a part is what a sampler calls at each step."""
+    return role_of(part) in ("transformer", "unet")
 
 
 class StageText(str):

@@ -98,7 +98,8 @@ class Attention:
         kernel reads masks.
 
         Args:
-            query: (B, H, N, D). key, value: (B, H, M, D). One device, one dtype.
+            query: (B, H, N, D).
+            key, value: (B, H, M, D). One device, one dtype.
             mask: broadcast to (B, H, N, M); bool, True where a key counts, or floating, added to the scores.
             causal: query n sees the keys up to n.
 
@@ -144,7 +145,8 @@ def attention_for(
     """The attention for a choice on the device of ``facts``, tried out there once.
 
     Args:
-        choice: one of :data:`CHOICES`. dtype, head_width: of the queries that the transformer will pass.
+        choice: one of :data:`CHOICES`.
+        dtype, head_width: of the queries that the transformer will pass.
         avoided: dtypes in which a probe found torch's fused kernel wrong, with the reason.
 
     Raises:

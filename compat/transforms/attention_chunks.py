@@ -23,16 +23,16 @@ def widened(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, budget_
 
     Nothing is lost: each value is exact in fp32. A group of heads is cast at a time.
     """
-    found = torch.empty_like(query)
+    result = torch.empty_like(query)
     per_head = 2 * query.shape[0] * (query.shape[2] + key.shape[2]) * query.shape[3] * WORKED_ON.itemsize
     step = min(query.shape[1], max(1, budget_bytes // per_head))
     for first in range(0, query.shape[1], step):
         part = slice(first, first + step)
         # No names for the casts: they would be alive while those of the next heads are made.
-        found[:, part] = functional.scaled_dot_product_attention(
+        result[:, part] = functional.scaled_dot_product_attention(
             query[:, part].to(WORKED_ON), key[:, part].to(WORKED_ON), value[:, part].to(WORKED_ON)
         ).to(query.dtype)
-    return found
+    return result
 
 
 def chunked(
@@ -49,11 +49,12 @@ def chunked(
     zeros, as there. Needs matrix products and elementwise arithmetic only.
 
     Args:
-        query, key, value, mask, causal: as for :class:`Attention`. budget_bytes: most bytes alive beside operands and
-            result, except that one row of scores is always computed whole.
+        query, key, value, mask, causal: as for :class:`Attention`.
+        budget_bytes: most bytes alive beside operands and result, except that one row of scores is always computed
+            whole.
     """
     size = chunk_size(query, key, value, mask, causal, budget_bytes)
-    found = query.new_empty(*query.shape[:-1], value.shape[-1])
+    result = query.new_empty(*query.shape[:-1], value.shape[-1])
     if mask is not None:
         mask = mask.expand(*query.shape[:-1], key.shape[-2])  # a view: no copy is made until a chunk is taken
     for rows in _parts(query.shape[0], size[0]):
@@ -61,11 +62,11 @@ def chunked(
             keys, values = key[rows, heads].to(WORKED_ON).transpose(-1, -2), value[rows, heads].to(WORKED_ON)
             for queries in _parts(query.shape[2], size[2]):
                 hidden = None if mask is None else mask[rows, heads, queries]
-                found[rows, heads, queries] = _chunk(
+                result[rows, heads, queries] = _chunk(
                     query[rows, heads, queries], keys, values, hidden, queries.start if causal else None
                 )
             del keys, values  # before those of the next head are cast
-    return found
+    return result
 
 
 def chunk_size(

@@ -28,14 +28,17 @@ TRY_TOKENS, EXACT_SHARE, LOSSY_SHARE = 80, 16, 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class KernelNeed:
     """One way to run a kernel.
 
     Args:
-        choice: the choice on the load node. backends: where. capability: compute capability from and below, times 10;
-            (0, 0) where the backend has none. package: what must be installed, as pip names it, and module: as Python
-            imports it; both empty for torch's own. triton_below: the first Triton version that no longer works.
-        dtypes, widths: operands and head widths it takes; no widths means any. source: where it says so.
+        choice: the choice on the load node.
+        backends: where.
+        capability: compute capability from and below, times 10; (0, 0) where the backend has none.
+        package: what must be installed, as pip names it, and module: as Python imports it; both empty for torch's own.
+        triton_below: the first Triton version that no longer works.
+        dtypes, widths: operands and head widths it takes; no widths means any.
+        source: where it says so.
     """
 
     choice: str
@@ -58,39 +61,33 @@ class Need:
 
 
 NEWEST = 1000
-NEEDS: tuple[Need, ...] = (
-    Need("native_cudnn", ("cuda",), (80, NEWEST), dtypes=HALF, source="torch SDPBackend.CUDNN_ATTENTION"),
-    Need("native_efficient", ("cuda",), (50, NEWEST), source="torch SDPBackend.EFFICIENT_ATTENTION"),
-    Need("native_efficient", ("rocm",), source="AOTriton in torch's ROCm builds"),
-    Need("native_flash", ("cuda",), (80, NEWEST), dtypes=HALF, source="torch SDPBackend.FLASH_ATTENTION"),
-    Need("native_flash", ("rocm",), dtypes=HALF, source="AOTriton in torch's ROCm builds"),
-    Need("native_flash", ("cpu", "xpu", "other"), source="torch SDPBackend.FLASH_ATTENTION"),
-    Need(
-        "sage",
-        ("cuda",),
-        (80, NEWEST),
-        "sageattention",
-        "sageattention",
-        dtypes=HALF,
-        widths=(64, 96, 128),
-        source="thu-ml/SageAttention README",
-    ),
-    Need(
+_SAGE: dict[str, Any] = {"package": "sageattention", "module": "sageattention", "widths": (64, 96, 128)}
+_FLASH: dict[str, Any] = {"package": "flash-attn", "module": "flash_attn", "dtypes": HALF}
+_XFORMERS: dict[str, Any] = {"package": "xformers", "module": "xformers.ops"}
+_FLASH_PAGE, _XFORMERS_PAGE = "Dao-AILab/flash-attention", "facebookresearch/xformers"
+_AOTRITON, _SDP = "AOTriton in torch's ROCm builds", "torch SDPBackend."
+NEEDS: tuple[KernelNeed, ...] = (
+    KernelNeed("native_cudnn", ("cuda",), (80, NEWEST), dtypes=HALF, source=f"{_SDP}CUDNN_ATTENTION"),
+    KernelNeed("native_efficient", ("cuda",), (50, NEWEST), source=f"{_SDP}EFFICIENT_ATTENTION"),
+    KernelNeed("native_efficient", ("rocm",), source=_AOTRITON),
+    KernelNeed("native_flash", ("cuda",), (80, NEWEST), dtypes=HALF, source=f"{_SDP}FLASH_ATTENTION"),
+    KernelNeed("native_flash", ("rocm",), dtypes=HALF, source=_AOTRITON),
+    KernelNeed("native_flash", ("cpu", "xpu", "other"), source=f"{_SDP}FLASH_ATTENTION"),
+    KernelNeed("sage", ("cuda",), (80, NEWEST), dtypes=HALF, source="thu-ml/SageAttention README", **_SAGE),
+    KernelNeed(
         "sage",
         ("cuda",),
         (75, 76),
-        "sageattention",
-        "sageattention",
-        "3.3",
-        (torch.float16,),
-        (64, 96, 128),
+        triton_below="3.3",
+        dtypes=(torch.float16,),
         source="thu-ml/SageAttention#197, triton-lang/triton-windows#28: Triton 3.3 dropped Turing",
+        **_SAGE,
     ),
-    Need("sage", ("rocm",), (0, 0), "sageattention", "sageattention", dtypes=HALF, widths=(64, 96, 128)),
-    Need("flash", ("cuda",), (80, NEWEST), "flash-attn", "flash_attn", dtypes=HALF, source="Dao-AILab/flash-attention"),
-    Need("flash", ("rocm",), (0, 0), "flash-attn", "flash_attn", dtypes=HALF, source="Dao-AILab/flash-attention"),
-    Need("xformers", ("cuda",), (50, NEWEST), "xformers", "xformers.ops", source="facebookresearch/xformers"),
-    Need("xformers", ("rocm",), (0, 0), "xformers", "xformers.ops", dtypes=HALF, source="facebookresearch/xformers"),
+    KernelNeed("sage", ("rocm",), dtypes=HALF, **_SAGE),
+    KernelNeed("flash", ("cuda",), (80, NEWEST), source=_FLASH_PAGE, **_FLASH),
+    KernelNeed("flash", ("rocm",), source=_FLASH_PAGE, **_FLASH),
+    KernelNeed("xformers", ("cuda",), (50, NEWEST), source=_XFORMERS_PAGE, **_XFORMERS),
+    KernelNeed("xformers", ("rocm",), dtypes=HALF, source=_XFORMERS_PAGE, **_XFORMERS),
 )
 
 
@@ -121,7 +118,7 @@ def require_usable(choice: str, facts: DeviceFacts, dtype: torch.dtype, head_wid
             fix="Choose auto, or another precision.",
         )
     try:
-        error, bound = _tried(choice, facts.device, dtype, head_width)
+        error, bound = _trial_error(choice, facts.device, dtype, head_width)
     except PackError:
         raise
     except Exception as failure:  # a kernel that does not fit this device fails in as many ways as there are kernels
@@ -157,7 +154,7 @@ def installed(package: str) -> str:
         return ""
 
 
-def _runs_on(need: Need, facts: DeviceFacts) -> bool:
+def _runs_on(need: KernelNeed, facts: DeviceFacts) -> bool:
     if facts.backend not in need.backends and not ("other" in need.backends and facts.arch_class == "other"):
         return False
     low, high = need.capability
@@ -165,11 +162,11 @@ def _runs_on(need: Need, facts: DeviceFacts) -> bool:
 
 
 def _capability(facts: DeviceFacts) -> int:
-    found = re.fullmatch(r"sm_?(\d+)a?", facts.arch)
-    return int(found[1]) if found else 0
+    match = re.fullmatch(r"sm_?(\d+)a?", facts.arch)
+    return int(match[1]) if match else 0
 
 
-def _require_packages(need: Need, facts: DeviceFacts) -> None:
+def _require_packages(need: KernelNeed, facts: DeviceFacts) -> None:
     if not need.package:
         return
     if not installed(need.package):
@@ -192,33 +189,33 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
-def _tried(choice: str, device: torch.device, dtype: torch.dtype, head_width: int) -> tuple[float, float]:
+def _trial_error(choice: str, device: torch.device, dtype: torch.dtype, head_width: int) -> tuple[float, float]:
     """The largest error of one small call on ``device``, and what it may be."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, 2, TRY_TOKENS, head_width, generator=generator).to(dtype) for _ in range(3))
-    found = EXPLICIT[choice](query.to(device), key.to(device), value.to(device)).cpu().to(WORKED_ON)
+    result = EXPLICIT[choice](query.to(device), key.to(device), value.to(device)).cpu().to(WORKED_ON)
     # The reference is the host's: a device with a broken kernel may have broken products too.
-    error = (found - chunked(query, key, value).to(WORKED_ON)).abs().max().item()
+    error = (result - chunked(query, key, value).to(WORKED_ON)).abs().max().item()
     # Values are normal numbers in sums whose weights add up to 1: a few eps of the largest; 8-bit products: a tenth.
     return error, LOSSY_SHARE if choice == "sage" else EXACT_SHARE * torch.finfo(dtype).eps
 
 
 def _sage(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     attend = imported("sageattention").sageattn
-    found: torch.Tensor = attend(query, key, value, tensor_layout="HND", is_causal=False)
-    return found
+    result: torch.Tensor = attend(query, key, value, tensor_layout="HND", is_causal=False)
+    return result
 
 
 def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     attend = imported("flash_attn").flash_attn_func
-    found: torch.Tensor = attend(*(tensor.transpose(1, 2) for tensor in (query, key, value)))
-    return found.transpose(1, 2)
+    result: torch.Tensor = attend(*(tensor.transpose(1, 2) for tensor in (query, key, value)))
+    return result.transpose(1, 2)
 
 
 def _xformers(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     attend = imported("xformers.ops").memory_efficient_attention
-    found: torch.Tensor = attend(*(tensor.transpose(1, 2) for tensor in (query, key, value)))
-    return found.transpose(1, 2)
+    result: torch.Tensor = attend(*(tensor.transpose(1, 2) for tensor in (query, key, value)))
+    return result.transpose(1, 2)
 
 
 def _by_torch(choice: str) -> Any:

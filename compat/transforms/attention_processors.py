@@ -45,13 +45,13 @@ class Padding:
             return counts
         from torch._dynamo import maybe_mark_dynamic
 
-        found = tuple(torch.empty(1).expand(count + OPEN) for count in counts)
-        for length in found:
+        lengths = tuple(torch.empty(1).expand(count + OPEN) for count in counts)
+        for length in lengths:
             maybe_mark_dynamic(length, 0)
-        return found
+        return lengths
 
 
-def attended(module: nn.Module, attend: Attend) -> Callable[[], None]:
+def replace_attention_processors(module: nn.Module, attend: Attend) -> Callable[[], None]:
     """Make every known attention of a transformer call ``attend``; returns what puts everything back.
 
     A processor of another rewrite is kept: where it has an attribute ``attend``, and one ``padding``, they are set. One
@@ -65,7 +65,7 @@ def attended(module: nn.Module, attend: Attend) -> Callable[[], None]:
     for owner in module.modules():
         processor: Any = getattr(owner, "processor", None)
         made = PROCESSORS.get(full_name(processor))
-        if made is not None and _plain(owner):
+        if made is not None and _has_no_extras(owner):
             owner.processor = made(attend, padding)
             undo.append((owner, "processor", processor))
         elif full_name(owner) == POOL and "forward" not in vars(owner):
@@ -82,7 +82,7 @@ def attended(module: nn.Module, attend: Attend) -> Callable[[], None]:
         # A hook, not a patched forward: it survives accelerate's and diffusers' own re-wrapping of forward.
         handle = module.register_forward_pre_hook(_cropping(cropped, padding), with_kwargs=True)
 
-    def restored() -> None:
+    def restore() -> None:
         if handle is not None:
             handle.remove()
         for owner, name, former in reversed(undo):
@@ -90,7 +90,7 @@ def attended(module: nn.Module, attend: Attend) -> Callable[[], None]:
         for owner in patched:
             del owner.forward
 
-    return restored
+    return restore
 
 
 def by_rows(
@@ -104,19 +104,20 @@ def by_rows(
     """Attention over the valid keys of each row, without a mask; results of padded queries are 0.
 
     Args:
-        padding: keys at the end of each row that do not count. queries_too: the same queries are padding.
+        padding: keys at the end of each row that do not count.
+        queries_too: the same queries are padding.
     """
     if any(isinstance(count, torch.Tensor) for count in padding):
         return _by_open_rows(attend, query, key, value, padding)
     if not any(padding):
         return attend(query, key, value)
-    found = query.new_zeros(*query.shape[:-1], value.shape[-1])
+    result = query.new_zeros(*query.shape[:-1], value.shape[-1])
     for row, count in enumerate(padding):
         keys = slice(0, key.shape[2] - count)
         queries = slice(0, query.shape[2] - (count if queries_too else 0))
         one = slice(row, row + 1)
-        found[one, :, queries] = attend(query[one, :, queries], key[one, :, keys], value[one, :, keys])
-    return found
+        result[one, :, queries] = attend(query[one, :, queries], key[one, :, keys], value[one, :, keys])
+    return result
 
 
 def _by_open_rows(
@@ -140,7 +141,7 @@ class _Processor:
     padding: Padding
 
 
-class Joint(_Processor):
+class JointProcessor(_Processor):
     """Video and text tokens together: HunyuanVideo and FramePack, both kinds of block, HunyuanVideo 1.5, Mochi."""
 
     rotary: Rotary
@@ -157,13 +158,13 @@ class Joint(_Processor):
         text = encoder_hidden_states
         separate = getattr(attn, "add_q_proj", None) is not None and text is not None
         tokens = hidden_states if separate or text is None else torch.cat([hidden_states, text], dim=1)
-        turned = tokens.shape[1] if separate or text is None else hidden_states.shape[1]
+        rotary_tokens = tokens.shape[1] if separate or text is None else hidden_states.shape[1]
 
-        def placed(found: torch.Tensor) -> torch.Tensor:
+        def placed(heads: torch.Tensor) -> torch.Tensor:
             if image_rotary_emb is None:
-                return found
-            video = type(self).rotary(found[:, :turned], image_rotary_emb)
-            return video if turned == found.shape[1] else torch.cat([video, found[:, turned:]], dim=1)
+                return heads
+            video = type(self).rotary(heads[:, :rotary_tokens], image_rotary_emb)
+            return video if rotary_tokens == heads.shape[1] else torch.cat([video, heads[:, rotary_tokens:]], dim=1)
 
         query = placed(heads_of(attn, attn.to_q, tokens, attn.norm_q))
         key = placed(heads_of(attn, attn.to_k, tokens, attn.norm_k))
@@ -172,18 +173,20 @@ class Joint(_Processor):
             query = torch.cat([query, heads_of(attn, attn.add_q_proj, text, attn.norm_added_q)], dim=1)
             key = torch.cat([key, heads_of(attn, attn.add_k_proj, text, attn.norm_added_k)], dim=1)
             value = torch.cat([value, heads_of(attn, attn.add_v_proj, text)], dim=1)
-        found = self._attended(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attention_mask)
-        found = found.transpose(1, 2).flatten(2).to(query.dtype)
+        attention = self._attend_joint(
+            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attention_mask
+        )
+        attention = attention.transpose(1, 2).flatten(2).to(query.dtype)
         if text is None:
-            return found, None
-        video, read = found.split([hidden_states.shape[1], text.shape[1]], dim=1)
+            return attention, None
+        video, text_tokens = attention.split([hidden_states.shape[1], text.shape[1]], dim=1)
         if getattr(attn, "to_out", None) is not None:
             video = attn.to_out[1](attn.to_out[0](video))
         if getattr(attn, "to_add_out", None) is not None:
-            read = attn.to_add_out(read)
-        return video, read
+            text_tokens = attn.to_add_out(text_tokens)
+        return video, text_tokens
 
-    def _attended(
+    def _attend_joint(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
         if self.padding.joint is not None:
@@ -198,8 +201,8 @@ def _hunyuan_rotary(tokens: torch.Tensor, table: Any) -> torch.Tensor:
     from diffusers.models import embeddings
 
     rotated: Any = embeddings.apply_rotary_emb  # upstream annotates it as narrower than what it passes
-    found: torch.Tensor = rotated(tokens, table, sequence_dim=1)
-    return found
+    rotated_tokens: torch.Tensor = rotated(tokens, table, sequence_dim=1)
+    return rotated_tokens
 
 
 def _mochi_rotary(tokens: torch.Tensor, table: Any) -> torch.Tensor:
@@ -210,19 +213,19 @@ def _mochi_rotary(tokens: torch.Tensor, table: Any) -> torch.Tensor:
     return torch.stack(pair, dim=-1).flatten(-2)
 
 
-class Hunyuan(Joint):
+class HunyuanProcessor(JointProcessor):
     """HunyuanVideo, FramePack, HunyuanVideo 1.5."""
 
     rotary = staticmethod(_hunyuan_rotary)
 
 
-class Mochi(Joint):
+class MochiProcessor(JointProcessor):
     """Mochi, whose stock processor calls torch by itself, sample by sample, whatever was chosen."""
 
     rotary = staticmethod(_mochi_rotary)
 
 
-class Cross(_Processor):
+class CrossProcessor(_Processor):
     """LTX-Video: video tokens among themselves, and video to text, whose mask is a float added to the scores."""
 
     def __call__(
@@ -242,8 +245,8 @@ class Cross(_Processor):
         if image_rotary_emb is not None:
             query, key = apply_rotary_emb(query, image_rotary_emb), apply_rotary_emb(key, image_rotary_emb)
         query, key, value = (t.unflatten(2, (attn.heads, -1)).transpose(1, 2) for t in (query, key, value))
-        found = across(self.attend, self.padding, query, key, value, None if text is None else attention_mask)
-        result: torch.Tensor = attn.to_out[1](attn.to_out[0](found.transpose(1, 2).flatten(2).to(query.dtype)))
+        attention = across(self.attend, self.padding, query, key, value, None if text is None else attention_mask)
+        result: torch.Tensor = attn.to_out[1](attn.to_out[0](attention.transpose(1, 2).flatten(2).to(query.dtype)))
         return result
 
 
@@ -266,7 +269,7 @@ def across(
     return attend(query, key, value, mask.unsqueeze(1).to(query.dtype))
 
 
-class Refiner(_Processor):
+class RefinerProcessor(_Processor):
     """The token refiners of HunyuanVideo, FramePack and HunyuanVideo 1.5: text tokens among themselves."""
 
     def __call__(
@@ -288,11 +291,11 @@ class Refiner(_Processor):
             )
         )
         if self.padding.text is not None:
-            found = by_rows(self.attend, query, key, value, self.padding.text, queries_too=True)
+            attention = by_rows(self.attend, query, key, value, self.padding.text, queries_too=True)
         else:
-            found = self.attend(query, key, value, attention_mask)
-        found = found.transpose(1, 2).flatten(2).to(query.dtype)
-        result: torch.Tensor = attn.to_out[1](attn.to_out[0](found))
+            attention = self.attend(query, key, value, attention_mask)
+        attention = attention.transpose(1, 2).flatten(2).to(query.dtype)
+        result: torch.Tensor = attn.to_out[1](attn.to_out[0](attention))
         return result
 
 
@@ -308,11 +311,11 @@ def _pool(attend: Attend, padding: Padding) -> Callable[[Any, torch.Tensor, torc
         query = pool.to_q(tokens[:, :1]).unflatten(2, (-1, width)).transpose(1, 2)
         key, value = pool.to_kv(tokens).unflatten(2, (2, -1, width)).permute(2, 0, 3, 1, 4)
         if padding.text is not None:
-            found = by_rows(attend, query, key, value, padding.text, queries_too=False)
+            attention = by_rows(attend, query, key, value, padding.text, queries_too=False)
         else:
             seen = functional.pad(mask.bool(), (1, 0), value=True)
-            found = attend(query, key, value, seen[:, None, None])
-        pooled: torch.Tensor = pool.to_out(found.flatten(1))
+            attention = attend(query, key, value, seen[:, None, None])
+        pooled: torch.Tensor = pool.to_out(attention.flatten(1))
         return pooled
 
     return forward
@@ -321,26 +324,26 @@ def _pool(attend: Attend, padding: Padding) -> Callable[[Any, torch.Tensor, torc
 MODELS = "diffusers.models"
 POOL = f"{MODELS}.embeddings.MochiAttentionPool"
 PROCESSORS: Mapping[str, Callable[[Attend, Padding], Any]] = {  # stock class -> ours; subclasses are left alone
-    f"{MODELS}.transformers.transformer_hunyuan_video.HunyuanVideoAttnProcessor2_0": Hunyuan,
-    f"{MODELS}.transformers.transformer_hunyuan_video15.HunyuanVideo15AttnProcessor2_0": Hunyuan,
-    f"{MODELS}.transformers.transformer_ltx.LTXVideoAttnProcessor": Cross,
-    f"{MODELS}.attention_processor.MochiAttnProcessor2_0": Mochi,
-    f"{MODELS}.attention_processor.AttnProcessor2_0": Refiner,
+    f"{MODELS}.transformers.transformer_hunyuan_video.HunyuanVideoAttnProcessor2_0": HunyuanProcessor,
+    f"{MODELS}.transformers.transformer_hunyuan_video15.HunyuanVideo15AttnProcessor2_0": HunyuanProcessor,
+    f"{MODELS}.transformers.transformer_ltx.LTXVideoAttnProcessor": CrossProcessor,
+    f"{MODELS}.attention_processor.MochiAttnProcessor2_0": MochiProcessor,
+    f"{MODELS}.attention_processor.AttnProcessor2_0": RefinerProcessor,
 }
 
 
 def heads_of(attn: Any, layer: Any, tokens: torch.Tensor | None, norm: Any = None) -> torch.Tensor:
     """(B, N, H, D) of one projection."""
-    found: torch.Tensor = layer(tokens).unflatten(2, (attn.heads, -1))
-    return found if norm is None else norm(found)
+    heads: torch.Tensor = layer(tokens).unflatten(2, (attn.heads, -1))
+    return heads if norm is None else norm(heads)
 
 
 def full_name(thing: Any) -> str:
     return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
-def _plain(owner: Any) -> bool:
-    """Whether an attention has none of what :class:`Refiner` leaves out; only diffusers' general class can."""
+def _has_no_extras(owner: Any) -> bool:
+    """Whether an attention has none of what :class:`RefinerProcessor` leaves out; only diffusers' general class can."""
     extras = ("spatial_norm", "group_norm", "norm_cross", "residual_connection")
     factor = getattr(owner, "rescale_output_factor", 1.0)
     return factor == 1.0 and not any(getattr(owner, extra, None) for extra in extras)
@@ -351,8 +354,8 @@ def valid_counts(mask: torch.Tensor) -> tuple[int, ...] | None:
     valid = mask.bool()
     counts = valid.sum(1)
     first = torch.arange(valid.shape[1], device=valid.device) < counts[:, None]
-    found = tuple(int(count) for count in counts.tolist())
-    return found if all(found) and torch.equal(first, valid) else None
+    lengths = tuple(int(count) for count in counts.tolist())
+    return lengths if all(lengths) and torch.equal(first, valid) else None
 
 
 def _cropping(crop: Callable[[dict[str, Any], Padding], None], padding: Padding) -> Callable[..., Any]:

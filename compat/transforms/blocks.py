@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from ...kernels.norm import normalized
@@ -21,6 +21,7 @@ from ...kernels.residual import gated_residual, residual_norm
 from ...kernels.terms import LAYER, NO_GATE, RMS, Gate, Modulation, Norm
 from ..memory.hooks import weights_on
 
+BLOCK_LISTS = ("transformer_blocks", "single_transformer_blocks")
 OPS = "_anygpu_ops"  # on a rewritten block: its BlockOps
 
 
@@ -199,6 +200,20 @@ def mochi_block(
     inner = _plain(block.norm3_context)
     y, normed = ops.added_normalized(encoder_hidden_states, text_branch, first, inner, Modulation(text[2]))
     return x, ops.added(y, block.ff_context(normed), last)
+
+
+def transformer_blocks(transformer: nn.Module) -> Iterator[nn.Module]:
+    """The repeated blocks of a transformer, in the order in which they run."""
+    for name in BLOCK_LISTS:
+        yield from getattr(transformer, name, ())
+
+
+def submodule_at(block: nn.Module, path: str) -> Any:
+    """The submodule of ``block`` at ``path``; None where this configuration of the block has none."""
+    module: Any = block
+    for name in path.split("."):
+        module = getattr(module, name, None)  # a list has its modules by number as attributes too
+    return module
 
 
 @contextmanager

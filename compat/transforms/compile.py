@@ -21,7 +21,8 @@ from torch import nn
 
 from ..device.execution import COMPILED
 from ..errors import InputError, UnsupportedError
-from .fp16 import SETTINGS
+from .blocks import transformer_blocks
+from .fp16_layers import SETTINGS
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,6 @@ WITH_OFFLOAD: dict[str, str] = {  # offload to why compile is refused with it; e
     "sequential": "it moves weights between the layers of a block, so that no block is one graph",
     "comfyui": "it streams weights between the layers of a block, so that no block is one graph",
 }
-BLOCKS = ("transformer_blocks", "single_transformer_blocks")
 VAE_BLOCKS = (
     "HunyuanVideoResnetBlockCausal3D",
     "HunyuanVideo15ResnetBlock",
@@ -60,8 +60,10 @@ class CompileSettings:
     """What the user asks of the compiler.
 
     Args:
-        mode: a key of :data:`MODES`. dynamic: a key of :data:`DYNAMIC`. cache_size: graphs per kind of block, 1 to
-            :data:`MOST_CACHED`; one more size than that runs without. vae: the VAE's blocks too.
+        mode: a key of :data:`MODES`.
+        dynamic: a key of :data:`DYNAMIC`.
+        cache_size: graphs per kind of block, 1 to :data:`MOST_CACHED`; one more size than that runs without.
+        vae: the VAE's blocks too.
         backend: torch's name of a compiler, or a callable.
     """
 
@@ -152,9 +154,9 @@ class Compilation:
         stock = getattr(plain, "__func__", None)
         if stock is None or hasattr(block, "_hf_hook"):
             raise UnsupportedError(
-                f"compile for a {type(block).__name__} that a residency already moves",
+                f"compile for a {type(block).__name__} that an offloader already moves",
                 expected="a block without offload hooks",
-                fix="Take the residency off, compile, and put it back.",
+                fix="Take the offloader off, compile, and put it back.",
             )
         function = self._made.setdefault(stock.__code__, _Function(stock, self.settings))
         mine = vars(block).get("forward")
@@ -186,12 +188,12 @@ class Compilation:
         from torch._dynamo.utils import counters
 
         started, before = time.monotonic(), counters["stats"]["unique_graphs"]
-        found = function(block, *args, **named)
+        result = function(block, *args, **named)
         made = counters["stats"]["unique_graphs"] - before
         if made:
             self.graphs += made
             self.compile_seconds += time.monotonic() - started
-        return found
+        return result
 
     def _fail(self, error: BaseException) -> None:
         self.failure = failure_line(error)
@@ -221,12 +223,12 @@ class _Function:
             return self.compiled(block, *args, **named)
 
     def _options(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"backend": self.settings.backend, "dynamic": COMPILED_AS[self.settings.dynamic]}
+        options: dict[str, Any] = {"backend": self.settings.backend, "dynamic": COMPILED_AS[self.settings.dynamic]}
         if LIMITED:
-            found["recompile_limit"] = self.settings.cache_size
+            options["recompile_limit"] = self.settings.cache_size
         if self.settings.backend == "inductor":
-            found["mode"] = self.settings.mode
-        return found
+            options["mode"] = self.settings.mode
+        return options
 
     def ready(self, args: tuple[Any, ...], named: dict[str, Any], sizes: set[int]) -> tuple[Any, dict[str, Any]]:
         """The arguments with plain strides, and with the lengths that vary marked so before a graph is made."""
@@ -249,17 +251,16 @@ class _Function:
         """What the compiler raises when it, and not the block, fails."""
         from torch._dynamo import exc
 
-        found: list[type[BaseException]] = [exc.TorchDynamoException]
+        kinds: list[type[BaseException]] = [exc.TorchDynamoException]
         for name in ("FailOnRecompileLimitHit", "RecompileLimitExceeded"):  # of newer torch, and derived from nothing
             kind = getattr(exc, name, None)
-            found += [kind] if isinstance(kind, type) else []
-        return tuple(found)
+            kinds += [kind] if isinstance(kind, type) else []
+        return tuple(kinds)
 
 
 def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
     """The repeated blocks of a transformer, or of a VAE."""
-    found = [block for name in BLOCKS for block in getattr(module, name, ())]
-    yield from found or (one for one in module.modules() if type(one).__name__ in VAE_BLOCKS)
+    yield from list(transformer_blocks(module)) or (one for one in module.modules() if type(one).__name__ in VAE_BLOCKS)
 
 
 @contextmanager
@@ -336,15 +337,15 @@ def _each(values: Iterable[Any], tokens: int) -> None:
 
 def _traced_padding(module: nn.Module) -> Callable[[], None]:
     """Make the padding that the attention of ``module`` reads a length that a graph can leave open."""
-    found: list[Any] = []
+    paddings: list[Any] = []
     for owner in module.modules():
         padding = getattr(getattr(owner, "processor", None), "padding", None)
         if padding is not None and not padding.traced:
             padding.traced = True
-            found.append(padding)
+            paddings.append(padding)
 
     def back() -> None:
-        for padding in found:
+        for padding in paddings:
             padding.traced = False
 
     return back

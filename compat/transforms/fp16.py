@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
@@ -18,18 +19,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..device.facts import DeviceFacts
 from ..errors import UnsupportedError
 from .attention_processors import full_name
-from .blocks import FORWARDS, OPS, BlockOps
+from .blocks import BLOCK_LISTS, FORWARDS, OPS, BlockOps, submodule_at, transformer_blocks
 from .fp16_layers import (
     FULL,
     HALF,
     LAYERS,
     SETTINGS,
-    Kind,
-    Rotating,
-    Settings,
-    Turns,
+    Fp32RotaryProcessor,
+    LeafKind,
+    LeafSettings,
+    RotaryTables,
     adapted_value,
     rms_norm,
     wide_swiglu,
@@ -37,11 +39,12 @@ from .fp16_layers import (
 
 UPSTREAM = "diffusers.models.transformers."
 SAFE_OPS = BlockOps(operand_dtype=HALF)
-BLOCKS = ("transformer_blocks", "single_transformer_blocks")
+SUMS_SWITCH = "allow_fp16_accumulation"  # of torch.backends.cuda.matmul, for the whole process
+SUMS_BACKENDS: Mapping[str, str] = {"cuda": "cuBLAS sums fp16 products in fp16 where it is allowed (torch 2.7)"}
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Fp16Report:
     """What was rewritten, by kind, and what was left as fp32, by reason."""
 
     family: str
@@ -57,10 +60,10 @@ class Report:
 
 
 @dataclass(slots=True)
-class Applied:
+class AppliedFp16:
     """A rewrite that can be taken back."""
 
-    report: Report
+    report: Fp16Report
     undo: list[Callable[[], None]] = field(default_factory=list)
 
     def restore(self) -> None:
@@ -74,7 +77,7 @@ class Applied:
 
 def apply_fp16_safe(
     transformer: nn.Module, family: str, facts: Mapping[str, Any] | None = None, keep_weights: bool = False
-) -> Applied:
+) -> AppliedFp16:
     """Make ``transformer`` compute in safe fp16, in place; it takes and returns fp32.
 
     Every block of an exactly known class is rewritten on its own instance; any other is left alone, in fp32, and
@@ -82,16 +85,16 @@ def apply_fp16_safe(
 
     Args:
         facts: what was probed; ``fp32_output`` says whether a GEMM of fp16 operands can come out in fp32.
-        keep_weights: keep the weights as they were, so that :meth:`Applied.restore` gives back the same tensors.
+        keep_weights: keep the weights as they were, so that :meth:`AppliedFp16.restore` gives back the same tensors.
 
     Raises:
         UnsupportedError: an offloader's hooks are on, or the rewrite is applied already.
     """
     _require_bare(transformer)
     fp32_output = bool((facts or {}).get("fp32_output", False))
-    applied, done, left = Applied(Report(family, {}, {}, fp32_output)), Counter[str](), Counter[str]()
+    applied, done, left = AppliedFp16(Fp16Report(family, {}, {}, fp32_output)), Counter[str](), Counter[str]()
     halves: set[int] = set()
-    for block in _blocks(transformer):
+    for block in transformer_blocks(transformer):
         leaves = LEAVES.get(full_name(block).removeprefix(UPSTREAM))
         reason = f"{full_name(block)} is not a class this knows" if leaves is None else _unfit(block, leaves)
         if leaves is None or reason:
@@ -106,33 +109,74 @@ def apply_fp16_safe(
     rope: Any = getattr(transformer, "rope", None)
     if done["blocks"] and full_name(rope) == f"{UPSTREAM}transformer_ltx.LTXVideoRotaryPosEmbed":
         attach_rope(rope, applied)
-    applied.report = Report(family, dict(done), dict(left), fp32_output)
+    applied.report = Fp16Report(family, dict(done), dict(left), fp32_output)
     return applied
 
 
 def stored_dtype(name: str, shape: tuple[int, ...]) -> torch.dtype:
     """The dtype in which the tensor ``name`` of a checkpoint is best read: fp16 for matrices of blocks, else fp32."""
-    return HALF if len(shape) == 2 and name.startswith(BLOCKS) and name.endswith(".weight") else FULL
+    return HALF if len(shape) == 2 and name.startswith(BLOCK_LISTS) and name.endswith(".weight") else FULL
 
 
 def fp32_output_works(device: torch.device) -> bool:
     """Whether a GEMM of fp16 operands comes out in fp32 on ``device``: one small product, read back."""
     try:
         x = torch.full((16, 16), 300.0, dtype=HALF, device=device)
-        found = torch.addmm(torch.ones(16, device=device), x, x.t(), alpha=2.0, out_dtype=FULL)
-        return bool((found.cpu() == 2 * 16 * 300.0**2 + 1).all())
+        product = torch.addmm(torch.ones(16, device=device), x, x.t(), alpha=2.0, out_dtype=FULL)
+        return bool((product.cpu() == 2 * 16 * 300.0**2 + 1).all())
     except (RuntimeError, TypeError):  # NotImplementedError is a RuntimeError; an older torch knows no out_dtype
         return False
 
 
-def patch_forward(module: nn.Module, forward: Callable[..., Any], applied: Applied) -> None:
+def require_fp16_sums(facts: DeviceFacts, dtype: torch.dtype) -> None:
+    """Refuse fp16 accumulation, which is fast on GeForce and lossy, where it would do nothing.
+
+    Args:
+        dtype: of the transformer's products.
+
+    Raises:
+        UnsupportedError: the device, this torch, or the dtype.
+    """
+    reason = ""
+    if facts.backend not in SUMS_BACKENDS:
+        reason = f"{facts.backend} has no such products"
+    elif not _knows_fp16_sums():
+        reason = f"torch {torch.__version__} has no switch for it"
+    elif dtype is not torch.float16:
+        reason = f"the transformer's products are in {str(dtype).removeprefix('torch.')}"
+    if reason:
+        raise UnsupportedError(
+            f"fp16_accumulation on {facts.device}: {reason}",
+            expected="an NVIDIA GPU, torch 2.7 or newer, and precision fp16 or fp16-safe",
+            fix="Switch fp16_accumulation off, or choose precision fp16-safe on the load node.",
+        )
+
+
+@contextmanager
+def fp16_sums() -> Iterator[None]:
+    """Products inside sum in fp16; then torch's switch is as it was."""
+    products: Any = torch.backends.cuda.matmul
+    before = getattr(products, SUMS_SWITCH)
+    setattr(products, SUMS_SWITCH, True)
+    try:
+        yield
+    finally:
+        setattr(products, SUMS_SWITCH, before)
+
+
+def _knows_fp16_sums() -> bool:
+    """Whether this torch has the switch; one that it lacks raises when it is read."""
+    return hasattr(torch.backends.cuda.matmul, SUMS_SWITCH)
+
+
+def patch_forward(module: nn.Module, forward: Callable[..., Any], applied: AppliedFp16) -> None:
     """Give ``module``, and no other of its class, another forward."""
     module.forward = MethodType(forward, module)  # type: ignore[method-assign]
     applied.undo.append(partial(delattr, module, "forward"))
 
 
-def attach_rope(rope: nn.Module, applied: Applied) -> None:
-    """Make ``rope`` return its (cos, sin) as :class:`Turns`."""
+def attach_rope(rope: nn.Module, applied: AppliedFp16) -> None:
+    """Make ``rope`` return its (cos, sin) as :class:`RotaryTables`."""
     stock = type(rope).forward
 
     def forward(
@@ -143,15 +187,15 @@ def attach_rope(rope: nn.Module, applied: Applied) -> None:
         width: int | None = None,
         rope_interpolation_scale: Any = None,
         video_coords: Tensor | None = None,
-    ) -> Turns:
+    ) -> RotaryTables:
         # Without coordinates of its own every row of the batch has the same tables: one row is read instead of all.
         given = hidden_states[:1] if video_coords is None else hidden_states
-        return Turns(stock(rope, given, num_frames, height, width, rope_interpolation_scale, video_coords))
+        return RotaryTables(stock(rope, given, num_frames, height, width, rope_interpolation_scale, video_coords))
 
     patch_forward(rope, forward, applied)
 
 
-def _attach_block(block: nn.Module, leaves: Mapping[str, Kind], applied: Applied) -> None:
+def _attach_block(block: nn.Module, leaves: Mapping[str, LeafKind], applied: AppliedFp16) -> None:
     """Give ``block``, its norms of queries and keys, its gated products and its processors new forwards."""
     setattr(block, OPS, SAFE_OPS)
     applied.undo.append(partial(delattr, block, OPS))
@@ -161,44 +205,44 @@ def _attach_block(block: nn.Module, leaves: Mapping[str, Kind], applied: Applied
             patch_forward(module, rms_norm, applied)
         elif type(module).__name__ == "SwiGLU":
             patch_forward(module, wide_swiglu, applied)
-    for path in {path.rpartition(".")[0] for path, kind in leaves.items() if kind is Kind.ROTATED}:
+    for path in {path.rpartition(".")[0] for path, kind in leaves.items() if kind is LeafKind.ROTATED}:
         attention: Any = block.get_submodule(path)
         former = attention.processor
-        if full_name(former) == ROTATING:
-            attention.set_processor(Rotating())
+        if full_name(former) == LTX_PROCESSOR:
+            attention.set_processor(Fp32RotaryProcessor())
             applied.undo.append(partial(attention.set_processor, former))
 
 
 def _attach_leaves(
-    block: nn.Module, leaves: Mapping[str, Kind], fp32_output: bool, applied: Applied, done: Counter[str]
+    block: nn.Module, leaves: Mapping[str, LeafKind], fp32_output: bool, applied: AppliedFp16, done: Counter[str]
 ) -> Iterator[int]:
     """Rewrite the leaves of ``block``; the ids of the parameters that are to be fp16."""
     made: dict[str, nn.Module] = {}
     for path, kind in leaves.items():
-        around: Any = _at(block, path)
+        around: Any = submodule_at(block, path)
         if around is None:
             continue
         leaf = _bare(around)
-        if kind is Kind.VALUE and leaf is not around:
+        if kind is LeafKind.VALUE and leaf is not around:
             patch_forward(around, adapted_value, applied)
         made[path] = leaf
         done[kind.value] += 1
         yield id(leaf.weight)
-        if leaf.bias is not None and kind is not Kind.FULL:
+        if leaf.bias is not None and kind is not LeafKind.FULL:
             yield id(leaf.bias)
-        if kind is Kind.NARROW or (kind is Kind.ROTATED and not fp32_output):
+        if kind is LeafKind.NARROW or (kind is LeafKind.ROTATED and not fp32_output):
             continue
         reach = 1.0
-        if kind is Kind.VALUE or (kind is not Kind.FULL and not fp32_output):
+        if kind is LeafKind.VALUE or (kind is not LeafKind.FULL and not fp32_output):
             reach = max(1.0, float(torch.linalg.vector_norm(leaf.weight, dim=1, dtype=FULL).max()))
         values = made.get(path.replace("to_out.0", "to_v")) if path.endswith("to_out.0") else None
         values = values if values is not None and hasattr(values, SETTINGS) else None
-        setattr(leaf, SETTINGS, Settings(fp32_output, reach, kind is Kind.RESIDUAL, values))
+        setattr(leaf, SETTINGS, LeafSettings(fp32_output, reach, kind is LeafKind.RESIDUAL, values))
         applied.undo.append(partial(delattr, leaf, SETTINGS))
         patch_forward(leaf, LAYERS[kind], applied)
 
 
-def _cast(tensor: Tensor, dtype: torch.dtype, keep: bool, applied: Applied) -> None:
+def _cast(tensor: Tensor, dtype: torch.dtype, keep: bool, applied: AppliedFp16) -> None:
     if tensor.dtype is dtype:
         return
     former, kept = tensor.dtype, tensor.data if keep else None
@@ -211,10 +255,10 @@ def _cast(tensor: Tensor, dtype: torch.dtype, keep: bool, applied: Applied) -> N
     applied.undo.append(back)
 
 
-def _unfit(block: nn.Module, leaves: Mapping[str, Kind]) -> str:
+def _unfit(block: nn.Module, leaves: Mapping[str, LeafKind]) -> str:
     """Why ``block`` cannot be rewritten; empty when it can."""
     for path in leaves:
-        leaf: Any = _bare(_at(block, path))
+        leaf: Any = _bare(submodule_at(block, path))
         if leaf is None:
             continue
         if type(leaf) is not nn.Linear:
@@ -227,24 +271,9 @@ def _unfit(block: nn.Module, leaves: Mapping[str, Kind]) -> str:
     return ""
 
 
-def _at(block: nn.Module, path: str) -> nn.Module | None:
-    """The submodule at ``path``; None where this configuration of the block has none."""
-    found: Any = block
-    for name in path.split("."):
-        found = found[int(name)] if name.isdigit() else getattr(found, name, None)
-        if found is None:
-            return None
-    return found  # type: ignore[no-any-return]
-
-
 def _bare(module: Any) -> Any:
     """The layer itself, inside what an adapter put around it."""
     return getattr(module, "base_layer", module)
-
-
-def _blocks(transformer: nn.Module) -> Iterator[nn.Module]:
-    for name in BLOCKS:
-        yield from getattr(transformer, name, ())
 
 
 def _require_bare(transformer: nn.Module) -> None:
@@ -252,9 +281,9 @@ def _require_bare(transformer: nn.Module) -> None:
         # a registry without hooks stays behind wherever diffusers' cache context was entered once
         if hasattr(module, "_hf_hook") or getattr(getattr(module, "_diffusers_hook", None), "hooks", None):
             raise UnsupportedError(
-                f"safe fp16 for a {type(transformer).__name__} that a residency already moves",
+                f"safe fp16 for a {type(transformer).__name__} that an offloader already moves",
                 expected="a transformer without offload hooks",
-                fix="Take the residency off, apply, and put it back.",
+                fix="Take the offloader off, apply, and put it back.",
             )
         if hasattr(module, SETTINGS):
             raise UnsupportedError(
@@ -264,36 +293,42 @@ def _require_bare(transformer: nn.Module) -> None:
             )
 
 
-def _attention(name: str, added_too: bool = False, out: bool = True) -> dict[str, Kind]:
-    paths = {f"{name}.{leaf}": Kind.NARROW for leaf in ("to_q", "to_k", "to_v")}
+def _attention(name: str, added_too: bool = False, out: bool = True) -> dict[str, LeafKind]:
+    paths = {f"{name}.{leaf}": LeafKind.NARROW for leaf in ("to_q", "to_k", "to_v")}
     if added_too:
-        paths |= {f"{name}.{leaf}": Kind.NARROW for leaf in ("add_q_proj", "add_k_proj", "add_v_proj")}
-        paths |= {f"{name}.to_add_out": Kind.WIDE}
-    return paths | ({f"{name}.to_out.0": Kind.WIDE} if out else {})
+        paths |= {f"{name}.{leaf}": LeafKind.NARROW for leaf in ("add_q_proj", "add_k_proj", "add_v_proj")}
+        paths |= {f"{name}.to_add_out": LeafKind.WIDE}
+    return paths | ({f"{name}.to_out.0": LeafKind.WIDE} if out else {})
 
 
-def _feed(*names: str) -> dict[str, Kind]:
+def _feed(*names: str) -> dict[str, LeafKind]:
     return {
         path: kind
         for name in names
-        for path, kind in ((f"{name}.net.0.proj", Kind.NARROW), (f"{name}.net.2", Kind.WIDE))
+        for path, kind in ((f"{name}.net.0.proj", LeafKind.NARROW), (f"{name}.net.2", LeafKind.WIDE))
     }
 
 
 _JOINT = _attention("attn", added_too=True) | _feed("ff", "ff_context")
-_JOINT |= {"norm1.linear": Kind.FULL, "norm1_context.linear": Kind.FULL}
-_SINGLE = _attention("attn", out=False) | {"proj_mlp": Kind.NARROW, "proj_out": Kind.WIDE, "norm.linear": Kind.FULL}
-_CROSS: dict[str, Kind] = {
-    "attn2.to_q": Kind.RESIDUAL,
-    "attn2.to_k": Kind.WIDE,
-    "attn2.to_v": Kind.VALUE,
-    "attn2.to_out.0": Kind.WIDE,
+_JOINT |= {"norm1.linear": LeafKind.FULL, "norm1_context.linear": LeafKind.FULL}
+_SINGLE = _attention("attn", out=False) | {
+    "proj_mlp": LeafKind.NARROW,
+    "proj_out": LeafKind.WIDE,
+    "norm.linear": LeafKind.FULL,
+}
+_CROSS: dict[str, LeafKind] = {
+    "attn2.to_q": LeafKind.RESIDUAL,
+    "attn2.to_k": LeafKind.WIDE,
+    "attn2.to_v": LeafKind.VALUE,
+    "attn2.to_out.0": LeafKind.WIDE,
 }
 QK_NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
-ROTATING = f"{UPSTREAM}transformer_ltx.LTXVideoAttnProcessor"  # what :class:`Rotating` takes the place of
-LEAVES: Mapping[str, Mapping[str, Kind]] = {  # upstream's class to what becomes of its Linears, by path
+LTX_PROCESSOR = (
+    f"{UPSTREAM}transformer_ltx.LTXVideoAttnProcessor"  # what :class:`Fp32RotaryProcessor` takes the place of
+)
+LEAVES: Mapping[str, Mapping[str, LeafKind]] = {  # upstream's class to what becomes of its Linears, by path
     "transformer_ltx.LTXVideoTransformerBlock": (
-        _attention("attn1") | {"attn1.to_q": Kind.ROTATED, "attn1.to_k": Kind.ROTATED} | _CROSS | _feed("ff")
+        _attention("attn1") | {"attn1.to_q": LeafKind.ROTATED, "attn1.to_k": LeafKind.ROTATED} | _CROSS | _feed("ff")
     ),
     "transformer_hunyuan_video.HunyuanVideoTransformerBlock": _JOINT,
     "transformer_hunyuan_video.HunyuanVideoSingleTransformerBlock": _SINGLE,
@@ -303,6 +338,10 @@ LEAVES: Mapping[str, Mapping[str, Kind]] = {  # upstream's class to what becomes
     "transformer_mochi.MochiTransformerBlock": (
         _attention("attn1", added_too=True)
         | _feed("ff", "ff_context")
-        | {"norm1.linear": Kind.FULL, "norm1_context.linear": Kind.FULL, "norm1_context.linear_1": Kind.FULL}
+        | {
+            "norm1.linear": LeafKind.FULL,
+            "norm1_context.linear": LeafKind.FULL,
+            "norm1_context.linear_1": LeafKind.FULL,
+        }
     ),
 }

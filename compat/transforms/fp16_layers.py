@@ -25,7 +25,7 @@ SETTINGS, SCALE = "_anygpu_fp16", "_anygpu_value_scale"
 EXPONENT = 0x7F800000  # the exponent bits of an fp32 number
 
 
-class Kind(enum.Enum):
+class LeafKind(enum.Enum):
     """What becomes of a Linear in a block."""
 
     NARROW = "fp16 in and out"  # its input is normalised and its output bounded by that
@@ -37,12 +37,13 @@ class Kind(enum.Enum):
 
 
 @dataclass(slots=True)
-class Settings:
+class LeafSettings:
     """What a rewritten leaf knows.
 
     Args:
         fp32_output: whether a GEMM of fp16 operands can come out in fp32 here.
-        reach: largest L2 norm of the weight's rows, at least 1. residual: whether it is fed from the residual.
+        reach: largest L2 norm of the weight's rows, at least 1.
+        residual: whether it is fed from the residual.
         values: for an attention's output projection, the VALUE leaf whose power of two it multiplies back in.
     """
 
@@ -52,14 +53,14 @@ class Settings:
     values: nn.Module | None = None
 
 
-def narrowed(x: Tensor, scale: Tensor | None = None) -> Tensor:
+def to_fp16(x: Tensor, scale: Tensor | None = None) -> Tensor:
     """``x``, divided by ``scale``, as fp16, in one pass."""
     if scale is None:
         return x.to(HALF)
     return torch.mul(x, scale.reciprocal(), out=torch.empty_like(x, dtype=HALF))
 
 
-def scales(x: Tensor, reach: float) -> Tensor:
+def row_scales(x: Tensor, reach: float) -> Tensor:
     """The power of two, at least 1, that keeps a row of ``x`` and its products within fp16, per row: (..., 1), fp32."""
     needed = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=FULL) * (2.0 * reach / LIMIT)
     # The exponent bits alone are the next lower power of two: exact on every device, which exp2(log2()) is not.
@@ -68,15 +69,15 @@ def scales(x: Tensor, reach: float) -> Tensor:
 
 def wide_linear(leaf: Any, x: Tensor) -> Tensor:
     """The product of ``leaf`` in fp32 from fp16 operands; ``x`` (..., features) is fp32 of any size, or fp16."""
-    settings: Settings = getattr(leaf, SETTINGS)
+    settings: LeafSettings = getattr(leaf, SETTINGS)
     held = None if settings.values is None else settings.values.__dict__.pop(SCALE, None)
     if settings.fp32_output and x.dtype is HALF:
         with weights_on(leaf, like=x) as (weight, bias):
             return _fp32_product(x, weight, bias, held)
     if settings.fp32_output and settings.residual:
         return _divided_linear(leaf, x)
-    scale = scales(x, 1.0 if settings.fp32_output else settings.reach)
-    x, total = narrowed(x, scale), scale if held is None else scale * held
+    scale = row_scales(x, 1.0 if settings.fp32_output else settings.reach)
+    x, total = to_fp16(x, scale), scale if held is None else scale * held
     with weights_on(leaf, like=x) as (weight, bias):
         if settings.fp32_output:
             return _fp32_product(x, weight, bias, total)
@@ -96,12 +97,12 @@ def _divided_linear(leaf: Any, x: Tensor) -> Tensor:
 
 def value_linear(leaf: Any, x: Tensor) -> Tensor:
     """Attention's values in fp16, all divided by one power of two, which is left for the output projection."""
-    settings: Settings = getattr(leaf, SETTINGS)
-    scale = scales(x, settings.reach).amax()
+    settings: LeafSettings = getattr(leaf, SETTINGS)
+    scale = row_scales(x, settings.reach).amax()
     leaf.__dict__[SCALE] = scale
-    x = narrowed(x, scale)
+    x = to_fp16(x, scale)
     with weights_on(leaf, like=x) as (weight, bias):
-        return functional.linear(x, weight, None if bias is None else narrowed(bias, scale))
+        return functional.linear(x, weight, None if bias is None else to_fp16(bias, scale))
 
 
 def adapted_value(layer: Any, x: Tensor) -> Tensor:
@@ -111,7 +112,7 @@ def adapted_value(layer: Any, x: Tensor) -> Tensor:
         return y
     scale, wide = layer.base_layer.__dict__[SCALE], x.float()
     for name in (name for name in layer.active_adapters if name in layer.lora_A):
-        y = y + narrowed(layer.lora_B[name](layer.lora_A[name](wide)) * layer.scaling[name], scale)
+        y = y + to_fp16(layer.lora_B[name](layer.lora_A[name](wide)) * layer.scaling[name], scale)
     return y
 
 
@@ -139,7 +140,7 @@ def wide_swiglu(gated: Any, x: Tensor) -> Tensor:
     return functional.silu(gate.float(), inplace=True).mul_(value)
 
 
-class Turns(tuple):
+class RotaryTables(tuple):
     """Cosine and sine tables as diffusers makes them, and the complex numbers they are, made once per forward."""
 
     def pairs(self) -> Tensor:
@@ -149,7 +150,7 @@ class Turns(tuple):
         return self.made
 
 
-class Rotating:
+class Fp32RotaryProcessor:
     """LTX-Video's attention of video tokens among themselves: queries and keys are normalised and turned in fp32.
 
     Args:
@@ -168,26 +169,26 @@ class Rotating:
         image_rotary_emb: Any = None,
     ) -> Tensor:
         """Tokens (B, N, D), fp32, after attention, from fp16 ones."""
-        turns = image_rotary_emb if isinstance(image_rotary_emb, Turns) else Turns(image_rotary_emb)
+        turns = image_rotary_emb if isinstance(image_rotary_emb, RotaryTables) else RotaryTables(image_rotary_emb)
         query = rotated(attn.norm_q(attn.to_q(hidden_states), narrow=False), turns.pairs())
         key = rotated(attn.norm_k(attn.to_k(hidden_states), narrow=False), turns.pairs())
         heads = (t.unflatten(2, (attn.heads, -1)).transpose(1, 2) for t in (query, key, attn.to_v(hidden_states)))
-        found: Tensor = attn.to_out[1](attn.to_out[0](self.attend(*heads).transpose(1, 2).flatten(2)))
-        return found
+        result: Tensor = attn.to_out[1](attn.to_out[0](self.attend(*heads).transpose(1, 2).flatten(2)))
+        return result
 
 
 def rotated(x: Tensor, pairs: Tensor) -> Tensor:
     """``x`` (B, N, D), fp32, which is overwritten, with each pair of features turned; fp16."""
     torch.view_as_complex(x.unflatten(-1, (-1, 2))).mul_(pairs)
-    return narrowed(x)
+    return to_fp16(x)
 
 
 LAYERS = {
-    Kind.WIDE: wide_linear,
-    Kind.RESIDUAL: wide_linear,
-    Kind.ROTATED: wide_linear,
-    Kind.VALUE: value_linear,
-    Kind.FULL: full_linear,
+    LeafKind.WIDE: wide_linear,
+    LeafKind.RESIDUAL: wide_linear,
+    LeafKind.ROTATED: wide_linear,
+    LeafKind.VALUE: value_linear,
+    LeafKind.FULL: full_linear,
 }
 
 

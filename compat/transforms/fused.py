@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
@@ -24,9 +24,9 @@ from ..decision import CHOSEN, Decision
 from ..device.execution import HOST
 from ..errors import InputError, UnsupportedError
 from .attention_processors import full_name
-from .blocks import FORWARDS, OPS, BlockOps
+from .blocks import FORWARDS, OPS, BlockOps, submodule_at, transformer_blocks
 from .fp16 import SAFE_OPS
-from .fp16_layers import Rotating
+from .fp16_layers import Fp32RotaryProcessor
 from .fused_attention import FORM, FusedCross, FusedJoint, gated_feed, half_rope
 
 OFF = "off"
@@ -37,7 +37,6 @@ MEANINGS: dict[str, str] = {
     TRITON: "fused kernels, or an error that says why not",
     REFERENCE: "the fused operations in plain torch: for comparisons, not faster",
 }
-PARTS = ("transformer_blocks", "single_transformer_blocks")
 UPSTREAM = "diffusers.models."
 TRANSFORMERS = f"{UPSTREAM}transformers."
 RMS_NORMS = (
@@ -47,7 +46,7 @@ RMS_NORMS = (
 )
 LAYER_NORM = "torch.nn.modules.normalization.LayerNorm"
 TEXT = ("norm_added_q", "norm_added_k")
-MODULATED, TURNED, SUMMED = "norm and modulation", "norms and rotation of queries and keys", "gated sum"
+MODULATED, QK_ROTARY, SUMMED = "norm and modulation", "norms and rotation of queries and keys", "gated sum"
 SUM_NORM, GATED = "sum, norm and modulation", "SwiGLU"
 
 
@@ -110,7 +109,9 @@ def form_for(choice: str, device: torch.device, dtype: torch.dtype, unusable: st
     """The form that operations run in, empty for none, and the decision about it.
 
     Args:
-        choice: one of :data:`CHOICES`. dtype: of the token states. unusable: why a probe found launches unusable.
+        choice: one of :data:`CHOICES`.
+        dtype: of the token states.
+        unusable: why a probe found launches unusable.
 
     Raises:
         InputError: unknown choice. UnsupportedError: ``triton`` where nothing can be launched.
@@ -129,16 +130,17 @@ def form_for(choice: str, device: torch.device, dtype: torch.dtype, unusable: st
     return ("" if choice == OFF else choice), Decision("kernels", choice, "", CHOSEN)
 
 
-def published_sites(family: str) -> dict[str, int]:
-    """The sites by kind that are fused in the published transformer of a family."""
-    found: Counter[str] = Counter()
-    for name, count in PUBLISHED[family].items():
-        for kind, sites in FUSIONS[name].sites.items():
-            found[kind] += count * sites
-    if family == "mochi":  # its last block does not work on its text
-        found.subtract(FUSIONS[next(iter(PUBLISHED[family]))].sites)
-        found.update(LAST_MOCHI)
-    return dict(found)
+def published_sites(published: Iterable[tuple[str, int, bool]]) -> dict[str, int]:
+    """The sites by kind that are fused in a published transformer.
+
+    Args:
+        published: class, count, and whether they leave the text alone, of its blocks.
+    """
+    total: Counter[str] = Counter()
+    for name, count, alone in published:
+        for kind, sites in (LAST_MOCHI if alone else FUSIONS[name].sites).items():
+            total[kind] += count * sites
+    return dict(total)
 
 
 def kernel_self_tests(device: torch.device) -> Iterator[SelfTest]:
@@ -168,7 +170,7 @@ def fuse(transformer: nn.Module, form: str = AUTO) -> FusedSites:
         form: one of ``kernels.library.FORMS``.
     """
     fused, whole = FusedSites(form), True
-    for block in _blocks(transformer):
+    for block in transformer_blocks(transformer):
         fusion = FUSIONS.get(full_name(block))
         if fusion is not None and _safe(block):
             whole = _attach_rotation(block, fusion, fused) and whole
@@ -219,13 +221,13 @@ def _attach_rotation(block: Any, fusion: BlockFusion, fused: FusedSites) -> bool
     done, kind = 0, full_name(block).rpartition(".")[2]
     for path, stock in fusion.attention.items():
         attention = block.get_submodule(path)
-        own = {TRANSFORMERS + stock, UPSTREAM + stock, full_name(Rotating())}
+        own = {TRANSFORMERS + stock, UPSTREAM + stock, full_name(Fp32RotaryProcessor())}
         if full_name(attention.processor) in own and not _unfit_attention(attention):
             former = attention.processor
             attention.processor = fusion.processor(fused.form, narrow=True)
             fused.undo.append(partial(setattr, attention, "processor", former))
             done += 1
-    fused.sites.update({TURNED: done})
+    fused.sites.update({QK_ROTARY: done})
     fused.left[f"safe fp16 has the rest of {kind}"] += 1
     fused.left_sites += sum(sites_of(block, fusion).values()) - done
     return done == len(fusion.attention)
@@ -235,8 +237,8 @@ def other_forward(module: Any, arguments: tuple[str, ...]) -> str:
     """Why the forward of ``module`` is not upstream's with these ``arguments``; empty when it is."""
     if "forward" in vars(module):
         return "another rewrite has its forward"
-    found = tuple(inspect.signature(type(module).forward).parameters)[1:]
-    return "" if found == arguments else f"its forward takes ({', '.join(found)})"
+    own = tuple(inspect.signature(type(module).forward).parameters)[1:]
+    return "" if own == arguments else f"its forward takes ({', '.join(own)})"
 
 
 def _unfit(block: Any, fusion: BlockFusion) -> str:
@@ -255,12 +257,12 @@ def _unfit(block: Any, fusion: BlockFusion) -> str:
         if reason:
             return f"{path}: {reason}"
     for path in fusion.layers:
-        norm = _at(block, path)
+        norm = submodule_at(block, path)
         if full_name(norm) != LAYER_NORM or norm.weight is not None:
             weighted = "with" if getattr(norm, "weight", None) is not None else "without"
             return f"{path} is a {type(norm).__name__} {weighted} weight"
     for path in fusion.means:
-        norm = _at(block, path)
+        norm = submodule_at(block, path)
         if norm is not None and (full_name(norm) not in RMS_NORMS or getattr(norm, "bias", None) is not None):
             return f"{path} is a {type(norm).__name__}"
     gates = [getattr(block, path).net[0] for path in fusion.gated if getattr(block, path, None) is not None]
@@ -285,80 +287,56 @@ def _unfit_attention(attention: Any) -> str:
     return f"rotary embedding turns pairs, and a head is {width} wide" if width % 2 else ""
 
 
-def _blocks(transformer: nn.Module) -> Iterator[nn.Module]:
-    for name in PARTS:
-        yield from getattr(transformer, name, ())
-
-
-def _at(block: Any, path: str) -> Any:
-    for name in path.split("."):
-        block = getattr(block, name, None)
-    return block
-
-
 _LTX = "transformer_ltx."
 _VIDEO = "transformer_hunyuan_video."
 _JOINT = ("hidden_states", "encoder_hidden_states", "temb", "attention_mask", "freqs_cis")
-_SINGLE = (*_JOINT[:4], "image_rotary_emb")
 _ANY, _REPLACED = ("args", "kwargs"), ("token_replace_emb", "num_tokens")
-_JOINT_LAYERS = ("norm1.norm", "norm1_context.norm", "norm2", "norm2_context")
-_JOINT_SITES = {MODULATED: 2, TURNED: 1, SUM_NORM: 2, SUMMED: 2}
-_SINGLE_SITES = {MODULATED: 1, TURNED: 1, SUMMED: 1}
-_VIDEO_ATTENTION = {"attn": f"{_VIDEO}HunyuanVideoAttnProcessor2_0"}
-LAST_MOCHI = {MODULATED: 2, TURNED: 1, SUM_NORM: 1, SUMMED: 1, GATED: 1}
+LAST_MOCHI = {MODULATED: 2, QK_ROTARY: 1, SUM_NORM: 1, SUMMED: 1, GATED: 1}
+
+
+def _joint(more: tuple[str, ...], stock: str = f"{_VIDEO}HunyuanVideoAttnProcessor2_0") -> BlockFusion:
+    return BlockFusion(
+        arguments=(*_JOINT, *more),
+        sites={MODULATED: 2, QK_ROTARY: 1, SUM_NORM: 2, SUMMED: 2},
+        attention={"attn": stock},
+        processor=FusedJoint,
+        layers=("norm1.norm", "norm1_context.norm", "norm2", "norm2_context"),
+    )
+
+
+def _single(more: tuple[str, ...]) -> BlockFusion:
+    return BlockFusion(
+        arguments=(*_JOINT[:4], "image_rotary_emb", *more),
+        sites={MODULATED: 1, QK_ROTARY: 1, SUMMED: 1},
+        attention={"attn": f"{_VIDEO}HunyuanVideoAttnProcessor2_0"},
+        processor=FusedJoint,
+        layers=("norm.norm",),
+    )
+
 
 FUSIONS: dict[str, BlockFusion] = {
     f"{TRANSFORMERS}{_LTX}LTXVideoTransformerBlock": BlockFusion(
-        ("hidden_states", "encoder_hidden_states", "temb", "image_rotary_emb", "encoder_attention_mask"),
-        {MODULATED: 1, TURNED: 2, SUMMED: 2, SUM_NORM: 1},
-        {"attn1": f"{_LTX}LTXVideoAttnProcessor", "attn2": f"{_LTX}LTXVideoAttnProcessor"},
-        FusedCross,
+        arguments=("hidden_states", "encoder_hidden_states", "temb", "image_rotary_emb", "encoder_attention_mask"),
+        sites={MODULATED: 1, QK_ROTARY: 2, SUMMED: 2, SUM_NORM: 1},
+        attention=dict.fromkeys(("attn1", "attn2"), f"{_LTX}LTXVideoAttnProcessor"),
+        processor=FusedCross,
         means=("norm1", "norm2"),
     ),
-    f"{TRANSFORMERS}{_VIDEO}HunyuanVideoTransformerBlock": BlockFusion(
-        (*_JOINT, *_ANY), _JOINT_SITES, _VIDEO_ATTENTION, FusedJoint, _JOINT_LAYERS
-    ),
-    f"{TRANSFORMERS}{_VIDEO}HunyuanVideoSingleTransformerBlock": BlockFusion(
-        (*_SINGLE, *_ANY), _SINGLE_SITES, _VIDEO_ATTENTION, FusedJoint, ("norm.norm",)
-    ),
-    f"{TRANSFORMERS}{_VIDEO}HunyuanVideoTokenReplaceTransformerBlock": BlockFusion(
-        (*_JOINT, *_REPLACED), _JOINT_SITES, _VIDEO_ATTENTION, FusedJoint, _JOINT_LAYERS
-    ),
-    f"{TRANSFORMERS}{_VIDEO}HunyuanVideoTokenReplaceSingleTransformerBlock": BlockFusion(
-        (*_SINGLE, *_REPLACED),
-        _SINGLE_SITES,
-        _VIDEO_ATTENTION,
-        FusedJoint,
-        ("norm.norm",),
-    ),
-    f"{TRANSFORMERS}transformer_hunyuan_video15.HunyuanVideo15TransformerBlock": BlockFusion(
-        (*_JOINT, *_ANY),
-        _JOINT_SITES,
-        {"attn": "transformer_hunyuan_video15.HunyuanVideo15AttnProcessor2_0"},
-        FusedJoint,
-        _JOINT_LAYERS,
+    f"{TRANSFORMERS}{_VIDEO}HunyuanVideoTransformerBlock": _joint(_ANY),
+    f"{TRANSFORMERS}{_VIDEO}HunyuanVideoSingleTransformerBlock": _single(_ANY),
+    f"{TRANSFORMERS}{_VIDEO}HunyuanVideoTokenReplaceTransformerBlock": _joint(_REPLACED),
+    f"{TRANSFORMERS}{_VIDEO}HunyuanVideoTokenReplaceSingleTransformerBlock": _single(_REPLACED),
+    f"{TRANSFORMERS}transformer_hunyuan_video15.HunyuanVideo15TransformerBlock": _joint(
+        _ANY, "transformer_hunyuan_video15.HunyuanVideo15AttnProcessor2_0"
     ),
     f"{TRANSFORMERS}transformer_mochi.MochiTransformerBlock": BlockFusion(
-        ("hidden_states", "encoder_hidden_states", "temb", "encoder_attention_mask", "image_rotary_emb"),
-        {MODULATED: 2, TURNED: 1, SUM_NORM: 2, SUMMED: 2, GATED: 2},
-        {"attn1": "attention_processor.MochiAttnProcessor2_0"},
-        FusedJoint,
+        arguments=("hidden_states", "encoder_hidden_states", "temb", "encoder_attention_mask", "image_rotary_emb"),
+        sites={MODULATED: 2, QK_ROTARY: 1, SUM_NORM: 2, SUMMED: 2, GATED: 2},
+        attention={"attn1": "attention_processor.MochiAttnProcessor2_0"},
+        processor=FusedJoint,
         means=("norm1.norm", "norm2.norm", "norm3.norm", "norm4.norm"),
         gated=("ff", "ff_context"),
     ),
-}
-PUBLISHED: dict[str, dict[str, int]] = {  # family to the blocks of its published transformer, by class
-    "ltx": {f"{TRANSFORMERS}{_LTX}LTXVideoTransformerBlock": 28},
-    "hunyuan_video": {
-        f"{TRANSFORMERS}{_VIDEO}HunyuanVideoTransformerBlock": 20,
-        f"{TRANSFORMERS}{_VIDEO}HunyuanVideoSingleTransformerBlock": 40,
-    },
-    "hunyuan_video_15": {f"{TRANSFORMERS}transformer_hunyuan_video15.HunyuanVideo15TransformerBlock": 54},
-    "framepack": {
-        f"{TRANSFORMERS}{_VIDEO}HunyuanVideoTransformerBlock": 20,
-        f"{TRANSFORMERS}{_VIDEO}HunyuanVideoSingleTransformerBlock": 40,
-    },
-    "mochi": {f"{TRANSFORMERS}transformer_mochi.MochiTransformerBlock": 48},
 }
 HALVED = (  # rotary tables in which each value stands twice, and which go from here to the blocks as they are
     f"{TRANSFORMERS}{_LTX}LTXVideoRotaryPosEmbed",

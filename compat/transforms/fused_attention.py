@@ -15,7 +15,7 @@ from ...kernels.activation import swiglu
 from ...kernels.rope import qk_norm_rope
 from ...kernels.terms import Pair, Tables
 from ..memory.hooks import weights_on
-from .attention_processors import Attend, Cross, Joint, Padding, across
+from .attention_processors import Attend, CrossProcessor, JointProcessor, Padding, across
 from .blocks import norm_of
 
 FORM = "_anygpu_kernels"  # on a rewritten module: which form of an operation it runs
@@ -30,7 +30,8 @@ class FusedProcessor:
     """What the fused processors share: the form of their operations, and no mask where padding is known.
 
     Args:
-        form: one of ``kernels.library.FORMS``. attend, padding: set by ``attention_processors.attended``.
+        form: one of ``kernels.library.FORMS``.
+        attend, padding: set by ``replace_attention_processors``.
         narrow: whether queries and keys go to attention in fp16 whatever they come in, as safe fp16 wants it.
     """
 
@@ -45,7 +46,7 @@ class FusedProcessor:
         self.out_dtype = torch.float16 if narrow else None
 
 
-class FusedCross(FusedProcessor, Cross):  # type: ignore[misc]
+class FusedCross(FusedProcessor, CrossProcessor):  # type: ignore[misc]
     """LTX-Video: queries and keys are normed across heads."""
 
     def __call__(
@@ -65,12 +66,12 @@ class FusedCross(FusedProcessor, Cross):  # type: ignore[misc]
             tables = half(image_rotary_emb, query.shape[-1])
             query, key = qk_norm_rope(pair, tables, norm.eps, out_dtype=self.out_dtype, form=self.form)
         query, key, value = (t.unflatten(2, (attn.heads, -1)).transpose(1, 2) for t in (query, key, value))
-        found = across(self.attend, self.padding, query, key, value, None if text is None else attention_mask)
-        result: Tensor = attn.to_out[1](attn.to_out[0](found.transpose(1, 2).flatten(2).to(query.dtype)))
+        attention = across(self.attend, self.padding, query, key, value, None if text is None else attention_mask)
+        result: Tensor = attn.to_out[1](attn.to_out[0](attention.transpose(1, 2).flatten(2).to(query.dtype)))
         return result
 
 
-class FusedJoint(FusedProcessor, Joint):  # type: ignore[misc]
+class FusedJoint(FusedProcessor, JointProcessor):  # type: ignore[misc]
     """HunyuanVideo, FramePack, HunyuanVideo 1.5 and Mochi: queries and keys are normed per head.
 
     Tokens that follow those of the rotary tables are text, which is not turned.
@@ -87,9 +88,9 @@ class FusedJoint(FusedProcessor, Joint):  # type: ignore[misc]
         """Video tokens and text tokens (B, N, D) after attention; one tensor where they came as one."""
         text = encoder_hidden_states
         if text is not None and getattr(attn, "add_q_proj", None) is None:  # one stream that is handed over in two
-            found, count = torch.cat([hidden_states, text], dim=1), hidden_states.shape[1]
-            found = self(attn, found, None, attention_mask, image_rotary_emb)
-            return found.split([count, found.shape[1] - count], dim=1)
+            joined = torch.cat([hidden_states, text], dim=1)
+            attention = self(attn, joined, None, attention_mask, image_rotary_emb)
+            return attention.split([hidden_states.shape[1], text.shape[1]], dim=1)
         query, key = (_heads(attn, leaf(hidden_states)) for leaf in (attn.to_q, attn.to_k))
         value = _heads(attn, attn.to_v(hidden_states) if text is None else _values(attn, hidden_states, text))
         tables = half(image_rotary_emb, query.shape[-1], per_head=True)
@@ -101,11 +102,12 @@ class FusedJoint(FusedProcessor, Joint):  # type: ignore[misc]
                 query, key = self._with_text(attn, pair, tables, norm.eps, text)
         given = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
         if text is None:
-            found = self._attended(*given, attention_mask)
-            return found.transpose(1, 2).flatten(2).to(query.dtype)
-        video, read = (part.to(query.dtype) for part in self._apart(*given, attention_mask, hidden_states.shape[1]))
+            attention = self._attend_joint(*given, attention_mask)
+            return attention.transpose(1, 2).flatten(2).to(query.dtype)
+        streams = self._apart(*given, attention_mask, hidden_states.shape[1])
+        video, text_tokens = (stream.to(query.dtype) for stream in streams)
         video = attn.to_out[1](attn.to_out[0](video))
-        return video, attn.to_add_out(read) if getattr(attn, "to_add_out", None) is not None else read
+        return video, attn.to_add_out(text_tokens) if getattr(attn, "to_add_out", None) is not None else text_tokens
 
     def _apart(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, count: int
@@ -113,17 +115,17 @@ class FusedJoint(FusedProcessor, Joint):  # type: ignore[misc]
         """Results (B, n, D) of the first ``count`` tokens and of the text; ``to_out`` would copy what has gaps."""
         padding = self.padding.joint
         if padding is None or not all(isinstance(number, int) for number in padding) or not any(padding):
-            found = self._attended(query, key, value, mask).transpose(1, 2).flatten(2)
-            first, last = found.split([count, found.shape[1] - count], dim=1)
+            result = self._attend_joint(query, key, value, mask).transpose(1, 2).flatten(2)
+            first, last = result.split([count, result.shape[1] - count], dim=1)
             return first.contiguous(), last
-        video, read = [], []
+        video, text = [], []
         for row, padded in enumerate(padding):
             one, valid = slice(row, row + 1), slice(0, key.shape[2] - int(padded))
-            found = self.attend(query[one, :, valid], key[one, :, valid], value[one, :, valid])
-            found = found.transpose(1, 2).flatten(2)
-            video.append(found[:, :count])
-            read.append(functional.pad(found[:, count:], (0, 0, 0, int(padded))))
-        return torch.cat(video), torch.cat(read)
+            result = self.attend(query[one, :, valid], key[one, :, valid], value[one, :, valid])
+            result = result.transpose(1, 2).flatten(2)
+            video.append(result[:, :count])
+            text.append(functional.pad(result[:, count:], (0, 0, 0, int(padded))))
+        return torch.cat(video), torch.cat(text)
 
     def _with_text(
         self, attn: Any, pair: Pair, tables: Tables | None, eps: float, text: Tensor
@@ -172,7 +174,8 @@ def half(emb: Any, width: int, per_head: bool = False) -> Tables | None:
     """Rotary tables as the operations take them, from upstream's (cos, sin), of the full width or of half of it.
 
     Args:
-        width: of what is turned. per_head: tables (N, W) serve every head.
+        width: of what is turned.
+        per_head: tables (N, W) serve every head.
     """
     if emb is None:
         return None

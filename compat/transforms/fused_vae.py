@@ -33,7 +33,7 @@ from ...kernels.terms import (
 from ..memory.hooks import own_tensors, weights_on
 from .attention_processors import full_name
 from .blocks import norm_of
-from .conv3d_forms import Form
+from .conv3d_forms import Conv3dForm
 from .fused import RMS_NORMS, FusedSites, other_forward
 from .fused_attention import FORM
 
@@ -49,7 +49,7 @@ REPLICATING = (
 )
 SITE = "norm, SiLU and border"
 LEAST_NORM = 1e-12  # a voxel's length below which upstream's F.normalize divides by this instead
-READS: Mapping[Form, str] = {Form.CHANNELS_LAST: CHANNELS_LAST, Form.FRAMES: FRAMES_FIRST}
+READS: Mapping[Conv3dForm, str] = {Conv3dForm.CHANNELS_LAST: CHANNELS_LAST, Conv3dForm.FRAMES: FRAMES_FIRST}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,10 @@ class VaeFusion:
     """How the modules of one class are rewritten.
 
     Args:
-        forward: takes the place of the module's own. arguments: those that upstream's forward has, by name.
-        sites: pairs of the paths of a norm and of the convolution that reads it. activation: path of the SiLU.
+        forward: takes the place of the module's own.
+        arguments: those that upstream's forward has, by name.
+        sites: pairs of the paths of a norm and of the convolution that reads it.
+        activation: path of the SiLU.
     """
 
     forward: Callable[..., Any]
@@ -75,7 +77,7 @@ def fuse_vae(vae: nn.Module, form: str = AUTO) -> FusedSites:
     Args:
         form: one of ``kernels.library.FORMS``.
     """
-    found = FusedSites(form)
+    fused = FusedSites(form)
     decoder: Any = vae.decoder
     for module in decoder.modules():
         fusion = FUSIONS.get(full_name(module))
@@ -83,12 +85,12 @@ def fuse_vae(vae: nn.Module, form: str = AUTO) -> FusedSites:
             continue
         reason = _unfit(module, fusion)
         if reason:
-            found.left[reason] += 1
-            found.left_sites += len(fusion.sites)
+            fused.left[reason] += 1
+            fused.left_sites += len(fusion.sites)
             continue
-        found.patch(module, fusion.forward)
-        found.sites[SITE] += len(fusion.sites)
-    return found
+        fused.patch(module, fusion.forward)
+        fused.sites[SITE] += len(fusion.sites)
+    return fused
 
 
 def _unfit(module: Any, fusion: VaeFusion) -> str:
@@ -198,9 +200,9 @@ def _convolved(conv: Any, x: Tensor, norm: Any, form: str, modulation: Modulatio
     else:
         with _voxel_norm_of(norm, x) as voxel:
             ready = rms_silu_pad(x, voxel, modulation, pad, layout=layout, form=form)
-    found = (conv.conv if within else conv)(ready)
-    result: Tensor = found[0] if isinstance(found, tuple) else found
-    return result
+    result = (conv.conv if within else conv)(ready)
+    video: Tensor = result[0] if isinstance(result, tuple) else result
+    return video
 
 
 def _border(conv: Any) -> Pad:
@@ -234,8 +236,8 @@ def _group_norm_of(norm: Any, x: Tensor, per_frame: bool) -> Iterator[GroupNorm]
 def _voxel_norm_of(norm: Any, x: Tensor) -> Iterator[Norm]:
     """An RMS norm over channels; HunyuanVideo 1.5's divides by the length of a voxel, which is no mean."""
     if full_name(norm) != VOXEL_NORM:
-        with norm_of(norm, x) as found:
-            yield found
+        with norm_of(norm, x) as plain:
+            yield plain
         return
     with own_tensors(norm):
         yield Norm(RMS, LEAST_NORM**2 / x.shape[1], norm.gamma.flatten())
@@ -272,5 +274,3 @@ FUSIONS: dict[str, VaeFusion] = {
         ltx_decoder, ("hidden_states", "temb"), (("norm_out", "conv_out"),), "conv_act"
     ),
 }
-PUBLISHED = {"ltx": 39, "hunyuan_video": 29, "hunyuan_video_15": 35, "framepack": 29, "mochi": 38}
-"""Sites in the decoder of a family's published VAE; LTX-Video 0.9.1 and later have other depths."""

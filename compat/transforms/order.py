@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..memory.parts import role_of
 from .attention import Attention
-from .attention_processors import attended
-from .attention_vae import frames_attended
+from .attention_processors import replace_attention_processors
+from .attention_vae import replace_vae_attention
 from .conv3d import choose_by, swap_conv3d
 from .conv3d_choice import Timings
 from .conv3d_layers import history_tables
@@ -47,7 +48,8 @@ class Step:
     """One change to the modules of a pipeline.
 
     Args:
-        order: when. name: for people and logs.
+        order: when.
+        name: for people and logs.
         apply: from part name and module to what takes the change back, or None where it leaves this part alone. It
             changes the module in place, so that every reference to it holds.
     """
@@ -113,7 +115,7 @@ def conv3d_step(abilities: Mapping[str, Any], timings: Timings | None = None) ->
     """
 
     def apply(part: str, module: nn.Module) -> Undo | None:
-        if part not in ("transformer", "vae"):
+        if role_of(part) not in ("transformer", "vae"):
             return None
         swapped = swap_conv3d(module, choose_by(abilities, timings))
         undo: list[Undo] = [swapped.restore] if swapped.choices else []
@@ -132,9 +134,9 @@ def attention_step(attention: Attention) -> Step:
     exact = Attention("auto", attention.budget_bytes, avoided=attention.avoided)
 
     def apply(part: str, module: nn.Module) -> Undo | None:
-        if part == "transformer":
-            return attended(module, attention)
-        return frames_attended(module, exact) if part == "vae" else None
+        if role_of(part) == "transformer":
+            return replace_attention_processors(module, attention)
+        return replace_vae_attention(module, exact) if part == "vae" else None
 
     return Step(Order.ATTENTION, f"attention {attention.label}", apply)
 

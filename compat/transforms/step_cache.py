@@ -1,13 +1,13 @@
 """Skipping work that changed little since the step before: diffusers' caches, for the families they act on. Lossy.
 
 Several of them do nothing on some of these transformers and say nothing, or share what they keep between the two
-branches of guidance; :data:`ACTS` has the kinds that were seen to act, :data:`SHARED` those that share. A cache is put
+branches of guidance; each family says which kinds were seen to act, :data:`SHARED` has those that share. A cache is put
 on a transformer for one sampling and taken off after it, and counts what really ran.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +18,7 @@ from torch import nn
 
 from ..device.execution import COMPILED, HOST
 from ..errors import InputError, UnsupportedError
+from .blocks import transformer_blocks
 
 FIRST_BLOCK, TAYLOR, PYRAMID, AUTO = "first_block", "taylor", "pyramid", "auto"
 KINDS: dict[str, str] = {
@@ -30,20 +31,10 @@ OFF, CUSTOM = "off", "custom"
 PRESETS: dict[str, tuple[float, int]] = {"quality": (0.05, 2), "balanced": (0.1, 3), "fast": (0.2, 4)}
 PRESET_CHOICES = (OFF, *PRESETS, CUSTOM)
 DEVICES = ("device", "cpu")
-_JOINT = (FIRST_BLOCK, TAYLOR, PYRAMID)
-ACTS: dict[str, tuple[str, ...]] = {
-    "ltx": _JOINT,
-    "hunyuan_video": _JOINT,
-    "hunyuan_video_15": _JOINT,
-    "framepack": _JOINT,
-    "mochi": _JOINT,
-}
 SHARED = {PYRAMID: "it keeps one result for both branches of guidance"}
 INSIDE = "it acts inside of a block, and a compiled block is one graph"
-TWO_FORWARDS = ("hunyuan_video", "hunyuan_video_15", "framepack")  # families whose cfg is a second forward per step
 ATTENTIONS = r"(single_)?transformer_blocks\.\d+\.attn[12]?"  # diffusers' own patterns miss the numbered names
 WARM_UP = 2  # steps that an extrapolation needs
-BLOCKS = ("transformer_blocks", "single_transformer_blocks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +42,11 @@ class StepCacheSettings:
     """What the user asks of a step cache.
 
     Args:
-        kind: one of :data:`KINDS`. threshold: of ``first_block``, the relative change of the first block's result
-            below which the other blocks are skipped, over 0 to 1. interval: of the others, every so many steps are
-            computed, 2 to 10. start, end: share of the steps between which it acts, 0..1.
+        kind: one of :data:`KINDS`.
+        threshold: of ``first_block``, the relative change of the first block's result below which the other blocks are
+            skipped, over 0 to 1.
+        interval: of the others, every so many steps are computed, 2 to 10.
+        start, end: share of the steps between which it acts, 0..1.
         device: one of :data:`DEVICES`, where results are kept between steps.
     """
 
@@ -69,8 +62,14 @@ class StepCacheSettings:
         return f"{self.kind}, {how}, from {self.start:.0%} to {self.end:.0%} of the steps"
 
 
-def settings_for(family: str, preset: str, asked: StepCacheSettings) -> StepCacheSettings | None:
-    """The settings of a preset for a family; None for ``off``.
+def settings_for(title: str, acting: Sequence[str], preset: str, asked: StepCacheSettings) -> StepCacheSettings | None:
+    """The settings of a preset for a model; None for ``off``.
+
+    Args:
+        title: of the model.
+        acting: the kinds that act on it.
+        preset: one of :data:`PRESET_CHOICES`.
+        asked: what ``custom`` takes.
 
     Raises:
         InputError: an unknown choice or a number out of range. UnsupportedError: a kind that does not act here.
@@ -81,11 +80,10 @@ def settings_for(family: str, preset: str, asked: StepCacheSettings) -> StepCach
         )
     if preset == OFF:
         return None
-    acting = ACTS.get(family, ())
     kind = FIRST_BLOCK if asked.kind == AUTO else asked.kind
     if kind not in acting:
         raise UnsupportedError(
-            f"step cache kind {asked.kind!r} for {family}",
+            f"step cache kind {asked.kind!r} for {title}",
             expected=f"one of {', '.join((AUTO, *acting))}" if acting else "a video family",
             fix="Choose one of these: others would do nothing here, or fail.",
         )
@@ -111,19 +109,25 @@ def settings_for(family: str, preset: str, asked: StepCacheSettings) -> StepCach
     return StepCacheSettings(kind, threshold, interval, asked.start, asked.end, asked.device)
 
 
-def require_usable(settings: StepCacheSettings, family: str, transformer: nn.Module, cfg: float) -> None:
+def require_usable(settings: StepCacheSettings, transformer: nn.Module, cfg: float, batched: bool) -> None:
     """Refuse a cache beside something that it cannot share a transformer with.
+
+    Args:
+        settings: of the cache.
+        transformer: that it is for.
+        cfg: scale of classifier-free guidance.
+        batched: whether that is a batch of two; else it is a second forward per step.
 
     Raises:
         UnsupportedError: guidance in two forwards with a kind that mixes them, or compiled blocks with a kind inside.
     """
-    if settings.kind in SHARED and cfg > 1.0 and family in TWO_FORWARDS:
+    if settings.kind in SHARED and cfg > 1.0 and not batched:
         raise UnsupportedError(
             f"step cache {settings.kind!r} with cfg {cfg:g}: {SHARED[settings.kind]}",
             expected="cfg 1, or another kind",
             fix=f"Choose kind {FIRST_BLOCK} or set cfg to 1.",
         )
-    if settings.kind != FIRST_BLOCK and any(hasattr(block, COMPILED) for block in _blocks(transformer)):
+    if settings.kind != FIRST_BLOCK and any(hasattr(block, COMPILED) for block in transformer_blocks(transformer)):
         raise UnsupportedError(
             f"step cache {settings.kind!r} with compile: {INSIDE}",
             expected=f"kind {FIRST_BLOCK}, or compile off",
@@ -272,13 +276,8 @@ class _Active:
         self.undo.append(partial(delattr, unit, "forward") if mine is None else partial(setattr, unit, "forward", mine))
 
 
-def _blocks(transformer: nn.Module) -> Iterator[nn.Module]:
-    for name in BLOCKS:
-        yield from getattr(transformer, name, ())
-
-
 def _units(transformer: nn.Module, kind: str) -> Iterator[nn.Module]:
-    for block in _blocks(transformer):
+    for block in transformer_blocks(transformer):
         if kind == FIRST_BLOCK:
             yield block
             continue

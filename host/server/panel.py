@@ -13,7 +13,7 @@ from ...compat.errors import PackError
 from ...compat.memory.statistics import StageCost, kept_stages
 from ...pipelines import decisions
 from ...pipelines.loading.published import first_steps
-from ...pipelines.report import TITLES
+from ...pipelines.report import precisions
 from .. import folders, memory_manager
 
 _facts: dict[str, DeviceFacts] = {}
@@ -68,7 +68,7 @@ def machine(again: bool = False) -> dict[str, Any]:
     if again:
         store.ask_all(again=True)
     known = store.without_asking()
-    report = report_on(here, known, TITLES, free_bytes(here.device), note=store.note)
+    report = report_on(here, known, precisions(), free_bytes(here.device), note=store.note)
     return {
         "device": str(here),
         "memory": memory_now(),

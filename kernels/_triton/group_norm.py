@@ -39,10 +39,10 @@ def partial_kernel(
     for _strip in range(STRIPS):
         inside = (pixel < pixels)[:, None] & (own < WIDTH)[None, :]
         at = (pixel * x_p)[:, None] + (((group % groups) * WIDTH + own) * x_c)[None, :]
-        found = wide(tl.load(x + at, mask=inside, other=0.0))
+        values = wide(tl.load(x + at, mask=inside, other=0.0))
         here = tl.sum(inside.to(tl.float32))
-        middle = tl.sum(found) / tl.maximum(here, 1.0)
-        off = tl.where(inside, found - middle, 0.0)
+        middle = tl.sum(values) / tl.maximum(here, 1.0)
+        off = tl.where(inside, values - middle, 0.0)
         share = here / tl.maximum(number + here, 1.0)
         step = middle - mean
         spread += tl.sum(off * off) + step * step * number * share
@@ -88,14 +88,14 @@ def total_kernel(
 @triton.jit
 def finished(x, mean, gain, shift, inside, channels, eps, RMS: tl.constexpr, SILU: tl.constexpr):
     """A tile (pixels, channels) read at ``x``, normed and activated, fp32."""
-    found = wide(tl.load(x, mask=inside, other=0.0))
+    y = wide(tl.load(x, mask=inside, other=0.0))
     if RMS:
-        found = found * tl.rsqrt(tl.sum(found * found, axis=1) / channels + eps)[:, None] * gain + shift
+        y = y * tl.rsqrt(tl.sum(y * y, axis=1) / channels + eps)[:, None] * gain + shift
     else:
-        found = (found - mean) * gain + shift
+        y = (y - mean) * gain + shift
     if SILU:
-        found = found / (1.0 + tl.exp(-found))
-    return found
+        y = y / (1.0 + tl.exp(-y))
+    return y
 
 
 @triton.jit
@@ -126,9 +126,9 @@ def padded_kernel(
     column = (block // channel_blocks) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (column < width)[:, None] & within[None, :]
     at = (column * x_w)[:, None] + (channel.to(tl.int64) * x_c)[None, :]
-    found = rounded(finished(x + at, means, gains, shifts, inside, channels, eps, RMS, SILU), out.dtype.element_ty)
+    pixels = rounded(finished(x + at, means, gains, shifts, inside, channels, eps, RMS, SILU), out.dtype.element_ty)
     at = ((column + LEFT) * out_w)[:, None] + (channel.to(tl.int64) * out_c)[None, :]
-    tl.store(out + at, found, mask=inside)
+    tl.store(out + at, pixels, mask=inside)
     edge = tl.arange(0, 1)
     at = (edge * x_w)[:, None] + (channel.to(tl.int64) * x_c)[None, :]
     to = (edge * out_w)[:, None] + (channel.to(tl.int64) * out_c)[None, :]

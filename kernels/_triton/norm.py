@@ -53,10 +53,10 @@ def norm_kernel(
     within = column < width
     inside = (row < rows)[:, None] & within[None, :]
     sample, token = row // tokens, row % tokens
-    found = wide(tl.load(x + (sample * x_b + token * x_n)[:, None] + column[None, :], mask=inside, other=0.0))
-    found = learned(standardized(found, inside, width, eps, LAYER), weight, bias, column, within)
-    found = modulated(found, scale, shift, sample, token, column, inside, split, scale_b, scale_n, shift_b, shift_n)
-    tl.store(out + (row * width)[:, None] + column[None, :], rounded(found, out.dtype.element_ty), mask=inside)
+    y = wide(tl.load(x + (sample * x_b + token * x_n)[:, None] + column[None, :], mask=inside, other=0.0))
+    y = learned(standardized(y, inside, width, eps, LAYER), weight, bias, column, within)
+    y = modulated(y, scale, shift, sample, token, column, inside, split, scale_b, scale_n, shift_b, shift_n)
+    tl.store(out + (row * width)[:, None] + column[None, :], rounded(y, out.dtype.element_ty), mask=inside)
 
 
 def normalized(

@@ -51,11 +51,11 @@ def gated_residual_kernel(
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < width)[None, :]
-    found = added(
+    y = added(
         x, branch, gate, row // tokens, row % tokens, column, inside, width, branch_eps, split,
         x_b, x_n, branch_b, branch_n, gate_b, gate_n, TANH, NORM,
     )  # fmt: skip
-    tl.store(out + (row * width)[:, None] + column[None, :], rounded(found, out.dtype.element_ty), mask=inside)
+    tl.store(out + (row * width)[:, None] + column[None, :], rounded(y, out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -70,17 +70,17 @@ def residual_norm_kernel(
     within = column < width
     inside = (row < rows)[:, None] & within[None, :]
     sample, token = row // tokens, row % tokens
-    found = added(
+    y = added(
         x, branch, gate, sample, token, column, inside, width, branch_eps, gate_split,
         x_b, x_n, branch_b, branch_n, gate_b, gate_n, TANH, NORM,
     )  # fmt: skip
     at = (row * width)[:, None] + column[None, :]
-    stored = rounded(found, residual.dtype.element_ty)
+    stored = rounded(y, residual.dtype.element_ty)
     tl.store(residual + at, stored, mask=inside)
     # The norm reads what later blocks will read, so it may not see more digits than were stored.
-    found = learned(standardized(wide(stored), inside, width, eps, LAYER), weight, bias, column, within)
-    found = modulated(found, scale, shift, sample, token, column, inside, split, scale_b, scale_n, shift_b, shift_n)
-    tl.store(out + at, rounded(found, out.dtype.element_ty), mask=inside)
+    y = learned(standardized(wide(stored), inside, width, eps, LAYER), weight, bias, column, within)
+    y = modulated(y, scale, shift, sample, token, column, inside, split, scale_b, scale_n, shift_b, shift_n)
+    tl.store(out + at, rounded(y, out.dtype.element_ty), mask=inside)
 
 
 def gated_residual(

@@ -152,7 +152,9 @@ def bake(
         colours += colour * weight[..., None]
     painted = total > 0
     texture = torch.where(painted[..., None], colours / total.clamp(min=torch.finfo(total.dtype).tiny)[..., None], 0)
-    return Baked(texture, total, painted, texels, _notes(surface, uvs, texels, skipped))
+    return Baked(
+        texture=texture, weight=total, painted=painted, texels=texels, notes=_notes(surface, uvs, texels, skipped)
+    )
 
 
 def gathered(

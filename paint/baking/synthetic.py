@@ -137,4 +137,14 @@ def demonstration(
     right = turntable(surface, waves, **options)
     worst = float(wrong.sort().values[int(0.999 * (wrong.numel() - 1))])
     apart = float((turned - right).abs().mean())
-    return Shown(mesh, texture, ideal, baked.share, float(wrong.mean()), worst, turned, right, apart)
+    return Shown(
+        mesh=mesh,
+        texture=texture,
+        ideal=ideal,
+        painted=baked.share,
+        error=float(wrong.mean()),
+        worst=worst,
+        frames=turned,
+        right=right,
+        picture_error=apart,
+    )

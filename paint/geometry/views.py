@@ -78,7 +78,7 @@ def rasterised(
     ids = CASTERS[caster](screen, surface.faces, size, size)
     shown = fragments(screen, surface.faces, ids)
     depth = -shown.interpolated(screen[:, 2:], surface.faces)[:, 0]
-    return View(camera, size, ortho_scale, ids, shown, depth)
+    return View(camera=camera, size=size, ortho_scale=ortho_scale, ids=ids, shown=shown, depth=depth)
 
 
 def rendered_maps(

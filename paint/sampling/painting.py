@@ -228,7 +228,15 @@ def sampled(
         start = settings.latents.detach().cpu().float() * vae.SCALE
     x = solver.begin(draw(), start)
     rows = (0.0, settings.reference_scale) if settings.guidance != 1 else (settings.reference_scale,)
-    run = Run(views, conditions.reference, rows, settings.multiview_scale, materials, None, conditions.rotary)
+    run = Run(
+        views=views,
+        reference=conditions.reference,
+        scales=rows,
+        multiview_scale=settings.multiview_scale,
+        materials=materials,
+        dino=None,
+        rotary=conditions.rotary,
+    )
     size, count = (shape[-2], shape[-1]), len(solver.schedule)
     need = asked(step_bytes(pipeline, views * materials * len(rows), size, references_in(conditions)))
     hold = pipeline.offloader.hold("unet", need, progress)
@@ -337,7 +345,9 @@ def _conditions(
     with stage_cost(pipeline, "reference", progress), hold as stream, checked_leaves(stream, progress.check):
         reference = stream(encodings[0][None].to(device))
     maps = torch.cat((encodings[1], encodings[2]), dim=1)[None].to(device)
-    return Conditions(maps, reference, torch.tensor(ids, device=device), rotary, dino)
+    return Conditions(
+        maps=maps, reference=reference, cameras=torch.tensor(ids, device=device), rotary=rotary, dino=dino
+    )
 
 
 def _dino(pipeline: PaintPipeline, inputs: PaintInputs, reference: Tensor, progress: Any) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 from ...compat.checkpoints.latents import metadata_of, read_record, record_in
 from ...compat.errors import CheckpointError, PackError
 from ..base import Latents
-from ..families.framepack.sections import Standing
+from ..sampling.resume import Standing
 from .convert import to_core
 from .store import Origin, load_latent, save_latent
 

@@ -25,7 +25,7 @@ from ...compat.checkpoints.latents import (
 from ...compat.errors import CheckpointError, InputError
 from ..base import LATENT_VERSION
 from . import musubi
-from .convert import KEY, PLAIN, samples_of
+from .convert import KEY, MORE, PLAIN, more_tensors, samples_of
 
 LATENT, PROMPT = "latent", "prompt"
 SAMPLES, MASK, CORE_VERSION = "latent_tensor", "noise_mask", "latent_format_version_0"
@@ -67,9 +67,12 @@ def save_latent(
     tensors = {SAMPLES: samples, CORE_VERSION: torch.tensor([]), **origin.tensors}
     if isinstance(latent.get(MASK), torch.Tensor):
         tensors[MASK] = latent[MASK]
+    ours = dict(latent.get(KEY, {}))
+    for name, tensor in ours.pop(MORE, {}).items():
+        tensors[f"{MORE}.{name}"] = _finite(tensor, notify, not_finite)
     known = {"kind": LATENT, "shape": list(samples.shape), "dtype": dtype_name(samples.dtype)}
     saved = {"saved": time.strftime("%Y-%m-%dT%H:%M:%S"), **origin.record}
-    return write_record(path, tensors, {**latent.get(KEY, {}), **known, **saved}, origin.metadata)
+    return write_record(path, tensors, {**ours, **known, **saved}, origin.metadata)
 
 
 def load_latent(
@@ -139,6 +142,8 @@ def _own(path: Path, tensors: Mapping[str, torch.Tensor], record: Mapping[str, A
         latent[MASK] = tensors[MASK]
     if "family" in record:
         latent[KEY] = _checked(path, samples, record)
+        more = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{MORE}.")}
+        latent[KEY] |= more_tensors({name.removeprefix(f"{MORE}."): tensor for name, tensor in more.items()})
     return latent
 
 

@@ -20,8 +20,8 @@ from ...compat.errors import CheckpointError, InputError, MissingPackageError
 from ...compat.memory.statistics import amount
 from ...compat.packages import imported
 from ..base import Progress, StageText
-from ..registry import FAMILIES
-from .published import OFFERS, Download, Offer
+from ..family import Download, Offer
+from .published import offers
 
 CHOICES = ("no", "download")  # grows at the end
 SMALL_FILES = (".json", ".txt", ".model", ".jinja")  # settings, vocabularies, templates of chats
@@ -54,7 +54,7 @@ class Fetched:
 
 def model_choices() -> list[str]:
     """The models that can be fetched, by the titles of their families."""
-    return [FAMILIES[offer.family].title for offer in OFFERS]
+    return list(offers())
 
 
 def offer_of(title: str) -> Offer:
@@ -63,12 +63,9 @@ def offer_of(title: str) -> Offer:
     Raises:
         InputError: none has it.
     """
-    found = next((offer for offer in OFFERS if FAMILIES[offer.family].title == title), None)
-    if found is None:
-        raise InputError(
-            f"model {title!r}", expected=f"one of {', '.join(model_choices())}", fix="Choose one of these."
-        )
-    return found
+    if title not in offers():
+        raise InputError(f"model {title!r}", expected=f"one of {', '.join(offers())}", fix="Choose one of these.")
+    return offers()[title]
 
 
 def folder_of(download: Download, roots: Sequence[Path]) -> Path:

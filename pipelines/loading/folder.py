@@ -28,18 +28,17 @@ from ...compat.device.quirks import abilities
 from ...compat.device.wheels import require_kernels
 from ...compat.errors import CheckpointError, InputError
 from ...compat.memory.offloader import Offloader, offloader_for
+from ...compat.memory.parts import denoises, role_of
 from ...compat.packages import attribute, unusable
 from ...compat.precision import Precision, precision_for
 from ...compat.transforms.attention import Attention, attention_for, avoided_by, by_time
 from ...compat.transforms.conv3d_choice import kept_timings
 from ...compat.transforms.order import Preparation, attention_step, conv3d_step
 from ..base import Parts, Pipeline, Progress, Silent, Tools
-from ..family import Family
-from ..memory import host as host_memory
+from ..family import FamilySpec
 from ..memory.estimates import sizes_of
-from ..memory.fit import offload_options, require_room
-from ..registry import FAMILIES, family_named
-from ..sampling.loop import TRANSFORMER
+from ..memory.fit import fit_host_memory, host_weight_decisions, offload_options, require_room
+from ..registry import FAMILIES
 from ..speed import SpeedRequest, speed_for
 from . import storage
 from .part import PartFiles, part_files, reader_of
@@ -112,17 +111,15 @@ def load(
     facts = facts_for(request.device)
     require_kernels(facts)
     probes = None if request.state is None else probe_results_of(facts, request.state, request.quiet)
-    precision = precision_for(family.id, facts, request.precision, probes)
+    precision = precision_for(family.precision, facts, request.precision, probes)
     files = _part_files(family, folders, precision, {} if single is None else single.files)
     files = storage.with_storage(files, request, family.text_parts, precision, facts, probes)
     sizes = {name: part.total_bytes for name, part in files.items()}
-    files, host = host_memory.backed(files, facts, _host_room(sum(sizes.values())), swap_free_bytes())
+    files, host = fit_host_memory(files, facts, _host_room(sum(sizes.values())), swap_free_bytes())
     free, weights = free_bytes(facts.device), sizes_of(files.values())
     options = offload_options(request.devices, request.keep_free_gb, request.state, host)
-    evicts = make_room is not None or hosted is not None  # the host's other models leave where ours need the room
-    require_room(weights, facts.device, facts.total_bytes or None if evicts else free, options)
+    require_room(weights, facts.device, facts.total_bytes or None if make_room or hosted else free, options)
     progress.check()
-    task = _task(family, folders["transformer"]) if single is None else single.task
     variant = _variant(family, request, files, progress)
     attention = _attention(request.attention, files["transformer"].config, precision, facts, probes)
     safe = SafeFp16(family.id, facts.device, active=precision.safe)
@@ -135,10 +132,10 @@ def load(
         request.offload, parts, facts.device, sizes, free=free, make_room=make_room, hosted=hosted, options=options
     )
     speed.settle_offload(offloader.mode, request.offload != AUTO)
-    more = (*storage.decisions(files), *speed.decisions(), *host_memory.decisions(offloader))
+    more = (*storage.decisions(files), *speed.decisions(), *host_weight_decisions(offloader))
     return Pipeline(
-        family=family.id,
-        task=task,
+        spec=family,
+        task=_task(family, folders["transformer"]) if single is None else single.task,
         parts=parts,
         facts=facts,
         precision=precision,
@@ -172,7 +169,7 @@ def _parts(files: Mapping[str, PartFiles], prepare: Preparation, safe: SafeFp16 
     """The parts, none of them read; the transformer with a way back from safe fp16 where that was left to ``auto``."""
     parts = Parts({name: reader_of(part) for name, part in files.items()}, prepare)
     if safe is not None and safe.active:
-        parts.fallbacks[TRANSFORMER] = partial(safe.abandon, parts, files[TRANSFORMER])
+        parts.fallbacks = {name: partial(safe.abandon, parts, part) for name, part in files.items() if denoises(name)}
     return parts
 
 
@@ -204,14 +201,14 @@ def variant_choices() -> list[str]:
     return [AUTO, *dict.fromkeys(variant for family in FAMILIES.values() for variant in family.variants)]
 
 
-def family_of_folder(folder: Path) -> Family | None:
+def family_of_folder(folder: Path) -> FamilySpec | None:
     """The family of a pipeline or transformer folder; None for any other folder."""
     if (folder / INDEX).is_file():
         name = str(read_json(folder / INDEX, "a diffusers pipeline").get("_class_name"))
         return next((family for family in FAMILIES.values() if name in family.pipelines), None)
     if (folder / "config.json").is_file():
         name = str(read_json(folder / "config.json", "a model configuration").get("_class_name"))
-        return next((family for family in FAMILIES.values() if name in family.transformers), None)
+        return next((family for family in FAMILIES.values() if name in family.transformer_classes), None)
     return None
 
 
@@ -224,7 +221,7 @@ def _is_model(folder: Path) -> bool:
         return False
 
 
-def _folders(request: LoadRequest, progress: Progress) -> tuple[Family, dict[str, Path]]:
+def _folders(request: LoadRequest, progress: Progress) -> tuple[FamilySpec, dict[str, Path]]:
     """The family, and the folder of every part and tool it has."""
     model = request.model
     if not model.is_dir():
@@ -280,7 +277,7 @@ def _attention(
     return by_time(attention, facts, probes, operands, width)
 
 
-def _text_left_out(family: Family, folders: Mapping[str, Path]) -> tuple[str, ...]:
+def _text_left_out(family: FamilySpec, folders: Mapping[str, Path]) -> tuple[str, ...]:
     """The text parts and tokenizers of a model that came without any of its text encoders' folders."""
     if any(part in folders and folders[part].is_dir() for part in family.text_parts):
         return ()
@@ -325,7 +322,7 @@ def _subfolders(folder: Path) -> dict[str, Path]:
     return {child.name: child for child in folder.iterdir() if child.is_dir()}
 
 
-def _searched(name: str, family: Family, request: LoadRequest) -> Path:
+def _searched(name: str, family: FamilySpec, request: LoadRequest) -> Path:
     """The first folder beside the model, or in the search folders, that can lend the missing parts."""
     roots = [request.model.parent, *request.search]
     if name == "base":
@@ -338,7 +335,8 @@ def _searched(name: str, family: Family, request: LoadRequest) -> Path:
                     continue
                 if _task(found, folder / "transformer") != task:  # its text encoder is another
                     continue
-                provided = [part for part in family.parts if part not in ("transformer", *ENCODER_FOLDER, *spared)]
+                own_parts = (*family.transformers, *ENCODER_FOLDER, *spared)
+                provided = [part for part in family.parts if part not in own_parts]
                 if all((folder / part).is_dir() for part in provided):
                     return folder
     else:
@@ -356,19 +354,19 @@ def _searched(name: str, family: Family, request: LoadRequest) -> Path:
 
 
 def _part_files(
-    family: Family, folders: Mapping[str, Path], precision: Precision, single: Mapping[str, PartFiles]
+    family: FamilySpec, folders: Mapping[str, Path], precision: Precision, single: Mapping[str, PartFiles]
 ) -> dict[str, PartFiles]:
     """Every part with the dtype it gets: of ``single`` files, else of its folder."""
     files: dict[str, PartFiles] = {}
     for name, (library, *classes) in family.parts.items():
-        dtype = {"transformer": precision.transformer, "vae": precision.vae}.get(name, precision.text)
+        dtype = {"transformer": precision.transformer, "vae": precision.vae}.get(role_of(name), precision.text)
         if name in single:
             files[name] = replace(single[name], dtype=dtype)
         if name in single or name not in folders:
             continue
         files[name] = part_files(name, library, _class_of(name, folders[name], classes), folders[name], dtype)
     if precision.safe:
-        files[TRANSFORMER] = read_narrow(files[TRANSFORMER])
+        files |= {name: read_narrow(part) for name, part in files.items() if denoises(name)}
     return files
 
 
@@ -391,17 +389,17 @@ def _class_of(name: str, folder: Path, allowed: Sequence[str]) -> str:
     return chosen
 
 
-def _task(family: Family, transformer: Path) -> str:
+def _task(family: FamilySpec, transformer: Path) -> str:
     """The task of the pipeline around ``transformer``, or of a lone one by its own configuration."""
     index = transformer.parent / INDEX
     if not index.is_file():
-        task_of = getattr(family_named(family.id), "task_of", None)
+        task_of = getattr(family.code, "task_of", None)
         config = transformer / "config.json"
         return task_of(read_json(config, "a model configuration")) if task_of is not None else family.lone_task
     return family.pipelines.get(str(read_json(index, "a diffusers pipeline").get("_class_name")), family.lone_task)
 
 
-def _variant(family: Family, request: LoadRequest, files: Mapping[str, PartFiles], progress: Progress) -> str:
+def _variant(family: FamilySpec, request: LoadRequest, files: Mapping[str, PartFiles], progress: Progress) -> str:
     if request.variant not in (AUTO, *family.variants):
         known = ", ".join((AUTO, *family.variants))
         raise InputError(
@@ -411,13 +409,13 @@ def _variant(family: Family, request: LoadRequest, files: Mapping[str, PartFiles
         )
     if request.variant != AUTO or not family.variants:
         return request.variant if request.variant != AUTO else family.id
-    variant, why = family_named(family.id).guess_variant(request.model, files["transformer"].config)
+    variant, why = family.code.guess_variant(request.model, files["transformer"].config)
     if why:
         progress.notify(f"variant {variant}: {why}")
     return variant
 
 
-def _tools(family: Family, folders: Mapping[str, Path]) -> Tools:
+def _tools(family: FamilySpec, folders: Mapping[str, Path]) -> Tools:
     readers = {name: _tool_reader(library, folders[name]) for name, library in family.tools.items() if name in folders}
     index = folders["transformer"].parent / INDEX
     readers["index"] = lambda: read_json(index, "a diffusers pipeline") if index.is_file() else {}

@@ -1,9 +1,9 @@
 """What a single file holds: which models, in whose names, with which configuration. Asked of its header alone.
 
 A file says no more than names, shapes and dtypes, so each model comes with the configurations it was published with
-(``configs/*.json``), and the one whose shapes are those of the file is taken. What no shape tells, such as image to
-video by the first frame, is taken from the file's name and said. A model of another shape has its configuration beside
-it, as a JSON file of the same name.
+(``configs/*.json``, or those in its family's folder), and the one whose shapes are those of the file is taken. What no
+shape tells, such as image to video by the first frame, is taken from the file's name and said. A model of another shape
+has its configuration beside it, as a JSON file of the same name.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from ...compat.checkpoints.scaled import with_scales
 from ...compat.checkpoints.weights import PICKLES, read_json
 from ...compat.errors import CheckpointError
 from ...compat.packages import attribute
+from ..family import FamilySpec
+from ..registry import FAMILIES
 from .keys import Layout, renamed
 from .keys_text import TEXT
-from .keys_transformers import TRANSFORMERS
-from .keys_vaes import VAES
 
-LAYOUTS: tuple[Layout, ...] = (*TRANSFORMERS, *VAES, *TEXT)
 ENDINGS = (".safetensors", ".sft", ".gguf")
 CONFIGS = Path(__file__).parents[1] / "configs"
 NAMED = 3
@@ -109,7 +108,7 @@ def config_of(content: Content, task: str = "") -> Configured:
         rows = [{"name": "configured beside it", "config": config}]
         task = ""
     else:
-        rows = list(_published(content.kind.replace("/", ".")))
+        rows = list(_published(content.kind))
     wanted = [row for row in rows if not task or row.get("task", task) == task] or rows
     misfits = [(row, _misfit(row, content)) for row in wanted]
     fitting = [row for row, misfit in misfits if not misfit]
@@ -128,9 +127,14 @@ def config_of(content: Content, task: str = "") -> Configured:
     )
 
 
-def tool_configs(family: str) -> dict[str, dict[str, Any]]:
+def layouts() -> tuple[Layout, ...]:
+    """Every way to name tensors that is known here."""
+    return (*(layout for family in FAMILIES.values() for layout in family.layouts), *TEXT)
+
+
+def tool_configs(family: FamilySpec) -> dict[str, dict[str, Any]]:
     """The small configurations that a family's pipelines were published with: scheduler, guider, index."""
-    return read_json(CONFIGS / "tools.json", "the pipelines' settings")[family]
+    return read_json(family.folder / "tools.json", "the pipelines' settings")
 
 
 def width_of(content: Content) -> int:
@@ -163,7 +167,8 @@ def _entries(path: Path) -> dict[str, TensorEntry]:
 
 def _recognised(entries: Mapping[str, TensorEntry]) -> list[tuple[str, Layout]]:
     """(prefix, layout) of each model whose marking names are there; one layout for each prefix."""
-    ends = {way for layout in LAYOUTS for way in layout.marks[0].split("|")}
+    known = layouts()
+    ends = {way for layout in known for way in layout.marks[0].split("|")}
     prefixes: dict[str, list[str]] = {}
     for name in entries:
         for end in ends:
@@ -172,7 +177,7 @@ def _recognised(entries: Mapping[str, TensorEntry]) -> list[tuple[str, Layout]]:
     found: dict[str, tuple[str, Layout]] = {}
     for prefix in sorted(prefixes, key=lambda prefix: (len(prefix), prefix)):
         names = {name[len(prefix) :]: None for name in entries if name.startswith(prefix)}
-        layout = next((layout for layout in LAYOUTS if layout.fits(names)), None)
+        layout = next((layout for layout in known if layout.fits(names)), None)
         if layout is not None and layout.kind not in found and layout.half_of not in found:
             found[layout.kind] = (prefix, layout)
     return list(found.values())
@@ -193,7 +198,9 @@ def _under(
 @lru_cache(maxsize=32)
 def _published(kind: str) -> tuple[dict[str, Any], ...]:
     """The configurations that a model was published with."""
-    return tuple(json.loads((CONFIGS / f"{kind}.json").read_text(encoding="utf-8")))
+    family, _, part = kind.rpartition("/")
+    folder = FAMILIES[family].folder if family else CONFIGS
+    return tuple(json.loads((folder / f"{part}.json").read_text(encoding="utf-8")))
 
 
 def _misfit(row: Mapping[str, Any], content: Content) -> list[str]:

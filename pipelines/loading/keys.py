@@ -17,6 +17,7 @@ from ...compat.checkpoints.headers import TensorEntry
 from ...compat.errors import CheckpointError
 
 Entries = Mapping[str, TensorEntry]
+TRANSFORMER = "/transformer"  # what the kinds of transformers end with
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,14 @@ class Layout:
 
 
 SAME = (Row("*", "*"),)
+
+
+def embedder_rows(source: str, target: str, names: str = "mlp.0 mlp.2") -> tuple[Row, ...]:
+    """Two layers under the names of the release; ComfyUI calls them in and out."""
+    return tuple(
+        Row(f"{source}.{name}.*|{source}.{comfy}.*", f"{target}.{ours}.*")
+        for name, comfy, ours in zip(names.split(), ("in_layer", "out_layer"), ("linear_1", "linear_2"), strict=True)
+    )
 
 
 def renamed(entries: Entries, layout: Layout, path: Path) -> dict[str, TensorEntry]:

@@ -25,10 +25,8 @@ from ...compat.errors import InputError, UnsupportedError
 from ...compat.packages import attribute
 from ...compat.transforms.order import Order, Step
 from ..base import Pipeline, Progress
-from ..registry import family_named
-from .lora_keys import Match, Shapes, factors, matched
+from .lora_keys import Match, Pair, Shapes, factors, matched
 
-PART = "transformer"
 MODES = ("separate", "merged")  # how a LoRA is put on; grows at the end
 MOST = 10.0  # strength in either direction
 WIDE = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -77,7 +75,7 @@ def with_lora(pipeline: Pipeline, path: Path, strength: float, blocks: str, mode
         raise InputError(f"mode {mode!r}", expected=f"one of {', '.join(MODES)}", fix="Choose separate.")
     entries = declared([path])
     shapes = {name: tuple(entry.shape) for name, entry in entries.items()}
-    match = matched(path, shapes, layers_of(pipeline), pipeline.family, blocks)
+    match = matched(path, shapes, layers_of(pipeline), pipeline.spec, blocks)
     progress.notify(match.said(path.stem))
     if mode == "separate":
         attribute("peft", "LoraConfig")
@@ -86,7 +84,7 @@ def with_lora(pipeline: Pipeline, path: Path, strength: float, blocks: str, mode
         progress.notify(f"{path.stem} has no effect at strength 0")
         return pipeline
     added = LoRA(path, strength, blocks, mode, match, (stat.st_size, stat.st_mtime_ns), _scales(match, entries))
-    loras = LoRAs((*on(pipeline), added), pipeline.precision.transformer)
+    loras = LoRAs((*on(pipeline), added), pipeline.precision.transformer, pipeline.spec.transformers)
     decision = Decision("LoRA", f"{path.stem} {strength:g}{f' ({blocks})' if blocks.strip() else ''}, {mode}")
     offloader = pipeline.offloader.with_adapters(loras)
     return replace(pipeline, offloader=offloader, decisions=(*pipeline.decisions, decision))
@@ -113,16 +111,20 @@ def named(text: str) -> tuple[Path, float, str]:
 
 
 def layers_of(pipeline: Pipeline) -> Shapes:
-    """Names and weight shapes of the transformer's layers; nothing is read for it."""
+    """Names and weight shapes of the transformers' layers; nothing is read for it."""
     from accelerate import init_empty_weights
 
-    config = pipeline.configs[PART]
-    _, *classes = family_named(pipeline.family).FAMILY.parts[PART]
-    named = str(config.get("_class_name"))
-    cls: Any = attribute("diffusers", named if named in classes else classes[0])
-    with init_empty_weights():
-        module = cls.from_config(dict(config))
-    return {name: tuple(leaf.weight.shape) for name, leaf in module.named_modules() if isinstance(leaf, LEAVES)}
+    layers: dict[str, tuple[int, ...]] = {}
+    for part in pipeline.spec.transformers:
+        config = pipeline.configs[part]
+        _, *classes = pipeline.spec.parts[part]
+        named = str(config.get("_class_name"))
+        cls: Any = attribute("diffusers", named if named in classes else classes[0])
+        with init_empty_weights():
+            module = cls.from_config(dict(config))
+        leaves = ((name, leaf) for name, leaf in module.named_modules() if isinstance(leaf, LEAVES))
+        layers |= {name: tuple(leaf.weight.shape) for name, leaf in leaves}
+    return layers
 
 
 def on(pipeline: Pipeline) -> tuple[LoRA, ...]:
@@ -142,12 +144,11 @@ class LoRAs:
 
     Args:
         dtype: what factors have beside weights that are narrower than 16 bits.
+        parts: the transformers that they are on.
     """
 
-    part = PART
-
-    def __init__(self, loras: tuple[LoRA, ...], dtype: torch.dtype) -> None:
-        self.loras, self.dtype = loras, dtype
+    def __init__(self, loras: tuple[LoRA, ...], dtype: torch.dtype, parts: tuple[str, ...]) -> None:
+        self.loras, self.dtype, self.parts = loras, dtype, parts
 
     def __repr__(self) -> str:
         return str([(lora.path.name, lora.stamp, lora.strength, lora.blocks, lora.mode) for lora in self.loras])
@@ -181,7 +182,7 @@ class LoRAs:
         module.requires_grad_(False)
 
     def _apply(self, part: str, module: nn.Module) -> Callable[[], None] | None:
-        if part != PART:
+        if part not in self.parts:
             return None
         undo: list[Callable[[], Any]] = []
         try:
@@ -222,7 +223,8 @@ def _merge(module: nn.Module, lora: LoRA, tensors: Mapping[str, torch.Tensor]) -
     Raises:
         UnsupportedError: a weight that is stored in a way that addition would not reach.
     """
-    leaves = {name: module.get_submodule(name) for name in lora.match.pairs}
+    pairs = _pairs_of(module, lora)
+    leaves = {name: module.get_submodule(name) for name in pairs}
     quantised = [name for name, leaf in leaves.items() if not (_is_plain(leaf) or is_exact(leaf))]
     if quantised:
         leaf: Any = leaves[quantised[0]]
@@ -235,7 +237,7 @@ def _merge(module: nn.Module, lora: LoRA, tensors: Mapping[str, torch.Tensor]) -
         )
     before: list[tuple[nn.Parameter, torch.Tensor]] = []
     closing: list[Callable[[], None]] = []
-    for name, pair in lora.match.pairs.items():
+    for name, pair in pairs.items():
         layer: Any = leaves[name]
         if is_exact(layer):  # kept in 16 bits for fp32: what is added must not be rounded to them
             closing.append(opened(layer))
@@ -259,7 +261,7 @@ def _inject(module: Any, lora: LoRA, adapter: str, tensors: Mapping[str, torch.T
     """Put peft's layers around the layers of the LoRA, factors in the dtype of the weights beside them."""
     state: dict[str, torch.Tensor] = {}
     with outlined(module), warnings.catch_warnings():
-        for name, pair in lora.match.pairs.items():
+        for name, pair in _pairs_of(module, lora).items():
             leaf: Any = module.get_submodule(name)
             leaf = getattr(leaf, "base_layer", leaf)
             weight = leaf.weight
@@ -274,6 +276,12 @@ def _inject(module: Any, lora: LoRA, adapter: str, tensors: Mapping[str, torch.T
         warnings.filterwarnings("ignore", module="peft")
         module.load_lora_adapter(state, prefix=None, adapter_name=adapter, low_cpu_mem_usage=True)
     module.requires_grad_(False)
+
+
+def _pairs_of(module: nn.Module, lora: LoRA) -> dict[str, Pair]:
+    """The factors for layers of this transformer, which may be one of several."""
+    layers = {name for name, _ in module.named_modules()}
+    return {name: pair for name, pair in lora.match.pairs.items() if name in layers}
 
 
 def _unload(module: Any) -> None:

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 from ...compat.errors import CheckpointError, InputError, UnsupportedError
-from .keys import Layout, Row
-from .keys_transformers import TRANSFORMERS
+from ..family import FamilySpec
+from .keys import TRANSFORMER, Layout, Row
 
 PREFIXES = (
     "base_model.model.",
@@ -79,7 +79,7 @@ class Match:
         return text
 
 
-def matched(path: Path, tensors: Shapes, layers: Shapes, family: str, blocks: str = "") -> Match:
+def matched(path: Path, tensors: Shapes, layers: Shapes, family: FamilySpec, blocks: str = "") -> Match:
     """Which tensors of a LoRA file belong to which layers.
 
     Args:
@@ -97,7 +97,7 @@ def matched(path: Path, tensors: Shapes, layers: Shapes, family: str, blocks: st
             expected="a plain LoRA: lora_down and lora_up, or lora_A and lora_B",
             fix="Use a plain LoRA; DoRA, LoKr, LoHa and whole differences are not read.",
         )
-    names = _Names(layers, [layout for layout in TRANSFORMERS if layout.kind == f"{_lender(family)}/transformer"])
+    names = _Names(layers, family.lora_layouts or family.layouts)
     pairs: dict[str, Pair] = {}
     unmatched, text = [], 0
     for base, group in _groups(tensors).items():
@@ -113,7 +113,7 @@ def matched(path: Path, tensors: Shapes, layers: Shapes, family: str, blocks: st
     if not pairs:
         raise CheckpointError(
             f"none of {len(tensors)} keys of {path.name!r} match, such as {_names(sorted(tensors))}",
-            expected=f"a LoRA for the transformer of {family}",
+            expected=f"a LoRA for the transformer of {family.title}",
             fix="Choose a LoRA that was trained for this model.",
         )
     wanted = set(chosen(blocks, pairs, layers))
@@ -209,7 +209,8 @@ class _Names:
     def __init__(self, layers: Shapes, layouts: Sequence[Layout]) -> None:
         self.layers = layers
         self.flat = {name.replace(".", "_"): name for name in layers}
-        rows = [row for layout in layouts if isinstance(layout.rows, tuple) for row in layout.rows]
+        named = [layout for layout in layouts if layout.kind.endswith(TRANSFORMER)]
+        rows = [row for layout in named if isinstance(layout.rows, tuple) for row in layout.rows]
         self.rows = [row for row in rows if row.source != "*"]
 
     def of(self, base: str) -> tuple[list[str], Row | None] | None:
@@ -258,11 +259,6 @@ def factors(pair: Pair, tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tens
     if pair.turned:
         up = torch.cat(tuple(reversed(up.chunk(2))))
     return down, up
-
-
-def _lender(family: str) -> str:
-    """The family whose release named the layers: FramePack's are HunyuanVideo's."""
-    return "hunyuan_video" if family == "framepack" else family
 
 
 def _volume(shape: Iterable[int]) -> int:

@@ -20,13 +20,13 @@ from ...compat.device.facts import DeviceFacts
 from ...compat.device.probe_store import ProbeStore
 from ...compat.device.timed_choice import maps_files
 from ...compat.errors import UnsupportedError
+from ...compat.memory.parts import denoises, role_of
 from ...compat.memory.statistics import GIGABYTE
 from ...compat.memory.transfer import casts_wrongly
 from ...compat.precision import FP32, Precision
 from ...compat.transforms.fp16 import apply_fp16_safe, fp32_output_works, stored_dtype
 from ...compat.transforms.order import Order, Step
 from ..base import Parts
-from ..sampling.loop import TRANSFORMER
 from .part import PartFiles, reader_of
 
 log = logging.getLogger(__name__)
@@ -68,9 +68,10 @@ def with_storage(
     """
     packed.require_storable(chosen.weights, "weights", chosen.offload, precision)
     packed.require_storable(chosen.text_weights, "text_weights", chosen.offload, precision)
-    choices = {"transformer": chosen.weights, **dict.fromkeys(text_parts, chosen.text_weights)}
+    transformers = filter(denoises, files)
+    choices = dict.fromkeys(transformers, chosen.weights) | dict.fromkeys(text_parts, chosen.text_weights)
     for name, choice in choices.items():
-        place = chosen.devices.get("text_encoder" if name in text_parts else name, facts.device)
+        place = chosen.devices.get(role_of(name), facts.device)
         if name in files and torch.device(place).type != HOST.type:
             choices[name] = choice = _narrow(files[name], facts.device) if choice == "auto" else choice
             _require_castable(files[name], choice, facts.device)
@@ -178,10 +179,10 @@ class SafeFp16:
     def abandon(self, parts: Parts, files: PartFiles) -> None:
         """From the next reading on the transformer is fp32."""
         self.active = False
-        parts.readers[TRANSFORMER] = reader_of(replace(files, dtype=FP32, dtype_of=None))
+        parts.readers[files.name] = reader_of(replace(files, dtype=FP32, dtype_of=None))
 
     def _apply(self, part: str, module: nn.Module) -> Callable[[], None] | None:
-        if part != TRANSFORMER or not self.active:
+        if not denoises(part) or not self.active:
             return None
         applied = apply_fp16_safe(module, self.family, {"fp32_output": fp32_output_works(self.device)})
         (log.warning if applied.report.left else log.info)("%s", applied.report)

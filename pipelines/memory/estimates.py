@@ -2,50 +2,27 @@
 
 Weights are counted from file headers. Activations follow formulas whose factors were fitted to measured peaks of the
 simulated accelerator at other sizes than the tests use: `python benchmarks/memory_fits.py` measures, adds rows to
-`benchmarks/results/memory_fits.csv` and writes `fits.py` anew. They count tensors; what a vendor's library takes for
-itself comes on top.
+`benchmarks/results/memory_fits.csv` and writes each family's `fit.py` anew. They count tensors; what a vendor's
+library takes for itself comes on top.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ...compat.memory.estimates import PartBytes, part_bytes
+from ...compat.memory.offloader import MODES
+from ...compat.memory.parts import denoises
 from ...compat.memory.statistics import StageNeed
-from ..base import Pipeline
-from ..family import Family
+from ..base import Pipeline, SampleSettings
+from ..family import FamilySpec
 from ..loading.part import PartFiles
-from . import fit_factors
 
 TRANSFORMER, VAE = "transformer", "vae"
 MARGIN = 1.15  # what a forecast may be off by
-MODE_ORDER = ("none", "model", "group", "sequential")  # the fastest first
-REFERENCE_TOKENS = {"ltx": 128, "mochi": 256, "hunyuan_video": 334, "hunyuan_video_15": 160, "framepack": 334}
-HISTORY_TOKENS = 729  # of FramePack's and HunyuanVideo 1.5's pictures
-
-
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """Fitted factors of one family.
-
-    Args:
-        tokens: copies of the token states alive at the peak of a transformer's forward.
-        latents: copies of the latents in fp32 beside them.
-        pixels: copies of the decoder's widest full-size activation. plain: further channels per pixel.
-        text: copies of a text encoder's widest activation, which is that of its feed-forward.
-        streamed: copies of a tile of the last layer that a streamed decode holds. chunked: what the frames remembered
-            make of a chunk.
-    """
-
-    tokens: float
-    latents: float
-    pixels: float
-    plain: float
-    text: float
-    streamed: float
-    chunked: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,55 +71,78 @@ def forecast(pipeline: Pipeline, size: Size, mode: str = "") -> Forecast:
         ]
         stages.append(max(needs, key=lambda need: need.total))
     forward = sampling_bytes(pipeline, size)
-    own = weights[TRANSFORMER].resident(mode, TRANSFORMER, forward)
-    stages.append(StageNeed("sampling", kept, own, forward))
-    stages.append(
-        StageNeed("decoding", weights[TRANSFORMER].total if stays else 0, vae, decoding_bytes(pipeline, size))
-    )
+    own, all_own = transformer_bytes(pipeline, mode, forward), transformer_bytes(pipeline, "none") if stays else 0
+    stages.append(StageNeed("sampling", kept, max(own, all_own), forward))
+    stages.append(StageNeed("decoding", all_own, vae, decoding_bytes(pipeline, size)))
     return Forecast(mode, tuple(stages))
 
 
 def forecasts(pipeline: Pipeline, size: Size) -> tuple[Forecast, ...]:
     """The forecast of every mode, the fastest first."""
-    return tuple(forecast(pipeline, size, mode) for mode in MODE_ORDER)
+    return tuple(forecast(pipeline, size, mode) for mode in MODES)
 
 
 def latent_shape(pipeline: Pipeline, size: Size) -> tuple[int, int, int]:
     """Latent frames, rows and columns of a run."""
-    from ..registry import family_named
-
-    spatial, temporal = family_named(pipeline.family).ratios(pipeline)
+    spatial, temporal = pipeline.spec.ratios
     return (size.frames - 1) // temporal + 1, size.height // spatial, size.width // spatial
+
+
+def transformer_bytes(pipeline: Pipeline, mode: str, forward: int = 0) -> int:
+    """Bytes of transformers on the device under ``mode``: all with ``none``, else of the largest.
+
+    Args:
+        forward: bytes that one forward needs beside them.
+    """
+    each = [weights.resident(mode, part, forward) for part, weights in pipeline.weights.items() if denoises(part)]
+    return sum(each) if mode == "none" else max(each)
 
 
 def sampling_bytes(pipeline: Pipeline, size: Size) -> int:
     """Activations at the peak of one forward of the transformer."""
-    fit, (tokens, latents) = FITS[pipeline.family], sampling_terms(pipeline, size)
-    return int(fit.tokens * tokens + fit.latents * latents) + _dense(pipeline, TRANSFORMER)
+    fit, (tokens, latents) = pipeline.spec.memory.fit, sampling_terms(pipeline, size)
+    dense = max(_dense(pipeline, part) for part in pipeline.spec.transformers)
+    return int(fit.tokens * tokens + fit.latents * latents) + dense
 
 
 def sampling_terms(pipeline: Pipeline, size: Size) -> tuple[int, int]:
-    """Bytes of one copy of the token states, and of the latents in fp32: what :class:`Fit` counts copies of."""
+    """Bytes of one copy of the token states, and of the latents in fp32: what ``Fit`` counts copies of."""
     config = pipeline.configs[TRANSFORMER]
     frames, rows, columns = latent_shape(pipeline, size)
     patch, patch_time = int(config.get("patch_size") or 1), int(config.get("patch_size_t") or 1)
-    seen = float(frames)
-    if pipeline.family == "framepack":  # one section, two clean frames, and eighteen more at lower scales
-        seen, frames = size.window + 2.5, size.window + 21
+    seen, terms = float(frames), pipeline.spec.memory
+    if terms.section_context is not None:
+        clean, more = terms.section_context
+        seen, frames = size.window + clean, size.window + more
     tokens = int(seen / patch_time * (rows // patch) * (columns // patch))
     width = int(config.get("num_attention_heads", 24)) * int(config.get("attention_head_dim", 128))
-    batch = 2 if size.guided and pipeline.family in ("ltx", "mochi") else 1
-    beside = HISTORY_TOKENS if pipeline.family == "framepack" else 0
-    joined = TEXT_TOKENS.get(pipeline.family, 0)
-    tokens += (size.text or joined if joined else 0) + beside
+    batch = 2 if size.guided and pipeline.spec.batched_cfg else 1
+    tokens += (size.text or terms.text_tokens if terms.text_tokens else 0) + terms.history_tokens
     channels = int(config.get("in_channels", 16))
     item = pipeline.precision.residual.itemsize
     return batch * tokens * width * item, batch * channels * frames * rows * columns * 4
 
 
+def beside_transformer(pipeline: Pipeline, settings: SampleSettings, window: int = 9) -> int:
+    """Bytes that one forward of the transformer needs beside its weights, with the margin of the forecast.
+
+    Args:
+        pipeline: whose transformer it is.
+        settings: with the size of the run.
+        window: latent frames of one section of FramePack.
+    """
+    size = Size(settings.width, settings.height, settings.frames, settings.cfg > 1.0, window)
+    return int(MARGIN * sampling_bytes(pipeline, size))
+
+
+def beside_text(pipeline: Pipeline, part: str) -> int:
+    """Bytes that one forward of a text encoder needs beside its weights, with the margin of the forecast."""
+    return int(MARGIN * text_bytes(pipeline, part))
+
+
 def text_bytes(pipeline: Pipeline, part: str) -> int:
     """Activations at the peak of a text encoder's forward."""
-    return int(FITS[pipeline.family].text * text_term(pipeline, part)) + _dense(pipeline, part)
+    return int(pipeline.spec.memory.fit.text * text_term(pipeline, part)) + _dense(pipeline, part)
 
 
 def text_term(pipeline: Pipeline, part: str) -> int:
@@ -150,7 +150,7 @@ def text_term(pipeline: Pipeline, part: str) -> int:
     config = pipeline.configs[part]
     config = config.get("text_config", config)
     wide = max(int(config.get(key) or 0) for key in ("d_ff", "intermediate_size", "d_model", "hidden_size"))
-    return REFERENCE_TOKENS[pipeline.family] * wide * pipeline.precision.text.itemsize
+    return pipeline.spec.memory.reference_tokens * wide * pipeline.precision.text.itemsize
 
 
 def _dense(pipeline: Pipeline, part: str) -> int:
@@ -163,18 +163,16 @@ def decoding_bytes(pipeline: Pipeline, size: Size, frames: int = 0, tile: int = 
     Args:
         frames: latent frames per chunk, tile: pixels per tile; 0 for all.
     """
-    fit, (wide, plain) = FITS[pipeline.family], decoding_terms(pipeline, size, frames, tile)
+    fit, (wide, plain) = pipeline.spec.memory.fit, decoding_terms(pipeline, size, frames, tile)
     return int(fit.pixels * wide + fit.plain * plain)
 
 
 def decoding_terms(pipeline: Pipeline, size: Size, frames: int = 0, tile: int = 0) -> tuple[float, int]:
     """Bytes of one copy of the decoder's widest full-size activation, and of one channel of the video."""
-    ratio = TEMPORAL[pipeline.family]
-    pixel_frames = size.frames if pipeline.family != "mochi" else size.frames + ratio - 1
-    if pipeline.family in ("hunyuan_video", "framepack"):
-        pixel_frames = min(pixel_frames, WINDOW_FRAMES)
+    terms = pipeline.spec.memory
+    pixel_frames = min(size.frames + terms.cropped_frames, terms.decode_window or sys.maxsize)
     if frames:
-        pixel_frames = min(pixel_frames, frames * ratio)
+        pixel_frames = min(pixel_frames, frames * pipeline.spec.stride)
     rows, columns = (min(edge, tile) if tile else edge for edge in (size.height, size.width))
     plain = pixel_frames * rows * columns * pipeline.precision.vae.itemsize
     return widest(pipeline.configs[VAE]) * plain, plain
@@ -183,9 +181,9 @@ def decoding_terms(pipeline: Pipeline, size: Size, frames: int = 0, tile: int = 
 def attempt_bytes(pipeline: Pipeline, size: Size, frames: int, tile: int, stream: int) -> int:
     """Activations at the peak of a decode: latent frames per chunk, pixels per tile, pixels streamed; 0 is off."""
     if stream:
-        return int(FITS[pipeline.family].streamed * streamed_term(pipeline, size, frames, tile, stream))
+        return int(pipeline.spec.memory.fit.streamed * streamed_term(pipeline, size, frames, tile, stream))
     chunk = decoding_bytes(pipeline, size, frames, tile)
-    return int(chunk * FITS[pipeline.family].chunked) if frames else chunk
+    return int(chunk * pipeline.spec.memory.fit.chunked) if frames else chunk
 
 
 def streamed_term(pipeline: Pipeline, size: Size, frames: int, tile: int, stream: int) -> float:
@@ -217,7 +215,7 @@ def sizes_of(files: Iterable[PartFiles]) -> dict[str, PartBytes]:
     return sizes
 
 
-def default_size(family: Family) -> Size:
+def default_size(family: FamilySpec) -> Size:
     """The size that the family's own pipeline makes."""
     defaults = family.defaults
     return Size(defaults.width, defaults.height, defaults.frames, defaults.cfg > 1.0)
@@ -226,9 +224,3 @@ def default_size(family: Family) -> Size:
 def sized(size: Size, **changes: Any) -> Size:
     """``size`` with some of it changed."""
     return replace(size, **changes)
-
-
-TEMPORAL = {"ltx": 8, "mochi": 6, "hunyuan_video": 4, "hunyuan_video_15": 4, "framepack": 4}
-WINDOW_FRAMES = 17  # of HunyuanVideo's framewise decode
-TEXT_TOKENS = {"hunyuan_video": 64, "hunyuan_video_15": 64, "framepack": 64}  # valid ones, where they join the video's
-FITS: Mapping[str, Fit] = {family: Fit(**factors) for family, factors in fit_factors.FACTORS.items()}

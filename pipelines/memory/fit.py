@@ -9,24 +9,27 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ...compat.checkpoints.weights import VIEWS_TAKE_MEMORY
+from ...compat.decision import Decision
 from ...compat.device.execution import HOST
-from ...compat.device.facts import GIBIBYTE, empty_cache, facts_for, free_bytes
+from ...compat.device.facts import GIBIBYTE, DeviceFacts, empty_cache, facts_for, free_bytes, locks_host_memory
 from ...compat.errors import InputError, PackError, UnsupportedError
 from ...compat.failures import MEMORY, kind_of
 from ...compat.memory.estimates import PartBytes
-from ...compat.memory.host_weights import HostWeights
-from ...compat.memory.offloader import OffloadOptions
+from ...compat.memory.host_weights import DISK, HostWeights, choose_host_weights
+from ...compat.memory.offloader import HOSTED, MODES, Offloader, OffloadOptions
 from ...compat.memory.statistics import amount_of
 from ...compat.memory.transfer import on_device
 from ...compat.transforms import compile as compiling
 from ..base import Pipeline, Progress
-from .estimates import MARGIN, MODE_ORDER, TRANSFORMER, VAE, Size, forecast
-from .host import decisions
+from ..loading.part import PartFiles
+from .estimates import MARGIN, TRANSFORMER, VAE, Size, forecast, transformer_bytes
 
 GIVEN_UP = "_anygpu_given_up"  # on an error that every way on was tried for
 SPARE = 1.05  # of what a forecast says, before a mode is taken
@@ -61,10 +64,66 @@ def offload_options(
     return OffloadOptions(placed, int(keep_free_gb * GIBIBYTE), state, host_weights)
 
 
+def fit_host_memory(
+    files: Mapping[str, PartFiles], facts: DeviceFacts, free: int, swap: int
+) -> tuple[dict[str, PartFiles], HostWeights]:
+    """``files`` read the way that host memory wants it, and how the host weights of each part are kept.
+
+    Parts that do not fit together stay views of their files, the one that saves most first. Where views are avoided on
+    this kind of device, they go there by way of ordinary memory, a slice at a time. Where the system promises memory
+    for views too, there are none: all is held, as far as its page file goes.
+
+    Args:
+        files: of each part.
+        facts: of the device that computes.
+        free: bytes of host memory that this process may take.
+        swap: bytes beside them that are slow.
+
+    Raises:
+        UnsupportedError: a part that must be cast, unpacked or packed, so that it cannot stay in its file, and does not
+            fit; said before anything is read.
+    """
+    if VIEWS_TAKE_MEMORY:
+        files = {name: replace(part, mapped=False) for name, part in files.items()}
+    sizes = {name: part.total_bytes for name, part in files.items()}
+    views = {name: 0 if VIEWS_TAKE_MEMORY else part.view_bytes for name, part in files.items()}
+    host_weights = choose_host_weights(sizes, views, free, locks_host_memory(facts.device), facts.unified)
+    left = host_weights.of(DISK)
+    for name, part in files.items():
+        held = sizes[name] - (views[name] if part.mapped or name in left else 0)
+        if held > free + swap:
+            raise UnsupportedError(
+                f"{amount_of(free + swap)} of host memory for the {name}, which takes {amount_of(held)} of it",
+                expected=f"{amount_of(held - free - swap)} more",
+                fix="Close other programs, or enlarge the page file."
+                if VIEWS_TAKE_MEMORY
+                else "Close other programs, add swap, or use a safetensors file in the precision that is computed in, "
+                "which may stay on disk.",
+            )
+    kept = {name: replace(files[name], mapped=True, staged=not files[name].mapped) for name in left}
+    return {**files, **kept}, host_weights
+
+
+def host_weight_decisions(offloader: Offloader) -> tuple[Decision, ...]:
+    """How the host weights are kept.
+
+    Nothing where the host computes, or where its memory manager keeps them, unless some stay in their files.
+    """
+    kept = offloader.options.host_weights
+    ours = offloader.device.type != HOST.type and offloader.mode != HOSTED
+    return (kept.decision,) if kept.kinds and (ours or kept.of(DISK)) else ()
+
+
 def require_room(
     weights: Mapping[str, PartBytes], device: torch.device, free: int | None, options: OffloadOptions
 ) -> None:
     """Refuse a model of which not even one layer fits.
+
+    Args:
+        weights: bytes of each part.
+        device: where they compute.
+        free: bytes of the device; all of it inside a host, whose other models leave where ours need the room.
+        options: parts on other devices, and what is kept free.
 
     Raises:
         UnsupportedError: with what is missing; nothing was read yet.
@@ -82,7 +141,7 @@ def require_room(
         )
 
 
-def fitted_for(pipeline: Pipeline, stage: str, size: Size | None, progress: Progress) -> None:
+def fit_offload(pipeline: Pipeline, stage: str, size: Size | None, progress: Progress) -> None:
     """Give the pipeline the fastest mode in which ``stage`` fits, where ``auto`` decides; say a change.
 
     Args:
@@ -98,7 +157,7 @@ def fitted_for(pipeline: Pipeline, stage: str, size: Size | None, progress: Prog
     if free is None:
         return
     room = free + _own_bytes(pipeline) - offloader.options.keep_free_bytes
-    needs = {mode: _need(pipeline, stage, size, mode) for mode in MODE_ORDER if _compiles(pipeline, mode)}
+    needs = {mode: _need(pipeline, stage, size, mode) for mode in MODES if _compiles(pipeline, mode)}
     fits = next((mode for mode, need in needs.items() if need * SPARE <= room), "")
     least = min(needs, key=lambda mode: needs[mode])
     if not fits and needs[least] > room * MARGIN:
@@ -120,7 +179,7 @@ def fitted_for(pipeline: Pipeline, stage: str, size: Size | None, progress: Prog
 def recovery(
     pipeline: Pipeline,
     progress: Progress,
-    parts: tuple[str, ...] = (TRANSFORMER,),
+    parts: tuple[str, ...] = (),
     told: str = "sampling ran out of memory: goes on {}, from the last finished step",
 ) -> Callable[[BaseException], bool]:
     """What a stage asks after an error: whether to try again, with more room.
@@ -129,9 +188,10 @@ def recovery(
     nothing of that is left, it is tried once more: what took the room may have been another program.
 
     Args:
+        parts: those that come in pieces; none means the transformers.
         told: what is said, with a place for what was done.
     """
-    parts = tuple(part for part in parts if part in pipeline.parts.readers)
+    parts = tuple(part for part in parts or pipeline.spec.transformers if part in pipeline.parts.readers)
     once_more = True
 
     def again(error: BaseException) -> bool:
@@ -161,7 +221,7 @@ def plan_line(pipeline: Pipeline) -> str:
     adapters = pipeline.offloader.adapters
     lora = [f"LoRA {adapters}"] if adapters else []
     line = " -> ".join(["read", *lora, *(step.name for step in steps), repr(pipeline.offloader)])
-    return "; ".join((line, *map(str, decisions(pipeline.offloader))))
+    return "; ".join((line, *map(str, host_weight_decisions(pipeline.offloader))))
 
 
 @contextmanager
@@ -180,8 +240,8 @@ def _need(pipeline: Pipeline, stage: str, size: Size | None, mode: str) -> int:
     found = {need.name: need for need in forecast(pipeline, whole, mode).stages}
     need = found[stage].total if stage in found else 0
     if size is None:  # the transformer comes next
-        need = max(need, weights[TRANSFORMER].resident(mode, TRANSFORMER))
-    stays = weights[TRANSFORMER].total + weights[VAE].total if mode == "none" else 0
+        need = max(need, transformer_bytes(pipeline, mode))
+    stays = transformer_bytes(pipeline, mode) + weights[VAE].total if mode == "none" else 0
     return max(need, stays + (found["sampling"].activations if stays and size is not None else 0))
 
 

@@ -11,7 +11,6 @@ from ...compat.errors import InputError
 from ...compat.memory.statistics import amount_of
 from ..base import Pipeline
 from ..grid import snap
-from ..registry import family_named
 from .estimates import Forecast, Size, default_size, forecasts
 from .fit import SPARE, plan_line
 
@@ -28,7 +27,7 @@ def planned_size(pipeline: Pipeline, width: int, height: int, frames: int, guide
     """
     if min(width, height, frames) < 0:
         raise InputError(f"a size of {width}x{height}, {frames} frames", expected="0 or more", fix="0 is the default.")
-    family = family_named(pipeline.family).FAMILY
+    family = pipeline.spec
     usual = default_size(family)
     found = snap(family, width or usual.width, height or usual.height, frames or usual.frames)
     return Size(found.width, found.height, found.frames, guided)
@@ -40,7 +39,7 @@ def memory_plan(pipeline: Pipeline, size: Size) -> tuple[str, torch.Tensor]:
     Returns:
         The text, and a picture (1, H, 1200, 3) in 0..1, fp32 on the CPU.
     """
-    title = f"{family_named(pipeline.family).FAMILY.title} {size.width}x{size.height}, {size.frames} frames"
+    title = f"{pipeline.spec.title} {size.width}x{size.height}, {size.frames} frames"
     more = ", with true guidance" if size.guided else ""
     return shown(pipeline, title, more, forecasts(pipeline, size))
 

@@ -11,7 +11,7 @@ import torch
 from ...compat.device.facts import free_bytes
 from ...compat.errors import remember
 from ..base import Latents, Pipeline, SampleSettings
-from ..family import Family
+from ..family import FamilySpec
 from ..grid import SMALLEST_SIDE
 
 UNITS = {"bytes": 1, "B": 1, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3, "KB": 1e3, "MB": 1e6, "GB": 1e9}
@@ -57,7 +57,7 @@ def shortage_in(error: BaseException, free: int | None = None) -> Shortage:
 def explain_shortage(
     error: BaseException,
     pipeline: Pipeline,
-    family: Family,
+    family: FamilySpec,
     stage: str,
     size: Latents | SampleSettings | None,
     hint: str = "",
@@ -82,7 +82,7 @@ def explain_shortage(
 
 
 def lowered(
-    pipeline: Pipeline, family: Family, size: Latents | SampleSettings | None, short: Shortage, hint: str = ""
+    pipeline: Pipeline, family: FamilySpec, size: Latents | SampleSettings | None, short: Shortage, hint: str = ""
 ) -> list[str]:
     """The ways out, the cheapest first: working memory grows with frames and with the area of a frame.
 
@@ -97,11 +97,11 @@ def lowered(
     return [fixes[0][0].upper() + fixes[0][1:], *fixes[1:]]
 
 
-def _smaller(family: Family, size: Latents | SampleSettings, short: Shortage) -> list[str]:
+def _smaller(family: FamilySpec, size: Latents | SampleSettings, short: Shortage) -> list[str]:
     """What to lower of a size, each by itself enough."""
     fixes, width, height, frames = [], size.width, size.height, size.frames
     fewer = max(1, 1 + (int(frames * short.share) - 1) // family.stride * family.stride)
-    if fewer < frames and family.id != "framepack":  # whose sections are as long whatever the video is
+    if fewer < frames and not family.sections:  # whose sections are as long whatever the video is
         fixes.append(f"lower frames from {frames} to {fewer}")
     side = math.sqrt(short.share)
     smaller = tuple(

@@ -16,7 +16,6 @@ from .schedules import Schedule
 Predict = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 Again = Callable[[BaseException], bool]  # whether to try again after an error
 TRIES = 16  # of a stage or a step; each has more room than the one before
-TRANSFORMER = "transformer"
 TO_FP32 = "fp16-safe gave values that are not finite: the transformer is read again and runs in fp32 from here on"
 
 
@@ -157,12 +156,13 @@ def fall_back_to_fp32(pipeline: Pipeline, progress: Progress, error: BaseExcepti
 
     ``Parts.fallbacks`` holds a fallback only where `auto` chose the precision: an explicit choice is never changed.
     """
-    fall_back = pipeline.parts.fallbacks.pop(TRANSFORMER, None) if isinstance(error, NotFinite) else None
-    if fall_back is None:
+    fallbacks = pipeline.parts.fallbacks
+    if not fallbacks or not isinstance(error, NotFinite):
         return False
-    pipeline.offloader.release(TRANSFORMER)
-    pipeline.parts.drop(TRANSFORMER)
-    fall_back()
+    for part in tuple(fallbacks):
+        pipeline.offloader.release(part)
+        pipeline.parts.drop(part)
+        fallbacks.pop(part)()
     progress.notify(TO_FP32)
     return True
 

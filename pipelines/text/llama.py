@@ -13,7 +13,7 @@ import torch
 from ...compat.device.execution import checked_leaves, execution_device
 from ...compat.errors import InputError
 from ..base import ENCODING, Pipeline, Progress, PromptRequest
-from ..memory.needs import beside_text
+from ..memory.estimates import beside_text
 from .t5 import EMBEDS, MASK, trimmed
 
 POOLED = "pooled_prompt_embeds"

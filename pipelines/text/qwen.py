@@ -12,7 +12,7 @@ from ...compat.checkpoints.packed import outlined
 from ...compat.device.execution import checked_leaves, execution_device
 from ...compat.errors import InputError
 from ..base import ENCODING, Pipeline, Progress, PromptRequest
-from ..memory.needs import beside_text
+from ..memory.estimates import beside_text
 from .t5 import EMBEDS, require_fitting
 
 EMBEDS_2 = "prompt_embeds_2"

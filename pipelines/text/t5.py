@@ -13,7 +13,7 @@ from ...compat.checkpoints.packed import outlined
 from ...compat.device.execution import checked_leaves, execution_device
 from ...compat.errors import InputError
 from ..base import ENCODING, Latents, Pipeline, Progress, Prompt, PromptRequest
-from ..memory.needs import beside_text
+from ..memory.estimates import beside_text
 
 EMBEDS, MASK = "prompt_embeds", "prompt_attention_mask"
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from ...compat.device.execution import HOST, checked_leaves, generator_for
 from ...compat.device.facts import empty_cache, first_line
-from ...compat.device.vae_policy import Form, checked_form, convolution_switches, straightened, tiled
+from ...compat.device.vae_policy import METHODS, Form, checked_form, convolution_switches, straightened, tiled
 from ...compat.errors import UnsupportedError, remember
 from ...compat.failures import KERNEL, MEMORY, kind_of
 from ...compat.memory.transfer import Transfer, casts_wrongly, transfer_for
@@ -29,11 +29,11 @@ from ...compat.output_check import (
     fault_in_latents,
     is_flat,
 )
-from ...compat.transforms.attention_vae import frames_attended
+from ...compat.transforms.attention_vae import replace_vae_attention
 from ..base import Pipeline, Portion, Progress, StageText
 from ..pictures import signed, unsigned
 from ..sampling.loop import require_finite
-from .plan import CAUSAL, CHUNKED, FULL, ON_CPU, STREAMING, Plan, ratios_of
+from .plan import CHUNKED, FULL, ON_CPU, STREAMING, Plan
 from .tiled import Work
 
 LEAVES_PER_REPORT = 8
@@ -276,12 +276,12 @@ def decoding(
         InputError: an unknown method, or a tile, overlap or count out of range. UnsupportedError: a method that this
             family's decoder cannot do.
     """
-    spatial, temporal = ratios_of(pipeline)
+    spatial, temporal = pipeline.spec.ratios
     form = checked_form(form or Form(), spatial)
-    if form.method == CHUNKED and pipeline.family not in CAUSAL:
+    if form.method == CHUNKED and not pipeline.spec.causal_decoder:
         raise UnsupportedError(
-            f"decode method {CHUNKED!r} for {pipeline.family}, whose decoder does not only look back",
-            expected=f"one of {', '.join(CAUSAL)}",
+            f"decode method {CHUNKED!r} for {pipeline.family}, whose decoder looks ahead",
+            expected=f"one of {', '.join(method for method in METHODS if method != CHUNKED)}",
             fix=f"Choose {STREAMING}, which is exact for every family, or auto.",
         )
     size = shape[2] * temporal, shape[3] * spatial, shape[4] * spatial  # decoders cut frames off at the very end
@@ -362,7 +362,7 @@ def _own_copy(pipeline: Pipeline, progress: Progress) -> nn.Module:
     It is not rewritten for the device; only its attention is, since the stock mask of 720p is 20 GB in fp32.
     """
     module = pipeline.parts.readers["vae"](progress).float()
-    frames_attended(module, _attend)
+    replace_vae_attention(module, _attend)
     return module
 
 

@@ -25,7 +25,6 @@ from ..memory.estimates import Size, attempt_bytes, plane_bytes
 from .layerwise import SIDES
 
 AUTO, FULL, TILED, CHUNKED, STREAMING, ON_CPU = METHODS
-CAUSAL = ("mochi", "hunyuan_video_15")  # families whose decoder never looks ahead; see .chunked
 CHUNKS = (8, 4, 2, 1)  # latent frames
 PLANES = 4  # activations that a streamed decode has in host memory at once
 
@@ -142,9 +141,9 @@ class Plan:
         self.pipeline, self.size, self.form, self.method = pipeline, size, form, form.method
         self.learned = f"{pipeline.family} {coder} fails with MIOpen"  # of an earlier run on this device
         self.policy, self.device = policy_for(pipeline.facts), execution_device(pipeline.offloader, part="vae")
-        self.automatic, self.ratios = pipeline.precision.automatic, ratios_of(pipeline)
+        self.automatic, self.ratios = pipeline.precision.automatic, pipeline.spec.ratios
         self.area, self.decodes = Size(size[2], size[1], size[0]), coder == "decoder"
-        self.causal = self.decodes and pipeline.family in CAUSAL
+        self.causal = self.decodes and pipeline.spec.causal_decoder
         limited = bool(form.tile or limit_of(self.policy) or self.policy.tile_pixels)
         start = self._start(form.tile or advised) if self.method in (AUTO, TILED) else 0
         self.forms = self._forms(start, whole_first=self.method == AUTO and not limited)
@@ -263,14 +262,6 @@ class Plan:
         forms = [each for each in self.forms if not each.on_host and (streams or not each.stream)]
         fitting = (each for each in forms if weights + self.needed_bytes(each) <= free)
         return next(fitting, min(forms, key=self.needed_bytes))
-
-
-def ratios_of(pipeline: Pipeline) -> tuple[int, int]:
-    """Pixels per latent row and column, and pixel frames per latent frame."""
-    from ..registry import family_named  # which imports every family, and those import this file
-
-    spatial, temporal = family_named(pipeline.family).ratios(pipeline)
-    return int(spatial), int(temporal)
 
 
 def room_on(pipeline: Pipeline, device: torch.device) -> int | None:

@@ -18,9 +18,9 @@ from anygpu.compat.device.facts import DeviceFacts, facts_for
 from anygpu.compat.device.probe_store import ProbeStore
 from anygpu.compat.errors import UnsupportedError
 from anygpu.compat.transforms import conv3d_choice, conv3d_forms
-from anygpu.compat.transforms.conv3d import Choice, Form, Layer, choose_by, swap_conv3d
+from anygpu.compat.transforms.conv3d import Conv3dChoice, Conv3dForm, Conv3dLayer, choose_by, swap_conv3d
 from anygpu.compat.transforms.conv3d_choice import form_error, form_times, kept_timings, runs
-from anygpu.compat.transforms.conv3d_forms import FORMS, Geometry, convolved, covers, padded
+from anygpu.compat.transforms.conv3d_forms import FORMS, Geometry, convolve, covers, padded
 from anygpu.compat.transforms.conv3d_layers import history_tables
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -79,21 +79,23 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 # The forms ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", Form)
-def test_equals_conv3d_bit_for_bit(form: Form) -> None:
+@pytest.mark.parametrize("form", Conv3dForm)
+def test_equals_conv3d_bit_for_bit(form: Conv3dForm) -> None:
     """Also when every chunk is as small as it can be."""
     tried = 0
     for x, weight, bias, geometry in configurations():
         if covers(form, tuple(weight.shape[2:]), geometry):
             expected = F.conv3d(x, weight, bias, *geometry)
             for chunk in (0, 1):
-                assert torch.equal(convolved(form, x, weight, bias, geometry, chunk), expected), geometry
+                assert torch.equal(convolve(form, x, weight, bias, geometry, chunk), expected), geometry
             tried += 1
-    assert tried >= {Form.POINTWISE: 100, Form.PATCHES: 60}.get(form, CONFIGURATIONS)
+    assert tried >= {Conv3dForm.POINTWISE: 100, Conv3dForm.PATCHES: 60}.get(form, CONFIGURATIONS)
 
 
-@pytest.mark.parametrize("form", [form for form in Form if form not in (Form.PATCHES, Form.POINTWISE)])
-def test_needs_no_other_layout(form: Form) -> None:
+@pytest.mark.parametrize(
+    "form", [form for form in Conv3dForm if form not in (Conv3dForm.PATCHES, Conv3dForm.POINTWISE)]
+)
+def test_needs_no_other_layout(form: Conv3dForm) -> None:
     """Channels-last, frames-first and sliced inputs and weights."""
     x, weight, bias = integers(2, 6, 5, 6, 7), integers(4, 6, 3, 3, 3), integers(4)
     wide = integers(4, 8, 3, 3, 3)
@@ -103,7 +105,7 @@ def test_needs_no_other_layout(form: Form) -> None:
     layouts.append(F.pad(x, (0, 2, 0, 0, 1, 0))[:, :, 1:, :, :7])
     for other in layouts:
         assert not other.is_contiguous()
-        assert torch.equal(convolved(form, other, wide[:, 1:7], bias, Geometry()), expected)
+        assert torch.equal(convolve(form, other, wide[:, 1:7], bias, Geometry()), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -121,10 +123,10 @@ def test_as_accurate_as_conv3d(channels: int, kernel: int, patched: bool, dtype:
     weight = (weight / weight[0].numel() ** 0.5).to(dtype)
     bias = torch.randn(32, generator=generator).to(dtype)
     exact = F.conv3d(x.double(), weight.double(), bias.double(), *geometry)
-    for form in filter(lambda form: covers(form, size, geometry), Form):
-        layout = torch.channels_last_3d if form is Form.CHANNELS_LAST else torch.contiguous_format
+    for form in filter(lambda form: covers(form, size, geometry), Conv3dForm):
+        layout = torch.channels_last_3d if form is Conv3dForm.CHANNELS_LAST else torch.contiguous_format
         upstream = F.conv3d(*(t.contiguous(memory_format=layout) for t in (x, weight)), bias, *geometry)
-        found = convolved(form, x, weight, bias, geometry)
+        found = convolve(form, x, weight, bias, geometry)
         assert relative_error(found, exact) <= 1.1 * relative_error(upstream, exact), form
 
 
@@ -133,21 +135,21 @@ def test_one_frame_per_call_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     original = F.conv2d
     monkeypatch.setattr(conv3d_forms.F, "conv2d", lambda x, *rest: (windows.append(x), original(x, *rest))[1])
     x = padded(torch.rand(1, 8, 5, 9, 9), (1, 1, 1, 1, 2, 0), "replicate", frames_first=True)
-    convolved(Form.FRAMES, x, torch.rand(4, 8, 3, 3, 3), None, Geometry())
+    convolve(Conv3dForm.FRAMES, x, torch.rand(4, 8, 3, 3, 3), None, Geometry())
     storage = x.untyped_storage().data_ptr()
     assert [window.untyped_storage().data_ptr() for window in windows] == [storage] * 5
     windows.clear()
-    convolved(Form.FRAME_CHUNKS, x, torch.rand(4, 8, 3, 3, 3), None, Geometry(), 2 * 3 * 8 * 11 * 11 * 4)
+    convolve(Conv3dForm.FRAME_CHUNKS, x, torch.rand(4, 8, 3, 3, 3), None, Geometry(), 2 * 3 * 8 * 11 * 11 * 4)
     assert [len(window) for window in windows] == [2, 2, 1]
 
 
-@pytest.mark.parametrize("form", [Form.NATIVE, Form.FP32, Form.CHANNELS_LAST])
-def test_native_forms_stay_below_their_bound(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("form", [Conv3dForm.NATIVE, Conv3dForm.FP32, Conv3dForm.CHANNELS_LAST])
+def test_native_forms_stay_below_their_bound(form: Conv3dForm, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     original = F.conv3d
     monkeypatch.setattr(conv3d_forms.F, "conv3d", lambda x, *rest: (sizes.append(x.nbytes), original(x, *rest))[1])
     x, bound = torch.rand(1, 4, 12, 6, 6), 4 * 6 * 6 * 4 * 5  # five frames in fp32
-    convolved(form, x.bfloat16(), torch.rand(4, 4, 3, 3, 3).bfloat16(), None, Geometry(padding=(1, 1, 1)), bound)
+    convolve(form, x.bfloat16(), torch.rand(4, 4, 3, 3, 3).bfloat16(), None, Geometry(padding=(1, 1, 1)), bound)
     assert len(sizes) >= 2 and max(sizes) <= bound
 
 
@@ -156,18 +158,18 @@ def test_columns_stay_below_their_bound(monkeypatch: pytest.MonkeyPatch) -> None
     original = conv3d_forms._columns
     monkeypatch.setattr(conv3d_forms, "_columns", lambda *rest: (made := original(*rest), sizes.append(made.nbytes))[0])
     bound = 8 * 27 * 10 * 4 * 3  # three rows of ten
-    convolved(Form.MATMUL, torch.rand(1, 8, 4, 12, 12), torch.rand(4, 8, 3, 3, 3), None, Geometry(), bound)
+    convolve(Conv3dForm.MATMUL, torch.rand(1, 8, 4, 12, 12), torch.rand(4, 8, 3, 3, 3), None, Geometry(), bound)
     assert len(sizes) == 2 * 4 and max(sizes) == bound
 
 
 def test_fp32_holds_under_autocast() -> None:
     """Autocast would turn the operands of the fp32 forms back into bf16."""
     x, weight = torch.randn(1, 32, 4, 6, 6), torch.randn(8, 32, 3, 3, 3)
-    for form in (Form.FP32, Form.MATMUL):
-        plain = convolved(form, x, weight, None, Geometry())
+    for form in (Conv3dForm.FP32, Conv3dForm.MATMUL):
+        plain = convolve(form, x, weight, None, Geometry())
         with torch.autocast("cpu", torch.bfloat16):
             assert not torch.equal(F.conv3d(x, weight).float(), plain)
-            assert torch.equal(convolved(form, x, weight, None, Geometry()), plain)
+            assert torch.equal(convolve(form, x, weight, None, Geometry()), plain)
 
 
 @pytest.mark.parametrize("frames_first", [False, True])
@@ -191,8 +193,8 @@ def test_padding_equals_upstream_without_3d_operators(mode: str, frames_first: b
 GENERAL, PATCHES, POINTWISE = ((3, 3, 3), (1, 1, 1)), ((1, 2, 2), (1, 2, 2)), ((1, 1, 1), (1, 1, 1))
 
 
-def layer(shape: tuple, dtype: torch.dtype = torch.bfloat16, groups: int = 1) -> Layer:
-    return Layer("conv", 8, 8, shape[0], Geometry(stride=shape[1], groups=groups), dtype)
+def layer(shape: tuple, dtype: torch.dtype = torch.bfloat16, groups: int = 1) -> Conv3dLayer:
+    return Conv3dLayer("conv", 8, 8, shape[0], Geometry(stride=shape[1], groups=groups), dtype)
 
 
 @pytest.mark.parametrize(
@@ -200,30 +202,34 @@ def layer(shape: tuple, dtype: torch.dtype = torch.bfloat16, groups: int = 1) ->
     [
         ({}, GENERAL, None),
         ({"backend": "cpu"}, PATCHES, None),
-        ({"backend": "cuda"}, PATCHES, Form.PATCHES),
+        ({"backend": "cuda"}, PATCHES, Conv3dForm.PATCHES),
         ({"backend": "cuda"}, GENERAL, None),
         # before sm80: no bf16 convolution of any kind
-        ({"backend": "cuda", "conv3d": {"bf16": False}, "conv2d": {"bf16": False}}, GENERAL, Form.FP32),
-        ({"backend": "cuda", "conv3d": {"bf16": False}, "conv2d": {"bf16": False}}, PATCHES, Form.PATCHES),
-        ({"conv3d": {"bf16": False}}, GENERAL, Form.FRAMES),
-        (FORBIDDEN, GENERAL, Form.FRAMES),
-        (FORBIDDEN, POINTWISE, Form.POINTWISE),
-        ({"conv3d": False, "backend": "xla"}, GENERAL, Form.FRAME_CHUNKS),
-        ({"conv3d": False, "conv2d": False}, GENERAL, Form.MATMUL),
-        ({"conv3d": False, "conv2d": False, "conv3d_channels_last": True}, GENERAL, Form.CHANNELS_LAST),
-        ({"pad3d": False}, GENERAL, Form.FRAMES),
-        ({"backend": "rocm"}, GENERAL, Form.FRAMES),
+        ({"backend": "cuda", "conv3d": {"bf16": False}, "conv2d": {"bf16": False}}, GENERAL, Conv3dForm.FP32),
+        ({"backend": "cuda", "conv3d": {"bf16": False}, "conv2d": {"bf16": False}}, PATCHES, Conv3dForm.PATCHES),
+        ({"conv3d": {"bf16": False}}, GENERAL, Conv3dForm.FRAMES),
+        (FORBIDDEN, GENERAL, Conv3dForm.FRAMES),
+        (FORBIDDEN, POINTWISE, Conv3dForm.POINTWISE),
+        ({"conv3d": False, "backend": "xla"}, GENERAL, Conv3dForm.FRAME_CHUNKS),
+        ({"conv3d": False, "conv2d": False}, GENERAL, Conv3dForm.MATMUL),
+        ({"conv3d": False, "conv2d": False, "conv3d_channels_last": True}, GENERAL, Conv3dForm.CHANNELS_LAST),
+        ({"pad3d": False}, GENERAL, Conv3dForm.FRAMES),
+        ({"backend": "rocm"}, GENERAL, Conv3dForm.FRAMES),
         ({"backend": "rocm", "conv2d": False}, GENERAL, None),
-        ({"backend": "mps", "conv3d": False, "conv3d_channels_last": True}, GENERAL, Form.FRAMES),
-        ({"backend": "cpu", "conv3d": {"bf16": False}}, POINTWISE, Form.FP32),
-        ({"backend": "cpu", "conv3d": False}, POINTWISE, Form.POINTWISE),
+        ({"backend": "mps", "conv3d": False, "conv3d_channels_last": True}, GENERAL, Conv3dForm.FRAMES),
+        ({"backend": "cpu", "conv3d": {"bf16": False}}, POINTWISE, Conv3dForm.FP32),
+        ({"backend": "cpu", "conv3d": False}, POINTWISE, Conv3dForm.POINTWISE),
         # no convolution in bf16, and its cast to fp32 lies: nothing but products is left
-        ({"conv3d": {"bf16": False}, "conv2d": {"bf16": False}, "cast": {"bf16_to_fp32": False}}, GENERAL, Form.MATMUL),
-        ({"contiguous_weights": True}, GENERAL, Form.NATIVE),
-        ({"conv_bytes": 1 << 30}, GENERAL, Form.NATIVE),
+        (
+            {"conv3d": {"bf16": False}, "conv2d": {"bf16": False}, "cast": {"bf16_to_fp32": False}},
+            GENERAL,
+            Conv3dForm.MATMUL,
+        ),
+        ({"contiguous_weights": True}, GENERAL, Conv3dForm.NATIVE),
+        ({"conv_bytes": 1 << 30}, GENERAL, Conv3dForm.NATIVE),
     ],
 )
-def test_choice_by_facts(facts: dict, shape: tuple, form: Form | None) -> None:
+def test_choice_by_facts(facts: dict, shape: tuple, form: Conv3dForm | None) -> None:
     choice = choose_by(facts)(layer(shape))
     assert (choice.form if choice else None) is form
     assert choice is None or len(choice.why) > 10
@@ -234,14 +240,14 @@ def test_timings_decide_among_what_runs() -> None:
     wide = layer(GENERAL)
     measured = {wide.key: {"native": 3.0, "channels_last": 1.0, "frames": 2.0, "fp32": 0.5}}
 
-    def timings(asked: Layer, forms: tuple[Form, ...]) -> dict[str, float]:
+    def timings(asked: Conv3dLayer, forms: tuple[Conv3dForm, ...]) -> dict[str, float]:
         return measured.get(asked.key, {})
 
     chosen = choose_by({"backend": "rocm"}, timings)(wide)
-    assert chosen is not None and chosen.form is Form.FP32 and "fp32 0.50 ms" in chosen.why
+    assert chosen is not None and chosen.form is Conv3dForm.FP32 and "fp32 0.50 ms" in chosen.why
     facts = {"conv3d": {"fp32": False, "bf16": True}}
-    assert choose_by(facts, timings)(wide).form is Form.CHANNELS_LAST
-    assert choose_by({"conv3d": False}, timings)(wide).form is Form.FRAMES
+    assert choose_by(facts, timings)(wide).form is Conv3dForm.CHANNELS_LAST
+    assert choose_by({"conv3d": False}, timings)(wide).form is Conv3dForm.FRAMES
     assert choose_by({}, lambda *_: {"native": 1.0, "frames": 2.0})(wide) is None
     assert choose_by({}, timings)(layer(GENERAL, torch.float16)) is None
 
@@ -251,18 +257,18 @@ def test_timings_are_taken_on_a_real_accelerator_only_and_kept(tmp_path: Path, m
     gpu = dataclasses.replace(cpu, device=torch.device("cuda", 0), backend="cuda", arch="sm90")
     asked = []
 
-    def measured(layer: Layer, device: torch.device, forms: tuple[Form, ...]) -> dict[str, float]:
+    def measured(layer: Conv3dLayer, device: torch.device, forms: tuple[Conv3dForm, ...]) -> dict[str, float]:
         asked.append((device, forms))
         return {"native": 1.0}
 
     monkeypatch.setattr(conv3d_choice, "form_times", measured)
     for _ in range(2):
         timings = kept_timings(gpu, ProbeStore(gpu, tmp_path))
-        assert timings(layer(GENERAL), (Form.NATIVE, Form.FRAMES)) == {"native": 1.0}
-    assert asked == [(gpu.device, (Form.NATIVE, Form.FRAMES))]
-    assert timings(layer(GENERAL, torch.float16), (Form.NATIVE,)) == {}, "one form needs no race"
+        assert timings(layer(GENERAL), (Conv3dForm.NATIVE, Conv3dForm.FRAMES)) == {"native": 1.0}
+    assert asked == [(gpu.device, (Conv3dForm.NATIVE, Conv3dForm.FRAMES))]
+    assert timings(layer(GENERAL, torch.float16), (Conv3dForm.NATIVE,)) == {}, "one form needs no race"
     for untimed in (kept_timings(cpu, ProbeStore(cpu, tmp_path)), kept_timings(gpu, None)):
-        assert untimed(layer(GENERAL), (Form.NATIVE, Form.FRAMES)) == {}
+        assert untimed(layer(GENERAL), (Conv3dForm.NATIVE, Conv3dForm.FRAMES)) == {}
     assert len(asked) == 1
 
 
@@ -272,10 +278,10 @@ def test_a_form_far_behind_is_not_timed_again(monkeypatch: pytest.MonkeyPatch) -
     def slow(x: torch.Tensor, *rest: Any) -> torch.Tensor:
         runs.append(1)
         time.sleep(0.2 if len(runs) > 2 else 0)
-        return FORMS[Form.NATIVE](x, *rest)
+        return FORMS[Conv3dForm.NATIVE](x, *rest)
 
-    monkeypatch.setitem(FORMS, Form.FRAMES, slow)
-    times = form_times(layer(GENERAL, torch.float32), CPU, (4, 8, 8), (Form.NATIVE, Form.FRAMES), repeats=3)
+    monkeypatch.setitem(FORMS, Conv3dForm.FRAMES, slow)
+    times = form_times(layer(GENERAL, torch.float32), CPU, (4, 8, 8), (Conv3dForm.NATIVE, Conv3dForm.FRAMES), repeats=3)
     assert len(runs) == 3, "compared, warmed up, timed once"
     assert times["frames"] > 100
 
@@ -297,19 +303,22 @@ def test_framepack_s_history_tables_without_padding_or_pooling_in_5d(
 
 
 def test_timings_are_measured_and_only_for_right_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(FORMS, Form.FRAMES, lambda x, *rest: FORMS[Form.NATIVE](x, *rest) * 1.1)
+    monkeypatch.setitem(FORMS, Conv3dForm.FRAMES, lambda x, *rest: FORMS[Conv3dForm.NATIVE](x, *rest) * 1.1)
     times = form_times(layer(GENERAL, torch.float32), CPU, (4, 8, 8), repeats=1)
     assert set(times) == {"native", "fp32", "channels_last", "frame_chunks", "matmul"}
     assert all(isinstance(ms, float) and ms > 0 for ms in times.values())
-    assert form_error(Form.FRAMES, layer(GENERAL), CPU) is None
-    assert 0 < form_error(Form.MATMUL, layer(GENERAL), CPU) < 0.02
+    assert form_error(Conv3dForm.FRAMES, layer(GENERAL), CPU) is None
+    assert 0 < form_error(Conv3dForm.MATMUL, layer(GENERAL), CPU) < 0.02
 
 
 def test_every_form_that_covers_a_layer_runs_somewhere() -> None:
     grouped = layer(GENERAL, groups=2)
-    assert {form for form in Form if runs(form, grouped, {})} == set(Form) - {Form.PATCHES, Form.POINTWISE}
-    assert not runs(Form.PATCHES, layer(PATCHES, groups=2), {})
-    assert not runs(Form.POINTWISE, layer(POINTWISE, groups=2), {})
+    assert {form for form in Conv3dForm if runs(form, grouped, {})} == set(Conv3dForm) - {
+        Conv3dForm.PATCHES,
+        Conv3dForm.POINTWISE,
+    }
+    assert not runs(Conv3dForm.PATCHES, layer(PATCHES, groups=2), {})
+    assert not runs(Conv3dForm.POINTWISE, layer(POINTWISE, groups=2), {})
 
 
 # The swap ----------------------------------------------------------------------------------------------------------
@@ -328,7 +337,10 @@ def test_swap_keeps_every_object_and_goes_back() -> None:
     swapped = swap_conv3d(model, FORBIDDEN, told.append)
     assert [module for _, module in model.named_modules()] == [module for _, module, _, _ in before]
     assert list(model.state_dict()) == keys and all(isinstance(model[index], nn.Conv3d) for index in (0, 2))
-    assert {name: choice.form for name, choice in swapped.choices.items()} == {"0": Form.FRAMES, "2": Form.POINTWISE}
+    assert {name: choice.form for name, choice in swapped.choices.items()} == {
+        "0": Conv3dForm.FRAMES,
+        "2": Conv3dForm.POINTWISE,
+    }
     with NoVolumes() as device:
         assert torch.allclose(model(x), expected, atol=1e-5)
     assert "aten::convolution" in device.seen and "aten::baddbmm" in device.seen
@@ -349,7 +361,7 @@ def test_paddings_of_the_layer_itself(mode: str, padding: Any) -> None:
         model = nn.Conv3d(4, 6, kernel, padding=padding, padding_mode=mode).requires_grad_(False)
         x = torch.randn(4, 5, 6, 7)  # without a batch
         expected = model(x)
-        for form in (Form.FRAMES, Form.MATMUL, Form.CHANNELS_LAST):
+        for form in (Conv3dForm.FRAMES, Conv3dForm.MATMUL, Conv3dForm.CHANNELS_LAST):
             swapped = swap_conv3d(model, form)
             assert len(swapped.choices) == 1
             assert torch.allclose(model(x), expected, atol=1e-5)
@@ -363,26 +375,28 @@ def test_only_exact_classes() -> None:
 
     model = nn.Sequential(PadsElsewhere(4, 4, 3), nn.Conv3d(4, 4, 3), nn.Conv3d(4, 4, 3))
     model[2].forward = lambda x: x
-    swapped = swap_conv3d(model, Form.FRAMES)
+    swapped = swap_conv3d(model, Conv3dForm.FRAMES)
     assert list(swapped.choices) == ["1"]
     assert "PadsElsewhere" in swapped.left["0"] and "replaced" in swapped.left["2"]
     assert type(model[0]) is PadsElsewhere
     assert str(swapped).endswith("2 left as they are")
-    assert swap_conv3d(nn.Sequential(nn.Linear(2, 2)), Form.FRAMES).choices == {}
+    assert swap_conv3d(nn.Sequential(nn.Linear(2, 2)), Conv3dForm.FRAMES).choices == {}
 
 
 def test_form_by_form_and_layers_it_does_not_cover() -> None:
     model = small()
-    swapped = swap_conv3d(model, Form.POINTWISE)
+    swapped = swap_conv3d(model, Conv3dForm.POINTWISE)
     assert list(swapped.choices) == ["2"] and swapped.left == {"0": "not chosen"}
     swapped.restore()
-    swapped = swap_conv3d(model, lambda each: Choice(Form.MATMUL, "by hand", 1) if each.kernel == (3, 3, 3) else None)
-    assert swapped.choices == {"0": Choice(Form.MATMUL, "by hand", 1)}
+    swapped = swap_conv3d(
+        model, lambda each: Conv3dChoice(Conv3dForm.MATMUL, "by hand", 1) if each.kernel == (3, 3, 3) else None
+    )
+    assert swapped.choices == {"0": Conv3dChoice(Conv3dForm.MATMUL, "by hand", 1)}
 
 
 def test_a_wrong_replacement_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     model, told = small(), []
-    monkeypatch.setitem(FORMS, Form.FRAMES, lambda x, *rest: FORMS[Form.NATIVE](x, *rest) + 0.01)
+    monkeypatch.setitem(FORMS, Conv3dForm.FRAMES, lambda x, *rest: FORMS[Conv3dForm.NATIVE](x, *rest) + 0.01)
     swapped = swap_conv3d(model, FORBIDDEN, told.append)
     assert list(swapped.choices) == ["2"] and type(model[0]) is nn.Conv3d
     assert "differs by" in swapped.left["0"] and "differs by" in caplog.text and len(told) == 2
@@ -391,31 +405,31 @@ def test_a_wrong_replacement_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog
         raise RuntimeError("no engine\nat all")
 
     swapped.restore()
-    monkeypatch.setitem(FORMS, Form.FRAMES, fails)
+    monkeypatch.setitem(FORMS, Conv3dForm.FRAMES, fails)
     assert swap_conv3d(model, FORBIDDEN).left == {"0": "its replacement failed: no engine"}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_comparison_allows_the_rounding_of_each_dtype(dtype: torch.dtype) -> None:
-    for form in Form:
-        model = nn.Conv3d(96, 32, 1 if form in (Form.POINTWISE, Form.PATCHES) else 3).to(dtype)
+    for form in Conv3dForm:
+        model = nn.Conv3d(96, 32, 1 if form in (Conv3dForm.POINTWISE, Conv3dForm.PATCHES) else 3).to(dtype)
         assert not swap_conv3d(model, form).left, form
 
 
 def test_refuses_what_comes_too_late_or_too_early() -> None:
     accelerate = pytest.importorskip("accelerate")
     model = small()
-    swapped = swap_conv3d(model, Form.FRAMES)
+    swapped = swap_conv3d(model, Conv3dForm.FRAMES)
     with pytest.raises(UnsupportedError, match="Sequential 0 is swapped already"):
-        swap_conv3d(model, Form.MATMUL)
+        swap_conv3d(model, Conv3dForm.MATMUL)
     accelerate.cpu_offload(model, execution_device="cpu")
-    with pytest.raises(UnsupportedError, match="hooks of a residency"):
+    with pytest.raises(UnsupportedError, match="hooks of an offloader"):
         swapped.restore()
     accelerate.hooks.remove_hook_from_module(model, recurse=True)
     swapped.restore()
     assert type(model[0]) is nn.Conv3d and model[0].forward.__func__ is nn.Conv3d.forward
     with pytest.raises(UnsupportedError, match="on meta"):
-        swap_conv3d(small().to("meta"), Form.FRAMES)
+        swap_conv3d(small().to("meta"), Conv3dForm.FRAMES)
 
 
 def test_swap_after_hooks_have_gone() -> None:
@@ -533,7 +547,7 @@ def test_both_ends_of_time_in_ltx(causal: bool, quiet: None) -> None:
     for kernel, stride in ((3, 1), (3, 2), (1, 1)):
         conv, x = ltx.LTXVideoCausalConv3d(4, 4, kernel, stride, is_causal=causal), torch.randn(1, 4, 5, 6, 6)
         expected = conv(x)
-        swap_conv3d(conv, Form.FRAMES)
+        swap_conv3d(conv, Conv3dForm.FRAMES)
         with NoVolumes():
             assert torch.allclose(conv(x), expected, atol=1e-5)
 
@@ -553,7 +567,7 @@ def test_framepack_patch_embeds(quiet: None) -> None:
         embeds["clean"](None, None, history[2])
     swapped = swap_conv3d(embeds, FORBIDDEN)
     assert {name: choice.form for name, choice in swapped.choices.items()} == dict.fromkeys(
-        ("x.proj", "clean.proj", "clean.proj_2x", "clean.proj_4x"), Form.PATCHES
+        ("x.proj", "clean.proj", "clean.proj_2x", "clean.proj_4x"), Conv3dForm.PATCHES
     )
     with NoVolumes():
         found = [embeds["x"](x), *embeds["clean"](*history)]

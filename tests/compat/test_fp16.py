@@ -16,10 +16,11 @@ import pytest
 import torch
 from anygpu.compat.device.facts import facts_for
 from anygpu.compat.errors import UnsupportedError
-from anygpu.compat.precision import HALF_TEXT, PRECISION, SAFE, precision_for
+from anygpu.compat.precision import PRECISION, SAFE, precision_for
 from anygpu.compat.transforms import fp16_layers
 from anygpu.compat.transforms.fp16 import LEAVES, apply_fp16_safe, fp32_output_works, stored_dtype
-from anygpu.compat.transforms.fp16_layers import HALF, SCALE, SETTINGS, Kind, scales
+from anygpu.compat.transforms.fp16_layers import HALF, SCALE, SETTINGS, LeafKind, row_scales
+from anygpu.pipelines.registry import FAMILIES
 from torch import nn
 
 WIDTH, HEADS, HEAD, TOKENS, TEXT, FIRST = 128, 2, 64, 64, 20, 16
@@ -242,7 +243,7 @@ def test_every_known_class_is_tested_and_every_family_has_one():
 @pytest.mark.parametrize("reach", [1.0, 37.0, 5e4])
 def test_scales_are_powers_of_two_that_bound_every_partial_sum(largest, reach):
     x = torch.randn(64, 48, generator=torch.Generator().manual_seed(1)) * largest * torch.logspace(-9, 0, 64)[:, None]
-    scale = scales(x, reach)
+    scale = row_scales(x, reach)
     mantissa, _ = torch.frexp(scale)
     assert (mantissa == 0.5).all() and (scale >= 1).all()
     bound = (x / scale).double().norm(dim=-1, keepdim=True) * reach
@@ -250,14 +251,14 @@ def test_scales_are_powers_of_two_that_bound_every_partial_sum(largest, reach):
     assert ((scale == 1) | (bound >= fp16_layers.LIMIT / 4)).all(), "divided by more than it takes"
 
 
-@pytest.mark.parametrize("kind", [Kind.WIDE, Kind.FULL])
+@pytest.mark.parametrize("kind", [LeafKind.WIDE, LeafKind.FULL])
 def test_small_integers_come_out_exactly(kind, fp32_output):
     leaf = nn.Linear(32, 24)
     leaf.weight.data, leaf.bias.data = (torch.randint(-4, 5, shape).float() for shape in ((24, 32), (24,)))
     x = torch.randint(-4, 5, (2, 5, 32)).float()
     expected = nn.functional.linear(x, leaf.weight, leaf.bias)
     leaf.weight.data = leaf.weight.data.half()
-    setattr(leaf, SETTINGS, fp16_layers.Settings(fp32_output, 1.0))
+    setattr(leaf, SETTINGS, fp16_layers.LeafSettings(fp32_output, 1.0))
     with torch.no_grad():
         for given in (x, x.half()):
             assert torch.equal(fp16_layers.LAYERS[kind](leaf, given), expected)
@@ -336,7 +337,7 @@ def test_a_second_rewrite_and_one_under_a_offloader_are_refused():
         apply_fp16_safe(model, "ltx")
     hooked = Model(block_of(CASES["ltx"])[0].float())
     hooked.proj_out._hf_hook = object()
-    with pytest.raises(UnsupportedError, match="that a residency already moves"):
+    with pytest.raises(UnsupportedError, match="that an offloader already moves"):
         apply_fp16_safe(hooked, "ltx")
 
 
@@ -375,10 +376,10 @@ def test_a_cpu_has_no_product_that_widens():
 
 @pytest.mark.parametrize("family", ["ltx", "hunyuan_video_15", "mochi"])
 def test_no_t5_is_put_into_fp16(family):
-    assert family not in HALF_TEXT
-    rows = [row for (name, _), row in PRECISION.items() if name in ("*", family)]
-    assert all(row.text is not HALF for row in rows)
+    model = FAMILIES[family].precision
+    assert not model.half_text
+    assert all(row.text is not HALF for row in (*PRECISION.values(), *model.rows.values()))
     turing = replace(facts_for("cpu"), backend="cuda", arch="sm75", arch_class="cuda-old")
     for choice in ("auto", SAFE):
-        chosen = precision_for(family, turing, choice)
+        chosen = precision_for(model, turing, choice)
         assert chosen.safe and chosen.text is torch.float32 and chosen.residual is torch.float32

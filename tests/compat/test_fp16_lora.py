@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from anygpu.compat.transforms.fp16 import patch_forward
-from anygpu.compat.transforms.fp16_layers import HALF, SCALE, SETTINGS, Settings, adapted_value, value_linear
+from anygpu.compat.transforms.fp16_layers import HALF, SCALE, SETTINGS, LeafSettings, adapted_value, value_linear
 from torch import nn
 
 
@@ -28,7 +28,7 @@ def adapted(features: int, size: float) -> tuple[nn.Module, torch.Tensor]:
     base = layer.base_layer
     base.weight.data, base.bias.data = base.weight.data.to(HALF), base.bias.data.to(HALF)
     reach = max(1.0, float(torch.linalg.vector_norm(base.weight.float(), dim=1).max()))
-    setattr(base, SETTINGS, Settings(False, reach, False, None))
+    setattr(base, SETTINGS, LeafSettings(False, reach, False, None))
     patch_forward(base, value_linear, Undo())
     patch_forward(layer, adapted_value, Undo())
     return layer, torch.randn(2, 5, features) * size

@@ -8,7 +8,7 @@ import pytest
 import torch
 from anygpu.compat.device.facts import facts_for
 from anygpu.compat.errors import UnsupportedError
-from anygpu.compat.transforms import fp16_accumulation as sums
+from anygpu.compat.transforms import fp16 as sums
 from anygpu.pipelines import stages, tiny
 from anygpu.pipelines.base import PromptRequest, SampleSettings
 from anygpu.pipelines.loading.folder import LoadRequest, load
@@ -37,7 +37,7 @@ def test_refused_in_one_line_where_it_does_nothing(facts, dtype, reason):
 
 def test_refused_where_torch_lacks_it(monkeypatch):
     sums.require_fp16_sums(CUDA, torch.float16)
-    monkeypatch.setattr(sums, "SWITCH", "allow_what_is_not_there")
+    monkeypatch.setattr(sums, "SUMS_SWITCH", "allow_what_is_not_there")
     with pytest.raises(UnsupportedError, match="has no switch for it"):
         sums.require_fp16_sums(CUDA, torch.float16)
 

@@ -14,7 +14,7 @@ import torch
 from anygpu.compat.device.facts import facts_for
 from anygpu.compat.device.probe_store import OK, WRONG, ProbeResult
 from anygpu.compat.device.quirks import QUIRKS, DevicePolicy, abilities, active, fixed, policy_for, verdict, within
-from anygpu.compat.precision import DTYPES, precision_for
+from anygpu.compat.precision import DTYPES, PLAIN, precision_for
 from anygpu.compat.transforms.attention import Attention
 from anygpu.compat.transforms.conv3d import swap_conv3d
 from anygpu.compat.transforms.conv3d_choice import choose_by
@@ -76,23 +76,23 @@ def replaced(name):
 
 
 def safe(facts):
-    return precision_for("ltx", facts).safe
+    return precision_for(PLAIN, facts).safe
 
 
 def vae_in_fp32_only(facts):
-    chosen = precision_for("ltx", facts)
+    chosen = precision_for(PLAIN, facts)
     return str(chosen).startswith("transformer bf16, text bf16, VAE fp32")
 
 
 STANDS = {
     "bf16_emulated": Stand(nvidia("sm75"), nvidia("sm80"), safe),
     "bf16_convolution_missing": Stand(
-        nvidia("sm75"), nvidia("sm86"), lambda facts: str(precision_for("ltx", facts, "bf16").conv) == "torch.float32"
+        nvidia("sm75"), nvidia("sm86"), lambda facts: str(precision_for(PLAIN, facts, "bf16").conv) == "torch.float32"
     ),
     "gtx16_fp16_nan": Stand(
         nvidia("sm75", "NVIDIA GeForce GTX 1660 Ti"),
         nvidia("sm75", "NVIDIA GeForce RTX 2060"),
-        lambda facts: precision_for("ltx", facts).choice == "fp32",
+        lambda facts: precision_for(PLAIN, facts).choice == "fp32",
     ),
     "volta_fp16_conv3d": Stand(nvidia("sm70"), nvidia("sm75"), replaced("conv3d.fp16")),
     "zluda_bf16_convolution": Stand(nvidia("sm86", "Radeon RX 7900 [ZLUDA]"), nvidia("sm86"), replaced("conv2d.bf16")),
@@ -242,7 +242,7 @@ def test_kernels_stay_off_where_triton_builds_none(monkeypatch, triton, verdict)
     """As on a card: only a device of that type is launched on."""
     monkeypatch.setattr(library, "HAS_TRITON", True)
     facts = replace(nvidia("sm75", triton=triton), device=torch.device("cuda"))
-    precision = precision_for("ltx", facts)
+    precision = precision_for(PLAIN, facts)
     speed = speed_for(SpeedRequest(), facts, {}, precision, None, Attention())
     assert speed.kernels.verdict == verdict
     assert ("triton-windows#28" in speed.kernels.why) == (verdict == "off")
@@ -287,7 +287,7 @@ def test_an_answer_of_the_device_outranks_the_row(name):
         for kind in ("conv2d", "groupnorm", "matmul")
         for dtype in ("bf16", "fp16", "fp32")
     }
-    assert precision_for("ltx", facts) != precision_for("ltx", facts, "auto", good)
+    assert precision_for(PLAIN, facts) != precision_for(PLAIN, facts, "auto", good)
     row = next(row for row in active(facts) if row.name == name)
     assert row in fixed(policy_for(facts), good)
     broken = {**good, row.wrong[0]: ProbeResult(WRONG)}
@@ -328,7 +328,7 @@ def test_versions_compare_as_numbers(version, span, inside):
     ("gfx942", "7.2", "transformer bf16, text bf16, VAE bf16"),
 ])  # fmt: skip
 def test_radeons_by_architecture(arch, version, start):
-    assert str(precision_for("ltx", radeon(arch, rocm=version))).startswith(start)
+    assert str(precision_for(PLAIN, radeon(arch, rocm=version))).startswith(start)
 
 
 @pytest.mark.parametrize("name", profiles.PROFILES)

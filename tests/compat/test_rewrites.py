@@ -11,8 +11,9 @@ import torch
 from anygpu.compat.decision import Decision
 from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.compat.transforms import fp16, fp16_layers, fused, fused_attention
-from anygpu.compat.transforms.attention_processors import attended
+from anygpu.compat.transforms.attention_processors import replace_attention_processors
 from anygpu.compat.transforms.fused import CHOICES, FUSIONS, form_for, fuse
+from anygpu.pipelines.registry import FAMILIES
 from anygpu.pipelines.tiny.recipes import TINY
 from anygpu.pipelines.tiny.weights import randomise
 from compat.test_attention_processors import inputs_of
@@ -58,7 +59,7 @@ def test_every_site_of_a_published_model_is_fused(name):
     before = {id(p) for p in model.parameters()}
     found = fuse(model, REFERENCE)
     assert found.sites.total() == sites and not found.left
-    assert dict(found.sites) == fused.published_sites(family)
+    assert dict(found.sites) == fused.published_sites(FAMILIES[family].published_blocks)
     assert str(found) == f"{sites} of {sites} sites fused (reference)"
     assert {id(p) for p in model.parameters()} == before, "weights were copied"
 
@@ -69,11 +70,11 @@ def test_no_block_is_further_from_fp64_than_upstream(name):
     truth = ran(block, inputs, torch.float64)
     for dtype in DTYPES:
         model = Model(copy.deepcopy(block).to(dtype))
-        taken_off = attended(model, SDPA)
+        taken_off = replace_attention_processors(model, SDPA)
         stock = ran(model.transformer_blocks[0], inputs, dtype)
         taken_off()
         assert fuse(model, REFERENCE).sites
-        attended(model, SDPA)
+        replace_attention_processors(model, SDPA)
         ours = ran(model.transformer_blocks[0], inputs, dtype)
         for found, former, expected in zip(ours, stock, truth, strict=True):
             assert (found - expected).norm() <= NO_WORSE * (former - expected).norm(), dtype
@@ -182,7 +183,7 @@ def test_every_known_class_exists_upstream_with_its_arguments():
 
 OPERATIONS = {  # kind of site to the operation that a graph has for it
     fused.MODULATED: "normalized",
-    fused.TURNED: "qk_norm_rope",
+    fused.QK_ROTARY: "qk_norm_rope",
     fused.SUMMED: "gated_residual",
     fused.SUM_NORM: "residual_norm",
     fused.GATED: "swiglu",
@@ -225,7 +226,7 @@ def test_a_block_on_a_gpu_is_one_graph_with_an_operation_per_site(name):
         model = Model(block)
         found = fuse(model)
         # No SDPA: without a GPU torch has no kernel to ask about. Its place is taken by sums of the same shape.
-        attended(model, lambda q, k, v, mask=None: q + (k * v).mean(2, keepdim=True))
+        replace_attention_processors(model, lambda q, k, v, mask=None: q + (k * v).mean(2, keepdim=True))
         torch.compile(block.forward, fullgraph=True, backend=compiler)(**{n: fake(v) for n, v in inputs.items()})
     torch._dynamo.reset()
     assert len(seen) == 1, "the graph was broken"
@@ -243,7 +244,7 @@ def _both(name: str, change: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
         change(model)
         if kernels:
             sites = fuse(model, REFERENCE).sites.total()
-        attended(model, SDPA)
+        replace_attention_processors(model, SDPA)
         with torch.no_grad():
             outputs.append(model(**inputs_of(name, (9, 9)))[0])
     return outputs[0], outputs[1], sites
@@ -290,20 +291,20 @@ def test_under_safe_fp16_attention_is_fused_and_no_error_grows(name, fp32_output
     truth = [ran(block, each, torch.float64) for each in drawn]
     model = Model(copy.deepcopy(block).float())
     fp16.apply_fp16_safe(model, "any", {"fp32_output": fp32_output})
-    taken_off = attended(model, SDPA)
+    taken_off = replace_attention_processors(model, SDPA)
     stock = [ran(model.transformer_blocks[0], each, torch.float32) for each in drawn]
     taken_off()
     found = fuse(model, REFERENCE)
-    turned = FUSIONS[fused.full_name(block)].sites[fused.TURNED]
-    assert dict(found.sites) == {fused.TURNED: turned} and "safe fp16 has the rest" in str(found)
-    taken_off = attended(model, SDPA)
+    rotary = FUSIONS[fused.full_name(block)].sites[fused.QK_ROTARY]
+    assert dict(found.sites) == {fused.QK_ROTARY: rotary} and "safe fp16 has the rest" in str(found)
+    taken_off = replace_attention_processors(model, SDPA)
     ours = [ran(model.transformer_blocks[0], each, torch.float32) for each in drawn]
     for output in range(len(truth[0])):
         new, former = (errors(runs, truth, output) for runs in (ours, stock))
         assert new <= SAME_ERROR * former, (new / former, output)
     taken_off()
     found.restore()
-    attended(model, SDPA)
+    replace_attention_processors(model, SDPA)
     again = ran(model.transformer_blocks[0], inputs, torch.float32)
     assert all(torch.equal(one, former) for one, former in zip(again, stock[0], strict=True))
 

@@ -12,10 +12,11 @@ import torch
 from anygpu.compat.transforms import fused_vae
 from anygpu.compat.transforms.conv3d import swap_conv3d
 from anygpu.compat.transforms.conv3d_choice import always
-from anygpu.compat.transforms.conv3d_forms import Form
+from anygpu.compat.transforms.conv3d_forms import Conv3dForm
 from anygpu.compat.transforms.fused_attention import FORM
-from anygpu.compat.transforms.fused_vae import FUSIONS, PUBLISHED, SITE, fuse_vae
+from anygpu.compat.transforms.fused_vae import FUSIONS, SITE, fuse_vae
 from anygpu.kernels import group_norm
+from anygpu.pipelines.registry import FAMILIES
 from anygpu.pipelines.tiny import parts
 from anygpu.pipelines.tiny.weights import randomise
 from torch import nn
@@ -68,12 +69,13 @@ def test_every_site_of_a_published_decoder_is_fused(family):
         vae = getattr(diffusers, CLASSES[family])()
     before = {id(p) for p in vae.parameters()}
     found = fuse_vae(vae, REFERENCE)
-    assert dict(found.sites) == {SITE: PUBLISHED[family]} and not found.left
-    assert str(found) == f"{PUBLISHED[family]} of {PUBLISHED[family]} sites fused (reference)"
+    sites = FAMILIES[family].published_vae_sites
+    assert dict(found.sites) == {SITE: sites} and not found.left
+    assert str(found) == f"{sites} of {sites} sites fused (reference)"
     assert {id(p) for p in vae.parameters()} == before, "weights were copied"
     norms = [m for n, m in vae.decoder.named_modules() if "norm" in n.lower() and "attentions" not in n]
     leaves = [m for m in norms if type(m).__name__ in ("GroupNorm", "RMSNorm", "HunyuanVideo15RMS_norm")]
-    assert len(leaves) == PUBLISHED[family], "a norm in front of a convolution was forgotten"
+    assert len(leaves) == sites, "a norm in front of a convolution was forgotten"
 
 
 @pytest.mark.parametrize("name", all_but(SIZES, ("ltx_vae_095",)))
@@ -89,7 +91,7 @@ def test_no_decoder_is_further_from_fp64_than_upstream(name):
         assert ours <= stock * (1 + truth.numel() ** -0.5 * 4) + torch.finfo(torch.float32).eps * truth.norm(), dtype
 
 
-@pytest.mark.parametrize("form", [Form.CHANNELS_LAST, Form.FRAMES])
+@pytest.mark.parametrize("form", [Conv3dForm.CHANNELS_LAST, Conv3dForm.FRAMES])
 @pytest.mark.parametrize("name", all_but(("ltx_vae", "hunyuan_vae"), ("ltx_vae",)))
 def test_the_convolution_gets_the_layout_it_reads(name, form, monkeypatch):
     vae, seen = tiny(name), []
@@ -105,7 +107,7 @@ def test_the_convolution_gets_the_layout_it_reads(name, form, monkeypatch):
 
         monkeypatch.setattr(fused_vae, operation, noted)
     found = decoded(vae, name)
-    assert set(seen) == {"channels_last" if form is Form.CHANNELS_LAST else "frames_first"}
+    assert set(seen) == {"channels_last" if form is Conv3dForm.CHANNELS_LAST else "frames_first"}
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from anygpu.compat.memory.estimates import PartBytes
+from anygpu.compat.memory.offloader import MODES
 from anygpu.compat.memory.statistics import kept_stages
-from anygpu.paint.estimates import MARGIN, MODES, asked, paint_bytes, paint_needs
+from anygpu.paint.estimates import MARGIN, asked, paint_bytes, paint_needs
 from anygpu.paint.loading import PaintRequest, load_paint
 from anygpu.paint.networks.published import shape_for
 from anygpu.paint.sampling.delight import DelightSettings, delight_image

@@ -15,7 +15,7 @@ from anygpu.compat.transforms.attention import CHOICES as ATTENTIONS
 from anygpu.pipelines import tiny
 from anygpu.pipelines.decisions import card_of, in_short, limit_line, limit_tooltip, limits
 from anygpu.pipelines.loading.folder import LoadRequest, load
-from anygpu.pipelines.loading.published import OFFERS, first_steps, known_page, remedy, smallest_for
+from anygpu.pipelines.loading.published import first_steps, known_page, offers, remedy, smallest_for
 from anygpu.pipelines.registry import FAMILIES
 
 CPU = facts_for("cpu")
@@ -53,6 +53,9 @@ def test_a_card_shows_each_decision_as_it_is_whatever_its_words_are(tiny_folder)
         ("weights", "kernels: off", "chosen"),
     ]
     assert str(decisions[1]) == "offload group on cuda: auto: too large; really"
+    assert (
+        str(Decision("care", "slow", "it is off", "pytorch#1, 2026-09")) == "care slow: it is off; pytorch#1, 2026-09"
+    )
 
 
 def test_what_a_machine_cannot_do_is_named_with_the_reason():
@@ -83,15 +86,15 @@ def test_lights_say_what_to_do_about_red():
 
 
 def test_offers_are_of_families_and_pages_that_exist():
-    for offer in OFFERS:
-        pages = set(FAMILIES[offer.family].pages) | set(FAMILIES["hunyuan_video"].pages)
-        assert all(download.page in pages for download in offer.downloads), offer.family
-    assert {offer.family for offer in OFFERS} == set(FAMILIES)
+    for family in FAMILIES.values():
+        pages = set(family.pages) | set(FAMILIES["hunyuan_video"].pages)
+        assert all(download.page in pages for download in family.offer.downloads), family
+    assert list(offers()) == ["LTX-Video", "Mochi 1", "HunyuanVideo 1.5", "HunyuanVideo", "FramePack"]
 
 
-@pytest.mark.parametrize(("gigabytes", "family"), [(1, "ltx"), (10, "ltx"), (64, "ltx")])
+@pytest.mark.parametrize(("gigabytes", "family"), [(1, "LTX-Video"), (10, "LTX-Video"), (64, "LTX-Video")])
 def test_the_smallest_is_offered_and_said_when_it_does_not_fit(gigabytes, family):
-    assert smallest_for(gigabytes * 2**30).family == family
+    assert smallest_for(gigabytes * 2**30)[0] == family
     text = first_steps([Path("/models/a"), Path("/models/b")], "CPU", gigabytes * 2**30)
     assert ("None fits" in text) is (gigabytes < 9)
     assert "/models/b" in text and "into /models/a/LTX-Video" in text and "https://huggingface.co/Lightricks" in text
@@ -99,9 +102,8 @@ def test_the_smallest_is_offered_and_said_when_it_does_not_fit(gigabytes, family
 
 
 def test_a_larger_model_is_not_offered_before_a_smaller_one_that_fits():
-    by_size = sorted(OFFERS, key=lambda offer: offer.total_bytes)
-    for offer in by_size:
-        assert smallest_for(offer.largest_bytes).total_bytes <= offer.total_bytes
+    for offer in offers().values():
+        assert smallest_for(offer.largest_bytes)[1].total_bytes <= offer.total_bytes
 
 
 def test_a_model_that_is_not_there_is_named_with_its_own_page():

@@ -20,13 +20,14 @@ import huggingface_hub.constants
 import pytest
 from anygpu.compat.errors import CheckpointError, InputError, MissingPackageError
 from anygpu.pipelines.base import Silent
+from anygpu.pipelines.family import HUB, PIPELINE_FILES, Download, Offer
 from anygpu.pipelines.loading import download
 from anygpu.pipelines.loading.download import fetched, is_checked, selected
-from anygpu.pipelines.loading.published import HUB, OFFERS, PARTS, Download, Offer
+from anygpu.pipelines.loading.published import offers
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 REPOSITORY = "Lightricks/LTX-Video"
-DOWNLOAD = Download(f"{HUB}{REPOSITORY}", REVISION, PARTS)
+DOWNLOAD = Download(f"{HUB}{REPOSITORY}", REVISION, PIPELINE_FILES)
 LARGE = "transformer/diffusion_pytorch_model.safetensors"
 FILES = {
     "model_index.json": b'{"_class_name": "LTXPipeline"}',
@@ -130,7 +131,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A Hub with one repository, which the first family's model is; its bytes come in small pieces."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 65536)
-    monkeypatch.setattr(download, "OFFERS", (Offer("ltx", (DOWNLOAD,), {"all": 0.1}),))
+    monkeypatch.setattr(download, "offers", lambda: {"LTX-Video": Offer((DOWNLOAD,), {"all": 0.1})})
     monkeypatch.setattr(download, "WAIT_SECONDS", 0.01)
     found = Hub()
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler(found))
@@ -271,7 +272,7 @@ def test_what_cannot_be_is_one_line(hub: Hub, tmp_path: Path, monkeypatch: pytes
         run(hub, tmp_path, choice="yes")
     other = replace(DOWNLOAD, revision="f" * 40)
     with monkeypatch.context() as patch:
-        patch.setattr(download, "OFFERS", (Offer("ltx", (other,), {"all": 0.1}),))
+        patch.setattr(download, "offers", lambda: {"LTX-Video": Offer((other,), {"all": 0.1})})
         with pytest.raises(CheckpointError, match=rf"has no commit f{{40}}; .*Update AnyGPU, or download {HUB}"):
             run(hub, tmp_path)
     with monkeypatch.context() as patch:
@@ -298,13 +299,13 @@ def test_what_cannot_be_is_one_line(hub: Hub, tmp_path: Path, monkeypatch: pytes
 
 def test_one_set_of_weights_of_each_folder_is_chosen() -> None:
     sizes = {name: len(content) for name, content in FILES.items()}
-    assert sorted(selected(sizes, PARTS)) == sorted(WANTED)
+    assert sorted(selected(sizes, PIPELINE_FILES)) == sorted(WANTED)
     assert "ltx-video-2b-v0.9.safetensors" in selected(sizes, ())
     assert not selected(dict.fromkeys(("C:a.json", "..\\a.json", "a/../../b.json", "/a.json"), 1), ())
 
 
 def test_each_model_on_offer_is_fixed_at_a_commit() -> None:
-    for model in (model for offer in OFFERS for model in offer.downloads):
+    for model in (model for offer in offers().values() for model in offer.downloads):
         assert len(model.revision) == 40 and set(model.revision) <= set("0123456789abcdef")
         assert model.page == HUB + model.repository
 

@@ -10,7 +10,7 @@ from anygpu.compat.device import facts as device
 from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.compat.memory.estimates import PartBytes, part_bytes
 from anygpu.compat.memory.host_weights import HostWeights
-from anygpu.compat.memory.offloader import OffloadOptions, part_devices
+from anygpu.compat.memory.offloader import MODES, OffloadOptions, part_devices
 from anygpu.compat.memory.parts import Silent
 from anygpu.compat.memory.statistics import MemoryStats, StageCost, kept_stages
 from anygpu.pipelines import tiny
@@ -45,7 +45,7 @@ def test_blocks_and_layers_are_told_apart():
 def test_modes_need_less_in_their_order(mochi):
     found = estimates.forecasts(mochi, Size(848, 480, 85))
     peaks = [each.peak for each in found]
-    assert [each.mode for each in found] == list(estimates.MODE_ORDER) and peaks == sorted(peaks, reverse=True)
+    assert [each.mode for each in found] == list(MODES) and peaks == sorted(peaks, reverse=True)
 
 
 def test_a_larger_run_needs_more(mochi):
@@ -76,7 +76,7 @@ def test_the_plan_is_text_and_a_picture(mochi):
     size = memory_plan.planned_size(mochi, 0, 0, 20, False)
     assert size.frames == 25 and size.width == 848
     text, bars = memory_plan.memory_plan(mochi, size)
-    assert all(f"{mode}: peak" in text for mode in estimates.MODE_ORDER) and "plan: read ->" in text
+    assert all(f"{mode}: peak" in text for mode in MODES) and "plan: read ->" in text
     assert bars.shape[0] == 1 and bars.shape[2:] == (1200, 3) and float(bars.std()) > 0.05
     with pytest.raises(InputError, match="a size of -1x0"):
         memory_plan.planned_size(mochi, -1, 0, 0, False)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from anygpu.pipelines.memory import fit_factors
+from anygpu.pipelines.registry import FAMILIES
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -37,8 +37,10 @@ def row(stage: str, measured: float, first: float, second: float = 0) -> dict[st
 
 
 def test_the_factors_are_those_of_the_last_rows(script):
-    assert script.factors(script.last_rows()) == fit_factors.FACTORS
-    assert Path(fit_factors.__file__).read_text(encoding="utf-8") == script.written(fit_factors.FACTORS)
+    factors = script.factors(script.last_rows())
+    assert factors.keys() == FAMILIES.keys()
+    for name, family in FAMILIES.items():
+        assert (family.folder / "fit.py").read_text(encoding="utf-8") == script.written(factors[name])
 
 
 def test_rows_that_follow_a_formula_give_its_factors(script):

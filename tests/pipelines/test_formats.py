@@ -11,9 +11,11 @@ import torch
 from anygpu.compat.errors import CheckpointError
 from anygpu.pipelines import tiny
 from anygpu.pipelines.loading.folder import LoadRequest, load
-from anygpu.pipelines.loading.formats import CONFIGS, LAYOUTS, Content, config_of, contents, kinds
+from anygpu.pipelines.loading.formats import Content, config_of, contents, kinds
+from anygpu.pipelines.loading.formats import layouts as known_layouts
 from anygpu.pipelines.loading.keys import SAME
 from anygpu.pipelines.loading.single_file import Files
+from anygpu.pipelines.registry import FAMILIES
 from safetensors.torch import save_file
 
 # Layout, tiny checkpoint, part, which way of writing a name, prefix.
@@ -70,7 +72,11 @@ def test_each_layout_is_recognised_and_gives_the_same_tensors(tiny_folder, tmp_p
 
 
 PUBLISHED = sorted(
-    (path, index) for path in CONFIGS.glob("*.*.json") for index in range(len(json.loads(path.read_text())))
+    (path, index)
+    for family in FAMILIES.values()
+    for path in (family.folder / "transformer.json", family.folder / "vae.json")
+    if path.is_file()
+    for index in range(len(json.loads(path.read_text())))
 )
 
 
@@ -84,11 +90,11 @@ def test_each_published_size_is_told_by_its_shapes_in_every_layout(path, index):
     from anygpu.pipelines.loading.keys import renamed
 
     rows = json.loads(path.read_text())
-    row, kind = rows[index], path.stem.replace(".", "/")
+    row, kind = rows[index], f"{path.parent.name}/{path.stem}"
     with init_empty_weights():
         module = getattr(diffusers, row["config"]["_class_name"]).from_config(row["config"])
     shapes = {name: tensor for name, tensor in module.state_dict().items()}
-    for release in (layout for layout in LAYOUTS if layout.kind == kind):
+    for release in (layout for layout in known_layouts() if layout.kind == kind):
         if "0.9." in release.name and row["name"].split()[0] not in release.name:
             continue
         stem = " ".join([*row.get("named", ["model"])]).replace("i2v|image.to.video", "i2v")
@@ -97,7 +103,7 @@ def test_each_published_size_is_told_by_its_shapes_in_every_layout(path, index):
             for name, t in layouts.released(shapes, release).items()
         }
         assert release.fits(entries)
-        assert next(layout for layout in LAYOUTS if layout.fits(entries)) is release
+        assert next(layout for layout in known_layouts() if layout.fits(entries)) is release
         content = Content(kind, release.name, "", renamed(entries, release, Path("x")), Path(f"{stem}.safetensors"))
         assert config_of(content).name == row["name"]
 
@@ -109,7 +115,7 @@ def test_released_names_are_those_that_upstream_converts():
     from accelerate import init_empty_weights
     from diffusers.loaders import single_file_utils as upstream
 
-    vaes = {row["name"]: row["config"] for row in json.loads((CONFIGS / "ltx.vae.json").read_text())}
+    vaes = {row["name"]: row["config"] for row in json.loads((FAMILIES["ltx"].folder / "vae.json").read_text())}
     for name, release, converter, config in (
         ("HunyuanVideoTransformer3DModel", f"HunyuanVideo {ORIGINAL}", "hunyuan_video_transformer_to_diffusers", {}),
         ("MochiTransformer3DModel", "Mochi 1 as released", "mochi_transformer_checkpoint_to_diffusers", {}),
@@ -199,6 +205,7 @@ def test_weights_that_fit_no_published_size_are_named(tiny_folder, tmp_path, cha
 
 def test_layouts_have_distinct_marks():
     """No layout hides another: each is the first to fit the names it is known by."""
-    for layout in LAYOUTS:
+    known = known_layouts()
+    for layout in known:
         names = {mark.split("|")[0]: None for mark in layout.marks}
-        assert next(other for other in LAYOUTS if other.fits(names)) is layout or layout.rows is SAME, layout.name
+        assert next(other for other in known if other.fits(names)) is layout or layout.rows is SAME, layout.name

@@ -28,6 +28,7 @@ from anygpu.pipelines.families.framepack import pipeline as framepack
 from anygpu.pipelines.families.framepack import sections
 from anygpu.pipelines.families.framepack.resume import resume_key
 from anygpu.pipelines.loading import folder as loading
+from anygpu.pipelines.sampling import resume
 
 I2V, F1 = "framepack", "framepack_f1"
 ORDER = {I2V: sections.INVERTED, F1: sections.VANILLA}
@@ -85,16 +86,16 @@ def _frames(count: int) -> int:
 class Kept:
     """A keeper that remembers each section; ``standing`` is what an earlier sampling left."""
 
-    def __init__(self, standing: sections.Standing | None = None, cut_after: int = 0) -> None:
+    def __init__(self, standing: resume.Standing | None = None, cut_after: int = 0) -> None:
         self.standing, self.cut_after = standing, cut_after
         self.parts: list[tuple[int, int, Latents]] = []
         self.keys: list[str] = []
 
-    def found(self, key: str) -> sections.Standing | None:
+    def found(self, key: str) -> resume.Standing | None:
         self.keys.append(key)
         return self.standing
 
-    def keep(self, key: str, index: int, count: int, latents: Latents, standing: sections.Standing) -> None:
+    def keep(self, key: str, index: int, count: int, latents: Latents, standing: resume.Standing) -> None:
         self.parts.append((index, count, latents))
         self.standing = standing
         if self.cut_after == index + 1:
@@ -336,7 +337,7 @@ def key_of(made: SimpleNamespace, **changes: Any) -> str:
 def test_a_standing_of_another_size_is_not_gone_on_with(run: Any) -> None:
     made, keeper = run(I2V), Kept()
     expected = _sampled(made, 3, keep=keeper)
-    wrong = sections.Standing(torch.zeros(1, 4, 2, 8, 8), (2,), expected.extra["generator_state"])
+    wrong = resume.Standing(torch.zeros(1, 4, 2, 8, 8), (2,), expected.extra["generator_state"])
     assert torch.equal(_sampled(made, 3, keep=Kept(wrong)).samples, expected.samples)
 
 

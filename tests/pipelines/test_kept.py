@@ -11,8 +11,8 @@ import pytest
 import torch
 from anygpu.compat.errors import CheckpointError
 from anygpu.pipelines.base import Latents
-from anygpu.pipelines.families.framepack.sections import Standing
 from anygpu.pipelines.latents import recovery
+from anygpu.pipelines.sampling.resume import Standing
 
 SAMPLES = torch.randn(1, 16, 3, 4, 6)
 EXTRA = {"generator_state": torch.Generator().get_state().numpy().tobytes(), "section_lengths": [2], "prompt": "a cat"}

@@ -8,6 +8,7 @@ import pytest
 import torch
 from anygpu.compat.errors import CheckpointError, InputError, UnsupportedError
 from anygpu.pipelines.loading.lora_keys import chosen, factors, matched
+from anygpu.pipelines.registry import FAMILIES
 
 D, RANK = 6, 2
 FILE = Path("some_lora.safetensors")
@@ -38,7 +39,7 @@ def pair(base: str, out: int, inside: int = D, style: str = "lora_A") -> dict[st
 
 def products(tensors: dict[str, torch.Tensor], layers: dict, family: str) -> dict[str, torch.Tensor]:
     """What each layer gets."""
-    match = matched(FILE, {name: tuple(t.shape) for name, t in tensors.items()}, layers, family)
+    match = matched(FILE, {name: tuple(t.shape) for name, t in tensors.items()}, layers, FAMILIES[family])
     assert not match.unmatched
     found = {}
     for name, entry in match.pairs.items():
@@ -121,7 +122,7 @@ def shapes(*bases: str, out: int = D) -> dict[str, tuple[int, ...]]:
 def test_keys_that_do_not_match_are_counted_and_named() -> None:
     keys = shapes("transformer_blocks.0.attn.to_q", "down_blocks.0.attn", "lora_te_text_model_q")
     keys |= shapes("transformer_blocks.1.attn.to_q", out=D + 1)
-    match = matched(FILE, keys, HUNYUAN, "hunyuan_video")
+    match = matched(FILE, keys, HUNYUAN, FAMILIES["hunyuan_video"])
     said = match.said("name")
     assert said.startswith("name: 1 layers, 2 of 8 keys match; 2 are of text encoders")
     assert "'down_blocks.0.attn.lora_A.weight'" in said and "and 1 more" in said
@@ -131,14 +132,14 @@ def test_a_lora_of_another_model_is_refused() -> None:
     with pytest.raises(
         CheckpointError, match=r"none of 2 keys of 'some_lora\.safetensors' match, such as 'down_blocks"
     ):
-        matched(FILE, shapes("down_blocks.0.attn"), HUNYUAN, "hunyuan_video")
+        matched(FILE, shapes("down_blocks.0.attn"), HUNYUAN, FAMILIES["hunyuan_video"])
 
 
 @pytest.mark.parametrize("key", ["a.dora_scale", "a.lokr_w1", "a.hada_w1_a", "double_blocks.0.img_attn_proj.diff"])
 def test_other_kinds_are_refused(key: str) -> None:
     keys = {**shapes("transformer_blocks.0.attn.to_q"), key: (1,)}
     with pytest.raises(UnsupportedError, match="expected a plain LoRA"):
-        matched(FILE, keys, HUNYUAN, "hunyuan_video")
+        matched(FILE, keys, HUNYUAN, FAMILIES["hunyuan_video"])
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from anygpu.compat.checkpoints.latents import metadata_of
 from anygpu.compat.errors import CheckpointError, InputError, UnsupportedError
-from anygpu.pipelines.base import ImageCondition, Latents, Prompt
+from anygpu.pipelines.base import SECTION_ORDERS, ImageCondition, Latents, Prompt
 from anygpu.pipelines.latents import musubi, musubi_items
 from anygpu.pipelines.latents import store as latent_store
 from anygpu.pipelines.latents.convert import to_core
@@ -182,7 +182,7 @@ def frames_at(film: torch.Tensor, places: list[int]) -> torch.Tensor:
     return torch.stack(found, dim=1)
 
 
-@pytest.mark.parametrize("order", musubi_items.ORDERS)
+@pytest.mark.parametrize("order", SECTION_ORDERS)
 def test_framepack_sections_hold_what_its_trainer_caches(tmp_path: Path, order: str) -> None:
     film, latent, image = film_of()
     lines: list[str] = []

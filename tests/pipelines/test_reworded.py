@@ -20,8 +20,7 @@ from anygpu.pipelines.base import FramePackSettings, Prompt, SampleSettings
 from anygpu.pipelines.decisions import card_of, in_short, limits
 from anygpu.pipelines.families.framepack.resume import resume_key
 from anygpu.pipelines.loading.folder import LoadRequest, load
-from anygpu.pipelines.registry import FAMILIES
-from anygpu.pipelines.report import TITLES
+from anygpu.pipelines.report import precisions
 from anygpu.pipelines.speed import SpeedRequest, with_step_cache
 from simulated import profiles
 
@@ -75,12 +74,12 @@ def chosen(folder: Any) -> dict[str, Any]:
         facts = facts_for("cpu") if machine == "cpu" else profiles.facts_of(machine)
         made[machine, "limits"] = {name: set(choices) for name, choices in limits(facts).items()}
         made[machine, "colours"] = [(light.name, light.colour) for light in probe_statuses(facts, probes)]
-        for family in (*FAMILIES, "paint", "paint_pbr", "delight"):
+        for family, model in precisions().items():
             for answers in (None, probes):
-                precision = precision_for(family, facts, "auto", answers)
+                precision = precision_for(model, facts, "auto", answers)
                 dtypes = precision.transformer, precision.compute, precision.residual, precision.text, precision.vae
                 made[machine, family, answers is None] = dtypes, precision.conv, precision.automatic
-        report = report_on(facts, probes, TITLES)
+        report = report_on(facts, probes, precisions())
         made[machine, "report"] = [
             (heading, line.subject, line.alarming) for heading, lines in report.sections for line in lines
         ]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from anygpu.compat.errors import InputError, UnsupportedError
-from anygpu.compat.transforms.attention_processors import Joint
+from anygpu.compat.transforms.attention_processors import JointProcessor
 from anygpu.compat.transforms.order import Order, Preparation, Step
 from anygpu.pipelines import tiny
 from anygpu.pipelines.base import Parts
@@ -70,12 +70,12 @@ def test_load_prepares_transformer_and_vae(tiny_folder: Any) -> None:
     folder = tiny.build("mochi", tiny_folder)
     pipeline = load(LoadRequest(folder, precision="fp32", device="cpu", attention="native_math"))
     transformer = pipeline.parts["transformer"]
-    assert all(isinstance(block.attn1.processor, Joint) for block in transformer.transformer_blocks)
+    assert all(isinstance(block.attn1.processor, JointProcessor) for block in transformer.transformer_blocks)
     assert transformer.transformer_blocks[0].attn1.processor.attend.choice == "native_math"
     vae = [
         type(module.processor).__name__ for module in pipeline.parts["vae"].modules() if hasattr(module, "processor")
     ]
-    assert vae and set(vae) == {"OverTime"}
+    assert vae and set(vae) == {"MochiVaeProcessor"}
     _, _, attention, *_ = pipeline.decisions
     assert (attention.verdict, attention.source) == ("native_math", "chosen") and "plain matrix" in attention.why
     pipeline.parts.revert("transformer")

@@ -15,6 +15,7 @@ from anygpu.pipelines import stages, tiny
 from anygpu.pipelines.base import FramePackSettings, ImageRequest, PromptRequest, SampleSettings
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.profiling import Profile
+from anygpu.pipelines.registry import FAMILIES
 from anygpu.pipelines.speed import SpeedRequest, with_step_cache
 
 CHECKPOINTS = {
@@ -39,7 +40,7 @@ def loaded_for(name: str, folder: Any, speed: SpeedRequest = PLAIN) -> Any:
 
 def sampled(pipeline: Any, progress: Any, cfg: float = 1.0, **more: Any) -> torch.Tensor:
     pictured = pipeline.task == "image"
-    looks = "image" in stages.family_named(pipeline.family).FAMILY.effective
+    looks = "image" in pipeline.spec.effective
     with torch.no_grad():
         image = stages.encode_image(pipeline, ImageRequest(PICTURE, 64, 64), "stretch", progress) if pictured else None
         request = PromptRequest("a red fox", "blurry", image=PICTURE if pictured and looks else None)
@@ -77,8 +78,7 @@ def test_each_offered_kind_skips_and_is_gone_afterwards(tiny_folder, recorded, n
 
 
 def test_every_family_offers_only_what_is_tested():
-    assert set(step_cache.ACTS) == {"ltx", "hunyuan_video", "hunyuan_video_15", "framepack", "mochi"}
-    assert {kind for kinds in step_cache.ACTS.values() for kind in kinds} == set(KINDS) - {"auto"}
+    assert all(set(family.step_caches) == set(KINDS) - {"auto"} for family in FAMILIES.values())
 
 
 def test_the_number_that_is_said_is_what_ran(tiny_folder, recorded):
@@ -160,13 +160,17 @@ def test_first_block_works_with_compiled_blocks(tiny_folder, recorded):
 )
 def test_what_is_refused(preset, asked, error, said):
     with pytest.raises(error, match=said):
-        settings_for("ltx", preset, asked)
+        settings_for("LTX-Video", FAMILIES["ltx"].step_caches, preset, asked)
 
 
 def test_off_and_presets():
-    assert settings_for("ltx", "off", StepCacheSettings()) is None
-    assert settings_for("ltx", "fast", StepCacheSettings(threshold=0.01)).threshold == step_cache.PRESETS["fast"][0]
-    assert settings_for("ltx", "custom", StepCacheSettings(threshold=0.01)).threshold == 0.01
+    def chosen(preset):
+        asked = StepCacheSettings(threshold=0.01)
+        return settings_for("LTX-Video", FAMILIES["ltx"].step_caches, preset, asked)
+
+    assert chosen("off") is None
+    assert chosen("fast").threshold == step_cache.PRESETS["fast"][0]
+    assert chosen("custom").threshold == 0.01
 
 
 def test_the_line_says_what_runs(tiny_folder, recorded):

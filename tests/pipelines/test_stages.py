@@ -12,6 +12,7 @@ from anygpu.pipelines.base import ImageRequest, Latents, PromptRequest, SampleSe
 from anygpu.pipelines.latents import convert as latent_format
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.pictures import fitted, fitted_size
+from anygpu.pipelines.registry import FAMILIES
 
 ASKED = SampleSettings(64, 48, 7, steps=2, seed=7)
 FRAMES = torch.rand(7, 48, 64, 3, generator=torch.Generator().manual_seed(0))
@@ -211,11 +212,11 @@ class TestFit:
         assert fitted(white, 64, 32, "crop").min() > 1 - 1e-6
 
     def test_the_nearest_bucket_keeps_the_shape_of_the_picture(self, ltx):
-        family = stages.family_named("ltx").FAMILY
+        family = FAMILIES["ltx"]
         wide, tall = fitted_size(family, torch.zeros(1, 500, 1000, 3), 0, 0, "nearest bucket")
         assert wide > 1.7 * tall and wide % family.multiple == tall % family.multiple == 0
 
     def test_published_buckets_are_used_where_there_are_any(self):
-        family = stages.family_named("framepack").FAMILY
+        family = FAMILIES["framepack"]
         wide, tall = fitted_size(family, torch.zeros(1, 832, 480, 3), 0, 0, "nearest bucket")
         assert (tall, wide) in family.buckets and tall > wide

@@ -9,10 +9,11 @@ import torch
 from anygpu.compat.device.vae_policy import Form
 from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.compat.memory.hooks import hooks_on
+from anygpu.compat.memory.offloader import MODES
 from anygpu.pipelines import stages, tiny
 from anygpu.pipelines.base import Latents, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.loading.folder import LoadRequest, load
-from anygpu.pipelines.memory.estimates import MODE_ORDER, forecast
+from anygpu.pipelines.memory.estimates import forecast
 from anygpu.pipelines.memory.fit import plan_line
 
 from simulated import accelerator, fitting
@@ -70,7 +71,7 @@ def test_auto_finishes_within_a_share_of_the_full_offloader(acc, tiny_folder, on
     [
         pytest.param(family, mode, marks=[] if (family, mode) == ("ltx", "group") else [FULL])
         for family in FAMILIES
-        for mode in MODE_ORDER
+        for mode in MODES
     ],
 )
 def test_a_forecast_is_near_the_measured_peak(acc, tiny_folder, family, mode):

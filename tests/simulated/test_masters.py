@@ -18,7 +18,7 @@ from anygpu.compat.memory.hooks import hooks_on
 from anygpu.compat.memory.host_weights import DISK, PINNED, PLAIN, choose_host_weights, views_of
 from anygpu.compat.memory.statistics import MemoryStats
 from anygpu.pipelines.loading.part import PartFiles
-from anygpu.pipelines.memory import host as host_memory
+from anygpu.pipelines.memory import fit
 from anygpu.pipelines.memory.fit import plan_line
 
 from simulated import accelerator
@@ -41,7 +41,7 @@ BYTES = {"vae": 10, "text_encoder": 30, "transformer": 60}
 )
 def test_the_choice_follows_what_the_host_has(free, pins, unified, kinds, told):
     found = choose_host_weights(BYTES, BYTES | {"vae": 0}, free, pins, unified)
-    assert tuple(found.kinds.values()) == kinds and told in str(found)
+    assert tuple(found.kinds.values()) == kinds and told in str(found.decision)
 
 
 def limited(monkeypatch, tmp_path, free: int) -> None:
@@ -169,20 +169,20 @@ def test_a_part_that_must_be_cast_cannot_stay_in_its_file(tmp_path):
     whole = PartFiles("transformer", "diffusers", "", tmp_path, {}, {"w": entry}, torch.float32)
     here = replace(facts_for("cpu"), backend="other")
     with pytest.raises(UnsupportedError, match=r"1\.0 MB of host memory for the transformer.*expected 7\.4 MB more"):
-        host_memory.backed({"transformer": whole}, here, 10**6, 0)
-    files, found = host_memory.backed({"transformer": replace(whole, dtype=torch.bfloat16)}, here, 10**6, 0)
+        fit.fit_host_memory({"transformer": whole}, here, 10**6, 0)
+    files, found = fit.fit_host_memory({"transformer": replace(whole, dtype=torch.bfloat16)}, here, 10**6, 0)
     assert found.of(DISK) == ("transformer",) and files["transformer"].mapped and files["transformer"].staged
 
 
 def test_views_save_nothing_where_memory_is_promised_for_them(tmp_path, monkeypatch):
     """Windows does so: what would stay in its file is held, and is refused at once where no page file has room."""
-    monkeypatch.setattr(host_memory, "VIEWS_TAKE_MEMORY", True)
+    monkeypatch.setattr(fit, "VIEWS_TAKE_MEMORY", True)
     entry = TensorEntry(tmp_path / "a", "BF16", (2**20, 2), 0, 2**22)
     whole = PartFiles("transformer", "diffusers", "", tmp_path, {}, {"w": entry}, torch.bfloat16, mapped=True)
     here = replace(facts_for("cpu"), backend="other")
     with pytest.raises(UnsupportedError, match=r"expected 3\.2 MB more\. Close other .*, or enlarge the page file"):
-        host_memory.backed({"transformer": whole}, here, 10**6, 0)
-    files, found = host_memory.backed({"transformer": whole}, here, 10**6, 2**22)
+        fit.fit_host_memory({"transformer": whole}, here, 10**6, 0)
+    files, found = fit.fit_host_memory({"transformer": whole}, here, 10**6, 2**22)
     assert not found.of(DISK) and not files["transformer"].mapped
 
 

@@ -10,7 +10,6 @@ import torch
 from anygpu.compat.checkpoints.packed import StoredLinear, is_packed
 from anygpu.compat.errors import UnsupportedError
 from anygpu.pipelines import tiny
-from anygpu.pipelines.families.mochi.pipeline import FAMILY
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.loading.single_file import Files
 from anygpu.pipelines.memory.estimates import default_size, sampling_bytes
@@ -84,7 +83,7 @@ def test_what_making_a_weight_dense_takes_is_in_the_estimate(acc, tiny_folder, c
             accelerator.reset_peak()
             layer.dense(pipe.precision.transformer)
             peaks.append(accelerator.memory().peak_bytes - before)
-    taken = [sampling_bytes(one, default_size(FAMILY)) for one in (pipe, plain)]
+    taken = [sampling_bytes(one, default_size(one.spec)) for one in (pipe, plain)]
     assert taken[0] - taken[1] == max(peaks) > 0
 
 

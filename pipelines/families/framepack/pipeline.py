@@ -25,12 +25,13 @@ from ...base import (
     PromptRequest,
     SampleSettings,
 )
-from ...family import Defaults, Family
 from ...grid import MOST_FRAMES, snap_frames
+from ...memory.estimates import beside_transformer
 from ...memory.fit import recovery
-from ...memory.needs import beside_transformer
+from ...sampling.core_sampler import Call, guidance_of, required
 from ...sampling.guidance import Guidance
 from ...sampling.loop import denoise, noise_for
+from ...sampling.resume import Keeper, Standing
 from ...sampling.schedules import Levels, schedule_for
 from ...text.llama import POOLED, llama_embeds, llama_from_core
 from ...text.t5 import EMBEDS, MASK, described
@@ -38,9 +39,11 @@ from ...vae.fallback import decoding
 from .keyframes import END, START, VISION, drawn, end_strength
 from .keyframes import encode_image as encode_image
 from .resume import resume_key
-from .sections import TEMPORAL_RATIO, History, Keeper, Plan, Standing, joined, plan_for, spans
+from .sections import History, Plan, joined, plan_for, spans
+from .spec import F1, I2V, SPEC, TEMPORAL_RATIO
+from .training import training_plan as training_plan
+from .training import training_sections as training_sections
 
-SPATIAL_RATIO = 8
 LARGEST_SHIFT = 7.0  # of the models' own schedule, where the scheduler's configuration asks for a dynamic one
 SHIFT_NAMES = {  # upstream's function names the scheduler's settings in its own way
     "base_image_seq_len": "base_seq_len",
@@ -51,73 +54,6 @@ SHIFT_NAMES = {  # upstream's function names the scheduler's settings in its own
 
 Forward = Callable[[torch.Tensor, torch.Tensor, Mapping[str, Mapping[str, torch.Tensor]], str], torch.Tensor]
 
-FAMILY = Family(
-    id="framepack",
-    title="FramePack",
-    pipelines={"HunyuanVideoFramepackPipeline": "image"},
-    transformers=("HunyuanVideoFramepackTransformer3DModel", "HunyuanVideoTransformer3DModelPacked"),
-    parts={
-        "text_encoder": ("transformers", "LlamaModel"),
-        "text_encoder_2": ("transformers", "CLIPTextModel"),
-        "image_encoder": ("transformers", "SiglipVisionModel"),
-        "transformer": ("diffusers", "HunyuanVideoFramepackTransformer3DModel"),
-        "vae": ("diffusers", "AutoencoderKLHunyuanVideo"),
-    },
-    tools={
-        "tokenizer": "transformers",
-        "tokenizer_2": "transformers",
-        "feature_extractor": "transformers",
-        "scheduler": "diffusers",
-    },
-    text_parts=("text_encoder", "text_encoder_2"),
-    multiple=16,
-    stride=TEMPORAL_RATIO,
-    defaults=Defaults(width=640, height=608, frames=153, steps=25, fps=30.0, guidance=10.0),
-    effective=frozenset(
-        {
-            "guidance",
-            "cfg",
-            "cfg_start",
-            "cfg_end",
-            "shift",
-            "sigmas",
-            "template",
-            "sections",
-            "frame",
-            "strength",
-            "vision",
-            "previous",
-        }
-    ),
-    variants=("framepack", "framepack_f1"),
-    buckets=(
-        (416, 960),
-        (448, 864),
-        (480, 832),
-        (512, 768),
-        (544, 704),
-        (576, 672),
-        (608, 640),
-        (640, 608),
-        (672, 576),
-        (704, 544),
-        (768, 512),
-        (832, 480),
-        (864, 448),
-        (960, 416),
-    ),
-    pages=(
-        "https://huggingface.co/lllyasviel/FramePackI2V_HY",
-        "https://huggingface.co/lllyasviel/FramePack_F1_I2V_HY_20250503",
-        "https://huggingface.co/hunyuanvideo-community/HunyuanVideo",
-        "https://huggingface.co/lllyasviel/flux_redux_bfl",
-    ),
-    base="hunyuan_video",
-    lone_task="image",
-    text_width="text_embed_dim",
-    image_required=True,
-)
-
 
 def guess_variant(path: Path, config: Mapping[str, Any]) -> tuple[str, str]:
     """The variant by the folder's name, and why; ``config`` is the same for both."""
@@ -125,13 +61,8 @@ def guess_variant(path: Path, config: Mapping[str, Any]) -> tuple[str, str]:
         name = path.parent.parent.name
     else:
         name = path.parent.name if path.name == "transformer" else path.name
-    variant = "framepack_f1" if re.search(r"f1(?!\d)", name.lower()) else "framepack"
+    variant = F1 if re.search(r"f1(?!\d)", name.lower()) else I2V
     return variant, f"assumed from the folder name {name!r}, since the files are alike; choose another if that is wrong"
-
-
-def ratios(pipeline: Pipeline) -> tuple[int, int]:
-    """Pixels per latent in space, and pixel frames per latent frame after the first."""
-    return SPATIAL_RATIO, TEMPORAL_RATIO
 
 
 def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> Prompt:
@@ -146,7 +77,7 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
     positive, negative, found = llama_embeds(pipeline, HunyuanVideoFramepackPipeline, asked, progress)
     encoded = iter(found)
     sections = tuple(next(encoded) if text.strip() else positive for text in request.sections)
-    return Prompt(FAMILY.id, positive, negative, sections)
+    return Prompt(SPEC.id, positive, negative, sections)
 
 
 prompt_from_core = llama_from_core
@@ -168,7 +99,7 @@ def frames_for(framepack: FramePackSettings, fps: float) -> int:
             expected=f"more than 0, at most {most:.1f} s",
             fix=f"The nearest valid value is {nearest:g} s.",
         )
-    return snap_frames(FAMILY, max(1, math.ceil(asked - 1e-6)))
+    return snap_frames(SPEC, max(1, math.ceil(asked - 1e-6)))
 
 
 def sample(
@@ -220,6 +151,28 @@ def sample(
             if keeper is not None:
                 keeper.keep(key, index, plan.count, found, history.standing(state_of(generator)))
     return found
+
+
+def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.Tensor:
+    """The velocity, noise minus data, for a sampler of core's."""
+    frames = call.latents.shape[2]
+    plan = plan_for(pipeline.variant, FramePackSettings(0.0, window=frames), 1, ended=False)
+    fix = "Connect AnyGPU Image Conditioning with the start image of AnyGPU Encode Image."
+    start, like = required(call.picture, "start image", fix), call.latents
+    seen = {name: value.to(like) for name, value in History(plan, start).seen().items()}
+    output: torch.Tensor = transformer(
+        hidden_states=like,
+        timestep=call.time,
+        encoder_hidden_states=call.embeds,
+        encoder_attention_mask=call.valid,
+        pooled_projections=required(call.pooled, "pooled_output", "Use AnyGPU Encode Prompt or core's DualCLIPLoader."),
+        image_embeds=required(call.vision, "image states", fix),
+        guidance=guidance_of(pipeline, call, default=True),
+        return_dict=False,
+        **seen,
+        **plan.indices(0),
+    )[0]
+    return output
 
 
 def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form | None = None) -> torch.Tensor:
@@ -366,4 +319,4 @@ def _so_far(pipeline: Pipeline, history: History, settings: SampleSettings, gene
     }
     samples = history.latents / float(pipeline.configs["vae"]["scaling_factor"])
     size = settings.height, settings.width
-    return Latents(samples, FAMILY.id, pipeline.task, frames, *size, settings.fps, settings.seed, extra=extra)
+    return Latents(samples, SPEC.id, pipeline.task, frames, *size, settings.fps, settings.seed, extra=extra)

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 
 from ....compat.errors import InputError
-from ...base import FramePackSettings, Latents
+from ...base import SECTION_ORDERS, FramePackSettings
 from ...pictures import unsigned
+from ...sampling.resume import Standing
+from .spec import F1, TEMPORAL_RATIO
 
-TEMPORAL_RATIO = 4
-INVERTED, VANILLA = "inverted_anti_drifting", "vanilla"
-ORDERS = ("auto", INVERTED, VANILLA)
+INVERTED, VANILLA = SECTION_ORDERS
+ORDERS = ("auto", *SECTION_ORDERS)
 HISTORY = (1, 2, 16)  # latent frames that a section sees at full, half and quarter scale, the nearest first
 LARGEST_WINDOW = 33  # of the slider in lllyasviel's own application
 
@@ -107,7 +107,7 @@ def plan_for(variant: str, framepack: FramePackSettings, frames: int, ended: boo
         )
     order = framepack.order
     if order == "auto":
-        order = VANILLA if variant == "framepack_f1" else INVERTED
+        order = VANILLA if variant == F1 else INVERTED
     if ended and order == VANILLA:
         raise InputError(
             f"an end image with the order {VANILLA}",
@@ -171,52 +171,6 @@ class History:
     def resume(self, standing: Standing) -> None:
         """Take in the sections of an earlier sampling of the same video."""
         self.latents, self.lengths = standing.latents, list(standing.lengths)
-
-
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """Where a sampling stands between two sections.
-
-    Args:
-        latents: sampled so far, (1, C, T, H, W), fp32, in the transformer's space, so that no bit is lost on the way.
-        lengths: latent frames there were after each section. generator_state: for the noise of the next one.
-    """
-
-    latents: torch.Tensor
-    lengths: tuple[int, ...]
-    generator_state: bytes
-
-
-class Keeper(Protocol):
-    """Who keeps finished sections, and gives them back when the same video is asked for again."""
-
-    def found(self, key: str) -> Standing | None:
-        """Where a sampling of the same ``key`` that was cut short stands; None where there is none."""
-
-    def keep(self, key: str, index: int, count: int, latents: Latents, standing: Standing) -> None:
-        """Take in all sections so far, after section ``index`` of ``count``; ``latents`` can be decoded."""
-
-
-class Remembered:
-    """Keeps finished sections for the length of one sampling, so that none is lost where it must begin again.
-
-    Args:
-        beyond: who keeps them for longer; None for nobody.
-    """
-
-    def __init__(self, beyond: Keeper | None = None) -> None:
-        self.beyond = beyond
-        self.standing: Standing | None = None
-
-    def found(self, key: str) -> Standing | None:
-        """Where this sampling stands, else where an earlier one does."""
-        return self.standing or (None if self.beyond is None else self.beyond.found(key))
-
-    def keep(self, key: str, index: int, count: int, latents: Latents, standing: Standing) -> None:
-        """Take in all sections so far."""
-        self.standing = standing
-        if self.beyond is not None:
-            self.beyond.keep(key, index, count, latents, standing)
 
 
 def spans(lengths: Sequence[int], window: int, inverted: bool) -> list[slice]:

@@ -18,68 +18,23 @@ from ....compat.device.execution import checked_leaves, execution_device, genera
 from ....compat.device.vae_policy import Form
 from ....compat.errors import CheckpointError, InputError
 from ...base import ImageCondition, ImageRequest, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings
-from ...family import Defaults, Family
+from ...family import Defaults
+from ...memory.estimates import beside_transformer
 from ...memory.fit import recovery
-from ...memory.needs import beside_transformer
+from ...sampling.core_sampler import Call, guidance_of, required
 from ...sampling.guidance import Guidance
 from ...sampling.loop import NoiseMask, denoise, noise_for, noise_mask_for, start_from
 from ...sampling.schedules import Levels, schedule_for
 from ...text.llama import POOLED, Sight, llama_embeds, llama_from_core
 from ...text.t5 import EMBEDS, MASK
 from ...vae.fallback import decoded, encoded
+from .spec import CHANNELS, SPATIAL_RATIO, SPEC, TEMPORAL_RATIO
 
-CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 16, 8, 4
 TOKEN_REPLACE, LATENT_CONCAT = "token_replace", "latent_concat"
 DROPPED_FRAMES = 4  # what the 33-channel variant's first latent frames decode to beside the video
 INTERLEAVE = {LATENT_CONCAT: 2, TOKEN_REPLACE: 4}  # every so many of the picture's 576 states go to the transformer
 NOISE_SHARE = 0.999  # image to video starts from noise with this much of the picture's latents in it
 IMAGE = "image_latents"
-
-FAMILY = Family(
-    id="hunyuan_video",
-    title="HunyuanVideo",
-    pipelines={"HunyuanVideoPipeline": "text", "HunyuanVideoImageToVideoPipeline": "image"},
-    transformers=("HunyuanVideoTransformer3DModel",),
-    parts={
-        "text_encoder": ("transformers", "LlamaModel", "LlavaForConditionalGeneration"),
-        "text_encoder_2": ("transformers", "CLIPTextModel"),
-        "transformer": ("diffusers", "HunyuanVideoTransformer3DModel"),
-        "vae": ("diffusers", "AutoencoderKLHunyuanVideo"),
-    },
-    tools={
-        "tokenizer": "transformers",
-        "tokenizer_2": "transformers",
-        "scheduler": "diffusers",
-        "image_processor": "transformers",
-    },
-    text_parts=("text_encoder", "text_encoder_2"),
-    multiple=16,
-    stride=TEMPORAL_RATIO,
-    defaults=Defaults(width=1280, height=720, frames=129, steps=50, fps=24.0, guidance=6.0, max_tokens=256),
-    effective=frozenset(
-        {
-            "guidance",
-            "cfg",
-            "cfg_start",
-            "cfg_end",
-            "negative",
-            "shift",
-            "sigmas",
-            "latents",
-            "noise_mask",
-            "template",
-            "image",
-        }
-    ),
-    pages=(
-        "https://huggingface.co/hunyuanvideo-community/HunyuanVideo",
-        "https://huggingface.co/hunyuanvideo-community/HunyuanVideo-I2V",
-        "https://huggingface.co/hunyuanvideo-community/HunyuanVideo-I2V-33ch",
-    ),
-    optional=("image_processor",),
-    text_width="text_embed_dim",
-    image_required=True,
-)
 
 
 def defaults_for(pipeline: Pipeline) -> Defaults:
@@ -88,7 +43,7 @@ def defaults_for(pipeline: Pipeline) -> Defaults:
     Image to video gets 6 too, as in upstream's example for it; upstream's bare call would use 1.
     """
     takes_guidance = pipeline.configs["transformer"].get("guidance_embeds")
-    return FAMILY.defaults if takes_guidance else replace(FAMILY.defaults, guidance=0.0)
+    return SPEC.defaults if takes_guidance else replace(SPEC.defaults, guidance=0.0)
 
 
 def task_of(config: Mapping[str, Any]) -> str:
@@ -124,14 +79,14 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
         if request.image is not None:
             progress.notify("the prompt's image has no effect on a text-to-video checkpoint")
         positive, opposite, _ = llama_embeds(pipeline, HunyuanVideoPipeline, replace(request, sections=()), progress)
-        return Prompt(FAMILY.id, positive, opposite)
+        return Prompt(SPEC.id, positive, opposite)
     from diffusers import HunyuanVideoImageToVideoPipeline
 
     sight = _sight(pipeline, request)
     positive, opposite, _ = llama_embeds(
         pipeline, HunyuanVideoImageToVideoPipeline, replace(request, sections=()), progress, sight
     )
-    return Prompt(FAMILY.id, positive, opposite)
+    return Prompt(SPEC.id, positive, opposite)
 
 
 prompt_from_core = llama_from_core
@@ -140,14 +95,9 @@ prompt_from_core = llama_from_core
 def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) -> ImageCondition:
     """``image_latents`` (1, 16, 1, H / 8, W / 8): the first picture in the VAE's own space, without a draw."""
     if request.frames.shape[0] > 1:
-        progress.notify(f"{FAMILY.title} starts from one picture: the first of {request.frames.shape[0]} is used")
+        progress.notify(f"{SPEC.title} starts from one picture: the first of {request.frames.shape[0]} is used")
     latents = encoded(pipeline, request.frames[:1], request.seed, progress, mode=True)
-    return ImageCondition(FAMILY.id, {IMAGE: latents}, request.width, request.height)
-
-
-def ratios(pipeline: Pipeline) -> tuple[int, int]:
-    """Pixels per latent row and column, and pixel frames per latent frame."""
-    return SPATIAL_RATIO, TEMPORAL_RATIO
+    return ImageCondition(SPEC.id, {IMAGE: latents}, request.width, request.height)
 
 
 def encode_video(pipeline: Pipeline, frames: torch.Tensor, seed: int, progress: Progress) -> torch.Tensor:
@@ -196,7 +146,7 @@ def sample(
         extra["drop_frames"] = DROPPED_FRAMES
     return Latents(
         whole(latents.cpu()) / scale,
-        FAMILY.id,
+        SPEC.id,
         pipeline.task,
         settings.frames,
         settings.height,
@@ -205,6 +155,20 @@ def sample(
         settings.seed,
         extra=extra,
     )
+
+
+def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.Tensor:
+    """The velocity, noise minus data, for a sampler of core's."""
+    output: torch.Tensor = transformer(
+        hidden_states=call.latents,
+        timestep=call.time.float(),
+        encoder_hidden_states=call.embeds,
+        encoder_attention_mask=call.valid,
+        pooled_projections=required(call.pooled, "pooled_output", "Use AnyGPU Encode Prompt or core's DualCLIPLoader."),
+        guidance=guidance_of(pipeline, call),
+        return_dict=False,
+    )[0]
+    return output
 
 
 def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form | None = None) -> torch.Tensor:
@@ -224,7 +188,7 @@ def _sight(pipeline: Pipeline, request: PromptRequest) -> Sight:
         raise InputError(
             "no image beside the prompt",
             expected="the picture that the video starts from",
-            fix=f"Connect the image to AnyGPU Encode Prompt as well: the text encoder of {FAMILY.title} image to video "
+            fix=f"Connect the image to AnyGPU Encode Prompt as well: the text encoder of {SPEC.title} image to video "
             "looks at it.",
         )
     if "image_processor" not in pipeline.tools.readers:
@@ -244,7 +208,7 @@ def _check(pipeline: Pipeline, kind: str | None, settings: SampleSettings, progr
     least = TEMPORAL_RATIO + 1
     if kind is not None and settings.frames < least:
         raise InputError(
-            f"frames {settings.frames} for {FAMILY.title} image to video",
+            f"frames {settings.frames} for {SPEC.title} image to video",
             expected=f"at least {least} frames",
             fix=f"The nearest valid value is {least}.",
         )

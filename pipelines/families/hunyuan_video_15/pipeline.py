@@ -23,68 +23,22 @@ from ...base import (
     SampleSettings,
     StageText,
 )
-from ...family import Defaults, Family
+from ...family import Defaults
+from ...memory.estimates import beside_transformer
 from ...memory.fit import recovery
-from ...memory.needs import beside_transformer
+from ...sampling.core_sampler import Call
 from ...sampling.guidance import Guidance
 from ...sampling.loop import denoise, noise_for, noise_mask_for, start_from
 from ...sampling.schedules import Levels, Schedule, schedule_for
 from ...text.qwen import EMBEDS_2, qwen_embeds, qwen_from_core
 from ...text.t5 import EMBEDS
 from ...vae.fallback import decoded, encoded, watched
+from .spec import CHANNELS, SPATIAL_RATIO, SPEC, TEMPORAL_RATIO
 
-CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 32, 16, 4
 VISION_TOKENS = 729  # what SigLIP makes of 384 x 384 pixels
 TILE = 256  # pixels, the VAE's own
 MOST_WHOLE_TOKENS = 16 * 16 * 31  # latent cells in one of the VAE's own tiles of the model's longest video
 STATES, PICTURE = "image_embeds", "image_latents"
-
-FAMILY = Family(
-    id="hunyuan_video_15",
-    title="HunyuanVideo 1.5",
-    pipelines={"HunyuanVideo15Pipeline": "text", "HunyuanVideo15ImageToVideoPipeline": "image"},
-    transformers=("HunyuanVideo15Transformer3DModel",),
-    parts={
-        "text_encoder": ("transformers", "Qwen2_5_VLTextModel"),
-        "text_encoder_2": ("transformers", "T5EncoderModel"),
-        "transformer": ("diffusers", "HunyuanVideo15Transformer3DModel"),
-        "vae": ("diffusers", "AutoencoderKLHunyuanVideo15"),
-        "image_encoder": ("transformers", "SiglipVisionModel"),
-    },
-    tools={
-        "tokenizer": "transformers",
-        "tokenizer_2": "transformers",
-        "scheduler": "diffusers",
-        "guider": "diffusers",
-        "feature_extractor": "transformers",
-    },
-    text_parts=("text_encoder", "text_encoder_2"),
-    multiple=SPATIAL_RATIO,
-    stride=TEMPORAL_RATIO,
-    defaults=Defaults(width=848, height=480, frames=121, steps=50, fps=24.0, cfg=6.0, max_tokens=1000),
-    effective=frozenset(
-        {
-            "cfg",
-            "cfg_start",
-            "cfg_end",
-            "guidance_rescale",
-            "negative",
-            "shift",
-            "sigmas",
-            "latents",
-            "noise_mask",
-            "template",
-            "vision",
-        }
-    ),
-    pages=(
-        "https://huggingface.co/hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
-        "https://huggingface.co/hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v",
-    ),
-    optional=("image_encoder", "feature_extractor"),
-    text_width="text_embed_dim",
-    image_required=True,
-)
 
 
 def defaults_for(pipeline: Pipeline) -> Defaults:
@@ -92,8 +46,8 @@ def defaults_for(pipeline: Pipeline) -> Defaults:
     width, height = nearest_size(pipeline, 16, 9)
     guider = pipeline.tools["guider"]
     # Upstream's other formula, cond + scale * (cond - uncond), is this one with one more.
-    scale = float(guider.get("guidance_scale", FAMILY.defaults.cfg)) + bool(guider.get("use_original_formulation"))
-    return replace(FAMILY.defaults, width=width, height=height, cfg=scale if guider.get("enabled", True) else 1.0)
+    scale = float(guider.get("guidance_scale", SPEC.defaults.cfg)) + bool(guider.get("use_original_formulation"))
+    return replace(SPEC.defaults, width=width, height=height, cfg=scale if guider.get("enabled", True) else 1.0)
 
 
 def nearest_size(pipeline: Pipeline, width: int, height: int) -> tuple[int, int]:
@@ -111,15 +65,10 @@ def task_of(config: Mapping[str, Any]) -> str:
     return "image" if config.get("task_type") == "i2v" else "text"
 
 
-def ratios(pipeline: Pipeline) -> tuple[int, int]:
-    """Pixels per latent row and column, and pixel frames per latent frame."""
-    return SPATIAL_RATIO, TEMPORAL_RATIO
-
-
 def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> Prompt:
     """Qwen and ByT5 embeddings of both texts."""
     positive, opposite = qwen_embeds(pipeline, request, progress)
-    return Prompt(FAMILY.id, positive, opposite)
+    return Prompt(SPEC.id, positive, opposite)
 
 
 prompt_from_core = qwen_from_core
@@ -132,13 +81,13 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) 
         InputError: no image encoder and no states in its place, or states of another encoder.
     """
     if request.frames.shape[0] > 1:
-        progress.notify(f"the first of {request.frames.shape[0]} images is used: {FAMILY.title} starts from one")
+        progress.notify(f"the first of {request.frames.shape[0]} images is used: {SPEC.title} starts from one")
     frames = request.frames[:1]
     states = (
         _states(pipeline, frames, progress) if request.vision is None else _checked_states(pipeline, request.vision)
     )
     picture = _video_latents(pipeline, frames, request.seed, progress, mode=True)
-    return ImageCondition(FAMILY.id, {STATES: states, PICTURE: picture}, request.width, request.height)
+    return ImageCondition(SPEC.id, {STATES: states, PICTURE: picture}, request.width, request.height)
 
 
 def encode_video(pipeline: Pipeline, frames: torch.Tensor, seed: int, progress: Progress) -> torch.Tensor:
@@ -188,7 +137,7 @@ def sample(
         )
     return Latents(
         latents.cpu() / scale,
-        FAMILY.id,
+        SPEC.id,
         pipeline.task,
         settings.frames,
         settings.height,
@@ -197,6 +146,27 @@ def sample(
         settings.seed,
         extra={"generator_state": state_of(generator)},
     )
+
+
+def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.Tensor:
+    """The velocity, noise minus data, for a sampler of core's."""
+    config, like = pipeline.configs["transformer"], call.latents
+    rows = like.shape[0]
+    quotes = call.quotes if call.quotes is not None else like.new_zeros(rows, 0, int(config["text_embed_2_dim"]))
+    vision = call.vision if call.vision is not None else like.new_zeros(rows, 0, int(config["image_embed_dim"]))
+    later = call.later if config.get("use_meanflow") and call.vision is not None else None
+    output: torch.Tensor = transformer(
+        hidden_states=like,
+        timestep=call.time.to(like.dtype),
+        timestep_r=None if later is None else later.to(like.dtype),
+        encoder_hidden_states=call.embeds,
+        encoder_attention_mask=call.valid,
+        encoder_hidden_states_2=quotes,
+        encoder_attention_mask_2=torch.ones(quotes.shape[:2], dtype=torch.bool, device=quotes.device),
+        image_embeds=vision,
+        return_dict=False,
+    )[0]
+    return output
 
 
 def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form | None = None) -> torch.Tensor:

@@ -16,8 +16,8 @@ from ...pictures import signed
 from ...sampling.loop import noise_for
 from ...sampling.schedules import TRAIN_TIMESTEPS, Schedule
 from ...vae.fallback import encoding
+from .spec import CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO
 
-CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 128, 32, 8
 MOMENTS, MEAN, STD = "moments", "latents_mean", "latents_std"
 LAST = -1
 STARTED = 1e-6  # upstream's tolerance in asking whether a token is noisier than the picture in it

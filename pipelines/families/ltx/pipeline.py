@@ -24,10 +24,11 @@ from ....compat.device.vae_policy import Form
 from ....compat.memory.hooks import own_tensors
 from ....compat.memory.transfer import Transfer
 from ...base import ImageCondition, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings, StageText
-from ...family import Defaults, Family
+from ...family import Defaults
+from ...memory.estimates import beside_transformer
 from ...memory.fit import recovery
-from ...memory.needs import beside_transformer
 from ...pictures import unsigned
+from ...sampling.core_sampler import Call
 from ...sampling.guidance import Guidance
 from ...sampling.loop import NoiseMask, Predict, denoise, noise_for, noise_mask_for
 from ...text.t5 import EMBEDS, MASK, batched, t5_embeds, t5_from_core
@@ -35,9 +36,7 @@ from ...vae.fallback import decoding
 from .conditions import (
     MEAN,
     MOMENTS,
-    SPATIAL_RATIO,
     STD,
-    TEMPORAL_RATIO,
     Canvas,
     Start,
     Walk,
@@ -49,9 +48,10 @@ from .conditions import (
     plain_start,
 )
 from .schedule import ltx_schedule
+from .spec import CONDITION, DEV, DISTILLED, SPATIAL_RATIO, SPEC, TEMPORAL_RATIO
 
 __all__ = [
-    "FAMILY",
+    "call_transformer",
     "decode",
     "defaults_for",
     "encode_image",
@@ -59,52 +59,10 @@ __all__ = [
     "encode_video",
     "guess_variant",
     "prompt_from_core",
-    "ratios",
     "sample",
 ]
 
-CONDITION = "LTXConditionPipeline"
-DEV, DISTILLED = "dev", "distilled"
 PLAIN_TOKENS = 128  # LTXPipeline pads every text to it without a mask, so the length acts on the video
-
-FAMILY = Family(
-    id="ltx",
-    title="LTX-Video",
-    pipelines={"LTXPipeline": "text", "LTXImageToVideoPipeline": "image", CONDITION: "text"},
-    transformers=("LTXVideoTransformer3DModel",),
-    parts={
-        "text_encoder": ("transformers", "T5EncoderModel"),
-        "transformer": ("diffusers", "LTXVideoTransformer3DModel"),
-        "vae": ("diffusers", "AutoencoderKLLTXVideo"),
-    },
-    tools={"tokenizer": "transformers", "scheduler": "diffusers"},
-    text_parts=("text_encoder",),
-    multiple=SPATIAL_RATIO,
-    stride=TEMPORAL_RATIO,
-    defaults=Defaults(width=704, height=512, frames=121, steps=50, fps=25.0, cfg=3.0, max_tokens=256),
-    effective=frozenset(
-        {
-            "cfg",
-            "cfg_start",
-            "cfg_end",
-            "negative",
-            "guidance_rescale",
-            "shift",
-            "sigmas",
-            "latents",
-            "noise_mask",
-            "frame",
-            "strength",
-            "previous",
-        }
-    ),
-    variants=(DEV, DISTILLED),
-    pages=(
-        "https://huggingface.co/Lightricks/LTX-Video",
-        "https://huggingface.co/Lightricks/LTX-Video-0.9.8-13B-distilled",
-    ),
-    text_width="caption_channels",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +109,8 @@ def guess_variant(path: Path, config: Mapping[str, Any]) -> tuple[str, str]:
 def defaults_for(pipeline: Pipeline) -> Defaults:
     """The defaults of the variant, and the text length of the checkpoint's own pipeline."""
     tuning = TUNING[pipeline.variant]
-    tokens = FAMILY.defaults.max_tokens if is_condition(pipeline) else PLAIN_TOKENS
-    return replace(FAMILY.defaults, steps=tuning.steps, cfg=tuning.cfg, max_tokens=tokens)
+    tokens = SPEC.defaults.max_tokens if is_condition(pipeline) else PLAIN_TOKENS
+    return replace(SPEC.defaults, steps=tuning.steps, cfg=tuning.cfg, max_tokens=tokens)
 
 
 def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> Prompt:
@@ -164,15 +122,10 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
 
     pipe = LTXConditionPipeline if is_condition(pipeline) else LTXPipeline
     positive, opposite = t5_embeds(pipeline, pipe, request, progress)
-    return Prompt(FAMILY.id, positive, opposite)
+    return Prompt(SPEC.id, positive, opposite)
 
 
 prompt_from_core = t5_from_core
-
-
-def ratios(pipeline: Pipeline) -> tuple[int, int]:
-    """Pixels per latent row and column, and pixel frames per latent frame."""
-    return SPATIAL_RATIO, TEMPORAL_RATIO
 
 
 def encode_video(pipeline: Pipeline, frames: torch.Tensor, seed: int, progress: Progress) -> torch.Tensor:
@@ -227,7 +180,7 @@ def sample(
         )
     return Latents(
         unpacked(tokens.cpu()),
-        FAMILY.id,
+        SPEC.id,
         "image" if anchors else "text",
         settings.frames,
         settings.height,
@@ -236,6 +189,31 @@ def sample(
         settings.seed,
         extra={"generator_state": state_of(generator)},
     )
+
+
+def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.Tensor:
+    """The velocity, noise minus data, for a sampler of core's."""
+    from diffusers import LTXPipeline
+
+    rows, _, frames, height, width = call.latents.shape
+    size = SampleSettings(
+        width * SPATIAL_RATIO, height * SPATIAL_RATIO, (frames - 1) * TEMPORAL_RATIO + 1, fps=call.fps
+    )
+    canvas = Canvas(size, call.latents.device, call.latents[:1], 1.0)
+    start = (conditioned_start if is_condition(pipeline) else plain_start)(canvas, None, (), torch.Generator())
+    place = {
+        name: value.expand(rows, *value.shape[1:]) if isinstance(value, torch.Tensor) else value
+        for name, value in start.place.items()
+    }
+    output: torch.Tensor = transformer(
+        hidden_states=LTXPipeline._pack_latents(call.latents),
+        encoder_hidden_states=call.embeds,
+        timestep=call.time,
+        encoder_attention_mask=call.valid,
+        return_dict=False,
+        **place,
+    )[0]
+    return LTXPipeline._unpack_latents(output, frames, height, width)
 
 
 def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form | None = None) -> torch.Tensor:
@@ -311,7 +289,7 @@ def _noise_mask(canvas: Canvas, start: Start) -> NoiseMask | None:
 def is_condition(pipeline: Pipeline) -> bool:
     """Whether the checkpoint is of ``LTXConditionPipeline``; where no index says so, its schedule tells."""
     name = pipeline.tools["index"].get("_class_name")
-    if name in FAMILY.pipelines:
+    if name in SPEC.pipelines:
         return bool(name == CONDITION)
     return not pipeline.tools["scheduler"].get("use_dynamic_shifting", False)
 

@@ -11,38 +11,17 @@ import torch
 from ....compat.device.execution import checked_leaves, execution_device, generator_for, placed, state_of
 from ....compat.device.vae_policy import Form
 from ...base import ImageCondition, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings
-from ...family import Defaults, Family
+from ...memory.estimates import beside_transformer
 from ...memory.fit import recovery
-from ...memory.needs import beside_transformer
+from ...sampling.core_sampler import TIME, Call
 from ...sampling.guidance import Guidance
 from ...sampling.loop import denoise, noise_for, noise_mask_for, start_from
 from ...sampling.schedules import Levels, schedule_for
 from ...text.t5 import EMBEDS, MASK, batched, t5_embeds, t5_from_core
 from ...vae.fallback import decoded, encoded
+from .spec import CHANNELS, SPATIAL_RATIO, SPEC, TEMPORAL_RATIO
 
-CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 12, 8, 6
 THRESHOLD_NOISE = 0.025
-
-FAMILY = Family(
-    id="mochi",
-    title="Mochi 1",
-    pipelines={"MochiPipeline": "text"},
-    transformers=("MochiTransformer3DModel",),
-    parts={
-        "text_encoder": ("transformers", "T5EncoderModel"),
-        "transformer": ("diffusers", "MochiTransformer3DModel"),
-        "vae": ("diffusers", "AutoencoderKLMochi"),
-    },
-    tools={"tokenizer": "transformers", "scheduler": "diffusers"},
-    text_parts=("text_encoder",),
-    multiple=16,
-    stride=TEMPORAL_RATIO,
-    defaults=Defaults(width=848, height=480, frames=85, steps=64, fps=30.0, cfg=4.5, max_tokens=256),
-    effective=frozenset({"cfg", "cfg_start", "cfg_end", "negative", "shift", "sigmas", "latents", "noise_mask"}),
-    min_steps=2,
-    pages=("https://huggingface.co/genmo/mochi-1-preview",),
-    text_width="text_embed_dim",
-)
 
 
 def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> Prompt:
@@ -51,15 +30,10 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
 
     zeroed = bool(pipeline.tools["index"].get("force_zeros_for_empty_prompt", False))
     positive, opposite = t5_embeds(pipeline, MochiPipeline, request, progress, force_zeros_for_empty_prompt=zeroed)
-    return Prompt(FAMILY.id, positive, opposite)
+    return Prompt(SPEC.id, positive, opposite)
 
 
 prompt_from_core = t5_from_core
-
-
-def ratios(pipeline: Pipeline) -> tuple[int, int]:
-    """Pixels per latent row and column, and pixel frames per latent frame."""
-    return SPATIAL_RATIO, TEMPORAL_RATIO
 
 
 def encode_video(pipeline: Pipeline, frames: torch.Tensor, seed: int, progress: Progress) -> torch.Tensor:
@@ -111,7 +85,7 @@ def sample(
         )
     return Latents(
         _from_model(pipeline, latents.cpu()),
-        FAMILY.id,
+        SPEC.id,
         "text",
         settings.frames,
         settings.height,
@@ -120,6 +94,18 @@ def sample(
         settings.seed,
         extra={"generator_state": state_of(generator)},
     )
+
+
+def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.Tensor:
+    """The velocity, noise minus data, for a sampler of core's."""
+    output: torch.Tensor = transformer(
+        hidden_states=call.latents,
+        encoder_hidden_states=call.embeds,
+        timestep=(TIME - call.time).to(call.latents.dtype),
+        encoder_attention_mask=call.valid,
+        return_dict=False,
+    )[0]
+    return -output.float()  # the model predicts data minus noise
 
 
 def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form | None = None) -> torch.Tensor:

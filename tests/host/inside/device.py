@@ -76,7 +76,7 @@ def encoded(pipeline: Pipeline, name: str, progress: Any = None) -> tuple[Any, A
     progress, image = progress or Silent(), None
     if CASES[name][2]:
         image = stages.encode_image(pipeline, ImageRequest(PICTURE, SIDE, SIDE), "stretch", progress)
-    looks = "image" in stages.family_named(pipeline.family).FAMILY.effective
+    looks = "image" in pipeline.spec.effective
     request = PromptRequest("a red fox", "blurry", image=PICTURE if CASES[name][2] and looks else None)
     return stages.encode_prompt(pipeline, request, progress), image
 

@@ -53,14 +53,13 @@ DEPTH = {"num_layers": 24, "num_single_layers": 12}  # weights far above activat
 def deep(name: str, **chosen: Any) -> Any:
     """The pipeline of a case whose transformer has many more blocks, with random weights that a seed fixes."""
     from anygpu.compat.packages import attribute
-    from anygpu.pipelines.registry import family_named
 
     pipeline = loaded_for(name, **chosen)
     core_outputs.beside(pipeline)
     config = dict(pipeline.configs["transformer"])
     deeper = 2 if pipeline.family == "framepack" else 1  # its history is many tokens
     depth = {key: value * deeper for key, value in DEPTH.items() if key in config}
-    kind: Any = attribute("diffusers", family_named(pipeline.family).FAMILY.transformers[0])
+    kind: Any = attribute("diffusers", pipeline.spec.transformer_classes[0])
 
     def read(progress: Any) -> nn.Module:
         with torch.inference_mode(False), torch.random.fork_rng(devices=[]):

@@ -1,0 +1,14 @@
+"""Factors of the memory forecast; written by ``python benchmarks/memory_fits.py``."""
+
+from __future__ import annotations
+
+from ...family import Fit
+
+FIT = Fit(
+    tokens=13.18,
+    latents=1.13,
+    pixels=4.53,
+    plain=5.6,
+    text=4.31,
+    streamed=13.29,
+)
