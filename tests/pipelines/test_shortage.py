@@ -26,7 +26,9 @@ def pipeline(device: str = "cuda", mode: str = "none") -> SimpleNamespace:
     where = torch.device("cpu" if device == "cpu" else "meta")
     offloader = SimpleNamespace(device=where, mode=mode, memory_stats=MemoryStats())
     facts = SimpleNamespace(name="RTX")
-    return SimpleNamespace(family="ltx", variant="dev", offloader=offloader, facts=facts, speed=None)
+    return SimpleNamespace(
+        spec=FAMILIES["ltx"], family="ltx", variant="dev", offloader=offloader, facts=facts, speed=None
+    )
 
 
 @pytest.mark.parametrize(
