@@ -13,7 +13,7 @@ from torch import nn
 from ..pipelines import stages
 from ..pipelines.base import Pipeline
 from ..pipelines.latents import convert as latent_format
-from ..pipelines.vae.video import encoded
+from ..pipelines.vae.fallback import encoded
 from .memory_manager import PartPatcher, comfy_offloader
 from .progress import NodeProgress
 

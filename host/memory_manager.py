@@ -24,12 +24,12 @@ from torch import nn
 from ..compat.checkpoints.packed import outlined
 from ..compat.device.execution import HOST
 from ..compat.errors import InputError
+from ..compat.failures import MEMORY, kind_of
 from ..compat.memory.adapters import Adapters, adapters_on
 from ..compat.memory.host_weights import DISK
 from ..compat.memory.offloader import HOSTED, OffloadOptions, placement
 from ..compat.memory.parts import Parts, StageText, denoises, role_of
 from ..compat.memory.statistics import MemoryStats, amount
-from ..pipelines.vae.fallback import MEMORY, kind_of
 from . import patches
 from .casting import CastLeaf, bytes_of, fixed_tensors, make_native, make_plain, send, send_home
 

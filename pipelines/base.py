@@ -44,6 +44,29 @@ class Progress(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Portion:
+    """The progress of one of ``count`` equal parts of a work, each called a ``name``."""
+
+    whole: Progress
+    index: int
+    count: int
+    name: str
+
+    def step(self, done: int, total: int, stage: str, preview: Callable[[], torch.Tensor] | None = None) -> None:
+        """Report ``done`` of ``total`` in this part as a share of the whole."""
+        part = StageText(stage, f"{self.name} {self.index + 1} of {self.count}", True) if self.count > 1 else stage
+        self.whole.step(self.index * total + done, self.count * total, part, preview)
+
+    def check(self) -> None:
+        """Raise when the user has cancelled."""
+        self.whole.check()
+
+    def notify(self, text: str) -> None:
+        """One line that the user should read."""
+        self.whole.notify(text)
+
+
+@dataclass(frozen=True, slots=True)
 class Pipeline(Hosted):
     """A pipeline that is ready to run: what it is, its parts, and what was decided for this device.
 

@@ -12,10 +12,11 @@ from typing import Any
 from torch import nn
 
 from ..compat.device.execution import COMPILED
+from ..compat.failures import MEMORY, kind_of
 from ..compat.memory.statistics import stage_cost
 from ..compat.transforms.order import Order, Step
 from .base import Latents, Pipeline, Progress, SampleSettings
-from .memory.shortage import shortage_explained
+from .memory.shortage import EXPLAINED, explain_shortage
 
 RANGE = "anygpu"  # begins the name of every range of ours
 
@@ -105,9 +106,13 @@ def running(
     with (
         nullcontext() if profile is None else profile.stage(stage.range),
         stage_cost(pipeline, stage.cost, progress),
-        shortage_explained(pipeline, pipeline.spec, stage.title, size, hint),
     ):
-        yield
+        try:
+            yield
+        except Exception as error:
+            if kind_of(error) != MEMORY or hasattr(error, EXPLAINED):
+                raise
+            raise explain_shortage(error, pipeline, pipeline.spec, stage.title, size, hint) from error
 
 
 def ranged(part: str, module: nn.Module) -> Callable[[], None] | None:

@@ -208,7 +208,8 @@ def sampling_speed(pipeline: Pipeline, settings: SampleSettings, progress: Progr
     """
     cache, speed = pipeline.step_cache, pipeline.speed
     with ExitStack() as stack:
-        stack.enter_context(fp16_sums(speed is not None and speed.request.fp16_sums))
+        if speed is not None and speed.request.fp16_sums:
+            stack.enter_context(fp16_sums())
         counts: dict[str, Any] = {}
         for part in () if cache is None else pipeline.spec.transformers:
             transformer = pipeline.parts.read(part, progress)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..compat.device.vae_policy import Form
-from ..compat.errors import InputError, UnsupportedError
+from ..compat.errors import CheckpointError, InputError, UnsupportedError
 from ..compat.output_check import fault_in_latents
 from .base import (
     FramePackSettings,
@@ -31,7 +31,6 @@ from .profiling import Stage, running
 from .sampling.loop import NotFinite, fall_back_to_fp32, require_finite, retries
 from .sampling.resume import Keeper, Remembered
 from .speed import sampling_speed
-from .text.prompt_files import require_text_encoder
 from .text.t5 import described
 
 MOST_TOKENS = 1024
@@ -69,7 +68,7 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
         InputError: an empty or over-long prompt, or a template without its place for the prompt.
     """
     family = pipeline.spec
-    require_text_encoder(pipeline)
+    _require_text_encoder(pipeline, family)
     if not request.text.strip():
         raise InputError("an empty prompt", expected="a text that describes the video", fix="Type a prompt.")
     limit = request.max_tokens or of_checkpoint(pipeline).defaults.max_tokens
@@ -454,6 +453,16 @@ def _with_latents(family: FamilySpec, settings: SampleSettings, progress: Progre
     if found != asked:
         progress.notify("size {}x{}, {} frames taken from the latents".format(*found))
     return replace(settings, width=found[0], height=found[1], frames=found[2])
+
+
+def _require_text_encoder(pipeline: Pipeline, family: FamilySpec) -> None:
+    missing = [part for part in family.text_parts if part not in pipeline.parts.readers]
+    if missing:
+        raise CheckpointError(
+            f"no {missing[0]} for {str(pipeline.source)!r}",
+            expected=f"the text encoders of {family.title}",
+            fix="Download the missing folder, or connect AnyGPU Load Prompt or core CONDITIONING instead.",
+        )
 
 
 def _require_image(pipeline: Pipeline, family: FamilySpec, image: ImageCondition | None) -> None:

@@ -153,11 +153,8 @@ def require_fp16_sums(facts: DeviceFacts, dtype: torch.dtype) -> None:
 
 
 @contextmanager
-def fp16_sums(active: bool) -> Iterator[None]:
-    """Products inside sum in fp16 where ``active``; then torch's switch is as it was."""
-    if not active:
-        yield
-        return
+def fp16_sums() -> Iterator[None]:
+    """Products inside sum in fp16; then torch's switch is as it was."""
     products: Any = torch.backends.cuda.matmul
     before = getattr(products, SUMS_SWITCH)
     setattr(products, SUMS_SWITCH, True)

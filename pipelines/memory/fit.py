@@ -20,6 +20,7 @@ from ...compat.decision import Decision
 from ...compat.device.execution import HOST
 from ...compat.device.facts import GIBIBYTE, DeviceFacts, empty_cache, facts_for, free_bytes, locks_host_memory
 from ...compat.errors import InputError, PackError, UnsupportedError
+from ...compat.failures import MEMORY, kind_of
 from ...compat.memory.estimates import PartBytes
 from ...compat.memory.host_weights import DISK, HostWeights, choose_host_weights
 from ...compat.memory.offloader import HOSTED, MODES, Offloader, OffloadOptions
@@ -28,7 +29,6 @@ from ...compat.memory.transfer import on_device
 from ...compat.transforms import compile as compiling
 from ..base import Pipeline, Progress
 from ..loading.part import PartFiles
-from ..vae.fallback import MEMORY, kind_of
 from .estimates import MARGIN, TRANSFORMER, VAE, Size, forecast, transformer_bytes
 
 GIVEN_UP = "_anygpu_given_up"  # on an error that every way on was tried for

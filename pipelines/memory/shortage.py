@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +13,6 @@ from ...compat.errors import remember
 from ..base import Latents, Pipeline, SampleSettings
 from ..family import FamilySpec
 from ..grid import SMALLEST_SIDE
-from ..vae.fallback import MEMORY, kind_of
 
 UNITS = {"bytes": 1, "B": 1, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3, "KB": 1e3, "MB": 1e6, "GB": 1e9}
 ASKED = re.compile(r"tried to allocate ([\d.]+) (\w+)", re.IGNORECASE)
@@ -57,32 +54,31 @@ def shortage_in(error: BaseException, free: int | None = None) -> Shortage:
     return Shortage(wanted, left)
 
 
-@contextmanager
-def shortage_explained(
-    pipeline: Pipeline, family: FamilySpec, stage: str, size: Latents | SampleSettings | None, hint: str = ""
-) -> Iterator[None]:
-    """Out-of-memory errors of the block, of their own class, with what to lower and by how much in their text.
+def explain_shortage(
+    error: BaseException,
+    pipeline: Pipeline,
+    family: FamilySpec,
+    stage: str,
+    size: Latents | SampleSettings | None,
+    hint: str = "",
+) -> BaseException:
+    """``error`` of a stage that ran out of memory, of its own class, with what to lower and by how much in its text.
 
     Args:
         stage: such as ``sampling``.
-        size: what has the width, height and frames that ran out; None for a stage that they do not matter to.
+        size: has the width, height and frames that ran out; None for a stage that they do not matter to.
         hint: a way out that only this stage has; it comes first.
     """
-    try:
-        yield
-    except Exception as error:
-        if kind_of(error) != MEMORY or hasattr(error, EXPLAINED):
-            raise
-        short = shortage_in(error, free_bytes(pipeline.offloader.device))
-        fixes = lowered(pipeline, family, size, short, hint)
-        shape = "" if size is None else f" {size.width}x{size.height}, {size.frames} frames"
-        kind = type(error) if isinstance(error, torch.OutOfMemoryError) else torch.OutOfMemoryError
-        found = f"out of memory while {stage}{shape} on {pipeline.facts.name} ({short})"
-        expected, fix = f"about {short.share:.0%} of that", f"{', or '.join(fixes)}."
-        text = f"{found}; expected {expected}. {fix}\n{' '.join(str(error).split())}"
-        explained = kind(remember(text, found, expected, fix))
-        setattr(explained, EXPLAINED, True)
-        raise explained from error
+    short = shortage_in(error, free_bytes(pipeline.offloader.device))
+    fixes = lowered(pipeline, family, size, short, hint)
+    shape = "" if size is None else f" {size.width}x{size.height}, {size.frames} frames"
+    kind = type(error) if isinstance(error, torch.OutOfMemoryError) else torch.OutOfMemoryError
+    found = f"out of memory while {stage}{shape} on {pipeline.facts.name} ({short})"
+    expected, fix = f"about {short.share:.0%} of that", f"{', or '.join(fixes)}."
+    text = f"{found}; expected {expected}. {fix}\n{' '.join(str(error).split())}"
+    explained = kind(remember(text, found, expected, fix))
+    setattr(explained, EXPLAINED, True)
+    return explained
 
 
 def lowered(

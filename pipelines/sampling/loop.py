@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
 
 from ...compat.errors import InputError
-from ..base import Pipeline, Progress
-from ..vae.fallback import MEMORY, kind_of
+from ...compat.failures import MEMORY, kind_of
+from ..base import Pipeline, Progress, SampleSettings
 from .schedules import Schedule
 
 Predict = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
@@ -19,11 +20,12 @@ TO_FP32 = "fp16-safe gave values that are not finite: the transformer is read ag
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """The part of a video that a noise mask keeps.
+class NoiseMask:
+    """Where to sample, and what the rest of the video is.
 
     Args:
-        clean, noise: shaped as the latents that are sampled. mask: 1 where to sample, 0 where to keep.
+        clean, noise: shaped as the latents that are sampled.
+        mask: 1 where to sample, 0 where the clean latents stay.
     """
 
     clean: torch.Tensor
@@ -31,9 +33,19 @@ class Kept:
     mask: torch.Tensor
 
     def over(self, latents: torch.Tensor, level: float) -> torch.Tensor:
-        """``latents`` with the kept part at noise ``level``."""
-        kept = (1.0 - level) * self.clean + level * self.noise
-        return self.mask * latents + (1.0 - self.mask) * kept
+        """``latents`` with the part that stays at noise ``level``."""
+        rest = (1.0 - level) * self.clean + level * self.noise
+        return self.mask * latents + (1.0 - self.mask) * rest
+
+
+def noise_mask_for(settings: SampleSettings, clean: torch.Tensor | None, noise: torch.Tensor) -> NoiseMask | None:
+    """The noise mask of ``settings``, in the size of the latents; None without one or without latents that may stay."""
+    if settings.noise_mask is None or clean is None:
+        return None
+    mask = settings.noise_mask.float()
+    mask = mask.reshape(1, 1, -1, *mask.shape[-2:])
+    mask = functional.interpolate(mask, size=clean.shape[2:], mode="nearest").to(clean)
+    return NoiseMask(clean, noise, mask)
 
 
 def noise_for(shape: tuple[int, ...], generator: torch.Generator, device: torch.device) -> torch.Tensor:
@@ -56,7 +68,7 @@ def denoise(
     *,
     progress: Progress,
     stage: str = "sampling",
-    kept: Kept | None = None,
+    noise_mask: NoiseMask | None = None,
     preview: Callable[[torch.Tensor], torch.Tensor] | None = None,
     step: Callable[[torch.Tensor, int, torch.Tensor], torch.Tensor] | None = None,
     again: Again | None = None,
@@ -82,8 +94,8 @@ def denoise(
             with attempt:
                 output = predict(before, time, index).float()
                 latents = advance(output, index, before)
-                if kept is not None:
-                    latents = kept.over(latents, schedule.levels[index + 1])
+                if noise_mask is not None:
+                    latents = noise_mask.over(latents, schedule.levels[index + 1])
                 if index == 0:  # a transformer that overflows does so at once: hours are not spent on a black video
                     require_finite(latents, "latents after the first step")
                 if index == count - 1:
@@ -180,8 +192,8 @@ def _later(
     """The clean estimate for a preview; made on the host where the device has no room for it."""
 
     def made(output: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
-        found = clean(output, index, latents) if output.shape == latents.shape else latents
-        return shaped(found) if shaped is not None else found
+        video = clean(output, index, latents) if output.shape == latents.shape else latents
+        return shaped(video) if shaped is not None else video
 
     def estimate() -> torch.Tensor:
         try:

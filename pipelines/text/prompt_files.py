@@ -11,7 +11,7 @@ import torch
 
 from ...compat.checkpoints.latents import finite, read_record, record_in, require_version, write_record
 from ...compat.errors import CheckpointError
-from ..base import Pipeline, Prompt
+from ..base import Prompt
 from ..latents import musubi
 from ..latents.store import PROMPT, Origin
 from ..registry import FAMILIES
@@ -56,22 +56,6 @@ def load_prompt(path: Path, notify: Callable[[str], None]) -> Prompt:
     for name, tensor in (item for group in groups for item in group.items()):
         finite(tensor, f"prompt ({name})", "refuse")
     return prompt
-
-
-def require_text_encoder(pipeline: Pipeline) -> None:
-    """Raise when this pipeline was loaded without its text encoders.
-
-    Raises:
-        CheckpointError: names what is missing, and what stands in for it.
-    """
-    family = pipeline.spec
-    missing = [part for part in family.text_parts if part not in pipeline.parts.readers]
-    if missing:
-        raise CheckpointError(
-            f"no {missing[0]} for {str(pipeline.source)!r}",
-            expected=f"the text encoders of {family.title}",
-            fix="Download the missing folder, or connect AnyGPU Load Prompt or core CONDITIONING instead.",
-        )
 
 
 def _named(group: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

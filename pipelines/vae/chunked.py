@@ -28,12 +28,6 @@ MOCHI_CONV = f"{AUTOENCODERS}cogvideox.CogVideoXCausalConv3d"
 CONVS = (MOCHI_CONV, f"{AUTOENCODERS}hunyuanvideo15.HunyuanVideo15CausalConv3d")
 UPSAMPLE = f"{AUTOENCODERS}hunyuanvideo15.HunyuanVideo15Upsample"
 ATTENTION = f"{AUTOENCODERS}hunyuanvideo15.HunyuanVideo15AttnBlock"
-CAUSAL = (f"{AUTOENCODERS}mochi.AutoencoderKLMochi", f"{AUTOENCODERS}hunyuanvideo15.AutoencoderKLHunyuanVideo15")
-
-
-def is_causal(vae: nn.Module) -> bool:
-    """Whether the decoder of ``vae`` never looks ahead, so that it can be cut in time exactly."""
-    return full_name(vae) in CAUSAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +119,9 @@ def remembering(vae: Any, past: Past) -> Iterator[None]:
     """Each causal layer of the decoder of ``vae`` takes the frames before from ``past`` and leaves its own there.
 
     Compiled blocks run as they are, since a graph would hold what is remembered now.
+
+    Raises:
+        ValueError: a decoder without causal layers, which cannot be cut in time.
     """
     changed: list[tuple[nn.Module, Any]] = []
     try:
@@ -133,6 +130,8 @@ def remembering(vae: Any, past: Past) -> Iterator[None]:
             if made is not None:
                 changed.append((layer, vars(layer).get("forward")))
                 layer.forward = types.MethodType(made(past, vars(layer).get("attend")), layer)
+        if not changed:
+            raise ValueError(f"a {type(vae).__name__} decoded in chunks of time: its decoder looks ahead")
         with uncompiled(vae.decoder):
             yield
     finally:
@@ -149,8 +148,8 @@ def _conv(past: Past, _: Any) -> Callable[..., Any]:
             before = past.before(layer)
             x = torch.cat([x[:, :, :1].expand(-1, -1, reach, -1, -1) if before is None else before, x], dim=2)
             past.remember(layer, x[:, :, -reach:])
-        found = layer.conv(padded(x, (*layer.time_causal_padding[:4], 0, 0), layer.pad_mode))
-        return (found, None) if full_name(layer) == MOCHI_CONV else found
+        output = layer.conv(padded(x, (*layer.time_causal_padding[:4], 0, 0), layer.pad_mode))
+        return (output, None) if full_name(layer) == MOCHI_CONV else output
 
     return forward
 
@@ -163,12 +162,12 @@ def _upsample(past: Past, _: Any) -> Callable[..., Tensor]:
 
     def forward(layer: Any, x: Tensor) -> Tensor:
         if not past.frames or not layer.add_temporal_upsample:
-            found: Tensor = type(layer).forward(layer, x)
-            return found
+            first: Tensor = type(layer).forward(layer, x)
+            return first
         spread = layer._dcae_upsample_rearrange
         shortcut = spread(x, r1=2, r2=2, r3=2).repeat_interleave(repeats=layer.repeats, dim=1)
-        found = spread(layer.conv(x), r1=2, r2=2, r3=2) + shortcut
-        return found
+        later: Tensor = spread(layer.conv(x), r1=2, r2=2, r3=2) + shortcut
+        return later
 
     return forward
 
@@ -183,13 +182,13 @@ def _attention(past: Past, attend: Any) -> Callable[..., Tensor]:
         before = past.before(layer)
         past.remember(layer, own)
         key, value = (own if before is None else torch.cat([before, own], dim=2)).chunk(2, dim=1)
-        found, frames = [], x.shape[2]
+        attended, frames = [], x.shape[2]
         for index in range(frames):
             seen = key.shape[2] - frames + index + 1
-            found.append(
+            attended.append(
                 attend(_tokens(query[:, :, index : index + 1]), _tokens(key[:, :, :seen]), _tokens(value[:, :, :seen]))
             )
-        cells = torch.cat(found, dim=2).squeeze(1).unflatten(1, x.shape[2:]).permute(0, 4, 1, 2, 3)
+        cells = torch.cat(attended, dim=2).squeeze(1).unflatten(1, x.shape[2:]).permute(0, 4, 1, 2, 3)
         result: Tensor = layer.proj_out(cells) + x
         return result
 

@@ -1,15 +1,17 @@
-"""The ladder of attempts ends, keeps what the user chose, and the switches and tiles around a VAE come back."""
+"""Decode fallbacks end and keep what the user chose, and the switches and tiles around a VAE come back."""
 
 from __future__ import annotations
 
 import itertools
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from anygpu.compat.device.quirks import DevicePolicy
 from anygpu.compat.device.vae_policy import convolution_switches, largest_buffer_bytes, straightened, tiled, tiles_below
 from anygpu.compat.errors import InputError, UnsupportedError
+from anygpu.compat.failures import KERNEL, MEMORY, VALUES, kind_of
 from anygpu.compat.output_check import (
     BROKEN,
     COLOUR,
@@ -20,47 +22,72 @@ from anygpu.compat.output_check import (
     fault_in_frames,
     fault_in_latents,
 )
-from anygpu.pipelines.vae.fallback import KERNEL, MEMORY, VALUES, Allowed, Attempt, following, kind_of
+from anygpu.pipelines.vae.plan import Attempt, decode_forms, next_attempt
 from torch import nn
 
-BF16, FP32 = torch.bfloat16, torch.float32
-ALL = Allowed(dtype=True, host=True, tiles=(256, 128))
+BF16 = torch.bfloat16
+TILED = {"tiles": (256, 128), "host": True}
+CAUSAL = {"counts": (0, 2, 1), "streams": (256, 128), **TILED}
+CPU = "whole in fp32 on the CPU, which is slow"
 
 
-def ladder(kind: str, allowed: Allowed, text: str = "") -> list[str]:
-    found, attempt = [], Attempt(BF16)
-    while (attempt := following(attempt, kind, text, allowed)) is not None:
-        found.append(str(attempt))
-        assert len(found) < 10, "the ladder does not end"
-    return found
+def fallbacks(kind: str, text: str = "", automatic: bool = True, first: int = 0, **allowed: Any) -> list[str]:
+    """What is tried, in words, while every attempt from form ``first`` on fails."""
+    forms = decode_forms(Attempt(BF16), **allowed)
+    attempt, tried = forms[first], []
+    while (attempt := next_attempt(attempt, kind, text, forms, automatic)) is not None:
+        tried.append(str(attempt))
+        assert len(tried) < 20, "the fallbacks do not end"
+    return tried
+
+
+def forms_of(**allowed: Any) -> list[str]:
+    return [str(form).removesuffix(" in bf16") for form in decode_forms(Attempt(BF16), **allowed)]
+
+
+def test_exact_forms_come_before_seams():
+    chunks = ["in chunks of 2 latent frames", "in chunks of 1 latent frame"]
+    layers = [f"{chunks[1]}, layer by layer over {side} pixels" for side in (256, 128)]
+    tiles = [f"in tiles of {side} pixels, {chunks[1]}" for side in (256, 128)]
+    assert forms_of(**CAUSAL) == ["whole", *chunks, *layers, *tiles, CPU]
+    assert fallbacks(MEMORY, **CAUSAL)[:-1] == [f"{form} in bf16" for form in (*chunks, *layers, *tiles)]
+
+
+def test_tiles_that_are_a_choice_come_before_the_slow_way():
+    chunks = ["whole", "in chunks of 2 latent frames", "in chunks of 1 latent frame"]
+    tiles = ["in tiles of 256 pixels", *(f"in tiles of 256 pixels, {form}" for form in chunks[1:])]
+    smaller = f"in tiles of 128 pixels, {chunks[2]}"
+    layers = [f"{chunks[2]}, layer by layer over {side} pixels" for side in (256, 128)]
+    cpu = "in tiles of 256 pixels in fp32 on the CPU, which is slow"
+    assert forms_of(start=256, **CAUSAL) == [*chunks, *tiles, smaller, *layers, cpu]
+    assert forms_of(start=256, whole_first=False, **CAUSAL) == [*tiles, smaller, *layers, cpu]
 
 
 def test_bad_values_go_to_fp32_then_tiles_then_the_cpu():
-    cpu = "whole in fp32 on the CPU, which is slow"
-    steps = ["whole in fp32", "in tiles of 256 pixels in fp32", "in tiles of 128 pixels in fp32", cpu]
-    assert ladder(VALUES, ALL) == ladder(KERNEL, ALL) == steps
+    steps = ["whole in fp32", "in tiles of 256 pixels in fp32", "in tiles of 128 pixels in fp32", CPU]
+    assert fallbacks(VALUES, **TILED) == fallbacks(KERNEL, **TILED) == steps
+    assert fallbacks(VALUES, **CAUSAL, first=3)[1:] == [CPU], "layer by layer nothing is smaller than the CPU's way"
 
 
-def test_memory_goes_to_tiles_first_and_keeps_the_dtype():
-    steps = ladder(MEMORY, ALL)
-    assert steps[:2] == ["in tiles of 256 pixels in bf16", "in tiles of 128 pixels in bf16"]
-    assert "CPU" in steps[2] and len(steps) == 3
+def test_memory_keeps_the_dtype():
+    steps = fallbacks(MEMORY, **TILED)
+    assert steps == ["in tiles of 256 pixels in bf16", "in tiles of 128 pixels in bf16", CPU]
 
 
 def test_a_chosen_precision_is_never_left():
-    chosen = Allowed(dtype=False, host=False, tiles=(256,))
-    assert ladder(VALUES, chosen) == ladder(MEMORY, chosen) == ["in tiles of 256 pixels in bf16"]
-    assert ladder(VALUES, Allowed(False, False, ())) == []
+    steps = ["in tiles of 256 pixels in bf16"]
+    assert fallbacks(VALUES, automatic=False, tiles=(256,)) == fallbacks(MEMORY, automatic=False, tiles=(256,)) == steps
+    assert fallbacks(VALUES, automatic=False) == []
 
 
 def test_an_error_of_miopen_is_tried_once_without_it():
-    steps = ladder(KERNEL, Allowed(False, False, ()), text="miopenStatusUnknownError")
-    assert steps == ["whole in bf16 without MIOpen"]
+    assert fallbacks(KERNEL, "miopenStatusUnknownError", automatic=False) == ["whole in bf16 without MIOpen"]
 
 
-def test_every_ladder_ends():
-    for kind, dtype, host in itertools.product((MEMORY, KERNEL, VALUES), (False, True), (False, True)):
-        ladder(kind, Allowed(dtype, host, (256, 128, 64), 128), text="MIOpen")
+def test_every_list_of_fallbacks_ends():
+    for kind, automatic, host in itertools.product((MEMORY, KERNEL, VALUES), (False, True), (False, True)):
+        for start in (0, 256):
+            fallbacks(kind, "MIOpen", automatic, start=start, **{**CAUSAL, "host": host})
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_refused_where_torch_lacks_it(monkeypatch):
 def test_the_switch_comes_back_after_an_error_too(before):
     try:
         torch.backends.cuda.matmul.allow_fp16_accumulation = before
-        with pytest.raises(RuntimeError, match="inside"), sums.fp16_sums(True):
+        with pytest.raises(RuntimeError, match="inside"), sums.fp16_sums():
             assert switch()
             raise RuntimeError("inside")
         assert switch() is before

@@ -7,9 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from anygpu.compat.errors import parts_of
-from anygpu.pipelines.base import SampleSettings
-from anygpu.pipelines.memory.shortage import Shortage, lowered, shortage_explained, shortage_in
+from anygpu.compat.memory.statistics import MemoryStats
+from anygpu.pipelines.base import SampleSettings, Silent
+from anygpu.pipelines.memory.shortage import Shortage, explain_shortage, lowered, shortage_in
+from anygpu.pipelines.profiling import running
 from anygpu.pipelines.registry import FAMILIES
+from anygpu.pipelines.stages import DECODING, SAMPLING
 
 CUDA = (
     "CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0 has a total capacity of 8.00 GiB of which 1.00 GiB is free. "
@@ -20,8 +23,12 @@ HOST = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 b
 
 
 def pipeline(device: str = "cuda", mode: str = "none") -> SimpleNamespace:
-    offloader = SimpleNamespace(device=torch.device("cpu" if device == "cpu" else "meta"), mode=mode)
-    return SimpleNamespace(offloader=offloader, facts=SimpleNamespace(name="RTX"))
+    where = torch.device("cpu" if device == "cpu" else "meta")
+    offloader = SimpleNamespace(device=where, mode=mode, memory_stats=MemoryStats())
+    facts = SimpleNamespace(name="RTX")
+    return SimpleNamespace(
+        spec=FAMILIES["ltx"], family="ltx", variant="dev", offloader=offloader, facts=facts, speed=None
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,30 +71,31 @@ def test_offload_is_proposed_only_where_it_helps(device, mode, said):
     assert ("ffload to group" in words) is said
 
 
+SIZE = SampleSettings(704, 480, 97)
+
+
 @pytest.mark.parametrize("kind", [torch.OutOfMemoryError, RuntimeError])
-def test_the_error_keeps_torch_s_class_and_cause(kind):
-    size = SampleSettings(704, 480, 97)
-    with (
-        pytest.raises(
-            torch.OutOfMemoryError, match=r"out of memory while sampling 704x480, 97 frames on RTX \(4.3 GB"
-        ) as told,
-        shortage_explained(pipeline(), FAMILIES["ltx"], "sampling", size),
-    ):
-        raise kind(CUDA)
-    first, second = str(told.value).splitlines()
+def test_the_error_keeps_torch_s_class_and_words(kind):
+    told = explain_shortage(kind(CUDA), pipeline(), FAMILIES["ltx"], "sampling", SIZE)
+    assert isinstance(told, torch.OutOfMemoryError)
+    first, second = str(told).splitlines()
+    assert first.startswith("out of memory while sampling 704x480, 97 frames on RTX (4.3 GB")
     assert "; expected about 20% of that. Set offload to group" in first and "lower frames from 97 to 17" in first
-    assert parts_of(str(told.value))["expected"] == "about 20% of that"
-    assert second.startswith("CUDA out of memory") and isinstance(told.value.__cause__, kind)
+    assert parts_of(str(told))["expected"] == "about 20% of that"
+    assert second.startswith("CUDA out of memory")
 
 
-def test_an_error_is_explained_once_and_others_are_left_alone():
-    size = SampleSettings(704, 480, 97)
-    with pytest.raises(ValueError, match=r"^other$"), shortage_explained(pipeline(), FAMILIES["ltx"], "sampling", size):
-        raise ValueError("other")
+CASES = [(RuntimeError(CUDA), torch.OutOfMemoryError), (ValueError("other"), ValueError)]
+
+
+@pytest.mark.parametrize(("error", "raised"), CASES)
+def test_a_stage_explains_a_shortage_once_and_leaves_other_errors_alone(error, raised):
+    whole = pipeline("cpu")
     with (
-        pytest.raises(torch.OutOfMemoryError) as told,
-        shortage_explained(pipeline(), FAMILIES["ltx"], "sampling", size),
-        shortage_explained(pipeline(), FAMILIES["ltx"], "decoding", size),
+        pytest.raises(raised) as told,
+        running(DECODING, whole, Silent(), SIZE),
+        running(SAMPLING, whole, Silent(), SIZE),
     ):
-        raise torch.OutOfMemoryError(CUDA)
-    assert str(told.value).count("; expected") == 1
+        raise error
+    assert str(told.value).count("; expected") == (raised is not ValueError)
+    assert (told.value.__cause__ is error) == (raised is not ValueError)

@@ -10,7 +10,7 @@ from ....compat.device.execution import checked_leaves, execution_device
 from ....compat.errors import InputError
 from ...base import FramePackSettings, ImageCondition, ImageRequest, Pipeline, Progress, StageText
 from ...pictures import signed
-from ...vae.video import encoded_moments
+from ...vae.fallback import encoded_moments
 
 START, END, VISION = "start", "end", "vision"
 PLACES = {0: START, -1: END}

@@ -19,6 +19,7 @@ from ...base import (
     ImageCondition,
     Latents,
     Pipeline,
+    Portion,
     Progress,
     Prompt,
     PromptRequest,
@@ -34,11 +35,11 @@ from ...sampling.resume import Keeper, Standing
 from ...sampling.schedules import Levels, schedule_for
 from ...text.llama import POOLED, llama_embeds, llama_from_core
 from ...text.t5 import EMBEDS, MASK, described
-from ...vae.checked import decoding
+from ...vae.fallback import decoding
 from .keyframes import END, START, VISION, drawn, end_strength
 from .keyframes import encode_image as encode_image
 from .resume import resume_key
-from .sections import History, Plan, Portion, joined, plan_for, spans
+from .sections import History, Plan, joined, plan_for, spans
 from .spec import F1, I2V, SPEC, TEMPORAL_RATIO
 from .training import training_plan as training_plan
 from .training import training_sections as training_sections
@@ -144,7 +145,7 @@ def sample(
     with hold as transformer, checked_leaves(transformer, progress.check):
         for index in range(len(history.lengths), plan.count):
             forward = _forward(pipeline, transformer, history, image.tensors[VISION].to(device), settings)
-            noise, part = noise_for(shape, generator, device), Portion(progress, index, plan.count)
+            noise, part = noise_for(shape, generator, device), Portion(progress, index, plan.count, "section")
             history.add(_section(pipeline, forward, texts[plan.place(index)], settings, noise, part))
             found = described(_so_far(pipeline, history, settings, generator), prompt)
             if keeper is not None:
@@ -190,7 +191,7 @@ def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form 
     largest = max((latents.samples[:, :, cut].shape for cut in cuts), key=math.prod)
     with decoding(pipeline, largest, progress, form) as passes:
         videos = (
-            passes.decode(latents.samples[:, :, cut], Portion(progress, index, len(cuts)))
+            passes.decode(latents.samples[:, :, cut], Portion(progress, index, len(cuts), "section"))
             for index, cut in enumerate(cuts)
         )
         return joined(videos, window, inverted)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
 from ....compat.errors import InputError
-from ...base import SECTION_ORDERS, FramePackSettings, Progress, StageText
+from ...base import SECTION_ORDERS, FramePackSettings
 from ...pictures import unsigned
 from ...sampling.resume import Standing
 from .spec import F1, TEMPORAL_RATIO
@@ -171,28 +171,6 @@ class History:
     def resume(self, standing: Standing) -> None:
         """Take in the sections of an earlier sampling of the same video."""
         self.latents, self.lengths = standing.latents, list(standing.lengths)
-
-
-@dataclass(frozen=True, slots=True)
-class Portion:
-    """The progress of one of ``count`` equal parts of a work."""
-
-    whole: Progress
-    index: int
-    count: int
-
-    def step(self, done: int, total: int, stage: str, preview: Callable[[], torch.Tensor] | None = None) -> None:
-        """Report ``done`` of ``total`` in this part as a share of the whole."""
-        name = StageText(stage, f"section {self.index + 1} of {self.count}", True) if self.count > 1 else stage
-        self.whole.step(self.index * total + done, self.count * total, name, preview)
-
-    def check(self) -> None:
-        """Raise when the user has cancelled."""
-        self.whole.check()
-
-    def notify(self, text: str) -> None:
-        """One line that the user should read."""
-        self.whole.notify(text)
 
 
 def spans(lengths: Sequence[int], window: int, inverted: bool) -> list[slice]:

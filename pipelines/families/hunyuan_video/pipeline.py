@@ -23,11 +23,11 @@ from ...memory.estimates import beside_transformer
 from ...memory.fit import recovery
 from ...sampling.core_sampler import Call, guidance_of, required
 from ...sampling.guidance import Guidance
-from ...sampling.loop import Kept, denoise, noise_for, start_from
+from ...sampling.loop import NoiseMask, denoise, noise_for, noise_mask_for, start_from
 from ...sampling.schedules import Levels, schedule_for
 from ...text.llama import POOLED, Sight, llama_embeds, llama_from_core
 from ...text.t5 import EMBEDS, MASK
-from ...vae.video import decoded, encoded, kept_part
+from ...vae.fallback import decoded, encoded
 from .spec import CHANNELS, SPATIAL_RATIO, SPEC, TEMPORAL_RATIO
 
 TOKEN_REPLACE, LATENT_CONCAT = "token_replace", "latent_concat"
@@ -130,17 +130,17 @@ def sample(
         share = torch.tensor([NOISE_SHARE], device=device)
         noise = noise * share + picture.repeat(1, 1, frames, 1, 1) * (1 - share)
     clean = None if settings.latents is None else settings.latents.samples.to(device) * scale
-    start, kept = start_from(clean, noise, schedule), kept_part(settings, clean, noise)
+    start, mask = start_from(clean, noise, schedule), noise_mask_for(settings, clean, noise)
     whole = _whole(kind, picture)
     if kind == TOKEN_REPLACE:
         # The first latent frame is the picture itself: it is seen, never sampled.
         start = _later(start)
-        kept = None if kept is None else Kept(_later(kept.clean), _later(kept.noise), _later(kept.mask))
+        mask = None if mask is None else NoiseMask(_later(mask.clean), _later(mask.noise), _later(mask.mask))
     hold = pipeline.offloader.hold("transformer", beside_transformer(pipeline, settings), progress)
     with hold as transformer, checked_leaves(transformer, progress.check):
         predict = _predictor(pipeline, transformer, prompt, settings, _given(kind, picture), len(schedule))
         again = recovery(pipeline, progress)
-        latents = denoise(start, schedule, predict, progress=progress, kept=kept, preview=whole, again=again)
+        latents = denoise(start, schedule, predict, progress=progress, noise_mask=mask, preview=whole, again=again)
     extra: dict[str, Any] = {"generator_state": state_of(generator)}
     if kind == LATENT_CONCAT:
         extra["drop_frames"] = DROPPED_FRAMES

@@ -28,12 +28,11 @@ from ...memory.estimates import beside_transformer
 from ...memory.fit import recovery
 from ...sampling.core_sampler import Call
 from ...sampling.guidance import Guidance
-from ...sampling.loop import denoise, noise_for, start_from
+from ...sampling.loop import denoise, noise_for, noise_mask_for, start_from
 from ...sampling.schedules import Levels, Schedule, schedule_for
 from ...text.qwen import EMBEDS_2, qwen_embeds, qwen_from_core
 from ...text.t5 import EMBEDS
-from ...vae.checked import watched
-from ...vae.video import decoded, encoded, kept_part
+from ...vae.fallback import decoded, encoded, watched
 from .spec import CHANNELS, SPATIAL_RATIO, SPEC, TEMPORAL_RATIO
 
 VISION_TOKENS = 729  # what SigLIP makes of 384 x 384 pixels
@@ -134,7 +133,7 @@ def sample(
             predict,
             progress=progress,
             again=recovery(pipeline, progress),
-            kept=kept_part(settings, clean, noise),
+            noise_mask=noise_mask_for(settings, clean, noise),
         )
     return Latents(
         latents.cpu() / scale,

@@ -15,7 +15,7 @@ from ...base import ImageCondition, ImageRequest, Pipeline, Progress, SampleSett
 from ...pictures import signed
 from ...sampling.loop import noise_for
 from ...sampling.schedules import TRAIN_TIMESTEPS, Schedule
-from ...vae.checked import encoding
+from ...vae.fallback import encoding
 from .spec import CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO
 
 MOMENTS, MEAN, STD = "moments", "latents_mean", "latents_std"

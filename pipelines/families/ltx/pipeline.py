@@ -30,10 +30,9 @@ from ...memory.fit import recovery
 from ...pictures import unsigned
 from ...sampling.core_sampler import Call
 from ...sampling.guidance import Guidance
-from ...sampling.loop import Kept, Predict, denoise, noise_for
+from ...sampling.loop import NoiseMask, Predict, denoise, noise_for, noise_mask_for
 from ...text.t5 import EMBEDS, MASK, batched, t5_embeds, t5_from_core
-from ...vae.checked import decoding
-from ...vae.video import kept_part
+from ...vae.fallback import decoding
 from .conditions import (
     MEAN,
     MOMENTS,
@@ -175,7 +174,7 @@ def sample(
             predict,
             progress=progress,
             again=recovery(pipeline, progress),
-            kept=_kept(canvas, start),
+            noise_mask=_noise_mask(canvas, start),
             preview=unpacked,
             step=walk.step,
         )
@@ -270,21 +269,21 @@ def _predictor(transformer: Any, dtype: torch.dtype, prompt: Prompt, settings: S
     return predict
 
 
-def _kept(canvas: Canvas, start: Start) -> Kept | None:
+def _noise_mask(canvas: Canvas, start: Start) -> NoiseMask | None:
     """What the noise mask keeps, as tokens; never where a picture is."""
     from diffusers import LTXPipeline
 
     if canvas.clean is None:
         return None
-    kept = kept_part(canvas.settings, canvas.clean, start.noise)
-    if kept is None:
+    given = noise_mask_for(canvas.settings, canvas.clean, start.noise)
+    if given is None:
         return None
     outside = start.noise[:, : start.outside]
-    clean = torch.cat([outside, LTXPipeline._pack_latents(kept.clean)], dim=1)
-    mask = torch.cat([torch.ones_like(outside[..., :1]), LTXPipeline._pack_latents(kept.mask)], dim=1)
+    clean = torch.cat([outside, LTXPipeline._pack_latents(given.clean)], dim=1)
+    mask = torch.cat([torch.ones_like(outside[..., :1]), LTXPipeline._pack_latents(given.mask)], dim=1)
     if start.held is not None:
         mask = torch.where(start.held.unsqueeze(-1) > 0, 1.0, mask)
-    return Kept(clean, start.noise, mask)
+    return NoiseMask(clean, start.noise, mask)
 
 
 def is_condition(pipeline: Pipeline) -> bool:

@@ -15,10 +15,10 @@ from ...memory.estimates import beside_transformer
 from ...memory.fit import recovery
 from ...sampling.core_sampler import TIME, Call
 from ...sampling.guidance import Guidance
-from ...sampling.loop import denoise, noise_for, start_from
+from ...sampling.loop import denoise, noise_for, noise_mask_for, start_from
 from ...sampling.schedules import Levels, schedule_for
 from ...text.t5 import EMBEDS, MASK, batched, t5_embeds, t5_from_core
-from ...vae.video import decoded, encoded, kept_part
+from ...vae.fallback import decoded, encoded
 from .spec import CHANNELS, SPATIAL_RATIO, SPEC, TEMPORAL_RATIO
 
 THRESHOLD_NOISE = 0.025
@@ -81,7 +81,7 @@ def sample(
             predict,
             progress=progress,
             again=recovery(pipeline, progress),
-            kept=kept_part(settings, clean, noise),
+            noise_mask=noise_mask_for(settings, clean, noise),
         )
     return Latents(
         _from_model(pipeline, latents.cpu()),

@@ -15,7 +15,7 @@ from anygpu.pipelines.sampling.guidance import Guidance
 from anygpu.pipelines.sampling.loop import denoise, noise_for
 from anygpu.pipelines.sampling.schedules import Levels, schedule_for
 from anygpu.pipelines.text.t5 import EMBEDS, MASK, batched, t5_embeds, t5_from_core
-from anygpu.pipelines.vae.video import decoded, encoded
+from anygpu.pipelines.vae.fallback import decoded, encoded
 
 from .spec import CHANNELS, SPATIAL_RATIO, SPEC, TEMPORAL_RATIO, VOICES
 
