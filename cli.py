@@ -1,4 +1,5 @@
-"""`anygpu`: the pack without ComfyUI. Says what this machine can do, tries it, renders a clip, runs the demo."""
+"""The command `anygpu`, which works without ComfyUI: reports and checks what this machine can do, renders clips, runs
+the demo."""
 
 from __future__ import annotations
 
@@ -75,7 +76,7 @@ def report(arguments: argparse.Namespace) -> int:
 
 
 def _kernels(arguments: argparse.Namespace) -> int:
-    """Print what each fused operation gives on the device; 1 where one is wrong."""
+    """Compare each fused operation with its reference on the device; 1 if one is wrong."""
     import torch
 
     from .compat.device.facts import facts_for
@@ -95,7 +96,7 @@ def _kernels(arguments: argparse.Namespace) -> int:
 
 
 def check(arguments: argparse.Namespace) -> int:
-    """Try on the device what has failed on people's devices; 1 when something fails that would be used."""
+    """Try on this device what is known to fail on some; 1 if something fails that would be used."""
     from .compat.device.check import exit_code
     from .pipelines.report import hardware_check
 
@@ -250,7 +251,7 @@ def _memory(arguments: argparse.Namespace) -> int:
     for cost in kept:
         print(f"{cost.date} {cost.pipeline} on {cost.device}: {cost}")
     if not kept:
-        print("no run was counted here yet")
+        print("no runs recorded yet")
     return 0
 
 
@@ -272,11 +273,13 @@ def _path(text: str | None) -> Path | None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="anygpu", description=__doc__)
     commands = parser.add_subparsers(required=True)
-    told = commands.add_parser("report", help="what this machine is and what is decided on it")
+    told = commands.add_parser("report", help="show what this machine is and what AnyGPU chooses on it")
     told.add_argument("--device", help="such as cpu, cuda:0, mps; default: the accelerator, else cpu")
     told.add_argument("--kernels", action="store_true", help="run each fused operation against its reference instead")
-    told.add_argument("--again", action="store_true", help="ask the device anew")
-    told.add_argument("--memory", action="store_true", help="what the last runs cost: peaks, bytes moved, time moving")
+    told.add_argument("--again", action="store_true", help="run the tests on the device again")
+    told.add_argument(
+        "--memory", action="store_true", help="show what the last runs used: peaks, bytes copied, time spent copying"
+    )
     told.set_defaults(run=report)
     tried = commands.add_parser("check", help="try conversions, loading, Conv3d and attention on the device")
     tried.add_argument("--device", help="such as cpu, cuda:0, mps; default: the accelerator, else cpu")
@@ -284,8 +287,8 @@ def _parser() -> argparse.ArgumentParser:
     rendering = commands.add_parser("render", help="render one clip with your own model")
     _render_arguments(rendering)
     for command in (told, tried, rendering):
-        command.add_argument("--state", default=STATE, help=f"folder where its answers are kept (default: {STATE})")
-    shown = commands.add_parser("demo", help="render one clip per family with tiny random models and check each")
+        command.add_argument("--state", default=STATE, help=f"folder where test results are saved (default: {STATE})")
+    shown = commands.add_parser("demo", help="render and check one clip per family with tiny random models")
     shown.add_argument("--output", default="demo", help="folder to fill (default: demo)")
     shown.set_defaults(run=demo)
     return parser
@@ -297,8 +300,8 @@ def _render_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", required=True, help="diffusers model folder, or a FramePack transformer folder")
     add("--prompt", required=True)
     add("--negative", default="")
-    add("--lora", action="append", default=[], metavar="FILE[:STRENGTH[:BLOCKS]]", help="put a LoRA on; repeat it")
-    add("--section-prompt", action="append", default=[], help="FramePack: prompt of a later section; repeat it")
+    add("--lora", action="append", default=[], metavar="FILE[:STRENGTH[:BLOCKS]]", help="apply a LoRA; may be repeated")
+    add("--section-prompt", action="append", default=[], help="FramePack: prompt of a later section; may be repeated")
     add("--output", default="anygpu.mp4")
     for name in ("--image", "--end-image", "--video"):
         add(name, help="file")
@@ -308,7 +311,7 @@ def _render_arguments(parser: argparse.ArgumentParser) -> None:
         add(name, type=float, default=0.0, help="0: the model's default")
     add("--seconds", type=float, default=5.0, help="FramePack: length of the video")
     add("--window", type=int, default=9, help="FramePack: latent frames per section")
-    add("--denoise", type=float, default=1.0, help="with --video: share that is redrawn")
+    add("--denoise", type=float, default=1.0, help="with --video: how much is redrawn")
     add("--fit", choices=FITS, default=FITS[0])
     add("--scheduler", choices=SCHEDULERS, default="auto")
     add("--precision", choices=precision.CHOICES, default="auto")
@@ -318,16 +321,21 @@ def _render_arguments(parser: argparse.ArgumentParser) -> None:
     add("--compile", action="store_true", help="compile the transformer's blocks: slow first run, faster later ones")
     add("--compile-mode", choices=tuple(compiling.MODES), default="default")
     add("--compile-dynamic", choices=tuple(compiling.DYNAMIC), default="text")
-    add("--compile-vae", action="store_true", help="with --compile: the VAE's blocks too")
-    add("--step-cache", choices=step_cache.PRESET_CHOICES[:-1], default="off", help="skip work between steps; lossy")
-    add("--fp16-accumulation", action="store_true", help="fp16 products sum in fp16: faster on GeForce; lossy")
+    add("--compile-vae", action="store_true", help="with --compile: compile the VAE's blocks too")
+    add(
+        "--step-cache",
+        choices=step_cache.PRESET_CHOICES[:-1],
+        default="off",
+        help="skip work in steps that change little; lossy",
+    )
+    add("--fp16-accumulation", action="store_true", help="add fp16 products in fp16: faster on GeForce; lossy")
     add("--profile", metavar="FILE", help="write a torch profiler trace with a range per stage, block and operation")
-    add("--decode", choices=METHODS, default="auto", help="how frames are made; auto: whole unless that fails")
+    add("--decode", choices=METHODS, default="auto", help="how to decode; auto: at once if it fits")
     add("--device", help="such as cpu, cuda:0, mps; default: the accelerator, else cpu")
     add("--variant", default="auto")
     add("--base", help="FramePack: HunyuanVideo folder")
     add("--image-encoder", help="FramePack: folder with image_encoder and feature_extractor")
-    add("--search", action="append", default=[], help="folder in which missing parts are searched; repeat it")
+    add("--search", action="append", default=[], help="folder to search for missing parts; may be repeated")
 
 
 if __name__ == "__main__":

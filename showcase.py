@@ -1,7 +1,7 @@
 """The demo: a clip per family from tiny random models, each checked against the bare diffusers pipeline, and a mesh.
 
-What the clips show is noise, since the weights are random, but noise that went the whole way: tokenizer, text encoder,
-transformer, VAE, file. A clip that ignored its prompt or its picture would fail here.
+The weights are random, so the clips show noise, but noise that went through tokenizer, text encoder, transformer, VAE
+and file. A clip that ignored its prompt or its picture would fail.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def run(folder: Path, notify: Callable[[str], None]) -> int:
     failed += wrong
     said = f"{folder / 'torus.glb'}, torus_turntable.png, {len(checks)} checks, {verdict}"
     notify(f"paint: {said}, {time.monotonic() - began:.1f} s")
-    lines.append(_section("paint", ("A torus baked from six synthetic pictures, no model needed.",), checks))
+    lines.append(_section("paint", ("A torus baked from six synthetic pictures; needs no model.",), checks))
     sheet = _contact_sheet(strips, folder / "contact_sheet.png")
     (folder / "report.md").write_text("\n".join(lines), encoding="utf-8")
     notify(f"pictures of every clip: {sheet}; what was decided: {folder / 'report.md'}")
@@ -253,7 +253,7 @@ def _contact_sheet(clips: list[torch.Tensor], path: Path) -> Path:
 def _verdict(checks: Mapping[str, tuple[bool, str]]) -> tuple[int, str]:
     """How many checks failed, and the words for it."""
     wrong = [name for name, (held, _) in checks.items() if not held]
-    return len(wrong), "all checks held" if not wrong else f"FAILED: {', '.join(wrong)}"
+    return len(wrong), "all checks passed" if not wrong else f"FAILED: {', '.join(wrong)}"
 
 
 def _section(family: str, said: Sequence[str], checks: Mapping[str, tuple[bool, str]]) -> str:

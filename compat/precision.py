@@ -76,8 +76,8 @@ def _safe(text: torch.dtype, why: str) -> Precision:
     return Precision(FP16, text, FP32, why, FP16, FP32)
 
 
-_OLD = "GPUs before sm80 have no bf16 units: fp16 operands around an fp32 residual are fast and cannot overflow"
-_MAC = "bf16 halves the largest part; the VAE is safe in fp32"
+_OLD = "GPUs before sm80 have no bf16 units; fp16 products around an fp32 residual are fast and cannot overflow"
+_MAC = "bf16 halves the largest part; the VAE stays accurate in fp32"
 
 PRECISION: dict[str, Precision] = {  # by arch class; a row of the model's own wins
     "cpu": Precision(FP32, FP32, FP32, "a CPU computes fp32 fastest and exactly"),
@@ -86,8 +86,8 @@ PRECISION: dict[str, Precision] = {  # by arch class; a row of the model's own w
     "rocm": Precision(BF16, BF16, BF16, "bf16 has the range of fp32 at half its memory"),
     "xpu": Precision(BF16, BF16, BF16, "Intel GPUs have bf16 units"),
     "mps": Precision(BF16, FP32, FP32, _MAC),
-    "xla": Precision(BF16, BF16, FP32, "accelerators behind XLA are made for bf16; VAEs lose accuracy in it there"),
-    "other": Precision(FP32, FP32, FP32, "nothing is known about this device, so the exact choice"),
+    "xla": Precision(BF16, BF16, FP32, "XLA accelerators are built for bf16, but VAEs lose accuracy in it"),
+    "other": Precision(FP32, FP32, FP32, "nothing is known about this device, so AnyGPU computes exactly"),
 }
 
 
@@ -151,14 +151,14 @@ def precision_for(
         raise UnsupportedError(
             f"precision {choice!r} {ON_CPU}",
             expected="auto, fp32 or bf16",
-            fix="Choose auto: a CPU has no fp16 units, so this would be slower than fp32 and less exact.",
+            fix="Choose auto. A CPU has no fp16 units, so this would be slower and less exact than fp32.",
         )
     chosen, ability = _EXPLICIT[choice], _ability(model, choice, policy, probes)
     if not ability.usable:
         raise UnsupportedError(
             f"precision {choice!r} {_refusal(ability, facts)}",
             expected=f"one of {', '.join(_possible(policy, probes, facts))}",
-            fix="Choose auto, which takes what works on this device.",
+            fix="Choose auto, which uses what works on this device.",
         )
     why = [chosen.why]
     if choice in _WIDE_TEXT and (model.half_text or model.half_unet):
@@ -224,7 +224,7 @@ def _row(model: ModelPrecision, facts: DeviceFacts) -> Precision:
         raise UnsupportedError(
             f"no precision policy for {facts.arch_class!r}",
             expected=f"one of {', '.join(sorted(PRECISION))}",
-            fix="Choose a precision by hand, or add a row to PRECISION in compat/precision.py.",
+            fix="Choose a precision yourself, or add a row to PRECISION in compat/precision.py.",
         )
     return row
 
@@ -240,7 +240,7 @@ def _automatic(
         ability = vae_verdict(row.compute or row.transformer, policy, probes)
         if _refused(ability):
             row, causes = replace(row, transformer=FP32, compute=FP32, residual=FP32), [ability]
-            why = f"fp32, since this UNet's convolutions do not work in half precision here ({ability.why})"
+            why = f"fp32, because this UNet's convolutions do not work in half precision here ({ability.why})"
     if row.text is not FP32:
         ability = _text_verdict(row.text, policy, probes)
         if _refused(ability):
@@ -265,7 +265,7 @@ def _transformer(
         refused = ability if not ability.usable else trust
         if refused.usable:
             return row, row.why, []
-        return Precision(FP32, FP32, row.vae, ""), f"fp32, since fp16 does not work here ({refused.why})", [refused]
+        return Precision(FP32, FP32, row.vae, ""), f"fp32, because fp16 does not work here ({refused.why})", [refused]
     if not _refused(ability):
         return row, row.why, []
     half = NAMES[row.compute or row.transformer]
@@ -288,7 +288,7 @@ def _conv_dtype(vae: torch.dtype, policy: DevicePolicy, probes: Mapping[str, Pro
 
 
 def _refused(ability: Verdict) -> bool:
-    """``auto`` leaves what fails and what costs a multiple."""
+    """``auto`` avoids what fails and what is unusually costly."""
     return not ability.usable or ability.costly
 
 

@@ -1,4 +1,4 @@
-"""Our transformers as core's MODEL: its samplers, schedulers, context windows and guidance nodes drive them.
+"""Our transformers as core's MODEL, for core's samplers, schedulers, context windows and guidance nodes.
 
 The shell is a class of ComfyUI's own for the family, without its network: noise schedule, latent format and the reading
 of CONDITIONING are core's. In the network's place stands a :class:`Driver` over the diffusers transformer. The MODEL's

@@ -1,4 +1,4 @@
-"""What core's nodes get of a pipeline: MODEL and VAE beside it, and prompts and pictures as CONDITIONING."""
+"""What a pipeline gives to core's nodes: MODEL, VAE, and prompts and pictures as CONDITIONING."""
 
 from __future__ import annotations
 

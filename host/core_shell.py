@@ -45,7 +45,7 @@ class Driver(nn.Module):
             raise UnsupportedError(
                 "a MODEL whose weights hold the merged LoRA of an AnyGPU pipeline",
                 expected="weights without it",
-                fix="Use core's LoRA nodes on the MODEL, or keep the LoRA apart instead of merging it.",
+                fix="Use core's LoRA nodes on the MODEL, or set mode of AnyGPU LoRA to separate.",
             )
         options = transformer_options or {}
         time = timestep * self.time_scale

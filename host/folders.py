@@ -81,7 +81,7 @@ def models() -> dict[str, Path]:
 
 
 def model_choices() -> list[str]:
-    """What the load node lists; one entry that says so when there is nothing."""
+    """The choices of the load node; a single entry that says so if there are none."""
     return list(models()) or [NO_MODEL]
 
 
@@ -133,7 +133,7 @@ def paint_path(name: str) -> Path:
         CheckpointError: no paint model of that name; says which folders were searched.
     """
     searched = roots(MODEL_KEYS)
-    what = "paint model", "a folder hunyuan3d-… that holds the folders unet and vae"
+    what = "paint model", "a folder hunyuan3d-… with the subfolders unet and vae"
     fix = f"Download one ({'; '.join(PAGES.values())}) into {searched[0]} and press R."
     return path_of(name, paint_models(), searched, what, fix)
 

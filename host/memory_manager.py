@@ -1,8 +1,8 @@
-"""The parts of a pipeline inside ComfyUI's memory manager, and its word on devices.
+"""The parts of a pipeline inside ComfyUI's memory manager, and the devices it reports.
 
 Each part has one patcher, which ComfyUI loads, streams, evicts and counts as it does its own models: partly where room
-is short, back home under pressure, by the Free buttons, or after running out of memory. Whoever drives a transformer,
-our sampler or core's, goes through that one patcher, so that its weights are on the device once.
+is short, back home under pressure, by the Free buttons, or after running out of memory. Our sampler and core's both use
+that patcher, so the weights are on the device only once.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def evictable_bytes() -> int:
 
 
 class Shell:
-    """What a patcher takes for the model: it holds one part, which is read when somebody first needs its weights.
+    """Stands in for the model in a patcher: holds one part, which is read when its weights are first needed.
 
     Mixed into an ``nn.Module`` with a plain attribute ``device``, which patchers write and diffusers' models forbid.
     """
@@ -327,7 +327,9 @@ class ComfyOffloader:
             while not self._loaded(part, patcher, needed):
                 streamed = self._lowered(part, patcher, needed)
                 if progress is not None:
-                    progress.notify(f"memory ran out while the {part} moved: goes on with {streamed} of it streamed")
+                    progress.notify(
+                        f"memory ran out while the {part} was loading: continuing with {streamed} of it streamed"
+                    )
         finally:
             patcher.watcher = patcher.beside = None
             self.memory_stats.add(max(0, patcher.loaded_size() - before), time.perf_counter() - started)
@@ -355,7 +357,8 @@ class ComfyOffloader:
         return self._short.get(part, 0) + self._refused.get(part, 0)
 
     def _lowered(self, part: str, patcher: PartPatcher, needed: int) -> str:
-        """Give half of the room to what the estimate did not know of, or all where that is little; what is streamed."""
+        """Reserve half of the room for memory that the estimate missed, or all of it if that is little; returns what is
+        streamed."""
         size, room = patcher.model_size(), self._room(part, patcher, needed)
         free = comfy.model_management.get_free_memory(patcher.load_device)
         left = room / 2 if room > size / 4 else 0
@@ -388,7 +391,7 @@ class ComfyOffloader:
         )
 
     def step_down(self, part: str, *beside: str) -> str:
-        """Make room while ``part`` is in use: all other models leave, then half of what it has on the device.
+        """Make room while ``part`` is in use: unload all other models, then half of its own weights.
 
         Args:
             part: what ran out of memory.
@@ -406,7 +409,7 @@ class ComfyOffloader:
         ours = [item for item in models if item.model is not None and item.model.is_clone(patcher)]
         if any(item not in ours and item.device == patcher.load_device for item in models):
             management.free_memory(EVERYTHING, patcher.load_device, ours)
-            return "without other models on the device"
+            return "with the other models off the device"
         before = patcher.loaded_size()
         patcher.partially_unload(patcher.offload_device, before // 2)
         freed = before - patcher.loaded_size()

@@ -52,7 +52,7 @@ def mesh_path(name: str) -> Path:
         raise CheckpointError(
             f"no mesh {name!r} in {str(root)!r}" if name != NO_FILE else f"no mesh in {str(root)!r}",
             expected=f"a file of {', '.join(FORMATS)}",
-            fix="Upload one on the node, or put one into the folder input/3d and press R.",
+            fix="Upload one with the button on the node, or put one into input/3d and press R.",
         )
     return path
 

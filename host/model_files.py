@@ -1,4 +1,4 @@
-"""Single files in ComfyUI's model folders: which are there for each part, and the tokenizers that ComfyUI ships."""
+"""The single files in ComfyUI's model folders for each part, and the tokenizers that ship with ComfyUI."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def stamp_of(**names: str) -> list[tuple[str, int, int]]:
 
 def _path_of(part: str, name: str) -> Path:
     searched = roots(KEYS[part])
-    what = f"{part} file", f"a file of a list that ends with {', '.join(ENDINGS)}"
+    what = f"{part} file", f"a file ending in {', '.join(ENDINGS)}"
     return path_of(name, _named(part), searched, what, f"Put it into {searched[0]} and press R.")
 
 

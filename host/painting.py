@@ -46,8 +46,8 @@ def keep_views(painted: Painted) -> tuple[str, Callable[[], None]]:
         if painted.metallic_roughness is not None:
             saved(painted.metallic_roughness, folder, "metallic_roughness")
     except OSError as error:
-        log.warning("AnyGPU: painted views could not be kept in %s: %s", folder, error)
+        log.warning("AnyGPU: painted views could not be saved in %s: %s", folder, error)
         return "", lambda: None
-    log.info("AnyGPU: painted views are kept in %s until they are baked", folder)
+    log.info("AnyGPU: painted views are saved in %s until they are baked", folder)
     shown = folder.relative_to(kept_folder().parent.parent).as_posix()
     return shown, lambda: shutil.rmtree(folder, ignore_errors=True)

@@ -1,6 +1,6 @@
-"""Latents kept by themselves after each sampling, in ComfyUI's user directory.
+"""Saves the latents of every sampling in ComfyUI's user directory.
 
-Not in its temporary folder: ComfyUI empties that one when it ends and when it starts, so a crash would cost them.
+Not in the temporary folder: ComfyUI empties it when it starts and ends, so a crash would destroy them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ THUMBNAIL_PIXELS = 160
 
 
 def keep(latents: Latents, notify: Callable[[str], None]) -> str:
-    """Keep sampled latents and return their id; empty, and said, where they could not be kept."""
+    """Save sampled latents and return their id; if that fails, notify the user and return an empty string."""
     return recovery.keep(kept_folder(), latents, notify)
 
 

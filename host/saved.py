@@ -49,7 +49,7 @@ def target_folder(prefix: str) -> tuple[Path, str]:
         raise InputError(
             f"filename_prefix {prefix!r}",
             expected="a name in ComfyUI's output folder, such as latents/AnyGPU",
-            fix="Remove leading slashes and '..', and end it with a name.",
+            fix="Remove leading slashes and '..', and end with a file name.",
         )
     inside = Path(folder_paths.get_output_directory()) / path.relative_to(root)
     return inside.parent, inside.name

@@ -1,4 +1,4 @@
-"""What stands before a VAE's convolution: a norm over channels, SiLU, and the replicated border, in one result."""
+"""The operations before a VAE's convolution in one pass: a norm over channels, SiLU and replicated padding."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def launches(x: Tensor, form: str = AUTO) -> bool:
     if reason:
         raise KernelError(
             f"kernels: {form!r} cannot run here: {reason}; expected one of {', '.join(FORMS)}, and for 'triton' a GPU "
-            "and a dtype that it serves. Choose 'auto', which takes the reference where nothing can be launched."
+            "and a dtype that it serves. Choose 'auto', which uses the reference if no kernel can be launched."
         )
     return True
 

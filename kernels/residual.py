@@ -1,4 +1,4 @@
-"""What is added to the residual stream, alone or together with the norm that reads the sum."""
+"""Gated additions to the residual stream, alone or together with the norm that follows."""
 
 from __future__ import annotations
 

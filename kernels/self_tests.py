@@ -1,4 +1,4 @@
-"""Each operation run once on a device against its reference in fp64: what a report and Triton's probe ask."""
+"""Runs each operation once on a device against its fp64 reference, for reports and Triton's probe."""
 
 from __future__ import annotations
 

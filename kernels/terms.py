@@ -1,4 +1,4 @@
-"""What the operations are told: which norm, which modulation, which gate, which tables; plain frozen values.
+"""The arguments of the operations (norm, modulation, gate, tables) as plain frozen values.
 
 Shapes: B batch, N tokens, H heads, D features of a token, W features that are normalised together (a head's, or all D).
 """

@@ -31,35 +31,40 @@ class Decode(io.ComfyNode):
                 io.Latent.Input("latent", tooltip="From AnyGPU Sample, or video latents of the same model from core nodes."),
                 io.Float.Input(
                     "fps", default=0.0, min=0.0, max=240.0, step=0.01, optional=True, advanced=True,
-                    tooltip="Frames per second of the VIDEO. 0 takes what sampling used.",
+                    tooltip="Frames per second of the VIDEO. 0 takes the rate that sampling used.",
                 ),
                 io.Combo.Input(
                     "method", options=list(METHODS), default="auto", optional=True, advanced=True,
-                    tooltip="auto: whole; where that does not fit, in chunks of time, tiles, layer by layer, on the CPU. full: "
-                    "never in parts, which is exact. tiled: in tiles of 256 pixels, which needs far less memory and can "
-                    "show faint seams. chunked: a few frames at a time, exact; Mochi and HunyuanVideo 1.5 only. "
-                    "streaming: layer by layer over tiles, exact and without seams in a fraction of the memory; slow. "
-                    "cpu: on the CPU in fp32, very slow.",
+                    tooltip="auto: the whole video if it fits, otherwise chunks of frames, layer by layer, tiles, "
+                            "and finally the CPU. full: always the whole video at once. tiled: tiles of 256 pixels; "
+                            "needs far less memory, can show faint seams. chunked: a few frames at a time, exact; "
+                            "only Mochi and HunyuanVideo 1.5. streaming: layer by layer over tiles, exact and "
+                            "without seams, in a fraction of the memory; slow. cpu: on the CPU in fp32, very slow.",
                 ),
                 io.Int.Input(
                     "tile_size", default=0, min=0, max=4096, step=8, optional=True, advanced=True,
-                    tooltip="Pixels of a tile, for tiled and streaming, and the largest that auto takes. 0: 256.",
+                    tooltip="Size of a tile in pixels, for tiled and streaming, and the largest that auto uses. 0: "
+                            "256.",
                 ),
                 io.Int.Input(
                     "tile_overlap", default=-1, min=-1, max=2048, step=1, optional=True, advanced=True,
-                    tooltip="Pixels of a tile that blend into the next one: more hides seams and costs time. -1: a quarter.",
+                    tooltip="How many pixels of a tile blend into the next. More hides seams and costs time. -1: a "
+                            "quarter of the tile.",
                 ),
                 io.Int.Input(
                     "frames_per_chunk", default=0, min=0, max=256, optional=True, advanced=True,
-                    tooltip="Latent frames decoded at a time, for chunked and auto. Mochi and HunyuanVideo 1.5; 0: by itself.",
+                    tooltip="Latent frames decoded at a time, for chunked and auto. Mochi and HunyuanVideo 1.5. 0: "
+                            "chosen for you.",
                 ),
                 io.Float.Input(
                     "decode_timestep", default=-1.0, min=-1.0, max=1.0, step=0.005, optional=True, advanced=True,
-                    tooltip="LTX-Video 0.9.1 and newer: how much noise its VAE takes the latents to have. -1: the model's own.",
+                    tooltip="LTX-Video 0.9.1 and newer: how much noise its VAE assumes in the latents. -1: the "
+                            "model's own value.",
                 ),
                 io.Float.Input(
                     "decode_noise_scale", default=-1.0, min=-1.0, max=1.0, step=0.005, optional=True, advanced=True,
-                    tooltip="LTX-Video 0.9.1 and newer: share of noise put on the latents before its VAE removes it. -1: the model's own.",
+                    tooltip="LTX-Video 0.9.1 and newer: share of noise added to the latents before its VAE removes "
+                            "it. -1: the model's own value.",
                 ),
             ],
             outputs=[io.Image.Output(display_name="images"), io.Video.Output(display_name="video")],

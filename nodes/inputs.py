@@ -23,7 +23,7 @@ SEED_LIMIT = 2**64 - 1
 
 
 def size_inputs(width: int = 0, height: int = 0) -> list[Any]:
-    tip = "Pixels; rounded to the nearest size the model can make, which is said under the node. "
+    tip = "Pixels, rounded to the nearest size the model can make; the node shows the result. "
     return [
         io.Int.Input("width", default=width, min=0, max=4096, step=16, tooltip=tip + DEFAULT),
         io.Int.Input("height", default=height, min=0, max=4096, step=16, tooltip=tip + DEFAULT),
@@ -36,12 +36,12 @@ def sampling_inputs() -> list[Any]:
         io.Int.Input("steps", default=0, min=0, max=1000, tooltip="Denoising steps. " + DEFAULT),
         io.Float.Input(
             "cfg", default=0.0, min=0.0, max=30.0, step=0.1,
-            tooltip="True classifier-free guidance with the negative prompt: a second forward per step, so twice the "
-            "time, above 1. HunyuanVideo and FramePack are made for 1. " + DEFAULT,
+            tooltip="True classifier-free guidance with the negative prompt. Above 1 it takes a second forward per "
+                    "step, which doubles the time. HunyuanVideo and FramePack were made for 1. " + DEFAULT,
         ),
         io.Float.Input(
             "guidance", default=0.0, min=0.0, max=30.0, step=0.1,
-            tooltip="Distilled guidance, an input of HunyuanVideo and FramePack that costs nothing. " + DEFAULT,
+            tooltip="Distilled guidance, built into HunyuanVideo and FramePack. It costs no time. " + DEFAULT,
         ),
         io.Int.Input(
             "seed", default=0, min=0, max=SEED_LIMIT, control_after_generate=True,
@@ -49,19 +49,20 @@ def sampling_inputs() -> list[Any]:
         ),
         io.Combo.Input(
             "scheduler", options=list(SCHEDULERS), default="auto",
-            tooltip="The solver. auto is the one the model was published with (Euler).",
+            tooltip="The solver. auto is the one published with the model (Euler).",
         ),
         io.Float.Input(
             "shift", default=0.0, min=0.0, max=100.0, step=0.1, advanced=True,
-            tooltip="Timestep shift: more spends more steps on layout, less on detail. " + DEFAULT,
+            tooltip="Timestep shift. Higher values spend more steps on layout and fewer on detail. " + DEFAULT,
         ),
         io.Float.Input(
             "cfg_start", default=0.0, min=0.0, max=1.0, step=0.01, advanced=True,
-            tooltip="Share of the steps after which true guidance (cfg) begins.",
+            tooltip="Fraction of the steps after which true guidance (cfg) starts.",
         ),
         io.Float.Input(
             "cfg_end", default=1.0, min=0.0, max=1.0, step=0.01, advanced=True,
-            tooltip="Share of the steps after which true guidance (cfg) ends; the rest runs twice as fast.",
+            tooltip="Fraction of the steps after which true guidance (cfg) ends. The remaining steps take half the "
+                    "time.",
         ),
     ]
 
@@ -71,14 +72,15 @@ def speed_inputs() -> list[Any]:
     return [
         io.Combo.Input(
             "kernels", options=list(fused.CHOICES), default="auto", optional=True, advanced=True,
-            tooltip="Norms, rotary embedding and gated sums of the transformer's blocks, and norm, SiLU and border in the VAE's "
-            "decoder, in one pass each; results differ by rounding only. "
+            tooltip="Fused kernels: norms, rotary embeddings and gated sums of the transformer's blocks, and norm, "
+                    "SiLU and padding in the VAE's decoder, take one pass each. Results differ only by rounding. "
             + " ".join(f"{choice}: {meaning}." for choice, meaning in fused.MEANINGS.items()),
         ),
         io.Boolean.Input(
             "compile", default=False, optional=True,
-            tooltip="torch.compile for the transformer's blocks: the first run takes minutes, later ones are faster. Needs a "
-            "working compiler, else runs without and says so. Not with offload sequential or comfyui.",
+            tooltip="torch.compile for the transformer's blocks. The first run takes minutes, later ones are faster. "
+                    "Without a working compiler the run continues without it and says so. Does not work with offload "
+                    "sequential or comfyui.",
         ),
         io.Combo.Input(
             "compile_mode", options=list(compiling.MODES), default="default", optional=True, advanced=True,
@@ -90,11 +92,12 @@ def speed_inputs() -> list[Any]:
         ),
         io.Int.Input(
             "compile_cache_size", default=compiling.CACHE_SIZE, min=1, max=compiling.MOST_CACHED, optional=True,
-            advanced=True, tooltip="Graphs kept per kind of block; one more size than that runs without. Only with compile.",
+            advanced=True, tooltip="How many graphs to keep per kind of block; further sizes run without compile. "
+                                   "Only with compile.",
         ),
         io.Boolean.Input(
             "compile_vae", default=False, optional=True, advanced=True,
-            tooltip="The VAE's blocks too: each size of tile is compiled again. Only with compile.",
+            tooltip="Compiles the VAE's blocks too, once for each tile size. Only with compile.",
         ),
         io.Boolean.Input(
             "profile", default=False, optional=True, advanced=True,
@@ -109,14 +112,14 @@ def weight_inputs() -> list[Any]:
     return [
         io.Combo.Input(
             "weights", options=list(packed.CHOICES), default="auto", optional=True, advanced=True,
-            tooltip="How the transformer's weights are kept in memory, apart from what computes. " + meanings
-            + " In HunyuanVideo: 24 GB as bf16, about 15 as fp8 or int8. Every offload mode takes them; precision fp16-safe "
-            "takes only auto.",
+            tooltip="How the transformer's weights are stored in memory, independent of the dtype that computes. " + meanings
+            + " HunyuanVideo takes 24 GB as bf16, about 15 GB as fp8 or int8. All of them work in every offload "
+              "mode; precision fp16-safe works only with auto.",
         ),
         io.Combo.Input(
             "text_weights", options=list(packed.CHOICES), default="auto", optional=True, advanced=True,
-            tooltip="The same for the text encoders. T5-XXL: 9.5 GB as bf16, about 5 as fp8 or int8. Every offload mode takes "
-            "them.",
+            tooltip="The same for the text encoders. T5-XXL takes 9.5 GB as bf16, about 5 GB as fp8 or int8. All of "
+                    "them work in every offload mode.",
         ),
         io.Combo.Input(
             "transformer_device", options=list(offloader.DEVICE_CHOICES), default="auto", optional=True, advanced=True,
@@ -124,21 +127,22 @@ def weight_inputs() -> list[Any]:
         ),
         io.Combo.Input(
             "text_device", options=list(offloader.DEVICE_CHOICES), default="auto", optional=True, advanced=True,
-            tooltip="Where the text encoders compute. auto: ComfyUI's device. cpu: they never need to fit, and take "
-            "seconds to minutes per prompt.",
+            tooltip="Where the text encoders compute. auto: ComfyUI's device. cpu: they need no GPU memory, and take "
+                    "seconds to minutes per prompt.",
         ),
         io.Combo.Input(
             "vae_device", options=list(offloader.DEVICE_CHOICES), default="auto", optional=True, advanced=True,
-            tooltip="Where the VAE computes. auto: ComfyUI's device. cpu: a decode never runs out of its memory, and is "
-            "very slow.",
+            tooltip="Where the VAE computes. auto: ComfyUI's device. cpu: decoding needs no GPU memory, and is very "
+                    "slow.",
         ),
         io.Float.Input(
             "keep_free_gb", default=0.0, min=0.0, max=1023.0, step=0.1, optional=True, advanced=True,
-            tooltip="GB of the device that are left to other programs when a mode and a decode are chosen.",
+            tooltip="GB of the device's memory to leave to other programs.",
         ),
         io.Boolean.Input(
             "fp16_accumulation", default=False, optional=True, advanced=True,
-            tooltip="Sums of fp16 products in fp16, in AnyGPU's sample nodes: up to twice as fast on GeForce, lossy, can "
-            "overflow. Only NVIDIA with precision fp16 or fp16-safe; anywhere else it is one line when you load.",
+            tooltip="Adds fp16 products in fp16 while AnyGPU's sample nodes run: up to twice as fast on GeForce, but "
+                    "lossy, and can overflow. Only on NVIDIA with precision fp16 or fp16-safe; otherwise loading "
+                    "stops with a one-line error.",
         ),
     ]

@@ -30,8 +30,9 @@ class LoadPipeline(io.ComfyNode):
             node_id="AnyGPULoadPipeline",
             display_name="AnyGPU Load Pipeline",
             category=CATEGORY,
-            description="Loads an LTX-Video, HunyuanVideo, HunyuanVideo 1.5, FramePack or Mochi model folder and decides "
-            "precision and offload for this machine. Weights are read when a stage first needs them.",
+            description="Opens an LTX-Video, HunyuanVideo, HunyuanVideo 1.5, FramePack or Mochi model folder and "
+                        "chooses precision and offload for this machine. Weights are read when a stage first needs "
+                        "them.",
             search_aliases=["diffusers loader", "load video model", *(name.replace("_", " ") for name in FAMILIES)],
             inputs=[
                 io.Combo.Input(
@@ -41,9 +42,10 @@ class LoadPipeline(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "precision", options=list(precision.CHOICES), default="auto",
-                    tooltip="auto: what this device runs best. fp32: exact, twice the memory of bf16. bf16: needs a GPU "
-                    "with bf16 units (NVIDIA RTX 30 and newer). fp16: half the memory, can overflow to black video. "
-                    "fp16-safe: fp16 operands around an fp32 residual, for GPUs without bf16; not on a CPU." + panel.limit_tooltip("precision"),
+                    tooltip="auto: what this device runs best. fp32: exact, twice the memory of bf16. bf16: needs a "
+                            "GPU with bf16 units (NVIDIA RTX 30 and newer). fp16: half the memory of fp32, can "
+                            "overflow to a black video. fp16-safe: multiplies in fp16 but keeps the residual in "
+                            "fp32, for GPUs without bf16; not on a CPU." + panel.limit_tooltip("precision"),
                 ),
                 io.Combo.Input(
                     "offload", options=list(offloader.CHOICES), default="auto",
@@ -53,20 +55,22 @@ class LoadPipeline(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "variant", options=variant_choices(), default="auto", advanced=True,
-                    tooltip="What files cannot tell. auto assumes it from the folder's name and says so under the node.",
+                    tooltip="Which variant of the model it is, if the files cannot tell. auto guesses from the "
+                            "folder's name and says so under the node.",
                 ),
                 io.Combo.Input(
                     "base", options=providers, default="auto", advanced=True,
-                    tooltip="FramePack: the HunyuanVideo folder that lends text encoders and VAE. auto searches.",
+                    tooltip="FramePack: the HunyuanVideo folder to take text encoders and VAE from. auto looks for "
+                            "one.",
                 ),
                 io.Combo.Input(
                     "image_encoder", options=providers, default="auto", advanced=True,
-                    tooltip="FramePack, HunyuanVideo 1.5: the folder with image_encoder and feature_extractor. "
-                    "auto searches.",
+                    tooltip="FramePack, HunyuanVideo 1.5: the folder with image_encoder and feature_extractor. auto "
+                            "looks for one.",
                 ),
                 io.Combo.Input(
                     "attention", options=list(attention.CHOICES), default="auto", optional=True, advanced=True,
-                    tooltip="Which kernel the transformer's attention runs, in this pipeline alone. "
+                    tooltip="Which kernel computes the transformer's attention, for this pipeline only. "
                     + " ".join(f"{choice}: {meaning}." for choice, meaning in attention.MEANINGS.items())
                     + panel.limit_tooltip("attention"),
                 ),
@@ -102,7 +106,7 @@ class LoadPipeline(io.ComfyNode):
 
 
 class ComposePipeline(io.ComfyNode):
-    """Compose a pipeline of single files."""
+    """Build a pipeline from single files."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -110,17 +114,20 @@ class ComposePipeline(io.ComfyNode):
             node_id="AnyGPUComposePipeline",
             display_name="AnyGPU Compose Pipeline",
             category=CATEGORY,
-            description="Makes a pipeline of single files as ComfyUI's folders have them: original releases, ComfyUI's "
-            "repackaging, scaled fp8, GGUF. What a file is, is read from the file. Nothing is downloaded.",
+            description="Builds a pipeline from the single files in ComfyUI's model folders: original releases, "
+                        "ComfyUI's repackaging, scaled fp8, GGUF. Files are recognised by their headers. Nothing is "
+                        "downloaded.",
             search_aliases=["unet loader", "load diffusion model", "single file", "gguf", "fp8", "dual clip loader", "vae loader"],
             inputs=[
                 io.Combo.Input(
                     "transformer", options=model_files.file_choices("transformer"),
-                    tooltip="The diffusion model, in models/diffusion_models (or checkpoints). It decides the family.",
+                    tooltip="The diffusion model, in models/diffusion_models (or checkpoints). It determines the "
+                            "family.",
                 ),
                 io.Combo.Input(
                     "vae", options=model_files.file_choices("vae"), default="auto",
-                    tooltip="In models/vae. auto: of the transformer's file, else the first file of models/vae that fits.",
+                    tooltip="In models/vae. auto: the VAE inside the transformer's file, otherwise the first file "
+                            "that fits.",
                 ),
                 io.Combo.Input(
                     "text_encoder", options=model_files.file_choices("text_encoder"), default="auto",
@@ -138,16 +145,17 @@ class ComposePipeline(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "base", options=folders.provider_choices(), default="auto", advanced=True,
-                    tooltip="A diffusers folder that lends what the files lack, such as tokenizers. auto: tokenizers that "
-                    "ComfyUI ships.",
+                    tooltip="A diffusers folder that supplies whatever the files lack, such as tokenizers. auto: the "
+                            "tokenizers that ship with ComfyUI.",
                 ),
                 io.Combo.Input(
                     "task", options=list(requests.TASKS), default="auto", advanced=True,
-                    tooltip="Text or image to video, where shapes do not tell: auto goes by the file's name and says so.",
+                    tooltip="Text to video or image to video, if the shapes cannot tell. auto guesses from the "
+                            "file's name and says so.",
                 ),
                 io.Combo.Input(
                     "precision", options=list(precision.CHOICES), default="auto",
-                    tooltip="What computes; as in AnyGPU Load Pipeline.",
+                    tooltip="The dtype that computes, as on AnyGPU Load Pipeline.",
                 ),
                 io.Combo.Input(
                     "offload", options=list(offloader.CHOICES), default="auto",
@@ -156,11 +164,12 @@ class ComposePipeline(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "variant", options=variant_choices(), default="auto", advanced=True,
-                    tooltip="What files cannot tell. auto assumes it from the file's name and says so under the node.",
+                    tooltip="Which variant of the model it is, if the files cannot tell. auto guesses from the "
+                            "file's name and says so under the node.",
                 ),
                 io.Combo.Input(
                     "attention", options=list(attention.CHOICES), default="auto", optional=True, advanced=True,
-                    tooltip="Which kernel the transformer's attention runs; as in AnyGPU Load Pipeline.",
+                    tooltip="Which kernel computes the transformer's attention, as on AnyGPU Load Pipeline.",
                 ),
                 *speed_inputs(),
                 *weight_inputs(),
@@ -204,7 +213,7 @@ def load_outputs(request: LoadRequest, progress: NodeProgress, lines: Iterable[s
 
 
 class LoRA(io.ComfyNode):
-    """Put a LoRA on a pipeline."""
+    """Apply a LoRA to a pipeline."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -212,26 +221,28 @@ class LoRA(io.ComfyNode):
             node_id="AnyGPULoRA",
             display_name="AnyGPU LoRA",
             category=CATEGORY,
-            description="Puts a LoRA on the pipeline's transformer: keys of diffusers, kohya and ComfyUI. Chain several. "
-            "Changing or removing one does not load the model again.",
+            description="Applies a LoRA to the pipeline's transformer; understands keys of diffusers, kohya and "
+                        "ComfyUI. Chain several nodes for several LoRAs. Changing or removing one does not reload "
+                        "the model.",
             search_aliases=["lora", "load lora", "lora loader", "lora block weight"],
             inputs=[
                 Pipeline.Input("pipeline", tooltip="From AnyGPU Load Pipeline, or from another AnyGPU LoRA."),
                 io.Combo.Input("lora", options=folders.lora_choices(), tooltip="A .safetensors file in ComfyUI/models/loras. Press R after adding one."),
                 io.Float.Input(
                     "strength", default=1.0, min=-10.0, max=10.0, step=0.05,
-                    tooltip="Times what it was trained for. 0 leaves the pipeline as it is.",
+                    tooltip="A factor: 1 is what the LoRA was trained for, 0 switches it off.",
                 ),
                 io.String.Input(
                     "blocks", default="", optional=True, advanced=True,
-                    tooltip="Which blocks take part, separated by commas: double, single, each with a number or a range, "
-                    "and rest for everything outside blocks. Empty means all. Example: double 0-9, single",
+                    tooltip="Which blocks the LoRA acts on, separated by commas: double and single, each optionally "
+                            "with a number or a range, and rest for everything outside the blocks. Empty means all. "
+                            "Example: double 0-9, single",
                 ),
                 io.Combo.Input(
                     "mode", options=list(adapters.MODES), default="separate", optional=True, advanced=True,
-                    tooltip="separate: computed beside each layer at each step, works with every weight. merged: "
-                    "added to the weights, as fast as without, keeps a copy of the changed weights in host memory; not "
-                    "for weights that are kept packed.",
+                    tooltip="separate: computed beside each layer at each step; works with all kinds of weights. "
+                            "merged: added to the weights, so as fast as without a LoRA; keeps a copy of the "
+                            "original weights in host memory and does not work with packed weights.",
                 ),
             ],
             outputs=[
@@ -256,7 +267,7 @@ class LoRA(io.ComfyNode):
 
     @classmethod
     def execute(cls, pipeline: Any, lora: str, strength: float, blocks: str = "", mode: str = "separate") -> io.NodeOutput:
-        """The pipeline with one LoRA more."""
+        """The pipeline with one more LoRA."""
         progress = NodeProgress(cls.hidden.unique_id, pipeline.family)
         changed = adapters.with_lora(pipeline, folders.lora_file(lora), strength, blocks, mode, progress)
         progress.finish(str(changed.decisions[-1]) if changed is not pipeline else "no effect")

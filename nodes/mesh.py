@@ -1,4 +1,4 @@
-"""The nodes around painting: meshes in, cameras, maps of the views, baking, a look at the result."""
+"""The nodes around painting: load and clean meshes, cameras, maps of the views, baking, turntable."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ class LoadMesh(io.ComfyNode):
             node_id="AnyGPULoadMesh",
             display_name="AnyGPU Load Mesh",
             category=CATEGORY,
-            description="Reads a GLB, glTF, OBJ, PLY or STL file as a MESH; several objects become one.",
+            description="Reads a GLB, glTF, OBJ, PLY or STL file as a MESH. Several objects become one.",
             search_aliases=["load glb", "load obj", "import mesh", "open 3d model", "trimesh"],
             inputs=[
                 io.Combo.Input(
                     "mesh_file", options=meshes.mesh_files(), upload=io.UploadType.model,
-                    tooltip="A file in ComfyUI's folder input or input/3d, or one that was saved (marked output). The button "
-                    "uploads one; press R after copying one there.",
+                    tooltip="A file in ComfyUI's folder input or input/3d, or a saved one (marked output). The "
+                            "button uploads a file; press R after copying one there yourself.",
                 ),
                 io.MultiType.Input(
                     "model_3d", types=[io.File3DAny, io.File3DGLB, io.File3DGLTF, io.File3DOBJ, io.File3DPLY, io.File3DSTL],
-                    optional=True, tooltip="A 3D file of another node, such as core's Load 3D, in place of mesh_file.",
+                    optional=True, tooltip="A 3D file from another node, such as core's Load 3D. Replaces mesh_file.",
                 ),
             ],
             outputs=[io.Mesh.Output(display_name="mesh")],
@@ -68,7 +68,7 @@ class LoadMesh(io.ComfyNode):
 
 
 class CleanMesh(io.ComfyNode):
-    """Take out what painting stumbles over."""
+    """Clean a mesh for painting."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -76,19 +76,21 @@ class CleanMesh(io.ComfyNode):
             node_id="AnyGPUCleanMesh",
             display_name="AnyGPU Clean Mesh",
             category=CATEGORY,
-            description="Takes out small loose pieces, faces without area or there twice, and broken vertices. Before core's "
-            "Decimate Mesh and Unwrap Mesh.",
+            description="Removes small loose pieces, duplicate faces and faces without area, and broken vertices. "
+                        "Put it before core's Decimate Mesh and Unwrap Mesh.",
             search_aliases=["remove floaters", "degenerate faces", "mesh repair", "postprocess mesh"],
             inputs=[
                 io.Mesh.Input("mesh", tooltip="One mesh."),
                 io.Float.Input(
                     "floaters", default=FLOATERS, min=0.0, max=1.0, step=0.001,
-                    tooltip="Loose pieces with less than this share of all faces go; the largest always stays. 0 keeps all.",
+                    tooltip="Removes loose pieces with less than this share of all faces; the largest always stays. "
+                            "0 keeps every piece.",
                 ),
                 io.Boolean.Input(
-                    "degenerate", default=True, tooltip="Take out faces without area and faces that are there twice.",
+                    "degenerate", default=True, tooltip="Removes faces without area, and duplicates.",
                 ),
-                io.Boolean.Input("broken", default=True, tooltip="Take out faces with a corner that is NaN or infinite."),
+                io.Boolean.Input("broken", default=True, tooltip="Removes faces with a corner that is NaN or "
+                                                                 "infinite."),
             ],
             outputs=[io.Mesh.Output(display_name="mesh")],
             hidden=[io.Hidden.unique_id],
@@ -105,7 +107,7 @@ class CleanMesh(io.ComfyNode):
 
 
 class PaintCameras(io.ComfyNode):
-    """Say from where the mesh is painted."""
+    """Choose the views."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -113,18 +115,19 @@ class PaintCameras(io.ComfyNode):
             node_id="AnyGPUPaintCameras",
             display_name="AnyGPU Paint Cameras",
             category=CATEGORY,
-            description="The views that are painted and baked. Without this node: the six that paint v2-0 and turbo were made "
-            "for. Azimuth 0 looks at the front (+Z), 90 at the +X side; elevation 90 looks down.",
+            description="Sets the views to paint and bake. Without this node, the six are used that paint v2-0 and "
+                        "turbo were made for. Azimuth 0 looks at the front (+Z), 90 at the +X side; elevation 90 "
+                        "looks down.",
             search_aliases=["camera config", "multiview", "azimuth", "elevation", "views"],
             inputs=[
                 io.Combo.Input(
                     "choose", options=[LIST, GREEDY], default=LIST,
-                    tooltip="list: the cameras below. greedy: the six usual ones, then, each time, the one that shows most of "
-                    "what is unseen, up to max_views; for the PBR model, needs the mesh.",
+                    tooltip="list: the cameras below. greedy, for the PBR model: the six standard ones, plus those "
+                            "that show most of the unseen surface, up to max_views; needs the mesh.",
                 ),
                 io.String.Input(
                     "azimuths", default=", ".join(f"{camera.azimuth:g}" for camera in DEFAULT_VIEWS),
-                    tooltip="Degrees, one for each view, commas between. paint v2-0 and turbo know steps of 30.",
+                    tooltip="Degrees, one per view, separated by commas. paint v2-0 and turbo know steps of 30.",
                 ),
                 io.String.Input(
                     "elevations", default=", ".join(f"{camera.elevation:g}" for camera in DEFAULT_VIEWS),
@@ -136,12 +139,12 @@ class PaintCameras(io.ComfyNode):
                 ),
                 io.Float.Input(
                     "ortho_scale", default=ORTHO_SCALE, min=0.1, max=10.0, step=0.01, advanced=True,
-                    tooltip="Width of a view; the mesh is up to 1.15 wide. 1.2 is what the models were taught.",
+                    tooltip="Width of a view. The mesh is up to 1.15 wide; the models were trained with 1.2.",
                 ),
                 io.Mesh.Input("mesh", optional=True, tooltip="For greedy: the mesh that will be painted."),
                 io.Int.Input(
                     "max_views", default=8, min=6, max=12, optional=True,
-                    tooltip="For greedy: most views. Time and memory of painting grow with them.",
+                    tooltip="For greedy: the maximum number of views. More views take more time and memory to paint.",
                 ),
             ],
             outputs=[Cameras.Output(display_name="cameras"), io.Int.Output(display_name="count")],
@@ -163,7 +166,7 @@ class PaintCameras(io.ComfyNode):
 
 
 class RenderViews(io.ComfyNode):
-    """Render what the painting is guided by."""
+    """Render the maps that guide painting."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -171,20 +174,22 @@ class RenderViews(io.ComfyNode):
             node_id="AnyGPURenderViews",
             display_name="AnyGPU Render Views",
             category=CATEGORY,
-            description="Normal and position maps of a mesh from every camera: orthographic, in the object's own frame, as the "
-            "paint models were taught. Plain torch, nothing to compile.",
+            description="Renders normal and position maps of a mesh from every camera: orthographic and in object "
+                        "space, as the paint models were trained. Plain torch, nothing to compile.",
             search_aliases=["normal map", "position map", "custom rasterizer", "multiview render"],
             inputs=[
-                io.Mesh.Input("mesh", tooltip="One mesh, of any place and scale."),
-                Cameras.Input("cameras", optional=True, tooltip="From AnyGPU Paint Cameras. Without it: the six usual views."),
-                Paint.Input("pipeline", optional=True, tooltip="The pipeline that will paint, for normals auto."),
+                io.Mesh.Input("mesh", tooltip="One mesh, at any position and scale."),
+                Cameras.Input("cameras", optional=True, tooltip="From AnyGPU Paint Cameras. Without it, the six "
+                                                                "standard views are used."),
+                Paint.Input("pipeline", optional=True, tooltip="The pipeline that will paint. It tells normals auto "
+                                                               "what to render."),
                 io.Int.Input(
                     "size", default=2048, min=16, max=8192, step=16, optional=True,
-                    tooltip="Pixels. 2048 is the published size; painting makes the maps smaller.",
+                    tooltip="Pixels. The published size is 2048; painting scales the maps down.",
                 ),
                 io.Combo.Input(
                     "normals", options=list(texturing.NORMALS), default="auto", optional=True, advanced=True,
-                    tooltip="auto: flat for the PBR model, smooth for the others, as each was taught.",
+                    tooltip="auto: as each model was trained, flat for PBR and smooth for the others.",
                 ),
             ],
             outputs=[
@@ -211,7 +216,7 @@ class RenderViews(io.ComfyNode):
 
 
 class BakeTexture(io.ComfyNode):
-    """Put painted views onto the mesh."""
+    """Bake painted views into a texture."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -219,37 +224,39 @@ class BakeTexture(io.ComfyNode):
             node_id="AnyGPUBakeTexture",
             display_name="AnyGPU Bake Texture",
             category=CATEGORY,
-            description="Projects pictures of the views back onto the mesh's texture and fills what no view saw. Pictures may "
-            "be enlarged before, with core's upscale nodes.",
+            description="Projects the painted views onto the mesh's texture and fills in what no view saw. You can "
+                        "enlarge the views first with core's upscale nodes.",
             search_aliases=["back projection", "bake from multiview", "inpaint texture", "texture baking"],
             inputs=[
-                io.Mesh.Input("mesh", tooltip="One mesh with UVs from 0 to 1, such as from core's Unwrap Mesh."),
-                io.Image.Input("images", tooltip="One square picture for each camera, of any size."),
-                Cameras.Input("cameras", tooltip="Those that the pictures were painted for."),
+                io.Mesh.Input("mesh", tooltip="One mesh with UVs from 0 to 1, for example from core's Unwrap Mesh."),
+                io.Image.Input("images", tooltip="One square picture per camera, of any size."),
+                Cameras.Input("cameras", tooltip="The cameras that the pictures were painted for."),
                 io.Int.Input(
                     "texture_size", default=2048, min=16, max=8192, step=16,
-                    tooltip="Texels along each side. 2048 takes 0.8 GB while baking; memory and time grow with its square.",
+                    tooltip="Texels along each side. 2048 takes 0.8 GB while it bakes; memory and time grow with the "
+                            "square.",
                 ),
                 io.Image.Input(
-                    "metallic_roughness", optional=True, tooltip="What AnyGPU Paint Views gives with the PBR model.",
+                    "metallic_roughness", optional=True, tooltip="From AnyGPU Paint Views with the PBR model.",
                 ),
                 io.Combo.Input(
                     "form", options=list(FORMS), default="gather", optional=True, advanced=True,
-                    tooltip="gather: each texel looks up its colour, no holes. scatter: each pixel spreads its colour, as "
-                    "the published v2-0 does.",
+                    tooltip="gather: each texel looks up its colour, which leaves no holes. scatter: each pixel "
+                            "writes its colour into the texture, as the published v2-0 does.",
                 ),
                 io.Combo.Input(
                     "fill", options=list(METHODS), default="auto", optional=True, advanced=True,
-                    tooltip="What colours the texels that no view saw, after colours have spread along the surface. auto: "
-                    "pull_push, in torch. opencv: as published, needs the package.",
+                    tooltip="How to fill texels that no view saw, once colours have spread along the surface. auto: "
+                            "pull_push, in torch. opencv: as published; needs the package.",
                 ),
                 io.Int.Input(
                     "view_size", default=2048, min=16, max=8192, step=16, optional=True, advanced=True,
-                    tooltip="Pixels at which the mesh is rasterised to find what each view sees.",
+                    tooltip="Resolution at which the mesh is rasterised to find out what each view sees.",
                 ),
                 io.Boolean.Input(
                     "exact", default=False, optional=True, advanced=True,
-                    tooltip="The published arithmetic with its faults: half a pixel off, holes in flat faces. For comparison.",
+                    tooltip="Reproduces the published arithmetic with its faults (half a pixel off, holes in flat "
+                            "faces), for comparison.",
                 ),
             ],
             outputs=[
@@ -278,7 +285,7 @@ class BakeTexture(io.ComfyNode):
 
 
 class RenderTurntable(io.ComfyNode):
-    """Look at a mesh from all sides."""
+    """Render a mesh through one full turn."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -286,17 +293,18 @@ class RenderTurntable(io.ComfyNode):
             node_id="AnyGPURenderTurntable",
             display_name="AnyGPU Render Turntable",
             category=CATEGORY,
-            description="Pictures of a mesh that turns once, with its texture, for core's Preview Image, Save Animated WEBP or "
+            description="Renders a textured mesh through one full turn, for core's Preview Image, Save Animated WEBP "
+                        "or "
             "Create Video.",
             search_aliases=["turntable", "render mesh", "preview mesh", "spin", "360"],
             inputs=[
                 io.Mesh.Input("mesh", tooltip="With or without a texture."),
-                io.Int.Input("frames", default=24, min=1, max=720, tooltip="Pictures of one full turn."),
+                io.Int.Input("frames", default=24, min=1, max=720, tooltip="Number of pictures in one full turn."),
                 io.Int.Input("size", default=512, min=16, max=4096, step=16, tooltip="Pixels along each side."),
                 io.Float.Input("elevation", default=15.0, min=-90.0, max=90.0, step=1.0, tooltip="Degrees above the mesh."),
                 io.Float.Input(
                     "background", default=1.0, min=0.0, max=1.0, step=0.01, optional=True, advanced=True,
-                    tooltip="Grey around the mesh: 0 black, 1 white.",
+                    tooltip="Grey level of the background: 0 is black, 1 is white.",
                 ),
             ],
             outputs=[io.Image.Output(display_name="images")],

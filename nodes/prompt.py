@@ -23,36 +23,38 @@ class EncodePrompt(io.ComfyNode):
             node_id="AnyGPUEncodePrompt",
             display_name="AnyGPU Encode Prompt",
             category=CATEGORY,
-            description="Turns prompt and negative prompt into embeddings; afterwards no text encoder stays on the device.",
+            description="Turns prompt and negative prompt into embeddings, then takes the text encoders off the "
+                        "device.",
             search_aliases=["clip text encode", "text encode", "negative prompt", "t5", "llama"],
             inputs=[
                 Pipeline.Input("pipeline", tooltip="From AnyGPU Load Pipeline."),
                 io.String.Input("text", multiline=True, dynamic_prompts=True, tooltip="What the video shows. Required."),
                 io.String.Input(
                     "negative", multiline=True, dynamic_prompts=True, default="",
-                    tooltip="What the video should not show. Acts only where cfg is above 1.",
+                    tooltip="What the video should not show. Has an effect only if cfg is above 1.",
                 ),
                 io.String.Input(
                     "section_prompts", multiline=True, default="", optional=True, advanced=True,
-                    tooltip="FramePack: one prompt per line for the sections after the first, in playing order. "
-                    "Sections without a line keep the prompt above.",
+                    tooltip="FramePack: one prompt per line for the sections after the first, in playback order. "
+                            "Sections without a line use the prompt above.",
                 ),
                 io.Image.Input(
                     "image", optional=True,
-                    tooltip="HunyuanVideo image-to-video: its text encoder also looks at the picture.",
+                    tooltip="HunyuanVideo image to video: the text encoder looks at the picture too.",
                 ),
                 io.Int.Input(
                     "max_tokens", default=0, min=0, max=1024, optional=True, advanced=True,
-                    tooltip="Longest prompt in tokens; a longer one is refused with what would be lost. " + DEFAULT,
+                    tooltip="Maximum prompt length in tokens. A longer prompt is an error that shows what would be "
+                            "cut. " + DEFAULT,
                 ),
                 io.String.Input(
                     "template", multiline=True, default="", optional=True, advanced=True,
-                    tooltip="HunyuanVideo, HunyuanVideo 1.5, FramePack: the text around the prompt, with {} where it "
-                    "goes. Empty takes the model's own.",
+                    tooltip="HunyuanVideo, HunyuanVideo 1.5, FramePack: the text around the prompt, with {} in place "
+                            "of the prompt. Leave it empty for the model's own template.",
                 ),
                 io.Int.Input(
                     "template_crop", default=-1, min=-1, max=1024, optional=True, advanced=True,
-                    tooltip="Leading template tokens to cut off. -1 counts them.",
+                    tooltip="How many leading tokens of the template to cut off. -1 counts them for you.",
                 ),
             ],
             outputs=[
@@ -82,13 +84,13 @@ class ImageConditioning(io.ComfyNode):
             node_id="AnyGPUImageConditioning",
             display_name="AnyGPU Image Conditioning",
             category=CATEGORY,
-            description="Gives core's samplers the picture of AnyGPU Encode Image, for image to video with the MODEL of "
-            "AnyGPU Load Pipeline: HunyuanVideo (33 channels), HunyuanVideo 1.5, FramePack.",
+            description="Adds the picture of AnyGPU Encode Image to core's CONDITIONING, for image to video with the "
+                        "MODEL of AnyGPU Load Pipeline: HunyuanVideo (33 channels), HunyuanVideo 1.5, FramePack.",
             search_aliases=["image to video conditioning", "start image conditioning"],
             inputs=[
                 io.Conditioning.Input("positive", tooltip="From AnyGPU Encode Prompt, or CLIP Text Encode."),
                 io.Conditioning.Input("negative", tooltip="From AnyGPU Encode Prompt, or CLIP Text Encode."),
-                Image.Input("image", tooltip="From AnyGPU Encode Image, of the same model."),
+                Image.Input("image", tooltip="From AnyGPU Encode Image, with the same model."),
             ],
             outputs=[
                 io.Conditioning.Output(display_name="positive"),
@@ -111,31 +113,35 @@ class EncodeImage(io.ComfyNode):
             node_id="AnyGPUEncodeImage",
             display_name="AnyGPU Encode Image",
             category=CATEGORY,
-            description="Fits a picture or clip to a size the model can make and encodes it. Chain several through "
-            "`previous`: first and last frame, or a clip to extend (LTX-Video), start and end image (FramePack).",
+            description="Fits a picture or clip to a size the model can make, and encodes it. Chain several through "
+                        "`previous`: first and last frame, a clip to extend (LTX-Video), start and end image "
+                        "(FramePack).",
             search_aliases=["image to video", "first frame", "last frame", "start image", "end image", "i2v"],
             inputs=[
                 Pipeline.Input("pipeline", tooltip="From AnyGPU Load Pipeline."),
-                io.Image.Input("image", tooltip="RGB picture; several frames make a clip (LTX-Video)."),
+                io.Image.Input("image", tooltip="An RGB picture. Several frames make a clip (LTX-Video)."),
                 *size_inputs(),
                 io.Combo.Input(
                     "fit", options=list(FITS), default=FITS[0],
-                    tooltip="nearest bucket: keep the picture's shape, at the nearest size the model was made for. "
-                    "crop: cut to width and height. pad: black bars. stretch: distort.",
+                    tooltip="nearest bucket: keeps the aspect ratio, at the nearest size the model was made for. "
+                            "crop: fills width and height and cuts off the rest. pad: adds black bars. stretch: "
+                            "distorts.",
                 ),
                 io.Int.Input(
                     "frame", default=0, min=-1, max=4096, optional=True,
-                    tooltip="Frame at which the picture stands; -1 is the last. FramePack takes 0 and -1, HunyuanVideo 0.",
+                    tooltip="Where in the video the picture goes; -1 is the last frame. FramePack takes 0 and -1, "
+                            "HunyuanVideo 0.",
                 ),
                 io.Float.Input(
                     "strength", default=1.0, min=0.0, max=1.0, step=0.01, optional=True,
-                    tooltip="How strictly the video follows the picture (LTX-Video; end image of FramePack).",
+                    tooltip="How closely the video follows the picture (LTX-Video; on FramePack, the end image).",
                 ),
-                Image.Input("previous", optional=True, tooltip="Another encoded image that this one joins; its size is used."),
+                Image.Input("previous", optional=True, tooltip="The encoded image to join this one to. Its size is "
+                                                               "used."),
                 io.ClipVisionOutput.Input(
                     "clip_vision_output", optional=True,
-                    tooltip="SigLIP states from core's CLIP Vision Encode in place of the model's own image encoder "
-                    "(FramePack, HunyuanVideo 1.5).",
+                    tooltip="SigLIP output from core's CLIP Vision Encode. Replaces the model's own image encoder "
+                            "(FramePack, HunyuanVideo 1.5).",
                 ),
             ],
             outputs=[
@@ -167,8 +173,8 @@ class EncodeVideo(io.ComfyNode):
             node_id="AnyGPUEncodeVideo",
             display_name="AnyGPU Encode Video",
             category=CATEGORY,
-            description="Encodes frames to latents, for video to video: connect the latent to AnyGPU Sample and set "
-            "denoise below 1.",
+            description="Encodes frames to latents for video to video: connect the latent to AnyGPU Sample and set "
+                        "denoise below 1.",
             search_aliases=["vae encode", "video to video", "v2v"],
             inputs=[
                 Pipeline.Input("pipeline", tooltip="From AnyGPU Load Pipeline."),
@@ -176,9 +182,10 @@ class EncodeVideo(io.ComfyNode):
                 *size_inputs(),
                 io.Combo.Input(
                     "fit", options=list(FITS), default="crop",
-                    tooltip="How frames of another shape are fitted. Width and height 0 keep the frames' own size.",
+                    tooltip="How frames of another aspect ratio are fitted. Width and height 0 keep the frames' own "
+                            "size.",
                 ),
-                io.Int.Input("seed", default=0, min=0, max=SEED_LIMIT, tooltip="For VAEs that draw their latents."),
+                io.Int.Input("seed", default=0, min=0, max=SEED_LIMIT, tooltip="For VAEs that sample their latents."),
             ],
             outputs=[io.Latent.Output(display_name="latent")],
             hidden=[io.Hidden.unique_id],

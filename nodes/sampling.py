@@ -26,8 +26,8 @@ class Sample(io.ComfyNode):
             node_id="AnyGPUSample",
             display_name="AnyGPU Sample",
             category=CATEGORY,
-            description="Denoises a video: text, image or video to video, by what is connected. Inputs that have no "
-            "effect on the loaded model are named under the node.",
+            description="Samples a video from text, an image or a video, depending on what you connect. Inputs that "
+                        "have no effect on the loaded model are named under the node.",
             search_aliases=["ksampler", "video sampler", "text to video", "t2v", "i2v", "v2v"],
             inputs=[
                 Pipeline.Input("pipeline", tooltip="From AnyGPU Load Pipeline."),
@@ -38,21 +38,22 @@ class Sample(io.ComfyNode):
                 *size_inputs(),
                 io.Int.Input(
                     "frames", default=0, min=0, max=4097,
-                    tooltip="Video frames; rounded up to the next count the model can make. " + DEFAULT,
+                    tooltip="Number of frames, rounded up to the next number the model can make. " + DEFAULT,
                 ),
                 *sampling_inputs(),
                 io.Float.Input("fps", default=0.0, min=0.0, max=240.0, step=0.01, tooltip="Frames per second. " + DEFAULT),
-                Image.Input("image", optional=True, tooltip="From AnyGPU Encode Image: makes it image to video."),
-                io.Latent.Input("latent", optional=True, tooltip="Video to video: the latents to start from. A noise mask on them is kept."),
+                Image.Input("image", optional=True, tooltip="From AnyGPU Encode Image. Makes it image to video."),
+                io.Latent.Input("latent", optional=True, tooltip="Video to video: the latents to start from. A noise "
+                                                                 "mask on them is respected."),
                 io.Float.Input(
                     "denoise", default=1.0, min=0.0, max=1.0, step=0.01, optional=True,
-                    tooltip="With a latent: share of it that is redrawn. 1 ignores its content.",
+                    tooltip="With a latent: how much of it is redrawn. 1 ignores its content.",
                 ),
                 io.Conditioning.Input("negative", optional=True, tooltip="Negative CONDITIONING, when prompt is core CONDITIONING."),
                 io.Sigmas.Input("sigmas", optional=True, tooltip="Noise levels from 1 to 0 that replace steps and shift."),
                 io.Float.Input(
                     "guidance_rescale", default=0.0, min=0.0, max=1.0, step=0.01, optional=True, advanced=True,
-                    tooltip="LTX-Video, HunyuanVideo 1.5: pulls back the contrast that a high cfg adds.",
+                    tooltip="LTX-Video, HunyuanVideo 1.5: reduces the extra contrast that a high cfg adds.",
                 ),
             ],
             outputs=[io.Latent.Output(display_name="latent")],
@@ -84,8 +85,8 @@ class SampleFramePack(io.ComfyNode):
             node_id="AnyGPUSampleFramePack",
             display_name="AnyGPU Sample FramePack",
             category=CATEGORY,
-            description="Denoises a FramePack video section by section. Each finished section is previewed and kept: "
-            "after a cancel or a crash the same settings go on after the last finished section.",
+            description="Samples a FramePack video section by section. Each finished section is previewed and saved: "
+                        "after a cancel or a crash, the same settings continue after the last finished section.",
             search_aliases=["framepack f1", "long video", "image to video"],
             inputs=[
                 Pipeline.Input("pipeline", tooltip="From AnyGPU Load Pipeline, with a FramePack model."),
@@ -93,13 +94,16 @@ class SampleFramePack(io.ComfyNode):
                     "prompt", types=[Prompt, io.Conditioning],
                     tooltip="From AnyGPU Encode Prompt, or core CONDITIONING from CLIP Text Encode.",
                 ),
-                Image.Input("image", tooltip="From AnyGPU Encode Image: the start image, and the end image joined to it."),
+                Image.Input("image", tooltip="From AnyGPU Encode Image: the start image, and the end image if one is "
+                                             "joined to it."),
                 io.Float.Input("clip_seconds", default=5.0, min=0.0, max=120.0, step=0.1, tooltip="Length of the video in seconds."),
-                io.Float.Input("fps", default=30.0, min=1.0, max=240.0, step=0.01, tooltip="Frames per second; FramePack is made for 30."),
+                io.Float.Input("fps", default=30.0, min=1.0, max=240.0, step=0.01, tooltip="Frames per second. "
+                                                                                           "FramePack was made for "
+                                                                                           "30."),
                 *sampling_inputs(),
                 io.Int.Input(
                     "window", default=9, min=2, max=33, optional=True, advanced=True,
-                    tooltip="Latent frames per section; FramePack is made for 9, which is 33 frames of video.",
+                    tooltip="Latent frames per section. FramePack was made for 9, which is 33 frames of video.",
                 ),
                 io.Combo.Input(
                     "order", options=["auto", "inverted_anti_drifting", "vanilla"], default="auto", optional=True,
@@ -109,11 +113,11 @@ class SampleFramePack(io.ComfyNode):
                 ),
                 io.Float.Input(
                     "end_strength", default=1.0, min=0.0, max=1.0, step=0.01, optional=True,
-                    tooltip="How much an end image counts.",
+                    tooltip="How strongly the end image counts.",
                 ),
                 io.Boolean.Input(
                     "single_frame", default=False, optional=True, advanced=True,
-                    tooltip="Sample one picture instead of a video.",
+                    tooltip="Samples one picture instead of a video.",
                 ),
                 io.Conditioning.Input("negative", optional=True, tooltip="Negative CONDITIONING, when prompt is core CONDITIONING."),
                 io.Sigmas.Input("sigmas", optional=True, tooltip="Noise levels from 1 to 0 that replace steps and shift."),
@@ -142,7 +146,7 @@ class SampleFramePack(io.ComfyNode):
 
 
 class StepCache(io.ComfyNode):
-    """Skip work between steps."""
+    """Skip work in steps that change little."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -150,40 +154,44 @@ class StepCache(io.ComfyNode):
             node_id="AnyGPUStepCache",
             display_name="AnyGPU Step Cache",
             category=CATEGORY,
-            description="Skips parts of steps that change little, for all samplings of this pipeline that follow. Faster and "
-            "lossy: the video changes. How much was skipped is said under the sample node.",
+            description="Makes sampling faster by skipping work in steps that change little. This is lossy: the "
+                        "video changes. The sample node says how much was skipped.",
             search_aliases=["TeaCache", "FasterCache", "first block cache", "FBCache", "TaylorSeer", "pyramid attention broadcast"],
             inputs=[
-                Pipeline.Input("pipeline", tooltip="From AnyGPU Load Pipeline. It stays as it is: only the output has the cache."),
+                Pipeline.Input("pipeline", tooltip="From AnyGPU Load Pipeline. It is left unchanged; only the output "
+                                                   "has the cache."),
                 io.Combo.Input(
                     "preset", options=list(step_cache.PRESET_CHOICES), default="balanced",
-                    tooltip="off: every step is whole. "
+                    tooltip="off: every step is computed in full. "
                     + " ".join(f"{name}: threshold {t:g}, interval {n}." for name, (t, n) in step_cache.PRESETS.items())
                     + " custom: the two numbers below.",
                 ),
                 io.Combo.Input(
                     "kind", options=list(step_cache.KINDS), default="auto",
                     tooltip=" ".join(f"{kind}: {meaning}." for kind, meaning in step_cache.KINDS.items())
-                    + " A kind that does nothing on the loaded family is one line when you run it.",
+                    + " A kind that has no effect on the loaded family is an error when you run it.",
                 ),
                 io.Float.Input(
                     "threshold", default=0.1, min=0.0, max=1.0, step=0.01,
-                    tooltip="custom, first_block: relative change of the first block's result below which the rest is skipped.",
+                    tooltip="For custom with first_block: the relative change of the first block's result below "
+                            "which the rest is skipped.",
                 ),
                 io.Int.Input(
-                    "interval", default=3, min=2, max=10, tooltip="custom, taylor and pyramid: every so many steps are computed.",
+                    "interval", default=3, min=2, max=10, tooltip="For custom with taylor or pyramid: compute "
+                                                                  "attention once in this many steps.",
                 ),
                 io.Float.Input(
                     "start_percent", default=0.0, min=0.0, max=1.0, step=0.01, advanced=True,
-                    tooltip="Share of the steps after which it may skip.",
+                    tooltip="Fraction of the steps that are always computed in full at the start.",
                 ),
                 io.Float.Input(
                     "end_percent", default=1.0, min=0.0, max=1.0, step=0.01, advanced=True,
-                    tooltip="Share of the steps after which every step is whole again.",
+                    tooltip="Fraction of the steps after which every step is computed in full again.",
                 ),
                 io.Combo.Input(
                     "cache_device", options=list(step_cache.DEVICES), default="device", advanced=True,
-                    tooltip="Where results are kept between steps. cpu: costs copies each step, saves memory on the device.",
+                    tooltip="Where results are stored between steps. cpu: saves memory on the device, but copies "
+                            "them at each step.",
                 ),
             ],
             outputs=[Pipeline.Output(display_name="pipeline")],

@@ -27,7 +27,7 @@ class Uncached(io.ComfyNode):
 
 
 class HardwareReport(Uncached):
-    """Say what this machine can do and what is decided on it."""
+    """Report what this machine can do, and the decisions on it."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -35,17 +35,18 @@ class HardwareReport(Uncached):
             node_id="AnyGPUHardwareReport",
             display_name="AnyGPU Hardware Report",
             category=CATEGORY,
-            description="Says which device was found, what it answered to short tests, which precision and kernels each "
-            "model gets on it and why, and what to change where something does not work.",
+            description="Shows which device was found, how it did in short tests, which precision and kernels each "
+                        "model gets and why, and what to change if something does not work.",
             search_aliases=["diagnose", "gpu info", "benchmark", "debug", "bug report", "hardware"],
             inputs=[
                 io.Boolean.Input(
                     "check", default=False,
-                    tooltip="Also try conversions, loading, Conv3d and attention on the device: a few seconds.",
+                    tooltip="Also tries conversions, loading, Conv3d and attention on the device. Takes a few "
+                            "seconds.",
                 ),
                 io.Boolean.Input(
                     "ask_again", default=False, optional=True, advanced=True,
-                    tooltip="Forget what the device answered before and ask anew.",
+                    tooltip="Discards the saved test results and runs the tests again.",
                 ),
             ],
             outputs=[io.String.Output(display_name="text"), io.Image.Output(display_name="table")],
@@ -83,8 +84,8 @@ class MemoryPlan(Uncached):
             node_id="AnyGPUMemoryPlan",
             display_name="AnyGPU Memory Plan",
             category=CATEGORY,
-            description="Says what a run will need on the device before anything is read: a bar per stage and offload mode "
-            "against what is free now, and the fastest mode that fits.",
+            description="Shows what a run will need on the device before anything is read: a bar per stage and "
+                        "offload mode against the memory that is free now, and the fastest mode that fits.",
             search_aliases=["vram", "memory forecast", "oom", "out of memory", "offload plan", "will it fit"],
             inputs=[
                 io.MultiType.Input(
@@ -94,12 +95,12 @@ class MemoryPlan(Uncached):
                 *size_inputs(),
                 io.Int.Input(
                     "frames", default=0, min=0, max=4097,
-                    tooltip="Video frames; rounded up to the next count the model can make. Of a paint pipeline: "
-                    "views. 0 takes the model's own default.",
+                    tooltip="Number of frames, rounded up to the next number the model can make; for a paint "
+                            "pipeline, the number of views. 0 takes the model's own default.",
                 ),
                 io.Boolean.Input(
                     "guided", default=False, optional=True,
-                    tooltip="With cfg above 1: LTX-Video and Mochi then run two videos at once.",
+                    tooltip="Whether cfg is above 1. LTX-Video and Mochi then run two videos at once.",
                 ),
             ],
             outputs=[io.String.Output(display_name="text"), io.Image.Output(display_name="bars")],
@@ -130,25 +131,26 @@ class DownloadModel(Uncached):
             node_id="AnyGPUDownloadModel",
             display_name="AnyGPU Download Model",
             category=CATEGORY,
-            description="Says which files of a published model are in models/diffusers, and fetches them where download is "
-            "chosen: one fixed commit of its Hugging Face repository, checked by hashes, resumed where it was cut short.",
+            description="Shows which files of a published model are in models/diffusers, and downloads the missing "
+                        "ones if you choose download: from a fixed commit of its Hugging Face repository, resumed "
+                        "after an interruption, with every hash checked.",
             search_aliases=["huggingface", "hugging face", "download", "hf", "get model", "snapshot"],
             is_output_node=True,
             inputs=[
                 io.Combo.Input(
                     "model", options=downloads.model_choices(),
-                    tooltip="Each is one or more repositories at a fixed commit; the text under the node names their pages. "
-                    "Their licences stand there: who downloads accepts them.",
+                    tooltip="Each is one or more repositories at a fixed commit; the text under the node names their "
+                            "pages. The licences are on those pages; by downloading you accept them.",
                 ),
                 io.Combo.Input(
                     "download", options=list(downloads.CHOICES), default="no",
-                    tooltip="no: looks what is there; asks nobody and writes nothing. download: fetches what lacks from "
-                    "huggingface.co, 30 to 60 GB of disk, and compares every hash.",
+                    tooltip="no: only looks at what is on disk, contacts nobody and writes nothing. download: "
+                            "fetches what is missing from huggingface.co, 30 to 60 GB, and checks every hash.",
                 ),
             ],
             outputs=[
                 io.String.Output(
-                    display_name="folder", tooltip="Where the model is; press R to see it in AnyGPU Load Pipeline."
+                    display_name="folder", tooltip="Where the model is. Press R to see it in AnyGPU Load Pipeline."
                 ),
             ],
             hidden=[io.Hidden.unique_id],

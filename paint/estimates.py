@@ -1,4 +1,4 @@
-"""What each stage of painting needs on the device, before anything is read; and what it took, once it has run.
+"""Forecasts of what each stage of painting needs on the device, and what it used once it has run.
 
 Weights are counted from names and shapes. Activations follow formulas fitted to counts of every living tensor of the
 full-size networks (`tests/paint/counting.py`); `tests/paint/test_needs.py` holds them within 15 %. They count tensors:
@@ -129,5 +129,5 @@ def decoding_bytes(height: int, width: int, dtype: torch.dtype) -> int:
 
 
 def asked(activations: int) -> int:
-    """Bytes to keep free for a forward whose activations are forecast."""
+    """Bytes to keep free for a forward, from the forecast of its activations."""
     return int(activations * MARGIN)

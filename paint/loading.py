@@ -1,4 +1,4 @@
-"""A published paint folder, or a single file, becomes a pipeline; weights are read when a stage first needs them."""
+"""Builds a pipeline from a published paint folder or a single file. Weights are read when a stage first needs them."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def _offloader(
         offloader, decision = chosen("none")
         total = sum(sizes.values())
         tight = free is not None and total > free
-        more = f"; {total / GIBIBYTE:.1f} GB do not fit: choose offload model, or switch compile off" if tight else ""
+        more = f"; {total / GIBIBYTE:.1f} GB do not fit: choose offload model, or switch off compile" if tight else ""
         why = "compiled blocks stay where they were compiled" + more
         return offloader, replace(decision, why=why, source=AUTO)
     offloader, decision = chosen(request.offload)
@@ -227,8 +227,8 @@ def _unet_place(model: Path) -> Path:
         return model
     raise CheckpointError(
         f"no paint model in {str(model)!r}",
-        expected="a folder with the folders unet and vae, or the file of a UNet",
-        fix="Download one of the Hunyuan3D paint folders whole; docs/models.md names them.",
+        expected="a folder with the subfolders unet and vae, or a UNet's file",
+        fix="Download one of the complete Hunyuan3D paint folders listed in docs/models.md.",
     )
 
 
@@ -281,7 +281,7 @@ def _remarks(place: Path, stored: Weights, dropped: int) -> list[Decision]:
         why = "the folder has .bin and .safetensors, which may differ"
         remarks.append(Decision("weights", f"{stored.path.name} was read", why))
     if dropped:
-        remarks.append(Decision("weights", f"{dropped} tensors of an unused image prompt were left out"))
+        remarks.append(Decision("weights", f"{dropped} tensors of an unused image prompt were skipped"))
     return remarks
 
 

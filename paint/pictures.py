@@ -65,8 +65,8 @@ def cut_out(pictures: Tensor, mask: Tensor | None) -> list[Tensor]:
     if len(mask) not in (1, len(checked)):
         raise InputError(
             f"{len(mask)} masks for {len(checked)} reference pictures",
-            expected="one for each, or one for all",
-            fix="Connect image and mask of one Load Image node.",
+            expected="one per picture, or one for all",
+            fix="Connect image and mask of the same Load Image node.",
         )
     alphas = 1 - mask.clamp(0, 1).expand(len(checked), -1, -1)
     joined = []
@@ -129,7 +129,7 @@ def recentred(picture: Tensor, border: float = BORDER) -> Tensor:
     if not seen.any():
         raise InputError(
             "a reference picture that is wholly transparent",
-            expected="an object that is not",
+            expected="a visible object",
             fix="Check the mask: ComfyUI's masks are 1 where the picture is transparent.",
         )
     rows, columns = seen.any(1).nonzero().flatten(), seen.any(0).nonzero().flatten()

@@ -1,4 +1,4 @@
-"""What the nodes call beyond painting itself: a mesh rendered, baked and filled, and all of it in one step."""
+"""What the nodes call besides painting itself: rendering, baking and filling a mesh, and all of it in one step."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def texture_of(
             both = filled(second, surface, settings.fill, settings.exact, progress.check).cpu()
             metallic, roughness = both[..., 0], both[..., 1]
     progress.step(total, total, "baking")
-    share = f"{baked.share:.1%} of the surface painted, the rest filled from beside it"
+    share = f"{baked.share:.1%} of the surface painted, the rest filled from neighbouring areas"
     return Texture(
         colour=colour.cpu(),
         metallic=metallic,
@@ -164,7 +164,7 @@ def texture_of(
 
 
 def counted(progress: Any, total: int, stage: str) -> Callable[[], None]:
-    """A function to call before each of ``total`` things: it says how many are done."""
+    """A function to call before each of ``total`` items; it reports how many are done."""
     done = -1
 
     def count() -> None:
@@ -177,7 +177,7 @@ def counted(progress: Any, total: int, stage: str) -> Callable[[], None]:
 
 
 def roomy(device: torch.device | None, needed_bytes: int, notify: Callable[[str], None]) -> torch.device | None:
-    """``device`` where it has ``needed_bytes`` free or does not tell, else the CPU, which is said."""
+    """``device`` if it has ``needed_bytes`` free or does not report it; otherwise the CPU, with a note to the user."""
     free = None if device is None or device.type == HOST.type else free_bytes(device)
     if free is None or free > needed_bytes:
         return device
@@ -228,7 +228,7 @@ def textured(
     dino: Tensor | None = None,
     keep: Keep | None = None,
 ) -> tuple[Texture, Painted, CameraTable]:
-    """A mesh and a picture become a texture: views rendered, painted, baked, filled.
+    """Make a texture from a mesh and a picture: render, paint, bake and fill.
 
     Args:
         mesh: with UVs.
@@ -262,7 +262,7 @@ def textured(
         try:
             texture = texture_of(*given, settings.texture, progress, device)
         except PackError as error:
-            kept = f" The painted views are kept in {place}." if place else ""
+            kept = f" The painted views are saved in {place}." if place else ""
             raise type(error)(error.found, expected=error.expected, fix=error.fix + kept) from error
     forget()
     return texture, painted, cameras

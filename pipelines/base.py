@@ -26,7 +26,7 @@ ENCODING = StageText("encoding", "prompt")
 
 
 class Progress(Protocol):
-    """What a long call reports to, and where it learns of a cancel."""
+    """Receives the progress of a long call, and tells it about a cancel."""
 
     def step(self, done: int, total: int, stage: str, preview: Callable[[], torch.Tensor] | None = None) -> None:
         """Report ``done`` of ``total`` in ``stage``.
@@ -216,7 +216,7 @@ class SampleSettings:
 
 @dataclass(frozen=True, slots=True)
 class PromptRequest:
-    """What the user asks of text encoding.
+    """The user's settings for text encoding.
 
     Args:
         text, negative: the prompts. max_tokens: limit in tokens; 0 means the family's default.
@@ -237,7 +237,7 @@ class PromptRequest:
 
 @dataclass(frozen=True, slots=True)
 class ImageRequest:
-    """What the user asks of image encoding.
+    """The user's settings for image encoding.
 
     Args:
         frames: (F, H, W, 3) in 0..1, already fitted to ``width`` x ``height`` pixels; a clip where F > 1.

@@ -73,13 +73,13 @@ def limit_tooltip(facts: DeviceFacts, name: str) -> str:
     for choice, why in here.items():
         together.setdefault(why, []).append(choice)
     named = "; ".join(f"{', '.join(choices)} ({why})" for why, choices in together.items())
-    return f" On this machine ({facts.name}) not: {named}."
+    return f" Not on this machine ({facts.name}): {named}."
 
 
 def limit_line(facts: DeviceFacts) -> str:
     """All limits in one line for the status under the load node; empty where every choice works."""
     named = [f"{name} {', '.join(each)}" for name, each in limits(facts).items()]
-    return f"cannot work here: {'; '.join(named)}" if named else ""
+    return f"does not work here: {'; '.join(named)}" if named else ""
 
 
 def _variant(pipeline: Any) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What makes a pipeline faster, as it was chosen: fused kernels, compiled blocks, a step cache; and its profile."""
+"""The speed choices of a pipeline: fused kernels, compiled blocks, step cache, profile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The stages that nodes and the command call: each checks what the user entered, says what it changed, and runs."""
+"""The stages that the nodes and the command line call. Each checks the user's input, reports what it changed, and
+runs."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ from .speed import sampling_speed
 from .text.t5 import described
 
 MOST_TOKENS = 1024
-TEXT_HINT = "choose text_device cpu on the load node, which takes none of this memory"
+TEXT_HINT = "choose text_device cpu on the load node, which needs none of this memory"
 
 TEXT = Stage("encode prompt", "text", "encoding the prompt")
 IMAGE = Stage("encode image", "image", "encoding the image")
@@ -81,7 +82,7 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
         raise InputError(
             f"a template with {request.template.count('{}')} places for the prompt",
             expected="exactly one {}",
-            fix="Write {} where the prompt belongs, or leave the template empty.",
+            fix="Write {} where the prompt goes, or leave the template empty.",
         )
     if request.template_crop >= 0 and not request.template:
         progress.notify("template_crop has no effect without a template")
@@ -260,7 +261,11 @@ def decode(
             fix="Decode them with the model that made them.",
         )
     chosen = form or Form(method)
-    hint = "" if chosen.method in ("auto", "streaming", "cpu") else "set method to auto, which goes on in smaller parts"
+    hint = (
+        ""
+        if chosen.method in ("auto", "streaming", "cpu")
+        else ("set method to auto, which continues in smaller parts")
+    )
     with running(DECODING, pipeline, progress, latents, hint):
         release_text(pipeline, family)
         frames: torch.Tensor = family.code.decode(pipeline, latents, progress, chosen)[: latents.frames]
@@ -283,7 +288,7 @@ def with_decode_noise(
         if value > 1.0:
             raise InputError(f"{name} {value}", expected="0 to 1, or -1", fix="The nearest valid value is 1.")
     if asked and not pipeline.configs["vae"].get("timestep_conditioning"):
-        progress.notify(f"no effect of {' and '.join(asked)}: this VAE removes no noise")
+        progress.notify(f"no effect of {' and '.join(asked)}: this VAE does not remove noise")
     return replace(latents, extra={**latents.extra, **asked}) if asked else latents
 
 
@@ -391,7 +396,7 @@ def _completed(
     )
     _in_share(settings)
     if settings.cfg <= 1.0 and prompt.has_negative:
-        progress.notify(f"the negative prompt has no effect at cfg {settings.cfg:g}: it needs more than 1")
+        progress.notify(f"the negative prompt has no effect at cfg {settings.cfg:g}: it needs cfg above 1")
     if settings.cfg > 1.0 and prompt.negative is None:
         raise InputError(
             f"cfg {settings.cfg} without a negative prompt",
@@ -444,10 +449,10 @@ def _with_latents(family: FamilySpec, settings: SampleSettings, progress: Progre
     require_finite(latents.samples, "latents to start from")
     empty = fault_in_latents(latents.samples)
     if empty and settings.denoise < 1.0:
-        progress.notify(f"the latents to start from are {empty}: was the video encoded by a VAE of this model?")
+        progress.notify(f"the latents to start from are {empty}: was the video encoded with this model's VAE?")
     if settings.denoise == 0.0:
         raise InputError(
-            "denoise 0", expected="more than 0, at most 1", fix="0 would return the input: use 0.3 to 0.8."
+            "denoise 0", expected="more than 0, at most 1", fix="0 would return the input unchanged. Use 0.3 to 0.8."
         )
     found, asked = (latents.width, latents.height, latents.frames), (settings.width, settings.height, settings.frames)
     if found != asked:
@@ -470,7 +475,7 @@ def _require_image(pipeline: Pipeline, family: FamilySpec, image: ImageCondition
         raise InputError(
             f"no image for {family.title} {pipeline.variant}",
             expected="an image condition",
-            fix="Connect AnyGPU Encode Image: this checkpoint is image to video.",
+            fix="This is an image-to-video checkpoint: connect AnyGPU Encode Image.",
         )
     if pipeline.task == "text" and image is not None and family.image_required:
         raise InputError(

@@ -1,7 +1,7 @@
 """What a GGUF file declares, and the values of its blocks.
 
-The header is read here, bounded by the file: the package gguf, whose tables and block formats are used, walks for hours
-through a list that is declared longer than its file.
+Uses the tables and block formats of the package gguf, but reads the header itself, bounded by the file's size: gguf
+loops for hours if a list is declared longer than its file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SHAPE_NOTE = "comfy.gguf.orig_shape."  # of tensors that were flattened, since G
 
 
 class Header:
-    """The bytes of a file one after the other; asking for more than there are raises ValueError."""
+    """Reads a file's bytes in order; raises ValueError at the end of the file."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
         self.file, self.left, self.size = file, size, size
@@ -153,5 +153,7 @@ def _require_apart(path: Path, entries: Mapping[str, TensorEntry], size: int) ->
 
 def _damaged(path: Path, found: str) -> CheckpointError:
     return CheckpointError(
-        f"{str(path)!r} has {found}", expected="a whole GGUF file", fix="The download was cut short: fetch it again."
+        f"{str(path)!r} has {found}",
+        expected="a complete GGUF file",
+        fix="The download was cut short. Download the file again.",
     )

@@ -1,4 +1,4 @@
-"""What a safetensors file declares, checked against the file before a byte of weights is touched."""
+"""Headers of safetensors files, checked against the file before any weights are read."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ STORED: dict[str, torch.dtype] = {  # safetensors' names of dtypes
 }
 OTHER_FILES: tuple[tuple[bytes, str, str], ...] = (  # first bytes of what is often saved under this name instead
     (b"version https://git-lfs", "a Git LFS pointer in place of its content", "Fetch the file itself: git lfs pull."),
-    (b"<!DOCTYPE", "a web page", "Download the file itself, after logging in where its page asks for it."),
-    (b"<html", "a web page", "Download the file itself, after logging in where its page asks for it."),
+    (b"<!DOCTYPE", "a web page", "Download the file itself, after logging in if its page requires it."),
+    (b"<html", "a web page", "Download the file itself, after logging in if its page requires it."),
     (
         b"PK\x03\x04",
         "a pickle of torch.save",
-        "Download the .safetensors: a pickle can run code and is refused.",
+        "Download the .safetensors version. Pickles can run code and are refused.",
     ),
-    (b"GGUF", "a GGUF file", "Give it the ending .gguf."),
+    (b"GGUF", "a GGUF file", "Rename it to end in .gguf."),
 )
 
 
@@ -80,7 +80,7 @@ class TensorEntry:
 
     @property
     def is_packed(self) -> bool:
-        """Whether its bytes are no tensor of its values: a block format, or numbers under a scale."""
+        """Whether its bytes are not plain values: a block format, or numbers with a scale."""
         return bool(self.codec) or self.scale is not None
 
     def rows(self, first: int, count: int) -> TensorEntry:
@@ -148,16 +148,18 @@ def declared(files: Sequence[Path]) -> dict[str, TensorEntry]:
     return entries
 
 
-def damaged(path: Path, found: str, fix: str = "The download was cut short: fetch it again.") -> CheckpointError:
-    """The error for a file that is not what its name says."""
+def damaged(
+    path: Path, found: str, fix: str = "The download was cut short. Download the file again."
+) -> CheckpointError:
+    """The error for a file whose content does not match its name."""
     return CheckpointError(f"{str(path)!r} has {found}", expected="a whole safetensors file", fix=fix)
 
 
 def unreadable(path: Path, error: OSError) -> CheckpointError:
-    """The error for a path that the system does not open."""
+    """The error for a path that cannot be opened."""
     return CheckpointError(
         f"{str(path)!r} cannot be read ({error.strerror or error})",
-        expected="a file that this user may read",
+        expected="a file that you may read",
         fix="Check the path, its links and its permissions.",
     )
 

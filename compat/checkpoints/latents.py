@@ -1,7 +1,7 @@
-"""Tensors and what is known of them in one safetensors file: written whole or not at all, bit for bit, from any device.
+"""Tensors with their metadata in one safetensors file: written completely or not at all, bit for bit, from any device.
 
-What is known of them is JSON under the metadata key ``anygpu``; other metadata keys belong to others, such as the
-workflow that ComfyUI reads when a file is dropped onto it.
+The metadata is JSON under the key ``anygpu``. Other keys belong to others, such as the workflow that ComfyUI reads when
+a file is dropped onto it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def write_record(
 
 
 def written(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> Path:
-    """Write ``tensors``, from any device, and return ``path``; a failure is one line.
+    """Write ``tensors``, from any device, and return ``path``; raises a one-line error on failure.
 
     Raises:
         CheckpointError: as :func:`write_record`.
@@ -55,8 +55,8 @@ def written(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[s
             raise
         raise CheckpointError(
             f"{str(path)!r} cannot be written ({_first_line(error)})",
-            expected=f"a folder that can be written, with {size / 1e6:.1f} MB free",
-            fix="Free space on this disk or choose another folder; what was there before is unchanged.",
+            expected=f"a writable folder with {size / 1e6:.1f} MB free",
+            fix="Free space on this disk or choose another folder. Files that were there before are unchanged.",
         ) from error
 
 
@@ -143,7 +143,7 @@ def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def finite(tensor: torch.Tensor, subject: str, choice: str) -> tuple[torch.Tensor, str]:
-    """``tensor`` without NaN and infinity, and what was done; the text is empty where it had none.
+    """``tensor`` without NaN and infinity, and a description of what was done; empty if there were none.
 
     Args:
         choice: one of :data:`NOT_FINITE`; ``clamp`` makes NaN 0 and infinity the largest finite value in ``tensor``.
@@ -164,7 +164,7 @@ def finite(tensor: torch.Tensor, subject: str, choice: str) -> tuple[torch.Tenso
         raise InputError(
             text,
             expected="finite values",
-            fix="Sample again with precision fp32 or bf16, or set not_finite to clamp to go on with the rest.",
+            fix="Sample again with precision fp32 or bf16, or set not_finite to clamp to replace these values.",
         )
     values = tensor[sound].float()
     low, high = (float(values.min()), float(values.max())) if values.numel() else (0.0, 0.0)

@@ -1,6 +1,6 @@
-"""Files whose weights are stored under a scale: the scales are found beside the weights and joined to them.
+"""Files whose weights are stored with scales: finds the scales and attaches them to their weights.
 
-Scales that are dropped give no error, only weights that are wrong by a factor; so a kind that is not known is refused.
+A dropped scale raises no error but makes weights wrong by a factor, so unknown kinds are refused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NARROW = ("F8_E4M3", "F8_E5M2", "I8")
 
 
 def with_scales(entries: Mapping[str, TensorEntry], notes: Mapping[str, str], path: Path) -> dict[str, TensorEntry]:
-    """``entries`` with each scale joined to its weight, and without what only tells of them.
+    """``entries`` with each scale attached to its weight, and without the tensors that only describe scales.
 
     Raises:
         UnsupportedError: weights in a format other than :data:`FORMATS`. CheckpointError: a scale without its weight,

@@ -1,8 +1,8 @@
-"""Reading and writing safetensors: headers checked before a byte of weights is touched, reads that obey a cancel.
+"""Reading and writing safetensors: checks headers before reading any weights, and can be cancelled.
 
-Nothing here unpickles. Weights are read into ordinary memory in slices: progress is real, a cancel acts within one
-slice, and the peak is the result, not the result and the file. Where the caller says that mapped pages are fast, large
-tensors that need no cast are views of the file instead.
+Nothing is unpickled. Weights are read into ordinary memory in slices, so progress is real, cancelling takes effect
+within one slice, and the peak is the size of the result, not of result plus file. If the caller says that mapped pages
+are fast, large tensors that need no cast are views of the file instead.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def weight_files(folder: Path, subject: str) -> list[Path]:
         raise CheckpointError(
             f"no folder {str(folder)!r}",
             expected=f"the {subject} of this model",
-            fix="Download the missing folder; its name must stay as published.",
+            fix="Download the missing folder, and keep its published name.",
         )
     incomplete: list[CheckpointError] = []
     for index in sorted(folder.glob("*.safetensors.index*.json"), key=_preference):
@@ -111,12 +111,12 @@ def weight_files(folder: Path, subject: str) -> list[Path]:
         raise CheckpointError(
             f"only the pickle {pickles[0]!r} in {str(folder)!r}",
             expected=f"the {subject} as .safetensors",
-            fix="Download the safetensors version: a pickle can run code and is refused.",
+            fix="Download the safetensors version. Pickles can run code and are refused.",
         )
     raise CheckpointError(
         f"no weights in {str(folder)!r}",
         expected=f"the {subject} as .safetensors",
-        fix="Download the files of this folder; a git clone without LFS leaves them out.",
+        fix="Download the files of this folder. A git clone without LFS does not include them.",
     )
 
 
@@ -163,7 +163,7 @@ def read_tensors(
 
 
 def let_go(tensor: torch.Tensor) -> None:
-    """Take the pages of a view of a file out of this process until it is read again; does nothing to other tensors.
+    """Release the pages of a view of a file until it is read again; does nothing to other tensors.
 
     Nobody may have written to the view: what was written is lost.
     """
@@ -310,7 +310,9 @@ def _require_unchanged(file: Any, entry: TensorEntry) -> None:
     """Raise when a file is not the one whose header was read: another download wrote over it."""
     status = os.fstat(file.fileno())
     if entry.stamp != (0, 0) and entry.stamp != (status.st_size, status.st_mtime_ns):
-        raise damaged(entry.file, "changed since its header was read", "Wait until it is written, and load it again.")
+        raise damaged(
+            entry.file, "changed since its header was read", "Wait until it has been written, then load it again."
+        )
 
 
 def _fill(file: BinaryIO, target: torch.Tensor, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The things that have failed on people's devices, tried on this one: conversions, loading, Conv3d, attention."""
+"""Tries on this device what is known to fail on some: conversions, loading, Conv3d, attention."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def check(facts: DeviceFacts, store: ProbeStore, families: Mapping[str, ModelPre
     yield from _forms(facts, store, used)
     yield from _attention(facts, store, used)
     for row in fixed(policy_for(facts), store):
-        yield Check(f"known bug {row.name}", NEWS, f"not on this device and driver any more ({row.symptom})")
+        yield Check(f"known bug {row.name}", NEWS, f"no longer on this device and driver ({row.symptom})")
 
 
 def exit_code(checks: list[Check]) -> int:

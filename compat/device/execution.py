@@ -1,6 +1,6 @@
-"""Where a pipeline's inputs and generator must live.
+"""The device on which a pipeline's inputs and generator must be.
 
-Under offload a module's own device says nothing: accelerate leaves its weights on ``cpu`` or ``meta`` between calls,
+Under offload a module's device tells nothing: accelerate leaves its weights on ``cpu`` or ``meta`` between calls,
 and diffusers' group offload leaves them on ``cpu``. What counts is the device on which the next forward will run.
 """
 

@@ -1,4 +1,4 @@
-"""Facts about the device that computes: the only file that asks a vendor's API."""
+"""Facts about the device that computes. The only file that calls vendors' APIs."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def default_device() -> torch.device:
 
 
 def facts_for(device: torch.device | str | DeviceFacts | None = None) -> DeviceFacts:
-    """Facts about ``device``, or about the default device; facts that were already gathered are returned as they are.
+    """Facts about ``device``, or about the default device; existing facts are returned unchanged.
 
     Raises:
         UnsupportedError: torch does not know the device or cannot reach it.
@@ -166,7 +166,7 @@ def indexed(device: torch.device) -> torch.device:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes free on ``device`` now, or None where the backend does not tell."""
+    """Bytes free on ``device`` now, or None if the backend does not report it."""
     if device.type == "cpu":
         return told(_available_bytes, None)
     module: Any = getattr(torch, device.type, None)
@@ -175,7 +175,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """The highest memory of this process on ``device`` since :func:`reset_peak`; None where nobody tells."""
+    """Peak memory of this process on ``device`` since :func:`reset_peak`; None if unknown."""
     module: Any = getattr(torch, device.type, None)
     if device.type == "cpu" or not hasattr(module, "max_memory_allocated"):
         return None
@@ -183,14 +183,14 @@ def peak_bytes(device: torch.device) -> int | None:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Begin to measure the peak anew; nothing where the backend has no such count."""
+    """Reset the peak; does nothing if the backend does not count it."""
     module: Any = getattr(torch, device.type, None)
     if device.type != "cpu" and hasattr(module, "reset_peak_memory_stats"):
         told(lambda: module.reset_peak_memory_stats(device), None)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for what ``device`` was given to do, so that a clock tells the truth."""
+    """Wait until ``device`` has finished its work, so that timings are right."""
     module: Any = getattr(torch, device.type, None)
     if device.type != "cpu" and hasattr(module, "synchronize"):
         module.synchronize(*(() if device.type == "mps" else (device,)))  # mps has one device and takes none
@@ -228,7 +228,7 @@ def host_free_bytes() -> int:
 
 
 def _reclaimable(group: Path) -> int:
-    """Bytes of a control group's file cache, which count as used and are given up when asked for."""
+    """Bytes of a control group's file cache, which count as used but are freed on demand."""
     try:
         rows = dict(line.split() for line in (group / "memory.stat").read_text(encoding="utf-8").splitlines())
     except (OSError, ValueError):
@@ -237,7 +237,7 @@ def _reclaimable(group: Path) -> int:
 
 
 def empty_host_cache() -> None:
-    """Give locked host memory that torch keeps for later back to the system, where an allocator of torch's own has it.
+    """Return the pinned host memory that torch caches to the system.
 
     Plug-ins are not asked: torch takes whatever they lock memory with for an allocator that can, and crashes.
     """
@@ -297,7 +297,7 @@ def _parsed(device: torch.device | str) -> torch.device:
         raise UnsupportedError(
             f"device {str(device)!r} does not answer ({first_line(error)})",
             expected=f"a device of this torch build, such as {default_device()}",
-            fix="Choose another device, or install the torch build made for this one.",
+            fix="Choose another device, or install the build of torch for this one.",
         ) from error
     return chosen if chosen.type == "mps" else found  # ComfyUI compares its models' devices with a bare mps
 

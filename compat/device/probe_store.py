@@ -1,4 +1,4 @@
-"""Answers of probes: asked on first use, kept in one JSON file per device, driver, torch build and set of flags."""
+"""Probe results: measured on first use, saved in one JSON file per device, driver, torch build and set of flags."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class ProbeResult:
         return f"{self.status}: {self.detail}" if self.detail else self.status
 
 
-UNASKED = ProbeResult(UNKNOWN, "not asked yet")
+UNASKED = ProbeResult(UNKNOWN, "not tested yet")
 
 
 class ProbeStore(Mapping[str, ProbeResult]):
-    """The answers of one device by probe name; a missing one is asked when it is read.
+    """The probe results of one device by name; a missing one is measured when it is read.
 
     Args:
         facts: the device.
@@ -102,15 +102,15 @@ class ProbeStore(Mapping[str, ProbeResult]):
         return name in self.probes
 
     def known(self) -> dict[str, ProbeResult]:
-        """The answers so far, without asking."""
+        """The results so far, without running any probe."""
         return dict(self._answers)
 
     def without_asking(self) -> dict[str, ProbeResult]:
-        """Every answer, ``unknown`` where the device was not asked yet."""
+        """Every answer, ``unknown`` where the device was not tested yet."""
         return {name: self._answers.get(name, UNASKED) for name in self.probes}
 
     def ask_all(self, again: bool = False) -> dict[str, ProbeResult]:
-        """Every answer, with one write at the end.
+        """Run every probe, and write the results once at the end.
 
         Args:
             again: forget what was kept and ask anew.
@@ -123,7 +123,7 @@ class ProbeStore(Mapping[str, ProbeResult]):
             return {name: self._answers[name] for name in self.probes}
 
     def remember(self, name: str, measure: Callable[[], Any]) -> Any:
-        """A plain value that is measured once per device and kept beside the answers, such as a timing.
+        """A plain value that is measured once per device and saved with the results, such as a timing.
 
         Args:
             measure: makes the value; it must be what JSON can hold. A quiet store gives None instead.
@@ -152,7 +152,8 @@ class ProbeStore(Mapping[str, ProbeResult]):
         self._write()
 
     def _read(self) -> None:
-        """Take what is kept, unless it was asked here already: another process may have written meanwhile."""
+        """Read saved results, except for probes that already ran here; another process may have written in the
+        meantime."""
         if self.path is None:
             return
         try:
@@ -166,12 +167,12 @@ class ProbeStore(Mapping[str, ProbeResult]):
         except FileNotFoundError:
             return
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            log.warning("AnyGPU: %s is damaged (%s): its probes are asked again", self.path, first_line(error))
+            log.warning("AnyGPU: %s is damaged (%s): its probes run again", self.path, first_line(error))
             return
         self._answers, self._remembered = {**kept, **self._answers}, {**remembered, **self._remembered}
 
     def _write(self) -> None:
-        """Write the whole file beside its destination and rename it, so that no reader ever sees half of it."""
+        """Write to a temporary file and rename it, so that no reader sees half of it."""
         if self.path is None or self.folder is None or self.note:
             return
         self._read()
@@ -192,8 +193,8 @@ class ProbeStore(Mapping[str, ProbeResult]):
         except OSError as error:
             told(lambda: temporary.unlink(missing_ok=True), None)
             self.note = (
-                f"probe results cannot be kept in {str(self.folder)!r} ({first_line(error)}); expected a folder that "
-                "can be written. They are asked again at each start: make the folder writable."
+                f"probe results cannot be kept in {str(self.folder)!r} ({first_line(error)}); expected a writable "
+                "folder. The probes run again at every start: make the folder writable."
             )
             log.warning("AnyGPU: %s", self.note)
 
@@ -209,14 +210,14 @@ def answer(probe: suite.Probe, facts: DeviceFacts) -> ProbeResult:
         with torch.inference_mode(False), torch.no_grad():
             fault = probe(facts.device)
     except torch.OutOfMemoryError as error:
-        return ProbeResult(UNKNOWN, f"out of memory while it was asked ({first_line(error)})", _since(started))
+        return ProbeResult(UNKNOWN, f"out of memory during the test ({first_line(error)})", _since(started))
     except Exception as error:  # Triton's errors, for one, have no base class but this
         silent = answers(facts.device)
         if silent:
             raise UnsupportedError(
                 f"the device {str(facts.device)!r} ({facts.name}) has stopped answering ({silent})",
-                expected="a device that computes",
-                fix="Restart ComfyUI; if it comes back, update the driver or choose another device.",
+                expected="a working device",
+                fix="Restart ComfyUI. If it happens again, update the driver or choose another device.",
             ) from error
         return ProbeResult(UNUSABLE, first_line(error), _since(started))
     right = not fault or isinstance(fault, suite.Loose)

@@ -1,8 +1,8 @@
-"""Questions of a few milliseconds to the device itself, and their answers, kept per device, driver and torch build.
+"""Short tests of the device, a few milliseconds each, with results saved per device, driver and torch build.
 
-A probe returns an empty text when the device is right, a sentence when its answer is wrong, and raises when the device
-cannot do it at all. What it computes is small integers or is compared with float64 on the host; every result is read
-back to the host, since a lazy backend fails only then.
+A probe returns an empty string if the device is right, a sentence if its result is wrong, and raises if the device
+cannot do it at all. It computes with small integers or compares with float64 on the host. Every result is read back to
+the host, because a lazy backend fails only then.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ATTENTION_BOUND = {FP32: 0.02, BF16: 0.2, FP16: 0.05}
 
 
 class Loose(str):
-    """A remark on a right answer, such as that small values are flushed to zero."""
+    """A remark on a correct result, such as that small values are flushed to zero."""
 
 
 def cast(source: torch.dtype, target: torch.dtype, device: torch.device) -> str:
@@ -53,7 +53,7 @@ def copy_to_host(dtype: torch.dtype, device: torch.device) -> str:
     values = _patterns(dtype)
     kept = values.to(device).cpu()
     wrong = int((kept.view(_integers(dtype)) != values.view(_integers(dtype))).sum())
-    return f"{wrong} of {values.numel()} values change on the way to the device and back" if wrong else ""
+    return f"{wrong} of {values.numel()} values change when copied to the device and back" if wrong else ""
 
 
 def shifted_bits(device: torch.device) -> str:
@@ -129,7 +129,7 @@ def attention(dtype: torch.dtype, device: torch.device, masked: bool = False) ->
         if not error <= ATTENTION_BOUND[dtype]:  # a NaN is not
             return f"head width {width}: off by {error:.3g}"
         if not result.isfinite().all():
-            return "a row that the mask hides altogether becomes NaN"
+            return "a fully masked row becomes NaN"
     return ""
 
 
@@ -149,7 +149,11 @@ def time_pad(dtype: torch.dtype, device: torch.device) -> str:
     x = (torch.arange(2 * PAD_SIDE**2) % 251).reshape(1, 1, 2, PAD_SIDE, PAD_SIDE).to(dtype)
     there = x.to(device)
     zeros = home(F.pad(there, (0, 0, 0, 0, 1, 0)))
-    wrong = [] if torch.equal(zeros, torch.cat([0 * x[:, :, :1], x], 2).float()) else ["zeros before a clip corrupt it"]
+    wrong = (
+        []
+        if torch.equal(zeros, torch.cat([0 * x[:, :, :1], x], 2).float())
+        else ["zero padding in time corrupts the clip"]
+    )
     small = there[..., :8, :8].contiguous()
     edges = home(F.pad(small, (0, 0, 0, 0, 1, 0), mode="replicate"))
     host = x[..., :8, :8]
@@ -161,7 +165,7 @@ def time_pad(dtype: torch.dtype, device: torch.device) -> str:
 def double(device: torch.device) -> str:
     """Whether float64 exists."""
     found = (torch.full((4,), 2.0**-40, dtype=torch.float64).to(device) + 1).cpu()
-    return "" if bool((found == 1 + 2.0**-40).all()) else "computed in a smaller dtype"
+    return "" if bool((found == 1 + 2.0**-40).all()) else "computed in a dtype with fewer bits"
 
 
 def eight_bits(device: torch.device) -> str:
@@ -235,7 +239,7 @@ def _differences(found: Tensor, expected: Tensor, source: torch.dtype) -> str:
         what = f", {zeros} of them zero" if zeros else ""
         return f"{int(wrong.sum())} of {a.numel()} values are wrong{what}"
     remarks = [f"{int(flushed.sum())} subnormal values are flushed to zero"] if flushed.any() else []
-    remarks += [f"{int(near.sum())} values are rounded another way"] if near.any() else []
+    remarks += [f"{int(near.sum())} values are rounded differently"] if near.any() else []
     return Loose("; ".join(remarks))
 
 

@@ -68,7 +68,7 @@ NVIDIA = (
     Quirk(
         "bf16_emulated",
         backends=("cuda",),
-        symptom="GPUs before sm80 have no bf16 units and torch emulates them, slower than fp32",
+        symptom="GPUs before sm80 have no bf16 units; torch emulates bf16, slower than fp32",
         source="pytorch#148322, HunyuanVideoWrapper#160",
         done="auto computes in fp16-safe",
         arches=OLD_NVIDIA,
@@ -137,7 +137,7 @@ NVIDIA = (
         backends=("cuda",),
         symptom="cuDNN 9.10.2 gives wrong results on large convolutions",
         source="pytorch#163539",
-        done="one convolution is given at most 2 GiB",
+        done="no convolution gets more than 2 GiB at once",
         versions={"cudnn": ("9.10.2", "9.15")},
         optional=("cudnn",),
         effect={"conv_bytes": 2 * GIBIBYTE},
@@ -146,7 +146,7 @@ NVIDIA = (
     Quirk(
         "triton_without_turing",
         backends=("cuda",),
-        symptom="Triton 3.3 and newer build nothing below sm80",
+        symptom="Triton 3.3 and newer do not compile for GPUs below sm80",
         source="triton-windows#28, SageAttention#102",
         done="no Triton kernels",
         arches=OLD_NVIDIA,
@@ -161,7 +161,7 @@ AMD = (
     Quirk(
         "gfx115x_bf16_partial",
         backends=("rocm",),
-        symptom="bf16 convolutions are not reliable on RDNA 3.5, the rest is",
+        symptom="on RDNA 3.5 bf16 is reliable except for convolutions",
         source="TheRock#5845, ROCm#5191",
         done="the VAE computes in fp32",
         arches=("gfx1150", "gfx1151"),
@@ -183,7 +183,7 @@ AMD = (
     Quirk(
         "gfx11_bf16_off",
         backends=("rocm",),
-        symptom="bf16 falls to slow or failing kernels on RDNA 3",
+        symptom="on RDNA 3 bf16 uses slow or failing kernels",
         source="ROCm#5191, pytorch#194447",
         done="auto computes in fp16-safe",
         arches=("gfx11*",),
@@ -202,18 +202,18 @@ AMD = (
     Quirk(
         "miopen_search",
         backends=("rocm",),
-        symptom="MIOpen searches 10 to 40 minutes for each new convolution shape",
+        symptom="MIOpen tunes each new convolution shape for 10 to 40 minutes",
         source="ComfyUI#10302, TheRock#2591, musubi-tuner#592",
         done="MIOpen is off around the VAE, restored after it",
         arches=RDNA,
         versions={"rocm": ("", "7.14")},
         effect={"vae_cudnn": False},
-        remedy="A torch for ROCm 7.14 or newer searches no longer.",
+        remedy="torch for ROCm 7.14 or newer no longer does this.",
     ),
     Quirk(
         "conv3d_abort",
         backends=("rocm",),
-        symptom="a large Conv3d ends the process or gives NaN on RDNA 3.5",
+        symptom="a large Conv3d crashes the process or gives NaN on RDNA 3.5",
         source="TheRock#5845, ComfyUI#9871",
         done="tiles of at most 256 pixels",
         arches=("gfx115?",),
@@ -231,7 +231,7 @@ AMD = (
     Quirk(
         "benchmark_on_radeon",
         backends=("rocm",),
-        symptom="cudnn.benchmark searches for 23 minutes and then crashes",
+        symptom="cudnn.benchmark tunes for 23 minutes and then crashes",
         source="unslothai/unsloth#11636",
         done="exhaustive tuning stays off",
         arches=RDNA,
@@ -251,7 +251,7 @@ OTHERS = (
     Quirk(
         "mps_conv3d_contiguous",
         backends=("mps",),
-        symptom="Conv3d is wrong in contiguous layout for most channel counts, and slow in any",
+        symptom="Conv3d is wrong in contiguous layout for most channel counts, and always slow",
         source="pytorch#197114, pytorch#192213",
         done="Conv3d runs as 2-D convolutions",
         wrong=("conv3d.fp32", "conv3d.bf16", "conv3d.fp16"),
@@ -271,7 +271,7 @@ OTHERS = (
     Quirk(
         "xpu_allocation",
         backends=("xpu",),
-        symptom="one buffer of more than 4 GB fails although memory is free",
+        symptom="a single buffer above 4 GB fails even if memory is free",
         source="ComfyUI#8767, ComfyUI#556",
         done="no single buffer above 4 GB",
         effect={"allocation_bytes": 4 * GIBIBYTE},
@@ -279,7 +279,7 @@ OTHERS = (
     Quirk(
         "xpu_sliced_weight",
         backends=("xpu",),
-        symptom="Conv3d with a sliced weight ends the process",
+        symptom="Conv3d with a sliced weight crashes the process",
         source="ComfyUI#14513",
         done="weights are made contiguous",
         effect={"contiguous_weights": True},
@@ -287,7 +287,7 @@ OTHERS = (
     Quirk(
         "cpu_fp16_conv3d",
         backends=("cpu",),
-        symptom="fp16 Conv3d takes 5 times as long as fp32 on a CPU",
+        symptom="on a CPU fp16 Conv3d takes 5 times as long as fp32",
         source="measured, oneDNN of torch 2.13",
         done="nothing is decoded in fp16 on a CPU",
         costly=("conv3d.fp16", "conv3d_channels_last.fp16"),

@@ -1,8 +1,8 @@
-"""Known upstream bugs as dated rows: on which device, in which versions, what happens, and what is done about it.
+"""Known upstream bugs as dated rows: device, versions, symptom, and what we do about it.
 
-A row names operations in the alphabet of the probes (``conv3d.bf16``, ``cast.bf16_to_fp32``). What it calls wrong is
-believed until a probe has asked the device itself; what it calls costly (emulated, or with a multiple of the memory) a
-probe of correctness cannot refute. The one place that compares versions.
+A row names operations like the probes do (``conv3d.bf16``, ``cast.bf16_to_fp32``). A claim that an operation is wrong
+holds until a probe has tested the device; a claim that it is costly (emulated, or using several times the memory)
+cannot be refuted by a probe. This is the only place that compares versions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DTYPE_NAMES = ("fp32", "bf16", "fp16")
 
 @dataclass(frozen=True, slots=True)
 class DevicePolicy:
-    """What the rows of one machine ask of the layers; callers read a field and never compare a version.
+    """The combined effects of all rows that apply to a machine; callers read a field and never compare versions.
 
     Args:
         rows: the rows in force.
@@ -49,7 +49,7 @@ class DevicePolicy:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether an operation may be relied on here, whether it costs a multiple of its due, and why."""
+    """Whether an operation works on this device, whether it is unusually costly, and why."""
 
     usable: bool
     costly: bool = False
@@ -57,7 +57,7 @@ class Verdict:
 
 
 def active(facts: DeviceFacts, versions: Mapping[str, str] | None = None) -> tuple[Quirk, ...]:
-    """The rows that stand for the device of ``facts``.
+    """The rows that apply to the device of ``facts``.
 
     Args:
         versions: replaces ``facts.versions``, name to version. A row that asks for a version nobody tells stands: what
@@ -68,7 +68,7 @@ def active(facts: DeviceFacts, versions: Mapping[str, str] | None = None) -> tup
 
 
 def policy_for(facts: DeviceFacts, versions: Mapping[str, str] | None = None) -> DevicePolicy:
-    """What the rows for the device of ``facts`` add up to: the smallest cap, the most careful switch."""
+    """The combined policy for the device of ``facts``: the smallest cap and the most cautious switch of all rows."""
     rows = active(facts, versions)
     wrong: dict[str, Quirk] = {}
     costly: dict[str, Quirk] = {}
@@ -140,7 +140,7 @@ def abilities(
 
 
 def fixed(policy: DevicePolicy, probes: Mapping[str, ProbeResult]) -> tuple[Quirk, ...]:
-    """The rows whose every wrong operation the device now does right, so that a newer driver has mended it."""
+    """The rows whose operations all work on this device now: a newer driver has fixed them."""
     return tuple(
         row
         for row in policy.rows

@@ -1,4 +1,4 @@
-"""What this machine is, what it answered and what is decided on it, as lines for people; nothing is printed here."""
+"""The hardware report as lines of text: the machine, its probe results, and the decisions. Prints nothing itself."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GREEN, AMBER, RED, GREY = "green", "amber", "red", "grey"
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Headed groups of lines, in the order in which somebody wants to read them."""
+    """Groups of lines with headings, in reading order."""
 
     sections: tuple[tuple[str, tuple[Decision, ...]], ...]
 
@@ -95,7 +95,7 @@ def report_on(
 def changes_for(
     facts: DeviceFacts, probes: Mapping[str, ProbeResult], policy: DevicePolicy | None = None, note: str = ""
 ) -> list[str]:
-    """What the user can do so that more works: which torch, which driver."""
+    """What the user can change so that more works: which torch, which driver."""
     policy = policy or policy_for(facts)
     index, why = wheel_index(facts)
     said = [note] if note else []
@@ -104,7 +104,7 @@ def changes_for(
         said.append(f"This torch was compiled for {kinds}, not for {facts.arch}. {install(index)} ({why})")
     if facts.backend == "cpu" and "+cpu" in facts.torch_version:
         said.append(
-            "This torch knows no GPU. If there is one, install the build made for it: "
+            "This build of torch supports no GPU. If you have one, install the build for it: "
             f"NVIDIA {PYTORCH}cu130, Intel {PYTORCH}xpu, Radeon {PYTORCH}rocm7.2 or one of {AMD}"
         )
     mended = {row.name for row in fixed(policy, probes)}
@@ -142,7 +142,7 @@ def _device(facts: DeviceFacts, free_bytes: int | None) -> tuple[Decision, ...]:
         covered = "" if has_kernels(facts) else f"NOT {facts.arch}"
         lines.append(Decision("torch compiled for", ", ".join(facts.compiled), covered, alarming=bool(covered)))
     if facts.emulated:
-        lines.append(Decision("emulated", ", ".join(facts.emulated), "computed without units for it, slowly"))
+        lines.append(Decision("emulated", ", ".join(facts.emulated), "emulated slowly"))
     return tuple(lines)
 
 
@@ -186,7 +186,7 @@ def conv3d_decision(facts: DeviceFacts, probes: Mapping[str, ProbeResult] | None
 
 
 def _answered(probes: Mapping[str, ProbeResult]) -> tuple[Decision, ...]:
-    """One line per operation: its dtypes, what they answered, and what is wrong."""
+    """One line per operation: the result for each dtype, and what is wrong."""
     groups: dict[str, list[str]] = {}
     for name in probes:
         groups.setdefault(name.partition(".")[0], []).append(name)
@@ -200,7 +200,7 @@ def _answered(probes: Mapping[str, ProbeResult]) -> tuple[Decision, ...]:
 
 
 def _word(name: str, answer: ProbeResult) -> str:
-    """The status, softened where nobody needs the operation."""
+    """The status, milder if the operation is not needed."""
     return "absent, not needed" if answer.status != OK and name in OPTIONAL else answer.status
 
 
@@ -231,13 +231,13 @@ def probe_statuses(
 def _status(name: str, answer: ProbeResult, facts: DeviceFacts, policy: DevicePolicy) -> ProbeStatus:
     slow = policy.costly.get(name)
     if answer.status == UNKNOWN:
-        return ProbeStatus(name, GREY, answer.detail or "not asked yet", "Ask the device.")
+        return ProbeStatus(name, GREY, answer.detail or "not tested yet", "Run the probes.")
     if answer.status == OK and slow is not None:
         return ProbeStatus(name, AMBER, f"right, but slow: {slow.symptom}", slow.done)
     if answer.status == OK:
         return ProbeStatus(name, GREEN, "right")
     if name in OPTIONAL:
-        return ProbeStatus(name, AMBER, "absent, not needed", "Nothing to do: there is another way.")
+        return ProbeStatus(name, AMBER, "absent, not needed", "Nothing to do: AnyGPU does not need it.")
     row = policy.wrong.get(name) or slow
     advice = _update(facts) if row is None else ". ".join(filter(None, (row.done, row.remedy)))
     return ProbeStatus(name, RED, str(answer), advice)
@@ -246,7 +246,7 @@ def _status(name: str, answer: ProbeResult, facts: DeviceFacts, policy: DevicePo
 def _update(facts: DeviceFacts) -> str:
     """What helps where no known bug explains the answer."""
     if facts.backend not in PROMISED:
-        return "Nothing to do: AnyGPU takes another way on this device."
+        return "Nothing to do: AnyGPU uses another way on this device."
     index, _ = wheel_index(facts)
     driver = f" (now {facts.driver})" if facts.driver else ""
     return f"Update the driver{driver} and torch." + (f" {install(index)}" if index else "")

@@ -2,7 +2,7 @@
 
 One of them is settled here: whether weights reach the device faster from a mapped file or through memory of their own.
 On ROCm each copy from a mapped page stalled for half a second to two (Comfy-Org/ComfyUI#15001, ROCm/ROCm#5952 and
-#6358). Which drivers do so changes, so a device that has a clock is asked, with a file of 32 MB.
+#6358). The affected drivers change, so devices that can time copies are tested once with a 32 MB file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HOPELESS = 4.0  # times the best so far: measured once, not again
 COPIES, SAMPLE_BYTES, REPEATS = "copies of mapped pages", 32 * 1024**2, 5
 WORTH = 0.8  # views save the host a second copy, so they are left only where a read takes at most this share
 # The kinds of device whose driver takes a mapped page as it does any other that is not locked; of the rest nobody told.
-MAPPED = {"cpu": "the page cache is the memory that computes", "cuda": "the driver stages mapped pages"}
+MAPPED = {"cpu": "host and device share the page cache", "cuda": "the driver copies mapped pages through a buffer"}
 
 
 def kept_times(

@@ -1,6 +1,6 @@
-"""What a VAE needs on some devices: smaller tiles, torch's convolution switches, buffers and weights in shape.
+"""Workarounds for VAEs on some devices: smaller tiles, torch's convolution switches, contiguous weights.
 
-Which device needs what stands in the rows of :mod:`.quirks`; here is how it is done, and undone.
+The rows of :mod:`.quirks` say which device needs what; this file applies and undoes it.
 """
 
 from __future__ import annotations

@@ -62,13 +62,13 @@ def require_kernels(facts: DeviceFacts) -> None:
         raise UnsupportedError(
             f"torch {facts.torch_version} has no kernels for {facts.name} ({facts.arch}): it was compiled for "
             f"{', '.join(facts.compiled)}",
-            expected=f"a build of torch with {facts.arch}",
+            expected=f"a build of torch for {facts.arch}",
             fix=f"Install it into this Python: {install(index)} ({why}).",
         )
     raise UnsupportedError(
         f"the device {str(facts.device)!r} ({facts.name}) has stopped answering ({silent})",
-        expected="a device that computes",
-        fix="Restart ComfyUI; if it comes back, update the driver or choose another device.",
+        expected="a working device",
+        fix="Restart ComfyUI. If it happens again, update the driver or choose another device.",
     )
 
 

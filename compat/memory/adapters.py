@@ -1,4 +1,4 @@
-"""Adapters, such as LoRAs, that several pipelines put on and take off one part that they share.
+"""Adapters, such as LoRAs, that several pipelines apply to a part they share.
 
 An offloader gives out a part with the adapters of its own pipeline and nobody else's. Another structure is put on at
 its place in the one order of operations: the offload comes off, every rewrite is taken back, the adapters go on, the
@@ -28,17 +28,17 @@ class Adapters(Protocol):
 
     @property
     def key(self) -> Hashable:
-        """Equal for adapters that differ by what :meth:`tune` can change only."""
+        """Equal for adapters that :meth:`tune` can turn into one another."""
 
     @property
     def in_weights(self) -> bool:
-        """Whether they are in the weights themselves, where nobody can switch them off for a moment."""
+        """Whether they are merged into the weights, so that they cannot be switched off temporarily."""
 
     def step(self) -> Any:
-        """What puts them on, as a step of the preparation."""
+        """The preparation step that applies them."""
 
     def tune(self, module: nn.Module, active: bool) -> None:
-        """Give layers that are on the part their strengths, or let them pass everything by."""
+        """Set the strengths of the layers on the part, or switch them off."""
 
 
 @dataclass(slots=True)

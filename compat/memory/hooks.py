@@ -226,7 +226,7 @@ def own_tensors(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def weights_on(leaf: nn.Module, like: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Weight and bias of ``leaf`` on the device and in the dtype of ``like``, from whoever holds them.
+    """Weight and bias of ``leaf`` on the device and in the dtype of ``like``, provided by the offloader.
 
     A leaf with a method ``weights_on(like)``, a context manager over the same pair, is asked first: that is how a host
     streams weights. Then come the group that the leaf belongs to, accelerate's and diffusers' hooks on the leaf itself,

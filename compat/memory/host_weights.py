@@ -1,4 +1,4 @@
-"""Weights in host memory whose copies come and go on a device: locked in place, as they were read, or left in the file.
+"""The host copies of weights that are offloaded: pinned, as they were read, or left in their file.
 
 Masters are never written to while a copy is on the device, so those that are views of their file stay views: they cost
 page cache, which the system takes back when others need it, and a device gets them from disk where it did.
@@ -72,7 +72,7 @@ NONE = Views(frozenset())
 def choose_host_weights(
     part_bytes: Mapping[str, int], view_bytes: Mapping[str, int], free: int, pins: bool, unified: bool
 ) -> HostWeights:
-    """How the host weights of each part are kept, by what the host has.
+    """Decide how the host weights of each part are kept, from the free host memory.
 
     Args:
         part_bytes: bytes of each part in host memory. view_bytes: those of its file that need no cast and may stay
@@ -86,15 +86,17 @@ def choose_host_weights(
         kinds[part], over = DISK, over - view_bytes[part]
     have = f"{amount_of(free)} of host memory free for {amount_of(sum(part_bytes.values()))} of weights"
     if DISK in kinds.values():
-        return HostWeights(kinds, f"{have}; a layer is read from its file where it is not in the page cache")
+        return HostWeights(kinds, f"{have}; layers are read from disk if they are not in the page cache")
     # What is copied once per step; to lock the others costs what it saves.
     repeated = [part for part in part_bytes if denoises(part)]
     fits = sum(part_bytes[part] for part in repeated) <= PINNED_SHARE * free
     if unified or not pins:
-        return HostWeights(kinds, "host and device share one memory" if unified else "this device locks no host memory")
+        return HostWeights(
+            kinds, "host and device share one memory" if unified else "this device cannot use pinned host memory"
+        )
     if not fits:
-        return HostWeights(kinds, f"{have}; {PINNED_SHARE:.0%} of it would be locked at most")
-    return HostWeights(kinds | dict.fromkeys(repeated, PINNED), f"{have}; copies of locked memory need no staging")
+        return HostWeights(kinds, f"{have}; {PINNED_SHARE:.0%} of it may be pinned at most")
+    return HostWeights(kinds | dict.fromkeys(repeated, PINNED), f"{have}; copies from pinned memory need no staging")
 
 
 def mark_views(module: nn.Module, views: Views) -> None:

@@ -36,17 +36,18 @@ STEP_DOWN = {"none": "group", "model": "group", "group": "sequential"}  # what n
 DEVICE_CHOICES = (AUTO, "cpu", "gpu:0", "gpu:1", "gpu:2", "gpu:3")  # the same list on every machine
 
 COSTS: dict[str, str] = {
-    "none": "every part stays on the device after its first use: fastest, needs room for transformer and VAE together",
-    "model": "one part at a time is on the device: needs room for the largest part, costs a copy of it per stage",
-    "group": "one block at a time is on the device: needs little room, copies the whole transformer every step",
-    "sequential": "one layer at a time is on the device: needs the least room and is by far the slowest",
-    HOSTED: "ComfyUI moves, streams and evicts the weights as it does its own models'; what auto means inside ComfyUI",
+    "none": "every part stays on the device once it has been used; fastest, needs room for transformer and VAE "
+    "together",
+    "model": "one part at a time; needs room for the largest part, and copies it once per stage",
+    "group": "one block at a time; needs little room, but copies the whole transformer at every step",
+    "sequential": "one layer at a time; needs the least room, by far the slowest",
+    HOSTED: "ComfyUI loads, streams and evicts the weights like those of its own models; this is auto inside ComfyUI",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadOptions:
-    """What the user asks of an offloader beside its mode.
+    """The user's settings for an offloader besides its mode.
 
     Args:
         devices: parts that compute on a device of their own; ``text_encoder`` stands for all text encoders.
@@ -408,7 +409,7 @@ def offloader_for(
         raise UnsupportedError(
             f"offload {choice!r} {refusal}",
             expected="auto or none",
-            fix="Choose auto: there is no second memory to offload to.",
+            fix="Choose auto. A CPU has no second memory to offload to.",
         )
     free = None if free is None else max(0, free - options.keep_free_bytes)
     mode, why = (choice, COSTS[choice]) if choice != AUTO else _automatic(device, part_bytes, free)
@@ -450,7 +451,7 @@ def _device_named(name: str) -> str:
     if index >= count:
         raise UnsupportedError(
             f"device {name!r} where torch sees {count} accelerator{'' if count == 1 else 's'}",
-            expected="auto, cpu, or the number of one that is there",
+            expected="auto, cpu, or the number of an existing accelerator",
             fix="Choose auto.",
         )
     return f"{kind}:{index}"

@@ -1,4 +1,4 @@
-"""The modules of a pipeline by name, each read from disk on first use, for every room that has pipelines."""
+"""The modules of a pipeline by name, each read from disk on first use."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class StageText(str):
 
 
 class Silent:
-    """A progress that nobody watches and nobody cancels."""
+    """A progress that reports nothing and is never cancelled."""
 
     def step(self, done: int, total: int, stage: str, preview: Any = None) -> None:
         """Nothing."""

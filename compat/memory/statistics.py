@@ -1,4 +1,4 @@
-"""What a run cost: bytes moved to the device, the time that took, and the highest memory of each stage."""
+"""Memory statistics of a run: bytes copied to the device, the time that took, and the peak of each stage."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ class StageCost:
 
     @property
     def ratio(self) -> float:
-        """Time of the stage over the time it would have taken with nothing to move."""
+        """How many times longer the stage took because of copies."""
         return self.seconds / max(self.seconds - self.moving_seconds, 1e-9)
 
     def __str__(self) -> str:
         peak = f"peak {amount_of(self.peak_bytes)}, " if self.peak_bytes else ""
         moved = (
             f"moved {amount_of(self.moved_bytes)} in {self.moving_seconds:.1f} of {self.seconds:.1f} s, "
-            f"{self.ratio:.2f} times the time without moving"
+            f"{self.ratio:.2f} times the time without copies"
             if self.moved_bytes
             else "nothing moved"
         )
@@ -126,14 +126,14 @@ class MemoryStats:
         self._keep(cost)
 
     def _settle(self) -> None:
-        """Take in the time of the copies that nobody waited for, once the device is done with them."""
+        """Add the time of asynchronous copies once the device has finished them."""
         for _, last in self.behind:
             last.synchronize()
         while self.behind:
             self._take_first()
 
     def _take_first(self) -> None:
-        """Take in the time of the oldest copy that nobody waited for; nothing where the driver does not tell it."""
+        """Add the time of the oldest asynchronous copy; nothing if the driver does not report it."""
         first, last = self.behind.popleft()
         with suppress(RuntimeError):  # it would cost the finished work of the stage
             self.moving_seconds += first.elapsed_time(last) / 1000.0

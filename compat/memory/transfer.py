@@ -3,8 +3,8 @@
 Bits travel as they are, and every cast is made on the host.
 
 Some Radeons turn bf16 into zeros when they cast it to fp32, and one stack damaged bf16 on its way to the host. So a
-tensor is narrowed before it is sent, fetched in the dtype it has, and widened after it has arrived; where the plain
-copy is not exact, its bits travel as 16-bit integers.
+tensor is narrowed before it is sent, fetched in its own dtype, and widened on arrival. If a plain copy is not exact,
+the bits are copied as 16-bit integers.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Transfer:
 def copy_to_device(
     source: torch.Tensor, device: torch.device, check: Callable[[], None] | None = None, staged: bool = False
 ) -> torch.Tensor:
-    """A host tensor on ``device``, bit for bit; the host waits only where its memory is not locked.
+    """A host tensor on ``device``, bit for bit; the host waits only if its memory is not pinned.
 
     Args:
         check: raises on a cancel; called before each slice of a large tensor.

@@ -1,7 +1,8 @@
-"""Which attention kernel runs, decided before the call by the size of its score matrix; exact query chunks elsewhere.
+"""Chooses the attention kernel before the call, by the size of its score matrix; otherwise exact attention in query
+chunks.
 
-Torch's `scaled_dot_product_attention` takes a fused kernel where device, dtype and head width have one, and otherwise
-builds the whole score matrix without a word: 28.8 GiB in the first step of FramePack on Turing
+Torch's `scaled_dot_product_attention` uses a fused kernel if there is one for device, dtype and head width, and
+otherwise silently builds the full score matrix: 28.8 GiB in the first step of FramePack on Turing
 (lllyasviel/FramePack#161). Here torch is asked first, and a matrix above the budget is computed in chunks of queries.
 """
 
@@ -34,7 +35,7 @@ CHOICES = (
     "xformers",
 )
 MEANINGS: dict[str, str] = {
-    "auto": "torch's fused kernel where this device has one, else exact in chunks of queries",
+    "auto": "torch's fused kernel if this device has one, otherwise exact in chunks of queries",
     "native": "torch's fused kernels, whichever torch prefers",
     "native_cudnn": "torch's cuDNN kernel, often the fastest on Hopper and Blackwell",
     "native_efficient": "torch's memory-efficient kernel",
@@ -165,7 +166,7 @@ def attention_for(
     if choice == "native_math":
         why = f"{why} of at most {size}"
     elif choice == AUTO and kernel:
-        verdict, why = f"torch's fused kernel ({kernel})", f"exact in chunks of {size} where it has none"
+        verdict, why = f"torch's fused kernel ({kernel})", f"exact in chunks of {size} otherwise"
     elif choice == AUTO:
         widened_first = (WORKED_ON, head_width) in fused and dtype not in avoided
         how = "by torch's fused fp32 kernel, else in chunks" if widened_first else "in chunks of queries"
@@ -175,7 +176,7 @@ def attention_for(
         raise UnsupportedError(
             f"attention 'native' in {name} on {facts.name}",
             expected="a fused kernel of this torch for it",
-            fix="Choose auto, which computes it exactly in chunks.",
+            fix="Choose auto, which computes attention exactly in chunks.",
         )
     elif choice != "native":
         require_usable(choice, facts, dtype, head_width)
@@ -189,7 +190,7 @@ def by_time(
     """``attention`` with the kernel that is fastest here, where it was left to ``auto`` and torch has a fused one.
 
     cuDNN's kernel was seen 1.7 to 2.3 times as fast as torch's own choice on Hopper and slower on Ampere
-    (huggingface/transformers#48163). No list of cards stays right, so the device is asked, at the transformer's head
+    (huggingface/transformers#48163). No list of cards stays right, so the device is timed at the transformer's head
     width. A CPU has one kernel: nothing is timed there.
     """
     if attention.choice != AUTO or (dtype, head_width) not in attention.fused or facts.backend == "cpu":

@@ -1,4 +1,5 @@
-"""Attention kernels that a user names: what each needs, as rows, and whether it runs on this device, by a try."""
+"""Attention kernels that a user can choose: rows say what each needs, and a trial says whether it works on this
+device."""
 
 from __future__ import annotations
 
@@ -92,7 +93,7 @@ NEEDS: tuple[KernelNeed, ...] = (
 
 
 def require_usable(choice: str, facts: DeviceFacts, dtype: torch.dtype, head_width: int) -> None:
-    """Nothing, where the kernel was run on the device and gave the right answer.
+    """Raise unless the kernel runs on the device and gives the right result.
 
     Raises:
         UnsupportedError: the wrong device, dtype or head width, or a wrong answer.
@@ -125,7 +126,7 @@ def require_usable(choice: str, facts: DeviceFacts, dtype: torch.dtype, head_wid
         reason = next(iter(str(failure).strip().splitlines()), type(failure).__name__)
         raise UnsupportedError(
             f"attention {choice!r} fails on {facts.name} ({reason})",
-            expected="a kernel that runs here",
+            expected="a kernel that works here",
             fix="Choose auto.",
         ) from failure
     if not error <= bound:
@@ -137,7 +138,7 @@ def require_usable(choice: str, facts: DeviceFacts, dtype: torch.dtype, head_wid
 
 
 def lacking(choice: str, facts: DeviceFacts) -> str:
-    """Why a kernel that a user may name cannot run on the device of ``facts``, without trying it; else empty."""
+    """Why a kernel cannot run on the device of ``facts``, without trying it; empty if it can."""
     rows = [need for need in NEEDS if need.choice == choice]
     here = [need for need in rows if _runs_on(need, facts)]
     if rows and not here:
@@ -173,7 +174,8 @@ def _require_packages(need: KernelNeed, facts: DeviceFacts) -> None:
         raise MissingPackageError(
             f"attention {need.choice!r} without the package {need.package!r}",
             expected=f"{need.package}, which runs it",
-            fix=f"Install it into the Python that runs this, as its page says for {facts.name}, or choose auto.",
+            fix="Install it into the Python that runs ComfyUI or anygpu, following its instructions for "
+            f"{facts.name}, or choose auto.",
         )
     triton = next(filter(None, map(installed, ("triton", "triton-windows"))), "")
     if need.triton_below and (not triton or _numbers(triton) >= _numbers(need.triton_below)):

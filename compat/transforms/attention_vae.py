@@ -1,4 +1,4 @@
-"""The attention in the middle of the VAEs, rewritten to need no mask of N x N.
+"""The mid-block attention of the VAEs, rewritten to need no N x N mask.
 
 HunyuanVideo's and HunyuanVideo 1.5's let each frame see itself and those before it. Upstream writes that into a float
 mask over all pairs of latent cells (4.9 GB for 480p in 121 frames; 1.5 fills it row by row in Python). A frame's keys

@@ -27,12 +27,13 @@ from .fp16_layers import SETTINGS
 log = logging.getLogger(__name__)
 
 MODES: dict[str, str] = {
-    "default": "short to compile",
-    "max-autotune-no-cudagraphs": "times several forms of each product: minutes to compile, sometimes faster",
+    "default": "compiles quickly",
+    "max-autotune-no-cudagraphs": "times several ways to compute each product; takes minutes to compile, sometimes "
+    "faster",
 }
 DYNAMIC: dict[str, str] = {
-    "text": "any prompt length in one graph, and any size in a second one",
-    "all": "any prompt length and size in one graph from the start, which can be slower",
+    "text": "one graph for any prompt length, and a second one for any size",
+    "all": "one graph for any prompt length and size from the start, which can be slower",
     "none": "one graph for each prompt length and size",
 }
 COMPILED_AS = {"text": None, "all": True, "none": False}  # torch's word for it
@@ -42,8 +43,8 @@ WITH_OFFLOAD: dict[str, str] = {  # offload to why compile is refused with it; e
     "none": "",
     "model": "",
     "group": "",
-    "sequential": "it moves weights between the layers of a block, so that no block is one graph",
-    "comfyui": "it streams weights between the layers of a block, so that no block is one graph",
+    "sequential": "it moves weights between the layers of a block, so no block is one graph",
+    "comfyui": "it streams weights between the layers of a block, so no block is one graph",
 }
 VAE_BLOCKS = (
     "HunyuanVideoResnetBlockCausal3D",
@@ -99,7 +100,7 @@ def require_offload(mode: str) -> None:
         raise UnsupportedError(
             f"compile with offload {mode!r}: {reason}",
             expected=f"offload {works}",
-            fix="Choose one of these offload modes on the load node, or switch compile off.",
+            fix="Choose one of these offload modes on the load node, or switch off compile.",
         )
 
 
@@ -197,7 +198,7 @@ class Compilation:
 
     def _fail(self, error: BaseException) -> None:
         self.failure = failure_line(error)
-        log.warning("%s; the blocks run without it", self)
+        log.warning("%s; the blocks run uncompiled", self)
 
 
 class _Function:

@@ -193,11 +193,11 @@ def _units(root: nn.Module, left: dict[str, str]) -> Iterator[SwapUnit]:
 def _obstacle(module: nn.Module) -> str:
     """Why this module cannot be swapped; empty if it can."""
     if swap_of(module) is None:
-        return f"of class {type(module).__qualname__}, which may pad elsewhere"
+        return f"of class {type(module).__qualname__}, which may do its own padding"
     if isinstance(module, nn.Conv3d) and type(module.weight.data) is not Tensor:
         return f"quantised, as {type(module.weight.data).__name__}"
     if "forward" in module.__dict__ and not list(_kept_forwards(module)):
-        return "its forward was replaced"
+        return "its forward has been replaced"
     return ""
 
 

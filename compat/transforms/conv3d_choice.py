@@ -1,4 +1,5 @@
-"""Which form of a 3-D convolution a layer gets: what runs on the device, what is known to be fast, what was timed."""
+"""Chooses how a layer computes its 3-D convolution: what works on the device, what is known to be fast, what was
+timed."""
 
 from __future__ import annotations
 
@@ -106,7 +107,7 @@ def choose_by(facts: Mapping[str, Any], timings: Timings | None = None) -> Choos
         lacking = "conv3d" if not _able(facts, "conv3d", layer.dtype) else "5-D padding"
         order = INSTEAD.get(str(facts.get("backend", "")), INSTEAD["*"])
         form = next(form for form in order if form in usable)
-        why = f"{lacking} in {DTYPE_NAMES.get(layer.dtype, layer.dtype)} does not work well on this device"
+        why = f"{lacking} in {DTYPE_NAMES.get(layer.dtype, layer.dtype)} does not work properly on this device"
         return Conv3dChoice(form, why, _bound(form, facts))
 
     return choice
@@ -190,7 +191,7 @@ def _guarded(facts: Mapping[str, Any]) -> Conv3dChoice | None:
     """The device's own conv3d, left alone where it has no limits."""
     if facts.get("conv_bytes"):
         return Conv3dChoice(
-            Conv3dForm.NATIVE, "large inputs of one conv3d fail on this device", _bound(Conv3dForm.NATIVE, facts)
+            Conv3dForm.NATIVE, "large inputs to a single conv3d fail on this device", _bound(Conv3dForm.NATIVE, facts)
         )
     if facts.get("contiguous_weights"):
         return Conv3dChoice(Conv3dForm.NATIVE, "weights must be contiguous on this device")

@@ -1,4 +1,4 @@
-"""What a swapped layer does instead: the classes that take 3-D convolutions, and the padding around them, over."""
+"""The classes that replace 3-D convolutions and the padding around them."""
 
 from __future__ import annotations
 

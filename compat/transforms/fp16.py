@@ -40,7 +40,7 @@ from .fp16_layers import (
 UPSTREAM = "diffusers.models.transformers."
 SAFE_OPS = BlockOps(operand_dtype=HALF)
 SUMS_SWITCH = "allow_fp16_accumulation"  # of torch.backends.cuda.matmul, for the whole process
-SUMS_BACKENDS: Mapping[str, str] = {"cuda": "cuBLAS sums fp16 products in fp16 where it is allowed (torch 2.7)"}
+SUMS_BACKENDS: Mapping[str, str] = {"cuda": "cuBLAS adds fp16 products in fp16 if allowed to (torch 2.7)"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def apply_fp16_safe(
     halves: set[int] = set()
     for block in transformer_blocks(transformer):
         leaves = LEAVES.get(full_name(block).removeprefix(UPSTREAM))
-        reason = f"{full_name(block)} is not a class this knows" if leaves is None else _unfit(block, leaves)
+        reason = f"{full_name(block)} is not a known class" if leaves is None else _unfit(block, leaves)
         if leaves is None or reason:
             left[reason] += 1
             continue
@@ -139,7 +139,7 @@ def require_fp16_sums(facts: DeviceFacts, dtype: torch.dtype) -> None:
     """
     reason = ""
     if facts.backend not in SUMS_BACKENDS:
-        reason = f"{facts.backend} has no such products"
+        reason = f"{facts.backend} does not support it"
     elif not _knows_fp16_sums():
         reason = f"torch {torch.__version__} has no switch for it"
     elif dtype is not torch.float16:
@@ -148,7 +148,7 @@ def require_fp16_sums(facts: DeviceFacts, dtype: torch.dtype) -> None:
         raise UnsupportedError(
             f"fp16_accumulation on {facts.device}: {reason}",
             expected="an NVIDIA GPU, torch 2.7 or newer, and precision fp16 or fp16-safe",
-            fix="Switch fp16_accumulation off, or choose precision fp16-safe on the load node.",
+            fix="Switch off fp16_accumulation, or choose precision fp16-safe on the load node.",
         )
 
 

@@ -26,7 +26,7 @@ EXPONENT = 0x7F800000  # the exponent bits of an fp32 number
 
 
 class LeafKind(enum.Enum):
-    """What becomes of a Linear in a block."""
+    """How a Linear in a block is computed."""
 
     NARROW = "fp16 in and out"  # its input is normalised and its output bounded by that
     WIDE = "fp16 operands, fp32 out"  # feeds the residual
@@ -38,7 +38,7 @@ class LeafKind(enum.Enum):
 
 @dataclass(slots=True)
 class LeafSettings:
-    """What a rewritten leaf knows.
+    """The settings of a rewritten leaf.
 
     Args:
         fp32_output: whether a GEMM of fp16 operands can come out in fp32 here.

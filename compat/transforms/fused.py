@@ -1,8 +1,7 @@
-"""Fused kernels in the blocks of a transformer: which sites are replaced, on which choice, and what is left and why.
+"""Fused kernels in transformer blocks: which sites are replaced, and which are left alone and why.
 
-A block is rewritten on its own instance, and only where its class, the arguments of its forward, its norms and its
-attention are exactly those the rewrite was written for; anything else is left alone and counted. Nothing is copied:
-the weights stay where they are.
+A block is rewritten per instance, and only if its class, forward arguments, norms and attention are exactly what the
+rewrite expects; anything else is left alone and counted. Weights are not copied.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ from .fused_attention import FORM, FusedCross, FusedJoint, gated_feed, half_rope
 OFF = "off"
 CHOICES = (AUTO, OFF, TRITON, REFERENCE)
 MEANINGS: dict[str, str] = {
-    AUTO: "fused kernels where this device launches them, else off",
+    AUTO: "fused kernels if this device can launch them, otherwise off",
     OFF: "diffusers' own operations",
-    TRITON: "fused kernels, or an error that says why not",
-    REFERENCE: "the fused operations in plain torch: for comparisons, not faster",
+    TRITON: "fused kernels, or an error that says why they cannot run",
+    REFERENCE: "the fused operations in plain torch, for comparison; not faster",
 }
 UPSTREAM = "diffusers.models."
 TRANSFORMERS = f"{UPSTREAM}transformers."
@@ -90,7 +89,7 @@ class FusedSites:
         return f"{done} of {done + self.left_sites} sites fused ({form}){why}"
 
     def set(self, module: Any, name: str, value: Any) -> None:
-        """Give ``module`` an attribute of its own until :meth:`restore`."""
+        """Set an attribute on ``module`` until :meth:`restore`."""
         setattr(module, name, value)
         self.undo.append(partial(delattr, module, name))
 
@@ -162,7 +161,7 @@ def triton_fault(device: torch.device) -> str:
 
 
 def fuse(transformer: nn.Module, form: str = AUTO) -> FusedSites:
-    """Rewrite every block of ``transformer`` that is known, in place, with what was done.
+    """Rewrite every known block of ``transformer`` in place; returns what was done.
 
     To be applied on the host, before an offloader holds the transformer.
 
@@ -175,7 +174,7 @@ def fuse(transformer: nn.Module, form: str = AUTO) -> FusedSites:
         if fusion is not None and _safe(block):
             whole = _attach_rotation(block, fusion, fused) and whole
             continue
-        reason = "" if fusion is not None else f"{full_name(block)} is not a class this knows"
+        reason = "" if fusion is not None else f"{full_name(block)} is not a known class"
         reason = reason or _unfit(block, fusion)  # type: ignore[arg-type]
         if fusion is None or reason:
             fused.left[reason] += 1
@@ -228,7 +227,7 @@ def _attach_rotation(block: Any, fusion: BlockFusion, fused: FusedSites) -> bool
             fused.undo.append(partial(setattr, attention, "processor", former))
             done += 1
     fused.sites.update({QK_ROTARY: done})
-    fused.left[f"safe fp16 has the rest of {kind}"] += 1
+    fused.left[f"fp16-safe replaces the rest of {kind}"] += 1
     fused.left_sites += sum(sites_of(block, fusion).values()) - done
     return done == len(fusion.attention)
 
@@ -236,7 +235,7 @@ def _attach_rotation(block: Any, fusion: BlockFusion, fused: FusedSites) -> bool
 def other_forward(module: Any, arguments: tuple[str, ...]) -> str:
     """Why the forward of ``module`` is not upstream's with these ``arguments``; empty when it is."""
     if "forward" in vars(module):
-        return "another rewrite has its forward"
+        return "its forward has already been replaced"
     own = tuple(inspect.signature(type(module).forward).parameters)[1:]
     return "" if own == arguments else f"its forward takes ({', '.join(own)})"
 

@@ -1,4 +1,4 @@
-"""The residual blocks and the ends of video decoders on fused operations: norm, SiLU and border in one pass each.
+"""The residual blocks and the ends of video decoders on fused operations: norm, SiLU and padding in one pass each.
 
 A causal convolution pads its input and calls the convolution inside it. Here the operation before writes the border
 too, in the layout that the inner convolution reads, which is then called itself; where somebody has given the outer one
@@ -47,7 +47,7 @@ REPLICATING = (
     f"{HUNYUAN15}HunyuanVideo15CausalConv3d",
     f"{AUTOENCODERS}cogvideox.CogVideoXCausalConv3d",
 )
-SITE = "norm, SiLU and border"
+SITE = "norm, SiLU and padding"
 LEAST_NORM = 1e-12  # a voxel's length below which upstream's F.normalize divides by this instead
 READS: Mapping[Conv3dForm, str] = {Conv3dForm.CHANNELS_LAST: CHANNELS_LAST, Conv3dForm.FRAMES: FRAMES_FIRST}
 
@@ -70,7 +70,7 @@ class VaeFusion:
 
 
 def fuse_vae(vae: nn.Module, form: str = AUTO) -> FusedSites:
-    """Rewrite what is known of the decoder of ``vae``, in place, with what was done.
+    """Rewrite the known modules of the decoder of ``vae`` in place; returns what was done.
 
     To be applied on the host, before an offloader holds the VAE and after its convolutions got their forms.
 
@@ -101,7 +101,7 @@ def _unfit(module: Any, fusion: VaeFusion) -> str:
     if type(getattr(module, fusion.activation)) is not nn.SiLU:
         return f"{fusion.activation} is a {type(getattr(module, fusion.activation)).__name__}"
     if getattr(getattr(module, "dropout", None), "p", 0.0) and module.training:
-        return "it drops values out"
+        return "it uses dropout"
     for path, other in fusion.sites:
         norm, conv = getattr(module, path), getattr(module, other)
         if not _known_norm(norm):

@@ -1,4 +1,4 @@
-"""What is done to a part between reading it and moving it: one plan, in the one order of operations.
+"""What happens to a part between reading and moving it: one plan, in the one order of operations.
 
 The plan is the only place where rewrites of modules are applied. It runs right after a part is read, on the CPU and
 before any offloader hooks it, so a part that was dropped and is read again gets the same. House order: load, storage
@@ -60,7 +60,7 @@ class Step:
 
 
 class Done:
-    """What was done to a part, and the way back: all of it when called, or down to an order."""
+    """The steps applied to a part; undoes all of them when called, or those from an order on."""
 
     def __init__(self) -> None:
         self.undo: list[tuple[Order, Undo]] = []
@@ -103,7 +103,7 @@ class Preparation:
         return done
 
     def with_steps(self, steps: Iterable[Step]) -> Preparation:
-        """This plan with further steps, which find their own place."""
+        """This plan with further steps, sorted into place."""
         return Preparation((*self.steps, *steps))
 
 

@@ -1,7 +1,7 @@
-"""Skipping work that changed little since the step before: diffusers' caches, for the families they act on. Lossy.
+"""Skips work that changed little since the previous step, with diffusers' caches. Lossy.
 
-Several of them do nothing on some of these transformers and say nothing, or share what they keep between the two
-branches of guidance; each family says which kinds were seen to act, :data:`SHARED` has those that share. A cache is put
+Several of them silently do nothing on some of these transformers, or share their cache between the two branches of
+guidance; each family says which kinds were seen to act, :data:`SHARED` has those that share. A cache is put
 on a transformer for one sampling and taken off after it, and counts what really ran.
 """
 
@@ -23,16 +23,16 @@ from .blocks import transformer_blocks
 FIRST_BLOCK, TAYLOR, PYRAMID, AUTO = "first_block", "taylor", "pyramid", "auto"
 KINDS: dict[str, str] = {
     AUTO: "first_block",
-    FIRST_BLOCK: "runs the first block, and the others only where its result moved more than the threshold",
-    TAYLOR: "runs attention every so many steps and extrapolates it between",
-    PYRAMID: "runs attention every so many steps and repeats it between",
+    FIRST_BLOCK: "runs the first block, and the others only if its result changed by more than the threshold",
+    TAYLOR: "runs attention once every few steps and extrapolates in between",
+    PYRAMID: "runs attention once every few steps and repeats the result in between",
 }
 OFF, CUSTOM = "off", "custom"
 PRESETS: dict[str, tuple[float, int]] = {"quality": (0.05, 2), "balanced": (0.1, 3), "fast": (0.2, 4)}
 PRESET_CHOICES = (OFF, *PRESETS, CUSTOM)
 DEVICES = ("device", "cpu")
-SHARED = {PYRAMID: "it keeps one result for both branches of guidance"}
-INSIDE = "it acts inside of a block, and a compiled block is one graph"
+SHARED = {PYRAMID: "it stores one result for both branches of guidance"}
+INSIDE = "it acts inside a block, and a compiled block is a single graph"
 ATTENTIONS = r"(single_)?transformer_blocks\.\d+\.attn[12]?"  # diffusers' own patterns miss the numbered names
 WARM_UP = 2  # steps that an extrapolation needs
 
@@ -85,7 +85,7 @@ def settings_for(title: str, acting: Sequence[str], preset: str, asked: StepCach
         raise UnsupportedError(
             f"step cache kind {asked.kind!r} for {title}",
             expected=f"one of {', '.join((AUTO, *acting))}" if acting else "a video family",
-            fix="Choose one of these: others would do nothing here, or fail.",
+            fix="Choose one of these. The others have no effect here, or fail.",
         )
     threshold, interval = PRESETS.get(preset, (asked.threshold, asked.interval))
     for name, value, low, high in (
@@ -110,7 +110,7 @@ def settings_for(title: str, acting: Sequence[str], preset: str, asked: StepCach
 
 
 def require_usable(settings: StepCacheSettings, transformer: nn.Module, cfg: float, batched: bool) -> None:
-    """Refuse a cache beside something that it cannot share a transformer with.
+    """Refuse a cache that does not work together with the other settings.
 
     Args:
         settings: of the cache.
@@ -158,7 +158,7 @@ class Count:
 
 @contextmanager
 def cached(transformer: Any, settings: StepCacheSettings, steps: int) -> Iterator[Count]:
-    """The cache on ``transformer`` for the block; what it skipped is in the count.
+    """Apply the cache to ``transformer`` for the block; the count says what it skipped.
 
     Every sampling and every section of a FramePack video starts with nothing kept. ``cache_context`` must be open
     around each forward, as the families' samplers do.

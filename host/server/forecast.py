@@ -1,4 +1,4 @@
-"""What would be decided for the pipelines of a prompt and what its runs will need, before anything is read or run."""
+"""Decisions and memory forecasts for the pipelines of a prompt, before anything is read or run."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ LARGEST = 1e9  # of a number that a widget holds
 CHOICES = {"task": TASKS, **dict.fromkeys(("transformer_device", "text_device", "vae_device"), DEVICE_CHOICES)}
 FITS, STREAMS, PARTS, TOO_MUCH = "fits", "streams", "in parts", "too much"
 MEANING = {  # how a stage fits -> what that means for the run
-    STREAMS: "streams: weights without room stay in host memory and are copied at each use: the same video, later.",
-    PARTS: "in parts: too much at once, so AnyGPU Decode with method auto goes on in chunks or tiles, and says so.",
+    STREAMS: "streams: weights that do not fit stay in host memory and are copied at each use. Same video, but slower.",
+    PARTS: "in parts: it does not fit at once, so AnyGPU Decode with method auto will use chunks or tiles and say so.",
     TOO_MUCH: "too much: this will run out of memory.",
 }
 Inputs = Mapping[str, Any]
@@ -76,7 +76,7 @@ def _loader_of(prompt: Mapping[str, Any], node: str) -> str:
 def _card(node: str, entry: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     """The card of a load node, and its pipeline where it can be loaded.
 
-    Where the device was not asked everything yet, nothing is told where its answers are; what is kept is read quietly,
+    If some probes have not run on this device yet, results are not announced; saved results are read silently,
     so that this neither asks nor times the device, which may be in the middle of a run.
     """
     known = probe_results_of(facts(), folders.state_folder()).without_asking()
@@ -126,7 +126,7 @@ def _forecast(entry: Mapping[str, Any], pipeline: Any) -> dict[str, Any]:
 
 
 def _room() -> int | None:
-    """Bytes that a run can have: what is free, and what ComfyUI takes away from models that it has loaded."""
+    """Bytes available to a run: what is free, plus loaded models that ComfyUI can evict."""
     free = free_bytes(facts().device)
     return free if free is None else free + memory_manager.evictable_bytes()
 

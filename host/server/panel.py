@@ -26,7 +26,7 @@ def facts() -> DeviceFacts:
 
 
 def limit_tooltip(name: str) -> str:
-    """What an input of the load node cannot do on this machine, to append to its tooltip; empty for nothing."""
+    """What an input of the load node cannot do on this machine, to append to its tooltip; empty if there is nothing."""
     key = (str(memory_manager.compute_device()), name)
     if key not in _tooltips:
         _tooltips[key] = decisions.limit_tooltip(facts(), name)
@@ -39,7 +39,7 @@ def limit_lines() -> list[str]:
 
 
 def first_run() -> str:
-    """What to do while no model is installed; empty once there is one."""
+    """What to do if no model is installed; empty otherwise."""
     if folders.models():
         return ""
     here, host = facts(), _facts_of("cpu").total_bytes

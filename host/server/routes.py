@@ -1,6 +1,6 @@
-"""The HTTP routes of the side bar: all read, but for two that ask the device again and recover a kept latent.
+"""The HTTP routes of the AnyGPU tab. All are read-only except two: one reruns the probes, one recovers a saved latent.
 
-Every body is small JSON and checked here; no text from a client ever becomes a path.
+Every body is small JSON and is checked here. No text from a client ever becomes a path.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ async def probes(request: web.Request) -> Any:
     await body_of(request)
     if _busy():
         raise web.HTTPConflict(
-            text=_refusal("a run is in progress", "an idle device", "Wait for its end, or cancel it.")
+            text=_refusal("a run is in progress", "an idle device", "Wait until it has finished, or cancel it.")
         )
     return await asyncio.to_thread(panel.machine, True)
 
@@ -94,7 +94,7 @@ async def picture(request: web.Request) -> Any:
     identity = checked_id(request.match_info)
     picture_bytes = await asyncio.to_thread(recovery.thumbnail, identity) if identity in _ids() else None
     if picture_bytes is None:
-        raise web.HTTPNotFound(text=_refusal("no picture", "an id of the list", "Open the list again."))
+        raise web.HTTPNotFound(text=_refusal("no picture", "an id of the list", "Refresh the list."))
     return web.Response(body=picture_bytes, content_type="image/jpeg")
 
 
@@ -102,9 +102,9 @@ async def recover(request: web.Request) -> Any:
     """The node and the value that load one kept latent, after reading it whole to see that it is sound."""
     identity = checked_id(await body_of(request))
     if identity not in _ids():
-        raise InputError(f"no kept latent {identity!r}", expected="an id of the list", fix="Open the list again.")
+        raise InputError(f"no kept latent {identity!r}", expected="an id of the list", fix="Refresh the list.")
     await asyncio.to_thread(recovery.load, identity)
-    text = "It is sound. A node that loads it was added: connect it to AnyGPU Decode."
+    text = "The latents are fine. A node that loads them was added: connect it to AnyGPU Decode."
     return {"node": "AnyGPURecoverLatents", "widget": "kept", "value": identity, "text": text}
 
 
@@ -173,7 +173,7 @@ def checked_id(body: Mapping[str, Any]) -> str:
     """
     identity = body.get("id")
     if not isinstance(identity, str) or not IDENTITY.fullmatch(identity):
-        raise InputError("an id of another form", expected="an id of the list", fix="Take one from the list.")
+        raise InputError("an id of another form", expected="an id of the list", fix="Choose one from the list.")
     return identity
 
 

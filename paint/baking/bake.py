@@ -318,12 +318,12 @@ def _check(table: CameraTable, pictures: Tensor, settings: BakeSettings) -> None
         raise InputError(
             f"pictures of shape {tuple(pictures.shape)} to bake",
             expected="(views, size, size, 3)",
-            fix="Bake the pictures of Paint Views as they are, square.",
+            fix="Bake square pictures, as Paint Views makes them.",
         )
     if pictures.shape[0] != len(table):
         raise InputError(
             f"{pictures.shape[0]} pictures for {len(table)} cameras",
-            expected="one for each",
+            expected="one per camera",
             fix="Connect the same cameras to Paint Views and Bake Texture.",
         )
     if not bool(torch.isfinite(pictures).all()):
@@ -348,14 +348,12 @@ def _notes(surface: Surface, uvs: Tensor, texels: Texels, skipped: list[int]) ->
     areas = uv_areas(uvs, surface.faces)
     asked, held = float(areas.sum()), float(texels.covered.sum()) / texels.size**2
     if asked > held * 1.05 + 4 / texels.size:
-        notes.append(
-            f"{1 - held / asked:.0%} of the UV area lies on top of other faces, which then share their colours"
-        )
+        notes.append(f"{1 - held / asked:.0%} of the UV area overlaps other faces, which then share their colours")
     flat = int((areas == 0).sum())
     if flat:
         notes.append(f"{flat} faces have no area in the texture and cannot be painted")
     if skipped:
-        notes.append(f"views {', '.join(map(str, skipped))} show nothing new and were left out")
+        notes.append(f"views {', '.join(map(str, skipped))} show nothing new and were skipped")
     return tuple(notes)
 
 

@@ -48,7 +48,7 @@ def filled(
         raise InputError(
             "a texture without one painted texel",
             expected="cameras that see the mesh",
-            fix="Check the cameras, and that the faces of the mesh look outwards.",
+            fix="Check the cameras, and that the faces of the mesh point outwards.",
         )
     texture, painted = vertex_filled(baked, surface, exact, check)
     return navier_stokes(texture, painted) if method == "opencv" else pull_push(texture, painted)

@@ -1,4 +1,4 @@
-"""Where the views are taken from: orthographic cameras round the mesh, and what the model calls them.
+"""The views: orthographic cameras around the mesh, and the ids by which the model knows them.
 
 Frame: glTF axes, the mesh centred and scaled so that its farthest vertex is at 0.575. Azimuth 0 looks at the +Z face,
 90 at the +X face; elevation 90 looks down. A camera's distance does not change an orthographic picture.
@@ -135,7 +135,7 @@ def _numbers(values: Sequence[float] | str, name: str) -> list[float]:
     if not numbers or not all(math.isfinite(number) for number in numbers):
         raise InputError(
             f"{name} of cameras {values!r}",
-            expected="numbers with commas between",
+            expected="numbers separated by commas",
             fix='For example "0, 90, 180, 270".',
         )
     return numbers
@@ -173,7 +173,9 @@ def camera_notes(table: CameraTable, family: str = "paint") -> list[str]:
     notes = []
     between = [camera.azimuth for camera in table if camera.azimuth % AZIMUTH_STEP]
     if between and KNOWN_ELEVATIONS[family] is not None:
-        notes.append(f"azimuths {between} lie between the model's steps of {AZIMUTH_STEP} degrees: it hears the lower")
+        notes.append(
+            f"azimuths {between} lie between the model's steps of {AZIMUTH_STEP} degrees: the lower step is used"
+        )
     if table.ortho_scale < 2 * RADIUS:
         notes.append(f"ortho_scale {table.ortho_scale:g} may cut off the mesh, which is up to {2 * RADIUS:g} wide")
     return notes

@@ -121,7 +121,9 @@ class Surface:
         low, high = float(used.min()), float(used.max())
         if low < -UV_TOLERANCE or high > 1 + UV_TOLERANCE:
             raise InputError(
-                f"UVs from {low:.3g} to {high:.3g}", expected="0 to 1: tiles and UDIMs cannot be painted", fix=UNWRAP
+                f"UVs from {low:.3g} to {high:.3g}",
+                expected="0 to 1, because tiles and UDIMs cannot be painted",
+                fix=UNWRAP,
             )
         uvs = torch.nan_to_num(self.uvs).clamp(0, 1)
         if not bool((uv_areas(uvs, self.faces) > 0).any()):
@@ -149,7 +151,7 @@ def checked_shapes(mesh: Mesh) -> None:
         raise InputError(
             f"a mesh with vertices {tuple(vertices.shape)} and faces {tuple(faces.shape)}",
             expected="(N, 3) and (M, 3): triangles",
-            fix="Pass one mesh, triangulated.",
+            fix="Pass one triangulated mesh.",
         )
     if not vertices.shape[0] or not faces.shape[0]:
         raise InputError(
@@ -162,12 +164,12 @@ def checked_shapes(mesh: Mesh) -> None:
         raise InputError(
             f"faces that name vertices {low} to {high}",
             expected=f"0 to {vertices.shape[0] - 1}",
-            fix="The mesh is damaged: load or make it again.",
+            fix="The mesh is damaged. Load or generate it again.",
         )
     if uvs is not None and tuple(uvs.shape) != (vertices.shape[0], 2):
         raise InputError(
             f"UVs of shape {tuple(uvs.shape)} for {vertices.shape[0]} vertices",
-            expected="one pair for each vertex",
+            expected="one pair per vertex",
             fix="Use Unwrap Mesh.",
         )
 
@@ -179,23 +181,23 @@ def require_finite_vertices(mesh: Mesh) -> None:
         raise InputError(
             f"{wrong} of {mesh.vertices.shape[0]} vertices are NaN or infinite",
             expected="finite positions",
-            fix="The mesh is damaged: make it again, or take those faces out with Clean Mesh.",
+            fix="The mesh is damaged. Generate it again, or remove these faces with Clean Mesh.",
         )
 
 
 def _notes(mesh: Mesh, faces: Tensor, dropped: int, centre: Tensor, radius: float) -> tuple[str, ...]:
     notes = []
     if dropped:
-        notes.append(f"{dropped} faces without area are left out")
+        notes.append(f"{dropped} faces without area were dropped")
     notes += size_notes(faces.shape[0])
     shared = shared_by_many(faces)
     if shared:
-        notes.append(f"{shared} edges belong to more than two faces: normals there are a mixture")
+        notes.append(f"{shared} edges belong to more than two faces: normals there are mixed")
     digits = torch.finfo(mesh.vertices.dtype).eps * float(centre.abs().max())
     if digits > 2 * radius / FINE:
         notes.append(
-            f"the mesh lies {float(centre.norm()):.3g} from the origin and is {2 * radius:.3g} wide: its numbers have "
-            "too few digits for a fine surface; move it to the origin before exporting"
+            f"the mesh lies {float(centre.norm()):.3g} from the origin and is {2 * radius:.3g} wide: that far out, "
+            "single precision is too coarse for a fine surface; move it to the origin before exporting"
         )
     return tuple(notes)
 
@@ -271,7 +273,7 @@ def _near_origin(vertices: Tensor) -> tuple[Tensor, list[str]]:
     centre, width = (low + high) / 2, float((high - low).max())
     if torch.finfo(torch.float32).eps * float(centre.abs().max()) <= width / FINE:
         return vertices, []
-    return vertices - centre, [f"moved to the origin: it lay {float(centre.norm()):.3g} away and is {width:.3g} wide"]
+    return vertices - centre, [f"moved to the origin: it was {float(centre.norm()):.3g} away and is {width:.3g} wide"]
 
 
 def write_glb(path: Path, mesh: Mesh, texture: Tensor, metallic_roughness: Tensor | None = None) -> Path:

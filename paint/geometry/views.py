@@ -148,7 +148,7 @@ def chosen_views(
         InputError: ``most`` out of range.
     """
     if not len(DEFAULT_VIEWS) <= most <= 12:
-        raise InputError(f"max_views {most}", expected="6 to 12", fix="6 takes the fixed views only.")
+        raise InputError(f"max_views {most}", expected="6 to 12", fix="6 uses only the fixed views.")
     areas = surface.areas()
     areas = areas / areas.sum()
 

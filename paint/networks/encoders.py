@@ -81,7 +81,7 @@ def empty_prompt(pipeline: Any, progress: Any) -> Tensor:
         raise CheckpointError(
             f"no text_encoder for {str(pipeline.source)!r}",
             expected="the folder text_encoder of the delight checkpoint",
-            fix="Download the delight folder whole.",
+            fix="Download the complete delight folder.",
         )
     device = execution_device(pipeline.offloader)
     tokens = torch.full((1, TOKENS), _padding(pipeline.source))

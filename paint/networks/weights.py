@@ -126,7 +126,7 @@ def _mapped(path: Path) -> dict[str, torch.Tensor]:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(
             f"{str(path)!r} cannot be read as weights alone ({reason})",
-            expected="a whole .bin that holds only tensors",
+            expected="a complete .bin that contains only tensors",
             fix="Download this file again, or use the .safetensors one.",
         ) from error
     if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):

@@ -1,4 +1,4 @@
-"""Even light for a reference picture: an image-to-image model takes the shading and highlights out."""
+"""Delights a reference picture: an image-to-image model removes shading and highlights."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ def completed(pipeline: PaintPipeline, settings: PaintSettings, progress: Any) -
         raise InputError(
             f"denoise {settings.denoise} for painting",
             expected="more than 0, at most 1",
-            fix="0 would return the input: use 0.3 to 0.6 for a second pass.",
+            fix="0 would return the input unchanged. Use 0.3 to 0.6 for a second pass.",
         )
     if settings.latents is None and settings.denoise < 1:
         progress.notify("denoise has no effect without latents")
@@ -182,7 +182,7 @@ def completed(pipeline: PaintPipeline, settings: PaintSettings, progress: Any) -
     scheduler = own.scheduler if settings.scheduler == "auto" else settings.scheduler
     spacing = own.spacing if settings.spacing == "auto" else settings.spacing
     if scheduler == "lcm" and (settings.spacing != "auto" or settings.sigmas is not None):
-        progress.notify("the lcm sampler keeps its own timesteps: sigma schedule and sigmas have no effect")
+        progress.notify("the lcm sampler uses its own timesteps: sigma schedule and sigmas have no effect")
         settings = replace(settings, sigmas=None)
     return replace(
         settings,
@@ -302,7 +302,7 @@ def _checked(
             raise InputError(
                 f"{len(given_maps)} {name} maps for {len(ids)} cameras",
                 expected="one map per camera",
-                fix="Connect the maps and the cameras of one Render Views node.",
+                fix="Connect the maps and the cameras of the same Render Views node.",
             )
         maps.append(torch.cat([resized(over(one, WHITE)[None], size, size) for one in given_maps]))
     materials, side = MATERIALS if pipeline.family == "paint_pbr" else 1, size // vae.REDUCTION
@@ -408,5 +408,5 @@ def require_finite(latents: Tensor, subject: str) -> None:
         raise InputError(
             f"{broken} of {latents.numel()} values of the {subject} are NaN or infinite",
             expected="finite values",
-            fix="Choose precision fp32, or bf16 where the device has it, on the load node.",
+            fix="Choose precision fp32, or bf16 if the device supports it, on the load node.",
         )

@@ -107,8 +107,8 @@ def schedule_of(sigmas: Sequence[float], zero_snr: bool) -> Schedule:
     if len(sigmas) < 2 or sigmas[-1] < 0 or any(a <= b for a, b in pairwise(sigmas)):
         raise InputError(
             f"{len(sigmas)} sigmas for painting that do not fall",
-            expected="at least two noise levels that fall towards 0",
-            fix="Use a scheduler node made for Stable Diffusion, such as Basic Scheduler.",
+            expected="at least two noise levels falling towards 0",
+            fix="Use a scheduler node for Stable Diffusion, such as Basic Scheduler.",
         )
     table = sigma_table(zero_snr)
     logs, times = table.log(), []
@@ -128,7 +128,9 @@ def lcm_schedule(steps: int, zero_snr: bool) -> Schedule:
     """
     if not 1 <= steps <= LCM_GRID:
         raise InputError(
-            f"steps {steps} for the lcm sampler", expected=f"1 to {LCM_GRID}", fix="Turbo was made for 10; 0 is that."
+            f"steps {steps} for the lcm sampler",
+            expected=f"1 to {LCM_GRID}",
+            fix="Turbo was made for 10, which is what 0 means.",
         )
     stride = TRAIN_STEPS // LCM_GRID
     grid = [stride * index - 1 for index in range(LCM_GRID, 0, -1)]

@@ -65,7 +65,7 @@ def samples_of(latent: Mapping[str, Any]) -> torch.Tensor:
         raise InputError(
             f"a LATENT of {shape}",
             expected="video latents (1, C, T, H, W)",
-            fix="Connect the latents of a video model; an image latent cannot be decoded here.",
+            fix="Connect the latents of a video model. Image latents cannot be decoded here.",
         )
     if samples.shape[0] != 1:
         raise InputError(

@@ -121,7 +121,7 @@ def save_latent_cache(folder: Path, name: str, latent: Mapping[str, Any], dtype:
     if not read and family_named(str(known.get("family"))).sections:
         raise UnsupportedError(
             f"{family_named(str(known['family'])).title} latents without image embeddings",
-            expected="the encoded first frame, which that trainer caches beside each section",
+            expected="the encoded first frame, which Musubi Tuner caches beside each section",
             fix="Connect AnyGPU Encode Image to image.",
         )
     stored = scaled(samples, kind, str(read.get("dtype", "float32")) if dtype == DTYPES[0] else dtype)

@@ -56,7 +56,7 @@ def save_item(
             Otherwise as :func:`save_latent_cache` and :func:`save_text_cache`.
     """
     if latent is None and prompt is None:
-        raise InputError("neither latent nor prompt", expected="at least one of them", fix="Connect what to save.")
+        raise InputError("neither latent nor prompt", expected="at least one of them", fix="Connect one of them.")
     if latent is None:
         paths = []
     else:
@@ -64,7 +64,7 @@ def save_item(
         if prompt is not None and prompt.family != family:
             raise InputError(
                 f"a prompt of {prompt.family!r} beside latents for {family!r}",
-                expected="both of one model, since that trainer looks for both under one name",
+                expected="both of the same model, because Musubi Tuner looks for both under one name",
                 fix=f"Encode the caption with a pipeline of {family}.",
             )
         if cut is None:
@@ -100,5 +100,5 @@ def _require_same_vae(family: FamilySpec, known: Mapping[str, Any], latent: Mapp
         raise UnsupportedError(
             f"{family.title}'s sections of latents of {of} with an image of {family.id!r}",
             expected="latents of FramePack or HunyuanVideo, which share a VAE, and an image of FramePack",
-            fix="Disconnect image for other models, and where the latents came from a cache.",
+            fix="Disconnect image for other models and for latents from a cache.",
         )

@@ -1,4 +1,4 @@
-"""LATENTs as files: what core calls LATENT, with everything our nodes know of it, and back without a changed bit.
+"""Saves and loads core's LATENT with all our metadata, without changing a bit.
 
 The tensor has the name that core's own latent files use, so core reads ours (the tensor only) and we read core's.
 """
@@ -92,7 +92,7 @@ def load_latent(
     tensors, metadata = read_record(path, "latents")
     if musubi.is_latent_cache(tensors, metadata):
         latent = musubi.latent_of(path, tensors, metadata)
-        notify(f"latents of Musubi Tuner, {latent[KEY]['family']}: training data, not a sampling; seed 0")
+        notify(f"latents of Musubi Tuner, {latent[KEY]['family']}: training data, not sampled; seed 0")
     else:
         latent = _own(path, tensors, record_in(metadata, path))
     samples = _finite(latent["samples"], notify, not_finite)
@@ -135,7 +135,7 @@ def _own(path: Path, tensors: Mapping[str, torch.Tensor], record: Mapping[str, A
         raise CheckpointError(
             f"{record.get('kind', 'no latents')!r} in {str(path)!r}",
             expected=f"a file of latents, with a tensor {SAMPLES!r}",
-            fix="Choose a file that AnyGPU Save Latent, core's Save Latent or Musubi Tuner wrote.",
+            fix="Choose a file written by AnyGPU Save Latent, core's Save Latent or Musubi Tuner.",
         )
     latent: dict[str, Any] = {"samples": samples}
     if MASK in tensors:
@@ -158,6 +158,6 @@ def _checked(path: Path, samples: torch.Tensor, record: Mapping[str, Any]) -> di
         raise CheckpointError(
             f"the record of {str(path)!r} is wrong about {', '.join(wrong)}",
             expected=f"what belongs to a tensor {tuple(samples.shape)}",
-            fix="Save the latents again; this file was edited or put together by hand.",
+            fix="Save the latents again; this file was edited or made by hand.",
         )
     return {**{name: record[name] for name in PLAIN}, "extra": dict(record.get("extra", {}))}

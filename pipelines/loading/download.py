@@ -1,7 +1,7 @@
-"""Published models fetched into a model folder, by huggingface_hub, when somebody asks for it: whole and checked.
+"""Downloads published models into a model folder with huggingface_hub, on request only, and checks them.
 
-A repository is fixed at one commit, and only the files that are read are fetched. What was begun goes on from there. A
-folder whose files were compared with the hashes of the Hub keeps a note of it, so that it is not asked again.
+A repository is fixed at one commit, and only the files that we read are downloaded. Interrupted downloads resume. A
+folder whose files matched the Hub's hashes keeps a note of that, so that it is not checked again.
 """
 
 from __future__ import annotations
@@ -99,7 +99,9 @@ def fetched(
         files = _fetch(download, folder, progress, endpoint)
         whole = f"{folder} is whole: {len(files)} files as {download.repository} has them"
         lines.append(whole if files else _told(download, folder))
-    return lines if choice == "download" else [*lines, f"{offer.total_bytes / 1e9:.0f} GB in bf16; nothing was fetched"]
+    return (
+        lines if choice == "download" else [*lines, f"{offer.total_bytes / 1e9:.0f} GB in bf16; nothing was downloaded"]
+    )
 
 
 def is_checked(folder: Path, download: Download) -> bool:
@@ -138,8 +140,8 @@ def selected(files: Mapping[str, int], only: tuple[str, ...]) -> dict[str, int]:
 
 def _told(download: Download, folder: Path) -> str:
     if is_checked(folder, download):
-        return f"{folder} is whole, as it was checked against {download.repository}"
-    there = "is there, not checked" if folder.is_dir() and any(folder.iterdir()) else "is not there"
+        return f"{folder} is complete and was checked against {download.repository}"
+    there = "is there, but not checked" if folder.is_dir() and any(folder.iterdir()) else "is not there"
     return f"{folder} {there}; download fetches {download.page} at {download.revision[:12]}"
 
 
@@ -152,7 +154,7 @@ def _fetch(download: Download, folder: Path, progress: Progress, endpoint: str |
         raise MissingPackageError(
             f"huggingface_hub {hub.__version__}, which checks no hashes",
             expected="1.1 or newer",
-            fix="Install it into the Python that runs this: python -m pip install -U huggingface_hub",
+            fix="Install it into the Python that runs ComfyUI or anygpu: python -m pip install -U huggingface_hub",
         )
     state, files, name = Fetched(), dict[str, int](), f"download {folder}"
     earlier = [thread for thread in threading.enumerate() if thread.name == name]
@@ -192,7 +194,7 @@ def _transferred(hub: Any, download: Download, folder: Path, state: Fetched, end
         raise CheckpointError(
             f"{download.page} at {download.revision} has nothing to fetch",
             expected=f"safetensors in {', '.join(download.only) or 'it'}",
-            fix="Report this: the commit is fixed in AnyGPU.",
+            fix="Please report this: AnyGPU names the commit.",
         )
     _require_version(folder, [n for n, size in files.items() if _size(folder / n) not in (None, size)], download)
     _require_room(folder, files, download.revision)
@@ -255,7 +257,8 @@ def _require_room(folder: Path, files: Mapping[str, int], revision: str) -> None
         raise InputError(
             f"{free / 1e9:.1f} GB free on the disk of {str(folder)!r}",
             expected=f"{(needed + ROOM_BYTES) / 1e9:.1f} GB",
-            fix="Free some, or name another folder under diffusers in extra_model_paths.yaml, with is_default: true.",
+            fix="Free some space, or add another folder under diffusers in extra_model_paths.yaml, with is_default: "
+            "true.",
         )
 
 
@@ -281,7 +284,7 @@ def _require_same(found: Any, files: Container[str], damaged: Sequence[str]) -> 
         raise CheckpointError(
             f"{(damaged or absent)[0]!r} in {str(found.verified_path)!r} {what}{more}",
             expected="the files as the Hub has them",
-            fix="Run this node again: damaged files were removed, and only what lacks is fetched.",
+            fix="Run this node again: damaged files were removed, and only missing files are downloaded.",
         )
 
 
@@ -319,7 +322,7 @@ def _failed(download: Download, folder: Path, error: BaseException) -> Checkpoin
         )
     else:
         found = f"{download.page} cannot be reached ({type(error).__name__}: {reason})"
-        fix = f"Connect and run again, which goes on where it ended, {by_hand}"
+        fix = f"Go online and run again to resume, {by_hand}"
     return CheckpointError(found, expected=f"the files of {download.folder}", fix=fix)
 
 

@@ -1,7 +1,7 @@
-"""A model folder becomes a pipeline: which family it is, where its parts are, what each part's dtype is.
+"""Builds a pipeline from a model folder: its family, its parts, and the dtype of each part.
 
-Nothing heavy is read here: configurations and safetensors headers only, so that a missing shard is found before a
-minute is lost, and a part that a run never uses is never read.
+Nothing heavy is read here: configurations and safetensors headers only, so that a missing shard is noticed at once, and
+a part that a run does not use is never read.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ def _folders(request: LoadRequest, progress: Progress) -> tuple[FamilySpec, dict
         raise CheckpointError(
             f"no model folder {str(model)!r}",
             expected="a folder with model_index.json or a transformer's config.json",
-            fix="Put the model into ComfyUI/models/diffusers and refresh, or give the right path.",
+            fix="Put the model into ComfyUI/models/diffusers and refresh, or correct the path.",
         )
     family = family_of_folder(model)
     if family is None:
@@ -254,7 +254,7 @@ def _folders(request: LoadRequest, progress: Progress) -> tuple[FamilySpec, dict
             raise CheckpointError(
                 f"no files in {str(folders[tool])!r}",
                 expected=f"the {tool} of this model",
-                fix="Download the missing folder; its name must stay as published.",
+                fix="Download the missing folder, and keep its published name.",
             )
     absent = [part for part in wanted if part not in folders and part not in (*family.optional, *spared)]
     if absent:
@@ -316,7 +316,7 @@ def _subfolders(folder: Path) -> dict[str, Path]:
     if not folder.is_dir():
         raise CheckpointError(
             f"no folder {str(folder)!r}",
-            expected="a folder with the parts this model lacks",
+            expected="a folder with the parts that this model lacks",
             fix="Choose another folder.",
         )
     return {child.name: child for child in folder.iterdir() if child.is_dir()}
@@ -348,7 +348,7 @@ def _searched(name: str, family: FamilySpec, request: LoadRequest) -> Path:
                     return config.parent.parent
     raise CheckpointError(
         f"no {name} found for {family.title} in {', '.join(map(str, dict.fromkeys(roots)))}",
-        expected=f"a folder that lends {family.title} its missing parts",
+        expected=f"a folder with the missing parts of {family.title}",
         fix=f"Download it ({'; '.join(family.pages)}) or choose its folder as {name}.",
     )
 
@@ -465,7 +465,7 @@ def _unknown(model: Path) -> CheckpointError:
         return CheckpointError(
             f"neither model_index.json nor config.json in {str(model)!r}",
             expected="a diffusers model folder",
-            fix="Choose the folder that directly holds model_index.json, or download the model again.",
+            fix="Choose the folder that directly contains model_index.json, or download the model again.",
         )
     name = read_json(index, "a model description").get("_class_name")
     return CheckpointError(

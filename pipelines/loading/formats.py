@@ -1,4 +1,4 @@
-"""What a single file holds: which models, in whose names, with which configuration. Asked of its header alone.
+"""What a single file contains, from its header alone: which models, in which layout, with which configuration.
 
 A file says no more than names, shapes and dtypes, so each model comes with the configurations it was published with
 (``configs/*.json``, or those in its family's folder), and the one whose shapes are those of the file is taken. What no
@@ -105,7 +105,7 @@ def config_of(content: Content, task: str = "") -> Configured:
     if beside.is_file():
         config = read_json(beside, "a model configuration")
         config = config.get(content.kind.rpartition("/")[2], config)
-        rows = [{"name": "configured beside it", "config": config}]
+        rows = [{"name": "with a configuration beside it", "config": config}]
         task = ""
     else:
         rows = list(_published(content.kind))
@@ -157,7 +157,7 @@ def _entries(path: Path) -> dict[str, TensorEntry]:
         raise CheckpointError(
             f"{str(path)!r} is a pickle",
             expected=f"a file that ends with {', '.join(ENDINGS)}",
-            fix="Download the safetensors version: a pickle can run code and is refused.",
+            fix="Download the safetensors version. Pickles can run code and are refused.",
         )
     if path.suffix == ".gguf":
         return gguf_header(path)[0]

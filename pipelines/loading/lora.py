@@ -1,4 +1,4 @@
-"""LoRAs on a pipeline's transformer: a pipeline goes in, the same pipeline with one LoRA more comes out.
+"""LoRAs on a pipeline's transformer: returns the same pipeline with one more LoRA.
 
 The new pipeline shares every part with the old one. Its LoRAs are on the transformer while it is held, so several
 chains can start from one pipeline and none sees the others' LoRAs.
@@ -104,7 +104,7 @@ def named(text: str) -> tuple[Path, float, str]:
     if match is None:
         raise InputError(
             f"LoRA {text!r}",
-            expected="FILE.safetensors, then a strength and blocks where they are wanted, with a colon before each",
+            expected="FILE.safetensors, then optionally a strength and blocks, with a colon before each",
             fix="Write for example: style.safetensors:0.8:double 0-9, single",
         )
     return Path(match[1]), strength, match[3] or ""

@@ -71,7 +71,7 @@ class Match:
         text = f"{name}: {len(self.pairs)} layers, {self.total - len(self.unmatched) - self.text_encoder} of "
         text += f"{self.total} keys match"
         if self.text_encoder:
-            text += f"; {self.text_encoder} are of text encoders, which are left as they are"
+            text += f"; {self.text_encoder} belong to text encoders and are ignored"
         if self.unmatched:
             text += f"; not {_names(self.unmatched)}"
         if self.filtered:
@@ -95,7 +95,7 @@ def matched(path: Path, tensors: Shapes, layers: Shapes, family: FamilySpec, blo
         raise UnsupportedError(
             f"{_names(strange)} in {path.name!r}",
             expected="a plain LoRA: lora_down and lora_up, or lora_A and lora_B",
-            fix="Use a plain LoRA; DoRA, LoKr, LoHa and whole differences are not read.",
+            fix="Use a plain LoRA. DoRA, LoKr, LoHa and full weight differences are not supported.",
         )
     names = _Names(layers, family.lora_layouts or family.layouts)
     pairs: dict[str, Pair] = {}
@@ -114,7 +114,7 @@ def matched(path: Path, tensors: Shapes, layers: Shapes, family: FamilySpec, blo
         raise CheckpointError(
             f"none of {len(tensors)} keys of {path.name!r} match, such as {_names(sorted(tensors))}",
             expected=f"a LoRA for the transformer of {family.title}",
-            fix="Choose a LoRA that was trained for this model.",
+            fix="Choose a LoRA trained for this model.",
         )
     wanted = set(chosen(blocks, pairs, layers))
     kept = {name: pair for name, pair in pairs.items() if name in wanted}
@@ -146,8 +146,8 @@ def _term(term: str, layers: Sequence[str]) -> re.Pattern[str]:
     if match is None or (match[1] == "rest" and match[2] is not None):
         raise InputError(
             f"blocks {term!r}",
-            expected="double, single or rest, each but rest with a number or a range, separated by commas",
-            fix="Write for example: double 0-9, single, rest.",
+            expected="double, single (each optionally with a number or a range) or rest, separated by commas",
+            fix="For example: double 0-9, single, rest.",
         )
     if match[1] == "rest":
         return re.compile(rf"(?!(?:{'|'.join(filter(None, BLOCKS.values()))})\.).+")

@@ -151,7 +151,7 @@ def _require_sound(files: PartFiles, name: str, tensor: torch.Tensor) -> None:
         raise CheckpointError(
             f"{fault} in the weight {name!r} of {str(files.entries[name].file)!r}",
             expected="weights as published",
-            fix="Download this file again; a download that was resumed wrongly leaves zeros.",
+            fix="Download this file again. A download that was not resumed properly can leave zeros.",
         )
 
 

@@ -48,7 +48,7 @@ def first_steps(searched: Sequence[Path], machine: str, memory_bytes: int) -> st
         memory_bytes: of the computer that holds the weights.
     """
     title, offer = smallest_for(memory_bytes)
-    fits = "The smallest that fits" if offer.largest_bytes <= memory_bytes else "None fits; the smallest for"
+    fits = "The smallest that fits" if offer.largest_bytes <= memory_bytes else "None fits. The smallest for"
     gib = offer.total_bytes / GIBIBYTE
     return "\n".join(
         [

@@ -119,11 +119,11 @@ def _transformer(path: Path) -> Content:
     found = contents(path)
     main = next((content for content in found if content.kind.endswith(TRANSFORMER)), None)
     if main is None:
-        held = ", ".join(TITLES.get(x.kind, x.layout) for x in found) or "no model that is known here"
+        held = ", ".join(TITLES.get(x.kind, x.layout) for x in found) or "no known model"
         raise CheckpointError(
             f"{str(path)!r} holds {held}",
             expected=f"a transformer of {', '.join(f.title for f in FAMILIES.values())}",
-            fix="Choose the file of the transformer; a VAE or encoder goes into its own input.",
+            fix="Choose the transformer's file. VAE and encoders have their own inputs.",
         )
     return main
 
@@ -198,7 +198,7 @@ def _of_halves(path: Path, kind: str, request: Files, progress: Progress) -> Con
     raise CheckpointError(
         f"{path.name!r} is {own.layout} alone",
         expected=f"the {wanted.rpartition('_')[2]} too",
-        fix="Put its file into the same folder, or use a VAE in one file.",
+        fix="Put its file into the same folder, or use a VAE as a single file.",
     )
 
 
@@ -297,7 +297,7 @@ def _tokenizer(family: FamilySpec, name: str, request: Files) -> Path:
         raise CheckpointError(
             f"no {name} for {family.title}: a single file of a text encoder has none",
             expected=f"a {kind} tokenizer in a diffusers folder, or the one that ComfyUI ships",
-            fix=f"Choose a diffusers folder of {family.title} as base; its tokenizer folders alone are enough.",
+            fix=f"Choose a diffusers folder of {family.title} as base; its tokenizer folders are enough.",
         )
     return folder
 

@@ -1,4 +1,4 @@
-"""How the weights of a pipeline are kept in memory, apart from what computes: the choice, its step, what it saves."""
+"""How the weights of a pipeline are stored in memory, independent of the dtype that computes."""
 
 from __future__ import annotations
 
@@ -129,8 +129,8 @@ def _require_castable(part: PartFiles, choice: str, device: torch.device) -> Non
     if half and part.dtype is not torch.float16 and casts_wrongly(device, torch.float16):
         raise UnsupportedError(
             f"weights {choice!r} of a file in fp16, which {device} casts wrongly",
-            expected="a device that casts fp16 to fp32 and back as the host does",
-            fix="Choose weights auto, which widens them on the host.",
+            expected="a device that casts fp16 to fp32 and back correctly",
+            fix="Choose weights auto, which casts them on the host.",
         )
 
 

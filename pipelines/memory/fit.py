@@ -1,7 +1,7 @@
-"""A run made to fit: the mode for what a stage needs, the refusal of what cannot fit, and the way on after it did not.
+"""Makes a run fit: chooses the mode for each stage, refuses what cannot fit, and steps down after out of memory.
 
-What is decided here is decided again for each stage, from the free memory of that moment: offload ``auto`` may hold
-text encoders by block and the transformer whole. A mode that the user chose changes only when memory has run out.
+Decides anew for each stage from the memory that is free at that moment: ``auto`` may load text encoders block by block
+and the transformer as a whole. A mode that the user chose changes only after running out of memory.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ def fit_host_memory(
                 expected=f"{amount_of(held - free - swap)} more",
                 fix="Close other programs, or enlarge the page file."
                 if VIEWS_TAKE_MEMORY
-                else "Close other programs, add swap, or use a safetensors file in the precision that is computed in, "
-                "which may stay on disk.",
+                else "Close other programs, add swap, or use a safetensors file in the precision that computes: it "
+                "can stay on disk.",
             )
     kept = {name: replace(files[name], mapped=True, staged=not files[name].mapped) for name in left}
     return {**files, **kept}, host_weights
@@ -180,7 +180,7 @@ def recovery(
     pipeline: Pipeline,
     progress: Progress,
     parts: tuple[str, ...] = (),
-    told: str = "sampling ran out of memory: goes on {}, from the last finished step",
+    told: str = "sampling ran out of memory: continuing {}, after the last finished step",
 ) -> Callable[[BaseException], bool]:
     """What a stage asks after an error: whether to try again, with more room.
 

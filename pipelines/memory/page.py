@@ -65,11 +65,11 @@ def fastest(found: tuple[Forecast, ...], room: int | None) -> Forecast | None:
 
 def _text(pipeline: Any, title: str, found: tuple[Forecast, ...], room: int | None) -> str:
     device, mode = pipeline.offloader.device, pipeline.offloader.mode
-    have = "does not tell its free memory" if room is None else f"has {amount_of(room)} free"
+    have = "does not report its free memory" if room is None else f"has {amount_of(room)} free"
     best = fastest(found, room)
     lines = [
         f"{title}: {device} {have}",
-        f"now: offload {mode}; fastest that fits: {best.mode if best else 'not one of them: lower the size'}",
+        f"now: offload {mode}; fastest that fits: {best.mode if best else 'none: lower the size'}",
     ]
     for each in found:
         stages = ", ".join(f"{stage.name} {amount_of(stage.total)}" for stage in each.stages)
@@ -77,10 +77,10 @@ def _text(pipeline: Any, title: str, found: tuple[Forecast, ...], room: int | No
         lines.append(f"{each.mode}: peak {amount_of(each.peak)}{fits} ({stages})")
     total = sum(weights.total for weights in pipeline.weights.values())
     host = host_free_bytes()
-    kept = "stay in host memory" if total <= host else "do not fit there together: some are read from their files anew"
+    kept = "stay in host memory" if total <= host else "do not fit there together: some are read from disk again"
     lines.append(f"host: {amount_of(host)} free; weights of {amount_of(total)} {kept}")
     lines.append(f"plan: {plan_line(pipeline)}")
-    lines.append("Forecasts are within 15 % on the simulated device; a vendor's libraries take some more.")
+    lines.append("Forecasts are within 15 % on the simulated device; vendor libraries need a little more.")
     return "\n".join(lines)
 
 
@@ -129,4 +129,4 @@ def _bar(pen: Any, stage: Any, top: int, scale: float, room: int | None, font: A
 
 
 def _legend(name: str) -> str:
-    return {"kept": "stays from before", "weights": "weights", "activations": "activations"}[name]
+    return {"kept": "still there from before", "weights": "weights", "activations": "activations"}[name]

@@ -41,7 +41,7 @@ class Shortage:
         return min(MOST_SHARE, max(LEAST_SHARE, 0.8 * self.free_bytes / self.asked_bytes))
 
     def __str__(self) -> str:
-        asked = f"{_gigabytes(self.asked_bytes)} asked for" if self.asked_bytes else "no word on how much"
+        asked = f"{_gigabytes(self.asked_bytes)} asked for" if self.asked_bytes else "amount unknown"
         return asked if self.free_bytes is None else f"{asked}, {_gigabytes(self.free_bytes)} free"
 
 
@@ -91,7 +91,9 @@ def lowered(
     """
     fixes, mode = [hint] if hint else [], pipeline.offloader.mode
     if not hint and pipeline.offloader.device.type != "cpu" and mode not in WEIGHTLESS:
-        fixes.append(f"set offload to group on AnyGPU Load Pipeline (now {mode}), which keeps one block on the device")
+        fixes.append(
+            f"set offload to group on AnyGPU Load Pipeline (now {mode}), which keeps only one block on the device"
+        )
     fixes += [] if size is None else _smaller(family, size, short)
     fixes = fixes or ["close other programs that use this device's memory"]
     return [fixes[0][0].upper() + fixes[0][1:], *fixes[1:]]

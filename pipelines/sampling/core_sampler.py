@@ -1,4 +1,4 @@
-"""Transformers as a foreign sampler drives them: latents and a noise level in, velocity out, for every video family.
+"""Calls of a transformer by core's samplers: latents and a noise level in, velocity out, for every video family.
 
 A sampler of ComfyUI's core knows noise levels, text and pictures under its own names; ``host/core_models.py`` puts them
 into a :class:`Call`. Each family's ``call_transformer`` then does as its own ``sample``.

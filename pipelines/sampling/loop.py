@@ -16,7 +16,7 @@ from .schedules import Schedule
 Predict = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 Again = Callable[[BaseException], bool]  # whether to try again after an error
 TRIES = 16  # of a stage or a step; each has more room than the one before
-TO_FP32 = "fp16-safe gave values that are not finite: the transformer is read again and runs in fp32 from here on"
+TO_FP32 = "fp16-safe gave values that are not finite: reading the transformer again and continuing in fp32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ def require_finite(tensor: torch.Tensor, subject: str) -> None:
         raise NotFinite(
             f"{broken} of {tensor.numel()} values of the {subject} are NaN or infinite",
             expected="finite values",
-            fix="Choose precision fp32 (or bf16 where the device has it) on the load node and sample again.",
+            fix="Choose precision fp32 (or bf16 if the device supports it) on the load node and sample again.",
         )
 
 

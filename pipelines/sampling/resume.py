@@ -12,7 +12,7 @@ from ..base import Latents
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Where a sampling stands between two sections.
+    """The state of a sampling between two sections.
 
     Args:
         latents: sampled so far, (1, C, T, H, W), fp32, in the transformer's space, so that no bit is lost on the way.
@@ -25,7 +25,7 @@ class Standing:
 
 
 class Keeper(Protocol):
-    """Who keeps finished sections, and gives them back when the same video is asked for again."""
+    """Saves finished sections, and returns them when the same video is sampled again."""
 
     def found(self, key: str) -> Standing | None:
         """Where a sampling of the same ``key`` that was cut short stands; None where there is none."""
@@ -35,7 +35,7 @@ class Keeper(Protocol):
 
 
 class Remembered:
-    """Keeps finished sections for the length of one sampling, so that none is lost where it must begin again.
+    """Keeps finished sections during one sampling, so that none is lost if it has to start again.
 
     Args:
         beyond: who keeps them for longer; None for nobody.

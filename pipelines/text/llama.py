@@ -164,7 +164,7 @@ def _template(
     if "{" in head + tail or "}" in head + tail:
         raise InputError(
             "a template with braces around something else than the prompt",
-            expected="braces only as {}",
+            expected="no braces except {}",
             fix="Remove the other braces.",
         )
     tokens = pipeline.tools["tokenizer"](head)["input_ids"]
@@ -173,7 +173,7 @@ def _template(
         raise InputError(
             f"template_crop {crop}",
             expected=f"at most the {len(tokens)} tokens before the prompt",
-            fix="Choose -1, which finds them.",
+            fix="Choose -1 to count them automatically.",
         )
     found: dict[str, Any] = {"template": text, "crop_start": crop}
     if sight is None:
@@ -215,7 +215,7 @@ def _require_fitting(
         raise InputError(
             f"the {subject} has {len(tokens)} tokens",
             expected=f"at most {room} tokens, {limit} with what the template adds",
-            fix=f"Shorten it: what begins with {lost!r} would be lost. Or raise max_tokens.",
+            fix=f"Shorten it (everything from {lost!r} on would be lost), or raise max_tokens.",
         )
     short = clip(text, add_special_tokens=True, truncation=False, verbose=False)["input_ids"]
     if len(short) > CLIP_TOKENS:

@@ -67,7 +67,7 @@ def _own(path: Path, tensors: Mapping[str, torch.Tensor], record: Mapping[str, A
         raise CheckpointError(
             f"{record.get('kind', 'no prompt')!r} in {str(path)!r}",
             expected="an encoded prompt of a video family",
-            fix="Choose a file that AnyGPU Save Prompt or Musubi Tuner wrote.",
+            fix="Choose a file written by AnyGPU Save Prompt or Musubi Tuner.",
         )
     require_version(path, record, "a prompt", PROMPT_VERSION)
     count = record.get("sections", 0)
@@ -81,7 +81,7 @@ def _own(path: Path, tensors: Mapping[str, torch.Tensor], record: Mapping[str, A
         raise CheckpointError(
             f"the prompt in {str(path)!r} has no usable {(absent or strange)[0]}",
             expected="tensors (1, N, D) for the prompt and each section",
-            fix="Save the prompt again; this file was edited or put together by hand.",
+            fix="Save the prompt again; this file was edited or made by hand.",
         )
     texts = {name: str(record.get(name, "")) for name in TEXTS}
     sections = tuple(groups[group] for group in names[2:])

@@ -109,7 +109,7 @@ class Chat:
             raise InputError(
                 f"template_crop {self.crop} of {length} tokens",
                 expected=f"0 to {length - 1} tokens, or -1",
-                fix="Choose -1, which finds the tokens before the prompt.",
+                fix="Choose -1 to count the tokens before the prompt.",
             )
         if length - self.crop > limit:
             tokens = self.tokenizer(text)["input_ids"]
@@ -118,7 +118,7 @@ class Chat:
             raise InputError(
                 f"the {subject} has {len(tokens)} tokens",
                 expected=f"at most {room} tokens, {limit} with what the template adds",
-                fix=f"Shorten it: what begins with {lost!r} would be lost. Or raise max_tokens.",
+                fix=f"Shorten it (everything from {lost!r} on would be lost), or raise max_tokens.",
             )
         return length
 

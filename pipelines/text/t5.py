@@ -30,7 +30,8 @@ def require_fitting(tokenizer: Any, text: str, limit: int, subject: str = "promp
         raise InputError(
             f"the {subject} has {len(tokens)} tokens",
             expected=f"at most {limit} tokens",
-            fix=f"Shorten it: what follows {lost[:40]!r} would be lost. Or raise max_tokens where the model allows it.",
+            fix=f"Shorten it: everything after {lost[:40]!r} would be lost. Or raise max_tokens where the model "
+            "allows it.",
         )
 
 

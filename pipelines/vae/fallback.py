@@ -1,4 +1,4 @@
-"""The one way through a VAE, for every family: checked, and where that is allowed done again another way."""
+"""Runs a VAE for every family: checks the output and, if allowed, tries again another way."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Passes:
         self._alone = False
         limit = self.policy.tile_pixels
         if plan.method == FULL and 0 < limit < max(plan.size[1:]):
-            progress.notify(f"full was chosen: pictures above {limit} pixels may end the process on this GPU")
+            progress.notify(f"method full: on this GPU pictures above {limit} pixels may crash the process")
 
     def __enter__(self) -> Passes:
         return self
@@ -90,7 +90,7 @@ class Passes:
         def smaller(side: int) -> int:
             after = plan.smaller_stream(side)
             if after:
-                watch.notify(f"decoding {plan.attempt} ran out of memory: goes on over {after} pixels")
+                watch.notify(f"decoding {plan.attempt} ran out of memory: continuing over {after} pixels")
                 plan.attempt = replace(plan.attempt, stream=after)
             return after
 
@@ -172,7 +172,7 @@ class Passes:
             result = self._transfer.fetched(run(self._vae, self._transfer))
         fault = judge(result)
         if fault == COLOUR and self._most_exact():
-            progress.notify(f"{stage} gave {fault}, in fp32 on the CPU too: the latents may hold nothing")
+            progress.notify(f"{stage} gave {fault}, in fp32 on the CPU too: the latents may be empty")
         elif fault:
             raise UnsoundError(fault)
         if not self.plan.attempt.library and self.pipeline.probes is not None:  # the next run begins so
@@ -230,7 +230,7 @@ class Passes:
         """
         if kind == MEMORY:
             other = "decode again with method auto" if self.plan.method == FULL else "make a smaller or shorter video"
-            advice = f"What went in is kept: choose offload model or group on the load node, or {other}."
+            advice = f"The input is kept. Choose offload model or group on the load node, or {other}."
             found, expected = f"{text}; no room for {stage} {self.plan.attempt}", "more free memory"
             return type(error)(remember(f"{found}; expected {expected}. {advice}", found, expected, advice))
         if not kind or (kind == KERNEL and self.device.type == HOST.type):
@@ -243,8 +243,8 @@ class Passes:
         )
         return UnsupportedError(
             f"{what} while {stage} {self.plan.attempt}",
-            expected="finite values that differ",
-            fix=f"{fix}, on the load node; what went in is kept.",
+            expected="finite values that are not all the same",
+            fix=f"{fix}, on the load node; the input is kept.",
         )
 
 

@@ -119,7 +119,7 @@ class Stream:
                 plane = torch.empty((*here.shape[:3], height * grow, width * grow), dtype=here.dtype)
             top, bottom, left, right = (edge * grow for edge in region)
             plane[..., top:bottom, left:right] = here
-        assert plane is not None, "a plane without cells"
+        assert plane is not None, "an empty plane"
         return Sheet(plane, mean, squares / count) if count else Sheet(plane)
 
     def group_norm(self, norm: nn.Module, tile: Tensor, sheet: Sheet) -> Tensor:
@@ -246,7 +246,7 @@ def streamed(stream: Stream, vae: Any, latents: Tensor, time: Tensor | None = No
     if unstreamable(vae):
         raise UnsupportedError(
             f"method streaming for this {type(vae).__name__}, which {unstreamable(vae)}",
-            expected="a decoder whose layers depend on their input alone",
+            expected="a decoder whose layers depend only on their input",
             fix="Choose method auto or tiled on the decode node.",
         )
     with ExitStack() as stack:
@@ -257,9 +257,9 @@ def streamed(stream: Stream, vae: Any, latents: Tensor, time: Tensor | None = No
 def unstreamable(vae: Any) -> str:
     """Why the decoder of ``vae`` cannot be streamed; empty where it can."""
     if full_name(vae) not in WALKS:
-        return "has layers that no walk knows"
+        return "has unknown layers"
     if any(getattr(block, "per_channel_scale1", None) is not None for block in vae.decoder.modules()):
-        return "draws new noise in each call of a layer"
+        return "draws new noise in its layers"
     return ""
 
 

@@ -58,7 +58,7 @@ class Attempt:
         forms += [f"layer by layer over {self.stream} pixels"] * (self.stream > 0)
         shape = ", ".join(forms) or "whole"
         name = next((name for name, dtype in DTYPES.items() if dtype is self.dtype), str(self.dtype))
-        where = " on the CPU, which is slow" if self.on_host else "" if self.library else " without MIOpen"
+        where = " on the CPU (slow)" if self.on_host else "" if self.library else " without MIOpen"
         return f"{shape} in {name}{where}"
 
     @property

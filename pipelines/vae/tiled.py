@@ -1,6 +1,6 @@
-"""One decode as work that can stop and go on: windows of time, regions of a window, chunks of a region.
+"""One decode as work that can be interrupted and resumed: windows of time, regions of a window, chunks of a region.
 
-What is done stays done. When a part finds no room, the next attempt splits only what is left: a region into smaller
+Finished parts are kept. If a part runs out of memory, the next attempt splits only the rest: a region into smaller
 ones that overlap and blend, a chunk of latent frames into shorter ones, a decoder call into a stream of tiles.
 """
 

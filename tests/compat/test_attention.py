@@ -326,7 +326,7 @@ def test_native_without_a_fused_kernel_is_refused_and_auto_falls_back() -> None:
 def test_the_sentence_says_what_runs() -> None:
     automatic = attention_for("auto", facts(), torch.float32, 128)
     assert str(automatic.decision) == (
-        "attention torch's fused kernel (flash): auto: exact in chunks of 268 MB where it has none"
+        "attention torch's fused kernel (flash): auto: exact in chunks of 268 MB otherwise"
     )
     chosen = attention_for("native_flash", facts(), torch.float32, 128)
     assert str(chosen.decision) == "attention native_flash: chosen: torch's own FlashAttention"

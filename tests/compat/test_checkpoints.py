@@ -104,7 +104,7 @@ def test_a_shard_outside_its_folder_is_refused(tmp_path):
 
 def test_a_pickle_is_refused(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="can run code and is refused"):
+    with pytest.raises(CheckpointError, match="can run code and are refused"):
         checkpoints.weight_files(tmp_path, "text_encoder")
 
 

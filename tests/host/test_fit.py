@@ -44,8 +44,8 @@ SURVIVED = {  # by stage, what is said when the run goes on
     "text": "encoding the prompt ran out of memory: again",
     "text moves": "memory ran out while the text_encoder moved: goes on",
     "sampling moves": "memory ran out while the transformer moved: goes on",
-    "first step": "sampling ran out of memory: goes on",
-    "last step": "sampling ran out of memory: goes on",
+    "first step": "sampling ran out of memory: continuing",
+    "last step": "sampling ran out of memory: continuing",
     "decoding moves": "memory ran out while the vae moved: goes on",
     "decoding": "ran out of memory: again",
 }

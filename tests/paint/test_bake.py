@@ -141,7 +141,7 @@ def test_overlapping_uvs_are_said():
     assert mesh.uvs is not None
     folded = Surface.of(Mesh(mesh.vertices, mesh.faces, (mesh.uvs * torch.tensor([3.0, 2.0])) % 1))
     baked = bake(folded, DEFAULT_VIEWS, photographs(folded, size=64, view_size=64), replace(SMALL, view_size=64))
-    assert any("83% of the UV area lies on top of other faces" in note for note in baked.notes)
+    assert any("83% of the UV area overlaps other faces" in note for note in baked.notes)
 
 
 PICTURES = torch.zeros(6, 32, 32, 3)

@@ -75,7 +75,7 @@ def test_a_texture_is_the_baked_and_filled_one_and_near_the_ideal(recorded):
     assert float(errors(found.colour, baked.texels, baked.texels.covered).mean()) < 0.02
     assert (found.metallic, found.roughness) == (None, None)
     assert [step[:2] for step in progress.steps] == [(index, 6) for index in range(1, 7)]
-    assert found.notes[0].endswith("of the surface painted, the rest filled from beside it")
+    assert found.notes[0].endswith("of the surface painted, the rest filled from neighbouring areas")
 
 
 def test_metal_and_roughness_are_baked_like_colours():
@@ -131,7 +131,7 @@ def test_painted_views_are_kept_when_baking_fails_and_forgotten_when_it_does_not
         return "temp/anygpu", lambda: [path.unlink() for path in kept]
 
     bad = replace(QUICK, texture=replace(BAKING, size=4))
-    with pytest.raises(InputError, match=r"texture_size 4 to bake; .* The painted views are kept in temp/anygpu\.$"):
+    with pytest.raises(InputError, match=r"texture_size 4 to bake; .* The painted views are saved in temp/anygpu\.$"):
         texturing.textured(box(), [PICTURE], paint, None, bad, keep=keep)
     assert len(kept) == 6
     assert numpy.array(Image.open(kept[0])).shape == (64, 64, 3)
@@ -170,7 +170,7 @@ def test_a_mesh_far_from_the_origin_is_moved_where_nodes_would_lose_its_shape(tm
     lines += [f"f {a + 1} {b + 1} {c + 1}" for a, b, c in mesh.faces.tolist()]
     (tmp_path / "far.obj").write_text("\n".join(lines))
     found, notes = load_mesh(tmp_path / "far.obj")
-    assert any("moved to the origin: it lay 1e+07 away" in note for note in notes)
+    assert any("moved to the origin: it was 1e+07 away" in note for note in notes)
     assert (found.vertices.float() - mesh.vertices).abs().max() < 1e-5
     write_glb(tmp_path / "near.glb", mesh, torch.zeros(4, 4, 3))
     assert not any("moved" in note for note in load_mesh(tmp_path / "near.glb")[1])

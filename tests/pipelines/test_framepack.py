@@ -232,7 +232,7 @@ def test_an_end_image_is_not_cut_off(run: Any, recorded: Any) -> None:
     made, watched = run(I2V), recorded()
     assert _sampled(made, 2, image=made.end).frames == 17 > _sampled(made, 2).frames == 9
     _sampled(made, 2, watched, image=made.end)
-    assert "frames 9 -> 17, the end of the last section, where the end image stands" in watched.said
+    assert "frames 9 -> 17, the end of the last section, where the end image is" in watched.said
 
 
 def test_images_join_in_either_order(run: Any) -> None:

@@ -131,7 +131,7 @@ def test_a_cancel_takes_the_cache_off(tiny_folder, recorded):
 def test_pairs_that_share_state_are_refused(tiny_folder, recorded):
     pipeline = loaded_for("hunyuan_video", tiny_folder)
     shared = with_step_cache(pipeline, "custom", StepCacheSettings(PYRAMID))
-    with pytest.raises(UnsupportedError, match="step cache 'pyramid' with cfg 2: it keeps one result for both"):
+    with pytest.raises(UnsupportedError, match="step cache 'pyramid' with cfg 2: it stores one result for both"):
         sampled(shared, recorded(), cfg=2.0)
     compiled = loaded_for("ltx", tiny_folder, SpeedRequest(compile=CompileSettings(backend="eager")))
     with pytest.raises(UnsupportedError, match="step cache 'taylor' with compile"):

@@ -127,7 +127,7 @@ def test_sampling_goes_on_from_the_last_step_when_memory_runs_out(acc, tiny_fold
     with accelerator.hook("aten::addmm*", before=refuse):
         found = run(pipeline, progress)
     said = [text for text in progress.said if "goes on" in text]
-    assert said and "with offload group, from the last finished step" in said[0], progress.said
+    assert said and "with offload group, after the last finished step" in said[0], progress.said
     assert [done for done, _, stage in progress.steps if stage == "sampling"] == [1, 2], "a step ran twice"
     same(found, on_host("ltx"))
 

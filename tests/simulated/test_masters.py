@@ -32,7 +32,7 @@ BYTES = {"vae": 10, "text_encoder": 30, "transformer": 60}
     ("free", "pins", "unified", "kinds", "told"),
     [
         (120, True, False, (PLAIN, PLAIN, PINNED), "transformer pinned while it comes by block or layer"),
-        (119, True, False, (PLAIN, PLAIN, PLAIN), "50% of it would be locked at most"),
+        (119, True, False, (PLAIN, PLAIN, PLAIN), "50% of it may be pinned at most"),
         (500, False, False, (PLAIN, PLAIN, PLAIN), "this device locks no host memory"),
         (500, True, True, (PLAIN, PLAIN, PLAIN), "host and device share one memory"),
         (99, True, False, (PLAIN, PLAIN, DISK), "transformer disk-backed"),

@@ -62,7 +62,10 @@ def guess_variant(path: Path, config: Mapping[str, Any]) -> tuple[str, str]:
     else:
         name = path.parent.name if path.name == "transformer" else path.name
     variant = F1 if re.search(r"f1(?!\d)", name.lower()) else I2V
-    return variant, f"assumed from the folder name {name!r}, since the files are alike; choose another if that is wrong"
+    return variant, (
+        f"assumed from the folder name {name!r}, because the files look the same; choose another variant "
+        "if that is wrong"
+    )
 
 
 def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> Prompt:
@@ -178,13 +181,13 @@ def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.
 def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form | None = None) -> torch.Tensor:
     """Frames (F, H, W, 3) in 0..1: each section is decoded with its neighbour and blended into it, as upstream does.
 
-    Latents that say nothing of sections, or were cut since, are decoded in one go.
+    Latents that say nothing of sections, or were cut since, are decoded all at once.
     """
     lengths, window = list(latents.extra.get("section_lengths", ())), int(latents.extra.get("window", 0))
     inverted = latents.extra.get("order") != "vanilla"
     if lengths and lengths[-1] != latents.samples.shape[2]:
         progress.notify(
-            f"{latents.samples.shape[2]} latent frames where sampling left {lengths[-1]}: decoded in one go"
+            f"{latents.samples.shape[2]} latent frames where sampling left {lengths[-1]}: decoded all at once"
         )
         lengths = []
     cuts = spans(lengths, window, inverted) if lengths else [slice(None)]
@@ -198,7 +201,7 @@ def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form 
 
 
 def _resume(history: History, generator: torch.Generator, standing: Standing | None, progress: Progress) -> None:
-    """Put ``history`` and ``generator`` where an earlier sampling of the same video stopped, and say so."""
+    """Restore ``history`` and ``generator`` from an earlier sampling of the same video, and notify the user."""
     count, wanted = history.plan.count, list(history.start.shape)
     if standing is None or not 0 < len(standing.lengths) < count:
         return
@@ -207,18 +210,16 @@ def _resume(history: History, generator: torch.Generator, standing: Standing | N
         return
     history.resume(standing)
     generator.set_state(generator_for(0, standing.generator_state).get_state())
-    progress.notify(f"goes on after section {len(standing.lengths)} of {count}, kept from a run that was cut short")
+    progress.notify(f"continues after section {len(standing.lengths)} of {count}, saved by an interrupted run")
 
 
 def _counting(plan: Plan, settings: SampleSettings, ended: bool, progress: Progress) -> int:
     """Pixel frames of the finished video that count, and what to say of this plan."""
     if plan.single and not plan.inverted:
-        progress.notify("single-frame mode was found on FramePack I2V: F1 may not follow the prompt in it")
+        progress.notify("single-frame mode was made for FramePack I2V: F1 may not follow the prompt")
     if not ended or plan.frames <= settings.frames:
         return settings.frames
-    progress.notify(
-        f"frames {settings.frames} -> {plan.frames}, the end of the last section, where the end image stands"
-    )
+    progress.notify(f"frames {settings.frames} -> {plan.frames}, the end of the last section, where the end image is")
     return plan.frames
 
 

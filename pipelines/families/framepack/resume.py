@@ -1,4 +1,4 @@
-"""What makes two samplings the same: the key by which one that was cut short is found again."""
+"""The key by which an interrupted sampling is found again: what must be the same to resume it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sections of a FramePack video: where each one stands, what it sees of the others, how their frames are joined."""
+"""The sections of a FramePack video: where each one is, what it sees of the others, how their frames are joined."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ class History:
         self.lengths.append(self.latents.shape[2])
 
     def standing(self, generator_state: bytes) -> Standing:
-        """All that the next section needs."""
+        """Everything that the next section needs."""
         return Standing(self.latents, tuple(self.lengths), generator_state)
 
     def resume(self, standing: Standing) -> None:

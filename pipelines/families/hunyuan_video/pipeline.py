@@ -95,7 +95,7 @@ prompt_from_core = llama_from_core
 def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) -> ImageCondition:
     """``image_latents`` (1, 16, 1, H / 8, W / 8): the first picture in the VAE's own space, without a draw."""
     if request.frames.shape[0] > 1:
-        progress.notify(f"{SPEC.title} starts from one picture: the first of {request.frames.shape[0]} is used")
+        progress.notify(f"{SPEC.title} starts from one picture; the first of {request.frames.shape[0]} is used")
     latents = encoded(pipeline, request.frames[:1], request.seed, progress, mode=True)
     return ImageCondition(SPEC.id, {IMAGE: latents}, request.width, request.height)
 
@@ -177,7 +177,7 @@ def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form 
 
 
 def _sight(pipeline: Pipeline, request: PromptRequest) -> Sight:
-    """The picture beside the prompt and a black one beside the negative prompt.
+    """The picture for the prompt, and a black one for the negative prompt.
 
     The negative prompt keeps as many picture states as the prompt. Upstream forgets to say so in its own call, and
     gives the negative prompt of a token-replace model every second state where the model was trained with every fourth.
@@ -188,7 +188,7 @@ def _sight(pipeline: Pipeline, request: PromptRequest) -> Sight:
         raise InputError(
             "no image beside the prompt",
             expected="the picture that the video starts from",
-            fix=f"Connect the image to AnyGPU Encode Prompt as well: the text encoder of {SPEC.title} image to video "
+            fix=f"Connect the image to AnyGPU Encode Prompt too: the text encoder of {SPEC.title} image to video "
             "looks at it.",
         )
     if "image_processor" not in pipeline.tools.readers:
@@ -216,7 +216,7 @@ def _check(pipeline: Pipeline, kind: str | None, settings: SampleSettings, progr
         count, why = settings.frames - DROPPED_FRAMES, f"the first {DROPPED_FRAMES} of a 33-channel video are dropped"
         progress.notify(f"{count} of {settings.frames} frames come back: {why}")
     if settings.guidance and not pipeline.configs["transformer"].get("guidance_embeds"):
-        progress.notify("guidance has no effect on this checkpoint: its transformer takes none")
+        progress.notify("guidance has no effect on this checkpoint, whose transformer does not take it")
 
 
 def _predictor(

@@ -240,7 +240,7 @@ def _guided_as_saved(pipeline: Pipeline, settings: SampleSettings, progress: Pro
     guider: Mapping[str, Any] = pipeline.tools["guider"]
     name = guider.get("_class_name", "ClassifierFreeGuidance")
     if name != "ClassifierFreeGuidance":
-        progress.notify(f"the checkpoint's {name} is not run here: plain classifier-free guidance is used")
+        progress.notify(f"the checkpoint's {name} is not supported; plain classifier-free guidance is used")
         return settings
     steps = settings.steps
     return replace(

@@ -301,7 +301,7 @@ def _on_grid(request: ImageRequest, progress: Progress) -> torch.Tensor:
         nearest = round(frame / TEMPORAL_RATIO) * TEMPORAL_RATIO
         raise InputError(
             f"a clip at frame {frame}",
-            expected=f"a multiple of {TEMPORAL_RATIO}, where a clip's latents can stand",
-            fix=f"The nearest valid value is {nearest}. A single image may stand at any frame.",
+            expected=f"a multiple of {TEMPORAL_RATIO}, where a clip can start",
+            fix=f"The nearest valid value is {nearest}. A single image may go at any frame.",
         )
     return request.frames[:count]

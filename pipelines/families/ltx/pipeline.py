@@ -102,7 +102,7 @@ TUNING: dict[str, Tuning] = {
 def guess_variant(path: Path, config: Mapping[str, Any]) -> tuple[str, str]:
     """``distilled`` where the folder is called so, else ``dev``, and why."""
     if DISTILLED in path.name.lower():
-        return DISTILLED, f"assumed from the folder's name {path.name!r}, since its files do not tell"
+        return DISTILLED, f"assumed from the folder's name {path.name!r}, because the files cannot tell"
     return DEV, f"assumed, since the folder's name {path.name!r} does not say {DISTILLED!r} and its files do not tell"
 
 
