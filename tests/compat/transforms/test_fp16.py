@@ -27,7 +27,7 @@ WIDTH, HEADS, HEAD, TOKENS, TEXT, FIRST = 128, 2, 64, 64, 20, 16
 SINK = 4e6  # the largest residual seen in a published model is 4.3e6
 OUTPUTS = ("to_out.0.weight", "net.2.weight", "proj_out.weight", "to_add_out.weight")
 GATES = 10.0
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,8 @@ from anygpu.paint.baking.bake import texels_of
 from anygpu.paint.baking.synthetic import ideal_texture
 from anygpu.paint.geometry.mesh import Mesh, Surface, write_glb
 from anygpu.paint.geometry.turntable import looked_up, turntable
-from PIL import Image
-
 from paint.shapes import box, sphere
+from PIL import Image
 
 SIDES = torch.tensor(
     [[1.0, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 0], [0, 1, 1], [1, 0, 1]]

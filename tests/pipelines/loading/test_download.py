@@ -290,9 +290,7 @@ def test_what_cannot_be_is_one_line(hub: Hub, tmp_path: Path, monkeypatch: pytes
             run(hub, tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-        with pytest.raises(
-            CheckpointError, match=r"cannot be reached .*Go online and run again to resume"
-        ):
+        with pytest.raises(CheckpointError, match=r"cannot be reached .*Go online and run again to resume"):
             run(hub, tmp_path)
     (tmp_path / DOWNLOAD.folder).write_text("a file where the folder goes")
     with pytest.raises(CheckpointError, match="cannot be written"):

@@ -22,7 +22,6 @@ from anygpu.paint.networks.published import (
     without_adapter,
 )
 from anygpu.paint.networks.unet import set_attention
-
 from paint.stored import FIXTURES, config, values, weights
 
 KEYS = {"paint": ("paint_v2_0", 1535), "paint_pbr": ("paintpbr_v2_1", 1747), "delight": ("delight_v2_0_unet", 686)}

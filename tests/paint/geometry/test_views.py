@@ -9,9 +9,9 @@ from anygpu.paint.geometry import views
 from anygpu.paint.geometry.cameras import DEFAULT_VIEWS, Camera
 from anygpu.paint.geometry.mesh import Mesh, Surface
 from anygpu.paint.geometry.views import chosen_views, on_screen, rasterised, rendered_maps
+from paint.shapes import box
 
 from paint import rendered
-from paint.shapes import box
 
 STEP = 1.001 / 255  # one level of 8 bits
 

@@ -15,7 +15,6 @@ from anygpu.paint.sampling.solvers import (
     schedule_of,
     solver_for,
 )
-
 from paint.stored import FIXTURES, values
 
 START = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))

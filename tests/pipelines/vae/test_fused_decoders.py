@@ -15,7 +15,7 @@ from anygpu.pipelines.base import Latents
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.speed import SpeedRequest
 from anygpu.pipelines.vae.plan import Attempt
-from pipelines.test_decode_forms import CASES, CAUSAL, HOST, close, made, sampled, work_for
+from pipelines.vae.test_forms import CASES, CAUSAL, HOST, close, made, sampled, work_for
 
 assert made, "a fixture"
 BY_GROUPS = ("hunyuan_vae", "mochi_vae")  # their streams open the blocks, since the norms see the whole plane

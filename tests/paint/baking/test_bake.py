@@ -24,9 +24,9 @@ from anygpu.paint.baking.synthetic import errors, photographs
 from anygpu.paint.geometry.cameras import DEFAULT_VIEWS, Camera, CameraTable
 from anygpu.paint.geometry.mesh import Mesh, Surface
 from anygpu.paint.geometry.views import rasterised
+from paint.shapes import box
 
 from paint import rendered
-from paint.shapes import box
 
 FORMS = {"scatter": "bake_v2_0", "gather": "bake_v2_1"}
 SMALL = BakeSettings(texture_size=256, view_size=256)

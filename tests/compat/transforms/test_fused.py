@@ -16,8 +16,8 @@ from anygpu.compat.transforms.fused import CHOICES, FUSIONS, form_for, fuse
 from anygpu.pipelines.registry import FAMILIES
 from anygpu.pipelines.tiny.recipes import TINY
 from anygpu.pipelines.tiny.weights import randomise
-from compat.test_attention_processors import inputs_of
-from compat.test_fp16 import CASES, Model, block_of, ran
+from compat.transforms.test_attention_processors import inputs_of
+from compat.transforms.test_fp16 import CASES, Model, block_of, ran
 from torch import nn
 from torch.nn import functional
 

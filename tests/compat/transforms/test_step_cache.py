@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from anygpu.compat.transforms.step_cache import FIRST_BLOCK, PYRAMID, TAYLOR, StepCacheSettings, cached
-from compat.test_attention_processors import made
+from compat.transforms.test_attention_processors import made
 from torch import nn
 
 TEXT, WIDTH = 5, 32

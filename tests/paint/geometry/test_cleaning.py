@@ -8,7 +8,6 @@ from anygpu.compat.errors import InputError
 from anygpu.paint.baking.synthetic import torus
 from anygpu.paint.geometry.cleaning import CleanSettings, cleaned, pieces_of
 from anygpu.paint.geometry.mesh import Mesh, Surface
-
 from paint.shapes import box
 
 PLAIN = CleanSettings(floaters=0.0)

@@ -24,9 +24,8 @@ from anygpu.paint.sampling.painting import (
     plan_of,
     sampled,
 )
-from PIL import Image
-
 from paint.stored import FIXTURES, values
+from PIL import Image
 
 LATENT_TOLERANCE, PIXEL = 5e-3, 1 / 255  # of the fixtures' README: the first sigma is 4096
 TINY = PaintSettings(size=64, steps=2)

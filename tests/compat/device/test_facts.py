@@ -17,7 +17,7 @@ from anygpu.compat.errors import UnsupportedError
 from anygpu.compat.memory.offloader import OffloadOptions, offloader_for
 from anygpu.compat.memory.parts import Parts
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 CPU = facts_for("cpu")
 GIBIBYTE = 1024**3
 

@@ -23,7 +23,6 @@ from anygpu.paint.geometry.mesh import (
     welded_normals,
     write_glb,
 )
-
 from paint.shapes import box, sphere
 
 BOX = box()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from anygpu.pipelines.registry import FAMILIES
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from anygpu.compat.transforms.attention_processors import replace_attention_proc
 from anygpu.compat.transforms.compile import Compilation, CompileSettings, Strengths, require_offload
 from anygpu.compat.transforms.fp16 import apply_fp16_safe
 from anygpu.compat.transforms.fused import fuse
-from compat.test_attention_processors import made
+from compat.transforms.test_attention_processors import made
 from torch import nn
 from torch.nn import functional
 

@@ -14,9 +14,8 @@ from anygpu.paint.networks import vae
 from anygpu.paint.networks.encoders import dino_pixels, empty_prompt
 from anygpu.paint.pictures import resized
 from anygpu.paint.sampling.delight import DelightSettings, corrected, delight_image, denoised, network_picture
-from PIL import Image
-
 from paint.stored import FIXTURES, checkpoint, values
+from PIL import Image
 
 PIXEL, LATENT_TOLERANCE = 1 / 255, 1e-4
 
