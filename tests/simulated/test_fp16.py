@@ -94,7 +94,7 @@ def test_auto_falls_back_to_fp32_after_one_step_and_says_so(acc, tiny_folder, on
     overflowing(pipeline)
     progress = recorded()
     latents = rendered(pipeline, CASES["mochi"], progress)[0]
-    assert [text for text in progress.said if "continues in fp32" in text]
+    assert [text for text in progress.said if "continuing in fp32" in text]
     steps = [done for done, _, stage in progress.steps if stage == "sampling"]
     assert steps == [1, 2], "the first attempt went on after its first step"
     torch.testing.assert_close(latents, on_host("mochi"), atol=1e-5, rtol=1e-5)
