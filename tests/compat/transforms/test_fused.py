@@ -296,7 +296,7 @@ def test_under_safe_fp16_attention_is_fused_and_no_error_grows(name, fp32_output
     taken_off()
     found = fuse(model, REFERENCE)
     rotary = FUSIONS[fused.full_name(block)].sites[fused.QK_ROTARY]
-    assert dict(found.sites) == {fused.QK_ROTARY: rotary} and "safe fp16 has the rest" in str(found)
+    assert dict(found.sites) == {fused.QK_ROTARY: rotary} and "fp16-safe replaces the rest" in str(found)
     taken_off = replace_attention_processors(model, SDPA)
     ours = [ran(model.transformer_blocks[0], each, torch.float32) for each in drawn]
     for output in range(len(truth[0])):
