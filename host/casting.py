@@ -268,7 +268,7 @@ def send(tensor: torch.Tensor, device: torch.device) -> None:
             tensor.data = home[0]
             return
         if device.type == HOST.type:
-            tensor.data = transfer_for(data.device, data.dtype).copied(data)
+            tensor.data = transfer_for(data.device, data.dtype).to_host(data)
             return
         moved = data.to(device)
         tensor.data = moved

@@ -23,8 +23,8 @@ from torch import nn
 
 from ..compat.checkpoints.packed import outlined
 from ..compat.device.execution import HOST
+from ..compat.device.failures import MEMORY, failure_kind
 from ..compat.errors import InputError
-from ..compat.failures import MEMORY, kind_of
 from ..compat.memory.adapters import Adapters, adapters_on
 from ..compat.memory.host_weights import DISK
 from ..compat.memory.offloader import HOSTED, OffloadOptions, placement
@@ -340,7 +340,7 @@ class ComfyOffloader:
         try:
             comfy.model_management.load_models_gpu([patcher], memory_required=patcher.beside)
         except RuntimeError as error:
-            if kind_of(error) != MEMORY or not self._room(part, patcher, needed) > 0:
+            if failure_kind(error) != MEMORY or not self._room(part, patcher, needed) > 0:
                 raise
             return False
         return True

@@ -1,4 +1,4 @@
-"""Why an operation failed: memory ran out, a kernel is missing or broken, or it is a mistake of ours."""
+"""Why an operation failed: for lack of memory, by a missing or broken kernel, by unsound values, or by our mistake."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 
 from ..errors import PackError
+from ..output_check import UnsoundError
 
-MEMORY, KERNEL = "memory", "kernel"
-DEVICE_ERRORS = (RuntimeError, MemoryError, TypeError)  # what back ends raise for shortage and for lacking kernels
+MEMORY, KERNEL, VALUES = "memory", "kernel", "values"
 
 
 class Wording(NamedTuple):
@@ -55,7 +55,9 @@ def is_shortage(error: BaseException) -> bool:
 
 
 def failure_kind(error: BaseException) -> str:
-    """``memory``, ``kernel``, or empty where trying another way would only hide the cause."""
+    """``memory``, ``kernel``, ``values`` that cannot be right, or empty where another way would only hide the cause."""
+    if isinstance(error, UnsoundError):
+        return VALUES
     if is_shortage(error):
         return MEMORY
     if isinstance(error, PackError) or any(word in str(error) for word in MISTAKES):

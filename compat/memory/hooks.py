@@ -120,7 +120,7 @@ class GroupHooks:
         if host_weight.dtype not in self._transfers:
             self._transfers[host_weight.dtype] = transfer_for(self.device, host_weight.dtype)
         staged = self._views.staged and self._views.holds(host_weight)
-        there = self._transfers[host_weight.dtype].sent(host_weight, self.progress.check, staged)
+        there = self._transfers[host_weight.dtype].to_device(host_weight, self.progress.check, staged)
         now = time.monotonic()
         if self._came + host_weight.nbytes > self.total_bytes:  # the next forward begins
             self._came, self._reported = 0, now
@@ -240,13 +240,9 @@ def weights_on(leaf: nn.Module, like: torch.Tensor) -> Iterator[tuple[torch.Tens
         with provider(like) as pair:
             yield pair
         return
-    group = group_of(leaf)
-    if group is not None:
-        group.onload()
-        try:
+    if group_of(leaf) is not None:
+        with own_tensors(leaf):
             yield _pair(leaf, like)
-        finally:
-            group.offload()
         return
     away, hook = leaf.weight.device != like.device, getattr(leaf, "_hf_hook", None)
     theirs = getattr(getattr(leaf, "_diffusers_hook", None), "hooks", {}).get("group_offloading")

@@ -20,7 +20,7 @@ from ..device.facts import DeviceFacts
 from ..device.probe_store import UNUSABLE, WRONG, ProbeResult, ProbeStore
 from ..device.timed_choice import fastest, kept_times, milliseconds
 from ..errors import InputError, PackError, UnsupportedError
-from .attention_chunks import MEBIBYTE, UNKNOWN_BUDGET, WORKED_ON, chunked, score_bytes, widened
+from .attention_chunks import MEBIBYTE, UNKNOWN_BUDGET, WORKED_ON, chunked, fp32_attention, score_bytes
 from .attention_kernels import BACKENDS, EXPLICIT, require_usable
 
 CHOICES = (
@@ -118,7 +118,7 @@ class Attention:
             if mask is None and not causal and query.dtype.itemsize < 4 and WORKED_ON not in self.avoided:
                 wide = stand_in(query, WORKED_ON)
                 if self._has_fused(wide, wide, wide):
-                    return widened(query, key, value, self.budget_bytes)
+                    return fp32_attention(query, key, value, self.budget_bytes)
         if query.dtype not in self.avoided and MATH_COPIES * score_bytes(query, key) <= self.budget_bytes:
             return functional.scaled_dot_product_attention(query, key, value, mask, is_causal=causal)
         return chunked(query, key, value, mask, causal, self.budget_bytes)

@@ -8,7 +8,6 @@ the end of each row, so the same result comes from leaving it out. Only the exac
 from __future__ import annotations
 
 import inspect
-import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from .undo import Undo
+
 Attend = Callable[..., torch.Tensor]
 Rotary = Callable[[torch.Tensor, Any], torch.Tensor]
 Lengths = tuple["int | torch.Tensor", ...]  # a tensor stands for its length less OPEN
@@ -24,7 +25,7 @@ OPEN = 2  # torch binds a graph to the lengths 0 and 1
 TEXT, MASK = "encoder_hidden_states", "encoder_attention_mask"
 
 
-@dataclass(slots=True)
+@dataclass
 class Padding:
     """How many tokens at the end of each batch row are padding in the call that runs; None where a mask must tell.
 
@@ -60,37 +61,23 @@ def replace_attention_processors(module: nn.Module, attend: Attend) -> Callable[
     Args:
         attend: from query (B, H, N, D), key, value and an optional mask to (B, H, N, D).
     """
-    padding, undo, patched = Padding(), [], []
-    owner: Any
+    padding, undo = Padding(), Undo()
     for owner in module.modules():
         processor: Any = getattr(owner, "processor", None)
         made = PROCESSORS.get(full_name(processor))
         if made is not None and _has_no_extras(owner):
-            owner.processor = made(attend, padding)
-            undo.append((owner, "processor", processor))
+            undo.set(owner, "processor", made(attend, padding))
         elif full_name(owner) == POOL and "forward" not in vars(owner):
-            owner.forward = types.MethodType(_pool(attend, padding), owner)
-            patched.append(owner)
+            undo.patch(owner, _pool(attend, padding))
         elif hasattr(processor, "attend"):
             for name, value in (("attend", attend), ("padding", padding)):
                 if hasattr(processor, name):
-                    undo.append((processor, name, getattr(processor, name)))
-                    setattr(processor, name, value)
+                    undo.set(processor, name, value)
     cropped = CROPPED.get(type(module).__name__)
-    handle = None
     if cropped is not None:
         # A hook, not a patched forward: it survives accelerate's and diffusers' own re-wrapping of forward.
-        handle = module.register_forward_pre_hook(_cropping(cropped, padding), with_kwargs=True)
-
-    def restore() -> None:
-        if handle is not None:
-            handle.remove()
-        for owner, name, former in reversed(undo):
-            setattr(owner, name, former)
-        for owner in patched:
-            del owner.forward
-
-    return restore
+        undo.append(module.register_forward_pre_hook(_cropping(cropped, padding), with_kwargs=True).remove)
+    return undo.restore
 
 
 def by_rows(
@@ -135,13 +122,21 @@ def _by_open_rows(
     return torch.cat(rows)
 
 
-@dataclass(slots=True)
-class _Processor:
-    attend: Attend
-    padding: Padding
+class Processor:
+    """What all processors share.
+
+    Args:
+        attend: from query, key, value (B, H, N, D) and an optional mask to (B, H, N, D).
+        padding: of the call that runs.
+    """
+
+    def __init__(
+        self, attend: Attend = functional.scaled_dot_product_attention, padding: Padding | None = None
+    ) -> None:
+        self.attend, self.padding = attend, padding or Padding()
 
 
-class JointProcessor(_Processor):
+class JointProcessor(Processor):
     """Video and text tokens together: HunyuanVideo and FramePack, both kinds of block, HunyuanVideo 1.5, Mochi."""
 
     rotary: Rotary
@@ -225,7 +220,7 @@ class MochiProcessor(JointProcessor):
     rotary = staticmethod(_mochi_rotary)
 
 
-class CrossProcessor(_Processor):
+class CrossProcessor(Processor):
     """LTX-Video: video tokens among themselves, and video to text, whose mask is a float added to the scores."""
 
     def __call__(
@@ -237,17 +232,22 @@ class CrossProcessor(_Processor):
         image_rotary_emb: Any = None,
     ) -> torch.Tensor:
         """Tokens (B, N, D) after attention."""
-        from diffusers.models.transformers.transformer_ltx import apply_rotary_emb
-
         text = encoder_hidden_states
         seen = hidden_states if text is None else text
-        query, key, value = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(seen)), attn.to_v(seen)
-        if image_rotary_emb is not None:
-            query, key = apply_rotary_emb(query, image_rotary_emb), apply_rotary_emb(key, image_rotary_emb)
-        query, key, value = (t.unflatten(2, (attn.heads, -1)).transpose(1, 2) for t in (query, key, value))
+        query, key = self.queries_and_keys(attn, hidden_states, seen, image_rotary_emb)
+        query, key, value = (t.unflatten(2, (attn.heads, -1)).transpose(1, 2) for t in (query, key, attn.to_v(seen)))
         attention = across(self.attend, self.padding, query, key, value, None if text is None else attention_mask)
         result: torch.Tensor = attn.to_out[1](attn.to_out[0](attention.transpose(1, 2).flatten(2).to(query.dtype)))
         return result
+
+    def queries_and_keys(
+        self, attn: Any, tokens: torch.Tensor, seen: torch.Tensor, rotary: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The queries of ``tokens`` and the keys of ``seen``, (B, N, D) each, normed across heads and turned."""
+        from diffusers.models.transformers.transformer_ltx import apply_rotary_emb
+
+        query, key = attn.norm_q(attn.to_q(tokens)), attn.norm_k(attn.to_k(seen))
+        return (query, key) if rotary is None else (apply_rotary_emb(query, rotary), apply_rotary_emb(key, rotary))
 
 
 def across(
@@ -269,7 +269,7 @@ def across(
     return attend(query, key, value, mask.unsqueeze(1).to(query.dtype))
 
 
-class RefinerProcessor(_Processor):
+class RefinerProcessor(Processor):
     """The token refiners of HunyuanVideo, FramePack and HunyuanVideo 1.5: text tokens among themselves."""
 
     def __call__(

@@ -19,8 +19,8 @@ from ...compat.checkpoints.weights import VIEWS_TAKE_MEMORY
 from ...compat.decision import Decision
 from ...compat.device.execution import HOST
 from ...compat.device.facts import GIBIBYTE, DeviceFacts, empty_cache, facts_for, free_bytes, locks_host_memory
+from ...compat.device.failures import MEMORY, failure_kind
 from ...compat.errors import InputError, PackError, UnsupportedError
-from ...compat.failures import MEMORY, kind_of
 from ...compat.memory.estimates import PartBytes
 from ...compat.memory.host_weights import DISK, HostWeights, choose_host_weights
 from ...compat.memory.offloader import HOSTED, MODES, Offloader, OffloadOptions
@@ -196,7 +196,7 @@ def recovery(
 
     def again(error: BaseException) -> bool:
         nonlocal once_more
-        if not parts or kind_of(error) != MEMORY or hasattr(error, GIVEN_UP):
+        if not parts or failure_kind(error) != MEMORY or hasattr(error, GIVEN_UP):
             return False
         try:
             done = pipeline.offloader.step_down(*parts)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from ...compat.device.failures import MEMORY, failure_kind
 from ...compat.errors import InputError
-from ...compat.failures import MEMORY, kind_of
 from ..base import Pipeline, Progress, SampleSettings
 from .schedules import Schedule
 
@@ -199,7 +199,7 @@ def _later(
         try:
             return made(output, latents)
         except RuntimeError as error:
-            if kind_of(error) != MEMORY:
+            if failure_kind(error) != MEMORY:
                 raise
         return made(output.cpu(), latents.cpu())
 

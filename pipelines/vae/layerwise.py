@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from ...compat.device.facts import empty_cache
+from ...compat.device.failures import MEMORY, failure_kind
 from ...compat.errors import UnsupportedError
-from ...compat.failures import MEMORY, kind_of
 from ...compat.memory.hooks import own_tensors, weights_on
 from ...compat.memory.transfer import Transfer
 from ...compat.transforms.attention_processors import full_name
@@ -99,10 +99,10 @@ class Stream:
             try:
                 piece = self._one(run, planes, place)
                 part = self._summed(piece)
-                here = self.way.copied(piece)
+                here = self.way.to_host(piece)
                 del piece
             except RuntimeError as error:
-                if kind_of(error) != MEMORY:
+                if failure_kind(error) != MEMORY:
                     raise
                 after = self.smaller(self.tile)
                 if not after:
@@ -144,7 +144,7 @@ class Stream:
     def _one(self, run: Callable[..., Tensor], planes: list[Tensor], place: Place) -> Tensor:
         if self.past is not None:
             self.past.place = place
-        tiles = [self.way.sent(place.read(plane).contiguous()) for plane in planes]
+        tiles = [self.way.to_device(place.read(plane).contiguous()) for plane in planes]
         return place.core(run(*tiles)).contiguous()
 
     def _summed(self, piece: Tensor) -> Moments | None:
@@ -221,7 +221,7 @@ def attended(stream: Stream, query: Tensor, planes: Tensor, frames_before: int, 
         seen = planes[0, :, frame].flatten(1)
         for start in range(0, seen.shape[1], block):
             stream.check()
-            key, value = stream.way.sent(seen[:, start : start + block].contiguous()).float().chunk(2)
+            key, value = stream.way.to_device(seen[:, start : start + block].contiguous()).float().chunk(2)
             key, value = key.unflatten(0, (heads, -1)), value.unflatten(0, (heads, -1)).transpose(1, 2)
             scores = torch.matmul(split[first:], key)
             peak = torch.maximum(top[first:], scores.amax(-1, keepdim=True))
