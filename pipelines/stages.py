@@ -26,7 +26,7 @@ from .base import (
 from .family import FamilySpec
 from .grid import check_steps, snap
 from .memory.estimates import Size
-from .memory.fit import fit_offload, recovery
+from .memory.fit import fit_offload, make_room_and_retry
 from .pictures import checked_frames, fitted, fitted_size
 from .profiling import Stage, running
 from .sampling.loop import NotFinite, fall_back_to_fp32, require_finite, retries
@@ -93,7 +93,7 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
     with running(TEXT, pipeline, progress, hint=TEXT_HINT):
         fit_offload(pipeline, "text", None, progress)
         try:
-            for attempt in retries(recovery(pipeline, progress, family.text_parts, TEXT.again)):
+            for attempt in retries(make_room_and_retry(pipeline, progress, family.text_parts, TEXT.again)):
                 with attempt:
                     prompt: Prompt = family.code.encode_prompt(pipeline, completed, progress)
         finally:
@@ -153,7 +153,7 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, fit: str, progress: 
         progress.notify(f"image {frames.shape[2]}x{frames.shape[1]} -> {width}x{height} ({fit})")
     completed = replace(request, frames=pictures, width=width, height=height)
     with running(IMAGE, pipeline, progress, SampleSettings(width, height, len(pictures))):
-        for attempt in retries(recovery(pipeline, progress, ("image_encoder", "vae"), IMAGE.again)):
+        for attempt in retries(make_room_and_retry(pipeline, progress, ("image_encoder", "vae"), IMAGE.again)):
             with attempt:
                 condition: ImageCondition = family.code.encode_image(pipeline, completed, progress)
     return condition
@@ -341,7 +341,7 @@ def _sample(
     pipeline: Pipeline, settings: SampleSettings, size: Size, progress: Progress, run: Callable[[], Latents]
 ) -> Latents:
     """What ``run`` samples; once more in fp32 where its values broke, with more room where memory ran out."""
-    more_room = recovery(pipeline, progress, told=SAMPLING.again)
+    more_room = make_room_and_retry(pipeline, progress, told=SAMPLING.again)
 
     def again(error: BaseException) -> bool:
         return fall_back_to_fp32(pipeline, progress, error) or more_room(error)
@@ -349,7 +349,7 @@ def _sample(
     with running(SAMPLING, pipeline, progress, settings):
         release_text(pipeline, pipeline.spec)
         fit_offload(pipeline, "sampling", size, progress)
-        for attempt in retries(again, catches=(RuntimeError, NotFinite)):
+        for attempt in retries(again, catches=(RuntimeError, MemoryError, NotFinite)):
             with attempt, sampling_speed(pipeline, settings, progress):
                 latents = run()
     return latents

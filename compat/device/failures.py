@@ -1,4 +1,4 @@
-"""Why an operation failed: memory ran out, a kernel is missing or broken, or it is a mistake of ours."""
+"""Why an operation failed: memory ran out, a kernel is missing or broken, values are wrong, or it is our mistake."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import NamedTuple
 import torch
 
 from ..errors import PackError
+from ..output_check import UnsoundError
 
-MEMORY, KERNEL = "memory", "kernel"
+MEMORY, KERNEL, VALUES = "memory", "kernel", "values"
 DEVICE_ERRORS = (RuntimeError, MemoryError, TypeError)  # what back ends raise for shortage and for lacking kernels
 
 
@@ -55,9 +56,11 @@ def is_shortage(error: BaseException) -> bool:
 
 
 def failure_kind(error: BaseException) -> str:
-    """``memory``, ``kernel``, or empty where trying another way would only hide the cause."""
+    """``memory``, ``kernel``, ``values``, or empty where trying another way would only hide the cause."""
     if is_shortage(error):
         return MEMORY
+    if isinstance(error, UnsoundError):
+        return VALUES
     if isinstance(error, PackError) or any(word in str(error) for word in MISTAKES):
         return ""
     if isinstance(error, TypeError):  # what MPS raises for a dtype it lacks

@@ -14,9 +14,9 @@ from torch.nn import functional
 
 from ...compat.device.execution import HOST, checked_leaves, generator_for
 from ...compat.device.facts import empty_cache, first_line
+from ...compat.device.failures import DEVICE_ERRORS, KERNEL, MEMORY, failure_kind
 from ...compat.device.vae_policy import METHODS, Form, checked_form, convolution_switches, straightened, tiled
 from ...compat.errors import UnsupportedError, remember
-from ...compat.failures import KERNEL, MEMORY, kind_of
 from ...compat.memory.transfer import Transfer, casts_wrongly, transfer_for
 from ...compat.output_check import (
     BROKEN,
@@ -141,8 +141,8 @@ class Passes:
         while True:
             try:
                 return self._once(run, judge, stage, progress)
-            except (RuntimeError, TypeError, UnsoundError) as error:
-                kind, text = kind_of(error), first_line(error)
+            except (*DEVICE_ERRORS, UnsoundError) as error:
+                kind, text = failure_kind(error), first_line(error)
                 self._close()
                 others = plan.others() if kind == MEMORY and not self._alone else []
                 after = plan.follow(kind, text) if kind else None

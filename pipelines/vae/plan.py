@@ -16,9 +16,9 @@ from torch import nn
 
 from ...compat.device.execution import HOST, execution_device
 from ...compat.device.facts import free_bytes, host_free_bytes
+from ...compat.device.failures import KERNEL, MEMORY
 from ...compat.device.quirks import policy_for
 from ...compat.device.vae_policy import METHODS, TILES, Form, largest_buffer_bytes, limit_of, tiles_below
-from ...compat.failures import KERNEL, MEMORY
 from ...compat.precision import DTYPES
 from ..base import Pipeline
 from ..memory.estimates import Size, attempt_bytes, plane_bytes

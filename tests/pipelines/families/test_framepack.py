@@ -309,7 +309,7 @@ def test_sampling_goes_on_after_the_last_finished_section(run: Any, recorded: An
     assert torch.equal(latents.samples, expected.samples)
     assert latents == replace(expected, samples=latents.samples)
     assert [index for index, _, _ in again.parts] == list(range(finished, 3))
-    assert any(f"goes on after section {finished} of 3" in line for line in watched.said)
+    assert any(f"continues after section {finished} of 3" in line for line in watched.said)
     assert len({*keeper.keys, *again.keys}) == 1
 
 

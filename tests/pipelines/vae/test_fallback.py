@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from anygpu.compat.device.failures import KERNEL, MEMORY, VALUES, failure_kind
 from anygpu.compat.device.quirks import DevicePolicy
 from anygpu.compat.device.vae_policy import convolution_switches, largest_buffer_bytes, straightened, tiled, tiles_below
 from anygpu.compat.errors import InputError, UnsupportedError
-from anygpu.compat.failures import KERNEL, MEMORY, VALUES, kind_of
 from anygpu.compat.output_check import (
     BROKEN,
     COLOUR,
@@ -107,7 +107,7 @@ def test_every_list_of_fallbacks_ends():
     ids=str,
 )
 def test_failures_are_told_apart(error, kind):
-    assert kind_of(error) == kind
+    assert failure_kind(error) == kind
 
 
 def test_faults_of_frames_and_latents():
