@@ -80,7 +80,7 @@ def test_where_conv3d_is_missing_the_report_says_what_stands_in(machine):
             {"matmul.bf16": ProbeResult(WRONG)},
             "macOS 14",
         ),
-        (replace(CPU, torch_version="2.13.0+cpu"), {}, "This torch knows no GPU.*whl/cu130"),
+        (replace(CPU, torch_version="2.13.0+cpu"), {}, "This build of torch supports no GPU.*whl/cu130"),
     ],
 )
 def test_it_says_which_torch_or_driver_to_change(facts, answers, said):

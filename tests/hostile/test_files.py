@@ -56,7 +56,7 @@ def test_a_file_that_changed_since_its_header_says_so(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         read_tensors(entries, torch.float32, lambda _count: None)
     assert "changed since its header was read" in caught.value.found
-    assert caught.value.fix == "Wait until it is written, and load it again."
+    assert caught.value.fix == "Wait until it has been written, then load it again."
     assert path.stat().st_mode & 0o044, "others may read it, as any file"
 
 

@@ -62,8 +62,8 @@ def test_what_a_machine_cannot_do_is_named_with_the_reason():
     here = limits(CPU)
     assert set(here["offload"]) == {"model", "group", "sequential"} and set(here["precision"]) == {"fp16-safe"}
     assert "sage" in here["attention"] and "auto" not in here["attention"] and set(here["attention"]) <= set(ATTENTIONS)
-    assert limit_tooltip(CPU, "offload").endswith("not: model, group, sequential (on a CPU).")
-    assert limit_tooltip(CPU, "steps") == "" and limit_line(CPU).startswith("cannot work here: ")
+    assert limit_tooltip(CPU, "offload").endswith("Not on this machine (CPU): model, group, sequential (on a CPU).")
+    assert limit_tooltip(CPU, "steps") == "" and limit_line(CPU).startswith("does not work here: ")
     there = limits(TURING)
     assert "offload" in there, "the stand-in computes on the host"
     assert "native_flash" in there["attention"] and "native_efficient" not in there["attention"]

@@ -33,7 +33,7 @@ BYTES = {"vae": 10, "text_encoder": 30, "transformer": 60}
     [
         (120, True, False, (PLAIN, PLAIN, PINNED), "transformer pinned while it comes by block or layer"),
         (119, True, False, (PLAIN, PLAIN, PLAIN), "50% of it may be pinned at most"),
-        (500, False, False, (PLAIN, PLAIN, PLAIN), "this device locks no host memory"),
+        (500, False, False, (PLAIN, PLAIN, PLAIN), "this device cannot use pinned host memory"),
         (500, True, True, (PLAIN, PLAIN, PLAIN), "host and device share one memory"),
         (99, True, False, (PLAIN, PLAIN, DISK), "transformer disk-backed"),
         (30, True, False, (PLAIN, DISK, DISK), "text_encoder, transformer disk-backed"),
@@ -85,7 +85,7 @@ def test_nothing_is_locked_where_the_host_is_small(acc, tiny_folder, monkeypatch
     total = sum(part.total for part in heavy("ltx", tiny_folder, acc).weights.values())
     limited(monkeypatch, tmp_path, int(1.1 * total))
     pipeline, seen = heavy("ltx", tiny_folder, acc, "group"), []
-    assert "would be locked at most" in plan_line(pipeline)
+    assert "may be pinned at most" in plan_line(pipeline)
     with sources(seen), pipeline.offloader.hold("transformer") as transformer:
         assert not any(tensor.is_pinned() for tensor in transformer.parameters())
         for group in hooks_on(transformer).groups:

@@ -134,12 +134,12 @@ def test_caps_weights_and_casts_reach_the_layers_that_choose_kernels():
 # ---- every row acts ------------------------------------------------------------------------------
 
 ACTING = {  # each switch or cap, and the test that sees it act on the simulated device
-    "tile_pixels": "simulated/test_vae_care.py::test_large_pictures_go_through_a_radeon_in_tiles",
-    "allocation_bytes": "simulated/test_vae_care.py::test_one_buffer_stays_below_the_cap_of_an_intel_gpu",
-    "conv_bytes": "compat/test_quirks.py::test_no_convolution_gets_more_than_the_cap",
-    "vae_cudnn": "simulated/test_vae_care.py::test_radeon_switches_are_set_for_the_vae_alone",
-    "benchmark": "simulated/test_vae_care.py::test_radeon_switches_are_set_for_the_vae_alone",
-    "contiguous_weights": "compat/test_quirks.py::test_a_sliced_weight_is_made_contiguous",
+    "tile_pixels": "simulated/test_vae_policy.py::test_large_pictures_go_through_a_radeon_in_tiles",
+    "allocation_bytes": "simulated/test_vae_policy.py::test_one_buffer_stays_below_the_cap_of_an_intel_gpu",
+    "conv_bytes": "compat/device/test_quirks.py::test_no_convolution_gets_more_than_the_cap",
+    "vae_cudnn": "simulated/test_vae_policy.py::test_radeon_switches_are_set_for_the_vae_alone",
+    "benchmark": "simulated/test_vae_policy.py::test_radeon_switches_are_set_for_the_vae_alone",
+    "contiguous_weights": "compat/device/test_quirks.py::test_a_sliced_weight_is_made_contiguous",
 }
 OPERATORS = {  # operation -> operators of torch that it arrives as
     "matmul": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"),
@@ -208,7 +208,7 @@ def test_every_effect_has_a_test_that_sees_it_act():
     assert effects == set(ACTING) == {name for row in QUIRKS for name in row.effect}
     for place in ACTING.values():
         path, _, name = place.partition("::")
-        assert f"def {name}(" in (Path(__file__).parent.parent / path).read_text(encoding="utf-8"), place
+        assert f"def {name}(" in (Path(__file__).parents[2] / path).read_text(encoding="utf-8"), place
     operations = {operation for row in QUIRKS for operation in (*row.wrong, *row.costly)}
     assert {operation.partition(".")[0] for operation in operations} == {*OPERATORS, "triton"} - {"cast"}
 

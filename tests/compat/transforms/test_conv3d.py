@@ -344,7 +344,7 @@ def test_swap_keeps_every_object_and_goes_back() -> None:
     with NoVolumes() as device:
         assert torch.allclose(model(x), expected, atol=1e-5)
     assert "aten::convolution" in device.seen and "aten::baddbmm" in device.seen
-    assert told == [str(swapped)] and "1 as frames (conv3d in fp32 does not work well" in told[0]
+    assert told == [str(swapped)] and "1 as frames (conv3d in fp32 does not work properly" in told[0]
     swapped.restore()
     swapped.restore()
     for name, module, cls, attributes in before:

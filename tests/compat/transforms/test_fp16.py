@@ -293,7 +293,7 @@ def test_what_is_not_exactly_known_is_left_in_fp32_and_counted():
     model = Model(known.half(), unknown, adapted)
     report = apply_fp16_safe(model, "ltx").report
     assert report.rewritten["blocks"] == 1
-    assert report.left == {f"{__name__}.Other is not a class this knows": 1, "ff.net.2 is a Adapted": 1}
+    assert report.left == {f"{__name__}.Other is not a known class": 1, "ff.net.2 is a Adapted": 1}
     assert "2 left" not in str(report) and "1 left in fp32: ff.net.2 is a Adapted" in str(report)
     for block in (unknown, adapted):
         assert {p.dtype for p in block.parameters()} == {torch.float32}

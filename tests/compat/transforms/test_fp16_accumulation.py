@@ -25,8 +25,8 @@ def switch() -> bool:
 @pytest.mark.parametrize(
     ("facts", "dtype", "reason"),
     [
-        (CPU, torch.float16, "cpu has no such products"),
-        (replace(CPU, backend="rocm"), torch.float16, "rocm has no such products"),
+        (CPU, torch.float16, "cpu does not support it"),
+        (replace(CPU, backend="rocm"), torch.float16, "rocm does not support it"),
         (CUDA, torch.bfloat16, "the transformer's products are in bfloat16"),
     ],
 )

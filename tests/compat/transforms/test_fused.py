@@ -105,7 +105,7 @@ def test_an_unknown_subclass_is_left_alone_and_counted():
     model.transformer_blocks[1].__class__ = type("Changed", (known,), {})
     found = fuse(model, REFERENCE)
     assert found.sites.total() == 6
-    assert list(found.left.values()) == [1] and "Changed is not a class this knows" in next(iter(found.left))
+    assert list(found.left.values()) == [1] and "Changed is not a known class" in next(iter(found.left))
     assert "forward" not in vars(model.transformer_blocks[1])
     assert "forward" not in vars(model.rope), "blocks that were left read upstream's tables"
 
@@ -116,7 +116,7 @@ def test_an_unknown_subclass_is_left_alone_and_counted():
         (lambda b: setattr(b.attn1, "processor", object()), "attn1 has a object"),
         (lambda b: setattr(b, "norm1", nn.LayerNorm(32)), "norm1 is a LayerNorm"),
         (lambda b: setattr(b.attn1, "norm_q", nn.RMSNorm(32, eps=1e-3)), "differ in eps"),
-        (lambda b: setattr(b, "forward", b.forward), "another rewrite has its forward"),
+        (lambda b: setattr(b, "forward", b.forward), "its forward has already been replaced"),
     ],
 )
 def test_what_the_rewrite_was_not_written_for_is_left_with_the_reason(change, reason):
@@ -296,7 +296,7 @@ def test_under_safe_fp16_attention_is_fused_and_no_error_grows(name, fp32_output
     taken_off()
     found = fuse(model, REFERENCE)
     rotary = FUSIONS[fused.full_name(block)].sites[fused.QK_ROTARY]
-    assert dict(found.sites) == {fused.QK_ROTARY: rotary} and "safe fp16 has the rest" in str(found)
+    assert dict(found.sites) == {fused.QK_ROTARY: rotary} and "fp16-safe replaces the rest" in str(found)
     taken_off = replace_attention_processors(model, SDPA)
     ours = [ran(model.transformer_blocks[0], each, torch.float32) for each in drawn]
     for output in range(len(truth[0])):

@@ -41,7 +41,7 @@ def test_small_loose_pieces_go_and_the_largest_stays():
     mesh = joined(torus(32, 64), box())  # 4096 faces and 12: below 0.5 %
     found, notes = cleaned(mesh)
     assert len(found.faces) == 4096
-    assert "1 loose pieces taken out" in notes
+    assert "1 loose pieces removed" in notes
     assert len(cleaned(mesh, PLAIN)[0].faces) == 4108
     assert len(cleaned(mesh, CleanSettings(floaters=1.0))[0].faces) == 4096
 
@@ -62,8 +62,8 @@ def test_a_chain_of_faces_in_any_order_is_one_piece():
 @pytest.mark.parametrize(
     ("faces", "said"),
     [
-        ([[0, 0, 1]], "1 faces without area taken out"),
-        ([[0, 1, 2], [2, 0, 1], [1, 0, 2]], "3 faces that were there twice taken out"),
+        ([[0, 0, 1]], "1 faces without area removed"),
+        ([[0, 1, 2], [2, 0, 1], [1, 0, 2]], "3 faces that were duplicates removed"),
     ],
 )
 def test_faces_that_show_nothing_go(faces, said):
@@ -79,8 +79,8 @@ def test_broken_corners_go_with_their_faces_and_what_is_left_can_be_painted():
         Surface.of(broken)
     found, notes = cleaned(broken, PLAIN)
     assert len(Surface.of(found).faces) == 12
-    assert "2 faces with a NaN or infinite corner taken out" in notes
-    assert "2 vertices that no face uses taken out" in notes
+    assert "2 faces with a NaN or infinite corner removed" in notes
+    assert "2 unused vertices removed" in notes
     with pytest.raises(InputError, match="NaN"):
         Surface.of(cleaned(broken, CleanSettings(0.0, True, False))[0])
 

@@ -55,7 +55,7 @@ def test_any_scale_gives_the_same_surface(scale):
 def test_far_from_the_origin_is_said_when_digits_are_missing():
     near, far = (Surface.of(changed(vertices=BOX.vertices + torch.tensor([shift, 0, 0]))) for shift in (50.0, 40_000.0))
     assert near.notes == ()
-    assert "too few digits" in far.notes[0]
+    assert "single precision is too coarse" in far.notes[0]
     torch.testing.assert_close(near.vertices, Surface.of(BOX).vertices, atol=1e-5, rtol=0)
     precise = Surface.of(changed(vertices=BOX.vertices.double() + 40_000.0))
     assert precise.notes == ()
@@ -120,7 +120,7 @@ def test_faces_without_area_are_left_out_and_said():
     vertices = torch.cat((BOX.vertices, torch.linspace(0, 0.9, 3)[:, None].expand(-1, 3)))
     surface = Surface.of(Mesh(vertices, torch.cat((repeated, BOX.faces, line))))
     assert torch.equal(surface.faces, BOX.faces)
-    assert surface.notes == ("2 faces without area are left out",)
+    assert surface.notes == ("2 faces without area were dropped",)
     assert surface.vertex_normals.isfinite().all()
 
 

@@ -376,7 +376,7 @@ def test_single_frame_mode_samples_the_last_frame_of_the_first_window(run: Any, 
     assert given["indices_latents_history_2x"] == [11, 12]
     watched = recorded()
     assert _sampled(run(F1), 1, watched, single_frame=True).samples.shape[2] == 1
-    assert any("found on FramePack I2V" in said for said in watched.said)
+    assert any("made for FramePack I2V" in said for said in watched.said)
 
 
 @pytest.mark.parametrize(
@@ -405,7 +405,7 @@ def test_latents_without_sections_decode_in_one_go(run: Any, recorded: Any) -> N
     assert torch.equal(whole, stages.decode(made.pipeline, latents, Silent()))
     cut = replace(latents, samples=latents.samples[:, :, :2])
     assert len(stages.decode(made.pipeline, cut, watched)) == 5
-    assert watched.said == ["2 latent frames where sampling left 3: decoded in one go"]
+    assert watched.said == ["2 latent frames where sampling left 3: decoded all at once"]
 
 
 # What is refused, and how it is loaded ----------------------------------------------------------------------------

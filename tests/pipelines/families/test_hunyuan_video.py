@@ -303,7 +303,7 @@ def test_what_clip_does_not_read_is_said(run: Any, recorded: Any) -> None:
 
 def test_image_to_video_needs_its_picture_and_a_place_for_it(run: Any, recorded: Any) -> None:
     made, watched = run(REPLACE), recorded()
-    with pytest.raises(InputError, match="Encode Prompt as well"):
+    with pytest.raises(InputError, match="Encode Prompt too"):
         stages.encode_prompt(made.pipeline, PromptRequest(PROMPT), Silent())
     few = {name: reader for name, reader in made.pipeline.tools.readers.items() if name != "image_processor"}
     with pytest.raises(CheckpointError, match="no image_processor"):

@@ -323,7 +323,7 @@ def test_the_last_noise_is_the_decoders_to_remove(condition: Model, plain: Model
     assert stages.with_decode_noise(condition.pipeline, latents, -1.0, -1.0, progress) is latents
     assert not progress.said
     stages.with_decode_noise(plain.pipeline, latents, 0.05, -1.0, progress)
-    assert progress.said == ["no effect of decode_timestep: this VAE removes no noise"]
+    assert progress.said == ["no effect of decode_timestep: this VAE does not remove noise"]
     with pytest.raises(InputError, match=r"decode_noise_scale 2\.0"):
         stages.with_decode_noise(condition.pipeline, latents, -1.0, 2.0, progress)
     pipe = condition.bare("ltx_condition")

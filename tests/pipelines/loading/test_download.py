@@ -173,7 +173,7 @@ def there(root: Path) -> dict[str, bytes]:
 def test_what_is_read_is_fetched_checked_and_not_asked_for_again(hub: Hub, tmp_path: Path) -> None:
     lines = run(hub, tmp_path, choice="no")
     assert not hub.asked and not list(tmp_path.iterdir()), "looking must ask nobody and write nothing"
-    assert "is not there" in lines[0] and "nothing was fetched" in lines[1]
+    assert "is not there" in lines[0] and "nothing was downloaded" in lines[1]
     progress = Listening()
     (line,) = run(hub, tmp_path, progress)
     assert there(tmp_path) == {name: FILES[name] for name in WANTED}
@@ -181,7 +181,7 @@ def test_what_is_read_is_fetched_checked_and_not_asked_for_again(hub: Hub, tmp_p
     assert all(done <= total == sum(len(FILES[n]) for n in WANTED) for done, total, _ in progress.told)
     assert is_checked(tmp_path / DOWNLOAD.folder, DOWNLOAD)
     hub.asked.clear()
-    assert "as it was checked" in run(hub, tmp_path)[0] and "as it was checked" in run(hub, tmp_path, choice="no")[0]
+    assert "was checked against" in run(hub, tmp_path)[0] and "was checked against" in run(hub, tmp_path, choice="no")[0]
     assert not hub.asked
     (tmp_path / DOWNLOAD.folder / "model_index.json").write_bytes(b"{}")
     assert "not checked" in run(hub, tmp_path, choice="no")[0]
@@ -262,7 +262,7 @@ def test_a_run_waits_for_the_check_that_a_cancelled_one_began(
     with pytest.raises(KeyboardInterrupt):
         run(hub, tmp_path, Listening(cancel=checking))
     threading.Timer(0.05, go.set).start()
-    assert "as it was checked" in run(hub, tmp_path)[0] and len(checks) == 1
+    assert "was checked against" in run(hub, tmp_path)[0] and len(checks) == 1
 
 
 def test_what_cannot_be_is_one_line(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from torch import nn
 BF16 = torch.bfloat16
 TILED = {"tiles": (256, 128), "host": True}
 CAUSAL = {"counts": (0, 2, 1), "streams": (256, 128), **TILED}
-CPU = "whole in fp32 on the CPU, which is slow"
+CPU = "whole in fp32 on the CPU (slow)"
 
 
 def fallbacks(kind: str, text: str = "", automatic: bool = True, first: int = 0, **allowed: Any) -> list[str]:
@@ -58,7 +58,7 @@ def test_tiles_that_are_a_choice_come_before_the_slow_way():
     tiles = ["in tiles of 256 pixels", *(f"in tiles of 256 pixels, {form}" for form in chunks[1:])]
     smaller = f"in tiles of 128 pixels, {chunks[2]}"
     layers = [f"{chunks[2]}, layer by layer over {side} pixels" for side in (256, 128)]
-    cpu = "in tiles of 256 pixels in fp32 on the CPU, which is slow"
+    cpu = "in tiles of 256 pixels in fp32 on the CPU (slow)"
     assert forms_of(start=256, **CAUSAL) == [*chunks, *tiles, smaller, *layers, cpu]
     assert forms_of(start=256, whole_first=False, **CAUSAL) == [*tiles, smaller, *layers, cpu]
 
