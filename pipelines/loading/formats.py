@@ -113,9 +113,10 @@ def config_of(content: Content, task: str = "") -> Configured:
     misfits = [(row, _misfit(row, content)) for row in wanted]
     fitting = [row for row, misfit in misfits if not misfit]
     if not fitting:
-        row, reason = min(misfits, key=lambda item: len(item[1]))
+        row, reasons = min(misfits, key=lambda item: len(item[1]))
+        more = f" and {len(reasons) - NAMED} more" if len(reasons) > NAMED else ""
         raise CheckpointError(
-            f"{content.layout} in {str(content.path)!r} does not fit {row['name']}: {_few(reason)}",
+            f"{content.layout} in {str(content.path)!r} does not fit {row['name']}: {'; '.join(reasons[:NAMED])}{more}",
             expected=f"the shapes of {', '.join(row['name'] for row in wanted[:4])}",
             fix=f"Use the file as published, or put its config.json beside it as {beside.name!r}.",
         )
@@ -240,8 +241,3 @@ def _shapes(settings: str) -> dict[str, tuple[int, ...]]:
 def _same_shape(found: Iterable[int], wanted: Iterable[int | None]) -> bool:
     found, wanted = tuple(found), tuple(wanted)
     return len(found) == len(wanted) and all(w is None or f == w for f, w in zip(found, wanted, strict=True))
-
-
-def _few(reasons: list[str]) -> str:
-    more = f" and {len(reasons) - NAMED} more" if len(reasons) > NAMED else ""
-    return "; ".join(reasons[:NAMED]) + more

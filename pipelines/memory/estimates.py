@@ -2,7 +2,7 @@
 
 Weights are counted from file headers. Activations follow formulas whose factors were fitted to measured peaks of the
 simulated accelerator at other sizes than the tests use: `python benchmarks/memory_fits.py` measures, adds rows to
-`benchmarks/results/memory_fits.csv` and writes each family's `fit.py` anew. They count tensors; what a vendor's
+`benchmarks/results/memory_fits.csv` and writes `FIT` into each family's `spec.py`. They count tensors; what a vendor's
 library takes for itself comes on top.
 """
 

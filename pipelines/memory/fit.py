@@ -19,7 +19,7 @@ from ...compat.checkpoints.weights import VIEWS_TAKE_MEMORY
 from ...compat.decision import Decision
 from ...compat.device.execution import HOST
 from ...compat.device.facts import GIBIBYTE, DeviceFacts, empty_cache, facts_for, free_bytes, locks_host_memory
-from ...compat.device.failures import MEMORY, failure_kind
+from ...compat.device.failures import is_shortage
 from ...compat.errors import InputError, PackError, UnsupportedError
 from ...compat.memory.estimates import PartBytes
 from ...compat.memory.host_weights import DISK, HostWeights, choose_host_weights
@@ -176,7 +176,7 @@ def fit_offload(pipeline: Pipeline, stage: str, size: Size | None, progress: Pro
         )
 
 
-def recovery(
+def make_room_and_retry(
     pipeline: Pipeline,
     progress: Progress,
     parts: tuple[str, ...] = (),
@@ -196,11 +196,11 @@ def recovery(
 
     def again(error: BaseException) -> bool:
         nonlocal once_more
-        if not parts or failure_kind(error) != MEMORY or hasattr(error, GIVEN_UP):
+        if not parts or not is_shortage(error) or hasattr(error, GIVEN_UP):
             return False
         try:
             done = pipeline.offloader.step_down(*parts)
-        except RuntimeError:  # no room for that either
+        except (RuntimeError, MemoryError):  # no room for that either
             done = ""
         if not done and once_more:
             done, once_more = "once more", False

@@ -6,12 +6,13 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ....compat.device.execution import checked_leaves, execution_device, generator_for, placed, state_of
+from ....compat.device.execution import checked_leaves, generator_for, placed, state_of
 from ....compat.device.vae_policy import Form
 from ....compat.errors import InputError
 from ...base import (
@@ -27,12 +28,12 @@ from ...base import (
 )
 from ...grid import MOST_FRAMES, snap_frames
 from ...memory.estimates import beside_transformer
-from ...memory.fit import recovery
+from ...memory.fit import make_room_and_retry
 from ...sampling.core_sampler import Call, guidance_of, required
 from ...sampling.guidance import Guidance
-from ...sampling.loop import denoise, noise_for
+from ...sampling.loop import denoise, noise_for, sampled_latents
 from ...sampling.resume import Keeper, Standing
-from ...sampling.schedules import Levels, schedule_for
+from ...sampling.schedules import Levels, even_levels, schedule_for
 from ...text.llama import POOLED, llama_embeds, llama_from_core
 from ...text.t5 import EMBEDS, MASK, described
 from ...vae.fallback import decoding
@@ -134,7 +135,7 @@ def sample(
     Source: diffusers ``HunyuanVideoFramepackPipeline.__call__``, equal to it in fp32; single-frame mode:
     kohya-ss/musubi-tuner#267 with ``target_index`` at the window.
     """
-    device, generator = execution_device(pipeline.offloader), generator_for(settings.seed)
+    device, generator = pipeline.offloader.device, generator_for(settings.seed)
     strength = end_strength(image, framepack, progress)
     plan = plan_for(pipeline.variant, framepack, settings.frames, strength > 0)
     settings = replace(settings, frames=_counting(plan, settings, strength > 0, progress))
@@ -234,7 +235,7 @@ def _texts(
         )
 
     def ready(embeds: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        return dict(placed(embeds, execution_device(pipeline.offloader), pipeline.precision.residual))
+        return dict(placed(embeds, pipeline.offloader.device, pipeline.precision.residual))
 
     common = {} if prompt.negative is None else {"uncond": ready(prompt.negative)}
     first, further = ready(prompt.embeds), [ready(section) for section in prompt.sections[: plan.count - 1]]
@@ -261,19 +262,18 @@ def _section(
             return cond
         return guidance.guide(cond, forward(latents, time, text, "uncond"))
 
-    return denoise(noise, schedule, predict, progress=progress, again=recovery(pipeline, progress)).cpu()
+    return denoise(noise, schedule, predict, progress=progress, again=make_room_and_retry(pipeline, progress)).cpu()
 
 
 def _levels_for(pipeline: Pipeline, latents: torch.Tensor) -> Callable[[int], Levels]:
     """From a number of steps to evenly falling levels, and the shift that the size of ``latents`` asks for."""
-    import numpy
     from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video_framepack import calculate_shift
 
     tokens = math.prod(latents.shape[2:]) / int(pipeline.configs["transformer"].get("patch_size", 2)) ** 2
     config = pipeline.tools["scheduler"]
     given = {argument: config[name] for name, argument in SHIFT_NAMES.items() if name in config}
     mu = min(float(calculate_shift(tokens, **given)), math.log(LARGEST_SHIFT))
-    return lambda steps: Levels(sigmas=numpy.linspace(1.0, 0.0, steps + 1)[:-1].tolist(), mu=mu)
+    return partial(even_levels, mu=mu)
 
 
 def _forward(
@@ -312,12 +312,6 @@ def _so_far(pipeline: Pipeline, history: History, settings: SampleSettings, gene
     frames = (history.lengths[-1] - 1) * TEMPORAL_RATIO + 1
     if not plan.inverted or len(history.lengths) == plan.count:
         frames = min(frames, settings.frames)
-    extra = {
-        "section_lengths": list(history.lengths),
-        "window": plan.window,
-        "order": plan.order,
-        "generator_state": state_of(generator),
-    }
+    extra = {"section_lengths": list(history.lengths), "window": plan.window, "order": plan.order}
     samples = history.latents / float(pipeline.configs["vae"]["scaling_factor"])
-    size = settings.height, settings.width
-    return Latents(samples, SPEC.id, pipeline.task, frames, *size, settings.fps, settings.seed, extra=extra)
+    return sampled_latents(pipeline, samples, replace(settings, frames=frames), generator, **extra)

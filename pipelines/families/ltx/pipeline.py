@@ -19,18 +19,18 @@ from typing import Any
 
 import torch
 
-from ....compat.device.execution import HOST, checked_leaves, execution_device, generator_for, placed, state_of
+from ....compat.device.execution import HOST, checked_leaves, generator_for, placed
 from ....compat.device.vae_policy import Form
 from ....compat.memory.hooks import own_tensors
 from ....compat.memory.transfer import Transfer
 from ...base import ImageCondition, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings, StageText
 from ...family import Defaults
 from ...memory.estimates import beside_transformer
-from ...memory.fit import recovery
+from ...memory.fit import make_room_and_retry
 from ...pictures import unsigned
 from ...sampling.core_sampler import Call
 from ...sampling.guidance import Guidance
-from ...sampling.loop import NoiseMask, Predict, denoise, noise_for, noise_mask_for
+from ...sampling.loop import NoiseMask, Predict, denoise, noise_for, noise_mask_for, sampled_latents
 from ...text.t5 import EMBEDS, MASK, batched, t5_embeds, t5_from_core
 from ...vae.fallback import decoding
 from .conditions import (
@@ -149,7 +149,7 @@ def sample(
     """
     from diffusers import LTXPipeline
 
-    device, generator = execution_device(pipeline.offloader), generator_for(settings.seed)
+    device, generator = pipeline.offloader.device, generator_for(settings.seed)
     anchors = anchors_of(image, settings.frames, progress)
     conditioned = is_condition(pipeline) or bool(anchors and not is_first_frame(anchors))
     schedule = ltx_schedule(
@@ -173,22 +173,13 @@ def sample(
             schedule,
             predict,
             progress=progress,
-            again=recovery(pipeline, progress),
+            again=make_room_and_retry(pipeline, progress),
             noise_mask=_noise_mask(canvas, start),
             preview=unpacked,
             step=walk.step,
         )
-    return Latents(
-        unpacked(tokens.cpu()),
-        SPEC.id,
-        "image" if anchors else "text",
-        settings.frames,
-        settings.height,
-        settings.width,
-        settings.fps,
-        settings.seed,
-        extra={"generator_state": state_of(generator)},
-    )
+    latents = sampled_latents(pipeline, unpacked(tokens.cpu()), settings, generator)
+    return replace(latents, task="image" if anchors else "text")
 
 
 def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.Tensor:

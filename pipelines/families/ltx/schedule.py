@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from ...base import SampleSettings
+from ...sampling.loop import latent_shape
 from ...sampling.schedules import TRAIN_TIMESTEPS, Levels, Schedule, schedule_for
-from .conditions import latent_size
+from .spec import SPEC
 
 
 def ltx_schedule(
@@ -28,7 +29,7 @@ def ltx_schedule(
         fixed: the timesteps of a distilled model, which it was trained on.
     """
     if not conditioned and fixed is None:
-        levels: Callable[[int], Levels] = partial(_shifted, config, math.prod(latent_size(settings)))
+        levels: Callable[[int], Levels] = partial(_shifted, config, math.prod(latent_shape(SPEC, 1, settings)))
     else:
         levels = partial(_stretched, fixed) if fixed is not None else _linear_quadratic
         if config.get("use_dynamic_shifting"):
