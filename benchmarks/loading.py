@@ -26,7 +26,8 @@ from datetime import date
 from pathlib import Path
 
 import torch
-from anygpu.compat.checkpoints.weights import VIEW_BYTES, declared, read_tensors
+from anygpu.compat.checkpoints.headers import declared
+from anygpu.compat.checkpoints.weights import VIEW_BYTES, read_tensors
 from anygpu.compat.memory.host_weights import Views, mark_views
 from anygpu.compat.memory.transfer import bf16_bits_to_fp32, move
 from safetensors import safe_open

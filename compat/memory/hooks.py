@@ -209,19 +209,15 @@ def own_tensors(module: nn.Module) -> Iterator[None]:
     hook, group = getattr(module, "_hf_hook", None), group_of(module)
     if group is not None:
         group.onload()
-        try:
-            yield
-        finally:
-            group.offload()
-        return
-    if hook is None:
-        yield
-        return
-    hook.pre_forward(module)
+    elif hook is not None:
+        hook.pre_forward(module)
     try:
         yield
     finally:
-        hook.post_forward(module, None)
+        if group is not None:
+            group.offload()
+        elif hook is not None:
+            hook.post_forward(module, None)
 
 
 @contextmanager

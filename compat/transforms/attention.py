@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from ..decision import AUTO, CHOSEN, Decision
 from ..device.facts import DeviceFacts
-from ..device.probe_store import UNUSABLE, WRONG, ProbeResult, ProbeStore
+from ..device.probe_store import UNUSABLE, WRONG, Probes, ProbeStore
 from ..device.timed_choice import fastest, kept_times, milliseconds
 from ..errors import InputError, PackError, UnsupportedError
 from .attention_chunks import MEBIBYTE, UNKNOWN_BUDGET, WORKED_ON, chunked, fp32_attention, score_bytes
@@ -221,7 +221,7 @@ def kernel_times(facts: DeviceFacts, dtype: torch.dtype, head_width: int) -> dic
     return milliseconds(ways, facts.device, REPEATS) if len(ways) > 1 else {}
 
 
-def avoided_by(probes: Mapping[str, ProbeResult] | None, dtypes: Iterable[torch.dtype]) -> dict[torch.dtype, str]:
+def avoided_by(probes: Probes, dtypes: Iterable[torch.dtype]) -> dict[torch.dtype, str]:
     """The dtypes in which a probe found torch's attention wrong or absent on this device, with the reason.
 
     What it is with a mask counts for nothing: none is passed here.

@@ -19,7 +19,6 @@ from torch.nn import functional
 from .undo import Undo
 
 Attend = Callable[..., torch.Tensor]
-Rotary = Callable[[torch.Tensor, Any], torch.Tensor]
 Lengths = tuple["int | torch.Tensor", ...]  # a tensor stands for its length less OPEN
 OPEN = 2  # torch binds a graph to the lengths 0 and 1
 TEXT, MASK = "encoder_hidden_states", "encoder_attention_mask"
@@ -139,8 +138,6 @@ class Processor:
 class JointProcessor(Processor):
     """Video and text tokens together: HunyuanVideo and FramePack, both kinds of block, HunyuanVideo 1.5, Mochi."""
 
-    rotary: Rotary
-
     def __call__(
         self,
         attn: Any,
@@ -158,7 +155,7 @@ class JointProcessor(Processor):
         def placed(heads: torch.Tensor) -> torch.Tensor:
             if image_rotary_emb is None:
                 return heads
-            video = type(self).rotary(heads[:, :rotary_tokens], image_rotary_emb)
+            video = self.rotary(heads[:, :rotary_tokens], image_rotary_emb)
             return video if rotary_tokens == heads.shape[1] else torch.cat([video, heads[:, rotary_tokens:]], dim=1)
 
         query = placed(heads_of(attn, attn.to_q, tokens, attn.norm_q))
@@ -181,6 +178,15 @@ class JointProcessor(Processor):
             text_tokens = attn.to_add_out(text_tokens)
         return video, text_tokens
 
+    @staticmethod
+    def rotary(tokens: torch.Tensor, table: Any) -> torch.Tensor:
+        """``tokens`` (B, N, H, D) turned by upstream's (cos, sin)."""
+        from diffusers.models import embeddings
+
+        apply: Any = embeddings.apply_rotary_emb  # upstream annotates it as narrower than what it passes
+        result: torch.Tensor = apply(tokens, table, sequence_dim=1)
+        return result
+
     def _attend_joint(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
@@ -192,32 +198,16 @@ class JointProcessor(Processor):
         return self.attend(query, key, value, mask)
 
 
-def _hunyuan_rotary(tokens: torch.Tensor, table: Any) -> torch.Tensor:
-    from diffusers.models import embeddings
-
-    rotated: Any = embeddings.apply_rotary_emb  # upstream annotates it as narrower than what it passes
-    rotated_tokens: torch.Tensor = rotated(tokens, table, sequence_dim=1)
-    return rotated_tokens
-
-
-def _mochi_rotary(tokens: torch.Tensor, table: Any) -> torch.Tensor:
-    """Source: diffusers ``MochiAttnProcessor2_0``, where this function is a local one."""
-    cos, sin = table
-    even, odd = tokens[..., 0::2].float(), tokens[..., 1::2].float()
-    pair = ((even * cos - odd * sin).to(tokens.dtype), (even * sin + odd * cos).to(tokens.dtype))
-    return torch.stack(pair, dim=-1).flatten(-2)
-
-
-class HunyuanProcessor(JointProcessor):
-    """HunyuanVideo, FramePack, HunyuanVideo 1.5."""
-
-    rotary = staticmethod(_hunyuan_rotary)
-
-
 class MochiProcessor(JointProcessor):
     """Mochi, whose stock processor calls torch by itself, sample by sample, whatever was chosen."""
 
-    rotary = staticmethod(_mochi_rotary)
+    @staticmethod
+    def rotary(tokens: torch.Tensor, table: Any) -> torch.Tensor:
+        """Source: diffusers ``MochiAttnProcessor2_0``, where this function is a local one."""
+        cos, sin = table
+        even, odd = tokens[..., 0::2].float(), tokens[..., 1::2].float()
+        pair = ((even * cos - odd * sin).to(tokens.dtype), (even * sin + odd * cos).to(tokens.dtype))
+        return torch.stack(pair, dim=-1).flatten(-2)
 
 
 class CrossProcessor(Processor):
@@ -324,8 +314,8 @@ def _pool(attend: Attend, padding: Padding) -> Callable[[Any, torch.Tensor, torc
 MODELS = "diffusers.models"
 POOL = f"{MODELS}.embeddings.MochiAttentionPool"
 PROCESSORS: Mapping[str, Callable[[Attend, Padding], Any]] = {  # stock class -> ours; subclasses are left alone
-    f"{MODELS}.transformers.transformer_hunyuan_video.HunyuanVideoAttnProcessor2_0": HunyuanProcessor,
-    f"{MODELS}.transformers.transformer_hunyuan_video15.HunyuanVideo15AttnProcessor2_0": HunyuanProcessor,
+    f"{MODELS}.transformers.transformer_hunyuan_video.HunyuanVideoAttnProcessor2_0": JointProcessor,
+    f"{MODELS}.transformers.transformer_hunyuan_video15.HunyuanVideo15AttnProcessor2_0": JointProcessor,
     f"{MODELS}.transformers.transformer_ltx.LTXVideoAttnProcessor": CrossProcessor,
     f"{MODELS}.attention_processor.MochiAttnProcessor2_0": MochiProcessor,
     f"{MODELS}.attention_processor.AttnProcessor2_0": RefinerProcessor,

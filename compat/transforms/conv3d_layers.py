@@ -128,9 +128,13 @@ def swap_of(module: nn.Module) -> type[SwappedModule] | None:
     return SWAPS.get(f"{type(module).__module__}.{type(module).__qualname__}")
 
 
-@functools.cache
 def swapped_class(original: Any) -> type[nn.Module]:
     """``original`` with the forward of its rewrite, under its own name, which offload plans go by."""
+    return _subclass(original)
+
+
+@functools.cache
+def _subclass(original: Any) -> type[nn.Module]:
     rewrite = SWAPS[f"{original.__module__}.{original.__qualname__}"]
     return type(original.__name__, (rewrite, original), {"__doc__": rewrite.__doc__, "__module__": original.__module__})
 

@@ -166,18 +166,10 @@ def attach_rope(rope: nn.Module, applied: AppliedFp16) -> None:
     """Make ``rope`` return its (cos, sin) as :class:`RotaryTables`."""
     stock = type(rope).forward
 
-    def forward(
-        rope: Any,
-        hidden_states: Tensor,
-        num_frames: int | None = None,
-        height: int | None = None,
-        width: int | None = None,
-        rope_interpolation_scale: Any = None,
-        video_coords: Tensor | None = None,
-    ) -> RotaryTables:
+    def forward(rope: Any, hidden_states: Tensor, *args: Any, **named: Any) -> RotaryTables:
         # Without coordinates of its own every row of the batch has the same tables: one row is read instead of all.
-        given = hidden_states[:1] if video_coords is None else hidden_states
-        return RotaryTables(stock(rope, given, num_frames, height, width, rope_interpolation_scale, video_coords))
+        shared = (args[4] if len(args) > 4 else named.get("video_coords")) is None
+        return RotaryTables(stock(rope, hidden_states[:1] if shared else hidden_states, *args, **named))
 
     applied.undo.patch(rope, forward)
 

@@ -245,7 +245,9 @@ class _Active:
             _forget(module)
         self.time, self.rows = now, rows
         if self.settings.kind == FIRST_BLOCK:
-            self._set_threshold(self.settings.threshold if self.acts() else -1.0)
+            for hook in _hooks(self.transformer):
+                if hasattr(hook, "threshold"):
+                    hook.threshold = self.settings.threshold if self.acts() else -1.0
         if self.settings.device != DEVICES[0] and isinstance(states, torch.Tensor):
             _place_states(module, states.device, current_only=True)
         self.ran_before = self.count.ran
@@ -255,11 +257,6 @@ class _Active:
         self.count.skipped_steps += self.count.ran - self.ran_before < self.count.units
         if self.settings.device != DEVICES[0]:
             _place_states(module, HOST)
-
-    def _set_threshold(self, value: float) -> None:
-        for hook in _hooks(self.transformer):
-            if hasattr(hook, "threshold"):
-                hook.threshold = value
 
     def _counting(self, unit: Any) -> None:
         inner, count = unit.forward, self.count

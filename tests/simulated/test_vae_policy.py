@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from anygpu.compat.checkpoints.weights import declared
+from anygpu.compat.checkpoints.headers import declared
 from anygpu.compat.device.probe_store import ProbeStore
 from anygpu.compat.device.vae_policy import Form
 from anygpu.compat.errors import InputError, UnsupportedError
