@@ -22,8 +22,7 @@ from anygpu.compat.errors import CheckpointError, InputError, MissingPackageErro
 from anygpu.pipelines.base import Silent
 from anygpu.pipelines.family import HUB, HUB_FILES, Download, Offer
 from anygpu.pipelines.loading import download
-from anygpu.pipelines.loading.download import fetched, is_checked, selected
-from anygpu.pipelines.loading.published import offers
+from anygpu.pipelines.loading.download import fetched, is_checked, offers, selected
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 REPOSITORY = "Lightricks/LTX-Video"
@@ -181,7 +180,9 @@ def test_what_is_read_is_fetched_checked_and_not_asked_for_again(hub: Hub, tmp_p
     assert all(done <= total == sum(len(FILES[n]) for n in WANTED) for done, total, _ in progress.told)
     assert is_checked(tmp_path / DOWNLOAD.folder, DOWNLOAD)
     hub.asked.clear()
-    assert "was checked against" in run(hub, tmp_path)[0] and "was checked against" in run(hub, tmp_path, choice="no")[0]
+    assert (
+        "was checked against" in run(hub, tmp_path)[0] and "was checked against" in run(hub, tmp_path, choice="no")[0]
+    )
     assert not hub.asked
     (tmp_path / DOWNLOAD.folder / "model_index.json").write_bytes(b"{}")
     assert "not checked" in run(hub, tmp_path, choice="no")[0]
