@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 from ....compat.device.execution import checked_leaves, generator_for, placed, state_of
 from ....compat.device.vae_policy import Form
 from ....compat.errors import InputError
+from ....compat.precision import Precision
 from ...base import (
     FramePackSettings,
     ImageCondition,
@@ -39,12 +42,12 @@ from ...text.t5 import EMBEDS, MASK, described
 from ...vae.fallback import decoding
 from .keyframes import END, START, VISION, drawn, end_strength
 from .keyframes import encode_image as encode_image
-from .resume import resume_key
 from .sections import History, Plan, joined, plan_for, spans
 from .spec import F1, I2V, SPEC, TEMPORAL_RATIO
 from .training import training_plan as training_plan
 from .training import training_sections as training_sections
 
+STORED = (".safetensors", ".gguf", ".bin", ".json")  # files of a model that decide its videos
 LARGEST_SHIFT = 7.0  # of the models' own schedule, where the scheduler's configuration asks for a dynamic one
 SHIFT_NAMES = {  # upstream's function names the scheduler's settings in its own way
     "base_image_seq_len": "base_seq_len",
@@ -315,3 +318,52 @@ def _so_far(pipeline: Pipeline, history: History, settings: SampleSettings, gene
     extra = {"section_lengths": list(history.lengths), "window": plan.window, "order": plan.order}
     samples = history.latents / float(pipeline.configs["vae"]["scaling_factor"])
     return sampled_latents(pipeline, samples, replace(settings, frames=frames), generator, **extra)
+
+
+def resume_key(
+    pipeline: Pipeline, prompt: Prompt, image: ImageCondition, settings: SampleSettings, framepack: FramePackSettings
+) -> str:
+    """A hash of all that decides the latents: model files and how they are kept, precision, LoRAs, step cache,
+    embeddings, pictures and settings.
+
+    How parts are moved and which attention kernel runs are left out: who ran out of memory changes just these.
+    """
+    digest = hashlib.sha256()
+    adapted = str(pipeline.offloader.adapters or "")
+    kinds = {field.name: getattr(pipeline.precision, field.name) for field in fields(Precision) if field.name != "why"}
+    stored = pipeline.storage.get("transformer", "")
+    model = [pipeline.family, pipeline.variant, kinds, stored, adapted, pipeline.step_cache]
+    for item in _plain([*model, _files(pipeline.source)]):
+        digest.update(item)
+    for item in _plain([prompt.embeds, prompt.negative, prompt.sections, image, settings, framepack]):
+        digest.update(item)
+    return digest.hexdigest()
+
+
+def _files(source: Path) -> list[tuple[str, int, int]]:
+    """Name, size and time of each file of a model; a file beside others is its own model."""
+    paths = sorted(source.rglob("*")) if source.is_dir() else [source]
+    return [
+        (str(path), path.stat().st_size, path.stat().st_mtime_ns)
+        for path in paths
+        if path.suffix in STORED and path.is_file()
+    ]
+
+
+def _plain(value: Any) -> Iterator[bytes]:
+    """The bytes of nested values: names, numbers and every bit of every tensor."""
+    if isinstance(value, torch.Tensor):
+        yield f"{value.dtype}{tuple(value.shape)}".encode()
+        yield value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    elif isinstance(value, Mapping):
+        for key in sorted(value):
+            yield f"<{key}>".encode()
+            yield from _plain(value[key])
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield from _plain({item.name: getattr(value, item.name) for item in fields(value)})
+    elif isinstance(value, (list, tuple)):
+        yield f"[{len(value)}]".encode()
+        for item in value:
+            yield from _plain(item)
+    else:
+        yield f"{json.dumps(value, default=str)};".encode()
