@@ -129,6 +129,7 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float]:
     from .pipelines import stages
     from .pipelines.base import FramePackSettings, PromptRequest, SampleSettings
     from .pipelines.loading.folder import load
+    from .pipelines.loading.lora import named, with_lora
     from .pipelines.requests import load_request
     from .pipelines.speed import with_step_cache
 
@@ -143,7 +144,9 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float]:
         state=Path(arguments.state).expanduser(),
     )
     with torch.no_grad(), request.speed.traced():
-        pipeline = _adapted(load(request, progress), arguments, progress)
+        pipeline = load(request, progress)
+        for text in arguments.lora:
+            pipeline = with_lora(pipeline, *named(text), "separate", progress)
         pipeline = with_step_cache(pipeline, arguments.step_cache, step_cache.StepCacheSettings())
         for decision in pipeline.decisions:
             progress.notify(str(decision))
@@ -182,15 +185,6 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float]:
         return stages.decode(pipeline, latents, progress, arguments.decode), latents.fps
 
 
-def _adapted(pipeline: Any, arguments: argparse.Namespace, progress: Any) -> Any:
-    """The pipeline with each ``--lora``, in turn."""
-    from .pipelines.loading.lora import named, with_lora
-
-    for text in arguments.lora:
-        pipeline = with_lora(pipeline, *named(text), "separate", progress)
-    return pipeline
-
-
 def demo(arguments: argparse.Namespace) -> int:
     """Render one clip per family with tiny checkpoints, check each, and leave a folder to look at."""
     from .showcase import run
@@ -224,16 +218,8 @@ def _images(pipeline: Any, arguments: argparse.Namespace, progress: Any) -> tupl
             continue
         pictures, _ = read_frames(Path(path))
         start = pictures if start is None else start
-        request = ImageRequest(
-            frames=pictures,
-            width=arguments.width,
-            height=arguments.height,
-            frame=frame,
-            strength=1.0,
-            vision=None,
-            previous=condition,
-            seed=arguments.seed,
-        )
+        size = {"width": arguments.width, "height": arguments.height}
+        request = ImageRequest(pictures, **size, frame=frame, previous=condition, seed=arguments.seed)
         condition = stages.encode_image(pipeline, request, arguments.fit, progress)
     return condition, start
 

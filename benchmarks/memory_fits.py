@@ -2,13 +2,14 @@
 
 Every family runs on the simulated device at sizes that no test uses. The rows go to ``results/memory_fits.csv``, each
 with the terms that `pipelines/memory/estimates.py` counts copies of; the copies that fit the last rows of each family
-best are written to `fit.py` in the family's folder, so nobody copies a number.
+best are written into the `spec.py` of each family, so nobody copies a number.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -43,13 +44,7 @@ PROMPTS = ("a fox", "a red fox in the snow, seen from the side, slow camera, mor
 ORDER = ("tokens", "latents", "pixels", "plain", "text", "streamed", "chunked")
 PLAIN = {"ltx": 6.2, "hunyuan_video": 5.6}  # channels per pixel that do not grow with the decoder's
 # width: its picture and what is made of it; all decoders at hand have one width, which cannot tell them apart
-HEAD = '''"""Factors of the memory forecast; written by ``python benchmarks/memory_fits.py``."""
-
-from __future__ import annotations
-
-from ...family import Fit
-
-'''
+FIT = re.compile(r"FIT = Fit\([^)]*\)")  # of a `spec.py`
 
 
 def measured(family: str, folder: Path) -> list[dict[str, Any]]:
@@ -153,10 +148,10 @@ def _two(values: list[tuple[float, float, float]]) -> tuple[float, float]:
     return round(both[0], 2), round(both[1], 2)
 
 
-def written(mine: Mapping[str, float]) -> str:
-    """The text of a family's `fit.py`."""
-    factors = "".join(f"    {name}={mine[name]},\n" for name in ORDER if name in mine)
-    return f"{HEAD}FIT = Fit(\n{factors})\n"
+def written(spec: str, mine: Mapping[str, float]) -> str:
+    """The text of a family's `spec.py` with these factors."""
+    factors = ", ".join(f"{name}={mine[name]}" for name in ORDER if name in mine)
+    return FIT.sub(f"FIT = Fit({factors})", spec)
 
 
 def last_rows(path: Path = RESULTS / f"{TABLE}.csv") -> list[dict[str, str]]:
@@ -178,7 +173,8 @@ def main() -> None:
     for family in arguments.families:
         append(TABLE, measured(family, arguments.folder))
     for family, mine in factors(last_rows()).items():
-        (FAMILIES[family].folder / "fit.py").write_text(written(mine), encoding="utf-8")
+        spec = FAMILIES[family].folder / "spec.py"
+        spec.write_text(written(spec.read_text(encoding="utf-8"), mine), encoding="utf-8")
 
 
 if __name__ == "__main__":

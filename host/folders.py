@@ -10,8 +10,8 @@ import folder_paths
 from ..compat.device.facts import facts_for
 from ..compat.errors import CheckpointError
 from ..paint.loading import PAGES, is_paint_folder
+from ..pipelines.loading.download import remedy
 from ..pipelines.loading.folder import find_models
-from ..pipelines.loading.published import remedy
 
 MODEL_KEYS = ("diffusers", "diffusion_models")
 ENCODER_KEYS = ("diffusers", "clip_vision", "style_models")

@@ -23,7 +23,7 @@ from torch import nn
 
 from ..compat.checkpoints.packed import outlined
 from ..compat.device.execution import HOST
-from ..compat.device.failures import MEMORY, failure_kind
+from ..compat.device.failures import DEVICE_ERRORS, is_shortage
 from ..compat.errors import InputError
 from ..compat.memory.adapters import Adapters, adapters_on
 from ..compat.memory.host_weights import DISK
@@ -339,8 +339,8 @@ class ComfyOffloader:
         patcher.beside = needed + self._unknown(part)
         try:
             comfy.model_management.load_models_gpu([patcher], memory_required=patcher.beside)
-        except RuntimeError as error:
-            if failure_kind(error) != MEMORY or not self._room(part, patcher, needed) > 0:
+        except DEVICE_ERRORS as error:
+            if not is_shortage(error) or not self._room(part, patcher, needed) > 0:
                 raise
             return False
         return True

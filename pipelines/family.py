@@ -18,8 +18,9 @@ from .loading.keys import Layout
 
 SCHEDULERS = ("auto", "euler", "unipc", "dpm++_2m")
 FITS = ("nearest bucket", "crop", "pad", "stretch")
+GUIDED = frozenset({"cfg", "cfg_start", "cfg_end", "negative", "shift", "sigmas", "latents", "noise_mask"})  # settings
 HUB = "https://huggingface.co/"
-PIPELINE_FILES = ("model_index.json", "scheduler", "text_encoder", "tokenizer", "transformer", "vae")  # of a download
+HUB_FILES = ("model_index.json", "scheduler", "text_encoder", "tokenizer", "transformer", "vae")  # of a download
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,21 +99,21 @@ class FileKind:
 
 @dataclass(frozen=True, slots=True)
 class Download:
-    """One published repository at one commit: its page, and the files and folders that are read; none means all."""
+    """One published repository at one commit: its name on the Hub, and what of it is read; none means all."""
 
-    page: str
+    repository: str
     revision: str
     only: tuple[str, ...] = ()
 
     @property
-    def repository(self) -> str:
-        """Its name on the Hub."""
-        return self.page.removeprefix(HUB)
+    def page(self) -> str:
+        """Where people find it."""
+        return HUB + self.repository
 
     @property
     def folder(self) -> str:
         """The name of the folder that it goes into, as published."""
-        return self.page.rsplit("/", 1)[1]
+        return self.repository.rsplit("/", 1)[1]
 
     def text(self, root: Path) -> str:
         """Where it is, what of it is needed and where it goes, in one line."""

@@ -33,8 +33,8 @@ def snap(family: FamilySpec, width: int, height: int, frames: int) -> Size:
     frames = frames or family.defaults.frames
     for name, side in (("width", width), ("height", height)):
         nearest = min(max(side, _up(SMALLEST_SIDE, family.multiple)), LARGEST_SIDE)
-        _in_range(name, side, SMALLEST_SIDE, LARGEST_SIDE, "pixels", _nearest(nearest, family.multiple))
-    _in_range("frames", frames, 1, MOST_FRAMES, "frames", min(max(frames, 1), MOST_FRAMES))
+        require_range(name, side, SMALLEST_SIDE, LARGEST_SIDE, "pixels", _nearest(nearest, family.multiple))
+    require_range("frames", frames, 1, MOST_FRAMES, "frames")
     snapped = _nearest(width, family.multiple), _nearest(height, family.multiple), snap_frames(family, frames)
     changes = [
         f"{name} {asked} -> {got}"
@@ -57,16 +57,18 @@ def check_steps(family: FamilySpec, steps: int) -> int:
         InputError: fewer than the family allows, or more than 1000.
     """
     steps = steps or family.defaults.steps
-    nearest = min(max(steps, family.min_steps), MOST_STEPS)
-    _in_range("steps", steps, family.min_steps, MOST_STEPS, f"steps for {family.title}", nearest)
+    require_range("steps", steps, family.min_steps, MOST_STEPS, f"steps for {family.title}")
     return steps
 
 
-def _in_range(name: str, value: int, low: int, high: int, unit: str, nearest: int) -> None:
+def require_range(
+    name: str, value: float, low: int, high: int, unit: str = "", nearest: int | None = None, advice: str = ""
+) -> None:
+    """Raise where ``value`` is not in ``low`` to ``high``, with the ``nearest`` valid value and ``advice``."""
     if not low <= value <= high:
-        raise InputError(
-            f"{name} {value}", expected=f"{low} to {high} {unit}", fix=f"The nearest valid value is {nearest}."
-        )
+        valid = min(max(value, low), high) if nearest is None else nearest
+        fix = f"The nearest valid value is {valid:g}{advice}."
+        raise InputError(f"{name} {value}", expected=f"{low} to {high} {unit}".strip(), fix=fix)
 
 
 def _nearest(value: int, multiple: int) -> int:

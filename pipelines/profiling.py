@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from ..compat.device.execution import COMPILED
-from ..compat.device.failures import MEMORY, failure_kind
+from ..compat.device.failures import is_shortage
 from ..compat.memory.statistics import stage_cost
 from ..compat.transforms.order import Order, Step
 from .base import Latents, Pipeline, Progress, SampleSettings
@@ -110,7 +110,7 @@ def running(
         try:
             yield
         except Exception as error:
-            if failure_kind(error) != MEMORY or hasattr(error, EXPLAINED):
+            if not is_shortage(error) or hasattr(error, EXPLAINED):
                 raise
             raise explain_shortage(error, pipeline, pipeline.spec, stage.title, size, hint) from error
 

@@ -4,7 +4,7 @@ runs."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -24,9 +24,9 @@ from .base import (
     SampleSettings,
 )
 from .family import FamilySpec
-from .grid import check_steps, snap
+from .grid import check_steps, require_range, snap
 from .memory.estimates import Size
-from .memory.fit import fit_offload, recovery
+from .memory.fit import fit_offload, make_room_and_retry
 from .pictures import checked_frames, fitted, fitted_size
 from .profiling import Stage, running
 from .sampling.loop import NotFinite, fall_back_to_fp32, require_finite, retries
@@ -42,24 +42,7 @@ IMAGE = Stage("encode image", "image", "encoding the image")
 VIDEO = Stage("encode video", "video", "encoding the video")
 SAMPLING = Stage("sample", "sampling", "sampling")
 DECODING = Stage("decode", "decoding", "decoding")
-NEUTRAL: dict[str, Any] = {  # settings that mean "nothing asked"
-    "guidance": (0.0,),
-    "cfg": (0.0, 1.0),
-    "cfg_start": (0.0,),
-    "cfg_end": (1.0,),
-    "shift": (0.0,),
-    "guidance_rescale": (0.0,),
-    "sigmas": (None,),
-    "latents": (None,),
-    "noise_mask": (None,),
-    "template": ("",),
-    "sections": ((),),
-    "image": (None,),
-    "frame": (0,),
-    "strength": (1.0,),
-    "vision": (None,),
-    "previous": (None,),
-}
+GUIDANCE = ("guidance", "cfg", "cfg_start", "cfg_end", "shift", "guidance_rescale", "sigmas", "latents", "noise_mask")
 
 
 def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> Prompt:
@@ -73,11 +56,7 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
     if not request.text.strip():
         raise InputError("an empty prompt", expected="a text that describes the video", fix="Type a prompt.")
     limit = request.max_tokens or of_checkpoint(pipeline).defaults.max_tokens
-    if not 1 <= limit <= MOST_TOKENS:
-        nearest = min(max(limit, 1), MOST_TOKENS)
-        raise InputError(
-            f"max_tokens {limit}", expected=f"1 to {MOST_TOKENS} tokens", fix=f"The nearest valid value is {nearest}."
-        )
+    require_range("max_tokens", limit, 1, MOST_TOKENS, "tokens")
     if request.template and request.template.count("{}") != 1:
         raise InputError(
             f"a template with {request.template.count('{}')} places for the prompt",
@@ -93,7 +72,7 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
     with running(TEXT, pipeline, progress, hint=TEXT_HINT):
         fit_offload(pipeline, "text", None, progress)
         try:
-            for attempt in retries(recovery(pipeline, progress, family.text_parts, TEXT.again)):
+            for attempt in retries(make_room_and_retry(pipeline, progress, family.text_parts, TEXT.again)):
                 with attempt:
                     prompt: Prompt = family.code.encode_prompt(pipeline, completed, progress)
         finally:
@@ -153,7 +132,7 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, fit: str, progress: 
         progress.notify(f"image {frames.shape[2]}x{frames.shape[1]} -> {width}x{height} ({fit})")
     completed = replace(request, frames=pictures, width=width, height=height)
     with running(IMAGE, pipeline, progress, SampleSettings(width, height, len(pictures))):
-        for attempt in retries(recovery(pipeline, progress, ("image_encoder", "vae"), IMAGE.again)):
+        for attempt in retries(make_room_and_retry(pipeline, progress, ("image_encoder", "vae"), IMAGE.again)):
             with attempt:
                 condition: ImageCondition = family.code.encode_image(pipeline, completed, progress)
     return condition
@@ -182,7 +161,16 @@ def encode_video(
     pictures = fitted(pictures[:count], width, height, fit)
     with running(VIDEO, pipeline, progress, SampleSettings(width, height, count)):
         samples = family.code.encode_video(pipeline, pictures, seed, progress)
-    return Latents(samples, pipeline.family, "video", count, height, width, family.defaults.fps, seed)
+    return Latents(
+        samples=samples,
+        family=pipeline.family,
+        task="video",
+        frames=count,
+        height=height,
+        width=width,
+        fps=family.defaults.fps,
+        seed=seed,
+    )
 
 
 def sample(
@@ -261,11 +249,8 @@ def decode(
             fix="Decode them with the model that made them.",
         )
     chosen = form or Form(method)
-    hint = (
-        ""
-        if chosen.method in ("auto", "streaming", "cpu")
-        else ("set method to auto, which continues in smaller parts")
-    )
+    smallest = chosen.method in ("auto", "streaming", "cpu")
+    hint = "" if smallest else "set method to auto, which continues in smaller parts"
     with running(DECODING, pipeline, progress, latents, hint):
         release_text(pipeline, family)
         frames: torch.Tensor = family.code.decode(pipeline, latents, progress, chosen)[: latents.frames]
@@ -318,22 +303,22 @@ def tokens_in(prompt: Prompt) -> int:
 
 def report_unused(family: FamilySpec, request: Any, names: tuple[str, ...], progress: Progress) -> None:
     """Say which of the inputs ``names`` were set although this family does nothing with them."""
+    usual = {field.name: field.default for field in fields(request)}
     for name in names:
         value = getattr(request, name)
-        neutral = any(
-            value is item or (not isinstance(value, torch.Tensor) and value == item) for item in NEUTRAL[name]
-        )
-        if name not in family.effective and not neutral:
+        plain = isinstance(value, (int, float, str, tuple))
+        unset = value is usual[name] or (plain and value == usual[name]) or (name == "cfg" and value == 1.0)
+        if name not in family.effective and not unset:
             progress.notify(f"{name} has no effect on {family.title}")
 
 
-def require_family(found: str, family: FamilySpec, subject: str) -> None:
-    """Raise when ``found`` is another family than the one that is loaded."""
-    if found != family.id:
+def require_family(given: str, family: FamilySpec, subject: str) -> None:
+    """Raise when ``given`` is another family than the one that is loaded."""
+    if given != family.id:
         raise InputError(
-            f"{subject} made for {found!r}",
+            f"{subject} made for {given!r}",
             expected=f"made for {family.id!r}",
-            fix=f"Connect the {family.title} pipeline's own nodes all the way, or load the {found} model.",
+            fix=f"Connect the {family.title} pipeline's own nodes all the way, or load the {given} model.",
         )
 
 
@@ -341,7 +326,7 @@ def _sample(
     pipeline: Pipeline, settings: SampleSettings, size: Size, progress: Progress, run: Callable[[], Latents]
 ) -> Latents:
     """What ``run`` samples; once more in fp32 where its values broke, with more room where memory ran out."""
-    more_room = recovery(pipeline, progress, told=SAMPLING.again)
+    more_room = make_room_and_retry(pipeline, progress, told=SAMPLING.again)
 
     def again(error: BaseException) -> bool:
         return fall_back_to_fp32(pipeline, progress, error) or more_room(error)
@@ -349,7 +334,7 @@ def _sample(
     with running(SAMPLING, pipeline, progress, settings):
         release_text(pipeline, pipeline.spec)
         fit_offload(pipeline, "sampling", size, progress)
-        for attempt in retries(again, catches=(RuntimeError, NotFinite)):
+        for attempt in retries(again, catches=(RuntimeError, MemoryError, NotFinite)):
             with attempt, sampling_speed(pipeline, settings, progress):
                 latents = run()
     return latents
@@ -369,12 +354,7 @@ def _completed(
 ) -> SampleSettings:
     """``settings`` with defaults filled in, on the family's grid, and checked against what it is used with."""
     require_family(prompt.family, family, "a prompt")
-    report_unused(
-        family,
-        settings,
-        ("guidance", "cfg", "cfg_start", "cfg_end", "shift", "guidance_rescale", "sigmas", "latents", "noise_mask"),
-        progress,
-    )
+    report_unused(family, settings, GUIDANCE, progress)
     if settings.sigmas is not None and (settings.steps or settings.shift):
         progress.notify("steps and shift have no effect beside sigmas")
     if image is not None:
@@ -394,7 +374,16 @@ def _completed(
         cfg=settings.cfg or defaults.cfg,
         guidance_rescale=settings.guidance_rescale if "guidance_rescale" in family.effective else 0.0,
     )
-    _in_share(settings)
+    for name in ("cfg_start", "cfg_end", "denoise"):
+        require_range(name, getattr(settings, name), 0, 1)
+    if settings.cfg_start > settings.cfg_end:
+        raise InputError(
+            f"cfg_start {settings.cfg_start} after cfg_end {settings.cfg_end}",
+            expected="start before end",
+            fix="Swap them.",
+        )
+    if settings.fps <= 0 or settings.fps > 240:
+        raise InputError(f"fps {settings.fps}", expected="more than 0, at most 240", fix="The usual value is 24.")
     if settings.cfg <= 1.0 and prompt.has_negative:
         progress.notify(f"the negative prompt has no effect at cfg {settings.cfg:g}: it needs cfg above 1")
     if settings.cfg > 1.0 and prompt.negative is None:
@@ -422,23 +411,6 @@ def _completed(
     return _with_latents(family, settings, progress)
 
 
-def _in_share(settings: SampleSettings) -> None:
-    for name in ("cfg_start", "cfg_end", "denoise"):
-        value = getattr(settings, name)
-        if not 0.0 <= value <= 1.0:
-            raise InputError(
-                f"{name} {value}", expected="0 to 1", fix=f"The nearest valid value is {min(max(value, 0.0), 1.0)}."
-            )
-    if settings.cfg_start > settings.cfg_end:
-        raise InputError(
-            f"cfg_start {settings.cfg_start} after cfg_end {settings.cfg_end}",
-            expected="start before end",
-            fix="Swap them.",
-        )
-    if settings.fps <= 0 or settings.fps > 240:
-        raise InputError(f"fps {settings.fps}", expected="more than 0, at most 240", fix="The usual value is 24.")
-
-
 def _with_latents(family: FamilySpec, settings: SampleSettings, progress: Progress) -> SampleSettings:
     latents = settings.latents
     if latents is None or "latents" not in family.effective:
@@ -454,10 +426,10 @@ def _with_latents(family: FamilySpec, settings: SampleSettings, progress: Progre
         raise InputError(
             "denoise 0", expected="more than 0, at most 1", fix="0 would return the input unchanged. Use 0.3 to 0.8."
         )
-    found, asked = (latents.width, latents.height, latents.frames), (settings.width, settings.height, settings.frames)
-    if found != asked:
-        progress.notify("size {}x{}, {} frames taken from the latents".format(*found))
-    return replace(settings, width=found[0], height=found[1], frames=found[2])
+    width, height, frames = latents.width, latents.height, latents.frames
+    if (width, height, frames) != (settings.width, settings.height, settings.frames):
+        progress.notify(f"size {width}x{height}, {frames} frames taken from the latents")
+    return replace(settings, width=width, height=height, frames=frames)
 
 
 def _require_text_encoder(pipeline: Pipeline, family: FamilySpec) -> None:

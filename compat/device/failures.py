@@ -1,4 +1,4 @@
-"""Why an operation failed: for lack of memory, by a missing or broken kernel, by unsound values, or by our mistake."""
+"""Why an operation failed: memory ran out, a kernel is missing or broken, values are wrong, or it is our mistake."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ..errors import PackError
 from ..output_check import UnsoundError
 
 MEMORY, KERNEL, VALUES = "memory", "kernel", "values"
+DEVICE_ERRORS = (RuntimeError, MemoryError, TypeError)  # what back ends raise for shortage and for lacking kernels
 
 
 class Wording(NamedTuple):
@@ -55,11 +56,11 @@ def is_shortage(error: BaseException) -> bool:
 
 
 def failure_kind(error: BaseException) -> str:
-    """``memory``, ``kernel``, ``values`` that cannot be right, or empty where another way would only hide the cause."""
-    if isinstance(error, UnsoundError):
-        return VALUES
+    """``memory``, ``kernel``, ``values``, or empty where trying another way would only hide the cause."""
     if is_shortage(error):
         return MEMORY
+    if isinstance(error, UnsoundError):
+        return VALUES
     if isinstance(error, PackError) or any(word in str(error) for word in MISTAKES):
         return ""
     if isinstance(error, TypeError):  # what MPS raises for a dtype it lacks

@@ -12,7 +12,7 @@ from ...compat.device.report import probe_statuses, report_on
 from ...compat.errors import PackError
 from ...compat.memory.statistics import StageCost, kept_stages
 from ...pipelines import decisions
-from ...pipelines.loading.published import first_steps
+from ...pipelines.loading.download import first_steps
 from ...pipelines.report import precisions
 from .. import folders, memory_manager
 

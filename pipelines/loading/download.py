@@ -1,4 +1,4 @@
-"""Downloads published models into a model folder with huggingface_hub, on request only, and checks them.
+"""What to download first, and into which folder; on request, the download with huggingface_hub, checked.
 
 A repository is fixed at one commit, and only the files that we read are downloaded. Interrupted downloads resume. A
 folder whose files matched the Hub's hashes keeps a note of that, so that it is not checked again.
@@ -16,13 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...compat.device.facts import GIBIBYTE
 from ...compat.errors import CheckpointError, InputError, MissingPackageError
 from ...compat.memory.statistics import amount
 from ...compat.packages import imported
 from ..base import Progress, StageText
 from ..family import Download, Offer
-from .published import offers
+from ..registry import FAMILIES
 
+FETCHER = "AnyGPU Download Model"  # the node
 CHOICES = ("no", "download")  # grows at the end
 SMALL_FILES = (".json", ".txt", ".model", ".jinja")  # settings, vocabularies, templates of chats
 NARROW = ".bf16"  # in the names of a second set of weights, of half the size
@@ -52,9 +54,53 @@ class Fetched:
     failure: BaseException | None = None
 
 
-def model_choices() -> list[str]:
-    """The models that can be fetched, by the titles of their families."""
-    return list(offers())
+def offers() -> dict[str, Offer]:
+    """Title of each family that somebody may start with to what to download, the smallest first."""
+    each = [(family.title, family.offer) for family in FAMILIES.values() if family.offer is not None]
+    return dict(sorted(each, key=lambda item: item[1].total_bytes))
+
+
+def smallest_for(memory_bytes: int) -> tuple[str, Offer]:
+    """Title and offer of the smallest whose largest part fits into ``memory_bytes``; of the smallest if none fits."""
+    each = list(offers().items())
+    return next((item for item in each if item[1].largest_bytes <= memory_bytes), each[0])
+
+
+def known_page(name: str) -> str:
+    """The page from which a folder of this name comes; empty for a name that is not a published one."""
+    pages = [page for family in FAMILIES.values() for page in family.pages]
+    return next((page for page in pages if page.rsplit("/", 1)[1] == Path(name).name), "")
+
+
+def remedy(name: str, root: Path, memory_bytes: int) -> str:
+    """What to do about a model that is not there: its page where the name is a published one, else the smallest."""
+    page = known_page(name)
+    if page:
+        return f"Download {page} into {root / Path(name).name} and press R, or choose another model."
+    title, offer = smallest_for(memory_bytes)
+    where = "; and ".join(download.text(root) for download in offer.downloads)
+    return f"The smallest that fits this machine is {title}: download {where}, or let {FETCHER} do it; then press R."
+
+
+def first_steps(searched: Sequence[Path], machine: str, memory_bytes: int) -> str:
+    """What to do while there is no model: the folders searched, the smallest model that fits, its pages and folders.
+
+    Args:
+        searched: the model folders; the first is where the model goes. machine: the machine in words.
+        memory_bytes: of the computer that holds the weights.
+    """
+    title, offer = smallest_for(memory_bytes)
+    fits = "The smallest that fits" if offer.largest_bytes <= memory_bytes else "None fits. The smallest for"
+    gib = offer.total_bytes / GIBIBYTE
+    return "\n".join(
+        [
+            "No model was found in:",
+            *(f"  {folder}" for folder in searched),
+            f"{fits} this machine ({machine}): {title}, {gib:.1f} GiB of weights in bf16.",
+            *(f"Download {download.text(searched[0])}" for download in offer.downloads),
+            f"Then press R and choose it. {FETCHER} can fetch it.",
+        ]
+    )
 
 
 def offer_of(title: str) -> Offer:

@@ -42,7 +42,7 @@ from ..registry import FAMILIES
 from ..speed import SpeedRequest, speed_for
 from . import storage
 from .part import PartFiles, part_files, reader_of
-from .single_file import Composed, Files, composed, family_in
+from .single_file import Composed, Files, composed, family_in, lone_task, without_text
 from .storage import SafeFp16, read_narrow
 
 INDEX = "model_index.json"
@@ -107,7 +107,12 @@ def load(
     """
     progress = progress or Silent()
     single = None if request.files is None else _composed(request, request.files, progress)
-    family, folders = _folders(request, progress) if single is None else (single.family, single.folders)
+    if single is None:
+        family, folders = _folders(request, progress)
+        tools = _tools(family, folders, {"index": partial(_index_beside, folders["transformer"])})
+    else:
+        family, folders = single.family, single.folders
+        tools = _tools(family, single.folder_tools, single.tools)
     facts = facts_for(request.device)
     require_kernels(facts)
     probes = None if request.state is None else probe_results_of(facts, request.state, request.quiet)
@@ -140,7 +145,7 @@ def load(
         facts=facts,
         precision=precision,
         offloader=offloader,
-        tools=_tools(family, folders) if single is None else _tools_of(single),
+        tools=tools,
         configs={name: part.config for name, part in files.items()},
         variant=variant,
         source=request.model,
@@ -157,9 +162,9 @@ def _host_room(wanted: int, free: Callable[[], int] = host_free_bytes) -> int:
 
     Rewritten blocks refer to themselves, so that a pipeline nobody has any more stays until such cycles are looked for.
     """
-    found = free()
-    if found >= wanted:
-        return found
+    room = free()
+    if room >= wanted:
+        return room
     gc.collect()
     empty_host_cache()
     return free()
@@ -234,20 +239,18 @@ def _folders(request: LoadRequest, progress: Progress) -> tuple[FamilySpec, dict
     if family is None:
         raise _unknown(model)
     whole = (model / INDEX).is_file()
-    folders = _pipeline_folders(model) if whole else {"transformer": model}
+    folders = _folders_in(model) if whole else {"transformer": model}
     wanted = [*family.parts, *family.tools]
     for name, given in (("base", request.base), ("image_encoder", request.image_encoder)):
         lacking = [part for part in wanted if part not in folders and (name == "base") == (part not in ENCODER_FOLDER)]
         if lacking and (given is not None or (not whole and any(part not in family.optional for part in lacking))):
             source = given or _searched(name, family, request)
             progress.notify(f"{name} from {source.name}{'' if given else ' (auto)'}")
-            offered = _pipeline_folders(source) if (source / INDEX).is_file() else _subfolders(source)
+            offered = _folders_in(source)
             if name == "base" and request.image_encoder is None:
                 lacking += [part for part in ENCODER_FOLDER if part in wanted and part not in folders]
             folders.update({part: offered[part] for part in lacking if part in offered})
-    spared = _text_left_out(family, folders)
-    if spared:
-        progress.notify("without text encoder: connect AnyGPU Load Prompt or core CONDITIONING")
+    spared = without_text(family, lambda part: part in folders and folders[part].is_dir(), progress)
     folders = {part: folder for part, folder in folders.items() if part not in spared}
     for tool in family.tools:
         if tool in folders and not any(folders[tool].glob("*.json")) and not any(folders[tool].glob("*.model")):
@@ -277,42 +280,26 @@ def _attention(
     return by_time(attention, facts, probes, operands, width)
 
 
-def _text_left_out(family: FamilySpec, folders: Mapping[str, Path]) -> tuple[str, ...]:
-    """The text parts and tokenizers of a model that came without any of its text encoders' folders."""
-    if any(part in folders and folders[part].is_dir() for part in family.text_parts):
-        return ()
-    return (*family.text_parts, *(tool for tool in family.tools if tool.startswith("tokenizer")))
-
-
 def _composed(request: LoadRequest, files: Files, progress: Progress) -> Composed:
     """The pipeline of single files, with what a folder named as base lends to it."""
     provided: dict[str, Path] = {}
     for folder in (request.base, request.image_encoder):
         if folder is not None:
-            provided |= _pipeline_folders(folder) if (folder / INDEX).is_file() else _subfolders(folder)
+            provided |= _folders_in(folder)
     wanted = family_in(files.parts["transformer"])
     provided = {name: folder for name, folder in provided.items() if name in (*wanted.parts, *wanted.tools)}
     return composed(replace(files, provided=provided), progress)
 
 
-def _tools_of(single: Composed) -> Tools:
-    readers = {name: _tool_reader(single.family.tools[name], folder) for name, folder in single.folder_tools.items()}
-    return Tools({**single.tools, **readers})
-
-
 ENCODER_FOLDER = ("image_encoder", "feature_extractor")
 
 
-def _pipeline_folders(model: Path) -> dict[str, Path]:
-    index = read_json(model / INDEX, "a diffusers pipeline")
-    return {
-        name: model / name
-        for name, entry in index.items()
-        if isinstance(entry, list) and len(entry) == 2 and entry[1] is not None
-    }
-
-
-def _subfolders(folder: Path) -> dict[str, Path]:
+def _folders_in(folder: Path) -> dict[str, Path]:
+    """The folders of parts and tools that the index of a pipeline names; without an index, all of them."""
+    if (folder / INDEX).is_file():
+        index = read_json(folder / INDEX, "a diffusers pipeline")
+        pairs = {name: entry for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2}
+        return {name: folder / name for name, (_, cls) in pairs.items() if cls is not None}
     if not folder.is_dir():
         raise CheckpointError(
             f"no folder {str(folder)!r}",
@@ -391,12 +378,10 @@ def _class_of(name: str, folder: Path, allowed: Sequence[str]) -> str:
 
 def _task(family: FamilySpec, transformer: Path) -> str:
     """The task of the pipeline around ``transformer``, or of a lone one by its own configuration."""
-    index = transformer.parent / INDEX
-    if not index.is_file():
-        task_of = getattr(family.code, "task_of", None)
-        config = transformer / "config.json"
-        return task_of(read_json(config, "a model configuration")) if task_of is not None else family.lone_task
-    return family.pipelines.get(str(read_json(index, "a diffusers pipeline").get("_class_name")), family.lone_task)
+    index = _index_beside(transformer)
+    if not index:
+        return lone_task(family, read_json(transformer / "config.json", "a model configuration"))
+    return family.pipelines.get(str(index.get("_class_name")), family.lone_task)
 
 
 def _variant(family: FamilySpec, request: LoadRequest, files: Mapping[str, PartFiles], progress: Progress) -> str:
@@ -415,11 +400,16 @@ def _variant(family: FamilySpec, request: LoadRequest, files: Mapping[str, PartF
     return variant
 
 
-def _tools(family: FamilySpec, folders: Mapping[str, Path]) -> Tools:
+def _tools(family: FamilySpec, folders: Mapping[str, Path], plain: Mapping[str, Callable[[], Any]]) -> Tools:
+    """The tools in ``folders``, and ``plain`` readers of others."""
     readers = {name: _tool_reader(library, folders[name]) for name, library in family.tools.items() if name in folders}
-    index = folders["transformer"].parent / INDEX
-    readers["index"] = lambda: read_json(index, "a diffusers pipeline") if index.is_file() else {}
-    return Tools(readers)
+    return Tools({**plain, **readers})
+
+
+def _index_beside(transformer: Path) -> dict[str, Any]:
+    """The ``model_index.json`` of the pipeline around ``transformer``; empty for a lone one."""
+    index = transformer.parent / INDEX
+    return read_json(index, "a diffusers pipeline") if index.is_file() else {}
 
 
 def _tool_reader(library: str, folder: Path) -> Callable[[], Any]:

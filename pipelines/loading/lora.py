@@ -10,8 +10,8 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +173,10 @@ class LoRAs:
         names = [_adapter(index) for index, lora in enumerate(self.loras) if lora.mode == "separate"]
         if not names:
             return
-        for layer_name, layer in _layers_with_lora(module):
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        layers: Any = ((name, layer) for name, layer in module.named_modules() if isinstance(layer, BaseTunerLayer))
+        for layer_name, layer in layers:
             layer.enable_adapters(active)
             if active:
                 layer.set_adapter(names)
@@ -185,20 +188,16 @@ class LoRAs:
     def _apply(self, part: str, module: nn.Module) -> Callable[[], None] | None:
         if part not in self.parts:
             return None
-        undo: list[Callable[[], Any]] = []
-        try:
+        with ExitStack() as undo:
             for lora in self.loras:
                 if lora.mode == "merged":
-                    undo.append(_merge(module, lora, _tensors(lora)))
+                    undo.callback(_merge(module, lora, _tensors(lora)))
             separate = [(index, lora) for index, lora in enumerate(self.loras) if lora.mode == "separate"]
             if separate:
-                undo.append(partial(_unload, module))
+                undo.callback(_unload, module)
             for index, lora in separate:
                 _inject(module, lora, _adapter(index), _tensors(lora), self.dtype)
-        except BaseException:
-            _take_back(undo)
-            raise
-        return partial(_take_back, undo)
+            return undo.pop_all().close
 
 
 def _scales(match: Match, entries: Mapping[str, TensorEntry]) -> dict[str, float]:
@@ -288,17 +287,6 @@ def _pairs_of(module: nn.Module, lora: LoRA) -> dict[str, Pair]:
 def _unload(module: Any) -> None:
     if getattr(module, "peft_config", None):
         module.unload_lora()
-
-
-def _take_back(undo: list[Callable[[], Any]]) -> None:
-    while undo:
-        undo.pop()()
-
-
-def _layers_with_lora(module: nn.Module) -> list[tuple[str, Any]]:
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    return [(name, layer) for name, layer in module.named_modules() if isinstance(layer, BaseTunerLayer)]
 
 
 def _is_plain(leaf: nn.Module) -> bool:

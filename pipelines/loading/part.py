@@ -21,8 +21,7 @@ from ...compat.memory.statistics import amount
 from ...compat.output_check import fault_in_weight
 from ...compat.packages import attribute
 from ..base import Progress, StageText
-
-NAMED = 3  # how many tensor names an error quotes
+from .keys import listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,19 +130,19 @@ def _tensors(
     Raises:
         CheckpointError: a weight that cannot be right: nothing but zeros, or values that are not finite.
     """
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     wanted = {name: entry for name, entry in files.entries.items() if name not in leave}
     for dtype in sorted({files.becomes(name) for name in wanted}, key=str):
         mine = {name: entry for name, entry in wanted.items() if files.becomes(name) is dtype}
-        found |= read_tensors(mine, dtype, advance, files.mapped)
+        tensors |= read_tensors(mine, dtype, advance, files.mapped)
         if dtype is torch.float16 and dtype is not files.dtype:
-            high = {name for name in mine if found[name].is_floating_point() and not found[name].isfinite().all()}
-            found |= read_tensors({name: mine[name] for name in high}, files.dtype, lambda _: None)
-    for name, tensor in found.items():
+            high = {name for name in mine if tensors[name].is_floating_point() and not tensors[name].isfinite().all()}
+            tensors |= read_tensors({name: mine[name] for name in high}, files.dtype, lambda _: None)
+    for name, tensor in tensors.items():
         if files.mapped and files.may_be_view(name, files.entries[name]):
             views.add(tensor.data_ptr())
         _require_sound(files, name, tensor)
-    return found
+    return tensors
 
 
 def _require_sound(files: PartFiles, name: str, tensor: torch.Tensor) -> None:
@@ -232,13 +231,13 @@ def _built_by_transformers(files: PartFiles, advance: Callable[[int], None], vie
         config = cls.config_class.from_dict(dict(files.config))
     try:
         with _without_bars():
-            module, found = cls.from_pretrained(
+            module, loading = cls.from_pretrained(
                 None, config=config, state_dict=tensors, dtype=files.dtype, output_loading_info=True
             )
     except (RuntimeError, ValueError) as error:
         raise _misfit(files, error) from error
-    mismatched = [str(key[0] if isinstance(key, tuple) else key) for key in found.get("mismatched_keys", ())]
-    _require_same(files, [*found["missing_keys"], *mismatched], [])
+    mismatched = [str(key[0] if isinstance(key, tuple) else key) for key in loading.get("mismatched_keys", ())]
+    _require_same(files, [*loading["missing_keys"], *mismatched], [])
     names = {stand_in.data_ptr(): name for name, stand_in in stand_ins.items()}
     for owner in module.modules():
         weight = owner._parameters.get("weight")
@@ -266,30 +265,19 @@ def _without_bars() -> Iterator[None]:
 
 
 def _require_same(files: PartFiles, missing: list[str], unexpected: list[str]) -> None:
-    if not missing and not unexpected:
-        return
-    absent = sorted(missing)
-    found = f"missing tensors {_names(absent)}" if absent else f"unexpected tensors {_names(sorted(unexpected))}"
-    raise CheckpointError(
-        f"{found} in the {files.name} of {str(files.folder)!r}",
-        expected=f"the tensors of {files.cls} as config.json describes it",
-        fix="Download config.json and weights from the same place.",
-    )
+    if missing or unexpected:
+        wrong = f"{'missing' if missing else 'unexpected'} tensors {listed(sorted(missing or unexpected))}"
+        raise CheckpointError(
+            f"{wrong} in the {files.name} of {str(files.folder)!r}",
+            expected=f"the tensors of {files.cls} as config.json describes it",
+            fix="Download config.json and weights from the same place.",
+        )
 
 
 def _misfit(files: PartFiles, error: Exception) -> CheckpointError:
+    reason = [line.strip() for line in str(error).splitlines() if line.strip()][:2][-1]  # behind torch's heading
     return CheckpointError(
-        f"the weights of the {files.name} in {str(files.folder)!r} do not fit its config.json ({_first_line(error)})",
+        f"the weights of the {files.name} in {str(files.folder)!r} do not fit its config.json ({reason})",
         expected=f"the shapes of {files.cls}",
         fix="Download config.json and weights from the same place.",
     )
-
-
-def _names(names: list[str]) -> str:
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(map(repr, names[:NAMED])) + more
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[1] if len(lines) > 1 else lines[0]

@@ -52,7 +52,7 @@ class Files:
         offered: every file of the model folders with the kinds of models in it.
         task: ``text``, ``image``, or ``auto`` where the files decide.
         tokenizers: folders of tokenizers by kind, such as those that ComfyUI ships.
-        lent: folders of a diffusers pipeline, by part and tool, for what no file brings; set by ``load``.
+        provided: folders of a diffusers pipeline, by part and tool, for what no file brings; set by ``load``.
     """
 
     parts: Mapping[str, Path]
@@ -94,16 +94,19 @@ def composed(request: Files, progress: Progress) -> Composed:
     configured = config_of(main, "" if request.task == AUTO else request.task)
     if configured.assumed:
         progress.notify(f"{family.title} {configured.name}: assumed from the name {main.path.name!r}")
-    task = configured.task or _task_in(family, configured.config)
+    task = configured.task or lone_task(family, configured.config)
     chosen = {"transformer": (main, configured)}
     folders: dict[str, Path] = {}
-    spared = _text_left_out(family, request, progress)
+    held = {kind for kinds in request.offered.values() for kind in kinds}
+    held |= {content.kind for content in contents(request.parts["transformer"])}
+    given = {*request.parts, *request.provided}
+    spared = without_text(family, lambda part: part in given or family.files[part].kind in held, progress)
     for part in family.parts:
         if part == "transformer" or part in spared:
             continue
-        found = _found(family, part, task, configured.config, request, progress)
-        if found is not None:
-            chosen[part] = (found, config_of(found))
+        content = _content_for(family, part, task, configured.config, request, progress)
+        if content is not None:
+            chosen[part] = (content, config_of(content))
         elif part in request.provided:
             folders[part] = request.provided[part]
         elif part not in family.optional and part not in spared:
@@ -128,12 +131,13 @@ def _transformer(path: Path) -> Content:
     return main
 
 
-def _task_in(family: FamilySpec, config: Mapping[str, Any]) -> str:
+def lone_task(family: FamilySpec, config: Mapping[str, Any]) -> str:
+    """The task of a transformer without a pipeline around it, by its configuration."""
     task_of = getattr(family.code, "task_of", None)
     return task_of(config) if task_of is not None else family.lone_task
 
 
-def _found(
+def _content_for(
     family: FamilySpec, part: str, task: str, config: Mapping[str, Any], request: Files, progress: Progress
 ) -> Content | None:
     """The model for ``part``: of the file that was named, else of the transformer's, else of any that is offered.
@@ -157,7 +161,7 @@ def _found(
     found = _of_kind(request.parts["transformer"], kind, width)
     if found is not None or part in request.provided:
         return found
-    if part in family.optional and _unneeded(family, part, task):
+    if part in family.optional and part == "image_encoder" and task == "text":
         return None
     for path in sorted(path for path, held in request.offered.items() if kind in held):
         found = _of_kind(path, kind, width)
@@ -202,19 +206,12 @@ def _of_halves(path: Path, kind: str, request: Files, progress: Progress) -> Con
     )
 
 
-def _text_left_out(family: FamilySpec, request: Files, progress: Progress) -> tuple[str, ...]:
-    """The text parts and tokenizers, where no file or folder has any of the text encoders."""
-    held = {kind for kinds in request.offered.values() for kind in kinds}
-    held |= {content.kind for content in contents(request.parts["transformer"])}
-    for part in family.text_parts:
-        if part in request.parts or part in request.provided or family.files[part].kind in held:
-            return ()
+def without_text(family: FamilySpec, has: Callable[[str], bool], progress: Progress) -> tuple[str, ...]:
+    """The text parts and tokenizers of a model that ``has`` none of its text encoders, which is said; else none."""
+    if any(map(has, family.text_parts)):
+        return ()
     progress.notify("without text encoder: connect AnyGPU Load Prompt or core CONDITIONING")
     return (*family.text_parts, *(tool for tool in family.tools if tool.startswith("tokenizer")))
-
-
-def _unneeded(family: FamilySpec, part: str, task: str) -> bool:
-    return part == "image_encoder" and task == "text"
 
 
 def _of_kind(path: Path, kind: str, width: int) -> Content | None:

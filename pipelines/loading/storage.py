@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,22 +33,9 @@ log = logging.getLogger(__name__)
 FILE_CHOICES = ("auto", "as in file")
 
 
-class Choices(Protocol):
-    """What the user chose of storage and offload."""
-
-    @property
-    def weights(self) -> str: ...
-    @property
-    def text_weights(self) -> str: ...
-    @property
-    def offload(self) -> str: ...
-    @property
-    def devices(self) -> Mapping[str, Any]: ...
-
-
 def with_storage(
     files: Mapping[str, PartFiles],
-    chosen: Choices,
+    chosen: Any,
     text_parts: tuple[str, ...],
     precision: Precision,
     facts: DeviceFacts,
@@ -61,6 +48,7 @@ def with_storage(
     and its convolutions run once per tile.
 
     Args:
+        chosen: has ``weights``, ``text_weights``, ``offload`` and ``devices``, as :class:`~.folder.LoadRequest`.
         probes: what this device has answered and where it is kept; None relies on the tables.
 
     Raises:

@@ -2,7 +2,7 @@
 
 Weights are counted from file headers. Activations follow formulas whose factors were fitted to measured peaks of the
 simulated accelerator at other sizes than the tests use: `python benchmarks/memory_fits.py` measures, adds rows to
-`benchmarks/results/memory_fits.csv` and writes each family's `fit.py` anew. They count tensors; what a vendor's
+`benchmarks/results/memory_fits.csv` and writes `FIT` into each family's `spec.py`. They count tensors; what a vendor's
 library takes for itself comes on top.
 """
 
@@ -13,6 +13,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+from torch import nn
+
 from ...compat.memory.estimates import PartBytes, part_bytes
 from ...compat.memory.offloader import MODES
 from ...compat.memory.parts import denoises
@@ -22,6 +25,7 @@ from ..family import FamilySpec
 from ..loading.part import PartFiles
 
 TRANSFORMER, VAE = "transformer", "vae"
+PLANES = 4  # activations that a streamed decode has in host memory at once
 MARGIN = 1.15  # what a forecast may be off by
 
 
@@ -62,13 +66,11 @@ def forecast(pipeline: Pipeline, size: Size, mode: str = "") -> Forecast:
     kept = 0
     if "image_encoder" in weights and pipeline.task == "image":
         own = max(weights["image_encoder"].total, vae)
-        stages.append(StageNeed("image", 0, own, decoding_bytes(pipeline, sized(size, frames=1))))
+        stages.append(StageNeed("image", 0, own, decoding_bytes(pipeline, replace(size, frames=1))))
         kept = vae if stays else 0
     if text:
         active = {part: text_bytes(pipeline, part) for part in text}
-        needs = [
-            StageNeed("text", kept, weights[part].resident(mode, part, active[part]), active[part]) for part in text
-        ]
+        needs = (StageNeed("text", kept, weights[p].resident(mode, p, active[p]), active[p]) for p in text)
         stages.append(max(needs, key=lambda need: need.total))
     forward = sampling_bytes(pipeline, size)
     own, all_own = transformer_bytes(pipeline, mode, forward), transformer_bytes(pipeline, "none") if stays else 0
@@ -194,8 +196,14 @@ def streamed_term(pipeline: Pipeline, size: Size, frames: int, tile: int, stream
 
 
 def plane_bytes(pipeline: Pipeline, size: Size) -> int:
-    """The largest activation of a decode, as a whole."""
-    return int(decoding_terms(pipeline, size)[0])
+    """Bytes of host memory that a streamed decode takes: a few of its largest activations, as a whole."""
+    return int(decoding_terms(pipeline, size)[0]) * PLANES
+
+
+def bytes_on(device: torch.device, *modules: nn.Module | None) -> int:
+    """Bytes of ``modules`` on ``device``."""
+    tensors = (each for module in modules if module is not None for each in (*module.parameters(), *module.buffers()))
+    return sum(tensor.nbytes for tensor in tensors if tensor.device == device)
 
 
 def widest(config: Mapping[str, Any]) -> float:
@@ -219,8 +227,3 @@ def default_size(family: FamilySpec) -> Size:
     """The size that the family's own pipeline makes."""
     defaults = family.defaults
     return Size(defaults.width, defaults.height, defaults.frames, defaults.cfg > 1.0)
-
-
-def sized(size: Size, **changes: Any) -> Size:
-    """``size`` with some of it changed."""
-    return replace(size, **changes)

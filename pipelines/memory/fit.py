@@ -19,7 +19,7 @@ from ...compat.checkpoints.weights import VIEWS_TAKE_MEMORY
 from ...compat.decision import Decision
 from ...compat.device.execution import HOST
 from ...compat.device.facts import GIBIBYTE, DeviceFacts, empty_cache, facts_for, free_bytes, locks_host_memory
-from ...compat.device.failures import MEMORY, failure_kind
+from ...compat.device.failures import is_shortage
 from ...compat.errors import InputError, PackError, UnsupportedError
 from ...compat.memory.estimates import PartBytes
 from ...compat.memory.host_weights import DISK, HostWeights, choose_host_weights
@@ -29,7 +29,7 @@ from ...compat.memory.transfer import on_device
 from ...compat.transforms import compile as compiling
 from ..base import Pipeline, Progress
 from ..loading.part import PartFiles
-from .estimates import MARGIN, TRANSFORMER, VAE, Size, forecast, transformer_bytes
+from .estimates import MARGIN, TRANSFORMER, VAE, Size, bytes_on, forecast, transformer_bytes
 
 GIVEN_UP = "_anygpu_given_up"  # on an error that every way on was tried for
 SPARE = 1.05  # of what a forecast says, before a mode is taken
@@ -156,7 +156,8 @@ def fit_offload(pipeline: Pipeline, stage: str, size: Size | None, progress: Pro
     free = free_bytes(offloader.device)
     if free is None:
         return
-    room = free + _own_bytes(pipeline) - offloader.options.keep_free_bytes
+    own = bytes_on(offloader.device, *pipeline.parts.values())  # which leave it where the mode wants so
+    room = free + own - offloader.options.keep_free_bytes
     needs = {mode: _need(pipeline, stage, size, mode) for mode in MODES if _compiles(pipeline, mode)}
     fits = next((mode for mode, need in needs.items() if need * SPARE <= room), "")
     least = min(needs, key=lambda mode: needs[mode])
@@ -176,7 +177,7 @@ def fit_offload(pipeline: Pipeline, stage: str, size: Size | None, progress: Pro
         )
 
 
-def recovery(
+def make_room_and_retry(
     pipeline: Pipeline,
     progress: Progress,
     parts: tuple[str, ...] = (),
@@ -196,11 +197,11 @@ def recovery(
 
     def again(error: BaseException) -> bool:
         nonlocal once_more
-        if not parts or failure_kind(error) != MEMORY or hasattr(error, GIVEN_UP):
+        if not parts or not is_shortage(error) or hasattr(error, GIVEN_UP):
             return False
         try:
             done = pipeline.offloader.step_down(*parts)
-        except RuntimeError:  # no room for that either
+        except (RuntimeError, MemoryError):  # no room for that either
             done = ""
         if not done and once_more:
             done, once_more = "once more", False
@@ -237,12 +238,12 @@ def _need(pipeline: Pipeline, stage: str, size: Size | None, mode: str) -> int:
     """Bytes of ``stage`` under ``mode``: its own peak, and with ``none`` all that stays on the device."""
     weights = pipeline.weights
     whole = Size(64, 64, 1) if size is None else size
-    found = {need.name: need for need in forecast(pipeline, whole, mode).stages}
-    need = found[stage].total if stage in found else 0
+    needs = {need.name: need for need in forecast(pipeline, whole, mode).stages}
+    need = needs[stage].total if stage in needs else 0
     if size is None:  # the transformer comes next
         need = max(need, transformer_bytes(pipeline, mode))
     stays = transformer_bytes(pipeline, mode) + weights[VAE].total if mode == "none" else 0
-    return max(need, stays + (found["sampling"].activations if stays and size is not None else 0))
+    return max(need, stays + (needs["sampling"].activations if stays and size is not None else 0))
 
 
 def _compiles(pipeline: Pipeline, mode: str) -> bool:
@@ -254,14 +255,3 @@ def _compiles(pipeline: Pipeline, mode: str) -> bool:
     except PackError:
         return False
     return True
-
-
-def _own_bytes(pipeline: Pipeline) -> int:
-    """Bytes of this pipeline's parts on the device, which leave it where the mode wants so."""
-    device = pipeline.offloader.device
-    return sum(
-        tensor.nbytes
-        for module in pipeline.parts.values()
-        for tensor in (*module.parameters(), *module.buffers())
-        if tensor.device == device
-    )

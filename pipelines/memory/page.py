@@ -17,6 +17,7 @@ from .fit import SPARE, plan_line
 WIDTH, MARGIN, SIZE, BAR, GAP, LEFT = 1200, 24, 18, 26, 10, 300
 PAPER, INK, FAINT, HEAD, FREE, OVER = "#1b1d21", "#e8e8e8", "#a8adb5", "#7cc4ff", "#3a3f47", "#ff8a7a"
 COLOURS = {"kept": "#5b6f8f", "weights": "#4f9dde", "activations": "#e0a84f"}
+LEGEND = {"kept": "still there from before"}
 
 
 def planned_size(pipeline: Pipeline, width: int, height: int, frames: int, guided: bool) -> Size:
@@ -29,8 +30,8 @@ def planned_size(pipeline: Pipeline, width: int, height: int, frames: int, guide
         raise InputError(f"a size of {width}x{height}, {frames} frames", expected="0 or more", fix="0 is the default.")
     family = pipeline.spec
     usual = default_size(family)
-    found = snap(family, width or usual.width, height or usual.height, frames or usual.frames)
-    return Size(found.width, found.height, found.frames, guided)
+    size = snap(family, width or usual.width, height or usual.height, frames or usual.frames)
+    return Size(size.width, size.height, size.frames, guided)
 
 
 def memory_plan(pipeline: Pipeline, size: Size) -> tuple[str, torch.Tensor]:
@@ -98,7 +99,7 @@ def _drawn(pipeline: Any, title: str, found: tuple[Forecast, ...], room: int | N
     pen.text((MARGIN, top), title, fill=HEAD, font=bold)
     for index, (name, colour) in enumerate(COLOURS.items()):
         pen.rectangle((MARGIN + index * 220, top + 40, MARGIN + index * 220 + 18, top + 58), fill=colour)
-        pen.text((MARGIN + index * 220 + 26, top + 38), _legend(name), fill=FAINT, font=font)
+        pen.text((MARGIN + index * 220 + 26, top + 38), LEGEND.get(name, name), fill=FAINT, font=font)
     top += 80
     for each in found:
         pen.text((MARGIN, top), f"offload {each.mode}", fill=INK, font=bold)
@@ -116,17 +117,14 @@ def _bar(pen: Any, stage: Any, top: int, scale: float, room: int | None, font: A
     pen.text((MARGIN + 16, top + 3), stage.name, fill=INK, font=font)
     pen.rectangle((LEFT, top, WIDTH - MARGIN - 120, top + BAR), fill=FREE)
     left = float(LEFT)
-    for name, size in (("kept", stage.kept), ("weights", stage.weights), ("activations", stage.activations)):
+    for name, colour in COLOURS.items():
+        size = getattr(stage, name)
         right = left + size * scale
         if size:
-            pen.rectangle((left, top, right, top + BAR), fill=COLOURS[name])
+            pen.rectangle((left, top, right, top + BAR), fill=colour)
         left = right
     over = room is not None and stage.total > room
     pen.text((left + 8, top + 3), amount_of(stage.total), fill=OVER if over else INK, font=font)
     if room is not None:
         line = LEFT + room * scale
         pen.line((line, top - 4, line, top + BAR + 4), fill=OVER if over else INK, width=3)
-
-
-def _legend(name: str) -> str:
-    return {"kept": "still there from before", "weights": "weights", "activations": "activations"}[name]

@@ -15,7 +15,7 @@ from ..family import FamilySpec
 from ..grid import SMALLEST_SIDE
 
 UNITS = {"bytes": 1, "B": 1, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3, "KB": 1e3, "MB": 1e6, "GB": 1e9}
-ASKED = re.compile(r"tried to allocate ([\d.]+) (\w+)", re.IGNORECASE)
+ASKED = re.compile(r"(?:tried to allocate|invalid buffer size:) ([\d.]+) (\w+)", re.IGNORECASE)
 FREE = re.compile(r"of which ([\d.]+) (\w+) is free")
 WEIGHTLESS = ("group", "sequential", "comfyui")  # weights already come and go by block, layer or need
 LEAST_SHARE, MOST_SHARE = 0.1, 0.8

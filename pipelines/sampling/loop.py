@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import functional
 
-from ...compat.device.failures import MEMORY, failure_kind
+from ...compat.device.execution import state_of
+from ...compat.device.failures import DEVICE_ERRORS, is_shortage
 from ...compat.errors import InputError
-from ..base import Pipeline, Progress, SampleSettings
+from ..base import Latents, Pipeline, Progress, SampleSettings
+from ..family import FamilySpec
 from .schedules import Schedule
 
 Predict = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
@@ -53,12 +56,34 @@ def noise_for(shape: tuple[int, ...], generator: torch.Generator, device: torch.
     return torch.randn(shape, generator=generator, dtype=torch.float32).to(device)
 
 
+def latent_shape(spec: FamilySpec, channels: int, size: SampleSettings) -> tuple[int, int, int, int, int]:
+    """(1, C, T, H, W) of the latents of a video."""
+    return 1, channels, (size.frames - 1) // spec.stride + 1, size.height // spec.ratio, size.width // spec.ratio
+
+
 def start_from(clean: torch.Tensor | None, noise: torch.Tensor, schedule: Schedule) -> torch.Tensor:
     """The latents that sampling starts from: noise, or ``clean`` under the first noise level."""
     if clean is None:
         return noise
     level = schedule.levels[0]
     return level * noise + (1.0 - level) * clean
+
+
+def sampled_latents(
+    pipeline: Pipeline, samples: torch.Tensor, settings: SampleSettings, generator: torch.Generator, **extra: Any
+) -> Latents:
+    """``samples`` (1, C, T, H, W) in core's space, on the CPU, with what ``settings`` asked for and ``extra``."""
+    return Latents(
+        samples=samples,
+        family=pipeline.family,
+        task=pipeline.task,
+        frames=settings.frames,
+        height=settings.height,
+        width=settings.width,
+        fps=settings.fps,
+        seed=settings.seed,
+        extra={"generator_state": state_of(generator), **extra},
+    )
 
 
 def denoise(
@@ -124,7 +149,7 @@ class Try:
 def retries(
     again: Again | None,
     restore: Callable[[], None] = lambda: None,
-    catches: tuple[type[Exception], ...] = (RuntimeError,),
+    catches: tuple[type[Exception], ...] = (RuntimeError, MemoryError),
 ) -> Iterator[Try]:
     """Tries of a block until one succeeds; the error of the last, where ``again`` says that no other would help.
 
@@ -198,8 +223,8 @@ def _later(
     def estimate() -> torch.Tensor:
         try:
             return made(output, latents)
-        except RuntimeError as error:
-            if failure_kind(error) != MEMORY:
+        except DEVICE_ERRORS as error:
+            if not is_shortage(error):
                 raise
         return made(output.cpu(), latents.cpu())
 

@@ -34,6 +34,13 @@ class Levels:
     mu: float | None = None
 
 
+def even_levels(steps: int, mu: float | None = None) -> Levels:
+    """Evenly spaced from 1, before the scheduler shifts them."""
+    import numpy
+
+    return Levels(sigmas=numpy.linspace(1.0, 0.0, steps + 1)[:-1].tolist(), mu=mu)
+
+
 class Schedule:
     """Timesteps for the transformer, noise levels, and one step of the solver.
 

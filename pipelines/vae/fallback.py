@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from ...compat.device.execution import HOST, checked_leaves, generator_for
 from ...compat.device.facts import empty_cache, first_line
-from ...compat.device.failures import KERNEL, MEMORY, failure_kind
+from ...compat.device.failures import DEVICE_ERRORS, KERNEL, MEMORY, failure_kind
 from ...compat.device.vae_policy import METHODS, Form, checked_form, convolution_switches, straightened, tiled
 from ...compat.errors import UnsupportedError, remember
 from ...compat.memory.transfer import Transfer, casts_wrongly, transfer_for
@@ -141,7 +141,7 @@ class Passes:
         while True:
             try:
                 return self._once(run, judge, stage, progress)
-            except (RuntimeError, TypeError, UnsoundError) as error:
+            except (*DEVICE_ERRORS, UnsoundError) as error:
                 kind, text = failure_kind(error), first_line(error)
                 self._close()
                 others = plan.others() if kind == MEMORY and not self._alone else []

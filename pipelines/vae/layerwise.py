@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ...compat.device.facts import empty_cache
-from ...compat.device.failures import MEMORY, failure_kind
+from ...compat.device.failures import DEVICE_ERRORS, is_shortage
 from ...compat.errors import UnsupportedError
 from ...compat.memory.hooks import own_tensors, weights_on
 from ...compat.memory.transfer import Transfer
@@ -101,8 +101,8 @@ class Stream:
                 part = self._summed(piece)
                 here = self.way.to_host(piece)
                 del piece
-            except RuntimeError as error:
-                if failure_kind(error) != MEMORY:
+            except DEVICE_ERRORS as error:
+                if not is_shortage(error):
                     raise
                 after = self.smaller(self.tile)
                 if not after:

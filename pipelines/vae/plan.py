@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from itertools import compress
 
 import torch
-from torch import nn
 
 from ...compat.device.execution import HOST, execution_device
 from ...compat.device.facts import free_bytes, host_free_bytes
@@ -21,12 +20,11 @@ from ...compat.device.quirks import policy_for
 from ...compat.device.vae_policy import METHODS, TILES, Form, largest_buffer_bytes, limit_of, tiles_below
 from ...compat.precision import DTYPES
 from ..base import Pipeline
-from ..memory.estimates import Size, attempt_bytes, plane_bytes
+from ..memory.estimates import Size, attempt_bytes, bytes_on, plane_bytes
 from .layerwise import SIDES
 
 AUTO, FULL, TILED, CHUNKED, STREAMING, ON_CPU = METHODS
 CHUNKS = (8, 4, 2, 1)  # latent frames
-PLANES = 4  # activations that a streamed decode has in host memory at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,11 +218,7 @@ class Plan:
         """Latent frames per chunk of a streamed decode: as many as were asked; else all, or one on a small host."""
         if not self.causal or not self.pipeline.weights:
             return 0
-        return self.form.frames or int(self._planes() > host_free_bytes())
-
-    def _planes(self) -> int:
-        """Bytes of host memory that a streamed decode takes."""
-        return plane_bytes(self.pipeline, self.area) * PLANES
+        return self.form.frames or int(plane_bytes(self.pipeline, self.area) > host_free_bytes())
 
     def _start(self, advised: int) -> int:
         """The tile to begin with, in pixels: what the method, the family and the device want; 0 for whole."""
@@ -252,13 +246,13 @@ class Plan:
             return self.attempt
         offloader = pipeline.offloader
         weights = pipeline.weights["vae"].resident(offloader.mode, "vae") + offloader.options.keep_free_bytes
-        weights -= bytes_on(pipeline.parts.get("vae"), self.device)
+        weights -= bytes_on(self.device, pipeline.parts.get("vae"))
         if weights + self.needed_bytes(self.forms[0]) <= free:
             return self.forms[0]
         for name in self.others():
             offloader.release(name)
         free = room_on(pipeline, self.device) or free
-        streams = self._planes() <= host_free_bytes()
+        streams = plane_bytes(self.pipeline, self.area) <= host_free_bytes()
         forms = [each for each in self.forms if not each.on_host and (streams or not each.stream)]
         fitting = (each for each in forms if weights + self.needed_bytes(each) <= free)
         return next(fitting, min(forms, key=self.needed_bytes))
@@ -267,9 +261,3 @@ class Plan:
 def room_on(pipeline: Pipeline, device: torch.device) -> int | None:
     """Bytes that a part may take on ``device``: what is free, or all of it where a host lets its other models leave."""
     return (pipeline.facts.total_bytes or None) if pipeline.offloader.evicts else free_bytes(device)
-
-
-def bytes_on(module: nn.Module | None, device: torch.device) -> int:
-    """Bytes of ``module`` on ``device``."""
-    tensors = () if module is None else (*module.parameters(), *module.buffers())
-    return sum(tensor.nbytes for tensor in tensors if tensor.device == device)

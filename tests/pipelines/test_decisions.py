@@ -14,8 +14,8 @@ from anygpu.compat.device.report import AMBER, GREEN, GREY, RED, probe_statuses
 from anygpu.compat.transforms.attention import CHOICES as ATTENTIONS
 from anygpu.pipelines import tiny
 from anygpu.pipelines.decisions import card_of, in_short, limit_line, limit_tooltip, limits
+from anygpu.pipelines.loading.download import first_steps, known_page, offers, remedy, smallest_for
 from anygpu.pipelines.loading.folder import LoadRequest, load
-from anygpu.pipelines.loading.published import first_steps, known_page, offers, remedy, smallest_for
 from anygpu.pipelines.registry import FAMILIES
 
 CPU = facts_for("cpu")

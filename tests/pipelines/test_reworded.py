@@ -18,7 +18,7 @@ from anygpu.compat.transforms.step_cache import StepCacheSettings
 from anygpu.pipelines import tiny
 from anygpu.pipelines.base import FramePackSettings, Prompt, SampleSettings
 from anygpu.pipelines.decisions import card_of, in_short, limits
-from anygpu.pipelines.families.framepack.resume import resume_key
+from anygpu.pipelines.families.framepack.pipeline import resume_key
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.report import precisions
 from anygpu.pipelines.speed import SpeedRequest, with_step_cache

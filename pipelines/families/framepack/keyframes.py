@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from ....compat.device.execution import checked_leaves, execution_device
+from ....compat.device.execution import checked_leaves
 from ....compat.errors import InputError
 from ...base import FramePackSettings, ImageCondition, ImageRequest, Pipeline, Progress, StageText
-from ...pictures import signed
+from ...pictures import checked_vision, signed
+from ...text.t5 import bare_pipeline
 from ...vae.fallback import encoded_moments
 
 START, END, VISION = "start", "end", "vision"
@@ -88,31 +87,16 @@ def _vision(pipeline: Pipeline, request: ImageRequest, progress: Progress) -> to
     config = pipeline.configs["image_encoder"]
     config = config.get("vision_config", config)
     side = int(config.get("image_size", 384)) // int(config.get("patch_size", 14))
-    expected = (1, side * side, int(pipeline.configs["transformer"].get("image_proj_dim", 1152)))
     if request.vision is not None:
-        if tuple(request.vision.shape) != expected:
-            raise InputError(
-                f"a CLIP_VISION_OUTPUT of shape {tuple(request.vision.shape)}",
-                expected=f"the shape {expected}",
-                fix="Use CLIP Vision Encode with sigclip_vision_patch14_384, without crop.",
-            )
-        return request.vision.detach().float().cpu()
+        width = int(pipeline.configs["transformer"].get("image_proj_dim", 1152))
+        return checked_vision(request.vision, side * side, width)
     from diffusers import HunyuanVideoFramepackPipeline
 
     hold = pipeline.offloader.hold("image_encoder", 0, progress)
     with hold as encoder, checked_leaves(encoder, progress.check):
-        pipe: Any = HunyuanVideoFramepackPipeline(
-            text_encoder=None,
-            tokenizer=None,
-            transformer=None,
-            vae=None,
-            scheduler=None,
-            text_encoder_2=None,
-            tokenizer_2=None,
-            image_encoder=encoder,
-            feature_extractor=pipeline.tools["feature_extractor"],
-        )
+        tools = {"image_encoder": encoder, "feature_extractor": pipeline.tools["feature_extractor"]}
+        pipe = bare_pipeline(HunyuanVideoFramepackPipeline, **tools)
         picture = signed(request.frames)[:, :, 0]
-        states = pipe.encode_image(picture, device=execution_device(pipeline.offloader))
+        states = pipe.encode_image(picture, device=pipeline.offloader.device)
         progress.step(1, 1, StageText("encoding", "image for SigLIP"))
     return states.float().cpu()

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ....compat.device.execution import checked_leaves, execution_device, generator_for, placed, state_of
+from ....compat.device.execution import checked_leaves, generator_for, placed, state_of
 from ....compat.device.vae_policy import Form
 from ....compat.errors import InputError
+from ....compat.precision import Precision
 from ...base import (
     FramePackSettings,
     ImageCondition,
@@ -27,23 +31,23 @@ from ...base import (
 )
 from ...grid import MOST_FRAMES, snap_frames
 from ...memory.estimates import beside_transformer
-from ...memory.fit import recovery
+from ...memory.fit import make_room_and_retry
 from ...sampling.core_sampler import Call, guidance_of, required
 from ...sampling.guidance import Guidance
-from ...sampling.loop import denoise, noise_for
+from ...sampling.loop import denoise, noise_for, sampled_latents
 from ...sampling.resume import Keeper, Standing
-from ...sampling.schedules import Levels, schedule_for
+from ...sampling.schedules import Levels, even_levels, schedule_for
 from ...text.llama import POOLED, llama_embeds, llama_from_core
 from ...text.t5 import EMBEDS, MASK, described
 from ...vae.fallback import decoding
 from .keyframes import END, START, VISION, drawn, end_strength
 from .keyframes import encode_image as encode_image
-from .resume import resume_key
 from .sections import History, Plan, joined, plan_for, spans
 from .spec import F1, I2V, SPEC, TEMPORAL_RATIO
 from .training import training_plan as training_plan
 from .training import training_sections as training_sections
 
+STORED = (".safetensors", ".gguf", ".bin", ".json")  # files of a model that decide its videos
 LARGEST_SHIFT = 7.0  # of the models' own schedule, where the scheduler's configuration asks for a dynamic one
 SHIFT_NAMES = {  # upstream's function names the scheduler's settings in its own way
     "base_image_seq_len": "base_seq_len",
@@ -134,7 +138,7 @@ def sample(
     Source: diffusers ``HunyuanVideoFramepackPipeline.__call__``, equal to it in fp32; single-frame mode:
     kohya-ss/musubi-tuner#267 with ``target_index`` at the window.
     """
-    device, generator = execution_device(pipeline.offloader), generator_for(settings.seed)
+    device, generator = pipeline.offloader.device, generator_for(settings.seed)
     strength = end_strength(image, framepack, progress)
     plan = plan_for(pipeline.variant, framepack, settings.frames, strength > 0)
     settings = replace(settings, frames=_counting(plan, settings, strength > 0, progress))
@@ -234,7 +238,7 @@ def _texts(
         )
 
     def ready(embeds: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        return dict(placed(embeds, execution_device(pipeline.offloader), pipeline.precision.residual))
+        return dict(placed(embeds, pipeline.offloader.device, pipeline.precision.residual))
 
     common = {} if prompt.negative is None else {"uncond": ready(prompt.negative)}
     first, further = ready(prompt.embeds), [ready(section) for section in prompt.sections[: plan.count - 1]]
@@ -261,19 +265,18 @@ def _section(
             return cond
         return guidance.guide(cond, forward(latents, time, text, "uncond"))
 
-    return denoise(noise, schedule, predict, progress=progress, again=recovery(pipeline, progress)).cpu()
+    return denoise(noise, schedule, predict, progress=progress, again=make_room_and_retry(pipeline, progress)).cpu()
 
 
 def _levels_for(pipeline: Pipeline, latents: torch.Tensor) -> Callable[[int], Levels]:
     """From a number of steps to evenly falling levels, and the shift that the size of ``latents`` asks for."""
-    import numpy
     from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video_framepack import calculate_shift
 
     tokens = math.prod(latents.shape[2:]) / int(pipeline.configs["transformer"].get("patch_size", 2)) ** 2
     config = pipeline.tools["scheduler"]
     given = {argument: config[name] for name, argument in SHIFT_NAMES.items() if name in config}
     mu = min(float(calculate_shift(tokens, **given)), math.log(LARGEST_SHIFT))
-    return lambda steps: Levels(sigmas=numpy.linspace(1.0, 0.0, steps + 1)[:-1].tolist(), mu=mu)
+    return partial(even_levels, mu=mu)
 
 
 def _forward(
@@ -312,12 +315,55 @@ def _so_far(pipeline: Pipeline, history: History, settings: SampleSettings, gene
     frames = (history.lengths[-1] - 1) * TEMPORAL_RATIO + 1
     if not plan.inverted or len(history.lengths) == plan.count:
         frames = min(frames, settings.frames)
-    extra = {
-        "section_lengths": list(history.lengths),
-        "window": plan.window,
-        "order": plan.order,
-        "generator_state": state_of(generator),
-    }
+    extra = {"section_lengths": list(history.lengths), "window": plan.window, "order": plan.order}
     samples = history.latents / float(pipeline.configs["vae"]["scaling_factor"])
-    size = settings.height, settings.width
-    return Latents(samples, SPEC.id, pipeline.task, frames, *size, settings.fps, settings.seed, extra=extra)
+    return sampled_latents(pipeline, samples, replace(settings, frames=frames), generator, **extra)
+
+
+def resume_key(
+    pipeline: Pipeline, prompt: Prompt, image: ImageCondition, settings: SampleSettings, framepack: FramePackSettings
+) -> str:
+    """A hash of all that decides the latents: model files and how they are kept, precision, LoRAs, step cache,
+    embeddings, pictures and settings.
+
+    How parts are moved and which attention kernel runs are left out: who ran out of memory changes just these.
+    """
+    digest = hashlib.sha256()
+    adapted = str(pipeline.offloader.adapters or "")
+    kinds = {field.name: getattr(pipeline.precision, field.name) for field in fields(Precision) if field.name != "why"}
+    stored = pipeline.storage.get("transformer", "")
+    model = [pipeline.family, pipeline.variant, kinds, stored, adapted, pipeline.step_cache]
+    for item in _plain([*model, _files(pipeline.source)]):
+        digest.update(item)
+    for item in _plain([prompt.embeds, prompt.negative, prompt.sections, image, settings, framepack]):
+        digest.update(item)
+    return digest.hexdigest()
+
+
+def _files(source: Path) -> list[tuple[str, int, int]]:
+    """Name, size and time of each file of a model; a file beside others is its own model."""
+    paths = sorted(source.rglob("*")) if source.is_dir() else [source]
+    return [
+        (str(path), path.stat().st_size, path.stat().st_mtime_ns)
+        for path in paths
+        if path.suffix in STORED and path.is_file()
+    ]
+
+
+def _plain(value: Any) -> Iterator[bytes]:
+    """The bytes of nested values: names, numbers and every bit of every tensor."""
+    if isinstance(value, torch.Tensor):
+        yield f"{value.dtype}{tuple(value.shape)}".encode()
+        yield value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    elif isinstance(value, Mapping):
+        for key in sorted(value):
+            yield f"<{key}>".encode()
+            yield from _plain(value[key])
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield from _plain({item.name: getattr(value, item.name) for item in fields(value)})
+    elif isinstance(value, (list, tuple)):
+        yield f"[{len(value)}]".encode()
+        for item in value:
+            yield from _plain(item)
+    else:
+        yield f"{json.dumps(value, default=str)};".encode()

@@ -10,6 +10,7 @@ import torch
 
 from ....compat.errors import InputError
 from ...base import SECTION_ORDERS, FramePackSettings
+from ...grid import require_range
 from ...pictures import unsigned
 from ...sampling.resume import Standing
 from .spec import F1, TEMPORAL_RATIO
@@ -91,20 +92,11 @@ def plan_for(variant: str, framepack: FramePackSettings, frames: int, ended: boo
     Raises:
         InputError: window, order or end strength out of range, or an end image where the order cannot reach one.
     """
-    if not 1 <= framepack.window <= LARGEST_WINDOW:
-        nearest = min(max(framepack.window, 1), LARGEST_WINDOW)
-        raise InputError(
-            f"window {framepack.window}",
-            expected=f"1 to {LARGEST_WINDOW} latent frames",
-            fix=f"The nearest valid value is {nearest}; the models were trained with 9.",
-        )
+    advice = "; the models were trained with 9"
+    require_range("window", framepack.window, 1, LARGEST_WINDOW, "latent frames", advice=advice)
     if framepack.order not in ORDERS:
         raise InputError(f"order {framepack.order!r}", expected=f"one of {', '.join(ORDERS)}", fix="Choose auto.")
-    if not 0.0 <= framepack.end_strength <= 1.0:
-        share = min(max(framepack.end_strength, 0.0), 1.0)
-        raise InputError(
-            f"end_strength {framepack.end_strength}", expected="0 to 1", fix=f"The nearest valid value is {share:g}."
-        )
+    require_range("end_strength", framepack.end_strength, 0, 1)
     order = framepack.order
     if order == "auto":
         order = VANILLA if variant == F1 else INVERTED

@@ -7,16 +7,17 @@ from dataclasses import replace
 import torch
 
 from ....compat.precision import HALF_TEXT
-from ...family import HUB, Defaults, Download, FamilySpec, FileKind, MemoryTerms, MusubiCache, Offer
+from ...family import GUIDED, Defaults, Download, FamilySpec, FileKind, Fit, MemoryTerms, MusubiCache, Offer
+from ...loading.keys import SAME, Layout
 from ...text.llama import POOLED
 from ...text.t5 import EMBEDS
 from ..hunyuan_video import layouts as hunyuan_video
 from ..hunyuan_video.spec import BLOCKS, DOWNLOAD, FILES
-from .fit import FIT
-from .layouts import LAYOUTS
 
 SPATIAL_RATIO, TEMPORAL_RATIO = 8, 4
 I2V, F1 = "framepack", "framepack_f1"
+# Written by `python benchmarks/memory_fits.py`.
+FIT = Fit(tokens=13.18, latents=1.13, pixels=4.53, plain=5.6, text=4.31, streamed=13.29)
 
 SPEC = FamilySpec(
     id="framepack",
@@ -43,22 +44,8 @@ SPEC = FamilySpec(
     ratio=SPATIAL_RATIO,
     stride=TEMPORAL_RATIO,
     defaults=Defaults(width=640, height=608, frames=153, steps=25, fps=30.0, guidance=10.0),
-    effective=frozenset(
-        {
-            "guidance",
-            "cfg",
-            "cfg_start",
-            "cfg_end",
-            "shift",
-            "sigmas",
-            "template",
-            "sections",
-            "frame",
-            "strength",
-            "vision",
-            "previous",
-        }
-    ),
+    effective=GUIDED - {"negative", "latents", "noise_mask"}
+    | {"guidance", "template", "sections", "frame", "strength", "vision", "previous"},
     variants=(I2V, F1),
     buckets=(
         (416, 960),
@@ -96,16 +83,23 @@ SPEC = FamilySpec(
     ),
     precision=HALF_TEXT,
     sections=True,
-    layouts=LAYOUTS,
+    layouts=(
+        Layout(
+            "framepack/transformer",
+            "FramePack",
+            ("clean_x_embedder.proj.weight", "single_transformer_blocks.0.proj_mlp.weight"),
+            SAME,
+        ),
+    ),
     lora_layouts=hunyuan_video.LAYOUTS,
     files={**FILES, "image_encoder": FileKind("siglip", "image_proj_dim")},
     tokenizers={"tokenizer": "llama", "tokenizer_2": "clip_l"},
     offer=Offer(
         (
-            Download(f"{HUB}lllyasviel/FramePackI2V_HY", "86cef4396041b6002c957852daac4c91aaa47c79"),
+            Download("lllyasviel/FramePackI2V_HY", "86cef4396041b6002c957852daac4c91aaa47c79"),
             replace(DOWNLOAD, only=tuple(part for part in DOWNLOAD.only if part != "transformer")),
             Download(
-                f"{HUB}lllyasviel/flux_redux_bfl",
+                "lllyasviel/flux_redux_bfl",
                 "45b801affc54ff2af4e5daf1b282e0921901db87",
                 ("image_encoder", "feature_extractor"),
             ),

@@ -14,21 +14,21 @@ from typing import Any
 
 import torch
 
-from ....compat.device.execution import checked_leaves, execution_device, generator_for, placed, state_of
+from ....compat.device.execution import checked_leaves, generator_for, placed
 from ....compat.device.vae_policy import Form
 from ....compat.errors import CheckpointError, InputError
 from ...base import ImageCondition, ImageRequest, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings
 from ...family import Defaults
 from ...memory.estimates import beside_transformer
-from ...memory.fit import recovery
+from ...memory.fit import make_room_and_retry
 from ...sampling.core_sampler import Call, guidance_of, required
 from ...sampling.guidance import Guidance
-from ...sampling.loop import NoiseMask, denoise, noise_for, noise_mask_for, start_from
-from ...sampling.schedules import Levels, schedule_for
+from ...sampling.loop import NoiseMask, denoise, latent_shape, noise_for, noise_mask_for, sampled_latents, start_from
+from ...sampling.schedules import even_levels, schedule_for
 from ...text.llama import POOLED, Sight, llama_embeds, llama_from_core
 from ...text.t5 import EMBEDS, MASK
 from ...vae.fallback import decoded, encoded
-from .spec import CHANNELS, SPATIAL_RATIO, SPEC, TEMPORAL_RATIO
+from .spec import CHANNELS, SPEC, TEMPORAL_RATIO
 
 TOKEN_REPLACE, LATENT_CONCAT = "token_replace", "latent_concat"
 DROPPED_FRAMES = 4  # what the 33-channel variant's first latent frames decode to beside the video
@@ -73,19 +73,14 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
             expected="Llama for text to video, Llava for image to video",
             fix="Choose the pipeline folder of the same task as base.",
         )
-    if not looks:
-        from diffusers import HunyuanVideoPipeline
+    from diffusers import HunyuanVideoImageToVideoPipeline, HunyuanVideoPipeline
 
-        if request.image is not None:
-            progress.notify("the prompt's image has no effect on a text-to-video checkpoint")
-        positive, opposite, _ = llama_embeds(pipeline, HunyuanVideoPipeline, replace(request, sections=()), progress)
-        return Prompt(SPEC.id, positive, opposite)
-    from diffusers import HunyuanVideoImageToVideoPipeline
-
-    sight = _sight(pipeline, request)
-    positive, opposite, _ = llama_embeds(
-        pipeline, HunyuanVideoImageToVideoPipeline, replace(request, sections=()), progress, sight
-    )
+    if request.image is not None and not looks:
+        progress.notify("the prompt's image has no effect on a text-to-video checkpoint")
+    pipe, sight = HunyuanVideoImageToVideoPipeline if looks else HunyuanVideoPipeline, None
+    if looks:
+        sight = _sight(pipeline, request)
+    positive, opposite, _ = llama_embeds(pipeline, pipe, replace(request, sections=()), progress, sight)
     return Prompt(SPEC.id, positive, opposite)
 
 
@@ -118,17 +113,15 @@ def sample(
     """
     kind = None if image is None else image_condition(pipeline.configs["transformer"])
     _check(pipeline, kind, settings, progress)
-    device, generator = execution_device(pipeline.offloader), generator_for(settings.seed)
+    device, generator = pipeline.offloader.device, generator_for(settings.seed)
     scale = float(pipeline.configs["vae"]["scaling_factor"])
-    schedule = schedule_for(pipeline.tools["scheduler"], settings, settings.steps, _levels, device)
-    frames = (settings.frames - 1) // TEMPORAL_RATIO + 1
-    shape = (1, CHANNELS, frames, settings.height // SPATIAL_RATIO, settings.width // SPATIAL_RATIO)
-    noise = noise_for(shape, generator, device)
+    schedule = schedule_for(pipeline.tools["scheduler"], settings, settings.steps, even_levels, device)
+    noise = noise_for(latent_shape(SPEC, CHANNELS, settings), generator, device)
     picture = None
     if image is not None:
         picture = image.tensors[IMAGE].to(device) * scale
         share = torch.tensor([NOISE_SHARE], device=device)
-        noise = noise * share + picture.repeat(1, 1, frames, 1, 1) * (1 - share)
+        noise = noise * share + picture.repeat(1, 1, noise.shape[2], 1, 1) * (1 - share)
     clean = None if settings.latents is None else settings.latents.samples.to(device) * scale
     start, mask = start_from(clean, noise, schedule), noise_mask_for(settings, clean, noise)
     whole = _whole(kind, picture)
@@ -139,22 +132,10 @@ def sample(
     hold = pipeline.offloader.hold("transformer", beside_transformer(pipeline, settings), progress)
     with hold as transformer, checked_leaves(transformer, progress.check):
         predict = _predictor(pipeline, transformer, prompt, settings, _given(kind, picture), len(schedule))
-        again = recovery(pipeline, progress)
+        again = make_room_and_retry(pipeline, progress)
         latents = denoise(start, schedule, predict, progress=progress, noise_mask=mask, preview=whole, again=again)
-    extra: dict[str, Any] = {"generator_state": state_of(generator)}
-    if kind == LATENT_CONCAT:
-        extra["drop_frames"] = DROPPED_FRAMES
-    return Latents(
-        whole(latents.cpu()) / scale,
-        SPEC.id,
-        pipeline.task,
-        settings.frames,
-        settings.height,
-        settings.width,
-        settings.fps,
-        settings.seed,
-        extra=extra,
-    )
+    extra = {"drop_frames": DROPPED_FRAMES} if kind == LATENT_CONCAT else {}
+    return sampled_latents(pipeline, whole(latents.cpu()) / scale, settings, generator, **extra)
 
 
 def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.Tensor:
@@ -228,7 +209,7 @@ def _predictor(
     steps: int,
 ) -> Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]:
     """From (latents, timestep, index) to the transformer's guided output, shaped as the latents."""
-    device, dtype = execution_device(pipeline.offloader), pipeline.precision.residual
+    device, dtype = pipeline.offloader.device, pipeline.precision.residual
     guidance = None
     if transformer.config.guidance_embeds:
         guidance = torch.tensor([settings.guidance], dtype=dtype, device=device) * 1000.0
@@ -285,10 +266,3 @@ def _whole(kind: str | None, picture: torch.Tensor | None) -> Callable[[torch.Te
 def _later(latents: torch.Tensor) -> torch.Tensor:
     """All latent frames but the first."""
     return latents[:, :, 1:]
-
-
-def _levels(steps: int) -> Levels:
-    """Upstream's noise levels before the scheduler shifts them: evenly spaced."""
-    import numpy as np
-
-    return Levels(sigmas=np.linspace(1.0, 0.0, steps + 1)[:-1].tolist())

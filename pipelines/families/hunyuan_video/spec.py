@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from ....compat.precision import HALF_TEXT
-from ...family import HUB, PIPELINE_FILES, Defaults, Download, FamilySpec, FileKind, MemoryTerms, MusubiCache, Offer
+from ...family import GUIDED, HUB_FILES, Defaults, Download, FamilySpec, FileKind, Fit, MemoryTerms, MusubiCache, Offer
 from ...text.llama import POOLED
 from ...text.t5 import EMBEDS
-from .fit import FIT
 from .layouts import LAYOUTS
 
 CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 16, 8, 4
 DOWNLOAD = Download(
-    f"{HUB}hunyuanvideo-community/HunyuanVideo",
+    "hunyuanvideo-community/HunyuanVideo",
     "e8c2aaa66fe3742a32c11a6766aecbf07c56e773",
-    (*PIPELINE_FILES, "text_encoder_2", "tokenizer_2"),
+    (*HUB_FILES, "text_encoder_2", "tokenizer_2"),
 )
 BLOCKS = (
     ("diffusers.models.transformers.transformer_hunyuan_video.HunyuanVideoTransformerBlock", 20, False),
@@ -24,6 +23,8 @@ FILES = {
     "text_encoder_2": FileKind("clip_l", "pooled_projection_dim"),
     "vae": FileKind("hunyuan_video/vae"),
 }
+# Written by `python benchmarks/memory_fits.py`.
+FIT = Fit(tokens=12.25, latents=2.84, pixels=4.53, plain=5.6, text=4.31, streamed=13.29)
 
 SPEC = FamilySpec(
     id="hunyuan_video",
@@ -49,21 +50,7 @@ SPEC = FamilySpec(
     ratio=SPATIAL_RATIO,
     stride=TEMPORAL_RATIO,
     defaults=Defaults(width=1280, height=720, frames=129, steps=50, fps=24.0, guidance=6.0, max_tokens=256),
-    effective=frozenset(
-        {
-            "guidance",
-            "cfg",
-            "cfg_start",
-            "cfg_end",
-            "negative",
-            "shift",
-            "sigmas",
-            "latents",
-            "noise_mask",
-            "template",
-            "image",
-        }
-    ),
+    effective=GUIDED | {"guidance", "template", "image"},
     pages=(
         "https://huggingface.co/hunyuanvideo-community/HunyuanVideo",
         "https://huggingface.co/hunyuanvideo-community/HunyuanVideo-I2V",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ....compat.device.execution import checked_leaves, execution_device, generator_for, placed, state_of
+from ....compat.device.execution import checked_leaves, generator_for, placed
 from ....compat.device.vae_policy import Form
 from ....compat.errors import InputError
 from ...base import (
@@ -25,11 +25,12 @@ from ...base import (
 )
 from ...family import Defaults
 from ...memory.estimates import beside_transformer
-from ...memory.fit import recovery
+from ...memory.fit import make_room_and_retry
+from ...pictures import checked_vision
 from ...sampling.core_sampler import Call
 from ...sampling.guidance import Guidance
-from ...sampling.loop import denoise, noise_for, noise_mask_for, start_from
-from ...sampling.schedules import Levels, Schedule, schedule_for
+from ...sampling.loop import denoise, latent_shape, noise_for, noise_mask_for, sampled_latents, start_from
+from ...sampling.schedules import Schedule, even_levels, schedule_for
 from ...text.qwen import EMBEDS_2, qwen_embeds, qwen_from_core
 from ...text.t5 import EMBEDS
 from ...vae.fallback import decoded, encoded, watched
@@ -83,9 +84,10 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) 
     if request.frames.shape[0] > 1:
         progress.notify(f"the first of {request.frames.shape[0]} images is used: {SPEC.title} starts from one")
     frames = request.frames[:1]
-    states = (
-        _states(pipeline, frames, progress) if request.vision is None else _checked_states(pipeline, request.vision)
-    )
+    if request.vision is None:
+        states = _states(pipeline, frames, progress)
+    else:
+        states = checked_vision(request.vision, VISION_TOKENS, int(pipeline.configs["transformer"]["image_embed_dim"]))
     picture = _video_latents(pipeline, frames, request.seed, progress, mode=True)
     return ImageCondition(SPEC.id, {STATES: states, PICTURE: picture}, request.width, request.height)
 
@@ -103,23 +105,16 @@ def sample(
     Source: diffusers ``HunyuanVideo15Pipeline.__call__`` and its image-to-video twin; equal to them in fp32, but for
     rounding: padding and the attention mask that hides it are left out.
     """
-    device, scale = execution_device(pipeline.offloader), float(pipeline.configs["vae"]["scaling_factor"])
-    generator = generator_for(settings.seed)
-    shape = (
-        1,
-        CHANNELS,
-        (settings.frames - 1) // TEMPORAL_RATIO + 1,
-        settings.height // SPATIAL_RATIO,
-        settings.width // SPATIAL_RATIO,
-    )
+    device, scale = pipeline.offloader.device, float(pipeline.configs["vae"]["scaling_factor"])
+    generator, shape = generator_for(settings.seed), latent_shape(SPEC, CHANNELS, settings)
     settings = _guided_as_saved(pipeline, settings, progress)
-    schedule = schedule_for(pipeline.tools["scheduler"], settings, settings.steps, _levels, device)
+    schedule = schedule_for(pipeline.tools["scheduler"], settings, settings.steps, even_levels, device)
     noise = noise_for(shape, generator, device)
     clean = None if settings.latents is None else settings.latents.samples.to(device) * scale
     guidance = Guidance(settings, len(schedule))
     forward = _Forward(pipeline, prompt, image, shape, scale, schedule)
-    held = pipeline.offloader.hold("transformer", beside_transformer(pipeline, settings), progress)
-    with held as transformer, checked_leaves(transformer, progress.check):
+    hold = pipeline.offloader.hold("transformer", beside_transformer(pipeline, settings), progress)
+    with hold as transformer, checked_leaves(transformer, progress.check):
 
         def predict(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
             cond = forward(transformer, "pred_cond", latents, time, index)
@@ -132,20 +127,10 @@ def sample(
             schedule,
             predict,
             progress=progress,
-            again=recovery(pipeline, progress),
+            again=make_room_and_retry(pipeline, progress),
             noise_mask=noise_mask_for(settings, clean, noise),
         )
-    return Latents(
-        latents.cpu() / scale,
-        SPEC.id,
-        pipeline.task,
-        settings.frames,
-        settings.height,
-        settings.width,
-        settings.fps,
-        settings.seed,
-        extra={"generator_state": state_of(generator)},
-    )
+    return sampled_latents(pipeline, latents.cpu() / scale, settings, generator)
 
 
 def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.Tensor:
@@ -187,7 +172,7 @@ class _Forward:
         scale: float,
         schedule: Schedule,
     ) -> None:
-        device, self.dtype = execution_device(pipeline.offloader), pipeline.precision.residual
+        device, self.dtype = pipeline.offloader.device, pipeline.precision.residual
         config = pipeline.configs["transformer"]
         branches = {"pred_cond": prompt.embeds, "pred_uncond": prompt.negative or {}}
         self.text = placed(branches, device, self.dtype)
@@ -228,13 +213,6 @@ def _all_valid(tokens: torch.Tensor) -> torch.Tensor:
     return torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
 
 
-def _levels(steps: int) -> Levels:
-    """Even steps from 1; the scheduler's own shift bends them."""
-    import numpy
-
-    return Levels(sigmas=numpy.linspace(1.0, 0.0, steps + 1)[:-1].tolist())
-
-
 def _guided_as_saved(pipeline: Pipeline, settings: SampleSettings, progress: Progress) -> SampleSettings:
     """``settings`` within what the checkpoint's guider says, where the user says nothing else."""
     guider: Mapping[str, Any] = pipeline.tools["guider"]
@@ -264,7 +242,7 @@ def _states(pipeline: Pipeline, frames: torch.Tensor, progress: Progress) -> tor
             fix="Choose a folder that has it as image_encoder when loading, or connect CLIP Vision Encode.",
         )
     picture = Image.fromarray((frames[0] * 255.0).round().to(torch.uint8).numpy())
-    device = execution_device(pipeline.offloader)
+    device = pipeline.offloader.device
     with (
         pipeline.offloader.hold("image_encoder", 0, progress) as encoder,
         watched(encoder, progress, StageText("encoding", "image")),
@@ -273,19 +251,8 @@ def _states(pipeline: Pipeline, frames: torch.Tensor, progress: Progress) -> tor
             encoder, pipeline.tools["feature_extractor"], picture, device
         )
     pipeline.offloader.release("image_encoder")
-    found: torch.Tensor = states.float().cpu()
-    return found
-
-
-def _checked_states(pipeline: Pipeline, vision: torch.Tensor) -> torch.Tensor:
-    expected = (1, VISION_TOKENS, int(pipeline.configs["transformer"]["image_embed_dim"]))
-    if tuple(vision.shape) != expected:
-        raise InputError(
-            f"a CLIP_VISION_OUTPUT of shape {tuple(vision.shape)}",
-            expected=f"the shape {expected}",
-            fix="Use CLIP Vision Encode with sigclip_vision_patch14_384, without crop.",
-        )
-    return vision.detach().float().cpu()
+    vision: torch.Tensor = states.float().cpu()
+    return vision
 
 
 def _video_latents(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from ...family import HUB, PIPELINE_FILES, Defaults, Download, FamilySpec, FileKind, MemoryTerms, MusubiCache, Offer
+from ...family import GUIDED, HUB_FILES, Defaults, Download, FamilySpec, FileKind, Fit, MemoryTerms, MusubiCache, Offer
 from ...text.qwen import EMBEDS_2
 from ...text.t5 import EMBEDS
-from .fit import FIT
 from .layouts import LAYOUTS
 
 CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 32, 16, 4
+# Written by `python benchmarks/memory_fits.py`.
+FIT = Fit(tokens=8.33, latents=2.27, pixels=6.01, plain=0.0, text=3.42, streamed=13.18, chunked=1.27)
 
 SPEC = FamilySpec(
     id="hunyuan_video_15",
@@ -36,21 +37,7 @@ SPEC = FamilySpec(
     ratio=SPATIAL_RATIO,
     stride=TEMPORAL_RATIO,
     defaults=Defaults(width=848, height=480, frames=121, steps=50, fps=24.0, cfg=6.0, max_tokens=1000),
-    effective=frozenset(
-        {
-            "cfg",
-            "cfg_start",
-            "cfg_end",
-            "guidance_rescale",
-            "negative",
-            "shift",
-            "sigmas",
-            "latents",
-            "noise_mask",
-            "template",
-            "vision",
-        }
-    ),
+    effective=GUIDED | {"guidance_rescale", "template", "vision"},
     pages=(
         "https://huggingface.co/hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
         "https://huggingface.co/hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v",
@@ -71,9 +58,9 @@ SPEC = FamilySpec(
     offer=Offer(
         (
             Download(
-                f"{HUB}hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
+                "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
                 "286be7ce72277246578a3e3cc2487e95ddae5bcf",
-                (*PIPELINE_FILES, "text_encoder_2", "tokenizer_2", "guider"),
+                (*HUB_FILES, "text_encoder_2", "tokenizer_2", "guider"),
             ),
         ),
         {"text": 13.2, "text 2": 0.4, "transformer": 15.5, "vae": 2.3},

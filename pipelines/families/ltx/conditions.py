@@ -13,10 +13,11 @@ from ....compat.memory.hooks import own_tensors
 from ....compat.memory.transfer import Transfer
 from ...base import ImageCondition, ImageRequest, Pipeline, Progress, SampleSettings, StageText
 from ...pictures import signed
-from ...sampling.loop import noise_for
+from ...sampling.loop import latent_shape, noise_for
 from ...sampling.schedules import TRAIN_TIMESTEPS, Schedule
+from ...text.t5 import bare_pipeline
 from ...vae.fallback import encoding
-from .spec import CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO
+from .spec import CHANNELS, SPATIAL_RATIO, SPEC, TEMPORAL_RATIO
 
 MOMENTS, MEAN, STD = "moments", "latents_mean", "latents_std"
 LAST = -1
@@ -54,7 +55,7 @@ class Canvas:
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
         """Of the latents: (1, 128, T, H / 32, W / 32)."""
-        return 1, CHANNELS, *latent_size(self.settings)
+        return latent_shape(SPEC, CHANNELS, self.settings)
 
     @property
     def size(self) -> dict[str, int]:
@@ -117,7 +118,7 @@ class Walk:
         drawn = self.generator.get_state()
         try:
             return self._loosened(torch.where(runs.unsqueeze(-1), stepped, tokens), index + 1)
-        except RuntimeError:
+        except BaseException:
             self.generator.set_state(drawn)  # the step may be tried again, and draws the same noise then
             raise
 
@@ -134,12 +135,6 @@ class Walk:
             self.start.held,
             self.generator,
         )
-
-
-def latent_size(settings: SampleSettings) -> tuple[int, int, int]:
-    """Latent frames, rows and columns."""
-    frames = (settings.frames - 1) // TEMPORAL_RATIO + 1
-    return frames, settings.height // SPATIAL_RATIO, settings.width // SPATIAL_RATIO
 
 
 def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) -> ImageCondition:
@@ -286,7 +281,7 @@ class _Encoded:
 
 def _pipeline(cls: Any, image: ImageCondition | None, device: torch.device) -> Any:
     encoded = _Encoded({} if image is None else image.tensors, device)
-    return cls(scheduler=None, vae=encoded, text_encoder=None, tokenizer=None, transformer=None)
+    return bare_pipeline(cls, vae=encoded)
 
 
 def _on_grid(request: ImageRequest, progress: Progress) -> torch.Tensor:

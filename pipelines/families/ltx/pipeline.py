@@ -12,25 +12,28 @@ What files cannot tell is whether a checkpoint is distilled: the input ``variant
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ....compat.device.execution import HOST, checked_leaves, execution_device, generator_for, placed, state_of
+from ....compat.device.execution import HOST, checked_leaves, generator_for, placed
 from ....compat.device.vae_policy import Form
 from ....compat.memory.hooks import own_tensors
 from ....compat.memory.transfer import Transfer
 from ...base import ImageCondition, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings, StageText
 from ...family import Defaults
 from ...memory.estimates import beside_transformer
-from ...memory.fit import recovery
+from ...memory.fit import make_room_and_retry
 from ...pictures import unsigned
 from ...sampling.core_sampler import Call
 from ...sampling.guidance import Guidance
-from ...sampling.loop import NoiseMask, Predict, denoise, noise_for, noise_mask_for
+from ...sampling.loop import NoiseMask, Predict, denoise, latent_shape, noise_for, noise_mask_for, sampled_latents
+from ...sampling.schedules import TRAIN_TIMESTEPS, Levels, Schedule, schedule_for
 from ...text.t5 import EMBEDS, MASK, batched, t5_embeds, t5_from_core
 from ...vae.fallback import decoding
 from .conditions import (
@@ -47,7 +50,6 @@ from .conditions import (
     is_first_frame,
     plain_start,
 )
-from .schedule import ltx_schedule
 from .spec import CONDITION, DEV, DISTILLED, SPATIAL_RATIO, SPEC, TEMPORAL_RATIO
 
 __all__ = [
@@ -149,7 +151,7 @@ def sample(
     """
     from diffusers import LTXPipeline
 
-    device, generator = execution_device(pipeline.offloader), generator_for(settings.seed)
+    device, generator = pipeline.offloader.device, generator_for(settings.seed)
     anchors = anchors_of(image, settings.frames, progress)
     conditioned = is_condition(pipeline) or bool(anchors and not is_first_frame(anchors))
     schedule = ltx_schedule(
@@ -173,22 +175,13 @@ def sample(
             schedule,
             predict,
             progress=progress,
-            again=recovery(pipeline, progress),
+            again=make_room_and_retry(pipeline, progress),
             noise_mask=_noise_mask(canvas, start),
             preview=unpacked,
             step=walk.step,
         )
-    return Latents(
-        unpacked(tokens.cpu()),
-        SPEC.id,
-        "image" if anchors else "text",
-        settings.frames,
-        settings.height,
-        settings.width,
-        settings.fps,
-        settings.seed,
-        extra={"generator_state": state_of(generator)},
-    )
+    latents = sampled_latents(pipeline, unpacked(tokens.cpu()), settings, generator)
+    return replace(latents, task="image" if anchors else "text")
 
 
 def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.Tensor:
@@ -296,3 +289,57 @@ def is_condition(pipeline: Pipeline) -> bool:
 
 def _scaling(pipeline: Pipeline) -> float:
     return float(pipeline.configs["vae"].get("scaling_factor", 1.0))
+
+
+def ltx_schedule(
+    config: Mapping[str, Any],
+    settings: SampleSettings,
+    conditioned: bool,
+    fixed: Sequence[float] | None,
+    device: torch.device,
+) -> Schedule:
+    """The schedule for one sampling.
+
+    Args:
+        config: the scheduler's own. conditioned: whether it is the one of ``LTXConditionPipeline``.
+        fixed: the timesteps of a distilled model, which it was trained on.
+    """
+    if not conditioned and fixed is None:
+        levels: Callable[[int], Levels] = partial(_shifted, config, math.prod(latent_shape(SPEC, 1, settings)))
+    else:
+        levels = partial(_stretched, fixed) if fixed is not None else _linear_quadratic
+        if config.get("use_dynamic_shifting"):
+            config = {**config, "use_dynamic_shifting": False, "shift_terminal": None}
+        if settings.shift:
+            # A shift acts on noise levels only: given as timesteps, the transformer would see other ones.
+            levels = partial(_as_sigmas, levels)
+    return schedule_for(config, settings, settings.steps, levels, device)
+
+
+def _shifted(config: Mapping[str, Any], tokens: int, steps: int) -> Levels:
+    """Evenly spaced levels, moved by the scheduler's dynamic shift: ``LTXPipeline``'s schedule."""
+    import numpy
+    from diffusers.pipelines.ltx.pipeline_ltx import calculate_shift
+
+    rows = (("base_image_seq_len", 256), ("max_image_seq_len", 4096), ("base_shift", 0.5), ("max_shift", 1.15))
+    mu = calculate_shift(tokens, *(config.get(name, usual) for name, usual in rows))
+    return Levels(sigmas=numpy.linspace(1.0, 1 / steps, steps).tolist(), mu=mu)
+
+
+def _linear_quadratic(steps: int) -> Levels:
+    """``LTXConditionPipeline``'s schedule."""
+    from diffusers.pipelines.ltx.pipeline_ltx_condition import linear_quadratic_schedule
+
+    return Levels(timesteps=(linear_quadratic_schedule(steps) * TRAIN_TIMESTEPS).tolist())
+
+
+def _stretched(fixed: Sequence[float], steps: int) -> Levels:
+    """The fixed timesteps; read between them where another number of steps is asked."""
+    import numpy
+
+    places = numpy.linspace(0, len(fixed) - 1, steps)
+    return Levels(timesteps=numpy.interp(places, range(len(fixed)), fixed).tolist())
+
+
+def _as_sigmas(levels: Callable[[int], Levels], steps: int) -> Levels:
+    return Levels(sigmas=[time / TRAIN_TIMESTEPS for time in levels(steps).timesteps or ()])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from ...family import HUB, PIPELINE_FILES, Defaults, Download, FamilySpec, FileKind, MemoryTerms, Offer
-from .fit import FIT
+from ...family import GUIDED, HUB_FILES, Defaults, Download, FamilySpec, FileKind, Fit, MemoryTerms, Offer
 from .layouts import LAYOUTS
 
 CONDITION = "LTXConditionPipeline"
 DEV, DISTILLED = "dev", "distilled"
 CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 128, 32, 8
+# Written by `python benchmarks/memory_fits.py`.
+FIT = Fit(tokens=13.47, latents=6.73, pixels=4.16, plain=6.2, text=4.34, streamed=9.25)
 
 SPEC = FamilySpec(
     id="ltx",
@@ -28,22 +29,7 @@ SPEC = FamilySpec(
     ratio=SPATIAL_RATIO,
     stride=TEMPORAL_RATIO,
     defaults=Defaults(width=704, height=512, frames=121, steps=50, fps=25.0, cfg=3.0, max_tokens=256),
-    effective=frozenset(
-        {
-            "cfg",
-            "cfg_start",
-            "cfg_end",
-            "negative",
-            "guidance_rescale",
-            "shift",
-            "sigmas",
-            "latents",
-            "noise_mask",
-            "frame",
-            "strength",
-            "previous",
-        }
-    ),
+    effective=GUIDED | {"guidance_rescale", "frame", "strength", "previous"},
     variants=(DEV, DISTILLED),
     pages=(
         "https://huggingface.co/Lightricks/LTX-Video",
@@ -56,7 +42,7 @@ SPEC = FamilySpec(
     files={"text_encoder": FileKind("t5", "caption_channels"), "vae": FileKind("ltx/vae")},
     tokenizers={"tokenizer": "t5"},
     offer=Offer(
-        (Download(f"{HUB}Lightricks/LTX-Video", "8984fa25007f376c1a299016d0957a37a2f797bb", PIPELINE_FILES),),
+        (Download("Lightricks/LTX-Video", "8984fa25007f376c1a299016d0957a37a2f797bb", HUB_FILES),),
         {"text": 8.9, "transformer": 3.6, "vae": 0.8},
     ),
     published_blocks=(("diffusers.models.transformers.transformer_ltx.LTXVideoTransformerBlock", 28, False),),

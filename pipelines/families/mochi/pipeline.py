@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from ....compat.device.execution import checked_leaves, execution_device, generator_for, placed, state_of
+from ....compat.device.execution import checked_leaves, generator_for, placed
 from ....compat.device.vae_policy import Form
 from ...base import ImageCondition, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings
 from ...memory.estimates import beside_transformer
-from ...memory.fit import recovery
+from ...memory.fit import make_room_and_retry
 from ...sampling.core_sampler import TIME, Call
 from ...sampling.guidance import Guidance
-from ...sampling.loop import denoise, noise_for, noise_mask_for, start_from
+from ...sampling.loop import denoise, latent_shape, noise_for, noise_mask_for, sampled_latents, start_from
 from ...sampling.schedules import Levels, schedule_for
 from ...text.t5 import EMBEDS, MASK, batched, t5_embeds, t5_from_core
 from ...vae.fallback import decoded, encoded
-from .spec import CHANNELS, SPATIAL_RATIO, SPEC, TEMPORAL_RATIO
+from .spec import CHANNELS, SPEC
 
 THRESHOLD_NOISE = 0.025
 
@@ -48,16 +47,15 @@ def sample(
 
     Source: diffusers ``MochiPipeline.__call__``; equal to it in fp32.
     """
-    device = execution_device(pipeline.offloader)
-    generator = generator_for(settings.seed)
-    dtype, steps = pipeline.precision.residual, settings.steps
-    schedule = schedule_for(pipeline.tools["scheduler"], settings, steps, _levels, device)
-    noise = noise_for(latent_shape(settings), generator, device)
-    clean = None if settings.latents is None else _to_model(pipeline, settings.latents.samples).to(device)
+    device, dtype, generator = pipeline.offloader.device, pipeline.precision.residual, generator_for(settings.seed)
+    mean, std, scale = _statistics(pipeline)
+    schedule = schedule_for(pipeline.tools["scheduler"], settings, settings.steps, _levels, device)
+    noise = noise_for(latent_shape(SPEC, CHANNELS, settings), generator, device)
+    clean = None if settings.latents is None else ((settings.latents.samples - mean) * scale / std).to(device)
     text = placed(batched(prompt, settings.cfg > 1.0), device, dtype)
     guidance = Guidance(settings, len(schedule))
-    held: Any = pipeline.offloader.hold("transformer", beside_transformer(pipeline, settings), progress)
-    with held as transformer, checked_leaves(transformer, progress.check), warnings.catch_warnings():
+    hold = pipeline.offloader.hold("transformer", beside_transformer(pipeline, settings), progress)
+    with hold as transformer, checked_leaves(transformer, progress.check), warnings.catch_warnings():
         # Its rotary embedding asks the CPU for an fp32 autocast, which is a no-op there, with a warning per step.
         warnings.filterwarnings("ignore", message="In CPU autocast")
 
@@ -80,20 +78,10 @@ def sample(
             schedule,
             predict,
             progress=progress,
-            again=recovery(pipeline, progress),
+            again=make_room_and_retry(pipeline, progress),
             noise_mask=noise_mask_for(settings, clean, noise),
         )
-    return Latents(
-        _from_model(pipeline, latents.cpu()),
-        SPEC.id,
-        "text",
-        settings.frames,
-        settings.height,
-        settings.width,
-        settings.fps,
-        settings.seed,
-        extra={"generator_state": state_of(generator)},
-    )
+    return sampled_latents(pipeline, latents.cpu() * std / scale + mean, settings, generator)
 
 
 def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.Tensor:
@@ -113,12 +101,6 @@ def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form 
     return decoded(pipeline, latents.samples, progress, form)
 
 
-def latent_shape(settings: SampleSettings) -> tuple[int, ...]:
-    """(1, C, T, H, W) of the latents."""
-    frames = (settings.frames - 1) // TEMPORAL_RATIO + 1
-    return 1, CHANNELS, frames, settings.height // SPATIAL_RATIO, settings.width // SPATIAL_RATIO
-
-
 def _levels(steps: int) -> Levels:
     """Genmo's schedule: linear to a small noise for half of the steps, then quadratic to the clean video."""
     from diffusers.pipelines.mochi.pipeline_mochi import linear_quadratic_schedule
@@ -126,19 +108,10 @@ def _levels(steps: int) -> Levels:
     return Levels(sigmas=linear_quadratic_schedule(steps, THRESHOLD_NOISE))
 
 
-def _statistics(config: Mapping[str, Any]) -> tuple[torch.Tensor | float, torch.Tensor | float, float]:
+def _statistics(pipeline: Pipeline) -> tuple[torch.Tensor | float, torch.Tensor | float, float]:
+    config = pipeline.configs["vae"]
     mean, std, scale = config.get("latents_mean"), config.get("latents_std"), float(config.get("scaling_factor", 1.0))
     if mean is None or std is None:
         return 0.0, 1.0, scale
     column = (1, CHANNELS, 1, 1, 1)
     return torch.tensor(mean).view(column), torch.tensor(std).view(column), scale
-
-
-def _from_model(pipeline: Pipeline, latents: torch.Tensor) -> torch.Tensor:
-    mean, std, scale = _statistics(pipeline.configs["vae"])
-    return latents * std / scale + mean
-
-
-def _to_model(pipeline: Pipeline, latents: torch.Tensor) -> torch.Tensor:
-    mean, std, scale = _statistics(pipeline.configs["vae"])
-    return (latents - mean) * scale / std

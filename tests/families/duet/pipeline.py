@@ -9,7 +9,7 @@ import torch
 from anygpu.compat.device.execution import checked_leaves, execution_device, generator_for, placed, state_of
 from anygpu.pipelines.base import ImageCondition, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings
 from anygpu.pipelines.memory.estimates import beside_transformer
-from anygpu.pipelines.memory.fit import recovery
+from anygpu.pipelines.memory.fit import make_room_and_retry
 from anygpu.pipelines.sampling.core_sampler import Call
 from anygpu.pipelines.sampling.guidance import Guidance
 from anygpu.pipelines.sampling.loop import denoise, noise_for
@@ -82,7 +82,7 @@ def sample(
             voice = voice + output.mean(dim=(3, 4))[:, :VOICES] / len(schedule)
             return output
 
-        latents = denoise(noise, schedule, predict, progress=progress, again=recovery(pipeline, progress))
+        latents = denoise(noise, schedule, predict, progress=progress, again=make_room_and_retry(pipeline, progress))
     return Latents(
         latents.cpu(),
         SPEC.id,

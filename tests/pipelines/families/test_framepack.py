@@ -26,7 +26,7 @@ from anygpu.pipelines.base import (
 )
 from anygpu.pipelines.families.framepack import pipeline as framepack
 from anygpu.pipelines.families.framepack import sections
-from anygpu.pipelines.families.framepack.resume import resume_key
+from anygpu.pipelines.families.framepack.pipeline import resume_key
 from anygpu.pipelines.loading import folder as loading
 from anygpu.pipelines.sampling import resume
 

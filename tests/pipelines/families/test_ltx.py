@@ -24,7 +24,7 @@ from anygpu.pipelines.base import (
     Tools,
 )
 from anygpu.pipelines.families.ltx import pipeline as ltx
-from anygpu.pipelines.families.ltx.schedule import ltx_schedule
+from anygpu.pipelines.families.ltx.pipeline import ltx_schedule
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.text.t5 import EMBEDS, MASK, batched
 

@@ -22,8 +22,7 @@ from anygpu.compat.errors import CheckpointError, InputError, MissingPackageErro
 from anygpu.pipelines.base import Silent
 from anygpu.pipelines.family import HUB, PIPELINE_FILES, Download, Offer
 from anygpu.pipelines.loading import download
-from anygpu.pipelines.loading.download import fetched, is_checked, selected
-from anygpu.pipelines.loading.published import offers
+from anygpu.pipelines.loading.download import fetched, is_checked, offers, selected
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 REPOSITORY = "Lightricks/LTX-Video"
