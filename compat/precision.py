@@ -9,7 +9,7 @@ import torch
 
 from .decision import AUTO, CHOSEN, Decision
 from .device.facts import DeviceFacts
-from .device.probe_store import ProbeResult
+from .device.probe_store import Probes
 from .device.quirks import DevicePolicy, Verdict, policy_for, verdict, verdicts
 from .errors import UnsupportedError
 
@@ -123,9 +123,7 @@ _EXPLICIT: dict[str, Precision] = {
 _WIDE_TEXT = {"fp16": "text encoders stay fp32, since fp16 overflows in T5", SAFE: "text and VAE in fp32"}
 
 
-def precision_for(
-    model: ModelPrecision, facts: DeviceFacts, choice: str = "auto", probes: Mapping[str, ProbeResult] | None = None
-) -> Precision:
+def precision_for(model: ModelPrecision, facts: DeviceFacts, choice: str = "auto", probes: Probes = None) -> Precision:
     """The dtypes for a model on the device of ``facts``.
 
     ``auto`` takes the table's row and leaves it where the device cannot follow: bf16 becomes fp16-safe, then fp32. An
@@ -187,9 +185,7 @@ def _contradicts(choice: str, facts: DeviceFacts) -> bool:
     return choice == SAFE and facts.backend == "cpu"
 
 
-def _ability(
-    model: ModelPrecision, choice: str, policy: DevicePolicy, probes: Mapping[str, ProbeResult] | None = None
-) -> Verdict:
+def _ability(model: ModelPrecision, choice: str, policy: DevicePolicy, probes: Probes = None) -> Verdict:
     """Whether the device can run the whole of a model in an explicit choice."""
     chosen = _EXPLICIT[choice]
     ability = transformer_verdict(chosen, policy, probes)
@@ -202,16 +198,14 @@ def _refusal(ability: Verdict, facts: DeviceFacts) -> str:
     return f"cannot run on {facts.name} ({ability.why})"
 
 
-def transformer_verdict(
-    precision: Precision, policy: DevicePolicy, probes: Mapping[str, ProbeResult] | None = None
-) -> Verdict:
+def transformer_verdict(precision: Precision, policy: DevicePolicy, probes: Probes = None) -> Verdict:
     """Whether the device can run a transformer so: casts in both directions, products and attention."""
     name = NAMES[precision.compute or precision.transformer]
     casts = () if name == "fp32" else (f"cast.{name}_to_fp32", f"cast.fp32_to_{name}")
     return verdicts((*casts, f"matmul.{name}", f"attention.{name}", f"masked_attention.{name}"), policy, probes)
 
 
-def vae_verdict(dtype: torch.dtype, policy: DevicePolicy, probes: Mapping[str, ProbeResult] | None = None) -> Verdict:
+def vae_verdict(dtype: torch.dtype, policy: DevicePolicy, probes: Probes = None) -> Verdict:
     """Whether the device can run a VAE in ``dtype``: casts, GroupNorm, and convolutions in some form."""
     name = NAMES[dtype]
     casts = () if name == "fp32" else (f"cast.{name}_to_fp32", f"cast.fp32_to_{name}")
@@ -229,9 +223,7 @@ def _row(model: ModelPrecision, facts: DeviceFacts) -> Precision:
     return row
 
 
-def _automatic(
-    model: ModelPrecision, row: Precision, policy: DevicePolicy, probes: Mapping[str, ProbeResult] | None
-) -> Precision:
+def _automatic(model: ModelPrecision, row: Precision, policy: DevicePolicy, probes: Probes) -> Precision:
     """The row, with every part that the device cannot do well replaced, and each reason said once."""
     why, causes = row.why, list[Verdict]()
     if row.transformer is not FP32:
@@ -255,9 +247,7 @@ def _automatic(
     return replace(row, why=why, conv=_conv_dtype(row.vae, policy, probes))
 
 
-def _transformer(
-    row: Precision, policy: DevicePolicy, probes: Mapping[str, ProbeResult] | None
-) -> tuple[Precision, str, list[Verdict]]:
+def _transformer(row: Precision, policy: DevicePolicy, probes: Probes) -> tuple[Precision, str, list[Verdict]]:
     """The row with a transformer that runs here, the reason, and what it names as the cause."""
     ability = transformer_verdict(row, policy, probes)
     if row.safe:
@@ -277,11 +267,11 @@ def _transformer(
     return changed, f"fp32, {since} and fp16 does not work either ({safe.why})", [ability, safe]
 
 
-def _text_verdict(dtype: torch.dtype, policy: DevicePolicy, probes: Mapping[str, ProbeResult] | None) -> Verdict:
+def _text_verdict(dtype: torch.dtype, policy: DevicePolicy, probes: Probes) -> Verdict:
     return transformer_verdict(Precision(dtype, dtype, dtype, ""), policy, probes)
 
 
-def _conv_dtype(vae: torch.dtype, policy: DevicePolicy, probes: Mapping[str, ProbeResult] | None) -> torch.dtype:
+def _conv_dtype(vae: torch.dtype, policy: DevicePolicy, probes: Probes) -> torch.dtype:
     """The VAE's dtype where the device has a right and ready 2-D or 3-D convolution for it, else fp32."""
     each = [verdict(f"{name}.{NAMES[vae]}", policy, probes) for name in ("conv3d", "conv2d")]
     return FP32 if all(map(_refused, each)) else vae
@@ -297,6 +287,6 @@ def _cause(ability: Verdict, causes: Sequence[Verdict]) -> str:
     return "" if ability in causes else f" ({ability.why})"
 
 
-def _possible(policy: DevicePolicy, probes: Mapping[str, ProbeResult] | None, facts: DeviceFacts) -> list[str]:
+def _possible(policy: DevicePolicy, probes: Probes, facts: DeviceFacts) -> list[str]:
     usable = [name for name, row in _EXPLICIT.items() if transformer_verdict(row, policy, probes).usable]
     return ["auto", *(name for name in usable if not _contradicts(name, facts))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from .terms import (
     Norm,
     Pad,
     empty_padded,
+    wide,
 )
 
 
@@ -72,14 +73,14 @@ def group_norm_silu_pad_reference(
     x: Tensor, norm: GroupNorm, pad: Pad = NO_PAD, silu: bool = True, layout: str = CONTIGUOUS
 ) -> Tensor:
     """:func:`group_norm_silu_pad` in plain torch, in fp32, or in fp64 for fp64."""
-    wide = _wide(x)
-    weight, bias = (None if t is None else t.to(wide.dtype) for t in (norm.weight, norm.bias))
+    exact = wide(x)
+    weight, bias = (None if t is None else t.to(exact.dtype) for t in (norm.weight, norm.bias))
     if norm.per_frame:
-        frames = wide.transpose(1, 2).flatten(0, 1)
+        frames = exact.transpose(1, 2).flatten(0, 1)
         y = functional.group_norm(frames, norm.groups, weight, bias, norm.eps)
         y = y.unflatten(0, (x.shape[0], x.shape[2])).transpose(1, 2)
     else:
-        y = functional.group_norm(wide, norm.groups, weight, bias, norm.eps)
+        y = functional.group_norm(exact, norm.groups, weight, bias, norm.eps)
     return _finished(y, x.dtype, pad, silu, layout)
 
 
@@ -92,7 +93,7 @@ def rms_silu_pad_reference(
     layout: str = CONTIGUOUS,
 ) -> Tensor:
     """:func:`rms_silu_pad` in plain torch, in fp32, or in fp64 for fp64."""
-    y = standardized(_wide(x).movedim(1, -1), norm)
+    y = standardized(wide(x).movedim(1, -1), norm)
     if modulation.scale is not None:
         y = y * (1 + modulation.scale.to(y.dtype)[:, None, None, None])
     if modulation.shift is not None:
@@ -104,17 +105,9 @@ def _finished(x: Tensor, dtype: torch.dtype, pad: Pad, silu: bool, layout: str) 
     y = (functional.silu(x) if silu else x).to(dtype)
     if any(pad):
         y = functional.pad(y, pad, mode="replicate")
-    return _laid_out(y, layout)
-
-
-def _laid_out(x: Tensor, layout: str) -> Tensor:
     if layout == FRAMES_FIRST:
-        return x.transpose(1, 2).contiguous().transpose(1, 2)
-    return x.contiguous(memory_format=torch.channels_last_3d if layout == CHANNELS_LAST else torch.contiguous_format)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+        return y.transpose(1, 2).contiguous().transpose(1, 2)
+    return y.contiguous(memory_format=torch.channels_last_3d if layout == CHANNELS_LAST else torch.contiguous_format)
 
 
 def _fake_group(x: Tensor, *rest: object) -> Tensor:
@@ -125,56 +118,27 @@ def _fake_rms(x: Tensor, *rest: object) -> Tensor:
     return empty_padded(x, rest[4], rest[6])
 
 
-def _plain_group(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    groups: int,
-    eps: float,
-    per_frame: bool,
-    pad: Pad,
-    silu: bool,
-    layout: str,
-) -> Tensor:
-    return group_norm_silu_pad_reference(x, GroupNorm(groups, eps, weight, bias, per_frame), pad, silu, layout)
+def _group_terms(x: Tensor, *rest: Any) -> tuple[Any, ...]:
+    weight, bias, groups, eps, per_frame, *how = rest
+    return x, GroupNorm(groups, eps, weight, bias, per_frame), *how
 
 
-def _plain_rms(
-    x: Tensor,
-    weight: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    eps: float,
-    pad: Pad,
-    silu: bool,
-    layout: str,
-) -> Tensor:
-    return rms_silu_pad_reference(x, Norm(RMS, eps, weight), Modulation(scale, shift), pad, silu, layout)
-
-
-def _launch_group() -> Callable[..., Tensor]:
-    from ._triton.group_norm import group_norm_silu_pad as launch
-
-    return launch
-
-
-def _launch_rms() -> Callable[..., Tensor]:
-    from ._triton.group_norm import rms_silu_pad as launch
-
-    return launch
+def _rms_terms(x: Tensor, *rest: Any) -> tuple[Any, ...]:
+    weight, scale, shift, eps, *how = rest
+    return x, Norm(RMS, eps, weight), Modulation(scale, shift), *how
 
 
 _GROUP_NORM_SILU_PAD = operation(
     "group_norm_silu_pad(Tensor x, Tensor? weight, Tensor? bias, int groups, float eps, bool per_frame, int[] pad, "
     "bool silu, str layout) -> Tensor",
     _fake_group,
-    _plain_group,
-    _launch_group,
+    group_norm_silu_pad_reference,
+    _group_terms,
 )
 _RMS_SILU_PAD = operation(
     "rms_silu_pad(Tensor x, Tensor? weight, Tensor? scale, Tensor? shift, float eps, int[] pad, bool silu, "
     "str layout) -> Tensor",
     _fake_rms,
-    _plain_rms,
-    _launch_rms,
+    rms_silu_pad_reference,
+    _rms_terms,
 )

@@ -79,23 +79,36 @@ def interpreting() -> bool:
 
 
 def operation(
-    schema: str, fake: Callable[..., Any], reference: Callable[..., Any], launch: Callable[[], Callable[..., Any]]
+    schema: str,
+    fake: Callable[..., Any],
+    reference: Callable[..., Any],
+    terms: Callable[..., tuple[Any, ...]] = lambda *flat: flat,
 ) -> Any:
     """The operation of ``schema``, registered once per process however often this file is imported.
 
     Args:
-        schema: ``name(Tensor x, ...) -> Tensor``, functional.
+        schema: ``name(Tensor x, ...) -> Tensor``, functional; ``_triton`` has the launch under that name.
         fake: from the same arguments to empty results; reads no data.
         reference: what the operation runs on a CPU.
-        launch: imports and returns what launches the kernel; called on first use, since Triton is slow to import.
+        terms: from the same arguments to those of the reference and of the launch.
     """
     name = schema.partition("(")[0]
+
+    def launch() -> Callable[..., Any]:
+        from . import _triton  # slow to import
+
+        function = getattr(_triton, name)
+        return lambda *flat: function(*terms(*flat))
+
+    def plain(*flat: Any) -> Any:
+        return reference(*terms(*flat))
+
     namespace = getattr(torch.ops, NAMESPACE)
     if not hasattr(namespace, name):
         library = torch.library.Library(NAMESPACE, "FRAGMENT")
         library.define(schema)
-        library.impl(name, _Launch(name, launch, reference), "CUDA")
-        library.impl(name, _OnCpu(name, launch, reference), "CPU")
+        library.impl(name, _Launch(name, launch, plain), "CUDA")
+        library.impl(name, _OnCpu(name, launch, plain), "CPU")
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
         # A library takes its operations with it when it is collected; this file may be imported again and dropped.
         setattr(namespace, f"_library_{name}", library)
@@ -124,7 +137,7 @@ class _Launch:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            if strict():
+            if _strict:  # self-tests ask for that
                 raise
             self.fault = f"{type(error).__name__}: {error}".splitlines()[0]
             log.warning("AnyGPU: kernel %s failed (%s); its reference runs from now on", self.name, self.fault)
@@ -152,11 +165,6 @@ class _OnCpu(_Launch):
 
 
 _strict = False
-
-
-def strict() -> bool:
-    """Whether a failed launch raises instead of falling back; self-tests ask for that."""
-    return _strict
 
 
 @contextmanager

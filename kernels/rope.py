@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .library import AUTO, KernelError, launches, operation
 from .norm import standardized
-from .terms import RMS, Norm, Pair, Tables
+from .terms import RMS, Norm, Pair, Tables, wide
 
 
 def qk_norm_rope(
@@ -47,17 +47,6 @@ def qk_norm_rope(
     return both
 
 
-def half_tables(cos: Tensor, sin: Tensor, shared: bool = False) -> Tables:
-    """diffusers' tables (..., N, W), in which each value stands twice, as :class:`Tables` of half that width.
-
-    Args:
-        shared: all samples of the batch have the same tables (B, N, W): keep those of the first.
-    """
-    if shared and cos.ndim == 3:
-        cos, sin = cos[0], sin[0]
-    return Tables(cos[..., ::2].contiguous(), sin[..., ::2].contiguous())
-
-
 def check_tables(x: Tensor, tables: Tables) -> None:
     """Refuse a width of ``x`` that cannot be turned in pairs, and tables of another width or of too many tokens."""
     width = x.shape[-1]
@@ -70,7 +59,7 @@ def check_tables(x: Tensor, tables: Tables) -> None:
         if table.shape[-1] != width // 2:
             raise KernelError(
                 f"rotary table {name} is {table.shape[-1]} wide for a head of {width}; expected {width // 2}, one "
-                "value for each pair. Pass diffusers' tables through half_tables."
+                "value for each pair. Take every other one of diffusers' values."
             )
     tokens = tables.cos.shape[1 - x.ndim]
     if tokens > x.shape[1]:
@@ -114,7 +103,7 @@ def rotate(x: Tensor, tables: Tables | None) -> Tensor:
 
 
 def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    return standardized(x.to(torch.promote_types(x.dtype, torch.float32)), Norm(RMS, eps, weight))
+    return standardized(wide(x), Norm(RMS, eps, weight))
 
 
 def _fake(q: Tensor, k: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
@@ -126,29 +115,11 @@ def _fake(q: Tensor, k: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
     return both[0], both[1]
 
 
-def _plain(
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    text_q: Tensor | None,
-    text_k: Tensor | None,
-    text_q_weight: Tensor | None,
-    text_k_weight: Tensor | None,
-    eps: float,
-    out_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor]:
-    tables = None if cos is None or sin is None else Tables(cos, sin)
-    text = None if text_q is None or text_k is None else Pair(text_q, text_k, text_q_weight, text_k_weight)
-    return qk_norm_rope_reference(Pair(q, k, q_weight, k_weight), tables, eps, text, out_dtype)
-
-
-def _launch() -> Callable[..., tuple[Tensor, Tensor]]:
-    from ._triton.rope import qk_norm_rope as launch
-
-    return launch
+def _terms(q: Tensor, k: Tensor, *rest: Any) -> tuple[Any, ...]:
+    q_weight, k_weight, cos, sin, text_q, text_k, text_q_weight, text_k_weight, eps, out_dtype = rest
+    tables = None if cos is None else Tables(cos, sin)
+    text = None if text_q is None else Pair(text_q, text_k, text_q_weight, text_k_weight)
+    return Pair(q, k, q_weight, k_weight), tables, eps, text, out_dtype
 
 
 _QK_NORM_ROPE = operation(
@@ -156,6 +127,6 @@ _QK_NORM_ROPE = operation(
     "Tensor? text_k, Tensor? text_q_weight, Tensor? text_k_weight, float eps, ScalarType? out_dtype) "
     "-> (Tensor, Tensor)",
     _fake,
-    _plain,
-    _launch,
+    qk_norm_rope_reference,
+    _terms,
 )

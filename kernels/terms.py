@@ -112,6 +112,11 @@ class GroupNorm:
 NO_MODULATION, NO_GATE = Modulation(), Gate()
 
 
+def wide(x: Tensor) -> Tensor:
+    """``x`` in the dtype that references compute in: fp32, or fp64 for fp64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def empty_padded(x: Tensor, pad: Pad, layout: str) -> Tensor:
     """An empty result for ``x`` (B, C, T, H, W) with its border."""
     left, right, top, bottom, front, back = pad

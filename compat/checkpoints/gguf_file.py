@@ -16,7 +16,7 @@ import torch
 
 from ..errors import CheckpointError, PackError
 from ..packages import imported
-from .headers import MOST_AXES, TensorEntry, possible_shape, unreadable
+from .headers import MOST_AXES, TensorEntry, damaged, possible_shape, unreadable
 
 MAGIC = b"GGUF"
 MOST_ITEMS = 1_000_000  # tensors, notes, or items of a list; the largest vocabularies have a quarter of it
@@ -100,17 +100,17 @@ def _declared(path: Path, header: Header, stamp: tuple[int, int]) -> tuple[dict[
     version, tensors, notes = header.number("I"), header.number("Q"), header.number("Q")
     if version not in (2, 3) or max(tensors, notes) > MOST_ITEMS:
         raise _damaged(path, f"version {version}, {tensors} tensors and {notes} notes")
-    found: dict[str, Any] = {}
+    noted: dict[str, Any] = {}
     for _ in range(notes):
         name, kind = header.text(), header.number("I")
-        found[name] = header.value(kind)
+        noted[name] = header.value(kind)
     records = []
     for _ in range(tensors):
         name, axes = header.text(), header.number("I")
         if axes > MOST_AXES:
             raise ValueError(f"a tensor of {axes} axes")
         records.append((name, [header.number("Q") for _ in range(axes)], header.number("I"), header.number("Q")))
-    alignment = found.get("general.alignment", ALIGNMENT)
+    alignment = noted.get("general.alignment", ALIGNMENT)
     if not isinstance(alignment, int) or not 0 < alignment <= 2**20:
         raise ValueError(f"an alignment of {alignment}")
     base = -(-(header.size - header.left) // alignment) * alignment
@@ -118,9 +118,9 @@ def _declared(path: Path, header: Header, stamp: tuple[int, int]) -> tuple[dict[
     for name, sides, kind, offset in records:
         if name in entries:
             raise ValueError(f"tensor {name!r} twice")
-        entries[name] = _entry(path, name, sides, kind, base + offset, found, stamp)
+        entries[name] = _entry(path, name, sides, kind, base + offset, noted, stamp)
     _require_apart(path, entries, header.size)
-    return entries, found
+    return entries, noted
 
 
 def _entry(
@@ -151,9 +151,5 @@ def _require_apart(path: Path, entries: Mapping[str, TensorEntry], size: int) ->
         reached = entry.end
 
 
-def _damaged(path: Path, found: str) -> CheckpointError:
-    return CheckpointError(
-        f"{str(path)!r} has {found}",
-        expected="a complete GGUF file",
-        fix="The download was cut short. Download the file again.",
-    )
+def _damaged(path: Path, problem: str) -> CheckpointError:
+    return damaged(path, problem, expected="a complete GGUF file")

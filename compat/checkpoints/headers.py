@@ -122,8 +122,8 @@ def entries_and_notes(path: Path) -> tuple[dict[str, TensorEntry], dict[str, str
     except OSError as error:  # a folder, a loop of links, no permission
         raise unreadable(path, error) from error
     except (ValueError, RecursionError) as error:
-        found = f"{error.args[0]}" if isinstance(error, Repeated) else "a header that is not JSON"
-        raise damaged(path, found) from error
+        problem = f"{error.args[0]}" if isinstance(error, Repeated) else "a header that is not JSON"
+        raise damaged(path, problem) from error
     if not isinstance(header, dict):
         raise damaged(path, "a header that is not an object")
     stamp = (status.st_size, status.st_mtime_ns)
@@ -149,10 +149,13 @@ def declared(files: Sequence[Path]) -> dict[str, TensorEntry]:
 
 
 def damaged(
-    path: Path, found: str, fix: str = "The download was cut short. Download the file again."
+    path: Path,
+    problem: str,
+    fix: str = "The download was cut short. Download the file again.",
+    expected: str = "a whole safetensors file",
 ) -> CheckpointError:
     """The error for a file whose content does not match its name."""
-    return CheckpointError(f"{str(path)!r} has {found}", expected="a whole safetensors file", fix=fix)
+    return CheckpointError(f"{str(path)!r} has {problem}", expected=expected, fix=fix)
 
 
 def unreadable(path: Path, error: OSError) -> CheckpointError:
@@ -193,11 +196,11 @@ def _require_header(path: Path, begins: bytes, size: int) -> None:
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    named = dict(pairs)
+    if len(named) < len(pairs):
         names = [name for name, _ in pairs]
         raise Repeated(f"the name {next(n for n in names if names.count(n) > 1)!r} twice in its header")
-    return found
+    return named
 
 
 def _entries(path: Path, header: dict[str, Any], base: int, stamp: tuple[int, int]) -> dict[str, TensorEntry]:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..errors import InputError, UnsupportedError
-from ..memory.transfer import widened
+from ..memory.transfer import bf16_bits_to_fp32
 from .headers import STORED, TensorEntry
 
 CHOICES = ("auto", "as in file", "bf16", "fp16", "fp8", "int8")
@@ -31,7 +31,6 @@ MEANINGS: dict[str, str] = {
     "fp8": "1 byte per weight and a scale per row: about half the memory of bf16, not exact",
     "int8": "1 byte per weight and a scale per row: like fp8, but with evenly spaced values",
 }
-BYTES: dict[str, float] = {"bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0}
 PLAIN: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 EIGHT: dict[str, tuple[torch.dtype, float]] = {"fp8": (torch.float8_e4m3fn, 448.0), "int8": (torch.int8, 127.0)}
 # What no packing that rounds may touch, besides layers outside the repeated blocks: modulations decide how strong
@@ -66,7 +65,7 @@ class StoredLinear(nn.Linear):
             return _blocks(self.stored, self.codec, self.in_features).to(dtype)
         if self.factors is None:
             if self.by_bits and self.stored.dtype is torch.bfloat16:
-                return widened(self.stored).to(dtype)
+                return bf16_bits_to_fp32(self.stored).to(dtype)
             return self.stored.to(dtype)
         return self.stored.float().mul_(self.factors).to(dtype)
 
@@ -110,11 +109,7 @@ def opened(layer: StoredLinear) -> Callable[[], None]:
     """Make a layer that is kept in plain 16 bits dense, so that something can be added to it; returns the way back."""
     stored, dtype, by_bits = layer.stored, layer.dense_dtype, layer.by_bits
     unpack(layer)
-    return partial(_closed, layer, stored, dtype, by_bits)
-
-
-def _closed(layer: nn.Linear, stored: nn.Parameter, dtype: torch.dtype, by_bits: bool) -> None:
-    pack(layer, stored.data, None, dtype, by_bits=by_bits)
+    return partial(pack, layer, stored.data, None, dtype, by_bits=by_bits)
 
 
 def is_exact(layer: nn.Module) -> bool:

@@ -21,19 +21,7 @@ import torch
 
 from ..errors import CheckpointError, PackError
 from .gguf_file import decoded_rows
-from .headers import STORED, TensorEntry, damaged, declared, header_of, unreadable
-
-__all__ = [
-    "STORED",
-    "TensorEntry",
-    "declared",
-    "header_of",
-    "is_view",
-    "read_json",
-    "read_tensors",
-    "weight_files",
-    "write_tensors",
-]
+from .headers import STORED, TensorEntry, damaged, unreadable
 
 SLICE_BYTES = 64 * 1024**2
 CAST_BYTES = 4 * 1024**2  # of a slice that is cast: it stays in the processor's cache
@@ -278,7 +266,9 @@ def _unpacked(file: BinaryIO, entry: TensorEntry, dtype: torch.dtype, advance: C
     rows, stored = entry.shape[0] if entry.shape else 1, STORED[entry.dtype]
     result = torch.empty((rows, math.prod(entry.shape[1:])), dtype=dtype)
     width = entry.total_bytes // rows
-    factors = None if entry.scale is None else _factors(file, entry.scale)
+    factors = (
+        None if entry.scale is None else _read_one(file, entry.scale, torch.float32, lambda _bytes: None).reshape(-1, 1)
+    )
     file.seek(entry.start)
     for first in range(0, rows, max(1, SLICE_BYTES // width)):
         part = result[first : first + max(1, SLICE_BYTES // width)]
@@ -290,10 +280,6 @@ def _unpacked(file: BinaryIO, entry: TensorEntry, dtype: torch.dtype, advance: C
         part.copy_(values)
         advance(raw.numel())
     return result.view(entry.shape)
-
-
-def _factors(file: BinaryIO, scale: TensorEntry) -> torch.Tensor:
-    return _read_one(file, scale, torch.float32, lambda _bytes: None).reshape(-1, 1)
 
 
 def _arranged(tensor: torch.Tensor, entry: TensorEntry) -> torch.Tensor:

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..checkpoints.weights import declared, read_tensors, write_tensors
+from ..checkpoints.headers import declared
+from ..checkpoints.weights import read_tensors, write_tensors
 from ..errors import PackError
 from ..precision import DTYPES, ModelPrecision
 from ..transforms.attention import attention_for, avoided_by

@@ -110,22 +110,22 @@ def facts_for(device: torch.device | str | DeviceFacts | None = None) -> DeviceF
         "name": str(chosen),
         "total_bytes": 0,
     }
-    found = told(lambda: makers.get(chosen.type, _plug_in_facts)(chosen), unknown)
+    stated = told(lambda: makers.get(chosen.type, _plug_in_facts)(chosen), unknown)
     versions = {
         "torch": torch.__version__,
         "system": platform.system(),
         "kernel": platform.release(),
         "triton": _triton(),
     }
-    driver = found.pop("driver", "") or (_driver() if found["backend"] in ("cuda", "rocm", "xpu") else "")
-    versions |= {"driver": driver, **found.pop("versions", {})}
+    driver = stated.pop("driver", "") or (_driver() if stated["backend"] in ("cuda", "rocm", "xpu") else "")
+    versions |= {"driver": driver, **stated.pop("versions", {})}
     return DeviceFacts(
         device=chosen,
         torch_version=torch.__version__,
         torch_build=str(torch.version.git_version or ""),
         driver=driver,
         versions={name: str(version) for name, version in versions.items() if version},
-        **found,
+        **stated,
     )
 
 
@@ -154,6 +154,15 @@ def answers(device: torch.device) -> str:
     return "" if two == 2.0 else f"1 + 1 gives {two}"
 
 
+def gone(facts: DeviceFacts, silent: str) -> UnsupportedError:
+    """The error for a device that answers no more; ``silent`` is why."""
+    return UnsupportedError(
+        f"the device {str(facts.device)!r} ({facts.name}) has stopped answering ({silent})",
+        expected="a working device",
+        fix="Restart ComfyUI. If it happens again, update the driver or choose another device.",
+    )
+
+
 def first_line(error: BaseException) -> str:
     """An error in one line of at most 160 characters, the class where it says nothing."""
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
@@ -168,7 +177,7 @@ def indexed(device: torch.device) -> torch.device:
 def free_bytes(device: torch.device) -> int | None:
     """Bytes free on ``device`` now, or None if the backend does not report it."""
     if device.type == "cpu":
-        return told(_available_bytes, None)
+        return told(lambda: _system_bytes("virtual_memory", "available"), None)
     module: Any = getattr(torch, device.type, None)
     free = told(lambda: _stated_free(module, device), None)
     return told(lambda: _unreserved(module, device), None) if free is None and device.type == "xpu" else free
@@ -205,18 +214,12 @@ def locks_host_memory(device: torch.device) -> bool:
 
 def swap_free_bytes() -> int:
     """Bytes of swap space that are free; 0 where nobody tells, as on Windows without performance counters."""
-
-    def free() -> int:
-        import psutil
-
-        return int(psutil.swap_memory().free)
-
-    return told(free, 0)
+    return told(lambda: _system_bytes("swap_memory", "free"), 0)
 
 
 def host_free_bytes() -> int:
     """Bytes of host memory that this process may still take: what is available, and what its control group leaves."""
-    free = told(_available_bytes, PLENTY)
+    free = told(lambda: _system_bytes("virtual_memory", "available"), PLENTY)
     for limit, used in CGROUPS:
         try:
             most, taken = Path(limit).read_text(encoding="utf-8").strip(), Path(used).read_text(encoding="utf-8")
@@ -253,10 +256,11 @@ def empty_cache(device: torch.device) -> None:
         told(module.empty_cache, None)
 
 
-def _available_bytes() -> int:
+def _system_bytes(memory: str, amount: str) -> int:
+    """An amount that psutil's function for a kind of memory tells."""
     import psutil
 
-    return int(psutil.virtual_memory().available)
+    return int(getattr(getattr(psutil, memory)(), amount))
 
 
 def _stated_free(module: Any, device: torch.device) -> int | None:
@@ -292,14 +296,14 @@ def _cudnn_tf32(cudnn: Any) -> bool:
 def _parsed(device: torch.device | str) -> torch.device:
     try:
         chosen = torch.device(device)
-        found = torch.empty(0, device=chosen).device  # with its index
+        there = torch.empty(0, device=chosen).device  # with its index
     except Exception as error:
         raise UnsupportedError(
             f"device {str(device)!r} does not answer ({first_line(error)})",
             expected=f"a device of this torch build, such as {default_device()}",
             fix="Choose another device, or install the build of torch for this one.",
         ) from error
-    return chosen if chosen.type == "mps" else found  # ComfyUI compares its models' devices with a bare mps
+    return chosen if chosen.type == "mps" else there  # ComfyUI compares its models' devices with a bare mps
 
 
 def _cpu_facts(device: torch.device) -> dict[str, Any]:
@@ -400,13 +404,7 @@ def _plug_in_facts(device: torch.device) -> dict[str, Any]:
 
 def _host_bytes() -> int:
     """Bytes of host memory; 0 where nobody tells."""
-
-    def total() -> int:
-        import psutil
-
-        return int(psutil.virtual_memory().total)
-
-    return told(total, 0)
+    return told(lambda: _system_bytes("virtual_memory", "total"), 0)
 
 
 def _driver() -> str:

@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from ..errors import UnsupportedError
 from . import probes as suite
-from .facts import DeviceFacts, answers, first_line, flags, told
+from .facts import DeviceFacts, answers, first_line, flags, gone, told
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +44,7 @@ class ProbeResult:
         return f"{self.status}: {self.detail}" if self.detail else self.status
 
 
+Probes = Mapping[str, ProbeResult] | None  # answers by name, asked when they are read; None asks nothing
 UNASKED = ProbeResult(UNKNOWN, "not tested yet")
 
 
@@ -214,11 +214,7 @@ def answer(probe: suite.Probe, facts: DeviceFacts) -> ProbeResult:
     except Exception as error:  # Triton's errors, for one, have no base class but this
         silent = answers(facts.device)
         if silent:
-            raise UnsupportedError(
-                f"the device {str(facts.device)!r} ({facts.name}) has stopped answering ({silent})",
-                expected="a working device",
-                fix="Restart ComfyUI. If it happens again, update the driver or choose another device.",
-            ) from error
+            raise gone(facts, silent) from error
         return ProbeResult(UNUSABLE, first_line(error), _since(started))
     right = not fault or isinstance(fault, suite.Loose)
     return ProbeResult(OK if right else WRONG, str(fault), _since(started))

@@ -14,7 +14,7 @@ from fnmatch import fnmatch
 from typing import Any
 
 from .facts import DeviceFacts
-from .probe_store import OK, UNKNOWN, ProbeResult
+from .probe_store import OK, UNKNOWN, ProbeResult, Probes
 from .quirk_rows import QUIRKS, Quirk
 
 DTYPE_NAMES = ("fp32", "bf16", "fp16")
@@ -81,7 +81,7 @@ def policy_for(facts: DeviceFacts, versions: Mapping[str, str] | None = None) ->
     return DevicePolicy(rows, wrong, costly, **effects)
 
 
-def verdict(operation: str, policy: DevicePolicy, probes: Mapping[str, ProbeResult] | None = None) -> Verdict:
+def verdict(operation: str, policy: DevicePolicy, probes: Probes = None) -> Verdict:
     """Whether ``operation`` may be relied on: the device's own answer first, then the rows.
 
     Args:
@@ -99,9 +99,7 @@ def verdict(operation: str, policy: DevicePolicy, probes: Mapping[str, ProbeResu
     return Verdict(True, costly, _said(operation, policy.costly[operation]) if costly else "")
 
 
-def verdicts(
-    operations: Sequence[str], policy: DevicePolicy, probes: Mapping[str, ProbeResult] | None = None
-) -> Verdict:
+def verdicts(operations: Sequence[str], policy: DevicePolicy, probes: Probes = None) -> Verdict:
     """The first operation that fails, else the first that is costly, else a right one."""
     costly = None
     for operation in operations:
@@ -112,9 +110,7 @@ def verdicts(
     return costly or Verdict(True)
 
 
-def abilities(
-    facts: DeviceFacts, probes: Mapping[str, ProbeResult] | None = None, policy: DevicePolicy | None = None
-) -> dict[str, Any]:
+def abilities(facts: DeviceFacts, probes: Probes = None, policy: DevicePolicy | None = None) -> dict[str, Any]:
     """Plain values for layers that choose kernels: ``backend``, and per operation whether each dtype is worth using.
 
     Returns:

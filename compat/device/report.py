@@ -14,7 +14,7 @@ from ..transforms.attention import attention_for, avoided_by
 from ..transforms.conv3d_choice import Conv3dLayer, choose_by
 from ..transforms.conv3d_forms import Geometry
 from .facts import GIBIBYTE, DeviceFacts
-from .probe_store import OK, UNKNOWN, UNUSABLE, WRONG, ProbeResult
+from .probe_store import OK, UNKNOWN, UNUSABLE, WRONG, ProbeResult, Probes
 from .quirks import DevicePolicy, abilities, fixed, policy_for
 from .wheels import AMD, PYTORCH, has_kernels, install, wheel_index
 
@@ -118,9 +118,7 @@ def changes_for(
     return list(dict.fromkeys(said))
 
 
-def dtypes_in_use(
-    facts: DeviceFacts, probes: Mapping[str, ProbeResult] | None, families: Mapping[str, ModelPrecision]
-) -> set[str]:
+def dtypes_in_use(facts: DeviceFacts, probes: Probes, families: Mapping[str, ModelPrecision]) -> set[str]:
     """Names of the dtypes that ``auto`` computes anything in, for any family."""
     names: set[str] = set()
     for family in families.values():
@@ -164,7 +162,7 @@ def _kernels(
 
 
 def conv3d_forms(
-    facts: DeviceFacts, probes: Mapping[str, ProbeResult] | None, dtype: torch.dtype, policy: DevicePolicy | None = None
+    facts: DeviceFacts, probes: Probes, dtype: torch.dtype, policy: DevicePolicy | None = None
 ) -> dict[str, Decision]:
     """Kind of Conv3d to the form it takes in ``dtype``, and why."""
     chooser, forms = choose_by(abilities(facts, probes, policy)), {}
@@ -175,7 +173,7 @@ def conv3d_forms(
     return forms
 
 
-def conv3d_decision(facts: DeviceFacts, probes: Mapping[str, ProbeResult] | None, dtype: torch.dtype) -> Decision:
+def conv3d_decision(facts: DeviceFacts, probes: Probes, dtype: torch.dtype) -> Decision:
     """The form of 3-D convolutions in ``dtype``: one where all kinds agree, else each kind with its own."""
     forms = conv3d_forms(facts, probes, dtype)
     first = next(iter(forms.values()))

@@ -6,7 +6,7 @@ import re
 from fnmatch import fnmatch
 
 from ..errors import UnsupportedError
-from .facts import DeviceFacts, answers
+from .facts import DeviceFacts, answers, gone
 
 PYTORCH = "https://download.pytorch.org/whl/"
 AMD = "https://rocm.nightlies.amd.com/v2/"
@@ -65,11 +65,7 @@ def require_kernels(facts: DeviceFacts) -> None:
             expected=f"a build of torch for {facts.arch}",
             fix=f"Install it into this Python: {install(index)} ({why}).",
         )
-    raise UnsupportedError(
-        f"the device {str(facts.device)!r} ({facts.name}) has stopped answering ({silent})",
-        expected="a working device",
-        fix="Restart ComfyUI. If it happens again, update the driver or choose another device.",
-    )
+    raise gone(facts, silent)
 
 
 def _runs_on(name: str, arch: str) -> bool:

@@ -120,7 +120,7 @@ class GroupHooks:
         if host_weight.dtype not in self._transfers:
             self._transfers[host_weight.dtype] = transfer_for(self.device, host_weight.dtype)
         staged = self._views.staged and self._views.holds(host_weight)
-        there = self._transfers[host_weight.dtype].sent(host_weight, self.progress.check, staged)
+        there = self._transfers[host_weight.dtype].to_device(host_weight, self.progress.check, staged)
         now = time.monotonic()
         if self._came + host_weight.nbytes > self.total_bytes:  # the next forward begins
             self._came, self._reported = 0, now
@@ -209,19 +209,15 @@ def own_tensors(module: nn.Module) -> Iterator[None]:
     hook, group = getattr(module, "_hf_hook", None), group_of(module)
     if group is not None:
         group.onload()
-        try:
-            yield
-        finally:
-            group.offload()
-        return
-    if hook is None:
-        yield
-        return
-    hook.pre_forward(module)
+    elif hook is not None:
+        hook.pre_forward(module)
     try:
         yield
     finally:
-        hook.post_forward(module, None)
+        if group is not None:
+            group.offload()
+        elif hook is not None:
+            hook.post_forward(module, None)
 
 
 @contextmanager
@@ -240,13 +236,9 @@ def weights_on(leaf: nn.Module, like: torch.Tensor) -> Iterator[tuple[torch.Tens
         with provider(like) as pair:
             yield pair
         return
-    group = group_of(leaf)
-    if group is not None:
-        group.onload()
-        try:
+    if group_of(leaf) is not None:
+        with own_tensors(leaf):
             yield _pair(leaf, like)
-        finally:
-            group.offload()
         return
     away, hook = leaf.weight.device != like.device, getattr(leaf, "_hf_hook", None)
     theirs = getattr(getattr(leaf, "_diffusers_hook", None), "hooks", {}).get("group_offloading")

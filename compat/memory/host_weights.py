@@ -1,6 +1,6 @@
 """The host copies of weights that are offloaded: pinned, as they were read, or left in their file.
 
-Masters are never written to while a copy is on the device, so those that are views of their file stay views: they cost
+They are never written to while a copy is on the device, so those that are views of their file stay views: they cost
 page cache, which the system takes back when others need it, and a device gets them from disk where it did.
 """
 
@@ -39,7 +39,7 @@ class HostWeights:
 
     def of(self, kind: str) -> tuple[str, ...]:
         """The parts that are kept so."""
-        return tuple(part for part, found in self.kinds.items() if found == kind)
+        return tuple(part for part, own in self.kinds.items() if own == kind)
 
     @property
     def decision(self) -> Decision:
@@ -107,8 +107,8 @@ def mark_views(module: nn.Module, views: Views) -> None:
 
 def views_of(module: nn.Module) -> Views:
     """Which tensors of ``module`` are views of its file."""
-    found: Views = module.__dict__.get(VIEWS, NONE)
-    return found
+    views: Views = module.__dict__.get(VIEWS, NONE)
+    return views
 
 
 def pin(tensors: Iterable[torch.Tensor]) -> int:

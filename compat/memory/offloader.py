@@ -20,6 +20,7 @@ from torch import nn
 from ..decision import AUTO, CHOSEN, Decision
 from ..device.execution import HOST
 from ..device.facts import GIBIBYTE, answers, default_device, empty_cache, indexed
+from ..device.failures import is_shortage
 from ..errors import InputError, UnsupportedError
 from .adapters import Adapters, adapters_on
 from .estimates import BY_BLOCK, WHOLE
@@ -270,15 +271,7 @@ class OwnOffloader:
         self._state.mode = mode
 
     def step_down(self, part: str, *beside: str) -> str:
-        """Make room for ``part``: other parts leave, then it comes by block, then by layer.
-
-        Args:
-            part: what ran out of memory, in use or about to be.
-            beside: other parts of the same stage, which would come back at once.
-
-        Returns:
-            What was done, in words; empty where nothing is left to do.
-        """
+        """Make room for ``part``: other parts leave, then it comes by block, then by layer."""
         if self.device_of(part).type == HOST.type:
             return ""
         staying = (part, *beside, *self._state.in_use)
@@ -357,8 +350,7 @@ class OwnOffloader:
     def _require_answer(self, part: str, error: RuntimeError) -> None:
         """Raise where ``error`` means that the device of ``part`` is gone."""
         device = self.device_of(part)
-        short = isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
-        gone = "" if device.type == HOST.type or short else answers(device)
+        gone = "" if device.type == HOST.type or is_shortage(error) else answers(device)
         if gone:
             raise UnsupportedError(
                 f"{device} does not answer any more ({gone})",

@@ -84,11 +84,7 @@ class Parts(dict[str, nn.Module]):
     ``adapters.ActiveAdapters``.
     """
 
-    def __init__(
-        self,
-        readers: Mapping[str, Reader],
-        prepare: Prepare | None = None,
-    ) -> None:
+    def __init__(self, readers: Mapping[str, Reader], prepare: Prepare | None = None) -> None:
         super().__init__()
         self.readers, self.prepare = dict(readers), prepare
         self.undo: dict[str, Callable[[], Any]] = {}
@@ -112,8 +108,3 @@ class Parts(dict[str, nn.Module]):
         self.pop(name, None)
         self.undo.pop(name, None)
         self.active_adapters.pop(name, None)
-
-    def revert(self, name: str) -> None:
-        """The part as it was read, without the rewrites; its offloader must be off. Nothing for one not in memory."""
-        if name in self.undo:
-            self.undo.pop(name)()

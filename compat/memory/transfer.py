@@ -20,6 +20,7 @@ from torch import nn
 
 from ..checkpoints.weights import let_go
 from ..device.execution import HOST
+from ..device.failures import is_shortage
 from ..errors import UnsupportedError
 from .host_weights import views_of
 from .parts import StageText
@@ -51,7 +52,9 @@ class Transfer:
     as_bits: bool = False
     memory_stats: MemoryStats | None = None
 
-    def sent(self, tensor: torch.Tensor, check: Callable[[], None] | None = None, staged: bool = False) -> torch.Tensor:
+    def to_device(
+        self, tensor: torch.Tensor, check: Callable[[], None] | None = None, staged: bool = False
+    ) -> torch.Tensor:
         """A host tensor on the device; a floating one is cast to ``dtype`` before it leaves.
 
         Args:
@@ -64,7 +67,7 @@ class Transfer:
                 return copy_to_device(here, self.device, check, staged)
             return copy_to_device(here.view(BITS), self.device, check, staged).view(self.dtype)
 
-    def copied(self, tensor: torch.Tensor) -> torch.Tensor:
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the device on the host, in its own dtype, bit for bit."""
         if tensor.device.type == HOST.type:
             return tensor
@@ -73,9 +76,9 @@ class Transfer:
                 return tensor.to(HOST)
             return tensor.view(BITS).to(HOST).view(tensor.dtype)
 
-    def fetched(self, tensor: torch.Tensor) -> torch.Tensor:
+    def to_host_fp32(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the device on the host; a floating one is widened to fp32 there, after it has arrived."""
-        here = self.copied(tensor)
+        here = self.to_host(tensor)
         return here.float() if here.is_floating_point() else here
 
     def _counted(self, count: int) -> AbstractContextManager[None]:
@@ -124,10 +127,10 @@ def transfer_for(device: torch.device, dtype: torch.dtype) -> Transfer:
         if torch.equal(plain[exact], patterns[exact]):
             return Transfer(device, dtype)
         bits = there.view(BITS).to(HOST)
-    except torch.OutOfMemoryError:  # which says nothing of how the device copies
-        raise
-    except (RuntimeError, NotImplementedError):  # a backend that cannot relabel bits has only the plain copy
-        return Transfer(device, dtype)
+    except RuntimeError as error:
+        if is_shortage(error):  # which says nothing of how the device copies
+            raise
+        return Transfer(device, dtype)  # a backend that cannot relabel bits has only the plain copy
     if not torch.equal(bits[exact], patterns[exact]):
         raise UnsupportedError(
             f"{device} returns other bits of {str(dtype).removeprefix('torch.')} than it was given",
@@ -147,11 +150,11 @@ def casts_wrongly(device: torch.device, dtype: torch.dtype) -> bool:
     way, values = transfer_for(device, dtype), torch.arange(-(2**15), 2**15, dtype=torch.int32).to(BITS).view(dtype)
     values = values[values.isfinite() & (values.abs() >= torch.finfo(dtype).tiny)]
     wide = values.float()
-    up, down = way.sent(values).float().to(HOST), way.copied(wide.to(device).to(dtype))
+    up, down = way.to_device(values).float().to(HOST), way.to_host(wide.to(device).to(dtype))
     return not (torch.equal(up, wide) and torch.equal(down, values))
 
 
-def widened(tensor: torch.Tensor) -> torch.Tensor:
+def bf16_bits_to_fp32(tensor: torch.Tensor) -> torch.Tensor:
     """A bf16 tensor as fp32 where it is, by integers alone: exact on a device whose own cast is broken.
 
     Returns:
@@ -294,7 +297,7 @@ def _data_at_home(
         if host_weight is not None:
             yield tensor, host_weight[1], False
         else:
-            yield tensor, ways[tensor.device, tensor.dtype].copied(tensor.data), True
+            yield tensor, ways[tensor.device, tensor.dtype].to_host(tensor.data), True
 
 
 def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:

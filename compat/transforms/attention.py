@@ -17,10 +17,10 @@ from torch.nn import functional
 
 from ..decision import AUTO, CHOSEN, Decision
 from ..device.facts import DeviceFacts
-from ..device.probe_store import UNUSABLE, WRONG, ProbeResult, ProbeStore
+from ..device.probe_store import UNUSABLE, WRONG, Probes, ProbeStore
 from ..device.timed_choice import fastest, kept_times, milliseconds
 from ..errors import InputError, PackError, UnsupportedError
-from .attention_chunks import MEBIBYTE, UNKNOWN_BUDGET, WORKED_ON, chunked, score_bytes, widened
+from .attention_chunks import MEBIBYTE, UNKNOWN_BUDGET, WORKED_ON, chunked, fp32_attention, score_bytes
 from .attention_kernels import BACKENDS, EXPLICIT, require_usable
 
 CHOICES = (
@@ -118,7 +118,7 @@ class Attention:
             if mask is None and not causal and query.dtype.itemsize < 4 and WORKED_ON not in self.avoided:
                 wide = stand_in(query, WORKED_ON)
                 if self._has_fused(wide, wide, wide):
-                    return widened(query, key, value, self.budget_bytes)
+                    return fp32_attention(query, key, value, self.budget_bytes)
         if query.dtype not in self.avoided and MATH_COPIES * score_bytes(query, key) <= self.budget_bytes:
             return functional.scaled_dot_product_attention(query, key, value, mask, is_causal=causal)
         return chunked(query, key, value, mask, causal, self.budget_bytes)
@@ -221,7 +221,7 @@ def kernel_times(facts: DeviceFacts, dtype: torch.dtype, head_width: int) -> dic
     return milliseconds(ways, facts.device, REPEATS) if len(ways) > 1 else {}
 
 
-def avoided_by(probes: Mapping[str, ProbeResult] | None, dtypes: Iterable[torch.dtype]) -> dict[torch.dtype, str]:
+def avoided_by(probes: Probes, dtypes: Iterable[torch.dtype]) -> dict[torch.dtype, str]:
     """The dtypes in which a probe found torch's attention wrong or absent on this device, with the reason.
 
     What it is with a mask counts for nothing: none is passed here.

@@ -18,7 +18,7 @@ def score_bytes(query: torch.Tensor, key: torch.Tensor) -> int:
     return math.prod(query.shape[:-1]) * key.shape[-2] * SCORE_BYTES
 
 
-def widened(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, budget_bytes: int) -> torch.Tensor:
+def fp32_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, budget_bytes: int) -> torch.Tensor:
     """Attention by the fused fp32 kernel for narrower operands that have none: bf16 before sm80.
 
     Nothing is lost: each value is exact in fp32. A group of heads is cast at a time.

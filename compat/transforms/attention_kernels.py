@@ -159,12 +159,8 @@ def _runs_on(need: KernelNeed, facts: DeviceFacts) -> bool:
     if facts.backend not in need.backends and not ("other" in need.backends and facts.arch_class == "other"):
         return False
     low, high = need.capability
-    return need.capability == (0, 0) or low <= _capability(facts) < high
-
-
-def _capability(facts: DeviceFacts) -> int:
     match = re.fullmatch(r"sm_?(\d+)a?", facts.arch)
-    return int(match[1]) if match else 0
+    return need.capability == (0, 0) or low <= (int(match[1]) if match else 0) < high
 
 
 def _require_packages(need: KernelNeed, facts: DeviceFacts) -> None:
@@ -208,16 +204,14 @@ def _sage(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.
     return result
 
 
-def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    attend = imported("flash_attn").flash_attn_func
-    result: torch.Tensor = attend(*(tensor.transpose(1, 2) for tensor in (query, key, value)))
-    return result.transpose(1, 2)
+def _by_package(module: str, name: str) -> Any:
+    """The attention ``name`` of a package, which takes (B, N, H, D)."""
 
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        result = getattr(imported(module), name)(*(tensor.transpose(1, 2) for tensor in (query, key, value)))
+        return result.transpose(1, 2)
 
-def _xformers(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    attend = imported("xformers.ops").memory_efficient_attention
-    result: torch.Tensor = attend(*(tensor.transpose(1, 2) for tensor in (query, key, value)))
-    return result.transpose(1, 2)
+    return attend
 
 
 def _by_torch(choice: str) -> Any:
@@ -238,6 +232,6 @@ def only(choice: str) -> AbstractContextManager[Any]:
 EXPLICIT: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {  # (B, H, N, D) each
     **{name: _by_torch(name) for name in BACKENDS},
     "sage": _sage,
-    "flash": _flash,
-    "xformers": _xformers,
+    "flash": _by_package("flash_attn", "flash_attn_func"),
+    "xformers": _by_package("xformers.ops", "memory_efficient_attention"),
 }

@@ -8,7 +8,6 @@ the end of each row, so the same result comes from leaving it out. Only the exac
 from __future__ import annotations
 
 import inspect
-import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,14 +16,15 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from .undo import Undo
+
 Attend = Callable[..., torch.Tensor]
-Rotary = Callable[[torch.Tensor, Any], torch.Tensor]
 Lengths = tuple["int | torch.Tensor", ...]  # a tensor stands for its length less OPEN
 OPEN = 2  # torch binds a graph to the lengths 0 and 1
 TEXT, MASK = "encoder_hidden_states", "encoder_attention_mask"
 
 
-@dataclass(slots=True)
+@dataclass
 class Padding:
     """How many tokens at the end of each batch row are padding in the call that runs; None where a mask must tell.
 
@@ -60,37 +60,23 @@ def replace_attention_processors(module: nn.Module, attend: Attend) -> Callable[
     Args:
         attend: from query (B, H, N, D), key, value and an optional mask to (B, H, N, D).
     """
-    padding, undo, patched = Padding(), [], []
-    owner: Any
+    padding, undo = Padding(), Undo()
     for owner in module.modules():
         processor: Any = getattr(owner, "processor", None)
         made = PROCESSORS.get(full_name(processor))
         if made is not None and _has_no_extras(owner):
-            owner.processor = made(attend, padding)
-            undo.append((owner, "processor", processor))
+            undo.set(owner, "processor", made(attend, padding))
         elif full_name(owner) == POOL and "forward" not in vars(owner):
-            owner.forward = types.MethodType(_pool(attend, padding), owner)
-            patched.append(owner)
+            undo.patch(owner, _pool(attend, padding))
         elif hasattr(processor, "attend"):
             for name, value in (("attend", attend), ("padding", padding)):
                 if hasattr(processor, name):
-                    undo.append((processor, name, getattr(processor, name)))
-                    setattr(processor, name, value)
+                    undo.set(processor, name, value)
     cropped = CROPPED.get(type(module).__name__)
-    handle = None
     if cropped is not None:
         # A hook, not a patched forward: it survives accelerate's and diffusers' own re-wrapping of forward.
-        handle = module.register_forward_pre_hook(_cropping(cropped, padding), with_kwargs=True)
-
-    def restore() -> None:
-        if handle is not None:
-            handle.remove()
-        for owner, name, former in reversed(undo):
-            setattr(owner, name, former)
-        for owner in patched:
-            del owner.forward
-
-    return restore
+        undo.append(module.register_forward_pre_hook(_cropping(cropped, padding), with_kwargs=True).remove)
+    return undo.restore
 
 
 def by_rows(
@@ -135,16 +121,22 @@ def _by_open_rows(
     return torch.cat(rows)
 
 
-@dataclass(slots=True)
-class _Processor:
-    attend: Attend
-    padding: Padding
+class Processor:
+    """What all processors share.
+
+    Args:
+        attend: from query, key, value (B, H, N, D) and an optional mask to (B, H, N, D).
+        padding: of the call that runs.
+    """
+
+    def __init__(
+        self, attend: Attend = functional.scaled_dot_product_attention, padding: Padding | None = None
+    ) -> None:
+        self.attend, self.padding = attend, padding or Padding()
 
 
-class JointProcessor(_Processor):
+class JointProcessor(Processor):
     """Video and text tokens together: HunyuanVideo and FramePack, both kinds of block, HunyuanVideo 1.5, Mochi."""
-
-    rotary: Rotary
 
     def __call__(
         self,
@@ -163,7 +155,7 @@ class JointProcessor(_Processor):
         def placed(heads: torch.Tensor) -> torch.Tensor:
             if image_rotary_emb is None:
                 return heads
-            video = type(self).rotary(heads[:, :rotary_tokens], image_rotary_emb)
+            video = self.rotary(heads[:, :rotary_tokens], image_rotary_emb)
             return video if rotary_tokens == heads.shape[1] else torch.cat([video, heads[:, rotary_tokens:]], dim=1)
 
         query = placed(heads_of(attn, attn.to_q, tokens, attn.norm_q))
@@ -186,6 +178,15 @@ class JointProcessor(_Processor):
             text_tokens = attn.to_add_out(text_tokens)
         return video, text_tokens
 
+    @staticmethod
+    def rotary(tokens: torch.Tensor, table: Any) -> torch.Tensor:
+        """``tokens`` (B, N, H, D) turned by upstream's (cos, sin)."""
+        from diffusers.models import embeddings
+
+        apply: Any = embeddings.apply_rotary_emb  # upstream annotates it as narrower than what it passes
+        result: torch.Tensor = apply(tokens, table, sequence_dim=1)
+        return result
+
     def _attend_joint(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
@@ -197,35 +198,19 @@ class JointProcessor(_Processor):
         return self.attend(query, key, value, mask)
 
 
-def _hunyuan_rotary(tokens: torch.Tensor, table: Any) -> torch.Tensor:
-    from diffusers.models import embeddings
-
-    rotated: Any = embeddings.apply_rotary_emb  # upstream annotates it as narrower than what it passes
-    rotated_tokens: torch.Tensor = rotated(tokens, table, sequence_dim=1)
-    return rotated_tokens
-
-
-def _mochi_rotary(tokens: torch.Tensor, table: Any) -> torch.Tensor:
-    """Source: diffusers ``MochiAttnProcessor2_0``, where this function is a local one."""
-    cos, sin = table
-    even, odd = tokens[..., 0::2].float(), tokens[..., 1::2].float()
-    pair = ((even * cos - odd * sin).to(tokens.dtype), (even * sin + odd * cos).to(tokens.dtype))
-    return torch.stack(pair, dim=-1).flatten(-2)
-
-
-class HunyuanProcessor(JointProcessor):
-    """HunyuanVideo, FramePack, HunyuanVideo 1.5."""
-
-    rotary = staticmethod(_hunyuan_rotary)
-
-
 class MochiProcessor(JointProcessor):
     """Mochi, whose stock processor calls torch by itself, sample by sample, whatever was chosen."""
 
-    rotary = staticmethod(_mochi_rotary)
+    @staticmethod
+    def rotary(tokens: torch.Tensor, table: Any) -> torch.Tensor:
+        """Source: diffusers ``MochiAttnProcessor2_0``, where this function is a local one."""
+        cos, sin = table
+        even, odd = tokens[..., 0::2].float(), tokens[..., 1::2].float()
+        pair = ((even * cos - odd * sin).to(tokens.dtype), (even * sin + odd * cos).to(tokens.dtype))
+        return torch.stack(pair, dim=-1).flatten(-2)
 
 
-class CrossProcessor(_Processor):
+class CrossProcessor(Processor):
     """LTX-Video: video tokens among themselves, and video to text, whose mask is a float added to the scores."""
 
     def __call__(
@@ -237,17 +222,22 @@ class CrossProcessor(_Processor):
         image_rotary_emb: Any = None,
     ) -> torch.Tensor:
         """Tokens (B, N, D) after attention."""
-        from diffusers.models.transformers.transformer_ltx import apply_rotary_emb
-
         text = encoder_hidden_states
         seen = hidden_states if text is None else text
-        query, key, value = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(seen)), attn.to_v(seen)
-        if image_rotary_emb is not None:
-            query, key = apply_rotary_emb(query, image_rotary_emb), apply_rotary_emb(key, image_rotary_emb)
-        query, key, value = (t.unflatten(2, (attn.heads, -1)).transpose(1, 2) for t in (query, key, value))
+        query, key = self.queries_and_keys(attn, hidden_states, seen, image_rotary_emb)
+        query, key, value = (t.unflatten(2, (attn.heads, -1)).transpose(1, 2) for t in (query, key, attn.to_v(seen)))
         attention = across(self.attend, self.padding, query, key, value, None if text is None else attention_mask)
         result: torch.Tensor = attn.to_out[1](attn.to_out[0](attention.transpose(1, 2).flatten(2).to(query.dtype)))
         return result
+
+    def queries_and_keys(
+        self, attn: Any, tokens: torch.Tensor, seen: torch.Tensor, rotary: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The queries of ``tokens`` and the keys of ``seen``, (B, N, D) each, normed across heads and turned."""
+        from diffusers.models.transformers.transformer_ltx import apply_rotary_emb
+
+        query, key = attn.norm_q(attn.to_q(tokens)), attn.norm_k(attn.to_k(seen))
+        return (query, key) if rotary is None else (apply_rotary_emb(query, rotary), apply_rotary_emb(key, rotary))
 
 
 def across(
@@ -269,7 +259,7 @@ def across(
     return attend(query, key, value, mask.unsqueeze(1).to(query.dtype))
 
 
-class RefinerProcessor(_Processor):
+class RefinerProcessor(Processor):
     """The token refiners of HunyuanVideo, FramePack and HunyuanVideo 1.5: text tokens among themselves."""
 
     def __call__(
@@ -324,8 +314,8 @@ def _pool(attend: Attend, padding: Padding) -> Callable[[Any, torch.Tensor, torc
 MODELS = "diffusers.models"
 POOL = f"{MODELS}.embeddings.MochiAttentionPool"
 PROCESSORS: Mapping[str, Callable[[Attend, Padding], Any]] = {  # stock class -> ours; subclasses are left alone
-    f"{MODELS}.transformers.transformer_hunyuan_video.HunyuanVideoAttnProcessor2_0": HunyuanProcessor,
-    f"{MODELS}.transformers.transformer_hunyuan_video15.HunyuanVideo15AttnProcessor2_0": HunyuanProcessor,
+    f"{MODELS}.transformers.transformer_hunyuan_video.HunyuanVideoAttnProcessor2_0": JointProcessor,
+    f"{MODELS}.transformers.transformer_hunyuan_video15.HunyuanVideo15AttnProcessor2_0": JointProcessor,
     f"{MODELS}.transformers.transformer_ltx.LTXVideoAttnProcessor": CrossProcessor,
     f"{MODELS}.attention_processor.MochiAttnProcessor2_0": MochiProcessor,
     f"{MODELS}.attention_processor.AttnProcessor2_0": RefinerProcessor,

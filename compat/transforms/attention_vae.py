@@ -8,14 +8,14 @@ Only exact stock classes are rewritten; weights stay in their leaf modules.
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from .attention_processors import Attend, full_name, heads_of
+from .attention_processors import Attend, Processor, full_name, heads_of
+from .undo import Undo
 
 
 def replace_vae_attention(module: nn.Module, attend: Attend) -> Callable[[], None]:
@@ -24,27 +24,15 @@ def replace_vae_attention(module: nn.Module, attend: Attend) -> Callable[[], Non
     Args:
         attend: from query (B, H, N, D), key, value, optional mask and ``causal`` to (B, H, N, D).
     """
-    undo: list[tuple[Any, Any]] = []
-    owner: Any
+    undo = Undo()
     for owner in module.modules():
         made = BLOCKS.get(full_name(owner))
         if made is not None and "forward" not in vars(owner):
-            owner.forward = types.MethodType(made(attend), owner)
-            owner.attend = attend  # for decoders in chunks or streamed, which walk through this block themselves
-            undo.append((owner, None))
-        processor = getattr(owner, "processor", None)
-        if full_name(processor) == MOCHI_VAE_PROCESSOR:
-            owner.processor = MochiVaeProcessor(attend)
-            undo.append((owner, processor))
-
-    def restore() -> None:
-        for owner, processor in reversed(undo):
-            if processor is None:
-                del owner.forward, owner.attend
-            else:
-                owner.processor = processor
-
-    return restore
+            undo.patch(owner, made(attend))
+            undo.set(owner, "attend", attend)  # for decoders in chunks or streamed, which walk through it themselves
+        if full_name(getattr(owner, "processor", None)) == MOCHI_VAE_PROCESSOR:
+            undo.set(owner, "processor", MochiVaeProcessor(attend))
+    return undo.restore
 
 
 def causal_by_frames(
@@ -109,14 +97,11 @@ def _block(attend: Attend) -> Callable[[Any, torch.Tensor], torch.Tensor]:
     return forward
 
 
-class MochiVaeProcessor:
+class MochiVaeProcessor(Processor):
     """Mochi's VAE: each cell over time, the batch being the cells of a frame.
 
     Source: diffusers ``MochiVaeAttnProcessor2_0``.
     """
-
-    def __init__(self, attend: Attend) -> None:
-        self.attend = attend
 
     def __call__(
         self,

@@ -10,10 +10,11 @@ from __future__ import annotations
 import inspect
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import CodeType, FunctionType, MethodType
+from functools import partial
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from ..device.execution import COMPILED
 from ..errors import InputError, UnsupportedError
 from .blocks import transformer_blocks
 from .fp16_layers import SETTINGS
+from .undo import Undo
 
 log = logging.getLogger(__name__)
 
@@ -135,22 +137,20 @@ class Compilation:
         blocks = list(self.blocks_in(module))
         if not blocks:
             return None
-        undo: list[Callable[[], None]] = [_steady_strengths(module), _steady_reach(module), _traced_padding(module)]
+        undo = Undo()
+        _steady_strengths(module, undo)
+        _steady_reach(module, undo)
+        _trace_padding(module, undo)
         for block in blocks:
-            undo.append(self._compile(block))
+            self._compile(block, undo)
         self.blocks = len(blocks)
-
-        def restored() -> None:
-            while undo:
-                undo.pop()()
-
-        return restored
+        return undo.restore
 
     def blocks_in(self, module: nn.Module) -> Iterator[nn.Module]:
         """What of ``module`` becomes a graph each; another kind of network has other blocks."""
         return blocks_of(module)
 
-    def _compile(self, block: Any) -> Callable[[], None]:
+    def _compile(self, block: Any, undo: Undo) -> None:
         plain = block.forward
         stock = getattr(plain, "__func__", None)
         if stock is None or hasattr(block, "_hf_hook"):
@@ -160,7 +160,6 @@ class Compilation:
                 fix="Take the offloader off, compile, and put it back.",
             )
         function = self._made.setdefault(stock.__code__, _Function(stock, self.settings))
-        mine = vars(block).get("forward")
 
         def forward(block: Any, *args: Any, **named: Any) -> Any:
             if self.failure or not getattr(block, COMPILED):
@@ -170,20 +169,12 @@ class Compilation:
                 return self._timed(function, block, args, named)
             except function.failures() as error:
                 _require_compiler_fault(error)
-                self._fail(error)
+                self.failure = failure_line(error)
+                log.warning("%s; the blocks run uncompiled", self)
                 return stock(block, *args, **named)
 
-        block.forward = MethodType(forward, block)
-        setattr(block, COMPILED, True)
-
-        def back() -> None:
-            delattr(block, COMPILED)
-            if mine is None:
-                del block.forward
-            else:
-                block.forward = mine
-
-        return back
+        undo.patch(block, forward)
+        undo.set(block, COMPILED, True)
 
     def _timed(self, function: _Function, block: Any, args: Any, named: Any) -> Any:
         from torch._dynamo.utils import counters
@@ -195,10 +186,6 @@ class Compilation:
             self.graphs += made
             self.compile_seconds += time.monotonic() - started
         return result
-
-    def _fail(self, error: BaseException) -> None:
-        self.failure = failure_line(error)
-        log.warning("%s; the blocks run uncompiled", self)
 
 
 class _Function:
@@ -325,31 +312,17 @@ def _mark_tokens(value: Any, tokens: int) -> None:
         dim = next((dim for dim in range(min(value.ndim, 2)) if value.shape[dim] == tokens), None)
         if dim is not None:
             _mark(value, dim)
-    elif isinstance(value, Mapping):
-        _each(value.values(), tokens)
-    elif isinstance(value, (tuple, list)):
-        _each(value, tokens)
+    elif isinstance(value, (Mapping, tuple, list)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            _mark_tokens(item, tokens)
 
 
-def _each(values: Iterable[Any], tokens: int) -> None:
-    for value in values:
-        _mark_tokens(value, tokens)
-
-
-def _traced_padding(module: nn.Module) -> Callable[[], None]:
+def _trace_padding(module: nn.Module, undo: Undo) -> None:
     """Make the padding that the attention of ``module`` reads a length that a graph can leave open."""
-    paddings: list[Any] = []
     for owner in module.modules():
         padding = getattr(getattr(owner, "processor", None), "padding", None)
         if padding is not None and not padding.traced:
-            padding.traced = True
-            paddings.append(padding)
-
-    def back() -> None:
-        for padding in paddings:
-            padding.traced = False
-
-    return back
+            undo.set(padding, "traced", True)
 
 
 class Strengths(dict[str, Any]):
@@ -368,35 +341,23 @@ class Strengths(dict[str, Any]):
         super().__setitem__(name, held)
 
 
-def _steady_reach(module: nn.Module) -> Callable[[], None]:
+def _steady_reach(module: nn.Module, undo: Undo) -> None:
     """The same for what safe fp16 knows of each leaf's weight, in which the blocks differ."""
-    changed: list[tuple[Any, float]] = []
     for owner in module.modules():
         known: Any = getattr(owner, SETTINGS, None)
         if known is not None and isinstance(known.reach, float):
-            changed.append((known, known.reach))
-            known.reach = torch.tensor(known.reach, dtype=torch.float64)
-
-    def back() -> None:
-        for known, former in changed:
-            known.reach = former
-
-    return back
+            undo.set(known, "reach", torch.tensor(known.reach, dtype=torch.float64))
 
 
-def _steady_strengths(module: nn.Module) -> Callable[[], None]:
-    changed: list[tuple[Any, dict[str, Any]]] = []
+def _steady_strengths(module: nn.Module, undo: Undo) -> None:
+    def back(layer: Any, former: dict[str, Any]) -> None:
+        former.clear()
+        former.update({name: float(value) for name, value in layer.scaling.items()})
+        layer.scaling = former
+
     for owner in module.modules():
         former = getattr(owner, "scaling", None)
         if type(former) is dict and hasattr(owner, "lora_A"):
             layer: Any = owner
             layer.scaling = Strengths(former)
-            changed.append((layer, former))
-
-    def back() -> None:
-        for layer, former in changed:
-            former.clear()
-            former.update({name: float(value) for name, value in layer.scaling.items()})
-            layer.scaling = former
-
-    return back
+            undo.append(partial(back, layer, former))

@@ -14,10 +14,9 @@ import torch.nn.functional as F
 from ..device.facts import DeviceFacts
 from ..device.probe_store import ProbeStore
 from ..device.timed_choice import kept_times, milliseconds
-from ..precision import DTYPES
+from ..precision import NAMES
 from .conv3d_forms import Conv3dForm, Geometry, Triple, convolve, covers
 
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 TF32_EPS = 2.0**-10  # tensor cores may take fp32 operands with ten bits of mantissa
 
 
@@ -44,7 +43,7 @@ class Conv3dLayer:
         """What stored timings are found by, the same for all layers of one shape."""
         kernel, stride = ("x".join(map(str, triple)) for triple in (self.kernel, self.geometry.stride))
         groups = f" groups {self.geometry.groups}" if self.geometry.groups > 1 else ""
-        dtype = DTYPE_NAMES.get(self.dtype, str(self.dtype))
+        dtype = NAMES.get(self.dtype, str(self.dtype))
         return f"{self.in_channels}>{self.out_channels} kernel {kernel} stride {stride}{groups} {dtype}"
 
 
@@ -107,7 +106,7 @@ def choose_by(facts: Mapping[str, Any], timings: Timings | None = None) -> Choos
         lacking = "conv3d" if not _able(facts, "conv3d", layer.dtype) else "5-D padding"
         order = INSTEAD.get(str(facts.get("backend", "")), INSTEAD["*"])
         form = next(form for form in order if form in usable)
-        why = f"{lacking} in {DTYPE_NAMES.get(layer.dtype, layer.dtype)} does not work properly on this device"
+        why = f"{lacking} in {NAMES.get(layer.dtype, layer.dtype)} does not work properly on this device"
         return Conv3dChoice(form, why, _bound(form, facts))
 
     return choice
@@ -138,7 +137,7 @@ def runs(form: Conv3dForm, layer: Conv3dLayer, facts: Mapping[str, Any]) -> bool
     if form is Conv3dForm.CHANNELS_LAST:
         return _able(facts, "conv3d_channels_last" if "conv3d_channels_last" in facts else "conv3d", layer.dtype)
     if form is Conv3dForm.FP32:
-        cast = facts.get("cast", {}).get(f"{DTYPE_NAMES.get(layer.dtype, '')}_to_fp32", True)
+        cast = facts.get("cast", {}).get(f"{NAMES.get(layer.dtype, '')}_to_fp32", True)
         return cast and _able(facts, "conv3d", torch.float32)
     return _able(facts, "conv2d", layer.dtype) if form in (Conv3dForm.FRAMES, Conv3dForm.FRAME_CHUNKS) else True
 
@@ -200,14 +199,13 @@ def _guarded(facts: Mapping[str, Any]) -> Conv3dChoice | None:
 
 def _bound(form: Conv3dForm, facts: Mapping[str, Any]) -> int:
     """Bytes that ``form`` may give to one convolution; 0 for its own bound."""
-    return (
-        int(facts.get("conv_bytes", 0)) if form in (Conv3dForm.NATIVE, Conv3dForm.FP32, Conv3dForm.CHANNELS_LAST) else 0
-    )
+    own = form in (Conv3dForm.NATIVE, Conv3dForm.FP32, Conv3dForm.CHANNELS_LAST)
+    return int(facts.get("conv_bytes", 0)) if own else 0
 
 
 def _able(facts: Mapping[str, Any], name: str, dtype: torch.dtype) -> bool:
     answer = facts.get(name, True)
-    return bool(answer.get(DTYPE_NAMES.get(dtype, ""), True)) if isinstance(answer, Mapping) else bool(answer)
+    return bool(answer.get(NAMES.get(dtype, ""), True)) if isinstance(answer, Mapping) else bool(answer)
 
 
 def _sample(layer: Conv3dLayer, size: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -9,11 +9,9 @@ each call, on the device, so that no partial sum can leave fp16's range (Cauchy-
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -36,6 +34,7 @@ from .fp16_layers import (
     rms_norm,
     wide_swiglu,
 )
+from .undo import Undo
 
 UPSTREAM = "diffusers.models.transformers."
 SAFE_OPS = BlockOps(operand_dtype=HALF)
@@ -64,15 +63,14 @@ class AppliedFp16:
     """A rewrite that can be taken back."""
 
     report: Fp16Report
-    undo: list[Callable[[], None]] = field(default_factory=list)
+    undo: Undo = field(default_factory=Undo)
 
     def restore(self) -> None:
         """Put back forwards, processors and weights, the newest change first.
 
         Without ``keep_weights`` weights come back in their former dtype with the bits that fp16 had room for.
         """
-        while self.undo:
-            self.undo.pop()()
+        self.undo.restore()
 
 
 def apply_fp16_safe(
@@ -140,7 +138,7 @@ def require_fp16_sums(facts: DeviceFacts, dtype: torch.dtype) -> None:
     reason = ""
     if facts.backend not in SUMS_BACKENDS:
         reason = f"{facts.backend} does not support it"
-    elif not _knows_fp16_sums():
+    elif not hasattr(torch.backends.cuda.matmul, SUMS_SWITCH):  # one that this torch lacks raises when it is read
         reason = f"torch {torch.__version__} has no switch for it"
     elif dtype is not torch.float16:
         reason = f"the transformer's products are in {str(dtype).removeprefix('torch.')}"
@@ -164,53 +162,31 @@ def fp16_sums() -> Iterator[None]:
         setattr(products, SUMS_SWITCH, before)
 
 
-def _knows_fp16_sums() -> bool:
-    """Whether this torch has the switch; one that it lacks raises when it is read."""
-    return hasattr(torch.backends.cuda.matmul, SUMS_SWITCH)
-
-
-def patch_forward(module: nn.Module, forward: Callable[..., Any], applied: AppliedFp16) -> None:
-    """Give ``module``, and no other of its class, another forward."""
-    module.forward = MethodType(forward, module)  # type: ignore[method-assign]
-    applied.undo.append(partial(delattr, module, "forward"))
-
-
 def attach_rope(rope: nn.Module, applied: AppliedFp16) -> None:
     """Make ``rope`` return its (cos, sin) as :class:`RotaryTables`."""
     stock = type(rope).forward
 
-    def forward(
-        rope: Any,
-        hidden_states: Tensor,
-        num_frames: int | None = None,
-        height: int | None = None,
-        width: int | None = None,
-        rope_interpolation_scale: Any = None,
-        video_coords: Tensor | None = None,
-    ) -> RotaryTables:
+    def forward(rope: Any, hidden_states: Tensor, *args: Any, **named: Any) -> RotaryTables:
         # Without coordinates of its own every row of the batch has the same tables: one row is read instead of all.
-        given = hidden_states[:1] if video_coords is None else hidden_states
-        return RotaryTables(stock(rope, given, num_frames, height, width, rope_interpolation_scale, video_coords))
+        shared = (args[4] if len(args) > 4 else named.get("video_coords")) is None
+        return RotaryTables(stock(rope, hidden_states[:1] if shared else hidden_states, *args, **named))
 
-    patch_forward(rope, forward, applied)
+    applied.undo.patch(rope, forward)
 
 
 def _attach_block(block: nn.Module, leaves: Mapping[str, LeafKind], applied: AppliedFp16) -> None:
     """Give ``block``, its norms of queries and keys, its gated products and its processors new forwards."""
-    setattr(block, OPS, SAFE_OPS)
-    applied.undo.append(partial(delattr, block, OPS))
-    patch_forward(block, FORWARDS[full_name(block).removeprefix(UPSTREAM)], applied)
+    applied.undo.set(block, OPS, SAFE_OPS)
+    applied.undo.patch(block, FORWARDS[full_name(block).removeprefix(UPSTREAM)])
     for path, module in block.named_modules():
         if path.rpartition(".")[2] in QK_NORMS:
-            patch_forward(module, rms_norm, applied)
+            applied.undo.patch(module, rms_norm)
         elif type(module).__name__ == "SwiGLU":
-            patch_forward(module, wide_swiglu, applied)
+            applied.undo.patch(module, wide_swiglu)
     for path in {path.rpartition(".")[0] for path, kind in leaves.items() if kind is LeafKind.ROTATED}:
         attention: Any = block.get_submodule(path)
-        former = attention.processor
-        if full_name(former) == LTX_PROCESSOR:
-            attention.set_processor(Fp32RotaryProcessor())
-            applied.undo.append(partial(attention.set_processor, former))
+        if full_name(attention.processor) == LTX_PROCESSOR:
+            applied.undo.set(attention, "processor", Fp32RotaryProcessor())
 
 
 def _attach_leaves(
@@ -224,7 +200,7 @@ def _attach_leaves(
             continue
         leaf = _bare(around)
         if kind is LeafKind.VALUE and leaf is not around:
-            patch_forward(around, adapted_value, applied)
+            applied.undo.patch(around, adapted_value)
         made[path] = leaf
         done[kind.value] += 1
         yield id(leaf.weight)
@@ -237,9 +213,8 @@ def _attach_leaves(
             reach = max(1.0, float(torch.linalg.vector_norm(leaf.weight, dim=1, dtype=FULL).max()))
         values = made.get(path.replace("to_out.0", "to_v")) if path.endswith("to_out.0") else None
         values = values if values is not None and hasattr(values, SETTINGS) else None
-        setattr(leaf, SETTINGS, LeafSettings(fp32_output, reach, kind is LeafKind.RESIDUAL, values))
-        applied.undo.append(partial(delattr, leaf, SETTINGS))
-        patch_forward(leaf, LAYERS[kind], applied)
+        applied.undo.set(leaf, SETTINGS, LeafSettings(fp32_output, reach, kind is LeafKind.RESIDUAL, values))
+        applied.undo.patch(leaf, LAYERS[kind])
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype, keep: bool, applied: AppliedFp16) -> None:
@@ -323,9 +298,7 @@ _CROSS: dict[str, LeafKind] = {
     "attn2.to_out.0": LeafKind.WIDE,
 }
 QK_NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
-LTX_PROCESSOR = (
-    f"{UPSTREAM}transformer_ltx.LTXVideoAttnProcessor"  # what :class:`Fp32RotaryProcessor` takes the place of
-)
+LTX_PROCESSOR = f"{UPSTREAM}transformer_ltx.LTXVideoAttnProcessor"  # whose place :class:`Fp32RotaryProcessor` takes
 LEAVES: Mapping[str, Mapping[str, LeafKind]] = {  # upstream's class to what becomes of its Linears, by path
     "transformer_ltx.LTXVideoTransformerBlock": (
         _attention("attn1") | {"attn1.to_q": LeafKind.ROTATED, "attn1.to_k": LeafKind.ROTATED} | _CROSS | _feed("ff")

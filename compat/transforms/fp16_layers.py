@@ -1,14 +1,8 @@
-"""The layers of safe fp16: Linears whose operands are fp16 and whose results are not, norms, and rotation in fp32.
-
-A product that feeds the residual comes out in fp32: straight from the GEMM where the device can, else from one whose
-rows were divided by a power of two that is measured on each call, on the device, so that no partial sum can leave
-fp16's range (Cauchy-Schwarz with the weights' row norms).
-"""
+"""The layers of safe fp16: Linears whose operands are fp16 and whose results are not, norms, and rotation in fp32."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..memory.hooks import weights_on
+from .attention_processors import CrossProcessor
 
 HALF, FULL = torch.float16, torch.float32
 LIMIT = 2.0**15  # half of what fp16 can hold: room for the rounding of operands and products
@@ -36,7 +31,7 @@ class LeafKind(enum.Enum):
     FULL = "fp32"  # modulation: few rows, so its weights are kept as fp16 and widened for the call
 
 
-@dataclass(slots=True)
+@dataclass
 class LeafSettings:
     """The settings of a rewritten leaf.
 
@@ -150,34 +145,17 @@ class RotaryTables(tuple):
         return self.made
 
 
-class Fp32RotaryProcessor:
-    """LTX-Video's attention of video tokens among themselves: queries and keys are normalised and turned in fp32.
+class Fp32RotaryProcessor(CrossProcessor):
+    """LTX-Video's attention of video tokens among themselves: queries and keys are normalised and turned in fp32."""
 
-    Args:
-        attend: from query, key and value (B, H, N, D) to the attended values; a choice of attention replaces it.
-    """
-
-    def __init__(self, attend: Callable[..., Tensor] = functional.scaled_dot_product_attention) -> None:
-        self.attend = attend
-
-    def __call__(
-        self,
-        attn: Any,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        image_rotary_emb: Any = None,
-    ) -> Tensor:
-        """Tokens (B, N, D), fp32, after attention, from fp16 ones."""
-        turns = image_rotary_emb if isinstance(image_rotary_emb, RotaryTables) else RotaryTables(image_rotary_emb)
-        query = rotated(attn.norm_q(attn.to_q(hidden_states), narrow=False), turns.pairs())
-        key = rotated(attn.norm_k(attn.to_k(hidden_states), narrow=False), turns.pairs())
-        heads = (t.unflatten(2, (attn.heads, -1)).transpose(1, 2) for t in (query, key, attn.to_v(hidden_states)))
-        result: Tensor = attn.to_out[1](attn.to_out[0](self.attend(*heads).transpose(1, 2).flatten(2)))
-        return result
+    def queries_and_keys(self, attn: Any, tokens: Tensor, seen: Tensor, rotary: Any) -> tuple[Tensor, Tensor]:
+        """As in the class above, fp16."""
+        turns = rotary if isinstance(rotary, RotaryTables) else RotaryTables(rotary)
+        query = turn(attn.norm_q(attn.to_q(tokens), narrow=False), turns.pairs())
+        return query, turn(attn.norm_k(attn.to_k(seen), narrow=False), turns.pairs())
 
 
-def rotated(x: Tensor, pairs: Tensor) -> Tensor:
+def turn(x: Tensor, pairs: Tensor) -> Tensor:
     """``x`` (B, N, D), fp32, which is overwritten, with each pair of features turned; fp16."""
     torch.view_as_complex(x.unflatten(-1, (-1, 2))).mul_(pairs)
     return to_fp16(x)

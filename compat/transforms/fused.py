@@ -10,8 +10,6 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -27,6 +25,7 @@ from .blocks import FORWARDS, OPS, BlockOps, submodule_at, transformer_blocks
 from .fp16 import SAFE_OPS
 from .fp16_layers import Fp32RotaryProcessor
 from .fused_attention import FORM, FusedCross, FusedJoint, gated_feed, half_rope
+from .undo import Undo
 
 OFF = "off"
 CHOICES = (AUTO, OFF, TRITON, REFERENCE)
@@ -80,7 +79,7 @@ class FusedSites:
     sites: Counter[str] = field(default_factory=Counter)
     left: Counter[str] = field(default_factory=Counter)
     left_sites: int = 0
-    undo: list[Callable[[], Any]] = field(default_factory=list)
+    undo: Undo = field(default_factory=Undo)
 
     def __str__(self) -> str:
         done = self.sites.total()
@@ -88,20 +87,14 @@ class FusedSites:
         form = TRITON if self.form == AUTO else self.form  # auto is taken where Triton launches
         return f"{done} of {done + self.left_sites} sites fused ({form}){why}"
 
-    def set(self, module: Any, name: str, value: Any) -> None:
-        """Set an attribute on ``module`` until :meth:`restore`."""
-        setattr(module, name, value)
-        self.undo.append(partial(delattr, module, name))
-
     def patch(self, module: Any, forward: Callable[..., Any]) -> None:
         """Put ``forward`` in the place of that of ``module``, which it finds its form on, until :meth:`restore`."""
-        self.set(module, FORM, self.form)
-        self.set(module, "forward", MethodType(forward, module))
+        self.undo.set(module, FORM, self.form)
+        self.undo.patch(module, forward)
 
     def restore(self) -> None:
         """Put every forward and processor back, the newest change first."""
-        while self.undo:
-            self.undo.pop()()
+        self.undo.restore()
 
 
 def form_for(choice: str, device: torch.device, dtype: torch.dtype, unusable: str = "") -> tuple[str, Decision]:
@@ -197,13 +190,10 @@ def sites_of(block: nn.Module, fusion: BlockFusion) -> dict[str, int]:
 
 
 def _attach(block: nn.Module, fusion: BlockFusion, fused: FusedSites) -> None:
-    fused.set(block, OPS, BlockOps(fused.form))
-    fused.set(block, "forward", MethodType(FORWARDS[full_name(block).removeprefix(TRANSFORMERS)], block))
+    fused.undo.set(block, OPS, BlockOps(fused.form))
+    fused.undo.patch(block, FORWARDS[full_name(block).removeprefix(TRANSFORMERS)])
     for path in fusion.attention:
-        attention: Any = block.get_submodule(path)
-        former = attention.processor
-        attention.processor = fusion.processor(fused.form)
-        fused.undo.append(partial(setattr, attention, "processor", former))
+        fused.undo.set(block.get_submodule(path), "processor", fusion.processor(fused.form))
     for path in fusion.gated:
         feed: Any = getattr(block, path, None)
         if feed is not None:
@@ -222,9 +212,7 @@ def _attach_rotation(block: Any, fusion: BlockFusion, fused: FusedSites) -> bool
         attention = block.get_submodule(path)
         own = {TRANSFORMERS + stock, UPSTREAM + stock, full_name(Fp32RotaryProcessor())}
         if full_name(attention.processor) in own and not _unfit_attention(attention):
-            former = attention.processor
-            attention.processor = fusion.processor(fused.form, narrow=True)
-            fused.undo.append(partial(setattr, attention, "processor", former))
+            fused.undo.set(attention, "processor", fusion.processor(fused.form, narrow=True))
             done += 1
     fused.sites.update({QK_ROTARY: done})
     fused.left[f"fp16-safe replaces the rest of {kind}"] += 1
@@ -247,10 +235,7 @@ def _unfit(block: Any, fusion: BlockFusion) -> str:
         return reason
     for path, stock in fusion.attention.items():
         attention = block.get_submodule(path)
-        if (
-            full_name(attention.processor) != TRANSFORMERS + stock
-            and full_name(attention.processor) != UPSTREAM + stock
-        ):
+        if full_name(attention.processor) not in (TRANSFORMERS + stock, UPSTREAM + stock):
             return f"{path} has a {type(attention.processor).__name__}"
         reason = _unfit_attention(attention)
         if reason:

@@ -15,7 +15,7 @@ from ...kernels.activation import swiglu
 from ...kernels.rope import qk_norm_rope
 from ...kernels.terms import Pair, Tables
 from ..memory.hooks import weights_on
-from .attention_processors import Attend, CrossProcessor, JointProcessor, Padding, across
+from .attention_processors import CrossProcessor, JointProcessor, Processor
 from .blocks import norm_of
 
 FORM = "_anygpu_kernels"  # on a rewritten module: which form of an operation it runs
@@ -26,52 +26,31 @@ def gated_feed(gated: Any, hidden_states: Tensor) -> Tensor:
     return swiglu(gated.proj(hidden_states), form=getattr(gated, FORM))
 
 
-class FusedProcessor:
-    """What the fused processors share: the form of their operations, and no mask where padding is known.
+class FusedProcessor(Processor):
+    """What the fused processors share; attention and padding are set by ``replace_attention_processors``.
 
     Args:
         form: one of ``kernels.library.FORMS``.
-        attend, padding: set by ``replace_attention_processors``.
         narrow: whether queries and keys go to attention in fp16 whatever they come in, as safe fp16 wants it.
     """
 
-    def __init__(
-        self,
-        form: str,
-        attend: Attend = functional.scaled_dot_product_attention,
-        padding: Padding | None = None,
-        narrow: bool = False,
-    ) -> None:
-        self.form, self.attend, self.padding = form, attend, padding or Padding()
-        self.out_dtype = torch.float16 if narrow else None
+    def __init__(self, form: str, narrow: bool = False) -> None:
+        super().__init__()
+        self.form, self.out_dtype = form, torch.float16 if narrow else None
 
 
-class FusedCross(FusedProcessor, CrossProcessor):  # type: ignore[misc]
+class FusedCross(FusedProcessor, CrossProcessor):
     """LTX-Video: queries and keys are normed across heads."""
 
-    def __call__(
-        self,
-        attn: Any,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        image_rotary_emb: Any = None,
-    ) -> Tensor:
-        """Tokens (B, N, D) after attention."""
-        text = encoder_hidden_states
-        seen = hidden_states if text is None else text
-        query, key, value = attn.to_q(hidden_states), attn.to_k(seen), attn.to_v(seen)
+    def queries_and_keys(self, attn: Any, tokens: Tensor, seen: Tensor, rotary: Any) -> tuple[Tensor, Tensor]:
+        """As in the class above, in one pass."""
+        query, key = attn.to_q(tokens), attn.to_k(seen)
         with norm_of(attn.norm_q, query) as norm, norm_of(attn.norm_k, key) as other:
-            pair = Pair(query, key, norm.weight, other.weight)
-            tables = half(image_rotary_emb, query.shape[-1])
-            query, key = qk_norm_rope(pair, tables, norm.eps, out_dtype=self.out_dtype, form=self.form)
-        query, key, value = (t.unflatten(2, (attn.heads, -1)).transpose(1, 2) for t in (query, key, value))
-        attention = across(self.attend, self.padding, query, key, value, None if text is None else attention_mask)
-        result: Tensor = attn.to_out[1](attn.to_out[0](attention.transpose(1, 2).flatten(2).to(query.dtype)))
-        return result
+            pair, tables = Pair(query, key, norm.weight, other.weight), half(rotary, query.shape[-1])
+            return qk_norm_rope(pair, tables, norm.eps, out_dtype=self.out_dtype, form=self.form)
 
 
-class FusedJoint(FusedProcessor, JointProcessor):  # type: ignore[misc]
+class FusedJoint(FusedProcessor, JointProcessor):
     """HunyuanVideo, FramePack, HunyuanVideo 1.5 and Mochi: queries and keys are normed per head.
 
     Tokens that follow those of the rotary tables are text, which is not turned.

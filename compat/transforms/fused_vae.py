@@ -121,19 +121,14 @@ def _known_norm(norm: Any) -> bool:
 
 def block(module: Any, hidden_states: Tensor) -> Tensor:
     """Upstream's residual blocks of HunyuanVideo, FramePack and HunyuanVideo 1.5."""
-    form = getattr(module, FORM)
-    hidden = _convolved(module.conv1, hidden_states, module.norm1, form)
-    hidden = _convolved(module.conv2, hidden, module.norm2, form)
+    hidden = _convolved_twice(module, hidden_states)
     shortcut = module.conv_shortcut
     return hidden + (hidden_states if shortcut is None else shortcut(hidden_states))
 
 
 def mochi_block(module: Any, inputs: Tensor, conv_cache: Any = None) -> tuple[Tensor, dict[str, None]]:
     """Upstream ``MochiResnetBlock3D.forward``, whose convolutions keep no cache where they replicate edges."""
-    form = getattr(module, FORM)
-    hidden = _convolved(module.conv1, inputs, module.norm1, form)
-    hidden = _convolved(module.conv2, hidden, module.norm2, form)
-    return hidden + inputs, {"conv1": None, "conv2": None}
+    return _convolved_twice(module, inputs) + inputs, {"conv1": None, "conv2": None}
 
 
 def ltx_block(module: Any, inputs: Tensor, temb: Any = None, generator: Any = None) -> Tensor:
@@ -203,6 +198,11 @@ def _convolved(conv: Any, x: Tensor, norm: Any, form: str, modulation: Modulatio
     result = (conv.conv if within else conv)(ready)
     video: Tensor = result[0] if isinstance(result, tuple) else result
     return video
+
+
+def _convolved_twice(module: Any, x: Tensor) -> Tensor:
+    form = getattr(module, FORM)
+    return _convolved(module.conv2, _convolved(module.conv1, x, module.norm1, form), module.norm2, form)
 
 
 def _border(conv: Any) -> Pad:

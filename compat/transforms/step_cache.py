@@ -7,18 +7,18 @@ on a transformer for one sampling and taken off after it, and counts what really
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..device.execution import COMPILED, HOST
+from ..device.execution import COMPILED, HOST, placed
 from ..errors import InputError, UnsupportedError
 from .blocks import transformer_blocks
+from .undo import Undo
 
 FIRST_BLOCK, TAYLOR, PYRAMID, AUTO = "first_block", "taylor", "pyramid", "auto"
 KINDS: dict[str, str] = {
@@ -172,7 +172,7 @@ def cached(transformer: Any, settings: StepCacheSettings, steps: int) -> Iterato
     try:
         yield active.count
     finally:
-        active.take_off()
+        active.undo.restore()
 
 
 @dataclass(slots=True)
@@ -181,7 +181,7 @@ class _Active:
     settings: StepCacheSettings
     steps: int
     count: Count = field(default_factory=Count)
-    undo: list[Callable[[], Any]] = field(default_factory=list)
+    undo: Undo = field(default_factory=Undo)
     time: float = 0.0
     turn: int = 0
     index: int = -1
@@ -203,12 +203,8 @@ class _Active:
             ):
                 self.undo.append(register(hook, with_kwargs=True).remove)
         except BaseException:
-            self.take_off()
+            self.undo.restore()
             raise
-
-    def take_off(self) -> None:
-        while self.undo:
-            self.undo.pop()()
 
     def acts(self) -> bool:
         return self.settings.start <= self.index / max(self.steps, 1) < self.settings.end
@@ -249,7 +245,9 @@ class _Active:
             _forget(module)
         self.time, self.rows = now, rows
         if self.settings.kind == FIRST_BLOCK:
-            self._set_threshold(self.settings.threshold if self.acts() else -1.0)
+            for hook in _hooks(self.transformer):
+                if hasattr(hook, "threshold"):
+                    hook.threshold = self.settings.threshold if self.acts() else -1.0
         if self.settings.device != DEVICES[0] and isinstance(states, torch.Tensor):
             _place_states(module, states.device, current_only=True)
         self.ran_before = self.count.ran
@@ -260,20 +258,14 @@ class _Active:
         if self.settings.device != DEVICES[0]:
             _place_states(module, HOST)
 
-    def _set_threshold(self, value: float) -> None:
-        for hook in _hooks(self.transformer):
-            if hasattr(hook, "threshold"):
-                hook.threshold = value
-
     def _counting(self, unit: Any) -> None:
-        mine, inner, count = vars(unit).get("forward"), unit.forward, self.count
+        inner, count = unit.forward, self.count
 
         def forward(*args: Any, **named: Any) -> Any:
             count.ran += 1
             return inner(*args, **named)
 
-        unit.forward = forward
-        self.undo.append(partial(delattr, unit, "forward") if mine is None else partial(setattr, unit, "forward", mine))
+        self.undo.set(unit, "forward", forward)
 
 
 def _units(transformer: nn.Module, kind: str) -> Iterator[nn.Module]:
@@ -318,17 +310,7 @@ def _place_states(transformer: nn.Module, device: torch.device, current_only: bo
                     states.append(state)
         for state in states:
             for name, value in list(vars(state).items()):
-                setattr(state, name, _placed(value, device))
-
-
-def _placed(value: Any, device: torch.device) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, Mapping):
-        return {key: _placed(item, device) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_placed(item, device) for item in value)
-    return value
+                setattr(state, name, placed(value, device))
 
 
 def _register_blocks() -> None:

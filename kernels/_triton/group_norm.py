@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..terms import empty_padded
+from ..terms import GroupNorm, Modulation, Norm, empty_padded
 from .rounding import INTERPRETED, rounded, wide
 from .rows import warps_for
 
@@ -146,54 +146,36 @@ def padded_kernel(
                 tl.store(out + to + end, rounded(beside, out.dtype.element_ty), mask=within[None, :])
 
 
-def group_norm_silu_pad(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    groups: int,
-    eps: float,
-    per_frame: bool,
-    pad: list[int],
-    silu: bool,
-    layout: str,
-) -> Tensor:
+def group_norm_silu_pad(x: Tensor, norm: GroupNorm, pad: list[int], silu: bool, layout: str) -> Tensor:
     """The operation ``group_norm_silu_pad`` on a device, or interpreted."""
     out = empty_padded(x, pad, layout)
     if not out.numel():
         return out
     x = _flat(x)
-    outer = x.shape[0] * (x.shape[2] if per_frame else 1)
-    parts = _partial_sums(x, groups, per_frame)
+    outer = x.shape[0] * (x.shape[2] if norm.per_frame else 1)
+    parts = _partial_sums(x, norm.groups, norm.per_frame)
     means, gains, shifts = torch.empty((3, outer, x.shape[1]), dtype=torch.float32, device=x.device).unbind(0)
-    width = x.shape[1] // groups
-    total_kernel[(outer * groups,)](
-        parts, weight, bias, means, gains, shifts, parts.shape[1], x.shape[1], groups, width, eps,
+    width = x.shape[1] // norm.groups
+    total_kernel[(outer * norm.groups,)](
+        parts, norm.weight, norm.bias, means, gains, shifts, parts.shape[1], x.shape[1], norm.groups, width, norm.eps,
         COUNT=triton.next_power_of_2(parts.shape[1]), WIDTH=triton.next_power_of_2(width),
     )  # fmt: skip
-    steps = (x.shape[1] * (x.shape[2] if per_frame else 1), x.shape[1] if per_frame else 0)
-    _write(x, out, (means, gains, shifts), (*steps, steps[0]), eps, False, pad, silu)
+    steps = (x.shape[1] * (x.shape[2] if norm.per_frame else 1), x.shape[1] if norm.per_frame else 0)
+    _write(x, out, (means, gains, shifts), (*steps, steps[0]), norm.eps, False, pad, silu)
     return out
 
 
-def rms_silu_pad(
-    x: Tensor,
-    weight: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    eps: float,
-    pad: list[int],
-    silu: bool,
-    layout: str,
-) -> Tensor:
+def rms_silu_pad(x: Tensor, norm: Norm, modulation: Modulation, pad: list[int], silu: bool, layout: str) -> Tensor:
     """The operation ``rms_silu_pad`` on a device, or interpreted."""
     out = empty_padded(x, pad, layout)
     if not out.numel():
         return out
+    weight, scale, shift = norm.weight, modulation.scale, modulation.shift
     gain = weight if scale is None else 1 + scale.float() if weight is None else (1 + scale.float()) * weight.float()
     gain_b = 0 if gain is None or gain.ndim == 1 or gain.shape[0] == 1 else x.shape[1]
     gain, shift = (None if table is None else table.contiguous() for table in (gain, shift))
     shift_b = 0 if shift is None or shift.shape[0] == 1 else x.shape[1]
-    _write(x, out, (None, gain, shift), (gain_b, 0, shift_b), eps, True, pad, silu)
+    _write(x, out, (None, gain, shift), (gain_b, 0, shift_b), norm.eps, True, pad, silu)
     return out
 
 

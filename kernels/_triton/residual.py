@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..terms import LAYER, Gate, Modulation, Norm
 from .norm import learned, modulated, standardized
 from .rounding import rounded, wide
 from .rows import as_rows, block_for, empty, grid_for, modulation_row, modulation_rows, steps
@@ -83,39 +84,25 @@ def residual_norm_kernel(
     tl.store(out + at, rounded(y, out.dtype.element_ty), mask=inside)
 
 
-def gated_residual(
-    x: Tensor, branch: Tensor, gate: Tensor | None, tanh: bool, norm_eps: float | None, split: int
-) -> Tensor:
+def gated_residual(x: Tensor, branch: Tensor, gate: Gate) -> Tensor:
     """The operation ``gated_residual`` on a device, or interpreted."""
     out, x, branch = empty(x, x.shape, None), as_rows(x), as_rows(branch)
     if not out.numel():
         return out
     tokens, width = x.shape[1:]
     columns, block, warps = block_for(x, width)
-    gate, *gate_steps = modulation_rows(gate)
+    values, *gate_steps = modulation_rows(gate.values)
     gated_residual_kernel[grid_for(x.shape[0] * tokens, block)](
-        x, branch, gate, out,
-        x.shape[0] * tokens, tokens, width, norm_eps or 0.0, split, *steps(x), *steps(branch), *gate_steps,
-        TANH=tanh, NORM=norm_eps is not None, COLUMNS=columns, ROWS=block, num_warps=warps, enable_fp_fusion=False,
+        x, branch, values, out,
+        x.shape[0] * tokens, tokens, width, gate.norm_eps or 0.0, gate.split, *steps(x), *steps(branch), *gate_steps,
+        TANH=gate.tanh, NORM=gate.norm_eps is not None, COLUMNS=columns, ROWS=block,
+        num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
 
 def residual_norm(
-    x: Tensor,
-    branch: Tensor,
-    gate: Tensor | None,
-    tanh: bool,
-    norm_eps: float | None,
-    gate_split: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    split: int,
-    layer: bool,
-    eps: float,
-    out_dtype: torch.dtype | None,
+    x: Tensor, branch: Tensor, gate: Gate, norm: Norm, modulation: Modulation, out_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
     """The operation ``residual_norm`` on a device, or interpreted."""
     residual, out = empty(x, x.shape, None), empty(x, x.shape, out_dtype)
@@ -124,14 +111,14 @@ def residual_norm(
     x, branch = as_rows(x), as_rows(branch)
     tokens, width = x.shape[1:]
     columns, block, warps = block_for(x, width)
-    gate, *gate_steps = modulation_rows(gate)
-    scale, *scale_steps = modulation_rows(scale)
-    shift, *shift_steps = modulation_rows(shift)
+    values, *gate_steps = modulation_rows(gate.values)
+    scale, *scale_steps = modulation_rows(modulation.scale)
+    shift, *shift_steps = modulation_rows(modulation.shift)
     residual_norm_kernel[grid_for(x.shape[0] * tokens, block)](
-        x, branch, gate, residual, out, weight, bias, scale, shift,
-        x.shape[0] * tokens, tokens, width, norm_eps or 0.0, gate_split, eps, split,
+        x, branch, values, residual, out, norm.weight, norm.bias, scale, shift,
+        x.shape[0] * tokens, tokens, width, gate.norm_eps or 0.0, gate.split, norm.eps, modulation.split,
         *steps(x), *steps(branch), *gate_steps, *scale_steps, *shift_steps,
-        TANH=tanh, NORM=norm_eps is not None, LAYER=layer, COLUMNS=columns, ROWS=block,
+        TANH=gate.tanh, NORM=gate.norm_eps is not None, LAYER=norm.kind == LAYER, COLUMNS=columns, ROWS=block,
         num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
     return residual, out

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..terms import Pair, Tables
 from .norm import standardized
 from .rounding import rounded, wide
 from .rows import block_for, empty
@@ -87,43 +88,33 @@ def qk_norm_rope_kernel(
 
 
 def qk_norm_rope(
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    text_q: Tensor | None,
-    text_k: Tensor | None,
-    text_q_weight: Tensor | None,
-    text_k_weight: Tensor | None,
-    eps: float,
-    out_dtype: torch.dtype | None,
+    pair: Pair, tables: Tables | None, eps: float, text: Pair | None, out_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
     """The operation ``qk_norm_rope`` on a device, or interpreted."""
+    q, k, text_q, text_k = pair.q, pair.k, None if text is None else text.q, None if text is None else text.k
     q_tokens = q.shape[1] + (0 if text_q is None else text_q.shape[1])
     k_tokens = k.shape[1] + (0 if text_k is None else text_k.shape[1])
     q_out = empty(q, (q.shape[0], q_tokens, *q.shape[2:]), out_dtype)
     k_out = empty(k, (k.shape[0], k_tokens, *k.shape[2:]), out_dtype)
     if not q_out.numel() and not k_out.numel():
         return q_out, k_out
-    cos, sin = _table(cos, q.ndim), _table(sin, q.ndim)
+    cos, sin = (None, None) if tables is None else (_table(tables.cos, q.ndim), _table(tables.sin, q.ndim))
     q, k = _heads(q), _heads(k)
     text_q = None if text_q is None else _heads(text_q)
     text_k = None if text_k is None else _heads(text_k)
     batch, _, heads, width = q.shape
     columns, block, warps = block_for(q, width, PER_THREAD)
-    video, text = max(_rows(q), _rows(k)), max(_rows(text_q), _rows(text_k))
-    video_blocks = triton.cdiv(video, block)
+    text_rows, video_blocks = max(_rows(text_q), _rows(text_k)), triton.cdiv(max(_rows(q), _rows(k)), block)
     if cos is not None and sin is not None and cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
     rotary_tokens, cos_b, cos_n, cos_h = (0, 0, 0, 0) if cos is None else (cos.shape[1], *_shared_steps(cos))
-    qk_norm_rope_kernel[(video_blocks + triton.cdiv(text, block),)](
-        q, k, q_out, k_out, q_weight, k_weight, cos, sin, text_q, text_k, text_q_weight, text_k_weight,
+    qk_norm_rope_kernel[(video_blocks + triton.cdiv(text_rows, block),)](
+        q, k, q_out, k_out, pair.q_weight, pair.k_weight, cos, sin,
+        text_q, text_k, None if text is None else text.q_weight, None if text is None else text.k_weight,
         batch, heads, width, eps, video_blocks, _rows(q), _rows(k), q_tokens, k_tokens,
         rotary_tokens, cos_b, cos_n, cos_h, _rows(text_q), _rows(text_k),
         *_steps(q), *_steps(k), *_steps(text_q), *_steps(text_k),
-        TURN=cos is not None, SHARED=cos_b == 0, TEXT=text > 0, COLUMNS=columns, ROWS=block,
+        TURN=cos is not None, SHARED=cos_b == 0, TEXT=text_rows > 0, COLUMNS=columns, ROWS=block,
         num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
     return q_out, k_out
@@ -143,10 +134,8 @@ def _steps(x: Tensor | None) -> tuple[int, int, int]:
     return (0, 0, 0) if x is None else (x.stride(0), x.stride(1), x.stride(2))
 
 
-def _table(table: Tensor | None, dimensions: int) -> Tensor | None:
+def _table(table: Tensor, dimensions: int) -> Tensor:
     """A table as (B | 1, N, H | 1, W / 2) with neighbours beside each other."""
-    if table is None:
-        return None
     table = table if dimensions == 4 else table.unsqueeze(-2)
     table = table if table.ndim == 4 else table.unsqueeze(0)
     return table if table.stride(-1) == 1 else table.contiguous()

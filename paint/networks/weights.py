@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from ...compat.checkpoints.weights import STORED, TensorEntry, declared, read_tensors, weight_files
+from ...compat.checkpoints.headers import STORED, TensorEntry, declared
+from ...compat.checkpoints.weights import read_tensors, weight_files
 from ...compat.errors import CheckpointError, InputError
 
 CHOICES = ("auto", "bin", "safetensors")

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...compat.checkpoints.headers import TensorEntry, declared
 from ...compat.checkpoints.packed import is_exact, opened, outlined
-from ...compat.checkpoints.weights import TensorEntry, declared, read_tensors
+from ...compat.checkpoints.weights import read_tensors
 from ...compat.decision import Decision
 from ...compat.errors import InputError, UnsupportedError
 from ...compat.packages import attribute

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...compat.checkpoints.headers import STORED, TensorEntry, declared
 from ...compat.checkpoints.packed import dense_bytes, kept_plain, memory_bytes, pack, packable, stays_packed
-from ...compat.checkpoints.weights import STORED, TensorEntry, declared, is_view, read_json, read_tensors, weight_files
+from ...compat.checkpoints.weights import is_view, read_json, read_tensors, weight_files
 from ...compat.errors import CheckpointError
 from ...compat.memory.host_weights import Views, mark_views
 from ...compat.memory.statistics import amount

@@ -79,19 +79,19 @@ class Past:
         kept = self.kept.get(layer)
         if kept is None:
             return None
-        return self.way.sent(kept if self.place is None else self.place.read(kept).contiguous())
+        return self.way.to_device(kept if self.place is None else self.place.read(kept).contiguous())
 
     def remember(self, layer: nn.Module, seen: Tensor) -> None:
         """Keep ``seen`` for the next chunk; of a piece only its core, since what is around it belongs to others."""
         if self.place is None:
-            self.coming[layer] = self.way.copied(seen.contiguous())
+            self.coming[layer] = self.way.to_host(seen.contiguous())
             return
         if layer not in self.coming:
             shape = (*seen.shape[:3], self.place.height, self.place.width)
             self.coming[layer] = torch.empty(shape, dtype=seen.dtype)
         (top, bottom), (left, right) = self.place.rows, self.place.columns
         core = self.place.core(seen).contiguous()
-        self.coming[layer][..., top:bottom, left:right] = self.way.copied(core)
+        self.coming[layer][..., top:bottom, left:right] = self.way.to_host(core)
 
     def commit(self, frames: int) -> None:
         """The chunk of so many latent frames is done."""

@@ -121,7 +121,7 @@ class Passes:
         """
 
         def usual(vae: Any, transfer: Transfer) -> torch.Tensor:
-            moments: torch.Tensor = vae.encode(transfer.sent(signed(frames))).latent_dist.parameters
+            moments: torch.Tensor = vae.encode(transfer.to_device(signed(frames))).latent_dist.parameters
             return moments
 
         def judge(moments: torch.Tensor) -> str:
@@ -169,7 +169,7 @@ class Passes:
         if self._open is None:
             self._enter()
         with checked_parts(getattr(self._vae, self.coder), self._judged(judge)):
-            result = self._transfer.fetched(run(self._vae, self._transfer))
+            result = self._transfer.to_host_fp32(run(self._vae, self._transfer))
         fault = judge(result)
         if fault == COLOUR and self._most_exact():
             progress.notify(f"{stage} gave {fault}, in fp32 on the CPU too: the latents may be empty")
@@ -338,7 +338,7 @@ def _in_fp32(pipeline: Pipeline, transfer: Transfer, progress: Progress) -> Iter
     try:
         with torch.inference_mode(False), torch.no_grad():
             for name, tensor in _named(module):
-                tensor.data = transfer.fetched(host_weights[name])
+                tensor.data = transfer.to_host_fp32(host_weights[name])
         with pipeline.offloader.hold("vae", 0, progress) as vae:
             yield vae
     finally:

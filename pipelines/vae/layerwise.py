@@ -99,7 +99,7 @@ class Stream:
             try:
                 piece = self._one(run, planes, place)
                 part = self._summed(piece)
-                here = self.way.copied(piece)
+                here = self.way.to_host(piece)
                 del piece
             except DEVICE_ERRORS as error:
                 if not is_shortage(error):
@@ -144,7 +144,7 @@ class Stream:
     def _one(self, run: Callable[..., Tensor], planes: list[Tensor], place: Place) -> Tensor:
         if self.past is not None:
             self.past.place = place
-        tiles = [self.way.sent(place.read(plane).contiguous()) for plane in planes]
+        tiles = [self.way.to_device(place.read(plane).contiguous()) for plane in planes]
         return place.core(run(*tiles)).contiguous()
 
     def _summed(self, piece: Tensor) -> Moments | None:
@@ -221,7 +221,7 @@ def attended(stream: Stream, query: Tensor, planes: Tensor, frames_before: int, 
         seen = planes[0, :, frame].flatten(1)
         for start in range(0, seen.shape[1], block):
             stream.check()
-            key, value = stream.way.sent(seen[:, start : start + block].contiguous()).float().chunk(2)
+            key, value = stream.way.to_device(seen[:, start : start + block].contiguous()).float().chunk(2)
             key, value = key.unflatten(0, (heads, -1)), value.unflatten(0, (heads, -1)).transpose(1, 2)
             scores = torch.matmul(split[first:], key)
             peak = torch.maximum(top[first:], scores.amax(-1, keepdim=True))

@@ -148,7 +148,7 @@ class Work:
         """Frames of one call, on the host in fp32."""
         with nullcontext() if past is None else remembering(vae, past):
             if not attempt.stream:
-                return transfer.fetched(decoder_call(vae, transfer.sent(latents.contiguous()), time))
+                return transfer.to_host_fp32(decoder_call(vae, transfer.to_device(latents.contiguous()), time))
             config = vae.config
             widths = config.get("decoder_block_out_channels") or config.get("block_out_channels") or (128,)
             elements = min(widths) * latents.shape[2] * self.ratios[1] // int(config.get("patch_size") or 1) ** 2

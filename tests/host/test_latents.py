@@ -177,11 +177,11 @@ def test_a_killed_framepack_goes_on_after_its_last_finished_section(own: Server)
     client = killed(own, graph, lambda node: any("section 2 of" in text for text in own.unfinished()))
     again = client.run(graph.prompt)
     assert again.ending == "execution_success", again.message
-    assert any("goes on after section" in text for text in again.texts_of(sample))
+    assert any("continues after section" in text for text in again.texts_of(sample))
     assert not own.unfinished()
     client.free()
     fresh = client.run(graph.prompt)
-    assert not any("goes on after section" in text for text in fresh.texts_of(sample))
+    assert not any("continues after section" in text for text in fresh.texts_of(sample))
     first, second = (load_file(own.output(run.outputs["6"]["latents"][0])) for run in (again, fresh))
     assert np.array_equal(first["latent_tensor"], second["latent_tensor"]), "going on changed the video"
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from anygpu.compat.transforms.attention import Attention
-from anygpu.compat.transforms.attention_chunks import chunk_size, chunked, score_bytes, widened
+from anygpu.compat.transforms.attention_chunks import chunk_size, chunked, fp32_attention, score_bytes
 from anygpu.compat.transforms.attention_kernels import EXPLICIT
 from anygpu.pipelines import tiny
 from anygpu.pipelines.loading.folder import LoadRequest, load
@@ -76,7 +76,7 @@ def test_widening_stays_under_the_budget_too(acc: torch.device) -> None:
     q, k, v = (torch.randn(1, 8, 512, 32, dtype=torch.bfloat16).to(acc) for _ in range(3))
     before = accelerator.memory().allocated_bytes
     accelerator.reset_peak()
-    found = widened(q, k, v, 600_000)
+    found = fp32_attention(q, k, v, 600_000)
     assert 0 < accelerator.memory().peak_bytes - before - found.nbytes <= 600_000
     assert chunk_size(q, k, v, None, False, 600_000)[2] < 512
 

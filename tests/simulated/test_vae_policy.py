@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from anygpu.compat.checkpoints.weights import declared
+from anygpu.compat.checkpoints.headers import declared
 from anygpu.compat.device.probe_store import ProbeStore
 from anygpu.compat.device.vae_policy import Form
 from anygpu.compat.errors import InputError, UnsupportedError
@@ -130,7 +130,7 @@ def test_founding_failure_5_our_loader_brings_every_weight_there(tiny_folder, tm
             way = transfer_for(machine.device, dtype)
             for name, tensor in module.state_dict().items():
                 assert tensor.device == machine.device and tensor.dtype is dtype
-                assert torch.equal(way.fetched(tensor), stored[name].float()), name
+                assert torch.equal(way.to_host_fp32(tensor), stored[name].float()), name
         pipeline.offloader.release("vae")
         assert all(torch.equal(t, stored[n].to(dtype)) for n, t in pipeline.parts["vae"].state_dict().items()), "back"
 
@@ -454,4 +454,4 @@ def _peak(pipeline: Pipeline, latents: Latents) -> int:
 def _stock_convolutions(pipeline: Pipeline) -> None:
     """The VAE without the rewrites that would spare it the fault."""
     pipeline.parts.read("vae")
-    pipeline.parts.revert("vae")
+    pipeline.parts.undo.pop("vae")()

@@ -169,9 +169,9 @@ def encoded_moments(
     found: dict[str, torch.Tensor] = {}
 
     def run(vae: Any, transfer: Transfer) -> torch.Tensor:
-        moments: torch.Tensor = vae.encode(transfer.sent(signed(frames))).latent_dist.parameters
+        moments: torch.Tensor = vae.encode(transfer.to_device(signed(frames))).latent_dist.parameters
         with own_tensors(vae):
-            found[MEAN], found[STD] = transfer.fetched(vae.latents_mean), transfer.fetched(vae.latents_std)
+            found[MEAN], found[STD] = transfer.to_host_fp32(vae.latents_mean), transfer.to_host_fp32(vae.latents_std)
         return moments
 
     with encoding(pipeline, frames, progress) as passes:

@@ -222,11 +222,11 @@ def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form 
 
     def prepare(vae: Any, transfer: Transfer) -> tuple[torch.Tensor, torch.Tensor | None]:
         with own_tensors(vae):
-            mean, std = transfer.fetched(vae.latents_mean), transfer.fetched(vae.latents_std)
+            mean, std = transfer.to_host_fp32(vae.latents_mean), transfer.to_host_fp32(vae.latents_std)
         samples, time = LTXPipeline._denormalize_latents(latents.samples, mean, std, _scaling(pipeline)), None
         if noise is not None:
             level = torch.tensor(noise_scale)
-            samples, time = (1 - level) * samples + level * noise, transfer.sent(torch.tensor([timestep]))
+            samples, time = (1 - level) * samples + level * noise, transfer.to_device(torch.tensor([timestep]))
         return samples, time
 
     with decoding(pipeline, latents.samples.shape, progress, form) as passes:

@@ -185,14 +185,14 @@ def test_a_damaged_file_is_one_line(tmp_path: Path, name: str) -> None:
 
 def test_a_file_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_record(tmp_path / "a.safetensors", {"x": torch.ones(1024)}, {})
-    own = latent_files.header_of
+    own = latent_files.entries_and_notes
 
     def then_cut(given: Path) -> object:
         found = own(given)
         given.write_bytes(given.read_bytes()[:-100])
         return found
 
-    monkeypatch.setattr(latent_files, "header_of", then_cut)
+    monkeypatch.setattr(latent_files, "entries_and_notes", then_cut)
     with pytest.raises(CheckpointError, match="changed"):
         read_record(path, "latents")
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from anygpu.compat.checkpoints.weights import declared, let_go, read_tensors
+from anygpu.compat.checkpoints.headers import declared
+from anygpu.compat.checkpoints.weights import let_go, read_tensors
 from anygpu.compat.device import timed_choice
 from anygpu.compat.device.facts import facts_for
 from anygpu.compat.device.probe_store import UNKNOWN, ProbeStore

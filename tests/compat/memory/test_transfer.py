@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from anygpu.compat.errors import UnsupportedError
-from anygpu.compat.memory.transfer import BITS, HALVES, Transfer, transfer_for, widened
+from anygpu.compat.memory.transfer import BITS, HALVES, Transfer, bf16_bits_to_fp32, transfer_for
 from simulated import accelerator
 
 PATTERNS = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(BITS)
@@ -44,12 +44,12 @@ def equal_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
 @pytest.mark.parametrize("dtype", HALVES)
 def test_every_number_survives_the_way_there_and_back(acc, dtype, as_bits):
     values, way = numbers(dtype), Transfer(acc, dtype, as_bits)
-    there = way.sent(values)
+    there = way.to_device(values)
     assert there.device == acc and there.dtype is dtype
-    assert equal_bits(way.copied(there), values)
-    assert torch.equal(way.fetched(there), values.float())
+    assert equal_bits(way.to_host(there), values)
+    assert torch.equal(way.to_host_fp32(there), values.float())
     strided = values[:4096].view(64, 64).t()
-    assert equal_bits(way.copied(way.sent(strided)), strided)
+    assert equal_bits(way.to_host(way.to_device(strided)), strided)
 
 
 def test_a_sound_device_gets_plain_copies(acc):
@@ -65,8 +65,8 @@ def test_bits_travel_as_integers_where_the_copy_to_the_host_is_corrupt(acc):
         assert not equal_bits(there.cpu(), values), "the fault is not there"
         way = transfer_for(acc, torch.bfloat16)
         assert way.as_bits
-        assert equal_bits(way.copied(there), values)
-        assert torch.equal(way.fetched(there), values.float())
+        assert equal_bits(way.to_host(there), values)
+        assert torch.equal(way.to_host_fp32(there), values.float())
 
 
 def test_a_device_that_damages_integers_too_is_refused(acc):
@@ -86,7 +86,7 @@ def test_no_cast_is_made_on_the_device(acc):
 
     way = Transfer(acc, torch.bfloat16)
     with accelerator.hook("aten::copy_", before=seen), accelerator.hook("aten::_copy_from", before=seen):
-        way.fetched(way.sent(torch.randn(64)))
+        way.to_host_fp32(way.to_device(torch.randn(64)))
         assert not casts, casts
         torch.randn(64).to(acc, torch.bfloat16).float().cpu()
         assert casts, "the plain way is what the hook must see"
@@ -94,7 +94,7 @@ def test_no_cast_is_made_on_the_device(acc):
 
 def test_widened_is_exact_without_a_cast(acc):
     values = PATTERNS.view(torch.bfloat16)
-    found = widened(values.to(acc)).cpu()
+    found = bf16_bits_to_fp32(values.to(acc)).cpu()
     expected = PATTERNS.to(torch.int32) << 16
     assert torch.equal(found.view(torch.int32), expected)
     assert torch.equal(found[~values.isnan()], values.float()[~values.isnan()])
@@ -102,4 +102,4 @@ def test_widened_is_exact_without_a_cast(acc):
 
 def test_integers_are_sent_as_they_are(acc):
     counts, way = torch.arange(5), Transfer(acc, torch.bfloat16, as_bits=True)
-    assert torch.equal(way.fetched(way.sent(counts)), counts)
+    assert torch.equal(way.to_host_fp32(way.to_device(counts)), counts)

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from anygpu.compat.transforms.fp16 import patch_forward
 from anygpu.compat.transforms.fp16_layers import HALF, SCALE, SETTINGS, LeafSettings, adapted_value, value_linear
+from anygpu.compat.transforms.undo import Undo
 from torch import nn
-
-
-class Undo:
-    """What a rewrite keeps of its changes."""
-
-    def __init__(self) -> None:
-        self.undo: list = []
 
 
 def adapted(features: int, size: float) -> tuple[nn.Module, torch.Tensor]:
@@ -29,8 +22,9 @@ def adapted(features: int, size: float) -> tuple[nn.Module, torch.Tensor]:
     base.weight.data, base.bias.data = base.weight.data.to(HALF), base.bias.data.to(HALF)
     reach = max(1.0, float(torch.linalg.vector_norm(base.weight.float(), dim=1).max()))
     setattr(base, SETTINGS, LeafSettings(False, reach, False, None))
-    patch_forward(base, value_linear, Undo())
-    patch_forward(layer, adapted_value, Undo())
+    undo = Undo()
+    undo.patch(base, value_linear)
+    undo.patch(layer, adapted_value)
     return layer, torch.randn(2, 5, features) * size
 
 

@@ -61,8 +61,7 @@ def test_a_part_that_is_read_again_is_prepared_again() -> None:
     assert parts.read("vae") is first and log == ["vae conv3d"]
     parts.drop("vae")
     assert parts["vae"] is not first and log == ["vae conv3d"] * 2
-    parts.revert("vae")
-    parts.revert("vae")
+    parts.undo.pop("vae")()
     assert log[2:] == ["undo conv3d"]
 
 
@@ -78,7 +77,7 @@ def test_load_prepares_transformer_and_vae(tiny_folder: Any) -> None:
     assert vae and set(vae) == {"MochiVaeProcessor"}
     _, _, attention, *_ = pipeline.decisions
     assert (attention.verdict, attention.source) == ("native_math", "chosen") and "plain matrix" in attention.why
-    pipeline.parts.revert("transformer")
+    pipeline.parts.undo.pop("transformer")()
     assert type(transformer.transformer_blocks[0].attn1.processor).__name__ == "MochiAttnProcessor2_0"
 
 

@@ -115,7 +115,7 @@ def adapted_alike(name: str, weights: str, folder: str) -> dict[str, Any]:
 def alone(adapted: Any) -> Any:
     """The pipeline with all its LoRAs beside the weights, which packed ones take too."""
     chosen = tuple(replace(one, mode="separate") for one in lora.on(adapted))
-    adapters = lora.LoRAs(chosen, adapted.precision.transformer)
+    adapters = lora.LoRAs(chosen, adapted.precision.transformer, adapted.spec.transformers)
     return replace(adapted, offloader=adapted.offloader.with_adapters(adapters))
 
 

@@ -198,10 +198,10 @@ def test_weights_are_kept_as_chosen_and_come_back(tiny_folder, tmp_path, choice,
     values = {name: owner.weight for name, owner in modules if isinstance(owner, packed.StoredLinear)}
     if choice == "as in file":  # read so, not made so: there is nothing to take back, and never was a dense copy
         for part in ("transformer", "text_encoder"):
-            kept.parts.revert(part)
+            kept.parts.undo.pop(part)()
             assert packed.is_packed(kept.parts[part]), part
         return
-    kept.parts.revert("transformer")
+    kept.parts.undo.pop("transformer")()
     back = dict(kept.parts["transformer"].named_modules())
     assert not packed.is_packed(kept.parts["transformer"])
     assert all(torch.equal(back[name].weight, value) for name, value in values.items())
