@@ -8,6 +8,7 @@ from pathlib import Path
 import layouts
 import pytest
 import torch
+from anygpu.compat.checkpoints import packed
 from anygpu.compat.errors import CheckpointError
 from anygpu.pipelines import stages, tiny
 from anygpu.pipelines.base import Pipeline, PromptRequest, Silent
