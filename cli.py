@@ -128,8 +128,7 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float]:
 
     from .pipelines import stages
     from .pipelines.base import FramePackSettings, PromptRequest, SampleSettings
-    from .pipelines.loading.folder import load
-    from .pipelines.loading.lora import named, with_lora
+    from .pipelines.loading import folder, lora
     from .pipelines.requests import load_request
     from .pipelines.speed import with_step_cache
 
@@ -144,9 +143,9 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float]:
         state=Path(arguments.state).expanduser(),
     )
     with torch.no_grad(), request.speed.traced():
-        pipeline = load(request, progress)
+        pipeline = folder.load(request, progress)
         for text in arguments.lora:
-            pipeline = with_lora(pipeline, *named(text), "separate", progress)
+            pipeline = lora.with_lora(pipeline, *lora.named(text), "separate", progress)
         pipeline = with_step_cache(pipeline, arguments.step_cache, step_cache.StepCacheSettings())
         for decision in pipeline.decisions:
             progress.notify(str(decision))

@@ -71,9 +71,9 @@ class Profile:
     def _free(self, stage: str) -> Path:
         """The next numbered file of a stage; a person compares runs, so none is written over."""
         number = 1
-        while (found := self.path.with_name(f"{self.path.stem}-{stage}-{number:03}{self.path.suffix}")).exists():
+        while (path := self.path.with_name(f"{self.path.stem}-{stage}-{number:03}{self.path.suffix}")).exists():
             number += 1
-        return found
+        return path
 
     @contextmanager
     def _traced(self, target: Path) -> Iterator[None]:
@@ -82,11 +82,11 @@ class Profile:
         target.parent.mkdir(parents=True, exist_ok=True)
         self.running = True
         try:
-            with profile(activities=supported_activities()) as found:
+            with profile(activities=supported_activities()) as trace:
                 yield
         finally:
             self.running = False
-        found.export_chrome_trace(str(target))
+        trace.export_chrome_trace(str(target))
         self.written.append(target)
 
 
@@ -150,9 +150,8 @@ def _range(text: str, module: nn.Module) -> tuple[Any, Any]:
 def _open(text: str, opened: list[Any], module: nn.Module, inputs: Any) -> None:
     from torch.profiler import record_function
 
-    found = record_function(text)
-    found.__enter__()
-    opened.append(found)
+    opened.append(record_function(text))
+    opened[-1].__enter__()
 
 
 def _close(opened: list[Any], module: nn.Module, inputs: Any, output: Any) -> None:

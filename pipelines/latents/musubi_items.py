@@ -57,9 +57,8 @@ def save_item(
     """
     if latent is None and prompt is None:
         raise InputError("neither latent nor prompt", expected="at least one of them", fix="Connect one of them.")
-    if latent is None:
-        paths = []
-    else:
+    paths: list[Path] = []
+    if latent is not None:
         family = cut.image.family if cut is not None else str(latent.get(KEY, {}).get("family", ""))
         if prompt is not None and prompt.family != family:
             raise InputError(

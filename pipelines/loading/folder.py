@@ -30,9 +30,10 @@ from ...compat.errors import CheckpointError, InputError
 from ...compat.memory.offloader import Offloader, offloader_for
 from ...compat.memory.parts import denoises, role_of
 from ...compat.packages import attribute, unusable
-from ...compat.precision import Precision, precision_for
+from ...compat.precision import FP32, Precision, precision_for
 from ...compat.transforms.attention import Attention, attention_for, avoided_by, by_time
 from ...compat.transforms.conv3d_choice import kept_timings
+from ...compat.transforms.fp16 import stored_dtype
 from ...compat.transforms.order import Preparation, attention_step, conv3d_step
 from ..base import Parts, Pipeline, Progress, Silent, Tools
 from ..family import FamilySpec
@@ -43,7 +44,7 @@ from ..speed import SpeedRequest, speed_for
 from . import storage
 from .part import PartFiles, part_files, reader_of
 from .single_file import Composed, Files, composed, family_in, lone_task, without_text
-from .storage import SafeFp16, read_narrow
+from .storage import SafeFp16
 
 INDEX = "model_index.json"
 AUTO = "auto"
@@ -111,7 +112,7 @@ def load(
         family, folders = _folders(request, progress)
         tools = _tools(family, folders, {"index": partial(_index_beside, folders["transformer"])})
     else:
-        family, folders = single.family, single.folders
+        family, folders = single.family, dict(single.folders)
         tools = _tools(family, single.folder_tools, single.tools)
     facts = facts_for(request.device)
     require_kernels(facts)
@@ -349,11 +350,12 @@ def _part_files(
         dtype = {"transformer": precision.transformer, "vae": precision.vae}.get(role_of(name), precision.text)
         if name in single:
             files[name] = replace(single[name], dtype=dtype)
-        if name in single or name not in folders:
+        elif name in folders:
+            files[name] = part_files(name, library, _class_of(name, folders[name], classes), folders[name], dtype)
+        else:
             continue
-        files[name] = part_files(name, library, _class_of(name, folders[name], classes), folders[name], dtype)
-    if precision.safe:
-        files |= {name: read_narrow(part) for name, part in files.items() if denoises(name)}
+        if precision.safe and denoises(name):  # the matrices of its blocks are read as fp16, all else as fp32
+            files[name] = replace(files[name], dtype=FP32, dtype_of=stored_dtype)
     return files
 
 

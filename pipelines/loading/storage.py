@@ -24,7 +24,7 @@ from ...compat.memory.parts import denoises, role_of
 from ...compat.memory.statistics import GIGABYTE
 from ...compat.memory.transfer import casts_wrongly
 from ...compat.precision import FP32, Precision
-from ...compat.transforms.fp16 import apply_fp16_safe, fp32_output_works, stored_dtype
+from ...compat.transforms.fp16 import apply_fp16_safe, fp32_output_works
 from ...compat.transforms.order import Order, Step
 from ..base import Parts
 from .part import PartFiles, reader_of
@@ -139,11 +139,6 @@ def _apply(files: Mapping[str, PartFiles], part: str, module: nn.Module) -> Call
     if back is not None:
         log.info("%s: weights %s", part, described.storage)
     return back
-
-
-def read_narrow(files: PartFiles) -> PartFiles:
-    """``files`` of a transformer with the matrices of its blocks read as fp16 and all else as fp32."""
-    return replace(files, dtype=FP32, dtype_of=stored_dtype)
 
 
 @dataclass(slots=True)

@@ -7,8 +7,7 @@ and the transformer as a whole. A mode that the user chose changes only after ru
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,11 @@ from ...compat.decision import Decision
 from ...compat.device.execution import HOST
 from ...compat.device.facts import GIBIBYTE, DeviceFacts, empty_cache, facts_for, free_bytes, locks_host_memory
 from ...compat.device.failures import is_shortage
-from ...compat.errors import InputError, PackError, UnsupportedError
+from ...compat.errors import InputError, UnsupportedError
 from ...compat.memory.estimates import PartBytes
 from ...compat.memory.host_weights import DISK, HostWeights, choose_host_weights
 from ...compat.memory.offloader import HOSTED, MODES, Offloader, OffloadOptions
 from ...compat.memory.statistics import amount_of
-from ...compat.memory.transfer import on_device
 from ...compat.transforms import compile as compiling
 from ..base import Pipeline, Progress
 from ..loading.part import PartFiles
@@ -225,15 +223,6 @@ def plan_line(pipeline: Pipeline) -> str:
     return "; ".join((line, *map(str, host_weight_decisions(pipeline.offloader))))
 
 
-@contextmanager
-def alone(pipeline: Pipeline, part: str) -> Iterator[None]:
-    """The block with no other part of the pipeline on the device."""
-    for name, module in list(pipeline.parts.items()):
-        if name != part and on_device(module, pipeline.offloader.device):
-            pipeline.offloader.release(name)
-    yield
-
-
 def _need(pipeline: Pipeline, stage: str, size: Size | None, mode: str) -> int:
     """Bytes of ``stage`` under ``mode``: its own peak, and with ``none`` all that stays on the device."""
     weights = pipeline.weights
@@ -248,10 +237,4 @@ def _need(pipeline: Pipeline, stage: str, size: Size | None, mode: str) -> int:
 
 def _compiles(pipeline: Pipeline, mode: str) -> bool:
     """Whether what is compiled in this pipeline runs under ``mode``."""
-    if not getattr(pipeline.speed, "compiled", False):
-        return True
-    try:
-        compiling.require_offload(mode)
-    except PackError:
-        return False
-    return True
+    return not (getattr(pipeline.speed, "compiled", False) and compiling.WITH_OFFLOAD.get(mode))

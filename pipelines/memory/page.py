@@ -45,34 +45,34 @@ def memory_plan(pipeline: Pipeline, size: Size) -> tuple[str, torch.Tensor]:
     return shown(pipeline, title, more, forecasts(pipeline, size))
 
 
-def shown(pipeline: Any, title: str, more: str, found: tuple[Forecast, ...]) -> tuple[str, torch.Tensor]:
+def shown(pipeline: Any, title: str, more: str, needs: tuple[Forecast, ...]) -> tuple[str, torch.Tensor]:
     """What each mode needs, in words and as bars.
 
     Args:
         pipeline: a pipeline of any kind, with its offloader, facts and weights. title: what runs. more: beside it, in
-            the words. found: the forecast of each mode, the fastest first.
+            the words. needs: the forecast of each mode, the fastest first.
     """
     free = free_bytes(pipeline.offloader.device)
     room = None if free is None else max(0, free - pipeline.offloader.options.keep_free_bytes)
-    return _text(pipeline, title + more, found, room), _drawn(pipeline, title, found, room)
+    return _text(pipeline, title + more, needs, room), _drawn(pipeline, title, needs, room)
 
 
-def fastest(found: tuple[Forecast, ...], room: int | None) -> Forecast | None:
+def fastest(needs: tuple[Forecast, ...], room: int | None) -> Forecast | None:
     """The fastest mode that fits into ``room`` bytes; None where none does."""
     if room is None:
-        return next(each for each in found if each.mode == "model")
-    return next((each for each in found if each.peak * SPARE <= room), None)
+        return next(each for each in needs if each.mode == "model")
+    return next((each for each in needs if each.peak * SPARE <= room), None)
 
 
-def _text(pipeline: Any, title: str, found: tuple[Forecast, ...], room: int | None) -> str:
+def _text(pipeline: Any, title: str, needs: tuple[Forecast, ...], room: int | None) -> str:
     device, mode = pipeline.offloader.device, pipeline.offloader.mode
     have = "does not report its free memory" if room is None else f"has {amount_of(room)} free"
-    best = fastest(found, room)
+    best = fastest(needs, room)
     lines = [
         f"{title}: {device} {have}",
         f"now: offload {mode}; fastest that fits: {best.mode if best else 'none: lower the size'}",
     ]
-    for each in found:
+    for each in needs:
         stages = ", ".join(f"{stage.name} {amount_of(stage.total)}" for stage in each.stages)
         fits = "" if room is None else " fits" if each.peak * SPARE <= room else f" lacks {amount_of(each.peak - room)}"
         lines.append(f"{each.mode}: peak {amount_of(each.peak)}{fits} ({stages})")
@@ -85,23 +85,23 @@ def _text(pipeline: Any, title: str, found: tuple[Forecast, ...], room: int | No
     return "\n".join(lines)
 
 
-def _drawn(pipeline: Any, title: str, found: tuple[Forecast, ...], room: int | None) -> torch.Tensor:
+def _drawn(pipeline: Any, title: str, needs: tuple[Forecast, ...], room: int | None) -> torch.Tensor:
     import numpy
     from PIL import Image, ImageDraw, ImageFont
 
     font, bold = ImageFont.load_default(SIZE), ImageFont.load_default(SIZE + 4)
-    rows = sum(len(each.stages) for each in found)
-    height = 2 * MARGIN + 80 + len(found) * (SIZE + 2 * GAP) + rows * (BAR + GAP) + 40
+    rows = sum(len(each.stages) for each in needs)
+    height = 2 * MARGIN + 80 + len(needs) * (SIZE + 2 * GAP) + rows * (BAR + GAP) + 40
     picture = Image.new("RGB", (WIDTH, height), PAPER)
     pen, top = ImageDraw.Draw(picture), MARGIN
-    most = max([*(each.peak for each in found), room or 0]) or 1
+    most = max([*(each.peak for each in needs), room or 0]) or 1
     scale = (WIDTH - LEFT - MARGIN - 120) / most
     pen.text((MARGIN, top), title, fill=HEAD, font=bold)
     for index, (name, colour) in enumerate(COLOURS.items()):
         pen.rectangle((MARGIN + index * 220, top + 40, MARGIN + index * 220 + 18, top + 58), fill=colour)
         pen.text((MARGIN + index * 220 + 26, top + 38), LEGEND.get(name, name), fill=FAINT, font=font)
     top += 80
-    for each in found:
+    for each in needs:
         pen.text((MARGIN, top), f"offload {each.mode}", fill=INK, font=bold)
         top += SIZE + 2 * GAP
         for stage in each.stages:

@@ -121,9 +121,9 @@ def _patched(original: Callable[..., Any], patch: Callable[..., Any], returns_al
 
         def run(arguments: Mapping[str, Any], _extra: Any = None) -> dict[str, Any]:
             nonlocal alone
-            found = original(arguments["img"], arguments["txt"], *rest, **named)
-            alone = isinstance(found, torch.Tensor)
-            return {"img": found, "txt": arguments["txt"]} if alone else {"img": found[0], "txt": found[1]}
+            tokens = original(arguments["img"], arguments["txt"], *rest, **named)
+            alone = isinstance(tokens, torch.Tensor)
+            return {"img": tokens, "txt": arguments["txt"]} if alone else {"img": tokens[0], "txt": tokens[1]}
 
         out = patch({"img": hidden_states, "txt": encoder_hidden_states}, {"original_block": run})
         pair = out["img"], out.get("txt", encoder_hidden_states)

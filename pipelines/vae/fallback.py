@@ -231,8 +231,8 @@ class Passes:
         if kind == MEMORY:
             other = "decode again with method auto" if self.plan.method == FULL else "make a smaller or shorter video"
             advice = f"The input is kept. Choose offload model or group on the load node, or {other}."
-            found, expected = f"{text}; no room for {stage} {self.plan.attempt}", "more free memory"
-            return type(error)(remember(f"{found}; expected {expected}. {advice}", found, expected, advice))
+            short, expected = f"{text}; no room for {stage} {self.plan.attempt}", "more free memory"
+            return type(error)(remember(f"{short}; expected {expected}. {advice}", short, expected, advice))
         if not kind or (kind == KERNEL and self.device.type == HOST.type):
             return None
         what = f"the VAE failed ({text})" if kind == KERNEL else f"the VAE gave {text}"
@@ -266,10 +266,9 @@ def watched(module: nn.Module, progress: Progress, stage: str) -> Iterator[None]
     progress.step(total, total, stage)
 
 
-@contextmanager
 def decoding(
     pipeline: Pipeline, shape: torch.Size | tuple[int, ...], progress: Progress, form: Form | None = None, tile: int = 0
-) -> Iterator[Passes]:
+) -> Passes:
     """Passes through the decoder for latents of ``shape`` (1, C, T, H, W).
 
     Raises:
@@ -285,16 +284,13 @@ def decoding(
             fix=f"Choose {STREAMING}, which is exact for every family, or auto.",
         )
     size = shape[2] * temporal, shape[3] * spatial, shape[4] * spatial  # decoders cut frames off at the very end
-    with Passes(Plan(pipeline, "decoder", size, form, tile), progress) as passes:
-        yield passes
+    return Passes(Plan(pipeline, "decoder", size, form, tile), progress)
 
 
-@contextmanager
-def encoding(pipeline: Pipeline, frames: torch.Tensor, progress: Progress, tile: int = 0) -> Iterator[Passes]:
+def encoding(pipeline: Pipeline, frames: torch.Tensor, progress: Progress, tile: int = 0) -> Passes:
     """Passes through the encoder for pictures like ``frames`` (F, H, W, 3)."""
     count, rows, columns = frames.shape[:3]
-    with Passes(Plan(pipeline, "encoder", (count, rows, columns), Form(), tile), progress) as passes:
-        yield passes
+    return Passes(Plan(pipeline, "encoder", (count, rows, columns), Form(), tile), progress)
 
 
 def decoded(

@@ -102,7 +102,9 @@ class Work:
         """
         decode = partial(self._decoded, vae, transfer, attempt, time)
         if not self.windows:
-            self.windows = [_whole(part) for part in _windows(vae, self.latents)]
+            height, width = self.latents.shape[-2:]
+            cuts = _windows(vae, self.latents)
+            self.windows = [Window(part, [Region((0, height), (0, width))]) for part in cuts]
         for window in self.windows:
             while window.pending:
                 region = window.pending[-1]
@@ -164,7 +166,8 @@ class Work:
         first = region.frames * temporal - (temporal - 1) if region.frames else 0
         total = self._frames(window.latents.shape[2])
         if not region.frames:  # Mochi makes as many frames of the first latent as of the others, and drops the rest
-            frames = frames[:, :, max(0, frames.shape[2] - self._frames(self._made(frames))) :]
+            made = (frames.shape[2] - 1) // temporal + 1  # latent frames behind them
+            frames = frames[:, :, max(0, frames.shape[2] - self._frames(made)) :]
         if window.video is None:
             height, width = (edge * spatial for edge in window.latents.shape[-2:])
             if frames.shape[2:] == (total, height, width) and region.weights is None:
@@ -185,10 +188,6 @@ class Work:
         where.add_(frames * weight)
         if first + frames.shape[2] >= total:
             covered.add_(weight)
-
-    def _made(self, frames: Tensor) -> int:
-        """Latent frames behind the frames of a first chunk."""
-        return (frames.shape[2] - 1) // self.ratios[1] + 1
 
     def _compare(self, before: Tensor, frames: Tensor, covered: Tensor) -> None:
         both = (covered > MIDDLE[0]) & (covered < MIDDLE[1])
@@ -277,11 +276,6 @@ def _joined(vae: Any, videos: list[Tensor], total: int) -> Tensor:
         result.append(video[:, :, :stride])
         before = video
     return torch.cat(result, dim=2)[:, :, :total]
-
-
-def _whole(latents: Tensor) -> Window:
-    height, width = latents.shape[-2:]
-    return Window(latents, [Region((0, height), (0, width))])
 
 
 def _split(region: Region, attempt: Attempt, ratio: int) -> list[Region]:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from anygpu.compat.transforms.fp16 import apply_fp16_safe
+from anygpu.compat.transforms.fp16 import apply_fp16_safe, stored_dtype
 from anygpu.compat.transforms.fp16_layers import SETTINGS
 from anygpu.pipelines import tiny
 from anygpu.pipelines.base import Pipeline, Silent
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.loading.part import part_files, reader_of
-from anygpu.pipelines.loading.storage import read_narrow
 from anygpu.pipelines.sampling.loop import NotFinite
 from safetensors.torch import load_file, save_file
 
@@ -117,7 +117,7 @@ def test_weights_beyond_fp16_are_read_as_they_are(tiny_folder, tmp_path):
     weights[name][0, 0] = 1e5
     save_file(weights, file, {"format": "pt"})
     files = part_files("transformer", "diffusers", "MochiTransformer3DModel", folder / "transformer", torch.float32)
-    read = reader_of(read_narrow(files))(Silent())
+    read = reader_of(replace(files, dtype=torch.float32, dtype_of=stored_dtype))(Silent())
     dtypes = {key: tensor.dtype for key, tensor in read.state_dict().items()}
     assert dtypes[name] is torch.float32 and dtypes[name.replace("0.ff", "1.ff")] is torch.float16
     assert dtypes["proj_out.weight"] is torch.float32

@@ -85,8 +85,10 @@ TRANSFORMER: tuple[Row, ...] = (
 ATTENTION = ("q", "k", "v")
 
 
-def _stable_diffusion(blocks: int) -> tuple[Row, ...]:
+def _vae(names: Iterable[str]) -> tuple[Row, ...]:
     """HunyuanVideo's VAE in the names of Stable Diffusion's, whose decoder counts its blocks from the other end."""
+    numbers = (re.match(r"decoder\.up\.(\d+)\.", name) for name in names)
+    blocks = 1 + max((int(match[1]) for match in numbers if match), default=3)
     rows: list[Row] = [Row("quant_conv.*", "quant_conv.*"), Row("post_quant_conv.*", "post_quant_conv.*")]
     for coder, down, kind in (("encoder", True, "down"), ("decoder", False, "up")):
         rows += [Row(f"{coder}.{end}.*", f"{coder}.{end}.*") for end in ("conv_in", "conv_out")]
@@ -102,11 +104,6 @@ def _stable_diffusion(blocks: int) -> tuple[Row, ...]:
         rows += [Row(f"{coder}.mid.attn_1.{one}.*", f"{middle}.to_{one}.*", flat=True) for one in ATTENTION]
         rows.append(Row(f"{coder}.mid.attn_1.proj_out.*", f"{middle}.to_out.0.*", flat=True))
     return tuple(rows)
-
-
-def _vae(names: Iterable[str]) -> tuple[Row, ...]:
-    found = (re.match(r"decoder\.up\.(\d+)\.", name) for name in names)
-    return _stable_diffusion(1 + max((int(match[1]) for match in found if match), default=3))
 
 
 LAYOUTS: tuple[Layout, ...] = (

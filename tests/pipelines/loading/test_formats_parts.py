@@ -8,6 +8,7 @@ from pathlib import Path
 import layouts
 import pytest
 import torch
+from anygpu.compat.checkpoints import packed
 from anygpu.compat.errors import CheckpointError
 from anygpu.pipelines import stages, tiny
 from anygpu.pipelines.base import Pipeline, PromptRequest, Silent
@@ -113,23 +114,23 @@ def text_encoder(model: str, tiny_folder: Path) -> tuple[dict[str, Tensor], dict
 
 
 @FULL
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("stays", [False, True])
 @pytest.mark.parametrize("model", ["mochi", "hunyuan_video"])
-def test_a_text_encoder_as_gguf_gives_the_embeddings_of_its_values(tiny_folder, tmp_path, model, packed):
+def test_a_text_encoder_as_gguf_gives_the_embeddings_of_its_values(tiny_folder, tmp_path, model, stays):
     """The same values as safetensors give the same embeddings, bit for bit; blocks of 8 bits stay so in memory."""
     files, base = layouts.whole_set(model, tiny_folder, tmp_path), layouts.tools_only(model, tiny_folder, tmp_path)
     tensors, config, name = text_encoder(model, tiny_folder)
     release = layouts.layout(name)
     path = tmp_path / "encoder.gguf"
-    worth = gguf_file(path, layouts.released(tensors, release), packed)
+    worth = gguf_file(path, layouts.released(tensors, release), stays)
     layouts.write(tmp_path / "worth.safetensors", worth, config)
     path.with_suffix(".json").write_text(json.dumps(config))
     assert kinds(path) == (release.kind,)
     found, plain = (composed({**files, "text_encoder": file}, base) for file in (path, tmp_path / "worth.safetensors"))
-    assert packed.is_packed(found.parts["text_encoder"]) is packed
+    assert packed.is_packed(found.parts["text_encoder"]) is stays
     assert not packed.is_packed(plain.parts["text_encoder"])
     assert same(embeds(found), embeds(plain))
-    if not packed:  # and they are those of the model itself, whatever the file calls its rows
+    if not stays:  # and they are those of the model itself, whatever the file calls its rows
         whole = dict(found.parts["text_encoder"].state_dict())
         assert all(torch.equal(whole[key], tensor) for key, tensor in tensors.items() if key in whole)
         assert len(whole.keys() & tensors.keys()) > 10
