@@ -107,7 +107,7 @@ def load(
     """
     progress = progress or Silent()
     single = None if request.files is None else _composed(request, request.files, progress)
-    family, folders = _folders(request, progress) if single is None else (single.family, single.folders)
+    family, folders = part_folders(request, progress) if single is None else (single.family, single.folders)
     facts = facts_for(request.device)
     require_kernels(facts)
     probes = None if request.state is None else probe_results_of(facts, request.state, request.quiet)
@@ -221,9 +221,9 @@ def _is_model(folder: Path) -> bool:
         return False
 
 
-def _folders(request: LoadRequest, progress: Progress) -> tuple[FamilySpec, dict[str, Path]]:
+def part_folders(request: LoadRequest, progress: Progress | None = None) -> tuple[FamilySpec, dict[str, Path]]:
     """The family, and the folder of every part and tool it has."""
-    model = request.model
+    progress, model = progress or Silent(), request.model
     if not model.is_dir():
         raise CheckpointError(
             f"no model folder {str(model)!r}",
