@@ -1,4 +1,4 @@
-"""Our transformers as core's MODEL, for core's samplers, schedulers, context windows and guidance nodes.
+"""What a pipeline gives to core's nodes: its transformer as MODEL, its VAE, and pictures in CONDITIONING.
 
 The shell is a class of ComfyUI's own for the family, without its network: noise schedule, latent format and the reading
 of CONDITIONING are core's. In the network's place stands a :class:`Driver` over the diffusers transformer. The MODEL's
@@ -12,10 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 import comfy.weight_adapter
+from comfy_execution.graph_utils import ExecutionBlocker
 
-from ..pipelines.base import Pipeline
+from ..compat.errors import InputError
+from ..pipelines.base import ImageCondition, Pipeline
 from ..pipelines.loading import lora as loras
-from .core_shell import TRANSFORMER, CoreShell
+from .core_shell import PICTURE, TRANSFORMER, CoreShell
+from .core_vae import CoreVAE
 from .families import FAMILIES
 from .memory_manager import PartPatcher, comfy_offloader
 from .patches import patched
@@ -71,3 +74,36 @@ def adapted_model_of(pipeline: Pipeline) -> PartPatcher | None:
         patches = {f"diffusion_model.{name}.weight": Factors(read, name, scale) for name, scale in lora.scales.items()}
         model = patched(model, patches, lora.strength)
     return model
+
+
+def beside(pipeline: Pipeline) -> tuple[Any, Any]:
+    """MODEL and VAE of a pipeline that was just loaded; one that cannot be stops its nodes with the reason."""
+    vae = None if comfy_offloader(pipeline) is None else CoreVAE(pipeline)
+    return model_of(pipeline) or _stopped(pipeline), vae or _stopped(pipeline)
+
+
+def adapted(pipeline: Pipeline) -> Any:
+    """MODEL of a pipeline with its LoRAs; stops the nodes it is connected to as above."""
+    return adapted_model_of(pipeline) or _stopped(pipeline)
+
+
+def _stopped(pipeline: Pipeline) -> Any:
+    why = f"ComfyUI's samplers cannot drive {pipeline.spec.title}: it has no MODEL. Use AnyGPU Sample."
+    if comfy_offloader(pipeline) is None:
+        why = f"MODEL and VAE need offload auto or comfyui; found {pipeline.offloader}. Choose auto on the load node."
+    return ExecutionBlocker(f"AnyGPU: {why}")
+
+
+def pictured(conditioning: Any, image: ImageCondition) -> list[Any]:
+    """A CONDITIONING with our encoded picture in it, which our MODEL reads.
+
+    Raises:
+        InputError: no CONDITIONING.
+    """
+    if not conditioning:
+        raise InputError(
+            "an empty CONDITIONING",
+            expected="encoded text",
+            fix="Connect positive or negative of AnyGPU Encode Prompt.",
+        )
+    return [[embeds, {**extra, PICTURE: image}] for embeds, extra in conditioning]

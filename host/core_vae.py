@@ -14,7 +14,7 @@ from ..pipelines import stages
 from ..pipelines.base import Pipeline
 from ..pipelines.latents import convert as latent_format
 from ..pipelines.vae.fallback import encoded
-from .memory_manager import PartPatcher, comfy_offloader
+from .memory_manager import PartPatcher
 from .progress import NodeProgress
 
 
@@ -97,8 +97,3 @@ class CoreVAE(comfy.sd.VAE):
 
     def _returned(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.output_device, comfy.model_management.intermediate_dtype())
-
-
-def vae_of(pipeline: Pipeline) -> CoreVAE | None:
-    """The VAE of a pipeline; None where ComfyUI does not manage its memory."""
-    return None if comfy_offloader(pipeline) is None else CoreVAE(pipeline)

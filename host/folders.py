@@ -36,11 +36,7 @@ def path_of(name: str, listed: Mapping[str, Path], searched: list[Path], what: t
     """The path of a listed name; nothing else can be named.
 
     Args:
-        name: as a widget holds it.
-        listed: name to path.
-        searched: the folders that were listed.
         what: what was looked for, and what would have been one.
-        fix: what to do.
 
     Raises:
         CheckpointError: none of that name; says which folders were searched.
@@ -55,9 +51,9 @@ def path_of(name: str, listed: Mapping[str, Path], searched: list[Path], what: t
 
 def stamp(*paths: Path | None) -> list[tuple[str, int, int]]:
     """What changes when one of these files, or a file in one of these folders, changes; None stands for no file."""
-    there = [path for path in paths if path is not None and path.exists()]
-    files = [file for path in there for file in ([path] if path.is_file() else path.rglob("*.*"))]
-    states = ((file, file.stat()) for file in files)
+    there = [path for path in paths if path is not None]
+    files = {file for path in there for file in ([path] if path.is_file() else path.rglob("*.*"))}
+    states = ((file, file.stat()) for file in files if file.exists())  # a dangling link is no file
     return sorted((str(file), status.st_mtime_ns, status.st_size) for file, status in states)
 
 
@@ -86,11 +82,7 @@ def model_choices() -> list[str]:
 
 
 def model_folder(name: str) -> Path:
-    """The folder of a listed model.
-
-    Raises:
-        CheckpointError: no model of that name; says which folders were searched.
-    """
+    """The folder of a listed model, as :func:`path_of` finds it."""
     what = "model", "a diffusers model folder with model_index.json, or a FramePack transformer folder"
     fix = "" if name in models() else remedy(name, model_roots()[0], facts_for("cpu").total_bytes)
     return path_of(name, models(), model_roots(), what, fix)
@@ -98,14 +90,18 @@ def model_folder(name: str) -> Path:
 
 def provider_choices() -> list[str]:
     """What the inputs for parts from elsewhere list, ``auto`` first."""
-    return [AUTO, *dict.fromkeys([*models(), *_encoders()])]
+    return [AUTO, *providers()]
 
 
 def provider_folder(name: str) -> Path | None:
     """The folder that provides parts; None for ``auto``."""
-    if name == AUTO:
-        return None
-    return _encoders().get(name) or model_folder(name)
+    return None if name == AUTO else providers().get(name) or model_folder(name)
+
+
+def providers() -> dict[str, Path]:
+    """Name to folder of every model and of every folder with an image encoder in it."""
+    configs = (config for root in encoder_roots() for config in root.glob("*/image_encoder/config.json"))
+    return {**models(), **_named(encoder_roots(), (config.parent.parent for config in configs))}
 
 
 def paint_models() -> dict[str, Path]:
@@ -121,17 +117,8 @@ def paint_models() -> dict[str, Path]:
     return _named(roots(MODEL_KEYS), models)
 
 
-def paint_choices() -> list[str]:
-    """What the load node of paint models lists; one entry that says so when there is nothing."""
-    return list(paint_models()) or [NO_PAINT_MODEL]
-
-
 def paint_path(name: str) -> Path:
-    """The folder or file of a listed paint model.
-
-    Raises:
-        CheckpointError: no paint model of that name; says which folders were searched.
-    """
+    """The folder or file of a listed paint model, as :func:`path_of` finds it."""
     searched = roots(MODEL_KEYS)
     what = "paint model", "a folder hunyuan3d-… with the subfolders unet and vae"
     fix = f"Download one ({'; '.join(PAGES.values())}) into {searched[0]} and press R."
@@ -140,19 +127,15 @@ def paint_path(name: str) -> Path:
 
 def paint_provider_choices() -> list[str]:
     """What the inputs for a VAE or image encoder from elsewhere list: ``auto``, then folders with a config.json."""
-    return [AUTO, *_paint_providers()]
+    return [AUTO, *paint_providers()]
 
 
 def paint_provider_folder(name: str) -> Path | None:
-    """The folder that provides a part of a paint model; None for ``auto``.
-
-    Raises:
-        CheckpointError: it is gone.
-    """
+    """The folder that provides a part of a paint model; None for ``auto``, as :func:`path_of` finds it."""
     if name == AUTO:
         return None
     what = "folder", "one of the list"
-    return path_of(name, _paint_providers(), roots(PAINT_PROVIDER_KEYS), what, "Press R.")
+    return path_of(name, paint_providers(), roots(PAINT_PROVIDER_KEYS), what, "Press R.")
 
 
 def loras() -> dict[str, Path]:
@@ -161,17 +144,8 @@ def loras() -> dict[str, Path]:
     return {name: Path(path) for name in names if (path := folder_paths.get_full_path("loras", name)) is not None}
 
 
-def lora_choices() -> list[str]:
-    """What the LoRA node lists; one entry that says so when there is nothing."""
-    return list(loras()) or [NO_LORA]
-
-
 def lora_file(name: str) -> Path:
-    """The file of a listed LoRA.
-
-    Raises:
-        CheckpointError: none of that name; says which folders were searched.
-    """
+    """The file of a listed LoRA, as :func:`path_of` finds it."""
     searched = roots(LORA_KEYS)
     what = "LoRA", "a .safetensors file there"
     return path_of(name, loras(), searched, what, f"Put it into {searched[0]} and press R.")
@@ -187,16 +161,11 @@ def state_folder() -> Path:
     return Path(folder_paths.get_user_directory()) / "anygpu"
 
 
-def _encoders() -> dict[str, Path]:
-    """Name to folder of every folder with an image encoder in it."""
-    configs = (config for root in encoder_roots() for config in root.glob("*/image_encoder/config.json"))
-    return _named(encoder_roots(), (config.parent.parent for config in configs))
-
-
-def _paint_providers() -> dict[str, Path]:
+def paint_providers() -> dict[str, Path]:
+    """Name to folder of what may hold a VAE or an image encoder for a paint model: folders with a config.json."""
     searched = roots(PAINT_PROVIDER_KEYS)
     configs = (sorted([*root.glob("*/config.json"), *root.glob("*/vae/config.json")]) for root in searched)
-    return _named(searched, (config.parent for found in configs for config in found))
+    return _named(searched, (config.parent for in_root in configs for config in in_root))
 
 
 def _is_paint_file(file: Path) -> bool:

@@ -244,9 +244,7 @@ class ComfyOffloader:
     """Offload ``comfyui``: ComfyUI decides what of each part is on the device, and when it leaves.
 
     Args:
-        parts: the modules by name.
         device: where they compute; None asks ComfyUI at each use.
-        options: what else the user asks.
     """
 
     mode = HOSTED

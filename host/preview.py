@@ -19,7 +19,6 @@ def clip(frames: torch.Tensor, fps: float, cls: Any) -> Any:
 
     Args:
         frames: (F, H, W, 3) in 0..1.
-        fps: frames per second.
         cls: the node, for the metadata in the file.
     """
     stride = math.ceil(len(frames) / MOST_FRAMES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,7 @@ log = logging.getLogger(__name__)
 TEXT_SECONDS = 0.25
 EVENT = "anygpu.run"
 BREAK = "  \n"  # a line break on the canvas, and in Nodes 2.0, which takes the text for Markdown
+MARKUP = re.compile(r"[&<>\[\]`*~|\\]")  # of HTML, which the canvas shows too, and Markdown: names come from files
 PACED = ("sampling", "painting")  # stages whose steps are the model's own
 
 
@@ -91,7 +93,8 @@ class NodeProgress:
     def _send(self, text: str) -> None:
         server = getattr(PromptServer, "instance", None)
         if server is not None and self.node_id is not None:
-            server.send_progress_text(text.replace("\n", BREAK), self.node_id)
+            shown = MARKUP.sub(lambda mark: f"&#{ord(mark[0])};", text).replace("\n", BREAK)
+            server.send_progress_text(shown, self.node_id)
             server.send_sync(EVENT, {"node": self.node_id, "entry": self._run.snapshot(), "memory": memory_now()})
 
     def _picture(self, preview: Callable[[], torch.Tensor]) -> Any:

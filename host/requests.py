@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..compat.errors import PackError
 from ..paint.loading import PaintRequest
 from ..paint.networks.compile import CACHE_LIMIT, settings_for
-from ..pipelines.loading.folder import AUTO, LoadRequest
+from ..pipelines.loading.folder import AUTO, LoadRequest, part_folders
 from ..pipelines.requests import LOAD_INPUTS, load_request
 from . import folders, memory_manager, model_files
 
@@ -43,6 +44,15 @@ def folder_request(inputs: Inputs, trace: Path | None = None, **machine: Any) ->
         search=(*folders.model_roots(), *folders.encoder_roots()),
         **_here(machine),
     )
+
+
+def used_folders(model: str, base: str, image_encoder: str) -> list[Path]:
+    """The folders that the pipeline of a folder is read from; none where the node will explain what is missing."""
+    try:
+        request = folder_request({"model": model, "base": base, "image_encoder": image_encoder})
+        return [request.model, *part_folders(request)[1].values()]
+    except PackError:
+        return []
 
 
 def files_request(inputs: Inputs, trace: Path | None = None, **machine: Any) -> LoadRequest:

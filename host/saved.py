@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,7 @@ _kinds: dict[tuple[str, int, int], str] = {}
 
 
 def new_path(prefix: str) -> Path:
-    """The next free numbered file of a name such as ``latents/AnyGPU``, in the output folder.
-
-    Raises:
-        InputError: a name that leads out of the output folder.
-    """
+    """The next free numbered file of a name such as ``latents/AnyGPU``, in the output folder."""
     folder, name = target_folder(prefix)
     taken = re.compile(re.escape(name) + r"_(\d+)_\.safetensors", re.IGNORECASE)
     numbers = [match for path in _children(folder) if (match := taken.fullmatch(path.name))]
@@ -78,7 +73,7 @@ def origin(prompt: Any, extra: Any) -> Origin:
 def choices(kind: str) -> list[str]:
     """Names of the files of a kind, ``latent`` or ``prompt``, newest first; one entry that says so where none is."""
     named = _named(kind)
-    return sorted(named, key=lambda name: _modified(named[name]), reverse=True) or [none_of(kind)]
+    return sorted(named, key=lambda name: _state(named[name])[0], reverse=True) or [none_of(kind)]
 
 
 def none_of(kind: str) -> str:
@@ -105,8 +100,7 @@ def file_named(kind: str, name: str) -> Path:
 def stamp(kind: str, name: str) -> tuple[str, int, int]:
     """Changes when the file of a listed name changes; no file is no reason to fail before the node runs."""
     path = _named(kind).get(name)
-    stat = None if path is None else path.stat()
-    return (name, 0, 0) if stat is None else (name, stat.st_mtime_ns, stat.st_size)
+    return (name, 0, 0) if path is None else (name, *_state(path))
 
 
 def _named(kind: str) -> dict[str, Path]:
@@ -143,24 +137,18 @@ def _children(folder: Path) -> list[Path]:
         return []
 
 
-def _kind(path: Path) -> str:
-    return _once(path, kind_of)
-
-
-def _once(path: Path, ask: Callable[[Path], str]) -> str:
-    """What ``ask`` says of a file, asked again only when it has changed."""
+def _state(path: Path) -> tuple[int, int]:
+    """When a file last changed, in ns, and its bytes; zeros where it is gone."""
     try:
         stat = path.stat()
     except OSError:
-        return ""
-    key = (str(path), stat.st_mtime_ns, stat.st_size)
-    if key not in _kinds:
-        _kinds[key] = ask(path)
-    return _kinds[key]
+        return 0, 0
+    return stat.st_mtime_ns, stat.st_size
 
 
-def _modified(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
+def _kind(path: Path) -> str:
+    """The kind of a file, read again only when it has changed."""
+    key = (str(path), *_state(path))
+    if key[1:] != (0, 0) and key not in _kinds:
+        _kinds[key] = kind_of(path)
+    return _kinds.get(key, "")

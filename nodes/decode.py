@@ -12,7 +12,7 @@ from ..host.progress import NodeProgress
 from ..pipelines import stages
 from ..pipelines.decisions import in_short
 from ..pipelines.latents import convert as latent_format
-from .inputs import CATEGORY, Pipeline
+from .inputs import Pipeline, schema
 
 
 class Decode(io.ComfyNode):
@@ -20,10 +20,9 @@ class Decode(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="AnyGPUDecode",
             display_name="AnyGPU Decode",
-            category=CATEGORY,
             description="Decodes video latents to frames, and to a VIDEO that core's Save Video takes.",
             search_aliases=["vae decode", "latent to video"],
             inputs=[
@@ -68,7 +67,6 @@ class Decode(io.ComfyNode):
                 ),
             ],
             outputs=[io.Image.Output(display_name="images"), io.Video.Output(display_name="video")],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod

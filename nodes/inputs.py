@@ -22,6 +22,19 @@ DEFAULT = "0 takes the model's own default."
 SEED_LIMIT = 2**64 - 1
 
 
+def schema(**given: Any) -> io.Schema:
+    """A node's schema: in our category, and told its id, for its progress; ``given`` may replace either."""
+    return io.Schema(**{"category": CATEGORY, "hidden": [io.Hidden.unique_id], **given})
+
+
+def seed_input() -> Any:
+    """The seed of a sampling's noise."""
+    return io.Int.Input(
+        "seed", default=0, min=0, max=SEED_LIMIT, control_after_generate=True,
+        tooltip="The same seed gives the same noise on every device.",
+    )
+
+
 def size_inputs(width: int = 0, height: int = 0) -> list[Any]:
     tip = "Pixels, rounded to the nearest size the model can make; the node shows the result. "
     return [
@@ -43,10 +56,7 @@ def sampling_inputs() -> list[Any]:
             "guidance", default=0.0, min=0.0, max=30.0, step=0.1,
             tooltip="Distilled guidance, built into HunyuanVideo and FramePack. It costs no time. " + DEFAULT,
         ),
-        io.Int.Input(
-            "seed", default=0, min=0, max=SEED_LIMIT, control_after_generate=True,
-            tooltip="The same seed gives the same noise on every device.",
-        ),
+        seed_input(),
         io.Combo.Input(
             "scheduler", options=list(SCHEDULERS), default="auto",
             tooltip="The solver. auto is the one published with the model (Euler).",

@@ -12,7 +12,7 @@ from ..pipelines.base import SECTION_ORDERS
 from ..pipelines.latents import musubi, musubi_items
 from ..pipelines.latents import store as latent_store
 from ..pipelines.text import prompt_files
-from .inputs import CATEGORY, Image, Prompt
+from .inputs import CATEGORY, Image, Prompt, schema
 
 FILES = f"{CATEGORY}/files"
 
@@ -60,7 +60,7 @@ class SaveLatent(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="AnyGPUSaveLatent",
             display_name="AnyGPU Save Latent",
             category=FILES,
@@ -94,7 +94,7 @@ class LoadLatent(Listed):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="AnyGPULoadLatent",
             display_name="AnyGPU Load Latent",
             category=FILES,
@@ -110,7 +110,6 @@ class LoadLatent(Listed):
                 not_finite_input(),
             ],
             outputs=[io.Latent.Output(display_name="latent")],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
@@ -127,7 +126,7 @@ class RecoverLatents(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="AnyGPURecoverLatents",
             display_name="AnyGPU Recover Latents",
             category=FILES,
@@ -143,7 +142,6 @@ class RecoverLatents(io.ComfyNode):
                 ),
             ],
             outputs=[io.Latent.Output(display_name="latent")],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
@@ -170,7 +168,7 @@ class SavePrompt(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="AnyGPUSavePrompt",
             display_name="AnyGPU Save Prompt",
             category=FILES,
@@ -202,7 +200,7 @@ class LoadPrompt(Listed):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="AnyGPULoadPrompt",
             display_name="AnyGPU Load Prompt",
             category=FILES,
@@ -213,7 +211,6 @@ class LoadPrompt(Listed):
                 file_input("prompt"),
             ],
             outputs=[Prompt.Output(display_name="prompt")],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
@@ -230,7 +227,7 @@ class SaveMusubiCache(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="AnyGPUSaveMusubiCache",
             display_name="AnyGPU Save Musubi Cache",
             category=FILES,
@@ -245,10 +242,8 @@ class SaveMusubiCache(io.ComfyNode):
                             "is replaced.",
                 ),
                 io.Latent.Input("latent", optional=True, tooltip="The item's latents."),
-                Prompt.Input("prompt", optional=True, tooltip="The item's encoded caption. Its negative prompt is "
-                                                              "not saved."),
-                io.String.Input("caption", default="", optional=True, tooltip="The caption. Leave it empty to use "
-                                                                              "the prompt's own text."),
+                Prompt.Input("prompt", optional=True, tooltip="The item's encoded caption. Its negative prompt is not saved."),
+                io.String.Input("caption", default="", optional=True, tooltip="The caption. Leave it empty to use the prompt's own text."),
                 io.Combo.Input(
                     "dtype", options=list(musubi.DTYPES), default="as loaded", optional=True, advanced=True,
                     tooltip="as loaded: the dtype of a loaded cache, otherwise float32. Musubi Tuner itself writes "
@@ -270,7 +265,6 @@ class SaveMusubiCache(io.ComfyNode):
                 ),
             ],
             outputs=[],
-            hidden=[io.Hidden.unique_id],
             is_output_node=True,
         )
 

@@ -9,7 +9,7 @@ from typing import Any
 from ..compat import precision
 from ..compat.memory import offloader
 from ..compat.transforms import attention
-from ..host import core_outputs, folders, memory_manager, model_files, requests, saved
+from ..host import core_models, folders, memory_manager, model_files, requests, saved
 from ..host.api import io
 from ..host.progress import NodeProgress
 from ..host.server import panel
@@ -17,7 +17,7 @@ from ..pipelines.decisions import status_of
 from ..pipelines.loading import lora as adapters
 from ..pipelines.loading.folder import LoadRequest, load, variant_choices
 from ..pipelines.registry import FAMILIES
-from .inputs import CATEGORY, Pipeline, speed_inputs, weight_inputs
+from .inputs import Pipeline, schema, speed_inputs, weight_inputs
 
 
 class LoadPipeline(io.ComfyNode):
@@ -26,10 +26,9 @@ class LoadPipeline(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         providers = folders.provider_choices()
-        return io.Schema(
+        return schema(
             node_id="AnyGPULoadPipeline",
             display_name="AnyGPU Load Pipeline",
-            category=CATEGORY,
             description="Opens an LTX-Video, HunyuanVideo, HunyuanVideo 1.5, FramePack or Mochi model folder and "
                         "chooses precision and offload for this machine. Weights are read when a stage first needs "
                         "them.",
@@ -85,7 +84,6 @@ class LoadPipeline(io.ComfyNode):
                 ),
                 io.Vae.Output(display_name="VAE", tooltip="The VAE for core's decode and encode nodes; same weights."),
             ],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
@@ -94,9 +92,9 @@ class LoadPipeline(io.ComfyNode):
         return True
 
     @classmethod
-    def fingerprint_inputs(cls, model: str, **_: Any) -> Any:
-        """Changes when the model's files change."""
-        return folders.stamp(folders.models().get(model))
+    def fingerprint_inputs(cls, model: str, base: str, image_encoder: str, **_: Any) -> Any:
+        """Changes when a file changes that the pipeline is made of, also one of another folder."""
+        return folders.stamp(*requests.used_folders(model, base, image_encoder))
 
     @classmethod
     def execute(cls, **inputs: Any) -> io.NodeOutput:
@@ -110,10 +108,9 @@ class ComposePipeline(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="AnyGPUComposePipeline",
             display_name="AnyGPU Compose Pipeline",
-            category=CATEGORY,
             description="Builds a pipeline from the single files in ComfyUI's model folders: original releases, "
                         "ComfyUI's repackaging, scaled fp8, GGUF. Files are recognised by their headers. Nothing is "
                         "downloaded.",
@@ -179,7 +176,6 @@ class ComposePipeline(io.ComfyNode):
                 io.Model.Output(display_name="MODEL", tooltip="The transformer for core's samplers; same weights, loaded once."),
                 io.Vae.Output(display_name="VAE", tooltip="The VAE for core's decode and encode nodes; same weights."),
             ],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
@@ -190,7 +186,8 @@ class ComposePipeline(io.ComfyNode):
     @classmethod
     def fingerprint_inputs(cls, **inputs: Any) -> Any:
         """Changes when a chosen file changes."""
-        return model_files.stamp_of(**{part: inputs[part] for part in requests.FILES})
+        files = model_files.stamp_of(**{part: inputs[part] for part in requests.FILES})
+        return files + folders.stamp(folders.providers().get(inputs["base"]))
 
     @classmethod
     def execute(cls, **inputs: Any) -> io.NodeOutput:
@@ -209,7 +206,7 @@ def load_outputs(request: LoadRequest, progress: NodeProgress, lines: Iterable[s
     """Pipeline, MODEL and VAE; what was decided is said under the node, then ``lines``."""
     pipeline = load(request, progress, memory_manager.make_room, memory_manager.offloader_on)
     progress.finish("\n".join((status_of(pipeline), *map(str, pipeline.decisions), *lines)))
-    return io.NodeOutput(pipeline, *core_outputs.beside(pipeline))
+    return io.NodeOutput(pipeline, *core_models.beside(pipeline))
 
 
 class LoRA(io.ComfyNode):
@@ -217,17 +214,16 @@ class LoRA(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="AnyGPULoRA",
             display_name="AnyGPU LoRA",
-            category=CATEGORY,
             description="Applies a LoRA to the pipeline's transformer; understands keys of diffusers, kohya and "
                         "ComfyUI. Chain several nodes for several LoRAs. Changing or removing one does not reload "
                         "the model.",
             search_aliases=["lora", "load lora", "lora loader", "lora block weight"],
             inputs=[
                 Pipeline.Input("pipeline", tooltip="From AnyGPU Load Pipeline, or from another AnyGPU LoRA."),
-                io.Combo.Input("lora", options=folders.lora_choices(), tooltip="A .safetensors file in ComfyUI/models/loras. Press R after adding one."),
+                io.Combo.Input("lora", options=list(folders.loras()) or [folders.NO_LORA], tooltip="A .safetensors file in ComfyUI/models/loras. Press R after adding one."),
                 io.Float.Input(
                     "strength", default=1.0, min=-10.0, max=10.0, step=0.05,
                     tooltip="A factor: 1 is what the LoRA was trained for, 0 switches it off.",
@@ -252,7 +248,6 @@ class LoRA(io.ComfyNode):
                     tooltip="The transformer with these LoRAs for core's samplers, schedulers and guidance nodes; same weights, loaded once.",
                 ),
             ],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
@@ -271,4 +266,4 @@ class LoRA(io.ComfyNode):
         progress = NodeProgress(cls.hidden.unique_id, pipeline.family)
         changed = adapters.with_lora(pipeline, folders.lora_file(lora), strength, blocks, mode, progress)
         progress.finish(str(changed.decisions[-1]) if changed is not pipeline else "no effect")
-        return io.NodeOutput(changed, core_outputs.adapted(changed))
+        return io.NodeOutput(changed, core_models.adapted(changed))

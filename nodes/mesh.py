@@ -15,7 +15,7 @@ from ..paint.geometry.cameras import DEFAULT_VIEWS, ORTHO_SCALE, camera_table
 from ..paint.geometry.cleaning import FLOATERS, CleanSettings, cleaned
 from ..paint.geometry.mesh import Surface
 from ..paint.geometry.turntable import turntable
-from .inputs import Cameras, Paint
+from .inputs import Cameras, Paint, schema
 
 CATEGORY = "3d/AnyGPU"
 LIST, GREEDY = "list", "greedy"
@@ -27,7 +27,7 @@ class LoadMesh(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="AnyGPULoadMesh",
             display_name="AnyGPU Load Mesh",
             category=CATEGORY,
@@ -45,7 +45,6 @@ class LoadMesh(io.ComfyNode):
                 ),
             ],
             outputs=[io.Mesh.Output(display_name="mesh")],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
@@ -72,7 +71,7 @@ class CleanMesh(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="AnyGPUCleanMesh",
             display_name="AnyGPU Clean Mesh",
             category=CATEGORY,
@@ -89,11 +88,9 @@ class CleanMesh(io.ComfyNode):
                 io.Boolean.Input(
                     "degenerate", default=True, tooltip="Removes faces without area, and duplicates.",
                 ),
-                io.Boolean.Input("broken", default=True, tooltip="Removes faces with a corner that is NaN or "
-                                                                 "infinite."),
+                io.Boolean.Input("broken", default=True, tooltip="Removes faces with a corner that is NaN or infinite."),
             ],
             outputs=[io.Mesh.Output(display_name="mesh")],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
@@ -111,7 +108,7 @@ class PaintCameras(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="AnyGPUPaintCameras",
             display_name="AnyGPU Paint Cameras",
             category=CATEGORY,
@@ -148,7 +145,6 @@ class PaintCameras(io.ComfyNode):
                 ),
             ],
             outputs=[Cameras.Output(display_name="cameras"), io.Int.Output(display_name="count")],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
@@ -170,7 +166,7 @@ class RenderViews(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="AnyGPURenderViews",
             display_name="AnyGPU Render Views",
             category=CATEGORY,
@@ -179,10 +175,8 @@ class RenderViews(io.ComfyNode):
             search_aliases=["normal map", "position map", "custom rasterizer", "multiview render"],
             inputs=[
                 io.Mesh.Input("mesh", tooltip="One mesh, at any position and scale."),
-                Cameras.Input("cameras", optional=True, tooltip="From AnyGPU Paint Cameras. Without it, the six "
-                                                                "standard views are used."),
-                Paint.Input("pipeline", optional=True, tooltip="The pipeline that will paint. It tells normals auto "
-                                                               "what to render."),
+                Cameras.Input("cameras", optional=True, tooltip="From AnyGPU Paint Cameras. Without it, the six standard views are used."),
+                Paint.Input("pipeline", optional=True, tooltip="The pipeline that will paint. It tells normals auto what to render."),
                 io.Int.Input(
                     "size", default=2048, min=16, max=8192, step=16, optional=True,
                     tooltip="Pixels. The published size is 2048; painting scales the maps down.",
@@ -198,7 +192,6 @@ class RenderViews(io.ComfyNode):
                 Cameras.Output(display_name="cameras"),
                 io.Mask.Output(display_name="mask"),
             ],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
@@ -220,7 +213,7 @@ class BakeTexture(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="AnyGPUBakeTexture",
             display_name="AnyGPU Bake Texture",
             category=CATEGORY,
@@ -266,7 +259,6 @@ class BakeTexture(io.ComfyNode):
                 io.Image.Output(display_name="roughness"),
                 io.Mask.Output(display_name="painted"),
             ],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
@@ -276,7 +268,7 @@ class BakeTexture(io.ComfyNode):
     ) -> io.NodeOutput:
         """The mesh in its texture, and the maps."""
         progress = PaintProgress(cls.hidden.unique_id)
-        settings = texturing.TextureSettings(size=texture_size, view_size=view_size, form=form, fill=fill, exact=exact)
+        settings = texturing.BakeSettings(texture_size=texture_size, view_size=view_size, form=form, fill=fill, exact=exact)
         memory_manager.make_room(texturing.TEXEL_BYTES * texture_size**2)
         given = (meshes.from_core(mesh), cameras, images, metallic_roughness)
         texture = texturing.texture_of(*given, settings, progress, memory_manager.compute_device())
@@ -289,7 +281,7 @@ class RenderTurntable(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="AnyGPURenderTurntable",
             display_name="AnyGPU Render Turntable",
             category=CATEGORY,
@@ -308,7 +300,6 @@ class RenderTurntable(io.ComfyNode):
                 ),
             ],
             outputs=[io.Image.Output(display_name="images")],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod

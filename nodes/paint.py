@@ -20,7 +20,7 @@ from ..paint.pictures import cut_out
 from ..paint.sampling.delight import DelightSettings, delight_images
 from ..paint.sampling.painting import PaintInputs, PaintSettings, latents_of, paint_views, to_latent
 from ..paint.sampling.solvers import SCHEDULERS, SPACINGS
-from .inputs import DEFAULT, SEED_LIMIT, Cameras, Paint
+from .inputs import DEFAULT, SEED_LIMIT, Cameras, Paint, schema, seed_input
 from .mesh import CATEGORY
 
 LICENCE = (
@@ -33,14 +33,6 @@ LICENCE = (
 def steps_input() -> Any:
     """Denoising steps of the views."""
     return io.Int.Input("steps", default=0, min=0, max=1000, tooltip="v2-0 takes 30, turbo 10, PBR 15. " + DEFAULT)
-
-
-def seed_input() -> Any:
-    """The seed of the views' noise."""
-    return io.Int.Input(
-        "seed", default=0, min=0, max=SEED_LIMIT, control_after_generate=True,
-        tooltip="The same seed gives the same noise on every device.",
-    )
 
 
 def vision_input() -> Any:
@@ -57,7 +49,7 @@ class LoadPaintPipeline(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         providers = folders.paint_provider_choices()
-        return io.Schema(
+        return schema(
             node_id="AnyGPULoadPaintPipeline",
             display_name="AnyGPU Load Paint Pipeline",
             category=CATEGORY,
@@ -66,7 +58,7 @@ class LoadPaintPipeline(io.ComfyNode):
             search_aliases=["hunyuan3d", "texture model", "paint pbr", "delight", "hy3dgen"],
             inputs=[
                 io.Combo.Input(
-                    "model", options=folders.paint_choices(),
+                    "model", options=list(folders.paint_models()) or [folders.NO_PAINT_MODEL],
                     tooltip="A published folder (it contains unet and vae) or the UNet's file, in models/diffusers.",
                 ),
                 io.Combo.Input(
@@ -118,7 +110,6 @@ class LoadPaintPipeline(io.ComfyNode):
                 ),
             ],
             outputs=[Paint.Output(display_name="pipeline")],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
@@ -127,9 +118,9 @@ class LoadPaintPipeline(io.ComfyNode):
         return True
 
     @classmethod
-    def fingerprint_inputs(cls, model: str, **_: Any) -> Any:
-        """Changes when the model's files change."""
-        return folders.stamp(folders.paint_models().get(model))
+    def fingerprint_inputs(cls, model: str, vae: str, image_encoder: str, **_: Any) -> Any:
+        """Changes when the files of the model, or of a folder that provides a part, change."""
+        return folders.stamp(folders.paint_models().get(model), *map(folders.paint_providers().get, (vae, image_encoder)))
 
     @classmethod
     def execute(cls, **inputs: Any) -> io.NodeOutput:
@@ -145,7 +136,7 @@ class DelightImage(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="AnyGPUDelightImage",
             display_name="AnyGPU Delight Image",
             category=CATEGORY,
@@ -155,10 +146,8 @@ class DelightImage(io.ComfyNode):
             inputs=[
                 Paint.Input("pipeline", tooltip="hunyuan3d-delight-v2-0 from AnyGPU Load Paint Pipeline."),
                 io.Image.Input("image", tooltip="The object. Several pictures are processed one after the other."),
-                io.Int.Input("steps", default=50, min=1, max=1000, tooltip="Denoising steps. The published value is "
-                                                                           "50."),
-                io.Int.Input("seed", default=42, min=0, max=SEED_LIMIT, control_after_generate=True, tooltip="The "
-                                                                                                             "published value is 42."),
+                io.Int.Input("steps", default=50, min=1, max=1000, tooltip="Denoising steps. The published value is 50."),
+                io.Int.Input("seed", default=42, min=0, max=SEED_LIMIT, control_after_generate=True, tooltip="The published value is 42."),
                 io.Mask.Input(
                     "mask", optional=True,
                     tooltip="1 where the background is, as Load Image and core's background removal return it.",
@@ -185,7 +174,6 @@ class DelightImage(io.ComfyNode):
                 ),
             ],
             outputs=[io.Image.Output(display_name="image")],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
@@ -206,7 +194,7 @@ class PaintViews(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="AnyGPUPaintViews",
             display_name="AnyGPU Paint Views",
             category=CATEGORY,
@@ -215,8 +203,7 @@ class PaintViews(io.ComfyNode):
             search_aliases=["sample multiview", "texture", "hunyuan3d paint", "multiview"],
             inputs=[
                 Paint.Input("pipeline", tooltip="paint v2-0, turbo or PBR from AnyGPU Load Paint Pipeline."),
-                io.Image.Input("image", tooltip="The object from the front, ideally in even light. If there are "
-                                                "several pictures, all are used."),
+                io.Image.Input("image", tooltip="The object from the front, ideally in even light. If there are several pictures, all are used."),
                 io.Image.Input("normals", tooltip="From AnyGPU Render Views."),
                 io.Image.Input("positions", tooltip="From AnyGPU Render Views."),
                 Cameras.Input("cameras", tooltip="From AnyGPU Render Views: the cameras of the maps."),
@@ -263,11 +250,9 @@ class PaintViews(io.ComfyNode):
             ],
             outputs=[
                 io.Image.Output(display_name="images"),
-                io.Image.Output(display_name="metallic_roughness", tooltip="Only from PBR: metallic in red, "
-                                                                           "roughness in green."),
+                io.Image.Output(display_name="metallic_roughness", tooltip="Only from PBR: metallic in red, roughness in green."),
                 io.Latent.Output(display_name="latent"),
             ],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
@@ -294,7 +279,7 @@ class TextureMesh(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="AnyGPUTextureMesh",
             display_name="AnyGPU Texture Mesh",
             category=CATEGORY,
@@ -303,12 +288,10 @@ class TextureMesh(io.ComfyNode):
             search_aliases=["texture mesh", "hunyuan3d", "mesh to textured", "3d texture", "paint mesh"],
             inputs=[
                 io.Mesh.Input("mesh", tooltip="One mesh. If it has no UVs, it is unwrapped with core's Unwrap Mesh."),
-                io.Image.Input("image", tooltip="The object from the front. If there are several pictures, all are "
-                                                "used."),
+                io.Image.Input("image", tooltip="The object from the front. If there are several pictures, all are used."),
                 Paint.Input("pipeline", tooltip="paint v2-0, turbo or PBR from AnyGPU Load Paint Pipeline."),
                 io.Int.Input(
-                    "view_size", default=512, min=64, max=2048, step=64, tooltip="Size of each painted view in "
-                                                                                 "pixels.",
+                    "view_size", default=512, min=64, max=2048, step=64, tooltip="Size of each painted view in pixels.",
                 ),
                 io.Int.Input(
                     "texture_size", default=2048, min=16, max=8192, step=16, tooltip="Texels along each side of the texture.",
@@ -317,8 +300,7 @@ class TextureMesh(io.ComfyNode):
                 steps_input(),
                 io.Mask.Input("mask", optional=True, tooltip="1 where the background is, as Load Image returns it."),
                 Paint.Input(
-                    "delight", optional=True, tooltip="hunyuan3d-delight-v2-0, for paint v2-0 and turbo. Without it "
-                                                      "the picture is used as it is.",
+                    "delight", optional=True, tooltip="hunyuan3d-delight-v2-0, for paint v2-0 and turbo. Without it the picture is used as it is.",
                 ),
                 io.Int.Input(
                     "max_views", default=8, min=6, max=12, optional=True,
@@ -348,7 +330,7 @@ class TextureMesh(io.ComfyNode):
         progress = PaintProgress(cls.hidden.unique_id)
         dino = None if clip_vision_output is None else clip_vision_output.last_hidden_state
         paint = PaintSettings(view_size, steps, seed=seed)
-        baking = texturing.TextureSettings(texture_size, texturing.raster_size(view_size, texture_size))
+        baking = texturing.BakeSettings(texture_size, texturing.raster_size(view_size, texture_size))
         settings = texturing.OneStep(paint, baking, max_views)
         given = (meshes.from_core(mesh), cut_out(image, mask), pipeline, delight)
         texture, painted, _ = texturing.textured(*given, settings, progress, dino, painting.keep_views)

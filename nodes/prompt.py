@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..host import core_outputs
+from ..host import core_models
 from ..host.api import io
 from ..host.progress import NodeProgress
 from ..pipelines import stages
 from ..pipelines.base import ImageRequest, PromptRequest
 from ..pipelines.family import FITS
 from ..pipelines.latents import convert as latent_format
-from .inputs import CATEGORY, DEFAULT, SEED_LIMIT, Image, Pipeline, Prompt, size_inputs
+from .inputs import DEFAULT, SEED_LIMIT, Image, Pipeline, Prompt, schema, size_inputs
 
 
 class EncodePrompt(io.ComfyNode):
@@ -19,10 +19,9 @@ class EncodePrompt(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="AnyGPUEncodePrompt",
             display_name="AnyGPU Encode Prompt",
-            category=CATEGORY,
             description="Turns prompt and negative prompt into embeddings, then takes the text encoders off the "
                         "device.",
             search_aliases=["clip text encode", "text encode", "negative prompt", "t5", "llama"],
@@ -62,7 +61,6 @@ class EncodePrompt(io.ComfyNode):
                 io.Conditioning.Output(display_name="positive", tooltip="The prompt for core's samplers."),
                 io.Conditioning.Output(display_name="negative", tooltip="The negative prompt for core's samplers."),
             ],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
@@ -80,10 +78,9 @@ class ImageConditioning(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="AnyGPUImageConditioning",
             display_name="AnyGPU Image Conditioning",
-            category=CATEGORY,
             description="Adds the picture of AnyGPU Encode Image to core's CONDITIONING, for image to video with the "
                         "MODEL of AnyGPU Load Pipeline: HunyuanVideo (33 channels), HunyuanVideo 1.5, FramePack.",
             search_aliases=["image to video conditioning", "start image conditioning"],
@@ -96,12 +93,13 @@ class ImageConditioning(io.ComfyNode):
                 io.Conditioning.Output(display_name="positive"),
                 io.Conditioning.Output(display_name="negative"),
             ],
+            hidden=[],
         )
 
     @classmethod
     def execute(cls, positive: Any, negative: Any, image: Any) -> io.NodeOutput:
         """Both conditionings with the picture in them."""
-        return io.NodeOutput(core_outputs.pictured(positive, image), core_outputs.pictured(negative, image))
+        return io.NodeOutput(core_models.pictured(positive, image), core_models.pictured(negative, image))
 
 
 class EncodeImage(io.ComfyNode):
@@ -109,10 +107,9 @@ class EncodeImage(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="AnyGPUEncodeImage",
             display_name="AnyGPU Encode Image",
-            category=CATEGORY,
             description="Fits a picture or clip to a size the model can make, and encodes it. Chain several through "
                         "`previous`: first and last frame, a clip to extend (LTX-Video), start and end image "
                         "(FramePack).",
@@ -136,8 +133,7 @@ class EncodeImage(io.ComfyNode):
                     "strength", default=1.0, min=0.0, max=1.0, step=0.01, optional=True,
                     tooltip="How closely the video follows the picture (LTX-Video; on FramePack, the end image).",
                 ),
-                Image.Input("previous", optional=True, tooltip="The encoded image to join this one to. Its size is "
-                                                               "used."),
+                Image.Input("previous", optional=True, tooltip="The encoded image to join this one to. Its size is used."),
                 io.ClipVisionOutput.Input(
                     "clip_vision_output", optional=True,
                     tooltip="SigLIP output from core's CLIP Vision Encode. Replaces the model's own image encoder "
@@ -149,7 +145,6 @@ class EncodeImage(io.ComfyNode):
                 io.Int.Output(display_name="width"),
                 io.Int.Output(display_name="height"),
             ],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
@@ -169,10 +164,9 @@ class EncodeVideo(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="AnyGPUEncodeVideo",
             display_name="AnyGPU Encode Video",
-            category=CATEGORY,
             description="Encodes frames to latents for video to video: connect the latent to AnyGPU Sample and set "
                         "denoise below 1.",
             search_aliases=["vae encode", "video to video", "v2v"],
@@ -188,7 +182,6 @@ class EncodeVideo(io.ComfyNode):
                 io.Int.Input("seed", default=0, min=0, max=SEED_LIMIT, tooltip="For VAEs that sample their latents."),
             ],
             outputs=[io.Latent.Output(display_name="latent")],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod

@@ -6,15 +6,16 @@ from typing import Any
 
 from ..compat.transforms import step_cache
 from ..compat.transforms.step_cache import StepCacheSettings
-from ..host import recovery
+from ..host import folders
 from ..host.api import io
 from ..host.progress import NodeProgress
 from ..pipelines import stages
 from ..pipelines.base import FramePackSettings, SampleSettings
 from ..pipelines.decisions import in_short
 from ..pipelines.latents import convert as latent_format
+from ..pipelines.latents import recovery
 from ..pipelines.speed import with_step_cache
-from .inputs import CATEGORY, DEFAULT, Image, Pipeline, Prompt, sampling_inputs, size_inputs
+from .inputs import DEFAULT, Image, Pipeline, Prompt, sampling_inputs, schema, size_inputs
 
 
 class Sample(io.ComfyNode):
@@ -22,10 +23,9 @@ class Sample(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="AnyGPUSample",
             display_name="AnyGPU Sample",
-            category=CATEGORY,
             description="Samples a video from text, an image or a video, depending on what you connect. Inputs that "
                         "have no effect on the loaded model are named under the node.",
             search_aliases=["ksampler", "video sampler", "text to video", "t2v", "i2v", "v2v"],
@@ -43,8 +43,7 @@ class Sample(io.ComfyNode):
                 *sampling_inputs(),
                 io.Float.Input("fps", default=0.0, min=0.0, max=240.0, step=0.01, tooltip="Frames per second. " + DEFAULT),
                 Image.Input("image", optional=True, tooltip="From AnyGPU Encode Image. Makes it image to video."),
-                io.Latent.Input("latent", optional=True, tooltip="Video to video: the latents to start from. A noise "
-                                                                 "mask on them is respected."),
+                io.Latent.Input("latent", optional=True, tooltip="Video to video: the latents to start from. A noise mask on them is respected."),
                 io.Float.Input(
                     "denoise", default=1.0, min=0.0, max=1.0, step=0.01, optional=True,
                     tooltip="With a latent: how much of it is redrawn. 1 ignores its content.",
@@ -57,7 +56,6 @@ class Sample(io.ComfyNode):
                 ),
             ],
             outputs=[io.Latent.Output(display_name="latent")],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
@@ -71,7 +69,7 @@ class Sample(io.ComfyNode):
         start = latent_format.start_of(pipeline, latent, progress.notify)
         chosen = SampleSettings(**settings, **start, sigmas=None if sigmas is None else tuple(sigmas.tolist()))
         latents = stages.sample(pipeline, encoded, image, chosen, progress)
-        recovery.keep(latents, progress.notify)
+        recovery.keep(folders.kept_folder(), latents, progress.notify)
         progress.finish(f"{latents.width}x{latents.height}, {latents.frames} frames at {latents.fps:g} fps", in_short(pipeline))
         return io.NodeOutput(latent_format.to_core(latents))
 
@@ -81,10 +79,9 @@ class SampleFramePack(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="AnyGPUSampleFramePack",
             display_name="AnyGPU Sample FramePack",
-            category=CATEGORY,
             description="Samples a FramePack video section by section. Each finished section is previewed and saved: "
                         "after a cancel or a crash, the same settings continue after the last finished section.",
             search_aliases=["framepack f1", "long video", "image to video"],
@@ -97,9 +94,7 @@ class SampleFramePack(io.ComfyNode):
                 Image.Input("image", tooltip="From AnyGPU Encode Image: the start image, and the end image if one is "
                                              "joined to it."),
                 io.Float.Input("clip_seconds", default=5.0, min=0.0, max=120.0, step=0.1, tooltip="Length of the video in seconds."),
-                io.Float.Input("fps", default=30.0, min=1.0, max=240.0, step=0.01, tooltip="Frames per second. "
-                                                                                           "FramePack was made for "
-                                                                                           "30."),
+                io.Float.Input("fps", default=30.0, min=1.0, max=240.0, step=0.01, tooltip="Frames per second. FramePack was made for 30."),
                 *sampling_inputs(),
                 io.Int.Input(
                     "window", default=9, min=2, max=33, optional=True, advanced=True,
@@ -123,7 +118,6 @@ class SampleFramePack(io.ComfyNode):
                 io.Sigmas.Input("sigmas", optional=True, tooltip="Noise levels from 1 to 0 that replace steps and shift."),
             ],
             outputs=[io.Latent.Output(display_name="latent")],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
@@ -139,7 +133,7 @@ class SampleFramePack(io.ComfyNode):
         )
         levels = None if sigmas is None else tuple(sigmas.tolist())
         chosen = SampleSettings(image.width, image.height, 0, **settings, sigmas=levels)
-        keeper = recovery.section_keeper(progress.notify)
+        keeper = recovery.KeptSections(folders.kept_folder(), progress.notify)
         latents = stages.sample_framepack(pipeline, encoded, image, chosen, framepack, progress, keeper)
         progress.finish(f"{latents.width}x{latents.height}, {latents.frames} frames at {latents.fps:g} fps", in_short(pipeline))
         return io.NodeOutput(latent_format.to_core(latents))
@@ -150,16 +144,14 @@ class StepCache(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="AnyGPUStepCache",
             display_name="AnyGPU Step Cache",
-            category=CATEGORY,
             description="Makes sampling faster by skipping work in steps that change little. This is lossy: the "
                         "video changes. The sample node says how much was skipped.",
             search_aliases=["TeaCache", "FasterCache", "first block cache", "FBCache", "TaylorSeer", "pyramid attention broadcast"],
             inputs=[
-                Pipeline.Input("pipeline", tooltip="From AnyGPU Load Pipeline. It is left unchanged; only the output "
-                                                   "has the cache."),
+                Pipeline.Input("pipeline", tooltip="From AnyGPU Load Pipeline. It is left unchanged; only the output has the cache."),
                 io.Combo.Input(
                     "preset", options=list(step_cache.PRESET_CHOICES), default="balanced",
                     tooltip="off: every step is computed in full. "
@@ -177,8 +169,7 @@ class StepCache(io.ComfyNode):
                             "which the rest is skipped.",
                 ),
                 io.Int.Input(
-                    "interval", default=3, min=2, max=10, tooltip="For custom with taylor or pyramid: compute "
-                                                                  "attention once in this many steps.",
+                    "interval", default=3, min=2, max=10, tooltip="For custom with taylor or pyramid: compute attention once in this many steps.",
                 ),
                 io.Float.Input(
                     "start_percent", default=0.0, min=0.0, max=1.0, step=0.01, advanced=True,
@@ -195,7 +186,6 @@ class StepCache(io.ComfyNode):
                 ),
             ],
             outputs=[Pipeline.Output(display_name="pipeline")],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod

@@ -14,7 +14,7 @@ from ..pipelines import report as reports
 from ..pipelines.loading import download as downloads
 from ..pipelines.memory import page as memory_plan
 from ..pipelines.memory.estimates import Forecast
-from .inputs import CATEGORY, Paint, Pipeline, size_inputs
+from .inputs import Paint, Pipeline, schema, size_inputs
 
 
 class Uncached(io.ComfyNode):
@@ -31,10 +31,9 @@ class HardwareReport(Uncached):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="AnyGPUHardwareReport",
             display_name="AnyGPU Hardware Report",
-            category=CATEGORY,
             description="Shows which device was found, how it did in short tests, which precision and kernels each "
                         "model gets and why, and what to change if something does not work.",
             search_aliases=["diagnose", "gpu info", "benchmark", "debug", "bug report", "hardware"],
@@ -50,7 +49,6 @@ class HardwareReport(Uncached):
                 ),
             ],
             outputs=[io.String.Output(display_name="text"), io.Image.Output(display_name="table")],
-            hidden=[io.Hidden.unique_id],
             is_output_node=True,
             not_idempotent=True,
         )
@@ -80,10 +78,9 @@ class MemoryPlan(Uncached):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="AnyGPUMemoryPlan",
             display_name="AnyGPU Memory Plan",
-            category=CATEGORY,
             description="Shows what a run will need on the device before anything is read: a bar per stage and "
                         "offload mode against the memory that is free now, and the fastest mode that fits.",
             search_aliases=["vram", "memory forecast", "oom", "out of memory", "offload plan", "will it fit"],
@@ -104,7 +101,6 @@ class MemoryPlan(Uncached):
                 ),
             ],
             outputs=[io.String.Output(display_name="text"), io.Image.Output(display_name="bars")],
-            hidden=[io.Hidden.unique_id],
             is_output_node=True,
             not_idempotent=True,
         )
@@ -127,10 +123,9 @@ class DownloadModel(Uncached):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return schema(
             node_id="AnyGPUDownloadModel",
             display_name="AnyGPU Download Model",
-            category=CATEGORY,
             description="Shows which files of a published model are in models/diffusers, and downloads the missing "
                         "ones if you choose download: from a fixed commit of its Hugging Face repository, resumed "
                         "after an interruption, with every hash checked.",
@@ -153,7 +148,6 @@ class DownloadModel(Uncached):
                     display_name="folder", tooltip="Where the model is. Press R to see it in AnyGPU Load Pipeline."
                 ),
             ],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod

@@ -54,12 +54,10 @@ def paint_needs(
     """What each stage of a paint or delight pipeline needs, in the order they run.
 
     Args:
-        pipeline: a ``PaintPipeline``.
         view_size: pixels.
         views: cameras; 0 takes what the models were taught.
         guided: two rows a step; None as published.
         mode: of our own offloader; by default the pipeline's own.
-        references: pictures of the object.
     """
     mode = mode or str(pipeline.offloader.mode)
     pixels, delight = view_size or TAUGHT_SIZE, pipeline.family == "delight"
@@ -69,11 +67,11 @@ def paint_needs(
     side, dtype = pixels // REDUCTION, pipeline.precision.vae
     active = [  # one picture, or 77 tokens, take less than a layer
         ("text", "text_encoder", 0),
-        ("encoding", "vae", encoding_bytes(pixels, pixels, dtype)),
+        ("encoding", "vae", vae_bytes(ENCODED, pixels, dtype)),
         ("image", "image_encoder", 0),
         ("reference", "reference", looking_bytes(pipeline, references, (side, side))),
         (STEPPING[delight], "unet", step_bytes(pipeline, pictures, (side, side), 0 if delight else references)),
-        ("decoding", "vae", decoding_bytes(pixels, pixels, dtype)),
+        ("decoding", "vae", vae_bytes(DECODED, pixels, dtype)),
     ]
     needs, stays = [], dict[str, int]()
     for name, part, activations in active:
@@ -118,14 +116,9 @@ def map_bytes(pipeline: Any, pictures: float, size: tuple[int, int], copies: Cop
     return int(features * (copies.residual * residual + copies.operands * operands))
 
 
-def encoding_bytes(height: int, width: int, dtype: torch.dtype) -> int:
-    """Activations at the peak of encoding one picture."""
-    return height * width * ENCODED * dtype.itemsize
-
-
-def decoding_bytes(height: int, width: int, dtype: torch.dtype) -> int:
-    """Activations at the peak of decoding one picture."""
-    return height * width * DECODED * dtype.itemsize
+def vae_bytes(features: int, side: int, dtype: torch.dtype) -> int:
+    """Activations at the peak of one square picture: ``features`` is :data:`ENCODED` or :data:`DECODED`."""
+    return side**2 * features * dtype.itemsize
 
 
 def asked(activations: int) -> int:

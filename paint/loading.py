@@ -52,9 +52,6 @@ class PaintRequest:
         weights: ``auto``, ``bin`` or ``safetensors``, where a folder has both.
         vae: folder that provides it; None looks beside the UNet.
         image_encoder: folder of DINOv2-giant, for ``paint_pbr`` alone.
-        precision: choice.
-        offload: choice.
-        attention: choice.
         device: None for the default device, or its facts.
         state: folder where probe results are kept; None asks the device nothing and relies on the tables.
         compiled: settings of the compiler, for the blocks of both UNets and the VAE; None compiles nothing.
@@ -83,9 +80,6 @@ class PaintPipeline(Hosted):
         family: ``paint``, ``paint_pbr`` or ``delight``.
         variant: ``v2-0``, ``turbo``, ``v2-1``.
         parts: ``unet``, ``reference`` (not for delight), ``vae``; ``text_encoder`` or ``image_encoder`` where found.
-        shape: of the UNet.
-        compiled: the blocks of each part that is compiled.
-        decisions: those of loading.
         weights: bytes of each part on the device.
     """
 
@@ -121,7 +115,6 @@ def load_paint(
 
     Args:
         make_room: of a host that manages memory itself, as :func:`offloader_for` takes it.
-        hosted: that host's own offloader, as :func:`offloader_for` takes it.
 
     Raises:
         CheckpointError: files are missing, damaged, or of another model.
@@ -131,7 +124,10 @@ def load_paint(
     stored = weights_in(place, "UNet", request.weights)
     kind = _kind(stored)
     config = _config(place)
-    made, dropped = _checked_networks(kind, config, stored)
+    shapes, dropped = networks.without_adapter(kind, stored.shapes)
+    with torch.device("meta"):
+        made = networks.networks_for(kind, config)
+    networks.require_fitting(kind, shapes, made, str(stored.path))
     progress.check()
     facts = facts_for(request.device)
     probes = None if request.state is None else probe_results_of(facts, request.state, request.quiet)
@@ -139,7 +135,7 @@ def load_paint(
     shape = networks.shape_for(kind, config)
     operands = precision.compute or precision.transformer
     avoided = avoided_by(probes, (operands, precision.vae))
-    attention = attention_for(request.attention, facts, operands, _head_width(shape), avoided)
+    attention = attention_for(request.attention, facts, operands, shape.widths[0] // shape.heads[0], avoided)
     dtypes = Dtypes(precision.compute, precision.residual)
     readers = {
         part: _unet_reader(kind, part, len(module.state_dict()), config, stored, dtypes, attention)
@@ -182,32 +178,20 @@ def _offloader(
 
     Each part runs once or twice in a painting, so that leaving costs a copy or two, and its room is the next one's.
     """
-    free, on_host = free_bytes(facts.device), facts.device.type == HOST.type
-
-    def chosen(offload: str) -> tuple[Offloader, Decision]:
-        return offloader_for(
-            offload,
-            parts,
-            facts.device,
-            sizes,
-            free=free,
-            make_room=make_room,
-            hosted=hosted,
-            options=OffloadOptions(state=request.state),
-        )
-
+    free, options = free_bytes(facts.device), OffloadOptions(state=request.state)
+    given: dict[str, Any] = {"free": free, "make_room": make_room, "hosted": hosted, "options": options}
     if request.compiled is not None:
         require_offload(request.offload)
     if request.offload == AUTO and request.compiled is not None:
-        offloader, decision = chosen("none")
+        offloader, decision = offloader_for("none", parts, facts.device, sizes, **given)
         total = sum(sizes.values())
         tight = free is not None and total > free
         more = f"; {total / GIBIBYTE:.1f} GB do not fit: choose offload model, or switch off compile" if tight else ""
         why = "compiled blocks stay where they were compiled" + more
         return offloader, replace(decision, why=why, source=AUTO)
-    offloader, decision = chosen(request.offload)
-    if offloader.mode == "none" and request.offload == AUTO and not on_host:
-        offloader, decision = chosen("model")
+    offloader, decision = offloader_for(request.offload, parts, facts.device, sizes, **given)
+    if offloader.mode == "none" and request.offload == AUTO and facts.device.type != HOST.type:
+        offloader, decision = offloader_for("model", parts, facts.device, sizes, **given)
         why = "each part runs once or twice, so leaving after its stage costs a copy or two"
         decision = replace(decision, why=why, source=AUTO)
     return offloader, decision
@@ -255,24 +239,11 @@ def _variant(request: PaintRequest, kind: str, stored: Weights) -> str:
     return "turbo" if "turbo" in str(Path(*stored.path.parts[-3:])).lower() else "v2-0"
 
 
-def _checked_networks(kind: str, config: Mapping[str, Any], stored: Weights) -> tuple[dict[str, nn.Module], int]:
-    """The networks on the meta device, which the stored tensors fit, and how many of these are left out."""
-    shapes, dropped = networks.without_adapter(kind, stored.shapes)
-    with torch.device("meta"):
-        made = networks.networks_for(kind, config)
-    networks.require_fitting(kind, shapes, made, str(stored.path))
-    return made, dropped
-
-
 def _config(place: Path) -> Mapping[str, Any]:
     folder = place if place.is_dir() else place.parent
     if (folder / "config.json").is_file():
         return read_json(folder / "config.json", "the configuration of the UNet")
     return networks.STABLE_DIFFUSION_2
-
-
-def _head_width(shape: UNetShape) -> int:
-    return shape.widths[0] // shape.heads[0]
 
 
 def _remarks(place: Path, stored: Weights, dropped: int) -> list[Decision]:
@@ -365,22 +336,19 @@ def _vae_reader(
             name: tensor.flatten(1) if tensor.ndim == 4 and len(wanted.get(name, ())) == 2 else tensor
             for name, tensor in named.items()
         }
-        _require_vae(wanted, {name: tuple(tensor.shape) for name, tensor in named.items()}, stored.path)
+        read = {name: tuple(tensor.shape) for name, tensor in named.items()}
+        if read != wanted:
+            wrong = min(name for name in wanted.keys() | read.keys() if wanted.get(name) != read.get(name))
+            raise CheckpointError(
+                f"{wrong!r} of the VAE in {str(stored.path)!r} is {read.get(wrong, 'missing')}",
+                expected=f"{wanted.get(wrong, 'no such tensor')}, as its config.json says",
+                fix="Download config.json and weights of the VAE from the same place.",
+            )
         module.load_state_dict(named, assign=True)
         vae.set_vae_attention(module, exact)
         return module
 
     return _reader("vae", stored.total_bytes, build), config, paint_bytes(stored.bytes_as(precision.vae))
-
-
-def _require_vae(wanted: Mapping[str, tuple[int, ...]], stored: Mapping[str, tuple[int, ...]], path: Path) -> None:
-    if stored != wanted:
-        wrong = min(name for name in wanted.keys() | stored.keys() if wanted.get(name) != stored.get(name))
-        raise CheckpointError(
-            f"{wrong!r} of the VAE in {str(path)!r} is {stored.get(wrong, 'missing')}",
-            expected=f"{wanted.get(wrong, 'no such tensor')}, as its config.json says",
-            fix="Download config.json and weights of the VAE from the same place.",
-        )
 
 
 def _encoders(

@@ -20,7 +20,6 @@ def checked_pictures(pictures: Tensor | Sequence[Tensor], subject: str) -> list[
 
     Args:
         pictures: (B, H, W, C), (H, W, C), or several of either.
-        subject: what they are, for errors.
 
     Raises:
         InputError: none, another shape, or values that are not finite.

@@ -28,25 +28,6 @@ TEXEL_BYTES = 200  # of baking, at its peak; counted in benchmarks/results/paint
 Keep = Callable[[Painted], tuple[str, Callable[[], None]]]  # where the views are kept, and what forgets them
 
 
-@dataclass(frozen=True, slots=True)
-class TextureSettings:
-    """How the views become a texture.
-
-    Args:
-        size: texels.
-        view_size: pixels at which the mesh is rasterised.
-        form: of :data:`bake.FORMS`.
-        fill: of :data:`fill.METHODS`.
-        exact: the published arithmetic, faults included.
-    """
-
-    size: int = 2048
-    view_size: int = VIEW_SIZE
-    form: str = "gather"
-    fill: str = "auto"
-    exact: bool = False
-
-
 @dataclass(frozen=True, eq=False)
 class Texture:
     """A finished texture.
@@ -55,8 +36,6 @@ class Texture:
         colour: (T, T, 3) in 0..1, fp32, on the CPU.
         metallic, roughness: (T, T), or None where nothing painted them.
         painted: (T, T) bool, texels that a view painted; the rest is filled.
-        share: of the surface, 0..1.
-        notes: lines for the user.
     """
 
     colour: Tensor
@@ -72,14 +51,11 @@ class OneStep:
     """Settings of :func:`textured`.
 
     Args:
-        paint: of the views.
-        texture: of the baking.
         max_views: 6..12, PBR only: the six fixed views and those that show most of what is not seen.
-        delight: of the picture.
     """
 
     paint: PaintSettings = field(default_factory=PaintSettings)
-    texture: TextureSettings = field(default_factory=TextureSettings)
+    texture: BakeSettings = field(default_factory=BakeSettings)
     max_views: int = 8
     delight: DelightSettings = field(default_factory=DelightSettings)
 
@@ -104,7 +80,6 @@ def maps_of(
         cameras: None for the six fixed views.
         family: of the pipeline that will paint; ``auto`` normals are flat for ``paint_pbr``, which was taught so, and
             smooth for others.
-        device: where it is computed.
 
     Raises:
         InputError: an unusable mesh, an unknown choice, or a size out of range.
@@ -123,32 +98,29 @@ def texture_of(
     cameras: CameraTable,
     pictures: Tensor,
     metallic_roughness: Tensor | None = None,
-    settings: TextureSettings = TextureSettings(),
+    settings: BakeSettings | None = None,
     progress: Any = None,
     device: torch.device | None = None,
 ) -> Texture:
     """The texture that ``pictures`` of ``cameras`` make on ``mesh``, every texel coloured.
 
     Args:
-        mesh: with UVs.
         pictures, metallic_roughness: (V, S, S, 3), of any size S.
-        device: where it is computed.
 
     Raises:
         InputError: what :func:`bake.bake` and :func:`fill.filled` refuse.
     """
-    progress = progress or Silent()
-    target = roomy(device, settings.size**2 * TEXEL_BYTES, progress.notify)
-    baking = BakeSettings(settings.size, settings.view_size, settings.form, settings.exact)
+    progress, settings = progress or Silent(), settings or BakeSettings()
+    target = roomy(device, settings.texture_size**2 * TEXEL_BYTES, progress.notify)
     total = len(cameras) * (1 if metallic_roughness is None else 2)
     count = counted(progress, total, "baking")
     with Checked(progress.check):
         surface = Surface.of(mesh, target)
-        baked = bake(surface, cameras, pictures, baking, count)
+        baked = bake(surface, cameras, pictures, settings, count)
         colour = filled(baked, surface, settings.fill, settings.exact, progress.check)
         metallic = roughness = None
         if metallic_roughness is not None:
-            second = bake(surface, cameras, metallic_roughness, baking, count)
+            second = bake(surface, cameras, metallic_roughness, settings, count)
             both = filled(second, surface, settings.fill, settings.exact, progress.check).cpu()
             metallic, roughness = both[..., 0], both[..., 1]
     progress.step(total, total, "baking")
@@ -231,9 +203,7 @@ def textured(
     """Make a texture from a mesh and a picture: render, paint, bake and fill.
 
     Args:
-        mesh: with UVs.
         pictures: of the object, each (H, W, 3 or 4), the front first.
-        delight: evens their light out.
         dino: as :class:`sampling.PaintInputs` has it.
         keep: puts the painted views somewhere before they are baked; they stay there if that fails.
 

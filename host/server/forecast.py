@@ -84,7 +84,10 @@ def _card(node: str, entry: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     defaults, request_for = LOADERS[entry["class_type"]]
     try:
         state = folders.state_folder() if asked else None
-        request = request_for(_widgets(entry["inputs"], defaults), device=facts(), state=state, quiet=True)
+        values = {
+            name: _widget(entry["inputs"].get(name, default), name, default) for name, default in defaults.items()
+        }
+        request = request_for(values, device=facts(), state=state, quiet=True)
         read = load_paint if isinstance(request, PaintRequest) else load
         pipeline = read(request, hosted=memory_manager.offloader_on)
         return {"node": node, **card_of(pipeline, known), "by_tables": not asked}, pipeline
@@ -93,12 +96,8 @@ def _card(node: str, entry: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
         return {"node": node, "model": str(named), "error": said(error)}, None
 
 
-def _widgets(inputs: Inputs, defaults: Inputs) -> dict[str, Any]:
-    """The value of each widget of a load node; its default for a linked input and for a value that no widget has."""
-    return {name: _widget(inputs.get(name, default), name, default) for name, default in defaults.items()}
-
-
 def _widget(value: Any, name: str, default: Any) -> Any:
+    """The value of a widget of a load node; its default for a linked input and for a value that no widget has."""
     if type(default) is float and type(value) is int and abs(value) < LARGEST:  # JSON writes 2.0 as 2
         value = float(value)
     return value if type(value) is type(default) and value in CHOICES.get(name, (value,)) else default

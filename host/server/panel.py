@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import asdict
 from typing import Any
 
@@ -16,9 +17,6 @@ from ...pipelines.loading.download import first_steps
 from ...pipelines.report import precisions
 from .. import folders, memory_manager
 
-_facts: dict[str, DeviceFacts] = {}
-_tooltips: dict[tuple[str, str], str] = {}
-
 
 def facts() -> DeviceFacts:
     """Facts about the device that ComfyUI computes on, gathered once per device."""
@@ -27,10 +25,7 @@ def facts() -> DeviceFacts:
 
 def limit_tooltip(name: str) -> str:
     """What an input of the load node cannot do on this machine, to append to its tooltip; empty if there is nothing."""
-    key = (str(memory_manager.compute_device()), name)
-    if key not in _tooltips:
-        _tooltips[key] = decisions.limit_tooltip(facts(), name)
-    return _tooltips[key]
+    return _limit_tooltip(str(memory_manager.compute_device()), name)
 
 
 def limit_lines() -> list[str]:
@@ -94,7 +89,11 @@ def said(error: PackError) -> dict[str, str]:
     return {"found": error.found, "expected": error.expected, "fix": error.fix}
 
 
+@functools.cache
 def _facts_of(device: str) -> DeviceFacts:
-    if device not in _facts:
-        _facts[device] = facts_for(device)
-    return _facts[device]
+    return facts_for(device)
+
+
+@functools.cache
+def _limit_tooltip(device: str, name: str) -> str:
+    return decisions.limit_tooltip(_facts_of(device), name)

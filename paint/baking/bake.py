@@ -46,14 +46,14 @@ class BakeSettings:
         view_size: pixels at which the maps were rendered; the pictures may have any size.
         form: "gather" or "scatter".
         exact: the reference's arithmetic, faults included.
-        caster: "torch" or "embree".
+        fill: of :data:`fill.METHODS`, for :func:`fill.filled`.
     """
 
     texture_size: int = 2048
     view_size: int = VIEW_SIZE
     form: str = "gather"
     exact: bool = False
-    caster: str = "torch"
+    fill: str = "auto"
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,8 +74,6 @@ class Baked:
         texture: (T, T, 3) float32, 0 where not painted.
         weight: (T, T) float32.
         painted: (T, T) bool.
-        texels: the raster it was made on.
-        notes: lines for the user.
     """
 
     texture: Tensor
@@ -119,7 +117,6 @@ def bake(
 
     Args:
         surface: with UVs.
-        table: the camera of each picture.
         pictures: (V, H, W, 3) in 0..1, any device and square size.
         check: called between views; may raise to cancel.
 
@@ -140,7 +137,7 @@ def bake(
     project = gathered if settings.form == "gather" else scattered
     for index, camera in enumerate(table):
         check()
-        view = rasterised(surface, camera, settings.view_size, table.ortho_scale, settings.caster)
+        view = rasterised(surface, camera, settings.view_size, table.ortho_scale)
         picture = pictures[index, ..., :3].to(uvs.device, torch.float32)
         colour, cosine, trust = project(surface, view, picture, texels, settings.exact)
         weight = camera.weight * cosine**EXPONENT * trust

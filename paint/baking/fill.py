@@ -30,8 +30,6 @@ def filled(
     """(T, T, 3): the texture with every texel coloured.
 
     Args:
-        baked: from :func:`bake.bake`.
-        surface: the same one.
         method: for what the surface leaves open: "pull_push" in torch, "opencv" (Navier-Stokes, needs the package), or
             "auto": pull_push.
         exact: as the reference: each vertex colours one texel, and seams of the texture are borders.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,39 +11,11 @@ from torch import Tensor
 
 from ..geometry.cameras import DEFAULT_VIEWS, CameraTable
 from ..geometry.mesh import Mesh, Surface
-from ..geometry.turntable import turntable
 from ..geometry.views import rasterised
-from .bake import Baked, BakeSettings, Texels, bake
-from .fill import filled
+from .bake import Texels
 
 MARGIN = 0.02  # of the texture, round each chart
 Colouring = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True, eq=False)
-class Shown:
-    """The demo's result.
-
-    Args:
-        mesh: with UVs.
-        texture: (T, T, 3), every texel coloured.
-        ideal: (T, T, 3), 0 where nothing lies.
-        painted: share of the surface's texels that a view painted, 0..1.
-        error: mean absolute error of all of them after filling.
-        worst: its 99.9th percentile.
-        frames, right: (F, H, W, 3), turntables of it and of the right colours.
-        picture_error: their mean difference.
-    """
-
-    mesh: Mesh
-    texture: Tensor
-    ideal: Tensor
-    painted: float
-    error: float
-    worst: float
-    frames: Tensor
-    right: Tensor
-    picture_error: float
 
 
 def grid(rows: int, columns: int) -> tuple[Tensor, Tensor]:
@@ -103,48 +73,3 @@ def ideal_texture(texels: Texels, colouring: Colouring = waves) -> Tensor:
 def errors(texture: Tensor, texels: Texels, chosen: Tensor, colouring: Colouring = waves) -> Tensor:
     """(P,): mean absolute error over the channels at each covered texel of ``chosen`` (T, T)."""
     return (texture - ideal_texture(texels, colouring)).abs().mean(-1)[chosen & texels.covered]
-
-
-def demonstration(
-    texture_size: int = 512,
-    picture_size: int = 256,
-    view_size: int = 1024,
-    frames: int = 8,
-    frame_size: int = 192,
-    check: Callable[[], None] = lambda: None,
-) -> Shown:
-    """A torus painted from six synthetic pictures, baked, filled, compared with the right texture, and turned.
-
-    Args:
-        texture_size: texels.
-        picture_size: pixels of the pictures.
-        view_size: at which the mesh is rasterised for them.
-        frames, frame_size: of the turntable.
-        check: called between the stages; may raise to cancel.
-    """
-    mesh = torus()
-    surface = Surface.of(mesh)
-    pictures = photographs(surface, DEFAULT_VIEWS, picture_size, view_size)
-    settings = BakeSettings(texture_size=texture_size, view_size=view_size)
-    baked: Baked = bake(surface, DEFAULT_VIEWS, pictures, settings, check)
-    check()
-    texture = filled(baked, surface)
-    ideal = ideal_texture(baked.texels)
-    wrong = errors(texture, baked.texels, baked.texels.covered)
-    check()
-    options: dict[str, Any] = {"frames": frames, "size": frame_size, "elevation": 25.0}
-    turned = turntable(surface, texture, **options)
-    right = turntable(surface, waves, **options)
-    worst = float(wrong.sort().values[int(0.999 * (wrong.numel() - 1))])
-    apart = float((turned - right).abs().mean())
-    return Shown(
-        mesh=mesh,
-        texture=texture,
-        ideal=ideal,
-        painted=baked.share,
-        error=float(wrong.mean()),
-        worst=worst,
-        frames=turned,
-        right=right,
-        picture_error=apart,
-    )

@@ -84,7 +84,6 @@ def camera_table(
     """The cameras that three lists describe, checked.
 
     Args:
-        azimuths: degrees, any.
         elevations: degrees, -90..90.
         weights: 0..1000, not all 0. Each a list or its text, such as "0, 90, 180". Lists of one value count for every
             view.

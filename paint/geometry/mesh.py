@@ -54,7 +54,6 @@ class Surface:
         vertex_normals: (N, 3), unit, the unweighted mean of the faces round a vertex; 0 where there are none.
         face_normals: (M, 3), unit.
         centre, scale: frame = (vertex - centre) * scale, float64 on the CPU.
-        notes: lines for the user.
     """
 
     vertices: Tensor
@@ -74,7 +73,13 @@ class Surface:
             InputError: empty, not finite, indices outside, or no face with an area.
         """
         checked_shapes(mesh)
-        require_finite_vertices(mesh)
+        wrong = int((~torch.isfinite(mesh.vertices)).any(1).sum())
+        if wrong:
+            raise InputError(
+                f"{wrong} of {mesh.vertices.shape[0]} vertices are NaN or infinite",
+                expected="finite positions",
+                fix="The mesh is damaged. Generate it again, or remove these faces with Clean Mesh.",
+            )
         # float64 on the CPU: a mesh far from the origin or of tiny scale keeps the digits that its float32 still has
         vertices, faces = mesh.vertices.detach().cpu().double(), mesh.faces.detach().cpu().long()
         used = vertices[named_by(faces, len(vertices))]
@@ -171,17 +176,6 @@ def checked_shapes(mesh: Mesh) -> None:
             f"UVs of shape {tuple(uvs.shape)} for {vertices.shape[0]} vertices",
             expected="one pair per vertex",
             fix="Use Unwrap Mesh.",
-        )
-
-
-def require_finite_vertices(mesh: Mesh) -> None:
-    """Raise when a position is NaN or infinite, with how many."""
-    wrong = int((~torch.isfinite(mesh.vertices)).any(1).sum())
-    if wrong:
-        raise InputError(
-            f"{wrong} of {mesh.vertices.shape[0]} vertices are NaN or infinite",
-            expected="finite positions",
-            fix="The mesh is damaged. Generate it again, or remove these faces with Clean Mesh.",
         )
 
 

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...compat.packages import imported
-
 logger = logging.getLogger(__name__)
 
 SUBPIXELS = 1024
@@ -62,7 +60,6 @@ def face_ids(screen: Tensor, faces: Tensor, height: int, width: int, candidates:
     Args:
         screen: (N, 3) float32, see the module.
         faces: (M, 3) int64, same device.
-        height, width: of the picture, pixels.
         candidates: pixels tried at once, about 60 bytes each; None takes what suits the device.
 
     Returns:
@@ -239,36 +236,6 @@ def _barycentric(screen: Tensor, corners: Tensor, pixel: Tensor, width: int) -> 
     second, third = (x * y2 - x2 * y) / area, (x1 * y - x * y1) / area
     weights = torch.stack((1 - second - third, second, third), dim=1).clamp_(min=0)
     return weights / weights.sum(1, keepdim=True)
-
-
-def embree_face_ids(screen: Tensor, faces: Tensor, height: int, width: int) -> Tensor:
-    """What :func:`face_ids` returns, by Embree's ray caster: faster on a CPU, needs the package embreex.
-
-    Pixels on an edge or of equal depth may name the other face.
-
-    Raises:
-        MissingPackageError: embreex is absent.
-    """
-    import numpy as np
-
-    scene = imported("embreex.rtcore_scene").EmbreeScene()
-    corners = screen.detach().cpu().to(torch.float32)
-    imported("embreex.mesh_construction").TriangleMesh(scene, corners.numpy(), faces.cpu().to(torch.int32).numpy())
-    start = float(corners[:, 2].min()) - 1.0 if corners.shape[0] else 0.0
-    ids_by_rows, rows_at_once = [], max(1, (1 << 20) // width)
-    for first in range(0, height, rows_at_once):
-        rows = np.arange(first, min(first + rows_at_once, height), dtype=np.float32)
-        rays = np.empty((rows.size, width, 3), dtype=np.float32)
-        rays[..., 0], rays[..., 1], rays[..., 2] = np.arange(width, dtype=np.float32), rows[:, None], start
-        origin = rays.reshape(-1, 3)
-        towards = np.zeros_like(origin)
-        towards[:, 2] = 1
-        ids_by_rows.append(scene.run(origin, towards).astype(np.int32))
-    ids = np.concatenate(ids_by_rows) if ids_by_rows else np.zeros(0, dtype=np.int32)
-    return torch.from_numpy(ids).view(height, width).to(screen.device)
-
-
-CASTERS = {"torch": face_ids, "embree": embree_face_ids}
 
 
 def _reduces_int64(device: torch.device) -> bool:

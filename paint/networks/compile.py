@@ -19,8 +19,12 @@ class Blocks(Compilation):
     """The compiled blocks of one part of a paint pipeline."""
 
     def blocks_in(self, module: nn.Module) -> Iterator[nn.Module]:
-        """Residual blocks and transformers."""
-        return blocks_of(module)
+        """Residual blocks and transformers, none inside another."""
+        for child in module.children():
+            if isinstance(child, (Residual, Transformer)) or type(child).__name__ in VAE_BLOCKS:
+                yield child
+            else:
+                yield from self.blocks_in(child)
 
 
 def blocks_for(settings: CompileSettings | None, parts: Iterable[str]) -> dict[str, Blocks]:
@@ -35,15 +39,6 @@ def compile_step(compiled: Mapping[str, Blocks]) -> Step:
         return compiled[part].attach(module) if part in compiled else None
 
     return Step(Order.COMPILE, "compiled blocks", apply)
-
-
-def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
-    """Residual blocks and transformers, none inside another."""
-    for child in module.children():
-        if isinstance(child, (Residual, Transformer)) or type(child).__name__ in VAE_BLOCKS:
-            yield child
-        else:
-            yield from blocks_of(child)
 
 
 def settings_for(limit: int, backend: str = "inductor") -> CompileSettings:

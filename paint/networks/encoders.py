@@ -29,9 +29,6 @@ def encoder(part: str, folder: Path, stored: Weights, dtype: torch.dtype, advanc
 
     Args:
         part: a key of :data:`CLASSES`.
-        folder: with its config.json.
-        stored: its weights.
-        dtype: in which they are kept.
         advance: called with the bytes just read.
 
     Raises:
@@ -53,12 +50,16 @@ def encoder(part: str, folder: Path, stored: Weights, dtype: torch.dtype, advanc
 
 def dino_states(pipeline: Any, picture: Tensor, progress: Any) -> Tensor:
     """Last hidden states (1, 257, 1536) of a reference picture (H, W, 3) in 0..1; fp32, on the CPU."""
-    device = execution_device(pipeline.offloader)
-    pixels = dino_pixels(picture)
-    hold = pipeline.offloader.hold("image_encoder", 0, progress)
-    with stage_cost(pipeline, "image", progress), hold as module, checked_leaves(module, progress.check):
-        states: Tensor = module(pixels.to(device, module.dtype)).last_hidden_state.cpu().float()
-    pipeline.offloader.release("image_encoder")
+    return _states(pipeline, "image_encoder", "image", dino_pixels(picture), progress)
+
+
+def _states(pipeline: Any, part: str, stage: str, given: Tensor, progress: Any) -> Tensor:
+    """What an encoder makes of ``given``, fp32, on the CPU; afterwards it is off the device."""
+    device, hold = execution_device(pipeline.offloader), pipeline.offloader.hold(part, 0, progress)
+    with stage_cost(pipeline, stage, progress), hold as module, checked_leaves(module, progress.check):
+        given = given.to(device, module.dtype if given.is_floating_point() else None)
+        states: Tensor = module(given).last_hidden_state.cpu().float()
+    pipeline.offloader.release(part)
     return states
 
 
@@ -76,21 +77,16 @@ def dino_pixels(picture: Tensor) -> Tensor:
 
 
 def empty_prompt(pipeline: Any, progress: Any) -> Tensor:
-    """The encoded empty prompt, (1, 77, D), fp32, on the CPU; afterwards the encoder is off the device."""
+    """The encoded empty prompt, (1, 77, D), fp32, on the CPU."""
     if "text_encoder" not in pipeline.parts.readers:
         raise CheckpointError(
             f"no text_encoder for {str(pipeline.source)!r}",
             expected="the folder text_encoder of the delight checkpoint",
             fix="Download the complete delight folder.",
         )
-    device = execution_device(pipeline.offloader)
     tokens = torch.full((1, TOKENS), _padding(pipeline.source))
     tokens[0, 0], tokens[0, 1] = FIRST_TOKEN, LAST_TOKEN
-    hold = pipeline.offloader.hold("text_encoder", 0, progress)
-    with stage_cost(pipeline, "text", progress), hold as module, checked_leaves(module, progress.check):
-        states: Tensor = module(tokens.to(device)).last_hidden_state.cpu().float()
-    pipeline.offloader.release("text_encoder")
-    return states
+    return _states(pipeline, "text_encoder", "text", tokens, progress)
 
 
 def _padding(source: Path) -> int:

@@ -47,8 +47,6 @@ class Attention(nn.Module):
     """Multi-head attention with projections; ``attend`` is the kernel and may be replaced.
 
     Args:
-        width: of the queries.
-        heads: their number.
         seen_width: of what is attended to; as ``width`` when None.
     """
 

@@ -25,7 +25,6 @@ class Run:
     """What the layers of the main stream share in one forward.
 
     Args:
-        views: number of views.
         materials: 1, or 2 for albedo and metallic-roughness.
         reference: kept tokens by layer name, (1 or active rows, N, D).
         scales: weight of the reference in each guidance row; one of 0 is left out.

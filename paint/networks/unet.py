@@ -45,8 +45,6 @@ class UNetShape:
     """The sizes of one UNet.
 
     Args:
-        widths: channels of each level.
-        heads: attention heads of each level.
         attending_down, attending_up: whether a level has transformers, in the order of the forward.
         depth: residual blocks of a level on the way down.
     """
@@ -156,7 +154,6 @@ class UNet(nn.Module):
     """A UNet whose layers are made by ``layer``; the stock one when None.
 
     Args:
-        shape: its sizes.
         layer: from name, width and heads to a layer; names are ``down_0_0_0`` (block, attention, layer), ``mid_0_0``,
             ``up_1_0_0``.
     """
@@ -188,7 +185,6 @@ class UNet(nn.Module):
             x: (B, in_channels, H, W).
             timestep: (B,) or (1,).
             text: (B', N, D), as the layers take it.
-            run: handed to the layers.
             labels: (B, E) added to the time embedding.
         """
         return self.predicted(self.features(x, timestep, text, run, labels))

@@ -67,7 +67,6 @@ def encoded(
     """Latents (B, 4, h, w), fp32, on the CPU, not scaled.
 
     Args:
-        vae: held on ``device``.
         pictures: (B, H, W, 3) in 0..1.
         generator: draws the posterior's noise, for the whole batch at once, on the CPU; None takes the mean.
     """
@@ -88,7 +87,6 @@ def decoded(vae: Any, latents: Tensor, device: torch.device, progress: Any, stag
     """Pictures (B, H, W, 3) in 0..1, fp32, on the CPU, decoded one at a time.
 
     Args:
-        vae: held on ``device``.
         latents: (B, 4, h, w), not scaled.
     """
     pictures = []

@@ -69,8 +69,6 @@ def weights_in(place: Path, part: str, choice: str = "auto") -> Weights:
 
     Args:
         place: a folder, or a file of one of the kinds.
-        part: what it is, for errors.
-        choice: one of :data:`CHOICES`.
 
     Raises:
         CheckpointError: no such weights, or damaged ones. InputError: an unknown choice.

@@ -14,7 +14,7 @@ from ...compat.device.execution import checked_leaves, execution_device, generat
 from ...compat.errors import InputError
 from ...compat.memory.parts import Silent
 from ...compat.memory.statistics import stage_cost
-from ..estimates import asked, decoding_bytes, encoding_bytes, step_bytes
+from ..estimates import DECODED, ENCODED, asked, step_bytes, vae_bytes
 from ..loading import PaintPipeline
 from ..networks import vae
 from ..networks.encoders import empty_prompt
@@ -55,7 +55,6 @@ def delight_image(
     """The picture in even light on white, (size, size, 3), fp32, 0..1, on the CPU.
 
     Args:
-        pipeline: of family ``delight``.
         picture: (H, W, 3 or 4) or (1, H, W, 3 or 4), 0..1; best recentred and square.
 
     Raises:
@@ -78,7 +77,14 @@ def delight_image(
         (given,) = checked_pictures(picture, "picture to delight")[:1]
         given = resized(given[None], settings.size, settings.size)[0]
         text = empty_prompt(pipeline, progress) if settings.text is None else settings.text
-        evened = relit(pipeline, network_picture(given), text, settings, progress)
+        device, dtype = execution_device(pipeline.offloader), pipeline.precision.vae
+        need = asked(vae_bytes(ENCODED, settings.size, dtype))
+        with stage_cost(pipeline, "encoding", progress), pipeline.offloader.hold("vae", need, progress) as module:
+            condition = vae.encoded(module, network_picture(given)[None], None, device, progress)
+        latents = denoised(pipeline, condition, text, settings, progress)
+        need = asked(vae_bytes(DECODED, settings.size, dtype))
+        with stage_cost(pipeline, "decoding", progress), pipeline.offloader.hold("vae", need, progress) as module:
+            evened = vae.decoded(module, latents / vae.SCALE, device, progress, "decoding")[0]
         return corrected(evened, given) if settings.correct else evened
 
 
@@ -109,26 +115,6 @@ def network_picture(picture: Tensor) -> Tensor:
 def eroded(alpha: Tensor) -> Tensor:
     """(H, W): the least of each pixel and its eight neighbours."""
     return -functional.max_pool2d(-alpha[None, None], 3, stride=1, padding=1)[0, 0]
-
-
-def relit(
-    pipeline: PaintPipeline, picture: Tensor, text: Tensor, settings: DelightSettings, progress: Any, start: Any = None
-) -> Tensor:
-    """What the network makes of a picture (H, W, 3): (H, W, 3).
-
-    Args:
-        text: encoded empty prompt (1, N, D).
-        start: draws each noise in turn; from the seed when None.
-    """
-    device = execution_device(pipeline.offloader)
-    height, width = picture.shape[:2]
-    need = asked(encoding_bytes(height, width, pipeline.precision.vae))
-    with stage_cost(pipeline, "encoding", progress), pipeline.offloader.hold("vae", need, progress) as module:
-        condition = vae.encoded(module, picture[None], None, device, progress)
-    latents = denoised(pipeline, condition, text, settings, progress, start)
-    need = asked(decoding_bytes(height, width, pipeline.precision.vae))
-    with stage_cost(pipeline, "decoding", progress), pipeline.offloader.hold("vae", need, progress) as module:
-        return vae.decoded(module, latents / vae.SCALE, device, progress, "decoding")[0]
 
 
 def denoised(

@@ -14,7 +14,7 @@ from ...compat.errors import InputError
 from ...compat.guidance import classifier_free_guidance
 from ...compat.memory.parts import Silent
 from ...compat.memory.statistics import stage_cost
-from ..estimates import asked, decoding_bytes, encoding_bytes, looking_bytes, step_bytes
+from ..estimates import DECODED, ENCODED, asked, looking_bytes, step_bytes, vae_bytes
 from ..geometry.cameras import CameraTable, camera_ids, camera_notes
 from ..loading import PaintPipeline
 from ..networks import vae
@@ -119,7 +119,6 @@ class Conditions:
 
     Args:
         maps: (1, V, 8, h, w).
-        reference: kept tokens by layer.
         cameras: ids (V,).
         rotary, dino: PBR only.
     """
@@ -135,9 +134,6 @@ def paint_views(
     pipeline: PaintPipeline, inputs: PaintInputs, settings: PaintSettings = PaintSettings(), progress: Any = None
 ) -> Painted:
     """The views, painted.
-
-    Args:
-        pipeline: of family ``paint`` or ``paint_pbr``.
 
     Raises:
         InputError: pictures, maps, cameras, latents or settings that do not fit together, or a result with NaN.
@@ -214,7 +210,6 @@ def sampled(
     """Clean latents (V or 2 V, 4, h, w), scaled, fp32, on the CPU.
 
     Args:
-        settings: completed.
         noise: draws each noise in turn; from the seed when None.
     """
     device = execution_device(pipeline.offloader)
@@ -327,7 +322,7 @@ def _conditions(
     references, normals, positions, ids = given
     device, size = execution_device(pipeline.offloader), settings.size
     generator = generator_for(settings.seed)
-    need = asked(encoding_bytes(size, size, pipeline.precision.vae))
+    need = asked(vae_bytes(ENCODED, size, pipeline.precision.vae))
     with stage_cost(pipeline, "encoding", progress), pipeline.offloader.hold("vae", need, progress) as module:
         encodings = []
         for index, pictures in enumerate((references, normals, positions)):  # the order in which upstream draws
@@ -371,7 +366,7 @@ def _dino(pipeline: PaintPipeline, inputs: PaintInputs, reference: Tensor, progr
 
 def _decoded(pipeline: PaintPipeline, latents: Tensor, views: int, settings: PaintSettings, progress: Any) -> Painted:
     device, plain = execution_device(pipeline.offloader), latents / vae.SCALE
-    need = asked(decoding_bytes(settings.size, settings.size, pipeline.precision.vae))
+    need = asked(vae_bytes(DECODED, settings.size, pipeline.precision.vae))
     with stage_cost(pipeline, "decoding", progress), pipeline.offloader.hold("vae", need, progress) as module:
         pictures = vae.decoded(module, plain, device, progress, "decoding")
     return Painted(pictures[:views], pictures[views:] if len(pictures) > views else None, plain)

@@ -109,7 +109,7 @@ def load(
     progress = progress or Silent()
     single = None if request.files is None else _composed(request, request.files, progress)
     if single is None:
-        family, folders = _folders(request, progress)
+        family, folders = part_folders(request, progress)
         tools = _tools(family, folders, {"index": partial(_index_beside, folders["transformer"])})
     else:
         family, folders = single.family, dict(single.folders)
@@ -227,9 +227,9 @@ def _is_model(folder: Path) -> bool:
         return False
 
 
-def _folders(request: LoadRequest, progress: Progress) -> tuple[FamilySpec, dict[str, Path]]:
+def part_folders(request: LoadRequest, progress: Progress | None = None) -> tuple[FamilySpec, dict[str, Path]]:
     """The family, and the folder of every part and tool it has."""
-    model = request.model
+    progress, model = progress or Silent(), request.model
     if not model.is_dir():
         raise CheckpointError(
             f"no model folder {str(model)!r}",

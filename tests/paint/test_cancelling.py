@@ -48,7 +48,7 @@ def painted_exactly(progress: Cancelling) -> None:
 
 
 def textured(form: str):
-    settings = texturing.TextureSettings(size=32, view_size=64, form=form)
+    settings = texturing.BakeSettings(texture_size=32, view_size=64, form=form)
     return lambda progress: texturing.texture_of(MESH, DEFAULT_VIEWS, PICTURES, PICTURES, settings, progress)
 
 
@@ -90,7 +90,7 @@ def test_a_stage_is_left_at_once(stage):
 
 
 def test_checks_change_nothing():
-    plain = texturing.texture_of(MESH, DEFAULT_VIEWS, PICTURES, None, texturing.TextureSettings(32, 64))
+    plain = texturing.texture_of(MESH, DEFAULT_VIEWS, PICTURES, None, texturing.BakeSettings(32, 64))
     surface = Surface.of(MESH)
     baked = bake(surface, DEFAULT_VIEWS, PICTURES, BakeSettings(32, 64))
     assert torch.equal(plain.colour, filled(baked, surface))

@@ -25,7 +25,7 @@ from PIL import Image
 
 from paint.shapes import box
 
-BAKING = texturing.TextureSettings(size=64, view_size=128)
+BAKING = texturing.BakeSettings(texture_size=64, view_size=128)
 QUICK = texturing.OneStep(PaintSettings(size=64, steps=1), BAKING)
 PICTURE = torch.rand(40, 64, 4, generator=torch.Generator().manual_seed(0))
 
@@ -67,7 +67,7 @@ def test_a_texture_is_the_baked_and_filled_one_and_near_the_ideal(recorded):
     mesh, progress = torus(16, 32), recorded()
     surface = Surface.of(mesh)
     pictures = photographs(surface, DEFAULT_VIEWS, 128, 256)
-    settings = texturing.TextureSettings(size=128, view_size=256)
+    settings = texturing.BakeSettings(texture_size=128, view_size=256)
     found = texturing.texture_of(mesh, DEFAULT_VIEWS, pictures, None, settings, progress)
     baked = bake(surface, DEFAULT_VIEWS, pictures, BakeSettings(texture_size=128, view_size=256))
     assert torch.equal(found.colour, filled(baked, surface))
@@ -130,7 +130,7 @@ def test_painted_views_are_kept_when_baking_fails_and_forgotten_when_it_does_not
         kept.extend(saved(painted.views, tmp_path, "view"))
         return "temp/anygpu", lambda: [path.unlink() for path in kept]
 
-    bad = replace(QUICK, texture=replace(BAKING, size=4))
+    bad = replace(QUICK, texture=replace(BAKING, texture_size=4))
     with pytest.raises(InputError, match=r"texture_size 4 to bake; .* The painted views are saved in temp/anygpu\.$"):
         texturing.textured(box(), [PICTURE], paint, None, bad, keep=keep)
     assert len(kept) == 6

@@ -21,7 +21,7 @@ from simulated import accelerator
 PICTURE = torch.rand(48, 64, 4, generator=torch.Generator().manual_seed(0))
 SETTINGS = texturing.OneStep(
     PaintSettings(size=64, steps=2, seed=3),
-    texturing.TextureSettings(size=64, view_size=128),
+    texturing.BakeSettings(texture_size=64, view_size=128),
     delight=DelightSettings(size=64, steps=2, text=torch.ones(1, 7, 64)),
 )
 ROUNDING = 2e-3  # the first sigma is 4096: the last bit of a prediction shows, in the views and so in the texture

@@ -14,7 +14,7 @@ import comfy.ops
 import torch
 from anygpu.compat.checkpoints.packed import StoredLinear, pack, packable
 from anygpu.compat.memory.host_weights import DISK, PLAIN, HostWeights
-from anygpu.host import core_outputs, memory_manager
+from anygpu.host import core_models, memory_manager
 from anygpu.host.casting import CastLeaf
 from anygpu.pipelines import stages, tiny
 from anygpu.pipelines.base import FramePackSettings, SampleSettings, Silent
@@ -55,7 +55,7 @@ def deep(name: str, **chosen: Any) -> Any:
     from anygpu.compat.packages import attribute
 
     pipeline = loaded_for(name, **chosen)
-    core_outputs.beside(pipeline)
+    core_models.beside(pipeline)
     config = dict(pipeline.configs["transformer"])
     deeper = 2 if pipeline.family == "framepack" else 1  # its history is many tokens
     depth = {key: value * deeper for key, value in DEPTH.items() if key in config}
@@ -343,7 +343,7 @@ def handle(name: str) -> dict[str, Any]:
     pipeline = loaded_for(name)
     read = list(pipeline.parts)
     seen = comfy.model_patcher.is_model_patcher_output(pipeline)
-    model, vae = core_outputs.beside(pipeline)
+    model, vae = core_models.beside(pipeline)
     lazily = list(pipeline.parts)
     rendered(pipeline, name)
     return {

@@ -22,7 +22,7 @@ from host.inside.sight import state
 PICTURE = torch.rand(48, 64, 4, generator=torch.Generator().manual_seed(0))
 SETTINGS = texturing.OneStep(
     PaintSettings(size=64, steps=2, seed=3),
-    texturing.TextureSettings(size=64, view_size=128),
+    texturing.BakeSettings(texture_size=64, view_size=128),
     delight=DelightSettings(size=64, steps=2),
 )
 

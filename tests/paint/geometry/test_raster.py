@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import pytest
 import torch
 from anygpu.paint.geometry import raster
 from anygpu.paint.geometry.cameras import DEFAULT_VIEWS
-from anygpu.paint.geometry.raster import CASTERS, face_ids, fragments
+from anygpu.paint.geometry.raster import face_ids, fragments
 from anygpu.paint.geometry.views import on_screen
 
 from paint import rendered
 
-OPTIONAL = ["embree"] if find_spec("embreex") else []
 HEIGHT, WIDTH = 120, 150
 
 
@@ -115,12 +112,11 @@ def test_nothing_to_show():
     assert face_ids(torch.zeros(0, 3), torch.zeros(0, 3, dtype=torch.int64), 4, 5).eq(-1).all()
 
 
-@pytest.mark.parametrize("caster", ["torch", *OPTIONAL])
 @pytest.mark.parametrize("index", range(6))
-def test_shows_the_published_faces(index, caster):
+def test_shows_the_published_faces(index):
     surface, stored = rendered.surface(), rendered.arrays("raster")
     screen = on_screen(surface.vertices, list(DEFAULT_VIEWS)[index], rendered.SIZE)
-    ids = CASTERS[caster](screen, surface.faces, rendered.SIZE, rendered.SIZE)
+    ids = face_ids(screen, surface.faces, rendered.SIZE, rendered.SIZE)
     expected = stored["face_id_plus_1"][index] - 1
     assert ((ids >= 0) != (expected >= 0)).sum() <= 1, "silhouette"
     assert (ids != expected).float().mean() <= 5e-4
