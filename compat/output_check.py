@@ -14,7 +14,7 @@ CAST = "values that this device changes when casting to fp32 or back"
 Judge = Callable[[torch.Tensor], str]
 
 
-class UnsoundError(Exception):
+class InvalidOutputError(Exception):
     """Raised for a result that cannot be right; the text is one of the faults above."""
 
 
@@ -60,13 +60,13 @@ def checked_parts(coder: nn.Module, judge: Judge) -> Iterator[None]:
     """Check each output of ``coder``, a VAE's encoder or decoder: a tile, a chunk of frames, or the whole.
 
     Raises:
-        UnsoundError: in the block, after the first part with a fault, so that no further part is computed.
+        InvalidOutputError: in the block, after the first part with a fault, so that no further part is computed.
     """
 
     def check(_module: nn.Module, _inputs: Any, output: Any) -> None:
         fault = judge(output[0] if isinstance(output, tuple) else output)
         if fault:
-            raise UnsoundError(fault)
+            raise InvalidOutputError(fault)
 
     handle = coder.register_forward_hook(check)
     try:

@@ -197,7 +197,7 @@ class Placed:
         return found if found.itemsize > 1 else self.__dict__["computes_in"]
 
 
-def make_native(module: nn.Module, device: torch.device, memory_stats: MemoryStats | None = None) -> bool:
+def install_cast_leaves(module: nn.Module, device: torch.device, memory_stats: MemoryStats | None = None) -> bool:
     """Whether anything had to change so that ``module`` runs on ``device`` with its weights anywhere.
 
     Args:
@@ -222,7 +222,7 @@ def make_native(module: nn.Module, device: torch.device, memory_stats: MemorySta
     return changed
 
 
-def make_plain(module: nn.Module) -> None:
+def restore_leaves(module: nn.Module) -> None:
     """Give every module its own class back; its weights must be at home."""
     for owner in module.modules():
         if isinstance(owner, CastLeaf):

@@ -21,7 +21,7 @@ import comfy.utils
 import torch
 from torch import nn
 
-from ..compat.checkpoints.packed import outlined
+from ..compat.checkpoints.packed import without_unpacking
 from ..compat.device.execution import HOST
 from ..compat.device.failures import DEVICE_ERRORS, is_shortage
 from ..compat.errors import InputError
@@ -31,7 +31,7 @@ from ..compat.memory.offloader import HOSTED, OffloadOptions, placement
 from ..compat.memory.parts import Parts, StageText, denoises, role_of
 from ..compat.memory.statistics import MemoryStats, amount
 from . import patches
-from .casting import CastLeaf, bytes_of, fixed_tensors, make_native, make_plain, send, send_home
+from .casting import CastLeaf, bytes_of, fixed_tensors, install_cast_leaves, restore_leaves, send, send_home
 
 REGISTERS = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 EVERYTHING = 1e30  # more bytes than any device has, as ComfyUI itself asks for them
@@ -159,7 +159,7 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
             super().pin_weight_to_device(key)
 
     def _load_list(self, *args: Any, **kwargs: Any) -> list[Any]:
-        with outlined(self.model):  # it asks every layer for its weight, and for no value
+        with without_unpacking(self.model):  # it asks every layer for its weight, and for no value
             listed = super()._load_list(*args, **kwargs)
         return [entry for entry in listed if any(isinstance(item, CastLeaf) for item in entry)]
 
@@ -172,7 +172,7 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
     ) -> None:
         """Bring the part to ``device_to``: its fixed tensors, and as many leaves as fit into the budget in bytes."""
         module = self.model.fill()
-        make_native(module, device_to, self.memory_stats)
+        install_cast_leaves(module, device_to, self.memory_stats)
         fixed = fixed_tensors(module)
         for tensor in fixed:
             send(tensor, device_to)
@@ -236,7 +236,7 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
         """As usual; after a whole detach the part is as it was read, with its own classes."""
         found = super().detach(unpatch_all)
         if unpatch_all and self.model.content is not None:
-            make_plain(self.model.content)
+            restore_leaves(self.model.content)
         return found
 
 
@@ -317,7 +317,7 @@ class ComfyOffloader:
         if patcher.model.content is not module:  # read anew, or never seen
             unload(patcher)
             patcher.model.put(module)
-        if patcher.loaded_size() and make_native(module, self.device_of(part), self.memory_stats):
+        if patcher.loaded_size() and install_cast_leaves(module, self.device_of(part), self.memory_stats):
             unload(patcher)  # a change gave it layers of its own
         patcher.watcher = _watcher(part, patcher.model_size() - patcher.loaded_size(), progress)
         started, before = time.perf_counter(), patcher.loaded_size()

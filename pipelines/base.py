@@ -44,7 +44,7 @@ class Progress(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Portion:
+class SubProgress:
     """The progress of one of ``count`` equal parts of a work, each called a ``name``."""
 
     whole: Progress

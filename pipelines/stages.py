@@ -30,7 +30,7 @@ from .memory.fit import fit_offload, make_room_and_retry
 from .pictures import checked_frames, fitted, fitted_size
 from .profiling import Stage, running
 from .sampling.loop import NotFinite, fall_back_to_fp32, require_finite, retries
-from .sampling.resume import Keeper, Remembered
+from .sampling.resume import InMemorySections, SectionStore
 from .speed import sampling_speed
 from .text.t5 import described
 
@@ -204,7 +204,7 @@ def sample_framepack(
     settings: SampleSettings,
     framepack: FramePackSettings,
     progress: Progress,
-    keeper: Keeper | None = None,
+    keeper: SectionStore | None = None,
 ) -> Latents:
     """FramePack's sampled latents; ``keeper`` is told of each finished section, and may know of some already."""
     family = pipeline.spec
@@ -216,7 +216,7 @@ def sample_framepack(
         )
     settings = replace(settings, frames=family.code.frames_for(framepack, settings.fps or family.defaults.fps))
     settings = _completed(family, prompt, image, settings, progress)
-    size, remembered = size_of(settings, prompt, framepack.window), Remembered(keeper)
+    size, remembered = size_of(settings, prompt, framepack.window), InMemorySections(keeper)
     return _sample(
         pipeline,
         settings,

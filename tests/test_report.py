@@ -143,7 +143,7 @@ def test_the_check_says_which_known_bugs_a_newer_driver_has_mended(machine, tmp_
 
 
 def test_a_device_that_does_not_answer_ends_the_check(monkeypatch, tmp_path):
-    monkeypatch.setattr("anygpu.compat.device.check.answers", lambda device: "device lost")
+    monkeypatch.setattr("anygpu.compat.device.check.device_fault", lambda device: "device lost")
     found = list(check(CPU, ProbeStore(CPU, tmp_path), precisions()))
     assert [(one.status, one.detail) for one in found] == [(FAILED, "device lost")]
 

@@ -118,7 +118,7 @@ def is_exact(layer: nn.Module) -> bool:
 
 
 @contextmanager
-def outlined(module: nn.Module) -> Iterator[None]:
+def without_unpacking(module: nn.Module) -> Iterator[None]:
     """For the block, packed layers tell dtype, shape and device of their weight, and nothing is made dense for it.
 
     Who puts something around layers asks for these dozens of times, and for no value.

@@ -150,7 +150,7 @@ def read_tensors(
     return tensors
 
 
-def let_go(tensor: torch.Tensor) -> None:
+def release_pages(tensor: torch.Tensor) -> None:
     """Release the pages of a view of a file until it is read again; does nothing to other tensors.
 
     Nobody may have written to the view: what was written is lost.

@@ -19,7 +19,7 @@ from ..transforms.attention import attention_for, avoided_by
 from ..transforms.attention_chunks import chunked
 from ..transforms.conv3d_choice import Conv3dLayer, choose_by, form_error
 from ..transforms.conv3d_forms import Conv3dForm, Geometry, covers
-from .facts import DeviceFacts, answers, first_line
+from .facts import DeviceFacts, device_fault, first_line
 from .probe_store import OK, ProbeStore
 from .probes import bits_of, home
 from .quirks import abilities, fixed, policy_for
@@ -54,7 +54,7 @@ def check(facts: DeviceFacts, store: ProbeStore, families: Mapping[str, ModelPre
     Args:
         families: title to where its dtypes differ from the common rows, for what ``auto`` would use.
     """
-    silent = answers(facts.device)
+    silent = device_fault(facts.device)
     yield Check("the device answers", FAILED if silent else PASSED, silent)
     if silent:
         return

@@ -73,7 +73,7 @@ class DeviceFacts:
         return f"{self.name}{arch} as {self.device}{memory}{shared}, torch {self.torch_version}"
 
 
-def told(ask: Callable[[], Value], unknown: Value) -> Value:
+def value_or(ask: Callable[[], Value], unknown: Value) -> Value:
     """What ``ask`` returns, or ``unknown`` where it raises: a driver, psutil or a plug-in may raise anything."""
     try:
         return ask()
@@ -90,7 +90,7 @@ def default_device() -> torch.device:
         assert current is not None
         return torch.device(current.type, torch.accelerator.current_device_index())
 
-    return told(accelerator, torch.device("cpu"))
+    return value_or(accelerator, torch.device("cpu"))
 
 
 def facts_for(device: torch.device | str | DeviceFacts | None = None) -> DeviceFacts:
@@ -110,7 +110,7 @@ def facts_for(device: torch.device | str | DeviceFacts | None = None) -> DeviceF
         "name": str(chosen),
         "total_bytes": 0,
     }
-    stated = told(lambda: makers.get(chosen.type, _plug_in_facts)(chosen), unknown)
+    stated = value_or(lambda: makers.get(chosen.type, _plug_in_facts)(chosen), unknown)
     versions = {
         "torch": torch.__version__,
         "system": platform.system(),
@@ -142,10 +142,10 @@ def flags() -> dict[str, bool]:
         "fp16 sums": lambda: getattr(matmul, "allow_fp16_accumulation", False),
         "bf16 sums": lambda: getattr(matmul, "allow_bf16_reduced_precision_reduction", False),
     }
-    return {name: bool(told(switch, False)) for name, switch in switches.items()}
+    return {name: bool(value_or(switch, False)) for name, switch in switches.items()}
 
 
-def answers(device: torch.device) -> str:
+def device_fault(device: torch.device) -> str:
     """Why ``device`` does not compute one plus one; empty when it does."""
     try:
         two = (torch.ones(1, device=device) + 1).cpu().item()
@@ -177,10 +177,10 @@ def indexed(device: torch.device) -> torch.device:
 def free_bytes(device: torch.device) -> int | None:
     """Bytes free on ``device`` now, or None if the backend does not report it."""
     if device.type == "cpu":
-        return told(lambda: _system_bytes("virtual_memory", "available"), None)
+        return value_or(lambda: _system_bytes("virtual_memory", "available"), None)
     module: Any = getattr(torch, device.type, None)
-    free = told(lambda: _stated_free(module, device), None)
-    return told(lambda: _unreserved(module, device), None) if free is None and device.type == "xpu" else free
+    free = value_or(lambda: _stated_free(module, device), None)
+    return value_or(lambda: _unreserved(module, device), None) if free is None and device.type == "xpu" else free
 
 
 def peak_bytes(device: torch.device) -> int | None:
@@ -188,14 +188,14 @@ def peak_bytes(device: torch.device) -> int | None:
     module: Any = getattr(torch, device.type, None)
     if device.type == "cpu" or not hasattr(module, "max_memory_allocated"):
         return None
-    return told(lambda: int(module.max_memory_allocated(device)), None)
+    return value_or(lambda: int(module.max_memory_allocated(device)), None)
 
 
 def reset_peak(device: torch.device) -> None:
     """Reset the peak; does nothing if the backend does not count it."""
     module: Any = getattr(torch, device.type, None)
     if device.type != "cpu" and hasattr(module, "reset_peak_memory_stats"):
-        told(lambda: module.reset_peak_memory_stats(device), None)
+        value_or(lambda: module.reset_peak_memory_stats(device), None)
 
 
 def synchronize(device: torch.device) -> None:
@@ -209,17 +209,17 @@ def locks_host_memory(device: torch.device) -> bool:
     """Whether host memory can be locked for ``device``, so that copies to it need no staging; locks a byte to see."""
     if device.type == "cpu" or default_device().type != device.type:
         return False
-    return told(lambda: torch.empty(1, dtype=torch.uint8, pin_memory=True).is_pinned(), False)
+    return value_or(lambda: torch.empty(1, dtype=torch.uint8, pin_memory=True).is_pinned(), False)
 
 
 def swap_free_bytes() -> int:
     """Bytes of swap space that are free; 0 where nobody tells, as on Windows without performance counters."""
-    return told(lambda: _system_bytes("swap_memory", "free"), 0)
+    return value_or(lambda: _system_bytes("swap_memory", "free"), 0)
 
 
 def host_free_bytes() -> int:
     """Bytes of host memory that this process may still take: what is available, and what its control group leaves."""
-    free = told(lambda: _system_bytes("virtual_memory", "available"), PLENTY)
+    free = value_or(lambda: _system_bytes("virtual_memory", "available"), PLENTY)
     for limit, used in CGROUPS:
         try:
             most, taken = Path(limit).read_text(encoding="utf-8").strip(), Path(used).read_text(encoding="utf-8")
@@ -246,14 +246,14 @@ def empty_host_cache() -> None:
     """
     give = getattr(torch.accelerator, "empty_host_cache", getattr(torch._C, "_host_emptyCache", None))
     if default_device().type in ("cuda", "xpu") and give is not None:
-        told(give, None)
+        value_or(give, None)
 
 
 def empty_cache(device: torch.device) -> None:
     """Give unused cached memory of an accelerator back to its driver; nothing to do on the CPU."""
     module: Any = getattr(torch, device.type, None)
     if device.type != "cpu" and hasattr(module, "empty_cache"):
-        told(module.empty_cache, None)
+        value_or(module.empty_cache, None)
 
 
 def _system_bytes(memory: str, amount: str) -> int:
@@ -404,16 +404,16 @@ def _plug_in_facts(device: torch.device) -> dict[str, Any]:
 
 def _host_bytes() -> int:
     """Bytes of host memory; 0 where nobody tells."""
-    return told(lambda: _system_bytes("virtual_memory", "total"), 0)
+    return value_or(lambda: _system_bytes("virtual_memory", "total"), 0)
 
 
 def _driver() -> str:
     """The driver's version as the Linux kernel states it, else the newest CUDA or HIP that the driver offers."""
     for path in map(Path, KERNEL_FILES):
-        stated = told(lambda path=path: path.read_text(encoding="utf-8").strip(), "")  # type: ignore[misc]
+        stated = value_or(lambda path=path: path.read_text(encoding="utf-8").strip(), "")  # type: ignore[misc]
         if stated:
             return stated
-    offered = told(lambda: int(cast(Any, torch._C)._cuda_getDriverVersion()), 0)
+    offered = value_or(lambda: int(cast(Any, torch._C)._cuda_getDriverVersion()), 0)
     return f"runtime {offered}" if offered else ""
 
 
@@ -422,7 +422,7 @@ def _triton() -> str:
 
 
 def _version_of(package: str) -> str:
-    return told(lambda: importlib.metadata.version(package), "")
+    return value_or(lambda: importlib.metadata.version(package), "")
 
 
 def _cudnn(number: int) -> str:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ..errors import PackError
-from ..output_check import UnsoundError
+from ..output_check import InvalidOutputError
 
 MEMORY, KERNEL, VALUES = "memory", "kernel", "values"
 DEVICE_ERRORS = (RuntimeError, MemoryError, TypeError)  # what back ends raise for shortage and for lacking kernels
@@ -59,7 +59,7 @@ def failure_kind(error: BaseException) -> str:
     """``memory``, ``kernel``, ``values``, or empty where trying another way would only hide the cause."""
     if is_shortage(error):
         return MEMORY
-    if isinstance(error, UnsoundError):
+    if isinstance(error, InvalidOutputError):
         return VALUES
     if isinstance(error, PackError) or any(word in str(error) for word in MISTAKES):
         return ""

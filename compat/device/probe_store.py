@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from . import probes as suite
-from .facts import DeviceFacts, answers, first_line, flags, gone, told
+from .facts import DeviceFacts, device_fault, first_line, flags, gone, value_or
 
 log = logging.getLogger(__name__)
 
@@ -191,7 +191,7 @@ class ProbeStore(Mapping[str, ProbeResult]):
             temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
             temporary.replace(self.path)
         except OSError as error:
-            told(lambda: temporary.unlink(missing_ok=True), None)
+            value_or(lambda: temporary.unlink(missing_ok=True), None)
             self.note = (
                 f"probe results cannot be kept in {str(self.folder)!r} ({first_line(error)}); expected a writable "
                 "folder. The probes run again at every start: make the folder writable."
@@ -212,7 +212,7 @@ def answer(probe: suite.Probe, facts: DeviceFacts) -> ProbeResult:
     except torch.OutOfMemoryError as error:
         return ProbeResult(UNKNOWN, f"out of memory during the test ({first_line(error)})", _since(started))
     except Exception as error:  # Triton's errors, for one, have no base class but this
-        silent = answers(facts.device)
+        silent = device_fault(facts.device)
         if silent:
             raise gone(facts, silent) from error
         return ProbeResult(UNUSABLE, first_line(error), _since(started))
@@ -259,7 +259,7 @@ def _runs(process: int) -> bool:
 
         return bool(psutil.pid_exists(process))
 
-    return process not in (0, os.getpid()) and told(there, False)
+    return process not in (0, os.getpid()) and value_or(there, False)
 
 
 def _since(started: float) -> float:

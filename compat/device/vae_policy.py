@@ -116,7 +116,7 @@ def tiled(vae: Any, tile: int) -> Iterator[None]:
             setattr(vae, name, value)
 
 
-def straightened(module: nn.Module) -> int:
+def make_contiguous(module: nn.Module) -> int:
     """How many weights of ``module`` were laid out anew, so that each has one of torch's plain layouts; values stay."""
     count = 0
     with torch.inference_mode(False), torch.no_grad():

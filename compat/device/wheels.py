@@ -6,7 +6,7 @@ import re
 from fnmatch import fnmatch
 
 from ..errors import UnsupportedError
-from .facts import DeviceFacts, answers, gone
+from .facts import DeviceFacts, device_fault, gone
 
 PYTORCH = "https://download.pytorch.org/whl/"
 AMD = "https://rocm.nightlies.amd.com/v2/"
@@ -54,7 +54,7 @@ def require_kernels(facts: DeviceFacts) -> None:
     Raises:
         UnsupportedError: this torch has no kernels for the device, or the device has gone.
     """
-    silent = answers(facts.device)
+    silent = device_fault(facts.device)
     if not silent:  # what it does outranks what the list of architectures promises
         return
     if not has_kernels(facts):

@@ -1,6 +1,7 @@
 """Where the parts of a pipeline are: on the device that computes, or in host memory, and when they move.
 
-:class:`Offloader` is what every room asks; :class:`OwnOffloader` is ours, and a host may hand in its own. Offload is
+:class:`Offloader` is what every room asks; :class:`StandaloneOffloader` is ours, and a host may hand in its own.
+Offload is
 the last step of the one order of operations: load, storage dtype and quantisation, LoRA, Conv3d and precision rewrites,
 kernel rewrites, attention and cache configuration, compile of repeated blocks, offload.
 """
@@ -19,7 +20,7 @@ from torch import nn
 
 from ..decision import AUTO, CHOSEN, Decision
 from ..device.execution import HOST
-from ..device.facts import GIBIBYTE, answers, default_device, empty_cache, indexed
+from ..device.facts import GIBIBYTE, default_device, device_fault, empty_cache, indexed
 from ..device.failures import is_shortage
 from ..errors import InputError, UnsupportedError
 from .adapters import Adapters, adapters_on
@@ -146,7 +147,7 @@ class _State:
     in_use: list[str] = field(default_factory=list)
 
 
-class OwnOffloader:
+class StandaloneOffloader:
     """Our own offload, in a mode that may change between stages, and step down where a stage finds no room.
 
     ``none`` moves a part in at its first use, where it stays until it is released. ``model`` has it on the device for
@@ -204,7 +205,7 @@ class OwnOffloader:
         """Where ``part`` computes."""
         return self._devices.get(role_of(part), self.device)
 
-    def with_adapters(self, adapters: Adapters | None) -> OwnOffloader:
+    def with_adapters(self, adapters: Adapters | None) -> StandaloneOffloader:
         """The same offloader for a pipeline with these adapters."""
         other = copy.copy(self)
         other.adapters = adapters
@@ -350,7 +351,7 @@ class OwnOffloader:
     def _require_answer(self, part: str, error: RuntimeError) -> None:
         """Raise where ``error`` means that the device of ``part`` is gone."""
         device = self.device_of(part)
-        gone = "" if device.type == HOST.type or is_shortage(error) else answers(device)
+        gone = "" if device.type == HOST.type or is_shortage(error) else device_fault(device)
         if gone:
             raise UnsupportedError(
                 f"{device} does not answer any more ({gone})",
@@ -378,7 +379,7 @@ def offloader_for(
         device: where they compute.
         part_bytes: bytes of each part in the dtype it will have on the device.
         free: bytes free on the device; None when the backend does not tell.
-        make_room: lets a host free other models, as :class:`OwnOffloader` takes it.
+        make_room: lets a host free other models, as :class:`StandaloneOffloader` takes it.
         hosted: makes the host's own offloader, which ``auto`` then means.
         options: what else the user asks.
 
@@ -405,7 +406,7 @@ def offloader_for(
         )
     free = None if free is None else max(0, free - options.keep_free_bytes)
     mode, why = (choice, COSTS[choice]) if choice != AUTO else _automatic(device, part_bytes, free)
-    own = OwnOffloader(parts, device, mode, options, make_room=make_room, automatic=choice == AUTO)
+    own = StandaloneOffloader(parts, device, mode, options, make_room=make_room, automatic=choice == AUTO)
     return _with_decision(own, choice, why)
 
 

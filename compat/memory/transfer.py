@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoints.weights import let_go
+from ..checkpoints.weights import release_pages
 from ..device.execution import HOST
 from ..device.failures import is_shortage
 from ..errors import UnsupportedError
@@ -279,7 +279,7 @@ def _copies_on(
         if keep or is_view:
             kept[id(tensor)] = tensor, tensor.data
         if is_view and not keep:
-            let_go(tensor.data)
+            release_pages(tensor.data)
         yield tensor, there, True
 
 

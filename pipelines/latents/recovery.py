@@ -20,7 +20,7 @@ import torch
 from ...compat.checkpoints.latents import metadata_of, read_record, record_in
 from ...compat.errors import CheckpointError, PackError
 from ..base import Latents
-from ..sampling.resume import Standing
+from ..sampling.resume import SectionState
 from .convert import to_core
 from .store import Origin, load_latent, save_latent
 
@@ -110,7 +110,7 @@ class KeptSections:
     limit_bytes: int = LIMIT_BYTES
     names: dict[str, str] = field(default_factory=dict)
 
-    def found(self, key: str) -> Standing | None:
+    def found(self, key: str) -> SectionState | None:
         """Where the newest unfinished sampling with the same ``key`` stands; None where there is none."""
         for kept in listing(self.folder):
             if not kept.unfinished:
@@ -123,7 +123,7 @@ class KeptSections:
                 tensors, _ = read_record(path, "latents")
                 lengths = [int(length) for length in record["extra"]["section_lengths"]]
                 state = bytes.fromhex(record["extra"]["generator_state"])
-                standing = Standing(tensors[HISTORY], tuple(lengths), state)
+                standing = SectionState(tensors[HISTORY], tuple(lengths), state)
             except (OSError, PackError, KeyError, TypeError, ValueError) as error:
                 log.warning("AnyGPU: cannot resume from %s: %s", path.name, error)
                 continue
@@ -131,7 +131,7 @@ class KeptSections:
             return standing
         return None
 
-    def keep(self, key: str, index: int, count: int, latents: Latents, standing: Standing) -> None:
+    def keep(self, key: str, index: int, count: int, latents: Latents, standing: SectionState) -> None:
         """Replace what is kept of this sampling by all sections so far."""
         name = self.names.setdefault(key, _new_id(latents))
         record: dict[str, Any] = {}

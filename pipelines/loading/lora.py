@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ...compat.checkpoints.headers import TensorEntry, declared
-from ...compat.checkpoints.packed import is_exact, opened, outlined
+from ...compat.checkpoints.packed import is_exact, opened, without_unpacking
 from ...compat.checkpoints.weights import read_tensors
 from ...compat.decision import Decision
 from ...compat.errors import InputError, UnsupportedError
@@ -260,7 +260,7 @@ def _merge(module: nn.Module, lora: LoRA, tensors: Mapping[str, torch.Tensor]) -
 def _inject(module: Any, lora: LoRA, adapter: str, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
     """Put peft's layers around the layers of the LoRA, factors in the dtype of the weights beside them."""
     state: dict[str, torch.Tensor] = {}
-    with outlined(module), warnings.catch_warnings():
+    with without_unpacking(module), warnings.catch_warnings():
         for name, pair in _pairs_of(module, lora).items():
             leaf: Any = module.get_submodule(name)
             leaf = getattr(leaf, "base_layer", leaf)

@@ -130,7 +130,7 @@ def denoise(
 
 
 @dataclass(slots=True)
-class Try:
+class RetryScope:
     """One run of a block that may be run again: the ``with`` around it takes in errors of the kinds ``catches``."""
 
     catches: tuple[type[Exception], ...]
@@ -150,7 +150,7 @@ def retries(
     again: Again | None,
     restore: Callable[[], None] = lambda: None,
     catches: tuple[type[Exception], ...] = (RuntimeError, MemoryError),
-) -> Iterator[Try]:
+) -> Iterator[RetryScope]:
     """Tries of a block until one succeeds; the error of the last, where ``again`` says that no other would help.
 
     ::
@@ -165,7 +165,7 @@ def retries(
         catches: kinds of errors that ``again`` is told of.
     """
     for _ in range(TRIES):
-        attempt = Try(() if again is None else catches)
+        attempt = RetryScope(() if again is None else catches)
         yield attempt
         if attempt.error is None:
             return

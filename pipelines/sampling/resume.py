@@ -11,7 +11,7 @@ from ..base import Latents
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class SectionState:
     """The state of a sampling between two sections.
 
     Args:
@@ -24,32 +24,32 @@ class Standing:
     generator_state: bytes
 
 
-class Keeper(Protocol):
+class SectionStore(Protocol):
     """Saves finished sections, and returns them when the same video is sampled again."""
 
-    def found(self, key: str) -> Standing | None:
+    def found(self, key: str) -> SectionState | None:
         """Where a sampling of the same ``key`` that was cut short stands; None where there is none."""
 
-    def keep(self, key: str, index: int, count: int, latents: Latents, standing: Standing) -> None:
+    def keep(self, key: str, index: int, count: int, latents: Latents, standing: SectionState) -> None:
         """Take in all sections so far, after section ``index`` of ``count``; ``latents`` can be decoded."""
 
 
-class Remembered:
+class InMemorySections:
     """Keeps finished sections during one sampling, so that none is lost if it has to start again.
 
     Args:
         beyond: who keeps them for longer; None for nobody.
     """
 
-    def __init__(self, beyond: Keeper | None = None) -> None:
+    def __init__(self, beyond: SectionStore | None = None) -> None:
         self.beyond = beyond
-        self.standing: Standing | None = None
+        self.standing: SectionState | None = None
 
-    def found(self, key: str) -> Standing | None:
+    def found(self, key: str) -> SectionState | None:
         """Where this sampling stands, else where an earlier one does."""
         return self.standing or (None if self.beyond is None else self.beyond.found(key))
 
-    def keep(self, key: str, index: int, count: int, latents: Latents, standing: Standing) -> None:
+    def keep(self, key: str, index: int, count: int, latents: Latents, standing: SectionState) -> None:
         """Take in all sections so far."""
         self.standing = standing
         if self.beyond is not None:

@@ -20,7 +20,7 @@ PICTURE_TOKENS = 576  # what one <image> of a template becomes
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class LlavaInput:
     """What an encoder that also looks (Llava) is shown.
 
     Args:
@@ -35,7 +35,7 @@ class Sight:
 
 
 def llama_embeds(
-    pipeline: Pipeline, pipeline_class: Any, request: PromptRequest, progress: Progress, sight: Sight | None = None
+    pipeline: Pipeline, pipeline_class: Any, request: PromptRequest, progress: Progress, sight: LlavaInput | None = None
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], tuple[dict[str, torch.Tensor], ...]]:
     """Embeddings of the prompt, of its negative, and of each section's prompt, on the CPU, padding trimmed.
 
@@ -106,7 +106,7 @@ def llama_from_core(embeds: torch.Tensor, extra: Mapping[str, Any]) -> dict[str,
 
 
 def _template(
-    pipeline: Pipeline, pipeline_class: Any, request: PromptRequest, sight: Sight | None
+    pipeline: Pipeline, pipeline_class: Any, request: PromptRequest, sight: LlavaInput | None
 ) -> Mapping[str, Any]:
     """The template dict that upstream takes: its own, or the user's with the number of leading tokens to crop.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...compat.checkpoints.packed import outlined
+from ...compat.checkpoints.packed import without_unpacking
 from ...compat.errors import InputError
 from ..base import ENCODING, Pipeline, Progress, PromptRequest
 from .t5 import EMBEDS, held_encoder, require_fitting, too_long
@@ -142,7 +142,7 @@ def _glyph_embeds(
     tokenizer, device = pipeline.tools["tokenizer_2"], pipeline.offloader.device_of("text_encoder")
     with (
         held_encoder(pipeline, "text_encoder_2", progress) as encoder,
-        outlined(encoder),
+        without_unpacking(encoder),
     ):  # T5 asks for their dtypes
         for done, index in enumerate(wanted):
             length = len(tokenizer(quoted[index])["input_ids"])

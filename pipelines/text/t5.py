@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ...compat.checkpoints.packed import outlined
+from ...compat.checkpoints.packed import without_unpacking
 from ...compat.device.execution import checked_leaves
 from ...compat.errors import InputError
 from ..base import ENCODING, Latents, Pipeline, Progress, Prompt, PromptRequest
@@ -74,7 +74,7 @@ def t5_embeds(
     device = pipeline.offloader.device_of("text_encoder")
     with (
         held_encoder(pipeline, "text_encoder", progress) as encoder,
-        outlined(encoder),
+        without_unpacking(encoder),
     ):  # T5 asks for their dtypes
         pipe = bare_pipeline(pipeline_class, text_encoder=encoder, tokenizer=tokenizer, **configuration)
         encoded = []

@@ -31,7 +31,7 @@ ATTENTION = f"{AUTOENCODERS}hunyuanvideo15.HunyuanVideo15AttnBlock"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TilePosition:
     """Where a piece stands in its plane, in cells of the piece: a core, and what is read around it.
 
     Args:
@@ -59,7 +59,7 @@ class Place:
 
 
 @dataclass(slots=True)
-class Past:
+class CausalCache:
     """What a causal decoder remembers of the frames before, in host memory: whole planes, by layer.
 
     Args:
@@ -72,7 +72,7 @@ class Past:
     kept: dict[nn.Module, Tensor] = field(default_factory=dict)
     coming: dict[nn.Module, Tensor] = field(default_factory=dict)
     frames: int = 0
-    place: Place | None = None
+    place: TilePosition | None = None
 
     def before(self, layer: nn.Module) -> Tensor | None:
         """What ``layer`` saw last, on the device, for the piece that runs; None for the first frames."""
@@ -104,18 +104,18 @@ class Past:
         """The chunk under way failed; the next attempt begins where it began."""
         self.coming, self.place = {}, None
 
-    def cropped(self, rows: tuple[int, int], columns: tuple[int, int], height: int) -> Past:
+    def cropped(self, rows: tuple[int, int], columns: tuple[int, int], height: int) -> CausalCache:
         """What is remembered of a part of the plane, in latent cells of a plane of ``height``."""
         kept = {}
         for layer, seen in self.kept.items():
             grow = seen.shape[-2] // height
             (top, bottom), (left, right) = rows, columns
             kept[layer] = seen[..., top * grow : bottom * grow, left * grow : right * grow].clone()
-        return Past(self.way, kept, frames=self.frames)
+        return CausalCache(self.way, kept, frames=self.frames)
 
 
 @contextmanager
-def remembering(vae: Any, past: Past) -> Iterator[None]:
+def remembering(vae: Any, past: CausalCache) -> Iterator[None]:
     """Each causal layer of the decoder of ``vae`` takes the frames before from ``past`` and leaves its own there.
 
     Compiled blocks run as they are, since a graph would hold what is remembered now.
@@ -141,7 +141,7 @@ def remembering(vae: Any, past: Past) -> Iterator[None]:
                 layer.forward = forward
 
 
-def _conv(past: Past, _: Any) -> Callable[..., Any]:
+def _conv(past: CausalCache, _: Any) -> Callable[..., Any]:
     def forward(layer: Any, x: Tensor, conv_cache: Any = None) -> Any:
         reach = layer.conv.kernel_size[0] - 1
         if reach:
@@ -154,7 +154,7 @@ def _conv(past: Past, _: Any) -> Callable[..., Any]:
     return forward
 
 
-def _upsample(past: Past, _: Any) -> Callable[..., Tensor]:
+def _upsample(past: CausalCache, _: Any) -> Callable[..., Tensor]:
     """The first frame of a video becomes one frame, each later one two.
 
     Source: diffusers ``HunyuanVideo15Upsample.forward``, whose second half this is.
@@ -172,7 +172,7 @@ def _upsample(past: Past, _: Any) -> Callable[..., Tensor]:
     return forward
 
 
-def _attention(past: Past, attend: Any) -> Callable[..., Tensor]:
+def _attention(past: CausalCache, attend: Any) -> Callable[..., Tensor]:
     """HunyuanVideo 1.5's attention over the frames of this chunk and all before it."""
     attend = attend or functional.scaled_dot_product_attention
 
@@ -199,7 +199,7 @@ def _tokens(cells: Tensor) -> Tensor:
     return cells.flatten(2).transpose(1, 2).unsqueeze(1).contiguous()
 
 
-LAYERS: dict[str, Callable[[Past, Any], Callable[..., Any]]] = {
+LAYERS: dict[str, Callable[[CausalCache, Any], Callable[..., Any]]] = {
     **dict.fromkeys(CONVS, _conv),
     UPSAMPLE: _upsample,
     ATTENTION: _attention,

@@ -15,22 +15,22 @@ from torch.nn import functional
 from ...compat.device.execution import HOST, checked_leaves, generator_for
 from ...compat.device.facts import empty_cache, first_line
 from ...compat.device.failures import DEVICE_ERRORS, KERNEL, MEMORY, failure_kind
-from ...compat.device.vae_policy import METHODS, Form, checked_form, convolution_switches, straightened, tiled
+from ...compat.device.vae_policy import METHODS, Form, checked_form, convolution_switches, make_contiguous, tiled
 from ...compat.errors import UnsupportedError, remember
 from ...compat.memory.transfer import Transfer, casts_wrongly, transfer_for
 from ...compat.output_check import (
     BROKEN,
     CAST,
     COLOUR,
+    InvalidOutputError,
     Judge,
-    UnsoundError,
     checked_parts,
     fault_in_frames,
     fault_in_latents,
     is_flat,
 )
 from ...compat.transforms.attention_vae import replace_vae_attention
-from ..base import Pipeline, Portion, Progress, StageText
+from ..base import Pipeline, Progress, StageText, SubProgress
 from ..pictures import signed, unsigned
 from ..sampling.loop import require_finite
 from .plan import CHUNKED, FULL, ON_CPU, STREAMING, Plan
@@ -95,7 +95,7 @@ class Passes:
             return after
 
         def guard(index: int, count: int) -> AbstractContextManager[None]:
-            part = Portion(watch, index, count, "part") if count > 1 else watch
+            part = SubProgress(watch, index, count, "part") if count > 1 else watch
             return watched(self._vae.decoder, part, "decoding")
 
         work = Work(samples, plan.ratios, guard, self._judged(judge), smaller, watch.check)
@@ -141,7 +141,7 @@ class Passes:
         while True:
             try:
                 return self._once(run, judge, stage, progress)
-            except (*DEVICE_ERRORS, UnsoundError) as error:
+            except (*DEVICE_ERRORS, InvalidOutputError) as error:
                 kind, text = failure_kind(error), first_line(error)
                 self._close()
                 others = plan.others() if kind == MEMORY and not self._alone else []
@@ -174,7 +174,7 @@ class Passes:
         if fault == COLOUR and self._most_exact():
             progress.notify(f"{stage} gave {fault}, in fp32 on the CPU too: the latents may be empty")
         elif fault:
-            raise UnsoundError(fault)
+            raise InvalidOutputError(fault)
         if not self.plan.attempt.library and self.pipeline.probes is not None:  # the next run begins so
             self.pipeline.probes.remember(self.plan.learned, lambda: True)
         return result
@@ -204,10 +204,10 @@ class Passes:
                 transfer = transfer_for(self.device, attempt.dtype)
                 self._transfer = replace(transfer, memory_stats=pipeline.offloader.memory_stats)
                 if self.policy.contiguous_weights:
-                    straightened(pipeline.parts.read("vae", self.progress))
+                    make_contiguous(pipeline.parts.read("vae", self.progress))
                 if casts_wrongly(self.device, attempt.dtype):
                     # Norms inside the VAE cast too: the picture would be finite, colourful and wrong.
-                    raise UnsoundError(CAST)
+                    raise InvalidOutputError(CAST)
                 exact = transfer_for(self.device, pipeline.precision.vae)
                 hold = (
                     pipeline.offloader.hold("vae", self.plan.needed_bytes(attempt), self.progress)

@@ -28,14 +28,14 @@ from ...compat.errors import UnsupportedError
 from ...compat.memory.hooks import own_tensors, weights_on
 from ...compat.memory.transfer import Transfer
 from ...compat.transforms.attention_processors import full_name
-from .chunked import AUTOENCODERS, Past, Place
+from .chunked import AUTOENCODERS, CausalCache, TilePosition
 
 SIDES = (256, 128, 64, 32, 16, 8)  # pixels of the last layer's tile
 Region = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Sheet:
+class Activation:
     """One activation (1, C, T, H, W) in host memory, and what a group norm needs to know of it.
 
     Args:
@@ -68,7 +68,7 @@ class Stream:
         tile: int,
         pixel_elements: int,
         *,
-        past: Past | None = None,
+        past: CausalCache | None = None,
         smaller: Callable[[int], int] = lambda tile: 0,
         check: Callable[[], None] = lambda: None,
     ) -> None:
@@ -76,7 +76,7 @@ class Stream:
         self.past, self.smaller, self.check = past, smaller, check
         self.groups, self.per_frame = 0, False
 
-    def walk(self, run: Callable[..., Tensor], *sources: Sheet, halo: int = 0, grow: int = 1) -> Sheet:
+    def walk(self, run: Callable[..., Tensor], *sources: Activation, halo: int = 0, grow: int = 1) -> Activation:
         """What ``run`` makes of the planes of ``sources``, tile by tile.
 
         Args:
@@ -120,9 +120,9 @@ class Stream:
             top, bottom, left, right = (edge * grow for edge in region)
             plane[..., top:bottom, left:right] = here
         assert plane is not None, "an empty plane"
-        return Sheet(plane, mean, squares / count) if count else Sheet(plane)
+        return Activation(plane, mean, squares / count) if count else Activation(plane)
 
-    def group_norm(self, norm: nn.Module, tile: Tensor, sheet: Sheet) -> Tensor:
+    def group_norm(self, norm: nn.Module, tile: Tensor, sheet: Activation) -> Tensor:
         """``tile`` of ``sheet`` through ``norm`` with the moments of the whole plane, rounded to its dtype once."""
         if sheet.mean is None or sheet.variance is None:
             raise ValueError("a group norm over a plane whose moments were not gathered")
@@ -141,7 +141,7 @@ class Stream:
             )
             return torch.addcmul(offset, tile.float(), factor).to(tile.dtype)
 
-    def _one(self, run: Callable[..., Tensor], planes: list[Tensor], place: Place) -> Tensor:
+    def _one(self, run: Callable[..., Tensor], planes: list[Tensor], place: TilePosition) -> Tensor:
         if self.past is not None:
             self.past.place = place
         tiles = [self.way.to_device(place.read(plane).contiguous()) for plane in planes]
@@ -181,11 +181,11 @@ def merge_moments(before: Moments, piece: Moments) -> Moments:
     return total, mean + apart * (more / total), squares + own_squares + apart**2 * (count * more / total)
 
 
-def place_of(region: Region, halo: int, height: int, width: int) -> Place:
+def place_of(region: Region, halo: int, height: int, width: int) -> TilePosition:
     """``region`` of a plane with ``halo`` cells around it, as far as there are any."""
     top, bottom, left, right = region
     around = min(halo, top), min(halo, height - bottom), min(halo, left), min(halo, width - right)
-    return Place((top, bottom), (left, right), around, height, width)
+    return TilePosition((top, bottom), (left, right), around, height, width)
 
 
 def parted(region: Region, side: int) -> list[Region]:
@@ -251,7 +251,7 @@ def streamed(stream: Stream, vae: Any, latents: Tensor, time: Tensor | None = No
         )
     with ExitStack() as stack:
         stack.enter_context(own_tensors(vae.decoder))
-        return WALKS[full_name(vae)](stream, vae, Sheet(latents.to(stream.way.dtype)), time).plane
+        return WALKS[full_name(vae)](stream, vae, Activation(latents.to(stream.way.dtype)), time).plane
 
 
 def unstreamable(vae: Any) -> str:
@@ -263,7 +263,7 @@ def unstreamable(vae: Any) -> str:
     return ""
 
 
-def _hunyuan(stream: Stream, vae: Any, latents: Sheet, _: Any) -> Sheet:
+def _hunyuan(stream: Stream, vae: Any, latents: Activation, _: Any) -> Activation:
     """HunyuanVideo and FramePack.
 
     Source: diffusers ``HunyuanVideoDecoder3D.forward`` and the blocks it calls.
@@ -289,7 +289,7 @@ def _hunyuan(stream: Stream, vae: Any, latents: Sheet, _: Any) -> Sheet:
     return stream.walk(last, x, halo=1)
 
 
-def _mochi(stream: Stream, vae: Any, latents: Sheet, _: Any) -> Sheet:
+def _mochi(stream: Stream, vae: Any, latents: Activation, _: Any) -> Activation:
     """Mochi, with the frames that its decoder makes in front of the first.
 
     Source: diffusers ``MochiDecoder3D.forward`` and the blocks it calls.
@@ -297,7 +297,7 @@ def _mochi(stream: Stream, vae: Any, latents: Sheet, _: Any) -> Sheet:
     decoder = vae.decoder
     stream.groups, stream.per_frame = decoder.block_in.resnets[0].norm1.norm_layer.num_groups, True
 
-    def through(resnets: Any, x: Sheet) -> Sheet:
+    def through(resnets: Any, x: Activation) -> Activation:
         for resnet in resnets:
             x = _group_normed(stream, resnet, resnet.norm1.norm_layer, resnet.norm2.norm_layer, x)
         return x
@@ -311,7 +311,7 @@ def _mochi(stream: Stream, vae: Any, latents: Sheet, _: Any) -> Sheet:
     )
 
 
-def _hunyuan15(stream: Stream, vae: Any, latents: Sheet, _: Any) -> Sheet:
+def _hunyuan15(stream: Stream, vae: Any, latents: Activation, _: Any) -> Activation:
     """HunyuanVideo 1.5, whose norms are per voxel.
 
     Source: diffusers ``HunyuanVideo15Decoder3D.forward``.
@@ -330,7 +330,7 @@ def _hunyuan15(stream: Stream, vae: Any, latents: Sheet, _: Any) -> Sheet:
     return stream.walk(lambda tile: decoder.conv_out(decoder.conv_act(decoder.norm_out(tile))), x, halo=1)
 
 
-def _ltx(stream: Stream, vae: Any, latents: Sheet, time: Tensor | None) -> Sheet:
+def _ltx(stream: Stream, vae: Any, latents: Activation, time: Tensor | None) -> Activation:
     """LTX-Video: each residual block is local, and a timestep, where there is one, is the same everywhere.
 
     Source: diffusers ``LTXVideoDecoder3d.forward`` and the blocks it calls.
@@ -339,7 +339,7 @@ def _ltx(stream: Stream, vae: Any, latents: Sheet, time: Tensor | None) -> Sheet
     if decoder.timestep_scale_multiplier is not None and time is not None:
         time = time * decoder.timestep_scale_multiplier
 
-    def through(resnets: Any, x: Sheet, embedded: Any) -> Sheet:
+    def through(resnets: Any, x: Activation, embedded: Any) -> Activation:
         for resnet in resnets:
             x = stream.walk(lambda tile, resnet=resnet: resnet(tile, embedded, None), x, halo=2)
         return x
@@ -366,7 +366,7 @@ def _ltx(stream: Stream, vae: Any, latents: Sheet, time: Tensor | None) -> Sheet
     return stream.walk(last, x, halo=1, grow=decoder.patch_size)
 
 
-def _group_normed(stream: Stream, block: Any, norm1: nn.Module, norm2: nn.Module, x: Sheet) -> Sheet:
+def _group_normed(stream: Stream, block: Any, norm1: nn.Module, norm2: nn.Module, x: Activation) -> Activation:
     """A residual block of two group norms and two convolutions."""
 
     def first(tile: Tensor) -> Tensor:
@@ -382,7 +382,7 @@ def _group_normed(stream: Stream, block: Any, norm1: nn.Module, norm2: nn.Module
     return stream.walk(second, hidden, x, halo=1)
 
 
-def _cells(stream: Stream, attn: Any, x: Sheet) -> Sheet:
+def _cells(stream: Stream, attn: Any, x: Activation) -> Activation:
     """HunyuanVideo's attention: keys and values of the whole plane first, then the queries of each tile."""
 
     def tokens(tile: Tensor) -> Tensor:
@@ -404,7 +404,7 @@ def _cells(stream: Stream, attn: Any, x: Sheet) -> Sheet:
     return stream.walk(one, x)
 
 
-def _voxels(stream: Stream, attn: Any, x: Sheet) -> Sheet:
+def _voxels(stream: Stream, attn: Any, x: Activation) -> Activation:
     """HunyuanVideo 1.5's attention, in which frames of earlier chunks are seen too."""
 
     def keys(tile: Tensor) -> Tensor:
@@ -459,7 +459,7 @@ def _only(result: Any) -> Tensor:
     return output
 
 
-WALKS: dict[str, Callable[[Stream, Any, Sheet, Any], Sheet]] = {
+WALKS: dict[str, Callable[[Stream, Any, Activation, Any], Activation]] = {
     f"{AUTOENCODERS}hunyuan_video.AutoencoderKLHunyuanVideo": _hunyuan,
     f"{AUTOENCODERS}hunyuanvideo15.AutoencoderKLHunyuanVideo15": _hunyuan15,
     f"{AUTOENCODERS}ltx.AutoencoderKLLTXVideo": _ltx,

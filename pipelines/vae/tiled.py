@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ...compat.memory.transfer import Transfer
-from ...compat.output_check import Judge, UnsoundError
+from ...compat.output_check import InvalidOutputError, Judge
 from ...compat.transforms.attention_processors import full_name
-from .chunked import AUTOENCODERS, Past, remembering
+from .chunked import AUTOENCODERS, CausalCache, remembering
 from .layerwise import Stream, streamed
 from .plan import Attempt
 
@@ -40,7 +40,7 @@ class Region:
     columns: tuple[int, int]
     weights: tuple[Tensor, Tensor] | None = None
     frames: int = 0
-    past: Past | None = None
+    past: CausalCache | None = None
 
     @property
     def cells(self) -> int:
@@ -127,7 +127,7 @@ class Work:
             many = min(chunk or total, total - region.frames)
             part = latents[:, :, region.frames : region.frames + many]
             if many < total:
-                region.past = region.past or Past(transfer)
+                region.past = region.past or CausalCache(transfer)
                 region.past.way = transfer
             with self.guard(*self._share(many * region.cells)):
                 try:
@@ -143,7 +143,13 @@ class Work:
         region.past = None
 
     def _decoded(
-        self, vae: Any, transfer: Transfer, attempt: Attempt, time: Tensor | None, latents: Tensor, past: Past | None
+        self,
+        vae: Any,
+        transfer: Transfer,
+        attempt: Attempt,
+        time: Tensor | None,
+        latents: Tensor,
+        past: CausalCache | None,
     ) -> Tensor:
         """Frames of one call, on the host in fp32."""
         with nullcontext() if past is None else remembering(vae, past):
@@ -157,7 +163,7 @@ class Work:
             )
             video = streamed(stream, vae, latents, time)
             if fault := self.judge(video):
-                raise UnsoundError(fault)
+                raise InvalidOutputError(fault)
             return video.float()
 
     def _put(self, window: Window, region: Region, frames: Tensor) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from anygpu.compat.memory.offloader import MODES, Offloader, OffloadOptions, OwnOffloader
+from anygpu.compat.memory.offloader import MODES, Offloader, OffloadOptions, StandaloneOffloader
 from anygpu.compat.memory.parts import Parts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,7 +44,8 @@ def test_every_member_says_what_it_is():
 
 
 @pytest.mark.parametrize(
-    ("path", "name"), [("compat/memory/offloader.py", "OwnOffloader"), ("host/memory_manager.py", "ComfyOffloader")]
+    ("path", "name"),
+    [("compat/memory/offloader.py", "StandaloneOffloader"), ("host/memory_manager.py", "ComfyOffloader")],
 )
 def test_both_offloaders_have_every_member(path: str, name: str) -> None:
     members = members_in_source(path, name)
@@ -65,7 +66,9 @@ def test_nobody_asks_an_offloader_what_it_has():
 @pytest.mark.parametrize("mode", MODES)
 def test_an_offloader_with_adapters_shares_all_else(mode: str) -> None:
     """A pipeline with a LoRA, and the one it was made of, are the same on the device."""
-    plain = OwnOffloader(Parts({"vae": lambda _: torch.nn.Linear(2, 2)}), CPU, mode, OffloadOptions({"vae": CPU}))
+    plain = StandaloneOffloader(
+        Parts({"vae": lambda _: torch.nn.Linear(2, 2)}), CPU, mode, OffloadOptions({"vae": CPU})
+    )
     adapters = object()
     other = plain.with_adapters(adapters)  # type: ignore[arg-type]
     assert (plain.adapters, other.adapters) == (None, adapters)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from anygpu.compat.memory.offloader import OwnOffloader
+from anygpu.compat.memory.offloader import StandaloneOffloader
 from anygpu.pipelines import tiny
 from anygpu.pipelines.base import Pipeline
 from anygpu.pipelines.loading.folder import LoadRequest, load
@@ -42,7 +42,7 @@ def run(pipeline: Pipeline, progress: Any = None) -> tuple[torch.Tensor, torch.T
     return rendered(pipeline, CASES[pipeline.family], progress)
 
 
-class LeafByLeaf(OwnOffloader):
+class LeafByLeaf(StandaloneOffloader):
     """The offloader that a person makes by hand of accelerate alone: each layer comes for its forward and goes.
 
     An image encoder comes as a whole, since its pooling reads weights that hooks on its layers do not see.

@@ -13,7 +13,7 @@ from anygpu.compat.device.probe_store import ProbeStore
 from anygpu.compat.device.quirks import abilities
 from anygpu.compat.errors import UnsupportedError
 from anygpu.compat.memory.hooks import own_tensors, weights_on
-from anygpu.compat.memory.offloader import MODES, OwnOffloader
+from anygpu.compat.memory.offloader import MODES, StandaloneOffloader
 from anygpu.compat.precision import DTYPES
 from anygpu.compat.transforms.conv3d import Conv3dForm, swap_conv3d
 from anygpu.compat.transforms.conv3d_choice import Conv3dLayer, choose_by, form_error, form_times
@@ -61,7 +61,7 @@ def randomised(name: str) -> Any:
 
 
 def resident(mode: str, module: nn.Module, device: torch.device, name: str = "vae") -> Any:
-    return OwnOffloader(Parts({name: lambda _progress: module}), device, mode)
+    return StandaloneOffloader(Parts({name: lambda _progress: module}), device, mode)
 
 
 def sample(*size: int) -> torch.Tensor:

@@ -23,11 +23,11 @@ from ...base import (
     ImageCondition,
     Latents,
     Pipeline,
-    Portion,
     Progress,
     Prompt,
     PromptRequest,
     SampleSettings,
+    SubProgress,
 )
 from ...grid import MOST_FRAMES, snap_frames
 from ...memory.estimates import beside_transformer
@@ -35,7 +35,7 @@ from ...memory.fit import make_room_and_retry
 from ...sampling.core_sampler import Call, guidance_of, required
 from ...sampling.guidance import Guidance
 from ...sampling.loop import denoise, noise_for, sampled_latents
-from ...sampling.resume import Keeper, Standing
+from ...sampling.resume import SectionState, SectionStore
 from ...sampling.schedules import Levels, even_levels, schedule_for
 from ...text.llama import POOLED, llama_embeds, llama_from_core
 from ...text.t5 import EMBEDS, MASK, described
@@ -116,7 +116,7 @@ def sample(
     settings: SampleSettings,
     framepack: FramePackSettings,
     progress: Progress,
-    keeper: Keeper | None = None,
+    keeper: SectionStore | None = None,
 ) -> Latents:
     """Latents (1, 16, T, H / 8, W / 8) in core's space, of all sections; ``frames`` says how many frames count.
 
@@ -152,7 +152,7 @@ def sample(
     with hold as transformer, checked_leaves(transformer, progress.check):
         for index in range(len(history.lengths), plan.count):
             forward = _forward(pipeline, transformer, history, image.tensors[VISION].to(device), settings)
-            noise, part = noise_for(shape, generator, device), Portion(progress, index, plan.count, "section")
+            noise, part = noise_for(shape, generator, device), SubProgress(progress, index, plan.count, "section")
             history.add(_section(pipeline, forward, texts[plan.place(index)], settings, noise, part))
             found = described(_so_far(pipeline, history, settings, generator), prompt)
             if keeper is not None:
@@ -198,13 +198,13 @@ def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form 
     largest = max((latents.samples[:, :, cut].shape for cut in cuts), key=math.prod)
     with decoding(pipeline, largest, progress, form) as passes:
         videos = (
-            passes.decode(latents.samples[:, :, cut], Portion(progress, index, len(cuts), "section"))
+            passes.decode(latents.samples[:, :, cut], SubProgress(progress, index, len(cuts), "section"))
             for index, cut in enumerate(cuts)
         )
         return joined(videos, window, inverted)
 
 
-def _resume(history: History, generator: torch.Generator, standing: Standing | None, progress: Progress) -> None:
+def _resume(history: History, generator: torch.Generator, standing: SectionState | None, progress: Progress) -> None:
     """Restore ``history`` and ``generator`` from an earlier sampling of the same video, and notify the user."""
     count, wanted = history.plan.count, list(history.start.shape)
     if standing is None or not 0 < len(standing.lengths) < count:

@@ -12,7 +12,7 @@ from ....compat.errors import InputError
 from ...base import SECTION_ORDERS, FramePackSettings
 from ...grid import require_range
 from ...pictures import unsigned
-from ...sampling.resume import Standing
+from ...sampling.resume import SectionState
 from .spec import F1, TEMPORAL_RATIO
 
 INVERTED, VANILLA = SECTION_ORDERS
@@ -156,11 +156,11 @@ class History:
             self.latents = torch.cat([self.latents, latents], dim=2)
         self.lengths.append(self.latents.shape[2])
 
-    def standing(self, generator_state: bytes) -> Standing:
+    def standing(self, generator_state: bytes) -> SectionState:
         """Everything that the next section needs."""
-        return Standing(self.latents, tuple(self.lengths), generator_state)
+        return SectionState(self.latents, tuple(self.lengths), generator_state)
 
-    def resume(self, standing: Standing) -> None:
+    def resume(self, standing: SectionState) -> None:
         """Take in the sections of an earlier sampling of the same video."""
         self.latents, self.lengths = standing.latents, list(standing.lengths)
 

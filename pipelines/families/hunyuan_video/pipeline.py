@@ -25,7 +25,7 @@ from ...sampling.core_sampler import Call, guidance_of, required
 from ...sampling.guidance import Guidance
 from ...sampling.loop import NoiseMask, denoise, latent_shape, noise_for, noise_mask_for, sampled_latents, start_from
 from ...sampling.schedules import even_levels, schedule_for
-from ...text.llama import POOLED, Sight, llama_embeds, llama_from_core
+from ...text.llama import POOLED, LlavaInput, llama_embeds, llama_from_core
 from ...text.t5 import EMBEDS, MASK
 from ...vae.fallback import decoded, encoded
 from .spec import CHANNELS, SPEC, TEMPORAL_RATIO
@@ -157,7 +157,7 @@ def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form 
     return decoded(pipeline, latents.samples, progress, form)[int(latents.extra.get("drop_frames", 0)) :]
 
 
-def _sight(pipeline: Pipeline, request: PromptRequest) -> Sight:
+def _sight(pipeline: Pipeline, request: PromptRequest) -> LlavaInput:
     """The picture for the prompt, and a black one for the negative prompt.
 
     The negative prompt keeps as many picture states as the prompt. Upstream forgets to say so in its own call, and
@@ -182,7 +182,7 @@ def _sight(pipeline: Pipeline, request: PromptRequest) -> Sight:
     picture = Image.fromarray((request.image[0] * 255).round().clamp(0, 255).to(torch.uint8).numpy())
     kind = image_condition(pipeline.configs["transformer"])
     black = Image.new("RGB", picture.size)
-    return Sight(picture, black, pipeline.tools["image_processor"], INTERLEAVE.get(str(kind), 1))
+    return LlavaInput(picture, black, pipeline.tools["image_processor"], INTERLEAVE.get(str(kind), 1))
 
 
 def _check(pipeline: Pipeline, kind: str | None, settings: SampleSettings, progress: Progress) -> None:

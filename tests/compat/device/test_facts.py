@@ -181,7 +181,7 @@ def test_each_device_is_named_its_index(arch, backend, index):
 
 def test_a_build_without_this_card_is_one_line_with_the_index(monkeypatch):
     monkeypatch.setattr(
-        wheels, "answers", lambda _: "CUDA error: no kernel image is available for execution on the device"
+        wheels, "device_fault", lambda _: "CUDA error: no kernel image is available for execution on the device"
     )
     with pytest.raises(UnsupportedError, match=r"no kernels for a card \(sm61\).*sm_75.*whl/cu126") as raised:
         wheels.require_kernels(_wants("sm61", ("sm_75",)))
@@ -193,7 +193,7 @@ def test_a_card_that_computes_is_believed_more_than_the_list():
 
 
 def test_a_device_that_has_gone_is_one_line(monkeypatch):
-    monkeypatch.setattr(wheels, "answers", lambda _: "CUDA error: device-side assert triggered")
+    monkeypatch.setattr(wheels, "device_fault", lambda _: "CUDA error: device-side assert triggered")
     with pytest.raises(UnsupportedError, match=r"has stopped answering .*device-side assert"):
         wheels.require_kernels(_wants("sm90", ("sm_90",)))
 

@@ -250,7 +250,7 @@ def test_a_device_that_disappears_is_one_line_and_nothing_is_kept(tmp_path, monk
     def gone(device):
         raise RuntimeError("device lost")
 
-    monkeypatch.setattr(probe_store, "answers", lambda device: "device lost")
+    monkeypatch.setattr(probe_store, "device_fault", lambda device: "device lost")
     with pytest.raises(UnsupportedError, match="has stopped answering"):
         ProbeStore(CPU, tmp_path, more={"triton": gone})["triton"]
     assert not list(tmp_path.iterdir())

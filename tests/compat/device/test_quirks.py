@@ -54,7 +54,7 @@ def other(backend, **versions):
 
 
 @dataclass(frozen=True)
-class Stand:
+class BugCase:
     """A machine with the bug, one without, and what is then decided: of Care, or of the precision of a family."""
 
     here: Any
@@ -84,38 +84,42 @@ def vae_in_fp32_only(facts):
     return str(chosen).startswith("transformer bf16, text bf16, VAE fp32")
 
 
-STANDS = {
-    "bf16_emulated": Stand(nvidia("sm75"), nvidia("sm80"), safe),
-    "bf16_convolution_missing": Stand(
+BUG_CASES = {
+    "bf16_emulated": BugCase(nvidia("sm75"), nvidia("sm80"), safe),
+    "bf16_convolution_missing": BugCase(
         nvidia("sm75"), nvidia("sm86"), lambda facts: str(precision_for(PLAIN, facts, "bf16").conv) == "torch.float32"
     ),
-    "gtx16_fp16_nan": Stand(
+    "gtx16_fp16_nan": BugCase(
         nvidia("sm75", "NVIDIA GeForce GTX 1660 Ti"),
         nvidia("sm75", "NVIDIA GeForce RTX 2060"),
         lambda facts: precision_for(PLAIN, facts).choice == "fp32",
     ),
-    "volta_fp16_conv3d": Stand(nvidia("sm70"), nvidia("sm75"), replaced("conv3d.fp16")),
-    "zluda_bf16_convolution": Stand(nvidia("sm86", "Radeon RX 7900 [ZLUDA]"), nvidia("sm86"), replaced("conv2d.bf16")),
-    "conv3d_without_cudnn": Stand(nvidia(torch="2.9.0+cu128"), nvidia(torch="2.9.1"), replaced("conv3d.bf16")),
-    "conv3d_without_old_cudnn": Stand(
+    "volta_fp16_conv3d": BugCase(nvidia("sm70"), nvidia("sm75"), replaced("conv3d.fp16")),
+    "zluda_bf16_convolution": BugCase(
+        nvidia("sm86", "Radeon RX 7900 [ZLUDA]"), nvidia("sm86"), replaced("conv2d.bf16")
+    ),
+    "conv3d_without_cudnn": BugCase(nvidia(torch="2.9.0+cu128"), nvidia(torch="2.9.1"), replaced("conv3d.bf16")),
+    "conv3d_without_old_cudnn": BugCase(
         nvidia(torch="2.10.0", cudnn="9.10.2"), nvidia(torch="2.10.0", cudnn="9.15.0"), replaced("conv3d.fp16")
     ),
-    "cudnn_large_convolution": Stand(nvidia(cudnn="9.10.2"), nvidia(cudnn="9.15"), cared("conv_bytes", 2 * GIBIBYTE)),
-    "triton_without_turing": Stand(nvidia("sm75", triton="3.3.1"), nvidia("sm75", triton="3.2.0"), unusable("triton")),
-    "gfx115x_bf16_partial": Stand(radeon("gfx1151", rocm="7.2"), radeon("gfx1201"), vae_in_fp32_only),
-    "gfx115x_bf16_old": Stand(radeon("gfx1150", rocm="7.0.2"), radeon("gfx1150", rocm="7.1.0"), safe),
-    "gfx11_bf16_off": Stand(radeon("gfx1100", rocm="7.2"), radeon("gfx1151", rocm="7.2"), safe),
-    "no_bf16_units": Stand(radeon("gfx1030"), radeon("gfx942"), safe),
-    "miopen_search": Stand(radeon("gfx1201", rocm="7.2"), radeon("gfx1201", rocm="7.14"), cared("vae_cudnn", False)),
-    "conv3d_abort": Stand(radeon("gfx1151"), radeon("gfx1201"), cared("tile_pixels", 256)),
-    "conv3d_never_ends": Stand(radeon("gfx1100"), radeon("gfx1201"), cared("tile_pixels", 128)),
-    "benchmark_on_radeon": Stand(radeon("gfx1030"), radeon("gfx942"), cared("benchmark", False)),
-    "mps_time_pad": Stand(other("mps"), other("xpu"), replaced("pad3d.fp32")),
-    "mps_conv3d_contiguous": Stand(other("mps"), other("xpu"), replaced("conv3d.fp32")),
-    "mps_bf16_before_macos14": Stand(other("mps", macos="13.6"), other("mps", macos="14.0"), safe),
-    "xpu_allocation": Stand(other("xpu"), nvidia(), cared("allocation_bytes", 4 * GIBIBYTE)),
-    "xpu_sliced_weight": Stand(other("xpu"), nvidia(), cared("contiguous_weights", True)),
-    "cpu_fp16_conv3d": Stand(other("cpu"), other("xpu"), replaced("conv3d.fp16")),
+    "cudnn_large_convolution": BugCase(nvidia(cudnn="9.10.2"), nvidia(cudnn="9.15"), cared("conv_bytes", 2 * GIBIBYTE)),
+    "triton_without_turing": BugCase(
+        nvidia("sm75", triton="3.3.1"), nvidia("sm75", triton="3.2.0"), unusable("triton")
+    ),
+    "gfx115x_bf16_partial": BugCase(radeon("gfx1151", rocm="7.2"), radeon("gfx1201"), vae_in_fp32_only),
+    "gfx115x_bf16_old": BugCase(radeon("gfx1150", rocm="7.0.2"), radeon("gfx1150", rocm="7.1.0"), safe),
+    "gfx11_bf16_off": BugCase(radeon("gfx1100", rocm="7.2"), radeon("gfx1151", rocm="7.2"), safe),
+    "no_bf16_units": BugCase(radeon("gfx1030"), radeon("gfx942"), safe),
+    "miopen_search": BugCase(radeon("gfx1201", rocm="7.2"), radeon("gfx1201", rocm="7.14"), cared("vae_cudnn", False)),
+    "conv3d_abort": BugCase(radeon("gfx1151"), radeon("gfx1201"), cared("tile_pixels", 256)),
+    "conv3d_never_ends": BugCase(radeon("gfx1100"), radeon("gfx1201"), cared("tile_pixels", 128)),
+    "benchmark_on_radeon": BugCase(radeon("gfx1030"), radeon("gfx942"), cared("benchmark", False)),
+    "mps_time_pad": BugCase(other("mps"), other("xpu"), replaced("pad3d.fp32")),
+    "mps_conv3d_contiguous": BugCase(other("mps"), other("xpu"), replaced("conv3d.fp32")),
+    "mps_bf16_before_macos14": BugCase(other("mps", macos="13.6"), other("mps", macos="14.0"), safe),
+    "xpu_allocation": BugCase(other("xpu"), nvidia(), cared("allocation_bytes", 4 * GIBIBYTE)),
+    "xpu_sliced_weight": BugCase(other("xpu"), nvidia(), cared("contiguous_weights", True)),
+    "cpu_fp16_conv3d": BugCase(other("cpu"), other("xpu"), replaced("conv3d.fp16")),
 }
 
 
@@ -198,7 +202,7 @@ def test_auto_runs_nothing_that_the_rows_of_a_machine_name(acc, tiny_folder, row
     if not row.wrong and not row.costly:
         assert row.effect and set(row.effect) <= set(ACTING)
         return
-    facts = STANDS[row.name].here
+    facts = BUG_CASES[row.name].here
     bad = {operation for each in active(facts) for operation in (*each.wrong, *each.costly)}
     assert not met_on(acc, facts, tiny_folder) & bad
 
@@ -249,13 +253,13 @@ def test_kernels_stay_off_where_triton_builds_none(monkeypatch, triton, verdict)
 
 
 def test_every_row_has_a_machine_to_stand_on():
-    assert set(STANDS) == {row.name for row in QUIRKS}
+    assert set(BUG_CASES) == {row.name for row in QUIRKS}
     assert len({row.name for row in QUIRKS}) == len(QUIRKS)
 
 
-@pytest.mark.parametrize("name", STANDS)
+@pytest.mark.parametrize("name", BUG_CASES)
 def test_the_effect_is_seen_on_the_machine_and_not_elsewhere(name):
-    stand = STANDS[name]
+    stand = BUG_CASES[name]
     assert name in {row.name for row in active(stand.here)}
     assert name not in {row.name for row in active(stand.elsewhere)}
     assert stand.effect(stand.here)
@@ -277,7 +281,7 @@ def test_each_row_is_dated_sourced_and_does_something(row):
     "name", ["gfx115x_bf16_partial", "gfx115x_bf16_old", "gfx11_bf16_off", "mps_bf16_before_macos14", "gtx16_fp16_nan"]
 )
 def test_an_answer_of_the_device_outranks_the_row(name):
-    facts = STANDS[name].here
+    facts = BUG_CASES[name].here
     good = {operation: ProbeResult(OK) for row in active(facts) for operation in row.wrong}
     good |= {
         f"cast.{pair}": ProbeResult(OK) for pair in ("bf16_to_fp32", "fp32_to_bf16", "fp16_to_fp32", "fp32_to_fp16")

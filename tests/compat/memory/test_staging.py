@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from anygpu.compat.checkpoints.headers import declared
-from anygpu.compat.checkpoints.weights import let_go, read_tensors
+from anygpu.compat.checkpoints.weights import read_tensors, release_pages
 from anygpu.compat.device import timed_choice
 from anygpu.compat.device.facts import facts_for
 from anygpu.compat.device.probe_store import UNKNOWN, ProbeStore
@@ -176,7 +176,7 @@ def test_a_view_that_is_let_go_reads_the_same_bytes_and_holds_no_memory(tmp_path
         return int(next(line for line in lines[first:] if line.startswith("Rss:")).split()[1])
 
     total, before = int(parameter.sum()), resident()
-    let_go(parameter)
+    release_pages(parameter)
     assert before > 30_000 > 100 > resident()
     assert int(parameter.sum()) == total == (2**23 - 1) * 2**22
-    let_go(torch.ones(4))  # which is nobody's view
+    release_pages(torch.ones(4))  # which is nobody's view

@@ -13,7 +13,7 @@ import pytest
 import torch
 from anygpu.compat.decision import Decision
 from anygpu.compat.errors import InputError, UnsupportedError
-from anygpu.compat.memory.offloader import OwnOffloader
+from anygpu.compat.memory.offloader import StandaloneOffloader
 from anygpu.pipelines import stages, tiny
 from anygpu.pipelines.base import (
     FramePackSettings,
@@ -86,16 +86,16 @@ def _frames(count: int) -> int:
 class Kept:
     """A keeper that remembers each section; ``standing`` is what an earlier sampling left."""
 
-    def __init__(self, standing: resume.Standing | None = None, cut_after: int = 0) -> None:
+    def __init__(self, standing: resume.SectionState | None = None, cut_after: int = 0) -> None:
         self.standing, self.cut_after = standing, cut_after
         self.parts: list[tuple[int, int, Latents]] = []
         self.keys: list[str] = []
 
-    def found(self, key: str) -> resume.Standing | None:
+    def found(self, key: str) -> resume.SectionState | None:
         self.keys.append(key)
         return self.standing
 
-    def keep(self, key: str, index: int, count: int, latents: Latents, standing: resume.Standing) -> None:
+    def keep(self, key: str, index: int, count: int, latents: Latents, standing: resume.SectionState) -> None:
         self.parts.append((index, count, latents))
         self.standing = standing
         if self.cut_after == index + 1:
@@ -258,7 +258,7 @@ def test_given_vision_replaces_siglip(run: Any, recorded: Any) -> None:
 # Sampling as it goes ----------------------------------------------------------------------------------------------
 
 
-class _Held(OwnOffloader):
+class _Held(StandaloneOffloader):
     """An offloader that remembers what was held."""
 
     def __init__(self, parts: Any) -> None:
@@ -337,7 +337,7 @@ def key_of(made: SimpleNamespace, **changes: Any) -> str:
 def test_a_standing_of_another_size_is_not_gone_on_with(run: Any) -> None:
     made, keeper = run(I2V), Kept()
     expected = _sampled(made, 3, keep=keeper)
-    wrong = resume.Standing(torch.zeros(1, 4, 2, 8, 8), (2,), expected.extra["generator_state"])
+    wrong = resume.SectionState(torch.zeros(1, 4, 2, 8, 8), (2,), expected.extra["generator_state"])
     assert torch.equal(_sampled(made, 3, keep=Kept(wrong)).samples, expected.samples)
 
 

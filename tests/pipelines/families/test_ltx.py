@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from anygpu.compat.errors import InputError
-from anygpu.compat.memory.offloader import OwnOffloader
+from anygpu.compat.memory.offloader import StandaloneOffloader
 from anygpu.pipelines import stages, tiny
 from anygpu.pipelines.base import (
     ImageCondition,
@@ -367,7 +367,7 @@ def test_bf16_runs_with_text_of_either_dtype(plain: Model, tiny_folder: Path, te
 
 def test_sequential_offload_reads_the_vaes_statistics(plain: Model, tiny_folder: Path) -> None:
     fresh = load(LoadRequest(tiny.build("ltx", tiny_folder), device="cpu"))
-    moved = replace(fresh, offloader=OwnOffloader(fresh.parts, torch.device("cpu"), "sequential"))
+    moved = replace(fresh, offloader=StandaloneOffloader(fresh.parts, torch.device("cpu"), "sequential"))
     expected = ours(plain, anchors=PLACES["first frame"])
     frames = stages.decode(plain.pipeline, expected, Silent())
     for _ in range(2):

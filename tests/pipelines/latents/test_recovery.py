@@ -12,7 +12,7 @@ import torch
 from anygpu.compat.errors import CheckpointError
 from anygpu.pipelines.base import Latents
 from anygpu.pipelines.latents import recovery
-from anygpu.pipelines.sampling.resume import Standing
+from anygpu.pipelines.sampling.resume import SectionState
 
 SAMPLES = torch.randn(1, 16, 3, 4, 6)
 EXTRA = {"generator_state": torch.Generator().get_state().numpy().tobytes(), "section_lengths": [2], "prompt": "a cat"}
@@ -101,7 +101,7 @@ def test_sections_share_one_file_and_are_found_until_the_last(tmp_path: Path) ->
     said: list[str] = []
     keeper = recovery.KeptSections(tmp_path, said.append)
     assert keeper.found("key") is None
-    standing = Standing(SAMPLES * 0.3, (2,), EXTRA["generator_state"])
+    standing = SectionState(SAMPLES * 0.3, (2,), EXTRA["generator_state"])
     keeper.keep("key", 0, 3, LATENTS, standing)
     (listed,) = recovery.listing(tmp_path)
     assert listed.unfinished == "section 1 of 3" and "section 1 of 3" in listed.name
@@ -122,7 +122,7 @@ def test_sections_share_one_file_and_are_found_until_the_last(tmp_path: Path) ->
 
 def test_a_damaged_section_is_started_over(tmp_path: Path) -> None:
     keeper = recovery.KeptSections(tmp_path, lambda _text: None)
-    keeper.keep("key", 0, 3, LATENTS, Standing(SAMPLES, (2,), EXTRA["generator_state"]))
+    keeper.keep("key", 0, 3, LATENTS, SectionState(SAMPLES, (2,), EXTRA["generator_state"]))
     (path,) = tmp_path.glob("*.safetensors")
     whole = path.read_bytes()
     path.write_bytes(whole[:-8])

@@ -264,6 +264,6 @@ def test_t5_makes_a_weight_dense_only_to_compute_with_it(tiny_folder, monkeypatc
         found.append(stages.encode_prompt(pipeline, PromptRequest('a sign that says "cat"', 'no "dog"'), Silent()))
         assert max(made.count(layer) for layer in layers) == most
         for module in (t5, qwen):
-            monkeypatch.setattr(module, "outlined", lambda _: nullcontext())
+            monkeypatch.setattr(module, "without_unpacking", lambda _: nullcontext())
     for ours, theirs in zip(*((one.embeds, one.negative) for one in found), strict=True):
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

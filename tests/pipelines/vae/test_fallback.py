@@ -10,14 +10,20 @@ import pytest
 import torch
 from anygpu.compat.device.failures import KERNEL, MEMORY, VALUES, failure_kind
 from anygpu.compat.device.quirks import DevicePolicy
-from anygpu.compat.device.vae_policy import convolution_switches, largest_buffer_bytes, straightened, tiled, tiles_below
+from anygpu.compat.device.vae_policy import (
+    convolution_switches,
+    largest_buffer_bytes,
+    make_contiguous,
+    tiled,
+    tiles_below,
+)
 from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.compat.output_check import (
     BROKEN,
     COLOUR,
     CONSTANT,
     ZEROS,
-    UnsoundError,
+    InvalidOutputError,
     checked_parts,
     fault_in_frames,
     fault_in_latents,
@@ -98,7 +104,7 @@ def test_every_list_of_fallbacks_ends():
         (RuntimeError("GET was unable to find an engine to execute this computation"), KERNEL),
         (NotImplementedError("no 3-D kernels"), KERNEL),
         (TypeError("Cannot convert a MPS Tensor to float64 dtype"), KERNEL),
-        (UnsoundError(BROKEN), VALUES),
+        (InvalidOutputError(BROKEN), VALUES),
         (UnsupportedError("x", expected="y", fix="z"), ""),
         (InputError("x", expected="y", fix="z"), ""),
         (TypeError("decode() got an unexpected keyword"), ""),
@@ -131,7 +137,7 @@ def test_a_broken_part_stops_the_rest():
 
     calls: list[torch.Tensor] = []
     coder = Two()
-    with pytest.raises(UnsoundError, match=BROKEN), checked_parts(coder, fault_in_frames):
+    with pytest.raises(InvalidOutputError, match=BROKEN), checked_parts(coder, fault_in_frames):
         for value in (1.0, float("nan"), 2.0):
             coder(torch.full((1, 3, 1, 2, 2), value) + torch.rand(1, 3, 1, 2, 2))
     assert len(calls) == 2
@@ -174,14 +180,14 @@ def test_tiling_is_scoped_and_its_stride_is_whole_latents():
     assert tiles_below(256, 32) == (128, 64) and tiles_below(256, 64) == (128,) and tiles_below(64) == ()
 
 
-def test_weights_are_straightened_and_keep_their_values():
+def test_weights_are_made_contiguous_and_keep_their_values():
     conv = nn.Conv3d(4, 6, 3)
     plain = conv.weight.detach().clone()
     conv.weight.data = plain.transpose(2, 4).contiguous().transpose(2, 4)
     assert not conv.weight.is_contiguous()
-    assert straightened(conv) == 1 and conv.weight.is_contiguous() and torch.equal(conv.weight, plain)
+    assert make_contiguous(conv) == 1 and conv.weight.is_contiguous() and torch.equal(conv.weight, plain)
     conv.weight.data = plain.contiguous(memory_format=torch.channels_last_3d)
-    assert straightened(conv) == 0
+    assert make_contiguous(conv) == 0
 
 
 def test_the_largest_buffer_is_about_what_a_decoder_makes():

@@ -11,7 +11,7 @@ import torch
 from anygpu.compat.device.vae_policy import Form, checked_form
 from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.compat.memory.transfer import Transfer
-from anygpu.pipelines.base import Portion
+from anygpu.pipelines.base import SubProgress
 from anygpu.pipelines.tiny import parts
 from anygpu.pipelines.tiny.weights import randomise
 from anygpu.pipelines.vae import tiled as decode_work
@@ -268,7 +268,7 @@ def test_values_out_of_range_are_told(form, told):
 
 def test_parts_of_a_work_share_the_bar(recorded):
     progress = recorded()
-    share = Portion(progress, 1, 3, "part")
+    share = SubProgress(progress, 1, 3, "part")
     share.step(2, 10, "decoding")
     assert progress.steps == [(12, 30, "decoding part 2 of 3")]
 
