@@ -34,6 +34,17 @@ from .pipelines.family import FITS, SCHEDULERS
 from .pipelines.registry import FAMILIES
 
 STATE = "~/.cache/anygpu"
+SAMPLING = (
+    "frames",
+    "steps",
+    "seed",
+    "fps",
+    "guidance",
+    "cfg",
+    "shift",
+    "scheduler",
+    "denoise",
+)  # flags
 
 
 class Printed:
@@ -163,16 +174,8 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float]:
         chosen = SampleSettings(
             width=image.width if image else arguments.width,
             height=image.height if image else arguments.height,
-            frames=arguments.frames,
-            steps=arguments.steps,
-            seed=arguments.seed,
-            fps=arguments.fps,
-            guidance=arguments.guidance,
-            cfg=arguments.cfg,
-            shift=arguments.shift,
-            scheduler=arguments.scheduler,
-            denoise=arguments.denoise,
             latents=_start(pipeline, arguments, progress),
+            **{name: getattr(arguments, name) for name in SAMPLING},
         )
         if pipeline.spec.sections:
             if image is None:

@@ -18,7 +18,6 @@ and rounds once. ``form`` chooses: ``auto`` launches on a GPU that Triton serves
                    ``rms_silu_pad(x, norm, modulation, pad, silu, layout, form)``
 ``library``        ``launches(x, form)``, ``reason_against(device, dtype)``, ``FORMS``, ``KernelError``
 ``self_tests``         ``self_tests(device, form, only)``: each operation once against fp64; for reports
-``_triton.probe``  ``triton(device)``: builds and runs one kernel; for the store of probes
 =================  ============================================================================================
 
 Inference only: no operation has a backward.

@@ -64,5 +64,5 @@ def test_what_knows_a_family_is_found(text: str, fault: str) -> None:
 def test_a_registered_family_has_every_file_of_its_folder() -> None:
     for family in FAMILIES.values():
         assert family.package.endswith(f".families.{family.id}")
-        wanted = {"__init__.py", "spec.py", "pipeline.py", "fit.py", "layouts.py", "tools.json", "transformer.json"}
+        wanted = {"__init__.py", "spec.py", "pipeline.py", "tools.json", "transformer.json"}
         assert wanted <= {path.name for path in family.folder.iterdir()}

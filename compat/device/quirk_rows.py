@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 GIBIBYTE = 1024**3
@@ -55,6 +56,8 @@ def _all(dtype: str) -> tuple[str, ...]:
     return tuple(f"{name}.{dtype}" for name in ("matmul", "attention", "groupnorm", *CONVOLUTIONS))
 
 
+nvidia, radeon = partial(Quirk, backends=("cuda",)), partial(Quirk, backends=("rocm",))
+
 CONVOLUTIONS = ("conv3d", "conv3d_channels_last", "conv2d")
 OLD_NVIDIA = ("sm5?", "sm6?", "sm7?")
 RDNA = ("gfx10*", "gfx11*", "gfx12*")
@@ -65,27 +68,24 @@ def _convolutions(*dtypes: str) -> tuple[str, ...]:
 
 
 NVIDIA = (
-    Quirk(
+    nvidia(
         "bf16_emulated",
-        backends=("cuda",),
         symptom="GPUs before sm80 have no bf16 units; torch emulates bf16, slower than fp32",
         source="pytorch#148322, HunyuanVideoWrapper#160",
         done="auto computes in fp16-safe",
         arches=OLD_NVIDIA,
         costly=("matmul.bf16", "attention.bf16", "groupnorm.bf16"),
     ),
-    Quirk(
+    nvidia(
         "bf16_convolution_missing",
-        backends=("cuda",),
         symptom="cuDNN has no bf16 convolution below sm80 (unable to find an engine)",
         source="diffusers#14129",
         done="convolutions of bf16 layers run in fp32",
         arches=OLD_NVIDIA,
         wrong=_convolutions("bf16"),
     ),
-    Quirk(
+    nvidia(
         "gtx16_fp16_nan",
-        backends=("cuda",),
         symptom="fp16 convolutions give NaN on GTX 16xx",
         source="pytorch#58123, ComfyUI#884",
         done="auto computes in fp32",
@@ -93,27 +93,24 @@ NVIDIA = (
         names=("*gtx 16*", "*mx450*", "* t400*", "* t600*", "* t1000*"),
         wrong=_convolutions("fp16"),
     ),
-    Quirk(
+    nvidia(
         "volta_fp16_conv3d",
-        backends=("cuda",),
         symptom="fp16 Conv3d gives wrong values for kernels (3,1,1) on V100",
         source="pytorch#40275, pytorch#24082",
         done="Conv3d runs in fp32",
         arches=("sm70",),
         wrong=("conv3d.fp16", "conv3d_channels_last.fp16"),
     ),
-    Quirk(
+    nvidia(
         "zluda_bf16_convolution",
-        backends=("cuda",),
         symptom="ZLUDA has no bf16 convolution",
         source="ComfyUI#12003, ComfyUI-Zluda#404",
         done="convolutions run in fp32",
         names=("*zluda*",),
         wrong=_convolutions("bf16"),
     ),
-    Quirk(
+    nvidia(
         "conv3d_without_cudnn",
-        backends=("cuda",),
         symptom="torch 2.9.0 unfolds half-precision Conv3d in memory, up to 17 times as much",
         source="pytorch#166643, pytorch#177406, ComfyUI#10373",
         done="Conv3d runs as 2-D convolutions",
@@ -121,9 +118,8 @@ NVIDIA = (
         costly=("conv3d.bf16", "conv3d.fp16"),
         remedy="Update torch to 2.11 or newer.",
     ),
-    Quirk(
+    nvidia(
         "conv3d_without_old_cudnn",
-        backends=("cuda",),
         symptom="torch 2.9 and 2.10 unfold half-precision Conv3d with cuDNN before 9.15",
         source="pytorch#166643, pytorch#166790",
         done="Conv3d runs as 2-D convolutions",
@@ -132,9 +128,8 @@ NVIDIA = (
         costly=("conv3d.bf16", "conv3d.fp16"),
         remedy="Update torch to 2.11 or newer, or cuDNN to 9.15.",
     ),
-    Quirk(
+    nvidia(
         "cudnn_large_convolution",
-        backends=("cuda",),
         symptom="cuDNN 9.10.2 gives wrong results on large convolutions",
         source="pytorch#163539",
         done="no convolution gets more than 2 GiB at once",
@@ -143,9 +138,8 @@ NVIDIA = (
         effect={"conv_bytes": 2 * GIBIBYTE},
         remedy="Update torch: its wheels bring a newer cuDNN.",
     ),
-    Quirk(
+    nvidia(
         "triton_without_turing",
-        backends=("cuda",),
         symptom="Triton 3.3 and newer do not compile for GPUs below sm80",
         source="triton-windows#28, SageAttention#102",
         done="no Triton kernels",
@@ -158,9 +152,8 @@ NVIDIA = (
 )
 
 AMD = (
-    Quirk(
+    radeon(
         "gfx115x_bf16_partial",
-        backends=("rocm",),
         symptom="on RDNA 3.5 bf16 is reliable except for convolutions",
         source="TheRock#5845, ROCm#5191",
         done="the VAE computes in fp32",
@@ -168,9 +161,8 @@ AMD = (
         versions={"rocm": ("7.1", "")},
         wrong=_convolutions("bf16"),
     ),
-    Quirk(
+    radeon(
         "gfx115x_bf16_old",
-        backends=("rocm",),
         symptom="bf16 is not reliable on RDNA 3.5 before ROCm 7.1",
         source="TheRock#2591",
         done="auto computes in fp16-safe",
@@ -180,9 +172,8 @@ AMD = (
         wrong=_all("bf16"),
         remedy="Install a torch for ROCm 7.1 or newer.",
     ),
-    Quirk(
+    radeon(
         "gfx11_bf16_off",
-        backends=("rocm",),
         symptom="on RDNA 3 bf16 uses slow or failing kernels",
         source="ROCm#5191, pytorch#194447",
         done="auto computes in fp16-safe",
@@ -190,18 +181,16 @@ AMD = (
         but_not=("gfx1150", "gfx1151"),
         wrong=_all("bf16"),
     ),
-    Quirk(
+    radeon(
         "no_bf16_units",
-        backends=("rocm",),
         symptom="RDNA 2, Vega and older have no bf16 units",
         source="ComfyUI model_management",
         done="auto computes in fp16-safe",
         arches=("gfx10*", "gfx900", "gfx906"),
         costly=_all("bf16"),
     ),
-    Quirk(
+    radeon(
         "miopen_search",
-        backends=("rocm",),
         symptom="MIOpen tunes each new convolution shape for 10 to 40 minutes",
         source="ComfyUI#10302, TheRock#2591, musubi-tuner#592",
         done="MIOpen is off around the VAE, restored after it",
@@ -210,27 +199,24 @@ AMD = (
         effect={"vae_cudnn": False},
         remedy="torch for ROCm 7.14 or newer no longer does this.",
     ),
-    Quirk(
+    radeon(
         "conv3d_abort",
-        backends=("rocm",),
         symptom="a large Conv3d crashes the process or gives NaN on RDNA 3.5",
         source="TheRock#5845, ComfyUI#9871",
         done="tiles of at most 256 pixels",
         arches=("gfx115?",),
         effect={"tile_pixels": 256},
     ),
-    Quirk(
+    radeon(
         "conv3d_never_ends",
-        backends=("rocm",),
         symptom="HunyuanVideo's decode never finishes with tiles above 128 on RDNA 3",
         source="ComfyUI#7189, ComfyUI#9547",
         done="tiles of at most 128 pixels",
         arches=("gfx110?",),
         effect={"tile_pixels": 128},
     ),
-    Quirk(
+    radeon(
         "benchmark_on_radeon",
-        backends=("rocm",),
         symptom="cudnn.benchmark tunes for 23 minutes and then crashes",
         source="unslothai/unsloth#11636",
         done="exhaustive tuning stays off",

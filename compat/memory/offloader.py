@@ -1,9 +1,8 @@
 """Where the parts of a pipeline are: on the device that computes, or in host memory, and when they move.
 
-:class:`Offloader` is what every room asks; :class:`StandaloneOffloader` is ours, and a host may hand in its own.
-Offload is
-the last step of the one order of operations: load, storage dtype and quantisation, LoRA, Conv3d and precision rewrites,
-kernel rewrites, attention and cache configuration, compile of repeated blocks, offload.
+:class:`Offloader` is what everybody asks; :class:`StandaloneOffloader` is ours, and a host may hand in its own. Offload
+is the last step of the one order of operations: load, storage dtype and quantisation, LoRA, Conv3d and precision,
+kernels, attention and cache, compile of repeated blocks, offload.
 """
 
 from __future__ import annotations

@@ -148,9 +148,12 @@ def triton_fault(device: torch.device) -> str:
     """
     if device.type == HOST.type:  # said before Triton is imported, which takes half a second
         raise RuntimeError("Triton launches on NVIDIA and AMD GPUs, not on a CPU")
-    from ...kernels._triton.probe import triton
+    from ...kernels._triton import rounding  # noqa: F401 - where Triton is missing or broken, its import says so best
 
-    return triton(device)
+    wrong = [test for test in self_tests(device, TRITON, only="qk_norm_rope") if not test.right]
+    if wrong and wrong[0].fault:
+        raise RuntimeError(wrong[0].fault)
+    return "; ".join(map(str, wrong))
 
 
 def fuse(transformer: nn.Module, form: str = AUTO) -> FusedSites:

@@ -107,13 +107,7 @@ def load(
         InputError, UnsupportedError: a choice that this model or machine cannot do.
     """
     progress = progress or Silent()
-    single = None if request.files is None else _composed(request, request.files, progress)
-    if single is None:
-        family, folders = part_folders(request, progress)
-        tools = _tools(family, folders, {"index": partial(_index_beside, folders["transformer"])})
-    else:
-        family, folders = single.family, dict(single.folders)
-        tools = _tools(family, single.folder_tools, single.tools)
+    single, family, folders, tools = _sources(request, progress)
     facts = facts_for(request.device)
     require_kernels(facts)
     probes = None if request.state is None else probe_results_of(facts, request.state, request.quiet)
@@ -156,6 +150,16 @@ def load(
         probes=probes,
         storage=storage.smaller(files),
     )
+
+
+def _sources(request: LoadRequest, progress: Progress) -> tuple[Composed | None, FamilySpec, dict[str, Path], Tools]:
+    """The composed single files, None for a folder; the family; the folders of its parts; its tools."""
+    if request.files is None:
+        family, folders = part_folders(request, progress)
+        return None, family, folders, _tools(family, folders, {"index": partial(_index_beside, folders["transformer"])})
+    single = _composed(request, request.files, progress)
+    tools = _tools(single.family, single.folder_tools, single.tools)
+    return single, single.family, dict(single.folders), tools
 
 
 def _host_room(wanted: int, free: Callable[[], int] = host_free_bytes) -> int:

@@ -282,7 +282,7 @@ def test_miopen_is_left_for_one_more_try_and_that_is_kept(acc, tiny_folder, refe
 
 def test_a_mistake_of_ours_is_not_hidden_by_another_attempt(acc, tiny_folder, recorded, monkeypatch):
     pipeline, progress = loaded_on(acc, "mochi", tiny_folder, dtype=torch.float32), recorded()
-    monkeypatch.setattr(vae.Transfer, "sent", lambda self, tensor: tensor)
+    monkeypatch.setattr(vae.Transfer, "to_device", lambda self, tensor: tensor)
     with pytest.raises(RuntimeError, match="same device"):
         stages.decode(pipeline, latents_for(pipeline), progress)
     assert not progress.said
