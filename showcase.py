@@ -164,12 +164,8 @@ def _rendered(pipeline: Pipeline, clip: Clip, inputs: Inputs) -> tuple[torch.Ten
         settings = SampleSettings(
             width=WIDTH,
             height=HEIGHT,
-            frames=clip.frames,
-            steps=clip.steps,
             seed=inputs.seed,
-            fps=clip.fps,
-            guidance=clip.guidance,
-            cfg=clip.cfg,
+            **{name: getattr(clip, name) for name in ("frames", "steps", "fps", "guidance", "cfg")},
         )
         if image is not None:
             framepack = FramePackSettings(clip.frames / clip.fps, clip.window)

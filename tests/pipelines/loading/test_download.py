@@ -20,13 +20,13 @@ import huggingface_hub.constants
 import pytest
 from anygpu.compat.errors import CheckpointError, InputError, MissingPackageError
 from anygpu.pipelines.base import Silent
-from anygpu.pipelines.family import HUB, PIPELINE_FILES, Download, Offer
+from anygpu.pipelines.family import HUB, HUB_FILES, Download, Offer
 from anygpu.pipelines.loading import download
 from anygpu.pipelines.loading.download import fetched, is_checked, offers, selected
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 REPOSITORY = "Lightricks/LTX-Video"
-DOWNLOAD = Download(f"{HUB}{REPOSITORY}", REVISION, PIPELINE_FILES)
+DOWNLOAD = Download(REPOSITORY, REVISION, HUB_FILES)
 LARGE = "transformer/diffusion_pytorch_model.safetensors"
 FILES = {
     "model_index.json": b'{"_class_name": "LTXPipeline"}',
@@ -300,7 +300,7 @@ def test_what_cannot_be_is_one_line(hub: Hub, tmp_path: Path, monkeypatch: pytes
 
 def test_one_set_of_weights_of_each_folder_is_chosen() -> None:
     sizes = {name: len(content) for name, content in FILES.items()}
-    assert sorted(selected(sizes, PIPELINE_FILES)) == sorted(WANTED)
+    assert sorted(selected(sizes, HUB_FILES)) == sorted(WANTED)
     assert "ltx-video-2b-v0.9.safetensors" in selected(sizes, ())
     assert not selected(dict.fromkeys(("C:a.json", "..\\a.json", "a/../../b.json", "/a.json"), 1), ())
 
