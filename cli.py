@@ -1,4 +1,5 @@
-"""`anygpu`: the pack without ComfyUI. Says what this machine can do, tries it, renders a clip, runs the demo."""
+"""The command `anygpu`, which works without ComfyUI: reports and checks what this machine can do, renders clips, runs
+the demo."""
 
 from __future__ import annotations
 
@@ -26,11 +27,24 @@ from .compat import precision
 from .compat.device.vae_policy import METHODS
 from .compat.errors import InputError, PackError
 from .compat.memory import offloader
-from .compat.transforms import attention, fused, fused_vae, step_cache
+from .compat.memory.parts import StageText
+from .compat.transforms import attention, fused, step_cache
 from .compat.transforms import compile as compiling
 from .pipelines.family import FITS, SCHEDULERS
+from .pipelines.registry import FAMILIES
 
 STATE = "~/.cache/anygpu"
+SAMPLING = (
+    "frames",
+    "steps",
+    "seed",
+    "fps",
+    "guidance",
+    "cfg",
+    "shift",
+    "scheduler",
+    "denoise",
+)  # flags
 
 
 class Printed:
@@ -41,7 +55,7 @@ class Printed:
 
     def step(self, done: int, total: int, stage: str, preview: Callable[[], Any] | None = None) -> None:
         """Redraw the line; a finished stage stays."""
-        text = f"{stage} {done}/{total}" if not any(c.isdigit() for c in stage) else stage
+        text = stage if StageText(stage).counted else f"{stage} {done}/{total}"
         print(f"\r{text.ljust(self._length)}", end="", file=sys.stderr, flush=True)
         self._length = len(text)
         if done >= total:
@@ -73,16 +87,18 @@ def report(arguments: argparse.Namespace) -> int:
 
 
 def _kernels(arguments: argparse.Namespace) -> int:
-    """Print what each fused operation gives on the device; 1 where one is wrong."""
+    """Compare each fused operation with its reference on the device; 1 if one is wrong."""
+    import torch
+
     from .compat.device.facts import facts_for
 
     facts = facts_for(arguments.device)
-    print(f"{facts}: {fused.why_here(facts.device)}")
-    for family in fused.PUBLISHED:
-        sites = fused.published_sites(family)
+    print(f"{facts}: {fused.form_for(fused.AUTO, facts.device, torch.bfloat16)[1]}")
+    for family in FAMILIES.values():
+        sites = fused.published_sites(family.published_blocks)
         kinds = ", ".join(f"{count} {kind}" for kind, count in sites.items())
-        total, decoder = sum(sites.values()), fused_vae.PUBLISHED[family]
-        print(f"{family}: {total} sites in the published transformer: {kinds}; {decoder} in the VAE's decoder")
+        total, decoder = sum(sites.values()), family.published_vae_sites
+        print(f"{family.id}: {total} sites in the published transformer: {kinds}; {decoder} in the VAE's decoder")
     wrong = 0
     for one in fused.kernel_self_tests(facts.device):
         print(one, flush=True)
@@ -91,16 +107,16 @@ def _kernels(arguments: argparse.Namespace) -> int:
 
 
 def check(arguments: argparse.Namespace) -> int:
-    """Try on the device what has failed on people's devices; 1 when something fails that would be used."""
+    """Try on this device what is known to fail on some; 1 if something fails that would be used."""
     from .compat.device.check import exit_code
     from .pipelines.report import hardware_check
 
-    found = []
+    results = []
     for one in hardware_check(arguments.device, Path(arguments.state).expanduser()):
-        found.append(one)
+        results.append(one)
         print(one, flush=True)
-    failed = exit_code(found)
-    print(f"{len(found)} checks, {'something' if failed else 'nothing'} fails that would be used")
+    failed = exit_code(results)
+    print(f"{len(results)} checks, {'something' if failed else 'nothing'} fails that would be used")
     return failed
 
 
@@ -123,27 +139,27 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float]:
 
     from .pipelines import stages
     from .pipelines.base import FramePackSettings, PromptRequest, SampleSettings
-    from .pipelines.loading.folder import LoadRequest, load
+    from .pipelines.loading import folder, lora
+    from .pipelines.requests import load_request
     from .pipelines.speed import with_step_cache
 
-    request = LoadRequest(
-        Path(arguments.model),
-        _path(arguments.base),
-        _path(arguments.image_encoder),
-        arguments.variant,
-        arguments.precision,
-        arguments.offload,
-        arguments.device,
-        tuple(map(Path, arguments.search)),
-        attention=arguments.attention,
+    request = load_request(
+        vars(arguments),
+        _path(arguments.profile),
+        model=Path(arguments.model),
+        base=_path(arguments.base),
+        image_encoder=_path(arguments.image_encoder),
+        device=arguments.device,
+        search=tuple(map(Path, arguments.search)),
         state=Path(arguments.state).expanduser(),
-        speed=_speed(arguments),
     )
     with torch.no_grad(), request.speed.traced():
-        pipeline = _adapted(load(request, progress), arguments, progress)
+        pipeline = folder.load(request, progress)
+        for text in arguments.lora:
+            pipeline = lora.with_lora(pipeline, *lora.named(text), "separate", progress)
         pipeline = with_step_cache(pipeline, arguments.step_cache, step_cache.StepCacheSettings())
-        for note in pipeline.notes:
-            progress.notify(note)
+        for decision in pipeline.decisions:
+            progress.notify(str(decision))
         image, pictures = _images(pipeline, arguments, progress)
         prompt = stages.encode_prompt(
             pipeline,
@@ -151,25 +167,17 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float]:
                 arguments.prompt,
                 arguments.negative,
                 sections=tuple(arguments.section_prompt),
-                image=pictures if "image" in stages.family_named(pipeline.family).FAMILY.effective else None,
+                image=pictures if "image" in pipeline.spec.effective else None,
             ),
             progress,
         )
         chosen = SampleSettings(
-            image.width if image else arguments.width,
-            image.height if image else arguments.height,
-            arguments.frames,
-            arguments.steps,
-            arguments.seed,
-            arguments.fps,
-            arguments.guidance,
-            arguments.cfg,
-            shift=arguments.shift,
-            scheduler=arguments.scheduler,
-            denoise=arguments.denoise,
+            width=image.width if image else arguments.width,
+            height=image.height if image else arguments.height,
             latents=_start(pipeline, arguments, progress),
+            **{name: getattr(arguments, name) for name in SAMPLING},
         )
-        if pipeline.family == "framepack":
+        if pipeline.spec.sections:
             if image is None:
                 raise InputError("no image for FramePack", expected="a start image", fix="Add --image FILE.")
             framepack = FramePackSettings(arguments.seconds, arguments.window)
@@ -177,28 +185,6 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float]:
         else:
             latents = stages.sample(pipeline, prompt, image, chosen, progress)
         return stages.decode(pipeline, latents, progress, arguments.decode), latents.fps
-
-
-def _adapted(pipeline: Any, arguments: argparse.Namespace, progress: Any) -> Any:
-    """The pipeline with each ``--lora``, in turn."""
-    from .pipelines.loading.lora import named, with_lora
-
-    for text in arguments.lora:
-        pipeline = with_lora(pipeline, *named(text), "separate", progress)
-    return pipeline
-
-
-def _speed(arguments: argparse.Namespace) -> Any:
-    """What ``--kernels``, ``--compile`` and ``--profile`` ask for."""
-    from .pipelines.profiling import Profile
-    from .pipelines.speed import SpeedRequest
-
-    asked = None
-    if arguments.compile:
-        asked = compiling.CompileSettings(arguments.compile_mode, arguments.compile_dynamic, vae=arguments.compile_vae)
-    profile = _path(arguments.profile)
-    traces = None if profile is None else Profile(profile)
-    return SpeedRequest(arguments.kernels, asked, traces, arguments.fp16_accumulation)
 
 
 def demo(arguments: argparse.Namespace) -> int:
@@ -234,7 +220,8 @@ def _images(pipeline: Any, arguments: argparse.Namespace, progress: Any) -> tupl
             continue
         pictures, _ = read_frames(Path(path))
         start = pictures if start is None else start
-        request = ImageRequest(pictures, arguments.width, arguments.height, frame, 1.0, None, condition, arguments.seed)
+        size = {"width": arguments.width, "height": arguments.height}
+        request = ImageRequest(pictures, **size, frame=frame, previous=condition, seed=arguments.seed)
         condition = stages.encode_image(pipeline, request, arguments.fit, progress)
     return condition, start
 
@@ -252,7 +239,7 @@ def _memory(arguments: argparse.Namespace) -> int:
     for cost in kept:
         print(f"{cost.date} {cost.pipeline} on {cost.device}: {cost}")
     if not kept:
-        print("no run was counted here yet")
+        print("no runs recorded yet")
     return 0
 
 
@@ -274,11 +261,13 @@ def _path(text: str | None) -> Path | None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="anygpu", description=__doc__)
     commands = parser.add_subparsers(required=True)
-    told = commands.add_parser("report", help="what this machine is and what is decided on it")
+    told = commands.add_parser("report", help="show what this machine is and what AnyGPU chooses on it")
     told.add_argument("--device", help="such as cpu, cuda:0, mps; default: the accelerator, else cpu")
     told.add_argument("--kernels", action="store_true", help="run each fused operation against its reference instead")
-    told.add_argument("--again", action="store_true", help="ask the device anew")
-    told.add_argument("--memory", action="store_true", help="what the last runs cost: peaks, bytes moved, time moving")
+    told.add_argument("--again", action="store_true", help="run the tests on the device again")
+    told.add_argument(
+        "--memory", action="store_true", help="show what the last runs used: peaks, bytes copied, time spent copying"
+    )
     told.set_defaults(run=report)
     tried = commands.add_parser("check", help="try conversions, loading, Conv3d and attention on the device")
     tried.add_argument("--device", help="such as cpu, cuda:0, mps; default: the accelerator, else cpu")
@@ -286,8 +275,8 @@ def _parser() -> argparse.ArgumentParser:
     rendering = commands.add_parser("render", help="render one clip with your own model")
     _render_arguments(rendering)
     for command in (told, tried, rendering):
-        command.add_argument("--state", default=STATE, help=f"folder where its answers are kept (default: {STATE})")
-    shown = commands.add_parser("demo", help="render one clip per family with tiny random models and check each")
+        command.add_argument("--state", default=STATE, help=f"folder where test results are saved (default: {STATE})")
+    shown = commands.add_parser("demo", help="render and check one clip per family with tiny random models")
     shown.add_argument("--output", default="demo", help="folder to fill (default: demo)")
     shown.set_defaults(run=demo)
     return parser
@@ -299,8 +288,8 @@ def _render_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", required=True, help="diffusers model folder, or a FramePack transformer folder")
     add("--prompt", required=True)
     add("--negative", default="")
-    add("--lora", action="append", default=[], metavar="FILE[:STRENGTH[:BLOCKS]]", help="put a LoRA on; repeat it")
-    add("--section-prompt", action="append", default=[], help="FramePack: prompt of a later section; repeat it")
+    add("--lora", action="append", default=[], metavar="FILE[:STRENGTH[:BLOCKS]]", help="apply a LoRA; may be repeated")
+    add("--section-prompt", action="append", default=[], help="FramePack: prompt of a later section; may be repeated")
     add("--output", default="anygpu.mp4")
     for name in ("--image", "--end-image", "--video"):
         add(name, help="file")
@@ -310,7 +299,7 @@ def _render_arguments(parser: argparse.ArgumentParser) -> None:
         add(name, type=float, default=0.0, help="0: the model's default")
     add("--seconds", type=float, default=5.0, help="FramePack: length of the video")
     add("--window", type=int, default=9, help="FramePack: latent frames per section")
-    add("--denoise", type=float, default=1.0, help="with --video: share that is redrawn")
+    add("--denoise", type=float, default=1.0, help="with --video: how much is redrawn")
     add("--fit", choices=FITS, default=FITS[0])
     add("--scheduler", choices=SCHEDULERS, default="auto")
     add("--precision", choices=precision.CHOICES, default="auto")
@@ -320,16 +309,21 @@ def _render_arguments(parser: argparse.ArgumentParser) -> None:
     add("--compile", action="store_true", help="compile the transformer's blocks: slow first run, faster later ones")
     add("--compile-mode", choices=tuple(compiling.MODES), default="default")
     add("--compile-dynamic", choices=tuple(compiling.DYNAMIC), default="text")
-    add("--compile-vae", action="store_true", help="with --compile: the VAE's blocks too")
-    add("--step-cache", choices=step_cache.PRESET_CHOICES[:-1], default="off", help="skip work between steps; lossy")
-    add("--fp16-accumulation", action="store_true", help="fp16 products sum in fp16: faster on GeForce; lossy")
+    add("--compile-vae", action="store_true", help="with --compile: compile the VAE's blocks too")
+    add(
+        "--step-cache",
+        choices=step_cache.PRESET_CHOICES[:-1],
+        default="off",
+        help="skip work in steps that change little; lossy",
+    )
+    add("--fp16-accumulation", action="store_true", help="add fp16 products in fp16: faster on GeForce; lossy")
     add("--profile", metavar="FILE", help="write a torch profiler trace with a range per stage, block and operation")
-    add("--decode", choices=METHODS, default="auto", help="how frames are made; auto: whole unless that fails")
+    add("--decode", choices=METHODS, default="auto", help="how to decode; auto: at once if it fits")
     add("--device", help="such as cpu, cuda:0, mps; default: the accelerator, else cpu")
     add("--variant", default="auto")
     add("--base", help="FramePack: HunyuanVideo folder")
     add("--image-encoder", help="FramePack: folder with image_encoder and feature_extractor")
-    add("--search", action="append", default=[], help="folder in which missing parts are searched; repeat it")
+    add("--search", action="append", default=[], help="folder to search for missing parts; may be repeated")
 
 
 if __name__ == "__main__":

@@ -3,15 +3,16 @@
     python benchmarks/clips.py --model models/LTX-Video     # appends rows to benchmarks/results/clips.csv
 
 Same seed and prompt, forms in shuffled order, medians. ``warm_up_s`` is the first clip, which compiles; ``pays_after``
-the number of clips after which that is won back against ``neither``. `anygpu report` and the load node go by the rows
-of this device. Without ``--model`` a tiny LTX-Video on the CPU shows that the script runs, and nothing is appended: its
-times say nothing about a real model; ``--heavy`` measures the heavy tiny model of a family instead, and appends.
+the number of clips after which that is won back against ``neither``. Without ``--model`` a tiny LTX-Video on the CPU
+shows that the script runs, and nothing is appended: its times say nothing about a real model; ``--heavy`` measures the
+heavy tiny model of a family instead, and appends.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import platform
 import random
 import statistics
 import sys
@@ -50,6 +51,11 @@ def clips(model: Path, arguments: argparse.Namespace):
         yield name, one, pipeline
 
 
+def device_name(facts) -> str:
+    """What the table calls a device; a CPU, which torch does not name, goes by its kind and threads."""
+    return facts.name if facts.backend != "cpu" else f"CPU {platform.machine()}, {torch.get_num_threads()} threads"
+
+
 def seconds(call) -> float:
     """Of one clip, which ends with frames on the host."""
     started = time.perf_counter()
@@ -59,8 +65,6 @@ def seconds(call) -> float:
 
 def rows(model: Path, arguments: argparse.Namespace):
     """A row per form."""
-    from anygpu.pipelines.measured import known_as
-
     made, says, warm = {}, {}, {}
     for name, one, pipeline in clips(model, arguments):
         warm[name] = seconds(one)
@@ -73,7 +77,7 @@ def rows(model: Path, arguments: argparse.Namespace):
     for name in made:
         gain, cost = middle["neither"] - middle[name], warm[name] - middle[name]
         yield machine() | {
-            "device": known_as(pipeline.facts),
+            "device": device_name(pipeline.facts),
             "family": pipeline.family,
             "model": model.name,
             "form": name,
@@ -98,8 +102,9 @@ def main() -> int:
     if arguments.model:
         append("clips", rows(Path(arguments.model), arguments))
         return 0
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
     from anygpu.pipelines import tiny
-    from anygpu.tests.heavy import build_heavy
+    from heavy import build_heavy
 
     torch.set_num_threads(1)
     if arguments.heavy:

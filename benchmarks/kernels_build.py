@@ -67,6 +67,7 @@ class Row:
 def cases() -> dict[str, Callable[[torch.dtype], Any]]:
     """Launches at the sizes of full models, by name; each takes the dtype of its tensors."""
     from anygpu.kernels._triton import activation, group_norm, norm, residual, rope
+    from anygpu.kernels.terms import LAYER, RMS, Gate, GroupNorm, Modulation, Norm, Pair, Tables
 
     def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -76,34 +77,32 @@ def cases() -> dict[str, Callable[[torch.dtype], Any]]:
 
     def rms(dtype: torch.dtype) -> Any:
         scale, shift = chunks(2, dtype)
-        return norm.normalized(empty(*LTX, dtype=dtype), None, None, scale, shift, 0, False, 1e-6, None)
+        return norm.normalized(empty(*LTX, dtype=dtype), Norm(RMS, 1e-6), Modulation(scale, shift), None)
 
     def layer(dtype: torch.dtype) -> Any:
         rows = empty(1, 1, 6, 3072, dtype=dtype).unbind(2)
-        return norm.normalized(empty(1, 32640, 3072, dtype=dtype), None, None, *rows[:2], 0, True, 1e-6, None)
+        return norm.normalized(empty(1, 32640, 3072, dtype=dtype), Norm(LAYER, 1e-6), Modulation(*rows[:2]), None)
 
     def gated(dtype: torch.dtype) -> Any:
-        return residual.gated_residual(
-            empty(*LTX, dtype=dtype), empty(*LTX, dtype=dtype), chunks(1, dtype)[0], False, None, 0
-        )
+        return residual.gated_residual(empty(*LTX, dtype=dtype), empty(*LTX, dtype=dtype), Gate(chunks(1, dtype)[0]))
 
     def both(shape: tuple[int, ...], dtype: torch.dtype, tanh: bool, layer: bool, narrow: bool = False) -> Any:
         rows = empty(shape[0], 1, 6, shape[2], dtype=torch.float32 if narrow else dtype).unbind(2)
         x = empty(*shape, dtype=torch.float32 if narrow else dtype)
-        return residual.residual_norm(
-            x, empty(*shape, dtype=dtype), rows[0], tanh, 1e-6 if tanh else None, 0,
-            None, None, rows[1], None if tanh else rows[2], 0, layer, 1e-6, dtype,
-        )  # fmt: skip
+        gate, own = Gate(rows[0], tanh, 1e-6 if tanh else None), Norm(LAYER if layer else RMS, 1e-6)
+        modulation = Modulation(rows[1], None if tanh else rows[2])
+        return residual.residual_norm(x, empty(*shape, dtype=dtype), gate, own, modulation, dtype)
 
     def across(dtype: torch.dtype) -> Any:
         table = empty(LTX[1], LTX[2] // 2, dtype=torch.float32)
         x, weight = empty(*LTX, dtype=dtype), empty(LTX[2], dtype=dtype)
-        return rope.qk_norm_rope(x, x, weight, weight, table, table, None, None, None, None, 1e-5, None)
+        return rope.qk_norm_rope(Pair(x, x, weight, weight), Tables(table, table), 1e-5, None, None)
 
     def per_head(dtype: torch.dtype) -> Any:
         table = empty(HUNYUAN[1], 1, HUNYUAN[3] // 2, dtype=torch.float32)
         x, text, weight = empty(*HUNYUAN, dtype=dtype), empty(*TEXT, dtype=dtype), empty(HUNYUAN[3], dtype=dtype)
-        return rope.qk_norm_rope(x, x, weight, weight, table, table, text, text, weight, weight, 1e-6, None)
+        pair, other = Pair(x, x, weight, weight), Pair(text, text, weight, weight)
+        return rope.qk_norm_rope(pair, Tables(table, table), 1e-6, other, None)
 
     layouts = ("contiguous", "channels_last")
 
@@ -114,11 +113,11 @@ def cases() -> dict[str, Callable[[torch.dtype], Any]]:
         weight = empty(256, dtype=dtype)
         x = clip(dtype, torch.channels_last_3d if last else torch.contiguous_format)
         pad, layout = [1, 1, 1, 1, 2, 0], layouts[last]
-        return group_norm.group_norm_silu_pad(x, weight, weight, 32, 1e-6, per_frame, pad, True, layout)
+        return group_norm.group_norm_silu_pad(x, GroupNorm(32, 1e-6, weight, weight, per_frame), pad, True, layout)
 
     def channels(dtype: torch.dtype, last: bool) -> Any:
         x = clip(dtype, torch.channels_last_3d if last else torch.contiguous_format)
-        return group_norm.rms_silu_pad(x, None, None, None, 1e-8, [0, 0, 0, 0, 2, 0], True, layouts[last])
+        return group_norm.rms_silu_pad(x, Norm(RMS, 1e-8), Modulation(), [0, 0, 0, 0, 2, 0], True, layouts[last])
 
     wide = (2, 6144, 8192)
     return {

@@ -26,10 +26,10 @@ from datetime import date
 from pathlib import Path
 
 import torch
-from anygpu.compat.checkpoints.weights import VIEW_BYTES, declared, read_tensors
+from anygpu.compat.checkpoints.headers import declared
+from anygpu.compat.checkpoints.weights import VIEW_BYTES, read_tensors
 from anygpu.compat.memory.host_weights import Views, mark_views
-from anygpu.compat.memory.offloader import move
-from anygpu.compat.memory.transfer import widened
+from anygpu.compat.memory.transfer import bf16_bits_to_fp32, move
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -78,7 +78,7 @@ def on_device(path: Path) -> dict[str, torch.Tensor]:
     views = frozenset(tensor.data_ptr() for tensor in module.buffers() if tensor.nbytes >= VIEW_BYTES)
     mark_views(module, Views(views))
     move(module, accelerator.load(), "file")
-    return {name: widened(tensor) for name, tensor in module.named_buffers()}
+    return {name: bf16_bits_to_fp32(tensor) for name, tensor in module.named_buffers()}
 
 
 CASES: dict[str, Case] = {

@@ -83,11 +83,11 @@ def products(transformer: nn.Module, sums_in_fp16: bool) -> Iterator[None]:
 
 def rows(name: str, pipeline, size: tuple[int, int, int]):
     """A row for each lossy choice of one pipeline."""
-    from anygpu.compat.transforms.attention_processors import attended
+    from anygpu.compat.transforms.attention_processors import replace_attention_processors
 
     transformer = pipeline.parts.read("transformer")
     plain = clip(pipeline, *size)[0]
-    back = attended(transformer, int8_attention)
+    back = replace_attention_processors(transformer, int8_attention)
     quick = clip(pipeline, *size)[0]
     back()
     with products(transformer, False):

@@ -19,10 +19,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from anygpu.compat.device.vae_policy import Form  # noqa: E402
+from anygpu.compat.memory.offloader import MODES  # noqa: E402
 from anygpu.pipelines import stages, tiny  # noqa: E402
 from anygpu.pipelines.base import Latents, Silent  # noqa: E402
 from anygpu.pipelines.loading.folder import LoadRequest, load  # noqa: E402
-from anygpu.pipelines.memory.estimates import MODE_ORDER, forecast  # noqa: E402
+from anygpu.pipelines.memory.estimates import forecast  # noqa: E402
 from simulated import accelerator, fitting, peers  # noqa: E402
 
 PAGE = ROOT / "docs" / "memory.md"
@@ -38,7 +39,7 @@ FORMS = (
 def runs(family: str, folder: Path) -> list[dict[str, Any]]:
     """One run per mode: measured and forecast peak, and what moved."""
     found = []
-    for mode in MODE_ORDER:
+    for mode in MODES:
         with accelerator.fresh() as device:
             pipeline = fitting.heavy(family, folder, device, mode)
             fitting.run(pipeline)
@@ -96,7 +97,7 @@ def bare(folder: Path) -> list[dict[str, Any]]:
                 }
             )
             del pipe
-    for mode in MODE_ORDER:
+    for mode in MODES:
         with accelerator.fresh() as device:
             pipeline = fitting.heavy("ltx", folder, device, mode)
             before = accelerator.traffic()
@@ -143,15 +144,15 @@ def forms(family: str, folder: Path) -> list[dict[str, Any]]:
 
 def latents_for(pipeline: Any, side: int = 128, frames: int = 4) -> Latents:
     """Random latents of a square video."""
-    spatial, temporal = stages.family_named(pipeline.family).ratios(pipeline)
+    spatial, temporal = pipeline.spec.ratios
     shape = (1, int(pipeline.configs["vae"].get("latent_channels", 16)), frames, side // spatial, side // spatial)
     samples = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     return Latents(samples, pipeline.family, "text", (frames - 1) * temporal + 1, side, side, 24.0, 0)
 
 
 def _diffusers(folder: Path) -> Any:
-    from anygpu.tests.heavy import build_heavy
     from diffusers import LTXPipeline
+    from heavy import build_heavy
 
     pipe = LTXPipeline.from_pretrained(build_heavy("ltx", folder), local_files_only=True)
     pipe.set_progress_bar_config(disable=True)

@@ -2,13 +2,14 @@
 
 Every family runs on the simulated device at sizes that no test uses. The rows go to ``results/memory_fits.csv``, each
 with the terms that `pipelines/memory/estimates.py` counts copies of; the copies that fit the last rows of each family
-best are written to `pipelines/memory/fit_factors.py`, so nobody copies a number.
+best are written into the `spec.py` of each family, so nobody copies a number.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -26,10 +27,10 @@ from anygpu.pipelines import stages  # noqa: E402
 from anygpu.pipelines.base import FramePackSettings, ImageRequest, Pipeline, PromptRequest, SampleSettings, Silent  # noqa: E402
 from anygpu.pipelines.memory import estimates  # noqa: E402
 from anygpu.pipelines.memory.estimates import Size  # noqa: E402
+from anygpu.pipelines.registry import FAMILIES  # noqa: E402
 from simulated import accelerator, fitting  # noqa: E402
 
 TABLE = "memory_fits"
-FITS = ROOT / "pipelines" / "fits.py"
 SIZES: Mapping[str, tuple[tuple[int, int, int], ...]] = {  # width, height, frames: none of them is a test's
     "ltx": ((96, 64, 17), (128, 96, 25), (160, 128, 33)),
     "mochi": ((96, 64, 13), (128, 96, 19)),
@@ -43,11 +44,7 @@ PROMPTS = ("a fox", "a red fox in the snow, seen from the side, slow camera, mor
 ORDER = ("tokens", "latents", "pixels", "plain", "text", "streamed", "chunked")
 PLAIN = {"ltx": 6.2, "hunyuan_video": 5.6}  # channels per pixel that do not grow with the decoder's
 # width: its picture and what is made of it; all decoders at hand have one width, which cannot tell them apart
-HEAD = '''"""Factors of the forecasts, as `estimates.Fit` names them; by ``python benchmarks/memory_fits.py``."""
-
-from __future__ import annotations
-
-'''
+FIT = re.compile(r"FIT = Fit\([^)]*\)")  # of a `spec.py`
 
 
 def measured(family: str, folder: Path) -> list[dict[str, Any]]:
@@ -69,7 +66,7 @@ def _stages(pipeline: Pipeline, size: Size, words: str) -> list[dict[str, Any]]:
     progress, image = Silent(), None
     with torch.no_grad():
         prompt = stages.encode_prompt(pipeline, PromptRequest(words, "blurry"), progress)
-        if pipeline.family == "framepack":
+        if pipeline.spec.sections:
             picture = torch.rand(1, size.height, size.width, 3, generator=torch.Generator().manual_seed(0))
             image = stages.encode_image(pipeline, ImageRequest(picture, size.width, size.height), "stretch", progress)
             framepack = FramePackSettings(size.frames / 30, window=size.window)
@@ -77,7 +74,7 @@ def _stages(pipeline: Pipeline, size: Size, words: str) -> list[dict[str, Any]]:
         else:
             latents = stages.sample(pipeline, prompt, image, settings, progress)
         for form in FORMS if pipeline.family not in SAME_VAE else ():
-            if form.method != "chunked" or pipeline.family in ("mochi", "hunyuan_video_15"):
+            if form.method != "chunked" or pipeline.spec.causal_decoder:
                 stages.decode(pipeline, latents, progress, form=form)
     costs = [(cost.stage, cost.peak_bytes) for cost in pipeline.offloader.memory_stats.stages if cost.stage != "image"]
     size = replace(size, text=stages.tokens_in(prompt))
@@ -151,13 +148,10 @@ def _two(values: list[tuple[float, float, float]]) -> tuple[float, float]:
     return round(both[0], 2), round(both[1], 2)
 
 
-def written(found: dict[str, dict[str, float]]) -> str:
-    """The text of `pipelines/memory/fit_factors.py`."""
-    lines = ["FACTORS: dict[str, dict[str, float]] = {"]
-    for family, mine in found.items():
-        inner = [f'        "{name}": {mine[name]},' for name in ORDER if name in mine]
-        lines += [f'    "{family}": {{', *inner, "    },"]
-    return HEAD + "\n".join([*lines, "}"]) + "\n"
+def written(spec: str, mine: Mapping[str, float]) -> str:
+    """The text of a family's `spec.py` with these factors."""
+    factors = ", ".join(f"{name}={mine[name]}" for name in ORDER if name in mine)
+    return FIT.sub(f"FIT = Fit({factors})", spec)
 
 
 def last_rows(path: Path = RESULTS / f"{TABLE}.csv") -> list[dict[str, str]]:
@@ -178,7 +172,9 @@ def main() -> None:
     torch.set_num_threads(1)
     for family in arguments.families:
         append(TABLE, measured(family, arguments.folder))
-    FITS.write_text(written(factors(last_rows())), encoding="utf-8")
+    for family, mine in factors(last_rows()).items():
+        spec = FAMILIES[family].folder / "spec.py"
+        spec.write_text(written(spec.read_text(encoding="utf-8"), mine), encoding="utf-8")
 
 
 if __name__ == "__main__":

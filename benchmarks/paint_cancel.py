@@ -47,7 +47,7 @@ def stages(mesh: Mesh, texture_size: int) -> Iterator[tuple[str, Callable[[Waiti
     pictures = torch.rand(len(DEFAULT_VIEWS), 512, 512, 3)
 
     def baked(form: str) -> Callable[[Waiting], Any]:
-        settings = texturing.TextureSettings(texture_size, form=form)
+        settings = texturing.BakeSettings(texture_size, form=form)
         return lambda progress: texturing.texture_of(mesh, DEFAULT_VIEWS, pictures, None, settings, progress)
 
     def checked(act: Callable[[], Any]) -> Callable[[Waiting], Any]:

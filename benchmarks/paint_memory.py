@@ -26,15 +26,15 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 from anygpu.compat.device.facts import GIBIBYTE, facts_for
 from anygpu.compat.memory.offloader import offloader_for
 from anygpu.compat.memory.parts import Parts
-from anygpu.compat.precision import precision_for
+from anygpu.compat.precision import PAINT, precision_for
 from anygpu.compat.transforms.attention import attention_for
-from anygpu.paint.estimates import PartBytes, paint_needs
+from anygpu.paint.estimates import paint_bytes, paint_needs
 from anygpu.paint.geometry.cameras import DEFAULT_VIEWS
 from anygpu.paint.loading import PaintPipeline
 from anygpu.paint.networks import vae
 from anygpu.paint.networks.layers import Dtypes
 from anygpu.paint.networks.published import networks_for, shape_for
-from anygpu.paint.networks.unet import attended
+from anygpu.paint.networks.unet import set_attention
 from anygpu.paint.sampling.painting import PaintInputs, PaintSettings, paint_views
 from paint.counting import STABLE_DIFFUSION_VAE
 from simulated import accelerator
@@ -46,7 +46,7 @@ KIND = "paint"
 def whole(device: torch.device) -> PaintPipeline:
     """paint v2-0 at its published size, all weights 0, offloaded from ``device`` part by part."""
     facts = facts_for(device)
-    precision = precision_for(KIND, facts, "bf16")
+    precision = precision_for(PAINT, facts, "bf16")
     attention = attention_for("auto", facts, torch.bfloat16, 64, frozenset())
     dtypes = Dtypes(precision.compute, precision.residual)
     with torch.device("meta"):
@@ -56,17 +56,27 @@ def whole(device: torch.device) -> PaintPipeline:
         module = made[name].to(torch.bfloat16).to_empty(device="cpu")
         for tensor in (*module.parameters(), *module.buffers()):
             tensor.data = torch.zeros_like(tensor)
-        (vae.attended if name == "vae" else attended)(module, attention)
+        (vae.set_vae_attention if name == "vae" else set_attention)(module, attention)
         return module.eval().requires_grad_(False)
 
     weights = {
-        name: PartBytes.of({key: 2 * tensor.numel() for key, tensor in module.state_dict().items()})
+        name: paint_bytes({key: 2 * tensor.numel() for key, tensor in module.state_dict().items()})
         for name, module in made.items()
     }
     parts = Parts({name: lambda _progress, name=name: read(name) for name in made})
     offloader, _ = offloader_for("model", parts, device, {name: size.total for name, size in weights.items()})
-    shape, source = shape_for(KIND), Path("zeros")
-    return PaintPipeline(KIND, "v2-0", parts, facts, precision, offloader, shape, {}, source, weights=weights)
+    return PaintPipeline(
+        family=KIND,
+        variant="v2-0",
+        parts=parts,
+        facts=facts,
+        precision=precision,
+        offloader=offloader,
+        shape=shape_for(KIND),
+        configs={},
+        source=Path("zeros"),
+        weights=weights,
+    )
 
 
 def rows(pixels: int, limit: float) -> list[dict[str, Any]]:

@@ -5,6 +5,25 @@
 
 from __future__ import annotations
 
+from collections import deque
+
+_recent: deque[tuple[str, dict[str, str]]] = deque(maxlen=64)  # texts of errors made lately, with their parts
+
+
+def remember(text: str, found: str, expected: str, fix: str) -> str:
+    """``text``, an error's, whose parts :func:`parts_of` then gives to whoever has only the text."""
+    _recent.append((text, {"found": found, "expected": expected, "fix": fix}))
+    return text
+
+
+def parts_of(message: str) -> dict[str, str]:
+    """The parts of the error that ``message`` begins with; all of it as ``found`` where the error is none of ours.
+
+    ComfyUI hands a failure on as text, with a line of advice behind some.
+    """
+    newest_first = (parts for text, parts in reversed(_recent) if message.startswith(text))
+    return next(newest_first, {"found": message.strip()})
+
 
 class PackError(Exception):
     """A failure with its remedy.
@@ -19,7 +38,8 @@ class PackError(Exception):
 
     def __init__(self, found: str, *, expected: str, fix: str) -> None:
         self.found, self.expected, self.fix = (" ".join(text.split()) for text in (found, expected, fix))
-        super().__init__(f"{self.found}; expected {self.expected}. {self.fix}")
+        text = f"{self.found}; expected {self.expected}. {self.fix}"
+        super().__init__(remember(text, self.found, self.expected, self.fix))
 
 
 class InputError(PackError, ValueError):

@@ -1,4 +1,4 @@
-"""Whether what a VAE returned can be right: finite, not empty, not one colour."""
+"""Checks whether a VAE's output can be right: finite, not empty, not a single colour."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 BROKEN, COLOUR, ZEROS, CONSTANT = "NaN or infinite values", "one colour", "nothing but zeros", "one value everywhere"
-CAST = "other values where this device casts to fp32 or back"
+CAST = "values that this device changes when casting to fp32 or back"
 Judge = Callable[[torch.Tensor], str]
 
 
-class UnsoundError(Exception):
-    """A result that cannot be right; the text names the fault, one of the constants above."""
+class InvalidOutputError(Exception):
+    """Raised for a result that cannot be right; the text is one of the faults above."""
 
 
 def fault_in_frames(video: torch.Tensor, cell: int = 1) -> str:
@@ -57,16 +57,16 @@ def is_flat(tensor: torch.Tensor) -> bool:
 
 @contextmanager
 def checked_parts(coder: nn.Module, judge: Judge) -> Iterator[None]:
-    """Judge each part that ``coder``, a VAE's encoder or decoder, returns: a tile, a chunk of frames, or the whole.
+    """Check each output of ``coder``, a VAE's encoder or decoder: a tile, a chunk of frames, or the whole.
 
     Raises:
-        UnsoundError: in the block, after the first part with a fault, so that no further part is computed.
+        InvalidOutputError: in the block, after the first part with a fault, so that no further part is computed.
     """
 
     def check(_module: nn.Module, _inputs: Any, output: Any) -> None:
         fault = judge(output[0] if isinstance(output, tuple) else output)
         if fault:
-            raise UnsoundError(fault)
+            raise InvalidOutputError(fault)
 
     handle = coder.register_forward_hook(check)
     try:

@@ -7,7 +7,7 @@ from types import ModuleType
 
 from .errors import MissingPackageError
 
-INSTALL = "Install it into the Python that runs this: python -m pip install -U {name}"
+INSTALL = "Install it into the Python that runs ComfyUI or anygpu: python -m pip install -U {name}"
 
 
 def imported(name: str) -> ModuleType:
@@ -47,7 +47,7 @@ def unusable(name: str, error: Exception) -> MissingPackageError:
     if "torchvision" in f"{error!r} {error.__cause__!r} {error.__context__!r}":
         return MissingPackageError(
             f"package {name!r} cannot be imported because torchvision is broken ({text})",
-            expected="a torchvision made for the installed torch, or none",
+            expected="a torchvision that matches the installed torch, or none",
             fix="Reinstall torchvision with the same index as torch, or uninstall it.",
         )
     return MissingPackageError(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from .decision import AUTO, CHOSEN, Decision
 from .device.facts import DeviceFacts
-from .device.probe_store import ProbeResult
+from .device.probe_store import Probes
 from .device.quirks import DevicePolicy, Verdict, policy_for, verdict, verdicts
 from .errors import UnsupportedError
 
@@ -17,17 +18,18 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES: dict[str, torch.dtype] = {"fp32": FP32, "bf16": BF16, "fp16": FP16}
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 SAFE = "fp16-safe"
+ON_CPU = "on a CPU"
 CHOICES = ("auto", "fp32", "bf16", "fp16", SAFE)
-PAINT = ("paint", "paint_pbr", "delight")  # UNets with 2-D convolutions; CLIP and DINOv2 run in fp16 upstream too
-HALF_TEXT = ("hunyuan_video", "framepack")  # Llama and CLIP, which upstream runs in fp16; the others have a T5
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Dtypes of the parts of one pipeline and the sentence that justifies them.
+    """Dtypes of the parts of one pipeline, and why.
 
     Args:
-        transformer: of its weights. text: of the text encoders. vae: of its weights and activations.
+        transformer: of its weights.
+        text: of the text encoders.
+        vae: of its weights and activations.
         compute: of the operands of the transformer's products and attention; as ``transformer`` when None.
         residual: of its residual stream, norm statistics, modulation, gates and last projection; as ``compute``.
         conv: in which the VAE's convolutions are computed; as ``vae``.
@@ -60,67 +62,75 @@ class Precision:
         """The explicit choice that has this transformer."""
         return SAFE if self.safe else NAMES[self.transformer]
 
+    @property
+    def decision(self) -> Decision:
+        """The dtypes in words, with the reason."""
+        return Decision("precision", str(self), self.why, AUTO if self.automatic else CHOSEN)
+
     def __str__(self) -> str:
         convolutions = "" if self.conv is self.vae else f" with convolutions in {NAMES[self.conv or self.vae]}"
-        return f"transformer {self.choice}, text {NAMES[self.text]}, VAE {NAMES[self.vae]}{convolutions}: {self.why}"
+        return f"transformer {self.choice}, text {NAMES[self.text]}, VAE {NAMES[self.vae]}{convolutions}"
 
 
 def _safe(text: torch.dtype, why: str) -> Precision:
     return Precision(FP16, text, FP32, why, FP16, FP32)
 
 
-_OLD = "GPUs before sm80 have no bf16 units: fp16 operands around an fp32 residual are fast and cannot overflow"
-_MAC = "bf16 halves the largest part; the VAE is safe in fp32"
+_OLD = "GPUs before sm80 have no bf16 units; fp16 products around an fp32 residual are fast and cannot overflow"
+_MAC = "bf16 halves the largest part; the VAE stays accurate in fp32"
 
-PRECISION: dict[tuple[str, str], Precision] = {  # (family, arch class); an exact row wins over "*"
-    ("*", "cpu"): Precision(FP32, FP32, FP32, "a CPU computes fp32 fastest and exactly"),
-    ("*", "cuda-sm80+"): Precision(
-        BF16, BF16, BF16, "this GPU has bf16 tensor cores and the models were trained in it"
-    ),
-    ("*", "cuda-old"): _safe(FP32, _OLD),
-    ("*", "rocm"): Precision(BF16, BF16, BF16, "bf16 has the range of fp32 at half its memory"),
-    ("*", "xpu"): Precision(BF16, BF16, BF16, "Intel GPUs have bf16 units"),
-    ("*", "mps"): Precision(BF16, FP32, FP32, _MAC),
-    ("*", "directml"): _safe(FP32, "DirectML has no bf16: fp16 operands around an fp32 residual cannot overflow"),
-    ("*", "xla"): Precision(
-        BF16, BF16, FP32, "accelerators behind XLA are made for bf16; VAEs lose accuracy in it there"
-    ),
-    ("*", "other"): Precision(FP32, FP32, FP32, "nothing is known about this device, so the exact choice"),
-    **{  # Tencent-Hunyuan/Hunyuan3D-2, hy3dgen/texgen: every network is loaded with torch_dtype float16
-        (family, arch): Precision(FP16, FP16, FP16, "the published code runs this model in fp16 throughout")
-        for family in PAINT
-        for arch in ("cuda-sm80+", "rocm", "xpu")
-    },
-    ("mochi", "cuda-sm80+"): Precision(BF16, BF16, FP32, "upstream's reference decodes Mochi in fp32"),
-    ("mochi", "rocm"): Precision(BF16, BF16, FP32, "upstream's reference decodes Mochi in fp32"),
-    ("mochi", "xpu"): Precision(BF16, BF16, FP32, "upstream's reference decodes Mochi in fp32"),
-    **{
-        (family, "cuda-old"): _safe(FP16, f"{_OLD}; its text encoders run in fp16 upstream too") for family in HALF_TEXT
-    },
-    **{
-        (family, "mps"): Precision(BF16, FP16, FP32, f"{_MAC}; its text encoders run in fp16 upstream too")
-        for family in HALF_TEXT
-    },
+PRECISION: dict[str, Precision] = {  # by arch class; a row of the model's own wins
+    "cpu": Precision(FP32, FP32, FP32, "a CPU computes fp32 fastest and exactly"),
+    "cuda-sm80+": Precision(BF16, BF16, BF16, "this GPU has bf16 tensor cores and the models were trained in it"),
+    "cuda-old": _safe(FP32, _OLD),
+    "rocm": Precision(BF16, BF16, BF16, "bf16 has the range of fp32 at half its memory"),
+    "xpu": Precision(BF16, BF16, BF16, "Intel GPUs have bf16 units"),
+    "mps": Precision(BF16, FP32, FP32, _MAC),
+    "xla": Precision(BF16, BF16, FP32, "XLA accelerators are built for bf16, but VAEs lose accuracy in it"),
+    "other": Precision(FP32, FP32, FP32, "nothing is known about this device, so AnyGPU computes exactly"),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPrecision:
+    """Where the dtypes of a model differ from the common rows.
+
+    Args:
+        rows: arch class to the row that wins over the common one.
+        half_text: whether upstream runs its text encoders in fp16, which a T5 cannot.
+        half_unet: whether it is a UNet with 2-D convolutions, which upstream runs in fp16 with its encoders.
+    """
+
+    rows: Mapping[str, Precision] = field(default_factory=dict)
+    half_text: bool = False
+    half_unet: bool = False
+
+
+_TEXT = "its text encoders run in fp16 upstream too"
+PLAIN = ModelPrecision()
+_HALF_TEXT = {"cuda-old": _safe(FP16, f"{_OLD}; {_TEXT}"), "mps": Precision(BF16, FP16, FP32, f"{_MAC}; {_TEXT}")}
+HALF_TEXT = ModelPrecision(_HALF_TEXT, half_text=True)  # Llama and CLIP
+# Tencent-Hunyuan/Hunyuan3D-2, hy3dgen/texgen: every network is loaded with torch_dtype float16; CLIP and DINOv2 too
+_PAINT = Precision(FP16, FP16, FP16, "the published code runs this model in fp16 throughout")
+PAINT = ModelPrecision(dict.fromkeys(("cuda-sm80+", "rocm", "xpu"), _PAINT), half_unet=True)
 
 _EXPLICIT: dict[str, Precision] = {
-    "fp32": Precision(FP32, FP32, FP32, "chosen: exact, twice the memory of bf16"),
-    "bf16": Precision(BF16, BF16, BF16, "chosen: half the memory of fp32 with its range"),
-    "fp16": Precision(FP16, FP32, FP16, "chosen: half the memory; text encoders stay fp32, since fp16 overflows in T5"),
-    SAFE: _safe(FP32, "chosen: fp16 operands around an fp32 residual, with text and VAE in fp32"),
+    "fp32": Precision(FP32, FP32, FP32, "exact, twice the memory of bf16"),
+    "bf16": Precision(BF16, BF16, BF16, "half the memory of fp32 with its range"),
+    "fp16": Precision(FP16, FP32, FP16, "half the memory"),
+    SAFE: _safe(FP32, "fp16 operands around an fp32 residual"),
 }
+_WIDE_TEXT = {"fp16": "text encoders stay fp32, since fp16 overflows in T5", SAFE: "text and VAE in fp32"}
 
 
-def precision_for(
-    family: str, facts: DeviceFacts, choice: str = "auto", probes: Mapping[str, ProbeResult] | None = None
-) -> Precision:
-    """The dtypes for ``family`` on the device of ``facts``.
+def precision_for(model: ModelPrecision, facts: DeviceFacts, choice: str = "auto", probes: Probes = None) -> Precision:
+    """The dtypes for a model on the device of ``facts``.
 
     ``auto`` takes the table's row and leaves it where the device cannot follow: bf16 becomes fp16-safe, then fp32. An
     explicit choice is never changed; only convolutions that a device lacks are computed in fp32, which loses nothing.
 
     Args:
-        family: a family id.
+        model: where it differs from the common rows.
         facts: the device.
         choice: one of :data:`CHOICES`.
         probes: what the device answered, by probe; its word outranks a known bug's row. None asks nothing.
@@ -130,130 +140,153 @@ def precision_for(
     """
     policy = policy_for(facts)
     if choice == "auto":
-        return _automatic(family, _row(family, facts), policy, probes)
+        return _automatic(model, _row(model, facts), policy, probes)
     if choice not in _EXPLICIT:
         raise UnsupportedError(
             f"precision {choice!r}", expected=f"one of {', '.join(CHOICES)}", fix="Choose one on the load node."
         )
-    if choice == SAFE and facts.backend == "cpu":
+    if _contradicts(choice, facts):
         raise UnsupportedError(
-            f"precision {SAFE!r} on a CPU",
+            f"precision {choice!r} {ON_CPU}",
             expected="auto, fp32 or bf16",
-            fix="Choose auto: a CPU has no fp16 units, so this would be slower than fp32 and less exact.",
+            fix="Choose auto. A CPU has no fp16 units, so this would be slower and less exact than fp32.",
         )
-    chosen = _EXPLICIT[choice]
-    found = transformer_verdict(chosen, policy, probes)
-    if found.usable and family in PAINT:
-        found = vae_verdict(chosen.compute or chosen.transformer, policy, probes)
-    if not found.usable:
+    chosen, ability = _EXPLICIT[choice], _ability(model, choice, policy, probes)
+    if not ability.usable:
         raise UnsupportedError(
-            f"precision {choice!r} cannot run on {facts.name} ({found.why})",
+            f"precision {choice!r} {_refusal(ability, facts)}",
             expected=f"one of {', '.join(_possible(policy, probes, facts))}",
-            fix="Choose auto, which takes what works on this device.",
+            fix="Choose auto, which uses what works on this device.",
         )
-    if family in (*HALF_TEXT, *PAINT) and choice in ("fp16", SAFE):
-        chosen = replace(chosen, text=FP16, why=chosen.why.split(";")[0].split(", with")[0])
-    if found.costly:
-        chosen = replace(chosen, why=f"{chosen.why}; slow here ({found.why})")
-    return replace(chosen, conv=_conv_dtype(chosen.vae, policy, probes), automatic=False)
+    why = [chosen.why]
+    if choice in _WIDE_TEXT and (model.half_text or model.half_unet):
+        chosen = replace(chosen, text=FP16)
+    elif choice in _WIDE_TEXT:
+        why.append(_WIDE_TEXT[choice])
+    if ability.costly:
+        why.append(f"slow here ({ability.why})")
+    return replace(chosen, why="; ".join(why), conv=_conv_dtype(chosen.vae, policy, probes), automatic=False)
 
 
-def transformer_verdict(
-    precision: Precision, policy: DevicePolicy, probes: Mapping[str, ProbeResult] | None = None
-) -> Verdict:
+def lacking(choice: str, models: Iterable[ModelPrecision], facts: DeviceFacts) -> str:
+    """Why none of ``models`` can have the precision ``choice`` on the device of ``facts``, by the tables; else empty.
+
+    It is the reason of the error that :func:`precision_for` raises.
+    """
+    if choice == "auto":
+        return ""
+    if _contradicts(choice, facts):
+        return ON_CPU
+    abilities = [_ability(model, choice, policy_for(facts)) for model in models]
+    return "" if any(ability.usable for ability in abilities) else _refusal(abilities[-1], facts)
+
+
+def _contradicts(choice: str, facts: DeviceFacts) -> bool:
+    return choice == SAFE and facts.backend == "cpu"
+
+
+def _ability(model: ModelPrecision, choice: str, policy: DevicePolicy, probes: Probes = None) -> Verdict:
+    """Whether the device can run the whole of a model in an explicit choice."""
+    chosen = _EXPLICIT[choice]
+    ability = transformer_verdict(chosen, policy, probes)
+    if ability.usable and model.half_unet:
+        return vae_verdict(chosen.compute or chosen.transformer, policy, probes)
+    return ability
+
+
+def _refusal(ability: Verdict, facts: DeviceFacts) -> str:
+    return f"cannot run on {facts.name} ({ability.why})"
+
+
+def transformer_verdict(precision: Precision, policy: DevicePolicy, probes: Probes = None) -> Verdict:
     """Whether the device can run a transformer so: casts in both directions, products and attention."""
     name = NAMES[precision.compute or precision.transformer]
     casts = () if name == "fp32" else (f"cast.{name}_to_fp32", f"cast.fp32_to_{name}")
-    return verdicts((*casts, f"matmul.{name}", f"attention.{name}"), policy, probes)
+    return verdicts((*casts, f"matmul.{name}", f"attention.{name}", f"masked_attention.{name}"), policy, probes)
 
 
-def vae_verdict(dtype: torch.dtype, policy: DevicePolicy, probes: Mapping[str, ProbeResult] | None = None) -> Verdict:
+def vae_verdict(dtype: torch.dtype, policy: DevicePolicy, probes: Probes = None) -> Verdict:
     """Whether the device can run a VAE in ``dtype``: casts, GroupNorm, and convolutions in some form."""
     name = NAMES[dtype]
     casts = () if name == "fp32" else (f"cast.{name}_to_fp32", f"cast.fp32_to_{name}")
     return verdicts((*casts, f"groupnorm.{name}", f"conv2d.{name}"), policy, probes)
 
 
-def _row(family: str, facts: DeviceFacts) -> Precision:
-    for key in ((family, facts.arch_class), ("*", facts.arch_class)):
-        if key in PRECISION:
-            return PRECISION[key]
-    raise UnsupportedError(
-        f"no precision policy for {family!r} on {facts.arch_class!r}",
-        expected=f"one of {', '.join(sorted({arch for _, arch in PRECISION}))}",
-        fix="Choose a precision by hand, or add a row to PRECISION in compat/precision.py.",
-    )
+def _row(model: ModelPrecision, facts: DeviceFacts) -> Precision:
+    row = model.rows.get(facts.arch_class) or PRECISION.get(facts.arch_class)
+    if row is None:
+        raise UnsupportedError(
+            f"no precision policy for {facts.arch_class!r}",
+            expected=f"one of {', '.join(sorted(PRECISION))}",
+            fix="Choose a precision yourself, or add a row to PRECISION in compat/precision.py.",
+        )
+    return row
 
 
-def _automatic(
-    family: str, row: Precision, policy: DevicePolicy, probes: Mapping[str, ProbeResult] | None
-) -> Precision:
-    """The row, with every part that the device cannot do well replaced, and the reasons in its sentence."""
-    why = [row.why]
+def _automatic(model: ModelPrecision, row: Precision, policy: DevicePolicy, probes: Probes) -> Precision:
+    """The row, with every part that the device cannot do well replaced, and each reason said once."""
+    why, causes = row.why, list[Verdict]()
     if row.transformer is not FP32:
-        row, why = _transformer(row, policy, probes)
-    if family in PAINT and row.compute is not FP32:
-        found = vae_verdict(row.compute or row.transformer, policy, probes)
-        if _refused(found):
-            row = replace(row, transformer=FP32, compute=FP32, residual=FP32)
-            why = [f"fp32, since this UNet's convolutions do not work in half precision here ({found.why})"]
+        row, why, causes = _transformer(row, policy, probes)
+    if model.half_unet and row.compute is not FP32:
+        ability = vae_verdict(row.compute or row.transformer, policy, probes)
+        if _refused(ability):
+            row, causes = replace(row, transformer=FP32, compute=FP32, residual=FP32), [ability]
+            why = f"fp32, because this UNet's convolutions do not work in half precision here ({ability.why})"
     if row.text is not FP32:
-        found = _text_verdict(row.text, policy, probes)
-        if _refused(found):
-            half = family in HALF_TEXT and row.safe and not _refused(_text_verdict(FP16, policy, probes))
+        ability = _text_verdict(row.text, policy, probes)
+        if _refused(ability):
+            half = model.half_text and row.safe and not _refused(_text_verdict(FP16, policy, probes))
             text = FP16 if half else FP32
-            row, why = replace(row, text=text), [*why, *_reasons(why, f"text in {NAMES[text]} ({found.why})")]
+            row, why = replace(row, text=text), f"{why}; text in {NAMES[text]}{_cause(ability, causes)}"
+            causes.append(ability)
     if row.vae is not FP32:
-        found = vae_verdict(row.vae, policy, probes)
-        if _refused(found):
-            row, why = replace(row, vae=FP32, conv=FP32), [*why, *_reasons(why, f"VAE in fp32 ({found.why})")]
-    return replace(row, why="; ".join(why), conv=_conv_dtype(row.vae, policy, probes))
+        ability = vae_verdict(row.vae, policy, probes)
+        if _refused(ability):
+            row, why = replace(row, vae=FP32, conv=FP32), f"{why}; VAE in fp32{_cause(ability, causes)}"
+    return replace(row, why=why, conv=_conv_dtype(row.vae, policy, probes))
 
 
-def _transformer(
-    row: Precision, policy: DevicePolicy, probes: Mapping[str, ProbeResult] | None
-) -> tuple[Precision, list[str]]:
-    """The row with a transformer that runs here, and the reason."""
-    found = transformer_verdict(row, policy, probes)
+def _transformer(row: Precision, policy: DevicePolicy, probes: Probes) -> tuple[Precision, str, list[Verdict]]:
+    """The row with a transformer that runs here, the reason, and what it names as the cause."""
+    ability = transformer_verdict(row, policy, probes)
     if row.safe:
         trust = verdict("conv2d.fp16", policy, probes)  # a GPU whose fp16 convolutions give NaN is trusted with no fp16
-        refused = found if not found.usable else trust
+        refused = ability if not ability.usable else trust
         if refused.usable:
-            return row, [row.why]
-        return Precision(FP32, FP32, row.vae, ""), [f"fp32, since fp16 does not work here ({refused.why})"]
-    if not _refused(found):
-        return row, [row.why]
+            return row, row.why, []
+        return Precision(FP32, FP32, row.vae, ""), f"fp32, because fp16 does not work here ({refused.why})", [refused]
+    if not _refused(ability):
+        return row, row.why, []
     half = NAMES[row.compute or row.transformer]
     safe = transformer_verdict(_EXPLICIT[SAFE], policy, probes)
-    cause = "is emulated or slow" if found.usable else "does not work"
+    since = f"since {half} {'is emulated or slow' if ability.usable else 'does not work'} here ({ability.why})"
     if safe.usable and verdict("conv2d.fp16", policy, probes).usable:
-        changed = replace(row, transformer=FP16, compute=FP16, residual=FP32)
-        return changed, [f"fp16-safe, since {half} {cause} here ({found.why})"]
+        return replace(row, transformer=FP16, compute=FP16, residual=FP32), f"fp16-safe, {since}", [ability]
     changed = replace(row, transformer=FP32, compute=FP32, residual=FP32)
-    return changed, [f"fp32, since {half} {cause} here ({found.why}) and fp16 does not work either ({safe.why})"]
+    return changed, f"fp32, {since} and fp16 does not work either ({safe.why})", [ability, safe]
 
 
-def _text_verdict(dtype: torch.dtype, policy: DevicePolicy, probes: Mapping[str, ProbeResult] | None) -> Verdict:
+def _text_verdict(dtype: torch.dtype, policy: DevicePolicy, probes: Probes) -> Verdict:
     return transformer_verdict(Precision(dtype, dtype, dtype, ""), policy, probes)
 
 
-def _conv_dtype(vae: torch.dtype, policy: DevicePolicy, probes: Mapping[str, ProbeResult] | None) -> torch.dtype:
+def _conv_dtype(vae: torch.dtype, policy: DevicePolicy, probes: Probes) -> torch.dtype:
     """The VAE's dtype where the device has a right and ready 2-D or 3-D convolution for it, else fp32."""
     each = [verdict(f"{name}.{NAMES[vae]}", policy, probes) for name in ("conv3d", "conv2d")]
-    return vae if any(found.usable and not found.costly for found in each) else FP32
+    return FP32 if all(map(_refused, each)) else vae
 
 
-def _refused(found: Verdict) -> bool:
-    """``auto`` leaves what fails and what costs a multiple."""
-    return not found.usable or found.costly
+def _refused(ability: Verdict) -> bool:
+    """``auto`` avoids what fails and what is unusually costly."""
+    return not ability.usable or ability.costly
 
 
-def _reasons(said: list[str], new: str) -> list[str]:
-    """``new``, without the cause that was said already."""
-    cause = new.partition("(")[2].rstrip(")")
-    return [new if not any(cause in old for old in said) else new.partition(" (")[0]]
+def _cause(ability: Verdict, causes: Sequence[Verdict]) -> str:
+    """The cause in brackets, unless it is one of those that were named already."""
+    return "" if ability in causes else f" ({ability.why})"
 
 
-def _possible(policy: DevicePolicy, probes: Mapping[str, ProbeResult] | None, facts: DeviceFacts) -> list[str]:
+def _possible(policy: DevicePolicy, probes: Probes, facts: DeviceFacts) -> list[str]:
     usable = [name for name, row in _EXPLICIT.items() if transformer_verdict(row, policy, probes).usable]
-    return ["auto", *(name for name in usable if not (name == SAFE and facts.backend == "cpu"))]
+    return ["auto", *(name for name in usable if not _contradicts(name, facts))]

@@ -1,4 +1,4 @@
-"""The one import of ComfyUI's node API: a move there is one edit here."""
+"""The only import of ComfyUI's node API, so that a change there is one edit here."""
 
 from comfy_api.latest import ComfyExtension, InputImpl, Types, io, ui
 from comfy_execution.graph_utils import GraphBuilder

@@ -49,7 +49,7 @@ class CastLeaf(comfy.ops.CastWeightBiasOp):
 
     @contextmanager
     def weights_on(self, like: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Weight and bias on the device and in the dtype of ``like``: the leaf's side of ``compat.offload.borrow``."""
+        """Weight and bias on the device and in the dtype of ``like``, for ``compat.memory.hooks.weights_on``."""
         if "fetched" in self.__dict__ or not self._must_fetch(like.device):
             yield self.weight.to(like.dtype), None if self.bias is None else self.bias.to(like.dtype)
             return
@@ -197,7 +197,7 @@ class Placed:
         return found if found.itemsize > 1 else self.__dict__["computes_in"]
 
 
-def make_native(module: nn.Module, device: torch.device, memory_stats: MemoryStats | None = None) -> bool:
+def install_cast_leaves(module: nn.Module, device: torch.device, memory_stats: MemoryStats | None = None) -> bool:
     """Whether anything had to change so that ``module`` runs on ``device`` with its weights anywhere.
 
     Args:
@@ -222,7 +222,7 @@ def make_native(module: nn.Module, device: torch.device, memory_stats: MemorySta
     return changed
 
 
-def make_plain(module: nn.Module) -> None:
+def restore_leaves(module: nn.Module) -> None:
     """Give every module its own class back; its weights must be at home."""
     for owner in module.modules():
         if isinstance(owner, CastLeaf):
@@ -268,7 +268,7 @@ def send(tensor: torch.Tensor, device: torch.device) -> None:
             tensor.data = home[0]
             return
         if device.type == HOST.type:
-            tensor.data = transfer_for(data.device, data.dtype).copied(data)
+            tensor.data = transfer_for(data.device, data.dtype).to_host(data)
             return
         moved = data.to(device)
         tensor.data = moved

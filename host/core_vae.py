@@ -12,10 +12,9 @@ from torch import nn
 
 from ..pipelines import stages
 from ..pipelines.base import Pipeline
-from ..pipelines.families.hunyuan_video import pipeline as hunyuan_video
 from ..pipelines.latents import convert as latent_format
-from ..pipelines.registry import family_named
-from .memory_manager import PartPatcher, manager_of
+from ..pipelines.vae.fallback import encoded
+from .memory_manager import PartPatcher
 from .progress import NodeProgress
 
 
@@ -23,9 +22,8 @@ class CoreVAE(comfy.sd.VAE):
     """A pipeline's VAE in core's own type; what core's class would read from a checkpoint is filled in."""
 
     def __init__(self, pipeline: Pipeline) -> None:
-        family = family_named(pipeline.family)
-        spatial, temporal = family.ratios(pipeline)
-        self.pipeline, self.spatial, self.temporal = pipeline, int(spatial), int(temporal)
+        self.pipeline = pipeline
+        self.spatial, self.temporal = pipeline.spec.ratios
         self.latent_channels = int(pipeline.configs["vae"].get("latent_channels", 16))
         self.latent_dim, self.output_channels, self.pad_channel_value = 3, 3, None
         self.downscale_ratio = (lambda frames: math.ceil(frames / self.temporal), self.spatial, self.spatial)
@@ -42,7 +40,7 @@ class CoreVAE(comfy.sd.VAE):
     @property
     def patcher(self) -> PartPatcher:
         """The pipeline's own patcher of the VAE."""
-        return self.pipeline.offloader.patcher_of("vae")  # type: ignore[attr-defined]
+        return self.pipeline.offloader.patcher_of("vae")
 
     @property
     def device(self) -> torch.device:
@@ -78,11 +76,11 @@ class CoreVAE(comfy.sd.VAE):
         """Latents (1, C, T, H, W) of frames (F, H, W, 3) in 0..1, as AnyGPU Encode Video makes them with seed 0."""
         frames = self.vae_encode_crop_pixels(pixel_samples).reshape(-1, *pixel_samples.shape[-3:])
         progress = NodeProgress(None, self.pipeline.family)
-        if self.pipeline.family == "framepack":  # which starts from pictures: its VAE is HunyuanVideo's
-            frames = frames[: (frames.shape[0] - 1) // self.temporal * self.temporal + 1]
-            latents = hunyuan_video.encode_video(self.pipeline, frames, 0, progress)
-        else:
+        if hasattr(self.pipeline.spec.code, "encode_video"):
             latents = stages.encode_video(self.pipeline, frames, 0, 0, "crop", 0, progress).samples
+        else:  # a family that starts from pictures alone
+            frames = frames[: (frames.shape[0] - 1) // self.temporal * self.temporal + 1]
+            latents = encoded(self.pipeline, frames, 0, progress)
         return self._returned(latents)
 
     def encode_tiled(self, pixel_samples: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -99,8 +97,3 @@ class CoreVAE(comfy.sd.VAE):
 
     def _returned(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.output_device, comfy.model_management.intermediate_dtype())
-
-
-def vae_of(pipeline: Pipeline) -> CoreVAE | None:
-    """The VAE of a pipeline; None where ComfyUI does not manage its memory."""
-    return None if manager_of(pipeline) is None else CoreVAE(pipeline)

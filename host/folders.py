@@ -1,74 +1,154 @@
-"""ComfyUI's model folders: which models are there, by the names the load node lists."""
+"""ComfyUI's model folders: which models, LoRAs and parts from elsewhere are there, by the names that nodes list."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import folder_paths
 
 from ..compat.device.facts import facts_for
 from ..compat.errors import CheckpointError
+from ..paint.loading import PAGES, is_paint_folder
+from ..pipelines.loading.download import remedy
 from ..pipelines.loading.folder import find_models
-from ..pipelines.loading.published import remedy
 
 MODEL_KEYS = ("diffusers", "diffusion_models")
 ENCODER_KEYS = ("diffusers", "clip_vision", "style_models")
-NO_MODEL = "no model found"
+PAINT_PROVIDER_KEYS = ("diffusers", "clip_vision", "diffusion_models")
+LORA_KEYS = ("loras",)
+NO_MODEL, NO_PAINT_MODEL, NO_LORA = "no model found", "no paint model found", "no LoRA found"
+NO_FILE = "no file found"
+NOTHING = (NO_MODEL, NO_PAINT_MODEL, NO_LORA, NO_FILE)  # entries of lists that have no other
 AUTO = "auto"
+PAINT_SUFFIXES = (".safetensors", ".bin")
 
 _listed: dict[tuple[tuple[str, float], ...], dict[str, Path]] = {}
 
 
+def roots(keys: Iterable[str]) -> list[Path]:
+    """The folders of these kinds, those of extra_model_paths.yaml included."""
+    known = [key for key in keys if key in folder_paths.folder_names_and_paths]
+    return list(dict.fromkeys(Path(path) for key in known for path in folder_paths.get_folder_paths(key)))
+
+
+def path_of(name: str, listed: Mapping[str, Path], searched: list[Path], what: tuple[str, str], fix: str) -> Path:
+    """The path of a listed name; nothing else can be named.
+
+    Args:
+        what: what was looked for, and what would have been one.
+
+    Raises:
+        CheckpointError: none of that name; says which folders were searched.
+    """
+    if name in listed:
+        return listed[name]
+    kind, expected = what
+    where = ", ".join(map(str, searched))
+    found = f"no {kind} in {where}" if name in NOTHING else f"no {kind} {name!r} in {where}"
+    raise CheckpointError(found, expected=expected, fix=fix)
+
+
+def stamp(*paths: Path | None) -> list[tuple[str, int, int]]:
+    """What changes when one of these files, or a file in one of these folders, changes; None stands for no file."""
+    there = [path for path in paths if path is not None]
+    files = {file for path in there for file in ([path] if path.is_file() else path.rglob("*.*"))}
+    states = ((file, file.stat()) for file in files if file.exists())  # a dangling link is no file
+    return sorted((str(file), status.st_mtime_ns, status.st_size) for file, status in states)
+
+
 def model_roots() -> list[Path]:
-    """The folders in which models are searched, those of extra_model_paths.yaml included."""
-    return _roots(MODEL_KEYS)
+    """The folders in which models are searched."""
+    return roots(MODEL_KEYS)
 
 
 def encoder_roots() -> list[Path]:
     """The folders in which image encoders are searched."""
-    return _roots(ENCODER_KEYS)
+    return roots(ENCODER_KEYS)
 
 
 def models() -> dict[str, Path]:
-    """Name to folder of every model found; scanned again only when a folder has changed."""
-    stamp = _stamp(model_roots())
-    if stamp not in _listed:
+    """Name to folder of every model there is; scanned again only when a folder has changed."""
+    changed = _change_times(model_roots())
+    if changed not in _listed:
         _listed.clear()
-        _listed[stamp] = _named(model_roots(), find_models(model_roots()))
-    return _listed[stamp]
+        _listed[changed] = _named(model_roots(), find_models(model_roots()))
+    return _listed[changed]
 
 
 def model_choices() -> list[str]:
-    """What the load node lists; one entry that says so when there is nothing."""
+    """The choices of the load node; a single entry that says so if there are none."""
     return list(models()) or [NO_MODEL]
 
 
-def provider_choices() -> list[str]:
-    """What the inputs for borrowed parts list, ``auto`` first."""
-    return [AUTO, *dict.fromkeys([*models(), *_encoders()])]
-
-
 def model_folder(name: str) -> Path:
-    """The folder of a listed model.
+    """The folder of a listed model, as :func:`path_of` finds it."""
+    what = "model", "a diffusers model folder with model_index.json, or a FramePack transformer folder"
+    fix = "" if name in models() else remedy(name, model_roots()[0], facts_for("cpu").total_bytes)
+    return path_of(name, models(), model_roots(), what, fix)
 
-    Raises:
-        CheckpointError: no model of that name; says which folders were searched.
-    """
-    if name in models():
-        return models()[name]
-    searched = ", ".join(map(str, model_roots()))
-    raise CheckpointError(
-        f"no model {name!r} in {searched}" if name != NO_MODEL else f"no model in {searched}",
-        expected="a diffusers model folder with model_index.json, or a FramePack transformer folder",
-        fix=remedy(name, model_roots()[0], facts_for("cpu").total_bytes),
-    )
+
+def provider_choices() -> list[str]:
+    """What the inputs for parts from elsewhere list, ``auto`` first."""
+    return [AUTO, *providers()]
 
 
 def provider_folder(name: str) -> Path | None:
-    """The folder that lends parts; None for ``auto``."""
+    """The folder that provides parts; None for ``auto``."""
+    return None if name == AUTO else providers().get(name) or model_folder(name)
+
+
+def providers() -> dict[str, Path]:
+    """Name to folder of every model and of every folder with an image encoder in it."""
+    configs = (config for root in encoder_roots() for config in root.glob("*/image_encoder/config.json"))
+    return {**models(), **_named(encoder_roots(), (config.parent.parent for config in configs))}
+
+
+def paint_models() -> dict[str, Path]:
+    """Name to path of every paint and delight checkpoint: folders up to two deep, and files named after them."""
+    models: list[Path] = []
+    for root in roots(MODEL_KEYS):
+        children = _children(root)
+        for folder in sorted({root, *children, *(deep for child in children for deep in _children(child))}):
+            if is_paint_folder(folder) and folder != root:
+                models.append(folder)
+            elif folder.is_dir() and ("hunyuan3d" not in folder.name.lower() or folder == root):
+                models += (file for file in sorted(folder.iterdir()) if _is_paint_file(file))
+    return _named(roots(MODEL_KEYS), models)
+
+
+def paint_path(name: str) -> Path:
+    """The folder or file of a listed paint model, as :func:`path_of` finds it."""
+    searched = roots(MODEL_KEYS)
+    what = "paint model", "a folder hunyuan3d-… with the subfolders unet and vae"
+    fix = f"Download one ({'; '.join(PAGES.values())}) into {searched[0]} and press R."
+    return path_of(name, paint_models(), searched, what, fix)
+
+
+def paint_provider_choices() -> list[str]:
+    """What the inputs for a VAE or image encoder from elsewhere list: ``auto``, then folders with a config.json."""
+    return [AUTO, *paint_providers()]
+
+
+def paint_provider_folder(name: str) -> Path | None:
+    """The folder that provides a part of a paint model; None for ``auto``, as :func:`path_of` finds it."""
     if name == AUTO:
         return None
-    return _encoders().get(name) or model_folder(name)
+    what = "folder", "one of the list"
+    return path_of(name, paint_providers(), roots(PAINT_PROVIDER_KEYS), what, "Press R.")
+
+
+def loras() -> dict[str, Path]:
+    """Name to path of the .safetensors files of every LoRA folder."""
+    names = (name for name in folder_paths.get_filename_list("loras") if name.endswith(".safetensors"))
+    return {name: Path(path) for name in names if (path := folder_paths.get_full_path("loras", name)) is not None}
+
+
+def lora_file(name: str) -> Path:
+    """The file of a listed LoRA, as :func:`path_of` finds it."""
+    searched = roots(LORA_KEYS)
+    what = "LoRA", "a .safetensors file there"
+    return path_of(name, loras(), searched, what, f"Put it into {searched[0]} and press R.")
 
 
 def kept_folder() -> Path:
@@ -81,36 +161,38 @@ def state_folder() -> Path:
     return Path(folder_paths.get_user_directory()) / "anygpu"
 
 
-def _encoders() -> dict[str, Path]:
-    """Name to folder of every folder with an image encoder in it."""
-    roots = encoder_roots()
-    return _named(roots, [found.parent.parent for root in roots for found in root.glob("*/image_encoder/config.json")])
+def paint_providers() -> dict[str, Path]:
+    """Name to folder of what may hold a VAE or an image encoder for a paint model: folders with a config.json."""
+    searched = roots(PAINT_PROVIDER_KEYS)
+    configs = (sorted([*root.glob("*/config.json"), *root.glob("*/vae/config.json")]) for root in searched)
+    return _named(searched, (config.parent for in_root in configs for config in in_root))
 
 
-def _roots(keys: tuple[str, ...]) -> list[Path]:
-    found = [
-        Path(path)
-        for key in keys
-        if key in folder_paths.folder_names_and_paths
-        for path in folder_paths.get_folder_paths(key)
-    ]
-    return list(dict.fromkeys(found))
+def _is_paint_file(file: Path) -> bool:
+    name = file.name.lower()
+    return file.suffix in PAINT_SUFFIXES and "hunyuan3d" in name and ("paint" in name or "delight" in name)
 
 
-def _stamp(roots: list[Path]) -> tuple[tuple[str, float], ...]:
+def _children(folder: Path) -> list[Path]:
+    """The folders in a folder, hidden ones left out; none where it is no folder."""
+    return [child for child in folder.iterdir() if child.is_dir() and child.name[0] != "."] if folder.is_dir() else []
+
+
+def _change_times(level: list[Path]) -> tuple[tuple[str, float], ...]:
     """Each folder that :func:`find_models` looks into, and when it last changed: a download may be listed half way."""
     watched: dict[Path, None] = {}
-    level = [root for root in roots if root.is_dir()]
+    level = [root for root in level if root.is_dir()]
     for _ in range(4):
         watched.update(dict.fromkeys(level))
-        level = [child for folder in level for child in folder.iterdir() if child.is_dir() and child.name[0] != "."]
+        level = [child for folder in level for child in _children(folder)]
     return tuple((str(folder), folder.stat().st_mtime) for folder in watched)
 
 
-def _named(roots: list[Path], folders: list[Path]) -> dict[str, Path]:
+def _named(roots: list[Path], paths: Iterable[Path]) -> dict[str, Path]:
+    """Name below its root to path; the first of a name counts."""
     named: dict[str, Path] = {}
-    for folder in folders:
-        root = next((root for root in roots if folder.is_relative_to(root) and folder != root), None)
+    for path in paths:
+        root = next((root for root in roots if path.is_relative_to(root) and path != root), None)
         if root is not None:
-            named.setdefault(folder.relative_to(root).as_posix(), folder)
+            named.setdefault(path.relative_to(root).as_posix(), path)
     return named

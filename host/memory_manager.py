@@ -1,18 +1,19 @@
-"""The parts of a pipeline inside ComfyUI's memory manager, and its word on devices.
+"""The parts of a pipeline inside ComfyUI's memory manager, and the devices it reports.
 
 Each part has one patcher, which ComfyUI loads, streams, evicts and counts as it does its own models: partly where room
-is short, back home under pressure, by the Free buttons, or after running out of memory. Whoever drives a transformer,
-our sampler or core's, goes through that one patcher, so that its weights are on the device once.
+is short, back home under pressure, by the Free buttons, or after running out of memory. Our sampler and core's both use
+that patcher, so the weights are on the device only once.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import comfy.model_management
 import comfy.model_patcher
@@ -20,16 +21,18 @@ import comfy.utils
 import torch
 from torch import nn
 
-from ..compat.checkpoints.packed import outlined
+from ..compat.checkpoints.packed import without_unpacking
 from ..compat.device.execution import HOST
+from ..compat.device.failures import DEVICE_ERRORS, is_shortage
+from ..compat.errors import InputError
+from ..compat.memory.adapters import Adapters, adapters_on
 from ..compat.memory.host_weights import DISK
-from ..compat.memory.offloader import Terms, amount
-from ..compat.memory.statistics import MemoryStats
-from ..pipelines.vae.fallback import MEMORY, kind_of
+from ..compat.memory.offloader import HOSTED, OffloadOptions, placement
+from ..compat.memory.parts import Parts, StageText, denoises, role_of
+from ..compat.memory.statistics import MemoryStats, amount
 from . import patches
-from .casting import CastLeaf, bytes_of, fixed_tensors, make_native, make_plain, send, send_home
+from .casting import CastLeaf, bytes_of, fixed_tensors, install_cast_leaves, restore_leaves, send, send_home
 
-MODE = "comfyui"
 REGISTERS = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 EVERYTHING = 1e30  # more bytes than any device has, as ComfyUI itself asks for them
 HELD_BY = "anygpu_holder"  # where a part keeps the shell that holds it, weakly
@@ -56,21 +59,13 @@ def evictable_bytes() -> int:
     return sum(int(model.loaded_size()) for model in held if model is not None)
 
 
-class ReadsParts(Protocol):
-    """Parts that are read on first use and can be forgotten."""
-
-    def read(self, name: str, progress: Any = None) -> nn.Module: ...
-    def drop(self, name: str) -> None: ...
-    def __contains__(self, name: object) -> bool: ...
-
-
 class Shell:
-    """What a patcher takes for the model: it holds one part, which is read when somebody first needs its weights.
+    """Stands in for the model in a patcher: holds one part, which is read when its weights are first needed.
 
     Mixed into an ``nn.Module`` with a plain attribute ``device``, which patchers write and diffusers' models forbid.
     """
 
-    parts: ReadsParts
+    parts: Parts
     part: str
 
     def fill(self) -> nn.Module:
@@ -117,7 +112,7 @@ class Shell:
 class Holder(Shell, nn.Module):
     """The shell of a part that only our own stages run."""
 
-    def __init__(self, parts: ReadsParts, part: str) -> None:
+    def __init__(self, parts: Parts, part: str) -> None:
         super().__init__()
         self.parts, self.part, self.device = parts, part, None
 
@@ -164,7 +159,7 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
             super().pin_weight_to_device(key)
 
     def _load_list(self, *args: Any, **kwargs: Any) -> list[Any]:
-        with outlined(self.model):  # it asks every layer for its weight, and for no value
+        with without_unpacking(self.model):  # it asks every layer for its weight, and for no value
             listed = super()._load_list(*args, **kwargs)
         return [entry for entry in listed if any(isinstance(item, CastLeaf) for item in entry)]
 
@@ -177,7 +172,7 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
     ) -> None:
         """Bring the part to ``device_to``: its fixed tensors, and as many leaves as fit into the budget in bytes."""
         module = self.model.fill()
-        make_native(module, device_to, self.memory_stats)
+        install_cast_leaves(module, device_to, self.memory_stats)
         fixed = fixed_tensors(module)
         for tensor in fixed:
             send(tensor, device_to)
@@ -241,30 +236,37 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
         """As usual; after a whole detach the part is as it was read, with its own classes."""
         found = super().detach(unpatch_all)
         if unpatch_all and self.model.content is not None:
-            make_plain(self.model.content)
+            restore_leaves(self.model.content)
         return found
 
 
-class Managed:
+class ComfyOffloader:
     """Offload ``comfyui``: ComfyUI decides what of each part is on the device, and when it leaves.
 
     Args:
-        parts: the modules by name. device: where they execute; None asks ComfyUI at each use.
-        terms: parts that compute elsewhere, bytes that are left to others, and where costs are kept.
+        device: where they compute; None asks ComfyUI at each use.
     """
 
-    mode = MODE
+    mode = HOSTED
+    automatic = False
+    evicts = True
 
-    def __init__(self, parts: ReadsParts, device: torch.device | None = None, terms: Terms | None = None) -> None:
-        self.parts, self._chosen, self.terms = parts, device, terms or Terms()
+    def __init__(self, parts: Parts, device: torch.device | None = None, options: OffloadOptions | None = None) -> None:
+        self.parts, self._chosen, self.options = parts, device, options or OffloadOptions()
         self.patchers: dict[str, PartPatcher] = {}
-        self.memory_stats = MemoryStats(self.terms.state)
+        self.memory_stats = MemoryStats(self.options.state)
+        self.adapters: Adapters | None = None
         self._short: dict[str, int] = {}  # by part, bytes that it turned out to need beside its estimate
         self._refused: dict[str, int] = {}  # those that were not to be had as it moved: until a stage with it is done
 
     def __repr__(self) -> str:
-        apart = "".join(f", {part} on {place}" for part, place in self.terms.devices.items() if place != self.device)
-        return f"offload {self.mode} on {self.device}{apart}"
+        return f"offload {placement(self)}"
+
+    def with_adapters(self, adapters: Adapters | None) -> ComfyOffloader:
+        """The same offloader for a pipeline with these adapters: patchers, statistics and shortages are shared."""
+        other = copy.copy(self)
+        other.adapters = adapters
+        return other
 
     @property
     def device(self) -> torch.device:
@@ -273,7 +275,7 @@ class Managed:
 
     def device_of(self, part: str) -> torch.device:
         """Where ``part`` computes."""
-        return self.terms.devices.get("text_encoder" if part.startswith("text_encoder") else part, self.device)
+        return self.options.devices.get(role_of(part), self.device)
 
     @property
     def patcher(self) -> PartPatcher:
@@ -283,10 +285,6 @@ class Managed:
     def get_models(self) -> list[PartPatcher]:
         """The patchers of every part that was used."""
         return list(self.patchers.values())
-
-    def is_dynamic(self) -> bool:
-        """Whether ComfyUI pages the weights by itself: never here."""
-        return False
 
     def patcher_of(self, part: str, shell: Any = None) -> PartPatcher:
         """The one patcher of a part, made when it is first asked for.
@@ -302,38 +300,45 @@ class Managed:
         shell = shell or (known.model if known is not None else _holder(part)(self.parts, part))
         self.patchers[part] = PartPatcher(shell, device, _offload_device(part))
         self.patchers[part].memory_stats = self.memory_stats
-        self.patchers[part].locks = self.terms.host.kinds.get(part) != DISK
+        self.patchers[part].locks = self.options.host_weights.kinds.get(part) != DISK
         return self.patchers[part]
 
     @contextmanager
     def hold(self, part: str, activation_bytes: int = 0, progress: Any = None) -> Iterator[nn.Module]:
-        """The part, able to run on its device; ComfyUI keeps ``activation_bytes`` free beside its weights."""
-        module, patcher = self.parts.read(part, progress), self.patcher_of(part)
+        """The part with this pipeline's adapters; ComfyUI keeps ``activation_bytes`` free beside its weights."""
+        with adapters_on(self.parts, part, self.adapters, self.take_off, progress) as module:
+            self._bring(part, module, activation_bytes + self.options.keep_free_bytes, progress)
+            yield module
+            self._refused.pop(part, None)  # another program may have had them for a moment
+
+    def _bring(self, part: str, module: nn.Module, needed: int, progress: Any) -> None:
+        """Have ComfyUI load as much of the part as fits beside ``needed`` bytes."""
+        patcher = self.patcher_of(part)
         if patcher.model.content is not module:  # read anew, or never seen
             unload(patcher)
             patcher.model.put(module)
-        if patcher.loaded_size() and make_native(module, self.device_of(part), self.memory_stats):
+        if patcher.loaded_size() and install_cast_leaves(module, self.device_of(part), self.memory_stats):
             unload(patcher)  # a change gave it layers of its own
         patcher.watcher = _watcher(part, patcher.model_size() - patcher.loaded_size(), progress)
         started, before = time.perf_counter(), patcher.loaded_size()
         try:
-            while not self._loaded(part, patcher, activation_bytes + self.terms.keep_free):
-                streamed = self._lowered(part, patcher, activation_bytes + self.terms.keep_free)
+            while not self._loaded(part, patcher, needed):
+                streamed = self._lowered(part, patcher, needed)
                 if progress is not None:
-                    progress.notify(f"memory ran out while the {part} moved: goes on with {streamed} of it streamed")
+                    progress.notify(
+                        f"memory ran out while the {part} was loading: continuing with {streamed} of it streamed"
+                    )
         finally:
             patcher.watcher = patcher.beside = None
             self.memory_stats.add(max(0, patcher.loaded_size() - before), time.perf_counter() - started)
-        yield module
-        self._refused.pop(part, None)  # another program may have had them for a moment
 
     def _loaded(self, part: str, patcher: PartPatcher, needed: int) -> bool:
         """Whether the part is on the device as far as there is room; not where memory ran out, but less may fit."""
         patcher.beside = needed + self._unknown(part)
         try:
             comfy.model_management.load_models_gpu([patcher], memory_required=patcher.beside)
-        except RuntimeError as error:
-            if kind_of(error) != MEMORY or not self._room(part, patcher, needed) > 0:
+        except DEVICE_ERRORS as error:
+            if not is_shortage(error) or not self._room(part, patcher, needed) > 0:
                 raise
             return False
         return True
@@ -350,7 +355,8 @@ class Managed:
         return self._short.get(part, 0) + self._refused.get(part, 0)
 
     def _lowered(self, part: str, patcher: PartPatcher, needed: int) -> str:
-        """Give half of the room to what the estimate did not know of, or all where that is little; what is streamed."""
+        """Reserve half of the room for memory that the estimate missed, or all of it if that is little; returns what is
+        streamed."""
         size, room = patcher.model_size(), self._room(part, patcher, needed)
         free = comfy.model_management.get_free_memory(patcher.load_device)
         left = room / 2 if room > size / 4 else 0
@@ -370,10 +376,23 @@ class Managed:
         if self.device_of(part).type == HOST.type:
             self.parts.drop(part)
 
+    def switch(self, mode: str) -> None:
+        """Nothing to switch: ComfyUI decides at each use.
+
+        Raises:
+            InputError: always.
+        """
+        raise InputError(
+            f"offload {mode!r} for a pipeline loaded with offload {self.mode}",
+            expected=f"offload {self.mode} until it is loaded again",
+            fix="Choose it on the load node.",
+        )
+
     def step_down(self, part: str, *beside: str) -> str:
-        """Make room while ``part`` is in use: all other models leave, then half of what it has on the device.
+        """Make room while ``part`` is in use: unload all other models, then half of its own weights.
 
         Args:
+            part: what ran out of memory.
             beside: other parts of the same stage; whichever has most on the device is meant.
 
         Returns:
@@ -388,7 +407,7 @@ class Managed:
         ours = [item for item in models if item.model is not None and item.model.is_clone(patcher)]
         if any(item not in ours and item.device == patcher.load_device for item in models):
             management.free_memory(EVERYTHING, patcher.load_device, ours)
-            return "without other models on the device"
+            return "with the other models off the device"
         before = patcher.loaded_size()
         patcher.partially_unload(patcher.offload_device, before // 2)
         freed = before - patcher.loaded_size()
@@ -397,15 +416,14 @@ class Managed:
         return f"with {amount(size - before + freed, size)} of the {part} streamed" if freed else ""
 
 
-def managed(parts: ReadsParts, device: torch.device, terms: Terms | None = None) -> Managed:
+def offloader_on(parts: Parts, device: torch.device, options: OffloadOptions | None = None) -> ComfyOffloader:
     """The offloader for a pipeline whose facts are of ``device``."""
-    return Managed(parts, None if device == compute_device() else device, terms)
+    return ComfyOffloader(parts, None if device == compute_device() else device, options)
 
 
-def manager_of(pipeline: Any) -> Managed | None:
-    """The offloader of a pipeline where it is ComfyUI's, whatever stands before it; else None."""
-    offloader = getattr(pipeline.offloader, "inner", pipeline.offloader)
-    return offloader if isinstance(offloader, Managed) else None
+def comfy_offloader(pipeline: Any) -> ComfyOffloader | None:
+    """The offloader of a pipeline where it is ComfyUI's; else None."""
+    return pipeline.offloader if isinstance(pipeline.offloader, ComfyOffloader) else None
 
 
 def unload(patcher: PartPatcher) -> None:
@@ -429,7 +447,7 @@ def _leave(holder: Any, taker: Any) -> None:
 
 def _offload_device(part: str) -> torch.device:
     management = comfy.model_management
-    if part == "transformer":
+    if denoises(part):
         return torch.device(management.unet_offload_device())
     return torch.device(management.vae_offload_device() if part == "vae" else management.text_encoder_offload_device())
 
@@ -443,6 +461,6 @@ def _watcher(part: str, total: int, progress: Any) -> Callable[[int], None] | No
     def moved(size: int) -> None:
         nonlocal done
         done = min(done + size, total)
-        progress.step(done, total, f"moving {part} {amount(done, total)}")
+        progress.step(done, total, StageText("moving", f"{part} {amount(done, total)}", True))
 
     return moved

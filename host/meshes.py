@@ -30,8 +30,8 @@ def mesh_files() -> list[str]:
 
 def _meshes_in(kind: str, mark: str) -> list[str]:
     root = Path(folder_paths.get_directory_by_type(kind))
-    found = [*root.glob("*.*"), *root.glob("3d/**/*.*")]
-    return sorted(path.relative_to(root).as_posix() + mark for path in found if path.suffix.lower() in FORMATS)
+    files = [*root.glob("*.*"), *root.glob("3d/**/*.*")]
+    return sorted(path.relative_to(root).as_posix() + mark for path in files if path.suffix.lower() in FORMATS)
 
 
 def _place(name: str) -> tuple[Path, Path]:
@@ -52,7 +52,7 @@ def mesh_path(name: str) -> Path:
         raise CheckpointError(
             f"no mesh {name!r} in {str(root)!r}" if name != NO_FILE else f"no mesh in {str(root)!r}",
             expected=f"a file of {', '.join(FORMATS)}",
-            fix="Upload one on the node, or put one into the folder input/3d and press R.",
+            fix="Upload one with the button on the node, or put one into input/3d and press R.",
         )
     return path
 
@@ -105,19 +105,14 @@ def to_core(mesh: Mesh) -> Any:
 
 
 def with_texture(mesh: Any, texture: Texture) -> Any:
-    """A copy of a core MESH that wears ``texture``: colours per vertex, which would tint it, are left out."""
-    active_adapters = copy.copy(mesh)
-    active_adapters.texture, active_adapters.vertex_colors, active_adapters.emissive, active_adapters.normal_map = (
-        texture.colour[None],
-        None,
-        None,
-        None,
-    )
-    active_adapters.metallic_roughness, active_adapters.occlusion_in_mr = None, False
+    """A copy of a core MESH with ``texture``: colours per vertex, which would tint it, are left out."""
+    textured = copy.copy(mesh)
+    textured.texture, textured.occlusion_in_mr = texture.colour[None], False
+    textured.vertex_colors = textured.emissive = textured.normal_map = textured.metallic_roughness = None
     if texture.metallic is not None and texture.roughness is not None:
         packed = (torch.ones_like(texture.metallic), texture.roughness, texture.metallic)
-        active_adapters.metallic_roughness = torch.stack(packed, dim=-1)[None]
-    return active_adapters
+        textured.metallic_roughness = torch.stack(packed, dim=-1)[None]
+    return textured
 
 
 def as_images(texture: Texture) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Single files in ComfyUI's model folders: which are there for each part, and the tokenizers that ComfyUI ships."""
+"""The single files in ComfyUI's model folders for each part, and the tokenizers that ship with ComfyUI."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import os
 from pathlib import Path
 
 import comfy
-import folder_paths
 
-from ..compat.errors import CheckpointError
 from ..pipelines.loading.formats import ENDINGS, kinds
 from ..pipelines.loading.single_file import AUTO, Files
+from .folders import NO_FILE, path_of, roots, stamp
 
-NO_FILE = "no file found"
 # The model folders in which each part is looked for; the first is where a new file goes. ``unet`` and ``clip``, the
 # older names of two of them, are the same folders to ComfyUI.
 KEYS: dict[str, tuple[str, ...]] = {
@@ -52,7 +50,7 @@ def chosen_files(task: str, **names: str) -> Files:
 
 def offered() -> dict[Path, tuple[str, ...]]:
     """Every file of the folders with the kinds of models in it; its header is read again only when it has changed."""
-    found: dict[Path, tuple[str, ...]] = {}
+    files: dict[Path, tuple[str, ...]] = {}
     for path in dict.fromkeys(path for part in KEYS for path in _named(part).values()):
         try:
             status = path.stat()
@@ -61,8 +59,8 @@ def offered() -> dict[Path, tuple[str, ...]]:
         stamp = (status.st_size, status.st_mtime_ns)
         if _kinds.get(path, ((0, 0), ()))[0] != stamp:
             _kinds[path] = (stamp, kinds(path))
-        found[path] = _kinds[path][1]
-    return found
+        files[path] = _kinds[path][1]
+    return files
 
 
 def tokenizers() -> dict[str, Path]:
@@ -71,35 +69,21 @@ def tokenizers() -> dict[str, Path]:
     return {kind: home / place for kind, place in TOKENIZERS.items() if (home / place).is_dir()}
 
 
-def roots(part: str) -> list[Path]:
-    """The folders of a part, those of extra_model_paths.yaml included."""
-    known = [key for key in KEYS[part] if key in folder_paths.folder_names_and_paths]
-    return list(dict.fromkeys(Path(path) for key in known for path in folder_paths.get_folder_paths(key)))
-
-
 def stamp_of(**names: str) -> list[tuple[str, int, int]]:
     """What changes when one of the named files does."""
-    paths = [path for part, name in names.items() if (path := _named(part).get(name)) is not None]
-    states = [(path, path.stat()) for path in paths if path.is_file()]
-    return sorted((str(path), status.st_size, status.st_mtime_ns) for path, status in states)
+    return stamp(*(_named(part).get(name) for part, name in names.items()))
 
 
 def _path_of(part: str, name: str) -> Path:
-    found = _named(part)
-    if name not in found:
-        searched = ", ".join(map(str, roots(part)))
-        raise CheckpointError(
-            f"no {part} file {name!r} in {searched}" if name != NO_FILE else f"no {part} file in {searched}",
-            expected=f"a file of a list that ends with {', '.join(ENDINGS)}",
-            fix=f"Put it into {roots(part)[0]} and press R.",
-        )
-    return found[name]
+    searched = roots(KEYS[part])
+    what = f"{part} file", f"a file ending in {', '.join(ENDINGS)}"
+    return path_of(name, _named(part), searched, what, f"Put it into {searched[0]} and press R.")
 
 
 def _named(part: str) -> dict[str, Path]:
     """Name below its folder to path of each file; links are followed, a loop of them once."""
-    found: dict[str, Path] = {}
-    for root in roots(part):
+    named: dict[str, Path] = {}
+    for root in roots(KEYS[part]):
         seen: set[str] = set()
         for folder, inner, files in os.walk(root, followlinks=True):
             real = os.path.realpath(folder)
@@ -111,5 +95,5 @@ def _named(part: str) -> dict[str, Path]:
             for file in sorted(files):
                 if file.endswith(ENDINGS):
                     path = Path(folder) / file
-                    found.setdefault(path.relative_to(root).as_posix(), path)
-    return found
+                    named.setdefault(path.relative_to(root).as_posix(), path)
+    return named

@@ -18,7 +18,8 @@ def clip(frames: torch.Tensor, fps: float, cls: Any) -> Any:
     """An animated preview of a clip, at its own speed, of at most 48 frames and 320 pixels.
 
     Args:
-        frames: (F, H, W, 3) in 0..1. fps: frames per second. cls: the node, for the metadata in the file.
+        frames: (F, H, W, 3) in 0..1.
+        cls: the node, for the metadata in the file.
     """
     stride = math.ceil(len(frames) / MOST_FRAMES)
     small = _at_most(frames[::stride], CLIP_PIXELS)

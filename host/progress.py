@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable
 from typing import Any
 
-import comfy.latent_formats
 import comfy.model_management
 import comfy.utils
 import latent_preview
 import torch
 from server import PromptServer
 
+from ..compat.memory.parts import StageText
+from .families import latent_format_of
 from .server.panel import memory_now
 from .server.runs import NodeRun
 
@@ -22,14 +24,8 @@ log = logging.getLogger(__name__)
 TEXT_SECONDS = 0.25
 EVENT = "anygpu.run"
 BREAK = "  \n"  # a line break on the canvas, and in Nodes 2.0, which takes the text for Markdown
+MARKUP = re.compile(r"[&<>\[\]`*~|\\]")  # of HTML, which the canvas shows too, and Markdown: names come from files
 PACED = ("sampling", "painting")  # stages whose steps are the model's own
-LATENT_FORMATS = {
-    "ltx": comfy.latent_formats.LTXV,
-    "hunyuan_video": comfy.latent_formats.HunyuanVideo,
-    "hunyuan_video_15": comfy.latent_formats.HunyuanVideo15,
-    "framepack": comfy.latent_formats.HunyuanVideo,
-    "mochi": comfy.latent_formats.Mochi,
-}
 
 
 class NodeProgress:
@@ -53,7 +49,8 @@ class NodeProgress:
     def step(self, done: int, total: int, stage: str, preview: Callable[[], torch.Tensor] | None = None) -> None:
         """Move the bar; raises when the user has cancelled."""
         self.check()
-        name = stage.split(" ")[0]
+        text = StageText(stage)
+        name = text.name
         self._run.step(name)
         if self._bar is None or name != self._stage:
             self._bar, self._stage = comfy.utils.ProgressBar(total, node_id=self.node_id), name
@@ -61,7 +58,7 @@ class NodeProgress:
         if name in PACED:
             self._paced = f"{(time.monotonic() - self._begun[name]) / (done - 1):.2g} s per step" if done > 1 else ""
         self._bar.update_absolute(done, total, None if preview is None else self._picture(preview))
-        self._text(stage if any(c.isdigit() for c in stage) else f"{stage} {done}/{total}{self._pace(done)}")
+        self._text(text if text.counted else f"{text} {done}/{total}{self._pace(done)}")
 
     def check(self) -> None:
         """Raise ComfyUI's own interrupt when the user has cancelled."""
@@ -96,16 +93,17 @@ class NodeProgress:
     def _send(self, text: str) -> None:
         server = getattr(PromptServer, "instance", None)
         if server is not None and self.node_id is not None:
-            server.send_progress_text(text.replace("\n", BREAK), self.node_id)
+            shown = MARKUP.sub(lambda mark: f"&#{ord(mark[0])};", text).replace("\n", BREAK)
+            server.send_progress_text(shown, self.node_id)
             server.send_sync(EVENT, {"node": self.node_id, "entry": self._run.snapshot(), "memory": memory_now()})
 
     def _picture(self, preview: Callable[[], torch.Tensor]) -> Any:
         """The preview in the form ComfyUI sends, or None when previews are off."""
         if not self._previewer_known:
             self._previewer_known = True
-            latent_format = LATENT_FORMATS.get(self.family or "")
+            latent_format = latent_format_of(self.family)
             device = comfy.model_management.get_torch_device()
-            self._previewer = latent_preview.get_previewer(device, latent_format()) if latent_format else None
+            self._previewer = None if latent_format is None else latent_preview.get_previewer(device, latent_format)
         if self._previewer is None:
             return None
         estimate = preview()

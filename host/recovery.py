@@ -1,6 +1,6 @@
-"""Latents kept by themselves after each sampling, in ComfyUI's user directory.
+"""The latents of every sampling, saved in ComfyUI's user directory: their list, and a picture of each.
 
-Not in its temporary folder: ComfyUI empties that one when it ends and when it starts, so a crash would cost them.
+Not in the temporary folder: ComfyUI empties it when it starts and ends, so a crash would destroy them.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from typing import Any
 
 import comfy.latent_formats
 
-from ..pipelines.base import Latents
 from ..pipelines.latents import recovery
-from ..pipelines.latents.recovery import Kept, KeptSections
+from ..pipelines.latents.recovery import Kept
+from .families import latent_format_of
 from .folders import kept_folder
-from .progress import LATENT_FORMATS
 
 log = logging.getLogger(__name__)
 
@@ -24,18 +23,8 @@ NEWEST = "newest"
 THUMBNAIL_PIXELS = 160
 
 
-def keep(latents: Latents, notify: Callable[[str], None]) -> str:
-    """Keep sampled latents and return their id; empty, and said, where they could not be kept."""
-    return recovery.keep(kept_folder(), latents, notify)
-
-
-def section_keeper(notify: Callable[[str], None]) -> KeptSections:
-    """Who keeps FramePack's finished sections, and knows those of a sampling that was cut short."""
-    return KeptSections(kept_folder(), notify)
-
-
 def listing() -> list[Kept]:
-    """What is kept, newest first: id, name, family, bytes, date, seed, frames, size, prompt, what is unfinished."""
+    """What is kept, newest first."""
     return recovery.listing(kept_folder())
 
 
@@ -69,11 +58,11 @@ def thumbnail(name: str) -> bytes | None:
     from PIL import Image
 
     latent = load(name)
-    found = LATENT_FORMATS.get(latent.get("anygpu", {}).get("family", ""), comfy.latent_formats.LatentFormat)()
-    samples, factors = found.process_in(latent["samples"]), found.latent_rgb_factors
+    rough = latent_format_of(latent.get("anygpu", {}).get("family")) or comfy.latent_formats.LatentFormat()
+    samples, factors = rough.process_in(latent["samples"]), rough.latent_rgb_factors
     if factors is None or len(factors) != samples.shape[1]:
         return None
-    bias = torch.tensor(found.latent_rgb_factors_bias or [0.0, 0.0, 0.0])
+    bias = torch.tensor(rough.latent_rgb_factors_bias or [0.0, 0.0, 0.0])
     frame = samples[0, :, samples.shape[2] // 2].movedim(0, -1) @ torch.tensor(factors) + bias
     pixels = ((frame.clamp(-1, 1) + 1) * 127.5).to(torch.uint8).numpy()
     picture, target = Image.fromarray(pixels), io.BytesIO()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +21,11 @@ _kinds: dict[tuple[str, int, int], str] = {}
 
 
 def new_path(prefix: str) -> Path:
-    """The next free numbered file of a name such as ``latents/AnyGPU``, in the output folder.
-
-    Raises:
-        InputError: a name that leads out of the output folder.
-    """
+    """The next free numbered file of a name such as ``latents/AnyGPU``, in the output folder."""
     folder, name = target_folder(prefix)
     taken = re.compile(re.escape(name) + r"_(\d+)_\.safetensors", re.IGNORECASE)
-    found = [match for path in _children(folder) if (match := taken.fullmatch(path.name))]
-    return folder / f"{name}_{max((int(match[1]) for match in found), default=0) + 1:05}_.safetensors"
+    numbers = [match for path in _children(folder) if (match := taken.fullmatch(path.name))]
+    return folder / f"{name}_{max((int(match[1]) for match in numbers), default=0) + 1:05}_.safetensors"
 
 
 def target_folder(prefix: str) -> tuple[Path, str]:
@@ -49,7 +44,7 @@ def target_folder(prefix: str) -> tuple[Path, str]:
         raise InputError(
             f"filename_prefix {prefix!r}",
             expected="a name in ComfyUI's output folder, such as latents/AnyGPU",
-            fix="Remove leading slashes and '..', and end it with a name.",
+            fix="Remove leading slashes and '..', and end with a file name.",
         )
     inside = Path(folder_paths.get_output_directory()) / path.relative_to(root)
     return inside.parent, inside.name
@@ -78,7 +73,7 @@ def origin(prompt: Any, extra: Any) -> Origin:
 def choices(kind: str) -> list[str]:
     """Names of the files of a kind, ``latent`` or ``prompt``, newest first; one entry that says so where none is."""
     named = _named(kind)
-    return sorted(named, key=lambda name: _modified(named[name]), reverse=True) or [none_of(kind)]
+    return sorted(named, key=lambda name: _state(named[name])[0], reverse=True) or [none_of(kind)]
 
 
 def none_of(kind: str) -> str:
@@ -105,23 +100,22 @@ def file_named(kind: str, name: str) -> Path:
 def stamp(kind: str, name: str) -> tuple[str, int, int]:
     """Changes when the file of a listed name changes; no file is no reason to fail before the node runs."""
     path = _named(kind).get(name)
-    stat = None if path is None else path.stat()
-    return (name, 0, 0) if stat is None else (name, stat.st_mtime_ns, stat.st_size)
+    return (name, 0, 0) if path is None else (name, *_state(path))
 
 
 def _named(kind: str) -> dict[str, Path]:
-    found: dict[str, Path] = {}
+    named: dict[str, Path] = {}
     for folder, mark in ((folder_paths.get_input_directory(), ""), (folder_paths.get_output_directory(), OUTPUT)):
         root = Path(folder)
         for path in _files(root):
             if _kind(path) == kind:
-                found[path.relative_to(root).as_posix() + mark] = path
-    return found
+                named[path.relative_to(root).as_posix() + mark] = path
+    return named
 
 
 def _files(root: Path) -> list[Path]:
     """Files that may be ours, a few levels deep; no folder twice, so that a loop of links ends."""
-    level, seen, found = [root], set(), []
+    level, seen, files = [root], set(), []
     for _ in range(DEEPEST):
         deeper: list[Path] = []
         for folder in level:
@@ -130,10 +124,10 @@ def _files(root: Path) -> list[Path]:
                 continue
             seen.add(real)
             children = _children(folder)
-            found += [path for path in children if path.suffix in SUFFIXES and path.name[0] != "."]
+            files += [path for path in children if path.suffix in SUFFIXES and path.name[0] != "."]
             deeper += [path for path in children if path.suffix == "" and path.name[0] != "." and path.is_dir()]
         level = deeper
-    return found
+    return files
 
 
 def _children(folder: Path) -> list[Path]:
@@ -143,24 +137,18 @@ def _children(folder: Path) -> list[Path]:
         return []
 
 
-def _kind(path: Path) -> str:
-    return _once(path, kind_of)
-
-
-def _once(path: Path, ask: Callable[[Path], str]) -> str:
-    """What ``ask`` says of a file, asked again only when it has changed."""
+def _state(path: Path) -> tuple[int, int]:
+    """When a file last changed, in ns, and its bytes; zeros where it is gone."""
     try:
         stat = path.stat()
     except OSError:
-        return ""
-    key = (str(path), stat.st_mtime_ns, stat.st_size)
-    if key not in _kinds:
-        _kinds[key] = ask(path)
-    return _kinds[key]
+        return 0, 0
+    return stat.st_mtime_ns, stat.st_size
 
 
-def _modified(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
+def _kind(path: Path) -> str:
+    """The kind of a file, read again only when it has changed."""
+    key = (str(path), *_state(path))
+    if key[1:] != (0, 0) and key not in _kinds:
+        _kinds[key] = kind_of(path)
+    return _kinds.get(key, "")

@@ -12,14 +12,12 @@ and rounds once. ``form`` chooses: ``auto`` launches on a GPU that Triton serves
 ``norm``           ``normalized(x, norm, modulation, out_dtype, form)``
 ``residual``       ``gated_residual(x, branch, gate, form)``;
                    ``residual_norm(x, branch, gate, norm, modulation, out_dtype, form)`` -> (residual, normed)
-``rope``           ``qk_norm_rope(pair, tables, eps, text, out_dtype, form)`` -> (q, k);
-                   ``half_tables(cos, sin, shared)``
+``rope``           ``qk_norm_rope(pair, tables, eps, text, out_dtype, form)`` -> (q, k)
 ``activation``     ``gelu_tanh(x, out_dtype, form)``, ``geglu(...)``, ``swiglu(...)``
 ``group_norm``     ``group_norm_silu_pad(x, norm, pad, silu, layout, form)``;
                    ``rms_silu_pad(x, norm, modulation, pad, silu, layout, form)``
 ``library``        ``launches(x, form)``, ``reason_against(device, dtype)``, ``FORMS``, ``KernelError``
 ``self_tests``         ``self_tests(device, form, only)``: each operation once against fp64; for reports
-``_triton.probe``  ``triton(device)``: builds and runs one kernel; for the store of probes
 =================  ============================================================================================
 
 Inference only: no operation has a backward.

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from .library import AUTO, launches, operation
+from .terms import wide
 
 
 def gelu_tanh(x: Tensor, out_dtype: torch.dtype | None = None, form: str = AUTO) -> Tensor:
     """``gelu(x, approximate="tanh")``, reckoned in fp32 and rounded once.
 
     Args:
-        x: any shape and strides. out_dtype: that of ``x`` where None.
+        x: any shape and strides.
+        out_dtype: that of ``x`` where None.
     """
     return _GELU_TANH(x, out_dtype) if launches(x, form) else gelu_tanh_reference(x, out_dtype)
 
@@ -32,23 +32,19 @@ def swiglu(x: Tensor, out_dtype: torch.dtype | None = None, form: str = AUTO) ->
 
 def gelu_tanh_reference(x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
     """:func:`gelu_tanh` in plain torch, in fp32, or in fp64 for fp64."""
-    return functional.gelu(_wide(x), approximate="tanh").to(out_dtype or x.dtype).contiguous()
+    return functional.gelu(wide(x), approximate="tanh").to(out_dtype or x.dtype).contiguous()
 
 
 def geglu_reference(x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
     """:func:`geglu` in plain torch."""
-    value, gate = _wide(x).chunk(2, dim=-1)
+    value, gate = wide(x).chunk(2, dim=-1)
     return (value * functional.gelu(gate)).to(out_dtype or x.dtype).contiguous()
 
 
 def swiglu_reference(x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
     """:func:`swiglu` in plain torch."""
-    value, gate = _wide(x).chunk(2, dim=-1)
+    value, gate = wide(x).chunk(2, dim=-1)
     return (value * functional.silu(gate)).to(out_dtype or x.dtype).contiguous()
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _fake(x: Tensor, out_dtype: torch.dtype | None) -> Tensor:
@@ -59,20 +55,6 @@ def _fake_half(x: Tensor, out_dtype: torch.dtype | None) -> Tensor:
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2), dtype=out_dtype or x.dtype)
 
 
-def _launch(name: str) -> Callable[[], Callable[..., Tensor]]:
-    def load() -> Callable[..., Tensor]:
-        from ._triton import activation
-
-        launch: Callable[..., Tensor] = getattr(activation, name)
-        return launch
-
-    return load
-
-
-_GELU_TANH = operation(
-    "gelu_tanh(Tensor x, ScalarType? out_dtype) -> Tensor", _fake, gelu_tanh_reference, _launch("gelu_tanh")
-)
-_GEGLU = operation("geglu(Tensor x, ScalarType? out_dtype) -> Tensor", _fake_half, geglu_reference, _launch("geglu"))
-_SWIGLU = operation(
-    "swiglu(Tensor x, ScalarType? out_dtype) -> Tensor", _fake_half, swiglu_reference, _launch("swiglu")
-)
+_GELU_TANH = operation("gelu_tanh(Tensor x, ScalarType? out_dtype) -> Tensor", _fake, gelu_tanh_reference)
+_GEGLU = operation("geglu(Tensor x, ScalarType? out_dtype) -> Tensor", _fake_half, geglu_reference)
+_SWIGLU = operation("swiglu(Tensor x, ScalarType? out_dtype) -> Tensor", _fake_half, swiglu_reference)

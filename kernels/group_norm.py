@@ -1,8 +1,7 @@
-"""What stands before a VAE's convolution: a norm over channels, SiLU, and the replicated border, in one result."""
+"""The operations before a VAE's convolution in one pass: a norm over channels, SiLU and replicated padding."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,12 +10,20 @@ from torch.nn import functional
 
 from .library import AUTO, launches, operation
 from .norm import standardized
-from .terms import NO_MODULATION, RMS, GroupNorm, Modulation, Norm
-
-Pad = tuple[int, int, int, int, int, int]  # left, right, top, bottom, front, back: as functional.pad takes them
-NO_PAD: Pad = (0, 0, 0, 0, 0, 0)
-CONTIGUOUS, CHANNELS_LAST, FRAMES_FIRST = "contiguous", "channels_last", "frames_first"
-LAYOUTS = (CONTIGUOUS, CHANNELS_LAST, FRAMES_FIRST)  # how a result (B, C, T, H, W) lies in memory; BTCHW is the last
+from .terms import (
+    CHANNELS_LAST,
+    CONTIGUOUS,
+    FRAMES_FIRST,
+    NO_MODULATION,
+    NO_PAD,
+    RMS,
+    GroupNorm,
+    Modulation,
+    Norm,
+    Pad,
+    empty_padded,
+    wide,
+)
 
 
 def group_norm_silu_pad(
@@ -34,10 +41,10 @@ def group_norm_silu_pad(
     """
     if not launches(x, form):
         return group_norm_silu_pad_reference(x, norm, pad, silu, layout)
-    found: Tensor = _GROUP_NORM_SILU_PAD(
+    y: Tensor = _GROUP_NORM_SILU_PAD(
         x, norm.weight, norm.bias, norm.groups, norm.eps, norm.per_frame, pad, silu, layout
     )
-    return found
+    return y
 
 
 def rms_silu_pad(
@@ -52,28 +59,29 @@ def rms_silu_pad(
     """RMS norm over the channels of ``x`` (B, C, T, H, W), modulation, SiLU, and the border; in fp32, rounded once.
 
     Args:
-        norm: of kind ``rms``; its weight is (C,). modulation: scale and shift (B, C); no split.
+        norm: of kind ``rms``; its weight is (C,).
+        modulation: scale and shift (B, C); no split.
         layout: one of :data:`LAYOUTS`.
     """
     if not launches(x, form):
         return rms_silu_pad_reference(x, norm, modulation, pad, silu, layout)
-    found: Tensor = _RMS_SILU_PAD(x, norm.weight, modulation.scale, modulation.shift, norm.eps, pad, silu, layout)
-    return found
+    y: Tensor = _RMS_SILU_PAD(x, norm.weight, modulation.scale, modulation.shift, norm.eps, pad, silu, layout)
+    return y
 
 
 def group_norm_silu_pad_reference(
     x: Tensor, norm: GroupNorm, pad: Pad = NO_PAD, silu: bool = True, layout: str = CONTIGUOUS
 ) -> Tensor:
     """:func:`group_norm_silu_pad` in plain torch, in fp32, or in fp64 for fp64."""
-    wide = _wide(x)
-    weight, bias = (None if t is None else t.to(wide.dtype) for t in (norm.weight, norm.bias))
+    exact = wide(x)
+    weight, bias = (None if t is None else t.to(exact.dtype) for t in (norm.weight, norm.bias))
     if norm.per_frame:
-        frames = wide.transpose(1, 2).flatten(0, 1)
-        found = functional.group_norm(frames, norm.groups, weight, bias, norm.eps)
-        found = found.unflatten(0, (x.shape[0], x.shape[2])).transpose(1, 2)
+        frames = exact.transpose(1, 2).flatten(0, 1)
+        y = functional.group_norm(frames, norm.groups, weight, bias, norm.eps)
+        y = y.unflatten(0, (x.shape[0], x.shape[2])).transpose(1, 2)
     else:
-        found = functional.group_norm(wide, norm.groups, weight, bias, norm.eps)
-    return _finished(found, x.dtype, pad, silu, layout)
+        y = functional.group_norm(exact, norm.groups, weight, bias, norm.eps)
+    return _finished(y, x.dtype, pad, silu, layout)
 
 
 def rms_silu_pad_reference(
@@ -85,29 +93,21 @@ def rms_silu_pad_reference(
     layout: str = CONTIGUOUS,
 ) -> Tensor:
     """:func:`rms_silu_pad` in plain torch, in fp32, or in fp64 for fp64."""
-    found = standardized(_wide(x).movedim(1, -1), norm)
+    y = standardized(wide(x).movedim(1, -1), norm)
     if modulation.scale is not None:
-        found = found * (1 + modulation.scale.to(found.dtype)[:, None, None, None])
+        y = y * (1 + modulation.scale.to(y.dtype)[:, None, None, None])
     if modulation.shift is not None:
-        found = found + modulation.shift.to(found.dtype)[:, None, None, None]
-    return _finished(found.movedim(-1, 1), x.dtype, pad, silu, layout)
+        y = y + modulation.shift.to(y.dtype)[:, None, None, None]
+    return _finished(y.movedim(-1, 1), x.dtype, pad, silu, layout)
 
 
 def _finished(x: Tensor, dtype: torch.dtype, pad: Pad, silu: bool, layout: str) -> Tensor:
-    found = (functional.silu(x) if silu else x).to(dtype)
+    y = (functional.silu(x) if silu else x).to(dtype)
     if any(pad):
-        found = functional.pad(found, pad, mode="replicate")
-    return _laid_out(found, layout)
-
-
-def _laid_out(x: Tensor, layout: str) -> Tensor:
+        y = functional.pad(y, pad, mode="replicate")
     if layout == FRAMES_FIRST:
-        return x.transpose(1, 2).contiguous().transpose(1, 2)
-    return x.contiguous(memory_format=torch.channels_last_3d if layout == CHANNELS_LAST else torch.contiguous_format)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+        return y.transpose(1, 2).contiguous().transpose(1, 2)
+    return y.contiguous(memory_format=torch.channels_last_3d if layout == CHANNELS_LAST else torch.contiguous_format)
 
 
 def _fake_group(x: Tensor, *rest: object) -> Tensor:
@@ -118,66 +118,27 @@ def _fake_rms(x: Tensor, *rest: object) -> Tensor:
     return empty_padded(x, rest[4], rest[6])
 
 
-def empty_padded(x: Tensor, pad: Any, layout: Any) -> Tensor:
-    """An empty result for ``x`` (B, C, T, H, W) with its border."""
-    left, right, top, bottom, front, back = pad
-    shape = (x.shape[2] + front + back, x.shape[3] + top + bottom, x.shape[4] + left + right)
-    if layout == FRAMES_FIRST:
-        return x.new_empty((x.shape[0], shape[0], x.shape[1], *shape[1:])).transpose(1, 2)
-    order = torch.channels_last_3d if layout == CHANNELS_LAST else torch.contiguous_format
-    return torch.empty((*x.shape[:2], *shape), dtype=x.dtype, device=x.device, memory_format=order)
+def _group_terms(x: Tensor, *rest: Any) -> tuple[Any, ...]:
+    weight, bias, groups, eps, per_frame, *how = rest
+    return x, GroupNorm(groups, eps, weight, bias, per_frame), *how
 
 
-def _plain_group(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    groups: int,
-    eps: float,
-    per_frame: bool,
-    pad: Pad,
-    silu: bool,
-    layout: str,
-) -> Tensor:
-    return group_norm_silu_pad_reference(x, GroupNorm(groups, eps, weight, bias, per_frame), pad, silu, layout)
-
-
-def _plain_rms(
-    x: Tensor,
-    weight: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    eps: float,
-    pad: Pad,
-    silu: bool,
-    layout: str,
-) -> Tensor:
-    return rms_silu_pad_reference(x, Norm(RMS, eps, weight), Modulation(scale, shift), pad, silu, layout)
-
-
-def _launch_group() -> Callable[..., Tensor]:
-    from ._triton.group_norm import group_norm_silu_pad as launch
-
-    return launch
-
-
-def _launch_rms() -> Callable[..., Tensor]:
-    from ._triton.group_norm import rms_silu_pad as launch
-
-    return launch
+def _rms_terms(x: Tensor, *rest: Any) -> tuple[Any, ...]:
+    weight, scale, shift, eps, *how = rest
+    return x, Norm(RMS, eps, weight), Modulation(scale, shift), *how
 
 
 _GROUP_NORM_SILU_PAD = operation(
     "group_norm_silu_pad(Tensor x, Tensor? weight, Tensor? bias, int groups, float eps, bool per_frame, int[] pad, "
     "bool silu, str layout) -> Tensor",
     _fake_group,
-    _plain_group,
-    _launch_group,
+    group_norm_silu_pad_reference,
+    _group_terms,
 )
 _RMS_SILU_PAD = operation(
     "rms_silu_pad(Tensor x, Tensor? weight, Tensor? scale, Tensor? shift, float eps, int[] pad, bool silu, "
     "str layout) -> Tensor",
     _fake_rms,
-    _plain_rms,
-    _launch_rms,
+    rms_silu_pad_reference,
+    _rms_terms,
 )

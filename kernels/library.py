@@ -6,13 +6,17 @@ can fuse it. An operation is opaque to a compiler, has a fake, and never breaks 
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
+
+log = logging.getLogger(__name__)
 
 NAMESPACE = "anygpu_2"  # one more where a schema changes, so that two versions of the pack can live in one process
 AUTO, TRITON, REFERENCE = "auto", "triton", "reference"
@@ -60,7 +64,7 @@ def launches(x: Tensor, form: str = AUTO) -> bool:
     if reason:
         raise KernelError(
             f"kernels: {form!r} cannot run here: {reason}; expected one of {', '.join(FORMS)}, and for 'triton' a GPU "
-            "and a dtype that it serves. Choose 'auto', which takes the reference where nothing can be launched."
+            "and a dtype that it serves. Choose 'auto', which uses the reference if no kernel can be launched."
         )
     return True
 
@@ -75,23 +79,36 @@ def interpreting() -> bool:
 
 
 def operation(
-    schema: str, fake: Callable[..., Any], reference: Callable[..., Any], launch: Callable[[], Callable[..., Any]]
+    schema: str,
+    fake: Callable[..., Any],
+    reference: Callable[..., Any],
+    terms: Callable[..., tuple[Any, ...]] = lambda *flat: flat,
 ) -> Any:
     """The operation of ``schema``, registered once per process however often this file is imported.
 
     Args:
-        schema: ``name(Tensor x, ...) -> Tensor``, functional.
+        schema: ``name(Tensor x, ...) -> Tensor``, functional; ``_triton`` has the launch under that name.
         fake: from the same arguments to empty results; reads no data.
         reference: what the operation runs on a CPU.
-        launch: imports and returns what launches the kernel; called on first use, since Triton is slow to import.
+        terms: from the same arguments to those of the reference and of the launch.
     """
     name = schema.partition("(")[0]
+
+    def launch() -> Callable[..., Any]:
+        from . import _triton  # slow to import
+
+        function = getattr(_triton, name)
+        return lambda *flat: function(*terms(*flat))
+
+    def plain(*flat: Any) -> Any:
+        return reference(*terms(*flat))
+
     namespace = getattr(torch.ops, NAMESPACE)
     if not hasattr(namespace, name):
         library = torch.library.Library(NAMESPACE, "FRAGMENT")
         library.define(schema)
-        library.impl(name, _Launch(launch), "CUDA")
-        library.impl(name, _OnCpu(reference, launch), "CPU")
+        library.impl(name, _Launch(name, launch, plain), "CUDA")
+        library.impl(name, _OnCpu(name, launch, plain), "CPU")
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
         # A library takes its operations with it when it is collected; this file may be imported again and dropped.
         setattr(namespace, f"_library_{name}", library)
@@ -99,35 +116,63 @@ def operation(
 
 
 class _Launch:
-    """Calls what ``load`` returns, loading it once, with the device of the first argument as the current one.
+    """Launches an operation's kernel, or runs its reference from the first launch that fails.
 
-    Triton launches on the current device, whichever the tensors are on.
+    Building a kernel can fail in any way: no compiler, no Python headers, a GPU newer than Triton. Its errors share no
+    base class but Exception. Shortage of memory is no such failure: the caller makes room and tries again.
     """
 
     __name__ = "launch"
 
-    def __init__(self, load: Callable[[], Callable[..., Any]]) -> None:
-        self.load = load
-        self.pipeline: Callable[..., Any] | None = None
+    def __init__(self, name: str, load: Callable[[], Callable[..., Any]], reference: Callable[..., Any]) -> None:
+        self.name, self.load, self.reference = name, load, reference
+        self.function: Callable[..., Any] | None = None
+        self.fault = ""
 
     def __call__(self, *args: Any) -> Any:
-        if self.pipeline is None:
-            self.pipeline = self.load()
+        if self.fault:
+            return self.reference(*args)
+        try:
+            return self.launch(*args)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            if _strict:  # self-tests ask for that
+                raise
+            self.fault = f"{type(error).__name__}: {error}".splitlines()[0]
+            log.warning("AnyGPU: kernel %s failed (%s); its reference runs from now on", self.name, self.fault)
+        return self.reference(*args)
+
+    def launch(self, *args: Any) -> Any:
+        """The kernel's result; Triton launches on the current device, so that of the first argument becomes it."""
+        if self.function is None:
+            self.function = self.load()
         device = args[0].device
         if device.type != LAUNCHED_ON or device.index == torch.accelerator.current_device_index():
-            return self.pipeline(*args)
+            return self.function(*args)
         with torch.accelerator.device_index(device.index):
-            return self.pipeline(*args)
+            return self.function(*args)
 
 
-class _OnCpu:
+class _OnCpu(_Launch):
     """Interprets the launch where Triton does, else runs the reference."""
 
     __name__ = "on_cpu"
 
-    def __init__(self, reference: Callable[..., Any], load: Callable[[], Callable[..., Any]]) -> None:
-        self.reference, self.launch = reference, _Launch(load)
-
     def __call__(self, *args: Any) -> Any:
         interpreted = "triton" in sys.modules and interpreting()
-        return (self.launch if interpreted else self.reference)(*args)
+        return super().__call__(*args) if interpreted else self.reference(*args)
+
+
+_strict = False
+
+
+@contextmanager
+def failures_raise() -> Iterator[None]:
+    """The block in which a failed launch raises, so that whoever tests a kernel does not test its reference."""
+    global _strict
+    before, _strict = _strict, True
+    try:
+        yield
+    finally:
+        _strict = before

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from .library import AUTO, launches, operation
-from .terms import LAYER, NO_MODULATION, RMS, Modulation, Norm
+from .terms import LAYER, NO_MODULATION, RMS, Modulation, Norm, wide
 
 
 def normalized(
@@ -27,27 +27,16 @@ def normalized(
     """
     if not launches(x, form):
         return normalized_reference(x, norm, modulation, out_dtype)
-    found: Tensor = _NORMALIZED(
-        x,
-        norm.weight,
-        norm.bias,
-        modulation.scale,
-        modulation.shift,
-        modulation.split,
-        norm.kind == LAYER,
-        norm.eps,
-        out_dtype,
-    )
-    return found
+    y: Tensor = _NORMALIZED(x, *flat_terms(norm, modulation), out_dtype)
+    return y
 
 
 def normalized_reference(
     x: Tensor, norm: Norm, modulation: Modulation = NO_MODULATION, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """:func:`normalized` in plain torch, in fp32, or in fp64 for fp64."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    found = modulated(standardized(x.to(wide), norm), modulation)
-    return found.to(out_dtype or x.dtype).contiguous()
+    y = modulated(standardized(wide(x), norm), modulation)
+    return y.to(out_dtype or x.dtype).contiguous()
 
 
 def standardized(x: Tensor, norm: Norm) -> Tensor:
@@ -56,8 +45,8 @@ def standardized(x: Tensor, norm: Norm) -> Tensor:
     if norm.kind == LAYER:
         bias = None if norm.bias is None else norm.bias.to(x.dtype)
         return functional.layer_norm(x, x.shape[-1:], weight, bias, norm.eps)
-    found = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps)
-    return found if weight is None else found * weight
+    y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps)
+    return y if weight is None else y * weight
 
 
 def modulated(x: Tensor, modulation: Modulation) -> Tensor:
@@ -81,8 +70,12 @@ def _fake(x: Tensor, *rest: object) -> Tensor:
     return x.new_empty(x.shape, dtype=rest[-1] or x.dtype)  # type: ignore[call-overload]
 
 
-def _plain(
-    x: Tensor,
+def flat_terms(norm: Norm, modulation: Modulation) -> tuple[Any, ...]:
+    """Both as the schemas list them: weight, bias, scale, shift, split, whether it is a layer norm, eps."""
+    return norm.weight, norm.bias, modulation.scale, modulation.shift, modulation.split, norm.kind == LAYER, norm.eps
+
+
+def terms_of(
     weight: Tensor | None,
     bias: Tensor | None,
     scale: Tensor | None,
@@ -90,22 +83,19 @@ def _plain(
     split: int,
     layer: bool,
     eps: float,
-    out_dtype: torch.dtype | None,
-) -> Tensor:
-    norm = Norm(LAYER if layer else RMS, eps, weight, bias)
-    return normalized_reference(x, norm, Modulation(scale, shift, split), out_dtype)
+) -> tuple[Norm, Modulation]:
+    """What :func:`flat_terms` was given."""
+    return Norm(LAYER if layer else RMS, eps, weight, bias), Modulation(scale, shift, split)
 
 
-def _launch() -> Callable[..., Tensor]:
-    from ._triton.norm import normalized as launch
-
-    return launch
+def _terms(x: Tensor, *rest: Any) -> tuple[Tensor, Norm, Modulation, torch.dtype | None]:
+    return x, *terms_of(*rest[:-1]), rest[-1]
 
 
 _NORMALIZED = operation(
     "normalized(Tensor x, Tensor? weight, Tensor? bias, Tensor? scale, Tensor? shift, SymInt split, bool layer, "
     "float eps, ScalarType? out_dtype) -> Tensor",
     _fake,
-    _plain,
-    _launch,
+    normalized_reference,
+    _terms,
 )

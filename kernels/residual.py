@@ -1,15 +1,15 @@
-"""What is added to the residual stream, alone or together with the norm that reads the sum."""
+"""Gated additions to the residual stream, alone or together with the norm that follows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .library import AUTO, launches, operation
-from .norm import normalized_reference, per_token, standardized
-from .terms import LAYER, NO_GATE, NO_MODULATION, RMS, Gate, Modulation, Norm
+from .norm import flat_terms, normalized_reference, per_token, standardized, terms_of
+from .terms import NO_GATE, NO_MODULATION, RMS, Gate, Modulation, Norm, wide
 
 
 def gated_residual(x: Tensor, branch: Tensor, gate: Gate = NO_GATE, form: str = AUTO) -> Tensor:
@@ -20,8 +20,8 @@ def gated_residual(x: Tensor, branch: Tensor, gate: Gate = NO_GATE, form: str = 
     """
     if not launches(x, form):
         return gated_residual_reference(x, branch, gate)
-    found: Tensor = _GATED_RESIDUAL(x, branch, gate.values, gate.tanh, gate.norm_eps, gate.split)
-    return found
+    y: Tensor = _GATED_RESIDUAL(x, branch, gate.values, gate.tanh, gate.norm_eps, gate.split)
+    return y
 
 
 def residual_norm(
@@ -43,35 +43,22 @@ def residual_norm(
     """
     if not launches(x, form):
         return residual_norm_reference(x, branch, gate, norm, modulation, out_dtype)
-    found: tuple[Tensor, Tensor] = _RESIDUAL_NORM(
-        x,
-        branch,
-        gate.values,
-        gate.tanh,
-        gate.norm_eps,
-        gate.split,
-        norm.weight,
-        norm.bias,
-        modulation.scale,
-        modulation.shift,
-        modulation.split,
-        norm.kind == LAYER,
-        norm.eps,
-        out_dtype,
+    both: tuple[Tensor, Tensor] = _RESIDUAL_NORM(
+        x, branch, gate.values, gate.tanh, gate.norm_eps, gate.split, *flat_terms(norm, modulation), out_dtype
     )
-    return found
+    return both
 
 
 def gated_residual_reference(x: Tensor, branch: Tensor, gate: Gate = NO_GATE) -> Tensor:
     """:func:`gated_residual` in plain torch, in fp32, or in fp64 for fp64."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    added = branch.to(wide)
+    total = wide(x)
+    added = branch.to(total.dtype)
     if gate.norm_eps is not None:
         added = standardized(added, Norm(RMS, gate.norm_eps))
     if gate.values is not None:
-        values = per_token(gate.values, x, gate.split).to(wide)
+        values = per_token(gate.values, x, gate.split).to(total.dtype)
         added = added * (values.tanh() if gate.tanh else values)
-    return (x.to(wide) + added).to(x.dtype).contiguous()
+    return (total + added).to(x.dtype).contiguous()
 
 
 def residual_norm_reference(
@@ -91,60 +78,29 @@ def _fake_gated(x: Tensor, *_rest: object) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _plain_gated(
-    x: Tensor, branch: Tensor, gate: Tensor | None, tanh: bool, norm_eps: float | None, split: int
-) -> Tensor:
-    return gated_residual_reference(x, branch, Gate(gate, tanh, norm_eps, split))
-
-
-def _launch_gated() -> Callable[..., Tensor]:
-    from ._triton.residual import gated_residual as launch
-
-    return launch
+def _gate_terms(x: Tensor, branch: Tensor, *gate: Any) -> tuple[Tensor, Tensor, Gate]:
+    return x, branch, Gate(*gate)
 
 
 def _fake_both(x: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape, dtype=rest[-1] or x.dtype)  # type: ignore[call-overload]
 
 
-def _plain_both(
-    x: Tensor,
-    branch: Tensor,
-    gate: Tensor | None,
-    tanh: bool,
-    norm_eps: float | None,
-    gate_split: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    split: int,
-    layer: bool,
-    eps: float,
-    out_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor]:
-    norm = Norm(LAYER if layer else RMS, eps, weight, bias)
-    terms = (Gate(gate, tanh, norm_eps, gate_split), norm, Modulation(scale, shift, split))
-    return residual_norm_reference(x, branch, *terms, out_dtype)
-
-
-def _launch_both() -> Callable[..., tuple[Tensor, Tensor]]:
-    from ._triton.residual import residual_norm as launch
-
-    return launch
+def _both_terms(x: Tensor, branch: Tensor, *rest: Any) -> tuple[Any, ...]:
+    return x, branch, Gate(*rest[:4]), *terms_of(*rest[4:-1]), rest[-1]
 
 
 _GATED_RESIDUAL = operation(
     "gated_residual(Tensor x, Tensor branch, Tensor? gate, bool tanh, float? norm_eps, SymInt split) -> Tensor",
     _fake_gated,
-    _plain_gated,
-    _launch_gated,
+    gated_residual_reference,
+    _gate_terms,
 )
 _RESIDUAL_NORM = operation(
     "residual_norm(Tensor x, Tensor branch, Tensor? gate, bool tanh, float? norm_eps, SymInt gate_split, "
     "Tensor? weight, Tensor? bias, Tensor? scale, Tensor? shift, SymInt split, bool layer, float eps, "
     "ScalarType? out_dtype) -> (Tensor, Tensor)",
     _fake_both,
-    _plain_both,
-    _launch_both,
+    residual_norm_reference,
+    _both_terms,
 )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .library import AUTO, KernelError, launches, operation
 from .norm import standardized
-from .terms import RMS, Norm, Pair, Tables
+from .terms import RMS, Norm, Pair, Tables, wide
 
 
 def qk_norm_rope(
@@ -25,7 +25,8 @@ def qk_norm_rope(
     Reckoned in fp32 and rounded once. Per head where they are (B, N, H, W), across heads where they are (B, N, W).
 
     Args:
-        pair: the stream that is turned. tables: None turns nothing.
+        pair: the stream that is turned.
+        tables: None turns nothing.
         text: a second stream, normed with its own weights and not turned, that follows the first in the results.
 
     Returns:
@@ -40,21 +41,10 @@ def qk_norm_rope(
         return qk_norm_rope_reference(pair, tables, eps, text, out_dtype)
     turn = (None, None) if tables is None else (tables.cos, tables.sin)
     other = (None, None, None, None) if text is None else (text.q, text.k, text.q_weight, text.k_weight)
-    found: tuple[Tensor, Tensor] = _QK_NORM_ROPE(
+    both: tuple[Tensor, Tensor] = _QK_NORM_ROPE(
         pair.q, pair.k, pair.q_weight, pair.k_weight, *turn, *other, eps, out_dtype
     )
-    return found
-
-
-def half_tables(cos: Tensor, sin: Tensor, shared: bool = False) -> Tables:
-    """diffusers' tables (..., N, W), in which each value stands twice, as :class:`Tables` of half that width.
-
-    Args:
-        shared: all samples of the batch have the same tables (B, N, W): keep those of the first.
-    """
-    if shared and cos.ndim == 3:
-        cos, sin = cos[0], sin[0]
-    return Tables(cos[..., ::2].contiguous(), sin[..., ::2].contiguous())
+    return both
 
 
 def check_tables(x: Tensor, tables: Tables) -> None:
@@ -69,7 +59,7 @@ def check_tables(x: Tensor, tables: Tables) -> None:
         if table.shape[-1] != width // 2:
             raise KernelError(
                 f"rotary table {name} is {table.shape[-1]} wide for a head of {width}; expected {width // 2}, one "
-                "value for each pair. Pass diffusers' tables through half_tables."
+                "value for each pair. Take every other one of diffusers' values."
             )
     tokens = tables.cos.shape[1 - x.ndim]
     if tokens > x.shape[1]:
@@ -91,63 +81,45 @@ def qk_norm_rope_reference(
     others: tuple[tuple[Tensor | None, Tensor | None], ...] = ((None, None), (None, None))
     if text is not None:
         others = ((text.q, text.q_weight), (text.k, text.k_weight))
-    found = []
+    sides_done = []
     for (x, weight), (other, other_weight) in zip(sides, others, strict=True):
-        parts = [turned(_normed(x, weight, eps), tables)]
+        parts = [rotate(_normed(x, weight, eps), tables)]
         if other is not None:
             parts.append(_normed(other, other_weight, eps))
-        found.append(torch.cat([part.to(out_dtype or x.dtype) for part in parts], dim=1))
-    return found[0], found[1]
+        sides_done.append(torch.cat([part.to(out_dtype or x.dtype) for part in parts], dim=1))
+    return sides_done[0], sides_done[1]
 
 
-def turned(x: Tensor, tables: Tables | None) -> Tensor:
+def rotate(x: Tensor, tables: Tables | None) -> Tensor:
     """``x`` (B, N, ..., W) with each pair of neighbouring features turned; tokens past the tables stay as they are."""
     if tables is None:
         return x
     tokens = tables.cos.shape[1 - x.ndim]
     if tokens != x.shape[1]:
-        return torch.cat([turned(x[:, :tokens], tables), x[:, tokens:]], dim=1)
+        return torch.cat([rotate(x[:, :tokens], tables), x[:, tokens:]], dim=1)
     cos, sin = tables.cos.to(x.dtype), tables.sin.to(x.dtype)
     even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
 
 
 def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    return standardized(x.to(torch.promote_types(x.dtype, torch.float32)), Norm(RMS, eps, weight))
+    return standardized(wide(x), Norm(RMS, eps, weight))
 
 
 def _fake(q: Tensor, k: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
     text_q, text_k, dtype = rest[4], rest[5], rest[-1] or q.dtype
-    found = []
+    both = []
     for x, text in ((q, text_q), (k, text_k)):
         tokens = x.shape[1] + (text.shape[1] if isinstance(text, Tensor) else 0)
-        found.append(x.new_empty((x.shape[0], tokens, *x.shape[2:]), dtype=dtype))  # type: ignore[call-overload]
-    return found[0], found[1]
+        both.append(x.new_empty((x.shape[0], tokens, *x.shape[2:]), dtype=dtype))  # type: ignore[call-overload]
+    return both[0], both[1]
 
 
-def _plain(
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    text_q: Tensor | None,
-    text_k: Tensor | None,
-    text_q_weight: Tensor | None,
-    text_k_weight: Tensor | None,
-    eps: float,
-    out_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor]:
-    tables = None if cos is None or sin is None else Tables(cos, sin)
-    text = None if text_q is None or text_k is None else Pair(text_q, text_k, text_q_weight, text_k_weight)
-    return qk_norm_rope_reference(Pair(q, k, q_weight, k_weight), tables, eps, text, out_dtype)
-
-
-def _launch() -> Callable[..., tuple[Tensor, Tensor]]:
-    from ._triton.rope import qk_norm_rope as launch
-
-    return launch
+def _terms(q: Tensor, k: Tensor, *rest: Any) -> tuple[Any, ...]:
+    q_weight, k_weight, cos, sin, text_q, text_k, text_q_weight, text_k_weight, eps, out_dtype = rest
+    tables = None if cos is None else Tables(cos, sin)
+    text = None if text_q is None else Pair(text_q, text_k, text_q_weight, text_k_weight)
+    return Pair(q, k, q_weight, k_weight), tables, eps, text, out_dtype
 
 
 _QK_NORM_ROPE = operation(
@@ -155,6 +127,6 @@ _QK_NORM_ROPE = operation(
     "Tensor? text_k, Tensor? text_q_weight, Tensor? text_k_weight, float eps, ScalarType? out_dtype) "
     "-> (Tensor, Tensor)",
     _fake,
-    _plain,
-    _launch,
+    qk_norm_rope_reference,
+    _terms,
 )

@@ -1,7 +1,8 @@
-"""Each operation run once on a device against its reference in fp64: what a report and Triton's probe ask."""
+"""Runs each operation once on a device against its fp64 reference, for reports and Triton's probe."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import activation, group_norm, norm, residual, rope
-from .library import AUTO, DTYPES, launches
+from .library import AUTO, DTYPES, failures_raise, launches
 from .terms import LAYER, RMS, Gate, GroupNorm, Modulation, Norm, Pair, Tables
 
 # In eps of the dtype. fp32: sums in another order and the device's own exp and rsqrt; 16 bits: half for rounding, and
@@ -24,8 +25,9 @@ class SelfTest:
     """What one operation did on a device.
 
     Args:
-        launched: whether a kernel ran, not the reference. error, bound: largest difference to fp64, relative to the
-            largest value; it is right where error <= bound. milliseconds: with compiling, if it was the first time.
+        launched: whether a kernel ran, not the reference.
+        error, bound: largest difference to fp64, relative to the largest value; it is right where error <= bound.
+        milliseconds: with compiling, if it was the first time.
         fault: what was raised; empty else.
     """
 
@@ -43,9 +45,9 @@ class SelfTest:
 
     def __str__(self) -> str:
         how = "kernel" if self.launched else "reference"
-        found = self.fault or f"error {self.error:.1e}, allowed {self.bound:.1e}"
+        result = self.fault or f"error {self.error:.1e}, allowed {self.bound:.1e}"
         verdict = "ok" if self.right else "WRONG"
-        return f"{self.name} {str(self.dtype).removeprefix('torch.')}: {verdict} ({how}, {found})"
+        return f"{self.name} {str(self.dtype).removeprefix('torch.')}: {verdict} ({how}, {result})"
 
 
 def self_tests(device: torch.device, form: str = AUTO, only: str = "") -> Iterator[SelfTest]:
@@ -53,10 +55,10 @@ def self_tests(device: torch.device, form: str = AUTO, only: str = "") -> Iterat
     for dtype in DTYPES:
         for name, (call, reference) in _calls(device, dtype).items():
             if not only or name == only:
-                yield _tried(name, dtype, call, reference, device, form)
+                yield _self_test(name, dtype, call, reference, device, form)
 
 
-def _tried(
+def _self_test(
     name: str,
     dtype: torch.dtype,
     call: Callable[..., Any],
@@ -67,21 +69,21 @@ def _tried(
     bound = ALLOWED[dtype] * torch.finfo(dtype).eps
     started = time.perf_counter()
     try:
-        launched = launches(torch.empty(0, dtype=dtype, device=device), form)
-        found = [tensor.cpu() for tensor in _all(call(form=form))]
-    except (RuntimeError, ImportError, OSError, TypeError, ValueError, AttributeError) as error:
-        # A toolchain can be broken in any way: whatever it raises is the answer, and it belongs to this operation.
-        return SelfTest(
-            name, dtype, False, float("inf"), bound, 0.0, f"{type(error).__name__}: {error}".splitlines()[0]
-        )
+        with failures_raise():
+            launched = launches(torch.empty(0, dtype=dtype, device=device), form)
+            results = [tensor.cpu() for tensor in _all(call(form=form))]
+    except Exception as error:  # a toolchain breaks in any way; TritonError and PTXASError are plain Exceptions
+        fault = f"{type(error).__name__}: {error}".splitlines()[0]
+        return SelfTest(name, dtype, launched=False, error=math.inf, bound=bound, milliseconds=0.0, fault=fault)
     spent = 1e3 * (time.perf_counter() - started)
-    pairs = zip(found, _all(reference()), strict=True)
+    pairs = zip(results, _all(reference()), strict=True)
     worst = max(float((a.double() - b).abs().max() / b.abs().max()) for a, b in pairs)
-    return SelfTest(name, dtype, launched, worst if worst == worst else float("inf"), bound, round(spent, 3))
+    error = math.inf if math.isnan(worst) else worst
+    return SelfTest(name, dtype, launched=launched, error=error, bound=bound, milliseconds=round(spent, 3))
 
 
-def _all(found: Any) -> tuple[Tensor, ...]:
-    return found if isinstance(found, tuple) else (found,)
+def _all(result: Any) -> tuple[Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
 
 
 def _calls(device: torch.device, dtype: torch.dtype) -> dict[str, tuple[Callable[..., Any], Callable[[], Any]]]:

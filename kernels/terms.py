@@ -1,4 +1,4 @@
-"""What the operations are told: which norm, which modulation, which gate, which tables; plain frozen values.
+"""The arguments of the operations (norm, modulation, gate, tables) as plain frozen values.
 
 Shapes: B batch, N tokens, H heads, D features of a token, W features that are normalised together (a head's, or all D).
 """
@@ -7,9 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 RMS, LAYER = "rms", "layer"
+Pad = tuple[int, int, int, int, int, int]  # left, right, top, bottom, front, back: as functional.pad takes them
+NO_PAD: Pad = (0, 0, 0, 0, 0, 0)
+CONTIGUOUS, CHANNELS_LAST, FRAMES_FIRST = "contiguous", "channels_last", "frames_first"
+LAYOUTS = (CONTIGUOUS, CHANNELS_LAST, FRAMES_FIRST)  # how a result (B, C, T, H, W) lies in memory; BTCHW is the last
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +24,8 @@ class Norm:
     Args:
         kind: ``rms`` or ``layer``.
         eps: added to the mean square or variance.
-        weight: (D,), any float dtype. bias: (D,), for ``layer`` only.
+        weight: (D,), any float dtype.
+        bias: (D,), for ``layer`` only.
     """
 
     kind: str
@@ -33,7 +39,8 @@ class Modulation:
     """``normed * (1 + scale) + shift``; chunks of a larger tensor are read where they lie.
 
     Args:
-        scale: (B, 1, D) per sample, (B, N, D) per token, or (B, 2, D) with ``split``. shift: the same.
+        scale: (B, 1, D) per sample, (B, N, D) per token, or (B, 2, D) with ``split``.
+        shift: the same.
         split: the first ``split`` tokens take row 0, the rest row 1 (HunyuanVideo's replaced tokens).
     """
 
@@ -103,3 +110,18 @@ class GroupNorm:
 
 
 NO_MODULATION, NO_GATE = Modulation(), Gate()
+
+
+def wide(x: Tensor) -> Tensor:
+    """``x`` in the dtype that references compute in: fp32, or fp64 for fp64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def empty_padded(x: Tensor, pad: Pad, layout: str) -> Tensor:
+    """An empty result for ``x`` (B, C, T, H, W) with its border."""
+    left, right, top, bottom, front, back = pad
+    shape = (x.shape[2] + front + back, x.shape[3] + top + bottom, x.shape[4] + left + right)
+    if layout == FRAMES_FIRST:
+        return x.new_empty((x.shape[0], shape[0], x.shape[1], *shape[1:])).transpose(1, 2)
+    order = torch.channels_last_3d if layout == CHANNELS_LAST else torch.contiguous_format
+    return torch.empty((*x.shape[:2], *shape), dtype=x.dtype, device=x.device, memory_format=order)

@@ -6,19 +6,14 @@ import logging
 
 from ..host.api import ComfyExtension, io
 from ..host.server.routes import add_routes
-from .composing import ComposePipeline
-from .decoding import Decode
-from .downloading import DownloadModel
-from .encoding import EncodeImage, EncodePrompt, EncodeVideo, ImageConditioning
-from .hardware import HardwareReport
+from .decode import Decode
 from .latents import LoadLatent, LoadPrompt, RecoverLatents, SaveLatent, SaveMusubiCache, SavePrompt
-from .loading import LoadPipeline
-from .lora import LoRA
-from .memory import MemoryPlan
-from .meshes import BakeTexture, CleanMesh, LoadMesh, PaintCameras, RenderTurntable, RenderViews
+from .loaders import ComposePipeline, LoadPipeline, LoRA
+from .mesh import BakeTexture, CleanMesh, LoadMesh, PaintCameras, RenderTurntable, RenderViews
 from .paint import DelightImage, LoadPaintPipeline, PaintViews, TextureMesh
-from .sampling import Sample, SampleFramePack
-from .speed import StepCache
+from .prompt import EncodeImage, EncodePrompt, EncodeVideo, ImageConditioning
+from .sampling import Sample, SampleFramePack, StepCache
+from .tools import DownloadModel, HardwareReport, MemoryPlan
 
 log = logging.getLogger(__name__)
 

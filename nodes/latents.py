@@ -1,4 +1,4 @@
-"""The nodes that keep latents and prompts on disk, and bring them back."""
+"""The nodes that save and load latents and prompts."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from ..compat.checkpoints.latents import NOT_FINITE
 from ..host import recovery, saved
 from ..host.api import io
 from ..host.progress import NodeProgress
+from ..pipelines.base import SECTION_ORDERS
 from ..pipelines.latents import musubi, musubi_items
 from ..pipelines.latents import store as latent_store
 from ..pipelines.text import prompt_files
-from .sockets import CATEGORY, Image, Prompt
+from .inputs import CATEGORY, Image, Prompt, schema
 
 FILES = f"{CATEGORY}/files"
 
@@ -19,7 +20,7 @@ FILES = f"{CATEGORY}/files"
 def prefix_input(default: str) -> Any:
     return io.String.Input(
         "filename_prefix", default=default,
-        tooltip="Folder and name in ComfyUI's output folder; a number is added, nothing is overwritten.",
+        tooltip="Folder and file name in ComfyUI's output folder. A number is added, so nothing is overwritten.",
     )
 
 
@@ -33,8 +34,8 @@ def file_input(kind: str) -> Any:
 def not_finite_input() -> Any:
     return io.Combo.Input(
         "not_finite", options=list(NOT_FINITE), default="refuse", optional=True, advanced=True,
-        tooltip="What is done about NaN and infinity. refuse: an error with their number. clamp: NaN becomes 0, infinity "
-        "the largest finite value, and their number is said under the node.",
+        tooltip="What to do about NaN and infinity. refuse: stop with an error that says how many there are. clamp: "
+                "NaN becomes 0, infinity the largest finite value, and the node says how many.",
     )
 
 
@@ -59,14 +60,13 @@ class SaveLatent(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
-        return io.Schema(
+        return schema(
             node_id="AnyGPUSaveLatent",
             display_name="AnyGPU Save Latent",
             category=FILES,
-            description="Writes video latents as safetensors with everything decoding needs: family, size, frames, "
-            "fps, seed, prompt, generator state, sections. Bit for bit, from any device; dropping the file onto ComfyUI "
-            "opens its workflow.",
+            description="Saves video latents as safetensors, bit for bit, with everything decoding needs: family, "
+                        "size, frames, fps, seed, prompt, generator state, sections. Drop the file onto ComfyUI to "
+                        "open its workflow.",
             search_aliases=["export latent", "save latents", "safetensors"],
             inputs=[
                 io.Latent.Input("latent", tooltip="Video latents, from AnyGPU Sample or from core nodes."),
@@ -94,24 +94,22 @@ class LoadLatent(Listed):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
-        return io.Schema(
+        return schema(
             node_id="AnyGPULoadLatent",
             display_name="AnyGPU Load Latent",
             category=FILES,
-            description="Reads latents that AnyGPU Save Latent, core's Save Latent or Musubi Tuner wrote; which of them "
-            "is read from the file.",
+            description="Reads latents written by AnyGPU Save Latent, core's Save Latent or Musubi Tuner, and "
+                        "recognises which from the file.",
             search_aliases=["import latent", "load latents", "musubi"],
             inputs=[
                 file_input("latent"),
                 io.Combo.Input(
                     "dtype", options=list(latent_store.DTYPES), default="float32", optional=True, advanced=True,
-                    tooltip="float32: what our nodes and core's compute with. as in file: not widened.",
+                    tooltip="float32: what AnyGPU's and core's nodes compute with. as in file: not converted.",
                 ),
                 not_finite_input(),
             ],
             outputs=[io.Latent.Output(display_name="latent")],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
@@ -128,23 +126,22 @@ class RecoverLatents(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
-        return io.Schema(
+        return schema(
             node_id="AnyGPURecoverLatents",
             display_name="AnyGPU Recover Latents",
             category=FILES,
-            description="Every sampling is kept by itself right after its last step, so a failed decode, a cancel or a "
-            "crash costs nothing. This lists what is kept, newest first, and loads it.",
+            description="The latents of every sampling are saved automatically after its last step, so a failed "
+                        "decode, a cancel or a crash costs nothing. This node lists them, newest first, and loads "
+                        "one.",
             search_aliases=["recover", "restore latents", "crash", "lost video"],
             inputs=[
                 io.Combo.Input(
                     "kept", options=recovery.choices(), default=recovery.NEWEST,
-                    tooltip="newest, or a sampling by date, family and seed. Press R to list again. The oldest leave "
-                    "when all together pass 4 GB.",
+                    tooltip="newest, or a particular sampling, listed by date, family and seed. Press R to refresh "
+                            "the list. Once they exceed 4 GB in total, the oldest are deleted.",
                 ),
             ],
             outputs=[io.Latent.Output(display_name="latent")],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
@@ -155,13 +152,13 @@ class RecoverLatents(io.ComfyNode):
     @classmethod
     def fingerprint_inputs(cls, kept: str) -> Any:
         """Changes when another sampling is the newest."""
-        return kept_stamp(kept)
+        return recovery.stamp(kept)
 
     @classmethod
     def execute(cls, kept: str) -> io.NodeOutput:
         """The latents."""
         progress = NodeProgress(cls.hidden.unique_id)
-        latent = recovered(kept, progress.notify)
+        latent = recovery.load(kept, progress.notify)
         progress.finish(latent_store.described(latent))
         return io.NodeOutput(latent)
 
@@ -171,12 +168,12 @@ class SavePrompt(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
-        return io.Schema(
+        return schema(
             node_id="AnyGPUSavePrompt",
             display_name="AnyGPU Save Prompt",
             category=FILES,
-            description="Writes an encoded prompt, so that a machine on which the text encoder does not fit can sample it.",
+            description="Saves an encoded prompt, so that a machine that is too small for the text encoder can "
+                        "sample it.",
             search_aliases=["save embeddings", "save conditioning", "text encoder"],
             inputs=[
                 Prompt.Input("prompt", tooltip="From AnyGPU Encode Prompt."),
@@ -203,19 +200,17 @@ class LoadPrompt(Listed):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
-        return io.Schema(
+        return schema(
             node_id="AnyGPULoadPrompt",
             display_name="AnyGPU Load Prompt",
             category=FILES,
-            description="Reads a prompt that AnyGPU Save Prompt or Musubi Tuner wrote. No text encoder is needed, not "
-            "even its files.",
+            description="Reads a prompt written by AnyGPU Save Prompt or Musubi Tuner. You need no text encoder, not "
+                        "even its files.",
             search_aliases=["load embeddings", "load conditioning", "musubi", "text encoder"],
             inputs=[
                 file_input("prompt"),
             ],
             outputs=[Prompt.Output(display_name="prompt")],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
@@ -232,50 +227,51 @@ class SaveMusubiCache(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
-        return io.Schema(
+        return schema(
             node_id="AnyGPUSaveMusubiCache",
             display_name="AnyGPU Save Musubi Cache",
             category=FILES,
-            description="Writes latents and prompt of one training item as Musubi Tuner caches, for HunyuanVideo, "
-            "HunyuanVideo 1.5 and FramePack. AnyGPU Load Latent and AnyGPU Load Prompt read them.",
+            description="Writes the latents and the prompt of one training item as Musubi Tuner caches, for "
+                        "HunyuanVideo, HunyuanVideo 1.5 and FramePack. AnyGPU Load Latent and AnyGPU Load Prompt "
+                        "read them.",
             search_aliases=["musubi", "training cache", "cache latents"],
             inputs=[
                 io.String.Input(
                     "name", default="musubi/clip_01",
-                    tooltip="Folder in ComfyUI's output folder, and name of the item. A cache of this name is replaced.",
+                    tooltip="Folder in ComfyUI's output folder, and name of the item. An existing cache of this name "
+                            "is replaced.",
                 ),
                 io.Latent.Input("latent", optional=True, tooltip="The item's latents."),
-                Prompt.Input("prompt", optional=True, tooltip="The item's encoded caption; its negative is left out."),
-                io.String.Input("caption", default="", optional=True, tooltip="The caption. Empty takes the prompt's own text."),
+                Prompt.Input("prompt", optional=True, tooltip="The item's encoded caption. Its negative prompt is not saved."),
+                io.String.Input("caption", default="", optional=True, tooltip="The caption. Leave it empty to use the prompt's own text."),
                 io.Combo.Input(
                     "dtype", options=list(musubi.DTYPES), default="as loaded", optional=True, advanced=True,
-                    tooltip="as loaded: what a loaded cache had, else float32. Musubi Tuner itself writes what its VAE ran in.",
+                    tooltip="as loaded: the dtype of a loaded cache, otherwise float32. Musubi Tuner itself writes "
+                            "the dtype of its VAE.",
                 ),
                 Image.Input(
                     "image", optional=True,
-                    tooltip="FramePack: the first frame, from AnyGPU Encode Image. Latents of FramePack or HunyuanVideo are then cut "
-                    "into sections, one cache each.",
+                    tooltip="FramePack: the first frame, from AnyGPU Encode Image. The latents of FramePack or "
+                            "HunyuanVideo are then cut into sections, with one cache each.",
                 ),
                 io.Int.Input(
                     "window", default=9, min=1, max=33, optional=True, advanced=True,
                     tooltip="FramePack: latent frames per section. The models were trained with 9.",
                 ),
                 io.Combo.Input(
-                    "order", options=list(musubi_items.ORDERS), default=musubi_items.ORDERS[0], optional=True, advanced=True,
-                    tooltip="FramePack: what a section sees. inverted_anti_drifting: what follows it, for FramePack I2V. vanilla: what "
-                    "came before it, for F1.",
+                    "order", options=list(SECTION_ORDERS), default=SECTION_ORDERS[0], optional=True, advanced=True,
+                    tooltip="FramePack: what a section sees. inverted_anti_drifting: the frames after it, for "
+                            "FramePack I2V. vanilla: the frames before it, for F1.",
                 ),
             ],
             outputs=[],
-            hidden=[io.Hidden.unique_id],
             is_output_node=True,
         )
 
     @classmethod
     def execute(
         cls, name: str, latent: Any = None, prompt: Any = None, caption: str = "", dtype: str = "as loaded", image: Any = None,
-        window: int = 9, order: str = musubi_items.ORDERS[0],
+        window: int = 9, order: str = SECTION_ORDERS[0],
     ) -> io.NodeOutput:
         """Nothing."""
         progress = NodeProgress(cls.hidden.unique_id)
@@ -284,6 +280,3 @@ class SaveMusubiCache(io.ComfyNode):
         paths = musubi_items.save_item(folder, item, latent, prompt, caption, dtype, cut, progress.notify)
         progress.finish("\n".join(map(saved.shown, paths)))
         return io.NodeOutput()
-
-
-kept_stamp, recovered = recovery.stamp, recovery.load  # the input of one node is named as the module

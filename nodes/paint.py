@@ -1,4 +1,4 @@
-"""The nodes that paint: the pipeline, even light for the picture, the views, and all of it in one step."""
+"""The nodes that paint: load the pipeline, delight the picture, paint the views, and all of it in one step."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from ..compat.transforms.compile import MOST_CACHED
 from ..host import folders, memory_manager, meshes, painting, preview
 from ..host.api import GraphBuilder, io
 from ..host.painting import PaintProgress
+from ..host.requests import paint_request
 from ..paint import texturing
-from ..paint.loading import VARIANTS, PaintRequest, load_paint
-from ..paint.networks.compile import CACHE_LIMIT, settings_for
+from ..paint.loading import VARIANTS, load_paint
+from ..paint.networks.compile import CACHE_LIMIT
 from ..paint.networks.weights import CHOICES as WEIGHTS
 from ..paint.pictures import cut_out
 from ..paint.sampling.delight import DelightSettings, delight_images
 from ..paint.sampling.painting import PaintInputs, PaintSettings, latents_of, paint_views, to_latent
 from ..paint.sampling.solvers import SCHEDULERS, SPACINGS
-from .meshes import CATEGORY
-from .sockets import DEFAULT, SEED_LIMIT, Cameras, Paint
+from .inputs import DEFAULT, SEED_LIMIT, Cameras, Paint, schema, seed_input
+from .mesh import CATEGORY
 
 LICENCE = (
-    "The weights are Tencent's, under its Hunyuan 3D community licence: not for use in the EU, the UK and South Korea, "
-    "with limits on use and on very large services. None are shipped or downloaded; read the licence first."
+    "The weights are Tencent's, under its Hunyuan 3D community licence: not for use in the EU, the UK and South "
+    "Korea, with limits on use and on very large services. This pack neither ships nor downloads them; read the "
+    "licence first."
 )
 
 
@@ -33,19 +35,11 @@ def steps_input() -> Any:
     return io.Int.Input("steps", default=0, min=0, max=1000, tooltip="v2-0 takes 30, turbo 10, PBR 15. " + DEFAULT)
 
 
-def seed_input() -> Any:
-    """The seed of the views' noise."""
-    return io.Int.Input(
-        "seed", default=0, min=0, max=SEED_LIMIT, control_after_generate=True,
-        tooltip="The same seed gives the same noise on every device.",
-    )
-
-
 def vision_input() -> Any:
     """What core's own DINOv2 saw in the picture."""
     return io.ClipVisionOutput.Input(
         "clip_vision_output", optional=True,
-        tooltip="PBR: DINOv2-giant from core's CLIP Vision Encode, in place of image_encoder on the load node.",
+        tooltip="PBR: DINOv2-giant's output from core's CLIP Vision Encode. Replaces image_encoder on the load node.",
     )
 
 
@@ -54,24 +48,24 @@ class LoadPaintPipeline(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
-        providers = painting.provider_choices()
-        return io.Schema(
+        providers = folders.paint_provider_choices()
+        return schema(
             node_id="AnyGPULoadPaintPipeline",
             display_name="AnyGPU Load Paint Pipeline",
             category=CATEGORY,
-            description="Loads Hunyuan3D paint v2-0, turbo or PBR v2-1, or delight, and decides precision and offload for this "
-            "machine. Weights are read when a stage first needs them. " + LICENCE,
+            description="Opens Hunyuan3D paint v2-0, turbo or PBR v2-1, or delight, and chooses precision and "
+                        "offload for this machine. Weights are read when a stage first needs them. " + LICENCE,
             search_aliases=["hunyuan3d", "texture model", "paint pbr", "delight", "hy3dgen"],
             inputs=[
                 io.Combo.Input(
-                    "model", options=painting.paint_choices(),
-                    tooltip="A published folder (it holds unet and vae) or the UNet's file, in models/diffusers.",
+                    "model", options=list(folders.paint_models()) or [folders.NO_PAINT_MODEL],
+                    tooltip="A published folder (it contains unet and vae) or the UNet's file, in models/diffusers.",
                 ),
                 io.Combo.Input(
                     "precision", options=list(precision.CHOICES), default="auto",
-                    tooltip="auto: what this device runs best; fp16, as published, on GPUs that have it. fp32: exact, twice the "
-                    "memory. bf16: the range of fp32. fp16-safe: fp16 operands around an fp32 residual; not on a CPU.",
+                    tooltip="auto: what this device runs best; fp16, as published, on GPUs that have it. fp32: "
+                            "exact, twice the memory. bf16: the range of fp32. fp16-safe: multiplies in fp16 but "
+                            "keeps the residual in fp32; not on a CPU.",
                 ),
                 io.Combo.Input(
                     "offload", options=list(offloader.CHOICES), default="auto",
@@ -81,16 +75,17 @@ class LoadPaintPipeline(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "variant", options=list(VARIANTS), default="auto", advanced=True,
-                    tooltip="v2-0 and turbo have the same tensors. auto goes by the word turbo in the path.",
+                    tooltip="v2-0 and turbo have the same tensors, so auto looks for the word turbo in the path.",
                 ),
                 io.Combo.Input(
                     "weights", options=list(WEIGHTS), default="auto", advanced=True,
-                    tooltip="Where a folder has a .bin and a .safetensors: auto reads the .bin, as the published loader does. "
-                    "Those of turbo are different trainings; which one was read is said.",
+                    tooltip="Which file to read if a folder has a .bin and a .safetensors. auto reads the .bin, as "
+                            "the published loader does. For turbo they come from different trainings; the node says "
+                            "which one was read.",
                 ),
                 io.Combo.Input(
                     "vae", options=providers, default="auto", advanced=True,
-                    tooltip="The folder of a Stable Diffusion VAE, for a single file. auto looks beside the UNet.",
+                    tooltip="For a single file: the folder of a Stable Diffusion VAE. auto looks beside the UNet.",
                 ),
                 io.Combo.Input(
                     "image_encoder", options=providers, default="auto", advanced=True,
@@ -98,23 +93,23 @@ class LoadPaintPipeline(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "attention", options=list(attention.CHOICES), default="auto", optional=True, advanced=True,
-                    tooltip="Which kernel attention runs, in this pipeline alone. "
+                    tooltip="Which kernel computes attention, for this pipeline only. "
                     + " ".join(f"{choice}: {meaning}." for choice, meaning in attention.MEANINGS.items()),
                 ),
                 io.Boolean.Input(
                     "compile", default=False, optional=True, advanced=True,
-                    tooltip="The blocks of both UNets and of the VAE through torch.compile: minutes on the first run, faster "
-                    "afterwards at the same sizes. offload auto then keeps everything on the device. Needs a compiler: Triton "
+                    tooltip="Compiles the blocks of both UNets and of the VAE with torch.compile: takes minutes on "
+                            "the first run, faster afterwards at the same sizes. offload auto then keeps everything "
+                            "on the device. Needs a compiler: Triton "
                     "on a GPU, C++ on a CPU.",
                 ),
                 io.Int.Input(
                     "dynamo_cache_size_limit", default=CACHE_LIMIT, min=1, max=MOST_CACHED, optional=True, advanced=True,
-                    tooltip="With compile: graphs of each kind of block; the two UNets have about 20 sizes. More views or "
-                    "another view_size need graphs of their own.",
+                    tooltip="With compile: how many graphs to keep per kind of block. The two UNets need about 20; "
+                            "other numbers of views or another view_size need more.",
                 ),
             ],
             outputs=[Paint.Output(display_name="pipeline")],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
@@ -123,64 +118,55 @@ class LoadPaintPipeline(io.ComfyNode):
         return True
 
     @classmethod
-    def fingerprint_inputs(cls, model: str, **_: Any) -> Any:
-        """Changes when the model's files change."""
-        return painting.model_stamp(model)
+    def fingerprint_inputs(cls, model: str, vae: str, image_encoder: str, **_: Any) -> Any:
+        """Changes when the files of the model, or of a folder that provides a part, change."""
+        return folders.stamp(folders.paint_models().get(model), *map(folders.paint_providers().get, (vae, image_encoder)))
 
     @classmethod
-    def execute(
-        cls, model: str, precision: str, offload: str, variant: str = "auto", weights: str = "auto", vae: str = "auto",
-        image_encoder: str = "auto", attention: str = "auto", compile: bool = False, dynamo_cache_size_limit: int = CACHE_LIMIT,
-    ) -> io.NodeOutput:
+    def execute(cls, **inputs: Any) -> io.NodeOutput:
         """The pipeline."""
         progress = PaintProgress(cls.hidden.unique_id)
-        request = PaintRequest(
-            painting.paint_path(model), "auto", variant, weights, painting.provider_path(vae),
-            painting.provider_path(image_encoder), precision, offload, attention, memory_manager.compute_device(),
-            state=folders.state_folder(),
-            compiled=settings_for(dynamo_cache_size_limit) if compile else None,
-        )
-        pipeline = load_paint(request, progress, memory_manager.make_room, memory_manager.managed)
-        progress.finish("\n".join((f"{pipeline.family} {pipeline.variant}, {pipeline.facts}", *pipeline.notes)))
+        pipeline = load_paint(paint_request(inputs), progress, memory_manager.make_room, memory_manager.offloader_on)
+        progress.finish("\n".join((f"{pipeline.family} {pipeline.variant}, {pipeline.facts}", *map(str, pipeline.decisions))))
         return io.NodeOutput(pipeline)
 
 
 class DelightImage(io.ComfyNode):
-    """Take light and shadow out of a picture."""
+    """Remove light and shadow from a picture."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
-        return io.Schema(
+        return schema(
             node_id="AnyGPUDelightImage",
             display_name="AnyGPU Delight Image",
             category=CATEGORY,
-            description="Even light for the reference picture of paint v2-0 and turbo, on white. The PBR model wants the "
-            "picture as it is. " + LICENCE,
+            description="Removes light and shadow from the reference picture for paint v2-0 and turbo, and puts it "
+                        "on white. The PBR model needs the picture as it is. " + LICENCE,
             search_aliases=["remove shadows", "delight", "relight", "albedo"],
             inputs=[
                 Paint.Input("pipeline", tooltip="hunyuan3d-delight-v2-0 from AnyGPU Load Paint Pipeline."),
-                io.Image.Input("image", tooltip="The object; several pictures are treated one after the other."),
-                io.Int.Input("steps", default=50, min=1, max=1000, tooltip="Denoising steps; 50 is published."),
-                io.Int.Input("seed", default=42, min=0, max=SEED_LIMIT, control_after_generate=True, tooltip="42 is published."),
+                io.Image.Input("image", tooltip="The object. Several pictures are processed one after the other."),
+                io.Int.Input("steps", default=50, min=1, max=1000, tooltip="Denoising steps. The published value is 50."),
+                io.Int.Input("seed", default=42, min=0, max=SEED_LIMIT, control_after_generate=True, tooltip="The published value is 42."),
                 io.Mask.Input(
                     "mask", optional=True,
-                    tooltip="1 where there is background, as Load Image and core's background removal give it.",
+                    tooltip="1 where the background is, as Load Image and core's background removal return it.",
                 ),
                 io.Boolean.Input(
-                    "recenter", default=True, optional=True, tooltip="Put the cut-out object into the middle of a square.",
+                    "recenter", default=True, optional=True, tooltip="Centres the cut-out object in a square.",
                 ),
                 io.Int.Input(
                     "size", default=512, min=64, max=2048, step=64, optional=True, advanced=True,
-                    tooltip="Pixels; the model was made for 512.",
+                    tooltip="Pixels. The model was made for 512.",
                 ),
                 io.Float.Input(
                     "image_guidance", default=1.0, min=1.0, max=10.0, step=0.1, optional=True, advanced=True,
-                    tooltip="1: off, as the published pipeline really runs. More doubles the time.",
+                    tooltip="1: off, which is how the published pipeline actually runs. Higher values double the "
+                            "time.",
                 ),
                 io.Boolean.Input(
                     "correct", default=True, optional=True, advanced=True,
-                    tooltip="Bring colour and contrast back to the picture's own where that is nearer to it.",
+                    tooltip="Restores the picture's own colour and contrast if that brings the result closer to it.",
                 ),
                 io.Combo.Input(
                     "scheduler", options=list(SCHEDULERS), default="auto", optional=True, advanced=True,
@@ -188,21 +174,19 @@ class DelightImage(io.ComfyNode):
                 ),
             ],
             outputs=[io.Image.Output(display_name="image")],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
     def execute(
-        cls, pipeline: Any, image: Any, steps: int, seed: int, mask: Any = None, recenter: bool = True, size: int = 512,
-        image_guidance: float = 1.0, correct: bool = True, scheduler: str = "auto",
+        cls, pipeline: Any, image: Any, mask: Any = None, recenter: bool = True, scheduler: str = "auto", **settings: Any,
     ) -> io.NodeOutput:
         """The pictures in even light."""
         progress = PaintProgress(cls.hidden.unique_id)
         solver = "euler_ancestral" if scheduler == "auto" else scheduler
-        settings = DelightSettings(size, steps, image_guidance, seed, solver, correct=correct)
-        found = delight_images(pipeline, cut_out(image, mask), settings, recenter, progress)
-        progress.finish(f"{len(found)} of {size}x{size}")
-        return io.NodeOutput(found)
+        chosen = DelightSettings(scheduler=solver, **settings)
+        pictures = delight_images(pipeline, cut_out(image, mask), chosen, recenter, progress)
+        progress.finish(f"{len(pictures)} of {chosen.size}x{chosen.size}")
+        return io.NodeOutput(pictures)
 
 
 class PaintViews(io.ComfyNode):
@@ -210,65 +194,65 @@ class PaintViews(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
-        return io.Schema(
+        return schema(
             node_id="AnyGPUPaintViews",
             display_name="AnyGPU Paint Views",
             category=CATEGORY,
-            description="Paints a mesh's views after a reference picture. For a second, larger pass: upscale the latent, raise "
-            "view_size, and set denoise to 0.3 to 0.6. " + LICENCE,
+            description="Paints the views of a mesh to match a reference picture. For a second, larger pass, upscale "
+                        "the latent, raise view_size, and set denoise to 0.3 to 0.6. " + LICENCE,
             search_aliases=["sample multiview", "texture", "hunyuan3d paint", "multiview"],
             inputs=[
                 Paint.Input("pipeline", tooltip="paint v2-0, turbo or PBR from AnyGPU Load Paint Pipeline."),
-                io.Image.Input("image", tooltip="The object from its front, best in even light; several pictures are all used."),
+                io.Image.Input("image", tooltip="The object from the front, ideally in even light. If there are several pictures, all are used."),
                 io.Image.Input("normals", tooltip="From AnyGPU Render Views."),
                 io.Image.Input("positions", tooltip="From AnyGPU Render Views."),
-                Cameras.Input("cameras", tooltip="From AnyGPU Render Views: those that the maps are of."),
+                Cameras.Input("cameras", tooltip="From AnyGPU Render Views: the cameras of the maps."),
                 io.Int.Input(
                     "view_size", default=512, min=64, max=2048, step=64,
-                    tooltip="Pixels of each painted view. 512 is what the models were made for; PBR also 768.",
+                    tooltip="Size of each painted view in pixels. The models were made for 512, PBR also for 768.",
                 ),
                 steps_input(),
                 io.Float.Input(
                     "guidance", default=0.0, min=0.0, max=30.0, step=0.1,
-                    tooltip="How closely the picture is followed. 1 is off and halves the time: turbo. v2-0 takes 2, PBR 3. "
+                    tooltip="How closely the views follow the picture. 1 is off and halves the time; turbo uses 1, "
+                            "v2-0 2, PBR 3. "
                     + DEFAULT,
                 ),
                 seed_input(),
                 io.Combo.Input(
                     "scheduler", options=list(SCHEDULERS), default="auto",
-                    tooltip="auto: as published. v2-0 euler_ancestral, turbo lcm, PBR unipc.",
+                    tooltip="auto: as published, which is euler_ancestral for v2-0, lcm for turbo and unipc for PBR.",
                 ),
                 io.Combo.Input(
                     "sigma_schedule", options=list(SPACINGS), default="auto", advanced=True,
-                    tooltip="How the noise levels are spaced. auto: trailing, as published. lcm keeps its own.",
+                    tooltip="How the noise levels are spaced. auto: trailing, as published. lcm always uses its own "
+                            "spacing.",
                 ),
                 io.Mask.Input(
                     "mask", optional=True,
-                    tooltip="1 where there is background; v2-0 and turbo put the cut-out object into the middle.",
+                    tooltip="1 where the background is. v2-0 and turbo centre the cut-out object.",
                 ),
                 io.Latent.Input("latent", optional=True, tooltip="Views of a first pass, upscaled to view_size / 8."),
                 io.Float.Input(
                     "denoise", default=1.0, min=0.01, max=1.0, step=0.01, optional=True,
-                    tooltip="With latent: how much of it is painted anew. 1 starts afresh.",
+                    tooltip="With latent: how much is repainted. 1 starts from scratch.",
                 ),
                 vision_input(),
-                io.Sigmas.Input("sigmas", optional=True, tooltip="Noise levels in place of steps and sigma_schedule."),
+                io.Sigmas.Input("sigmas", optional=True, tooltip="Noise levels. Replaces steps and sigma_schedule."),
                 io.Float.Input(
                     "reference_scale", default=1.0, min=0.0, max=2.0, step=0.05, optional=True, advanced=True,
-                    tooltip="How much the views look at the picture.",
+                    tooltip="How strongly the views attend to the picture.",
                 ),
                 io.Float.Input(
                     "multiview_scale", default=1.0, min=0.0, max=2.0, step=0.05, optional=True, advanced=True,
-                    tooltip="How much the views look at one another.",
+                    tooltip="How strongly the views attend to one another.",
                 ),
             ],
             outputs=[
                 io.Image.Output(display_name="images"),
-                io.Image.Output(display_name="metallic_roughness", tooltip="PBR alone: red metallic, green roughness."),
+                io.Image.Output(display_name="metallic_roughness", tooltip="Only from PBR: metallic in red, roughness in green."),
                 io.Latent.Output(display_name="latent"),
             ],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
@@ -283,7 +267,8 @@ class PaintViews(io.ComfyNode):
         levels = None if sigmas is None else tuple(sigmas.tolist())
         start = latents_of(pipeline, latent)
         chosen = PaintSettings(view_size, spacing=sigma_schedule, sigmas=levels, latents=start, **settings)
-        painted = paint_views(pipeline, PaintInputs(references, normals, positions, cameras, dino), chosen, progress)
+        inputs = PaintInputs(references=references, normals=normals, positions=positions, cameras=cameras, dino=dino)
+        painted = paint_views(pipeline, inputs, chosen, progress)
         progress.finish(f"{len(painted.views)} views of {view_size} pixels")
         shown = preview.sheet(painted.views, cls)
         return io.NodeOutput(painted.views, painted.metallic_roughness, to_latent(pipeline, painted), ui=shown)
@@ -294,34 +279,32 @@ class TextureMesh(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
-        return io.Schema(
+        return schema(
             node_id="AnyGPUTextureMesh",
             display_name="AnyGPU Texture Mesh",
             category=CATEGORY,
-            description="Texture Mesh in one step: unwraps where UVs are missing, renders, evens the light, paints, bakes. The "
-            "single nodes do the same with more to choose. " + LICENCE,
+            description="Textures a mesh in one step: unwraps it if UVs are missing, renders maps, evens out the "
+                        "light, paints and bakes. The separate nodes do the same with more options. " + LICENCE,
             search_aliases=["texture mesh", "hunyuan3d", "mesh to textured", "3d texture", "paint mesh"],
             inputs=[
-                io.Mesh.Input("mesh", tooltip="One mesh; core's Unwrap Mesh is put before it where it has no UVs."),
-                io.Image.Input("image", tooltip="The object from its front; several pictures are all used."),
+                io.Mesh.Input("mesh", tooltip="One mesh. If it has no UVs, it is unwrapped with core's Unwrap Mesh."),
+                io.Image.Input("image", tooltip="The object from the front. If there are several pictures, all are used."),
                 Paint.Input("pipeline", tooltip="paint v2-0, turbo or PBR from AnyGPU Load Paint Pipeline."),
                 io.Int.Input(
-                    "view_size", default=512, min=64, max=2048, step=64, tooltip="Pixels of each painted view.",
+                    "view_size", default=512, min=64, max=2048, step=64, tooltip="Size of each painted view in pixels.",
                 ),
                 io.Int.Input(
                     "texture_size", default=2048, min=16, max=8192, step=16, tooltip="Texels along each side of the texture.",
                 ),
                 seed_input(),
                 steps_input(),
-                io.Mask.Input("mask", optional=True, tooltip="1 where there is background, as Load Image gives it."),
+                io.Mask.Input("mask", optional=True, tooltip="1 where the background is, as Load Image returns it."),
                 Paint.Input(
-                    "delight", optional=True, tooltip="hunyuan3d-delight-v2-0, for paint v2-0 and turbo; without it the "
-                    "picture is taken as it is.",
+                    "delight", optional=True, tooltip="hunyuan3d-delight-v2-0, for paint v2-0 and turbo. Without it the picture is used as it is.",
                 ),
                 io.Int.Input(
                     "max_views", default=8, min=6, max=12, optional=True,
-                    tooltip="PBR: six views, and those that show most of what is unseen, up to this many.",
+                    tooltip="PBR: six views, plus those that show most of the unseen surface, up to this many.",
                 ),
                 vision_input(),
             ],
@@ -347,7 +330,7 @@ class TextureMesh(io.ComfyNode):
         progress = PaintProgress(cls.hidden.unique_id)
         dino = None if clip_vision_output is None else clip_vision_output.last_hidden_state
         paint = PaintSettings(view_size, steps, seed=seed)
-        baking = texturing.TextureSettings(texture_size, texturing.raster_size(view_size, texture_size))
+        baking = texturing.BakeSettings(texture_size, texturing.raster_size(view_size, texture_size))
         settings = texturing.OneStep(paint, baking, max_views)
         given = (meshes.from_core(mesh), cut_out(image, mask), pipeline, delight)
         texture, painted, _ = texturing.textured(*given, settings, progress, dino, painting.keep_views)

@@ -1,17 +1,21 @@
-"""The nodes that sample latents."""
+"""The nodes that sample latents, and the one that skips work between their steps."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ..host import recovery
+from ..compat.transforms import step_cache
+from ..compat.transforms.step_cache import StepCacheSettings
+from ..host import folders
 from ..host.api import io
 from ..host.progress import NodeProgress
 from ..pipelines import stages
 from ..pipelines.base import FramePackSettings, SampleSettings
 from ..pipelines.decisions import in_short
 from ..pipelines.latents import convert as latent_format
-from .sockets import CATEGORY, DEFAULT, Image, Pipeline, Prompt, sampling_inputs, size_inputs
+from ..pipelines.latents import recovery
+from ..pipelines.speed import with_step_cache
+from .inputs import DEFAULT, Image, Pipeline, Prompt, sampling_inputs, schema, size_inputs
 
 
 class Sample(io.ComfyNode):
@@ -19,13 +23,11 @@ class Sample(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
-        return io.Schema(
+        return schema(
             node_id="AnyGPUSample",
             display_name="AnyGPU Sample",
-            category=CATEGORY,
-            description="Denoises a video: text, image or video to video, by what is connected. Inputs that have no "
-            "effect on the loaded model are named under the node.",
+            description="Samples a video from text, an image or a video, depending on what you connect. Inputs that "
+                        "have no effect on the loaded model are named under the node.",
             search_aliases=["ksampler", "video sampler", "text to video", "t2v", "i2v", "v2v"],
             inputs=[
                 Pipeline.Input("pipeline", tooltip="From AnyGPU Load Pipeline."),
@@ -36,25 +38,24 @@ class Sample(io.ComfyNode):
                 *size_inputs(),
                 io.Int.Input(
                     "frames", default=0, min=0, max=4097,
-                    tooltip="Video frames; rounded up to the next count the model can make. " + DEFAULT,
+                    tooltip="Number of frames, rounded up to the next number the model can make. " + DEFAULT,
                 ),
                 *sampling_inputs(),
                 io.Float.Input("fps", default=0.0, min=0.0, max=240.0, step=0.01, tooltip="Frames per second. " + DEFAULT),
-                Image.Input("image", optional=True, tooltip="From AnyGPU Encode Image: makes it image to video."),
-                io.Latent.Input("latent", optional=True, tooltip="Video to video: the latents to start from. A noise mask on them is kept."),
+                Image.Input("image", optional=True, tooltip="From AnyGPU Encode Image. Makes it image to video."),
+                io.Latent.Input("latent", optional=True, tooltip="Video to video: the latents to start from. A noise mask on them is respected."),
                 io.Float.Input(
                     "denoise", default=1.0, min=0.0, max=1.0, step=0.01, optional=True,
-                    tooltip="With a latent: share of it that is redrawn. 1 ignores its content.",
+                    tooltip="With a latent: how much of it is redrawn. 1 ignores its content.",
                 ),
                 io.Conditioning.Input("negative", optional=True, tooltip="Negative CONDITIONING, when prompt is core CONDITIONING."),
                 io.Sigmas.Input("sigmas", optional=True, tooltip="Noise levels from 1 to 0 that replace steps and shift."),
                 io.Float.Input(
                     "guidance_rescale", default=0.0, min=0.0, max=1.0, step=0.01, optional=True, advanced=True,
-                    tooltip="LTX-Video, HunyuanVideo 1.5: pulls back the contrast that a high cfg adds.",
+                    tooltip="LTX-Video, HunyuanVideo 1.5: reduces the extra contrast that a high cfg adds.",
                 ),
             ],
             outputs=[io.Latent.Output(display_name="latent")],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
@@ -68,7 +69,7 @@ class Sample(io.ComfyNode):
         start = latent_format.start_of(pipeline, latent, progress.notify)
         chosen = SampleSettings(**settings, **start, sigmas=None if sigmas is None else tuple(sigmas.tolist()))
         latents = stages.sample(pipeline, encoded, image, chosen, progress)
-        recovery.keep(latents, progress.notify)
+        recovery.keep(folders.kept_folder(), latents, progress.notify)
         progress.finish(f"{latents.width}x{latents.height}, {latents.frames} frames at {latents.fps:g} fps", in_short(pipeline))
         return io.NodeOutput(latent_format.to_core(latents))
 
@@ -78,27 +79,26 @@ class SampleFramePack(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """The node's inputs and outputs."""
-        return io.Schema(
+        return schema(
             node_id="AnyGPUSampleFramePack",
             display_name="AnyGPU Sample FramePack",
-            category=CATEGORY,
-            description="Denoises a FramePack video section by section. Each finished section is previewed and kept: "
-            "after a cancel or a crash the same settings go on after the last finished section.",
-            search_aliases=["framepack", "framepack f1", "long video", "image to video"],
+            description="Samples a FramePack video section by section. Each finished section is previewed and saved: "
+                        "after a cancel or a crash, the same settings continue after the last finished section.",
+            search_aliases=["framepack f1", "long video", "image to video"],
             inputs=[
                 Pipeline.Input("pipeline", tooltip="From AnyGPU Load Pipeline, with a FramePack model."),
                 io.MultiType.Input(
                     "prompt", types=[Prompt, io.Conditioning],
                     tooltip="From AnyGPU Encode Prompt, or core CONDITIONING from CLIP Text Encode.",
                 ),
-                Image.Input("image", tooltip="From AnyGPU Encode Image: the start image, and the end image joined to it."),
+                Image.Input("image", tooltip="From AnyGPU Encode Image: the start image, and the end image if one is "
+                                             "joined to it."),
                 io.Float.Input("clip_seconds", default=5.0, min=0.0, max=120.0, step=0.1, tooltip="Length of the video in seconds."),
-                io.Float.Input("fps", default=30.0, min=1.0, max=240.0, step=0.01, tooltip="Frames per second; FramePack is made for 30."),
+                io.Float.Input("fps", default=30.0, min=1.0, max=240.0, step=0.01, tooltip="Frames per second. FramePack was made for 30."),
                 *sampling_inputs(),
                 io.Int.Input(
                     "window", default=9, min=2, max=33, optional=True, advanced=True,
-                    tooltip="Latent frames per section; FramePack is made for 9, which is 33 frames of video.",
+                    tooltip="Latent frames per section. FramePack was made for 9, which is 33 frames of video.",
                 ),
                 io.Combo.Input(
                     "order", options=["auto", "inverted_anti_drifting", "vanilla"], default="auto", optional=True,
@@ -108,17 +108,16 @@ class SampleFramePack(io.ComfyNode):
                 ),
                 io.Float.Input(
                     "end_strength", default=1.0, min=0.0, max=1.0, step=0.01, optional=True,
-                    tooltip="How much an end image counts.",
+                    tooltip="How strongly the end image counts.",
                 ),
                 io.Boolean.Input(
                     "single_frame", default=False, optional=True, advanced=True,
-                    tooltip="Sample one picture instead of a video.",
+                    tooltip="Samples one picture instead of a video.",
                 ),
                 io.Conditioning.Input("negative", optional=True, tooltip="Negative CONDITIONING, when prompt is core CONDITIONING."),
                 io.Sigmas.Input("sigmas", optional=True, tooltip="Noise levels from 1 to 0 that replace steps and shift."),
             ],
             outputs=[io.Latent.Output(display_name="latent")],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
@@ -129,10 +128,73 @@ class SampleFramePack(io.ComfyNode):
         """The sampled latents."""
         progress = NodeProgress(cls.hidden.unique_id, pipeline.family)
         encoded = stages.prompt_from_core(pipeline, prompt, negative) if isinstance(prompt, list) else prompt
-        framepack = FramePackSettings(clip_seconds, window, order, end_strength, single_frame)
+        framepack = FramePackSettings(
+            clip_seconds=clip_seconds, window=window, order=order, end_strength=end_strength, single_frame=single_frame,
+        )
         levels = None if sigmas is None else tuple(sigmas.tolist())
         chosen = SampleSettings(image.width, image.height, 0, **settings, sigmas=levels)
-        keeper = recovery.section_keeper(progress.notify)
+        keeper = recovery.KeptSections(folders.kept_folder(), progress.notify)
         latents = stages.sample_framepack(pipeline, encoded, image, chosen, framepack, progress, keeper)
         progress.finish(f"{latents.width}x{latents.height}, {latents.frames} frames at {latents.fps:g} fps", in_short(pipeline))
         return io.NodeOutput(latent_format.to_core(latents))
+
+
+class StepCache(io.ComfyNode):
+    """Skip work in steps that change little."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="AnyGPUStepCache",
+            display_name="AnyGPU Step Cache",
+            description="Makes sampling faster by skipping work in steps that change little. This is lossy: the "
+                        "video changes. The sample node says how much was skipped.",
+            search_aliases=["TeaCache", "FasterCache", "first block cache", "FBCache", "TaylorSeer", "pyramid attention broadcast"],
+            inputs=[
+                Pipeline.Input("pipeline", tooltip="From AnyGPU Load Pipeline. It is left unchanged; only the output has the cache."),
+                io.Combo.Input(
+                    "preset", options=list(step_cache.PRESET_CHOICES), default="balanced",
+                    tooltip="off: every step is computed in full. "
+                    + " ".join(f"{name}: threshold {t:g}, interval {n}." for name, (t, n) in step_cache.PRESETS.items())
+                    + " custom: the two numbers below.",
+                ),
+                io.Combo.Input(
+                    "kind", options=list(step_cache.KINDS), default="auto",
+                    tooltip=" ".join(f"{kind}: {meaning}." for kind, meaning in step_cache.KINDS.items())
+                    + " A kind that has no effect on the loaded family is an error when you run it.",
+                ),
+                io.Float.Input(
+                    "threshold", default=0.1, min=0.0, max=1.0, step=0.01,
+                    tooltip="For custom with first_block: the relative change of the first block's result below "
+                            "which the rest is skipped.",
+                ),
+                io.Int.Input(
+                    "interval", default=3, min=2, max=10, tooltip="For custom with taylor or pyramid: compute attention once in this many steps.",
+                ),
+                io.Float.Input(
+                    "start_percent", default=0.0, min=0.0, max=1.0, step=0.01, advanced=True,
+                    tooltip="Fraction of the steps that are always computed in full at the start.",
+                ),
+                io.Float.Input(
+                    "end_percent", default=1.0, min=0.0, max=1.0, step=0.01, advanced=True,
+                    tooltip="Fraction of the steps after which every step is computed in full again.",
+                ),
+                io.Combo.Input(
+                    "cache_device", options=list(step_cache.DEVICES), default="device", advanced=True,
+                    tooltip="Where results are stored between steps. cpu: saves memory on the device, but copies "
+                            "them at each step.",
+                ),
+            ],
+            outputs=[Pipeline.Output(display_name="pipeline")],
+        )
+
+    @classmethod
+    def execute(
+        cls, pipeline: Any, preset: str, start_percent: float, end_percent: float, cache_device: str, **settings: Any,
+    ) -> io.NodeOutput:
+        """The pipeline with the cache."""
+        progress = NodeProgress(cls.hidden.unique_id)
+        chosen = StepCacheSettings(**settings, start=start_percent, end=end_percent, device=cache_device)
+        caching = with_step_cache(pipeline, preset, chosen)
+        progress.finish(f"step cache {caching.step_cache or 'off'}")
+        return io.NodeOutput(caching)

@@ -1,4 +1,4 @@
-"""What each stage of painting needs on the device, before anything is read; and what it took, once it has run.
+"""Forecasts of what each stage of painting needs on the device, and what it used once it has run.
 
 Weights are counted from names and shapes. Activations follow formulas fitted to counts of every living tensor of the
 full-size networks (`tests/paint/counting.py`); `tests/paint/test_needs.py` holds them within 15 %. They count tensors:
@@ -8,14 +8,13 @@ what a vendor's library takes for itself comes on top.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..compat.device.execution import HOST
+from ..compat.memory.estimates import PartBytes, part_bytes
 from ..compat.memory.statistics import StageNeed
 from .networks.layers import FED_TOKENS
 from .networks.pbr import MATERIALS
@@ -23,9 +22,6 @@ from .networks.vae import REDUCTION
 
 BLOCK = re.compile(r"^(.*?\.\d+)\.")
 MARGIN = 1.15  # what a forecast may be off by
-MODES = ("none", "model", "group", "sequential")  # the fastest first
-BY_BLOCK = ("unet", "text_encoder")  # under offload group; other parts come layer by layer
-WHOLE = "image_encoder"  # in every mode
 ENCODED, DECODED = 644, 768  # features per pixel that the VAE has alive at its peak
 TAUGHT_SIZE, TAUGHT_VIEWS = 512, 6
 STEPPING = {False: "painting", True: "delighting"}
@@ -46,32 +42,10 @@ LOOKING = Copies(7.0, 24.9)  # the reference stream, with what it keeps
 ATTENDED, KEPT = 16.7, 8.4  # copies of the reference's own map while it is attended to, and all the time
 
 
-@dataclass(frozen=True, slots=True)
-class PartBytes:
-    """Bytes of one part on the device: all of it, its largest block, its largest layer."""
-
-    total: int
-    block: int
-    layer: int
-
-    @classmethod
-    def of(cls, entries: Mapping[str, int]) -> PartBytes:
-        """From the bytes of each tensor by name."""
-        blocks: dict[str, int] = {}
-        layers: dict[str, int] = {}
-        for name, size in entries.items():
-            layer = name.rpartition(".")[0]
-            found = BLOCK.match(name)
-            block = found[1] if found else layer
-            layers[layer] = layers.get(layer, 0) + size
-            blocks[block] = blocks.get(block, 0) + size
-        return cls(sum(entries.values()), max(blocks.values(), default=0), max(layers.values(), default=0))
-
-    def resident(self, mode: str, part: str) -> int:
-        """Bytes on the device at once under ``mode``."""
-        if mode in ("none", "model") or part == WHOLE:
-            return self.total
-        return self.block if mode == "group" and part in BY_BLOCK else self.layer
+def paint_bytes(entries: Mapping[str, int]) -> PartBytes:
+    """The bytes of a part from those of its tensors by name; what is outside the blocks moves as blocks of its own."""
+    size = part_bytes(entries, BLOCK)
+    return PartBytes(size.total, max(size.block, size.outer), size.layer)
 
 
 def paint_needs(
@@ -80,9 +54,10 @@ def paint_needs(
     """What each stage of a paint or delight pipeline needs, in the order they run.
 
     Args:
-        pipeline: a ``PaintPipeline``. view_size: pixels; views: cameras; 0 takes what the models were taught. guided:
-            two rows a step; None as published. mode: of :data:`MODES`; by default the pipeline's own.
-        references: pictures of the object.
+        view_size: pixels.
+        views: cameras; 0 takes what the models were taught.
+        guided: two rows a step; None as published.
+        mode: of our own offloader; by default the pipeline's own.
     """
     mode = mode or str(pipeline.offloader.mode)
     pixels, delight = view_size or TAUGHT_SIZE, pipeline.family == "delight"
@@ -92,28 +67,30 @@ def paint_needs(
     side, dtype = pixels // REDUCTION, pipeline.precision.vae
     active = [  # one picture, or 77 tokens, take less than a layer
         ("text", "text_encoder", 0),
-        ("encoding", "vae", encoding_bytes(pixels, pixels, dtype)),
+        ("encoding", "vae", vae_bytes(ENCODED, pixels, dtype)),
         ("image", "image_encoder", 0),
         ("reference", "reference", looking_bytes(pipeline, references, (side, side))),
         (STEPPING[delight], "unet", step_bytes(pipeline, pictures, (side, side), 0 if delight else references)),
-        ("decoding", "vae", decoding_bytes(pixels, pixels, dtype)),
+        ("decoding", "vae", vae_bytes(DECODED, pixels, dtype)),
     ]
-    found, stays = [], dict[str, int]()
+    needs, stays = [], dict[str, int]()
     for name, part, activations in active:
         if part not in pipeline.weights:
             continue
         kept = sum(size for other, size in stays.items() if other != part)
-        found.append(StageNeed(name, kept, pipeline.weights[part].resident(mode, part), activations))
+        needs.append(StageNeed(name, kept, pipeline.weights[part].resident(mode, part), activations))
         if mode == "none" and not part.endswith("_encoder"):  # these leave after their one use
             stays[part] = pipeline.weights[part].total
-    return tuple(found)
+    return tuple(needs)
 
 
 def step_bytes(pipeline: Any, pictures: int, size: tuple[int, int], references: int = 1) -> int:
     """Activations at the peak of one forward of the UNet.
 
     Args:
-        pictures: rows times materials times views. size: of the latents. references: pictures kept; 0 for delight.
+        pictures: rows times materials times views.
+        size: of the latents.
+        references: pictures kept; 0 for delight.
     """
     fed = min(pictures * size[0] * size[1], max(FED_TOKENS, size[0] * size[1])) / (size[0] * size[1])
     attending = map_bytes(pipeline, pictures, size, ATTENDING) + map_bytes(
@@ -139,32 +116,11 @@ def map_bytes(pipeline: Any, pictures: float, size: tuple[int, int], copies: Cop
     return int(features * (copies.residual * residual + copies.operands * operands))
 
 
-def encoding_bytes(height: int, width: int, dtype: torch.dtype) -> int:
-    """Activations at the peak of encoding one picture."""
-    return height * width * ENCODED * dtype.itemsize
-
-
-def decoding_bytes(height: int, width: int, dtype: torch.dtype) -> int:
-    """Activations at the peak of decoding one picture."""
-    return height * width * DECODED * dtype.itemsize
+def vae_bytes(features: int, side: int, dtype: torch.dtype) -> int:
+    """Activations at the peak of one square picture: ``features`` is :data:`ENCODED` or :data:`DECODED`."""
+    return side**2 * features * dtype.itemsize
 
 
 def asked(activations: int) -> int:
-    """Bytes to keep free for a forward whose activations are forecast."""
+    """Bytes to keep free for a forward, from the forecast of its activations."""
     return int(activations * MARGIN)
-
-
-@contextmanager
-def costed(pipeline: Any, stage: str, progress: Any) -> Iterator[None]:
-    """The block as a stage of the pipeline's account: peak, traffic and time, told to a progress that shows them."""
-    memory_stats = getattr(pipeline.offloader, "memory_stats", None)
-    if memory_stats is None:
-        yield
-        return
-    offloader = pipeline.offloader
-    with memory_stats.stage(stage, f"{pipeline.family} {pipeline.variant}", offloader.mode, offloader.device) as cost:
-        yield
-        cost.mode = offloader.mode
-    told = getattr(progress, "cost", None)
-    if told is not None and offloader.device.type != HOST.type:
-        told(str(cost))

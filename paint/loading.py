@@ -1,9 +1,10 @@
-"""A published paint folder, or a single file, becomes a pipeline; weights are read when a stage first needs them."""
+"""Builds a pipeline from a published paint folder or a single file. Weights are read when a stage first needs them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,26 +12,28 @@ import torch
 from torch import nn
 
 from ..compat.checkpoints.weights import read_json
+from ..compat.decision import AUTO, Decision
 from ..compat.device.execution import HOST
 from ..compat.device.facts import GIBIBYTE, DeviceFacts, facts_for, free_bytes
 from ..compat.device.probe_results import probe_results_of
 from ..compat.errors import CheckpointError, InputError
-from ..compat.memory.offloader import Terms, offloader_for
-from ..compat.memory.parts import Hosted, Parts, Prepare, Reader, Silent
+from ..compat.memory.estimates import PartBytes
+from ..compat.memory.offloader import Offloader, OffloadOptions, offloader_for
+from ..compat.memory.parts import Hosted, Parts, Reader, Silent, StageText
 from ..compat.memory.statistics import amount
-from ..compat.precision import Precision, precision_for
+from ..compat.precision import PAINT, Precision, precision_for
 from ..compat.transforms.attention import Attention, attention_for, avoided_by
 from ..compat.transforms.compile import CompileSettings, require_offload
-from .estimates import PartBytes
+from ..compat.transforms.order import Preparation
+from .estimates import paint_bytes
 from .networks import published as networks
 from .networks import vae
-from .networks.compile import Compiler
-from .networks.encoders import encoder_reader
+from .networks.compile import Blocks, blocks_for, compile_step
+from .networks.encoders import encoder
 from .networks.layers import Dtypes
-from .networks.unet import UNetShape, attended
+from .networks.unet import UNetShape, set_attention
 from .networks.weights import Weights, both_kinds, weights_in
 
-AUTO = "auto"
 VARIANTS = (AUTO, "v2-0", "turbo")
 PAGES = {
     "paint": "tencent/Hunyuan3D-2, hunyuan3d-paint-v2-0 or hunyuan3d-paint-v2-0-turbo",
@@ -45,19 +48,17 @@ class PaintRequest:
 
     Args:
         model: the published folder, its ``unet`` folder, or the UNet's file.
-        kind: one of :data:`networks.KINDS`, or ``auto``: what the file holds. variant: of ``paint``; ``auto`` goes by
-            the word "turbo" in the path, since both have the same tensors.
-        weights: ``auto``, ``bin`` or ``safetensors``, where a folder has both. vae, image_encoder: folders that lend
-            these; None looks beside the UNet. image_encoder is DINOv2-giant, for ``paint_pbr`` alone.
-        precision, offload, attention: choices. device: None for the default device, or its facts.
-        prepare: rewrites each part after it was read; returns what takes that back.
-        state: folder where probe results are kept; None asks the device nothing and relies on the tables. quiet: goes
-            by what is kept there, so that the device is not asked.
+        variant: of ``paint``; ``auto`` goes by the word "turbo" in the path, since both have the same tensors.
+        weights: ``auto``, ``bin`` or ``safetensors``, where a folder has both.
+        vae: folder that provides it; None looks beside the UNet.
+        image_encoder: folder of DINOv2-giant, for ``paint_pbr`` alone.
+        device: None for the default device, or its facts.
+        state: folder where probe results are kept; None asks the device nothing and relies on the tables.
         compiled: settings of the compiler, for the blocks of both UNets and the VAE; None compiles nothing.
+        quiet: goes by what is kept in ``state``, so that the device is not asked.
     """
 
     model: Path
-    kind: str = AUTO
     variant: str = AUTO
     weights: str = AUTO
     vae: Path | None = None
@@ -66,7 +67,6 @@ class PaintRequest:
     offload: str = AUTO
     attention: str = AUTO
     device: Any = None
-    prepare: Prepare | None = None
     state: Path | None = None
     compiled: CompileSettings | None = None
     quiet: bool = False
@@ -77,9 +77,9 @@ class PaintPipeline(Hosted):
     """A paint pipeline that is ready to run.
 
     Args:
-        family: ``paint``, ``paint_pbr`` or ``delight``. variant: ``v2-0``, ``turbo``, ``v2-1``.
+        family: ``paint``, ``paint_pbr`` or ``delight``.
+        variant: ``v2-0``, ``turbo``, ``v2-1``.
         parts: ``unet``, ``reference`` (not for delight), ``vae``; ``text_encoder`` or ``image_encoder`` where found.
-        shape: of the UNet. compiler: None where nothing is compiled. notes: the sentences said while loading.
         weights: bytes of each part on the device.
     """
 
@@ -88,12 +88,12 @@ class PaintPipeline(Hosted):
     parts: Parts
     facts: DeviceFacts
     precision: Precision
-    offloader: Any
+    offloader: Offloader
     shape: UNetShape
     configs: Mapping[str, Mapping[str, Any]]
     source: Path
-    compiler: Compiler | None = None
-    notes: tuple[str, ...] = ()
+    compiled: Mapping[str, Blocks] = field(default_factory=dict)
+    decisions: tuple[Decision, ...] = ()
     weights: Mapping[str, PartBytes] = field(default_factory=dict)
 
     @property
@@ -109,21 +109,20 @@ def load_paint(
     request: PaintRequest,
     progress: Any = None,
     make_room: Callable[[int], None] | None = None,
-    hosted: Callable[[Any, torch.device], Any] | None = None,
+    hosted: Callable[..., Offloader] | None = None,
 ) -> PaintPipeline:
     """The pipeline of ``request.model``; only names and shapes are read now.
 
     Args:
-        make_room, hosted: of a host that manages memory itself, as :func:`offload.residency_for` takes them.
+        make_room: of a host that manages memory itself, as :func:`offloader_for` takes it.
 
     Raises:
-        CheckpointError: files are missing, damaged, or of another model. InputError, UnsupportedError: a choice that
-            this model or machine cannot do.
+        CheckpointError: files are missing, damaged, or of another model.
+        InputError, UnsupportedError: a choice that this model or machine cannot do.
     """
-    progress = progress or Silent()
-    place = _unet_place(request.model)
+    progress, place = progress or Silent(), _unet_place(request.model)
     stored = weights_in(place, "UNet", request.weights)
-    kind = _kind(request, stored)
+    kind = _kind(stored)
     config = _config(place)
     shapes, dropped = networks.without_adapter(kind, stored.shapes)
     with torch.device("meta"):
@@ -132,36 +131,38 @@ def load_paint(
     progress.check()
     facts = facts_for(request.device)
     probes = None if request.state is None else probe_results_of(facts, request.state, request.quiet)
-    precision = precision_for(kind, facts, request.precision, probes)
+    precision = precision_for(PAINT, facts, request.precision, probes)
     shape = networks.shape_for(kind, config)
     operands = precision.compute or precision.transformer
     avoided = avoided_by(probes, (operands, precision.vae))
-    attention = attention_for(request.attention, facts, operands, _head_width(shape), avoided)
+    attention = attention_for(request.attention, facts, operands, shape.widths[0] // shape.heads[0], avoided)
     dtypes = Dtypes(precision.compute, precision.residual)
-    readers = {part: _unet_reader(kind, part, config, stored, dtypes, attention) for part in made}
+    readers = {
+        part: _unet_reader(kind, part, len(module.state_dict()), config, stored, dtypes, attention)
+        for part, module in made.items()
+    }
     configs: dict[str, Mapping[str, Any]] = {"unet": config}
     weights = {part: _bytes_of(module, dtypes) for part, module in made.items()}
     readers["vae"], configs["vae"], weights["vae"] = _vae_reader(request, place, precision, attention)
     for name, (reader, size) in _encoders(request, kind, place, precision).items():
         readers[name], weights[name] = reader, size
-    compiler = None if request.compiled is None else Compiler(request.compiled, request.prepare)
-    parts = Parts(readers, compiler or request.prepare)
+    compiled = blocks_for(request.compiled, readers)
+    parts = Parts(readers, Preparation((compile_step(compiled),) if compiled else ()))
     sizes = {part: size.total for part, size in weights.items()}
-    offloader, reason = _offloader(request, parts, facts, sizes, (make_room, hosted, Terms(state=request.state)))
-    notes = [str(precision), f"{offloader}: {reason}", str(attention), *_said(place, stored, dropped)]
+    offloader, offload = _offloader(request, parts, facts, sizes, make_room=make_room, hosted=hosted)
     return PaintPipeline(
-        kind,
-        _variant(request, kind, stored),
-        parts,
-        facts,
-        precision,
-        offloader,
-        shape,
-        configs,
-        request.model,
-        compiler,
-        tuple(notes),
-        weights,
+        family=kind,
+        variant=_variant(request, kind, stored),
+        parts=parts,
+        facts=facts,
+        precision=precision,
+        offloader=offloader,
+        shape=shape,
+        configs=configs,
+        source=request.model,
+        compiled=compiled,
+        decisions=(precision.decision, offload, attention.decision, *_remarks(place, stored, dropped)),
+        weights=weights,
     )
 
 
@@ -170,26 +171,30 @@ def _offloader(
     parts: Parts,
     facts: DeviceFacts,
     sizes: Mapping[str, int],
-    host: tuple[Any, Any, Terms],
-) -> tuple[Any, str]:
+    make_room: Callable[[int], None] | None,
+    hosted: Callable[..., Offloader] | None,
+) -> tuple[Offloader, Decision]:
     """Compiled, ``auto`` keeps everything on the device; else every part leaves it after its stage.
 
     Each part runs once or twice in a painting, so that leaving costs a copy or two, and its room is the next one's.
     """
-    free, on_host = free_bytes(facts.device), facts.device.type == HOST.type
+    free, options = free_bytes(facts.device), OffloadOptions(state=request.state)
+    given: dict[str, Any] = {"free": free, "make_room": make_room, "hosted": hosted, "options": options}
     if request.compiled is not None:
         require_offload(request.offload)
     if request.offload == AUTO and request.compiled is not None:
-        offloader, _ = offloader_for("none", parts, facts.device, sizes, free, *host)
+        offloader, decision = offloader_for("none", parts, facts.device, sizes, **given)
         total = sum(sizes.values())
         tight = free is not None and total > free
-        more = f"; {total / GIBIBYTE:.1f} GB do not fit: choose offload model, or switch compile off" if tight else ""
-        return offloader, "auto: compiled blocks stay where they were compiled" + more
-    offloader, reason = offloader_for(request.offload, parts, facts.device, sizes, free, *host)
-    if offloader.mode == "none" and request.offload == AUTO and not on_host:
-        offloader, _ = offloader_for("model", parts, facts.device, sizes, free, *host)
-        reason = "auto: each part runs once or twice, so leaving after its stage costs a copy or two"
-    return offloader, reason
+        more = f"; {total / GIBIBYTE:.1f} GB do not fit: choose offload model, or switch off compile" if tight else ""
+        why = "compiled blocks stay where they were compiled" + more
+        return offloader, replace(decision, why=why, source=AUTO)
+    offloader, decision = offloader_for(request.offload, parts, facts.device, sizes, **given)
+    if offloader.mode == "none" and request.offload == AUTO and facts.device.type != HOST.type:
+        offloader, decision = offloader_for("model", parts, facts.device, sizes, **given)
+        why = "each part runs once or twice, so leaving after its stage costs a copy or two"
+        decision = replace(decision, why=why, source=AUTO)
+    return offloader, decision
 
 
 def is_paint_folder(folder: Path) -> bool:
@@ -206,25 +211,20 @@ def _unet_place(model: Path) -> Path:
         return model
     raise CheckpointError(
         f"no paint model in {str(model)!r}",
-        expected="a folder with the folders unet and vae, or the file of a UNet",
-        fix="Download one of the Hunyuan3D paint folders whole; docs/models.md names them.",
+        expected="a folder with the subfolders unet and vae, or a UNet's file",
+        fix="Download one of the complete Hunyuan3D paint folders listed in docs/models.md.",
     )
 
 
-def _kind(request: PaintRequest, stored: Weights) -> str:
-    found = networks.kind_of(stored.shapes)
-    if request.kind not in (AUTO, *networks.KINDS):
-        raise InputError(
-            f"paint model kind {request.kind!r}",
-            expected=f"one of {AUTO}, {', '.join(networks.KINDS)}",
-            fix="Choose auto.",
+def _kind(stored: Weights) -> str:
+    kind = networks.kind_of(stored.shapes)
+    if kind is None:
+        raise CheckpointError(
+            f"{str(stored.path)!r} holds no UNet of Hunyuan3D paint or delight",
+            expected=", ".join(networks.KINDS),
+            fix=f"Download one ({'; '.join(PAGES.values())}).",
         )
-    if found is None or request.kind not in (AUTO, found):
-        held = "no UNet of Hunyuan3D paint or delight" if found is None else f"a {found} UNet"
-        wanted = "paint, paint_pbr or delight" if request.kind == AUTO else request.kind
-        page = PAGES.get(request.kind, "; ".join(PAGES.values()))
-        raise CheckpointError(f"{str(stored.path)!r} holds {held}", expected=wanted, fix=f"Download it ({page}).")
-    return found
+    return kind
 
 
 def _variant(request: PaintRequest, kind: str, stored: Weights) -> str:
@@ -246,58 +246,69 @@ def _config(place: Path) -> Mapping[str, Any]:
     return networks.STABLE_DIFFUSION_2
 
 
-def _head_width(shape: UNetShape) -> int:
-    return shape.widths[0] // shape.heads[0]
-
-
-def _said(place: Path, stored: Weights, dropped: int) -> list[str]:
-    said = []
+def _remarks(place: Path, stored: Weights, dropped: int) -> list[Decision]:
+    remarks = []
     if both_kinds(place):
-        said.append(f"weights: {stored.path.name} was read; the folder has .bin and .safetensors, which may differ")
+        why = "the folder has .bin and .safetensors, which may differ"
+        remarks.append(Decision("weights", f"{stored.path.name} was read", why))
     if dropped:
-        said.append(f"weights: {dropped} tensors of an unused image prompt were left out")
-    return said
+        remarks.append(Decision("weights", f"{dropped} tensors of an unused image prompt were skipped"))
+    return remarks
 
 
 def _bytes_of(module: nn.Module, dtypes: Dtypes) -> PartBytes:
     named = module.state_dict().items()
-    return PartBytes.of({key: t.numel() * networks.stored_dtype(key, dtypes).itemsize for key, t in named})
+    return paint_bytes({key: t.numel() * networks.stored_dtype(key, dtypes).itemsize for key, t in named})
 
 
-def _advance(part: str, total: int, progress: Any) -> Callable[[int], None]:
-    done = 0
+def _reader(part: str, total_bytes: int, build: Callable[[Callable[[int], None]], nn.Module]) -> Reader:
+    """What reads a part: ``build`` makes the module and reports the bytes that it has read to its argument."""
 
-    def advance(size: int) -> None:
-        nonlocal done
-        done += size
-        progress.step(min(done, total), total, f"reading {part} {amount(min(done, total), total)}")
-        progress.check()
+    def read(progress: Any) -> nn.Module:
+        done = 0
 
-    return advance
+        def advance(size: int) -> None:
+            nonlocal done
+            done += size
+            read_bytes = min(done, total_bytes)
+            progress.step(
+                read_bytes, total_bytes, StageText("reading", f"{part} {amount(read_bytes, total_bytes)}", True)
+            )
+            progress.check()
+
+        with torch.inference_mode(False), torch.no_grad():
+            return build(advance).eval().requires_grad_(False)
+
+    return read
 
 
 def _unet_reader(
-    kind: str, part: str, config: Mapping[str, Any], stored: Weights, dtypes: Dtypes, attention: Attention
+    kind: str,
+    part: str,
+    count: int,
+    config: Mapping[str, Any],
+    stored: Weights,
+    dtypes: Dtypes,
+    attention: Attention,
 ) -> Reader:
-    def read(progress: Any) -> nn.Module:
-        with torch.inference_mode(False), torch.no_grad():
-            with torch.device("meta"):
-                module = networks.networks_for(kind, config, dtypes)[part]
-            names = {networks.published(kind, part, key): key for key in module.state_dict()}
-            share = stored.total_bytes * len(names) // len(stored.shapes)
-            advance = _advance(part, share, progress)
-            tensors = stored.read(names, lambda name: networks.stored_dtype(name, dtypes), advance)
-            module.load_state_dict({names[name]: tensor for name, tensor in tensors.items()}, assign=True)
-            attended(module, attention)
-            return module.eval().requires_grad_(False)
+    """What reads a UNet of ``count`` tensors."""
 
-    return read
+    def build(advance: Callable[[int], None]) -> nn.Module:
+        with torch.device("meta"):
+            module = networks.networks_for(kind, config, dtypes)[part]
+        names = {networks.published(kind, part, key): key for key in module.state_dict()}
+        tensors = stored.read(names, lambda name: networks.stored_dtype(name, dtypes), advance)
+        module.load_state_dict({names[name]: tensor for name, tensor in tensors.items()}, assign=True)
+        set_attention(module, attention)
+        return module
+
+    return _reader(part, stored.total_bytes * count // len(stored.shapes), build)
 
 
 def _beside(place: Path, name: str) -> Path | None:
     """The folder ``name`` of the checkpoint that a UNet belongs to."""
     folder = place if place.is_dir() else place.parent
-    return next((found for found in (folder.parent / name, folder / name) if found.is_dir()), None)
+    return next((candidate for candidate in (folder.parent / name, folder / name) if candidate.is_dir()), None)
 
 
 def _vae_reader(
@@ -314,35 +325,30 @@ def _vae_reader(
     stored = weights_in(folder, "VAE", "safetensors" if any(folder.glob("*.safetensors")) else AUTO)
     exact = Attention("auto", attention.budget_bytes, avoided=attention.avoided)
 
-    def read(progress: Any) -> nn.Module:
-        with torch.inference_mode(False), torch.no_grad():
-            advance = _advance("vae", stored.total_bytes, progress)
-            tensors = stored.read(stored.shapes, lambda _name: precision.vae, advance)
-            with torch.device("meta"):
-                module = vae.autoencoder(config)
-            wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-            named = {vae.current_name(name): tensor for name, tensor in tensors.items()}
-            # Old files hold the attention's projections as 1x1 convolutions.
-            named = {
-                name: tensor.flatten(1) if tensor.ndim == 4 and len(wanted.get(name, ())) == 2 else tensor
-                for name, tensor in named.items()
-            }
-            _require_vae(wanted, {name: tuple(tensor.shape) for name, tensor in named.items()}, stored.path)
-            module.load_state_dict(named, assign=True)
-            vae.attended(module, exact)
-            return module.eval().requires_grad_(False)
+    def build(advance: Callable[[int], None]) -> nn.Module:
+        tensors = stored.read(stored.shapes, lambda _name: precision.vae, advance)
+        with torch.device("meta"):
+            module = vae.autoencoder(config)
+        wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+        named = {vae.current_name(name): tensor for name, tensor in tensors.items()}
+        # Old files hold the attention's projections as 1x1 convolutions.
+        named = {
+            name: tensor.flatten(1) if tensor.ndim == 4 and len(wanted.get(name, ())) == 2 else tensor
+            for name, tensor in named.items()
+        }
+        read = {name: tuple(tensor.shape) for name, tensor in named.items()}
+        if read != wanted:
+            wrong = min(name for name in wanted.keys() | read.keys() if wanted.get(name) != read.get(name))
+            raise CheckpointError(
+                f"{wrong!r} of the VAE in {str(stored.path)!r} is {read.get(wrong, 'missing')}",
+                expected=f"{wanted.get(wrong, 'no such tensor')}, as its config.json says",
+                fix="Download config.json and weights of the VAE from the same place.",
+            )
+        module.load_state_dict(named, assign=True)
+        vae.set_vae_attention(module, exact)
+        return module
 
-    return read, config, PartBytes.of(stored.bytes_as(precision.vae))
-
-
-def _require_vae(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], path: Path) -> None:
-    if found != wanted:
-        wrong = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
-        raise CheckpointError(
-            f"{wrong[0]!r} of the VAE in {str(path)!r} is {found.get(wrong[0], 'missing')}",
-            expected=f"{wanted.get(wrong[0], 'no such tensor')}, as its config.json says",
-            fix="Download config.json and weights of the VAE from the same place.",
-        )
+    return _reader("vae", stored.total_bytes, build), config, paint_bytes(stored.bytes_as(precision.vae))
 
 
 def _encoders(
@@ -356,5 +362,6 @@ def _encoders(
     if folder is None or not (folder / "config.json").is_file():
         return {}
     stored = weights_in(folder, name, "safetensors" if any(folder.glob("*.safetensors")) else AUTO)
-    size = PartBytes.of(stored.bytes_as(precision.text))
-    return {name: (encoder_reader(name, folder, stored, precision.text, _advance), size)}
+    size = paint_bytes(stored.bytes_as(precision.text))
+    build = partial(encoder, name, folder, stored, precision.text)
+    return {name: (_reader(name, stored.total_bytes, build), size)}

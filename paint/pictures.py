@@ -19,13 +19,13 @@ def checked_pictures(pictures: Tensor | Sequence[Tensor], subject: str) -> list[
     """Each picture as (H, W, 3 or 4), fp32, on the CPU, clamped to 0..1.
 
     Args:
-        pictures: (B, H, W, C), (H, W, C), or several of either. subject: what they are, for errors.
+        pictures: (B, H, W, C), (H, W, C), or several of either.
 
     Raises:
         InputError: none, another shape, or values that are not finite.
     """
     batches = [pictures] if isinstance(pictures, Tensor) else list(pictures)
-    found: list[Tensor] = []
+    checked: list[Tensor] = []
     for batch in batches:
         if batch.ndim not in (3, 4) or batch.shape[-1] not in (3, 4) or not batch.numel():
             raise InputError(
@@ -40,35 +40,36 @@ def checked_pictures(pictures: Tensor | Sequence[Tensor], subject: str) -> list[
                 fix="Check the node that makes this picture.",
             )
         batch = batch.detach().to("cpu", torch.float32).clamp(0, 1)
-        found += [batch] if batch.ndim == 3 else list(batch)
-    if not found:
+        checked += [batch] if batch.ndim == 3 else list(batch)
+    if not checked:
         raise InputError(f"no {subject}", expected="at least one picture", fix="Connect an IMAGE.")
-    return found
+    return checked
 
 
 def cut_out(pictures: Tensor, mask: Tensor | None) -> list[Tensor]:
     """Each picture (H, W, 3), or (H, W, 4) where the mask leaves something out.
 
     Args:
-        pictures: (B, H, W, 3 or 4) in 0..1. mask: (B or 1, h, w), 1 where the picture is transparent, as ComfyUI's
-            Load Image gives it; one that is 0 everywhere, of any size, says that there was no alpha.
+        pictures: (B, H, W, 3 or 4) in 0..1.
+        mask: (B or 1, h, w), 1 where the picture is transparent, as ComfyUI's Load Image gives it; one that is 0
+            everywhere, of any size, says that there was no alpha.
 
     Raises:
         InputError: another number of masks, or what :func:`checked_pictures` refuses.
     """
-    found = checked_pictures(pictures, "reference picture")
+    checked = checked_pictures(pictures, "reference picture")
     if mask is None or not bool((mask > 0).any()):
-        return found
+        return checked
     mask = mask.detach().cpu().float().reshape(-1, *mask.shape[-2:])
-    if len(mask) not in (1, len(found)):
+    if len(mask) not in (1, len(checked)):
         raise InputError(
-            f"{len(mask)} masks for {len(found)} reference pictures",
-            expected="one for each, or one for all",
-            fix="Connect image and mask of one Load Image node.",
+            f"{len(mask)} masks for {len(checked)} reference pictures",
+            expected="one per picture, or one for all",
+            fix="Connect image and mask of the same Load Image node.",
         )
-    alphas = 1 - mask.clamp(0, 1).expand(len(found), -1, -1)
+    alphas = 1 - mask.clamp(0, 1).expand(len(checked), -1, -1)
     joined = []
-    for picture, alpha in zip(found, alphas, strict=True):
+    for picture, alpha in zip(checked, alphas, strict=True):
         if alpha.shape != picture.shape[:2]:
             size = (int(picture.shape[0]), int(picture.shape[1]))
             alpha = functional.interpolate(alpha[None, None], size, mode="bilinear", antialias=True)[0, 0]
@@ -105,11 +106,11 @@ def resized(pictures: Tensor, height: int, width: int) -> Tensor:
 
     if tuple(pictures.shape[1:3]) == (height, width):
         return pictures
-    found = []
+    scaled = []
     for picture in (pictures * 255).round().to(torch.uint8).numpy():
         smaller = Image.fromarray(picture).resize((width, height), Image.Resampling.BICUBIC)
-        found.append(torch.frombuffer(bytearray(smaller.tobytes()), dtype=torch.uint8).view(height, width, -1))
-    return torch.stack(found).float() / 255
+        scaled.append(torch.frombuffer(bytearray(smaller.tobytes()), dtype=torch.uint8).view(height, width, -1))
+    return torch.stack(scaled).float() / 255
 
 
 def recentred(picture: Tensor, border: float = BORDER) -> Tensor:
@@ -127,7 +128,7 @@ def recentred(picture: Tensor, border: float = BORDER) -> Tensor:
     if not seen.any():
         raise InputError(
             "a reference picture that is wholly transparent",
-            expected="an object that is not",
+            expected="a visible object",
             fix="Check the mask: ComfyUI's masks are 1 where the picture is transparent.",
         )
     rows, columns = seen.any(1).nonzero().flatten(), seen.any(0).nonzero().flatten()

@@ -1,4 +1,4 @@
-"""What the nodes call beyond painting itself: a mesh rendered, baked and filled, and all of it in one step."""
+"""What the nodes call besides painting itself: rendering, baking and filling a mesh, and all of it in one step."""
 
 from __future__ import annotations
 
@@ -28,30 +28,14 @@ TEXEL_BYTES = 200  # of baking, at its peak; counted in benchmarks/results/paint
 Keep = Callable[[Painted], tuple[str, Callable[[], None]]]  # where the views are kept, and what forgets them
 
 
-@dataclass(frozen=True, slots=True)
-class TextureSettings:
-    """How the views become a texture.
-
-    Args:
-        size: texels. view_size: pixels at which the mesh is rasterised. form: of :data:`bake.FORMS`. fill: of
-            :data:`fill.METHODS`. exact: the published arithmetic, faults included.
-    """
-
-    size: int = 2048
-    view_size: int = VIEW_SIZE
-    form: str = "gather"
-    fill: str = "auto"
-    exact: bool = False
-
-
 @dataclass(frozen=True, eq=False)
 class Texture:
     """A finished texture.
 
     Args:
-        colour: (T, T, 3) in 0..1, fp32, on the CPU. metallic, roughness: (T, T), or None where nothing painted them.
-        painted: (T, T) bool, texels that a view painted; the rest is filled. share: of the surface, 0..1.
-        notes: lines for the user.
+        colour: (T, T, 3) in 0..1, fp32, on the CPU.
+        metallic, roughness: (T, T), or None where nothing painted them.
+        painted: (T, T) bool, texels that a view painted; the rest is filled.
     """
 
     colour: Tensor
@@ -67,12 +51,11 @@ class OneStep:
     """Settings of :func:`textured`.
 
     Args:
-        paint: of the views. texture: of the baking. max_views: 6..12, PBR only: the six fixed views and those that show
-            most of what is not seen. delight: of the picture.
+        max_views: 6..12, PBR only: the six fixed views and those that show most of what is not seen.
     """
 
     paint: PaintSettings = field(default_factory=PaintSettings)
-    texture: TextureSettings = field(default_factory=TextureSettings)
+    texture: BakeSettings = field(default_factory=BakeSettings)
     max_views: int = 8
     delight: DelightSettings = field(default_factory=DelightSettings)
 
@@ -94,8 +77,9 @@ def maps_of(
     """Maps of the mesh on the CPU, the cameras they are of, and the checked surface.
 
     Args:
-        cameras: None for the six fixed views. family: of the pipeline that will paint; ``auto`` normals are flat for
-            ``paint_pbr``, which was taught so, and smooth for others. device: where it is computed.
+        cameras: None for the six fixed views.
+        family: of the pipeline that will paint; ``auto`` normals are flat for ``paint_pbr``, which was taught so, and
+            smooth for others.
 
     Raises:
         InputError: an unusable mesh, an unknown choice, or a size out of range.
@@ -114,39 +98,45 @@ def texture_of(
     cameras: CameraTable,
     pictures: Tensor,
     metallic_roughness: Tensor | None = None,
-    settings: TextureSettings = TextureSettings(),
+    settings: BakeSettings | None = None,
     progress: Any = None,
     device: torch.device | None = None,
 ) -> Texture:
     """The texture that ``pictures`` of ``cameras`` make on ``mesh``, every texel coloured.
 
     Args:
-        mesh: with UVs. pictures, metallic_roughness: (V, S, S, 3), of any size S. device: where it is computed.
+        pictures, metallic_roughness: (V, S, S, 3), of any size S.
 
     Raises:
         InputError: what :func:`bake.bake` and :func:`fill.filled` refuse.
     """
-    progress = progress or Silent()
-    target = roomy(device, settings.size**2 * TEXEL_BYTES, progress.notify)
-    baking = BakeSettings(settings.size, settings.view_size, settings.form, settings.exact)
+    progress, settings = progress or Silent(), settings or BakeSettings()
+    target = roomy(device, settings.texture_size**2 * TEXEL_BYTES, progress.notify)
     total = len(cameras) * (1 if metallic_roughness is None else 2)
     count = counted(progress, total, "baking")
     with Checked(progress.check):
         surface = Surface.of(mesh, target)
-        baked = bake(surface, cameras, pictures, baking, count)
+        baked = bake(surface, cameras, pictures, settings, count)
         colour = filled(baked, surface, settings.fill, settings.exact, progress.check)
         metallic = roughness = None
         if metallic_roughness is not None:
-            second = bake(surface, cameras, metallic_roughness, baking, count)
+            second = bake(surface, cameras, metallic_roughness, settings, count)
             both = filled(second, surface, settings.fill, settings.exact, progress.check).cpu()
             metallic, roughness = both[..., 0], both[..., 1]
     progress.step(total, total, "baking")
-    share = f"{baked.share:.1%} of the surface painted, the rest filled from beside it"
-    return Texture(colour.cpu(), metallic, roughness, baked.painted.cpu(), baked.share, (share, *baked.notes))
+    share = f"{baked.share:.1%} of the surface painted, the rest filled from neighbouring areas"
+    return Texture(
+        colour=colour.cpu(),
+        metallic=metallic,
+        roughness=roughness,
+        painted=baked.painted.cpu(),
+        share=baked.share,
+        notes=(share, *baked.notes),
+    )
 
 
 def counted(progress: Any, total: int, stage: str) -> Callable[[], None]:
-    """A function to call before each of ``total`` things: it says how many are done."""
+    """A function to call before each of ``total`` items; it reports how many are done."""
     done = -1
 
     def count() -> None:
@@ -159,7 +149,7 @@ def counted(progress: Any, total: int, stage: str) -> Callable[[], None]:
 
 
 def roomy(device: torch.device | None, needed_bytes: int, notify: Callable[[str], None]) -> torch.device | None:
-    """``device`` where it has ``needed_bytes`` free or does not tell, else the CPU, which is said."""
+    """``device`` if it has ``needed_bytes`` free or does not report it; otherwise the CPU, with a note to the user."""
     free = None if device is None or device.type == HOST.type else free_bytes(device)
     if free is None or free > needed_bytes:
         return device
@@ -210,15 +200,15 @@ def textured(
     dino: Tensor | None = None,
     keep: Keep | None = None,
 ) -> tuple[Texture, Painted, CameraTable]:
-    """A mesh and a picture become a texture: views rendered, painted, baked, filled.
+    """Make a texture from a mesh and a picture: render, paint, bake and fill.
 
     Args:
-        mesh: with UVs. pictures: of the object, each (H, W, 3 or 4), the front first. delight: evens their light out.
-        dino: as :class:`sampling.PaintInputs` has it. keep: puts the painted views somewhere
-            before they are baked; they stay there if that fails.
+        pictures: of the object, each (H, W, 3 or 4), the front first.
+        dino: as :class:`sampling.PaintInputs` has it.
+        keep: puts the painted views somewhere before they are baked; they stay there if that fails.
 
     Raises:
-        InputError: what any of the stages refuses; an unusable mesh is found before anything is painted.
+        InputError: what any of the stages refuses; an unusable mesh is texture before anything is painted.
     """
     progress = progress or Silent()
     device = execution_device(pipeline.offloader)
@@ -232,15 +222,17 @@ def textured(
         cameras = greedy_cameras(mesh, settings.max_views, progress, device) if greedy else DEFAULT_VIEWS
         maps, _, _ = maps_of(mesh, cameras, pipeline.family, "auto", settings.texture.view_size, progress, device)
         references = references_of(pipeline, pictures, delight, settings.delight, progress)
-        inputs = PaintInputs(references, maps.normal, maps.position, cameras, dino)
+        inputs = PaintInputs(
+            references=references, normals=maps.normal, positions=maps.position, cameras=cameras, dino=dino
+        )
         del maps
         painted = paint_views(pipeline, inputs, settings.paint, progress)
         place, forget = keep(painted) if keep is not None else ("", lambda: None)
         given = (mesh, cameras, painted.views, painted.metallic_roughness)
         try:
-            found = texture_of(*given, settings.texture, progress, device)
+            texture = texture_of(*given, settings.texture, progress, device)
         except PackError as error:
-            kept = f" The painted views are kept in {place}." if place else ""
+            kept = f" The painted views are saved in {place}." if place else ""
             raise type(error)(error.found, expected=error.expected, fix=error.fix + kept) from error
     forget()
-    return found, painted, cameras
+    return texture, painted, cameras

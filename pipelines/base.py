@@ -7,22 +7,26 @@ N tokens, D features.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 
+from ..compat.decision import Decision
+from ..compat.memory.offloader import Offloader
 from ..compat.memory.parts import Hosted, Parts
 from ..compat.memory.parts import Silent as Silent
+from ..compat.memory.parts import StageText as StageText
+from .family import FamilySpec
 
 LATENT_VERSION = 1
+SECTION_ORDERS = ("inverted_anti_drifting", "vanilla")  # from the end of the film, from its start; grows at the end
+ENCODING = StageText("encoding", "prompt")
 
 
 class Progress(Protocol):
-    """What a long call reports to, and where it learns of a cancel."""
+    """Receives the progress of a long call, and tells it about a cancel."""
 
     def step(self, done: int, total: int, stage: str, preview: Callable[[], torch.Tensor] | None = None) -> None:
         """Report ``done`` of ``total`` in ``stage``.
@@ -39,20 +43,27 @@ class Progress(Protocol):
         """One line that the user should read: what was assumed, rounded or has no effect."""
 
 
-class Offloader(Protocol):
-    """Who decides where the parts of one pipeline are, and moves them."""
+@dataclass(frozen=True, slots=True)
+class SubProgress:
+    """The progress of one of ``count`` equal parts of a work, each called a ``name``."""
 
-    @property
-    def device(self) -> torch.device:
-        """Where the parts execute."""
+    whole: Progress
+    index: int
+    count: int
+    name: str
 
-    def hold(
-        self, part: str, activation_bytes: int = 0, progress: Progress | None = None
-    ) -> AbstractContextManager[nn.Module]:
-        """The part, able to run on ``device`` inside the ``with`` block."""
+    def step(self, done: int, total: int, stage: str, preview: Callable[[], torch.Tensor] | None = None) -> None:
+        """Report ``done`` of ``total`` in this part as a share of the whole."""
+        part = StageText(stage, f"{self.name} {self.index + 1} of {self.count}", True) if self.count > 1 else stage
+        self.whole.step(self.index * total + done, self.count * total, part, preview)
 
-    def release(self, part: str) -> None:
-        """Take the part off ``device``; where that is the host, free its memory."""
+    def check(self) -> None:
+        """Raise when the user has cancelled."""
+        self.whole.check()
+
+    def notify(self, text: str) -> None:
+        """One line that the user should read."""
+        self.whole.notify(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +71,13 @@ class Pipeline(Hosted):
     """A pipeline that is ready to run: what it is, its parts, and what was decided for this device.
 
     ``tools`` are the small things beside the modules (tokenizers, scheduler, image processors), read on first use.
-    ``configs`` are the parts' own ``config.json`` contents. ``notes`` are the sentences said while loading.
+    ``configs`` are the parts' own ``config.json`` contents. ``decisions`` are those of loading, in order.
     ``speed`` is what makes it faster, ``step_cache`` what its samplings skip (``pipelines.speed``). ``weights`` are the
     bytes of each part, for forecasts (``pipelines.memory.estimates``). ``probes`` keeps what is learned of the device.
+    ``storage`` is the choice of storage of each part whose weights are kept smaller than they compute.
     """
 
-    family: str
+    spec: FamilySpec
     task: str
     parts: Parts
     facts: Any
@@ -75,19 +87,25 @@ class Pipeline(Hosted):
     configs: Mapping[str, Mapping[str, Any]]
     variant: str
     source: Path
-    notes: tuple[str, ...] = ()
+    decisions: tuple[Decision, ...] = ()
     speed: Any = None
     step_cache: Any = None
     weights: Mapping[str, Any] = field(default_factory=dict)
     probes: Any = None
+    storage: Mapping[str, str] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"<{self.family} {self.variant} {self.source.name!r}: {self.precision}; {self.offloader}>"
 
     @property
+    def family(self) -> str:
+        """The frozen id of its family, as files have it."""
+        return self.spec.id
+
+    @property
     def patcher(self) -> Any:
         """The host's own handle of the transformer, where it manages the memory; else None."""
-        return getattr(self.offloader, "patcher", None)
+        return self.offloader.patcher
 
 
 class Tools(dict[str, Any]):
@@ -145,8 +163,9 @@ class ImageCondition:
 class Latents:
     """Sampled latents: (1, C, T, H, W), fp32, on the CPU, in the space that ComfyUI's core calls LATENT.
 
-    ``frames`` counts the pixel frames the user asked for; ``extra`` holds plain values that decoding needs:
-    ``generator_state`` (bytes), ``section_lengths``, ``window``, ``order``, ``drop_frames``.
+    ``frames`` counts the pixel frames the user asked for; ``more`` holds further tensors, such as audio, by names of
+    the family's own; ``extra`` plain values that decoding needs: ``generator_state`` (bytes), ``section_lengths``,
+    ``window``, ``order``, ``drop_frames``.
     """
 
     samples: torch.Tensor
@@ -160,6 +179,7 @@ class Latents:
     space: str = "vae"
     extra: Mapping[str, Any] = field(default_factory=dict)
     version: int = LATENT_VERSION
+    more: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +216,7 @@ class SampleSettings:
 
 @dataclass(frozen=True, slots=True)
 class PromptRequest:
-    """What the user asks of text encoding.
+    """The user's settings for text encoding.
 
     Args:
         text, negative: the prompts. max_tokens: limit in tokens; 0 means the family's default.
@@ -217,7 +237,7 @@ class PromptRequest:
 
 @dataclass(frozen=True, slots=True)
 class ImageRequest:
-    """What the user asks of image encoding.
+    """The user's settings for image encoding.
 
     Args:
         frames: (F, H, W, 3) in 0..1, already fitted to ``width`` x ``height`` pixels; a clip where F > 1.

@@ -1,12 +1,26 @@
-"""What a family is, as data: classes, sizes, defaults, and which settings act on it."""
+"""What the house knows of a family, as data: each ``families/<id>/spec.py`` builds one :class:`FamilySpec`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from ..compat.device.facts import GIBIBYTE
+from ..compat.memory.parts import denoises
+from ..compat.precision import PLAIN, ModelPrecision
+from ..compat.transforms.step_cache import FIRST_BLOCK, PYRAMID, TAYLOR
+from .loading.keys import Layout
 
 SCHEDULERS = ("auto", "euler", "unipc", "dpm++_2m")
 FITS = ("nearest bucket", "crop", "pad", "stretch")
+GUIDED = frozenset({"cfg", "cfg_start", "cfg_end", "negative", "shift", "sigmas", "latents", "noise_mask"})  # settings
+HUB = "https://huggingface.co/"
+HUB_FILES = ("model_index.json", "scheduler", "text_encoder", "tokenizer", "transformer", "vae")  # of a download
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,41 +38,198 @@ class Defaults:
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class Fit:
+    """Factors of the memory forecast, fitted to measured peaks by ``benchmarks/memory_fits.py``.
+
+    Args:
+        tokens: copies of the token states alive at the peak of a transformer's forward.
+        latents: copies of the latents in fp32 beside them.
+        pixels: copies of the decoder's widest full-size activation.
+        plain: further channels per pixel.
+        text: copies of a text encoder's widest activation, which is that of its feed-forward.
+        streamed: copies of a tile of the last layer that a streamed decode holds.
+        chunked: what the frames remembered make of a chunk.
+    """
+
+    tokens: float
+    latents: float
+    pixels: float
+    plain: float
+    text: float
+    streamed: float
+    chunked: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryTerms:
+    """What the memory forecast counts.
+
+    Args:
+        fit: the fitted factors.
+        reference_tokens: tokens that the text encoder runs on.
+        text_tokens: valid text tokens that join the video's where the prompt is not known yet; 0 where none join.
+        history_tokens: further tokens beside the video's, of pictures.
+        section_context: latent frames that a section sees beside its own, as tokens and as latents; None where a
+            video is sampled as a whole.
+        cropped_frames: pixel frames that the decoder makes beside the video's and that are cut off.
+        decode_window: most pixel frames that the decoder has in work at once; 0 for all.
+    """
+
+    fit: Fit
+    reference_tokens: int
+    text_tokens: int = 0
+    history_tokens: int = 0
+    section_context: tuple[float, int] | None = None
+    cropped_frames: int = 0
+    decode_window: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FileKind:
+    """Which model of a single file a part is.
+
+    Args:
+        kind: as in a ``Layout``, such as ``t5`` or ``ltx/vae``.
+        width: the key of the transformer's configuration that names its width; empty where the kind is enough.
+    """
+
+    kind: str
+    width: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Download:
+    """One published repository at one commit: its name on the Hub, and what of it is read; none means all."""
+
+    repository: str
+    revision: str
+    only: tuple[str, ...] = ()
+
+    @property
+    def page(self) -> str:
+        """Where people find it."""
+        return HUB + self.repository
+
+    @property
+    def folder(self) -> str:
+        """The name of the folder that it goes into, as published."""
+        return self.repository.rsplit("/", 1)[1]
+
+    def text(self, root: Path) -> str:
+        """Where it is, what of it is needed and where it goes, in one line."""
+        only = f" (only {', '.join(self.only)})" if self.only else ""
+        return f"{self.page}{only} into {root / self.folder}"
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A model somebody may start with.
+
+    Args:
+        downloads: its repositories.
+        gib: weights per part in GiB as bf16, from the parameter counts of the published configurations.
+    """
+
+    downloads: tuple[Download, ...]
+    gib: Mapping[str, float]
+
+    @property
+    def total_bytes(self) -> int:
+        """All weights, in bf16."""
+        return int(sum(self.gib.values()) * GIBIBYTE)
+
+    @property
+    def largest_bytes(self) -> int:
+        """The largest part, in bf16: the least that must fit into the computer's memory at a time."""
+        return int(max(self.gib.values()) * GIBIBYTE)
+
+
+@dataclass(frozen=True, slots=True)
+class MusubiCache:
+    """The caches of an architecture of Musubi Tuner.
+
+    Args:
+        short: in file names.
+        full: in metadata.
+        ratio: pixels per latent row and column.
+        text: its name of an embedding to ours, the padded one first.
+        scale: what its latents are multiplied by; core's space has them unscaled.
+        padded: text tokens that its own caches are padded to; 0 where each item has its own length.
+        mask: its name of the padded embedding's mask.
+        mask_dtype: of that mask.
+    """
+
+    short: str
+    full: str
+    ratio: int
+    text: Mapping[str, str]
+    scale: float = 1.0
+    padded: int = 0
+    mask: str = ""
+    mask_dtype: torch.dtype = torch.int64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FamilySpec:
     """One family of models.
 
     Args:
-        id: frozen family id. title: name for people.
+        id: frozen family id.
+        title: name for people.
+        package: its folder's dotted name, ``__package__`` of its ``spec.py``.
+        order: its place in lists that people see.
         pipelines: ``model_index.json`` class name to task, ``text`` or ``image``.
-        transformers: class names that a transformer's ``config.json`` may carry.
+        transformer_classes: class names that a lone transformer's ``config.json`` may carry.
         parts: part name to (library, class name, ...): the only classes that are ever built.
         tools: name to library; ``transformers`` or ``diffusers``.
         text_parts: the parts that only encode text.
         multiple: width and height are multiples of it, in pixels.
+        ratio: pixels per latent row and column.
         stride: pixel frames per latent frame; frame counts are ``stride * n + 1``.
+        defaults: what upstream's own pipeline uses.
         effective: the optional settings that act on this family.
+        memory: what the memory forecast counts.
         variants: what files cannot tell.
         buckets: (height, width) the model was trained on; empty when any multiple is as good.
         min_steps: fewest steps that upstream's schedule allows.
+        schedulers: those that its sampling can use.
         pages: where its files are published.
         base: the family whose pipeline lends a lone transformer its other parts; empty for its own.
         lone_task: the task of a transformer without a pipeline around it.
+        optional: parts and tools that some of its pipelines lack.
         text_width: the key of the transformer's configuration that names the width of its text embeddings.
         image_required: whether its image-to-video checkpoints need an image and its text checkpoints refuse one.
-        optional: parts and tools that some of its pipelines lack.
+        precision: where its dtypes differ from the common rows.
+        causal_decoder: whether its decoder never looks ahead, so that a video can be decoded in chunks.
+        batched_cfg: whether classifier-free guidance is a batch of two; else it is a second forward per step.
+        sections: whether a video is sampled section by section, by the node for that.
+        step_caches: kinds of step cache that were seen to act.
+        layouts: names of its tensors in single files.
+        lora_layouts: names of layers in its LoRA files; empty for those of its transformer's ``layouts``.
+        files: part to what it is in single files.
+        tokenizers: tool to the tokenizer it is, as the host names them.
+        text_vision: kind of the file with the picture half of its text encoder, for image to video; empty for none.
+        offer: what to download first; None offers nothing.
+        musubi: its caches of Musubi Tuner; None where that trainer has no such model.
+        published_blocks: blocks of its published transformer: class, count, whether they leave the text alone.
+        published_vae_sites: sites that are fused in the decoder of its published VAE.
     """
 
     id: str
     title: str
+    package: str
+    order: int
     pipelines: Mapping[str, str]
-    transformers: tuple[str, ...]
+    transformer_classes: tuple[str, ...]
     parts: Mapping[str, tuple[str, ...]]
     tools: Mapping[str, str]
     text_parts: tuple[str, ...]
     multiple: int
+    ratio: int
     stride: int
     defaults: Defaults
     effective: frozenset[str]
+    memory: MemoryTerms
     variants: tuple[str, ...] = ()
     buckets: tuple[tuple[int, int], ...] = ()
     min_steps: int = 1
@@ -69,3 +240,40 @@ class Family:
     optional: tuple[str, ...] = ()
     text_width: str = ""
     image_required: bool = False
+    precision: ModelPrecision = PLAIN
+    causal_decoder: bool = False
+    batched_cfg: bool = False
+    sections: bool = False
+    step_caches: tuple[str, ...] = (FIRST_BLOCK, TAYLOR, PYRAMID)
+    layouts: tuple[Layout, ...] = ()
+    lora_layouts: tuple[Layout, ...] = ()
+    files: Mapping[str, FileKind] = field(default_factory=dict)
+    tokenizers: Mapping[str, str] = field(default_factory=dict)
+    text_vision: str = ""
+    offer: Offer | None = None
+    musubi: MusubiCache | None = None
+    published_blocks: tuple[tuple[str, int, bool], ...] = ()
+    published_vae_sites: int = 0
+
+    def __repr__(self) -> str:
+        return f"<family {self.id}>"
+
+    @property
+    def transformers(self) -> tuple[str, ...]:
+        """The parts that denoise: ``transformer``, and ``transformer_2`` and so on where there are more."""
+        return tuple(part for part in self.parts if denoises(part))
+
+    @property
+    def code(self) -> ModuleType:
+        """Its ``pipeline.py``: ``encode_prompt``, ``sample``, ``decode`` and what else it can do."""
+        return import_module(".pipeline", self.package)
+
+    @property
+    def folder(self) -> Path:
+        """Where its published configurations lie."""
+        return Path(str(import_module(".spec", self.package).__file__)).parent
+
+    @property
+    def ratios(self) -> tuple[int, int]:
+        """Pixels per latent row and column, and pixel frames per latent frame."""
+        return self.ratio, self.stride

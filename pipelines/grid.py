@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..compat.errors import InputError
-from .family import Family
+from .family import FamilySpec
 
 SMALLEST_SIDE, LARGEST_SIDE, MOST_FRAMES, MOST_STEPS = 32, 4096, 4097, 1000
 
@@ -20,7 +20,7 @@ class Size:
     said: str = ""
 
 
-def snap(family: Family, width: int, height: int, frames: int) -> Size:
+def snap(family: FamilySpec, width: int, height: int, frames: int) -> Size:
     """The nearest size that the family can make; frames go up, never down.
 
     Args:
@@ -33,8 +33,8 @@ def snap(family: Family, width: int, height: int, frames: int) -> Size:
     frames = frames or family.defaults.frames
     for name, side in (("width", width), ("height", height)):
         nearest = min(max(side, _up(SMALLEST_SIDE, family.multiple)), LARGEST_SIDE)
-        _in_range(name, side, SMALLEST_SIDE, LARGEST_SIDE, "pixels", _nearest(nearest, family.multiple))
-    _in_range("frames", frames, 1, MOST_FRAMES, "frames", min(max(frames, 1), MOST_FRAMES))
+        require_range(name, side, SMALLEST_SIDE, LARGEST_SIDE, "pixels", _nearest(nearest, family.multiple))
+    require_range("frames", frames, 1, MOST_FRAMES, "frames")
     snapped = _nearest(width, family.multiple), _nearest(height, family.multiple), snap_frames(family, frames)
     changes = [
         f"{name} {asked} -> {got}"
@@ -45,28 +45,30 @@ def snap(family: Family, width: int, height: int, frames: int) -> Size:
     return Size(*snapped, f"{', '.join(changes)} ({grid})" if changes else "")
 
 
-def snap_frames(family: Family, frames: int) -> int:
+def snap_frames(family: FamilySpec, frames: int) -> int:
     """The smallest frame count of the form ``stride * n + 1`` that is not less than ``frames``."""
     return _up(frames - 1, family.stride) + 1
 
 
-def check_steps(family: Family, steps: int) -> int:
+def check_steps(family: FamilySpec, steps: int) -> int:
     """``steps``, or the family's default for 0.
 
     Raises:
         InputError: fewer than the family allows, or more than 1000.
     """
     steps = steps or family.defaults.steps
-    nearest = min(max(steps, family.min_steps), MOST_STEPS)
-    _in_range("steps", steps, family.min_steps, MOST_STEPS, f"steps for {family.title}", nearest)
+    require_range("steps", steps, family.min_steps, MOST_STEPS, f"steps for {family.title}")
     return steps
 
 
-def _in_range(name: str, value: int, low: int, high: int, unit: str, nearest: int) -> None:
+def require_range(
+    name: str, value: float, low: int, high: int, unit: str = "", nearest: int | None = None, advice: str = ""
+) -> None:
+    """Raise where ``value`` is not in ``low`` to ``high``, with the ``nearest`` valid value and ``advice``."""
     if not low <= value <= high:
-        raise InputError(
-            f"{name} {value}", expected=f"{low} to {high} {unit}", fix=f"The nearest valid value is {nearest}."
-        )
+        valid = min(max(value, low), high) if nearest is None else nearest
+        fix = f"The nearest valid value is {valid:g}{advice}."
+        raise InputError(f"{name} {value}", expected=f"{low} to {high} {unit}".strip(), fix=fix)
 
 
 def _nearest(value: int, multiple: int) -> int:

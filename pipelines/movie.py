@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
+import uuid
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -30,18 +29,17 @@ def write_mp4(frames: torch.Tensor, fps: float, path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     rows, columns = (side // 2 * 2 for side in frames.shape[1:3])
     pixels: Any = (frames[:, :rows, :columns].clamp(0, 1) * 255).round().to(torch.uint8).contiguous().numpy()
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.", suffix=".mp4")
-    os.close(descriptor)
+    temporary = path.with_name(f".{path.stem}.{uuid.uuid4().hex[:8]}.mp4")
     try:
-        with av.open(temporary, "w") as container:
+        with av.open(str(temporary), "w") as container:
             stream = container.add_stream(_codec(av), rate=Fraction(fps).limit_denominator(1001))
             stream.width, stream.height, stream.pix_fmt = pixels.shape[2], pixels.shape[1], "yuv420p"
             for picture in pixels:
                 container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
             container.mux(stream.encode(None))
-        os.replace(temporary, path)
+        temporary.replace(path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     return path
 

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from ..compat.errors import InputError
-from .family import FITS, Family
+from .family import FITS, FamilySpec
 from .grid import snap
 
 
@@ -36,7 +36,22 @@ def checked_frames(frames: torch.Tensor, subject: str) -> torch.Tensor:
     return frames.detach().to("cpu", torch.float32)
 
 
-def fitted_size(family: Family, frames: torch.Tensor, width: int, height: int, fit: str) -> tuple[int, int]:
+def checked_vision(vision: torch.Tensor, tokens: int, width: int) -> torch.Tensor:
+    """SigLIP states (1, tokens, width) that were made elsewhere, fp32, on the CPU.
+
+    Raises:
+        InputError: of another shape.
+    """
+    if tuple(vision.shape) != (1, tokens, width):
+        raise InputError(
+            f"a CLIP_VISION_OUTPUT of shape {tuple(vision.shape)}",
+            expected=f"the shape {(1, tokens, width)}",
+            fix="Use CLIP Vision Encode with sigclip_vision_patch14_384, without crop.",
+        )
+    return vision.detach().float().cpu()
+
+
+def fitted_size(family: FamilySpec, frames: torch.Tensor, width: int, height: int, fit: str) -> tuple[int, int]:
     """Width and height in pixels that the pictures are fitted to.
 
     Args:

@@ -1,20 +1,38 @@
-"""Traces for torch's profiler: a range per stage, block and operation, only where a profile was asked for."""
+"""What a stage cost, for each run; and traces for torch's profiler: a range per stage, block and operation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial, wraps
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 
 from ..compat.device.execution import COMPILED
+from ..compat.device.failures import is_shortage
+from ..compat.memory.statistics import stage_cost
 from ..compat.transforms.order import Order, Step
+from .base import Latents, Pipeline, Progress, SampleSettings
+from .memory.shortage import EXPLAINED, explain_shortage
 
-Stage = TypeVar("Stage", bound=Callable[..., Any])
 RANGE = "anygpu"  # begins the name of every range of ours
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What a stage is called in a profile, in the memory statistics, and in a sentence."""
+
+    range: str
+    cost: str
+    title: str
+
+    @property
+    def again(self) -> str:
+        """What is said before it is run again, with a place for what was done."""
+        return f"{self.title} ran out of memory: again {{}}"
 
 
 class Profile:
@@ -53,9 +71,9 @@ class Profile:
     def _free(self, stage: str) -> Path:
         """The next numbered file of a stage; a person compares runs, so none is written over."""
         number = 1
-        while (found := self.path.with_name(f"{self.path.stem}-{stage}-{number:03}{self.path.suffix}")).exists():
+        while (path := self.path.with_name(f"{self.path.stem}-{stage}-{number:03}{self.path.suffix}")).exists():
             number += 1
-        return found
+        return path
 
     @contextmanager
     def _traced(self, target: Path) -> Iterator[None]:
@@ -64,29 +82,37 @@ class Profile:
         target.parent.mkdir(parents=True, exist_ok=True)
         self.running = True
         try:
-            with profile(activities=supported_activities()) as found:
+            with profile(activities=supported_activities()) as trace:
                 yield
         finally:
             self.running = False
-        found.export_chrome_trace(str(target))
+        trace.export_chrome_trace(str(target))
         self.written.append(target)
 
 
-def profiled(name: str) -> Callable[[Stage], Stage]:
-    """Make a stage, given a loaded pipeline first, a range in its profile; nothing where it has none."""
+@contextmanager
+def running(
+    stage: Stage, pipeline: Pipeline, progress: Progress, size: Latents | SampleSettings | None = None, hint: str = ""
+) -> Iterator[None]:
+    """Around a stage: its range in a profile, its peak, traffic and time, and what to lower where memory runs out.
 
-    def wrapped(stage: Stage) -> Stage:
-        @wraps(stage)
-        def run(pipeline: Any, *args: Any, **named: Any) -> Any:
-            profile = getattr(pipeline.speed, "profile", None)
-            if profile is None:
-                return stage(pipeline, *args, **named)
-            with profile.stage(name):
-                return stage(pipeline, *args, **named)
+    Progress that has ``cost`` is given the line of what the stage cost; all of it is in the offloader's statistics.
 
-        return run  # type: ignore[return-value]
-
-    return wrapped
+    Args:
+        size: has the width, height and frames that ran out; None for a stage that they do not matter to.
+        hint: a way out that only this stage has.
+    """
+    profile = getattr(pipeline.speed, "profile", None)
+    with (
+        nullcontext() if profile is None else profile.stage(stage.range),
+        stage_cost(pipeline, stage.cost, progress),
+    ):
+        try:
+            yield
+        except Exception as error:
+            if not is_shortage(error) or hasattr(error, EXPLAINED):
+                raise
+            raise explain_shortage(error, pipeline, pipeline.spec, stage.title, size, hint) from error
 
 
 def ranged(part: str, module: nn.Module) -> Callable[[], None] | None:
@@ -124,9 +150,8 @@ def _range(text: str, module: nn.Module) -> tuple[Any, Any]:
 def _open(text: str, opened: list[Any], module: nn.Module, inputs: Any) -> None:
     from torch.profiler import record_function
 
-    found = record_function(text)
-    found.__enter__()
-    opened.append(found)
+    opened.append(record_function(text))
+    opened[-1].__enter__()
 
 
 def _close(opened: list[Any], module: nn.Module, inputs: Any, output: Any) -> None:

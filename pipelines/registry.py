@@ -1,29 +1,34 @@
-"""The five video families by id."""
+"""The families: one for each folder of ``families/`` and each :func:`register` call, in the order that users see."""
 
 from __future__ import annotations
 
-from types import ModuleType
+from importlib import import_module
+from pkgutil import iter_modules
 
 from ..compat.errors import InputError
-from .families.framepack import pipeline as framepack
-from .families.hunyuan_video import pipeline as hunyuan_video
-from .families.hunyuan_video_15 import pipeline as hunyuan_video_15
-from .families.ltx import pipeline as ltx
-from .families.mochi import pipeline as mochi
-from .family import Family
+from . import families
+from .family import FamilySpec
 
-MODULES: dict[str, ModuleType] = {
-    module.FAMILY.id: module for module in (ltx, hunyuan_video, hunyuan_video_15, framepack, mochi)
-}
-FAMILIES: dict[str, Family] = {name: module.FAMILY for name, module in MODULES.items()}
+FAMILIES: dict[str, FamilySpec] = {}
 
 
-def family_named(family: str) -> ModuleType:
-    """The module of a family.
+def register(spec: FamilySpec) -> None:
+    """Add one family to those of ``families/``."""
+    known = sorted([*FAMILIES.values(), spec], key=lambda family: family.order)
+    FAMILIES.clear()
+    FAMILIES.update({family.id: family for family in known})
+
+
+def family_named(name: str) -> FamilySpec:
+    """The family of an id that stands in a file.
 
     Raises:
         InputError: no such family.
     """
-    if family not in MODULES:
-        raise InputError(f"family {family!r}", expected=f"one of {', '.join(MODULES)}", fix="Load a supported model.")
-    return MODULES[family]
+    if name not in FAMILIES:
+        raise InputError(f"family {name!r}", expected=f"one of {', '.join(FAMILIES)}", fix="Load a supported model.")
+    return FAMILIES[name]
+
+
+for _folder in iter_modules(families.__path__):
+    register(import_module(f".{_folder.name}.spec", families.__name__).SPEC)

@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from ..compat.device.check import Check, check
+from ..compat.decision import Decision
+from ..compat.device.check import FAILED, Check, check
 from ..compat.device.facts import facts_for, free_bytes
 from ..compat.device.probe_results import probe_results_of
-from ..compat.device.report import Line, Report, report_on
-from .base import Progress
-from .measured import advice
+from ..compat.device.report import Report, report_on
+from ..compat.precision import PAINT, ModelPrecision
+from .base import Pipeline, Progress
 from .registry import FAMILIES
 
-TITLES = {
-    **{family.id: family.title for family in FAMILIES.values()},
+PAINT_TITLES = {
     "paint": "Hunyuan3D paint",
     "paint_pbr": "Hunyuan3D paint PBR",
     "delight": "Hunyuan3D delight",
@@ -25,14 +25,25 @@ TITLES = {
 WIDTH, MARGIN, SIZE, GAP = 1600, 24, 18, 6
 COLUMNS = (MARGIN, 330, 760)  # where subject, verdict and reason begin, in pixels
 PAPER, BAND, INK, FAINT, HEAD, ALARM = "#1b1d21", "#23262b", "#e8e8e8", "#a8adb5", "#7cc4ff", "#ff8a7a"
-ALARMING = ("wrong", "unusable", "FAILED", "NOT ")
+
+
+def title_of(pipeline: Any) -> str:
+    """The name for people of a pipeline's family, those that paint too."""
+    return pipeline.spec.title if isinstance(pipeline, Pipeline) else PAINT_TITLES[pipeline.family]
+
+
+def precisions() -> dict[str, ModelPrecision]:
+    """Title of each family to where its dtypes differ from the common rows."""
+    videos = {family.title: family.precision for family in FAMILIES.values()}
+    return videos | dict.fromkeys(PAINT_TITLES.values(), PAINT)
 
 
 def hardware_report(device: Any, state: Path | None, again: bool = False) -> Report:
     """The report on ``device``.
 
     Args:
-        device: what :func:`~..compat.device.facts_for` takes. state: folder where answers of probes are kept.
+        device: what :func:`~..compat.device.facts_for` takes.
+        state: folder where answers of probes are kept.
         again: ask every probe anew.
 
     Raises:
@@ -41,13 +52,13 @@ def hardware_report(device: Any, state: Path | None, again: bool = False) -> Rep
     facts = facts_for(device)
     store = probe_results_of(facts, state)
     store.ask_all(again)
-    return report_on(facts, store, TITLES, free_bytes(facts.device), advice(facts), store.note)
+    return report_on(facts, store, precisions(), free_bytes(facts.device), store.note)
 
 
 def hardware_check(device: Any, state: Path | None) -> Iterator[Check]:
     """What fails on people's devices, tried on this one, one result at a time."""
     facts = facts_for(device)
-    return check(facts, probe_results_of(facts, state), TITLES)
+    return check(facts, probe_results_of(facts, state), precisions())
 
 
 def checked(report: Report, device: Any, state: Path | None, progress: Progress) -> Report:
@@ -55,7 +66,7 @@ def checked(report: Report, device: Any, state: Path | None, progress: Progress)
     lines = []
     for count, one in enumerate(hardware_check(device, state), 1):
         progress.step(count, max(count + 1, 45), "checking")
-        lines.append(Line(one.name, one.status, one.detail))
+        lines.append(Decision(one.name, one.status, one.detail, alarming=one.status == FAILED))
     return Report((*report.sections, ("Checks on this device", tuple(lines))))
 
 
@@ -81,22 +92,22 @@ def drawn(report: Report) -> torch.Tensor:
         else:
             if number % 2:
                 pen.rectangle((0, top, WIDTH, top + height), fill=BAND)
-            alarm = any(word in line.verdict for word in ALARMING)
-            for left, lines, ink in zip(COLUMNS, cell, (INK, ALARM if alarm else INK, FAINT), strict=True):
+            for left, lines, ink in zip(COLUMNS, cell, (INK, ALARM if line.alarming else INK, FAINT), strict=True):
                 for index, text in enumerate(lines):
                     pen.text((left, top + GAP // 2 + index * step), text, fill=ink, font=font)
         top += height
     return torch.from_numpy(numpy.asarray(picture).copy()).float().div(255).unsqueeze(0)
 
 
-def _cells(line: Line, font: Any) -> tuple[list[str], list[str], list[str]]:
+def _cells(line: Decision, font: Any) -> tuple[list[str], list[str], list[str]]:
     """The three columns of a line, each broken into lines that fit; without a reason the verdict has both."""
     ends = (*COLUMNS[1:], WIDTH)
     widths = [end - start - MARGIN // 2 for start, end in zip(COLUMNS, ends, strict=True)]
-    if not line.why:
+    if not line.reason:
         widths[1] = WIDTH - COLUMNS[1] - MARGIN
     first, second, third = (
-        _broken(text, font, width) for text, width in zip((line.subject, line.verdict, line.why), widths, strict=True)
+        _broken(text, font, width)
+        for text, width in zip((line.subject, line.verdict, line.reason), widths, strict=True)
     )
     return first, second, third
 

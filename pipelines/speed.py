@@ -1,36 +1,37 @@
-"""What makes a pipeline faster, as it was chosen: fused kernels, compiled blocks, a step cache; and its profile."""
+"""The speed choices of a pipeline: fused kernels, compiled blocks, step cache, profile."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
+from ..compat.decision import AUTO, CHOSEN, Decision
 from ..compat.device.facts import DeviceFacts
 from ..compat.device.probe_results import TRITON
-from ..compat.device.probe_store import OK, ProbeResult
+from ..compat.device.probe_store import ProbeResult
+from ..compat.device.quirks import policy_for, verdict
 from ..compat.errors import UnsupportedError
 from ..compat.memory.offloader import HOSTED
+from ..compat.memory.parts import denoises, role_of
 from ..compat.transforms import compile as compiling
 from ..compat.transforms import fused
+from ..compat.transforms.attention import Attention
 from ..compat.transforms.compile import Compilation, CompileSettings
-from ..compat.transforms.fp16_accumulation import fp16_sums, require_fp16_sums
-from ..compat.transforms.fused import Fused
+from ..compat.transforms.fp16 import fp16_sums, require_fp16_sums
+from ..compat.transforms.fused import FusedSites
 from ..compat.transforms.fused_vae import fuse_vae
 from ..compat.transforms.order import Order, Step, Undo
 from ..compat.transforms.step_cache import StepCacheSettings, cached, require_usable, settings_for
 from .base import Pipeline, Progress, SampleSettings
 from .profiling import Profile
-from .registry import family_named
 
-Result = TypeVar("Result")
 Hosted = Callable[..., Any]
-OFFLOAD_AUTO = "auto"
 TRANSFORMER, VAE = "transformer", "vae"
+STEP_CACHE = "step cache"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,9 @@ class SpeedRequest:
     """What the user asks of speed.
 
     Args:
-        kernels: one of ``compat.rewrites.CHOICES``. compile: None for off. profile: where traces go; None for none.
+        kernels: one of ``fused.CHOICES``.
+        compile: None for off.
+        profile: where traces go; None for none.
         fp16_sums: whether sampling's fp16 products sum in fp16; lossy.
     """
 
@@ -56,17 +59,18 @@ class Speed:
     """The choices of one pipeline, resolved for its device, and what came of them.
 
     Args:
-        forms: by part, in which fused operations run; empty for none. why: of kernels, in a sentence.
-        attention: why which kernel attention runs, in a sentence.
+        forms: by part, in which fused operations run; empty for none.
+        kernels: the decision about them.
+        attention: of the transformer.
     """
 
-    def __init__(self, request: SpeedRequest, forms: Mapping[str, str], why: str, attention: str) -> None:
-        self.request, self.forms, self.why = request, forms, why
-        kernel = re.search(r"fused kernel \(([^)]*)\)|auto: (\w+), the fastest", attention)
-        self.attention = (kernel[1] or kernel[2]) if kernel else attention.split(":")[0]
-        self.fused: dict[str, Fused] = {}
+    def __init__(
+        self, request: SpeedRequest, forms: Mapping[str, str], kernels: Decision, attention: Attention
+    ) -> None:
+        self.request, self.forms, self.kernels, self.attention = request, forms, kernels, attention
+        self.fused: dict[str, FusedSites] = {}
         self.compiled: dict[str, Compilation] = {}
-        self.compile_refused = self.beside_host = ""
+        self.compile = Decision("compile", "on" if request.compile else "off", "", CHOSEN)
         self.profile = request.profile
         if request.compile is not None:
             parts = (TRANSFORMER, VAE) if request.compile.vae else (TRANSFORMER,)
@@ -74,20 +78,21 @@ class Speed:
 
     def steps(self) -> tuple[Step, ...]:
         """The changes to parts, for their preparation."""
-        found: list[Step] = []
+        steps: list[Step] = []
         if any(self.forms.values()):
-            found.append(Step(Order.KERNELS, "fused kernels", self._fuse))
+            steps.append(Step(Order.KERNELS, "fused kernels", self._fuse))
         if self.compiled:
-            found.append(Step(Order.COMPILE, "compiled blocks", self._compile))
+            steps.append(Step(Order.COMPILE, "compiled blocks", self._compile))
         if self.profile is not None:
-            found.append(self.profile.step())
-        return tuple(found)
+            steps.append(self.profile.step())
+        return tuple(steps)
 
     def host_for(self, offload: str, hosted: Hosted | None) -> Hosted | None:
         """The host's offloader for ``offload``; none for ``auto`` with compile, which that offloader cannot have."""
-        if hosted is None or offload != OFFLOAD_AUTO or not self.compiled:
+        if hosted is None or offload != AUTO or not self.compiled:
             return hosted
-        self.beside_host = f"compile: offload auto does without {HOSTED}, in which no block is one graph"
+        why = f"offload auto does without {HOSTED}, in which no block is one graph"
+        self.compile = replace(self.compile, why=why)
         return None
 
     def settle_offload(self, mode: str, chosen: bool) -> None:
@@ -100,47 +105,45 @@ class Speed:
             return
         try:
             compiling.require_offload(mode)
-        except UnsupportedError as error:
+        except UnsupportedError:
             if chosen:
                 raise
             self.compiled.clear()
-            self.compile_refused = f"compile off: offload {mode} was found fastest, and {compiling.WITH_OFFLOAD[mode]}"
-            del error
+            why = f"offload {mode} was found fastest, and {compiling.WITH_OFFLOAD[mode]}"
+            self.compile = Decision("compile", "off", why, AUTO)
 
-    def notes(self) -> tuple[str, ...]:
+    def decisions(self) -> tuple[Decision, ...]:
         """What was decided, for the load node."""
-        compiled = self.beside_host or ("compile on" if self.compiled else "compile off")
-        return (self.why, self.compile_refused or compiled)
+        return self.kernels, self.compile
 
-    def line(self, family: str) -> str:
+    def line(self, title: str) -> str:
         """What runs, such as ``LTX-Video: 168 of 168 sites fused (triton), attention cuDNN, compile off``."""
-        fused = self.fused.get(TRANSFORMER)
-        kernels = self.why if fused is None else str(fused).removeprefix("kernels: ")
-        states = [str(made) for part, made in self.compiled.items() if part == TRANSFORMER]
-        compiled = states[0] if states else "compile off"
+        kernels = self.fused.get(TRANSFORMER) or self.kernels
+        compiled = self.compiled.get(TRANSFORMER, "compile off")
         lossy = ", fp16 accumulation" if self.request.fp16_sums else ""
-        return f"{family_named(family).FAMILY.title}: {kernels}, attention {self.attention}, {compiled}{lossy}"
+        return f"{title}: {kernels}, attention {self.attention.label}, {compiled}{lossy}"
 
-    def notify(self, family: str, progress: Progress) -> None:
+    def notify(self, title: str, progress: Progress) -> None:
         """Say :meth:`line` where something is on."""
         if self.forms.get(TRANSFORMER) or self.compiled or self.request.fp16_sums:
-            progress.notify(self.line(family))
+            progress.notify(self.line(title))
 
     def notify_decoded(self, progress: Progress) -> None:
         """Say what was fused in the VAE, where something was."""
         if VAE in self.fused:
-            progress.notify(f"VAE {self.fused[VAE]}")
+            progress.notify(f"VAE kernels: {self.fused[VAE]}")
 
     def _fuse(self, part: str, module: Any) -> Undo | None:
-        form = self.forms.get(part, "")
+        form = self.forms.get(role_of(part), "")
         if not form:
             return None
-        found = fused.fuse(module, form) if part == TRANSFORMER else fuse_vae(module, form)
-        self.fused[part] = found
-        return found.restore
+        self.fused[part] = fused.fuse(module, form) if denoises(part) else fuse_vae(module, form)
+        return self.fused[part].restore
 
     def _compile(self, part: str, module: Any) -> Undo | None:
-        return self.compiled[part].attach(module) if part in self.compiled else None
+        if role_of(part) not in self.compiled or self.request.compile is None:
+            return None
+        return self.compiled.setdefault(part, Compilation(self.request.compile)).attach(module)
 
 
 def speed_for(
@@ -149,12 +152,15 @@ def speed_for(
     elsewhere: Mapping[str, Any],
     precision: Any,
     probes: Mapping[str, ProbeResult] | None,
-    attention: str,
+    attention: Attention,
 ) -> Speed:
     """The choices of ``request`` on the device of ``facts``.
 
     Args:
-        elsewhere: part to its own device. precision: of the pipeline.
+        elsewhere: part to its own device.
+        precision: of the pipeline.
+        probes: what the device answered; its word outranks a known bug's row.
+        attention: of the transformer.
 
     Raises:
         InputError: an unknown choice. UnsupportedError: an explicit choice that cannot run here.
@@ -163,19 +169,21 @@ def speed_for(
     device, beside = (torch.device(elsewhere.get(part, facts.device)) for part in (TRANSFORMER, VAE))
     if request.fp16_sums:
         require_fp16_sums(facts, dtype)
-    form, why = fused.form_for(request.kernels, device, dtype, _probed(device, dtype, probes))
-    against = fused.reason_against(beside, precision.vae) or _probed(beside, precision.vae, probes)
+    form, kernels = fused.form_for(request.kernels, device, dtype, _unusable(device, dtype, facts, probes))
+    against = fused.reason_against(beside, precision.vae) or _unusable(beside, precision.vae, facts, probes)
     needed = request.kernels in (fused.AUTO, fused.TRITON)  # the other choices run anywhere
     other = "" if request.kernels == fused.OFF or (needed and against) else request.kernels
-    return Speed(request, {TRANSFORMER: form, VAE: other}, why, attention)
+    return Speed(request, {TRANSFORMER: form, VAE: other}, kernels, attention)
 
 
-def _probed(device: torch.device, dtype: torch.dtype, probes: Mapping[str, ProbeResult] | None) -> str:
-    """Why a probe found launches on ``device`` unusable; empty where nothing speaks against them."""
-    if fused.reason_against(device, dtype) or probes is None or TRITON not in probes:
+def _unusable(
+    device: torch.device, dtype: torch.dtype, facts: DeviceFacts, probes: Mapping[str, ProbeResult] | None
+) -> str:
+    """Why nothing is launched where nothing else speaks against it: what the probe says, else a known bug."""
+    if fused.reason_against(device, dtype):
         return ""
-    answer = probes[TRITON]
-    return "" if answer.status == OK else f"its probe is {answer.status}: {answer.detail}"
+    launches = verdict(TRITON, policy_for(facts), probes)
+    return "" if launches.usable else launches.why
 
 
 def with_step_cache(pipeline: Pipeline, preset: str, asked: StepCacheSettings) -> Pipeline:
@@ -184,25 +192,31 @@ def with_step_cache(pipeline: Pipeline, preset: str, asked: StepCacheSettings) -
     Raises:
         InputError: a choice or number out of range. UnsupportedError: a kind that does not act on this family.
     """
-    return replace(pipeline, step_cache=settings_for(pipeline.family, preset, asked))
+    settings = settings_for(pipeline.spec.title, pipeline.spec.step_caches, preset, asked)
+    decisions = [decision for decision in pipeline.decisions if decision.subject != STEP_CACHE]
+    if settings is not None:
+        decisions.append(Decision(STEP_CACHE, str(settings), "", CHOSEN))
+    return replace(pipeline, step_cache=settings, decisions=tuple(decisions))
 
 
-def sped_up(pipeline: Pipeline, settings: SampleSettings, progress: Progress, run: Callable[[], Result]) -> Result:
-    """What ``run``, a sampling, returns, under the pipeline's step cache; says what runs and what was skipped.
+@contextmanager
+def sampling_speed(pipeline: Pipeline, settings: SampleSettings, progress: Progress) -> Iterator[None]:
+    """Around a sampling: the pipeline's step cache and fp16 sums; says what ran and what was skipped.
 
     Raises:
         UnsupportedError: a cache beside guidance or compiled blocks that it cannot share a transformer with.
     """
     cache, speed = pipeline.step_cache, pipeline.speed
-    with fp16_sums(speed is not None and speed.request.fp16_sums):
-        if cache is None:
-            found = run()
-        else:
-            transformer = pipeline.parts.read(TRANSFORMER, progress)
-            require_usable(cache, pipeline.family, transformer, settings.cfg)
-            with cached(transformer, cache, settings.steps) as count:
-                found = run()
-            progress.notify(f"{cache}: {count}")
+    with ExitStack() as stack:
+        if speed is not None and speed.request.fp16_sums:
+            stack.enter_context(fp16_sums())
+        counts: dict[str, Any] = {}
+        for part in () if cache is None else pipeline.spec.transformers:
+            transformer = pipeline.parts.read(part, progress)
+            require_usable(cache, transformer, settings.cfg, pipeline.spec.batched_cfg)
+            counts[part] = stack.enter_context(cached(transformer, cache, settings.steps))
+        yield
+    for part, count in counts.items():
+        progress.notify(f"{STEP_CACHE} {cache}{'' if part == TRANSFORMER else f', {part}'}: {count}")
     if speed is not None:
-        speed.notify(pipeline.family, progress)
-    return found
+        speed.notify(pipeline.spec.title, progress)

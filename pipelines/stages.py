@@ -1,15 +1,16 @@
-"""The stages that nodes and the command call: each checks what the user entered, says what it changed, and runs."""
+"""The stages that the nodes and the command line call. Each checks the user's input, reports what it changed, and
+runs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 
 from ..compat.device.vae_policy import Form
-from ..compat.errors import InputError, UnsupportedError
+from ..compat.errors import CheckpointError, InputError, UnsupportedError
 from ..compat.output_check import fault_in_latents
 from .base import (
     FramePackSettings,
@@ -22,87 +23,61 @@ from .base import (
     PromptRequest,
     SampleSettings,
 )
-from .families.framepack.sections import Keeper, Remembered
-from .family import Family
-from .grid import check_steps, snap
+from .family import FamilySpec
+from .grid import check_steps, require_range, snap
 from .memory.estimates import Size
-from .memory.fit import fitted_for, roomier, with_memory_stats
-from .memory.shortage import shortage_explained
+from .memory.fit import fit_offload, make_room_and_retry
 from .pictures import checked_frames, fitted, fitted_size
-from .profiling import profiled
-from .registry import family_named
-from .sampling.loop import require_finite
-from .sampling.safe_fp16 import with_fallback
-from .speed import sped_up
-from .text.prompt_files import require_text_encoder
+from .profiling import Stage, running
+from .sampling.loop import NotFinite, fall_back_to_fp32, require_finite, retries
+from .sampling.resume import InMemorySections, SectionStore
+from .speed import sampling_speed
 from .text.t5 import described
 
 MOST_TOKENS = 1024
-ENCODING, PICTURING = "encoding the prompt", "encoding the image"
-TEXT_HINT = "choose text_device cpu on the load node, which takes none of this memory"
-NEUTRAL: dict[str, Any] = {  # settings that mean "nothing asked"
-    "guidance": (0.0,),
-    "cfg": (0.0, 1.0),
-    "cfg_start": (0.0,),
-    "cfg_end": (1.0,),
-    "shift": (0.0,),
-    "guidance_rescale": (0.0,),
-    "sigmas": (None,),
-    "latents": (None,),
-    "noise_mask": (None,),
-    "template": ("",),
-    "sections": ((),),
-    "image": (None,),
-    "frame": (0,),
-    "strength": (1.0,),
-    "vision": (None,),
-    "previous": (None,),
-}
+TEXT_HINT = "choose text_device cpu on the load node, which needs none of this memory"
+
+TEXT = Stage("encode prompt", "text", "encoding the prompt")
+IMAGE = Stage("encode image", "image", "encoding the image")
+VIDEO = Stage("encode video", "video", "encoding the video")
+SAMPLING = Stage("sample", "sampling", "sampling")
+DECODING = Stage("decode", "decoding", "decoding")
+GUIDANCE = ("guidance", "cfg", "cfg_start", "cfg_end", "shift", "guidance_rescale", "sigmas", "latents", "noise_mask")
 
 
-@profiled("encode prompt")
-@with_memory_stats("text")
 def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> Prompt:
     """The prompt and its negative as embeddings; afterwards no text encoder is on the device.
 
     Raises:
         InputError: an empty or over-long prompt, or a template without its place for the prompt.
     """
-    family = family_named(pipeline.family)
-    require_text_encoder(pipeline)
+    family = pipeline.spec
+    _require_text_encoder(pipeline, family)
     if not request.text.strip():
         raise InputError("an empty prompt", expected="a text that describes the video", fix="Type a prompt.")
     limit = request.max_tokens or of_checkpoint(pipeline).defaults.max_tokens
-    if not 1 <= limit <= MOST_TOKENS:
-        nearest = min(max(limit, 1), MOST_TOKENS)
-        raise InputError(
-            f"max_tokens {limit}", expected=f"1 to {MOST_TOKENS} tokens", fix=f"The nearest valid value is {nearest}."
-        )
+    require_range("max_tokens", limit, 1, MOST_TOKENS, "tokens")
     if request.template and request.template.count("{}") != 1:
         raise InputError(
             f"a template with {request.template.count('{}')} places for the prompt",
             expected="exactly one {}",
-            fix="Write {} where the prompt belongs, or leave the template empty.",
+            fix="Write {} where the prompt goes, or leave the template empty.",
         )
     if request.template_crop >= 0 and not request.template:
         progress.notify("template_crop has no effect without a template")
     image = None if request.image is None else checked_frames(request.image, "the prompt's image")
-    report_unused(family.FAMILY, request, ("template", "sections", "image"), progress)
-    fitted_for(pipeline, "text", None, progress)
-    try:
-        completed = replace(request, max_tokens=limit, image=image)
-        with shortage_explained(pipeline, family.FAMILY, ENCODING, None, TEXT_HINT):
-            found = roomier(
-                pipeline,
-                progress,
-                family.FAMILY.text_parts,
-                ENCODING,
-                lambda: family.encode_prompt(pipeline, completed, progress),
-            )
-        texts = {"text": request.text, "negative_text": request.negative}
-        return replace(found, has_negative=bool(request.negative.strip()), extra=texts)
-    finally:
-        release_text(pipeline, family.FAMILY)
+    report_unused(family, request, ("template", "sections", "image"), progress)
+    completed = replace(request, max_tokens=limit, image=image)
+    texts = {"text": request.text, "negative_text": request.negative}
+    with running(TEXT, pipeline, progress, hint=TEXT_HINT):
+        fit_offload(pipeline, "text", None, progress)
+        try:
+            for attempt in retries(make_room_and_retry(pipeline, progress, family.text_parts, TEXT.again)):
+                with attempt:
+                    prompt: Prompt = family.code.encode_prompt(pipeline, completed, progress)
+        finally:
+            release_text(pipeline, family)
+    return replace(prompt, has_negative=bool(request.negative.strip()), extra=texts)
 
 
 def prompt_from_core(pipeline: Pipeline, positive: Any, negative: Any = None) -> Prompt:
@@ -111,64 +86,58 @@ def prompt_from_core(pipeline: Pipeline, positive: Any, negative: Any = None) ->
     Args:
         positive, negative: lists of [tensor (1, N, D), dict], as CLIPTextEncode makes them.
     """
-    family = family_named(pipeline.family)
+    family = pipeline.spec
 
     def one(conditioning: Any) -> Mapping[str, torch.Tensor]:
         if not conditioning:
             raise InputError("an empty CONDITIONING", expected="encoded text", fix="Connect CLIP Text Encode.")
         embeds, extra = conditioning[0][0], conditioning[0][1]
-        width = pipeline.configs["transformer"].get(family.FAMILY.text_width)
+        width = pipeline.configs["transformer"].get(family.text_width)
         if embeds is None or (width is not None and embeds.shape[-1] != width):
             raise InputError(
                 f"CONDITIONING of width {None if embeds is None else embeds.shape[-1]}",
-                expected=f"width {width}, as {family.FAMILY.title} takes it",
+                expected=f"width {width}, as {family.title} takes it",
                 fix="Use the text encoder files of this model in the CLIP loader.",
             )
-        return family.prompt_from_core(embeds, extra)
+        return family.code.prompt_from_core(embeds, extra)
 
     return Prompt(
         pipeline.family, one(positive), None if negative is None else one(negative), has_negative=negative is not None
     )
 
 
-@profiled("encode image")
-@with_memory_stats("image")
 def encode_image(pipeline: Pipeline, request: ImageRequest, fit: str, progress: Progress) -> ImageCondition:
     """The pictures fitted to a size of the family and encoded; ``width`` and ``height`` say which size.
 
     Raises:
         InputError: pictures of a wrong kind or size. UnsupportedError: a family that takes none.
     """
-    family = family_named(pipeline.family)
-    if not hasattr(family, "encode_image"):
+    family = pipeline.spec
+    if not hasattr(family.code, "encode_image"):
         raise UnsupportedError(
-            f"an image for {family.FAMILY.title}", expected="a text prompt only", fix="Load an image-to-video model."
+            f"an image for {family.title}", expected="a text prompt only", fix="Load an image-to-video model."
         )
     frames = checked_frames(request.frames, "the image")
     if not 0.0 <= request.strength <= 1.0:
         raise InputError(f"strength {request.strength}", expected="0 to 1", fix="Choose a share between 0 and 1.")
     previous = request.previous
     if previous is not None:
-        require_family(previous.family, family.FAMILY, "the previous image condition")
+        require_family(previous.family, family, "the previous image condition")
         width, height = previous.width, previous.height
     else:
         width, height = _picture_size(pipeline, frames, request, fit)
-    report_unused(family.FAMILY, request, ("frame", "strength", "vision", "previous"), progress)
+    report_unused(family, request, ("frame", "strength", "vision", "previous"), progress)
     pictures = fitted(frames, width, height, fit)
     if tuple(frames.shape[1:3]) != (height, width):
         progress.notify(f"image {frames.shape[2]}x{frames.shape[1]} -> {width}x{height} ({fit})")
     completed = replace(request, frames=pictures, width=width, height=height)
-    with shortage_explained(pipeline, family.FAMILY, PICTURING, SampleSettings(width, height, len(pictures))):
-        return roomier(
-            pipeline,
-            progress,
-            ("image_encoder", "vae"),
-            PICTURING,
-            lambda: family.encode_image(pipeline, completed, progress),
-        )
+    with running(IMAGE, pipeline, progress, SampleSettings(width, height, len(pictures))):
+        for attempt in retries(make_room_and_retry(pipeline, progress, ("image_encoder", "vae"), IMAGE.again)):
+            with attempt:
+                condition: ImageCondition = family.code.encode_image(pipeline, completed, progress)
+    return condition
 
 
-@profiled("encode video")
 def encode_video(
     pipeline: Pipeline, frames: torch.Tensor, width: int, height: int, fit: str, seed: int, progress: Progress
 ) -> Latents:
@@ -176,26 +145,34 @@ def encode_video(
 
     A frame count off the grid is cut to the largest that fits, and said.
     """
-    family = family_named(pipeline.family)
-    if not hasattr(family, "encode_video"):
+    family = pipeline.spec
+    if not hasattr(family.code, "encode_video"):
         raise UnsupportedError(
-            f"a video for {family.FAMILY.title}",
+            f"a video for {family.title}",
             expected="a start image",
-            fix=f"Use AnyGPU Encode Image: {family.FAMILY.title} starts from a picture and noise only.",
+            fix=f"Use AnyGPU Encode Image: {family.title} starts from a picture and noise only.",
         )
     pictures = checked_frames(frames, "the video")
-    width, height = fitted_size(family.FAMILY, pictures, width or pictures.shape[2], height or pictures.shape[1], fit)
-    stride = family.FAMILY.stride
+    width, height = fitted_size(family, pictures, width or pictures.shape[2], height or pictures.shape[1], fit)
+    stride = family.stride
     count = (pictures.shape[0] - 1) // stride * stride + 1
     if count != pictures.shape[0]:
-        progress.notify(f"frames {pictures.shape[0]} -> {count} ({family.FAMILY.title} needs {stride}n+1 frames)")
+        progress.notify(f"frames {pictures.shape[0]} -> {count} ({family.title} needs {stride}n+1 frames)")
     pictures = fitted(pictures[:count], width, height, fit)
-    samples = family.encode_video(pipeline, pictures, seed, progress)
-    return Latents(samples, pipeline.family, "video", count, height, width, family.FAMILY.defaults.fps, seed)
+    with running(VIDEO, pipeline, progress, SampleSettings(width, height, count)):
+        samples = family.code.encode_video(pipeline, pictures, seed, progress)
+    return Latents(
+        samples=samples,
+        family=pipeline.family,
+        task="video",
+        frames=count,
+        height=height,
+        width=width,
+        fps=family.defaults.fps,
+        seed=seed,
+    )
 
 
-@profiled("sample")
-@with_memory_stats("sampling")
 def sample(
     pipeline: Pipeline, prompt: Prompt, image: ImageCondition | None, settings: SampleSettings, progress: Progress
 ) -> Latents:
@@ -204,26 +181,22 @@ def sample(
     Raises:
         InputError: a prompt, image or latents of another family or size, or a setting out of range.
     """
-    family = family_named(pipeline.family)
-    if pipeline.family == "framepack":
+    family = pipeline.spec
+    if family.sections:
         raise UnsupportedError(
-            "a FramePack pipeline in the Sample node",
+            f"a {family.title} pipeline in the Sample node",
             expected="the Sample FramePack node",
-            fix="FramePack samples section by section: use AnyGPU Sample FramePack.",
+            fix=f"{family.title} samples section by section: use AnyGPU Sample FramePack.",
         )
     settings = _completed(of_checkpoint(pipeline), prompt, image, settings, progress)
-    _require_image(pipeline, family.FAMILY, image)
-    release_text(pipeline, family.FAMILY)
-    fitted_for(pipeline, "sampling", size_of(settings, prompt), progress)
-    with shortage_explained(pipeline, family.FAMILY, "sampling", settings):
-        found = _sampled(
-            pipeline, settings, progress, lambda: family.sample(pipeline, prompt, image, settings, progress)
-        )
-    return described(found, prompt)
+    _require_image(pipeline, family, image)
+    size = size_of(settings, prompt)
+    latents = _sample(
+        pipeline, settings, size, progress, lambda: family.code.sample(pipeline, prompt, image, settings, progress)
+    )
+    return described(latents, prompt)
 
 
-@profiled("sample")
-@with_memory_stats("sampling")
 def sample_framepack(
     pipeline: Pipeline,
     prompt: Prompt,
@@ -231,32 +204,28 @@ def sample_framepack(
     settings: SampleSettings,
     framepack: FramePackSettings,
     progress: Progress,
-    keeper: Keeper | None = None,
+    keeper: SectionStore | None = None,
 ) -> Latents:
     """FramePack's sampled latents; ``keeper`` is told of each finished section, and may know of some already."""
-    family = family_named(pipeline.family)
-    if pipeline.family != "framepack":
+    family = pipeline.spec
+    if not family.sections:
         raise UnsupportedError(
-            f"a {family.FAMILY.title} pipeline in the Sample FramePack node",
+            f"a {family.title} pipeline in the Sample FramePack node",
             expected="a FramePack pipeline",
             fix="Use AnyGPU Sample for this model.",
         )
-    settings = replace(settings, frames=family.frames_for(framepack, settings.fps or family.FAMILY.defaults.fps))
-    settings = _completed(family.FAMILY, prompt, image, settings, progress)
-    release_text(pipeline, family.FAMILY)
-    fitted_for(pipeline, "sampling", size_of(settings, prompt, framepack.window), progress)
-    remembered = Remembered(keeper)
-    with shortage_explained(pipeline, family.FAMILY, "sampling", settings):
-        return _sampled(
-            pipeline,
-            settings,
-            progress,
-            lambda: family.sample(pipeline, prompt, image, settings, framepack, progress, remembered),
-        )
+    settings = replace(settings, frames=family.code.frames_for(framepack, settings.fps or family.defaults.fps))
+    settings = _completed(family, prompt, image, settings, progress)
+    size, remembered = size_of(settings, prompt, framepack.window), InMemorySections(keeper)
+    return _sample(
+        pipeline,
+        settings,
+        size,
+        progress,
+        lambda: family.code.sample(pipeline, prompt, image, settings, framepack, progress, remembered),
+    )
 
 
-@profiled("decode")
-@with_memory_stats("decoding")
 def decode(
     pipeline: Pipeline, latents: Latents, progress: Progress, method: str = "auto", form: Form | None = None
 ) -> torch.Tensor:
@@ -270,20 +239,21 @@ def decode(
         InputError: latents of another family, or not finite. UnsupportedError: what came out cannot be right.
         torch.OutOfMemoryError: not even the smallest way fits.
     """
-    family = family_named(pipeline.family)
-    require_family(latents.family, family.FAMILY, "these latents")
+    family = pipeline.spec
+    require_family(latents.family, family, "these latents")
     expected = int(pipeline.configs["vae"].get("latent_channels", latents.samples.shape[1]))
     if latents.samples.ndim != 5 or latents.samples.shape[1] != expected:
         raise InputError(
             f"latents of shape {tuple(latents.samples.shape)}",
-            expected=f"(1, {expected}, T, H, W) for {family.FAMILY.title}",
+            expected=f"(1, {expected}, T, H, W) for {family.title}",
             fix="Decode them with the model that made them.",
         )
-    release_text(pipeline, family.FAMILY)
     chosen = form or Form(method)
-    hint = "" if chosen.method in ("auto", "streaming", "cpu") else "set method to auto, which goes on in smaller parts"
-    with shortage_explained(pipeline, family.FAMILY, "decoding", latents, hint):
-        frames = family.decode(pipeline, latents, progress, chosen)[: latents.frames]
+    smallest = chosen.method in ("auto", "streaming", "cpu")
+    hint = "" if smallest else "set method to auto, which continues in smaller parts"
+    with running(DECODING, pipeline, progress, latents, hint):
+        release_text(pipeline, family)
+        frames: torch.Tensor = family.code.decode(pipeline, latents, progress, chosen)[: latents.frames]
     if pipeline.speed is not None:
         pipeline.speed.notify_decoded(progress)
     return frames
@@ -303,18 +273,17 @@ def with_decode_noise(
         if value > 1.0:
             raise InputError(f"{name} {value}", expected="0 to 1, or -1", fix="The nearest valid value is 1.")
     if asked and not pipeline.configs["vae"].get("timestep_conditioning"):
-        progress.notify(f"no effect of {' and '.join(asked)}: this VAE removes no noise")
+        progress.notify(f"no effect of {' and '.join(asked)}: this VAE does not remove noise")
     return replace(latents, extra={**latents.extra, **asked}) if asked else latents
 
 
-def of_checkpoint(pipeline: Pipeline) -> Family:
+def of_checkpoint(pipeline: Pipeline) -> FamilySpec:
     """The loaded family, with this checkpoint's own defaults where the family's module knows of some."""
-    module = family_named(pipeline.family)
-    family: Family = module.FAMILY
-    return replace(family, defaults=module.defaults_for(pipeline)) if hasattr(module, "defaults_for") else family
+    family, code = pipeline.spec, pipeline.spec.code
+    return replace(family, defaults=code.defaults_for(pipeline)) if hasattr(code, "defaults_for") else family
 
 
-def release_text(pipeline: Pipeline, family: Family) -> None:
+def release_text(pipeline: Pipeline, family: FamilySpec) -> None:
     """Take the text encoders off the device; where that is the host, free their memory."""
     for part in family.text_parts:
         pipeline.offloader.release(part)
@@ -332,41 +301,48 @@ def tokens_in(prompt: Prompt) -> int:
     return max(sum(states.shape[1] for states in text.values() if states.ndim == 3) for text in both)
 
 
-def report_unused(family: Family, request: Any, names: tuple[str, ...], progress: Progress) -> None:
+def report_unused(family: FamilySpec, request: Any, names: tuple[str, ...], progress: Progress) -> None:
     """Say which of the inputs ``names`` were set although this family does nothing with them."""
+    usual = {field.name: field.default for field in fields(request)}
     for name in names:
         value = getattr(request, name)
-        neutral = any(
-            value is item or (not isinstance(value, torch.Tensor) and value == item) for item in NEUTRAL[name]
-        )
-        if name not in family.effective and not neutral:
+        plain = isinstance(value, (int, float, str, tuple))
+        unset = value is usual[name] or (plain and value == usual[name]) or (name == "cfg" and value == 1.0)
+        if name not in family.effective and not unset:
             progress.notify(f"{name} has no effect on {family.title}")
 
 
-def require_family(found: str, family: Family, subject: str) -> None:
-    """Raise when ``found`` is another family than the one that is loaded."""
-    if found != family.id:
+def require_family(given: str, family: FamilySpec, subject: str) -> None:
+    """Raise when ``given`` is another family than the one that is loaded."""
+    if given != family.id:
         raise InputError(
-            f"{subject} made for {found!r}",
+            f"{subject} made for {given!r}",
             expected=f"made for {family.id!r}",
-            fix=f"Connect the {family.title} pipeline's own nodes all the way, or load the {found} model.",
+            fix=f"Connect the {family.title} pipeline's own nodes all the way, or load the {given} model.",
         )
 
 
-def _sampled(pipeline: Pipeline, settings: SampleSettings, progress: Progress, run: Callable[[], Latents]) -> Latents:
-    """What ``run`` samples; begun again with more room, or in fp32, where it could not begin or its values broke."""
-    return roomier(
-        pipeline,
-        progress,
-        ("transformer",),
-        "sampling",
-        lambda: with_fallback(pipeline, progress, lambda: sped_up(pipeline, settings, progress, run)),
-    )
+def _sample(
+    pipeline: Pipeline, settings: SampleSettings, size: Size, progress: Progress, run: Callable[[], Latents]
+) -> Latents:
+    """What ``run`` samples; once more in fp32 where its values broke, with more room where memory ran out."""
+    more_room = make_room_and_retry(pipeline, progress, told=SAMPLING.again)
+
+    def again(error: BaseException) -> bool:
+        return fall_back_to_fp32(pipeline, progress, error) or more_room(error)
+
+    with running(SAMPLING, pipeline, progress, settings):
+        release_text(pipeline, pipeline.spec)
+        fit_offload(pipeline, "sampling", size, progress)
+        for attempt in retries(again, catches=(RuntimeError, MemoryError, NotFinite)):
+            with attempt, sampling_speed(pipeline, settings, progress):
+                latents = run()
+    return latents
 
 
 def _picture_size(pipeline: Pipeline, frames: torch.Tensor, request: ImageRequest, fit: str) -> tuple[int, int]:
     """Width and height in pixels for an image: what is asked, or what the family's module chooses for its shape."""
-    module = family_named(pipeline.family)
+    module = pipeline.spec.code
     if fit == "nearest bucket" and not (request.width and request.height) and hasattr(module, "nearest_size"):
         width, height = module.nearest_size(pipeline, frames.shape[2], frames.shape[1])
         return int(width), int(height)
@@ -374,16 +350,11 @@ def _picture_size(pipeline: Pipeline, frames: torch.Tensor, request: ImageReques
 
 
 def _completed(
-    family: Family, prompt: Prompt, image: ImageCondition | None, settings: SampleSettings, progress: Progress
+    family: FamilySpec, prompt: Prompt, image: ImageCondition | None, settings: SampleSettings, progress: Progress
 ) -> SampleSettings:
     """``settings`` with defaults filled in, on the family's grid, and checked against what it is used with."""
     require_family(prompt.family, family, "a prompt")
-    report_unused(
-        family,
-        settings,
-        ("guidance", "cfg", "cfg_start", "cfg_end", "shift", "guidance_rescale", "sigmas", "latents", "noise_mask"),
-        progress,
-    )
+    report_unused(family, settings, GUIDANCE, progress)
     if settings.sigmas is not None and (settings.steps or settings.shift):
         progress.notify("steps and shift have no effect beside sigmas")
     if image is not None:
@@ -401,10 +372,20 @@ def _completed(
         steps=check_steps(family, settings.steps if settings.sigmas is None else len(settings.sigmas) - 1),
         guidance=settings.guidance or defaults.guidance,
         cfg=settings.cfg or defaults.cfg,
+        guidance_rescale=settings.guidance_rescale if "guidance_rescale" in family.effective else 0.0,
     )
-    _in_share(settings)
+    for name in ("cfg_start", "cfg_end", "denoise"):
+        require_range(name, getattr(settings, name), 0, 1)
+    if settings.cfg_start > settings.cfg_end:
+        raise InputError(
+            f"cfg_start {settings.cfg_start} after cfg_end {settings.cfg_end}",
+            expected="start before end",
+            fix="Swap them.",
+        )
+    if settings.fps <= 0 or settings.fps > 240:
+        raise InputError(f"fps {settings.fps}", expected="more than 0, at most 240", fix="The usual value is 24.")
     if settings.cfg <= 1.0 and prompt.has_negative:
-        progress.notify(f"the negative prompt has no effect at cfg {settings.cfg:g}: it needs more than 1")
+        progress.notify(f"the negative prompt has no effect at cfg {settings.cfg:g}: it needs cfg above 1")
     if settings.cfg > 1.0 and prompt.negative is None:
         raise InputError(
             f"cfg {settings.cfg} without a negative prompt",
@@ -430,24 +411,7 @@ def _completed(
     return _with_latents(family, settings, progress)
 
 
-def _in_share(settings: SampleSettings) -> None:
-    for name in ("cfg_start", "cfg_end", "denoise"):
-        value = getattr(settings, name)
-        if not 0.0 <= value <= 1.0:
-            raise InputError(
-                f"{name} {value}", expected="0 to 1", fix=f"The nearest valid value is {min(max(value, 0.0), 1.0)}."
-            )
-    if settings.cfg_start > settings.cfg_end:
-        raise InputError(
-            f"cfg_start {settings.cfg_start} after cfg_end {settings.cfg_end}",
-            expected="start before end",
-            fix="Swap them.",
-        )
-    if settings.fps <= 0 or settings.fps > 240:
-        raise InputError(f"fps {settings.fps}", expected="more than 0, at most 240", fix="The usual value is 24.")
-
-
-def _with_latents(family: Family, settings: SampleSettings, progress: Progress) -> SampleSettings:
+def _with_latents(family: FamilySpec, settings: SampleSettings, progress: Progress) -> SampleSettings:
     latents = settings.latents
     if latents is None or "latents" not in family.effective:
         if settings.denoise < 1.0:
@@ -457,23 +421,33 @@ def _with_latents(family: Family, settings: SampleSettings, progress: Progress) 
     require_finite(latents.samples, "latents to start from")
     empty = fault_in_latents(latents.samples)
     if empty and settings.denoise < 1.0:
-        progress.notify(f"the latents to start from are {empty}: was the video encoded by a VAE of this model?")
+        progress.notify(f"the latents to start from are {empty}: was the video encoded with this model's VAE?")
     if settings.denoise == 0.0:
         raise InputError(
-            "denoise 0", expected="more than 0, at most 1", fix="0 would return the input: use 0.3 to 0.8."
+            "denoise 0", expected="more than 0, at most 1", fix="0 would return the input unchanged. Use 0.3 to 0.8."
         )
-    found, asked = (latents.width, latents.height, latents.frames), (settings.width, settings.height, settings.frames)
-    if found != asked:
-        progress.notify("size {}x{}, {} frames taken from the latents".format(*found))
-    return replace(settings, width=found[0], height=found[1], frames=found[2])
+    width, height, frames = latents.width, latents.height, latents.frames
+    if (width, height, frames) != (settings.width, settings.height, settings.frames):
+        progress.notify(f"size {width}x{height}, {frames} frames taken from the latents")
+    return replace(settings, width=width, height=height, frames=frames)
 
 
-def _require_image(pipeline: Pipeline, family: Family, image: ImageCondition | None) -> None:
+def _require_text_encoder(pipeline: Pipeline, family: FamilySpec) -> None:
+    missing = [part for part in family.text_parts if part not in pipeline.parts.readers]
+    if missing:
+        raise CheckpointError(
+            f"no {missing[0]} for {str(pipeline.source)!r}",
+            expected=f"the text encoders of {family.title}",
+            fix="Download the missing folder, or connect AnyGPU Load Prompt or core CONDITIONING instead.",
+        )
+
+
+def _require_image(pipeline: Pipeline, family: FamilySpec, image: ImageCondition | None) -> None:
     if pipeline.task == "image" and image is None and family.image_required:
         raise InputError(
             f"no image for {family.title} {pipeline.variant}",
             expected="an image condition",
-            fix="Connect AnyGPU Encode Image: this checkpoint is image to video.",
+            fix="This is an image-to-video checkpoint: connect AnyGPU Encode Image.",
         )
     if pipeline.task == "text" and image is not None and family.image_required:
         raise InputError(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from anygpu.pipelines import tiny
-from anygpu.pipelines.loading.formats import LAYOUTS
+from anygpu.pipelines.loading.formats import layouts
 from anygpu.pipelines.loading.keys import Layout, Row
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -23,7 +23,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 
 def layout(name: str) -> Layout:
-    return next(layout for layout in LAYOUTS if layout.name == name)
+    return next(layout for layout in layouts() if layout.name == name)
 
 
 def released(tensors: Mapping[str, Tensor], release: Layout, way: int = 0) -> dict[str, Tensor]:

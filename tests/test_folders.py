@@ -66,3 +66,12 @@ def test_a_cancelled_mesh_of_a_node_stays_a_cancel_where_its_file_cannot_be_remo
     with pytest.raises(KeyboardInterrupt):
         meshes.mesh_of_file("", file, print)
     monkeypatch.undo()
+
+
+def test_a_dangling_link_in_a_model_folder_is_passed_over_by_its_stamp(folders, tmp_path):
+    weights = tmp_path / "model" / "weights.safetensors"
+    weights.parent.mkdir()
+    weights.write_bytes(b"weights")
+    stamp = folders.stamp(weights.parent)
+    (weights.parent / "gone.safetensors").symlink_to(tmp_path / "nowhere.safetensors")
+    assert folders.stamp(weights.parent) == stamp == [(str(weights), weights.stat().st_mtime_ns, 7)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -35,12 +35,13 @@ MAY_IMPORT: dict[str, set[str]] = {  # room -> rooms of ours; the longest prefix
     "cli.py": {"compat", "pipelines", "paint", "showcase"},
     "__init__.py": {"nodes"},
 }
-SKIPPED = {"tests", "benchmarks", ".venv", ".build", "build", "demo", "node_modules"}
+SKIPPED = {"tests", "benchmarks", "build", "demo", "node_modules"}
 SOURCES = sorted(
     path.relative_to(ROOT).as_posix()
-    for path in ROOT.rglob("*.py")
-    if not SKIPPED & set(path.relative_to(ROOT).parts)
-    and not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
+    for top in ROOT.iterdir()
+    if top.name not in SKIPPED and not top.name.startswith(".")
+    for path in (top.rglob("*.py") if top.is_dir() else [top])
+    if path.suffix == ".py"
 )
 BANNED_CALLS = {"eval", "exec", "compile", "__import__"}
 BANNED_MODULES = {"subprocess", "requests", "urllib", "socket", "http", "pickle"}
@@ -65,6 +66,7 @@ def tree_of(source: str) -> ast.Module:
     return ast.parse((ROOT / source).read_text(encoding="utf-8"))
 
 
+@cache
 def imported(source: str) -> list[tuple[str, bool]]:
     """(absolute dotted name, whether it is imported at module scope) of each import; ours start with ``anygpu.``."""
     tree, package = tree_of(source), ["anygpu", *Path(source).parent.parts]
@@ -91,6 +93,42 @@ def rooms_of(source: str) -> set[str]:
 def test_file_imports_only_its_layer(source: str) -> None:
     rule = max((prefix for prefix in MAY_IMPORT if source.startswith(prefix)), key=len)
     assert rooms_of(source) <= MAY_IMPORT[rule], f"{source} breaks the rule for {rule}"
+
+
+def files_imported_by(source: str) -> set[str]:
+    """Our files that ``source`` imports, wherever in it: inside functions and for types alone too."""
+    files = set()
+    for name in (name for name, _ in imported(source) if name.startswith("anygpu.")):
+        _, *parts = name.split(".")
+        paths = ("/".join(path) + end for path in (parts, parts[:-1]) for end in (".py", "/__init__.py"))
+        files.add(next((path for path in paths if path in SOURCES), source))
+    return files - {source}
+
+
+def circles(graph: Mapping[str, set[str]]) -> list[set[str]]:
+    """The largest sets of files that reach one another by imports."""
+    reached = {source: set(after) for source, after in graph.items()}
+    for middle in reached:
+        for after in reached.values():
+            if middle in after:
+                after |= reached[middle]
+    alike = {source: frozenset(f for f in after if source in reached[f]) for source, after in reached.items()}
+    return [set(circle) for circle in dict.fromkeys(alike.values()) if circle]
+
+
+def test_a_circle_is_found_and_only_the_files_on_it() -> None:
+    graph = {"a": {"b"}, "b": {"c", "e"}, "c": {"a"}, "d": {"a"}, "e": {"f"}, "f": set(), "g": {"h"}, "h": {"g"}}
+    assert circles(graph) == [{"a", "b", "c"}, {"g", "h"}]
+
+
+def test_an_import_inside_a_function_counts() -> None:
+    assert "compat/device/timed_choice.py" in files_imported_by("compat/transforms/attention.py")
+    assert "kernels/_triton/__init__.py" in files_imported_by("kernels/library.py"), "inside a function"
+
+
+def test_no_two_files_import_each_other() -> None:
+    found = circles({source: files_imported_by(source) for source in SOURCES})
+    assert not found, f"import circles: {[sorted(circle) for circle in found]}"
 
 
 @over(SOURCES)
@@ -137,7 +175,7 @@ def test_no_print_no_environment(source: str) -> None:
 def test_files_and_functions_are_short(source: str) -> None:
     text = (ROOT / source).read_text(encoding="utf-8")
     assert text.count("\n") <= 500, f"{source} is too long"
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree_of(source)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name != "define_schema":
             length = (node.end_lineno or 0) - node.lineno + 1
             assert length <= 60, f"{source}:{node.lineno} {node.name} has {length} lines"

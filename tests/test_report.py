@@ -13,7 +13,7 @@ from anygpu.compat.device.probe_store import OK, WRONG, ProbeResult, ProbeStore
 from anygpu.compat.device.report import ANSWERED, CHANGES, DECIDED, DEVICE, KERNELS, KNOWN, changes_for, report_on
 from anygpu.pipelines import report
 from anygpu.pipelines.base import Silent
-from anygpu.pipelines.report import TITLES
+from anygpu.pipelines.report import precisions
 from simulated import accelerator, profiles
 
 CPU = facts_for("cpu")
@@ -36,9 +36,9 @@ def lines_of(report, heading):
 def test_the_report_has_a_reason_for_every_family_and_a_line_for_every_probe(machine, name):
     with machine(name) as profile:
         store = ProbeStore(profile.facts)
-        report = report_on(profile.facts, store, TITLES)
+        report = report_on(profile.facts, store, precisions())
     decided = lines_of(report, DECIDED)
-    assert set(decided) == set(TITLES.values())
+    assert set(decided) == set(precisions())
     assert all("transformer" in line.verdict and len(line.why) > 10 for line in decided.values())
     assert set(lines_of(report, ANSWERED)) == {probe.partition(".")[0] for probe in store}
     assert any(subject.startswith("attention") for subject in lines_of(report, KERNELS))
@@ -51,7 +51,7 @@ def test_the_report_has_a_reason_for_every_family_and_a_line_for_every_probe(mac
 
 def test_what_is_wrong_and_what_was_said_stands_in_the_report(machine):
     with machine("turing") as profile:
-        text = report_on(profile.facts, ProbeStore(profile.facts), TITLES).text()
+        text = report_on(profile.facts, ProbeStore(profile.facts), precisions()).text()
     assert "bf16 unusable" in text
     assert "slow_conv3d_forward" in text
     assert "fp16-safe" in text
@@ -60,7 +60,7 @@ def test_what_is_wrong_and_what_was_said_stands_in_the_report(machine):
 
 def test_where_conv3d_is_missing_the_report_says_what_stands_in(machine):
     with machine("no-conv3d") as profile:
-        kernels = lines_of(report_on(profile.facts, ProbeStore(profile.facts), TITLES), KERNELS)
+        kernels = lines_of(report_on(profile.facts, ProbeStore(profile.facts), precisions()), KERNELS)
     forms = {subject: line.verdict for subject, line in kernels.items() if subject.startswith("Conv3d")}
     assert set(forms.values()) <= {"patches", "pointwise", "frames", "matmul"}
 
@@ -80,7 +80,7 @@ def test_where_conv3d_is_missing_the_report_says_what_stands_in(machine):
             {"matmul.bf16": ProbeResult(WRONG)},
             "macOS 14",
         ),
-        (replace(CPU, torch_version="2.13.0+cpu"), {}, "This torch knows no GPU.*whl/cu130"),
+        (replace(CPU, torch_version="2.13.0+cpu"), {}, "This build of torch supports no GPU.*whl/cu130"),
     ],
 )
 def test_it_says_which_torch_or_driver_to_change(facts, answers, said):
@@ -92,7 +92,7 @@ def test_it_says_which_torch_or_driver_to_change(facts, answers, said):
 def test_a_good_machine_has_nothing_to_change():
     facts = replace(profiles.facts_of("gfx1201"), versions={"rocm": "7.14", "torch": "2.12"})
     assert changes_for(facts, GOOD) == []
-    assert CHANGES not in dict(report_on(replace(facts, device=torch.device("cpu")), GOOD, TITLES).sections)
+    assert CHANGES not in dict(report_on(replace(facts, device=torch.device("cpu")), GOOD, precisions()).sections)
 
 
 def test_the_table_is_a_picture_with_room_for_every_line(machine):
@@ -114,7 +114,7 @@ def test_the_table_is_a_picture_with_room_for_every_line(machine):
 @pytest.mark.parametrize("name", profiles.PROFILES)
 def test_the_check_passes_on_every_machine_since_auto_avoids_what_fails(machine, name, tmp_path):
     with machine(name) as profile:
-        found = list(check(profile.facts, ProbeStore(profile.facts, tmp_path), TITLES))
+        found = list(check(profile.facts, ProbeStore(profile.facts, tmp_path), precisions()))
     assert exit_code(found) == 0, [str(one) for one in found if one.status == FAILED]
     tried = {one.name.split()[0].rstrip(",") for one in found}
     assert {"conversion", "loader", "Conv3d", "attention"} <= tried
@@ -130,7 +130,7 @@ def test_the_check_fails_where_something_used_is_wrong(machine, tmp_path):
         machine("no-conv3d") as profile, accelerator.hook("aten::mm", None, halved),
         accelerator.hook("aten::addmm", None, halved), accelerator.hook("aten::bmm", None, halved),
     ):  # fmt: skip
-        found = list(check(profile.facts, ProbeStore(profile.facts, tmp_path), TITLES))
+        found = list(check(profile.facts, ProbeStore(profile.facts, tmp_path), precisions()))
     assert exit_code(found) == 1
     assert any(one.status == FAILED and one.name.startswith("Conv3d") for one in found)
 
@@ -138,13 +138,13 @@ def test_the_check_fails_where_something_used_is_wrong(machine, tmp_path):
 def test_the_check_says_which_known_bugs_a_newer_driver_has_mended(machine, tmp_path):
     with machine("gfx1201") as profile:
         facts = replace(profile.facts, arch="gfx1100")
-        news = [one for one in check(facts, ProbeStore(facts, tmp_path), TITLES) if one.status == NEWS]
+        news = [one for one in check(facts, ProbeStore(facts, tmp_path), precisions()) if one.status == NEWS]
     assert [one.name for one in news] == ["known bug gfx11_bf16_off"]
 
 
 def test_a_device_that_does_not_answer_ends_the_check(monkeypatch, tmp_path):
-    monkeypatch.setattr("anygpu.compat.device.check.answers", lambda device: "device lost")
-    found = list(check(CPU, ProbeStore(CPU, tmp_path), TITLES))
+    monkeypatch.setattr("anygpu.compat.device.check.device_fault", lambda device: "device lost")
+    found = list(check(CPU, ProbeStore(CPU, tmp_path), precisions()))
     assert [(one.status, one.detail) for one in found] == [(FAILED, "device lost")]
 
 
@@ -154,7 +154,7 @@ def test_a_device_that_does_not_answer_ends_the_check(monkeypatch, tmp_path):
 def test_the_command_reports_and_keeps_the_answers(tmp_path, capsys):
     assert cli.main(["report", "--device", "cpu", "--state", str(tmp_path)]) == 0
     said = capsys.readouterr().out
-    assert all(title in said for title in TITLES.values())
+    assert all(title in said for title in precisions())
     assert "a CPU computes fp32 fastest" in said
     assert list(tmp_path.glob("probes-*.json"))
 

@@ -21,6 +21,7 @@ import torch
 from aiohttp.test_utils import TestClient, TestServer
 from anygpu.compat.device.probe_store import OK, ProbeResult, ProbeStore
 from anygpu.compat.memory.statistics import MemoryStats
+from anygpu.compat.transforms.compile import CompileSettings
 from anygpu.paint import loading as paint_loading
 from anygpu.pipelines import tiny
 from anygpu.pipelines.base import Latents
@@ -33,7 +34,7 @@ from anygpu.pipelines.memory.estimates import Size, forecast
 from paint import stored
 
 WEB = Path(__file__).resolve().parent.parent / "web"
-STOOD_IN = ("server", "folders", "memory_manager", "recovery", "model_files", "painting")
+STOOD_IN = ("server", "requests", "folders", "memory_manager", "recovery", "model_files")
 SERVER = ("routes", "forecast", "panel", "runs")
 TRAVERSALS = [
     "../../etc/passwd",
@@ -95,15 +96,8 @@ def pack(tmp_path, monkeypatch) -> Iterator[Pack]:
         get_output_directory=lambda: str(tmp_path / "output"),
     )
     queue = SimpleNamespace(currently_running={})
-    memory = SimpleNamespace(
-        compute_device=lambda: torch.device("cpu"), managed=None, MODE="comfyui", evictable_bytes=lambda: 0
-    )
-    files = SimpleNamespace(NO_FILE="no file found", chosen_files=partial(chosen_files, tmp_path / "models"))
-    paint = SimpleNamespace(
-        NO_MODEL="no paint model found",
-        paint_path=lambda name: tmp_path / "models" / name,
-        provider_path=lambda name: None,
-    )
+    memory = SimpleNamespace(compute_device=lambda: torch.device("cpu"), offloader_on=None, evictable_bytes=lambda: 0)
+    files = SimpleNamespace(chosen_files=partial(chosen_files, tmp_path / "models"))
     kept = SimpleNamespace(  # the store is the real one; what draws its pictures needs ComfyUI's latent formats
         listing=lambda: store.listing(tmp_path / "kept"),
         load=lambda name: store.load(tmp_path / "kept", name, print),
@@ -117,13 +111,12 @@ def pack(tmp_path, monkeypatch) -> Iterator[Pack]:
         "comfy_execution.utils": SimpleNamespace(get_executing_context=lambda: None),
         "anygpu.host.memory_manager": memory,
         "anygpu.host.model_files": files,
-        "anygpu.host.painting": paint,
     }
     host = importlib.import_module("anygpu.host")
     forget(host)
     for name, module in stand_ins.items():
         monkeypatch.setitem(sys.modules, name, module)
-    vars(host).update(memory_manager=memory, recovery=kept, model_files=files, painting=paint)
+    vars(host).update(memory_manager=memory, recovery=kept, model_files=files)
     yield Pack(
         routes=importlib.import_module("anygpu.host.server.routes"),
         runs=importlib.import_module("anygpu.host.server.runs"),
@@ -179,6 +172,14 @@ def test_asking_the_device_lights_every_lamp_and_is_kept(pack):
     assert all(status_light["advice"] for status_light in found["lights"] if status_light["colour"] == "red")
     assert again["lights"] == found["lights"]
     assert list(pack.files()), "the answers are kept"
+
+
+def test_the_parts_of_an_error_are_told_to_who_has_its_text(pack):
+    from anygpu.compat.errors import InputError
+
+    error = InputError("width 16", expected="32 or more", fix="The nearest value is 32.")
+    status, found, _ = pack.ask("POST", "/anygpu/error", json={"message": f"{error}\n"})
+    assert status == 200 and found == {"found": "width 16", "expected": "32 or more", "fix": "The nearest value is 32."}
 
 
 def test_help_that_is_in_no_other_language_is_found_in_english(pack):
@@ -274,12 +275,12 @@ def test_a_pipeline_that_paints_is_told_too(pack):
 )
 def test_what_does_not_fit_whole_is_told_by_what_comes_of_it(pack, room, peak, sampling, decoding):
     """A stage that takes 1000 bytes where they are there, and can do with 100 while its weights wait outside."""
-    outlook = importlib.import_module("anygpu.host.server.forecast")
+    forecasting = importlib.import_module("anygpu.host.server.forecast")
     for name, fits in (("sampling", sampling), ("decoding", decoding)):
         most, least = (SimpleNamespace(name=name, total=total) for total in (1000, 100))
-        told = outlook._stage(most, least, room)
+        told = forecasting._stage(most, least, room)
         assert told == {"stage": name, "peak": peak, "least": 100, "free": room, "fits": fits}
-        whole = outlook._stage(most, least, room, parts=False)["fits"]
+        whole = forecasting._stage(most, least, room, parts=False)["fits"]
         assert whole == ("too much" if room == 99 else fits), "the decoder of paint has no parts"
 
 
@@ -296,10 +297,12 @@ def test_what_does_not_fit_whole_is_told_by_what_comes_of_it(pack, room, peak, s
 )
 def test_a_painting_is_counted_as_it_runs(pack, monkeypatch, kind, node, given, counted):
     """Guidance other than 1 is a second row; cameras beyond the six fixed ones are the PBR model's alone."""
-    outlook = importlib.import_module("anygpu.host.server.forecast")
+    forecasting = importlib.import_module("anygpu.host.server.forecast")
     seen = []
-    monkeypatch.setattr(outlook, "paint_needs", lambda _, size, views, guided, mode: seen.append((views, guided)) or ())
-    _, needs = outlook.RUNS[node](given, SimpleNamespace(family=kind))
+    monkeypatch.setattr(
+        forecasting, "paint_needs", lambda _, size, views, guided, mode: seen.append((views, guided)) or ()
+    )
+    _, needs = forecasting.RUNS[node](given, SimpleNamespace(family=kind))
     needs("none")
     assert set(seen) == {counted}
 
@@ -312,7 +315,7 @@ def test_a_forecast_times_nothing_on_a_device_that_was_asked(pack, tiny_folder, 
     def timed(*_: Any, **__: Any) -> Any:
         raise AssertionError("timed")
 
-    backed = importlib.import_module("anygpu.compat.device.copy_timing")
+    backed = importlib.import_module("anygpu.compat.device.timed_choice")
     monkeypatch.setattr(backed, "CLOCKED", ("cpu",))
     monkeypatch.setattr(backed, "milliseconds", timed)
     quiet, real = [], loading.probe_results_of
@@ -345,6 +348,7 @@ def test_a_pipeline_that_leads_nowhere_is_not_forecast(pack, tiny_folder, link):
         ({"precision": "fp8"}, "precision 'fp8'"),
         ({"attention": "sage"}, "attention 'sage' on CPU"),
         ({"kernels": "x"}, "kernels 'x'"),
+        ({"fp16_accumulation": True}, "fp16_accumulation on cpu"),
         ({"keep_free_gb": -1.0}, "keep_free_gb -1.0"),
         ({"keep_free_gb": -2}, "keep_free_gb -2.0"),
         ({"base": "../LTX-Video"}, "no model '../LTX-Video'"),
@@ -362,6 +366,18 @@ def test_what_a_graph_cannot_do_is_told_in_three_parts(pack, tiny_folder, inputs
     else:
         assert status == 200 and card["error"]["found"].startswith(found), card
     assert card["error"]["expected"] and card["error"]["fix"]
+
+
+def test_every_choice_of_a_load_node_reaches_the_forecast(pack, tiny_folder, monkeypatch):
+    """Whatever the node asks of loading, the panel asks too; only a trace is not begun for a forecast."""
+    weights_on(pack, tiny_folder, "ltx", "LTX-Video")
+    forecasting, asked = importlib.import_module("anygpu.host.server.forecast"), []
+    monkeypatch.setattr(forecasting, "load", lambda request, **_: asked.append(request) or load(request))
+    chosen = {"compile": True, "compile_mode": "max-autotune-no-cudagraphs", "compile_dynamic": "all"}
+    chosen |= {"compile_cache_size": 3, "compile_vae": True, "profile": True}
+    pack.ask("POST", "/anygpu/graph", json=graph_of(**chosen))
+    assert asked[0].speed.compile == CompileSettings("max-autotune-no-cudagraphs", "all", 3, vae=True)
+    assert asked[0].speed.profile is None
 
 
 @pytest.mark.parametrize("path", TRAVERSALS)

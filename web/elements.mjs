@@ -1,6 +1,6 @@
-// Elements made from plain values: text is always text, never markup.
+// Builds elements from plain values. Text is always text, never markup.
 
-/** An element with attributes and children; strings become text, null and false are left out. */
+/** An element with attributes and children. Strings become text; null and false are skipped. */
 export function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -34,7 +34,7 @@ export function seconds(count) {
   return `${Math.floor(count / 60)} min ${Math.round(count % 60)} s`;
 }
 
-/** A button that copies a text and says so. */
+/** A button that copies a text and confirms it. */
 export function copyButton(text) {
   const button = make("button", { type: "button", class: "anygpu-button" }, "Copy");
   button.addEventListener("click", async () => {

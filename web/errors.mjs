@@ -1,33 +1,27 @@
 // The notice for one error.
+import { ask } from "./ask.mjs";
 import { copyButton, make, style } from "./elements.mjs";
 import { jumpTo, titleOf } from "./jump.mjs";
-
-/** The parts of "found; expected this. Do that."; the whole text as `found` where it has another form. */
-export function parts(message) {
-  const text = message.trim();
-  const match = /^(.*?); expected (.*?)\. (.+)$/s.exec(text);
-  return match ? { found: match[1], expected: match[2], fix: match[3].split("\n")[0] } : { found: text };
-}
 
 const HELP = "https://github.com/anygpu/anygpu/blob/main/docs/troubleshooting.md";
 const MEMORY = /OutOfMemoryError$/;
 
-/** Take the notice away. */
+/** Remove the notice. */
 export function dismiss() {
   document.querySelector(".anygpu-toast")?.remove();
 }
 
-/** Show the error of a run; one notice at a time, the newest. */
-export function show({ exception_message: message, exception_type: type, node_id: node, node_type: kind }) {
+/** Show the error of a run. Only the newest notice is shown. */
+export async function show({ exception_message: message = "", exception_type: type, node_id: node, node_type: kind }) {
   style();
+  const { found, expected, fix } = await ask("/error", { message }).catch(() => ({ found: message.trim() }));
   dismiss();
-  const { found, expected, fix } = parts(message ?? "");
   const title = titleOf(node, kind);
   const row = (name, text) => text && [make("dt", {}, name), make("dd", {}, text)];
   const close = make("button", { type: "button", class: "anygpu-close", "aria-label": "Close", onclick: dismiss }, "×");
   const jump = make("button", { type: "button", class: "anygpu-button anygpu-main" }, `Go to ${title}`);
   jump.addEventListener("click", () => {
-    if (!jumpTo(node)) jump.textContent = "This node is gone";
+    if (!jumpTo(node)) jump.textContent = "This node no longer exists";
   });
   const heading = MEMORY.test(type) ? "Out of memory" : "Stopped";
   const notice = make(

@@ -1,8 +1,8 @@
-// On the load node, while no model is installed: which folders were searched, and what to download where, to copy.
+// While no model is installed, the load node shows which folders were searched and what to download, as text to copy.
 import { app } from "../../scripts/app.js";
 
 const NODE = "AnyGPULoadPipeline";
-const WIDGET = "anygpu_first_steps"; // no input has this name: it is shown, never saved and never sent
+const WIDGET = "anygpu_first_steps"; // not the name of an input: shown only, never saved or sent
 
 app.registerExtension({
   name: "anygpu.first_run",

@@ -1,7 +1,7 @@
-// From the id of a node in a run to the node on the canvas, through subgraphs.
+// Finds the node on the canvas for an execution id, through subgraphs.
 import { app } from "../../scripts/app.js";
 
-/** The node with an execution id such as "12" or "3:12", and whether every step to it was found. */
+/** The nodes on the path to an execution id such as "12" or "3:12"; the last one is the node itself. */
 export function nodeOf(id) {
   let graph = app.rootGraph ?? app.graph;
   const path = [];
@@ -14,13 +14,13 @@ export function nodeOf(id) {
   return path;
 }
 
-/** What a node is called on the canvas. */
+/** The title of a node on the canvas. */
 export function titleOf(id, fallback = "") {
   const path = nodeOf(id);
   return path.at(-1)?.title || fallback || `node ${id}`;
 }
 
-/** Select the node with an execution id and bring it into view; false when it is no longer there. */
+/** Select the node with an execution id and scroll to it; false if it no longer exists. */
 export function jumpTo(id) {
   const path = nodeOf(id);
   const node = path.at(-1);

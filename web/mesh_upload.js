@@ -1,4 +1,4 @@
-// On Load Mesh: a button that puts files of the user's into ComfyUI's folder input/3d and chooses the mesh among them.
+// Adds a button to Load Mesh that uploads files to ComfyUI's folder input/3d and selects the mesh.
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 
@@ -6,12 +6,12 @@ const NODE = "AnyGPULoadMesh";
 const FOLDER = "3d";
 const LABEL = "choose a mesh to upload";
 const MESHES = [".glb", ".gltf", ".obj", ".ply", ".stl"];
-const BESIDE = [".bin"]; // what a glTF file reads beside itself
+const BESIDE = [".bin"]; // a glTF file refers to it
 
-/** The name that a file has among ComfyUI's inputs, in a folder of them. */
+/** Upload a file into a folder of ComfyUI's inputs; returns its name there. */
 async function kept(file, folder) {
   const body = new FormData();
-  body.append("image", file); // the route's name for any file
+  body.append("image", file); // the route calls every file an image
   body.append("subfolder", folder);
   const answer = await api.fetchApi("/upload/image", { method: "POST", body });
   if (answer.status !== 200) throw new Error(`${file.name}: ${answer.status} ${answer.statusText}`);
@@ -19,9 +19,9 @@ async function kept(file, folder) {
   return subfolder ? `${subfolder}/${name}` : name;
 }
 
-/** Keep the files, and choose the first mesh among them.
+/** Upload the files and select the first mesh.
  *
- * Several get a folder of their own: ComfyUI renames a file whose name is taken, and a glTF names the file beside it.
+ * Several files get their own folder: ComfyUI renames a file if its name is taken, and a glTF refers to its files by name.
  */
 async function choose(node, files) {
   try {
@@ -30,7 +30,7 @@ async function choose(node, files) {
     for (const file of files) names.push(await kept(file, folder));
     const mesh = names.find((name) => MESHES.some((kind) => name.toLowerCase().endsWith(kind)));
     const widget = node.widgets.find((each) => each.name === "mesh_file");
-    if (!mesh) throw new Error(`no mesh among ${names.join(", ")}; expected one of ${MESHES.join(", ")}`);
+    if (!mesh) throw new Error(`no mesh in ${names.join(", ")}; expected one of ${MESHES.join(", ")}`);
     if (!widget.options.values.includes(mesh)) widget.options.values = [...widget.options.values, mesh];
     widget.value = mesh;
     widget.callback?.(mesh);
@@ -48,7 +48,7 @@ app.registerExtension({
     input.accept = [...MESHES, ...BESIDE].join(",");
     input.addEventListener("change", async () => {
       await choose(node, [...input.files]);
-      input.value = ""; // the same file again is a change again
+      input.value = ""; // so that choosing the same file again counts as a change
     });
     const button = node.addWidget("button", LABEL, "", () => input.click(), { serialize: false });
     button.serialize = false;

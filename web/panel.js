@@ -1,4 +1,4 @@
-// The side bar tab. Nothing is fetched before it is opened: its code, its style and every request come after that.
+// The side bar tab. Its code, its style and all data are fetched only when it is opened.
 import { app } from "../../scripts/app.js";
 
 app.registerExtension({
@@ -9,7 +9,7 @@ app.registerExtension({
       id: "anygpu",
       icon: "pi pi-microchip",
       title: "AnyGPU",
-      tooltip: "AnyGPU: what it decided for this machine, what a run will need, what the last one did",
+      tooltip: "AnyGPU: choices for this machine, memory forecast, last run",
       type: "custom",
       render: async (element) => {
         const { open } = await import("./panel.mjs");

@@ -1,22 +1,13 @@
-// What the tab shows. It asks the pack's routes and listens to its events; it decides and computes nothing.
+// The content of the tab. It calls the pack's routes and listens to its events, and computes nothing itself.
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
+import { ask } from "./ask.mjs";
 import { bytes, copyButton, make, seconds, style } from "./elements.mjs";
 import { jumpTo, titleOf } from "./jump.mjs";
 
-const SETTLED = 700; // milliseconds without a change before the graph is asked about again
+const SETTLED = 700; // milliseconds without a change before the graph is sent again
 
-/** The JSON of a route; an error with its three parts where the server refuses. */
-async function ask(path, body) {
-  const sent = body && { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) };
-  const answer = await api.fetchApi(`/anygpu${path}`, sent);
-  const found = await answer.json().catch(() => null);
-  if (answer.ok && found) return found;
-  const { found: what, expected, fix } = found?.error ?? { found: `the server answers ${answer.status}` };
-  throw new Error([what, expected && `expected ${expected}`, fix].filter(Boolean).join("; "));
-}
-
-/** A headed part of the tab; `fill` replaces what is in it. */
+/** A part of the tab with a heading; `fill` replaces its content. */
 function part(title, open = true) {
   const body = make("div", { class: "anygpu-body" }, make("p", {}, "…"));
   const element = make("details", open ? { open: "" } : {}, make("summary", {}, make("h2", {}, title)), body);
@@ -26,7 +17,7 @@ function part(title, open = true) {
 const trouble = (error) => make("p", { class: "anygpu-bad", role: "status" }, error.message);
 
 function meter({ name, free, total }) {
-  if (!total) return make("p", {}, `${name}: ${free === null ? "does not tell its memory" : `${bytes(free)} free`}`);
+  if (!total) return make("p", {}, `${name}: ${free === null ? "memory unknown" : `${bytes(free)} free`}`);
   const used = free === null ? 0 : total - free;
   const text = free === null ? `${bytes(total)}, free unknown` : `${bytes(used)} of ${bytes(total)} in use`;
   const values = { role: "meter", "aria-label": `Memory of ${name}`, "aria-valuemin": 0, "aria-valuemax": total };
@@ -39,7 +30,7 @@ function meter({ name, free, total }) {
 
 const meters = ({ device, host, shared }) => [meter(device), !shared && meter({ ...host, name: "host" })];
 
-const WORD = { green: "ok", amber: "note", red: "problem", grey: "not asked" };
+const WORD = { green: "ok", amber: "note", red: "problem", grey: "not tested" };
 
 function lightRow({ name, colour, verdict, advice }) {
   const dot = make("span", { class: `anygpu-dot anygpu-${colour}`, "aria-hidden": "true" });
@@ -51,7 +42,7 @@ function lightList(lights) {
   const by = (colour) => lights.filter((light) => light.colour === colour);
   const shown = [...by("red"), ...by("amber")];
   const rest = [...by("green"), ...by("grey")];
-  const count = `${by("green").length} ok, ${by("amber").length} notes, ${by("red").length} problems, ${by("grey").length} not asked`;
+  const count = `${by("green").length} ok, ${by("amber").length} notes, ${by("red").length} problems, ${by("grey").length} not tested`;
   return [
     make("p", { class: "anygpu-line" }, make("b", {}, "Probes"), ` ${count}`),
     shown.length > 0 && make("ul", { class: "anygpu-lights" }, shown.map(lightRow)),
@@ -89,11 +80,11 @@ function pipelineCard(card) {
     make("h3", {}, `${card.title}: ${card.model}`),
     make("p", { class: "anygpu-line" }, `${card.does} `, goButton(card.node)),
     make("dl", {}, rows),
-    card.by_tables && make("p", { class: "anygpu-why" }, "By the tables: this device was not asked everything yet."),
+    card.by_tables && make("p", { class: "anygpu-why" }, "From the tables: some probes have not run on this device yet."),
   );
 }
 
-/** A table with a heading per column; the first cell of a row is its heading. */
+/** A table with column headings; the first cell of each row is the row's heading. */
 function table(columns, rows) {
   const head = make("tr", {}, columns.map((name) => make("th", { scope: "col" }, name)));
   const body = rows.map(([name, ...cells]) => make("tr", {}, make("th", { scope: "row" }, name), cells.map((cell) => make("td", {}, cell))));
@@ -124,7 +115,7 @@ function runCard([id, { stages, status, said, seconds: spent, done }]) {
   );
 }
 
-/** What the stages of a run cost, beside what was forecast for a stage of that name before it began. */
+/** What each stage of a run used, beside the forecast for the stage of that name from before the run. */
 function costTable(costs, planned) {
   const foreseen = (name) => planned.flatMap(({ stages = [] }) => stages).find(({ stage }) => stage === name);
   const rows = costs.map(({ stage, mode, peak_bytes: peak, moved_bytes: moved, moving_seconds: moving, seconds: spent }) => {
@@ -149,11 +140,11 @@ function latentCard(entry, recovered) {
     }
     button.disabled = false;
   });
-  const picture = entry.picture && make("img", { src: api.apiURL(entry.picture), alt: `Rough picture of ${entry.title}`, loading: "lazy", onerror: hide });
+  const picture = entry.picture && make("img", { src: api.apiURL(entry.picture), alt: `Rough preview of ${entry.title}`, loading: "lazy", onerror: hide });
   return make("article", { class: "anygpu-kept" }, picture, make("div", {}, make("h3", {}, entry.title), make("p", {}, entry.text), button, told));
 }
 
-/** Put a node that loads what was recovered beside what is on the canvas; returns what to tell. */
+/** Add a node that loads the recovered latents to the canvas; returns the message to show. */
 function placeLoader({ node, widget, value, text }) {
   const made = node && window.LiteGraph.createNode(node);
   if (!made) return text;
@@ -170,7 +161,7 @@ function placeLoader({ node, widget, value, text }) {
   return text;
 }
 
-/** Fill `element` with the tab; returns what stops it. */
+/** Fill `element` with the tab; returns a function that stops it. */
 export function open(element) {
   style();
   const parts = {
@@ -182,16 +173,16 @@ export function open(element) {
   };
   const memory = make("div", {});
   const told = make("p", { role: "status", class: "anygpu-why" });
-  const again = make("button", { type: "button", class: "anygpu-button" }, "Ask the device again");
+  const again = make("button", { type: "button", class: "anygpu-button" }, "Run the probes again");
   let last = { prompt: "", nodes: {} };
   let forecasts = [];
-  let planned = []; // what was forecast when the last run began
+  let planned = []; // the forecasts at the start of the last run
   let timer = 0;
   let alive = true;
 
   const showMachine = (found) => {
     memory.replaceChildren(...meters(found.memory).filter(Boolean));
-    again.textContent = found.asked ? "Ask the device again" : "Ask the device";
+    again.textContent = found.asked ? "Run the probes again" : "Run the probes";
     const missing = Object.entries(found.limits).map(([name, each]) => `${name}: ${Object.keys(each).join(", ")}`);
     parts.machine.fill(
       make("p", {}, found.device),
@@ -200,7 +191,7 @@ export function open(element) {
       lightList(found.lights),
       make("p", {}, again),
       told,
-      missing.length > 0 && make("p", { class: "anygpu-line" }, make("b", {}, "Cannot work here"), ` ${missing.join("; ")}`),
+      missing.length > 0 && make("p", { class: "anygpu-line" }, make("b", {}, "Does not work here"), ` ${missing.join("; ")}`),
       found.sections.map(section),
     );
   };
@@ -221,13 +212,13 @@ export function open(element) {
       const found = await ask("/graph", { prompt: output });
       if (!alive) return;
       forecasts = found.forecasts;
-      parts.graph.fill(found.pipelines.length ? found.pipelines.map(pipelineCard) : make("p", {}, "No AnyGPU node that loads a model in this graph."));
-      parts.forecast.fill(forecasts.length ? forecasts.map(forecastCard) : make("p", {}, "Nothing to forecast: no node that samples or paints with a model that is here."));
+      parts.graph.fill(found.pipelines.length ? found.pipelines.map(pipelineCard) : make("p", {}, "This graph has no AnyGPU node that loads a model."));
+      parts.forecast.fill(forecasts.length ? forecasts.map(forecastCard) : make("p", {}, "Nothing to forecast: no node in this graph samples or paints with an installed model."));
     });
   const refreshKept = () =>
     guarded(parts.kept, async () => {
       const { latents } = await ask("/latents");
-      parts.kept.fill(latents.length ? latents.map((entry) => latentCard(entry, placeLoader)) : make("p", {}, "None are kept."));
+      parts.kept.fill(latents.length ? latents.map((entry) => latentCard(entry, placeLoader)) : make("p", {}, "There are none."));
     });
   const refreshRun = () =>
     guarded(parts.run, async () => {
@@ -242,10 +233,10 @@ export function open(element) {
   };
   again.addEventListener("click", async () => {
     again.disabled = true;
-    told.textContent = "Asking the device: a few seconds.";
+    told.textContent = "Running the probes takes a few seconds.";
     try {
       const found = await ask("/probes", {});
-      told.textContent = "Every probe was asked.";
+      told.textContent = "All probes have run.";
       if (alive) showMachine(found);
       await refreshGraph();
     } catch (error) {

@@ -1,7 +1,7 @@
 """What a GGUF file declares, and the values of its blocks.
 
-The header is read here, bounded by the file: the package gguf, whose tables and block formats are used, walks for hours
-through a list that is declared longer than its file.
+Uses the tables and block formats of the package gguf, but reads the header itself, bounded by the file's size: gguf
+loops for hours if a list is declared longer than its file.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any, BinaryIO
 
 import torch
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, PackError
 from ..packages import imported
-from .headers import MOST_AXES, TensorEntry, possible_shape, unreadable
+from .headers import MOST_AXES, TensorEntry, damaged, possible_shape, unreadable
 
 MAGIC = b"GGUF"
 MOST_ITEMS = 1_000_000  # tensors, notes, or items of a list; the largest vocabularies have a quarter of it
@@ -28,7 +28,7 @@ SHAPE_NOTE = "comfy.gguf.orig_shape."  # of tensors that were flattened, since G
 
 
 class Header:
-    """The bytes of a file one after the other; asking for more than there are raises ValueError."""
+    """Reads a file's bytes in order; raises ValueError at the end of the file."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
         self.file, self.left, self.size = file, size, size
@@ -82,6 +82,8 @@ def gguf_header(path: Path) -> tuple[dict[str, TensorEntry], dict[str, Any]]:
             if header.take(min(4, header.left)) != MAGIC:
                 raise _damaged(path, "another beginning" if status.st_size else "0 bytes")
             return _declared(path, header, (status.st_size, status.st_mtime_ns))
+    except PackError:
+        raise
     except OSError as error:
         raise unreadable(path, error) from error
     except (ValueError, struct.error, OverflowError) as error:  # UnicodeDecodeError is a ValueError
@@ -98,17 +100,17 @@ def _declared(path: Path, header: Header, stamp: tuple[int, int]) -> tuple[dict[
     version, tensors, notes = header.number("I"), header.number("Q"), header.number("Q")
     if version not in (2, 3) or max(tensors, notes) > MOST_ITEMS:
         raise _damaged(path, f"version {version}, {tensors} tensors and {notes} notes")
-    found: dict[str, Any] = {}
+    noted: dict[str, Any] = {}
     for _ in range(notes):
         name, kind = header.text(), header.number("I")
-        found[name] = header.value(kind)
+        noted[name] = header.value(kind)
     records = []
     for _ in range(tensors):
         name, axes = header.text(), header.number("I")
         if axes > MOST_AXES:
             raise ValueError(f"a tensor of {axes} axes")
         records.append((name, [header.number("Q") for _ in range(axes)], header.number("I"), header.number("Q")))
-    alignment = found.get("general.alignment", ALIGNMENT)
+    alignment = noted.get("general.alignment", ALIGNMENT)
     if not isinstance(alignment, int) or not 0 < alignment <= 2**20:
         raise ValueError(f"an alignment of {alignment}")
     base = -(-(header.size - header.left) // alignment) * alignment
@@ -116,9 +118,9 @@ def _declared(path: Path, header: Header, stamp: tuple[int, int]) -> tuple[dict[
     for name, sides, kind, offset in records:
         if name in entries:
             raise ValueError(f"tensor {name!r} twice")
-        entries[name] = _entry(path, name, sides, kind, base + offset, found, stamp)
+        entries[name] = _entry(path, name, sides, kind, base + offset, noted, stamp)
     _require_apart(path, entries, header.size)
-    return entries, found
+    return entries, noted
 
 
 def _entry(
@@ -149,7 +151,5 @@ def _require_apart(path: Path, entries: Mapping[str, TensorEntry], size: int) ->
         reached = entry.end
 
 
-def _damaged(path: Path, found: str) -> CheckpointError:
-    return CheckpointError(
-        f"{str(path)!r} has {found}", expected="a whole GGUF file", fix="The download was cut short: fetch it again."
-    )
+def _damaged(path: Path, problem: str) -> CheckpointError:
+    return damaged(path, problem, expected="a complete GGUF file")

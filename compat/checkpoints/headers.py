@@ -1,4 +1,4 @@
-"""What a safetensors file declares, checked against the file before a byte of weights is touched."""
+"""Headers of safetensors files, checked against the file before any weights are read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, PackError
 
 HEADER_LIMIT_BYTES = 100_000_000  # the safetensors library's own limit
 MOST_AXES = 16
@@ -32,14 +32,14 @@ STORED: dict[str, torch.dtype] = {  # safetensors' names of dtypes
 }
 OTHER_FILES: tuple[tuple[bytes, str, str], ...] = (  # first bytes of what is often saved under this name instead
     (b"version https://git-lfs", "a Git LFS pointer in place of its content", "Fetch the file itself: git lfs pull."),
-    (b"<!DOCTYPE", "a web page", "Download the file itself, after logging in where its page asks for it."),
-    (b"<html", "a web page", "Download the file itself, after logging in where its page asks for it."),
+    (b"<!DOCTYPE", "a web page", "Download the file itself, after logging in if its page requires it."),
+    (b"<html", "a web page", "Download the file itself, after logging in if its page requires it."),
     (
         b"PK\x03\x04",
         "a pickle of torch.save",
-        "Download the .safetensors: a pickle can run code and is refused.",
+        "Download the .safetensors version. Pickles can run code and are refused.",
     ),
-    (b"GGUF", "a GGUF file", "Give it the ending .gguf."),
+    (b"GGUF", "a GGUF file", "Rename it to end in .gguf."),
 )
 
 
@@ -80,7 +80,7 @@ class TensorEntry:
 
     @property
     def is_packed(self) -> bool:
-        """Whether its bytes are no tensor of its values: a block format, or numbers under a scale."""
+        """Whether its bytes are not plain values: a block format, or numbers with a scale."""
         return bool(self.codec) or self.scale is not None
 
     def rows(self, first: int, count: int) -> TensorEntry:
@@ -117,11 +117,13 @@ def entries_and_notes(path: Path) -> tuple[dict[str, TensorEntry], dict[str, str
         raise CheckpointError(
             f"no file {str(path)!r}", expected="a safetensors file", fix="Download this file again."
         ) from error
+    except PackError:  # CheckpointError is an OSError too: what it says is better than what follows
+        raise
     except OSError as error:  # a folder, a loop of links, no permission
         raise unreadable(path, error) from error
     except (ValueError, RecursionError) as error:
-        found = f"{error.args[0]}" if isinstance(error, Repeated) else "a header that is not JSON"
-        raise damaged(path, found) from error
+        problem = f"{error.args[0]}" if isinstance(error, Repeated) else "a header that is not JSON"
+        raise damaged(path, problem) from error
     if not isinstance(header, dict):
         raise damaged(path, "a header that is not an object")
     stamp = (status.st_size, status.st_mtime_ns)
@@ -146,16 +148,21 @@ def declared(files: Sequence[Path]) -> dict[str, TensorEntry]:
     return entries
 
 
-def damaged(path: Path, found: str, fix: str = "The download was cut short: fetch it again.") -> CheckpointError:
-    """The error for a file that is not what its name says."""
-    return CheckpointError(f"{str(path)!r} has {found}", expected="a whole safetensors file", fix=fix)
+def damaged(
+    path: Path,
+    problem: str,
+    fix: str = "The download was cut short. Download the file again.",
+    expected: str = "a whole safetensors file",
+) -> CheckpointError:
+    """The error for a file whose content does not match its name."""
+    return CheckpointError(f"{str(path)!r} has {problem}", expected=expected, fix=fix)
 
 
 def unreadable(path: Path, error: OSError) -> CheckpointError:
-    """The error for a path that the system does not open."""
+    """The error for a path that cannot be opened."""
     return CheckpointError(
         f"{str(path)!r} cannot be read ({error.strerror or error})",
-        expected="a file that this user may read",
+        expected="a file that you may read",
         fix="Check the path, its links and its permissions.",
     )
 
@@ -189,11 +196,11 @@ def _require_header(path: Path, begins: bytes, size: int) -> None:
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    named = dict(pairs)
+    if len(named) < len(pairs):
         names = [name for name, _ in pairs]
         raise Repeated(f"the name {next(n for n in names if names.count(n) > 1)!r} twice in its header")
-    return found
+    return named
 
 
 def _entries(path: Path, header: dict[str, Any], base: int, stamp: tuple[int, int]) -> dict[str, TensorEntry]:

@@ -1,13 +1,12 @@
-"""Tensors and what is known of them in one safetensors file: written whole or not at all, bit for bit, from any device.
+"""Tensors with their metadata in one safetensors file: written completely or not at all, bit for bit, from any device.
 
-What is known of them is JSON under the metadata key ``anygpu``; other metadata keys belong to others, such as the
-workflow that ComfyUI reads when a file is dropped onto it.
+The metadata is JSON under the key ``anygpu``. Other keys belong to others, such as the workflow that ComfyUI reads when
+a file is dropped onto it.
 """
 
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,12 @@ from typing import Any
 import torch
 
 from ..device.execution import HOST
+from ..device.facts import first_line
+from ..device.failures import is_shortage
 from ..errors import CheckpointError, InputError
 from ..memory.transfer import HALVES, Transfer, transfer_for
-from .weights import STORED, header_of, read_tensors, write_tensors
+from .headers import STORED, entries_and_notes
+from .weights import read_tensors, write_tensors
 
 RECORD = "anygpu"
 NOT_FINITE = ("refuse", "clamp")  # what is done about NaN and infinity; grows at the end
@@ -41,7 +43,7 @@ def write_record(
 
 
 def written(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> Path:
-    """Write ``tensors``, from any device, and return ``path``; a failure is one line.
+    """Write ``tensors``, from any device, and return ``path``; raises a one-line error on failure.
 
     Raises:
         CheckpointError: as :func:`write_record`.
@@ -54,9 +56,9 @@ def written(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[s
         if not isinstance(error, OSError) and type(error).__name__ != "SafetensorError":
             raise
         raise CheckpointError(
-            f"{str(path)!r} cannot be written ({_first_line(error)})",
-            expected=f"a folder that can be written, with {size / 1e6:.1f} MB free",
-            fix="Free space on this disk or choose another folder; what was there before is unchanged.",
+            f"{str(path)!r} cannot be written ({first_line(error)})",
+            expected=f"a writable folder with {size / 1e6:.1f} MB free",
+            fix="Free space on this disk or choose another folder. Files that were there before are unchanged.",
         ) from error
 
 
@@ -71,11 +73,11 @@ def read_record(
     Raises:
         CheckpointError: the file is missing, damaged, changed while it was read, or holds no tensor.
     """
-    entries = header_of(path)
+    entries, metadata = entries_and_notes(path)
     if not entries:
         raise CheckpointError(f"no tensors in {str(path)!r}", expected=f"a file of {subject}", fix="Choose another.")
     tensors = read_tensors(entries, None, lambda _bytes: None)
-    return {name: on_device(tensor, device) for name, tensor in tensors.items()}, metadata_of(path)
+    return {name: on_device(tensor, device) for name, tensor in tensors.items()}, metadata
 
 
 def metadata_of(path: Path) -> dict[str, str]:
@@ -84,11 +86,7 @@ def metadata_of(path: Path) -> dict[str, str]:
     Raises:
         CheckpointError: the file is missing or damaged.
     """
-    header_of(path)
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        found = json.loads(file.read(length)).get("__metadata__")
-    return {str(key): str(value) for key, value in found.items()} if isinstance(found, dict) else {}
+    return entries_and_notes(path)[1]
 
 
 def record_in(metadata: Mapping[str, str], path: Path) -> dict[str, Any]:
@@ -132,18 +130,18 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type == HOST.type:
         return tensor.contiguous()
     whole = tensor.contiguous()
-    return _travelled(whole, whole.device, lambda way: way.copied(whole))
+    return _travelled(whole, whole.device, lambda way: way.to_host(whole))
 
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """``tensor``, which is in host memory, on ``device``, bit for bit; 16-bit floats travel as integers."""
     if device.type == HOST.type:
         return tensor
-    return _travelled(tensor, device, lambda way: way.sent(tensor))
+    return _travelled(tensor, device, lambda way: way.to_device(tensor))
 
 
 def finite(tensor: torch.Tensor, subject: str, choice: str) -> tuple[torch.Tensor, str]:
-    """``tensor`` without NaN and infinity, and what was done; the text is empty where it had none.
+    """``tensor`` without NaN and infinity, and a description of what was done; empty if there were none.
 
     Args:
         choice: one of :data:`NOT_FINITE`; ``clamp`` makes NaN 0 and infinity the largest finite value in ``tensor``.
@@ -164,7 +162,7 @@ def finite(tensor: torch.Tensor, subject: str, choice: str) -> tuple[torch.Tenso
         raise InputError(
             text,
             expected="finite values",
-            fix="Sample again with precision fp32 or bf16, or set not_finite to clamp to go on with the rest.",
+            fix="Sample again with precision fp32 or bf16, or set not_finite to clamp to replace these values.",
         )
     values = tensor[sound].float()
     low, high = (float(values.min()), float(values.max())) if values.numel() else (0.0, 0.0)
@@ -185,25 +183,19 @@ def dtype_named(name: str) -> torch.dtype | None:
 def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """``tensors`` of which no two share memory, which the library that writes refuses."""
     seen: set[int] = set()
-    found: dict[str, torch.Tensor] = {}
+    separate: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         place = tensor.untyped_storage().data_ptr()
-        found[name] = tensor.clone() if place in seen and tensor.numel() else tensor
+        separate[name] = tensor.clone() if place in seen and tensor.numel() else tensor
         seen.add(place)
-    return found
+    return separate
 
 
 def _travelled(tensor: torch.Tensor, device: torch.device, travel: Callable[[Transfer], torch.Tensor]) -> torch.Tensor:
     way = Transfer(device, tensor.dtype, as_bits=tensor.dtype in HALVES)
     try:
         return travel(way)
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, NotImplementedError):  # a backend that cannot relabel bits has only the plain copy
-        if not way.as_bits:
+    except RuntimeError as error:  # a backend that cannot relabel bits has only the plain copy
+        if is_shortage(error) or not way.as_bits:
             raise
         return travel(transfer_for(device, tensor.dtype))
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -1,8 +1,8 @@
-"""Weights kept smaller than the dtype that computes: packed in memory, made dense for each use.
+"""Weights stored in fewer bits than the dtype that computes: packed in memory, unpacked at each use.
 
-A packed layer is the linear layer it was, under another class: its values are stored as 16 or 8 bits with a scale, or
-in a file's own blocks, and ``weight`` is made of them when it is asked for. So every mover moves the small tensors,
-LoRA and rewrites find a layer of the usual kind, and taking it back gives the values that were computed with.
+A packed layer is the original linear layer under another class. Its values are stored as 16 or 8 bits with a scale, or
+in the file's own blocks, and ``weight`` is computed from them on access. Offload therefore moves the small tensors,
+LoRA and rewrites see an ordinary linear layer, and unpacking it gives exactly the values that were computed with.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..errors import InputError, UnsupportedError
-from ..memory.transfer import widened
+from ..memory.transfer import bf16_bits_to_fp32
 from .headers import STORED, TensorEntry
 
 CHOICES = ("auto", "as in file", "bf16", "fp16", "fp8", "int8")
 MEANINGS: dict[str, str] = {
-    "auto": "as precision says; weights that the file has in fewer bits stay so in memory, exactly",
-    "as in file": "the file's own dtype, cast at each use: exact",
-    "bf16": "2 bytes per weight; exact where the file is bf16",
-    "fp16": "2 bytes per weight; exact where the file is fp16; what exceeds 65504 is refused",
+    "auto": "in the dtype that computes, or, if the file has fewer bits, exactly as in the file",
+    "as in file": "in the file's own dtype, cast at each use; exact",
+    "bf16": "2 bytes per weight; exact if the file is bf16",
+    "fp16": "2 bytes per weight; exact if the file is fp16; values above 65504 are an error",
     "fp8": "1 byte per weight and a scale per row: about half the memory of bf16, not exact",
-    "int8": "1 byte per weight and a scale per row: as fp8, with even steps",
+    "int8": "1 byte per weight and a scale per row: like fp8, but with evenly spaced values",
 }
-BYTES: dict[str, float] = {"bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0}
 PLAIN: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 EIGHT: dict[str, tuple[torch.dtype, float]] = {"fp8": (torch.float8_e4m3fn, 448.0), "int8": (torch.int8, 127.0)}
 # What no packing that rounds may touch, besides layers outside the repeated blocks: modulations decide how strong
@@ -66,7 +65,7 @@ class StoredLinear(nn.Linear):
             return _blocks(self.stored, self.codec, self.in_features).to(dtype)
         if self.factors is None:
             if self.by_bits and self.stored.dtype is torch.bfloat16:
-                return widened(self.stored).to(dtype)
+                return bf16_bits_to_fp32(self.stored).to(dtype)
             return self.stored.to(dtype)
         return self.stored.float().mul_(self.factors).to(dtype)
 
@@ -110,11 +109,7 @@ def opened(layer: StoredLinear) -> Callable[[], None]:
     """Make a layer that is kept in plain 16 bits dense, so that something can be added to it; returns the way back."""
     stored, dtype, by_bits = layer.stored, layer.dense_dtype, layer.by_bits
     unpack(layer)
-    return partial(_closed, layer, stored, dtype, by_bits)
-
-
-def _closed(layer: nn.Linear, stored: nn.Parameter, dtype: torch.dtype, by_bits: bool) -> None:
-    pack(layer, stored.data, None, dtype, by_bits=by_bits)
+    return partial(pack, layer, stored.data, None, dtype, by_bits=by_bits)
 
 
 def is_exact(layer: nn.Module) -> bool:
@@ -123,7 +118,7 @@ def is_exact(layer: nn.Module) -> bool:
 
 
 @contextmanager
-def outlined(module: nn.Module) -> Iterator[None]:
+def without_unpacking(module: nn.Module) -> Iterator[None]:
     """For the block, packed layers tell dtype, shape and device of their weight, and nothing is made dense for it.
 
     Who puts something around layers asks for these dozens of times, and for no value.
@@ -211,7 +206,8 @@ def dense_bytes(name: str, entry: TensorEntry, choice: str, keeps: bool, dense: 
 def packed(
     module: nn.Module, choice: str, file_dtypes: Mapping[str, torch.dtype] | None = None, by_bits: bool = False
 ) -> Callable[[], None] | None:
-    """What takes the packing of ``module`` back, after its blocks' linear layers were packed; None where none were.
+    """Pack the linear layers of the blocks of ``module``; returns a function that undoes it, or None if there were
+    none.
 
     Args:
         choice: one of :data:`CHOICES`. file_dtypes: of each weight in its file, for ``as in file``. by_bits: as in
@@ -250,7 +246,7 @@ def eight_bits(weight: torch.Tensor, choice: str) -> tuple[torch.Tensor, torch.T
 
 
 def require_storable(choice: str, subject: str, offload: str, precision: Any) -> None:
-    """Raise unless a storage choice can go with the other choices; asked before anything is read.
+    """Raise unless a storage choice is compatible with the other choices; called before anything is read.
 
     Raises:
         InputError: unknown choice. UnsupportedError: a pair that cannot be.
@@ -260,7 +256,7 @@ def require_storable(choice: str, subject: str, offload: str, precision: Any) ->
     if choice != "auto" and getattr(precision, "safe", False) and subject == "weights":
         raise UnsupportedError(
             f"weights {choice!r} with precision fp16-safe",
-            expected="weights auto: fp16-safe keeps them as fp16 itself",
+            expected="weights auto, because fp16-safe stores them as fp16 itself",
             fix="Choose weights auto, or another precision.",
         )
     if choice in EIGHT and offload in REFUSED:

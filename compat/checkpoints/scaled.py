@@ -1,6 +1,6 @@
-"""Files whose weights are stored under a scale: the scales are found beside the weights and joined to them.
+"""Files whose weights are stored with scales: finds the scales and attaches them to their weights.
 
-Scales that are dropped give no error, only weights that are wrong by a factor; so a kind that is not known is refused.
+A dropped scale raises no error but makes weights wrong by a factor, so unknown kinds are refused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NARROW = ("F8_E4M3", "F8_E5M2", "I8")
 
 
 def with_scales(entries: Mapping[str, TensorEntry], notes: Mapping[str, str], path: Path) -> dict[str, TensorEntry]:
-    """``entries`` with each scale joined to its weight, and without what only tells of them.
+    """``entries`` with each scale attached to its weight, and without the tensors that only describe scales.
 
     Raises:
         UnsupportedError: weights in a format other than :data:`FORMATS`. CheckpointError: a scale without its weight,
@@ -36,9 +36,9 @@ def with_scales(entries: Mapping[str, TensorEntry], notes: Mapping[str, str], pa
                 expected=f"bf16, fp16, fp32, GGUF, or {', '.join(FORMATS)}",
                 fix="Use another version of this file, such as bf16, scaled fp8 or GGUF.",
             )
-    found = {name: e for name, e in entries.items() if not _aside(name)}
-    for name in [name for name in found if name.endswith(SCALES)]:
-        owner, scale = name.removesuffix(SCALES[0]).removesuffix(SCALES[1]) + ".weight", found.pop(name)
+    kept = {name: e for name, e in entries.items() if not name.endswith(ASIDE) and name.rpartition(".")[2] != MARK}
+    for name in [name for name in kept if name.endswith(SCALES)]:
+        owner, scale = name.removesuffix(SCALES[0]).removesuffix(SCALES[1]) + ".weight", kept.pop(name)
         weight = entries.get(owner)
         if weight is None or not scale.is_floating or math.prod(scale.shape) not in (1, weight.shape[0]):
             raise CheckpointError(
@@ -46,33 +46,29 @@ def with_scales(entries: Mapping[str, TensorEntry], notes: Mapping[str, str], pa
                 expected="one number per weight, or one per row",
                 fix="Download this file again, or use another version of it.",
             )
-        found[owner] = replace(weight, scale=scale) if weight.dtype in NARROW else weight
-    lacking = sorted(name for name, e in found.items() if e.dtype == "I8" and not e.is_packed)
+        kept[owner] = replace(weight, scale=scale) if weight.dtype in NARROW else weight
+    lacking = sorted(name for name, e in kept.items() if e.dtype == "I8" and not e.is_packed)
     if lacking:
         raise CheckpointError(
             f"no scale for the 8-bit weight {lacking[0]!r} in {str(path)!r}",
             expected="its weight_scale beside it",
             fix="Use another version of this file.",
         )
-    return found
-
-
-def _aside(name: str) -> bool:
-    return name.endswith(ASIDE) or name == MARK or name.endswith("." + MARK)
+    return kept
 
 
 def _formats(entries: Mapping[str, TensorEntry], notes: Mapping[str, str], path: Path) -> dict[str, str]:
     """The format that the file names for each of its layers, from its metadata or from a small tensor beside each."""
-    found: dict[str, str] = {}
+    formats: dict[str, str] = {}
     if "_quantization_metadata" in notes:
         layers = _parsed(notes["_quantization_metadata"]).get("layers")
-        found |= {name: _named(about) for name, about in layers.items()} if isinstance(layers, dict) else {}
+        formats |= {name: _named(about) for name, about in layers.items()} if isinstance(layers, dict) else {}
     for name, entry in entries.items():
         if name.endswith(".comfy_quant") and entry.total_bytes < 4096:
             with path.open("rb") as file:
                 file.seek(entry.start)
-                found[name.removesuffix(".comfy_quant")] = _named(_parsed(file.read(entry.total_bytes)))
-    return found
+                formats[name.removesuffix(".comfy_quant")] = _named(_parsed(file.read(entry.total_bytes)))
+    return formats
 
 
 def _named(about: Any) -> str:
@@ -86,7 +82,7 @@ def _named(about: Any) -> str:
 
 def _parsed(text: str | bytes) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        content = json.loads(text)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}

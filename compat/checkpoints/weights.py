@@ -1,8 +1,8 @@
-"""Reading and writing safetensors: headers checked before a byte of weights is touched, reads that obey a cancel.
+"""Reading and writing safetensors: checks headers before reading any weights, and can be cancelled.
 
-Nothing here unpickles. Weights are read into ordinary memory in slices: progress is real, a cancel acts within one
-slice, and the peak is the result, not the result and the file. Where the caller says that mapped pages are fast, large
-tensors that need no cast are views of the file instead.
+Nothing is unpickled. Weights are read into ordinary memory in slices, so progress is real, cancelling takes effect
+within one slice, and the peak is the size of the result, not of result plus file. If the caller says that mapped pages
+are fast, large tensors that need no cast are views of the file instead.
 """
 
 from __future__ import annotations
@@ -12,28 +12,16 @@ import math
 import mmap
 import os
 import sys
-import tempfile
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, PackError
 from .gguf_file import decoded_rows
-from .headers import STORED, TensorEntry, damaged, declared, header_of, unreadable
-
-__all__ = [
-    "STORED",
-    "TensorEntry",
-    "declared",
-    "header_of",
-    "is_view",
-    "read_json",
-    "read_tensors",
-    "weight_files",
-    "write_tensors",
-]
+from .headers import STORED, TensorEntry, damaged, unreadable
 
 SLICE_BYTES = 64 * 1024**2
 CAST_BYTES = 4 * 1024**2  # of a slice that is cast: it stays in the processor's cache
@@ -87,7 +75,7 @@ def weight_files(folder: Path, subject: str) -> list[Path]:
         raise CheckpointError(
             f"no folder {str(folder)!r}",
             expected=f"the {subject} of this model",
-            fix="Download the missing folder; its name must stay as published.",
+            fix="Download the missing folder, and keep its published name.",
         )
     incomplete: list[CheckpointError] = []
     for index in sorted(folder.glob("*.safetensors.index*.json"), key=_preference):
@@ -111,12 +99,12 @@ def weight_files(folder: Path, subject: str) -> list[Path]:
         raise CheckpointError(
             f"only the pickle {pickles[0]!r} in {str(folder)!r}",
             expected=f"the {subject} as .safetensors",
-            fix="Download the safetensors version: a pickle can run code and is refused.",
+            fix="Download the safetensors version. Pickles can run code and are refused.",
         )
     raise CheckpointError(
         f"no weights in {str(folder)!r}",
         expected=f"the {subject} as .safetensors",
-        fix="Download the files of this folder; a git clone without LFS leaves them out.",
+        fix="Download the files of this folder. A git clone without LFS does not include them.",
     )
 
 
@@ -155,13 +143,15 @@ def read_tensors(
                     else:
                         tensors[name] = _arranged(_read_one(file, entry, dtype, advance), entry)
                 _require_unchanged(file, mine[0][1])
+        except PackError:
+            raise
         except OSError as error:
             raise unreadable(path, error) from error
     return tensors
 
 
-def let_go(tensor: torch.Tensor) -> None:
-    """Take the pages of a view of a file out of this process until it is read again; does nothing to other tensors.
+def release_pages(tensor: torch.Tensor) -> None:
+    """Release the pages of a view of a file until it is read again; does nothing to other tensors.
 
     Nobody may have written to the view: what was written is lost.
     """
@@ -173,20 +163,25 @@ def let_go(tensor: torch.Tensor) -> None:
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> Path:
     """Write a safetensors file whole or not at all, and return its path.
 
-    The file is written beside its destination and renamed, so that a crash or a full disk leaves the old one.
+    The file is written beside its destination, to the disk and not only to the system's cache, and renamed, so that
+    a crash, a power cut or a full disk leaves the old one.
     """
     from safetensors.torch import save_file
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    os.close(descriptor)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")
     try:
+        temporary.touch()
+        mode = temporary.stat().st_mode  # as this user's files have; safetensors would keep others from reading it
         save_file(
             {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, temporary, dict(metadata)
         )
-        os.replace(temporary, path)
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())
+        temporary.chmod(mode)
+        temporary.replace(path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     return path
 
@@ -271,7 +266,9 @@ def _unpacked(file: BinaryIO, entry: TensorEntry, dtype: torch.dtype, advance: C
     rows, stored = entry.shape[0] if entry.shape else 1, STORED[entry.dtype]
     result = torch.empty((rows, math.prod(entry.shape[1:])), dtype=dtype)
     width = entry.total_bytes // rows
-    factors = None if entry.scale is None else _factors(file, entry.scale)
+    factors = (
+        None if entry.scale is None else _read_one(file, entry.scale, torch.float32, lambda _bytes: None).reshape(-1, 1)
+    )
     file.seek(entry.start)
     for first in range(0, rows, max(1, SLICE_BYTES // width)):
         part = result[first : first + max(1, SLICE_BYTES // width)]
@@ -283,10 +280,6 @@ def _unpacked(file: BinaryIO, entry: TensorEntry, dtype: torch.dtype, advance: C
         part.copy_(values)
         advance(raw.numel())
     return result.view(entry.shape)
-
-
-def _factors(file: BinaryIO, scale: TensorEntry) -> torch.Tensor:
-    return _read_one(file, scale, torch.float32, lambda _bytes: None).reshape(-1, 1)
 
 
 def _arranged(tensor: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
@@ -303,7 +296,9 @@ def _require_unchanged(file: Any, entry: TensorEntry) -> None:
     """Raise when a file is not the one whose header was read: another download wrote over it."""
     status = os.fstat(file.fileno())
     if entry.stamp != (0, 0) and entry.stamp != (status.st_size, status.st_mtime_ns):
-        raise damaged(entry.file, "changed since its header was read", "Wait until it is written, and load it again.")
+        raise damaged(
+            entry.file, "changed since its header was read", "Wait until it has been written, then load it again."
+        )
 
 
 def _fill(file: BinaryIO, target: torch.Tensor, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The things that have failed on people's devices, tried on this one: conversions, loading, Conv3d, attention."""
+"""Tries on this device what is known to fail on some: conversions, loading, Conv3d, attention."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..checkpoints.weights import declared, read_tensors, write_tensors
+from ..checkpoints.headers import declared
+from ..checkpoints.weights import read_tensors, write_tensors
 from ..errors import PackError
-from ..precision import DTYPES
-from ..transforms.attention import attention_for, avoided_by, chunked
-from ..transforms.conv3d_choice import Layer, choose_by, form_error
-from ..transforms.conv3d_forms import Form, Geometry, covers
-from .facts import DeviceFacts, answers, first_line
+from ..precision import DTYPES, ModelPrecision
+from ..transforms.attention import attention_for, avoided_by
+from ..transforms.attention_chunks import chunked
+from ..transforms.conv3d_choice import Conv3dLayer, choose_by, form_error
+from ..transforms.conv3d_forms import Conv3dForm, Geometry, covers
+from .facts import DeviceFacts, device_fault, first_line
 from .probe_store import OK, ProbeStore
 from .probes import bits_of, home
 from .quirks import abilities, fixed, policy_for
@@ -46,13 +48,13 @@ class Check:
         return f"{self.status:<8} {self.name}" + (f": {self.detail}" if self.detail else "")
 
 
-def check(facts: DeviceFacts, store: ProbeStore, families: Mapping[str, str]) -> Iterator[Check]:
+def check(facts: DeviceFacts, store: ProbeStore, families: Mapping[str, ModelPrecision]) -> Iterator[Check]:
     """Each thing tried on the device of ``facts``, as it is tried; the probes are asked anew.
 
     Args:
-        families: family id to title, for what ``auto`` would use.
+        families: title to where its dtypes differ from the common rows, for what ``auto`` would use.
     """
-    silent = answers(facts.device)
+    silent = device_fault(facts.device)
     yield Check("the device answers", FAILED if silent else PASSED, silent)
     if silent:
         return
@@ -63,20 +65,20 @@ def check(facts: DeviceFacts, store: ProbeStore, families: Mapping[str, str]) ->
     yield from _forms(facts, store, used)
     yield from _attention(facts, store, used)
     for row in fixed(policy_for(facts), store):
-        yield Check(f"known bug {row.name}", NEWS, f"not on this device and driver any more ({row.symptom})")
+        yield Check(f"known bug {row.name}", NEWS, f"no longer on this device and driver ({row.symptom})")
 
 
-def exit_code(found: list[Check]) -> int:
+def exit_code(checks: list[Check]) -> int:
     """0 when nothing that is used fails, else 1."""
-    return int(any(one.status == FAILED for one in found))
+    return int(any(one.status == FAILED for one in checks))
 
 
 def _conversions(store: ProbeStore, used: set[str]) -> Iterator[Check]:
     """Each cast, on the device and on the way to it and back, from one answer of a probe each."""
     for name in (name for name in store if name.partition(".")[0] in ("cast", "move", "copy", "bits")):
-        found, kinds = store[name], set(name.partition(".")[2].split("_to_"))
+        answer, kinds = store[name], set(name.partition(".")[2].split("_to_"))
         bad = FAILED if kinds <= used and not name.startswith("bits") else AVOIDED
-        yield Check(f"conversion {name}", PASSED if found.status == OK else bad, found.detail)
+        yield Check(f"conversion {name}", PASSED if answer.status == OK else bad, answer.detail)
 
 
 def _loader(facts: DeviceFacts, used: set[str]) -> Iterator[Check]:
@@ -101,16 +103,16 @@ def _forms(facts: DeviceFacts, store: ProbeStore, used: set[str]) -> Iterator[Ch
     """Every form of every kind of Conv3d; that the chosen one is right is what counts."""
     chooser = choose_by(abilities(facts, store))
     for name, dtype in DTYPES.items():
-        for subject, (kernel, stride) in LAYERS.items():
-            layer = Layer(subject, 32, 32, kernel, Geometry(stride), dtype)
-            forms = [form for form in Form if covers(form, kernel, layer.geometry)]
+        for kind, (kernel, stride) in LAYERS.items():
+            layer = Conv3dLayer(kind, 32, 32, kernel, Geometry(stride), dtype)
+            forms = [form for form in Conv3dForm if covers(form, kernel, layer.geometry)]
             right = [form for form in forms if form_error(form, layer, facts.device) is not None]
             choice = chooser(layer)
-            taken = Form.NATIVE if choice is None else choice.form
+            taken = Conv3dForm.NATIVE if choice is None else choice.form
             wrong = [form.value for form in forms if form not in right]
             detail = f"{taken.value} is taken" + (f"; not right here: {', '.join(wrong)}" if wrong else "")
             bad = FAILED if name in used else AVOIDED
-            yield Check(f"{subject}, {name}", PASSED if taken in right else bad, detail)
+            yield Check(f"Conv3d, {kind}, {name}", PASSED if taken in right else bad, detail)
 
 
 def _attention(facts: DeviceFacts, store: ProbeStore, used: set[str]) -> Iterator[Check]:
@@ -125,8 +127,8 @@ def _attention(facts: DeviceFacts, store: ProbeStore, used: set[str]) -> Iterato
         }  # fmt: skip
         for label, run in ways.items():
             try:
-                found = home(run(q.to(facts.device), k.to(facts.device), v.to(facts.device)))
-                error = float((found - expected).abs().max())
+                result = home(run(q.to(facts.device), k.to(facts.device), v.to(facts.device)))
+                error = float((result - expected).abs().max())
                 right, detail = error <= ATTENTION_BOUND[name], f"off by {error:.2g}"
             except MISMATCH as failure:
                 right, detail = False, first_line(failure)

@@ -1,12 +1,12 @@
-"""Where a pipeline's inputs and generator must live.
+"""The device on which a pipeline's inputs and generator must be.
 
-Under offload a module's own device says nothing: accelerate leaves its weights on ``cpu`` or ``meta`` between calls,
+Under offload a module's device tells nothing: accelerate leaves its weights on ``cpu`` or ``meta`` between calls,
 and diffusers' group offload leaves them on ``cpu``. What counts is the device on which the next forward will run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -24,38 +24,12 @@ class HasDevice(Protocol):
     @property
     def device(self) -> torch.device: ...
 
+    def device_of(self, part: str) -> torch.device: ...
 
-def execution_device(
-    offloader: HasDevice | None = None,
-    modules: Iterable[nn.Module] = (),
-    pipeline: Any = None,
-    host: torch.device | None = None,
-    part: str = "",
-) -> torch.device:
-    """The device on which the next forward runs: offloader, offload hooks, pipeline, host, in this order.
 
-    Args:
-        offloader: the object that moves the parts; its word is final.
-        modules: parts that may carry accelerate or group-offload hooks.
-        pipeline: a diffusers pipeline; its ``_execution_device`` is asked, never its ``device``, which is ``cpu``
-            under model offload and ``meta`` under sequential offload.
-        host: what to return when nobody knows; the CPU when None.
-        part: of a pipeline whose offloader may place it elsewhere than the rest.
-
-    Source: diffusers ``DiffusionPipeline._execution_device``; accelerate ``AlignDevicesHook``.
-    """
-    if offloader is not None:
-        placed_by = getattr(offloader, "device_of", None) if part else None
-        return torch.device(offloader.device if placed_by is None else placed_by(part))
-    for module in modules:
-        device = _hooked_device(module)
-        if device is not None:
-            return device
-    if pipeline is not None:
-        device = torch.device(pipeline._execution_device)
-        if device.type != "meta":
-            return device
-    return host or HOST
+def execution_device(offloader: HasDevice, part: str = "") -> torch.device:
+    """The device on which the next forward of a pipeline, or of one ``part`` of it, runs."""
+    return offloader.device_of(part) if part else offloader.device
 
 
 def placed(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
@@ -135,10 +109,14 @@ def _leaves(module: nn.Module) -> Iterator[nn.Module]:
         yield from _leaves(child)
 
 
-def _hooked_device(module: nn.Module) -> torch.device | None:
+def hooked_device(module: nn.Module) -> torch.device | None:
+    """Where the hooks on ``module`` or on a module in it, ours, accelerate's or diffusers', run it; None without any.
+
+    Source: accelerate ``AlignDevicesHook``; diffusers ``GroupOffloadingHook``.
+    """
     hook = getattr(module, "_hf_hook", None)
-    unit = module.__dict__.get("_anygpu_unit")  # of compat.units
-    for candidate in (unit, hook, *getattr(hook, "hooks", ())):
+    group = module.__dict__.get("_anygpu_group")  # of compat.memory.hooks
+    for candidate in (group, hook, *getattr(hook, "hooks", ())):
         device = getattr(candidate, "execution_device", None)
         if device is not None:
             return torch.device(device)
@@ -146,4 +124,4 @@ def _hooked_device(module: nn.Module) -> torch.device | None:
     for name in getattr(registry, "_hook_order", ()):
         if name == "group_offloading":
             return torch.device(registry.hooks[name].group.onload_device)
-    return next((found for found in map(_hooked_device, module.children()) if found is not None), None)
+    return next((device for device in map(hooked_device, module.children()) if device is not None), None)

@@ -1,20 +1,25 @@
-"""Facts about the device that computes: the only file that asks a vendor's API."""
+"""Facts about the device that computes. The only file that calls vendors' APIs."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
 from ..errors import UnsupportedError
 
+log = logging.getLogger(__name__)
+Value = TypeVar("Value")
+
 GIBIBYTE = 1024**3
+PLENTY = 1 << 62  # bytes of host memory where nobody tells how much there is: nothing is refused for it
 CLOCKED = ("cuda", "xpu", "mps")  # torch device types on which a short timing tells kernels apart
 KERNEL_FILES = ("/sys/module/nvidia/version", "/sys/module/amdgpu/version", "/sys/module/xe/version")
 CGROUPS = (  # limit and use of version 2, then version 1
@@ -29,13 +34,14 @@ class DeviceFacts:
     """One device as plain values, so that a test can stand in any machine without owning it.
 
     Args:
-        backend: ``cuda``, ``rocm``, ``xpu``, ``mps``, ``directml``, ``cpu``, ``xla``, or what a plug-in calls itself.
+        backend: ``cuda``, ``rocm``, ``xpu``, ``mps``, ``cpu``, ``xla``, or what a plug-in calls itself.
         arch: ``sm75``, ``gfx1151``; empty where the vendor has none.
         arch_class: the key of the precision table: ``cpu``, ``cuda-sm80+``, ``cuda-old``, ``rocm``, ``xpu``, ``mps``,
-            ``directml``, ``xla`` or ``other``.
+            ``xla`` or ``other``.
         unified: whether host and device share one memory.
         driver: the driver's version; empty where nobody tells.
-        torch_build: torch's commit. compiled: the architectures it holds kernels for; empty where it does not tell.
+        torch_build: torch's commit.
+        compiled: the architectures it holds kernels for; empty where it does not tell.
         emulated: dtypes that the device computes with, slowly, without having units for them.
         versions: what a dated quirk may ask for: ``torch``, ``cuda``, ``rocm``, ``cudnn``, ``triton``, ``system`` (such
             as ``Linux``), ``kernel`` (the operating system's version) and ``driver``.
@@ -67,17 +73,28 @@ class DeviceFacts:
         return f"{self.name}{arch} as {self.device}{memory}{shared}, torch {self.torch_version}"
 
 
+def value_or(ask: Callable[[], Value], unknown: Value) -> Value:
+    """What ``ask`` returns, or ``unknown`` where it raises: a driver, psutil or a plug-in may raise anything."""
+    try:
+        return ask()
+    except Exception as error:
+        log.debug("AnyGPU: no answer from the system: %s", first_line(error))
+        return unknown
+
+
 def default_device() -> torch.device:
     """The accelerator that torch reports, else the CPU."""
-    if torch.accelerator.is_available():
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        if accelerator is not None:
-            return torch.device(accelerator.type, torch.accelerator.current_device_index())
-    return torch.device("cpu")
+
+    def accelerator() -> torch.device:
+        current = torch.accelerator.current_accelerator(check_available=True)
+        assert current is not None
+        return torch.device(current.type, torch.accelerator.current_device_index())
+
+    return value_or(accelerator, torch.device("cpu"))
 
 
 def facts_for(device: torch.device | str | DeviceFacts | None = None) -> DeviceFacts:
-    """Facts about ``device``, or about the default device; facts that were already gathered are returned as they are.
+    """Facts about ``device``, or about the default device; existing facts are returned unchanged.
 
     Raises:
         UnsupportedError: torch does not know the device or cannot reach it.
@@ -86,22 +103,29 @@ def facts_for(device: torch.device | str | DeviceFacts | None = None) -> DeviceF
         return device
     chosen = default_device() if device is None else _parsed(device)
     makers = {"cuda": _cuda_facts, "cpu": _cpu_facts, "mps": _mps_facts, "xpu": _xpu_facts, "xla": _xla_facts}
-    found = makers.get(chosen.type, _plug_in_facts)(chosen)
+    unknown: dict[str, Any] = {
+        "backend": chosen.type,
+        "arch": "",
+        "arch_class": "other",
+        "name": str(chosen),
+        "total_bytes": 0,
+    }
+    stated = value_or(lambda: makers.get(chosen.type, _plug_in_facts)(chosen), unknown)
     versions = {
         "torch": torch.__version__,
         "system": platform.system(),
         "kernel": platform.release(),
         "triton": _triton(),
     }
-    driver = found.pop("driver", "") or (_driver_file() if found["backend"] in ("cuda", "rocm", "xpu") else "")
-    versions |= {"driver": driver, **found.pop("versions", {})}
+    driver = stated.pop("driver", "") or (_driver() if stated["backend"] in ("cuda", "rocm", "xpu") else "")
+    versions |= {"driver": driver, **stated.pop("versions", {})}
     return DeviceFacts(
         device=chosen,
         torch_version=torch.__version__,
         torch_build=str(torch.version.git_version or ""),
         driver=driver,
         versions={name: str(version) for name, version in versions.items() if version},
-        **found,
+        **stated,
     )
 
 
@@ -109,25 +133,34 @@ def flags() -> dict[str, bool]:
     """The switches of torch that change what an operator does; probes are kept apart by them."""
     cudnn: Any = torch.backends.cudnn
     matmul: Any = torch.backends.cuda.matmul
-    found = {
-        "cudnn": cudnn.enabled,
-        "cudnn.benchmark": cudnn.benchmark,
-        "cudnn.deterministic": cudnn.deterministic,
-        "tf32": torch.get_float32_matmul_precision() != "highest",
-        "cudnn.tf32": _cudnn_tf32(cudnn),
-        "fp16 sums": getattr(matmul, "allow_fp16_accumulation", False),
-        "bf16 sums": getattr(matmul, "allow_bf16_reduced_precision_reduction", False),
+    switches: dict[str, Callable[[], Any]] = {
+        "cudnn": lambda: cudnn.enabled,
+        "cudnn.benchmark": lambda: cudnn.benchmark,
+        "cudnn.deterministic": lambda: cudnn.deterministic,
+        "tf32": lambda: _matmul_tf32(matmul),
+        "cudnn.tf32": lambda: _cudnn_tf32(cudnn),
+        "fp16 sums": lambda: getattr(matmul, "allow_fp16_accumulation", False),
+        "bf16 sums": lambda: getattr(matmul, "allow_bf16_reduced_precision_reduction", False),
     }
-    return {name: bool(value) for name, value in found.items()}
+    return {name: bool(value_or(switch, False)) for name, switch in switches.items()}
 
 
-def answers(device: torch.device) -> str:
+def device_fault(device: torch.device) -> str:
     """Why ``device`` does not compute one plus one; empty when it does."""
     try:
         two = (torch.ones(1, device=device) + 1).cpu().item()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except Exception as error:
         return first_line(error)
     return "" if two == 2.0 else f"1 + 1 gives {two}"
+
+
+def gone(facts: DeviceFacts, silent: str) -> UnsupportedError:
+    """The error for a device that answers no more; ``silent`` is why."""
+    return UnsupportedError(
+        f"the device {str(facts.device)!r} ({facts.name}) has stopped answering ({silent})",
+        expected="a working device",
+        fix="Restart ComfyUI. If it happens again, update the driver or choose another device.",
+    )
 
 
 def first_line(error: BaseException) -> str:
@@ -142,33 +175,31 @@ def indexed(device: torch.device) -> torch.device:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes free on ``device`` now, or None where the backend does not tell."""
+    """Bytes free on ``device`` now, or None if the backend does not report it."""
     if device.type == "cpu":
-        import psutil
-
-        return int(psutil.virtual_memory().available)
+        return value_or(lambda: _system_bytes("virtual_memory", "available"), None)
     module: Any = getattr(torch, device.type, None)
-    if hasattr(module, "mem_get_info"):
-        return int(module.mem_get_info(device)[0])
-    return None
+    free = value_or(lambda: _stated_free(module, device), None)
+    return value_or(lambda: _unreserved(module, device), None) if free is None and device.type == "xpu" else free
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """The highest memory of this process on ``device`` since :func:`reset_peak`; None where nobody tells."""
+    """Peak memory of this process on ``device`` since :func:`reset_peak`; None if unknown."""
     module: Any = getattr(torch, device.type, None)
-    told = device.type != "cpu" and hasattr(module, "max_memory_allocated")
-    return int(module.max_memory_allocated(device)) if told else None
+    if device.type == "cpu" or not hasattr(module, "max_memory_allocated"):
+        return None
+    return value_or(lambda: int(module.max_memory_allocated(device)), None)
 
 
 def reset_peak(device: torch.device) -> None:
-    """Begin to measure the peak anew; nothing where the backend has no such count."""
+    """Reset the peak; does nothing if the backend does not count it."""
     module: Any = getattr(torch, device.type, None)
     if device.type != "cpu" and hasattr(module, "reset_peak_memory_stats"):
-        module.reset_peak_memory_stats(device)
+        value_or(lambda: module.reset_peak_memory_stats(device), None)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for what ``device`` was given to do, so that a clock tells the truth."""
+    """Wait until ``device`` has finished its work, so that timings are right."""
     module: Any = getattr(torch, device.type, None)
     if device.type != "cpu" and hasattr(module, "synchronize"):
         module.synchronize(*(() if device.type == "mps" else (device,)))  # mps has one device and takes none
@@ -176,27 +207,19 @@ def synchronize(device: torch.device) -> None:
 
 def locks_host_memory(device: torch.device) -> bool:
     """Whether host memory can be locked for ``device``, so that copies to it need no staging; locks a byte to see."""
-    current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if current is None or current.type != device.type:
+    if device.type == "cpu" or default_device().type != device.type:
         return False
-    try:
-        return torch.empty(1, dtype=torch.uint8, pin_memory=True).is_pinned()
-    except (RuntimeError, NotImplementedError):
-        return False
+    return value_or(lambda: torch.empty(1, dtype=torch.uint8, pin_memory=True).is_pinned(), False)
 
 
 def swap_free_bytes() -> int:
-    """Bytes of swap space that are free."""
-    import psutil
-
-    return int(psutil.swap_memory().free)
+    """Bytes of swap space that are free; 0 where nobody tells, as on Windows without performance counters."""
+    return value_or(lambda: _system_bytes("swap_memory", "free"), 0)
 
 
 def host_free_bytes() -> int:
     """Bytes of host memory that this process may still take: what is available, and what its control group leaves."""
-    import psutil
-
-    free = int(psutil.virtual_memory().available)
+    free = value_or(lambda: _system_bytes("virtual_memory", "available"), PLENTY)
     for limit, used in CGROUPS:
         try:
             most, taken = Path(limit).read_text(encoding="utf-8").strip(), Path(used).read_text(encoding="utf-8")
@@ -208,7 +231,7 @@ def host_free_bytes() -> int:
 
 
 def _reclaimable(group: Path) -> int:
-    """Bytes of a control group's file cache, which count as used and are given up when asked for."""
+    """Bytes of a control group's file cache, which count as used but are freed on demand."""
     try:
         rows = dict(line.split() for line in (group / "memory.stat").read_text(encoding="utf-8").splitlines())
     except (OSError, ValueError):
@@ -217,21 +240,49 @@ def _reclaimable(group: Path) -> int:
 
 
 def empty_host_cache() -> None:
-    """Give locked host memory that torch keeps for later back to the system, where an allocator of torch's own has it.
+    """Return the pinned host memory that torch caches to the system.
 
     Plug-ins are not asked: torch takes whatever they lock memory with for an allocator that can, and crashes.
     """
-    current = torch.accelerator.current_accelerator(check_available=True)
     give = getattr(torch.accelerator, "empty_host_cache", getattr(torch._C, "_host_emptyCache", None))
-    if current is not None and current.type in ("cuda", "xpu") and give is not None:
-        give()
+    if default_device().type in ("cuda", "xpu") and give is not None:
+        value_or(give, None)
 
 
 def empty_cache(device: torch.device) -> None:
     """Give unused cached memory of an accelerator back to its driver; nothing to do on the CPU."""
     module: Any = getattr(torch, device.type, None)
     if device.type != "cpu" and hasattr(module, "empty_cache"):
-        module.empty_cache()
+        value_or(module.empty_cache, None)
+
+
+def _system_bytes(memory: str, amount: str) -> int:
+    """An amount that psutil's function for a kind of memory tells."""
+    import psutil
+
+    return int(getattr(getattr(psutil, memory)(), amount))
+
+
+def _stated_free(module: Any, device: torch.device) -> int | None:
+    """Free bytes as the backend tells them; None where it cannot mean what it says."""
+    if not hasattr(module, "mem_get_info"):
+        return None
+    free, total = (int(value) for value in module.mem_get_info(device))
+    return free if 0 <= free <= total else None
+
+
+def _unreserved(module: Any, device: torch.device) -> int:
+    """All memory less what torch reserved: ComfyUI's figure for Intel, whose drivers may not tell (pytorch#159728)."""
+    return int(module.get_device_properties(device).total_memory) - int(module.memory_reserved(device))
+
+
+def _matmul_tf32(matmul: Any) -> bool:
+    """Whether fp32 products may be rounded to TF32, asked by torch's new switch where it has one.
+
+    From torch 2.9 on the old question raises once anybody has used the new switch.
+    """
+    new = getattr(matmul, "fp32_precision", None)
+    return torch.get_float32_matmul_precision() != "highest" if new is None else new not in ("none", "ieee")
 
 
 def _cudnn_tf32(cudnn: Any) -> bool:
@@ -245,14 +296,14 @@ def _cudnn_tf32(cudnn: Any) -> bool:
 def _parsed(device: torch.device | str) -> torch.device:
     try:
         chosen = torch.device(device)
-        found = torch.empty(0, device=chosen).device  # with its index
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        there = torch.empty(0, device=chosen).device  # with its index
+    except Exception as error:
         raise UnsupportedError(
             f"device {str(device)!r} does not answer ({first_line(error)})",
             expected=f"a device of this torch build, such as {default_device()}",
-            fix="Choose another device, or install the torch build made for this one.",
+            fix="Choose another device, or install the build of torch for this one.",
         ) from error
-    return chosen if chosen.type == "mps" else found  # ComfyUI compares its models' devices with a bare mps
+    return chosen if chosen.type == "mps" else there  # ComfyUI compares its models' devices with a bare mps
 
 
 def _cpu_facts(device: torch.device) -> dict[str, Any]:
@@ -316,7 +367,10 @@ def _xpu_facts(device: torch.device) -> dict[str, Any]:
         "emulated": lacking,
         "total_bytes": int(properties.total_memory),
         "driver": str(getattr(properties, "driver_version", "")),
-        "unified": any(word in str(properties.name) for word in ("Iris", "UHD", "HD Graphics")),
+        "unified": bool(
+            getattr(properties, "is_integrated_gpu", False)
+            or any(word in str(properties.name) for word in ("Iris", "UHD", "HD Graphics"))
+        ),
         "compiled": tuple(torch.xpu.get_arch_list()),
     }
 
@@ -339,17 +393,7 @@ def _xla_facts(device: torch.device) -> dict[str, Any]:
 
 
 def _plug_in_facts(device: torch.device) -> dict[str, Any]:
-    """DirectML, and any device that torch calls PrivateUse1 or that this pack does not know."""
-    directml = sys.modules.get("torch_directml")
-    if device.type == "privateuseone" and directml is not None:
-        return {
-            "backend": "directml",
-            "arch": "",
-            "arch_class": "directml",
-            "total_bytes": 0,
-            "name": str(directml.device_name(device.index or 0)).strip("\0 "),
-            "versions": {"directml": _version_of("torch-directml")},
-        }
+    """Any device that torch calls PrivateUse1 or that this pack does not know."""
     total, name = 0, f"{device.type} device"
     module: Any = getattr(torch, device.type, None)
     if hasattr(module, "get_device_properties"):
@@ -359,17 +403,18 @@ def _plug_in_facts(device: torch.device) -> dict[str, Any]:
 
 
 def _host_bytes() -> int:
-    import psutil
+    """Bytes of host memory; 0 where nobody tells."""
+    return value_or(lambda: _system_bytes("virtual_memory", "total"), 0)
 
-    return int(psutil.virtual_memory().total)
 
-
-def _driver_file() -> str:
-    """The driver's version as the Linux kernel states it; empty elsewhere."""
+def _driver() -> str:
+    """The driver's version as the Linux kernel states it, else the newest CUDA or HIP that the driver offers."""
     for path in map(Path, KERNEL_FILES):
-        if path.is_file():
-            return path.read_text(encoding="utf-8").strip()
-    return ""
+        stated = value_or(lambda path=path: path.read_text(encoding="utf-8").strip(), "")  # type: ignore[misc]
+        if stated:
+            return stated
+    offered = value_or(lambda: int(cast(Any, torch._C)._cuda_getDriverVersion()), 0)
+    return f"runtime {offered}" if offered else ""
 
 
 def _triton() -> str:
@@ -377,10 +422,7 @@ def _triton() -> str:
 
 
 def _version_of(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    return value_or(lambda: importlib.metadata.version(package), "")
 
 
 def _cudnn(number: int) -> str:

@@ -1,4 +1,4 @@
-"""Every probe of the pack in one store: those of the device, and those of the layers above it."""
+"""One store for all probes: those of the device and those of the layers above it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ TRITON = "triton"
 
 
 def probe_results_of(facts: DeviceFacts, folder: Path | None = None, quiet: bool = False) -> ProbeStore:
-    """What the device of ``facts`` answers, Triton's probe included; each is asked when it is read.
+    """The probe results for the device of ``facts``, including Triton's; each probe runs when its result is read.
 
     Args:
-        folder: where answers are kept; None keeps them in memory only. quiet: gives only what is kept.
+        folder: where answers are kept; None keeps them in memory only.
+        quiet: gives only what is kept.
     """
     return ProbeStore(facts, folder, more={TRITON: _triton}, quiet=quiet)
 

@@ -1,4 +1,4 @@
-"""Answers of probes: asked on first use, kept in one JSON file per device, driver, torch build and set of flags."""
+"""Probe results: measured on first use, saved in one JSON file per device, driver, torch build and set of flags."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,23 +15,14 @@ from typing import Any
 
 import torch
 
-from ..errors import UnsupportedError
 from . import probes as suite
-from .facts import DeviceFacts, answers, first_line, flags
+from .facts import DeviceFacts, device_fault, first_line, flags, gone, value_or
 
 log = logging.getLogger(__name__)
 
 OK, WRONG, UNUSABLE, UNKNOWN = "ok", "wrong", "unusable", "unknown"
-RAISED = (
-    RuntimeError,
-    NotImplementedError,
-    AssertionError,
-    ImportError,
-    OSError,
-    TypeError,
-    ValueError,
-    AttributeError,
-)
+STATUSES = (OK, WRONG, UNUSABLE, UNKNOWN)
+ENDED = "the process ended while it was asked"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +44,12 @@ class ProbeResult:
         return f"{self.status}: {self.detail}" if self.detail else self.status
 
 
-UNASKED = ProbeResult(UNKNOWN, "not asked yet")
+Probes = Mapping[str, ProbeResult] | None  # answers by name, asked when they are read; None asks nothing
+UNASKED = ProbeResult(UNKNOWN, "not tested yet")
 
 
 class ProbeStore(Mapping[str, ProbeResult]):
-    """The answers of one device by probe name; a missing one is asked when it is read.
+    """The probe results of one device by name; a missing one is measured when it is read.
 
     Args:
         facts: the device.
@@ -82,6 +73,7 @@ class ProbeStore(Mapping[str, ProbeResult]):
         self.note = ""
         self._answers: dict[str, ProbeResult] = {}
         self._remembered: dict[str, Any] = {}
+        self._asking = ""
         self._lock = threading.RLock()
         self._read()
 
@@ -110,15 +102,15 @@ class ProbeStore(Mapping[str, ProbeResult]):
         return name in self.probes
 
     def known(self) -> dict[str, ProbeResult]:
-        """The answers so far, without asking."""
+        """The results so far, without running any probe."""
         return dict(self._answers)
 
     def without_asking(self) -> dict[str, ProbeResult]:
-        """Every answer, ``unknown`` where the device was not asked yet."""
+        """Every answer, ``unknown`` where the device was not tested yet."""
         return {name: self._answers.get(name, UNASKED) for name in self.probes}
 
     def ask_all(self, again: bool = False) -> dict[str, ProbeResult]:
-        """Every answer, with one write at the end.
+        """Run every probe, and write the results once at the end.
 
         Args:
             again: forget what was kept and ask anew.
@@ -131,7 +123,7 @@ class ProbeStore(Mapping[str, ProbeResult]):
             return {name: self._answers[name] for name in self.probes}
 
     def remember(self, name: str, measure: Callable[[], Any]) -> Any:
-        """A plain value that is measured once per device and kept beside the answers, such as a timing.
+        """A plain value that is measured once per device and saved with the results, such as a timing.
 
         Args:
             measure: makes the value; it must be what JSON can hold. A quiet store gives None instead.
@@ -152,49 +144,57 @@ class ProbeStore(Mapping[str, ProbeResult]):
         if not names:
             return
         for name in names:
+            if self.facts.device.type != "cpu":  # whose driver may end the process: at the next start that is known
+                self._asking = name
+                self._write()
             self._answers[name] = answer(self.probes[name], self.facts)
+        self._asking = ""
         self._write()
 
     def _read(self) -> None:
-        """Take what is kept, unless it was asked here already: another process may have written meanwhile."""
+        """Read saved results, except for probes that already ran here; another process may have written in the
+        meantime."""
         if self.path is None:
             return
         try:
             content = json.loads(self.path.read_text(encoding="utf-8"))
-            kept = {name: ProbeResult(**entry) for name, entry in content["answers"].items() if name in self.probes}
+            kept = {name: _checked(entry) for name, entry in content["answers"].items() if name in self.probes}
             remembered = dict(content["remembered"])
+            asking, process = (content.get("asking") or ("", 0))[:2]
+            if asking in self.probes and asking not in kept and not _runs(int(process)):
+                log.warning("AnyGPU: %s %s: it counts as unusable", asking, ENDED)
+                kept[asking] = ProbeResult(UNUSABLE, ENDED)
         except FileNotFoundError:
             return
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            log.warning("AnyGPU: %s is damaged (%s): its probes are asked again", self.path, first_line(error))
+            log.warning("AnyGPU: %s is damaged (%s): its probes run again", self.path, first_line(error))
             return
         self._answers, self._remembered = {**kept, **self._answers}, {**remembered, **self._remembered}
 
     def _write(self) -> None:
-        """Write the whole file beside its destination and rename it, so that no reader ever sees half of it."""
+        """Write to a temporary file and rename it, so that no reader sees half of it."""
         if self.path is None or self.folder is None or self.note:
             return
         self._read()
-        kept = {name: asdict(found) for name, found in self._answers.items() if found.status != UNKNOWN}
-        content = {
+        kept = {name: asdict(result) for name, result in self._answers.items() if result.status != UNKNOWN}
+        content: dict[str, Any] = {
             "device": str(self.facts),
             "versions": dict(self.facts.versions),
             "answers": kept,
             "remembered": self._remembered,
         }
-        temporary = ""
+        if self._asking:
+            content["asking"] = [self._asking, os.getpid()]
+        temporary = self.folder / f".{self.path.name}.{os.getpid()}.part"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            descriptor, temporary = tempfile.mkstemp(dir=self.folder, prefix=f".{self.path.name}.", suffix=".part")
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                json.dump(content, file, indent=1)
-            Path(temporary).replace(self.path)
+            temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
+            temporary.replace(self.path)
         except OSError as error:
-            if temporary:
-                Path(temporary).unlink(missing_ok=True)
+            value_or(lambda: temporary.unlink(missing_ok=True), None)
             self.note = (
-                f"probe results cannot be kept in {str(self.folder)!r} ({first_line(error)}); expected a folder that "
-                "can be written. They are asked again at each start: make the folder writable."
+                f"probe results cannot be kept in {str(self.folder)!r} ({first_line(error)}); expected a writable "
+                "folder. The probes run again at every start: make the folder writable."
             )
             log.warning("AnyGPU: %s", self.note)
 
@@ -208,20 +208,16 @@ def answer(probe: suite.Probe, facts: DeviceFacts) -> ProbeResult:
     started = time.perf_counter()
     try:
         with torch.inference_mode(False), torch.no_grad():
-            found = probe(facts.device)
+            fault = probe(facts.device)
     except torch.OutOfMemoryError as error:
-        return ProbeResult(UNKNOWN, f"out of memory while it was asked ({first_line(error)})", _since(started))
-    except RAISED as error:
-        silent = answers(facts.device)
+        return ProbeResult(UNKNOWN, f"out of memory during the test ({first_line(error)})", _since(started))
+    except Exception as error:  # Triton's errors, for one, have no base class but this
+        silent = device_fault(facts.device)
         if silent:
-            raise UnsupportedError(
-                f"the device {str(facts.device)!r} ({facts.name}) has stopped answering ({silent})",
-                expected="a device that computes",
-                fix="Restart ComfyUI; if it comes back, update the driver or choose another device.",
-            ) from error
+            raise gone(facts, silent) from error
         return ProbeResult(UNUSABLE, first_line(error), _since(started))
-    right = not found or isinstance(found, suite.Loose)
-    return ProbeResult(OK if right else WRONG, str(found), _since(started))
+    right = not fault or isinstance(fault, suite.Loose)
+    return ProbeResult(OK if right else WRONG, str(fault), _since(started))
 
 
 def key_of(facts: DeviceFacts, asked: Mapping[str, bool]) -> str:
@@ -241,6 +237,29 @@ def key_of(facts: DeviceFacts, asked: Mapping[str, bool]) -> str:
         suite.SUITE,
     )
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _checked(entry: Any) -> ProbeResult:
+    """A kept answer, whose file may have been edited.
+
+    Raises:
+        ValueError: it is not one.
+    """
+    result = ProbeResult(**entry)
+    if result.status not in STATUSES or not isinstance(result.detail, str):
+        raise ValueError(f"status {result.status!r}")
+    return ProbeResult(result.status, result.detail, float(result.milliseconds))
+
+
+def _runs(process: int) -> bool:
+    """Whether another process of this number is there, which may still be asking."""
+
+    def there() -> bool:
+        import psutil
+
+        return bool(psutil.pid_exists(process))
+
+    return process not in (0, os.getpid()) and value_or(there, False)
 
 
 def _since(started: float) -> float:

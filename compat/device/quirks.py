@@ -1,8 +1,8 @@
-"""Known upstream bugs as dated rows: on which device, in which versions, what happens, and what is done about it.
+"""Known upstream bugs as dated rows: device, versions, symptom, and what we do about it.
 
-A row names operations in the alphabet of the probes (``conv3d.bf16``, ``cast.bf16_to_fp32``). What it calls wrong is
-believed until a probe has asked the device itself; what it calls costly (emulated, or with a multiple of the memory) a
-probe of correctness cannot refute. The one place that compares versions.
+A row names operations like the probes do (``conv3d.bf16``, ``cast.bf16_to_fp32``). A claim that an operation is wrong
+holds until a probe has tested the device; a claim that it is costly (emulated, or using several times the memory)
+cannot be refuted by a probe. This is the only place that compares versions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fnmatch import fnmatch
 from typing import Any
 
 from .facts import DeviceFacts
-from .probe_store import OK, UNKNOWN, ProbeResult
+from .probe_store import OK, UNKNOWN, ProbeResult, Probes
 from .quirk_rows import QUIRKS, Quirk
 
 DTYPE_NAMES = ("fp32", "bf16", "fp16")
@@ -22,20 +22,18 @@ DTYPE_NAMES = ("fp32", "bf16", "fp16")
 
 @dataclass(frozen=True, slots=True)
 class DevicePolicy:
-    """What the rows of one machine ask of the layers; callers read a field and never compare a version.
+    """The combined effects of all rows that apply to a machine; callers read a field and never compare versions.
 
     Args:
         rows: the rows in force.
-        wrong, costly: operation to the row that says so.
+        wrong: operation to the row that says it fails or lies.
+        costly: operation to the row that says it costs a multiple.
         tile_pixels: largest side of a tile that a VAE may be given; 0 for no cap.
         allocation_bytes: largest single buffer; 0 for no cap.
         conv_bytes: largest input of one convolution; 0 for no cap.
         vae_cudnn: whether cuDNN or MIOpen stays on around a VAE.
-        retry_without_cudnn: whether an unknown error of theirs is worth one more try without them.
         benchmark: whether their exhaustive tuning may be switched on.
-        mapped_reads: whether pages of a mapped file may be copied to the device.
         contiguous_weights: whether a convolution's weight must be contiguous.
-        masks: whether attention may be given a mask. streams: whether group offload may copy on a stream.
     """
 
     rows: tuple[Quirk, ...] = ()
@@ -45,17 +43,13 @@ class DevicePolicy:
     allocation_bytes: int = 0
     conv_bytes: int = 0
     vae_cudnn: bool = True
-    retry_without_cudnn: bool = False
     benchmark: bool = True
-    mapped_reads: bool = True
     contiguous_weights: bool = False
-    masks: bool = True
-    streams: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether an operation may be relied on here, whether it costs a multiple of its due, and why."""
+    """Whether an operation works on this device, whether it is unusually costly, and why."""
 
     usable: bool
     costly: bool = False
@@ -63,7 +57,7 @@ class Verdict:
 
 
 def active(facts: DeviceFacts, versions: Mapping[str, str] | None = None) -> tuple[Quirk, ...]:
-    """The rows that stand for the device of ``facts``.
+    """The rows that apply to the device of ``facts``.
 
     Args:
         versions: replaces ``facts.versions``, name to version. A row that asks for a version nobody tells stands: what
@@ -74,7 +68,7 @@ def active(facts: DeviceFacts, versions: Mapping[str, str] | None = None) -> tup
 
 
 def policy_for(facts: DeviceFacts, versions: Mapping[str, str] | None = None) -> DevicePolicy:
-    """What the rows for the device of ``facts`` add up to: the smallest cap, the most careful switch."""
+    """The combined policy for the device of ``facts``: the smallest cap and the most cautious switch of all rows."""
     rows = active(facts, versions)
     wrong: dict[str, Quirk] = {}
     costly: dict[str, Quirk] = {}
@@ -87,7 +81,7 @@ def policy_for(facts: DeviceFacts, versions: Mapping[str, str] | None = None) ->
     return DevicePolicy(rows, wrong, costly, **effects)
 
 
-def verdict(operation: str, policy: DevicePolicy, probes: Mapping[str, ProbeResult] | None = None) -> Verdict:
+def verdict(operation: str, policy: DevicePolicy, probes: Probes = None) -> Verdict:
     """Whether ``operation`` may be relied on: the device's own answer first, then the rows.
 
     Args:
@@ -105,22 +99,18 @@ def verdict(operation: str, policy: DevicePolicy, probes: Mapping[str, ProbeResu
     return Verdict(True, costly, _said(operation, policy.costly[operation]) if costly else "")
 
 
-def verdicts(
-    operations: Sequence[str], policy: DevicePolicy, probes: Mapping[str, ProbeResult] | None = None
-) -> Verdict:
+def verdicts(operations: Sequence[str], policy: DevicePolicy, probes: Probes = None) -> Verdict:
     """The first operation that fails, else the first that is costly, else a right one."""
     costly = None
     for operation in operations:
-        found = verdict(operation, policy, probes)
-        if not found.usable:
-            return found
-        costly = costly or (found if found.costly else None)
+        one = verdict(operation, policy, probes)
+        if not one.usable:
+            return one
+        costly = costly or (one if one.costly else None)
     return costly or Verdict(True)
 
 
-def abilities(
-    facts: DeviceFacts, probes: Mapping[str, ProbeResult] | None = None, policy: DevicePolicy | None = None
-) -> dict[str, Any]:
+def abilities(facts: DeviceFacts, probes: Probes = None, policy: DevicePolicy | None = None) -> dict[str, Any]:
     """Plain values for layers that choose kernels: ``backend``, and per operation whether each dtype is worth using.
 
     Returns:
@@ -130,7 +120,7 @@ def abilities(
         :class:`DevicePolicy`.
     """
     policy = policy or policy_for(facts)
-    found: dict[str, Any] = {
+    able: dict[str, Any] = {
         "backend": facts.backend,
         "arch": facts.arch,
         "conv_bytes": policy.conv_bytes,
@@ -141,12 +131,12 @@ def abilities(
     }
     for name in ("conv3d", "conv3d_channels_last", "conv2d", "pad3d", "matmul", "attention", "groupnorm"):
         each = {dtype: verdict(f"{name}.{dtype}", policy, probes) for dtype in DTYPE_NAMES}
-        found[name] = {dtype: answer.usable and not answer.costly for dtype, answer in each.items()}
-    return found
+        able[name] = {dtype: answer.usable and not answer.costly for dtype, answer in each.items()}
+    return able
 
 
 def fixed(policy: DevicePolicy, probes: Mapping[str, ProbeResult]) -> tuple[Quirk, ...]:
-    """The rows whose every wrong operation the device now does right, so that a newer driver has mended it."""
+    """The rows whose operations all work on this device now: a newer driver has fixed them."""
     return tuple(
         row
         for row in policy.rows
@@ -168,7 +158,6 @@ def _stands(row: Quirk, facts: DeviceFacts, versions: Mapping[str, str]) -> bool
         and any(fnmatch(facts.arch, arch) for arch in row.arches)
         and not any(fnmatch(facts.arch, arch) for arch in row.but_not)
         and any(fnmatch(facts.name.lower(), name.lower()) for name in row.names)
-        and (row.system in ("", versions.get("system", row.system)))
         and all(
             within(versions.get(name, ""), *span) for name, span in row.versions.items() if name not in row.optional
         )

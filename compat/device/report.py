@@ -1,19 +1,20 @@
-"""What this machine is, what it answered and what is decided on it, as lines for people; nothing is printed here."""
+"""The hardware report as lines of text: the machine, its probe results, and the decisions. Prints nothing itself."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from ..decision import AUTO, Decision
 from ..errors import PackError
-from ..precision import NAMES, Precision, precision_for
+from ..precision import NAMES, ModelPrecision, Precision, precision_for
 from ..transforms.attention import attention_for, avoided_by
-from ..transforms.conv3d_choice import Layer, choose_by
+from ..transforms.conv3d_choice import Conv3dLayer, choose_by
 from ..transforms.conv3d_forms import Geometry
 from .facts import GIBIBYTE, DeviceFacts
-from .probe_store import OK, UNKNOWN, ProbeResult
+from .probe_store import OK, UNKNOWN, UNUSABLE, WRONG, ProbeResult, Probes
 from .quirks import DevicePolicy, abilities, fixed, policy_for
 from .wheels import AMD, PYTORCH, has_kernels, install, wheel_index
 
@@ -25,43 +26,25 @@ PROMISED = ("cuda", "rocm", "xpu", "mps")
 """Backends on which what fails without a known bug is news."""
 
 LAYERS = {  # what a VAE is made of, in the words of the report
-    "Conv3d, kernel = stride": ((1, 2, 2), (1, 2, 2)),
-    "Conv3d, 1x1x1": ((1, 1, 1), (1, 1, 1)),
-    "Conv3d, 3x3x3": ((3, 3, 3), (1, 1, 1)),
+    "kernel = stride": ((1, 2, 2), (1, 2, 2)),
+    "1x1x1": ((1, 1, 1), (1, 1, 1)),
+    "3x3x3": ((3, 3, 3), (1, 1, 1)),
 }
-CARE = {  # field of Care -> what it means in a report
-    "tile_pixels": "VAE tiles of at most {} pixels",
-    "vae_cudnn": "MIOpen is off around the VAE",
-    "retry_without_cudnn": "an unknown MIOpen error is tried once more without MIOpen",
-    "benchmark": "exhaustive tuning of convolutions stays off",
-    "mapped_reads": "weights are read into ordinary memory, never mapped",
-    "contiguous_weights": "weights of convolutions are made contiguous",
-    "masks": "no mask reaches attention",
-    "streams": "group offload copies without streams",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One statement: what it is about, what is so, and why."""
-
-    subject: str
-    verdict: str
-    why: str = ""
+GREEN, AMBER, RED, GREY = "green", "amber", "red", "grey"
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Headed groups of lines, in the order in which somebody wants to read them."""
+    """Groups of lines with headings, in reading order."""
 
-    sections: tuple[tuple[str, tuple[Line, ...]], ...]
+    sections: tuple[tuple[str, tuple[Decision, ...]], ...]
 
     def text(self) -> str:
         """The whole report as plain text, one line per statement."""
         blocks = []
         for heading, lines in self.sections:
             width = max(len(line.subject) for line in lines)
-            whys = [f" | {line.why}" if line.why else "" for line in lines]
+            whys = [f" | {line.reason}" if line.reason else "" for line in lines]
             body = [f"  {line.subject:<{width}}  {line.verdict}{why}" for line, why in zip(lines, whys, strict=True)]
             blocks.append("\n".join([heading, *body]))
         return "\n\n".join(blocks)
@@ -81,37 +64,38 @@ DEVICE, DECIDED, KERNELS, ANSWERED, KNOWN, CHANGES = (
 def report_on(
     facts: DeviceFacts,
     probes: Mapping[str, ProbeResult],
-    families: Mapping[str, str],
+    families: Mapping[str, ModelPrecision],
     free_bytes: int | None = None,
-    more: Sequence[Line] = (),
     note: str = "",
 ) -> Report:
     """The report for one device.
 
     Args:
         probes: answers by name, asked when they are read.
-        families: family id to title. free_bytes: memory free now. more: decisions of other layers.
+        families: title to where its dtypes differ from the common rows.
+        free_bytes: memory free now.
         note: why answers could not be kept.
     """
     policy = policy_for(facts)
-    precisions = {title: precision_for(family, facts, "auto", probes) for family, title in families.items()}
-    decided = tuple(Line(title, *_split(precision)) for title, precision in precisions.items())
-    kernels = (*_kernels(facts, probes, policy, list(precisions.values())), *_care(policy), *more)
-    known = tuple(Line(row.name, row.symptom, f"{row.done}; {row.source}, {row.seen}") for row in policy.rows)
+    precisions = {title: precision_for(model, facts, "auto", probes) for title, model in families.items()}
+    decided = tuple(replace(precision.decision, subject=title) for title, precision in precisions.items())
+    care = (Decision("care", row.done, source=row.source) for row in policy.rows if row.effect)
+    kernels = (*_kernels(facts, probes, policy, list(precisions.values())), *care)
+    known = tuple(Decision(row.name, row.symptom, row.done, f"{row.source}, {row.seen}") for row in policy.rows)
     sections = [
         (DEVICE, _device(facts, free_bytes)), (DECIDED, decided), (KERNELS, kernels), (ANSWERED, _answered(probes)),
     ]  # fmt: skip
     sections += [(KNOWN, known)] if known else []
     changes = changes_for(facts, probes, policy, note)
     if changes:
-        sections.append((CHANGES, tuple(Line(f"{number}.", text) for number, text in enumerate(changes, 1))))
+        sections.append((CHANGES, tuple(Decision(f"{number}.", text) for number, text in enumerate(changes, 1))))
     return Report(tuple(sections))
 
 
 def changes_for(
     facts: DeviceFacts, probes: Mapping[str, ProbeResult], policy: DevicePolicy | None = None, note: str = ""
 ) -> list[str]:
-    """What the user can do so that more works: which torch, which driver."""
+    """What the user can change so that more works: which torch, which driver."""
     policy = policy or policy_for(facts)
     index, why = wheel_index(facts)
     said = [note] if note else []
@@ -120,7 +104,7 @@ def changes_for(
         said.append(f"This torch was compiled for {kinds}, not for {facts.arch}. {install(index)} ({why})")
     if facts.backend == "cpu" and "+cpu" in facts.torch_version:
         said.append(
-            "This torch knows no GPU. If there is one, install the build made for it: "
+            "This build of torch supports no GPU. If you have one, install the build for it: "
             f"NVIDIA {PYTORCH}cu130, Intel {PYTORCH}xpu, Radeon {PYTORCH}rocm7.2 or one of {AMD}"
         )
     mended = {row.name for row in fixed(policy, probes)}
@@ -134,80 +118,73 @@ def changes_for(
     return list(dict.fromkeys(said))
 
 
-def dtypes_in_use(
-    facts: DeviceFacts, probes: Mapping[str, ProbeResult] | None, families: Mapping[str, str]
-) -> set[str]:
+def dtypes_in_use(facts: DeviceFacts, probes: Probes, families: Mapping[str, ModelPrecision]) -> set[str]:
     """Names of the dtypes that ``auto`` computes anything in, for any family."""
-    found: set[str] = set()
-    for family in families:
+    names: set[str] = set()
+    for family in families.values():
         chosen = precision_for(family, facts, "auto", probes)
         parts = (chosen.transformer, chosen.compute, chosen.residual, chosen.text, chosen.vae, chosen.conv)
-        found |= {NAMES[dtype] for dtype in parts if dtype is not None}
-    return found
+        names |= {NAMES[dtype] for dtype in parts if dtype is not None}
+    return names
 
 
-def _device(facts: DeviceFacts, free_bytes: int | None) -> tuple[Line, ...]:
+def _device(facts: DeviceFacts, free_bytes: int | None) -> tuple[Decision, ...]:
     free = f"{free_bytes / GIBIBYTE:.1f} GB free" if free_bytes is not None else ""
     versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
-    lines = [Line("device", str(facts), free), Line("backend", facts.backend, f"precision table: {facts.arch_class}")]
-    lines.append(Line("versions", versions))
+    lines = [
+        Decision("device", str(facts), free),
+        Decision("backend", facts.backend, f"precision table: {facts.arch_class}"),
+        Decision("versions", versions),
+    ]
     if facts.compiled:
         covered = "" if has_kernels(facts) else f"NOT {facts.arch}"
-        lines.append(Line("torch compiled for", ", ".join(facts.compiled), covered))
+        lines.append(Decision("torch compiled for", ", ".join(facts.compiled), covered, alarming=bool(covered)))
     if facts.emulated:
-        lines.append(Line("emulated", ", ".join(facts.emulated), "computed without units for it, slowly"))
+        lines.append(Decision("emulated", ", ".join(facts.emulated), "emulated slowly"))
     return tuple(lines)
-
-
-def _split(precision: Precision) -> tuple[str, str]:
-    verdict, _, why = str(precision).partition(": ")
-    return verdict, why
 
 
 def _kernels(
     facts: DeviceFacts, probes: Mapping[str, ProbeResult], policy: DevicePolicy, precisions: Sequence[Precision]
-) -> list[Line]:
+) -> list[Decision]:
     """Which form a Conv3d takes and which kernel runs attention, per dtype in use."""
     lines = []
     for dtype in dict.fromkeys(precision.vae for precision in precisions):
-        lines += conv3d_lines(facts, probes, dtype, policy)
+        forms = conv3d_forms(facts, probes, dtype, policy)
+        lines += [replace(form, subject=f"Conv3d, {kind}, {NAMES[dtype]}") for kind, form in forms.items()]
     for dtype in dict.fromkeys(precision.compute or precision.transformer for precision in precisions):
         try:
-            why = attention_for("auto", facts, dtype, HEAD_WIDTH, avoided_by(probes, (dtype,))).why
+            decision = attention_for(AUTO, facts, dtype, HEAD_WIDTH, avoided_by(probes, (dtype,))).decision
         except (PackError, RuntimeError) as error:  # a report goes on where a decision cannot be made
-            why = f"cannot be decided ({error})"
-        lines.append(Line(f"attention, {NAMES[dtype]}", *(why.removeprefix("auto: ").split("; ", 1))))
+            decision = Decision("attention", "cannot be decided", str(error), alarming=True)
+        lines.append(replace(decision, subject=f"attention, {NAMES[dtype]}"))
     return lines
 
 
-def conv3d_lines(
-    facts: DeviceFacts, probes: Mapping[str, ProbeResult] | None, dtype: torch.dtype, policy: DevicePolicy | None = None
-) -> list[Line]:
-    """Which form each kind of Conv3d takes in ``dtype``, and why."""
-    chooser, lines = choose_by(abilities(facts, probes, policy)), []
-    for subject, (kernel, stride) in LAYERS.items():
-        choice = chooser(Layer(subject, 64, 64, kernel, Geometry(stride), dtype))
-        said = ("native", "works here") if choice is None else (choice.form.value, choice.why)
-        lines.append(Line(f"{subject}, {NAMES[dtype]}", *said))
-    return lines
+def conv3d_forms(
+    facts: DeviceFacts, probes: Probes, dtype: torch.dtype, policy: DevicePolicy | None = None
+) -> dict[str, Decision]:
+    """Kind of Conv3d to the form it takes in ``dtype``, and why."""
+    chooser, forms = choose_by(abilities(facts, probes, policy)), {}
+    for kind, (kernel, stride) in LAYERS.items():
+        choice = chooser(Conv3dLayer(kind, 64, 64, kernel, Geometry(stride), dtype))
+        form = ("native", "works here") if choice is None else (choice.form.value, choice.why)
+        forms[kind] = Decision("Conv3d", *form, source=AUTO)
+    return forms
 
 
-def _care(policy: DevicePolicy) -> list[Line]:
-    """The switches and caps that a known bug has moved from their defaults."""
-    usual, lines = DevicePolicy(), []
-    for name, text in CARE.items():
-        value = getattr(policy, name)
-        if value != getattr(usual, name):
-            row = next((row for row in policy.rows if name in row.effect), None)
-            lines.append(Line("care", text.format(value), row.source if row else ""))
-    for name in ("allocation_bytes", "conv_bytes"):
-        if getattr(policy, name):
-            lines.append(Line("care", f"{name.replace('_', ' ')} at most {getattr(policy, name) / GIBIBYTE:.0f} GB"))
-    return lines
+def conv3d_decision(facts: DeviceFacts, probes: Probes, dtype: torch.dtype) -> Decision:
+    """The form of 3-D convolutions in ``dtype``: one where all kinds agree, else each kind with its own."""
+    forms = conv3d_forms(facts, probes, dtype)
+    first = next(iter(forms.values()))
+    if len({form.verdict for form in forms.values()}) == 1:
+        return first
+    named = "; ".join(f"{kind} {form.verdict}" for kind, form in forms.items())
+    return replace(first, verdict=named, why="; ".join(dict.fromkeys(form.why for form in forms.values())))
 
 
-def _answered(probes: Mapping[str, ProbeResult]) -> tuple[Line, ...]:
-    """One line per operation: its dtypes, what they answered, and what is wrong."""
+def _answered(probes: Mapping[str, ProbeResult]) -> tuple[Decision, ...]:
+    """One line per operation: the result for each dtype, and what is wrong."""
     groups: dict[str, list[str]] = {}
     for name in probes:
         groups.setdefault(name.partition(".")[0], []).append(name)
@@ -215,10 +192,59 @@ def _answered(probes: Mapping[str, ProbeResult]) -> tuple[Line, ...]:
     for group, names in groups.items():
         verdicts = [f"{name.partition('.')[2].replace('_', ' ')} {_word(name, probes[name])}".strip() for name in names]
         details = [f"{name}: {probes[name].detail}" for name in names if probes[name].detail and name not in OPTIONAL]
-        lines.append(Line(group, ", ".join(verdicts), "; ".join(details)))
+        alarming = any(probes[name].status in (WRONG, UNUSABLE) and name not in OPTIONAL for name in names)
+        lines.append(Decision(group, ", ".join(verdicts), "; ".join(details), alarming=alarming))
     return tuple(lines)
 
 
-def _word(name: str, found: ProbeResult) -> str:
-    """The status, softened where nobody needs the operation."""
-    return "absent, not needed" if found.status != OK and name in OPTIONAL else found.status
+def _word(name: str, answer: ProbeResult) -> str:
+    """The status, milder if the operation is not needed."""
+    return "absent, not needed" if answer.status != OK and name in OPTIONAL else answer.status
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeStatus:
+    """One probe for a reader: its name, its colour, what the device answered, and what to do."""
+
+    name: str
+    colour: str
+    verdict: str
+    advice: str = ""
+
+
+def probe_statuses(
+    facts: DeviceFacts, probes: Mapping[str, ProbeResult], policy: DevicePolicy | None = None
+) -> list[ProbeStatus]:
+    """The status of each probe.
+
+    Green: right. Amber: right but slow, or absent and not needed. Red: wrong or unusable. Grey: not asked.
+
+    Args:
+        probes: answers by name; they are read as they are.
+    """
+    policy = policy or policy_for(facts)
+    return [_status(name, probes[name], facts, policy) for name in probes]
+
+
+def _status(name: str, answer: ProbeResult, facts: DeviceFacts, policy: DevicePolicy) -> ProbeStatus:
+    slow = policy.costly.get(name)
+    if answer.status == UNKNOWN:
+        return ProbeStatus(name, GREY, answer.detail or "not tested yet", "Run the probes.")
+    if answer.status == OK and slow is not None:
+        return ProbeStatus(name, AMBER, f"right, but slow: {slow.symptom}", slow.done)
+    if answer.status == OK:
+        return ProbeStatus(name, GREEN, "right")
+    if name in OPTIONAL:
+        return ProbeStatus(name, AMBER, "absent, not needed", "Nothing to do: AnyGPU does not need it.")
+    row = policy.wrong.get(name) or slow
+    advice = _update(facts) if row is None else ". ".join(filter(None, (row.done, row.remedy)))
+    return ProbeStatus(name, RED, str(answer), advice)
+
+
+def _update(facts: DeviceFacts) -> str:
+    """What helps where no known bug explains the answer."""
+    if facts.backend not in PROMISED:
+        return "Nothing to do: AnyGPU uses another way on this device."
+    index, _ = wheel_index(facts)
+    driver = f" (now {facts.driver})" if facts.driver else ""
+    return f"Update the driver{driver} and torch." + (f" {install(index)}" if index else "")

@@ -1,6 +1,6 @@
-"""What a VAE needs on some devices: smaller tiles, torch's convolution switches, buffers and weights in shape.
+"""Workarounds for VAEs on some devices: smaller tiles, torch's convolution switches, contiguous weights.
 
-Which device needs what stands in the rows of :mod:`.quirks`; here is how it is done, and undone.
+The rows of :mod:`.quirks` say which device needs what; this file applies and undoes it.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ class Form:
     """What the user asks of a decode.
 
     Args:
-        method: one of :data:`METHODS`. tile: pixels of a tile, 0 for the method's own. overlap: pixels of it that
-            blend into the next, -1 for a quarter. frames: latent frames per chunk, 0 for the method's own.
+        method: one of :data:`METHODS`.
+        tile: pixels of a tile, 0 for the method's own.
+        overlap: pixels of it that blend into the next, -1 for a quarter.
+        frames: latent frames per chunk, 0 for the method's own.
     """
 
     method: str = "auto"
@@ -114,7 +116,7 @@ def tiled(vae: Any, tile: int) -> Iterator[None]:
             setattr(vae, name, value)
 
 
-def straightened(module: nn.Module) -> int:
+def make_contiguous(module: nn.Module) -> int:
     """How many weights of ``module`` were laid out anew, so that each has one of torch's plain layouts; values stay."""
     count = 0
     with torch.inference_mode(False), torch.no_grad():
@@ -131,7 +133,8 @@ def largest_buffer_bytes(config: Mapping[str, Any], frames: int, height: int, wi
     Twice, because the last upsampling comes before the channels are halved.
 
     Args:
-        config: of the VAE. frames, height, width: of what goes through in one piece, in pixels.
+        config: of the VAE.
+        frames, height, width: of what goes through in one piece, in pixels.
     """
     widths = config.get("decoder_block_out_channels") or config.get("block_out_channels") or (128,)
     pixels = (frames + 2) * (height + 2) * (width + 2)

@@ -6,7 +6,7 @@ import re
 from fnmatch import fnmatch
 
 from ..errors import UnsupportedError
-from .facts import DeviceFacts, answers
+from .facts import DeviceFacts, device_fault, gone
 
 PYTORCH = "https://download.pytorch.org/whl/"
 AMD = "https://rocm.nightlies.amd.com/v2/"
@@ -54,7 +54,7 @@ def require_kernels(facts: DeviceFacts) -> None:
     Raises:
         UnsupportedError: this torch has no kernels for the device, or the device has gone.
     """
-    silent = answers(facts.device)
+    silent = device_fault(facts.device)
     if not silent:  # what it does outranks what the list of architectures promises
         return
     if not has_kernels(facts):
@@ -62,23 +62,19 @@ def require_kernels(facts: DeviceFacts) -> None:
         raise UnsupportedError(
             f"torch {facts.torch_version} has no kernels for {facts.name} ({facts.arch}): it was compiled for "
             f"{', '.join(facts.compiled)}",
-            expected=f"a build of torch with {facts.arch}",
+            expected=f"a build of torch for {facts.arch}",
             fix=f"Install it into this Python: {install(index)} ({why}).",
         )
-    raise UnsupportedError(
-        f"the device {str(facts.device)!r} ({facts.name}) has stopped answering ({silent})",
-        expected="a device that computes",
-        fix="Restart ComfyUI; if it comes back, update the driver or choose another device.",
-    )
+    raise gone(facts, silent)
 
 
 def _runs_on(name: str, arch: str) -> bool:
     """Whether a CUDA build entry covers ``arch``: same major and no newer minor, or PTX that is no newer."""
-    found = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name)
+    build = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name)
     here = re.fullmatch(r"sm(\d+)(\d)", arch)
-    if found is None or here is None:
+    if build is None or here is None:
         return False
-    kind, major, minor, suffix = found[1], int(found[2]), int(found[3]), found[4]
+    kind, major, minor, suffix = build[1], int(build[2]), int(build[3]), build[4]
     own = int(here[1]), int(here[2])
     if suffix == "a":
         return (major, minor) == own

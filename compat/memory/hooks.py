@@ -1,73 +1,72 @@
-"""Weights that come to the device for one block or one layer and leave it again; their host weights stay in host
-memory.
+"""Weights that come to the device for one block or one layer and leave it again, while they stay in host memory.
 
-Nothing is copied back: a unit's tensors point at their host weights again, so a device that damages what it returns
-does no
-harm and the traffic is half of a move there and back. Hooks, not patched forwards: they survive what others wrap
-around ``forward``, and a unit leaves the device after an error or a cancel too.
+Nothing is copied back: the tensors of a group point at their host weights again, so a device that damages what it
+returns does no harm, and the traffic is half of a move there and back. Hooks, not patched forwards: they survive what
+others wrap around ``forward``, and a group leaves the device after an error or a cancel too.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from .host_weights import Views, pin, views_of
-from .parts import Silent
-from .staging import sent_together
+from ..errors import UnsupportedError
+from .host_weights import pin, views_of
+from .parts import Silent, StageText
 from .statistics import MemoryStats, amount
-from .transfer import Transfer, transfer_for
+from .transfer import Transfer, send_together, tensors_of, transfer_for
 
-MARK = "_anygpu_unit"  # on each module whose own tensors a unit brings
-OWNER = "_anygpu_units"  # on a part whose units are on
+GROUP = "_anygpu_group"  # on each module whose own tensors come and go: their group
+HOOKS = "_anygpu_group_hooks"  # on a part that has hooks on
 REPORT_SECONDS = 1.0  # between two words on bytes: a step that is over sooner has a bar of its own
 
 
-class Unit:
-    """Tensors that come and go together.
+class WeightGroup:
+    """Tensors of a block or a layer that come and go together.
 
     Args:
-        tensors: the parameters and buffers of a block or a layer, whose data are the host weights.
-        owner: whose device, account and progress it shares with the other units of the part.
+        tensors: parameters and buffers, whose data are the host weights.
+        hooks: of the part, with what its groups share: device, statistics, progress.
     """
 
-    def __init__(self, tensors: list[torch.Tensor], owner: Units) -> None:
+    def __init__(self, tensors: list[torch.Tensor], hooks: GroupHooks) -> None:
         self.host_weights = [(tensor, tensor.data) for tensor in tensors]
-        self.owner = owner
+        self.hooks = hooks
         self.total_bytes = sum(data.nbytes for _, data in self.host_weights)
-        self.behind = owner.device if all(data.is_pinned() for _, data in self.host_weights) else None
+        self.behind = hooks.device if all(data.is_pinned() for _, data in self.host_weights) else None
         self.depth = 0
 
     @property
     def execution_device(self) -> torch.device:
-        """Where its layers compute; by this name others ask a hook for it."""
-        return self.owner.device
+        """Where its layers compute; accelerate's hooks have it under this name."""
+        return self.hooks.device
 
-    def bring(self) -> None:
-        """The tensors on the device, until :meth:`leave` was called as often."""
+    def onload(self) -> None:
+        """Bring the tensors to the device, until :meth:`offload` was called as often."""
         if self.depth == 0:
             with (
                 torch.inference_mode(False),
                 torch.no_grad(),
-                self.owner.memory_stats.moving(self.total_bytes, self.behind),
+                self.hooks.memory_stats.moving(self.total_bytes, self.behind),
             ):
                 try:
-                    sources = [host_weight for _, host_weight in self.host_weights]
-                    alone = enumerate(map(self.owner.sent, sources))  # a copy of locked memory is not waited for
-                    for index, there in alone if self.behind else sent_together(sources, self.owner.sent):
+                    sources, send = [data for _, data in self.host_weights], self.hooks.send
+                    alone = enumerate(map(send, sources))  # a copy of locked memory is not waited for
+                    for index, there in alone if self.behind else send_together(sources, send):
                         self.host_weights[index][0].data = there
                 except BaseException:
                     self._restore()
                     raise
         self.depth += 1
 
-    def leave(self) -> None:
-        """One use less; after the last one the tensors are their host weights again."""
+    def offload(self) -> None:
+        """End one use; after the last one the tensors are their host weights again."""
         self.depth = max(0, self.depth - 1)
         if self.depth == 0:
             self._restore()
@@ -78,14 +77,17 @@ class Unit:
                 tensor.data = host_weight
 
 
-class Units:
-    """The units of one part, with their hooks on.
+class GroupHooks:
+    """The hooks on one part that bring each group of its weights for the length of a forward.
 
     Args:
-        module: the part named ``part``, on the host. by_block: whether the members of its lists of blocks move whole;
-            else each layer moves for itself.
-        pinned: whether the host weights move into locked host memory. progress: hears of bytes in a forward that
-            lasts, and is asked for a cancel before each tensor.
+        module: the part, on the host.
+        device: where it computes.
+        by_block: whether the members of its lists of blocks move whole; else each layer moves by itself.
+        memory_stats: counts bytes and time.
+        part: its name, for the progress.
+        pinned: whether the host weights move into locked host memory.
+        progress: told of the bytes in a forward that lasts, and asked for a cancel before each tensor.
     """
 
     def __init__(
@@ -101,112 +103,186 @@ class Units:
     ) -> None:
         self.module, self.device, self.by_block, self.memory_stats = module, device, by_block, memory_stats
         self.part, self.progress = part, progress or Silent()
-        self.units: list[Unit] = []
-        self._views: Views = views_of(module)
-        self._ways: dict[torch.dtype, Transfer] = {}
-        self._came, self._told = 0, time.monotonic()
+        self.groups: list[WeightGroup] = []
+        self._views = views_of(module)
+        self._transfers: dict[torch.dtype, Transfer] = {}
+        self._came, self._reported = 0, time.monotonic()
         self._handles: list[Any] = []
         self._marked: list[nn.Module] = []
         if pinned:
-            pin([*module.parameters(), *module.buffers()])
+            pin(tensors_of(module))
         self._attach()
-        self.total_bytes = sum(unit.total_bytes for unit in self.units)
-        module.__dict__[OWNER] = self
+        self.total_bytes = sum(group.total_bytes for group in self.groups)
+        module.__dict__[HOOKS] = self
 
-    @property
-    def largest_bytes(self) -> int:
-        """Bytes of the largest unit."""
-        return max((unit.total_bytes for unit in self.units), default=0)
-
-    def sent(self, host_weight: torch.Tensor) -> torch.Tensor:
-        """A host weight on the device; a cancel is obeyed before it, and before each slice of a large one."""
-        if host_weight.dtype not in self._ways:
-            self._ways[host_weight.dtype] = transfer_for(self.device, host_weight.dtype)
+    def send(self, host_weight: torch.Tensor) -> torch.Tensor:
+        """A copy of a host weight on the device; a cancel is obeyed before it, and before each slice of a large one."""
+        if host_weight.dtype not in self._transfers:
+            self._transfers[host_weight.dtype] = transfer_for(self.device, host_weight.dtype)
         staged = self._views.staged and self._views.holds(host_weight)
-        there = self._ways[host_weight.dtype].sent(host_weight, self.progress.check, staged)
+        there = self._transfers[host_weight.dtype].to_device(host_weight, self.progress.check, staged)
         now = time.monotonic()
         if self._came + host_weight.nbytes > self.total_bytes:  # the next forward begins
-            self._came, self._told = 0, now
+            self._came, self._reported = 0, now
         self._came += host_weight.nbytes
-        if now - self._told >= REPORT_SECONDS:
-            self._told = now
-            self.progress.step(
-                self._came, self.total_bytes, f"moving {self.part} {amount(self._came, self.total_bytes)}"
-            )
+        if now - self._reported >= REPORT_SECONDS:
+            self._reported = now
+            text = f"{self.part} {amount(self._came, self.total_bytes)}"
+            self.progress.step(self._came, self.total_bytes, StageText("moving", text, True))
         return there
 
-    def home(self) -> None:
-        """Every tensor is its host weight, whatever was cut short."""
-        for unit in self.units:
-            unit.depth = 1
-            unit.leave()
+    def offload(self) -> None:
+        """Make every tensor its host weight, whatever was cut short."""
+        for group in self.groups:
+            group.depth = 1
+            group.offload()
 
     def remove(self) -> None:
         """Take the hooks off; the part is on the host, as it was."""
-        self.home()
+        self.offload()
         for handle in self._handles:
             handle.remove()
         for member in self._marked:
-            member.__dict__.pop(MARK, None)
-        self.module.__dict__.pop(OWNER, None)
+            member.__dict__.pop(GROUP, None)
+        self.module.__dict__.pop(HOOKS, None)
         self._handles, self._marked = [], []
 
     def _attach(self) -> None:
-        brought_by: dict[int, Unit] = {}
-        for owner, members in _members(self.module, self.by_block):
-            tensors = {id(tensor): tensor for member in members for tensor in direct(member)}
-            own = [tensor for key, tensor in tensors.items() if key not in brought_by]
-            # T5 shares its embedding between two modules: whoever runs brings the unit that has it
-            units = list(dict.fromkeys(brought_by[key] for key in tensors if key in brought_by))
+        group_of_tensor: dict[int, WeightGroup] = {}
+        for owner, members in _groups_in(self.module, self.by_block):
+            tensors = {id(tensor): tensor for member in members for tensor in own_tensors_of(member)}
+            own = [tensor for key, tensor in tensors.items() if key not in group_of_tensor]
+            # T5 shares its embedding between two modules: whichever runs brings the group that has it
+            groups = list(dict.fromkeys(group_of_tensor[key] for key in tensors if key in group_of_tensor))
             if own:
-                units.append(Unit(own, self))
-                self.units.append(units[-1])
-                brought_by |= {id(tensor): units[-1] for tensor in own}
-            for unit in units:
-                self._handles.append(owner.register_forward_pre_hook(partial(_arriving, unit), with_kwargs=True))
-                self._handles.append(owner.register_forward_hook(lambda *_, unit=unit: unit.leave(), always_call=True))
-            for member in members if units else ():
-                member.__dict__[MARK] = units[-1]
+                groups.append(WeightGroup(own, self))
+                self.groups.append(groups[-1])
+                group_of_tensor |= {id(tensor): groups[-1] for tensor in own}
+            for group in groups:
+                self._handles.append(owner.register_forward_pre_hook(partial(_pre_forward, group), with_kwargs=True))
+                self._handles.append(
+                    owner.register_forward_hook(lambda *_, group=group: group.offload(), always_call=True)
+                )
+            for member in members if groups else ():
+                member.__dict__[GROUP] = groups[-1]
                 self._marked.append(member)
 
 
-def _arriving(unit: Unit, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """Bring the unit; inputs that were made where its host weights are follow it, as T5's relative positions are."""
-    unit.bring()
-    device = unit.execution_device
-    strays = any(isinstance(x, torch.Tensor) and x.device != device for x in (*inputs, *named.values()))
-    if not strays:
+def _pre_forward(group: WeightGroup, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Bring the group; inputs that were made where its host weights are follow it, as T5's relative positions do."""
+    group.onload()
+    device = group.execution_device
+    if not any(isinstance(x, torch.Tensor) and x.device != device for x in (*args, *kwargs.values())):
         return None
 
     def here(value: Any) -> Any:
         return value.to(device) if isinstance(value, torch.Tensor) else value
 
-    return tuple(map(here, inputs)), {name: here(value) for name, value in named.items()}
+    return tuple(map(here, args)), {name: here(value) for name, value in kwargs.items()}
 
 
-def units_on(module: nn.Module) -> Units | None:
-    """The units of a part that have their hooks on; None without any."""
-    found: Units | None = module.__dict__.get(OWNER)
-    return found
+def hooks_on(module: nn.Module) -> GroupHooks | None:
+    """The hooks of a part; None where it has none on."""
+    hooks: GroupHooks | None = module.__dict__.get(HOOKS)
+    return hooks
 
 
-def unit_of(module: nn.Module) -> Unit | None:
-    """What brings the own tensors of ``module``; None where nothing does."""
-    found: Unit | None = module.__dict__.get(MARK)
-    return found
+def remove_hooks(module: nn.Module) -> None:
+    """Take off the hooks that another mode, or another pipeline, left on a part."""
+    hooks = hooks_on(module)
+    if hooks is not None:
+        hooks.remove()
 
 
-def direct(module: nn.Module) -> Iterator[torch.Tensor]:
+def group_of(module: nn.Module) -> WeightGroup | None:
+    """The group that has the own tensors of ``module``; None where no hook brings them."""
+    group: WeightGroup | None = module.__dict__.get(GROUP)
+    return group
+
+
+@contextmanager
+def own_tensors(module: nn.Module) -> Iterator[None]:
+    """``module`` with its own parameters and buffers readable; ``sequential`` takes them away between forwards.
+
+    Source: diffusers ``apply_forward_hook`` does the first half of it around a VAE's ``encode`` and ``decode``.
+    """
+    hook, group = getattr(module, "_hf_hook", None), group_of(module)
+    if group is not None:
+        group.onload()
+    elif hook is not None:
+        hook.pre_forward(module)
+    try:
+        yield
+    finally:
+        if group is not None:
+            group.offload()
+        elif hook is not None:
+            hook.post_forward(module, None)
+
+
+@contextmanager
+def weights_on(leaf: nn.Module, like: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Weight and bias of ``leaf`` on the device and in the dtype of ``like``, provided by the offloader.
+
+    A leaf with a method ``weights_on(like)``, a context manager over the same pair, is asked first: that is how a host
+    streams weights. Then come the group that the leaf belongs to, accelerate's and diffusers' hooks on the leaf itself,
+    and its own tensors.
+
+    Raises:
+        UnsupportedError: nobody brings the weight to the device of ``like``.
+    """
+    provider = getattr(leaf, "weights_on", None)
+    if provider is not None:
+        with provider(like) as pair:
+            yield pair
+        return
+    if group_of(leaf) is not None:
+        with own_tensors(leaf):
+            yield _pair(leaf, like)
+        return
+    away, hook = leaf.weight.device != like.device, getattr(leaf, "_hf_hook", None)
+    theirs = getattr(getattr(leaf, "_diffusers_hook", None), "hooks", {}).get("group_offloading")
+    try:
+        if away and hook is not None:
+            hook.pre_forward(leaf)
+        elif away and theirs is not None:
+            theirs.group.onload_()
+        if leaf.weight.device != like.device:
+            raise misplaced(leaf, like)
+        yield _pair(leaf, like)
+    finally:
+        if away and hook is not None:
+            hook.post_forward(leaf, None)
+        elif away and theirs is not None:
+            theirs.group.offload_()
+
+
+def _pair(leaf: nn.Module, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    weight: Any = leaf.weight
+    bias: Any = getattr(leaf, "bias", None)
+    return weight.to(like.dtype), None if bias is None else bias.to(like.dtype)
+
+
+def misplaced(leaf: nn.Module, x: torch.Tensor) -> UnsupportedError:
+    """The error for an input that is not where the weight of ``leaf`` is."""
+    return UnsupportedError(
+        f"the input of {leaf} is on {x.device} and its weight on {leaf.weight.device}",
+        expected="both on the device that computes",
+        fix="Run the part while its offloader holds it, and move its inputs to the offloader's device.",
+    )
+
+
+def own_tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
     """The parameters and buffers of ``module`` that belong to none of its children."""
     yield from module.parameters(recurse=False)
     yield from module.buffers(recurse=False)
 
 
-def _members(module: nn.Module, by_block: bool) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
-    """Each module whose forward a unit goes with, and the modules whose own tensors it brings."""
+def _groups_in(module: nn.Module, by_block: bool) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
+    """Each module whose forward brings a group, and the modules whose own tensors belong to it."""
     yield module, [module]
     for child in module.children():
         if by_block and isinstance(module, nn.ModuleList):
             yield child, list(child.modules())
         else:
-            yield from _members(child, by_block)
+            yield from _groups_in(child, by_block)

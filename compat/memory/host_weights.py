@@ -1,6 +1,6 @@
-"""Weights in host memory whose copies come and go on a device: locked in place, as they were read, or left in the file.
+"""The host copies of weights that are offloaded: pinned, as they were read, or left in their file.
 
-Masters are never written to while a copy is on the device, so those that are views of their file stay views: they cost
+They are never written to while a copy is on the device, so those that are views of their file stay views: they cost
 page cache, which the system takes back when others need it, and a device gets them from disk where it did.
 """
 
@@ -13,14 +13,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from ..decision import Decision
 from ..device.facts import first_line
+from .parts import denoises
 from .statistics import amount_of
 
 log = logging.getLogger(__name__)
 
 PINNED, PLAIN, DISK = "pinned", "unpinned", "disk-backed"
 VIEWS = "_anygpu_views"  # on a module: which of its tensors are views of a file
-PINNED_PARTS = ("transformer", "unet")  # what is copied once per step; to lock the others costs what it saves
 PINNED_SHARE = 0.5  # of the free host memory: Windows locks no more, and others need some
 SLAB_BYTES = 2**28  # torch rounds each request for locked memory up to a power of two
 
@@ -38,12 +39,14 @@ class HostWeights:
 
     def of(self, kind: str) -> tuple[str, ...]:
         """The parts that are kept so."""
-        return tuple(part for part, found in self.kinds.items() if found == kind)
+        return tuple(part for part, own in self.kinds.items() if own == kind)
 
-    def __str__(self) -> str:
+    @property
+    def decision(self) -> Decision:
+        """How they are kept in words, with the reason."""
         told = {PINNED: "pinned while it comes by block or layer", DISK: DISK}
         named = [f"{', '.join(self.of(kind))} {text}" for kind, text in told.items() if self.of(kind)]
-        return f"host weights {'; '.join(named) or PLAIN}: {self.why}" if self.kinds else ""
+        return Decision("host weights", "; ".join(named) or PLAIN, self.why)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,7 @@ NONE = Views(frozenset())
 def choose_host_weights(
     part_bytes: Mapping[str, int], view_bytes: Mapping[str, int], free: int, pins: bool, unified: bool
 ) -> HostWeights:
-    """How the host weights of each part are kept, by what the host has.
+    """Decide how the host weights of each part are kept, from the free host memory.
 
     Args:
         part_bytes: bytes of each part in host memory. view_bytes: those of its file that need no cast and may stay
@@ -83,14 +86,17 @@ def choose_host_weights(
         kinds[part], over = DISK, over - view_bytes[part]
     have = f"{amount_of(free)} of host memory free for {amount_of(sum(part_bytes.values()))} of weights"
     if DISK in kinds.values():
-        return HostWeights(kinds, f"{have}; a layer is read from its file where it is not in the page cache")
-    repeated = [part for part in part_bytes if part in PINNED_PARTS]
+        return HostWeights(kinds, f"{have}; layers are read from disk if they are not in the page cache")
+    # What is copied once per step; to lock the others costs what it saves.
+    repeated = [part for part in part_bytes if denoises(part)]
     fits = sum(part_bytes[part] for part in repeated) <= PINNED_SHARE * free
     if unified or not pins:
-        return HostWeights(kinds, "host and device share one memory" if unified else "this device locks no host memory")
+        return HostWeights(
+            kinds, "host and device share one memory" if unified else "this device cannot use pinned host memory"
+        )
     if not fits:
-        return HostWeights(kinds, f"{have}; {PINNED_SHARE:.0%} of it would be locked at most")
-    return HostWeights(kinds | dict.fromkeys(repeated, PINNED), f"{have}; copies of locked memory need no staging")
+        return HostWeights(kinds, f"{have}; {PINNED_SHARE:.0%} of it may be pinned at most")
+    return HostWeights(kinds | dict.fromkeys(repeated, PINNED), f"{have}; copies from pinned memory need no staging")
 
 
 def mark_views(module: nn.Module, views: Views) -> None:
@@ -101,8 +107,8 @@ def mark_views(module: nn.Module, views: Views) -> None:
 
 def views_of(module: nn.Module) -> Views:
     """Which tensors of ``module`` are views of its file."""
-    found: Views = module.__dict__.get(VIEWS, NONE)
-    return found
+    views: Views = module.__dict__.get(VIEWS, NONE)
+    return views
 
 
 def pin(tensors: Iterable[torch.Tensor]) -> int:

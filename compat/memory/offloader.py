@@ -1,14 +1,15 @@
-"""Who holds the parts of a pipeline on the device that computes, and when they leave it again.
+"""Where the parts of a pipeline are: on the device that computes, or in host memory, and when they move.
 
-The one order of operations, of which offloader is the last step: load, storage dtype and quantisation, LoRA, Conv3d
-and precision rewrites, kernel rewrites, attention and cache configuration, compile of repeated blocks, offloader.
+:class:`Offloader` is what everybody asks; :class:`StandaloneOffloader` is ours, and a host may hand in its own. Offload
+is the last step of the one order of operations: load, storage dtype and quantisation, LoRA, Conv3d and precision,
+kernels, attention and cache, compile of repeated blocks, offload.
 """
 
 from __future__ import annotations
 
-import time
+import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,466 +17,449 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ..checkpoints.weights import let_go
+from ..decision import AUTO, CHOSEN, Decision
 from ..device.execution import HOST
-from ..device.facts import GIBIBYTE, empty_cache, indexed
+from ..device.facts import GIBIBYTE, default_device, device_fault, empty_cache, indexed
+from ..device.failures import is_shortage
 from ..errors import InputError, UnsupportedError
-from .hooks import Units, unit_of, units_on
-from .host_weights import HostWeights, views_of
-from .parts import Silent
-from .staging import sent_together
-from .statistics import GIGABYTE as GIGABYTE
+from .adapters import Adapters, adapters_on
+from .estimates import BY_BLOCK, WHOLE
+from .hooks import GroupHooks, hooks_on, remove_hooks
+from .host_weights import PINNED, HostWeights
+from .parts import Parts, Silent, role_of
 from .statistics import MemoryStats
-from .statistics import amount as amount
-from .transfer import arrived, transfer_for
+from .transfer import move, on_device, tensors_of
 
 HOSTED = "comfyui"  # the memory manager of the host around us: its offloader is handed in
-KEPT = "_anygpu_kept"  # on a module: host weights that stay in host memory while their copies are on a device
-CHOICES = ("auto", "none", "model", "group", "sequential", HOSTED)
+MODES = ("none", "model", "group", "sequential")  # of our own offloader, the fastest first
+CHOICES = (AUTO, *MODES, HOSTED)
+STEP_DOWN = {"none": "group", "model": "group", "group": "sequential"}  # what needs less, for a part that is in use
+DEVICE_CHOICES = (AUTO, "cpu", "gpu:0", "gpu:1", "gpu:2", "gpu:3")  # the same list on every machine
 
 COSTS: dict[str, str] = {
-    "none": "every part stays on the device after its first use: fastest, needs room for transformer and VAE together",
-    "model": "one part at a time is on the device: needs room for the largest part, costs a copy of it per stage",
-    "group": "one block at a time is on the device: needs little room, copies the whole transformer every step",
-    "sequential": "one layer at a time is on the device: needs the least room and is by far the slowest",
-    HOSTED: "ComfyUI moves, streams and evicts the weights as it does its own models'; what auto means inside ComfyUI",
+    "none": "every part stays on the device once it has been used; fastest, needs room for transformer and VAE "
+    "together",
+    "model": "one part at a time; needs room for the largest part, and copies it once per stage",
+    "group": "one block at a time; needs little room, but copies the whole transformer at every step",
+    "sequential": "one layer at a time; needs the least room, by far the slowest",
+    HOSTED: "ComfyUI loads, streams and evicts the weights like those of its own models; this is auto inside ComfyUI",
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
-    """What the user asks of an offloader beside its mode.
+class OffloadOptions:
+    """The user's settings for an offloader besides its mode.
 
     Args:
-        devices: parts that compute elsewhere, by name. keep_free: bytes of the device that are left to others.
-        state: folder in which costs are kept. host: how the host weights of each part are kept.
+        devices: parts that compute on a device of their own; ``text_encoder`` stands for all text encoders.
+        keep_free_bytes: of the device, left to others.
+        state: folder in which costs are kept.
+        host_weights: how the weights of each part are kept in host memory.
     """
 
     devices: Mapping[str, torch.device] = field(default_factory=dict)
-    keep_free: int = 0
+    keep_free_bytes: int = 0
     state: Path | None = None
-    host: HostWeights = field(default_factory=HostWeights)
+    host_weights: HostWeights = field(default_factory=HostWeights)
 
 
-class ReadsParts(Protocol):
-    """Parts that are read on first use and can be forgotten."""
+class Offloader(Protocol):
+    """Decides where the parts of one pipeline are, and moves them."""
 
-    def read(self, name: str, progress: Any = None) -> nn.Module: ...
-    def drop(self, name: str) -> None: ...
-    def __contains__(self, name: object) -> bool: ...
+    @property
+    def mode(self) -> str:
+        """The offload mode in force: one of :data:`CHOICES`, but for ``auto``."""
+
+    @property
+    def automatic(self) -> bool:
+        """Whether the mode was decided for the user, so that :meth:`switch` may decide it again for a stage."""
+
+    @property
+    def options(self) -> OffloadOptions:
+        """What the user asked for beside the mode."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parts compute."""
+
+    @property
+    def evicts(self) -> bool:
+        """Whether other models leave the device when this pipeline needs the room."""
+
+    @property
+    def memory_stats(self) -> MemoryStats:
+        """What was moved so far, and what each stage cost."""
+
+    @property
+    def adapters(self) -> Adapters | None:
+        """The adapters of this pipeline; None for none."""
+
+    @property
+    def patcher(self) -> Any:
+        """The host's own handle of the transformer; None where no host manages memory."""
+
+    def get_models(self) -> list[Any]:
+        """The host's own handles of all parts that were used."""
+
+    def device_of(self, part: str) -> torch.device:
+        """Where ``part`` computes."""
+
+    def hold(self, part: str, activation_bytes: int = 0, progress: Any = None) -> AbstractContextManager[nn.Module]:
+        """The part with this pipeline's adapters, able to run on its device inside the block.
+
+        Args:
+            part: its name.
+            activation_bytes: what its forward needs beside the weights.
+            progress: told of what moves, and asked for a cancel.
+        """
+
+    def release(self, part: str) -> None:
+        """Take the part off its device; where that is the host, free its memory."""
+
+    def switch(self, mode: str) -> None:
+        """Use ``mode`` from the next use of each part on; what is on the device leaves it.
+
+        Raises:
+            InputError: a mode that cannot be switched to, or a part is in use.
+        """
+
+    def step_down(self, part: str, *beside: str) -> str:
+        """Make room for ``part``, which is in use or about to be.
+
+        Args:
+            part: what ran out of memory.
+            beside: other parts of the same stage, which would come back at once.
+
+        Returns:
+            What was done, in words; empty where nothing is left to do.
+        """
+
+    def with_adapters(self, adapters: Adapters | None) -> Offloader:
+        """The same offloader for a pipeline with these adapters: parts, mode and statistics are shared."""
 
 
-class Whole:
-    """Offload ``none``: a part is moved in when it is first held and stays until it is released.
+@dataclass(slots=True)
+class _State:
+    """What the offloaders of pipelines with the same parts share."""
+
+    mode: str
+    in_use: list[str] = field(default_factory=list)
+
+
+class StandaloneOffloader:
+    """Our own offload, in a mode that may change between stages, and step down where a stage finds no room.
+
+    ``none`` moves a part in at its first use, where it stays until it is released. ``model`` has it on the device for
+    one use only. ``group`` brings one block of a transformer or text encoder at a time, or one layer of a VAE, and
+    ``sequential`` one layer of anything. All but ``none`` keep the weights in host memory and copy nothing back, unlike
+    diffusers' group offloading: half the traffic, and host weights that no device can damage. A part that computes on
+    the host is used where it is.
 
     Args:
-        parts: the modules by name, on the CPU when they are read.
-        device: where they execute.
-        make_room: told the bytes that are about to be needed on ``device``, so that a host can free others.
-        pinned: parts whose host weights move into locked host memory where their weights come and go.
+        parts: the modules by name, in host memory when they are read.
+        device: where they compute.
+        mode: one of :data:`MODES`.
+        options: what else the user asks.
+        make_room: told the bytes that are about to be needed, so that a host can free other models.
+        automatic: whether the mode was decided for the user.
     """
 
-    mode = "none"
+    patcher = None
 
     def __init__(
         self,
-        parts: ReadsParts,
+        parts: Parts,
         device: torch.device,
+        mode: str,
+        options: OffloadOptions | None = None,
+        *,
         make_room: Callable[[int], None] | None = None,
-        memory_stats: MemoryStats | None = None,
-        pinned: tuple[str, ...] = (),
+        automatic: bool = False,
     ) -> None:
-        self.parts, self.device, self.make_room = parts, device, make_room
-        self.memory_stats, self.pinned = memory_stats or MemoryStats(), pinned
+        self.parts, self.device, self.options = parts, indexed(device), options or OffloadOptions()
+        self.make_room, self.automatic = make_room, automatic
+        self.memory_stats = MemoryStats(self.options.state)
+        self.adapters: Adapters | None = None
+        self._state = _State(mode)
+        self._devices = {part: indexed(place) for part, place in self.options.devices.items()}
 
     def __repr__(self) -> str:
-        return f"offload {self.mode} on {self.device}"
+        return f"offload {placement(self)}"
+
+    @property
+    def mode(self) -> str:
+        """The mode in force: one of :data:`MODES`."""
+        return self._state.mode
+
+    @property
+    def evicts(self) -> bool:
+        """Whether a host makes other models leave."""
+        return self.make_room is not None
+
+    def get_models(self) -> list[Any]:
+        """None: no host has handles of these parts."""
+        return []
+
+    def device_of(self, part: str) -> torch.device:
+        """Where ``part`` computes."""
+        return self._devices.get(role_of(part), self.device)
+
+    def with_adapters(self, adapters: Adapters | None) -> StandaloneOffloader:
+        """The same offloader for a pipeline with these adapters."""
+        other = copy.copy(self)
+        other.adapters = adapters
+        return other
 
     @contextmanager
     def hold(self, part: str, activation_bytes: int = 0, progress: Any = None) -> Iterator[nn.Module]:
-        """The part on ``device`` for the block, and afterwards until :meth:`release`."""
-        module = self.parts.read(part, progress)
-        _unhooked(module)
-        self._ask_for_room(module, activation_bytes)
-        move(module, self.device, part, progress, self.memory_stats)
-        yield module
+        """The part with this pipeline's adapters, able to run on its device inside the block.
+
+        Raises:
+            UnsupportedError: the device does not answer any more.
+        """
+        mode, in_use = self.mode, self._state.in_use
+        in_use.append(part)
+        try:
+            with (
+                adapters_on(self.parts, part, self.adapters, self.take_off, progress) as module,
+                self._moved(part, module, activation_bytes, progress),
+            ):
+                yield module
+        except RuntimeError as error:
+            self._require_answer(part, error)
+            raise
+        finally:
+            in_use.remove(part)
+            if self.mode != mode and part in self.parts:  # it stepped down, and got hooks, while it was in use
+                remove_hooks(self.parts.read(part))
 
     def release(self, part: str) -> None:
-        """Back to host memory; where the device is the host, out of memory altogether."""
-        if part not in self.parts:
-            return
-        if self.device.type == HOST.type:
+        """Take the part off its device; where that is the host, free its memory."""
+        if part in self.parts and self.device_of(part).type == HOST.type:
             self.parts.drop(part)
-            return
-        module = self.parts.read(part)
-        _unhooked(module)
-        move(module, HOST, part, None, self.memory_stats)
-        empty_cache(self.device)
+        elif self.mode != "model":  # in which a part has left already, or is in use
+            self.take_off(part)
 
     def take_off(self, part: str) -> None:
-        """Take every hook off and the weights to host memory, where the part stays: it is about to change."""
+        """Take the hooks off the part and bring its weights to host memory, where it stays: it is about to change."""
         if part in self.parts:
             module = self.parts.read(part)
-            _unhooked(module)
+            remove_hooks(module)
             move(module, HOST, part, None, self.memory_stats)
-            empty_cache(self.device)
+            empty_cache(self.device_of(part))
 
-    def _ask_for_room(self, module: nn.Module, activation_bytes: int) -> None:
-        if self.make_room is not None:
-            away = sum(t.numel() * t.element_size() for t in _tensors(module) if t.device != self.device)
-            self.make_room(away + activation_bytes)
+    def switch(self, mode: str) -> None:
+        """Use ``mode`` from the next use of each part on; what is on the device leaves it.
 
-
-class PerStage(Whole):
-    """Offload ``model``: a part is on the device only while it is held; its CPU copy is kept, never copied back."""
-
-    mode = "model"
-
-    @contextmanager
-    def hold(self, part: str, activation_bytes: int = 0, progress: Any = None) -> Iterator[nn.Module]:
-        """The part on ``device`` for the block only."""
-        module = self.parts.read(part, progress)
-        _unhooked(module)
-        move(module, HOST, part, progress)  # where another mode left it on the device
-        self._ask_for_room(module, activation_bytes)
-        try:
-            move(module, self.device, part, progress, self.memory_stats, keep=True)
-            yield module
-        finally:
-            move(module, HOST, part)
-            empty_cache(self.device)
-
-    def release(self, part: str) -> None:
-        """Nothing: the part left the device when its block ended."""
-
-
-class Grouped(Whole):
-    """Offload ``group``: one block of a transformer or text encoder, or one layer of a VAE, at a time.
-
-    Own units instead of diffusers' group offloading, which copies each block back from the device: half the traffic,
-    and host weights that no device can damage. An image encoder is held whole: its attention pooling reads packed
-    weights that the hooks of its layers do not see.
-    """
-
-    mode = "group"
-    whole = ("image_encoder",)
-
-    @contextmanager
-    def hold(self, part: str, activation_bytes: int = 0, progress: Any = None) -> Iterator[nn.Module]:
-        """The part with its hooks on; its weights come and go by themselves."""
-        if part in self.whole or self.device.type == HOST.type:
-            with PerStage(self.parts, self.device, self.make_room, self.memory_stats).hold(
-                part, activation_bytes, progress
-            ) as module:
-                yield module
+        Raises:
+            InputError: an unknown mode, or a part is in use.
+        """
+        in_use = self._state.in_use
+        if mode not in MODES or in_use:
+            raise InputError(
+                f"offload {mode!r} while {in_use[0]} is in use" if in_use else f"offload {mode!r}",
+                expected=f"one of {', '.join(MODES)}, between two stages",
+                fix="Choose it on the load node.",
+            )
+        if mode == self.mode or self.device.type == HOST.type:
             return
-        module = self.parts.read(part, progress)
-        if self.make_room is not None:
-            self.make_room(activation_bytes)
-        units = taken_over(module, self.device, self.by_block(part))
-        if units is None:
-            move(module, HOST, part, progress)
-            units = self.units_for(part, module, progress)
-        units.progress = progress or Silent()
-        try:
-            yield module
-        finally:
-            units.home()
+        for part, module in self.parts.items():
+            remove_hooks(module)
+            if on_device(module, self.device):
+                move(module, HOST, part, None, self.memory_stats)
+        empty_cache(self.device)
+        self._state.mode = mode
 
-    def units_for(self, part: str, module: nn.Module, progress: Any = None) -> Units:
-        """New units on ``module``, which is on the host."""
-        pinned = part in self.pinned
-        return Units(
-            module, self.device, self.by_block(part), self.memory_stats, part=part, pinned=pinned, progress=progress
+    def step_down(self, part: str, *beside: str) -> str:
+        """Make room for ``part``: other parts leave, then it comes by block, then by layer."""
+        if self.device_of(part).type == HOST.type:
+            return ""
+        staying = (part, *beside, *self._state.in_use)
+        others = [name for name, module in self.parts.items() if name not in staying and on_device(module, self.device)]
+        for name in others:
+            self.take_off(name)
+        if others:
+            return f"without {', '.join(others)} on the device"
+        mode = STEP_DOWN.get(self.mode, "")
+        if not mode:
+            return ""
+        if part not in self._state.in_use:
+            self.switch(mode)
+            return f"with offload {mode}"
+        module = self.parts.read(part)
+        hooks = hooks_on(module)
+        progress = None if hooks is None else hooks.progress
+        remove_hooks(module)
+        move(module, HOST, part, None, self.memory_stats)
+        self._state.mode = mode
+        self._hook(part, module, progress)
+        empty_cache(self.device)
+        return f"with offload {mode}"
+
+    @contextmanager
+    def _moved(self, part: str, module: nn.Module, activation_bytes: int, progress: Any) -> Iterator[None]:
+        """The part on its device for the block: by groups, as a whole, or from now on."""
+        device, mode = self.device_of(part), self.mode
+        if mode in ("group", "sequential") and part != WHOLE and device.type != HOST.type:
+            self._ask_for_room(activation_bytes)
+            hooks = hooks_on(module)
+            if hooks is None or hooks.device != device or hooks.by_block != self._by_block(part):
+                remove_hooks(module)
+                move(module, HOST, part, progress)
+                hooks = self._hook(part, module, progress)
+            hooks.progress = progress or Silent()
+            try:
+                yield
+            finally:
+                hooks.offload()
+            return
+        remove_hooks(module)
+        stays = mode == "none" or device.type == HOST.type
+        if not stays:
+            move(module, HOST, part, progress)  # where another mode left it on the device
+        away = sum(tensor.nbytes for tensor in tensors_of(module) if tensor.device != device)
+        self._ask_for_room(away + activation_bytes)
+        try:
+            move(module, device, part, progress, self.memory_stats, keep=not stays)
+            yield
+        finally:
+            if not stays:
+                move(module, HOST, part)
+                empty_cache(device)
+
+    def _hook(self, part: str, module: nn.Module, progress: Any) -> GroupHooks:
+        """New hooks on ``module``, which is on the host."""
+        return GroupHooks(
+            module,
+            self.device_of(part),
+            self._by_block(part),
+            self.memory_stats,
+            part=part,
+            pinned=part in self.options.host_weights.of(PINNED),
+            progress=progress,
         )
 
-    def by_block(self, part: str) -> bool:
-        """Whether the blocks of ``part`` move whole."""
-        return part in ("transformer", "unet") or part.startswith("text_encoder")
+    def _by_block(self, part: str) -> bool:
+        """Whether the blocks of ``part`` move whole; else each layer moves by itself."""
+        return self.mode == "group" and part.startswith(BY_BLOCK)
 
-    def release(self, part: str) -> None:
-        """Take the hooks off."""
-        if part not in self.parts:
-            return
-        units = units_on(self.parts.read(part))
-        if units is not None:
-            units.remove()
-        empty_cache(self.device)
+    def _ask_for_room(self, needed_bytes: int) -> None:
+        if self.make_room is not None:
+            self.make_room(needed_bytes)
 
-
-class Sequential(Grouped):
-    """Offload ``sequential``: each layer comes for its own forward only."""
-
-    mode = "sequential"
-
-    def by_block(self, part: str) -> bool:
-        """Never."""
-        return False
-
-
-def taken_over(module: nn.Module, device: torch.device, by_block: bool) -> Units | None:
-    """The units that ``module`` has on, where they are of this kind; others, of another pipeline too, are taken off."""
-    units = units_on(module)
-    if units is None or (units.device == device and units.by_block == by_block):
-        return units
-    units.remove()
-    return None
-
-
-MODES: dict[str, type[Whole]] = {"none": Whole, "model": PerStage, "group": Grouped, "sequential": Sequential}
+    def _require_answer(self, part: str, error: RuntimeError) -> None:
+        """Raise where ``error`` means that the device of ``part`` is gone."""
+        device = self.device_of(part)
+        gone = "" if device.type == HOST.type or is_shortage(error) else device_fault(device)
+        if gone:
+            raise UnsupportedError(
+                f"{device} does not answer any more ({gone})",
+                expected=f"the device of the {part}",
+                fix="Restart ComfyUI, or load the pipeline again on another device.",
+            ) from error
 
 
 def offloader_for(
     choice: str,
-    parts: ReadsParts,
+    parts: Parts,
     device: torch.device,
     part_bytes: Mapping[str, int],
+    *,
     free: int | None = None,
     make_room: Callable[[int], None] | None = None,
-    hosted: Callable[..., Any] | None = None,
-    terms: Terms | None = None,
-) -> tuple[Any, str]:
-    """The offloader for an offload choice, and the reason in one sentence.
+    hosted: Callable[[Parts, torch.device, OffloadOptions], Offloader] | None = None,
+    options: OffloadOptions | None = None,
+) -> tuple[Offloader, Decision]:
+    """The offloader for an offload choice, and the decision for it.
 
     Args:
         choice: one of :data:`CHOICES`.
+        parts: what it moves.
+        device: where they compute.
         part_bytes: bytes of each part in the dtype it will have on the device.
         free: bytes free on the device; None when the backend does not tell.
-        hosted: makes the host's own offloader of (parts, device, terms), which ``auto`` then means.
-        terms: what else the user asks.
+        make_room: lets a host free other models, as :class:`StandaloneOffloader` takes it.
+        hosted: makes the host's own offloader, which ``auto`` then means.
+        options: what else the user asks.
 
     Raises:
-        InputError: unknown choice. UnsupportedError: offload asked for where the host is the device, or the host's
-            where there is none.
+        InputError: an unknown choice.
+        UnsupportedError: offload asked for where the host is the device, or the host's where there is none.
     """
+    options = options or OffloadOptions()
     if choice not in CHOICES:
         raise InputError(f"offload {choice!r}", expected=f"one of {', '.join(CHOICES)}", fix="Choose one of these.")
-    if hosted is not None and choice in ("auto", HOSTED):
-        return hosted(parts, device, terms), f"{'auto' if choice == 'auto' else 'chosen'}: {COSTS[HOSTED]}"
+    if hosted is not None and choice in (AUTO, HOSTED):
+        return _with_decision(hosted(parts, device, options), choice, COSTS[HOSTED])
     if choice == HOSTED:
         raise UnsupportedError(
             f"offload {choice!r} outside ComfyUI",
             expected=f"one of {', '.join(mode for mode in CHOICES if mode != HOSTED)}",
             fix="Choose auto.",
         )
-    on_host = device.type == HOST.type
-    if on_host and choice not in ("auto", "none"):
+    if refusal := lacking(choice, device):
         raise UnsupportedError(
-            f"offload {choice!r} on a CPU",
+            f"offload {choice!r} {refusal}",
             expected="auto or none",
-            fix="Choose auto: there is no second memory to offload to.",
+            fix="Choose auto. A CPU has no second memory to offload to.",
         )
-    from .planned import Planned  # which builds on this module
-
-    terms = terms or Terms()
-    free = None if free is None else max(0, free - terms.keep_free)
-    mode, reason = (choice, f"chosen: {COSTS[choice]}") if choice != "auto" else _automatic(on_host, part_bytes, free)
-    planned = Planned(
-        parts,
-        indexed(device),
-        mode,
-        make_room,
-        devices={part: indexed(place) for part, place in terms.devices.items()},
-        automatic=choice == "auto",
-        keep_free=terms.keep_free,
-        memory_stats=MemoryStats(terms.state),
-        host=terms.host,
-    )
-    return planned, reason
+    free = None if free is None else max(0, free - options.keep_free_bytes)
+    mode, why = (choice, COSTS[choice]) if choice != AUTO else _automatic(device, part_bytes, free)
+    own = StandaloneOffloader(parts, device, mode, options, make_room=make_room, automatic=choice == AUTO)
+    return _with_decision(own, choice, why)
 
 
-@contextmanager
-def own_tensors(module: nn.Module) -> Iterator[None]:
-    """``module`` with its own parameters and buffers readable; ``sequential`` takes them away between forwards.
-
-    Source: diffusers ``apply_forward_hook`` does the first half of it around a VAE's ``encode`` and ``decode``.
-    """
-    hook, unit = getattr(module, "_hf_hook", None), unit_of(module)
-    if unit is not None:
-        unit.bring()
-        try:
-            yield
-        finally:
-            unit.leave()
-        return
-    if hook is None:
-        yield
-        return
-    hook.pre_forward(module)
-    try:
-        yield
-    finally:
-        hook.post_forward(module, None)
+def lacking(choice: str, device: torch.device) -> str:
+    """Why an offload mode cannot be on ``device``; empty where it can, or where a host's own manager stands in."""
+    return "on a CPU" if device.type == HOST.type and choice not in (AUTO, "none", HOSTED) else ""
 
 
-@contextmanager
-def weights_on(leaf: nn.Module, like: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Weight and bias of ``leaf`` on the device and in the dtype of ``like``, from whoever holds them.
+def placement(offloader: Offloader) -> str:
+    """Mode and devices in words, such as ``model on cuda:0, vae on cpu``."""
+    parts = {part: offloader.device_of(part) for part in offloader.options.devices}
+    apart = "".join(f", {part} on {device}" for part, device in parts.items() if device != offloader.device)
+    return f"{offloader.mode} on {offloader.device}{apart}"
 
-    A leaf with a method ``lend(like)``, a context manager over the same pair, is asked first: that is how a host
-    streams weights. Then come the unit that the leaf belongs to, accelerate's and diffusers' hooks on the leaf itself,
-    then its own tensors.
+
+def _with_decision(offloader: Offloader, choice: str, why: str) -> tuple[Offloader, Decision]:
+    return offloader, Decision("offload", placement(offloader), why, AUTO if choice == AUTO else CHOSEN)
+
+
+def part_devices(transformer: str = "auto", text: str = "auto", vae: str = "auto") -> dict[str, str]:
+    """Part to device, for the parts that are not left to ``auto``.
 
     Raises:
-        UnsupportedError: nobody brings the weight to the device of ``like``.
+        UnsupportedError: an accelerator that this machine does not have.
     """
-    weights_on = getattr(leaf, "weights_on", None)
-    if weights_on is not None:
-        with weights_on(like) as provided:
-            yield provided
-        return
-    unit = unit_of(leaf)
-    if unit is not None:
-        unit.bring()
-        try:
-            brought: Any = leaf.weight
-            offset: Any = getattr(leaf, "bias", None)
-            yield brought.to(like.dtype), None if offset is None else offset.to(like.dtype)
-        finally:
-            unit.leave()
-        return
-    away, hook = leaf.weight.device != like.device, getattr(leaf, "_hf_hook", None)
-    group = getattr(getattr(leaf, "_diffusers_hook", None), "hooks", {}).get("group_offloading")
-    try:
-        if away and hook is not None:
-            hook.pre_forward(leaf)
-        elif away and group is not None:
-            group.group.onload_()
-        if leaf.weight.device != like.device:
-            raise misplaced(leaf, like)
-        weight: Any = leaf.weight
-        bias = getattr(leaf, "bias", None)
-        yield weight.to(like.dtype), None if bias is None else bias.to(like.dtype)
-    finally:
-        if away and hook is not None:
-            hook.post_forward(leaf, None)
-        elif away and group is not None:
-            group.group.offload_()
+    asked = {"transformer": transformer, "text_encoder": text, "vae": vae}
+    return {part: _device_named(name) for part, name in asked.items() if name not in ("auto", "")}
 
 
-def misplaced(leaf: nn.Module, x: torch.Tensor) -> UnsupportedError:
-    """The error for an input that is not where the weight of ``leaf`` is."""
-    return UnsupportedError(
-        f"the input of {leaf} is on {x.device} and its weight on {leaf.weight.device}",
-        expected="both on the device that computes",
-        fix="Run the part while its residency holds it, and move its inputs to the residency's device.",
-    )
+def _device_named(name: str) -> str:
+    if not name.startswith("gpu:"):
+        return name
+    kind, index = default_device().type, int(name.removeprefix("gpu:"))
+    count = 0 if kind == HOST.type else torch.accelerator.device_count()
+    if index >= count:
+        raise UnsupportedError(
+            f"device {name!r} where torch sees {count} accelerator{'' if count == 1 else 's'}",
+            expected="auto, cpu, or the number of an existing accelerator",
+            fix="Choose auto.",
+        )
+    return f"{kind}:{index}"
 
 
-def move(
-    module: nn.Module,
-    device: torch.device,
-    label: str,
-    progress: Any = None,
-    memory_stats: MemoryStats | None = None,
-    keep: bool = False,
-) -> None:
-    """Move ``module`` to ``device``, tensor by tensor, reporting bytes and obeying a cancel, of a large one by slices.
-
-    A cancel or a failure on the way puts everything back, so that no module is left half moved. Masters that were kept
-    are not copied back: they take the place of their copies again.
-
-    Args:
-        keep: whether all host weights stay in host memory; those that are views of their file do in any case.
-    """
-    away = [tensor for tensor in _tensors(module) if tensor.device != device]
-    if not away:
-        return
-    origins, kept = [(tensor, tensor.data) for tensor in away], dict(module.__dict__.get(KEPT, {}))
-    total, done, copied = sum(tensor.numel() * tensor.element_size() for tensor in away), 0, 0
-    check = None if progress is None else progress.check
-    home = device.type == HOST.type
-    way = _carried_home(module, away, check) if home else _carried_out(module, away, device, check, keep)
-    started = time.perf_counter()
-    try:
-        with torch.inference_mode(False), torch.no_grad():
-            for tensor, data, is_copy in way:
-                size = tensor.numel() * tensor.element_size()
-                done, copied = done + size, copied + size * is_copy
-                tensor.data = data
-                if progress is not None:
-                    progress.step(done, total, f"moving {label} {amount(done, total)}")
-                    progress.check()
-    except BaseException:
-        with torch.inference_mode(False), torch.no_grad():
-            for tensor, data in origins:
-                tensor.data = data
-        module.__dict__[KEPT] = kept
-        raise
-    if memory_stats is not None:
-        memory_stats.add(copied, time.perf_counter() - started)
-
-
-def _carried_out(
-    module: nn.Module,
-    away: list[torch.Tensor],
-    device: torch.device,
-    check: Callable[[], None] | None,
-    keep: bool,
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
-    """Each tensor with its copy on ``device``."""
-    views, kept = views_of(module), module.__dict__.setdefault(KEPT, {})
-
-    def sent(source: torch.Tensor) -> torch.Tensor:
-        return arrived(source, device, check, staged=views.staged and views.holds(source))
-
-    for index, there in sent_together([tensor.data for tensor in away], sent):
-        tensor = away[index]
-        kept.pop(id(tensor), None)
-        is_view = views.holds(tensor)
-        if keep or is_view:
-            kept[id(tensor)] = tensor, tensor.data
-        if is_view and not keep:
-            let_go(tensor.data)
-        yield tensor, there, True
-
-
-def _carried_home(
-    module: nn.Module, away: list[torch.Tensor], check: Callable[[], None] | None
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
-    """Each tensor with its data in host memory, the host weight that was kept or a copy, and whether it is a copy."""
-    kept = module.__dict__.get(KEPT, {})
-    kinds = {(tensor.device, tensor.dtype) for tensor in away if id(tensor) not in kept}
-    ways = {kind: transfer_for(*kind) for kind in kinds}  # weights that come back damaged would go out again so
-    for tensor in away:
-        if check is not None:
-            check()
-        host_weight = kept.pop(id(tensor), None)
-        if host_weight is not None:
-            yield tensor, host_weight[1], False
-        else:
-            yield tensor, ways[tensor.device, tensor.dtype].copied(tensor.data), True
-
-
-def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Each parameter and buffer once, those in no state dict (rotary tables) too."""
-    yield from module.parameters()
-    yield from module.buffers()
-
-
-def on_device(module: nn.Module, device: torch.device) -> bool:
-    """Whether any tensor of ``module`` is on ``device``."""
-    return any(tensor.device == device for tensor in _tensors(module))
-
-
-def _unhooked(module: nn.Module) -> None:
-    """Take off the units that another mode or another pipeline left on ``module``."""
-    units = units_on(module)
-    if units is not None:
-        units.remove()
-
-
-def _automatic(on_host: bool, part_bytes: Mapping[str, int], free: int | None) -> tuple[str, str]:
-    if on_host:
-        return "none", "auto: the device is the host, so there is nothing to offload to"
+def _automatic(device: torch.device, part_bytes: Mapping[str, int], free: int | None) -> tuple[str, str]:
+    if device.type == HOST.type:
+        return "none", "the device is the host, so there is nothing to offload to"
     if free is None:
-        return "model", "auto: this device does not tell its free memory, so one part at a time"
+        return "model", "this device does not tell its free memory, so one part at a time"
     large = [size for name, size in part_bytes.items() if not name.startswith("text_encoder")]
     spare, text = 0.75 * free, max((s for n, s in part_bytes.items() if n.startswith("text_encoder")), default=0)
     have = f"{free / GIBIBYTE:.1f} GB free"
     if max(sum(large), text) < spare:
-        return "none", f"auto: {sum(large) / GIBIBYTE:.1f} GB of weights fit into {have}"
+        return "none", f"{sum(large) / GIBIBYTE:.1f} GB of weights fit into {have}"
     largest = max([*large, text], default=0)
     if largest < spare:
-        return "model", f"auto: the largest part, {largest / GIBIBYTE:.1f} GB, fits into {have}"
-    return "group", f"auto: the largest part, {largest / GIBIBYTE:.1f} GB, does not fit into {have}"
+        return "model", f"the largest part, {largest / GIBIBYTE:.1f} GB, fits into {have}"
+    return "group", f"the largest part, {largest / GIBIBYTE:.1f} GB, does not fit into {have}"

@@ -1,18 +1,20 @@
-"""What a run cost: bytes moved to the device, the time that took, and the highest memory of each stage."""
+"""Memory statistics of a run: bytes copied to the device, the time that took, and the peak of each stage."""
 
 from __future__ import annotations
 
 import json
-import tempfile
 import time
+import uuid
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from ..device.execution import HOST
 from ..device.facts import peak_bytes, reset_peak, synchronize
 
 FILE = "memory.json"
@@ -56,14 +58,14 @@ class StageCost:
 
     @property
     def ratio(self) -> float:
-        """Time of the stage over the time it would have taken with nothing to move."""
+        """How many times longer the stage took because of copies."""
         return self.seconds / max(self.seconds - self.moving_seconds, 1e-9)
 
     def __str__(self) -> str:
         peak = f"peak {amount_of(self.peak_bytes)}, " if self.peak_bytes else ""
         moved = (
             f"moved {amount_of(self.moved_bytes)} in {self.moving_seconds:.1f} of {self.seconds:.1f} s, "
-            f"{self.ratio:.2f} times the time without moving"
+            f"{self.ratio:.2f} times the time without copies"
             if self.moved_bytes
             else "nothing moved"
         )
@@ -124,14 +126,14 @@ class MemoryStats:
         self._keep(cost)
 
     def _settle(self) -> None:
-        """Take in the time of the copies that nobody waited for, once the device is done with them."""
+        """Add the time of asynchronous copies once the device has finished them."""
         for _, last in self.behind:
             last.synchronize()
         while self.behind:
             self._take_first()
 
     def _take_first(self) -> None:
-        """Take in the time of the oldest copy that nobody waited for; nothing where the driver does not tell it."""
+        """Add the time of the oldest asynchronous copy; nothing if the driver does not report it."""
         first, last = self.behind.popleft()
         with suppress(RuntimeError):  # it would cost the finished work of the stage
             self.moving_seconds += first.elapsed_time(last) / 1000.0
@@ -142,11 +144,30 @@ class MemoryStats:
         rows = [*kept_stages(self.state), cost][-KEPT:]
         try:
             self.state.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self.state, delete=False, encoding="utf-8") as file:
-                file.write(json.dumps([asdict(row) for row in rows], indent=1))
-            Path(file.name).replace(self.state / FILE)
+            temporary = self.state / f".{FILE}.{uuid.uuid4().hex[:8]}.part"
+            temporary.write_text(json.dumps([asdict(row) for row in rows], indent=1), encoding="utf-8")
+            temporary.replace(self.state / FILE)
         except OSError:
             return  # a full disk or a read-only folder costs the report, not the run
+
+
+@contextmanager
+def stage_cost(pipeline: Any, name: str, progress: Any) -> Iterator[None]:
+    """The block as a stage in the statistics of a pipeline: its peak, its traffic and its time.
+
+    Args:
+        pipeline: a pipeline of any kind.
+        name: of the stage.
+        progress: told the line where it has ``cost`` and the stage ran on a device of its own; may be None.
+    """
+    offloader = pipeline.offloader
+    title = f"{pipeline.family} {pipeline.variant}"
+    with offloader.memory_stats.stage(name, title, offloader.mode, offloader.device) as cost:
+        yield
+        cost.mode = offloader.mode
+    tell = getattr(progress, "cost", None)  # of those who show it: a node's text, the terminal
+    if tell is not None and offloader.device.type != HOST.type:
+        tell(str(cost))
 
 
 def kept_stages(state: Path) -> list[StageCost]:

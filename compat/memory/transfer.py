@@ -1,25 +1,38 @@
-"""Exact copies between host and device: bits travel as they are, and every cast is made on the host.
+"""Exact copies between host and device: of single tensors, of small ones together, and of whole modules.
+
+Bits travel as they are, and every cast is made on the host.
 
 Some Radeons turn bf16 into zeros when they cast it to fp32, and one stack damaged bf16 on its way to the host. So a
-tensor is narrowed before it is sent, fetched in the dtype it has, and widened after it has arrived; where the plain
-copy is not exact, its bits travel as 16-bit integers.
+tensor is narrowed before it is sent, fetched in its own dtype, and widened on arrival. If a plain copy is not exact,
+the bits are copied as 16-bit integers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import nn
 
+from ..checkpoints.weights import release_pages
 from ..device.execution import HOST
+from ..device.failures import is_shortage
 from ..errors import UnsupportedError
-from .statistics import MemoryStats
+from .host_weights import views_of
+from .parts import StageText
+from .statistics import MemoryStats, amount
 
 BITS = torch.int16
 HALVES = (torch.bfloat16, torch.float16)
 SLICE_BYTES = 256 * 1024**2  # of a large tensor: half a second on a link of 0.5 GB/s, so that a cancel is obeyed
+SMALL_BYTES = 1024**2  # larger ones travel alone
+STAGING_BYTES = 16 * 1024**2  # of one transfer
+ALIGNED_BYTES = 256  # where a tensor may begin on a device: what its allocators give, and more than vector loads need
+KEPT = "_anygpu_kept"  # on a module: host weights that stay in host memory while their copies are on a device
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +40,11 @@ class Transfer:
     """The way to a device and back.
 
     Args:
-        device: the far end. dtype: what floating tensors have there. as_bits: whether 16-bit floats travel as integers.
-        memory_stats: what counts the bytes and the time of activations on their way; None for nobody. Who moves weights
-            counts them himself.
+        device: the far end.
+        dtype: what floating tensors have there.
+        as_bits: whether 16-bit floats travel as integers.
+        memory_stats: counts the bytes and the time of activations on their way; code that moves weights counts them
+            itself.
     """
 
     device: torch.device
@@ -37,19 +52,22 @@ class Transfer:
     as_bits: bool = False
     memory_stats: MemoryStats | None = None
 
-    def sent(self, tensor: torch.Tensor, check: Callable[[], None] | None = None, staged: bool = False) -> torch.Tensor:
+    def to_device(
+        self, tensor: torch.Tensor, check: Callable[[], None] | None = None, staged: bool = False
+    ) -> torch.Tensor:
         """A host tensor on the device; a floating one is cast to ``dtype`` before it leaves.
 
         Args:
-            check, staged: as :func:`arrived` takes them.
+            check: as :func:`copy_to_device` takes it.
+            staged: as :func:`copy_to_device` takes it.
         """
         here = tensor.to(self.dtype) if tensor.is_floating_point() else tensor
         with self._counted(here.nbytes):
             if here.dtype not in HALVES or not self.as_bits:
-                return arrived(here, self.device, check, staged)
-            return arrived(here.view(BITS), self.device, check, staged).view(self.dtype)
+                return copy_to_device(here, self.device, check, staged)
+            return copy_to_device(here.view(BITS), self.device, check, staged).view(self.dtype)
 
-    def copied(self, tensor: torch.Tensor) -> torch.Tensor:
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the device on the host, in its own dtype, bit for bit."""
         if tensor.device.type == HOST.type:
             return tensor
@@ -58,23 +76,24 @@ class Transfer:
                 return tensor.to(HOST)
             return tensor.view(BITS).to(HOST).view(tensor.dtype)
 
-    def fetched(self, tensor: torch.Tensor) -> torch.Tensor:
+    def to_host_fp32(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the device on the host; a floating one is widened to fp32 there, after it has arrived."""
-        here = self.copied(tensor)
+        here = self.to_host(tensor)
         return here.float() if here.is_floating_point() else here
 
     def _counted(self, count: int) -> AbstractContextManager[None]:
         return nullcontext() if self.memory_stats is None else self.memory_stats.moving(count)
 
 
-def arrived(
+def copy_to_device(
     source: torch.Tensor, device: torch.device, check: Callable[[], None] | None = None, staged: bool = False
 ) -> torch.Tensor:
-    """A host tensor on ``device``, bit for bit; the host waits only where its memory is not locked.
+    """A host tensor on ``device``, bit for bit; the host waits only if its memory is not pinned.
 
     Args:
-        check: raises on a cancel; asked before each slice of a large tensor. staged: whether each slice is copied into
-            ordinary memory first, for drivers that stall at the pages of a mapped file.
+        check: raises on a cancel; called before each slice of a large tensor.
+        staged: whether each slice is copied into ordinary memory first, for drivers that stall at the pages of a mapped
+            file.
     """
     behind = HOST.type == source.device.type != device.type and source.is_pinned()
     if not source.is_contiguous() or (source.nbytes <= SLICE_BYTES and not staged):
@@ -108,10 +127,10 @@ def transfer_for(device: torch.device, dtype: torch.dtype) -> Transfer:
         if torch.equal(plain[exact], patterns[exact]):
             return Transfer(device, dtype)
         bits = there.view(BITS).to(HOST)
-    except torch.OutOfMemoryError:  # which says nothing of how the device copies
-        raise
-    except (RuntimeError, NotImplementedError):  # a backend that cannot relabel bits has only the plain copy
-        return Transfer(device, dtype)
+    except RuntimeError as error:
+        if is_shortage(error):  # which says nothing of how the device copies
+            raise
+        return Transfer(device, dtype)  # a backend that cannot relabel bits has only the plain copy
     if not torch.equal(bits[exact], patterns[exact]):
         raise UnsupportedError(
             f"{device} returns other bits of {str(dtype).removeprefix('torch.')} than it was given",
@@ -131,14 +150,162 @@ def casts_wrongly(device: torch.device, dtype: torch.dtype) -> bool:
     way, values = transfer_for(device, dtype), torch.arange(-(2**15), 2**15, dtype=torch.int32).to(BITS).view(dtype)
     values = values[values.isfinite() & (values.abs() >= torch.finfo(dtype).tiny)]
     wide = values.float()
-    up, down = way.sent(values).float().to(HOST), way.copied(wide.to(device).to(dtype))
+    up, down = way.to_device(values).float().to(HOST), way.to_host(wide.to(device).to(dtype))
     return not (torch.equal(up, wide) and torch.equal(down, values))
 
 
-def widened(tensor: torch.Tensor) -> torch.Tensor:
+def bf16_bits_to_fp32(tensor: torch.Tensor) -> torch.Tensor:
     """A bf16 tensor as fp32 where it is, by integers alone: exact on a device whose own cast is broken.
 
     Returns:
         The same values; a NaN keeps its payload. Peak extra memory: the result.
     """
     return tensor.view(BITS).to(torch.int32).bitwise_left_shift_(16).view(torch.float32)
+
+
+def send_together(
+    tensors: Sequence[torch.Tensor], send: Callable[[torch.Tensor], torch.Tensor]
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """The index of each tensor and its copy on the device; small ones travel together and share one storage there,
+    since each transfer has a price of its own.
+
+    Args:
+        tensors: in host memory; one that is elsewhere travels alone.
+        send: copies one to the device, in its dtype.
+
+    Returns:
+        Each index once. Peak extra host memory: one staging buffer per dtype.
+    """
+    waiting: dict[torch.dtype, list[int]] = {}
+    held: dict[torch.dtype, int] = {}
+    for index, tensor in enumerate(tensors):
+        alone = not 0 < tensor.nbytes <= SMALL_BYTES or not tensor.is_contiguous()
+        if alone or tensor.device.type != HOST.type:
+            yield index, send(tensor)
+            continue
+        kind, size = tensor.dtype, _padded_count(tensor) * tensor.itemsize
+        if held.get(kind, 0) + size > STAGING_BYTES:
+            yield from _send_joined(tensors, waiting.pop(kind), send)
+            held[kind] = 0
+        waiting.setdefault(kind, []).append(index)
+        held[kind] = held.get(kind, 0) + size
+    for indices in waiting.values():
+        yield from _send_joined(tensors, indices, send)
+
+
+def _send_joined(
+    tensors: Sequence[torch.Tensor], indices: list[int], send: Callable[[torch.Tensor], torch.Tensor]
+) -> Iterator[tuple[int, torch.Tensor]]:
+    if len(indices) == 1:
+        yield indices[0], send(tensors[indices[0]])
+        return
+    staging = torch.zeros(sum(_padded_count(tensors[index]) for index in indices), dtype=tensors[indices[0]].dtype)
+    places, first = [], 0
+    for index in indices:
+        places.append((index, first, first + tensors[index].numel()))
+        staging[first : places[-1][2]].copy_(tensors[index].reshape(-1))
+        first += _padded_count(tensors[index])
+    there = send(staging)
+    for index, begin, end in places:
+        yield index, there[begin:end].view(tensors[index].shape)
+
+
+def _padded_count(tensor: torch.Tensor) -> int:
+    """Elements from the beginning of a tensor to where the next one may begin."""
+    unit = max(1, ALIGNED_BYTES // tensor.itemsize)
+    return -(-tensor.numel() // unit) * unit
+
+
+def move(
+    module: nn.Module,
+    device: torch.device,
+    label: str,
+    progress: Any = None,
+    memory_stats: MemoryStats | None = None,
+    keep: bool = False,
+) -> None:
+    """Move ``module`` to ``device``, tensor by tensor, reporting bytes and obeying a cancel, of a large one by slices.
+
+    A cancel or a failure on the way puts everything back, so that no module is left half moved. Host weights that were
+    kept are not copied back: they take the place of their copies again.
+
+    Args:
+        keep: whether all host weights stay in host memory; those that are views of their file do in any case.
+    """
+    away = [tensor for tensor in tensors_of(module) if tensor.device != device]
+    if not away:
+        return
+    origins, kept = [(tensor, tensor.data) for tensor in away], dict(module.__dict__.get(KEPT, {}))
+    total, done, copied = sum(tensor.nbytes for tensor in away), 0, 0
+    check = None if progress is None else progress.check
+    home = device.type == HOST.type
+    way = _data_at_home(module, away, check) if home else _copies_on(module, away, device, check, keep)
+    started = time.perf_counter()
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            for tensor, data, is_copy in way:
+                done, copied = done + tensor.nbytes, copied + tensor.nbytes * is_copy
+                tensor.data = data
+                if progress is not None:
+                    progress.step(done, total, StageText("moving", f"{label} {amount(done, total)}", True))
+                    progress.check()
+    except BaseException:
+        with torch.inference_mode(False), torch.no_grad():
+            for tensor, data in origins:
+                tensor.data = data
+        module.__dict__[KEPT] = kept
+        raise
+    if memory_stats is not None:
+        memory_stats.add(copied, time.perf_counter() - started)
+
+
+def _copies_on(
+    module: nn.Module,
+    away: list[torch.Tensor],
+    device: torch.device,
+    check: Callable[[], None] | None,
+    keep: bool,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
+    """Each tensor with its copy on ``device``."""
+    views, kept = views_of(module), module.__dict__.setdefault(KEPT, {})
+
+    def send(source: torch.Tensor) -> torch.Tensor:
+        return copy_to_device(source, device, check, staged=views.staged and views.holds(source))
+
+    for index, there in send_together([tensor.data for tensor in away], send):
+        tensor = away[index]
+        kept.pop(id(tensor), None)
+        is_view = views.holds(tensor)
+        if keep or is_view:
+            kept[id(tensor)] = tensor, tensor.data
+        if is_view and not keep:
+            release_pages(tensor.data)
+        yield tensor, there, True
+
+
+def _data_at_home(
+    module: nn.Module, away: list[torch.Tensor], check: Callable[[], None] | None
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
+    """Each tensor with its data in host memory, the host weight that was kept or a copy, and whether it is a copy."""
+    kept = module.__dict__.get(KEPT, {})
+    kinds = {(tensor.device, tensor.dtype) for tensor in away if id(tensor) not in kept}
+    ways = {kind: transfer_for(*kind) for kind in kinds}  # weights that come back damaged would go out again so
+    for tensor in away:
+        if check is not None:
+            check()
+        host_weight = kept.pop(id(tensor), None)
+        if host_weight is not None:
+            yield tensor, host_weight[1], False
+        else:
+            yield tensor, ways[tensor.device, tensor.dtype].to_host(tensor.data), True
+
+
+def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Each parameter and buffer once, those in no state dict (rotary tables) too."""
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def on_device(module: nn.Module, device: torch.device) -> bool:
+    """Whether any tensor of ``module`` is on ``device``."""
+    return any(tensor.device == device for tensor in tensors_of(module))

@@ -1,24 +1,27 @@
-"""Which attention kernel runs, decided before the call by the size of its score matrix; exact query chunks elsewhere.
+"""Chooses the attention kernel before the call, by the size of its score matrix; otherwise exact attention in query
+chunks.
 
-Torch's `scaled_dot_product_attention` takes a fused kernel where device, dtype and head width have one, and otherwise
-builds the whole score matrix without a word: 28.8 GiB in the first step of FramePack on Turing
+Torch's `scaled_dot_product_attention` uses a fused kernel if there is one for device, dtype and head width, and
+otherwise silently builds the full score matrix: 28.8 GiB in the first step of FramePack on Turing
 (lllyasviel/FramePack#161). Here torch is asked first, and a matrix above the budget is computed in chunks of queries.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch.nn import functional
 
+from ..decision import AUTO, CHOSEN, Decision
 from ..device.facts import DeviceFacts
-from ..device.probe_store import UNUSABLE, WRONG, ProbeResult
-from ..errors import InputError, UnsupportedError
+from ..device.probe_store import UNUSABLE, WRONG, Probes, ProbeStore
+from ..device.timed_choice import fastest, kept_times, milliseconds
+from ..errors import InputError, PackError, UnsupportedError
+from .attention_chunks import MEBIBYTE, UNKNOWN_BUDGET, WORKED_ON, chunked, fp32_attention, score_bytes
+from .attention_kernels import BACKENDS, EXPLICIT, require_usable
 
 CHOICES = (
     "auto",
@@ -32,7 +35,7 @@ CHOICES = (
     "xformers",
 )
 MEANINGS: dict[str, str] = {
-    "auto": "torch's fused kernel where this device has one, else exact in chunks of queries",
+    "auto": "torch's fused kernel if this device has one, otherwise exact in chunks of queries",
     "native": "torch's fused kernels, whichever torch prefers",
     "native_cudnn": "torch's cuDNN kernel, often the fastest on Hopper and Blackwell",
     "native_efficient": "torch's memory-efficient kernel",
@@ -43,18 +46,14 @@ MEANINGS: dict[str, str] = {
     "xformers": "the package xformers",
 }
 TORCH_KERNELS = {1: "flash", 2: "memory-efficient", 3: "cuDNN", 4: "the device's own"}  # SDPBackend; 0 is math
-BACKENDS = {
-    "native_cudnn": "CUDNN_ATTENTION",
-    "native_efficient": "EFFICIENT_ATTENTION",
-    "native_flash": "FLASH_ATTENTION",
-}
-MEBIBYTE = 1024**2
-LEAST_BUDGET, UNKNOWN_BUDGET, MOST_BUDGET = 64 * MEBIBYTE, 256 * MEBIBYTE, 1024 * MEBIBYTE
+LEAST_BUDGET, MOST_BUDGET = 64 * MEBIBYTE, 1024 * MEBIBYTE
 BUDGET_SHARE = 16  # the budget is this part of the device's memory
+TOKENS, HEADS = 8192, 24  # a short clip of every family; from here on the ratio of the kernels hardly changes
+REPEATS, WORTH = 10, 0.95  # another kernel is taken where it needs at most this share of the time
+DEFAULT = "native"  # torch's own choice
 LONG = 1024  # tokens from which on kernels differ by more than their start
 MATH_COPIES = 3  # scores, softmax, and the scaled or masked scores between them are alive together in torch's math
-SCORE_BYTES = 4  # scores are fp32 in torch's math and here, whatever the operands are
-WORKED_ON = torch.float32
+UNDECIDED = Decision("attention", AUTO, MEANINGS[AUTO])
 PROBED = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}  # as probes name them
 
 
@@ -63,23 +62,28 @@ class Attention:
     """The attention of one pipeline's modules: call it on queries, keys and values.
 
     Args:
-        choice: one of :data:`CHOICES`. budget_bytes: most that one call may take beside operands and result.
-        why: what runs and why, for people.
+        choice: one of :data:`CHOICES`.
+        budget_bytes: most that one call may take beside operands and result.
+        decision: what runs and why, for people.
+        kernel: torch's fused kernel for these operands; empty where it has none.
         avoided: dtypes in which torch's fused kernel of this device was seen to be wrong, with the reason.
         fused: (dtype, head width) for which torch has a fused kernel here; asked beforehand, for graphs that are
             compiled, in which torch cannot be asked.
         fastest: the kernel that was timed fastest here, for long sequences without a mask; empty for torch's choice.
     """
 
-    choice: str = "auto"
+    choice: str = AUTO
     budget_bytes: int = UNKNOWN_BUDGET
-    why: str = MEANINGS["auto"]
+    decision: Decision = UNDECIDED
+    kernel: str = ""
     avoided: Mapping[torch.dtype, str] = field(default_factory=dict)
     fused: frozenset[tuple[torch.dtype, int]] = frozenset()
     fastest: str = ""
 
-    def __str__(self) -> str:
-        return f"attention: {self.why}"
+    @property
+    def label(self) -> str:
+        """What runs, in a word or two."""
+        return self.fastest or (self.choice if self.choice != AUTO else self.kernel or "in chunks")
 
     def __call__(
         self,
@@ -95,7 +99,8 @@ class Attention:
         kernel reads masks.
 
         Args:
-            query: (B, H, N, D). key, value: (B, H, M, D). One device, one dtype.
+            query: (B, H, N, D).
+            key, value: (B, H, M, D). One device, one dtype.
             mask: broadcast to (B, H, N, M); bool, True where a key counts, or floating, added to the scores.
             causal: query n sees the keys up to n.
 
@@ -113,7 +118,7 @@ class Attention:
             if mask is None and not causal and query.dtype.itemsize < 4 and WORKED_ON not in self.avoided:
                 wide = stand_in(query, WORKED_ON)
                 if self._has_fused(wide, wide, wide):
-                    return widened(query, key, value, self.budget_bytes)
+                    return fp32_attention(query, key, value, self.budget_bytes)
         if query.dtype not in self.avoided and MATH_COPIES * score_bytes(query, key) <= self.budget_bytes:
             return functional.scaled_dot_product_attention(query, key, value, mask, is_causal=causal)
         return chunked(query, key, value, mask, causal, self.budget_bytes)
@@ -141,7 +146,8 @@ def attention_for(
     """The attention for a choice on the device of ``facts``, tried out there once.
 
     Args:
-        choice: one of :data:`CHOICES`. dtype, head_width: of the queries that the transformer will pass.
+        choice: one of :data:`CHOICES`.
+        dtype, head_width: of the queries that the transformer will pass.
         avoided: dtypes in which a probe found torch's fused kernel wrong, with the reason.
 
     Raises:
@@ -156,41 +162,77 @@ def attention_for(
     asked = {dtype: kernel, WORKED_ON: fused_kernel(wide, wide, wide)}
     fused = frozenset((kind, head_width) for kind, name in asked.items() if name and kind not in avoided)
     name, size = str(dtype).removeprefix("torch."), f"{budget / 1e6:.0f} MB"
+    verdict, why = choice, MEANINGS[choice]
     if choice == "native_math":
-        return Attention(choice, budget, f"chosen: {MEANINGS[choice]} of at most {size}", avoided, fused)
-    if choice == "auto" and kernel:
-        why = f"auto: torch's fused kernel ({kernel}); exact in chunks of {size} where it has none"
-        return Attention(choice, budget, why, avoided, fused)
-    if choice == "auto":
-        cause, how = avoided.get(dtype) or f"this device has no fused kernel for {name}", "exact, in chunks of queries"
-        if (WORKED_ON, head_width) in fused and dtype not in avoided:
-            how = "exact, by torch's fused fp32 kernel, else in chunks"
-        return Attention(choice, budget, f"auto: {how} of at most {size}: {cause}", avoided, fused)
-    if choice == "native" and not kernel:
+        why = f"{why} of at most {size}"
+    elif choice == AUTO and kernel:
+        verdict, why = f"torch's fused kernel ({kernel})", f"exact in chunks of {size} otherwise"
+    elif choice == AUTO:
+        widened_first = (WORKED_ON, head_width) in fused and dtype not in avoided
+        how = "by torch's fused fp32 kernel, else in chunks" if widened_first else "in chunks of queries"
+        verdict = f"exact, {how} of at most {size}"
+        why = avoided.get(dtype) or f"this device has no fused kernel for {name}"
+    elif choice == "native" and not kernel:
         raise UnsupportedError(
             f"attention 'native' in {name} on {facts.name}",
             expected="a fused kernel of this torch for it",
-            fix="Choose auto, which computes it exactly in chunks.",
+            fix="Choose auto, which computes attention exactly in chunks.",
         )
-    if choice != "native":
-        from .attention_kernels import require_usable
-
+    elif choice != "native":
         require_usable(choice, facts, dtype, head_width)
-    return Attention(choice, budget, f"chosen: {MEANINGS[choice]}", avoided, fused)
+    decision = Decision("attention", verdict, why, AUTO if choice == AUTO else CHOSEN)
+    return Attention(choice, budget, decision, kernel=kernel, avoided=avoided, fused=fused)
 
 
-def avoided_by(probes: Mapping[str, ProbeResult] | None, dtypes: Iterable[torch.dtype]) -> dict[torch.dtype, str]:
+def by_time(
+    attention: Attention, facts: DeviceFacts, store: ProbeStore | None, dtype: torch.dtype, head_width: int
+) -> Attention:
+    """``attention`` with the kernel that is fastest here, where it was left to ``auto`` and torch has a fused one.
+
+    cuDNN's kernel was seen 1.7 to 2.3 times as fast as torch's own choice on Hopper and slower on Ampere
+    (huggingface/transformers#48163). No list of cards stays right, so the device is timed at the transformer's head
+    width. A CPU has one kernel: nothing is timed there.
+    """
+    if attention.choice != AUTO or (dtype, head_width) not in attention.fused or facts.backend == "cpu":
+        return attention
+    name = f"attention {str(dtype).removeprefix('torch.')} heads of {head_width}"
+    times = kept_times(name, lambda: kernel_times(facts, dtype, head_width), facts, store)
+    if DEFAULT not in times:
+        return attention
+    best = fastest(times, DEFAULT, WORTH)
+    said = ", ".join(f"{kernel} {times[kernel]:.2f} ms" for kernel in sorted(times, key=times.__getitem__))
+    if best == DEFAULT:
+        why = f"{attention.decision.why}; timed on this device: {said}"
+        return replace(attention, decision=replace(attention.decision, why=why))
+    decision = replace(attention.decision, verdict=best, why=f"the fastest of {said} on this device, timed once")
+    return replace(attention, fastest=best, decision=decision)
+
+
+def kernel_times(facts: DeviceFacts, dtype: torch.dtype, head_width: int) -> dict[str, float]:
+    """Milliseconds of torch's own choice and of its kernels that are right here, for a short clip; none for one way."""
+    query = torch.randn(1, HEADS, TOKENS, head_width, device=facts.device, dtype=dtype)
+    ways = {DEFAULT: lambda: functional.scaled_dot_product_attention(query, query, query)}
+    for kernel in BACKENDS:
+        try:
+            require_usable(kernel, facts, dtype, head_width)
+        except PackError:
+            continue
+        ways[kernel] = partial(EXPLICIT[kernel], query, query, query)
+    return milliseconds(ways, facts.device, REPEATS) if len(ways) > 1 else {}
+
+
+def avoided_by(probes: Probes, dtypes: Iterable[torch.dtype]) -> dict[torch.dtype, str]:
     """The dtypes in which a probe found torch's attention wrong or absent on this device, with the reason.
 
-    An answer about masks counts for nothing: none is passed here.
+    What it is with a mask counts for nothing: none is passed here.
     """
-    found = {}
+    avoided = {}
     for dtype in dict.fromkeys(dtypes if probes else ()):
         name = f"attention.{PROBED.get(dtype)}"
         answer = probes[name] if probes and name in probes else None
-        if answer is not None and answer.status in (WRONG, UNUSABLE) and "mask" not in answer.detail:
-            found[dtype] = f"torch's attention is {answer.status} in {PROBED[dtype]} here ({answer.detail})"
-    return found
+        if answer is not None and answer.status in (WRONG, UNUSABLE):
+            avoided[dtype] = f"torch's attention is {answer.status} in {PROBED[dtype]} here ({answer.detail})"
+    return avoided
 
 
 def budget_for(facts: DeviceFacts) -> int:
@@ -199,11 +241,6 @@ def budget_for(facts: DeviceFacts) -> int:
         return UNKNOWN_BUDGET
     most = UNKNOWN_BUDGET if facts.backend == "cpu" else MOST_BUDGET  # more does not stay in a CPU's caches anyway
     return max(LEAST_BUDGET, min(most, facts.total_bytes // BUDGET_SHARE))
-
-
-def score_bytes(query: torch.Tensor, key: torch.Tensor) -> int:
-    """Bytes of the whole score matrix of one call, which a fused kernel never builds."""
-    return math.prod(query.shape[:-1]) * key.shape[-2] * SCORE_BYTES
 
 
 def fused_kernel(
@@ -224,141 +261,3 @@ def fused_kernel(
 def stand_in(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A small tensor with the head width and device of ``like``, to ask about another dtype."""
     return torch.zeros(1, 1, 16, like.shape[-1], dtype=dtype, device=like.device)
-
-
-def widened(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, budget_bytes: int) -> torch.Tensor:
-    """Attention by the fused fp32 kernel for narrower operands that have none: bf16 before sm80.
-
-    Nothing is lost: each value is exact in fp32. A group of heads is cast at a time.
-    """
-    found = torch.empty_like(query)
-    per_head = 2 * query.shape[0] * (query.shape[2] + key.shape[2]) * query.shape[3] * WORKED_ON.itemsize
-    step = min(query.shape[1], max(1, budget_bytes // per_head))
-    for first in range(0, query.shape[1], step):
-        part = slice(first, first + step)
-        # No names for the casts: they would be alive while those of the next heads are made.
-        found[:, part] = functional.scaled_dot_product_attention(
-            query[:, part].to(WORKED_ON), key[:, part].to(WORKED_ON), value[:, part].to(WORKED_ON)
-        ).to(query.dtype)
-    return found
-
-
-def chunked(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None = None,
-    causal: bool = False,
-    budget_bytes: int = UNKNOWN_BUDGET,
-) -> torch.Tensor:
-    """Exact attention, some queries at a time: each row of scores is whole, so the sums are those of torch's math.
-
-    Scores, softmax and products are fp32 whatever the operands are, as in torch's math; a query that sees no key gets
-    zeros, as there. Needs matrix products and elementwise arithmetic only.
-
-    Args:
-        query, key, value, mask, causal: as for :class:`Attention`. budget_bytes: most bytes alive beside operands and
-            result, except that one row of scores is always computed whole.
-    """
-    size = chunk_size(query, key, value, mask, causal, budget_bytes)
-    found = query.new_empty(*query.shape[:-1], value.shape[-1])
-    if mask is not None:
-        mask = mask.expand(*query.shape[:-1], key.shape[-2])  # a view: no copy is made until a chunk is taken
-    for rows in _parts(query.shape[0], size[0]):
-        for heads in _parts(query.shape[1], size[1]):
-            keys, values = key[rows, heads].to(WORKED_ON).transpose(-1, -2), value[rows, heads].to(WORKED_ON)
-            for queries in _parts(query.shape[2], size[2]):
-                hidden = None if mask is None else mask[rows, heads, queries]
-                found[rows, heads, queries] = _chunk(
-                    query[rows, heads, queries], keys, values, hidden, queries.start if causal else None
-                )
-            del keys, values  # before those of the next head are cast
-    return found
-
-
-def chunk_size(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    causal: bool,
-    budget_bytes: int,
-) -> tuple[int, int, int]:
-    """How many batch rows, heads and queries :func:`chunked` takes at a time."""
-    batch, heads, count, width = query.shape
-    keys = key.shape[-2]
-    # Beside the scores: the fp32 copy of the queries (twice, scaled), the result, and what hides scores.
-    per_query = SCORE_BYTES * (keys + 2 * width + 2 * value.shape[-1] + 2)
-    per_query += keys * (0 if mask is None else 2 * SCORE_BYTES) + keys * (2 if causal else 0)
-    per_head = SCORE_BYTES * keys * (width + value.shape[-1])
-    queries = _even(count, (budget_bytes - per_head) // per_query)
-    if queries < count:
-        return 1, 1, queries
-    whole = per_head + count * per_query
-    at_once = _even(heads, budget_bytes // whole)
-    return (1 if at_once < heads else _even(batch, budget_bytes // (heads * whole))), at_once, count
-
-
-def _even(count: int, most: int) -> int:
-    """At most ``most`` and at least 1, so that the parts of ``count`` are nearly equal."""
-    if count <= most or count == 0:
-        return max(count, 1)
-    return math.ceil(count / math.ceil(count / max(most, 1)))
-
-
-def _parts(count: int, size: int) -> list[slice]:
-    return [slice(first, min(first + size, count)) for first in range(0, count, size)]
-
-
-def _chunk(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, first: int | None
-) -> torch.Tensor:
-    """Attention of some queries over all keys (B, H, D, M), in fp32; ``first`` is the number of the first, if causal.
-
-    A function of its own, so that the scores are gone before those of the next chunk are made.
-    """
-    scores = torch.matmul(query.to(WORKED_ON) * query.shape[-1] ** -0.5, keys)
-    _hide(scores, mask, first)
-    # In place, so that one copy of the scores is alive. A row of -inf alone must not become NaN.
-    scores.sub_(scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(WORKED_ON).min)).exp_()
-    total = scores.sum(-1, keepdim=True).clamp_(min=1.0)  # the largest score gives 1; no score gives 0
-    return torch.matmul(scores, values).div_(total)
-
-
-def _hide(scores: torch.Tensor, mask: torch.Tensor | None, first: int | None) -> None:
-    """Set scores that do not count to -inf, or add a floating mask, in place."""
-    if mask is not None and mask.dtype == torch.bool:
-        scores.masked_fill_(mask.logical_not(), -math.inf)
-    elif mask is not None:
-        scores.add_(mask)
-    if first is not None:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1 + first)
-        scores.masked_fill_(later, -math.inf)
-
-
-def _by_package(choice: str) -> Any:
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        from .attention_kernels import run
-
-        return run(choice, query, key, value)
-
-    return attend
-
-
-def _by_torch(choice: str) -> Any:
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        with only(choice):
-            return functional.scaled_dot_product_attention(query, key, value)
-
-    return attend
-
-
-def only(choice: str) -> AbstractContextManager[Any]:
-    """Torch limited to one of its kernels for a block; what was allowed before is allowed again afterwards."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    return sdpa_kernel([getattr(SDPBackend, BACKENDS[choice])]) if choice in BACKENDS else nullcontext()
-
-
-EXPLICIT = {name: _by_torch(name) for name in BACKENDS}
-EXPLICIT |= {name: _by_package(name) for name in ("sage", "flash", "xformers")}

@@ -1,32 +1,45 @@
-"""Attention kernels that a user names: what each needs, as rows, and whether it runs on this device, by a try."""
+"""Attention kernels that a user can choose: rows say what each needs, and a trial says whether it works on this
+device."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import re
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.nn import functional
 
 from ..device.facts import DeviceFacts
 from ..errors import MissingPackageError, PackError, UnsupportedError
 from ..packages import imported
+from .attention_chunks import WORKED_ON, chunked
 
 HALF = (torch.float16, torch.bfloat16)
 ANY = (torch.float32, *HALF)
+BACKENDS = {
+    "native_cudnn": "CUDNN_ATTENTION",
+    "native_efficient": "EFFICIENT_ATTENTION",
+    "native_flash": "FLASH_ATTENTION",
+}
 TRY_TOKENS, EXACT_SHARE, LOSSY_SHARE = 80, 16, 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class KernelNeed:
     """One way to run a kernel.
 
     Args:
-        choice: the choice on the load node. backends: where. capability: compute capability from and below, times 10;
-            (0, 0) where the backend has none. package: what must be installed, as pip names it, and module: as Python
-            imports it; both empty for torch's own. triton_below: the first Triton version that no longer works.
-        dtypes, widths: operands and head widths it takes; no widths means any. source: where it says so.
+        choice: the choice on the load node.
+        backends: where.
+        capability: compute capability from and below, times 10; (0, 0) where the backend has none.
+        package: what must be installed, as pip names it, and module: as Python imports it; both empty for torch's own.
+        triton_below: the first Triton version that no longer works.
+        dtypes, widths: operands and head widths it takes; no widths means any.
+        source: where it says so.
     """
 
     choice: str
@@ -49,44 +62,38 @@ class Need:
 
 
 NEWEST = 1000
-NEEDS: tuple[Need, ...] = (
-    Need("native_cudnn", ("cuda",), (80, NEWEST), dtypes=HALF, source="torch SDPBackend.CUDNN_ATTENTION"),
-    Need("native_efficient", ("cuda",), (50, NEWEST), source="torch SDPBackend.EFFICIENT_ATTENTION"),
-    Need("native_efficient", ("rocm",), source="AOTriton in torch's ROCm builds"),
-    Need("native_flash", ("cuda",), (80, NEWEST), dtypes=HALF, source="torch SDPBackend.FLASH_ATTENTION"),
-    Need("native_flash", ("rocm",), dtypes=HALF, source="AOTriton in torch's ROCm builds"),
-    Need("native_flash", ("cpu", "xpu", "other"), source="torch SDPBackend.FLASH_ATTENTION"),
-    Need(
-        "sage",
-        ("cuda",),
-        (80, NEWEST),
-        "sageattention",
-        "sageattention",
-        dtypes=HALF,
-        widths=(64, 96, 128),
-        source="thu-ml/SageAttention README",
-    ),
-    Need(
+_SAGE: dict[str, Any] = {"package": "sageattention", "module": "sageattention", "widths": (64, 96, 128)}
+_FLASH: dict[str, Any] = {"package": "flash-attn", "module": "flash_attn", "dtypes": HALF}
+_XFORMERS: dict[str, Any] = {"package": "xformers", "module": "xformers.ops"}
+_FLASH_PAGE, _XFORMERS_PAGE = "Dao-AILab/flash-attention", "facebookresearch/xformers"
+_AOTRITON, _SDP = "AOTriton in torch's ROCm builds", "torch SDPBackend."
+NEEDS: tuple[KernelNeed, ...] = (
+    KernelNeed("native_cudnn", ("cuda",), (80, NEWEST), dtypes=HALF, source=f"{_SDP}CUDNN_ATTENTION"),
+    KernelNeed("native_efficient", ("cuda",), (50, NEWEST), source=f"{_SDP}EFFICIENT_ATTENTION"),
+    KernelNeed("native_efficient", ("rocm",), source=_AOTRITON),
+    KernelNeed("native_flash", ("cuda",), (80, NEWEST), dtypes=HALF, source=f"{_SDP}FLASH_ATTENTION"),
+    KernelNeed("native_flash", ("rocm",), dtypes=HALF, source=_AOTRITON),
+    KernelNeed("native_flash", ("cpu", "xpu", "other"), source=f"{_SDP}FLASH_ATTENTION"),
+    KernelNeed("sage", ("cuda",), (80, NEWEST), dtypes=HALF, source="thu-ml/SageAttention README", **_SAGE),
+    KernelNeed(
         "sage",
         ("cuda",),
         (75, 76),
-        "sageattention",
-        "sageattention",
-        "3.3",
-        (torch.float16,),
-        (64, 96, 128),
+        triton_below="3.3",
+        dtypes=(torch.float16,),
         source="thu-ml/SageAttention#197, triton-lang/triton-windows#28: Triton 3.3 dropped Turing",
+        **_SAGE,
     ),
-    Need("sage", ("rocm",), (0, 0), "sageattention", "sageattention", dtypes=HALF, widths=(64, 96, 128)),
-    Need("flash", ("cuda",), (80, NEWEST), "flash-attn", "flash_attn", dtypes=HALF, source="Dao-AILab/flash-attention"),
-    Need("flash", ("rocm",), (0, 0), "flash-attn", "flash_attn", dtypes=HALF, source="Dao-AILab/flash-attention"),
-    Need("xformers", ("cuda",), (50, NEWEST), "xformers", "xformers.ops", source="facebookresearch/xformers"),
-    Need("xformers", ("rocm",), (0, 0), "xformers", "xformers.ops", dtypes=HALF, source="facebookresearch/xformers"),
+    KernelNeed("sage", ("rocm",), dtypes=HALF, **_SAGE),
+    KernelNeed("flash", ("cuda",), (80, NEWEST), source=_FLASH_PAGE, **_FLASH),
+    KernelNeed("flash", ("rocm",), source=_FLASH_PAGE, **_FLASH),
+    KernelNeed("xformers", ("cuda",), (50, NEWEST), source=_XFORMERS_PAGE, **_XFORMERS),
+    KernelNeed("xformers", ("rocm",), dtypes=HALF, source=_XFORMERS_PAGE, **_XFORMERS),
 )
 
 
 def require_usable(choice: str, facts: DeviceFacts, dtype: torch.dtype, head_width: int) -> None:
-    """Nothing, where the kernel was run on the device and gave the right answer.
+    """Raise unless the kernel runs on the device and gives the right result.
 
     Raises:
         UnsupportedError: the wrong device, dtype or head width, or a wrong answer.
@@ -112,14 +119,14 @@ def require_usable(choice: str, facts: DeviceFacts, dtype: torch.dtype, head_wid
             fix="Choose auto, or another precision.",
         )
     try:
-        error, bound = _tried(choice, facts.device, dtype, head_width)
+        error, bound = _trial_error(choice, facts.device, dtype, head_width)
     except PackError:
         raise
     except Exception as failure:  # a kernel that does not fit this device fails in as many ways as there are kernels
         reason = next(iter(str(failure).strip().splitlines()), type(failure).__name__)
         raise UnsupportedError(
             f"attention {choice!r} fails on {facts.name} ({reason})",
-            expected="a kernel that runs here",
+            expected="a kernel that works here",
             fix="Choose auto.",
         ) from failure
     if not error <= bound:
@@ -130,13 +137,8 @@ def require_usable(choice: str, facts: DeviceFacts, dtype: torch.dtype, head_wid
         )
 
 
-def run(choice: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Attention (B, H, N, D) by a package."""
-    return RUNS[choice](query, key, value)
-
-
 def lacking(choice: str, facts: DeviceFacts) -> str:
-    """Why a kernel that a user may name cannot run on the device of ``facts``, without trying it; else empty."""
+    """Why a kernel cannot run on the device of ``facts``, without trying it; empty if it can."""
     rows = [need for need in NEEDS if need.choice == choice]
     here = [need for need in rows if _runs_on(need, facts)]
     if rows and not here:
@@ -153,26 +155,23 @@ def installed(package: str) -> str:
         return ""
 
 
-def _runs_on(need: Need, facts: DeviceFacts) -> bool:
+def _runs_on(need: KernelNeed, facts: DeviceFacts) -> bool:
     if facts.backend not in need.backends and not ("other" in need.backends and facts.arch_class == "other"):
         return False
     low, high = need.capability
-    return need.capability == (0, 0) or low <= _capability(facts) < high
+    match = re.fullmatch(r"sm_?(\d+)a?", facts.arch)
+    return need.capability == (0, 0) or low <= (int(match[1]) if match else 0) < high
 
 
-def _capability(facts: DeviceFacts) -> int:
-    found = re.fullmatch(r"sm_?(\d+)a?", facts.arch)
-    return int(found[1]) if found else 0
-
-
-def _require_packages(need: Need, facts: DeviceFacts) -> None:
+def _require_packages(need: KernelNeed, facts: DeviceFacts) -> None:
     if not need.package:
         return
     if not installed(need.package):
         raise MissingPackageError(
             f"attention {need.choice!r} without the package {need.package!r}",
             expected=f"{need.package}, which runs it",
-            fix=f"Install it into the Python that runs this, as its page says for {facts.name}, or choose auto.",
+            fix="Install it into the Python that runs ComfyUI or anygpu, following its instructions for "
+            f"{facts.name}, or choose auto.",
         )
     triton = next(filter(None, map(installed, ("triton", "triton-windows"))), "")
     if need.triton_below and (not triton or _numbers(triton) >= _numbers(need.triton_below)):
@@ -188,39 +187,51 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
-def _tried(choice: str, device: torch.device, dtype: torch.dtype, head_width: int) -> tuple[float, float]:
+def _trial_error(choice: str, device: torch.device, dtype: torch.dtype, head_width: int) -> tuple[float, float]:
     """The largest error of one small call on ``device``, and what it may be."""
-    from .attention import EXPLICIT, WORKED_ON, chunked
-
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, 2, TRY_TOKENS, head_width, generator=generator).to(dtype) for _ in range(3))
-    found = EXPLICIT[choice](query.to(device), key.to(device), value.to(device)).cpu().to(WORKED_ON)
+    result = EXPLICIT[choice](query.to(device), key.to(device), value.to(device)).cpu().to(WORKED_ON)
     # The reference is the host's: a device with a broken kernel may have broken products too.
-    error = (found - chunked(query, key, value).to(WORKED_ON)).abs().max().item()
+    error = (result - chunked(query, key, value).to(WORKED_ON)).abs().max().item()
     # Values are normal numbers in sums whose weights add up to 1: a few eps of the largest; 8-bit products: a tenth.
     return error, LOSSY_SHARE if choice == "sage" else EXACT_SHARE * torch.finfo(dtype).eps
 
 
 def _sage(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     attend = imported("sageattention").sageattn
-    found: torch.Tensor = attend(query, key, value, tensor_layout="HND", is_causal=False)
-    return found
+    result: torch.Tensor = attend(query, key, value, tensor_layout="HND", is_causal=False)
+    return result
 
 
-def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    attend = imported("flash_attn").flash_attn_func
-    found: torch.Tensor = attend(*(tensor.transpose(1, 2) for tensor in (query, key, value)))
-    return found.transpose(1, 2)
+def _by_package(module: str, name: str) -> Any:
+    """The attention ``name`` of a package, which takes (B, N, H, D)."""
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        result = getattr(imported(module), name)(*(tensor.transpose(1, 2) for tensor in (query, key, value)))
+        return result.transpose(1, 2)
+
+    return attend
 
 
-def _xformers(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    attend = imported("xformers.ops").memory_efficient_attention
-    found: torch.Tensor = attend(*(tensor.transpose(1, 2) for tensor in (query, key, value)))
-    return found.transpose(1, 2)
+def _by_torch(choice: str) -> Any:
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        with only(choice):
+            return functional.scaled_dot_product_attention(query, key, value)
+
+    return attend
 
 
-RUNS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+def only(choice: str) -> AbstractContextManager[Any]:
+    """Torch limited to one of its kernels for a block; what was allowed before is allowed again afterwards."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    return sdpa_kernel([getattr(SDPBackend, BACKENDS[choice])]) if choice in BACKENDS else nullcontext()
+
+
+EXPLICIT: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {  # (B, H, N, D) each
+    **{name: _by_torch(name) for name in BACKENDS},
     "sage": _sage,
-    "flash": _flash,
-    "xformers": _xformers,
+    "flash": _by_package("flash_attn", "flash_attn_func"),
+    "xformers": _by_package("xformers.ops", "memory_efficient_attention"),
 }

@@ -8,7 +8,6 @@ the end of each row, so the same result comes from leaving it out. Only the exac
 from __future__ import annotations
 
 import inspect
-import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,14 +16,15 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from .undo import Undo
+
 Attend = Callable[..., torch.Tensor]
-Rotary = Callable[[torch.Tensor, Any], torch.Tensor]
 Lengths = tuple["int | torch.Tensor", ...]  # a tensor stands for its length less OPEN
 OPEN = 2  # torch binds a graph to the lengths 0 and 1
 TEXT, MASK = "encoder_hidden_states", "encoder_attention_mask"
 
 
-@dataclass(slots=True)
+@dataclass
 class Padding:
     """How many tokens at the end of each batch row are padding in the call that runs; None where a mask must tell.
 
@@ -45,13 +45,13 @@ class Padding:
             return counts
         from torch._dynamo import maybe_mark_dynamic
 
-        found = tuple(torch.empty(1).expand(count + OPEN) for count in counts)
-        for length in found:
+        lengths = tuple(torch.empty(1).expand(count + OPEN) for count in counts)
+        for length in lengths:
             maybe_mark_dynamic(length, 0)
-        return found
+        return lengths
 
 
-def attended(module: nn.Module, attend: Attend) -> Callable[[], None]:
+def replace_attention_processors(module: nn.Module, attend: Attend) -> Callable[[], None]:
     """Make every known attention of a transformer call ``attend``; returns what puts everything back.
 
     A processor of another rewrite is kept: where it has an attribute ``attend``, and one ``padding``, they are set. One
@@ -60,37 +60,23 @@ def attended(module: nn.Module, attend: Attend) -> Callable[[], None]:
     Args:
         attend: from query (B, H, N, D), key, value and an optional mask to (B, H, N, D).
     """
-    padding, undo, patched = Padding(), [], []
-    owner: Any
+    padding, undo = Padding(), Undo()
     for owner in module.modules():
         processor: Any = getattr(owner, "processor", None)
         made = PROCESSORS.get(full_name(processor))
-        if made is not None and _plain(owner):
-            owner.processor = made(attend, padding)
-            undo.append((owner, "processor", processor))
+        if made is not None and _has_no_extras(owner):
+            undo.set(owner, "processor", made(attend, padding))
         elif full_name(owner) == POOL and "forward" not in vars(owner):
-            owner.forward = types.MethodType(_pool(attend, padding), owner)
-            patched.append(owner)
+            undo.patch(owner, _pool(attend, padding))
         elif hasattr(processor, "attend"):
             for name, value in (("attend", attend), ("padding", padding)):
                 if hasattr(processor, name):
-                    undo.append((processor, name, getattr(processor, name)))
-                    setattr(processor, name, value)
+                    undo.set(processor, name, value)
     cropped = CROPPED.get(type(module).__name__)
-    handle = None
     if cropped is not None:
         # A hook, not a patched forward: it survives accelerate's and diffusers' own re-wrapping of forward.
-        handle = module.register_forward_pre_hook(_cropping(cropped, padding), with_kwargs=True)
-
-    def restored() -> None:
-        if handle is not None:
-            handle.remove()
-        for owner, name, former in reversed(undo):
-            setattr(owner, name, former)
-        for owner in patched:
-            del owner.forward
-
-    return restored
+        undo.append(module.register_forward_pre_hook(_cropping(cropped, padding), with_kwargs=True).remove)
+    return undo.restore
 
 
 def by_rows(
@@ -104,19 +90,20 @@ def by_rows(
     """Attention over the valid keys of each row, without a mask; results of padded queries are 0.
 
     Args:
-        padding: keys at the end of each row that do not count. queries_too: the same queries are padding.
+        padding: keys at the end of each row that do not count.
+        queries_too: the same queries are padding.
     """
     if any(isinstance(count, torch.Tensor) for count in padding):
         return _by_open_rows(attend, query, key, value, padding)
     if not any(padding):
         return attend(query, key, value)
-    found = query.new_zeros(*query.shape[:-1], value.shape[-1])
+    result = query.new_zeros(*query.shape[:-1], value.shape[-1])
     for row, count in enumerate(padding):
         keys = slice(0, key.shape[2] - count)
         queries = slice(0, query.shape[2] - (count if queries_too else 0))
         one = slice(row, row + 1)
-        found[one, :, queries] = attend(query[one, :, queries], key[one, :, keys], value[one, :, keys])
-    return found
+        result[one, :, queries] = attend(query[one, :, queries], key[one, :, keys], value[one, :, keys])
+    return result
 
 
 def _by_open_rows(
@@ -134,16 +121,22 @@ def _by_open_rows(
     return torch.cat(rows)
 
 
-@dataclass(slots=True)
-class _Processor:
-    attend: Attend
-    padding: Padding
+class Processor:
+    """What all processors share.
+
+    Args:
+        attend: from query, key, value (B, H, N, D) and an optional mask to (B, H, N, D).
+        padding: of the call that runs.
+    """
+
+    def __init__(
+        self, attend: Attend = functional.scaled_dot_product_attention, padding: Padding | None = None
+    ) -> None:
+        self.attend, self.padding = attend, padding or Padding()
 
 
-class Joint(_Processor):
+class JointProcessor(Processor):
     """Video and text tokens together: HunyuanVideo and FramePack, both kinds of block, HunyuanVideo 1.5, Mochi."""
-
-    rotary: Rotary
 
     def __call__(
         self,
@@ -157,13 +150,13 @@ class Joint(_Processor):
         text = encoder_hidden_states
         separate = getattr(attn, "add_q_proj", None) is not None and text is not None
         tokens = hidden_states if separate or text is None else torch.cat([hidden_states, text], dim=1)
-        turned = tokens.shape[1] if separate or text is None else hidden_states.shape[1]
+        rotary_tokens = tokens.shape[1] if separate or text is None else hidden_states.shape[1]
 
-        def placed(found: torch.Tensor) -> torch.Tensor:
+        def placed(heads: torch.Tensor) -> torch.Tensor:
             if image_rotary_emb is None:
-                return found
-            video = type(self).rotary(found[:, :turned], image_rotary_emb)
-            return video if turned == found.shape[1] else torch.cat([video, found[:, turned:]], dim=1)
+                return heads
+            video = self.rotary(heads[:, :rotary_tokens], image_rotary_emb)
+            return video if rotary_tokens == heads.shape[1] else torch.cat([video, heads[:, rotary_tokens:]], dim=1)
 
         query = placed(heads_of(attn, attn.to_q, tokens, attn.norm_q))
         key = placed(heads_of(attn, attn.to_k, tokens, attn.norm_k))
@@ -172,18 +165,29 @@ class Joint(_Processor):
             query = torch.cat([query, heads_of(attn, attn.add_q_proj, text, attn.norm_added_q)], dim=1)
             key = torch.cat([key, heads_of(attn, attn.add_k_proj, text, attn.norm_added_k)], dim=1)
             value = torch.cat([value, heads_of(attn, attn.add_v_proj, text)], dim=1)
-        found = self._attended(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attention_mask)
-        found = found.transpose(1, 2).flatten(2).to(query.dtype)
+        attention = self._attend_joint(
+            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attention_mask
+        )
+        attention = attention.transpose(1, 2).flatten(2).to(query.dtype)
         if text is None:
-            return found, None
-        video, read = found.split([hidden_states.shape[1], text.shape[1]], dim=1)
+            return attention, None
+        video, text_tokens = attention.split([hidden_states.shape[1], text.shape[1]], dim=1)
         if getattr(attn, "to_out", None) is not None:
             video = attn.to_out[1](attn.to_out[0](video))
         if getattr(attn, "to_add_out", None) is not None:
-            read = attn.to_add_out(read)
-        return video, read
+            text_tokens = attn.to_add_out(text_tokens)
+        return video, text_tokens
 
-    def _attended(
+    @staticmethod
+    def rotary(tokens: torch.Tensor, table: Any) -> torch.Tensor:
+        """``tokens`` (B, N, H, D) turned by upstream's (cos, sin)."""
+        from diffusers.models import embeddings
+
+        apply: Any = embeddings.apply_rotary_emb  # upstream annotates it as narrower than what it passes
+        result: torch.Tensor = apply(tokens, table, sequence_dim=1)
+        return result
+
+    def _attend_joint(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
         if self.padding.joint is not None:
@@ -194,35 +198,19 @@ class Joint(_Processor):
         return self.attend(query, key, value, mask)
 
 
-def _hunyuan_rotary(tokens: torch.Tensor, table: Any) -> torch.Tensor:
-    from diffusers.models import embeddings
-
-    rotated: Any = embeddings.apply_rotary_emb  # upstream annotates it as narrower than what it passes
-    found: torch.Tensor = rotated(tokens, table, sequence_dim=1)
-    return found
-
-
-def _mochi_rotary(tokens: torch.Tensor, table: Any) -> torch.Tensor:
-    """Source: diffusers ``MochiAttnProcessor2_0``, where this function is a local one."""
-    cos, sin = table
-    even, odd = tokens[..., 0::2].float(), tokens[..., 1::2].float()
-    pair = ((even * cos - odd * sin).to(tokens.dtype), (even * sin + odd * cos).to(tokens.dtype))
-    return torch.stack(pair, dim=-1).flatten(-2)
-
-
-class Hunyuan(Joint):
-    """HunyuanVideo, FramePack, HunyuanVideo 1.5."""
-
-    rotary = staticmethod(_hunyuan_rotary)
-
-
-class Mochi(Joint):
+class MochiProcessor(JointProcessor):
     """Mochi, whose stock processor calls torch by itself, sample by sample, whatever was chosen."""
 
-    rotary = staticmethod(_mochi_rotary)
+    @staticmethod
+    def rotary(tokens: torch.Tensor, table: Any) -> torch.Tensor:
+        """Source: diffusers ``MochiAttnProcessor2_0``, where this function is a local one."""
+        cos, sin = table
+        even, odd = tokens[..., 0::2].float(), tokens[..., 1::2].float()
+        pair = ((even * cos - odd * sin).to(tokens.dtype), (even * sin + odd * cos).to(tokens.dtype))
+        return torch.stack(pair, dim=-1).flatten(-2)
 
 
-class Cross(_Processor):
+class CrossProcessor(Processor):
     """LTX-Video: video tokens among themselves, and video to text, whose mask is a float added to the scores."""
 
     def __call__(
@@ -234,17 +222,22 @@ class Cross(_Processor):
         image_rotary_emb: Any = None,
     ) -> torch.Tensor:
         """Tokens (B, N, D) after attention."""
-        from diffusers.models.transformers.transformer_ltx import apply_rotary_emb
-
         text = encoder_hidden_states
         seen = hidden_states if text is None else text
-        query, key, value = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(seen)), attn.to_v(seen)
-        if image_rotary_emb is not None:
-            query, key = apply_rotary_emb(query, image_rotary_emb), apply_rotary_emb(key, image_rotary_emb)
-        query, key, value = (t.unflatten(2, (attn.heads, -1)).transpose(1, 2) for t in (query, key, value))
-        found = across(self.attend, self.padding, query, key, value, None if text is None else attention_mask)
-        result: torch.Tensor = attn.to_out[1](attn.to_out[0](found.transpose(1, 2).flatten(2).to(query.dtype)))
+        query, key = self.queries_and_keys(attn, hidden_states, seen, image_rotary_emb)
+        query, key, value = (t.unflatten(2, (attn.heads, -1)).transpose(1, 2) for t in (query, key, attn.to_v(seen)))
+        attention = across(self.attend, self.padding, query, key, value, None if text is None else attention_mask)
+        result: torch.Tensor = attn.to_out[1](attn.to_out[0](attention.transpose(1, 2).flatten(2).to(query.dtype)))
         return result
+
+    def queries_and_keys(
+        self, attn: Any, tokens: torch.Tensor, seen: torch.Tensor, rotary: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The queries of ``tokens`` and the keys of ``seen``, (B, N, D) each, normed across heads and turned."""
+        from diffusers.models.transformers.transformer_ltx import apply_rotary_emb
+
+        query, key = attn.norm_q(attn.to_q(tokens)), attn.norm_k(attn.to_k(seen))
+        return (query, key) if rotary is None else (apply_rotary_emb(query, rotary), apply_rotary_emb(key, rotary))
 
 
 def across(
@@ -266,7 +259,7 @@ def across(
     return attend(query, key, value, mask.unsqueeze(1).to(query.dtype))
 
 
-class Refiner(_Processor):
+class RefinerProcessor(Processor):
     """The token refiners of HunyuanVideo, FramePack and HunyuanVideo 1.5: text tokens among themselves."""
 
     def __call__(
@@ -288,11 +281,11 @@ class Refiner(_Processor):
             )
         )
         if self.padding.text is not None:
-            found = by_rows(self.attend, query, key, value, self.padding.text, queries_too=True)
+            attention = by_rows(self.attend, query, key, value, self.padding.text, queries_too=True)
         else:
-            found = self.attend(query, key, value, attention_mask)
-        found = found.transpose(1, 2).flatten(2).to(query.dtype)
-        result: torch.Tensor = attn.to_out[1](attn.to_out[0](found))
+            attention = self.attend(query, key, value, attention_mask)
+        attention = attention.transpose(1, 2).flatten(2).to(query.dtype)
+        result: torch.Tensor = attn.to_out[1](attn.to_out[0](attention))
         return result
 
 
@@ -308,11 +301,11 @@ def _pool(attend: Attend, padding: Padding) -> Callable[[Any, torch.Tensor, torc
         query = pool.to_q(tokens[:, :1]).unflatten(2, (-1, width)).transpose(1, 2)
         key, value = pool.to_kv(tokens).unflatten(2, (2, -1, width)).permute(2, 0, 3, 1, 4)
         if padding.text is not None:
-            found = by_rows(attend, query, key, value, padding.text, queries_too=False)
+            attention = by_rows(attend, query, key, value, padding.text, queries_too=False)
         else:
             seen = functional.pad(mask.bool(), (1, 0), value=True)
-            found = attend(query, key, value, seen[:, None, None])
-        pooled: torch.Tensor = pool.to_out(found.flatten(1))
+            attention = attend(query, key, value, seen[:, None, None])
+        pooled: torch.Tensor = pool.to_out(attention.flatten(1))
         return pooled
 
     return forward
@@ -321,26 +314,26 @@ def _pool(attend: Attend, padding: Padding) -> Callable[[Any, torch.Tensor, torc
 MODELS = "diffusers.models"
 POOL = f"{MODELS}.embeddings.MochiAttentionPool"
 PROCESSORS: Mapping[str, Callable[[Attend, Padding], Any]] = {  # stock class -> ours; subclasses are left alone
-    f"{MODELS}.transformers.transformer_hunyuan_video.HunyuanVideoAttnProcessor2_0": Hunyuan,
-    f"{MODELS}.transformers.transformer_hunyuan_video15.HunyuanVideo15AttnProcessor2_0": Hunyuan,
-    f"{MODELS}.transformers.transformer_ltx.LTXVideoAttnProcessor": Cross,
-    f"{MODELS}.attention_processor.MochiAttnProcessor2_0": Mochi,
-    f"{MODELS}.attention_processor.AttnProcessor2_0": Refiner,
+    f"{MODELS}.transformers.transformer_hunyuan_video.HunyuanVideoAttnProcessor2_0": JointProcessor,
+    f"{MODELS}.transformers.transformer_hunyuan_video15.HunyuanVideo15AttnProcessor2_0": JointProcessor,
+    f"{MODELS}.transformers.transformer_ltx.LTXVideoAttnProcessor": CrossProcessor,
+    f"{MODELS}.attention_processor.MochiAttnProcessor2_0": MochiProcessor,
+    f"{MODELS}.attention_processor.AttnProcessor2_0": RefinerProcessor,
 }
 
 
 def heads_of(attn: Any, layer: Any, tokens: torch.Tensor | None, norm: Any = None) -> torch.Tensor:
     """(B, N, H, D) of one projection."""
-    found: torch.Tensor = layer(tokens).unflatten(2, (attn.heads, -1))
-    return found if norm is None else norm(found)
+    heads: torch.Tensor = layer(tokens).unflatten(2, (attn.heads, -1))
+    return heads if norm is None else norm(heads)
 
 
 def full_name(thing: Any) -> str:
     return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
-def _plain(owner: Any) -> bool:
-    """Whether an attention has none of what :class:`Refiner` leaves out; only diffusers' general class can."""
+def _has_no_extras(owner: Any) -> bool:
+    """Whether an attention has none of what :class:`RefinerProcessor` leaves out; only diffusers' general class can."""
     extras = ("spatial_norm", "group_norm", "norm_cross", "residual_connection")
     factor = getattr(owner, "rescale_output_factor", 1.0)
     return factor == 1.0 and not any(getattr(owner, extra, None) for extra in extras)
@@ -351,8 +344,8 @@ def valid_counts(mask: torch.Tensor) -> tuple[int, ...] | None:
     valid = mask.bool()
     counts = valid.sum(1)
     first = torch.arange(valid.shape[1], device=valid.device) < counts[:, None]
-    found = tuple(int(count) for count in counts.tolist())
-    return found if all(found) and torch.equal(first, valid) else None
+    lengths = tuple(int(count) for count in counts.tolist())
+    return lengths if all(lengths) and torch.equal(first, valid) else None
 
 
 def _cropping(crop: Callable[[dict[str, Any], Padding], None], padding: Padding) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""The attention in the middle of the VAEs, rewritten to need no mask of N x N.
+"""The mid-block attention of the VAEs, rewritten to need no N x N mask.
 
 HunyuanVideo's and HunyuanVideo 1.5's let each frame see itself and those before it. Upstream writes that into a float
 mask over all pairs of latent cells (4.9 GB for 480p in 121 frames; 1.5 fills it row by row in Python). A frame's keys
@@ -8,43 +8,31 @@ Only exact stock classes are rewritten; weights stay in their leaf modules.
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from .attention_processors import Attend, full_name, heads_of
+from .attention_processors import Attend, Processor, full_name, heads_of
+from .undo import Undo
 
 
-def frames_attended(module: nn.Module, attend: Attend) -> Callable[[], None]:
+def replace_vae_attention(module: nn.Module, attend: Attend) -> Callable[[], None]:
     """Make every known attention of a VAE call ``attend``; returns what puts everything back.
 
     Args:
         attend: from query (B, H, N, D), key, value, optional mask and ``causal`` to (B, H, N, D).
     """
-    undo: list[tuple[Any, Any]] = []
-    owner: Any
+    undo = Undo()
     for owner in module.modules():
         made = BLOCKS.get(full_name(owner))
         if made is not None and "forward" not in vars(owner):
-            owner.forward = types.MethodType(made(attend), owner)
-            owner.attend = attend  # for decoders in chunks or streamed, which walk through this block themselves
-            undo.append((owner, None))
-        processor = getattr(owner, "processor", None)
-        if full_name(processor) == OVER_TIME:
-            owner.processor = OverTime(attend)
-            undo.append((owner, processor))
-
-    def restored() -> None:
-        for owner, processor in reversed(undo):
-            if processor is None:
-                del owner.forward, owner.attend
-            else:
-                owner.processor = processor
-
-    return restored
+            undo.patch(owner, made(attend))
+            undo.set(owner, "attend", attend)  # for decoders in chunks or streamed, which walk through it themselves
+        if full_name(getattr(owner, "processor", None)) == MOCHI_VAE_PROCESSOR:
+            undo.set(owner, "processor", MochiVaeProcessor(attend))
+    return undo.restore
 
 
 def causal_by_frames(
@@ -52,11 +40,11 @@ def causal_by_frames(
 ) -> torch.Tensor:
     """Attention (B, H, N, D) in which the tokens of a frame see those of that frame and of all before it."""
     size = query.shape[2] // frames
-    found = [
+    parts = [
         attend(query[:, :, end - size : end], key[:, :, :end], value[:, :, :end])
         for end in range(size, query.shape[2] + 1, size)
     ]
-    return torch.cat(found, dim=2)
+    return torch.cat(parts, dim=2)
 
 
 def _middle(attend: Attend) -> Callable[[Any, torch.Tensor], torch.Tensor]:
@@ -84,9 +72,9 @@ def _cells(attn: Any, attend: Attend, tokens: torch.Tensor, frames: int) -> torc
     if attn.group_norm is not None:
         tokens = attn.group_norm(tokens.transpose(1, 2)).transpose(1, 2)
     query, key, value = (heads_of(attn, layer, tokens).transpose(1, 2) for layer in (attn.to_q, attn.to_k, attn.to_v))
-    found = causal_by_frames(attend, query, key, value, frames).transpose(1, 2).flatten(2)
-    found = attn.to_out[1](attn.to_out[0](found))
-    result: torch.Tensor = (found + residual if attn.residual_connection else found) / attn.rescale_output_factor
+    attention = causal_by_frames(attend, query, key, value, frames).transpose(1, 2).flatten(2)
+    tokens = attn.to_out[1](attn.to_out[0](attention))
+    result: torch.Tensor = (tokens + residual if attn.residual_connection else tokens) / attn.rescale_output_factor
     return result
 
 
@@ -102,21 +90,18 @@ def _block(attend: Attend) -> Callable[[Any, torch.Tensor], torch.Tensor]:
             layer(normed).flatten(2).transpose(1, 2).unsqueeze(1).contiguous()
             for layer in (block.to_q, block.to_k, block.to_v)
         )
-        found = causal_by_frames(attend, query, key, value, x.shape[2]).squeeze(1)
-        result: torch.Tensor = block.proj_out(found.unflatten(1, x.shape[2:]).permute(0, 4, 1, 2, 3)) + x
+        attention = causal_by_frames(attend, query, key, value, x.shape[2]).squeeze(1)
+        result: torch.Tensor = block.proj_out(attention.unflatten(1, x.shape[2:]).permute(0, 4, 1, 2, 3)) + x
         return result
 
     return forward
 
 
-class OverTime:
+class MochiVaeProcessor(Processor):
     """Mochi's VAE: each cell over time, the batch being the cells of a frame.
 
     Source: diffusers ``MochiVaeAttnProcessor2_0``.
     """
-
-    def __init__(self, attend: Attend) -> None:
-        self.attend = attend
 
     def __call__(
         self,
@@ -128,7 +113,7 @@ class OverTime:
         """Tokens (B, T, D) after attention, to which they are added where the layer says so."""
         seen = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         if hidden_states.shape[1] == 1:  # one frame sees itself alone
-            found = attn.to_v(hidden_states)
+            attention = attn.to_v(hidden_states)
         else:
             query, key = heads_of(attn, attn.to_q, hidden_states), heads_of(attn, attn.to_k, seen)
             value = heads_of(attn, attn.to_v, seen).transpose(1, 2)
@@ -136,14 +121,14 @@ class OverTime:
             query = query if attn.norm_q is None else attn.norm_q(query)
             key = key if attn.norm_k is None else attn.norm_k(key)
             mask = attention_mask if attention_mask is None or attention_mask.ndim == 4 else attention_mask.unsqueeze(1)
-            found = self.attend(query, key, value, mask, causal=attn.is_causal)
-            found = found.transpose(1, 2).flatten(2).to(query.dtype)
-        found = attn.to_out[1](attn.to_out[0](found))
-        result: torch.Tensor = found + hidden_states if attn.residual_connection else found
+            attention = self.attend(query, key, value, mask, causal=attn.is_causal)
+            attention = attention.transpose(1, 2).flatten(2).to(query.dtype)
+        attention = attn.to_out[1](attn.to_out[0](attention))
+        result: torch.Tensor = attention + hidden_states if attn.residual_connection else attention
         return result / attn.rescale_output_factor
 
 
-OVER_TIME = "diffusers.models.attention_processor.MochiVaeAttnProcessor2_0"
+MOCHI_VAE_PROCESSOR = "diffusers.models.attention_processor.MochiVaeAttnProcessor2_0"
 BLOCKS: Mapping[str, Callable[[Attend], Callable[[Any, torch.Tensor], torch.Tensor]]] = {
     "diffusers.models.autoencoders.autoencoder_kl_hunyuan_video.HunyuanVideoMidBlock3D": _middle,
     "diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15.HunyuanVideo15AttnBlock": _block,

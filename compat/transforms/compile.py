@@ -10,10 +10,11 @@ from __future__ import annotations
 import inspect
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import CodeType, FunctionType, MethodType
+from functools import partial
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -21,17 +22,20 @@ from torch import nn
 
 from ..device.execution import COMPILED
 from ..errors import InputError, UnsupportedError
-from .fp16 import SETTINGS
+from .blocks import transformer_blocks
+from .fp16_layers import SETTINGS
+from .undo import Undo
 
 log = logging.getLogger(__name__)
 
 MODES: dict[str, str] = {
-    "default": "short to compile",
-    "max-autotune-no-cudagraphs": "times several forms of each product: minutes to compile, sometimes faster",
+    "default": "compiles quickly",
+    "max-autotune-no-cudagraphs": "times several ways to compute each product; takes minutes to compile, sometimes "
+    "faster",
 }
 DYNAMIC: dict[str, str] = {
-    "text": "any prompt length in one graph, and any size in a second one",
-    "all": "any prompt length and size in one graph from the start, which can be slower",
+    "text": "one graph for any prompt length, and a second one for any size",
+    "all": "one graph for any prompt length and size from the start, which can be slower",
     "none": "one graph for each prompt length and size",
 }
 COMPILED_AS = {"text": None, "all": True, "none": False}  # torch's word for it
@@ -41,10 +45,9 @@ WITH_OFFLOAD: dict[str, str] = {  # offload to why compile is refused with it; e
     "none": "",
     "model": "",
     "group": "",
-    "sequential": "it moves weights between the layers of a block, so that no block is one graph",
-    "comfyui": "it streams weights between the layers of a block, so that no block is one graph",
+    "sequential": "it moves weights between the layers of a block, so no block is one graph",
+    "comfyui": "it streams weights between the layers of a block, so no block is one graph",
 }
-BLOCKS = ("transformer_blocks", "single_transformer_blocks")
 VAE_BLOCKS = (
     "HunyuanVideoResnetBlockCausal3D",
     "HunyuanVideo15ResnetBlock",
@@ -60,8 +63,10 @@ class CompileSettings:
     """What the user asks of the compiler.
 
     Args:
-        mode: a key of :data:`MODES`. dynamic: a key of :data:`DYNAMIC`. cache_size: graphs per kind of block, 1 to
-            :data:`MOST_CACHED`; one more size than that runs without. vae: the VAE's blocks too.
+        mode: a key of :data:`MODES`.
+        dynamic: a key of :data:`DYNAMIC`.
+        cache_size: graphs per kind of block, 1 to :data:`MOST_CACHED`; one more size than that runs without.
+        vae: the VAE's blocks too.
         backend: torch's name of a compiler, or a callable.
     """
 
@@ -97,7 +102,7 @@ def require_offload(mode: str) -> None:
         raise UnsupportedError(
             f"compile with offload {mode!r}: {reason}",
             expected=f"offload {works}",
-            fix="Choose one of these offload modes on the load node, or switch compile off.",
+            fix="Choose one of these offload modes on the load node, or switch off compile.",
         )
 
 
@@ -132,32 +137,29 @@ class Compilation:
         blocks = list(self.blocks_in(module))
         if not blocks:
             return None
-        undo: list[Callable[[], None]] = [_steady_strengths(module), _steady_reach(module), _traced_padding(module)]
+        undo = Undo()
+        _steady_strengths(module, undo)
+        _steady_reach(module, undo)
+        _trace_padding(module, undo)
         for block in blocks:
-            undo.append(self._compile(block))
+            self._compile(block, undo)
         self.blocks = len(blocks)
-
-        def restored() -> None:
-            while undo:
-                undo.pop()()
-
-        return restored
+        return undo.restore
 
     def blocks_in(self, module: nn.Module) -> Iterator[nn.Module]:
         """What of ``module`` becomes a graph each; another kind of network has other blocks."""
         return blocks_of(module)
 
-    def _compile(self, block: Any) -> Callable[[], None]:
+    def _compile(self, block: Any, undo: Undo) -> None:
         plain = block.forward
         stock = getattr(plain, "__func__", None)
         if stock is None or hasattr(block, "_hf_hook"):
             raise UnsupportedError(
-                f"compile for a {type(block).__name__} that a residency already moves",
+                f"compile for a {type(block).__name__} that an offloader already moves",
                 expected="a block without offload hooks",
-                fix="Take the residency off, compile, and put it back.",
+                fix="Take the offloader off, compile, and put it back.",
             )
         function = self._made.setdefault(stock.__code__, _Function(stock, self.settings))
-        mine = vars(block).get("forward")
 
         def forward(block: Any, *args: Any, **named: Any) -> Any:
             if self.failure or not getattr(block, COMPILED):
@@ -167,35 +169,23 @@ class Compilation:
                 return self._timed(function, block, args, named)
             except function.failures() as error:
                 _require_compiler_fault(error)
-                self._fail(error)
+                self.failure = failure_line(error)
+                log.warning("%s; the blocks run uncompiled", self)
                 return stock(block, *args, **named)
 
-        block.forward = MethodType(forward, block)
-        setattr(block, COMPILED, True)
-
-        def back() -> None:
-            delattr(block, COMPILED)
-            if mine is None:
-                del block.forward
-            else:
-                block.forward = mine
-
-        return back
+        undo.patch(block, forward)
+        undo.set(block, COMPILED, True)
 
     def _timed(self, function: _Function, block: Any, args: Any, named: Any) -> Any:
         from torch._dynamo.utils import counters
 
         started, before = time.monotonic(), counters["stats"]["unique_graphs"]
-        found = function(block, *args, **named)
+        result = function(block, *args, **named)
         made = counters["stats"]["unique_graphs"] - before
         if made:
             self.graphs += made
             self.compile_seconds += time.monotonic() - started
-        return found
-
-    def _fail(self, error: BaseException) -> None:
-        self.failure = failure_line(error)
-        log.warning("%s; the blocks run without it", self)
+        return result
 
 
 class _Function:
@@ -221,12 +211,12 @@ class _Function:
             return self.compiled(block, *args, **named)
 
     def _options(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"backend": self.settings.backend, "dynamic": COMPILED_AS[self.settings.dynamic]}
+        options: dict[str, Any] = {"backend": self.settings.backend, "dynamic": COMPILED_AS[self.settings.dynamic]}
         if LIMITED:
-            found["recompile_limit"] = self.settings.cache_size
+            options["recompile_limit"] = self.settings.cache_size
         if self.settings.backend == "inductor":
-            found["mode"] = self.settings.mode
-        return found
+            options["mode"] = self.settings.mode
+        return options
 
     def ready(self, args: tuple[Any, ...], named: dict[str, Any], sizes: set[int]) -> tuple[Any, dict[str, Any]]:
         """The arguments with plain strides, and with the lengths that vary marked so before a graph is made."""
@@ -249,17 +239,16 @@ class _Function:
         """What the compiler raises when it, and not the block, fails."""
         from torch._dynamo import exc
 
-        found: list[type[BaseException]] = [exc.TorchDynamoException]
+        kinds: list[type[BaseException]] = [exc.TorchDynamoException]
         for name in ("FailOnRecompileLimitHit", "RecompileLimitExceeded"):  # of newer torch, and derived from nothing
             kind = getattr(exc, name, None)
-            found += [kind] if isinstance(kind, type) else []
-        return tuple(found)
+            kinds += [kind] if isinstance(kind, type) else []
+        return tuple(kinds)
 
 
 def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
     """The repeated blocks of a transformer, or of a VAE."""
-    found = [block for name in BLOCKS for block in getattr(module, name, ())]
-    yield from found or (one for one in module.modules() if type(one).__name__ in VAE_BLOCKS)
+    yield from list(transformer_blocks(module)) or (one for one in module.modules() if type(one).__name__ in VAE_BLOCKS)
 
 
 @contextmanager
@@ -323,31 +312,17 @@ def _mark_tokens(value: Any, tokens: int) -> None:
         dim = next((dim for dim in range(min(value.ndim, 2)) if value.shape[dim] == tokens), None)
         if dim is not None:
             _mark(value, dim)
-    elif isinstance(value, Mapping):
-        _each(value.values(), tokens)
-    elif isinstance(value, (tuple, list)):
-        _each(value, tokens)
+    elif isinstance(value, (Mapping, tuple, list)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            _mark_tokens(item, tokens)
 
 
-def _each(values: Iterable[Any], tokens: int) -> None:
-    for value in values:
-        _mark_tokens(value, tokens)
-
-
-def _traced_padding(module: nn.Module) -> Callable[[], None]:
+def _trace_padding(module: nn.Module, undo: Undo) -> None:
     """Make the padding that the attention of ``module`` reads a length that a graph can leave open."""
-    found: list[Any] = []
     for owner in module.modules():
         padding = getattr(getattr(owner, "processor", None), "padding", None)
         if padding is not None and not padding.traced:
-            padding.traced = True
-            found.append(padding)
-
-    def back() -> None:
-        for padding in found:
-            padding.traced = False
-
-    return back
+            undo.set(padding, "traced", True)
 
 
 class Strengths(dict[str, Any]):
@@ -366,35 +341,23 @@ class Strengths(dict[str, Any]):
         super().__setitem__(name, held)
 
 
-def _steady_reach(module: nn.Module) -> Callable[[], None]:
+def _steady_reach(module: nn.Module, undo: Undo) -> None:
     """The same for what safe fp16 knows of each leaf's weight, in which the blocks differ."""
-    changed: list[tuple[Any, float]] = []
     for owner in module.modules():
         known: Any = getattr(owner, SETTINGS, None)
         if known is not None and isinstance(known.reach, float):
-            changed.append((known, known.reach))
-            known.reach = torch.tensor(known.reach, dtype=torch.float64)
-
-    def back() -> None:
-        for known, former in changed:
-            known.reach = former
-
-    return back
+            undo.set(known, "reach", torch.tensor(known.reach, dtype=torch.float64))
 
 
-def _steady_strengths(module: nn.Module) -> Callable[[], None]:
-    changed: list[tuple[Any, dict[str, Any]]] = []
+def _steady_strengths(module: nn.Module, undo: Undo) -> None:
+    def back(layer: Any, former: dict[str, Any]) -> None:
+        former.clear()
+        former.update({name: float(value) for name, value in layer.scaling.items()})
+        layer.scaling = former
+
     for owner in module.modules():
         former = getattr(owner, "scaling", None)
         if type(former) is dict and hasattr(owner, "lora_A"):
             layer: Any = owner
             layer.scaling = Strengths(former)
-            changed.append((layer, former))
-
-    def back() -> None:
-        for layer, former in changed:
-            former.clear()
-            former.update({name: float(value) for name, value in layer.scaling.items()})
-            layer.scaling = former
-
-    return back
+            undo.append(partial(back, layer, former))

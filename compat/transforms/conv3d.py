@@ -22,11 +22,10 @@ from torch import Tensor, nn
 
 from ..device.execution import HOST
 from ..errors import UnsupportedError
-from .conv3d_choice import Choice, Chooser, Layer, always, choose_by, tolerance
-from .conv3d_forms import Form
-from .conv3d_layers import Rewrite, SwappedConv3d, geometry_of, rewrite_of, rewritten
+from .conv3d_choice import Chooser, Conv3dChoice, Conv3dLayer, always, choose_by, tolerance
+from .conv3d_forms import Conv3dForm
+from .conv3d_layers import SwappedConv3d, SwappedModule, geometry_of, swap_of, swapped_class
 
-__all__ = ["Choice", "Form", "Layer", "Swapped", "choose_by", "swap_conv3d"]
 logger = logging.getLogger(__name__)
 ADDED = ("conv3d_choice", "conv3d_told")  # attributes that a swapped layer has besides its own
 
@@ -38,9 +37,9 @@ class Swapped:
     ``choices`` is the form of each swapped layer by its name; ``left`` is why a layer stayed what it was.
     """
 
-    choices: dict[str, Choice] = field(default_factory=dict)
+    choices: dict[str, Conv3dChoice] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
-    _turned: list[tuple[nn.Module, type[nn.Module]]] = field(default_factory=list, repr=False)
+    _swapped: list[tuple[nn.Module, type[nn.Module]]] = field(default_factory=list, repr=False)
 
     def __str__(self) -> str:
         counts: dict[tuple[str, str], int] = {}
@@ -53,17 +52,17 @@ class Swapped:
 
     def restore(self) -> None:
         """Every object as it was before; calling it again does nothing. The offloader must be off."""
-        for module, _ in self._turned:
+        for module, _ in self._swapped:
             _check_free(module, type(module).__name__)
-        for module, original in reversed(self._turned):
-            _turn(module, original)
+        for module, original in reversed(self._swapped):
+            _set_class(module, original)
             for name in ADDED:
                 module.__dict__.pop(name, None)
-        self._turned.clear()
+        self._swapped.clear()
 
 
 @dataclass(frozen=True)
-class Unit:
+class SwapUnit:
     """What is swapped and compared as one: a lone convolution, or a known wrapper with those inside it."""
 
     name: str
@@ -75,7 +74,7 @@ class Unit:
 
 def swap_conv3d(
     root: nn.Module,
-    choose: Form | Mapping[str, Any] | Chooser,
+    choose: Conv3dForm | Mapping[str, Any] | Chooser,
     report: Callable[[str], None] | None = None,
 ) -> Swapped:
     """Swap the 3-D convolutions of ``root`` for the forms that ``choose`` names; each is compared with its original.
@@ -85,7 +84,7 @@ def swap_conv3d(
     Args:
         root: a VAE, a transformer, or one layer.
         choose: one form for all layers it covers; facts about the device, as :func:`choose_by` takes them; or a
-            function from :class:`Layer` to a :class:`Choice`, or None to leave the layer alone.
+            function from :class:`Conv3dLayer` to a :class:`Conv3dChoice`, or None to leave the layer alone.
         report: told one line about the whole, and one for each layer that failed its comparison.
 
     Raises:
@@ -100,7 +99,7 @@ def swap_conv3d(
         done.left |= dict.fromkeys(chosen.keys() - todo.keys(), "not chosen")
         if not todo:
             continue
-        plans: dict[nn.Module, Choice] = {unit.leaves[name]: choice for name, choice in todo.items()}
+        plans: dict[nn.Module, Conv3dChoice] = {unit.leaves[name]: choice for name, choice in todo.items()}
         fault = _fault(unit, plans)
         if fault:
             line = f"3-D convolution {unit.name or type(unit.owner).__name__!r} stays as it is: {fault}"
@@ -113,22 +112,29 @@ def swap_conv3d(
         for module in dict.fromkeys((*plans, unit.owner)):
             if module in plans:
                 module.conv3d_choice = plans[module]  # type: ignore[assignment]
-            done._turned.append((module, type(module)))
-            _turn(module, rewritten(type(module)))
+            done._swapped.append((module, type(module)))
+            _set_class(module, swapped_class(type(module)))
     if report is not None:
         report(str(done))
     return done
 
 
-def _chooser(choose: Form | Mapping[str, Any] | Chooser) -> Chooser:
-    if isinstance(choose, Form):
+def _chooser(choose: Conv3dForm | Mapping[str, Any] | Chooser) -> Chooser:
+    if isinstance(choose, Conv3dForm):
         return always(choose)
     return choose_by(choose) if isinstance(choose, Mapping) else choose
 
 
-def _layer(name: str, leaf: nn.Conv3d) -> Layer:
+def _layer(name: str, leaf: nn.Conv3d) -> Conv3dLayer:
     kernel: Any = leaf.kernel_size
-    return Layer(name, leaf.in_channels, leaf.out_channels, kernel, geometry_of(leaf), leaf.weight.dtype)
+    return Conv3dLayer(
+        name=name,
+        in_channels=leaf.in_channels,
+        out_channels=leaf.out_channels,
+        kernel=kernel,
+        geometry=geometry_of(leaf),
+        dtype=leaf.weight.dtype,
+    )
 
 
 # Which modules -----------------------------------------------------------------------------------------------------
@@ -139,7 +145,7 @@ def _check_ready(root: nn.Module) -> None:
     for name, module in root.named_modules():
         label = f"{type(root).__name__} {name}".rstrip()
         _check_free(module, label)
-        if isinstance(module, Rewrite):
+        if isinstance(module, SwappedModule):
             raise UnsupportedError(
                 f"{label} is swapped already",
                 expected="a part as it was loaded",
@@ -155,24 +161,24 @@ def _check_free(module: nn.Module, label: str) -> None:
     """Refuse a module whose forward an offloader has wrapped: it would go on calling the one it wrapped."""
     if hasattr(module, "_hf_hook") or "group_offloading" in getattr(_registry(module), "hooks", ()):
         raise UnsupportedError(
-            f"{label} has the hooks of a residency on it",
-            expected="a part that no residency holds",
-            fix="Take the residency off, swap or restore, and add it again.",
+            f"{label} has the hooks of an offloader on it",
+            expected="a part that no offloader holds",
+            fix="Take the offloader off, swap or restore, and put it back.",
         )
 
 
-def _units(root: nn.Module, left: dict[str, str]) -> Iterator[Unit]:
+def _units(root: nn.Module, left: dict[str, str]) -> Iterator[SwapUnit]:
     """The units in ``root``; ``left`` is told of the layers that cannot be swapped."""
     taken: set[nn.Module] = set()
     for name, module in root.named_modules():
-        rewrite = rewrite_of(module)
+        rewrite = swap_of(module)
         if module in taken or (rewrite is None and not isinstance(module, nn.Conv3d)):
             continue
         reason = _obstacle(module)
         if reason:
             left[name] = reason
         elif rewrite is SwappedConv3d:
-            yield Unit(name, module, {name: module}, (module,))  # type: ignore[dict-item, arg-type]
+            yield SwapUnit(name, module, {name: module}, (module,))  # type: ignore[dict-item, arg-type]
         else:
             inside = {n: m for n, m in module.named_modules(prefix=name) if isinstance(m, nn.Conv3d)}
             taken.update(inside.values())
@@ -181,24 +187,24 @@ def _units(root: nn.Module, left: dict[str, str]) -> Iterator[Unit]:
             # An adapter stands around the convolution it adapts.
             outer = [getattr(child, "base_layer", child) for child in module.children()]
             leaves = {key: leaf for key, leaf in inside.items() if key not in obstacles}
-            yield Unit(name, module, leaves, tuple(leaf for leaf in outer if isinstance(leaf, nn.Conv3d)))
+            yield SwapUnit(name, module, leaves, tuple(leaf for leaf in outer if isinstance(leaf, nn.Conv3d)))
 
 
 def _obstacle(module: nn.Module) -> str:
     """Why this module cannot be swapped; empty if it can."""
-    if rewrite_of(module) is None:
-        return f"of class {type(module).__qualname__}, which may pad elsewhere"
+    if swap_of(module) is None:
+        return f"of class {type(module).__qualname__}, which may do its own padding"
     if isinstance(module, nn.Conv3d) and type(module.weight.data) is not Tensor:
         return f"quantised, as {type(module.weight.data).__name__}"
     if "forward" in module.__dict__ and not list(_kept_forwards(module)):
-        return "its forward was replaced"
+        return "its forward has been replaced"
     return ""
 
 
 # Changing the class ------------------------------------------------------------------------------------------------
 
 
-def _turn(module: nn.Module, cls: type[nn.Module]) -> None:
+def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
     """Give ``module`` another class, also where something keeps the forward of the one it had."""
     for keep in list(_kept_forwards(module)):
         keep(types.MethodType(cls.forward, module))
@@ -231,7 +237,7 @@ def _registry(module: nn.Module) -> Any:
 # Comparing ---------------------------------------------------------------------------------------------------------
 
 
-def _fault(unit: Unit, plans: Mapping[nn.Module, Choice]) -> str:
+def _fault(unit: SwapUnit, plans: Mapping[nn.Module, Conv3dChoice]) -> str:
     """Why the swapped unit is not the same function on a small random input; empty if it is.
 
     Twins compute: the original on the CPU, which has every convolution, the swapped one where the weights are.
@@ -246,26 +252,26 @@ def _fault(unit: Unit, plans: Mapping[nn.Module, Choice]) -> str:
     with torch.inference_mode(False), torch.no_grad():
         expected = _tensors(_twin(unit.owner, {}, HOST, dtype)(*inputs))
         try:
-            found = _tensors(_twin(unit.owner, plans, first.device, dtype)(*(x.to(first.device) for x in inputs)))
+            results = _tensors(_twin(unit.owner, plans, first.device, dtype)(*(x.to(first.device) for x in inputs)))
         except (RuntimeError, ValueError) as error:
             return f"its replacement failed: {str(error).splitlines()[0]}"
         terms = max(leaf.weight[0].numel() for leaf in unit.leaves.values())
-        return next((fault for pair in zip(expected, found, strict=True) if (fault := _mismatch(*pair, terms))), "")
+        return next((fault for pair in zip(expected, results, strict=True) if (fault := _mismatch(*pair, terms))), "")
 
 
-def _mismatch(expected: Tensor, found: Tensor, terms: int) -> str:
-    if expected.shape != found.shape or expected.dtype != found.dtype:
-        return f"its replacement gave {tuple(found.shape)} {found.dtype} for {tuple(expected.shape)} {expected.dtype}"
+def _mismatch(expected: Tensor, result: Tensor, terms: int) -> str:
+    if expected.shape != result.shape or expected.dtype != result.dtype:
+        return f"its replacement gave {tuple(result.shape)} {result.dtype} for {tuple(expected.shape)} {expected.dtype}"
     largest = expected.double().abs().max().clamp_min(torch.finfo(torch.float32).tiny)
-    error = float((found.cpu().double() - expected.double()).abs().max() / largest)
-    bound = tolerance(expected.dtype, terms, found.device)
+    error = float((result.cpu().double() - expected.double()).abs().max() / largest)
+    bound = tolerance(expected.dtype, terms, result.device)
     return "" if error <= bound else f"its replacement differs by {error:.1e} of the largest value, {bound:.1e} allowed"
 
 
-def _twin(module: nn.Module, plans: Mapping[nn.Module, Choice], device: torch.device, dtype: torch.dtype) -> Any:
+def _twin(module: nn.Module, plans: Mapping[nn.Module, Conv3dChoice], device: torch.device, dtype: torch.dtype) -> Any:
     """``module`` without its hooks, swapped if there are ``plans``; tensors are shared where nothing has to change."""
-    cls, wrapper = type(module), rewrite_of(module) not in (None, SwappedConv3d)
-    twin: Any = cls.__new__(rewritten(cls) if module in plans or (plans and wrapper) else cls)
+    cls, wrapper = type(module), swap_of(module) not in (None, SwappedConv3d)
+    twin: Any = cls.__new__(swapped_class(cls) if module in plans or (plans and wrapper) else cls)
     nn.Module.__init__(twin)
     own = {*twin.__dict__, "forward", "_diffusers_hook"}
     twin.__dict__.update({name: value for name, value in module.__dict__.items() if name not in own})

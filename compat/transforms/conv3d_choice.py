@@ -1,26 +1,27 @@
-"""Which form of a 3-D convolution a layer gets: what runs on the device, what is known to be fast, what was timed."""
+"""Chooses how a layer computes its 3-D convolution: what works on the device, what is known to be fast, what was
+timed."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from ..device.facts import CLOCKED, DeviceFacts
+from ..device.facts import DeviceFacts
 from ..device.probe_store import ProbeStore
-from ..precision import DTYPES
-from .conv3d_forms import Form, Geometry, Triple, convolved, covers
+from ..device.timed_choice import kept_times, milliseconds
+from ..precision import NAMES
+from .conv3d_forms import Conv3dForm, Geometry, Triple, convolve, covers
 
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 TF32_EPS = 2.0**-10  # tensor cores may take fp32 operands with ten bits of mantissa
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class Conv3dLayer:
     """One convolution as plain values: (time, rows, columns) each."""
 
     name: str
@@ -33,48 +34,47 @@ class Layer:
     @property
     def kind(self) -> str:
         """``pointwise``, ``patches`` (kernel = stride) or ``general``."""
-        if covers(Form.POINTWISE, self.kernel, self.geometry):
+        if covers(Conv3dForm.POINTWISE, self.kernel, self.geometry):
             return "pointwise"
-        return "patches" if covers(Form.PATCHES, self.kernel, self.geometry) else "general"
+        return "patches" if covers(Conv3dForm.PATCHES, self.kernel, self.geometry) else "general"
 
     @property
     def key(self) -> str:
         """What stored timings are found by, the same for all layers of one shape."""
         kernel, stride = ("x".join(map(str, triple)) for triple in (self.kernel, self.geometry.stride))
         groups = f" groups {self.geometry.groups}" if self.geometry.groups > 1 else ""
-        dtype = DTYPE_NAMES.get(self.dtype, str(self.dtype))
+        dtype = NAMES.get(self.dtype, str(self.dtype))
         return f"{self.in_channels}>{self.out_channels} kernel {kernel} stride {stride}{groups} {dtype}"
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Conv3dChoice:
     """A form and the reason for it; ``chunk_bytes`` bounds what the form copies at a time, 0 for its own bound."""
 
-    form: Form
+    form: Conv3dForm
     why: str
     chunk_bytes: int = 0
 
 
-Chooser = Callable[[Layer], "Choice | None"]
-Timings = Callable[[Layer, "tuple[Form, ...]"], Mapping[str, float]]
-HOPELESS = 4.0  # times the best so far: measured once, not again
+Chooser = Callable[[Conv3dLayer], "Conv3dChoice | None"]
+Timings = Callable[[Conv3dLayer, "tuple[Conv3dForm, ...]"], Mapping[str, float]]
 
-PREFERRED: dict[tuple[str, str], tuple[Form, str]] = {  # (backend, kind of layer) where conv3d itself works too
-    ("cuda", "patches"): (Form.PATCHES, "cuDNN takes 3.7 s for one patch embedding in bf16 (sglang-omni #539)"),
-    ("rocm", "patches"): (Form.PATCHES, "MIOpen has no tuned 3-D path (rocm-libraries #1329)"),
-    ("rocm", "pointwise"): (Form.POINTWISE, "MIOpen has no tuned 3-D path (rocm-libraries #1329)"),
-    ("rocm", "general"): (Form.FRAMES, "2-D convolutions decode 1.66 times as fast on a 7900 XTX (SeedVR2 #634)"),
-    ("mps", "patches"): (Form.PATCHES, "conv3d runs at 7 % of the speed of conv2d (pytorch #192213)"),
-    ("mps", "pointwise"): (Form.POINTWISE, "conv3d runs at 7 % of the speed of conv2d (pytorch #192213)"),
-    ("mps", "general"): (Form.FRAMES, "conv3d runs at 7 % of the speed of conv2d (pytorch #192213)"),
+PREFERRED: dict[tuple[str, str], tuple[Conv3dForm, str]] = {  # (backend, kind of layer) where conv3d itself works too
+    ("cuda", "patches"): (Conv3dForm.PATCHES, "cuDNN takes 3.7 s for one patch embedding in bf16 (sglang-omni #539)"),
+    ("rocm", "patches"): (Conv3dForm.PATCHES, "MIOpen has no tuned 3-D path (rocm-libraries #1329)"),
+    ("rocm", "pointwise"): (Conv3dForm.POINTWISE, "MIOpen has no tuned 3-D path (rocm-libraries #1329)"),
+    ("rocm", "general"): (Conv3dForm.FRAMES, "2-D convolutions decode 1.66 times as fast on a 7900 XTX (SeedVR2 #634)"),
+    ("mps", "patches"): (Conv3dForm.PATCHES, "conv3d runs at 7 % of the speed of conv2d (pytorch #192213)"),
+    ("mps", "pointwise"): (Conv3dForm.POINTWISE, "conv3d runs at 7 % of the speed of conv2d (pytorch #192213)"),
+    ("mps", "general"): (Conv3dForm.FRAMES, "conv3d runs at 7 % of the speed of conv2d (pytorch #192213)"),
 }
-PRODUCTS = (Form.POINTWISE, Form.PATCHES)
-INSTEAD: dict[str, tuple[Form, ...]] = {  # backend, or "*" -> what stands in for a conv3d that does not run
-    "*": (*PRODUCTS, Form.FRAMES, Form.CHANNELS_LAST, Form.FP32, Form.MATMUL),
+PRODUCTS = (Conv3dForm.POINTWISE, Conv3dForm.PATCHES)
+INSTEAD: dict[str, tuple[Conv3dForm, ...]] = {  # backend, or "*" -> what stands in for a conv3d that does not run
+    "*": (*PRODUCTS, Conv3dForm.FRAMES, Conv3dForm.CHANNELS_LAST, Conv3dForm.FP32, Conv3dForm.MATMUL),
     # In fp16 a CPU takes up to 90 times as long as in fp32, for products too (benchmarks/results/conv3d.csv).
-    "cpu": (Form.FP32, *PRODUCTS, Form.FRAMES, Form.CHANNELS_LAST, Form.MATMUL),
+    "cpu": (Conv3dForm.FP32, *PRODUCTS, Conv3dForm.FRAMES, Conv3dForm.CHANNELS_LAST, Conv3dForm.MATMUL),
     # A traced graph grows by one convolution per call, so there are few and large ones.
-    "xla": (*PRODUCTS, Form.FRAME_CHUNKS, Form.CHANNELS_LAST, Form.FP32, Form.MATMUL),
+    "xla": (*PRODUCTS, Conv3dForm.FRAME_CHUNKS, Conv3dForm.CHANNELS_LAST, Conv3dForm.FP32, Conv3dForm.MATMUL),
 }
 
 
@@ -85,116 +85,92 @@ def choose_by(facts: Mapping[str, Any], timings: Timings | None = None) -> Choos
         facts: what was probed, as ``quirks.abilities`` gives it: ``backend``; ``conv3d``, ``conv3d_channels_last``,
             ``conv2d`` and ``pad3d`` (5-D padding), each True, False or a mapping from ``fp32``, ``bf16``, ``fp16`` to
             them; ``cast``, a mapping such as ``{"bf16_to_fp32": False}``. What is absent is taken to work; a missing
-            ``conv3d_channels_last`` is as ``conv3d``. ``conv_bytes`` is the largest input that one convolution may
-            get, 0 for any; ``contiguous_weights`` is whether a weight must be contiguous.
+            ``conv3d_channels_last`` is as ``conv3d``. ``conv_bytes`` is the largest input that one convolution may get,
+            0 for any; ``contiguous_weights`` is whether a weight must be contiguous.
         timings: milliseconds by form for a layer, as :func:`kept_timings` measures them; the fastest wins.
     """
 
-    def choice(layer: Layer) -> Choice | None:
-        usable = [form for form in Form if runs(form, layer, facts)]
+    def choice(layer: Conv3dLayer) -> Conv3dChoice | None:
+        usable = [form for form in Conv3dForm if runs(form, layer, facts)]
         measured = {} if timings is None else timings(layer, tuple(usable))
-        timed = {form: ms for form, ms in measured.items() if Form(form) in usable}
+        timed = {form: ms for form, ms in measured.items() if Conv3dForm(form) in usable}
         if timed:
-            best = Form(min(timed, key=timed.__getitem__))
+            best = Conv3dForm(min(timed, key=timed.__getitem__))
             why = f"timed here: {_in_words(timed)}"
-            return _guarded(facts) if best is Form.NATIVE else Choice(best, why, _bound(best, facts))
+            return _guarded(facts) if best is Conv3dForm.NATIVE else Conv3dChoice(best, why, _bound(best, facts))
         preferred = PREFERRED.get((str(facts.get("backend", "")), layer.kind))
         if preferred is not None and preferred[0] in usable:
-            return Choice(*preferred, _bound(preferred[0], facts))
-        if Form.NATIVE in usable:
+            return Conv3dChoice(*preferred, _bound(preferred[0], facts))
+        if Conv3dForm.NATIVE in usable:
             return _guarded(facts)
         lacking = "conv3d" if not _able(facts, "conv3d", layer.dtype) else "5-D padding"
         order = INSTEAD.get(str(facts.get("backend", "")), INSTEAD["*"])
         form = next(form for form in order if form in usable)
-        why = f"{lacking} in {DTYPE_NAMES.get(layer.dtype, layer.dtype)} does not work well on this device"
-        return Choice(form, why, _bound(form, facts))
+        why = f"{lacking} in {NAMES.get(layer.dtype, layer.dtype)} does not work properly on this device"
+        return Conv3dChoice(form, why, _bound(form, facts))
 
     return choice
 
 
-def kept_timings(facts: DeviceFacts, store: ProbeStore | None) -> Timings | None:
-    """Timings of a real accelerator, each shape of layer measured once and kept with the probes; else None."""
-    if store is None or facts.device.type not in CLOCKED:
-        return None
+def kept_timings(facts: DeviceFacts, store: ProbeStore | None) -> Timings:
+    """Timings of a real accelerator, each shape of layer measured once and kept with the probes; else none."""
 
-    def timings(layer: Layer, forms: tuple[Form, ...]) -> Mapping[str, float]:
+    def timings(layer: Conv3dLayer, forms: tuple[Conv3dForm, ...]) -> Mapping[str, float]:
         if len(forms) < 2:
             return {}
-        found: Mapping[str, float] | None = store.remember(
-            f"conv3d {layer.key}", lambda: form_times(layer, facts.device, forms=forms)
-        )
-        return found or {}
+        return kept_times(f"conv3d {layer.key}", lambda: form_times(layer, facts.device, forms=forms), facts, store)
 
     return timings
 
 
-def always(form: Form) -> Chooser:
+def always(form: Conv3dForm) -> Chooser:
     """A chooser that gives ``form`` to every layer it covers and leaves the others alone."""
-    return lambda layer: Choice(form, "chosen") if covers(form, layer.kernel, layer.geometry) else None
+    return lambda layer: Conv3dChoice(form, "chosen") if covers(form, layer.kernel, layer.geometry) else None
 
 
-def runs(form: Form, layer: Layer, facts: Mapping[str, Any]) -> bool:
+def runs(form: Conv3dForm, layer: Conv3dLayer, facts: Mapping[str, Any]) -> bool:
     """Whether ``layer`` can be computed in ``form`` on the device of ``facts``."""
     if not covers(form, layer.kernel, layer.geometry):
         return False
-    if form is Form.NATIVE:
+    if form is Conv3dForm.NATIVE:
         return _able(facts, "conv3d", layer.dtype) and _able(facts, "pad3d", layer.dtype)
-    if form is Form.CHANNELS_LAST:
+    if form is Conv3dForm.CHANNELS_LAST:
         return _able(facts, "conv3d_channels_last" if "conv3d_channels_last" in facts else "conv3d", layer.dtype)
-    if form is Form.FP32:
-        cast = facts.get("cast", {}).get(f"{DTYPE_NAMES.get(layer.dtype, '')}_to_fp32", True)
+    if form is Conv3dForm.FP32:
+        cast = facts.get("cast", {}).get(f"{NAMES.get(layer.dtype, '')}_to_fp32", True)
         return cast and _able(facts, "conv3d", torch.float32)
-    return _able(facts, "conv2d", layer.dtype) if form in (Form.FRAMES, Form.FRAME_CHUNKS) else True
+    return _able(facts, "conv2d", layer.dtype) if form in (Conv3dForm.FRAMES, Conv3dForm.FRAME_CHUNKS) else True
 
 
 def form_times(
-    layer: Layer,
+    layer: Conv3dLayer,
     device: torch.device,
     size: Triple = (5, 32, 32),
-    forms: tuple[Form, ...] = tuple(Form),
+    forms: tuple[Conv3dForm, ...] = tuple(Conv3dForm),
     repeats: int = 5,
 ) -> dict[str, float]:
-    """Milliseconds by form: the median of ``repeats`` runs at ``size`` (T, H, W), for the forms that run and are right.
-
-    Plain values, to be kept with the probes under :attr:`Layer.key`.
-    """
-    x, weight, bias = _sample(layer, size)
-    x, weight, bias = (tensor.to(device, layer.dtype) for tensor in (x, weight, bias))
-    times: dict[str, float] = {}
-
-    def once(form: Form) -> float:
-        _wait_for(device)
-        started = time.perf_counter()
-        convolved(form, x, weight, bias, layer.geometry)
-        _wait_for(device)
-        return 1e3 * (time.perf_counter() - started)
-
-    for form in forms:
-        if not covers(form, layer.kernel, layer.geometry) or form_error(form, layer, device) is None:
-            continue
-        try:
-            once(form)  # the first run loads and tunes
-            spent = [once(form)]
-            if spent[0] <= HOPELESS * min(times.values(), default=spent[0]):
-                spent += [once(form) for _ in range(repeats - 1)]
-        except (torch.OutOfMemoryError, RuntimeError):
-            continue
-        times[form.value] = sorted(spent)[len(spent) // 2]
-    return times
+    """Milliseconds by form at ``size`` (T, H, W), for the forms that run and are right."""
+    x, weight, bias = (tensor.to(device, layer.dtype) for tensor in _sample(layer, size))
+    ways = {
+        form.value: partial(convolve, form, x, weight, bias, layer.geometry)
+        for form in forms
+        if covers(form, layer.kernel, layer.geometry) and form_error(form, layer, device) is not None
+    }
+    return milliseconds(ways, device, repeats)
 
 
-def form_error(form: Form, layer: Layer, device: torch.device) -> float | None:
+def form_error(form: Conv3dForm, layer: Conv3dLayer, device: torch.device) -> float | None:
     """The largest error of ``form`` on ``device`` as a share of the largest value, or None if it fails or is wrong."""
     x, weight, bias = _sample(layer, tuple(2 * k + s for k, s in zip(layer.kernel, layer.geometry.stride, strict=True)))
     x, weight, bias = (tensor.to(layer.dtype) for tensor in (x, weight, bias))
     stride, padding, dilation, groups = layer.geometry
     expected = F.conv3d(x.double(), weight.double(), bias.double(), stride, padding, dilation, groups)
     try:
-        here = convolved(form, x.to(device), weight.to(device), bias.to(device), layer.geometry)
-        found = here.cpu().double()
+        here = convolve(form, x.to(device), weight.to(device), bias.to(device), layer.geometry)
+        result = here.cpu().double()
     except RuntimeError:
         return None
-    error = float((found - expected).abs().max() / expected.abs().max())
+    error = float((result - expected).abs().max() / expected.abs().max())
     bound = tolerance(layer.dtype, weight[0].numel(), device)
     return error if error <= bound else None  # a NaN is not
 
@@ -210,36 +186,34 @@ def tolerance(dtype: torch.dtype, terms: int, device: torch.device) -> float:
     return 2 * torch.finfo(dtype).eps + 4 * coarse + walk
 
 
-def _guarded(facts: Mapping[str, Any]) -> Choice | None:
+def _guarded(facts: Mapping[str, Any]) -> Conv3dChoice | None:
     """The device's own conv3d, left alone where it has no limits."""
     if facts.get("conv_bytes"):
-        return Choice(Form.NATIVE, "large inputs of one conv3d fail on this device", _bound(Form.NATIVE, facts))
+        return Conv3dChoice(
+            Conv3dForm.NATIVE, "large inputs to a single conv3d fail on this device", _bound(Conv3dForm.NATIVE, facts)
+        )
     if facts.get("contiguous_weights"):
-        return Choice(Form.NATIVE, "weights must be contiguous on this device")
+        return Conv3dChoice(Conv3dForm.NATIVE, "weights must be contiguous on this device")
     return None
 
 
-def _bound(form: Form, facts: Mapping[str, Any]) -> int:
+def _bound(form: Conv3dForm, facts: Mapping[str, Any]) -> int:
     """Bytes that ``form`` may give to one convolution; 0 for its own bound."""
-    return int(facts.get("conv_bytes", 0)) if form in (Form.NATIVE, Form.FP32, Form.CHANNELS_LAST) else 0
+    own = form in (Conv3dForm.NATIVE, Conv3dForm.FP32, Conv3dForm.CHANNELS_LAST)
+    return int(facts.get("conv_bytes", 0)) if own else 0
 
 
 def _able(facts: Mapping[str, Any], name: str, dtype: torch.dtype) -> bool:
     answer = facts.get(name, True)
-    return bool(answer.get(DTYPE_NAMES.get(dtype, ""), True)) if isinstance(answer, Mapping) else bool(answer)
+    return bool(answer.get(NAMES.get(dtype, ""), True)) if isinstance(answer, Mapping) else bool(answer)
 
 
-def _sample(layer: Layer, size: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _sample(layer: Conv3dLayer, size: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     fan = layer.in_channels // layer.geometry.groups
     x = torch.randn(1, layer.in_channels, *size, generator=generator)
     weight = torch.randn(layer.out_channels, fan, *layer.kernel, generator=generator)
     return x, weight / weight[0].numel() ** 0.5, torch.randn(layer.out_channels, generator=generator)
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def _in_words(times: Mapping[str, float]) -> str:

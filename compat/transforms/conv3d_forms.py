@@ -27,7 +27,7 @@ NATIVE_BYTES = 2048 * MEBIBYTE  # the bound of upstream's CogVideoXSafeConv3d, "
 HALVES = (torch.bfloat16, torch.float16)
 
 
-class Form(Enum):
+class Conv3dForm(Enum):
     """Ways to compute a 3-D convolution; the value is its name in reports and stored timings."""
 
     NATIVE = "native"
@@ -49,11 +49,11 @@ class Geometry(NamedTuple):
     groups: int = 1
 
 
-def covers(form: Form, kernel: Triple, geometry: Geometry) -> bool:
+def covers(form: Conv3dForm, kernel: Triple, geometry: Geometry) -> bool:
     """Whether ``form`` can compute a layer with this kernel."""
-    if form is Form.POINTWISE:
+    if form is Conv3dForm.POINTWISE:
         return kernel == (1, 1, 1) and geometry.groups == 1
-    if form is Form.PATCHES:
+    if form is Conv3dForm.PATCHES:
         apart = all(k == 1 or d == 1 for k, d in zip(kernel, geometry.dilation, strict=True))
         return kernel == geometry.stride and apart and geometry.groups == 1
     return True
@@ -334,25 +334,27 @@ def _steps(
     return tuple((extent - (taps - 1) * gap - 1) // step + 1 for extent, taps, step, gap in rows)
 
 
-FORMS: dict[Form, Callable[[Tensor, Tensor, Tensor | None, Geometry, int], Tensor]] = {
-    Form.NATIVE: conv3d_native,
-    Form.FP32: conv3d_in_fp32,
-    Form.CHANNELS_LAST: conv3d_channels_last,
-    Form.PATCHES: conv3d_by_patches,
-    Form.POINTWISE: conv3d_by_points,
-    Form.FRAMES: conv3d_by_frames,
-    Form.FRAME_CHUNKS: conv3d_by_frame_chunks,
-    Form.MATMUL: conv3d_by_matmul,
+FORMS: dict[Conv3dForm, Callable[[Tensor, Tensor, Tensor | None, Geometry, int], Tensor]] = {
+    Conv3dForm.NATIVE: conv3d_native,
+    Conv3dForm.FP32: conv3d_in_fp32,
+    Conv3dForm.CHANNELS_LAST: conv3d_channels_last,
+    Conv3dForm.PATCHES: conv3d_by_patches,
+    Conv3dForm.POINTWISE: conv3d_by_points,
+    Conv3dForm.FRAMES: conv3d_by_frames,
+    Conv3dForm.FRAME_CHUNKS: conv3d_by_frame_chunks,
+    Conv3dForm.MATMUL: conv3d_by_matmul,
 }
-BUDGETS: dict[Form, int] = {
-    Form.NATIVE: NATIVE_BYTES,
-    Form.FP32: NATIVE_BYTES,
-    Form.CHANNELS_LAST: NATIVE_BYTES,
-    Form.MATMUL: MATMUL_BYTES,
+BUDGETS: dict[Conv3dForm, int] = {
+    Conv3dForm.NATIVE: NATIVE_BYTES,
+    Conv3dForm.FP32: NATIVE_BYTES,
+    Conv3dForm.CHANNELS_LAST: NATIVE_BYTES,
+    Conv3dForm.MATMUL: MATMUL_BYTES,
 }
 """The ``chunk`` of each form where the caller names none; :data:`CHUNK_BYTES` for the rest."""
 
 
-def convolved(form: Form, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, chunk: int = 0) -> Tensor:
+def convolve(
+    form: Conv3dForm, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, chunk: int = 0
+) -> Tensor:
     """The convolution in ``form``; ``chunk`` bytes bound what it copies, 0 for the form's own bound."""
     return FORMS[form](x, weight, bias, geometry, chunk or BUDGETS.get(form, CHUNK_BYTES))

@@ -1,4 +1,4 @@
-"""What a swapped layer does instead: the classes that take 3-D convolutions, and the padding around them, over."""
+"""The classes that replace 3-D convolutions and the padding around them."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import torch
 from einops import rearrange, reduce
 from torch import Tensor, nn
 
-from ..device.execution import HOST, execution_device
-from ..memory.offloader import misplaced, weights_on
-from .conv3d_choice import Choice
-from .conv3d_forms import Form, Geometry, convolved, padded
+from ..device.execution import HOST, hooked_device
+from ..memory.hooks import misplaced, weights_on
+from .conv3d_choice import Conv3dChoice
+from .conv3d_forms import Conv3dForm, Geometry, convolve, padded
 
 logger = logging.getLogger(__name__)
 AUTOENCODERS = "diffusers.models.autoencoders.autoencoder_kl_"
-READ_FRAMES_FIRST = (Form.FRAMES,)
+READ_FRAMES_FIRST = (Conv3dForm.FRAMES,)
 
 
-class Rewrite(nn.Module):
+class SwappedModule(nn.Module):
     """The mark of a swapped class."""
 
 
-class SwappedConv3d(Rewrite):
+class SwappedConv3d(SwappedModule):
     """``nn.Conv3d`` and upstream's CogVideoXSafeConv3d, whose pieces of time every form bounds by itself."""
 
-    conv3d_choice: Choice
+    conv3d_choice: Conv3dChoice
     weight: Tensor
     bias: Tensor | None
 
@@ -39,14 +39,14 @@ class SwappedConv3d(Rewrite):
         if edges is not None:
             x = padded(x, edges, mode, choice.form in READ_FRAMES_FIRST)
         if self.weight.device == x.device and not hasattr(self, "weights_on"):
-            out = convolved(choice.form, x, self.weight, self.bias, geometry_of(self), choice.chunk_bytes)
+            out = convolve(choice.form, x, self.weight, self.bias, geometry_of(self), choice.chunk_bytes)
         else:
             with weights_on(self, like=x) as (weight, bias):
-                out = convolved(choice.form, x, weight, bias, geometry_of(self), choice.chunk_bytes)
+                out = convolve(choice.form, x, weight, bias, geometry_of(self), choice.chunk_bytes)
         return out if input.dim() == 5 else out.squeeze(0)
 
 
-class SwappedHunyuanCausal(Rewrite):
+class SwappedHunyuanCausal(SwappedModule):
     """The causal convolution of HunyuanVideo and 1.5: edges in all directions, in front of time only."""
 
     conv: nn.Module
@@ -58,7 +58,7 @@ class SwappedHunyuanCausal(Rewrite):
         return self.conv(padded(hidden_states, self.time_causal_padding, self.pad_mode, _reads_frames_first(self.conv)))
 
 
-class SwappedCogVideoXCausal(Rewrite):
+class SwappedCogVideoXCausal(SwappedModule):
     """The causal convolution of Mochi; with zeros for edges upstream concatenates time and keeps its cache itself."""
 
     conv: nn.Module
@@ -72,7 +72,7 @@ class SwappedCogVideoXCausal(Rewrite):
         return super().fake_context_parallel_forward(inputs, conv_cache)  # type: ignore[misc]
 
 
-class SwappedLTXCausal(Rewrite):
+class SwappedLTXCausal(SwappedModule):
     """The convolution of LTX-Video: edges of time repeated in front, or on both sides; zeros by the leaf."""
 
     conv: nn.Module
@@ -87,7 +87,7 @@ class SwappedLTXCausal(Rewrite):
         return self.conv(padded(hidden_states, edges, "replicate", _reads_frames_first(self.conv)))
 
 
-class SwappedHistoryPatchEmbed(Rewrite):
+class SwappedHistoryPatchEmbed(SwappedModule):
     """FramePack's three embeddings of clean latents; the coarser two repeat edges up to a whole patch."""
 
     proj: nn.Module
@@ -110,7 +110,7 @@ class SwappedHistoryPatchEmbed(Rewrite):
 
 # Exact classes only: a subclass may pad elsewhere. HunyuanVideoPatchEmbed, HunyuanVideo15PatchEmbed and the original
 # FramePack's HunyuanVideoPatchEmbedForCleanLatents do nothing but call their nn.Conv3d, which is swapped where it is.
-REWRITES: dict[str, type[Rewrite]] = {
+SWAPS: dict[str, type[SwappedModule]] = {
     "torch.nn.modules.conv.Conv3d": SwappedConv3d,
     f"{AUTOENCODERS}cogvideox.CogVideoXSafeConv3d": SwappedConv3d,
     f"{AUTOENCODERS}cogvideox.CogVideoXCausalConv3d": SwappedCogVideoXCausal,
@@ -123,19 +123,19 @@ REWRITES: dict[str, type[Rewrite]] = {
 }
 
 
-def rewrite_of(module: nn.Module) -> type[Rewrite] | None:
+def swap_of(module: nn.Module) -> type[SwappedModule] | None:
     """What takes a module of exactly this class over, or None."""
-    return REWRITES.get(f"{type(module).__module__}.{type(module).__qualname__}")
+    return SWAPS.get(f"{type(module).__module__}.{type(module).__qualname__}")
 
 
-def rewritten(original: Any) -> type[nn.Module]:
+def swapped_class(original: Any) -> type[nn.Module]:
     """``original`` with the forward of its rewrite, under its own name, which offload plans go by."""
     return _subclass(original)
 
 
 @functools.cache
 def _subclass(original: Any) -> type[nn.Module]:
-    rewrite = REWRITES[f"{original.__module__}.{original.__qualname__}"]
+    rewrite = SWAPS[f"{original.__module__}.{original.__qualname__}"]
     return type(original.__name__, (rewrite, original), {"__doc__": rewrite.__doc__, "__module__": original.__module__})
 
 
@@ -161,7 +161,7 @@ def _aligned(x: Tensor, leaf: SwappedConv3d) -> Tensor:
     """
     if x.device == leaf.weight.device:
         return x
-    device = execution_device(modules=(leaf,), host=leaf.weight.device)
+    device = hooked_device(leaf) or leaf.weight.device
     if x.device == device or hasattr(leaf, "weights_on"):
         return x
     if device.type in (HOST.type, torch.device("meta").type):
@@ -186,7 +186,9 @@ def history_tables(
     lack and others get wrong.
 
     Args:
-        tables: cosines and sines, (T * H * W, D) each. height, width: H and W. patch: (time, rows, columns).
+        tables: cosines and sines, (T * H * W, D) each.
+        height, width: H and W.
+        patch: (time, rows, columns).
     """
 
     def per_patch(table: Tensor) -> Tensor:

@@ -8,58 +8,42 @@ each call, on the device, so that no partial sum can leave fp16's range (Cauchy-
 
 from __future__ import annotations
 
-import enum
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
+from ..device.facts import DeviceFacts
 from ..errors import UnsupportedError
-from ..memory.offloader import weights_on
+from .attention_processors import full_name
+from .blocks import BLOCK_LISTS, FORWARDS, OPS, BlockOps, submodule_at, transformer_blocks
+from .fp16_layers import (
+    FULL,
+    HALF,
+    LAYERS,
+    SETTINGS,
+    Fp32RotaryProcessor,
+    LeafKind,
+    LeafSettings,
+    RotaryTables,
+    adapted_value,
+    rms_norm,
+    wide_swiglu,
+)
+from .undo import Undo
 
-HALF, FULL = torch.float16, torch.float32
-LIMIT = 2.0**15  # half of what fp16 can hold: room for the rounding of operands and products
-RESIDUAL_SCALE = 2.0**8  # what a residual is divided by where products come out in fp32: room up to 1.6e7
-SETTINGS, SCALE = "_anygpu_fp16", "_anygpu_value_scale"
-EXPONENT = 0x7F800000  # the exponent bits of an fp32 number
-BLOCKS = ("transformer_blocks", "single_transformer_blocks")
-
-
-class Kind(enum.Enum):
-    """What becomes of a Linear in a block."""
-
-    NARROW = "fp16 in and out"  # its input is normalised and its output bounded by that
-    WIDE = "fp16 operands, fp32 out"  # feeds the residual
-    RESIDUAL = "fp16 operands from the fp32 residual, fp32 out"  # nothing has normalised its input
-    ROTATED = "fp16 in, fp32 out where the GEMM can, else fp16"  # goes on to fp32 arithmetic before it is narrowed
-    VALUE = "fp16 operands, fp16 out divided by a power of two"  # attention's values from text that nothing normalised
-    FULL = "fp32"  # modulation: few rows, so its weights are kept as fp16 and widened for the call
-
-
-@dataclass(slots=True)
-class Settings:
-    """What a rewritten leaf knows.
-
-    Args:
-        fp32_output: whether a GEMM of fp16 operands can come out in fp32 here.
-        reach: largest L2 norm of the weight's rows, at least 1. residual: whether it is fed from the residual.
-        values: for an attention's output projection, the VALUE leaf whose power of two it multiplies back in.
-    """
-
-    fp32_output: bool
-    reach: float
-    residual: bool = False
-    values: nn.Module | None = None
+UPSTREAM = "diffusers.models.transformers."
+SAFE_OPS = BlockOps(operand_dtype=HALF)
+SUMS_SWITCH = "allow_fp16_accumulation"  # of torch.backends.cuda.matmul, for the whole process
+SUMS_BACKENDS: Mapping[str, str] = {"cuda": "cuBLAS adds fp16 products in fp16 if allowed to (torch 2.7)"}
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Fp16Report:
     """What was rewritten, by kind, and what was left as fp32, by reason."""
 
     family: str
@@ -75,24 +59,23 @@ class Report:
 
 
 @dataclass(slots=True)
-class Applied:
+class AppliedFp16:
     """A rewrite that can be taken back."""
 
-    report: Report
-    undo: list[Callable[[], None]] = field(default_factory=list)
+    report: Fp16Report
+    undo: Undo = field(default_factory=Undo)
 
     def restore(self) -> None:
         """Put back forwards, processors and weights, the newest change first.
 
         Without ``keep_weights`` weights come back in their former dtype with the bits that fp16 had room for.
         """
-        while self.undo:
-            self.undo.pop()()
+        self.undo.restore()
 
 
 def apply_fp16_safe(
     transformer: nn.Module, family: str, facts: Mapping[str, Any] | None = None, keep_weights: bool = False
-) -> Applied:
+) -> AppliedFp16:
     """Make ``transformer`` compute in safe fp16, in place; it takes and returns fp32.
 
     Every block of an exactly known class is rewritten on its own instance; any other is left alone, in fp32, and
@@ -100,223 +83,141 @@ def apply_fp16_safe(
 
     Args:
         facts: what was probed; ``fp32_output`` says whether a GEMM of fp16 operands can come out in fp32.
-        keep_weights: keep the weights as they were, so that :meth:`Applied.restore` gives back the same tensors.
+        keep_weights: keep the weights as they were, so that :meth:`AppliedFp16.restore` gives back the same tensors.
 
     Raises:
         UnsupportedError: an offloader's hooks are on, or the rewrite is applied already.
     """
-    from .fp16_blocks import rewrite_for, turns_for
-
     _require_bare(transformer)
     fp32_output = bool((facts or {}).get("fp32_output", False))
-    applied, done, left = Applied(Report(family, {}, {}, fp32_output)), Counter[str](), Counter[str]()
+    applied, done, left = AppliedFp16(Fp16Report(family, {}, {}, fp32_output)), Counter[str](), Counter[str]()
     halves: set[int] = set()
-    for block in _blocks(transformer):
-        rewrite = rewrite_for(block)
-        reason = f"{full_name(block)} is not a class this knows" if rewrite is None else _unfit(block, rewrite.leaves)
-        if rewrite is None or reason:
+    for block in transformer_blocks(transformer):
+        leaves = LEAVES.get(full_name(block).removeprefix(UPSTREAM))
+        reason = f"{full_name(block)} is not a known class" if leaves is None else _unfit(block, leaves)
+        if leaves is None or reason:
             left[reason] += 1
             continue
-        halves.update(_attach_leaves(block, rewrite.leaves, fp32_output, applied, done))
-        rewrite.attach(block, applied)
+        halves.update(_attach_leaves(block, leaves, fp32_output, applied, done))
+        _attach_block(block, leaves, applied)
         done["blocks"] += 1
     for tensor in (*transformer.parameters(), *transformer.buffers()):
         if tensor.is_floating_point():
             _cast(tensor, HALF if id(tensor) in halves else FULL, keep_weights, applied)
-    if done["blocks"] and turns_for(getattr(transformer, "rope", None)):
-        attach_rope(transformer.get_submodule("rope"), applied)
-    applied.report = Report(family, dict(done), dict(left), fp32_output)
+    rope: Any = getattr(transformer, "rope", None)
+    if done["blocks"] and full_name(rope) == f"{UPSTREAM}transformer_ltx.LTXVideoRotaryPosEmbed":
+        attach_rope(rope, applied)
+    applied.report = Fp16Report(family, dict(done), dict(left), fp32_output)
     return applied
 
 
 def stored_dtype(name: str, shape: tuple[int, ...]) -> torch.dtype:
     """The dtype in which the tensor ``name`` of a checkpoint is best read: fp16 for matrices of blocks, else fp32."""
-    return HALF if len(shape) == 2 and name.startswith(BLOCKS) and name.endswith(".weight") else FULL
+    return HALF if len(shape) == 2 and name.startswith(BLOCK_LISTS) and name.endswith(".weight") else FULL
 
 
 def fp32_output_works(device: torch.device) -> bool:
     """Whether a GEMM of fp16 operands comes out in fp32 on ``device``: one small product, read back."""
     try:
         x = torch.full((16, 16), 300.0, dtype=HALF, device=device)
-        found = torch.addmm(torch.ones(16, device=device), x, x.t(), alpha=2.0, out_dtype=FULL)
-        return bool((found.cpu() == 2 * 16 * 300.0**2 + 1).all())
+        product = torch.addmm(torch.ones(16, device=device), x, x.t(), alpha=2.0, out_dtype=FULL)
+        return bool((product.cpu() == 2 * 16 * 300.0**2 + 1).all())
     except (RuntimeError, TypeError):  # NotImplementedError is a RuntimeError; an older torch knows no out_dtype
         return False
 
 
-def patch_forward(module: nn.Module, forward: Callable[..., Any], applied: Applied) -> None:
-    """Give ``module``, and no other of its class, another forward."""
-    module.forward = MethodType(forward, module)  # type: ignore[method-assign]
-    applied.undo.append(partial(delattr, module, "forward"))
+def require_fp16_sums(facts: DeviceFacts, dtype: torch.dtype) -> None:
+    """Refuse fp16 accumulation, which is fast on GeForce and lossy, where it would do nothing.
 
+    Args:
+        dtype: of the transformer's products.
 
-def narrowed(x: Tensor, scale: Tensor | None = None) -> Tensor:
-    """``x``, divided by ``scale``, as fp16, in one pass."""
-    if scale is None:
-        return x.to(HALF)
-    return torch.mul(x, scale.reciprocal(), out=torch.empty_like(x, dtype=HALF))
-
-
-def scales(x: Tensor, reach: float) -> Tensor:
-    """The power of two, at least 1, that keeps a row of ``x`` and its products within fp16, per row: (..., 1), fp32."""
-    needed = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=FULL) * (2.0 * reach / LIMIT)
-    # The exponent bits alone are the next lower power of two: exact on every device, which exp2(log2()) is not.
-    return (needed.view(torch.int32) & EXPONENT).view(FULL).clamp_(min=1.0)
-
-
-def wide_linear(leaf: Any, x: Tensor) -> Tensor:
-    """The product of ``leaf`` in fp32 from fp16 operands; ``x`` (..., features) is fp32 of any size, or fp16."""
-    settings: Settings = getattr(leaf, SETTINGS)
-    held = None if settings.values is None else settings.values.__dict__.pop(SCALE, None)
-    if settings.fp32_output and x.dtype is HALF:
-        with weights_on(leaf, like=x) as (weight, bias):
-            return _fp32_product(x, weight, bias, held)
-    if settings.fp32_output and settings.residual:
-        return _divided_linear(leaf, x)
-    scale = scales(x, 1.0 if settings.fp32_output else settings.reach)
-    x, total = narrowed(x, scale), scale if held is None else scale * held
-    with weights_on(leaf, like=x) as (weight, bias):
-        if settings.fp32_output:
-            return _fp32_product(x, weight, bias, total)
-        y = functional.linear(x, weight)
-        return y * total if bias is None else torch.addcmul(bias.float(), y, total)
-
-
-def _divided_linear(leaf: Any, x: Tensor) -> Tensor:
-    """:func:`wide_linear` with one constant divisor, which the GEMM multiplies back in: ``x`` is read only once.
-
-    What it costs a small value is below the rounding of fp16 in rows whose values are around 0.03 and more.
+    Raises:
+        UnsupportedError: the device, this torch, or the dtype.
     """
-    x = torch.mul(x, 1 / RESIDUAL_SCALE, out=torch.empty_like(x, dtype=HALF))
-    with weights_on(leaf, like=x) as (weight, bias):
-        return _fp32_product(x, weight, bias, RESIDUAL_SCALE)
+    reason = ""
+    if facts.backend not in SUMS_BACKENDS:
+        reason = f"{facts.backend} does not support it"
+    elif not hasattr(torch.backends.cuda.matmul, SUMS_SWITCH):  # one that this torch lacks raises when it is read
+        reason = f"torch {torch.__version__} has no switch for it"
+    elif dtype is not torch.float16:
+        reason = f"the transformer's products are in {str(dtype).removeprefix('torch.')}"
+    if reason:
+        raise UnsupportedError(
+            f"fp16_accumulation on {facts.device}: {reason}",
+            expected="an NVIDIA GPU, torch 2.7 or newer, and precision fp16 or fp16-safe",
+            fix="Switch off fp16_accumulation, or choose precision fp16-safe on the load node.",
+        )
 
 
-def value_linear(leaf: Any, x: Tensor) -> Tensor:
-    """Attention's values in fp16, all divided by one power of two, which is left for the output projection."""
-    settings: Settings = getattr(leaf, SETTINGS)
-    scale = scales(x, settings.reach).amax()
-    leaf.__dict__[SCALE] = scale
-    x = narrowed(x, scale)
-    with weights_on(leaf, like=x) as (weight, bias):
-        return functional.linear(x, weight, None if bias is None else narrowed(bias, scale))
+@contextmanager
+def fp16_sums() -> Iterator[None]:
+    """Products inside sum in fp16; then torch's switch is as it was."""
+    products: Any = torch.backends.cuda.matmul
+    before = getattr(products, SUMS_SWITCH)
+    setattr(products, SUMS_SWITCH, True)
+    try:
+        yield
+    finally:
+        setattr(products, SUMS_SWITCH, before)
 
 
-def adapted_value(layer: Any, x: Tensor) -> Tensor:
-    """:func:`value_linear` with the LoRAs that peft put around it, which are divided by the same power of two."""
-    y: Tensor = layer.base_layer(x)
-    if layer.disable_adapters:
-        return y
-    scale, wide = layer.base_layer.__dict__[SCALE], x.float()
-    for name in (name for name in layer.active_adapters if name in layer.lora_A):
-        y = y + narrowed(layer.lora_B[name](layer.lora_A[name](wide)) * layer.scaling[name], scale)
-    return y
-
-
-def full_linear(leaf: Any, x: Tensor) -> Tensor:
-    """The product of ``leaf`` in fp32, from weights that are kept in fp16. Peak extra memory: the weight in fp32."""
-    x = x.float()
-    with weights_on(leaf, like=x) as (weight, bias):
-        return functional.linear(x, weight, bias)
-
-
-def rms_norm(norm: Any, x: Tensor, narrow: bool = False) -> Tensor:
-    """``x`` divided by its root mean square, times the weight, all in fp32; as fp16 where ``narrow``."""
-    x = x.float()
-    if norm.weight is None:
-        y = functional.rms_norm(x, x.shape[-1:], None, norm.eps)
-    else:
-        with weights_on(norm, like=x) as (weight, _):
-            y = functional.rms_norm(x, x.shape[-1:], weight, norm.eps)
-    return y.to(HALF) if narrow else y
-
-
-def narrow_rms_norm(norm: Any, x: Tensor, narrow: bool = True) -> Tensor:
-    """:func:`rms_norm` for queries and keys, which go on as fp16 unless the caller rotates them first."""
-    return rms_norm(norm, x, narrow)
-
-
-class Turns(tuple):
-    """Cosine and sine tables as diffusers makes them, and the complex numbers they are, made once per forward."""
-
-    def pairs(self) -> Tensor:
-        """cos + i sin for each pair of features, (..., features / 2), complex64."""
-        if "made" not in self.__dict__:
-            self.made = torch.complex(*(table.float()[..., ::2].contiguous() for table in self))
-        return self.made
-
-
-def attach_rope(rope: nn.Module, applied: Applied) -> None:
-    """Make ``rope`` return its (cos, sin) as :class:`Turns`."""
+def attach_rope(rope: nn.Module, applied: AppliedFp16) -> None:
+    """Make ``rope`` return its (cos, sin) as :class:`RotaryTables`."""
     stock = type(rope).forward
 
-    def forward(
-        rope: Any,
-        hidden_states: Tensor,
-        num_frames: int | None = None,
-        height: int | None = None,
-        width: int | None = None,
-        rope_interpolation_scale: Any = None,
-        video_coords: Tensor | None = None,
-    ) -> Turns:
+    def forward(rope: Any, hidden_states: Tensor, *args: Any, **named: Any) -> RotaryTables:
         # Without coordinates of its own every row of the batch has the same tables: one row is read instead of all.
-        given = hidden_states[:1] if video_coords is None else hidden_states
-        return Turns(stock(rope, given, num_frames, height, width, rope_interpolation_scale, video_coords))
+        shared = (args[4] if len(args) > 4 else named.get("video_coords")) is None
+        return RotaryTables(stock(rope, hidden_states[:1] if shared else hidden_states, *args, **named))
 
-    patch_forward(rope, forward, applied)
-
-
-FORWARDS = {
-    Kind.WIDE: wide_linear,
-    Kind.RESIDUAL: wide_linear,
-    Kind.ROTATED: wide_linear,
-    Kind.VALUE: value_linear,
-    Kind.FULL: full_linear,
-}
+    applied.undo.patch(rope, forward)
 
 
-def _fp32_product(x: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor | float | None) -> Tensor:
-    rows, columns, shape = x.flatten(0, -2), weight.t(), x.shape[:-1]
-    if bias is None:
-        y = torch.mm(rows, columns, out_dtype=FULL).unflatten(0, shape)
-        return y if total is None else y.mul_(total)
-    if isinstance(total, Tensor):
-        y = torch.mm(rows, columns, out_dtype=FULL).unflatten(0, shape)
-        return torch.addcmul(bias.float(), y, total)
-    alpha = 1.0 if total is None else total
-    return torch.addmm(bias.float(), rows, columns, alpha=alpha, out_dtype=FULL).unflatten(0, shape)
+def _attach_block(block: nn.Module, leaves: Mapping[str, LeafKind], applied: AppliedFp16) -> None:
+    """Give ``block``, its norms of queries and keys, its gated products and its processors new forwards."""
+    applied.undo.set(block, OPS, SAFE_OPS)
+    applied.undo.patch(block, FORWARDS[full_name(block).removeprefix(UPSTREAM)])
+    for path, module in block.named_modules():
+        if path.rpartition(".")[2] in QK_NORMS:
+            applied.undo.patch(module, rms_norm)
+        elif type(module).__name__ == "SwiGLU":
+            applied.undo.patch(module, wide_swiglu)
+    for path in {path.rpartition(".")[0] for path, kind in leaves.items() if kind is LeafKind.ROTATED}:
+        attention: Any = block.get_submodule(path)
+        if full_name(attention.processor) == LTX_PROCESSOR:
+            applied.undo.set(attention, "processor", Fp32RotaryProcessor())
 
 
 def _attach_leaves(
-    block: nn.Module, leaves: Mapping[str, Kind], fp32_output: bool, applied: Applied, done: Counter[str]
+    block: nn.Module, leaves: Mapping[str, LeafKind], fp32_output: bool, applied: AppliedFp16, done: Counter[str]
 ) -> Iterator[int]:
     """Rewrite the leaves of ``block``; the ids of the parameters that are to be fp16."""
     made: dict[str, nn.Module] = {}
     for path, kind in leaves.items():
-        around: Any = _at(block, path)
+        around: Any = submodule_at(block, path)
         if around is None:
             continue
         leaf = _bare(around)
-        if kind is Kind.VALUE and leaf is not around:
-            patch_forward(around, adapted_value, applied)
+        if kind is LeafKind.VALUE and leaf is not around:
+            applied.undo.patch(around, adapted_value)
         made[path] = leaf
         done[kind.value] += 1
         yield id(leaf.weight)
-        if leaf.bias is not None and kind is not Kind.FULL:
+        if leaf.bias is not None and kind is not LeafKind.FULL:
             yield id(leaf.bias)
-        if kind is Kind.NARROW or (kind is Kind.ROTATED and not fp32_output):
+        if kind is LeafKind.NARROW or (kind is LeafKind.ROTATED and not fp32_output):
             continue
         reach = 1.0
-        if kind is Kind.VALUE or (kind is not Kind.FULL and not fp32_output):
+        if kind is LeafKind.VALUE or (kind is not LeafKind.FULL and not fp32_output):
             reach = max(1.0, float(torch.linalg.vector_norm(leaf.weight, dim=1, dtype=FULL).max()))
         values = made.get(path.replace("to_out.0", "to_v")) if path.endswith("to_out.0") else None
         values = values if values is not None and hasattr(values, SETTINGS) else None
-        setattr(leaf, SETTINGS, Settings(fp32_output, reach, kind is Kind.RESIDUAL, values))
-        applied.undo.append(partial(delattr, leaf, SETTINGS))
-        patch_forward(leaf, FORWARDS[kind], applied)
+        applied.undo.set(leaf, SETTINGS, LeafSettings(fp32_output, reach, kind is LeafKind.RESIDUAL, values))
+        applied.undo.patch(leaf, LAYERS[kind])
 
 
-def _cast(tensor: Tensor, dtype: torch.dtype, keep: bool, applied: Applied) -> None:
+def _cast(tensor: Tensor, dtype: torch.dtype, keep: bool, applied: AppliedFp16) -> None:
     if tensor.dtype is dtype:
         return
     former, kept = tensor.dtype, tensor.data if keep else None
@@ -329,10 +230,10 @@ def _cast(tensor: Tensor, dtype: torch.dtype, keep: bool, applied: Applied) -> N
     applied.undo.append(back)
 
 
-def _unfit(block: nn.Module, leaves: Mapping[str, Kind]) -> str:
+def _unfit(block: nn.Module, leaves: Mapping[str, LeafKind]) -> str:
     """Why ``block`` cannot be rewritten; empty when it can."""
     for path in leaves:
-        leaf: Any = _bare(_at(block, path))
+        leaf: Any = _bare(submodule_at(block, path))
         if leaf is None:
             continue
         if type(leaf) is not nn.Linear:
@@ -345,29 +246,9 @@ def _unfit(block: nn.Module, leaves: Mapping[str, Kind]) -> str:
     return ""
 
 
-def _at(block: nn.Module, path: str) -> nn.Module | None:
-    """The submodule at ``path``; None where this configuration of the block has none."""
-    found: Any = block
-    for name in path.split("."):
-        found = found[int(name)] if name.isdigit() else getattr(found, name, None)
-        if found is None:
-            return None
-    return found  # type: ignore[no-any-return]
-
-
 def _bare(module: Any) -> Any:
     """The layer itself, inside what an adapter put around it."""
     return getattr(module, "base_layer", module)
-
-
-def _blocks(transformer: nn.Module) -> Iterator[nn.Module]:
-    for name in BLOCKS:
-        yield from getattr(transformer, name, ())
-
-
-def full_name(thing: Any) -> str:
-    """Module and class of ``thing``."""
-    return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
 def _require_bare(transformer: nn.Module) -> None:
@@ -375,9 +256,9 @@ def _require_bare(transformer: nn.Module) -> None:
         # a registry without hooks stays behind wherever diffusers' cache context was entered once
         if hasattr(module, "_hf_hook") or getattr(getattr(module, "_diffusers_hook", None), "hooks", None):
             raise UnsupportedError(
-                f"safe fp16 for a {type(transformer).__name__} that a residency already moves",
+                f"safe fp16 for a {type(transformer).__name__} that an offloader already moves",
                 expected="a transformer without offload hooks",
-                fix="Take the residency off, apply, and put it back.",
+                fix="Take the offloader off, apply, and put it back.",
             )
         if hasattr(module, SETTINGS):
             raise UnsupportedError(
@@ -385,3 +266,55 @@ def _require_bare(transformer: nn.Module) -> None:
                 expected="one rewrite at a time",
                 fix="Call restore() on the first.",
             )
+
+
+def _attention(name: str, added_too: bool = False, out: bool = True) -> dict[str, LeafKind]:
+    paths = {f"{name}.{leaf}": LeafKind.NARROW for leaf in ("to_q", "to_k", "to_v")}
+    if added_too:
+        paths |= {f"{name}.{leaf}": LeafKind.NARROW for leaf in ("add_q_proj", "add_k_proj", "add_v_proj")}
+        paths |= {f"{name}.to_add_out": LeafKind.WIDE}
+    return paths | ({f"{name}.to_out.0": LeafKind.WIDE} if out else {})
+
+
+def _feed(*names: str) -> dict[str, LeafKind]:
+    return {
+        path: kind
+        for name in names
+        for path, kind in ((f"{name}.net.0.proj", LeafKind.NARROW), (f"{name}.net.2", LeafKind.WIDE))
+    }
+
+
+_JOINT = _attention("attn", added_too=True) | _feed("ff", "ff_context")
+_JOINT |= {"norm1.linear": LeafKind.FULL, "norm1_context.linear": LeafKind.FULL}
+_SINGLE = _attention("attn", out=False) | {
+    "proj_mlp": LeafKind.NARROW,
+    "proj_out": LeafKind.WIDE,
+    "norm.linear": LeafKind.FULL,
+}
+_CROSS: dict[str, LeafKind] = {
+    "attn2.to_q": LeafKind.RESIDUAL,
+    "attn2.to_k": LeafKind.WIDE,
+    "attn2.to_v": LeafKind.VALUE,
+    "attn2.to_out.0": LeafKind.WIDE,
+}
+QK_NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
+LTX_PROCESSOR = f"{UPSTREAM}transformer_ltx.LTXVideoAttnProcessor"  # whose place :class:`Fp32RotaryProcessor` takes
+LEAVES: Mapping[str, Mapping[str, LeafKind]] = {  # upstream's class to what becomes of its Linears, by path
+    "transformer_ltx.LTXVideoTransformerBlock": (
+        _attention("attn1") | {"attn1.to_q": LeafKind.ROTATED, "attn1.to_k": LeafKind.ROTATED} | _CROSS | _feed("ff")
+    ),
+    "transformer_hunyuan_video.HunyuanVideoTransformerBlock": _JOINT,
+    "transformer_hunyuan_video.HunyuanVideoSingleTransformerBlock": _SINGLE,
+    "transformer_hunyuan_video.HunyuanVideoTokenReplaceTransformerBlock": _JOINT,
+    "transformer_hunyuan_video.HunyuanVideoTokenReplaceSingleTransformerBlock": _SINGLE,
+    "transformer_hunyuan_video15.HunyuanVideo15TransformerBlock": _JOINT,
+    "transformer_mochi.MochiTransformerBlock": (
+        _attention("attn1", added_too=True)
+        | _feed("ff", "ff_context")
+        | {
+            "norm1.linear": LeafKind.FULL,
+            "norm1_context.linear": LeafKind.FULL,
+            "norm1_context.linear_1": LeafKind.FULL,
+        }
+    ),
+}

@@ -1,18 +1,15 @@
-"""Fused kernels in the blocks of a transformer: which sites are replaced, on which choice, and what is left and why.
+"""Fused kernels in transformer blocks: which sites are replaced, and which are left alone and why.
 
-A block is rewritten on its own instance, and only where its class, the arguments of its forward, its norms and its
-attention are exactly those the rewrite was written for; anything else is left alone and counted. Nothing is copied:
-the weights stay where they are.
+A block is rewritten per instance, and only if its class, forward arguments, norms and attention are exactly what the
+rewrite expects; anything else is left alone and counted. Weights are not copied.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -20,22 +17,24 @@ from torch import nn
 
 from ...kernels.library import AUTO, REFERENCE, TRITON, reason_against
 from ...kernels.self_tests import SelfTest, self_tests
+from ..decision import CHOSEN, Decision
 from ..device.execution import HOST
 from ..errors import InputError, UnsupportedError
-from . import fused_blocks as blocks
 from .attention_processors import full_name
-from .fp16_blocks import Rotating, rewrite_for
-from .fused_blocks import FORM, FusedCross, FusedJoint
+from .blocks import FORWARDS, OPS, BlockOps, submodule_at, transformer_blocks
+from .fp16 import SAFE_OPS
+from .fp16_layers import Fp32RotaryProcessor
+from .fused_attention import FORM, FusedCross, FusedJoint, gated_feed, half_rope
+from .undo import Undo
 
 OFF = "off"
 CHOICES = (AUTO, OFF, TRITON, REFERENCE)
 MEANINGS: dict[str, str] = {
-    AUTO: "fused kernels where this device launches them, else off",
+    AUTO: "fused kernels if this device can launch them, otherwise off",
     OFF: "diffusers' own operations",
-    TRITON: "fused kernels, or an error that says why not",
-    REFERENCE: "the fused operations in plain torch: for comparisons, not faster",
+    TRITON: "fused kernels, or an error that says why they cannot run",
+    REFERENCE: "the fused operations in plain torch, for comparison; not faster",
 }
-PARTS = ("transformer_blocks", "single_transformer_blocks")
 UPSTREAM = "diffusers.models."
 TRANSFORMERS = f"{UPSTREAM}transformers."
 RMS_NORMS = (
@@ -45,22 +44,24 @@ RMS_NORMS = (
 )
 LAYER_NORM = "torch.nn.modules.normalization.LayerNorm"
 TEXT = ("norm_added_q", "norm_added_k")
-MODULATED, TURNED, SUMMED = "norm and modulation", "norms and rotation of queries and keys", "gated sum"
+MODULATED, QK_ROTARY, SUMMED = "norm and modulation", "norms and rotation of queries and keys", "gated sum"
 SUM_NORM, GATED = "sum, norm and modulation", "SwiGLU"
 
 
 @dataclass(frozen=True, slots=True)
-class Fusion:
-    """How the blocks of one class are rewritten.
+class BlockFusion:
+    """How the blocks of one class are rewritten, beside their forward, which ``blocks.FORWARDS`` has.
 
     Args:
-        forward: takes the place of the block's own. arguments: those that upstream's forward has, by name.
-        sites: kind of site to how many a block has. layers, means: paths of layer norms and RMS norms without weight
-            that the forward reads, which a block may lack. attention: path to the attention's stock processor.
-        processor: takes that one's place. gated: paths of feed-forwards, whose SwiGLU is replaced.
+        arguments: names of those that upstream's forward has.
+        sites: kind of site to how many a block has.
+        attention: path to the attention's stock processor.
+        processor: takes the place of that one.
+        layers: paths of layer norms without weight that the forward reads, which a block may lack.
+        means: the same of RMS norms.
+        gated: paths of feed-forwards, whose SwiGLU is replaced.
     """
 
-    forward: Callable[..., Any]
     arguments: tuple[str, ...]
     sites: Mapping[str, int]
     attention: Mapping[str, str]
@@ -71,42 +72,38 @@ class Fusion:
 
 
 @dataclass(slots=True)
-class Fused:
+class FusedSites:
     """What was replaced in one transformer: sites by kind, and blocks that were left, by reason; and the way back."""
 
     form: str
     sites: Counter[str] = field(default_factory=Counter)
     left: Counter[str] = field(default_factory=Counter)
     left_sites: int = 0
-    undo: list[Callable[[], Any]] = field(default_factory=list)
+    undo: Undo = field(default_factory=Undo)
 
     def __str__(self) -> str:
         done = self.sites.total()
         why = "".join(f"; {count} blocks left: {reason}" for reason, count in self.left.items())
         form = TRITON if self.form == AUTO else self.form  # auto is taken where Triton launches
-        return f"kernels: {done} of {done + self.left_sites} sites fused ({form}){why}"
-
-    def set(self, module: Any, name: str, value: Any) -> None:
-        """Give ``module`` an attribute of its own until :meth:`restore`."""
-        setattr(module, name, value)
-        self.undo.append(partial(delattr, module, name))
+        return f"{done} of {done + self.left_sites} sites fused ({form}){why}"
 
     def patch(self, module: Any, forward: Callable[..., Any]) -> None:
         """Put ``forward`` in the place of that of ``module``, which it finds its form on, until :meth:`restore`."""
-        self.set(module, FORM, self.form)
-        self.set(module, "forward", MethodType(forward, module))
+        self.undo.set(module, FORM, self.form)
+        self.undo.patch(module, forward)
 
     def restore(self) -> None:
         """Put every forward and processor back, the newest change first."""
-        while self.undo:
-            self.undo.pop()()
+        self.undo.restore()
 
 
-def form_for(choice: str, device: torch.device, dtype: torch.dtype, unusable: str = "") -> tuple[str, str]:
-    """The form that operations run in, empty for none, and why.
+def form_for(choice: str, device: torch.device, dtype: torch.dtype, unusable: str = "") -> tuple[str, Decision]:
+    """The form that operations run in, empty for none, and the decision about it.
 
     Args:
-        choice: one of :data:`CHOICES`. dtype: of the token states. unusable: why a probe found launches unusable.
+        choice: one of :data:`CHOICES`.
+        dtype: of the token states.
+        unusable: why a probe found launches unusable.
 
     Raises:
         InputError: unknown choice. UnsupportedError: ``triton`` where nothing can be launched.
@@ -121,25 +118,21 @@ def form_for(choice: str, device: torch.device, dtype: torch.dtype, unusable: st
             fix="Choose auto.",
         )
     if choice == AUTO:
-        return ("", f"kernels off: {against}") if against else (AUTO, "kernels: triton")
-    return ("", "kernels off: chosen") if choice == OFF else (choice, f"kernels: {choice}, chosen")
+        return ("" if against else AUTO), Decision("kernels", OFF if against else TRITON, against, AUTO)
+    return ("" if choice == OFF else choice), Decision("kernels", choice, "", CHOSEN)
 
 
-def why_here(device: torch.device) -> str:
-    """What ``auto`` decides on ``device`` for bf16, in a sentence."""
-    return form_for(AUTO, device, torch.bfloat16)[1]
+def published_sites(published: Iterable[tuple[str, int, bool]]) -> dict[str, int]:
+    """The sites by kind that are fused in a published transformer.
 
-
-def published_sites(family: str) -> dict[str, int]:
-    """The sites by kind that are fused in the published transformer of a family."""
-    found: Counter[str] = Counter()
-    for name, count in PUBLISHED[family].items():
-        for kind, sites in FUSIONS[name].sites.items():
-            found[kind] += count * sites
-    if family == "mochi":  # its last block does not work on its text
-        found.subtract(FUSIONS[next(iter(PUBLISHED[family]))].sites)
-        found.update(LAST_MOCHI)
-    return dict(found)
+    Args:
+        published: class, count, and whether they leave the text alone, of its blocks.
+    """
+    total: Counter[str] = Counter()
+    for name, count, alone in published:
+        for kind, sites in (LAST_MOCHI if alone else FUSIONS[name].sites).items():
+            total[kind] += count * sites
+    return dict(total)
 
 
 def kernel_self_tests(device: torch.device) -> Iterator[SelfTest]:
@@ -155,113 +148,108 @@ def triton_fault(device: torch.device) -> str:
     """
     if device.type == HOST.type:  # said before Triton is imported, which takes half a second
         raise RuntimeError("Triton launches on NVIDIA and AMD GPUs, not on a CPU")
-    from ...kernels._triton.probe import triton
+    from ...kernels._triton import rounding  # noqa: F401 - where Triton is missing or broken, its import says so best
 
-    return triton(device)
+    wrong = [test for test in self_tests(device, TRITON, only="qk_norm_rope") if not test.right]
+    if wrong and wrong[0].fault:
+        raise RuntimeError(wrong[0].fault)
+    return "; ".join(map(str, wrong))
 
 
-def fuse(transformer: nn.Module, form: str = AUTO) -> Fused:
-    """Rewrite every block of ``transformer`` that is known, in place, with what was done.
+def fuse(transformer: nn.Module, form: str = AUTO) -> FusedSites:
+    """Rewrite every known block of ``transformer`` in place; returns what was done.
 
     To be applied on the host, before an offloader holds the transformer.
 
     Args:
         form: one of ``kernels.library.FORMS``.
     """
-    found, whole = Fused(form), True
-    for block in _blocks(transformer):
+    fused, whole = FusedSites(form), True
+    for block in transformer_blocks(transformer):
         fusion = FUSIONS.get(full_name(block))
         if fusion is not None and _safe(block):
-            whole = _attach_rotation(block, fusion, found) and whole
+            whole = _attach_rotation(block, fusion, fused) and whole
             continue
-        reason = "" if fusion is not None else f"{full_name(block)} is not a class this knows"
+        reason = "" if fusion is not None else f"{full_name(block)} is not a known class"
         reason = reason or _unfit(block, fusion)  # type: ignore[arg-type]
         if fusion is None or reason:
-            found.left[reason] += 1
-            found.left_sites += 0 if fusion is None else sum(sites_of(block, fusion).values())
+            fused.left[reason] += 1
+            fused.left_sites += 0 if fusion is None else sum(sites_of(block, fusion).values())
             whole = False
             continue
-        _attach(block, fusion, found)
-        found.sites.update(sites_of(block, fusion))
+        _attach(block, fusion, fused)
+        fused.sites.update(sites_of(block, fusion))
     rope: Any = getattr(transformer, "rope", None)
-    if whole and found.sites and full_name(rope) in HALVED and "forward" not in vars(rope):
-        found.patch(rope, blocks.half_rope)
-    return found
+    if whole and fused.sites and full_name(rope) in HALVED and "forward" not in vars(rope):
+        fused.patch(rope, half_rope)
+    return fused
 
 
-def sites_of(block: nn.Module, fusion: Fusion) -> dict[str, int]:
+def sites_of(block: nn.Module, fusion: BlockFusion) -> dict[str, int]:
     """Kinds of sites of ``block`` with their counts; Mochi's last block does not work on its text."""
     if getattr(block, "context_pre_only", False):
         return LAST_MOCHI
     return dict(fusion.sites)
 
 
-def _attach(block: nn.Module, fusion: Fusion, found: Fused) -> None:
-    found.patch(block, fusion.forward)
+def _attach(block: nn.Module, fusion: BlockFusion, fused: FusedSites) -> None:
+    fused.undo.set(block, OPS, BlockOps(fused.form))
+    fused.undo.patch(block, FORWARDS[full_name(block).removeprefix(TRANSFORMERS)])
     for path in fusion.attention:
-        attention: Any = block.get_submodule(path)
-        former = attention.processor
-        attention.processor = fusion.processor(found.form)
-        found.undo.append(partial(setattr, attention, "processor", former))
+        fused.undo.set(block.get_submodule(path), "processor", fusion.processor(fused.form))
     for path in fusion.gated:
         feed: Any = getattr(block, path, None)
         if feed is not None:
-            found.patch(feed.net[0], blocks.gated_feed)
+            fused.patch(feed.net[0], gated_feed)
 
 
 def _safe(block: Any) -> bool:
     """Whether safe fp16 has rewritten ``block``."""
-    rewrite = rewrite_for(block)
-    return rewrite is not None and getattr(vars(block).get("forward"), "__func__", None) is rewrite.forward
+    return vars(block).get(OPS) is SAFE_OPS
 
 
-def _attach_rotation(block: Any, fusion: Fusion, found: Fused) -> bool:
+def _attach_rotation(block: Any, fusion: BlockFusion, fused: FusedSites) -> bool:
     """Fuse what safe fp16 leaves to attention: norms and rotation of queries and keys. Whether that was done."""
     done, kind = 0, full_name(block).rpartition(".")[2]
     for path, stock in fusion.attention.items():
         attention = block.get_submodule(path)
-        own = {TRANSFORMERS + stock, UPSTREAM + stock, full_name(Rotating())}
+        own = {TRANSFORMERS + stock, UPSTREAM + stock, full_name(Fp32RotaryProcessor())}
         if full_name(attention.processor) in own and not _unfit_attention(attention):
-            former = attention.processor
-            attention.processor = fusion.processor(found.form, narrow=True)
-            found.undo.append(partial(setattr, attention, "processor", former))
+            fused.undo.set(attention, "processor", fusion.processor(fused.form, narrow=True))
             done += 1
-    found.sites.update({TURNED: done})
-    found.left[f"safe fp16 has the rest of {kind}"] += 1
-    found.left_sites += sum(sites_of(block, fusion).values()) - done
+    fused.sites.update({QK_ROTARY: done})
+    fused.left[f"fp16-safe replaces the rest of {kind}"] += 1
+    fused.left_sites += sum(sites_of(block, fusion).values()) - done
     return done == len(fusion.attention)
 
 
 def other_forward(module: Any, arguments: tuple[str, ...]) -> str:
     """Why the forward of ``module`` is not upstream's with these ``arguments``; empty when it is."""
     if "forward" in vars(module):
-        return "another rewrite has its forward"
-    found = tuple(inspect.signature(type(module).forward).parameters)[1:]
-    return "" if found == arguments else f"its forward takes ({', '.join(found)})"
+        return "its forward has already been replaced"
+    own = tuple(inspect.signature(type(module).forward).parameters)[1:]
+    return "" if own == arguments else f"its forward takes ({', '.join(own)})"
 
 
-def _unfit(block: Any, fusion: Fusion) -> str:
+def _unfit(block: Any, fusion: BlockFusion) -> str:
     """Why ``block`` is not what the rewrite was written for; empty when it is."""
     reason = other_forward(block, fusion.arguments)
     if reason:
         return reason
     for path, stock in fusion.attention.items():
         attention = block.get_submodule(path)
-        if (
-            full_name(attention.processor) != TRANSFORMERS + stock
-            and full_name(attention.processor) != UPSTREAM + stock
-        ):
+        if full_name(attention.processor) not in (TRANSFORMERS + stock, UPSTREAM + stock):
             return f"{path} has a {type(attention.processor).__name__}"
         reason = _unfit_attention(attention)
         if reason:
             return f"{path}: {reason}"
     for path in fusion.layers:
-        norm = _at(block, path)
+        norm = submodule_at(block, path)
         if full_name(norm) != LAYER_NORM or norm.weight is not None:
             weighted = "with" if getattr(norm, "weight", None) is not None else "without"
             return f"{path} is a {type(norm).__name__} {weighted} weight"
     for path in fusion.means:
-        norm = _at(block, path)
+        norm = submodule_at(block, path)
         if norm is not None and (full_name(norm) not in RMS_NORMS or getattr(norm, "bias", None) is not None):
             return f"{path} is a {type(norm).__name__}"
     gates = [getattr(block, path).net[0] for path in fusion.gated if getattr(block, path, None) is not None]
@@ -286,84 +274,56 @@ def _unfit_attention(attention: Any) -> str:
     return f"rotary embedding turns pairs, and a head is {width} wide" if width % 2 else ""
 
 
-def _blocks(transformer: nn.Module) -> Iterator[nn.Module]:
-    for name in PARTS:
-        yield from getattr(transformer, name, ())
-
-
-def _at(block: Any, path: str) -> Any:
-    for name in path.split("."):
-        block = getattr(block, name, None)
-    return block
-
-
 _LTX = "transformer_ltx."
 _VIDEO = "transformer_hunyuan_video."
 _JOINT = ("hidden_states", "encoder_hidden_states", "temb", "attention_mask", "freqs_cis")
-_SINGLE = (*_JOINT[:4], "image_rotary_emb")
 _ANY, _REPLACED = ("args", "kwargs"), ("token_replace_emb", "num_tokens")
-_JOINT_LAYERS = ("norm1.norm", "norm1_context.norm", "norm2", "norm2_context")
-_JOINT_SITES = {MODULATED: 2, TURNED: 1, SUM_NORM: 2, SUMMED: 2}
-_SINGLE_SITES = {MODULATED: 1, TURNED: 1, SUMMED: 1}
-_VIDEO_ATTENTION = {"attn": f"{_VIDEO}HunyuanVideoAttnProcessor2_0"}
-LAST_MOCHI = {MODULATED: 2, TURNED: 1, SUM_NORM: 1, SUMMED: 1, GATED: 1}
+LAST_MOCHI = {MODULATED: 2, QK_ROTARY: 1, SUM_NORM: 1, SUMMED: 1, GATED: 1}
 
-FUSIONS: dict[str, Fusion] = {
-    f"{TRANSFORMERS}{_LTX}LTXVideoTransformerBlock": Fusion(
-        blocks.ltx_block,
-        ("hidden_states", "encoder_hidden_states", "temb", "image_rotary_emb", "encoder_attention_mask"),
-        {MODULATED: 1, TURNED: 2, SUMMED: 2, SUM_NORM: 1},
-        {"attn1": f"{_LTX}LTXVideoAttnProcessor", "attn2": f"{_LTX}LTXVideoAttnProcessor"},
-        FusedCross,
+
+def _joint(more: tuple[str, ...], stock: str = f"{_VIDEO}HunyuanVideoAttnProcessor2_0") -> BlockFusion:
+    return BlockFusion(
+        arguments=(*_JOINT, *more),
+        sites={MODULATED: 2, QK_ROTARY: 1, SUM_NORM: 2, SUMMED: 2},
+        attention={"attn": stock},
+        processor=FusedJoint,
+        layers=("norm1.norm", "norm1_context.norm", "norm2", "norm2_context"),
+    )
+
+
+def _single(more: tuple[str, ...]) -> BlockFusion:
+    return BlockFusion(
+        arguments=(*_JOINT[:4], "image_rotary_emb", *more),
+        sites={MODULATED: 1, QK_ROTARY: 1, SUMMED: 1},
+        attention={"attn": f"{_VIDEO}HunyuanVideoAttnProcessor2_0"},
+        processor=FusedJoint,
+        layers=("norm.norm",),
+    )
+
+
+FUSIONS: dict[str, BlockFusion] = {
+    f"{TRANSFORMERS}{_LTX}LTXVideoTransformerBlock": BlockFusion(
+        arguments=("hidden_states", "encoder_hidden_states", "temb", "image_rotary_emb", "encoder_attention_mask"),
+        sites={MODULATED: 1, QK_ROTARY: 2, SUMMED: 2, SUM_NORM: 1},
+        attention=dict.fromkeys(("attn1", "attn2"), f"{_LTX}LTXVideoAttnProcessor"),
+        processor=FusedCross,
         means=("norm1", "norm2"),
     ),
-    f"{TRANSFORMERS}{_VIDEO}HunyuanVideoTransformerBlock": Fusion(
-        blocks.joint_block, (*_JOINT, *_ANY), _JOINT_SITES, _VIDEO_ATTENTION, FusedJoint, _JOINT_LAYERS
+    f"{TRANSFORMERS}{_VIDEO}HunyuanVideoTransformerBlock": _joint(_ANY),
+    f"{TRANSFORMERS}{_VIDEO}HunyuanVideoSingleTransformerBlock": _single(_ANY),
+    f"{TRANSFORMERS}{_VIDEO}HunyuanVideoTokenReplaceTransformerBlock": _joint(_REPLACED),
+    f"{TRANSFORMERS}{_VIDEO}HunyuanVideoTokenReplaceSingleTransformerBlock": _single(_REPLACED),
+    f"{TRANSFORMERS}transformer_hunyuan_video15.HunyuanVideo15TransformerBlock": _joint(
+        _ANY, "transformer_hunyuan_video15.HunyuanVideo15AttnProcessor2_0"
     ),
-    f"{TRANSFORMERS}{_VIDEO}HunyuanVideoSingleTransformerBlock": Fusion(
-        blocks.single_block, (*_SINGLE, *_ANY), _SINGLE_SITES, _VIDEO_ATTENTION, FusedJoint, ("norm.norm",)
-    ),
-    f"{TRANSFORMERS}{_VIDEO}HunyuanVideoTokenReplaceTransformerBlock": Fusion(
-        blocks.replacing_joint_block, (*_JOINT, *_REPLACED), _JOINT_SITES, _VIDEO_ATTENTION, FusedJoint, _JOINT_LAYERS
-    ),
-    f"{TRANSFORMERS}{_VIDEO}HunyuanVideoTokenReplaceSingleTransformerBlock": Fusion(
-        blocks.replacing_single_block,
-        (*_SINGLE, *_REPLACED),
-        _SINGLE_SITES,
-        _VIDEO_ATTENTION,
-        FusedJoint,
-        ("norm.norm",),
-    ),
-    f"{TRANSFORMERS}transformer_hunyuan_video15.HunyuanVideo15TransformerBlock": Fusion(
-        blocks.joint_block,
-        (*_JOINT, *_ANY),
-        _JOINT_SITES,
-        {"attn": "transformer_hunyuan_video15.HunyuanVideo15AttnProcessor2_0"},
-        FusedJoint,
-        _JOINT_LAYERS,
-    ),
-    f"{TRANSFORMERS}transformer_mochi.MochiTransformerBlock": Fusion(
-        blocks.mochi_block,
-        ("hidden_states", "encoder_hidden_states", "temb", "encoder_attention_mask", "image_rotary_emb"),
-        {MODULATED: 2, TURNED: 1, SUM_NORM: 2, SUMMED: 2, GATED: 2},
-        {"attn1": "attention_processor.MochiAttnProcessor2_0"},
-        FusedJoint,
+    f"{TRANSFORMERS}transformer_mochi.MochiTransformerBlock": BlockFusion(
+        arguments=("hidden_states", "encoder_hidden_states", "temb", "encoder_attention_mask", "image_rotary_emb"),
+        sites={MODULATED: 2, QK_ROTARY: 1, SUM_NORM: 2, SUMMED: 2, GATED: 2},
+        attention={"attn1": "attention_processor.MochiAttnProcessor2_0"},
+        processor=FusedJoint,
         means=("norm1.norm", "norm2.norm", "norm3.norm", "norm4.norm"),
         gated=("ff", "ff_context"),
     ),
-}
-PUBLISHED: dict[str, dict[str, int]] = {  # family to the blocks of its published transformer, by class
-    "ltx": {f"{TRANSFORMERS}{_LTX}LTXVideoTransformerBlock": 28},
-    "hunyuan_video": {
-        f"{TRANSFORMERS}{_VIDEO}HunyuanVideoTransformerBlock": 20,
-        f"{TRANSFORMERS}{_VIDEO}HunyuanVideoSingleTransformerBlock": 40,
-    },
-    "hunyuan_video_15": {f"{TRANSFORMERS}transformer_hunyuan_video15.HunyuanVideo15TransformerBlock": 54},
-    "framepack": {
-        f"{TRANSFORMERS}{_VIDEO}HunyuanVideoTransformerBlock": 20,
-        f"{TRANSFORMERS}{_VIDEO}HunyuanVideoSingleTransformerBlock": 40,
-    },
-    "mochi": {f"{TRANSFORMERS}transformer_mochi.MochiTransformerBlock": 48},
 }
 HALVED = (  # rotary tables in which each value stands twice, and which go from here to the blocks as they are
     f"{TRANSFORMERS}{_LTX}LTXVideoRotaryPosEmbed",

@@ -1,4 +1,4 @@
-"""The residual blocks and the ends of video decoders on fused operations: norm, SiLU and border in one pass each.
+"""The residual blocks and the ends of video decoders on fused operations: norm, SiLU and padding in one pass each.
 
 A causal convolution pads its input and calls the convolution inside it. Here the operation before writes the border
 too, in the layout that the inner convolution reads, which is then called itself; where somebody has given the outer one
@@ -16,22 +16,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...kernels.group_norm import (
+from ...kernels.group_norm import group_norm_silu_pad, rms_silu_pad
+from ...kernels.library import AUTO
+from ...kernels.terms import (
     CHANNELS_LAST,
     CONTIGUOUS,
     FRAMES_FIRST,
+    NO_MODULATION,
     NO_PAD,
+    RMS,
+    GroupNorm,
+    Modulation,
+    Norm,
     Pad,
-    group_norm_silu_pad,
-    rms_silu_pad,
 )
-from ...kernels.library import AUTO
-from ...kernels.terms import NO_MODULATION, RMS, GroupNorm, Modulation, Norm
-from ..memory.offloader import own_tensors, weights_on
+from ..memory.hooks import own_tensors, weights_on
 from .attention_processors import full_name
-from .conv3d_forms import Form
-from .fused import RMS_NORMS, Fused, other_forward
-from .fused_blocks import FORM, norm_of
+from .blocks import norm_of
+from .conv3d_forms import Conv3dForm
+from .fused import RMS_NORMS, FusedSites, other_forward
+from .fused_attention import FORM
 
 AUTOENCODERS = "diffusers.models.autoencoders.autoencoder_kl_"
 HUNYUAN, HUNYUAN15 = f"{AUTOENCODERS}hunyuan_video.", f"{AUTOENCODERS}hunyuanvideo15."
@@ -43,18 +47,20 @@ REPLICATING = (
     f"{HUNYUAN15}HunyuanVideo15CausalConv3d",
     f"{AUTOENCODERS}cogvideox.CogVideoXCausalConv3d",
 )
-SITE = "norm, SiLU and border"
+SITE = "norm, SiLU and padding"
 LEAST_NORM = 1e-12  # a voxel's length below which upstream's F.normalize divides by this instead
-READS: Mapping[Form, str] = {Form.CHANNELS_LAST: CHANNELS_LAST, Form.FRAMES: FRAMES_FIRST}
+READS: Mapping[Conv3dForm, str] = {Conv3dForm.CHANNELS_LAST: CHANNELS_LAST, Conv3dForm.FRAMES: FRAMES_FIRST}
 
 
 @dataclass(frozen=True, slots=True)
-class Fusion:
+class VaeFusion:
     """How the modules of one class are rewritten.
 
     Args:
-        forward: takes the place of the module's own. arguments: those that upstream's forward has, by name.
-        sites: pairs of the paths of a norm and of the convolution that reads it. activation: path of the SiLU.
+        forward: takes the place of the module's own.
+        arguments: those that upstream's forward has, by name.
+        sites: pairs of the paths of a norm and of the convolution that reads it.
+        activation: path of the SiLU.
     """
 
     forward: Callable[..., Any]
@@ -63,15 +69,15 @@ class Fusion:
     activation: str
 
 
-def fuse_vae(vae: nn.Module, form: str = AUTO) -> Fused:
-    """Rewrite what is known of the decoder of ``vae``, in place, with what was done.
+def fuse_vae(vae: nn.Module, form: str = AUTO) -> FusedSites:
+    """Rewrite the known modules of the decoder of ``vae`` in place; returns what was done.
 
     To be applied on the host, before an offloader holds the VAE and after its convolutions got their forms.
 
     Args:
         form: one of ``kernels.library.FORMS``.
     """
-    found = Fused(form)
+    fused = FusedSites(form)
     decoder: Any = vae.decoder
     for module in decoder.modules():
         fusion = FUSIONS.get(full_name(module))
@@ -79,15 +85,15 @@ def fuse_vae(vae: nn.Module, form: str = AUTO) -> Fused:
             continue
         reason = _unfit(module, fusion)
         if reason:
-            found.left[reason] += 1
-            found.left_sites += len(fusion.sites)
+            fused.left[reason] += 1
+            fused.left_sites += len(fusion.sites)
             continue
-        found.patch(module, fusion.forward)
-        found.sites[SITE] += len(fusion.sites)
-    return found
+        fused.patch(module, fusion.forward)
+        fused.sites[SITE] += len(fusion.sites)
+    return fused
 
 
-def _unfit(module: Any, fusion: Fusion) -> str:
+def _unfit(module: Any, fusion: VaeFusion) -> str:
     """Why ``module`` is not what the rewrite was written for; empty when it is."""
     reason = other_forward(module, fusion.arguments)
     if reason:
@@ -95,7 +101,7 @@ def _unfit(module: Any, fusion: Fusion) -> str:
     if type(getattr(module, fusion.activation)) is not nn.SiLU:
         return f"{fusion.activation} is a {type(getattr(module, fusion.activation)).__name__}"
     if getattr(getattr(module, "dropout", None), "p", 0.0) and module.training:
-        return "it drops values out"
+        return "it uses dropout"
     for path, other in fusion.sites:
         norm, conv = getattr(module, path), getattr(module, other)
         if not _known_norm(norm):
@@ -115,19 +121,14 @@ def _known_norm(norm: Any) -> bool:
 
 def block(module: Any, hidden_states: Tensor) -> Tensor:
     """Upstream's residual blocks of HunyuanVideo, FramePack and HunyuanVideo 1.5."""
-    form = getattr(module, FORM)
-    hidden = _convolved(module.conv1, hidden_states, module.norm1, form)
-    hidden = _convolved(module.conv2, hidden, module.norm2, form)
+    hidden = _convolved_twice(module, hidden_states)
     shortcut = module.conv_shortcut
     return hidden + (hidden_states if shortcut is None else shortcut(hidden_states))
 
 
 def mochi_block(module: Any, inputs: Tensor, conv_cache: Any = None) -> tuple[Tensor, dict[str, None]]:
     """Upstream ``MochiResnetBlock3D.forward``, whose convolutions keep no cache where they replicate edges."""
-    form = getattr(module, FORM)
-    hidden = _convolved(module.conv1, inputs, module.norm1, form)
-    hidden = _convolved(module.conv2, hidden, module.norm2, form)
-    return hidden + inputs, {"conv1": None, "conv2": None}
+    return _convolved_twice(module, inputs) + inputs, {"conv1": None, "conv2": None}
 
 
 def ltx_block(module: Any, inputs: Tensor, temb: Any = None, generator: Any = None) -> Tensor:
@@ -194,9 +195,14 @@ def _convolved(conv: Any, x: Tensor, norm: Any, form: str, modulation: Modulatio
     else:
         with _voxel_norm_of(norm, x) as voxel:
             ready = rms_silu_pad(x, voxel, modulation, pad, layout=layout, form=form)
-    found = (conv.conv if within else conv)(ready)
-    result: Tensor = found[0] if isinstance(found, tuple) else found
-    return result
+    result = (conv.conv if within else conv)(ready)
+    video: Tensor = result[0] if isinstance(result, tuple) else result
+    return video
+
+
+def _convolved_twice(module: Any, x: Tensor) -> Tensor:
+    form = getattr(module, FORM)
+    return _convolved(module.conv2, _convolved(module.conv1, x, module.norm1, form), module.norm2, form)
 
 
 def _border(conv: Any) -> Pad:
@@ -230,8 +236,8 @@ def _group_norm_of(norm: Any, x: Tensor, per_frame: bool) -> Iterator[GroupNorm]
 def _voxel_norm_of(norm: Any, x: Tensor) -> Iterator[Norm]:
     """An RMS norm over channels; HunyuanVideo 1.5's divides by the length of a voxel, which is no mean."""
     if full_name(norm) != VOXEL_NORM:
-        with norm_of(norm, x) as found:
-            yield found
+        with norm_of(norm, x) as plain:
+            yield plain
         return
     with own_tensors(norm):
         yield Norm(RMS, LEAST_NORM**2 / x.shape[1], norm.gamma.flatten())
@@ -253,18 +259,18 @@ def _noisy(x: Tensor, scale: Tensor | None, generator: Any) -> Tensor:
 
 
 _PAIRS = (("norm1", "conv1"), ("norm2", "conv2"))
-FUSIONS: dict[str, Fusion] = {
-    f"{HUNYUAN}HunyuanVideoResnetBlockCausal3D": Fusion(block, ("hidden_states",), _PAIRS, "nonlinearity"),
-    f"{HUNYUAN15}HunyuanVideo15ResnetBlock": Fusion(block, ("hidden_states",), _PAIRS, "nonlinearity"),
-    f"{MOCHI}MochiResnetBlock3D": Fusion(mochi_block, ("inputs", "conv_cache"), _PAIRS, "nonlinearity"),
-    f"{LTX}LTXVideoResnetBlock3d": Fusion(ltx_block, ("inputs", "temb", "generator"), _PAIRS, "nonlinearity"),
-    f"{HUNYUAN}HunyuanVideoDecoder3D": Fusion(
+FUSIONS: dict[str, VaeFusion] = {
+    f"{HUNYUAN}HunyuanVideoResnetBlockCausal3D": VaeFusion(block, ("hidden_states",), _PAIRS, "nonlinearity"),
+    f"{HUNYUAN15}HunyuanVideo15ResnetBlock": VaeFusion(block, ("hidden_states",), _PAIRS, "nonlinearity"),
+    f"{MOCHI}MochiResnetBlock3D": VaeFusion(mochi_block, ("inputs", "conv_cache"), _PAIRS, "nonlinearity"),
+    f"{LTX}LTXVideoResnetBlock3d": VaeFusion(ltx_block, ("inputs", "temb", "generator"), _PAIRS, "nonlinearity"),
+    f"{HUNYUAN}HunyuanVideoDecoder3D": VaeFusion(
         hunyuan_decoder, ("hidden_states",), (("conv_norm_out", "conv_out"),), "conv_act"
     ),
-    f"{HUNYUAN15}HunyuanVideo15Decoder3D": Fusion(
+    f"{HUNYUAN15}HunyuanVideo15Decoder3D": VaeFusion(
         hunyuan15_decoder, ("hidden_states",), (("norm_out", "conv_out"),), "conv_act"
     ),
-    f"{LTX}LTXVideoDecoder3d": Fusion(ltx_decoder, ("hidden_states", "temb"), (("norm_out", "conv_out"),), "conv_act"),
+    f"{LTX}LTXVideoDecoder3d": VaeFusion(
+        ltx_decoder, ("hidden_states", "temb"), (("norm_out", "conv_out"),), "conv_act"
+    ),
 }
-PUBLISHED = {"ltx": 39, "hunyuan_video": 29, "hunyuan_video_15": 35, "framepack": 29, "mochi": 38}
-"""Sites in the decoder of a family's published VAE; LTX-Video 0.9.1 and later have other depths."""

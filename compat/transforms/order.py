@@ -1,4 +1,4 @@
-"""What is done to a part between reading it and moving it: one plan, in the one order of operations.
+"""What happens to a part between reading and moving it: one plan, in the one order of operations.
 
 The plan is the only place where rewrites of modules are applied. It runs right after a part is read, on the CPU and
 before any offloader hooks it, so a part that was dropped and is read again gets the same. House order: load, storage
@@ -12,22 +12,23 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..memory.parts import role_of
 from .attention import Attention
-from .attention_processors import attended
-from .attention_vae import frames_attended
+from .attention_processors import replace_attention_processors
+from .attention_vae import replace_vae_attention
 from .conv3d import choose_by, swap_conv3d
 from .conv3d_choice import Timings
 from .conv3d_layers import history_tables
+from .undo import Undo
 
 log = logging.getLogger(__name__)
-Undo = Callable[[], Any]
-Apply = Callable[[str, nn.Module], Undo | None]
+Back = Callable[[], Any]
+Apply = Callable[[str, nn.Module], Back | None]
 
 
 class Order(IntEnum):
@@ -47,7 +48,8 @@ class Step:
     """One change to the modules of a pipeline.
 
     Args:
-        order: when. name: for people and logs.
+        order: when.
+        name: for people and logs.
         apply: from part name and module to what takes the change back, or None where it leaves this part alone. It
             changes the module in place, so that every reference to it holds.
     """
@@ -58,10 +60,10 @@ class Step:
 
 
 class Done:
-    """What was done to a part, and the way back: all of it when called, or down to an order."""
+    """The steps applied to a part; undoes all of them when called, or those from an order on."""
 
     def __init__(self) -> None:
-        self.undo: list[tuple[Order, Undo]] = []
+        self.undo: list[tuple[Order, Back]] = []
 
     def __call__(self) -> None:
         """Take back everything, last one first."""
@@ -101,7 +103,7 @@ class Preparation:
         return done
 
     def with_steps(self, steps: Iterable[Step]) -> Preparation:
-        """This plan with further steps, which find their own place."""
+        """This plan with further steps, sorted into place."""
         return Preparation((*self.steps, *steps))
 
 
@@ -112,17 +114,17 @@ def conv3d_step(abilities: Mapping[str, Any], timings: Timings | None = None) ->
         timings: what each form takes on this device, where it was measured.
     """
 
-    def apply(part: str, module: nn.Module) -> Undo | None:
-        if part not in ("transformer", "vae"):
+    def apply(part: str, module: nn.Module) -> Back | None:
+        if role_of(part) not in ("transformer", "vae"):
             return None
         swapped = swap_conv3d(module, choose_by(abilities, timings))
-        undo: list[Undo] = [swapped.restore] if swapped.choices else []
+        undo = Undo()
         if swapped.choices:
+            undo.append(swapped.restore)
             log.info("%s: %s", part, swapped)
         if hasattr(module, "_pad_rotary_emb") and not (abilities["pad3d"]["fp32"] and abilities["conv3d"]["fp32"]):
-            module._pad_rotary_emb = history_tables  # type: ignore[assignment]
-            undo.append(partial(module.__dict__.pop, "_pad_rotary_emb"))
-        return partial(_take_back, undo) if undo else None
+            undo.set(module, "_pad_rotary_emb", history_tables)
+        return undo.restore if undo else None
 
     return Step(Order.CONV3D, "3-D convolutions", apply)
 
@@ -131,14 +133,9 @@ def attention_step(attention: Attention) -> Step:
     """Transformers call ``attention``; VAEs that of ``auto``, since their heads are wider than chosen kernels take."""
     exact = Attention("auto", attention.budget_bytes, avoided=attention.avoided)
 
-    def apply(part: str, module: nn.Module) -> Undo | None:
-        if part == "transformer":
-            return attended(module, attention)
-        return frames_attended(module, exact) if part == "vae" else None
+    def apply(part: str, module: nn.Module) -> Back | None:
+        if role_of(part) == "transformer":
+            return replace_attention_processors(module, attention)
+        return replace_vae_attention(module, exact) if part == "vae" else None
 
-    return Step(Order.ATTENTION, str(attention), apply)
-
-
-def _take_back(undo: list[Undo]) -> None:
-    while undo:
-        undo.pop()()
+    return Step(Order.ATTENTION, f"attention {attention.label}", apply)

@@ -1,49 +1,40 @@
-"""Skipping work that changed little since the step before: diffusers' caches, for the families they act on. Lossy.
+"""Skips work that changed little since the previous step, with diffusers' caches. Lossy.
 
-Several of them do nothing on some of these transformers and say nothing, or share what they keep between the two
-branches of guidance; :data:`ACTS` has the kinds that were seen to act, :data:`SHARED` those that share. A cache is put
+Several of them silently do nothing on some of these transformers, or share their cache between the two branches of
+guidance; each family says which kinds were seen to act, :data:`SHARED` has those that share. A cache is put
 on a transformer for one sampling and taken off after it, and counts what really ran.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..device.execution import COMPILED, HOST
+from ..device.execution import COMPILED, HOST, placed
 from ..errors import InputError, UnsupportedError
+from .blocks import transformer_blocks
+from .undo import Undo
 
 FIRST_BLOCK, TAYLOR, PYRAMID, AUTO = "first_block", "taylor", "pyramid", "auto"
 KINDS: dict[str, str] = {
     AUTO: "first_block",
-    FIRST_BLOCK: "runs the first block, and the others only where its result moved more than the threshold",
-    TAYLOR: "runs attention every so many steps and extrapolates it between",
-    PYRAMID: "runs attention every so many steps and repeats it between",
+    FIRST_BLOCK: "runs the first block, and the others only if its result changed by more than the threshold",
+    TAYLOR: "runs attention once every few steps and extrapolates in between",
+    PYRAMID: "runs attention once every few steps and repeats the result in between",
 }
 OFF, CUSTOM = "off", "custom"
 PRESETS: dict[str, tuple[float, int]] = {"quality": (0.05, 2), "balanced": (0.1, 3), "fast": (0.2, 4)}
 PRESET_CHOICES = (OFF, *PRESETS, CUSTOM)
 DEVICES = ("device", "cpu")
-_JOINT = (FIRST_BLOCK, TAYLOR, PYRAMID)
-ACTS: dict[str, tuple[str, ...]] = {
-    "ltx": _JOINT,
-    "hunyuan_video": _JOINT,
-    "hunyuan_video_15": _JOINT,
-    "framepack": _JOINT,
-    "mochi": _JOINT,
-}
-SHARED = {PYRAMID: "it keeps one result for both branches of guidance"}
-INSIDE = "it acts inside of a block, and a compiled block is one graph"
-TWO_FORWARDS = ("hunyuan_video", "hunyuan_video_15", "framepack")  # families whose cfg is a second forward per step
+SHARED = {PYRAMID: "it stores one result for both branches of guidance"}
+INSIDE = "it acts inside a block, and a compiled block is a single graph"
 ATTENTIONS = r"(single_)?transformer_blocks\.\d+\.attn[12]?"  # diffusers' own patterns miss the numbered names
 WARM_UP = 2  # steps that an extrapolation needs
-BLOCKS = ("transformer_blocks", "single_transformer_blocks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +42,11 @@ class StepCacheSettings:
     """What the user asks of a step cache.
 
     Args:
-        kind: one of :data:`KINDS`. threshold: of ``first_block``, the relative change of the first block's result
-            below which the other blocks are skipped, over 0 to 1. interval: of the others, every so many steps are
-            computed, 2 to 10. start, end: share of the steps between which it acts, 0..1.
+        kind: one of :data:`KINDS`.
+        threshold: of ``first_block``, the relative change of the first block's result below which the other blocks are
+            skipped, over 0 to 1.
+        interval: of the others, every so many steps are computed, 2 to 10.
+        start, end: share of the steps between which it acts, 0..1.
         device: one of :data:`DEVICES`, where results are kept between steps.
     """
 
@@ -66,11 +59,17 @@ class StepCacheSettings:
 
     def __str__(self) -> str:
         how = f"threshold {self.threshold:g}" if self.kind == FIRST_BLOCK else f"every {self.interval} steps"
-        return f"step cache {self.kind}, {how}, from {self.start:.0%} to {self.end:.0%} of the steps"
+        return f"{self.kind}, {how}, from {self.start:.0%} to {self.end:.0%} of the steps"
 
 
-def settings_for(family: str, preset: str, asked: StepCacheSettings) -> StepCacheSettings | None:
-    """The settings of a preset for a family; None for ``off``.
+def settings_for(title: str, acting: Sequence[str], preset: str, asked: StepCacheSettings) -> StepCacheSettings | None:
+    """The settings of a preset for a model; None for ``off``.
+
+    Args:
+        title: of the model.
+        acting: the kinds that act on it.
+        preset: one of :data:`PRESET_CHOICES`.
+        asked: what ``custom`` takes.
 
     Raises:
         InputError: an unknown choice or a number out of range. UnsupportedError: a kind that does not act here.
@@ -81,13 +80,12 @@ def settings_for(family: str, preset: str, asked: StepCacheSettings) -> StepCach
         )
     if preset == OFF:
         return None
-    acting = ACTS.get(family, ())
     kind = FIRST_BLOCK if asked.kind == AUTO else asked.kind
     if kind not in acting:
         raise UnsupportedError(
-            f"step cache kind {asked.kind!r} for {family}",
+            f"step cache kind {asked.kind!r} for {title}",
             expected=f"one of {', '.join((AUTO, *acting))}" if acting else "a video family",
-            fix="Choose one of these: others would do nothing here, or fail.",
+            fix="Choose one of these. The others have no effect here, or fail.",
         )
     threshold, interval = PRESETS.get(preset, (asked.threshold, asked.interval))
     for name, value, low, high in (
@@ -111,19 +109,25 @@ def settings_for(family: str, preset: str, asked: StepCacheSettings) -> StepCach
     return StepCacheSettings(kind, threshold, interval, asked.start, asked.end, asked.device)
 
 
-def require_usable(settings: StepCacheSettings, family: str, transformer: nn.Module, cfg: float) -> None:
-    """Refuse a cache beside something that it cannot share a transformer with.
+def require_usable(settings: StepCacheSettings, transformer: nn.Module, cfg: float, batched: bool) -> None:
+    """Refuse a cache that does not work together with the other settings.
+
+    Args:
+        settings: of the cache.
+        transformer: that it is for.
+        cfg: scale of classifier-free guidance.
+        batched: whether that is a batch of two; else it is a second forward per step.
 
     Raises:
         UnsupportedError: guidance in two forwards with a kind that mixes them, or compiled blocks with a kind inside.
     """
-    if settings.kind in SHARED and cfg > 1.0 and family in TWO_FORWARDS:
+    if settings.kind in SHARED and cfg > 1.0 and not batched:
         raise UnsupportedError(
             f"step cache {settings.kind!r} with cfg {cfg:g}: {SHARED[settings.kind]}",
             expected="cfg 1, or another kind",
             fix=f"Choose kind {FIRST_BLOCK} or set cfg to 1.",
         )
-    if settings.kind != FIRST_BLOCK and any(hasattr(block, COMPILED) for block in _blocks(transformer)):
+    if settings.kind != FIRST_BLOCK and any(hasattr(block, COMPILED) for block in transformer_blocks(transformer)):
         raise UnsupportedError(
             f"step cache {settings.kind!r} with compile: {INSIDE}",
             expected=f"kind {FIRST_BLOCK}, or compile off",
@@ -154,7 +158,7 @@ class Count:
 
 @contextmanager
 def cached(transformer: Any, settings: StepCacheSettings, steps: int) -> Iterator[Count]:
-    """The cache on ``transformer`` for the block; what it skipped is in the count.
+    """Apply the cache to ``transformer`` for the block; the count says what it skipped.
 
     Every sampling and every section of a FramePack video starts with nothing kept. ``cache_context`` must be open
     around each forward, as the families' samplers do.
@@ -168,7 +172,7 @@ def cached(transformer: Any, settings: StepCacheSettings, steps: int) -> Iterato
     try:
         yield active.count
     finally:
-        active.take_off()
+        active.undo.restore()
 
 
 @dataclass(slots=True)
@@ -177,7 +181,7 @@ class _Active:
     settings: StepCacheSettings
     steps: int
     count: Count = field(default_factory=Count)
-    undo: list[Callable[[], Any]] = field(default_factory=list)
+    undo: Undo = field(default_factory=Undo)
     time: float = 0.0
     turn: int = 0
     index: int = -1
@@ -199,12 +203,8 @@ class _Active:
             ):
                 self.undo.append(register(hook, with_kwargs=True).remove)
         except BaseException:
-            self.take_off()
+            self.undo.restore()
             raise
-
-    def take_off(self) -> None:
-        while self.undo:
-            self.undo.pop()()
 
     def acts(self) -> bool:
         return self.settings.start <= self.index / max(self.steps, 1) < self.settings.end
@@ -245,7 +245,9 @@ class _Active:
             _forget(module)
         self.time, self.rows = now, rows
         if self.settings.kind == FIRST_BLOCK:
-            self._set_threshold(self.settings.threshold if self.acts() else -1.0)
+            for hook in _hooks(self.transformer):
+                if hasattr(hook, "threshold"):
+                    hook.threshold = self.settings.threshold if self.acts() else -1.0
         if self.settings.device != DEVICES[0] and isinstance(states, torch.Tensor):
             _place_states(module, states.device, current_only=True)
         self.ran_before = self.count.ran
@@ -256,29 +258,18 @@ class _Active:
         if self.settings.device != DEVICES[0]:
             _place_states(module, HOST)
 
-    def _set_threshold(self, value: float) -> None:
-        for hook in _hooks(self.transformer):
-            if hasattr(hook, "threshold"):
-                hook.threshold = value
-
     def _counting(self, unit: Any) -> None:
-        mine, inner, count = vars(unit).get("forward"), unit.forward, self.count
+        inner, count = unit.forward, self.count
 
         def forward(*args: Any, **named: Any) -> Any:
             count.ran += 1
             return inner(*args, **named)
 
-        unit.forward = forward
-        self.undo.append(partial(delattr, unit, "forward") if mine is None else partial(setattr, unit, "forward", mine))
-
-
-def _blocks(transformer: nn.Module) -> Iterator[nn.Module]:
-    for name in BLOCKS:
-        yield from getattr(transformer, name, ())
+        self.undo.set(unit, "forward", forward)
 
 
 def _units(transformer: nn.Module, kind: str) -> Iterator[nn.Module]:
-    for block in _blocks(transformer):
+    for block in transformer_blocks(transformer):
         if kind == FIRST_BLOCK:
             yield block
             continue
@@ -319,17 +310,7 @@ def _place_states(transformer: nn.Module, device: torch.device, current_only: bo
                     states.append(state)
         for state in states:
             for name, value in list(vars(state).items()):
-                setattr(state, name, _placed(value, device))
-
-
-def _placed(value: Any, device: torch.device) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, Mapping):
-        return {key: _placed(item, device) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_placed(item, device) for item in value)
-    return value
+                setattr(state, name, placed(value, device))
 
 
 def _register_blocks() -> None:

@@ -1,1 +1,1 @@
-"""What the side bar asks over HTTP."""
+"""The HTTP side of the AnyGPU tab."""

@@ -1,8 +1,7 @@
-"""What would be decided for the pipelines of a prompt and what its runs will need, before anything is read or run."""
+"""Decisions and memory forecasts for the pipelines of a prompt, before anything is read or run."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,35 +9,31 @@ from ...compat.device.facts import free_bytes
 from ...compat.device.probe_results import probe_results_of
 from ...compat.device.probe_store import UNKNOWN
 from ...compat.errors import PackError
-from ...compat.memory import planned
-from ...compat.transforms.compile import CACHE_SIZE, CompileSettings
+from ...compat.memory.offloader import DEVICE_CHOICES, HOSTED
+from ...compat.memory.statistics import StageNeed
 from ...paint.estimates import paint_needs
 from ...paint.loading import PaintPipeline, PaintRequest, load_paint
-from ...paint.networks.compile import CACHE_LIMIT, settings_for
 from ...pipelines.base import Pipeline
 from ...pipelines.decisions import card_of
 from ...pipelines.grid import snap
-from ...pipelines.loading.folder import AUTO, LoadRequest, load
+from ...pipelines.loading.folder import load
 from ...pipelines.memory.estimates import Size, forecast
-from ...pipelines.speed import SpeedRequest
 from ...pipelines.stages import of_checkpoint
-from .. import folders, memory_manager, model_files, painting
+from .. import folders, memory_manager
+from ..requests import FILE_INPUTS, FOLDER_INPUTS, PAINT_INPUTS, TASKS, files_request, folder_request, paint_request
 from .panel import facts, said
 
 MOST_PIPELINES, MOST_STEPS = 8, 32
 LARGEST = 1e9  # of a number that a widget holds
-PLAIN_FIELDS = {"variant": AUTO, "precision": AUTO, "offload": AUTO, "attention": AUTO, "weights": AUTO}
-PLAIN_FIELDS |= {"text_weights": AUTO, "keep_free_gb": 0.0}
-TASKS = (AUTO, "text", "image")
-FILES = ("vae", "text_encoder", "text_encoder_2", "image_encoder")
-DEVICE = re.compile(r"cpu|gpu:\d{1,3}")
+CHOICES = {"task": TASKS, **dict.fromkeys(("transformer_device", "text_device", "vae_device"), DEVICE_CHOICES)}
 FITS, STREAMS, PARTS, TOO_MUCH = "fits", "streams", "in parts", "too much"
 MEANING = {  # how a stage fits -> what that means for the run
-    STREAMS: "streams: weights without room stay in host memory and are copied at each use: the same video, later.",
-    PARTS: "in parts: too much at once, so AnyGPU Decode with method auto goes on in chunks or tiles, and says so.",
+    STREAMS: "streams: weights that do not fit stay in host memory and are copied at each use. Same video, but slower.",
+    PARTS: "in parts: it does not fit at once, so AnyGPU Decode with method auto will use chunks or tiles and say so.",
     TOO_MUCH: "too much: this will run out of memory.",
 }
 Inputs = Mapping[str, Any]
+StagesIn = Callable[[str], Sequence[StageNeed]]  # in an offload mode
 
 
 def graph(prompt: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,12 +46,12 @@ def graph(prompt: Mapping[str, Any]) -> dict[str, Any]:
     for node in _of(prompt, LOADERS):
         card, pipelines[node] = _card(node, prompt[node])
         cards.append(card)
-    told = []
+    forecasts = []
     for node in _of(prompt, RUNS):
         pipeline, paints = pipelines.get(_loader_of(prompt, node)), RUNS[prompt[node]["class_type"]] is _painted
         if pipeline is not None and isinstance(pipeline, PaintPipeline) == paints:
-            told.append({"node": node, **_outlook(prompt[node], pipeline)})
-    return {"pipelines": cards, "forecasts": told}
+            forecasts.append({"node": node, **_forecast(prompt[node], pipeline)})
+    return {"pipelines": cards, "forecasts": forecasts}
 
 
 def _of(prompt: Mapping[str, Any], kinds: Iterable[str]) -> list[str]:
@@ -81,85 +76,34 @@ def _loader_of(prompt: Mapping[str, Any], node: str) -> str:
 def _card(node: str, entry: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     """The card of a load node, and its pipeline where it can be loaded.
 
-    Where the device was not asked everything yet, nothing is told where its answers are; what is kept is read quietly,
+    If some probes have not run on this device yet, results are not announced; saved results are read silently,
     so that this neither asks nor times the device, which may be in the middle of a run.
     """
     known = probe_results_of(facts(), folders.state_folder()).without_asking()
     asked = all(answer.status != UNKNOWN for answer in known.values())
+    defaults, request_for = LOADERS[entry["class_type"]]
     try:
-        pipeline = LOADERS[entry["class_type"]](entry["inputs"], asked)
+        state = folders.state_folder() if asked else None
+        values = {
+            name: _widget(entry["inputs"].get(name, default), name, default) for name, default in defaults.items()
+        }
+        request = request_for(values, device=facts(), state=state, quiet=True)
+        read = load_paint if isinstance(request, PaintRequest) else load
+        pipeline = read(request, hosted=memory_manager.offloader_on)
         return {"node": node, **card_of(pipeline, known), "by_tables": not asked}, pipeline
     except PackError as error:
         named = entry["inputs"].get("model", entry["inputs"].get("transformer", ""))
         return {"node": node, "model": str(named), "error": said(error)}, None
 
 
-def _given(inputs: Inputs, name: str, default: Any) -> Any:
-    """A widget's value; ``default`` for a linked input, and for one of another type."""
-    value = inputs.get(name, default)
+def _widget(value: Any, name: str, default: Any) -> Any:
+    """The value of a widget of a load node; its default for a linked input and for a value that no widget has."""
     if type(default) is float and type(value) is int and abs(value) < LARGEST:  # JSON writes 2.0 as 2
         value = float(value)
-    return value if type(value) is type(default) else default
+    return value if type(value) is type(default) and value in CHOICES.get(name, (value,)) else default
 
 
-def _shared(inputs: Inputs, asked: bool) -> dict[str, Any]:
-    """What both load nodes of video pipelines ask alike."""
-    places = [_given(inputs, f"{part}_device", AUTO) for part in ("transformer", "text", "vae")]
-    graphs = CompileSettings(
-        _given(inputs, "compile_mode", "default"),
-        _given(inputs, "compile_dynamic", "text"),
-        _given(inputs, "compile_cache_size", CACHE_SIZE),
-    )
-    return {
-        **{name: _given(inputs, name, default) for name, default in PLAIN_FIELDS.items()},
-        "base": folders.provider_folder(_given(inputs, "base", AUTO)),
-        "device": facts(),
-        "state": folders.state_folder() if asked else None,
-        "quiet": True,
-        "speed": SpeedRequest(_given(inputs, "kernels", AUTO), graphs if _given(inputs, "compile", False) else None),
-        "devices": planned.places(*(place if DEVICE.fullmatch(place) else AUTO for place in places)),
-    }
-
-
-def _opened(inputs: Inputs, asked: bool) -> Pipeline:
-    """What AnyGPU Load Pipeline would load."""
-    request = LoadRequest(
-        folders.model_folder(_given(inputs, "model", folders.NO_MODEL)),
-        image_encoder=folders.provider_folder(_given(inputs, "image_encoder", AUTO)),
-        search=(*folders.model_roots(), *folders.encoder_roots()),
-        **_shared(inputs, asked),
-    )
-    return load(request, hosted=memory_manager.managed)
-
-
-def _composed(inputs: Inputs, asked: bool) -> Pipeline:
-    """What AnyGPU Compose Pipeline would load."""
-    task = _given(inputs, "task", AUTO)
-    named = {name: _given(inputs, name, AUTO) for name in FILES}
-    transformer = _given(inputs, "transformer", model_files.NO_FILE)
-    files = model_files.chosen_files(task if task in TASKS else AUTO, transformer=transformer, **named)
-    return load(
-        LoadRequest(files.parts["transformer"], files=files, **_shared(inputs, asked)), hosted=memory_manager.managed
-    )
-
-
-def _painter(inputs: Inputs, asked: bool) -> Any:
-    """What AnyGPU Load Paint Pipeline would load."""
-    limit = _given(inputs, "dynamo_cache_size_limit", CACHE_LIMIT)
-    request = PaintRequest(
-        painting.paint_path(_given(inputs, "model", painting.NO_MODEL)),
-        vae=painting.provider_path(_given(inputs, "vae", AUTO)),
-        image_encoder=painting.provider_path(_given(inputs, "image_encoder", AUTO)),
-        device=facts(),
-        state=folders.state_folder() if asked else None,
-        quiet=True,
-        compiled=settings_for(limit) if _given(inputs, "compile", False) else None,
-        **{name: _given(inputs, name, AUTO) for name in ("variant", "weights", "precision", "offload", "attention")},
-    )
-    return load_paint(request, hosted=memory_manager.managed)
-
-
-def _outlook(entry: Mapping[str, Any], pipeline: Any) -> dict[str, Any]:
+def _forecast(entry: Mapping[str, Any], pipeline: Any) -> dict[str, Any]:
     """What each stage will need beside what is free, for the size on a node; linked values count as unset."""
     plain = {
         name: value
@@ -167,20 +111,21 @@ def _outlook(entry: Mapping[str, Any], pipeline: Any) -> dict[str, Any]:
         if isinstance(value, (int, float)) and 0 < value < LARGEST
     }
     try:
-        found, needs = RUNS[entry["class_type"]](plain, pipeline)
+        run, stages_in = RUNS[entry["class_type"]](plain, pipeline)
     except PackError as error:
         return {"error": said(error)}
-    mode = str(getattr(pipeline.offloader, "mode", ""))
-    room = _room()
-    parts = not isinstance(pipeline, PaintPipeline)
-    stages = [_stage(*pair, room, parts) for pair in zip(*needs(mode), strict=True)]
+    mode = pipeline.offloader.mode
+    least = stages_in(mode)
+    most = stages_in("none") if mode == HOSTED else least  # ComfyUI's manager keeps all that fits
+    room, parts = _room(), not isinstance(pipeline, PaintPipeline)
+    stages = [_stage(*pair, room, parts) for pair in zip(most, least, strict=True)]
     ways = dict.fromkeys(stage["fits"] for stage in stages)
     verdict = "\n".join(MEANING[way] for way in ways if way in MEANING)
-    return {"found": f"{found}, offload {mode}", "stages": stages, "verdict": verdict}
+    return {"found": f"{run}, offload {mode}", "stages": stages, "verdict": verdict}
 
 
 def _room() -> int | None:
-    """Bytes that a run can have: what is free, and what ComfyUI takes away from models that it has loaded."""
+    """Bytes available to a run: what is free, plus loaded models that ComfyUI can evict."""
     free = free_bytes(facts().device)
     return free if free is None else free + memory_manager.evictable_bytes()
 
@@ -200,15 +145,7 @@ def _stage(most: Any, least: Any, room: int | None, parts: bool = True) -> dict[
     return {"stage": most.name, "peak": peak, "least": least.total, "free": room, "fits": fits}
 
 
-Needs = Callable[[str], tuple[Sequence[Any], Sequence[Any]]]
-
-
-def _needs_by(stages: Callable[[str], Sequence[Any]]) -> Needs:
-    """Stages by mode: ComfyUI's manager keeps all that fits and can do with the least, other modes have one number."""
-    return lambda mode: (stages("none"), stages(mode)) if mode == memory_manager.MODE else (stages(mode), stages(mode))
-
-
-def _sampled(plain: Mapping[str, float], pipeline: Pipeline) -> tuple[str, Needs]:
+def _sampled(plain: Mapping[str, float], pipeline: Pipeline) -> tuple[str, StagesIn]:
     family = of_checkpoint(pipeline)
     frames = int(plain.get("frames", 0))
     if "clip_seconds" in plain:
@@ -216,26 +153,24 @@ def _sampled(plain: Mapping[str, float], pipeline: Pipeline) -> tuple[str, Needs
     size = snap(family, int(plain.get("width", 0)), int(plain.get("height", 0)), frames)
     guided = plain.get("cfg", family.defaults.cfg) > 1.0
     asked = Size(size.width, size.height, size.frames, guided, int(plain.get("window", 9)))
-    found = f"{size.width}x{size.height}, {size.frames} frames"
-    return found, _needs_by(lambda mode: forecast(pipeline, asked, mode).stages)
+    run = f"{size.width}x{size.height}, {size.frames} frames"
+    return run, lambda mode: forecast(pipeline, asked, mode).stages
 
 
-def _painted(plain: Mapping[str, float], pipeline: Any) -> tuple[str, Needs]:
+def _painted(plain: Mapping[str, float], pipeline: PaintPipeline) -> tuple[str, StagesIn]:
     scale = plain.get("guidance", plain.get("image_guidance"))
     guided = None if scale is None else scale != 1.0
     size = int(plain.get("view_size", plain.get("size", 0)))
-    views = (
-        int(plain.get("max_views", 0)) if pipeline.family == "paint_pbr" else 0
-    )  # the others paint the six fixed ones
-    return "views", _needs_by(lambda mode: paint_needs(pipeline, size, views, guided, mode))
+    views = int(plain.get("max_views", 0)) if pipeline.family == "paint_pbr" else 0  # others paint the six fixed ones
+    return "views", lambda mode: paint_needs(pipeline, size, views, guided, mode)
 
 
-LOADERS: dict[str, Callable[[Inputs, bool], Any]] = {
-    "AnyGPULoadPipeline": _opened,
-    "AnyGPUComposePipeline": _composed,
-    "AnyGPULoadPaintPipeline": _painter,
+LOADERS: dict[str, tuple[Inputs, Callable[..., Any]]] = {  # inputs with their defaults, and what they ask of loading
+    "AnyGPULoadPipeline": (FOLDER_INPUTS, folder_request),
+    "AnyGPUComposePipeline": (FILE_INPUTS, files_request),
+    "AnyGPULoadPaintPipeline": (PAINT_INPUTS, paint_request),
 }
-RUNS: dict[str, Callable[[Mapping[str, float], Any], tuple[str, Needs]]] = {
+RUNS: dict[str, Callable[[Mapping[str, float], Any], tuple[str, StagesIn]]] = {  # the size of a run, and its stages
     "AnyGPUSample": _sampled,
     "AnyGPUSampleFramePack": _sampled,
     "AnyGPUDelightImage": _painted,

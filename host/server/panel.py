@@ -1,24 +1,21 @@
-"""What the side bar shows of this machine and of the last run, as plain values; outlook.py tells of a graph."""
+"""What the side bar shows of this machine and of the last run, as plain values; forecast.py tells of a graph."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import asdict
 from typing import Any
 
 from ...compat.device.facts import GIBIBYTE, DeviceFacts, facts_for, free_bytes
 from ...compat.device.probe_results import probe_results_of
-from ...compat.device.probe_status import probe_statuses
 from ...compat.device.probe_store import UNKNOWN
-from ...compat.device.report import report_on
+from ...compat.device.report import probe_statuses, report_on
 from ...compat.errors import PackError
 from ...compat.memory.statistics import StageCost, kept_stages
-from ...pipelines import limits
-from ...pipelines.loading.published import first_steps
-from ...pipelines.report import TITLES
+from ...pipelines import decisions
+from ...pipelines.loading.download import first_steps
+from ...pipelines.report import precisions
 from .. import folders, memory_manager
-
-_facts: dict[str, DeviceFacts] = {}
-_tooltips: dict[tuple[str, str], str] = {}
 
 
 def facts() -> DeviceFacts:
@@ -27,20 +24,17 @@ def facts() -> DeviceFacts:
 
 
 def limit_tooltip(name: str) -> str:
-    """What an input of the load node cannot do on this machine, to append to its tooltip; empty for nothing."""
-    key = (str(memory_manager.compute_device()), name)
-    if key not in _tooltips:
-        _tooltips[key] = limits.tooltip(facts(), name)
-    return _tooltips[key]
+    """What an input of the load node cannot do on this machine, to append to its tooltip; empty if there is nothing."""
+    return _limit_tooltip(str(memory_manager.compute_device()), name)
 
 
 def limit_lines() -> list[str]:
     """What cannot work on this machine, as the last line of the status under the load node; none for nothing."""
-    return [line] if (line := limits.line(facts())) else []
+    return [line] if (line := decisions.limit_line(facts())) else []
 
 
 def first_run() -> str:
-    """What to do while no model is installed; empty once there is one."""
+    """What to do if no model is installed; empty otherwise."""
     if folders.models():
         return ""
     here, host = facts(), _facts_of("cpu").total_bytes
@@ -69,16 +63,16 @@ def machine(again: bool = False) -> dict[str, Any]:
     if again:
         store.ask_all(again=True)
     known = store.without_asking()
-    report = report_on(here, known, TITLES, free_bytes(here.device), note=store.note)
+    report = report_on(here, known, precisions(), free_bytes(here.device), note=store.note)
     return {
         "device": str(here),
         "memory": memory_now(),
-        "lights": [asdict(status_light) for status_light in probe_statuses(here, known)],
+        "lights": [asdict(status) for status in probe_statuses(here, known)],
         "asked": all(answer.status != UNKNOWN for answer in known.values()),
         "sections": [
-            {"heading": heading, "lines": [asdict(line) for line in lines]} for heading, lines in report.sections
+            {"heading": heading, "lines": [line.as_json() for line in lines]} for heading, lines in report.sections
         ],
-        "limits": limits.limits(here),
+        "limits": decisions.limits(here),
         "first_run": first_run(),
     }
 
@@ -95,7 +89,11 @@ def said(error: PackError) -> dict[str, str]:
     return {"found": error.found, "expected": error.expected, "fix": error.fix}
 
 
+@functools.cache
 def _facts_of(device: str) -> DeviceFacts:
-    if device not in _facts:
-        _facts[device] = facts_for(device)
-    return _facts[device]
+    return facts_for(device)
+
+
+@functools.cache
+def _limit_tooltip(device: str, name: str) -> str:
+    return decisions.limit_tooltip(_facts_of(device), name)

@@ -1,6 +1,6 @@
-"""The HTTP routes of the side bar: all read, but for two that ask the device again and recover a kept latent.
+"""The HTTP routes of the AnyGPU tab. All are read-only except two: one reruns the probes, one recovers a saved latent.
 
-Every body is small JSON and checked here; no text from a client ever becomes a path.
+Every body is small JSON and is checked here. No text from a client ever becomes a path.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from typing import Any
 from aiohttp import web
 from server import PromptServer
 
-from ...compat.errors import InputError, PackError
+from ...compat.errors import InputError, PackError, parts_of
 from .. import recovery
-from . import forecast as outlook
-from . import panel, runs
+from . import forecast, panel, runs
 
 PREFIX = "/anygpu"
 PACK = Path(__file__).parents[2].name  # under which ComfyUI serves web/
@@ -62,13 +61,12 @@ async def memory(request: web.Request) -> Any:
 
 async def run(request: web.Request) -> Any:
     """The last run, with what its stages cost."""
-    found = runs.last_run()
-    return {**found, "costs": await asyncio.to_thread(panel.last_costs, runs.costs_before())}
+    return {**runs.last_run(), "costs": await asyncio.to_thread(panel.last_costs, runs.costs_before())}
 
 
 async def graph(request: web.Request) -> Any:
     """What would be decided for the pipelines of the prompt in the body; reads files' headers, changes nothing."""
-    return await asyncio.to_thread(outlook.graph, checked_prompt(await body_of(request)))
+    return await asyncio.to_thread(forecast.graph, checked_prompt(await body_of(request)))
 
 
 async def probes(request: web.Request) -> Any:
@@ -76,9 +74,14 @@ async def probes(request: web.Request) -> Any:
     await body_of(request)
     if _busy():
         raise web.HTTPConflict(
-            text=_refusal("a run is in progress", "an idle device", "Wait for its end, or cancel it.")
+            text=_refusal("a run is in progress", "an idle device", "Wait until it has finished, or cancel it.")
         )
     return await asyncio.to_thread(panel.machine, True)
+
+
+async def error_parts(request: web.Request) -> Any:
+    """``found``, ``expected`` and ``fix`` of the error whose message is in the body."""
+    return parts_of(str((await body_of(request)).get("message", "")))
 
 
 async def latents(request: web.Request) -> Any:
@@ -89,19 +92,19 @@ async def latents(request: web.Request) -> Any:
 async def picture(request: web.Request) -> Any:
     """A JPEG of one kept latent; 404 for one that has none."""
     identity = checked_id(request.match_info)
-    found = await asyncio.to_thread(recovery.thumbnail, identity) if identity in _ids() else None
-    if found is None:
-        raise web.HTTPNotFound(text=_refusal("no picture", "an id of the list", "Open the list again."))
-    return web.Response(body=found, content_type="image/jpeg")
+    picture_bytes = await asyncio.to_thread(recovery.thumbnail, identity) if identity in _ids() else None
+    if picture_bytes is None:
+        raise web.HTTPNotFound(text=_refusal("no picture", "an id of the list", "Refresh the list."))
+    return web.Response(body=picture_bytes, content_type="image/jpeg")
 
 
 async def recover(request: web.Request) -> Any:
     """The node and the value that load one kept latent, after reading it whole to see that it is sound."""
     identity = checked_id(await body_of(request))
     if identity not in _ids():
-        raise InputError(f"no kept latent {identity!r}", expected="an id of the list", fix="Open the list again.")
+        raise InputError(f"no kept latent {identity!r}", expected="an id of the list", fix="Refresh the list.")
     await asyncio.to_thread(recovery.load, identity)
-    text = "It is sound. A node that loads it was added: connect it to AnyGPU Decode."
+    text = "The latents are fine. A node that loads them was added: connect it to AnyGPU Decode."
     return {"node": "AnyGPURecoverLatents", "widget": "kept", "value": identity, "text": text}
 
 
@@ -114,6 +117,7 @@ ROUTES: tuple[tuple[str, str, Callable[[web.Request], Awaitable[Any]]], ...] = (
     ("GET", "/latents/{id}/picture", picture),
     ("POST", "/probes", probes),
     ("POST", "/latents/recover", recover),
+    ("POST", "/error", error_parts),
 )
 
 
@@ -135,12 +139,12 @@ async def body_of(request: web.Request) -> dict[str, Any]:
                 MOST_BYTES, len(received), text=_refusal("a body that is too long", f"{MOST_BYTES} bytes", "Send less.")
             )
     try:
-        found = json.loads(bytes(received))
+        body = json.loads(bytes(received))
     except (ValueError, RecursionError) as error:
         raise InputError("a body that is not JSON", expected="a JSON object", fix="Send JSON.") from error
-    if not isinstance(found, dict):
-        raise InputError(f"JSON of type {type(found).__name__}", expected="a JSON object", fix="Send an object.")
-    return found
+    if not isinstance(body, dict):
+        raise InputError(f"JSON of type {type(body).__name__}", expected="a JSON object", fix="Send an object.")
+    return body
 
 
 def checked_prompt(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,10 +171,10 @@ def checked_id(body: Mapping[str, Any]) -> str:
     Raises:
         InputError: it is none.
     """
-    found = body.get("id")
-    if not isinstance(found, str) or not IDENTITY.fullmatch(found):
-        raise InputError("an id of another form", expected="an id of the list", fix="Take one from the list.")
-    return found
+    identity = body.get("id")
+    if not isinstance(identity, str) or not IDENTITY.fullmatch(identity):
+        raise InputError("an id of another form", expected="an id of the list", fix="Choose one from the list.")
+    return identity
 
 
 def _answering(handler: Callable[[web.Request], Awaitable[Any]]) -> Handler:
@@ -178,8 +182,8 @@ def _answering(handler: Callable[[web.Request], Awaitable[Any]]) -> Handler:
 
     async def answer(request: web.Request) -> web.Response:
         try:
-            found = await handler(request)
-            return found if isinstance(found, web.Response) else web.json_response(found, headers=FRESH)
+            result = await handler(request)
+            return result if isinstance(result, web.Response) else web.json_response(result, headers=FRESH)
         except PackError as error:
             return web.json_response({"error": panel.said(error)}, status=400)
         except web.HTTPException as refusal:

@@ -1,4 +1,4 @@
-"""What the nodes of the last run did, as plain values: status, what was said, and the seconds of each stage."""
+"""The last run of each node as plain values: status, messages, and the seconds of each stage."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _before: list[StageCost] = []  # what was kept of earlier runs when this one beg
 
 
 class NodeRun:
-    """One node of one run; each moment is counted to the stage whose step ended it."""
+    """One node of one run; time is attributed to the stage whose step ended it."""
 
     def __init__(self, node_id: str | None) -> None:
         self.started = self._moment = time.monotonic()

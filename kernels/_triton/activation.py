@@ -19,17 +19,17 @@ def activation_kernel(x, out, width, blocks, x_row, KIND: tl.constexpr, BLOCK: t
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     within = column < width
-    found = wide(tl.load(x + row * x_row + column, mask=within, other=0.0))
+    y = wide(tl.load(x + row * x_row + column, mask=within, other=0.0))
     if KIND == 0:
         # The sigmoid form of the tanh form: it does not cancel where x is far below 0.
-        found = found / (1.0 + tl.exp(-1.5957691216057308 * (found + 0.044715 * found * found * found)))
+        y = y / (1.0 + tl.exp(-1.5957691216057308 * (y + 0.044715 * y * y * y)))
     else:
         gate = wide(tl.load(x + row * x_row + width + column, mask=within, other=0.0))
         if KIND == 1:
-            found = found * (0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)))
+            y = y * (0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)))
         else:
-            found = found * (gate / (1.0 + tl.exp(-gate)))
-    tl.store(out + row * width + column, rounded(found, out.dtype.element_ty), mask=within)
+            y = y * (gate / (1.0 + tl.exp(-gate)))
+    tl.store(out + row * width + column, rounded(y, out.dtype.element_ty), mask=within)
 
 
 def _launched(x: Tensor, kind: int, out_dtype: torch.dtype | None) -> Tensor:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..group_norm import empty_padded
+from ..terms import GroupNorm, Modulation, Norm, empty_padded
 from .rounding import INTERPRETED, rounded, wide
 from .rows import warps_for
 
@@ -39,10 +39,10 @@ def partial_kernel(
     for _strip in range(STRIPS):
         inside = (pixel < pixels)[:, None] & (own < WIDTH)[None, :]
         at = (pixel * x_p)[:, None] + (((group % groups) * WIDTH + own) * x_c)[None, :]
-        found = wide(tl.load(x + at, mask=inside, other=0.0))
+        values = wide(tl.load(x + at, mask=inside, other=0.0))
         here = tl.sum(inside.to(tl.float32))
-        middle = tl.sum(found) / tl.maximum(here, 1.0)
-        off = tl.where(inside, found - middle, 0.0)
+        middle = tl.sum(values) / tl.maximum(here, 1.0)
+        off = tl.where(inside, values - middle, 0.0)
         share = here / tl.maximum(number + here, 1.0)
         step = middle - mean
         spread += tl.sum(off * off) + step * step * number * share
@@ -88,14 +88,14 @@ def total_kernel(
 @triton.jit
 def finished(x, mean, gain, shift, inside, channels, eps, RMS: tl.constexpr, SILU: tl.constexpr):
     """A tile (pixels, channels) read at ``x``, normed and activated, fp32."""
-    found = wide(tl.load(x, mask=inside, other=0.0))
+    y = wide(tl.load(x, mask=inside, other=0.0))
     if RMS:
-        found = found * tl.rsqrt(tl.sum(found * found, axis=1) / channels + eps)[:, None] * gain + shift
+        y = y * tl.rsqrt(tl.sum(y * y, axis=1) / channels + eps)[:, None] * gain + shift
     else:
-        found = (found - mean) * gain + shift
+        y = (y - mean) * gain + shift
     if SILU:
-        found = found / (1.0 + tl.exp(-found))
-    return found
+        y = y / (1.0 + tl.exp(-y))
+    return y
 
 
 @triton.jit
@@ -126,9 +126,9 @@ def padded_kernel(
     column = (block // channel_blocks) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (column < width)[:, None] & within[None, :]
     at = (column * x_w)[:, None] + (channel.to(tl.int64) * x_c)[None, :]
-    found = rounded(finished(x + at, means, gains, shifts, inside, channels, eps, RMS, SILU), out.dtype.element_ty)
+    pixels = rounded(finished(x + at, means, gains, shifts, inside, channels, eps, RMS, SILU), out.dtype.element_ty)
     at = ((column + LEFT) * out_w)[:, None] + (channel.to(tl.int64) * out_c)[None, :]
-    tl.store(out + at, found, mask=inside)
+    tl.store(out + at, pixels, mask=inside)
     edge = tl.arange(0, 1)
     at = (edge * x_w)[:, None] + (channel.to(tl.int64) * x_c)[None, :]
     to = (edge * out_w)[:, None] + (channel.to(tl.int64) * out_c)[None, :]
@@ -146,54 +146,36 @@ def padded_kernel(
                 tl.store(out + to + end, rounded(beside, out.dtype.element_ty), mask=within[None, :])
 
 
-def group_norm_silu_pad(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    groups: int,
-    eps: float,
-    per_frame: bool,
-    pad: list[int],
-    silu: bool,
-    layout: str,
-) -> Tensor:
+def group_norm_silu_pad(x: Tensor, norm: GroupNorm, pad: list[int], silu: bool, layout: str) -> Tensor:
     """The operation ``group_norm_silu_pad`` on a device, or interpreted."""
     out = empty_padded(x, pad, layout)
     if not out.numel():
         return out
     x = _flat(x)
-    outer = x.shape[0] * (x.shape[2] if per_frame else 1)
-    parts = _partial_sums(x, groups, per_frame)
+    outer = x.shape[0] * (x.shape[2] if norm.per_frame else 1)
+    parts = _partial_sums(x, norm.groups, norm.per_frame)
     means, gains, shifts = torch.empty((3, outer, x.shape[1]), dtype=torch.float32, device=x.device).unbind(0)
-    width = x.shape[1] // groups
-    total_kernel[(outer * groups,)](
-        parts, weight, bias, means, gains, shifts, parts.shape[1], x.shape[1], groups, width, eps,
+    width = x.shape[1] // norm.groups
+    total_kernel[(outer * norm.groups,)](
+        parts, norm.weight, norm.bias, means, gains, shifts, parts.shape[1], x.shape[1], norm.groups, width, norm.eps,
         COUNT=triton.next_power_of_2(parts.shape[1]), WIDTH=triton.next_power_of_2(width),
     )  # fmt: skip
-    steps = (x.shape[1] * (x.shape[2] if per_frame else 1), x.shape[1] if per_frame else 0)
-    _write(x, out, (means, gains, shifts), (*steps, steps[0]), eps, False, pad, silu)
+    steps = (x.shape[1] * (x.shape[2] if norm.per_frame else 1), x.shape[1] if norm.per_frame else 0)
+    _write(x, out, (means, gains, shifts), (*steps, steps[0]), norm.eps, False, pad, silu)
     return out
 
 
-def rms_silu_pad(
-    x: Tensor,
-    weight: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    eps: float,
-    pad: list[int],
-    silu: bool,
-    layout: str,
-) -> Tensor:
+def rms_silu_pad(x: Tensor, norm: Norm, modulation: Modulation, pad: list[int], silu: bool, layout: str) -> Tensor:
     """The operation ``rms_silu_pad`` on a device, or interpreted."""
     out = empty_padded(x, pad, layout)
     if not out.numel():
         return out
+    weight, scale, shift = norm.weight, modulation.scale, modulation.shift
     gain = weight if scale is None else 1 + scale.float() if weight is None else (1 + scale.float()) * weight.float()
     gain_b = 0 if gain is None or gain.ndim == 1 or gain.shape[0] == 1 else x.shape[1]
     gain, shift = (None if table is None else table.contiguous() for table in (gain, shift))
     shift_b = 0 if shift is None or shift.shape[0] == 1 else x.shape[1]
-    _write(x, out, (None, gain, shift), (gain_b, 0, shift_b), eps, True, pad, silu)
+    _write(x, out, (None, gain, shift), (gain_b, 0, shift_b), norm.eps, True, pad, silu)
     return out
 
 

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..terms import LAYER, Modulation, Norm
 from .rounding import rounded, wide
 from .rows import as_rows, block_for, empty, grid_for, modulation_row, modulation_rows, steps
 
@@ -53,23 +54,13 @@ def norm_kernel(
     within = column < width
     inside = (row < rows)[:, None] & within[None, :]
     sample, token = row // tokens, row % tokens
-    found = wide(tl.load(x + (sample * x_b + token * x_n)[:, None] + column[None, :], mask=inside, other=0.0))
-    found = learned(standardized(found, inside, width, eps, LAYER), weight, bias, column, within)
-    found = modulated(found, scale, shift, sample, token, column, inside, split, scale_b, scale_n, shift_b, shift_n)
-    tl.store(out + (row * width)[:, None] + column[None, :], rounded(found, out.dtype.element_ty), mask=inside)
+    y = wide(tl.load(x + (sample * x_b + token * x_n)[:, None] + column[None, :], mask=inside, other=0.0))
+    y = learned(standardized(y, inside, width, eps, LAYER), weight, bias, column, within)
+    y = modulated(y, scale, shift, sample, token, column, inside, split, scale_b, scale_n, shift_b, shift_n)
+    tl.store(out + (row * width)[:, None] + column[None, :], rounded(y, out.dtype.element_ty), mask=inside)
 
 
-def normalized(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    split: int,
-    layer: bool,
-    eps: float,
-    out_dtype: torch.dtype | None,
-) -> Tensor:
+def normalized(x: Tensor, norm: Norm, modulation: Modulation, out_dtype: torch.dtype | None) -> Tensor:
     """The operation ``normalized`` on a device, or interpreted."""
     out, x = empty(x, x.shape, out_dtype), as_rows(x)
     if not out.numel():
@@ -77,11 +68,11 @@ def normalized(
     tokens, width = x.shape[1:]
     rows = x.shape[0] * tokens
     columns, block, warps = block_for(x, width)
-    scale, *scale_steps = modulation_rows(scale)
-    shift, *shift_steps = modulation_rows(shift)
+    scale, *scale_steps = modulation_rows(modulation.scale)
+    shift, *shift_steps = modulation_rows(modulation.shift)
     norm_kernel[grid_for(rows, block)](
-        x, out, weight, bias, scale, shift,
-        rows, tokens, width, eps, split, *steps(x), *scale_steps, *shift_steps,
-        LAYER=layer, COLUMNS=columns, ROWS=block, num_warps=warps, enable_fp_fusion=False,
+        x, out, norm.weight, norm.bias, scale, shift,
+        rows, tokens, width, norm.eps, modulation.split, *steps(x), *scale_steps, *shift_steps,
+        LAYER=norm.kind == LAYER, COLUMNS=columns, ROWS=block, num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
     return out

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..terms import LAYER, Gate, Modulation, Norm
 from .norm import learned, modulated, standardized
 from .rounding import rounded, wide
 from .rows import as_rows, block_for, empty, grid_for, modulation_row, modulation_rows, steps
@@ -51,11 +52,11 @@ def gated_residual_kernel(
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < width)[None, :]
-    found = added(
+    y = added(
         x, branch, gate, row // tokens, row % tokens, column, inside, width, branch_eps, split,
         x_b, x_n, branch_b, branch_n, gate_b, gate_n, TANH, NORM,
     )  # fmt: skip
-    tl.store(out + (row * width)[:, None] + column[None, :], rounded(found, out.dtype.element_ty), mask=inside)
+    tl.store(out + (row * width)[:, None] + column[None, :], rounded(y, out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -70,52 +71,38 @@ def residual_norm_kernel(
     within = column < width
     inside = (row < rows)[:, None] & within[None, :]
     sample, token = row // tokens, row % tokens
-    found = added(
+    y = added(
         x, branch, gate, sample, token, column, inside, width, branch_eps, gate_split,
         x_b, x_n, branch_b, branch_n, gate_b, gate_n, TANH, NORM,
     )  # fmt: skip
     at = (row * width)[:, None] + column[None, :]
-    stored = rounded(found, residual.dtype.element_ty)
+    stored = rounded(y, residual.dtype.element_ty)
     tl.store(residual + at, stored, mask=inside)
     # The norm reads what later blocks will read, so it may not see more digits than were stored.
-    found = learned(standardized(wide(stored), inside, width, eps, LAYER), weight, bias, column, within)
-    found = modulated(found, scale, shift, sample, token, column, inside, split, scale_b, scale_n, shift_b, shift_n)
-    tl.store(out + at, rounded(found, out.dtype.element_ty), mask=inside)
+    y = learned(standardized(wide(stored), inside, width, eps, LAYER), weight, bias, column, within)
+    y = modulated(y, scale, shift, sample, token, column, inside, split, scale_b, scale_n, shift_b, shift_n)
+    tl.store(out + at, rounded(y, out.dtype.element_ty), mask=inside)
 
 
-def gated_residual(
-    x: Tensor, branch: Tensor, gate: Tensor | None, tanh: bool, norm_eps: float | None, split: int
-) -> Tensor:
+def gated_residual(x: Tensor, branch: Tensor, gate: Gate) -> Tensor:
     """The operation ``gated_residual`` on a device, or interpreted."""
     out, x, branch = empty(x, x.shape, None), as_rows(x), as_rows(branch)
     if not out.numel():
         return out
     tokens, width = x.shape[1:]
     columns, block, warps = block_for(x, width)
-    gate, *gate_steps = modulation_rows(gate)
+    values, *gate_steps = modulation_rows(gate.values)
     gated_residual_kernel[grid_for(x.shape[0] * tokens, block)](
-        x, branch, gate, out,
-        x.shape[0] * tokens, tokens, width, norm_eps or 0.0, split, *steps(x), *steps(branch), *gate_steps,
-        TANH=tanh, NORM=norm_eps is not None, COLUMNS=columns, ROWS=block, num_warps=warps, enable_fp_fusion=False,
+        x, branch, values, out,
+        x.shape[0] * tokens, tokens, width, gate.norm_eps or 0.0, gate.split, *steps(x), *steps(branch), *gate_steps,
+        TANH=gate.tanh, NORM=gate.norm_eps is not None, COLUMNS=columns, ROWS=block,
+        num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
 
 def residual_norm(
-    x: Tensor,
-    branch: Tensor,
-    gate: Tensor | None,
-    tanh: bool,
-    norm_eps: float | None,
-    gate_split: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    split: int,
-    layer: bool,
-    eps: float,
-    out_dtype: torch.dtype | None,
+    x: Tensor, branch: Tensor, gate: Gate, norm: Norm, modulation: Modulation, out_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
     """The operation ``residual_norm`` on a device, or interpreted."""
     residual, out = empty(x, x.shape, None), empty(x, x.shape, out_dtype)
@@ -124,14 +111,14 @@ def residual_norm(
     x, branch = as_rows(x), as_rows(branch)
     tokens, width = x.shape[1:]
     columns, block, warps = block_for(x, width)
-    gate, *gate_steps = modulation_rows(gate)
-    scale, *scale_steps = modulation_rows(scale)
-    shift, *shift_steps = modulation_rows(shift)
+    values, *gate_steps = modulation_rows(gate.values)
+    scale, *scale_steps = modulation_rows(modulation.scale)
+    shift, *shift_steps = modulation_rows(modulation.shift)
     residual_norm_kernel[grid_for(x.shape[0] * tokens, block)](
-        x, branch, gate, residual, out, weight, bias, scale, shift,
-        x.shape[0] * tokens, tokens, width, norm_eps or 0.0, gate_split, eps, split,
+        x, branch, values, residual, out, norm.weight, norm.bias, scale, shift,
+        x.shape[0] * tokens, tokens, width, gate.norm_eps or 0.0, gate.split, norm.eps, modulation.split,
         *steps(x), *steps(branch), *gate_steps, *scale_steps, *shift_steps,
-        TANH=tanh, NORM=norm_eps is not None, LAYER=layer, COLUMNS=columns, ROWS=block,
+        TANH=gate.tanh, NORM=gate.norm_eps is not None, LAYER=norm.kind == LAYER, COLUMNS=columns, ROWS=block,
         num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
     return residual, out

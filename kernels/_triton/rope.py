@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..terms import Pair, Tables
 from .norm import standardized
 from .rounding import rounded, wide
 from .rows import block_for, empty
@@ -21,7 +22,7 @@ PER_THREAD = 16
 
 
 @triton.jit
-def turned_rows(
+def rotate_rows(
     x, out, weight, sample, row, count, heads, width, eps, x_b, x_n, x_h, out_n, offset,
     cos, sin, TURN: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -31,20 +32,20 @@ def turned_rows(
     inside = (row < count)[:, None] & within[None, :]
     token, head = row // heads, row % heads
     at = (sample * x_b + token * x_n + head * x_h)[:, None] + column[None, :]
-    found = standardized(wide(tl.load(x + at, mask=inside, other=0.0)), inside, width, eps, False)
+    y = standardized(wide(tl.load(x + at, mask=inside, other=0.0)), inside, width, eps, False)
     if weight is not None:
-        found = found * wide(tl.load(weight + column, mask=within, other=0.0))[None, :]
+        y = y * wide(tl.load(weight + column, mask=within, other=0.0))[None, :]
     if TURN:
-        even, odd = tl.split(tl.reshape(found, (ROWS, COLUMNS // 2, 2)))
-        found = tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), (ROWS, COLUMNS))
+        even, odd = tl.split(tl.reshape(y, (ROWS, COLUMNS // 2, 2)))
+        y = tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), (ROWS, COLUMNS))
     at = ((sample * out_n + offset + token) * heads + head)[:, None] * width + column[None, :]
-    tl.store(out + at, rounded(found, out.dtype.element_ty), mask=inside)
+    tl.store(out + at, rounded(y, out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def qk_norm_rope_kernel(
     q, k, q_out, k_out, q_weight, k_weight, cos, sin, text_q, text_k, text_q_weight, text_k_weight,
-    batch, heads, width, eps, video_blocks, q_rows, k_rows, q_n, k_n, turned, cos_b, cos_n, cos_h,
+    batch, heads, width, eps, video_blocks, q_rows, k_rows, q_n, k_n, rotary_tokens, cos_b, cos_n, cos_h,
     text_q_rows, text_k_rows, q_b, q_t, q_h, k_b, k_t, k_h, text_q_b, text_q_t, text_q_h, text_k_b, text_k_t, text_k_h,
     TURN: tl.constexpr, SHARED: tl.constexpr, TEXT: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -53,7 +54,7 @@ def qk_norm_rope_kernel(
         row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         half = tl.arange(0, COLUMNS // 2)
         at = ((row // heads) * cos_n + (row % heads) * cos_h)[:, None] + half[None, :]
-        tabled = (row // heads < turned)[:, None] & (half < width // 2)[None, :]
+        tabled = (row // heads < rotary_tokens)[:, None] & (half < width // 2)[None, :]
         c, s = 1.0, 0.0
         if TURN and SHARED:
             c = wide(tl.load(cos + at, mask=tabled, other=1.0))
@@ -63,11 +64,11 @@ def qk_norm_rope_kernel(
             if TURN and not SHARED:
                 c = wide(tl.load(cos + at_sample * cos_b + at, mask=tabled, other=1.0))
                 s = wide(tl.load(sin + at_sample * cos_b + at, mask=tabled, other=0.0))
-            turned_rows(
+            rotate_rows(
                 q, q_out, q_weight, at_sample, row, q_rows, heads, width, eps, q_b, q_t, q_h, q_n, 0,
                 c, s, TURN, COLUMNS, ROWS,
             )  # fmt: skip
-            turned_rows(
+            rotate_rows(
                 k, k_out, k_weight, at_sample, row, k_rows, heads, width, eps, k_b, k_t, k_h, k_n, 0,
                 c, s, TURN, COLUMNS, ROWS,
             )  # fmt: skip
@@ -76,54 +77,44 @@ def qk_norm_rope_kernel(
             row = ((block - video_blocks) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
             for sample in range(batch):
                 at_sample = tl.cast(sample, tl.int64)
-                turned_rows(
+                rotate_rows(
                     text_q, q_out, text_q_weight, at_sample, row, text_q_rows, heads, width, eps,
                     text_q_b, text_q_t, text_q_h, q_n, q_rows // heads, 1.0, 0.0, False, COLUMNS, ROWS,
                 )  # fmt: skip
-                turned_rows(
+                rotate_rows(
                     text_k, k_out, text_k_weight, at_sample, row, text_k_rows, heads, width, eps,
                     text_k_b, text_k_t, text_k_h, k_n, k_rows // heads, 1.0, 0.0, False, COLUMNS, ROWS,
                 )  # fmt: skip
 
 
 def qk_norm_rope(
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    text_q: Tensor | None,
-    text_k: Tensor | None,
-    text_q_weight: Tensor | None,
-    text_k_weight: Tensor | None,
-    eps: float,
-    out_dtype: torch.dtype | None,
+    pair: Pair, tables: Tables | None, eps: float, text: Pair | None, out_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
     """The operation ``qk_norm_rope`` on a device, or interpreted."""
+    q, k, text_q, text_k = pair.q, pair.k, None if text is None else text.q, None if text is None else text.k
     q_tokens = q.shape[1] + (0 if text_q is None else text_q.shape[1])
     k_tokens = k.shape[1] + (0 if text_k is None else text_k.shape[1])
     q_out = empty(q, (q.shape[0], q_tokens, *q.shape[2:]), out_dtype)
     k_out = empty(k, (k.shape[0], k_tokens, *k.shape[2:]), out_dtype)
     if not q_out.numel() and not k_out.numel():
         return q_out, k_out
-    cos, sin = _table(cos, q.ndim), _table(sin, q.ndim)
+    cos, sin = (None, None) if tables is None else (_table(tables.cos, q.ndim), _table(tables.sin, q.ndim))
     q, k = _heads(q), _heads(k)
     text_q = None if text_q is None else _heads(text_q)
     text_k = None if text_k is None else _heads(text_k)
     batch, _, heads, width = q.shape
     columns, block, warps = block_for(q, width, PER_THREAD)
-    video, text = max(_rows(q), _rows(k)), max(_rows(text_q), _rows(text_k))
-    video_blocks = triton.cdiv(video, block)
+    text_rows, video_blocks = max(_rows(text_q), _rows(text_k)), triton.cdiv(max(_rows(q), _rows(k)), block)
     if cos is not None and sin is not None and cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
-    turned, cos_b, cos_n, cos_h = (0, 0, 0, 0) if cos is None else (cos.shape[1], *_shared_steps(cos))
-    qk_norm_rope_kernel[(video_blocks + triton.cdiv(text, block),)](
-        q, k, q_out, k_out, q_weight, k_weight, cos, sin, text_q, text_k, text_q_weight, text_k_weight,
+    rotary_tokens, cos_b, cos_n, cos_h = (0, 0, 0, 0) if cos is None else (cos.shape[1], *_shared_steps(cos))
+    qk_norm_rope_kernel[(video_blocks + triton.cdiv(text_rows, block),)](
+        q, k, q_out, k_out, pair.q_weight, pair.k_weight, cos, sin,
+        text_q, text_k, None if text is None else text.q_weight, None if text is None else text.k_weight,
         batch, heads, width, eps, video_blocks, _rows(q), _rows(k), q_tokens, k_tokens,
-        turned, cos_b, cos_n, cos_h, _rows(text_q), _rows(text_k),
+        rotary_tokens, cos_b, cos_n, cos_h, _rows(text_q), _rows(text_k),
         *_steps(q), *_steps(k), *_steps(text_q), *_steps(text_k),
-        TURN=cos is not None, SHARED=cos_b == 0, TEXT=text > 0, COLUMNS=columns, ROWS=block,
+        TURN=cos is not None, SHARED=cos_b == 0, TEXT=text_rows > 0, COLUMNS=columns, ROWS=block,
         num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
     return q_out, k_out
@@ -143,10 +134,8 @@ def _steps(x: Tensor | None) -> tuple[int, int, int]:
     return (0, 0, 0) if x is None else (x.stride(0), x.stride(1), x.stride(2))
 
 
-def _table(table: Tensor | None, dimensions: int) -> Tensor | None:
+def _table(table: Tensor, dimensions: int) -> Tensor:
     """A table as (B | 1, N, H | 1, W / 2) with neighbours beside each other."""
-    if table is None:
-        return None
     table = table if dimensions == 4 else table.unsqueeze(-2)
     table = table if table.ndim == 4 else table.unsqueeze(0)
     return table if table.stride(-1) == 1 else table.contiguous()

@@ -14,10 +14,10 @@ BITWISE = tl.constexpr(INTERPRETED)
 def wide(x):
     """``x`` as fp32."""
     if BITWISE and x.dtype == tl.bfloat16:
-        found = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+        y = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
-        found = x.to(tl.float32)
-    return found
+        y = x.to(tl.float32)
+    return y
 
 
 @triton.jit
@@ -26,7 +26,7 @@ def rounded(x, dtype: tl.constexpr):
     if BITWISE and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         nearest = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
-        found = tl.where(x == x, nearest, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        y = tl.where(x == x, nearest, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     else:
-        found = x.to(dtype)
-    return found
+        y = x.to(dtype)
+    return y

@@ -21,7 +21,6 @@ from ..geometry.cameras import CameraTable
 from ..geometry.mesh import Surface, uv_areas
 from ..geometry.raster import Fragments, face_ids, fragments
 from ..geometry.views import VIEW_SIZE, View, on_screen, rasterised
-from .edges import trusted
 
 FORMS = ("gather", "scatter")
 MIN_COSINE = math.cos(math.radians(75))
@@ -32,6 +31,10 @@ DOUBTED = 1e-4  # weight of a pixel near an edge, against 1: it counts where not
 POINTS_AT_ONCE = 1 << 20
 SIZES = (16, 8192)
 AROUND = ((0, 0), (0, 1), (1, 0), (1, 1))  # down, right
+MARGIN = 2 / 512  # of the picture: two pixels at the size that the model paints
+JUMP = 0.03  # units of the frame: the weaker Canny threshold, 30 of 255, on a mesh whose depth range is about 1
+LOW, HIGH = 30, 80  # Canny thresholds of the reference, sums of absolute gradients
+TAN_22 = 13573  # tan(22.5 degrees) * 2^15: directions are told apart in whole numbers, as OpenCV does
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +44,16 @@ class BakeSettings:
     Args:
         texture_size: texels, 16..8192.
         view_size: pixels at which the maps were rendered; the pictures may have any size.
-        form: "gather" or "scatter". exact: the reference's arithmetic, faults included. caster: "torch" or "embree".
+        form: "gather" or "scatter".
+        exact: the reference's arithmetic, faults included.
+        fill: of :data:`fill.METHODS`, for :func:`fill.filled`.
     """
 
     texture_size: int = 2048
     view_size: int = VIEW_SIZE
     form: str = "gather"
     exact: bool = False
-    caster: str = "torch"
+    fill: str = "auto"
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,8 +71,9 @@ class Baked:
     """A texture and what is known of it.
 
     Args:
-        texture: (T, T, 3) float32, 0 where not painted. weight: (T, T) float32. painted: (T, T) bool.
-        texels: the raster it was made on. notes: lines for the user.
+        texture: (T, T, 3) float32, 0 where not painted.
+        weight: (T, T) float32.
+        painted: (T, T) bool.
     """
 
     texture: Tensor
@@ -110,7 +116,7 @@ def bake(
     """The texture that ``pictures`` make on ``surface``, not filled yet.
 
     Args:
-        surface: with UVs. table: the camera of each picture.
+        surface: with UVs.
         pictures: (V, H, W, 3) in 0..1, any device and square size.
         check: called between views; may raise to cancel.
 
@@ -131,7 +137,7 @@ def bake(
     project = gathered if settings.form == "gather" else scattered
     for index, camera in enumerate(table):
         check()
-        view = rasterised(surface, camera, settings.view_size, table.ortho_scale, settings.caster)
+        view = rasterised(surface, camera, settings.view_size, table.ortho_scale)
         picture = pictures[index, ..., :3].to(uvs.device, torch.float32)
         colour, cosine, trust = project(surface, view, picture, texels, settings.exact)
         weight = camera.weight * cosine**EXPONENT * trust
@@ -143,7 +149,9 @@ def bake(
         colours += colour * weight[..., None]
     painted = total > 0
     texture = torch.where(painted[..., None], colours / total.clamp(min=torch.finfo(total.dtype).tiny)[..., None], 0)
-    return Baked(texture, total, painted, texels, _notes(surface, uvs, texels, skipped))
+    return Baked(
+        texture=texture, weight=total, painted=painted, texels=texels, notes=_notes(surface, uvs, texels, skipped)
+    )
 
 
 def gathered(
@@ -207,9 +215,9 @@ class _Sight:
             column, row = (low[chosen] + offset).clamp(0, size - 1).unbind(1)
             same = self.view.ids[row, column] == face[chosen]
             close = (-screen[chosen, 2] - self.depth[row, column]).abs() < tolerance[chosen]
-            found = torch.where(same, cosine[chosen].abs(), torch.where(close, cosine[chosen], 0))
-            shows = found >= MIN_COSINE
-            seen[chosen[shows]] = found[shows]
+            facing = torch.where(same, cosine[chosen].abs(), torch.where(close, cosine[chosen], 0))
+            shows = facing >= MIN_COSINE
+            seen[chosen[shows]] = facing[shows]
             if (down, right) == (0, 0):
                 trust[chosen[shows & self.sure[row, column]]] = 1.0
             chosen = chosen[~shows & (cosine[chosen].abs() >= MIN_COSINE)]
@@ -227,9 +235,9 @@ def rim_cleaned(picture: Tensor, view: View) -> Tensor:
     for _ in range(2):
         # both averages divide by 9, so their quotient is the mean of the clean pixels round each pixel
         spread, weight = (F.avg_pool2d(values, 3, 1, 1) for values in (colours * clean, clean))
-        found = weight > 0.5 / 9
-        colours = torch.where((clean == 0) & found, spread / weight.clamp(min=0.5 / 9), colours)
-        clean = found.to(picture.dtype)
+        reached = weight > 0.5 / 9
+        colours = torch.where((clean == 0) & reached, spread / weight.clamp(min=0.5 / 9), colours)
+        clean = reached.to(picture.dtype)
     return colours[0].movedim(0, -1)
 
 
@@ -280,8 +288,8 @@ def scattered(
     # weighed by trust, a doubted pixel does not dilute the colour of a sure one beside it
     mean = sums[:, :4] / sums[:, 4:5].clamp(min=torch.finfo(sums.dtype).tiny)
     trusted_share = sums[:, 4] / sums[:, 5].clamp(min=torch.finfo(sums.dtype).tiny)
-    found = sums[:, 5] > 1e-6 if not exact else sums[:, 5] > 0
-    mean, level = torch.where(found[:, None], mean, 0), torch.where(trusted_share > 0.5, 1.0, DOUBTED)
+    hit_texels = sums[:, 5] > 1e-6 if not exact else sums[:, 5] > 0
+    mean, level = torch.where(hit_texels[:, None], mean, 0), torch.where(trusted_share > 0.5, 1.0, DOUBTED)
     shape = (texels.size, texels.size)
     return mean[:, :3].view(*shape, 3), mean[:, 3].view(shape), (torch.ones_like(level) if exact else level).view(shape)
 
@@ -307,12 +315,12 @@ def _check(table: CameraTable, pictures: Tensor, settings: BakeSettings) -> None
         raise InputError(
             f"pictures of shape {tuple(pictures.shape)} to bake",
             expected="(views, size, size, 3)",
-            fix="Bake the pictures of Paint Views as they are, square.",
+            fix="Bake square pictures, as Paint Views makes them.",
         )
     if pictures.shape[0] != len(table):
         raise InputError(
             f"{pictures.shape[0]} pictures for {len(table)} cameras",
-            expected="one for each",
+            expected="one per camera",
             fix="Connect the same cameras to Paint Views and Bake Texture.",
         )
     if not bool(torch.isfinite(pictures).all()):
@@ -337,12 +345,87 @@ def _notes(surface: Surface, uvs: Tensor, texels: Texels, skipped: list[int]) ->
     areas = uv_areas(uvs, surface.faces)
     asked, held = float(areas.sum()), float(texels.covered.sum()) / texels.size**2
     if asked > held * 1.05 + 4 / texels.size:
-        notes.append(
-            f"{1 - held / asked:.0%} of the UV area lies on top of other faces, which then share their colours"
-        )
+        notes.append(f"{1 - held / asked:.0%} of the UV area overlaps other faces, which then share their colours")
     flat = int((areas == 0).sum())
     if flat:
         notes.append(f"{flat} faces have no area in the texture and cannot be painted")
     if skipped:
-        notes.append(f"views {', '.join(map(str, skipped))} show nothing new and were left out")
+        notes.append(f"views {', '.join(map(str, skipped))} show nothing new and were skipped")
     return tuple(notes)
+
+
+def trusted(view: View, exact: bool) -> Tensor:
+    """(H, W) bool: covered pixels away from the mesh's rim and from depth edges, by two pixels at 512.
+
+    Args:
+        exact: edges as the reference finds them, by Canny on depth scaled to its own range; it takes float noise for
+            edges where a view shows one flat face. Otherwise a step of depth is measured in units of the frame.
+    """
+    covered = view.ids >= 0
+    reach = int(MARGIN * view.size)
+    edges = canny(_eight_bit_depth(view)) if exact else depth_steps(view)
+    return ~grown(~covered, reach) & ~grown(edges, reach)
+
+
+def grown(mask: Tensor, reach: int) -> Tensor:
+    """(H, W) bool: ``mask`` spread by ``reach`` pixels, as a square; two passes, each along one axis."""
+    if reach == 0:
+        return mask
+    values = mask[None, None].to(torch.float32)
+    values = F.max_pool2d(values, (2 * reach + 1, 1), 1, (reach, 0))
+    return F.max_pool2d(values, (1, 2 * reach + 1), 1, (0, reach))[0, 0] > 0
+
+
+def depth_steps(view: View) -> Tensor:
+    """(H, W) bool: covered pixels whose depth differs from a covered neighbour's by more than a slope explains."""
+    depth, covered = view.image(view.depth), view.ids >= 0
+    # a face at 75 degrees, the steepest that is baked, changes by this much from one pixel to the next
+    limit = max(JUMP, 4 * view.ortho_scale / view.size)
+    steps = torch.zeros_like(covered)
+    for dim in (0, 1):
+        count = depth.shape[dim] - 1
+        first, second = depth.narrow(dim, 0, count), depth.narrow(dim, 1, count)
+        both = covered.narrow(dim, 0, count) & covered.narrow(dim, 1, count)
+        step = both & ((first - second).abs() > limit)
+        steps.narrow(dim, 0, count).logical_or_(step)
+        steps.narrow(dim, 1, count).logical_or_(step)
+    return steps
+
+
+def _eight_bit_depth(view: View) -> Tensor:
+    if not view.depth.numel():
+        return torch.zeros_like(view.ids, dtype=torch.uint8)
+    low, high = view.depth.min(), view.depth.max()
+    span = torch.where(high > low, high - low, torch.ones_like(high))
+    return view.image((view.depth - low) / span * 255).to(torch.uint8)
+
+
+def canny(image: Tensor, low: int = LOW, high: int = HIGH) -> Tensor:
+    """(H, W) bool: Canny edges of an 8-bit picture (H, W), 3x3 Sobel, sum of absolute gradients.
+
+    Source: Canny 1986, in whole numbers with OpenCV's rounding, so that its result can be compared pixel for pixel.
+    """
+    padded = F.pad(image[None, None].to(torch.float32), (1, 1, 1, 1), mode="replicate")[0, 0]
+    rows = padded[:-2] + 2 * padded[1:-1] + padded[2:]
+    columns = padded[:, :-2] + 2 * padded[:, 1:-1] + padded[:, 2:]
+    dx, dy = (rows[:, 2:] - rows[:, :-2]).to(torch.int32), (columns[2:] - columns[:-2]).to(torch.int32)
+    strength = dx.abs() + dy.abs()
+    around = F.pad(strength, (1, 1, 1, 1))
+
+    def shifted(down: int, right: int) -> Tensor:
+        return around[1 + down : around.shape[0] - 1 + down, 1 + right : around.shape[1] - 1 + right]
+
+    flat, steep = dx.abs() * TAN_22, dy.abs() << 15
+    level = (steep < flat) & (strength > shifted(0, -1)) & (strength >= shifted(0, 1))
+    upright = (steep > flat + (dx.abs() << 16)) & (strength > shifted(-1, 0)) & (strength >= shifted(1, 0))
+    slanted = (steep >= flat) & (steep <= flat + (dx.abs() << 16))
+    falling = (dx ^ dy) < 0
+    ridges = [(strength > shifted(-1, side)) & (strength > shifted(1, -side)) for side in (1, -1)]
+    ridge = torch.where(falling, ridges[0], ridges[1])
+    weak = (strength > low) & (level | upright | (slanted & ridge))
+    edges = weak & (strength > high)
+    while True:  # strong edges pull in the weak ones that touch them
+        more = grown(edges, 1) & weak
+        if torch.equal(more, edges):
+            return edges
+        edges = more

@@ -30,7 +30,6 @@ def filled(
     """(T, T, 3): the texture with every texel coloured.
 
     Args:
-        baked: from :func:`bake.bake`. surface: the same one.
         method: for what the surface leaves open: "pull_push" in torch, "opencv" (Navier-Stokes, needs the package), or
             "auto": pull_push.
         exact: as the reference: each vertex colours one texel, and seams of the texture are borders.
@@ -47,7 +46,7 @@ def filled(
         raise InputError(
             "a texture without one painted texel",
             expected="cameras that see the mesh",
-            fix="Check the cameras, and that the faces of the mesh look outwards.",
+            fix="Check the cameras, and that the faces of the mesh point outwards.",
         )
     texture, painted = vertex_filled(baked, surface, exact, check)
     return navier_stokes(texture, painted) if method == "opencv" else pull_push(texture, painted)

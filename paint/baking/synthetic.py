@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,38 +11,14 @@ from torch import Tensor
 
 from ..geometry.cameras import DEFAULT_VIEWS, CameraTable
 from ..geometry.mesh import Mesh, Surface
-from ..geometry.turntable import turntable
 from ..geometry.views import rasterised
-from .bake import Baked, BakeSettings, Texels, bake
-from .fill import filled
+from .bake import Texels
 
 MARGIN = 0.02  # of the texture, round each chart
 Colouring = Callable[[Tensor], Tensor]
 
 
-@dataclass(frozen=True, eq=False)
-class Shown:
-    """The demo's result.
-
-    Args:
-        mesh: with UVs. texture: (T, T, 3), every texel coloured. ideal: (T, T, 3), 0 where nothing lies.
-        painted: share of the surface's texels that a view painted, 0..1. error: mean absolute error of all of them
-            after filling; worst: its 99.9th percentile.
-        frames, right: (F, H, W, 3), turntables of it and of the right colours. picture_error: their mean difference.
-    """
-
-    mesh: Mesh
-    texture: Tensor
-    ideal: Tensor
-    painted: float
-    error: float
-    worst: float
-    frames: Tensor
-    right: Tensor
-    picture_error: float
-
-
-def _grid(rows: int, columns: int) -> tuple[Tensor, Tensor]:
+def grid(rows: int, columns: int) -> tuple[Tensor, Tensor]:
     """UVs (P, 2), v down, and faces (M, 3) of a sheet whose left and right edges are separate vertices."""
     v, u = torch.meshgrid(torch.linspace(0, 1, rows + 1), torch.linspace(0, 1, columns + 1), indexing="ij")
     index = torch.arange((rows + 1) * (columns + 1)).view(rows + 1, columns + 1)
@@ -55,41 +29,11 @@ def _grid(rows: int, columns: int) -> tuple[Tensor, Tensor]:
 
 def torus(rows: int = 32, columns: int = 64, tube: float = 0.4) -> Mesh:
     """A ring lying in the plane of X and Z, outer radius 1 + ``tube``; one chart."""
-    uvs, faces = _grid(rows, columns)
+    uvs, faces = grid(rows, columns)
     around, along = uvs[:, 0] % 1 * 2 * math.pi, -(uvs[:, 1] % 1) * 2 * math.pi
     reach = 1 + tube * along.cos()
     vertices = torch.stack((reach * around.sin(), tube * along.sin(), reach * around.cos()), dim=1)
     return Mesh(vertices, faces, uvs * (1 - 2 * MARGIN) + MARGIN)
-
-
-def sphere(rows: int = 32, columns: int = 64) -> Mesh:
-    """A unit ball; one chart, whose upper and lower edges are the poles."""
-    uvs, faces = _grid(rows, columns)
-    around, down = uvs[:, 0] % 1 * 2 * math.pi, uvs[:, 1] * math.pi
-    reach = down.sin().clamp(min=0)  # sin(pi) is -9e-8 in float32: a pole turned inside out
-    vertices = torch.stack((reach * around.sin(), down.cos(), reach * around.cos()), dim=1)
-    return Mesh(vertices, faces, uvs * (1 - 2 * MARGIN) + MARGIN)
-
-
-def box(width: float = 2.0, height: float = 2.0, depth: float = 2.0) -> Mesh:
-    """An axis-aligned box of two faces a side; six charts in three columns and two rows."""
-    corners, uvs, faces = [], [], []
-    sides = (  # outward axis, then the directions of u and of v
-        ((0, 0, 1), (1, 0, 0), (0, -1, 0)),
-        ((1, 0, 0), (0, 0, -1), (0, -1, 0)),
-        ((0, 0, -1), (-1, 0, 0), (0, -1, 0)),
-        ((-1, 0, 0), (0, 0, 1), (0, -1, 0)),
-        ((0, 1, 0), (1, 0, 0), (0, 0, 1)),
-        ((0, -1, 0), (1, 0, 0), (0, 0, -1)),
-    )
-    cell = torch.tensor((1 / 3, 1 / 2))
-    for number, (out, right, below) in enumerate(torch.tensor(sides, dtype=torch.float32)):
-        place = torch.tensor((number % 3, number // 3), dtype=torch.float32)
-        for u, v in ((0, 0), (0, 1), (1, 0), (1, 1)):
-            corners.append((out + (2 * u - 1) * right + (2 * v - 1) * below) / 2)
-            uvs.append((place + MARGIN + (1 - 2 * MARGIN) * torch.tensor((float(u), float(v)))) * cell)
-        faces += [(4 * number + a, 4 * number + b, 4 * number + c) for a, b, c in ((0, 1, 2), (2, 1, 3))]
-    return Mesh(torch.stack(corners) * torch.tensor((width, height, depth)), torch.tensor(faces), torch.stack(uvs))
 
 
 def waves(places: Tensor) -> Tensor:
@@ -129,35 +73,3 @@ def ideal_texture(texels: Texels, colouring: Colouring = waves) -> Tensor:
 def errors(texture: Tensor, texels: Texels, chosen: Tensor, colouring: Colouring = waves) -> Tensor:
     """(P,): mean absolute error over the channels at each covered texel of ``chosen`` (T, T)."""
     return (texture - ideal_texture(texels, colouring)).abs().mean(-1)[chosen & texels.covered]
-
-
-def demonstration(
-    texture_size: int = 512,
-    picture_size: int = 256,
-    view_size: int = 1024,
-    frames: int = 8,
-    frame_size: int = 192,
-    check: Callable[[], None] = lambda: None,
-) -> Shown:
-    """A torus painted from six synthetic pictures, baked, filled, compared with the right texture, and turned.
-
-    Args:
-        texture_size: texels. picture_size: pixels of the pictures; view_size: at which the mesh is rasterised for them.
-        frames, frame_size: of the turntable. check: called between the stages; may raise to cancel.
-    """
-    mesh = torus()
-    surface = Surface.of(mesh)
-    pictures = photographs(surface, DEFAULT_VIEWS, picture_size, view_size)
-    settings = BakeSettings(texture_size=texture_size, view_size=view_size)
-    baked: Baked = bake(surface, DEFAULT_VIEWS, pictures, settings, check)
-    check()
-    texture = filled(baked, surface)
-    ideal = ideal_texture(baked.texels)
-    wrong = errors(texture, baked.texels, baked.texels.covered)
-    check()
-    options: dict[str, Any] = {"frames": frames, "size": frame_size, "elevation": 25.0}
-    turned = turntable(surface, texture, **options)
-    right = turntable(surface, waves, **options)
-    worst = float(wrong.sort().values[int(0.999 * (wrong.numel() - 1))])
-    apart = float((turned - right).abs().mean())
-    return Shown(mesh, texture, ideal, baked.share, float(wrong.mean()), worst, turned, right, apart)

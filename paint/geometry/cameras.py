@@ -1,4 +1,4 @@
-"""Where the views are taken from: orthographic cameras round the mesh, and what the model calls them.
+"""The views: orthographic cameras around the mesh, and the ids by which the model knows them.
 
 Frame: glTF axes, the mesh centred and scaled so that its farthest vertex is at 0.575. Azimuth 0 looks at the +Z face,
 90 at the +X face; elevation 90 looks down. A camera's distance does not change an orthographic picture.
@@ -84,8 +84,9 @@ def camera_table(
     """The cameras that three lists describe, checked.
 
     Args:
-        azimuths: degrees, any; elevations: degrees, -90..90; weights: 0..1000, not all 0. Each a list or its text,
-            such as "0, 90, 180". Lists of one value count for every view.
+        elevations: degrees, -90..90.
+        weights: 0..1000, not all 0. Each a list or its text, such as "0, 90, 180". Lists of one value count for every
+            view.
         ortho_scale: width of the picture in units of the frame, 0.1..10; the mesh is up to 1.15 wide.
 
     Raises:
@@ -133,7 +134,7 @@ def _numbers(values: Sequence[float] | str, name: str) -> list[float]:
     if not numbers or not all(math.isfinite(number) for number in numbers):
         raise InputError(
             f"{name} of cameras {values!r}",
-            expected="numbers with commas between",
+            expected="numbers separated by commas",
             fix='For example "0, 90, 180, 270".',
         )
     return numbers
@@ -171,7 +172,9 @@ def camera_notes(table: CameraTable, family: str = "paint") -> list[str]:
     notes = []
     between = [camera.azimuth for camera in table if camera.azimuth % AZIMUTH_STEP]
     if between and KNOWN_ELEVATIONS[family] is not None:
-        notes.append(f"azimuths {between} lie between the model's steps of {AZIMUTH_STEP} degrees: it hears the lower")
+        notes.append(
+            f"azimuths {between} lie between the model's steps of {AZIMUTH_STEP} degrees: the lower step is used"
+        )
     if table.ortho_scale < 2 * RADIUS:
         notes.append(f"ortho_scale {table.ortho_scale:g} may cut off the mesh, which is up to {2 * RADIUS:g} wide")
     return notes

@@ -1,4 +1,5 @@
-"""A mesh without what painting stumbles over: faces without area, faces twice, broken vertices, small loose pieces."""
+"""Removes what causes trouble when painting: faces without area, duplicate faces, broken vertices, small loose
+pieces."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ class CleanSettings:
 
     Args:
         floaters: pieces with less than this share of all faces, 0..1; 0 keeps all. The largest piece always stays.
-        degenerate: faces without area, and faces that are there twice. broken: faces with a NaN or infinite corner.
+        degenerate: faces without area, and faces that are there twice.
+        broken: faces with a NaN or infinite corner.
     """
 
     floaters: float = FLOATERS
@@ -44,26 +46,26 @@ def cleaned(mesh: Mesh, settings: CleanSettings = CleanSettings()) -> tuple[Mesh
     steps = (
         (settings.broken, finite, "with a NaN or infinite corner"),
         (settings.degenerate, solid, "without area"),
-        (settings.degenerate, single, "that were there twice"),
+        (settings.degenerate, single, "that were duplicates"),
     )
     for wanted, keep, said in steps:
         before = faces.shape[0]
         if wanted and before:
             faces = faces[keep(vertices, faces)]
-            notes += [f"{before - faces.shape[0]} faces {said} taken out"] if faces.shape[0] < before else []
+            notes += [f"{before - faces.shape[0]} faces {said} removed"] if faces.shape[0] < before else []
     if settings.floaters and faces.shape[0]:
         faces, pieces = _without_floaters(vertices, faces, settings.floaters)
-        notes += [f"{pieces} loose pieces taken out"] if pieces else []
+        notes += [f"{pieces} loose pieces removed"] if pieces else []
     if not faces.shape[0]:
         raise InputError(
             f"a mesh whose {mesh.faces.shape[0]} faces are all broken or without area",
             expected="a surface",
-            fix="Make or export it again.",
+            fix="Generate or export it again.",
         )
     used = named_by(faces, len(vertices)).nonzero()[:, 0]
     index = torch.zeros(len(vertices), dtype=torch.int64).index_copy_(0, used, torch.arange(len(used)))[faces]
     if used.shape[0] < mesh.vertices.shape[0]:
-        notes.append(f"{mesh.vertices.shape[0] - used.shape[0]} vertices that no face uses taken out")
+        notes.append(f"{mesh.vertices.shape[0] - used.shape[0]} unused vertices removed")
     place = used.to(mesh.vertices.device)
     uvs = None if mesh.uvs is None else mesh.uvs[used.to(mesh.uvs.device)]
     return Mesh(mesh.vertices[place], index.to(mesh.faces), uvs), tuple(notes)

@@ -33,7 +33,8 @@ class Mesh:
     """A triangle mesh.
 
     Args:
-        vertices: (N, 3) floating, any unit, glTF axes. faces: (M, 3) integer, counter-clockwise from outside.
+        vertices: (N, 3) floating, any unit, glTF axes.
+        faces: (M, 3) integer, counter-clockwise from outside.
         uvs: (N, 2) floating or None; see the module.
     """
 
@@ -47,11 +48,12 @@ class Surface:
     """A checked mesh in the frame of the views.
 
     Args:
-        vertices: (N, 3) float32, box centre at 0, farthest vertex at 0.575. faces: (M, 3) int64, none without area.
+        vertices: (N, 3) float32, box centre at 0, farthest vertex at 0.575.
+        faces: (M, 3) int64, none without area.
         uvs: (N, 2) float32 in 0..1, or None.
         vertex_normals: (N, 3), unit, the unweighted mean of the faces round a vertex; 0 where there are none.
-        face_normals: (M, 3), unit. centre, scale: frame = (vertex - centre) * scale, float64 on the CPU.
-        notes: lines for the user.
+        face_normals: (M, 3), unit.
+        centre, scale: frame = (vertex - centre) * scale, float64 on the CPU.
     """
 
     vertices: Tensor
@@ -71,7 +73,13 @@ class Surface:
             InputError: empty, not finite, indices outside, or no face with an area.
         """
         checked_shapes(mesh)
-        require_finite_vertices(mesh)
+        wrong = int((~torch.isfinite(mesh.vertices)).any(1).sum())
+        if wrong:
+            raise InputError(
+                f"{wrong} of {mesh.vertices.shape[0]} vertices are NaN or infinite",
+                expected="finite positions",
+                fix="The mesh is damaged. Generate it again, or remove these faces with Clean Mesh.",
+            )
         # float64 on the CPU: a mesh far from the origin or of tiny scale keeps the digits that its float32 still has
         vertices, faces = mesh.vertices.detach().cpu().double(), mesh.faces.detach().cpu().long()
         used = vertices[named_by(faces, len(vertices))]
@@ -118,7 +126,9 @@ class Surface:
         low, high = float(used.min()), float(used.max())
         if low < -UV_TOLERANCE or high > 1 + UV_TOLERANCE:
             raise InputError(
-                f"UVs from {low:.3g} to {high:.3g}", expected="0 to 1: tiles and UDIMs cannot be painted", fix=UNWRAP
+                f"UVs from {low:.3g} to {high:.3g}",
+                expected="0 to 1, because tiles and UDIMs cannot be painted",
+                fix=UNWRAP,
             )
         uvs = torch.nan_to_num(self.uvs).clamp(0, 1)
         if not bool((uv_areas(uvs, self.faces) > 0).any()):
@@ -128,9 +138,9 @@ class Surface:
 
 def named_by(faces: Tensor, count: int) -> Tensor:
     """(N,) bool: which of ``count`` vertices a face of ``faces`` (M, 3) names."""
-    found = torch.zeros(count, dtype=torch.bool, device=faces.device)
-    found[faces.reshape(-1)] = True
-    return found
+    named = torch.zeros(count, dtype=torch.bool, device=faces.device)
+    named[faces.reshape(-1)] = True
+    return named
 
 
 def uv_areas(uvs: Tensor, faces: Tensor) -> Tensor:
@@ -146,7 +156,7 @@ def checked_shapes(mesh: Mesh) -> None:
         raise InputError(
             f"a mesh with vertices {tuple(vertices.shape)} and faces {tuple(faces.shape)}",
             expected="(N, 3) and (M, 3): triangles",
-            fix="Pass one mesh, triangulated.",
+            fix="Pass one triangulated mesh.",
         )
     if not vertices.shape[0] or not faces.shape[0]:
         raise InputError(
@@ -159,40 +169,29 @@ def checked_shapes(mesh: Mesh) -> None:
         raise InputError(
             f"faces that name vertices {low} to {high}",
             expected=f"0 to {vertices.shape[0] - 1}",
-            fix="The mesh is damaged: load or make it again.",
+            fix="The mesh is damaged. Load or generate it again.",
         )
     if uvs is not None and tuple(uvs.shape) != (vertices.shape[0], 2):
         raise InputError(
             f"UVs of shape {tuple(uvs.shape)} for {vertices.shape[0]} vertices",
-            expected="one pair for each vertex",
+            expected="one pair per vertex",
             fix="Use Unwrap Mesh.",
-        )
-
-
-def require_finite_vertices(mesh: Mesh) -> None:
-    """Raise when a position is NaN or infinite, with how many."""
-    wrong = int((~torch.isfinite(mesh.vertices)).any(1).sum())
-    if wrong:
-        raise InputError(
-            f"{wrong} of {mesh.vertices.shape[0]} vertices are NaN or infinite",
-            expected="finite positions",
-            fix="The mesh is damaged: make it again, or take those faces out with Clean Mesh.",
         )
 
 
 def _notes(mesh: Mesh, faces: Tensor, dropped: int, centre: Tensor, radius: float) -> tuple[str, ...]:
     notes = []
     if dropped:
-        notes.append(f"{dropped} faces without area are left out")
+        notes.append(f"{dropped} faces without area were dropped")
     notes += size_notes(faces.shape[0])
     shared = shared_by_many(faces)
     if shared:
-        notes.append(f"{shared} edges belong to more than two faces: normals there are a mixture")
+        notes.append(f"{shared} edges belong to more than two faces: normals there are mixed")
     digits = torch.finfo(mesh.vertices.dtype).eps * float(centre.abs().max())
     if digits > 2 * radius / FINE:
         notes.append(
-            f"the mesh lies {float(centre.norm()):.3g} from the origin and is {2 * radius:.3g} wide: its numbers have "
-            "too few digits for a fine surface; move it to the origin before exporting"
+            f"the mesh lies {float(centre.norm()):.3g} from the origin and is {2 * radius:.3g} wide: that far out, "
+            "single precision is too coarse for a fine surface; move it to the origin before exporting"
         )
     return tuple(notes)
 
@@ -235,21 +234,21 @@ def load_mesh(path: Path, check: Callable[[], None] = lambda: None) -> tuple[Mes
         wait((reading,), POLL_SECONDS)
         check()
     try:
-        pipeline = reading.result()
+        scene = reading.result()
     except Exception as error:  # each format's reader raises its own kinds
         raise CheckpointError(
             f"mesh file {path.name!r} cannot be read ({type(error).__name__}: {error})",
             expected="a whole mesh",
             fix="Export or download it again.",
         ) from error
-    if not len(getattr(pipeline, "faces", ())):
+    if not len(getattr(scene, "faces", ())):
         raise CheckpointError(f"no faces in {path.name!r}", expected="a mesh", fix="A point cloud cannot be painted.")
-    uvs = getattr(pipeline.visual, "uv", None)
-    uvs = None if uvs is None or len(uvs) != len(pipeline.vertices) else torch.tensor(uvs, dtype=torch.float32)
+    uvs = getattr(scene.visual, "uv", None)
+    uvs = None if uvs is None or len(uvs) != len(scene.vertices) else torch.tensor(uvs, dtype=torch.float32)
     if uvs is not None:
         uvs = torch.stack((uvs[:, 0], 1 - uvs[:, 1]), dim=1)  # trimesh counts v upwards, whatever the file does
-    vertices = torch.tensor(pipeline.vertices, dtype=torch.float64)
-    faces = torch.tensor(pipeline.faces, dtype=torch.int64)
+    vertices = torch.tensor(scene.vertices, dtype=torch.float64)
+    faces = torch.tensor(scene.faces, dtype=torch.int64)
     if path.suffix.lower() == ".stl":  # which repeats each corner; others keep vertices apart where their UVs differ
         own = numbered(vertices + 0.0)  # no negative zeros
         vertices, faces = vertices.new_zeros(int(own.max()) + 1, 3).index_copy_(0, own, vertices), own[faces]
@@ -268,14 +267,15 @@ def _near_origin(vertices: Tensor) -> tuple[Tensor, list[str]]:
     centre, width = (low + high) / 2, float((high - low).max())
     if torch.finfo(torch.float32).eps * float(centre.abs().max()) <= width / FINE:
         return vertices, []
-    return vertices - centre, [f"moved to the origin: it lay {float(centre.norm()):.3g} away and is {width:.3g} wide"]
+    return vertices - centre, [f"moved to the origin: it was {float(centre.norm()):.3g} away and is {width:.3g} wide"]
 
 
 def write_glb(path: Path, mesh: Mesh, texture: Tensor, metallic_roughness: Tensor | None = None) -> Path:
     """A GLB with the texture at ``path``, which is returned.
 
     Args:
-        texture: (T, T, 3) in 0..1. metallic_roughness: the same, R metallic, G roughness as the PBR model paints them.
+        texture: (T, T, 3) in 0..1.
+        metallic_roughness: the same, R metallic, G roughness as the PBR model paints them.
 
     Raises:
         MissingPackageError: trimesh is absent. InputError: the mesh has no UVs.
@@ -308,11 +308,11 @@ def numbered(rows: Tensor) -> Tensor:
     Column by column: sorting numbers is many times faster than sorting rows.
     """
     columns = rows.contiguous().view(torch.int64).unbind(1)
-    found = columns[0].unique(return_inverse=True)[1]
+    numbers = columns[0].unique(return_inverse=True)[1]
     for column in columns[1:]:
         other = column.unique(return_inverse=True)[1]
-        found = (found * (other.max() + 1) + other).unique(return_inverse=True)[1]
-    return found
+        numbers = (numbers * (other.max() + 1) + other).unique(return_inverse=True)[1]
+    return numbers
 
 
 def welded(vertices: Tensor) -> Tensor:

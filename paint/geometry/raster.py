@@ -14,8 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...compat.packages import imported
-
 logger = logging.getLogger(__name__)
 
 SUBPIXELS = 1024
@@ -36,7 +34,8 @@ class Fragments:
     """The covered pixels of one raster.
 
     Args:
-        pixel: (P,) int64, row * width + column, ascending. face: (P,) int64.
+        pixel: (P,) int64, row * width + column, ascending.
+        face: (P,) int64.
         weights: (P, 3) float32, barycentric, each in 0..1, sum 1.
     """
 
@@ -46,21 +45,21 @@ class Fragments:
 
     def interpolated(self, values: Tensor, faces: Tensor) -> Tensor:
         """(P, C): per-vertex ``values`` (N, C) at each covered pixel."""
-        found = values.new_empty((self.face.shape[0], values.shape[1]))
+        values_at_pixels = values.new_empty((self.face.shape[0], values.shape[1]))
         for first in range(0, self.face.shape[0], POINTS_AT_ONCE):
             part = slice(first, first + POINTS_AT_ONCE)
             corners, weights = faces[self.face[part]], self.weights[part]
             a, b, c = (values[corners[:, k]] * weights[:, k, None] for k in range(3))
-            found[part] = a + b + c
-        return found
+            values_at_pixels[part] = a + b + c
+        return values_at_pixels
 
 
 def face_ids(screen: Tensor, faces: Tensor, height: int, width: int, candidates: int | None = None) -> Tensor:
     """The face in front at each pixel.
 
     Args:
-        screen: (N, 3) float32, see the module. faces: (M, 3) int64, same device.
-        height, width: of the picture, pixels.
+        screen: (N, 3) float32, see the module.
+        faces: (M, 3) int64, same device.
         candidates: pixels tried at once, about 60 bytes each; None takes what suits the device.
 
     Returns:
@@ -88,7 +87,9 @@ class _Triangles:
     """Set-up of the faces that can show: an inside test that only adds and multiplies whole numbers.
 
     Args:
-        face: (F,) int64. box: (F, 4) int64, first column, first row, columns, rows. plain: (F,) bool, small and whole.
+        face: (F,) int64.
+        box: (F, 4) int64, first column, first row, columns, rows.
+        plain: (F,) bool, small and whole.
         edge, across, down: (F, 3) int64: each edge function at the box's first pixel, and its steps.
         depth: (F, 5) float32: steps of depth there, across, down; least, most.
     """
@@ -235,36 +236,6 @@ def _barycentric(screen: Tensor, corners: Tensor, pixel: Tensor, width: int) -> 
     second, third = (x * y2 - x2 * y) / area, (x1 * y - x * y1) / area
     weights = torch.stack((1 - second - third, second, third), dim=1).clamp_(min=0)
     return weights / weights.sum(1, keepdim=True)
-
-
-def embree_face_ids(screen: Tensor, faces: Tensor, height: int, width: int) -> Tensor:
-    """What :func:`face_ids` returns, by Embree's ray caster: faster on a CPU, needs the package embreex.
-
-    Pixels on an edge or of equal depth may name the other face.
-
-    Raises:
-        MissingPackageError: embreex is absent.
-    """
-    import numpy as np
-
-    scene = imported("embreex.rtcore_scene").EmbreeScene()
-    corners = screen.detach().cpu().to(torch.float32)
-    imported("embreex.mesh_construction").TriangleMesh(scene, corners.numpy(), faces.cpu().to(torch.int32).numpy())
-    start = float(corners[:, 2].min()) - 1.0 if corners.shape[0] else 0.0
-    found, rows_at_once = [], max(1, (1 << 20) // width)
-    for first in range(0, height, rows_at_once):
-        rows = np.arange(first, min(first + rows_at_once, height), dtype=np.float32)
-        rays = np.empty((rows.size, width, 3), dtype=np.float32)
-        rays[..., 0], rays[..., 1], rays[..., 2] = np.arange(width, dtype=np.float32), rows[:, None], start
-        origin = rays.reshape(-1, 3)
-        towards = np.zeros_like(origin)
-        towards[:, 2] = 1
-        found.append(scene.run(origin, towards).astype(np.int32))
-    ids = np.concatenate(found) if found else np.zeros(0, dtype=np.int32)
-    return torch.from_numpy(ids).view(height, width).to(screen.device)
-
-
-CASTERS = {"torch": face_ids, "embree": embree_face_ids}
 
 
 def _reduces_int64(device: torch.device) -> bool:

@@ -35,7 +35,10 @@ def turntable(
     Args:
         surface: in its frame; with UVs when ``texture`` is a tensor.
         texture: (T, T, 3) in 0..1; or a function from places (P, 3) in the frame to colours (P, 3); or None, grey clay.
-        frames: 1..720. size: pixels, 16..4096. elevation: degrees, -90..90. background: grey, 0..1.
+        frames: 1..720.
+        size: pixels, 16..4096.
+        elevation: degrees, -90..90.
+        background: grey, 0..1.
         check: called before each frame; may raise to cancel.
 
     Returns:
@@ -71,7 +74,7 @@ def _shaded(surface: Surface, view: View, texture: Tensor | Callable[[Tensor], T
     shown = view.shown
     towards = torch.tensor(view.camera.axes()[2], device=surface.vertices.device)
     normals = F.normalize(shown.interpolated(surface.vertex_normals, surface.faces), dim=1)
-    status_light = AMBIENT + (1 - AMBIENT) * (normals @ towards).abs()
+    light = AMBIENT + (1 - AMBIENT) * (normals @ towards).abs()
     if texture is None:
         colours = normals.new_full((1, 3), CLAY)
     elif isinstance(texture, Tensor):
@@ -79,7 +82,7 @@ def _shaded(surface: Surface, view: View, texture: Tensor | Callable[[Tensor], T
         colours = looked_up(texture, shown.interpolated(surface.uvs, surface.faces))
     else:
         colours = texture(shown.interpolated(surface.vertices, surface.faces))
-    return colours * status_light[:, None]
+    return colours * light[:, None]
 
 
 def looked_up(texture: Tensor, uvs: Tensor) -> Tensor:

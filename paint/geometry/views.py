@@ -11,7 +11,7 @@ from torch import Tensor
 from ...compat.errors import InputError
 from .cameras import DEFAULT_VIEWS, ORTHO_SCALE, RADIUS, RING_VIEWS, Camera, CameraTable
 from .mesh import Surface
-from .raster import CASTERS, Fragments, fragments
+from .raster import Fragments, face_ids, fragments
 
 VIEW_SIZE = 2048  # px: the published maps are rendered so, then made smaller
 SELECTION_SIZE = 1024
@@ -25,7 +25,8 @@ class View:
 
     Args:
         camera, size, ortho_scale: as asked; the picture is ``size`` pixels high and wide.
-        ids: (H, W) int32, the face in front or -1. shown: where a face is, and the place inside it.
+        ids: (H, W) int32, the face in front or -1.
+        shown: where a face is, and the place inside it.
         depth: (P,) float32, towards the camera, of each covered pixel.
     """
 
@@ -64,19 +65,13 @@ def on_screen(points: Tensor, camera: Camera, size: int, ortho_scale: float = OR
     return torch.stack((column, row, -towards), dim=1)
 
 
-def rasterised(
-    surface: Surface, camera: Camera, size: int, ortho_scale: float = ORTHO_SCALE, caster: str = "torch"
-) -> View:
-    """What ``camera`` sees of ``surface``.
-
-    Args:
-        size: pixels. caster: "torch", or "embree" where the package embreex is.
-    """
+def rasterised(surface: Surface, camera: Camera, size: int, ortho_scale: float = ORTHO_SCALE) -> View:
+    """What ``camera`` sees of ``surface`` in a picture of ``size`` pixels."""
     screen = on_screen(surface.vertices, camera, size, ortho_scale)
-    ids = CASTERS[caster](screen, surface.faces, size, size)
+    ids = face_ids(screen, surface.faces, size, size)
     shown = fragments(screen, surface.faces, ids)
     depth = -shown.interpolated(screen[:, 2:], surface.faces)[:, 0]
-    return View(camera, size, ortho_scale, ids, shown, depth)
+    return View(camera=camera, size=size, ortho_scale=ortho_scale, ids=ids, shown=shown, depth=depth)
 
 
 def rendered_maps(
@@ -84,14 +79,14 @@ def rendered_maps(
     table: CameraTable = DEFAULT_VIEWS,
     size: int = VIEW_SIZE,
     flat: bool = False,
-    caster: str = "torch",
     collected: torch.device | None = None,
 ) -> Maps:
     """Position and normal maps of every camera, as the checkpoints were trained on.
 
     Args:
-        surface: in its frame. size: pixels, 16..8192. flat: normals of faces (v2-1) instead of vertices (v2-0).
-        caster: "torch" or "embree". collected: where the maps go, one after the other; None: the surface's device.
+        size: pixels, 16..8192.
+        flat: normals of faces (v2-1) instead of vertices (v2-0).
+        collected: where the maps go, one after the other; None: the surface's device.
 
     Returns:
         Maps there; background exactly 1; values cut, not rounded, to 8 bits.
@@ -108,7 +103,7 @@ def rendered_maps(
     positions, normals = (torch.empty((*shape, 3), device=target) for _ in range(2))
     masks = torch.empty(shape, dtype=torch.bool, device=target)
     for index, camera in enumerate(table):
-        view = rasterised(surface, camera, size, table.ortho_scale, caster)
+        view = rasterised(surface, camera, size, table.ortho_scale)
         place = view.shown.interpolated(surface.vertices, surface.faces)
         shown, faces = view.shown, surface.faces
         normal = surface.face_normals[shown.face] if flat else shown.interpolated(surface.vertex_normals, faces)
@@ -132,7 +127,7 @@ def chosen_views(
     A face counts as seen with one pixel. It ends early when a view would add 1 % or less.
 
     Args:
-        surface: in its frame. most: 6..12 views. candidates: cameras to choose from; the first wins a tie.
+        most: 6..12 views.
 
     Returns:
         The cameras, and the share of the area that they see, 0..1.
@@ -141,15 +136,15 @@ def chosen_views(
         InputError: ``most`` out of range.
     """
     if not len(DEFAULT_VIEWS) <= most <= 12:
-        raise InputError(f"max_views {most}", expected="6 to 12", fix="6 takes the fixed views only.")
+        raise InputError(f"max_views {most}", expected="6 to 12", fix="6 uses only the fixed views.")
     areas = surface.areas()
     areas = areas / areas.sum()
 
     def seen(camera: Camera) -> Tensor:
-        ids = CASTERS["torch"](on_screen(surface.vertices, camera, size), surface.faces, size, size)
-        found = torch.zeros(surface.faces.shape[0] + 1, dtype=torch.bool, device=ids.device)
-        found[ids.view(-1).long()] = True  # -1, the background, falls on the last, spare place
-        return found[:-1]
+        ids = face_ids(on_screen(surface.vertices, camera, size), surface.faces, size, size)
+        visible = torch.zeros(surface.faces.shape[0] + 1, dtype=torch.bool, device=ids.device)
+        visible[ids.view(-1).long()] = True  # -1, the background, falls on the last, spare place
+        return visible[:-1]
 
     cameras = list(DEFAULT_VIEWS)
     known = torch.stack([seen(camera) for camera in cameras]).any(0)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
 
 from torch import nn
 
-from ...compat.memory.parts import Prepare
 from ...compat.transforms.compile import Compilation, CompileSettings
+from ...compat.transforms.order import Order, Step, Undo
 from .layers import Residual, Transformer
 
 CACHE_LIMIT = 64  # graphs of one kind of block: a UNet has about 20 residual blocks of different sizes
@@ -20,48 +19,26 @@ class Blocks(Compilation):
     """The compiled blocks of one part of a paint pipeline."""
 
     def blocks_in(self, module: nn.Module) -> Iterator[nn.Module]:
-        """Residual blocks and transformers."""
-        return blocks_of(module)
+        """Residual blocks and transformers, none inside another."""
+        for child in module.children():
+            if isinstance(child, (Residual, Transformer)) or type(child).__name__ in VAE_BLOCKS:
+                yield child
+            else:
+                yield from self.blocks_in(child)
 
 
-@dataclass
-class Compiler:
-    """Compiles each part of one pipeline after it was read; graphs survive that a part is read again.
-
-    Args:
-        settings: of the compiler. before: another preparation, which runs first. parts: what was made, by part.
-    """
-
-    settings: CompileSettings
-    before: Prepare | None = None
-    parts: dict[str, Blocks] = field(default_factory=dict)
-
-    def __call__(self, name: str, module: nn.Module) -> Callable[[], None]:
-        """What takes both preparations back."""
-        earlier = self.before(name, module) if self.before is not None else None
-        mine = None
-        if name in PARTS:
-            mine = self.parts.setdefault(name, Blocks(self.settings)).attach(module)
-
-        def restored() -> None:
-            for back in (mine, earlier):
-                if back is not None:
-                    back()
-
-        return restored
-
-    def lines(self) -> list[str]:
-        """What became of each part, for people."""
-        return [f"{name}: {part}" for name, part in self.parts.items()]
+def blocks_for(settings: CompileSettings | None, parts: Iterable[str]) -> dict[str, Blocks]:
+    """What compiles each of ``parts`` that has blocks; nothing without settings."""
+    return {} if settings is None else {part: Blocks(settings) for part in parts if part in PARTS}
 
 
-def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
-    """Residual blocks and transformers, none inside another."""
-    for child in module.children():
-        if isinstance(child, (Residual, Transformer)) or type(child).__name__ in VAE_BLOCKS:
-            yield child
-        else:
-            yield from blocks_of(child)
+def compile_step(compiled: Mapping[str, Blocks]) -> Step:
+    """The blocks of each part of ``compiled`` through the compiler; graphs survive that a part is read again."""
+
+    def apply(part: str, module: nn.Module) -> Undo | None:
+        return compiled[part].attach(module) if part in compiled else None
+
+    return Step(Order.COMPILE, "compiled blocks", apply)
 
 
 def settings_for(limit: int, backend: str = "inductor") -> CompileSettings:

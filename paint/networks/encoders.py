@@ -13,9 +13,8 @@ from torch.nn import functional
 from ...compat.checkpoints.weights import read_json
 from ...compat.device.execution import checked_leaves, execution_device
 from ...compat.errors import CheckpointError
-from ...compat.memory.parts import Reader
+from ...compat.memory.statistics import stage_cost
 from ...compat.packages import attribute
-from ..estimates import costed
 from .weights import Weights
 
 CLASSES = {"image_encoder": "Dinov2Model", "text_encoder": "CLIPTextModel"}
@@ -25,40 +24,43 @@ FIRST_TOKEN, LAST_TOKEN, TOKENS = 49406, 49407, 77  # of CLIP's vocabulary: an e
 PADDING = {"!": 0, "<|endoftext|>": LAST_TOKEN}
 
 
-def encoder_reader(
-    part: str, folder: Path, stored: Weights, dtype: torch.dtype, advance_for: Callable[..., Any]
-) -> Reader:
-    """What reads an encoder of transformers from its folder."""
+def encoder(part: str, folder: Path, stored: Weights, dtype: torch.dtype, advance: Callable[[int], None]) -> nn.Module:
+    """An encoder of transformers, read from its folder.
 
-    def read(progress: Any) -> nn.Module:
-        cls: Any = attribute("transformers", CLASSES[part])
-        with torch.inference_mode(False), torch.no_grad():
-            config = cls.config_class.from_pretrained(str(folder), local_files_only=True)
-            advance = advance_for(part, stored.total_bytes, progress)
-            tensors = stored.read(stored.shapes, lambda _name: dtype, advance)
-            try:
-                module, found = cls.from_pretrained(
-                    None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True
-                )
-            except (RuntimeError, ValueError) as error:
-                raise _misfit(part, folder, str(error).strip().splitlines()[0]) from error
-            if found["missing_keys"]:
-                raise _misfit(part, folder, f"missing {min(found['missing_keys'])!r}")
-            return module.eval().requires_grad_(False)
+    Args:
+        part: a key of :data:`CLASSES`.
+        advance: called with the bytes just read.
 
-    return read
+    Raises:
+        CheckpointError: the weights are not those of the configuration.
+    """
+    cls: Any = attribute("transformers", CLASSES[part])
+    config = cls.config_class.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    tensors = stored.read(stored.shapes, lambda _name: dtype, advance)
+    try:
+        module, info = cls.from_pretrained(
+            None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True
+        )
+    except (RuntimeError, ValueError) as error:
+        raise _misfit(part, folder, str(error).strip().splitlines()[0]) from error
+    if info["missing_keys"]:
+        raise _misfit(part, folder, f"missing {min(info['missing_keys'])!r}")
+    return module  # type: ignore[no-any-return]
 
 
 def dino_states(pipeline: Any, picture: Tensor, progress: Any) -> Tensor:
     """Last hidden states (1, 257, 1536) of a reference picture (H, W, 3) in 0..1; fp32, on the CPU."""
-    device = execution_device(pipeline.offloader)
-    pixels = dino_pixels(picture)
-    hold = pipeline.offloader.hold("image_encoder", 0, progress)
-    with costed(pipeline, "image", progress), hold as encoder, checked_leaves(encoder, progress.check):
-        found = encoder(pixels.to(device, encoder.dtype)).last_hidden_state
-        found = found.cpu().float()
-    pipeline.offloader.release("image_encoder")
-    return found
+    return _states(pipeline, "image_encoder", "image", dino_pixels(picture), progress)
+
+
+def _states(pipeline: Any, part: str, stage: str, given: Tensor, progress: Any) -> Tensor:
+    """What an encoder makes of ``given``, fp32, on the CPU; afterwards it is off the device."""
+    device, hold = execution_device(pipeline.offloader), pipeline.offloader.hold(part, 0, progress)
+    with stage_cost(pipeline, stage, progress), hold as module, checked_leaves(module, progress.check):
+        given = given.to(device, module.dtype if given.is_floating_point() else None)
+        states: Tensor = module(given).last_hidden_state.cpu().float()
+    pipeline.offloader.release(part)
+    return states
 
 
 def dino_pixels(picture: Tensor) -> Tensor:
@@ -75,21 +77,16 @@ def dino_pixels(picture: Tensor) -> Tensor:
 
 
 def empty_prompt(pipeline: Any, progress: Any) -> Tensor:
-    """The encoded empty prompt, (1, 77, D), fp32, on the CPU; afterwards the encoder is off the device."""
+    """The encoded empty prompt, (1, 77, D), fp32, on the CPU."""
     if "text_encoder" not in pipeline.parts.readers:
         raise CheckpointError(
             f"no text_encoder for {str(pipeline.source)!r}",
             expected="the folder text_encoder of the delight checkpoint",
-            fix="Download the delight folder whole.",
+            fix="Download the complete delight folder.",
         )
-    device = execution_device(pipeline.offloader)
     tokens = torch.full((1, TOKENS), _padding(pipeline.source))
     tokens[0, 0], tokens[0, 1] = FIRST_TOKEN, LAST_TOKEN
-    hold = pipeline.offloader.hold("text_encoder", 0, progress)
-    with costed(pipeline, "text", progress), hold as encoder, checked_leaves(encoder, progress.check):
-        found: Tensor = encoder(tokens.to(device)).last_hidden_state.cpu().float()
-    pipeline.offloader.release("text_encoder")
-    return found
+    return _states(pipeline, "text_encoder", "text", tokens, progress)
 
 
 def _padding(source: Path) -> int:
@@ -101,9 +98,9 @@ def _padding(source: Path) -> int:
     return PADDING.get(token if isinstance(token, str) else token.get("content"), PADDING["!"])
 
 
-def _misfit(part: str, folder: Path, found: str) -> CheckpointError:
+def _misfit(part: str, folder: Path, reason: str) -> CheckpointError:
     return CheckpointError(
-        f"the weights of the {part} in {str(folder)!r} do not fit its config.json ({found})",
+        f"the weights of the {part} in {str(folder)!r} do not fit its config.json ({reason})",
         expected=f"the shapes of {CLASSES[part]}",
         fix="Download config.json and weights from the same place.",
     )

@@ -47,7 +47,7 @@ class Attention(nn.Module):
     """Multi-head attention with projections; ``attend`` is the kernel and may be replaced.
 
     Args:
-        width: of the queries. heads: their number. seen_width: of what is attended to; as ``width`` when None.
+        seen_width: of what is attended to; as ``width`` when None.
     """
 
     def __init__(self, width: int, heads: int, seen_width: int | None = None) -> None:
@@ -68,7 +68,7 @@ class Attention(nn.Module):
         seen = x if seen is None else seen
         query, key, value = self.split(self.to_q(x)), self.split(self.to_k(seen)), self.split(self.to_v(seen))
         if rotary is not None:
-            query, key = turned(query, rotary), turned(key, rotary)
+            query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)
         return self.to_out[0](joined(self.attend(query, key, value)))
 
     def split(self, x: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ def joined(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2)
 
 
-def turned(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+def apply_rotary(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     """``x`` (B, heads, N, D) with adjacent pairs of features rotated, computed in fp32.
 
     Args:
@@ -118,10 +118,10 @@ class FeedForward(nn.Module):
         rows = max(1, FED_TOKENS // x.shape[1])
         if x.shape[0] <= rows:
             return self.net[2](self.net[0](x))
-        found = torch.empty_like(x)
-        for part, out in zip(x.split(rows), found.split(rows), strict=True):
+        fed = torch.empty_like(x)
+        for part, out in zip(x.split(rows), fed.split(rows), strict=True):
             out.copy_(self.net[2](self.net[0](part)))
-        return found
+        return fed
 
 
 class Layer(nn.Module):

@@ -25,10 +25,12 @@ class Run:
     """What the layers of the main stream share in one forward.
 
     Args:
-        views: number of views. materials: 1, or 2 for albedo and metallic-roughness. reference: kept tokens by layer
-            name, (1 or active rows, N, D). scales: weight of the reference in each guidance row; one of 0 is left out.
-        multiview_scale: weight of the attention between views. dino: (B, N, D), PBR only. rotary: cosines and sines by
-            (tokens, head width), PBR only.
+        materials: 1, or 2 for albedo and metallic-roughness.
+        reference: kept tokens by layer name, (1 or active rows, N, D).
+        scales: weight of the reference in each guidance row; one of 0 is left out.
+        multiview_scale: weight of the attention between views.
+        dino: (B, N, D), PBR only.
+        rotary: cosines and sines by (tokens, head width), PBR only.
     """
 
     views: int
@@ -70,7 +72,8 @@ class ReferenceStream(nn.Module):
     """The UNet over the reference pictures, with its learned text.
 
     Args:
-        shape: of the UNet, four channels in. text_shape: of the learned text, with or without a batch axis.
+        shape: of the UNet, four channels in.
+        text_shape: of the learned text, with or without a batch axis.
     """
 
     def __init__(self, shape: UNetShape, text_shape: tuple[int, ...], dtypes: Dtypes | None = None) -> None:
@@ -148,8 +151,11 @@ class MainStream(nn.Module):
         """Predicted velocity, (B * V, 4, H, W).
 
         Args:
-            sample: noisy latents (B, V, 4, H, W). timestep: (1,). maps: latents of normals and positions, (B or 1, V,
-                8, H, W). cameras: camera ids (V,), integer. run: of B rows.
+            sample: noisy latents (B, V, 4, H, W).
+            timestep: (1,).
+            maps: latents of normals and positions, (B or 1, V, 8, H, W).
+            cameras: camera ids (V,), integer.
+            run: of B rows.
             text: (B, 77, 1024); None means the learned text, and zeros for a row whose reference counts 0.
         """
         rows = sample.shape[0]

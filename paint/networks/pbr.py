@@ -5,6 +5,7 @@ Rows are ordered (b, material, view), albedo first.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -16,6 +17,10 @@ from .unet import UNet, UNetShape
 
 MATERIALS = 2
 DINO_WIDTH, DINO_TOKENS = 1536, 4  # literals upstream
+THETA = 10000.0
+LEVELS = 4
+VOXELS_PER_CELL = 8  # at the first level, for each row of latents
+LEAST_SHARE = 16  # a cell needs this part of its pixels on the object
 
 
 class _SelfSecond(nn.Module):
@@ -52,12 +57,12 @@ class SelfAttention(Attention):
             (self.to_q, self.to_k, self.to_v, self.to_out[0]),
             (other.to_q_mr, other.to_k_mr, other.to_v_mr, other.to_out_mr[0]),
         )
-        found = []
+        results = []
         for material, (to_q, to_k, to_v, to_out) in enumerate(layers):
             tokens = x[:, material].flatten(0, 1)
             result = self.attend(*(self.split(layer(tokens)) for layer in (to_q, to_k, to_v)))
-            found.append(to_out(joined(result)).unflatten(0, x[:, material].shape[:2]))
-        return torch.stack(found, dim=1)
+            results.append(to_out(joined(result)).unflatten(0, x[:, material].shape[:2]))
+        return torch.stack(results, dim=1)
 
 
 class ReferenceAttention(Attention):
@@ -78,8 +83,8 @@ class ReferenceAttention(Attention):
         values = torch.cat((self.to_v(seen), self.processor.to_v_mr(seen)), dim=-1)
         halves = values.unflatten(2, (self.heads, MATERIALS, -1)).transpose(1, 2).unbind(dim=3)
         outputs = (self.to_out[0], self.processor.to_out_mr[0])
-        found = [out(joined(self.attend(query, key, half))) for out, half in zip(outputs, halves, strict=True)]
-        return torch.stack(found, dim=1)
+        results = [out(joined(self.attend(query, key, half))) for out, half in zip(outputs, halves, strict=True)]
+        return torch.stack(results, dim=1)
 
 
 class PbrLayer(nn.Module):
@@ -157,8 +162,11 @@ class PbrStream(nn.Module):
         """Predicted velocity, (B * M * V, 4, H, W).
 
         Args:
-            sample: noisy latents (B, M, V, 4, H, W). timestep: (1,). maps: latents of normals and positions (B or 1, V,
-                8, H, W). dino: last hidden states (B, N, 1536); zeros for a row without it. run: of B rows.
+            sample: noisy latents (B, M, V, 4, H, W).
+            timestep: (1,).
+            maps: latents of normals and positions (B or 1, V, 8, H, W).
+            dino: last hidden states (B, N, 1536); zeros for a row without it.
+            run: of B rows.
             text: (B, M, 77, 1024); None means the learned texts of the materials.
         """
         rows = sample.shape[0]
@@ -170,3 +178,67 @@ class PbrStream(nn.Module):
         maps = maps.unsqueeze(1).expand(rows, MATERIALS, -1, -1, -1, -1)
         x = torch.cat((sample, maps), dim=3).flatten(0, 2)
         return self.body(x, timestep, text.flatten(0, 1), run)
+
+
+def voxel_indices(position_maps: Tensor, rows: int) -> dict[int, Tensor]:
+    """Voxel of each token, (1, N, 3), int64, by the number N of tokens of all views together.
+
+    Upstream edits the map in place, so from the second level on background counts as an object at position 0. The
+    weights were trained with it.
+
+    Args:
+        position_maps: (V, 3, H, W) in 0..1, background exactly 1.
+        rows: height of the latents.
+    """
+    maps = position_maps.to(torch.float16)
+    on_object = (maps != 1).all(dim=1, keepdim=True)
+    maps = torch.where(on_object, maps, torch.zeros_like(maps))
+    voxels_by_tokens = {}
+    for level in range(LEVELS):
+        height = rows >> level
+        if height < 1 or maps.shape[-2] % height:
+            break
+        side = maps.shape[-2] // height
+        pixels, count = cells(maps, side), cells(on_object, side).sum(-1)
+        # Sums in fp32, since a device's fp16 sums differ; mean and index in fp16, as upstream rounds them.
+        mean = (pixels.float().sum(-1) / count.clamp(min=1)).to(torch.float16)
+        mean = torch.where(count < side**2 // LEAST_SHARE, torch.zeros_like(mean), mean).clamp(0, 1)
+        voxels = (mean * (VOXELS_PER_CELL * height - 1)).round()
+        tokens = voxels.permute(0, 2, 3, 1).reshape(1, -1, 3).long()
+        voxels_by_tokens[tokens.shape[1]] = tokens
+        on_object = torch.ones_like(on_object)
+    return voxels_by_tokens
+
+
+def cells(maps: Tensor, side: int) -> Tensor:
+    """(V, C, H / side, W / side, side * side) from (V, C, H, W): the pixels of each cell."""
+    return maps.unfold(2, side, side).unfold(3, side, side).flatten(-2)
+
+
+def rotary_tables(voxels: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (1, N, D), fp32, each value twice, for voxels (1, N, 3) and head width D, divisible by 8.
+
+    x and y get three eighths of the features each, z a quarter.
+    """
+    angles = []
+    for axis, share in enumerate((3, 3, 2)):
+        size = width * share // 8
+        frequencies = THETA ** -(torch.arange(0, size, 2, dtype=torch.float32, device=voxels.device) / size)
+        angles.append(voxels[..., axis, None].float() * frequencies)
+    joined = torch.cat(angles, dim=-1).repeat_interleave(2, dim=-1)
+    return joined.cos(), joined.sin()
+
+
+def rotary_by_tokens(position_maps: Tensor, rows: int, widths: Mapping[int, int]) -> dict[int, tuple[Tensor, Tensor]]:
+    """The tables of every level, by the number of tokens of all views together.
+
+    Args:
+        position_maps: (V, 3, H, W).
+        rows: height of the latents.
+        widths: level to head width.
+    """
+    tables = {}
+    for level, (tokens, voxels) in enumerate(voxel_indices(position_maps, rows).items()):
+        if level in widths:
+            tables[tokens] = rotary_tables(voxels, widths[level])
+    return tables

@@ -50,8 +50,7 @@ def networks_for(
     """The networks of a kind by part name, without values worth anything; make them under ``torch.device("meta")``.
 
     Args:
-        kind: one of :data:`KINDS`. config: the UNet's ``config.json``; the published one when None.
-        dtypes: in which they compute.
+        config: the UNet's ``config.json``; the published one when None.
     """
     shape, text = shape_for(kind, config), (TEXT_TOKENS, TEXT_WIDTH)
     if kind == "delight":
@@ -61,22 +60,8 @@ def networks_for(
     return {"unet": MainStream(shape, dtypes), "reference": ReferenceStream(shape, (1, *text), dtypes)}
 
 
-def located(kind: str, name: str) -> tuple[str, str] | None:
-    """Part and key of the tensor ``name`` of a file; None for a name that no part can have."""
-    if kind == "delight":
-        return "unet", name
-    if name == REFERENCE_TEXT:
-        return "reference", "learned_text_clip_ref"
-    if name.startswith("unet_dual."):
-        return "reference", f"body.{name.removeprefix('unet_dual.')}"
-    if name.startswith("unet."):
-        key = name.removeprefix("unet.")
-        return "unet", key if key.startswith(OWN) else f"body.{key}"
-    return None
-
-
 def published(kind: str, part: str, key: str) -> str:
-    """The name in the file of the tensor ``key`` of a part; the inverse of :func:`located`."""
+    """The name in the file of the tensor ``key`` of a part."""
     if kind == "delight":
         return key
     if part == "reference":
@@ -108,8 +93,8 @@ def require_fitting(
     missing, unexpected = sorted(wanted.keys() - shapes.keys()), sorted(shapes.keys() - wanted.keys())
     fix = "Download config.json and weights from the same place."
     if missing or unexpected:
-        found = f"missing tensors {_named(missing)}" if missing else f"unexpected tensors {_named(unexpected)}"
-        raise CheckpointError(f"{found} in {path!r}", expected=f"the {len(wanted)} tensors of a {kind} UNet", fix=fix)
+        misfit = f"missing tensors {_named(missing)}" if missing else f"unexpected tensors {_named(unexpected)}"
+        raise CheckpointError(f"{misfit} in {path!r}", expected=f"the {len(wanted)} tensors of a {kind} UNet", fix=fix)
     wrong = [name for name, shape in wanted.items() if shapes[name] != shape]
     if wrong:
         name = wrong[0]

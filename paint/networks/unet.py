@@ -45,8 +45,8 @@ class UNetShape:
     """The sizes of one UNet.
 
     Args:
-        widths: channels of each level. heads: attention heads of each level. attending_down, attending_up: whether a
-            level has transformers, in the order of the forward. depth: residual blocks of a level on the way down.
+        attending_down, attending_up: whether a level has transformers, in the order of the forward.
+        depth: residual blocks of a level on the way down.
     """
 
     in_channels: int
@@ -154,8 +154,8 @@ class UNet(nn.Module):
     """A UNet whose layers are made by ``layer``; the stock one when None.
 
     Args:
-        shape: its sizes. layer: from name, width and heads to a layer; names are ``down_0_0_0`` (block, attention,
-            layer), ``mid_0_0``, ``up_1_0_0``.
+        layer: from name, width and heads to a layer; names are ``down_0_0_0`` (block, attention, layer), ``mid_0_0``,
+            ``up_1_0_0``.
     """
 
     def __init__(self, shape: UNetShape, layer: LayerMaker | None = None, dtypes: Dtypes | None = None) -> None:
@@ -182,8 +182,10 @@ class UNet(nn.Module):
         """The prediction (B, out_channels, H, W).
 
         Args:
-            x: (B, in_channels, H, W). timestep: (B,) or (1,). text: (B', N, D), as the layers take it. run: handed to
-                the layers. labels: (B, E) added to the time embedding.
+            x: (B, in_channels, H, W).
+            timestep: (B,) or (1,).
+            text: (B', N, D), as the layers take it.
+            labels: (B, E) added to the time embedding.
         """
         return self.predicted(self.features(x, timestep, text, run, labels))
 
@@ -237,14 +239,8 @@ class UNet(nn.Module):
         return UpBlock(residuals, attentions, None if last else Resampled(width, True, self.dtypes))
 
 
-def attended(network: nn.Module, attend: Attend) -> Callable[[], None]:
-    """Make every attention of ``network`` call ``attend``; returns what puts the former kernels back."""
-    former = [(module, module.attend) for module in network.modules() if isinstance(module, Attention)]
-    for module, _ in former:
-        module.attend = attend
-
-    def restored() -> None:
-        for module, kernel in former:
-            module.attend = kernel
-
-    return restored
+def set_attention(network: nn.Module, attend: Attend) -> None:
+    """Make every attention of ``network`` call ``attend``."""
+    for module in network.modules():
+        if isinstance(module, Attention):
+            module.attend = attend

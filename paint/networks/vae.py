@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -50,23 +50,15 @@ class PictureAttention:
         tokens = attn.group_norm(hidden_states.flatten(2)).transpose(1, 2)
         layers = (attn.to_q, attn.to_k, attn.to_v)
         heads = (layer(tokens).unflatten(2, (attn.heads, -1)).transpose(1, 2) for layer in layers)
-        found = attn.to_out[0](self.attend(*heads).transpose(1, 2).flatten(2))
-        found = found.transpose(1, 2).unflatten(2, size) + hidden_states
-        return found / attn.rescale_output_factor
+        out = attn.to_out[0](self.attend(*heads).transpose(1, 2).flatten(2))
+        return (out.transpose(1, 2).unflatten(2, size) + hidden_states) / attn.rescale_output_factor
 
 
-def attended(vae: nn.Module, attend: Attend) -> Callable[[], None]:
-    """Make the attention of ``vae`` call ``attend``; returns what puts the former processors back."""
-    owners = [module for module in vae.modules() if hasattr(module, "processor") and hasattr(module, "to_q")]
-    former = [(owner, owner.processor) for owner in owners]
-    for owner, _ in former:
-        owner.processor = PictureAttention(attend)  # type: ignore[assignment]
-
-    def restored() -> None:
-        for owner, processor in former:
-            owner.processor = processor
-
-    return restored
+def set_vae_attention(vae: nn.Module, attend: Attend) -> None:
+    """Make the attention of ``vae`` call ``attend``."""
+    for module in vae.modules():
+        if hasattr(module, "processor") and hasattr(module, "to_q"):
+            module.processor = PictureAttention(attend)  # type: ignore[assignment]
 
 
 def encoded(
@@ -75,8 +67,8 @@ def encoded(
     """Latents (B, 4, h, w), fp32, on the CPU, not scaled.
 
     Args:
-        vae: held on ``device``. pictures: (B, H, W, 3) in 0..1. generator: draws the posterior's noise, for the whole
-            batch at once, on the CPU; None takes the mean.
+        pictures: (B, H, W, 3) in 0..1.
+        generator: draws the posterior's noise, for the whole batch at once, on the CPU; None takes the mean.
     """
     means, deviations = [], []
     with checked_leaves(vae, progress.check):
@@ -95,7 +87,7 @@ def decoded(vae: Any, latents: Tensor, device: torch.device, progress: Any, stag
     """Pictures (B, H, W, 3) in 0..1, fp32, on the CPU, decoded one at a time.
 
     Args:
-        vae: held on ``device``. latents: (B, 4, h, w), not scaled.
+        latents: (B, 4, h, w), not scaled.
     """
     pictures = []
     with checked_leaves(vae, progress.check):

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from ...compat.checkpoints.weights import STORED, TensorEntry, declared, read_tensors, weight_files
+from ...compat.checkpoints.headers import STORED, TensorEntry, declared
+from ...compat.checkpoints.weights import read_tensors, weight_files
 from ...compat.errors import CheckpointError, InputError
 
 CHOICES = ("auto", "bin", "safetensors")
@@ -23,8 +24,10 @@ class Weights:
     """The tensors that one part's files hold; shapes are known, values are read on demand.
 
     Args:
-        path: the file, or the first of several. shapes: tensor name to shape. entries: for safetensors; None for a
-            pickle. total_bytes: of all tensors, as stored.
+        path: the file, or the first of several.
+        shapes: tensor name to shape.
+        entries: for safetensors; None for a pickle.
+        total_bytes: of all tensors, as stored.
     """
 
     path: Path
@@ -52,10 +55,10 @@ class Weights:
             entry = self.entries[name]
             floating = STORED[entry.dtype].is_floating_point
             groups.setdefault(dtype_of(name) if floating else None, {})[name] = entry
-        found: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         for dtype, entries in groups.items():
-            found |= read_tensors(entries, dtype, advance)
-        return found
+            tensors |= read_tensors(entries, dtype, advance)
+        return tensors
 
 
 def weights_in(place: Path, part: str, choice: str = "auto") -> Weights:
@@ -65,7 +68,7 @@ def weights_in(place: Path, part: str, choice: str = "auto") -> Weights:
     are different trainings.
 
     Args:
-        place: a folder, or a file of one of the kinds. part: what it is, for errors. choice: one of :data:`CHOICES`.
+        place: a folder, or a file of one of the kinds.
 
     Raises:
         CheckpointError: no such weights, or damaged ones. InputError: an unknown choice.
@@ -113,33 +116,33 @@ def _mapped(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of a .bin, mapped, not read; nothing in it is run."""
     try:
         try:
-            found: Any = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            content: Any = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         except RuntimeError as error:
             if "mmap" not in str(error):
                 raise
-            found = torch.load(path, map_location="cpu", weights_only=True)  # written before torch 1.6: no mapping
+            content = torch.load(path, map_location="cpu", weights_only=True)  # written before torch 1.6: no mapping
     except Exception as error:  # the unpickler of torch raises nearly anything on damage
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(
             f"{str(path)!r} cannot be read as weights alone ({reason})",
-            expected="a whole .bin that holds only tensors",
+            expected="a complete .bin that contains only tensors",
             fix="Download this file again, or use the .safetensors one.",
         ) from error
-    if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):
+    if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
         raise CheckpointError(
             f"{str(path)!r} holds something beside tensors",
             expected="a .bin that maps names to tensors",
             fix="Use the file as published, not a training checkpoint.",
         )
-    return found
+    return content
 
 
 def _from_pickle(path: Path, names: list[str], dtype_of: DtypeOf, advance: Advance) -> dict[str, torch.Tensor]:
     """Copies of some tensors, so that no page of the file stays mapped."""
-    mapped, found = _mapped(path), {}
+    mapped, tensors = _mapped(path), {}
     for name in names:
         tensor = mapped.pop(name)
         dtype = dtype_of(name) if tensor.is_floating_point() else tensor.dtype
-        found[name] = tensor.to(dtype, copy=True).contiguous()
+        tensors[name] = tensor.to(dtype, copy=True).contiguous()
         advance(tensor.numel() * tensor.element_size())
-    return found
+    return tensors

@@ -1,4 +1,4 @@
-"""Even light for a reference picture: an image-to-image model takes the shading and highlights out."""
+"""Delights a reference picture: an image-to-image model removes shading and highlights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch.nn import functional
 from ...compat.device.execution import checked_leaves, execution_device, generator_for
 from ...compat.errors import InputError
 from ...compat.memory.parts import Silent
-from ..estimates import asked, costed, decoding_bytes, encoding_bytes, step_bytes
+from ...compat.memory.statistics import stage_cost
+from ..estimates import DECODED, ENCODED, asked, step_bytes, vae_bytes
 from ..loading import PaintPipeline
 from ..networks import vae
 from ..networks.encoders import empty_prompt
@@ -30,9 +31,11 @@ class DelightSettings:
     """How a picture is delit; the defaults are the published ones.
 
     Args:
-        size: pixels, a multiple of 64. image_guidance: 1 leaves it off, as the published pipeline does although it
-            names 1.5. seed: 0 to 2**64 - 1. scheduler, spacing: of :mod:`samplers`. correct: bring mean and contrast
-            back to the picture's own where that is nearer to it.
+        size: pixels, a multiple of 64.
+        image_guidance: 1 leaves it off, as the published pipeline does although it names 1.5.
+        seed: 0 to 2**64 - 1.
+        scheduler, spacing: of :mod:`samplers`.
+        correct: bring mean and contrast back to the picture's own where that is nearer to it.
         text: encoded empty prompt (1, N, D), in place of the pipeline's own text encoder.
     """
 
@@ -52,7 +55,7 @@ def delight_image(
     """The picture in even light on white, (size, size, 3), fp32, 0..1, on the CPU.
 
     Args:
-        pipeline: of family ``delight``. picture: (H, W, 3 or 4) or (1, H, W, 3 or 4), 0..1; best recentred and square.
+        picture: (H, W, 3 or 4) or (1, H, W, 3 or 4), 0..1; best recentred and square.
 
     Raises:
         InputError: another pipeline, an unusable picture, or a setting out of range.
@@ -74,8 +77,15 @@ def delight_image(
         (given,) = checked_pictures(picture, "picture to delight")[:1]
         given = resized(given[None], settings.size, settings.size)[0]
         text = empty_prompt(pipeline, progress) if settings.text is None else settings.text
-        found = relit(pipeline, network_picture(given), text, settings, progress)
-        return corrected(found, given) if settings.correct else found
+        device, dtype = execution_device(pipeline.offloader), pipeline.precision.vae
+        need = asked(vae_bytes(ENCODED, settings.size, dtype))
+        with stage_cost(pipeline, "encoding", progress), pipeline.offloader.hold("vae", need, progress) as module:
+            condition = vae.encoded(module, network_picture(given)[None], None, device, progress)
+        latents = denoised(pipeline, condition, text, settings, progress)
+        need = asked(vae_bytes(DECODED, settings.size, dtype))
+        with stage_cost(pipeline, "decoding", progress), pipeline.offloader.hold("vae", need, progress) as module:
+            evened = vae.decoded(module, latents / vae.SCALE, device, progress, "decoding")[0]
+        return corrected(evened, given) if settings.correct else evened
 
 
 def delight_images(
@@ -107,25 +117,6 @@ def eroded(alpha: Tensor) -> Tensor:
     return -functional.max_pool2d(-alpha[None, None], 3, stride=1, padding=1)[0, 0]
 
 
-def relit(
-    pipeline: PaintPipeline, picture: Tensor, text: Tensor, settings: DelightSettings, progress: Any, start: Any = None
-) -> Tensor:
-    """What the network makes of a picture (H, W, 3): (H, W, 3).
-
-    Args:
-        text: encoded empty prompt (1, N, D). start: draws each noise in turn; from the seed when None.
-    """
-    device = execution_device(pipeline.offloader)
-    height, width = picture.shape[:2]
-    need = asked(encoding_bytes(height, width, pipeline.precision.vae))
-    with costed(pipeline, "encoding", progress), pipeline.offloader.hold("vae", need, progress) as module:
-        condition = vae.encoded(module, picture[None], None, device, progress)
-    latents = denoised(pipeline, condition, text, settings, progress, start)
-    need = asked(decoding_bytes(height, width, pipeline.precision.vae))
-    with costed(pipeline, "decoding", progress), pipeline.offloader.hold("vae", need, progress) as module:
-        return vae.decoded(module, latents / vae.SCALE, device, progress, "decoding")[0]
-
-
 def denoised(
     pipeline: PaintPipeline,
     condition: Tensor,
@@ -144,7 +135,7 @@ def denoised(
     rows, text = rows.to(device), text.to(device).expand(len(rows), -1, -1)
     need = asked(step_bytes(pipeline, len(rows), (condition.shape[-2], condition.shape[-1]), 0))
     hold = pipeline.offloader.hold("unet", need, progress)
-    with costed(pipeline, "delighting", progress), hold as unet, checked_leaves(unet, progress.check):
+    with stage_cost(pipeline, "delighting", progress), hold as unet, checked_leaves(unet, progress.check):
         for index, time in enumerate(solver.schedule.timesteps):
             noisy = solver.model_input(x, index).to(device).expand(len(rows), -1, -1, -1)
             step = torch.tensor([time], dtype=torch.float32, device=device)
@@ -160,14 +151,14 @@ def denoised(
     return x
 
 
-def corrected(found: Tensor, given: Tensor) -> Tensor:
-    """``found`` (H, W, 3) with mean and contrast of ``given`` (H, W, 3 or 4) where that is nearer to it, on white."""
+def corrected(evened: Tensor, given: Tensor) -> Tensor:
+    """``evened`` (H, W, 3) with mean and contrast of ``given`` (H, W, 3 or 4) where that is nearer to it, on white."""
     alpha = eroded(given[..., 3]) if given.shape[-1] == 4 else torch.ones_like(given[..., 0])
-    solid, chosen = alpha > SOLID, found
-    source, wanted = found[solid], given[..., :3][solid]
+    solid, chosen = alpha > SOLID, evened
+    source, wanted = evened[solid], given[..., :3][solid]
     if len(source) > 1:
         ratio = wanted.std(0) / source.std(0).clamp(min=1e-6)
-        changed = ((found - CORRECTION * source.mean(0)) * ratio + CORRECTION * wanted.mean(0)).clamp(0, 1)
+        changed = ((evened - CORRECTION * source.mean(0)) * ratio + CORRECTION * wanted.mean(0)).clamp(0, 1)
         nearer = (changed[solid] - wanted).square().mean() < (source - wanted).square().mean()
-        chosen = changed if nearer else found
+        chosen = changed if nearer else evened
     return over(torch.cat((chosen, alpha[..., None]), dim=-1), WHITE)

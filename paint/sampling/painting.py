@@ -11,15 +11,16 @@ from torch import Tensor
 
 from ...compat.device.execution import checked_leaves, execution_device, generator_for
 from ...compat.errors import InputError
+from ...compat.guidance import classifier_free_guidance
 from ...compat.memory.parts import Silent
-from ..estimates import asked, costed, decoding_bytes, encoding_bytes, looking_bytes, step_bytes
+from ...compat.memory.statistics import stage_cost
+from ..estimates import DECODED, ENCODED, asked, looking_bytes, step_bytes, vae_bytes
 from ..geometry.cameras import CameraTable, camera_ids, camera_notes
 from ..loading import PaintPipeline
 from ..networks import vae
 from ..networks.encoders import dino_states
 from ..networks.multiview import Run
-from ..networks.pbr import MATERIALS
-from ..networks.voxels import rotary_by_tokens
+from ..networks.pbr import MATERIALS, rotary_by_tokens
 from ..pictures import GREY, WHITE, checked_pictures, over, resized, squared
 from .solvers import Schedule, lcm_schedule, schedule_for, schedule_of, solver_for
 
@@ -75,8 +76,10 @@ class PaintSettings:
     """How it is painted. 0 for ``steps`` or ``guidance``, and ``auto``, mean the published sampler's own.
 
     Args:
-        size: of a view, pixels, a multiple of 64. scheduler, spacing: of :mod:`samplers`. sigmas: noise levels in place
-            of steps and spacing. seed: 0 to 2**64 - 1.
+        size: of a view, pixels, a multiple of 64.
+        scheduler, spacing: of :mod:`samplers`.
+        sigmas: noise levels in place of steps and spacing.
+        seed: 0 to 2**64 - 1.
         latents: from an earlier pass, (V, 4, h, w), PBR (2 V, 4, h, w), not scaled, as core's LATENT has them.
         denoise: share of the noise that is put on them, 0..1; 1 starts afresh.
         reference_scale, multiview_scale: weights of the two attentions.
@@ -100,7 +103,8 @@ class Painted:
     """Painted views, (V, H, W, 3), fp32, 0..1, on the CPU.
 
     Args:
-        views: colours; albedo for the PBR model. metallic_roughness: red metallic, green roughness; None for others.
+        views: colours; albedo for the PBR model.
+        metallic_roughness: red metallic, green roughness; None for others.
         latents: for a second pass, not scaled, as :class:`PaintSettings` takes them.
     """
 
@@ -114,7 +118,9 @@ class Conditions:
     """What stays the same through all steps, fp32 or narrower, on the device that computes.
 
     Args:
-        maps: (1, V, 8, h, w). reference: kept tokens by layer. cameras: ids (V,). rotary, dino: PBR only.
+        maps: (1, V, 8, h, w).
+        cameras: ids (V,).
+        rotary, dino: PBR only.
     """
 
     maps: Tensor
@@ -129,9 +135,6 @@ def paint_views(
 ) -> Painted:
     """The views, painted.
 
-    Args:
-        pipeline: of family ``paint`` or ``paint_pbr``.
-
     Raises:
         InputError: pictures, maps, cameras, latents or settings that do not fit together, or a result with NaN.
     """
@@ -142,8 +145,8 @@ def paint_views(
         conditions = _conditions(pipeline, inputs, (references, normals, positions, ids), settings, progress)
         latents = sampled(pipeline, conditions, settings, progress)
         painted = _decoded(pipeline, latents, len(ids), settings, progress)
-    for line in () if pipeline.compiler is None else pipeline.compiler.lines():
-        progress.notify(line)
+    for part, blocks in pipeline.compiled.items():
+        progress.notify(f"{part}: {blocks}")
     return painted
 
 
@@ -167,7 +170,7 @@ def completed(pipeline: PaintPipeline, settings: PaintSettings, progress: Any) -
         raise InputError(
             f"denoise {settings.denoise} for painting",
             expected="more than 0, at most 1",
-            fix="0 would return the input: use 0.3 to 0.6 for a second pass.",
+            fix="0 would return the input unchanged. Use 0.3 to 0.6 for a second pass.",
         )
     if settings.latents is None and settings.denoise < 1:
         progress.notify("denoise has no effect without latents")
@@ -175,7 +178,7 @@ def completed(pipeline: PaintPipeline, settings: PaintSettings, progress: Any) -
     scheduler = own.scheduler if settings.scheduler == "auto" else settings.scheduler
     spacing = own.spacing if settings.spacing == "auto" else settings.spacing
     if scheduler == "lcm" and (settings.spacing != "auto" or settings.sigmas is not None):
-        progress.notify("the lcm sampler keeps its own timesteps: sigma schedule and sigmas have no effect")
+        progress.notify("the lcm sampler uses its own timesteps: sigma schedule and sigmas have no effect")
         settings = replace(settings, sigmas=None)
     return replace(
         settings,
@@ -207,7 +210,7 @@ def sampled(
     """Clean latents (V or 2 V, 4, h, w), scaled, fp32, on the CPU.
 
     Args:
-        settings: completed. noise: draws each noise in turn; from the seed when None.
+        noise: draws each noise in turn; from the seed when None.
     """
     device = execution_device(pipeline.offloader)
     views, materials = conditions.maps.shape[1], MATERIALS if pipeline.family == "paint_pbr" else 1
@@ -220,17 +223,27 @@ def sampled(
         start = settings.latents.detach().cpu().float() * vae.SCALE
     x = solver.begin(draw(), start)
     rows = (0.0, settings.reference_scale) if settings.guidance != 1 else (settings.reference_scale,)
-    run = Run(views, conditions.reference, rows, settings.multiview_scale, materials, None, conditions.rotary)
+    run = Run(
+        views=views,
+        reference=conditions.reference,
+        scales=rows,
+        multiview_scale=settings.multiview_scale,
+        materials=materials,
+        dino=None,
+        rotary=conditions.rotary,
+    )
     size, count = (shape[-2], shape[-1]), len(solver.schedule)
     need = asked(step_bytes(pipeline, views * materials * len(rows), size, references_in(conditions)))
     hold = pipeline.offloader.hold("unet", need, progress)
-    with costed(pipeline, "painting", progress), hold as unet, checked_leaves(unet, progress.check):
+    with stage_cost(pipeline, "painting", progress), hold as unet, checked_leaves(unet, progress.check):
         for index, time in enumerate(solver.schedule.timesteps):
             step = torch.tensor([time], dtype=torch.float32, device=device)
             velocity = predicted(unet, solver.model_input(x, index).to(device), step, conditions, run)
             velocity = velocity.cpu().float().unflatten(0, (len(rows), -1))
             # Of three rows upstream the middle one cancels; of two equal ones (guidance 1) one is enough.
-            guided = velocity[0] if len(rows) == 1 else velocity[0] + settings.guidance * (velocity[1] - velocity[0])
+            guided = velocity[0]
+            if len(rows) > 1:
+                guided = classifier_free_guidance(velocity[1], velocity[0], settings.guidance)
             clean = solver.clean(guided, index, x)
             x = solver.step(guided, index, x, draw)
             progress.step(index + 1, count, "painting", lambda clean=clean: preview_of(clean))
@@ -279,14 +292,14 @@ def _checked(
     references = torch.cat([resized(squared(over(one, background), background)[None], size, size) for one in pictures])
     maps = []
     for name, given in (("normal", inputs.normals), ("position", inputs.positions)):
-        found = checked_pictures(given, f"{name} maps")
-        if len(found) != len(ids):
+        given_maps = checked_pictures(given, f"{name} maps")
+        if len(given_maps) != len(ids):
             raise InputError(
-                f"{len(found)} {name} maps for {len(ids)} cameras",
+                f"{len(given_maps)} {name} maps for {len(ids)} cameras",
                 expected="one map per camera",
-                fix="Connect the maps and the cameras of one Render Views node.",
+                fix="Connect the maps and the cameras of the same Render Views node.",
             )
-        maps.append(torch.cat([resized(over(one, WHITE)[None], size, size) for one in found]))
+        maps.append(torch.cat([resized(over(one, WHITE)[None], size, size) for one in given_maps]))
     materials, side = MATERIALS if pipeline.family == "paint_pbr" else 1, size // vae.REDUCTION
     wanted = (len(ids) * materials, 4, side, side)
     if settings.latents is not None and tuple(settings.latents.shape) != wanted:
@@ -309,11 +322,11 @@ def _conditions(
     references, normals, positions, ids = given
     device, size = execution_device(pipeline.offloader), settings.size
     generator = generator_for(settings.seed)
-    need = asked(encoding_bytes(size, size, pipeline.precision.vae))
-    with costed(pipeline, "encoding", progress), pipeline.offloader.hold("vae", need, progress) as module:
-        found = []
+    need = asked(vae_bytes(ENCODED, size, pipeline.precision.vae))
+    with stage_cost(pipeline, "encoding", progress), pipeline.offloader.hold("vae", need, progress) as module:
+        encodings = []
         for index, pictures in enumerate((references, normals, positions)):  # the order in which upstream draws
-            found.append(vae.encoded(module, pictures, generator, device, progress) * vae.SCALE)
+            encodings.append(vae.encoded(module, pictures, generator, device, progress) * vae.SCALE)
             progress.step(index + 1, 3, "encoding")
     dino = rotary = None
     if pipeline.family == "paint_pbr":
@@ -322,12 +335,14 @@ def _conditions(
         widths = {level: width // heads for level, (width, heads) in enumerate(pairs)}
         tables = rotary_by_tokens(positions.permute(0, 3, 1, 2), size // vae.REDUCTION, widths)
         rotary = {tokens: (cos.to(device), sin.to(device)) for tokens, (cos, sin) in tables.items()}
-    need = asked(looking_bytes(pipeline, len(references), (found[0].shape[-2], found[0].shape[-1])))
+    need = asked(looking_bytes(pipeline, len(references), (encodings[0].shape[-2], encodings[0].shape[-1])))
     hold = pipeline.offloader.hold("reference", need, progress)
-    with costed(pipeline, "reference", progress), hold as stream, checked_leaves(stream, progress.check):
-        reference = stream(found[0][None].to(device))
-    maps = torch.cat((found[1], found[2]), dim=1)[None].to(device)
-    return Conditions(maps, reference, torch.tensor(ids, device=device), rotary, dino)
+    with stage_cost(pipeline, "reference", progress), hold as stream, checked_leaves(stream, progress.check):
+        reference = stream(encodings[0][None].to(device))
+    maps = torch.cat((encodings[1], encodings[2]), dim=1)[None].to(device)
+    return Conditions(
+        maps=maps, reference=reference, cameras=torch.tensor(ids, device=device), rotary=rotary, dino=dino
+    )
 
 
 def _dino(pipeline: PaintPipeline, inputs: PaintInputs, reference: Tensor, progress: Any) -> Tensor:
@@ -351,8 +366,8 @@ def _dino(pipeline: PaintPipeline, inputs: PaintInputs, reference: Tensor, progr
 
 def _decoded(pipeline: PaintPipeline, latents: Tensor, views: int, settings: PaintSettings, progress: Any) -> Painted:
     device, plain = execution_device(pipeline.offloader), latents / vae.SCALE
-    need = asked(decoding_bytes(settings.size, settings.size, pipeline.precision.vae))
-    with costed(pipeline, "decoding", progress), pipeline.offloader.hold("vae", need, progress) as module:
+    need = asked(vae_bytes(DECODED, settings.size, pipeline.precision.vae))
+    with stage_cost(pipeline, "decoding", progress), pipeline.offloader.hold("vae", need, progress) as module:
         pictures = vae.decoded(module, plain, device, progress, "decoding")
     return Painted(pictures[:views], pictures[views:] if len(pictures) > views else None, plain)
 
@@ -388,5 +403,5 @@ def require_finite(latents: Tensor, subject: str) -> None:
         raise InputError(
             f"{broken} of {latents.numel()} values of the {subject} are NaN or infinite",
             expected="finite values",
-            fix="Choose precision fp32, or bf16 where the device has it, on the load node.",
+            fix="Choose precision fp32, or bf16 if the device supports it, on the load node.",
         )

@@ -34,7 +34,8 @@ class Schedule:
     """Timesteps for the network, noise levels before each step and after the last, and the whole table.
 
     Args:
-        table: sigma of each training step, (1000,), float64. start: by how much fresh noise is multiplied.
+        table: sigma of each training step, (1000,), float64.
+        start: by how much fresh noise is multiplied.
     """
 
     timesteps: tuple[float, ...]
@@ -106,8 +107,8 @@ def schedule_of(sigmas: Sequence[float], zero_snr: bool) -> Schedule:
     if len(sigmas) < 2 or sigmas[-1] < 0 or any(a <= b for a, b in pairwise(sigmas)):
         raise InputError(
             f"{len(sigmas)} sigmas for painting that do not fall",
-            expected="at least two noise levels that fall towards 0",
-            fix="Use a scheduler node made for Stable Diffusion, such as Basic Scheduler.",
+            expected="at least two noise levels falling towards 0",
+            fix="Use a scheduler node for Stable Diffusion, such as Basic Scheduler.",
         )
     table = sigma_table(zero_snr)
     logs, times = table.log(), []
@@ -127,7 +128,9 @@ def lcm_schedule(steps: int, zero_snr: bool) -> Schedule:
     """
     if not 1 <= steps <= LCM_GRID:
         raise InputError(
-            f"steps {steps} for the lcm sampler", expected=f"1 to {LCM_GRID}", fix="Turbo was made for 10; 0 is that."
+            f"steps {steps} for the lcm sampler",
+            expected=f"1 to {LCM_GRID}",
+            fix="Turbo was made for 10, which is what 0 means.",
         )
     stride = TRAIN_STEPS // LCM_GRID
     grid = [stride * index - 1 for index in range(LCM_GRID, 0, -1)]
@@ -175,7 +178,7 @@ class EulerAncestral:
         return x + up * noise() if self.eta else x
 
 
-class Unit:
+class UnitVariance:
     """What solvers share whose latents keep unit variance."""
 
     def __init__(self, schedule: Schedule) -> None:
@@ -202,7 +205,7 @@ class Unit:
         return data * x - share * velocity
 
 
-class LatentConsistency(Unit):
+class LatentConsistency(UnitVariance):
     """LCM: jump to the clean latents, add noise of the next level."""
 
     def step(self, velocity: Tensor, index: int, x: Tensor, noise: Noise) -> Tensor:
@@ -210,14 +213,14 @@ class LatentConsistency(Unit):
         time = self.schedule.timesteps[index] * TIME_SCALE
         skip = DATA_SIGMA**2 / (time**2 + DATA_SIGMA**2)
         out = time / math.sqrt(time**2 + DATA_SIGMA**2)
-        found = out * self.clean(velocity, index, x) + skip * x
+        clean = out * self.clean(velocity, index, x) + skip * x
         if index == len(self.schedule) - 1:
-            return found
+            return clean
         data, share = self.shares(index + 1)
-        return data * found + share * noise()
+        return data * clean + share * noise()
 
 
-class UniPC(Unit):
+class UniPC(UnitVariance):
     """diffusers' UniPC, order 2, bh2, predicting x0."""
 
     def __init__(self, schedule: Schedule) -> None:
@@ -241,8 +244,8 @@ class UniPC(Unit):
 
     def step(self, velocity: Tensor, index: int, x: Tensor, _noise: Noise) -> Tensor:
         """Latents one level lower."""
-        found: Tensor = self.solver.step(velocity, self.solver.timesteps[index], x, return_dict=False)[0]
-        return found
+        sample: Tensor = self.solver.step(velocity, self.solver.timesteps[index], x, return_dict=False)[0]
+        return sample
 
 
 def solver_for(name: str, schedule: Schedule) -> Any:

@@ -10,12 +10,12 @@ import torch
 from ...compat.checkpoints.latents import on_host
 from ...compat.errors import InputError
 from ..base import LATENT_VERSION, Latents, Pipeline, Prompt
-from ..registry import family_named
 from ..text.llama import POOLED
 from ..text.qwen import EMBEDS_2
 from ..text.t5 import EMBEDS, MASK
 
 KEY = "anygpu"
+MORE = "more"  # under our key: further tensors
 PLAIN = ("family", "task", "frames", "height", "width", "fps", "seed", "space", "version")
 
 
@@ -30,7 +30,7 @@ def to_core(latents: Latents, prefix: Mapping[str, Any] | None = None) -> dict[s
     return {
         **kept,
         "samples": latents.samples,
-        KEY: {**{name: getattr(latents, name) for name in PLAIN}, "extra": extra},
+        KEY: {**{name: getattr(latents, name) for name in PLAIN}, "extra": extra, **more_tensors(latents.more)},
     }
 
 
@@ -65,7 +65,7 @@ def samples_of(latent: Mapping[str, Any]) -> torch.Tensor:
         raise InputError(
             f"a LATENT of {shape}",
             expected="video latents (1, C, T, H, W)",
-            fix="Connect the latents of a video model; an image latent cannot be decoded here.",
+            fix="Connect the latents of a video model. Image latents cannot be decoded here.",
         )
     if samples.shape[0] != 1:
         raise InputError(
@@ -84,19 +84,23 @@ def start_of(pipeline: Pipeline, latent: Mapping[str, Any] | None, notify: Calla
     return {"latents": from_core(pipeline, latent, notify), "noise_mask": mask}
 
 
+def more_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """The entry of further tensors under our key; none where there are none."""
+    return {MORE: dict(tensors)} if tensors else {}
+
+
 def _own(samples: torch.Tensor, record: Mapping[str, Any]) -> Latents:
     extra = dict(record.get("extra", {}))
     if isinstance(extra.get("generator_state"), str):
         extra["generator_state"] = bytes.fromhex(extra["generator_state"])
-    return Latents(samples, **{name: record[name] for name in PLAIN}, extra=extra)
+    return Latents(samples, **{name: record[name] for name in PLAIN}, extra=extra, more=dict(record.get(MORE, {})))
 
 
 def _foreign(pipeline: Pipeline, samples: torch.Tensor) -> Latents:
-    family = family_named(pipeline.family)
-    spatial, temporal = family.ratios(pipeline)
+    spatial, temporal = pipeline.spec.ratios
     frames = (samples.shape[2] - 1) * temporal + 1
     height, width = samples.shape[3] * spatial, samples.shape[4] * spatial
-    return Latents(samples, pipeline.family, "text", frames, height, width, family.FAMILY.defaults.fps, 0)
+    return Latents(samples, pipeline.family, "text", frames, height, width, pipeline.spec.defaults.fps, 0)
 
 
 def conditionings(prompt: Prompt) -> tuple[list[Any], list[Any]]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,8 @@ from torch.nn import functional
 from ...compat.checkpoints.latents import dtype_name, dtype_named, on_host, written
 from ...compat.errors import CheckpointError, InputError, UnsupportedError
 from ..base import LATENT_VERSION, Prompt
-from ..registry import family_named
-from ..text.llama import POOLED
-from ..text.qwen import EMBEDS_2
+from ..family import MusubiCache
+from ..registry import FAMILIES, family_named
 from ..text.t5 import EMBEDS, MASK
 from .convert import KEY, samples_of
 
@@ -36,56 +34,14 @@ NAME = re.compile(r"[^/\\]*[^/\\.\s][^/\\]*")
 GUESSED_DTYPES = ("float8_e4m3fn", "float8_e5m2", "bfloat16", "float16", "float32", "float64", "int64", "int32")
 
 
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """One of its architectures.
-
-    Args:
-        short: in file names. full: in metadata. family: ours. ratio: pixels per latent row and column.
-        scale: what its latents are multiplied by; core's space has them unscaled.
-        padded: text tokens that its own caches are padded to; 0 where each item has its own length.
-        text: its name of an embedding to ours, the padded one first. mask, mask_dtype: of that one.
-    """
-
-    short: str
-    full: str
-    family: str
-    ratio: int
-    text: Mapping[str, str]
-    scale: float = 1.0
-    padded: int = 0
-    mask: str = ""
-    mask_dtype: torch.dtype = torch.int64
-
-
-ARCHITECTURES = (
-    Architecture(
-        "hv", "hunyuan_video", "hunyuan_video", 8, {"llm": EMBEDS, "clipL": POOLED}, padded=256, mask="llm_mask"
-    ),
-    Architecture(
-        "hv15",
-        "hunyuan_video_1_5",
-        "hunyuan_video_15",
-        16,
-        {"varlen_vl_embed": EMBEDS, "varlen_byt5_embed": EMBEDS_2},
-    ),
-    Architecture(
-        "fp",
-        "framepack",
-        "framepack",
-        8,
-        {"llama_vec": EMBEDS, "clip_l_pooler": POOLED},
-        scale=0.476986,  # of AutoencoderKLHunyuanVideo, whose encoder's result this trainer multiplies for FramePack
-        padded=512,
-        mask="llama_attention_mask",
-        mask_dtype=torch.bool,
-    ),
-)
+def architectures() -> dict[str, MusubiCache]:
+    """Our family ids to their caches, of those that this trainer has."""
+    return {family.id: family.musubi for family in FAMILIES.values() if family.musubi is not None}
 
 
 def kind_in(metadata: Mapping[str, str], file_name: str) -> str:
     """``latent`` or ``prompt`` for a cache of an architecture that we have; empty for any other file."""
-    if not any(found.full == metadata.get("architecture") for found in ARCHITECTURES):
+    if not any(kind.full == metadata.get("architecture") for kind in architectures().values()):
         return ""
     return "prompt" if "caption1" in metadata or file_name.endswith("_te.safetensors") else "latent"
 
@@ -106,7 +62,7 @@ def latent_of(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping
     Raises:
         UnsupportedError: an architecture that is no family of ours. CheckpointError: a tensor that is not as named.
     """
-    kind = _architecture(path, metadata)
+    family, kind = _architecture(path, metadata)
     name, match = next((name, found) for name in tensors if (found := LATENTS.fullmatch(name)))
     stored, sizes = tensors[name], [int(size) for size in match.groups()[:3]]
     if stored.ndim != 4 or list(stored.shape[1:]) != sizes or dtype_name(stored.dtype) != match[4]:
@@ -116,8 +72,8 @@ def latent_of(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping
             fix="Cache this item again.",
         )
     frames, height, width = (sizes[0] - 1) * 4 + 1, sizes[1] * kind.ratio, sizes[2] * kind.ratio
-    known = {"family": kind.family, "task": "text", "frames": frames, "height": height, "width": width}
-    known |= {"fps": family_named(kind.family).FAMILY.defaults.fps, "seed": 0, "space": "vae"}
+    known = {"family": family, "task": "text", "frames": frames, "height": height, "width": width}
+    known |= {"fps": family_named(family).defaults.fps, "seed": 0, "space": "vae"}
     others = {other: tensor for other, tensor in tensors.items() if other != name}
     return {
         "samples": (stored if kind.scale == 1.0 else stored.float() / kind.scale).unsqueeze(0),
@@ -132,7 +88,7 @@ def prompt_of(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping
     Raises:
         UnsupportedError: an architecture that is no family of ours. CheckpointError: an embedding is missing.
     """
-    kind = _architecture(path, metadata)
+    family, kind = _architecture(path, metadata)
     found = {_bare(name): tensor for name, tensor in tensors.items()}
     missing = [name for name in (*kind.text, *filter(None, [kind.mask])) if name not in found]
     if missing:
@@ -147,7 +103,7 @@ def prompt_of(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping
         embeds[EMBEDS] = embeds[EMBEDS][:, :length]
         embeds[MASK] = torch.ones(1, length, dtype=torch.long)
     read = {"architecture": kind.full, "tensors": dict(tensors), "metadata": dict(metadata)}
-    return Prompt(kind.family, embeds, extra={"text": metadata.get("caption1", ""), MUSUBI: read})
+    return Prompt(family, embeds, extra={"text": metadata.get("caption1", ""), MUSUBI: read})
 
 
 def save_latent_cache(folder: Path, name: str, latent: Mapping[str, Any], dtype: str = DTYPES[0]) -> Path:
@@ -162,10 +118,10 @@ def save_latent_cache(folder: Path, name: str, latent: Mapping[str, Any], dtype:
     """
     samples, known, read = samples_of(latent), latent.get(KEY, {}), latent.get(MUSUBI, {})
     kind = architecture_of(str(known.get("family", "")), "latents")
-    if kind.short == "fp" and not read:
+    if not read and family_named(str(known.get("family"))).sections:
         raise UnsupportedError(
-            "FramePack latents without image embeddings",
-            expected="the encoded first frame, which that trainer caches beside each section",
+            f"{family_named(str(known['family'])).title} latents without image embeddings",
+            expected="the encoded first frame, which Musubi Tuner caches beside each section",
             fix="Connect AnyGPU Encode Image to image.",
         )
     stored = scaled(samples, kind, str(read.get("dtype", "float32")) if dtype == DTYPES[0] else dtype)
@@ -173,7 +129,7 @@ def save_latent_cache(folder: Path, name: str, latent: Mapping[str, Any], dtype:
     return write_latents(folder, name, kind, known, tensors, read.get("metadata", {}))
 
 
-def scaled(samples: torch.Tensor, kind: Architecture, dtype: str) -> torch.Tensor:
+def scaled(samples: torch.Tensor, kind: MusubiCache, dtype: str) -> torch.Tensor:
     """Latents (C, T, H, W) of a LATENT's samples in the space of an architecture, of the named dtype, on the CPU."""
     stored = on_host(samples)[0]
     return (stored if kind.scale == 1.0 else stored.float() * kind.scale).to(dtype_named(dtype) or torch.float32)
@@ -187,7 +143,7 @@ def sized(latents: torch.Tensor) -> str:
 def write_latents(
     folder: Path,
     name: str,
-    kind: Architecture,
+    kind: MusubiCache,
     known: Mapping[str, Any],
     tensors: Mapping[str, torch.Tensor],
     read: Mapping[str, str],
@@ -230,13 +186,13 @@ def save_text_cache(folder: Path, name: str, prompt: Prompt, caption: str = "", 
     return written(path, tensors, metadata)
 
 
-def _text_tensors(kind: Architecture, prompt: Prompt, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+def _text_tensors(kind: MusubiCache, prompt: Prompt, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     for theirs, ours in kind.text.items():
         if ours not in prompt.embeds:
             raise UnsupportedError(
                 f"a prompt without {ours!r}",
-                expected=f"the embeddings {', '.join(kind.text.values())} of {kind.family}",
+                expected=f"the embeddings {', '.join(kind.text.values())} of {prompt.family}",
                 fix="Encode the text with AnyGPU Encode Prompt.",
             )
         found = prompt.embeds[ours][0].to(dtype or torch.float32)
@@ -248,26 +204,27 @@ def _text_tensors(kind: Architecture, prompt: Prompt, dtype: torch.dtype | None)
     return tensors
 
 
-def _architecture(path: Path, metadata: Mapping[str, str]) -> Architecture:
-    found = metadata.get("architecture")
-    for kind in ARCHITECTURES:
-        if kind.full == found:
-            return kind
+def _architecture(path: Path, metadata: Mapping[str, str]) -> tuple[str, MusubiCache]:
+    """The family and its caches that the metadata of a file name."""
+    name, known = metadata.get("architecture"), architectures()
+    for family, kind in known.items():
+        if kind.full == name:
+            return family, kind
     raise UnsupportedError(
-        f"a Musubi Tuner cache of {found!r} in {path.name!r}",
-        expected=f"one of {', '.join(kind.full for kind in ARCHITECTURES)}",
+        f"a Musubi Tuner cache of {name!r} in {path.name!r}",
+        expected=f"one of {', '.join(kind.full for kind in known.values())}",
         fix="Choose a cache of one of these architectures.",
     )
 
 
-def architecture_of(family: str, subject: str) -> Architecture:
-    """The architecture of a family of ours; ``subject`` is what is to be saved, for the error."""
-    for kind in ARCHITECTURES:
-        if kind.family == family:
-            return kind
+def architecture_of(family: str, subject: str) -> MusubiCache:
+    """The caches of a family of ours; ``subject`` is what is to be saved, for the error."""
+    known = architectures()
+    if family in known:
+        return known[family]
     raise UnsupportedError(
         f"{subject} of {family or 'an unknown family'!r} for a Musubi Tuner cache",
-        expected=f"one of {', '.join(kind.family for kind in ARCHITECTURES)}",
+        expected=f"one of {', '.join(known)}",
         fix="Use AnyGPU Save Latent or AnyGPU Save Prompt for other families.",
     )
 

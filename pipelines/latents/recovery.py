@@ -1,7 +1,7 @@
-"""Sampled latents kept on disk by themselves, newest first, so that nothing after sampling can cost them.
+"""Sampled latents, saved automatically, newest first, so that no later failure can lose them.
 
 A file per sampling; FramePack's is replaced after each finished section and holds what the next section needs, so that
-a sampling that was cut short goes on where it stood and gives the same video.
+an interrupted sampling resumes where it stopped and gives the same video.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from ...compat.checkpoints.latents import metadata_of, read_record, record_in
 from ...compat.errors import CheckpointError, PackError
 from ..base import Latents
-from ..families.framepack.sections import Standing
+from ..sampling.resume import SectionState
 from .convert import to_core
 from .store import Origin, load_latent, save_latent
 
@@ -93,8 +93,10 @@ def path_of(folder: Path, name: str) -> Path:
     if chosen not in ids:
         raise CheckpointError(
             f"no kept latents {name!r}" if ids else "no kept latents at all",
-            expected=f"one of the {len(ids)} that are kept" if ids else "a sampling that came to its end",
-            fix="Press R to list them again." if ids else "Sample first; each result is kept by itself.",
+            expected=f"one of the {len(ids)} that are kept" if ids else "a finished sampling",
+            fix="Press R to refresh the list."
+            if ids
+            else "Sample something first; every result is saved automatically.",
         )
     return folder / f"{chosen}.safetensors"
 
@@ -108,7 +110,7 @@ class KeptSections:
     limit_bytes: int = LIMIT_BYTES
     names: dict[str, str] = field(default_factory=dict)
 
-    def found(self, key: str) -> Standing | None:
+    def found(self, key: str) -> SectionState | None:
         """Where the newest unfinished sampling with the same ``key`` stands; None where there is none."""
         for kept in listing(self.folder):
             if not kept.unfinished:
@@ -121,15 +123,15 @@ class KeptSections:
                 tensors, _ = read_record(path, "latents")
                 lengths = [int(length) for length in record["extra"]["section_lengths"]]
                 state = bytes.fromhex(record["extra"]["generator_state"])
-                standing = Standing(tensors[HISTORY], tuple(lengths), state)
+                standing = SectionState(tensors[HISTORY], tuple(lengths), state)
             except (OSError, PackError, KeyError, TypeError, ValueError) as error:
-                log.warning("AnyGPU: %s cannot be gone on with: %s", path.name, error)
+                log.warning("AnyGPU: cannot resume from %s: %s", path.name, error)
                 continue
             self.names[key] = kept.id
             return standing
         return None
 
-    def keep(self, key: str, index: int, count: int, latents: Latents, standing: Standing) -> None:
+    def keep(self, key: str, index: int, count: int, latents: Latents, standing: SectionState) -> None:
         """Replace what is kept of this sampling by all sections so far."""
         name = self.names.setdefault(key, _new_id(latents))
         record: dict[str, Any] = {}
@@ -139,8 +141,8 @@ class KeptSections:
             tensors = {HISTORY: standing.latents}
         origin = Origin(record=record, tensors=tensors)
         if _write(self.folder, name, latents, self.notify, self.limit_bytes, origin):
-            log.info("AnyGPU: section %d of %d kept as %s", index + 1, count, name)
-            self.notify("finished sections are kept: queue the same again after a cancel or a crash and it goes on")
+            log.info("AnyGPU: section %d of %d saved as %s", index + 1, count, name)
+            self.notify("finished sections are saved: after a cancel or a crash, queue the same graph again to resume")
 
 
 def _write(
@@ -156,7 +158,7 @@ def _write(
         save_latent(path, to_core(latents), notify, origin=origin)
         _sweep(folder, path, limit_bytes)
     except (OSError, PackError) as error:  # a full disk must not cost the sampling too
-        log.warning("AnyGPU: latents could not be kept: %s", error)
+        log.warning("AnyGPU: latents could not be saved: %s", error)
         notify(f"the latents could not be kept for AnyGPU Recover Latents: {error}")
         return False
     return True

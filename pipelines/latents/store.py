@@ -1,4 +1,4 @@
-"""LATENTs as files: what core calls LATENT, with everything our nodes know of it, and back without a changed bit.
+"""Saves and loads core's LATENT with all our metadata, without changing a bit.
 
 The tensor has the name that core's own latent files use, so core reads ours (the tensor only) and we read core's.
 """
@@ -25,7 +25,7 @@ from ...compat.checkpoints.latents import (
 from ...compat.errors import CheckpointError, InputError
 from ..base import LATENT_VERSION
 from . import musubi
-from .convert import KEY, PLAIN, samples_of
+from .convert import KEY, MORE, PLAIN, more_tensors, samples_of
 
 LATENT, PROMPT = "latent", "prompt"
 SAMPLES, MASK, CORE_VERSION = "latent_tensor", "noise_mask", "latent_format_version_0"
@@ -67,9 +67,12 @@ def save_latent(
     tensors = {SAMPLES: samples, CORE_VERSION: torch.tensor([]), **origin.tensors}
     if isinstance(latent.get(MASK), torch.Tensor):
         tensors[MASK] = latent[MASK]
+    ours = dict(latent.get(KEY, {}))
+    for name, tensor in ours.pop(MORE, {}).items():
+        tensors[f"{MORE}.{name}"] = _finite(tensor, notify, not_finite)
     known = {"kind": LATENT, "shape": list(samples.shape), "dtype": dtype_name(samples.dtype)}
     saved = {"saved": time.strftime("%Y-%m-%dT%H:%M:%S"), **origin.record}
-    return write_record(path, tensors, {**latent.get(KEY, {}), **known, **saved}, origin.metadata)
+    return write_record(path, tensors, {**ours, **known, **saved}, origin.metadata)
 
 
 def load_latent(
@@ -89,7 +92,7 @@ def load_latent(
     tensors, metadata = read_record(path, "latents")
     if musubi.is_latent_cache(tensors, metadata):
         latent = musubi.latent_of(path, tensors, metadata)
-        notify(f"latents of Musubi Tuner, {latent[KEY]['family']}: training data, not a sampling; seed 0")
+        notify(f"latents of Musubi Tuner, {latent[KEY]['family']}: training data, not sampled; seed 0")
     else:
         latent = _own(path, tensors, record_in(metadata, path))
     samples = _finite(latent["samples"], notify, not_finite)
@@ -132,13 +135,15 @@ def _own(path: Path, tensors: Mapping[str, torch.Tensor], record: Mapping[str, A
         raise CheckpointError(
             f"{record.get('kind', 'no latents')!r} in {str(path)!r}",
             expected=f"a file of latents, with a tensor {SAMPLES!r}",
-            fix="Choose a file that AnyGPU Save Latent, core's Save Latent or Musubi Tuner wrote.",
+            fix="Choose a file written by AnyGPU Save Latent, core's Save Latent or Musubi Tuner.",
         )
     latent: dict[str, Any] = {"samples": samples}
     if MASK in tensors:
         latent[MASK] = tensors[MASK]
     if "family" in record:
         latent[KEY] = _checked(path, samples, record)
+        more = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{MORE}.")}
+        latent[KEY] |= more_tensors({name.removeprefix(f"{MORE}."): tensor for name, tensor in more.items()})
     return latent
 
 
@@ -153,6 +158,6 @@ def _checked(path: Path, samples: torch.Tensor, record: Mapping[str, Any]) -> di
         raise CheckpointError(
             f"the record of {str(path)!r} is wrong about {', '.join(wrong)}",
             expected=f"what belongs to a tensor {tuple(samples.shape)}",
-            fix="Save the latents again; this file was edited or put together by hand.",
+            fix="Save the latents again; this file was edited or made by hand.",
         )
     return {**{name: record[name] for name in PLAIN}, "extra": dict(record.get("extra", {}))}

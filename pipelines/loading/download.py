@@ -1,7 +1,7 @@
-"""Published models fetched into a model folder, by huggingface_hub, when somebody asks for it: whole and checked.
+"""What to download first, and into which folder; on request, the download with huggingface_hub, checked.
 
-A repository is fixed at one commit, and only the files that are read are fetched. What was begun goes on from there. A
-folder whose files were compared with the hashes of the Hub keeps a note of it, so that it is not asked again.
+A repository is fixed at one commit, and only the files that we read are downloaded. Interrupted downloads resume. A
+folder whose files matched the Hub's hashes keeps a note of that, so that it is not checked again.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...compat.device.facts import GIBIBYTE
 from ...compat.errors import CheckpointError, InputError, MissingPackageError
 from ...compat.memory.statistics import amount
 from ...compat.packages import imported
-from ..base import Progress
+from ..base import Progress, StageText
+from ..family import Download, Offer
 from ..registry import FAMILIES
-from .published import OFFERS, Download, Offer
 
+FETCHER = "AnyGPU Download Model"  # the node
 CHOICES = ("no", "download")  # grows at the end
 SMALL_FILES = (".json", ".txt", ".model", ".jinja")  # settings, vocabularies, templates of chats
 NARROW = ".bf16"  # in the names of a second set of weights, of half the size
@@ -52,9 +54,53 @@ class Fetched:
     failure: BaseException | None = None
 
 
-def model_choices() -> list[str]:
-    """The models that can be fetched, by the titles of their families."""
-    return [FAMILIES[offer.family].title for offer in OFFERS]
+def offers() -> dict[str, Offer]:
+    """Title of each family that somebody may start with to what to download, the smallest first."""
+    each = [(family.title, family.offer) for family in FAMILIES.values() if family.offer is not None]
+    return dict(sorted(each, key=lambda item: item[1].total_bytes))
+
+
+def smallest_for(memory_bytes: int) -> tuple[str, Offer]:
+    """Title and offer of the smallest whose largest part fits into ``memory_bytes``; of the smallest if none fits."""
+    each = list(offers().items())
+    return next((item for item in each if item[1].largest_bytes <= memory_bytes), each[0])
+
+
+def known_page(name: str) -> str:
+    """The page from which a folder of this name comes; empty for a name that is not a published one."""
+    pages = [page for family in FAMILIES.values() for page in family.pages]
+    return next((page for page in pages if page.rsplit("/", 1)[1] == Path(name).name), "")
+
+
+def remedy(name: str, root: Path, memory_bytes: int) -> str:
+    """What to do about a model that is not there: its page where the name is a published one, else the smallest."""
+    page = known_page(name)
+    if page:
+        return f"Download {page} into {root / Path(name).name} and press R, or choose another model."
+    title, offer = smallest_for(memory_bytes)
+    where = "; and ".join(download.text(root) for download in offer.downloads)
+    return f"The smallest that fits this machine is {title}: download {where}, or let {FETCHER} do it; then press R."
+
+
+def first_steps(searched: Sequence[Path], machine: str, memory_bytes: int) -> str:
+    """What to do while there is no model: the folders searched, the smallest model that fits, its pages and folders.
+
+    Args:
+        searched: the model folders; the first is where the model goes. machine: the machine in words.
+        memory_bytes: of the computer that holds the weights.
+    """
+    title, offer = smallest_for(memory_bytes)
+    fits = "The smallest that fits" if offer.largest_bytes <= memory_bytes else "None fits. The smallest for"
+    gib = offer.total_bytes / GIBIBYTE
+    return "\n".join(
+        [
+            "No model was found in:",
+            *(f"  {folder}" for folder in searched),
+            f"{fits} this machine ({machine}): {title}, {gib:.1f} GiB of weights in bf16.",
+            *(f"Download {download.text(searched[0])}" for download in offer.downloads),
+            f"Then press R and choose it. {FETCHER} can fetch it.",
+        ]
+    )
 
 
 def offer_of(title: str) -> Offer:
@@ -63,12 +109,9 @@ def offer_of(title: str) -> Offer:
     Raises:
         InputError: none has it.
     """
-    found = next((offer for offer in OFFERS if FAMILIES[offer.family].title == title), None)
-    if found is None:
-        raise InputError(
-            f"model {title!r}", expected=f"one of {', '.join(model_choices())}", fix="Choose one of these."
-        )
-    return found
+    if title not in offers():
+        raise InputError(f"model {title!r}", expected=f"one of {', '.join(offers())}", fix="Choose one of these.")
+    return offers()[title]
 
 
 def folder_of(download: Download, roots: Sequence[Path]) -> Path:
@@ -102,7 +145,9 @@ def fetched(
         files = _fetch(download, folder, progress, endpoint)
         whole = f"{folder} is whole: {len(files)} files as {download.repository} has them"
         lines.append(whole if files else _told(download, folder))
-    return lines if choice == "download" else [*lines, f"{offer.total_bytes / 1e9:.0f} GB in bf16; nothing was fetched"]
+    return (
+        lines if choice == "download" else [*lines, f"{offer.total_bytes / 1e9:.0f} GB in bf16; nothing was downloaded"]
+    )
 
 
 def is_checked(folder: Path, download: Download) -> bool:
@@ -141,8 +186,8 @@ def selected(files: Mapping[str, int], only: tuple[str, ...]) -> dict[str, int]:
 
 def _told(download: Download, folder: Path) -> str:
     if is_checked(folder, download):
-        return f"{folder} is whole, as it was checked against {download.repository}"
-    there = "is there, not checked" if folder.is_dir() and any(folder.iterdir()) else "is not there"
+        return f"{folder} is complete and was checked against {download.repository}"
+    there = "is there, but not checked" if folder.is_dir() and any(folder.iterdir()) else "is not there"
     return f"{folder} {there}; download fetches {download.page} at {download.revision[:12]}"
 
 
@@ -155,7 +200,7 @@ def _fetch(download: Download, folder: Path, progress: Progress, endpoint: str |
         raise MissingPackageError(
             f"huggingface_hub {hub.__version__}, which checks no hashes",
             expected="1.1 or newer",
-            fix="Install it into the Python that runs this: python -m pip install -U huggingface_hub",
+            fix="Install it into the Python that runs ComfyUI or anygpu: python -m pip install -U huggingface_hub",
         )
     state, files, name = Fetched(), dict[str, int](), f"download {folder}"
     earlier = [thread for thread in threading.enumerate() if thread.name == name]
@@ -176,8 +221,8 @@ def _fetch(download: Download, folder: Path, progress: Progress, endpoint: str |
             thread.join(WAIT_SECONDS)
             progress.check()
             if state.total:
-                text = f"{state.stage} {download.folder} {amount(state.done, state.total)}"
-                progress.step(min(state.done, state.total), state.total, text)
+                text = f"{download.folder} {amount(state.done, state.total)}"
+                progress.step(min(state.done, state.total), state.total, StageText(state.stage, text, True))
     finally:
         state.stopped = True
     if isinstance(state.failure, CheckpointError | InputError):
@@ -195,7 +240,7 @@ def _transferred(hub: Any, download: Download, folder: Path, state: Fetched, end
         raise CheckpointError(
             f"{download.page} at {download.revision} has nothing to fetch",
             expected=f"safetensors in {', '.join(download.only) or 'it'}",
-            fix="Report this: the commit is fixed in AnyGPU.",
+            fix="Please report this: AnyGPU names the commit.",
         )
     _require_version(folder, [n for n, size in files.items() if _size(folder / n) not in (None, size)], download)
     _require_room(folder, files, download.revision)
@@ -258,7 +303,8 @@ def _require_room(folder: Path, files: Mapping[str, int], revision: str) -> None
         raise InputError(
             f"{free / 1e9:.1f} GB free on the disk of {str(folder)!r}",
             expected=f"{(needed + ROOM_BYTES) / 1e9:.1f} GB",
-            fix="Free some, or name another folder under diffusers in extra_model_paths.yaml, with is_default: true.",
+            fix="Free some space, or add another folder under diffusers in extra_model_paths.yaml, with is_default: "
+            "true.",
         )
 
 
@@ -284,7 +330,7 @@ def _require_same(found: Any, files: Container[str], damaged: Sequence[str]) -> 
         raise CheckpointError(
             f"{(damaged or absent)[0]!r} in {str(found.verified_path)!r} {what}{more}",
             expected="the files as the Hub has them",
-            fix="Run this node again: damaged files were removed, and only what lacks is fetched.",
+            fix="Run this node again: damaged files were removed, and only missing files are downloaded.",
         )
 
 
@@ -322,7 +368,7 @@ def _failed(download: Download, folder: Path, error: BaseException) -> Checkpoin
         )
     else:
         found = f"{download.page} cannot be reached ({type(error).__name__}: {reason})"
-        fix = f"Connect and run again, which goes on where it ended, {by_hand}"
+        fix = f"Go online and run again to resume, {by_hand}"
     return CheckpointError(found, expected=f"the files of {download.folder}", fix=fix)
 
 

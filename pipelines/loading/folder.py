@@ -1,7 +1,7 @@
-"""A model folder becomes a pipeline: which family it is, where its parts are, what each part's dtype is.
+"""Builds a pipeline from a model folder: its family, its parts, and the dtype of each part.
 
-Nothing heavy is read here: configurations and safetensors headers only, so that a missing shard is found before a
-minute is lost, and a part that a run never uses is never read.
+Nothing heavy is read here: configurations and safetensors headers only, so that a missing shard is noticed at once, and
+a part that a run does not use is never read.
 """
 
 from __future__ import annotations
@@ -27,27 +27,24 @@ from ...compat.device.probe_store import ProbeStore
 from ...compat.device.quirks import abilities
 from ...compat.device.wheels import require_kernels
 from ...compat.errors import CheckpointError, InputError
-from ...compat.memory.adapters import Adapted
-from ...compat.memory.offloader import HOSTED, offloader_for
+from ...compat.memory.offloader import Offloader, offloader_for
+from ...compat.memory.parts import denoises, role_of
 from ...compat.packages import attribute, unusable
-from ...compat.precision import Precision, precision_for
-from ...compat.transforms.attention import Attention, attention_for, avoided_by
-from ...compat.transforms.attention_timing import by_time
+from ...compat.precision import FP32, Precision, precision_for
+from ...compat.transforms.attention import Attention, attention_for, avoided_by, by_time
 from ...compat.transforms.conv3d_choice import kept_timings
+from ...compat.transforms.fp16 import stored_dtype
 from ...compat.transforms.order import Preparation, attention_step, conv3d_step
-from ..base import Offloader, Parts, Pipeline, Progress, Silent, Tools
-from ..family import Family
-from ..measured import advised
+from ..base import Parts, Pipeline, Progress, Silent, Tools
+from ..family import FamilySpec
 from ..memory.estimates import sizes_of
-from ..memory.fit import require_room, terms_for
-from ..memory.host import backed, note
-from ..registry import FAMILIES, family_named
-from ..sampling.safe_fp16 import TRANSFORMER, SafeFp16, read_narrow
+from ..memory.fit import fit_host_memory, host_weight_decisions, offload_options, require_room
+from ..registry import FAMILIES
 from ..speed import SpeedRequest, speed_for
+from . import storage
 from .part import PartFiles, part_files, reader_of
-from .single_file import Composed, Files, composed, family_in
-from .storage import notes as storage_notes
-from .storage import storage_step, with_storage
+from .single_file import Composed, Files, composed, family_in, lone_task, without_text
+from .storage import SafeFp16
 
 INDEX = "model_index.json"
 AUTO = "auto"
@@ -110,50 +107,59 @@ def load(
         InputError, UnsupportedError: a choice that this model or machine cannot do.
     """
     progress = progress or Silent()
-    single = None if request.files is None else _composed(request, request.files, progress)
-    family, folders = _folders(request, progress) if single is None else (single.family, single.folders)
+    single, family, folders, tools = _sources(request, progress)
     facts = facts_for(request.device)
     require_kernels(facts)
     probes = None if request.state is None else probe_results_of(facts, request.state, request.quiet)
-    precision = precision_for(family.id, facts, request.precision, probes)
+    precision = precision_for(family.precision, facts, request.precision, probes)
     files = _part_files(family, folders, precision, {} if single is None else single.files)
-    files = with_storage(files, request, family.text_parts, precision, facts, probes)
-    files, host = backed(files, facts, _host_room(sum(part.total_bytes for part in files.values())), swap_free_bytes())
-    free = free_bytes(facts.device)
-    weights, terms = sizes_of(files.values()), terms_for(request.devices, request.keep_free_gb, request.state, host)
-    evicts = make_room is not None or hosted is not None  # the host's other models leave where ours need the room
-    require_room(weights, facts.device, facts.total_bytes or None if evicts else free, terms)
+    files = storage.with_storage(files, request, family.text_parts, precision, facts, probes)
+    sizes = {name: part.total_bytes for name, part in files.items()}
+    files, host = fit_host_memory(files, facts, _host_room(sum(sizes.values())), swap_free_bytes())
+    free, weights = free_bytes(facts.device), sizes_of(files.values())
+    options = offload_options(request.devices, request.keep_free_gb, request.state, host)
+    require_room(weights, facts.device, facts.total_bytes or None if make_room or hosted else free, options)
     progress.check()
-    task = _task(family, folders["transformer"]) if single is None else single.task
     variant = _variant(family, request, files, progress)
     attention = _attention(request.attention, files["transformer"].config, precision, facts, probes)
     safe = SafeFp16(family.id, facts.device, active=precision.safe)
     convolutions = conv3d_step(abilities(facts, probes), kept_timings(facts, probes))
-    speed = speed_for(request.speed, facts, request.devices, precision, probes, attention.why)
-    steps = (storage_step(files), convolutions, safe.step(), attention_step(attention), *speed.steps())
+    speed = speed_for(request.speed, facts, request.devices, precision, probes, attention)
+    steps = (storage.storage_step(files), convolutions, safe.step(), attention_step(attention), *speed.steps())
     parts = _parts(files, Preparation(steps), safe if request.precision == AUTO else None)
-    sizes = {name: part.total_bytes for name, part in files.items()}
     hosted = speed.host_for(request.offload, hosted)
-    offloader, reason = offloader_for(request.offload, parts, facts.device, sizes, free, make_room, hosted, terms)
-    speed.settle_offload(getattr(offloader, "mode", HOSTED), request.offload != AUTO)
-    said = (*storage_notes(files), *speed.notes(), *note(host, facts, offloader), *advised(facts, family.id))
-    notes = (str(precision), f"{offloader}: {reason}", str(attention), *said)
+    offloader, offload = offloader_for(
+        request.offload, parts, facts.device, sizes, free=free, make_room=make_room, hosted=hosted, options=options
+    )
+    speed.settle_offload(offloader.mode, request.offload != AUTO)
+    more = (*storage.decisions(files), *speed.decisions(), *host_weight_decisions(offloader))
     return Pipeline(
-        family.id,
-        task,
-        parts,
-        facts,
-        precision,
-        Adapted(offloader, parts),
-        _tools(family, folders) if single is None else _tools_of(single),
-        {name: part.config for name, part in files.items()},
-        variant,
-        request.model,
-        notes,
-        speed,
+        spec=family,
+        task=_task(family, folders["transformer"]) if single is None else single.task,
+        parts=parts,
+        facts=facts,
+        precision=precision,
+        offloader=offloader,
+        tools=tools,
+        configs={name: part.config for name, part in files.items()},
+        variant=variant,
+        source=request.model,
+        decisions=(precision.decision, offload, attention.decision, *more),
+        speed=speed,
         weights=weights,
         probes=probes,
+        storage=storage.smaller(files),
     )
+
+
+def _sources(request: LoadRequest, progress: Progress) -> tuple[Composed | None, FamilySpec, dict[str, Path], Tools]:
+    """The composed single files, None for a folder; the family; the folders of its parts; its tools."""
+    if request.files is None:
+        family, folders = part_folders(request, progress)
+        return None, family, folders, _tools(family, folders, {"index": partial(_index_beside, folders["transformer"])})
+    single = _composed(request, request.files, progress)
+    tools = _tools(single.family, single.folder_tools, single.tools)
+    return single, single.family, dict(single.folders), tools
 
 
 def _host_room(wanted: int, free: Callable[[], int] = host_free_bytes) -> int:
@@ -161,9 +167,9 @@ def _host_room(wanted: int, free: Callable[[], int] = host_free_bytes) -> int:
 
     Rewritten blocks refer to themselves, so that a pipeline nobody has any more stays until such cycles are looked for.
     """
-    found = free()
-    if found >= wanted:
-        return found
+    room = free()
+    if room >= wanted:
+        return room
     gc.collect()
     empty_host_cache()
     return free()
@@ -173,7 +179,7 @@ def _parts(files: Mapping[str, PartFiles], prepare: Preparation, safe: SafeFp16 
     """The parts, none of them read; the transformer with a way back from safe fp16 where that was left to ``auto``."""
     parts = Parts({name: reader_of(part) for name, part in files.items()}, prepare)
     if safe is not None and safe.active:
-        parts.fallbacks[TRANSFORMER] = partial(safe.abandon, parts, files[TRANSFORMER])
+        parts.fallbacks = {name: partial(safe.abandon, parts, part) for name, part in files.items() if denoises(name)}
     return parts
 
 
@@ -205,14 +211,14 @@ def variant_choices() -> list[str]:
     return [AUTO, *dict.fromkeys(variant for family in FAMILIES.values() for variant in family.variants)]
 
 
-def family_of_folder(folder: Path) -> Family | None:
+def family_of_folder(folder: Path) -> FamilySpec | None:
     """The family of a pipeline or transformer folder; None for any other folder."""
     if (folder / INDEX).is_file():
         name = str(read_json(folder / INDEX, "a diffusers pipeline").get("_class_name"))
         return next((family for family in FAMILIES.values() if name in family.pipelines), None)
     if (folder / "config.json").is_file():
         name = str(read_json(folder / "config.json", "a model configuration").get("_class_name"))
-        return next((family for family in FAMILIES.values() if name in family.transformers), None)
+        return next((family for family in FAMILIES.values() if name in family.transformer_classes), None)
     return None
 
 
@@ -225,40 +231,38 @@ def _is_model(folder: Path) -> bool:
         return False
 
 
-def _folders(request: LoadRequest, progress: Progress) -> tuple[Family, dict[str, Path]]:
+def part_folders(request: LoadRequest, progress: Progress | None = None) -> tuple[FamilySpec, dict[str, Path]]:
     """The family, and the folder of every part and tool it has."""
-    model = request.model
+    progress, model = progress or Silent(), request.model
     if not model.is_dir():
         raise CheckpointError(
             f"no model folder {str(model)!r}",
             expected="a folder with model_index.json or a transformer's config.json",
-            fix="Put the model into ComfyUI/models/diffusers and refresh, or give the right path.",
+            fix="Put the model into ComfyUI/models/diffusers and refresh, or correct the path.",
         )
     family = family_of_folder(model)
     if family is None:
         raise _unknown(model)
     whole = (model / INDEX).is_file()
-    folders = _pipeline_folders(model) if whole else {"transformer": model}
+    folders = _folders_in(model) if whole else {"transformer": model}
     wanted = [*family.parts, *family.tools]
     for name, given in (("base", request.base), ("image_encoder", request.image_encoder)):
         lacking = [part for part in wanted if part not in folders and (name == "base") == (part not in ENCODER_FOLDER)]
         if lacking and (given is not None or (not whole and any(part not in family.optional for part in lacking))):
             source = given or _searched(name, family, request)
             progress.notify(f"{name} from {source.name}{'' if given else ' (auto)'}")
-            offered = _pipeline_folders(source) if (source / INDEX).is_file() else _subfolders(source)
+            offered = _folders_in(source)
             if name == "base" and request.image_encoder is None:
                 lacking += [part for part in ENCODER_FOLDER if part in wanted and part not in folders]
             folders.update({part: offered[part] for part in lacking if part in offered})
-    spared = _text_left_out(family, folders)
-    if spared:
-        progress.notify("without text encoder: connect AnyGPU Load Prompt or core CONDITIONING")
+    spared = without_text(family, lambda part: part in folders and folders[part].is_dir(), progress)
     folders = {part: folder for part, folder in folders.items() if part not in spared}
     for tool in family.tools:
         if tool in folders and not any(folders[tool].glob("*.json")) and not any(folders[tool].glob("*.model")):
             raise CheckpointError(
                 f"no files in {str(folders[tool])!r}",
                 expected=f"the {tool} of this model",
-                fix="Download the missing folder; its name must stay as published.",
+                fix="Download the missing folder, and keep its published name.",
             )
     absent = [part for part in wanted if part not in folders and part not in (*family.optional, *spared)]
     if absent:
@@ -281,52 +285,36 @@ def _attention(
     return by_time(attention, facts, probes, operands, width)
 
 
-def _text_left_out(family: Family, folders: Mapping[str, Path]) -> tuple[str, ...]:
-    """The text parts and tokenizers of a model that came without any of its text encoders' folders."""
-    if any(part in folders and folders[part].is_dir() for part in family.text_parts):
-        return ()
-    return (*family.text_parts, *(tool for tool in family.tools if tool.startswith("tokenizer")))
-
-
 def _composed(request: LoadRequest, files: Files, progress: Progress) -> Composed:
     """The pipeline of single files, with what a folder named as base lends to it."""
     provided: dict[str, Path] = {}
     for folder in (request.base, request.image_encoder):
         if folder is not None:
-            provided |= _pipeline_folders(folder) if (folder / INDEX).is_file() else _subfolders(folder)
+            provided |= _folders_in(folder)
     wanted = family_in(files.parts["transformer"])
     provided = {name: folder for name, folder in provided.items() if name in (*wanted.parts, *wanted.tools)}
     return composed(replace(files, provided=provided), progress)
 
 
-def _tools_of(single: Composed) -> Tools:
-    readers = {name: _tool_reader(single.family.tools[name], folder) for name, folder in single.folder_tools.items()}
-    return Tools({**single.tools, **readers})
-
-
 ENCODER_FOLDER = ("image_encoder", "feature_extractor")
 
 
-def _pipeline_folders(model: Path) -> dict[str, Path]:
-    index = read_json(model / INDEX, "a diffusers pipeline")
-    return {
-        name: model / name
-        for name, entry in index.items()
-        if isinstance(entry, list) and len(entry) == 2 and entry[1] is not None
-    }
-
-
-def _subfolders(folder: Path) -> dict[str, Path]:
+def _folders_in(folder: Path) -> dict[str, Path]:
+    """The folders of parts and tools that the index of a pipeline names; without an index, all of them."""
+    if (folder / INDEX).is_file():
+        index = read_json(folder / INDEX, "a diffusers pipeline")
+        pairs = {name: entry for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2}
+        return {name: folder / name for name, (_, cls) in pairs.items() if cls is not None}
     if not folder.is_dir():
         raise CheckpointError(
             f"no folder {str(folder)!r}",
-            expected="a folder with the parts this model lacks",
+            expected="a folder with the parts that this model lacks",
             fix="Choose another folder.",
         )
     return {child.name: child for child in folder.iterdir() if child.is_dir()}
 
 
-def _searched(name: str, family: Family, request: LoadRequest) -> Path:
+def _searched(name: str, family: FamilySpec, request: LoadRequest) -> Path:
     """The first folder beside the model, or in the search folders, that can lend the missing parts."""
     roots = [request.model.parent, *request.search]
     if name == "base":
@@ -339,7 +327,8 @@ def _searched(name: str, family: Family, request: LoadRequest) -> Path:
                     continue
                 if _task(found, folder / "transformer") != task:  # its text encoder is another
                     continue
-                provided = [part for part in family.parts if part not in ("transformer", *ENCODER_FOLDER, *spared)]
+                own_parts = (*family.transformers, *ENCODER_FOLDER, *spared)
+                provided = [part for part in family.parts if part not in own_parts]
                 if all((folder / part).is_dir() for part in provided):
                     return folder
     else:
@@ -351,25 +340,26 @@ def _searched(name: str, family: Family, request: LoadRequest) -> Path:
                     return config.parent.parent
     raise CheckpointError(
         f"no {name} found for {family.title} in {', '.join(map(str, dict.fromkeys(roots)))}",
-        expected=f"a folder that lends {family.title} its missing parts",
+        expected=f"a folder with the missing parts of {family.title}",
         fix=f"Download it ({'; '.join(family.pages)}) or choose its folder as {name}.",
     )
 
 
 def _part_files(
-    family: Family, folders: Mapping[str, Path], precision: Precision, single: Mapping[str, PartFiles]
+    family: FamilySpec, folders: Mapping[str, Path], precision: Precision, single: Mapping[str, PartFiles]
 ) -> dict[str, PartFiles]:
     """Every part with the dtype it gets: of ``single`` files, else of its folder."""
     files: dict[str, PartFiles] = {}
     for name, (library, *classes) in family.parts.items():
-        dtype = {"transformer": precision.transformer, "vae": precision.vae}.get(name, precision.text)
+        dtype = {"transformer": precision.transformer, "vae": precision.vae}.get(role_of(name), precision.text)
         if name in single:
             files[name] = replace(single[name], dtype=dtype)
-        if name in single or name not in folders:
+        elif name in folders:
+            files[name] = part_files(name, library, _class_of(name, folders[name], classes), folders[name], dtype)
+        else:
             continue
-        files[name] = part_files(name, library, _class_of(name, folders[name], classes), folders[name], dtype)
-    if precision.safe:
-        files[TRANSFORMER] = read_narrow(files[TRANSFORMER])
+        if precision.safe and denoises(name):  # the matrices of its blocks are read as fp16, all else as fp32
+            files[name] = replace(files[name], dtype=FP32, dtype_of=stored_dtype)
     return files
 
 
@@ -392,17 +382,15 @@ def _class_of(name: str, folder: Path, allowed: Sequence[str]) -> str:
     return chosen
 
 
-def _task(family: Family, transformer: Path) -> str:
+def _task(family: FamilySpec, transformer: Path) -> str:
     """The task of the pipeline around ``transformer``, or of a lone one by its own configuration."""
-    index = transformer.parent / INDEX
-    if not index.is_file():
-        task_of = getattr(family_named(family.id), "task_of", None)
-        config = transformer / "config.json"
-        return task_of(read_json(config, "a model configuration")) if task_of is not None else family.lone_task
-    return family.pipelines.get(str(read_json(index, "a diffusers pipeline").get("_class_name")), family.lone_task)
+    index = _index_beside(transformer)
+    if not index:
+        return lone_task(family, read_json(transformer / "config.json", "a model configuration"))
+    return family.pipelines.get(str(index.get("_class_name")), family.lone_task)
 
 
-def _variant(family: Family, request: LoadRequest, files: Mapping[str, PartFiles], progress: Progress) -> str:
+def _variant(family: FamilySpec, request: LoadRequest, files: Mapping[str, PartFiles], progress: Progress) -> str:
     if request.variant not in (AUTO, *family.variants):
         known = ", ".join((AUTO, *family.variants))
         raise InputError(
@@ -412,17 +400,22 @@ def _variant(family: Family, request: LoadRequest, files: Mapping[str, PartFiles
         )
     if request.variant != AUTO or not family.variants:
         return request.variant if request.variant != AUTO else family.id
-    variant, why = family_named(family.id).guess_variant(request.model, files["transformer"].config)
+    variant, why = family.code.guess_variant(request.model, files["transformer"].config)
     if why:
         progress.notify(f"variant {variant}: {why}")
     return variant
 
 
-def _tools(family: Family, folders: Mapping[str, Path]) -> Tools:
+def _tools(family: FamilySpec, folders: Mapping[str, Path], plain: Mapping[str, Callable[[], Any]]) -> Tools:
+    """The tools in ``folders``, and ``plain`` readers of others."""
     readers = {name: _tool_reader(library, folders[name]) for name, library in family.tools.items() if name in folders}
-    index = folders["transformer"].parent / INDEX
-    readers["index"] = lambda: read_json(index, "a diffusers pipeline") if index.is_file() else {}
-    return Tools(readers)
+    return Tools({**plain, **readers})
+
+
+def _index_beside(transformer: Path) -> dict[str, Any]:
+    """The ``model_index.json`` of the pipeline around ``transformer``; empty for a lone one."""
+    index = transformer.parent / INDEX
+    return read_json(index, "a diffusers pipeline") if index.is_file() else {}
 
 
 def _tool_reader(library: str, folder: Path) -> Callable[[], Any]:
@@ -434,7 +427,7 @@ def _tool_reader(library: str, folder: Path) -> Callable[[], Any]:
             return read_json(file, f"the {folder.name}")
         cls: Any = attribute("transformers", _processor_class(folder))
         try:
-            return cls.from_pretrained(str(folder), local_files_only=True)
+            return cls.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         except ImportError as error:
             raise unusable("transformers", error) from error
         except Exception as error:  # each tokenizer's reader has errors of its own for a damaged file
@@ -468,7 +461,7 @@ def _unknown(model: Path) -> CheckpointError:
         return CheckpointError(
             f"neither model_index.json nor config.json in {str(model)!r}",
             expected="a diffusers model folder",
-            fix="Choose the folder that directly holds model_index.json, or download the model again.",
+            fix="Choose the folder that directly contains model_index.json, or download the model again.",
         )
     name = read_json(index, "a model description").get("_class_name")
     return CheckpointError(

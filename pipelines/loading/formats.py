@@ -1,9 +1,9 @@
-"""What a single file holds: which models, in whose names, with which configuration. Asked of its header alone.
+"""What a single file contains, from its header alone: which models, in which layout, with which configuration.
 
 A file says no more than names, shapes and dtypes, so each model comes with the configurations it was published with
-(``configs/*.json``), and the one whose shapes are those of the file is taken. What no shape tells, such as image to
-video by the first frame, is taken from the file's name and said. A model of another shape has its configuration beside
-it, as a JSON file of the same name.
+(``configs/*.json``, or those in its family's folder), and the one whose shapes are those of the file is taken. What no
+shape tells, such as image to video by the first frame, is taken from the file's name and said. A model of another shape
+has its configuration beside it, as a JSON file of the same name.
 """
 
 from __future__ import annotations
@@ -22,12 +22,10 @@ from ...compat.checkpoints.scaled import with_scales
 from ...compat.checkpoints.weights import PICKLES, read_json
 from ...compat.errors import CheckpointError
 from ...compat.packages import attribute
-from .keys import Layout, renamed
-from .keys_text import TEXT
-from .keys_transformers import TRANSFORMERS
-from .keys_vaes import VAES
+from ..family import FamilySpec
+from ..registry import FAMILIES
+from .keys import SAME, Layout, Row, renamed
 
-LAYOUTS: tuple[Layout, ...] = (*TRANSFORMERS, *VAES, *TEXT)
 ENDINGS = (".safetensors", ".sft", ".gguf")
 CONFIGS = Path(__file__).parents[1] / "configs"
 NAMED = 3
@@ -106,17 +104,18 @@ def config_of(content: Content, task: str = "") -> Configured:
     if beside.is_file():
         config = read_json(beside, "a model configuration")
         config = config.get(content.kind.rpartition("/")[2], config)
-        rows = [{"name": "configured beside it", "config": config}]
+        rows = [{"name": "with a configuration beside it", "config": config}]
         task = ""
     else:
-        rows = list(_published(content.kind.replace("/", ".")))
+        rows = list(_published(content.kind))
     wanted = [row for row in rows if not task or row.get("task", task) == task] or rows
     misfits = [(row, _misfit(row, content)) for row in wanted]
     fitting = [row for row, misfit in misfits if not misfit]
     if not fitting:
-        row, reason = min(misfits, key=lambda item: len(item[1]))
+        row, reasons = min(misfits, key=lambda item: len(item[1]))
+        more = f" and {len(reasons) - NAMED} more" if len(reasons) > NAMED else ""
         raise CheckpointError(
-            f"{content.layout} in {str(content.path)!r} does not fit {row['name']}: {_few(reason)}",
+            f"{content.layout} in {str(content.path)!r} does not fit {row['name']}: {'; '.join(reasons[:NAMED])}{more}",
             expected=f"the shapes of {', '.join(row['name'] for row in wanted[:4])}",
             fix=f"Use the file as published, or put its config.json beside it as {beside.name!r}.",
         )
@@ -128,9 +127,14 @@ def config_of(content: Content, task: str = "") -> Configured:
     )
 
 
-def tool_configs(family: str) -> dict[str, dict[str, Any]]:
+def layouts() -> tuple[Layout, ...]:
+    """Every way to name tensors that is known here."""
+    return (*(layout for family in FAMILIES.values() for layout in family.layouts), *TEXT)
+
+
+def tool_configs(family: FamilySpec) -> dict[str, dict[str, Any]]:
     """The small configurations that a family's pipelines were published with: scheduler, guider, index."""
-    return read_json(CONFIGS / "tools.json", "the pipelines' settings")[family]
+    return read_json(family.folder / "tools.json", "the pipelines' settings")
 
 
 def width_of(content: Content) -> int:
@@ -153,7 +157,7 @@ def _entries(path: Path) -> dict[str, TensorEntry]:
         raise CheckpointError(
             f"{str(path)!r} is a pickle",
             expected=f"a file that ends with {', '.join(ENDINGS)}",
-            fix="Download the safetensors version: a pickle can run code and is refused.",
+            fix="Download the safetensors version. Pickles can run code and are refused.",
         )
     if path.suffix == ".gguf":
         return gguf_header(path)[0]
@@ -163,7 +167,8 @@ def _entries(path: Path) -> dict[str, TensorEntry]:
 
 def _recognised(entries: Mapping[str, TensorEntry]) -> list[tuple[str, Layout]]:
     """(prefix, layout) of each model whose marking names are there; one layout for each prefix."""
-    ends = {way for layout in LAYOUTS for way in layout.marks[0].split("|")}
+    known = layouts()
+    ends = {way for layout in known for way in layout.marks[0].split("|")}
     prefixes: dict[str, list[str]] = {}
     for name in entries:
         for end in ends:
@@ -172,7 +177,7 @@ def _recognised(entries: Mapping[str, TensorEntry]) -> list[tuple[str, Layout]]:
     found: dict[str, tuple[str, Layout]] = {}
     for prefix in sorted(prefixes, key=lambda prefix: (len(prefix), prefix)):
         names = {name[len(prefix) :]: None for name in entries if name.startswith(prefix)}
-        layout = next((layout for layout in LAYOUTS if layout.fits(names)), None)
+        layout = next((layout for layout in known if layout.fits(names)), None)
         if layout is not None and layout.kind not in found and layout.half_of not in found:
             found[layout.kind] = (prefix, layout)
     return list(found.values())
@@ -193,7 +198,9 @@ def _under(
 @lru_cache(maxsize=32)
 def _published(kind: str) -> tuple[dict[str, Any], ...]:
     """The configurations that a model was published with."""
-    return tuple(json.loads((CONFIGS / f"{kind}.json").read_text(encoding="utf-8")))
+    family, _, part = kind.rpartition("/")
+    folder = FAMILIES[family].folder if family else CONFIGS
+    return tuple(json.loads((folder / f"{part}.json").read_text(encoding="utf-8")))
 
 
 def _misfit(row: Mapping[str, Any], content: Content) -> list[str]:
@@ -235,6 +242,140 @@ def _same_shape(found: Iterable[int], wanted: Iterable[int | None]) -> bool:
     return len(found) == len(wanted) and all(w is None or f == w for f, w in zip(found, wanted, strict=True))
 
 
-def _few(reasons: list[str]) -> str:
-    more = f" and {len(reasons) - NAMED} more" if len(reasons) > NAMED else ""
-    return "; ".join(reasons[:NAMED]) + more
+# Tensor names of text and image encoders: as published, as ComfyUI has them, and in GGUF's names.
+UNDER_MODEL = (Row("model.*", "*"),)
+GGUF_LAYER = (
+    ("attn_norm", "input_layernorm"),
+    ("ffn_norm", "post_attention_layernorm"),
+    ("ffn_gate", "mlp.gate_proj"),
+    ("ffn_up", "mlp.up_proj"),
+    ("ffn_down", "mlp.down_proj"),
+    ("attn_v", "self_attn.v_proj"),
+    ("attn_output", "self_attn.o_proj"),
+)
+GGUF_ENDS = (
+    Row("token_embd.weight", "embed_tokens.weight"),
+    Row("output_norm.weight", "norm.weight"),
+    *(Row(f"blk.#.{source}.*", f"layers.#.{target}.*") for source, target in GGUF_LAYER),
+)
+
+
+def gguf_llama(heads: int, key_heads: int) -> tuple[Row, ...]:
+    """Llama in GGUF's names, where query and key rows of each head are in another order; with 0 heads they are not."""
+    return (
+        *GGUF_ENDS,
+        Row("blk.#.attn_q.*", "layers.#.self_attn.q_proj.*", heads=heads),
+        Row("blk.#.attn_k.*", "layers.#.self_attn.k_proj.*", heads=key_heads),
+    )
+
+
+T5_LAYER = (
+    ("attn_q", "layer.0.SelfAttention.q"),
+    ("attn_k", "layer.0.SelfAttention.k"),
+    ("attn_v", "layer.0.SelfAttention.v"),
+    ("attn_o", "layer.0.SelfAttention.o"),
+    ("attn_rel_b", "layer.0.SelfAttention.relative_attention_bias"),
+    ("attn_norm", "layer.0.layer_norm"),
+    ("ffn_gate", "layer.1.DenseReluDense.wi_0"),
+    ("ffn_up", "layer.1.DenseReluDense.wi_1"),
+    ("ffn_down", "layer.1.DenseReluDense.wo"),
+    ("ffn_norm", "layer.1.layer_norm"),
+)
+T5_GGUF = (
+    Row("token_embd.weight", "shared.weight"),
+    Row("enc.output_norm.weight", "encoder.final_layer_norm.weight"),
+    *(Row(f"enc.blk.#.{source}.*", f"encoder.block.#.{target}.*") for source, target in T5_LAYER),
+)
+T5_MARK = "encoder.block.0.layer.0.SelfAttention.q.weight"
+HEADS = (r"^lm_head\.", r"^model\.lm_head\.", r"^output\.weight$", r"rope_freqs\.weight$", r"rotary_emb\.inv_freq$")
+POSITIONS = r"position_ids$"
+
+TEXT: tuple[Layout, ...] = (
+    Layout(
+        "t5", "a T5 encoder", (T5_MARK, "shared.weight"), SAME, ignored=(r"^encoder\.embed_tokens\.", r"^decoder\.")
+    ),
+    Layout(
+        "t5",
+        "a T5 encoder",
+        (T5_MARK, "encoder.embed_tokens.weight"),
+        (Row("encoder.embed_tokens.weight", "shared.weight"), *SAME),
+        absent=("shared.weight",),
+    ),
+    Layout("t5", "a T5 encoder in GGUF's names", ("enc.blk.0.attn_q.weight", "token_embd.weight"), T5_GGUF),
+    Layout(
+        "clip_l",
+        "CLIP-L's text encoder",
+        ("text_model.encoder.layers.0.self_attn.q_proj.weight", "text_model.embeddings.token_embedding.weight"),
+        SAME,
+        ignored=(r"^text_projection", r"^logit_scale$", POSITIONS, r"^vision_model\.", r"^visual_projection"),
+    ),
+    Layout(
+        "qwen2_5_vl",
+        "Qwen 2.5 VL",
+        ("model.layers.0.self_attn.q_proj.bias", "model.embed_tokens.weight"),
+        UNDER_MODEL,
+        ignored=(*HEADS, r"^visual\.", r"^model\.visual\."),
+    ),
+    Layout(
+        "qwen2_5_vl",
+        "Qwen 2.5 VL",
+        ("model.language_model.layers.0.self_attn.q_proj.bias", "model.language_model.embed_tokens.weight"),
+        (Row("model.language_model.*", "*"),),
+        ignored=(*HEADS, r"^visual\.", r"^model\.visual\."),
+    ),
+    Layout(
+        "qwen2_5_vl",
+        "Qwen 2.5 VL in GGUF's names",
+        ("blk.0.attn_q.bias", "token_embd.weight"),
+        gguf_llama(0, 0),
+        ignored=HEADS,
+    ),
+    Layout(
+        "qwen2_5_vl",
+        "Qwen 2.5 VL's text model",
+        ("layers.0.self_attn.q_proj.bias", "embed_tokens.weight"),
+        SAME,
+        ignored=HEADS,
+    ),
+    Layout(
+        "llama",
+        "Llama 3",
+        ("model.layers.0.self_attn.q_proj.weight", "model.embed_tokens.weight"),
+        UNDER_MODEL,
+        absent=("model.layers.0.self_attn.q_proj.bias", "model.layers.0.self_attn.q_norm.weight"),
+        ignored=HEADS,
+    ),
+    Layout(
+        "llama",
+        "Llama 3's text model",
+        ("layers.0.self_attn.q_proj.weight", "embed_tokens.weight"),
+        SAME,
+        absent=("layers.0.self_attn.q_proj.bias", "layers.0.self_attn.q_norm.weight"),
+        ignored=HEADS,
+    ),
+    Layout(
+        "llama",
+        "Llama 3 in GGUF's names",
+        ("blk.0.attn_q.weight", "token_embd.weight"),
+        gguf_llama(32, 8),  # heads of Llama 3 8B, the only one these models use
+        absent=("blk.0.attn_q.bias", "blk.0.attn_q_norm.weight"),
+        ignored=HEADS,
+    ),
+    Layout(
+        "llava_vision",
+        "the picture half of Llava",
+        ("vision_model.embeddings.class_embedding", "multi_modal_projector.linear_1.weight"),
+        (
+            Row("vision_model.*", "vision_tower.vision_model.*"),
+            Row("multi_modal_projector.*", "multi_modal_projector.*"),
+        ),
+        ignored=(POSITIONS,),
+    ),
+    Layout(
+        "siglip",
+        "SigLIP's picture encoder",
+        ("vision_model.embeddings.patch_embedding.bias", "vision_model.head.probe"),
+        SAME,
+        ignored=(POSITIONS, r"^text_model\.", r"^logit_"),
+    ),
+)

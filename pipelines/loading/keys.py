@@ -8,15 +8,16 @@ the file are bytes side by side: nothing is read to convert it, and nothing is h
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, reduce
 from pathlib import Path
 
 from ...compat.checkpoints.headers import TensorEntry
 from ...compat.errors import CheckpointError
 
 Entries = Mapping[str, TensorEntry]
+TRANSFORMER = "/transformer"  # what the kinds of transformers end with
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,20 @@ class Layout:
 SAME = (Row("*", "*"),)
 
 
+def embedder_rows(source: str, target: str, names: str = "mlp.0 mlp.2") -> tuple[Row, ...]:
+    """Two layers under the names of the release; ComfyUI calls them in and out."""
+    return tuple(
+        Row(f"{source}.{name}.*|{source}.{comfy}.*", f"{target}.{ours}.*")
+        for name, comfy, ours in zip(names.split(), ("in_layer", "out_layer"), ("linear_1", "linear_2"), strict=True)
+    )
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """The first few of ``names``, quoted, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(repr, names[:most])) + more
+
+
 def renamed(entries: Entries, layout: Layout, path: Path) -> dict[str, TensorEntry]:
     """``entries`` of a file under the names of the model.
 
@@ -84,44 +99,36 @@ def renamed(entries: Entries, layout: Layout, path: Path) -> dict[str, TensorEnt
     """
     rows = layout.rows if isinstance(layout.rows, tuple) else layout.rows(entries)
     ignored = [re.compile(pattern) for pattern in layout.ignored]
-    found: dict[str, TensorEntry] = {}
+    named: dict[str, TensorEntry] = {}
     unknown: list[str] = []
-    last: dict[int, tuple[int, str, str]] = {}
+    last: dict[int, int] = {}  # row to its highest number
     for name, entry in entries.items():
         if any(pattern.search(name) for pattern in ignored):
             continue
         for index, row in enumerate(rows):
-            parts = _parts(row, _replaced(name, layout.words))
+            parts = _parts(row, reduce(lambda text, word: text.replace(*word), layout.words, name))
             if parts is None:
                 continue
-            targets = [_filled(target, parts) for target in row.targets.split()]
-            if row.last and int(parts[0]) >= last.get(index, (0, "", ""))[0]:
-                last[index] = (int(parts[0]), targets[0], _filled(row.last, parts))
-            found |= dict(zip(targets, _cut(name, entry, row, len(targets), entries, path), strict=True))
+            targets = [filled(target, parts) for target in row.targets.split()]
+            if row.last:
+                last[index] = max(last.get(index, 0), int(parts[0]))
+            named |= dict(zip(targets, _cut(name, entry, row, len(targets), entries, path), strict=True))
             break
         else:
             unknown.append(name)
     if unknown:
         raise CheckpointError(
-            f"unknown tensors {', '.join(map(repr, sorted(unknown)[:3]))}"
-            f"{f' and {len(unknown) - 3} more' if len(unknown) > 3 else ''} in {str(path)!r}",
+            f"unknown tensors {listed(sorted(unknown))} in {str(path)!r}",
             expected=f"the tensors of {layout.name}",
             fix="Use the file as published, or put its config.json beside it as a diffusers folder.",
         )
-    return _with_last(found, rows, last)
-
-
-def _with_last(
-    found: dict[str, TensorEntry], rows: tuple[Row, ...], last: Mapping[int, tuple[int, str, str]]
-) -> dict[str, TensorEntry]:
-    """``found`` with the tensors of the last block under the names that only it has."""
-    for index, (number, _, _) in last.items():
-        pattern = _pattern(rows[index].targets.split()[0])
-        for name in [name for name in found if (match := pattern.fullmatch(name)) and int(match[1]) == number]:
+    for index, number in last.items():  # tensors of the last block under the names that only it has
+        pattern = name_pattern(rows[index].targets.split()[0])
+        for name in list(named):
             match = pattern.fullmatch(name)
-            if match is not None:
-                found[_filled(rows[index].last, match.groups())] = found.pop(name)
-    return found
+            if match is not None and int(match[1]) == number:
+                named[filled(rows[index].last, match.groups())] = named.pop(name)
+    return named
 
 
 def _cut(name: str, entry: TensorEntry, row: Row, count: int, entries: Entries, path: Path) -> Iterable[TensorEntry]:
@@ -159,20 +166,16 @@ def _parts(row: Row, name: str) -> tuple[str, ...] | None:
 @lru_cache(maxsize=4096)
 def _sources(source: str) -> tuple[tuple[str, re.Pattern[str]], ...]:
     """What each way to write a name begins with, and its pattern."""
-    return tuple((re.split(r"[#*]", way)[0], _pattern(way)) for way in source.split("|"))
+    return tuple((re.split(r"[#*]", way)[0], name_pattern(way)) for way in source.split("|"))
 
 
-def _replaced(name: str, words: Iterable[tuple[str, str]]) -> str:
-    for old, new in words:
-        name = name.replace(old, new)
-    return name
-
-
-def _filled(target: str, parts: Iterable[str]) -> str:
+def filled(target: str, parts: Iterable[str]) -> str:
+    """``target`` with ``parts`` for its ``#`` and ``*``, in order."""
     remaining = iter(parts)
     return re.sub(r"[#*]", lambda _: next(remaining), target)
 
 
 @lru_cache(maxsize=4096)
-def _pattern(source: str) -> re.Pattern[str]:
+def name_pattern(source: str) -> re.Pattern[str]:
+    """What names a row's ``source`` fits; a group for each ``#`` and ``*``."""
     return re.compile(re.escape(source).replace(r"\#", r"(\d+)").replace(r"\*", "(.+)"))

@@ -1,4 +1,4 @@
-"""LoRAs on a pipeline's transformer: a pipeline goes in, the same pipeline with one LoRA more comes out.
+"""LoRAs on a pipeline's transformer: returns the same pipeline with one more LoRA.
 
 The new pipeline shares every part with the old one. Its LoRAs are on the transformer while it is held, so several
 chains can start from one pipeline and none sees the others' LoRAs.
@@ -10,25 +10,24 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...compat.checkpoints.packed import is_exact, opened, outlined
-from ...compat.checkpoints.weights import TensorEntry, declared, read_tensors
+from ...compat.checkpoints.headers import TensorEntry, declared
+from ...compat.checkpoints.packed import is_exact, opened, without_unpacking
+from ...compat.checkpoints.weights import read_tensors
+from ...compat.decision import Decision
 from ...compat.errors import InputError, UnsupportedError
-from ...compat.memory.adapters import Adapted
 from ...compat.packages import attribute
 from ...compat.transforms.order import Order, Step
 from ..base import Pipeline, Progress
-from ..registry import family_named
-from .lora_keys import Match, Shapes, factors, matched
+from .lora_keys import Match, Pair, Shapes, factors, matched
 
-PART = "transformer"
 MODES = ("separate", "merged")  # how a LoRA is put on; grows at the end
 MOST = 10.0  # strength in either direction
 WIDE = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -77,7 +76,7 @@ def with_lora(pipeline: Pipeline, path: Path, strength: float, blocks: str, mode
         raise InputError(f"mode {mode!r}", expected=f"one of {', '.join(MODES)}", fix="Choose separate.")
     entries = declared([path])
     shapes = {name: tuple(entry.shape) for name, entry in entries.items()}
-    match = matched(path, shapes, layers_of(pipeline), pipeline.family, blocks)
+    match = matched(path, shapes, layers_of(pipeline), pipeline.spec, blocks)
     progress.notify(match.said(path.stem))
     if mode == "separate":
         attribute("peft", "LoraConfig")
@@ -86,10 +85,10 @@ def with_lora(pipeline: Pipeline, path: Path, strength: float, blocks: str, mode
         progress.notify(f"{path.stem} has no effect at strength 0")
         return pipeline
     added = LoRA(path, strength, blocks, mode, match, (stat.st_size, stat.st_mtime_ns), _scales(match, entries))
-    inner = pipeline.offloader.inner if isinstance(pipeline.offloader, Adapted) else pipeline.offloader
-    loras = LoRAs((*on(pipeline), added), pipeline.precision.transformer)
-    note = f"LoRA {path.stem} {strength:g}{f' ({blocks})' if blocks.strip() else ''}, {mode}"
-    return replace(pipeline, offloader=Adapted(inner, pipeline.parts, loras), notes=(*pipeline.notes, note))
+    loras = LoRAs((*on(pipeline), added), pipeline.precision.transformer, pipeline.spec.transformers)
+    decision = Decision("LoRA", f"{path.stem} {strength:g}{f' ({blocks})' if blocks.strip() else ''}, {mode}")
+    offloader = pipeline.offloader.with_adapters(loras)
+    return replace(pipeline, offloader=offloader, decisions=(*pipeline.decisions, decision))
 
 
 def named(text: str) -> tuple[Path, float, str]:
@@ -106,29 +105,33 @@ def named(text: str) -> tuple[Path, float, str]:
     if match is None:
         raise InputError(
             f"LoRA {text!r}",
-            expected="FILE.safetensors, then a strength and blocks where they are wanted, with a colon before each",
+            expected="FILE.safetensors, then optionally a strength and blocks, with a colon before each",
             fix="Write for example: style.safetensors:0.8:double 0-9, single",
         )
     return Path(match[1]), strength, match[3] or ""
 
 
 def layers_of(pipeline: Pipeline) -> Shapes:
-    """Names and weight shapes of the transformer's layers; nothing is read for it."""
+    """Names and weight shapes of the transformers' layers; nothing is read for it."""
     from accelerate import init_empty_weights
 
-    config = pipeline.configs[PART]
-    _, *classes = family_named(pipeline.family).FAMILY.parts[PART]
-    named = str(config.get("_class_name"))
-    cls: Any = attribute("diffusers", named if named in classes else classes[0])
-    with init_empty_weights():
-        module = cls.from_config(dict(config))
-    return {name: tuple(leaf.weight.shape) for name, leaf in module.named_modules() if isinstance(leaf, LEAVES)}
+    layers: dict[str, tuple[int, ...]] = {}
+    for part in pipeline.spec.transformers:
+        config = pipeline.configs[part]
+        _, *classes = pipeline.spec.parts[part]
+        named = str(config.get("_class_name"))
+        cls: Any = attribute("diffusers", named if named in classes else classes[0])
+        with init_empty_weights():
+            module = cls.from_config(dict(config))
+        leaves = ((name, leaf) for name, leaf in module.named_modules() if isinstance(leaf, LEAVES))
+        layers |= {name: tuple(leaf.weight.shape) for name, leaf in leaves}
+    return layers
 
 
 def on(pipeline: Pipeline) -> tuple[LoRA, ...]:
     """The LoRAs of a pipeline, first to last."""
-    active_adapters = getattr(pipeline.offloader, "adapters", None)
-    return active_adapters.loras if isinstance(active_adapters, LoRAs) else ()
+    adapters = pipeline.offloader.adapters
+    return adapters.loras if isinstance(adapters, LoRAs) else ()
 
 
 def factors_of(lora: LoRA) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -138,16 +141,15 @@ def factors_of(lora: LoRA) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 
 
 class LoRAs:
-    """The LoRAs of one pipeline, first to last, for :class:`compat.adapters.Adapted`.
+    """The LoRAs of one pipeline, first to last, as an offloader's adapters.
 
     Args:
         dtype: what factors have beside weights that are narrower than 16 bits.
+        parts: the transformers that they are on.
     """
 
-    part = PART
-
-    def __init__(self, loras: tuple[LoRA, ...], dtype: torch.dtype) -> None:
-        self.loras, self.dtype = loras, dtype
+    def __init__(self, loras: tuple[LoRA, ...], dtype: torch.dtype, parts: tuple[str, ...]) -> None:
+        self.loras, self.dtype, self.parts = loras, dtype, parts
 
     def __repr__(self) -> str:
         return str([(lora.path.name, lora.stamp, lora.strength, lora.blocks, lora.mode) for lora in self.loras])
@@ -171,7 +173,10 @@ class LoRAs:
         names = [_adapter(index) for index, lora in enumerate(self.loras) if lora.mode == "separate"]
         if not names:
             return
-        for layer_name, layer in _layers_with_lora(module):
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        layers: Any = ((name, layer) for name, layer in module.named_modules() if isinstance(layer, BaseTunerLayer))
+        for layer_name, layer in layers:
             layer.enable_adapters(active)
             if active:
                 layer.set_adapter(names)
@@ -181,22 +186,18 @@ class LoRAs:
         module.requires_grad_(False)
 
     def _apply(self, part: str, module: nn.Module) -> Callable[[], None] | None:
-        if part != PART:
+        if part not in self.parts:
             return None
-        undo: list[Callable[[], Any]] = []
-        try:
+        with ExitStack() as undo:
             for lora in self.loras:
                 if lora.mode == "merged":
-                    undo.append(_merge(module, lora, _tensors(lora)))
+                    undo.callback(_merge(module, lora, _tensors(lora)))
             separate = [(index, lora) for index, lora in enumerate(self.loras) if lora.mode == "separate"]
             if separate:
-                undo.append(partial(_unload, module))
+                undo.callback(_unload, module)
             for index, lora in separate:
                 _inject(module, lora, _adapter(index), _tensors(lora), self.dtype)
-        except BaseException:
-            _take_back(undo)
-            raise
-        return partial(_take_back, undo)
+            return undo.pop_all().close
 
 
 def _scales(match: Match, entries: Mapping[str, TensorEntry]) -> dict[str, float]:
@@ -222,7 +223,8 @@ def _merge(module: nn.Module, lora: LoRA, tensors: Mapping[str, torch.Tensor]) -
     Raises:
         UnsupportedError: a weight that is stored in a way that addition would not reach.
     """
-    leaves = {name: module.get_submodule(name) for name in lora.match.pairs}
+    pairs = _pairs_of(module, lora)
+    leaves = {name: module.get_submodule(name) for name in pairs}
     quantised = [name for name, leaf in leaves.items() if not (_is_plain(leaf) or is_exact(leaf))]
     if quantised:
         leaf: Any = leaves[quantised[0]]
@@ -235,7 +237,7 @@ def _merge(module: nn.Module, lora: LoRA, tensors: Mapping[str, torch.Tensor]) -
         )
     before: list[tuple[nn.Parameter, torch.Tensor]] = []
     closing: list[Callable[[], None]] = []
-    for name, pair in lora.match.pairs.items():
+    for name, pair in pairs.items():
         layer: Any = leaves[name]
         if is_exact(layer):  # kept in 16 bits for fp32: what is added must not be rounded to them
             closing.append(opened(layer))
@@ -258,8 +260,8 @@ def _merge(module: nn.Module, lora: LoRA, tensors: Mapping[str, torch.Tensor]) -
 def _inject(module: Any, lora: LoRA, adapter: str, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
     """Put peft's layers around the layers of the LoRA, factors in the dtype of the weights beside them."""
     state: dict[str, torch.Tensor] = {}
-    with outlined(module), warnings.catch_warnings():
-        for name, pair in lora.match.pairs.items():
+    with without_unpacking(module), warnings.catch_warnings():
+        for name, pair in _pairs_of(module, lora).items():
             leaf: Any = module.get_submodule(name)
             leaf = getattr(leaf, "base_layer", leaf)
             weight = leaf.weight
@@ -276,20 +278,15 @@ def _inject(module: Any, lora: LoRA, adapter: str, tensors: Mapping[str, torch.T
     module.requires_grad_(False)
 
 
+def _pairs_of(module: nn.Module, lora: LoRA) -> dict[str, Pair]:
+    """The factors for layers of this transformer, which may be one of several."""
+    layers = {name for name, _ in module.named_modules()}
+    return {name: pair for name, pair in lora.match.pairs.items() if name in layers}
+
+
 def _unload(module: Any) -> None:
     if getattr(module, "peft_config", None):
         module.unload_lora()
-
-
-def _take_back(undo: list[Callable[[], Any]]) -> None:
-    while undo:
-        undo.pop()()
-
-
-def _layers_with_lora(module: nn.Module) -> list[tuple[str, Any]]:
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    return [(name, layer) for name, layer in module.named_modules() if isinstance(layer, BaseTunerLayer)]
 
 
 def _is_plain(leaf: nn.Module) -> bool:

@@ -7,17 +7,17 @@ called. Names of the original releases come from the same tables that read whole
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import torch
 
 from ...compat.errors import CheckpointError, InputError, UnsupportedError
-from .keys import Layout, Row
-from .keys_transformers import TRANSFORMERS
+from ..family import FamilySpec
+from .keys import TRANSFORMER, Layout, Row, filled, listed, name_pattern
 
 PREFIXES = (
     "base_model.model.",
@@ -36,7 +36,6 @@ OTHER_KINDS = re.compile(r"dora_scale|lora_magnitude_vector|\.lokr_|\.hada_|\.b?
 TEXT = ("lora_te", "text_encoder", "lora_te1", "te1.", "te2.")
 BLOCKS = {"double": "transformer_blocks", "single": "single_transformer_blocks", "rest": ""}
 TERM = re.compile(r"(double|single|rest)(?:\s+(\d+)(?:\s*-\s*(\d+))?)?")
-NAMED = 3  # how many names a message quotes
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -71,15 +70,15 @@ class Match:
         text = f"{name}: {len(self.pairs)} layers, {self.total - len(self.unmatched) - self.text_encoder} of "
         text += f"{self.total} keys match"
         if self.text_encoder:
-            text += f"; {self.text_encoder} are of text encoders, which are left as they are"
+            text += f"; {self.text_encoder} belong to text encoders and are ignored"
         if self.unmatched:
-            text += f"; not {_names(self.unmatched)}"
+            text += f"; not {listed(self.unmatched)}"
         if self.filtered:
             text += f"; {self.filtered} layers are outside the chosen blocks"
         return text
 
 
-def matched(path: Path, tensors: Shapes, layers: Shapes, family: str, blocks: str = "") -> Match:
+def matched(path: Path, tensors: Shapes, layers: Shapes, family: FamilySpec, blocks: str = "") -> Match:
     """Which tensors of a LoRA file belong to which layers.
 
     Args:
@@ -93,11 +92,11 @@ def matched(path: Path, tensors: Shapes, layers: Shapes, family: str, blocks: st
     strange = [name for name in tensors if OTHER_KINDS.search(name)]
     if strange:
         raise UnsupportedError(
-            f"{_names(strange)} in {path.name!r}",
+            f"{listed(strange)} in {path.name!r}",
             expected="a plain LoRA: lora_down and lora_up, or lora_A and lora_B",
-            fix="Use a plain LoRA; DoRA, LoKr, LoHa and whole differences are not read.",
+            fix="Use a plain LoRA. DoRA, LoKr, LoHa and full weight differences are not supported.",
         )
-    names = _Names(layers, [layout for layout in TRANSFORMERS if layout.kind == f"{_lender(family)}/transformer"])
+    names = _Names(layers, family.lora_layouts or family.layouts)
     pairs: dict[str, Pair] = {}
     unmatched, text = [], 0
     for base, group in _groups(tensors).items():
@@ -112,9 +111,9 @@ def matched(path: Path, tensors: Shapes, layers: Shapes, family: str, blocks: st
             pairs |= found
     if not pairs:
         raise CheckpointError(
-            f"none of {len(tensors)} keys of {path.name!r} match, such as {_names(sorted(tensors))}",
-            expected=f"a LoRA for the transformer of {family}",
-            fix="Choose a LoRA that was trained for this model.",
+            f"none of {len(tensors)} keys of {path.name!r} match, such as {listed(sorted(tensors))}",
+            expected=f"a LoRA for the transformer of {family.title}",
+            fix="Choose a LoRA trained for this model.",
         )
     wanted = set(chosen(blocks, pairs, layers))
     kept = {name: pair for name, pair in pairs.items() if name in wanted}
@@ -146,8 +145,8 @@ def _term(term: str, layers: Sequence[str]) -> re.Pattern[str]:
     if match is None or (match[1] == "rest" and match[2] is not None):
         raise InputError(
             f"blocks {term!r}",
-            expected="double, single or rest, each but rest with a number or a range, separated by commas",
-            fix="Write for example: double 0-9, single, rest.",
+            expected="double, single (each optionally with a number or a range) or rest, separated by commas",
+            fix="For example: double 0-9, single, rest.",
         )
     if match[1] == "rest":
         return re.compile(rf"(?!(?:{'|'.join(filter(None, BLOCKS.values()))})\.).+")
@@ -195,8 +194,8 @@ def _pairs_of(
     pairs: dict[str, Pair] = {}
     for index, (target, size) in enumerate(zip(targets, sizes, strict=True)):
         shape = layers[target]
-        inside = down[1] if len(down) == 2 else _volume(down[1:])
-        if (size, inside) != (shape[0], _volume(shape[1:])) or up[1] != down[0]:
+        inside = down[1] if len(down) == 2 else math.prod(down[1:])
+        if (size, inside) != (shape[0], math.prod(shape[1:])) or up[1] != down[0]:
             return None
         rows = None if len(targets) == 1 else (sum(sizes[:index]), size)
         pairs[target] = Pair(group["down"], group["up"], rows, row is not None and row.turned, group.get("alpha", ""))
@@ -209,7 +208,8 @@ class _Names:
     def __init__(self, layers: Shapes, layouts: Sequence[Layout]) -> None:
         self.layers = layers
         self.flat = {name.replace(".", "_"): name for name in layers}
-        rows = [row for layout in layouts if isinstance(layout.rows, tuple) for row in layout.rows]
+        named = [layout for layout in layouts if layout.kind.endswith(TRANSFORMER)]
+        rows = [row for layout in named if isinstance(layout.rows, tuple) for row in layout.rows]
         self.rows = [row for row in rows if row.source != "*"]
 
     def of(self, base: str) -> tuple[list[str], Row | None] | None:
@@ -234,16 +234,16 @@ class _Names:
 
     def _targets(self, row: Row, stem: str) -> list[str] | None:
         for source in row.source.split("|"):
-            dotted = _pattern(source).fullmatch(f"{stem}.weight")
-            flat = _pattern(_flat(source)).fullmatch(f"{stem}_weight")
+            dotted = name_pattern(source).fullmatch(f"{stem}.weight")
+            flat = name_pattern(_flat(source)).fullmatch(f"{stem}_weight")
             for written in (row.targets, row.last):
                 found: list[str | None] = []
                 for name in written.split():
                     if dotted is not None:
-                        full = _filled(name, dotted.groups()).removesuffix(".weight")
+                        full = filled(name, dotted.groups()).removesuffix(".weight")
                         found.append(full if full in self.layers else None)
                     elif flat is not None:
-                        full = _filled(_flat(name), flat.groups()).removesuffix("_weight")
+                        full = filled(_flat(name), flat.groups()).removesuffix("_weight")
                         found.append(self.flat.get(full))
                 if found and None not in found:
                     return [name for name in found if name is not None]
@@ -260,32 +260,5 @@ def factors(pair: Pair, tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tens
     return down, up
 
 
-def _lender(family: str) -> str:
-    """The family whose release named the layers: FramePack's are HunyuanVideo's."""
-    return "hunyuan_video" if family == "framepack" else family
-
-
-def _volume(shape: Iterable[int]) -> int:
-    found = 1
-    for side in shape:
-        found *= side
-    return found
-
-
 def _flat(source: str) -> str:
     return source.replace(".", "_")
-
-
-@lru_cache(maxsize=4096)
-def _pattern(source: str) -> re.Pattern[str]:
-    return re.compile(re.escape(source).replace(r"\#", r"(\d+)").replace(r"\*", "(.+)"))
-
-
-def _filled(target: str, parts: Iterable[str]) -> str:
-    remaining = iter(parts)
-    return re.sub(r"[#*]", lambda _: next(remaining), target)
-
-
-def _names(names: Sequence[str]) -> str:
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(map(repr, names[:NAMED])) + more

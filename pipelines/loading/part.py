@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...compat.checkpoints.headers import STORED, TensorEntry, declared
 from ...compat.checkpoints.packed import dense_bytes, kept_plain, memory_bytes, pack, packable, stays_packed
-from ...compat.checkpoints.weights import STORED, TensorEntry, declared, is_view, read_json, read_tensors, weight_files
+from ...compat.checkpoints.weights import is_view, read_json, read_tensors, weight_files
 from ...compat.errors import CheckpointError
 from ...compat.memory.host_weights import Views, mark_views
-from ...compat.memory.offloader import amount
+from ...compat.memory.statistics import amount
 from ...compat.output_check import fault_in_weight
 from ...compat.packages import attribute
-from ..base import Progress
-
-NAMED = 3  # how many tensor names an error quotes
+from ..base import Progress, StageText
+from .keys import listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,19 +130,19 @@ def _tensors(
     Raises:
         CheckpointError: a weight that cannot be right: nothing but zeros, or values that are not finite.
     """
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     wanted = {name: entry for name, entry in files.entries.items() if name not in leave}
     for dtype in sorted({files.becomes(name) for name in wanted}, key=str):
         mine = {name: entry for name, entry in wanted.items() if files.becomes(name) is dtype}
-        found |= read_tensors(mine, dtype, advance, files.mapped)
+        tensors |= read_tensors(mine, dtype, advance, files.mapped)
         if dtype is torch.float16 and dtype is not files.dtype:
-            high = {name for name in mine if found[name].is_floating_point() and not found[name].isfinite().all()}
-            found |= read_tensors({name: mine[name] for name in high}, files.dtype, lambda _: None)
-    for name, tensor in found.items():
+            high = {name for name in mine if tensors[name].is_floating_point() and not tensors[name].isfinite().all()}
+            tensors |= read_tensors({name: mine[name] for name in high}, files.dtype, lambda _: None)
+    for name, tensor in tensors.items():
         if files.mapped and files.may_be_view(name, files.entries[name]):
             views.add(tensor.data_ptr())
         _require_sound(files, name, tensor)
-    return found
+    return tensors
 
 
 def _require_sound(files: PartFiles, name: str, tensor: torch.Tensor) -> None:
@@ -151,7 +151,7 @@ def _require_sound(files: PartFiles, name: str, tensor: torch.Tensor) -> None:
         raise CheckpointError(
             f"{fault} in the weight {name!r} of {str(files.entries[name].file)!r}",
             expected="weights as published",
-            fix="Download this file again; a download that was resumed wrongly leaves zeros.",
+            fix="Download this file again. A download that was not resumed properly can leave zeros.",
         )
 
 
@@ -161,7 +161,7 @@ def _advance(files: PartFiles, progress: Progress) -> Callable[[int], None]:
     def advance(size: int) -> None:
         nonlocal done
         done += size
-        progress.step(done, total, f"reading {files.name} {amount(done, total)}")
+        progress.step(done, total, StageText("reading", f"{files.name} {amount(done, total)}", True))
         progress.check()
 
     return advance
@@ -226,18 +226,18 @@ def _built_by_transformers(files: PartFiles, advance: Callable[[int], None], vie
     tensors = _tensors(files, advance, views, kept) | stand_ins
     cls: Any = attribute("transformers", files.cls)
     if files.folder.is_dir():
-        config = cls.config_class.from_pretrained(str(files.folder), local_files_only=True)
+        config = cls.config_class.from_pretrained(str(files.folder), local_files_only=True, trust_remote_code=False)
     else:
         config = cls.config_class.from_dict(dict(files.config))
     try:
         with _without_bars():
-            module, found = cls.from_pretrained(
+            module, loading = cls.from_pretrained(
                 None, config=config, state_dict=tensors, dtype=files.dtype, output_loading_info=True
             )
     except (RuntimeError, ValueError) as error:
         raise _misfit(files, error) from error
-    mismatched = [str(key[0] if isinstance(key, tuple) else key) for key in found.get("mismatched_keys", ())]
-    _require_same(files, [*found["missing_keys"], *mismatched], [])
+    mismatched = [str(key[0] if isinstance(key, tuple) else key) for key in loading.get("mismatched_keys", ())]
+    _require_same(files, [*loading["missing_keys"], *mismatched], [])
     names = {stand_in.data_ptr(): name for name, stand_in in stand_ins.items()}
     for owner in module.modules():
         weight = owner._parameters.get("weight")
@@ -265,30 +265,19 @@ def _without_bars() -> Iterator[None]:
 
 
 def _require_same(files: PartFiles, missing: list[str], unexpected: list[str]) -> None:
-    if not missing and not unexpected:
-        return
-    absent = sorted(missing)
-    found = f"missing tensors {_names(absent)}" if absent else f"unexpected tensors {_names(sorted(unexpected))}"
-    raise CheckpointError(
-        f"{found} in the {files.name} of {str(files.folder)!r}",
-        expected=f"the tensors of {files.cls} as config.json describes it",
-        fix="Download config.json and weights from the same place.",
-    )
+    if missing or unexpected:
+        wrong = f"{'missing' if missing else 'unexpected'} tensors {listed(sorted(missing or unexpected))}"
+        raise CheckpointError(
+            f"{wrong} in the {files.name} of {str(files.folder)!r}",
+            expected=f"the tensors of {files.cls} as config.json describes it",
+            fix="Download config.json and weights from the same place.",
+        )
 
 
 def _misfit(files: PartFiles, error: Exception) -> CheckpointError:
+    reason = [line.strip() for line in str(error).splitlines() if line.strip()][:2][-1]  # behind torch's heading
     return CheckpointError(
-        f"the weights of the {files.name} in {str(files.folder)!r} do not fit its config.json ({_first_line(error)})",
+        f"the weights of the {files.name} in {str(files.folder)!r} do not fit its config.json ({reason})",
         expected=f"the shapes of {files.cls}",
         fix="Download config.json and weights from the same place.",
     )
-
-
-def _names(names: list[str]) -> str:
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(map(repr, names[:NAMED])) + more
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[1] if len(lines) > 1 else lines[0]

@@ -15,33 +15,15 @@ from typing import Any
 import torch
 
 from ...compat.errors import CheckpointError
+from ...compat.memory.parts import denoises
 from ..base import Progress
-from ..family import Family
+from ..family import FamilySpec
 from ..registry import FAMILIES
-from .formats import CONFIGS, ENDINGS, Configured, Content, config_of, contents, kinds, tool_configs, width_of
+from .formats import CONFIGS, ENDINGS, Configured, Content, config_of, contents, kinds, layouts, tool_configs, width_of
+from .keys import TRANSFORMER
 from .part import PartFiles
 
 AUTO = "auto"
-TRANSFORMER = "/transformer"
-# Which model a family's part is, and the setting of the transformer that names its width.
-WANTED: dict[tuple[str, str], tuple[str, str]] = {
-    ("ltx", "text_encoder"): ("t5", "caption_channels"),
-    ("mochi", "text_encoder"): ("t5", "text_embed_dim"),
-    ("hunyuan_video", "text_encoder"): ("llama", "text_embed_dim"),
-    ("hunyuan_video", "text_encoder_2"): ("clip_l", "pooled_projection_dim"),
-    ("hunyuan_video_15", "text_encoder"): ("qwen2_5_vl", "text_embed_dim"),
-    ("hunyuan_video_15", "text_encoder_2"): ("t5", "text_embed_2_dim"),
-    ("hunyuan_video_15", "image_encoder"): ("siglip", "image_embed_dim"),
-    ("framepack", "text_encoder"): ("llama", "text_embed_dim"),
-    ("framepack", "text_encoder_2"): ("clip_l", "pooled_projection_dim"),
-    ("framepack", "image_encoder"): ("siglip", "image_proj_dim"),
-    ("ltx", "vae"): ("ltx/vae", ""),
-    ("mochi", "vae"): ("mochi/vae", ""),
-    ("hunyuan_video", "vae"): ("hunyuan_video/vae", ""),
-    ("hunyuan_video_15", "vae"): ("hunyuan_video_15/vae", ""),
-    ("framepack", "vae"): ("hunyuan_video/vae", ""),
-}
-HALVES = {"mochi/vae": ("mochi/vae_decoder", "mochi/vae_encoder")}  # models that are also published in two files
 CLASSES = {
     "t5": "T5EncoderModel",
     "clip_l": "CLIPTextModel",
@@ -58,16 +40,6 @@ TITLES = {
     "siglip": "SigLIP (sigclip_vision_patch14_384)",
     "llava_vision": "the picture half of Llava (llava_llama3_vision)",
 }
-TOKENIZERS = {  # (family, tool) to the tokenizer it is, as the host names them
-    ("ltx", "tokenizer"): "t5",
-    ("mochi", "tokenizer"): "t5",
-    ("hunyuan_video", "tokenizer"): "llama",
-    ("hunyuan_video", "tokenizer_2"): "clip_l",
-    ("framepack", "tokenizer"): "llama",
-    ("framepack", "tokenizer_2"): "clip_l",
-    ("hunyuan_video_15", "tokenizer"): "qwen2_5_vl",
-    ("hunyuan_video_15", "tokenizer_2"): "byt5",
-}
 VOCABULARIES = ("tokenizer.json", "spiece.model", "tokenizer.model", "vocab.json", "added_tokens.json")
 
 
@@ -80,7 +52,7 @@ class Files:
         offered: every file of the model folders with the kinds of models in it.
         task: ``text``, ``image``, or ``auto`` where the files decide.
         tokenizers: folders of tokenizers by kind, such as those that ComfyUI ships.
-        lent: folders of a diffusers pipeline, by part and tool, for what no file brings; set by ``load``.
+        provided: folders of a diffusers pipeline, by part and tool, for what no file brings; set by ``load``.
     """
 
     parts: Mapping[str, Path]
@@ -94,7 +66,7 @@ class Files:
 class Composed:
     """A composed pipeline: ``files`` without their dtypes, ``folders`` of borrowed parts, readers of the tools."""
 
-    family: Family
+    family: FamilySpec
     task: str
     files: Mapping[str, PartFiles]
     folders: Mapping[str, Path]
@@ -102,7 +74,7 @@ class Composed:
     folder_tools: Mapping[str, Path]
 
 
-def family_in(path: Path) -> Family:
+def family_in(path: Path) -> FamilySpec:
     """The family of the transformer in a file.
 
     Raises:
@@ -122,23 +94,26 @@ def composed(request: Files, progress: Progress) -> Composed:
     configured = config_of(main, "" if request.task == AUTO else request.task)
     if configured.assumed:
         progress.notify(f"{family.title} {configured.name}: assumed from the name {main.path.name!r}")
-    task = configured.task or _task_in(family, configured.config)
+    task = configured.task or lone_task(family, configured.config)
     chosen = {"transformer": (main, configured)}
     folders: dict[str, Path] = {}
-    spared = _text_left_out(family, request, progress)
+    held = {kind for kinds in request.offered.values() for kind in kinds}
+    held |= {content.kind for content in contents(request.parts["transformer"])}
+    given = {*request.parts, *request.provided}
+    spared = without_text(family, lambda part: part in given or family.files[part].kind in held, progress)
     for part in family.parts:
         if part == "transformer" or part in spared:
             continue
-        found = _found(family, part, task, configured.config, request, progress)
-        if found is not None:
-            chosen[part] = (found, config_of(found))
+        content = _content_for(family, part, task, configured.config, request, progress)
+        if content is not None:
+            chosen[part] = (content, config_of(content))
         elif part in request.provided:
             folders[part] = request.provided[part]
         elif part not in family.optional and part not in spared:
             raise _absent(family, part)
     files = {name: _part(name, family, *pair) for name, pair in chosen.items()}
-    if (family.id, task, "text_encoder" in files) == ("hunyuan_video", "image", True):
-        files["text_encoder"] = _llava(files["text_encoder"], request, progress)
+    if family.text_vision and task == "image" and "text_encoder" in files:
+        files["text_encoder"] = _with_vision(family, files["text_encoder"], request, progress)
     tools, folder_tools = _tools(family, task, chosen, request, spared)
     return Composed(family, task, files, folders, tools, folder_tools)
 
@@ -147,33 +122,34 @@ def _transformer(path: Path) -> Content:
     found = contents(path)
     main = next((content for content in found if content.kind.endswith(TRANSFORMER)), None)
     if main is None:
-        held = ", ".join(TITLES.get(x.kind, x.layout) for x in found) or "no model that is known here"
+        held = ", ".join(TITLES.get(x.kind, x.layout) for x in found) or "no known model"
         raise CheckpointError(
             f"{str(path)!r} holds {held}",
             expected=f"a transformer of {', '.join(f.title for f in FAMILIES.values())}",
-            fix="Choose the file of the transformer; a VAE or encoder goes into its own input.",
+            fix="Choose the transformer's file. VAE and encoders have their own inputs.",
         )
     return main
 
 
-def _task_in(family: Family, config: Mapping[str, Any]) -> str:
-    from ..registry import family_named
-
-    task_of = getattr(family_named(family.id), "task_of", None)
+def lone_task(family: FamilySpec, config: Mapping[str, Any]) -> str:
+    """The task of a transformer without a pipeline around it, by its configuration."""
+    task_of = getattr(family.code, "task_of", None)
     return task_of(config) if task_of is not None else family.lone_task
 
 
-def _found(
-    family: Family, part: str, task: str, config: Mapping[str, Any], request: Files, progress: Progress
+def _content_for(
+    family: FamilySpec, part: str, task: str, config: Mapping[str, Any], request: Files, progress: Progress
 ) -> Content | None:
     """The model for ``part``: of the file that was named, else of the transformer's, else of any that is offered.
 
     None where a folder lends it, or where there is none.
     """
-    kind, key = WANTED[family.id, part]
-    width = int(config.get(key) or 0) if key else 0
+    kind = family.files[part].kind
+    width = int(config.get(family.files[part].width) or 0)
     given = request.parts.get(part)
-    if given is not None and not (part == "image_encoder" and family.id == "hunyuan_video"):
+    if given is None and denoises(part):  # a file says nothing of which of several it is
+        return None
+    if given is not None:
         found = _of_kind(given, kind, width) or _of_halves(given, kind, request, progress)
         if found is None:
             raise CheckpointError(
@@ -185,18 +161,24 @@ def _found(
     found = _of_kind(request.parts["transformer"], kind, width)
     if found is not None or part in request.provided:
         return found
-    if part in family.optional and _unneeded(family, part, task):
+    if part in family.optional and part == "image_encoder" and task == "text":
         return None
     for path in sorted(path for path, held in request.offered.items() if kind in held):
         found = _of_kind(path, kind, width)
         if found is not None:
             progress.notify(f"{part} from {path.name} (auto)")
             return found
-    half = next((path for path in sorted(request.offered) if HALVES.get(kind, ("",))[0] in request.offered[path]), None)
+    halves = _halves(kind)
+    half = next((path for path in sorted(request.offered) if {*halves[:1]} & {*request.offered[path]}), None)
     if half is None:
         return None
     progress.notify(f"{part} from {half.name} (auto)")
     return _of_halves(half, kind, request, progress)
+
+
+def _halves(kind: str) -> list[str]:
+    """The kinds of the two files in which a model is also published; none for most."""
+    return [layout.kind for layout in layouts() if layout.half_of == kind]
 
 
 def _of_halves(path: Path, kind: str, request: Files, progress: Progress) -> Content | None:
@@ -205,10 +187,10 @@ def _of_halves(path: Path, kind: str, request: Files, progress: Progress) -> Con
     Raises:
         CheckpointError: there is no other half.
     """
-    own = next((content for content in contents(path) if content.kind in HALVES.get(kind, ())), None)
+    own = next((content for content in contents(path) if content.kind in _halves(kind)), None)
     if own is None:
         return None
-    wanted = next(half for half in HALVES[kind] if half != own.kind)
+    wanted = next(half for half in _halves(kind) if half != own.kind)
     beside = sorted(file for file in path.parent.iterdir() if file.suffix in ENDINGS and file != path)
     for other in dict.fromkeys([*beside, *sorted(request.offered)]):
         if wanted in (request.offered[other] if other in request.offered else kinds(other)):
@@ -220,23 +202,16 @@ def _of_halves(path: Path, kind: str, request: Files, progress: Progress) -> Con
     raise CheckpointError(
         f"{path.name!r} is {own.layout} alone",
         expected=f"the {wanted.rpartition('_')[2]} too",
-        fix="Put its file into the same folder, or use a VAE in one file.",
+        fix="Put its file into the same folder, or use a VAE as a single file.",
     )
 
 
-def _text_left_out(family: Family, request: Files, progress: Progress) -> tuple[str, ...]:
-    """The text parts and tokenizers, where no file or folder has any of the text encoders."""
-    held = {kind for kinds in request.offered.values() for kind in kinds}
-    held |= {content.kind for content in contents(request.parts["transformer"])}
-    for part in family.text_parts:
-        if part in request.parts or part in request.provided or WANTED[family.id, part][0] in held:
-            return ()
+def without_text(family: FamilySpec, has: Callable[[str], bool], progress: Progress) -> tuple[str, ...]:
+    """The text parts and tokenizers of a model that ``has`` none of its text encoders, which is said; else none."""
+    if any(map(has, family.text_parts)):
+        return ()
     progress.notify("without text encoder: connect AnyGPU Load Prompt or core CONDITIONING")
     return (*family.text_parts, *(tool for tool in family.tools if tool.startswith("tokenizer")))
-
-
-def _unneeded(family: Family, part: str, task: str) -> bool:
-    return part == "image_encoder" and task == "text"
 
 
 def _of_kind(path: Path, kind: str, width: int) -> Content | None:
@@ -244,7 +219,7 @@ def _of_kind(path: Path, kind: str, width: int) -> Content | None:
     return next((content for content in fitting if not width or width_of(content) == width), None)
 
 
-def _part(name: str, family: Family, content: Content, configured: Configured) -> PartFiles:
+def _part(name: str, family: FamilySpec, content: Content, configured: Configured) -> PartFiles:
     library, *allowed = family.parts[name]
     config = dict(configured.config)
     cls = CLASSES.get(content.kind) or str(config.get("_class_name"))
@@ -261,17 +236,17 @@ def _part(name: str, family: Family, content: Content, configured: Configured) -
     return PartFiles(name, library, cls, content.path, config, content.entries, torch.float32)
 
 
-def _llava(text: PartFiles, request: Files, progress: Progress) -> PartFiles:
+def _with_vision(family: FamilySpec, text: PartFiles, request: Files, progress: Progress) -> PartFiles:
     """The encoder for text and pictures, of a file for each."""
     given = request.parts.get("image_encoder")
     places = (
-        [given] if given is not None else sorted(p for p, held in request.offered.items() if "llava_vision" in held)
+        [given] if given is not None else sorted(p for p, held in request.offered.items() if family.text_vision in held)
     )
-    found = next((content for path in places if (content := _of_kind(path, "llava_vision", 0)) is not None), None)
+    found = next((content for path in places if (content := _of_kind(path, family.text_vision, 0)) is not None), None)
     if found is None:
         raise CheckpointError(
-            "no picture half of the text encoder for HunyuanVideo image to video",
-            expected=TITLES["llava_vision"],
+            f"no picture half of the text encoder for {family.title} image to video",
+            expected=TITLES[family.text_vision],
             fix="Put it into models/clip_vision and choose it as image_encoder, or name a diffusers folder as base.",
         )
     if given is None:
@@ -284,14 +259,14 @@ def _llava(text: PartFiles, request: Files, progress: Progress) -> PartFiles:
 
 
 def _tools(
-    family: Family,
+    family: FamilySpec,
     task: str,
     chosen: Mapping[str, tuple[Content, Configured]],
     request: Files,
     spared: tuple[str, ...],
 ) -> tuple[dict[str, Callable[[], Any]], dict[str, Path]]:
     """Readers of plain settings, and folders of what transformers reads."""
-    settings = tool_configs(family.id)
+    settings = tool_configs(family)
     for part in ("vae", "transformer"):
         for name, changed in (chosen[part][1].tools if part in chosen else {}).items():
             settings[name] = {**settings.get(name, {}), **changed}
@@ -312,20 +287,20 @@ def _tools(
     return plain, folders
 
 
-def _tokenizer(family: Family, name: str, request: Files) -> Path:
-    kind = TOKENIZERS[family.id, name]
+def _tokenizer(family: FamilySpec, name: str, request: Files) -> Path:
+    kind = family.tokenizers[name]
     folder = request.tokenizers.get(kind)
     if folder is None or not any((folder / file).is_file() for file in VOCABULARIES):
         raise CheckpointError(
             f"no {name} for {family.title}: a single file of a text encoder has none",
             expected=f"a {kind} tokenizer in a diffusers folder, or the one that ComfyUI ships",
-            fix=f"Choose a diffusers folder of {family.title} as base; its tokenizer folders alone are enough.",
+            fix=f"Choose a diffusers folder of {family.title} as base; its tokenizer folders are enough.",
         )
     return folder
 
 
-def _absent(family: Family, part: str) -> CheckpointError:
-    kind = WANTED[family.id, part][0]
+def _absent(family: FamilySpec, part: str) -> CheckpointError:
+    kind = family.files[part].kind
     place = {"vae": "models/vae", "image_encoder": "models/clip_vision"}.get(part, "models/text_encoders")
     return CheckpointError(
         f"no {part} for {family.title}",

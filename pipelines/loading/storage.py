@@ -1,50 +1,41 @@
-"""How the weights of a pipeline are kept in memory, apart from what computes: the choice, its step, what it saves."""
+"""How the weights of a pipeline are stored in memory, independent of the dtype that computes."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from ...compat.checkpoints import packed
 from ...compat.checkpoints.headers import STORED
+from ...compat.decision import Decision
 from ...compat.device import probes
-from ...compat.device.copy_timing import maps_files
 from ...compat.device.execution import HOST
 from ...compat.device.facts import DeviceFacts
 from ...compat.device.probe_store import ProbeStore
+from ...compat.device.timed_choice import maps_files
 from ...compat.errors import UnsupportedError
-from ...compat.memory.offloader import GIGABYTE
+from ...compat.memory.parts import denoises, role_of
+from ...compat.memory.statistics import GIGABYTE
 from ...compat.memory.transfer import casts_wrongly
-from ...compat.precision import Precision
+from ...compat.precision import FP32, Precision
+from ...compat.transforms.fp16 import apply_fp16_safe, fp32_output_works
 from ...compat.transforms.order import Order, Step
-from .part import PartFiles
+from ..base import Parts
+from .part import PartFiles, reader_of
 
 log = logging.getLogger(__name__)
 FILE_CHOICES = ("auto", "as in file")
 
 
-class Choices(Protocol):
-    """What the user chose of storage and offload."""
-
-    @property
-    def weights(self) -> str: ...
-    @property
-    def text_weights(self) -> str: ...
-    @property
-    def offload(self) -> str: ...
-    @property
-    def devices(self) -> Mapping[str, Any]: ...
-
-
 def with_storage(
     files: Mapping[str, PartFiles],
-    chosen: Choices,
+    chosen: Any,
     text_parts: tuple[str, ...],
     precision: Precision,
     facts: DeviceFacts,
@@ -57,6 +48,7 @@ def with_storage(
     and its convolutions run once per tile.
 
     Args:
+        chosen: has ``weights``, ``text_weights``, ``offload`` and ``devices``, as :class:`~.folder.LoadRequest`.
         probes: what this device has answered and where it is kept; None relies on the tables.
 
     Raises:
@@ -64,9 +56,10 @@ def with_storage(
     """
     packed.require_storable(chosen.weights, "weights", chosen.offload, precision)
     packed.require_storable(chosen.text_weights, "text_weights", chosen.offload, precision)
-    choices = {"transformer": chosen.weights, **dict.fromkeys(text_parts, chosen.text_weights)}
+    transformers = filter(denoises, files)
+    choices = dict.fromkeys(transformers, chosen.weights) | dict.fromkeys(text_parts, chosen.text_weights)
     for name, choice in choices.items():
-        place = chosen.devices.get("text_encoder" if name in text_parts else name, facts.device)
+        place = chosen.devices.get(role_of(name), facts.device)
         if name in files and torch.device(place).type != HOST.type:
             choices[name] = choice = _narrow(files[name], facts.device) if choice == "auto" else choice
             _require_castable(files[name], choice, facts.device)
@@ -91,15 +84,23 @@ def storage_step(files: Mapping[str, PartFiles]) -> Step:
     return Step(Order.STORAGE, "storage of weights", partial(_apply, dict(files)))
 
 
-def notes(files: Mapping[str, PartFiles]) -> tuple[str, ...]:
-    """One line for each part whose weights are kept smaller than they compute."""
-    found = []
-    for name, part in files.items():
-        dense = replace(part, storage="auto", keeps_packed=False).total_bytes
-        if part.total_bytes < dense:
-            how = "as in the file" if part.storage in FILE_CHOICES else part.storage
-            found.append(f"{name} kept {how}: {part.total_bytes / GIGABYTE:.1f} of {dense / GIGABYTE:.1f} GB")
-    return tuple(found)
+def decisions(files: Mapping[str, PartFiles]) -> tuple[Decision, ...]:
+    """One for each part whose weights are kept smaller than they compute."""
+    made = []
+    for name, choice in smaller(files).items():
+        how = "as in the file" if choice in FILE_CHOICES else choice
+        size = f"{files[name].total_bytes / GIGABYTE:.1f} of {_dense_bytes(files[name]) / GIGABYTE:.1f} GB"
+        made.append(Decision(f"{name} weights", f"kept {how}", size))
+    return tuple(made)
+
+
+def smaller(files: Mapping[str, PartFiles]) -> dict[str, str]:
+    """Part to its choice of storage, where its weights are kept smaller than they compute."""
+    return {name: part.storage for name, part in files.items() if part.total_bytes < _dense_bytes(part)}
+
+
+def _dense_bytes(part: PartFiles) -> int:
+    return replace(part, storage="auto", keeps_packed=False).total_bytes
 
 
 def _narrow(part: PartFiles, device: torch.device) -> str:
@@ -116,8 +117,8 @@ def _require_castable(part: PartFiles, choice: str, device: torch.device) -> Non
     if half and part.dtype is not torch.float16 and casts_wrongly(device, torch.float16):
         raise UnsupportedError(
             f"weights {choice!r} of a file in fp16, which {device} casts wrongly",
-            expected="a device that casts fp16 to fp32 and back as the host does",
-            fix="Choose weights auto, which widens them on the host.",
+            expected="a device that casts fp16 to fp32 and back correctly",
+            fix="Choose weights auto, which casts them on the host.",
         )
 
 
@@ -138,3 +139,34 @@ def _apply(files: Mapping[str, PartFiles], part: str, module: nn.Module) -> Call
     if back is not None:
         log.info("%s: weights %s", part, described.storage)
     return back
+
+
+@dataclass(slots=True)
+class SafeFp16:
+    """The rewrite of one pipeline's transformer, until it is abandoned.
+
+    Args:
+        family: a family id.
+        device: where the transformer will run; it is asked once for fp32-output products.
+        active: whether the transformer is rewritten when it is next read.
+    """
+
+    family: str
+    device: Any
+    active: bool = True
+
+    def step(self) -> Step:
+        """The rewrite as a step of the preparation."""
+        return Step(Order.PRECISION, "safe fp16", self._apply)
+
+    def abandon(self, parts: Parts, files: PartFiles) -> None:
+        """From the next reading on the transformer is fp32."""
+        self.active = False
+        parts.readers[files.name] = reader_of(replace(files, dtype=FP32, dtype_of=None))
+
+    def _apply(self, part: str, module: nn.Module) -> Callable[[], None] | None:
+        if not denoises(part) or not self.active:
+            return None
+        applied = apply_fp16_safe(module, self.family, {"fp32_output": fp32_output_works(self.device)})
+        (log.warning if applied.report.left else log.info)("%s", applied.report)
+        return applied.restore

@@ -2,86 +2,31 @@
 
 Weights are counted from file headers. Activations follow formulas whose factors were fitted to measured peaks of the
 simulated accelerator at other sizes than the tests use: `python benchmarks/memory_fits.py` measures, adds rows to
-`benchmarks/results/memory_fits.csv` and writes `fits.py` anew. They count tensors; what a vendor's library takes for
-itself comes on top.
+`benchmarks/results/memory_fits.csv` and writes `FIT` into each family's `spec.py`. They count tensors; what a vendor's
+library takes for itself comes on top.
 """
 
 from __future__ import annotations
 
-import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+from torch import nn
+
+from ...compat.memory.estimates import PartBytes, part_bytes
+from ...compat.memory.offloader import MODES
+from ...compat.memory.parts import denoises
 from ...compat.memory.statistics import StageNeed
-from ..base import Pipeline
-from ..family import Family
+from ..base import Pipeline, SampleSettings
+from ..family import FamilySpec
 from ..loading.part import PartFiles
-from . import fit_factors
 
 TRANSFORMER, VAE = "transformer", "vae"
-BLOCK = re.compile(r"^(.*?(?:blocks|layers|layer|block)\.\d+)\.")
+PLANES = 4  # activations that a streamed decode has in host memory at once
 MARGIN = 1.15  # what a forecast may be off by
-DOUBLE_SPARES = 0.35  # of a single block's activations, which a double block does not have
-MODE_ORDER = ("none", "model", "group", "sequential")  # the fastest first
-REFERENCE_TOKENS = {"ltx": 128, "mochi": 256, "hunyuan_video": 334, "hunyuan_video_15": 160, "framepack": 334}
-HISTORY_TOKENS = 729  # of FramePack's and HunyuanVideo 1.5's pictures
-
-
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """Fitted factors of one family.
-
-    Args:
-        tokens: copies of the token states alive at the peak of a transformer's forward.
-        latents: copies of the latents in fp32 beside them.
-        pixels: copies of the decoder's widest full-size activation. plain: further channels per pixel.
-        text: copies of a text encoder's widest activation, which is that of its feed-forward.
-        streamed: copies of a tile of the last layer that a streamed decode holds. chunked: what the frames remembered
-            make of a chunk.
-    """
-
-    tokens: float
-    latents: float
-    pixels: float
-    plain: float
-    text: float
-    streamed: float
-    chunked: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """Bytes of one part on the device: all of it, its largest block, its largest layer.
-
-    Args:
-        inner: the largest layer inside a block; outer: the largest one outside, such as an embedding. single: the
-            largest single-stream block, in which the activations are most; 0 where a model has none. dense: what making
-            its largest packed weight dense takes beside them, while it is used; 0 where none is packed.
-    """
-
-    total: int
-    block: int
-    layer: int
-    inner: int = 0
-    outer: int = 0
-    single: int = 0
-    dense: int = 0
-
-    def resident(self, mode: str, part: str, activations: int = 0) -> int:
-        """Bytes on the device at the peak under ``mode``, where a forward of the part needs ``activations``.
-
-        What is outside the blocks runs before or after most of the activations exist.
-        """
-        if mode in ("none", "model") or part == "image_encoder":
-            return self.total
-        by_block = part == TRANSFORMER or part.startswith("text_encoder")
-        if not self.inner:
-            return self.block if mode == "group" and by_block else self.layer
-        largest = self.block if mode == "group" and by_block else self.inner
-        if mode == "group" and by_block and self.single:
-            largest = max(self.single, self.block - int(DOUBLE_SPARES * activations))
-        return max(largest, self.outer - activations // 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,94 +57,94 @@ class Forecast:
         return max(stage.total for stage in self.stages)
 
 
-def weights_of(entries: Mapping[str, int], buffers: int = 0) -> Weights:
-    """The weights of a part from its tensors' names and bytes; ``buffers`` are in no file."""
-    layers: dict[str, int] = {}
-    blocks: dict[str, int] = {}
-    outside: set[str] = set()
-    for name, size in entries.items():
-        layer = name.rsplit(".", 1)[0] if "." in name else ""
-        layers[layer] = layers.get(layer, 0) + size
-        block = BLOCK.match(name)
-        if block is None:
-            outside.add(layer)
-        else:
-            blocks[block.group(1)] = blocks.get(block.group(1), 0) + size
-    total = sum(entries.values()) + buffers
-    inner = max((size for layer, size in layers.items() if layer not in outside), default=0)
-    outer = max((layers[layer] for layer in outside), default=0)
-    largest = max(layers.values(), default=0)
-    single = max((size for block, size in blocks.items() if block.startswith("single_")), default=0)
-    return Weights(total, max(blocks.values(), default=largest), largest, inner, outer, single)
-
-
 def forecast(pipeline: Pipeline, size: Size, mode: str = "") -> Forecast:
     """What a run of ``size`` needs under ``mode``, by default the pipeline's own."""
-    mode = mode or str(getattr(pipeline.offloader, "mode", "model"))
+    mode = mode or pipeline.offloader.mode
     weights, stays = pipeline.weights, mode == "none"
     stages, vae = [], weights[VAE].resident(mode, VAE)
     text = [part for part in weights if part.startswith("text_encoder")]
     kept = 0
     if "image_encoder" in weights and pipeline.task == "image":
         own = max(weights["image_encoder"].total, vae)
-        stages.append(StageNeed("image", 0, own, decoding_bytes(pipeline, sized(size, frames=1))))
+        stages.append(StageNeed("image", 0, own, decoding_bytes(pipeline, replace(size, frames=1))))
         kept = vae if stays else 0
     if text:
         active = {part: text_bytes(pipeline, part) for part in text}
-        needs = [
-            StageNeed("text", kept, weights[part].resident(mode, part, active[part]), active[part]) for part in text
-        ]
+        needs = (StageNeed("text", kept, weights[p].resident(mode, p, active[p]), active[p]) for p in text)
         stages.append(max(needs, key=lambda need: need.total))
     forward = sampling_bytes(pipeline, size)
-    own = weights[TRANSFORMER].resident(mode, TRANSFORMER, forward)
-    stages.append(StageNeed("sampling", kept, own, forward))
-    stages.append(
-        StageNeed("decoding", weights[TRANSFORMER].total if stays else 0, vae, decoding_bytes(pipeline, size))
-    )
+    own, all_own = transformer_bytes(pipeline, mode, forward), transformer_bytes(pipeline, "none") if stays else 0
+    stages.append(StageNeed("sampling", kept, max(own, all_own), forward))
+    stages.append(StageNeed("decoding", all_own, vae, decoding_bytes(pipeline, size)))
     return Forecast(mode, tuple(stages))
 
 
 def forecasts(pipeline: Pipeline, size: Size) -> tuple[Forecast, ...]:
     """The forecast of every mode, the fastest first."""
-    return tuple(forecast(pipeline, size, mode) for mode in MODE_ORDER)
+    return tuple(forecast(pipeline, size, mode) for mode in MODES)
 
 
 def latent_shape(pipeline: Pipeline, size: Size) -> tuple[int, int, int]:
     """Latent frames, rows and columns of a run."""
-    from ..registry import family_named
-
-    spatial, temporal = family_named(pipeline.family).ratios(pipeline)
+    spatial, temporal = pipeline.spec.ratios
     return (size.frames - 1) // temporal + 1, size.height // spatial, size.width // spatial
+
+
+def transformer_bytes(pipeline: Pipeline, mode: str, forward: int = 0) -> int:
+    """Bytes of transformers on the device under ``mode``: all with ``none``, else of the largest.
+
+    Args:
+        forward: bytes that one forward needs beside them.
+    """
+    each = [weights.resident(mode, part, forward) for part, weights in pipeline.weights.items() if denoises(part)]
+    return sum(each) if mode == "none" else max(each)
 
 
 def sampling_bytes(pipeline: Pipeline, size: Size) -> int:
     """Activations at the peak of one forward of the transformer."""
-    fit, (tokens, latents) = FITS[pipeline.family], sampling_terms(pipeline, size)
-    return int(fit.tokens * tokens + fit.latents * latents) + _dense(pipeline, TRANSFORMER)
+    fit, (tokens, latents) = pipeline.spec.memory.fit, sampling_terms(pipeline, size)
+    dense = max(_dense(pipeline, part) for part in pipeline.spec.transformers)
+    return int(fit.tokens * tokens + fit.latents * latents) + dense
 
 
 def sampling_terms(pipeline: Pipeline, size: Size) -> tuple[int, int]:
-    """Bytes of one copy of the token states, and of the latents in fp32: what :class:`Fit` counts copies of."""
+    """Bytes of one copy of the token states, and of the latents in fp32: what ``Fit`` counts copies of."""
     config = pipeline.configs[TRANSFORMER]
     frames, rows, columns = latent_shape(pipeline, size)
     patch, patch_time = int(config.get("patch_size") or 1), int(config.get("patch_size_t") or 1)
-    seen = float(frames)
-    if pipeline.family == "framepack":  # one section, two clean frames, and eighteen more at lower scales
-        seen, frames = size.window + 2.5, size.window + 21
+    seen, terms = float(frames), pipeline.spec.memory
+    if terms.section_context is not None:
+        clean, more = terms.section_context
+        seen, frames = size.window + clean, size.window + more
     tokens = int(seen / patch_time * (rows // patch) * (columns // patch))
     width = int(config.get("num_attention_heads", 24)) * int(config.get("attention_head_dim", 128))
-    batch = 2 if size.guided and pipeline.family in ("ltx", "mochi") else 1
-    beside = HISTORY_TOKENS if pipeline.family == "framepack" else 0
-    joined = TEXT_TOKENS.get(pipeline.family, 0)
-    tokens += (size.text or joined if joined else 0) + beside
+    batch = 2 if size.guided and pipeline.spec.batched_cfg else 1
+    tokens += (size.text or terms.text_tokens if terms.text_tokens else 0) + terms.history_tokens
     channels = int(config.get("in_channels", 16))
     item = pipeline.precision.residual.itemsize
     return batch * tokens * width * item, batch * channels * frames * rows * columns * 4
 
 
+def beside_transformer(pipeline: Pipeline, settings: SampleSettings, window: int = 9) -> int:
+    """Bytes that one forward of the transformer needs beside its weights, with the margin of the forecast.
+
+    Args:
+        pipeline: whose transformer it is.
+        settings: with the size of the run.
+        window: latent frames of one section of FramePack.
+    """
+    size = Size(settings.width, settings.height, settings.frames, settings.cfg > 1.0, window)
+    return int(MARGIN * sampling_bytes(pipeline, size))
+
+
+def beside_text(pipeline: Pipeline, part: str) -> int:
+    """Bytes that one forward of a text encoder needs beside its weights, with the margin of the forecast."""
+    return int(MARGIN * text_bytes(pipeline, part))
+
+
 def text_bytes(pipeline: Pipeline, part: str) -> int:
     """Activations at the peak of a text encoder's forward."""
-    return int(FITS[pipeline.family].text * text_term(pipeline, part)) + _dense(pipeline, part)
+    return int(pipeline.spec.memory.fit.text * text_term(pipeline, part)) + _dense(pipeline, part)
 
 
 def text_term(pipeline: Pipeline, part: str) -> int:
@@ -207,7 +152,7 @@ def text_term(pipeline: Pipeline, part: str) -> int:
     config = pipeline.configs[part]
     config = config.get("text_config", config)
     wide = max(int(config.get(key) or 0) for key in ("d_ff", "intermediate_size", "d_model", "hidden_size"))
-    return REFERENCE_TOKENS[pipeline.family] * wide * pipeline.precision.text.itemsize
+    return pipeline.spec.memory.reference_tokens * wide * pipeline.precision.text.itemsize
 
 
 def _dense(pipeline: Pipeline, part: str) -> int:
@@ -220,18 +165,16 @@ def decoding_bytes(pipeline: Pipeline, size: Size, frames: int = 0, tile: int = 
     Args:
         frames: latent frames per chunk, tile: pixels per tile; 0 for all.
     """
-    fit, (wide, plain) = FITS[pipeline.family], decoding_terms(pipeline, size, frames, tile)
+    fit, (wide, plain) = pipeline.spec.memory.fit, decoding_terms(pipeline, size, frames, tile)
     return int(fit.pixels * wide + fit.plain * plain)
 
 
 def decoding_terms(pipeline: Pipeline, size: Size, frames: int = 0, tile: int = 0) -> tuple[float, int]:
     """Bytes of one copy of the decoder's widest full-size activation, and of one channel of the video."""
-    ratio = TEMPORAL[pipeline.family]
-    pixel_frames = size.frames if pipeline.family != "mochi" else size.frames + ratio - 1
-    if pipeline.family in ("hunyuan_video", "framepack"):
-        pixel_frames = min(pixel_frames, WINDOW_FRAMES)
+    terms = pipeline.spec.memory
+    pixel_frames = min(size.frames + terms.cropped_frames, terms.decode_window or sys.maxsize)
     if frames:
-        pixel_frames = min(pixel_frames, frames * ratio)
+        pixel_frames = min(pixel_frames, frames * pipeline.spec.stride)
     rows, columns = (min(edge, tile) if tile else edge for edge in (size.height, size.width))
     plain = pixel_frames * rows * columns * pipeline.precision.vae.itemsize
     return widest(pipeline.configs[VAE]) * plain, plain
@@ -240,9 +183,9 @@ def decoding_terms(pipeline: Pipeline, size: Size, frames: int = 0, tile: int = 
 def attempt_bytes(pipeline: Pipeline, size: Size, frames: int, tile: int, stream: int) -> int:
     """Activations at the peak of a decode: latent frames per chunk, pixels per tile, pixels streamed; 0 is off."""
     if stream:
-        return int(FITS[pipeline.family].streamed * streamed_term(pipeline, size, frames, tile, stream))
+        return int(pipeline.spec.memory.fit.streamed * streamed_term(pipeline, size, frames, tile, stream))
     chunk = decoding_bytes(pipeline, size, frames, tile)
-    return int(chunk * FITS[pipeline.family].chunked) if frames else chunk
+    return int(chunk * pipeline.spec.memory.fit.chunked) if frames else chunk
 
 
 def streamed_term(pipeline: Pipeline, size: Size, frames: int, tile: int, stream: int) -> float:
@@ -253,8 +196,14 @@ def streamed_term(pipeline: Pipeline, size: Size, frames: int, tile: int, stream
 
 
 def plane_bytes(pipeline: Pipeline, size: Size) -> int:
-    """The largest activation of a decode, as a whole."""
-    return int(decoding_terms(pipeline, size)[0])
+    """Bytes of host memory that a streamed decode takes: a few of its largest activations, as a whole."""
+    return int(decoding_terms(pipeline, size)[0]) * PLANES
+
+
+def bytes_on(device: torch.device, *modules: nn.Module | None) -> int:
+    """Bytes of ``modules`` on ``device``."""
+    tensors = (each for module in modules if module is not None for each in (*module.parameters(), *module.buffers()))
+    return sum(tensor.nbytes for tensor in tensors if tensor.device == device)
 
 
 def widest(config: Mapping[str, Any]) -> float:
@@ -265,27 +214,16 @@ def widest(config: Mapping[str, Any]) -> float:
     return float((widths[1] if grown else widths[0]) / patch**2)
 
 
-def sizes_of(files: Iterable[PartFiles]) -> dict[str, Weights]:
-    """Part name to weights, from what was read of each part's headers."""
-    found = {}
+def sizes_of(files: Iterable[PartFiles]) -> dict[str, PartBytes]:
+    """Part name to the bytes of the part, from what was read of its headers."""
+    sizes = {}
     for part in files:
-        weights = weights_of({name: part.bytes_of(name, entry) for name, entry in part.entries.items()})
-        found[part.name] = replace(weights, dense=part.dense_bytes)
-    return found
+        size = part_bytes({name: part.bytes_of(name, entry) for name, entry in part.entries.items()})
+        sizes[part.name] = replace(size, dense=part.dense_bytes)
+    return sizes
 
 
-def default_size(family: Family) -> Size:
+def default_size(family: FamilySpec) -> Size:
     """The size that the family's own pipeline makes."""
     defaults = family.defaults
     return Size(defaults.width, defaults.height, defaults.frames, defaults.cfg > 1.0)
-
-
-def sized(size: Size, **changes: Any) -> Size:
-    """``size`` with some of it changed."""
-    return replace(size, **changes)
-
-
-TEMPORAL = {"ltx": 8, "mochi": 6, "hunyuan_video": 4, "hunyuan_video_15": 4, "framepack": 4}
-WINDOW_FRAMES = 17  # of HunyuanVideo's framewise decode
-TEXT_TOKENS = {"hunyuan_video": 64, "hunyuan_video_15": 64, "framepack": 64}  # valid ones, where they join the video's
-FITS: Mapping[str, Fit] = {family: Fit(**factors) for family, factors in fit_factors.FACTORS.items()}

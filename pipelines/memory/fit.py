@@ -1,51 +1,53 @@
-"""A run made to fit: the mode for what a stage needs, the refusal of what cannot fit, and the way on after it did not.
+"""Makes a run fit: chooses the mode for each stage, refuses what cannot fit, and steps down after out of memory.
 
-What is decided here is decided again for each stage, from the free memory of that moment: offload ``auto`` may hold
-text encoders by block and the transformer whole. A mode that the user chose changes only when memory has run out.
+Decides anew for each stage from the memory that is free at that moment: ``auto`` may load text encoders block by block
+and the transformer as a whole. A mode that the user chose changes only after running out of memory.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import wraps
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
+from ...compat.checkpoints.weights import VIEWS_TAKE_MEMORY
+from ...compat.decision import Decision
 from ...compat.device.execution import HOST
-from ...compat.device.facts import GIBIBYTE, empty_cache, facts_for, free_bytes
-from ...compat.errors import InputError, PackError, UnsupportedError
-from ...compat.memory.host_weights import HostWeights
-from ...compat.memory.offloader import Terms, on_device
+from ...compat.device.facts import GIBIBYTE, DeviceFacts, empty_cache, facts_for, free_bytes, locks_host_memory
+from ...compat.device.failures import is_shortage
+from ...compat.errors import InputError, UnsupportedError
+from ...compat.memory.estimates import PartBytes
+from ...compat.memory.host_weights import DISK, HostWeights, choose_host_weights
+from ...compat.memory.offloader import HOSTED, MODES, Offloader, OffloadOptions
 from ...compat.memory.statistics import amount_of
 from ...compat.transforms import compile as compiling
 from ..base import Pipeline, Progress
-from ..sampling.loop import persisting
-from ..vae.fallback import MEMORY, kind_of
-from .estimates import MARGIN, MODE_ORDER, TRANSFORMER, VAE, Size, Weights, forecast
-from .host import note
+from ..loading.part import PartFiles
+from .estimates import MARGIN, TRANSFORMER, VAE, Size, bytes_on, forecast, transformer_bytes
 
-Stage = TypeVar("Stage", bound=Callable[..., Any])
-Result = TypeVar("Result")
 GIVEN_UP = "_anygpu_given_up"  # on an error that every way on was tried for
-TRIES = 16  # of a stage; each has more room than the one before
 SPARE = 1.05  # of what a forecast says, before a mode is taken
 PARTS = (TRANSFORMER, "text_encoder", VAE)  # what may compute on a device of its own
 
 
-def terms_for(
-    devices: Mapping[str, Any], keep_free_gb: float, state: Path | None, host: HostWeights | None = None
-) -> Terms:
+def offload_options(
+    devices: Mapping[str, Any], keep_free_gb: float, state: Path | None, host_weights: HostWeights
+) -> OffloadOptions:
     """What the user asks of an offloader, checked: each device answers, and what is kept free is a size.
 
     Args:
-        devices: part to device or its name; ``auto`` and None for the pipeline's own. host: how host weights are kept.
+        devices: part to device or its name; ``auto`` and None for the pipeline's own.
+        keep_free_gb: GB of the device that are left to others.
+        state: folder in which costs are kept.
+        host_weights: how the weights of each part are kept in host memory.
 
     Raises:
-        InputError: a part that cannot be placed, or a negative size. UnsupportedError: a device that does not answer.
+        InputError: a part that cannot be placed, or a negative size.
+        UnsupportedError: a device that does not answer.
     """
     unknown = [part for part in devices if part not in PARTS]
     if unknown:
@@ -57,19 +59,77 @@ def terms_for(
     placed = {
         part: facts_for(str(device)).device for part, device in devices.items() if device not in (None, "", "auto")
     }
-    return Terms(placed, int(keep_free_gb * GIBIBYTE), state, host or HostWeights())
+    return OffloadOptions(placed, int(keep_free_gb * GIBIBYTE), state, host_weights)
 
 
-def require_room(weights: Mapping[str, Weights], device: torch.device, free: int | None, terms: Terms) -> None:
+def fit_host_memory(
+    files: Mapping[str, PartFiles], facts: DeviceFacts, free: int, swap: int
+) -> tuple[dict[str, PartFiles], HostWeights]:
+    """``files`` read the way that host memory wants it, and how the host weights of each part are kept.
+
+    Parts that do not fit together stay views of their files, the one that saves most first. Where views are avoided on
+    this kind of device, they go there by way of ordinary memory, a slice at a time. Where the system promises memory
+    for views too, there are none: all is held, as far as its page file goes.
+
+    Args:
+        files: of each part.
+        facts: of the device that computes.
+        free: bytes of host memory that this process may take.
+        swap: bytes beside them that are slow.
+
+    Raises:
+        UnsupportedError: a part that must be cast, unpacked or packed, so that it cannot stay in its file, and does not
+            fit; said before anything is read.
+    """
+    if VIEWS_TAKE_MEMORY:
+        files = {name: replace(part, mapped=False) for name, part in files.items()}
+    sizes = {name: part.total_bytes for name, part in files.items()}
+    views = {name: 0 if VIEWS_TAKE_MEMORY else part.view_bytes for name, part in files.items()}
+    host_weights = choose_host_weights(sizes, views, free, locks_host_memory(facts.device), facts.unified)
+    left = host_weights.of(DISK)
+    for name, part in files.items():
+        held = sizes[name] - (views[name] if part.mapped or name in left else 0)
+        if held > free + swap:
+            raise UnsupportedError(
+                f"{amount_of(free + swap)} of host memory for the {name}, which takes {amount_of(held)} of it",
+                expected=f"{amount_of(held - free - swap)} more",
+                fix="Close other programs, or enlarge the page file."
+                if VIEWS_TAKE_MEMORY
+                else "Close other programs, add swap, or use a safetensors file in the precision that computes: it "
+                "can stay on disk.",
+            )
+    kept = {name: replace(files[name], mapped=True, staged=not files[name].mapped) for name in left}
+    return {**files, **kept}, host_weights
+
+
+def host_weight_decisions(offloader: Offloader) -> tuple[Decision, ...]:
+    """How the host weights are kept.
+
+    Nothing where the host computes, or where its memory manager keeps them, unless some stay in their files.
+    """
+    kept = offloader.options.host_weights
+    ours = offloader.device.type != HOST.type and offloader.mode != HOSTED
+    return (kept.decision,) if kept.kinds and (ours or kept.of(DISK)) else ()
+
+
+def require_room(
+    weights: Mapping[str, PartBytes], device: torch.device, free: int | None, options: OffloadOptions
+) -> None:
     """Refuse a model of which not even one layer fits.
+
+    Args:
+        weights: bytes of each part.
+        device: where they compute.
+        free: bytes of the device; all of it inside a host, whose other models leave where ours need the room.
+        options: parts on other devices, and what is kept free.
 
     Raises:
         UnsupportedError: with what is missing; nothing was read yet.
     """
     if device.type == HOST.type or free is None:
         return
-    room = free - terms.keep_free
-    here = {part: size.layer for part, size in weights.items() if part not in terms.devices}
+    room = free - options.keep_free_bytes
+    here = {part: size.layer for part, size in weights.items() if part not in options.devices}
     part = max(here, key=lambda name: here[name], default="")
     if part and here[part] > room:
         raise UnsupportedError(
@@ -79,7 +139,7 @@ def require_room(weights: Mapping[str, Weights], device: torch.device, free: int
         )
 
 
-def fitted_for(pipeline: Pipeline, stage: str, size: Size | None, progress: Progress) -> None:
+def fit_offload(pipeline: Pipeline, stage: str, size: Size | None, progress: Progress) -> None:
     """Give the pipeline the fastest mode in which ``stage`` fits, where ``auto`` decides; say a change.
 
     Args:
@@ -88,14 +148,15 @@ def fitted_for(pipeline: Pipeline, stage: str, size: Size | None, progress: Prog
     Raises:
         UnsupportedError: not even the least mode fits; said before the stage's weights are read.
     """
-    offloader: Any = pipeline.offloader
-    if not getattr(offloader, "automatic", False) or offloader.device.type == HOST.type or not pipeline.weights:
+    offloader = pipeline.offloader
+    if not offloader.automatic or offloader.device.type == HOST.type or not pipeline.weights:
         return
     free = free_bytes(offloader.device)
     if free is None:
         return
-    room = free + _own_bytes(pipeline) - offloader.keep_free
-    needs = {mode: _need(pipeline, stage, size, mode) for mode in MODE_ORDER if _compiles(pipeline, mode)}
+    own = bytes_on(offloader.device, *pipeline.parts.values())  # which leave it where the mode wants so
+    room = free + own - offloader.options.keep_free_bytes
+    needs = {mode: _need(pipeline, stage, size, mode) for mode in MODES if _compiles(pipeline, mode)}
     fits = next((mode for mode, need in needs.items() if need * SPARE <= room), "")
     least = min(needs, key=lambda mode: needs[mode])
     if not fits and needs[least] > room * MARGIN:
@@ -114,11 +175,11 @@ def fitted_for(pipeline: Pipeline, stage: str, size: Size | None, progress: Prog
         )
 
 
-def recovery(
+def make_room_and_retry(
     pipeline: Pipeline,
     progress: Progress,
-    parts: tuple[str, ...] = (TRANSFORMER,),
-    told: str = "sampling ran out of memory: goes on {}, from the last finished step",
+    parts: tuple[str, ...] = (),
+    told: str = "sampling ran out of memory: continuing {}, after the last finished step",
 ) -> Callable[[BaseException], bool]:
     """What a stage asks after an error: whether to try again, with more room.
 
@@ -126,18 +187,19 @@ def recovery(
     nothing of that is left, it is tried once more: what took the room may have been another program.
 
     Args:
+        parts: those that come in pieces; none means the transformers.
         told: what is said, with a place for what was done.
     """
+    parts = tuple(part for part in parts or pipeline.spec.transformers if part in pipeline.parts.readers)
     once_more = True
 
     def again(error: BaseException) -> bool:
         nonlocal once_more
-        step_down = getattr(pipeline.offloader, "step_down", None)
-        if step_down is None or kind_of(error) != MEMORY or hasattr(error, GIVEN_UP):
+        if not parts or not is_shortage(error) or hasattr(error, GIVEN_UP):
             return False
         try:
-            done = step_down(*parts)
-        except RuntimeError:  # no room for that either
+            done = pipeline.offloader.step_down(*parts)
+        except (RuntimeError, MemoryError):  # no room for that either
             done = ""
         if not done and once_more:
             done, once_more = "once more", False
@@ -152,105 +214,27 @@ def recovery(
     return again
 
 
-def roomier(
-    pipeline: Pipeline, progress: Progress, parts: tuple[str, ...], what: str, run: Callable[[], Result]
-) -> Result:
-    """What ``run`` returns, a stage that needs ``parts``; where it finds no room, that of another run with more.
-
-    Args:
-        what: the stage in words, such as ``encoding the prompt``.
-    """
-    found = [part for part in parts if part in pipeline.parts.readers]
-    again = recovery(pipeline, progress, tuple(found), f"{what} ran out of memory: again {{}}")
-    tries = iter(range(TRIES))
-
-    def more(error: BaseException) -> bool:
-        return next(tries, None) is not None and bool(found) and again(error)
-
-    return persisting(run, more, lambda: lambda: None)
-
-
-def with_memory_stats(name: str) -> Callable[[Stage], Stage]:
-    """Make a stage, whose first argument is a loaded pipeline, count its peak, its traffic and its time.
-
-    Progress that has ``cost`` is given the line; all of it is in ``offloader.account``.
-    """
-
-    def wrapped(stage: Stage) -> Stage:
-        @wraps(stage)
-        def run(pipeline: Any, *args: Any, **named: Any) -> Any:
-            memory_stats = getattr(pipeline.offloader, "memory_stats", None)
-            if memory_stats is None:
-                return stage(pipeline, *args, **named)
-            offloader, progress = pipeline.offloader, named.get("progress") or _progress_in(args)
-            with memory_stats.stage(
-                name, f"{pipeline.family} {pipeline.variant}", offloader.mode, offloader.device
-            ) as cost:
-                result = stage(pipeline, *args, **named)
-                cost.mode = offloader.mode
-            told = getattr(progress, "cost", None)  # of those who show it: a node's text, the terminal
-            if told is not None and cost.device != HOST.type:
-                told(str(cost))
-            return result
-
-        return run  # type: ignore[return-value]
-
-    return wrapped
-
-
 def plan_line(pipeline: Pipeline) -> str:
     """The order of operations on this pipeline's parts, in one line."""
     steps = sorted(getattr(pipeline.parts.prepare, "steps", ()), key=lambda step: step.order)
-    active_adapters = getattr(pipeline.offloader, "active_adapters", "")
-    lora = [f"LoRA {active_adapters}"] if active_adapters else []
+    adapters = pipeline.offloader.adapters
+    lora = [f"LoRA {adapters}"] if adapters else []
     line = " -> ".join(["read", *lora, *(step.name for step in steps), repr(pipeline.offloader)])
-    terms = getattr(pipeline.offloader, "terms", Terms())  # of a host's offloader
-    host = getattr(pipeline.offloader, "host", terms.host)
-    return "; ".join((line, *note(host, pipeline.facts, pipeline.offloader)))
-
-
-@contextmanager
-def alone(pipeline: Pipeline, part: str) -> Iterator[None]:
-    """The block with no other part of the pipeline on the device."""
-    for name, module in list(pipeline.parts.items()):
-        if name != part and on_device(module, pipeline.offloader.device):
-            pipeline.offloader.release(name)
-    yield
+    return "; ".join((line, *map(str, host_weight_decisions(pipeline.offloader))))
 
 
 def _need(pipeline: Pipeline, stage: str, size: Size | None, mode: str) -> int:
     """Bytes of ``stage`` under ``mode``: its own peak, and with ``none`` all that stays on the device."""
     weights = pipeline.weights
     whole = Size(64, 64, 1) if size is None else size
-    found = {need.name: need for need in forecast(pipeline, whole, mode).stages}
-    need = found[stage].total if stage in found else 0
+    needs = {need.name: need for need in forecast(pipeline, whole, mode).stages}
+    need = needs[stage].total if stage in needs else 0
     if size is None:  # the transformer comes next
-        need = max(need, weights[TRANSFORMER].resident(mode, TRANSFORMER))
-    stays = weights[TRANSFORMER].total + weights[VAE].total if mode == "none" else 0
-    return max(need, stays + (found["sampling"].activations if stays and size is not None else 0))
+        need = max(need, transformer_bytes(pipeline, mode))
+    stays = transformer_bytes(pipeline, mode) + weights[VAE].total if mode == "none" else 0
+    return max(need, stays + (needs["sampling"].activations if stays and size is not None else 0))
 
 
 def _compiles(pipeline: Pipeline, mode: str) -> bool:
     """Whether what is compiled in this pipeline runs under ``mode``."""
-    if not getattr(pipeline.speed, "compiled", False):
-        return True
-    try:
-        compiling.require_offload(mode)
-    except PackError:
-        return False
-    return True
-
-
-def _own_bytes(pipeline: Pipeline) -> int:
-    """Bytes of this pipeline's parts on the device, which leave it where the mode wants so."""
-    device = pipeline.offloader.device
-    return sum(
-        tensor.nbytes
-        for module in pipeline.parts.values()
-        for tensor in (*module.parameters(), *module.buffers())
-        if tensor.device == device
-    )
-
-
-def _progress_in(args: tuple[Any, ...]) -> Any:
-    return next((value for value in args if hasattr(value, "notify") and hasattr(value, "check")), None)
+    return not (getattr(pipeline.speed, "compiled", False) and compiling.WITH_OFFLOAD.get(mode))

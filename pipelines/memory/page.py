@@ -11,14 +11,13 @@ from ...compat.errors import InputError
 from ...compat.memory.statistics import amount_of
 from ..base import Pipeline
 from ..grid import snap
-from ..registry import family_named
 from .estimates import Forecast, Size, default_size, forecasts
 from .fit import SPARE, plan_line
 
 WIDTH, MARGIN, SIZE, BAR, GAP, LEFT = 1200, 24, 18, 26, 10, 300
 PAPER, INK, FAINT, HEAD, FREE, OVER = "#1b1d21", "#e8e8e8", "#a8adb5", "#7cc4ff", "#3a3f47", "#ff8a7a"
 COLOURS = {"kept": "#5b6f8f", "weights": "#4f9dde", "activations": "#e0a84f"}
-HOSTED = "comfyui"
+LEGEND = {"kept": "still there from before"}
 
 
 def planned_size(pipeline: Pipeline, width: int, height: int, frames: int, guided: bool) -> Size:
@@ -29,10 +28,10 @@ def planned_size(pipeline: Pipeline, width: int, height: int, frames: int, guide
     """
     if min(width, height, frames) < 0:
         raise InputError(f"a size of {width}x{height}, {frames} frames", expected="0 or more", fix="0 is the default.")
-    family = family_named(pipeline.family).FAMILY
+    family = pipeline.spec
     usual = default_size(family)
-    found = snap(family, width or usual.width, height or usual.height, frames or usual.frames)
-    return Size(found.width, found.height, found.frames, guided)
+    size = snap(family, width or usual.width, height or usual.height, frames or usual.frames)
+    return Size(size.width, size.height, size.frames, guided)
 
 
 def memory_plan(pipeline: Pipeline, size: Size) -> tuple[str, torch.Tensor]:
@@ -41,69 +40,68 @@ def memory_plan(pipeline: Pipeline, size: Size) -> tuple[str, torch.Tensor]:
     Returns:
         The text, and a picture (1, H, 1200, 3) in 0..1, fp32 on the CPU.
     """
-    title = f"{family_named(pipeline.family).FAMILY.title} {size.width}x{size.height}, {size.frames} frames"
+    title = f"{pipeline.spec.title} {size.width}x{size.height}, {size.frames} frames"
     more = ", with true guidance" if size.guided else ""
     return shown(pipeline, title, more, forecasts(pipeline, size))
 
 
-def shown(pipeline: Any, title: str, more: str, found: tuple[Forecast, ...]) -> tuple[str, torch.Tensor]:
+def shown(pipeline: Any, title: str, more: str, needs: tuple[Forecast, ...]) -> tuple[str, torch.Tensor]:
     """What each mode needs, in words and as bars.
 
     Args:
         pipeline: a pipeline of any kind, with its offloader, facts and weights. title: what runs. more: beside it, in
-            the words. found: the forecast of each mode, the fastest first.
+            the words. needs: the forecast of each mode, the fastest first.
     """
     free = free_bytes(pipeline.offloader.device)
-    keep = int(getattr(pipeline.offloader, "keep_free", 0))
-    room = None if free is None else max(0, free - keep)
-    return _text(pipeline, title + more, found, room), _drawn(pipeline, title, found, room)
+    room = None if free is None else max(0, free - pipeline.offloader.options.keep_free_bytes)
+    return _text(pipeline, title + more, needs, room), _drawn(pipeline, title, needs, room)
 
 
-def fastest(found: tuple[Forecast, ...], room: int | None) -> Forecast | None:
+def fastest(needs: tuple[Forecast, ...], room: int | None) -> Forecast | None:
     """The fastest mode that fits into ``room`` bytes; None where none does."""
     if room is None:
-        return next(each for each in found if each.mode == "model")
-    return next((each for each in found if each.peak * SPARE <= room), None)
+        return next(each for each in needs if each.mode == "model")
+    return next((each for each in needs if each.peak * SPARE <= room), None)
 
 
-def _text(pipeline: Any, title: str, found: tuple[Forecast, ...], room: int | None) -> str:
-    device, mode = pipeline.offloader.device, getattr(pipeline.offloader, "mode", HOSTED)
-    have = "does not tell its free memory" if room is None else f"has {amount_of(room)} free"
-    best = fastest(found, room)
+def _text(pipeline: Any, title: str, needs: tuple[Forecast, ...], room: int | None) -> str:
+    device, mode = pipeline.offloader.device, pipeline.offloader.mode
+    have = "does not report its free memory" if room is None else f"has {amount_of(room)} free"
+    best = fastest(needs, room)
     lines = [
         f"{title}: {device} {have}",
-        f"now: offload {mode}; fastest that fits: {best.mode if best else 'not one of them: lower the size'}",
+        f"now: offload {mode}; fastest that fits: {best.mode if best else 'none: lower the size'}",
     ]
-    for each in found:
+    for each in needs:
         stages = ", ".join(f"{stage.name} {amount_of(stage.total)}" for stage in each.stages)
         fits = "" if room is None else " fits" if each.peak * SPARE <= room else f" lacks {amount_of(each.peak - room)}"
         lines.append(f"{each.mode}: peak {amount_of(each.peak)}{fits} ({stages})")
     total = sum(weights.total for weights in pipeline.weights.values())
     host = host_free_bytes()
-    kept = "stay in host memory" if total <= host else "do not fit there together: some are read from their files anew"
+    kept = "stay in host memory" if total <= host else "do not fit there together: some are read from disk again"
     lines.append(f"host: {amount_of(host)} free; weights of {amount_of(total)} {kept}")
     lines.append(f"plan: {plan_line(pipeline)}")
-    lines.append("Forecasts are within 15 % on the simulated device; a vendor's libraries take some more.")
+    lines.append("Forecasts are within 15 % on the simulated device; vendor libraries need a little more.")
     return "\n".join(lines)
 
 
-def _drawn(pipeline: Any, title: str, found: tuple[Forecast, ...], room: int | None) -> torch.Tensor:
+def _drawn(pipeline: Any, title: str, needs: tuple[Forecast, ...], room: int | None) -> torch.Tensor:
     import numpy
     from PIL import Image, ImageDraw, ImageFont
 
     font, bold = ImageFont.load_default(SIZE), ImageFont.load_default(SIZE + 4)
-    rows = sum(len(each.stages) for each in found)
-    height = 2 * MARGIN + 80 + len(found) * (SIZE + 2 * GAP) + rows * (BAR + GAP) + 40
+    rows = sum(len(each.stages) for each in needs)
+    height = 2 * MARGIN + 80 + len(needs) * (SIZE + 2 * GAP) + rows * (BAR + GAP) + 40
     picture = Image.new("RGB", (WIDTH, height), PAPER)
     pen, top = ImageDraw.Draw(picture), MARGIN
-    most = max([*(each.peak for each in found), room or 0]) or 1
+    most = max([*(each.peak for each in needs), room or 0]) or 1
     scale = (WIDTH - LEFT - MARGIN - 120) / most
     pen.text((MARGIN, top), title, fill=HEAD, font=bold)
     for index, (name, colour) in enumerate(COLOURS.items()):
         pen.rectangle((MARGIN + index * 220, top + 40, MARGIN + index * 220 + 18, top + 58), fill=colour)
-        pen.text((MARGIN + index * 220 + 26, top + 38), _legend(name), fill=FAINT, font=font)
+        pen.text((MARGIN + index * 220 + 26, top + 38), LEGEND.get(name, name), fill=FAINT, font=font)
     top += 80
-    for each in found:
+    for each in needs:
         pen.text((MARGIN, top), f"offload {each.mode}", fill=INK, font=bold)
         top += SIZE + 2 * GAP
         for stage in each.stages:
@@ -119,17 +117,14 @@ def _bar(pen: Any, stage: Any, top: int, scale: float, room: int | None, font: A
     pen.text((MARGIN + 16, top + 3), stage.name, fill=INK, font=font)
     pen.rectangle((LEFT, top, WIDTH - MARGIN - 120, top + BAR), fill=FREE)
     left = float(LEFT)
-    for name, size in (("kept", stage.kept), ("weights", stage.weights), ("activations", stage.activations)):
+    for name, colour in COLOURS.items():
+        size = getattr(stage, name)
         right = left + size * scale
         if size:
-            pen.rectangle((left, top, right, top + BAR), fill=COLOURS[name])
+            pen.rectangle((left, top, right, top + BAR), fill=colour)
         left = right
     over = room is not None and stage.total > room
     pen.text((left + 8, top + 3), amount_of(stage.total), fill=OVER if over else INK, font=font)
     if room is not None:
         line = LEFT + room * scale
         pen.line((line, top - 4, line, top + BAR + 4), fill=OVER if over else INK, width=3)
-
-
-def _legend(name: str) -> str:
-    return {"kept": "stays from before", "weights": "weights", "activations": "activations"}[name]

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from ...compat.device.facts import free_bytes
+from ...compat.errors import remember
 from ..base import Latents, Pipeline, SampleSettings
-from ..family import Family
+from ..family import FamilySpec
 from ..grid import SMALLEST_SIDE
-from ..vae.fallback import MEMORY, kind_of
 
 UNITS = {"bytes": 1, "B": 1, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3, "KB": 1e3, "MB": 1e6, "GB": 1e9}
-ASKED = re.compile(r"tried to allocate ([\d.]+) (\w+)", re.IGNORECASE)
+ASKED = re.compile(r"(?:tried to allocate|invalid buffer size:) ([\d.]+) (\w+)", re.IGNORECASE)
 FREE = re.compile(r"of which ([\d.]+) (\w+) is free")
 WEIGHTLESS = ("group", "sequential", "comfyui")  # weights already come and go by block, layer or need
 LEAST_SHARE, MOST_SHARE = 0.1, 0.8
-BEGINNING = "out of memory while "
+EXPLAINED = "_anygpu_explained"  # on an error that says already what to lower
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +41,7 @@ class Shortage:
         return min(MOST_SHARE, max(LEAST_SHARE, 0.8 * self.free_bytes / self.asked_bytes))
 
     def __str__(self) -> str:
-        asked = f"{_gigabytes(self.asked_bytes)} asked for" if self.asked_bytes else "no word on how much"
+        asked = f"{_gigabytes(self.asked_bytes)} asked for" if self.asked_bytes else "amount unknown"
         return asked if self.free_bytes is None else f"{asked}, {_gigabytes(self.free_bytes)} free"
 
 
@@ -56,60 +54,64 @@ def shortage_in(error: BaseException, free: int | None = None) -> Shortage:
     return Shortage(wanted, left)
 
 
-@contextmanager
-def shortage_explained(
-    pipeline: Pipeline, family: Family, stage: str, size: Latents | SampleSettings | None, hint: str = ""
-) -> Iterator[None]:
-    """Out-of-memory errors of the block, of their own class, with what to lower and by how much in their text.
+def explain_shortage(
+    error: BaseException,
+    pipeline: Pipeline,
+    family: FamilySpec,
+    stage: str,
+    size: Latents | SampleSettings | None,
+    hint: str = "",
+) -> BaseException:
+    """``error`` of a stage that ran out of memory, of its own class, with what to lower and by how much in its text.
 
     Args:
-        stage: such as ``sampling``. size: what has the width, height and frames that ran out; None for a stage that
-            they do not matter to. hint: a way out that only this stage has; it comes first.
+        stage: such as ``sampling``.
+        size: has the width, height and frames that ran out; None for a stage that they do not matter to.
+        hint: a way out that only this stage has; it comes first.
     """
-    try:
-        yield
-    except Exception as error:
-        if kind_of(error) != MEMORY or str(error).startswith(BEGINNING):
-            raise
-        short = shortage_in(error, free_bytes(pipeline.offloader.device))
-        fixes = lowered(pipeline, family, size, short, hint)
-        shape = "" if size is None else f" {size.width}x{size.height}, {size.frames} frames"
-        kind = type(error) if isinstance(error, torch.OutOfMemoryError) else torch.OutOfMemoryError
-        raise kind(
-            f"{BEGINNING}{stage}{shape} on {pipeline.facts.name} ({short}); expected about "
-            f"{short.share:.0%} of that. {', or '.join(fixes)}.\n{' '.join(str(error).split())}"
-        ) from error
+    short = shortage_in(error, free_bytes(pipeline.offloader.device))
+    fixes = lowered(pipeline, family, size, short, hint)
+    shape = "" if size is None else f" {size.width}x{size.height}, {size.frames} frames"
+    kind = type(error) if isinstance(error, torch.OutOfMemoryError) else torch.OutOfMemoryError
+    found = f"out of memory while {stage}{shape} on {pipeline.facts.name} ({short})"
+    expected, fix = f"about {short.share:.0%} of that", f"{', or '.join(fixes)}."
+    text = f"{found}; expected {expected}. {fix}\n{' '.join(str(error).split())}"
+    explained = kind(remember(text, found, expected, fix))
+    setattr(explained, EXPLAINED, True)
+    return explained
 
 
 def lowered(
-    pipeline: Pipeline, family: Family, size: Latents | SampleSettings | None, short: Shortage, hint: str = ""
+    pipeline: Pipeline, family: FamilySpec, size: Latents | SampleSettings | None, short: Shortage, hint: str = ""
 ) -> list[str]:
     """The ways out, the cheapest first: working memory grows with frames and with the area of a frame.
 
     Returns:
         phrases such as ``lower frames from 97 to 41``; the first begins with a capital letter.
     """
-    found, mode = [hint] if hint else [], getattr(pipeline.offloader, "mode", "")
+    fixes, mode = [hint] if hint else [], pipeline.offloader.mode
     if not hint and pipeline.offloader.device.type != "cpu" and mode not in WEIGHTLESS:
-        found.append(f"set offload to group on AnyGPU Load Pipeline (now {mode}), which keeps one block on the device")
-    found += [] if size is None else _smaller(family, size, short)
-    found = found or ["close other programs that use this device's memory"]
-    return [found[0][0].upper() + found[0][1:], *found[1:]]
+        fixes.append(
+            f"set offload to group on AnyGPU Load Pipeline (now {mode}), which keeps only one block on the device"
+        )
+    fixes += [] if size is None else _smaller(family, size, short)
+    fixes = fixes or ["close other programs that use this device's memory"]
+    return [fixes[0][0].upper() + fixes[0][1:], *fixes[1:]]
 
 
-def _smaller(family: Family, size: Latents | SampleSettings, short: Shortage) -> list[str]:
+def _smaller(family: FamilySpec, size: Latents | SampleSettings, short: Shortage) -> list[str]:
     """What to lower of a size, each by itself enough."""
-    found, width, height, frames = [], size.width, size.height, size.frames
+    fixes, width, height, frames = [], size.width, size.height, size.frames
     fewer = max(1, 1 + (int(frames * short.share) - 1) // family.stride * family.stride)
-    if fewer < frames and family.id != "framepack":  # whose sections are as long whatever the video is
-        found.append(f"lower frames from {frames} to {fewer}")
+    if fewer < frames and not family.sections:  # whose sections are as long whatever the video is
+        fixes.append(f"lower frames from {frames} to {fewer}")
     side = math.sqrt(short.share)
     smaller = tuple(
         max(SMALLEST_SIDE, int(edge * side) // family.multiple * family.multiple) for edge in (width, height)
     )
     if smaller != (width, height):
-        found.append(f"lower width and height from {width}x{height} to {smaller[0]}x{smaller[1]}")
-    return found
+        fixes.append(f"lower width and height from {width}x{height} to {smaller[0]}x{smaller[1]}")
+    return fixes
 
 
 def _bytes(match: re.Match[str]) -> int:

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
-from typing import TypeVar
+from typing import Any
 
 import torch
+from torch.nn import functional
 
+from ...compat.device.execution import state_of
+from ...compat.device.failures import DEVICE_ERRORS, is_shortage
 from ...compat.errors import InputError
-from ..base import Progress, SampleSettings
-from ..vae.fallback import MEMORY, kind_of
+from ..base import Latents, Pipeline, Progress, SampleSettings
+from ..family import FamilySpec
 from .schedules import Schedule
 
-Result = TypeVar("Result")
 Predict = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+Again = Callable[[BaseException], bool]  # whether to try again after an error
+TRIES = 16  # of a stage or a step; each has more room than the one before
+TO_FP32 = "fp16-safe gave values that are not finite: reading the transformer again and continuing in fp32"
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """The part of a video that a noise mask keeps.
+class NoiseMask:
+    """Where to sample, and what the rest of the video is.
 
     Args:
-        clean, noise: shaped as the latents that are sampled. mask: 1 where to sample, 0 where to keep.
+        clean, noise: shaped as the latents that are sampled.
+        mask: 1 where to sample, 0 where the clean latents stay.
     """
 
     clean: torch.Tensor
@@ -31,14 +36,29 @@ class Kept:
     mask: torch.Tensor
 
     def over(self, latents: torch.Tensor, level: float) -> torch.Tensor:
-        """``latents`` with the kept part at noise ``level``."""
-        kept = (1.0 - level) * self.clean + level * self.noise
-        return self.mask * latents + (1.0 - self.mask) * kept
+        """``latents`` with the part that stays at noise ``level``."""
+        rest = (1.0 - level) * self.clean + level * self.noise
+        return self.mask * latents + (1.0 - self.mask) * rest
+
+
+def noise_mask_for(settings: SampleSettings, clean: torch.Tensor | None, noise: torch.Tensor) -> NoiseMask | None:
+    """The noise mask of ``settings``, in the size of the latents; None without one or without latents that may stay."""
+    if settings.noise_mask is None or clean is None:
+        return None
+    mask = settings.noise_mask.float()
+    mask = mask.reshape(1, 1, -1, *mask.shape[-2:])
+    mask = functional.interpolate(mask, size=clean.shape[2:], mode="nearest").to(clean)
+    return NoiseMask(clean, noise, mask)
 
 
 def noise_for(shape: tuple[int, ...], generator: torch.Generator, device: torch.device) -> torch.Tensor:
     """Gaussian noise, fp32, drawn on the CPU whatever the device, so that a seed means one video."""
     return torch.randn(shape, generator=generator, dtype=torch.float32).to(device)
+
+
+def latent_shape(spec: FamilySpec, channels: int, size: SampleSettings) -> tuple[int, int, int, int, int]:
+    """(1, C, T, H, W) of the latents of a video."""
+    return 1, channels, (size.frames - 1) // spec.stride + 1, size.height // spec.ratio, size.width // spec.ratio
 
 
 def start_from(clean: torch.Tensor | None, noise: torch.Tensor, schedule: Schedule) -> torch.Tensor:
@@ -49,10 +69,21 @@ def start_from(clean: torch.Tensor | None, noise: torch.Tensor, schedule: Schedu
     return level * noise + (1.0 - level) * clean
 
 
-def cfg_acts(settings: SampleSettings, index: int, steps: int) -> bool:
-    """Whether classifier-free guidance acts at step ``index`` of ``steps``."""
-    done = index / steps
-    return settings.cfg > 1.0 and settings.cfg_start <= done < settings.cfg_end
+def sampled_latents(
+    pipeline: Pipeline, samples: torch.Tensor, settings: SampleSettings, generator: torch.Generator, **extra: Any
+) -> Latents:
+    """``samples`` (1, C, T, H, W) in core's space, on the CPU, with what ``settings`` asked for and ``extra``."""
+    return Latents(
+        samples=samples,
+        family=pipeline.family,
+        task=pipeline.task,
+        frames=settings.frames,
+        height=settings.height,
+        width=settings.width,
+        fps=settings.fps,
+        seed=settings.seed,
+        extra={"generator_state": state_of(generator), **extra},
+    )
 
 
 def denoise(
@@ -62,10 +93,10 @@ def denoise(
     *,
     progress: Progress,
     stage: str = "sampling",
-    kept: Kept | None = None,
+    noise_mask: NoiseMask | None = None,
     preview: Callable[[torch.Tensor], torch.Tensor] | None = None,
     step: Callable[[torch.Tensor, int, torch.Tensor], torch.Tensor] | None = None,
-    again: Callable[[BaseException], bool] | None = None,
+    again: Again | None = None,
 ) -> torch.Tensor:
     """Latents at the last noise level.
 
@@ -81,46 +112,84 @@ def denoise(
         NotFinite: the latents after the first step or the last hold NaN or infinity.
     """
     advance, count = step or schedule.step, len(schedule)
-
-    def taken(before: torch.Tensor, time: torch.Tensor, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        output = predict(before, time, index).float()
-        after = advance(output, index, before)
-        if kept is not None:
-            after = kept.over(after, schedule.levels[index + 1])
-        if index == 0:  # a transformer that overflows does so at once: hours are not spent on a black video
-            require_finite(after, "latents after the first step")
-        if index == count - 1:
-            require_finite(after, "sampled latents")
-        return after, output
-
     for index, time in enumerate(schedule.timesteps):
         progress.check()
         before = latents
-        latents, output = persisting(partial(taken, before, time, index), again, schedule.put_back)
+        for attempt in retries(again, schedule.put_back()):
+            with attempt:
+                output = predict(before, time, index).float()
+                latents = advance(output, index, before)
+                if noise_mask is not None:
+                    latents = noise_mask.over(latents, schedule.levels[index + 1])
+                if index == 0:  # a transformer that overflows does so at once: hours are not spent on a black video
+                    require_finite(latents, "latents after the first step")
+                if index == count - 1:
+                    require_finite(latents, "sampled latents")
         progress.step(index + 1, count, stage, _later(schedule.clean, output, index, before, preview))
     return latents
 
 
-def persisting(
-    run: Callable[[], Result], again: Callable[[BaseException], bool] | None, back: Callable[[], Callable[[], None]]
-) -> Result:
-    """What ``run`` returns, tried again as often as ``again`` says after an error.
+@dataclass(slots=True)
+class RetryScope:
+    """One run of a block that may be run again: the ``with`` around it takes in errors of the kinds ``catches``."""
+
+    catches: tuple[type[Exception], ...]
+    error: Exception | None = None
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, self.catches):
+            return False
+        self.error = error.with_traceback(None)  # whose frames hold the tensors of the failed try
+        return True
+
+
+def retries(
+    again: Again | None,
+    restore: Callable[[], None] = lambda: None,
+    catches: tuple[type[Exception], ...] = (RuntimeError, MemoryError),
+) -> Iterator[RetryScope]:
+    """Tries of a block until one succeeds; the error of the last, where ``again`` says that no other would help.
+
+    ::
+
+        for attempt in retries(again):
+            with attempt:
+                result = run()
 
     Args:
-        back: asked before the first try for what puts things back as they are now.
+        again: told of each error; None to try once.
+        restore: puts things back as they were before the try, ahead of ``again``.
+        catches: kinds of errors that ``again`` is told of.
     """
-    put_back = back()
-    while True:
-        try:
-            return run()
-        except RuntimeError as error:
-            if again is None:
-                raise
-            failed = error.with_traceback(None)  # whose frames hold the tensors of the failed try
-        put_back()
-        if not again(failed):
-            raise failed
-        del failed
+    for _ in range(TRIES):
+        attempt = RetryScope(() if again is None else catches)
+        yield attempt
+        if attempt.error is None:
+            return
+        restore()
+        if again is None or not again(attempt.error):
+            break
+    assert attempt.error is not None
+    raise attempt.error
+
+
+def fall_back_to_fp32(pipeline: Pipeline, progress: Progress, error: BaseException) -> bool:
+    """Whether ``error`` was about values that are not finite, and the transformer now runs in fp32 instead.
+
+    ``Parts.fallbacks`` holds a fallback only where `auto` chose the precision: an explicit choice is never changed.
+    """
+    fallbacks = pipeline.parts.fallbacks
+    if not fallbacks or not isinstance(error, NotFinite):
+        return False
+    for part in tuple(fallbacks):
+        pipeline.offloader.release(part)
+        pipeline.parts.drop(part)
+        fallbacks.pop(part)()
+    progress.notify(TO_FP32)
+    return True
 
 
 class NotFinite(InputError):
@@ -134,7 +203,7 @@ def require_finite(tensor: torch.Tensor, subject: str) -> None:
         raise NotFinite(
             f"{broken} of {tensor.numel()} values of the {subject} are NaN or infinite",
             expected="finite values",
-            fix="Choose precision fp32 (or bf16 where the device has it) on the load node and sample again.",
+            fix="Choose precision fp32 (or bf16 if the device supports it) on the load node and sample again.",
         )
 
 
@@ -148,14 +217,14 @@ def _later(
     """The clean estimate for a preview; made on the host where the device has no room for it."""
 
     def made(output: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
-        found = clean(output, index, latents) if output.shape == latents.shape else latents
-        return shaped(found) if shaped is not None else found
+        video = clean(output, index, latents) if output.shape == latents.shape else latents
+        return shaped(video) if shaped is not None else video
 
     def estimate() -> torch.Tensor:
         try:
             return made(output, latents)
-        except RuntimeError as error:
-            if kind_of(error) != MEMORY:
+        except DEVICE_ERRORS as error:
+            if not is_shortage(error):
                 raise
         return made(output.cpu(), latents.cpu())
 

@@ -34,6 +34,13 @@ class Levels:
     mu: float | None = None
 
 
+def even_levels(steps: int, mu: float | None = None) -> Levels:
+    """Evenly spaced from 1, before the scheduler shifts them."""
+    import numpy
+
+    return Levels(sigmas=numpy.linspace(1.0, 0.0, steps + 1)[:-1].tolist(), mu=mu)
+
+
 class Schedule:
     """Timesteps for the transformer, noise levels, and one step of the solver.
 
@@ -155,7 +162,7 @@ def _checked(sigmas: Sequence[float]) -> Sequence[float]:
         shown = ", ".join(f"{sigma:.3g}" for sigma in sigmas[:4])
         raise InputError(
             f"sigmas [{shown}{', ...' if len(sigmas) > 4 else ''}]",
-            expected="at least two noise levels that fall from at most 1 to at least 0",
-            fix="Use a scheduler node made for flow models, such as Basic Scheduler on a flow model.",
+            expected="at least two falling noise levels, starting at 1 or below and ending at 0 or above",
+            fix="Use a scheduler node for flow models, such as Basic Scheduler on a flow model.",
         )
     return sigmas

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ...compat.device.execution import checked_leaves, execution_device
 from ...compat.errors import InputError
-from ..base import Pipeline, Progress, PromptRequest
-from ..memory.needs import beside_text
-from .t5 import EMBEDS, MASK, trimmed
+from ..base import ENCODING, Pipeline, Progress, PromptRequest
+from .t5 import EMBEDS, MASK, bare_pipeline, held_encoder, too_long, trimmed
 
 POOLED = "pooled_prompt_embeds"
 CLIP_TOKENS = 77
@@ -23,7 +20,7 @@ PICTURE_TOKENS = 576  # what one <image> of a template becomes
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class LlavaInput:
     """What an encoder that also looks (Llava) is shown.
 
     Args:
@@ -38,7 +35,7 @@ class Sight:
 
 
 def llama_embeds(
-    pipeline: Pipeline, pipeline_class: Any, request: PromptRequest, progress: Progress, sight: Sight | None = None
+    pipeline: Pipeline, pipeline_class: Any, request: PromptRequest, progress: Progress, sight: LlavaInput | None = None
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], tuple[dict[str, torch.Tensor], ...]]:
     """Embeddings of the prompt, of its negative, and of each section's prompt, on the CPU, padding trimmed.
 
@@ -57,12 +54,33 @@ def llama_embeds(
     for index, text in enumerate(texts):
         subject = ("prompt", "negative prompt")[index] if index < 2 else f"prompt of section {index}"
         _require_fitting(pipeline, template, text, request.max_tokens, subject, progress, looks=sight is not None)
-    encode = _Encoding(pipeline, pipeline_class, progress, 2 * len(texts))
-    states = encode.llama(texts, template, request.max_tokens, sight)
+    tools, where = (
+        pipeline.tools,
+        {"dtype": pipeline.precision.text, "device": pipeline.offloader.device_of("text_encoder")},
+    )
+    # The template is cropped off the left, so padding belongs on the right, whatever the tokenizer's files say.
+    tools["tokenizer"].padding_side = "right"
+    encoded: list[dict[str, torch.Tensor]] = []
+    with held_encoder(pipeline, "text_encoder", progress) as encoder:
+        shown = {} if sight is None else {"image_processor": sight.processor}
+        pipe = bare_pipeline(pipeline_class, text_encoder=encoder, tokenizer=tools["tokenizer"], **shown)
+        for index, text in enumerate(texts):
+            looking = {}
+            if sight is not None:
+                picture = sight.negative if index == 1 else sight.positive
+                looking = {"image": picture, "image_embed_interleave": sight.interleave}
+            states, mask = pipe._get_llama_prompt_embeds(
+                prompt=text, prompt_template=template, max_sequence_length=request.max_tokens, **where, **looking
+            )
+            encoded.append(trimmed({EMBEDS: states, MASK: mask}))
+            progress.step(index + 1, 2 * len(texts), ENCODING)
     pipeline.offloader.release("text_encoder")  # 16 GB that CLIP does not need beside it
-    pooled = encode.clip(texts)
-    found = [trimmed({EMBEDS: s, MASK: mask}) | {POOLED: p.cpu()} for (s, mask), p in zip(states, pooled, strict=True)]
-    return found[0], found[1], tuple(found[2:])
+    with held_encoder(pipeline, "text_encoder_2", progress) as encoder:
+        pipe = bare_pipeline(pipeline_class, text_encoder_2=encoder, tokenizer_2=tools["tokenizer_2"])
+        for index, text in enumerate(texts):
+            encoded[index][POOLED] = pipe._get_clip_prompt_embeds(text, **where).cpu()
+            progress.step(len(texts) + index + 1, 2 * len(texts), ENCODING)
+    return encoded[0], encoded[1], tuple(encoded[2:])
 
 
 def llama_from_core(embeds: torch.Tensor, extra: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -87,69 +105,8 @@ def llama_from_core(embeds: torch.Tensor, extra: Mapping[str, Any]) -> dict[str,
     return trimmed({EMBEDS: embeds.float().cpu(), MASK: valid}) | {POOLED: pooled.float().cpu()}
 
 
-@dataclass(slots=True)
-class _Encoding:
-    """One run over both encoders, which are on the device one after the other."""
-
-    pipeline: Pipeline
-    pipeline_class: Any
-    progress: Progress
-    total: int
-    done: int = 0
-
-    def llama(
-        self, texts: tuple[str, ...], template: Mapping[str, Any], limit: int, sight: Sight | None
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """States and mask of each text, template cropped, still padded."""
-        tools, dtype, found = self.pipeline.tools, self.pipeline.precision.text, []
-        # The template is cropped off the left, so padding belongs on the right, whatever the tokenizer's files say.
-        tools["tokenizer"].padding_side = "right"
-        given = {"tokenizer": tools["tokenizer"]} | ({} if sight is None else {"image_processor": sight.processor})
-        with self._pipeline("text_encoder", **given) as pipeline:
-            for index, text in enumerate(texts):
-                looking = {}
-                if sight is not None:
-                    picture = sight.negative if index == 1 else sight.positive
-                    looking = {"image": picture, "image_embed_interleave": sight.interleave}
-                found.append(
-                    pipeline._get_llama_prompt_embeds(
-                        prompt=text,
-                        prompt_template=template,
-                        max_sequence_length=limit,
-                        dtype=dtype,
-                        device=execution_device(self.pipeline.offloader, part="text_encoder"),
-                        **looking,
-                    )
-                )
-                self._advance()
-        return found
-
-    def clip(self, texts: tuple[str, ...]) -> list[torch.Tensor]:
-        """The pooled vector of each text's first 77 tokens."""
-        found = []
-        with self._pipeline("text_encoder_2", tokenizer_2=self.pipeline.tools["tokenizer_2"]) as pipeline:
-            for text in texts:
-                device = execution_device(self.pipeline.offloader, part="text_encoder")
-                found.append(pipeline._get_clip_prompt_embeds(text, device=device, dtype=self.pipeline.precision.text))
-                self._advance()
-        return found
-
-    @contextmanager
-    def _pipeline(self, part: str, **tools: Any) -> Iterator[Any]:
-        """The pipeline with one encoder and nothing else."""
-        signature = inspect.signature(self.pipeline_class.__init__)
-        empty = dict.fromkeys(name for name in signature.parameters if name != "self")
-        hold = self.pipeline.offloader.hold(part, beside_text(self.pipeline, part), self.progress)
-        with hold as encoder, checked_leaves(encoder, self.progress.check):
-            yield self.pipeline_class(**{**empty, part: encoder, **tools})
-
-    def _advance(self) -> None:
-        self.done += 1
-        self.progress.step(self.done, self.total, "encoding prompt")
-
-
 def _template(
-    pipeline: Pipeline, pipeline_class: Any, request: PromptRequest, sight: Sight | None
+    pipeline: Pipeline, pipeline_class: Any, request: PromptRequest, sight: LlavaInput | None
 ) -> Mapping[str, Any]:
     """The template dict that upstream takes: its own, or the user's with the number of leading tokens to crop.
 
@@ -164,7 +121,7 @@ def _template(
     if "{" in head + tail or "}" in head + tail:
         raise InputError(
             "a template with braces around something else than the prompt",
-            expected="braces only as {}",
+            expected="no braces except {}",
             fix="Remove the other braces.",
         )
     tokens = pipeline.tools["tokenizer"](head)["input_ids"]
@@ -173,11 +130,11 @@ def _template(
         raise InputError(
             f"template_crop {crop}",
             expected=f"at most the {len(tokens)} tokens before the prompt",
-            fix="Choose -1, which finds them.",
+            fix="Choose -1 to count them automatically.",
         )
-    found: dict[str, Any] = {"template": text, "crop_start": crop}
+    own_template: dict[str, Any] = {"template": text, "crop_start": crop}
     if sight is None:
-        return found
+        return own_template
     pictures, headers = head.count(PICTURE), text.count(HEADER_END)
     if pictures != 1 or tail.count(PICTURE) or headers != 3:
         # Upstream takes the states of the picture out, and cuts the header of the answer off by its third mark.
@@ -187,7 +144,8 @@ def _template(
             fix="Start from upstream's template: system with the picture, user with {}, an empty assistant.",
         )
     start = tokens.index(pipeline.tools["tokenizer"].convert_tokens_to_ids(PICTURE))
-    return found | {"image_emb_start": start, "image_emb_end": start + PICTURE_TOKENS, "image_emb_len": PICTURE_TOKENS}
+    end = start + PICTURE_TOKENS
+    return own_template | {"image_emb_start": start, "image_emb_end": end, "image_emb_len": PICTURE_TOKENS}
 
 
 def _require_fitting(
@@ -211,12 +169,7 @@ def _require_fitting(
             fix="Remove it: the template has a place for the picture.",
         )
     if len(tokens) > room:
-        lost = tokenizer.decode(tokens[room:])[:40].strip()
-        raise InputError(
-            f"the {subject} has {len(tokens)} tokens",
-            expected=f"at most {room} tokens, {limit} with what the template adds",
-            fix=f"Shorten it: what begins with {lost!r} would be lost. Or raise max_tokens.",
-        )
+        raise too_long(tokenizer, tokens, room, limit, subject)
     short = clip(text, add_special_tokens=True, truncation=False, verbose=False)["input_ids"]
     if len(short) > CLIP_TOKENS:
         lost = clip.decode(short[CLIP_TOKENS - 1 : -1])[:40].strip()

@@ -11,10 +11,10 @@ import torch
 
 from ...compat.checkpoints.latents import finite, read_record, record_in, require_version, write_record
 from ...compat.errors import CheckpointError
-from ..base import Pipeline, Prompt
+from ..base import Prompt
 from ..latents import musubi
 from ..latents.store import PROMPT, Origin
-from ..registry import FAMILIES, family_named
+from ..registry import FAMILIES
 
 PROMPT_VERSION = 1
 EMBEDS, NEGATIVE, SECTION = "embeds", "negative", "section"
@@ -58,22 +58,6 @@ def load_prompt(path: Path, notify: Callable[[str], None]) -> Prompt:
     return prompt
 
 
-def require_text_encoder(pipeline: Pipeline) -> None:
-    """Raise when this pipeline was loaded without its text encoders.
-
-    Raises:
-        CheckpointError: names what is missing, and what stands in for it.
-    """
-    family = family_named(pipeline.family).FAMILY
-    missing = [part for part in family.text_parts if part not in pipeline.parts.readers]
-    if missing:
-        raise CheckpointError(
-            f"no {missing[0]} for {str(pipeline.source)!r}",
-            expected=f"the text encoders of {family.title}",
-            fix="Download the missing folder, or connect AnyGPU Load Prompt or core CONDITIONING instead.",
-        )
-
-
 def _named(group: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {f"{group}.{name}": tensor for name, tensor in tensors.items()}
 
@@ -83,7 +67,7 @@ def _own(path: Path, tensors: Mapping[str, torch.Tensor], record: Mapping[str, A
         raise CheckpointError(
             f"{record.get('kind', 'no prompt')!r} in {str(path)!r}",
             expected="an encoded prompt of a video family",
-            fix="Choose a file that AnyGPU Save Prompt or Musubi Tuner wrote.",
+            fix="Choose a file written by AnyGPU Save Prompt or Musubi Tuner.",
         )
     require_version(path, record, "a prompt", PROMPT_VERSION)
     count = record.get("sections", 0)
@@ -97,7 +81,7 @@ def _own(path: Path, tensors: Mapping[str, torch.Tensor], record: Mapping[str, A
         raise CheckpointError(
             f"the prompt in {str(path)!r} has no usable {(absent or strange)[0]}",
             expected="tensors (1, N, D) for the prompt and each section",
-            fix="Save the prompt again; this file was edited or put together by hand.",
+            fix="Save the prompt again; this file was edited or made by hand.",
         )
     texts = {name: str(record.get(name, "")) for name in TEXTS}
     sections = tuple(groups[group] for group in names[2:])

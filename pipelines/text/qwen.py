@@ -8,12 +8,10 @@ from typing import Any
 
 import torch
 
-from ...compat.checkpoints.packed import outlined
-from ...compat.device.execution import checked_leaves, execution_device
+from ...compat.checkpoints.packed import without_unpacking
 from ...compat.errors import InputError
-from ..base import Pipeline, Progress, PromptRequest
-from ..memory.needs import beside_text
-from .t5 import EMBEDS, require_fitting
+from ..base import ENCODING, Pipeline, Progress, PromptRequest
+from .t5 import EMBEDS, held_encoder, require_fitting, too_long
 
 EMBEDS_2 = "prompt_embeds_2"
 QUOTED_TOKENS = 256
@@ -35,15 +33,14 @@ def qwen_embeds(pipeline: Pipeline, request: PromptRequest, progress: Progress) 
     total, states = len(texts) + sum(quote is not None for quote in quoted), []
     from diffusers import HunyuanVideo15Pipeline
 
-    device = execution_device(pipeline.offloader, part="text_encoder")
-    hold = pipeline.offloader.hold("text_encoder", beside_text(pipeline, "text_encoder"), progress)
-    with hold as encoder, checked_leaves(encoder, progress.check):
+    device = pipeline.offloader.device_of("text_encoder")
+    with held_encoder(pipeline, "text_encoder", progress) as encoder:
         for index, (text, length) in enumerate(zip(texts, lengths, strict=True)):
-            found, mask = HunyuanVideo15Pipeline._get_mllm_prompt_embeds(
+            embeds, mask = HunyuanVideo15Pipeline._get_mllm_prompt_embeds(
                 encoder, chat, [text], device, tokenizer_max_length=length - chat.crop, crop_start=chat.crop
             )
-            states.append(found[:, mask[0].bool()].cpu())
-            progress.step(index + 1, total, "encoding prompt")
+            states.append(embeds[:, mask[0].bool()].cpu())
+            progress.step(index + 1, total, ENCODING)
     pipeline.offloader.release("text_encoder")  # 15 GB that ByT5 does not need beside it
     glyphs = _glyph_embeds(pipeline, texts, quoted, progress, total)
     return tuple({EMBEDS: state, EMBEDS_2: glyph} for state, glyph in zip(states, glyphs, strict=True))
@@ -58,8 +55,8 @@ def qwen_from_core(embeds: torch.Tensor, extra: Mapping[str, Any]) -> dict[str, 
     """
     mask, quoted = extra.get("attention_mask"), extra.get("conditioning_byt5small")
     states = embeds if mask is None else embeds[:, mask.reshape(1, -1)[0, -embeds.shape[1] :].bool()]
-    found = {EMBEDS: states.float().cpu()}
-    return found if quoted is None else found | {EMBEDS_2: quoted.float().cpu()}
+    ours = {EMBEDS: states.float().cpu()}
+    return ours if quoted is None else ours | {EMBEDS_2: quoted.float().cpu()}
 
 
 class Chat:
@@ -109,17 +106,12 @@ class Chat:
             raise InputError(
                 f"template_crop {self.crop} of {length} tokens",
                 expected=f"0 to {length - 1} tokens, or -1",
-                fix="Choose -1, which finds the tokens before the prompt.",
+                fix="Choose -1 to count the tokens before the prompt.",
             )
         if length - self.crop > limit:
             tokens = self.tokenizer(text)["input_ids"]
             room = max(0, limit - (length - self.crop - len(tokens)))
-            lost = self.tokenizer.decode(tokens[room:])[:40].strip()
-            raise InputError(
-                f"the {subject} has {len(tokens)} tokens",
-                expected=f"at most {room} tokens, {limit} with what the template adds",
-                fix=f"Shorten it: what begins with {lost!r} would be lost. Or raise max_tokens.",
-            )
+            raise too_long(self.tokenizer, tokens, room, limit, subject)
         return length
 
 
@@ -128,12 +120,12 @@ def _quoted(pipeline: Pipeline, texts: Sequence[str]) -> list[str | None]:
     from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import extract_glyph_texts
 
     phrased: Any = extract_glyph_texts
-    found: list[str | None] = [phrased(text) for text in texts]
-    for quote, name in zip(found, SUBJECTS, strict=True):
+    quoted: list[str | None] = [phrased(text) for text in texts]
+    for quote, name in zip(quoted, SUBJECTS, strict=True):
         if quote is not None:
             subject = f"text between quotation marks in the {name}"
             require_fitting(pipeline.tools["tokenizer_2"], quote, QUOTED_TOKENS, subject)
-    return found
+    return quoted
 
 
 def _glyph_embeds(
@@ -143,18 +135,20 @@ def _glyph_embeds(
     from diffusers import HunyuanVideo15Pipeline
 
     width = int(pipeline.configs["text_encoder_2"]["d_model"])
-    found = [torch.zeros(1, 0, width, dtype=pipeline.precision.text) for _ in texts]
+    glyphs = [torch.zeros(1, 0, width, dtype=pipeline.precision.text) for _ in texts]
     wanted = [index for index, quote in enumerate(quoted) if quote is not None]
     if not wanted:
-        return found
-    tokenizer, device = pipeline.tools["tokenizer_2"], execution_device(pipeline.offloader, part="text_encoder")
-    hold = pipeline.offloader.hold("text_encoder_2", beside_text(pipeline, "text_encoder_2"), progress)
-    with hold as encoder, checked_leaves(encoder, progress.check), outlined(encoder):  # T5 asks for dtypes of weights
+        return glyphs
+    tokenizer, device = pipeline.tools["tokenizer_2"], pipeline.offloader.device_of("text_encoder")
+    with (
+        held_encoder(pipeline, "text_encoder_2", progress) as encoder,
+        without_unpacking(encoder),
+    ):  # T5 asks for their dtypes
         for done, index in enumerate(wanted):
             length = len(tokenizer(quoted[index])["input_ids"])
             states, mask = HunyuanVideo15Pipeline._get_byt5_prompt_embeds(
                 tokenizer, encoder, [texts[index]], device, tokenizer_max_length=length
             )
-            found[index] = states[:, mask[0].bool()].cpu()
-            progress.step(len(texts) + done + 1, total, "encoding prompt")
-    return found
+            glyphs[index] = states[:, mask[0].bool()].cpu()
+            progress.step(len(texts) + done + 1, total, ENCODING)
+    return glyphs

@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from ...compat.checkpoints.packed import outlined
-from ...compat.device.execution import checked_leaves, execution_device
+from ...compat.checkpoints.packed import without_unpacking
+from ...compat.device.execution import checked_leaves
 from ...compat.errors import InputError
-from ..base import Latents, Pipeline, Progress, Prompt, PromptRequest
-from ..memory.needs import beside_text
+from ..base import ENCODING, Latents, Pipeline, Progress, Prompt, PromptRequest
+from ..memory.estimates import beside_text
 
 EMBEDS, MASK = "prompt_embeds", "prompt_attention_mask"
+
+
+def too_long(tokenizer: Any, tokens: Sequence[int], room: int, limit: int, subject: str) -> InputError:
+    """The refusal of a text that goes on beyond ``room`` tokens, inside a template that takes some of ``limit``."""
+    lost = tokenizer.decode(tokens[room:])[:40].strip()
+    return InputError(
+        f"the {subject} has {len(tokens)} tokens",
+        expected=f"at most {room} tokens, {limit} with what the template adds",
+        fix=f"Shorten it (everything from {lost!r} on would be lost), or raise max_tokens.",
+    )
+
+
+@contextmanager
+def held_encoder(pipeline: Pipeline, part: str, progress: Progress) -> Iterator[Any]:
+    """A text encoder on its device, with room for its forward; a cancel is obeyed inside of it."""
+    hold = pipeline.offloader.hold(part, beside_text(pipeline, part), progress)
+    with hold as encoder, checked_leaves(encoder, progress.check):
+        yield encoder
 
 
 def require_fitting(tokenizer: Any, text: str, limit: int, subject: str = "prompt") -> None:
@@ -30,7 +50,8 @@ def require_fitting(tokenizer: Any, text: str, limit: int, subject: str = "promp
         raise InputError(
             f"the {subject} has {len(tokens)} tokens",
             expected=f"at most {limit} tokens",
-            fix=f"Shorten it: what follows {lost[:40]!r} would be lost. Or raise max_tokens where the model allows it.",
+            fix=f"Shorten it: everything after {lost[:40]!r} would be lost. Or raise max_tokens where the model "
+            "allows it.",
         )
 
 
@@ -50,20 +71,26 @@ def t5_embeds(
     tokenizer, texts = pipeline.tools["tokenizer"], (request.text, request.negative)
     for text, subject in zip(texts, ("prompt", "negative prompt"), strict=True):
         require_fitting(tokenizer, text, request.max_tokens, subject)
-    device = execution_device(pipeline.offloader, part="text_encoder")
-    hold = pipeline.offloader.hold("text_encoder", beside_text(pipeline, "text_encoder"), progress)
-    with hold as encoder, checked_leaves(encoder, progress.check), outlined(encoder):  # T5 asks for dtypes of weights
-        pipe = pipeline_class(
-            scheduler=None, vae=None, transformer=None, text_encoder=encoder, tokenizer=tokenizer, **configuration
-        )
-        found = []
+    device = pipeline.offloader.device_of("text_encoder")
+    with (
+        held_encoder(pipeline, "text_encoder", progress) as encoder,
+        without_unpacking(encoder),
+    ):  # T5 asks for their dtypes
+        pipe = bare_pipeline(pipeline_class, text_encoder=encoder, tokenizer=tokenizer, **configuration)
+        encoded = []
         for index, text in enumerate(texts):
             embeds, mask = pipe._get_t5_prompt_embeds(
                 [text], max_sequence_length=request.max_tokens, device=device, dtype=pipeline.precision.text
             )
-            found.append(trimmed({EMBEDS: embeds, MASK: mask}))
-            progress.step(index + 1, len(texts), "encoding prompt")
-    return tuple(found)
+            encoded.append(trimmed({EMBEDS: embeds, MASK: mask}))
+            progress.step(index + 1, len(texts), ENCODING)
+    return tuple(encoded)
+
+
+def bare_pipeline(cls: Any, **parts: Any) -> Any:
+    """The diffusers pipeline ``cls`` with these of its parts and settings, and nothing else."""
+    names = (name for name, given in inspect.signature(cls.__init__).parameters.items() if given.default is given.empty)
+    return cls(**{**dict.fromkeys(name for name in names if name != "self"), **parts})
 
 
 def trimmed(embeds: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -13,6 +13,7 @@ from . import vocabulary
 
 WIDTH = 32
 HEADS: Mapping[str, int] = {"num_attention_heads": 2, "attention_head_dim": 16}
+ENCODER: Mapping[str, int] = {"hidden_size": WIDTH, "intermediate_size": 64, "num_attention_heads": 4}
 
 
 def scheduler(**settings: Any) -> Any:
@@ -58,10 +59,8 @@ def _llama_config() -> Any:
     rotation: dict[str, Any] = {"rope_theta": 500000.0}
     return LlamaConfig(
         vocab_size=tokenizer.rows,
-        hidden_size=WIDTH,
-        intermediate_size=64,
+        **ENCODER,
         num_hidden_layers=4,
-        num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=8192,
         rms_norm_eps=1e-5,
@@ -85,10 +84,8 @@ def llava() -> Any:
 
     ids = vocabulary.llama3().ids
     vision = CLIPVisionConfig(
-        hidden_size=WIDTH,
-        intermediate_size=64,
+        **ENCODER,
         num_hidden_layers=3,
-        num_attention_heads=4,
         image_size=336,
         patch_size=14,
         projection_dim=WIDTH,
@@ -121,10 +118,8 @@ def clip_text() -> Any:
     return CLIPTextModel(
         CLIPTextConfig(
             vocab_size=tokenizer.rows,
-            hidden_size=WIDTH,
-            intermediate_size=64,
+            **ENCODER,
             num_hidden_layers=2,
-            num_attention_heads=4,
             projection_dim=WIDTH,
             hidden_act="quick_gelu",
             bos_token_id=tokenizer.ids["<|startoftext|>"],
@@ -143,10 +138,8 @@ def qwen2_vl_text() -> Any:
     return Qwen2_5_VLTextModel(
         Qwen2_5_VLTextConfig(
             vocab_size=tokenizer.rows,
-            hidden_size=WIDTH,
-            intermediate_size=64,
+            **ENCODER,
             num_hidden_layers=4,
-            num_attention_heads=4,
             num_key_value_heads=2,
             **rotation,
             bos_token_id=tokenizer.ids["<|endoftext|>"],
@@ -162,10 +155,8 @@ def siglip() -> Any:
 
     return SiglipVisionModel(
         SiglipVisionConfig(
-            hidden_size=WIDTH,
-            intermediate_size=64,
+            **ENCODER,
             num_hidden_layers=2,
-            num_attention_heads=4,
             image_size=384,
             patch_size=14,
         )

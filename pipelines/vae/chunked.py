@@ -28,16 +28,10 @@ MOCHI_CONV = f"{AUTOENCODERS}cogvideox.CogVideoXCausalConv3d"
 CONVS = (MOCHI_CONV, f"{AUTOENCODERS}hunyuanvideo15.HunyuanVideo15CausalConv3d")
 UPSAMPLE = f"{AUTOENCODERS}hunyuanvideo15.HunyuanVideo15Upsample"
 ATTENTION = f"{AUTOENCODERS}hunyuanvideo15.HunyuanVideo15AttnBlock"
-CAUSAL = (f"{AUTOENCODERS}mochi.AutoencoderKLMochi", f"{AUTOENCODERS}hunyuanvideo15.AutoencoderKLHunyuanVideo15")
-
-
-def is_causal(vae: nn.Module) -> bool:
-    """Whether the decoder of ``vae`` never looks ahead, so that it can be cut in time exactly."""
-    return full_name(vae) in CAUSAL
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TilePosition:
     """Where a piece stands in its plane, in cells of the piece: a core, and what is read around it.
 
     Args:
@@ -65,7 +59,7 @@ class Place:
 
 
 @dataclass(slots=True)
-class Past:
+class CausalCache:
     """What a causal decoder remembers of the frames before, in host memory: whole planes, by layer.
 
     Args:
@@ -78,26 +72,26 @@ class Past:
     kept: dict[nn.Module, Tensor] = field(default_factory=dict)
     coming: dict[nn.Module, Tensor] = field(default_factory=dict)
     frames: int = 0
-    place: Place | None = None
+    place: TilePosition | None = None
 
     def before(self, layer: nn.Module) -> Tensor | None:
         """What ``layer`` saw last, on the device, for the piece that runs; None for the first frames."""
         kept = self.kept.get(layer)
         if kept is None:
             return None
-        return self.way.sent(kept if self.place is None else self.place.read(kept).contiguous())
+        return self.way.to_device(kept if self.place is None else self.place.read(kept).contiguous())
 
     def remember(self, layer: nn.Module, seen: Tensor) -> None:
         """Keep ``seen`` for the next chunk; of a piece only its core, since what is around it belongs to others."""
         if self.place is None:
-            self.coming[layer] = self.way.copied(seen.contiguous())
+            self.coming[layer] = self.way.to_host(seen.contiguous())
             return
         if layer not in self.coming:
             shape = (*seen.shape[:3], self.place.height, self.place.width)
             self.coming[layer] = torch.empty(shape, dtype=seen.dtype)
         (top, bottom), (left, right) = self.place.rows, self.place.columns
         core = self.place.core(seen).contiguous()
-        self.coming[layer][..., top:bottom, left:right] = self.way.copied(core)
+        self.coming[layer][..., top:bottom, left:right] = self.way.to_host(core)
 
     def commit(self, frames: int) -> None:
         """The chunk of so many latent frames is done."""
@@ -110,21 +104,24 @@ class Past:
         """The chunk under way failed; the next attempt begins where it began."""
         self.coming, self.place = {}, None
 
-    def cropped(self, rows: tuple[int, int], columns: tuple[int, int], height: int) -> Past:
+    def cropped(self, rows: tuple[int, int], columns: tuple[int, int], height: int) -> CausalCache:
         """What is remembered of a part of the plane, in latent cells of a plane of ``height``."""
         kept = {}
         for layer, seen in self.kept.items():
             grow = seen.shape[-2] // height
             (top, bottom), (left, right) = rows, columns
             kept[layer] = seen[..., top * grow : bottom * grow, left * grow : right * grow].clone()
-        return Past(self.way, kept, frames=self.frames)
+        return CausalCache(self.way, kept, frames=self.frames)
 
 
 @contextmanager
-def remembering(vae: Any, past: Past) -> Iterator[None]:
+def remembering(vae: Any, past: CausalCache) -> Iterator[None]:
     """Each causal layer of the decoder of ``vae`` takes the frames before from ``past`` and leaves its own there.
 
     Compiled blocks run as they are, since a graph would hold what is remembered now.
+
+    Raises:
+        ValueError: a decoder without causal layers, which cannot be cut in time.
     """
     changed: list[tuple[nn.Module, Any]] = []
     try:
@@ -133,6 +130,8 @@ def remembering(vae: Any, past: Past) -> Iterator[None]:
             if made is not None:
                 changed.append((layer, vars(layer).get("forward")))
                 layer.forward = types.MethodType(made(past, vars(layer).get("attend")), layer)
+        if not changed:
+            raise ValueError(f"a {type(vae).__name__} decoded in chunks of time: its decoder looks ahead")
         with uncompiled(vae.decoder):
             yield
     finally:
@@ -142,20 +141,20 @@ def remembering(vae: Any, past: Past) -> Iterator[None]:
                 layer.forward = forward
 
 
-def _conv(past: Past, _: Any) -> Callable[..., Any]:
+def _conv(past: CausalCache, _: Any) -> Callable[..., Any]:
     def forward(layer: Any, x: Tensor, conv_cache: Any = None) -> Any:
         reach = layer.conv.kernel_size[0] - 1
         if reach:
             before = past.before(layer)
             x = torch.cat([x[:, :, :1].expand(-1, -1, reach, -1, -1) if before is None else before, x], dim=2)
             past.remember(layer, x[:, :, -reach:])
-        found = layer.conv(padded(x, (*layer.time_causal_padding[:4], 0, 0), layer.pad_mode))
-        return (found, None) if full_name(layer) == MOCHI_CONV else found
+        output = layer.conv(padded(x, (*layer.time_causal_padding[:4], 0, 0), layer.pad_mode))
+        return (output, None) if full_name(layer) == MOCHI_CONV else output
 
     return forward
 
 
-def _upsample(past: Past, _: Any) -> Callable[..., Tensor]:
+def _upsample(past: CausalCache, _: Any) -> Callable[..., Tensor]:
     """The first frame of a video becomes one frame, each later one two.
 
     Source: diffusers ``HunyuanVideo15Upsample.forward``, whose second half this is.
@@ -163,17 +162,17 @@ def _upsample(past: Past, _: Any) -> Callable[..., Tensor]:
 
     def forward(layer: Any, x: Tensor) -> Tensor:
         if not past.frames or not layer.add_temporal_upsample:
-            found: Tensor = type(layer).forward(layer, x)
-            return found
+            first: Tensor = type(layer).forward(layer, x)
+            return first
         spread = layer._dcae_upsample_rearrange
         shortcut = spread(x, r1=2, r2=2, r3=2).repeat_interleave(repeats=layer.repeats, dim=1)
-        found = spread(layer.conv(x), r1=2, r2=2, r3=2) + shortcut
-        return found
+        later: Tensor = spread(layer.conv(x), r1=2, r2=2, r3=2) + shortcut
+        return later
 
     return forward
 
 
-def _attention(past: Past, attend: Any) -> Callable[..., Tensor]:
+def _attention(past: CausalCache, attend: Any) -> Callable[..., Tensor]:
     """HunyuanVideo 1.5's attention over the frames of this chunk and all before it."""
     attend = attend or functional.scaled_dot_product_attention
 
@@ -183,13 +182,13 @@ def _attention(past: Past, attend: Any) -> Callable[..., Tensor]:
         before = past.before(layer)
         past.remember(layer, own)
         key, value = (own if before is None else torch.cat([before, own], dim=2)).chunk(2, dim=1)
-        found, frames = [], x.shape[2]
+        attended, frames = [], x.shape[2]
         for index in range(frames):
             seen = key.shape[2] - frames + index + 1
-            found.append(
+            attended.append(
                 attend(_tokens(query[:, :, index : index + 1]), _tokens(key[:, :, :seen]), _tokens(value[:, :, :seen]))
             )
-        cells = torch.cat(found, dim=2).squeeze(1).unflatten(1, x.shape[2:]).permute(0, 4, 1, 2, 3)
+        cells = torch.cat(attended, dim=2).squeeze(1).unflatten(1, x.shape[2:]).permute(0, 4, 1, 2, 3)
         result: Tensor = layer.proj_out(cells) + x
         return result
 
@@ -200,7 +199,7 @@ def _tokens(cells: Tensor) -> Tensor:
     return cells.flatten(2).transpose(1, 2).unsqueeze(1).contiguous()
 
 
-LAYERS: dict[str, Callable[[Past, Any], Callable[..., Any]]] = {
+LAYERS: dict[str, Callable[[CausalCache, Any], Callable[..., Any]]] = {
     **dict.fromkeys(CONVS, _conv),
     UPSAMPLE: _upsample,
     ATTENTION: _attention,

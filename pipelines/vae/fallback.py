@@ -1,102 +1,368 @@
-"""The ladder of a VAE pass that failed: what is tried next, and when nothing is left to try."""
+"""Runs a VAE for every family: checks the output and, if allowed, tries again another way."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
 
 import torch
+from torch import nn
+from torch.nn import functional
 
-from ...compat.errors import PackError
-from ...compat.output_check import UnsoundError
-from ...compat.precision import DTYPES
+from ...compat.device.execution import HOST, checked_leaves, generator_for
+from ...compat.device.facts import empty_cache, first_line
+from ...compat.device.failures import DEVICE_ERRORS, KERNEL, MEMORY, failure_kind
+from ...compat.device.vae_policy import METHODS, Form, checked_form, convolution_switches, make_contiguous, tiled
+from ...compat.errors import UnsupportedError, remember
+from ...compat.memory.transfer import Transfer, casts_wrongly, transfer_for
+from ...compat.output_check import (
+    BROKEN,
+    CAST,
+    COLOUR,
+    InvalidOutputError,
+    Judge,
+    checked_parts,
+    fault_in_frames,
+    fault_in_latents,
+    is_flat,
+)
+from ...compat.transforms.attention_vae import replace_vae_attention
+from ..base import Pipeline, Progress, StageText, SubProgress
+from ..pictures import signed, unsigned
+from ..sampling.loop import require_finite
+from .plan import CHUNKED, FULL, ON_CPU, STREAMING, Plan
+from .tiled import Work
 
-MEMORY, KERNEL, VALUES = "memory", "kernel", "values"
-NO_ROOM = ("out of memory", "can't allocate memory", "not enough memory", "could not allocate")
-MISTAKES = ("same device", "should be the same")  # of ours: another dtype or device would only hide them
+LEAVES_PER_REPORT = 8
+Run = Callable[[Any, Transfer], torch.Tensor]
+Prepare = Callable[[Any, Transfer], tuple[torch.Tensor, torch.Tensor | None]]
 
 
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """One way to run a VAE.
+class Passes:
+    """The VAE of a pipeline for the length of one stage; what one pass had to learn holds for the next.
+
+    Each pass runs as the plan's attempt says. Where its result cannot be right or the device fails, the next attempt
+    of the plan is made, and said. Precision and device change only where the user left the precision to ``auto``;
+    tiles only where the method is not ``full``. What a decode has finished when memory runs out is kept, and the next
+    attempt goes on from there.
+    """
+
+    def __init__(self, plan: Plan, progress: Progress) -> None:
+        self.plan, self.pipeline, self.progress = plan, plan.pipeline, progress
+        self.device, self.policy = plan.device, plan.policy
+        self.coder = "decoder" if plan.decodes else "encoder"
+        self._open: ExitStack | None = None
+        self._vae: Any = None
+        self._transfer = Transfer(HOST, torch.float32)
+        self._alone = False
+        limit = self.policy.tile_pixels
+        if plan.method == FULL and 0 < limit < max(plan.size[1:]):
+            progress.notify(f"method full: on this GPU pictures above {limit} pixels may crash the process")
+
+    def __enter__(self) -> Passes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def decode(
+        self, samples: torch.Tensor, progress: Progress | None = None, prepare: Prepare | None = None
+    ) -> torch.Tensor:
+        """Video (1, 3, F, H, W) in -1..1, fp32, on the CPU.
+
+        Args:
+            samples: in the VAE's own space, on the CPU.
+            progress: of this pass.
+            prepare: from the VAE and the way to it to what it decodes instead of ``samples``, on the CPU, and to the
+                timestep it takes, on the device.
+        """
+        require_finite(samples, "latents")
+        plan, watch = self.plan, progress or self.progress
+        plain = is_flat(samples)  # flat latents may well decode to one colour
+
+        def judge(video: torch.Tensor) -> str:
+            fault = fault_in_frames(video, plan.ratios[0])
+            return "" if plain and fault == COLOUR else fault
+
+        def smaller(side: int) -> int:
+            after = plan.smaller_stream(side)
+            if after:
+                watch.notify(f"decoding {plan.attempt} ran out of memory: continuing over {after} pixels")
+                plan.attempt = replace(plan.attempt, stream=after)
+            return after
+
+        def guard(index: int, count: int) -> AbstractContextManager[None]:
+            part = SubProgress(watch, index, count, "part") if count > 1 else watch
+            return watched(self._vae.decoder, part, "decoding")
+
+        work = Work(samples, plan.ratios, guard, self._judged(judge), smaller, watch.check)
+
+        def run(vae: Any, transfer: Transfer) -> torch.Tensor:
+            work.latents, time = prepare(vae, transfer) if prepare is not None else (samples, None)
+            return work.frames(vae, transfer, plan.attempt, time)
+
+        video = self._through(run, judge, "decoding", watch, work)
+        attempt = plan.attempt
+        seams = f"; tiles differ by at most {work.apart * 127.5:.1f} of 255 where they overlap" if work.apart else ""
+        if attempt.tile or attempt.frames or attempt.stream or plan.method == ON_CPU:
+            watch.notify(f"decoded {attempt}{seams}")
+        return video
+
+    def encode(self, frames: torch.Tensor, stage: str, run: Run | None = None) -> torch.Tensor:
+        """What the VAE says of ``frames`` (F, H, W, 3) in 0..1: mean and log variance, (1, 2C, T, H, W), fp32, CPU.
+
+        Args:
+            frames: pictures in order.
+            stage: in a sentence, such as ``encoding video``.
+            run: encodes in another way than ``vae.encode``; returns the moments on the device.
+        """
+
+        def usual(vae: Any, transfer: Transfer) -> torch.Tensor:
+            moments: torch.Tensor = vae.encode(transfer.to_device(signed(frames))).latent_dist.parameters
+            return moments
+
+        def judge(moments: torch.Tensor) -> str:
+            return fault_in_latents(moments) or fault_in_latents(moments.chunk(2, dim=1)[0])
+
+        def watching(vae: Any, transfer: Transfer) -> torch.Tensor:
+            with watched(vae.encoder, self.progress, stage):
+                return (run or usual)(vae, transfer)
+
+        return self._through(watching, judge, stage, self.progress)
+
+    def _through(
+        self, run: Run, judge: Judge, stage: str, progress: Progress, work: Work | None = None
+    ) -> torch.Tensor:
+        """What ``run`` returns, once ``judge`` finds no fault in it."""
+        plan = self.plan
+        while True:
+            try:
+                return self._once(run, judge, stage, progress)
+            except (*DEVICE_ERRORS, InvalidOutputError) as error:
+                kind, text = failure_kind(error), first_line(error)
+                self._close()
+                others = plan.others() if kind == MEMORY and not self._alone else []
+                after = plan.follow(kind, text) if kind else None
+                if after is None and not others:
+                    told = self._told(error, kind, text, stage)
+                    if told is None:
+                        raise
+                    raise told from error
+            # Outside the block above, whose error holds every tensor of the failed attempt.
+            gc.collect()
+            self._alone = self._alone or bool(others)
+            for name in others:
+                self.pipeline.offloader.release(name)
+            empty_cache(self.device)
+            if work is not None and kind != MEMORY:
+                work.begin()  # what was computed wrongly is not kept
+            what = {MEMORY: "ran out of memory", KERNEL: f"failed ({text})"}.get(kind, f"gave {text}")
+            again = f"without {', '.join(others)} on the device" if others else str(after)
+            progress.notify(f"{stage} {plan.attempt} {what}: again {again}")
+            if after is not None and not others:
+                plan.attempt = after
+
+    def _once(self, run: Run, judge: Judge, stage: str, progress: Progress) -> torch.Tensor:
+        if self._open is None:
+            self._enter()
+        with checked_parts(getattr(self._vae, self.coder), self._judged(judge)):
+            result = self._transfer.to_host_fp32(run(self._vae, self._transfer))
+        fault = judge(result)
+        if fault == COLOUR and self._most_exact():
+            progress.notify(f"{stage} gave {fault}, in fp32 on the CPU too: the latents may be empty")
+        elif fault:
+            raise InvalidOutputError(fault)
+        if not self.plan.attempt.library and self.pipeline.probes is not None:  # the next run begins so
+            self.pipeline.probes.remember(self.plan.learned, lambda: True)
+        return result
+
+    def _judged(self, judge: Judge) -> Judge:
+        """What ``judge`` says of a part, where something may be changed."""
+
+        def judged(part: torch.Tensor) -> str:
+            fault = judge(part)
+            # What the most exact way says is what the model says; a part may be flat where nothing may be changed.
+            return fault if fault == BROKEN or (self.plan.automatic and not self._most_exact()) else ""
+
+        return judged
+
+    def _most_exact(self) -> bool:
+        attempt = self.plan.attempt
+        return attempt.dtype is torch.float32 and (attempt.on_host or self.device.type == HOST.type)
+
+    def _enter(self) -> None:
+        """Bring the VAE where the attempt wants it, with everything around it set; undone by :meth:`_close`."""
+        attempt, pipeline = self.plan.attempt, self.pipeline
+        with ExitStack() as stack:
+            stack.enter_context(convolution_switches(self.policy, attempt.library))
+            if attempt.on_host:
+                self._transfer, self._vae = Transfer(HOST, attempt.dtype), _own_copy(pipeline, self.progress)
+            else:
+                transfer = transfer_for(self.device, attempt.dtype)
+                self._transfer = replace(transfer, memory_stats=pipeline.offloader.memory_stats)
+                if self.policy.contiguous_weights:
+                    make_contiguous(pipeline.parts.read("vae", self.progress))
+                if casts_wrongly(self.device, attempt.dtype):
+                    # Norms inside the VAE cast too: the picture would be finite, colourful and wrong.
+                    raise InvalidOutputError(CAST)
+                exact = transfer_for(self.device, pipeline.precision.vae)
+                hold = (
+                    pipeline.offloader.hold("vae", self.plan.needed_bytes(attempt), self.progress)
+                    if attempt.dtype is pipeline.precision.vae
+                    else _in_fp32(pipeline, exact, self.progress)
+                )
+                self._vae = stack.enter_context(hold)
+            stack.enter_context(tiled(self._vae, attempt.tile))
+            self._open = stack.pop_all()
+
+    def _close(self) -> None:
+        stack, self._open, self._vae = self._open, None, None
+        if stack is not None:
+            stack.close()
+
+    def _told(self, error: BaseException, kind: str, text: str, stage: str) -> BaseException | None:
+        """What the user is told when nothing is left to try, in torch's own class where memory was the cause.
+
+        None where the error says it best: it is no matter of the device.
+        """
+        if kind == MEMORY:
+            other = "decode again with method auto" if self.plan.method == FULL else "make a smaller or shorter video"
+            advice = f"The input is kept. Choose offload model or group on the load node, or {other}."
+            short, expected = f"{text}; no room for {stage} {self.plan.attempt}", "more free memory"
+            return type(error)(remember(f"{short}; expected {expected}. {advice}", short, expected, advice))
+        if not kind or (kind == KERNEL and self.device.type == HOST.type):
+            return None
+        what = f"the VAE failed ({text})" if kind == KERNEL else f"the VAE gave {text}"
+        fix = (
+            "Sample again in fp32, or download the VAE again"
+            if self.plan.automatic
+            else "Choose precision auto or fp32"
+        )
+        return UnsupportedError(
+            f"{what} while {stage} {self.plan.attempt}",
+            expected="finite values that are not all the same",
+            fix=f"{fix}, on the load node; the input is kept.",
+        )
+
+
+@contextmanager
+def watched(module: nn.Module, progress: Progress, stage: str) -> Iterator[None]:
+    """Report each eighth leaf module that runs, and obey a cancel before any of them."""
+    total = sum(1 for leaf in module.modules() if next(leaf.children(), None) is None)
+    count = 0
+
+    def called() -> None:
+        nonlocal count
+        progress.check()
+        count += 1
+        if count % LEAVES_PER_REPORT == 0:
+            progress.step(min(count, total), total, stage)
+
+    with checked_leaves(module, called):
+        yield
+    progress.step(total, total, stage)
+
+
+def decoding(
+    pipeline: Pipeline, shape: torch.Size | tuple[int, ...], progress: Progress, form: Form | None = None, tile: int = 0
+) -> Passes:
+    """Passes through the decoder for latents of ``shape`` (1, C, T, H, W).
+
+    Raises:
+        InputError: an unknown method, or a tile, overlap or count out of range. UnsupportedError: a method that this
+            family's decoder cannot do.
+    """
+    spatial, temporal = pipeline.spec.ratios
+    form = checked_form(form or Form(), spatial)
+    if form.method == CHUNKED and not pipeline.spec.causal_decoder:
+        raise UnsupportedError(
+            f"decode method {CHUNKED!r} for {pipeline.family}, whose decoder looks ahead",
+            expected=f"one of {', '.join(method for method in METHODS if method != CHUNKED)}",
+            fix=f"Choose {STREAMING}, which is exact for every family, or auto.",
+        )
+    size = shape[2] * temporal, shape[3] * spatial, shape[4] * spatial  # decoders cut frames off at the very end
+    return Passes(Plan(pipeline, "decoder", size, form, tile), progress)
+
+
+def encoding(pipeline: Pipeline, frames: torch.Tensor, progress: Progress, tile: int = 0) -> Passes:
+    """Passes through the encoder for pictures like ``frames`` (F, H, W, 3)."""
+    count, rows, columns = frames.shape[:3]
+    return Passes(Plan(pipeline, "encoder", (count, rows, columns), Form(), tile), progress)
+
+
+def decoded(
+    pipeline: Pipeline, samples: torch.Tensor, progress: Progress, form: Form | None = None, tile: int = 0
+) -> torch.Tensor:
+    """Frames (F, H, W, 3) in 0..1 from latents in the VAE's own space.
 
     Args:
-        dtype: of its weights and activations. tile: pixels, 0 for whole. on_host: on the CPU instead of the device.
-        library: whether torch's convolution library (cuDNN, MIOpen) may be used.
-        frames: latent frames per call of a causal decoder, 0 for all; exact. overlap: pixels of a tile that blend into
-            the next one; -1 for a quarter. stream: pixels of the tiles in which each layer runs by itself, with the
-            rest of its activations in host memory; exact; 0 for all layers at once.
+        form: what the user asks; None for ``auto``. tile: pixels per tile that ``auto`` begins with; 0 for whole.
     """
-
-    dtype: torch.dtype
-    tile: int = 0
-    on_host: bool = False
-    library: bool = True
-    frames: int = 0
-    overlap: int = -1
-    stream: int = 0
-
-    def __str__(self) -> str:
-        forms = [f"in tiles of {self.tile} pixels"] * (self.tile > 0)
-        forms += [f"in chunks of {self.frames} latent frame{'s' * (self.frames > 1)}"] * (self.frames > 0)
-        forms += [f"layer by layer over {self.stream} pixels"] * (self.stream > 0)
-        shape = ", ".join(forms) or "whole"
-        name = next((name for name, dtype in DTYPES.items() if dtype is self.dtype), str(self.dtype))
-        where = " on the CPU, which is slow" if self.on_host else "" if self.library else " without MIOpen"
-        return f"{shape} in {name}{where}"
+    with decoding(pipeline, samples.shape, progress, form, tile) as passes:
+        return unsigned(passes.decode(samples))
 
 
-@dataclass(frozen=True, slots=True)
-class Allowed:
-    """What may be changed without breaking a choice that the user made.
+def encoded_moments(
+    pipeline: Pipeline, frames: torch.Tensor, progress: Progress, stage: str, tile: int = 0
+) -> torch.Tensor:
+    """What the VAE says of ``frames`` (F, H, W, 3): mean and log variance (1, 2C, T, H, W), fp32, on the CPU."""
+    with encoding(pipeline, frames, progress, tile) as passes:
+        return passes.encode(frames, stage)
+
+
+def encoded(
+    pipeline: Pipeline, frames: torch.Tensor, seed: int, progress: Progress, mode: bool = False, tile: int = 0
+) -> torch.Tensor:
+    """Latents (1, C, T, H, W) in the VAE's own space, fp32, on the CPU.
 
     Args:
-        dtype: to fp32. host: onto the CPU, there in tiles of ``host_tile`` pixels, 0 for whole.
-        tiles: the sizes that may be used, in pixels, falling. chunks: latent frames per call, falling; streams: pixels
-            of a layer's tile, falling; empty where the decoder can do neither, or where the user chose otherwise.
+        frames: (F, H, W, 3) in 0..1. mode: take the distribution's mode instead of a draw from ``seed``.
     """
+    from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
-    dtype: bool
-    host: bool
-    tiles: tuple[int, ...]
-    host_tile: int = 0
-    chunks: tuple[int, ...] = ()
-    streams: tuple[int, ...] = ()
-
-
-def kind_of(error: BaseException) -> str:
-    """What a failure was about: memory, a kernel, or values; empty for one that no other attempt can cure."""
-    text = str(error).lower()
-    if isinstance(error, UnsoundError):
-        return VALUES
-    if isinstance(error, PackError) or not isinstance(error, (RuntimeError, TypeError)):
-        return ""
-    if isinstance(error, torch.OutOfMemoryError) or any(words in text for words in NO_ROOM):
-        return MEMORY
-    if isinstance(error, TypeError):  # what MPS raises for a dtype it lacks
-        return KERNEL if "float64" in text or "backend" in text else ""
-    return "" if any(words in text for words in MISTAKES) else KERNEL
+    moments = encoded_moments(pipeline, frames, progress, StageText("encoding", "video"), tile)
+    distribution = DiagonalGaussianDistribution(moments)
+    latents: torch.Tensor = distribution.mode() if mode else distribution.sample(generator_for(seed))
+    return latents
 
 
-def following(attempt: Attempt, kind: str, text: str, allowed: Allowed) -> Attempt | None:
-    """What to try after ``attempt`` failed; None when nothing allowed is left.
+@contextmanager
+def _in_fp32(pipeline: Pipeline, transfer: Transfer, progress: Progress) -> Iterator[nn.Module]:
+    """The VAE held in fp32, its weights widened on the host; afterwards it has its own again, off the device."""
+    pipeline.offloader.release("vae")
+    module = pipeline.parts.read("vae", progress)
+    host_weights = {name: tensor.data for name, tensor in _named(module)}
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            for name, tensor in _named(module):
+                tensor.data = transfer.to_host_fp32(host_weights[name])
+        with pipeline.offloader.hold("vae", 0, progress) as vae:
+            yield vae
+    finally:
+        pipeline.offloader.release("vae")
+        with torch.inference_mode(False), torch.no_grad():
+            for name, tensor in _named(module):  # by name: accelerate puts other objects in their place
+                tensor.data = host_weights[name]
 
-    Each attempt is wider, smaller or nearer than the one before, so the ladder ends: chunks of time, which are exact,
-    tiles, layer by layer, which is exact and slow, and the CPU.
+
+def _named(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
+
+
+def _own_copy(pipeline: Pipeline, progress: Progress) -> nn.Module:
+    """A VAE of its own from disk, in fp32 on the CPU: no hook of an offloader would let the first one stay there.
+
+    It is not rewritten for the device; only its attention is, since the stock mask of 720p is 20 GB in fp32.
     """
-    if attempt.on_host:
-        return None
-    if kind == KERNEL and attempt.library and "miopen" in text.lower():
-        return replace(attempt, library=False)
-    if kind != MEMORY and allowed.dtype and attempt.dtype is not torch.float32:
-        return replace(attempt, dtype=torch.float32)
-    if kind == MEMORY and not attempt.stream:
-        shorter = [count for count in allowed.chunks if not attempt.frames or count < attempt.frames]
-        if shorter:  # exact, so before tiles
-            return replace(attempt, frames=shorter[0])
-    smaller = [tile for tile in allowed.tiles if not attempt.tile or tile < attempt.tile]
-    if smaller and not attempt.stream:
-        return replace(attempt, tile=smaller[0])
-    finer = [side for side in allowed.streams if not attempt.stream or side < attempt.stream]
-    if finer and kind == MEMORY:
-        return replace(attempt, tile=0, stream=finer[0])
-    return Attempt(torch.float32, allowed.host_tile, on_host=True) if allowed.host else None
+    module = pipeline.parts.readers["vae"](progress).float()
+    replace_vae_attention(module, _attend)
+    return module
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None, causal: bool = False
+) -> torch.Tensor:
+    return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal)

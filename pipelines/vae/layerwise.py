@@ -4,6 +4,9 @@ An activation lives in host memory as a plane. A layer reads a tile of it with a
 sees, computes on the device, and writes the tile's core into the next plane. At the edge of the picture there is
 nothing around, so the layer's own padding does what it always does. Norms over the whole plane get their mean and
 variance from sums gathered while the plane was written. So there are no seams and nothing is blended.
+
+What is local (norms per voxel, convolutions) is called as upstream's own module, with as many cells around a tile as
+its convolutions reach. Only blocks whose group norms see the whole plane, and attention, are opened.
 """
 
 from __future__ import annotations
@@ -11,49 +14,52 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...compat.device.facts import empty_cache, first_line
-from ...compat.memory.offloader import weights_on
+from ...compat.device.facts import empty_cache
+from ...compat.device.failures import DEVICE_ERRORS, is_shortage
+from ...compat.errors import UnsupportedError
+from ...compat.memory.hooks import own_tensors, weights_on
 from ...compat.memory.transfer import Transfer
-from .chunked import Past, Place
-from .fallback import MEMORY, kind_of
+from ...compat.transforms.attention_processors import full_name
+from .chunked import AUTOENCODERS, CausalCache, TilePosition
 
 SIDES = (256, 128, 64, 32, 16, 8)  # pixels of the last layer's tile
 Region = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Moments:
-    """Mean and variance of each group of channels: (T or 1, G) each, fp64, on the host."""
+class Activation:
+    """One activation (1, C, T, H, W) in host memory, and what a group norm needs to know of it.
 
-    mean: Tensor
-    variance: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Sheet:
-    """One activation (1, C, T, H, W) in host memory, and what a group norm needs to know of it."""
+    Args:
+        mean, variance: of each group of channels, (T or 1, G), fp64, on the host; None where nobody asked for them.
+    """
 
     plane: Tensor
-    moments: Moments | None = None
+    mean: Tensor | None = None
+    variance: Tensor | None = None
 
 
 class Stream:
     """The walk of one decoder over planes.
 
     Args:
-        way: to the device and back. tile: pixels of the last layer, one of :data:`SIDES`.
+        way: to the device and back.
+        tile: pixels of the last layer, one of :data:`SIDES`.
         pixel_elements: elements that the last layer holds per pixel of a frame, of all frames; tiles of other layers
             are chosen to hold as many elements.
         past: what a causal decoder remembers; None where the piece is all of time.
-        smaller: from a tile that found no room, and the error's first line, to a smaller tile; 0 to give up.
-        check: called before each tile; raises on a cancel. groups: of the decoder's group norms.
-        per_frame: whether a norm is of each frame for itself.
+        smaller: from a tile that found no room to a smaller one; 0 to give up.
+        check: called before each tile; raises on a cancel.
+
+    ``groups`` are those of the decoder's group norms; ``per_frame`` is whether a norm is of each frame for itself.
     """
 
     def __init__(
@@ -62,15 +68,15 @@ class Stream:
         tile: int,
         pixel_elements: int,
         *,
-        past: Past | None = None,
-        smaller: Callable[[int, str], int] = lambda tile, text: 0,
+        past: CausalCache | None = None,
+        smaller: Callable[[int], int] = lambda tile: 0,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self.way, self.tile, self.pixel_elements = way, tile, pixel_elements
         self.past, self.smaller, self.check = past, smaller, check
         self.groups, self.per_frame = 0, False
 
-    def walk(self, run: Callable[..., Tensor], *sources: Sheet, halo: int = 0, grow: int = 1) -> Sheet:
+    def walk(self, run: Callable[..., Tensor], *sources: Activation, halo: int = 0, grow: int = 1) -> Activation:
         """What ``run`` makes of the planes of ``sources``, tile by tile.
 
         Args:
@@ -80,10 +86,10 @@ class Stream:
         planes = [sheet.plane for sheet in sources]
         height, width = planes[0].shape[-2:]
         pending: list[Region] = [(0, height, 0, width)]
-        found: Tensor | None = None
-        sums = Sums()
+        plane: Tensor | None = None
+        count, mean, squares = 0, torch.zeros(()), torch.zeros(())
         while pending:
-            region, failed = pending.pop(), ""
+            region, failed = pending.pop(), False
             side = self._side(planes[0], grow)
             if max(region[1] - region[0], region[3] - region[2]) > side:
                 pending += reversed(parted(region, side))
@@ -93,35 +99,35 @@ class Stream:
             try:
                 piece = self._one(run, planes, place)
                 part = self._summed(piece)
-                here = self.way.copied(piece)
+                here = self.way.to_host(piece)
                 del piece
-            except RuntimeError as error:
-                if kind_of(error) != MEMORY:
+            except DEVICE_ERRORS as error:
+                if not is_shortage(error):
                     raise
-                after = self.smaller(self.tile, first_line(error))
+                after = self.smaller(self.tile)
                 if not after:
                     raise
-                failed, self.tile = "out of memory", after
+                failed, self.tile = True, after
             if failed:  # outside the block, whose error holds the tensors of the failed tile
                 gc.collect()
                 empty_cache(self.way.device)
                 pending.append(region)
                 continue
             if part is not None:
-                sums.add(*part)
-            if found is None:
-                found = torch.empty((*here.shape[:3], height * grow, width * grow), dtype=here.dtype)
+                count, mean, squares = merge_moments((count, mean, squares), part)
+            if plane is None:
+                plane = torch.empty((*here.shape[:3], height * grow, width * grow), dtype=here.dtype)
             top, bottom, left, right = (edge * grow for edge in region)
-            found[..., top:bottom, left:right] = here
-        assert found is not None, "a plane without cells"
-        return Sheet(found, sums.moments())
+            plane[..., top:bottom, left:right] = here
+        assert plane is not None, "an empty plane"
+        return Activation(plane, mean, squares / count) if count else Activation(plane)
 
-    def normed(self, norm: nn.Module, tile: Tensor, moments: Moments | None) -> Tensor:
-        """``tile`` through the group norm ``norm`` with the moments of its whole plane, rounded to its dtype once."""
-        if moments is None:
+    def group_norm(self, norm: nn.Module, tile: Tensor, sheet: Activation) -> Tensor:
+        """``tile`` of ``sheet`` through ``norm`` with the moments of the whole plane, rounded to its dtype once."""
+        if sheet.mean is None or sheet.variance is None:
             raise ValueError("a group norm over a plane whose moments were not gathered")
-        per_group = tile.shape[1] // moments.mean.shape[1]
-        scale = torch.rsqrt(moments.variance + norm.eps)  # type: ignore[operator]
+        mean, per_group = sheet.mean, tile.shape[1] // sheet.mean.shape[1]
+        scale = torch.rsqrt(sheet.variance + norm.eps)  # type: ignore[operator]
 
         def spread(values: Tensor) -> Tensor:
             columns = values.float().to(tile.device).repeat_interleave(per_group, dim=1)
@@ -130,20 +136,19 @@ class Stream:
         with weights_on(norm, like=tile) as (weight, bias):
             column = (1, -1, 1, 1, 1)
             factor = spread(scale) * weight.float().view(column)
-            offset = (0.0 if bias is None else bias.float().view(column)) - spread(
-                moments.mean * scale
-            ) * weight.float().view(column)
+            offset = (0.0 if bias is None else bias.float().view(column)) - spread(mean * scale) * weight.float().view(
+                column
+            )
             return torch.addcmul(offset, tile.float(), factor).to(tile.dtype)
 
-    def _one(self, run: Callable[..., Tensor], planes: list[Tensor], place: Place) -> Tensor:
+    def _one(self, run: Callable[..., Tensor], planes: list[Tensor], place: TilePosition) -> Tensor:
         if self.past is not None:
             self.past.place = place
-        tiles = [self.way.sent(place.read(plane).contiguous()) for plane in planes]
-        found = place.core(run(*tiles))
-        return found.contiguous()
+        tiles = [self.way.to_device(place.read(plane).contiguous()) for plane in planes]
+        return place.core(run(*tiles)).contiguous()
 
-    def _summed(self, piece: Tensor) -> tuple[int, Tensor, Tensor] | None:
-        """Count, mean and squared distance of the groups of a piece: (T or 1, G), on the host in fp64."""
+    def _summed(self, piece: Tensor) -> Moments | None:
+        """The moments of the groups of a piece, (T or 1, G), on the host in fp64; None where nobody needs them."""
         if not self.groups or piece.shape[1] % self.groups:
             return None
         rows = piece[0].unflatten(0, (self.groups, -1)).permute(2, 0, 1, 3, 4)  # T, G, C / G, h, w
@@ -163,30 +168,24 @@ class Stream:
         return max(1, math.isqrt(max(1, self.pixel_elements * self.tile**2 // per_cell)))
 
 
-class Sums:
-    """Mean and variance of what comes piece by piece, merged as Chan, Golub and LeVeque do (1983), in fp64."""
-
-    def __init__(self) -> None:
-        self.count, self.mean, self.squares = 0, torch.zeros(()), torch.zeros(())
-
-    def add(self, count: int, mean: Tensor, squares: Tensor) -> None:
-        """Take in a piece of ``count`` values per group."""
-        total = self.count + count
-        apart = mean - self.mean
-        self.squares = self.squares + squares + apart**2 * (self.count * count / total)
-        self.mean = self.mean + apart * (count / total)
-        self.count = total
-
-    def moments(self) -> Moments | None:
-        """Of all pieces; None where none came."""
-        return Moments(self.mean, self.squares / self.count) if self.count else None
+Moments = tuple[int, Tensor, Tensor]  # values per group, their mean, their squared distances from it
 
 
-def place_of(region: Region, halo: int, height: int, width: int) -> Place:
+def merge_moments(before: Moments, piece: Moments) -> Moments:
+    """The moments of two pieces together, in fp64.
+
+    Source: Chan, Golub and LeVeque, Algorithms for Computing the Sample Variance (1983).
+    """
+    (count, mean, squares), (more, own_mean, own_squares) = before, piece
+    total, apart = count + more, own_mean - mean
+    return total, mean + apart * (more / total), squares + own_squares + apart**2 * (count * more / total)
+
+
+def place_of(region: Region, halo: int, height: int, width: int) -> TilePosition:
     """``region`` of a plane with ``halo`` cells around it, as far as there are any."""
     top, bottom, left, right = region
     around = min(halo, top), min(halo, height - bottom), min(halo, left), min(halo, width - right)
-    return Place((top, bottom), (left, right), around, height, width)
+    return TilePosition((top, bottom), (left, right), around, height, width)
 
 
 def parted(region: Region, side: int) -> list[Region]:
@@ -213,7 +212,7 @@ def attended(stream: Stream, query: Tensor, planes: Tensor, frames_before: int, 
     frames, cells = query.shape[2], query.shape[3] * query.shape[4]
     split = query[0].unflatten(0, (heads, -1)).permute(2, 0, 3, 4, 1).flatten(2, 3)  # T, heads, n, D
     split = split.float() * split.shape[-1] ** -0.5
-    found = torch.zeros_like(split)
+    total = torch.zeros_like(split)
     weight = split.new_zeros(*split.shape[:3], 1)
     top = torch.full_like(weight, -math.inf)
     block = max(1, stream.pixel_elements * stream.tile**2 // (4 * max(1, frames * heads * cells)))
@@ -222,14 +221,247 @@ def attended(stream: Stream, query: Tensor, planes: Tensor, frames_before: int, 
         seen = planes[0, :, frame].flatten(1)
         for start in range(0, seen.shape[1], block):
             stream.check()
-            key, value = stream.way.sent(seen[:, start : start + block].contiguous()).float().chunk(2)
+            key, value = stream.way.to_device(seen[:, start : start + block].contiguous()).float().chunk(2)
             key, value = key.unflatten(0, (heads, -1)), value.unflatten(0, (heads, -1)).transpose(1, 2)
             scores = torch.matmul(split[first:], key)
             peak = torch.maximum(top[first:], scores.amax(-1, keepdim=True))
             fade = torch.exp(top[first:] - peak)
             scores = scores.sub_(peak).exp_()
-            found[first:] = found[first:] * fade + torch.matmul(scores, value)
+            total[first:] = total[first:] * fade + torch.matmul(scores, value)
             weight[first:] = weight[first:] * fade + scores.sum(-1, keepdim=True)
             top[first:] = peak
-    found = (found / weight).unflatten(2, query.shape[3:]).permute(1, 4, 0, 2, 3).flatten(0, 1)
-    return found.unsqueeze(0).to(query.dtype)
+    total = (total / weight).unflatten(2, query.shape[3:]).permute(1, 4, 0, 2, 3).flatten(0, 1)
+    return total.unsqueeze(0).to(query.dtype)
+
+
+def streamed(stream: Stream, vae: Any, latents: Tensor, time: Tensor | None = None) -> Tensor:
+    """The decoder's frames (1, 3, F, H, W), on the host, of latents (1, C, T, h, w) there.
+
+    Args:
+        time: the timestep of a VAE that takes one, on the device.
+
+    Raises:
+        UnsupportedError: a decoder that draws noise while it runs.
+    """
+    if unstreamable(vae):
+        raise UnsupportedError(
+            f"method streaming for this {type(vae).__name__}, which {unstreamable(vae)}",
+            expected="a decoder whose layers depend only on their input",
+            fix="Choose method auto or tiled on the decode node.",
+        )
+    with ExitStack() as stack:
+        stack.enter_context(own_tensors(vae.decoder))
+        return WALKS[full_name(vae)](stream, vae, Activation(latents.to(stream.way.dtype)), time).plane
+
+
+def unstreamable(vae: Any) -> str:
+    """Why the decoder of ``vae`` cannot be streamed; empty where it can."""
+    if full_name(vae) not in WALKS:
+        return "has unknown layers"
+    if any(getattr(block, "per_channel_scale1", None) is not None for block in vae.decoder.modules()):
+        return "draws new noise in its layers"
+    return ""
+
+
+def _hunyuan(stream: Stream, vae: Any, latents: Activation, _: Any) -> Activation:
+    """HunyuanVideo and FramePack.
+
+    Source: diffusers ``HunyuanVideoDecoder3D.forward`` and the blocks it calls.
+    """
+    decoder = vae.decoder
+    stream.groups, stream.per_frame = decoder.conv_norm_out.num_groups, False
+    x = stream.walk(lambda z: decoder.conv_in(vae.post_quant_conv(z)), latents, halo=1)
+    first, *rest = decoder.mid_block.resnets
+    x = _group_normed(stream, first, first.norm1, first.norm2, x)
+    for attn, resnet in zip(decoder.mid_block.attentions, rest, strict=True):
+        x = x if attn is None else _cells(stream, attn, x)
+        x = _group_normed(stream, resnet, resnet.norm1, resnet.norm2, x)
+    for block in decoder.up_blocks:
+        for resnet in block.resnets:
+            x = _group_normed(stream, resnet, resnet.norm1, resnet.norm2, x)
+        for up in block.upsamplers or ():
+            x = stream.walk(up, x, halo=1, grow=int(up.upsample_factor[1]))
+
+    def last(tile: Tensor) -> Tensor:
+        result: Tensor = decoder.conv_out(decoder.conv_act(stream.group_norm(decoder.conv_norm_out, tile, x)))
+        return result
+
+    return stream.walk(last, x, halo=1)
+
+
+def _mochi(stream: Stream, vae: Any, latents: Activation, _: Any) -> Activation:
+    """Mochi, with the frames that its decoder makes in front of the first.
+
+    Source: diffusers ``MochiDecoder3D.forward`` and the blocks it calls.
+    """
+    decoder = vae.decoder
+    stream.groups, stream.per_frame = decoder.block_in.resnets[0].norm1.norm_layer.num_groups, True
+
+    def through(resnets: Any, x: Activation) -> Activation:
+        for resnet in resnets:
+            x = _group_normed(stream, resnet, resnet.norm1.norm_layer, resnet.norm2.norm_layer, x)
+        return x
+
+    x = through(decoder.block_in.resnets, stream.walk(decoder.conv_in, latents))
+    for block in decoder.up_blocks:
+        x = stream.walk(_unfolding(block), through(block.resnets, x), grow=block.spatial_expansion)
+    x = through(decoder.block_out.resnets, x)
+    return stream.walk(
+        lambda tile: decoder.proj_out(decoder.nonlinearity(tile).permute(0, 2, 3, 4, 1)).permute(0, 4, 1, 2, 3), x
+    )
+
+
+def _hunyuan15(stream: Stream, vae: Any, latents: Activation, _: Any) -> Activation:
+    """HunyuanVideo 1.5, whose norms are per voxel.
+
+    Source: diffusers ``HunyuanVideo15Decoder3D.forward``.
+    """
+    decoder = vae.decoder
+    x = stream.walk(lambda z: decoder.conv_in(z) + z.repeat_interleave(decoder.repeat, dim=1), latents, halo=1)
+    first, *rest = decoder.mid_block.resnets
+    x = stream.walk(first, x, halo=2)
+    for attn, resnet in zip(decoder.mid_block.attentions, rest, strict=True):
+        x = stream.walk(resnet, x if attn is None else _voxels(stream, attn, x), halo=2)
+    for block in decoder.up_blocks:
+        for resnet in block.resnets:
+            x = stream.walk(resnet, x, halo=2)
+        for up in block.upsamplers or ():
+            x = stream.walk(up, x, halo=1, grow=2)
+    return stream.walk(lambda tile: decoder.conv_out(decoder.conv_act(decoder.norm_out(tile))), x, halo=1)
+
+
+def _ltx(stream: Stream, vae: Any, latents: Activation, time: Tensor | None) -> Activation:
+    """LTX-Video: each residual block is local, and a timestep, where there is one, is the same everywhere.
+
+    Source: diffusers ``LTXVideoDecoder3d.forward`` and the blocks it calls.
+    """
+    decoder = vae.decoder
+    if decoder.timestep_scale_multiplier is not None and time is not None:
+        time = time * decoder.timestep_scale_multiplier
+
+    def through(resnets: Any, x: Activation, embedded: Any) -> Activation:
+        for resnet in resnets:
+            x = stream.walk(lambda tile, resnet=resnet: resnet(tile, embedded, None), x, halo=2)
+        return x
+
+    x = stream.walk(decoder.conv_in, latents, halo=1)
+    x = through(decoder.mid_block.resnets, x, _embedded(decoder.mid_block, time, stream))
+    for block in decoder.up_blocks:
+        x = x if block.conv_in is None else through([block.conv_in], x, time)
+        embedded = _embedded(block, time, stream)
+        for up in block.upsamplers or ():
+            x = stream.walk(up, x, halo=1, grow=up.stride[1])
+        x = through(block.resnets, x, embedded)
+    embedded = _embedded(decoder, time, stream)
+
+    def last(tile: Tensor) -> Tensor:
+        tile = decoder.norm_out(tile.movedim(1, -1)).movedim(-1, 1)
+        if embedded is not None:
+            shift, scale = (
+                embedded.unflatten(1, (2, -1)) + decoder.scale_shift_table[None, ..., None, None, None]
+            ).unbind(dim=1)
+            tile = tile * (1 + scale) + shift
+        return _patches(decoder.conv_out(decoder.conv_act(tile)), decoder.patch_size_t, decoder.patch_size)
+
+    return stream.walk(last, x, halo=1, grow=decoder.patch_size)
+
+
+def _group_normed(stream: Stream, block: Any, norm1: nn.Module, norm2: nn.Module, x: Activation) -> Activation:
+    """A residual block of two group norms and two convolutions."""
+
+    def first(tile: Tensor) -> Tensor:
+        return _only(block.conv1(block.nonlinearity(stream.group_norm(norm1, tile, x))))
+
+    hidden = stream.walk(first, x, halo=1)
+    shortcut = getattr(block, "conv_shortcut", None)
+
+    def second(tile: Tensor, beside: Tensor) -> Tensor:
+        residual = _only(block.conv2(block.nonlinearity(stream.group_norm(norm2, tile, hidden))))
+        return residual + (beside if shortcut is None else shortcut(beside))
+
+    return stream.walk(second, hidden, x, halo=1)
+
+
+def _cells(stream: Stream, attn: Any, x: Activation) -> Activation:
+    """HunyuanVideo's attention: keys and values of the whole plane first, then the queries of each tile."""
+
+    def tokens(tile: Tensor) -> Tensor:
+        normed = tile if attn.group_norm is None else stream.group_norm(attn.group_norm, tile, x)
+        return normed.permute(0, 2, 3, 4, 1)
+
+    def keys(tile: Tensor) -> Tensor:
+        seen = tokens(tile)
+        return torch.cat([attn.to_k(seen), attn.to_v(seen)], dim=-1).permute(0, 4, 1, 2, 3)
+
+    planes = stream.walk(keys, x).plane
+
+    def one(tile: Tensor) -> Tensor:
+        seen = attended(stream, attn.to_q(tokens(tile)).permute(0, 4, 1, 2, 3), planes, 0, attn.heads)
+        seen = attn.to_out[1](attn.to_out[0](seen.permute(0, 2, 3, 4, 1))).permute(0, 4, 1, 2, 3)
+        result: Tensor = (seen + tile if attn.residual_connection else seen) / attn.rescale_output_factor
+        return result
+
+    return stream.walk(one, x)
+
+
+def _voxels(stream: Stream, attn: Any, x: Activation) -> Activation:
+    """HunyuanVideo 1.5's attention, in which frames of earlier chunks are seen too."""
+
+    def keys(tile: Tensor) -> Tensor:
+        normed = attn.norm(tile)
+        return torch.cat([attn.to_k(normed), attn.to_v(normed)], dim=1)
+
+    planes, before, past = stream.walk(keys, x).plane, 0, stream.past
+    if past is not None:
+        past.coming[attn] = planes
+        if attn in past.kept:
+            before = past.kept[attn].shape[2]
+            planes = torch.cat([past.kept[attn], planes], dim=2)
+
+    def one(tile: Tensor) -> Tensor:
+        result: Tensor = attn.proj_out(attended(stream, attn.to_q(attn.norm(tile)), planes, before, 1)) + tile
+        return result
+
+    return stream.walk(one, x)
+
+
+def _unfolding(block: Any) -> Callable[[Tensor], Tensor]:
+    """The second half of Mochi's up block: a projection whose channels become pixels and frames."""
+    time, side = block.temporal_expansion, block.spatial_expansion
+
+    def run(tile: Tensor) -> Tensor:
+        spread = block.proj(tile.permute(0, 2, 3, 4, 1)).unflatten(-1, (-1, time, side, side))
+        # B T H W C t h w -> B C (T t) (H h) (W w)
+        return spread.permute(0, 4, 1, 5, 2, 6, 3, 7).flatten(6, 7).flatten(4, 5).flatten(2, 3)
+
+    return run
+
+
+def _patches(tile: Tensor, time: int, side: int) -> Tensor:
+    """LTX-Video's last channels as pixels; within a patch columns come before rows."""
+    spread = tile.unflatten(1, (-1, time, side, side))  # B C t w h T H W
+    return spread.permute(0, 1, 5, 2, 6, 4, 7, 3).flatten(6, 7).flatten(4, 5).flatten(2, 3)
+
+
+def _embedded(owner: Any, time: Tensor | None, stream: Stream) -> Tensor | None:
+    """The timestep as channels (1, D, 1, 1, 1); None where ``owner`` embeds none."""
+    if owner.time_embedder is None or time is None:
+        return None
+    embedded: Tensor = owner.time_embedder(
+        timestep=time.flatten(), resolution=None, aspect_ratio=None, batch_size=1, hidden_dtype=stream.way.dtype
+    )
+    return embedded.view(1, -1, 1, 1, 1)
+
+
+def _only(result: Any) -> Tensor:
+    """What a convolution returns without the cache that Mochi's returns beside it."""
+    output: Tensor = result[0] if isinstance(result, tuple) else result
+    return output
+
+
+WALKS: dict[str, Callable[[Stream, Any, Activation, Any], Activation]] = {
+    f"{AUTOENCODERS}hunyuan_video.AutoencoderKLHunyuanVideo": _hunyuan,
+    f"{AUTOENCODERS}hunyuanvideo15.AutoencoderKLHunyuanVideo15": _hunyuan15,
+    f"{AUTOENCODERS}ltx.AutoencoderKLLTXVideo": _ltx,
+    f"{AUTOENCODERS}mochi.AutoencoderKLMochi": _mochi,
+}

@@ -1,129 +1,228 @@
-"""How a pass through a VAE begins: the attempt that fits what is free, and what may follow it."""
+"""The forms in which a VAE can run, in one order: a pass begins with the first that fits, a retry goes on from there.
+
+Exact forms come first: whole, in chunks of latent frames where the decoder is causal, layer by layer. Then tiles, which
+are blended, and the CPU. Where tiles are a choice, advised by the family or all that the device bears, the slow way
+layer by layer comes after them.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import compress
 
 import torch
-from torch import nn
 
-from ...compat.device.execution import HOST
+from ...compat.device.execution import HOST, execution_device
 from ...compat.device.facts import free_bytes, host_free_bytes
-from ...compat.device.quirks import DevicePolicy
+from ...compat.device.failures import KERNEL, MEMORY
+from ...compat.device.quirks import policy_for
 from ...compat.device.vae_policy import METHODS, TILES, Form, largest_buffer_bytes, limit_of, tiles_below
+from ...compat.precision import DTYPES
 from ..base import Pipeline
-from ..memory.estimates import Size, attempt_bytes, plane_bytes
-from .fallback import Allowed, Attempt
+from ..memory.estimates import Size, attempt_bytes, bytes_on, plane_bytes
 from .layerwise import SIDES
 
 AUTO, FULL, TILED, CHUNKED, STREAMING, ON_CPU = METHODS
-CAUSAL = ("mochi", "hunyuan_video_15")  # families whose decoder never looks ahead; see .chunked_decode
 CHUNKS = (8, 4, 2, 1)  # latent frames
-PLANES = 4  # activations that a streamed decode has in host memory at once
 
 
-class Beginning:
-    """What a pass knows before it begins; :class:`.vae.Passes` is the rest of it.
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One way to run a VAE.
 
-    ``coder`` is ``decoder`` or ``encoder``; ``size`` pixel frames, rows and columns; ``ratios`` pixels per latent cell
-    and pixel frames per latent frame; ``automatic`` whether precision and device may change.
+    Args:
+        dtype: of its weights and activations.
+        tile: pixels, 0 for whole.
+        on_host: on the CPU instead of the device.
+        library: whether torch's convolution library (cuDNN, MIOpen) may be used.
+        frames: latent frames per call of a causal decoder, 0 for all; exact.
+        overlap: pixels of a tile that blend into the next one; -1 for a quarter.
+        stream: pixels of the tiles in which each layer runs by itself, with the rest of its activations in host
+            memory; exact; 0 for all layers at once.
     """
 
-    pipeline: Pipeline
-    coder: str
-    size: tuple[int, int, int]
-    ratios: tuple[int, int]
-    form: Form
-    method: str
-    policy: DevicePolicy
-    device: torch.device
-    cell: int
-    automatic: bool
-    attempt: Attempt
+    dtype: torch.dtype
+    tile: int = 0
+    on_host: bool = False
+    library: bool = True
+    frames: int = 0
+    overlap: int = -1
+    stream: int = 0
 
-    def _first(self, size: tuple[int, int, int], tile: int) -> tuple[Attempt, Allowed]:
-        """The attempt to begin with, and what may follow it."""
-        form, method, on_host = self.form, self.method, self.device.type == HOST.type
-        decodes = self.coder == "decoder"
-        tiles = () if method in (FULL, CHUNKED, STREAMING) else tiles_below(max(size[1:]), self.cell)
-        if form.tile and tiles:
-            tiles = tuple(side for side in (form.tile, *tiles) if side <= form.tile)
-        start = self._first_tile(size, form.tile or tile) if method in (AUTO, TILED) else 0
-        causal = decodes and self.pipeline.family in CAUSAL and method in (AUTO, TILED, CHUNKED)
-        latent_frames = (size[0] - 1) // self.ratios[1] + 1
-        chunks: tuple[int, ...] = tuple(count for count in CHUNKS if count < latent_frames) if causal else ()
-        if form.frames and causal:
-            chunks = tuple(count for count in (form.frames, *CHUNKS) if count <= form.frames)
-        noisy = any(self.pipeline.configs["vae"].get("decoder_inject_noise") or ())  # such a decoder cannot be streamed
-        streamable = decodes and (method == STREAMING or (method in (AUTO, CHUNKED) and not noisy))
-        streams: tuple[int, ...] = SIDES if streamable else ()
-        if form.tile and method == STREAMING:
-            streams = (form.tile, *(side for side in SIDES if side < form.tile))
-        first = Attempt(self.pipeline.precision.vae, start, overlap=form.overlap)
-        if method == ON_CPU and not on_host:
-            first = Attempt(torch.float32, on_host=True)
-        elif method == CHUNKED:
-            first = replace(first, frames=form.frames or next(iter(chunks), 1))
-        elif method == STREAMING:
-            first = replace(first, stream=streams[0], frames=self._streamed_frames(size))
-        first = replace(first, library=first.on_host or not self._fails_with_library())
-        allowed = Allowed(self.automatic, self.automatic and not on_host, tiles, start, chunks, streams)
-        if method == AUTO and decodes and not on_host:
-            first = self._planned(first, allowed, size)
-        return first, allowed
+    def __str__(self) -> str:
+        forms = [f"in tiles of {self.tile} pixels"] * (self.tile > 0)
+        forms += [f"in chunks of {self.frames} latent frame{'s' * (self.frames > 1)}"] * (self.frames > 0)
+        forms += [f"layer by layer over {self.stream} pixels"] * (self.stream > 0)
+        shape = ", ".join(forms) or "whole"
+        name = next((name for name, dtype in DTYPES.items() if dtype is self.dtype), str(self.dtype))
+        where = " on the CPU (slow)" if self.on_host else "" if self.library else " without MIOpen"
+        return f"{shape} in {name}{where}"
 
-    def _fails_with_library(self) -> bool:
-        """Whether an earlier run on this device learned that this coder needs torch's convolution library off."""
-        probes = self.pipeline.probes
-        return probes is not None and bool(probes.recall(self._learned()))
+    @property
+    def form(self) -> tuple[int, int, int, bool]:
+        """What tells it from the other attempts of a list: the rest may change on the way."""
+        return self.tile, self.frames, self.stream, self.on_host
 
-    def _learned(self) -> str:
-        return f"{self.pipeline.family} {self.coder} fails with MIOpen"
 
-    def _planned(self, first: Attempt, allowed: Allowed, size: tuple[int, int, int]) -> Attempt:
-        """The attempt that fits into what is free now: whole, else the exact forms, else tiles.
+def decode_forms(
+    base: Attempt,
+    counts: Sequence[int] = (0,),
+    streams: Sequence[int] = (),
+    tiles: Sequence[int] = (),
+    *,
+    start: int = 0,
+    whole_first: bool = True,
+    host: bool = False,
+) -> list[Attempt]:
+    """The one order of forms.
 
-        Other parts leave the device first. A forecast that is wrong is mended by the ladder.
+    Args:
+        base: dtype, library and overlap of all; its ``frames`` are those of the forms ``streams``.
+        counts: latent frames per call, 0 for all, falling; empty to begin layer by layer.
+        streams: pixels of a layer's tile, falling.
+        tiles: sizes in pixels, falling.
+        start: the tile that is a choice, in pixels; 0 where there is none.
+        whole_first: whether the whole may be tried before ``start``.
+        host: whether the CPU may be used instead of the device; there in tiles of ``start``.
+    """
+    exact = [replace(base, frames=count) for count in counts]
+    fewest = counts[-1] if counts else base.frames
+    streamed = [replace(base, frames=fewest, stream=side) for side in streams]
+    smaller = [replace(base, frames=fewest, tile=tile) for tile in tiles if not start or tile < start]
+    on_host = [Attempt(torch.float32, start, on_host=True)] * host
+    if not start:
+        return [*exact, *streamed, *smaller, *on_host]
+    chosen = [replace(each, tile=start) for each in exact]
+    return [*(exact if whole_first else ()), *chosen, *smaller, *streamed, *on_host]
+
+
+def next_attempt(
+    attempt: Attempt, kind: str, text: str, forms: Sequence[Attempt], automatic: bool = True
+) -> Attempt | None:
+    """What to try after ``attempt`` failed; None when nothing allowed is left.
+
+    Memory is a matter of the form; a kernel or wrong values of the library, then of the dtype, and only then of tiles.
+
+    Args:
+        kind: of the failure, ``MEMORY``, ``KERNEL`` or ``VALUES``.
+        text: of its error.
+        forms: of :func:`decode_forms`; ``attempt`` has one of them.
+        automatic: whether the dtype may change.
+    """
+    if attempt.on_host:
+        return None
+    if kind == KERNEL and attempt.library and "miopen" in text.lower():
+        return replace(attempt, library=False)
+    if kind != MEMORY and automatic and attempt.dtype is not torch.float32:
+        return replace(attempt, dtype=torch.float32)
+    for form in forms[[each.form for each in forms].index(attempt.form) + 1 :]:
+        if form.on_host:
+            return form
+        tiled = form.tile and not attempt.stream and (not attempt.tile or form.tile < attempt.tile)
+        if kind == MEMORY or tiled:
+            return replace(form, dtype=attempt.dtype, library=attempt.library)
+    return None
+
+
+class Plan:
+    """The forms of one pass through a VAE, and the attempt under way.
+
+    Args:
+        coder: ``decoder`` or ``encoder``.
+        size: pixel frames, rows and columns of the largest pass.
+        form: what the user asks of a decode.
+        advised: pixels per tile that the family advises; 0 for whole.
+    """
+
+    def __init__(self, pipeline: Pipeline, coder: str, size: tuple[int, int, int], form: Form, advised: int) -> None:
+        self.pipeline, self.size, self.form, self.method = pipeline, size, form, form.method
+        self.learned = f"{pipeline.family} {coder} fails with MIOpen"  # of an earlier run on this device
+        self.policy, self.device = policy_for(pipeline.facts), execution_device(pipeline.offloader, part="vae")
+        self.automatic, self.ratios = pipeline.precision.automatic, pipeline.spec.ratios
+        self.area, self.decodes = Size(size[2], size[1], size[0]), coder == "decoder"
+        self.causal = self.decodes and pipeline.spec.causal_decoder
+        limited = bool(form.tile or limit_of(self.policy) or self.policy.tile_pixels)
+        start = self._start(form.tile or advised) if self.method in (AUTO, TILED) else 0
+        self.forms = self._forms(start, whole_first=self.method == AUTO and not limited)
+        self.attempt = next((each for each in self.forms if each.tile == start), self.forms[0])
+        if self.method == AUTO and self.decodes and self.device.type != HOST.type and not (start and limited):
+            self.attempt = self._fitting()
+
+    def follow(self, kind: str, text: str) -> Attempt | None:
+        """What to try after the attempt under way failed; None when nothing allowed is left.
+
+        After memory ran out, a form that is forecast to need as much is left out.
         """
-        pipeline, free = self.pipeline, room_on(self.pipeline, self.device)
-        if free is None or not pipeline.weights or (first.tile and (self.form.tile or limit_of(self.policy))):
-            return first
-        if first.tile and self.policy.tile_pixels:
-            return first
-        mode = getattr(pipeline.offloader, "mode", "model")
-        weights = pipeline.weights["vae"].resident(mode, "vae") - bytes_on(pipeline.parts.get("vae"), self.device)
-        area = Size(size[2], size[1], size[0])
+        forms, failed = self.forms, self.attempt
+        if kind == MEMORY and (needed := self.needed_bytes(failed)):
+            kept = (each.on_host or each.form == failed.form or self.needed_bytes(each) < needed for each in forms)
+            forms = list(compress(forms, kept))
+        return next_attempt(failed, kind, text, forms, self.automatic)
 
-        def fits(attempt: Attempt) -> bool:
-            needed = attempt_bytes(pipeline, area, attempt.frames, attempt.tile, attempt.stream)
-            return weights + needed + getattr(pipeline.offloader, "keep_free", 0) <= free
+    def smaller_stream(self, side: int) -> int:
+        """Pixels of the next tiles below ``side`` in which layers run by themselves; 0 where none is left."""
+        return next((each.stream for each in self.forms if 0 < each.stream < side), 0)
 
-        if fits(replace(first, tile=0)):
-            return replace(first, tile=0)
-        for name in self._others():
-            pipeline.offloader.release(name)
-        free = room_on(pipeline, self.device) or free
-        whole = replace(first, tile=0)  # a family may advise tiles, which are not exact
-        exact = [whole, *(replace(whole, frames=count) for count in allowed.chunks)]
-        if plane_bytes(pipeline, area) * PLANES <= host_free_bytes():
-            fewest = allowed.chunks[-1] if allowed.chunks else 0
-            exact += [replace(whole, frames=fewest, stream=side) for side in allowed.streams]
-        if first.tile:  # advised: rather than layer by layer, which is slow
-            exact = [each for each in exact if not each.stream]
-        tiles = [replace(first, tile=tile) for tile in (*([first.tile] if first.tile else ()), *allowed.tiles)]
-        return next((attempt for attempt in (*exact, *tiles) if fits(attempt)), (*exact, *tiles)[-1])
-
-    def _streamed_frames(self, size: tuple[int, int, int]) -> int:
-        """Latent frames per chunk of a streamed decode: as many as were asked; else all, or one on a small host."""
-        if self.pipeline.family not in CAUSAL or not self.pipeline.weights:
+    def needed_bytes(self, attempt: Attempt) -> int:
+        """Bytes beside the weights that an attempt is forecast to take; 0 where nobody knows."""
+        if not self.decodes or not self.pipeline.weights:
             return 0
-        planes = plane_bytes(self.pipeline, Size(size[2], size[1], size[0])) * PLANES
-        return self.form.frames or int(planes > host_free_bytes())
+        return attempt_bytes(self.pipeline, self.area, attempt.frames, attempt.tile, attempt.stream)
 
-    def _first_tile(self, size: tuple[int, int, int], advised: int) -> int:
+    def others(self) -> list[str]:
+        """The other parts of the pipeline that are on the device."""
+        parts = self.pipeline.parts
+        return [
+            name
+            for name, part in parts.items()
+            if name != "vae"
+            and self.device.type != HOST.type
+            and any(tensor.device == self.device for tensor in part.parameters())
+        ]
+
+    def _forms(self, start: int, whole_first: bool) -> list[Attempt]:
+        """What the method allows, in the one order."""
+        form, method, on_host = self.form, self.method, self.device.type == HOST.type
+        if method == ON_CPU and not on_host:
+            return [Attempt(torch.float32, on_host=True)]
+        probes = self.pipeline.probes
+        library = probes is None or not probes.recall(self.learned)
+        base = Attempt(self.pipeline.precision.vae, library=library, overlap=form.overlap)
+        counts: tuple[int, ...] = (0, *self._chunks())
+        streams: tuple[int, ...] = ()
+        tiles: tuple[int, ...] = ()
+        if method in (AUTO, TILED, ON_CPU):
+            tiles = tiles_below(max(self.size[1:]), self.ratios[0])
+        if method == CHUNKED:
+            counts = self._chunks() or (1,)
+        noisy = any(self.pipeline.configs["vae"].get("decoder_inject_noise") or ())  # such a decoder cannot be streamed
+        if self.decodes and (method == STREAMING or (method in (AUTO, CHUNKED) and not noisy)):
+            streams = SIDES
+        if method == STREAMING:
+            counts, base = (), replace(base, frames=self._streamed_frames())
+            streams = (form.tile, *(side for side in SIDES if side < form.tile)) if form.tile else SIDES
+        host = self.automatic and not on_host
+        return decode_forms(base, counts, streams, tiles, start=start, whole_first=whole_first, host=host)
+
+    def _chunks(self) -> tuple[int, ...]:
+        """Latent frames per call that the method allows, falling; empty for all at once."""
+        if not self.causal or self.method not in (AUTO, TILED, CHUNKED):
+            return ()
+        if self.form.frames:
+            return (self.form.frames, *(count for count in CHUNKS if count < self.form.frames))
+        latent_frames = (self.size[0] - 1) // self.ratios[1] + 1
+        return tuple(count for count in CHUNKS if count < latent_frames)
+
+    def _streamed_frames(self) -> int:
+        """Latent frames per chunk of a streamed decode: as many as were asked; else all, or one on a small host."""
+        if not self.causal or not self.pipeline.weights:
+            return 0
+        return self.form.frames or int(plane_bytes(self.pipeline, self.area) > host_free_bytes())
+
+    def _start(self, advised: int) -> int:
         """The tile to begin with, in pixels: what the method, the family and the device want; 0 for whole."""
-        frames, rows, columns = size
+        frames, rows, columns = self.size
         largest = max(rows, columns)
         if self.method == TILED and not advised:
             advised = TILES[0]
@@ -137,43 +236,28 @@ class Beginning:
                 return tile
         return TILES[-1]
 
-    def _others(self) -> list[str]:
-        """The other parts of the pipeline that are on the device."""
-        parts = self.pipeline.parts
-        return [
-            name
-            for name, part in parts.items()
-            if name != "vae"
-            and self.device.type != HOST.type
-            and any(tensor.device == self.device for tensor in part.parameters())
-        ]
+    def _fitting(self) -> Attempt:
+        """The first form that fits into what is free now, once other parts have left the device; else the smallest.
 
-    def _needed(self) -> int:
-        """Bytes beside the weights that the attempt is forecast to take; 0 where nobody knows."""
-        if self.coder != "decoder" or not self.pipeline.weights:
-            return 0
-        frames, rows, columns = self.size
-        at = self.attempt
-        return attempt_bytes(self.pipeline, Size(columns, rows, frames), at.frames, at.tile, at.stream)
-
-
-def ratios_of(pipeline: Pipeline) -> tuple[int, int]:
-    """Pixels per latent row and column, and pixel frames per latent frame."""
-    from ..registry import family_named  # which imports every family, and those import this file
-
-    spatial, temporal = family_named(pipeline.family).ratios(pipeline)
-    return int(spatial), int(temporal)
+        A forecast that is wrong is mended by the retry.
+        """
+        pipeline, free = self.pipeline, room_on(self.pipeline, self.device)
+        if free is None or not pipeline.weights:
+            return self.attempt
+        offloader = pipeline.offloader
+        weights = pipeline.weights["vae"].resident(offloader.mode, "vae") + offloader.options.keep_free_bytes
+        weights -= bytes_on(self.device, pipeline.parts.get("vae"))
+        if weights + self.needed_bytes(self.forms[0]) <= free:
+            return self.forms[0]
+        for name in self.others():
+            offloader.release(name)
+        free = room_on(pipeline, self.device) or free
+        streams = plane_bytes(self.pipeline, self.area) <= host_free_bytes()
+        forms = [each for each in self.forms if not each.on_host and (streams or not each.stream)]
+        fitting = (each for each in forms if weights + self.needed_bytes(each) <= free)
+        return next(fitting, min(forms, key=self.needed_bytes))
 
 
 def room_on(pipeline: Pipeline, device: torch.device) -> int | None:
     """Bytes that a part may take on ``device``: what is free, or all of it where a host lets its other models leave."""
-    offloader: Any = pipeline.offloader
-    if not hasattr(offloader, "make_room") or offloader.make_room is not None:
-        return pipeline.facts.total_bytes or None
-    return free_bytes(device)
-
-
-def bytes_on(module: nn.Module | None, device: torch.device) -> int:
-    """Bytes of ``module`` on ``device``."""
-    tensors = () if module is None else (*module.parameters(), *module.buffers())
-    return sum(tensor.nbytes for tensor in tensors if tensor.device == device)
+    return (pipeline.facts.total_bytes or None) if pipeline.offloader.evicts else free_bytes(device)

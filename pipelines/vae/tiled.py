@@ -1,6 +1,6 @@
-"""One decode as work that can stop and go on: windows of time, regions of a window, chunks of a region.
+"""One decode as work that can be interrupted and resumed: windows of time, regions of a window, chunks of a region.
 
-What is done stays done. When a part finds no room, the next attempt splits only what is left: a region into smaller
+Finished parts are kept. If a part runs out of memory, the next attempt splits only the rest: a region into smaller
 ones that overlap and blend, a chunk of latent frames into shorter ones, a decoder call into a stream of tiles.
 """
 
@@ -9,23 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...compat.memory.transfer import Transfer
-from ...compat.output_check import Judge, UnsoundError
+from ...compat.output_check import InvalidOutputError, Judge
 from ...compat.transforms.attention_processors import full_name
-from .chunked import AUTOENCODERS, Past, is_causal, remembering
-from .fallback import Attempt
-from .layer_paths import streamed
-from .layerwise import Stream
+from .chunked import AUTOENCODERS, CausalCache, remembering
+from .layerwise import Stream, streamed
+from .plan import Attempt
 
 WINDOWED = f"{AUTOENCODERS}hunyuan_video.AutoencoderKLHunyuanVideo"
 OVERLAP = 0.25  # of a tile, blended into the next one, where nothing else is asked
 MIDDLE = (0.25, 0.75)  # weights at which two tiles are compared: where both count
-Smaller = Callable[[int, str], int]
 
 
 @dataclass(slots=True)
@@ -41,7 +40,7 @@ class Region:
     columns: tuple[int, int]
     weights: tuple[Tensor, Tensor] | None = None
     frames: int = 0
-    past: Past | None = None
+    past: CausalCache | None = None
 
     @property
     def cells(self) -> int:
@@ -64,38 +63,26 @@ class Window:
     covered: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Way:
-    """How the work goes on: which VAE is at hand, where it is, and what watches.
-
-    Args:
-        vae: held on the device. transfer: there and back. attempt: which form. time: a timestep on the device.
-        guard: around each call of the decoder, given the part's index and count. judge: of streamed frames, which
-            pass no decoder as a whole. smaller: as :class:`Stream` takes it. check: raises on a cancel.
-    """
-
-    vae: Any
-    transfer: Transfer
-    attempt: Attempt
-    time: Tensor | None = None
-    guard: Callable[[int, int], AbstractContextManager[Any]] = lambda index, count: nullcontext()
-    judge: Judge = lambda video: ""
-    smaller: Smaller = lambda tile, text: 0
-    check: Callable[[], None] = lambda: None
-
-
 @dataclass(slots=True)
 class Work:
     """One decode of latents (1, C, T, h, w) in the VAE's own space, on the host.
 
     Args:
         ratios: pixels per cell, pixel frames per latent frame.
+        guard: around each call of the decoder, given the part's index and count.
+        judge: of streamed frames, which pass no decoder as a whole; their fault.
+        smaller: as :class:`Stream` takes it.
+        check: raises on a cancel.
 
     ``apart`` is the largest difference between two tiles where both count alike, of frames in -1..1.
     """
 
     latents: Tensor
     ratios: tuple[int, int]
+    guard: Callable[[int, int], AbstractContextManager[Any]] = lambda index, count: nullcontext()
+    judge: Judge = lambda video: ""
+    smaller: Callable[[int], int] = lambda side: 0
+    check: Callable[[], None] = lambda: None
     windows: list[Window] = field(default_factory=list)
     apart: float = 0.0
     done: int = 0
@@ -104,35 +91,47 @@ class Work:
         """Forget what is done."""
         self.windows, self.apart, self.done = [], 0.0, 0
 
-    def frames(self, way: Way) -> Tensor:
-        """Video (1, 3, F, H, W) in -1..1, fp32, on the host; what an earlier call finished is not done again."""
+    def frames(self, vae: Any, transfer: Transfer, attempt: Attempt, time: Tensor | None = None) -> Tensor:
+        """Video (1, 3, F, H, W) in -1..1, fp32, on the host; what an earlier call finished is not done again.
+
+        Args:
+            vae: held on the device.
+            transfer: there and back.
+            attempt: in which form to go on.
+            time: the timestep of a VAE that takes one, on the device.
+        """
+        decode = partial(self._decoded, vae, transfer, attempt, time)
         if not self.windows:
-            self.windows = [_whole(part) for part in _windows(way.vae, self.latents)]
+            height, width = self.latents.shape[-2:]
+            cuts = _windows(vae, self.latents)
+            self.windows = [Window(part, [Region((0, height), (0, width))]) for part in cuts]
         for window in self.windows:
             while window.pending:
                 region = window.pending[-1]
-                parts = _split(region, way.attempt, self.ratios[0])
+                parts = _split(region, attempt, self.ratios[0])
                 if len(parts) > 1:
                     window.pending[-1:] = parts
                     continue
-                self._region(window, region, way)
+                self._region(window, region, attempt.frames, transfer, decode)
                 window.pending.pop()
         videos = [window.video for window in self.windows if window.video is not None]
-        return videos[0] if len(videos) == 1 else _joined(way.vae, videos, self._frames(self.latents.shape[2]))
+        return videos[0] if len(videos) == 1 else _joined(vae, videos, self._frames(self.latents.shape[2]))
 
-    def _region(self, window: Window, region: Region, way: Way) -> None:
+    def _region(
+        self, window: Window, region: Region, chunk: int, transfer: Transfer, decode: Callable[..., Tensor]
+    ) -> None:
         """Decode what is left of ``region``; each chunk counts as done once its frames are in the window's video."""
         latents = window.latents[..., region.rows[0] : region.rows[1], region.columns[0] : region.columns[1]]
-        total, causal = latents.shape[2], is_causal(way.vae)
+        total = latents.shape[2]
         while region.frames < total:
-            many = min(way.attempt.frames or total, total - region.frames) if causal else total
+            many = min(chunk or total, total - region.frames)
             part = latents[:, :, region.frames : region.frames + many]
-            if causal and many < total:
-                region.past = region.past or Past(way.transfer)
-                region.past.way = way.transfer
-            with way.guard(*self._share(many * region.cells)):
+            if many < total:
+                region.past = region.past or CausalCache(transfer)
+                region.past.way = transfer
+            with self.guard(*self._share(many * region.cells)):
                 try:
-                    frames = self._decoded(way, part, region.past)
+                    frames = decode(part, region.past)
                 except BaseException:
                     if region.past is not None:
                         region.past.abandon()
@@ -143,21 +142,29 @@ class Work:
             region.frames, self.done = region.frames + many, self.done + 1
         region.past = None
 
-    def _decoded(self, way: Way, latents: Tensor, past: Past | None) -> Tensor:
+    def _decoded(
+        self,
+        vae: Any,
+        transfer: Transfer,
+        attempt: Attempt,
+        time: Tensor | None,
+        latents: Tensor,
+        past: CausalCache | None,
+    ) -> Tensor:
         """Frames of one call, on the host in fp32."""
-        vae, transfer = way.vae, way.transfer
         with nullcontext() if past is None else remembering(vae, past):
-            if way.attempt.stream:
-                frames = (latents.shape[2]) * self.ratios[1]
-                widths = _widths(vae)
-                patch = int(vae.config.get("patch_size") or 1)
-                elements = max(1, min(widths) * frames // patch**2)
-                stream = Stream(transfer, way.attempt.stream, elements, past=past, smaller=way.smaller, check=way.check)
-                video = streamed(stream, vae, latents, way.time)
-                if fault := way.judge(video):
-                    raise UnsoundError(fault)
-                return video.float()
-            return transfer.fetched(decoder_call(vae, transfer.sent(latents.contiguous()), way.time))
+            if not attempt.stream:
+                return transfer.to_host_fp32(decoder_call(vae, transfer.to_device(latents.contiguous()), time))
+            config = vae.config
+            widths = config.get("decoder_block_out_channels") or config.get("block_out_channels") or (128,)
+            elements = min(widths) * latents.shape[2] * self.ratios[1] // int(config.get("patch_size") or 1) ** 2
+            stream = Stream(
+                transfer, attempt.stream, max(1, elements), past=past, smaller=self.smaller, check=self.check
+            )
+            video = streamed(stream, vae, latents, time)
+            if fault := self.judge(video):
+                raise InvalidOutputError(fault)
+            return video.float()
 
     def _put(self, window: Window, region: Region, frames: Tensor) -> None:
         """Add the frames of a region's chunk to the window's video, by its weights."""
@@ -165,7 +172,8 @@ class Work:
         first = region.frames * temporal - (temporal - 1) if region.frames else 0
         total = self._frames(window.latents.shape[2])
         if not region.frames:  # Mochi makes as many frames of the first latent as of the others, and drops the rest
-            frames = frames[:, :, max(0, frames.shape[2] - self._frames(self._made(frames))) :]
+            made = (frames.shape[2] - 1) // temporal + 1  # latent frames behind them
+            frames = frames[:, :, max(0, frames.shape[2] - self._frames(made)) :]
         if window.video is None:
             height, width = (edge * spatial for edge in window.latents.shape[-2:])
             if frames.shape[2:] == (total, height, width) and region.weights is None:
@@ -187,10 +195,6 @@ class Work:
         if first + frames.shape[2] >= total:
             covered.add_(weight)
 
-    def _made(self, frames: Tensor) -> int:
-        """Latent frames behind the frames of a first chunk."""
-        return (frames.shape[2] - 1) // self.ratios[1] + 1
-
     def _compare(self, before: Tensor, frames: Tensor, covered: Tensor) -> None:
         both = (covered > MIDDLE[0]) & (covered < MIDDLE[1])
         if bool(both.any()):
@@ -210,9 +214,9 @@ def decoder_call(vae: Any, latents: Tensor, time: Tensor | None) -> Tensor:
     """What the decoder of ``vae`` makes of latents on the device, without upstream's tiles and windows around it."""
     if getattr(vae, "post_quant_conv", None) is not None:
         latents = vae.post_quant_conv(latents)
-    found = vae.decoder(latents) if time is None else vae.decoder(latents, time)
-    result: Tensor = found[0] if isinstance(found, tuple) else found
-    return result
+    output = vae.decoder(latents) if time is None else vae.decoder(latents, time)
+    frames: Tensor = output[0] if isinstance(output, tuple) else output
+    return frames
 
 
 def windows_of(frames: int, most: int, stride: int) -> list[slice]:
@@ -228,7 +232,7 @@ def windows_of(frames: int, most: int, stride: int) -> list[slice]:
 
 def weights_over(edges: list[tuple[int, int]], length: int) -> list[Tensor]:
     """For parts of a line that overlap, how much each counts per pixel: ramps, which add up to one."""
-    found = torch.zeros(len(edges), length)
+    ramps = torch.zeros(len(edges), length)
     for index, (first, end) in enumerate(edges):  # a ramp only where something overlaps
         before = max((e for _, e in edges[:index]), default=first)
         after = min((f for f, _ in edges[index + 1 :]), default=end)
@@ -239,9 +243,9 @@ def weights_over(edges: list[tuple[int, int]], length: int) -> list[Tensor]:
         if ramp_out:
             down = ((torch.arange(ramp_out) + 0.5) / ramp_out).flip(0)
             shape[-ramp_out:] = torch.minimum(shape[-ramp_out:], down)
-        found[index, first:end] = shape
-    total = found.sum(0)
-    return [found[index, first:end] / total[first:end] for index, (first, end) in enumerate(edges)]
+        ramps[index, first:end] = shape
+    total = ramps.sum(0)
+    return [ramps[index, first:end] / total[first:end] for index, (first, end) in enumerate(edges)]
 
 
 def tiles_over(length: int, tile: int, overlap: int) -> list[tuple[int, int]]:
@@ -280,11 +284,6 @@ def _joined(vae: Any, videos: list[Tensor], total: int) -> Tensor:
     return torch.cat(result, dim=2)[:, :, :total]
 
 
-def _whole(latents: Tensor) -> Window:
-    height, width = latents.shape[-2:]
-    return Window(latents, [Region((0, height), (0, width))])
-
-
 def _split(region: Region, attempt: Attempt, ratio: int) -> list[Region]:
     """``region`` in tiles as ``attempt`` wants them, the first one last; itself where it is small enough."""
     side = max(1, attempt.tile // ratio)
@@ -304,16 +303,11 @@ def _split(region: Region, attempt: Attempt, ratio: int) -> list[Region]:
         ]
         for parts, extent, outer in zip(lines, (height, width), whole, strict=True)
     ]
-    found = []
+    tiles = []
     for (top, bottom), by_row in zip(lines[0], own[0], strict=True):
         for (left, right), by_column in zip(lines[1], own[1], strict=True):
             past = None if region.past is None else region.past.cropped((top, bottom), (left, right), height)
             rows = top + region.rows[0], bottom + region.rows[0]
             columns = left + region.columns[0], right + region.columns[0]
-            found.append(Region(rows, columns, (by_row, by_column), region.frames, past))
-    return found[::-1]
-
-
-def _widths(vae: Any) -> tuple[int, ...]:
-    config = vae.config
-    return tuple(config.get("decoder_block_out_channels") or config.get("block_out_channels") or (128,))
+            tiles.append(Region(rows, columns, (by_row, by_column), region.frames, past))
+    return tiles[::-1]

@@ -2,8 +2,9 @@
 import { CAFE, CAT, DANCE, WITHOUT, described, image, load, picture, prompt } from "./workflows.spec.mjs";
 
 const CORE =
-  "Core's own sampler drives the model, so its schedulers, previews, *Skip Layer Guidance*, *Context Windows* and LoRA nodes " +
-  "work on it: put them into the MODEL line. Only the text is encoded by AnyGPU, and the weights are on the device once. ";
+  "Core's own sampler runs the model, so core's schedulers, previews, *Skip Layer Guidance*, *Context Windows* and " +
+  "LoRA nodes work with it: put them between MODEL and the sampler. AnyGPU only loads the model and encodes the text, " +
+  "and the weights are in memory once. ";
 
 const sampler = (values, links = {}) => ({
   kind: "KSampler",
@@ -34,7 +35,7 @@ const SPECS = {
   ltx_core_ksampler: {
     title: "LTX-Video with core's KSampler",
     model: "ltx",
-    text: `${CORE}*Conditioning LTXV* tells the frame rate.`,
+    text: `${CORE}*Conditioning LTXV* sets the frame rate.`,
     fps: 25,
     between: ["rate"],
     nodes: {
@@ -79,8 +80,8 @@ const SPECS = {
     title: "FramePack with core's KSampler",
     model: "framepack",
     text:
-      `${CORE}It samples one section, 33 frames, from your picture; *AnyGPU Sample FramePack* makes long videos of many. ` +
-      "*AnyGPU Image Conditioning* gives the picture to the sampler.",
+      `${CORE}It samples one section of 33 frames from your picture; *AnyGPU Sample FramePack* makes long videos from ` +
+      "many sections. *AnyGPU Image Conditioning* passes the picture to the sampler.",
     fps: 30,
     pictures: ["image"],
     between: ["pictured", "guided"],
@@ -108,7 +109,7 @@ const SPECS = {
   mochi_core_ksampler: {
     title: "Mochi 1 with core's KSampler",
     model: "mochi",
-    text: `${CORE}The scheduler *linear_quadratic* is the model's own.`,
+    text: `${CORE}The scheduler *linear_quadratic* is the one the model was made for.`,
     fps: 30,
     nodes: {
       load: load("mochi-1-preview"),

@@ -18,7 +18,7 @@ sys.path[:1] = [str(HERE.parent), str(HERE)]  # the folder of the package `host`
 
 import help_pictures  # noqa: E402
 import layouts  # noqa: E402
-from anygpu.tests.heavy import build_heavy  # noqa: E402
+from heavy import build_heavy  # noqa: E402
 from PIL import Image  # noqa: E402
 
 from host import lora_files, paint_models  # noqa: E402

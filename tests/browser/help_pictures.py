@@ -5,19 +5,24 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 from anygpu.paint.baking.bake import BakeSettings, bake
 from anygpu.paint.baking.fill import filled
-from anygpu.paint.baking.synthetic import box, photographs
+from anygpu.paint.baking.synthetic import photographs
 from anygpu.paint.geometry.cameras import DEFAULT_VIEWS
 from anygpu.paint.geometry.mesh import Mesh, Surface
 from anygpu.paint.geometry.turntable import turntable
 from anygpu.paint.geometry.views import rendered_maps
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
+
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
+
+from paint.shapes import box
 
 HELP = Path(__file__).resolve().parents[2] / "web" / "docs"
 PAPER, INK = "#1b1d21", "#e8e8e8"  # as in the memory plan

@@ -77,7 +77,7 @@ async function strangerReads({ page }, shot) {
   await page.getByRole("button", { name: "Refresh" }).click();
   const rows = part(page, "Forecast").locator("tbody tr");
   await rows.filter({ hasText: "sampling" }).filter({ hasText: "fits" }).waitFor();
-  await part(page, "This graph").getByText("ComfyUI moves, streams and evicts the weights").first().waitFor();
+  await part(page, "This graph").getByText("ComfyUI loads, streams and evicts the weights").first().waitFor();
   await costs(page);
   const last = part(page, "Last run").locator("table").first();
   for (const stage of ["text", "sampling", "decoding"]) {

@@ -60,9 +60,9 @@ export async function tabDecides({ page }) {
     await graph.getByText(subject, { exact: true }).first().waitFor();
   }
   await graph.getByText("a CPU computes fp32").first().waitFor();
-  await part(page, "This machine").getByRole("button", { name: /Ask the device/ }).click();
-  await page.getByText("Every probe was asked.").waitFor();
-  await part(page, "This machine").getByText(/0 not asked/).first().waitFor();
+  await part(page, "This machine").getByRole("button", { name: /Run the probes/ }).click();
+  await page.getByText("All probes have run.").waitFor();
+  await part(page, "This machine").getByText(/0 not tested/).first().waitFor();
 }
 
 export async function tabFollowsTheGraph({ page }) {

@@ -78,7 +78,7 @@ async function uploads(page) {
   await page.waitForFunction(() => window.app.graph._nodes[0].widgets[0].value === "3d/mine.obj");
   assert.deepEqual((await chosen()).saved, ["3d/mine.obj"], "a workflow holds the file's name alone");
   await choose("words.txt");
-  await page.waitForFunction(() => document.body.innerText.includes("no mesh among 3d/words.txt"));
+  await page.waitForFunction(() => document.body.innerText.includes("no mesh in 3d/words.txt"));
   assert.equal((await chosen()).value, "3d/mine.obj");
   await choose("mine.bin", "mine.obj");
   await page.waitForFunction(() => /^3d\/\d+\/mine\.obj$/.test(window.app.graph._nodes[0].widgets[0].value));

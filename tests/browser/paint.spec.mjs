@@ -15,12 +15,12 @@ const PLACES = {
   "hunyuan3d-paint-v2-0-turbo": ["tencent/Hunyuan3D-2", "hunyuan3d-paint-v2-0-turbo"],
   "hunyuan3d-paintpbr-v2-1": ["tencent/Hunyuan3D-2.1", "hunyuan3d-paintpbr-v2-1"],
   "hunyuan3d-delight-v2-0": ["tencent/Hunyuan3D-2", "hunyuan3d-delight-v2-0"],
-  "dinov2-giant": ["facebook/dinov2-giant", "the whole repository, into a folder of that name"],
+  "dinov2-giant": ["facebook/dinov2-giant", "the whole repository"],
 };
 
 const LICENCE =
-  "The weights are Tencent's, under the Hunyuan 3D community licence: not for use in the EU, the UK and South Korea, nor " +
-  "may what they make be used there. Read it first. AnyGPU ships and downloads none of them.";
+  "The weights are Tencent's, under the Hunyuan 3D community licence: neither they nor what they make may be used in " +
+  "the EU, the UK or South Korea. Read it first. AnyGPU neither ships nor downloads the weights.";
 
 /** The text of a workflow's note. */
 function note(title, text, models, kinds, more = []) {
@@ -34,10 +34,11 @@ function note(title, text, models, kinds, more = []) {
     `# ${title}`,
     text,
     "",
-    "Your mesh (GLB, glTF, OBJ, PLY, STL) comes by the upload button on *Load Mesh*, or by core's *Load 3D*. " +
-      "The picture shows the object from its front, best with its background cut out: core's background removal and mask " +
-      "nodes give the mask. To enlarge painted views before baking, put core's *Upscale Image (using Model)* between " +
-      "*Paint Views* and *Bake Texture*. Above 100,000 faces put core's *Decimate Mesh* before *Unwrap Mesh*.",
+    "Upload your mesh (GLB, glTF, OBJ, PLY, STL) with the button on *Load Mesh*, or use core's *Load 3D*. The picture " +
+    "should show the object from the front, ideally with the background cut out: core's background removal and mask " +
+    "nodes make the mask. To enlarge painted views before baking, put core's *Upscale Image (using Model)* between " +
+      "*Paint Views* and *Bake Texture*. If the mesh has more than 100,000 faces, put core's *Decimate Mesh* before " +
+      "*Unwrap Mesh*.",
     "## Download",
     ...places,
     ...more,
@@ -51,7 +52,7 @@ function note(title, text, models, kinds, more = []) {
     "| part | weights |\n| --- | --- |",
     ...rows,
     "",
-    `Six views of 512 pixels need ${beside} GiB on top, counted. By *offload*, on the GPU:`,
+    `Six views of 512 pixels need ${beside} GiB on top, counted. Memory on the GPU for each *offload* mode:`,
     "- **auto**: ComfyUI moves the weights, as it does for its own models; 8 GB are plenty",
     `- **model**: one part at a time, so ${most} GiB`,
     "- **none**: all parts together, fastest for many textures in a row",
@@ -157,7 +158,7 @@ const SHAPE = {
 const SPECS = {
   paint_v2_0: {
     title: "Hunyuan3D paint v2-0: a texture, step by step",
-    text: "A mesh and a picture become a textured GLB. Six views are painted, 30 steps each, and baked.",
+    text: "Turns a mesh and a picture into a textured GLB: paints six views, 30 steps each, and bakes them.",
     models: ["hunyuan3d-paint-v2-0", "hunyuan3d-delight-v2-0"],
     kinds: ["paint", "delight"],
     nodes: {
@@ -183,8 +184,9 @@ const SPECS = {
   paint_turbo: {
     title: "Hunyuan3D paint turbo: a texture in one node",
     text:
-      "The same in one node, with the model that needs ten steps. Where the folder has a .bin and a .safetensors, the .bin " +
-      "is read, as the published loader does: the two are different trainings. *weights* on the load node chooses.",
+      "Textures a mesh in one node, with the model that needs only ten steps. If the folder has a .bin and a " +
+      ".safetensors, the .bin is read, as in the published loader. The two come from different trainings; *weights* on " +
+      "the load node chooses.",
     models: ["hunyuan3d-paint-v2-0-turbo", "hunyuan3d-delight-v2-0"],
     kinds: ["paint", "delight"],
     nodes: {
@@ -211,8 +213,8 @@ const SPECS = {
   paint_pbr: {
     title: "Hunyuan3D paint PBR v2-1: albedo, metal and roughness",
     text:
-      "The views are chosen for your mesh: six, and those that show most of what is unseen. This model wants the picture " +
-      "as it is, shadows included.",
+      "The views are chosen for your mesh: six standard ones, plus those that show most of the unseen surface. This " +
+      "model needs the picture as it is, shadows included.",
     models: ["hunyuan3d-paintpbr-v2-1", "dinov2-giant"],
     kinds: ["pbr"],
     nodes: {
@@ -236,8 +238,8 @@ const SPECS = {
   paint_from_one_picture: {
     title: "From one picture to a textured mesh",
     text:
-      "The shape comes from core's own Hunyuan3D nodes, the texture from Hunyuan3D paint v2-0. Shapes have hundreds of " +
-      "thousands of faces: *Decimate Mesh* leaves 40,000, so that unwrapping takes seconds.",
+      "The shape comes from core's own Hunyuan3D nodes, the texture from Hunyuan3D paint v2-0. Such shapes have " +
+      "hundreds of thousands of faces; *Decimate Mesh* reduces them to 40,000, so that unwrapping takes seconds.",
     models: ["hunyuan3d-paint-v2-0", "hunyuan3d-delight-v2-0"],
     kinds: ["paint", "delight"],
     more: [
@@ -268,8 +270,8 @@ const SPECS = {
   paint_second_pass: {
     title: "Hunyuan3D paint v2-0: a second, larger pass",
     text:
-      "The views are painted at 512 pixels, their latents doubled, and painted again at 1024 with *denoise* 0.4: more detail " +
-      "on the same layout. The second pass takes four times the memory of the first for its working space.",
+      "Paints the views at 512 pixels, doubles the size of their latents, and paints them again at 1024 with *denoise*" +
+      " 0.4: more detail on the same layout. The second pass needs four times the working memory of the first.",
     models: ["hunyuan3d-paint-v2-0", "hunyuan3d-delight-v2-0"],
     kinds: ["paint", "delight"],
     nodes: {

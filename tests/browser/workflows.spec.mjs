@@ -80,14 +80,14 @@ function note(title, model, text) {
     "| part | weights |\n| --- | --- |",
     ...rows,
     "",
-    "The text encoder has left before sampling starts. The video itself needs working memory on top: some GiB, more " +
-      "with size and length. By *offload*, on the GPU:",
+    "The text encoder leaves the GPU before sampling starts. The video itself needs a few GiB of working memory on " +
+    "top, more for larger and longer videos. Memory on the GPU for each *offload* mode:",
     `- **none**: about ${Math.max(together, encoder).toFixed(0)} GiB, plus working memory`,
     `- **model**: about ${largest.toFixed(0)} GiB, plus working memory`,
     "- **group**: a few GiB, plus working memory; copies the transformer to the GPU again every step",
     "- **sequential**: the least, and by far the slowest",
     "",
-    "**auto** takes the fastest that fits. The rest waits in the computer's own memory.",
+    "**auto** takes the fastest mode that fits. The other weights stay in the computer's main memory.",
   ]
     .join("\n")
     .replaceAll("\n## ", "\n\n## ");
@@ -196,13 +196,13 @@ const COAST =
 const CAT = "A cat walks on the grass in the morning sun, realistic, highly detailed, shallow depth of field.";
 const DANCE = "The person turns around gracefully and dances, with clear movements, full of charm.";
 
-const PICTURE_TIP = "The picture's shape is kept: *nearest bucket* picks the size, and the sampler takes it over.";
+const PICTURE_TIP = "The picture keeps its aspect ratio: *nearest bucket* picks the size, and the sampler uses it.";
 
 const SPECS = {
   ltx_text_to_video: {
     title: "LTX-Video: text to video",
     model: "ltx",
-    text: "The smallest and fastest of the five families. It wants long, detailed prompts.",
+    text: "The smallest and fastest of the five families. It works best with long, detailed prompts.",
     nodes: {
       load: load("LTX-Video"),
       prompt: prompt(CAFE, WITHOUT),
@@ -227,8 +227,9 @@ const SPECS = {
     title: "LTX-Video: first and last frame",
     model: "ltx_condition",
     text:
-      "The video leads from one picture to another. Each *AnyGPU Encode Image* places a picture at its *frame* (-1 is the " +
-      "last) and joins the one before through *previous*: add more for more key frames, or give one a clip to extend it. " +
+      "The video leads from one picture to another. Each *AnyGPU Encode Image* places a picture at its *frame* (-1 is " +
+      "the last) and is chained to the one before through *previous*. Add more nodes for more key frames, or give one a" +
+      " clip to extend it. " +
       "LTX-Video 0.9.5 and later were trained for this.",
     pictures: ["image", "last"],
     encoded: ["first", "encoded"],
@@ -249,9 +250,9 @@ const SPECS = {
     title: "LTX-Video: bring back what was sampled",
     model: "ltx",
     text:
-      "Every sampling is kept by itself right after its last step. After a failed decode, a cancel or a crash, choose the " +
-      "model it was made with, leave *kept* at newest or pick another, and queue: nothing is sampled again. It works for " +
-      "all five families.",
+      "The latents of every sampling are saved automatically after its last step. After a failed decode, a cancel or a" +
+      " crash, choose the model they were made with, leave *kept* at newest or pick another, and queue: nothing is " +
+      "sampled again. This works for all five families.",
     placed: RECOVERED,
     nodes: {
       load: load("LTX-Video"),
@@ -263,8 +264,8 @@ const SPECS = {
     title: "LTX-Video: video to video",
     model: "ltx",
     text:
-      "Redraws a video of yours. *denoise* says how much of it is new: 0.3 keeps nearly all, 0.8 little more than the " +
-      "layout. Frames, size and rate come from the video; keep it below 160 frames, or cut it first.",
+      "Redraws one of your videos. *denoise* sets how much of it is new: 0.3 keeps nearly everything, 0.8 little more " +
+      "than the layout. Frames, size and frame rate come from the video; if it has more than 160 frames, cut it first.",
     pictures: ["clip", "components"],
     encoded: ["encoded"],
     nodes: {
@@ -297,9 +298,9 @@ const SPECS = {
     title: "HunyuanVideo: two LoRAs",
     model: "hunyuan_video",
     text:
-      "Two LoRAs, one after the other. Put your own into **ComfyUI/models/loras**, press **R** and choose them. The second " +
-      "acts in the *double* blocks alone: *blocks* takes terms such as `double 0-9, single`, and empty means all. A new " +
-      "*strength* costs nothing; another file or another *blocks* does not load the model again.",
+      "Two LoRAs, one after the other. Put your own into **ComfyUI/models/loras**, press **R** and choose them. The " +
+      "second acts only in the *double* blocks: *blocks* takes terms such as `double 0-9, single`; empty means all. A " +
+      "new *strength* costs nothing, and another file or another choice of *blocks* does not reload the model.",
     placed: ADAPTED,
     nodes: {
       load: load("HunyuanVideo"),
@@ -359,8 +360,8 @@ const SPECS = {
     title: "FramePack: image to video",
     model: "framepack",
     text:
-      "Long videos in little memory: section by section, from the end to the start. Every finished section is shown and " +
-      "kept. *section_prompts* takes one prompt per line for later sections.",
+      "Makes long videos in little memory, section by section, from the end to the start. Every finished section is " +
+      "shown and saved. *section_prompts* takes one prompt per line for later sections.",
     pictures: ["image"],
     encoded: ["encoded"],
     nodes: {
@@ -374,7 +375,8 @@ const SPECS = {
   framepack_first_last_frame: {
     title: "FramePack: first and last frame",
     model: "framepack",
-    text: "The video leads from one picture to another. *end_strength* of the sampler says how much the last one counts.",
+    text: "The video leads from one picture to another. *end_strength* on the sampler sets how strongly the last one " +
+    "counts.",
     pictures: ["image", "last"],
     encoded: ["first", "encoded"],
     nodes: {
@@ -390,7 +392,7 @@ const SPECS = {
   framepack_f1_image_to_video: {
     title: "FramePack F1: image to video",
     model: "framepack_f1",
-    text: "FramePack that samples from the start to the end, with more movement. It takes no end image.",
+    text: "This FramePack samples from the start to the end, with more movement. It cannot use an end image.",
     pictures: ["image"],
     encoded: ["encoded"],
     nodes: {
@@ -404,7 +406,7 @@ const SPECS = {
   mochi_text_to_video: {
     title: "Mochi 1: text to video",
     model: "mochi",
-    text: "10 billion parameters, made for 848 x 480. Its own schedule wants 50 steps and more.",
+    text: "10 billion parameters, made for 848 x 480. Its schedule needs at least 50 steps.",
     nodes: {
       load: load("mochi-1-preview"),
       prompt: prompt(CAT),

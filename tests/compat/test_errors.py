@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from anygpu.compat.errors import CheckpointError, InputError, MissingPackageError, PackError, UnsupportedError
+from anygpu.compat.errors import CheckpointError, InputError, MissingPackageError, PackError, UnsupportedError, parts_of
+from anygpu.compat.memory.parts import StageText
 
 
 def test_one_line_in_order():
     error = PackError("frames\n0", expected="1 to 9", fix="Use 1.")
     assert str(error) == "frames 0; expected 1 to 9. Use 1."
+
+
+def test_whoever_has_only_the_text_gets_the_parts_back():
+    """As ComfyUI hands an error on, with advice of its own behind it; whatever the words are."""
+    error = PackError("a; expected b. c", expected="d. e; expected f", fix="g. h")
+    parts = {"found": error.found, "expected": error.expected, "fix": error.fix}
+    assert parts_of(str(error)) == parts_of(f"{error}\nTIPS: buy memory.") == parts
+    assert parts_of(" something else\n") == {"found": "something else"}
 
 
 def test_kinds_are_also_what_python_calls_them():
@@ -19,3 +28,11 @@ def test_kinds_are_also_what_python_calls_them():
     ):
         assert issubclass(kind, PackError) and issubclass(kind, builtin)
         assert str(kind("a", expected="b", fix="c")) == "a; expected b. c"
+
+
+def test_a_stage_in_words_keeps_its_name_and_whether_it_counts():
+    plain, moving = StageText("sampling"), StageText("moving", "vae 1 of 3 GB", counted=True)
+    part = StageText(StageText("encoding", "image"), "part 2 of 3", counted=True)
+    assert (plain, plain.name, plain.counted) == ("sampling", "sampling", False)
+    assert (moving, moving.name, StageText(moving).counted) == ("moving vae 1 of 3 GB", "moving", True)
+    assert (part, StageText(part).name, part.counted) == ("encoding image part 2 of 3", "encoding", True)

@@ -9,49 +9,45 @@ import torch
 from anygpu.compat.device.facts import facts_for
 from anygpu.compat.device.probe_store import OK, UNKNOWN, UNUSABLE, WRONG, ProbeResult, ProbeStore
 from anygpu.compat.errors import UnsupportedError
-from anygpu.compat.precision import BF16, CHOICES, FP16, FP32, HALF_TEXT, PAINT, PRECISION, Precision, precision_for
+from anygpu.compat.precision import BF16, CHOICES, FP16, FP32, PAINT, PLAIN, PRECISION, Precision, precision_for
 from anygpu.pipelines.registry import FAMILIES
 from simulated import profiles
 
 CPU = facts_for("cpu")
-ARCHES = sorted({arch for _, arch in PRECISION})
+ARCHES = sorted(PRECISION)
 
 
 @pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_auto_decides_for_every_family_and_arch_with_a_reason(family, arch):
-    chosen = precision_for(family, replace(CPU, arch_class=arch))
+    chosen = precision_for(family.precision, replace(CPU, arch_class=arch))
     assert chosen.why and str(chosen)
 
 
-@pytest.mark.parametrize("key", PRECISION, ids=" ".join)
-def test_no_row_puts_a_t5_into_fp16(key):
-    family, _ = key
-    assert PRECISION[key].text is not torch.float16 or family in (*HALF_TEXT, *PAINT)
+def test_no_row_puts_a_t5_into_fp16():
+    assert all(row.text is not torch.float16 for row in PRECISION.values())
+    for family in FAMILIES.values():
+        if any("T5" in cls for part in family.parts.values() for cls in part):
+            assert not family.precision.half_text
+            assert all(row.text is not torch.float16 for row in family.precision.rows.values())
 
 
-def test_families_with_half_text_have_no_t5():
-    for family in HALF_TEXT:
-        assert not any("T5" in cls for part in FAMILIES[family].parts.values() for cls in part)
-
-
-@pytest.mark.parametrize("family", PAINT)
-def test_paint_runs_in_fp16_as_published_and_in_fp32_where_fp16_convolutions_fail(family):
+def test_paint_runs_in_fp16_as_published_and_in_fp32_where_fp16_convolutions_fail():
     facts = replace(CPU, arch_class="cuda-sm80+")
-    chosen = precision_for(family, facts, "auto", GOOD)
+    chosen = precision_for(PAINT, facts, "auto", GOOD)
     assert {chosen.transformer, chosen.compute, chosen.residual, chosen.text, chosen.vae} == {FP16}
     assert "published" in chosen.why
     failing = told(conv2d__fp16=WRONG)
-    chosen = precision_for(family, facts, "auto", failing)
+    chosen = precision_for(PAINT, facts, "auto", failing)
     assert (chosen.transformer, chosen.compute, chosen.vae) == (FP32, FP32, FP32)
     assert "convolutions" in chosen.why
     with pytest.raises(UnsupportedError, match="fp16"):
-        precision_for(family, facts, "fp16", failing)
+        precision_for(PAINT, facts, "fp16", failing)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_before_sm80_auto_is_fp16_safe_and_never_computes_in_bf16(family):
-    chosen = precision_for(family, profiles.facts_of("turing"))
+    chosen = precision_for(family.precision, profiles.facts_of("turing"))
     assert chosen.safe
     assert chosen.choice == "fp16-safe"
     parts = (chosen.transformer, chosen.compute, chosen.residual, chosen.text, chosen.vae, chosen.conv, chosen.latents)
@@ -60,13 +56,13 @@ def test_before_sm80_auto_is_fp16_safe_and_never_computes_in_bf16(family):
 
 
 def test_an_explicit_choice_is_kept():
-    assert precision_for("ltx", CPU, "bf16").transformer is torch.bfloat16
-    assert precision_for("ltx", CPU, "fp16").text is torch.float32
+    assert precision_for(PLAIN, CPU, "bf16").transformer is torch.bfloat16
+    assert precision_for(PLAIN, CPU, "fp16").text is torch.float32
 
 
 def test_an_unknown_choice_names_the_known():
     with pytest.raises(UnsupportedError, match=", ".join(CHOICES)):
-        precision_for("ltx", CPU, "int3")
+        precision_for(PLAIN, CPU, "int3")
 
 
 def test_an_unknown_device_is_one_line():
@@ -90,16 +86,16 @@ def told(**changes):
 @pytest.mark.parametrize("status", [WRONG, UNUSABLE])
 def test_a_device_with_broken_bf16_gets_fp16_safe_and_is_told_why(broken, status):
     facts = profiles.facts_of("gfx1201")
-    assert precision_for("ltx", facts).transformer is BF16
-    chosen = precision_for("ltx", facts, "auto", told(**{broken: status}))
+    assert precision_for(PLAIN, facts).transformer is BF16
+    chosen = precision_for(PLAIN, facts, "auto", told(**{broken: status}))
     assert chosen.safe
     assert broken.replace("__", ".") in chosen.why
     assert chosen.text is FP32
-    assert precision_for("framepack", facts, "auto", told(**{broken: status})).text is FP16
+    assert precision_for(FAMILIES["framepack"].precision, facts, "auto", told(**{broken: status})).text is FP16
 
 
 def test_a_device_with_neither_bf16_nor_fp16_gets_fp32():
-    chosen = precision_for("ltx", profiles.facts_of("gfx1201"), "auto", told(matmul__bf16=WRONG, matmul__fp16=UNUSABLE))
+    chosen = precision_for(PLAIN, profiles.facts_of("gfx1201"), "auto", told(matmul__bf16=WRONG, matmul__fp16=UNUSABLE))
     assert (chosen.transformer, chosen.compute, chosen.text) == (FP32, FP32, FP32)
     assert "matmul.bf16" in chosen.why
     assert "matmul.fp16" in chosen.why
@@ -107,33 +103,33 @@ def test_a_device_with_neither_bf16_nor_fp16_gets_fp32():
 
 @pytest.mark.parametrize("broken", ["groupnorm__bf16", "conv2d__bf16"])
 def test_only_the_vae_leaves_bf16_where_only_it_fails(broken):
-    chosen = precision_for("ltx", profiles.facts_of("gfx1201"), "auto", told(**{broken: WRONG}))
+    chosen = precision_for(PLAIN, profiles.facts_of("gfx1201"), "auto", told(**{broken: WRONG}))
     assert (chosen.transformer, chosen.vae, chosen.conv) == (BF16, FP32, FP32)
 
 
 def test_a_vae_stays_in_bf16_without_conv3d_since_conv2d_replaces_it():
-    chosen = precision_for("ltx", profiles.facts_of("gfx1201"), "auto", told(conv3d__bf16=UNUSABLE))
+    chosen = precision_for(PLAIN, profiles.facts_of("gfx1201"), "auto", told(conv3d__bf16=UNUSABLE))
     assert (chosen.vae, chosen.conv) == (BF16, BF16)
 
 
 def test_an_answer_outranks_a_known_bug():
     facts = replace(profiles.facts_of("gfx1201"), arch="gfx1100")
-    assert precision_for("ltx", facts).safe
-    assert precision_for("ltx", facts, "auto", GOOD).transformer is BF16
-    assert precision_for("ltx", facts, "auto", {name: ProbeResult(UNKNOWN) for name in GOOD}).safe, (
+    assert precision_for(PLAIN, facts).safe
+    assert precision_for(PLAIN, facts, "auto", GOOD).transformer is BF16
+    assert precision_for(PLAIN, facts, "auto", {name: ProbeResult(UNKNOWN) for name in GOOD}).safe, (
         "no answer outranks nothing"
     )
 
 
 def test_right_answers_do_not_make_emulated_bf16_fast():
-    assert precision_for("ltx", profiles.facts_of("turing"), "auto", GOOD).safe
+    assert precision_for(PLAIN, profiles.facts_of("turing"), "auto", GOOD).safe
 
 
 def test_fp16_that_gives_nan_is_trusted_with_nothing_in_auto_and_works_where_it_is_right():
     facts = profiles.facts_of("gtx16xx")
-    assert precision_for("ltx", facts).transformer is FP32
-    assert precision_for("ltx", facts, "auto", told(conv2d__fp16=WRONG)).transformer is FP32
-    assert precision_for("ltx", facts, "auto", GOOD).safe
+    assert precision_for(PLAIN, facts).transformer is FP32
+    assert precision_for(PLAIN, facts, "auto", told(conv2d__fp16=WRONG)).transformer is FP32
+    assert precision_for(PLAIN, facts, "auto", GOOD).safe
 
 
 @pytest.mark.parametrize("choice", ["bf16", "fp16", "fp16-safe"])
@@ -143,18 +139,18 @@ def test_an_explicit_choice_that_the_device_cannot_do_raises_with_the_reason(cho
     with pytest.raises(
         UnsupportedError, match=rf"precision '{choice}' cannot run on .*matmul.{name} is wrong: as told"
     ) as raised:
-        precision_for("ltx", profiles.facts_of("gfx1201"), choice, answers)
+        precision_for(PLAIN, profiles.facts_of("gfx1201"), choice, answers)
     assert choice not in raised.value.expected.split(", ")
     assert "fp32" in raised.value.expected
 
 
 def test_fp16_safe_on_a_cpu_is_a_contradiction():
     with pytest.raises(UnsupportedError, match="precision 'fp16-safe' on a CPU"):
-        precision_for("ltx", CPU, "fp16-safe")
+        precision_for(PLAIN, CPU, "fp16-safe")
 
 
 def test_an_explicit_choice_is_kept_where_it_is_only_slow_and_that_is_said():
-    chosen = precision_for("ltx", profiles.facts_of("turing"), "bf16")
+    chosen = precision_for(PLAIN, profiles.facts_of("turing"), "bf16")
     assert (chosen.transformer, chosen.vae) == (BF16, BF16)
     assert chosen.conv is FP32, "no engine: those layers run in fp32, which loses nothing"
     assert "slow here" in chosen.why
@@ -164,7 +160,7 @@ def test_an_explicit_choice_is_kept_where_it_is_only_slow_and_that_is_said():
 @pytest.mark.parametrize("name", profiles.PROFILES)
 def test_every_choice_on_every_machine_is_kept_or_refused_in_one_line(name, choice):
     try:
-        chosen = precision_for("ltx", profiles.facts_of(name), choice)
+        chosen = precision_for(PLAIN, profiles.facts_of(name), choice)
     except UnsupportedError as refused:
         assert "\n" not in str(refused)
     else:
@@ -178,5 +174,5 @@ def test_the_parts_follow_the_transformer_and_the_vae_unless_they_are_said():
 
 
 def test_a_choice_is_told_from_a_decision():
-    assert precision_for("ltx", CPU).automatic
-    assert not precision_for("ltx", CPU, "fp32").automatic
+    assert precision_for(PLAIN, CPU).automatic
+    assert not precision_for(PLAIN, CPU, "fp32").automatic

@@ -19,7 +19,7 @@ from anygpu.paint.geometry.mesh import Surface
 from anygpu.paint.loading import PaintRequest, load_paint
 from anygpu.paint.sampling.delight import DelightSettings
 from anygpu.paint.sampling.painting import PaintSettings
-from anygpu.paint.texturing import OneStep, TextureSettings, textured
+from anygpu.paint.texturing import OneStep, textured
 from anygpu.pipelines import stages, tiny
 from anygpu.pipelines.base import (
     FramePackSettings,
@@ -631,7 +631,7 @@ PAINTS = {  # name -> (kind of checkpoint, variant)
 }
 PAINTED = OneStep(
     PaintSettings(size=SIZE, steps=2, seed=3),
-    TextureSettings(size=64, view_size=128),
+    BakeSettings(texture_size=64, view_size=128),
     max_views=7,
     delight=DelightSettings(size=SIZE, steps=2, text=torch.ones(1, 7, 64)),
 )

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from html import unescape
 from typing import Any
 
 import websocket
@@ -48,8 +49,8 @@ class Run:
         return str(self.error.get("exception_message", "")).strip()
 
     def texts_of(self, node: str) -> list[str]:
-        """The texts shown under one node, in order, without the marks of Markdown at the ends of their lines."""
-        return [text.replace("  \n", "\n") for owner, text in self.texts if owner == node]
+        """The texts under one node, in order, as they are shown: without Markdown's line ends and HTML's escapes."""
+        return [unescape(text).replace("  \n", "\n") for owner, text in self.texts if owner == node]
 
     def files(self) -> list[dict[str, Any]]:
         """The saved files of every output node; previews, which lie in the temporary folder, are none."""

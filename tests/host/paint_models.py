@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from anygpu.paint.baking.synthetic import sphere, torus
+from anygpu.paint.baking.synthetic import torus
 from anygpu.paint.geometry.mesh import Mesh, write_glb
+from paint.shapes import sphere
 
 from host.server import Server
 from paint import stored

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from host.client import Client
-from host.prompts import text_to_video
+from host.prompts import Graph, loading, text_to_video
 from host.server import Server
 
 pytestmark = pytest.mark.host
@@ -40,3 +40,16 @@ def test_new_files_of_the_model_load_again(ran: Client, server: Server) -> None:
     index = server.base / "models" / "diffusers" / "LTX-Video" / "model_index.json"
     index.touch()
     assert ran.run(text_to_video("LTX-Video", seed=1).prompt).executed[0] == LOAD
+
+
+@pytest.mark.parametrize("touched", ["HunyuanVideo/vae/config.json", "flux_redux_bfl/image_encoder/config.json"])
+def test_new_files_of_a_folder_that_provides_parts_load_again(server: Server, client: Client, touched: str) -> None:
+    for model in ("FramePackI2V_HY", "HunyuanVideo", "flux_redux_bfl"):
+        server.model(model)
+    graph = Graph()
+    load = graph.add("AnyGPULoadPipeline", **loading("FramePackI2V_HY"))
+    plan = graph.add("AnyGPUMemoryPlan", pipeline=graph.link(load), width=64, height=64, frames=9)
+    client.run(graph.prompt)
+    assert client.run(graph.prompt).executed == [plan]
+    (server.base / "models" / "diffusers" / touched).touch()
+    assert client.run(graph.prompt).executed == [load, plan]

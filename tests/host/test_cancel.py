@@ -86,7 +86,7 @@ def test_of_framepack_keeps_the_finished_sections(server: Server, client: Client
     assert run.ending == "execution_interrupted", run.message
     assert run.cancel_seconds is not None and run.cancel_seconds < 1.0
     (finished,) = [path for path in kept.glob("*_framepack_1_*.safetensors")]
-    assert "finished sections are kept" in server.log
+    assert "finished sections are saved" in server.log
     assert np.isfinite(load_file(finished)["latent_tensor"]).all()
     again = client.run(graph.prompt)
     assert again.ending == "execution_success", again.message

@@ -42,11 +42,11 @@ def test_core_nodes_drive_ours_where_room_is_short(inside: Inside, name: str) ->
 
 SURVIVED = {  # by stage, what is said when the run goes on
     "text": "encoding the prompt ran out of memory: again",
-    "text moves": "memory ran out while the text_encoder moved: goes on",
-    "sampling moves": "memory ran out while the transformer moved: goes on",
-    "first step": "sampling ran out of memory: goes on",
-    "last step": "sampling ran out of memory: goes on",
-    "decoding moves": "memory ran out while the vae moved: goes on",
+    "text moves": "memory ran out while the text_encoder was loading: continuing",
+    "sampling moves": "memory ran out while the transformer was loading: continuing",
+    "first step": "sampling ran out of memory: continuing",
+    "last step": "sampling ran out of memory: continuing",
+    "decoding moves": "memory ran out while the vae was loading: continuing",
     "decoding": "ran out of memory: again",
 }
 

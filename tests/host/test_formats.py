@@ -193,5 +193,5 @@ def test_the_download_node_looks_and_asks_nobody(server: Server, client: Client)
     there = folder.exists()
     run = client.run(graph.prompt)
     assert run.ending == "execution_success", run.message
-    assert f"{folder} " in run.texts_of(node)[-1] and "nothing was fetched" in run.texts_of(node)[-1]
+    assert f"{folder} " in run.texts_of(node)[-1] and "nothing was downloaded" in run.texts_of(node)[-1]
     assert folder.exists() is there

@@ -1,4 +1,4 @@
-"""ComfyUI serves the help of each node where its frontend asks for it, in each language."""
+"""ComfyUI serves the help of each node where its frontend asks for it, in each language of the help."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import re
 import urllib.request
 
 import pytest
-from test_web import LANGUAGES, WEB
+from test_help import LANGUAGES
+from test_web import WEB
 
 from host.client import Client
 from host.server import Server

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from anygpu.compat.checkpoints.latents import metadata_of
-from anygpu.pipelines.latents.musubi import ARCHITECTURES
 from PIL import Image
 from safetensors.numpy import load_file, save_file
 
@@ -92,7 +91,7 @@ def test_a_prefix_that_leads_out_and_a_file_that_is_gone(server: Server, client:
 
 def test_a_musubi_cache_is_read_and_written_back(server: Server, client: Client) -> None:
     samples = np.random.default_rng(0).standard_normal((16, 3, 8, 8)).astype(np.float32)
-    metadata = {"architecture": ARCHITECTURES[0].full, "width": "64", "height": "64", "frame_count": "9"}
+    metadata = {"architecture": "hunyuan_video", "width": "64", "height": "64", "frame_count": "9"}
     cache = server.base / "input" / "clip_00000-009_0064x0064_hv.safetensors"
     save_file({"latents_3x8x8_float32": samples}, cache, {**metadata, "format_version": "1.0.1"})
     graph = Graph()
@@ -178,11 +177,11 @@ def test_a_killed_framepack_goes_on_after_its_last_finished_section(own: Server)
     client = killed(own, graph, lambda node: any("section 2 of" in text for text in own.unfinished()))
     again = client.run(graph.prompt)
     assert again.ending == "execution_success", again.message
-    assert any("goes on after section" in text for text in again.texts_of(sample))
+    assert any("continues after section" in text for text in again.texts_of(sample))
     assert not own.unfinished()
     client.free()
     fresh = client.run(graph.prompt)
-    assert not any("goes on after section" in text for text in fresh.texts_of(sample))
+    assert not any("continues after section" in text for text in fresh.texts_of(sample))
     first, second = (load_file(own.output(run.outputs["6"]["latents"][0])) for run in (again, fresh))
     assert np.array_equal(first["latent_tensor"], second["latent_tensor"]), "going on changed the video"
 

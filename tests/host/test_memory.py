@@ -138,7 +138,7 @@ def test_run_after_run_memory_is_where_it_began(inside: Inside, name: str, runs:
 def test_running_out_of_memory_inside_a_step_streams_more_and_goes_on(inside: Inside) -> None:
     found = inside.play("memory", "shortage")
     assert found["equal"] and found["calls"] == found["steps"] + 2, "a finished step was sampled again"
-    assert found["said"][0].endswith("without other models on the device, from the last finished step")
+    assert found["said"][0].endswith("with the other models off the device, after the last finished step")
     assert "of the transformer streamed" in found["said"][1]
     assert 0.3 < found["resident"] < 0.7, "half of the weights should have left"
     assert found["moved"] > 0, "the account saw nothing move"

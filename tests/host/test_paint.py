@@ -133,7 +133,7 @@ def test_painted_views_are_kept_when_baking_fails(client: Client, graph: Graph) 
     cameras = graph.add("AnyGPUPaintCameras", choose="list", azimuths="0", elevations="0", weights="1", ortho_scale=1.2)
     run = client.run(baking(graph, cameras=graph.link(cameras)).prompt)
     assert run.ending == "execution_error"
-    assert run.message.startswith("6 pictures for 1 cameras; expected one for each.")
+    assert run.message.startswith("6 pictures for 1 cameras; expected one per camera.")
     graph.prompt["7"]["inputs"]["cameras"] = graph.link("4", 2)
     again = client.run(graph.prompt)
     assert again.ending == "execution_success", again.message
@@ -220,4 +220,4 @@ def test_progress_previews_and_what_was_decided_stand_under_the_nodes(client: Cl
     assert ("5", 2, 2) in run.progress, "a step each"
     assert ("6", 6, 6) in run.progress, "a view each"
     assert "paint v2-0" in run.texts_of("1")[-1]
-    assert run.texts_of("6")[-1].split("\n")[0].endswith("filled from beside it")
+    assert run.texts_of("6")[-1].split("\n")[0].endswith("filled from neighbouring areas")

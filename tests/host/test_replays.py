@@ -17,7 +17,7 @@ pytestmark = pytest.mark.host
 FRAMES = {  # where it is not the 9 frames asked for
     "mochi_text_to_video": 13,  # the next of its counts
     "ltx_video_to_video": 17,  # the clip's own
-    "framepack_first_last_frame": 17,  # the end image stands at the end of the last section
+    "framepack_first_last_frame": 17,  # the end image is at the end of the last section
 }
 RATES = {"ltx_video_to_video": 8}  # the clip's own rate
 

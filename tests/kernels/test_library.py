@@ -143,7 +143,7 @@ def test_dispatch_costs_at_most_half_of_custom_op() -> None:
     def same(x: Tensor, out_dtype: torch.dtype | None) -> Tensor:
         return x.new_empty(x.shape)
 
-    ours = library.operation("dispatch_timing(Tensor x, ScalarType? out_dtype) -> Tensor", same, same, lambda: same)
+    ours = library.operation("dispatch_timing(Tensor x, ScalarType? out_dtype) -> Tensor", same, same)
     theirs = torch.library.custom_op(
         "anygpu_timing::same", same, mutates_args=(), schema="(Tensor x, ScalarType? out_dtype) -> Tensor"
     )
@@ -173,7 +173,7 @@ def test_a_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch: pytest.M
 
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: current[0])
     monkeypatch.setattr(torch.accelerator, "device_index", on)
-    launch = library._Launch(lambda: lambda x: (x.device.index, current[0]))
+    launch = library._Launch("where", lambda: lambda x: (x.device.index, current[0]), lambda x: None)
     with FakeTensorMode():
         assert launch(some(2, device="cuda:1")) == (1, 1)
         assert launch(some(2, device="cuda:0")) == (0, 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from anygpu.kernels import activation, group_norm, norm, residual, rope
+from anygpu.kernels import activation, group_norm, norm, residual, rope, terms
 from anygpu.kernels.library import DTYPES, REFERENCE, KernelError
 from anygpu.kernels.terms import LAYER, RMS, Gate, GroupNorm, Modulation, Norm, Pair, Tables
 from torch import Tensor
@@ -72,8 +72,8 @@ def test_rotation_equals_diffusers_of_ltx_hunyuan_and_mochi() -> None:
 
     q, k, weight = some(2, 6, 3, 8), some(2, 6, 3, 8, seed=1), some(8, seed=2)
     angle = some(6, 4, seed=3).repeat_interleave(2, -1)
-    half = rope.half_tables(angle.cos(), angle.sin())
-    found = rope.qk_norm_rope(Pair(q, k, weight, weight), Tables(half.cos[:, None], half.sin[:, None]), 1e-6)
+    half = Tables(angle.cos()[:, None, ::2], angle.sin()[:, None, ::2])
+    found = rope.qk_norm_rope(Pair(q, k, weight, weight), half, 1e-6)
     for got, x in zip(found, (q, k), strict=True):
         near(
             got,
@@ -81,15 +81,9 @@ def test_rotation_equals_diffusers_of_ltx_hunyuan_and_mochi() -> None:
         )
     flat, row = q.flatten(2), some(24, seed=4)
     angle = some(6, 12, seed=5).repeat_interleave(2, -1).expand(2, 6, 24)
-    found = rope.qk_norm_rope(Pair(flat, flat, row, row), rope.half_tables(angle.cos(), angle.sin(), shared=True), 1e-5)
+    half = Tables(angle.cos()[0, :, ::2], angle.sin()[0, :, ::2])
+    found = rope.qk_norm_rope(Pair(flat, flat, row, row), half, 1e-5)
     near(found[0], ltx(functional.rms_norm(flat, (24,), row, 1e-5), (angle.cos(), angle.sin())))
-
-
-def test_half_tables_are_half_and_shared() -> None:
-    angle = some(6, 12).repeat_interleave(2, -1)
-    assert torch.equal(rope.half_tables(angle, angle).sin.repeat_interleave(2, -1), angle)
-    assert rope.half_tables(angle.expand(2, 6, 24), angle.expand(2, 6, 24)).cos.shape == (2, 6, 12)
-    assert rope.half_tables(angle.expand(2, 6, 24), angle.expand(2, 6, 24), shared=True).cos.shape == (6, 12)
 
 
 def test_text_follows_and_tokens_past_the_tables_are_not_turned() -> None:
@@ -129,7 +123,7 @@ def test_activations_take_diffusers_halves_and_gelu_is_not_geglu() -> None:
     assert activation.swiglu(x.half(), out_dtype=FP32).dtype == FP32
 
 
-@pytest.mark.parametrize("layout", group_norm.LAYOUTS)
+@pytest.mark.parametrize("layout", terms.LAYOUTS)
 def test_group_norm_of_hunyuan_and_mochi(layout: str) -> None:
     from diffusers.models.autoencoders.autoencoder_kl_mochi import MochiChunkedGroupNorm3D
 

@@ -12,7 +12,7 @@ from anygpu.paint.networks.layers import Dtypes
 from anygpu.paint.networks.multiview import Run
 from anygpu.paint.networks.pbr import MATERIALS
 from anygpu.paint.networks.published import networks_for
-from anygpu.paint.networks.unet import attended
+from anygpu.paint.networks.unet import set_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -73,8 +73,8 @@ def stages(kind: str, pixels: int, views: int, dtypes: Dtypes, rows: int = 2) ->
         for network in made.values():
             for parameter in network.parameters():
                 parameter.data = parameter.data.to(dtypes.compute)
-            attended(network, fused)
-        vae.attended(made["vae"], fused)
+            set_attention(network, fused)
+        vae.set_vae_attention(made["vae"], fused)
 
         def counted(name: str, part: str, act: Callable[[], Any], left: int = 0) -> Any:
             weights = list(made[part].parameters())

@@ -13,11 +13,13 @@ from anygpu.compat.memory.parts import Silent
 from anygpu.paint import texturing
 from anygpu.paint.baking.bake import BakeSettings, bake
 from anygpu.paint.baking.fill import filled
-from anygpu.paint.baking.synthetic import box, torus
+from anygpu.paint.baking.synthetic import torus
 from anygpu.paint.geometry.cameras import DEFAULT_VIEWS
 from anygpu.paint.geometry.cleaning import cleaned
 from anygpu.paint.geometry.mesh import Surface, load_mesh
 from anygpu.paint.geometry.turntable import turntable
+
+from paint.shapes import box
 
 MESH = torus(6, 12)
 PICTURES = torch.rand(6, 16, 16, 3, generator=torch.Generator().manual_seed(0))
@@ -46,7 +48,7 @@ def painted_exactly(progress: Cancelling) -> None:
 
 
 def textured(form: str):
-    settings = texturing.TextureSettings(size=32, view_size=64, form=form)
+    settings = texturing.BakeSettings(texture_size=32, view_size=64, form=form)
     return lambda progress: texturing.texture_of(MESH, DEFAULT_VIEWS, PICTURES, PICTURES, settings, progress)
 
 
@@ -88,7 +90,7 @@ def test_a_stage_is_left_at_once(stage):
 
 
 def test_checks_change_nothing():
-    plain = texturing.texture_of(MESH, DEFAULT_VIEWS, PICTURES, None, texturing.TextureSettings(32, 64))
+    plain = texturing.texture_of(MESH, DEFAULT_VIEWS, PICTURES, None, texturing.BakeSettings(32, 64))
     surface = Surface.of(MESH)
     baked = bake(surface, DEFAULT_VIEWS, PICTURES, BakeSettings(32, 64))
     assert torch.equal(plain.colour, filled(baked, surface))

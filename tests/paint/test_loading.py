@@ -51,7 +51,7 @@ def test_a_bin_is_read_as_weights_alone_and_both_kinds_are_said(folder, paint_fo
     stored.store(changed, folder / "unet" / "diffusion_pytorch_model.bin")
     plain, other = load(paint_folder).parts.read("unet"), load(folder)
     assert not same(plain, other.parts.read("unet")), "the .bin, as upstream's own loader"
-    assert any("diffusion_pytorch_model.bin was read" in note for note in other.notes)
+    assert any("diffusion_pytorch_model.bin was read" in decision.verdict for decision in other.decisions)
     assert same(plain, load(folder, weights="safetensors").parts.read("unet"))
 
 
@@ -79,7 +79,7 @@ def test_turbo_is_known_by_its_folder_and_its_image_prompt_is_left_out(paint_fol
     stored.store(tensors, folder / "unet" / "diffusion_pytorch_model.safetensors")
     pipeline = load(folder)
     assert pipeline.variant == "turbo"
-    assert any(f"{len(extra)} tensors of an unused image prompt" in note for note in pipeline.notes)
+    assert any(f"{len(extra)} tensors of an unused image prompt" in decision.verdict for decision in pipeline.decisions)
     assert same(pipeline.parts.read("unet"), load(paint_folder).parts.read("unet"))
     assert load(paint_folder).variant == "v2-0"
     assert load(folder, variant="v2-0").variant == "v2-0"
@@ -158,8 +158,6 @@ BROKEN = {
     "of shape": (_config(cross_attention_dim=512), {}),
     "unexpected tensors 'unet.more'": (_weights(lambda w: {**w, "unet.more": torch.zeros(1)}), {}),
     "holds no UNet of Hunyuan3D": (_weights(lambda _: {"other": torch.zeros(1)}), {}),
-    "holds a paint UNet": (lambda _: None, {"kind": "delight"}),
-    "paint model kind 'x'": (lambda _: None, {"kind": "x"}),
     "paint variant 'x'": (lambda _: None, {"variant": "x"}),
     "weights 'x'": (lambda _: None, {"weights": "x"}),
     "no .bin in": (lambda _: None, {"weights": "bin"}),

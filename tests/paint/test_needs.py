@@ -6,8 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from anygpu.compat.memory.estimates import PartBytes
+from anygpu.compat.memory.offloader import MODES
 from anygpu.compat.memory.statistics import kept_stages
-from anygpu.paint.estimates import MARGIN, MODES, PartBytes, asked, paint_needs
+from anygpu.paint.estimates import MARGIN, asked, paint_bytes, paint_needs
 from anygpu.paint.loading import PaintRequest, load_paint
 from anygpu.paint.networks.published import shape_for
 from anygpu.paint.sampling.delight import DelightSettings, delight_image
@@ -65,7 +67,7 @@ def test_every_stage_at_full_size_is_forecast_and_fits_with_its_weights(kind, pi
 
 def test_a_unet_moves_by_block_or_by_layer_and_other_parts_by_layer():
     named = {"body.down.0.a.weight": 3, "body.down.0.a.bias": 1, "body.down.0.b.weight": 5, "body.down.1.c.weight": 7}
-    size = PartBytes.of({**named, "text": 2})
+    size = paint_bytes({**named, "text": 2})
     assert size == PartBytes(total=18, block=9, layer=7)
     assert [size.resident(mode, "unet") for mode in MODES] == [18, 18, 9, 7]
     assert [size.resident(mode, "vae") for mode in MODES] == [18, 18, 7, 7]

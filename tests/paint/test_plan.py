@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from anygpu.paint.estimates import MODES, paint_needs
+from anygpu.compat.memory.offloader import MODES
+from anygpu.paint.estimates import paint_needs
 from anygpu.paint.loading import PaintRequest, load_paint
 from anygpu.pipelines.memory.estimates import Forecast
 from anygpu.pipelines.memory.page import shown

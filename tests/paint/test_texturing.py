@@ -14,7 +14,7 @@ from anygpu.compat.memory.parts import Silent
 from anygpu.paint import texturing
 from anygpu.paint.baking.bake import BakeSettings, bake
 from anygpu.paint.baking.fill import filled
-from anygpu.paint.baking.synthetic import box, errors, photographs, torus
+from anygpu.paint.baking.synthetic import errors, photographs, torus
 from anygpu.paint.geometry.cameras import DEFAULT_VIEWS, camera_table
 from anygpu.paint.geometry.mesh import MANY_FACES, Mesh, Surface, load_mesh, write_glb
 from anygpu.paint.geometry.views import rendered_maps
@@ -23,7 +23,9 @@ from anygpu.paint.pictures import cut_out, saved
 from anygpu.paint.sampling.painting import PaintSettings, latents_of, to_latent
 from PIL import Image
 
-BAKING = texturing.TextureSettings(size=64, view_size=128)
+from paint.shapes import box
+
+BAKING = texturing.BakeSettings(texture_size=64, view_size=128)
 QUICK = texturing.OneStep(PaintSettings(size=64, steps=1), BAKING)
 PICTURE = torch.rand(40, 64, 4, generator=torch.Generator().manual_seed(0))
 
@@ -65,7 +67,7 @@ def test_a_texture_is_the_baked_and_filled_one_and_near_the_ideal(recorded):
     mesh, progress = torus(16, 32), recorded()
     surface = Surface.of(mesh)
     pictures = photographs(surface, DEFAULT_VIEWS, 128, 256)
-    settings = texturing.TextureSettings(size=128, view_size=256)
+    settings = texturing.BakeSettings(texture_size=128, view_size=256)
     found = texturing.texture_of(mesh, DEFAULT_VIEWS, pictures, None, settings, progress)
     baked = bake(surface, DEFAULT_VIEWS, pictures, BakeSettings(texture_size=128, view_size=256))
     assert torch.equal(found.colour, filled(baked, surface))
@@ -73,7 +75,7 @@ def test_a_texture_is_the_baked_and_filled_one_and_near_the_ideal(recorded):
     assert float(errors(found.colour, baked.texels, baked.texels.covered).mean()) < 0.02
     assert (found.metallic, found.roughness) == (None, None)
     assert [step[:2] for step in progress.steps] == [(index, 6) for index in range(1, 7)]
-    assert found.notes[0].endswith("of the surface painted, the rest filled from beside it")
+    assert found.notes[0].endswith("of the surface painted, the rest filled from neighbouring areas")
 
 
 def test_metal_and_roughness_are_baked_like_colours():
@@ -128,8 +130,8 @@ def test_painted_views_are_kept_when_baking_fails_and_forgotten_when_it_does_not
         kept.extend(saved(painted.views, tmp_path, "view"))
         return "temp/anygpu", lambda: [path.unlink() for path in kept]
 
-    bad = replace(QUICK, texture=replace(BAKING, size=4))
-    with pytest.raises(InputError, match=r"texture_size 4 to bake; .* The painted views are kept in temp/anygpu\.$"):
+    bad = replace(QUICK, texture=replace(BAKING, texture_size=4))
+    with pytest.raises(InputError, match=r"texture_size 4 to bake; .* The painted views are saved in temp/anygpu\.$"):
         texturing.textured(box(), [PICTURE], paint, None, bad, keep=keep)
     assert len(kept) == 6
     assert numpy.array(Image.open(kept[0])).shape == (64, 64, 3)
@@ -168,7 +170,7 @@ def test_a_mesh_far_from_the_origin_is_moved_where_nodes_would_lose_its_shape(tm
     lines += [f"f {a + 1} {b + 1} {c + 1}" for a, b, c in mesh.faces.tolist()]
     (tmp_path / "far.obj").write_text("\n".join(lines))
     found, notes = load_mesh(tmp_path / "far.obj")
-    assert any("moved to the origin: it lay 1e+07 away" in note for note in notes)
+    assert any("moved to the origin: it was 1e+07 away" in note for note in notes)
     assert (found.vertices.float() - mesh.vertices).abs().max() < 1e-5
     write_glb(tmp_path / "near.glb", mesh, torch.zeros(4, 4, 3))
     assert not any("moved" in note for note in load_mesh(tmp_path / "near.glb")[1])

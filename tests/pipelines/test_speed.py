@@ -15,6 +15,7 @@ from anygpu.pipelines import stages, tiny
 from anygpu.pipelines.base import FramePackSettings, ImageRequest, PromptRequest, SampleSettings
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.profiling import Profile
+from anygpu.pipelines.registry import FAMILIES
 from anygpu.pipelines.speed import SpeedRequest, with_step_cache
 
 CHECKPOINTS = {
@@ -39,7 +40,7 @@ def loaded_for(name: str, folder: Any, speed: SpeedRequest = PLAIN) -> Any:
 
 def sampled(pipeline: Any, progress: Any, cfg: float = 1.0, **more: Any) -> torch.Tensor:
     pictured = pipeline.task == "image"
-    looks = "image" in stages.family_named(pipeline.family).FAMILY.effective
+    looks = "image" in pipeline.spec.effective
     with torch.no_grad():
         image = stages.encode_image(pipeline, ImageRequest(PICTURE, 64, 64), "stretch", progress) if pictured else None
         request = PromptRequest("a red fox", "blurry", image=PICTURE if pictured and looks else None)
@@ -77,8 +78,7 @@ def test_each_offered_kind_skips_and_is_gone_afterwards(tiny_folder, recorded, n
 
 
 def test_every_family_offers_only_what_is_tested():
-    assert set(step_cache.ACTS) == {"ltx", "hunyuan_video", "hunyuan_video_15", "framepack", "mochi"}
-    assert {kind for kinds in step_cache.ACTS.values() for kind in kinds} == set(KINDS) - {"auto"}
+    assert all(set(family.step_caches) == set(KINDS) - {"auto"} for family in FAMILIES.values())
 
 
 def test_the_number_that_is_said_is_what_ran(tiny_folder, recorded):
@@ -131,7 +131,7 @@ def test_a_cancel_takes_the_cache_off(tiny_folder, recorded):
 def test_pairs_that_share_state_are_refused(tiny_folder, recorded):
     pipeline = loaded_for("hunyuan_video", tiny_folder)
     shared = with_step_cache(pipeline, "custom", StepCacheSettings(PYRAMID))
-    with pytest.raises(UnsupportedError, match="step cache 'pyramid' with cfg 2: it keeps one result for both"):
+    with pytest.raises(UnsupportedError, match="step cache 'pyramid' with cfg 2: it stores one result for both"):
         sampled(shared, recorded(), cfg=2.0)
     compiled = loaded_for("ltx", tiny_folder, SpeedRequest(compile=CompileSettings(backend="eager")))
     with pytest.raises(UnsupportedError, match="step cache 'taylor' with compile"):
@@ -151,7 +151,7 @@ def test_first_block_works_with_compiled_blocks(tiny_folder, recorded):
     ("preset", "asked", "error", "said"),
     [
         ("slow", StepCacheSettings(), InputError, "preset 'slow'"),
-        ("fast", StepCacheSettings("mag"), UnsupportedError, "step cache kind 'mag' for ltx"),
+        ("fast", StepCacheSettings("mag"), UnsupportedError, "step cache kind 'mag' for LTX-Video"),
         ("custom", StepCacheSettings(threshold=2.0), InputError, "threshold 2; expected 1e-06 to 1"),
         ("custom", StepCacheSettings(interval=1), InputError, "interval 1"),
         ("fast", StepCacheSettings(start=0.5, end=0.5), InputError, "start 0.5 at or after end 0.5"),
@@ -160,27 +160,32 @@ def test_first_block_works_with_compiled_blocks(tiny_folder, recorded):
 )
 def test_what_is_refused(preset, asked, error, said):
     with pytest.raises(error, match=said):
-        settings_for("ltx", preset, asked)
+        settings_for("LTX-Video", FAMILIES["ltx"].step_caches, preset, asked)
 
 
 def test_off_and_presets():
-    assert settings_for("ltx", "off", StepCacheSettings()) is None
-    assert settings_for("ltx", "fast", StepCacheSettings(threshold=0.01)).threshold == step_cache.PRESETS["fast"][0]
-    assert settings_for("ltx", "custom", StepCacheSettings(threshold=0.01)).threshold == 0.01
+    def chosen(preset):
+        asked = StepCacheSettings(threshold=0.01)
+        return settings_for("LTX-Video", FAMILIES["ltx"].step_caches, preset, asked)
+
+    assert chosen("off") is None
+    assert chosen("fast").threshold == step_cache.PRESETS["fast"][0]
+    assert chosen("custom").threshold == 0.01
 
 
 def test_the_line_says_what_runs(tiny_folder, recorded):
     torch._dynamo.reset()
     asked = SpeedRequest("reference", CompileSettings(backend="eager"))
     pipeline, progress = loaded_for("ltx", tiny_folder, asked), recorded()
-    assert "kernels: reference, chosen" in pipeline.notes and "compile on" in pipeline.notes
+    assert {"kernels reference: chosen", "compile on: chosen"} <= set(map(str, pipeline.decisions))
     sampled(pipeline, progress)
     lines = [line for line in progress.said if "sites" in line]
     assert len(lines) == 1 and lines[0].startswith(
         "LTX-Video: 12 of 12 sites fused (reference), attention flash, compile on:"
     )
     plain = loaded_for("ltx", tiny_folder)
-    assert any(note.startswith("kernels off: ") for note in plain.notes) and "compile off" in plain.notes
+    verdicts = {decision.subject: decision.verdict for decision in plain.decisions}
+    assert verdicts["kernels"] == verdicts["compile"] == "off"
 
 
 def test_explicit_kernels_that_cannot_run_are_an_error(tiny_folder):
@@ -206,11 +211,11 @@ def test_compile_with_auto_does_without_a_host_that_it_cannot_have(tiny_folder):
 
     def hosted(*_: Any) -> Any:
         asked.append("host")
-        raise AssertionError("the host's residency was taken")
+        raise AssertionError("the host's offloader was taken")
 
     compiled = SpeedRequest(compile=CompileSettings(backend="eager"))
     path = tiny.build("ltx", tiny_folder)
     pipeline = load(LoadRequest(path, device="cpu", speed=compiled), hosted=hosted)
-    assert any(note.startswith("compile: offload auto does without comfyui") for note in pipeline.notes)
+    assert any("offload auto does without comfyui" in decision.why for decision in pipeline.decisions)
     with pytest.raises(AssertionError, match="was taken"):
         load(LoadRequest(path, device="cpu"), hosted=hosted)

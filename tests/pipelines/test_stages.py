@@ -12,6 +12,7 @@ from anygpu.pipelines.base import ImageRequest, Latents, PromptRequest, SampleSe
 from anygpu.pipelines.latents import convert as latent_format
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.pictures import fitted, fitted_size
+from anygpu.pipelines.registry import FAMILIES
 
 ASKED = SampleSettings(64, 48, 7, steps=2, seed=7)
 FRAMES = torch.rand(7, 48, 64, 3, generator=torch.Generator().manual_seed(0))
@@ -70,7 +71,7 @@ def test_what_other_inputs_overrule_is_named(mochi, prompt, recorded):
     has_negative = stages.encode_prompt(mochi, PromptRequest("a", "blurry", template_crop=3), progress)
     sample(mochi, has_negative, progress, cfg=1.0, sigmas=(1.0, 0.5, 0.0), steps=9)
     assert "template_crop has no effect without a template" in progress.said
-    assert "the negative prompt has no effect at cfg 1: it needs more than 1" in progress.said
+    assert "the negative prompt has no effect at cfg 1: it needs cfg above 1" in progress.said
     assert "steps and shift have no effect beside sigmas" in progress.said
 
 
@@ -99,8 +100,8 @@ def test_nothing_is_said_when_nothing_was_changed(mochi, prompt, recorded):
         ({"cfg_start": 0.8, "cfg_end": 0.2}, "Swap them"),
         ({"fps": 1000.0}, "fps 1000"),
         ({"scheduler": "ddim"}, "scheduler 'ddim'"),
-        ({"sigmas": (0.1, 0.5, 0.0)}, "fall from at most 1"),
-        ({"sigmas": (14.6, 3.0, 0.0)}, "fall from at most 1"),
+        ({"sigmas": (0.1, 0.5, 0.0)}, "falling noise levels"),
+        ({"sigmas": (14.6, 3.0, 0.0)}, "falling noise levels"),
     ],
 )
 def test_settings_out_of_range(mochi, prompt, changes, pattern):
@@ -211,11 +212,11 @@ class TestFit:
         assert fitted(white, 64, 32, "crop").min() > 1 - 1e-6
 
     def test_the_nearest_bucket_keeps_the_shape_of_the_picture(self, ltx):
-        family = stages.family_named("ltx").FAMILY
+        family = FAMILIES["ltx"]
         wide, tall = fitted_size(family, torch.zeros(1, 500, 1000, 3), 0, 0, "nearest bucket")
         assert wide > 1.7 * tall and wide % family.multiple == tall % family.multiple == 0
 
     def test_published_buckets_are_used_where_there_are_any(self):
-        family = stages.family_named("framepack").FAMILY
+        family = FAMILIES["framepack"]
         wide, tall = fitted_size(family, torch.zeros(1, 832, 480, 3), 0, 0, "nearest bucket")
         assert (tall, wide) in family.buckets and tall > wide

@@ -28,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fnmatch
+import functools
 import gc
 import sys
 from collections.abc import Callable, Iterator
@@ -254,8 +255,7 @@ def hook(pattern: str, before: Before | None = None, after: After | None = None)
     Yields:
         The Hook; its `hits` tells whether anything matched while it was attached.
     """
-    known = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
-    names = frozenset(fnmatch.filter(known, pattern))
+    names = _operators(pattern)
     if not names:
         raise ValueError(f"found no operator named {pattern!r}; expected a name such as 'aten::convolution'")
     attached = Hook(pattern, before, after, names)
@@ -267,6 +267,13 @@ def hook(pattern: str, before: Before | None = None, after: After | None = None)
         if attached in _hooks:  # unless `fresh` was faster
             _hooks.remove(attached)
         _watch()
+
+
+@functools.cache
+def _operators(pattern: str) -> frozenset[str]:
+    """Names of torch's own operators that match; a process does not get more of them."""
+    known = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
+    return frozenset(fnmatch.filter(known, pattern))
 
 
 def _watch() -> None:

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from anygpu.compat.memory.statistics import MemoryStats
+from anygpu.compat.memory.offloader import StandaloneOffloader
 from anygpu.pipelines import tiny
 from anygpu.pipelines.base import Pipeline
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.memory.estimates import Size, forecast
-from anygpu.tests.heavy import build_heavy
+from heavy import build_heavy
 
 from simulated.test_families import CASES, rendered
 
@@ -42,16 +42,13 @@ def run(pipeline: Pipeline, progress: Any = None) -> tuple[torch.Tensor, torch.T
     return rendered(pipeline, CASES[pipeline.family], progress)
 
 
-class LeafByLeaf:
+class LeafByLeaf(StandaloneOffloader):
     """The offloader that a person makes by hand of accelerate alone: each layer comes for its forward and goes.
 
     An image encoder comes as a whole, since its pooling reads weights that hooks on its layers do not see.
     """
 
-    mode = "by hand"
-
-    def __init__(self, parts: Any, device: torch.device) -> None:
-        self.parts, self.device, self.memory_stats = parts, device, MemoryStats()
+    evicts = True  # nothing is planned by what is free
 
     @contextmanager
     def hold(self, part: str, activation_bytes: int = 0, progress: Any = None) -> Iterator[torch.nn.Module]:
@@ -73,11 +70,15 @@ class LeafByLeaf:
     def release(self, part: str) -> None:
         """Nothing: it is on the host."""
 
+    def step_down(self, part: str, *beside: str) -> str:
+        """Nothing: it has the least already."""
+        return ""
+
 
 def by_hand(family: str, folder: Path, device: torch.device) -> Pipeline:
     """The heavy pipeline of a family, held leaf by leaf by accelerate, without a plan or a forecast of ours."""
     pipeline = heavy(family, folder, device, "none")
-    return replace(pipeline, offloader=LeafByLeaf(pipeline.parts, device))
+    return replace(pipeline, offloader=LeafByLeaf(pipeline.parts, device, "by hand"))
 
 
 def peak(pipeline: Pipeline) -> int:

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from anygpu.compat.transforms.attention import EXPLICIT, Attention, chunk_size, chunked, score_bytes, widened
+from anygpu.compat.transforms.attention import Attention
+from anygpu.compat.transforms.attention_chunks import chunk_size, chunked, fp32_attention, score_bytes
+from anygpu.compat.transforms.attention_kernels import EXPLICIT
 from anygpu.pipelines import tiny
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -74,7 +76,7 @@ def test_widening_stays_under_the_budget_too(acc: torch.device) -> None:
     q, k, v = (torch.randn(1, 8, 512, 32, dtype=torch.bfloat16).to(acc) for _ in range(3))
     before = accelerator.memory().allocated_bytes
     accelerator.reset_peak()
-    found = widened(q, k, v, 600_000)
+    found = fp32_attention(q, k, v, 600_000)
     assert 0 < accelerator.memory().peak_bytes - before - found.nbytes <= 600_000
     assert chunk_size(q, k, v, None, False, 600_000)[2] < 512
 
@@ -101,7 +103,7 @@ def test_math_in_chunks_gives_the_same_video(
         pipeline = loaded_for(case, tiny_folder, "acc:0")
         found = rendered(pipeline, case)
     assert len(cuts) >= 4, "each joint attention: two blocks, two steps"
-    assert "exact, in chunks of queries" in pipeline.notes[2]
+    assert "exact, in chunks of queries" in pipeline.decisions[2].verdict
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=SUMS, rtol=SUMS)
 
@@ -138,4 +140,4 @@ def test_mochi_obeys_in_every_offload_mode_each_pipeline_its_own(
     assert len(ran) == 2 * chosen
     torch.testing.assert_close(exact, flash, atol=SUMS, rtol=SUMS)
     assert torch.equal(again, flash)
-    assert pipeline["native_flash"].notes[2] == "attention: chosen: torch's own FlashAttention"
+    assert str(pipeline["native_flash"].decisions[2]) == "attention native_flash: chosen: torch's own FlashAttention"

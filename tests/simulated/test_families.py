@@ -53,7 +53,7 @@ def rendered(pipeline: Pipeline, case: Case, progress: Any = None) -> tuple[torc
         image = None
         if case.pictured:
             image = stages.encode_image(pipeline, ImageRequest(PICTURE, 64, 64), "stretch", progress)
-        looks = "image" in stages.family_named(pipeline.family).FAMILY.effective
+        looks = "image" in pipeline.spec.effective
         request = PromptRequest("a red fox", "blurry", image=PICTURE if case.pictured and looks else None)
         prompt = stages.encode_prompt(pipeline, request, progress)
         settings = SampleSettings(64, 64, case.frames, steps=2, seed=3, cfg=2.0)
@@ -99,8 +99,7 @@ CELLS = [
     pytest.param(
         name,
         offload,
-        marks=[pytest.mark.xdist_group(name)]
-        + ([] if name in SAMPLE or MODES[index % len(MODES)] == offload else [pytest.mark.full]),
+        marks=[] if name in SAMPLE or MODES[index % len(MODES)] == offload else [pytest.mark.full],
     )
     for index, name in enumerate(CASES)
     for offload in MODES
@@ -125,7 +124,6 @@ def test_equals_the_cpu(acc, tiny_folder, on_host, name, offload):
     torch.testing.assert_close(again, latents, atol=ROUNDING, rtol=ROUNDING)
 
 
-@pytest.mark.xdist_group("mochi")
 def test_modes_need_less_memory_in_their_order(acc, tiny_folder):
     peaks = []
     for offload in MODES:
@@ -145,7 +143,6 @@ def test_offload_on_a_cpu_is_refused_in_one_line(tiny_folder, offload):
         loaded_for(CASES["mochi"], tiny_folder, "cpu", offload)
 
 
-@pytest.mark.xdist_group("ltx")
 def test_the_bare_pipeline_does_not_move_a_prompt_from_the_host(acc, tiny_folder, on_host):
     """The failure that this layer exists for: embeddings on the CPU meet a transformer on the accelerator."""
     pipeline = tiny.one_shot("ltx", tiny_folder)
@@ -166,7 +163,6 @@ def test_the_bare_pipeline_does_not_move_a_prompt_from_the_host(acc, tiny_folder
             )
 
 
-@pytest.mark.xdist_group("mochi")
 @pytest.mark.parametrize("offload", MODES)
 def test_a_cancel_while_moving_or_sampling_leaves_nothing_half_moved(acc, tiny_folder, on_host, recorded, offload):
     case = CASES["mochi"]
@@ -182,7 +178,6 @@ def test_a_cancel_while_moving_or_sampling_leaves_nothing_half_moved(acc, tiny_f
     torch.testing.assert_close(latents, on_host("mochi")[0], atol=ROUNDING, rtol=ROUNDING)
 
 
-@pytest.mark.xdist_group("ltx")
 def test_loading_in_inference_mode_and_running_outside_it_works(acc, tiny_folder, on_host):
     """ComfyUI runs nodes in inference mode; a route or another thread does not."""
     with torch.inference_mode():
@@ -192,7 +187,6 @@ def test_loading_in_inference_mode_and_running_outside_it_works(acc, tiny_folder
     torch.testing.assert_close(latents, on_host("ltx")[0], atol=ROUNDING, rtol=ROUNDING)
 
 
-@pytest.mark.xdist_group("mochi")
 def test_auto_takes_the_fastest_mode_that_fits(acc, tiny_folder):
     pipeline = loaded_for(CASES["mochi"], tiny_folder, "cpu")
     vae, transformer, text = (
@@ -206,7 +200,6 @@ def test_auto_takes_the_fastest_mode_that_fits(acc, tiny_folder):
     assert modes == ["none", "model", "group"]
 
 
-@pytest.mark.xdist_group("mochi")
 def test_core_asks_for_room_before_weights_arrive(acc, tiny_folder):
     asked: list[int] = []
     path = tiny.build("mochi", tiny_folder)

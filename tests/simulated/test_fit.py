@@ -8,11 +8,12 @@ import pytest
 import torch
 from anygpu.compat.device.vae_policy import Form
 from anygpu.compat.errors import InputError, UnsupportedError
-from anygpu.compat.memory.hooks import units_on
+from anygpu.compat.memory.hooks import hooks_on
+from anygpu.compat.memory.offloader import MODES
 from anygpu.pipelines import stages, tiny
 from anygpu.pipelines.base import Latents, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.loading.folder import LoadRequest, load
-from anygpu.pipelines.memory.estimates import MODE_ORDER, forecast
+from anygpu.pipelines.memory.estimates import forecast
 from anygpu.pipelines.memory.fit import plan_line
 
 from simulated import accelerator, fitting
@@ -70,7 +71,7 @@ def test_auto_finishes_within_a_share_of_the_full_offloader(acc, tiny_folder, on
     [
         pytest.param(family, mode, marks=[] if (family, mode) == ("ltx", "group") else [FULL])
         for family in FAMILIES
-        for mode in MODE_ORDER
+        for mode in MODES
     ],
 )
 def test_a_forecast_is_near_the_measured_peak(acc, tiny_folder, family, mode):
@@ -126,7 +127,7 @@ def test_sampling_goes_on_from_the_last_step_when_memory_runs_out(acc, tiny_fold
     with accelerator.hook("aten::addmm*", before=refuse):
         found = run(pipeline, progress)
     said = [text for text in progress.said if "goes on" in text]
-    assert said and "with offload group, from the last finished step" in said[0], progress.said
+    assert said and "with offload group, after the last finished step" in said[0], progress.said
     assert [done for done, _, stage in progress.steps if stage == "sampling"] == [1, 2], "a step ran twice"
     same(found, on_host("ltx"))
 
@@ -189,8 +190,8 @@ def test_two_pipelines_may_share_a_part(acc, tiny_folder, first, second):
     other.parts["transformer"] = shared
     for pipeline in (one, other, one):
         same(rendered(pipeline, case), expected)
-        units = units_on(shared)
-        assert (None if units is None else units.by_block) == {"group": True, "sequential": False}.get(
+        hooks = hooks_on(shared)
+        assert (None if hooks is None else hooks.by_block) == {"group": True, "sequential": False}.get(
             pipeline.offloader.mode
         )
 
@@ -203,8 +204,8 @@ def test_masters_stay_where_they_are_and_nothing_is_copied_back(acc, tiny_folder
     returned = accelerator.traffic().to_host_bytes
     with torch.no_grad(), pipeline.offloader.hold("transformer"):
         before = {name: tensor.data_ptr() for name, tensor in module.state_dict().items()}
-        for unit in units_on(module).units:
-            unit.bring(), unit.leave()
+        for group in hooks_on(module).groups:
+            group.onload(), group.offload()
     assert accelerator.traffic().to_host_bytes == returned
     for name, tensor in module.state_dict().items():
         assert tensor.data_ptr() == before[name] and torch.equal(tensor, values[name])
@@ -224,10 +225,10 @@ def test_a_cancel_is_obeyed_while_units_move(acc, tiny_folder, mode):
 
     pipeline, progress = loaded_for(CASES["ltx"], tiny_folder, "acc:0", mode), Cancelling()
     with pipeline.offloader.hold("transformer", 0, progress) as module:
-        unit = units_on(module).units[-1]
+        group = hooks_on(module).groups[-1]
         progress.armed = True
         with pytest.raises(Cancelled):
-            unit.bring()
+            group.onload()
         progress.armed = False
     assert accelerator.memory().allocated_bytes == 0
 

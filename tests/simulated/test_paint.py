@@ -8,20 +8,20 @@ import pytest
 import torch
 from anygpu.compat.device.execution import HOST
 from anygpu.paint import texturing
-from anygpu.paint.baking.synthetic import box
 from anygpu.paint.loading import PaintRequest, load_paint
 from anygpu.paint.networks.compile import settings_for
 from anygpu.paint.sampling import painting
 from anygpu.paint.sampling.delight import DelightSettings
 from anygpu.paint.sampling.painting import PaintSettings
 from paint.conftest import delight_folder, paint_folder  # noqa: F401
+from paint.shapes import box
 
 from simulated import accelerator
 
 PICTURE = torch.rand(48, 64, 4, generator=torch.Generator().manual_seed(0))
 SETTINGS = texturing.OneStep(
     PaintSettings(size=64, steps=2, seed=3),
-    texturing.TextureSettings(size=64, view_size=128),
+    texturing.BakeSettings(texture_size=64, view_size=128),
     delight=DelightSettings(size=64, steps=2, text=torch.ones(1, 7, 64)),
 )
 ROUNDING = 2e-3  # the first sigma is 4096: the last bit of a prediction shows, in the views and so in the texture
@@ -65,13 +65,13 @@ def test_compiled_and_resident(acc, paint_folder, delight_folder, wanted):  # no
     assert {one.offloader.mode for one in (paint, delight)} == {"none"}, "compiled, auto means resident"
     found = run(paint, delight)
     same(found, wanted)
-    assert set(paint.compiler.parts) == {"unet", "reference", "vae"}
-    for blocks in (*paint.compiler.parts.values(), *delight.compiler.parts.values()):
+    assert set(paint.compiled) == {"unet", "reference", "vae"}
+    for blocks in (*paint.compiled.values(), *delight.compiled.values()):
         assert not blocks.failure
         assert 0 < blocks.graphs <= 2 * 64
-    made = sum(blocks.graphs for blocks in paint.compiler.parts.values())
+    made = sum(blocks.graphs for blocks in paint.compiled.values())
     assert torch.equal(run(paint, delight)[1].views, found[1].views)
-    assert sum(blocks.graphs for blocks in paint.compiler.parts.values()) == made, "the second run makes no graph"
+    assert sum(blocks.graphs for blocks in paint.compiled.values()) == made, "the second run makes no graph"
 
 
 def where_the_weights_wait(_offloader):

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from anygpu.compat.device.probe_store import OK, ProbeStore
 from anygpu.compat.device.report import OPTIONAL
-from anygpu.compat.precision import precision_for
+from anygpu.compat.precision import PLAIN, precision_for
 from safetensors.torch import load_file, save_file
 
 from simulated import accelerator, profiles
@@ -40,11 +40,11 @@ def test_the_probes_find_exactly_the_faults_and_auto_avoids_them(name, tmp_path)
         store = ProbeStore(machine.facts, tmp_path)
         wrong = {probe for probe, found in store.ask_all().items() if found.status != OK and probe not in OPTIONAL}
         assert wrong == FOUND[name]
-        chosen = precision_for("ltx", machine.facts, "auto", store)
+        chosen = precision_for(PLAIN, machine.facts, "auto", store)
         assert (chosen.choice, chosen.vae) == AUTO[name]
         met = dict(machine.hits)
         kept = ProbeStore(machine.facts, tmp_path)
-        assert precision_for("ltx", machine.facts, "auto", kept) == chosen
+        assert precision_for(PLAIN, machine.facts, "auto", kept) == chosen
         assert machine.hits == met, "kept answers ask the device nothing"
 
 

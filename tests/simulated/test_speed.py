@@ -145,17 +145,17 @@ def test_without_our_registration_a_raw_kernel_breaks_the_graph():
 
 @pytest.mark.parametrize("offload", ["model", "group"])
 def test_with_our_order_kernels_and_compile_act_in_every_call(acc, tiny_folder, on_host, monkeypatch, offload):
-    from anygpu.compat.transforms import fused_blocks
+    from anygpu.compat.transforms import blocks
 
     calls: list[str] = []
-    summed = fused_blocks.gated_residual
+    summed = blocks.gated_residual
 
     def counted(*args: Any, **named: Any) -> torch.Tensor:
         calls.append("kernel")
         return summed(*args, **named)
 
     pipeline = loaded_for("ltx", tiny_folder, "acc:0", offload, SpeedRequest("reference"))
-    monkeypatch.setattr(fused_blocks, "gated_residual", counted)
+    monkeypatch.setattr(blocks, "gated_residual", counted)
     counts = []
     for _ in range(2):
         calls.clear()

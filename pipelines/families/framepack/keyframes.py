@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from ....compat.device.execution import checked_leaves, execution_device
+from ....compat.device.execution import checked_leaves
 from ....compat.errors import InputError
-from ...base import FramePackSettings, ImageCondition, ImageRequest, Pipeline, Progress
-from ...pictures import signed
-from ...vae.video import encoded_moments
+from ...base import FramePackSettings, ImageCondition, ImageRequest, Pipeline, Progress, StageText
+from ...pictures import checked_vision, signed
+from ...text.t5 import bare_pipeline
+from ...vae.fallback import encoded_moments
 
 START, END, VISION = "start", "end", "vision"
 PLACES = {0: START, -1: END}
@@ -48,7 +47,7 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) 
         progress.notify("strength has no effect on the start image of FramePack")
     if place == END and request.vision is not None:
         progress.notify("vision has no effect on the end image of FramePack")
-    known[place] = encoded_moments(pipeline, request.frames, progress, "encoding image")
+    known[place] = encoded_moments(pipeline, request.frames, progress, StageText("encoding", "image"))
     if place == START:
         known[VISION] = _vision(pipeline, request, progress)
     anchors = () if request.previous is None else request.previous.anchors
@@ -88,31 +87,16 @@ def _vision(pipeline: Pipeline, request: ImageRequest, progress: Progress) -> to
     config = pipeline.configs["image_encoder"]
     config = config.get("vision_config", config)
     side = int(config.get("image_size", 384)) // int(config.get("patch_size", 14))
-    expected = (1, side * side, int(pipeline.configs["transformer"].get("image_proj_dim", 1152)))
     if request.vision is not None:
-        if tuple(request.vision.shape) != expected:
-            raise InputError(
-                f"a CLIP_VISION_OUTPUT of shape {tuple(request.vision.shape)}",
-                expected=f"the shape {expected}",
-                fix="Use CLIP Vision Encode with sigclip_vision_patch14_384, without crop.",
-            )
-        return request.vision.detach().float().cpu()
+        width = int(pipeline.configs["transformer"].get("image_proj_dim", 1152))
+        return checked_vision(request.vision, side * side, width)
     from diffusers import HunyuanVideoFramepackPipeline
 
     hold = pipeline.offloader.hold("image_encoder", 0, progress)
     with hold as encoder, checked_leaves(encoder, progress.check):
-        pipe: Any = HunyuanVideoFramepackPipeline(
-            text_encoder=None,
-            tokenizer=None,
-            transformer=None,
-            vae=None,
-            scheduler=None,
-            text_encoder_2=None,
-            tokenizer_2=None,
-            image_encoder=encoder,
-            feature_extractor=pipeline.tools["feature_extractor"],
-        )
+        tools = {"image_encoder": encoder, "feature_extractor": pipeline.tools["feature_extractor"]}
+        pipe = bare_pipeline(HunyuanVideoFramepackPipeline, **tools)
         picture = signed(request.frames)[:, :, 0]
-        states = pipe.encode_image(picture, device=execution_device(pipeline.offloader))
-        progress.step(1, 1, "encoding image for SigLIP")
+        states = pipe.encode_image(picture, device=pipeline.offloader.device)
+        progress.step(1, 1, StageText("encoding", "image for SigLIP"))
     return states.float().cpu()

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ....compat.device.execution import checked_leaves, execution_device, generator_for, placed, state_of
+from ....compat.device.execution import checked_leaves, generator_for, placed, state_of
 from ....compat.device.vae_policy import Form
 from ....compat.errors import InputError
+from ....compat.precision import Precision
 from ...base import (
     FramePackSettings,
     ImageCondition,
@@ -23,22 +27,27 @@ from ...base import (
     Prompt,
     PromptRequest,
     SampleSettings,
+    SubProgress,
 )
-from ...family import Defaults, Family
 from ...grid import MOST_FRAMES, snap_frames
-from ...memory.fit import recovery
-from ...memory.needs import beside_transformer
-from ...sampling.loop import cfg_acts, denoise, noise_for
-from ...sampling.schedules import Levels, schedule_for
+from ...memory.estimates import beside_transformer
+from ...memory.fit import make_room_and_retry
+from ...sampling.core_sampler import Call, guidance_of, required
+from ...sampling.guidance import Guidance
+from ...sampling.loop import denoise, noise_for, sampled_latents
+from ...sampling.resume import SectionState, SectionStore
+from ...sampling.schedules import Levels, even_levels, schedule_for
 from ...text.llama import POOLED, llama_embeds, llama_from_core
 from ...text.t5 import EMBEDS, MASK, described
-from ...vae.checked import decoding
+from ...vae.fallback import decoding
 from .keyframes import END, START, VISION, drawn, end_strength
 from .keyframes import encode_image as encode_image
-from .resume import resume_key
-from .sections import TEMPORAL_RATIO, History, Keeper, Plan, Portion, Standing, joined, plan_for, spans
+from .sections import History, Plan, joined, plan_for, spans
+from .spec import F1, I2V, SPEC, TEMPORAL_RATIO
+from .training import training_plan as training_plan
+from .training import training_sections as training_sections
 
-SPATIAL_RATIO = 8
+STORED = (".safetensors", ".gguf", ".bin", ".json")  # files of a model that decide its videos
 LARGEST_SHIFT = 7.0  # of the models' own schedule, where the scheduler's configuration asks for a dynamic one
 SHIFT_NAMES = {  # upstream's function names the scheduler's settings in its own way
     "base_image_seq_len": "base_seq_len",
@@ -49,73 +58,6 @@ SHIFT_NAMES = {  # upstream's function names the scheduler's settings in its own
 
 Forward = Callable[[torch.Tensor, torch.Tensor, Mapping[str, Mapping[str, torch.Tensor]], str], torch.Tensor]
 
-FAMILY = Family(
-    id="framepack",
-    title="FramePack",
-    pipelines={"HunyuanVideoFramepackPipeline": "image"},
-    transformers=("HunyuanVideoFramepackTransformer3DModel", "HunyuanVideoTransformer3DModelPacked"),
-    parts={
-        "text_encoder": ("transformers", "LlamaModel"),
-        "text_encoder_2": ("transformers", "CLIPTextModel"),
-        "image_encoder": ("transformers", "SiglipVisionModel"),
-        "transformer": ("diffusers", "HunyuanVideoFramepackTransformer3DModel"),
-        "vae": ("diffusers", "AutoencoderKLHunyuanVideo"),
-    },
-    tools={
-        "tokenizer": "transformers",
-        "tokenizer_2": "transformers",
-        "feature_extractor": "transformers",
-        "scheduler": "diffusers",
-    },
-    text_parts=("text_encoder", "text_encoder_2"),
-    multiple=16,
-    stride=TEMPORAL_RATIO,
-    defaults=Defaults(width=640, height=608, frames=153, steps=25, fps=30.0, guidance=10.0),
-    effective=frozenset(
-        {
-            "guidance",
-            "cfg",
-            "cfg_start",
-            "cfg_end",
-            "shift",
-            "sigmas",
-            "template",
-            "sections",
-            "frame",
-            "strength",
-            "vision",
-            "previous",
-        }
-    ),
-    variants=("framepack", "framepack_f1"),
-    buckets=(
-        (416, 960),
-        (448, 864),
-        (480, 832),
-        (512, 768),
-        (544, 704),
-        (576, 672),
-        (608, 640),
-        (640, 608),
-        (672, 576),
-        (704, 544),
-        (768, 512),
-        (832, 480),
-        (864, 448),
-        (960, 416),
-    ),
-    pages=(
-        "https://huggingface.co/lllyasviel/FramePackI2V_HY",
-        "https://huggingface.co/lllyasviel/FramePack_F1_I2V_HY_20250503",
-        "https://huggingface.co/hunyuanvideo-community/HunyuanVideo",
-        "https://huggingface.co/lllyasviel/flux_redux_bfl",
-    ),
-    base="hunyuan_video",
-    lone_task="image",
-    text_width="text_embed_dim",
-    image_required=True,
-)
-
 
 def guess_variant(path: Path, config: Mapping[str, Any]) -> tuple[str, str]:
     """The variant by the folder's name, and why; ``config`` is the same for both."""
@@ -123,13 +65,11 @@ def guess_variant(path: Path, config: Mapping[str, Any]) -> tuple[str, str]:
         name = path.parent.parent.name
     else:
         name = path.parent.name if path.name == "transformer" else path.name
-    variant = "framepack_f1" if re.search(r"f1(?!\d)", name.lower()) else "framepack"
-    return variant, f"assumed from the folder name {name!r}, since the files are alike; choose another if that is wrong"
-
-
-def ratios(pipeline: Pipeline) -> tuple[int, int]:
-    """Pixels per latent in space, and pixel frames per latent frame after the first."""
-    return SPATIAL_RATIO, TEMPORAL_RATIO
+    variant = F1 if re.search(r"f1(?!\d)", name.lower()) else I2V
+    return variant, (
+        f"assumed from the folder name {name!r}, because the files look the same; choose another variant "
+        "if that is wrong"
+    )
 
 
 def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> Prompt:
@@ -144,7 +84,7 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
     positive, negative, found = llama_embeds(pipeline, HunyuanVideoFramepackPipeline, asked, progress)
     encoded = iter(found)
     sections = tuple(next(encoded) if text.strip() else positive for text in request.sections)
-    return Prompt(FAMILY.id, positive, negative, sections)
+    return Prompt(SPEC.id, positive, negative, sections)
 
 
 prompt_from_core = llama_from_core
@@ -166,7 +106,7 @@ def frames_for(framepack: FramePackSettings, fps: float) -> int:
             expected=f"more than 0, at most {most:.1f} s",
             fix=f"The nearest valid value is {nearest:g} s.",
         )
-    return snap_frames(FAMILY, max(1, math.ceil(asked - 1e-6)))
+    return snap_frames(SPEC, max(1, math.ceil(asked - 1e-6)))
 
 
 def sample(
@@ -176,7 +116,7 @@ def sample(
     settings: SampleSettings,
     framepack: FramePackSettings,
     progress: Progress,
-    keeper: Keeper | None = None,
+    keeper: SectionStore | None = None,
 ) -> Latents:
     """Latents (1, 16, T, H / 8, W / 8) in core's space, of all sections; ``frames`` says how many frames count.
 
@@ -198,7 +138,7 @@ def sample(
     Source: diffusers ``HunyuanVideoFramepackPipeline.__call__``, equal to it in fp32; single-frame mode:
     kohya-ss/musubi-tuner#267 with ``target_index`` at the window.
     """
-    device, generator = execution_device(pipeline.offloader), generator_for(settings.seed)
+    device, generator = pipeline.offloader.device, generator_for(settings.seed)
     strength = end_strength(image, framepack, progress)
     plan = plan_for(pipeline.variant, framepack, settings.frames, strength > 0)
     settings = replace(settings, frames=_counting(plan, settings, strength > 0, progress))
@@ -212,7 +152,7 @@ def sample(
     with hold as transformer, checked_leaves(transformer, progress.check):
         for index in range(len(history.lengths), plan.count):
             forward = _forward(pipeline, transformer, history, image.tensors[VISION].to(device), settings)
-            noise, part = noise_for(shape, generator, device), Portion(progress, index, plan.count)
+            noise, part = noise_for(shape, generator, device), SubProgress(progress, index, plan.count, "section")
             history.add(_section(pipeline, forward, texts[plan.place(index)], settings, noise, part))
             found = described(_so_far(pipeline, history, settings, generator), prompt)
             if keeper is not None:
@@ -220,30 +160,52 @@ def sample(
     return found
 
 
+def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.Tensor:
+    """The velocity, noise minus data, for a sampler of core's."""
+    frames = call.latents.shape[2]
+    plan = plan_for(pipeline.variant, FramePackSettings(0.0, window=frames), 1, ended=False)
+    fix = "Connect AnyGPU Image Conditioning with the start image of AnyGPU Encode Image."
+    start, like = required(call.picture, "start image", fix), call.latents
+    seen = {name: value.to(like) for name, value in History(plan, start).seen().items()}
+    output: torch.Tensor = transformer(
+        hidden_states=like,
+        timestep=call.time,
+        encoder_hidden_states=call.embeds,
+        encoder_attention_mask=call.valid,
+        pooled_projections=required(call.pooled, "pooled_output", "Use AnyGPU Encode Prompt or core's DualCLIPLoader."),
+        image_embeds=required(call.vision, "image states", fix),
+        guidance=guidance_of(pipeline, call, default=True),
+        return_dict=False,
+        **seen,
+        **plan.indices(0),
+    )[0]
+    return output
+
+
 def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form | None = None) -> torch.Tensor:
     """Frames (F, H, W, 3) in 0..1: each section is decoded with its neighbour and blended into it, as upstream does.
 
-    Latents that say nothing of sections, or were cut since, are decoded in one go.
+    Latents that say nothing of sections, or were cut since, are decoded all at once.
     """
     lengths, window = list(latents.extra.get("section_lengths", ())), int(latents.extra.get("window", 0))
     inverted = latents.extra.get("order") != "vanilla"
     if lengths and lengths[-1] != latents.samples.shape[2]:
         progress.notify(
-            f"{latents.samples.shape[2]} latent frames where sampling left {lengths[-1]}: decoded in one go"
+            f"{latents.samples.shape[2]} latent frames where sampling left {lengths[-1]}: decoded all at once"
         )
         lengths = []
     cuts = spans(lengths, window, inverted) if lengths else [slice(None)]
     largest = max((latents.samples[:, :, cut].shape for cut in cuts), key=math.prod)
     with decoding(pipeline, largest, progress, form) as passes:
         videos = (
-            passes.decode(latents.samples[:, :, cut], Portion(progress, index, len(cuts)))
+            passes.decode(latents.samples[:, :, cut], SubProgress(progress, index, len(cuts), "section"))
             for index, cut in enumerate(cuts)
         )
         return joined(videos, window, inverted)
 
 
-def _resume(history: History, generator: torch.Generator, standing: Standing | None, progress: Progress) -> None:
-    """Put ``history`` and ``generator`` where an earlier sampling of the same video stopped, and say so."""
+def _resume(history: History, generator: torch.Generator, standing: SectionState | None, progress: Progress) -> None:
+    """Restore ``history`` and ``generator`` from an earlier sampling of the same video, and notify the user."""
     count, wanted = history.plan.count, list(history.start.shape)
     if standing is None or not 0 < len(standing.lengths) < count:
         return
@@ -252,18 +214,16 @@ def _resume(history: History, generator: torch.Generator, standing: Standing | N
         return
     history.resume(standing)
     generator.set_state(generator_for(0, standing.generator_state).get_state())
-    progress.notify(f"goes on after section {len(standing.lengths)} of {count}, kept from a run that was cut short")
+    progress.notify(f"continues after section {len(standing.lengths)} of {count}, saved by an interrupted run")
 
 
 def _counting(plan: Plan, settings: SampleSettings, ended: bool, progress: Progress) -> int:
     """Pixel frames of the finished video that count, and what to say of this plan."""
     if plan.single and not plan.inverted:
-        progress.notify("single-frame mode was found on FramePack I2V: F1 may not follow the prompt in it")
+        progress.notify("single-frame mode was made for FramePack I2V: F1 may not follow the prompt")
     if not ended or plan.frames <= settings.frames:
         return settings.frames
-    progress.notify(
-        f"frames {settings.frames} -> {plan.frames}, the end of the last section, where the end image stands"
-    )
+    progress.notify(f"frames {settings.frames} -> {plan.frames}, the end of the last section, where the end image is")
     return plan.frames
 
 
@@ -278,7 +238,7 @@ def _texts(
         )
 
     def ready(embeds: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        return dict(placed(embeds, execution_device(pipeline.offloader), pipeline.precision.residual))
+        return dict(placed(embeds, pipeline.offloader.device, pipeline.precision.residual))
 
     common = {} if prompt.negative is None else {"uncond": ready(prompt.negative)}
     first, further = ready(prompt.embeds), [ready(section) for section in prompt.sections[: plan.count - 1]]
@@ -297,26 +257,26 @@ def _section(
     levels = _levels_for(pipeline, noise)
     schedule = schedule_for(pipeline.tools["scheduler"], settings, settings.steps, levels, noise.device)
 
-    def predict(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
-        output = forward(latents, time, text, "cond")
-        if not cfg_acts(settings, index, len(schedule)):
-            return output
-        opposite = forward(latents, time, text, "uncond")
-        return opposite + settings.cfg * (output - opposite)
+    guidance = Guidance(settings, len(schedule))
 
-    return denoise(noise, schedule, predict, progress=progress, again=recovery(pipeline, progress)).cpu()
+    def predict(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
+        cond = forward(latents, time, text, "cond")
+        if not guidance.acts(index):
+            return cond
+        return guidance.guide(cond, forward(latents, time, text, "uncond"))
+
+    return denoise(noise, schedule, predict, progress=progress, again=make_room_and_retry(pipeline, progress)).cpu()
 
 
 def _levels_for(pipeline: Pipeline, latents: torch.Tensor) -> Callable[[int], Levels]:
     """From a number of steps to evenly falling levels, and the shift that the size of ``latents`` asks for."""
-    import numpy
     from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video_framepack import calculate_shift
 
     tokens = math.prod(latents.shape[2:]) / int(pipeline.configs["transformer"].get("patch_size", 2)) ** 2
     config = pipeline.tools["scheduler"]
     given = {argument: config[name] for name, argument in SHIFT_NAMES.items() if name in config}
     mu = min(float(calculate_shift(tokens, **given)), math.log(LARGEST_SHIFT))
-    return lambda steps: Levels(sigmas=numpy.linspace(1.0, 0.0, steps + 1)[:-1].tolist(), mu=mu)
+    return partial(even_levels, mu=mu)
 
 
 def _forward(
@@ -355,12 +315,55 @@ def _so_far(pipeline: Pipeline, history: History, settings: SampleSettings, gene
     frames = (history.lengths[-1] - 1) * TEMPORAL_RATIO + 1
     if not plan.inverted or len(history.lengths) == plan.count:
         frames = min(frames, settings.frames)
-    extra = {
-        "section_lengths": list(history.lengths),
-        "window": plan.window,
-        "order": plan.order,
-        "generator_state": state_of(generator),
-    }
+    extra = {"section_lengths": list(history.lengths), "window": plan.window, "order": plan.order}
     samples = history.latents / float(pipeline.configs["vae"]["scaling_factor"])
-    size = settings.height, settings.width
-    return Latents(samples, FAMILY.id, pipeline.task, frames, *size, settings.fps, settings.seed, extra=extra)
+    return sampled_latents(pipeline, samples, replace(settings, frames=frames), generator, **extra)
+
+
+def resume_key(
+    pipeline: Pipeline, prompt: Prompt, image: ImageCondition, settings: SampleSettings, framepack: FramePackSettings
+) -> str:
+    """A hash of all that decides the latents: model files and how they are kept, precision, LoRAs, step cache,
+    embeddings, pictures and settings.
+
+    How parts are moved and which attention kernel runs are left out: who ran out of memory changes just these.
+    """
+    digest = hashlib.sha256()
+    adapted = str(pipeline.offloader.adapters or "")
+    kinds = {field.name: getattr(pipeline.precision, field.name) for field in fields(Precision) if field.name != "why"}
+    stored = pipeline.storage.get("transformer", "")
+    model = [pipeline.family, pipeline.variant, kinds, stored, adapted, pipeline.step_cache]
+    for item in _plain([*model, _files(pipeline.source)]):
+        digest.update(item)
+    for item in _plain([prompt.embeds, prompt.negative, prompt.sections, image, settings, framepack]):
+        digest.update(item)
+    return digest.hexdigest()
+
+
+def _files(source: Path) -> list[tuple[str, int, int]]:
+    """Name, size and time of each file of a model; a file beside others is its own model."""
+    paths = sorted(source.rglob("*")) if source.is_dir() else [source]
+    return [
+        (str(path), path.stat().st_size, path.stat().st_mtime_ns)
+        for path in paths
+        if path.suffix in STORED and path.is_file()
+    ]
+
+
+def _plain(value: Any) -> Iterator[bytes]:
+    """The bytes of nested values: names, numbers and every bit of every tensor."""
+    if isinstance(value, torch.Tensor):
+        yield f"{value.dtype}{tuple(value.shape)}".encode()
+        yield value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    elif isinstance(value, Mapping):
+        for key in sorted(value):
+            yield f"<{key}>".encode()
+            yield from _plain(value[key])
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield from _plain({item.name: getattr(value, item.name) for item in fields(value)})
+    elif isinstance(value, (list, tuple)):
+        yield f"[{len(value)}]".encode()
+        for item in value:
+            yield from _plain(item)
+    else:
+        yield f"{json.dumps(value, default=str)};".encode()

@@ -1,21 +1,22 @@
-"""The sections of a FramePack video: where each one stands, what it sees of the others, how their frames are joined."""
+"""The sections of a FramePack video: where each one is, what it sees of the others, how their frames are joined."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 
 from ....compat.errors import InputError
-from ...base import FramePackSettings, Latents, Progress
+from ...base import SECTION_ORDERS, FramePackSettings
+from ...grid import require_range
 from ...pictures import unsigned
+from ...sampling.resume import SectionState
+from .spec import F1, TEMPORAL_RATIO
 
-TEMPORAL_RATIO = 4
-INVERTED, VANILLA = "inverted_anti_drifting", "vanilla"
-ORDERS = ("auto", INVERTED, VANILLA)
+INVERTED, VANILLA = SECTION_ORDERS
+ORDERS = ("auto", *SECTION_ORDERS)
 HISTORY = (1, 2, 16)  # latent frames that a section sees at full, half and quarter scale, the nearest first
 LARGEST_WINDOW = 33  # of the slider in lllyasviel's own application
 
@@ -91,23 +92,14 @@ def plan_for(variant: str, framepack: FramePackSettings, frames: int, ended: boo
     Raises:
         InputError: window, order or end strength out of range, or an end image where the order cannot reach one.
     """
-    if not 1 <= framepack.window <= LARGEST_WINDOW:
-        nearest = min(max(framepack.window, 1), LARGEST_WINDOW)
-        raise InputError(
-            f"window {framepack.window}",
-            expected=f"1 to {LARGEST_WINDOW} latent frames",
-            fix=f"The nearest valid value is {nearest}; the models were trained with 9.",
-        )
+    advice = "; the models were trained with 9"
+    require_range("window", framepack.window, 1, LARGEST_WINDOW, "latent frames", advice=advice)
     if framepack.order not in ORDERS:
         raise InputError(f"order {framepack.order!r}", expected=f"one of {', '.join(ORDERS)}", fix="Choose auto.")
-    if not 0.0 <= framepack.end_strength <= 1.0:
-        share = min(max(framepack.end_strength, 0.0), 1.0)
-        raise InputError(
-            f"end_strength {framepack.end_strength}", expected="0 to 1", fix=f"The nearest valid value is {share:g}."
-        )
+    require_range("end_strength", framepack.end_strength, 0, 1)
     order = framepack.order
     if order == "auto":
-        order = VANILLA if variant == "framepack_f1" else INVERTED
+        order = VANILLA if variant == F1 else INVERTED
     if ended and order == VANILLA:
         raise InputError(
             f"an end image with the order {VANILLA}",
@@ -164,81 +156,13 @@ class History:
             self.latents = torch.cat([self.latents, latents], dim=2)
         self.lengths.append(self.latents.shape[2])
 
-    def standing(self, generator_state: bytes) -> Standing:
-        """All that the next section needs."""
-        return Standing(self.latents, tuple(self.lengths), generator_state)
+    def standing(self, generator_state: bytes) -> SectionState:
+        """Everything that the next section needs."""
+        return SectionState(self.latents, tuple(self.lengths), generator_state)
 
-    def resume(self, standing: Standing) -> None:
+    def resume(self, standing: SectionState) -> None:
         """Take in the sections of an earlier sampling of the same video."""
         self.latents, self.lengths = standing.latents, list(standing.lengths)
-
-
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """Where a sampling stands between two sections.
-
-    Args:
-        latents: sampled so far, (1, C, T, H, W), fp32, in the transformer's space, so that no bit is lost on the way.
-        lengths: latent frames there were after each section. generator_state: for the noise of the next one.
-    """
-
-    latents: torch.Tensor
-    lengths: tuple[int, ...]
-    generator_state: bytes
-
-
-class Keeper(Protocol):
-    """Who keeps finished sections, and gives them back when the same video is asked for again."""
-
-    def found(self, key: str) -> Standing | None:
-        """Where a sampling of the same ``key`` that was cut short stands; None where there is none."""
-
-    def keep(self, key: str, index: int, count: int, latents: Latents, standing: Standing) -> None:
-        """Take in all sections so far, after section ``index`` of ``count``; ``latents`` can be decoded."""
-
-
-class Remembered:
-    """Keeps finished sections for the length of one sampling, so that none is lost where it must begin again.
-
-    Args:
-        beyond: who keeps them for longer; None for nobody.
-    """
-
-    def __init__(self, beyond: Keeper | None = None) -> None:
-        self.beyond = beyond
-        self.standing: Standing | None = None
-
-    def found(self, key: str) -> Standing | None:
-        """Where this sampling stands, else where an earlier one does."""
-        return self.standing or (None if self.beyond is None else self.beyond.found(key))
-
-    def keep(self, key: str, index: int, count: int, latents: Latents, standing: Standing) -> None:
-        """Take in all sections so far."""
-        self.standing = standing
-        if self.beyond is not None:
-            self.beyond.keep(key, index, count, latents, standing)
-
-
-@dataclass(frozen=True, slots=True)
-class Portion:
-    """The progress of one of ``count`` equal parts of a work."""
-
-    whole: Progress
-    index: int
-    count: int
-
-    def step(self, done: int, total: int, stage: str, preview: Callable[[], torch.Tensor] | None = None) -> None:
-        """Report ``done`` of ``total`` in this part as a share of the whole."""
-        name = f"{stage} section {self.index + 1} of {self.count}" if self.count > 1 else stage
-        self.whole.step(self.index * total + done, self.count * total, name, preview)
-
-    def check(self) -> None:
-        """Raise when the user has cancelled."""
-        self.whole.check()
-
-    def notify(self, text: str) -> None:
-        """One line that the user should read."""
-        self.whole.notify(text)
 
 
 def spans(lengths: Sequence[int], window: int, inverted: bool) -> list[slice]:

@@ -14,71 +14,27 @@ from typing import Any
 
 import torch
 
-from ....compat.device.execution import checked_leaves, execution_device, generator_for, placed, state_of
+from ....compat.device.execution import checked_leaves, generator_for, placed
 from ....compat.device.vae_policy import Form
 from ....compat.errors import CheckpointError, InputError
 from ...base import ImageCondition, ImageRequest, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings
-from ...family import Defaults, Family
-from ...memory.fit import recovery
-from ...memory.needs import beside_transformer
-from ...sampling.loop import Kept, cfg_acts, denoise, noise_for, start_from
-from ...sampling.schedules import Levels, schedule_for
-from ...text.llama import POOLED, Sight, llama_embeds, llama_from_core
+from ...family import Defaults
+from ...memory.estimates import beside_transformer
+from ...memory.fit import make_room_and_retry
+from ...sampling.core_sampler import Call, guidance_of, required
+from ...sampling.guidance import Guidance
+from ...sampling.loop import NoiseMask, denoise, latent_shape, noise_for, noise_mask_for, sampled_latents, start_from
+from ...sampling.schedules import even_levels, schedule_for
+from ...text.llama import POOLED, LlavaInput, llama_embeds, llama_from_core
 from ...text.t5 import EMBEDS, MASK
-from ...vae.video import decoded, encoded, kept_part
+from ...vae.fallback import decoded, encoded
+from .spec import CHANNELS, SPEC, TEMPORAL_RATIO
 
-CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 16, 8, 4
 TOKEN_REPLACE, LATENT_CONCAT = "token_replace", "latent_concat"
 DROPPED_FRAMES = 4  # what the 33-channel variant's first latent frames decode to beside the video
 INTERLEAVE = {LATENT_CONCAT: 2, TOKEN_REPLACE: 4}  # every so many of the picture's 576 states go to the transformer
 NOISE_SHARE = 0.999  # image to video starts from noise with this much of the picture's latents in it
 IMAGE = "image_latents"
-
-FAMILY = Family(
-    id="hunyuan_video",
-    title="HunyuanVideo",
-    pipelines={"HunyuanVideoPipeline": "text", "HunyuanVideoImageToVideoPipeline": "image"},
-    transformers=("HunyuanVideoTransformer3DModel",),
-    parts={
-        "text_encoder": ("transformers", "LlamaModel", "LlavaForConditionalGeneration"),
-        "text_encoder_2": ("transformers", "CLIPTextModel"),
-        "transformer": ("diffusers", "HunyuanVideoTransformer3DModel"),
-        "vae": ("diffusers", "AutoencoderKLHunyuanVideo"),
-    },
-    tools={
-        "tokenizer": "transformers",
-        "tokenizer_2": "transformers",
-        "scheduler": "diffusers",
-        "image_processor": "transformers",
-    },
-    text_parts=("text_encoder", "text_encoder_2"),
-    multiple=16,
-    stride=TEMPORAL_RATIO,
-    defaults=Defaults(width=1280, height=720, frames=129, steps=50, fps=24.0, guidance=6.0, max_tokens=256),
-    effective=frozenset(
-        {
-            "guidance",
-            "cfg",
-            "cfg_start",
-            "cfg_end",
-            "negative",
-            "shift",
-            "sigmas",
-            "latents",
-            "noise_mask",
-            "template",
-            "image",
-        }
-    ),
-    pages=(
-        "https://huggingface.co/hunyuanvideo-community/HunyuanVideo",
-        "https://huggingface.co/hunyuanvideo-community/HunyuanVideo-I2V",
-        "https://huggingface.co/hunyuanvideo-community/HunyuanVideo-I2V-33ch",
-    ),
-    optional=("image_processor",),
-    text_width="text_embed_dim",
-    image_required=True,
-)
 
 
 def defaults_for(pipeline: Pipeline) -> Defaults:
@@ -87,7 +43,7 @@ def defaults_for(pipeline: Pipeline) -> Defaults:
     Image to video gets 6 too, as in upstream's example for it; upstream's bare call would use 1.
     """
     takes_guidance = pipeline.configs["transformer"].get("guidance_embeds")
-    return FAMILY.defaults if takes_guidance else replace(FAMILY.defaults, guidance=0.0)
+    return SPEC.defaults if takes_guidance else replace(SPEC.defaults, guidance=0.0)
 
 
 def task_of(config: Mapping[str, Any]) -> str:
@@ -117,20 +73,15 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
             expected="Llama for text to video, Llava for image to video",
             fix="Choose the pipeline folder of the same task as base.",
         )
-    if not looks:
-        from diffusers import HunyuanVideoPipeline
+    from diffusers import HunyuanVideoImageToVideoPipeline, HunyuanVideoPipeline
 
-        if request.image is not None:
-            progress.notify("the prompt's image has no effect on a text-to-video checkpoint")
-        positive, opposite, _ = llama_embeds(pipeline, HunyuanVideoPipeline, replace(request, sections=()), progress)
-        return Prompt(FAMILY.id, positive, opposite)
-    from diffusers import HunyuanVideoImageToVideoPipeline
-
-    sight = _sight(pipeline, request)
-    positive, opposite, _ = llama_embeds(
-        pipeline, HunyuanVideoImageToVideoPipeline, replace(request, sections=()), progress, sight
-    )
-    return Prompt(FAMILY.id, positive, opposite)
+    if request.image is not None and not looks:
+        progress.notify("the prompt's image has no effect on a text-to-video checkpoint")
+    pipe, sight = HunyuanVideoImageToVideoPipeline if looks else HunyuanVideoPipeline, None
+    if looks:
+        sight = _sight(pipeline, request)
+    positive, opposite, _ = llama_embeds(pipeline, pipe, replace(request, sections=()), progress, sight)
+    return Prompt(SPEC.id, positive, opposite)
 
 
 prompt_from_core = llama_from_core
@@ -139,14 +90,9 @@ prompt_from_core = llama_from_core
 def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) -> ImageCondition:
     """``image_latents`` (1, 16, 1, H / 8, W / 8): the first picture in the VAE's own space, without a draw."""
     if request.frames.shape[0] > 1:
-        progress.notify(f"{FAMILY.title} starts from one picture: the first of {request.frames.shape[0]} is used")
+        progress.notify(f"{SPEC.title} starts from one picture; the first of {request.frames.shape[0]} is used")
     latents = encoded(pipeline, request.frames[:1], request.seed, progress, mode=True)
-    return ImageCondition(FAMILY.id, {IMAGE: latents}, request.width, request.height)
-
-
-def ratios(pipeline: Pipeline) -> tuple[int, int]:
-    """Pixels per latent row and column, and pixel frames per latent frame."""
-    return SPATIAL_RATIO, TEMPORAL_RATIO
+    return ImageCondition(SPEC.id, {IMAGE: latents}, request.width, request.height)
 
 
 def encode_video(pipeline: Pipeline, frames: torch.Tensor, seed: int, progress: Progress) -> torch.Tensor:
@@ -167,43 +113,43 @@ def sample(
     """
     kind = None if image is None else image_condition(pipeline.configs["transformer"])
     _check(pipeline, kind, settings, progress)
-    device, generator = execution_device(pipeline.offloader), generator_for(settings.seed)
+    device, generator = pipeline.offloader.device, generator_for(settings.seed)
     scale = float(pipeline.configs["vae"]["scaling_factor"])
-    schedule = schedule_for(pipeline.tools["scheduler"], settings, settings.steps, _levels, device)
-    frames = (settings.frames - 1) // TEMPORAL_RATIO + 1
-    shape = (1, CHANNELS, frames, settings.height // SPATIAL_RATIO, settings.width // SPATIAL_RATIO)
-    noise = noise_for(shape, generator, device)
+    schedule = schedule_for(pipeline.tools["scheduler"], settings, settings.steps, even_levels, device)
+    noise = noise_for(latent_shape(SPEC, CHANNELS, settings), generator, device)
     picture = None
     if image is not None:
         picture = image.tensors[IMAGE].to(device) * scale
         share = torch.tensor([NOISE_SHARE], device=device)
-        noise = noise * share + picture.repeat(1, 1, frames, 1, 1) * (1 - share)
+        noise = noise * share + picture.repeat(1, 1, noise.shape[2], 1, 1) * (1 - share)
     clean = None if settings.latents is None else settings.latents.samples.to(device) * scale
-    start, kept = start_from(clean, noise, schedule), kept_part(settings, clean, noise)
+    start, mask = start_from(clean, noise, schedule), noise_mask_for(settings, clean, noise)
     whole = _whole(kind, picture)
     if kind == TOKEN_REPLACE:
         # The first latent frame is the picture itself: it is seen, never sampled.
         start = _later(start)
-        kept = None if kept is None else Kept(_later(kept.clean), _later(kept.noise), _later(kept.mask))
+        mask = None if mask is None else NoiseMask(_later(mask.clean), _later(mask.noise), _later(mask.mask))
     hold = pipeline.offloader.hold("transformer", beside_transformer(pipeline, settings), progress)
     with hold as transformer, checked_leaves(transformer, progress.check):
         predict = _predictor(pipeline, transformer, prompt, settings, _given(kind, picture), len(schedule))
-        again = recovery(pipeline, progress)
-        latents = denoise(start, schedule, predict, progress=progress, kept=kept, preview=whole, again=again)
-    extra: dict[str, Any] = {"generator_state": state_of(generator)}
-    if kind == LATENT_CONCAT:
-        extra["drop_frames"] = DROPPED_FRAMES
-    return Latents(
-        whole(latents.cpu()) / scale,
-        FAMILY.id,
-        pipeline.task,
-        settings.frames,
-        settings.height,
-        settings.width,
-        settings.fps,
-        settings.seed,
-        extra=extra,
-    )
+        again = make_room_and_retry(pipeline, progress)
+        latents = denoise(start, schedule, predict, progress=progress, noise_mask=mask, preview=whole, again=again)
+    extra = {"drop_frames": DROPPED_FRAMES} if kind == LATENT_CONCAT else {}
+    return sampled_latents(pipeline, whole(latents.cpu()) / scale, settings, generator, **extra)
+
+
+def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.Tensor:
+    """The velocity, noise minus data, for a sampler of core's."""
+    output: torch.Tensor = transformer(
+        hidden_states=call.latents,
+        timestep=call.time.float(),
+        encoder_hidden_states=call.embeds,
+        encoder_attention_mask=call.valid,
+        pooled_projections=required(call.pooled, "pooled_output", "Use AnyGPU Encode Prompt or core's DualCLIPLoader."),
+        guidance=guidance_of(pipeline, call),
+        return_dict=False,
+    )[0]
+    return output
 
 
 def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form | None = None) -> torch.Tensor:
@@ -211,8 +157,8 @@ def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form 
     return decoded(pipeline, latents.samples, progress, form)[int(latents.extra.get("drop_frames", 0)) :]
 
 
-def _sight(pipeline: Pipeline, request: PromptRequest) -> Sight:
-    """The picture beside the prompt and a black one beside the negative prompt.
+def _sight(pipeline: Pipeline, request: PromptRequest) -> LlavaInput:
+    """The picture for the prompt, and a black one for the negative prompt.
 
     The negative prompt keeps as many picture states as the prompt. Upstream forgets to say so in its own call, and
     gives the negative prompt of a token-replace model every second state where the model was trained with every fourth.
@@ -223,7 +169,7 @@ def _sight(pipeline: Pipeline, request: PromptRequest) -> Sight:
         raise InputError(
             "no image beside the prompt",
             expected="the picture that the video starts from",
-            fix=f"Connect the image to AnyGPU Encode Prompt as well: the text encoder of {FAMILY.title} image to video "
+            fix=f"Connect the image to AnyGPU Encode Prompt too: the text encoder of {SPEC.title} image to video "
             "looks at it.",
         )
     if "image_processor" not in pipeline.tools.readers:
@@ -236,14 +182,14 @@ def _sight(pipeline: Pipeline, request: PromptRequest) -> Sight:
     picture = Image.fromarray((request.image[0] * 255).round().clamp(0, 255).to(torch.uint8).numpy())
     kind = image_condition(pipeline.configs["transformer"])
     black = Image.new("RGB", picture.size)
-    return Sight(picture, black, pipeline.tools["image_processor"], INTERLEAVE.get(str(kind), 1))
+    return LlavaInput(picture, black, pipeline.tools["image_processor"], INTERLEAVE.get(str(kind), 1))
 
 
 def _check(pipeline: Pipeline, kind: str | None, settings: SampleSettings, progress: Progress) -> None:
     least = TEMPORAL_RATIO + 1
     if kind is not None and settings.frames < least:
         raise InputError(
-            f"frames {settings.frames} for {FAMILY.title} image to video",
+            f"frames {settings.frames} for {SPEC.title} image to video",
             expected=f"at least {least} frames",
             fix=f"The nearest valid value is {least}.",
         )
@@ -251,7 +197,7 @@ def _check(pipeline: Pipeline, kind: str | None, settings: SampleSettings, progr
         count, why = settings.frames - DROPPED_FRAMES, f"the first {DROPPED_FRAMES} of a 33-channel video are dropped"
         progress.notify(f"{count} of {settings.frames} frames come back: {why}")
     if settings.guidance and not pipeline.configs["transformer"].get("guidance_embeds"):
-        progress.notify("guidance has no effect on this checkpoint: its transformer takes none")
+        progress.notify("guidance has no effect on this checkpoint, whose transformer does not take it")
 
 
 def _predictor(
@@ -263,7 +209,7 @@ def _predictor(
     steps: int,
 ) -> Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]:
     """From (latents, timestep, index) to the transformer's guided output, shaped as the latents."""
-    device, dtype = execution_device(pipeline.offloader), pipeline.precision.residual
+    device, dtype = pipeline.offloader.device, pipeline.precision.residual
     guidance = None
     if transformer.config.guidance_embeds:
         guidance = torch.tensor([settings.guidance], dtype=dtype, device=device) * 1000.0
@@ -284,12 +230,13 @@ def _predictor(
     positive = placed(prompt.embeds, device, dtype)
     opposite = placed(prompt.negative, device, dtype) if settings.cfg > 1.0 else None
 
+    cfg = Guidance(settings, steps)
+
     def predict(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
-        found = branch("cond", positive, latents, time)
-        if opposite is None or not cfg_acts(settings, index, steps):
-            return found
-        against = branch("uncond", opposite, latents, time)
-        return against + settings.cfg * (found - against)
+        cond = branch("cond", positive, latents, time)
+        if opposite is None or not cfg.acts(index):
+            return cond
+        return cfg.guide(cond, branch("uncond", opposite, latents, time))
 
     return predict
 
@@ -319,10 +266,3 @@ def _whole(kind: str | None, picture: torch.Tensor | None) -> Callable[[torch.Te
 def _later(latents: torch.Tensor) -> torch.Tensor:
     """All latent frames but the first."""
     return latents[:, :, 1:]
-
-
-def _levels(steps: int) -> Levels:
-    """Upstream's noise levels before the scheduler shifts them: evenly spaced."""
-    import numpy as np
-
-    return Levels(sigmas=np.linspace(1.0, 0.0, steps + 1)[:-1].tolist())

@@ -9,72 +9,37 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ....compat.device.execution import checked_leaves, execution_device, generator_for, placed, state_of
+from ....compat.device.execution import checked_leaves, generator_for, placed
 from ....compat.device.vae_policy import Form
 from ....compat.errors import InputError
-from ...base import ImageCondition, ImageRequest, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings
-from ...family import Defaults, Family
-from ...memory.fit import recovery
-from ...memory.needs import beside_transformer
-from ...sampling.loop import cfg_acts, denoise, noise_for, start_from
-from ...sampling.schedules import Levels, Schedule, schedule_for
+from ...base import (
+    ImageCondition,
+    ImageRequest,
+    Latents,
+    Pipeline,
+    Progress,
+    Prompt,
+    PromptRequest,
+    SampleSettings,
+    StageText,
+)
+from ...family import Defaults
+from ...memory.estimates import beside_transformer
+from ...memory.fit import make_room_and_retry
+from ...pictures import checked_vision
+from ...sampling.core_sampler import Call
+from ...sampling.guidance import Guidance
+from ...sampling.loop import denoise, latent_shape, noise_for, noise_mask_for, sampled_latents, start_from
+from ...sampling.schedules import Schedule, even_levels, schedule_for
 from ...text.qwen import EMBEDS_2, qwen_embeds, qwen_from_core
 from ...text.t5 import EMBEDS
-from ...vae.checked import watched
-from ...vae.video import decoded, encoded, kept_part
+from ...vae.fallback import decoded, encoded, watched
+from .spec import CHANNELS, SPATIAL_RATIO, SPEC, TEMPORAL_RATIO
 
-CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 32, 16, 4
 VISION_TOKENS = 729  # what SigLIP makes of 384 x 384 pixels
 TILE = 256  # pixels, the VAE's own
 MOST_WHOLE_TOKENS = 16 * 16 * 31  # latent cells in one of the VAE's own tiles of the model's longest video
 STATES, PICTURE = "image_embeds", "image_latents"
-
-FAMILY = Family(
-    id="hunyuan_video_15",
-    title="HunyuanVideo 1.5",
-    pipelines={"HunyuanVideo15Pipeline": "text", "HunyuanVideo15ImageToVideoPipeline": "image"},
-    transformers=("HunyuanVideo15Transformer3DModel",),
-    parts={
-        "text_encoder": ("transformers", "Qwen2_5_VLTextModel"),
-        "text_encoder_2": ("transformers", "T5EncoderModel"),
-        "transformer": ("diffusers", "HunyuanVideo15Transformer3DModel"),
-        "vae": ("diffusers", "AutoencoderKLHunyuanVideo15"),
-        "image_encoder": ("transformers", "SiglipVisionModel"),
-    },
-    tools={
-        "tokenizer": "transformers",
-        "tokenizer_2": "transformers",
-        "scheduler": "diffusers",
-        "guider": "diffusers",
-        "feature_extractor": "transformers",
-    },
-    text_parts=("text_encoder", "text_encoder_2"),
-    multiple=SPATIAL_RATIO,
-    stride=TEMPORAL_RATIO,
-    defaults=Defaults(width=848, height=480, frames=121, steps=50, fps=24.0, cfg=6.0, max_tokens=1000),
-    effective=frozenset(
-        {
-            "cfg",
-            "cfg_start",
-            "cfg_end",
-            "guidance_rescale",
-            "negative",
-            "shift",
-            "sigmas",
-            "latents",
-            "noise_mask",
-            "template",
-            "vision",
-        }
-    ),
-    pages=(
-        "https://huggingface.co/hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
-        "https://huggingface.co/hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v",
-    ),
-    optional=("image_encoder", "feature_extractor"),
-    text_width="text_embed_dim",
-    image_required=True,
-)
 
 
 def defaults_for(pipeline: Pipeline) -> Defaults:
@@ -82,8 +47,8 @@ def defaults_for(pipeline: Pipeline) -> Defaults:
     width, height = nearest_size(pipeline, 16, 9)
     guider = pipeline.tools["guider"]
     # Upstream's other formula, cond + scale * (cond - uncond), is this one with one more.
-    scale = float(guider.get("guidance_scale", FAMILY.defaults.cfg)) + bool(guider.get("use_original_formulation"))
-    return replace(FAMILY.defaults, width=width, height=height, cfg=scale if guider.get("enabled", True) else 1.0)
+    scale = float(guider.get("guidance_scale", SPEC.defaults.cfg)) + bool(guider.get("use_original_formulation"))
+    return replace(SPEC.defaults, width=width, height=height, cfg=scale if guider.get("enabled", True) else 1.0)
 
 
 def nearest_size(pipeline: Pipeline, width: int, height: int) -> tuple[int, int]:
@@ -101,15 +66,10 @@ def task_of(config: Mapping[str, Any]) -> str:
     return "image" if config.get("task_type") == "i2v" else "text"
 
 
-def ratios(pipeline: Pipeline) -> tuple[int, int]:
-    """Pixels per latent row and column, and pixel frames per latent frame."""
-    return SPATIAL_RATIO, TEMPORAL_RATIO
-
-
 def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> Prompt:
     """Qwen and ByT5 embeddings of both texts."""
     positive, opposite = qwen_embeds(pipeline, request, progress)
-    return Prompt(FAMILY.id, positive, opposite)
+    return Prompt(SPEC.id, positive, opposite)
 
 
 prompt_from_core = qwen_from_core
@@ -122,13 +82,14 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) 
         InputError: no image encoder and no states in its place, or states of another encoder.
     """
     if request.frames.shape[0] > 1:
-        progress.notify(f"the first of {request.frames.shape[0]} images is used: {FAMILY.title} starts from one")
+        progress.notify(f"the first of {request.frames.shape[0]} images is used: {SPEC.title} starts from one")
     frames = request.frames[:1]
-    states = (
-        _states(pipeline, frames, progress) if request.vision is None else _checked_states(pipeline, request.vision)
-    )
+    if request.vision is None:
+        states = _states(pipeline, frames, progress)
+    else:
+        states = checked_vision(request.vision, VISION_TOKENS, int(pipeline.configs["transformer"]["image_embed_dim"]))
     picture = _video_latents(pipeline, frames, request.seed, progress, mode=True)
-    return ImageCondition(FAMILY.id, {STATES: states, PICTURE: picture}, request.width, request.height)
+    return ImageCondition(SPEC.id, {STATES: states, PICTURE: picture}, request.width, request.height)
 
 
 def encode_video(pipeline: Pipeline, frames: torch.Tensor, seed: int, progress: Progress) -> torch.Tensor:
@@ -144,49 +105,53 @@ def sample(
     Source: diffusers ``HunyuanVideo15Pipeline.__call__`` and its image-to-video twin; equal to them in fp32, but for
     rounding: padding and the attention mask that hides it are left out.
     """
-    device, scale = execution_device(pipeline.offloader), float(pipeline.configs["vae"]["scaling_factor"])
-    generator = generator_for(settings.seed)
-    shape = (
-        1,
-        CHANNELS,
-        (settings.frames - 1) // TEMPORAL_RATIO + 1,
-        settings.height // SPATIAL_RATIO,
-        settings.width // SPATIAL_RATIO,
-    )
+    device, scale = pipeline.offloader.device, float(pipeline.configs["vae"]["scaling_factor"])
+    generator, shape = generator_for(settings.seed), latent_shape(SPEC, CHANNELS, settings)
     settings = _guided_as_saved(pipeline, settings, progress)
-    schedule = schedule_for(pipeline.tools["scheduler"], settings, settings.steps, _levels, device)
+    schedule = schedule_for(pipeline.tools["scheduler"], settings, settings.steps, even_levels, device)
     noise = noise_for(shape, generator, device)
     clean = None if settings.latents is None else settings.latents.samples.to(device) * scale
+    guidance = Guidance(settings, len(schedule))
     forward = _Forward(pipeline, prompt, image, shape, scale, schedule)
-    held = pipeline.offloader.hold("transformer", beside_transformer(pipeline, settings), progress)
-    with held as transformer, checked_leaves(transformer, progress.check):
+    hold = pipeline.offloader.hold("transformer", beside_transformer(pipeline, settings), progress)
+    with hold as transformer, checked_leaves(transformer, progress.check):
 
         def predict(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
             cond = forward(transformer, "pred_cond", latents, time, index)
-            if not cfg_acts(settings, index, len(schedule)):
+            if not guidance.acts(index):
                 return cond
-            uncond = forward(transformer, "pred_uncond", latents, time, index)
-            return _rescaled(uncond + settings.cfg * (cond - uncond), cond, settings.guidance_rescale)
+            return guidance.guide(cond, forward(transformer, "pred_uncond", latents, time, index))
 
         latents = denoise(
             start_from(clean, noise, schedule),
             schedule,
             predict,
             progress=progress,
-            again=recovery(pipeline, progress),
-            kept=kept_part(settings, clean, noise),
+            again=make_room_and_retry(pipeline, progress),
+            noise_mask=noise_mask_for(settings, clean, noise),
         )
-    return Latents(
-        latents.cpu() / scale,
-        FAMILY.id,
-        pipeline.task,
-        settings.frames,
-        settings.height,
-        settings.width,
-        settings.fps,
-        settings.seed,
-        extra={"generator_state": state_of(generator)},
-    )
+    return sampled_latents(pipeline, latents.cpu() / scale, settings, generator)
+
+
+def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.Tensor:
+    """The velocity, noise minus data, for a sampler of core's."""
+    config, like = pipeline.configs["transformer"], call.latents
+    rows = like.shape[0]
+    quotes = call.quotes if call.quotes is not None else like.new_zeros(rows, 0, int(config["text_embed_2_dim"]))
+    vision = call.vision if call.vision is not None else like.new_zeros(rows, 0, int(config["image_embed_dim"]))
+    later = call.later if config.get("use_meanflow") and call.vision is not None else None
+    output: torch.Tensor = transformer(
+        hidden_states=like,
+        timestep=call.time.to(like.dtype),
+        timestep_r=None if later is None else later.to(like.dtype),
+        encoder_hidden_states=call.embeds,
+        encoder_attention_mask=call.valid,
+        encoder_hidden_states_2=quotes,
+        encoder_attention_mask_2=torch.ones(quotes.shape[:2], dtype=torch.bool, device=quotes.device),
+        image_embeds=vision,
+        return_dict=False,
+    )[0]
+    return output
 
 
 def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form | None = None) -> torch.Tensor:
@@ -207,7 +172,7 @@ class _Forward:
         scale: float,
         schedule: Schedule,
     ) -> None:
-        device, self.dtype = execution_device(pipeline.offloader), pipeline.precision.residual
+        device, self.dtype = pipeline.offloader.device, pipeline.precision.residual
         config = pipeline.configs["transformer"]
         branches = {"pred_cond": prompt.embeds, "pred_uncond": prompt.negative or {}}
         self.text = placed(branches, device, self.dtype)
@@ -248,19 +213,12 @@ def _all_valid(tokens: torch.Tensor) -> torch.Tensor:
     return torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
 
 
-def _levels(steps: int) -> Levels:
-    """Even steps from 1; the scheduler's own shift bends them."""
-    import numpy
-
-    return Levels(sigmas=numpy.linspace(1.0, 0.0, steps + 1)[:-1].tolist())
-
-
 def _guided_as_saved(pipeline: Pipeline, settings: SampleSettings, progress: Progress) -> SampleSettings:
     """``settings`` within what the checkpoint's guider says, where the user says nothing else."""
     guider: Mapping[str, Any] = pipeline.tools["guider"]
     name = guider.get("_class_name", "ClassifierFreeGuidance")
     if name != "ClassifierFreeGuidance":
-        progress.notify(f"the checkpoint's {name} is not run here: plain classifier-free guidance is used")
+        progress.notify(f"the checkpoint's {name} is not supported; plain classifier-free guidance is used")
         return settings
     steps = settings.steps
     return replace(
@@ -270,15 +228,6 @@ def _guided_as_saved(pipeline: Pipeline, settings: SampleSettings, progress: Pro
         cfg_end=min(settings.cfg_end, int(guider.get("stop", 1.0) * steps) / steps),
         guidance_rescale=settings.guidance_rescale or float(guider.get("guidance_rescale", 0.0)),
     )
-
-
-def _rescaled(guided: torch.Tensor, cond: torch.Tensor, share: float) -> torch.Tensor:
-    if not share:
-        return guided
-    from diffusers.guiders.guider_utils import rescale_noise_cfg
-
-    rescaled: torch.Tensor = rescale_noise_cfg(guided, cond, share)
-    return rescaled
 
 
 def _states(pipeline: Pipeline, frames: torch.Tensor, progress: Progress) -> torch.Tensor:
@@ -293,25 +242,17 @@ def _states(pipeline: Pipeline, frames: torch.Tensor, progress: Progress) -> tor
             fix="Choose a folder that has it as image_encoder when loading, or connect CLIP Vision Encode.",
         )
     picture = Image.fromarray((frames[0] * 255.0).round().to(torch.uint8).numpy())
-    device = execution_device(pipeline.offloader)
-    with pipeline.offloader.hold("image_encoder", 0, progress) as encoder, watched(encoder, progress, "encoding image"):
+    device = pipeline.offloader.device
+    with (
+        pipeline.offloader.hold("image_encoder", 0, progress) as encoder,
+        watched(encoder, progress, StageText("encoding", "image")),
+    ):
         states = HunyuanVideo15ImageToVideoPipeline._get_image_embeds(
             encoder, pipeline.tools["feature_extractor"], picture, device
         )
     pipeline.offloader.release("image_encoder")
-    found: torch.Tensor = states.float().cpu()
-    return found
-
-
-def _checked_states(pipeline: Pipeline, vision: torch.Tensor) -> torch.Tensor:
-    expected = (1, VISION_TOKENS, int(pipeline.configs["transformer"]["image_embed_dim"]))
-    if tuple(vision.shape) != expected:
-        raise InputError(
-            f"a CLIP_VISION_OUTPUT of shape {tuple(vision.shape)}",
-            expected=f"the shape {expected}",
-            fix="Use CLIP Vision Encode with sigclip_vision_patch14_384, without crop.",
-        )
-    return vision.detach().float().cpu()
+    vision: torch.Tensor = states.float().cpu()
+    return vision
 
 
 def _video_latents(

@@ -9,15 +9,16 @@ from typing import Any
 import torch
 
 from ....compat.errors import InputError
-from ....compat.memory.offloader import own_tensors
+from ....compat.memory.hooks import own_tensors
 from ....compat.memory.transfer import Transfer
-from ...base import ImageCondition, ImageRequest, Pipeline, Progress, SampleSettings
+from ...base import ImageCondition, ImageRequest, Pipeline, Progress, SampleSettings, StageText
 from ...pictures import signed
-from ...sampling.loop import noise_for
+from ...sampling.loop import latent_shape, noise_for
 from ...sampling.schedules import TRAIN_TIMESTEPS, Schedule
-from ...vae.checked import encoding
+from ...text.t5 import bare_pipeline
+from ...vae.fallback import encoding
+from .spec import CHANNELS, SPATIAL_RATIO, SPEC, TEMPORAL_RATIO
 
-CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 128, 32, 8
 MOMENTS, MEAN, STD = "moments", "latents_mean", "latents_std"
 LAST = -1
 STARTED = 1e-6  # upstream's tolerance in asking whether a token is noisier than the picture in it
@@ -54,7 +55,7 @@ class Canvas:
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
         """Of the latents: (1, 128, T, H / 32, W / 32)."""
-        return 1, CHANNELS, *latent_size(self.settings)
+        return latent_shape(SPEC, CHANNELS, self.settings)
 
     @property
     def size(self) -> dict[str, int]:
@@ -117,7 +118,7 @@ class Walk:
         drawn = self.generator.get_state()
         try:
             return self._loosened(torch.where(runs.unsqueeze(-1), stepped, tokens), index + 1)
-        except RuntimeError:
+        except BaseException:
             self.generator.set_state(drawn)  # the step may be tried again, and draws the same noise then
             raise
 
@@ -136,12 +137,6 @@ class Walk:
         )
 
 
-def latent_size(settings: SampleSettings) -> tuple[int, int, int]:
-    """Latent frames, rows and columns."""
-    frames = (settings.frames - 1) // TEMPORAL_RATIO + 1
-    return frames, settings.height // SPATIAL_RATIO, settings.width // SPATIAL_RATIO
-
-
 def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) -> ImageCondition:
     """A picture (one frame) or a clip (8n + 1 frames) at frame ``frame``, beside those of ``previous``.
 
@@ -153,7 +148,7 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) 
     """
     frames = _on_grid(request, progress)
     known, anchors = ({}, ()) if request.previous is None else (request.previous.tensors, request.previous.anchors)
-    found = encoded_moments(pipeline, frames, progress, "encoding image")
+    found = encoded_moments(pipeline, frames, progress, StageText("encoding", "image"))
     if MEAN in known and not torch.equal(known[MEAN], found[MEAN]):
         raise InputError(
             "a previous image condition made by another LTX-Video VAE",
@@ -174,9 +169,9 @@ def encoded_moments(
     found: dict[str, torch.Tensor] = {}
 
     def run(vae: Any, transfer: Transfer) -> torch.Tensor:
-        moments: torch.Tensor = vae.encode(transfer.sent(signed(frames))).latent_dist.parameters
+        moments: torch.Tensor = vae.encode(transfer.to_device(signed(frames))).latent_dist.parameters
         with own_tensors(vae):
-            found[MEAN], found[STD] = transfer.fetched(vae.latents_mean), transfer.fetched(vae.latents_std)
+            found[MEAN], found[STD] = transfer.to_host_fp32(vae.latents_mean), transfer.to_host_fp32(vae.latents_std)
         return moments
 
     with encoding(pipeline, frames, progress) as passes:
@@ -286,7 +281,7 @@ class _Encoded:
 
 def _pipeline(cls: Any, image: ImageCondition | None, device: torch.device) -> Any:
     encoded = _Encoded({} if image is None else image.tensors, device)
-    return cls(scheduler=None, vae=encoded, text_encoder=None, tokenizer=None, transformer=None)
+    return bare_pipeline(cls, vae=encoded)
 
 
 def _on_grid(request: ImageRequest, progress: Progress) -> torch.Tensor:
@@ -301,7 +296,7 @@ def _on_grid(request: ImageRequest, progress: Progress) -> torch.Tensor:
         nearest = round(frame / TEMPORAL_RATIO) * TEMPORAL_RATIO
         raise InputError(
             f"a clip at frame {frame}",
-            expected=f"a multiple of {TEMPORAL_RATIO}, where a clip's latents can stand",
-            fix=f"The nearest valid value is {nearest}. A single image may stand at any frame.",
+            expected=f"a multiple of {TEMPORAL_RATIO}, where a clip can start",
+            fix=f"The nearest valid value is {nearest}. A single image may go at any frame.",
         )
     return request.frames[:count]

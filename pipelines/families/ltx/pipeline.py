@@ -12,32 +12,34 @@ What files cannot tell is whether a checkpoint is distilled: the input ``variant
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ....compat.device.execution import HOST, checked_leaves, execution_device, generator_for, placed, state_of
+from ....compat.device.execution import HOST, checked_leaves, generator_for, placed
 from ....compat.device.vae_policy import Form
-from ....compat.memory.offloader import own_tensors
+from ....compat.memory.hooks import own_tensors
 from ....compat.memory.transfer import Transfer
-from ...base import ImageCondition, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings
-from ...family import Defaults, Family
-from ...memory.fit import recovery
-from ...memory.needs import beside_transformer
+from ...base import ImageCondition, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings, StageText
+from ...family import Defaults
+from ...memory.estimates import beside_transformer
+from ...memory.fit import make_room_and_retry
 from ...pictures import unsigned
-from ...sampling.loop import Kept, Predict, cfg_acts, denoise, noise_for
+from ...sampling.core_sampler import Call
+from ...sampling.guidance import Guidance
+from ...sampling.loop import NoiseMask, Predict, denoise, latent_shape, noise_for, noise_mask_for, sampled_latents
+from ...sampling.schedules import TRAIN_TIMESTEPS, Levels, Schedule, schedule_for
 from ...text.t5 import EMBEDS, MASK, batched, t5_embeds, t5_from_core
-from ...vae.checked import decoding
-from ...vae.video import kept_part
+from ...vae.fallback import decoding
 from .conditions import (
     MEAN,
     MOMENTS,
-    SPATIAL_RATIO,
     STD,
-    TEMPORAL_RATIO,
     Canvas,
     Start,
     Walk,
@@ -48,10 +50,10 @@ from .conditions import (
     is_first_frame,
     plain_start,
 )
-from .schedule import ltx_schedule
+from .spec import CONDITION, DEV, DISTILLED, SPATIAL_RATIO, SPEC, TEMPORAL_RATIO
 
 __all__ = [
-    "FAMILY",
+    "call_transformer",
     "decode",
     "defaults_for",
     "encode_image",
@@ -59,52 +61,10 @@ __all__ = [
     "encode_video",
     "guess_variant",
     "prompt_from_core",
-    "ratios",
     "sample",
 ]
 
-CONDITION = "LTXConditionPipeline"
-DEV, DISTILLED = "dev", "distilled"
 PLAIN_TOKENS = 128  # LTXPipeline pads every text to it without a mask, so the length acts on the video
-
-FAMILY = Family(
-    id="ltx",
-    title="LTX-Video",
-    pipelines={"LTXPipeline": "text", "LTXImageToVideoPipeline": "image", CONDITION: "text"},
-    transformers=("LTXVideoTransformer3DModel",),
-    parts={
-        "text_encoder": ("transformers", "T5EncoderModel"),
-        "transformer": ("diffusers", "LTXVideoTransformer3DModel"),
-        "vae": ("diffusers", "AutoencoderKLLTXVideo"),
-    },
-    tools={"tokenizer": "transformers", "scheduler": "diffusers"},
-    text_parts=("text_encoder",),
-    multiple=SPATIAL_RATIO,
-    stride=TEMPORAL_RATIO,
-    defaults=Defaults(width=704, height=512, frames=121, steps=50, fps=25.0, cfg=3.0, max_tokens=256),
-    effective=frozenset(
-        {
-            "cfg",
-            "cfg_start",
-            "cfg_end",
-            "negative",
-            "guidance_rescale",
-            "shift",
-            "sigmas",
-            "latents",
-            "noise_mask",
-            "frame",
-            "strength",
-            "previous",
-        }
-    ),
-    variants=(DEV, DISTILLED),
-    pages=(
-        "https://huggingface.co/Lightricks/LTX-Video",
-        "https://huggingface.co/Lightricks/LTX-Video-0.9.8-13B-distilled",
-    ),
-    text_width="caption_channels",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,15 +104,15 @@ TUNING: dict[str, Tuning] = {
 def guess_variant(path: Path, config: Mapping[str, Any]) -> tuple[str, str]:
     """``distilled`` where the folder is called so, else ``dev``, and why."""
     if DISTILLED in path.name.lower():
-        return DISTILLED, f"assumed from the folder's name {path.name!r}, since its files do not tell"
+        return DISTILLED, f"assumed from the folder's name {path.name!r}, because the files cannot tell"
     return DEV, f"assumed, since the folder's name {path.name!r} does not say {DISTILLED!r} and its files do not tell"
 
 
 def defaults_for(pipeline: Pipeline) -> Defaults:
     """The defaults of the variant, and the text length of the checkpoint's own pipeline."""
     tuning = TUNING[pipeline.variant]
-    tokens = FAMILY.defaults.max_tokens if is_condition(pipeline) else PLAIN_TOKENS
-    return replace(FAMILY.defaults, steps=tuning.steps, cfg=tuning.cfg, max_tokens=tokens)
+    tokens = SPEC.defaults.max_tokens if is_condition(pipeline) else PLAIN_TOKENS
+    return replace(SPEC.defaults, steps=tuning.steps, cfg=tuning.cfg, max_tokens=tokens)
 
 
 def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> Prompt:
@@ -164,15 +124,10 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
 
     pipe = LTXConditionPipeline if is_condition(pipeline) else LTXPipeline
     positive, opposite = t5_embeds(pipeline, pipe, request, progress)
-    return Prompt(FAMILY.id, positive, opposite)
+    return Prompt(SPEC.id, positive, opposite)
 
 
 prompt_from_core = t5_from_core
-
-
-def ratios(pipeline: Pipeline) -> tuple[int, int]:
-    """Pixels per latent row and column, and pixel frames per latent frame."""
-    return SPATIAL_RATIO, TEMPORAL_RATIO
 
 
 def encode_video(pipeline: Pipeline, frames: torch.Tensor, seed: int, progress: Progress) -> torch.Tensor:
@@ -180,7 +135,7 @@ def encode_video(pipeline: Pipeline, frames: torch.Tensor, seed: int, progress: 
     from diffusers import LTXPipeline
     from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
-    found = encoded_moments(pipeline, frames, progress, "encoding video")
+    found = encoded_moments(pipeline, frames, progress, StageText("encoding", "video"))
     drawn = DiagonalGaussianDistribution(found[MOMENTS]).sample(generator_for(seed))
     return LTXPipeline._normalize_latents(drawn, found[MEAN], found[STD], _scaling(pipeline))
 
@@ -196,7 +151,7 @@ def sample(
     """
     from diffusers import LTXPipeline
 
-    device, generator = execution_device(pipeline.offloader), generator_for(settings.seed)
+    device, generator = pipeline.offloader.device, generator_for(settings.seed)
     anchors = anchors_of(image, settings.frames, progress)
     conditioned = is_condition(pipeline) or bool(anchors and not is_first_frame(anchors))
     schedule = ltx_schedule(
@@ -220,22 +175,38 @@ def sample(
             schedule,
             predict,
             progress=progress,
-            again=recovery(pipeline, progress),
-            kept=_kept(canvas, start),
+            again=make_room_and_retry(pipeline, progress),
+            noise_mask=_noise_mask(canvas, start),
             preview=unpacked,
             step=walk.step,
         )
-    return Latents(
-        unpacked(tokens.cpu()),
-        FAMILY.id,
-        "image" if anchors else "text",
-        settings.frames,
-        settings.height,
-        settings.width,
-        settings.fps,
-        settings.seed,
-        extra={"generator_state": state_of(generator)},
+    latents = sampled_latents(pipeline, unpacked(tokens.cpu()), settings, generator)
+    return replace(latents, task="image" if anchors else "text")
+
+
+def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.Tensor:
+    """The velocity, noise minus data, for a sampler of core's."""
+    from diffusers import LTXPipeline
+
+    rows, _, frames, height, width = call.latents.shape
+    size = SampleSettings(
+        width * SPATIAL_RATIO, height * SPATIAL_RATIO, (frames - 1) * TEMPORAL_RATIO + 1, fps=call.fps
     )
+    canvas = Canvas(size, call.latents.device, call.latents[:1], 1.0)
+    start = (conditioned_start if is_condition(pipeline) else plain_start)(canvas, None, (), torch.Generator())
+    place = {
+        name: value.expand(rows, *value.shape[1:]) if isinstance(value, torch.Tensor) else value
+        for name, value in start.place.items()
+    }
+    output: torch.Tensor = transformer(
+        hidden_states=LTXPipeline._pack_latents(call.latents),
+        encoder_hidden_states=call.embeds,
+        timestep=call.time,
+        encoder_attention_mask=call.valid,
+        return_dict=False,
+        **place,
+    )[0]
+    return LTXPipeline._unpack_latents(output, frames, height, width)
 
 
 def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form | None = None) -> torch.Tensor:
@@ -251,11 +222,11 @@ def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form 
 
     def prepare(vae: Any, transfer: Transfer) -> tuple[torch.Tensor, torch.Tensor | None]:
         with own_tensors(vae):
-            mean, std = transfer.fetched(vae.latents_mean), transfer.fetched(vae.latents_std)
+            mean, std = transfer.to_host_fp32(vae.latents_mean), transfer.to_host_fp32(vae.latents_std)
         samples, time = LTXPipeline._denormalize_latents(latents.samples, mean, std, _scaling(pipeline)), None
         if noise is not None:
             level = torch.tensor(noise_scale)
-            samples, time = (1 - level) * samples + level * noise, transfer.sent(torch.tensor([timestep]))
+            samples, time = (1 - level) * samples + level * noise, transfer.to_device(torch.tensor([timestep]))
         return samples, time
 
     with decoding(pipeline, latents.samples.shape, progress, form) as passes:
@@ -264,12 +235,11 @@ def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form 
 
 def _predictor(transformer: Any, dtype: torch.dtype, prompt: Prompt, settings: SampleSettings, walk: Walk) -> Predict:
     """The guided velocity of each token; text in another dtype is cast to the transformer's."""
-    from diffusers.pipelines.ltx.pipeline_ltx import rescale_noise_cfg
-
     text = placed(batched(prompt, settings.cfg > 1.0), walk.start.tokens.device, dtype)
+    guidance = Guidance(settings, len(walk.schedule))
 
     def predict(tokens: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
-        guided = cfg_acts(settings, index, len(walk.schedule))
+        guided = guidance.acts(index)
         rows = text if guided else {name: tensor[-1:] for name, tensor in text.items()}
         copies, times = (2 if guided else 1), walk.times(time)
         place = {
@@ -285,41 +255,91 @@ def _predictor(transformer: Any, dtype: torch.dtype, prompt: Prompt, settings: S
                 return_dict=False,
                 **place,
             )[0].float()
-        if guided:
-            uncond, cond = output.chunk(2)
-            output = uncond + settings.cfg * (cond - uncond)
-            if settings.guidance_rescale > 0:
-                output = rescale_noise_cfg(output, cond, guidance_rescale=settings.guidance_rescale)
+        output = guidance.guide_batch(output)
         # Solvers and preview reckon with one noise level for all: in a token that has less, less is to be removed.
         return output if walk.start.held is None else output * (times / time).unsqueeze(-1)
 
     return predict
 
 
-def _kept(canvas: Canvas, start: Start) -> Kept | None:
+def _noise_mask(canvas: Canvas, start: Start) -> NoiseMask | None:
     """What the noise mask keeps, as tokens; never where a picture is."""
     from diffusers import LTXPipeline
 
     if canvas.clean is None:
         return None
-    kept = kept_part(canvas.settings, canvas.clean, start.noise)
-    if kept is None:
+    given = noise_mask_for(canvas.settings, canvas.clean, start.noise)
+    if given is None:
         return None
     outside = start.noise[:, : start.outside]
-    clean = torch.cat([outside, LTXPipeline._pack_latents(kept.clean)], dim=1)
-    mask = torch.cat([torch.ones_like(outside[..., :1]), LTXPipeline._pack_latents(kept.mask)], dim=1)
+    clean = torch.cat([outside, LTXPipeline._pack_latents(given.clean)], dim=1)
+    mask = torch.cat([torch.ones_like(outside[..., :1]), LTXPipeline._pack_latents(given.mask)], dim=1)
     if start.held is not None:
         mask = torch.where(start.held.unsqueeze(-1) > 0, 1.0, mask)
-    return Kept(clean, start.noise, mask)
+    return NoiseMask(clean, start.noise, mask)
 
 
 def is_condition(pipeline: Pipeline) -> bool:
     """Whether the checkpoint is of ``LTXConditionPipeline``; where no index says so, its schedule tells."""
     name = pipeline.tools["index"].get("_class_name")
-    if name in FAMILY.pipelines:
+    if name in SPEC.pipelines:
         return bool(name == CONDITION)
     return not pipeline.tools["scheduler"].get("use_dynamic_shifting", False)
 
 
 def _scaling(pipeline: Pipeline) -> float:
     return float(pipeline.configs["vae"].get("scaling_factor", 1.0))
+
+
+def ltx_schedule(
+    config: Mapping[str, Any],
+    settings: SampleSettings,
+    conditioned: bool,
+    fixed: Sequence[float] | None,
+    device: torch.device,
+) -> Schedule:
+    """The schedule for one sampling.
+
+    Args:
+        config: the scheduler's own. conditioned: whether it is the one of ``LTXConditionPipeline``.
+        fixed: the timesteps of a distilled model, which it was trained on.
+    """
+    if not conditioned and fixed is None:
+        levels: Callable[[int], Levels] = partial(_shifted, config, math.prod(latent_shape(SPEC, 1, settings)))
+    else:
+        levels = partial(_stretched, fixed) if fixed is not None else _linear_quadratic
+        if config.get("use_dynamic_shifting"):
+            config = {**config, "use_dynamic_shifting": False, "shift_terminal": None}
+        if settings.shift:
+            # A shift acts on noise levels only: given as timesteps, the transformer would see other ones.
+            levels = partial(_as_sigmas, levels)
+    return schedule_for(config, settings, settings.steps, levels, device)
+
+
+def _shifted(config: Mapping[str, Any], tokens: int, steps: int) -> Levels:
+    """Evenly spaced levels, moved by the scheduler's dynamic shift: ``LTXPipeline``'s schedule."""
+    import numpy
+    from diffusers.pipelines.ltx.pipeline_ltx import calculate_shift
+
+    rows = (("base_image_seq_len", 256), ("max_image_seq_len", 4096), ("base_shift", 0.5), ("max_shift", 1.15))
+    mu = calculate_shift(tokens, *(config.get(name, usual) for name, usual in rows))
+    return Levels(sigmas=numpy.linspace(1.0, 1 / steps, steps).tolist(), mu=mu)
+
+
+def _linear_quadratic(steps: int) -> Levels:
+    """``LTXConditionPipeline``'s schedule."""
+    from diffusers.pipelines.ltx.pipeline_ltx_condition import linear_quadratic_schedule
+
+    return Levels(timesteps=(linear_quadratic_schedule(steps) * TRAIN_TIMESTEPS).tolist())
+
+
+def _stretched(fixed: Sequence[float], steps: int) -> Levels:
+    """The fixed timesteps; read between them where another number of steps is asked."""
+    import numpy
+
+    places = numpy.linspace(0, len(fixed) - 1, steps)
+    return Levels(timesteps=numpy.interp(places, range(len(fixed)), fixed).tolist())
+
+
+def _as_sigmas(levels: Callable[[int], Levels], steps: int) -> Levels:
+    return Levels(sigmas=[time / TRAIN_TIMESTEPS for time in levels(steps).timesteps or ()])

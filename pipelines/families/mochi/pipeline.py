@@ -3,45 +3,24 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from ....compat.device.execution import checked_leaves, execution_device, generator_for, placed, state_of
+from ....compat.device.execution import checked_leaves, generator_for, placed
 from ....compat.device.vae_policy import Form
 from ...base import ImageCondition, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings
-from ...family import Defaults, Family
-from ...memory.fit import recovery
-from ...memory.needs import beside_transformer
-from ...sampling.loop import cfg_acts, denoise, noise_for, start_from
+from ...memory.estimates import beside_transformer
+from ...memory.fit import make_room_and_retry
+from ...sampling.core_sampler import TIME, Call
+from ...sampling.guidance import Guidance
+from ...sampling.loop import denoise, latent_shape, noise_for, noise_mask_for, sampled_latents, start_from
 from ...sampling.schedules import Levels, schedule_for
 from ...text.t5 import EMBEDS, MASK, batched, t5_embeds, t5_from_core
-from ...vae.video import decoded, encoded, kept_part
+from ...vae.fallback import decoded, encoded
+from .spec import CHANNELS, SPEC
 
-CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 12, 8, 6
 THRESHOLD_NOISE = 0.025
-
-FAMILY = Family(
-    id="mochi",
-    title="Mochi 1",
-    pipelines={"MochiPipeline": "text"},
-    transformers=("MochiTransformer3DModel",),
-    parts={
-        "text_encoder": ("transformers", "T5EncoderModel"),
-        "transformer": ("diffusers", "MochiTransformer3DModel"),
-        "vae": ("diffusers", "AutoencoderKLMochi"),
-    },
-    tools={"tokenizer": "transformers", "scheduler": "diffusers"},
-    text_parts=("text_encoder",),
-    multiple=16,
-    stride=TEMPORAL_RATIO,
-    defaults=Defaults(width=848, height=480, frames=85, steps=64, fps=30.0, cfg=4.5, max_tokens=256),
-    effective=frozenset({"cfg", "cfg_start", "cfg_end", "negative", "shift", "sigmas", "latents", "noise_mask"}),
-    min_steps=2,
-    pages=("https://huggingface.co/genmo/mochi-1-preview",),
-    text_width="text_embed_dim",
-)
 
 
 def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> Prompt:
@@ -50,15 +29,10 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
 
     zeroed = bool(pipeline.tools["index"].get("force_zeros_for_empty_prompt", False))
     positive, opposite = t5_embeds(pipeline, MochiPipeline, request, progress, force_zeros_for_empty_prompt=zeroed)
-    return Prompt(FAMILY.id, positive, opposite)
+    return Prompt(SPEC.id, positive, opposite)
 
 
 prompt_from_core = t5_from_core
-
-
-def ratios(pipeline: Pipeline) -> tuple[int, int]:
-    """Pixels per latent row and column, and pixel frames per latent frame."""
-    return SPATIAL_RATIO, TEMPORAL_RATIO
 
 
 def encode_video(pipeline: Pipeline, frames: torch.Tensor, seed: int, progress: Progress) -> torch.Tensor:
@@ -73,20 +47,20 @@ def sample(
 
     Source: diffusers ``MochiPipeline.__call__``; equal to it in fp32.
     """
-    device = execution_device(pipeline.offloader)
-    generator = generator_for(settings.seed)
-    dtype, steps = pipeline.precision.residual, settings.steps
-    schedule = schedule_for(pipeline.tools["scheduler"], settings, steps, _levels, device)
-    noise = noise_for(latent_shape(settings), generator, device)
-    clean = None if settings.latents is None else _to_model(pipeline, settings.latents.samples).to(device)
+    device, dtype, generator = pipeline.offloader.device, pipeline.precision.residual, generator_for(settings.seed)
+    mean, std, scale = _statistics(pipeline)
+    schedule = schedule_for(pipeline.tools["scheduler"], settings, settings.steps, _levels, device)
+    noise = noise_for(latent_shape(SPEC, CHANNELS, settings), generator, device)
+    clean = None if settings.latents is None else ((settings.latents.samples - mean) * scale / std).to(device)
     text = placed(batched(prompt, settings.cfg > 1.0), device, dtype)
-    held: Any = pipeline.offloader.hold("transformer", beside_transformer(pipeline, settings), progress)
-    with held as transformer, checked_leaves(transformer, progress.check), warnings.catch_warnings():
+    guidance = Guidance(settings, len(schedule))
+    hold = pipeline.offloader.hold("transformer", beside_transformer(pipeline, settings), progress)
+    with hold as transformer, checked_leaves(transformer, progress.check), warnings.catch_warnings():
         # Its rotary embedding asks the CPU for an fp32 autocast, which is a no-op there, with a warning per step.
         warnings.filterwarnings("ignore", message="In CPU autocast")
 
         def predict(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
-            guided = cfg_acts(settings, index, len(schedule))
+            guided = guidance.acts(index)
             rows = text if guided else {name: tensor[-1:] for name, tensor in text.items()}
             model_input = torch.cat([latents] * 2) if guided else latents
             with transformer.cache_context("cond_uncond"):
@@ -97,41 +71,34 @@ def sample(
                     encoder_attention_mask=rows[MASK],
                     return_dict=False,
                 )[0].float()
-            if not guided:
-                return output
-            uncond, cond = output.chunk(2)
-            return uncond + settings.cfg * (cond - uncond)
+            return guidance.guide_batch(output)
 
         latents = denoise(
             start_from(clean, noise, schedule),
             schedule,
             predict,
             progress=progress,
-            again=recovery(pipeline, progress),
-            kept=kept_part(settings, clean, noise),
+            again=make_room_and_retry(pipeline, progress),
+            noise_mask=noise_mask_for(settings, clean, noise),
         )
-    return Latents(
-        _from_model(pipeline, latents.cpu()),
-        FAMILY.id,
-        "text",
-        settings.frames,
-        settings.height,
-        settings.width,
-        settings.fps,
-        settings.seed,
-        extra={"generator_state": state_of(generator)},
-    )
+    return sampled_latents(pipeline, latents.cpu() * std / scale + mean, settings, generator)
+
+
+def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.Tensor:
+    """The velocity, noise minus data, for a sampler of core's."""
+    output: torch.Tensor = transformer(
+        hidden_states=call.latents,
+        encoder_hidden_states=call.embeds,
+        timestep=(TIME - call.time).to(call.latents.dtype),
+        encoder_attention_mask=call.valid,
+        return_dict=False,
+    )[0]
+    return -output.float()  # the model predicts data minus noise
 
 
 def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form | None = None) -> torch.Tensor:
     """Frames (F, H, W, 3) in 0..1."""
     return decoded(pipeline, latents.samples, progress, form)
-
-
-def latent_shape(settings: SampleSettings) -> tuple[int, ...]:
-    """(1, C, T, H, W) of the latents."""
-    frames = (settings.frames - 1) // TEMPORAL_RATIO + 1
-    return 1, CHANNELS, frames, settings.height // SPATIAL_RATIO, settings.width // SPATIAL_RATIO
 
 
 def _levels(steps: int) -> Levels:
@@ -141,19 +108,10 @@ def _levels(steps: int) -> Levels:
     return Levels(sigmas=linear_quadratic_schedule(steps, THRESHOLD_NOISE))
 
 
-def _statistics(config: Mapping[str, Any]) -> tuple[torch.Tensor | float, torch.Tensor | float, float]:
+def _statistics(pipeline: Pipeline) -> tuple[torch.Tensor | float, torch.Tensor | float, float]:
+    config = pipeline.configs["vae"]
     mean, std, scale = config.get("latents_mean"), config.get("latents_std"), float(config.get("scaling_factor", 1.0))
     if mean is None or std is None:
         return 0.0, 1.0, scale
     column = (1, CHANNELS, 1, 1, 1)
     return torch.tensor(mean).view(column), torch.tensor(std).view(column), scale
-
-
-def _from_model(pipeline: Pipeline, latents: torch.Tensor) -> torch.Tensor:
-    mean, std, scale = _statistics(pipeline.configs["vae"])
-    return latents * std / scale + mean
-
-
-def _to_model(pipeline: Pipeline, latents: torch.Tensor) -> torch.Tensor:
-    mean, std, scale = _statistics(pipeline.configs["vae"])
-    return (latents - mean) * scale / std

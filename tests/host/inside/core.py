@@ -13,8 +13,7 @@ import comfy.sample
 import comfy.samplers
 import torch
 from anygpu.compat.device.execution import generator_for
-from anygpu.compat.memory.adapters import Adapted
-from anygpu.host import core_outputs
+from anygpu.host import core_models
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import FramePackSettings, SampleSettings, Silent
 from anygpu.pipelines.latents import convert as latent_format
@@ -53,7 +52,7 @@ def cores(model: Any, positive: Any, negative: Any, noise: torch.Tensor, **chose
 def prepared(name: str, **chosen: Any) -> tuple[Any, Any, Any, Any, Any, torch.Tensor]:
     """Pipeline, MODEL, prompt, picture, and the conditionings and noise for core's sampler."""
     pipeline = loaded_for(name, **chosen)
-    model, _ = core_outputs.beside(pipeline)
+    model, _ = core_models.beside(pipeline)
     prompt, image = encoded(pipeline, name)
     positive, negative = latent_format.conditionings(prompt)
     generator = generator_for(SEED)
@@ -63,7 +62,7 @@ def prepared(name: str, **chosen: Any) -> tuple[Any, Any, Any, Any, Any, torch.T
         image = replace(image, tensors={**image.tensors, "start": moments})
         torch.randn(1, moments.shape[1] // 2, *moments.shape[2:], generator=generator)
     if image is not None:
-        positive, negative = (core_outputs.pictured(cond, image) for cond in (positive, negative))
+        positive, negative = (core_models.pictured(cond, image) for cond in (positive, negative))
     return pipeline, model, prompt, image, (positive, negative), generator
 
 
@@ -91,7 +90,7 @@ def adapted_alike(name: str, weights: str, folder: str) -> dict[str, Any]:
     save_file(factors(pipeline), file)
     adapted = lora.with_lora(pipeline, file, 0.5, "double", "separate", Silent())
     adapted = lora.with_lora(adapted, file, 0.25, "double 0, rest", "merged", Silent())
-    patched = core_outputs.adapted(adapted)
+    patched = core_models.adapted(adapted)
     found: dict[str, Any] = {"read": "transformer" in pipeline.parts}
     expected = ours(alone(adapted), prompt, image, CASES[name][1])
     noise = torch.randn(_noise_shape(pipeline, expected), generator=generator)
@@ -116,8 +115,8 @@ def adapted_alike(name: str, weights: str, folder: str) -> dict[str, Any]:
 def alone(adapted: Any) -> Any:
     """The pipeline with all its LoRAs beside the weights, which packed ones take too."""
     chosen = tuple(replace(one, mode="separate") for one in lora.on(adapted))
-    active_adapters = lora.LoRAs(chosen, adapted.precision.transformer)
-    return replace(adapted, offloader=Adapted(adapted.offloader.inner, adapted.parts, active_adapters))
+    adapters = lora.LoRAs(chosen, adapted.precision.transformer, adapted.spec.transformers)
+    return replace(adapted, offloader=adapted.offloader.with_adapters(adapters))
 
 
 def _noise_shape(pipeline: Any, samples: torch.Tensor) -> tuple[int, ...]:
@@ -132,7 +131,7 @@ def decoded_alike(name: str) -> dict[str, Any]:
     import nodes
 
     pipeline = loaded_for(name)
-    _, vae = core_outputs.beside(pipeline)
+    _, vae = core_models.beside(pipeline)
     prompt, image = encoded(pipeline, name)
     samples = ours(pipeline, prompt, image, CASES[name][1])
     frames = stages.decode(pipeline, latent_format.from_core(pipeline, {"samples": samples}, print), Silent())

@@ -13,7 +13,7 @@ from anygpu.host import memory_manager
 from anygpu.pipelines import stages, tiny
 from anygpu.pipelines.base import FramePackSettings, ImageRequest, Pipeline, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.loading.folder import LoadRequest, load
-from anygpu.tests.heavy import GREATER, build_heavy
+from heavy import GREATER, build_heavy
 from simulated import accelerator
 
 from host.inside.sight import seen_by_comfyui
@@ -63,7 +63,7 @@ def loaded_for(name: str, precision: str = "fp32", device: Any = None, heavy: bo
     request = LoadRequest(
         paths[0], base, encoder, precision=precision, device=device or memory_manager.compute_device(), **chosen
     )
-    return load(request) if device else load(request, None, memory_manager.make_room, memory_manager.managed)
+    return load(request) if device else load(request, None, memory_manager.make_room, memory_manager.offloader_on)
 
 
 def heavy_folder(checkpoint: str) -> Path:
@@ -76,7 +76,7 @@ def encoded(pipeline: Pipeline, name: str, progress: Any = None) -> tuple[Any, A
     progress, image = progress or Silent(), None
     if CASES[name][2]:
         image = stages.encode_image(pipeline, ImageRequest(PICTURE, SIDE, SIDE), "stretch", progress)
-    looks = "image" in stages.family_named(pipeline.family).FAMILY.effective
+    looks = "image" in pipeline.spec.effective
     request = PromptRequest("a red fox", "blurry", image=PICTURE if CASES[name][2] and looks else None)
     return stages.encode_prompt(pipeline, request, progress), image
 

@@ -17,7 +17,7 @@ import comfy.ops
 import comfy_aimdo.control
 import comfy_aimdo.model_vbar
 import torch
-from anygpu.host import core_outputs
+from anygpu.host import core_models
 from anygpu.host.memory_manager import PartPatcher
 from anygpu.pipelines.latents import convert as latent_format
 from simulated import accelerator
@@ -75,14 +75,14 @@ class Chain(nn.Module):
 def beside_core(name: str) -> dict[str, Any]:
     """Ours and a dynamic model of core's in turn where only one fits, our sampler and core's; who is what."""
     plain = loaded_for(name, heavy=True)
-    usual, _ = core_outputs.beside(plain)
+    usual, _ = core_models.beside(plain)
     given = encoded(plain, name)
     expected = sampled_from(plain, name, given)
     management.unload_all_models()
     found: dict[str, Any] = {"pages": comfy_aimdo.control.init_devices([0])}
     with dynamic_vram():
         pipeline = loaded_for(name, heavy=True)
-        model, vae = core_outputs.beside(pipeline)
+        model, vae = core_models.beside(pipeline)
         found["equal"] = [bool(torch.equal(sampled_from(pipeline, name, given), expected))]
         size = model.model_size()
         theirs = comfy.model_patcher.CoreModelPatcher(Chain(size), management.get_torch_device(), torch.device("cpu"))

@@ -14,7 +14,7 @@ import comfy.ops
 import torch
 from anygpu.compat.checkpoints.packed import StoredLinear, pack, packable
 from anygpu.compat.memory.host_weights import DISK, PLAIN, HostWeights
-from anygpu.host import core_outputs, memory_manager
+from anygpu.host import core_models, memory_manager
 from anygpu.host.casting import CastLeaf
 from anygpu.pipelines import stages, tiny
 from anygpu.pipelines.base import FramePackSettings, SampleSettings, Silent
@@ -53,14 +53,13 @@ DEPTH = {"num_layers": 24, "num_single_layers": 12}  # weights far above activat
 def deep(name: str, **chosen: Any) -> Any:
     """The pipeline of a case whose transformer has many more blocks, with random weights that a seed fixes."""
     from anygpu.compat.packages import attribute
-    from anygpu.pipelines.registry import family_named
 
     pipeline = loaded_for(name, **chosen)
-    core_outputs.beside(pipeline)
+    core_models.beside(pipeline)
     config = dict(pipeline.configs["transformer"])
     deeper = 2 if pipeline.family == "framepack" else 1  # its history is many tokens
     depth = {key: value * deeper for key, value in DEPTH.items() if key in config}
-    kind: Any = attribute("diffusers", family_named(pipeline.family).FAMILY.transformers[0])
+    kind: Any = attribute("diffusers", pipeline.spec.transformer_classes[0])
 
     def read(progress: Any) -> nn.Module:
         with torch.inference_mode(False), torch.random.fork_rng(devices=[]):
@@ -291,7 +290,7 @@ def narrow(name: str, folder: str) -> dict[str, Any]:
     model = tiny.build(name, Path(folder), dtype=torch.bfloat16)
     dense = load(LoadRequest(model, precision="fp32", device="cpu"))
     request = LoadRequest(model, precision="fp32", device=memory_manager.compute_device())
-    pipeline = load(request, None, memory_manager.make_room, memory_manager.managed)
+    pipeline = load(request, None, memory_manager.make_room, memory_manager.offloader_on)
     expected, found = sampled(dense, name).samples, {"full": sampled(pipeline, name).samples}
     management.unload_all_models()
     with state(vram_state=management.VRAMState.NO_VRAM):
@@ -344,7 +343,7 @@ def handle(name: str) -> dict[str, Any]:
     pipeline = loaded_for(name)
     read = list(pipeline.parts)
     seen = comfy.model_patcher.is_model_patcher_output(pipeline)
-    model, vae = core_outputs.beside(pipeline)
+    model, vae = core_models.beside(pipeline)
     lazily = list(pipeline.parts)
     rendered(pipeline, name)
     return {
@@ -406,7 +405,7 @@ def shortage() -> dict[str, Any]:
 
 def locked() -> dict[str, list[int]]:
     """How many weights ComfyUI was to lock in host memory while a transformer streams and leaves; a clone too."""
-    offloader: Any = memory_manager.manager_of(loaded_for("ltx"))
+    offloader: Any = memory_manager.comfy_offloader(loaded_for("ltx"))
     found: dict[str, list[int]] = {}
     count = 0
 
@@ -417,7 +416,7 @@ def locked() -> dict[str, list[int]]:
 
     for kind in (PLAIN, DISK):
         offloader.patchers.clear()
-        offloader.terms = replace(offloader.terms, host=HostWeights({"transformer": kind}))
+        offloader.options = replace(offloader.options, host_weights=HostWeights({"transformer": kind}))
         found[kind] = []
         for patcher in (offloader.patcher, offloader.patcher.clone()):
             for room in (1.0, 1e12):

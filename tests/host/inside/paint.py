@@ -10,10 +10,10 @@ import torch
 from anygpu.host import memory_manager
 from anygpu.host.casting import CastLeaf
 from anygpu.paint import texturing
-from anygpu.paint.baking.synthetic import box
 from anygpu.paint.loading import PaintRequest, load_paint
 from anygpu.paint.sampling.delight import DelightSettings
 from anygpu.paint.sampling.painting import PaintSettings
+from paint.shapes import box
 from simulated import accelerator
 
 from host.inside.device import bytes_on_device
@@ -22,7 +22,7 @@ from host.inside.sight import state
 PICTURE = torch.rand(48, 64, 4, generator=torch.Generator().manual_seed(0))
 SETTINGS = texturing.OneStep(
     PaintSettings(size=64, steps=2, seed=3),
-    texturing.TextureSettings(size=64, view_size=128),
+    texturing.BakeSettings(texture_size=64, view_size=128),
     delight=DelightSettings(size=64, steps=2),
 )
 
@@ -31,7 +31,9 @@ def loaded_for(folder: str, device: Any = None) -> Any:
     """A pipeline as the load node makes it; on the CPU without ComfyUI's manager where ``device`` says so."""
     request = PaintRequest(Path(folder), precision="fp32", device=device or memory_manager.compute_device())
     return (
-        load_paint(request) if device else load_paint(request, None, memory_manager.make_room, memory_manager.managed)
+        load_paint(request)
+        if device
+        else load_paint(request, None, memory_manager.make_room, memory_manager.offloader_on)
     )
 
 

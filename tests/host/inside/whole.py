@@ -9,7 +9,7 @@ import comfy.sd
 import comfy.taesd.taesd
 import torch
 from anygpu.compat.device.execution import generator_for
-from anygpu.host import core_outputs
+from anygpu.host import core_models
 from anygpu.pipelines import stages
 from anygpu.pipelines.latents import convert as latent_format
 from anygpu.pipelines.memory.estimates import Size, forecast
@@ -96,11 +96,11 @@ def core_streamed(name: str) -> dict[str, Any]:
     import nodes
 
     pipeline = loaded_for(name, heavy=True)
-    model, vae = core_outputs.beside(pipeline)
+    model, vae = core_models.beside(pipeline)
     prompt, image = encoded(pipeline, name)
     conditionings = latent_format.conditionings(prompt)
     if image is not None:
-        conditionings = tuple(core_outputs.pictured(cond, image) for cond in conditionings)
+        conditionings = tuple(core_models.pictured(cond, image) for cond in conditionings)
     noise = torch.randn(SHAPES.get(name, USUAL_SHAPE), generator=generator_for(SEED))
 
     def run() -> list[torch.Tensor]:

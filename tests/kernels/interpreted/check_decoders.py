@@ -9,15 +9,15 @@ import pytest
 import torch
 from anygpu.compat.transforms.conv3d import swap_conv3d
 from anygpu.compat.transforms.conv3d_choice import always
-from anygpu.compat.transforms.conv3d_forms import Form
+from anygpu.compat.transforms.conv3d_forms import Conv3dForm
 from anygpu.compat.transforms.fused_vae import FUSIONS, fuse_vae
 from anygpu.pipelines.tiny.weights import randomise
 from torch import nn
 
 
-@pytest.mark.parametrize("form", [None, Form.FRAMES])
+@pytest.mark.parametrize("form", [None, Conv3dForm.FRAMES])
 @pytest.mark.parametrize("name", [name for name in FUSIONS if "Decoder" not in name])
-def test_a_block_is_upstreams(name: str, form: Form | None) -> None:
+def test_a_block_is_upstreams(name: str, form: Conv3dForm | None) -> None:
     module, _, cls = name.rpartition(".")
     stock = nn.Module()
     stock.decoder = nn.ModuleList([getattr(importlib.import_module(module), cls)(32)])

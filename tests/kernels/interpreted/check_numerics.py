@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from anygpu.kernels import activation, group_norm, norm, residual, rope
+from anygpu.kernels import activation, group_norm, norm, residual, rope, terms
 from anygpu.kernels.library import DTYPES, TRITON, interpreting
 from anygpu.kernels.self_tests import self_tests
 from anygpu.kernels.terms import LAYER, RMS, Gate, GroupNorm, Modulation, Norm, Pair, Tables
@@ -301,7 +301,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
-@pytest.mark.parametrize("wanted", group_norm.LAYOUTS)
+@pytest.mark.parametrize("wanted", terms.LAYOUTS)
 def test_layouts_of_clips(layout: str, wanted: str) -> None:
     x, channel = LAYOUTS[layout](some(FP32, 2, 6, 2, 2, 3)), some(FP32, 6, seed=1)
     same(

@@ -1,0 +1,40 @@
+"""What was decided, as data; it becomes text only where somebody reads it: on a node, in a report, on the panel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+AUTO, CHOSEN = "auto", "chosen"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One thing that was decided or found.
+
+    Args:
+        subject: what it is about, such as ``attention``.
+        verdict: what is so.
+        why: the reason; empty where there is none to give.
+        source: who or what it rests on: ``auto``, ``chosen`` by the user, or a thread; empty for a plain fact.
+        alarming: whether somebody should look at it.
+    """
+
+    subject: str
+    verdict: str
+    why: str = ""
+    source: str = ""
+    alarming: bool = False
+
+    @property
+    def reason(self) -> str:
+        """Reason and source as text, such as ``auto: 9.1 GB of weights fit into 22.0 GB free``."""
+        if self.source in (AUTO, CHOSEN):
+            return ": ".join(filter(None, (self.source, self.why)))
+        return "; ".join(filter(None, (self.why, self.source)))
+
+    def __str__(self) -> str:
+        return f"{self.subject} {self.verdict}" + (f": {self.reason}" if self.reason else "")
+
+    def as_json(self) -> dict[str, str]:
+        """For a route: ``subject``, ``verdict`` and ``why``, which is the whole reason."""
+        return {"subject": self.subject, "verdict": self.verdict, "why": self.reason}

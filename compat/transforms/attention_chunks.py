@@ -1,0 +1,129 @@
+"""Exact attention in parts that fit a budget of memory, for devices and dtypes without a fused kernel."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.nn import functional
+
+MEBIBYTE = 1024**2
+UNKNOWN_BUDGET = 256 * MEBIBYTE
+SCORE_BYTES = 4  # scores are fp32 in torch's math and here, whatever the operands are
+WORKED_ON = torch.float32
+
+
+def score_bytes(query: torch.Tensor, key: torch.Tensor) -> int:
+    """Bytes of the whole score matrix of one call, which a fused kernel never builds."""
+    return math.prod(query.shape[:-1]) * key.shape[-2] * SCORE_BYTES
+
+
+def fp32_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, budget_bytes: int) -> torch.Tensor:
+    """Attention by the fused fp32 kernel for narrower operands that have none: bf16 before sm80.
+
+    Nothing is lost: each value is exact in fp32. A group of heads is cast at a time.
+    """
+    result = torch.empty_like(query)
+    per_head = 2 * query.shape[0] * (query.shape[2] + key.shape[2]) * query.shape[3] * WORKED_ON.itemsize
+    step = min(query.shape[1], max(1, budget_bytes // per_head))
+    for first in range(0, query.shape[1], step):
+        part = slice(first, first + step)
+        # No names for the casts: they would be alive while those of the next heads are made.
+        result[:, part] = functional.scaled_dot_product_attention(
+            query[:, part].to(WORKED_ON), key[:, part].to(WORKED_ON), value[:, part].to(WORKED_ON)
+        ).to(query.dtype)
+    return result
+
+
+def chunked(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
+    budget_bytes: int = UNKNOWN_BUDGET,
+) -> torch.Tensor:
+    """Exact attention, some queries at a time: each row of scores is whole, so the sums are those of torch's math.
+
+    Scores, softmax and products are fp32 whatever the operands are, as in torch's math; a query that sees no key gets
+    zeros, as there. Needs matrix products and elementwise arithmetic only.
+
+    Args:
+        query, key, value, mask, causal: as for :class:`Attention`.
+        budget_bytes: most bytes alive beside operands and result, except that one row of scores is always computed
+            whole.
+    """
+    size = chunk_size(query, key, value, mask, causal, budget_bytes)
+    result = query.new_empty(*query.shape[:-1], value.shape[-1])
+    if mask is not None:
+        mask = mask.expand(*query.shape[:-1], key.shape[-2])  # a view: no copy is made until a chunk is taken
+    for rows in _parts(query.shape[0], size[0]):
+        for heads in _parts(query.shape[1], size[1]):
+            keys, values = key[rows, heads].to(WORKED_ON).transpose(-1, -2), value[rows, heads].to(WORKED_ON)
+            for queries in _parts(query.shape[2], size[2]):
+                hidden = None if mask is None else mask[rows, heads, queries]
+                result[rows, heads, queries] = _chunk(
+                    query[rows, heads, queries], keys, values, hidden, queries.start if causal else None
+                )
+            del keys, values  # before those of the next head are cast
+    return result
+
+
+def chunk_size(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    budget_bytes: int,
+) -> tuple[int, int, int]:
+    """How many batch rows, heads and queries :func:`chunked` takes at a time."""
+    batch, heads, count, width = query.shape
+    keys = key.shape[-2]
+    # Beside the scores: the fp32 copy of the queries (twice, scaled), the result, and what hides scores.
+    per_query = SCORE_BYTES * (keys + 2 * width + 2 * value.shape[-1] + 2)
+    per_query += keys * (0 if mask is None else 2 * SCORE_BYTES) + keys * (2 if causal else 0)
+    per_head = SCORE_BYTES * keys * (width + value.shape[-1])
+    queries = _even(count, (budget_bytes - per_head) // per_query)
+    if queries < count:
+        return 1, 1, queries
+    whole = per_head + count * per_query
+    at_once = _even(heads, budget_bytes // whole)
+    return (1 if at_once < heads else _even(batch, budget_bytes // (heads * whole))), at_once, count
+
+
+def _even(count: int, most: int) -> int:
+    """At most ``most`` and at least 1, so that the parts of ``count`` are nearly equal."""
+    if count <= most or count == 0:
+        return max(count, 1)
+    return math.ceil(count / math.ceil(count / max(most, 1)))
+
+
+def _parts(count: int, size: int) -> list[slice]:
+    return [slice(first, min(first + size, count)) for first in range(0, count, size)]
+
+
+def _chunk(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, first: int | None
+) -> torch.Tensor:
+    """Attention of some queries over all keys (B, H, D, M), in fp32; ``first`` is the number of the first, if causal.
+
+    A function of its own, so that the scores are gone before those of the next chunk are made.
+    """
+    scores = torch.matmul(query.to(WORKED_ON) * query.shape[-1] ** -0.5, keys)
+    _hide(scores, mask, first)
+    # In place, so that one copy of the scores is alive. A row of -inf alone must not become NaN.
+    scores.sub_(scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(WORKED_ON).min)).exp_()
+    total = scores.sum(-1, keepdim=True).clamp_(min=1.0)  # the largest score gives 1; no score gives 0
+    return torch.matmul(scores, values).div_(total)
+
+
+def _hide(scores: torch.Tensor, mask: torch.Tensor | None, first: int | None) -> None:
+    """Set scores that do not count to -inf, or add a floating mask, in place."""
+    if mask is not None and mask.dtype == torch.bool:
+        scores.masked_fill_(mask.logical_not(), -math.inf)
+    elif mask is not None:
+        scores.add_(mask)
+    if first is not None:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1 + first)
+        scores.masked_fill_(later, -math.inf)

@@ -1,0 +1,312 @@
+"""The forwards of transformer blocks, one for each kind, for every residual dtype and with or without fused operations.
+
+Each is upstream's arithmetic with a norm and its modulation, and a gated sum and the norm that reads it, as one
+operation of :class:`BlockOps`. Linears, attention and feed-forward stay modules that are called, so that LoRA,
+quantisation, step caches and offloaders act as before; a norm's weight is read through the offloader in force.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ...kernels.norm import normalized
+from ...kernels.residual import gated_residual, residual_norm
+from ...kernels.terms import LAYER, NO_GATE, RMS, Gate, Modulation, Norm
+from ..memory.hooks import weights_on
+
+BLOCK_LISTS = ("transformer_blocks", "single_transformer_blocks")
+OPS = "_anygpu_ops"  # on a rewritten block: its BlockOps
+
+
+@dataclass(frozen=True, slots=True)
+class BlockOps:
+    """How a block normalises and adds up.
+
+    Args:
+        form: one of ``kernels.library.FORMS``; empty for torch's own operations, on an fp32 residual.
+        operand_dtype: what norms write and matrix products read; None for the residual's own dtype.
+    """
+
+    form: str = ""
+    operand_dtype: torch.dtype | None = None
+
+    def normalized(self, x: Tensor, norm: Norm, modulation: Modulation) -> Tensor:
+        """``norm(x) * (1 + scale) + shift`` in the operands' dtype; ``x`` (B, N, D)."""
+        if self.form:
+            return normalized(x, norm, modulation, self.operand_dtype, form=self.form)
+        return _modulated(_standardized(x, norm), modulation, self.operand_dtype or x.dtype)
+
+    def added(self, x: Tensor, branch: Tensor, gate: Gate = NO_GATE) -> Tensor:
+        """``x + gate * branch`` in the dtype of ``x``; both (B, N, D)."""
+        return gated_residual(x, branch, gate, form=self.form) if self.form else _added(x, branch, gate)
+
+    def added_normalized(
+        self, x: Tensor, branch: Tensor, gate: Gate, norm: Norm, modulation: Modulation
+    ) -> tuple[Tensor, Tensor]:
+        """:meth:`added`, and that sum :meth:`normalized`."""
+        if self.form:
+            return residual_norm(x, branch, gate, norm, modulation, self.operand_dtype, form=self.form)
+        x = _added(x, branch, gate)
+        return x, self.normalized(x, norm, modulation)
+
+
+def ltx_block(
+    block: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    image_rotary_emb: Any = None,
+    encoder_attention_mask: Tensor | None = None,
+) -> Tensor:
+    """Upstream ``LTXVideoTransformerBlock.forward``."""
+    ops, table, mask = getattr(block, OPS), block.scale_shift_table, encoder_attention_mask
+    rows = temb.reshape(hidden_states.shape[0], temb.size(1), table.shape[0], -1)
+    shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = (table.to(temb.device) + rows).unbind(dim=2)
+    with norm_of(block.norm1, hidden_states) as norm:
+        normed = ops.normalized(hidden_states, norm, Modulation(scale, shift))
+    branch = block.attn1(hidden_states=normed, encoder_hidden_states=None, image_rotary_emb=image_rotary_emb)
+    x = ops.added(hidden_states, branch, Gate(gate))
+    if mask is not None and mask.is_floating_point() and ops.operand_dtype is not None:
+        mask = mask.to(ops.operand_dtype)
+    # This attention is fed from the residual itself, which no norm has bounded.
+    branch = block.attn2(x, encoder_hidden_states=encoder_hidden_states, image_rotary_emb=None, attention_mask=mask)
+    with norm_of(block.norm2, x) as norm:
+        x, normed = ops.added_normalized(x, branch, NO_GATE, norm, Modulation(scale_mlp, shift_mlp))
+    return ops.added(x, block.ff(normed), Gate(gate_mlp))
+
+
+def replacing_joint_block(
+    block: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    attention_mask: Tensor | None = None,
+    freqs_cis: Any = None,
+    token_replace_emb: Tensor | None = None,
+    num_tokens: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """The two-stream block of HunyuanVideo that gives its first tokens a modulation of their own."""
+    ops, x, y = getattr(block, OPS), hidden_states, encoder_hidden_states
+    split = 0 if token_replace_emb is None else num_tokens
+    shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = _rows(block.norm1, temb, 6, token_replace_emb)
+    text = _rows(block.norm1_context, temb, 6)
+    branch, text_branch = block.attn(
+        hidden_states=ops.normalized(x, _layer(block.norm1.norm), Modulation(scale, shift, split)),
+        encoder_hidden_states=ops.normalized(y, _layer(block.norm1_context.norm), Modulation(text[1], text[0])),
+        attention_mask=attention_mask,
+        image_rotary_emb=freqs_cis,
+    )
+    modulation = Modulation(scale_mlp, shift_mlp, split)
+    x, normed = ops.added_normalized(x, branch, Gate(gate, split=split), _layer(block.norm2), modulation)
+    modulation = Modulation(text[4], text[3])
+    y, read = ops.added_normalized(y, text_branch, Gate(text[2]), _layer(block.norm2_context), modulation)
+    x = ops.added(x, block.ff(normed), Gate(gate_mlp, split=split))
+    return x, ops.added(y, block.ff_context(read), Gate(text[5]))
+
+
+def joint_block(
+    block: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    attention_mask: Tensor | None = None,
+    freqs_cis: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Upstream's two-stream blocks of HunyuanVideo, FramePack and HunyuanVideo 1.5, which replace no tokens."""
+    return replacing_joint_block(block, hidden_states, encoder_hidden_states, temb, attention_mask, freqs_cis)
+
+
+def replacing_single_block(
+    block: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    attention_mask: Tensor | None = None,
+    image_rotary_emb: Any = None,
+    token_replace_emb: Tensor | None = None,
+    num_tokens: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """The one-stream block of HunyuanVideo that gives its first tokens a modulation of their own."""
+    ops, split, count = getattr(block, OPS), 0 if token_replace_emb is None else num_tokens, hidden_states.shape[1]
+    x = torch.cat([hidden_states, encoder_hidden_states], dim=1)
+    shift, scale, gate = _rows(block.norm, temb, 3, token_replace_emb)
+    normed = ops.normalized(x, _layer(block.norm.norm), Modulation(scale, shift, split))
+    named = {"attention_mask": attention_mask, "image_rotary_emb": image_rotary_emb}
+    if ops.form:
+        attention = block.attn(hidden_states=normed, encoder_hidden_states=None, **named)
+    else:  # upstream's processors rotate only what comes apart from the text
+        streams = normed.split([count, x.shape[1] - count], dim=1)
+        attention = torch.cat(block.attn(hidden_states=streams[0], encoder_hidden_states=streams[1], **named), dim=1)
+    branch = block.proj_out(_beside(attention, block.act_mlp, block.proj_mlp(normed)))
+    x = ops.added(x, branch, Gate(gate, split=split))
+    video, text = x.split([count, x.shape[1] - count], dim=1)
+    return video, text
+
+
+def single_block(
+    block: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    attention_mask: Tensor | None = None,
+    image_rotary_emb: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Upstream's one-stream blocks of HunyuanVideo and FramePack, which replace no tokens."""
+    return replacing_single_block(block, hidden_states, encoder_hidden_states, temb, attention_mask, image_rotary_emb)
+
+
+def mochi_block(
+    block: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    encoder_attention_mask: Tensor,
+    image_rotary_emb: Any = None,
+) -> tuple[Tensor, Tensor]:
+    """Upstream ``MochiTransformerBlock.forward``: norms before and after each branch, gates through tanh."""
+    ops, read = getattr(block, OPS), block.norm1_context
+    scale, gate, scale_mlp, gate_mlp = _rows(block.norm1, temb, 4)
+    normed = ops.normalized(hidden_states, _plain(block.norm1), Modulation(scale))
+    if block.context_pre_only:
+        text = [read.linear_1(read.silu(temb).to(encoder_hidden_states.dtype)).unsqueeze(1)]
+        text_norm = _plain(read.norm)
+    else:
+        text = _rows(read, temb, 4)
+        text_norm = _plain(read)
+    branch, text_branch = block.attn1(
+        hidden_states=normed,
+        encoder_hidden_states=ops.normalized(encoder_hidden_states, text_norm, Modulation(text[0])),
+        image_rotary_emb=image_rotary_emb,
+        attention_mask=encoder_attention_mask,
+    )
+    first, last = Gate(gate, True, _plain(block.norm2).eps), Gate(gate_mlp, True, _plain(block.norm4).eps)
+    x, normed = ops.added_normalized(hidden_states, branch, first, _plain(block.norm3), Modulation(scale_mlp))
+    x = ops.added(x, block.ff(normed), last)
+    if block.context_pre_only:
+        return x, encoder_hidden_states
+    first = Gate(text[1], True, _plain(block.norm2_context).eps)
+    last = Gate(text[3], True, _plain(block.norm4_context).eps)
+    inner = _plain(block.norm3_context)
+    y, normed = ops.added_normalized(encoder_hidden_states, text_branch, first, inner, Modulation(text[2]))
+    return x, ops.added(y, block.ff_context(normed), last)
+
+
+def transformer_blocks(transformer: nn.Module) -> Iterator[nn.Module]:
+    """The repeated blocks of a transformer, in the order in which they run."""
+    for name in BLOCK_LISTS:
+        yield from getattr(transformer, name, ())
+
+
+def submodule_at(block: nn.Module, path: str) -> Any:
+    """The submodule of ``block`` at ``path``; None where this configuration of the block has none."""
+    module: Any = block
+    for name in path.split("."):
+        module = getattr(module, name, None)  # a list has its modules by number as attributes too
+    return module
+
+
+@contextmanager
+def norm_of(norm: Any, x: Tensor) -> Iterator[Norm]:
+    """An RMS norm as the operations take it, its weight read through the offloader in force."""
+    eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
+    if getattr(norm, "weight", None) is None:
+        yield Norm(RMS, eps)
+        return
+    like = x if norm.weight.dtype is x.dtype else x.new_empty(0, dtype=norm.weight.dtype)  # read as it is kept
+    with weights_on(norm, like=like) as (weight, _):
+        yield Norm(RMS, eps, weight)
+
+
+def _standardized(x: Tensor, norm: Norm) -> Tensor:
+    """``x`` after ``norm``, in fp32."""
+    if norm.kind == LAYER:
+        return functional.layer_norm(x, x.shape[-1:], None, None, norm.eps)
+    weight = None if norm.weight is None else norm.weight.float()
+    return functional.rms_norm(x.float(), x.shape[-1:], weight, norm.eps)
+
+
+def _modulated(x: Tensor, modulation: Modulation, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """``x * (1 + scale) + shift``, reckoned in fp32 and written as ``dtype`` in one pass."""
+    out, scale, shift = torch.empty_like(x, dtype=dtype) if out is None else out, modulation.scale, modulation.shift
+    if scale is None:
+        return out.copy_(x)
+    if not modulation.split:
+        return torch.mul(x, 1 + scale, out=out) if shift is None else torch.addcmul(shift, x, 1 + scale, out=out)
+    for tokens, row in _spans(modulation.split):
+        own = Modulation(scale[:, row], None if shift is None else shift[:, row])
+        _modulated(x[:, tokens], own, dtype, out[:, tokens])
+    return out
+
+
+def _added(x: Tensor, branch: Tensor, gate: Gate) -> Tensor:
+    """``x + gate * branch`` in fp32."""
+    if gate.norm_eps is not None:
+        branch = functional.rms_norm(branch.float(), branch.shape[-1:], None, gate.norm_eps)
+    if gate.values is None:
+        return x + branch
+    values = torch.tanh(gate.values) if gate.tanh else gate.values
+    if not gate.split:
+        return torch.addcmul(x, branch, values)
+    out = torch.empty_like(x)
+    for tokens, row in _spans(gate.split):
+        torch.addcmul(x[:, tokens], branch[:, tokens], values[:, row], out=out[:, tokens])
+    return out
+
+
+def _spans(split: int) -> tuple[tuple[slice, slice], ...]:
+    """Tokens and the row of modulation that they take: the first ``split`` row 0, the others row 1."""
+    return (slice(0, split), slice(0, 1)), (slice(split, None), slice(1, 2))
+
+
+def _beside(attention: Tensor, activation: Any, hidden: Tensor) -> Tensor:
+    """Attention's result and the activated ``hidden`` side by side, as ``proj_out`` reads them.
+
+    The activation writes where it belongs instead of being copied there; a compiler does the same by itself.
+    """
+    known = getattr(activation, "approximate", "") == "tanh" and hidden.dtype is attention.dtype
+    if torch.compiler.is_compiling() or not known:
+        return torch.cat([attention, activation(hidden)], dim=2)
+    width = attention.shape[-1]
+    joined = attention.new_empty(*attention.shape[:-1], width + hidden.shape[-1])
+    joined[..., :width] = attention
+    torch.ops.aten.gelu.out(hidden, approximate="tanh", out=joined[..., width:])
+    return joined
+
+
+def _rows(norm: Any, temb: Tensor, count: int, first: Tensor | None = None) -> list[Tensor]:
+    """The modulation that ``norm`` makes of ``temb`` (B, D), in ``count`` parts (B, 1, D); (B, 2, D) with ``first``."""
+    rows = norm.linear(norm.silu(temb)).unsqueeze(1)
+    if first is not None:
+        rows = torch.cat([norm.linear(norm.silu(first)).unsqueeze(1), rows], dim=1)
+    return list(rows.chunk(count, dim=-1))
+
+
+def _layer(norm: Any) -> Norm:
+    return Norm(LAYER, norm.eps)
+
+
+def _plain(norm: Any) -> Norm:
+    """One of Mochi's norms, which keep an RMS norm without weight inside."""
+    return Norm(RMS, norm.norm.eps)
+
+
+FORWARDS: Mapping[str, Callable[..., Any]] = {  # upstream's class, below diffusers.models.transformers
+    "transformer_ltx.LTXVideoTransformerBlock": ltx_block,
+    "transformer_hunyuan_video.HunyuanVideoTransformerBlock": joint_block,
+    "transformer_hunyuan_video.HunyuanVideoSingleTransformerBlock": single_block,
+    "transformer_hunyuan_video.HunyuanVideoTokenReplaceTransformerBlock": replacing_joint_block,
+    "transformer_hunyuan_video.HunyuanVideoTokenReplaceSingleTransformerBlock": replacing_single_block,
+    "transformer_hunyuan_video15.HunyuanVideo15TransformerBlock": joint_block,
+    "transformer_mochi.MochiTransformerBlock": mochi_block,
+}

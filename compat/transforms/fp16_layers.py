@@ -1,0 +1,182 @@
+"""The layers of safe fp16: Linears whose operands are fp16 and whose results are not, norms, and rotation in fp32."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..memory.hooks import weights_on
+from .attention_processors import CrossProcessor
+
+HALF, FULL = torch.float16, torch.float32
+LIMIT = 2.0**15  # half of what fp16 can hold: room for the rounding of operands and products
+RESIDUAL_SCALE = 2.0**8  # what a residual is divided by where products come out in fp32: room up to 1.6e7
+SETTINGS, SCALE = "_anygpu_fp16", "_anygpu_value_scale"
+EXPONENT = 0x7F800000  # the exponent bits of an fp32 number
+
+
+class LeafKind(enum.Enum):
+    """How a Linear in a block is computed."""
+
+    NARROW = "fp16 in and out"  # its input is normalised and its output bounded by that
+    WIDE = "fp16 operands, fp32 out"  # feeds the residual
+    RESIDUAL = "fp16 operands from the fp32 residual, fp32 out"  # nothing has normalised its input
+    ROTATED = "fp16 in, fp32 out where the GEMM can, else fp16"  # goes on to fp32 arithmetic before it is narrowed
+    VALUE = "fp16 operands, fp16 out divided by a power of two"  # attention's values from text that nothing normalised
+    FULL = "fp32"  # modulation: few rows, so its weights are kept as fp16 and widened for the call
+
+
+@dataclass
+class LeafSettings:
+    """The settings of a rewritten leaf.
+
+    Args:
+        fp32_output: whether a GEMM of fp16 operands can come out in fp32 here.
+        reach: largest L2 norm of the weight's rows, at least 1.
+        residual: whether it is fed from the residual.
+        values: for an attention's output projection, the VALUE leaf whose power of two it multiplies back in.
+    """
+
+    fp32_output: bool
+    reach: float
+    residual: bool = False
+    values: nn.Module | None = None
+
+
+def to_fp16(x: Tensor, scale: Tensor | None = None) -> Tensor:
+    """``x``, divided by ``scale``, as fp16, in one pass."""
+    if scale is None:
+        return x.to(HALF)
+    return torch.mul(x, scale.reciprocal(), out=torch.empty_like(x, dtype=HALF))
+
+
+def row_scales(x: Tensor, reach: float) -> Tensor:
+    """The power of two, at least 1, that keeps a row of ``x`` and its products within fp16, per row: (..., 1), fp32."""
+    needed = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=FULL) * (2.0 * reach / LIMIT)
+    # The exponent bits alone are the next lower power of two: exact on every device, which exp2(log2()) is not.
+    return (needed.view(torch.int32) & EXPONENT).view(FULL).clamp_(min=1.0)
+
+
+def wide_linear(leaf: Any, x: Tensor) -> Tensor:
+    """The product of ``leaf`` in fp32 from fp16 operands; ``x`` (..., features) is fp32 of any size, or fp16."""
+    settings: LeafSettings = getattr(leaf, SETTINGS)
+    held = None if settings.values is None else settings.values.__dict__.pop(SCALE, None)
+    if settings.fp32_output and x.dtype is HALF:
+        with weights_on(leaf, like=x) as (weight, bias):
+            return _fp32_product(x, weight, bias, held)
+    if settings.fp32_output and settings.residual:
+        return _divided_linear(leaf, x)
+    scale = row_scales(x, 1.0 if settings.fp32_output else settings.reach)
+    x, total = to_fp16(x, scale), scale if held is None else scale * held
+    with weights_on(leaf, like=x) as (weight, bias):
+        if settings.fp32_output:
+            return _fp32_product(x, weight, bias, total)
+        y = functional.linear(x, weight)
+        return y * total if bias is None else torch.addcmul(bias.float(), y, total)
+
+
+def _divided_linear(leaf: Any, x: Tensor) -> Tensor:
+    """:func:`wide_linear` with one constant divisor, which the GEMM multiplies back in: ``x`` is read only once.
+
+    What it costs a small value is below the rounding of fp16 in rows whose values are around 0.03 and more.
+    """
+    x = torch.mul(x, 1 / RESIDUAL_SCALE, out=torch.empty_like(x, dtype=HALF))
+    with weights_on(leaf, like=x) as (weight, bias):
+        return _fp32_product(x, weight, bias, RESIDUAL_SCALE)
+
+
+def value_linear(leaf: Any, x: Tensor) -> Tensor:
+    """Attention's values in fp16, all divided by one power of two, which is left for the output projection."""
+    settings: LeafSettings = getattr(leaf, SETTINGS)
+    scale = row_scales(x, settings.reach).amax()
+    leaf.__dict__[SCALE] = scale
+    x = to_fp16(x, scale)
+    with weights_on(leaf, like=x) as (weight, bias):
+        return functional.linear(x, weight, None if bias is None else to_fp16(bias, scale))
+
+
+def adapted_value(layer: Any, x: Tensor) -> Tensor:
+    """:func:`value_linear` with the LoRAs that peft put around it, which are divided by the same power of two."""
+    y: Tensor = layer.base_layer(x)
+    if layer.disable_adapters:
+        return y
+    scale, wide = layer.base_layer.__dict__[SCALE], x.float()
+    for name in (name for name in layer.active_adapters if name in layer.lora_A):
+        y = y + to_fp16(layer.lora_B[name](layer.lora_A[name](wide)) * layer.scaling[name], scale)
+    return y
+
+
+def full_linear(leaf: Any, x: Tensor) -> Tensor:
+    """The product of ``leaf`` in fp32, from weights that are kept in fp16. Peak extra memory: the weight in fp32."""
+    x = x.float()
+    with weights_on(leaf, like=x) as (weight, bias):
+        return functional.linear(x, weight, bias)
+
+
+def rms_norm(norm: Any, x: Tensor, narrow: bool = True) -> Tensor:
+    """``x`` divided by its root mean square, times the weight, all in fp32; as fp16 unless it is rotated first."""
+    x = x.float()
+    if norm.weight is None:
+        y = functional.rms_norm(x, x.shape[-1:], None, norm.eps)
+    else:
+        with weights_on(norm, like=x) as (weight, _):
+            y = functional.rms_norm(x, x.shape[-1:], weight, norm.eps)
+    return y.to(HALF) if narrow else y
+
+
+def wide_swiglu(gated: Any, x: Tensor) -> Tensor:
+    """Upstream's ``SwiGLU.forward`` in fp32 from fp16: a gated product leaves fp16's range."""
+    value, gate = gated.proj(x).chunk(2, dim=-1)
+    return functional.silu(gate.float(), inplace=True).mul_(value)
+
+
+class RotaryTables(tuple):
+    """Cosine and sine tables as diffusers makes them, and the complex numbers they are, made once per forward."""
+
+    def pairs(self) -> Tensor:
+        """cos + i sin for each pair of features, (..., features / 2), complex64."""
+        if "made" not in self.__dict__:
+            self.made = torch.complex(*(table.float()[..., ::2].contiguous() for table in self))
+        return self.made
+
+
+class Fp32RotaryProcessor(CrossProcessor):
+    """LTX-Video's attention of video tokens among themselves: queries and keys are normalised and turned in fp32."""
+
+    def queries_and_keys(self, attn: Any, tokens: Tensor, seen: Tensor, rotary: Any) -> tuple[Tensor, Tensor]:
+        """As in the class above, fp16."""
+        turns = rotary if isinstance(rotary, RotaryTables) else RotaryTables(rotary)
+        query = turn(attn.norm_q(attn.to_q(tokens), narrow=False), turns.pairs())
+        return query, turn(attn.norm_k(attn.to_k(seen), narrow=False), turns.pairs())
+
+
+def turn(x: Tensor, pairs: Tensor) -> Tensor:
+    """``x`` (B, N, D), fp32, which is overwritten, with each pair of features turned; fp16."""
+    torch.view_as_complex(x.unflatten(-1, (-1, 2))).mul_(pairs)
+    return to_fp16(x)
+
+
+LAYERS = {
+    LeafKind.WIDE: wide_linear,
+    LeafKind.RESIDUAL: wide_linear,
+    LeafKind.ROTATED: wide_linear,
+    LeafKind.VALUE: value_linear,
+    LeafKind.FULL: full_linear,
+}
+
+
+def _fp32_product(x: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor | float | None) -> Tensor:
+    rows, columns, shape = x.flatten(0, -2), weight.t(), x.shape[:-1]
+    if bias is None:
+        y = torch.mm(rows, columns, out_dtype=FULL).unflatten(0, shape)
+        return y if total is None else y.mul_(total)
+    if isinstance(total, Tensor):
+        y = torch.mm(rows, columns, out_dtype=FULL).unflatten(0, shape)
+        return torch.addcmul(bias.float(), y, total)
+    alpha = 1.0 if total is None else total
+    return torch.addmm(bias.float(), rows, columns, alpha=alpha, out_dtype=FULL).unflatten(0, shape)

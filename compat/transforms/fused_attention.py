@@ -1,0 +1,172 @@
+"""The attention and the feed-forward of transformer blocks on fused operations.
+
+The norms of queries and keys and their rotation are one pass each; rotary tables are halved once for all blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ...kernels.activation import swiglu
+from ...kernels.rope import qk_norm_rope
+from ...kernels.terms import Pair, Tables
+from ..memory.hooks import weights_on
+from .attention_processors import CrossProcessor, JointProcessor, Processor
+from .blocks import norm_of
+
+FORM = "_anygpu_kernels"  # on a rewritten module: which form of an operation it runs
+
+
+def gated_feed(gated: Any, hidden_states: Tensor) -> Tensor:
+    """Upstream ``SwiGLU.forward``."""
+    return swiglu(gated.proj(hidden_states), form=getattr(gated, FORM))
+
+
+class FusedProcessor(Processor):
+    """What the fused processors share; attention and padding are set by ``replace_attention_processors``.
+
+    Args:
+        form: one of ``kernels.library.FORMS``.
+        narrow: whether queries and keys go to attention in fp16 whatever they come in, as safe fp16 wants it.
+    """
+
+    def __init__(self, form: str, narrow: bool = False) -> None:
+        super().__init__()
+        self.form, self.out_dtype = form, torch.float16 if narrow else None
+
+
+class FusedCross(FusedProcessor, CrossProcessor):
+    """LTX-Video: queries and keys are normed across heads."""
+
+    def queries_and_keys(self, attn: Any, tokens: Tensor, seen: Tensor, rotary: Any) -> tuple[Tensor, Tensor]:
+        """As in the class above, in one pass."""
+        query, key = attn.to_q(tokens), attn.to_k(seen)
+        with norm_of(attn.norm_q, query) as norm, norm_of(attn.norm_k, key) as other:
+            pair, tables = Pair(query, key, norm.weight, other.weight), half(rotary, query.shape[-1])
+            return qk_norm_rope(pair, tables, norm.eps, out_dtype=self.out_dtype, form=self.form)
+
+
+class FusedJoint(FusedProcessor, JointProcessor):
+    """HunyuanVideo, FramePack, HunyuanVideo 1.5 and Mochi: queries and keys are normed per head.
+
+    Tokens that follow those of the rotary tables are text, which is not turned.
+    """
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: Any = None,
+    ) -> Any:
+        """Video tokens and text tokens (B, N, D) after attention; one tensor where they came as one."""
+        text = encoder_hidden_states
+        if text is not None and getattr(attn, "add_q_proj", None) is None:  # one stream that is handed over in two
+            joined = torch.cat([hidden_states, text], dim=1)
+            attention = self(attn, joined, None, attention_mask, image_rotary_emb)
+            return attention.split([hidden_states.shape[1], text.shape[1]], dim=1)
+        query, key = (_heads(attn, leaf(hidden_states)) for leaf in (attn.to_q, attn.to_k))
+        value = _heads(attn, attn.to_v(hidden_states) if text is None else _values(attn, hidden_states, text))
+        tables = half(image_rotary_emb, query.shape[-1], per_head=True)
+        with norm_of(attn.norm_q, query) as norm, norm_of(attn.norm_k, key) as other:
+            pair = Pair(query, key, norm.weight, other.weight)
+            if text is None:
+                query, key = qk_norm_rope(pair, tables, norm.eps, out_dtype=self.out_dtype, form=self.form)
+            else:
+                query, key = self._with_text(attn, pair, tables, norm.eps, text)
+        given = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+        if text is None:
+            attention = self._attend_joint(*given, attention_mask)
+            return attention.transpose(1, 2).flatten(2).to(query.dtype)
+        streams = self._apart(*given, attention_mask, hidden_states.shape[1])
+        video, text_tokens = (stream.to(query.dtype) for stream in streams)
+        video = attn.to_out[1](attn.to_out[0](video))
+        return video, attn.to_add_out(text_tokens) if getattr(attn, "to_add_out", None) is not None else text_tokens
+
+    def _apart(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, count: int
+    ) -> tuple[Tensor, Tensor]:
+        """Results (B, n, D) of the first ``count`` tokens and of the text; ``to_out`` would copy what has gaps."""
+        padding = self.padding.joint
+        if padding is None or not all(isinstance(number, int) for number in padding) or not any(padding):
+            result = self._attend_joint(query, key, value, mask).transpose(1, 2).flatten(2)
+            first, last = result.split([count, result.shape[1] - count], dim=1)
+            return first.contiguous(), last
+        video, text = [], []
+        for row, padded in enumerate(padding):
+            one, valid = slice(row, row + 1), slice(0, key.shape[2] - int(padded))
+            result = self.attend(query[one, :, valid], key[one, :, valid], value[one, :, valid])
+            result = result.transpose(1, 2).flatten(2)
+            video.append(result[:, :count])
+            text.append(functional.pad(result[:, count:], (0, 0, 0, int(padded))))
+        return torch.cat(video), torch.cat(text)
+
+    def _with_text(
+        self, attn: Any, pair: Pair, tables: Tables | None, eps: float, text: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        query, key = _heads(attn, attn.add_q_proj(text)), _heads(attn, attn.add_k_proj(text))
+        with norm_of(attn.norm_added_q, query) as norm, norm_of(attn.norm_added_k, key) as other:
+            text_pair = Pair(query, key, norm.weight, other.weight)
+            return qk_norm_rope(pair, tables, eps, text_pair, self.out_dtype, self.form)
+
+
+def _values(attn: Any, tokens: Tensor, text: Tensor) -> Tensor:
+    """Values (B, N + M, D) of both streams; written where they belong, where both leaves are nothing but products."""
+    leaves = (attn.to_v, attn.add_v_proj)
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not all(map(_bare, leaves)):
+        return torch.cat([leaf(x) for leaf, x in zip(leaves, (tokens, text), strict=True)], dim=1)
+    count = tokens.shape[1]
+    joined = tokens.new_empty(tokens.shape[0], count + text.shape[1], leaves[0].out_features)
+    for leaf, x, part in zip(leaves, (tokens, text), (joined[:, :count], joined[:, count:]), strict=True):
+        with weights_on(leaf, like=x) as (weight, bias):
+            for row, out in zip(x, part, strict=True):
+                if bias is None:
+                    torch.mm(row, weight.t(), out=out)
+                else:
+                    torch.addmm(bias, row, weight.t(), out=out)
+    return joined
+
+
+def _bare(leaf: Any) -> bool:
+    """Whether ``leaf`` is a Linear that nobody hooked, wrapped or patched."""
+    hooked = leaf._forward_hooks or leaf._forward_pre_hooks or "forward" in vars(leaf)
+    return type(leaf) is nn.Linear and not hooked
+
+
+def half_rope(rope: Any, *args: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    """The tables of ``rope`` with one value for each pair of features, made once for all blocks.
+
+    LTX-Video repeats them for each sample; without coordinates of their own the samples share the first one's.
+    """
+    cos, sin = type(rope).forward(rope, *args, **named)
+    if cos.ndim == 3 and (named.get("video_coords") if len(args) < 6 else args[5]) is None:
+        cos, sin = cos[:1], sin[:1]
+    return _every_other(cos).contiguous(), _every_other(sin).contiguous()
+
+
+def half(emb: Any, width: int, per_head: bool = False) -> Tables | None:
+    """Rotary tables as the operations take them, from upstream's (cos, sin), of the full width or of half of it.
+
+    Args:
+        width: of what is turned.
+        per_head: tables (N, W) serve every head.
+    """
+    if emb is None:
+        return None
+    cos, sin = (_every_other(table) if table.shape[-1] == width else table for table in emb)
+    if per_head and cos.ndim == 2:
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return Tables(cos, sin)
+
+
+def _every_other(table: Tensor) -> Tensor:
+    return table.unflatten(-1, (-1, 2)).select(-1, 0)
+
+
+def _heads(attn: Any, tokens: Tensor) -> Tensor:
+    return tokens.unflatten(2, (attn.heads, -1))

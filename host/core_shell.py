@@ -1,0 +1,123 @@
+"""A pipeline's transformer in the place of core's own network, and the shell of core's class around it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import comfy.ldm.lightricks.symmetric_patchifier
+import torch
+from torch import nn
+
+from ..compat.errors import UnsupportedError
+from ..pipelines.base import ImageCondition, Pipeline, SampleSettings
+from ..pipelines.memory.estimates import beside_transformer
+from ..pipelines.sampling.core_sampler import TIME, BlockPatches, Call, velocity
+from .memory_manager import Shell
+
+PICTURE = "anygpu_image"  # key of our image condition in a CONDITIONING
+TRANSFORMER = "transformer"
+
+
+class Driver(nn.Module):
+    """What core takes for the network: calls the transformer of ``pipeline`` as core calls its own.
+
+    Args:
+        time_scale: what makes core's timestep a noise level times 1000.
+    """
+
+    def __init__(self, pipeline: Pipeline, time_scale: float) -> None:
+        super().__init__()
+        self.pipeline, self.dtype, self.time_scale = pipeline, pipeline.precision.residual, time_scale
+        self.patchifier = comfy.ldm.lightricks.symmetric_patchifier.SymmetricPatchifier(1)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        timestep: torch.Tensor,
+        context: torch.Tensor | None = None,
+        transformer_options: dict[str, Any] | None = None,
+        **conds: Any,
+    ) -> torch.Tensor:
+        """The velocity for ``x`` (B, C, T, H, W); ``timestep`` is what core's schedule makes of a level."""
+        active_adapters = self.pipeline.parts.active_adapters.get(TRANSFORMER)
+        if active_adapters is not None and active_adapters.in_weights:
+            raise UnsupportedError(
+                "a MODEL whose weights hold the merged LoRA of an AnyGPU pipeline",
+                expected="weights without it",
+                fix="Use core's LoRA nodes on the MODEL, or set mode of AnyGPU LoRA to separate.",
+            )
+        options = transformer_options or {}
+        time = timestep * self.time_scale
+        call = Call(
+            x,
+            time.squeeze(-1) if time.ndim == 3 else time,
+            context,
+            conds.get("attention_mask"),
+            pooled=conds.get("y"),
+            guidance=conds.get("guidance"),
+            quotes=conds.get("txt_byt5"),
+            vision=conds.get("clip_fea"),
+            picture=conds.get(PICTURE),
+            later=_later(options, time),
+            fps=float(conds.get("frame_rate", 25.0)),
+            branch="_".join("uncond" if side else "cond" for side in options.get("cond_or_uncond", [0])),
+        )
+        return velocity(self.pipeline, self.__dict__["held"], call, _steering(options))
+
+
+class CoreShell(Shell):
+    """What our shells add to core's classes."""
+
+    pipeline: Pipeline
+    diffusion_model: Driver
+    time_scale = 1.0  # core's schedules of some families count noise levels from 0 to 1
+    scaled = False  # whether the VAE's configuration has core's scale of the latents
+
+    def furnish(self, pipeline: Pipeline) -> None:
+        """Put the driver in the network's place, and this checkpoint's own numbers into core's tables."""
+        pipeline = replace(pipeline, offloader=None)  # which has the patcher that has this
+        self.pipeline, self.parts, self.part = pipeline, pipeline.parts, TRANSFORMER
+        self.diffusion_model = Driver(pipeline, self.time_scale)
+        if self.scaled and pipeline.configs["vae"].get("scaling_factor") is not None:
+            self.latent_format.scale_factor = float(pipeline.configs["vae"]["scaling_factor"])
+
+    def place(self) -> nn.Module:
+        """The driver: core names weights by the network's attribute."""
+        return self.diffusion_model
+
+    def extra_conds(self, **given: Any) -> dict[str, Any]:
+        """Core's own reading of a CONDITIONING, and our pictures in it."""
+        given.setdefault("pooled_output", None)
+        found: dict[str, Any] = super().extra_conds(**given)  # type: ignore[misc]
+        picture = given.get(PICTURE)
+        if picture is not None:
+            found.update(self._pictured(picture, given["noise"]))
+        return {name: cond for name, cond in found.items() if getattr(cond, "cond", cond) is not None}
+
+    def memory_required(self, input_shape: Any, cond_shapes: Any = None) -> float:
+        """Bytes that one forward needs beside the weights, for latents (B, C, T, H, W)."""
+        spatial, temporal = self.pipeline.spec.ratios
+        rows, _, frames, height, width = input_shape
+        size = SampleSettings(width * spatial, height * spatial, (frames - 1) * temporal + 1)
+        return float(rows * beside_transformer(self.pipeline, size, window=frames))
+
+    def _pictured(self, image: ImageCondition, noise: torch.Tensor) -> dict[str, Any]:
+        return {}
+
+
+def _later(options: dict[str, Any], time: torch.Tensor) -> torch.Tensor | None:
+    """The time of the next step, (B,), where the sampler tells its levels."""
+    levels = options.get("sample_sigmas")
+    if levels is None or time.ndim != 1:
+        return None
+    below = levels[levels * TIME < float(time.max()) - 1e-3]
+    return torch.full_like(time, float(below.max()) * TIME if len(below) else 0.0)
+
+
+def _steering(options: dict[str, Any]) -> BlockPatches | None:
+    """What nodes such as Skip Layer Guidance put in the place of blocks."""
+    patches = options.get("patches_replace", {}).get("dit", {})
+    double = {key[1]: patch for key, patch in patches.items() if key[0] == "double_block"}
+    single = {key[1]: patch for key, patch in patches.items() if key[0] == "single_block"}
+    return BlockPatches(double, single) if double or single else None

@@ -1,0 +1,125 @@
+"""What each family is to ComfyUI's core: latent format, preview, and the classes behind its MODEL. One row each.
+
+A family without a row loads, samples and decodes; it has no preview and no MODEL, which is said.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import comfy.conds
+import comfy.latent_formats
+import comfy.model_base
+import comfy.supported_models
+import torch
+
+from ..pipelines.base import ImageCondition, Pipeline
+from ..pipelines.sampling.core_sampler import TIME
+from .core_shell import PICTURE, TRANSFORMER, CoreShell
+
+
+@dataclass(frozen=True, slots=True)
+class CoreFamily:
+    """One row.
+
+    Args:
+        latent_format: core's, for previews.
+        shell: our heir of core's model class; None has no MODEL.
+        table: core's ``supported_models`` class.
+    """
+
+    latent_format: type[Any]
+    shell: type[Any] | None = None
+    table: type[Any] | None = None
+
+
+class HunyuanVideo(CoreShell, comfy.model_base.HunyuanVideo):
+    """HunyuanVideo, text to video and both ways of image to video."""
+
+    scaled = True
+
+    def furnish(self, pipeline: Pipeline) -> None:
+        """As all; the 33-channel checkpoint is given picture and mask beside the noise."""
+        super().furnish(pipeline)
+        code = pipeline.spec.code
+        if code.image_condition(pipeline.configs[TRANSFORMER]) == code.LATENT_CONCAT:
+            self.concat_keys = ("concat_image", "mask_inverted")
+
+    def _pictured(self, image: ImageCondition, noise: torch.Tensor) -> dict[str, Any]:
+        if not self.concat_keys:
+            return {}
+        return {"c_concat": _beside(self.process_latent_in(image.tensors["image_latents"]), noise)}
+
+
+class HunyuanVideo15(CoreShell, comfy.model_base.HunyuanVideo15):
+    """HunyuanVideo 1.5."""
+
+    scaled = True
+
+    def concat_cond(self, **given: Any) -> torch.Tensor:
+        """Picture and mask beside the noise (B, 33, T, H, W); zeros without a picture."""
+        noise, picture = given["noise"], given.get("concat_latent_image")
+        beside = noise.new_zeros(noise.shape[0], noise.shape[1] + 1, *noise.shape[2:])
+        if picture is not None:
+            count = min(picture.shape[2], noise.shape[2])
+            beside[:, :-1, :count] = self.process_latent_in(picture[:, :, :count]).to(noise)
+            mask = given.get("concat_mask")
+            kept = torch.zeros_like(noise[:, :1]) if mask is None else 1.0 - mask.to(noise)
+            beside[:, -1:, : kept.shape[2]] = kept[:, :1]
+        return beside
+
+    def _pictured(self, image: ImageCondition, noise: torch.Tensor) -> dict[str, Any]:
+        picture = _beside(self.process_latent_in(image.tensors["image_latents"]), noise)
+        return {"c_concat": picture, "clip_fea": comfy.conds.CONDRegular(image.tensors["image_embeds"])}
+
+
+class FramePack(CoreShell, comfy.model_base.HunyuanVideo):
+    """FramePack: one section, whose window is as long as the latents."""
+
+    scaled = True
+
+    def _pictured(self, image: ImageCondition, noise: torch.Tensor) -> dict[str, Any]:
+        moments = image.tensors["start"]
+        start = self.process_latent_in(moments[:, : moments.shape[1] // 2])
+        return {
+            PICTURE: comfy.conds.CONDRegular(start),
+            "clip_fea": comfy.conds.CONDRegular(image.tensors["vision"]),
+        }
+
+
+class LTX(CoreShell, comfy.model_base.LTXV):
+    """LTX-Video."""
+
+    time_scale = TIME
+
+
+class Mochi(CoreShell, comfy.model_base.GenmoMochi):
+    """Mochi 1."""
+
+    time_scale = TIME
+
+
+def _beside(picture: torch.Tensor, noise: torch.Tensor) -> Any:
+    """The picture in the first latent frame and a mask that says so, to stand beside ``noise``."""
+    beside = noise.new_zeros(noise.shape[0], picture.shape[1] + 1, *noise.shape[2:])
+    beside[:, :-1, :1] = picture.to(noise)
+    beside[:, -1:, :1] = 1.0
+    return comfy.conds.CONDNoiseShape(beside)
+
+
+FAMILIES: dict[str, CoreFamily] = {
+    "ltx": CoreFamily(comfy.latent_formats.LTXV, LTX, comfy.supported_models.LTXV),
+    "hunyuan_video": CoreFamily(comfy.latent_formats.HunyuanVideo, HunyuanVideo, comfy.supported_models.HunyuanVideo),
+    "hunyuan_video_15": CoreFamily(
+        comfy.latent_formats.HunyuanVideo15, HunyuanVideo15, comfy.supported_models.HunyuanVideo15
+    ),
+    "framepack": CoreFamily(comfy.latent_formats.HunyuanVideo, FramePack, comfy.supported_models.HunyuanVideo),
+    "mochi": CoreFamily(comfy.latent_formats.Mochi, Mochi, comfy.supported_models.GenmoMochi),
+}
+
+
+def latent_format_of(family: str | None) -> Any:
+    """Core's latent format of a family; None where it has no row."""
+    row = FAMILIES.get(family or "")
+    return None if row is None else row.latent_format()

@@ -1,0 +1,81 @@
+"""Inputs of the load nodes to their requests, with ComfyUI's folders and device: the nodes' way and the side bar's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..compat.errors import PackError
+from ..paint.loading import PaintRequest
+from ..paint.networks.compile import CACHE_LIMIT, settings_for
+from ..pipelines.loading.folder import AUTO, LoadRequest, part_folders
+from ..pipelines.requests import LOAD_INPUTS, load_request
+from . import folders, memory_manager, model_files
+
+TASKS = (AUTO, "text", "image")
+FILES = {"transformer": folders.NO_FILE}
+FILES |= dict.fromkeys(("vae", "text_encoder", "text_encoder_2", "image_encoder"), AUTO)
+# Each input of a load node with its value where nobody chose one.
+SHARED = {name: row.default for name, row in LOAD_INPUTS.items()}
+FOLDER_INPUTS = {"model": folders.NO_MODEL, "base": AUTO, "image_encoder": AUTO, **SHARED}
+FILE_INPUTS = {**FILES, "base": AUTO, "task": AUTO, **SHARED}
+PAINT_CHOICES = ("variant", "weights", "precision", "offload", "attention")
+PAINT_INPUTS = {"model": folders.NO_PAINT_MODEL, **dict.fromkeys(("vae", "image_encoder", *PAINT_CHOICES), AUTO)}
+PAINT_INPUTS |= {"compile": False, "dynamo_cache_size_limit": CACHE_LIMIT}
+Inputs = Mapping[str, Any]
+
+
+def folder_request(inputs: Inputs, trace: Path | None = None, **machine: Any) -> LoadRequest:
+    """What AnyGPU Load Pipeline asks of loading.
+
+    Args:
+        inputs: values by the names of :data:`FOLDER_INPUTS`; a missing one has its default.
+        trace: file for a profile; None for no profile.
+        machine: arguments of the request in place of ComfyUI's device and our state folder.
+    """
+    given = {**FOLDER_INPUTS, **inputs}
+    return load_request(
+        given,
+        trace,
+        model=folders.model_folder(given["model"]),
+        base=folders.provider_folder(given["base"]),
+        image_encoder=folders.provider_folder(given["image_encoder"]),
+        search=(*folders.model_roots(), *folders.encoder_roots()),
+        **_here(machine),
+    )
+
+
+def used_folders(model: str, base: str, image_encoder: str) -> list[Path]:
+    """The folders that the pipeline of a folder is read from; none where the node will explain what is missing."""
+    try:
+        request = folder_request({"model": model, "base": base, "image_encoder": image_encoder})
+        return [request.model, *part_folders(request)[1].values()]
+    except PackError:
+        return []
+
+
+def files_request(inputs: Inputs, trace: Path | None = None, **machine: Any) -> LoadRequest:
+    """What AnyGPU Compose Pipeline asks of loading; arguments as of :func:`folder_request`."""
+    given = {**FILE_INPUTS, **inputs}
+    files = model_files.chosen_files(given["task"], **{name: given[name] for name in FILES})
+    base = folders.provider_folder(given["base"])
+    model = files.parts["transformer"]
+    return load_request(given, trace, model=model, files=files, base=base, **_here(machine))
+
+
+def paint_request(inputs: Inputs, **machine: Any) -> PaintRequest:
+    """What AnyGPU Load Paint Pipeline asks of loading; arguments as of :func:`folder_request`."""
+    given = {**PAINT_INPUTS, **inputs}
+    return PaintRequest(
+        folders.paint_path(given["model"]),
+        vae=folders.paint_provider_folder(given["vae"]),
+        image_encoder=folders.paint_provider_folder(given["image_encoder"]),
+        compiled=settings_for(given["dynamo_cache_size_limit"]) if given["compile"] else None,
+        **{name: given[name] for name in PAINT_CHOICES},
+        **_here(machine),
+    )
+
+
+def _here(machine: Inputs) -> dict[str, Any]:
+    return {"device": memory_manager.compute_device(), "state": folders.state_folder(), **machine}

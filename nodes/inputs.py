@@ -1,0 +1,158 @@
+"""The sockets, and the inputs that several nodes share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..compat.checkpoints import packed
+from ..compat.memory import offloader
+from ..compat.transforms import compile as compiling
+from ..compat.transforms import fused
+from ..host.api import io
+from ..pipelines.family import SCHEDULERS
+
+Pipeline = io.Custom("ANYGPU_PIPELINE")
+Prompt = io.Custom("ANYGPU_PROMPT")
+Image = io.Custom("ANYGPU_IMAGE")
+Paint = io.Custom("ANYGPU_PAINT")
+Cameras = io.Custom("ANYGPU_CAMERAS")
+
+CATEGORY = "video/AnyGPU"
+DEFAULT = "0 takes the model's own default."
+SEED_LIMIT = 2**64 - 1
+
+
+def schema(**given: Any) -> io.Schema:
+    """A node's schema: in our category, and told its id, for its progress; ``given`` may replace either."""
+    return io.Schema(**{"category": CATEGORY, "hidden": [io.Hidden.unique_id], **given})
+
+
+def seed_input() -> Any:
+    """The seed of a sampling's noise."""
+    return io.Int.Input(
+        "seed", default=0, min=0, max=SEED_LIMIT, control_after_generate=True,
+        tooltip="The same seed gives the same noise on every device.",
+    )
+
+
+def size_inputs(width: int = 0, height: int = 0) -> list[Any]:
+    tip = "Pixels, rounded to the nearest size the model can make; the node shows the result. "
+    return [
+        io.Int.Input("width", default=width, min=0, max=4096, step=16, tooltip=tip + DEFAULT),
+        io.Int.Input("height", default=height, min=0, max=4096, step=16, tooltip=tip + DEFAULT),
+    ]
+
+
+def sampling_inputs() -> list[Any]:
+    """The inputs that both sample nodes share, in the order of both."""
+    return [
+        io.Int.Input("steps", default=0, min=0, max=1000, tooltip="Denoising steps. " + DEFAULT),
+        io.Float.Input(
+            "cfg", default=0.0, min=0.0, max=30.0, step=0.1,
+            tooltip="True classifier-free guidance with the negative prompt. Above 1 it takes a second forward per "
+                    "step, which doubles the time. HunyuanVideo and FramePack were made for 1. " + DEFAULT,
+        ),
+        io.Float.Input(
+            "guidance", default=0.0, min=0.0, max=30.0, step=0.1,
+            tooltip="Distilled guidance, built into HunyuanVideo and FramePack. It costs no time. " + DEFAULT,
+        ),
+        seed_input(),
+        io.Combo.Input(
+            "scheduler", options=list(SCHEDULERS), default="auto",
+            tooltip="The solver. auto is the one published with the model (Euler).",
+        ),
+        io.Float.Input(
+            "shift", default=0.0, min=0.0, max=100.0, step=0.1, advanced=True,
+            tooltip="Timestep shift. Higher values spend more steps on layout and fewer on detail. " + DEFAULT,
+        ),
+        io.Float.Input(
+            "cfg_start", default=0.0, min=0.0, max=1.0, step=0.01, advanced=True,
+            tooltip="Fraction of the steps after which true guidance (cfg) starts.",
+        ),
+        io.Float.Input(
+            "cfg_end", default=1.0, min=0.0, max=1.0, step=0.01, advanced=True,
+            tooltip="Fraction of the steps after which true guidance (cfg) ends. The remaining steps take half the "
+                    "time.",
+        ),
+    ]
+
+
+def speed_inputs() -> list[Any]:
+    """Optional inputs of both nodes that load a video pipeline, before :func:`weight_inputs`."""
+    return [
+        io.Combo.Input(
+            "kernels", options=list(fused.CHOICES), default="auto", optional=True, advanced=True,
+            tooltip="Fused kernels: norms, rotary embeddings and gated sums of the transformer's blocks, and norm, "
+                    "SiLU and padding in the VAE's decoder, take one pass each. Results differ only by rounding. "
+            + " ".join(f"{choice}: {meaning}." for choice, meaning in fused.MEANINGS.items()),
+        ),
+        io.Boolean.Input(
+            "compile", default=False, optional=True,
+            tooltip="torch.compile for the transformer's blocks. The first run takes minutes, later ones are faster. "
+                    "Without a working compiler the run continues without it and says so. Does not work with offload "
+                    "sequential or comfyui.",
+        ),
+        io.Combo.Input(
+            "compile_mode", options=list(compiling.MODES), default="default", optional=True, advanced=True,
+            tooltip="; ".join(f"{mode}: {meaning}" for mode, meaning in compiling.MODES.items()) + ". Only with compile.",
+        ),
+        io.Combo.Input(
+            "compile_dynamic", options=list(compiling.DYNAMIC), default="text", optional=True, advanced=True,
+            tooltip="; ".join(f"{choice}: {meaning}" for choice, meaning in compiling.DYNAMIC.items()) + ". Only with compile.",
+        ),
+        io.Int.Input(
+            "compile_cache_size", default=compiling.CACHE_SIZE, min=1, max=compiling.MOST_CACHED, optional=True,
+            advanced=True, tooltip="How many graphs to keep per kind of block; further sizes run without compile. "
+                                   "Only with compile.",
+        ),
+        io.Boolean.Input(
+            "compile_vae", default=False, optional=True, advanced=True,
+            tooltip="Compiles the VAE's blocks too, once for each tile size. Only with compile.",
+        ),
+        io.Boolean.Input(
+            "profile", default=False, optional=True, advanced=True,
+            tooltip="Writes a torch profiler trace of each stage into ComfyUI's output folder, profiles/. Slows the run.",
+        ),
+    ]
+
+
+def weight_inputs() -> list[Any]:
+    """The last inputs of both nodes that load a video pipeline: how weights are kept, where parts compute, lossy sums."""
+    meanings = " ".join(f"{choice}: {meaning}." for choice, meaning in packed.MEANINGS.items())
+    return [
+        io.Combo.Input(
+            "weights", options=list(packed.CHOICES), default="auto", optional=True, advanced=True,
+            tooltip="How the transformer's weights are stored in memory, independent of the dtype that computes. " + meanings
+            + " HunyuanVideo takes 24 GB as bf16, about 15 GB as fp8 or int8. All of them work in every offload "
+              "mode; precision fp16-safe works only with auto.",
+        ),
+        io.Combo.Input(
+            "text_weights", options=list(packed.CHOICES), default="auto", optional=True, advanced=True,
+            tooltip="The same for the text encoders. T5-XXL takes 9.5 GB as bf16, about 5 GB as fp8 or int8. All of "
+                    "them work in every offload mode.",
+        ),
+        io.Combo.Input(
+            "transformer_device", options=list(offloader.DEVICE_CHOICES), default="auto", optional=True, advanced=True,
+            tooltip="Where the transformer computes. auto: ComfyUI's device.",
+        ),
+        io.Combo.Input(
+            "text_device", options=list(offloader.DEVICE_CHOICES), default="auto", optional=True, advanced=True,
+            tooltip="Where the text encoders compute. auto: ComfyUI's device. cpu: they need no GPU memory, and take "
+                    "seconds to minutes per prompt.",
+        ),
+        io.Combo.Input(
+            "vae_device", options=list(offloader.DEVICE_CHOICES), default="auto", optional=True, advanced=True,
+            tooltip="Where the VAE computes. auto: ComfyUI's device. cpu: decoding needs no GPU memory, and is very "
+                    "slow.",
+        ),
+        io.Float.Input(
+            "keep_free_gb", default=0.0, min=0.0, max=1023.0, step=0.1, optional=True, advanced=True,
+            tooltip="GB of the device's memory to leave to other programs.",
+        ),
+        io.Boolean.Input(
+            "fp16_accumulation", default=False, optional=True, advanced=True,
+            tooltip="Adds fp16 products in fp16 while AnyGPU's sample nodes run: up to twice as fast on GeForce, but "
+                    "lossy, and can overflow. Only on NVIDIA with precision fp16 or fp16-safe; otherwise loading "
+                    "stops with a one-line error.",
+        ),
+    ]

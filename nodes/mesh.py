@@ -1,0 +1,317 @@
+"""The nodes around painting: load and clean meshes, cameras, maps of the views, baking, turntable."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..compat.device.execution import Checked
+from ..host import memory_manager, meshes, preview
+from ..host.api import io
+from ..host.painting import PaintProgress
+from ..paint import texturing
+from ..paint.baking.bake import FORMS
+from ..paint.baking.fill import METHODS
+from ..paint.geometry.cameras import DEFAULT_VIEWS, ORTHO_SCALE, camera_table
+from ..paint.geometry.cleaning import FLOATERS, CleanSettings, cleaned
+from ..paint.geometry.mesh import Surface
+from ..paint.geometry.turntable import turntable
+from .inputs import Cameras, Paint, schema
+
+CATEGORY = "3d/AnyGPU"
+LIST, GREEDY = "list", "greedy"
+PREVIEW_FPS = 12.0  # of the turntable under its node
+
+
+class LoadMesh(io.ComfyNode):
+    """Read a mesh file."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="AnyGPULoadMesh",
+            display_name="AnyGPU Load Mesh",
+            category=CATEGORY,
+            description="Reads a GLB, glTF, OBJ, PLY or STL file as a MESH. Several objects become one.",
+            search_aliases=["load glb", "load obj", "import mesh", "open 3d model", "trimesh"],
+            inputs=[
+                io.Combo.Input(
+                    "mesh_file", options=meshes.mesh_files(), upload=io.UploadType.model,
+                    tooltip="A file in ComfyUI's folder input or input/3d, or a saved one (marked output). The "
+                            "button uploads a file; press R after copying one there yourself.",
+                ),
+                io.MultiType.Input(
+                    "model_3d", types=[io.File3DAny, io.File3DGLB, io.File3DGLTF, io.File3DOBJ, io.File3DPLY, io.File3DSTL],
+                    optional=True, tooltip="A 3D file from another node, such as core's Load 3D. Replaces mesh_file.",
+                ),
+            ],
+            outputs=[io.Mesh.Output(display_name="mesh")],
+        )
+
+    @classmethod
+    def validate_inputs(cls, mesh_file: str) -> bool:
+        """Always true: a file that is not there is explained when the node runs."""
+        return True
+
+    @classmethod
+    def fingerprint_inputs(cls, mesh_file: str, **_: Any) -> Any:
+        """Changes when the file changes."""
+        return meshes.file_stamp(mesh_file)
+
+    @classmethod
+    def execute(cls, mesh_file: str, model_3d: Any = None) -> io.NodeOutput:
+        """The mesh."""
+        progress = PaintProgress(cls.hidden.unique_id)
+        mesh, notes = meshes.mesh_of_file(mesh_file, model_3d, progress.check)
+        progress.finish("\n".join(notes))
+        return io.NodeOutput(meshes.to_core(mesh))
+
+
+class CleanMesh(io.ComfyNode):
+    """Clean a mesh for painting."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="AnyGPUCleanMesh",
+            display_name="AnyGPU Clean Mesh",
+            category=CATEGORY,
+            description="Removes small loose pieces, duplicate faces and faces without area, and broken vertices. "
+                        "Put it before core's Decimate Mesh and Unwrap Mesh.",
+            search_aliases=["remove floaters", "degenerate faces", "mesh repair", "postprocess mesh"],
+            inputs=[
+                io.Mesh.Input("mesh", tooltip="One mesh."),
+                io.Float.Input(
+                    "floaters", default=FLOATERS, min=0.0, max=1.0, step=0.001,
+                    tooltip="Removes loose pieces with less than this share of all faces; the largest always stays. "
+                            "0 keeps every piece.",
+                ),
+                io.Boolean.Input(
+                    "degenerate", default=True, tooltip="Removes faces without area, and duplicates.",
+                ),
+                io.Boolean.Input("broken", default=True, tooltip="Removes faces with a corner that is NaN or infinite."),
+            ],
+            outputs=[io.Mesh.Output(display_name="mesh")],
+        )
+
+    @classmethod
+    def execute(cls, mesh: Any, floaters: float, degenerate: bool, broken: bool) -> io.NodeOutput:
+        """The cleaned mesh; colours and textures of the old one do not fit it any more."""
+        progress = PaintProgress(cls.hidden.unique_id)
+        with Checked(progress.check):
+            clean, notes = cleaned(meshes.from_core(mesh), CleanSettings(floaters, degenerate, broken))
+        progress.finish("\n".join((f"{len(clean.faces)} faces, {len(clean.vertices)} vertices", *notes)))
+        return io.NodeOutput(meshes.to_core(clean))
+
+
+class PaintCameras(io.ComfyNode):
+    """Choose the views."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="AnyGPUPaintCameras",
+            display_name="AnyGPU Paint Cameras",
+            category=CATEGORY,
+            description="Sets the views to paint and bake. Without this node, the six are used that paint v2-0 and "
+                        "turbo were made for. Azimuth 0 looks at the front (+Z), 90 at the +X side; elevation 90 "
+                        "looks down.",
+            search_aliases=["camera config", "multiview", "azimuth", "elevation", "views"],
+            inputs=[
+                io.Combo.Input(
+                    "choose", options=[LIST, GREEDY], default=LIST,
+                    tooltip="list: the cameras below. greedy, for the PBR model: the six standard ones, plus those "
+                            "that show most of the unseen surface, up to max_views; needs the mesh.",
+                ),
+                io.String.Input(
+                    "azimuths", default=", ".join(f"{camera.azimuth:g}" for camera in DEFAULT_VIEWS),
+                    tooltip="Degrees, one per view, separated by commas. paint v2-0 and turbo know steps of 30.",
+                ),
+                io.String.Input(
+                    "elevations", default=", ".join(f"{camera.elevation:g}" for camera in DEFAULT_VIEWS),
+                    tooltip="Degrees, -90 to 90. paint v2-0 and turbo know -90, -20, 0, 20 and 90; the PBR model takes any.",
+                ),
+                io.String.Input(
+                    "weights", default=", ".join(f"{camera.weight:g}" for camera in DEFAULT_VIEWS),
+                    tooltip="How much each view counts where views overlap, 0 or more.",
+                ),
+                io.Float.Input(
+                    "ortho_scale", default=ORTHO_SCALE, min=0.1, max=10.0, step=0.01, advanced=True,
+                    tooltip="Width of a view. The mesh is up to 1.15 wide; the models were trained with 1.2.",
+                ),
+                io.Mesh.Input("mesh", optional=True, tooltip="For greedy: the mesh that will be painted."),
+                io.Int.Input(
+                    "max_views", default=8, min=6, max=12, optional=True,
+                    tooltip="For greedy: the maximum number of views. More views take more time and memory to paint.",
+                ),
+            ],
+            outputs=[Cameras.Output(display_name="cameras"), io.Int.Output(display_name="count")],
+        )
+
+    @classmethod
+    def execute(
+        cls, choose: str, azimuths: str, elevations: str, weights: str, ortho_scale: float, mesh: Any = None,
+        max_views: int = 8,
+    ) -> io.NodeOutput:
+        """The cameras."""
+        progress = PaintProgress(cls.hidden.unique_id)
+        table = camera_table(azimuths, elevations, weights, ortho_scale)
+        if choose == GREEDY:
+            table = texturing.greedy_cameras(mesh and meshes.from_core(mesh), max_views, progress, memory_manager.compute_device())
+        progress.finish("\n".join(f"{camera.azimuth:g}, {camera.elevation:g}: {camera.weight:g}" for camera in table))
+        return io.NodeOutput(table, len(table))
+
+
+class RenderViews(io.ComfyNode):
+    """Render the maps that guide painting."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="AnyGPURenderViews",
+            display_name="AnyGPU Render Views",
+            category=CATEGORY,
+            description="Renders normal and position maps of a mesh from every camera: orthographic and in object "
+                        "space, as the paint models were trained. Plain torch, nothing to compile.",
+            search_aliases=["normal map", "position map", "custom rasterizer", "multiview render"],
+            inputs=[
+                io.Mesh.Input("mesh", tooltip="One mesh, at any position and scale."),
+                Cameras.Input("cameras", optional=True, tooltip="From AnyGPU Paint Cameras. Without it, the six standard views are used."),
+                Paint.Input("pipeline", optional=True, tooltip="The pipeline that will paint. It tells normals auto what to render."),
+                io.Int.Input(
+                    "size", default=2048, min=16, max=8192, step=16, optional=True,
+                    tooltip="Pixels. The published size is 2048; painting scales the maps down.",
+                ),
+                io.Combo.Input(
+                    "normals", options=list(texturing.NORMALS), default="auto", optional=True, advanced=True,
+                    tooltip="auto: as each model was trained, flat for PBR and smooth for the others.",
+                ),
+            ],
+            outputs=[
+                io.Image.Output(display_name="normals"),
+                io.Image.Output(display_name="positions"),
+                Cameras.Output(display_name="cameras"),
+                io.Mask.Output(display_name="mask"),
+            ],
+        )
+
+    @classmethod
+    def execute(
+        cls, mesh: Any, cameras: Any = None, pipeline: Any = None, size: int = 2048, normals: str = "auto",
+    ) -> io.NodeOutput:
+        """The maps, and the cameras they are of."""
+        progress = PaintProgress(cls.hidden.unique_id)
+        family = None if pipeline is None else pipeline.family
+        given = (meshes.from_core(mesh), cameras, family, normals, size)
+        maps, table, surface = texturing.maps_of(*given, progress, memory_manager.compute_device())
+        progress.finish("\n".join((f"{len(table)} views of {size} pixels, {len(surface.faces)} faces", *surface.notes)))
+        mask = maps.mask.float()
+        return io.NodeOutput(maps.normal, maps.position, table, mask, ui=preview.sheet(maps.normal, cls))
+
+
+class BakeTexture(io.ComfyNode):
+    """Bake painted views into a texture."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="AnyGPUBakeTexture",
+            display_name="AnyGPU Bake Texture",
+            category=CATEGORY,
+            description="Projects the painted views onto the mesh's texture and fills in what no view saw. You can "
+                        "enlarge the views first with core's upscale nodes.",
+            search_aliases=["back projection", "bake from multiview", "inpaint texture", "texture baking"],
+            inputs=[
+                io.Mesh.Input("mesh", tooltip="One mesh with UVs from 0 to 1, for example from core's Unwrap Mesh."),
+                io.Image.Input("images", tooltip="One square picture per camera, of any size."),
+                Cameras.Input("cameras", tooltip="The cameras that the pictures were painted for."),
+                io.Int.Input(
+                    "texture_size", default=2048, min=16, max=8192, step=16,
+                    tooltip="Texels along each side. 2048 takes 0.8 GB while it bakes; memory and time grow with the "
+                            "square.",
+                ),
+                io.Image.Input(
+                    "metallic_roughness", optional=True, tooltip="From AnyGPU Paint Views with the PBR model.",
+                ),
+                io.Combo.Input(
+                    "form", options=list(FORMS), default="gather", optional=True, advanced=True,
+                    tooltip="gather: each texel looks up its colour, which leaves no holes. scatter: each pixel "
+                            "writes its colour into the texture, as the published v2-0 does.",
+                ),
+                io.Combo.Input(
+                    "fill", options=list(METHODS), default="auto", optional=True, advanced=True,
+                    tooltip="How to fill texels that no view saw, once colours have spread along the surface. auto: "
+                            "pull_push, in torch. opencv: as published; needs the package.",
+                ),
+                io.Int.Input(
+                    "view_size", default=2048, min=16, max=8192, step=16, optional=True, advanced=True,
+                    tooltip="Resolution at which the mesh is rasterised to find out what each view sees.",
+                ),
+                io.Boolean.Input(
+                    "exact", default=False, optional=True, advanced=True,
+                    tooltip="Reproduces the published arithmetic with its faults (half a pixel off, holes in flat "
+                            "faces), for comparison.",
+                ),
+            ],
+            outputs=[
+                io.Mesh.Output(display_name="mesh"),
+                io.Image.Output(display_name="base_color"),
+                io.Image.Output(display_name="metallic"),
+                io.Image.Output(display_name="roughness"),
+                io.Mask.Output(display_name="painted"),
+            ],
+        )
+
+    @classmethod
+    def execute(
+        cls, mesh: Any, images: Any, cameras: Any, texture_size: int, metallic_roughness: Any = None, form: str = "gather",
+        fill: str = "auto", view_size: int = 2048, exact: bool = False,
+    ) -> io.NodeOutput:
+        """The mesh in its texture, and the maps."""
+        progress = PaintProgress(cls.hidden.unique_id)
+        settings = texturing.BakeSettings(texture_size=texture_size, view_size=view_size, form=form, fill=fill, exact=exact)
+        memory_manager.make_room(texturing.TEXEL_BYTES * texture_size**2)
+        given = (meshes.from_core(mesh), cameras, images, metallic_roughness)
+        texture = texturing.texture_of(*given, settings, progress, memory_manager.compute_device())
+        progress.finish("\n".join(texture.notes))
+        return io.NodeOutput(meshes.with_texture(mesh, texture), *meshes.as_images(texture))
+
+
+class RenderTurntable(io.ComfyNode):
+    """Render a mesh through one full turn."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="AnyGPURenderTurntable",
+            display_name="AnyGPU Render Turntable",
+            category=CATEGORY,
+            description="Renders a textured mesh through one full turn, for core's Preview Image, Save Animated WEBP "
+                        "or "
+            "Create Video.",
+            search_aliases=["turntable", "render mesh", "preview mesh", "spin", "360"],
+            inputs=[
+                io.Mesh.Input("mesh", tooltip="With or without a texture."),
+                io.Int.Input("frames", default=24, min=1, max=720, tooltip="Number of pictures in one full turn."),
+                io.Int.Input("size", default=512, min=16, max=4096, step=16, tooltip="Pixels along each side."),
+                io.Float.Input("elevation", default=15.0, min=-90.0, max=90.0, step=1.0, tooltip="Degrees above the mesh."),
+                io.Float.Input(
+                    "background", default=1.0, min=0.0, max=1.0, step=0.01, optional=True, advanced=True,
+                    tooltip="Grey level of the background: 0 is black, 1 is white.",
+                ),
+            ],
+            outputs=[io.Image.Output(display_name="images")],
+        )
+
+    @classmethod
+    def execute(
+        cls, mesh: Any, frames: int, size: int, elevation: float, background: float = 1.0,
+    ) -> io.NodeOutput:
+        """The pictures."""
+        progress = PaintProgress(cls.hidden.unique_id)
+        texture = None if mesh.texture is None else mesh.texture[0]
+        count = texturing.counted(progress, frames, "rendering")
+        with Checked(progress.check):
+            surface = Surface.of(meshes.from_core(mesh), memory_manager.compute_device())
+            pictures = turntable(surface, texture, frames, size, elevation, background, count)
+        progress.finish("\n".join((f"{frames} frames of {size} pixels", *surface.notes)))
+        return io.NodeOutput(pictures, ui=preview.clip(pictures, PREVIEW_FPS, cls))

@@ -1,0 +1,193 @@
+"""The nodes that encode prompts, pictures and clips."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..host import core_models
+from ..host.api import io
+from ..host.progress import NodeProgress
+from ..pipelines import stages
+from ..pipelines.base import ImageRequest, PromptRequest
+from ..pipelines.family import FITS
+from ..pipelines.latents import convert as latent_format
+from .inputs import DEFAULT, SEED_LIMIT, Image, Pipeline, Prompt, schema, size_inputs
+
+
+class EncodePrompt(io.ComfyNode):
+    """Encode prompt and negative prompt."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="AnyGPUEncodePrompt",
+            display_name="AnyGPU Encode Prompt",
+            description="Turns prompt and negative prompt into embeddings, then takes the text encoders off the "
+                        "device.",
+            search_aliases=["clip text encode", "text encode", "negative prompt", "t5", "llama"],
+            inputs=[
+                Pipeline.Input("pipeline", tooltip="From AnyGPU Load Pipeline."),
+                io.String.Input("text", multiline=True, dynamic_prompts=True, tooltip="What the video shows. Required."),
+                io.String.Input(
+                    "negative", multiline=True, dynamic_prompts=True, default="",
+                    tooltip="What the video should not show. Has an effect only if cfg is above 1.",
+                ),
+                io.String.Input(
+                    "section_prompts", multiline=True, default="", optional=True, advanced=True,
+                    tooltip="FramePack: one prompt per line for the sections after the first, in playback order. "
+                            "Sections without a line use the prompt above.",
+                ),
+                io.Image.Input(
+                    "image", optional=True,
+                    tooltip="HunyuanVideo image to video: the text encoder looks at the picture too.",
+                ),
+                io.Int.Input(
+                    "max_tokens", default=0, min=0, max=1024, optional=True, advanced=True,
+                    tooltip="Maximum prompt length in tokens. A longer prompt is an error that shows what would be "
+                            "cut. " + DEFAULT,
+                ),
+                io.String.Input(
+                    "template", multiline=True, default="", optional=True, advanced=True,
+                    tooltip="HunyuanVideo, HunyuanVideo 1.5, FramePack: the text around the prompt, with {} in place "
+                            "of the prompt. Leave it empty for the model's own template.",
+                ),
+                io.Int.Input(
+                    "template_crop", default=-1, min=-1, max=1024, optional=True, advanced=True,
+                    tooltip="How many leading tokens of the template to cut off. -1 counts them for you.",
+                ),
+            ],
+            outputs=[
+                Prompt.Output(display_name="prompt"),
+                io.Conditioning.Output(display_name="positive", tooltip="The prompt for core's samplers."),
+                io.Conditioning.Output(display_name="negative", tooltip="The negative prompt for core's samplers."),
+            ],
+        )
+
+    @classmethod
+    def execute(cls, pipeline: Any, section_prompts: str = "", **texts: Any) -> io.NodeOutput:
+        """The prompt."""
+        progress = NodeProgress(cls.hidden.unique_id)
+        sections = tuple(line.strip() for line in section_prompts.splitlines() if line.strip())
+        prompt = stages.encode_prompt(pipeline, PromptRequest(**texts, sections=sections), progress)
+        progress.finish(repr(prompt).strip("<>"))
+        return io.NodeOutput(prompt, *latent_format.conditionings(prompt))
+
+
+class ImageConditioning(io.ComfyNode):
+    """Put an encoded image into core's conditioning."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="AnyGPUImageConditioning",
+            display_name="AnyGPU Image Conditioning",
+            description="Adds the picture of AnyGPU Encode Image to core's CONDITIONING, for image to video with the "
+                        "MODEL of AnyGPU Load Pipeline: HunyuanVideo (33 channels), HunyuanVideo 1.5, FramePack.",
+            search_aliases=["image to video conditioning", "start image conditioning"],
+            inputs=[
+                io.Conditioning.Input("positive", tooltip="From AnyGPU Encode Prompt, or CLIP Text Encode."),
+                io.Conditioning.Input("negative", tooltip="From AnyGPU Encode Prompt, or CLIP Text Encode."),
+                Image.Input("image", tooltip="From AnyGPU Encode Image, with the same model."),
+            ],
+            outputs=[
+                io.Conditioning.Output(display_name="positive"),
+                io.Conditioning.Output(display_name="negative"),
+            ],
+            hidden=[],
+        )
+
+    @classmethod
+    def execute(cls, positive: Any, negative: Any, image: Any) -> io.NodeOutput:
+        """Both conditionings with the picture in them."""
+        return io.NodeOutput(core_models.pictured(positive, image), core_models.pictured(negative, image))
+
+
+class EncodeImage(io.ComfyNode):
+    """Encode a start, end or in-between image."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="AnyGPUEncodeImage",
+            display_name="AnyGPU Encode Image",
+            description="Fits a picture or clip to a size the model can make, and encodes it. Chain several through "
+                        "`previous`: first and last frame, a clip to extend (LTX-Video), start and end image "
+                        "(FramePack).",
+            search_aliases=["image to video", "first frame", "last frame", "start image", "end image", "i2v"],
+            inputs=[
+                Pipeline.Input("pipeline", tooltip="From AnyGPU Load Pipeline."),
+                io.Image.Input("image", tooltip="An RGB picture. Several frames make a clip (LTX-Video)."),
+                *size_inputs(),
+                io.Combo.Input(
+                    "fit", options=list(FITS), default=FITS[0],
+                    tooltip="nearest bucket: keeps the aspect ratio, at the nearest size the model was made for. "
+                            "crop: fills width and height and cuts off the rest. pad: adds black bars. stretch: "
+                            "distorts.",
+                ),
+                io.Int.Input(
+                    "frame", default=0, min=-1, max=4096, optional=True,
+                    tooltip="Where in the video the picture goes; -1 is the last frame. FramePack takes 0 and -1, "
+                            "HunyuanVideo 0.",
+                ),
+                io.Float.Input(
+                    "strength", default=1.0, min=0.0, max=1.0, step=0.01, optional=True,
+                    tooltip="How closely the video follows the picture (LTX-Video; on FramePack, the end image).",
+                ),
+                Image.Input("previous", optional=True, tooltip="The encoded image to join this one to. Its size is used."),
+                io.ClipVisionOutput.Input(
+                    "clip_vision_output", optional=True,
+                    tooltip="SigLIP output from core's CLIP Vision Encode. Replaces the model's own image encoder "
+                            "(FramePack, HunyuanVideo 1.5).",
+                ),
+            ],
+            outputs=[
+                Image.Output(display_name="image"),
+                io.Int.Output(display_name="width"),
+                io.Int.Output(display_name="height"),
+            ],
+        )
+
+    @classmethod
+    def execute(
+        cls, pipeline: Any, image: Any, fit: str, clip_vision_output: Any = None, **settings: Any,
+    ) -> io.NodeOutput:
+        """The condition and the size it was fitted to."""
+        progress = NodeProgress(cls.hidden.unique_id)
+        vision = None if clip_vision_output is None else clip_vision_output.last_hidden_state
+        condition = stages.encode_image(pipeline, ImageRequest(image, vision=vision, **settings), fit, progress)
+        progress.finish(f"{condition.width}x{condition.height}")
+        return io.NodeOutput(condition, condition.width, condition.height)
+
+
+class EncodeVideo(io.ComfyNode):
+    """Encode a video to start a sampling from."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="AnyGPUEncodeVideo",
+            display_name="AnyGPU Encode Video",
+            description="Encodes frames to latents for video to video: connect the latent to AnyGPU Sample and set "
+                        "denoise below 1.",
+            search_aliases=["vae encode", "video to video", "v2v"],
+            inputs=[
+                Pipeline.Input("pipeline", tooltip="From AnyGPU Load Pipeline."),
+                io.Image.Input("images", tooltip="RGB frames."),
+                *size_inputs(),
+                io.Combo.Input(
+                    "fit", options=list(FITS), default="crop",
+                    tooltip="How frames of another aspect ratio are fitted. Width and height 0 keep the frames' own "
+                            "size.",
+                ),
+                io.Int.Input("seed", default=0, min=0, max=SEED_LIMIT, tooltip="For VAEs that sample their latents."),
+            ],
+            outputs=[io.Latent.Output(display_name="latent")],
+        )
+
+    @classmethod
+    def execute(cls, pipeline: Any, images: Any, width: int, height: int, fit: str, seed: int) -> io.NodeOutput:
+        """The latents."""
+        progress = NodeProgress(cls.hidden.unique_id, pipeline.family)
+        latents = stages.encode_video(pipeline, images, width, height, fit, seed, progress)
+        progress.finish(f"{latents.width}x{latents.height}, {latents.frames} frames")
+        return io.NodeOutput(latent_format.to_core(latents))

@@ -1,0 +1,161 @@
+"""The nodes beside a run: what this machine can do, what a run will need, and a published model fetched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..compat.memory.offloader import MODES
+from ..host import folders, memory_manager
+from ..host.api import io, ui
+from ..host.progress import NodeProgress
+from ..paint import estimates
+from ..paint.networks.published import KINDS
+from ..pipelines import report as reports
+from ..pipelines.loading import download as downloads
+from ..pipelines.memory import page as memory_plan
+from ..pipelines.memory.estimates import Forecast
+from .inputs import Paint, Pipeline, schema, size_inputs
+
+
+class Uncached(io.ComfyNode):
+    """A node that runs each time: what it looks at is no input."""
+
+    @classmethod
+    def fingerprint_inputs(cls, **_: Any) -> float:
+        """Never the same."""
+        return float("nan")
+
+
+class HardwareReport(Uncached):
+    """Report what this machine can do, and the decisions on it."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="AnyGPUHardwareReport",
+            display_name="AnyGPU Hardware Report",
+            description="Shows which device was found, how it did in short tests, which precision and kernels each "
+                        "model gets and why, and what to change if something does not work.",
+            search_aliases=["diagnose", "gpu info", "benchmark", "debug", "bug report", "hardware"],
+            inputs=[
+                io.Boolean.Input(
+                    "check", default=False,
+                    tooltip="Also tries conversions, loading, Conv3d and attention on the device. Takes a few "
+                            "seconds.",
+                ),
+                io.Boolean.Input(
+                    "ask_again", default=False, optional=True, advanced=True,
+                    tooltip="Discards the saved test results and runs the tests again.",
+                ),
+            ],
+            outputs=[io.String.Output(display_name="text"), io.Image.Output(display_name="table")],
+            is_output_node=True,
+            not_idempotent=True,
+        )
+
+    @classmethod
+    def execute(cls, check: bool, ask_again: bool = False) -> io.NodeOutput:
+        """The report as text and as a table."""
+        progress = NodeProgress(cls.hidden.unique_id)
+        device, state = memory_manager.compute_device(), folders.state_folder()
+        report = reports.hardware_report(device, state, ask_again)
+        report = reports.checked(report, device, state, progress) if check else report
+        progress.finish(report.summary())
+        table = reports.drawn(report)
+        return io.NodeOutput(report.text(), table, ui=ui.PreviewImage(table, cls=cls))
+
+
+def paint_plan(pipeline: Any, pixels: int, views: int, guided: bool) -> tuple[str, Any]:
+    """The forecast of a paint or delight pipeline, as :func:`memory_plan.shown` gives it; zeros take what it was taught."""
+    needs = (Forecast(mode, estimates.paint_needs(pipeline, pixels, views, guided or None, mode)) for mode in MODES)
+    side, count = pixels or estimates.TAUGHT_SIZE, 1 if pipeline.family == "delight" else views or estimates.TAUGHT_VIEWS
+    title = f"Hunyuan3D {pipeline.family} {pipeline.variant}, {count} view{'s' * (count > 1)} of {side} pixels"
+    return memory_plan.shown(pipeline, title, ", with guidance" if guided else "", tuple(needs))
+
+
+class MemoryPlan(Uncached):
+    """Forecast the memory of a run."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="AnyGPUMemoryPlan",
+            display_name="AnyGPU Memory Plan",
+            description="Shows what a run will need on the device before anything is read: a bar per stage and "
+                        "offload mode against the memory that is free now, and the fastest mode that fits.",
+            search_aliases=["vram", "memory forecast", "oom", "out of memory", "offload plan", "will it fit"],
+            inputs=[
+                io.MultiType.Input(
+                    "pipeline", types=[Pipeline, Paint],
+                    tooltip="From AnyGPU Load Pipeline, Compose Pipeline or Load Paint Pipeline.",
+                ),
+                *size_inputs(),
+                io.Int.Input(
+                    "frames", default=0, min=0, max=4097,
+                    tooltip="Number of frames, rounded up to the next number the model can make; for a paint "
+                            "pipeline, the number of views. 0 takes the model's own default.",
+                ),
+                io.Boolean.Input(
+                    "guided", default=False, optional=True,
+                    tooltip="Whether cfg is above 1. LTX-Video and Mochi then run two videos at once.",
+                ),
+            ],
+            outputs=[io.String.Output(display_name="text"), io.Image.Output(display_name="bars")],
+            is_output_node=True,
+            not_idempotent=True,
+        )
+
+    @classmethod
+    def execute(cls, pipeline: Any, width: int, height: int, frames: int, guided: bool = False) -> io.NodeOutput:
+        """The forecast as text and as bars."""
+        progress = NodeProgress(cls.hidden.unique_id, pipeline.family)
+        if pipeline.family in KINDS:
+            text, bars = paint_plan(pipeline, width, frames, guided)
+        else:
+            size = memory_plan.planned_size(pipeline, width, height, frames, guided)
+            text, bars = memory_plan.memory_plan(pipeline, size)
+        progress.finish(text)
+        return io.NodeOutput(text, bars, ui=ui.PreviewImage(bars, cls=cls))
+
+
+class DownloadModel(Uncached):
+    """Fetch a published model."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="AnyGPUDownloadModel",
+            display_name="AnyGPU Download Model",
+            description="Shows which files of a published model are in models/diffusers, and downloads the missing "
+                        "ones if you choose download: from a fixed commit of its Hugging Face repository, resumed "
+                        "after an interruption, with every hash checked.",
+            search_aliases=["huggingface", "hugging face", "download", "hf", "get model", "snapshot"],
+            is_output_node=True,
+            inputs=[
+                io.Combo.Input(
+                    "model", options=list(downloads.offers()),
+                    tooltip="Each is one or more repositories at a fixed commit; the text under the node names their "
+                            "pages. The licences are on those pages; by downloading you accept them.",
+                ),
+                io.Combo.Input(
+                    "download", options=list(downloads.CHOICES), default="no",
+                    tooltip="no: only looks at what is on disk, contacts nobody and writes nothing. download: "
+                            "fetches what is missing from huggingface.co, 30 to 60 GB, and checks every hash.",
+                ),
+            ],
+            outputs=[
+                io.String.Output(
+                    display_name="folder", tooltip="Where the model is. Press R to see it in AnyGPU Load Pipeline."
+                ),
+            ],
+        )
+
+    @classmethod
+    def execute(cls, model: str, download: str) -> io.NodeOutput:
+        """The folder of the model."""
+        progress, roots = NodeProgress(cls.hidden.unique_id), folders.model_roots()
+        lines = downloads.fetched(model, download, roots, progress)
+        for line in lines[1:]:
+            progress.notify(line)
+        progress.finish(lines[0])
+        return io.NodeOutput(str(downloads.folder_of(downloads.offer_of(model).downloads[0], roots)))

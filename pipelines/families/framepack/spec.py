@@ -1,0 +1,121 @@
+"""FramePack as data."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from ....compat.precision import HALF_TEXT
+from ...family import GUIDED, Defaults, Download, FamilySpec, FileKind, Fit, MemoryTerms, MusubiCache, Offer
+from ...loading.keys import SAME, Layout
+from ...text.llama import POOLED
+from ...text.t5 import EMBEDS
+from ..hunyuan_video import layouts as hunyuan_video
+from ..hunyuan_video.spec import BLOCKS, DOWNLOAD, FILES
+
+SPATIAL_RATIO, TEMPORAL_RATIO = 8, 4
+I2V, F1 = "framepack", "framepack_f1"
+# Written by `python benchmarks/memory_fits.py`.
+FIT = Fit(tokens=13.18, latents=1.13, pixels=4.53, plain=5.6, text=4.31, streamed=13.29)
+
+SPEC = FamilySpec(
+    id="framepack",
+    title="FramePack",
+    package=str(__package__),
+    order=4,
+    pipelines={"HunyuanVideoFramepackPipeline": "image"},
+    transformer_classes=("HunyuanVideoFramepackTransformer3DModel", "HunyuanVideoTransformer3DModelPacked"),
+    parts={
+        "text_encoder": ("transformers", "LlamaModel"),
+        "text_encoder_2": ("transformers", "CLIPTextModel"),
+        "image_encoder": ("transformers", "SiglipVisionModel"),
+        "transformer": ("diffusers", "HunyuanVideoFramepackTransformer3DModel"),
+        "vae": ("diffusers", "AutoencoderKLHunyuanVideo"),
+    },
+    tools={
+        "tokenizer": "transformers",
+        "tokenizer_2": "transformers",
+        "feature_extractor": "transformers",
+        "scheduler": "diffusers",
+    },
+    text_parts=("text_encoder", "text_encoder_2"),
+    multiple=16,
+    ratio=SPATIAL_RATIO,
+    stride=TEMPORAL_RATIO,
+    defaults=Defaults(width=640, height=608, frames=153, steps=25, fps=30.0, guidance=10.0),
+    effective=GUIDED - {"negative", "latents", "noise_mask"}
+    | {"guidance", "template", "sections", "frame", "strength", "vision", "previous"},
+    variants=(I2V, F1),
+    buckets=(
+        (416, 960),
+        (448, 864),
+        (480, 832),
+        (512, 768),
+        (544, 704),
+        (576, 672),
+        (608, 640),
+        (640, 608),
+        (672, 576),
+        (704, 544),
+        (768, 512),
+        (832, 480),
+        (864, 448),
+        (960, 416),
+    ),
+    pages=(
+        "https://huggingface.co/lllyasviel/FramePackI2V_HY",
+        "https://huggingface.co/lllyasviel/FramePack_F1_I2V_HY_20250503",
+        "https://huggingface.co/hunyuanvideo-community/HunyuanVideo",
+        "https://huggingface.co/lllyasviel/flux_redux_bfl",
+    ),
+    base="hunyuan_video",
+    lone_task="image",
+    text_width="text_embed_dim",
+    image_required=True,
+    memory=MemoryTerms(
+        FIT,
+        reference_tokens=334,
+        text_tokens=64,
+        history_tokens=729,  # of the start picture
+        section_context=(2.5, 21),  # two clean frames, and eighteen more at lower scales
+        decode_window=17,
+    ),
+    precision=HALF_TEXT,
+    sections=True,
+    layouts=(
+        Layout(
+            "framepack/transformer",
+            "FramePack",
+            ("clean_x_embedder.proj.weight", "single_transformer_blocks.0.proj_mlp.weight"),
+            SAME,
+        ),
+    ),
+    lora_layouts=hunyuan_video.LAYOUTS,
+    files={**FILES, "image_encoder": FileKind("siglip", "image_proj_dim")},
+    tokenizers={"tokenizer": "llama", "tokenizer_2": "clip_l"},
+    offer=Offer(
+        (
+            Download("lllyasviel/FramePackI2V_HY", "86cef4396041b6002c957852daac4c91aaa47c79"),
+            replace(DOWNLOAD, only=tuple(part for part in DOWNLOAD.only if part != "transformer")),
+            Download(
+                "lllyasviel/flux_redux_bfl",
+                "45b801affc54ff2af4e5daf1b282e0921901db87",
+                ("image_encoder", "feature_extractor"),
+            ),
+        ),
+        {"text": 14.0, "text 2": 0.2, "image": 0.8, "transformer": 24.0, "vae": 0.5},
+    ),
+    musubi=MusubiCache(
+        "fp",
+        "framepack",
+        ratio=8,
+        text={"llama_vec": EMBEDS, "clip_l_pooler": POOLED},
+        scale=0.476986,  # of AutoencoderKLHunyuanVideo, whose encoder's result this trainer multiplies for FramePack
+        padded=512,
+        mask="llama_attention_mask",
+        mask_dtype=torch.bool,
+    ),
+    published_blocks=BLOCKS,
+    published_vae_sites=29,
+)

@@ -1,0 +1,74 @@
+"""HunyuanVideo as data."""
+
+from __future__ import annotations
+
+from ....compat.precision import HALF_TEXT
+from ...family import GUIDED, HUB_FILES, Defaults, Download, FamilySpec, FileKind, Fit, MemoryTerms, MusubiCache, Offer
+from ...text.llama import POOLED
+from ...text.t5 import EMBEDS
+from .layouts import LAYOUTS
+
+CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 16, 8, 4
+DOWNLOAD = Download(
+    "hunyuanvideo-community/HunyuanVideo",
+    "e8c2aaa66fe3742a32c11a6766aecbf07c56e773",
+    (*HUB_FILES, "text_encoder_2", "tokenizer_2"),
+)
+BLOCKS = (
+    ("diffusers.models.transformers.transformer_hunyuan_video.HunyuanVideoTransformerBlock", 20, False),
+    ("diffusers.models.transformers.transformer_hunyuan_video.HunyuanVideoSingleTransformerBlock", 40, False),
+)
+FILES = {
+    "text_encoder": FileKind("llama", "text_embed_dim"),
+    "text_encoder_2": FileKind("clip_l", "pooled_projection_dim"),
+    "vae": FileKind("hunyuan_video/vae"),
+}
+# Written by `python benchmarks/memory_fits.py`.
+FIT = Fit(tokens=12.25, latents=2.84, pixels=4.53, plain=5.6, text=4.31, streamed=13.29)
+
+SPEC = FamilySpec(
+    id="hunyuan_video",
+    title="HunyuanVideo",
+    package=str(__package__),
+    order=2,
+    pipelines={"HunyuanVideoPipeline": "text", "HunyuanVideoImageToVideoPipeline": "image"},
+    transformer_classes=("HunyuanVideoTransformer3DModel",),
+    parts={
+        "text_encoder": ("transformers", "LlamaModel", "LlavaForConditionalGeneration"),
+        "text_encoder_2": ("transformers", "CLIPTextModel"),
+        "transformer": ("diffusers", "HunyuanVideoTransformer3DModel"),
+        "vae": ("diffusers", "AutoencoderKLHunyuanVideo"),
+    },
+    tools={
+        "tokenizer": "transformers",
+        "tokenizer_2": "transformers",
+        "scheduler": "diffusers",
+        "image_processor": "transformers",
+    },
+    text_parts=("text_encoder", "text_encoder_2"),
+    multiple=16,
+    ratio=SPATIAL_RATIO,
+    stride=TEMPORAL_RATIO,
+    defaults=Defaults(width=1280, height=720, frames=129, steps=50, fps=24.0, guidance=6.0, max_tokens=256),
+    effective=GUIDED | {"guidance", "template", "image"},
+    pages=(
+        "https://huggingface.co/hunyuanvideo-community/HunyuanVideo",
+        "https://huggingface.co/hunyuanvideo-community/HunyuanVideo-I2V",
+        "https://huggingface.co/hunyuanvideo-community/HunyuanVideo-I2V-33ch",
+    ),
+    optional=("image_processor",),
+    text_width="text_embed_dim",
+    image_required=True,
+    memory=MemoryTerms(FIT, reference_tokens=334, text_tokens=64, decode_window=17),
+    precision=HALF_TEXT,
+    layouts=LAYOUTS,
+    files=FILES,
+    tokenizers={"tokenizer": "llama", "tokenizer_2": "clip_l"},
+    text_vision="llava_vision",
+    offer=Offer((DOWNLOAD,), {"text": 14.0, "text 2": 0.2, "transformer": 23.9, "vae": 0.5}),
+    musubi=MusubiCache(
+        "hv", "hunyuan_video", ratio=8, text={"llm": EMBEDS, "clipL": POOLED}, padded=256, mask="llm_mask"
+    ),
+    published_blocks=BLOCKS,
+    published_vae_sites=29,
+)

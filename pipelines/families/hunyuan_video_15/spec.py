@@ -1,0 +1,75 @@
+"""HunyuanVideo 1.5 as data."""
+
+from __future__ import annotations
+
+from ...family import GUIDED, HUB_FILES, Defaults, Download, FamilySpec, FileKind, Fit, MemoryTerms, MusubiCache, Offer
+from ...text.qwen import EMBEDS_2
+from ...text.t5 import EMBEDS
+from .layouts import LAYOUTS
+
+CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 32, 16, 4
+# Written by `python benchmarks/memory_fits.py`.
+FIT = Fit(tokens=8.33, latents=2.27, pixels=6.01, plain=0.0, text=3.42, streamed=13.18, chunked=1.27)
+
+SPEC = FamilySpec(
+    id="hunyuan_video_15",
+    title="HunyuanVideo 1.5",
+    package=str(__package__),
+    order=3,
+    pipelines={"HunyuanVideo15Pipeline": "text", "HunyuanVideo15ImageToVideoPipeline": "image"},
+    transformer_classes=("HunyuanVideo15Transformer3DModel",),
+    parts={
+        "text_encoder": ("transformers", "Qwen2_5_VLTextModel"),
+        "text_encoder_2": ("transformers", "T5EncoderModel"),
+        "transformer": ("diffusers", "HunyuanVideo15Transformer3DModel"),
+        "vae": ("diffusers", "AutoencoderKLHunyuanVideo15"),
+        "image_encoder": ("transformers", "SiglipVisionModel"),
+    },
+    tools={
+        "tokenizer": "transformers",
+        "tokenizer_2": "transformers",
+        "scheduler": "diffusers",
+        "guider": "diffusers",
+        "feature_extractor": "transformers",
+    },
+    text_parts=("text_encoder", "text_encoder_2"),
+    multiple=SPATIAL_RATIO,
+    ratio=SPATIAL_RATIO,
+    stride=TEMPORAL_RATIO,
+    defaults=Defaults(width=848, height=480, frames=121, steps=50, fps=24.0, cfg=6.0, max_tokens=1000),
+    effective=GUIDED | {"guidance_rescale", "template", "vision"},
+    pages=(
+        "https://huggingface.co/hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
+        "https://huggingface.co/hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v",
+    ),
+    optional=("image_encoder", "feature_extractor"),
+    text_width="text_embed_dim",
+    image_required=True,
+    memory=MemoryTerms(FIT, reference_tokens=160, text_tokens=64),
+    causal_decoder=True,
+    layouts=LAYOUTS,
+    files={
+        "text_encoder": FileKind("qwen2_5_vl", "text_embed_dim"),
+        "text_encoder_2": FileKind("t5", "text_embed_2_dim"),
+        "image_encoder": FileKind("siglip", "image_embed_dim"),
+        "vae": FileKind("hunyuan_video_15/vae"),
+    },
+    tokenizers={"tokenizer": "qwen2_5_vl", "tokenizer_2": "byt5"},
+    offer=Offer(
+        (
+            Download(
+                "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
+                "286be7ce72277246578a3e3cc2487e95ddae5bcf",
+                (*HUB_FILES, "text_encoder_2", "tokenizer_2", "guider"),
+            ),
+        ),
+        {"text": 13.2, "text 2": 0.4, "transformer": 15.5, "vae": 2.3},
+    ),
+    musubi=MusubiCache(
+        "hv15", "hunyuan_video_1_5", ratio=16, text={"varlen_vl_embed": EMBEDS, "varlen_byt5_embed": EMBEDS_2}
+    ),
+    published_blocks=(
+        ("diffusers.models.transformers.transformer_hunyuan_video15.HunyuanVideo15TransformerBlock", 54, False),
+    ),
+    published_vae_sites=35,
+)

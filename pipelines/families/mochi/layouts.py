@@ -1,0 +1,132 @@
+"""Tensor names of Mochi 1 in single files: as released, as ComfyUI saves them, in diffusers' names.
+
+Sources: diffusers' conversion scripts, and ComfyUI's ``supported_models`` for the names it saves.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from ...loading.keys import SAME, Layout, Row, embedder_rows
+
+BLOCK = "transformer_blocks.#"
+TRANSFORMER: tuple[Row, ...] = (
+    Row("x_embedder.proj.*", "patch_embed.proj.*"),
+    *embedder_rows("t_embedder", "time_embed.timestep_embedder"),
+    Row("t5_y_embedder.*", "time_embed.pooler.*"),
+    Row("t5_yproj.*", "time_embed.caption_proj.*"),
+    Row("pos_frequencies", "pos_frequencies"),
+    Row("blocks.#.mod_x.*", f"{BLOCK}.norm1.linear.*"),
+    Row("blocks.#.mod_y.*", f"{BLOCK}.norm1_context.linear.*", last=f"{BLOCK}.norm1_context.linear_1.*"),
+    Row("blocks.#.attn.qkv_x.*", f"{BLOCK}.attn1.to_q.* {BLOCK}.attn1.to_k.* {BLOCK}.attn1.to_v.*"),
+    Row("blocks.#.attn.qkv_y.*", f"{BLOCK}.attn1.add_q_proj.* {BLOCK}.attn1.add_k_proj.* {BLOCK}.attn1.add_v_proj.*"),
+    Row("blocks.#.attn.q_norm_x.*", f"{BLOCK}.attn1.norm_q.*"),
+    Row("blocks.#.attn.k_norm_x.*", f"{BLOCK}.attn1.norm_k.*"),
+    Row("blocks.#.attn.q_norm_y.*", f"{BLOCK}.attn1.norm_added_q.*"),
+    Row("blocks.#.attn.k_norm_y.*", f"{BLOCK}.attn1.norm_added_k.*"),
+    Row("blocks.#.attn.proj_x.*", f"{BLOCK}.attn1.to_out.0.*"),
+    Row("blocks.#.attn.proj_y.*", f"{BLOCK}.attn1.to_add_out.*"),
+    Row("blocks.#.mlp_x.w1.*", f"{BLOCK}.ff.net.0.proj.*", turned=True),
+    Row("blocks.#.mlp_x.w2.*", f"{BLOCK}.ff.net.2.*"),
+    Row("blocks.#.mlp_y.w1.*", f"{BLOCK}.ff_context.net.0.proj.*", turned=True),
+    Row("blocks.#.mlp_y.w2.*", f"{BLOCK}.ff_context.net.2.*"),
+    Row("final_layer.mod.*", "norm_out.linear.*", turned=True),
+    Row("final_layer.linear.*", "proj_out.*"),
+)
+
+STACK = (("0", "norm1.norm_layer"), ("2", "conv1.conv"), ("3", "norm2.norm_layer"), ("5", "conv2.conv"))
+
+
+def _resnet(source: str, target: str) -> Iterable[Row]:
+    """A residual block of Mochi, whose layers the release counts."""
+    return (Row(f"{source}.stack.{number}.*", f"{target}.{name}.*") for number, name in STACK)
+
+
+def _attended(source: str, target: str, index: str) -> Iterable[Row]:
+    """The attention behind a residual block of Mochi's encoder."""
+    yield from _resnet(source, f"{target}.resnets.{index}")
+    inner = f"{target}.attentions.{index}"
+    yield Row(f"{source}.attn_block.attn.qkv.*", f"{inner}.to_q.* {inner}.to_k.* {inner}.to_v.*")
+    yield Row(f"{source}.attn_block.attn.out.*", f"{inner}.to_out.0.*")
+    yield Row(f"{source}.attn_block.norm.*", f"{target}.norms.{index}.norm_layer.*")
+
+
+def _vae(names: Iterable[str]) -> tuple[Row, ...]:
+    """Mochi's VAE: one list of layers each way, in which blocks of any depth follow one another."""
+    layers = sorted({int(m[1]) for name in names if (m := re.match(r"encoder\.layers\.(\d+)\.layers\.", name))})
+    first, behind = (layers[0], layers[-1] + 1) if layers else (4, 7)
+    most = 1 + max((int(n) for name in names for n in re.findall(r"\.(\d+)\.", name)), default=16)
+    rows = [
+        Row("decoder.blocks.0.0.*", "decoder.conv_in.*"),
+        Row("decoder.output_proj.*", "decoder.proj_out.*"),
+        Row("encoder.layers.0.*", "encoder.proj_in.*"),
+        Row("encoder.output_norm.*", "encoder.norm_out.norm_layer.*"),
+        Row("encoder.output_proj.*", "encoder.proj_out.*"),
+    ]
+    # The number of a block is one more than its own where a plain layer stands before it.
+    for index in range(most):
+        rows += _resnet(f"decoder.blocks.0.{index + 1}", f"decoder.block_in.resnets.{index}")
+        if index + 1 < first:
+            rows += _resnet(f"encoder.layers.{index + 1}", f"encoder.block_in.resnets.{index}")
+        rows += _attended(f"encoder.layers.{behind + index}", "encoder.block_out", str(index))
+        for block, layer in enumerate(layers):
+            source, target = f"encoder.layers.{layer}.layers", f"encoder.down_blocks.{block}"
+            rows += _attended(f"{source}.{index + 1}", target, str(index))
+    for block, layer in enumerate(layers):
+        rows.append(Row(f"encoder.layers.{layer}.layers.0.*", f"encoder.down_blocks.{block}.conv_in.conv.*"))
+    for block in range(3):
+        source, target = f"decoder.blocks.{block + 1}", f"decoder.up_blocks.{block}"
+        rows += [*_resnet(f"{source}.blocks.#", f"{target}.resnets.#"), Row(f"{source}.proj.*", f"{target}.proj.*")]
+    return (*rows, *_resnet("decoder.blocks.4.#", "decoder.block_out.resnets.#"))
+
+
+def _half(coder: str) -> Callable[[Iterable[str]], tuple[Row, ...]]:
+    """The rows of Mochi's encoder or decoder alone, whose release leaves out which of both it is."""
+    start = f"{coder}."
+
+    def rows(names: Iterable[str]) -> tuple[Row, ...]:
+        whole = _vae(start + name for name in names)
+        return tuple(
+            replace(row, source=row.source.removeprefix(start)) for row in whole if row.source.startswith(start)
+        )
+
+    return rows
+
+
+LAYOUTS: tuple[Layout, ...] = (
+    Layout("mochi/transformer", "Mochi 1 as released", ("t5_yproj.weight", "blocks.0.mod_x.weight"), TRANSFORMER),
+    Layout(
+        "mochi/transformer",
+        "Mochi 1 in diffusers' names",
+        ("time_embed.caption_proj.weight", "transformer_blocks.0.norm1_context.linear.weight"),
+        SAME,
+    ),
+    Layout(
+        "mochi/vae",
+        "the VAE of Mochi 1 as released",
+        ("decoder.blocks.0.1.stack.0.weight", "encoder.layers.1.stack.0.weight"),
+        _vae,
+    ),
+    Layout(
+        "mochi/vae_decoder",
+        "the decoder of Mochi 1's VAE as released",
+        ("blocks.0.1.stack.0.weight", "output_proj.weight"),
+        _half("decoder"),
+        half_of="mochi/vae",
+    ),
+    Layout(
+        "mochi/vae_encoder",
+        "the encoder of Mochi 1's VAE as released",
+        ("layers.1.stack.0.weight", "output_norm.weight"),
+        _half("encoder"),
+        half_of="mochi/vae",
+    ),
+    Layout(
+        "mochi/vae",
+        "the VAE of Mochi 1 in diffusers' names",
+        ("decoder.block_in.resnets.0.norm1.norm_layer.weight", "encoder.proj_in.weight"),
+        SAME,
+    ),
+)

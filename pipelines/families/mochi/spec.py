@@ -1,0 +1,50 @@
+"""Mochi 1 as data."""
+
+from __future__ import annotations
+
+from ....compat.precision import BF16, FP32, ModelPrecision, Precision
+from ...family import GUIDED, HUB_FILES, Defaults, Download, FamilySpec, FileKind, Fit, MemoryTerms, Offer
+from .layouts import LAYOUTS
+
+CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 12, 8, 6
+IN_FP32 = Precision(BF16, BF16, FP32, "upstream's reference decodes Mochi in fp32")
+BLOCK = "diffusers.models.transformers.transformer_mochi.MochiTransformerBlock"
+# Written by `python benchmarks/memory_fits.py`.
+FIT = Fit(tokens=16.88, latents=3.16, pixels=4.15, plain=0.0, text=4.31, streamed=6.82, chunked=1.46)
+
+SPEC = FamilySpec(
+    id="mochi",
+    title="Mochi 1",
+    package=str(__package__),
+    order=5,
+    pipelines={"MochiPipeline": "text"},
+    transformer_classes=("MochiTransformer3DModel",),
+    parts={
+        "text_encoder": ("transformers", "T5EncoderModel"),
+        "transformer": ("diffusers", "MochiTransformer3DModel"),
+        "vae": ("diffusers", "AutoencoderKLMochi"),
+    },
+    tools={"tokenizer": "transformers", "scheduler": "diffusers"},
+    text_parts=("text_encoder",),
+    multiple=16,
+    ratio=SPATIAL_RATIO,
+    stride=TEMPORAL_RATIO,
+    defaults=Defaults(width=848, height=480, frames=85, steps=64, fps=30.0, cfg=4.5, max_tokens=256),
+    effective=GUIDED,
+    min_steps=2,
+    pages=("https://huggingface.co/genmo/mochi-1-preview",),
+    text_width="text_embed_dim",
+    memory=MemoryTerms(FIT, reference_tokens=256, cropped_frames=TEMPORAL_RATIO - 1),
+    precision=ModelPrecision({"cuda-sm80+": IN_FP32, "rocm": IN_FP32, "xpu": IN_FP32}),
+    causal_decoder=True,
+    batched_cfg=True,
+    layouts=LAYOUTS,
+    files={"text_encoder": FileKind("t5", "text_embed_dim"), "vae": FileKind("mochi/vae")},
+    tokenizers={"tokenizer": "t5"},
+    offer=Offer(
+        (Download("genmo/mochi-1-preview", "14be5fcea23095ed330cb214647916a451e38b6e", HUB_FILES),),
+        {"text": 8.9, "transformer": 18.7, "vae": 0.9},
+    ),
+    published_blocks=((BLOCK, 47, False), (BLOCK, 1, True)),
+    published_vae_sites=38,
+)

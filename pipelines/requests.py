@@ -1,0 +1,75 @@
+"""Plain values of the load inputs, as widgets, a graph's JSON or flags give them, become the request they ask for.
+
+Load nodes, side bar and command call the same function, so that a forecast refuses what the node refuses. A new input
+is one row of :data:`LOAD_INPUTS` beside its widget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..compat.memory.offloader import part_devices
+from ..compat.transforms.compile import CACHE_SIZE, CompileSettings
+from .loading.folder import AUTO, LoadRequest
+from .profiling import Profile
+from .speed import SpeedRequest
+
+
+class LoadInput(NamedTuple):
+    """One input that the nodes which load a video pipeline share.
+
+    Args:
+        default: its value where nobody chose one, of the input's type.
+        target: what takes the value as an argument; None for a switch that this module reads itself.
+        argument: name of that argument, where it is not the input's own.
+    """
+
+    default: Any
+    target: Callable[..., Any] | None = LoadRequest
+    argument: str = ""
+
+
+LOAD_INPUTS: dict[str, LoadInput] = {
+    "variant": LoadInput(AUTO),
+    "precision": LoadInput(AUTO),
+    "offload": LoadInput(AUTO),
+    "attention": LoadInput(AUTO),
+    "weights": LoadInput(AUTO),
+    "text_weights": LoadInput(AUTO),
+    "keep_free_gb": LoadInput(0.0),
+    "transformer_device": LoadInput(AUTO, part_devices, "transformer"),
+    "text_device": LoadInput(AUTO, part_devices, "text"),
+    "vae_device": LoadInput(AUTO, part_devices, "vae"),
+    "kernels": LoadInput(AUTO, SpeedRequest),
+    "fp16_accumulation": LoadInput(False, SpeedRequest, "fp16_sums"),
+    "compile": LoadInput(False, None),
+    "compile_mode": LoadInput("default", CompileSettings, "mode"),
+    "compile_dynamic": LoadInput("text", CompileSettings, "dynamic"),
+    "compile_cache_size": LoadInput(CACHE_SIZE, CompileSettings, "cache_size"),
+    "compile_vae": LoadInput(False, CompileSettings, "vae"),
+}
+
+
+def load_request(values: Mapping[str, Any], trace: Path | None = None, **folders: Any) -> LoadRequest:
+    """The request that the inputs ``values`` make; one that is missing has its default.
+
+    Args:
+        values: input name to value; other names are passed over.
+        trace: file for the profile; None for no profile.
+        folders: the arguments of :class:`LoadRequest` that are no such input: model, other folders, device, state.
+
+    Raises:
+        InputError: a value out of range.
+        UnsupportedError: an accelerator that this machine does not have.
+    """
+
+    def chosen(target: Callable[..., Any]) -> dict[str, Any]:
+        rows = ((name, row) for name, row in LOAD_INPUTS.items() if row.target is target)
+        return {row.argument or name: values.get(name, row.default) for name, row in rows}
+
+    compiling = CompileSettings(**chosen(CompileSettings)) if values.get("compile") else None
+    profile = None if trace is None else Profile(trace)
+    speed = SpeedRequest(compile=compiling, profile=profile, **chosen(SpeedRequest))
+    return LoadRequest(**folders, speed=speed, devices=part_devices(**chosen(part_devices)), **chosen(LoadRequest))

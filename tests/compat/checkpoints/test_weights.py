@@ -1,0 +1,262 @@
+"""Damaged files are named before a weight is read, and reads are exact and cancellable."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+
+import pytest
+import torch
+from anygpu.compat.checkpoints import headers
+from anygpu.compat.checkpoints import weights as checkpoints
+from anygpu.compat.errors import CheckpointError
+from safetensors.torch import save_file
+
+
+def ignore(_: int) -> None:
+    """No progress."""
+
+
+@pytest.fixture
+def file(tmp_path):
+    tensors = {
+        "weight": torch.randn(33, 7),
+        "scalar": torch.tensor(3.0),
+        "index": torch.arange(5),
+        "empty": torch.zeros(0, 4),
+        "half": torch.randn(9).bfloat16(),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors", tensors
+
+
+def test_reads_every_tensor_bit_for_bit(file, monkeypatch):
+    path, tensors = file
+    monkeypatch.setattr(checkpoints, "SLICE_BYTES", 64)  # many slices
+    read = []
+    found = checkpoints.read_tensors(headers.declared([path]), None, read.append)
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype, name
+    assert sum(read) == sum(tensor.nbytes for tensor in tensors.values())
+
+
+def test_casts_floating_tensors_only(file):
+    found = checkpoints.read_tensors(headers.declared([file[0]]), torch.float64, ignore)
+    assert found["weight"].dtype is torch.float64
+    assert found["index"].dtype is torch.int64
+
+
+def test_a_cancel_acts_between_slices(file, monkeypatch):
+    monkeypatch.setattr(checkpoints, "SLICE_BYTES", 64)
+    calls = []
+
+    def cancel(size: int) -> None:
+        calls.append(size)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.read_tensors(headers.declared([file[0]]), None, cancel)
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("keep", [0, 4, 60, -1])
+def test_a_truncated_file_is_named(file, keep):
+    path, _ = file
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors.*cut short"):
+        headers.header_of(path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        struct.pack("<Q", 1 << 60) + b"{}",
+        struct.pack("<Q", 2) + b"[]",
+        struct.pack("<Q", 5) + b"nojso",
+        struct.pack("<Q", 16) + b'{"a":{"dtype":1}',
+    ],
+)
+def test_a_false_header_is_named(tmp_path, content):
+    (tmp_path / "m.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"m\.safetensors"):
+        headers.header_of(tmp_path / "m.safetensors")
+
+
+def test_a_missing_shard_is_named(tmp_path):
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file({"a": torch.zeros(1)}, tmp_path / "model-00001-of-00002.safetensors")
+    with pytest.raises(CheckpointError, match="model-00002-of-00002"):
+        checkpoints.weight_files(tmp_path, "transformer")
+
+
+def test_a_shard_outside_its_folder_is_refused(tmp_path):
+    (tmp_path / "part").mkdir()
+    save_file({"a": torch.zeros(1)}, tmp_path / "other.safetensors")
+    (tmp_path / "part" / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "../other.safetensors"}})
+    )
+    with pytest.raises(CheckpointError, match=r"\.\./other"):
+        checkpoints.weight_files(tmp_path / "part", "transformer")
+
+
+def test_a_pickle_is_refused(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="can run code and are refused"):
+        checkpoints.weight_files(tmp_path, "text_encoder")
+
+
+@pytest.mark.parametrize("make", [False, True])
+def test_a_missing_or_empty_folder_is_named(tmp_path, make):
+    folder = tmp_path / "vae"
+    if make:
+        folder.mkdir()
+    with pytest.raises(CheckpointError, match="vae"):
+        checkpoints.weight_files(folder, "vae")
+
+
+def test_plain_weights_come_before_variants(tmp_path):
+    for name in ("model.fp16.safetensors", "model.safetensors"):
+        save_file({"a": torch.zeros(1)}, tmp_path / name)
+    assert [file.name for file in checkpoints.weight_files(tmp_path, "vae")] == ["model.safetensors"]
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
+    path = checkpoints.write_tensors(tmp_path / "kept.safetensors", {"a": torch.ones(2)}, {"note": "old"})
+    before = path.read_bytes()
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoints.os, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        checkpoints.write_tensors(path, {"a": torch.zeros(2)}, {})
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["kept.safetensors"]
+
+
+@pytest.mark.parametrize("content", ["{", "[]", None])
+def test_broken_json_is_named(tmp_path, content):
+    if content is not None:
+        (tmp_path / "model_index.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"model_index\.json"):
+        checkpoints.read_json(tmp_path / "model_index.json", "a diffusers pipeline")
+
+
+def bad(tmp_path, header: object, data: bytes = b"", name: str = "bad.safetensors"):
+    """A file with a header of its own."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path = tmp_path / name
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return path
+
+
+def entry(*offsets: int, shape: tuple[int, ...] = (1,), dtype: str = "F32") -> dict[str, object]:
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+
+
+@pytest.mark.parametrize(
+    ("header", "data", "word"),
+    [
+        ({"a": entry(0, 4), "b": entry(0, 4)}, 4, "overlaps another"),
+        ({"a": entry(0, 4), "b": entry(2, 6)}, 6, "overlaps another"),
+        ({"a": entry(0, 4), "b": entry(8, 12)}, 12, "leaves a hole"),
+        ({"a": entry(4, 8)}, 8, "leaves a hole"),
+        ({"a": entry(0, 4)}, 8, "8 bytes of tensors where its header declares 4"),
+        (b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}, "a": 1}', 4, "the name 'a' twice"),
+        ({"a": entry(-4, 0)}, 0, "without offsets"),
+        ({"a": entry(0, 4.0)}, 4, "without offsets"),
+        ({"a": entry(0, True, shape=(1,), dtype="U8")}, 1, "without offsets"),
+        ({"a": entry(0, 0, shape=(0, 2**62, 2**62))}, 0, "without offsets"),
+        ({"a": entry(0, 4, dtype="F3")}, 4, "of F3"),
+        ({"a": entry(0, 4, shape=(2,))}, 4, r"F32 \(2,\) in 4 bytes"),
+        (b"[" * 100_000, 0, "not JSON"),
+        (b"\xff\xfe", 0, "not JSON"),
+        ([], 0, "not an object"),
+        ({"a": 3}, 0, "without offsets"),
+    ],
+)
+def test_a_header_that_cannot_be_is_refused(tmp_path, header, data, word):
+    path = bad(tmp_path, header, bytes(data))
+    with pytest.raises(CheckpointError, match=word):
+        headers.header_of(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        (b"", "only 0 bytes"),
+        (b"1234", "only 4 bytes"),
+        (struct.pack("<Q", 2**60) + b"{}", "a header of 1152921504606846976 bytes in a file of 10 bytes"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "a Git LFS pointer"),
+        (b"<!DOCTYPE html><html></html>", "a web page"),
+        (b"PK\x03\x04" + bytes(40), "a pickle of torch.save"),
+        (b"GGUF" + bytes(40), "a GGUF file"),
+    ],
+)
+def test_another_file_under_this_name_is_told(tmp_path, content, word):
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match=word):
+        headers.header_of(tmp_path / "model.safetensors")
+
+
+def test_a_folder_a_loop_and_nothing_are_one_line(tmp_path):
+    (tmp_path / "loop.safetensors").symlink_to(tmp_path / "loop.safetensors")
+    (tmp_path / "folder.safetensors").mkdir()
+    for name in ("loop", "folder", "absent"):
+        with pytest.raises(CheckpointError) as caught:
+            headers.header_of(tmp_path / f"{name}.safetensors")
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("change", ["longer", "replaced", "gone"])
+def test_a_file_that_changes_between_header_and_weights_is_refused(file, change, mapped):
+    path, _ = file
+    entries = headers.declared([path])
+    if change == "longer":
+        path.write_bytes(path.read_bytes() + b"0")
+    elif change == "replaced":
+        stamp = path.stat().st_mtime_ns + 1_000_000
+        os.utime(path, ns=(stamp, stamp))
+    else:
+        path.unlink()
+    with pytest.raises(CheckpointError, match=r"changed since its header was read|cannot be read"):
+        checkpoints.read_tensors(entries, None, ignore, mapped)
+
+
+def test_two_shards_with_one_name_are_refused(tmp_path):
+    for name in ("one", "two"):
+        save_file({"a": torch.zeros(1)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(CheckpointError, match=r"tensor 'a', which one\.safetensors has too"):
+        headers.declared([tmp_path / "one.safetensors", tmp_path / "two.safetensors"])
+
+
+def test_large_tensors_are_views_that_do_not_write_to_the_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoints, "VIEW_BYTES", 64)
+    tensors = {"large": torch.randn(64, 8), "small": torch.randn(3), "half": torch.randn(64).bfloat16()}
+    path = tmp_path / "model.safetensors"
+    save_file(tensors, path)
+    before = path.read_bytes()
+    entries, read = headers.declared([path]), []
+    found = checkpoints.read_tensors(entries, None, read.append, mapped=True)
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    assert sum(read) == sum(tensor.nbytes for tensor in tensors.values())
+    assert found["large"].untyped_storage().nbytes() != found["small"].untyped_storage().nbytes() == 12
+    found["large"].fill_(0)
+    assert path.read_bytes() == before
+    cast = checkpoints.read_tensors(entries, torch.float32, ignore, mapped=True)
+    assert torch.equal(cast["half"], tensors["half"].float())
+
+
+def test_every_bf16_pattern_becomes_fp32_exactly(tmp_path):
+    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    save_file({"weight": patterns.view(torch.bfloat16)}, tmp_path / "model.safetensors")
+    entries = headers.declared([tmp_path / "model.safetensors"])
+    found = checkpoints.read_tensors(entries, torch.float32, ignore)["weight"]
+    expected = (patterns.to(torch.int32) << 16).view(torch.float32)
+    same = (found == expected) | (found.isnan() & expected.isnan())
+    assert bool(same.all())

@@ -1,0 +1,249 @@
+"""Facts about devices nobody here owns, from what torch would say of them."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from anygpu.compat.device import facts as device
+from anygpu.compat.device import wheels
+from anygpu.compat.device.facts import default_device, facts_for
+from anygpu.compat.errors import UnsupportedError
+from anygpu.compat.memory.offloader import OffloadOptions, offloader_for
+from anygpu.compat.memory.parts import Parts
+
+ROOT = Path(__file__).resolve().parents[3]
+CPU = facts_for("cpu")
+GIBIBYTE = 1024**3
+
+
+@pytest.fixture
+def parsed(monkeypatch):
+    """`facts_for` believes that every device answers."""
+    monkeypatch.setattr(device, "_parsed", torch.device)
+
+
+def nvidia(monkeypatch, major, minor, name="a card", arches=("sm_75", "sm_90"), hip=None, **more):
+    properties = SimpleNamespace(name=name, major=major, minor=minor, total_memory=8 * GIBIBYTE, **more)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: list(arches))
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.version, "cuda", None if hip else "12.8")
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 3_005_001 if hip else 91_900)
+
+
+@pytest.mark.parametrize(
+    ("capability", "arch_class", "emulated"),
+    [
+        ((6, 1), "cuda-old", ("bf16",)),
+        ((7, 5), "cuda-old", ("bf16",)),
+        ((8, 0), "cuda-sm80+", ()),
+        ((12, 0), "cuda-sm80+", ()),
+    ],
+)
+def test_nvidia_by_its_capability_and_not_by_what_torch_can_emulate(
+    monkeypatch, parsed, capability, arch_class, emulated
+):
+    nvidia(monkeypatch, *capability)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *a, **k: True)
+    facts = facts_for("cuda:0")
+    assert (facts.backend, facts.arch_class, facts.emulated) == ("cuda", arch_class, emulated)
+    assert facts.arch == f"sm{capability[0]}{capability[1]}"
+    assert facts.versions["cudnn"] == "9.19.0"
+    assert facts.versions["cuda"] == "12.8"
+
+
+def test_radeon(monkeypatch, parsed):
+    nvidia(
+        monkeypatch,
+        11,
+        5,
+        "AMD Radeon 8060S",
+        ("gfx1151",),
+        "7.2.1",
+        gcnArchName="gfx1151:sramecc-:xnack-",
+        is_integrated=1,
+    )
+    facts = facts_for("cuda:0")
+    assert (facts.backend, facts.arch, facts.arch_class, facts.unified) == ("rocm", "gfx1151", "rocm", True)
+    assert facts.compiled == ("gfx1151",)
+    assert (facts.versions["rocm"], facts.versions["miopen"]) == ("7.2.1", "3.5.1")
+    assert "shared with the host" in str(facts)
+
+
+def test_mps_and_xpu(monkeypatch, parsed):
+    assert (facts_for("mps").backend, facts_for("mps").unified) == ("mps", True)
+    properties = SimpleNamespace(
+        name="Intel Arc A770", total_memory=16 * GIBIBYTE, has_fp64=False, driver_version="1.6"
+    )
+    monkeypatch.setattr(torch.xpu, "get_device_properties", lambda _: properties)
+    facts = facts_for("xpu:0")
+    assert (facts.backend, facts.driver, facts.emulated) == ("xpu", "1.6", ("fp64",))
+
+
+def test_tenstorrent_behind_xla(monkeypatch, parsed):
+    monkeypatch.setitem(sys.modules, "torch_xla.runtime", SimpleNamespace(device_type=lambda: "TT"))
+    memory = SimpleNamespace(get_memory_info=lambda _: {"bytes_limit": 12 * GIBIBYTE})
+    monkeypatch.setitem(sys.modules, "torch_xla.core.xla_model", memory)
+    facts = facts_for("xla:0")
+    assert (facts.backend, facts.arch, facts.arch_class, facts.lazy) == ("xla", "TT", "xla", True)
+    assert facts.total_bytes == 12 * GIBIBYTE
+
+
+def test_any_other_plug_in(parsed):
+    plug_in = device._plug_in_facts(SimpleNamespace(type="npu", index=0))
+    assert (plug_in["backend"], plug_in["arch_class"], plug_in["name"]) == ("npu", "other", "npu device")
+
+
+def test_mps_is_bare_for_comfyui_and_has_its_index_where_tensors_are_compared(monkeypatch):
+    monkeypatch.setattr(torch, "empty", lambda *_size, device: SimpleNamespace(device=torch.device("mps", 0)))
+    bare, full = torch.device("mps"), torch.device("mps", 0)
+    assert facts_for("mps").device == bare != full
+    offloader, _ = offloader_for("model", Parts({}), bare, {}, options=OffloadOptions({"vae": bare}))
+    assert offloader.device == offloader.device_of("vae") == full
+
+    def hosted(_parts, device, options):
+        return SimpleNamespace(device=device, mode="comfyui", options=options)
+
+    given, decision = offloader_for("auto", Parts({}), bare, {}, hosted=hosted)
+    assert given.device == bare and (decision.verdict, decision.source) == ("comfyui on mps", "auto")
+
+
+@pytest.mark.parametrize("kind", ["cuda", "mps"])
+def test_the_device_that_is_meant_is_waited_for(monkeypatch, kind):
+    waited, chosen = [], torch.device(kind, 1)
+    monkeypatch.setattr(getattr(torch, kind), "synchronize", lambda *given: waited.append(given))
+    device.synchronize(chosen)
+    assert waited == [() if kind == "mps" else (chosen,)]
+
+
+@pytest.mark.parametrize(("kind", "asked"), [("cuda", [True]), ("mps", []), ("npu", []), (None, [])])
+def test_locked_memory_is_given_back_where_torch_can(monkeypatch, kind, asked):
+    current, given = None if kind is None else SimpleNamespace(type=kind), []
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_named: current)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: given.append(True), raising=False)
+    device.empty_host_cache()
+    assert given == asked
+
+
+def test_facts_that_were_gathered_are_kept():
+    facts = replace(CPU, name="another")
+    assert facts_for(facts) is facts
+
+
+def test_without_an_accelerator_the_default_is_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert default_device() == torch.device("cpu")
+
+
+def _wants(arch, compiled, backend="cuda"):
+    return replace(CPU, backend=backend, arch=arch, compiled=tuple(compiled), name="a card")
+
+
+@pytest.mark.parametrize(
+    ("arch", "compiled", "covered"),
+    [
+        ("sm75", ("sm_75", "sm_80"), True), ("sm61", ("sm_75", "sm_80"), False), ("sm86", ("sm_80",), True),
+        ("sm89", ("sm_80", "sm_90"), True), ("sm120", ("sm_80", "sm_90"), False),
+        ("sm120", ("sm_90", "compute_90"), True),
+        ("sm100", ("sm_90a",), False), ("sm90", ("sm_90a",), True), ("sm70", ("sm_75", "compute_120"), False),
+        ("sm61", (), True),
+    ],
+)  # fmt: skip
+def test_which_cards_a_build_covers(arch, compiled, covered):
+    assert wheels.has_kernels(_wants(arch, compiled)) is covered
+
+
+def test_which_radeons_a_build_covers():
+    assert wheels.has_kernels(_wants("gfx1151", ("gfx1100", "gfx1151"), "rocm"))
+    assert wheels.has_kernels(_wants("gfx1101", ("gfx11-generic",), "rocm"))
+    assert not wheels.has_kernels(_wants("gfx1151", ("gfx1100", "gfx90a"), "rocm"))
+
+
+@pytest.mark.parametrize(
+    ("arch", "backend", "index"),
+    [
+        ("sm61", "cuda", "/cu126"), ("sm70", "cuda", "/cu126"), ("sm75", "cuda", "/cu130"),
+        ("gfx1151", "rocm", "/gfx1151/"),
+        ("gfx1100", "rocm", "/gfx110X-all/"), ("gfx1201", "rocm", "/gfx120X-all/"), ("gfx942", "rocm", "/rocm7.2"),
+        ("", "xpu", "/xpu"), ("", "mps", ""),
+    ],
+)  # fmt: skip
+def test_each_device_is_named_its_index(arch, backend, index):
+    assert wheels.wheel_index(_wants(arch, (), backend))[0].endswith(index)
+
+
+def test_a_build_without_this_card_is_one_line_with_the_index(monkeypatch):
+    monkeypatch.setattr(
+        wheels, "device_fault", lambda _: "CUDA error: no kernel image is available for execution on the device"
+    )
+    with pytest.raises(UnsupportedError, match=r"no kernels for a card \(sm61\).*sm_75.*whl/cu126") as raised:
+        wheels.require_kernels(_wants("sm61", ("sm_75",)))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_card_that_computes_is_believed_more_than_the_list():
+    wheels.require_kernels(_wants("sm61", ("sm_75",)))
+
+
+def test_a_device_that_has_gone_is_one_line(monkeypatch):
+    monkeypatch.setattr(wheels, "device_fault", lambda _: "CUDA error: device-side assert triggered")
+    with pytest.raises(UnsupportedError, match=r"has stopped answering .*device-side assert"):
+        wheels.require_kernels(_wants("sm90", ("sm_90",)))
+
+
+def test_torch_s_flags_are_read():
+    before = torch.backends.cudnn.benchmark
+    try:
+        torch.backends.cudnn.benchmark = not before
+        assert device.flags()["cudnn.benchmark"] is not before
+    finally:
+        torch.backends.cudnn.benchmark = before
+
+
+def _banned(source):
+    """(line, what) of each `is_bf16_supported` and each `torch.cuda`, however it is imported."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and node.attr == "is_bf16_supported":
+            found.append((node.lineno, "is_bf16_supported"))
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [alias.name for alias in node.names]
+            module = getattr(node, "module", "") or ""
+            if (
+                any(n.startswith("torch.cuda") for n in names)
+                or module.startswith("torch.cuda")
+                or (module == "torch" and "cuda" in names)
+            ):
+                found.append((node.lineno, "import torch.cuda"))
+        if (
+            isinstance(node, ast.Attribute)
+            and node.attr == "cuda"
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "torch"
+        ):
+            found.append((node.lineno, "torch.cuda"))
+    return found
+
+
+def test_the_search_for_banned_calls_finds_them():
+    source = "import torch\nfrom torch import cuda\ntorch.cuda.is_bf16_supported()\nimport torch.cuda\n"
+    assert len(_banned(source)) == 4
+
+
+def test_no_file_believes_is_bf16_supported_and_only_device_asks_cuda():
+    skipped = {"tests", "benchmarks", ".venv", ".build", "build", "demo"}
+    for path in ROOT.rglob("*.py"):
+        parts = path.relative_to(ROOT).parts
+        if skipped & set(parts) or any(part.startswith(".") for part in parts):
+            continue
+        found = _banned(path.read_text(encoding="utf-8"))
+        if parts == ("compat", "device", "facts.py"):
+            found = [entry for entry in found if entry[1] == "is_bf16_supported"]
+        assert not found, f"{path}: {found}"

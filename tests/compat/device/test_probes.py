@@ -1,0 +1,294 @@
+"""Probes tell right from wrong, are asked once, and their file survives what files go through."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from anygpu.compat.device import probe_store, probes
+from anygpu.compat.device.facts import facts_for
+from anygpu.compat.device.probe_store import OK, UNKNOWN, UNUSABLE, WRONG, ProbeStore, key_of
+from anygpu.compat.errors import UnsupportedError
+from simulated import accelerator, profiles
+
+CPU = facts_for("cpu")
+ABSENT_ON_CPU = {"output.fp16_to_fp32"}  # mm with an output dtype exists on CUDA only
+
+
+@pytest.fixture(scope="module")
+def warm():
+    """Answers of the CPU, asked twice."""
+    store = ProbeStore(CPU)
+    store.ask_all()
+    return store
+
+
+def test_the_cpu_is_right_in_everything_it_has(warm):
+    wrong = {name: str(found) for name, found in warm.known().items() if found.status != OK}
+    assert set(wrong) == ABSENT_ON_CPU
+    assert warm["output.fp16_to_fp32"].status == UNUSABLE
+
+
+def test_all_probes_together_are_quick_when_warm(warm):
+    seconds = []
+    for _ in range(3):
+        started = time.process_time()  # what others do on the same cores is not the probes'
+        warm.ask_all(again=True)
+        seconds.append(time.process_time() - started)
+    assert min(seconds) < 0.1, seconds
+
+
+# ---- faults found, one by one, on the simulated accelerator ---------------------------------------
+
+
+def asked(pattern, name, before=None, after=None):
+    """What one probe answers while a fault is switched on."""
+    if reason := accelerator.reason():
+        pytest.skip(reason)
+    with accelerator.fresh() as device, accelerator.hook(pattern, before, after) as hook:
+        found = ProbeStore(profiles.facts_of("no-conv3d", device))[name]
+        assert hook.hits
+    return found
+
+
+def _spoil(value):
+    def after(op, arguments, results):
+        for result in results:
+            if isinstance(result, torch.Tensor) and result.is_floating_point():
+                result.mul_(0).add_(value) if math.isfinite(value) else result.fill_(value)
+
+    return after
+
+
+def _refuse(op, arguments):
+    raise RuntimeError(f"{op} is not implemented\nfor this device")
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [
+        ("matmul.fp32", "aten::mm"), ("matmul.bf16", "aten::mm"), ("matmul.fp16", "aten::mm"),
+        ("sums.fp16", "aten::mm"),
+        ("conv2d.fp32", "aten::convolution*"), ("conv3d.fp32", "aten::convolution*"),
+        ("conv3d.bf16", "aten::convolution*"),
+        ("conv3d_channels_last.fp16", "aten::convolution*"), ("groupnorm.fp32", "aten::native_group_norm"),
+        ("attention.fp16", "aten::*scaled_dot_product*"), ("pad3d.fp32", "aten::replication_pad3d"),
+    ],
+)  # fmt: skip
+def test_a_wrong_result_is_wrong_and_a_refusal_is_unusable_with_its_message(name, pattern):
+    assert asked(pattern, name, after=_spoil(7.0)).status == WRONG
+    assert asked(pattern, name, after=_spoil(math.nan)).status == WRONG
+    found = asked(pattern, name, before=_refuse)
+    assert found.status == UNUSABLE
+    assert "is not implemented" in found.detail
+    assert "\n" not in found.detail
+
+
+def _when(source, target, change):
+    def after(op, arguments, results):
+        into, origin = [value for value in arguments if isinstance(value, torch.Tensor)][:2]
+        if origin.dtype is source and into.dtype is target:
+            change(into)
+
+    return after
+
+
+@pytest.mark.parametrize(
+    "pair", ["bf16_to_fp32", "fp32_to_bf16", "bf16_to_fp16", "fp16_to_bf16", "fp16_to_fp32", "fp32_to_fp16"]
+)
+def test_each_conversion_that_gives_zeros_is_found_and_no_other(pair):
+    source, target = (probes.NAMES[name] for name in pair.split("_to_"))
+    found = asked("aten::copy_", f"cast.{pair}", after=_when(source, target, lambda into: into.zero_()))
+    assert found.status == WRONG
+    assert "of them zero" in found.detail
+    other = "cast.fp16_to_fp32" if pair != "fp16_to_fp32" else "cast.bf16_to_fp32"
+    assert asked("aten::copy_", other, after=_when(source, target, lambda into: into.zero_())).status == OK
+
+
+def test_flushed_subnormals_and_directed_rounding_are_remarks():
+    def flush(into):
+        into[into.abs() < torch.finfo(into.dtype).tiny] = 0
+
+    def truncate(into):
+        into.view(torch.int16).sub_(into.view(torch.int16) & 1)
+
+    found = asked("aten::copy_", "cast.bf16_to_fp32", after=_when(torch.bfloat16, torch.float32, flush))
+    assert (found.status, "flushed" in found.detail) == (OK, True)
+    found = asked("aten::copy_", "cast.fp32_to_bf16", after=_when(torch.float32, torch.bfloat16, truncate))
+    assert (found.status, "rounded differently" in found.detail) == (OK, True)
+
+
+def test_two_in_one_and_the_way_home_are_asked_apart():
+    def lost(op, arguments, results):
+        into, origin = [value for value in arguments if isinstance(value, torch.Tensor)][:2]
+        if into.device.type == "cpu" and origin.device.type == accelerator.NAME and into.dtype is torch.bfloat16:
+            into.zero_()
+
+    assert asked("aten::copy_", "copy.bf16", after=lost).status == WRONG
+    assert asked("aten::copy_", "cast.bf16_to_fp32", after=lost).status == OK
+    assert asked("aten::copy_", "matmul.bf16", after=lost).status == OK, "carried home as bits"
+
+
+def test_narrow_sums_are_found():
+    def in_fp16(op, arguments, results):
+        a, b = (value for value in arguments[:2])
+        total = torch.zeros_like(results[0])
+        for k in range(a.shape[1]):
+            total += a[:, k : k + 1] * b[k : k + 1]
+        results[0].copy_(total)
+
+    found = asked("aten::mm", "sums.fp16", after=in_fp16)
+    assert found.status == WRONG
+    assert "overflow" in found.detail or "stick" in found.detail
+
+
+def test_cancellation_in_groupnorm_is_found():
+    def cancelling(op, arguments, results):
+        x, groups = arguments[0], arguments[6]
+        y = x.reshape(x.shape[0], groups, -1).half().float()
+        mean, square = y.mean(-1, keepdim=True).half().float(), (y * y / 64).mean(-1, keepdim=True).half().float() * 64
+        results[0].copy_(((y - mean) / (square - mean * mean + 1e-5).abs().sqrt()).reshape(x.shape))
+
+    assert asked("aten::native_group_norm", "groupnorm.fp32", after=cancelling).status == WRONG
+
+
+# ---- asked once, kept, and read again ------------------------------------------------------------
+
+
+def counting(store, name="matmul.fp32"):
+    calls = []
+    plain = store.probes[name]
+    store.probes[name] = lambda device: calls.append(device) or plain(device)
+    return calls
+
+
+def test_a_probe_runs_on_first_use_only_and_is_kept(tmp_path):
+    store = ProbeStore(CPU, tmp_path)
+    calls = counting(store)
+    assert not store.known()
+    assert store["matmul.fp32"].status == store["matmul.fp32"].status == OK
+    assert len(calls) == 1
+    assert set(store.known()) == {"matmul.fp32"}
+    again = ProbeStore(CPU, tmp_path)
+    calls = counting(again)
+    assert again["matmul.fp32"] == store["matmul.fp32"]
+    assert not calls
+    again.ask_all(again=True)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": "x"},
+        {"driver": "9"},
+        {"torch_version": "9"},
+        {"torch_build": "9"},
+        {"total_bytes": 1},
+        {"versions": {"cudnn": "9"}},
+    ],
+)
+def test_another_device_driver_or_torch_is_asked_anew(change):
+    assert key_of(CPU, {}) != key_of(replace(CPU, **change), {})
+
+
+def test_another_flag_is_asked_anew_and_another_system_kernel_is_not():
+    assert key_of(CPU, {"cudnn": True}) != key_of(CPU, {"cudnn": False})
+    assert key_of(CPU, {}) == key_of(replace(CPU, versions={**CPU.versions, "kernel": "9"}), {})
+
+
+@pytest.mark.parametrize(
+    "damage", ["", "{", "[]", '{"answers": {"matmul.fp32": {"nonsense": 1}}, "remembered": {}}', "\0\0", "null"]
+)
+def test_a_damaged_file_is_made_again(tmp_path, damage, caplog):
+    store = ProbeStore(CPU, tmp_path)
+    store["matmul.fp32"]
+    store.path.write_text(damage, encoding="utf-8")
+    again = ProbeStore(CPU, tmp_path)
+    assert "damaged" in caplog.text
+    assert again["matmul.fp32"].status == OK
+    assert "matmul.fp32" in json.loads(store.path.read_text(encoding="utf-8"))["answers"]
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_a_folder_that_cannot_be_written_is_one_line_and_everything_works(tmp_path, caplog):
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder", encoding="utf-8")
+    store = ProbeStore(CPU, blocked / "below")
+    assert store["matmul.fp32"].status == OK
+    assert store["conv2d.fp32"].status == OK
+    assert caplog.text.count("cannot be kept") == 1
+    assert "make the folder writable" in store.note
+
+
+def test_a_probe_that_raises_is_kept_with_its_message(tmp_path):
+    def broken(device):
+        raise RuntimeError("no such kernel")
+
+    for _ in range(2):
+        found = ProbeStore(CPU, tmp_path, more={"triton": broken})["triton"]
+        assert (found.status, found.detail) == (UNUSABLE, "no such kernel")
+    assert ProbeStore(CPU, tmp_path, more={"triton": lambda device: ""})["triton"].status == UNUSABLE, "it was kept"
+
+
+def test_out_of_memory_says_nothing_about_the_device_and_is_not_kept(tmp_path):
+    def hungry(device):
+        raise torch.OutOfMemoryError("tried to allocate 8 GiB")
+
+    store = ProbeStore(CPU, tmp_path, more={"triton": hungry})
+    assert store["triton"].status == UNKNOWN
+    assert ProbeStore(CPU, tmp_path, more={"triton": lambda device: ""})["triton"].status == OK
+
+
+def test_a_device_that_disappears_is_one_line_and_nothing_is_kept(tmp_path, monkeypatch):
+    def gone(device):
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(probe_store, "device_fault", lambda device: "device lost")
+    with pytest.raises(UnsupportedError, match="has stopped answering"):
+        ProbeStore(CPU, tmp_path, more={"triton": gone})["triton"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_timings_are_measured_once_and_kept(tmp_path):
+    calls = []
+    for _ in range(2):
+        assert ProbeStore(CPU, tmp_path).remember("conv3d 64>64", lambda: calls.append(1) or {"native": 1.5}) == {
+            "native": 1.5
+        }
+    assert calls == [1]
+
+
+def test_two_stores_of_one_device_do_not_lose_the_other_s_answers(tmp_path):
+    first, second = ProbeStore(CPU, tmp_path), ProbeStore(CPU, tmp_path)
+    first["matmul.fp32"]
+    second["conv2d.fp32"]
+    assert {"matmul.fp32", "conv2d.fp32"} <= set(ProbeStore(CPU, tmp_path).known())
+
+
+def test_an_unknown_probe_is_a_key_error():
+    with pytest.raises(KeyError):
+        ProbeStore(CPU)["matmul.fp3"]
+
+
+def test_inference_mode_changes_no_answer(tmp_path):
+    with torch.inference_mode():
+        assert ProbeStore(CPU, tmp_path)["bits.bf16_to_fp32"].status == OK
+
+
+def test_triton_is_asked_with_the_device_and_not_imported_where_it_cannot_launch(tmp_path):
+    code = (
+        "import sys; from anygpu.compat.device.probe_results import probe_results_of;"
+        "from anygpu.compat.device.facts import facts_for;"
+        "found = probe_results_of(facts_for('cpu'))['triton'];"
+        "print(found.status, found.detail, 'triton' in sys.modules)"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert told.startswith("unusable") and told.endswith("False\n")
+    assert "not on a CPU" in told

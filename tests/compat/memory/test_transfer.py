@@ -1,0 +1,105 @@
+"""Bits arrive as they left: every pattern, in both directions, by integers where the plain copy lies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from anygpu.compat.errors import UnsupportedError
+from anygpu.compat.memory.transfer import BITS, HALVES, Transfer, bf16_bits_to_fp32, transfer_for
+from simulated import accelerator
+
+PATTERNS = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(BITS)
+
+
+@pytest.fixture
+def acc():
+    if reason := accelerator.reason():
+        pytest.skip(reason)
+    with accelerator.fresh() as device:
+        yield device
+
+
+def numbers(dtype: torch.dtype) -> torch.Tensor:
+    """Every value of ``dtype`` that is a number, infinities included."""
+    values = PATTERNS.view(dtype)
+    return values[~values.isnan()]
+
+
+def corrupted(dtype: torch.dtype):
+    """A copy to the host that zeroes tensors of ``dtype``."""
+
+    def after(name, arguments, results):
+        target, source = arguments[:2]
+        if target.dtype is dtype and source.device.type == accelerator.NAME and target.device.type == "cpu":
+            target.zero_()
+
+    return [accelerator.hook(name, after=after) for name in ("aten::copy_", "aten::_copy_from")]
+
+
+def equal_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return found.dtype is expected.dtype and torch.equal(found.view(BITS), expected.view(BITS))
+
+
+@pytest.mark.parametrize("as_bits", [False, True])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_every_number_survives_the_way_there_and_back(acc, dtype, as_bits):
+    values, way = numbers(dtype), Transfer(acc, dtype, as_bits)
+    there = way.to_device(values)
+    assert there.device == acc and there.dtype is dtype
+    assert equal_bits(way.to_host(there), values)
+    assert torch.equal(way.to_host_fp32(there), values.float())
+    strided = values[:4096].view(64, 64).t()
+    assert equal_bits(way.to_host(way.to_device(strided)), strided)
+
+
+def test_a_sound_device_gets_plain_copies(acc):
+    assert not transfer_for(acc, torch.bfloat16).as_bits
+    assert not transfer_for(torch.device("cpu"), torch.bfloat16).as_bits
+
+
+def test_bits_travel_as_integers_where_the_copy_to_the_host_is_corrupt(acc):
+    values = numbers(torch.bfloat16)
+    first, second = corrupted(torch.bfloat16)
+    with first, second:
+        there = values.to(acc)
+        assert not equal_bits(there.cpu(), values), "the fault is not there"
+        way = transfer_for(acc, torch.bfloat16)
+        assert way.as_bits
+        assert equal_bits(way.to_host(there), values)
+        assert torch.equal(way.to_host_fp32(there), values.float())
+
+
+def test_a_device_that_damages_integers_too_is_refused(acc):
+    first, second = corrupted(torch.bfloat16)
+    third, fourth = corrupted(BITS)
+    with first, second, third, fourth, pytest.raises(UnsupportedError, match="returns other bits of bfloat16"):
+        transfer_for(acc, torch.bfloat16)
+
+
+def test_no_cast_is_made_on_the_device(acc):
+    casts = []
+
+    def seen(name, arguments):
+        target, source = arguments[:2]
+        if target.dtype is not source.dtype:
+            casts.append((source.device.type, source.dtype, target.device.type, target.dtype))
+
+    way = Transfer(acc, torch.bfloat16)
+    with accelerator.hook("aten::copy_", before=seen), accelerator.hook("aten::_copy_from", before=seen):
+        way.to_host_fp32(way.to_device(torch.randn(64)))
+        assert not casts, casts
+        torch.randn(64).to(acc, torch.bfloat16).float().cpu()
+        assert casts, "the plain way is what the hook must see"
+
+
+def test_widened_is_exact_without_a_cast(acc):
+    values = PATTERNS.view(torch.bfloat16)
+    found = bf16_bits_to_fp32(values.to(acc)).cpu()
+    expected = PATTERNS.to(torch.int32) << 16
+    assert torch.equal(found.view(torch.int32), expected)
+    assert torch.equal(found[~values.isnan()], values.float()[~values.isnan()])
+
+
+def test_integers_are_sent_as_they_are(acc):
+    counts, way = torch.arange(5), Transfer(acc, torch.bfloat16, as_bits=True)
+    assert torch.equal(way.to_host_fp32(way.to_device(counts)), counts)

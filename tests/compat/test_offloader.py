@@ -1,0 +1,79 @@
+"""The protocol of offloaders: both implementations have every member, and nobody asks one with getattr or hasattr."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+from anygpu.compat.memory.offloader import MODES, Offloader, OffloadOptions, StandaloneOffloader
+from anygpu.compat.memory.parts import Parts
+
+ROOT = Path(__file__).resolve().parents[2]
+ROOMS = ("compat", "pipelines", "paint", "host", "nodes")
+CPU = torch.device("cpu")
+
+
+def declared() -> dict[str, object]:
+    """Each member of the protocol and what declares it."""
+    return {name: value for name, value in vars(Offloader).items() if not name.startswith("_")}
+
+
+def members_in_source(path: str, name: str) -> dict[str, list[str]]:
+    """Each member of a class and the parameters of its methods; of the host's, whose file only ComfyUI can import."""
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    body = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+    members: dict[str, list[str]] = {}
+    for node in ast.walk(body):
+        if isinstance(node, ast.FunctionDef):
+            every = [*node.args.args, *([node.args.vararg] if node.args.vararg else [])]
+            members[node.name] = [argument.arg for argument in every]
+        for target in (*getattr(node, "targets", ()), getattr(node, "target", None)):
+            for leaf in target.elts if isinstance(target, ast.Tuple) else (target,):
+                if isinstance(leaf, (ast.Name, ast.Attribute)):
+                    members.setdefault(leaf.id if isinstance(leaf, ast.Name) else leaf.attr, [])
+    return members
+
+
+def test_every_member_says_what_it_is():
+    assert {"mode", "hold", "release", "step_down"} <= declared().keys()
+    for name, member in declared().items():
+        assert inspect.getdoc(member), name
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [("compat/memory/offloader.py", "StandaloneOffloader"), ("host/memory_manager.py", "ComfyOffloader")],
+)
+def test_both_offloaders_have_every_member(path: str, name: str) -> None:
+    members = members_in_source(path, name)
+    for member, declaration in declared().items():
+        assert member in members, f"{name} has no {member}"
+        if inspect.isfunction(declaration):
+            assert members[member] == list(inspect.signature(declaration).parameters), f"{name}.{member}"
+
+
+def test_nobody_asks_an_offloader_what_it_has():
+    files = [file for room in ROOMS for file in (ROOT / room).rglob("*.py")]
+    for path in (*files, ROOT / "cli.py", ROOT / "showcase.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+                assert not ast.unparse(node.args[0]).endswith("offloader"), f"{path}:{node.lineno}"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_offloader_with_adapters_shares_all_else(mode: str) -> None:
+    """A pipeline with a LoRA, and the one it was made of, are the same on the device."""
+    plain = StandaloneOffloader(
+        Parts({"vae": lambda _: torch.nn.Linear(2, 2)}), CPU, mode, OffloadOptions({"vae": CPU})
+    )
+    adapters = object()
+    other = plain.with_adapters(adapters)  # type: ignore[arg-type]
+    assert (plain.adapters, other.adapters) == (None, adapters)
+    assert (other.parts, other.options, other.memory_stats) == (plain.parts, plain.options, plain.memory_stats)
+    plain._state.mode = "model"
+    assert other.mode == "model"
+    with plain.hold("vae"), pytest.raises(Exception, match="while vae is in use"):
+        other.switch("group")

@@ -1,0 +1,70 @@
+"""A step cache keeps nothing across samplings, sections and batches, and puts the transformer back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from anygpu.compat.transforms.step_cache import FIRST_BLOCK, PYRAMID, TAYLOR, StepCacheSettings, cached
+from compat.transforms.test_attention_processors import made
+from torch import nn
+
+TEXT, WIDTH = 5, 32
+
+
+def call(module: nn.Module, time: float, rows: int = 1) -> torch.Tensor:
+    """LTX-Video's output for the same tokens at some time."""
+    generator = torch.Generator().manual_seed(0)
+    tokens, text = (torch.randn(1, *shape, generator=generator) for shape in ((12, 128), (TEXT, WIDTH)))
+    with torch.no_grad(), module.cache_context("cond"):
+        return module(
+            hidden_states=tokens.expand(rows, -1, -1),
+            encoder_hidden_states=text.expand(rows, -1, -1),
+            timestep=torch.full((rows,), time),
+            encoder_attention_mask=torch.ones(rows, TEXT, dtype=torch.bool),
+            num_frames=3,
+            height=2,
+            width=2,
+            return_dict=False,
+        )[0]
+
+
+# With the highest threshold each pass but the first of a sampling is cut short, so a whole one shows a fresh start.
+EAGER_TO_SKIP = StepCacheSettings(FIRST_BLOCK, threshold=1.0)
+
+
+@pytest.mark.parametrize("times", [(900, 600, 900, 600), (0, 300, 0, 300)], ids=["down", "up as Mochi's"])
+def test_a_step_back_in_time_starts_anew(times):
+    module = made("ltx")
+    expected = call(module, times[0])
+    with cached(module, EAGER_TO_SKIP, 2) as count:
+        whole = []
+        for time in times:
+            before = count.ran
+            found = call(module, time)
+            whole.append(count.ran - before == len(module.transformer_blocks))
+            if time == times[0]:
+                assert torch.equal(found, expected)
+    assert whole == [True, False, True, False]
+    assert count.skipped_steps == 2 and count.forwards == 4
+
+
+def test_another_batch_starts_anew():
+    module = made("ltx")
+    expected = call(module, 600, rows=1)
+    with cached(module, EAGER_TO_SKIP, 3) as count:
+        call(module, 900, rows=2)
+        found = call(module, 600, rows=1)
+    assert found.shape == expected.shape and torch.equal(found, expected)
+    assert count.skipped_steps == 0
+
+
+@pytest.mark.parametrize("kind", [FIRST_BLOCK, TAYLOR, PYRAMID])
+def test_an_error_inside_takes_it_off(kind):
+    module = made("ltx")
+    expected = call(module, 500)
+    before = {name: vars(part).get("forward") for name, part in module.named_modules()}
+    with pytest.raises(ZeroDivisionError), cached(module, StepCacheSettings(kind), 4):
+        call(module, 900)
+        raise ZeroDivisionError
+    assert {name: vars(part).get("forward") for name, part in module.named_modules()} == before
+    assert torch.equal(call(module, 500), expected)

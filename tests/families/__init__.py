@@ -1,0 +1,1 @@
+"""Families that only the tests have: one folder each, added by ``registry.register``."""

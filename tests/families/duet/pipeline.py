@@ -1,0 +1,118 @@
+"""Duet: one transformer for the first half of the steps, another for the second; a voice beside the video."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from anygpu.compat.device.execution import checked_leaves, execution_device, generator_for, placed, state_of
+from anygpu.pipelines.base import ImageCondition, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings
+from anygpu.pipelines.memory.estimates import beside_transformer
+from anygpu.pipelines.memory.fit import make_room_and_retry
+from anygpu.pipelines.sampling.core_sampler import Call
+from anygpu.pipelines.sampling.guidance import Guidance
+from anygpu.pipelines.sampling.loop import denoise, noise_for
+from anygpu.pipelines.sampling.schedules import Levels, schedule_for
+from anygpu.pipelines.text.t5 import EMBEDS, MASK, batched, t5_embeds, t5_from_core
+from anygpu.pipelines.vae.fallback import decoded, encoded
+
+from .spec import CHANNELS, SPATIAL_RATIO, SPEC, TEMPORAL_RATIO, VOICES
+
+VOICE = "voice"
+prompt_from_core = t5_from_core
+
+
+def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> Prompt:
+    """T5 embeddings of both texts."""
+    from diffusers import MochiPipeline
+
+    positive, negative = t5_embeds(pipeline, MochiPipeline, request, progress, force_zeros_for_empty_prompt=False)
+    return Prompt(SPEC.id, positive, negative)
+
+
+def encode_video(pipeline: Pipeline, frames: torch.Tensor, seed: int, progress: Progress) -> torch.Tensor:
+    """Latents (1, 12, T, H, W)."""
+    return encoded(pipeline, frames, seed, progress)
+
+
+def sample(
+    pipeline: Pipeline, prompt: Prompt, image: ImageCondition | None, settings: SampleSettings, progress: Progress
+) -> Latents:
+    """Latents (1, 12, T, H / 8, W / 8), and a voice (1, 3, T)."""
+    device, dtype, generator = (
+        execution_device(pipeline.offloader),
+        pipeline.precision.residual,
+        generator_for(settings.seed),
+    )
+    schedule = schedule_for(pipeline.tools["scheduler"], settings, settings.steps, _levels, device)
+    frames = (settings.frames - 1) // TEMPORAL_RATIO + 1
+    shape = (1, CHANNELS, frames, settings.height // SPATIAL_RATIO, settings.width // SPATIAL_RATIO)
+    noise, voice = noise_for(shape, generator, device), noise_for((1, VOICES, frames), generator, device)
+    text = placed(batched(prompt, settings.cfg > 1.0), device, dtype)
+    guidance = Guidance(settings, len(schedule))
+    with ExitStack() as stack:
+        held: dict[str, Any] = {}
+
+        def transformer_at(index: int) -> Any:
+            part = SPEC.transformers[2 * index // len(schedule)]
+            if part not in held:
+                stack.close()
+                held.clear()
+                held[part] = stack.enter_context(
+                    pipeline.offloader.hold(part, beside_transformer(pipeline, settings), progress)
+                )
+                stack.enter_context(checked_leaves(held[part], progress.check))
+            return held[part]
+
+        def predict(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
+            nonlocal voice
+            guided = guidance.acts(index)
+            rows = text if guided else {name: tensor[-1:] for name, tensor in text.items()}
+            transformer = transformer_at(index)
+            with transformer.cache_context("cond_uncond"):
+                output = transformer(
+                    hidden_states=torch.cat([latents] * (1 + guided)).to(dtype),
+                    encoder_hidden_states=rows[EMBEDS],
+                    timestep=time.expand(1 + guided).to(dtype),
+                    encoder_attention_mask=rows[MASK],
+                    return_dict=False,
+                )[0].float()
+            output = guidance.guide_batch(output)
+            voice = voice + output.mean(dim=(3, 4))[:, :VOICES] / len(schedule)
+            return output
+
+        latents = denoise(noise, schedule, predict, progress=progress, again=make_room_and_retry(pipeline, progress))
+    return Latents(
+        latents.cpu(),
+        SPEC.id,
+        "text",
+        settings.frames,
+        settings.height,
+        settings.width,
+        settings.fps,
+        settings.seed,
+        extra={"generator_state": state_of(generator)},
+        more={VOICE: voice.cpu()},
+    )
+
+
+def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.Tensor:
+    """Noise minus data."""
+    output: torch.Tensor = transformer(
+        hidden_states=call.latents,
+        encoder_hidden_states=call.embeds,
+        timestep=call.time.to(call.latents.dtype),
+        encoder_attention_mask=call.valid,
+        return_dict=False,
+    )[0]
+    return output
+
+
+def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Any = None) -> torch.Tensor:
+    """Frames (F, H, W, 3) in 0..1, as bright as the voice is loud."""
+    return decoded(pipeline, latents.samples, progress, form) * torch.sigmoid(latents.more[VOICE].mean())
+
+
+def _levels(steps: int) -> Levels:
+    return Levels(sigmas=torch.linspace(1.0, 0.0, steps + 1)[:-1].tolist())

@@ -1,0 +1,51 @@
+"""Duet as data."""
+
+from __future__ import annotations
+
+from anygpu.compat.precision import BF16, FP32, ModelPrecision, Precision
+from anygpu.compat.transforms.step_cache import FIRST_BLOCK
+from anygpu.pipelines.family import Defaults, FamilySpec, Fit, MemoryTerms
+from anygpu.pipelines.loading.keys import TRANSFORMER, Layout, Row
+
+CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO, VOICES = 12, 8, 6, 3
+WHY = "Duet decodes in fp32"
+
+SPEC = FamilySpec(
+    id="duet",
+    title="Duet",
+    package=str(__package__),
+    order=99,
+    pipelines={"DuetPipeline": "text"},
+    transformer_classes=("DuetTransformer",),
+    parts={
+        "text_encoder": ("transformers", "T5EncoderModel"),
+        "transformer": ("diffusers", "MochiTransformer3DModel"),
+        "transformer_2": ("diffusers", "MochiTransformer3DModel"),
+        "vae": ("diffusers", "AutoencoderKLMochi"),
+    },
+    tools={"tokenizer": "transformers", "scheduler": "diffusers"},
+    text_parts=("text_encoder",),
+    multiple=16,
+    ratio=SPATIAL_RATIO,
+    stride=TEMPORAL_RATIO,
+    defaults=Defaults(width=64, height=64, frames=7, steps=4, fps=24.0, cfg=2.0),
+    effective=frozenset({"cfg", "cfg_start", "cfg_end", "negative", "shift", "sigmas"}),
+    memory=MemoryTerms(
+        Fit(tokens=16.88, latents=3.16, pixels=4.15, plain=0.0, text=4.31, streamed=6.82, chunked=1.46),
+        reference_tokens=256,
+        cropped_frames=TEMPORAL_RATIO - 1,
+    ),
+    text_width="text_embed_dim",
+    precision=ModelPrecision({"cuda-sm80+": Precision(BF16, BF16, FP32, WHY)}),
+    causal_decoder=True,
+    batched_cfg=True,
+    step_caches=(FIRST_BLOCK,),
+    layouts=(
+        Layout(
+            f"duet{TRANSFORMER}",
+            "Duet as released",
+            ("voice.0.query.weight",),
+            (Row("voice.#.query.*", "transformer_blocks.#.attn1.to_q.*"),),
+        ),
+    ),
+)

@@ -1,0 +1,169 @@
+"""Devices, drivers, psutil and Triton that raise, lie or end the process: the answer is "unknown", no exception."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from anygpu.compat.device import facts
+from anygpu.compat.device.facts import facts_for
+from anygpu.compat.device.probe_store import ENDED, UNUSABLE, ProbeStore
+from anygpu.kernels import library
+from simulated import profiles
+
+
+class ForeignError(Exception):
+    """As Triton's, psutil's and some drivers' errors: a plain Exception."""
+
+
+RAISED = (
+    RuntimeError("The device doesn't support querying the available free memory"),  # pytorch#159728, Intel
+    OSError(1450, "Insufficient system resources"),  # psutil#2105, Windows without performance counters
+    NotImplementedError(),
+    AssertionError("Torch not compiled with CUDA enabled"),
+    AttributeError("no such attribute"),
+    subprocess.CalledProcessError(1, ["gcc"]),
+    ForeignError("found nothing to tell"),
+)
+XPU = torch.device("xpu", 0)
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def ask(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return ask
+
+
+@pytest.fixture(params=RAISED, ids=lambda error: type(error).__name__)
+def error(request: pytest.FixtureRequest) -> BaseException:
+    return request.param  # type: ignore[no-any-return]
+
+
+def test_psutil_that_raises_refuses_nothing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    for name in ("virtual_memory", "swap_memory"):
+        monkeypatch.setattr(psutil, name, raising(error))
+    monkeypatch.setattr(facts, "CGROUPS", ())
+    assert facts.swap_free_bytes() == 0
+    assert facts.host_free_bytes() == facts.PLENTY
+    assert facts.free_bytes(torch.device("cpu")) is None
+    assert facts_for("cpu").total_bytes == 0
+
+
+def intel(**told: Any) -> SimpleNamespace:
+    """``torch.xpu`` with 16 GB, 4 of them reserved."""
+    return SimpleNamespace(
+        get_device_properties=lambda _: SimpleNamespace(total_memory=16 << 30, name="Arc(TM) Graphics"),
+        memory_reserved=lambda _: 4 << 30,
+        **told,
+    )
+
+
+def test_a_memory_query_that_raises_is_worked_out_from_what_torch_reserved(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    monkeypatch.setattr(torch, "xpu", intel(mem_get_info=raising(error)))
+    assert facts.free_bytes(XPU) == 12 << 30
+
+
+@pytest.mark.parametrize("lie", [(-1, 16 << 30), (32 << 30, 16 << 30), (None, 16 << 30), "much"])
+def test_a_memory_query_that_lies_is_not_believed(monkeypatch: pytest.MonkeyPatch, lie: Any) -> None:
+    monkeypatch.setattr(torch, "xpu", intel(mem_get_info=lambda _: lie))
+    assert facts.free_bytes(XPU) == 12 << 30
+
+
+def test_a_device_that_tells_nothing_has_unknown_memory(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    monkeypatch.setattr(torch, "xpu", SimpleNamespace(mem_get_info=raising(error)))
+    assert facts.free_bytes(XPU) is None
+
+
+def test_statistics_that_raise_are_unknown(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    names = ("max_memory_allocated", "reset_peak_memory_stats", "empty_cache")
+    monkeypatch.setattr(torch, "xpu", SimpleNamespace(**dict.fromkeys(names, raising(error))))
+    assert facts.peak_bytes(XPU) is None
+    facts.reset_peak(XPU)
+    facts.empty_cache(XPU)
+
+
+def test_an_accelerator_api_that_raises_leaves_the_cpu(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", raising(error))
+    assert facts.default_device() == torch.device("cpu")
+    assert not facts.locks_host_memory(XPU)
+    facts.empty_host_cache()
+
+
+TF32 = """
+import torch
+torch.backends.{setter} = "tf32"
+from anygpu.compat.device.facts import flags
+print(flags()["tf32"])
+"""
+
+
+@pytest.mark.parametrize("setter", ["fp32_precision", "cuda.matmul.fp32_precision"])
+def test_flags_survive_the_new_switches_of_torch(setter: str) -> None:
+    """torch 2.9 and newer: the legacy question raises once another pack has used the new switch."""
+    if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        pytest.skip("needs torch 2.9 or newer")
+    program = TF32.format(setter=setter)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "True"
+
+
+def test_a_probe_that_ended_the_process_is_not_asked_again(tmp_path: Any) -> None:
+    machine, asked = replace(profiles.facts_of("gfx1151"), device=torch.device("meta")), []
+
+    def ends(device: torch.device) -> str:
+        asked.append(device)
+        raise SystemExit  # as far as the store can tell, the end of the process
+
+    store = ProbeStore(machine, tmp_path, more={"ends": ends}, asked={})
+    with pytest.raises(SystemExit):
+        store["ends"]
+    kept = json.loads(store.path.read_text(encoding="utf-8"))
+    assert kept["asking"][0] == "ends"
+    kept["asking"][1] = 2**22 + 1  # beyond the largest process number: whoever asked has gone
+    store.path.write_text(json.dumps(kept), encoding="utf-8")
+    again = ProbeStore(machine, tmp_path, more={"ends": ends}, asked={})
+    assert (again["ends"].status, again["ends"].detail) == (UNUSABLE, ENDED)
+    assert len(asked) == 1
+    assert store.path.stat().st_mode & 0o044, "others may read it, as any file"
+
+
+@pytest.mark.parametrize("entry", [{"status": 1}, {"status": "fine"}, {"status": "ok", "detail": []}, {}, 3])
+def test_kept_answers_of_another_type_are_asked_anew(tmp_path: Any, entry: Any) -> None:
+    machine = profiles.facts_of("gfx1151")
+    store = ProbeStore(machine, tmp_path, more={"fine": lambda _: ""}, asked={})
+    store.path.write_text(json.dumps({"answers": {"fine": entry}, "remembered": {}}), encoding="utf-8")
+    again = ProbeStore(machine, tmp_path, more={"fine": lambda _: ""}, asked={})
+    assert again["fine"].status == "ok"
+
+
+def test_a_kernel_that_cannot_be_built_leaves_its_reference(error: BaseException, caplog: Any) -> None:
+    calls = []
+
+    def load() -> Callable[..., Any]:
+        calls.append(1)
+        raise error
+
+    launch = library._Launch("broken", load, lambda x: x + 1)
+    x = torch.zeros(2)
+    assert torch.equal(launch(x), x + 1) and torch.equal(launch(x), x + 1)
+    assert len(calls) == 1 and caplog.text.count("its reference runs from now on") == 1
+    with library.failures_raise(), pytest.raises(type(error)):
+        library._Launch("broken", load, lambda x: x + 1)(x)
+
+
+def test_shortage_in_a_kernel_is_no_fault_of_the_kernel() -> None:
+    launch = library._Launch("large", lambda: raising(torch.OutOfMemoryError("out of memory")), lambda x: x)
+    with pytest.raises(torch.OutOfMemoryError):
+        launch(torch.zeros(1))
+    assert not launch.fault

@@ -1,0 +1,271 @@
+"""Meshes are checked where they enter: what cannot be painted is said in one line, the rest is put into the frame."""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+import types
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from anygpu.compat.errors import CheckpointError, InputError, MissingPackageError
+from anygpu.paint.geometry import mesh as meshes
+from anygpu.paint.geometry.mesh import (
+    Mesh,
+    Surface,
+    load_mesh,
+    numbered,
+    shared_by_many,
+    welded,
+    welded_normals,
+    write_glb,
+)
+from paint.shapes import box, sphere
+
+BOX = box()
+
+
+def changed(**parts) -> Mesh:
+    return Mesh(**({"vertices": BOX.vertices, "faces": BOX.faces, "uvs": BOX.uvs} | parts))
+
+
+def with_value(tensor: torch.Tensor, value: float) -> torch.Tensor:
+    other = tensor.clone()
+    other[0, 0] = value
+    return other
+
+
+def test_the_frame_is_the_published_one():
+    shifted = changed(vertices=BOX.vertices * torch.tensor([3.0, 1.0, 1.0]) + torch.tensor([5.0, -2.0, 9.0]))
+    surface = Surface.of(shifted)
+    assert surface.vertices.norm(dim=1).max() == pytest.approx(0.575)
+    assert (surface.vertices.amax(0) + surface.vertices.amin(0)).abs().max() < 1e-6
+    back = surface.vertices.double() / surface.scale + surface.centre
+    torch.testing.assert_close(back.float(), shifted.vertices)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-6, 1e6, 1e30])
+def test_any_scale_gives_the_same_surface(scale):
+    torch.testing.assert_close(Surface.of(changed(vertices=BOX.vertices * scale)).vertices, Surface.of(BOX).vertices)
+
+
+def test_far_from_the_origin_is_said_when_digits_are_missing():
+    near, far = (Surface.of(changed(vertices=BOX.vertices + torch.tensor([shift, 0, 0]))) for shift in (50.0, 40_000.0))
+    assert near.notes == ()
+    assert "single precision is too coarse" in far.notes[0]
+    torch.testing.assert_close(near.vertices, Surface.of(BOX).vertices, atol=1e-5, rtol=0)
+    precise = Surface.of(changed(vertices=BOX.vertices.double() + 40_000.0))
+    assert precise.notes == ()
+    torch.testing.assert_close(precise.vertices, Surface.of(BOX).vertices)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "text"),
+    [
+        (
+            changed(vertices=torch.zeros(0, 3), faces=torch.zeros(0, 3, dtype=torch.long), uvs=None),
+            "an empty mesh: 0 vertices",
+        ),
+        (changed(faces=torch.zeros(0, 3, dtype=torch.long)), "24 vertices, 0 faces"),
+        (changed(vertices=BOX.vertices[None]), r"vertices \(1, 24, 3\)"),
+        (changed(faces=torch.zeros(5, 4, dtype=torch.long)), r"faces \(5, 4\)"),
+        (changed(vertices=with_value(BOX.vertices, torch.nan)), "1 of 24 vertices are NaN"),
+        (changed(vertices=with_value(BOX.vertices, torch.inf)), "NaN or infinite"),
+        (changed(faces=BOX.faces + 1), "name vertices 1 to 24; expected 0 to 23"),
+        (changed(faces=BOX.faces - 1), "name vertices -1"),
+        (changed(vertices=torch.ones(24, 3)), "all in one place"),
+        (changed(vertices=BOX.vertices[:, :1].expand(-1, 3)), "12 faces have no area"),
+        (changed(uvs=BOX.uvs[:3]), r"UVs of shape \(3, 2\) for 24 vertices"),
+    ],
+)
+def test_what_is_no_surface_is_refused(mesh, text):
+    with pytest.raises(InputError, match=text):
+        Surface.of(mesh)
+
+
+@pytest.mark.parametrize(
+    ("uvs", "text"),
+    [
+        (None, "a mesh without UVs"),
+        (with_value(BOX.uvs, torch.nan), "UVs that are NaN"),
+        (BOX.uvs * 3, "UVs from .* to 2.98"),
+        (BOX.uvs - 0.5, "UVs from -0.49"),
+        (torch.full((24, 2), 0.5), "UVs without area"),
+    ],
+)
+def test_uvs_that_cannot_be_painted_are_refused(uvs, text):
+    surface = Surface.of(changed(uvs=uvs))
+    with pytest.raises(InputError, match=f"{text}.*Unwrap Mesh"):
+        surface.with_uvs()
+
+
+def test_rounding_of_uvs_is_forgiven_and_unused_vertices_do_not_matter():
+    vertices = torch.cat((BOX.vertices, torch.full((1, 3), 100.0)))
+    uvs = torch.cat(
+        (
+            (BOX.uvs - BOX.uvs.amin(0)) / (BOX.uvs.amax(0) - BOX.uvs.amin(0)) * 1.001 - 0.0005,
+            torch.full((1, 2), torch.nan),
+        )
+    )
+    surface, used = Surface.of(Mesh(vertices, BOX.faces, uvs)).with_uvs()
+    assert (used[:-1].min(), used[:-1].max()) == (0, 1)
+    torch.testing.assert_close(surface.vertices[:-1], Surface.of(BOX).vertices)
+
+
+def test_faces_without_area_are_left_out_and_said():
+    repeated, line = torch.tensor([[3, 3, 1]]), torch.tensor([[24, 25, 26]])
+    vertices = torch.cat((BOX.vertices, torch.linspace(0, 0.9, 3)[:, None].expand(-1, 3)))
+    surface = Surface.of(Mesh(vertices, torch.cat((repeated, BOX.faces, line))))
+    assert torch.equal(surface.faces, BOX.faces)
+    assert surface.notes == ("2 faces without area were dropped",)
+    assert surface.vertex_normals.isfinite().all()
+
+
+def test_slivers_that_rounding_keeps_open_are_faces_without_area():
+    """Their direction is noise: a pole of a sphere may come out with its normals turned inside."""
+    sliver = torch.tensor([[0.0, 0.0, 1.0], [0.0, 1e-8, 1.0], [0.5, 0.0, 1.0]])
+    mesh = Mesh(torch.cat((BOX.vertices, sliver)), torch.cat((BOX.faces, torch.tensor([[24, 25, 26]]))))
+    assert torch.equal(Surface.of(mesh).faces, BOX.faces)
+
+
+def test_edges_of_more_than_two_faces_are_counted():
+    fan = torch.tensor([[0, 1, 2], [0, 1, 3], [1, 0, 4], [0, 1, 5]])
+    assert shared_by_many(fan) == 1
+    assert shared_by_many(fan[:2]) == 0
+    assert shared_by_many(torch.cat((fan, torch.tensor([[2, 0, 6], [0, 2, 7]])))) == 2
+    mesh = Mesh(torch.rand(8, 3, generator=torch.Generator().manual_seed(0)), fan)
+    assert "1 edges belong to more than two faces" in Surface.of(mesh).notes[0]
+
+
+def test_many_faces_are_said_with_the_time(monkeypatch):
+    monkeypatch.setattr(meshes, "MANY_FACES", 10)
+    assert "12 faces: Unwrap Mesh takes about 0 s" in Surface.of(BOX).notes[0]
+
+
+def test_vertices_in_one_place_get_one_number():
+    places = torch.tensor([[0.0, 0, 0], [1, 0, 0], [-0.0, 1e-7, 0], [0, 1, 0], [1, 0, 0]])
+    assert welded(places).tolist() == [0, 2, 0, 1, 2]
+    assert welded(BOX.vertices).unique().numel() == 8
+
+
+def test_equal_rows_get_one_number():
+    rows = torch.randint(-2, 3, (200, 3), generator=torch.Generator().manual_seed(0))
+    wanted = rows.unique(dim=0, return_inverse=True)[1]
+    assert wanted.max() > 50
+    for found in (numbered(rows), numbered(rows.double() / 3)):
+        assert torch.equal(found[:, None] == found, wanted[:, None] == wanted)
+
+
+def test_normals_go_on_across_seams():
+    mesh = sphere(16, 32)
+    normals = welded_normals(mesh.vertices, mesh.faces)
+    assert (normals - mesh.vertices).norm(dim=1).max() < 0.05
+
+
+@pytest.mark.parametrize("name", ["shape.fbx", "shape"])
+def test_other_formats_are_refused(tmp_path, name):
+    with pytest.raises(InputError, match=r"mesh file .*\.glb, \.gltf, \.obj, \.ply, \.stl"):
+        load_mesh(tmp_path / name)
+
+
+def test_a_missing_file_is_said(tmp_path):
+    with pytest.raises(CheckpointError, match="no mesh file"):
+        load_mesh(tmp_path / "shape.glb")
+
+
+def test_without_trimesh_the_package_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "trimesh", None)
+    (tmp_path / "shape.obj").write_text("v 0 0 0\n")
+    with pytest.raises(MissingPackageError, match="trimesh"):
+        load_mesh(tmp_path / "shape.obj")
+    with pytest.raises(MissingPackageError, match="trimesh"):
+        write_glb(tmp_path / "shape.glb", BOX, torch.zeros(2, 2, 3))
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, pipeline: object) -> None:
+    """A trimesh that reads ``pipeline`` from every file."""
+
+    def load_scene(path, process):
+        if isinstance(pipeline, Exception):
+            raise pipeline
+        return types.SimpleNamespace(to_mesh=lambda: pipeline)
+
+    monkeypatch.setitem(sys.modules, "trimesh", types.SimpleNamespace(load_scene=load_scene))
+
+
+def test_uvs_are_turned_to_count_downwards(tmp_path, monkeypatch):
+    uvs = [[0.0, 0.25], [0.5, 1.0], [1.0, 0.0]]
+    shape = types.SimpleNamespace(
+        vertices=torch.eye(3).tolist(), faces=[[0, 1, 2]], visual=types.SimpleNamespace(uv=uvs)
+    )
+    pretend(monkeypatch, shape)
+    (tmp_path / "shape.glb").write_bytes(b"")
+    mesh, notes = load_mesh(tmp_path / "shape.glb")
+    assert mesh.uvs is not None
+    assert mesh.uvs.tolist() == [[0.0, 0.75], [0.5, 0.0], [1.0, 1.0]]
+    assert notes == ("1 faces, 3 vertices, with UVs",)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "text"),
+    [
+        (ValueError("bad header"), "cannot be read .ValueError: bad header"),
+        (types.SimpleNamespace(faces=[]), "no faces in"),
+    ],
+)
+def test_damaged_and_faceless_files_are_said(tmp_path, monkeypatch, pipeline, text):
+    pretend(monkeypatch, pipeline)
+    (tmp_path / "shape.ply").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=text):
+        load_mesh(tmp_path / "shape.ply")
+
+
+def gltf(path: Path) -> dict:
+    """The JSON part of a GLB."""
+    data = path.read_bytes()
+    length = struct.unpack("<I", data[12:16])[0]
+    return json.loads(data[20 : 20 + length])
+
+
+if find_spec("trimesh"):
+
+    def test_a_glb_comes_back_as_it_was_written(tmp_path):
+        texture = torch.rand(8, 8, 3, generator=torch.Generator().manual_seed(0))
+        surfaces = torch.zeros(8, 8, 3)
+        surfaces[..., 0], surfaces[..., 1] = 0.2, 0.8
+        path = write_glb(tmp_path / "box.glb", BOX, texture, surfaces)
+        mesh, _ = load_mesh(path)
+        torch.testing.assert_close(mesh.vertices.float(), BOX.vertices)
+        assert torch.equal(mesh.faces, BOX.faces)
+        torch.testing.assert_close(mesh.uvs, BOX.uvs)
+        material = gltf(path)["materials"][0]["pbrMetallicRoughness"]
+        assert {"baseColorTexture", "metallicRoughnessTexture"} <= set(material)
+
+    def test_metal_and_roughness_lie_in_the_channels_of_gltf(tmp_path):
+        import io
+
+        from PIL import Image
+
+        surfaces = torch.tensor([0.2, 0.8, 0.0]).expand(8, 8, 3)
+        path = write_glb(tmp_path / "box.glb", BOX, torch.zeros(8, 8, 3), surfaces)
+        described, data = gltf(path), path.read_bytes()
+        start = 28 + struct.unpack("<I", data[12:16])[0]
+        texture = described["materials"][0]["pbrMetallicRoughness"]["metallicRoughnessTexture"]["index"]
+        view = described["bufferViews"][described["images"][described["textures"][texture]["source"]]["bufferView"]]
+        part = data[start + view.get("byteOffset", 0) :][: view["byteLength"]]
+        assert Image.open(io.BytesIO(part)).convert("RGB").getpixel((3, 3)) == (0, 204, 51)
+
+    @pytest.mark.parametrize("suffix", ["obj", "ply", "stl"])
+    def test_other_formats_are_read(tmp_path, suffix):
+        import trimesh
+
+        path = tmp_path / f"box.{suffix}"
+        trimesh.Trimesh(BOX.vertices.numpy(), BOX.faces.numpy(), process=False).export(path)
+        mesh, notes = load_mesh(path)
+        assert Surface.of(mesh).faces.shape[0] == 12
+        assert mesh.uvs is None
+        assert "no UVs" in notes[0]
+        assert mesh.vertices.shape[0] == (8 if suffix == "stl" else 24)

@@ -1,0 +1,505 @@
+"""FramePack section by section gives the one-shot pipeline's video, in both orders, with and without an end image."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from anygpu.compat.decision import Decision
+from anygpu.compat.errors import InputError, UnsupportedError
+from anygpu.compat.memory.offloader import StandaloneOffloader
+from anygpu.pipelines import stages, tiny
+from anygpu.pipelines.base import (
+    FramePackSettings,
+    ImageCondition,
+    ImageRequest,
+    Latents,
+    PromptRequest,
+    SampleSettings,
+    Silent,
+)
+from anygpu.pipelines.families.framepack import pipeline as framepack
+from anygpu.pipelines.families.framepack import sections
+from anygpu.pipelines.families.framepack.pipeline import resume_key
+from anygpu.pipelines.loading import folder as loading
+from anygpu.pipelines.sampling import resume
+
+I2V, F1 = "framepack", "framepack_f1"
+ORDER = {I2V: sections.INVERTED, F1: sections.VANILLA}
+WIDTH, HEIGHT, WINDOW, STEPS, SEED, GUIDANCE = 48, 32, 2, 2, 7, 6.0
+PER_SECTION = 5  # pixel frames that one window of two latent frames covers
+PROMPT, NEGATIVE = "a red cat jumps over the wall", "blurry and ugly"
+START, END = torch.rand(2, 1, HEIGHT, WIDTH, 3, generator=torch.Generator().manual_seed(0))
+SETTINGS = SampleSettings(WIDTH, HEIGHT, 0, steps=STEPS, seed=SEED, guidance=GUIDANCE)
+TRIMMED = 1e-5  # upstream attends over masked padding, which moves the last bits
+
+
+@pytest.fixture(scope="module")
+def run(tiny_folder: Path) -> Callable[[str], SimpleNamespace]:
+    """From a tiny checkpoint's name to what all its tests share: pipeline, prompt, images, and the bare pipeline."""
+    made: dict[str, SimpleNamespace] = {}
+
+    def of(name: str) -> SimpleNamespace:
+        if name not in made:
+            made[name] = _run(name, tiny_folder)
+        return made[name]
+
+    return of
+
+
+def _run(name: str, folder: Path) -> SimpleNamespace:
+    pipe = tiny.one_shot(name, folder)
+    pipeline = _loaded(folder / name, base=folder / "hunyuan_video")
+    request = PromptRequest(PROMPT, NEGATIVE, sections=(" ", "a blue dog sleeps"))
+    prompt = stages.encode_prompt(pipeline, request, Silent())
+    start = stages.encode_image(pipeline, ImageRequest(START, WIDTH, HEIGHT), "stretch", Silent())
+    end = stages.encode_image(pipeline, ImageRequest(END, WIDTH, HEIGHT, frame=-1, previous=start), "stretch", Silent())
+    # The same weights in memory: other addresses move the last bits of a matrix product.
+    pipe.register_modules(transformer=pipeline.parts["transformer"], vae=pipeline.parts["vae"])
+    return SimpleNamespace(
+        name=name,
+        pipe=pipe,
+        pipeline=pipeline,
+        prompt=replace(prompt, sections=()),
+        told=prompt,
+        start=start,
+        end=end,
+        scale=pipeline.configs["vae"]["scaling_factor"],
+    )
+
+
+def _loaded(folder: Path, **choices: Any) -> Any:
+    return loading.load(loading.LoadRequest(folder, device="cpu", **{"precision": "fp32", **choices}))
+
+
+def _frames(count: int) -> int:
+    """The most pixel frames, on the grid, that ``count`` sections are sampled for."""
+    return (count * PER_SECTION - 1) // 4 * 4 + 1
+
+
+class Kept:
+    """A keeper that remembers each section; ``standing`` is what an earlier sampling left."""
+
+    def __init__(self, standing: resume.SectionState | None = None, cut_after: int = 0) -> None:
+        self.standing, self.cut_after = standing, cut_after
+        self.parts: list[tuple[int, int, Latents]] = []
+        self.keys: list[str] = []
+
+    def found(self, key: str) -> resume.SectionState | None:
+        self.keys.append(key)
+        return self.standing
+
+    def keep(self, key: str, index: int, count: int, latents: Latents, standing: resume.SectionState) -> None:
+        self.parts.append((index, count, latents))
+        self.standing = standing
+        if self.cut_after == index + 1:
+            raise KeyboardInterrupt
+
+
+def _sampled(made: SimpleNamespace, count: int, progress: Any = None, keep: Any = None, **changes: Any) -> Latents:
+    """``count`` sections; ``changes`` are fields of either settings, or ``prompt`` or ``image``."""
+    prompt, image = changes.pop("prompt", made.prompt), changes.pop("image", made.start)
+    asked = FramePackSettings(_frames(count) / 30, WINDOW)
+    known = FramePackSettings.__dataclass_fields__
+    asked = replace(asked, **{key: changes.pop(key) for key in list(changes) if key in known})
+    settings = replace(SETTINGS, **changes)
+    return stages.sample_framepack(made.pipeline, prompt, image, settings, asked, progress or Silent(), keep)
+
+
+def _one_shot(made: SimpleNamespace, count: int, output: str, steps: int = STEPS, **arguments: Any) -> torch.Tensor:
+    """What the bare pipeline returns for as many sections: all latents in core's space, or frames (F, H, W, 3)."""
+    words = {} if "prompt_embeds" in arguments else {"prompt": PROMPT}
+    found = made.pipe(
+        **words,
+        **arguments,
+        image=START.permute(0, 3, 1, 2),
+        height=HEIGHT,
+        width=WIDTH,
+        num_inference_steps=steps,
+        num_frames=_frames(count),
+        latent_window_size=WINDOW,
+        guidance_scale=GUIDANCE,
+        output_type=output,
+        generator=torch.Generator().manual_seed(SEED),
+        sampling_type=ORDER[made.name],
+    ).frames
+    return found[-1] / made.scale if output == "latent" else found[0].permute(0, 2, 3, 1)
+
+
+def _given(made: SimpleNamespace) -> dict[str, torch.Tensor]:
+    return {**made.prompt.embeds, **{f"negative_{key}": value for key, value in made.prompt.negative.items()}}
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).abs().max())
+
+
+# The bare pipeline ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "ended", "cfg"), [(I2V, False, 1.0), (I2V, True, 3.0), (F1, False, 3.0)])
+def test_stages_give_the_one_shot_video(run: Any, name: str, ended: bool, cfg: float) -> None:
+    """Identical from the same embeddings, blended sections and all."""
+    made, last = run(name), {"last_image": END.permute(0, 3, 1, 2)} if ended else {}
+    latents = _sampled(made, 3, cfg=cfg, image=made.end if ended else made.start)
+    expected = _one_shot(made, 3, "latent", true_cfg_scale=cfg, **last, **_given(made))
+    assert torch.equal(latents.samples, expected)
+    frames = _one_shot(made, 3, "pt", true_cfg_scale=cfg, **last, **_given(made))
+    video = stages.decode(made.pipeline, latents, Silent())
+    assert frames.shape == (3 * WINDOW * 4 + 1, HEIGHT, WIDTH, 3)
+    assert len(video) == (len(frames) if ended else _frames(3))
+    assert torch.equal(video, frames[: len(video)])
+
+
+@pytest.mark.parametrize("name", [I2V, F1])
+def test_the_pipelines_own_encoding_gives_the_same_within_rounding(run: Any, name: str) -> None:
+    made = run(name)
+    assert _distance(_sampled(made, 2).samples * made.scale, _one_shot(made, 2, "latent") * made.scale) < TRIMMED
+
+
+def test_six_sections_stand_where_upstream_puts_them(run: Any) -> None:
+    """Past four sections the gaps to the start image are no longer counted one by one."""
+    made = run(I2V)
+    assert torch.equal(_sampled(made, 6, steps=1).samples, _one_shot(made, 6, "latent", 1, **_given(made)))
+
+
+# What the inputs do -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [I2V, F1])
+def test_every_input_changes_the_latents(run: Any, name: str) -> None:
+    made = run(name)
+    other = stages.encode_prompt(made.pipeline, PromptRequest("a green bird", "sharp"), Silent())
+    turned = stages.encode_image(made.pipeline, ImageRequest(START.flip(2), WIDTH, HEIGHT), "stretch", Silent())
+    unseen = replace(made.start, tensors={**made.start.tensors, "vision": turned.tensors["vision"]})
+    results = [
+        _sampled(made, 1),
+        _sampled(made, 1, seed=SEED + 1),
+        _sampled(made, 1, prompt=replace(made.prompt, embeds=other.embeds)),
+        _sampled(made, 1, cfg=3.0),
+        _sampled(made, 1, cfg=3.0, prompt=replace(made.prompt, negative=other.negative)),
+        _sampled(made, 1, cfg=3.0, cfg_end=0.5),
+        _sampled(made, 1, shift=3.0),
+        _sampled(made, 1, guidance=2.0),
+        _sampled(made, 1, image=turned),
+        _sampled(made, 1, image=unseen),
+    ]
+    for index, one in enumerate(results):
+        for another in results[:index]:
+            assert _distance(one.samples, another.samples) > 1e-3
+
+
+@pytest.mark.parametrize("name", [I2V, F1])
+def test_a_section_follows_the_prompt_of_its_place_in_the_film(run: Any, name: str) -> None:
+    """The last of three sections has words of its own, whether it is sampled first or last; a blank has the first."""
+    made = run(name)
+    first, last = made.told.sections
+    assert first is made.told.embeds and not torch.equal(last["prompt_embeds"], first["prompt_embeds"])
+    plain, told, other = (
+        _sampled(made, 3, prompt=prompt).samples
+        for prompt in (made.prompt, made.told, replace(made.prompt, embeds=last))
+    )
+    assert _distance(told[:, :, -WINDOW:], plain[:, :, -WINDOW:]) > 1e-3
+    if name == I2V:
+        assert torch.equal(told[:, :, -WINDOW:], other[:, :, -WINDOW:])
+        assert _distance(told[:, :, 1:-WINDOW], other[:, :, 1:-WINDOW]) > 1e-3
+    else:
+        assert torch.equal(told[:, :, :-WINDOW], plain[:, :, :-WINDOW])
+
+
+def test_more_section_prompts_than_sections_are_said(run: Any, recorded: Any) -> None:
+    made, watched = run(I2V), recorded()
+    _sampled(made, 2, watched, prompt=made.told)
+    assert "1 of 2 section prompts have no effect: 2 sections in all" in watched.said
+
+
+def test_end_strength_goes_from_no_end_image_to_upstreams(run: Any) -> None:
+    made = run(I2V)
+    ends = {share: _sampled(made, 1, image=made.end, end_strength=share).samples for share in (0.0, 0.5, 1.0)}
+    assert torch.equal(ends[0.0], _sampled(made, 1).samples)
+    assert _distance(ends[0.0], ends[0.5]) > 1e-3 and _distance(ends[0.5], ends[1.0]) > 1e-3
+    weak = replace(made.end, anchors=(("start", 0, 1.0), ("end", -1, 0.5)))
+    assert torch.equal(_sampled(made, 1, image=weak).samples, ends[0.5])
+
+
+def test_an_end_image_is_not_cut_off(run: Any, recorded: Any) -> None:
+    made, watched = run(I2V), recorded()
+    assert _sampled(made, 2, image=made.end).frames == 17 > _sampled(made, 2).frames == 9
+    _sampled(made, 2, watched, image=made.end)
+    assert "frames 9 -> 17, the end of the last section, where the end image is" in watched.said
+
+
+def test_images_join_in_either_order(run: Any) -> None:
+    made = run(I2V)
+    request = ImageRequest(END, WIDTH, HEIGHT, frame=-1)
+    end = stages.encode_image(made.pipeline, request, "stretch", Silent())
+    both = stages.encode_image(made.pipeline, ImageRequest(START, WIDTH, HEIGHT, previous=end), "stretch", Silent())
+    assert both.tensors.keys() == made.end.tensors.keys()
+    assert all(torch.equal(both.tensors[name], made.end.tensors[name]) for name in both.tensors)
+
+
+def test_given_vision_replaces_siglip(run: Any, recorded: Any) -> None:
+    made, watched = run(I2V), recorded()
+    pipeline = replace(made.pipeline, parts=type(made.pipeline.parts)({"vae": lambda _: made.pipeline.parts["vae"]}))
+    pipeline = replace(pipeline, offloader=_Held(pipeline.parts))
+    vision = torch.randn(1, 729, 32)
+    request = ImageRequest(START, WIDTH, HEIGHT, vision=vision, strength=0.5)
+    condition = stages.encode_image(pipeline, request, "stretch", watched)
+    assert torch.equal(condition.tensors["vision"], vision)
+    assert "strength has no effect on the start image of FramePack" in watched.said
+
+
+# Sampling as it goes ----------------------------------------------------------------------------------------------
+
+
+class _Held(StandaloneOffloader):
+    """An offloader that remembers what was held."""
+
+    def __init__(self, parts: Any) -> None:
+        super().__init__(parts, torch.device("cpu"), "none")
+        self.names: list[str] = []
+
+    def hold(self, part: str, *args: Any) -> Any:
+        self.names.append(part)
+        return super().hold(part, *args)
+
+    def release(self, part: str) -> None:
+        """Nothing: the tests go on with every part."""
+
+
+@pytest.mark.parametrize("name", [I2V, F1])
+def test_each_finished_section_is_kept_and_decodes(run: Any, recorded: Any, name: str) -> None:
+    made, watched, keeper = run(name), recorded(), Kept()
+    latents, kept = _sampled(made, 3, watched, keeper), keeper.parts
+    assert [(index, count) for index, count, _ in kept] == [(0, 3), (1, 3), (2, 3)]
+    assert torch.equal(kept[-1][2].samples, latents.samples)
+    lengths = [2, 4, 7] if name == I2V else [3, 5, 7]
+    assert [list(part.extra["section_lengths"]) for _, _, part in kept] == [lengths[:end] for end in (1, 2, 3)]
+    partial, video = kept[1][2], stages.decode(made.pipeline, latents, Silent())
+    frames = stages.decode(made.pipeline, partial, Silent())
+    assert len(frames) == partial.frames == 13
+    if name == F1:  # what comes later is blended into the last five frames only
+        assert torch.equal(frames[: 17 - PER_SECTION], video[: 17 - PER_SECTION])
+    sampling = [(done, total) for done, total, stage in watched.steps if stage.startswith("sampling")]
+    assert sampling == [(done, 3 * STEPS) for done in range(1, 3 * STEPS + 1)]
+    assert watched.steps[-1][2] == "sampling section 3 of 3"
+    assert torch.allclose(
+        watched.previews[-1] / made.scale,
+        latents.samples[:, :, 1:3] if name == I2V else latents.samples[:, :, -2:],
+        atol=1e-5,
+    )
+
+
+@pytest.mark.parametrize("name", [I2V, F1])
+@pytest.mark.parametrize("finished", [2, pytest.param(1, marks=pytest.mark.full)])
+def test_sampling_goes_on_after_the_last_finished_section(run: Any, recorded: Any, name: str, finished: int) -> None:
+    """Bit for bit the video of an uncut sampling, and no section is sampled twice."""
+    made, keeper, watched = run(name), Kept(cut_after=finished), recorded()
+    expected = _sampled(made, 3)
+    with pytest.raises(KeyboardInterrupt):
+        _sampled(made, 3, keep=keeper)
+    again = Kept(keeper.standing)
+    latents = _sampled(made, 3, watched, again)
+    assert torch.equal(latents.samples, expected.samples)
+    assert latents == replace(expected, samples=latents.samples)
+    assert [index for index, _, _ in again.parts] == list(range(finished, 3))
+    assert any(f"continues after section {finished} of 3" in line for line in watched.said)
+    assert len({*keeper.keys, *again.keys}) == 1
+
+
+def test_another_seed_prompt_picture_or_model_is_another_sampling(run: Any) -> None:
+    made, keeper = run(I2V), Kept()
+    other = replace(made.prompt, embeds={name: t + 1 for name, t in made.prompt.embeds.items()})
+    variants: list[dict[str, Any]] = [{}, {"seed": 8}, {"steps": 3}, {"prompt": other}, {"image": made.end}]
+    for changes in variants:
+        _sampled(made, 1, keep=keeper, **changes)
+    _sampled(run(F1), 1, keep=keeper)
+    others = [{"storage": {"transformer": "int8"}}, {"step_cache": "half the steps"}]
+    keeper.keys += [key_of(made, **changes) for changes in others]
+    assert len(set(keeper.keys)) == len(variants) + 1 + len(others)
+    assert key_of(made) == key_of(made, decisions=(Decision("offload", "another"),)), (
+        "how parts are moved is no other video"
+    )
+
+
+def key_of(made: SimpleNamespace, **changes: Any) -> str:
+    """The key of one video, from a pipeline with other fields."""
+    other = replace(made.pipeline, **changes)
+    return resume_key(other, made.prompt, made.start, SETTINGS, FramePackSettings(1.0))
+
+
+def test_a_standing_of_another_size_is_not_gone_on_with(run: Any) -> None:
+    made, keeper = run(I2V), Kept()
+    expected = _sampled(made, 3, keep=keeper)
+    wrong = resume.SectionState(torch.zeros(1, 4, 2, 8, 8), (2,), expected.extra["generator_state"])
+    assert torch.equal(_sampled(made, 3, keep=Kept(wrong)).samples, expected.samples)
+
+
+def test_only_the_transformer_is_held_while_sampling(run: Any) -> None:
+    made = run(I2V)
+    held = _Held(made.pipeline.parts)
+    spied = SimpleNamespace(**{**vars(made), "pipeline": replace(made.pipeline, offloader=held)})
+    _sampled(spied, 2)
+    assert held.names == ["transformer"]
+
+
+@pytest.mark.parametrize("name", [I2V, F1])
+def test_cancel_leaves_the_next_run_as_a_fresh_one(run: Any, recorded: Any, name: str) -> None:
+    made = run(name)
+    fresh = _sampled(made, 2).samples
+    watched = recorded(lambda done, stage: done == STEPS + 1)
+    with pytest.raises(recorded.Cancelled):
+        _sampled(made, 2, watched)
+    assert watched.checks > 100, "a cancel inside one forward must be obeyed too"
+    assert torch.equal(_sampled(made, 2).samples, fresh)
+
+
+def test_single_frame_mode_samples_the_last_frame_of_the_first_window(run: Any, recorded: Any) -> None:
+    made, seen = run(I2V), []
+    hook = made.pipeline.parts["transformer"].register_forward_pre_hook(
+        lambda _module, _inputs, given: seen.append(given), with_kwargs=True
+    )
+    try:
+        latents = _sampled(made, 1, single_frame=True, window=9)
+    finally:
+        hook.remove()
+    assert latents.samples.shape == (1, 16, 1, HEIGHT // 8, WIDTH // 8)
+    assert stages.decode(made.pipeline, latents, Silent()).shape == (1, HEIGHT, WIDTH, 3)
+    given = {key: value.tolist() for key, value in seen[0].items() if key.startswith("indices")}
+    assert given["indices_latents"] == [9] and given["indices_latents_clean"] == [0, 10]
+    assert given["indices_latents_history_2x"] == [11, 12]
+    watched = recorded()
+    assert _sampled(run(F1), 1, watched, single_frame=True).samples.shape[2] == 1
+    assert any("made for FramePack I2V" in said for said in watched.said)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"scheduler": "unipc"}, {"scheduler": "dpm++_2m"}, {"sigmas": (1.0, 0.6, 0.3, 0.0)}]
+)
+def test_other_solvers_and_schedules_run(run: Any, changes: dict[str, Any]) -> None:
+    made = run(I2V)
+    found = _sampled(made, 2, steps=3, **changes).samples
+    assert bool(torch.isfinite(found).all()) and _distance(found, _sampled(made, 2, steps=3).samples) > 1e-3
+
+
+def test_bf16_gives_finite_frames(run: Any, tiny_folder: Path) -> None:
+    made = run(I2V)
+    pipeline = _loaded(tiny_folder / I2V, base=tiny_folder / "hunyuan_video", precision="bf16")
+    spied = SimpleNamespace(**{**vars(made), "pipeline": pipeline})
+    spied.start = stages.encode_image(pipeline, ImageRequest(START, WIDTH, HEIGHT), "stretch", Silent())
+    latents = _sampled(spied, 2)
+    assert latents.samples.dtype == torch.float32
+    assert bool(torch.isfinite(stages.decode(pipeline, latents, Silent())).all())
+
+
+def test_latents_without_sections_decode_in_one_go(run: Any, recorded: Any) -> None:
+    made, watched = run(I2V), recorded()
+    latents = _sampled(made, 1)
+    whole = stages.decode(made.pipeline, replace(latents, extra={}), Silent())
+    assert torch.equal(whole, stages.decode(made.pipeline, latents, Silent()))
+    cut = replace(latents, samples=latents.samples[:, :, :2])
+    assert len(stages.decode(made.pipeline, cut, watched)) == 5
+    assert watched.said == ["2 latent frames where sampling left 3: decoded all at once"]
+
+
+# What is refused, and how it is loaded ----------------------------------------------------------------------------
+
+
+def test_images_out_of_place_are_refused(run: Any) -> None:
+    made = run(I2V)
+    refused = [
+        (ImageRequest(START, WIDTH, HEIGHT, frame=3), "frame 3 of FramePack"),
+        (ImageRequest(torch.cat([START, END]), WIDTH, HEIGHT), "2 frames as the start image"),
+        (ImageRequest(START, WIDTH, HEIGHT, previous=made.start), "a second start image"),
+        (ImageRequest(START, WIDTH, HEIGHT, vision=torch.zeros(1, 257, 32)), r"shape \(1, 257, 32\)"),
+    ]
+    for request, message in refused:
+        with pytest.raises(InputError, match=message):
+            stages.encode_image(made.pipeline, request, "stretch", Silent())
+    with pytest.raises(UnsupportedError, match="video"):
+        stages.encode_video(made.pipeline, START, WIDTH, HEIGHT, "stretch", 0, Silent())
+
+
+def test_settings_out_of_range_are_refused(run: Any) -> None:
+    made = run(I2V)
+    only_end = ImageCondition(I2V, {"end": made.end.tensors["end"]}, WIDTH, HEIGHT, (("end", -1, 1.0),))
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"window": 0}, "window 0; expected 1 to 33"),
+        ({"order": "backwards"}, "order 'backwards'"),
+        ({"end_strength": 1.5}, "end_strength 1.5"),
+        ({"clip_seconds": 0.0}, "a clip of 0.0 s"),
+        ({"clip_seconds": 200.0}, "at most 136.6 s"),
+        ({"order": sections.VANILLA, "image": made.end}, "an end image with the order vanilla"),
+        ({"image": only_end}, "no start image"),
+        ({"image": None}, "no start image"),
+    ]
+    for changes, message in refused:
+        with pytest.raises(InputError, match=message):
+            _sampled(made, 1, **changes)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "fps", "frames"), [(5, 30.0, 153), (0.17, 30.0, 9), (1 / 30, 30.0, 1), (8.3, 30.0, 249), (2, 24.0, 49)]
+)
+def test_frames_cover_the_seconds(seconds: float, fps: float, frames: int) -> None:
+    assert framepack.frames_for(FramePackSettings(seconds), fps) == frames
+
+
+@pytest.mark.parametrize(
+    ("path", "variant"),
+    [
+        ("FramePackI2V_HY", "framepack"),
+        ("FramePack_F1_I2V_HY_20250503", "framepack_f1"),
+        ("models--lllyasviel--FramePack_F1_I2V_HY_20250503/snapshots/0fa1", "framepack_f1"),
+        ("models--lllyasviel--FramePackI2V_HY/snapshots/f1ab", "framepack"),
+        ("FramePackI2V_HY_f16/transformer", "framepack"),
+    ],
+)
+def test_variant_is_assumed_from_the_name(path: str, variant: str) -> None:
+    found, why = framepack.guess_variant(Path("models/f1") / path, {})
+    assert found == variant and "assumed" in why
+
+
+def test_three_folders_are_found_and_composed(run: Any, recorded: Any, tiny_folder: Path, tmp_path: Path) -> None:
+    """A transformer as lllyasviel publishes it, beside an image-to-video and a text checkpoint and SigLIP."""
+    run(I2V)
+    lone = tmp_path / "FramePack_F1_I2V_HY"
+    lone.mkdir()
+    for file in (tiny_folder / I2V).iterdir():
+        (lone / file.name).symlink_to(file)
+    config = json.loads((lone / "config.json").read_text())
+    (lone / "config.json").unlink()
+    (lone / "config.json").write_text(json.dumps({**config, "_class_name": "HunyuanVideoTransformer3DModelPacked"}))
+    for name in ("hunyuan_video", "hunyuan_video_i2v", "siglip"):
+        source = tiny.build(name, tiny_folder)
+        (tmp_path / f"{'a' if 'i2v' in name else 'b'}-{name}").symlink_to(source)
+    other = tmp_path / "a-pipeline"
+    other.mkdir()
+    (other / "model_index.json").write_text("{}")
+    (other / "image_encoder").symlink_to(tiny_folder / "siglip" / "image_encoder")
+    watched = recorded()
+    pipeline = loading.load(loading.LoadRequest(lone, device="cpu"), watched)
+    assert (pipeline.family, pipeline.task, pipeline.variant) == ("framepack", "image", F1)
+    assert "base from b-hunyuan_video (auto)" in watched.said
+    assert "image_encoder from b-siglip (auto)" in watched.said
+    assert pipeline.parts["transformer"].config.has_image_proj
+
+
+def test_a_whole_pipeline_folder_loads(run: Any, tiny_folder: Path, tmp_path: Path) -> None:
+    run(I2V)
+    index = json.loads((tiny_folder / "hunyuan_video" / "model_index.json").read_text())
+    index |= {"image_encoder": ["transformers", "SiglipVisionModel"], "_class_name": "HunyuanVideoFramepackPipeline"}
+    index |= {"feature_extractor": ["transformers", "SiglipImageProcessor"]}
+    for name in (key for key, entry in index.items() if isinstance(entry, list)):
+        source = {"transformer": tiny_folder / I2V}.get(name, tiny_folder / "hunyuan_video" / name)
+        (tmp_path / name).symlink_to(source if source.is_dir() else tiny_folder / "siglip" / name)
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    pipeline = _loaded(tmp_path)
+    assert (pipeline.family, pipeline.task) == ("framepack", "image")
+    assert pipeline.configs["transformer"]["has_image_proj"]

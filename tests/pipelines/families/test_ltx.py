@@ -1,0 +1,447 @@
+"""LTX-Video: our stages give what the bare diffusers pipelines give, and every input acts or is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from anygpu.compat.errors import InputError
+from anygpu.compat.memory.offloader import StandaloneOffloader
+from anygpu.pipelines import stages, tiny
+from anygpu.pipelines.base import (
+    ImageCondition,
+    ImageRequest,
+    Latents,
+    Pipeline,
+    Prompt,
+    PromptRequest,
+    SampleSettings,
+    Silent,
+    Tools,
+)
+from anygpu.pipelines.families.ltx import pipeline as ltx
+from anygpu.pipelines.families.ltx.pipeline import ltx_schedule
+from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.text.t5 import EMBEDS, MASK, batched
+
+SIZE, FRAMES, STEPS, SEED = 64, 25, 3, 7
+GRID = (4, 2, 2)
+TEXTS = ("a red fox runs over the snow", "blurry, worst quality")
+TRIMMED = 1e-5  # the bar where padding is trimmed: attention sums fewer zeros, in another order
+TASK = {"ltx": "LTXPipeline", "ltx_image": "LTXImageToVideoPipeline", "ltx_condition": "LTXConditionPipeline"}
+DISTILLED = (1000, 993, 987, 981, 975, 909, 725, 0.03)
+SETTINGS = SampleSettings(width=SIZE, height=SIZE, frames=FRAMES, steps=STEPS, seed=SEED)
+
+Anchors = Sequence[tuple[torch.Tensor, int, float]]
+
+
+def pictures(count: int, seed: int) -> torch.Tensor:
+    return torch.rand(count, SIZE, SIZE, 3, generator=torch.Generator().manual_seed(seed))
+
+
+PICTURE, OTHER, CLIP = pictures(1, 1), pictures(1, 2), pictures(17, 3)
+PLACES: dict[str, Anchors] = {
+    "first frame": [(PICTURE, 0, 1.0)],
+    "first and last frame": [(PICTURE, 0, 1.0), (OTHER, 24, 0.8)],
+    "any frame": [(PICTURE, 13, 1.0)],
+    "extend": [(CLIP, 0, 1.0)],
+    "clip inside, weak": [(CLIP, 8, 0.6)],
+    "weak start": [(CLIP[:9], 0, 0.4), (PICTURE, 16, 0.9)],
+}
+
+
+class Model:
+    """One tiny checkpoint: our pipeline with its prompt, and the bare pipelines of its folder."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.folder = name, folder
+        self.pipeline = load(LoadRequest(tiny.build(name, folder), device="cpu"))
+        self.prompt = stages.encode_prompt(self.pipeline, PromptRequest(*TEXTS), Silent())
+        self.pipes: dict[str, Any] = {}
+
+    def bare(self, task: str) -> Any:
+        """The bare pipeline; LTXConditionPipeline refuses a dynamic shift, so it gets a plain scheduler.
+
+        It has our modules: those of a second reading lie at other addresses, which alone moves results by 2e-6.
+        """
+        if task not in self.pipes:
+            pipe = self.pipes[task] = tiny.one_shot(self.name, self.folder, pipeline=TASK[task])
+            pipe.transformer, pipe.vae = self.pipeline.parts["transformer"], self.pipeline.parts["vae"]
+            if task == "ltx_condition":
+                pipe.scheduler = type(pipe.scheduler)()
+        return self.pipes[task]
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_folder: Path) -> Model:
+    return Model("ltx", tiny_folder)
+
+
+@pytest.fixture(scope="module")
+def condition(tiny_folder: Path) -> Model:
+    return Model("ltx_condition", tiny_folder)
+
+
+def encoded(pipeline: Pipeline, anchors: Anchors) -> ImageCondition | None:
+    found = None
+    for frames, frame, strength in anchors:
+        request = ImageRequest(frames, SIZE, SIZE, frame, strength, previous=found)
+        found = stages.encode_image(pipeline, request, "stretch", Silent())
+    return found
+
+
+def ours(model: Model, settings: SampleSettings = SETTINGS, anchors: Anchors = (), **changes: Any) -> Latents:
+    pipeline = replace(model.pipeline, **changes)
+    return stages.sample(pipeline, model.prompt, encoded(pipeline, anchors), settings, Silent())
+
+
+def one_shot(pipe: Any, prompt: Prompt | None = None, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Latents and frames of the bare pipeline; given a prompt, with our embeddings, so that equality is exact."""
+    seen = {}
+
+    def keep(_pipe: Any, _index: int, _time: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        seen.update(tensors)
+        return {}
+
+    given: dict[str, Any] = dict(zip(("prompt", "negative_prompt"), TEXTS, strict=True))
+    if prompt is not None:
+        rows = batched(prompt, True)
+        given = {name: rows[name][1:] for name in (EMBEDS, MASK)}
+        given |= {f"negative_{name}": rows[name][:1] for name in (EMBEDS, MASK)}
+    video = pipe(
+        **given,
+        height=SIZE,
+        width=SIZE,
+        num_frames=FRAMES,
+        generator=torch.Generator().manual_seed(SEED),
+        output_type="pt",
+        callback_on_step_end=keep,
+        **{"num_inference_steps": STEPS, **arguments},
+    ).frames[0]
+    own = seen["latents"][:, -GRID[0] * GRID[1] * GRID[2] :]
+    return pipe._unpack_latents(own, *GRID), video.permute(0, 2, 3, 1)
+
+
+def conditions(anchors: Anchors) -> list[Any]:
+    from diffusers.pipelines.ltx.pipeline_ltx_condition import LTXVideoCondition
+
+    kinds = [{"image" if len(frames) == 1 else "video": frames.permute(0, 3, 1, 2)} for frames, _, _ in anchors]
+    return [
+        LTXVideoCondition(**kind, frame_index=frame, strength=strength)
+        for kind, (_, frame, strength) in zip(kinds, anchors, strict=True)
+    ]
+
+
+def require_same(model: Model, latents: Latents, expected: tuple[torch.Tensor, torch.Tensor], **changes: Any) -> None:
+    assert torch.equal(latents.samples, expected[0])
+    frames = stages.decode(replace(model.pipeline, **changes), latents, Silent())
+    assert torch.equal(frames, expected[1]) and frames.shape == (FRAMES, SIZE, SIZE, 3)
+
+
+# Parity -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rescale", [0.0, 0.5])
+def test_text_equals_ltx_pipeline(plain: Model, rescale: float) -> None:
+    latents = ours(plain, replace(SETTINGS, guidance_rescale=rescale))
+    require_same(plain, latents, one_shot(plain.bare("ltx"), plain.prompt, guidance_rescale=rescale))
+    assert latents.task == "text"
+
+
+def test_first_frame_equals_ltx_image_to_video_pipeline(plain: Model) -> None:
+    latents = ours(plain, anchors=PLACES["first frame"])
+    image = PICTURE.permute(0, 3, 1, 2)
+    require_same(plain, latents, one_shot(plain.bare("ltx_image"), plain.prompt, image=image))
+    assert latents.task == "image"
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_conditions_equal_ltx_condition_pipeline(condition: Model, place: str) -> None:
+    latents = ours(condition, anchors=PLACES[place])
+    expected = one_shot(condition.bare("ltx_condition"), condition.prompt, conditions=conditions(PLACES[place]))
+    require_same(condition, latents, expected)
+
+
+def test_conditions_on_an_older_model_equal_ltx_condition_pipeline(plain: Model) -> None:
+    anchors = PLACES["first and last frame"]
+    expected = one_shot(plain.bare("ltx_condition"), plain.prompt, conditions=conditions(anchors))
+    require_same(plain, ours(plain, anchors=anchors), expected)
+
+
+@pytest.mark.parametrize("task", ["ltx", "ltx_condition"])
+def test_frame_rate_counts_as_upstream_counts_it(plain: Model, condition: Model, task: str) -> None:
+    model = condition if task == "ltx_condition" else plain
+    expected = one_shot(model.bare(task), model.prompt, frame_rate=12)
+    require_same(model, ours(model, replace(SETTINGS, fps=12.0)), expected)
+
+
+@pytest.mark.parametrize("task", TASK)
+def test_own_text_encoding_equals_within_what_trimming_costs(plain: Model, condition: Model, task: str) -> None:
+    model = condition if task == "ltx_condition" else plain
+    anchors = PLACES["first frame"] if task == "ltx_image" else ()
+    image = {"image": PICTURE.permute(0, 3, 1, 2)} if anchors else {}
+    latents = ours(model, anchors=anchors)
+    expected, video = one_shot(tiny.one_shot(model.name, model.folder, pipeline=TASK[task]), **image)
+    torch.testing.assert_close(latents.samples, expected, rtol=0, atol=TRIMMED)
+    torch.testing.assert_close(stages.decode(model.pipeline, latents, Silent()), video, rtol=0, atol=TRIMMED)
+
+
+def test_an_encoded_video_is_normalised_as_upstream_does(plain: Model) -> None:
+    found = stages.encode_video(plain.pipeline, CLIP, SIZE, SIZE, "crop", 3, Silent()).samples
+    pipe = plain.bare("ltx")
+    posterior = pipe.vae.encode(CLIP.permute(3, 0, 1, 2)[None] * 2 - 1).latent_dist
+    drawn = posterior.sample(torch.Generator().manual_seed(3))
+    assert torch.equal(found, pipe._normalize_latents(drawn, pipe.vae.latents_mean, pipe.vae.latents_std))
+
+
+def test_video_to_video_equals_ltx_condition_pipeline(condition: Model) -> None:
+    video = stages.encode_video(condition.pipeline, CLIP.repeat(2, 1, 1, 1)[:FRAMES], SIZE, SIZE, "crop", 3, Silent())
+    anchors = PLACES["first and last frame"]
+    latents = ours(condition, replace(SETTINGS, steps=2, latents=video, denoise=0.5), anchors)
+    expected = one_shot(
+        condition.bare("ltx_condition"),
+        condition.prompt,
+        conditions=conditions(anchors),
+        latents=video.samples,
+        num_inference_steps=4,
+        denoise_strength=0.5,
+    )
+    require_same(condition, latents, expected)
+
+
+def test_distilled_runs_its_own_schedule_without_guidance(condition: Model) -> None:
+    anchors = PLACES["first frame"]
+    latents = ours(condition, replace(SETTINGS, steps=0), anchors, variant="distilled")
+    expected = one_shot(
+        condition.bare("ltx_condition"),
+        condition.prompt,
+        conditions=conditions(anchors),
+        guidance_scale=1.0,
+        timesteps=list(DISTILLED),
+        num_inference_steps=8,
+        image_cond_noise_scale=0.0,
+        decode_timestep=0.05,
+        decode_noise_scale=0.025,
+    )
+    require_same(condition, latents, expected, variant="distilled")
+
+
+# What acts --------------------------------------------------------------------------------------------------------
+
+
+def test_every_input_changes_the_result(plain: Model) -> None:
+    anchors = PLACES["first frame"]
+    base = ours(plain, anchors=anchors).samples
+    texts = [("a blue whale", TEXTS[1]), (TEXTS[0], "sharp")]
+    prompts = [stages.encode_prompt(plain.pipeline, PromptRequest(*pair), Silent()) for pair in texts]
+    image = encoded(plain.pipeline, anchors)
+    others = [stages.sample(plain.pipeline, prompt, image, SETTINGS, Silent()) for prompt in prompts]
+    others += [ours(plain, replace(SETTINGS, seed=8), anchors), ours(plain, SETTINGS, [(OTHER, 0, 1.0)])]
+    others += [ours(plain, SETTINGS, [(PICTURE, 0, 0.5)]), ours(plain, replace(SETTINGS, fps=12.0), anchors)]
+    others += [ours(plain, replace(SETTINGS, cfg_end=0.5), anchors), ours(plain, replace(SETTINGS, shift=3.0), anchors)]
+    for other in others:
+        assert (other.samples - base).abs().max() > 1e-3
+
+
+def test_what_the_vae_says_of_an_image_does_not_depend_on_the_seed(plain: Model) -> None:
+    requests = [ImageRequest(PICTURE, SIZE, SIZE, seed=seed) for seed in (0, 1)]
+    first, second = (stages.encode_image(plain.pipeline, request, "stretch", Silent()) for request in requests)
+    assert all(torch.equal(first.tensors[name], second.tensors[name]) for name in first.tensors)
+
+
+def test_last_frame_is_minus_one_for_images_and_clips(condition: Model) -> None:
+    for frames, explicit in ((PICTURE, 24), (CLIP[:9], 16)):
+        counted, last = (ours(condition, anchors=[(frames, frame, 1.0)]).samples for frame in (explicit, -1))
+        assert torch.equal(counted, last)
+
+
+@pytest.mark.parametrize("scheduler", ["unipc", "dpm++_2m"])
+@pytest.mark.parametrize("place", ["first and last frame", "weak start"])
+def test_other_schedulers_keep_the_pictures(condition: Model, scheduler: str, place: str) -> None:
+    base = ours(condition, replace(SETTINGS, steps=4), PLACES[place]).samples
+    found = ours(condition, replace(SETTINGS, steps=4, scheduler=scheduler), PLACES[place]).samples
+    assert found.isfinite().all() and not torch.equal(found, base)
+    if place == "first and last frame":
+        assert torch.equal(found[:, :, 0], base[:, :, 0])
+    assert found.std() < 2 * base.std()
+
+
+@pytest.mark.parametrize("variant", ["dev", "distilled"])
+def test_own_noise_levels_and_shift_run(condition: Model, variant: str) -> None:
+    levels = replace(SETTINGS, steps=0, sigmas=(1.0, 0.7, 0.2, 0.0))
+    shifted = replace(SETTINGS, steps=2, shift=5.0)
+    for settings in (levels, shifted):
+        assert ours(condition, settings, PLACES["extend"], variant=variant).samples.isfinite().all()
+
+
+def test_less_denoising_stays_closer_and_a_mask_keeps_its_part(plain: Model) -> None:
+    video = stages.encode_video(plain.pipeline, pictures(FRAMES, 9), SIZE, SIZE, "crop", 3, Silent())
+    mask = torch.ones(1, 1, 1, 2, 2)
+    mask[..., 0] = 0.0
+    half, whole = (ours(plain, replace(SETTINGS, latents=video, denoise=share)).samples for share in (0.5, 1.0))
+    assert (half - video.samples).norm() < 0.9 * (whole - video.samples).norm()
+    for anchors in ((), [(PICTURE, 24, 1.0)]):
+        kept = ours(plain, replace(SETTINGS, latents=video, noise_mask=mask), anchors).samples
+        assert torch.equal(kept[..., 0], video.samples[..., 0])
+        assert (kept - video.samples)[..., 1].abs().min() > 0
+
+
+def test_a_picture_wins_over_the_video_and_its_mask(plain: Model) -> None:
+    video = stages.encode_video(plain.pipeline, pictures(FRAMES, 9), SIZE, SIZE, "crop", 3, Silent())
+    settings = replace(SETTINGS, latents=video, denoise=0.5, noise_mask=torch.zeros(1, 1, 1, 2, 2))
+    both = ours(plain, settings, PLACES["first frame"]).samples
+    assert torch.equal(both[:, :, 0], ours(plain, anchors=PLACES["first frame"]).samples[:, :, 0])
+    assert torch.equal(both[:, :, 1:], video.samples[:, :, 1:])
+
+
+def test_a_clip_longer_than_the_video_is_cut_as_upstream_cuts_its_frames(condition: Model, recorded: Any) -> None:
+    progress, anchors = recorded(), [(CLIP, 16, 1.0)]
+    image = encoded(condition.pipeline, anchors)
+    found = stages.sample(condition.pipeline, condition.prompt, image, SETTINGS, progress)
+    expected, _ = one_shot(condition.bare("ltx_condition"), condition.prompt, conditions=conditions(anchors))
+    # Encoded whole and cut, or cut and encoded: the same sums by convolutions of two sizes.
+    torch.testing.assert_close(found.samples, expected, rtol=0, atol=1e-5)
+    assert [text for text in progress.said if "clip" in text] == ["clip at frame 16: 17 -> 9 frames (the video has 25)"]
+
+
+def test_previews_are_videos_with_the_picture_in_its_place(plain: Model, condition: Model, recorded: Any) -> None:
+    for model, place in ((condition, "first and last frame"), (plain, "first frame")):
+        progress, image = recorded(), encoded(model.pipeline, PLACES[place])
+        latents = stages.sample(model.pipeline, model.prompt, image, SETTINGS, progress)
+        assert [tuple(preview.shape) for preview in progress.previews] == [(1, 128, *GRID)] * STEPS
+        assert [step[:2] for step in progress.steps if step[2] == "sampling"] == [(1, 3), (2, 3), (3, 3)]
+    assert all(torch.equal(preview[:, :, 0], latents.samples[:, :, 0]) for preview in progress.previews)
+
+
+def test_the_last_noise_is_the_decoders_to_remove(condition: Model, plain: Model, recorded: Any) -> None:
+    latents, progress = ours(condition), recorded()
+    tuned = stages.with_decode_noise(condition.pipeline, latents, 0.05, 0.025, progress)
+    assert stages.with_decode_noise(condition.pipeline, latents, -1.0, -1.0, progress) is latents
+    assert not progress.said
+    stages.with_decode_noise(plain.pipeline, latents, 0.05, -1.0, progress)
+    assert progress.said == ["no effect of decode_timestep: this VAE does not remove noise"]
+    with pytest.raises(InputError, match=r"decode_noise_scale 2\.0"):
+        stages.with_decode_noise(condition.pipeline, latents, -1.0, 2.0, progress)
+    pipe = condition.bare("ltx_condition")
+    _, expected = one_shot(pipe, condition.prompt, decode_timestep=0.05, decode_noise_scale=0.025)
+    assert torch.equal(stages.decode(condition.pipeline, tuned, Silent()), expected)
+    assert not torch.equal(stages.decode(condition.pipeline, latents, Silent()), expected)
+    assert stages.decode(condition.pipeline, replace(tuned, extra={}), Silent()).isfinite().all()
+
+
+# Robustness -------------------------------------------------------------------------------------------------------
+
+
+def test_a_cancel_leaves_no_trace(condition: Model, recorded: Any) -> None:
+    image = encoded(condition.pipeline, PLACES["first and last frame"])
+    fresh = stages.sample(condition.pipeline, condition.prompt, image, SETTINGS, Silent())
+
+    class Inside(recorded):
+        def check(self) -> None:
+            super().check()
+            if self.checks == 30:
+                raise self.Cancelled
+
+    for progress in (recorded(lambda done, stage: (done, stage) == (2, "sampling")), Inside()):
+        with pytest.raises(recorded.Cancelled):
+            stages.sample(condition.pipeline, condition.prompt, image, SETTINGS, progress)
+    assert progress.steps == []  # the second one was inside the first forward
+    again = stages.sample(condition.pipeline, condition.prompt, image, SETTINGS, Silent())
+    assert torch.equal(again.samples, fresh.samples)
+
+
+@pytest.mark.parametrize("text", [torch.float32, torch.bfloat16])
+def test_bf16_runs_with_text_of_either_dtype(plain: Model, tiny_folder: Path, text: torch.dtype) -> None:
+    pipeline = load(LoadRequest(tiny.build("ltx", tiny_folder), device="cpu", precision="bf16"))
+    pipeline = replace(pipeline, precision=replace(pipeline.precision, text=text))
+    prompt = plain.prompt if text is torch.float32 else stages.encode_prompt(pipeline, PromptRequest(*TEXTS), Silent())
+    image = encoded(pipeline, PLACES["first and last frame"])
+    latents = stages.sample(pipeline, prompt, image, SETTINGS, Silent())
+    assert latents.samples.dtype is torch.float32 and latents.samples.isfinite().all()
+    assert stages.decode(pipeline, latents, Silent()).isfinite().all()
+
+
+def test_sequential_offload_reads_the_vaes_statistics(plain: Model, tiny_folder: Path) -> None:
+    fresh = load(LoadRequest(tiny.build("ltx", tiny_folder), device="cpu"))
+    moved = replace(fresh, offloader=StandaloneOffloader(fresh.parts, torch.device("cpu"), "sequential"))
+    expected = ours(plain, anchors=PLACES["first frame"])
+    frames = stages.decode(plain.pipeline, expected, Silent())
+    for _ in range(2):
+        image = encoded(moved, PLACES["first frame"])
+        assert torch.equal(stages.sample(moved, plain.prompt, image, SETTINGS, Silent()).samples, expected.samples)
+        assert torch.equal(stages.decode(moved, expected, Silent()), frames)
+
+
+@pytest.mark.parametrize(
+    ("anchors", "nearest"),
+    [([(PICTURE, 25, 1.0)], 24), ([(CLIP, 13, 1.0)], 16), ([(PICTURE, -2, 1.0)], -1)],
+)
+def test_a_picture_off_the_video_is_refused_with_the_nearest_place(
+    condition: Model, anchors: Anchors, nearest: int
+) -> None:
+    with pytest.raises(InputError, match=rf"nearest valid value is {nearest}\."):
+        ours(condition, anchors=anchors)
+
+
+def test_pictures_of_two_vaes_are_refused(plain: Model, condition: Model) -> None:
+    other = encoded(condition.pipeline, PLACES["first frame"])
+    with pytest.raises(InputError, match="another LTX-Video VAE"):
+        stages.encode_image(plain.pipeline, ImageRequest(OTHER, SIZE, SIZE, 24, previous=other), "stretch", Silent())
+
+
+def test_a_clip_off_the_grid_is_cut_and_said(condition: Model, recorded: Any) -> None:
+    progress = recorded()
+    image = stages.encode_image(condition.pipeline, ImageRequest(CLIP[:12], SIZE, SIZE), "stretch", progress)
+    assert image.tensors["moments_0"].shape == (1, 256, 2, 2, 2)
+    assert progress.said == ["clip 12 -> 9 frames (LTX-Video needs 8n+1 frames)"]
+
+
+# What files do not tell -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "variant"), [("LTX-Video-0.9.8-13B-Distilled", "distilled"), ("ltxv", "dev")])
+def test_the_variant_is_guessed_from_the_name_and_said(
+    tiny_folder: Path, tmp_path: Path, recorded: Any, name: str, variant: str
+) -> None:
+    (tmp_path / name).symlink_to(tiny.build("ltx_condition", tiny_folder))
+    progress = recorded()
+    pipeline = load(LoadRequest(tmp_path / name, device="cpu"), progress)
+    assert (
+        pipeline.variant == variant and f"variant {variant}: assumed" in progress.said[0] and name in progress.said[0]
+    )
+    defaults = ltx.defaults_for(pipeline)
+    assert (defaults.steps, defaults.cfg) == ((8, 1.0) if variant == "distilled" else (50, 3.0))
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+def test_the_text_length_follows_the_checkpoints_pipeline(plain: Model, condition: Model, indexed: bool) -> None:
+    for model, length in ((plain, 128), (condition, 256)):
+        readers: dict[str, Callable[[], Any]] = dict(model.pipeline.tools.readers)
+        tools = Tools(readers if indexed else {**readers, "index": dict})
+        assert ltx.defaults_for(replace(model.pipeline, tools=tools)).max_tokens == length
+
+
+@pytest.mark.parametrize("conditioned", [False, True])
+@pytest.mark.parametrize("steps", [4, 8, 11])
+def test_a_distilled_schedule_of_another_length_keeps_its_ends(plain: Model, conditioned: bool, steps: int) -> None:
+    settings = replace(SETTINGS, steps=steps)
+    schedule = ltx_schedule(plain.pipeline.tools["scheduler"], settings, conditioned, DISTILLED, torch.device("cpu"))
+    times = schedule.timesteps.tolist()
+    assert len(times) == steps and (times[0], times[-1]) == (DISTILLED[0], pytest.approx(DISTILLED[-1]))
+    if steps == 8:
+        assert times == pytest.approx(DISTILLED)
+
+
+@pytest.mark.parametrize("fixed", [None, DISTILLED])
+def test_the_transformer_sees_a_shift_too(condition: Model, fixed: Sequence[float] | None) -> None:
+    settings = replace(SETTINGS, steps=8, shift=5.0)
+    schedule = ltx_schedule(condition.pipeline.tools["scheduler"], settings, True, fixed, torch.device("cpu"))
+    assert schedule.timesteps.tolist() == pytest.approx([1000 * level for level in schedule.levels[:-1]])
+    usual = ltx_schedule(
+        condition.pipeline.tools["scheduler"], replace(settings, shift=0.0), True, fixed, torch.device("cpu")
+    )
+    assert all(level > plain for level, plain in zip(schedule.levels[1:-1], usual.levels[1:-1], strict=True))

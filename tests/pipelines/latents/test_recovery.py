@@ -1,0 +1,129 @@
+"""Sampled latents are kept by themselves: newest first, within a limit, whatever the disk does."""
+
+from __future__ import annotations
+
+import os
+import resource
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from anygpu.compat.errors import CheckpointError
+from anygpu.pipelines.base import Latents
+from anygpu.pipelines.latents import recovery
+from anygpu.pipelines.sampling.resume import SectionState
+
+SAMPLES = torch.randn(1, 16, 3, 4, 6)
+EXTRA = {"generator_state": torch.Generator().get_state().numpy().tobytes(), "section_lengths": [2], "prompt": "a cat"}
+LATENTS = Latents(SAMPLES, "framepack", "image", 9, 32, 48, 24.0, 7, extra=EXTRA)
+
+
+def no_word(text: str) -> None:
+    raise AssertionError(text)
+
+
+def aged(folder: Path, name: str, seconds: int) -> None:
+    path = folder / f"{name}.safetensors"
+    then = path.stat().st_mtime - seconds
+    os.utime(path, (then, then))
+
+
+def test_what_is_kept_is_listed_newest_first_and_loads(tmp_path: Path) -> None:
+    first = recovery.keep(tmp_path, LATENTS, no_word)
+    aged(tmp_path, first, 60)
+    second = recovery.keep(tmp_path, replace(LATENTS, samples=SAMPLES + 1, seed=8), no_word)
+    found = recovery.listing(tmp_path)
+    assert [item.id for item in found] == [second, first]
+    assert (found[0].family, found[0].seed, found[0].frames, found[0].prompt) == ("framepack", 8, 9, "a cat")
+    assert "seed 8" in found[0].name and found[0].total_bytes > SAMPLES.nbytes and not found[0].unfinished
+    assert torch.equal(recovery.load(tmp_path, "newest", no_word)["samples"], SAMPLES + 1)
+    assert torch.equal(recovery.load(tmp_path, first, no_word)["samples"], SAMPLES)
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/b", "", "A" * 200, "nothing"])
+def test_only_a_listed_id_can_be_loaded(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "kept"
+    with pytest.raises(CheckpointError, match="no kept latents at all"):
+        recovery.load(folder, name, no_word)
+    recovery.keep(folder, LATENTS, no_word)
+    recovery.keep(tmp_path, LATENTS, no_word)
+    (tmp_path / next(tmp_path.glob("*.safetensors")).name).rename(tmp_path / "secret.safetensors")
+    with pytest.raises(CheckpointError, match="no kept latents '"):
+        recovery.load(folder, name, no_word)
+
+
+def test_the_oldest_leave_when_the_limit_is_passed(tmp_path: Path) -> None:
+    names = []
+    for index in range(4):
+        names.append(recovery.keep(tmp_path, LATENTS, no_word))
+        aged(tmp_path, names[-1], 100 - index)
+    size = (tmp_path / f"{names[0]}.safetensors").stat().st_size
+    last = recovery.keep(tmp_path, LATENTS, no_word, limit_bytes=int(size * 2.5))
+    assert [item.id for item in recovery.listing(tmp_path)] == [last, names[-1]]
+    alone = recovery.keep(tmp_path, LATENTS, no_word, limit_bytes=1)
+    assert [item.id for item in recovery.listing(tmp_path)] == [alone], "the newest stays, however large"
+
+
+def test_a_full_disk_costs_no_sampling(tmp_path: Path) -> None:
+    said: list[str] = []
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (512, before[1]))
+    try:
+        assert recovery.keep(tmp_path, LATENTS, said.append) == ""
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "could not be kept" in said[0] and "cannot be written" in said[0]
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_not_ours_or_damaged_is_not_listed(tmp_path: Path) -> None:
+    name = recovery.keep(tmp_path, LATENTS, no_word)
+    (tmp_path / "damaged.safetensors").write_bytes(b"\x00" * 20)
+    (tmp_path / "Other Name.safetensors").write_bytes((tmp_path / f"{name}.safetensors").read_bytes())
+    assert [item.id for item in recovery.listing(tmp_path)] == [name]
+    assert recovery.listing(tmp_path / "nothing") == []
+
+
+def test_rests_of_a_writer_that_died_are_swept_up(tmp_path: Path) -> None:
+    old, new = tmp_path / ".a.safetensors.1.part", tmp_path / ".b.safetensors.2.part"
+    for rest in (old, new):
+        rest.write_bytes(b"rest")
+    os.utime(old, (1, 1))
+    recovery.keep(tmp_path, LATENTS, no_word)
+    assert not old.exists() and new.exists(), "a young one may still be written"
+
+
+# Sections ---------------------------------------------------------------------------------------------------------
+
+
+def test_sections_share_one_file_and_are_found_until_the_last(tmp_path: Path) -> None:
+    said: list[str] = []
+    keeper = recovery.KeptSections(tmp_path, said.append)
+    assert keeper.found("key") is None
+    standing = SectionState(SAMPLES * 0.3, (2,), EXTRA["generator_state"])
+    keeper.keep("key", 0, 3, LATENTS, standing)
+    (listed,) = recovery.listing(tmp_path)
+    assert listed.unfinished == "section 1 of 3" and "section 1 of 3" in listed.name
+    other = recovery.KeptSections(tmp_path, no_word)
+    found = other.found("key")
+    assert found is not None
+    assert torch.equal(found.latents, standing.latents)
+    assert (found.lengths, found.generator_state) == (standing.lengths, standing.generator_state)
+    assert other.found("another") is None
+    other.notify = said.append
+    other.keep("key", 1, 3, LATENTS, standing)
+    other.keep("key", 2, 3, LATENTS, standing)
+    (listed,) = recovery.listing(tmp_path)
+    assert not listed.unfinished
+    assert recovery.KeptSections(tmp_path, no_word).found("key") is None, "a whole video is not gone on with"
+    assert torch.equal(recovery.load(tmp_path, listed.id, no_word)["samples"], SAMPLES)
+
+
+def test_a_damaged_section_is_started_over(tmp_path: Path) -> None:
+    keeper = recovery.KeptSections(tmp_path, lambda _text: None)
+    keeper.keep("key", 0, 3, LATENTS, SectionState(SAMPLES, (2,), EXTRA["generator_state"]))
+    (path,) = tmp_path.glob("*.safetensors")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-8])
+    assert recovery.KeptSections(tmp_path, no_word).found("key") is None

@@ -1,0 +1,211 @@
+"""A checkpoint is the same model in every layout it is published in, found by its header alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import layouts
+import pytest
+import torch
+from anygpu.compat.errors import CheckpointError
+from anygpu.pipelines import tiny
+from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.loading.formats import Content, config_of, contents, kinds
+from anygpu.pipelines.loading.formats import layouts as known_layouts
+from anygpu.pipelines.loading.keys import SAME
+from anygpu.pipelines.loading.single_file import Files
+from anygpu.pipelines.registry import FAMILIES
+from safetensors.torch import save_file
+
+# Layout, tiny checkpoint, part, which way of writing a name, prefix.
+ORIGINAL = "as released or as ComfyUI saves it"
+CASES = [
+    (f"HunyuanVideo {ORIGINAL}", "hunyuan_video", "transformer", 0, ""),
+    (f"HunyuanVideo {ORIGINAL}", "hunyuan_video", "transformer", 1, "model.model."),
+    (f"HunyuanVideo {ORIGINAL}", "hunyuan_video_i2v_33ch", "transformer", 2, "model.diffusion_model."),
+    ("HunyuanVideo in diffusers' names", "hunyuan_video_i2v", "transformer", 0, "diffusion_model."),
+    (f"HunyuanVideo 1.5 {ORIGINAL}", "hunyuan_video_15", "transformer", 0, ""),
+    (f"HunyuanVideo 1.5 {ORIGINAL}", "hunyuan_video_15_i2v", "transformer", 1, "model.diffusion_model."),
+    ("HunyuanVideo 1.5 in diffusers' names", "hunyuan_video_15", "transformer", 0, ""),
+    ("FramePack", "framepack", ".", 0, ""),
+    ("Mochi 1 as released", "mochi", "transformer", 0, ""),
+    ("Mochi 1 as released", "mochi", "transformer", 0, "model.diffusion_model."),
+    ("Mochi 1 in diffusers' names", "mochi", "transformer", 0, ""),
+    ("LTX-Video as released", "ltx", "transformer", 0, "model.diffusion_model."),
+    ("LTX-Video in diffusers' names", "ltx", "transformer", 0, ""),
+    ("the VAE of LTX-Video 0.9.0 as released", "ltx", "vae", 0, "vae."),
+    ("the VAE of LTX-Video 0.9.5 and later as released", "ltx_condition", "vae", 0, "vae."),
+    ("the VAE of LTX-Video in diffusers' names", "ltx", "vae", 0, ""),
+    ("the VAE of HunyuanVideo in Stable Diffusion's names", "hunyuan_video", "vae", 0, ""),
+    ("the VAE of HunyuanVideo", "hunyuan_video", "vae", 0, "vae."),
+    ("the VAE of HunyuanVideo 1.5 as released", "hunyuan_video_15", "vae", 0, ""),
+    ("the VAE of HunyuanVideo 1.5 in diffusers' names", "hunyuan_video_15", "vae", 0, ""),
+    ("the VAE of Mochi 1 as released", "mochi", "vae", 0, ""),
+    ("the VAE of Mochi 1 in diffusers' names", "mochi", "vae", 0, "first_stage_model."),
+]
+
+
+def only(path: Path) -> Content:
+    (found,) = contents(path)
+    return found
+
+
+@pytest.mark.parametrize(("name", "model", "part", "way", "prefix"), CASES)
+def test_each_layout_is_recognised_and_gives_the_same_tensors(tiny_folder, tmp_path, name, model, part, way, prefix):
+    from anygpu.compat.checkpoints.weights import read_tensors
+
+    folder = tiny.build(model, tiny_folder) / part
+    tensors = layouts.tensors_of(folder)
+    file = layouts.write(
+        tmp_path / "model.safetensors",
+        layouts.released(tensors, layouts.layout(name), way),
+        layouts.config_in(folder),
+        prefix,
+    )
+    found = only(file)
+    assert (found.layout, found.prefix) == (name, prefix)
+    assert config_of(found).config == layouts.config_in(folder)
+    read = read_tensors(found.entries, None, lambda _: None)
+    assert read.keys() == tensors.keys()
+    assert all(torch.equal(read[key], tensor) for key, tensor in tensors.items())
+
+
+PUBLISHED = sorted(
+    (path, index)
+    for family in FAMILIES.values()
+    for path in (family.folder / "transformer.json", family.folder / "vae.json")
+    if path.is_file()
+    for index in range(len(json.loads(path.read_text())))
+)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("path", "index"), PUBLISHED, ids=lambda value: getattr(value, "stem", value))
+def test_each_published_size_is_told_by_its_shapes_in_every_layout(path, index):
+    """Shapes of the real size, without memory; where two share them, the file's name decides."""
+    import diffusers
+    from accelerate import init_empty_weights
+    from anygpu.compat.checkpoints.headers import TensorEntry
+    from anygpu.pipelines.loading.keys import renamed
+
+    rows = json.loads(path.read_text())
+    row, kind = rows[index], f"{path.parent.name}/{path.stem}"
+    with init_empty_weights():
+        module = getattr(diffusers, row["config"]["_class_name"]).from_config(row["config"])
+    shapes = {name: tensor for name, tensor in module.state_dict().items()}
+    for release in (layout for layout in known_layouts() if layout.kind == kind):
+        if "0.9." in release.name and row["name"].split()[0] not in release.name:
+            continue
+        stem = " ".join([*row.get("named", ["model"])]).replace("i2v|image.to.video", "i2v")
+        entries = {
+            name: TensorEntry(Path(f"{stem}.safetensors"), "BF16", tuple(t.shape), 0, 2 * t.numel())
+            for name, t in layouts.released(shapes, release).items()
+        }
+        assert release.fits(entries)
+        assert next(layout for layout in known_layouts() if layout.fits(entries)) is release
+        content = Content(kind, release.name, "", renamed(entries, release, Path("x")), Path(f"{stem}.safetensors"))
+        assert config_of(content).name == row["name"]
+
+
+@pytest.mark.full
+def test_released_names_are_those_that_upstream_converts():
+    """diffusers' own converters, on the shapes of the real models, know every name that our tables write."""
+    import diffusers
+    from accelerate import init_empty_weights
+    from diffusers.loaders import single_file_utils as upstream
+
+    vaes = {row["name"]: row["config"] for row in json.loads((FAMILIES["ltx"].folder / "vae.json").read_text())}
+    for name, release, converter, config in (
+        ("HunyuanVideoTransformer3DModel", f"HunyuanVideo {ORIGINAL}", "hunyuan_video_transformer_to_diffusers", {}),
+        ("MochiTransformer3DModel", "Mochi 1 as released", "mochi_transformer_checkpoint_to_diffusers", {}),
+        ("LTXVideoTransformer3DModel", "LTX-Video as released", "ltx_transformer_checkpoint_to_diffusers", {}),
+        *(
+            ("AutoencoderKLLTXVideo", f"the VAE of LTX-Video {v} as released", "ltx_vae_checkpoint_to_diffusers", c)
+            for v, c in vaes.items()
+        ),
+    ):
+        with init_empty_weights():
+            shapes = getattr(diffusers, name).from_config(config).state_dict()
+        written = layouts.released(shapes, layouts.layout(release))
+        if "vae" in converter:
+            written = {f"vae.{key}": tensor for key, tensor in written.items()}
+        converted = getattr(upstream, f"convert_{converter}")(dict(written))
+        assert {key: t.shape for key, t in converted.items()} == {key: t.shape for key, t in shapes.items()}, release
+
+
+@pytest.mark.parametrize("model", ["ltx", "mochi", "hunyuan_video", "hunyuan_video_15_i2v"])
+def test_a_composed_pipeline_has_the_weights_of_its_folder(tiny_folder, tmp_path, model, recorded):
+    files, base = layouts.whole_set(model, tiny_folder, tmp_path), layouts.tools_only(model, tiny_folder, tmp_path)
+    whole = load(LoadRequest(tiny.build(model, tiny_folder), device="cpu"))
+    single = load(LoadRequest(files["transformer"], base=base, device="cpu", files=Files(files)))
+    assert (single.family, single.task, single.tools.readers.keys()) == (
+        whole.family,
+        whole.task,
+        whole.tools.readers.keys(),
+    )
+    for part in whole.parts.readers:
+        ours, theirs = single.parts[part].state_dict(), whole.parts[part].state_dict()
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs), part
+
+
+def test_auto_finds_the_parts_that_fit_and_says_so(tiny_folder, tmp_path, recorded):
+    files, progress = layouts.whole_set("hunyuan_video", tiny_folder, tmp_path / "hv"), recorded()
+    other = layouts.whole_set("ltx", tiny_folder, tmp_path / "ltx")
+    offered = {path: kinds(path) for path in [*files.values(), *other.values()]}
+    base = layouts.tools_only("hunyuan_video", tiny_folder, tmp_path)
+    request = Files({"transformer": files["transformer"]}, offered)
+    pipeline = load(LoadRequest(files["transformer"], base=base, device="cpu", files=request), progress)
+    assert set(pipeline.parts.readers) == {"transformer", "vae", "text_encoder", "text_encoder_2"}
+    assert {line for line in progress.said if "(auto)" in line} == {
+        f"{part} from {files[part].name} (auto)" for part in ("vae", "text_encoder", "text_encoder_2")
+    }
+
+
+def test_what_is_missing_is_named_with_its_place(tiny_folder, tmp_path):
+    files = layouts.whole_set("mochi", tiny_folder, tmp_path)
+    del files["vae"]
+    with pytest.raises(CheckpointError, match=r"no vae for Mochi 1; expected .* models/vae"):
+        load(LoadRequest(files["transformer"], device="cpu", files=Files(files)))
+
+
+def test_a_file_in_the_wrong_input_is_named(tiny_folder, tmp_path):
+    files = layouts.whole_set("mochi", tiny_folder, tmp_path)
+    files["vae"], files["text_encoder"] = files["text_encoder"], files["vae"]
+    with pytest.raises(CheckpointError, match=r"is no (vae|text_encoder) of Mochi 1"):
+        load(LoadRequest(files["transformer"], device="cpu", files=Files(files)))
+    with pytest.raises(CheckpointError, match="holds a T5 encoder; expected a transformer"):
+        load(LoadRequest(files["vae"], device="cpu", files=Files({"transformer": files["vae"]})))
+
+
+def test_no_tokenizer_is_one_line(tiny_folder, tmp_path):
+    files = layouts.whole_set("mochi", tiny_folder, tmp_path)
+    with pytest.raises(CheckpointError, match="no tokenizer for Mochi 1"):
+        load(LoadRequest(files["transformer"], device="cpu", files=Files(files)))
+
+
+@pytest.mark.parametrize("change", ["missing", "unknown", "shape"])
+def test_weights_that_fit_no_published_size_are_named(tiny_folder, tmp_path, change):
+    files = layouts.whole_set("mochi", tiny_folder, tmp_path)
+    tensors = layouts.tensors_of(tmp_path)
+    from safetensors.torch import load_file
+
+    tensors = load_file(files["transformer"])
+    if change == "missing":
+        tensors.pop("blocks.0.attn.qkv_x.weight")
+    elif change == "unknown":
+        tensors["blocks.0.attn.more.weight"] = torch.zeros(1)
+    else:
+        tensors["blocks.0.attn.proj_x.bias"] = torch.zeros(3)
+    save_file(tensors, files["transformer"])
+    word = {"missing": "no tensor", "unknown": "unknown tensors", "shape": r"is \(3,\), not \(32,\)"}[change]
+    with pytest.raises(CheckpointError, match=word):
+        load(LoadRequest(files["transformer"], device="cpu", files=Files(files)))
+
+
+def test_layouts_have_distinct_marks():
+    """No layout hides another: each is the first to fit the names it is known by."""
+    known = known_layouts()
+    for layout in known:
+        names = {mark.split("|")[0]: None for mark in layout.marks}
+        assert next(other for other in known if other.fits(names)) is layout or layout.rows is SAME, layout.name

@@ -1,0 +1,269 @@
+"""Files that are smaller than their models, and models that are kept smaller than they compute."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import layouts
+import pytest
+import torch
+from anygpu.compat.checkpoints import packed
+from anygpu.compat.errors import CheckpointError, InputError, PackError, UnsupportedError
+from anygpu.pipelines import stages, tiny
+from anygpu.pipelines.base import Pipeline, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.loading.single_file import Files
+from anygpu.pipelines.text import qwen, t5
+from safetensors.torch import save_file
+
+RELEASES = {
+    "ltx": "LTX-Video as released",
+    "mochi": "Mochi 1 as released",
+    "hunyuan_video": "HunyuanVideo as released or as ComfyUI saves it",
+    "hunyuan_video_15": "HunyuanVideo 1.5 as released or as ComfyUI saves it",
+    "framepack": "FramePack",
+}
+FP8, SCALE = torch.float8_e4m3fn, 0.25
+# The largest error of one value, as a share of the largest in its row: half a step of the format.
+ROUNDING = {"fp8": 2**-4, "int8": 1 / 254, "bf16": 2**-8, "fp16": 2**-11}
+
+
+def parted(model: str, tiny_folder: Path) -> tuple[Path, Path]:
+    """The folder of a transformer, and the pipeline that lends the rest."""
+    folder = tiny.build(model, tiny_folder)
+    return (
+        (folder, tiny.build("hunyuan_video", tiny_folder)) if model == "framepack" else (folder / "transformer", folder)
+    )
+
+
+def latents(pipeline: Pipeline) -> torch.Tensor:
+    prompt = stages.encode_prompt(pipeline, PromptRequest("a cat walks"), Silent())
+    return stages.sample(pipeline, prompt, None, SampleSettings(64, 64, 9, steps=2, seed=3), Silent()).samples
+
+
+def wide(model: str, name: str, tensor: torch.Tensor) -> bool:
+    """Whether a release stores a tensor in 8 bits: matrices whose rows fill blocks."""
+    return tensor.ndim == 2 and name.endswith("weight") and tensor.shape[1] % 32 == 0
+
+
+def scaled_fp8(path: Path, tensors: dict[str, torch.Tensor], way: str) -> dict[str, torch.Tensor]:
+    """A scaled fp8 file of ``tensors``; returns what its weights are worth."""
+    stored, worth = {}, dict(tensors)
+    for name, tensor in tensors.items():
+        if not wide("", name, tensor):
+            stored[name] = tensor
+            continue
+        rows = torch.full((tensor.shape[0], 1), SCALE) if way == "rows" else torch.tensor(SCALE)
+        stored[name] = (tensor / SCALE).to(FP8)
+        worth[name] = stored[name].float() * SCALE
+        if way != "plain":
+            stored[name.removesuffix("weight") + ("scale_weight" if way == "old" else "weight_scale")] = rows
+        else:
+            stored[name], worth[name] = tensor.to(FP8), tensor.to(FP8).float()
+        if way == "old":
+            stored[name.removesuffix("weight") + "scale_input"] = torch.tensor(1.0)
+    if way == "old":
+        stored["scaled_fp8"] = torch.zeros(2, dtype=FP8)
+    if way == "rows":
+        for name in [name for name in stored if name.endswith("weight_scale")]:
+            mark = b'{"format": "float8_e4m3fn"}'
+            stored[name.replace("weight_scale", "comfy_quant")] = torch.tensor(list(mark), dtype=torch.uint8)
+    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, path)
+    return worth
+
+
+def gguf_file(path: Path, tensors: dict[str, torch.Tensor], codec: str) -> dict[str, torch.Tensor]:
+    """A GGUF file of ``tensors``; returns what its weights are worth."""
+    import gguf
+
+    kind, worth = gguf.GGMLQuantizationType[codec], dict(tensors)
+    writer = gguf.GGUFWriter(str(path), "tiny")
+    for name, tensor in tensors.items():
+        if wide("", name, tensor):
+            blocks = gguf.quants.quantize(tensor.numpy(), kind)
+            writer.add_tensor(name, blocks, raw_dtype=kind)
+            worth[name] = torch.from_numpy(gguf.quants.dequantize(blocks, kind))
+        elif tensor.ndim > 4:
+            writer.add_array(f"comfy.gguf.orig_shape.{name}", list(tensor.shape))
+            writer.add_tensor(name, tensor.flatten(1).numpy())
+        else:
+            writer.add_tensor(name, tensor.numpy() if tensor.ndim else tensor.view(1).numpy())
+    writer.add_array("tokenizer.tokens", ["a", "b"])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return worth
+
+
+QUICK = {("mochi", "old"), ("hunyuan_video", "rows"), ("ltx", "plain"), ("hunyuan_video", "Q8_0"), ("mochi", "Q4_0")}
+PACKED = [
+    pytest.param(model, way, marks=[] if (model, way) in QUICK else [pytest.mark.full])
+    for model in RELEASES
+    for way in ("old", "rows", "plain", "Q8_0", "Q4_0")
+]
+
+
+@pytest.mark.parametrize(("model", "way"), PACKED)
+def test_packed_files_are_worth_what_they_say(tiny_folder, tmp_path, model, way):
+    """The values of each weight are those of the file, whether its layer stays packed or is made dense."""
+    folder, base = parted(model, tiny_folder)
+    release = layouts.layout(RELEASES[model])
+    tensors = layouts.released(layouts.tensors_of(folder), release)
+    file = tmp_path / ("model.gguf" if way.startswith("Q") else "model.safetensors")
+    worth = gguf_file(file, tensors, way) if way.startswith("Q") else scaled_fp8(file, tensors, way)
+    layouts.write(tmp_path / "worth.safetensors", worth, layouts.config_in(folder))
+    (tmp_path / "worth.json").rename(file.with_suffix(".json"))
+    shutil.copy(file.with_suffix(".json"), tmp_path / "worth.json")
+    image = {"image_encoder": tiny.build("siglip", tiny_folder)} if model == "framepack" else {}
+    found = [
+        load(LoadRequest(path, base, device="cpu", files=Files({"transformer": path}), **image)).parts["transformer"]
+        for path in (file, tmp_path / "worth.safetensors")
+    ]
+    layers = {name: owner for name, owner in found[0].named_modules() if isinstance(owner, packed.StoredLinear)}
+    assert len(layers) > 8 and not packed.is_packed(found[1])
+    dense = dict(found[1].named_modules())
+    assert all(torch.equal(owner.weight, dense[name].weight) for name, owner in layers.items())
+    ours, theirs = found[0].state_dict(), found[1].state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours.keys() & theirs.keys())
+
+
+@pytest.mark.parametrize("model", ["mochi", pytest.param("hunyuan_video", marks=pytest.mark.full)])
+@pytest.mark.parametrize("way", ["rows", pytest.param("Q8_0", marks=pytest.mark.full)])
+def test_a_packed_file_samples_the_latents_of_its_values(tiny_folder, tmp_path, model, way):
+    folder, base = parted(model, tiny_folder)
+    tensors = layouts.released(layouts.tensors_of(folder), layouts.layout(RELEASES[model]))
+    file = tmp_path / ("model.gguf" if way.startswith("Q") else "model.safetensors")
+    worth = gguf_file(file, tensors, way) if way.startswith("Q") else scaled_fp8(file, tensors, way)
+    layouts.write(tmp_path / "worth.safetensors", worth, layouts.config_in(folder))
+    shutil.copy(tmp_path / "worth.json", file.with_suffix(".json"))
+    first, second = (
+        latents(load(LoadRequest(path, base, device="cpu", files=Files({"transformer": path}))))
+        for path in (file, tmp_path / "worth.safetensors")
+    )
+    assert torch.equal(first, second)
+
+
+def test_a_scale_that_fits_no_weight_is_refused(tiny_folder, tmp_path):
+    folder, base = parted("mochi", tiny_folder)
+    tensors = layouts.released(layouts.tensors_of(folder), layouts.layout(RELEASES["mochi"]))
+    scaled_fp8(tmp_path / "model.safetensors", tensors, "old")
+    from safetensors.torch import load_file
+
+    stored = load_file(tmp_path / "model.safetensors")
+    stored["blocks.0.attn.proj_x.scale_weight"] = torch.ones(3)
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"fits no weight 'blocks\.0\.attn\.proj_x\.weight'"):
+        load(LoadRequest(tmp_path, base, device="cpu", files=Files({"transformer": tmp_path / "model.safetensors"})))
+
+
+def test_a_format_that_is_not_known_is_named(tmp_path):
+    from anygpu.pipelines.loading.formats import contents
+
+    mark = torch.tensor(list(b'{"format": "nvfp4"}'), dtype=torch.uint8)
+    save_file({"x.weight": torch.zeros(2, 2, dtype=torch.uint8), "x.comfy_quant": mark}, tmp_path / "m.safetensors")
+    with pytest.raises(UnsupportedError, match="is stored as nvfp4; expected bf16"):
+        contents(tmp_path / "m.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("choice", "size"),
+    [
+        ("fp8", 1),
+        pytest.param("int8", 1, marks=pytest.mark.full),
+        pytest.param("bf16", 2, marks=pytest.mark.full),
+        pytest.param("fp16", 2, marks=pytest.mark.full),
+        ("as in file", 2),
+    ],
+)
+def test_weights_are_kept_as_chosen_and_come_back(tiny_folder, tmp_path, choice, size):
+    model = tiny.build("mochi", tmp_path, dtype=torch.bfloat16 if choice == "as in file" else torch.float32)
+    plain = load(LoadRequest(model, device="cpu", precision="fp32"))
+    kept = load(LoadRequest(model, device="cpu", precision="fp32", weights=choice, text_weights=choice))
+    for part in ("transformer", "text_encoder"):
+        module, dense = kept.parts[part], plain.parts[part]
+        stored = [owner for owner in module.modules() if isinstance(owner, packed.StoredLinear)]
+        assert stored and {owner.stored.element_size() for owner in stored} == {size}
+        reference = dict(dense.named_modules())
+        for name, owner in module.named_modules():
+            if isinstance(owner, packed.StoredLinear):
+                own = reference[name].weight
+                step = own.abs().amax(1, keepdim=True) * ROUNDING.get(choice, 0.0)
+                assert bool(((owner.weight - own).abs() <= step * 1.001).all()), name
+    assert len(kept.storage) == sum(decision.subject.endswith(" weights") for decision in kept.decisions) == 2
+    modules = kept.parts["transformer"].named_modules()
+    values = {name: owner.weight for name, owner in modules if isinstance(owner, packed.StoredLinear)}
+    if choice == "as in file":  # read so, not made so: there is nothing to take back, and never was a dense copy
+        for part in ("transformer", "text_encoder"):
+            kept.parts.undo.pop(part)()
+            assert packed.is_packed(kept.parts[part]), part
+        return
+    kept.parts.undo.pop("transformer")()
+    back = dict(kept.parts["transformer"].named_modules())
+    assert not packed.is_packed(kept.parts["transformer"])
+    assert all(torch.equal(back[name].weight, value) for name, value in values.items())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("choice", ["fp8", "int8", "bf16"])
+@pytest.mark.parametrize("model", ["ltx", "mochi", "hunyuan_video", "hunyuan_video_15"])
+def test_latents_from_small_weights_stay_near(tiny_folder, model, choice):
+    folder = tiny.build(model, tiny_folder)
+    exact = latents(load(LoadRequest(folder, device="cpu")))
+    near = latents(load(LoadRequest(folder, device="cpu", weights=choice, text_weights=choice)))
+    assert not torch.equal(exact, near)
+    assert float((near - exact).abs().mean()) < 0.25 * float(exact.abs().mean())
+
+
+def test_choices_that_cannot_go_together_are_refused_before_a_weight_is_read(tiny_folder):
+    folder = tiny.build("mochi", tiny_folder)
+    with pytest.raises(InputError, match="weights 'int3'"):
+        load(LoadRequest(folder, device="cpu", weights="int3"))
+    safe = SimpleNamespace(safe=True)
+    with pytest.raises(UnsupportedError, match="with precision fp16-safe"):
+        packed.require_storable("fp8", "weights", "auto", safe)
+
+
+WRONG = {0.0: "nothing but zeros", float("nan"): "NaN"}
+QUICK_WRONG = (("0.0", torch.bfloat16), ("nan", torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("value", "word", "dtype"),
+    [
+        pytest.param(value, word, dtype, marks=[] if (str(value), dtype) in QUICK_WRONG else [pytest.mark.full])
+        for value, word in WRONG.items()
+        for dtype in (torch.float32, torch.bfloat16, FP8)
+    ],
+)
+def test_weights_that_cannot_be_right_are_named(tiny_folder, tmp_path, value, word, dtype):
+    """Also those that stay in memory as the file has them, in 16 or 8 bits."""
+    model = Path(shutil.copytree(tiny.build("mochi", tiny_folder), tmp_path / "mochi"))
+    file = model / "transformer" / "diffusion_pytorch_model.safetensors"
+    tensors, name = layouts.tensors_of(file.parent), "transformer_blocks.0.attn1.to_q.weight"
+    tensors[name] = torch.full_like(tensors[name], value).to(dtype)
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(PackError, match=rf"{word}.* in the weight '{name}'"):
+        load(LoadRequest(model, device="cpu", precision="fp32", weights="as in file")).parts["transformer"]
+
+
+@pytest.mark.parametrize("model", ["mochi", pytest.param("hunyuan_video_15", marks=pytest.mark.full)])
+def test_t5_makes_a_weight_dense_only_to_compute_with_it(tiny_folder, monkeypatch, model):
+    """Its feed-forward asks for the dtype of a weight twice, and each time all of it was made."""
+    request = LoadRequest(tiny.build(model, tiny_folder), device="cpu", text_weights="int8")
+    encoder = "text_encoder_2" if model == "hunyuan_video_15" else "text_encoder"
+    made, dense = [], packed.StoredLinear.dense
+    monkeypatch.setattr(packed.StoredLinear, "dense", lambda own, dtype: made.append(own) or dense(own, dtype))
+    found = []
+    for most in (2, 6):  # once for each of two texts
+        pipeline = load(request)
+        layers = [owner for owner in pipeline.parts[encoder].modules() if isinstance(owner, packed.StoredLinear)]
+        found.append(stages.encode_prompt(pipeline, PromptRequest('a sign that says "cat"', 'no "dog"'), Silent()))
+        assert max(made.count(layer) for layer in layers) == most
+        for module in (t5, qwen):
+            monkeypatch.setattr(module, "without_unpacking", lambda _: nullcontext())
+    for ours, theirs in zip(*((one.embeds, one.negative) for one in found), strict=True):
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

@@ -1,0 +1,143 @@
+"""Forecasts come from file headers, plans from forecasts, and what cannot fit is said before anything is read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from anygpu.compat.device import facts as device
+from anygpu.compat.errors import InputError, UnsupportedError
+from anygpu.compat.memory.estimates import PartBytes, part_bytes
+from anygpu.compat.memory.host_weights import HostWeights
+from anygpu.compat.memory.offloader import MODES, OffloadOptions, part_devices
+from anygpu.compat.memory.parts import Silent
+from anygpu.compat.memory.statistics import MemoryStats, StageCost, kept_stages
+from anygpu.pipelines import tiny
+from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.memory import estimates
+from anygpu.pipelines.memory import fit as fitting
+from anygpu.pipelines.memory import page as memory_plan
+from anygpu.pipelines.memory.estimates import Size, forecast
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def mochi(tiny_folder):
+    return load(LoadRequest(tiny.build("mochi", tiny_folder), precision="fp32", device="cpu"))
+
+
+def test_weights_are_counted_from_the_headers(mochi):
+    for part in ("transformer", "text_encoder"):
+        module = mochi.parts.readers[part](Silent())
+        counted = sum(tensor.nbytes for tensor in module.parameters())
+        assert abs(mochi.weights[part].total - counted) <= 0.02 * counted, part
+
+
+def test_blocks_and_layers_are_told_apart():
+    found = part_bytes({"embed.weight": 50, "blocks.0.a.weight": 10, "blocks.0.b.weight": 7, "blocks.1.a.weight": 12})
+    assert (found.total, found.block, found.layer, found.inner, found.outer) == (79, 17, 50, 12, 50)
+    single = part_bytes({"transformer_blocks.0.a.w": 30, "single_transformer_blocks.0.a.w": 9})
+    assert (single.block, single.single) == (30, 9)
+
+
+def test_modes_need_less_in_their_order(mochi):
+    found = estimates.forecasts(mochi, Size(848, 480, 85))
+    peaks = [each.peak for each in found]
+    assert [each.mode for each in found] == list(MODES) and peaks == sorted(peaks, reverse=True)
+
+
+def test_a_larger_run_needs_more(mochi):
+    small, large = (forecast(mochi, Size(width, 480, 85), "group") for width in (640, 848))
+    guided = forecast(mochi, Size(640, 480, 85, guided=True), "group")
+    assert small.peak < large.peak
+    at = [next(stage for stage in each.stages if stage.name == "sampling").activations for each in (small, guided)]
+    assert at[1] == pytest.approx(2 * at[0], rel=1e-3)
+
+
+def test_parts_of_a_decode_need_less_than_the_whole(mochi):
+    size = Size(848, 480, 85)
+    whole, chunk, tile, stream = (
+        estimates.attempt_bytes(mochi, size, *form) for form in ((0, 0, 0), (1, 0, 0), (0, 128, 0), (1, 0, 32))
+    )
+    assert whole > chunk > stream and whole > tile
+
+
+def test_the_plan_names_the_fastest_mode_that_fits(mochi):
+    found = estimates.forecasts(mochi, Size(64, 64, 7))
+    none, model, group = (each.peak for each in found[:3])
+    assert memory_plan.fastest(found, int(1.1 * none)).mode == "none"
+    assert memory_plan.fastest(found, int(1.1 * group)).mode in ("model", "group")
+    assert memory_plan.fastest(found, 1000) is None and model >= group
+
+
+def test_the_plan_is_text_and_a_picture(mochi):
+    size = memory_plan.planned_size(mochi, 0, 0, 20, False)
+    assert size.frames == 25 and size.width == 848
+    text, bars = memory_plan.memory_plan(mochi, size)
+    assert all(f"{mode}: peak" in text for mode in MODES) and "plan: read ->" in text
+    assert bars.shape[0] == 1 and bars.shape[2:] == (1200, 3) and float(bars.std()) > 0.05
+    with pytest.raises(InputError, match="a size of -1x0"):
+        memory_plan.planned_size(mochi, -1, 0, 0, False)
+
+
+def test_a_layer_that_does_not_fit_is_said_with_the_number_missing():
+    weights = {"vae": PartBytes(10**6, 10**5, 10**5), "transformer": PartBytes(10**9, 10**8, 50 * 10**6)}
+    acc = torch.device("meta")
+    with pytest.raises(
+        UnsupportedError, match=r"10.0 MB free .* largest layer of the transformer, 50.0 MB; expected 40"
+    ):
+        fitting.require_room(weights, acc, 10 * 10**6, OffloadOptions())
+    fitting.require_room(weights, acc, 60 * 10**6, OffloadOptions())
+    with pytest.raises(UnsupportedError, match=r"expected 40\.0 MB more"):
+        fitting.require_room(weights, acc, 60 * 10**6, OffloadOptions(keep_free_bytes=50 * 10**6))
+    fitting.require_room(weights, acc, 10**6, OffloadOptions(devices={"transformer": CPU}))
+
+
+def test_the_limit_of_a_control_group_counts(monkeypatch, tmp_path):
+    limit, used = tmp_path / "memory.max", tmp_path / "memory.current"
+    used.write_text("600\n"), (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 50\nactive_file 7\n")
+    monkeypatch.setattr(device, "CGROUPS", ((str(limit), str(used)),))
+    for text, expected in (("1000\n", 457), ("max\n", None)):
+        limit.write_text(text)
+        found = device.host_free_bytes()
+        assert found == expected if expected is not None else found > 10**6
+    rows = "inactive_file 1\nactive_file 2\ntotal_inactive_file 30\ntotal_active_file 40\n"  # of version 1
+    limit.write_text("1000\n"), (tmp_path / "memory.stat").write_text(rows)
+    assert device.host_free_bytes() == 470
+
+
+@pytest.mark.parametrize(
+    ("devices", "keep", "told"),
+    [({"scheduler": "cpu"}, 0.0, "a device for 'scheduler'"), ({}, -1.0, "keep_free_gb -1")],
+)
+def test_places_are_checked(devices, keep, told):
+    with pytest.raises(InputError, match=told):
+        fitting.offload_options(devices, keep, None, HostWeights())
+
+
+def test_a_device_that_is_not_there_is_named():
+    assert part_devices("auto", "cpu", "auto") == {"text_encoder": "cpu"}
+    with pytest.raises(UnsupportedError, match="device 'gpu:3' where torch sees"):
+        part_devices(vae="gpu:3")
+
+
+def test_costs_are_kept_and_read_back(tmp_path):
+    memory_stats = MemoryStats(tmp_path)
+    for name in ("text", "sampling"):
+        with memory_stats.stage(name, "mochi", "group", CPU), memory_stats.moving(1000):
+            pass
+    found = kept_stages(tmp_path)
+    assert [cost.stage for cost in found] == ["text", "sampling"] and found[0].moved_bytes == 1000
+    assert kept_stages(tmp_path / "nowhere") == []
+    cost = StageCost("sampling", "mochi", "group", "cpu", moved_bytes=10**9, moving_seconds=1.0, seconds=5.0)
+    assert cost.ratio == 1.25 and "moved 1.0 GB in 1.0 of 5.0 s, 1.25 times" in str(cost)
+    (tmp_path / "memory.json").write_text("{")
+    assert kept_stages(tmp_path) == []
+
+
+def test_the_plan_of_a_pipeline_is_one_line(mochi):
+    line = fitting.plan_line(mochi)
+    assert line.startswith("read -> ") and line.endswith("offload none on cpu") and "\n" not in line
+    assert replace(mochi).weights is mochi.weights

@@ -1,0 +1,116 @@
+"""What the tab is told of a pipeline and of a machine: decisions with reasons, limits, lights, first steps."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from anygpu.compat.decision import Decision
+from anygpu.compat.device.facts import DeviceFacts, facts_for
+from anygpu.compat.device.probe_store import OK, UNKNOWN, UNUSABLE, WRONG, ProbeResult
+from anygpu.compat.device.report import AMBER, GREEN, GREY, RED, probe_statuses
+from anygpu.compat.transforms.attention import CHOICES as ATTENTIONS
+from anygpu.pipelines import tiny
+from anygpu.pipelines.decisions import card_of, in_short, limit_line, limit_tooltip, limits
+from anygpu.pipelines.loading.download import first_steps, known_page, offers, remedy, smallest_for
+from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.registry import FAMILIES
+
+CPU = facts_for("cpu")
+TURING = DeviceFacts(
+    torch.device("cpu"), "cuda", "sm75", "cuda-old", "RTX 2080", 8 * 2**30, "2.13", emulated=("bf16",),
+    versions={"torch": "2.13.0", "cuda": "13.0", "system": "Linux"},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["ltx", "mochi", "framepack"])
+def test_every_decision_of_a_pipeline_has_a_subject_and_a_reason(name, tiny_folder):
+    for provider in ("hunyuan_video", "siglip") if name == "framepack" else ():
+        tiny.build(provider, tiny_folder)
+    pipeline = load(LoadRequest(tiny.build(name, tiny_folder), device="cpu", search=(tiny_folder,)))
+    card = card_of(pipeline)
+    subjects = [decision["subject"] for decision in card["decisions"]]
+    assert card["title"] == FAMILIES[pipeline.family].title and card["family"] == pipeline.family
+    assert {"precision", "offload", "attention", "Conv3d"} <= set(subjects)
+    assert subjects[0] == "precision"
+    assert all(decision["verdict"] and decision["why"] for decision in card["decisions"]), card["decisions"]
+    assert in_short(pipeline) == "fp32, offload none"
+
+
+def test_a_card_shows_each_decision_as_it_is_whatever_its_words_are(tiny_folder):
+    pipeline = load(LoadRequest(tiny.build("ltx", tiny_folder), device="cpu"))
+    decisions = (
+        Decision("precision", "bf16: a verdict with a colon", "because"),
+        Decision("offload", "group on cuda", "too large; really", "auto"),
+        Decision("weights", "kernels: off", "", "chosen"),
+    )
+    told = dataclasses.replace(pipeline, decisions=decisions)
+    assert [tuple(each.values()) for each in card_of(told)["decisions"]][:3] == [
+        ("precision", "bf16: a verdict with a colon", "because"),
+        ("offload", "group on cuda", "auto: too large; really"),
+        ("weights", "kernels: off", "chosen"),
+    ]
+    assert str(decisions[1]) == "offload group on cuda: auto: too large; really"
+    assert (
+        str(Decision("care", "slow", "it is off", "pytorch#1, 2026-09")) == "care slow: it is off; pytorch#1, 2026-09"
+    )
+
+
+def test_what_a_machine_cannot_do_is_named_with_the_reason():
+    here = limits(CPU)
+    assert set(here["offload"]) == {"model", "group", "sequential"} and set(here["precision"]) == {"fp16-safe"}
+    assert "sage" in here["attention"] and "auto" not in here["attention"] and set(here["attention"]) <= set(ATTENTIONS)
+    assert limit_tooltip(CPU, "offload").endswith("Not on this machine (CPU): model, group, sequential (on a CPU).")
+    assert limit_tooltip(CPU, "steps") == "" and limit_line(CPU).startswith("does not work here: ")
+    there = limits(TURING)
+    assert "offload" in there, "the stand-in computes on the host"
+    assert "native_flash" in there["attention"] and "native_efficient" not in there["attention"]
+    assert "fp16-safe" not in there.get("precision", {}), "Turing is what it is made for"
+
+
+def test_lights_say_what_to_do_about_red():
+    answers = {
+        "matmul.fp32": ProbeResult(OK),
+        "conv3d.bf16": ProbeResult(UNUSABLE, "no kernel"),
+        "triton": ProbeResult(UNUSABLE, "absent"),
+        "cast.bf16_to_fp32": ProbeResult(WRONG, "3 values"),
+        "pad3d.fp32": ProbeResult(UNKNOWN, "not asked yet"),
+    }
+    shown = {status.name: status for status in probe_statuses(TURING, answers)}
+    assert shown["matmul.fp32"].colour == GREEN and shown["triton"].colour == AMBER
+    assert shown["pad3d.fp32"].colour == GREY
+    assert shown["conv3d.bf16"].colour == RED and "no kernel" in shown["conv3d.bf16"].verdict
+    assert "Update the driver" in shown["cast.bf16_to_fp32"].advice and shown["conv3d.bf16"].advice
+
+
+def test_offers_are_of_families_and_pages_that_exist():
+    for family in FAMILIES.values():
+        pages = set(family.pages) | set(FAMILIES["hunyuan_video"].pages)
+        assert all(download.page in pages for download in family.offer.downloads), family
+    assert list(offers()) == ["LTX-Video", "Mochi 1", "HunyuanVideo 1.5", "HunyuanVideo", "FramePack"]
+
+
+@pytest.mark.parametrize(("gigabytes", "family"), [(1, "LTX-Video"), (10, "LTX-Video"), (64, "LTX-Video")])
+def test_the_smallest_is_offered_and_said_when_it_does_not_fit(gigabytes, family):
+    assert smallest_for(gigabytes * 2**30)[0] == family
+    text = first_steps([Path("/models/a"), Path("/models/b")], "CPU", gigabytes * 2**30)
+    assert ("None fits" in text) is (gigabytes < 9)
+    assert "/models/b" in text and "into /models/a/LTX-Video" in text and "https://huggingface.co/Lightricks" in text
+    assert "AnyGPU Download Model can fetch it" in text
+
+
+def test_a_larger_model_is_not_offered_before_a_smaller_one_that_fits():
+    for offer in offers().values():
+        assert smallest_for(offer.largest_bytes)[1].total_bytes <= offer.total_bytes
+
+
+def test_a_model_that_is_not_there_is_named_with_its_own_page():
+    root = Path("/models")
+    assert known_page("FramePackI2V_HY").endswith("lllyasviel/FramePackI2V_HY") and known_page("mine") == ""
+    assert remedy("HunyuanVideo", root, 0).startswith(
+        "Download https://huggingface.co/hunyuanvideo-community/HunyuanVideo"
+    )
+    found = remedy("mine", root, 64 * 2**30)
+    assert "LTX-Video" in found and "AnyGPU Download Model" in found

@@ -1,0 +1,195 @@
+"""Decode fallbacks end and keep what the user chose, and the switches and tiles around a VAE come back."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from anygpu.compat.device.failures import KERNEL, MEMORY, VALUES, failure_kind
+from anygpu.compat.device.quirks import DevicePolicy
+from anygpu.compat.device.vae_policy import (
+    convolution_switches,
+    largest_buffer_bytes,
+    make_contiguous,
+    tiled,
+    tiles_below,
+)
+from anygpu.compat.errors import InputError, UnsupportedError
+from anygpu.compat.output_check import (
+    BROKEN,
+    COLOUR,
+    CONSTANT,
+    ZEROS,
+    InvalidOutputError,
+    checked_parts,
+    fault_in_frames,
+    fault_in_latents,
+)
+from anygpu.pipelines.vae.plan import Attempt, decode_forms, next_attempt
+from torch import nn
+
+BF16 = torch.bfloat16
+TILED = {"tiles": (256, 128), "host": True}
+CAUSAL = {"counts": (0, 2, 1), "streams": (256, 128), **TILED}
+CPU = "whole in fp32 on the CPU (slow)"
+
+
+def fallbacks(kind: str, text: str = "", automatic: bool = True, first: int = 0, **allowed: Any) -> list[str]:
+    """What is tried, in words, while every attempt from form ``first`` on fails."""
+    forms = decode_forms(Attempt(BF16), **allowed)
+    attempt, tried = forms[first], []
+    while (attempt := next_attempt(attempt, kind, text, forms, automatic)) is not None:
+        tried.append(str(attempt))
+        assert len(tried) < 20, "the fallbacks do not end"
+    return tried
+
+
+def forms_of(**allowed: Any) -> list[str]:
+    return [str(form).removesuffix(" in bf16") for form in decode_forms(Attempt(BF16), **allowed)]
+
+
+def test_exact_forms_come_before_seams():
+    chunks = ["in chunks of 2 latent frames", "in chunks of 1 latent frame"]
+    layers = [f"{chunks[1]}, layer by layer over {side} pixels" for side in (256, 128)]
+    tiles = [f"in tiles of {side} pixels, {chunks[1]}" for side in (256, 128)]
+    assert forms_of(**CAUSAL) == ["whole", *chunks, *layers, *tiles, CPU]
+    assert fallbacks(MEMORY, **CAUSAL)[:-1] == [f"{form} in bf16" for form in (*chunks, *layers, *tiles)]
+
+
+def test_tiles_that_are_a_choice_come_before_the_slow_way():
+    chunks = ["whole", "in chunks of 2 latent frames", "in chunks of 1 latent frame"]
+    tiles = ["in tiles of 256 pixels", *(f"in tiles of 256 pixels, {form}" for form in chunks[1:])]
+    smaller = f"in tiles of 128 pixels, {chunks[2]}"
+    layers = [f"{chunks[2]}, layer by layer over {side} pixels" for side in (256, 128)]
+    cpu = "in tiles of 256 pixels in fp32 on the CPU (slow)"
+    assert forms_of(start=256, **CAUSAL) == [*chunks, *tiles, smaller, *layers, cpu]
+    assert forms_of(start=256, whole_first=False, **CAUSAL) == [*tiles, smaller, *layers, cpu]
+
+
+def test_bad_values_go_to_fp32_then_tiles_then_the_cpu():
+    steps = ["whole in fp32", "in tiles of 256 pixels in fp32", "in tiles of 128 pixels in fp32", CPU]
+    assert fallbacks(VALUES, **TILED) == fallbacks(KERNEL, **TILED) == steps
+    assert fallbacks(VALUES, **CAUSAL, first=3)[1:] == [CPU], "layer by layer nothing is smaller than the CPU's way"
+
+
+def test_memory_keeps_the_dtype():
+    steps = fallbacks(MEMORY, **TILED)
+    assert steps == ["in tiles of 256 pixels in bf16", "in tiles of 128 pixels in bf16", CPU]
+
+
+def test_a_chosen_precision_is_never_left():
+    steps = ["in tiles of 256 pixels in bf16"]
+    assert fallbacks(VALUES, automatic=False, tiles=(256,)) == fallbacks(MEMORY, automatic=False, tiles=(256,)) == steps
+    assert fallbacks(VALUES, automatic=False) == []
+
+
+def test_an_error_of_miopen_is_tried_once_without_it():
+    assert fallbacks(KERNEL, "miopenStatusUnknownError", automatic=False) == ["whole in bf16 without MIOpen"]
+
+
+def test_every_list_of_fallbacks_ends():
+    for kind, automatic, host in itertools.product((MEMORY, KERNEL, VALUES), (False, True), (False, True)):
+        for start in (0, 256):
+            fallbacks(kind, "MIOpen", automatic, start=start, **{**CAUSAL, "host": host})
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (torch.OutOfMemoryError("no"), MEMORY),
+        (RuntimeError("MPS backend out of memory (MPS allocated: 9 GB)"), MEMORY),
+        (RuntimeError("GET was unable to find an engine to execute this computation"), KERNEL),
+        (NotImplementedError("no 3-D kernels"), KERNEL),
+        (TypeError("Cannot convert a MPS Tensor to float64 dtype"), KERNEL),
+        (InvalidOutputError(BROKEN), VALUES),
+        (UnsupportedError("x", expected="y", fix="z"), ""),
+        (InputError("x", expected="y", fix="z"), ""),
+        (TypeError("decode() got an unexpected keyword"), ""),
+        (RuntimeError("Expected all tensors to be on the same device"), ""),
+    ],
+    ids=str,
+)
+def test_failures_are_told_apart(error, kind):
+    assert failure_kind(error) == kind
+
+
+def test_faults_of_frames_and_latents():
+    noise = torch.randn(1, 3, 2, 4, 4)
+    colour = torch.tensor([0.1, 0.2, 0.3]).view(1, 3, 1, 1, 1).expand(1, 3, 2, 4, 4)
+    spoiled = noise.clone()
+    spoiled[0, 1, 1, 2, 3] = float("inf")
+    assert [fault_in_frames(each) for each in (noise, colour, spoiled)] == ["", COLOUR, BROKEN]
+    repeated = torch.randn(1, 3, 2, 2, 2).repeat(1, 1, 1, 2, 2)
+    assert [fault_in_frames(repeated, cell) for cell in (1, 2)] == ["", COLOUR], "channels unfolded from lost latents"
+    assert fault_in_frames(noise, 2) == fault_in_frames(noise, 4) == ""
+    flat = [noise, colour, torch.zeros_like(noise), torch.ones_like(noise), spoiled]
+    assert [fault_in_latents(each) for each in flat] == ["", "", ZEROS, CONSTANT, BROKEN]
+
+
+def test_a_broken_part_stops_the_rest():
+    class Two(nn.Module):
+        def forward(self, x):
+            calls.append(x)
+            return x, None
+
+    calls: list[torch.Tensor] = []
+    coder = Two()
+    with pytest.raises(InvalidOutputError, match=BROKEN), checked_parts(coder, fault_in_frames):
+        for value in (1.0, float("nan"), 2.0):
+            coder(torch.full((1, 3, 1, 2, 2), value) + torch.rand(1, 3, 1, 2, 2))
+    assert len(calls) == 2
+    coder(torch.full((1, 3, 1, 2, 2), float("nan")))  # nothing stays attached
+
+
+@pytest.mark.parametrize("benchmark", [False, True])
+@pytest.mark.parametrize("enabled", [False, True])
+def test_switches_are_scoped_and_restored_also_after_an_error(monkeypatch, enabled, benchmark):
+    cudnn = torch.backends.cudnn
+    monkeypatch.setattr(cudnn, "enabled", enabled)
+    monkeypatch.setattr(cudnn, "benchmark", benchmark)
+    radeon = DevicePolicy(vae_cudnn=False, benchmark=False)
+    with pytest.raises(KeyError), convolution_switches(radeon):
+        assert (cudnn.enabled, cudnn.benchmark) == (False, False)
+        raise KeyError
+    assert (cudnn.enabled, cudnn.benchmark) == (enabled, benchmark)
+    with convolution_switches(DevicePolicy()):
+        assert (cudnn.enabled, cudnn.benchmark) == (enabled, benchmark)
+    with convolution_switches(DevicePolicy(), library=False):
+        assert not cudnn.enabled
+
+
+def test_tiling_is_scoped_and_its_stride_is_whole_latents():
+    vae = SimpleNamespace(
+        use_tiling=False,
+        tile_sample_min_height=512,
+        tile_sample_min_width=512,
+        tile_sample_stride_height=448,
+        tile_sample_stride_width=448,
+        spatial_compression_ratio=32,
+        config={},
+    )
+    before = dict(vars(vae))
+    with tiled(vae, 64):
+        assert (vae.use_tiling, vae.tile_sample_min_width, vae.tile_sample_stride_width) == (True, 64, 32)
+    assert vars(vae) == before
+    with tiled(vae, 0):
+        assert not vae.use_tiling and vae.tile_sample_min_height == 512
+    assert tiles_below(256, 32) == (128, 64) and tiles_below(256, 64) == (128,) and tiles_below(64) == ()
+
+
+def test_weights_are_made_contiguous_and_keep_their_values():
+    conv = nn.Conv3d(4, 6, 3)
+    plain = conv.weight.detach().clone()
+    conv.weight.data = plain.transpose(2, 4).contiguous().transpose(2, 4)
+    assert not conv.weight.is_contiguous()
+    assert make_contiguous(conv) == 1 and conv.weight.is_contiguous() and torch.equal(conv.weight, plain)
+    conv.weight.data = plain.contiguous(memory_format=torch.channels_last_3d)
+    assert make_contiguous(conv) == 0
+
+
+def test_the_largest_buffer_is_about_what_a_decoder_makes():
+    config = {"block_out_channels": (128, 256, 512, 512)}
+    assert largest_buffer_bytes(config, 17, 720, 1280, 2) == 2 * 128 * 19 * 722 * 1282 * 2

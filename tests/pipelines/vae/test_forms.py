@@ -1,0 +1,280 @@
+"""Decoders in chunks of time and layer by layer equal the whole; tiles add up to one; nothing is done twice."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from anygpu.compat.device.vae_policy import Form, checked_form
+from anygpu.compat.errors import InputError, UnsupportedError
+from anygpu.compat.memory.transfer import Transfer
+from anygpu.pipelines.base import SubProgress
+from anygpu.pipelines.tiny import parts
+from anygpu.pipelines.tiny.weights import randomise
+from anygpu.pipelines.vae import tiled as decode_work
+from anygpu.pipelines.vae.plan import Attempt
+from anygpu.pipelines.vae.tiled import Work, decoder_call
+
+HOST = Transfer(torch.device("cpu"), torch.float32)
+# Each value is a sum of a few hundred products, added up in another order: some ulps of values around 1.
+ROUNDING = 64 * torch.finfo(torch.float32).eps
+CASES = {  # name: latent channels, pixels per cell, frames per latent frame
+    "hunyuan_vae": (16, 8, 4),
+    "mochi_vae": (12, 8, 6),
+    "hunyuan15_vae": (32, 16, 4),
+    "ltx_vae": (128, 32, 8),
+    "ltx_vae_095": (128, 32, 8),
+}
+CAUSAL = ("mochi_vae", "hunyuan15_vae")
+FULL = pytest.mark.full
+
+
+def sampled(names, *quick: str) -> list:
+    """``names`` as parameters, of which only ``quick`` run outside the full run."""
+    return [pytest.param(name, marks=[] if name in quick else [FULL]) for name in names]
+
+
+@pytest.fixture(scope="module")
+def made():
+    found = {}
+
+    def of(name: str):
+        if name not in found:
+            module = getattr(parts, name)().eval()
+            randomise(module, 0)
+            found[name] = module
+        return found[name]
+
+    with torch.no_grad():
+        yield of
+
+
+def work_for(name: str, frames: int = 3, rows: int = 2, columns: int = 3, **watched: Any) -> Work:
+    channels, spatial, temporal = CASES[name]
+    latents = torch.randn(1, channels, frames, rows, columns, generator=torch.Generator().manual_seed(1))
+    return Work(latents, (spatial, temporal), **watched)
+
+
+def upstream(module, work: Work, time=None) -> torch.Tensor:
+    arguments = (work.latents,) if time is None else (work.latents, time)
+    return module.decode(*arguments, return_dict=False)[0]
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected, atol=ROUNDING * float(expected.abs().max()), rtol=0)
+
+
+@pytest.mark.parametrize("name", sampled(CASES, "hunyuan_vae", "mochi_vae"))
+def test_whole_is_upstreams_own_decode(made, name):
+    """Six latent frames are two windows of HunyuanVideo's framewise decode."""
+    module, work = made(name), work_for(name, frames=6 if name == "hunyuan_vae" else 3)
+    time = torch.tensor([0.05]) if name == "ltx_vae_095" else None
+    close(work.frames(module, HOST, Attempt(torch.float32), time), upstream(module, work, time))
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(1, marks=FULL)])
+@pytest.mark.parametrize("name", CAUSAL)
+def test_chunks_of_time_equal_the_whole(made, name, count):
+    module, work, calls = made(name), work_for(name), []
+    handle = module.decoder.register_forward_hook(lambda *_: calls.append(1))
+    found = work.frames(module, HOST, Attempt(torch.float32, frames=count))
+    handle.remove()
+    assert len(calls) == -(-3 // count)
+    close(found, upstream(module, work))
+
+
+@pytest.mark.parametrize("side", [16, pytest.param(64, marks=FULL)])
+@pytest.mark.parametrize("name", sampled(CASES, "hunyuan_vae", "ltx_vae_095", "mochi_vae"))
+def test_layer_by_layer_equals_the_whole(made, name, side):
+    module, work = made(name), work_for(name)
+    time = torch.tensor([0.05]) if name == "ltx_vae_095" else None
+    close(work.frames(module, HOST, Attempt(torch.float32, stream=side), time), upstream(module, work, time))
+
+
+@pytest.mark.parametrize("name", sampled(CAUSAL, "hunyuan15_vae"))
+def test_chunks_of_time_layer_by_layer_equal_the_whole(made, name):
+    module, work = made(name), work_for(name)
+    close(work.frames(module, HOST, Attempt(torch.float32, stream=16, frames=2)), upstream(module, work))
+
+
+def test_no_forward_stays_changed(made):
+    module = made("mochi_vae")
+    before = {layer: "forward" in vars(layer) for layer in module.modules()}
+    work_for("mochi_vae").frames(module, HOST, Attempt(torch.float32, frames=1, stream=32))
+    assert before == {layer: "forward" in vars(layer) for layer in module.modules()}
+
+
+@pytest.mark.parametrize(("length", "tile", "overlap"), [(10, 4, 1), (9, 4, 3), (5, 4, 2), (7, 7, 3), (64, 9, 0)])
+def test_tiles_cover_and_their_weights_add_up_to_one(length, tile, overlap):
+    edges = decode_work.tiles_over(length, tile, overlap)
+    total = torch.zeros(length)
+    for (first, end), weight in zip(edges, decode_work.weights_over(edges, length), strict=True):
+        assert end - first == min(tile, length) and bool((weight >= 0).all())
+        total[first:end] += weight
+    assert edges[0][0] == 0 and edges[-1][1] == length
+    assert all(before[1] - after[0] >= overlap for before, after in pairwise(edges))
+    torch.testing.assert_close(total, torch.ones(length))
+
+
+class Flat(torch.nn.Module):
+    """A decoder without a neighbourhood: every tile of it is a part of the whole, exactly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = {"block_out_channels": (3,)}
+        self.decoder = torch.nn.Upsample(scale_factor=(1, 8, 8))
+
+
+def flat_work() -> Work:
+    latents = torch.randint(-4, 5, (1, 3, 1, 6, 7), generator=torch.Generator().manual_seed(0)).float()
+    return Work(latents, (8, 1))
+
+
+@pytest.mark.parametrize(("tile", "overlap"), [(16, 8), (32, -1), (24, 0)])
+def test_blending_changes_nothing_where_tiles_agree(tile, overlap):
+    module, work = Flat(), flat_work()
+    found = work.frames(module, HOST, Attempt(torch.float32, tile=tile, overlap=overlap))
+    torch.testing.assert_close(found, module.decoder(work.latents), atol=ROUNDING, rtol=0)
+    assert work.apart < ROUNDING
+
+
+def test_tiles_that_disagree_are_measured(made):
+    work = work_for("hunyuan_vae", frames=1, rows=5, columns=5)
+    work.frames(made("hunyuan_vae"), HOST, Attempt(torch.float32, tile=32))
+    assert work.apart > 0.01
+
+
+def failing(module, after: int, calls: list):
+    """Make the decoder find no room once, at its call ``after``."""
+
+    def before(_module, inputs):
+        calls.append(tuple(inputs[0].shape[2:]))
+        if len(calls) == after:
+            raise torch.OutOfMemoryError("no room")
+
+    return module.decoder.register_forward_pre_hook(before)
+
+
+def test_tiles_that_are_done_are_not_done_again():
+    """Six tiles of 32; the third finds no room: it and the three after it are split, the first two stay."""
+    module, work, calls = Flat(), flat_work(), []
+    handle = failing(module, 3, calls)
+    with pytest.raises(torch.OutOfMemoryError):
+        work.frames(module, HOST, Attempt(torch.float32, tile=32, overlap=8))
+    done = work.windows[0].video.clone()
+    left = len(work.windows[0].pending)
+    found = work.frames(module, HOST, Attempt(torch.float32, tile=24, overlap=8))
+    handle.remove()
+    assert bool(done.any()) and left == 2 and calls[0] == (1, 4, 4) and calls[-1] == (1, 3, 3)
+    assert calls.count((1, 4, 4)) == 3, "a finished tile was decoded again"
+    torch.testing.assert_close(found, module.decoder(work.latents), atol=ROUNDING, rtol=0)
+
+
+@pytest.mark.parametrize("after", [Attempt(torch.float32, frames=1), Attempt(torch.float32, stream=32)])
+@pytest.mark.parametrize("name", sampled(CAUSAL, "mochi_vae"))
+def test_chunks_that_are_done_are_not_done_again(made, name, after):
+    module, work, calls = made(name), work_for(name, frames=4), []
+    handle = failing(module, 2, calls)
+    with pytest.raises(torch.OutOfMemoryError):
+        work.frames(module, HOST, Attempt(torch.float32, frames=2))
+    assert work.windows[0].pending[0].frames == 2
+    found = work.frames(module, HOST, after)
+    handle.remove()
+    assert [shape[0] for shape in calls] == [2, 2] + [1, 1] * (after.stream == 0)
+    close(found, upstream(module, work))
+
+
+def without_neighbours(module):
+    """``module`` with kernels that see their own column of voxels alone and an attention that adds nothing."""
+    for layer in module.modules():
+        if isinstance(layer, torch.nn.Conv3d) and layer.kernel_size[-1] == 3:
+            middle = layer.weight[..., 1, 1].clone()
+            layer.weight.zero_()
+            layer.weight[..., 1, 1] = middle
+        if hasattr(layer, "proj_out"):
+            layer.proj_out.weight.zero_(), layer.proj_out.bias.zero_()
+    return module
+
+
+def test_a_region_in_the_middle_of_its_chunks_splits_with_what_it_remembers():
+    """Where no voxel sees its neighbours tiles are exact, so only a wrong memory could make a difference."""
+    module, calls = parts.hunyuan15_vae().eval(), []
+    randomise(module, 0)
+    with torch.no_grad():
+        without_neighbours(module)
+        work = work_for("hunyuan15_vae", rows=2, columns=2)
+        handle = failing(module, 2, calls)
+        with pytest.raises(torch.OutOfMemoryError):
+            work.frames(module, HOST, Attempt(torch.float32, frames=1))
+        found = work.frames(module, HOST, Attempt(torch.float32, frames=1, tile=16, overlap=0))
+        handle.remove()
+        assert calls[2:] == [(1, 1, 1)] * 8, "four tiles of the two frames that were left"
+        close(found, upstream(module, work))
+
+
+def test_a_stream_goes_on_with_smaller_tiles(made):
+    module, calls, sides = made("hunyuan15_vae"), [], []
+    layer = module.decoder.up_blocks[-1].resnets[0]
+
+    def before(_module, inputs):
+        calls.append(inputs[0].shape[-1])
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("no room")
+
+    def smaller(side: int) -> int:
+        sides.append(side)
+        return side // 2
+
+    work = work_for("hunyuan15_vae", rows=3, columns=4, smaller=smaller)
+    conv_in = []
+    counting = module.decoder.conv_in.register_forward_pre_hook(lambda *_: conv_in.append(1))
+    handle = layer.register_forward_pre_hook(before)
+    found = work.frames(module, HOST, Attempt(torch.float32, stream=32))
+    handle.remove(), counting.remove()
+    assert sides == [32] and calls[3] < calls[2]
+    alone = len(conv_in)
+    conv_in.clear()
+    assert alone > 0
+    close(found, upstream(module, work))
+
+
+def test_a_decoder_that_draws_noise_is_not_streamed(made):
+    module = made("ltx_vae")
+    block = module.decoder.up_blocks[0].resnets[0]
+    block.per_channel_scale1 = torch.nn.Parameter(torch.ones(block.conv1.conv.in_channels, 1, 1))
+    try:
+        with pytest.raises(UnsupportedError, match="draws new noise"):
+            work_for("ltx_vae").frames(module, HOST, Attempt(torch.float32, stream=32))
+    finally:
+        block.per_channel_scale1 = None
+
+
+@pytest.mark.parametrize(
+    ("form", "told"),
+    [
+        (Form("fast"), "decode method 'fast'"),
+        (Form("tiled", tile=8), "at least 16 pixels"),
+        (Form("tiled", tile=64, overlap=40), "0 to 32 pixels"),
+        (Form("chunked", frames=-1), "frames_per_chunk -1"),
+    ],
+)
+def test_values_out_of_range_are_told(form, told):
+    with pytest.raises(InputError, match=told):
+        checked_form(form, 8)
+
+
+def test_parts_of_a_work_share_the_bar(recorded):
+    progress = recorded()
+    share = SubProgress(progress, 1, 3, "part")
+    share.step(2, 10, "decoding")
+    assert progress.steps == [(12, 30, "decoding part 2 of 3")]
+
+
+def test_decoder_call_takes_the_quantised_latents(made):
+    module, work = made("hunyuan_vae"), work_for("hunyuan_vae")
+    with nullcontext():
+        expected = module.decoder(module.post_quant_conv(work.latents))
+    assert torch.equal(decoder_call(module, work.latents, None), expected)

@@ -1,0 +1,68 @@
+"""A family is a folder: outside it no shipped file names its id, imports its code or branches on it.
+
+Its row in ``host/families.py``, its tiny recipe and the showcase may name it.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+from anygpu.pipelines.registry import FAMILIES
+from test_layers import SOURCES, imported, tree_of
+
+MAY_NAME = ("pipelines/families/", "host/families.py", "pipelines/tiny/", "showcase.py")
+PAINT = {"paint", "paint_pbr", "delight"}  # and KINDS, which has all three: kinds of another pipeline
+OTHERS = [source for source in SOURCES if not source.startswith(MAY_NAME)]
+
+
+def texts(tree: ast.AST) -> Iterator[ast.Constant]:
+    """Every string but docstrings."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docs = {id(node.body[0].value) for node in ast.walk(tree)
+            if isinstance(node, documented) and node.body and isinstance(node.body[0], ast.Expr)}  # fmt: skip
+    return (
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs
+    )
+
+
+def faults(tree: ast.Module, imports: list[str]) -> list[str]:
+    """What of a file knows a family."""
+    named = [f"line {text.lineno} names {text.value!r}" for text in texts(tree) if text.value in FAMILIES]
+    named += [f"imports {name}" for name in imports if "pipelines.families." in name]
+    compared = (node for node in ast.walk(tree) if isinstance(node, ast.Compare))
+    for node in compared:
+        of_paint = PAINT & {text.value for text in texts(node)} or ast.unparse(node.comparators[0]) == "KINDS"
+        if ast.unparse(node.left).endswith("pipeline.family") and not of_paint:
+            named.append(f"line {node.lineno} branches: {ast.unparse(node)}")
+    return named
+
+
+def test_no_file_outside_a_family_s_folder_knows_it() -> None:
+    found = {source: faults(tree_of(source), [name for name, _ in imported(source)]) for source in OTHERS}
+    assert not {source: each for source, each in found.items() if each}
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ('X = {"ltx": 1}', "names 'ltx'"),
+        ('if pipeline.family == "mochi": pass', "names 'mochi'"),
+        ("if self.pipeline.family in CAUSAL: pass", "branches: self.pipeline.family in CAUSAL"),
+        ("from anygpu.pipelines.families.ltx import pipeline", "imports anygpu.pipelines.families.ltx"),
+    ],
+)
+def test_what_knows_a_family_is_found(text: str, fault: str) -> None:
+    tree = ast.parse(text)
+    imports = [f"{node.module}.x" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    assert any(fault in each for each in faults(tree, imports))
+
+
+def test_a_registered_family_has_every_file_of_its_folder() -> None:
+    for family in FAMILIES.values():
+        assert family.package.endswith(f".families.{family.id}")
+        wanted = {"__init__.py", "spec.py", "pipeline.py", "tools.json", "transformer.json"}
+        assert wanted <= {path.name for path in family.folder.iterdir()}
