@@ -70,7 +70,9 @@ def launches(x: Tensor, form: str = AUTO) -> bool:
 
 
 def interpreting() -> bool:
-    """Whether launches are interpreted on the CPU (TRITON_INTERPRET=1 when Triton was first imported)."""
+    """Whether launches are interpreted on the CPU: Triton was imported under TRITON_INTERPRET=1."""
+    if "triton" not in sys.modules:  # importing it takes half a second
+        return False
     try:
         from ._triton.rounding import INTERPRETED
     except Exception:  # absent, or broken in whatever way
@@ -160,8 +162,7 @@ class _OnCpu(_Launch):
     __name__ = "on_cpu"
 
     def __call__(self, *args: Any) -> Any:
-        interpreted = "triton" in sys.modules and interpreting()
-        return super().__call__(*args) if interpreted else self.reference(*args)
+        return super().__call__(*args) if interpreting() else self.reference(*args)
 
 
 _strict = False

@@ -154,6 +154,7 @@ def test_a_triton_that_cannot_be_imported_is_no_triton(monkeypatch: pytest.Monke
             if name.endswith("._triton.rounding"):
                 raise error
 
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace())
     monkeypatch.delitem(sys.modules, "anygpu.kernels._triton.rounding", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Broken, *sys.meta_path])
     assert not library.interpreting()
