@@ -70,11 +70,13 @@ def launches(x: Tensor, form: str = AUTO) -> bool:
 
 
 def interpreting() -> bool:
-    """Whether launches are interpreted on the CPU (TRITON_INTERPRET=1 when Triton was first imported)."""
-    if not HAS_TRITON:
+    """Whether launches are interpreted on the CPU: Triton was imported under TRITON_INTERPRET=1."""
+    if "triton" not in sys.modules:  # importing it takes half a second
         return False
-    from ._triton.rounding import INTERPRETED
-
+    try:
+        from ._triton.rounding import INTERPRETED
+    except Exception:  # absent, or broken in whatever way
+        return False
     return bool(INTERPRETED)
 
 
@@ -87,7 +89,7 @@ def operation(
     """The operation of ``schema``, registered once per process however often this file is imported.
 
     Args:
-        schema: ``name(Tensor x, ...) -> Tensor``, functional; ``_triton`` has the launch under that name.
+        schema: ``name(Tensor x, ...) -> Tensor``, functional; ``_triton.launches`` has the launch under that name.
         fake: from the same arguments to empty results; reads no data.
         reference: what the operation runs on a CPU.
         terms: from the same arguments to those of the reference and of the launch.
@@ -95,9 +97,9 @@ def operation(
     name = schema.partition("(")[0]
 
     def launch() -> Callable[..., Any]:
-        from . import _triton  # slow to import
+        from ._triton import launches  # slow to import
 
-        function = getattr(_triton, name)
+        function = getattr(launches, name)
         return lambda *flat: function(*terms(*flat))
 
     def plain(*flat: Any) -> Any:
@@ -160,8 +162,7 @@ class _OnCpu(_Launch):
     __name__ = "on_cpu"
 
     def __call__(self, *args: Any) -> Any:
-        interpreted = "triton" in sys.modules and interpreting()
-        return super().__call__(*args) if interpreted else self.reference(*args)
+        return super().__call__(*args) if interpreting() else self.reference(*args)
 
 
 _strict = False

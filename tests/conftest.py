@@ -98,6 +98,13 @@ SAMPLES: dict[str, tuple[str, ...]] = {
         "turing-dtype0-Conv3dForm.FP32",
         "mps-like-dtype4-Conv3dForm.FRAMES",
     ),
+    "test_two_cards.py::test_parts_on_different_devices_give_the_same_video": (
+        "ltx-acc:1-acc:0-acc:0",
+        "hunyuan_video-acc:1-cpu-cpu",
+        "hunyuan_video_15 image-acc:1-acc:0-acc:0",
+        "framepack-cpu-acc:1-acc:0",
+        "mochi-acc:1-acc:0-acc:0",
+    ),
     "test_baking_device.py::test_a_device_gives_what_the_cpu_gives": (),
     "test_bake.py::test_pictures_may_have_another_size_than_the_maps": ("64",),
     "test_offloader.py::test_paint_twice_in_a_row": (),

@@ -90,7 +90,7 @@ def test_of_framepack_keeps_the_finished_sections(server: Server, client: Client
     assert np.isfinite(load_file(finished)["latent_tensor"]).all()
     again = client.run(graph.prompt)
     assert again.ending == "execution_success", again.message
-    went_on = re.search(r"goes on after section (\d+) of", " ".join(again.texts_of(sample)))
+    went_on = re.search(r"continues after section (\d+) of", " ".join(again.texts_of(sample)))
     assert went_on and int(went_on[1]) >= 2, "the next may have been finished before the cancel came"
     assert not server.unfinished(), "what is whole is not gone on with"
     client.free()

@@ -147,6 +147,20 @@ def test_kept_answers_of_another_type_are_asked_anew(tmp_path: Any, entry: Any) 
     assert again["fine"].status == "ok"
 
 
+def test_a_triton_that_cannot_be_imported_is_no_triton(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    class Broken:
+        @staticmethod
+        def find_spec(name: str, *_: Any) -> None:
+            if name.endswith("._triton.rounding"):
+                raise error
+
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace())
+    monkeypatch.delitem(sys.modules, "anygpu.kernels._triton.rounding", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Broken, *sys.meta_path])
+    assert not library.interpreting()
+    assert "not on 'cpu'" in library.reason_against(torch.device("cpu"), torch.float32)
+
+
 def test_a_kernel_that_cannot_be_built_leaves_its_reference(error: BaseException, caplog: Any) -> None:
     calls = []
 

@@ -97,6 +97,6 @@ def _vision(pipeline: Pipeline, request: ImageRequest, progress: Progress) -> to
         tools = {"image_encoder": encoder, "feature_extractor": pipeline.tools["feature_extractor"]}
         pipe = bare_pipeline(HunyuanVideoFramepackPipeline, **tools)
         picture = signed(request.frames)[:, :, 0]
-        states = pipe.encode_image(picture, device=pipeline.offloader.device)
+        states = pipe.encode_image(picture, device=pipeline.offloader.device_of("image_encoder"))
         progress.step(1, 1, StageText("encoding", "image for SigLIP"))
     return states.float().cpu()

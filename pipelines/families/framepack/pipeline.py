@@ -138,7 +138,7 @@ def sample(
     Source: diffusers ``HunyuanVideoFramepackPipeline.__call__``, equal to it in fp32; single-frame mode:
     kohya-ss/musubi-tuner#267 with ``target_index`` at the window.
     """
-    device, generator = pipeline.offloader.device, generator_for(settings.seed)
+    device, generator = pipeline.offloader.device_of("transformer"), generator_for(settings.seed)
     strength = end_strength(image, framepack, progress)
     plan = plan_for(pipeline.variant, framepack, settings.frames, strength > 0)
     settings = replace(settings, frames=_counting(plan, settings, strength > 0, progress))
@@ -238,7 +238,7 @@ def _texts(
         )
 
     def ready(embeds: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        return dict(placed(embeds, pipeline.offloader.device, pipeline.precision.residual))
+        return dict(placed(embeds, pipeline.offloader.device_of("transformer"), pipeline.precision.residual))
 
     common = {} if prompt.negative is None else {"uncond": ready(prompt.negative)}
     first, further = ready(prompt.embeds), [ready(section) for section in prompt.sections[: plan.count - 1]]

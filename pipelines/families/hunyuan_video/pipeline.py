@@ -113,7 +113,7 @@ def sample(
     """
     kind = None if image is None else image_condition(pipeline.configs["transformer"])
     _check(pipeline, kind, settings, progress)
-    device, generator = pipeline.offloader.device, generator_for(settings.seed)
+    device, generator = pipeline.offloader.device_of("transformer"), generator_for(settings.seed)
     scale = float(pipeline.configs["vae"]["scaling_factor"])
     schedule = schedule_for(pipeline.tools["scheduler"], settings, settings.steps, even_levels, device)
     noise = noise_for(latent_shape(SPEC, CHANNELS, settings), generator, device)
@@ -209,7 +209,7 @@ def _predictor(
     steps: int,
 ) -> Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]:
     """From (latents, timestep, index) to the transformer's guided output, shaped as the latents."""
-    device, dtype = pipeline.offloader.device, pipeline.precision.residual
+    device, dtype = pipeline.offloader.device_of("transformer"), pipeline.precision.residual
     guidance = None
     if transformer.config.guidance_embeds:
         guidance = torch.tensor([settings.guidance], dtype=dtype, device=device) * 1000.0

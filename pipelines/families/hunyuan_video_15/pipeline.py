@@ -105,7 +105,7 @@ def sample(
     Source: diffusers ``HunyuanVideo15Pipeline.__call__`` and its image-to-video twin; equal to them in fp32, but for
     rounding: padding and the attention mask that hides it are left out.
     """
-    device, scale = pipeline.offloader.device, float(pipeline.configs["vae"]["scaling_factor"])
+    device, scale = pipeline.offloader.device_of("transformer"), float(pipeline.configs["vae"]["scaling_factor"])
     generator, shape = generator_for(settings.seed), latent_shape(SPEC, CHANNELS, settings)
     settings = _guided_as_saved(pipeline, settings, progress)
     schedule = schedule_for(pipeline.tools["scheduler"], settings, settings.steps, even_levels, device)
@@ -172,7 +172,7 @@ class _Forward:
         scale: float,
         schedule: Schedule,
     ) -> None:
-        device, self.dtype = pipeline.offloader.device, pipeline.precision.residual
+        device, self.dtype = pipeline.offloader.device_of("transformer"), pipeline.precision.residual
         config = pipeline.configs["transformer"]
         branches = {"pred_cond": prompt.embeds, "pred_uncond": prompt.negative or {}}
         self.text = placed(branches, device, self.dtype)
@@ -242,7 +242,7 @@ def _states(pipeline: Pipeline, frames: torch.Tensor, progress: Progress) -> tor
             fix="Choose a folder that has it as image_encoder when loading, or connect CLIP Vision Encode.",
         )
     picture = Image.fromarray((frames[0] * 255.0).round().to(torch.uint8).numpy())
-    device = pipeline.offloader.device
+    device = pipeline.offloader.device_of("image_encoder")
     with (
         pipeline.offloader.hold("image_encoder", 0, progress) as encoder,
         watched(encoder, progress, StageText("encoding", "image")),

@@ -151,7 +151,7 @@ def sample(
     """
     from diffusers import LTXPipeline
 
-    device, generator = pipeline.offloader.device, generator_for(settings.seed)
+    device, generator = pipeline.offloader.device_of("transformer"), generator_for(settings.seed)
     anchors = anchors_of(image, settings.frames, progress)
     conditioned = is_condition(pipeline) or bool(anchors and not is_first_frame(anchors))
     schedule = ltx_schedule(

@@ -47,7 +47,8 @@ def sample(
 
     Source: diffusers ``MochiPipeline.__call__``; equal to it in fp32.
     """
-    device, dtype, generator = pipeline.offloader.device, pipeline.precision.residual, generator_for(settings.seed)
+    device, dtype = pipeline.offloader.device_of("transformer"), pipeline.precision.residual
+    generator = generator_for(settings.seed)
     mean, std, scale = _statistics(pipeline)
     schedule = schedule_for(pipeline.tools["scheduler"], settings, settings.steps, _levels, device)
     noise = noise_for(latent_shape(SPEC, CHANNELS, settings), generator, device)

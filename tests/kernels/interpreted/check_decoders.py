@@ -7,6 +7,7 @@ import importlib
 
 import pytest
 import torch
+import triton  # noqa: F401 - interpreted only where it was imported before the first launch
 from anygpu.compat.transforms.conv3d import swap_conv3d
 from anygpu.compat.transforms.conv3d_choice import always
 from anygpu.compat.transforms.conv3d_forms import Conv3dForm

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import triton  # noqa: F401 - interpreted only where it was imported before the first launch
 from anygpu.kernels import activation, group_norm, norm, residual, rope, terms
 from anygpu.kernels.library import DTYPES, TRITON, interpreting
 from anygpu.kernels.self_tests import self_tests
