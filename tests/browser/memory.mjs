@@ -98,7 +98,7 @@ async function streams({ page }) {
   const stages = await forecast(page);
   assert.deepEqual(stages.map(({ fits }) => fits), ["fits", "streams", "streams"]);
   await page.getByRole("button", { name: "Refresh" }).click();
-  await part(page, "Forecast").getByText(/^streams: weights without room/).waitFor();
+  await part(page, "Forecast").getByText(/^streams: weights that do not fit/).waitFor();
   for (const { stage, peak_bytes: took } of await costs(page)) {
     const { least, free } = stages.find((each) => each.stage === stage);
     assert.ok(took <= free && took >= least * (1 - OFF_BY), `${stage} took ${took} of ${free}`);

@@ -45,7 +45,7 @@ export const part = (page, title) => panel(page).locator("details").filter({ has
 /** Open the tab the way its button does, and wait until the machine is there. */
 export async function openTab(page) {
   if (!(await panel(page).isVisible().catch(() => false))) await page.locator(".anygpu-tab-button").click();
-  await panel(page).getByText("Probes").waitFor();
+  await panel(page).getByText("Probes", { exact: true }).waitFor();
   await part(page, "This graph").locator("article").first().waitFor();
 }
 
