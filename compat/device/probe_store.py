@@ -160,8 +160,8 @@ class ProbeStore(Mapping[str, ProbeResult]):
             content = json.loads(self.path.read_text(encoding="utf-8"))
             kept = {name: _checked(entry) for name, entry in content["answers"].items() if name in self.probes}
             remembered = dict(content["remembered"])
-            asking, process = (content.get("asking") or ("", 0))[:2]
-            if asking in self.probes and asking not in kept and not _runs(int(process)):
+            asking, *asker = content.get("asking") or ("",)
+            if asking in self.probes and asking not in kept and not _runs(*asker):
                 log.warning("AnyGPU: %s %s: it counts as unusable", asking, ENDED)
                 kept[asking] = ProbeResult(UNUSABLE, ENDED)
         except FileNotFoundError:
@@ -184,7 +184,7 @@ class ProbeStore(Mapping[str, ProbeResult]):
             "remembered": self._remembered,
         }
         if self._asking:
-            content["asking"] = [self._asking, os.getpid()]
+            content["asking"] = [self._asking, os.getpid(), _started(os.getpid())]
         temporary = self.folder / f".{self.path.name}.{os.getpid()}.part"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -251,15 +251,23 @@ def _checked(entry: Any) -> ProbeResult:
     return ProbeResult(result.status, result.detail, float(result.milliseconds))
 
 
-def _runs(process: int) -> bool:
-    """Whether another process of this number is there, which may still be asking."""
+def _runs(process: int, started: float) -> bool:
+    """Whether the process that asked is still there: this one, or one that asks at the same time.
 
-    def there() -> bool:
+    Its number alone does not tell: in a container each start may get the same one.
+    """
+    return _started(process) == started
+
+
+def _started(process: int) -> float:
+    """When a process started, in seconds; 0 where there is none, or nobody tells."""
+
+    def told() -> float:
         import psutil
 
-        return bool(psutil.pid_exists(process))
+        return float(psutil.Process(process).create_time())
 
-    return process not in (0, os.getpid()) and value_or(there, False)
+    return value_or(told, 0.0)
 
 
 def _since(started: float) -> float:

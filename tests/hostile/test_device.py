@@ -130,12 +130,27 @@ def test_a_probe_that_ended_the_process_is_not_asked_again(tmp_path: Any) -> Non
         store["ends"]
     kept = json.loads(store.path.read_text(encoding="utf-8"))
     assert kept["asking"][0] == "ends"
-    kept["asking"][1] = 2**22 + 1  # beyond the largest process number: whoever asked has gone
+    kept["asking"][2] -= 60  # a container gave the next start the same process number: whoever asked has gone
     store.path.write_text(json.dumps(kept), encoding="utf-8")
     again = ProbeStore(machine, tmp_path, more={"ends": ends}, asked={})
     assert (again["ends"].status, again["ends"].detail) == (UNUSABLE, ENDED)
     assert len(asked) == 1
     assert store.path.stat().st_mode & 0o044, "others may read it, as any file"
+
+
+def test_who_asks_now_has_not_ended(tmp_path: Any, caplog: Any) -> None:
+    machine = replace(profiles.facts_of("gfx1151"), device=torch.device("meta"))
+    seen = []
+
+    def fine(_: torch.device) -> str:
+        seen.append(ProbeStore(machine, tmp_path, more=asked, asked={}, quiet=True)["one"].status)
+        return ""
+
+    asked = {"one": fine, "two": fine}
+    store = ProbeStore(machine, tmp_path, more=asked, asked={})
+    assert [store[name].status for name in asked] == ["ok", "ok"]
+    assert seen == ["unknown", "ok"], "another store of this process took what was being asked for what ended it"
+    assert ENDED not in caplog.text
 
 
 @pytest.mark.parametrize("entry", [{"status": 1}, {"status": "fine"}, {"status": "ok", "detail": []}, {}, 3])
