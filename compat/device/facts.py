@@ -87,7 +87,8 @@ def default_device() -> torch.device:
 
     def accelerator() -> torch.device:
         current = torch.accelerator.current_accelerator(check_available=True)
-        assert current is not None
+        if current is None:
+            return torch.device("cpu")
         return torch.device(current.type, torch.accelerator.current_device_index())
 
     return value_or(accelerator, torch.device("cpu"))
