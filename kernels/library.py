@@ -10,6 +10,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -71,8 +72,11 @@ def launches(x: Tensor, form: str = AUTO) -> bool:
 
 def interpreting() -> bool:
     """Whether launches are interpreted on the CPU: Triton was imported under TRITON_INTERPRET=1."""
-    if "triton" not in sys.modules:  # importing it takes half a second
-        return False
+    return "triton" in sys.modules and _interpreted()  # importing it takes half a second
+
+
+@cache
+def _interpreted() -> bool:
     try:
         from ._triton.rounding import INTERPRETED
     except Exception:  # absent, or broken in whatever way
@@ -84,7 +88,7 @@ def operation(
     schema: str,
     fake: Callable[..., Any],
     reference: Callable[..., Any],
-    terms: Callable[..., tuple[Any, ...]] = lambda *flat: flat,
+    terms: Callable[..., tuple[Any, ...]] | None = None,
 ) -> Any:
     """The operation of ``schema``, registered once per process however often this file is imported.
 
@@ -92,25 +96,24 @@ def operation(
         schema: ``name(Tensor x, ...) -> Tensor``, functional; ``_triton.launches`` has the launch under that name.
         fake: from the same arguments to empty results; reads no data.
         reference: what the operation runs on a CPU.
-        terms: from the same arguments to those of the reference and of the launch.
+        terms: from the same arguments to those of the reference and of the launch; None where they are the same.
     """
     name = schema.partition("(")[0]
 
     def launch() -> Callable[..., Any]:
         from ._triton import launches  # slow to import
 
-        function = getattr(launches, name)
-        return lambda *flat: function(*terms(*flat))
+        return flattened(getattr(launches, name))
 
-    def plain(*flat: Any) -> Any:
-        return reference(*terms(*flat))
+    def flattened(function: Callable[..., Any]) -> Callable[..., Any]:
+        return function if terms is None else lambda *flat: function(*terms(*flat))
 
     namespace = getattr(torch.ops, NAMESPACE)
     if not hasattr(namespace, name):
         library = torch.library.Library(NAMESPACE, "FRAGMENT")
         library.define(schema)
-        library.impl(name, _Launch(name, launch, plain), "CUDA")
-        library.impl(name, _OnCpu(name, launch, plain), "CPU")
+        library.impl(name, _Launch(name, launch, flattened(reference)), "CUDA")
+        library.impl(name, _OnCpu(name, launch, flattened(reference)), "CPU")
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
         # A library takes its operations with it when it is collected; this file may be imported again and dropped.
         setattr(namespace, f"_library_{name}", library)

@@ -172,6 +172,7 @@ def test_a_triton_that_cannot_be_imported_is_no_triton(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace())
     monkeypatch.delitem(sys.modules, "anygpu.kernels._triton.rounding", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Broken, *sys.meta_path])
+    library._interpreted.cache_clear()
     assert not library.interpreting()
     assert "not on 'cpu'" in library.reason_against(torch.device("cpu"), torch.float32)
 
