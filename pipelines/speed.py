@@ -70,7 +70,8 @@ class Speed:
         self.request, self.forms, self.kernels, self.attention = request, forms, kernels, attention
         self.fused: dict[str, FusedSites] = {}
         self.compiled: dict[str, Compilation] = {}
-        self.compile = Decision("compile", "on" if request.compile else "off", "", CHOSEN)
+        off = Decision("compile", "off", "as set on the load node")  # nobody has to choose it: it is the default
+        self.compile = Decision("compile", "on", "", CHOSEN) if request.compile else off
         self.profile = request.profile
         if request.compile is not None:
             parts = (TRANSFORMER, VAE) if request.compile.vae else (TRANSFORMER,)

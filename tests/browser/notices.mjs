@@ -271,6 +271,16 @@ export async function statusIsReadable({ page }) {
   assert.ok(lines.some((each) => each.startsWith("attention")), `each line below another: ${JSON.stringify(lines)}`);
 }
 
+/** Characters of HTML and Markdown in a node's text stand there as themselves, in both canvases. */
+export async function markupIsText({ page }) {
+  await shrink(page, { seed: 6, frames: 26 });
+  await queue(page);
+  assert.equal((await ended(page)).ending, "execution_success");
+  const texts = await page.locator(".lg-node, .dom-widget, [class*=widget]").evaluateAll((all) => all.map((each) => each.innerText ?? ""));
+  assert.ok(texts.some((text) => text.includes("frames 26 -> 33")), "an arrow is shown");
+  assert.ok(!texts.some((text) => /&#\d+;/.test(text)), "an entity is shown");
+}
+
 /** The help of each node with a picture, opened by the button over the selected node. */
 export async function helpIsShown(nodes2) {
   const folder = new URL("../../web/docs/", import.meta.url);

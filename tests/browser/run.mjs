@@ -6,6 +6,7 @@ import {
   errorsSayWhatToDo,
   firstRun,
   helpIsShown,
+  markupIsText,
   memoryIsMended,
   speaks,
   statusIsReadable,
@@ -88,6 +89,7 @@ for (const nodes2 of chosenModes()) {
     await check("LTX-Video text to video runs to a video", () => runs(open, "ltx_text_to_video", { seed: 1 }));
     await check("the status under a node is one short line, then others", () => statusIsReadable(open));
     await picture(open.page, shot("ltx_text_to_video.png"));
+    await check("markup in a node's text is text", () => markupIsText(open));
     await check("progress and preview are shown", () => watches(open, shot("progress.png")));
     await check("Cancel is obeyed and the next run works", () => cancels(open));
     await check("FramePack image to video runs to a video", () => runs(open, "framepack_image_to_video", { seed: 1 }));
