@@ -100,7 +100,7 @@ def _kernels(arguments: argparse.Namespace) -> int:
         total, decoder = sum(sites.values()), family.published_vae_sites
         print(f"{family.id}: {total} sites in the published transformer: {kinds}; {decoder} in the VAE's decoder")
     wrong = 0
-    for one in fused.kernel_self_tests(facts.device):
+    for one in fused.self_tests(facts.device):
         print(one, flush=True)
         wrong += not one.right
     return 1 if wrong else 0

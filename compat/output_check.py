@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .errors import InputError
+
 BROKEN, COLOUR, ZEROS, CONSTANT = "NaN or infinite values", "one colour", "nothing but zeros", "one value everywhere"
 CAST = "values that this device changes when casting to fp32 or back"
 Judge = Callable[[torch.Tensor], str]
@@ -16,6 +18,21 @@ Judge = Callable[[torch.Tensor], str]
 
 class InvalidOutputError(Exception):
     """Raised for a result that cannot be right; the text is one of the faults above."""
+
+
+class NotFinite(InputError):
+    """Values that are NaN or infinite."""
+
+
+def require_finite(tensor: torch.Tensor, subject: str) -> None:
+    """Raise when ``tensor`` holds NaN or infinity, with how many."""
+    broken = int((~torch.isfinite(tensor)).sum())
+    if broken:
+        raise NotFinite(
+            f"{broken} of {tensor.numel()} values of the {subject} are NaN or infinite",
+            expected="finite values",
+            fix="Choose precision fp32 (or bf16 if the device supports it) on the load node and sample again.",
+        )
 
 
 def fault_in_frames(video: torch.Tensor, cell: int = 1) -> str:

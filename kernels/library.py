@@ -23,6 +23,7 @@ NAMESPACE = "anygpu_2"  # one more where a schema changes, so that two versions 
 AUTO, TRITON, REFERENCE = "auto", "triton", "reference"
 FORMS = (AUTO, TRITON, REFERENCE)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+FAULTS: dict[str, str] = {}  # operation -> why its kernel could not be launched: its reference runs instead
 LAUNCHED_ON = "cuda"  # torch's name for NVIDIA and for AMD; each has its own backend in Triton
 
 
@@ -132,10 +133,9 @@ class _Launch:
     def __init__(self, name: str, load: Callable[[], Callable[..., Any]], reference: Callable[..., Any]) -> None:
         self.name, self.load, self.reference = name, load, reference
         self.function: Callable[..., Any] | None = None
-        self.fault = ""
 
     def __call__(self, *args: Any) -> Any:
-        if self.fault and not _strict:
+        if self.name in FAULTS and not _strict:
             return self.reference(*args)
         try:
             return self.launch(*args)
@@ -143,8 +143,8 @@ class _Launch:
             short = isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)  # Triton's own words
             if short or _strict:  # self-tests ask for that
                 raise
-            self.fault = f"{type(error).__name__}: {error}".splitlines()[0]
-            log.warning("AnyGPU: kernel %s failed (%s); its reference runs from now on", self.name, self.fault)
+            FAULTS[self.name] = f"{type(error).__name__}: {error}".splitlines()[0]
+            log.warning("AnyGPU: kernel %s failed (%s); its reference runs from now on", self.name, FAULTS[self.name])
         return self.reference(*args)
 
     def launch(self, *args: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 
 from ..compat.device.vae_policy import Form
 from ..compat.errors import CheckpointError, InputError, UnsupportedError
-from ..compat.output_check import fault_in_latents
+from ..compat.output_check import NotFinite, fault_in_latents, require_finite
 from .base import (
     FramePackSettings,
     ImageCondition,
@@ -29,7 +29,7 @@ from .memory.estimates import Size
 from .memory.fit import fit_offload, make_room_and_retry
 from .pictures import checked_frames, fitted, fitted_size
 from .profiling import Stage, running
-from .sampling.loop import NotFinite, fall_back_to_fp32, require_finite, retries
+from .sampling.loop import fall_back_to_fp32, retries
 from .sampling.resume import InMemorySections, SectionStore
 from .speed import sampling_speed
 from .text.t5 import described

@@ -266,8 +266,6 @@ def _system_bytes(memory: str, amount: str) -> int:
 
 def _stated_free(module: Any, device: torch.device) -> int | None:
     """Free bytes as the backend tells them; None where it cannot mean what it says."""
-    if not hasattr(module, "mem_get_info"):
-        return None
     free, total = (int(value) for value in module.mem_get_info(device))
     return free if 0 <= free <= total else None
 

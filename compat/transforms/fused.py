@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...kernels.library import AUTO, REFERENCE, TRITON, reason_against
-from ...kernels.self_tests import SelfTest, self_tests
+from ...kernels.library import AUTO, FAULTS, REFERENCE, TRITON, reason_against
+from ...kernels.self_tests import self_tests as self_tests
 from ..decision import CHOSEN, Decision
 from ..device.execution import HOST
 from ..errors import InputError, UnsupportedError
@@ -84,6 +84,7 @@ class FusedSites:
     def __str__(self) -> str:
         done = self.sites.total()
         why = "".join(f"; {count} blocks left: {reason}" for reason, count in self.left.items())
+        why += "".join(f"; the kernel {name} failed, its reference runs: {fault}" for name, fault in FAULTS.items())
         form = TRITON if self.form == AUTO else self.form  # auto is taken where Triton launches
         return f"{done} of {done + self.left_sites} sites fused ({form}){why}"
 
@@ -133,11 +134,6 @@ def published_sites(published: Iterable[tuple[str, int, bool]]) -> dict[str, int
         for kind, sites in (LAST_MOCHI if alone else FUSIONS[name].sites).items():
             total[kind] += count * sites
     return dict(total)
-
-
-def kernel_self_tests(device: torch.device) -> Iterator[SelfTest]:
-    """Each operation in each dtype, run on ``device`` against its reference in fp64."""
-    return self_tests(device)
 
 
 def triton_fault(device: torch.device) -> str:

@@ -14,12 +14,13 @@ from ...compat.device.execution import checked_leaves, execution_device, generat
 from ...compat.errors import InputError
 from ...compat.memory.parts import Silent
 from ...compat.memory.statistics import stage_cost
+from ...compat.output_check import require_finite
 from ..estimates import DECODED, ENCODED, asked, step_bytes, vae_bytes
 from ..loading import PaintPipeline
 from ..networks import vae
 from ..networks.encoders import empty_prompt
 from ..pictures import WHITE, checked_pictures, over, recentred, resized
-from .painting import preview_of, require_finite
+from .painting import preview_of
 from .solvers import schedule_for, solver_for
 
 CORRECTION = 0.95  # share of the means that the colour correction moves

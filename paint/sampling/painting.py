@@ -14,6 +14,7 @@ from ...compat.errors import InputError
 from ...compat.guidance import classifier_free_guidance
 from ...compat.memory.parts import Silent
 from ...compat.memory.statistics import stage_cost
+from ...compat.output_check import require_finite
 from ..estimates import DECODED, ENCODED, asked, looking_bytes, step_bytes, vae_bytes
 from ..geometry.cameras import CameraTable, camera_ids, camera_notes
 from ..loading import PaintPipeline
@@ -394,14 +395,3 @@ def latents_of(pipeline: PaintPipeline, latent: Mapping[str, Any] | None) -> Ten
             fix="Connect the latent of an AnyGPU Paint Views node of the same model.",
         )
     return samples
-
-
-def require_finite(latents: Tensor, subject: str) -> None:
-    """Raise when ``latents`` hold NaN or infinity, with how many."""
-    broken = int((~torch.isfinite(latents)).sum())
-    if broken:
-        raise InputError(
-            f"{broken} of {latents.numel()} values of the {subject} are NaN or infinite",
-            expected="finite values",
-            fix="Choose precision fp32, or bf16 if the device supports it, on the load node.",
-        )

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from ...compat.device.execution import state_of
 from ...compat.device.failures import DEVICE_ERRORS, is_shortage
-from ...compat.errors import InputError
+from ...compat.output_check import NotFinite, require_finite
 from ..base import Latents, Pipeline, Progress, SampleSettings
 from ..family import FamilySpec
 from .schedules import Schedule
@@ -190,21 +190,6 @@ def fall_back_to_fp32(pipeline: Pipeline, progress: Progress, error: BaseExcepti
         fallbacks.pop(part)()
     progress.notify(TO_FP32)
     return True
-
-
-class NotFinite(InputError):
-    """Values that are NaN or infinite."""
-
-
-def require_finite(tensor: torch.Tensor, subject: str) -> None:
-    """Raise when ``tensor`` holds NaN or infinity, with how many."""
-    broken = int((~torch.isfinite(tensor)).sum())
-    if broken:
-        raise NotFinite(
-            f"{broken} of {tensor.numel()} values of the {subject} are NaN or infinite",
-            expected="finite values",
-            fix="Choose precision fp32 (or bf16 if the device supports it) on the load node and sample again.",
-        )
 
 
 def _later(

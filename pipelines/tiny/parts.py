@@ -13,7 +13,7 @@ from . import vocabulary
 
 WIDTH = 32
 HEADS: Mapping[str, int] = {"num_attention_heads": 2, "attention_head_dim": 16}
-ENCODER: Mapping[str, int] = {"hidden_size": WIDTH, "intermediate_size": 64, "num_attention_heads": 4}
+ENCODER: Mapping[str, Any] = {"hidden_size": WIDTH, "intermediate_size": 64, "num_attention_heads": 4}
 
 
 def scheduler(**settings: Any) -> Any:

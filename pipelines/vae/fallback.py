@@ -28,11 +28,11 @@ from ...compat.output_check import (
     fault_in_frames,
     fault_in_latents,
     is_flat,
+    require_finite,
 )
 from ...compat.transforms.attention_vae import replace_vae_attention
 from ..base import Pipeline, Progress, StageText, SubProgress
 from ..pictures import signed, unsigned
-from ..sampling.loop import require_finite
 from .plan import CHUNKED, FULL, ON_CPU, STREAMING, Plan
 from .tiled import Work
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
@@ -16,6 +17,8 @@ import torch
 from anygpu.compat.device import facts
 from anygpu.compat.device.facts import facts_for
 from anygpu.compat.device.probe_store import ENDED, UNUSABLE, ProbeStore
+from anygpu.compat.transforms import fused
+from anygpu.compat.transforms.fused import FusedSites
 from anygpu.kernels import library
 from simulated import profiles
 
@@ -24,6 +27,17 @@ class ForeignError(Exception):
     """As Triton's, psutil's and some drivers' errors: a plain Exception."""
 
 
+try:  # Triton's own, which share no base class but Exception
+    from triton.compiler.errors import CompilationError
+    from triton.runtime.errors import OutOfResources, PTXASError
+
+    TRITON_ERRORS: tuple[Exception, ...] = (
+        OutOfResources(101376, 65536, "shared memory"),
+        PTXASError("ptxas exited with 1"),
+        CompilationError("x = y", ast.parse("y").body[0], "no such name"),
+    )
+except ImportError:
+    TRITON_ERRORS = ()
 RAISED = (
     RuntimeError("The device doesn't support querying the available free memory"),  # pytorch#159728, Intel
     OSError(1450, "Insufficient system resources"),  # psutil#2105, Windows without performance counters
@@ -32,6 +46,7 @@ RAISED = (
     AttributeError("no such attribute"),
     subprocess.CalledProcessError(1, ["gcc"]),
     ForeignError("found nothing to tell"),
+    *TRITON_ERRORS,
 )
 XPU = torch.device("xpu", 0)
 
@@ -177,6 +192,13 @@ def test_a_triton_that_cannot_be_imported_is_no_triton(monkeypatch: pytest.Monke
     assert "not on 'cpu'" in library.reason_against(torch.device("cpu"), torch.float32)
 
 
+@pytest.fixture(autouse=True)
+def no_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    faults: dict[str, str] = {}
+    for module in (library, fused):
+        monkeypatch.setattr(module, "FAULTS", faults)
+
+
 def test_a_kernel_that_cannot_be_built_leaves_its_reference(error: BaseException, caplog: Any) -> None:
     calls = []
 
@@ -187,6 +209,7 @@ def test_a_kernel_that_cannot_be_built_leaves_its_reference(error: BaseException
     launch = library._Launch("broken", load, lambda x: x + 1)
     x = torch.zeros(2)
     assert torch.equal(launch(x), x + 1) and torch.equal(launch(x), x + 1)
+    assert str(FusedSites("auto")).endswith(f"the kernel broken failed, its reference runs: {library.FAULTS['broken']}")
     assert len(calls) == 1 and caplog.text.count("its reference runs from now on") == 1
     with library.failures_raise(), pytest.raises(type(error)):
         launch(x)
@@ -201,4 +224,4 @@ def test_shortage_in_a_kernel_is_no_fault_of_the_kernel(error: BaseException) ->
     launch = library._Launch("large", lambda: raising(error), lambda x: x)
     with pytest.raises(type(error)):
         launch(torch.zeros(1))
-    assert not launch.fault
+    assert not library.FAULTS

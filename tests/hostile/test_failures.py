@@ -34,6 +34,12 @@ def test_shortage_in_the_words_of_a_back_end(message: str) -> None:
     assert failure_kind(RuntimeError(message)) == MEMORY
 
 
+def test_the_error_that_torch_raises_here() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**62, dtype=torch.uint8)
+    assert failure_kind(caught.value) == MEMORY
+
+
 @pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ENOMEM, "x"), torch.OutOfMemoryError("x")])
 def test_shortage_by_class(error: BaseException) -> None:
     assert failure_kind(error) == MEMORY
