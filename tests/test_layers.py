@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -210,3 +212,17 @@ print(len({modules!r}))
 def test_root_is_not_importable() -> None:
     """The root on sys.path would hide ComfyUI's nodes and PyPI's kernels."""
     assert ROOT not in {Path(entry or ".").resolve() for entry in sys.path}
+
+
+def test_names_that_benchmarks_and_tests_import_exist() -> None:
+    """Inside functions too, where nothing fails before they run; what needs ComfyUI is imported there alone."""
+    for folder in ("benchmarks", "tests"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                module = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
+                if not module.startswith("anygpu.") or module.startswith(("anygpu.host", "anygpu.nodes")):
+                    continue
+                owner = importlib.import_module(module)
+                for alias in node.names:  # type: ignore[attr-defined]
+                    known = hasattr(owner, alias.name) or find_spec(f"{module}.{alias.name}")
+                    assert known, f"{path.relative_to(ROOT)}:{node.lineno} imports {alias.name} of {module}"
