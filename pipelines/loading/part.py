@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from ...compat.memory.statistics import amount
 from ...compat.output_check import fault_in_weight
 from ...compat.packages import attribute
 from ..base import Progress, StageText
+from ..vae.chunked import decode_as_published
 from .keys import listed
 
 
@@ -35,7 +36,7 @@ class PartFiles:
         storage: how its blocks' weights are kept in memory, of ``compat.quantized.CHOICES``. keeps_packed: whether
             those that the file has packed stay as they are. by_bits: whether the device's own cast of bf16 is broken.
         mapped: whether large tensors that need no cast may be views of the file. staged: whether such views go to a
-            device by way of ordinary memory.
+            device by way of ordinary memory. settings: attributes that the module gets once it is built.
     """
 
     name: str
@@ -51,6 +52,7 @@ class PartFiles:
     by_bits: bool = False
     mapped: bool = False
     staged: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def total_bytes(self) -> int:
@@ -113,6 +115,9 @@ def reader_of(files: PartFiles) -> Callable[[Progress], nn.Module]:
             build = _built_by_diffusers if files.library == "diffusers" else _built_by_transformers
             views: set[int] = set()
             module = build(files, _advance(files, progress), views).eval().requires_grad_(False)
+            for name, value in files.settings.items():
+                setattr(module, name, value)
+            decode_as_published(module)
             mark_views(module, Views(frozenset(views), files.staged))
             return module
 

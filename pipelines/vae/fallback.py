@@ -107,7 +107,7 @@ class Passes:
         video = self._through(run, judge, "decoding", watch, work)
         attempt = plan.attempt
         seams = f"; tiles differ by at most {work.apart * 127.5:.1f} of 255 where they overlap" if work.apart else ""
-        if attempt.tile or attempt.frames or attempt.stream or plan.method == ON_CPU:
+        if attempt.tile or attempt.frames or attempt.stream or attempt.window or plan.method == ON_CPU:
             watch.notify(f"decoded {attempt}{seams}")
         return video
 
@@ -283,7 +283,7 @@ def decoding(
             expected=f"one of {', '.join(method for method in METHODS if method != CHUNKED)}",
             fix=f"Choose {STREAMING}, which is exact for every family, or auto.",
         )
-    size = shape[2] * temporal, shape[3] * spatial, shape[4] * spatial  # decoders cut frames off at the very end
+    size = (shape[2] - 1) * temporal + 1, shape[3] * spatial, shape[4] * spatial
     return Passes(Plan(pipeline, "decoder", size, form, tile), progress)
 
 

@@ -34,7 +34,7 @@ SPEC = FamilySpec(
     min_steps=2,
     pages=("https://huggingface.co/genmo/mochi-1-preview",),
     text_width="text_embed_dim",
-    memory=MemoryTerms(FIT, reference_tokens=256, cropped_frames=TEMPORAL_RATIO - 1),
+    memory=MemoryTerms(FIT, reference_tokens=256),
     precision=ModelPrecision({"cuda-sm80+": IN_FP32, "rocm": IN_FP32, "xpu": IN_FP32}),
     causal_decoder=True,
     batched_cfg=True,
