@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import comfy.latent_formats
+import comfy.nested_tensor
+import torch
 
 from ..pipelines.latents import recovery
 from ..pipelines.latents.recovery import Kept
+from ..pipelines.latents.store import BESIDE
 from .families import latent_format_of
 from .folders import kept_folder
 
@@ -34,7 +37,20 @@ def load(name: str, notify: Callable[[str], None] = log.info) -> dict[str, Any]:
     Raises:
         CheckpointError: none of that id is kept.
     """
-    return recovery.load(kept_folder(), name, notify)
+    latent = recovery.load(kept_folder(), name, notify)
+    beside = latent.pop(BESIDE, None)
+    if beside is not None:
+        latent["samples"] = comfy.nested_tensor.NestedTensor([latent["samples"], *beside])
+    return latent
+
+
+def keep_samples(samples: Sequence[torch.Tensor], record: Mapping[str, Any]) -> str:
+    """Keep what one of core's samplers has made; its id, or empty where the disk refused, which the log says.
+
+    Args:
+        samples: the tensors of one LATENT. record: as for :func:`recovery.keep_samples`.
+    """
+    return recovery.keep_samples(kept_folder(), samples, record, log.warning)
 
 
 def choices() -> list[str]:
@@ -54,10 +70,11 @@ def thumbnail(name: str) -> bytes | None:
     Raises:
         CheckpointError: none of that id is kept.
     """
-    import torch
     from PIL import Image
 
     latent = load(name)
+    if "anygpu" not in latent:  # of core's samplers: nothing says which colours
+        return None
     rough = latent_format_of(latent.get("anygpu", {}).get("family")) or comfy.latent_formats.LatentFormat()
     samples, factors = rough.process_in(latent["samples"]), rough.latent_rgb_factors
     if factors is None or len(factors) != samples.shape[1]:

@@ -10,7 +10,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from ...compat.errors import CheckpointError, PackError
 from ..base import Latents
 from ..sampling.resume import SectionState
 from .convert import to_core
-from .store import Origin, load_latent, save_latent
+from .store import Origin, load_latent, save_latent, save_samples
 
 log = logging.getLogger(__name__)
 
@@ -30,14 +30,15 @@ LIMIT_BYTES = 4 * 1024**3  # of the whole folder; a 720p clip of HunyuanVideo is
 STALE_SECONDS = 3600  # after which an unfinished file of a writer that died is swept up
 HISTORY = "history"
 ID = re.compile(r"[0-9a-z_-]{1,120}")
+NO_NAME = re.compile(r"[^0-9a-z_-]")
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
     """One kept sampling.
 
-    ``id`` is a plain name without a folder; ``date`` local time, ISO; ``unfinished`` such as ``section 2 of 5``, empty
-    for a whole one.
+    ``id`` is a plain name without a folder; ``family`` the class of the model where core's sampler made it; ``date``
+    local time, ISO; ``unfinished`` such as ``section 2 of 5``, empty for a whole one.
     """
 
     id: str
@@ -58,6 +59,25 @@ def keep(folder: Path, latents: Latents, notify: Callable[[str], None], limit_by
     """Keep ``latents`` and return their id; empty, and said, where they could not be kept. Never raises for a disk."""
     name = _new_id(latents)
     return name if _write(folder, name, latents, notify, limit_bytes) else ""
+
+
+def keep_samples(
+    folder: Path,
+    samples: Sequence[torch.Tensor],
+    record: Mapping[str, Any],
+    notify: Callable[[str], None],
+    limit_bytes: int = LIMIT_BYTES,
+) -> str:
+    """Keep what one of core's samplers has made and return its id; empty, and said, where it could not be kept.
+
+    Args:
+        samples: as for :func:`save_samples`.
+        record: ``model``, ``frames``, ``width``, ``height``, ``seed``, ``fps``, and ``unfinished`` where it was cut
+            short.
+    """
+    name = _new_name(str(record["model"]).lower(), int(record["seed"]))
+    saved = _guarded(lambda path: save_samples(path, samples, record, notify), folder, name, notify, limit_bytes)
+    return name if saved else ""
 
 
 def listing(folder: Path) -> list[Kept]:
@@ -153,9 +173,19 @@ def _write(
     limit_bytes: int,
     origin: Origin | None = None,
 ) -> bool:
+    def save(path: Path) -> Path:
+        return save_latent(path, to_core(latents), notify, origin=origin)
+
+    return _guarded(save, folder, name, notify, limit_bytes)
+
+
+def _guarded(
+    save: Callable[[Path], Path], folder: Path, name: str, notify: Callable[[str], None], limit_bytes: int
+) -> bool:
+    """Whether ``save`` has written the file of ``name``; then what is too much is removed."""
     path = folder / f"{name}.safetensors"
     try:
-        save_latent(path, to_core(latents), notify, origin=origin)
+        save(path)
         _sweep(folder, path, limit_bytes)
     except (OSError, PackError) as error:  # a full disk must not cost the sampling too
         log.warning("AnyGPU: latents could not be saved: %s", error)
@@ -185,11 +215,15 @@ def _modified(path: Path) -> float:
 
 
 def _new_id(latents: Latents) -> str:
-    return f"{time.strftime('%Y%m%d-%H%M%S')}_{latents.family}_{latents.seed}_{uuid.uuid4().hex[:6]}"
+    return _new_name(latents.family, latents.seed)
+
+
+def _new_name(model: str, seed: int) -> str:
+    return f"{time.strftime('%Y%m%d-%H%M%S')}_{NO_NAME.sub('-', model)}_{seed}_{uuid.uuid4().hex[:6]}"
 
 
 def _kept(name: str, size: int, record: Mapping[str, Any]) -> Kept:
-    family, frames, seed = str(record["family"]), int(record["frames"]), int(record["seed"])
+    family, frames, seed = str(record.get("family") or record["model"]), int(record["frames"]), int(record["seed"])
     width, height, unfinished = int(record["width"]), int(record["height"]), str(record.get("unfinished", ""))
     date, fps = str(record["saved"]), float(record["fps"])
     prompt = str(record.get("extra", {}).get("prompt", ""))
