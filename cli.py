@@ -24,7 +24,6 @@ if not __package__:  # run as `python path/to/pack/cli.py`: load the folder as t
     __package__ = "anygpu"
 
 from .compat import precision
-from .compat.device.vae_policy import METHODS
 from .compat.errors import InputError, PackError
 from .compat.memory import offloader
 from .compat.memory.parts import StageText
@@ -32,6 +31,7 @@ from .compat.transforms import attention, fused, step_cache
 from .compat.transforms import compile as compiling
 from .pipelines.family import FITS, SCHEDULERS
 from .pipelines.registry import FAMILIES
+from .pipelines.vae.plan import METHODS
 
 STATE = "~/.cache/anygpu"
 SAMPLING = (
@@ -91,9 +91,10 @@ def _kernels(arguments: argparse.Namespace) -> int:
     import torch
 
     from .compat.device.facts import facts_for
+    from .pipelines.speed import form_for
 
     facts = facts_for(arguments.device)
-    print(f"{facts}: {fused.form_for(fused.AUTO, facts.device, torch.bfloat16)[1]}")
+    print(f"{facts}: {form_for(fused.AUTO, facts.device, torch.bfloat16)[1]}")
     for family in FAMILIES.values():
         sites = fused.published_sites(family.published_blocks)
         kinds = ", ".join(f"{count} {kind}" for kind, count in sites.items())
