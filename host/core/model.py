@@ -21,7 +21,7 @@ from torch import nn
 from ...compat.decision import AUTO, Decision
 from ...compat.errors import InputError
 from ..core_shell import CoreShell
-from . import latents
+from ..recovery import keep_what_core_samples
 from .attention import OVERRIDE, AttentionOverride
 from .convolutions import HOOK, conv_forwards
 from .leaves import ByNetwork, SafeLeaves, has_packed, left_alone, unfit_for_safe
@@ -116,11 +116,10 @@ def fit_model(
     fitted = model.clone()
     _compute_in(fitted, fit.dtype, network)
     fitted.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
-    fitted.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, KEY)
     if needed:
         fitted.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, FittedNetwork(fit, machine))
     if keeps:
-        fitted.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, latents.kept_sampling)
+        keep_what_core_samples(fitted)
     return fitted, decisions
 
 

@@ -29,9 +29,8 @@ from .convert import KEY, MORE, PLAIN, more_tensors, samples_of
 
 LATENT, PROMPT = "latent", "prompt"
 SAMPLES, MASK, CORE_VERSION = "latent_tensor", "noise_mask", "latent_format_version_0"
-BESIDE = "beside"  # key in a LATENT, and prefix in a file: further tensors of one latent, such as audio beside video
+LISTED, NESTED = "listed", "nested"  # what a list shows of a plain LATENT; further latents beside its samples
 DTYPES = ("float32", "as in file")  # what a loaded LATENT has; grows at the end
-SAVED = "%Y-%m-%dT%H:%M:%S"
 NUMBERS = ("frames", "height", "width", "seed", "version")
 
 
@@ -73,35 +72,32 @@ def save_latent(
     for name, tensor in ours.pop(MORE, {}).items():
         tensors[f"{MORE}.{name}"] = _finite(tensor, notify, not_finite)
     known = {"kind": LATENT, "shape": list(samples.shape), "dtype": dtype_name(samples.dtype)}
-    saved = {"saved": time.strftime(SAVED), **origin.record}
+    saved = {"saved": _now(), **origin.record}
     return write_record(path, tensors, {**ours, **known, **saved}, origin.metadata)
 
 
-def save_samples(
-    path: Path, samples: Sequence[torch.Tensor], record: Mapping[str, Any], notify: Callable[[str], None]
-) -> Path:
-    """Write what one of core's samplers has made, from any device and of any shape; returns ``path``.
+def save_plain(path: Path, samples: Sequence[torch.Tensor], listed: Mapping[str, Any]) -> Path:
+    """Write the samples of a LATENT that none of our stages made, from any device; returns ``path``.
+
+    It is loaded as core has it: without what our own latents carry along.
 
     Args:
-        samples: the tensors of one LATENT: usually one; further ones are those that core nests with it.
-        record: plain values for the list of kept latents; ``model`` is the class of core's model.
+        samples: of any shape; more than one where the LATENT is nested, such as video and audio.
+        listed: plain values for :func:`recovery.listing`.
 
     Raises:
-        InputError: NaN or infinity in them. CheckpointError: the file cannot be written.
+        InputError: NaN or infinity. CheckpointError: the file cannot be written.
     """
-    first, *beside = (_finite(tensor, notify, "refuse") for tensor in samples)
-    tensors = {SAMPLES: first, CORE_VERSION: torch.tensor([])}
-    tensors |= {f"{BESIDE}.{number}": tensor for number, tensor in enumerate(beside)}
-    known = {"kind": LATENT, "shape": list(first.shape), "dtype": dtype_name(first.dtype)}
-    return write_record(path, tensors, {**known, "saved": time.strftime(SAVED), **record})
+    names = [SAMPLES, *(f"{SAMPLES}.{index}" for index in range(1, len(samples)))]
+    checked = [finite(tensor, "latents", "refuse")[0] for tensor in samples]
+    tensors = {**dict(zip(names, checked, strict=True)), CORE_VERSION: torch.tensor([])}
+    return write_record(path, tensors, {"kind": LATENT, "saved": _now(), LISTED: dict(listed)})
 
 
 def load_latent(
     path: Path, notify: Callable[[str], None], not_finite: str = "refuse", dtype: str = DTYPES[0]
 ) -> dict[str, Any]:
     """The LATENT in a file of ours, of core's Save Latent, or of a Musubi Tuner latent cache.
-
-    Under :data:`BESIDE` are the tensors that core nests with the first, where there are any.
 
     Args:
         dtype: one of :data:`DTYPES`; ``float32`` widens on the host.
@@ -145,6 +141,10 @@ def kind_of(path: Path) -> str:
     return musubi.kind_in(metadata, path.name) or (LATENT if path.suffix == ".latent" else "")
 
 
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S")
+
+
 def _finite(samples: torch.Tensor, notify: Callable[[str], None], choice: str) -> torch.Tensor:
     samples, done = finite(samples, "latents", choice)
     if done:
@@ -163,9 +163,9 @@ def _own(path: Path, tensors: Mapping[str, torch.Tensor], record: Mapping[str, A
     latent: dict[str, Any] = {"samples": samples}
     if MASK in tensors:
         latent[MASK] = tensors[MASK]
-    beside = [tensor for name, tensor in sorted(tensors.items()) if name.startswith(f"{BESIDE}.")]
-    if beside:
-        latent[BESIDE] = beside
+    nested = sorted(name for name in tensors if name.startswith(f"{SAMPLES}."))
+    if nested:
+        latent[NESTED] = [tensors[name] for name in nested]
     if "family" in record:
         latent[KEY] = _checked(path, samples, record)
         more = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{MORE}.")}

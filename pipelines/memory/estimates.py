@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...compat.memory.estimates import PartBytes, part_bytes
 from ...compat.memory.offloader import MODES
-from ...compat.memory.parts import denoises
+from ...compat.memory.parts import PartBytes, denoises, part_bytes
 from ...compat.memory.statistics import StageNeed
 from ..base import Pipeline, SampleSettings
 from ..family import FamilySpec
