@@ -20,9 +20,9 @@ from ...compat.device.execution import HOST
 from ...compat.device.facts import GIBIBYTE, DeviceFacts, empty_cache, facts_for, free_bytes, locks_host_memory
 from ...compat.device.failures import is_shortage
 from ...compat.errors import InputError, UnsupportedError
-from ...compat.memory.estimates import PartBytes
 from ...compat.memory.host_weights import DISK, HostWeights, choose_host_weights
 from ...compat.memory.offloader import HOSTED, MODES, Offloader, OffloadOptions
+from ...compat.memory.parts import PartBytes
 from ...compat.memory.statistics import amount_of
 from ...compat.transforms import compile as compiling
 from ..base import Pipeline, Progress

@@ -7,24 +7,76 @@ layer by layer comes after them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
+from typing import Any
 
 import torch
 
 from ...compat.device.execution import HOST, execution_device
 from ...compat.device.facts import free_bytes, host_free_bytes
 from ...compat.device.failures import KERNEL, MEMORY
-from ...compat.device.quirks import policy_for
-from ...compat.device.vae_policy import METHODS, TILES, Form, largest_buffer_bytes, limit_of, tiles_below
+from ...compat.device.quirks import DevicePolicy, policy_for
+from ...compat.errors import InputError
 from ...compat.precision import DTYPES
 from ..base import Pipeline
+<<<<<<< HEAD
 from ..memory.estimates import SPARE, Size, attempt_bytes, bytes_on, latent_shape, plane_bytes
 from .layerwise import SIDES
+=======
+from ..memory.estimates import Size, attempt_bytes, bytes_on, plane_bytes
+>>>>>>> main
 
-AUTO, FULL, TILED, CHUNKED, STREAMING, ON_CPU = METHODS
+METHODS = AUTO, FULL, TILED, CHUNKED, STREAMING, ON_CPU = ("auto", "full", "tiled", "chunked", "streaming", "cpu")
 CHUNKS = (8, 4, 2, 1)  # latent frames
+TILES = (256, 128, 64)  # pixels; upstream's own default first
+LEAST_CELLS = 2  # latents across a tile
+SIDES = (256, 128, 64, 32, 16, 8)  # pixels of the last layer's tile
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What the user asks of a decode.
+
+    Args:
+        method: one of :data:`METHODS`.
+        tile: pixels of a tile, 0 for the method's own.
+        overlap: pixels of it that blend into the next, -1 for a quarter.
+        frames: latent frames per chunk, 0 for the method's own.
+    """
+
+    method: str = "auto"
+    tile: int = 0
+    overlap: int = -1
+    frames: int = 0
+
+
+def checked_form(form: Form, cell: int) -> Form:
+    """``form``, whose values are in range for latents of ``cell`` pixels.
+
+    Raises:
+        InputError: an unknown method, or a tile, overlap or count of frames out of range.
+    """
+    if form.method not in METHODS:
+        raise InputError(f"decode method {form.method!r}", expected=f"one of {', '.join(METHODS)}", fix="Choose auto.")
+    if form.frames < 0 or form.tile < 0:
+        raise InputError(
+            f"tile {form.tile}, frames_per_chunk {form.frames}", expected="0 or more", fix="Choose 0 for auto."
+        )
+    least = LEAST_CELLS * cell
+    if 0 < form.tile < least and form.method != "streaming":
+        raise InputError(
+            f"tile {form.tile} pixels", expected=f"0, or at least {least} pixels", fix=f"The nearest value is {least}."
+        )
+    most = (form.tile or TILES[0]) // 2
+    if not -1 <= form.overlap <= most:
+        raise InputError(
+            f"overlap {form.overlap} pixels",
+            expected=f"-1 for a quarter of the tile, or 0 to {most} pixels",
+            fix=f"The nearest value is {min(max(form.overlap, 0), most)}.",
+        )
+    return form
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,3 +339,27 @@ def decoder_size(pipeline: Pipeline, cells: tuple[int, int, int]) -> tuple[int, 
 def room_on(pipeline: Pipeline, device: torch.device) -> int | None:
     """Bytes that a part may take on ``device``: what is free, or all of it where a host lets its other models leave."""
     return (pipeline.facts.total_bytes or None) if pipeline.offloader.evicts else free_bytes(device)
+
+
+def largest_buffer_bytes(config: Mapping[str, Any], frames: int, height: int, width: int, itemsize: int) -> int:
+    """About the largest single activation of a VAE, in bytes: twice its narrowest width at full size, padded.
+
+    Twice, because the last upsampling comes before the channels are halved.
+
+    Args:
+        config: of the VAE.
+        frames, height, width: of what goes through in one piece, in pixels.
+    """
+    widths = config.get("decoder_block_out_channels") or config.get("block_out_channels") or (128,)
+    pixels = (frames + 2) * (height + 2) * (width + 2)
+    return 2 * min(widths) * pixels // int(config.get("patch_size") or 1) ** 2 * itemsize
+
+
+def limit_of(policy: DevicePolicy) -> int:
+    """The largest buffer in bytes that a VAE may make or convolve; 0 for no limit."""
+    return min((limit for limit in (policy.allocation_bytes, policy.conv_bytes) if limit), default=0)
+
+
+def tiles_below(largest: int, ratio: int = 1) -> tuple[int, ...]:
+    """The tile sizes in pixels that are smaller than ``largest`` and hold at least two latents."""
+    return tuple(tile for tile in TILES if tile < largest and tile >= 2 * ratio)

@@ -10,7 +10,6 @@ import torch
 from torch.nn import functional
 
 from ....compat.device.execution import checked_leaves, generator_for, placed
-from ....compat.device.vae_policy import Form
 from ....compat.errors import InputError
 from ...base import (
     ImageCondition,
@@ -34,6 +33,7 @@ from ...sampling.schedules import Schedule, even_levels, schedule_for
 from ...text.qwen import EMBEDS_2, qwen_embeds, qwen_from_core
 from ...text.t5 import EMBEDS
 from ...vae.fallback import decoded, encoded, watched
+from ...vae.plan import Form
 from .spec import CHANNELS, SPATIAL_RATIO, SPEC, TEMPORAL_RATIO
 
 VISION_TOKENS = 729  # what SigLIP makes of 384 x 384 pixels

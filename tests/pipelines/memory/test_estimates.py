@@ -8,10 +8,9 @@ import pytest
 import torch
 from anygpu.compat.device import facts as device
 from anygpu.compat.errors import InputError, UnsupportedError
-from anygpu.compat.memory.estimates import PartBytes, part_bytes
 from anygpu.compat.memory.host_weights import HostWeights
 from anygpu.compat.memory.offloader import MODES, OffloadOptions, part_devices
-from anygpu.compat.memory.parts import Silent
+from anygpu.compat.memory.parts import PartBytes, Silent, part_bytes
 from anygpu.compat.memory.statistics import MemoryStats, StageCost, kept_stages
 from anygpu.pipelines import tiny
 from anygpu.pipelines.loading.folder import LoadRequest, load
