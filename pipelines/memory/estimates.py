@@ -16,14 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-<<<<<<< HEAD
-from ...compat.memory.estimates import PartBytes, part_bytes
-from ...compat.memory.parts import denoises
-=======
-from ...compat.memory.offloader import MODES
 from ...compat.memory.parts import PartBytes, denoises, part_bytes
-from ...compat.memory.statistics import StageNeed
->>>>>>> main
 from ..base import Pipeline, SampleSettings
 from ..family import FamilySpec
 from ..loading.part import PartFiles

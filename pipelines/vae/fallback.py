@@ -32,13 +32,8 @@ from ...compat.output_check import (
 )
 from ...compat.transforms.attention_vae import replace_vae_attention
 from ..base import Pipeline, Progress, StageText, SubProgress
-<<<<<<< HEAD
-from ..pictures import signed, unsigned
-from .plan import CHUNKED, FULL, ON_CPU, STREAMING, Plan, decoder_size
-=======
 from ..pictures import signed
-from .plan import CHUNKED, FULL, METHODS, ON_CPU, STREAMING, Form, Plan, checked_form
->>>>>>> main
+from .plan import CHUNKED, FULL, METHODS, ON_CPU, STREAMING, Form, Plan, checked_form, decoder_size
 from .tiled import Work
 
 LEAVES_PER_REPORT = 8

@@ -21,12 +21,7 @@ from ...compat.device.quirks import DevicePolicy, policy_for
 from ...compat.errors import InputError
 from ...compat.precision import DTYPES
 from ..base import Pipeline
-<<<<<<< HEAD
 from ..memory.estimates import SPARE, Size, attempt_bytes, bytes_on, latent_shape, plane_bytes
-from .layerwise import SIDES
-=======
-from ..memory.estimates import Size, attempt_bytes, bytes_on, plane_bytes
->>>>>>> main
 
 METHODS = AUTO, FULL, TILED, CHUNKED, STREAMING, ON_CPU = ("auto", "full", "tiled", "chunked", "streaming", "cpu")
 CHUNKS = (8, 4, 2, 1)  # latent frames
