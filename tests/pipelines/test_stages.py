@@ -105,7 +105,8 @@ def test_width_and_height_0_take_the_size_of_the_image(ltx):
 
 
 @pytest.mark.parametrize(
-    ("size", "steps", "pattern"), [((64, 64, 9), 1, "steps 1; expected at least 2"), ((4096, 4096, 4097), 2, "4096x4096")]
+    ("size", "steps", "pattern"),
+    [((64, 64, 9), 1, "steps 1; expected at least 2"), ((4096, 4096, 4097), 2, "4096x4096")],
 )
 def test_a_schedule_that_cannot_be_is_refused_in_words(ltx, size, steps, pattern):
     prompt = stages.encode_prompt(ltx, PromptRequest("fox"), Silent())
