@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from ....compat.device.execution import checked_leaves, generator_for, placed
-from ....compat.device.vae_policy import Form
 from ....compat.errors import CheckpointError, InputError
 from ...base import ImageCondition, ImageRequest, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings
 from ...family import Defaults
@@ -28,14 +27,14 @@ from ...sampling.schedules import even_levels, schedule_for
 from ...text.llama import POOLED, LlavaInput, llama_embeds, llama_from_core
 from ...text.t5 import EMBEDS, MASK
 from ...vae.fallback import decoded, encoded
-from .spec import CHANNELS, SPATIAL_RATIO, SPEC, TEMPORAL_RATIO
+from ...vae.plan import Form
+from .spec import CHANNELS, SPEC, TEMPORAL_RATIO
 
 TOKEN_REPLACE, LATENT_CONCAT = "token_replace", "latent_concat"
 DROPPED_FRAMES = 4  # what the 33-channel variant's first latent frames decode to beside the video
 INTERLEAVE = {LATENT_CONCAT: 2, TOKEN_REPLACE: 4}  # every so many of the picture's 576 states go to the transformer
 NOISE_SHARE = 0.999  # image to video starts from noise with this much of the picture's latents in it
 IMAGE = "image_latents"
-TILE = 256  # pixels of the tiles in which Tencent's script decodes
 
 
 def defaults_for(pipeline: Pipeline) -> Defaults:
@@ -158,7 +157,7 @@ def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form 
 
     In Tencent's tiles where the whole does not fit.
     """
-    tile = TILE if max(latents.samples.shape[-2:]) * SPATIAL_RATIO > TILE else 0
+    tile = SPEC.tile_for(latents.samples.shape[2:])
     return decoded(pipeline, latents.samples, progress, form, tile)[int(latents.extra.get("drop_frames", 0)) :]
 
 

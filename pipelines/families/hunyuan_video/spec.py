@@ -70,6 +70,8 @@ SPEC = FamilySpec(
         "hv", "hunyuan_video", ratio=8, text={"llm": EMBEDS, "clipL": POOLED}, padded=256, mask="llm_mask"
     ),
     # Tencent's script decodes in windows of 64 frames, 48 apart; diffusers' own 16 and 12 show as a rhythm in motion.
+    vae_tile=256,  # of the same script
+    most_whole_cells=32 * 32 * 17,  # of such a tile in one window
     vae_settings={"tile_sample_min_num_frames": 64, "tile_sample_stride_num_frames": 48},
     published_blocks=BLOCKS,
     published_vae_sites=29,

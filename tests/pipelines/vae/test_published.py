@@ -8,11 +8,11 @@ from pathlib import Path
 import layouts
 import pytest
 import torch
-from anygpu.compat.device.vae_policy import Form
 from anygpu.pipelines.base import Latents, Pipeline, Silent
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.loading.single_file import Files
 from anygpu.pipelines.vae.fallback import decoding, encoded_moments
+from anygpu.pipelines.vae.plan import Form
 from safetensors.torch import load_file
 from torch import Tensor
 
