@@ -107,7 +107,7 @@ def config_of(content: Content, task: str = "") -> Configured:
         rows = [{"name": "with a configuration beside it", "config": config}]
         task = ""
     else:
-        rows = list(_published(content.kind))
+        rows = list(published(content.kind))
     wanted = [row for row in rows if not task or row.get("task", task) == task] or rows
     misfits = [(row, _misfit(row, content)) for row in wanted]
     fitting = [row for row, misfit in misfits if not misfit]
@@ -133,7 +133,12 @@ def layouts() -> tuple[Layout, ...]:
 
 
 def tool_configs(family: FamilySpec) -> dict[str, dict[str, Any]]:
-    """The small configurations that a family's pipelines were published with: scheduler, guider, index."""
+    """The small configurations that a family's pipelines were published with: scheduler, guider, index.
+
+    None for a family that is read from folders alone.
+    """
+    if not (family.folder / "tools.json").is_file():
+        return {}
     return read_json(family.folder / "tools.json", "the pipelines' settings")
 
 
@@ -196,11 +201,11 @@ def _under(
 
 
 @lru_cache(maxsize=32)
-def _published(kind: str) -> tuple[dict[str, Any], ...]:
-    """The configurations that a model was published with."""
+def published(kind: str) -> tuple[dict[str, Any], ...]:
+    """The configurations that a model was published with; none for a family that is read from folders alone."""
     family, _, part = kind.rpartition("/")
-    folder = FAMILIES[family].folder if family else CONFIGS
-    return tuple(json.loads((folder / f"{part}.json").read_text(encoding="utf-8")))
+    path = (FAMILIES[family].folder if family else CONFIGS) / f"{part}.json"
+    return tuple(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else ()
 
 
 def _misfit(row: Mapping[str, Any], content: Content) -> list[str]:
