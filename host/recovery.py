@@ -60,8 +60,8 @@ def keep_what_core_samples(patcher: Any, family: str = "", fps: float = 0.0) -> 
             model, shapes = executor.class_obj.model_patcher.model, kwargs.get("latent_shapes")
             latents = comfy.utils.unpack_latents(output, shapes) if shapes and len(shapes) > 1 else [output]
             seed = kwargs.get("seed", args[7] if len(args) > 7 else 0)
-            found = _sampled(model, latents, family or type(model).__name__, int(seed or 0), fps)
-            recovery.keep_plain(kept_folder(), found, log.warning)
+            record = _sampled(model, latents, family or type(model).__name__, int(seed or 0), fps)
+            recovery.keep_plain(kept_folder(), record, log.warning)
         except Exception as error:  # of whatever another pack has put here: it must not cost the sampling
             log.warning("AnyGPU: latents could not be saved: %s", error)
         return output
