@@ -26,6 +26,7 @@ from .families import FAMILIES
 from .memory_manager import PartPatcher, comfy_offloader
 from .patches import patched
 from .progress import NodeProgress
+from .recovery import keep_what_core_samples
 
 WITHOUT_NETWORK = {"disable_unet_model_creation": True}
 
@@ -54,6 +55,7 @@ def model_of(pipeline: Pipeline, reload: Reload | None = None) -> PartPatcher | 
     made = row.shell(config)
     made.furnish(pipeline)
     patcher = offloader.patcher_of(TRANSFORMER, made)
+    keep_what_core_samples(patcher, pipeline.family, pipeline.spec.defaults.fps)
     patcher.add_callback_with_key(CallbacksMP.ON_PRE_RUN, "anygpu", _begin)
     if reload is not None:
         patcher.cached_patcher_init = (_model_again, (reload,))

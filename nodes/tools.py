@@ -13,7 +13,7 @@ from ..paint.networks.published import KINDS
 from ..pipelines import report as reports
 from ..pipelines.loading import download as downloads
 from ..pipelines.memory import page as memory_plan
-from ..pipelines.memory.estimates import Forecast
+from ..pipelines.memory.forecast import Forecast
 from .inputs import Paint, Pipeline, schema, size_inputs
 
 

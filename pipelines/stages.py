@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from ..compat.device.vae_policy import Form
 from ..compat.errors import CheckpointError, InputError, UnsupportedError
 from ..compat.output_check import NotFinite, fault_in_latents, require_finite
 from .base import (
@@ -28,11 +27,11 @@ from .grid import check_steps, require_range, snap
 from .memory.estimates import Size
 from .memory.fit import fit_offload, make_room_and_retry
 from .pictures import checked_frames, fitted, fitted_size
-from .profiling import Stage, running
 from .sampling.loop import fall_back_to_fp32, retries
 from .sampling.resume import InMemorySections, SectionStore
-from .speed import sampling_speed
+from .speed import Stage, running, sampling_speed
 from .text.t5 import described
+from .vae.plan import Form
 
 MOST_TOKENS = 1024
 TEXT_HINT = "choose text_device cpu on the load node, which needs none of this memory"

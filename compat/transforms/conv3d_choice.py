@@ -3,7 +3,7 @@ timed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..device.facts import DeviceFacts
+from ..device.facts import CLOCKED, DeviceFacts
 from ..device.probe_store import ProbeStore
 from ..device.timed_choice import kept_times, milliseconds
 from ..precision import NAMES
@@ -112,8 +112,17 @@ def choose_by(facts: Mapping[str, Any], timings: Timings | None = None) -> Choos
     return choice
 
 
-def kept_timings(facts: DeviceFacts, store: ProbeStore | None) -> Timings:
-    """Timings of a real accelerator, each shape of layer measured once and kept with the probes; else none."""
+def runs_natively(facts: Mapping[str, Any], dtypes: Iterable[torch.dtype]) -> bool:
+    """Whether :func:`choose_by` leaves every layer in one of ``dtypes`` as it is where nothing is timed."""
+    preferred = any(backend == facts.get("backend") for backend, _ in PREFERRED)
+    able = all(_able(facts, name, dtype) for name in ("conv3d", "pad3d") for dtype in dtypes)
+    return able and not (preferred or facts.get("conv_bytes") or facts.get("contiguous_weights"))
+
+
+def kept_timings(facts: DeviceFacts, store: ProbeStore | None) -> Timings | None:
+    """Timings of a real accelerator, each shape of layer measured once and kept with the probes; None without one."""
+    if store is None or facts.device.type not in CLOCKED:
+        return None
 
     def timings(layer: Conv3dLayer, forms: tuple[Conv3dForm, ...]) -> Mapping[str, float]:
         if len(forms) < 2:
