@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...compat.transforms.undo import Undo
+from ...compat.memory.parts import Undo
 
 DOUBLE, SINGLE = "double", "single"
 LISTS = ((DOUBLE, "transformer_blocks"), (SINGLE, "single_transformer_blocks"))
