@@ -5,9 +5,11 @@ Not in the temporary folder: ComfyUI empties it when it starts and ends, so a cr
 
 from __future__ import annotations
 
+import inspect
 import io
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import comfy.latent_formats
@@ -34,13 +36,13 @@ def listing() -> list[Kept]:
     return recovery.listing(kept_folder())
 
 
-def load(name: str, notify: Callable[[str], None] = log.info) -> dict[str, Any]:
-    """The kept LATENT of an id, or of the newest one for ``newest``.
+def load(name: str, notify: Callable[[str], None] = log.info, family: str = "") -> dict[str, Any]:
+    """The kept LATENT of an id, or of the newest one of ``family`` for ``newest``; empty for every family.
 
     Raises:
         CheckpointError: none of that id is kept.
     """
-    latent = recovery.load(kept_folder(), name, notify)
+    latent = recovery.load(kept_folder(), name, notify, family)
     more = latent.pop(NESTED, None)
     if more:
         latent["samples"] = comfy.nested_tensor.NestedTensor([latent["samples"], *more])
@@ -50,24 +52,60 @@ def load(name: str, notify: Callable[[str], None] = log.info) -> dict[str, Any]:
 def keep_what_core_samples(patcher: Any, family: str = "", fps: float = 0.0) -> None:
     """Have every sampling of core's samplers with ``patcher``, or a clone of it, saved for AnyGPU Recover Latents.
 
+    Around the whole sampling of any guider. After a cancel or a failure the last step's estimate is saved.
+
     Args:
         family: what the list calls it; the class of its model where it is empty. fps: of its videos; 0 where unknown.
     """
 
     def sampled(executor: Any, *args: Any, **kwargs: Any) -> Any:
-        output = executor(*args, **kwargs)
+        guider, estimates = executor.class_obj, _Estimates()
+        call = inspect.signature(executor.original).bind(*args, **kwargs)
+        call.apply_defaults()
+        given = call.arguments
+        given["callback"] = estimates.then(given.get("callback"), guider)
         try:
-            model, shapes = executor.class_obj.model_patcher.model, kwargs.get("latent_shapes")
-            latents = comfy.utils.unpack_latents(output, shapes) if shapes and len(shapes) > 1 else [output]
-            seed = kwargs.get("seed", args[7] if len(args) > 7 else 0)
-            found = _sampled(model, latents, family or type(model).__name__, int(seed or 0), fps)
-            recovery.keep_plain(kept_folder(), found, log.warning)
-        except Exception as error:  # of whatever another pack has put here: it must not cost the sampling
-            log.warning("AnyGPU: latents could not be saved: %s", error)
+            output = executor(*call.args, **call.kwargs)
+        except BaseException:
+            if estimates.last is not None:
+                _keep(guider, estimates.last, given, family, fps, f"step {estimates.done} of {estimates.total}")
+            raise
+        _keep(guider, output, given, family, fps, "")
         return output
 
     patcher.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, WRAPPER)
     patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, WRAPPER, sampled)
+
+
+class _Estimates:
+    """How far a sampling of core's has come: the last estimate of its result, in the space that core returns."""
+
+    def __init__(self) -> None:
+        self.last: torch.Tensor | None = None
+        self.done = self.total = 0
+
+    def then(self, callback: Callable[..., Any] | None, guider: Any) -> Callable[..., Any]:
+        """Core's callback, with the step noted first."""
+
+        def noted(step: int, estimate: torch.Tensor, x: torch.Tensor, total: int) -> Any:
+            self.last = guider.inner_model.process_latent_out(estimate.to(torch.float32)).cpu()
+            self.done, self.total = step + 1, total
+            return None if callback is None else callback(step, estimate, x, total)
+
+        return noted
+
+
+def _keep(
+    guider: Any, output: torch.Tensor, given: Mapping[str, Any], family: str, fps: float, unfinished: str
+) -> None:
+    """Keep what a sampling has made, or had made when it was cut short."""
+    try:
+        model, shapes = guider.model_patcher.model, given.get("latent_shapes")
+        latents = comfy.utils.unpack_latents(output, shapes) if shapes and len(shapes) > 1 else [output]
+        found = _sampled(model, latents, family or type(model).__name__, int(given.get("seed") or 0), fps)
+        recovery.keep_plain(kept_folder(), replace(found, unfinished=unfinished), log.warning)
+    except Exception as error:  # of whatever another pack has put here: it must not cost the sampling
+        log.warning("AnyGPU: latents could not be saved: %s", error)
 
 
 def _sampled(model: Any, latents: list[Any], family: str, seed: int, fps: float) -> Sampled:

@@ -67,6 +67,7 @@ class Sampled:
         samples: of any shape, on any device; more than one where they are nested, such as video and audio.
         family: of our pipeline, or the class of the model. latent_format: name of core's class for its latents.
         frames, width, height: in pixels; 0 where they are unknown.
+        unfinished: how far the sampling came, such as ``step 3 of 20``; empty for a whole one.
     """
 
     samples: Sequence[torch.Tensor]
@@ -77,6 +78,7 @@ class Sampled:
     height: int = 0
     fps: float = 0.0
     latent_format: str = ""
+    unfinished: str = ""
 
 
 def keep(folder: Path, latents: Latents, notify: Callable[[str], None], limit_bytes: int = LIMIT_BYTES) -> str:
@@ -98,35 +100,47 @@ def keep_plain(folder: Path, sampled: Sampled, notify: Callable[[str], None], li
 
 def listing(folder: Path) -> list[Kept]:
     """What is kept, newest first; files that are not ours or damaged are left out. Reads headers only."""
-    found: list[tuple[float, Kept]] = []
+    dated: list[tuple[float, Kept]] = []
     for path in folder.glob("*.safetensors"):
         try:
             stat, record = path.stat(), record_in(metadata_of(path), path)
             if ID.fullmatch(path.stem) and record.get("kind") == "latent":
-                found.append((stat.st_mtime, _kept(path.stem, stat.st_size, record)))
+                dated.append((stat.st_mtime, _kept(path.stem, stat.st_size, record)))
         except UNLISTED as error:  # another process may have removed it, or somebody edited it
             log.debug("%s is not listed: %s", path.name, error)
-    return [kept for _, kept in sorted(found, key=lambda item: (item[0], item[1].id), reverse=True)]
+    return [kept for _, kept in sorted(dated, key=lambda item: (item[0], item[1].id), reverse=True)]
 
 
-def load(folder: Path, name: str, notify: Callable[[str], None]) -> dict[str, Any]:
+def load(folder: Path, name: str, notify: Callable[[str], None], family: str = "") -> dict[str, Any]:
     """The kept LATENT of an id, or of the newest one for ``newest``; an unfinished video is as far as it came.
 
-    Raises:
-        CheckpointError: none of that id is kept.
-    """
-    return load_latent(path_of(folder, name), notify)
-
-
-def path_of(folder: Path, name: str) -> Path:
-    """The file of an id from :func:`listing`; nothing else can be named.
+    Args:
+        family: whose newest; empty for the newest of all.
 
     Raises:
         CheckpointError: none of that id is kept.
     """
-    ids = [kept.id for kept in listing(folder)]
-    chosen = ids[0] if name == "newest" and ids else name
-    if chosen not in ids:
+    return load_latent(path_of(folder, name, family), notify)
+
+
+def path_of(folder: Path, name: str, family: str = "") -> Path:
+    """The file of an id from :func:`listing`; nothing else can be named. ``family`` as in :func:`load`.
+
+    Raises:
+        CheckpointError: none of that id is kept.
+    """
+    every = listing(folder)
+    ids = [kept.id for kept in every]
+    if name == "newest" and ids:
+        fitting = [kept.id for kept in every if family in ("", kept.family)]
+        if not fitting:
+            raise CheckpointError(
+                f"no kept latents of {family!r}",
+                expected=f"a sampling of {family!r} among the {len(ids)} that are kept",
+                fix=f"Load the {every[0].family} model, whose latents are the newest, or choose one of the list.",
+            )
+        name = fitting[0]
+    if name not in ids:
         raise CheckpointError(
             f"no kept latents {name!r}" if ids else "no kept latents at all",
             expected=f"one of the {len(ids)} that are kept" if ids else "a finished sampling",
@@ -134,7 +148,7 @@ def path_of(folder: Path, name: str) -> Path:
             if ids
             else "Sample something first; every result is saved automatically.",
         )
-    return folder / f"{chosen}.safetensors"
+    return folder / f"{name}.safetensors"
 
 
 @dataclass(slots=True)
@@ -237,7 +251,11 @@ def _new_id(family: str, seed: int) -> str:
 def _kept(name: str, size: int, whole: Mapping[str, Any]) -> Kept:
     record = whole.get(LISTED, whole)
     family, frames, seed = str(record["family"]), int(record["frames"]), int(record["seed"])
-    width, height, unfinished = int(record["width"]), int(record["height"]), str(whole.get("unfinished", ""))
+    width, height, unfinished = (
+        int(record["width"]),
+        int(record["height"]),
+        str(whole.get("unfinished") or record.get("unfinished", "")),
+    )
     date, fps = str(whole["saved"]), float(record["fps"])
     prompt = str(record.get("extra", {}).get("prompt", ""))
     sizes = [f"{width}x{height}", f"{frames} frame{'s' if frames > 1 else ''}"] if width else []

@@ -193,7 +193,7 @@ def find_models(roots: Iterable[Path]) -> list[Path]:
 
     Looks three levels deep, into hidden folders never, and follows no folder twice.
     """
-    found: dict[Path, None] = {}
+    folders: dict[Path, None] = {}
     for root in roots:
         level, seen = [Path(root)], set()
         for _ in range(4):
@@ -204,11 +204,11 @@ def find_models(roots: Iterable[Path]) -> list[Path]:
                     continue
                 seen.add(real)
                 if _is_model(folder):
-                    found[folder] = None
+                    folders[folder] = None
                 else:
                     deeper += [child for child in folder.iterdir() if child.is_dir() and not child.name.startswith(".")]
             level = deeper
-    return sorted(found)
+    return sorted(folders)
 
 
 def variant_choices() -> list[str]:
@@ -327,10 +327,15 @@ def _searched(name: str, family: FamilySpec, request: LoadRequest) -> Path:
         provider, task = family.base or family.id, "text" if family.base else _task(family, own)
         for spared in ((), family.text_parts):  # one with text encoders is better; without them a prompt is loaded
             for folder in find_models(roots):
-                found = family_of_folder(folder)
-                if found is None or found.id != provider or not (folder / INDEX).is_file() or folder == request.model:
+                offered = family_of_folder(folder)
+                if (
+                    offered is None
+                    or offered.id != provider
+                    or not (folder / INDEX).is_file()
+                    or folder == request.model
+                ):
                     continue
-                if _task(found, folder / "transformer") != task:  # its text encoder is another
+                if _task(offered, folder / "transformer") != task:  # its text encoder is another
                     continue
                 own_parts = (*family.transformers, *ENCODER_FOLDER, *spared)
                 provided = [part for part in family.parts if part not in own_parts]

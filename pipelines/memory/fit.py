@@ -27,10 +27,10 @@ from ...compat.memory.statistics import amount_of
 from ...compat.transforms import compile as compiling
 from ..base import Pipeline, Progress
 from ..loading.part import PartFiles
-from .estimates import MARGIN, TRANSFORMER, VAE, Size, bytes_on, forecast, transformer_bytes
+from .estimates import MARGIN, SPARE, TRANSFORMER, VAE, Size, bytes_on, transformer_bytes
+from .forecast import forecast
 
 GIVEN_UP = "_anygpu_given_up"  # on an error that every way on was tried for
-SPARE = 1.05  # of what a forecast says, before a mode is taken
 PARTS = (TRANSFORMER, "text_encoder", VAE)  # what may compute on a device of its own
 
 

@@ -33,7 +33,7 @@ from ...compat.output_check import (
 from ...compat.transforms.attention_vae import replace_vae_attention
 from ..base import Pipeline, Progress, StageText, SubProgress
 from ..pictures import signed
-from .plan import CHUNKED, FULL, METHODS, ON_CPU, STREAMING, Form, Plan, checked_form
+from .plan import CHUNKED, FULL, METHODS, ON_CPU, STREAMING, Form, Plan, checked_form, decoder_size
 from .tiled import Work
 
 LEAVES_PER_REPORT = 8
@@ -286,15 +286,14 @@ def decoding(
         InputError: an unknown method, or a tile, overlap or count out of range. UnsupportedError: a method that this
             family's decoder cannot do.
     """
-    spatial, temporal = pipeline.spec.ratios
-    form = checked_form(form or Form(), spatial)
+    form = checked_form(form or Form(), pipeline.spec.ratio)
     if form.method == CHUNKED and not pipeline.spec.causal_decoder:
         raise UnsupportedError(
             f"decode method {CHUNKED!r} for {pipeline.family}, whose decoder looks ahead",
             expected=f"one of {', '.join(method for method in METHODS if method != CHUNKED)}",
             fix=f"Choose {STREAMING}, which is exact for every family, or auto.",
         )
-    size = shape[2] * temporal, shape[3] * spatial, shape[4] * spatial  # decoders cut frames off at the very end
+    size = decoder_size(pipeline, (shape[2], shape[3], shape[4]))
     return Passes(Plan(pipeline, "decoder", size, form, tile), progress)
 
 

@@ -21,7 +21,7 @@ from ...compat.device.quirks import DevicePolicy, policy_for
 from ...compat.errors import InputError
 from ...compat.precision import DTYPES
 from ..base import Pipeline
-from ..memory.estimates import Size, attempt_bytes, bytes_on, plane_bytes
+from ..memory.estimates import SPARE, Size, attempt_bytes, bytes_on, latent_shape, plane_bytes
 
 METHODS = AUTO, FULL, TILED, CHUNKED, STREAMING, ON_CPU = ("auto", "full", "tiled", "chunked", "streaming", "cpu")
 CHUNKS = (8, 4, 2, 1)  # latent frames
@@ -180,9 +180,18 @@ class Plan:
         size: pixel frames, rows and columns of the largest pass.
         form: what the user asks of a decode.
         advised: pixels per tile that the family advises; 0 for whole.
+        room: bytes beside the weights that a forecast has; None for a run, which looks at the device and makes room.
     """
 
-    def __init__(self, pipeline: Pipeline, coder: str, size: tuple[int, int, int], form: Form, advised: int) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        coder: str,
+        size: tuple[int, int, int],
+        form: Form,
+        advised: int,
+        room: int | None = None,
+    ) -> None:
         self.pipeline, self.size, self.form, self.method = pipeline, size, form, form.method
         self.learned = f"{pipeline.family} {coder} fails with MIOpen"  # of an earlier run on this device
         self.policy, self.device = policy_for(pipeline.facts), execution_device(pipeline.offloader, part="vae")
@@ -193,8 +202,8 @@ class Plan:
         start = self._start(form.tile or advised) if self.method in (AUTO, TILED) else 0
         self.forms = self._forms(start, whole_first=self.method == AUTO and not limited)
         self.attempt = next((each for each in self.forms if each.tile == start), self.forms[0])
-        if self.method == AUTO and self.decodes and self.device.type != HOST.type and not (start and limited):
-            self.attempt = self._fitting()
+        if self.method == AUTO and self.decodes and not (start and limited):
+            self.attempt = self._fitting() if room is None else self.fitting(room)
 
     def follow(self, kind: str, text: str) -> Attempt | None:
         """What to try after the attempt under way failed; None when nothing allowed is left.
@@ -215,7 +224,8 @@ class Plan:
         """Bytes beside the weights that an attempt is forecast to take; 0 where nobody knows."""
         if not self.decodes or not self.pipeline.weights:
             return 0
-        return attempt_bytes(self.pipeline, self.area, attempt.frames, attempt.tile, attempt.stream)
+        planes = plane_bytes(self.pipeline, self.area) if attempt.stream and self.device.type == HOST.type else 0
+        return planes + attempt_bytes(self.pipeline, self.area, attempt.frames, attempt.tile, attempt.stream)
 
     def others(self) -> list[str]:
         """The other parts of the pipeline that are on the device."""
@@ -294,15 +304,31 @@ class Plan:
         offloader = pipeline.offloader
         weights = pipeline.weights["vae"].resident(offloader.mode, "vae") + offloader.options.keep_free_bytes
         weights -= bytes_on(self.device, pipeline.parts.get("vae"))
-        if weights + self.needed_bytes(self.forms[0]) <= free:
+        if SPARE * (weights + self.needed_bytes(self.forms[0])) <= free:
             return self.forms[0]
         for name in self.others():
             offloader.release(name)
-        free = room_on(pipeline, self.device) or free
+        return self.fitting((room_on(pipeline, self.device) or free) - weights)
+
+    def fitting(self, room: int) -> Attempt:
+        """The first form that is forecast to need at most ``room`` bytes beside the weights; else the smallest."""
         streams = plane_bytes(self.pipeline, self.area) <= host_free_bytes()
         forms = [each for each in self.forms if not each.on_host and (streams or not each.stream)]
-        fitting = (each for each in forms if weights + self.needed_bytes(each) <= free)
+        fitting = (each for each in forms if SPARE * self.needed_bytes(each) <= room)
         return next(fitting, min(forms, key=self.needed_bytes))
+
+
+def planned_decode(pipeline: Pipeline, size: Size, room: int) -> tuple[Attempt, int]:
+    """The form in which a decode of ``size`` begins with ``room`` bytes beside the weights, and the bytes it needs."""
+    spec, cells = pipeline.spec, latent_shape(pipeline, size)
+    plan = Plan(pipeline, "decoder", decoder_size(pipeline, cells), Form(), spec.tile_for(cells), room)
+    return plan.attempt, plan.needed_bytes(plan.attempt)
+
+
+def decoder_size(pipeline: Pipeline, cells: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Pixel frames, rows and columns that a decoder makes of ``cells``; it cuts frames off at the very end."""
+    spatial, temporal = pipeline.spec.ratios
+    return cells[0] * temporal, cells[1] * spatial, cells[2] * spatial
 
 
 def room_on(pipeline: Pipeline, device: torch.device) -> int | None:
