@@ -28,7 +28,7 @@ from ..compat.errors import InputError
 from ..compat.memory.adapters import Adapters, adapters_on
 from ..compat.memory.host_weights import DISK
 from ..compat.memory.offloader import HOSTED, OffloadOptions, placement
-from ..compat.memory.parts import Parts, StageText, denoises, role_of
+from ..compat.memory.parts import Parts, StageText, role_of
 from ..compat.memory.statistics import MemoryStats, amount
 from . import patches
 from .casting import CastLeaf, bytes_of, fixed_tensors, install_cast_leaves, restore_leaves, send, send_home
@@ -134,6 +134,7 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
     memory_stats: MemoryStats | None = None
     in_cloning = False
     beside: int | None = None  # bytes that the stage under way needs beside the weights
+    ran_out = False  # whether memory ran out when all of it was on the device
     locks = True  # whether ComfyUI may lock what is streamed in host memory
 
     def clone(self, *args: Any, **kwargs: Any) -> PartPatcher:
@@ -210,9 +211,10 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
         """Bytes of weights that may come, below 0 that must leave: what ComfyUI offers, less what a stage needs.
 
         Except on NVIDIA's cards it offers two fifths of the free memory whatever is to be kept free. An offer of
-        everything stands: it comes where memory is shared, or where the user wants all on the device.
+        everything stands until memory runs out: it comes where memory is shared, or where the user wants all on the
+        device.
         """
-        if self.beside is None or offered >= EVERYTHING:
+        if self.beside is None or (offered >= EVERYTHING and not self.ran_out):
             return offered
         management = comfy.model_management
         kept = max(self.beside + management.extra_reserved_memory(), management.minimum_inference_memory())
@@ -298,7 +300,8 @@ class ComfyOffloader:
         if known is not None:
             unload(known)
         shell = shell or (known.model if known is not None else _holder(part)(self.parts, part))
-        self.patchers[part] = PartPatcher(shell, device, _offload_device(part))
+        # ComfyUI's own answer is the device itself under --highvram and --gpu-only: nothing could ever leave it.
+        self.patchers[part] = PartPatcher(shell, device, HOST)
         self.patchers[part].memory_stats = self.memory_stats
         self.patchers[part].locks = self.options.host_weights.kinds.get(part) != DISK
         return self.patchers[part]
@@ -334,7 +337,7 @@ class ComfyOffloader:
 
     def _loaded(self, part: str, patcher: PartPatcher, needed: int) -> bool:
         """Whether the part is on the device as far as there is room; not where memory ran out, but less may fit."""
-        patcher.beside = needed + self._unknown(part)
+        patcher.beside, patcher.ran_out = needed + self._unknown(part), self._unknown(part) > 0
         try:
             comfy.model_management.load_models_gpu([patcher], memory_required=patcher.beside)
         except DEVICE_ERRORS as error:
@@ -443,13 +446,6 @@ def _leave(holder: Any, taker: Any) -> None:
         if item.model is not None and item.model.model is holder:
             unload(item.model)
     holder.put(None)
-
-
-def _offload_device(part: str) -> torch.device:
-    management = comfy.model_management
-    if denoises(part):
-        return torch.device(management.unet_offload_device())
-    return torch.device(management.vae_offload_device() if part == "vae" else management.text_encoder_offload_device())
 
 
 def _watcher(part: str, total: int, progress: Any) -> Callable[[int], None] | None:
