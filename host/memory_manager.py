@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from ..compat.checkpoints.packed import without_unpacking
-from ..compat.device.execution import HOST
+from ..compat.device.execution import HOST, current
 from ..compat.device.failures import DEVICE_ERRORS, is_shortage
 from ..compat.errors import InputError
 from ..compat.memory.adapters import Adapters, adapters_on
@@ -136,6 +136,7 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
     beside: int | None = None  # bytes that the stage under way needs beside the weights
     ran_out = False  # whether memory ran out when all of it was on the device
     locks = True  # whether ComfyUI may lock what is streamed in host memory
+    keeps = True  # whether host weights stay beside their copies: not where host and device share one memory
 
     def clone(self, *args: Any, **kwargs: Any) -> PartPatcher:
         """As usual; nothing is read for it."""
@@ -144,7 +145,7 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
             found: PartPatcher = super().clone(*args, **kwargs)
         finally:
             self.in_cloning = False
-        found.memory_stats, found.locks = self.memory_stats, self.locks
+        found.memory_stats, found.locks, found.keeps = self.memory_stats, self.locks, self.keeps
         return found
 
     def model_size(self) -> int:
@@ -176,7 +177,7 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
         install_cast_leaves(module, device_to, self.memory_stats)
         fixed = fixed_tensors(module)
         for tensor in fixed:
-            send(tensor, device_to)
+            send(tensor, device_to, self.keeps)
         held = bytes_of(fixed)
         with patches.placed(self) as found:
             super().load(device_to, max(lowvram_model_memory - held, 0.1), force_patch_weights, full_load)
@@ -191,7 +192,7 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
         if device_to is not None and not kwargs.get("return_weight"):
             tensor = comfy.utils.get_attr(self.model, key)
             if tensor is not None:
-                send(tensor, device_to)
+                send(tensor, device_to, self.keeps)
                 if self.watcher is not None:
                     self.watcher(tensor.numel() * tensor.element_size())
         return result
@@ -304,12 +305,16 @@ class ComfyOffloader:
         self.patchers[part] = PartPatcher(shell, device, HOST)
         self.patchers[part].memory_stats = self.memory_stats
         self.patchers[part].locks = self.options.host_weights.kinds.get(part) != DISK
+        self.patchers[part].keeps = not self.options.host_weights.shared
         return self.patchers[part]
 
     @contextmanager
     def hold(self, part: str, activation_bytes: int = 0, progress: Any = None) -> Iterator[nn.Module]:
         """The part with this pipeline's adapters; ComfyUI keeps ``activation_bytes`` free beside its weights."""
-        with adapters_on(self.parts, part, self.adapters, self.take_off, progress) as module:
+        with (
+            current(self.device_of(part)),
+            adapters_on(self.parts, part, self.adapters, self.take_off, progress) as module,
+        ):
             self._bring(part, module, activation_bytes + self.options.keep_free_bytes, progress)
             yield module
             self._refused.pop(part, None)  # another program may have had them for a moment

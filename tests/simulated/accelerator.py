@@ -230,7 +230,7 @@ def refusal(count: int, index: int = 0) -> Iterator[None]:
 
 @contextlib.contextmanager
 def buffer_cap(total_bytes: int, ends_process: bool = False) -> Iterator[None]:
-    """No single request above `total_bytes` is granted, whatever is free: refused as Metal does, or the process ends."""
+    """No request above `total_bytes` is granted, whatever is free; it is refused as Metal does, or the process ends."""
     _loaded().acc_cap_buffers(ctypes.c_int64(total_bytes), int(ends_process))
     try:
         yield
