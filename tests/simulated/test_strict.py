@@ -4,12 +4,16 @@ and streams that belong to the current device."""
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from anygpu.compat.device.facts import DeviceFacts, facts_for
+from anygpu.compat.device.failures import is_shortage
 from anygpu.compat.memory.offloader import OffloadOptions, StandaloneOffloader
 from anygpu.compat.memory.parts import Parts
 from anygpu.compat.memory.transfer import set_data
@@ -139,6 +143,51 @@ def test_shared_memory_gives_the_same_video(acc, tiny_folder, on_cpu, name, offl
     assert pipeline.offloader.options.host_weights.shared
     for _ in range(2):
         same(rendered(pipeline, CASES[name]), on_cpu(name))
+
+
+# ---- a largest buffer ---------------------------------------------------------------------------------------------
+
+CAP = 3 * MEBIBYTE
+DECODE = """
+import sys
+sys.path.insert(0, {tests!r})
+import torch
+from dataclasses import replace
+from pathlib import Path
+from anygpu.compat.memory import transfer
+from anygpu.pipelines import stages
+from anygpu.pipelines.base import Silent
+from anygpu.pipelines.vae import plan
+from anygpu.compat.device.quirks import policy_for
+from simulated import accelerator, profiles
+from simulated.test_vae_policy import latents_for, loaded_on
+torch.set_num_threads(1)
+transfer.STAGING_BYTES = {cap} // 2  # as small beside this cap as 16 MB beside 4 GB
+apple = profiles.facts_of("mps-like")
+assert policy_for(apple).allocation_bytes == 4 << 30
+plan.policy_for = lambda facts: replace(policy_for(apple), allocation_bytes={cap})
+with accelerator.fresh() as device, accelerator.buffer_cap({cap}, ends_process=True):
+    pipeline = loaded_on(replace(apple, device=device), "hunyuan_video", Path({folder!r}), dtype=torch.float32)
+    frames = stages.decode(pipeline, latents_for(pipeline, side=128), Silent(), {method!r})
+    print("finite", bool(frames.isfinite().all()))
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("method", "ending"), [("auto", (0, "finite True")), ("full", (-6, ""))])
+def test_no_buffer_reaches_the_size_that_ends_a_process_on_apple(acc, tiny_folder, method, ending):
+    tests = str(Path(__file__).resolve().parents[1])
+    program = DECODE.format(tests=tests, folder=str(tiny_folder), cap=CAP, method=method)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == ending, done.stderr[-800:]
+
+
+def test_a_buffer_that_is_refused_is_shortage(acc):
+    with accelerator.buffer_cap(MEBIBYTE):
+        torch.zeros(1000, device=acc)
+        with pytest.raises(RuntimeError, match=r"Invalid buffer size: 4.00 MiB") as caught:
+            torch.zeros(MEBIBYTE, device=acc)
+    assert is_shortage(caught.value)
 
 
 # ---- shortage in each back end's words ----------------------------------------------------------------------------
