@@ -22,6 +22,7 @@ from .core_vae import CoreVAE
 from .families import FAMILIES
 from .memory_manager import PartPatcher, comfy_offloader
 from .patches import patched
+from .recovery import keep_what_core_samples
 
 WITHOUT_NETWORK = {"disable_unet_model_creation": True}
 
@@ -43,7 +44,9 @@ def model_of(pipeline: Pipeline) -> PartPatcher | None:
         config.sampling_settings["shift"] = shift
     made = row.shell(config)
     made.furnish(pipeline)
-    return offloader.patcher_of(TRANSFORMER, made)
+    patcher = offloader.patcher_of(TRANSFORMER, made)
+    keep_what_core_samples(patcher, pipeline.family, pipeline.spec.defaults.fps)
+    return patcher
 
 
 class Factors(comfy.weight_adapter.LoRAAdapter):

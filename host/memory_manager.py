@@ -25,10 +25,9 @@ from ..compat.checkpoints.packed import without_unpacking
 from ..compat.device.execution import HOST, current
 from ..compat.device.failures import DEVICE_ERRORS, is_shortage
 from ..compat.errors import InputError
-from ..compat.memory.adapters import Adapters, adapters_on
 from ..compat.memory.host_weights import DISK
 from ..compat.memory.offloader import HOSTED, OffloadOptions, placement
-from ..compat.memory.parts import Parts, StageText, role_of
+from ..compat.memory.parts import Adapters, Parts, StageText, adapters_on, role_of
 from ..compat.memory.statistics import MemoryStats, amount
 from . import patches
 from .casting import CastLeaf, bytes_of, fixed_tensors, install_cast_leaves, restore_leaves, send, send_home

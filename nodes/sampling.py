@@ -14,6 +14,7 @@ from ..pipelines.base import FramePackSettings, SampleSettings
 from ..pipelines.decisions import in_short
 from ..pipelines.latents import convert as latent_format
 from ..pipelines.latents import recovery
+from ..pipelines.registry import FAMILIES
 from ..pipelines.speed import with_step_cache
 from .inputs import DEFAULT, Image, Pipeline, Prompt, sampling_inputs, schema, size_inputs
 
@@ -28,7 +29,10 @@ class Sample(io.ComfyNode):
             display_name="AnyGPU Sample",
             description="Samples a video from text, an image or a video, depending on what you connect. Inputs that "
                         "have no effect on the loaded model are named under the node.",
-            search_aliases=["ksampler", "video sampler", "text to video", "t2v", "i2v", "v2v"],
+            search_aliases=[
+                "ksampler", "video sampler", "text to video", "image to video", "t2v", "i2v", "v2v", "length", "num_frames",
+                *(f"{spec.id.replace('_', ' ')} sampler" for spec in FAMILIES.values() if not spec.sections),
+            ],
             inputs=[
                 Pipeline.Input("pipeline", tooltip="From AnyGPU Load Pipeline."),
                 io.MultiType.Input(
@@ -84,7 +88,7 @@ class SampleFramePack(io.ComfyNode):
             display_name="AnyGPU Sample FramePack",
             description="Samples a FramePack video section by section. Each finished section is previewed and saved: "
                         "after a cancel or a crash, the same settings continue after the last finished section.",
-            search_aliases=["framepack f1", "long video", "image to video"],
+            search_aliases=["framepack f1", "framepack sampler", "long video", "image to video", "i2v", "total_second_length"],
             inputs=[
                 Pipeline.Input("pipeline", tooltip="From AnyGPU Load Pipeline, with a FramePack model."),
                 io.MultiType.Input(

@@ -17,10 +17,9 @@ from ..compat.device.execution import HOST
 from ..compat.device.facts import GIBIBYTE, DeviceFacts, facts_for, free_bytes
 from ..compat.device.probe_results import probe_results_of
 from ..compat.errors import CheckpointError, InputError
-from ..compat.memory.estimates import PartBytes
 from ..compat.memory.host_weights import HostWeights
 from ..compat.memory.offloader import Offloader, OffloadOptions, offloader_for
-from ..compat.memory.parts import Hosted, Parts, Reader, Silent, StageText
+from ..compat.memory.parts import Hosted, PartBytes, Parts, Reader, Silent, StageText
 from ..compat.memory.statistics import amount
 from ..compat.precision import PAINT, Precision, precision_for
 from ..compat.transforms.attention import Attention, attention_for, avoided_by

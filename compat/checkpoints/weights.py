@@ -12,7 +12,6 @@ import math
 import mmap
 import os
 import sys
-import uuid
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from ..durable import replacing
 from ..errors import CheckpointError, PackError
 from .gguf_file import decoded_rows
 from .headers import STORED, TensorEntry, damaged, unreadable
@@ -163,28 +163,13 @@ def release_pages(tensor: torch.Tensor) -> None:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> Path:
-    """Write a safetensors file whole or not at all, and return its path.
-
-    The file is written beside its destination, to the disk and not only to the system's cache, and renamed, so that
-    a crash, a power cut or a full disk leaves the old one.
-    """
+    """Write a safetensors file whole or not at all, and return its path; it is on the disk then."""
     from safetensors.torch import save_file
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")
-    try:
-        temporary.touch()
-        mode = temporary.stat().st_mode  # as this user's files have; safetensors would keep others from reading it
+    with replacing(path) as temporary:
         save_file(
             {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, temporary, dict(metadata)
         )
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-        temporary.chmod(mode)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
     return path
 
 

@@ -22,11 +22,9 @@ from ..device.execution import HOST, current
 from ..device.facts import GIBIBYTE, default_device, device_fault, empty_cache, indexed
 from ..device.failures import is_shortage
 from ..errors import InputError, UnsupportedError
-from .adapters import Adapters, adapters_on
-from .estimates import BY_BLOCK, WHOLE
 from .hooks import GroupHooks, hooks_on, remove_hooks
 from .host_weights import PINNED, HostWeights
-from .parts import Parts, Silent, role_of
+from .parts import BY_BLOCK, WHOLE, Adapters, Parts, Silent, adapters_on, role_of
 from .statistics import MemoryStats
 from .transfer import move, on_device, tensors_of
 

@@ -5,14 +5,21 @@ Bits travel as they are, and every cast is made on the host.
 Some Radeons turn bf16 into zeros when they cast it to fp32, and one stack damaged bf16 on its way to the host. So a
 tensor is narrowed before it is sent, fetched in its own dtype, and widened on arrival. If a plain copy is not exact,
 the bits are copied as 16-bit integers.
+
+Whether weights arrive faster from a mapped file or through memory of their own is timed: on ROCm each copy from a
+mapped page stalled for half a second to two (Comfy-Org/ComfyUI#15001, ROCm/ROCm#5952 and #6358). The affected drivers
+change, so devices that can time copies are tested once with a 32 MB file.
 """
 
 from __future__ import annotations
 
+import mmap
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +27,10 @@ from torch import nn
 
 from ..checkpoints.weights import release_pages
 from ..device.execution import HOST
+from ..device.facts import DeviceFacts
 from ..device.failures import is_shortage
+from ..device.probe_store import ProbeStore
+from ..device.timed_choice import fastest, kept_times, milliseconds
 from ..errors import UnsupportedError
 from .host_weights import views_of
 from .parts import StageText
@@ -32,6 +42,10 @@ SLICE_BYTES = 256 * 1024**2  # of a large tensor: half a second on a link of 0.5
 SMALL_BYTES = 1024**2  # larger ones travel alone
 STAGING_BYTES = 16 * 1024**2  # of one transfer
 ALIGNED_BYTES = 256  # where a tensor may begin on a device: what its allocators give, and more than vector loads need
+COPIES, SAMPLE_BYTES, REPEATS = "copies of mapped pages", 32 * 1024**2, 5
+WORTH = 0.8  # views save the host a second copy, so they are left only where a read takes at most this share
+# The kinds of device whose driver takes a mapped page as it does any other that is not locked; of the rest nobody told.
+MAPPED = {"cpu": "host and device share the page cache", "cuda": "the driver copies mapped pages through a buffer"}
 KEPT = "_anygpu_kept"  # on a module: host weights that stay in host memory while their copies are on a device
 
 
@@ -335,3 +349,40 @@ def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
 def on_device(module: nn.Module, device: torch.device) -> bool:
     """Whether any tensor of ``module`` is on ``device``."""
     return any(tensor.device == device for tensor in tensors_of(module))
+
+
+def maps_files(facts: DeviceFacts, store: ProbeStore | None) -> bool:
+    """Whether large tensors that need no cast are left in their file as views, for the device of ``facts``.
+
+    By the clock where the device has one and an answer can be kept, else by :data:`MAPPED`.
+    """
+    if store is not None and store.folder is not None:
+        folder, key = store.folder, f"{COPIES}, system {facts.versions.get('kernel', '')}"  # part of these drivers
+        times = kept_times(key, lambda: copy_times(folder, facts.device), facts, store)
+        if len(times) > 1:
+            return fastest(times, "mapped", WORTH) == "mapped"
+    return facts.backend in MAPPED
+
+
+def copy_times(folder: Path, device: torch.device) -> dict[str, float]:
+    """Milliseconds for bytes of a file to be on the device: ``own``, read into ordinary memory, and ``mapped`` anew.
+
+    Raises:
+        OSError: nothing can be written into ``folder``.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(bytes(SAMPLE_BYTES))
+        file.flush()
+
+        def own() -> None:
+            memory = torch.empty(SAMPLE_BYTES, dtype=torch.uint8)
+            file.seek(0)
+            file.readinto(memoryview(memory.numpy()))  # type: ignore[arg-type]
+            memory.to(device)
+
+        def mapped() -> None:
+            pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            torch.frombuffer(pages, dtype=torch.uint8).to(device)
+
+        return milliseconds({"own": own, "mapped": mapped}, device, REPEATS)

@@ -3,7 +3,7 @@ timed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..device.facts import DeviceFacts, peak_bytes, reset_peak
+from ..device.facts import CLOCKED, DeviceFacts, peak_bytes, reset_peak
 from ..device.probe_store import ProbeStore
 from ..device.quirks import policy_for
 from ..device.timed_choice import fastest, kept_times, milliseconds
@@ -127,12 +127,20 @@ def choose_by(facts: Mapping[str, Any], timings: Timings | None = None) -> Choos
     return choice
 
 
-def kept_timings(facts: DeviceFacts, store: ProbeStore | None) -> Timings:
-    """Timings of a real accelerator, each shape of layer measured once and kept with the probes; else none.
+def runs_natively(facts: Mapping[str, Any], dtypes: Iterable[torch.dtype]) -> bool:
+    """Whether :func:`choose_by` leaves every layer in one of ``dtypes`` as it is where nothing is timed."""
+    preferred = any(backend == facts.get("backend") for backend, _ in PREFERRED)
+    able = all(_able(facts, name, dtype) for name in ("conv3d", "pad3d") for dtype in dtypes)
+    return able and not (preferred or facts.get("conv_bytes") or facts.get("contiguous_weights"))
+
+
+def kept_timings(facts: DeviceFacts, store: ProbeStore | None) -> Timings | None:
+    """Timings of a real accelerator, each shape of layer measured once and kept with the probes; None without one.
 
     They are taken near the size of a real decode and under the switches that it runs under.
     """
-
+    if store is None or facts.device.type not in CLOCKED:
+        return None
     policy = policy_for(facts)
 
     def timings(layer: Conv3dLayer, forms: tuple[Conv3dForm, ...]) -> Mapping[str, float]:

@@ -16,6 +16,7 @@ from typing import Any
 from ...compat.checkpoints.weights import read_json
 from ...compat.device.facts import (
     DeviceFacts,
+    device_fault,
     empty_host_cache,
     facts_for,
     free_bytes,
@@ -25,7 +26,7 @@ from ...compat.device.facts import (
 from ...compat.device.probe_results import probe_results_of
 from ...compat.device.probe_store import ProbeStore
 from ...compat.device.quirks import abilities
-from ...compat.device.wheels import require_kernels
+from ...compat.device.wheels import unusable_device
 from ...compat.errors import CheckpointError, InputError
 from ...compat.memory.offloader import Offloader, offloader_for
 from ...compat.memory.parts import denoises, role_of
@@ -42,8 +43,8 @@ from ..memory.fit import fit_host_memory, host_weight_decisions, offload_options
 from ..registry import FAMILIES
 from ..speed import SpeedRequest, speed_for
 from . import storage
-from .part import PartFiles, part_files, reader_of
-from .single_file import Composed, Files, composed, family_in, lone_task, without_text
+from .part import PartFiles, part_files, reader_of, without_text
+from .single_file import Composed, Files, composed, family_in, lone_task
 from .storage import SafeFp16
 
 INDEX = "model_index.json"
@@ -109,7 +110,8 @@ def load(
     progress = progress or Silent()
     single, family, folders, tools = _sources(request, progress)
     facts = facts_for(request.device)
-    require_kernels(facts)
+    if fault := device_fault(facts.device):
+        raise unusable_device(facts, fault)
     probes = None if request.state is None else probe_results_of(facts, request.state, request.quiet)
     precision = precision_for(family.precision, facts, request.precision, probes)
     files = _part_files(family, folders, precision, {} if single is None else single.files)

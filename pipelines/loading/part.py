@@ -21,6 +21,7 @@ from ...compat.memory.statistics import amount
 from ...compat.output_check import fault_in_weight
 from ...compat.packages import attribute
 from ..base import Progress, StageText
+from ..family import FamilySpec
 from .keys import listed
 
 
@@ -281,3 +282,11 @@ def _misfit(files: PartFiles, error: Exception) -> CheckpointError:
         expected=f"the shapes of {files.cls}",
         fix="Download config.json and weights from the same place.",
     )
+
+
+def without_text(family: FamilySpec, has: Callable[[str], bool], progress: Progress) -> tuple[str, ...]:
+    """The text parts and tokenizers of a model that ``has`` none of its text encoders, which is said; else none."""
+    if any(map(has, family.text_parts)):
+        return ()
+    progress.notify("without text encoder: connect AnyGPU Load Prompt or core CONDITIONING")
+    return (*family.text_parts, *(tool for tool in family.tools if tool.startswith("tokenizer")))

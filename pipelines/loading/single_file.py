@@ -21,7 +21,7 @@ from ..family import FamilySpec
 from ..registry import FAMILIES
 from .formats import CONFIGS, ENDINGS, Configured, Content, config_of, contents, kinds, layouts, tool_configs, width_of
 from .keys import TRANSFORMER
-from .part import PartFiles
+from .part import PartFiles, without_text
 
 AUTO = "auto"
 CLASSES = {
@@ -204,14 +204,6 @@ def _of_halves(path: Path, kind: str, request: Files, progress: Progress) -> Con
         expected=f"the {wanted.rpartition('_')[2]} too",
         fix="Put its file into the same folder, or use a VAE as a single file.",
     )
-
-
-def without_text(family: FamilySpec, has: Callable[[str], bool], progress: Progress) -> tuple[str, ...]:
-    """The text parts and tokenizers of a model that ``has`` none of its text encoders, which is said; else none."""
-    if any(map(has, family.text_parts)):
-        return ()
-    progress.notify("without text encoder: connect AnyGPU Load Prompt or core CONDITIONING")
-    return (*family.text_parts, *(tool for tool in family.tools if tool.startswith("tokenizer")))
 
 
 def _of_kind(path: Path, kind: str, width: int) -> Content | None:

@@ -19,17 +19,17 @@ from ...compat.device.execution import HOST
 from ...compat.device.facts import GIBIBYTE, DeviceFacts, empty_cache, facts_for, free_bytes, locks_host_memory
 from ...compat.device.failures import is_shortage
 from ...compat.errors import InputError, UnsupportedError
-from ...compat.memory.estimates import PartBytes
 from ...compat.memory.host_weights import DISK, HostWeights, choose_host_weights
 from ...compat.memory.offloader import HOSTED, MODES, Offloader, OffloadOptions
+from ...compat.memory.parts import PartBytes
 from ...compat.memory.statistics import amount_of
 from ...compat.transforms import compile as compiling
 from ..base import Pipeline, Progress
 from ..loading.part import PartFiles
-from .estimates import MARGIN, TRANSFORMER, VAE, Size, bytes_on, forecast, transformer_bytes
+from .estimates import MARGIN, SPARE, TRANSFORMER, VAE, Size, bytes_on, transformer_bytes
+from .forecast import forecast
 
 GIVEN_UP = "_anygpu_given_up"  # on an error that every way on was tried for
-SPARE = 1.05  # of what a forecast says, before a mode is taken
 PARTS = (TRANSFORMER, "text_encoder", VAE)  # what may compute on a device of its own
 
 

@@ -28,6 +28,9 @@ def test_core_euler_gives_what_ours_gives(inside: Inside, name: str) -> None:
     others = ("AnyGPU_vae", "AnyGPU_text_encoder", "AnyGPU_text_encoder_2", "AnyGPU_image_encoder")
     transformers = [kind for kind in found["loaded"] if kind not in others]
     assert len(transformers) == 1, "the transformer has two patchers"
+    assert found["kept"], "Recover Latents has not what core sampled"
+    assert found["listed"][:2] == [name.split()[0], 3] and min(found["listed"][2:]) > 0
+    assert found["thumbnail"]
     assert found["device"] < 2 * found["size"]
 
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from ....compat.device.execution import checked_leaves, generator_for, placed, state_of
-from ....compat.device.vae_policy import Form
 from ....compat.errors import InputError
 from ....compat.precision import Precision
 from ...base import (
@@ -40,6 +39,7 @@ from ...sampling.schedules import Levels, even_levels, schedule_for
 from ...text.llama import POOLED, llama_embeds, llama_from_core
 from ...text.t5 import EMBEDS, MASK, described
 from ...vae.fallback import decoding
+from ...vae.plan import Form
 from .keyframes import END, START, VISION, drawn, end_strength
 from .keyframes import encode_image as encode_image
 from .sections import History, Plan, joined, plan_for, spans
