@@ -13,9 +13,8 @@ import torch.nn.functional as F
 
 from ..device.facts import CLOCKED, DeviceFacts, peak_bytes, reset_peak
 from ..device.probe_store import ProbeStore
-from ..device.quirks import policy_for
+from ..device.quirks import convolution_switches, policy_for
 from ..device.timed_choice import fastest, kept_times, milliseconds
-from ..device.vae_policy import convolution_switches
 from ..precision import NAMES
 from .conv3d_forms import MATMUL_BYTES, Conv3dForm, Geometry, Triple, convolve, covers
 
