@@ -193,8 +193,8 @@ class Placed:
     @property
     def dtype(self) -> torch.dtype:
         """What its own class says, but never 8 bits, which nothing computes in."""
-        found = super().dtype  # type: ignore[misc]
-        return found if found.itemsize > 1 else self.__dict__["computes_in"]
+        stored = super().dtype  # type: ignore[misc]
+        return stored if stored.itemsize > 1 else self.__dict__["computes_in"]
 
 
 def install_cast_leaves(module: nn.Module, device: torch.device, memory_stats: MemoryStats | None = None) -> bool:
@@ -240,13 +240,13 @@ def restore_leaves(module: nn.Module) -> None:
 
 def fixed_tensors(module: nn.Module) -> list[torch.Tensor]:
     """Parameters that belong to no casting leaf, and buffers but for the scales of packed ones, each once."""
-    found: dict[int, torch.Tensor] = {}
+    tensors: dict[int, torch.Tensor] = {}
     for owner in module.modules():
         held = () if isinstance(owner, CastLeaf) else owner.parameters(recurse=False)
         tables = () if isinstance(owner, PackedLeaf) else owner.buffers(recurse=False)
         for tensor in (*held, *tables):
-            found[id(tensor)] = tensor
-    return list(found.values())
+            tensors[id(tensor)] = tensor
+    return list(tensors.values())
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:

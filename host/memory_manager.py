@@ -141,11 +141,11 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
         """As usual; nothing is read for it."""
         self.in_cloning = True
         try:
-            found: PartPatcher = super().clone(*args, **kwargs)
+            copy: PartPatcher = super().clone(*args, **kwargs)
         finally:
             self.in_cloning = False
-        found.memory_stats, found.locks, found.keeps = self.memory_stats, self.locks, self.keeps
-        return found
+        copy.memory_stats, copy.locks, copy.keeps = self.memory_stats, self.locks, self.keeps
+        return copy
 
     def model_size(self) -> int:
         """Bytes of the part in the dtypes it is stored in; reads it, but for a clone, which is told and never asks."""
@@ -178,9 +178,9 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
         for tensor in fixed:
             send(tensor, device_to, self.keeps)
         held = bytes_of(fixed)
-        with patches.placed(self) as found:
+        with patches.placed(self) as placed:
             super().load(device_to, max(lowvram_model_memory - held, 0.1), force_patch_weights, full_load)
-        patches.attach(self, found)
+        patches.attach(self, placed)
         if not full_load:
             self.model.model_loaded_weight_memory += held
 
@@ -236,10 +236,10 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
 
     def detach(self, unpatch_all: bool = True) -> Any:
         """As usual; after a whole detach the part is as it was read, with its own classes."""
-        found = super().detach(unpatch_all)
+        result = super().detach(unpatch_all)
         if unpatch_all and self.model.content is not None:
             restore_leaves(self.model.content)
-        return found
+        return result
 
 
 class ComfyOffloader:
