@@ -105,6 +105,10 @@ class NodeProgress:
         """What a stage cost in memory and time: a line like others, the last of its stage."""
         self.notify(text)
 
+    def show(self) -> None:
+        """The lines under the node at once, where a node of core's runs and no step of ours will show them."""
+        self._send("\n".join(self.lines))
+
     def finish(self, status: str, *more: str) -> None:
         """The text that stays under the node: its status with ``more`` of it and the pace, then what was said."""
         status = "; ".join(filter(None, (status, *more, self._paced)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -210,9 +211,14 @@ def trace_file(inputs: Mapping[str, Any]) -> Path | None:
 
 def load_outputs(request: LoadRequest, progress: NodeProgress, lines: Iterable[str] = ()) -> io.NodeOutput:
     """Pipeline, MODEL and VAE; what was decided is said under the node, then ``lines``."""
-    pipeline = load(request, progress, memory_manager.make_room, memory_manager.offloader_on)
+    here = (memory_manager.make_room, memory_manager.offloader_on)
+    pipeline = load(request, progress, *here)
     progress.finish("\n".join((status_of(pipeline), *map(str, pipeline.decisions), *lines)))
-    return io.NodeOutput(pipeline, *core_models.beside(pipeline))
+
+    def reload(devices: Mapping[str, Any]) -> Any:
+        return load(replace(request, devices={**request.devices, **devices}), None, *here)
+
+    return io.NodeOutput(pipeline, *core_models.beside(pipeline, reload))
 
 
 class LoRA(io.ComfyNode):
