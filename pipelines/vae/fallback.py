@@ -15,7 +15,7 @@ from torch.nn import functional
 from ...compat.device.execution import HOST, checked_leaves, generator_for
 from ...compat.device.facts import empty_cache, first_line
 from ...compat.device.failures import DEVICE_ERRORS, KERNEL, MEMORY, failure_kind
-from ...compat.device.quirks import DevicePolicy
+from ...compat.device.quirks import convolution_switches
 from ...compat.errors import UnsupportedError, remember
 from ...compat.memory.transfer import Transfer, casts_wrongly, transfer_for
 from ...compat.output_check import (
@@ -341,26 +341,6 @@ def encoded(
 def unsigned(video: torch.Tensor) -> torch.Tensor:
     """A VAE's output (1, 3, F, H, W) in -1..1 as frames (F, H, W, 3) in 0..1, fp32, on the CPU."""
     return (video[0].float() / 2 + 0.5).clamp(0, 1).permute(1, 2, 3, 0).contiguous().cpu()
-
-
-@contextmanager
-def convolution_switches(policy: DevicePolicy, library: bool = True) -> Iterator[None]:
-    """Torch's switches for its convolution library (cuDNN; MIOpen on Radeon) as ``policy`` wants them, then as they
-    were.
-
-    Args:
-        library: False switches the library off whatever ``policy`` says.
-    """
-    cudnn = torch.backends.cudnn
-    before = cudnn.enabled, cudnn.benchmark
-    try:
-        if not (library and policy.vae_cudnn):
-            cudnn.enabled = False
-        if not policy.benchmark:
-            cudnn.benchmark = False
-        yield
-    finally:
-        cudnn.enabled, cudnn.benchmark = before
 
 
 @contextmanager
