@@ -66,7 +66,7 @@ class Finding:
     def __str__(self) -> str:
         if self.inputs:
             return f"{self.fault} in what the network is given ({self.inputs}): the fault lies before it"
-        cause = f"its weight {self.weight} holds {NAN} or infinity" if self.weight else "its weights are finite"
+        cause = f"its {self.weight} holds {NAN} or infinity" if self.weight else "its weights are finite"
         way = sorted(self.way, key=lambda place: -place[1])[:SHOWN]
         told = "; largest on the way: " + ", ".join(f"{name} {value:.3g}" for name, value in way) if way else ""
         place = ", ".join(filter(None, (self._block(), self._part())))
@@ -196,7 +196,7 @@ class _Search:
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             fault, wrong = self._wrong(output)
             if not fault:
-                if self._is_block(name):
+                if name and self._block_of(name) == name:
                     self.way.append((name, largest(output)))
                 return
             given = (args, kwargs)
@@ -217,14 +217,14 @@ class _Search:
                 return fault, tensor
         return "", None
 
-    def _is_block(self, name: str) -> bool:
-        return name.rpartition(".")[0] in self.lists
+    def _block_of(self, name: str) -> str:
+        return next((place for place in _prefixes(name) if place.rpartition(".")[0] in self.lists), "")
 
     def _finding(self, name: str, module: nn.Module, fault: str, wrong: Any, given: float) -> Finding:
         bad = next((key for key, weight in module.named_parameters() if _is_bad(weight)), "")
         owner, _, weight = bad.rpartition(".")
         layer = ".".join(filter(None, (name, owner)))
-        block = next((place for place in _prefixes(layer) if self._is_block(place)), "")
+        block = self._block_of(layer)
         parent = block.rpartition(".")[0]
         kind = type(self.networks.get_submodule(layer)).__name__
         dtype = DTYPES.get(wrong.dtype, str(wrong.dtype).removeprefix("torch."))

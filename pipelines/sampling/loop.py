@@ -133,7 +133,7 @@ def denoise(
                         require_finite(latents, "sampled latents")
             progress.step(index + 1, count, stage, _later(schedule.clean, output, index, before, preview))
     if watch is not None:
-        watch.finish(start, latents)
+        watch.finish(start, latents, count)
     return latents
 
 

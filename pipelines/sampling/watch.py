@@ -50,11 +50,10 @@ class Watch:
 
         return checked
 
-    def finish(self, noise: torch.Tensor, latents: torch.Tensor) -> None:
-        """Say what is wrong with finite latents, where somebody asked for a doctor."""
-        said = unshrunk(noise, latents) if self.each else ""
-        if said:
-            self.doctor.tell(said)
+    def finish(self, noise: torch.Tensor, latents: torch.Tensor, count: int) -> None:
+        """Say what is wrong with finite latents, or that nothing is, where somebody asked for a doctor."""
+        if self.each:
+            self.doctor.tell(unshrunk(noise, latents) or f"no fault in {count} steps")
 
 
 def watch_of(pipeline: Pipeline, progress: Progress) -> Watch | None:
