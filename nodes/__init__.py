@@ -6,6 +6,7 @@ import logging
 
 from ..host.api import ComfyExtension, io
 from ..host.server.routes import add_routes
+from .core_models import FitCLIP, FitModel, FitVAE
 from .decode import Decode
 from .latents import LoadLatent, LoadPrompt, RecoverLatents, SaveLatent, SaveMusubiCache, SavePrompt
 from .loaders import ComposePipeline, LoadPipeline, LoRA
@@ -27,6 +28,7 @@ NODES = (
     ComposePipeline,
     MemoryPlan,
     DownloadModel,
+    FitModel, FitVAE, FitCLIP,
 )
 
 
