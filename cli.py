@@ -23,7 +23,6 @@ if not __package__:  # run as `python path/to/pack/cli.py`: load the folder as t
     _spec.loader.exec_module(sys.modules["anygpu"])
     __package__ = "anygpu"
 
-from .compat import precision
 from .compat.errors import InputError, PackError
 from .compat.memory import offloader
 from .compat.memory.parts import StageText
@@ -31,6 +30,7 @@ from .compat.transforms import attention, fused, step_cache
 from .compat.transforms import compile as compiling
 from .pipelines.family import FITS, SCHEDULERS
 from .pipelines.registry import FAMILIES
+from .pipelines.requests import PRECISIONS
 from .pipelines.vae.plan import METHODS
 
 STATE = "~/.cache/anygpu"
@@ -328,7 +328,7 @@ def _render_arguments(parser: argparse.ArgumentParser) -> None:
     add("--denoise", type=float, default=1.0, help="with --video: how much is redrawn")
     add("--fit", choices=FITS, default=FITS[0])
     add("--scheduler", choices=SCHEDULERS, default="auto")
-    add("--precision", choices=precision.CHOICES, default="auto")
+    add("--precision", choices=PRECISIONS, default="auto")
     add("--offload", choices=offloader.CHOICES, default="auto")
     add("--attention", choices=attention.CHOICES, default="auto", help="kernel of the transformer's attention")
     add("--kernels", choices=fused.CHOICES, default="auto", help="fused kernels in the transformer's blocks")

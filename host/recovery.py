@@ -39,13 +39,13 @@ def listing() -> list[Kept]:
     return recovery.listing(kept_folder())
 
 
-def load(name: str, notify: Callable[[str], None] = log.info) -> dict[str, Any]:
-    """The kept LATENT of an id, or of the newest one for ``newest``.
+def load(name: str, notify: Callable[[str], None] = log.info, family: str = "") -> dict[str, Any]:
+    """The kept LATENT of an id, or of the newest one of ``family`` for ``newest``; empty for every family.
 
     Raises:
         CheckpointError: none of that id is kept.
     """
-    latent = recovery.load(kept_folder(), name, notify)
+    latent = recovery.load(kept_folder(), name, notify, family)
     more = latent.pop(NESTED, None)
     if more:
         latent["samples"] = comfy.nested_tensor.NestedTensor([latent["samples"], *more])

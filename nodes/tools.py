@@ -83,7 +83,7 @@ class MemoryPlan(Uncached):
             display_name="AnyGPU Memory Plan",
             description="Shows what a run will need on the device before anything is read: a bar per stage and "
                         "offload mode against the memory that is free now, and the fastest mode that fits.",
-            search_aliases=["vram", "memory forecast", "oom", "out of memory", "offload plan", "will it fit"],
+            search_aliases=["vram", "memory forecast", "oom", "out of memory", "offload plan", "will it fit", "low vram"],
             inputs=[
                 io.MultiType.Input(
                     "pipeline", types=[Pipeline, Paint],

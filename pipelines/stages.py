@@ -48,12 +48,10 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
     """The prompt and its negative as embeddings; afterwards no text encoder is on the device.
 
     Raises:
-        InputError: an empty or over-long prompt, or a template without its place for the prompt.
+        InputError: a template without its place for the prompt.
     """
     family = pipeline.spec
     _require_text_encoder(pipeline, family)
-    if not request.text.strip():
-        raise InputError("an empty prompt", expected="a text that describes the video", fix="Type a prompt.")
     limit = request.max_tokens or of_checkpoint(pipeline).defaults.max_tokens
     require_range("max_tokens", limit, 1, MOST_TOKENS, "tokens")
     if request.template and request.template.count("{}") != 1:

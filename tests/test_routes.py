@@ -541,3 +541,14 @@ def test_routes_are_added_once(pack):
     table = aiohttp.web.RouteTableDef()
     assert pack.routes.add_routes(table) and not pack.routes.add_routes(table)
     assert len(table) == len(pack.routes.ROUTES) + 1, "and the way to the help"
+
+
+def test_a_run_that_is_cut_short_is_not_running_for_ever(pack):
+    sampling = pack.runs.NodeRun("5")
+    sampling.at("sampling 61/200")
+    entry = pack.runs.stop("5", "cancelled")
+    assert entry["status"] == "cancelled at sampling 61/200" and entry["done"]
+    _, told, _ = pack.ask("GET", "/anygpu/run")
+    assert told["nodes"]["5"]["done"] and told["nodes"]["5"]["status"] == entry["status"]
+    assert pack.runs.stop("5", "cancelled") is None, "it has ended already"
+    assert pack.runs.stop("6", "cancelled") is None, "it has not run"

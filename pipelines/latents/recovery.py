@@ -100,35 +100,47 @@ def keep_plain(folder: Path, sampled: Sampled, notify: Callable[[str], None], li
 
 def listing(folder: Path) -> list[Kept]:
     """What is kept, newest first; files that are not ours or damaged are left out. Reads headers only."""
-    found: list[tuple[float, Kept]] = []
+    dated: list[tuple[float, Kept]] = []
     for path in folder.glob("*.safetensors"):
         try:
             stat, record = path.stat(), record_in(metadata_of(path), path)
             if ID.fullmatch(path.stem) and record.get("kind") == "latent":
-                found.append((stat.st_mtime, _kept(path.stem, stat.st_size, record)))
+                dated.append((stat.st_mtime, _kept(path.stem, stat.st_size, record)))
         except UNLISTED as error:  # another process may have removed it, or somebody edited it
             log.debug("%s is not listed: %s", path.name, error)
-    return [kept for _, kept in sorted(found, key=lambda item: (item[0], item[1].id), reverse=True)]
+    return [kept for _, kept in sorted(dated, key=lambda item: (item[0], item[1].id), reverse=True)]
 
 
-def load(folder: Path, name: str, notify: Callable[[str], None]) -> dict[str, Any]:
+def load(folder: Path, name: str, notify: Callable[[str], None], family: str = "") -> dict[str, Any]:
     """The kept LATENT of an id, or of the newest one for ``newest``; an unfinished video is as far as it came.
 
-    Raises:
-        CheckpointError: none of that id is kept.
-    """
-    return load_latent(path_of(folder, name), notify)
-
-
-def path_of(folder: Path, name: str) -> Path:
-    """The file of an id from :func:`listing`; nothing else can be named.
+    Args:
+        family: whose newest; empty for the newest of all.
 
     Raises:
         CheckpointError: none of that id is kept.
     """
-    ids = [kept.id for kept in listing(folder)]
-    chosen = ids[0] if name == "newest" and ids else name
-    if chosen not in ids:
+    return load_latent(path_of(folder, name, family), notify)
+
+
+def path_of(folder: Path, name: str, family: str = "") -> Path:
+    """The file of an id from :func:`listing`; nothing else can be named. ``family`` as in :func:`load`.
+
+    Raises:
+        CheckpointError: none of that id is kept.
+    """
+    every = listing(folder)
+    ids = [kept.id for kept in every]
+    if name == "newest" and ids:
+        fitting = [kept.id for kept in every if family in ("", kept.family)]
+        if not fitting:
+            raise CheckpointError(
+                f"no kept latents of {family!r}",
+                expected=f"a sampling of {family!r} among the {len(ids)} that are kept",
+                fix=f"Load the {every[0].family} model, whose latents are the newest, or choose one of the list.",
+            )
+        name = fitting[0]
+    if name not in ids:
         raise CheckpointError(
             f"no kept latents {name!r}" if ids else "no kept latents at all",
             expected=f"one of the {len(ids)} that are kept" if ids else "a finished sampling",
@@ -136,7 +148,7 @@ def path_of(folder: Path, name: str) -> Path:
             if ids
             else "Sample something first; every result is saved automatically.",
         )
-    return folder / f"{chosen}.safetensors"
+    return folder / f"{name}.safetensors"
 
 
 @dataclass(slots=True)

@@ -42,7 +42,7 @@ def ours(pipeline: Any, prompt: Any, image: Any, frames: int) -> torch.Tensor:
 def cores(model: Any, positive: Any, negative: Any, noise: torch.Tensor, **chosen: Any) -> torch.Tensor:
     """Latents of core's Euler sampler at the same levels."""
     sampler = comfy.samplers.sampler_object(chosen.pop("sampler", "euler"))
-    sigmas, start = torch.tensor(SIGMAS), chosen.pop("start", torch.zeros_like(noise))
+    sigmas, start = chosen.pop("sigmas", torch.tensor(SIGMAS)), chosen.pop("start", torch.zeros_like(noise))
     cfg = chosen.pop("cfg", CFG)
     return comfy.sample.sample_custom(
         model, noise, cfg, sampler, sigmas, positive, negative, start, disable_pbar=True, seed=SEED, **chosen

@@ -39,6 +39,11 @@ def test_what_is_kept_is_listed_newest_first_and_loads(tmp_path: Path) -> None:
     assert "seed 8" in found[0].name and found[0].total_bytes > SAMPLES.nbytes and not found[0].unfinished
     assert torch.equal(recovery.load(tmp_path, "newest", no_word)["samples"], SAMPLES + 1)
     assert torch.equal(recovery.load(tmp_path, first, no_word)["samples"], SAMPLES)
+    recovery.keep(tmp_path, replace(LATENTS, family="mochi"), no_word)
+    newest = recovery.load(tmp_path, "newest", no_word, LATENTS.family)
+    assert torch.equal(newest["samples"], SAMPLES + 1), "the newest of the family that is loaded"
+    with pytest.raises(CheckpointError, match=r"no kept latents of 'ltx'.*Load the mochi model"):
+        recovery.load(tmp_path, "newest", no_word, "ltx")
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/b", "", "A" * 200, "nothing"])
