@@ -7,6 +7,7 @@ import logging
 from ..host.api import ComfyExtension, io
 from ..host.progress import with_an_end
 from ..host.server.routes import add_routes
+from .core_models import FitCLIP, FitModel, FitVAE
 from .decode import Decode
 from .doctor import Doctor
 from .latents import LoadLatent, LoadPrompt, RecoverLatents, SaveLatent, SaveMusubiCache, SavePrompt
@@ -29,6 +30,7 @@ NODES = (
     ComposePipeline,
     MemoryPlan,
     DownloadModel,
+    FitModel, FitVAE, FitCLIP,
     Doctor,
 )
 

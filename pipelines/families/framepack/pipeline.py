@@ -82,8 +82,8 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
 
     texts = tuple(text for text in request.sections if text.strip())
     asked = replace(request, sections=texts)
-    positive, negative, found = llama_embeds(pipeline, HunyuanVideoFramepackPipeline, asked, progress)
-    encoded = iter(found)
+    positive, negative, later = llama_embeds(pipeline, HunyuanVideoFramepackPipeline, asked, progress)
+    encoded = iter(later)
     sections = tuple(next(encoded) if text.strip() else positive for text in request.sections)
     return Prompt(SPEC.id, positive, negative, sections)
 
@@ -155,10 +155,10 @@ def sample(
             forward = _forward(pipeline, transformer, history, image.tensors[VISION].to(device), settings)
             noise, part = noise_for(shape, generator, device), SubProgress(progress, index, plan.count, "section")
             history.add(_section(pipeline, forward, texts[plan.place(index)], settings, noise, part))
-            found = described(_so_far(pipeline, history, settings, generator), prompt)
+            latents = described(_so_far(pipeline, history, settings, generator), prompt)
             if keeper is not None:
-                keeper.keep(key, index, plan.count, found, history.standing(state_of(generator)))
-    return found
+                keeper.keep(key, index, plan.count, latents, history.standing(state_of(generator)))
+    return latents
 
 
 def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.Tensor:

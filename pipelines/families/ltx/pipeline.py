@@ -135,9 +135,9 @@ def encode_video(pipeline: Pipeline, frames: torch.Tensor, seed: int, progress: 
     from diffusers import LTXPipeline
     from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
-    found = encoded_moments(pipeline, frames, progress, StageText("encoding", "video"))
-    drawn = DiagonalGaussianDistribution(found[MOMENTS]).sample(generator_for(seed))
-    return LTXPipeline._normalize_latents(drawn, found[MEAN], found[STD], _scaling(pipeline))
+    encoded = encoded_moments(pipeline, frames, progress, StageText("encoding", "video"))
+    drawn = DiagonalGaussianDistribution(encoded[MOMENTS]).sample(generator_for(seed))
+    return LTXPipeline._normalize_latents(drawn, encoded[MEAN], encoded[STD], _scaling(pipeline))
 
 
 def sample(
