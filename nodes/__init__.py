@@ -8,7 +8,9 @@ from ..compat.requirements import package_problem
 from ..host.api import ComfyExtension, io
 from ..host.progress import with_an_end
 from ..host.server.routes import add_routes
+from .core_models import FitCLIP, FitModel, FitVAE
 from .decode import Decode
+from .doctor import Doctor
 from .latents import LoadLatent, LoadPrompt, RecoverLatents, SaveLatent, SaveMusubiCache, SavePrompt
 from .loaders import ComposePipeline, LoadPipeline, LoRA
 from .mesh import BakeTexture, CleanMesh, LoadMesh, PaintCameras, RenderTurntable, RenderViews
@@ -29,6 +31,8 @@ NODES = (
     ComposePipeline,
     MemoryPlan,
     DownloadModel,
+    FitModel, FitVAE, FitCLIP,
+    Doctor,
 )
 
 
