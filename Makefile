@@ -65,7 +65,7 @@ pictures: $(READY)
 workflows: $(READY)
 	$(PY) tests/browser/drive.py author.mjs
 	$(PY) tests/browser/drive.py workflows.mjs
-	$(PY) tests/browser/drive.py thumbnails.mjs
+	$(PY) tests/browser/cards.py
 	$(PY) tests/browser/drive.py subgraphs.mjs
 
 matrix: $(READY)
