@@ -7,6 +7,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ if not __package__:  # run as `python path/to/pack/cli.py`: load the folder as t
     _spec.loader.exec_module(sys.modules["anygpu"])
     __package__ = "anygpu"
 
+from .compat import doctor as doctors
 from .compat.errors import InputError, PackError
 from .compat.memory import offloader
 from .compat.memory.parts import StageText
@@ -35,6 +37,10 @@ from .pipelines.vae.plan import METHODS
 
 STATE = "~/.cache/anygpu"
 OUTPUT_BYTES = 100_000_000  # that must be free before hours of work; a minute of 720p takes less
+REPAIR = (
+    "watch every step: offer stops at a fault and says what helps; keep goes on with what helps, in later runs too; "
+    "forget drops what was kept for this model"
+)
 SAMPLING = (
     "frames",
     "steps",
@@ -137,6 +143,33 @@ def render(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def doctor(arguments: argparse.Namespace) -> int:
+    """Sample and decode one clip and say in which layer its values go wrong; 1 if they do."""
+    from .compat.output_check import NotFinite
+
+    progress = Printed()
+    try:
+        frames, _ = rendered(arguments, progress)
+    except NotFinite as error:
+        print(error)
+        return 1
+    print(f"no fault in {frames.shape[0]} frames of {frames.shape[2]}x{frames.shape[1]}")
+    return 0
+
+
+def _watch(arguments: argparse.Namespace, progress: Any) -> Any:
+    """The doctor of ``--repair``; None without it."""
+    from .compat.repairs import RepairStore
+
+    if arguments.repair is None:
+        return None
+    store = RepairStore(Path(arguments.state).expanduser())
+    watch = doctors.Doctor(str(Path(arguments.model).resolve()), store, arguments.repair, progress.notify)
+    for repair in watch.repairs:
+        progress.notify(f"kept: {repair}")
+    return watch
+
+
 def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float]:
     """Frames (F, H, W, 3) and fps for the arguments of ``render``: the same functions that the nodes call."""
     import torch
@@ -165,6 +198,7 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float]:
         for text in arguments.lora:
             pipeline = lora.with_lora(pipeline, *lora.named(text), "separate", progress)
         pipeline = with_step_cache(pipeline, arguments.step_cache, step_cache.StepCacheSettings())
+        pipeline = replace(pipeline, doctor=_watch(arguments, progress))
         for decision in pipeline.decisions:
             progress.notify(str(decision))
         if arguments.recover is None:
@@ -300,7 +334,10 @@ def _parser() -> argparse.ArgumentParser:
     tried.set_defaults(run=check)
     rendering = commands.add_parser("render", help="render one clip with your own model")
     _render_arguments(rendering)
-    for command in (told, tried, rendering):
+    watched = commands.add_parser("doctor", help="find out why a model gives black or broken video, and what helps")
+    _render_arguments(watched)
+    watched.set_defaults(run=doctor, prompt="a red fox", steps=2, repair=doctors.OFFER)
+    for command in (told, tried, rendering, watched):
         command.add_argument("--state", default=STATE, help=f"folder where test results are saved (default: {STATE})")
     shown = commands.add_parser("demo", help="render and check one clip per family with tiny random models")
     shown.add_argument("--output", default="demo", help="folder to fill (default: demo)")
@@ -343,6 +380,7 @@ def _render_arguments(parser: argparse.ArgumentParser) -> None:
         help="skip work in steps that change little; lossy",
     )
     add("--fp16-accumulation", action="store_true", help="add fp16 products in fp16: faster on GeForce; lossy")
+    add("--repair", choices=doctors.CHOICES, help=REPAIR)
     add("--profile", metavar="FILE", help="write a torch profiler trace with a range per stage, block and operation")
     add("--decode", choices=METHODS, default="auto", help="how to decode; auto: at once if it fits")
     add("--device", help="such as cpu, cuda:0, mps; default: the accelerator, else cpu")
