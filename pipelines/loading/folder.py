@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ...compat.checkpoints.weights import read_json
+from ...compat.decision import AUTO, CHOSEN, Decision
 from ...compat.device.facts import (
     DeviceFacts,
     device_fault,
@@ -40,15 +41,16 @@ from ..base import Parts, Pipeline, Progress, Silent, Tools
 from ..family import FamilySpec
 from ..memory.estimates import sizes_of
 from ..memory.fit import fit_host_memory, host_weight_decisions, offload_options, require_room
+from ..recipes import recipe_decision
 from ..registry import FAMILIES
 from ..speed import SpeedRequest, speed_for
 from . import storage
+from .evidence import evidence_of
 from .part import PartFiles, part_files, reader_of, without_text
 from .single_file import Composed, Files, composed, family_in, lone_task
 from .storage import SafeFp16
 
 INDEX = "model_index.json"
-AUTO = "auto"
 HEAD_WIDTH = 128  # of a transformer whose configuration leaves it to the class
 
 
@@ -122,7 +124,9 @@ def load(
     options = offload_options(request.devices, request.keep_free_gb, request.state, host)
     require_room(weights, facts.device, facts.total_bytes or None if make_room or hosted else free, options)
     progress.check()
-    variant = _variant(family, request, files, progress)
+    variant, guessed = _variant(
+        family, request, files["transformer"], () if single is None else single.decisions, progress
+    )
     attention = _attention(request.attention, files["transformer"].config, precision, facts, probes)
     safe = SafeFp16(family.id, facts.device, active=precision.safe)
     convolutions = conv3d_step(abilities(facts, probes), kept_timings(facts, probes))
@@ -135,7 +139,7 @@ def load(
     )
     speed.settle_offload(offloader.mode, request.offload != AUTO)
     more = (*storage.decisions(files), *speed.decisions(), *host_weight_decisions(offloader))
-    return Pipeline(
+    pipeline = Pipeline(
         spec=family,
         task=_task(family, folders["transformer"]) if single is None else single.task,
         parts=parts,
@@ -152,6 +156,7 @@ def load(
         probes=probes,
         storage=storage.smaller(files),
     )
+    return replace(pipeline, decisions=(*guessed, *recipe_decision(pipeline), *pipeline.decisions))
 
 
 def _sources(request: LoadRequest, progress: Progress) -> tuple[Composed | None, FamilySpec, dict[str, Path], Tools]:
@@ -392,7 +397,14 @@ def _task(family: FamilySpec, transformer: Path) -> str:
     return family.pipelines.get(str(index.get("_class_name")), family.lone_task)
 
 
-def _variant(family: FamilySpec, request: LoadRequest, files: Mapping[str, PartFiles], progress: Progress) -> str:
+def _variant(
+    family: FamilySpec,
+    request: LoadRequest,
+    transformer: PartFiles,
+    known: tuple[Decision, ...],
+    progress: Progress,
+) -> tuple[str, tuple[Decision, ...]]:
+    """The variant, and beside what is ``known`` already the decision for it; a guess names what says so."""
     if request.variant not in (AUTO, *family.variants):
         known = ", ".join((AUTO, *family.variants))
         raise InputError(
@@ -400,12 +412,14 @@ def _variant(family: FamilySpec, request: LoadRequest, files: Mapping[str, PartF
             expected=f"one of {known}",
             fix="Choose auto or one of these.",
         )
-    if request.variant != AUTO or not family.variants:
-        return request.variant if request.variant != AUTO else family.id
-    variant, why = family.code.guess_variant(request.model, files["transformer"].config)
-    if why:
-        progress.notify(f"variant {variant}: {why}")
-    return variant
+    if not family.variants:
+        return family.id, known
+    if request.variant != AUTO:
+        return request.variant, (*known, Decision("variant", request.variant, source=CHOSEN))
+    place = transformer.folder if transformer.folder.is_file() else request.model
+    variant, why = family.code.guess_variant(evidence_of(place, transformer.config))
+    progress.notify(f"variant {variant}: {why}")
+    return variant, (*known, Decision("variant", variant, why, AUTO))
 
 
 def _tools(family: FamilySpec, folders: Mapping[str, Path], plain: Mapping[str, Callable[[], Any]]) -> Tools:
