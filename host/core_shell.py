@@ -117,11 +117,11 @@ class CoreShell(Shell):
     def extra_conds(self, **given: Any) -> dict[str, Any]:
         """Core's own reading of a CONDITIONING, and our pictures in it."""
         given.setdefault("pooled_output", None)
-        found: dict[str, Any] = super().extra_conds(**given)  # type: ignore[misc]
+        conds: dict[str, Any] = super().extra_conds(**given)  # type: ignore[misc]
         picture = given.get(PICTURE)
         if picture is not None:
-            found.update(self._pictured(picture, given["noise"]))
-        return {name: cond for name, cond in found.items() if getattr(cond, "cond", cond) is not None}
+            conds.update(self._pictured(picture, given["noise"]))
+        return {name: cond for name, cond in conds.items() if getattr(cond, "cond", cond) is not None}
 
     def memory_required(self, input_shape: Any, cond_shapes: Any = None) -> float:
         """Bytes that one forward needs beside the weights, for latents (B, C, T, H, W)."""

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..compat.decision import AUTO, CHOSEN, Decision
-from ..compat.device.facts import DeviceFacts
+from ..compat.device.facts import DeviceFacts, first_line
 from ..compat.device.failures import is_shortage
 from ..compat.device.probe_results import TRITON
 from ..compat.device.probe_store import ProbeResult
 from ..compat.device.quirks import policy_for, verdict
-from ..compat.errors import InputError, UnsupportedError
+from ..compat.errors import InputError, PackError, UnsupportedError
 from ..compat.memory.offloader import HOSTED
 from ..compat.memory.parts import denoises, role_of
 from ..compat.memory.statistics import stage_cost
@@ -35,6 +36,10 @@ from .profiling import Profile
 Hosted = Callable[..., Any]
 TRANSFORMER, VAE = "transformer", "vae"
 STEP_CACHE = "step cache"
+UNEXPECTED = (  # not OSError: of a disk or a driver, whose own words say more
+    *(TypeError, ValueError, LookupError, AttributeError, ArithmeticError),
+    *(AssertionError, RuntimeError, ImportError),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,10 +268,25 @@ def running(
     ):
         try:
             yield
+        except PackError:
+            raise
         except Exception as error:
-            if not is_shortage(error) or hasattr(error, EXPLAINED):
+            if hasattr(error, EXPLAINED):
                 raise
-            raise explain_shortage(error, pipeline, pipeline.spec, stage.title, size, hint) from error
+            if is_shortage(error):
+                raise explain_shortage(error, pipeline, pipeline.spec, stage.title, size, hint) from error
+            if isinstance(error, UNEXPECTED):
+                raise _unexpected(error, stage.title, pipeline.source) from error
+            raise
+
+
+def _unexpected(error: Exception, stage: str, source: Path) -> UnsupportedError:
+    """The error for what nobody foresaw: a configuration that fits its weights and still makes no sense, or a bug."""
+    return UnsupportedError(
+        f"{type(error).__name__} while {stage} with {source.name!r}: {first_line(error)}",
+        expected="a model whose settings belong together",
+        fix="Compare its JSON files with the published ones; if they are the same, please report this with the log.",
+    )
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import math
 import mmap
 import os
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,7 +27,7 @@ from .headers import STORED, TensorEntry, damaged, unreadable
 SLICE_BYTES = 64 * 1024**2
 CAST_BYTES = 4 * 1024**2  # of a slice that is cast: it stays in the processor's cache
 NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # which Python names from 3.13 on; of Linux
-VIEWS_TAKE_MEMORY = sys.platform == "win32"  # which promises memory for all of a view that may be written to
+READ_ONLY = sys.platform == "win32"  # which promises memory for all of a view that may be written to
 VIEW_BYTES = 1024**2  # smaller tensors are read: their pages would hold other tensors too
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -120,7 +121,8 @@ def read_tensors(
         entries: what to read, from :func:`declared`.
         dtype: floating tensors are cast to it, packed ones unpacked to it; None keeps the file's own bytes.
         advance: called with the file bytes just read, at least every 64 MiB; may raise to cancel.
-        mapped: whether large tensors that need no cast may be views of the file, copied where they are written to.
+        mapped: whether large tensors that need no cast may be views of the file. Nobody may write to them: on Windows
+            that ends the process.
 
     Returns:
         Name to tensor, contiguous. Peak extra memory: one slice of 64 MiB, and the file's page cache.
@@ -178,12 +180,14 @@ def is_view(entry: TensorEntry) -> bool:
 
 
 def _pages(file: Any) -> mmap.mmap:
-    """The file as memory that may be written to, which changes nothing on disk.
+    """The file as memory whose changes would stay out of it; read-only on Windows.
 
     Read from front to back: with that hint the system reads far ahead, and a cold load on a busy disk took less time
     than any other way that was tried, MADV_WILLNEED among them. Linux is also told that nothing will be written, since
     it refuses to promise memory for a file that is larger than all it has.
     """
+    if READ_ONLY:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     if sys.platform == "linux":
         flags = mmap.MAP_PRIVATE | NO_RESERVE
         pages = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
@@ -197,7 +201,9 @@ def _viewed(
 ) -> torch.Tensor:
     """A view of the file; where it is to be cast, a tensor of its own made from the pages, which are let go again."""
     stored = STORED[entry.dtype]
-    flat = torch.frombuffer(pages, dtype=stored, count=entry.total_bytes // stored.itemsize, offset=entry.start)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable")  # and nobody writes
+        flat = torch.frombuffer(pages, dtype=stored, count=entry.total_bytes // stored.itemsize, offset=entry.start)
     if dtype is None or dtype == stored or not stored.is_floating_point:
         flat.untyped_storage().pages = pages, entry.start, entry.end  # type: ignore[attr-defined]
         advance(entry.total_bytes)

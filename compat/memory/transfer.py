@@ -123,6 +123,20 @@ def copy_to_device(
     return there
 
 
+def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """Make ``data`` the values of ``tensor``, a parameter or buffer that stays the same object for all who hold it.
+
+    Torch's own assignment refuses tensors of devices that it does not list, XLA's among them; there the two objects
+    trade what they stand for, as ``nn.Module.to`` does.
+    """
+    if torch._has_compatible_shallow_copy_type(tensor, data):
+        tensor.data = data
+        return
+    other = torch.Tensor._make_subclass(type(tensor), data.data, tensor.requires_grad)
+    other.__dict__.update(tensor.__dict__)
+    torch.utils.swap_tensors(tensor, other)
+
+
 def transfer_for(device: torch.device, dtype: torch.dtype) -> Transfer:
     """The exact way to ``device`` for tensors of ``dtype``.
 
@@ -236,7 +250,9 @@ def move(
     label: str,
     progress: Any = None,
     memory_stats: MemoryStats | None = None,
+    *,
     keep: bool = False,
+    shared: bool = False,
 ) -> None:
     """Move ``module`` to ``device``, tensor by tensor, reporting bytes and obeying a cancel, of a large one by slices.
 
@@ -245,11 +261,14 @@ def move(
 
     Args:
         keep: whether all host weights stay in host memory; those that are views of their file do in any case.
+        shared: whether host and device have one memory: what has arrived is given up where it was, and after a cancel
+            or a failure everything is on the host.
     """
     away = [tensor for tensor in tensors_of(module) if tensor.device != device]
     if not away:
         return
-    origins, kept = [(tensor, tensor.data) for tensor in away], dict(module.__dict__.get(KEPT, {}))
+    origins = {id(tensor): (tensor, tensor.data) for tensor in away}
+    kept = dict(module.__dict__.get(KEPT, {}))
     total, done, copied = sum(tensor.nbytes for tensor in away), 0, 0
     check = None if progress is None else progress.check
     home = device.type == HOST.type
@@ -259,15 +278,21 @@ def move(
         with torch.inference_mode(False), torch.no_grad():
             for tensor, data, is_copy in way:
                 done, copied = done + tensor.nbytes, copied + tensor.nbytes * is_copy
-                tensor.data = data
+                set_data(tensor, data)
+                if shared:
+                    del origins[id(tensor)], data
                 if progress is not None:
                     progress.step(done, total, StageText("moving", f"{label} {amount(done, total)}", True))
                     progress.check()
     except BaseException:
         with torch.inference_mode(False), torch.no_grad():
-            for tensor, data in origins:
-                tensor.data = data
-        module.__dict__[KEPT] = kept
+            for tensor, data in origins.values():
+                set_data(tensor, data)
+            if shared:
+                for tensor, data, _ in _data_at_home(module, [t for t in away if t.device.type != HOST.type], None):
+                    set_data(tensor, data)
+            else:
+                module.__dict__[KEPT] = kept
         raise
     if memory_stats is not None:
         memory_stats.add(copied, time.perf_counter() - started)
@@ -286,8 +311,9 @@ def _copies_on(
     def send(source: torch.Tensor) -> torch.Tensor:
         return copy_to_device(source, device, check, staged=views.staged and views.holds(source))
 
-    for index, there in send_together([tensor.data for tensor in away], send):
-        tensor = away[index]
+    sources = [tensor.data for tensor in away]
+    for index, there in send_together(sources, send):
+        tensor, sources[index] = away[index], there  # nobody else may have the source any more
         kept.pop(id(tensor), None)
         is_view = views.holds(tensor)
         if keep or is_view:

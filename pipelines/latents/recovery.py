@@ -100,15 +100,15 @@ def keep_plain(folder: Path, sampled: Sampled, notify: Callable[[str], None], li
 
 def listing(folder: Path) -> list[Kept]:
     """What is kept, newest first; files that are not ours or damaged are left out. Reads headers only."""
-    found: list[tuple[float, Kept]] = []
+    dated: list[tuple[float, Kept]] = []
     for path in folder.glob("*.safetensors"):
         try:
             stat, record = path.stat(), record_in(metadata_of(path), path)
             if ID.fullmatch(path.stem) and record.get("kind") == "latent":
-                found.append((stat.st_mtime, _kept(path.stem, stat.st_size, record)))
+                dated.append((stat.st_mtime, _kept(path.stem, stat.st_size, record)))
         except UNLISTED as error:  # another process may have removed it, or somebody edited it
             log.debug("%s is not listed: %s", path.name, error)
-    return [kept for _, kept in sorted(found, key=lambda item: (item[0], item[1].id), reverse=True)]
+    return [kept for _, kept in sorted(dated, key=lambda item: (item[0], item[1].id), reverse=True)]
 
 
 def load(folder: Path, name: str, notify: Callable[[str], None], family: str = "") -> dict[str, Any]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,16 @@ import torch
 from torch import nn
 
 from ...compat.checkpoints.headers import STORED, TensorEntry, declared
-from ...compat.checkpoints.packed import dense_bytes, kept_plain, memory_bytes, pack, packable, stays_packed
+from ...compat.checkpoints.packed import (
+    Stored,
+    dense_bytes,
+    is_table,
+    kept_plain,
+    memory_bytes,
+    pack,
+    packable,
+    stays_packed,
+)
 from ...compat.checkpoints.weights import is_view, read_json, read_tensors, weight_files
 from ...compat.errors import CheckpointError
 from ...compat.memory.host_weights import Views, mark_views
@@ -22,6 +32,8 @@ from ...compat.output_check import fault_in_weight
 from ...compat.packages import attribute
 from ..base import Progress, StageText
 from ..family import FamilySpec
+from ..vae.chunked import decode_as_published
+from .configs import construction
 from .keys import listed
 
 
@@ -36,7 +48,7 @@ class PartFiles:
         storage: how its blocks' weights are kept in memory, of ``compat.quantized.CHOICES``. keeps_packed: whether
             those that the file has packed stay as they are. by_bits: whether the device's own cast of bf16 is broken.
         mapped: whether large tensors that need no cast may be views of the file. staged: whether such views go to a
-            device by way of ordinary memory.
+            device by way of ordinary memory. settings: attributes that the module gets once it is built.
     """
 
     name: str
@@ -52,6 +64,7 @@ class PartFiles:
     by_bits: bool = False
     mapped: bool = False
     staged: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def total_bytes(self) -> int:
@@ -114,6 +127,9 @@ def reader_of(files: PartFiles) -> Callable[[Progress], nn.Module]:
             build = _built_by_diffusers if files.library == "diffusers" else _built_by_transformers
             views: set[int] = set()
             module = build(files, _advance(files, progress), views).eval().requires_grad_(False)
+            for name, value in files.settings.items():
+                setattr(module, name, value)
+            decode_as_published(module)
             mark_views(module, Views(frozenset(views), files.staged))
             return module
 
@@ -172,8 +188,9 @@ def _built_by_diffusers(files: PartFiles, advance: Callable[[int], None], views:
     from accelerate import init_empty_weights
 
     cls: Any = attribute("diffusers", files.cls)
-    with init_empty_weights():
+    with construction(files.name, files.folder, len(files.entries), partial(advance, 0)), init_empty_weights():
         module: nn.Module = cls.from_config(dict(files.config))
+    _require_fitting(files, module)
     layers = packable(module, exact=True) if files.keeps_packed or files.storage != "auto" else {}
     kept = {
         name: layers[layer]
@@ -183,28 +200,35 @@ def _built_by_diffusers(files: PartFiles, advance: Callable[[int], None], views:
     tensors = _tensors(files, advance, views, kept)
     for name, linear in kept.items():
         _keep_packed(files, name, linear, advance, views)
-    try:
-        result = module.load_state_dict(tensors, strict=False, assign=True)
-    except RuntimeError as error:
-        raise _misfit(files, error) from error
-    packed = {name.removesuffix("weight") + inner for name in kept for inner in ("stored", "factors")}
-    _require_same(files, [name for name in result.missing_keys if name not in packed], result.unexpected_keys)
+    module.load_state_dict(tensors, strict=False, assign=True)  # what is packed is there already
     return module
 
 
+def _require_fitting(files: PartFiles, module: nn.Module) -> None:
+    """Raise where the file has other tensors than ``module``, which is empty, before any of them is read."""
+    wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    _require_same(files, list(wanted.keys() - files.entries.keys()), list(files.entries.keys() - wanted.keys()))
+    for name, shape in wanted.items():
+        if tuple(files.entries[name].shape) != shape:
+            raise _misfit(files, name, shape)
+
+
 def _keep_packed(
-    files: PartFiles, name: str, layer: nn.Linear, advance: Callable[[int], None], views: set[int]
+    files: PartFiles, name: str, layer: nn.Linear | nn.Embedding, advance: Callable[[int], None], views: set[int]
 ) -> None:
     """Give ``layer`` its weight as the file has it."""
     entry = files.entries[name]
-    if tuple(entry.shape) != (layer.out_features, layer.in_features):
-        raise _misfit(files, ValueError(f"{name} is {entry.shape}, not {(layer.out_features, layer.in_features)}"))
+    if tuple(entry.shape) != tuple(layer.weight.shape):
+        raise _misfit(files, name, tuple(layer.weight.shape))
     stored = read_tensors({name: entry}, None, advance, files.mapped)[name]
     if files.mapped and is_view(entry):
         views.add(stored.data_ptr())
     factors = None
     if entry.scale is not None:
-        factors = read_tensors({name: entry.scale}, torch.float32, lambda _bytes: None)[name].reshape(-1, 1)
+        scale = entry.scale  # of one number, or of rows in the order of the weight's
+        if math.prod(scale.shape) > 1:
+            scale = replace(scale, turned=entry.turned, heads=entry.heads)
+        factors = read_tensors({name: scale}, torch.float32, lambda _bytes: None)[name].reshape(-1, 1)
         _require_sound(files, name, factors[:, 0])
     _require_sound(files, name, stored)
     pack(layer, stored, factors, files.dtype, entry.codec, files.by_bits)
@@ -222,32 +246,37 @@ def _built_by_transformers(files: PartFiles, advance: Callable[[int], None], vie
 
     Weights that stay as their file has them go through it as stand-ins of one number each, and are found again by it.
     """
+    cls: Any = attribute("transformers", files.cls)
+    build = partial(construction, files.name, files.folder, len(files.entries), partial(advance, 0))
+    with build():
+        if files.folder.is_dir():
+            config = cls.config_class.from_pretrained(str(files.folder), local_files_only=True, trust_remote_code=False)
+        else:
+            config = cls.config_class.from_dict(dict(files.config))
     kept = {name: entry for name, entry in files.entries.items() if stays(files, name, entry)}
     stand_ins = {name: torch.zeros((), dtype=files.dtype).expand(entry.shape) for name, entry in kept.items()}
     tensors = _tensors(files, advance, views, kept) | stand_ins
-    cls: Any = attribute("transformers", files.cls)
-    if files.folder.is_dir():
-        config = cls.config_class.from_pretrained(str(files.folder), local_files_only=True, trust_remote_code=False)
-    else:
-        config = cls.config_class.from_dict(dict(files.config))
-    try:
-        with _without_bars():
-            module, loading = cls.from_pretrained(
-                None, config=config, state_dict=tensors, dtype=files.dtype, output_loading_info=True
-            )
-    except (RuntimeError, ValueError) as error:
-        raise _misfit(files, error) from error
+    with build(), _without_bars():
+        module, loading = cls.from_pretrained(
+            None, config=config, state_dict=tensors, dtype=files.dtype, output_loading_info=True
+        )
     mismatched = [str(key[0] if isinstance(key, tuple) else key) for key in loading.get("mismatched_keys", ())]
     _require_same(files, [*loading["missing_keys"], *mismatched], [])
     names = {stand_in.data_ptr(): name for name, stand_in in stand_ins.items()}
+    done: dict[str, Any] = {}
     for owner in module.modules():
         weight = owner._parameters.get("weight")
-        name = None if weight is None else names.pop(weight.data_ptr(), None)
-        if name is not None and type(owner) is nn.Linear:
+        name = None if weight is None else names.get(weight.data_ptr())
+        if weight is None or name is None:
+            continue
+        if name in done and isinstance(done[name], Stored):  # two tables of one weight
+            pack(owner, done[name].stored, None, files.dtype, done[name].codec)
+        elif type(owner) is nn.Linear or (type(owner) is nn.Embedding and is_table(name)):
             _keep_packed(files, name, owner, advance, views)
-        elif name is not None and weight is not None:
+        elif name not in done:
             weight.data = read_tensors({name: kept[name]}, files.dtype, advance)[name]
-    _require_same(files, list(names.values()), [])
+        done[name] = owner
+    _require_same(files, [name for name in kept if name not in done], [])
     return module
 
 
@@ -275,11 +304,11 @@ def _require_same(files: PartFiles, missing: list[str], unexpected: list[str]) -
         )
 
 
-def _misfit(files: PartFiles, error: Exception) -> CheckpointError:
-    reason = [line.strip() for line in str(error).splitlines() if line.strip()][:2][-1]  # behind torch's heading
+def _misfit(files: PartFiles, name: str, shape: tuple[int, ...]) -> CheckpointError:
+    found = tuple(files.entries[name].shape)
     return CheckpointError(
-        f"the weights of the {files.name} in {str(files.folder)!r} do not fit its config.json ({reason})",
-        expected=f"the shapes of {files.cls}",
+        f"the weights of the {files.name} in {str(files.folder)!r} do not fit its config.json ({name} is {found})",
+        expected=f"{shape}, as {files.cls} is described",
         fix="Download config.json and weights from the same place.",
     )
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 from ...compat.device.execution import HOST, checked_leaves, generator_for
 from ...compat.device.facts import empty_cache, first_line
 from ...compat.device.failures import DEVICE_ERRORS, KERNEL, MEMORY, failure_kind
-from ...compat.device.quirks import DevicePolicy
+from ...compat.device.quirks import convolution_switches
 from ...compat.errors import UnsupportedError, remember
 from ...compat.memory.transfer import Transfer, casts_wrongly, transfer_for
 from ...compat.output_check import (
@@ -33,11 +33,10 @@ from ...compat.output_check import (
 from ...compat.transforms.attention_vae import replace_vae_attention
 from ..base import Pipeline, Progress, StageText, SubProgress
 from ..pictures import signed
-from .plan import CHUNKED, FULL, METHODS, ON_CPU, STREAMING, Form, Plan, checked_form, decoder_size
+from .plan import CHUNKED, FULL, METHODS, ON_CPU, STREAMING, STRIDE, Form, Plan, checked_form, decoder_size
 from .tiled import Work
 
 LEAVES_PER_REPORT = 8
-STRIDE = 0.75  # of a tile: a quarter of it is blended into the next one
 LAYOUTS = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 TILING = (
     "use_tiling",
@@ -118,7 +117,7 @@ class Passes:
         video = self._through(run, judge, "decoding", watch, work)
         attempt = plan.attempt
         seams = f"; tiles differ by at most {work.apart * 127.5:.1f} of 255 where they overlap" if work.apart else ""
-        if attempt.tile or attempt.frames or attempt.stream or plan.method == ON_CPU:
+        if attempt.tile or attempt.frames or attempt.stream or attempt.window or plan.method == ON_CPU:
             watch.notify(f"decoded {attempt}{seams}")
         return video
 
@@ -342,26 +341,6 @@ def encoded(
 def unsigned(video: torch.Tensor) -> torch.Tensor:
     """A VAE's output (1, 3, F, H, W) in -1..1 as frames (F, H, W, 3) in 0..1, fp32, on the CPU."""
     return (video[0].float() / 2 + 0.5).clamp(0, 1).permute(1, 2, 3, 0).contiguous().cpu()
-
-
-@contextmanager
-def convolution_switches(policy: DevicePolicy, library: bool = True) -> Iterator[None]:
-    """Torch's switches for its convolution library (cuDNN; MIOpen on Radeon) as ``policy`` wants them, then as they
-    were.
-
-    Args:
-        library: False switches the library off whatever ``policy`` says.
-    """
-    cudnn = torch.backends.cudnn
-    before = cudnn.enabled, cudnn.benchmark
-    try:
-        if not (library and policy.vae_cudnn):
-            cudnn.enabled = False
-        if not policy.benchmark:
-            cudnn.benchmark = False
-        yield
-    finally:
-        cudnn.enabled, cudnn.benchmark = before
 
 
 @contextmanager

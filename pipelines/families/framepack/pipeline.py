@@ -36,6 +36,7 @@ from ...sampling.guidance import Guidance
 from ...sampling.loop import denoise, noise_for, sampled_latents
 from ...sampling.resume import SectionState, SectionStore
 from ...sampling.schedules import Levels, even_levels, schedule_for
+from ...sampling.watch import watch_of
 from ...text.llama import POOLED, llama_embeds, llama_from_core
 from ...text.t5 import EMBEDS, MASK, described
 from ...vae.fallback import decoding
@@ -78,8 +79,8 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
 
     texts = tuple(text for text in request.sections if text.strip())
     asked = replace(request, sections=texts)
-    positive, negative, found = llama_embeds(pipeline, HunyuanVideoFramepackPipeline, asked, progress)
-    encoded = iter(found)
+    positive, negative, later = llama_embeds(pipeline, HunyuanVideoFramepackPipeline, asked, progress)
+    encoded = iter(later)
     sections = tuple(next(encoded) if text.strip() else positive for text in request.sections)
     return Prompt(SPEC.id, positive, negative, sections)
 
@@ -151,10 +152,10 @@ def sample(
             forward = _forward(pipeline, transformer, history, image.tensors[VISION].to(device), settings)
             noise, part = noise_for(shape, generator, device), SubProgress(progress, index, plan.count, "section")
             history.add(_section(pipeline, forward, texts[plan.place(index)], settings, noise, part))
-            found = described(_so_far(pipeline, history, settings, generator), prompt)
+            latents = described(_so_far(pipeline, history, settings, generator), prompt)
             if keeper is not None:
-                keeper.keep(key, index, plan.count, found, history.standing(state_of(generator)))
-    return found
+                keeper.keep(key, index, plan.count, latents, history.standing(state_of(generator)))
+    return latents
 
 
 def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.Tensor:
@@ -262,7 +263,8 @@ def _section(
             return cond
         return guidance.guide(cond, forward(latents, time, text, "uncond"))
 
-    return denoise(noise, schedule, predict, progress=progress, again=make_room_and_retry(pipeline, progress)).cpu()
+    again, watch = make_room_and_retry(pipeline, progress), watch_of(pipeline, progress)
+    return denoise(noise, schedule, predict, progress=progress, again=again, watch=watch).cpu()
 
 
 def _levels_for(pipeline: Pipeline, latents: torch.Tensor) -> Callable[[int], Levels]:

@@ -32,6 +32,7 @@ from ...recipes import recipe_of
 from ...sampling.core_sampler import Call
 from ...sampling.loop import NoiseMask, Predict, denoise, latent_shape, noise_for, noise_mask_for, sampled_latents
 from ...sampling.schedules import TRAIN_TIMESTEPS, Levels, Schedule, schedule_for
+from ...sampling.watch import watch_of
 from ...text.t5 import EMBEDS, MASK, batched, t5_embeds, t5_from_core
 from ...vae.fallback import decoding, unsigned
 from ...vae.plan import Form
@@ -134,9 +135,9 @@ def encode_video(pipeline: Pipeline, frames: torch.Tensor, seed: int, progress: 
     from diffusers import LTXPipeline
     from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
-    found = encoded_moments(pipeline, frames, progress, StageText("encoding", "video"))
-    drawn = DiagonalGaussianDistribution(found[MOMENTS]).sample(generator_for(seed))
-    return LTXPipeline._normalize_latents(drawn, found[MEAN], found[STD], _scaling(pipeline))
+    encoded = encoded_moments(pipeline, frames, progress, StageText("encoding", "video"))
+    drawn = DiagonalGaussianDistribution(encoded[MOMENTS]).sample(generator_for(seed))
+    return LTXPipeline._normalize_latents(drawn, encoded[MEAN], encoded[STD], _scaling(pipeline))
 
 
 def sample(
@@ -176,6 +177,7 @@ def sample(
             predict,
             progress=progress,
             again=make_room_and_retry(pipeline, progress),
+            watch=watch_of(pipeline, progress),
             noise_mask=_noise_mask(canvas, start),
             preview=unpacked,
             step=walk.step,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from anygpu.compat.device.failures import KERNEL, MEMORY, VALUES, failure_kind
-from anygpu.compat.device.quirks import DevicePolicy
+from anygpu.compat.device.quirks import DevicePolicy, convolution_switches
 from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.compat.output_check import (
     BROKEN,
@@ -21,7 +21,7 @@ from anygpu.compat.output_check import (
     fault_in_frames,
     fault_in_latents,
 )
-from anygpu.pipelines.vae.fallback import convolution_switches, make_contiguous, tiled
+from anygpu.pipelines.vae.fallback import make_contiguous, tiled
 from anygpu.pipelines.vae.plan import Attempt, decode_forms, largest_buffer_bytes, next_attempt, tiles_below
 from torch import nn
 
