@@ -10,6 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from ...compat.checkpoints.headers import entries_and_notes
+from ...compat.decision import AUTO, CHOSEN, Decision
+from ...compat.errors import InputError
+from ..base import Progress
+from ..family import FamilySpec
+from .part import PartFiles
 
 MOST_NAMES = 6
 SNAPSHOTS = "snapshots"  # whose folders are named by commits there
@@ -71,3 +76,31 @@ def names_around(path: Path) -> tuple[str, ...]:
         if name and place.parent.name != SNAPSHOTS and not PLAIN.fullmatch(name):
             found.append(name)
     return tuple(found)
+
+
+def variant_of(
+    family: FamilySpec, asked: str, model: Path, transformer: PartFiles, progress: Progress
+) -> tuple[str, tuple[Decision, ...]]:
+    """The variant of a model, and the decision for it; a guess names what says so.
+
+    Args:
+        asked: what the user chose; ``auto`` to guess. model: the folder that was chosen.
+
+    Raises:
+        InputError: a variant of another family.
+    """
+    if asked not in (AUTO, *family.variants):
+        known = ", ".join((AUTO, *family.variants))
+        raise InputError(
+            f"variant {asked!r} for {family.title}",
+            expected=f"one of {known}",
+            fix="Choose auto or one of these.",
+        )
+    if not family.variants:
+        return family.id, ()
+    if asked != AUTO:
+        return asked, (Decision("variant", asked, source=CHOSEN),)
+    place = transformer.folder if transformer.folder.is_file() else model
+    variant, why = family.code.guess_variant(evidence_of(place, transformer.config))
+    progress.notify(f"variant {variant}: {why}")
+    return variant, (Decision("variant", variant, why, AUTO),)
