@@ -7,7 +7,9 @@ import logging
 from ..host.api import ComfyExtension, io
 from ..host.progress import with_an_end
 from ..host.server.routes import add_routes
+from .core_models import FitCLIP, FitModel, FitVAE
 from .decode import Decode
+from .doctor import Doctor
 from .latents import LoadLatent, LoadPrompt, RecoverLatents, SaveLatent, SaveMusubiCache, SavePrompt
 from .loaders import ComposePipeline, LoadPipeline, LoRA
 from .mesh import BakeTexture, CleanMesh, LoadMesh, PaintCameras, RenderTurntable, RenderViews
@@ -28,6 +30,8 @@ NODES = (
     ComposePipeline,
     MemoryPlan,
     DownloadModel,
+    FitModel, FitVAE, FitCLIP,
+    Doctor,
 )
 
 

@@ -45,11 +45,11 @@ class Sample(io.ComfyNode):
                     tooltip="Number of frames, rounded up to the next number the model can make. " + DEFAULT,
                 ),
                 *sampling_inputs(),
-                io.Float.Input("fps", default=0.0, min=0.0, max=240.0, step=0.01, tooltip="Frames per second. " + DEFAULT),
+                io.Float.Input("fps", default=0.0, min=0.0, max=240.0, step=0.01, advanced=True, tooltip="Frames per second. " + DEFAULT),
                 Image.Input("image", optional=True, tooltip="From AnyGPU Encode Image. Makes it image to video."),
                 io.Latent.Input("latent", optional=True, tooltip="Video to video: the latents to start from. A noise mask on them is respected."),
                 io.Float.Input(
-                    "denoise", default=1.0, min=0.0, max=1.0, step=0.01, optional=True,
+                    "denoise", default=1.0, min=0.0, max=1.0, step=0.01, optional=True, advanced=True,
                     tooltip="With a latent: how much of it is redrawn. 1 ignores its content.",
                 ),
                 io.Conditioning.Input("negative", optional=True, tooltip="Negative CONDITIONING, when prompt is core CONDITIONING."),
@@ -98,7 +98,7 @@ class SampleFramePack(io.ComfyNode):
                 Image.Input("image", tooltip="From AnyGPU Encode Image: the start image, and the end image if one is "
                                              "joined to it."),
                 io.Float.Input("clip_seconds", default=5.0, min=0.0, max=120.0, step=0.1, tooltip="Length of the video in seconds."),
-                io.Float.Input("fps", default=30.0, min=1.0, max=240.0, step=0.01, tooltip="Frames per second. FramePack was made for 30."),
+                io.Float.Input("fps", default=30.0, min=1.0, max=240.0, step=0.01, advanced=True, tooltip="Frames per second. FramePack was made for 30."),
                 *sampling_inputs(),
                 io.Int.Input(
                     "window", default=9, min=2, max=33, optional=True, advanced=True,
@@ -111,7 +111,7 @@ class SampleFramePack(io.ComfyNode):
                     "from the start (F1).",
                 ),
                 io.Float.Input(
-                    "end_strength", default=1.0, min=0.0, max=1.0, step=0.01, optional=True,
+                    "end_strength", default=1.0, min=0.0, max=1.0, step=0.01, optional=True, advanced=True,
                     tooltip="How strongly the end image counts.",
                 ),
                 io.Boolean.Input(

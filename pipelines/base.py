@@ -74,7 +74,8 @@ class Pipeline(Hosted):
     ``configs`` are the parts' own ``config.json`` contents. ``decisions`` are those of loading, in order.
     ``speed`` is what makes it faster, ``step_cache`` what its samplings skip (``pipelines.speed``). ``weights`` are the
     bytes of each part, for forecasts (``pipelines.memory.estimates``). ``probes`` keeps what is learned of the device.
-    ``storage`` is the choice of storage of each part whose weights are kept smaller than they compute.
+    ``storage`` is the choice of storage of each part whose weights are kept smaller than they compute. ``doctor``
+    watches its samplings, where somebody asked for one.
     """
 
     spec: FamilySpec
@@ -93,6 +94,7 @@ class Pipeline(Hosted):
     weights: Mapping[str, Any] = field(default_factory=dict)
     probes: Any = None
     storage: Mapping[str, str] = field(default_factory=dict)
+    doctor: Any = None
 
     def __repr__(self) -> str:
         return f"<{self.family} {self.variant} {self.source.name!r}: {self.precision}; {self.offloader}>"

@@ -36,6 +36,7 @@ from ...sampling.guidance import Guidance
 from ...sampling.loop import denoise, noise_for, sampled_latents
 from ...sampling.resume import SectionState, SectionStore
 from ...sampling.schedules import Levels, even_levels, schedule_for
+from ...sampling.watch import watch_of
 from ...text.llama import POOLED, llama_embeds, llama_from_core
 from ...text.t5 import EMBEDS, MASK, described
 from ...vae.fallback import decoding
@@ -265,7 +266,8 @@ def _section(
             return cond
         return guidance.guide(cond, forward(latents, time, text, "uncond"))
 
-    return denoise(noise, schedule, predict, progress=progress, again=make_room_and_retry(pipeline, progress)).cpu()
+    again, watch = make_room_and_retry(pipeline, progress), watch_of(pipeline, progress)
+    return denoise(noise, schedule, predict, progress=progress, again=again, watch=watch).cpu()
 
 
 def _levels_for(pipeline: Pipeline, latents: torch.Tensor) -> Callable[[int], Levels]:

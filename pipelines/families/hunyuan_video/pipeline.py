@@ -24,6 +24,7 @@ from ...sampling.core_sampler import Call, guidance_of, required
 from ...sampling.guidance import Guidance
 from ...sampling.loop import NoiseMask, denoise, latent_shape, noise_for, noise_mask_for, sampled_latents, start_from
 from ...sampling.schedules import even_levels, schedule_for
+from ...sampling.watch import watch_of
 from ...text.llama import POOLED, LlavaInput, llama_embeds, llama_from_core
 from ...text.t5 import EMBEDS, MASK
 from ...vae.fallback import decoded, encoded
@@ -132,8 +133,16 @@ def sample(
     hold = pipeline.offloader.hold("transformer", beside_transformer(pipeline, settings), progress)
     with hold as transformer, checked_leaves(transformer, progress.check):
         predict = _predictor(pipeline, transformer, prompt, settings, _given(kind, picture), len(schedule))
-        again = make_room_and_retry(pipeline, progress)
-        latents = denoise(start, schedule, predict, progress=progress, noise_mask=mask, preview=whole, again=again)
+        latents = denoise(
+            start,
+            schedule,
+            predict,
+            progress=progress,
+            noise_mask=mask,
+            preview=whole,
+            again=make_room_and_retry(pipeline, progress),
+            watch=watch_of(pipeline, progress),
+        )
     extra = {"drop_frames": DROPPED_FRAMES} if kind == LATENT_CONCAT else {}
     return sampled_latents(pipeline, whole(latents.cpu()) / scale, settings, generator, **extra)
 
@@ -153,8 +162,12 @@ def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.
 
 
 def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form | None = None) -> torch.Tensor:
-    """Frames (F, H, W, 3) in 0..1, without those that the 33-channel variant throws away."""
-    return decoded(pipeline, latents.samples, progress, form)[int(latents.extra.get("drop_frames", 0)) :]
+    """Frames (F, H, W, 3) in 0..1, without those that the 33-channel variant throws away.
+
+    In Tencent's tiles where the whole does not fit.
+    """
+    tile = SPEC.tile_for(latents.samples.shape[2:])
+    return decoded(pipeline, latents.samples, progress, form, tile)[int(latents.extra.get("drop_frames", 0)) :]
 
 
 def _sight(pipeline: Pipeline, request: PromptRequest) -> LlavaInput:

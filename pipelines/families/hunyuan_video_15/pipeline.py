@@ -30,6 +30,7 @@ from ...sampling.core_sampler import Call
 from ...sampling.guidance import Guidance
 from ...sampling.loop import denoise, latent_shape, noise_for, noise_mask_for, sampled_latents, start_from
 from ...sampling.schedules import Schedule, even_levels, schedule_for
+from ...sampling.watch import watch_of
 from ...text.qwen import EMBEDS_2, qwen_embeds, qwen_from_core
 from ...text.t5 import EMBEDS
 from ...vae.fallback import decoded, encoded, watched
@@ -126,6 +127,7 @@ def sample(
             predict,
             progress=progress,
             again=make_room_and_retry(pipeline, progress),
+            watch=watch_of(pipeline, progress),
             noise_mask=noise_mask_for(settings, clean, noise),
         )
     return sampled_latents(pipeline, latents.cpu() / scale, settings, generator)

@@ -32,6 +32,7 @@ from ...sampling.core_sampler import Call
 from ...sampling.guidance import Guidance
 from ...sampling.loop import NoiseMask, Predict, denoise, latent_shape, noise_for, noise_mask_for, sampled_latents
 from ...sampling.schedules import TRAIN_TIMESTEPS, Levels, Schedule, schedule_for
+from ...sampling.watch import watch_of
 from ...text.t5 import EMBEDS, MASK, batched, t5_embeds, t5_from_core
 from ...vae.fallback import decoding, unsigned
 from ...vae.plan import Form
@@ -175,6 +176,7 @@ def sample(
             predict,
             progress=progress,
             again=make_room_and_retry(pipeline, progress),
+            watch=watch_of(pipeline, progress),
             noise_mask=_noise_mask(canvas, start),
             preview=unpacked,
             step=walk.step,

@@ -1,0 +1,90 @@
+"""Scenes about the doctor: beside core's own models, and beside ours in core's samplers."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import comfy.model_management as management
+import torch
+from anygpu.compat import doctor as doctors
+from anygpu.compat.output_check import NotFinite
+from anygpu.compat.repairs import RepairStore
+from anygpu.host.core import doctor as core
+
+from host.inside import core_tiny
+from host.inside.core import SHAPES, USUAL_SHAPE, cores, prepared
+
+PEAK = 3e5  # of the residual: five times what fp16 can hold
+
+
+def _watched(model: Any, choice: str, folder: str | None = None) -> tuple[Any, list[str]]:
+    said: list[str] = []
+    store = RepairStore(None if folder is None else Path(folder))
+    return core.watched_model(model, doctors.Doctor("model", store, choice, said.append), None), said
+
+
+def nan_everywhere(name: str, largest: int = 0) -> dict[str, Any]:
+    """A NaN in each weight of core's tiny ``name`` in turn: which were named right, which wrong, which are not used."""
+    model = core_tiny.made(name, torch.float32, None)
+    watched, _ = _watched(model, doctors.EXPLAIN)
+    core_tiny.output(watched, name)
+    right, wrong, unused = [], {}, []
+    network = model.model.diffusion_model
+    for place, weight in list(network.named_parameters()):
+        before = weight.data.view(-1)[0].clone()
+        weight.data.view(-1)[0] = float("nan")
+        try:
+            core_tiny.output(watched, name)
+            unused.append(place)
+        except NotFinite as error:
+            layer, _, own = place.rpartition(".")
+            named = f"diffusion_model.{layer} (" in str(error) if layer else "diffusion_model (" in str(error)
+            if named and f"its {own} holds" in str(error):
+                right.append(place)
+            else:
+                wrong[place] = str(error)
+        weight.data.view(-1)[0] = before
+    return {"right": len(right), "wrong": wrong, "unused": unused}
+
+
+def overflowing(name: str) -> dict[str, Any]:
+    """Core's tiny ``name`` in fp16 with a residual beyond it: what is offered, and what is kept in the runs after."""
+    model = core_tiny.made(name, torch.float16)
+    core_tiny.louder(model, name, PEAK)
+    expected = core_tiny.output(model, name)
+    plain = model.clone()
+    plain.set_model_compute_dtype(torch.float16)
+    report: dict[str, Any] = {"broken": not bool(core_tiny.output(plain, name).isfinite().all())}
+    with tempfile.TemporaryDirectory() as folder:
+        watched, _ = _watched(plain, doctors.OFFER, folder)
+        try:
+            core_tiny.output(watched, name)
+        except NotFinite as error:
+            report["offered"] = str(error)
+        for run in ("kept", "again"):
+            watched, said = _watched(plain, doctors.KEEP, folder)
+            report[run] = {"error": core_tiny.error(core_tiny.output(watched, name), expected), "said": said}
+    network = model.model.diffusion_model
+    report["traces"] = sum("forward" in vars(module) or bool(module._forward_hooks) for module in network.modules())
+    management.unload_all_models()
+    return report
+
+
+def beside_ours(name: str) -> dict[str, Any]:
+    """The doctor on our MODEL in core's sampler: nothing changes, then a NaN is found."""
+    pipeline, model, _, _, conditionings, generator = prepared(name)
+    noise = torch.randn(SHAPES.get(name, USUAL_SHAPE), generator=generator)
+    plain = cores(model, *conditionings, noise)
+    watched, said = _watched(model, doctors.OFFER)
+    same = bool(torch.equal(cores(watched, *conditionings, noise), plain))
+    management.unload_all_models()
+    transformer = pipeline.parts.read("transformer")
+    place = [key for key in transformer.state_dict() if "blocks.1." in key and key.endswith("weight")][-1]
+    transformer.get_parameter(place).data.view(-1)[0] = float("nan")
+    try:
+        cores(watched, *conditionings, noise)
+    except NotFinite as error:
+        return {"same": same, "said": said, "place": place, "error": str(error)}
+    return {"same": same, "said": said, "place": place, "error": ""}
