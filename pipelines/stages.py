@@ -200,6 +200,10 @@ def sample(
         )
     recipe = recipe_of(pipeline, settings)
     completed = _completed(of_checkpoint(pipeline, recipe), prompt, image, settings, progress)
+    if settings.stg > MOST_STG:
+        raise InputError(
+            f"stg {settings.stg}", expected=f"0 to {MOST_STG:g}, or -1 for the model's own", fix="The usual value is 1."
+        )
     settings = replace(completed, guidance_steps=guidance_steps(recipe, settings, completed.cfg))
     _require_image(pipeline, family, image)
     size = size_of(settings, prompt)
@@ -380,10 +384,6 @@ def _completed(
         cfg=settings.cfg or defaults.cfg,
         guidance_rescale=settings.guidance_rescale if "guidance_rescale" in family.effective else 0.0,
     )
-    if settings.stg > MOST_STG:
-        raise InputError(
-            f"stg {settings.stg}", expected=f"0 to {MOST_STG:g}, or -1 for the model's own", fix="The usual value is 1."
-        )
     for name in ("cfg_start", "cfg_end", "denoise"):
         require_range(name, getattr(settings, name), 0, 1)
     if settings.cfg_start > settings.cfg_end:
