@@ -7,6 +7,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,10 @@ from .compat.errors import InputError, PackError
 
 STATE = "~/.cache/anygpu"
 OUTPUT_BYTES = 100_000_000  # that must be free before hours of work; a minute of 720p takes less
+REPAIR = (
+    "watch every step: offer stops at a fault and says what helps; keep goes on with what helps, in later runs too; "
+    "forget drops what was kept for this model"
+)
 SAMPLING = (
     "frames",
     "steps",
@@ -147,6 +152,34 @@ def render(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def doctor(arguments: argparse.Namespace) -> int:
+    """Sample and decode one clip and say in which layer its values go wrong; 1 if they do."""
+    from .compat.output_check import NotFinite
+
+    progress = Printed()
+    try:
+        frames, _ = rendered(arguments, progress)
+    except NotFinite as error:
+        print(error)
+        return 1
+    print(f"no fault in {frames.shape[0]} frames of {frames.shape[2]}x{frames.shape[1]}")
+    return 0
+
+
+def _watch(arguments: argparse.Namespace, progress: Any) -> Any:
+    """The doctor of ``--repair``; None without it."""
+    from .compat.doctor import Doctor
+    from .compat.repairs import RepairStore
+
+    if arguments.repair is None:
+        return None
+    store = RepairStore(Path(arguments.state).expanduser())
+    watch = Doctor(str(Path(arguments.model).resolve()), store, arguments.repair, progress.notify)
+    for repair in watch.repairs:
+        progress.notify(f"kept: {repair}")
+    return watch
+
+
 def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float]:
     """Frames (F, H, W, 3) and fps for the arguments of ``render``: the same functions that the nodes call."""
     import torch
@@ -176,6 +209,7 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float]:
         for text in arguments.lora:
             pipeline = lora.with_lora(pipeline, *lora.named(text), "separate", progress)
         pipeline = with_step_cache(pipeline, arguments.step_cache, step_cache.StepCacheSettings())
+        pipeline = replace(pipeline, doctor=_watch(arguments, progress))
         for decision in pipeline.decisions:
             progress.notify(str(decision))
         if arguments.recover is None:
@@ -234,7 +268,7 @@ def demo(arguments: argparse.Namespace) -> int:
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code. An error that the user can act on is one line on stderr."""
     words = sys.argv[1:] if words is None else words
-    arguments = _parser("render" in words).parse_args(words)
+    arguments = _parser(bool({"render", "doctor"} & set(words))).parse_args(words)
     try:
         code: int = arguments.run(arguments)
     except PackError as error:
@@ -297,7 +331,7 @@ def _path(text: str | None) -> Path | None:
 
 
 def _parser(renders: bool) -> argparse.ArgumentParser:
-    """The command's parser; with the flags of ``render``, whose choices import torch, only where that is asked for."""
+    """The command's parser; with the flags of ``render`` and ``doctor``, whose choices import torch, only where that is asked for."""
     parser = argparse.ArgumentParser(prog="anygpu", description=__doc__)
     commands = parser.add_subparsers(required=True)
     told = commands.add_parser("report", help="show what this machine is and what AnyGPU chooses on it")
@@ -312,9 +346,14 @@ def _parser(renders: bool) -> argparse.ArgumentParser:
     tried.add_argument("--device", help="such as cpu, cuda:0, mps; default: the accelerator, else cpu")
     tried.set_defaults(run=check)
     rendering = commands.add_parser("render", help="render one clip with your own model")
+    watched = commands.add_parser("doctor", help="find out why a model gives black or broken video, and what helps")
     if renders:
+        from .compat.doctor import OFFER
+
         _render_arguments(rendering)
-    for command in (told, tried, rendering):
+        _render_arguments(watched)
+        watched.set_defaults(run=doctor, prompt="a red fox", steps=2, repair=OFFER)
+    for command in (told, tried, rendering, watched):
         command.add_argument("--state", default=STATE, help=f"folder where test results are saved (default: {STATE})")
     shown = commands.add_parser("demo", help="render and check one clip per family with tiny random models")
     shown.add_argument("--output", default="demo", help="folder to fill (default: demo)")
@@ -323,6 +362,7 @@ def _parser(renders: bool) -> argparse.ArgumentParser:
 
 
 def _render_arguments(parser: argparse.ArgumentParser) -> None:
+    from .compat.doctor import CHOICES as REPAIRS
     from .compat.memory import offloader
     from .compat.transforms import attention, fused, step_cache
     from .compat.transforms import compile as compiling
@@ -364,6 +404,7 @@ def _render_arguments(parser: argparse.ArgumentParser) -> None:
         help="skip work in steps that change little; lossy",
     )
     add("--fp16-accumulation", action="store_true", help="add fp16 products in fp16: faster on GeForce; lossy")
+    add("--repair", choices=REPAIRS, help=REPAIR)
     add("--profile", metavar="FILE", help="write a torch profiler trace with a range per stage, block and operation")
     add("--decode", choices=METHODS, default="auto", help="how to decode; auto: at once if it fits")
     add("--device", help="such as cpu, cuda:0, mps; default: the accelerator, else cpu")

@@ -19,7 +19,7 @@ from ...pipelines.grid import snap
 from ...pipelines.loading.folder import load
 from ...pipelines.memory.estimates import Size
 from ...pipelines.memory.forecast import forecast
-from ...pipelines.stages import of_checkpoint
+from ...pipelines.recipes import of_checkpoint
 from .. import folders, memory_manager
 from ..requests import FILE_INPUTS, FOLDER_INPUTS, PAINT_INPUTS, TASKS, files_request, folder_request, paint_request
 from .panel import facts, said
