@@ -176,6 +176,7 @@ def cost(name: str) -> dict[str, float]:
     model = core_tiny.made(name, torch.float32, None)
     watched, _ = _watched(model, doctors.OFFER)
     euler, counts = comfy.samplers.sampler_object("euler"), []
+    core_tiny.output(model, name)  # loads it
     for one in (watched, model):
         for sigmas in ((0.9, 0.8, 0.6, 0.3, 0.0), (0.9, 0.6, 0.0)):
             with Counter() as counter:
