@@ -40,7 +40,8 @@ def with_scales(entries: Mapping[str, TensorEntry], notes: Mapping[str, str], pa
     for name in [name for name in kept if name.endswith(SCALES)]:
         owner, scale = name.removesuffix(SCALES[0]).removesuffix(SCALES[1]) + ".weight", kept.pop(name)
         weight = entries.get(owner)
-        if weight is None or not scale.is_floating or math.prod(scale.shape) not in (1, weight.shape[0]):
+        empty = weight is None or 0 in (len(weight.shape), math.prod(weight.shape))
+        if weight is None or empty or not scale.is_floating or math.prod(scale.shape) not in (1, weight.shape[0]):
             raise CheckpointError(
                 f"the scale {name!r} of {scale.shape} in {str(path)!r} fits no weight {owner!r}",
                 expected="one number per weight, or one per row",

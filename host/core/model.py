@@ -105,7 +105,10 @@ def fit_model(
     machine = machine or machine_of(model.load_device)
     dtype = model.get_model_object("manual_cast_dtype") or model.model_dtype()
     fit = fit_for(machine, dtype, precision, attention, unfit_for_safe(network))
-    forms = Counter(each.choice.form.value for _, each in conv_forwards(network, machine.convolutions, torch.float32))
+    stream = torch.float32 if fit.safe else fit.dtype or dtype
+    forms = Counter(each.choice.form.value for _, each in conv_forwards(network, machine.convolutions, stream))
+    if not fit.needed and machine.convolves(stream):
+        forms.clear()  # they would only be faster, in the smallest layers of the network
     decisions = [*fit.decisions, *_convolutions(forms), *_left(network, fit)]
     needed = fit.needed or bool(forms)
     keeps = keep_latents == "always" or (keep_latents == AUTO and needed)

@@ -20,6 +20,7 @@ from ..loading import PaintPipeline
 from ..networks import vae
 from ..networks.encoders import encoded_prompt
 from ..pictures import WHITE, checked_pictures, over, recentred, resized
+from ..shortage import explained
 from .painting import preview_of, tell_sampled
 from .solvers import schedule_for, solver_for
 
@@ -79,7 +80,8 @@ def delight_image(
             expected="a multiple of 64 from 64 pixels",
             fix="The model was made for 512.",
         )
-    with torch.no_grad():
+    what = f"delighting a picture of {settings.size} pixels"
+    with torch.no_grad(), explained(what, pipeline.facts.name, "Lower size."):
         (given,) = checked_pictures(picture, "picture to delight")[:1]
         given = resized(given[None], settings.size, settings.size)[0]
         text = encoded_prompt(pipeline, "", progress) if settings.text is None else settings.text
