@@ -12,7 +12,7 @@ from comfy.patcher_extension import WrappersMP
 from comfy_execution.graph_utils import ExecutionBlocker
 from torch import nn
 
-from ...compat.doctor import Doctor, not_finite, one_colour, unshrunk
+from ...compat.doctor import Doctor, lifeless, not_finite, one_colour, unshrunk
 from ...compat.output_check import is_flat
 from ...compat.repairs import tensors_in
 from ..core_shell import CoreShell
@@ -60,6 +60,8 @@ def watched_model(model: Any, doctor: Doctor, node_id: str | None) -> Any:
         networks = nn.ModuleDict({NETWORK: getattr(network, "_orig_mod", network)})
         with doctor.repaired(networks):
             output = executor(*args, **kwargs)
+            if not _wrong(output):
+                return output
             options = kwargs.get("transformer_options") or (args[5] if len(args) > 5 else {})
             return doctor.checked(output, networks, lambda: executor(*args, **kwargs), where_of(options), _wrong)
 
@@ -91,7 +93,7 @@ def where_of(options: dict[str, Any]) -> str:
 
 
 def _wrong(output: Any) -> str:
-    return next(filter(None, map(not_finite, tensors_in(output))), "")
+    return next(filter(None, map(lifeless, tensors_in(output))), "")
 
 
 def watched_vae(vae: Any, doctor: Doctor) -> Any:

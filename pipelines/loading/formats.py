@@ -24,6 +24,7 @@ from ...compat.errors import CheckpointError
 from ...compat.packages import attribute
 from ..family import FamilySpec
 from ..registry import FAMILIES
+from .configs import MOST_TENSORS, construction
 from .evidence import names_around
 from .keys import MOST_UNKNOWN, SAME, Layout, Row, renamed
 from .others import other_model, refusal
@@ -275,7 +276,7 @@ def _shapes(settings: str) -> dict[str, tuple[int, ...]]:
 
     config = json.loads(settings)
     cls: Any = attribute("diffusers", str(config["_class_name"]))
-    with init_empty_weights():
+    with construction("model", Path("config.json"), MOST_TENSORS, lambda: None), init_empty_weights():
         module = cls.from_config(dict(config))
     return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
 

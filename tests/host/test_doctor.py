@@ -36,6 +36,38 @@ def test_an_overflow_is_offered_a_repair_that_later_runs_keep(inside: Inside, na
     assert found["again"] == found["kept"] and found["traces"] == 0
 
 
+def test_watching_is_a_handful_of_operations_on_the_output(inside: Inside) -> None:
+    """A published model has some thousand operations per call, so these are less than 1 % of its launches."""
+    found = inside.play("doctor", "cost", name="Wan 2.1")
+    assert 0 < found["added"] <= 8 and found["step"] > 100 and found["hooks"] == 0, found
+
+
+@pytest.mark.parametrize("name", ["Wan 2.1", "LTXV"])
+def test_a_text_that_holds_nan_is_told_from_a_fault_of_the_model(inside: Inside, name: str) -> None:
+    said = inside.play("doctor", "with_bad_text", name=name)
+    assert "NaN in what the network is given (the text): the fault lies before it" in said
+    assert "Look at the node before" in said
+
+
+@full
+@pytest.mark.parametrize("name", ["SD", "Wan 2.1", "HunyuanVideo"])
+def test_nan_and_one_colour_in_a_vae_of_core_are_named(inside: Inside, name: str) -> None:
+    found = inside.play("doctor", "nan_in_a_vae", name=name)
+    assert found["same"] and not found["wrong"] and found["right"] > 40 and len(found["unused"]) <= 4
+    assert found["colour"].startswith("decode: one colour first from vae.decoder.")
+
+
+def test_doctor_and_fit_model_go_together_in_both_orders(inside: Inside) -> None:
+    for order, result in inside.play("doctor", "beside_fit", name="Wan 2.1").items():
+        assert result["error"] < 2e-3, order
+        assert "diffusion_model.blocks.0.ffn.2 (Linear, fp16)" in result["said"], order
+
+
+def test_a_compiled_model_is_searched_too(inside: Inside) -> None:
+    found = inside.play("doctor", "compiled", name="Wan 2.1")
+    assert found["error"] < 1e-6 and "diffusion_model.blocks.0.ffn.2 (" in found["said"]
+
+
 def test_our_model_is_watched_in_core_s_sampler(inside: Inside) -> None:
     found = inside.play("doctor", "beside_ours", name="ltx")
     assert found["same"] and not found["said"]
