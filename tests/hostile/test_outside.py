@@ -335,7 +335,16 @@ def test_a_machine_whose_driver_misbehaves_is_described(monkeypatch: pytest.Monk
 
 ELSEWHERE = {  # in nodes, whose executor shows what they raise, or in tiny checkpoints: not on the way of a job
     *("os.path.realpath", "os.walk", "os.utime", "shutil.rmtree", "shutil.disk_usage", "tempfile.TemporaryDirectory"),
-    *("Path.is_symlink", "Path.expanduser", "Path.write_bytes", "Path.touch", "Path.chmod", "Path.rglob", "os.fsync"),
+    *(
+        "Path.is_symlink",
+        "Path.expanduser",
+        "Path.write_bytes",
+        "Path.read_bytes",
+        "Path.touch",
+        "Path.chmod",
+        "Path.rglob",
+        "os.fsync",
+    ),
     *("os.open", "os.close"),
 }
 LOST = [
