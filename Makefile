@@ -52,6 +52,7 @@ test-host: $(READY)
 test-browser: $(READY)
 	$(PY) tests/browser/drive.py run.mjs
 	$(PY) tests/browser/drive.py widgets.mjs
+	$(PY) tests/browser/drive.py layout.mjs
 	$(PY) tests/browser/drive.py templates.mjs
 	$(PY) tests/browser/drive.py memory.mjs
 	$(PY) tests/browser/drive.py paint.mjs
@@ -62,8 +63,9 @@ pictures: $(READY)
 	$(PY) tests/browser/drive.py help.mjs
 
 workflows: $(READY)
+	$(PY) tests/browser/drive.py author.mjs
 	$(PY) tests/browser/drive.py workflows.mjs
-	$(PY) tests/browser/drive.py thumbnails.mjs
+	$(PY) tests/browser/cards.py
 	$(PY) tests/browser/drive.py subgraphs.mjs
 
 matrix: $(READY)

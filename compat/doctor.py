@@ -323,7 +323,8 @@ def advice(diagnosis: Diagnosis) -> str:
             f" Or run again with repair {KEEP} of AnyGPU Doctor." if repair else ""
         )
     if repair is not None:
-        return f"Run again with repair {KEEP} of AnyGPU Doctor: it keeps what helped here for this model."
+        faster = "" if "." in repair.layer else ", or, faster, use precision fp16-safe or AnyGPU Fit Model"
+        return f"Run again with repair {KEEP} of AnyGPU Doctor, which keeps for this model what helped here{faster}."
     if finding is not None and not diagnosis.tried and not finding.inputs and finding.dtype in ("fp16", "bf16"):
         return "Choose precision fp32 (or bf16 if the device supports it) on the load node, or add AnyGPU Doctor."
     if finding is not None and finding.inputs:

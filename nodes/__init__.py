@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from ..compat.requirements import package_problem
 from ..host.api import ComfyExtension, io
 from ..host.progress import with_an_end
 from ..host.server.routes import add_routes
@@ -39,8 +40,10 @@ class AnyGPUExtension(ComfyExtension):
     """The pack, as ComfyUI sees it."""
 
     async def on_load(self) -> None:
-        """Add the routes of the side bar, without which every node works too."""
+        """Add the routes of the side bar, without which every node works too, and log packages that are too old."""
         add_routes()
+        if problem := package_problem():
+            log.warning("AnyGPU: %s", problem)
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         """Every node whose schema can be made; one that cannot is left out and logged with its traceback."""

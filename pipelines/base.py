@@ -18,7 +18,7 @@ from ..compat.memory.offloader import Offloader
 from ..compat.memory.parts import Hosted, Parts
 from ..compat.memory.parts import Silent as Silent
 from ..compat.memory.parts import StageText as StageText
-from .family import FamilySpec
+from .family import FamilySpec, GuidanceStep
 
 LATENT_VERSION = 1
 SECTION_ORDERS = ("inverted_anti_drifting", "vanilla")  # from the end of the film, from its start; grows at the end
@@ -195,6 +195,8 @@ class SampleSettings:
         cfg: true classifier-free guidance, a second forward per step. cfg_start, cfg_end: share of the steps, 0..1.
         shift: timestep shift. scheduler: one of :data:`SCHEDULERS`. sigmas: noise levels from 1 to 0, steps + 1 long.
         denoise: share of the noise that is put on ``latents``; noise_mask: (1, 1, T or 1, H, W), 1 where to sample.
+        stg: spatio-temporal guidance; 0 for none, below 0 the model's own.
+        guidance_steps: what the recipe and the user's own values make of guidance, by noise level; set by ``stages``.
     """
 
     width: int
@@ -214,6 +216,8 @@ class SampleSettings:
     denoise: float = 1.0
     latents: Latents | None = None
     noise_mask: torch.Tensor | None = None
+    stg: float = -1.0
+    guidance_steps: tuple[GuidanceStep, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

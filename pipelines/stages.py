@@ -27,6 +27,7 @@ from .grid import check_steps, require_range, snap
 from .memory.estimates import Size
 from .memory.fit import fit_offload, make_room_and_retry
 from .pictures import checked_frames, fitted, fitted_size
+from .recipes import guidance_steps, of_checkpoint, recipe_of
 from .sampling.loop import fall_back_to_fp32, retries
 from .sampling.resume import InMemorySections, SectionStore
 from .speed import Stage, running, sampling_speed
@@ -34,6 +35,7 @@ from .text.t5 import described
 from .vae.plan import Form
 
 MOST_TOKENS = 1024
+MOST_STG = 20.0
 TEXT_HINT = "choose text_device cpu on the load node, which needs none of this memory"
 
 TEXT = Stage("encode prompt", "text", "encoding the prompt")
@@ -41,7 +43,18 @@ IMAGE = Stage("encode image", "image", "encoding the image")
 VIDEO = Stage("encode video", "video", "encoding the video")
 SAMPLING = Stage("sample", "sampling", "sampling")
 DECODING = Stage("decode", "decoding", "decoding")
-GUIDANCE = ("guidance", "cfg", "cfg_start", "cfg_end", "shift", "guidance_rescale", "sigmas", "latents", "noise_mask")
+GUIDANCE = (
+    "guidance",
+    "cfg",
+    "cfg_start",
+    "cfg_end",
+    "shift",
+    "guidance_rescale",
+    "sigmas",
+    "latents",
+    "noise_mask",
+    "stg",
+)
 
 
 def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> Prompt:
@@ -185,7 +198,13 @@ def sample(
             expected="the Sample FramePack node",
             fix=f"{family.title} samples section by section: use AnyGPU Sample FramePack.",
         )
-    settings = _completed(of_checkpoint(pipeline), prompt, image, settings, progress)
+    recipe = recipe_of(pipeline, settings)
+    completed = _completed(of_checkpoint(pipeline, recipe), prompt, image, settings, progress)
+    if settings.stg > MOST_STG:
+        raise InputError(
+            f"stg {settings.stg}", expected=f"0 to {MOST_STG:g}, or -1 for the model's own", fix="The usual value is 1."
+        )
+    settings = replace(completed, guidance_steps=guidance_steps(recipe, settings, completed.cfg))
     _require_image(pipeline, family, image)
     size = size_of(settings, prompt)
     latents = _sample(
@@ -272,12 +291,6 @@ def with_decode_noise(
     if asked and not pipeline.configs["vae"].get("timestep_conditioning"):
         progress.notify(f"no effect of {' and '.join(asked)}: this VAE does not remove noise")
     return replace(latents, extra={**latents.extra, **asked}) if asked else latents
-
-
-def of_checkpoint(pipeline: Pipeline) -> FamilySpec:
-    """The loaded family, with this checkpoint's own defaults where the family's module knows of some."""
-    family, code = pipeline.spec, pipeline.spec.code
-    return replace(family, defaults=code.defaults_for(pipeline)) if hasattr(code, "defaults_for") else family
 
 
 def release_text(pipeline: Pipeline, family: FamilySpec) -> None:

@@ -156,14 +156,14 @@ def test_every_error_can_be_found_on_the_troubleshooting_page(place, text):
 
 
 def test_the_ways_to_decode_are_all_named():
-    rows = {"README.md": "| VAE | ", "docs/troubleshooting.md": "| `decode method …` |"}
+    rows = {"docs/nodes.md": "| VAE | ", "docs/troubleshooting.md": "| `decode method …` |"}
     for path, start in rows.items():
         (row,) = (line for line in page(path).splitlines() if line.startswith(start))
         assert [f"`{method}`" in row for method in METHODS[1:]] == [True] * len(METHODS[1:]), path
 
 
-def test_readme_names_every_node_and_workflow():
-    text = page("README.md")
+def test_the_page_of_nodes_names_every_node_and_workflow():
+    text = page("docs/nodes.md")
     missing = [name for name, (display, _) in NODES.items() if name not in text or display not in text]
     missing += [path.stem for path in (ROOT / "workflows").glob("*.json") if f"`{path.stem}`" not in text]
     assert not missing

@@ -60,6 +60,8 @@ def watched_model(model: Any, doctor: Doctor, node_id: str | None) -> Any:
         networks = nn.ModuleDict({NETWORK: getattr(network, "_orig_mod", network)})
         with doctor.repaired(networks):
             output = executor(*args, **kwargs)
+            if not _wrong(output):
+                return output
             options = kwargs.get("transformer_options") or (args[5] if len(args) > 5 else {})
             return doctor.checked(output, networks, lambda: executor(*args, **kwargs), where_of(options), _wrong)
 

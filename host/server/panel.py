@@ -12,6 +12,7 @@ from ...compat.device.probe_store import UNKNOWN
 from ...compat.device.report import probe_statuses, report_on
 from ...compat.errors import PackError
 from ...compat.memory.statistics import StageCost, kept_stages
+from ...compat.requirements import package_problem
 from ...pipelines import decisions
 from ...pipelines.loading.download import first_steps
 from ...pipelines.report import precisions
@@ -26,11 +27,6 @@ def facts() -> DeviceFacts:
 def limit_tooltip(name: str) -> str:
     """What an input of the load node cannot do on this machine, to append to its tooltip; empty if there is nothing."""
     return _limit_tooltip(str(memory_manager.compute_device()), name)
-
-
-def limit_lines() -> list[str]:
-    """What cannot work on this machine, as the last line of the status under the load node; none for nothing."""
-    return [line] if (line := decisions.limit_line(facts())) else []
 
 
 def first_run() -> str:
@@ -74,6 +70,7 @@ def machine(again: bool = False) -> dict[str, Any]:
         ],
         "limits": decisions.limits(here),
         "first_run": first_run(),
+        "problem": package_problem(),
     }
 
 

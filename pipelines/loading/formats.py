@@ -24,6 +24,7 @@ from ...compat.errors import CheckpointError
 from ...compat.packages import attribute
 from ..family import FamilySpec
 from ..registry import FAMILIES
+from .evidence import names_around
 from .keys import SAME, Layout, Row, renamed
 
 ENDINGS = (".safetensors", ".sft", ".gguf")
@@ -50,13 +51,16 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Configured:
-    """The configuration of a model, what it was published as, and the settings of its pipeline that go with it."""
+    """The configuration of a model, what it was published as, and the settings of its pipeline that go with it.
+
+    ``why`` is what tells it from others of the same shapes; empty where the shapes are enough, or the user said it.
+    """
 
     config: Mapping[str, Any]
     name: str
     task: str
     tools: Mapping[str, Mapping[str, Any]]
-    assumed: bool
+    why: str
 
 
 def contents(path: Path) -> list[Content]:
@@ -119,12 +123,21 @@ def config_of(content: Content, task: str = "") -> Configured:
             expected=f"the shapes of {', '.join(row['name'] for row in wanted[:4])}",
             fix=f"Use the file as published, or put its config.json beside it as {beside.name!r}.",
         )
-    stem = content.path.stem.lower()
-    named = [row for row in fitting if all(re.search(pattern, stem) for pattern in row.get("named", ()))]
-    chosen = max(named or fitting[:1], key=lambda row: len(row.get("named", ())))
-    return Configured(
-        chosen["config"], chosen["name"], chosen.get("task", ""), chosen.get("tools", {}), len(fitting) > 1 and not task
-    )
+    for name in names_around(content.path) if len(fitting) > 1 else ():
+        named = [row for row in fitting if row.get("named") and _says(name, row)]
+        if named:
+            return _configured(max(named, key=lambda row: len(row["named"])), f"the name {name!r} says so")
+    unsaid = "no name around it says otherwise" if len(fitting) > 1 and not task else ""
+    return _configured(fitting[0], unsaid and f"assumed: {unsaid}")
+
+
+def _says(name: str, row: Mapping[str, Any]) -> bool:
+    """Whether a name says all that tells a configuration from others of the same shapes."""
+    return all(re.search(pattern, name.lower()) for pattern in row["named"])
+
+
+def _configured(row: Mapping[str, Any], why: str) -> Configured:
+    return Configured(row["config"], row["name"], row.get("task", ""), row.get("tools", {}), why)
 
 
 def layouts() -> tuple[Layout, ...]:

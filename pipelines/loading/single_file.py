@@ -14,16 +14,17 @@ from typing import Any
 
 import torch
 
+from ...compat.decision import AUTO, Decision
 from ...compat.errors import CheckpointError
 from ...compat.memory.parts import denoises
 from ..base import Progress
 from ..family import FamilySpec
 from ..registry import FAMILIES
+from .evidence import evidence_of
 from .formats import CONFIGS, ENDINGS, Configured, Content, config_of, contents, kinds, layouts, tool_configs, width_of
 from .keys import TRANSFORMER
 from .part import PartFiles, without_text
 
-AUTO = "auto"
 CLASSES = {
     "t5": "T5EncoderModel",
     "clip_l": "CLIPTextModel",
@@ -64,7 +65,10 @@ class Files:
 
 @dataclass(frozen=True, slots=True)
 class Composed:
-    """A composed pipeline: ``files`` without their dtypes, ``folders`` of borrowed parts, readers of the tools."""
+    """A composed pipeline: ``files`` without their dtypes, ``folders`` of borrowed parts, readers of the tools.
+
+    ``decisions`` say which of several models of the same shapes it was taken for.
+    """
 
     family: FamilySpec
     task: str
@@ -72,6 +76,7 @@ class Composed:
     folders: Mapping[str, Path]
     tools: Mapping[str, Callable[[], Any]]
     folder_tools: Mapping[str, Path]
+    decisions: tuple[Decision, ...] = ()
 
 
 def family_in(path: Path) -> FamilySpec:
@@ -92,8 +97,8 @@ def composed(request: Files, progress: Progress) -> Composed:
     main = _transformer(request.parts["transformer"])
     family = FAMILIES[main.kind.partition("/")[0]]
     configured = config_of(main, "" if request.task == AUTO else request.task)
-    if configured.assumed:
-        progress.notify(f"{family.title} {configured.name}: assumed from the name {main.path.name!r}")
+    if configured.why:
+        progress.notify(f"{family.title} {configured.name}: {configured.why}")
     task = configured.task or lone_task(family, configured.config)
     chosen = {"transformer": (main, configured)}
     folders: dict[str, Path] = {}
@@ -115,7 +120,8 @@ def composed(request: Files, progress: Progress) -> Composed:
     if family.text_vision and task == "image" and "text_encoder" in files:
         files["text_encoder"] = _with_vision(family, files["text_encoder"], request, progress)
     tools, folder_tools = _tools(family, task, chosen, request, spared)
-    return Composed(family, task, files, folders, tools, folder_tools)
+    guessed = (Decision("model", configured.name, configured.why, AUTO),) if configured.why else ()
+    return Composed(family, task, files, folders, tools, folder_tools, guessed)
 
 
 def _transformer(path: Path) -> Content:
@@ -261,6 +267,10 @@ def _tools(
     settings = tool_configs(family)
     for part in ("vae", "transformer"):
         for name, changed in (chosen[part][1].tools if part in chosen else {}).items():
+            settings[name] = {**settings.get(name, {}), **changed}
+    if hasattr(family.code, "settings_in"):
+        main = chosen["transformer"][0].path
+        for name, changed in family.code.settings_in(evidence_of(main, chosen["transformer"][1].config)).items():
             settings[name] = {**settings.get(name, {}), **changed}
     plain: dict[str, Callable[[], Any]] = {"index": partial(dict, settings.pop("index", {}))}
     folders: dict[str, Path] = {}

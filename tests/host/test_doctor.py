@@ -36,6 +36,25 @@ def test_an_overflow_is_offered_a_repair_that_later_runs_keep(inside: Inside, na
     assert found["again"] == found["kept"] and found["traces"] == 0
 
 
+@full
+@pytest.mark.parametrize("name", ["SD", "Wan 2.1", "HunyuanVideo"])
+def test_nan_and_one_colour_in_a_vae_of_core_are_named(inside: Inside, name: str) -> None:
+    found = inside.play("doctor", "nan_in_a_vae", name=name)
+    assert found["same"] and not found["wrong"] and found["right"] > 40 and len(found["unused"]) <= 4
+    assert found["colour"].startswith("decode: one colour first from vae.decoder.")
+
+
+def test_doctor_and_fit_model_go_together_in_both_orders(inside: Inside) -> None:
+    for order, result in inside.play("doctor", "beside_fit", name="Wan 2.1").items():
+        assert result["error"] < 2e-3, order
+        assert "diffusion_model.blocks.0.ffn.2 (Linear, fp16)" in result["said"], order
+
+
+def test_a_compiled_model_is_searched_too(inside: Inside) -> None:
+    found = inside.play("doctor", "compiled", name="Wan 2.1")
+    assert found["error"] < 1e-6 and "diffusion_model.blocks.0.ffn.2 (" in found["said"]
+
+
 def test_our_model_is_watched_in_core_s_sampler(inside: Inside) -> None:
     found = inside.play("doctor", "beside_ours", name="ltx")
     assert found["same"] and not found["said"]

@@ -12,9 +12,11 @@ from anygpu.compat import doctor as doctors
 from anygpu.compat.output_check import NotFinite
 from anygpu.compat.repairs import RepairStore
 from anygpu.host.core import doctor as core
+from anygpu.host.core import model as core_model
 
-from host.inside import core_tiny
+from host.inside import core_tiny, core_tiny_vaes
 from host.inside.core import SHAPES, USUAL_SHAPE, cores, prepared
+from host.inside.core_fit import turing
 
 PEAK = 3e5  # of the residual: five times what fp16 can hold
 
@@ -88,3 +90,99 @@ def beside_ours(name: str) -> dict[str, Any]:
     except NotFinite as error:
         return {"same": same, "said": said, "place": place, "error": str(error)}
     return {"same": same, "said": said, "place": place, "error": ""}
+
+
+def nan_in_a_vae(name: str) -> dict[str, Any]:
+    """A NaN in each weight of the decoder of core's tiny VAE ``name`` in turn, as above; and one colour."""
+    vae = core_tiny_vaes.made(name)
+    latents = core_tiny_vaes.latents_of(name)
+    watched = core.watched_vae(vae, doctors.Doctor("vae", RepairStore(None), doctors.EXPLAIN, print))
+    same = bool(torch.equal(watched.decode(latents), vae.decode(latents)))
+    network, right, wrong, unused = vae.first_stage_model, [], {}, []
+    decoder = [(place, weight) for place, weight in network.named_parameters() if place.startswith("decoder")]
+    for place, weight in decoder:
+        before = weight.data.view(-1)[0].clone()
+        weight.data.view(-1)[0] = float("nan")
+        try:
+            watched.decode(latents)
+            unused.append(place)
+        except NotFinite as error:
+            layer, _, own = place.rpartition(".")
+            if f" vae.{layer} (" in str(error) and f"its {own} holds" in str(error):
+                right.append(place)
+            else:
+                wrong[place] = str(error)
+        weight.data.view(-1)[0] = before
+    last = [module for module in network.decoder.modules() if getattr(module, "weight", None) is not None][-1]
+    with torch.no_grad():
+        last.weight.zero_()
+        last.bias.zero_()
+    colour = ""
+    try:
+        watched.decode(latents)
+    except NotFinite as error:
+        colour = str(error)
+    return {"same": same, "right": len(right), "wrong": wrong, "unused": unused, "colour": colour}
+
+
+def beside_fit(name: str) -> dict[str, Any]:
+    """Doctor and Fit Model on one MODEL in both orders: the error of the fitted one, and a NaN that is found."""
+    model = core_tiny.made(name, torch.float16)
+    core_tiny.louder(model, name, PEAK)
+    expected, machine, report = core_tiny.output(model, name), turing(), {}
+    for order in ("fit first", "doctor first"):
+        if order == "fit first":
+            fitted, _ = core_model.fit_model(model, keep_latents="never", machine=machine)
+            both, _ = _watched(fitted, doctors.OFFER)
+        else:
+            watched, _ = _watched(model, doctors.OFFER)
+            both, _ = core_model.fit_model(watched, keep_latents="never", machine=machine)
+        report[order] = {"error": core_tiny.error(core_tiny.output(both, name), expected)}
+        weight = model.model.diffusion_model.get_submodule(core_tiny.CASES[name].loud).weight
+        before = weight.data.view(-1)[0].clone()
+        weight.data.view(-1)[0] = float("nan")
+        try:
+            core_tiny.output(both, name)
+        except NotFinite as error:
+            report[order]["said"] = str(error)
+        weight.data.view(-1)[0] = before
+    return report
+
+
+def compiled(name: str) -> dict[str, Any]:
+    """A NaN in a model that core's node has compiled, and what the doctor says."""
+    from comfy_api.torch_helpers import set_torch_compile_wrapper
+
+    model = core_tiny.made(name, torch.float32, None)
+    plain = core_tiny.output(model, name)
+    quick = model.clone()
+    set_torch_compile_wrapper(model=quick, backend="eager")
+    watched, _ = _watched(quick, doctors.OFFER)
+    report: dict[str, Any] = {"error": core_tiny.error(core_tiny.output(watched, name), plain)}
+    weight = model.model.diffusion_model.get_submodule(core_tiny.CASES[name].loud).weight
+    weight.data.view(-1)[0] = float("nan")
+    try:
+        core_tiny.output(watched, name)
+    except NotFinite as error:
+        report["said"] = str(error)
+    return report
+
+
+def cost(name: str, calls: int = 20) -> dict[str, float]:
+    """Milliseconds that watching adds to one call of core's tiny ``name``, whose own time says nothing."""
+    import time
+
+    model = core_tiny.made(name, torch.float32, None)
+    watched, _ = _watched(model, doctors.OFFER)
+    spent = {}
+    for kind, one in (("plain", model), ("watched", watched), ("plain again", model)):
+        core_tiny.output(one, name)
+        started = time.perf_counter()
+        for _ in range(calls):
+            core_tiny.output(one, name)
+        spent[kind] = (time.perf_counter() - started) / calls * 1e3
+    latents = torch.randn(1, 16, 21, 60, 104)
+    started = time.perf_counter()
+    for _ in range(calls):
+        doctors.not_finite(latents)
+    return {**spent, "check of 480p latents": (time.perf_counter() - started) / calls * 1e3}
