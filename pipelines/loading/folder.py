@@ -52,7 +52,7 @@ from .evidence import variant_of
 from .formats import published, tool_configs
 from .keys import TRANSFORMER
 from .part import PartFiles, part_files, reader_of, without_text
-from .single_file import Composed, Files, composed, family_in, lone_task
+from .single_file import Composed, Files, composed, family_in, lone_task, transformer_file
 from .storage import SafeFp16
 
 INDEX = "model_index.json"
@@ -484,16 +484,13 @@ def _processor_class(folder: Path) -> str:
 
 
 def _unknown(model: Path) -> CheckpointError:
-    index = model / (INDEX if (model / INDEX).is_file() else "config.json")
-    if not index.is_file():
-        return CheckpointError(
-            f"neither model_index.json nor config.json in {str(model)!r}",
-            expected="a diffusers model folder",
-            fix="Choose the folder that directly contains model_index.json, or download the model again.",
-        )
-    name = read_json(index, "a model description").get("_class_name")
-    return CheckpointError(
-        f"{str(index)!r} describes a {name!r}",
-        expected=f"one of {', '.join(f.title for f in FAMILIES.values())}",
-        fix="Choose a model of these families.",
-    )
+    index, single = model / (INDEX if (model / INDEX).is_file() else "config.json"), transformer_file(model)
+    if index.is_file():
+        found = f"{str(index)!r} describes a {read_json(index, 'a model description').get('_class_name')!r}"
+        expected, fix = f"one of {', '.join(f.title for f in FAMILIES.values())}", "Choose a model of these families."
+    else:
+        found, expected = f"neither model_index.json nor config.json in {str(model)!r}", "a diffusers model folder"
+        fix = "Choose the folder that directly contains model_index.json, or download the model again."
+    if single is not None:
+        fix = f"Move this folder into models/diffusion_models and choose {single.name} in AnyGPU Compose Pipeline."
+    return CheckpointError(found, expected=expected, fix=fix)

@@ -26,6 +26,7 @@ from ...compat.errors import InputError, UnsupportedError
 from ...compat.packages import attribute
 from ...compat.transforms.order import Order, Step
 from ..base import Pipeline, Progress
+from .configs import MOST_TENSORS, construction
 from .lora_keys import Match, Pair, Shapes, factors, matched
 
 MODES = ("separate", "merged")  # how a LoRA is put on; grows at the end
@@ -121,7 +122,7 @@ def layers_of(pipeline: Pipeline) -> Shapes:
         _, *classes = pipeline.spec.parts[part]
         named = str(config.get("_class_name"))
         cls: Any = attribute("diffusers", named if named in classes else classes[0])
-        with init_empty_weights():
+        with construction(part, pipeline.source, MOST_TENSORS, lambda: None), init_empty_weights():
             module = cls.from_config(dict(config))
         leaves = ((name, leaf) for name, leaf in module.named_modules() if isinstance(leaf, LEAVES))
         layers |= {name: tuple(leaf.weight.shape) for name, leaf in leaves}

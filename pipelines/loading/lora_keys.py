@@ -185,7 +185,8 @@ def _pairs_of(
         return None
     down, up = tensors[group["down"]], tensors[group["up"]]
     place = names.of(base)
-    if place is None:
+    numbers = math.prod(tensors[group["alpha"]]) if "alpha" in group else 1
+    if place is None or min(len(down), len(up)) < 2 or not down[0] or numbers != 1:
         return None
     targets, row = place
     sizes = [up[0] // len(targets)] * len(targets)
