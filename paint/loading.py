@@ -125,8 +125,7 @@ def load_paint(
     with reading(request.model):
         place = _unet_place(request.model)
         stored = weights_in(place, "UNet", request.weights)
-        kind = _kind(stored)
-        config = _config(place)
+        kind, config = _kind(stored), _config(place)
     shapes, dropped = networks.without_adapter(kind, stored.shapes)
     with torch.device("meta"):
         made = networks.networks_for(kind, config)
