@@ -63,8 +63,6 @@ def drive(script: str, arguments: list[str]) -> int:
             for name in LORAS:
                 lora_files.write(server, name)
             paint_models.furnish(server)
-            if script == "thumbnails.mjs":
-                name_core_files(server)
             told = {"COMFYUI_URL": server.url, "COMFYUI_BASE": folder, "COMFYUI_PID": str(server.pid)}
             variables = {**os.environ, **told, "CHROMIUM": chromium}
             status = subprocess.run([node, str(HERE / script), *arguments], env=variables, timeout=2400).returncode

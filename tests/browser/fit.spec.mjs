@@ -57,7 +57,7 @@ const LTX2 = "ltx-2-19b-dev-fp8.safetensors";
 const GEMMA = "gemma_3_12B_it_fp4_mixed.safetensors";
 const SPECS = {
   ltx2_on_an_older_gpu: {
-    title: "LTX-2 on an older GPU",
+    title: "LTX-2 on an older GPU: core's graph in fp16 that cannot overflow",
     files: [
       [LTX2, "checkpoints", "Lightricks/LTX-2"],
       [GEMMA, "text_encoders", "Comfy-Org/ltx-2"],
@@ -112,7 +112,7 @@ const SPECS = {
       ["decode", "heard", "video"]],
   },
   wan22_on_an_older_gpu: {
-    title: "Wan 2.2 on an older GPU",
+    title: "Wan 2.2 on an older GPU: core's graph in fp16 that cannot overflow",
     files: [
       ["wan2.2_ti2v_5B_fp16.safetensors", "diffusion_models", "Comfy-Org/Wan_2.2_ComfyUI_Repackaged"],
       ["wan2.2_vae.safetensors", "vae", "Comfy-Org/Wan_2.2_ComfyUI_Repackaged"],
@@ -147,7 +147,7 @@ const SPECS = {
       ["decode", "video"]],
   },
   minimax_h3_on_an_older_gpu: {
-    title: "MiniMax H3 on an older GPU",
+    title: "MiniMax H3 on an older GPU: core's graph in fp16 that cannot overflow",
     files: [
       ["minimax_h3_fl2va_pruned_int8_convrot.safetensors", "diffusion_models", "Comfy-Org/MiniMax-H3"],
       ["minimax_h3_video_vae_fp16.safetensors", "vae", "Comfy-Org/MiniMax-H3"],
@@ -190,7 +190,7 @@ const SPECS = {
       ["sample"], ["decode", "heard", "video"]],
   },
   rescue_a_vae_decode: {
-    title: "Rescue a VAE decode",
+    title: "Rescue a VAE decode: fp32, then tiles, then the CPU",
     why:
       "Brings back what was sampled last and decodes it with core's VAE Decode through **AnyGPU Fit VAE**: after NaN, one " +
       "colour or a shortage of memory it goes on in fp32, in smaller tiles, and at last on the CPU. Choose a particular " +
