@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ...compat.checkpoints.headers import reading
 from ...compat.checkpoints.weights import read_json
 from ...compat.decision import AUTO, Decision
 from ...compat.device.facts import (
@@ -113,7 +115,8 @@ def load(
         InputError, UnsupportedError: a choice that this model or machine cannot do.
     """
     progress = progress or Silent()
-    single, family, folders, tools, told = _sources(request, progress)
+    with reading(request.model):
+        single, family, folders, tools, told = _sources(request, progress)
     facts = _answering(facts_for(request.device))
     probes = None if request.state is None else probe_results_of(facts, request.state, request.quiet)
     precision = precision_for(family.precision, facts, request.precision, probes)
@@ -202,7 +205,8 @@ def _parts(files: Mapping[str, PartFiles], prepare: Preparation, safe: SafeFp16 
 def find_models(roots: Iterable[Path]) -> list[Path]:
     """Folders under ``roots`` that hold a pipeline or a lone transformer of a known family, sorted by path.
 
-    Looks three levels deep, into hidden folders never, and follows no folder twice.
+    Looks three levels deep, into hidden folders never, follows no folder twice, and leaves out what cannot be read,
+    such as ``lost+found``.
     """
     folders: dict[Path, None] = {}
     for root in roots:
@@ -210,14 +214,15 @@ def find_models(roots: Iterable[Path]) -> list[Path]:
         for _ in range(4):
             deeper: list[Path] = []
             for folder in level:
-                real = folder.resolve()
-                if real in seen or not folder.is_dir():
-                    continue
-                seen.add(real)
-                if _is_model(folder):
-                    folders[folder] = None
-                else:
-                    deeper += [child for child in folder.iterdir() if child.is_dir() and not child.name.startswith(".")]
+                with suppress(OSError):
+                    real = folder.resolve()
+                    if real in seen or not folder.is_dir():
+                        continue
+                    seen.add(real)
+                    if _is_model(folder):
+                        folders[folder] = None
+                    else:
+                        deeper += [child for child in folder.iterdir() if not child.name.startswith(".")]
             level = deeper
     return sorted(folders)
 

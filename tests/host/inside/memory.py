@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -557,3 +558,22 @@ def high_vram(name: str, gpu_only: bool) -> dict[str, Any]:
             pipeline.offloader.release(part)
         found["left"] = bytes_on_device() - before
     return found
+
+
+def waiting(guarded: bool) -> list[list[int]]:
+    """Who waits for whom as streamed weights come to a transformer on the second card: (waiting device, other device).
+
+    Args:
+        guarded: whether a part's device is made the current one, as ComfyUI does around its own samplers.
+    """
+
+    def stream(device: torch.device) -> None:  # as ComfyUI's for CUDA, whose current stream is the current device's
+        torch.acc.current_stream().wait_stream(torch.acc.Stream(device))
+
+    pipeline = loaded_for("ltx", devices={"transformer": "acc:1"})
+    changes = {"vram_state": management.VRAMState.NO_VRAM, "get_offload_stream": stream}
+    current = memory_manager.current if guarded else lambda _device: nullcontext()
+    with state(**changes), patch.object(memory_manager, "current", current):
+        accelerator.take_waits()
+        sampled(pipeline, "ltx")
+        return sorted({tuple(pair) for pair in accelerator.take_waits()})
