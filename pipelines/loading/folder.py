@@ -158,7 +158,7 @@ def load(
         probes=probes,
         storage=storage.smaller(files),
     )
-    return replace(pipeline, decisions=(*told, *guessed, *recipe_decision(pipeline), *pipeline.decisions))
+    return replace(pipeline, decisions=(*pipeline.decisions, *told, *guessed, *recipe_decision(pipeline)))
 
 
 def _answering(facts: DeviceFacts) -> DeviceFacts:
