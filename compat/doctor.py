@@ -6,6 +6,8 @@ compares what it is given with what it returns; then once more with each repair 
 
 from __future__ import annotations
 
+import inspect
+import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -16,8 +18,8 @@ import torch
 from torch import nn
 
 from .memory.parts import Undo
-from .output_check import COLOUR, NotFinite
-from .repairs import FP32, NARROW, ZEROS, Repair, RepairStore, repaired, tensors_in
+from .output_check import COLOUR, CONSTANT, ZEROS, NotFinite
+from .repairs import FP32, NARROW, REPLACED, Repair, RepairStore, repaired, tensors_in
 
 OFFER, KEEP, FORGET = "offer", "keep", "forget"
 EXPLAIN = "explain"  # of a pipeline that nobody asked a doctor for: the layer is named, and nothing is tried
@@ -27,6 +29,10 @@ SHOWN = 3  # places on the way that are named
 UNSHRUNK = 0.95  # a result that is this much the noise it began with was not sampled
 Fault = Callable[[torch.Tensor], str]
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
+INPUTS = {  # what models call what they are given
+    **dict.fromkeys(("x", "hidden_states"), "the latents"),
+    **dict.fromkeys(("context", "encoder_hidden_states"), "the text"),
+}
 PARTS = (  # of a layer's dotted name, what they are in words; the first that fits
     (r"(^|[._])(attn2|cross_attn)\b", "cross-attention"),
     (r"(^|[._])(attn1|attn|self_attn|img_attn|txt_attn)\b", "self-attention"),
@@ -105,18 +111,40 @@ class _Found(Exception):
 
 def not_finite(tensor: torch.Tensor) -> str:
     """The fault of a result of the network: NaN, or infinite values; empty for none."""
-    if bool(torch.isfinite(tensor).all()):
-        return ""
-    return NAN if bool(torch.isnan(tensor).any()) else INFINITE
+    return _range_fault(*_range(tensor))
 
 
 def one_colour(tensor: torch.Tensor) -> str:
     """The fault of a picture: as :func:`not_finite`, or one value everywhere."""
-    return not_finite(tensor) or (COLOUR if tensor.numel() > 1 and bool(tensor.amin() == tensor.amax()) else "")
+    low, high = _range(tensor)
+    return _range_fault(low, high) or (COLOUR if tensor.numel() > 1 and low == high else "")
+
+
+def lifeless(tensor: torch.Tensor) -> str:
+    """The fault of a network's output: as :func:`not_finite`, or one value everywhere, which leaves noise as it is."""
+    low, high = _range(tensor)
+    return _range_fault(low, high) or ((CONSTANT if low else ZEROS) if tensor.numel() > 1 and low == high else "")
+
+
+def _range(tensor: torch.Tensor) -> tuple[float, float]:
+    """The least and the greatest value, NaN for both where any is: one pass over the tensor and one read from it."""
+    wide = tensor.detach() if tensor.element_size() > 1 else tensor.detach().float()
+    low, high = torch.stack(torch.aminmax(wide)).tolist()
+    return low, high
+
+
+def _range_fault(low: float, high: float) -> str:
+    if math.isnan(low) or math.isnan(high):
+        return NAN
+    return INFINITE if math.isinf(low) or math.isinf(high) else ""
 
 
 def examine(networks: nn.ModuleDict, run: Callable[[], Any], fault: Fault = not_finite) -> Finding | None:
-    """Where ``run``, which calls the ``networks``, first goes wrong; None where it does not."""
+    """Where ``run``, which calls the ``networks``, first goes wrong; None where it does not.
+
+    Args:
+        fault: of what any of their modules returns.
+    """
     search = _Search(networks, fault)
     with search.hooked(), uncompiled():
         try:
@@ -135,9 +163,10 @@ def diagnose(
     """Where ``run`` goes wrong, the repair that helps, and the result with it; None for the result where none helps.
 
     Args:
-        repair: whether to try any.
+        fault: of the result. repair: whether to try any.
     """
-    finding = examine(networks, run, fault)
+    # A sound layer may return one value; none returns NaN. What is asked of layers is what is wrong with the result.
+    finding = examine(networks, run, not_finite) or (None if fault is not_finite else examine(networks, run, fault))
     if finding is None:
         output = run()
         return Diagnosis(None), None if fault(output) else output
@@ -158,7 +187,7 @@ def repairs_for(finding: Finding) -> Iterator[Repair]:
     if finding.inputs:
         return
     if finding.weight:
-        yield Repair(finding.layer, ZEROS)
+        yield Repair(finding.layer, REPLACED)
     if finding.dtype in ("fp16", "bf16"):
         root = finding.layer.partition(".")[0]
         yield from (Repair(layer, FP32) for layer in dict.fromkeys((finding.layer, finding.block or root, root)))
@@ -204,8 +233,9 @@ class _Search:
                 self.finding = self._finding(name, module, fault, wrong, largest(given))
                 raise _Found
             if name in self.networks:
-                kind = ", ".join(key for key, value in kwargs.items() if self._wrong(value)[0])
-                self.finding = Finding(name, type(module).__name__, "", fault, inputs=kind or "its first inputs")
+                inputs = [key for key, value in _named(module, args, kwargs).items() if self._wrong(value)[0]]
+                words = ", ".join(INPUTS.get(key, key) for key in inputs)
+                self.finding = Finding(name, type(module).__name__, dtype="", fault=fault, inputs=words)
                 raise _Found
 
         return after
@@ -230,7 +260,27 @@ class _Search:
         dtype = DTYPES.get(wrong.dtype, str(wrong.dtype).removeprefix("torch."))
         if dtype == "fp32" and any(p.dtype in NARROW for p in module.parameters()):
             dtype = next(DTYPES[p.dtype] for p in module.parameters() if p.dtype in NARROW)
-        return Finding(layer, kind, dtype, fault, given, weight, block, self.lists.get(parent, 0), tuple(self.way))
+        return Finding(
+            layer,
+            kind,
+            dtype=dtype,
+            fault=fault,
+            largest=given,
+            weight=weight,
+            block=block,
+            blocks=self.lists.get(parent, 0),
+            way=tuple(self.way),
+        )
+
+
+def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What a module was given, by the names that its forward has for it."""
+    try:
+        names = list(inspect.signature(module.forward).parameters)
+    except (TypeError, ValueError):
+        names = []
+    names += [f"input {index + 1}" for index in range(len(names), len(args))]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _prefixes(name: str) -> Iterator[str]:

@@ -23,10 +23,10 @@ from .memory.parts import Undo
 
 log = logging.getLogger(__name__)
 
-FP32, ZEROS = "fp32", "zeros"
+FP32, REPLACED = "fp32", "zeros"
 NARROW = (torch.float16, torch.bfloat16)
 TO_NARROW = (torch.Tensor.half, torch.Tensor.bfloat16)
-MEANINGS = {FP32: "computed in fp32", ZEROS: "with zeros for the weights that are not finite"}
+MEANINGS = {FP32: "computed in fp32", REPLACED: "with zeros for the weights that are not finite"}
 FILE = "doctor.json"
 
 
@@ -148,7 +148,10 @@ def _finite(weight: torch.Tensor) -> torch.Tensor:
     return torch.nan_to_num(weight.detach().float(), 0.0, 0.0, 0.0).to(weight.dtype)
 
 
-_WAYS: dict[str, Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]] = {FP32: _in_fp32, ZEROS: _with_zeros}
+_WAYS: dict[str, Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]] = {
+    FP32: _in_fp32,
+    REPLACED: _with_zeros,
+}
 
 
 class RepairStore:

@@ -12,7 +12,7 @@ from comfy.patcher_extension import WrappersMP
 from comfy_execution.graph_utils import ExecutionBlocker
 from torch import nn
 
-from ...compat.doctor import Doctor, not_finite, one_colour, unshrunk
+from ...compat.doctor import Doctor, lifeless, not_finite, one_colour, unshrunk
 from ...compat.output_check import is_flat
 from ...compat.repairs import tensors_in
 from ..core_shell import CoreShell
@@ -93,7 +93,7 @@ def where_of(options: dict[str, Any]) -> str:
 
 
 def _wrong(output: Any) -> str:
-    return next(filter(None, map(not_finite, tensors_in(output))), "")
+    return next(filter(None, map(lifeless, tensors_in(output))), "")
 
 
 def watched_vae(vae: Any, doctor: Doctor) -> Any:

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from ...compat.doctor import EXPLAIN, Doctor, unshrunk
+from ...compat.doctor import EXPLAIN, Doctor, lifeless, not_finite, unshrunk
 from ...compat.repairs import RepairStore
 from ..base import Pipeline, Progress
 
@@ -45,8 +45,8 @@ class Watch:
             output = predict(latents, time, index)
             if not self.each and 0 < index < count - 1:
                 return output
-            again = partial(predict, latents, time, index)
-            return self.doctor.checked(output, self.networks, again, f"step {index + 1} of {count}")
+            again, fault = partial(predict, latents, time, index), lifeless if self.each else not_finite
+            return self.doctor.checked(output, self.networks, again, f"step {index + 1} of {count}", fault)
 
         return checked
 

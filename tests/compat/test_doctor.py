@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from anygpu.compat import doctor
-from anygpu.compat.output_check import NotFinite
-from anygpu.compat.repairs import FP32, ZEROS, Repair, RepairStore
+from anygpu.compat.output_check import ZEROS, NotFinite
+from anygpu.compat.repairs import FP32, REPLACED, Repair, RepairStore
 from anygpu.pipelines import tiny
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.sampling.core_sampler import Call, velocity
@@ -108,7 +108,7 @@ def test_a_damaged_weight_is_named_and_stands_for_zero() -> None:
         network.blocks[1].down.weight[0, 0] = float("inf")
     diagnosis, output = doctor.diagnose(nn.ModuleDict({"net": network}), lambda: network(x))
     assert diagnosis.finding is not None and diagnosis.finding.weight == "weight"
-    assert diagnosis.repair == Repair("net.blocks.1.down", ZEROS) and torch.isfinite(output).all()
+    assert diagnosis.repair == Repair("net.blocks.1.down", REPLACED) and torch.isfinite(output).all()
     assert torch.isinf(network.blocks[1].down.weight[0, 0]), "the repair changed the model's own weight"
     assert "Download" in doctor.advice(diagnosis)
 
@@ -118,7 +118,7 @@ def test_what_is_wrong_before_the_network_is_said_to_be() -> None:
     diagnosis, output = doctor.diagnose(
         nn.ModuleDict({"net": network}), lambda: network(x=torch.full((1, 4), float("nan")))
     )
-    assert diagnosis.finding is not None and diagnosis.finding.inputs == "x"
+    assert diagnosis.finding is not None and diagnosis.finding.inputs == "the latents"
     assert output is None and diagnosis.repair is None
 
 
@@ -139,6 +139,17 @@ def test_one_colour_is_found_where_it_begins() -> None:
     x = torch.rand(2, 3)
     finding = doctor.examine(nn.ModuleDict({"net": network}), lambda: network(x), doctor.one_colour)
     assert finding is not None and finding.layer in ("net.0", "net.1")
+
+
+def test_a_network_that_says_nothing_is_searched_for_the_layer_that_falls_silent() -> None:
+    network, x = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)), torch.rand(2, 3)
+    with torch.no_grad():
+        network[0].weight.fill_(-1.0)
+        network[0].bias.fill_(-1.0)
+        network[2].bias.zero_()
+    assert doctor.lifeless(network(x)) == ZEROS and not doctor.not_finite(network(x))
+    diagnosis, _ = doctor.diagnose(nn.ModuleDict({"net": network}), lambda: network(x), doctor.lifeless)
+    assert diagnosis.finding is not None and (diagnosis.finding.layer, diagnosis.finding.fault) == ("net.1", ZEROS)
 
 
 def test_what_helped_is_kept_for_the_next_run_until_it_is_forgotten(tmp_path: Path) -> None:

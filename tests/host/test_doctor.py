@@ -36,6 +36,19 @@ def test_an_overflow_is_offered_a_repair_that_later_runs_keep(inside: Inside, na
     assert found["again"] == found["kept"] and found["traces"] == 0
 
 
+def test_watching_is_a_handful_of_operations_on_the_output(inside: Inside) -> None:
+    """A published model has some thousand operations per call, so these are less than 1 % of its launches."""
+    found = inside.play("doctor", "cost", name="Wan 2.1")
+    assert 0 < found["added"] <= 8 and found["step"] > 100 and found["hooks"] == 0, found
+
+
+@pytest.mark.parametrize("name", ["Wan 2.1", "LTXV"])
+def test_a_text_that_holds_nan_is_told_from_a_fault_of_the_model(inside: Inside, name: str) -> None:
+    said = inside.play("doctor", "with_bad_text", name=name)
+    assert "NaN in what the network is given (the text): the fault lies before it" in said
+    assert "Look at the node before" in said
+
+
 @full
 @pytest.mark.parametrize("name", ["SD", "Wan 2.1", "HunyuanVideo"])
 def test_nan_and_one_colour_in_a_vae_of_core_are_named(inside: Inside, name: str) -> None:

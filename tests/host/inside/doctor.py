@@ -5,14 +5,17 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import comfy.model_management as management
+import comfy.samplers
 import torch
 from anygpu.compat import doctor as doctors
 from anygpu.compat.output_check import NotFinite
 from anygpu.compat.repairs import RepairStore
 from anygpu.host.core import doctor as core
 from anygpu.host.core import model as core_model
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from host.inside import core_tiny, core_tiny_vaes
 from host.inside.core import SHAPES, USUAL_SHAPE, cores, prepared
@@ -168,21 +171,44 @@ def compiled(name: str) -> dict[str, Any]:
     return report
 
 
-def cost(name: str, calls: int = 20) -> dict[str, float]:
-    """Milliseconds that watching adds to one call of core's tiny ``name``, whose own time says nothing."""
-    import time
-
+def cost(name: str) -> dict[str, float]:
+    """Operations of torch that watching adds to each step of core's tiny ``name``, and the hooks that it leaves."""
     model = core_tiny.made(name, torch.float32, None)
     watched, _ = _watched(model, doctors.OFFER)
-    spent = {}
-    for kind, one in (("plain", model), ("watched", watched), ("plain again", model)):
-        core_tiny.output(one, name)
-        started = time.perf_counter()
-        for _ in range(calls):
-            core_tiny.output(one, name)
-        spent[kind] = (time.perf_counter() - started) / calls * 1e3
-    latents = torch.randn(1, 16, 21, 60, 104)
-    started = time.perf_counter()
-    for _ in range(calls):
-        doctors.not_finite(latents)
-    return {**spent, "check of 480p latents": (time.perf_counter() - started) / calls * 1e3}
+    euler, counts = comfy.samplers.sampler_object("euler"), []
+    core_tiny.output(model, name)  # loads it
+    for one in (watched, model):
+        for sigmas in ((0.9, 0.8, 0.6, 0.3, 0.0), (0.9, 0.6, 0.0)):
+            with Counter() as counter:
+                core_tiny.output(one, name, euler, sigmas)
+            counts.append(counter.count)
+    modules = model.model.diffusion_model.modules()
+    return {
+        "step": (counts[2] - counts[3]) / 2,
+        "added": (counts[0] - counts[1] - counts[2] + counts[3]) / 2,
+        "hooks": sum(len(module._forward_hooks) + ("forward" in vars(module)) for module in modules),
+    }
+
+
+class Counter(TorchDispatchMode):
+    """Counts the operations that reach the device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def with_bad_text(name: str) -> str:
+    """What the doctor says of a CONDITIONING that holds NaN."""
+    model = core_tiny.made(name, torch.float32, None)
+    watched, _ = _watched(model, doctors.OFFER)
+    ((text, _),) = clean = core_tiny.conditioning(name)
+    text[0, 0, 0] = float("nan")
+    with mock.patch.object(core_tiny, "conditioning", lambda *_: clean):
+        try:
+            core_tiny.output(watched, name)
+        except NotFinite as error:
+            return str(error)
+    return ""
