@@ -331,7 +331,7 @@ def _path(text: str | None) -> Path | None:
 
 
 def _parser(renders: bool) -> argparse.ArgumentParser:
-    """The command's parser; flags of ``render`` and ``doctor``, whose choices import torch, only where asked for."""
+    """The command's parser; the flags of ``render`` and ``doctor``, whose choices import torch, only if asked for."""
     parser = argparse.ArgumentParser(prog="anygpu", description=__doc__)
     commands = parser.add_subparsers(required=True)
     told = commands.add_parser("report", help="show what this machine is and what AnyGPU chooses on it")
@@ -404,6 +404,7 @@ def _render_arguments(parser: argparse.ArgumentParser) -> None:
         help="skip work in steps that change little; lossy",
     )
     add("--fp16-accumulation", action="store_true", help="add fp16 products in fp16: faster on GeForce; lossy")
+    add("--stored-products", action="store_true", help="multiply 8-bit weights as they are stored; lossy")
     add("--repair", choices=REPAIRS, help=REPAIR)
     add("--profile", metavar="FILE", help="write a torch profiler trace with a range per stage, block and operation")
     add("--decode", choices=METHODS, default="auto", help="how to decode; auto: at once if it fits")

@@ -184,8 +184,11 @@ def kept_stages(state: Path) -> list[StageCost]:
     """The last stages of all pipelines, the newest last; none where the file is missing or of another version."""
     try:
         rows = json.loads((state / FILE).read_text(encoding="utf-8"))
-        return [StageCost(**row) for row in rows]
-    except (OSError, ValueError, TypeError):
+        costs = [StageCost(**row) for row in rows]
+        for cost in costs:
+            str(cost)  # which an edited file can make impossible
+        return costs
+    except (OSError, ValueError, TypeError, ArithmeticError):
         return []
 
 

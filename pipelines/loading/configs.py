@@ -16,6 +16,7 @@ from ...compat.errors import CheckpointError, PackError
 
 LARGEST = 1000  # times the largest published number, which no checkpoint comes near
 MOST_TOKENS = 10_000_000
+MOST_TENSORS = 20_000  # where no file says how many: ten times those of the largest published transformer
 LONGEST = 256  # items of a list
 SLACK = 64  # parameters beyond twice those of the file: tied ones and those that a class makes and drops
 MODULES = 64  # per tensor: containers, activations, dropouts
