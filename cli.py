@@ -331,7 +331,7 @@ def _path(text: str | None) -> Path | None:
 
 
 def _parser(renders: bool) -> argparse.ArgumentParser:
-    """The command's parser; with the flags of ``render`` and ``doctor``, whose choices import torch, only where that is asked for."""
+    """The command's parser; the flags of ``render`` and ``doctor``, whose choices import torch, only if asked for."""
     parser = argparse.ArgumentParser(prog="anygpu", description=__doc__)
     commands = parser.add_subparsers(required=True)
     told = commands.add_parser("report", help="show what this machine is and what AnyGPU chooses on it")

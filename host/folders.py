@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import folder_paths
@@ -110,10 +111,11 @@ def paint_models() -> dict[str, Path]:
     for root in roots(MODEL_KEYS):
         children = _children(root)
         for folder in sorted({root, *children, *(deep for child in children for deep in _children(child))}):
-            if is_paint_folder(folder) and folder != root:
-                models.append(folder)
-            elif folder.is_dir() and ("hunyuan3d" not in folder.name.lower() or folder == root):
-                models += (file for file in sorted(folder.iterdir()) if _is_paint_file(file))
+            with suppress(OSError):
+                if is_paint_folder(folder) and folder != root:
+                    models.append(folder)
+                elif folder.is_dir() and ("hunyuan3d" not in folder.name.lower() or folder == root):
+                    models += [file for file in sorted(folder.iterdir()) if _is_paint_file(file)]
     return _named(roots(MODEL_KEYS), models)
 
 
@@ -174,18 +176,23 @@ def _is_paint_file(file: Path) -> bool:
 
 
 def _children(folder: Path) -> list[Path]:
-    """The folders in a folder, hidden ones left out; none where it is no folder."""
-    return [child for child in folder.iterdir() if child.is_dir() and child.name[0] != "."] if folder.is_dir() else []
+    """The folders in a folder, hidden ones left out; none where it is no folder or cannot be read."""
+    with suppress(OSError):
+        return [child for child in folder.iterdir() if child.is_dir() and child.name[0] != "."]
+    return []
 
 
 def _change_times(level: list[Path]) -> tuple[tuple[str, float], ...]:
     """Each folder that :func:`find_models` looks into, and when it last changed: a download may be listed half way."""
     watched: dict[Path, None] = {}
-    level = [root for root in level if root.is_dir()]
     for _ in range(4):
         watched.update(dict.fromkeys(level))
         level = [child for folder in level for child in _children(folder)]
-    return tuple((str(folder), folder.stat().st_mtime) for folder in watched)
+    times: dict[str, float] = {}
+    for folder in watched:
+        with suppress(OSError):
+            times[str(folder)] = folder.stat().st_mtime
+    return tuple(times.items())
 
 
 def _named(roots: list[Path], paths: Iterable[Path]) -> dict[str, Path]:

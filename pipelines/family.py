@@ -171,6 +171,23 @@ class FileKind:
 
 
 @dataclass(frozen=True, slots=True)
+class OtherModel:
+    """A model that is close to those here, and that another program runs.
+
+    Args:
+        title: for people.
+        marks: names that its files have, under any prefix.
+        columns: second side of the first of ``marks``, which tells it from a model that is run; 0 where names do.
+        runs: what runs it.
+    """
+
+    title: str
+    marks: tuple[str, ...]
+    columns: int = 0
+    runs: str = "ComfyUI's own Load Diffusion Model, with AnyGPU Fit Model behind it"
+
+
+@dataclass(frozen=True, slots=True)
 class Download:
     """One published repository at one commit: its name on the Hub, and what of it is read; none means all."""
 
@@ -287,6 +304,7 @@ class FamilySpec:
         vae_settings: attributes of its diffusers VAE that its publisher has otherwise.
         published_blocks: blocks of its published transformer: class, count, whether they leave the text alone.
         published_vae_sites: sites that are fused in the decoder of its published VAE.
+        others: models that are taken for it, and that it does not run.
         vae_tile: pixels per tile that upstream advises for its VAE; 0 for none.
         recipes: how its variants are run, by names of its own.
         most_whole_cells: latent cells up to which a video goes through the VAE whole nevertheless, which is exact.
@@ -333,6 +351,7 @@ class FamilySpec:
     published_blocks: tuple[tuple[str, int, bool], ...] = ()
     published_vae_sites: int = 0
     recipes: Mapping[str, Recipe] = field(default_factory=dict)
+    others: tuple[OtherModel, ...] = ()
     vae_tile: int = 0
     most_whole_cells: int = 0
 

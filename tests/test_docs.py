@@ -200,3 +200,10 @@ def test_contributing_names_only_files_that_exist():
     named = re.findall(r"`([\w./-]+/[\w./-]*)`", page("CONTRIBUTING.md"))
     ours = [path for path in named if (ROOT / path.split("/")[0]).is_dir()]
     assert len(ours) > 40 and [path for path in ours if not (ROOT / path).exists()] == []
+
+
+def test_tests_that_the_page_on_reliability_names_exist():
+    for place in re.findall(r"`([\w/]+\.py(?:::\w+)?)`", page("docs/reliability.md")):
+        path, _, name = place.partition("::")
+        text = (ROOT / "tests" / path.removeprefix("tests/")).read_text(encoding="utf-8")
+        assert f"def {name}(" in text if name else text, place

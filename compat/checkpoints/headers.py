@@ -7,7 +7,8 @@ import math
 import os
 import stat
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,21 @@ def unreadable(path: Path, error: OSError) -> CheckpointError:
         expected="a file that you may read",
         fix="Check the path, its links and its permissions.",
     )
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Whatever the system refuses inside the block, as one line that names the file; ``path`` where it names none.
+
+    Raises:
+        CheckpointError: it refused something.
+    """
+    try:
+        yield
+    except PackError:
+        raise
+    except OSError as error:
+        raise unreadable(Path(error.filename or path), error) from error
 
 
 def plain_status(path: Path) -> os.stat_result:

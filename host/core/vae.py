@@ -198,7 +198,7 @@ def fit_vae(
     fitted = copy.copy(vae)
     fitted.patcher = vae.patcher.clone()
     fitted.__class__ = _fitted(plain)
-    fitted.machine, fitted.plain, fitted.way = machine, plain, Way(wide=wide)
+    fitted.machine, fitted.plain, fitted.way = machine, plain, Way(wide=dtype is FP32)
     fitted.masks, fitted.keeps = bool(masks), keep_latents != "never" and getattr(vae, "latent_dim", 2) == 3
     return fitted, (decided, *_said(forms, masks, fitted))
 

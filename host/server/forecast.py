@@ -182,7 +182,9 @@ def _sampled(plain: Mapping[str, float], pipeline: Pipeline) -> tuple[str, Stage
 
 def _painted(plain: Mapping[str, float], pipeline: PaintPipeline) -> tuple[str, StagesIn]:
     scale = plain.get("guidance", plain.get("image_guidance"))
-    guided = None if scale is None else scale != 1.0
+    guided = None if scale is None else int(scale != 1.0)
+    if plain.get("text_guidance", 1.0) != 1.0:
+        guided = 2  # rows beside the first
     size = int(plain.get("view_size", plain.get("size", 0)))
     views = int(plain.get("max_views", 0)) if pipeline.family == "paint_pbr" else 0  # others paint the six fixed ones
     return "views", lambda mode, _: paint_needs(pipeline, size, views, guided, mode)

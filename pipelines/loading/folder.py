@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ...compat.checkpoints.headers import reading
 from ...compat.checkpoints.weights import read_json
 from ...compat.decision import AUTO, Decision
 from ...compat.device.facts import (
@@ -50,7 +52,7 @@ from .evidence import variant_of
 from .formats import published, tool_configs
 from .keys import TRANSFORMER
 from .part import PartFiles, part_files, reader_of, without_text
-from .single_file import Composed, Files, composed, family_in, lone_task
+from .single_file import Composed, Files, composed, family_in, lone_task, transformer_file
 from .storage import SafeFp16
 
 INDEX = "model_index.json"
@@ -113,7 +115,8 @@ def load(
         InputError, UnsupportedError: a choice that this model or machine cannot do.
     """
     progress = progress or Silent()
-    single, family, folders, tools, told = _sources(request, progress)
+    with reading(request.model):
+        single, family, folders, tools, told = _sources(request, progress)
     facts = _answering(facts_for(request.device))
     probes = None if request.state is None else probe_results_of(facts, request.state, request.quiet)
     precision = precision_for(family.precision, facts, request.precision, probes)
@@ -155,7 +158,7 @@ def load(
         probes=probes,
         storage=storage.smaller(files),
     )
-    return replace(pipeline, decisions=(*told, *guessed, *recipe_decision(pipeline), *pipeline.decisions))
+    return replace(pipeline, decisions=(*pipeline.decisions, *told, *guessed, *recipe_decision(pipeline)))
 
 
 def _answering(facts: DeviceFacts) -> DeviceFacts:
@@ -202,7 +205,8 @@ def _parts(files: Mapping[str, PartFiles], prepare: Preparation, safe: SafeFp16 
 def find_models(roots: Iterable[Path]) -> list[Path]:
     """Folders under ``roots`` that hold a pipeline or a lone transformer of a known family, sorted by path.
 
-    Looks three levels deep, into hidden folders never, and follows no folder twice.
+    Looks three levels deep, into hidden folders never, follows no folder twice, and leaves out what cannot be read,
+    such as ``lost+found``.
     """
     folders: dict[Path, None] = {}
     for root in roots:
@@ -210,14 +214,15 @@ def find_models(roots: Iterable[Path]) -> list[Path]:
         for _ in range(4):
             deeper: list[Path] = []
             for folder in level:
-                real = folder.resolve()
-                if real in seen or not folder.is_dir():
-                    continue
-                seen.add(real)
-                if _is_model(folder):
-                    folders[folder] = None
-                else:
-                    deeper += [child for child in folder.iterdir() if child.is_dir() and not child.name.startswith(".")]
+                with suppress(OSError):
+                    real = folder.resolve()
+                    if real in seen or not folder.is_dir():
+                        continue
+                    seen.add(real)
+                    if _is_model(folder):
+                        folders[folder] = None
+                    else:
+                        deeper += [child for child in folder.iterdir() if not child.name.startswith(".")]
             level = deeper
     return sorted(folders)
 
@@ -479,16 +484,13 @@ def _processor_class(folder: Path) -> str:
 
 
 def _unknown(model: Path) -> CheckpointError:
-    index = model / (INDEX if (model / INDEX).is_file() else "config.json")
-    if not index.is_file():
-        return CheckpointError(
-            f"neither model_index.json nor config.json in {str(model)!r}",
-            expected="a diffusers model folder",
-            fix="Choose the folder that directly contains model_index.json, or download the model again.",
-        )
-    name = read_json(index, "a model description").get("_class_name")
-    return CheckpointError(
-        f"{str(index)!r} describes a {name!r}",
-        expected=f"one of {', '.join(f.title for f in FAMILIES.values())}",
-        fix="Choose a model of these families.",
-    )
+    index, single = model / (INDEX if (model / INDEX).is_file() else "config.json"), transformer_file(model)
+    if index.is_file():
+        found = f"{str(index)!r} describes a {read_json(index, 'a model description').get('_class_name')!r}"
+        expected, fix = f"one of {', '.join(f.title for f in FAMILIES.values())}", "Choose a model of these families."
+    else:
+        found, expected = f"neither model_index.json nor config.json in {str(model)!r}", "a diffusers model folder"
+        fix = "Choose the folder that directly contains model_index.json, or download the model again."
+    if single is not None:
+        fix = f"Move this folder into models/diffusion_models and choose {single.name} in AnyGPU Compose Pipeline."
+    return CheckpointError(found, expected=expected, fix=fix)

@@ -21,8 +21,21 @@ from ..base import Progress
 from ..family import FamilySpec
 from ..registry import FAMILIES
 from .evidence import evidence_of
-from .formats import CONFIGS, ENDINGS, Configured, Content, config_of, contents, kinds, layouts, tool_configs, width_of
-from .keys import TRANSFORMER
+from .formats import (
+    CONFIGS,
+    ENDINGS,
+    Configured,
+    Content,
+    config_of,
+    contents,
+    entries_in,
+    kinds,
+    layouts,
+    tool_configs,
+    width_of,
+)
+from .keys import TRANSFORMER, listed
+from .others import other_model, refusal
 from .part import PartFiles, without_text
 
 CLASSES = {
@@ -116,7 +129,7 @@ def composed(request: Files, progress: Progress) -> Composed:
             folders[part] = request.provided[part]
         elif part not in family.optional and part not in spared:
             raise _absent(family, part)
-    files = {name: _part(name, family, *pair) for name, pair in chosen.items()}
+    files = {name: _part(name, family, *pair, progress) for name, pair in chosen.items()}
     if family.text_vision and task == "image" and "text_encoder" in files:
         files["text_encoder"] = _with_vision(family, files["text_encoder"], request, progress)
     tools, folder_tools = _tools(family, task, chosen, request, spared)
@@ -128,6 +141,8 @@ def _transformer(path: Path) -> Content:
     held_models = contents(path)
     main = next((content for content in held_models if content.kind.endswith(TRANSFORMER)), None)
     if main is None:
+        if other := other_model(entries_in(path)):
+            raise refusal(other, path)
         held = ", ".join(TITLES.get(x.kind, x.layout) for x in held_models) or "no known model"
         raise CheckpointError(
             f"{str(path)!r} holds {held}",
@@ -135,6 +150,12 @@ def _transformer(path: Path) -> Content:
             fix="Choose the transformer's file. VAE and encoders have their own inputs.",
         )
     return main
+
+
+def transformer_file(folder: Path) -> Path | None:
+    """The single file of a known transformer in a folder that is no model folder of diffusers'; None without one."""
+    files = sorted(file for file in folder.iterdir() if file.suffix in ENDINGS) if folder.is_dir() else []
+    return next((file for file in files if any(kind.endswith(TRANSFORMER) for kind in kinds(file))), None)
 
 
 def lone_task(family: FamilySpec, config: Mapping[str, Any]) -> str:
@@ -217,7 +238,7 @@ def _of_kind(path: Path, kind: str, width: int) -> Content | None:
     return next((content for content in fitting if not width or width_of(content) == width), None)
 
 
-def _part(name: str, family: FamilySpec, content: Content, configured: Configured) -> PartFiles:
+def _part(name: str, family: FamilySpec, content: Content, configured: Configured, progress: Progress) -> PartFiles:
     library, *allowed = family.parts[name]
     config = dict(configured.config)
     cls = CLASSES.get(content.kind) or str(config.get("_class_name"))
@@ -231,7 +252,10 @@ def _part(name: str, family: FamilySpec, content: Content, configured: Configure
             expected=f"one of {', '.join(allowed)}",
             fix=f"Choose another file as {name}, or correct the JSON file beside it.",
         )
-    return PartFiles(name, library, cls, content.path, config, content.entries, torch.float32)
+    if left := (*content.unknown, *configured.unused):
+        progress.notify(f"{name}: tensors that {configured.name} has no place for are left out: {listed(left)}")
+    entries = {key: entry for key, entry in content.entries.items() if key not in configured.unused}
+    return PartFiles(name, library, cls, content.path, config, entries, torch.float32)
 
 
 def _with_vision(family: FamilySpec, text: PartFiles, request: Files, progress: Progress) -> PartFiles:

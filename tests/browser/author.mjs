@@ -3,6 +3,7 @@ import { createHash } from "node:crypto";
 import { mkdir, writeFile } from "node:fs/promises";
 import { openPage } from "./comfy.mjs";
 import { CORE_WORKFLOWS } from "./core.spec.mjs";
+import { FIT_WORKFLOWS } from "./fit.spec.mjs";
 import { PAINT_WORKFLOWS } from "./paint.spec.mjs";
 import { WORKFLOWS } from "./workflows.spec.mjs";
 
@@ -70,7 +71,7 @@ function build(spec) {
 }
 
 await mkdir(FOLDER, { recursive: true });
-for (const [name, spec] of Object.entries({ ...WORKFLOWS, ...PAINT_WORKFLOWS, ...CORE_WORKFLOWS })) {
+for (const [name, spec] of Object.entries({ ...WORKFLOWS, ...PAINT_WORKFLOWS, ...CORE_WORKFLOWS, ...FIT_WORKFLOWS })) {
   if (only.length && !only.includes(name)) continue;
   // A new page each time: the frontend keeps widget values by node id, also for the nodes of a graph that is gone.
   const { browser, page, errors } = await openPage();

@@ -11,8 +11,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-ROOMS = ("cli.py", "showcase.py", "__init__.py", "nodes", "host", "pipelines", "paint", "compat", "kernels")
+from test_layers import SOURCES, tree_of
+
 DEVICE = "torch.<device>"  # the module of whatever device computes: torch.cuda, torch.xpu, a plug-in's
 ASKED = (  # what begins so is a question; of Triton, the operations of a kernel are left out: it is asked as a whole
     DEVICE,
@@ -162,13 +162,14 @@ TABLE: dict[str, str] = {
                 "comfy.cli_args.args.fast",
             ),
             *(f"comfy.model_management.{name}" for name in ("cast_to_device", "current_loaded_models", "in_training")),
-            *(f"comfy.model_management.intermediate_{name}" for name in ("device", "dtype")),
+            *(f"comfy.model_management.{name}" for name in ("intermediate_device", "intermediate_dtype")),
+            "comfy.model_management.soft_empty_cache",
         ),
         CONSTANT,
     ),
     # Only in nodes of ComfyUI, whose executor shows what they raise; and in the tiny checkpoints of tests and demo.
     **dict.fromkeys(("os.path.realpath", "os.walk", "os.utime", "shutil.rmtree", "tempfile.TemporaryDirectory"), FILES),
-    **dict.fromkeys(("Path.is_symlink", "Path.expanduser", "Path.write_bytes"), FILES),
+    **dict.fromkeys(("Path.is_symlink", "Path.expanduser", "Path.write_bytes", "Path.read_bytes"), FILES),
     **dict.fromkeys(
         (
             *("comfy.cli_args.args", "comfy.model_management", "comfy.model_management.InterruptProcessingException"),
@@ -179,7 +180,7 @@ TABLE: dict[str, str] = {
                 "torch.accelerator",
             ),
             *("torch.backends.cuda.matmul", "torch.backends.cudnn"),
-            "os.getpid",
+            *("os.getpid", "os.stat_result"),
             *("os.O_DIRECTORY", "os.O_RDONLY", "os.POSIX_FADV_SEQUENTIAL", "Path.owner"),
         ),
         CONSTANT,  # Path.owner: an attribute of ours has that name
@@ -198,17 +199,17 @@ def chain(node: ast.AST) -> list[str]:
     return [node.id, *names] if isinstance(node, ast.Name) else []
 
 
-def names_in(tree: ast.Module) -> dict[str, str]:
+def names_in(nodes: list[ast.AST]) -> dict[str, str]:
     """What each name of a file stands for: imports, and names for parts of what was imported."""
     names: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 whole = alias.name if alias.asname else alias.name.partition(".")[0]
                 names[alias.asname or whole] = whole
         elif isinstance(node, ast.ImportFrom) and not node.level:
             names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-    for node in ast.walk(tree):
+    for node in nodes:
         targets, value = _assigned(node)
         for target, given in zip(targets, value, strict=False):
             if isinstance(target, ast.Name) and (meant := _meaning(given, names)):
@@ -246,8 +247,10 @@ def _meaning(value: ast.expr, names: dict[str, str]) -> str:
 
 
 def _questions(tree: ast.Module) -> Iterator[str]:
-    names, inner = names_in(tree), set()
-    for node in ast.walk(tree):
+    kinds = (ast.Import, ast.ImportFrom, ast.Attribute, ast.Call, ast.Assign, ast.AnnAssign)
+    nodes = [node for node in ast.walk(tree) if isinstance(node, kinds)]
+    names, inner = names_in(nodes), set()
+    for node in nodes:
         if isinstance(node, ast.Attribute):
             if isinstance(node.value, ast.Attribute):
                 inner.add(id(node.value))
@@ -272,12 +275,10 @@ def _questions(tree: ast.Module) -> Iterator[str]:
 def questions() -> dict[str, set[str]]:
     """Each question, and the files that ask it."""
     asked: dict[str, set[str]] = {}
-    for room in ROOMS:
-        place = ROOT / room
-        for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
-            for name in _questions(ast.parse(path.read_text(encoding="utf-8"))):
-                if name.startswith("Path.") or any(name.startswith(start) for start in ASKED):
-                    asked.setdefault(name, set()).add(path.relative_to(ROOT).as_posix())
+    for source in SOURCES:
+        for name in _questions(tree_of(source)):
+            if name.startswith("Path.") or any(name.startswith(start) for start in ASKED):
+                asked.setdefault(name, set()).add(source)
     return asked
 
 

@@ -14,6 +14,7 @@ from ...family import (
     MemoryTerms,
     MusubiCache,
     Offer,
+    OtherModel,
     Recipe,
 )
 from ...text.llama import POOLED
@@ -86,6 +87,7 @@ SPEC = FamilySpec(
     vae_tile=256,  # of the same script
     most_whole_cells=32 * 32 * 17,  # of such a tile in one window
     vae_settings={"tile_sample_min_num_frames": 64, "tile_sample_stride_num_frames": 48},
+    others=(OtherModel("SkyReels V1 image to video", ("img_in.proj.weight", "vector_in.in_layer.weight"), 32),),
     published_blocks=BLOCKS,
     published_vae_sites=29,
 )

@@ -15,6 +15,7 @@ from ...family import (
     GuidanceStep,
     MemoryTerms,
     Offer,
+    OtherModel,
     Recipe,
 )
 from .layouts import LAYOUTS
@@ -141,6 +142,10 @@ SPEC = FamilySpec(
     offer=Offer(
         (Download("Lightricks/LTX-Video", "8984fa25007f376c1a299016d0957a37a2f797bb", HUB_FILES),),
         {"text": 8.9, "transformer": 3.6, "vae": 0.8},
+    ),
+    others=(
+        OtherModel("LTX-2", ("audio_adaln_single.linear.weight", "patchify_proj.weight")),
+        OtherModel("LTX-2", ("audio_time_embed.linear.weight", "proj_in.weight")),
     ),
     published_blocks=(("diffusers.models.transformers.transformer_ltx.LTXVideoTransformerBlock", 28, False),),
     published_vae_sites=39,

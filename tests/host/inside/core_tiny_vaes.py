@@ -98,7 +98,7 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
-def made(name: str, dtype: torch.dtype = torch.float32) -> Any:
+def made(name: str, dtype: torch.dtype = torch.float32, device: Any = "cpu") -> Any:
     """A VAE of core's with random weights."""
     case = CASES[name]
     with torch.random.fork_rng():
@@ -107,7 +107,7 @@ def made(name: str, dtype: torch.dtype = torch.float32) -> Any:
         fill(network)
     file = {**network.state_dict(), **{key: torch.zeros(shape) for key, shape in case.keys.items()}}
     with mock.patch(case.place, lambda *args, **kwargs: network):
-        return comfy.sd.VAE(sd=file, dtype=dtype)
+        return comfy.sd.VAE(sd=file, dtype=dtype, device=torch.device(device))
 
 
 def latents_of(name: str, seed: int = 1) -> torch.Tensor:
