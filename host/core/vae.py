@@ -92,10 +92,10 @@ class FittedVAE:
 
     def _first_right(self, name: str, given: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
         """What the first way gives that neither fails nor is wrong; each that does is said."""
-        what, progress, way = name.replace("_", " "), None, self.way
+        what, progress, way = name.replace("_", " "), None, self._first(name, given)
         if name.startswith("decode"):
             _require_sound(given)
-            if self.keeps:
+            if self.keeps and given.ndim == 5:
                 recovery.keep_for_decode(given)
         while True:
             try:
@@ -117,6 +117,12 @@ class FittedVAE:
             if kind != MEMORY:  # the same would fail each time
                 self.way = way
             comfy.model_management.soft_empty_cache()
+
+    def _first(self, name: str, given: Tensor) -> Way:
+        """The way to begin with: in tiles where a known bug of this device caps what a VAE may be given at once."""
+        cap = policy_for(self.machine.facts).tile_pixels
+        allowed = [tile for tile in self._tiles(name, given) if tile <= cap]
+        return replace(self.way, tile=max(allowed)) if allowed and not name.endswith("tiled") else self.way
 
     def _in(self, way: Way, name: str, given: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
         """One attempt."""
@@ -160,7 +166,7 @@ class FittedVAE:
     def _tiles(self, name: str, given: Tensor) -> tuple[int, ...]:
         """Sides of tiles in pixels that are smaller than what is given; none for sound."""
         if self.latent_dim == 1 or given.ndim < 4:  # type: ignore[attr-defined]
-            return ()
+            return ()  # sound has no tiles
         decodes = name.startswith("decode")
         cell = self.spacial_compression_decode() if decodes else 1  # type: ignore[attr-defined]
         longest = max(given.shape[-2:] if decodes else given.shape[-3:-1]) * cell
