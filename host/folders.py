@@ -18,9 +18,10 @@ MODEL_KEYS = ("diffusers", "diffusion_models")
 ENCODER_KEYS = ("diffusers", "clip_vision", "style_models")
 PAINT_PROVIDER_KEYS = ("diffusers", "clip_vision", "diffusion_models")
 LORA_KEYS = ("loras",)
+UPSCALER_KEYS = ("latent_upscale_models", "upscale_models")
 NO_MODEL, NO_PAINT_MODEL, NO_LORA = "no model found", "no paint model found", "no LoRA found"
-NO_FILE = "no file found"
-NOTHING = (NO_MODEL, NO_PAINT_MODEL, NO_LORA, NO_FILE)  # entries of lists that have no other
+NO_FILE, NO_UPSCALER = "no file found", "no upscaler found"
+NOTHING = (NO_MODEL, NO_PAINT_MODEL, NO_LORA, NO_FILE, NO_UPSCALER)  # entries of lists that have no other
 AUTO = "auto"
 PAINT_SUFFIXES = (".safetensors", ".bin")
 
@@ -151,6 +152,25 @@ def lora_file(name: str) -> Path:
     searched = roots(LORA_KEYS)
     what = "LoRA", "a .safetensors file there"
     return path_of(name, loras(), searched, what, f"Put it into {searched[0]} and press R.")
+
+
+def upscalers() -> dict[str, Path]:
+    """Name to path of the .safetensors files that may hold a latent upscaler."""
+    return _named(
+        roots(UPSCALER_KEYS), (file for root in roots(UPSCALER_KEYS) for file in sorted(root.glob("*.safetensors")))
+    )
+
+
+def upscaler_choices() -> list[str]:
+    """The choices of the node that upscales; a single entry that says so if there are none."""
+    return list(upscalers()) or [NO_UPSCALER]
+
+
+def upscaler_file(name: str) -> Path:
+    """The file of a listed upscaler, as :func:`path_of` finds it."""
+    searched = roots(UPSCALER_KEYS)
+    what = "latent upscaler", "a file such as ltxv-spatial-upscaler-0.9.8.safetensors"
+    return path_of(name, upscalers(), searched, what, f"Put it into {searched[0]} and press R.")
 
 
 def kept_folder() -> Path:

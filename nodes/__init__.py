@@ -11,7 +11,15 @@ from ..host.server.routes import add_routes
 from .core_models import FitCLIP, FitModel, FitVAE
 from .decode import Decode
 from .doctor import Doctor
-from .latents import LoadLatent, LoadPrompt, RecoverLatents, SaveLatent, SaveMusubiCache, SavePrompt
+from .latents import (
+    LoadLatent,
+    LoadPrompt,
+    RecoverLatents,
+    SaveLatent,
+    SaveMusubiCache,
+    SavePrompt,
+    UpscaleLatents,
+)
 from .loaders import ComposePipeline, LoadPipeline, LoRA
 from .mesh import BakeTexture, CleanMesh, LoadMesh, PaintCameras, RenderTurntable, RenderViews
 from .paint import DelightImage, LoadPaintPipeline, PaintViews, TextureMesh
@@ -31,6 +39,7 @@ NODES = (
     ComposePipeline,
     MemoryPlan,
     DownloadModel,
+    UpscaleLatents,
     FitModel, FitVAE, FitCLIP,
     Doctor,
 )

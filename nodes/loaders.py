@@ -218,7 +218,7 @@ def load_outputs(request: LoadRequest, progress: NodeProgress) -> io.NodeOutput:
     if problem := package_problem():
         progress.notify(problem)
     pipeline = load(request, progress, *here)
-    progress.finish("\n".join((status_of(pipeline), *map(str, pipeline.decisions))))
+    progress.chosen(status_of(pipeline), pipeline.decisions)
 
     def reload(devices: Mapping[str, Any]) -> Any:
         return load(replace(request, devices={**request.devices, **devices}), None, *here)

@@ -127,7 +127,7 @@ class LoadPaintPipeline(io.ComfyNode):
         """The pipeline."""
         progress = PaintProgress(cls.hidden.unique_id)
         pipeline = load_paint(paint_request(inputs), progress, memory_manager.make_room, memory_manager.offloader_on)
-        progress.finish("\n".join((f"{pipeline.family} {pipeline.variant}, {pipeline.facts}", *map(str, pipeline.decisions))))
+        progress.chosen(f"{pipeline.family} {pipeline.variant}, {pipeline.facts}", pipeline.decisions)
         return io.NodeOutput(pipeline)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ TEXT_HINT = "choose text_device cpu on the load node, which needs none of this m
 TEXT = Stage("encode prompt", "text", "encoding the prompt")
 IMAGE = Stage("encode image", "image", "encoding the image")
 VIDEO = Stage("encode video", "video", "encoding the video")
+UPSCALING = Stage("upscale latents", "upscaling", "upscaling the latents")
 SAMPLING = Stage("sample", "sampling", "sampling")
 DECODING = Stage("decode", "decoding", "decoding")
 GUIDANCE = (
@@ -273,6 +275,29 @@ def decode(
     if pipeline.speed is not None:
         pipeline.speed.notify_decoded(progress)
     return frames
+
+
+def upscale(pipeline: Pipeline, latents: Latents, path: Path, progress: Progress) -> Latents:
+    """``latents`` at twice the width and height, by the upscaler in the file ``path``, for a second pass.
+
+    Raises:
+        InputError: latents of another family. UnsupportedError: a family that has no upscaler.
+    """
+    family = pipeline.spec
+    require_family(latents.family, family, "these latents")
+    if not hasattr(family.code, "upscale"):
+        raise UnsupportedError(
+            f"upscaled latents for {family.title}",
+            expected="a model with a latent upscaler, such as LTX-Video",
+            fix="Sample at the final size.",
+        )
+    require_finite(latents.samples, "latents")
+    with running(UPSCALING, pipeline, progress, latents):
+        release_text(pipeline, family)
+        for attempt in retries(make_room_and_retry(pipeline, progress, family.transformers, UPSCALING.again)):
+            with attempt:
+                upscaled: Latents = family.code.upscale(pipeline, latents, path, progress)
+    return upscaled
 
 
 def with_decode_noise(

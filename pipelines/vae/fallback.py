@@ -271,7 +271,7 @@ class Passes:
         )
         return UnsupportedError(
             f"{what} while {stage} {self.plan.attempt}{layer}",
-            expected="finite values that are not all the same",
+            expected="a VAE that runs here" if kind == KERNEL else "finite values that are not all the same",
             fix=f"{fix}, on the load node; the input is kept.",
         )
 

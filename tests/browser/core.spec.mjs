@@ -127,7 +127,7 @@ function workflow(name, { title, model, text, fps, nodes, pictures = [], between
     nodes: { note: described(title, model, text), ...nodes, decode, video: video(fps), save: save(name) },
     columns: [
       NOTE,
-      { group: "Load", nodes: [sized("load", 380, ROOM.load), ...pictures.map((key) => sized(key, 380, ROOM.picture))] },
+      { group: "Load", nodes: [sized("load", 380, model === "framepack" ? 540 : ROOM.load), ...pictures.map((key) => sized(key, 380, ROOM.picture))] },
       {
         group: "Describe",
         nodes: [sized("prompt", 420, ROOM.prompt), ...(nodes.encoded ? [sized("encoded", 420, ROOM.encoded)] : [])],

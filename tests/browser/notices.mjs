@@ -150,6 +150,7 @@ export async function errorsSayWhatToDo({ page }, shot) {
     const said = await notice(page);
     assert.ok(said.Found.startsWith(found), `${found}: ${JSON.stringify(said)}`);
     assert.ok(said.Expected && said.Do.startsWith(fix), JSON.stringify(said));
+    await page.getByTestId("error-overlay-dismiss").waitFor({ state: "detached" }); // ComfyUI's notice of the same error
     const jump = page.locator(".anygpu-toast").getByRole("button", { name: /^Go to / });
     await jump.focus();
     await page.keyboard.press("Enter");

@@ -131,14 +131,15 @@ const SEE = {
 };
 const SAMPLE = { group: "Sample", nodes: [{ key: "sample", width: 360, height: ROOM.sample }] };
 const LOADED = { key: "load", width: 380, height: ROOM.load };
+const FROM_SEVERAL = { ...LOADED, height: 540 }; // says where each part comes from
 
 /** Columns: note | model and pictures | prompt and encoded pictures | sample | result. */
-function columns({ pictures = [], encoded = [] }) {
+function columns({ pictures = [], encoded = [], loaded = LOADED }) {
   const shown = pictures.map((key) => ({ key, width: 380, height: key === "components" ? ROOM.small : ROOM.picture }));
   const described = encoded.map((key) => ({ key, width: 420, height: ROOM.encoded }));
   return [
     NOTE,
-    { group: pictures.length ? "Load" : "Load the model", nodes: [LOADED, ...shown] },
+    { group: pictures.length ? "Load" : "Load the model", nodes: [loaded, ...shown] },
     { group: "Describe", nodes: [{ key: "prompt", width: 420, height: ROOM.prompt }, ...described] },
     SAMPLE,
     SEE,
@@ -334,6 +335,7 @@ const SPECS = {
   framepack_image_to_video: {
     title: "FramePack: image to video",
     model: "framepack",
+    loaded: FROM_SEVERAL,
     text:
       "Makes long videos in little memory, section by section, from the end to the start. Every finished section is " +
       "shown and saved. *section_prompts* takes one prompt per line for later sections.",
@@ -350,6 +352,7 @@ const SPECS = {
   framepack_first_last_frame: {
     title: "FramePack: first and last frame",
     model: "framepack",
+    loaded: FROM_SEVERAL,
     text: "The video leads from one picture to another. *end_strength* on the sampler sets how strongly the last one " +
     "counts.",
     pictures: ["image", "last"],
@@ -367,6 +370,7 @@ const SPECS = {
   framepack_f1_image_to_video: {
     title: "FramePack F1: image to video",
     model: "framepack_f1",
+    loaded: FROM_SEVERAL,
     text: "This FramePack samples from the start to the end, with more movement. It cannot use an end image.",
     pictures: ["image"],
     encoded: ["encoded"],

@@ -52,6 +52,7 @@ from .conditions import (
 )
 from .guidance import LtxGuidance, within, without_attention
 from .spec import CONDITION, DEV, DISTILLED, LARGE, SPATIAL_RATIO, SPEC, STOCHASTIC, TEMPORAL_RATIO
+from .upscale import upscale
 
 __all__ = [
     "call_transformer",
@@ -65,6 +66,7 @@ __all__ = [
     "recipe_for",
     "sample",
     "settings_in",
+    "upscale",
 ]
 
 LARGEST_2B = 28  # blocks of its transformer

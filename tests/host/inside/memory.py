@@ -577,3 +577,28 @@ def waiting(guarded: bool) -> list[list[int]]:
         accelerator.take_waits()
         sampled(pipeline, "ltx")
         return sorted({tuple(pair) for pair in accelerator.take_waits()})
+
+
+def shared_memory(name: str) -> dict[str, Any]:
+    """A case where host and device have one memory: what is kept twice, the results, and the weights afterwards."""
+    pipeline = loaded_for(name)
+    offloader: Any = pipeline.offloader
+    kept = {key: tensor.clone() for key, tensor in pipeline.parts.read("transformer").state_dict().items()}
+    found: dict[str, Any] = {}
+    for shared in (False, True):
+        management.unload_all_models()
+        offloader.patchers.clear()
+        offloader.options = replace(offloader.options, host_weights=HostWeights(shared=shared))
+        with offloader.hold("transformer") as module:
+            tensors = [*module.parameters(), *module.buffers()]
+            twice = sum(tensor.nbytes for tensor in tensors if "anygpu_home" in tensor.__dict__)
+            found[f"twice, shared {shared}"] = twice / offloader.patcher.model_size()
+        found[f"different, shared {shared}"] = distance(rendered(pipeline, name), name)
+        with state(vram_state=management.VRAMState.NO_VRAM):
+            management.unload_all_models()
+            found[f"streamed, shared {shared}"] = distance(rendered(pipeline, name), name)
+        management.unload_all_models()
+        state_now = pipeline.parts.read("transformer").state_dict()
+        found[f"same, shared {shared}"] = all(torch.equal(state_now[key], value) for key, value in kept.items())
+    found["classes"] = native(pipeline)
+    return found

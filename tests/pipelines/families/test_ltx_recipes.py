@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from anygpu.compat.errors import CheckpointError
 from anygpu.pipelines import stages, tiny
 from anygpu.pipelines.base import Latents, Pipeline, Prompt, SampleSettings, Silent
 from anygpu.pipelines.families.ltx import pipeline as ltx
@@ -17,7 +18,7 @@ from anygpu.pipelines.family import GuidanceStep, Recipe
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.recipes import SECOND_PASS, of_checkpoint, recipe_of
 from published import ltx_runs
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 FIXTURE = Path(__file__).parents[2] / "fixtures" / "published" / "ltx_recipes.safetensors"
 # Two implementations of the same transformer: the same sums in another order, carried through up to ten steps.
@@ -119,6 +120,40 @@ def test_what_the_user_sets_wins_over_the_recipe(models: dict[str, Pipeline], mo
     assert [step.cfg for step in cfg] == [5.0, 5.0] and cfg[0].stg == 1.0
     assert [(step.stg, step.rescale) for step in plain] == [(0.0, 0.0)] * 2
     assert [(step.stg, step.rescale, step.blocks) for step in both] == [(2.0, 0.3, (1,))] * 2
+
+
+def test_upscaled_latents_are_the_networks_and_run_the_second_pass(models: dict[str, Pipeline], tmp_path: Path) -> None:
+    from diffusers import LTXLatentUpsamplePipeline as Upstream
+    from diffusers import LTXPipeline
+    from diffusers.pipelines.ltx.modeling_latent_upsampler import LTXLatentUpsamplerModel
+
+    pipeline, low = replace(models["linear-quadratic"], variant="distilled"), start(models["shifted"])
+    torch.manual_seed(5)
+    network = LTXLatentUpsamplerModel(mid_channels=32, num_blocks_per_stage=1).eval()
+    file = tmp_path / "spatial.safetensors"
+    save_file(network.state_dict(), file)
+    found = stages.upscale(pipeline, low, file, Silent())
+    vae = pipeline.parts.read("vae", Silent())
+    with torch.no_grad():
+        high = network(LTXPipeline._denormalize_latents(low.samples, vae.latents_mean, vae.latents_std))
+    high = LTXPipeline._normalize_latents(high, vae.latents_mean, vae.latents_std)
+    adain: Any = Upstream.adain_filter_latent
+    torch.testing.assert_close(found.samples, adain(None, high, low.samples, 1.0), rtol=0, atol=1e-5)
+    assert (found.width, found.height) == (2 * low.width, 2 * low.height) and found.extra[SECOND_PASS]
+    assert "latent_upsampler" not in pipeline.parts.readers and "latent_upsampler" not in pipeline.parts
+    again = stages.sample(pipeline, prompt(), None, SampleSettings(0, 0, 0, seed=3, latents=found), Silent())
+    assert again.samples.shape == found.samples.shape and not torch.equal(again.samples, found.samples)
+
+
+@pytest.mark.parametrize(("frames", "words"), [(True, "makes more frames"), (False, "holds no latent upscaler")])
+def test_another_upscaler_is_named(models: dict[str, Pipeline], tmp_path: Path, frames: bool, words: str) -> None:
+    from diffusers.pipelines.ltx.modeling_latent_upsampler import LTXLatentUpsamplerModel
+
+    kind = {"spatial_upsample": False, "temporal_upsample": True} if frames else {"in_channels": 16}
+    file = tmp_path / "x.safetensors"
+    save_file(LTXLatentUpsamplerModel(mid_channels=32, num_blocks_per_stage=1, **kind).state_dict(), file)
+    with pytest.raises(CheckpointError, match=words):
+        stages.upscale(models["shifted"], start(models["shifted"]), file, Silent())
 
 
 def test_a_second_pass_is_only_of_upscaled_latents_that_are_denoised_whole(models: dict[str, Pipeline]) -> None:
