@@ -23,8 +23,6 @@ if not __package__:  # run as `python path/to/pack/cli.py`: load the folder as t
     _spec.loader.exec_module(sys.modules["anygpu"])
     __package__ = "anygpu"
 
-from .compat import precision
-from .compat.device.vae_policy import METHODS
 from .compat.errors import InputError, PackError
 from .compat.memory import offloader
 from .compat.memory.parts import StageText
@@ -32,8 +30,11 @@ from .compat.transforms import attention, fused, step_cache
 from .compat.transforms import compile as compiling
 from .pipelines.family import FITS, SCHEDULERS
 from .pipelines.registry import FAMILIES
+from .pipelines.requests import PRECISIONS
+from .pipelines.vae.plan import METHODS
 
 STATE = "~/.cache/anygpu"
+OUTPUT_BYTES = 100_000_000  # that must be free before hours of work; a minute of 720p takes less
 SAMPLING = (
     "frames",
     "steps",
@@ -91,9 +92,10 @@ def _kernels(arguments: argparse.Namespace) -> int:
     import torch
 
     from .compat.device.facts import facts_for
+    from .pipelines.speed import form_for
 
     facts = facts_for(arguments.device)
-    print(f"{facts}: {fused.form_for(fused.AUTO, facts.device, torch.bfloat16)[1]}")
+    print(f"{facts}: {form_for(fused.AUTO, facts.device, torch.bfloat16)[1]}")
     for family in FAMILIES.values():
         sites = fused.published_sites(family.published_blocks)
         kinds = ", ".join(f"{count} {kind}" for kind, count in sites.items())
@@ -122,12 +124,14 @@ def check(arguments: argparse.Namespace) -> int:
 
 def render(arguments: argparse.Namespace) -> int:
     """Render one clip with a model of the user's."""
+    from .compat.durable import require_writable
     from .pipelines.movie import write_mp4
 
-    progress = Printed()
+    progress, output = Printed(), Path(arguments.output)
     started = time.monotonic()
+    require_writable(output, OUTPUT_BYTES, "--output")
     frames, fps = rendered(arguments, progress)
-    path = write_mp4(frames, fps, Path(arguments.output))
+    path = write_mp4(frames, fps, output)
     size = f"{frames.shape[2]}x{frames.shape[1]}, {frames.shape[0]} frames at {fps:g} fps"
     print(f"{path}: {size}, {time.monotonic() - started:.1f} s")
     return 0
@@ -138,11 +142,12 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float]:
     import torch
 
     from .pipelines import stages
-    from .pipelines.base import FramePackSettings, PromptRequest, SampleSettings
+    from .pipelines.latents import convert, recovery
     from .pipelines.loading import folder, lora
     from .pipelines.requests import load_request
     from .pipelines.speed import with_step_cache
 
+    state = Path(arguments.state).expanduser()
     request = load_request(
         vars(arguments),
         _path(arguments.profile),
@@ -151,8 +156,10 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float]:
         image_encoder=_path(arguments.image_encoder),
         device=arguments.device,
         search=tuple(map(Path, arguments.search)),
-        state=Path(arguments.state).expanduser(),
+        state=state,
     )
+    if arguments.prompt is None and arguments.recover is None:
+        raise InputError("no --prompt", expected="a text, or --recover", fix="Add --prompt TEXT.")
     with torch.no_grad(), request.speed.traced():
         pipeline = folder.load(request, progress)
         for text in arguments.lora:
@@ -160,31 +167,50 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float]:
         pipeline = with_step_cache(pipeline, arguments.step_cache, step_cache.StepCacheSettings())
         for decision in pipeline.decisions:
             progress.notify(str(decision))
-        image, pictures = _images(pipeline, arguments, progress)
-        prompt = stages.encode_prompt(
-            pipeline,
-            PromptRequest(
-                arguments.prompt,
-                arguments.negative,
-                sections=tuple(arguments.section_prompt),
-                image=pictures if "image" in pipeline.spec.effective else None,
-            ),
-            progress,
-        )
-        chosen = SampleSettings(
-            width=image.width if image else arguments.width,
-            height=image.height if image else arguments.height,
-            latents=_start(pipeline, arguments, progress),
-            **{name: getattr(arguments, name) for name in SAMPLING},
-        )
-        if pipeline.spec.sections:
-            if image is None:
-                raise InputError("no image for FramePack", expected="a start image", fix="Add --image FILE.")
-            framepack = FramePackSettings(arguments.seconds, arguments.window)
-            latents = stages.sample_framepack(pipeline, prompt, image, chosen, framepack, progress)
+        if arguments.recover is None:
+            latents = _sampled(pipeline, arguments, state / "kept", progress)
         else:
-            latents = stages.sample(pipeline, prompt, image, chosen, progress)
+            kept = recovery.load(state / "kept", arguments.recover, progress.notify)
+            latents = convert.from_core(pipeline, kept, progress.notify)
         return stages.decode(pipeline, latents, progress, arguments.decode), latents.fps
+
+
+def _sampled(pipeline: Any, arguments: argparse.Namespace, kept: Path, progress: Any) -> Any:
+    """The latents of ``render``, saved in the folder ``kept`` before anything else can fail."""
+    from .pipelines import stages
+    from .pipelines.base import FramePackSettings, PromptRequest, SampleSettings
+    from .pipelines.latents import recovery
+
+    image, pictures = _images(pipeline, arguments, progress)
+    prompt = stages.encode_prompt(
+        pipeline,
+        PromptRequest(
+            arguments.prompt,
+            arguments.negative,
+            sections=tuple(arguments.section_prompt),
+            image=pictures if "image" in pipeline.spec.effective else None,
+        ),
+        progress,
+    )
+    chosen = SampleSettings(
+        width=image.width if image else arguments.width,
+        height=image.height if image else arguments.height,
+        latents=_start(pipeline, arguments, progress),
+        **{name: getattr(arguments, name) for name in SAMPLING},
+    )
+    if pipeline.spec.sections:
+        if image is None:
+            raise InputError("no image for FramePack", expected="a start image", fix="Add --image FILE.")
+        framepack = FramePackSettings(arguments.seconds, arguments.window)
+        keeper = recovery.KeptSections(kept, progress.notify)
+        latents = stages.sample_framepack(pipeline, prompt, image, chosen, framepack, progress, keeper)
+        name = next(iter(keeper.names.values()), "")
+    else:
+        latents = stages.sample(pipeline, prompt, image, chosen, progress)
+        name = recovery.keep(kept, latents, progress.notify)
+    if name:
+        progress.notify(f"the latents are kept: --recover {name} decodes them again")
+    return latents
 
 
 def demo(arguments: argparse.Namespace) -> int:
@@ -286,7 +312,7 @@ def _render_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=render)
     add = parser.add_argument
     add("--model", required=True, help="diffusers model folder, or a FramePack transformer folder")
-    add("--prompt", required=True)
+    add("--prompt", help="needed, except with --recover")
     add("--negative", default="")
     add("--lora", action="append", default=[], metavar="FILE[:STRENGTH[:BLOCKS]]", help="apply a LoRA; may be repeated")
     add("--section-prompt", action="append", default=[], help="FramePack: prompt of a later section; may be repeated")
@@ -302,7 +328,7 @@ def _render_arguments(parser: argparse.ArgumentParser) -> None:
     add("--denoise", type=float, default=1.0, help="with --video: how much is redrawn")
     add("--fit", choices=FITS, default=FITS[0])
     add("--scheduler", choices=SCHEDULERS, default="auto")
-    add("--precision", choices=precision.CHOICES, default="auto")
+    add("--precision", choices=PRECISIONS, default="auto")
     add("--offload", choices=offloader.CHOICES, default="auto")
     add("--attention", choices=attention.CHOICES, default="auto", help="kernel of the transformer's attention")
     add("--kernels", choices=fused.CHOICES, default="auto", help="fused kernels in the transformer's blocks")
@@ -323,6 +349,7 @@ def _render_arguments(parser: argparse.ArgumentParser) -> None:
     add("--variant", default="auto")
     add("--base", help="FramePack: HunyuanVideo folder")
     add("--image-encoder", help="FramePack: folder with image_encoder and feature_extractor")
+    add("--recover", metavar="NAME", help="decode kept latents, newest or by name, instead of sampling")
     add("--search", action="append", default=[], help="folder to search for missing parts; may be repeated")
 
 

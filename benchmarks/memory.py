@@ -18,12 +18,12 @@ from table import append, machine
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from anygpu.compat.device.vae_policy import Form  # noqa: E402
 from anygpu.compat.memory.offloader import MODES  # noqa: E402
 from anygpu.pipelines import stages, tiny  # noqa: E402
 from anygpu.pipelines.base import Latents, Silent  # noqa: E402
 from anygpu.pipelines.loading.folder import LoadRequest, load  # noqa: E402
-from anygpu.pipelines.memory.estimates import forecast  # noqa: E402
+from anygpu.pipelines.memory.forecast import forecast  # noqa: E402
+from anygpu.pipelines.vae.plan import Form  # noqa: E402
 from simulated import accelerator, fitting, peers  # noqa: E402
 
 PAGE = ROOT / "docs" / "memory.md"

@@ -31,7 +31,8 @@ def require_finite(tensor: torch.Tensor, subject: str) -> None:
         raise NotFinite(
             f"{broken} of {tensor.numel()} values of the {subject} are NaN or infinite",
             expected="finite values",
-            fix="Choose precision fp32 (or bf16 if the device supports it) on the load node and sample again.",
+            fix="Choose precision fp32 (or bf16 if the device supports it) on the load node; if it is fp32 already, "
+            "use the default settings, and no LoRA.",
         )
 
 

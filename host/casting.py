@@ -21,7 +21,7 @@ from torch import nn
 from ..compat.checkpoints.packed import StoredLinear
 from ..compat.device.execution import HOST
 from ..compat.memory.statistics import MemoryStats
-from ..compat.memory.transfer import transfer_for
+from ..compat.memory.transfer import set_data, transfer_for
 
 OWN = ("weight", "bias")
 WHOLE: tuple[type[nn.Module], ...] = (nn.MultiheadAttention,)  # one fused call reads the weights of their children
@@ -193,8 +193,8 @@ class Placed:
     @property
     def dtype(self) -> torch.dtype:
         """What its own class says, but never 8 bits, which nothing computes in."""
-        found = super().dtype  # type: ignore[misc]
-        return found if found.itemsize > 1 else self.__dict__["computes_in"]
+        stored = super().dtype  # type: ignore[misc]
+        return stored if stored.itemsize > 1 else self.__dict__["computes_in"]
 
 
 def install_cast_leaves(module: nn.Module, device: torch.device, memory_stats: MemoryStats | None = None) -> bool:
@@ -240,13 +240,13 @@ def restore_leaves(module: nn.Module) -> None:
 
 def fixed_tensors(module: nn.Module) -> list[torch.Tensor]:
     """Parameters that belong to no casting leaf, and buffers but for the scales of packed ones, each once."""
-    found: dict[int, torch.Tensor] = {}
+    tensors: dict[int, torch.Tensor] = {}
     for owner in module.modules():
         held = () if isinstance(owner, CastLeaf) else owner.parameters(recurse=False)
         tables = () if isinstance(owner, PackedLeaf) else owner.buffers(recurse=False)
         for tensor in (*held, *tables):
-            found[id(tensor)] = tensor
-    return list(found.values())
+            tensors[id(tensor)] = tensor
+    return list(tensors.values())
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
@@ -254,10 +254,13 @@ def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in {id(t): t for t in tensors}.values())
 
 
-def send(tensor: torch.Tensor, device: torch.device) -> None:
+def send(tensor: torch.Tensor, device: torch.device, keep: bool = True) -> None:
     """Bring ``tensor`` to ``device`` in place; what came from host memory goes back to the very bytes it came from.
 
     The bytes at home stay as they are, so an eviction copies nothing, and weights survive devices that damage copies.
+
+    Args:
+        keep: whether they do; False where host and device share one memory, which would hold both.
     """
     data = tensor.data
     if data.device == device:
@@ -265,14 +268,13 @@ def send(tensor: torch.Tensor, device: torch.device) -> None:
     home: tuple[torch.Tensor, int] | None = tensor.__dict__.pop("anygpu_home", None)
     with torch.inference_mode(False), torch.no_grad():
         if device.type == HOST.type and home is not None and home[1] == data.data_ptr():
-            tensor.data = home[0]
+            set_data(tensor, home[0])
             return
         if device.type == HOST.type:
-            tensor.data = transfer_for(data.device, data.dtype).to_host(data)
+            set_data(tensor, transfer_for(data.device, data.dtype).to_host(data))
             return
-        moved = data.to(device)
-        tensor.data = moved
-        if data.device.type == HOST.type:
+        set_data(tensor, data.to(device))
+        if keep and data.device.type == HOST.type:
             tensor.__dict__["anygpu_home"] = (data, tensor.data.data_ptr())
 
 

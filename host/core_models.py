@@ -8,29 +8,40 @@ patcher is the pipeline's own, so the weights are on the device once whoever sam
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import comfy.weight_adapter
+from comfy.patcher_extension import CallbacksMP
 from comfy_execution.graph_utils import ExecutionBlocker
+from comfy_execution.utils import get_executing_context
 
 from ..compat.errors import InputError
 from ..pipelines.base import ImageCondition, Pipeline
 from ..pipelines.loading import lora as loras
+from .core_patches import unread_patches
 from .core_shell import PICTURE, TRANSFORMER, CoreShell
 from .core_vae import CoreVAE
 from .families import FAMILIES
 from .memory_manager import PartPatcher, comfy_offloader
 from .patches import patched
+from .progress import NodeProgress
+from .recovery import keep_what_core_samples
 
 WITHOUT_NETWORK = {"disable_unet_model_creation": True}
 
 
-def model_of(pipeline: Pipeline) -> PartPatcher | None:
+Reload = Callable[[Mapping[str, Any]], Pipeline]  # the same pipeline once more, with devices for some of its parts
+
+
+def model_of(pipeline: Pipeline, reload: Reload | None = None) -> PartPatcher | None:
     """The MODEL of a pipeline, whose weights are read when first needed.
 
     None where ComfyUI does not manage them, for a family without a row, and for several transformers: core drives one.
     Made before the transformer is first held: the patcher is the one that our own stages use from then on.
+
+    Args:
+        reload: for core's nodes that put a copy of the MODEL on another device.
     """
     offloader = comfy_offloader(pipeline)
     row = FAMILIES.get(pipeline.family)
@@ -43,7 +54,31 @@ def model_of(pipeline: Pipeline) -> PartPatcher | None:
         config.sampling_settings["shift"] = shift
     made = row.shell(config)
     made.furnish(pipeline)
-    return offloader.patcher_of(TRANSFORMER, made)
+    patcher = offloader.patcher_of(TRANSFORMER, made)
+    keep_what_core_samples(patcher, pipeline.family, pipeline.spec.defaults.fps)
+    patcher.add_callback_with_key(CallbacksMP.ON_PRE_RUN, "anygpu", _begin)
+    if reload is not None:
+        patcher.cached_patcher_init = (_model_again, (reload,))
+    return patcher
+
+
+def _model_again(reload: Reload, **_dynamic: Any) -> PartPatcher | None:
+    return model_of(reload({}), reload)
+
+
+def _begin(patcher: PartPatcher) -> None:
+    """Say on the node that samples what has no effect; what was said of an earlier sampling is said again."""
+    context = get_executing_context()
+    progress = NodeProgress(None if context is None else context.node_id)
+
+    def notify(text: str) -> None:
+        if text not in progress.lines:
+            progress.notify(text)
+            progress.show()
+
+    patcher.model.diffusion_model.notify = notify
+    for text in unread_patches(patcher.object_patches):
+        notify(text)
 
 
 class Factors(comfy.weight_adapter.LoRAAdapter):
@@ -76,10 +111,10 @@ def adapted_model_of(pipeline: Pipeline) -> PartPatcher | None:
     return model
 
 
-def beside(pipeline: Pipeline) -> tuple[Any, Any]:
+def beside(pipeline: Pipeline, reload: Reload | None = None) -> tuple[Any, Any]:
     """MODEL and VAE of a pipeline that was just loaded; one that cannot be stops its nodes with the reason."""
-    vae = None if comfy_offloader(pipeline) is None else CoreVAE(pipeline)
-    return model_of(pipeline) or _stopped(pipeline), vae or _stopped(pipeline)
+    vae = None if comfy_offloader(pipeline) is None else CoreVAE(pipeline, reload)
+    return model_of(pipeline, reload) or _stopped(pipeline), vae or _stopped(pipeline)
 
 
 def adapted(pipeline: Pipeline) -> Any:

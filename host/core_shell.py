@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import comfy.ldm.lightricks.symmetric_patchifier
 import torch
+from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrappers
 from torch import nn
 
 from ..compat.errors import UnsupportedError
 from ..pipelines.base import ImageCondition, Pipeline, SampleSettings
 from ..pipelines.memory.estimates import beside_transformer
-from ..pipelines.sampling.core_sampler import TIME, BlockPatches, Call, velocity
+from ..pipelines.sampling.core_sampler import TIME, Call, velocity
+from .core_patches import block_patches, unread
 from .memory_manager import Shell
+
+log = logging.getLogger(__name__)
 
 PICTURE = "anygpu_image"  # key of our image condition in a CONDITIONING
 TRANSFORMER = "transformer"
@@ -29,6 +35,9 @@ class Driver(nn.Module):
     def __init__(self, pipeline: Pipeline, time_scale: float) -> None:
         super().__init__()
         self.pipeline, self.dtype, self.time_scale = pipeline, pipeline.precision.residual, time_scale
+        config = pipeline.configs[TRANSFORMER]
+        self.in_channels, self.out_channels = config.get("in_channels"), config.get("out_channels")
+        self.notify: Callable[[str], None] = log.info  # what the sampling under way has to say
         self.patchifier = comfy.ldm.lightricks.symmetric_patchifier.SymmetricPatchifier(1)
 
     def forward(
@@ -39,7 +48,26 @@ class Driver(nn.Module):
         transformer_options: dict[str, Any] | None = None,
         **conds: Any,
     ) -> torch.Tensor:
-        """The velocity for ``x`` (B, C, T, H, W); ``timestep`` is what core's schedule makes of a level."""
+        """The velocity for ``x`` (B, C, T, H, W); ``timestep`` is what core's schedule makes of a level.
+
+        Wrappers of the network, such as EasyCache's, are around it.
+        """
+        options = transformer_options or {}
+        for text in unread(options, conds, self.pipeline.spec.title, self.__dict__["held"]):
+            self.notify(text)
+        wrappers = get_all_wrappers(WrappersMP.DIFFUSION_MODEL, options)
+        executor = WrapperExecutor.new_class_executor(self._velocity, self, wrappers)
+        out: torch.Tensor = executor.execute(x, timestep, context, options, **conds)
+        return out
+
+    def _velocity(
+        self,
+        x: torch.Tensor,
+        timestep: torch.Tensor,
+        context: torch.Tensor | None,
+        transformer_options: dict[str, Any],
+        **conds: Any,
+    ) -> torch.Tensor:
         active_adapters = self.pipeline.parts.active_adapters.get(TRANSFORMER)
         if active_adapters is not None and active_adapters.in_weights:
             raise UnsupportedError(
@@ -47,7 +75,7 @@ class Driver(nn.Module):
                 expected="weights without it",
                 fix="Use core's LoRA nodes on the MODEL, or set mode of AnyGPU LoRA to separate.",
             )
-        options = transformer_options or {}
+        options = transformer_options
         time = timestep * self.time_scale
         call = Call(
             x,
@@ -63,7 +91,7 @@ class Driver(nn.Module):
             fps=float(conds.get("frame_rate", 25.0)),
             branch="_".join("uncond" if side else "cond" for side in options.get("cond_or_uncond", [0])),
         )
-        return velocity(self.pipeline, self.__dict__["held"], call, _steering(options))
+        return velocity(self.pipeline, self.__dict__["held"], call, block_patches(options))
 
 
 class CoreShell(Shell):
@@ -89,11 +117,11 @@ class CoreShell(Shell):
     def extra_conds(self, **given: Any) -> dict[str, Any]:
         """Core's own reading of a CONDITIONING, and our pictures in it."""
         given.setdefault("pooled_output", None)
-        found: dict[str, Any] = super().extra_conds(**given)  # type: ignore[misc]
+        conds: dict[str, Any] = super().extra_conds(**given)  # type: ignore[misc]
         picture = given.get(PICTURE)
         if picture is not None:
-            found.update(self._pictured(picture, given["noise"]))
-        return {name: cond for name, cond in found.items() if getattr(cond, "cond", cond) is not None}
+            conds.update(self._pictured(picture, given["noise"]))
+        return {name: cond for name, cond in conds.items() if getattr(cond, "cond", cond) is not None}
 
     def memory_required(self, input_shape: Any, cond_shapes: Any = None) -> float:
         """Bytes that one forward needs beside the weights, for latents (B, C, T, H, W)."""
@@ -113,11 +141,3 @@ def _later(options: dict[str, Any], time: torch.Tensor) -> torch.Tensor | None:
         return None
     below = levels[levels * TIME < float(time.max()) - 1e-3]
     return torch.full_like(time, float(below.max()) * TIME if len(below) else 0.0)
-
-
-def _steering(options: dict[str, Any]) -> BlockPatches | None:
-    """What nodes such as Skip Layer Guidance put in the place of blocks."""
-    patches = options.get("patches_replace", {}).get("dit", {})
-    double = {key[1]: patch for key, patch in patches.items() if key[0] == "double_block"}
-    single = {key[1]: patch for key, patch in patches.items() if key[0] == "single_block"}
-    return BlockPatches(double, single) if double or single else None

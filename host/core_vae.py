@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import comfy.model_management
@@ -10,6 +11,7 @@ import comfy.sd
 import torch
 from torch import nn
 
+from ..compat.memory.hooks import own_tensors
 from ..pipelines import stages
 from ..pipelines.base import Pipeline
 from ..pipelines.latents import convert as latent_format
@@ -17,12 +19,36 @@ from ..pipelines.vae.fallback import encoded
 from .memory_manager import PartPatcher
 from .progress import NodeProgress
 
+LOADED_ON = ("_select_base_load_device", "_select_base_offload_device")  # by which core finds the way back
+
+
+class ChannelStatistics:
+    """Between latents as the VAE has them and normalised ones, as core's LTX-Video VAE names it."""
+
+    def __init__(self, vae: Any) -> None:
+        with own_tensors(vae):
+            pair = [t.detach().float().cpu().view(1, -1, 1, 1, 1) for t in (vae.latents_mean, vae.latents_std)]
+        self.mean, self.std = pair
+
+    def normalize(self, latents: torch.Tensor) -> torch.Tensor:
+        """Of mean 0 and deviation 1."""
+        return (latents - self.mean.to(latents)) / self.std.to(latents)
+
+    def un_normalize(self, latents: torch.Tensor) -> torch.Tensor:
+        """As the VAE has them."""
+        return latents * self.std.to(latents) + self.mean.to(latents)
+
+
+def _patcher_again(reload: Callable[[Mapping[str, Any]], Pipeline], **_dynamic: Any) -> PartPatcher:
+    pipeline = reload({})
+    return pipeline.offloader.patcher_of("vae")
+
 
 class CoreVAE(comfy.sd.VAE):
     """A pipeline's VAE in core's own type; what core's class would read from a checkpoint is filled in."""
 
-    def __init__(self, pipeline: Pipeline) -> None:
-        self.pipeline = pipeline
+    def __init__(self, pipeline: Pipeline, reload: Callable[[Mapping[str, Any]], Pipeline] | None = None) -> None:
+        self.pipeline, self.reload = pipeline, reload
         self.spatial, self.temporal = pipeline.spec.ratios
         self.latent_channels = int(pipeline.configs["vae"].get("latent_channels", 16))
         self.latent_dim, self.output_channels, self.pad_channel_value = 3, 3, None
@@ -39,18 +65,39 @@ class CoreVAE(comfy.sd.VAE):
 
     @property
     def patcher(self) -> PartPatcher:
-        """The pipeline's own patcher of the VAE."""
-        return self.pipeline.offloader.patcher_of("vae")
+        """The pipeline's own patcher of the VAE; one of another device makes this the VAE of a pipeline there."""
+        patcher = self.pipeline.offloader.patcher_of("vae")
+        if self.reload is not None:
+            patcher.cached_patcher_init = (_patcher_again, (self.reload,))
+        return patcher
+
+    @patcher.setter
+    def patcher(self, value: PartPatcher) -> None:
+        if self.reload is not None and value.load_device != self.pipeline.offloader.device_of("vae"):
+            self.pipeline = self.reload({"vae": value.load_device})
+            loaded_on = {name: device for name, device in vars(value.model).items() if name in LOADED_ON}
+            vars(self.patcher.model).update(loaded_on)
 
     @property
     def device(self) -> torch.device:
-        """Where it runs."""
-        return torch.device(self.pipeline.offloader.device)
+        """Where it runs; where the patcher says."""
+        return self.pipeline.offloader.device_of("vae")
+
+    @device.setter
+    def device(self, value: torch.device) -> None:
+        """Nothing: core sets the patcher first."""
 
     @property
     def first_stage_model(self) -> nn.Module:
-        """The diffusers VAE."""
-        return self.pipeline.parts.read("vae")
+        """The diffusers VAE, with the statistics of its latents where a latent upscaler of core's asks for them."""
+        module = self.pipeline.parts.read("vae")
+        if isinstance(getattr(module, "latents_mean", None), torch.Tensor):
+            module.__dict__.setdefault("per_channel_statistics", ChannelStatistics(module))
+        return module
+
+    @first_stage_model.setter
+    def first_stage_model(self, value: nn.Module) -> None:
+        """Nothing: core sets the patcher first."""
 
     def memory_used_decode(self, shape: Any, dtype: torch.dtype) -> int:
         """Bytes of the frames in the dtype, a few dozen channels deep: the widest layer of these decoders."""

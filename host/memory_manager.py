@@ -22,13 +22,12 @@ import torch
 from torch import nn
 
 from ..compat.checkpoints.packed import without_unpacking
-from ..compat.device.execution import HOST
+from ..compat.device.execution import HOST, current
 from ..compat.device.failures import DEVICE_ERRORS, is_shortage
 from ..compat.errors import InputError
-from ..compat.memory.adapters import Adapters, adapters_on
 from ..compat.memory.host_weights import DISK
 from ..compat.memory.offloader import HOSTED, OffloadOptions, placement
-from ..compat.memory.parts import Parts, StageText, denoises, role_of
+from ..compat.memory.parts import Adapters, Parts, StageText, adapters_on, role_of
 from ..compat.memory.statistics import MemoryStats, amount
 from . import patches
 from .casting import CastLeaf, bytes_of, fixed_tensors, install_cast_leaves, restore_leaves, send, send_home
@@ -134,17 +133,19 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
     memory_stats: MemoryStats | None = None
     in_cloning = False
     beside: int | None = None  # bytes that the stage under way needs beside the weights
+    ran_out = False  # whether memory ran out when all of it was on the device
     locks = True  # whether ComfyUI may lock what is streamed in host memory
+    keeps = True  # whether host weights stay beside their copies: not where host and device share one memory
 
     def clone(self, *args: Any, **kwargs: Any) -> PartPatcher:
         """As usual; nothing is read for it."""
         self.in_cloning = True
         try:
-            found: PartPatcher = super().clone(*args, **kwargs)
+            copy: PartPatcher = super().clone(*args, **kwargs)
         finally:
             self.in_cloning = False
-        found.memory_stats, found.locks = self.memory_stats, self.locks
-        return found
+        copy.memory_stats, copy.locks, copy.keeps = self.memory_stats, self.locks, self.keeps
+        return copy
 
     def model_size(self) -> int:
         """Bytes of the part in the dtypes it is stored in; reads it, but for a clone, which is told and never asks."""
@@ -175,11 +176,11 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
         install_cast_leaves(module, device_to, self.memory_stats)
         fixed = fixed_tensors(module)
         for tensor in fixed:
-            send(tensor, device_to)
+            send(tensor, device_to, self.keeps)
         held = bytes_of(fixed)
-        with patches.placed(self) as found:
+        with patches.placed(self) as placed:
             super().load(device_to, max(lowvram_model_memory - held, 0.1), force_patch_weights, full_load)
-        patches.attach(self, found)
+        patches.attach(self, placed)
         if not full_load:
             self.model.model_loaded_weight_memory += held
 
@@ -190,7 +191,7 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
         if device_to is not None and not kwargs.get("return_weight"):
             tensor = comfy.utils.get_attr(self.model, key)
             if tensor is not None:
-                send(tensor, device_to)
+                send(tensor, device_to, self.keeps)
                 if self.watcher is not None:
                     self.watcher(tensor.numel() * tensor.element_size())
         return result
@@ -210,9 +211,10 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
         """Bytes of weights that may come, below 0 that must leave: what ComfyUI offers, less what a stage needs.
 
         Except on NVIDIA's cards it offers two fifths of the free memory whatever is to be kept free. An offer of
-        everything stands: it comes where memory is shared, or where the user wants all on the device.
+        everything stands until memory runs out: it comes where memory is shared, or where the user wants all on the
+        device.
         """
-        if self.beside is None or offered >= EVERYTHING:
+        if self.beside is None or (offered >= EVERYTHING and not self.ran_out):
             return offered
         management = comfy.model_management
         kept = max(self.beside + management.extra_reserved_memory(), management.minimum_inference_memory())
@@ -234,10 +236,10 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
 
     def detach(self, unpatch_all: bool = True) -> Any:
         """As usual; after a whole detach the part is as it was read, with its own classes."""
-        found = super().detach(unpatch_all)
+        result = super().detach(unpatch_all)
         if unpatch_all and self.model.content is not None:
             restore_leaves(self.model.content)
-        return found
+        return result
 
 
 class ComfyOffloader:
@@ -298,15 +300,20 @@ class ComfyOffloader:
         if known is not None:
             unload(known)
         shell = shell or (known.model if known is not None else _holder(part)(self.parts, part))
-        self.patchers[part] = PartPatcher(shell, device, _offload_device(part))
+        # ComfyUI's own answer is the device itself under --highvram and --gpu-only: nothing could ever leave it.
+        self.patchers[part] = PartPatcher(shell, device, HOST)
         self.patchers[part].memory_stats = self.memory_stats
         self.patchers[part].locks = self.options.host_weights.kinds.get(part) != DISK
+        self.patchers[part].keeps = not self.options.host_weights.shared
         return self.patchers[part]
 
     @contextmanager
     def hold(self, part: str, activation_bytes: int = 0, progress: Any = None) -> Iterator[nn.Module]:
         """The part with this pipeline's adapters; ComfyUI keeps ``activation_bytes`` free beside its weights."""
-        with adapters_on(self.parts, part, self.adapters, self.take_off, progress) as module:
+        with (
+            current(self.device_of(part)),
+            adapters_on(self.parts, part, self.adapters, self.take_off, progress) as module,
+        ):
             self._bring(part, module, activation_bytes + self.options.keep_free_bytes, progress)
             yield module
             self._refused.pop(part, None)  # another program may have had them for a moment
@@ -334,7 +341,7 @@ class ComfyOffloader:
 
     def _loaded(self, part: str, patcher: PartPatcher, needed: int) -> bool:
         """Whether the part is on the device as far as there is room; not where memory ran out, but less may fit."""
-        patcher.beside = needed + self._unknown(part)
+        patcher.beside, patcher.ran_out = needed + self._unknown(part), self._unknown(part) > 0
         try:
             comfy.model_management.load_models_gpu([patcher], memory_required=patcher.beside)
         except DEVICE_ERRORS as error:
@@ -443,13 +450,6 @@ def _leave(holder: Any, taker: Any) -> None:
         if item.model is not None and item.model.model is holder:
             unload(item.model)
     holder.put(None)
-
-
-def _offload_device(part: str) -> torch.device:
-    management = comfy.model_management
-    if denoises(part):
-        return torch.device(management.unet_offload_device())
-    return torch.device(management.vae_offload_device() if part == "vae" else management.text_encoder_offload_device())
 
 
 def _watcher(part: str, total: int, progress: Any) -> Callable[[int], None] | None:

@@ -15,6 +15,8 @@ import torch
 
 from ..paint.pictures import saved
 from ..paint.sampling.painting import Painted
+from ..pipelines.latents import recovery
+from ..pipelines.latents.recovery import Sampled
 from .folders import kept_folder
 from .progress import NodeProgress
 
@@ -37,9 +39,15 @@ class PaintProgress(NodeProgress):
         picture = Image.fromarray(row)
         return ("JPEG", picture.resize((picture.width * 4, picture.height * 4)), PREVIEW_SIZE)
 
+    def sampled(self, latents: torch.Tensor, family: str, seed: int) -> None:
+        """Save what was sampled, (B, 4, h, w), for AnyGPU Recover Latents, before it is decoded."""
+        height, width = (side * 8 for side in latents.shape[-2:])
+        kept = Sampled([latents], family, seed, len(latents), height=height, width=width, latent_format="SD15")
+        recovery.keep_plain(kept_folder(), kept, self.notify)
+
 
 def keep_views(painted: Painted) -> tuple[str, Callable[[], None]]:
-    """Painted views as pictures in ComfyUI's temporary folder: where they are, and what deletes them again."""
+    """Painted views as pictures beside the kept latents: where they are, and what deletes them again."""
     folder = kept_folder() / f"views-{uuid.uuid4().hex[:8]}"
     try:
         saved(painted.views, folder, "view")

@@ -44,11 +44,11 @@ def named(tensors: Mapping[str, torch.Tensor], module: nn.Module) -> dict[str, t
 def placed(patcher: ModelPatcher) -> Iterator[dict[str, Any]]:
     """The patches under the names that layers have now; for the block the patcher has all but those of packed ones."""
     modules, own = dict(patcher.model.named_modules()), patcher.patches
-    found = {_placed(key, modules): patch for key, patch in own.items()}
+    by_layer = {_placed(key, modules): patch for key, patch in own.items()}
     packed = {f"{name}{WEIGHT}" for name, owner in modules.items() if isinstance(owner, PackedLeaf)}
-    patcher.patches = {key: patch for key, patch in found.items() if key not in packed}
+    patcher.patches = {key: patch for key, patch in by_layer.items() if key not in packed}
     try:
-        yield found
+        yield by_layer
     finally:
         patcher.patches = own
 
@@ -64,11 +64,11 @@ def attach(patcher: ModelPatcher, patches: dict[str, Any]) -> None:
 
 def patched(patcher: ModelPatcher, patches: Mapping[str, Any], strength: float) -> ModelPatcher:
     """A clone with patches by the names of weights, which are taken to be there; nothing is read to see."""
-    found = patcher.clone()
-    found.patches_uuid = uuid.uuid4()
+    clone = patcher.clone()
+    clone.patches_uuid = uuid.uuid4()
     for name, patch in patches.items():
-        found.patches.setdefault(name, []).append((strength, patch, 1.0, None, None))
-    return found
+        clone.patches.setdefault(name, []).append((strength, patch, 1.0, None, None))
+    return clone
 
 
 def _placed(key: str, modules: Mapping[str, nn.Module]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 import time
@@ -17,7 +18,7 @@ from server import PromptServer
 from ..compat.memory.parts import StageText
 from .families import latent_format_of
 from .server.panel import memory_now
-from .server.runs import NodeRun
+from .server.runs import NodeRun, stop
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +27,34 @@ EVENT = "anygpu.run"
 BREAK = "  \n"  # a line break on the canvas, and in Nodes 2.0, which takes the text for Markdown
 MARKUP = re.compile(r"[&<>\[\]`*~|\\]")  # of HTML, which the canvas shows too, and Markdown: names come from files
 PACED = ("sampling", "painting")  # stages whose steps are the model's own
+
+
+def send(node_id: str, text: str, entry: dict[str, Any]) -> None:
+    """Show ``text`` under a node, and its record of the run in the side bar."""
+    server = getattr(PromptServer, "instance", None)
+    if server is not None:
+        shown = MARKUP.sub(lambda mark: f"&#{ord(mark[0])};", text).replace("\n", BREAK)
+        server.send_progress_text(shown, node_id)
+        server.send_sync(EVENT, {"node": node_id, "entry": entry, "memory": memory_now()})
+
+
+def with_an_end(node: Any) -> Any:
+    """``node``, a class, whose text and record end also when a run of it is cancelled or fails."""
+    run = node.execute.__func__
+
+    @functools.wraps(run)
+    def execute(cls: Any, *arguments: Any, **inputs: Any) -> Any:
+        try:
+            return run(cls, *arguments, **inputs)
+        except BaseException as error:  # a cancel is no Exception
+            cancelled = isinstance(error, comfy.model_management.InterruptProcessingException)
+            entry = stop(cls.hidden.unique_id, "cancelled" if cancelled else "stopped by an error")
+            if entry is not None:
+                send(cls.hidden.unique_id, entry["status"], entry)
+            raise
+
+    node.execute = classmethod(execute)
+    return node
 
 
 class NodeProgress:
@@ -57,8 +86,10 @@ class NodeProgress:
             self._begun.setdefault(name, time.monotonic())
         if name in PACED:
             self._paced = f"{(time.monotonic() - self._begun[name]) / (done - 1):.2g} s per step" if done > 1 else ""
+        now = text if text.counted else f"{text} {done}/{total}"
+        self._run.at(now)
         self._bar.update_absolute(done, total, None if preview is None else self._picture(preview))
-        self._text(text if text.counted else f"{text} {done}/{total}{self._pace(done)}")
+        self._text(text if text.counted else f"{now}{self._pace(done)}")
 
     def check(self) -> None:
         """Raise ComfyUI's own interrupt when the user has cancelled."""
@@ -73,6 +104,10 @@ class NodeProgress:
     def cost(self, text: str) -> None:
         """What a stage cost in memory and time: a line like others, the last of its stage."""
         self.notify(text)
+
+    def show(self) -> None:
+        """The lines under the node at once, where a node of core's runs and no step of ours will show them."""
+        self._send("\n".join(self.lines))
 
     def finish(self, status: str, *more: str) -> None:
         """The text that stays under the node: its status with ``more`` of it and the pace, then what was said."""
@@ -91,11 +126,8 @@ class NodeProgress:
             self._send("\n".join([text, *self.lines]))
 
     def _send(self, text: str) -> None:
-        server = getattr(PromptServer, "instance", None)
-        if server is not None and self.node_id is not None:
-            shown = MARKUP.sub(lambda mark: f"&#{ord(mark[0])};", text).replace("\n", BREAK)
-            server.send_progress_text(shown, self.node_id)
-            server.send_sync(EVENT, {"node": self.node_id, "entry": self._run.snapshot(), "memory": memory_now()})
+        if self.node_id is not None:
+            send(self.node_id, text, self._run.snapshot())
 
     def _picture(self, preview: Callable[[], torch.Tensor]) -> Any:
         """The preview in the form ComfyUI sends, or None when previews are off."""

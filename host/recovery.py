@@ -1,19 +1,26 @@
-"""The latents of every sampling, saved in ComfyUI's user directory: their list, and a picture of each.
+"""The latents of every sampling, core's samplers included, in ComfyUI's user directory: their list, and a picture.
 
 Not in the temporary folder: ComfyUI empties it when it starts and ends, so a crash would destroy them.
 """
 
 from __future__ import annotations
 
+import inspect
 import io
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import comfy.latent_formats
+import comfy.nested_tensor
+import comfy.utils
+import torch
+from comfy.patcher_extension import WrappersMP
 
 from ..pipelines.latents import recovery
-from ..pipelines.latents.recovery import Kept
+from ..pipelines.latents.recovery import Kept, Sampled
+from ..pipelines.latents.store import NESTED
 from .families import latent_format_of
 from .folders import kept_folder
 
@@ -21,6 +28,7 @@ log = logging.getLogger(__name__)
 
 NEWEST = "newest"
 THUMBNAIL_PIXELS = 160
+WRAPPER = "anygpu_recovery"
 
 
 def listing() -> list[Kept]:
@@ -28,13 +36,87 @@ def listing() -> list[Kept]:
     return recovery.listing(kept_folder())
 
 
-def load(name: str, notify: Callable[[str], None] = log.info) -> dict[str, Any]:
-    """The kept LATENT of an id, or of the newest one for ``newest``.
+def load(name: str, notify: Callable[[str], None] = log.info, family: str = "") -> dict[str, Any]:
+    """The kept LATENT of an id, or of the newest one of ``family`` for ``newest``; empty for every family.
 
     Raises:
         CheckpointError: none of that id is kept.
     """
-    return recovery.load(kept_folder(), name, notify)
+    latent = recovery.load(kept_folder(), name, notify, family)
+    more = latent.pop(NESTED, None)
+    if more:
+        latent["samples"] = comfy.nested_tensor.NestedTensor([latent["samples"], *more])
+    return latent
+
+
+def keep_what_core_samples(patcher: Any, family: str = "", fps: float = 0.0) -> None:
+    """Have every sampling of core's samplers with ``patcher``, or a clone of it, saved for AnyGPU Recover Latents.
+
+    Around the whole sampling of any guider. After a cancel or a failure the last step's estimate is saved.
+
+    Args:
+        family: what the list calls it; the class of its model where it is empty. fps: of its videos; 0 where unknown.
+    """
+
+    def sampled(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        guider, estimates = executor.class_obj, _Estimates()
+        call = inspect.signature(executor.original).bind(*args, **kwargs)
+        call.apply_defaults()
+        given = call.arguments
+        given["callback"] = estimates.then(given.get("callback"), guider)
+        try:
+            output = executor(*call.args, **call.kwargs)
+        except BaseException:
+            if estimates.last is not None:
+                _keep(guider, estimates.last, given, family, fps, f"step {estimates.done} of {estimates.total}")
+            raise
+        _keep(guider, output, given, family, fps, "")
+        return output
+
+    patcher.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, WRAPPER)
+    patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, WRAPPER, sampled)
+
+
+class _Estimates:
+    """How far a sampling of core's has come: the last estimate of its result, in the space that core returns."""
+
+    def __init__(self) -> None:
+        self.last: torch.Tensor | None = None
+        self.done = self.total = 0
+
+    def then(self, callback: Callable[..., Any] | None, guider: Any) -> Callable[..., Any]:
+        """Core's callback, with the step noted first."""
+
+        def noted(step: int, estimate: torch.Tensor, x: torch.Tensor, total: int) -> Any:
+            self.last = guider.inner_model.process_latent_out(estimate.to(torch.float32)).cpu()
+            self.done, self.total = step + 1, total
+            return None if callback is None else callback(step, estimate, x, total)
+
+        return noted
+
+
+def _keep(
+    guider: Any, output: torch.Tensor, given: Mapping[str, Any], family: str, fps: float, unfinished: str
+) -> None:
+    """Keep what a sampling has made, or had made when it was cut short."""
+    try:
+        model, shapes = guider.model_patcher.model, given.get("latent_shapes")
+        latents = comfy.utils.unpack_latents(output, shapes) if shapes and len(shapes) > 1 else [output]
+        found = _sampled(model, latents, family or type(model).__name__, int(given.get("seed") or 0), fps)
+        recovery.keep_plain(kept_folder(), replace(found, unfinished=unfinished), log.warning)
+    except Exception as error:  # of whatever another pack has put here: it must not cost the sampling
+        log.warning("AnyGPU: latents could not be saved: %s", error)
+
+
+def _sampled(model: Any, latents: list[Any], family: str, seed: int, fps: float) -> Sampled:
+    """What is kept of ``latents``, and what is known of them by core's class for such latents."""
+    rough, shape = model.latent_format, latents[0].shape
+    frames = height = width = 0
+    if len(shape) in (4, 5):
+        height, width = (side * rough.spacial_downscale_ratio for side in shape[-2:])
+        frames = (shape[2] - 1) * rough.temporal_downscale_ratio + 1 if len(shape) == 5 else 1
+    kind = type(rough).__name__
+    return Sampled(latents, family, seed, frames=frames, height=height, width=width, fps=fps, latent_format=kind)
 
 
 def choices() -> list[str]:
@@ -54,18 +136,26 @@ def thumbnail(name: str) -> bytes | None:
     Raises:
         CheckpointError: none of that id is kept.
     """
-    import torch
     from PIL import Image
 
-    latent = load(name)
-    rough = latent_format_of(latent.get("anygpu", {}).get("family")) or comfy.latent_formats.LatentFormat()
-    samples, factors = rough.process_in(latent["samples"]), rough.latent_rgb_factors
-    if factors is None or len(factors) != samples.shape[1]:
+    item = next((item for item in listing() if item.id == name), None)
+    samples = recovery.load(kept_folder(), name, log.info)["samples"]
+    rough = latent_format_of(item.family if item else None) or _latent_format(item.latent_format if item else "")
+    factors = rough.latent_rgb_factors
+    if factors is None or samples.ndim not in (4, 5) or len(factors) != samples.shape[1]:
         return None
+    samples = rough.process_in(samples)
     bias = torch.tensor(rough.latent_rgb_factors_bias or [0.0, 0.0, 0.0])
-    frame = samples[0, :, samples.shape[2] // 2].movedim(0, -1) @ torch.tensor(factors) + bias
+    middle = samples[0] if samples.ndim == 4 else samples[0, :, samples.shape[2] // 2]
+    frame = middle.movedim(0, -1) @ torch.tensor(factors) + bias
     pixels = ((frame.clamp(-1, 1) + 1) * 127.5).to(torch.uint8).numpy()
     picture, target = Image.fromarray(pixels), io.BytesIO()
     scale = THUMBNAIL_PIXELS / max(picture.size)
     picture.resize([max(1, round(side * scale)) for side in picture.size]).save(target, "JPEG", quality=85)
     return target.getvalue()
+
+
+def _latent_format(name: str) -> Any:
+    """Core's latent format of a class name, which a file says; its plainest where there is none of that name."""
+    kind, plain = getattr(comfy.latent_formats, name, None), comfy.latent_formats.LatentFormat
+    return kind() if isinstance(kind, type) and issubclass(kind, plain) else plain()

@@ -79,10 +79,9 @@ def interpreting() -> bool:
 @cache
 def _interpreted() -> bool:
     try:
-        from ._triton.rounding import INTERPRETED
-    except Exception:  # absent, or broken in whatever way
+        return bool(sys.modules["triton"].knobs.runtime.interpret)
+    except Exception:  # broken in whatever way
         return False
-    return bool(INTERPRETED)
 
 
 def operation(

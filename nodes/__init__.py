@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from ..host.api import ComfyExtension, io
+from ..host.progress import with_an_end
 from ..host.server.routes import add_routes
 from .decode import Decode
 from .latents import LoadLatent, LoadPrompt, RecoverLatents, SaveLatent, SaveMusubiCache, SavePrompt
@@ -43,7 +44,7 @@ class AnyGPUExtension(ComfyExtension):
         for node in NODES:
             try:
                 node.GET_SCHEMA()
-                usable.append(node)
+                usable.append(with_an_end(node))
             except Exception:  # one broken node must not hide the others
                 log.exception("AnyGPU: node %s is left out", node.__name__)
         return usable

@@ -5,13 +5,13 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Any
 
-from ..compat.device.vae_policy import METHODS, Form
 from ..host import preview
 from ..host.api import InputImpl, Types, io
 from ..host.progress import NodeProgress
 from ..pipelines import stages
 from ..pipelines.decisions import in_short
 from ..pipelines.latents import convert as latent_format
+from ..pipelines.vae.plan import METHODS, Form
 from .inputs import Pipeline, schema
 
 

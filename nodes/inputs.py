@@ -58,7 +58,7 @@ def sampling_inputs() -> list[Any]:
         ),
         seed_input(),
         io.Combo.Input(
-            "scheduler", options=list(SCHEDULERS), default="auto",
+            "scheduler", options=list(SCHEDULERS), default="auto", advanced=True,
             tooltip="The solver. auto is the one published with the model (Euler).",
         ),
         io.Float.Input(
@@ -87,7 +87,7 @@ def speed_inputs() -> list[Any]:
             + " ".join(f"{choice}: {meaning}." for choice, meaning in fused.MEANINGS.items()),
         ),
         io.Boolean.Input(
-            "compile", default=False, optional=True,
+            "compile", default=False, optional=True, advanced=True,
             tooltip="torch.compile for the transformer's blocks. The first run takes minutes, later ones are faster. "
                     "Without a working compiler the run continues without it and says so. Does not work with offload "
                     "sequential or comfyui.",

@@ -12,7 +12,7 @@ from ..pipelines.base import SECTION_ORDERS
 from ..pipelines.latents import musubi, musubi_items
 from ..pipelines.latents import store as latent_store
 from ..pipelines.text import prompt_files
-from .inputs import CATEGORY, Image, Prompt, schema
+from .inputs import CATEGORY, Image, Pipeline, Prompt, schema
 
 FILES = f"{CATEGORY}/files"
 
@@ -140,6 +140,10 @@ class RecoverLatents(io.ComfyNode):
                     tooltip="newest, or a particular sampling, listed by date, family and seed. Press R to refresh "
                             "the list. Once they exceed 4 GB in total, the oldest are deleted.",
                 ),
+                Pipeline.Input(
+                    "pipeline", optional=True,
+                    tooltip="With it, newest is the newest sampling of its model family; without it, the newest of all.",
+                ),
             ],
             outputs=[io.Latent.Output(display_name="latent")],
         )
@@ -150,15 +154,15 @@ class RecoverLatents(io.ComfyNode):
         return True
 
     @classmethod
-    def fingerprint_inputs(cls, kept: str) -> Any:
+    def fingerprint_inputs(cls, kept: str, **_: Any) -> Any:
         """Changes when another sampling is the newest."""
         return recovery.stamp(kept)
 
     @classmethod
-    def execute(cls, kept: str) -> io.NodeOutput:
+    def execute(cls, kept: str, pipeline: Any = None) -> io.NodeOutput:
         """The latents."""
         progress = NodeProgress(cls.hidden.unique_id)
-        latent = recovery.load(kept, progress.notify)
+        latent = recovery.load(kept, progress.notify, "" if pipeline is None else pipeline.family)
         progress.finish(latent_store.described(latent))
         return io.NodeOutput(latent)
 

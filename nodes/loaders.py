@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..compat import precision
 from ..compat.memory import offloader
 from ..compat.transforms import attention
 from ..host import core_models, folders, memory_manager, model_files, requests, saved
@@ -17,6 +17,7 @@ from ..pipelines.decisions import status_of
 from ..pipelines.loading import lora as adapters
 from ..pipelines.loading.folder import LoadRequest, load, variant_choices
 from ..pipelines.registry import FAMILIES
+from ..pipelines.requests import PRECISIONS
 from .inputs import Pipeline, schema, speed_inputs, weight_inputs
 
 
@@ -32,7 +33,10 @@ class LoadPipeline(io.ComfyNode):
             description="Opens an LTX-Video, HunyuanVideo, HunyuanVideo 1.5, FramePack or Mochi model folder and "
                         "chooses precision and offload for this machine. Weights are read when a stage first needs "
                         "them.",
-            search_aliases=["diffusers loader", "load video model", *(name.replace("_", " ") for name in FAMILIES)],
+            search_aliases=[
+                "diffusers loader", "load video model", "load checkpoint", "model loader", "low vram", "block swap", "offload", "fp8",
+                *(name.replace("_", " ") for name in FAMILIES), *(f"{name.replace('_', ' ')} model loader" for name in FAMILIES),
+            ],
             inputs=[
                 io.Combo.Input(
                     "model", options=folders.model_choices(),
@@ -40,11 +44,12 @@ class LoadPipeline(io.ComfyNode):
                     extra_dict={"anygpu_first_run": panel.first_run()},
                 ),
                 io.Combo.Input(
-                    "precision", options=list(precision.CHOICES), default="auto",
+                    "precision", options=list(PRECISIONS), default="auto",
                     tooltip="auto: what this device runs best. fp32: exact, twice the memory of bf16. bf16: needs a "
                             "GPU with bf16 units (NVIDIA RTX 30 and newer). fp16: half the memory of fp32, can "
                             "overflow to a black video. fp16-safe: multiplies in fp16 but keeps the residual in "
-                            "fp32, for GPUs without bf16; not on a CPU." + panel.limit_tooltip("precision"),
+                            "fp32, for GPUs without bf16; not on a CPU. fp8_e4m3fn, fp8_e4m3fn_fast: auto, with "
+                            "weights fp8. fp8_scaled: auto, with weights as in the file." + panel.limit_tooltip("precision"),
                 ),
                 io.Combo.Input(
                     "offload", options=list(offloader.CHOICES), default="auto",
@@ -114,7 +119,9 @@ class ComposePipeline(io.ComfyNode):
             description="Builds a pipeline from the single files in ComfyUI's model folders: original releases, "
                         "ComfyUI's repackaging, scaled fp8, GGUF. Files are recognised by their headers. Nothing is "
                         "downloaded.",
-            search_aliases=["unet loader", "load diffusion model", "single file", "gguf", "fp8", "dual clip loader", "vae loader"],
+            search_aliases=[
+                "unet loader", "load diffusion model", "single file", "gguf", "fp8", "dual clip loader", "vae loader", "low vram",
+            ],
             inputs=[
                 io.Combo.Input(
                     "transformer", options=model_files.file_choices("transformer"),
@@ -151,7 +158,7 @@ class ComposePipeline(io.ComfyNode):
                             "file's name and says so.",
                 ),
                 io.Combo.Input(
-                    "precision", options=list(precision.CHOICES), default="auto",
+                    "precision", options=list(PRECISIONS), default="auto",
                     tooltip="The dtype that computes, as on AnyGPU Load Pipeline.",
                 ),
                 io.Combo.Input(
@@ -204,9 +211,14 @@ def trace_file(inputs: Mapping[str, Any]) -> Path | None:
 
 def load_outputs(request: LoadRequest, progress: NodeProgress, lines: Iterable[str] = ()) -> io.NodeOutput:
     """Pipeline, MODEL and VAE; what was decided is said under the node, then ``lines``."""
-    pipeline = load(request, progress, memory_manager.make_room, memory_manager.offloader_on)
+    here = (memory_manager.make_room, memory_manager.offloader_on)
+    pipeline = load(request, progress, *here)
     progress.finish("\n".join((status_of(pipeline), *map(str, pipeline.decisions), *lines)))
-    return io.NodeOutput(pipeline, *core_models.beside(pipeline))
+
+    def reload(devices: Mapping[str, Any]) -> Any:
+        return load(replace(request, devices={**request.devices, **devices}), None, *here)
+
+    return io.NodeOutput(pipeline, *core_models.beside(pipeline, reload))
 
 
 class LoRA(io.ComfyNode):

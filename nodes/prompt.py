@@ -27,7 +27,7 @@ class EncodePrompt(io.ComfyNode):
             search_aliases=["clip text encode", "text encode", "negative prompt", "t5", "llama"],
             inputs=[
                 Pipeline.Input("pipeline", tooltip="From AnyGPU Load Pipeline."),
-                io.String.Input("text", multiline=True, dynamic_prompts=True, tooltip="What the video shows. Required."),
+                io.String.Input("text", multiline=True, dynamic_prompts=True, tooltip="What the video shows. A text that is too long for the model is shortened, and the node says so."),
                 io.String.Input(
                     "negative", multiline=True, dynamic_prompts=True, default="",
                     tooltip="What the video should not show. Has an effect only if cfg is above 1.",
@@ -43,8 +43,8 @@ class EncodePrompt(io.ComfyNode):
                 ),
                 io.Int.Input(
                     "max_tokens", default=0, min=0, max=1024, optional=True, advanced=True,
-                    tooltip="Maximum prompt length in tokens. A longer prompt is an error that shows what would be "
-                            "cut. " + DEFAULT,
+                    tooltip="Maximum prompt length in tokens. A longer prompt is shortened, and the node shows what is "
+                            "left out. " + DEFAULT,
                 ),
                 io.String.Input(
                     "template", multiline=True, default="", optional=True, advanced=True,

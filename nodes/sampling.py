@@ -14,6 +14,7 @@ from ..pipelines.base import FramePackSettings, SampleSettings
 from ..pipelines.decisions import in_short
 from ..pipelines.latents import convert as latent_format
 from ..pipelines.latents import recovery
+from ..pipelines.registry import FAMILIES
 from ..pipelines.speed import with_step_cache
 from .inputs import DEFAULT, Image, Pipeline, Prompt, sampling_inputs, schema, size_inputs
 
@@ -28,7 +29,10 @@ class Sample(io.ComfyNode):
             display_name="AnyGPU Sample",
             description="Samples a video from text, an image or a video, depending on what you connect. Inputs that "
                         "have no effect on the loaded model are named under the node.",
-            search_aliases=["ksampler", "video sampler", "text to video", "t2v", "i2v", "v2v"],
+            search_aliases=[
+                "ksampler", "video sampler", "text to video", "image to video", "t2v", "i2v", "v2v", "length", "num_frames",
+                *(f"{spec.id.replace('_', ' ')} sampler" for spec in FAMILIES.values() if not spec.sections),
+            ],
             inputs=[
                 Pipeline.Input("pipeline", tooltip="From AnyGPU Load Pipeline."),
                 io.MultiType.Input(
@@ -41,11 +45,11 @@ class Sample(io.ComfyNode):
                     tooltip="Number of frames, rounded up to the next number the model can make. " + DEFAULT,
                 ),
                 *sampling_inputs(),
-                io.Float.Input("fps", default=0.0, min=0.0, max=240.0, step=0.01, tooltip="Frames per second. " + DEFAULT),
+                io.Float.Input("fps", default=0.0, min=0.0, max=240.0, step=0.01, advanced=True, tooltip="Frames per second. " + DEFAULT),
                 Image.Input("image", optional=True, tooltip="From AnyGPU Encode Image. Makes it image to video."),
                 io.Latent.Input("latent", optional=True, tooltip="Video to video: the latents to start from. A noise mask on them is respected."),
                 io.Float.Input(
-                    "denoise", default=1.0, min=0.0, max=1.0, step=0.01, optional=True,
+                    "denoise", default=1.0, min=0.0, max=1.0, step=0.01, optional=True, advanced=True,
                     tooltip="With a latent: how much of it is redrawn. 1 ignores its content.",
                 ),
                 io.Conditioning.Input("negative", optional=True, tooltip="Negative CONDITIONING, when prompt is core CONDITIONING."),
@@ -84,7 +88,7 @@ class SampleFramePack(io.ComfyNode):
             display_name="AnyGPU Sample FramePack",
             description="Samples a FramePack video section by section. Each finished section is previewed and saved: "
                         "after a cancel or a crash, the same settings continue after the last finished section.",
-            search_aliases=["framepack f1", "long video", "image to video"],
+            search_aliases=["framepack f1", "framepack sampler", "long video", "image to video", "i2v", "total_second_length"],
             inputs=[
                 Pipeline.Input("pipeline", tooltip="From AnyGPU Load Pipeline, with a FramePack model."),
                 io.MultiType.Input(
@@ -94,7 +98,7 @@ class SampleFramePack(io.ComfyNode):
                 Image.Input("image", tooltip="From AnyGPU Encode Image: the start image, and the end image if one is "
                                              "joined to it."),
                 io.Float.Input("clip_seconds", default=5.0, min=0.0, max=120.0, step=0.1, tooltip="Length of the video in seconds."),
-                io.Float.Input("fps", default=30.0, min=1.0, max=240.0, step=0.01, tooltip="Frames per second. FramePack was made for 30."),
+                io.Float.Input("fps", default=30.0, min=1.0, max=240.0, step=0.01, advanced=True, tooltip="Frames per second. FramePack was made for 30."),
                 *sampling_inputs(),
                 io.Int.Input(
                     "window", default=9, min=2, max=33, optional=True, advanced=True,
@@ -107,7 +111,7 @@ class SampleFramePack(io.ComfyNode):
                     "from the start (F1).",
                 ),
                 io.Float.Input(
-                    "end_strength", default=1.0, min=0.0, max=1.0, step=0.01, optional=True,
+                    "end_strength", default=1.0, min=0.0, max=1.0, step=0.01, optional=True, advanced=True,
                     tooltip="How strongly the end image counts.",
                 ),
                 io.Boolean.Input(

@@ -13,7 +13,7 @@ from ..paint.networks.published import KINDS
 from ..pipelines import report as reports
 from ..pipelines.loading import download as downloads
 from ..pipelines.memory import page as memory_plan
-from ..pipelines.memory.estimates import Forecast
+from ..pipelines.memory.forecast import Forecast
 from .inputs import Paint, Pipeline, schema, size_inputs
 
 
@@ -83,7 +83,7 @@ class MemoryPlan(Uncached):
             display_name="AnyGPU Memory Plan",
             description="Shows what a run will need on the device before anything is read: a bar per stage and "
                         "offload mode against the memory that is free now, and the fastest mode that fits.",
-            search_aliases=["vram", "memory forecast", "oom", "out of memory", "offload plan", "will it fit"],
+            search_aliases=["vram", "memory forecast", "oom", "out of memory", "offload plan", "will it fit", "low vram"],
             inputs=[
                 io.MultiType.Input(
                     "pipeline", types=[Pipeline, Paint],

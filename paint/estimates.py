@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..compat.memory.estimates import PartBytes, part_bytes
+from ..compat.memory.parts import PartBytes, part_bytes
 from ..compat.memory.statistics import StageNeed
 from .networks.layers import FED_TOKENS
 from .networks.pbr import MATERIALS

@@ -17,9 +17,9 @@ from ..compat.device.execution import HOST
 from ..compat.device.facts import GIBIBYTE, DeviceFacts, facts_for, free_bytes
 from ..compat.device.probe_results import probe_results_of
 from ..compat.errors import CheckpointError, InputError
-from ..compat.memory.estimates import PartBytes
+from ..compat.memory.host_weights import HostWeights
 from ..compat.memory.offloader import Offloader, OffloadOptions, offloader_for
-from ..compat.memory.parts import Hosted, Parts, Reader, Silent, StageText
+from ..compat.memory.parts import Hosted, PartBytes, Parts, Reader, Silent, StageText
 from ..compat.memory.statistics import amount
 from ..compat.precision import PAINT, Precision, precision_for
 from ..compat.transforms.attention import Attention, attention_for, avoided_by
@@ -178,7 +178,8 @@ def _offloader(
 
     Each part runs once or twice in a painting, so that leaving costs a copy or two, and its room is the next one's.
     """
-    free, options = free_bytes(facts.device), OffloadOptions(state=request.state)
+    free = free_bytes(facts.device)
+    options = OffloadOptions(state=request.state, host_weights=HostWeights(shared=facts.unified))
     given: dict[str, Any] = {"free": free, "make_room": make_room, "hosted": hosted, "options": options}
     if request.compiled is not None:
         require_offload(request.offload)

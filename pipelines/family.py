@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -213,6 +214,8 @@ class FamilySpec:
         musubi: its caches of Musubi Tuner; None where that trainer has no such model.
         published_blocks: blocks of its published transformer: class, count, whether they leave the text alone.
         published_vae_sites: sites that are fused in the decoder of its published VAE.
+        vae_tile: pixels per tile that upstream advises for its VAE; 0 for none.
+        most_whole_cells: latent cells up to which a video goes through the VAE whole nevertheless, which is exact.
     """
 
     id: str
@@ -254,6 +257,8 @@ class FamilySpec:
     musubi: MusubiCache | None = None
     published_blocks: tuple[tuple[str, int, bool], ...] = ()
     published_vae_sites: int = 0
+    vae_tile: int = 0
+    most_whole_cells: int = 0
 
     def __repr__(self) -> str:
         return f"<family {self.id}>"
@@ -272,6 +277,10 @@ class FamilySpec:
     def folder(self) -> Path:
         """Where its published configurations lie."""
         return Path(str(import_module(".spec", self.package).__file__)).parent
+
+    def tile_for(self, cells: tuple[int, ...]) -> int:
+        """Pixels per tile that are advised for a video of these latent frames, rows and columns; 0 for whole."""
+        return self.vae_tile if math.prod(cells) > self.most_whole_cells else 0
 
     @property
     def ratios(self) -> tuple[int, int]:

@@ -21,7 +21,7 @@ class Size:
 
 
 def snap(family: FamilySpec, width: int, height: int, frames: int) -> Size:
-    """The nearest size that the family can make; frames go up, never down.
+    """The nearest size that the family can make; frames go up, never down, and a side at least to 32 pixels.
 
     Args:
         width, height: pixels; 0 means the family's default. frames: pixel frames; 0 means the default.
@@ -31,11 +31,13 @@ def snap(family: FamilySpec, width: int, height: int, frames: int) -> Size:
     """
     width, height = width or family.defaults.width, height or family.defaults.height
     frames = frames or family.defaults.frames
+    smallest = _up(SMALLEST_SIDE, family.multiple)
     for name, side in (("width", width), ("height", height)):
-        nearest = min(max(side, _up(SMALLEST_SIDE, family.multiple)), LARGEST_SIDE)
-        require_range(name, side, SMALLEST_SIDE, LARGEST_SIDE, "pixels", _nearest(nearest, family.multiple))
+        nearest = _nearest(min(max(side, smallest), LARGEST_SIDE), family.multiple)
+        require_range(name, side, 1, LARGEST_SIDE, "pixels", nearest)
     require_range("frames", frames, 1, MOST_FRAMES, "frames")
-    snapped = _nearest(width, family.multiple), _nearest(height, family.multiple), snap_frames(family, frames)
+    sides = (max(smallest, _nearest(side, family.multiple)) for side in (width, height))
+    snapped = (*sides, snap_frames(family, frames))
     changes = [
         f"{name} {asked} -> {got}"
         for name, asked, got in zip(("width", "height", "frames"), (width, height, frames), snapped, strict=True)

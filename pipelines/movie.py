@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import uuid
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..compat.device.facts import first_line
+from ..compat.durable import replacing
 from ..compat.errors import CheckpointError, UnsupportedError
 from ..compat.packages import imported
 
@@ -23,24 +24,25 @@ def write_mp4(frames: torch.Tensor, fps: float, path: Path) -> Path:
         fps: frames per second.
 
     Raises:
-        UnsupportedError: this PyAV has no encoder for MP4.
+        UnsupportedError: this PyAV has no encoder for MP4. CheckpointError: the file cannot be written.
     """
     av = imported("av")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    codec = _codec(av)
     rows, columns = (side // 2 * 2 for side in frames.shape[1:3])
     pixels: Any = (frames[:, :rows, :columns].clamp(0, 1) * 255).round().to(torch.uint8).contiguous().numpy()
-    temporary = path.with_name(f".{path.stem}.{uuid.uuid4().hex[:8]}.mp4")
     try:
-        with av.open(str(temporary), "w") as container:
-            stream = container.add_stream(_codec(av), rate=Fraction(fps).limit_denominator(1001))
+        with replacing(path, ".mp4") as temporary, av.open(str(temporary), "w") as container:
+            stream = container.add_stream(codec, rate=Fraction(fps).limit_denominator(1001))
             stream.width, stream.height, stream.pix_fmt = pixels.shape[2], pixels.shape[1], "yuv420p"
             for picture in pixels:
                 container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
             container.mux(stream.encode(None))
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    except (OSError, av.FFmpegError) as error:
+        raise CheckpointError(
+            f"{str(path)!r} cannot be written ({first_line(error)})",
+            expected="a writable folder with room for the video",
+            fix="Free space on this disk or choose another folder.",
+        ) from error
     return path
 
 

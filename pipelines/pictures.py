@@ -104,11 +104,6 @@ def signed(frames: torch.Tensor) -> torch.Tensor:
     return (frames.permute(3, 0, 1, 2)[None] * 2.0 - 1.0).contiguous()
 
 
-def unsigned(video: torch.Tensor) -> torch.Tensor:
-    """A VAE's output (1, 3, F, H, W) in -1..1 as frames (F, H, W, 3) in 0..1, fp32, on the CPU."""
-    return (video[0].float() / 2 + 0.5).clamp(0, 1).permute(1, 2, 3, 0).contiguous().cpu()
-
-
 def _resized(frames: torch.Tensor, width: int, height: int) -> torch.Tensor:
     picture = frames.permute(0, 3, 1, 2)
     scaled = functional.interpolate(picture, size=(height, width), mode="bicubic", antialias=True, align_corners=False)

@@ -1,10 +1,9 @@
-"""What a stage cost, for each run; and traces for torch's profiler: a range per stage, block and operation."""
+"""Traces for torch's profiler: a range per stage, block and operation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,27 +11,9 @@ from typing import Any
 from torch import nn
 
 from ..compat.device.execution import COMPILED
-from ..compat.device.failures import is_shortage
-from ..compat.memory.statistics import stage_cost
 from ..compat.transforms.order import Order, Step
-from .base import Latents, Pipeline, Progress, SampleSettings
-from .memory.shortage import EXPLAINED, explain_shortage
 
 RANGE = "anygpu"  # begins the name of every range of ours
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """What a stage is called in a profile, in the memory statistics, and in a sentence."""
-
-    range: str
-    cost: str
-    title: str
-
-    @property
-    def again(self) -> str:
-        """What is said before it is run again, with a place for what was done."""
-        return f"{self.title} ran out of memory: again {{}}"
 
 
 class Profile:
@@ -88,31 +69,6 @@ class Profile:
             self.running = False
         trace.export_chrome_trace(str(target))
         self.written.append(target)
-
-
-@contextmanager
-def running(
-    stage: Stage, pipeline: Pipeline, progress: Progress, size: Latents | SampleSettings | None = None, hint: str = ""
-) -> Iterator[None]:
-    """Around a stage: its range in a profile, its peak, traffic and time, and what to lower where memory runs out.
-
-    Progress that has ``cost`` is given the line of what the stage cost; all of it is in the offloader's statistics.
-
-    Args:
-        size: has the width, height and frames that ran out; None for a stage that they do not matter to.
-        hint: a way out that only this stage has.
-    """
-    profile = getattr(pipeline.speed, "profile", None)
-    with (
-        nullcontext() if profile is None else profile.stage(stage.range),
-        stage_cost(pipeline, stage.cost, progress),
-    ):
-        try:
-            yield
-        except Exception as error:
-            if not is_shortage(error) or hasattr(error, EXPLAINED):
-                raise
-            raise explain_shortage(error, pipeline, pipeline.spec, stage.title, size, hint) from error
 
 
 def ranged(part: str, module: nn.Module) -> Callable[[], None] | None:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..compat import precision
+from ..compat.errors import InputError
 from ..compat.memory.offloader import part_devices
 from ..compat.transforms.compile import CACHE_SIZE, CompileSettings
 from .loading.folder import AUTO, LoadRequest
@@ -52,6 +54,29 @@ LOAD_INPUTS: dict[str, LoadInput] = {
 }
 
 
+# What kijai's wrappers and core's loaders call a precision, as the way of storing weights that it is here.
+STORED: dict[str, str] = {"fp8_e4m3fn": "fp8", "fp8_e4m3fn_fast": "fp8", "fp8_scaled": "as in file"}
+PRECISIONS = (*precision.CHOICES, *STORED)
+
+
+def with_storage(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``values`` in which a precision of :data:`STORED` is ``auto``, and the weights are stored so.
+
+    Raises:
+        InputError: another storage is asked for, too.
+    """
+    named, stored = values.get("precision"), values.get("weights", AUTO)
+    if named not in STORED:
+        return values
+    if stored not in (AUTO, STORED[named]):
+        raise InputError(
+            f"precision {named!r} with weights {stored!r}",
+            expected="one way of storing weights",
+            fix=f"Set precision to auto, or weights to auto: {named} stores them as {STORED[named]!r}.",
+        )
+    return {**values, "precision": AUTO, "weights": STORED[named]}
+
+
 def load_request(values: Mapping[str, Any], trace: Path | None = None, **folders: Any) -> LoadRequest:
     """The request that the inputs ``values`` make; one that is missing has its default.
 
@@ -64,6 +89,8 @@ def load_request(values: Mapping[str, Any], trace: Path | None = None, **folders
         InputError: a value out of range.
         UnsupportedError: an accelerator that this machine does not have.
     """
+
+    values = with_storage(values)
 
     def chosen(target: Callable[..., Any]) -> dict[str, Any]:
         rows = ((name, row) for name, row in LOAD_INPUTS.items() if row.target is target)

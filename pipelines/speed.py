@@ -1,22 +1,25 @@
-"""The speed choices of a pipeline: fused kernels, compiled blocks, step cache, profile."""
+"""The speed choices of a pipeline: fused kernels, compiled blocks, step cache, profile; what a stage costs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..compat.decision import AUTO, CHOSEN, Decision
-from ..compat.device.facts import DeviceFacts
+from ..compat.device.facts import DeviceFacts, first_line
+from ..compat.device.failures import is_shortage
 from ..compat.device.probe_results import TRITON
 from ..compat.device.probe_store import ProbeResult
 from ..compat.device.quirks import policy_for, verdict
-from ..compat.errors import UnsupportedError
+from ..compat.errors import InputError, PackError, UnsupportedError
 from ..compat.memory.offloader import HOSTED
 from ..compat.memory.parts import denoises, role_of
+from ..compat.memory.statistics import stage_cost
 from ..compat.transforms import compile as compiling
 from ..compat.transforms import fused
 from ..compat.transforms.attention import Attention
@@ -26,12 +29,31 @@ from ..compat.transforms.fused import FusedSites
 from ..compat.transforms.fused_vae import fuse_vae
 from ..compat.transforms.order import Order, Step, Undo
 from ..compat.transforms.step_cache import StepCacheSettings, cached, require_usable, settings_for
-from .base import Pipeline, Progress, SampleSettings
+from .base import Latents, Pipeline, Progress, SampleSettings
+from .memory.shortage import EXPLAINED, explain_shortage
 from .profiling import Profile
 
 Hosted = Callable[..., Any]
 TRANSFORMER, VAE = "transformer", "vae"
 STEP_CACHE = "step cache"
+UNEXPECTED = (  # not OSError: of a disk or a driver, whose own words say more
+    *(TypeError, ValueError, LookupError, AttributeError, ArithmeticError),
+    *(AssertionError, RuntimeError, ImportError),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What a stage is called in a profile, in the memory statistics, and in a sentence."""
+
+    range: str
+    cost: str
+    title: str
+
+    @property
+    def again(self) -> str:
+        """What is said before it is run again, with a place for what was done."""
+        return f"{self.title} ran out of memory: again {{}}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,11 +192,38 @@ def speed_for(
     device, beside = (torch.device(elsewhere.get(part, facts.device)) for part in (TRANSFORMER, VAE))
     if request.fp16_sums:
         require_fp16_sums(facts, dtype)
-    form, kernels = fused.form_for(request.kernels, device, dtype, _unusable(device, dtype, facts, probes))
+    form, kernels = form_for(request.kernels, device, dtype, _unusable(device, dtype, facts, probes))
     against = fused.reason_against(beside, precision.vae) or _unusable(beside, precision.vae, facts, probes)
     needed = request.kernels in (fused.AUTO, fused.TRITON)  # the other choices run anywhere
     other = "" if request.kernels == fused.OFF or (needed and against) else request.kernels
     return Speed(request, {TRANSFORMER: form, VAE: other}, kernels, attention)
+
+
+def form_for(choice: str, device: torch.device, dtype: torch.dtype, unusable: str = "") -> tuple[str, Decision]:
+    """The form that operations run in, empty for none, and the decision about it.
+
+    Args:
+        choice: one of :data:`fused.CHOICES`.
+        dtype: of the token states.
+        unusable: why a probe found launches unusable.
+
+    Raises:
+        InputError: unknown choice. UnsupportedError: ``triton`` where nothing can be launched.
+    """
+    if choice not in fused.CHOICES:
+        raise InputError(
+            f"kernels {choice!r}", expected=f"one of {', '.join(fused.CHOICES)}", fix="Choose one of these."
+        )
+    against = fused.reason_against(device, dtype) or unusable
+    if choice == fused.TRITON and against:
+        raise UnsupportedError(
+            f"kernels 'triton' on {device}: {against}",
+            expected="a GPU that Triton launches on, and fp32, fp16 or bf16",
+            fix="Choose auto.",
+        )
+    if choice == AUTO:
+        return ("" if against else AUTO), Decision("kernels", fused.OFF if against else fused.TRITON, against, AUTO)
+    return ("" if choice == fused.OFF else choice), Decision("kernels", choice, "", CHOSEN)
 
 
 def _unusable(
@@ -198,6 +247,46 @@ def with_step_cache(pipeline: Pipeline, preset: str, asked: StepCacheSettings) -
     if settings is not None:
         decisions.append(Decision(STEP_CACHE, str(settings), "", CHOSEN))
     return replace(pipeline, step_cache=settings, decisions=tuple(decisions))
+
+
+@contextmanager
+def running(
+    stage: Stage, pipeline: Pipeline, progress: Progress, size: Latents | SampleSettings | None = None, hint: str = ""
+) -> Iterator[None]:
+    """Around a stage: its range in a profile, its peak, traffic and time, and what to lower where memory runs out.
+
+    Progress that has ``cost`` is given the line of what the stage cost; all of it is in the offloader's statistics.
+
+    Args:
+        size: has the width, height and frames that ran out; None for a stage that they do not matter to.
+        hint: a way out that only this stage has.
+    """
+    profile = getattr(pipeline.speed, "profile", None)
+    with (
+        nullcontext() if profile is None else profile.stage(stage.range),
+        stage_cost(pipeline, stage.cost, progress),
+    ):
+        try:
+            yield
+        except PackError:
+            raise
+        except Exception as error:
+            if hasattr(error, EXPLAINED):
+                raise
+            if is_shortage(error):
+                raise explain_shortage(error, pipeline, pipeline.spec, stage.title, size, hint) from error
+            if isinstance(error, UNEXPECTED):
+                raise _unexpected(error, stage.title, pipeline.source) from error
+            raise
+
+
+def _unexpected(error: Exception, stage: str, source: Path) -> UnsupportedError:
+    """The error for what nobody foresaw: a configuration that fits its weights and still makes no sense, or a bug."""
+    return UnsupportedError(
+        f"{type(error).__name__} while {stage} with {source.name!r}: {first_line(error)}",
+        expected="a model whose settings belong together",
+        fix="Compare its JSON files with the published ones; if they are the same, please report this with the log.",
+    )
 
 
 @contextmanager

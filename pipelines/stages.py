@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from ..compat.device.vae_policy import Form
 from ..compat.errors import CheckpointError, InputError, UnsupportedError
 from ..compat.output_check import NotFinite, fault_in_latents, require_finite
 from .base import (
@@ -28,11 +27,11 @@ from .grid import check_steps, require_range, snap
 from .memory.estimates import Size
 from .memory.fit import fit_offload, make_room_and_retry
 from .pictures import checked_frames, fitted, fitted_size
-from .profiling import Stage, running
 from .sampling.loop import fall_back_to_fp32, retries
 from .sampling.resume import InMemorySections, SectionStore
-from .speed import sampling_speed
+from .speed import Stage, running, sampling_speed
 from .text.t5 import described
+from .vae.plan import Form
 
 MOST_TOKENS = 1024
 TEXT_HINT = "choose text_device cpu on the load node, which needs none of this memory"
@@ -49,12 +48,10 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
     """The prompt and its negative as embeddings; afterwards no text encoder is on the device.
 
     Raises:
-        InputError: an empty or over-long prompt, or a template without its place for the prompt.
+        InputError: a template without its place for the prompt.
     """
     family = pipeline.spec
     _require_text_encoder(pipeline, family)
-    if not request.text.strip():
-        raise InputError("an empty prompt", expected="a text that describes the video", fix="Type a prompt.")
     limit = request.max_tokens or of_checkpoint(pipeline).defaults.max_tokens
     require_range("max_tokens", limit, 1, MOST_TOKENS, "tokens")
     if request.template and request.template.count("{}") != 1:

@@ -105,6 +105,8 @@ SAMPLES: dict[str, tuple[str, ...]] = {
         "framepack-cpu-acc:1-acc:0",
         "mochi-acc:1-acc:0-acc:0",
     ),
+    "test_strict.py::test_weights_reach_a_device_that_refuses_set_data": ("mochi-group", "ltx image-none"),
+    "test_strict.py::test_shared_memory_gives_the_same_video": ("mochi-model",),
     "test_baking_device.py::test_a_device_gives_what_the_cpu_gives": (),
     "test_bake.py::test_pictures_may_have_another_size_than_the_maps": ("64",),
     "test_offloader.py::test_paint_twice_in_a_row": (),

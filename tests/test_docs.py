@@ -9,8 +9,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from anygpu.compat.device.vae_policy import METHODS
 from anygpu.pipelines.registry import FAMILIES
+from anygpu.pipelines.vae.plan import METHODS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "web" / "docs").rglob("*.md")]

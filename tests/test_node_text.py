@@ -25,7 +25,7 @@ def progress(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[str]]:
         "server": {"PromptServer": SimpleNamespace(instance=server)},
         "anygpu.host.families": {"latent_format_of": None},
         "anygpu.host.server.panel": {"memory_now": dict},
-        "anygpu.host.server.runs": {"NodeRun": lambda _node: run},
+        "anygpu.host.server.runs": {"NodeRun": lambda _node: run, "stop": None},
     }
     for name, attributes in stand_ins.items():
         module = ModuleType(name)

@@ -20,7 +20,7 @@ import pytest
 import torch
 from aiohttp.test_utils import TestClient, TestServer
 from anygpu.compat.device.probe_store import OK, ProbeResult, ProbeStore
-from anygpu.compat.memory.statistics import MemoryStats
+from anygpu.compat.memory.statistics import MemoryStats, StageNeed
 from anygpu.compat.transforms.compile import CompileSettings
 from anygpu.paint import loading as paint_loading
 from anygpu.pipelines import tiny
@@ -29,7 +29,8 @@ from anygpu.pipelines.latents import recovery as store
 from anygpu.pipelines.loading import folder as loading
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.loading.single_file import Files
-from anygpu.pipelines.memory.estimates import Size, forecast
+from anygpu.pipelines.memory.estimates import Size
+from anygpu.pipelines.memory.forecast import forecast
 
 from paint import stored
 
@@ -264,24 +265,22 @@ def test_a_pipeline_that_paints_is_told_too(pack):
 
 
 @pytest.mark.parametrize(
-    ("room", "peak", "sampling", "decoding"),
+    ("room", "peak", "whole", "in_tiles"),
     [
-        (1000, 1000, "fits", "fits"),
-        (999, 999, "streams", "streams"),
-        (100, 100, "streams", "streams"),
-        (99, 100, "too much", "in parts"),
+        (1000, 1000, "fits", "in parts"),
+        (999, 999, "streams", "in parts"),
+        (100, 100, "streams", "in parts"),
+        (99, 100, "too much", "too much"),
         (None, 1000, "", ""),
     ],
 )
-def test_what_does_not_fit_whole_is_told_by_what_comes_of_it(pack, room, peak, sampling, decoding):
+def test_what_does_not_fit_whole_is_told_by_what_comes_of_it(pack, room, peak, whole, in_tiles):
     """A stage that takes 1000 bytes where they are there, and can do with 100 while its weights wait outside."""
     forecasting = importlib.import_module("anygpu.host.server.forecast")
-    for name, fits in (("sampling", sampling), ("decoding", decoding)):
-        most, least = (SimpleNamespace(name=name, total=total) for total in (1000, 100))
+    for form, fits in (("", whole), ("in tiles", in_tiles)):
+        most, least = (StageNeed("decoding", 0, 0, total, form) for total in (1000, 100))
         told = forecasting._stage(most, least, room)
-        assert told == {"stage": name, "peak": peak, "least": 100, "free": room, "fits": fits}
-        whole = forecasting._stage(most, least, room, parts=False)["fits"]
-        assert whole == ("too much" if room == 99 else fits), "the decoder of paint has no parts"
+        assert told == {"stage": "decoding", "peak": peak, "least": 100, "free": room, "fits": fits, "form": form}
 
 
 @pytest.mark.parametrize(
@@ -303,7 +302,7 @@ def test_a_painting_is_counted_as_it_runs(pack, monkeypatch, kind, node, given, 
         forecasting, "paint_needs", lambda _, size, views, guided, mode: seen.append((views, guided)) or ()
     )
     _, needs = forecasting.RUNS[node](given, SimpleNamespace(family=kind))
-    needs("none")
+    needs("none", None)
     assert set(seen) == {counted}
 
 
@@ -542,3 +541,14 @@ def test_routes_are_added_once(pack):
     table = aiohttp.web.RouteTableDef()
     assert pack.routes.add_routes(table) and not pack.routes.add_routes(table)
     assert len(table) == len(pack.routes.ROUTES) + 1, "and the way to the help"
+
+
+def test_a_run_that_is_cut_short_is_not_running_for_ever(pack):
+    sampling = pack.runs.NodeRun("5")
+    sampling.at("sampling 61/200")
+    entry = pack.runs.stop("5", "cancelled")
+    assert entry["status"] == "cancelled at sampling 61/200" and entry["done"]
+    _, told, _ = pack.ask("GET", "/anygpu/run")
+    assert told["nodes"]["5"]["done"] and told["nodes"]["5"]["status"] == entry["status"]
+    assert pack.runs.stop("5", "cancelled") is None, "it has ended already"
+    assert pack.runs.stop("6", "cancelled") is None, "it has not run"

@@ -92,7 +92,9 @@ function table(columns, rows) {
 }
 
 function forecastCard({ node, found, stages = [], verdict, error }) {
-  const rows = stages.map(({ stage, peak, least, free, fits }) => [stage, bytes(peak), bytes(least), bytes(free), fits]);
+  const rows = stages.map(({ stage, peak, least, free, fits, form }) => [
+    stage, bytes(peak), bytes(least), bytes(free), form ? `${fits}: ${form}` : fits,
+  ]);
   return make(
     "article",
     {},

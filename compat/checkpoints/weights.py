@@ -12,13 +12,14 @@ import math
 import mmap
 import os
 import sys
-import uuid
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
+from ..durable import replacing
 from ..errors import CheckpointError, PackError
 from .gguf_file import decoded_rows
 from .headers import STORED, TensorEntry, damaged, unreadable
@@ -26,7 +27,7 @@ from .headers import STORED, TensorEntry, damaged, unreadable
 SLICE_BYTES = 64 * 1024**2
 CAST_BYTES = 4 * 1024**2  # of a slice that is cast: it stays in the processor's cache
 NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # which Python names from 3.13 on; of Linux
-VIEWS_TAKE_MEMORY = sys.platform == "win32"  # which promises memory for all of a view that may be written to
+READ_ONLY = sys.platform == "win32"  # which promises memory for all of a view that may be written to
 VIEW_BYTES = 1024**2  # smaller tensors are read: their pages would hold other tensors too
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -120,7 +121,8 @@ def read_tensors(
         entries: what to read, from :func:`declared`.
         dtype: floating tensors are cast to it, packed ones unpacked to it; None keeps the file's own bytes.
         advance: called with the file bytes just read, at least every 64 MiB; may raise to cancel.
-        mapped: whether large tensors that need no cast may be views of the file, copied where they are written to.
+        mapped: whether large tensors that need no cast may be views of the file. Nobody may write to them: on Windows
+            that ends the process.
 
     Returns:
         Name to tensor, contiguous. Peak extra memory: one slice of 64 MiB, and the file's page cache.
@@ -161,28 +163,13 @@ def release_pages(tensor: torch.Tensor) -> None:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> Path:
-    """Write a safetensors file whole or not at all, and return its path.
-
-    The file is written beside its destination, to the disk and not only to the system's cache, and renamed, so that
-    a crash, a power cut or a full disk leaves the old one.
-    """
+    """Write a safetensors file whole or not at all, and return its path; it is on the disk then."""
     from safetensors.torch import save_file
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")
-    try:
-        temporary.touch()
-        mode = temporary.stat().st_mode  # as this user's files have; safetensors would keep others from reading it
+    with replacing(path) as temporary:
         save_file(
             {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, temporary, dict(metadata)
         )
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-        temporary.chmod(mode)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
     return path
 
 
@@ -193,12 +180,14 @@ def is_view(entry: TensorEntry) -> bool:
 
 
 def _pages(file: Any) -> mmap.mmap:
-    """The file as memory that may be written to, which changes nothing on disk.
+    """The file as memory whose changes would stay out of it; read-only on Windows.
 
     Read from front to back: with that hint the system reads far ahead, and a cold load on a busy disk took less time
     than any other way that was tried, MADV_WILLNEED among them. Linux is also told that nothing will be written, since
     it refuses to promise memory for a file that is larger than all it has.
     """
+    if READ_ONLY:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     if sys.platform == "linux":
         flags = mmap.MAP_PRIVATE | NO_RESERVE
         pages = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
@@ -212,7 +201,9 @@ def _viewed(
 ) -> torch.Tensor:
     """A view of the file; where it is to be cast, a tensor of its own made from the pages, which are let go again."""
     stored = STORED[entry.dtype]
-    flat = torch.frombuffer(pages, dtype=stored, count=entry.total_bytes // stored.itemsize, offset=entry.start)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable")  # and nobody writes
+        flat = torch.frombuffer(pages, dtype=stored, count=entry.total_bytes // stored.itemsize, offset=entry.start)
     if dtype is None or dtype == stored or not stored.is_floating_point:
         flat.untyped_storage().pages = pages, entry.start, entry.end  # type: ignore[attr-defined]
         advance(entry.total_bytes)

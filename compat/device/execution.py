@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from .facts import default_device
+
 HOST = torch.device("cpu")
 COMPILED = "_anygpu_compiled"  # on a module whose inside is one graph: hooks belong around it
 
@@ -30,6 +32,19 @@ class HasDevice(Protocol):
 def execution_device(offloader: HasDevice, part: str = "") -> torch.device:
     """The device on which the next forward of a pipeline, or of one ``part`` of it, runs."""
     return offloader.device_of(part) if part else offloader.device
+
+
+@contextmanager
+def current(device: torch.device) -> Iterator[None]:
+    """Make ``device`` the current one of several: what names no device, such as a stream that waits, is of that one.
+
+    ComfyUI does so around its own samplers, and has the *current* device wait for weights that it streams.
+    """
+    if device.index is None or default_device().type != device.type or torch.accelerator.device_count() < 2:
+        yield
+        return
+    with torch.accelerator.device_index(device.index):
+        yield
 
 
 def placed(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:

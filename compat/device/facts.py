@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import logging
 import platform
@@ -22,6 +23,7 @@ GIBIBYTE = 1024**3
 PLENTY = 1 << 62  # bytes of host memory where nobody tells how much there is: nothing is refused for it
 CLOCKED = ("cuda", "xpu", "mps")  # torch device types on which a short timing tells kernels apart
 KERNEL_FILES = ("/sys/module/nvidia/version", "/sys/module/amdgpu/version", "/sys/module/xe/version")
+NVML = "nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1"
 CGROUPS = (  # limit and use of version 2, then version 1
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
@@ -118,7 +120,9 @@ def facts_for(device: torch.device | str | DeviceFacts | None = None) -> DeviceF
         "kernel": platform.release(),
         "triton": _triton(),
     }
-    driver = stated.pop("driver", "") or (_driver() if stated["backend"] in ("cuda", "rocm", "xpu") else "")
+    driver = stated.pop("driver", "") or (
+        _driver(stated["backend"]) if stated["backend"] in ("cuda", "rocm", "xpu") else ""
+    )
     versions |= {"driver": driver, **stated.pop("versions", {})}
     return DeviceFacts(
         device=chosen,
@@ -406,14 +410,33 @@ def _host_bytes() -> int:
     return value_or(lambda: _system_bytes("virtual_memory", "total"), 0)
 
 
-def _driver() -> str:
-    """The driver's version as the Linux kernel states it, else the newest CUDA or HIP that the driver offers."""
+def _driver(backend: str) -> str:
+    """The driver's version: what the Linux kernel states, what NVIDIA's library says, which Windows and WSL2 have too,
+    Linux itself where the driver is part of it, else the newest CUDA or HIP that the driver offers.
+    """
     for path in map(Path, KERNEL_FILES):
         stated = value_or(lambda path=path: path.read_text(encoding="utf-8").strip(), "")  # type: ignore[misc]
         if stated:
             return stated
+    told = value_or(_nvml_driver, "") if backend == "cuda" else ""
+    if told:
+        return told
+    release = platform.release()
+    if backend != "cuda" and sys.platform == "linux" and "microsoft" not in release.lower():
+        return "Linux " + ".".join(release.split(".")[:2])  # amdgpu and xe change with it
     offered = value_or(lambda: int(cast(Any, torch._C)._cuda_getDriverVersion()), 0)
     return f"runtime {offered}" if offered else ""
+
+
+def _nvml_driver() -> str:
+    """The driver's version by NVIDIA's management library, which comes with the driver."""
+    library, text = ctypes.CDLL(NVML), ctypes.create_string_buffer(80)
+    if library.nvmlInit_v2():
+        return ""
+    try:
+        return "" if library.nvmlSystemGetDriverVersion(text, len(text)) else text.value.decode()
+    finally:
+        library.nvmlShutdown()
 
 
 def _triton() -> str:

@@ -36,10 +36,10 @@ def cast(source: torch.dtype, target: torch.dtype, device: torch.device) -> str:
     expected = values.to(target)
     there = values.to(device)
     for asked in (lambda x: x.to(target), {FP32: Tensor.float, BF16: Tensor.bfloat16, FP16: Tensor.half}[target]):
-        found = _differences(bits_of(asked(there)).view(target), expected, source)
-        if found and not isinstance(found, Loose):
-            return found
-    return found
+        fault = _differences(bits_of(asked(there)).view(target), expected, source)
+        if fault and not isinstance(fault, Loose):
+            return fault
+    return fault
 
 
 def move(source: torch.dtype, target: torch.dtype, device: torch.device) -> str:
@@ -59,8 +59,8 @@ def copy_to_host(dtype: torch.dtype, device: torch.device) -> str:
 def shifted_bits(device: torch.device) -> str:
     """P1: bf16 to fp32 by moving its bits, the rescue where the cast is broken."""
     values = _patterns(BF16)
-    found = (values.to(device).view(torch.int16).to(torch.int32) << 16).cpu().view(FP32)
-    return _differences(found, values.float(), BF16)
+    widened = (values.to(device).view(torch.int16).to(torch.int32) << 16).cpu().view(FP32)
+    return _differences(widened, values.float(), BF16)
 
 
 def conv3d(dtype: torch.dtype, layout: torch.memory_format, device: torch.device) -> str:
@@ -70,16 +70,16 @@ def conv3d(dtype: torch.dtype, layout: torch.memory_format, device: torch.device
         x, weight = _integers_of(1, inner, 3, 4, 4), _integers_of(outer, inner, 3, 3, 3, span=2)
         expected = sum(F.conv2d(x[:, :, t], weight[:, :, t], padding=1) for t in range(3)).unsqueeze(2)  # type: ignore[union-attr]
         a, b = (tensor.to(dtype).to(device).contiguous(memory_format=layout) for tensor in (x, weight))
-        found = home(F.conv3d(a, b, padding=(0, 1, 1)))
-        wrong += [f"{inner}>{outer} channels: {_off(found, expected, dtype)}"] * bool(_off(found, expected, dtype))
+        result = home(F.conv3d(a, b, padding=(0, 1, 1)))
+        wrong += [f"{inner}>{outer} channels: {_off(result, expected, dtype)}"] * bool(_off(result, expected, dtype))
     return "; ".join(wrong)
 
 
 def conv2d(dtype: torch.dtype, device: torch.device) -> str:
     """P2: a 2-D convolution, which the forms without conv3d rest on."""
     x, weight = _integers_of(1, 32, 6, 6), _integers_of(32, 32, 3, 3, span=2)
-    found = home(F.conv2d(x.to(dtype).to(device), weight.to(dtype).to(device), padding=1))
-    return _off(found, F.conv2d(x, weight, padding=1), dtype)
+    result = home(F.conv2d(x.to(dtype).to(device), weight.to(dtype).to(device), padding=1))
+    return _off(result, F.conv2d(x, weight, padding=1), dtype)
 
 
 def matmul(dtype: torch.dtype, device: torch.device) -> str:
@@ -98,17 +98,17 @@ def wide_sums(dtype: torch.dtype, device: torch.device) -> str:
         (count, torch.ones(4096), 6143.0, "sums stick"),
     ):
         x, y = (v.to(dtype).to(device) for v in (row.repeat(16, 1), column.unsqueeze(1).repeat(1, 16)))
-        found = home(x @ y)
-        if not torch.allclose(found, torch.full_like(found, expected), rtol=2 * torch.finfo(dtype).eps, atol=1.0):
-            return f"{sign}: {expected:g} became {found[0, 0]:g}"
+        result = home(x @ y)
+        if not torch.allclose(result, torch.full_like(result, expected), rtol=2 * torch.finfo(dtype).eps, atol=1.0):
+            return f"{sign}: {expected:g} became {result[0, 0]:g}"
     return ""
 
 
 def wide_output(device: torch.device) -> str:
     """P3: a product of fp16 operands that is written in fp32, beyond what fp16 can hold."""
     ones = torch.full((16, 16), 300.0, dtype=FP16).to(device)
-    found = torch.mm(ones, ones, out_dtype=FP32).cpu()
-    return "" if torch.equal(found, torch.full((16, 16), 1_440_000.0)) else f"1440000 became {found[0, 0]:g}"
+    product = torch.mm(ones, ones, out_dtype=FP32).cpu()
+    return "" if torch.equal(product, torch.full((16, 16), 1_440_000.0)) else f"1440000 became {product[0, 0]:g}"
 
 
 def attention(dtype: torch.dtype, device: torch.device, masked: bool = False) -> str:
@@ -137,8 +137,8 @@ def groupnorm(dtype: torch.dtype, device: torch.device) -> str:
     """P5: GroupNorm far from zero, where E[x^2] - E[x]^2 cancels."""
     x = (200 + torch.randn(1, 32, 4, 8, 8, generator=_noise(0))).to(dtype)
     ones = torch.ones(32, dtype=dtype)
-    found = home(F.group_norm(x.to(device), 8, ones.to(device), (0 * ones).to(device)))
-    error = float((found - F.group_norm(x.double(), 8)).abs().max())
+    result = home(F.group_norm(x.to(device), 8, ones.to(device), (0 * ones).to(device)))
+    error = float((result - F.group_norm(x.double(), 8)).abs().max())
     if not error <= GROUPNORM_BOUND:
         return f"at mean 200 off by {error:.3g} of a deviation of 1"
     return ""
@@ -164,15 +164,15 @@ def time_pad(dtype: torch.dtype, device: torch.device) -> str:
 
 def double(device: torch.device) -> str:
     """Whether float64 exists."""
-    found = (torch.full((4,), 2.0**-40, dtype=torch.float64).to(device) + 1).cpu()
-    return "" if bool((found == 1 + 2.0**-40).all()) else "computed in a dtype with fewer bits"
+    total = (torch.full((4,), 2.0**-40, dtype=torch.float64).to(device) + 1).cpu()
+    return "" if bool((total == 1 + 2.0**-40).all()) else "computed in a dtype with fewer bits"
 
 
 def eight_bits(device: torch.device) -> str:
     """Whether float8 tensors can be on the device and be cast there."""
     values = torch.tensor([0.5, -2.0, 448.0, 0.0])
-    found = values.to(torch.float8_e4m3fn).to(device).to(FP32).cpu()
-    return "" if torch.equal(found, values) else f"{values.tolist()} became {found.tolist()}"
+    back = values.to(torch.float8_e4m3fn).to(device).to(FP32).cpu()
+    return "" if torch.equal(back, values) else f"{values.tolist()} became {back.tolist()}"
 
 
 def bits_of(there: Tensor) -> Tensor:
@@ -224,9 +224,9 @@ def _patterns(dtype: torch.dtype) -> Tensor:
     )
 
 
-def _differences(found: Tensor, expected: Tensor, source: torch.dtype) -> str:
+def _differences(result: Tensor, expected: Tensor, source: torch.dtype) -> str:
     """What is wrong, or a :class:`Loose` remark on flushed subnormals and directed rounding."""
-    a, b = found.double(), expected.double()
+    a, b = result.double(), expected.double()
     tiny = max(torch.finfo(expected.dtype).tiny, torch.finfo(source).tiny)
     same = (a == b) | (a.isnan() & b.isnan())
     flushed = ~same & (a == 0) & (b.abs() < tiny)
@@ -255,10 +255,10 @@ def _noise(seed: int) -> torch.Generator:
     return torch.Generator(device="cpu").manual_seed(seed)
 
 
-def _off(found: Tensor, expected: Tensor, dtype: torch.dtype) -> str:
+def _off(result: Tensor, expected: Tensor, dtype: torch.dtype) -> str:
     """Empty when two results agree up to one rounding of ``dtype``; sums of small integers are exact before it."""
-    error = float((found - expected).abs().max())
+    error = float((result - expected).abs().max())
     if math.isnan(error):
-        return f"{int(found.isnan().sum())} of {found.numel()} values are NaN"
+        return f"{int(result.isnan().sum())} of {result.numel()} values are NaN"
     bound = 2 * torch.finfo(dtype).eps * float(expected.abs().max())
     return "" if error <= bound else f"off by {error:.3g} where the largest value is {float(expected.abs().max()):.3g}"

@@ -60,6 +60,9 @@ nvidia, radeon = partial(Quirk, backends=("cuda",)), partial(Quirk, backends=("r
 
 CONVOLUTIONS = ("conv3d", "conv3d_channels_last", "conv2d")
 OLD_NVIDIA = ("sm5?", "sm6?", "sm7?")
+GTX16 = (  # TU116 and TU117, which have no tensor cores; ComfyUI has no T400
+    ("1660", "1650", "1630", "t500", "t550", "t600", "mx550", "mx450", "cmp 30hx", "t2000", "t1000", "t1200", "t400")
+)
 RDNA = ("gfx10*", "gfx11*", "gfx12*")
 
 
@@ -87,10 +90,10 @@ NVIDIA = (
     nvidia(
         "gtx16_fp16_nan",
         symptom="fp16 convolutions give NaN on GTX 16xx",
-        source="pytorch#58123, ComfyUI#884",
+        source="pytorch#58123, ComfyUI#884; the names are those of ComfyUI's should_use_fp16, and T400",
         done="auto computes in fp32",
         arches=("sm75",),
-        names=("*gtx 16*", "*mx450*", "* t400*", "* t600*", "* t1000*"),
+        names=tuple(f"*{name}*" for name in GTX16),
         wrong=_convolutions("fp16"),
     ),
     nvidia(
@@ -137,17 +140,6 @@ NVIDIA = (
         optional=("cudnn",),
         effect={"conv_bytes": 2 * GIBIBYTE},
         remedy="Update torch: its wheels bring a newer cuDNN.",
-    ),
-    nvidia(
-        "triton_without_turing",
-        symptom="Triton 3.3 and newer do not compile for GPUs below sm80",
-        source="triton-windows#28, SageAttention#102",
-        done="no Triton kernels",
-        arches=OLD_NVIDIA,
-        versions={"triton": ("3.3", "")},
-        optional=("triton",),
-        wrong=("triton",),
-        remedy="Triton 3.2 still builds for this GPU.",
     ),
 )
 
@@ -253,6 +245,14 @@ OTHERS = (
         optional=("macos",),
         wrong=_all("bf16"),
         remedy="Update to macOS 14 or newer.",
+    ),
+    Quirk(
+        "mps_large_array",
+        backends=("mps",),
+        symptom="an array above 4 GB ends the process on older macOS; above 2^31 elements torch refuses it",
+        source="pytorch#84039, pytorch#143859, pytorch#146769",
+        done="no single buffer above 4 GB",
+        effect={"allocation_bytes": 4 * GIBIBYTE},
     ),
     Quirk(
         "xpu_allocation",

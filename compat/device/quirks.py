@@ -8,10 +8,13 @@ cannot be refuted by a probe. This is the only place that compares versions.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from typing import Any
+
+import torch
 
 from .facts import DeviceFacts
 from .probe_store import OK, UNKNOWN, ProbeResult, Probes
@@ -79,6 +82,26 @@ def policy_for(facts: DeviceFacts, versions: Mapping[str, str] | None = None) ->
         for name, value in row.effect.items():
             effects[name] = min(value, effects.get(name, value)) if not isinstance(value, bool) else value
     return DevicePolicy(rows, wrong, costly, **effects)
+
+
+@contextmanager
+def convolution_switches(policy: DevicePolicy, library: bool = True) -> Iterator[None]:
+    """Torch's switches for its convolution library (cuDNN; MIOpen on Radeon) as ``policy`` wants them, then as they
+    were.
+
+    Args:
+        library: False switches the library off whatever ``policy`` says.
+    """
+    cudnn = torch.backends.cudnn
+    before = cudnn.enabled, cudnn.benchmark
+    try:
+        if not (library and policy.vae_cudnn):
+            cudnn.enabled = False
+        if not policy.benchmark:
+            cudnn.benchmark = False
+        yield
+    finally:
+        cudnn.enabled, cudnn.benchmark = before
 
 
 def verdict(operation: str, policy: DevicePolicy, probes: Probes = None) -> Verdict:

@@ -6,7 +6,7 @@ import re
 from fnmatch import fnmatch
 
 from ..errors import UnsupportedError
-from .facts import DeviceFacts, device_fault, gone
+from .facts import DeviceFacts, gone
 
 PYTORCH = "https://download.pytorch.org/whl/"
 AMD = "https://rocm.nightlies.amd.com/v2/"
@@ -48,24 +48,21 @@ def has_kernels(facts: DeviceFacts) -> bool:
     return any(_runs_on(name, facts.arch) for name in facts.compiled)
 
 
-def require_kernels(facts: DeviceFacts) -> None:
-    """Refuse a device that cannot compute, with the build of torch it needs.
+def unusable_device(facts: DeviceFacts, fault: str) -> UnsupportedError:
+    """The error for a device that cannot compute: which build of torch it needs, or that it has gone.
 
-    Raises:
-        UnsupportedError: this torch has no kernels for the device, or the device has gone.
+    Args:
+        fault: of ``facts.device_fault``; what a device does outranks what the list of architectures promises.
     """
-    silent = device_fault(facts.device)
-    if not silent:  # what it does outranks what the list of architectures promises
-        return
     if not has_kernels(facts):
         index, why = wheel_index(facts)
-        raise UnsupportedError(
+        return UnsupportedError(
             f"torch {facts.torch_version} has no kernels for {facts.name} ({facts.arch}): it was compiled for "
             f"{', '.join(facts.compiled)}",
             expected=f"a build of torch for {facts.arch}",
             fix=f"Install it into this Python: {install(index)} ({why}).",
         )
-    raise gone(facts, silent)
+    return gone(facts, fault)
 
 
 def _runs_on(name: str, arch: str) -> bool:

@@ -20,7 +20,7 @@ from ..errors import UnsupportedError
 from .host_weights import pin, views_of
 from .parts import Silent, StageText
 from .statistics import MemoryStats, amount
-from .transfer import Transfer, send_together, tensors_of, transfer_for
+from .transfer import Transfer, send_together, set_data, tensors_of, transfer_for
 
 GROUP = "_anygpu_group"  # on each module whose own tensors come and go: their group
 HOOKS = "_anygpu_group_hooks"  # on a part that has hooks on
@@ -59,7 +59,7 @@ class WeightGroup:
                     sources, send = [data for _, data in self.host_weights], self.hooks.send
                     alone = enumerate(map(send, sources))  # a copy of locked memory is not waited for
                     for index, there in alone if self.behind else send_together(sources, send):
-                        self.host_weights[index][0].data = there
+                        set_data(self.host_weights[index][0], there)
                 except BaseException:
                     self._restore()
                     raise
@@ -74,7 +74,7 @@ class WeightGroup:
     def _restore(self) -> None:
         with torch.inference_mode(False), torch.no_grad():
             for tensor, host_weight in self.host_weights:
-                tensor.data = host_weight
+                set_data(tensor, host_weight)
 
 
 class GroupHooks:

@@ -32,10 +32,12 @@ class HostWeights:
 
     Args:
         kinds: part name to :data:`PINNED`, :data:`PLAIN` or :data:`DISK`. why: in words.
+        shared: whether host and device have one memory: weights on the device have no second copy beside them then.
     """
 
     kinds: Mapping[str, str] = field(default_factory=dict)
     why: str = ""
+    shared: bool = False
 
     def of(self, kind: str) -> tuple[str, ...]:
         """The parts that are kept so."""
@@ -86,14 +88,14 @@ def choose_host_weights(
         kinds[part], over = DISK, over - view_bytes[part]
     have = f"{amount_of(free)} of host memory free for {amount_of(sum(part_bytes.values()))} of weights"
     if DISK in kinds.values():
-        return HostWeights(kinds, f"{have}; layers are read from disk if they are not in the page cache")
+        why = f"{have}; layers are read from disk if they are not in the page cache"
+        return HostWeights(kinds, why, unified)
     # What is copied once per step; to lock the others costs what it saves.
     repeated = [part for part in part_bytes if denoises(part)]
     fits = sum(part_bytes[part] for part in repeated) <= PINNED_SHARE * free
     if unified or not pins:
-        return HostWeights(
-            kinds, "host and device share one memory" if unified else "this device cannot use pinned host memory"
-        )
+        why = "host and device share one memory" if unified else "this device cannot use pinned host memory"
+        return HostWeights(kinds, why, unified)
     if not fits:
         return HostWeights(kinds, f"{have}; {PINNED_SHARE:.0%} of it may be pinned at most")
     return HostWeights(kinds | dict.fromkeys(repeated, PINNED), f"{have}; copies from pinned memory need no staging")

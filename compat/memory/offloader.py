@@ -18,15 +18,13 @@ import torch
 from torch import nn
 
 from ..decision import AUTO, CHOSEN, Decision
-from ..device.execution import HOST
+from ..device.execution import HOST, current
 from ..device.facts import GIBIBYTE, default_device, device_fault, empty_cache, indexed
 from ..device.failures import is_shortage
 from ..errors import InputError, UnsupportedError
-from .adapters import Adapters, adapters_on
-from .estimates import BY_BLOCK, WHOLE
 from .hooks import GroupHooks, hooks_on, remove_hooks
 from .host_weights import PINNED, HostWeights
-from .parts import Parts, Silent, role_of
+from .parts import BY_BLOCK, WHOLE, Adapters, Parts, Silent, adapters_on, role_of
 from .statistics import MemoryStats
 from .transfer import move, on_device, tensors_of
 
@@ -221,6 +219,7 @@ class StandaloneOffloader:
         in_use.append(part)
         try:
             with (
+                current(self.device_of(part)),
                 adapters_on(self.parts, part, self.adapters, self.take_off, progress) as module,
                 self._moved(part, module, activation_bytes, progress),
             ):
@@ -245,7 +244,7 @@ class StandaloneOffloader:
         if part in self.parts:
             module = self.parts.read(part)
             remove_hooks(module)
-            move(module, HOST, part, None, self.memory_stats)
+            self._move(part, module, HOST)
             empty_cache(self.device_of(part))
 
     def switch(self, mode: str) -> None:
@@ -266,7 +265,7 @@ class StandaloneOffloader:
         for part, module in self.parts.items():
             remove_hooks(module)
             if on_device(module, self.device):
-                move(module, HOST, part, None, self.memory_stats)
+                self._move(part, module, HOST)
         empty_cache(self.device)
         self._state.mode = mode
 
@@ -290,7 +289,7 @@ class StandaloneOffloader:
         hooks = hooks_on(module)
         progress = None if hooks is None else hooks.progress
         remove_hooks(module)
-        move(module, HOST, part, None, self.memory_stats)
+        self._move(part, module, HOST)
         self._state.mode = mode
         self._hook(part, module, progress)
         empty_cache(self.device)
@@ -305,7 +304,7 @@ class StandaloneOffloader:
             hooks = hooks_on(module)
             if hooks is None or hooks.device != device or hooks.by_block != self._by_block(part):
                 remove_hooks(module)
-                move(module, HOST, part, progress)
+                self._move(part, module, HOST, progress)
                 hooks = self._hook(part, module, progress)
             hooks.progress = progress or Silent()
             try:
@@ -316,16 +315,23 @@ class StandaloneOffloader:
         remove_hooks(module)
         stays = mode == "none" or device.type == HOST.type
         if not stays:
-            move(module, HOST, part, progress)  # where another mode left it on the device
+            self._move(part, module, HOST, progress)  # where another mode left it on the device
         away = sum(tensor.nbytes for tensor in tensors_of(module) if tensor.device != device)
         self._ask_for_room(away + activation_bytes)
         try:
-            move(module, device, part, progress, self.memory_stats, keep=not stays)
+            self._move(part, module, device, progress, keep=not stays)
             yield
         finally:
             if not stays:
-                move(module, HOST, part)
+                self._move(part, module, HOST)
                 empty_cache(device)
+
+    def _move(
+        self, part: str, module: nn.Module, device: torch.device, progress: Any = None, keep: bool = False
+    ) -> None:
+        """Move the part as a whole; host weights are kept only where the device has memory of its own."""
+        shared = self.options.host_weights.shared and self.device.type != HOST.type
+        move(module, device, part, progress, self.memory_stats, keep=keep and not shared, shared=shared)
 
     def _hook(self, part: str, module: nn.Module, progress: Any) -> GroupHooks:
         """New hooks on ``module``, which is on the host."""

@@ -1,15 +1,31 @@
-"""The modules of a pipeline by name, each read from disk on first use."""
+"""The parts of a pipeline: modules by name, each read from disk on first use; the adapters on them; their bytes.
+
+Adapters, such as LoRAs, belong to a pipeline, and several pipelines share a part. An offloader gives out a part with
+the adapters of its own pipeline and nobody else's. Another structure is put on at its place in the one order of
+operations: the offload comes off, every rewrite is taken back, the adapters go on, the rewrites follow, and the offload
+comes back. Strengths change in place.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import MethodType
+from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 Reader = Callable[[Any], nn.Module]
 Prepare = Callable[[str, nn.Module], Callable[[], Any]]
+BLOCK = re.compile(r"^(.*?(?:blocks|layers|layer|block)\.\d+)\.")
+DOUBLE_SPARES = 0.35  # of a single block's activations, which a double block does not have
+BY_BLOCK = ("transformer", "unet", "text_encoder")  # under offload group; other parts come layer by layer
+WHOLE = "image_encoder"  # in every mode: its attention pooling reads weights that hooks on its layers do not see
 
 
 def role_of(part: str) -> str:
@@ -68,6 +84,25 @@ class Hosted:
         return False
 
 
+class Undo(list[Callable[[], Any]]):
+    """What takes changes to modules back, the newest last."""
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute of ``owner`` itself, not of its class, until :meth:`restore`."""
+        own = vars(owner)
+        self.append(partial(setattr, owner, name, own[name]) if name in own else partial(delattr, owner, name))
+        setattr(owner, name, value)
+
+    def patch(self, module: Any, forward: Callable[..., Any]) -> None:
+        """Give ``module``, and no other of its class, another forward."""
+        self.set(module, "forward", MethodType(forward, module))
+
+    def restore(self) -> None:
+        """Take everything back, the newest change first; calling it again does nothing."""
+        while self:
+            self.pop()()
+
+
 class Parts(dict[str, nn.Module]):
     """The modules of a pipeline by name, each read from disk on first use.
 
@@ -81,7 +116,7 @@ class Parts(dict[str, nn.Module]):
 
     ``fallbacks`` holds, by part name, what makes the next reading a safer one; only for parts whose precision was
     decided and not chosen. ``active_adapters`` holds, by part name, the adapters that are on it:
-    ``adapters.ActiveAdapters``.
+    :class:`ActiveAdapters`.
     """
 
     def __init__(self, readers: Mapping[str, Reader], prepare: Prepare | None = None) -> None:
@@ -108,3 +143,155 @@ class Parts(dict[str, nn.Module]):
         self.pop(name, None)
         self.undo.pop(name, None)
         self.active_adapters.pop(name, None)
+
+
+class Adapters(Protocol):
+    """The adapters that one pipeline puts on its parts."""
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Which parts."""
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for adapters that :meth:`tune` can turn into one another."""
+
+    @property
+    def in_weights(self) -> bool:
+        """Whether they are merged into the weights, so that they cannot be switched off temporarily."""
+
+    def step(self) -> Any:
+        """The preparation step that applies them."""
+
+    def tune(self, module: nn.Module, active: bool) -> None:
+        """Set the strengths of the layers on the part, or switch them off."""
+
+
+@dataclass(slots=True)
+class ActiveAdapters:
+    """What is on a part: ``owner`` is gone when no pipeline wants it any more, ``plain`` prepares the part without."""
+
+    key: Hashable
+    in_weights: bool
+    owner: Callable[[], Any]
+    plain: Any
+    order: Any
+
+
+@contextmanager
+def adapters_on(
+    parts: Parts, part: str, adapters: Adapters | None, take_off: Callable[[str], None], progress: Any = None
+) -> Iterator[nn.Module]:
+    """The part with these adapters; layers that can be switched off are, when the block ends.
+
+    Args:
+        parts: what the part is read from.
+        part: its name.
+        adapters: of the pipeline that holds the part; None for none.
+        take_off: brings a part to host memory, without hooks, so that it can be changed.
+        progress: told while the part is read.
+    """
+    wanted = adapters if adapters is not None and part in adapters.parts else None
+    module, active = parts.read(part, progress), parts.active_adapters.get(part)
+    if wanted is not None:
+        if active is None or active.key != wanted.key:
+            _change(parts, part, wanted, take_off)
+        parts.active_adapters[part].owner = weakref.ref(wanted)
+        wanted.tune(module, True)
+    elif active is not None and (active.in_weights or active.owner() is None):
+        _change(parts, part, None, take_off)
+    try:
+        yield module
+    finally:
+        if wanted is not None and part in parts:
+            wanted.tune(module, False)
+
+
+def _change(parts: Parts, part: str, wanted: Adapters | None, take_off: Callable[[str], None]) -> None:
+    """Take back what is after the adapters in the order of operations, and them, and go on from there."""
+    active, module = parts.active_adapters.get(part), parts[part]
+    plain: Any = parts.prepare if active is None else active.plain
+    step: Any = None if wanted is None else wanted.step()
+    undo: Any = parts.undo[part]
+    order = active.order if active is not None and step is None else step.order
+    with torch.inference_mode(False), torch.no_grad():
+        take_off(part)
+        undo.back_to(order)
+        parts.active_adapters.pop(part, None)
+        try:
+            (plain if step is None else plain.with_steps([step])).onwards(part, module, undo, order)
+        except BaseException:
+            plain.onwards(part, module, undo, order)  # the part goes on without them
+            raise
+    if wanted is not None:
+        parts.active_adapters[part] = ActiveAdapters(
+            key=wanted.key, in_weights=wanted.in_weights, owner=weakref.ref(wanted), plain=plain, order=order
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PartBytes:
+    """Bytes of one part on the device: all of it, its largest block, its largest layer.
+
+    Args:
+        total: all tensors.
+        block: the largest block.
+        layer: the largest layer.
+        inner: the largest layer inside a block; 0 where nobody counted them apart.
+        outer: the largest layer outside the blocks, such as an embedding.
+        single: the largest single-stream block, in which the activations are most; 0 where a model has none.
+        dense: what making the largest packed weight dense takes while it is used; 0 where none is packed.
+    """
+
+    total: int
+    block: int
+    layer: int
+    inner: int = 0
+    outer: int = 0
+    single: int = 0
+    dense: int = 0
+
+    def resident(self, mode: str, part: str, activations: int = 0) -> int:
+        """Bytes on the device at the peak under ``mode``, where a forward of the part needs ``activations``.
+
+        What is outside the blocks runs before or after most of the activations exist.
+        """
+        if mode in ("none", "model") or part == WHOLE:
+            return self.total
+        by_block = mode == "group" and part.startswith(BY_BLOCK)
+        if not self.inner:
+            return self.block if by_block else self.layer
+        largest = self.block if by_block else self.inner
+        if by_block and self.single:
+            largest = max(self.single, self.block - int(DOUBLE_SPARES * activations))
+        return max(largest, self.outer - activations // 2)
+
+
+def part_bytes(entries: Mapping[str, int], block: re.Pattern[str] = BLOCK, buffers: int = 0) -> PartBytes:
+    """The bytes of a part.
+
+    Args:
+        entries: tensor name to bytes.
+        block: its first group is the block of a tensor that is inside one.
+        buffers: bytes that are in no file.
+    """
+    layers: dict[str, int] = {}
+    blocks: dict[str, int] = {}
+    outside: set[str] = set()
+    for name, size in entries.items():
+        layer = name.rpartition(".")[0]
+        layers[layer] = layers.get(layer, 0) + size
+        inside = block.match(name)
+        if inside is None:
+            outside.add(layer)
+        else:
+            blocks[inside[1]] = blocks.get(inside[1], 0) + size
+    largest = max(layers.values(), default=0)
+    return PartBytes(
+        total=sum(entries.values()) + buffers,
+        block=max(blocks.values(), default=largest),
+        layer=largest,
+        inner=max((size for layer, size in layers.items() if layer not in outside), default=0),
+        outer=max((layers[layer] for layer in outside), default=0),
+        single=max((size for name, size in blocks.items() if name.startswith("single_")), default=0),
+    )

@@ -24,12 +24,16 @@ GIGABYTE, MEGABYTE = 1e9, 1e6
 
 @dataclass(frozen=True, slots=True)
 class StageNeed:
-    """What one stage needs on the device, in bytes: weights that stay from earlier stages, its own, activations."""
+    """What one stage needs on the device, in bytes: weights that stay from earlier stages, its own, activations.
+
+    ``form`` says how it runs where it does not run whole, such as ``in chunks of 4 latent frames in bf16``.
+    """
 
     name: str
     kept: int
     weights: int
     activations: int
+    form: str = ""
 
     @property
     def total(self) -> int:

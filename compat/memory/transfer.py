@@ -5,14 +5,21 @@ Bits travel as they are, and every cast is made on the host.
 Some Radeons turn bf16 into zeros when they cast it to fp32, and one stack damaged bf16 on its way to the host. So a
 tensor is narrowed before it is sent, fetched in its own dtype, and widened on arrival. If a plain copy is not exact,
 the bits are copied as 16-bit integers.
+
+Whether weights arrive faster from a mapped file or through memory of their own is timed: on ROCm each copy from a
+mapped page stalled for half a second to two (Comfy-Org/ComfyUI#15001, ROCm/ROCm#5952 and #6358). The affected drivers
+change, so devices that can time copies are tested once with a 32 MB file.
 """
 
 from __future__ import annotations
 
+import mmap
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +27,10 @@ from torch import nn
 
 from ..checkpoints.weights import release_pages
 from ..device.execution import HOST
+from ..device.facts import DeviceFacts
 from ..device.failures import is_shortage
+from ..device.probe_store import ProbeStore
+from ..device.timed_choice import fastest, kept_times, milliseconds
 from ..errors import UnsupportedError
 from .host_weights import views_of
 from .parts import StageText
@@ -32,6 +42,10 @@ SLICE_BYTES = 256 * 1024**2  # of a large tensor: half a second on a link of 0.5
 SMALL_BYTES = 1024**2  # larger ones travel alone
 STAGING_BYTES = 16 * 1024**2  # of one transfer
 ALIGNED_BYTES = 256  # where a tensor may begin on a device: what its allocators give, and more than vector loads need
+COPIES, SAMPLE_BYTES, REPEATS = "copies of mapped pages", 32 * 1024**2, 5
+WORTH = 0.8  # views save the host a second copy, so they are left only where a read takes at most this share
+# The kinds of device whose driver takes a mapped page as it does any other that is not locked; of the rest nobody told.
+MAPPED = {"cpu": "host and device share the page cache", "cuda": "the driver copies mapped pages through a buffer"}
 KEPT = "_anygpu_kept"  # on a module: host weights that stay in host memory while their copies are on a device
 
 
@@ -107,6 +121,20 @@ def copy_to_device(
         part = source.view(-1)[first : first + count]
         there.view(-1)[first : first + count].copy_(part.clone() if staged else part, non_blocking=behind)
     return there
+
+
+def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """Make ``data`` the values of ``tensor``, a parameter or buffer that stays the same object for all who hold it.
+
+    Torch's own assignment refuses tensors of devices that it does not list, XLA's among them; there the two objects
+    trade what they stand for, as ``nn.Module.to`` does.
+    """
+    if torch._has_compatible_shallow_copy_type(tensor, data):
+        tensor.data = data
+        return
+    other = torch.Tensor._make_subclass(type(tensor), data.data, tensor.requires_grad)
+    other.__dict__.update(tensor.__dict__)
+    torch.utils.swap_tensors(tensor, other)
 
 
 def transfer_for(device: torch.device, dtype: torch.dtype) -> Transfer:
@@ -222,7 +250,9 @@ def move(
     label: str,
     progress: Any = None,
     memory_stats: MemoryStats | None = None,
+    *,
     keep: bool = False,
+    shared: bool = False,
 ) -> None:
     """Move ``module`` to ``device``, tensor by tensor, reporting bytes and obeying a cancel, of a large one by slices.
 
@@ -231,11 +261,14 @@ def move(
 
     Args:
         keep: whether all host weights stay in host memory; those that are views of their file do in any case.
+        shared: whether host and device have one memory: what has arrived is given up where it was, and after a cancel
+            or a failure everything is on the host.
     """
     away = [tensor for tensor in tensors_of(module) if tensor.device != device]
     if not away:
         return
-    origins, kept = [(tensor, tensor.data) for tensor in away], dict(module.__dict__.get(KEPT, {}))
+    origins = {id(tensor): (tensor, tensor.data) for tensor in away}
+    kept = dict(module.__dict__.get(KEPT, {}))
     total, done, copied = sum(tensor.nbytes for tensor in away), 0, 0
     check = None if progress is None else progress.check
     home = device.type == HOST.type
@@ -245,15 +278,21 @@ def move(
         with torch.inference_mode(False), torch.no_grad():
             for tensor, data, is_copy in way:
                 done, copied = done + tensor.nbytes, copied + tensor.nbytes * is_copy
-                tensor.data = data
+                set_data(tensor, data)
+                if shared:
+                    del origins[id(tensor)], data
                 if progress is not None:
                     progress.step(done, total, StageText("moving", f"{label} {amount(done, total)}", True))
                     progress.check()
     except BaseException:
         with torch.inference_mode(False), torch.no_grad():
-            for tensor, data in origins:
-                tensor.data = data
-        module.__dict__[KEPT] = kept
+            for tensor, data in origins.values():
+                set_data(tensor, data)
+            if shared:
+                for tensor, data, _ in _data_at_home(module, [t for t in away if t.device.type != HOST.type], None):
+                    set_data(tensor, data)
+            else:
+                module.__dict__[KEPT] = kept
         raise
     if memory_stats is not None:
         memory_stats.add(copied, time.perf_counter() - started)
@@ -272,8 +311,9 @@ def _copies_on(
     def send(source: torch.Tensor) -> torch.Tensor:
         return copy_to_device(source, device, check, staged=views.staged and views.holds(source))
 
-    for index, there in send_together([tensor.data for tensor in away], send):
-        tensor = away[index]
+    sources = [tensor.data for tensor in away]
+    for index, there in send_together(sources, send):
+        tensor, sources[index] = away[index], there  # nobody else may have the source any more
         kept.pop(id(tensor), None)
         is_view = views.holds(tensor)
         if keep or is_view:
@@ -309,3 +349,40 @@ def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
 def on_device(module: nn.Module, device: torch.device) -> bool:
     """Whether any tensor of ``module`` is on ``device``."""
     return any(tensor.device == device for tensor in tensors_of(module))
+
+
+def maps_files(facts: DeviceFacts, store: ProbeStore | None) -> bool:
+    """Whether large tensors that need no cast are left in their file as views, for the device of ``facts``.
+
+    By the clock where the device has one and an answer can be kept, else by :data:`MAPPED`.
+    """
+    if store is not None and store.folder is not None:
+        folder, key = store.folder, f"{COPIES}, system {facts.versions.get('kernel', '')}"  # part of these drivers
+        times = kept_times(key, lambda: copy_times(folder, facts.device), facts, store)
+        if len(times) > 1:
+            return fastest(times, "mapped", WORTH) == "mapped"
+    return facts.backend in MAPPED
+
+
+def copy_times(folder: Path, device: torch.device) -> dict[str, float]:
+    """Milliseconds for bytes of a file to be on the device: ``own``, read into ordinary memory, and ``mapped`` anew.
+
+    Raises:
+        OSError: nothing can be written into ``folder``.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(bytes(SAMPLE_BYTES))
+        file.flush()
+
+        def own() -> None:
+            memory = torch.empty(SAMPLE_BYTES, dtype=torch.uint8)
+            file.seek(0)
+            file.readinto(memoryview(memory.numpy()))  # type: ignore[arg-type]
+            memory.to(device)
+
+        def mapped() -> None:
+            pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            torch.frombuffer(pages, dtype=torch.uint8).to(device)
+
+        return milliseconds({"own": own, "mapped": mapped}, device, REPEATS)

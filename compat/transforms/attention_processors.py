@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from .undo import Undo
+from ..memory.parts import Undo
 
 Attend = Callable[..., torch.Tensor]
 Lengths = tuple["int | torch.Tensor", ...]  # a tensor stands for its length less OPEN

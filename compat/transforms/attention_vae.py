@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..memory.parts import Undo
 from .attention_processors import Attend, Processor, full_name, heads_of
-from .undo import Undo
 
 
 def replace_vae_attention(module: nn.Module, attend: Attend) -> Callable[[], None]:

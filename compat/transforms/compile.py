@@ -22,9 +22,9 @@ from torch import nn
 
 from ..device.execution import COMPILED
 from ..errors import InputError, UnsupportedError
+from ..memory.parts import Undo
 from .blocks import transformer_blocks
 from .fp16_layers import SETTINGS
-from .undo import Undo
 
 log = logging.getLogger(__name__)
 

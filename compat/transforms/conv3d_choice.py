@@ -3,7 +3,7 @@ timed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,13 +11,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..device.facts import DeviceFacts
+from ..device.facts import CLOCKED, DeviceFacts, peak_bytes, reset_peak
 from ..device.probe_store import ProbeStore
-from ..device.timed_choice import kept_times, milliseconds
+from ..device.quirks import convolution_switches, policy_for
+from ..device.timed_choice import fastest, kept_times, milliseconds
 from ..precision import NAMES
-from .conv3d_forms import Conv3dForm, Geometry, Triple, convolve, covers
+from .conv3d_forms import MATMUL_BYTES, Conv3dForm, Geometry, Triple, convolve, covers
 
 TF32_EPS = 2.0**-10  # tensor cores may take fp32 operands with ten bits of mantissa
+WORTH = 0.8  # of the time of what would be taken without a clock: a smaller gain may be the noise of one morning
+SAMPLE_FLOPS = 10e9  # of a timed convolution: milliseconds where a launch takes tens of microseconds
+SAMPLE_FRAMES, SAMPLE_SIDES = 5, (32, 256)
+WORKSPACE = 4  # inputs that a form may hold beside input and result; unfolding, without MIOpen, takes 27
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,38 +92,66 @@ def choose_by(facts: Mapping[str, Any], timings: Timings | None = None) -> Choos
             them; ``cast``, a mapping such as ``{"bf16_to_fp32": False}``. What is absent is taken to work; a missing
             ``conv3d_channels_last`` is as ``conv3d``. ``conv_bytes`` is the largest input that one convolution may get,
             0 for any; ``contiguous_weights`` is whether a weight must be contiguous.
-        timings: milliseconds by form for a layer, as :func:`kept_timings` measures them; the fastest wins.
+        timings: milliseconds by form for a layer, as :func:`kept_timings` measures them; the fastest wins where it
+            gains enough over what the facts alone would choose.
     """
+
+    def expected(layer: Conv3dLayer, usable: list[Conv3dForm]) -> Conv3dForm:
+        preferred = PREFERRED.get((str(facts.get("backend", "")), layer.kind))
+        if preferred is not None and preferred[0] in usable:
+            return preferred[0]
+        if Conv3dForm.NATIVE in usable:
+            return Conv3dForm.NATIVE
+        order = INSTEAD.get(str(facts.get("backend", "")), INSTEAD["*"])
+        return next(form for form in order if form in usable)
 
     def choice(layer: Conv3dLayer) -> Conv3dChoice | None:
         usable = [form for form in Conv3dForm if runs(form, layer, facts)]
         measured = {} if timings is None else timings(layer, tuple(usable))
-        timed = {form: ms for form, ms in measured.items() if Conv3dForm(form) in usable}
+        form = expected(layer, usable)
+        timed = {name: ms for name, ms in measured.items() if Conv3dForm(name) in usable}
         if timed:
-            best = Conv3dForm(min(timed, key=timed.__getitem__))
+            known = form.value in timed
+            best = Conv3dForm(fastest(timed, form.value, WORTH) if known else min(timed, key=timed.__getitem__))
             why = f"timed here: {_in_words(timed)}"
             return _guarded(facts) if best is Conv3dForm.NATIVE else Conv3dChoice(best, why, _bound(best, facts))
-        preferred = PREFERRED.get((str(facts.get("backend", "")), layer.kind))
-        if preferred is not None and preferred[0] in usable:
-            return Conv3dChoice(*preferred, _bound(preferred[0], facts))
-        if Conv3dForm.NATIVE in usable:
+        if form is Conv3dForm.NATIVE:
             return _guarded(facts)
+        if (preferred := PREFERRED.get((str(facts.get("backend", "")), layer.kind))) and preferred[0] is form:
+            return Conv3dChoice(*preferred, _bound(form, facts))
         lacking = "conv3d" if not _able(facts, "conv3d", layer.dtype) else "5-D padding"
-        order = INSTEAD.get(str(facts.get("backend", "")), INSTEAD["*"])
-        form = next(form for form in order if form in usable)
         why = f"{lacking} in {NAMES.get(layer.dtype, layer.dtype)} does not work properly on this device"
         return Conv3dChoice(form, why, _bound(form, facts))
 
     return choice
 
 
-def kept_timings(facts: DeviceFacts, store: ProbeStore | None) -> Timings:
-    """Timings of a real accelerator, each shape of layer measured once and kept with the probes; else none."""
+def runs_natively(facts: Mapping[str, Any], dtypes: Iterable[torch.dtype]) -> bool:
+    """Whether :func:`choose_by` leaves every layer in one of ``dtypes`` as it is where nothing is timed."""
+    preferred = any(backend == facts.get("backend") for backend, _ in PREFERRED)
+    able = all(_able(facts, name, dtype) for name in ("conv3d", "pad3d") for dtype in dtypes)
+    return able and not (preferred or facts.get("conv_bytes") or facts.get("contiguous_weights"))
+
+
+def kept_timings(facts: DeviceFacts, store: ProbeStore | None) -> Timings | None:
+    """Timings of a real accelerator, each shape of layer measured once and kept with the probes; None without one.
+
+    They are taken near the size of a real decode and under the switches that it runs under.
+    """
+    if store is None or facts.device.type not in CLOCKED:
+        return None
+    policy = policy_for(facts)
 
     def timings(layer: Conv3dLayer, forms: tuple[Conv3dForm, ...]) -> Mapping[str, float]:
         if len(forms) < 2:
             return {}
-        return kept_times(f"conv3d {layer.key}", lambda: form_times(layer, facts.device, forms=forms), facts, store)
+        size = sample_size(layer)
+
+        def measured() -> Mapping[str, float]:
+            with convolution_switches(policy):
+                return form_times(layer, facts.device, size, forms)
+
+        return kept_times(f"conv3d {'x'.join(map(str, size))} {layer.key}", measured, facts, store)
 
     return timings
 
@@ -142,21 +175,46 @@ def runs(form: Conv3dForm, layer: Conv3dLayer, facts: Mapping[str, Any]) -> bool
     return _able(facts, "conv2d", layer.dtype) if form in (Conv3dForm.FRAMES, Conv3dForm.FRAME_CHUNKS) else True
 
 
+def sample_size(layer: Conv3dLayer) -> Triple:
+    """(T, H, W) of an input on which the arithmetic of ``layer`` outweighs a launch, as it does in a real decode."""
+    taps = layer.in_channels // layer.geometry.groups * layer.kernel[0] * layer.kernel[1] * layer.kernel[2]
+    side = (SAMPLE_FLOPS / (2 * layer.out_channels * taps * SAMPLE_FRAMES)) ** 0.5
+    low, high = SAMPLE_SIDES
+    pixels = int(min(max(side, low), high)) // 8 * 8
+    return max(SAMPLE_FRAMES, layer.kernel[0]), pixels, pixels
+
+
 def form_times(
     layer: Conv3dLayer,
     device: torch.device,
-    size: Triple = (5, 32, 32),
+    size: Triple,
     forms: tuple[Conv3dForm, ...] = tuple(Conv3dForm),
     repeats: int = 5,
 ) -> dict[str, float]:
-    """Milliseconds by form at ``size`` (T, H, W), for the forms that run and are right."""
-    x, weight, bias = (tensor.to(device, layer.dtype) for tensor in _sample(layer, size))
+    """Milliseconds by form at ``size`` (T, H, W), for the forms that run, are right, and take little beside."""
+    shape = (1, layer.in_channels, *size)
+    x = torch.full(shape, 0.5, dtype=layer.dtype).to(device)
+    weight, bias = (tensor.to(device, layer.dtype) for tensor in _sample(layer, (1, 1, 1))[1:])
+    beside: dict[str, int] = {}
+
+    def weighed(form: Conv3dForm) -> torch.Tensor:
+        """The result; the first call, which is not timed, notes what the form holds beside operands and result."""
+        if form.value in beside:
+            return convolve(form, x, weight, bias, layer.geometry)
+        reset_peak(device)
+        before = peak_bytes(device)
+        result = convolve(form, x, weight, bias, layer.geometry)
+        after = peak_bytes(device)
+        beside[form.value] = 0 if before is None or after is None else after - before - result.nbytes
+        return result
+
     ways = {
-        form.value: partial(convolve, form, x, weight, bias, layer.geometry)
+        form.value: partial(weighed, form)
         for form in forms
         if covers(form, layer.kernel, layer.geometry) and form_error(form, layer, device) is not None
     }
-    return milliseconds(ways, device, repeats)
+    most = WORKSPACE * x.nbytes + 2 * weight.nbytes + MATMUL_BYTES
+    return {name: ms for name, ms in milliseconds(ways, device, repeats).items() if beside[name] <= most}
 
 
 def form_error(form: Conv3dForm, layer: Conv3dLayer, device: torch.device) -> float | None:

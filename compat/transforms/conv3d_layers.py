@@ -35,7 +35,7 @@ class SwappedConv3d(SwappedModule):
         """As the original: (B, C, T, H, W) or (C, T, H, W)."""
         choice, x = self.conv3d_choice, _aligned(input, self)
         x = x if input.dim() == 5 else x.unsqueeze(0)
-        edges, mode = _own_edges(self)
+        edges, mode = own_edges(self)
         if edges is not None:
             x = padded(x, edges, mode, choice.form in READ_FRAMES_FIRST)
         if self.weight.device == x.device and not hasattr(self, "weights_on"):
@@ -145,7 +145,7 @@ def geometry_of(leaf: Any) -> Geometry:
     return Geometry(leaf.stride, leaf.padding if plain else (0, 0, 0), leaf.dilation, leaf.groups)
 
 
-def _own_edges(leaf: Any) -> tuple[tuple[int, ...] | None, str]:
+def own_edges(leaf: Any) -> tuple[tuple[int, ...] | None, str]:
     """What ``leaf`` pads with besides as many zeros on both sides: (edges as in ``F.pad``, mode)."""
     if leaf.padding_mode == "zeros" and not isinstance(leaf.padding, str):
         return None, ""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..device.facts import DeviceFacts
 from ..errors import UnsupportedError
+from ..memory.parts import Undo
 from .attention_processors import full_name
 from .blocks import BLOCK_LISTS, FORWARDS, OPS, BlockOps, submodule_at, transformer_blocks
 from .fp16_layers import (
@@ -34,7 +35,6 @@ from .fp16_layers import (
     rms_norm,
     wide_swiglu,
 )
-from .undo import Undo
 
 UPSTREAM = "diffusers.models.transformers."
 SAFE_OPS = BlockOps(operand_dtype=HALF)

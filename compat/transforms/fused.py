@@ -15,17 +15,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...kernels.library import AUTO, FAULTS, REFERENCE, TRITON, reason_against
+from ...kernels.library import AUTO, FAULTS, REFERENCE, TRITON
+from ...kernels.library import reason_against as reason_against
 from ...kernels.self_tests import self_tests as self_tests
-from ..decision import CHOSEN, Decision
 from ..device.execution import HOST
-from ..errors import InputError, UnsupportedError
+from ..memory.parts import Undo
 from .attention_processors import full_name
 from .blocks import FORWARDS, OPS, BlockOps, submodule_at, transformer_blocks
 from .fp16 import SAFE_OPS
 from .fp16_layers import Fp32RotaryProcessor
 from .fused_attention import FORM, FusedCross, FusedJoint, gated_feed, half_rope
-from .undo import Undo
 
 OFF = "off"
 CHOICES = (AUTO, OFF, TRITON, REFERENCE)
@@ -96,31 +95,6 @@ class FusedSites:
     def restore(self) -> None:
         """Put every forward and processor back, the newest change first."""
         self.undo.restore()
-
-
-def form_for(choice: str, device: torch.device, dtype: torch.dtype, unusable: str = "") -> tuple[str, Decision]:
-    """The form that operations run in, empty for none, and the decision about it.
-
-    Args:
-        choice: one of :data:`CHOICES`.
-        dtype: of the token states.
-        unusable: why a probe found launches unusable.
-
-    Raises:
-        InputError: unknown choice. UnsupportedError: ``triton`` where nothing can be launched.
-    """
-    if choice not in CHOICES:
-        raise InputError(f"kernels {choice!r}", expected=f"one of {', '.join(CHOICES)}", fix="Choose one of these.")
-    against = reason_against(device, dtype) or unusable
-    if choice == TRITON and against:
-        raise UnsupportedError(
-            f"kernels 'triton' on {device}: {against}",
-            expected="a GPU that Triton launches on, and fp32, fp16 or bf16",
-            fix="Choose auto.",
-        )
-    if choice == AUTO:
-        return ("" if against else AUTO), Decision("kernels", OFF if against else TRITON, against, AUTO)
-    return ("" if choice == OFF else choice), Decision("kernels", choice, "", CHOSEN)
 
 
 def published_sites(published: Iterable[tuple[str, int, bool]]) -> dict[str, int]:

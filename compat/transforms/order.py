@@ -17,14 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..memory.parts import role_of
+from ..memory.parts import Undo, role_of
 from .attention import Attention
 from .attention_processors import replace_attention_processors
 from .attention_vae import replace_vae_attention
 from .conv3d import choose_by, swap_conv3d
-from .conv3d_choice import Timings
+from .conv3d_choice import Timings, runs_natively
 from .conv3d_layers import history_tables
-from .undo import Undo
 
 log = logging.getLogger(__name__)
 Back = Callable[[], Any]
@@ -116,6 +115,8 @@ def conv3d_step(abilities: Mapping[str, Any], timings: Timings | None = None) ->
 
     def apply(part: str, module: nn.Module) -> Back | None:
         if role_of(part) not in ("transformer", "vae"):
+            return None
+        if timings is None and runs_natively(abilities, {torch.float32, *(p.dtype for p in module.parameters())}):
             return None
         swapped = swap_conv3d(module, choose_by(abilities, timings))
         undo = Undo()

@@ -17,8 +17,8 @@ from torch import nn
 
 from ..device.execution import COMPILED, HOST, placed
 from ..errors import InputError, UnsupportedError
+from ..memory.parts import Undo
 from .blocks import transformer_blocks
-from .undo import Undo
 
 FIRST_BLOCK, TAYLOR, PYRAMID, AUTO = "first_block", "taylor", "pyramid", "auto"
 KINDS: dict[str, str] = {

@@ -17,7 +17,8 @@ from ...pipelines.base import Pipeline
 from ...pipelines.decisions import card_of
 from ...pipelines.grid import snap
 from ...pipelines.loading.folder import load
-from ...pipelines.memory.estimates import Size, forecast
+from ...pipelines.memory.estimates import Size
+from ...pipelines.memory.forecast import forecast
 from ...pipelines.stages import of_checkpoint
 from .. import folders, memory_manager
 from ..requests import FILE_INPUTS, FOLDER_INPUTS, PAINT_INPUTS, TASKS, files_request, folder_request, paint_request
@@ -29,11 +30,11 @@ CHOICES = {"task": TASKS, **dict.fromkeys(("transformer_device", "text_device", 
 FITS, STREAMS, PARTS, TOO_MUCH = "fits", "streams", "in parts", "too much"
 MEANING = {  # how a stage fits -> what that means for the run
     STREAMS: "streams: weights that do not fit stay in host memory and are copied at each use. Same video, but slower.",
-    PARTS: "in parts: it does not fit at once, so AnyGPU Decode with method auto will use chunks or tiles and say so.",
+    PARTS: "in parts: it does not fit at once, so AnyGPU Decode with method auto decodes it as the stage says.",
     TOO_MUCH: "too much: this will run out of memory.",
 }
 Inputs = Mapping[str, Any]
-StagesIn = Callable[[str], Sequence[StageNeed]]  # in an offload mode
+StagesIn = Callable[[str, int | None], Sequence[StageNeed]]  # in an offload mode, and in bytes of the device
 
 
 def graph(prompt: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,11 +115,10 @@ def _forecast(entry: Mapping[str, Any], pipeline: Any) -> dict[str, Any]:
         run, stages_in = RUNS[entry["class_type"]](plain, pipeline)
     except PackError as error:
         return {"error": said(error)}
-    mode = pipeline.offloader.mode
-    least = stages_in(mode)
-    most = stages_in("none") if mode == HOSTED else least  # ComfyUI's manager keeps all that fits
-    room, parts = _room(), not isinstance(pipeline, PaintPipeline)
-    stages = [_stage(*pair, room, parts) for pair in zip(most, least, strict=True)]
+    mode, room = pipeline.offloader.mode, _room()
+    least = stages_in(mode, room)
+    most = stages_in("none", room) if mode == HOSTED else least  # ComfyUI's manager keeps all that fits
+    stages = [_stage(*pair, room) for pair in zip(most, least, strict=True)]
     ways = dict.fromkeys(stage["fits"] for stage in stages)
     verdict = "\n".join(MEANING[way] for way in ways if way in MEANING)
     return {"found": f"{run}, offload {mode}", "stages": stages, "verdict": verdict}
@@ -130,19 +130,17 @@ def _room() -> int | None:
     return free if free is None else free + memory_manager.evictable_bytes()
 
 
-def _stage(most: Any, least: Any, room: int | None, parts: bool = True) -> dict[str, Any]:
-    """One stage: bytes at its peak with everything that it takes in ``room``, the least it can do with, how it fits.
-
-    Args:
-        parts: whether its decoder goes on in parts; that of paint has one picture at a time and no smaller step.
-    """
+def _stage(most: StageNeed, least: StageNeed, room: int | None) -> dict[str, Any]:
+    """One stage: bytes at its peak with everything that it takes in ``room``, the least it can do with, how it fits."""
     if room is None or most.total <= room:
         peak, fits = most.total, "" if room is None else FITS
     elif least.total <= room:
         peak, fits = room, STREAMS
     else:
-        peak, fits = least.total, PARTS if parts and most.name == "decoding" else TOO_MUCH
-    return {"stage": most.name, "peak": peak, "least": least.total, "free": room, "fits": fits}
+        peak, fits = least.total, TOO_MUCH
+    form = most.form if peak == most.total else least.form
+    fits = PARTS if form and fits in (FITS, STREAMS) else fits
+    return {"stage": most.name, "peak": peak, "least": least.total, "free": room, "fits": fits, "form": form}
 
 
 def _sampled(plain: Mapping[str, float], pipeline: Pipeline) -> tuple[str, StagesIn]:
@@ -154,7 +152,7 @@ def _sampled(plain: Mapping[str, float], pipeline: Pipeline) -> tuple[str, Stage
     guided = plain.get("cfg", family.defaults.cfg) > 1.0
     asked = Size(size.width, size.height, size.frames, guided, int(plain.get("window", 9)))
     run = f"{size.width}x{size.height}, {size.frames} frames"
-    return run, lambda mode: forecast(pipeline, asked, mode).stages
+    return run, lambda mode, room: forecast(pipeline, asked, mode, room).stages
 
 
 def _painted(plain: Mapping[str, float], pipeline: PaintPipeline) -> tuple[str, StagesIn]:
@@ -162,7 +160,7 @@ def _painted(plain: Mapping[str, float], pipeline: PaintPipeline) -> tuple[str, 
     guided = None if scale is None else scale != 1.0
     size = int(plain.get("view_size", plain.get("size", 0)))
     views = int(plain.get("max_views", 0)) if pipeline.family == "paint_pbr" else 0  # others paint the six fixed ones
-    return "views", lambda mode: paint_needs(pipeline, size, views, guided, mode)
+    return "views", lambda mode, _: paint_needs(pipeline, size, views, guided, mode)
 
 
 LOADERS: dict[str, tuple[Inputs, Callable[..., Any]]] = {  # inputs with their defaults, and what they ask of loading

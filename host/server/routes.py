@@ -202,11 +202,13 @@ def _ids() -> set[str]:
 
 def _shown(item: Any) -> dict[str, str]:
     """A kept latent in words, and where its picture is."""
-    parts = (f"{item.total_bytes / 1e6:.1f} MB, {item.fps:g} fps", item.unfinished, item.prompt[:120])
+    parts = (f"{item.total_bytes / 1e6:.1f} MB, {item.fps:g} fps", item.unfinished)
     return {
         "id": item.id,
         "title": item.name,
         "text": "; ".join(filter(None, parts)),
+        "family": item.family,
+        "prompt": item.prompt[:400],
         "picture": f"{PREFIX}/latents/{item.id}/picture",
     }
 

@@ -32,6 +32,10 @@ class NodeRun:
         self._stage = stage
         self._count(stage)
 
+    def at(self, where: str) -> None:
+        """How far the node is, such as ``sampling 3/20``."""
+        self.entry["status"] = where
+
     def finish(self, status: str, said: list[str]) -> None:
         """The node has ended: what stays under it, and what was said on the way."""
         self._count(self._stage or "working")
@@ -53,6 +57,16 @@ def last_run() -> dict[str, Any]:
     with _lock:
         nodes = {node: {**entry, "stages": dict(entry["stages"])} for node, entry in _last["nodes"].items()}
         return {"prompt": _last["prompt"], "nodes": nodes}
+
+
+def stop(node_id: str | None, how: str) -> dict[str, Any] | None:
+    """The record of a node whose run has ended before its end, closed; None where it has none that is open."""
+    with _lock:
+        entry = _last["nodes"].get(node_id)
+        if entry is None or entry["done"]:
+            return None
+        entry.update(status=f"{how} at {entry['status']}" if entry["status"] else how, done=True)
+        return {**entry, "stages": dict(entry["stages"])}
 
 
 def costs_before() -> list[StageCost]:

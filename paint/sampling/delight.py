@@ -20,7 +20,7 @@ from ..loading import PaintPipeline
 from ..networks import vae
 from ..networks.encoders import empty_prompt
 from ..pictures import WHITE, checked_pictures, over, recentred, resized
-from .painting import preview_of
+from .painting import preview_of, tell_sampled
 from .solvers import schedule_for, solver_for
 
 CORRECTION = 0.95  # share of the means that the colour correction moves
@@ -83,6 +83,7 @@ def delight_image(
         with stage_cost(pipeline, "encoding", progress), pipeline.offloader.hold("vae", need, progress) as module:
             condition = vae.encoded(module, network_picture(given)[None], None, device, progress)
         latents = denoised(pipeline, condition, text, settings, progress)
+        tell_sampled(pipeline, latents, settings.seed, progress)
         need = asked(vae_bytes(DECODED, settings.size, dtype))
         with stage_cost(pipeline, "decoding", progress), pipeline.offloader.hold("vae", need, progress) as module:
             evened = vae.decoded(module, latents / vae.SCALE, device, progress, "decoding")[0]

@@ -145,6 +145,7 @@ def paint_views(
     with torch.no_grad():
         conditions = _conditions(pipeline, inputs, (references, normals, positions, ids), settings, progress)
         latents = sampled(pipeline, conditions, settings, progress)
+        tell_sampled(pipeline, latents, settings.seed, progress)
         painted = _decoded(pipeline, latents, len(ids), settings, progress)
     for part, blocks in pipeline.compiled.items():
         progress.notify(f"{part}: {blocks}")
@@ -251,6 +252,13 @@ def sampled(
             progress.check()
     require_finite(x, "painted latents")
     return x
+
+
+def tell_sampled(pipeline: PaintPipeline, latents: Tensor, seed: int, progress: Any) -> None:
+    """Give scaled latents to a progress that keeps them, so that a failure to decode does not lose them."""
+    tell = getattr(progress, "sampled", None)
+    if tell is not None:
+        tell(latents / vae.SCALE, pipeline.family, seed)
 
 
 def predicted(unet: Any, x: Tensor, step: Tensor, conditions: Conditions, run: Run) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from ...compat.checkpoints.latents import on_host
 from ...compat.errors import InputError
@@ -106,13 +107,24 @@ def _foreign(pipeline: Pipeline, samples: torch.Tensor) -> Latents:
 def conditionings(prompt: Prompt) -> tuple[list[Any], list[Any]]:
     """Positive and negative of a prompt as core's CONDITIONING, which the family's ``prompt_from_core`` reads back.
 
-    Without a negative prompt the negative is the positive with zeros for text, as core's Conditioning Zero Out.
+    Without a negative prompt the negative is the positive with zeros for text, as core's Conditioning Zero Out. The
+    shorter text is padded, masked, to the length of the other, as core's own tokenizers do: only then does core give
+    both to the transformer in one call, where guidance by attention can compare them.
     """
-    positive = _conditioning(prompt.embeds)
     if prompt.negative is not None:
-        return positive, _conditioning(prompt.negative)
+        length = max(text[EMBEDS].shape[1] for text in (prompt.embeds, prompt.negative))
+        return _conditioning(_padded(prompt.embeds, length)), _conditioning(_padded(prompt.negative, length))
     zeros = {name: torch.zeros_like(value) if name != MASK else value for name, value in prompt.embeds.items()}
-    return positive, _conditioning(zeros)
+    return _conditioning(prompt.embeds), _conditioning(zeros)
+
+
+def _padded(text: Mapping[str, torch.Tensor], length: int) -> Mapping[str, torch.Tensor]:
+    """``text`` with ``length`` tokens; as it is where no mask would tell which of them count."""
+    missing = length - text[EMBEDS].shape[1]
+    if not missing or MASK not in text:
+        return text
+    states, mask = functional.pad(text[EMBEDS], (0, 0, 0, missing)), functional.pad(text[MASK], (0, missing))
+    return {**text, EMBEDS: states, MASK: mask}
 
 
 def _conditioning(embeds: Mapping[str, torch.Tensor]) -> list[Any]:

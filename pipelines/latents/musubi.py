@@ -63,7 +63,7 @@ def latent_of(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping
         UnsupportedError: an architecture that is no family of ours. CheckpointError: a tensor that is not as named.
     """
     family, kind = _architecture(path, metadata)
-    name, match = next((name, found) for name in tensors if (found := LATENTS.fullmatch(name)))
+    name, match = next((name, parsed) for name in tensors if (parsed := LATENTS.fullmatch(name)))
     stored, sizes = tensors[name], [int(size) for size in match.groups()[:3]]
     if stored.ndim != 4 or list(stored.shape[1:]) != sizes or dtype_name(stored.dtype) != match[4]:
         raise CheckpointError(
@@ -89,17 +89,17 @@ def prompt_of(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping
         UnsupportedError: an architecture that is no family of ours. CheckpointError: an embedding is missing.
     """
     family, kind = _architecture(path, metadata)
-    found = {_bare(name): tensor for name, tensor in tensors.items()}
-    missing = [name for name in (*kind.text, *filter(None, [kind.mask])) if name not in found]
+    own = {_bare(name): tensor for name, tensor in tensors.items()}
+    missing = [name for name in (*kind.text, *filter(None, [kind.mask])) if name not in own]
     if missing:
         raise CheckpointError(
             f"no {missing[0]!r} in {str(path)!r}",
             expected=f"the embeddings {', '.join(kind.text)}",
             fix="Let Musubi Tuner cache the outputs of every text encoder.",
         )
-    embeds = {ours: found[theirs].float().unsqueeze(0) for theirs, ours in kind.text.items()}
+    embeds = {ours: own[theirs].float().unsqueeze(0) for theirs, ours in kind.text.items()}
     if kind.mask:
-        length = max(1, int(found[kind.mask].long().sum()))
+        length = max(1, int(own[kind.mask].long().sum()))
         embeds[EMBEDS] = embeds[EMBEDS][:, :length]
         embeds[MASK] = torch.ones(1, length, dtype=torch.long)
     read = {"architecture": kind.full, "tensors": dict(tensors), "metadata": dict(metadata)}
@@ -195,12 +195,12 @@ def _text_tensors(kind: MusubiCache, prompt: Prompt, dtype: torch.dtype | None) 
                 expected=f"the embeddings {', '.join(kind.text.values())} of {prompt.family}",
                 fix="Encode the text with AnyGPU Encode Prompt.",
             )
-        found = prompt.embeds[ours][0].to(dtype or torch.float32)
+        embeds = prompt.embeds[ours][0].to(dtype or torch.float32)
         if ours == EMBEDS and kind.padded:
-            length, room = found.shape[0], max(0, kind.padded - found.shape[0])
-            found = functional.pad(found, (0, 0, 0, room))
+            length, room = embeds.shape[0], max(0, kind.padded - embeds.shape[0])
+            embeds = functional.pad(embeds, (0, 0, 0, room))
             tensors[kind.mask] = (torch.arange(length + room) < length).to(kind.mask_dtype)
-        tensors[f"{theirs}_{dtype_name(found.dtype)}"] = found
+        tensors[f"{theirs}_{dtype_name(embeds.dtype)}"] = embeds
     return tensors
 
 

@@ -7,11 +7,12 @@ an interrupted sampling resumes where it stopped and gives the same video.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,16 @@ from ...compat.errors import CheckpointError, PackError
 from ..base import Latents
 from ..sampling.resume import SectionState
 from .convert import to_core
-from .store import Origin, load_latent, save_latent
+from .store import LISTED, Origin, load_latent, save_latent, save_plain
 
 log = logging.getLogger(__name__)
 
 LIMIT_BYTES = 4 * 1024**3  # of the whole folder; a 720p clip of HunyuanVideo is 30 MB
 STALE_SECONDS = 3600  # after which an unfinished file of a writer that died is swept up
+TICK_SECONDS = 2.0  # in which the coarsest file system (FAT) counts
 HISTORY = "history"
 ID = re.compile(r"[0-9a-z_-]{1,120}")
+UNLISTED = (OSError, PackError, LookupError, AttributeError, TypeError, ValueError, ArithmeticError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,8 @@ class Kept:
     """One kept sampling.
 
     ``id`` is a plain name without a folder; ``date`` local time, ISO; ``unfinished`` such as ``section 2 of 5``, empty
-    for a whole one.
+    for a whole one. What nobody knows is 0: the sizes and fps of latents that core sampled for another pack's model.
+    ``family`` is then that model's class, and ``latent_format`` core's class for its latents.
     """
 
     id: str
@@ -52,45 +56,91 @@ class Kept:
     fps: float
     prompt: str = ""
     unfinished: str = ""
+    latent_format: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Latents that none of our stages sampled.
+
+    Args:
+        samples: of any shape, on any device; more than one where they are nested, such as video and audio.
+        family: of our pipeline, or the class of the model. latent_format: name of core's class for its latents.
+        frames, width, height: in pixels; 0 where they are unknown.
+        unfinished: how far the sampling came, such as ``step 3 of 20``; empty for a whole one.
+    """
+
+    samples: Sequence[torch.Tensor]
+    family: str
+    seed: int = 0
+    frames: int = 0
+    width: int = 0
+    height: int = 0
+    fps: float = 0.0
+    latent_format: str = ""
+    unfinished: str = ""
 
 
 def keep(folder: Path, latents: Latents, notify: Callable[[str], None], limit_bytes: int = LIMIT_BYTES) -> str:
     """Keep ``latents`` and return their id; empty, and said, where they could not be kept. Never raises for a disk."""
-    name = _new_id(latents)
-    return name if _write(folder, name, latents, notify, limit_bytes) else ""
+    name = _new_id(latents.family, latents.seed)
+    return name if _write(folder, name, lambda path: _saved(path, latents, notify), notify, limit_bytes) else ""
+
+
+def keep_plain(folder: Path, sampled: Sampled, notify: Callable[[str], None], limit_bytes: int = LIMIT_BYTES) -> str:
+    """As :func:`keep`, for latents of core's samplers and of paint: they are loaded as a plain LATENT."""
+    name = _new_id(sampled.family, sampled.seed)
+    listed = {item.name: getattr(sampled, item.name) for item in fields(sampled) if item.name != "samples"}
+    return (
+        name
+        if _write(folder, name, lambda path: save_plain(path, sampled.samples, listed), notify, limit_bytes)
+        else ""
+    )
 
 
 def listing(folder: Path) -> list[Kept]:
     """What is kept, newest first; files that are not ours or damaged are left out. Reads headers only."""
-    found: list[tuple[float, Kept]] = []
+    dated: list[tuple[float, Kept]] = []
     for path in folder.glob("*.safetensors"):
         try:
             stat, record = path.stat(), record_in(metadata_of(path), path)
             if ID.fullmatch(path.stem) and record.get("kind") == "latent":
-                found.append((stat.st_mtime, _kept(path.stem, stat.st_size, record)))
-        except (OSError, PackError, KeyError, TypeError, ValueError) as error:  # another process may have removed it
+                dated.append((stat.st_mtime, _kept(path.stem, stat.st_size, record)))
+        except UNLISTED as error:  # another process may have removed it, or somebody edited it
             log.debug("%s is not listed: %s", path.name, error)
-    return [kept for _, kept in sorted(found, key=lambda item: (item[0], item[1].id), reverse=True)]
+    return [kept for _, kept in sorted(dated, key=lambda item: (item[0], item[1].id), reverse=True)]
 
 
-def load(folder: Path, name: str, notify: Callable[[str], None]) -> dict[str, Any]:
+def load(folder: Path, name: str, notify: Callable[[str], None], family: str = "") -> dict[str, Any]:
     """The kept LATENT of an id, or of the newest one for ``newest``; an unfinished video is as far as it came.
 
-    Raises:
-        CheckpointError: none of that id is kept.
-    """
-    return load_latent(path_of(folder, name), notify)
-
-
-def path_of(folder: Path, name: str) -> Path:
-    """The file of an id from :func:`listing`; nothing else can be named.
+    Args:
+        family: whose newest; empty for the newest of all.
 
     Raises:
         CheckpointError: none of that id is kept.
     """
-    ids = [kept.id for kept in listing(folder)]
-    chosen = ids[0] if name == "newest" and ids else name
-    if chosen not in ids:
+    return load_latent(path_of(folder, name, family), notify)
+
+
+def path_of(folder: Path, name: str, family: str = "") -> Path:
+    """The file of an id from :func:`listing`; nothing else can be named. ``family`` as in :func:`load`.
+
+    Raises:
+        CheckpointError: none of that id is kept.
+    """
+    every = listing(folder)
+    ids = [kept.id for kept in every]
+    if name == "newest" and ids:
+        fitting = [kept.id for kept in every if family in ("", kept.family)]
+        if not fitting:
+            raise CheckpointError(
+                f"no kept latents of {family!r}",
+                expected=f"a sampling of {family!r} among the {len(ids)} that are kept",
+                fix=f"Load the {every[0].family} model, whose latents are the newest, or choose one of the list.",
+            )
+        name = fitting[0]
+    if name not in ids:
         raise CheckpointError(
             f"no kept latents {name!r}" if ids else "no kept latents at all",
             expected=f"one of the {len(ids)} that are kept" if ids else "a finished sampling",
@@ -98,7 +148,7 @@ def path_of(folder: Path, name: str) -> Path:
             if ids
             else "Sample something first; every result is saved automatically.",
         )
-    return folder / f"{chosen}.safetensors"
+    return folder / f"{name}.safetensors"
 
 
 @dataclass(slots=True)
@@ -124,7 +174,7 @@ class KeptSections:
                 lengths = [int(length) for length in record["extra"]["section_lengths"]]
                 state = bytes.fromhex(record["extra"]["generator_state"])
                 standing = SectionState(tensors[HISTORY], tuple(lengths), state)
-            except (OSError, PackError, KeyError, TypeError, ValueError) as error:
+            except (*UNLISTED, RuntimeError) as error:
                 log.warning("AnyGPU: cannot resume from %s: %s", path.name, error)
                 continue
             self.names[key] = kept.id
@@ -133,35 +183,44 @@ class KeptSections:
 
     def keep(self, key: str, index: int, count: int, latents: Latents, standing: SectionState) -> None:
         """Replace what is kept of this sampling by all sections so far."""
-        name = self.names.setdefault(key, _new_id(latents))
+        name = self.names.setdefault(key, _new_id(latents.family, latents.seed))
         record: dict[str, Any] = {}
         tensors: dict[str, torch.Tensor] = {}
         if index + 1 < count:
             record = {"resume": key, "unfinished": f"section {index + 1} of {count}"}
             tensors = {HISTORY: standing.latents}
         origin = Origin(record=record, tensors=tensors)
-        if _write(self.folder, name, latents, self.notify, self.limit_bytes, origin):
+        if _write(
+            self.folder, name, lambda path: _saved(path, latents, self.notify, origin), self.notify, self.limit_bytes
+        ):
             log.info("AnyGPU: section %d of %d saved as %s", index + 1, count, name)
             self.notify("finished sections are saved: after a cancel or a crash, queue the same graph again to resume")
 
 
+def _saved(path: Path, latents: Latents, notify: Callable[[str], None], origin: Origin | None = None) -> None:
+    save_latent(path, to_core(latents), notify, origin=origin)
+
+
 def _write(
-    folder: Path,
-    name: str,
-    latents: Latents,
-    notify: Callable[[str], None],
-    limit_bytes: int,
-    origin: Origin | None = None,
+    folder: Path, name: str, write: Callable[[Path], Any], notify: Callable[[str], None], limit_bytes: int
 ) -> bool:
     path = folder / f"{name}.safetensors"
     try:
-        save_latent(path, to_core(latents), notify, origin=origin)
+        write(path)
+        _make_newest(folder, path)
         _sweep(folder, path, limit_bytes)
     except (OSError, PackError) as error:  # a full disk must not cost the sampling too
         log.warning("AnyGPU: latents could not be saved: %s", error)
         notify(f"the latents could not be kept for AnyGPU Recover Latents: {error}")
         return False
     return True
+
+
+def _make_newest(folder: Path, path: Path) -> None:
+    """Date ``path`` after all others: where the clock was set back, an older sampling would count as the newest."""
+    newest = max((_modified(file) for file in folder.glob("*.safetensors") if file != path), default=0.0)
+    if _modified(path) <= newest:
+        os.utime(path, (newest + TICK_SECONDS, newest + TICK_SECONDS))
 
 
 def _sweep(folder: Path, newest: Path, limit_bytes: int) -> None:
@@ -184,15 +243,22 @@ def _modified(path: Path) -> float:
         return 0.0
 
 
-def _new_id(latents: Latents) -> str:
-    return f"{time.strftime('%Y%m%d-%H%M%S')}_{latents.family}_{latents.seed}_{uuid.uuid4().hex[:6]}"
+def _new_id(family: str, seed: int) -> str:
+    model = re.sub(r"[^0-9a-z_-]+", "_", family.lower())[:40]
+    return f"{time.strftime('%Y%m%d-%H%M%S')}_{model}_{seed}_{uuid.uuid4().hex[:6]}"
 
 
-def _kept(name: str, size: int, record: Mapping[str, Any]) -> Kept:
+def _kept(name: str, size: int, whole: Mapping[str, Any]) -> Kept:
+    record = whole.get(LISTED, whole)
     family, frames, seed = str(record["family"]), int(record["frames"]), int(record["seed"])
-    width, height, unfinished = int(record["width"]), int(record["height"]), str(record.get("unfinished", ""))
-    date, fps = str(record["saved"]), float(record["fps"])
+    width, height, unfinished = (
+        int(record["width"]),
+        int(record["height"]),
+        str(whole.get("unfinished") or record.get("unfinished", "")),
+    )
+    date, fps = str(whole["saved"]), float(record["fps"])
     prompt = str(record.get("extra", {}).get("prompt", ""))
-    title = f"{date.replace('T', ' ')}, {family}, {width}x{height}, {frames} frames, seed {seed}"
-    title += f", {unfinished}" if unfinished else ""
-    return Kept(name, title, family, size, date, seed, frames, width, height, fps, prompt, unfinished)
+    sizes = [f"{width}x{height}", f"{frames} frame{'s' if frames > 1 else ''}"] if width else []
+    title = ", ".join(filter(None, (date.replace("T", " "), family, *sizes, f"seed {seed}", unfinished)))
+    rough = str(record.get("latent_format", ""))
+    return Kept(name, title, family, size, date, seed, frames, width, height, fps, prompt, unfinished, rough)

@@ -6,7 +6,7 @@ The tensor has the name that core's own latent files use, so core reads ours (th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from .convert import KEY, MORE, PLAIN, more_tensors, samples_of
 
 LATENT, PROMPT = "latent", "prompt"
 SAMPLES, MASK, CORE_VERSION = "latent_tensor", "noise_mask", "latent_format_version_0"
+LISTED, NESTED = "listed", "nested"  # what a list shows of a plain LATENT; further latents beside its samples
 DTYPES = ("float32", "as in file")  # what a loaded LATENT has; grows at the end
 NUMBERS = ("frames", "height", "width", "seed", "version")
 
@@ -71,8 +72,26 @@ def save_latent(
     for name, tensor in ours.pop(MORE, {}).items():
         tensors[f"{MORE}.{name}"] = _finite(tensor, notify, not_finite)
     known = {"kind": LATENT, "shape": list(samples.shape), "dtype": dtype_name(samples.dtype)}
-    saved = {"saved": time.strftime("%Y-%m-%dT%H:%M:%S"), **origin.record}
+    saved = {"saved": _now(), **origin.record}
     return write_record(path, tensors, {**ours, **known, **saved}, origin.metadata)
+
+
+def save_plain(path: Path, samples: Sequence[torch.Tensor], listed: Mapping[str, Any]) -> Path:
+    """Write the samples of a LATENT that none of our stages made, from any device; returns ``path``.
+
+    It is loaded as core has it: without what our own latents carry along.
+
+    Args:
+        samples: of any shape; more than one where the LATENT is nested, such as video and audio.
+        listed: plain values for :func:`recovery.listing`.
+
+    Raises:
+        InputError: NaN or infinity. CheckpointError: the file cannot be written.
+    """
+    names = [SAMPLES, *(f"{SAMPLES}.{index}" for index in range(1, len(samples)))]
+    checked = [finite(tensor, "latents", "refuse")[0] for tensor in samples]
+    tensors = {**dict(zip(names, checked, strict=True)), CORE_VERSION: torch.tensor([])}
+    return write_record(path, tensors, {"kind": LATENT, "saved": _now(), LISTED: dict(listed)})
 
 
 def load_latent(
@@ -122,6 +141,10 @@ def kind_of(path: Path) -> str:
     return musubi.kind_in(metadata, path.name) or (LATENT if path.suffix == ".latent" else "")
 
 
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S")
+
+
 def _finite(samples: torch.Tensor, notify: Callable[[str], None], choice: str) -> torch.Tensor:
     samples, done = finite(samples, "latents", choice)
     if done:
@@ -140,6 +163,9 @@ def _own(path: Path, tensors: Mapping[str, torch.Tensor], record: Mapping[str, A
     latent: dict[str, Any] = {"samples": samples}
     if MASK in tensors:
         latent[MASK] = tensors[MASK]
+    nested = sorted(name for name in tensors if name.startswith(f"{SAMPLES}."))
+    if nested:
+        latent[NESTED] = [tensors[name] for name in nested]
     if "family" in record:
         latent[KEY] = _checked(path, samples, record)
         more = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{MORE}.")}

@@ -173,15 +173,15 @@ def selected(files: Mapping[str, int], only: tuple[str, ...]) -> dict[str, int]:
     wanted = {name: files[name] for name in within if not only or name.split("/")[0] in only}
     weights = [name for name in wanted if name.endswith(".safetensors")]
     narrow = {name.rpartition("/")[0] for name in weights if NARROW in name}
-    found = {}
+    sizes = {}
     for name, size in wanted.items():
         is_index = ".safetensors.index" in name
         if not (name.endswith(SMALL_FILES) or name in weights):
             continue
         if (name in weights or is_index) and name.rpartition("/")[0] in narrow and NARROW not in name:
             continue
-        found[name] = size
-    return found
+        sizes[name] = size
+    return sizes
 
 
 def _told(download: Download, folder: Path) -> str:
@@ -319,16 +319,16 @@ def _require_version(folder: Path, other: Sequence[str], download: Download) -> 
         )
 
 
-def _require_same(found: Any, files: Container[str], damaged: Sequence[str]) -> None:
+def _require_same(check: Any, files: Container[str], damaged: Sequence[str]) -> None:
     """Raise where what was fetched is not what the Hub's hash says; that is removed, so that it is fetched anew."""
-    absent = [name for name in found.missing_paths if name in files]
+    absent = [name for name in check.missing_paths if name in files]
     for name in damaged:
-        (Path(found.verified_path) / name).unlink(missing_ok=True)
+        (Path(check.verified_path) / name).unlink(missing_ok=True)
     count, what = len(damaged) + len(absent), "has another hash" if damaged else "is missing"
     if count:
         more = f", and {count - 1} more" if count > 1 else ""
         raise CheckpointError(
-            f"{(damaged or absent)[0]!r} in {str(found.verified_path)!r} {what}{more}",
+            f"{(damaged or absent)[0]!r} in {str(check.verified_path)!r} {what}{more}",
             expected="the files as the Hub has them",
             fix="Run this node again: damaged files were removed, and only missing files are downloaded.",
         )

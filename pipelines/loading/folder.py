@@ -16,6 +16,7 @@ from typing import Any
 from ...compat.checkpoints.weights import read_json
 from ...compat.device.facts import (
     DeviceFacts,
+    device_fault,
     empty_host_cache,
     facts_for,
     free_bytes,
@@ -25,7 +26,7 @@ from ...compat.device.facts import (
 from ...compat.device.probe_results import probe_results_of
 from ...compat.device.probe_store import ProbeStore
 from ...compat.device.quirks import abilities
-from ...compat.device.wheels import require_kernels
+from ...compat.device.wheels import unusable_device
 from ...compat.errors import CheckpointError, InputError
 from ...compat.memory.offloader import Offloader, offloader_for
 from ...compat.memory.parts import denoises, role_of
@@ -42,8 +43,11 @@ from ..memory.fit import fit_host_memory, host_weight_decisions, offload_options
 from ..registry import FAMILIES
 from ..speed import SpeedRequest, speed_for
 from . import storage
-from .part import PartFiles, part_files, reader_of
-from .single_file import Composed, Files, composed, family_in, lone_task, without_text
+from .configs import require_counts, require_plausible
+from .formats import published, tool_configs
+from .keys import TRANSFORMER
+from .part import PartFiles, part_files, reader_of, without_text
+from .single_file import Composed, Files, composed, family_in, lone_task
 from .storage import SafeFp16
 
 INDEX = "model_index.json"
@@ -109,7 +113,8 @@ def load(
     progress = progress or Silent()
     single, family, folders, tools = _sources(request, progress)
     facts = facts_for(request.device)
-    require_kernels(facts)
+    if fault := device_fault(facts.device):
+        raise unusable_device(facts, fault)
     probes = None if request.state is None else probe_results_of(facts, request.state, request.quiet)
     precision = precision_for(family.precision, facts, request.precision, probes)
     files = _part_files(family, folders, precision, {} if single is None else single.files)
@@ -188,7 +193,7 @@ def find_models(roots: Iterable[Path]) -> list[Path]:
 
     Looks three levels deep, into hidden folders never, and follows no folder twice.
     """
-    found: dict[Path, None] = {}
+    folders: dict[Path, None] = {}
     for root in roots:
         level, seen = [Path(root)], set()
         for _ in range(4):
@@ -199,11 +204,11 @@ def find_models(roots: Iterable[Path]) -> list[Path]:
                     continue
                 seen.add(real)
                 if _is_model(folder):
-                    found[folder] = None
+                    folders[folder] = None
                 else:
                     deeper += [child for child in folder.iterdir() if child.is_dir() and not child.name.startswith(".")]
             level = deeper
-    return sorted(found)
+    return sorted(folders)
 
 
 def variant_choices() -> list[str]:
@@ -322,10 +327,15 @@ def _searched(name: str, family: FamilySpec, request: LoadRequest) -> Path:
         provider, task = family.base or family.id, "text" if family.base else _task(family, own)
         for spared in ((), family.text_parts):  # one with text encoders is better; without them a prompt is loaded
             for folder in find_models(roots):
-                found = family_of_folder(folder)
-                if found is None or found.id != provider or not (folder / INDEX).is_file() or folder == request.model:
+                offered = family_of_folder(folder)
+                if (
+                    offered is None
+                    or offered.id != provider
+                    or not (folder / INDEX).is_file()
+                    or folder == request.model
+                ):
                     continue
-                if _task(found, folder / "transformer") != task:  # its text encoder is another
+                if _task(offered, folder / "transformer") != task:  # its text encoder is another
                     continue
                 own_parts = (*family.transformers, *ENCODER_FOLDER, *spared)
                 provided = [part for part in family.parts if part not in own_parts]
@@ -355,12 +365,23 @@ def _part_files(
         if name in single:
             files[name] = replace(single[name], dtype=dtype)
         elif name in folders:
+            _require_plausible(family, name, library, folders[name])
             files[name] = part_files(name, library, _class_of(name, folders[name], classes), folders[name], dtype)
         else:
             continue
         if precision.safe and denoises(name):  # the matrices of its blocks are read as fp16, all else as fp32
             files[name] = replace(files[name], dtype=FP32, dtype_of=stored_dtype)
     return files
+
+
+def _require_plausible(family: FamilySpec, name: str, library: str, folder: Path) -> None:
+    """Raise where the config.json of a part of ``family`` has a value that no published one could have."""
+    kind = f"{family.id}{TRANSFORMER}" if denoises(name) else family.files[name].kind if name in family.files else ""
+    path = folder / "config.json"
+    if library == "diffusers" and kind and path.is_file():
+        require_plausible(
+            name, path, read_json(path, f"the configuration of the {name}"), [row["config"] for row in published(kind)]
+        )
 
 
 def _class_of(name: str, folder: Path, allowed: Sequence[str]) -> str:
@@ -408,7 +429,8 @@ def _variant(family: FamilySpec, request: LoadRequest, files: Mapping[str, PartF
 
 def _tools(family: FamilySpec, folders: Mapping[str, Path], plain: Mapping[str, Callable[[], Any]]) -> Tools:
     """The tools in ``folders``, and ``plain`` readers of others."""
-    readers = {name: _tool_reader(library, folders[name]) for name, library in family.tools.items() if name in folders}
+    libraries = {name: library for name, library in family.tools.items() if name in folders}
+    readers = {name: _tool_reader(family, library, folders[name]) for name, library in libraries.items()}
     return Tools({**plain, **readers})
 
 
@@ -418,13 +440,17 @@ def _index_beside(transformer: Path) -> dict[str, Any]:
     return read_json(index, "a diffusers pipeline") if index.is_file() else {}
 
 
-def _tool_reader(library: str, folder: Path) -> Callable[[], Any]:
+def _tool_reader(family: FamilySpec, library: str, folder: Path) -> Callable[[], Any]:
     """Reads a configuration (``diffusers``) or a tokenizer or processor (``transformers``)."""
 
     def read() -> Any:
         if library == "diffusers":
             file = next((f for f in sorted(folder.glob("*_config.json"))), folder / "scheduler_config.json")
-            return read_json(file, f"the {folder.name}")
+            config = read_json(file, f"the {folder.name}")
+            require_plausible(folder.name, file, config, [tool_configs(family).get(folder.name, {})])
+            return config
+        for file in folder.glob("*config.json"):
+            require_counts(file, read_json(file, f"the {folder.name}"))
         cls: Any = attribute("transformers", _processor_class(folder))
         try:
             return cls.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)

@@ -76,10 +76,10 @@ def contents(path: Path) -> list[Content]:
 @lru_cache(maxsize=16)  # headers only; one loading asks for the same few files again and again
 def _contents(path: Path, _stamp: tuple[int, int]) -> tuple[Content, ...]:
     entries = _entries(path)
-    found = _recognised(entries)
+    models = _recognised(entries)
     return tuple(
-        Content(layout.kind, layout.name, prefix, renamed(_under(entries, prefix, found), layout, path), path)
-        for prefix, layout in found
+        Content(layout.kind, layout.name, prefix, renamed(_under(entries, prefix, models), layout, path), path)
+        for prefix, layout in models
     )
 
 
@@ -107,7 +107,7 @@ def config_of(content: Content, task: str = "") -> Configured:
         rows = [{"name": "with a configuration beside it", "config": config}]
         task = ""
     else:
-        rows = list(_published(content.kind))
+        rows = list(published(content.kind))
     wanted = [row for row in rows if not task or row.get("task", task) == task] or rows
     misfits = [(row, _misfit(row, content)) for row in wanted]
     fitting = [row for row, misfit in misfits if not misfit]
@@ -133,7 +133,12 @@ def layouts() -> tuple[Layout, ...]:
 
 
 def tool_configs(family: FamilySpec) -> dict[str, dict[str, Any]]:
-    """The small configurations that a family's pipelines were published with: scheduler, guider, index."""
+    """The small configurations that a family's pipelines were published with: scheduler, guider, index.
+
+    None for a family that is read from folders alone.
+    """
+    if not (family.folder / "tools.json").is_file():
+        return {}
     return read_json(family.folder / "tools.json", "the pipelines' settings")
 
 
@@ -174,20 +179,20 @@ def _recognised(entries: Mapping[str, TensorEntry]) -> list[tuple[str, Layout]]:
         for end in ends:
             if name.endswith(end) and (name == end or name[-len(end) - 1] == "."):
                 prefixes.setdefault(name[: -len(end)], []).append(end)
-    found: dict[str, tuple[str, Layout]] = {}
+    by_kind: dict[str, tuple[str, Layout]] = {}
     for prefix in sorted(prefixes, key=lambda prefix: (len(prefix), prefix)):
         names = {name[len(prefix) :]: None for name in entries if name.startswith(prefix)}
         layout = next((layout for layout in known if layout.fits(names)), None)
-        if layout is not None and layout.kind not in found and layout.half_of not in found:
-            found[layout.kind] = (prefix, layout)
-    return list(found.values())
+        if layout is not None and layout.kind not in by_kind and layout.half_of not in by_kind:
+            by_kind[layout.kind] = (prefix, layout)
+    return list(by_kind.values())
 
 
 def _under(
-    entries: Mapping[str, TensorEntry], prefix: str, found: Iterable[tuple[str, Layout]]
+    entries: Mapping[str, TensorEntry], prefix: str, models: Iterable[tuple[str, Layout]]
 ) -> dict[str, TensorEntry]:
     """The tensors below ``prefix`` that are not below a longer one of another model."""
-    inner = tuple(other for other, _ in found if other != prefix and other.startswith(prefix))
+    inner = tuple(other for other, _ in models if other != prefix and other.startswith(prefix))
     return {
         name[len(prefix) :]: entry
         for name, entry in entries.items()
@@ -196,11 +201,11 @@ def _under(
 
 
 @lru_cache(maxsize=32)
-def _published(kind: str) -> tuple[dict[str, Any], ...]:
-    """The configurations that a model was published with."""
+def published(kind: str) -> tuple[dict[str, Any], ...]:
+    """The configurations that a model was published with; none for a family that is read from folders alone."""
     family, _, part = kind.rpartition("/")
-    folder = FAMILIES[family].folder if family else CONFIGS
-    return tuple(json.loads((folder / f"{part}.json").read_text(encoding="utf-8")))
+    path = (FAMILIES[family].folder if family else CONFIGS) / f"{part}.json"
+    return tuple(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else ()
 
 
 def _misfit(row: Mapping[str, Any], content: Content) -> list[str]:
@@ -237,9 +242,9 @@ def _shapes(settings: str) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
 
 
-def _same_shape(found: Iterable[int], wanted: Iterable[int | None]) -> bool:
-    found, wanted = tuple(found), tuple(wanted)
-    return len(found) == len(wanted) and all(w is None or f == w for f, w in zip(found, wanted, strict=True))
+def _same_shape(shape: Iterable[int], wanted: Iterable[int | None]) -> bool:
+    shape, wanted = tuple(shape), tuple(wanted)
+    return len(shape) == len(wanted) and all(w is None or f == w for f, w in zip(shape, wanted, strict=True))
 
 
 # Tensor names of text and image encoders: as published, as ComfyUI has them, and in GGUF's names.

@@ -104,11 +104,11 @@ def matched(path: Path, tensors: Shapes, layers: Shapes, family: FamilySpec, blo
         if base.startswith(TEXT):
             text += len(keys)
             continue
-        found = _pairs_of(base, group, tensors, layers, names)
-        if found is None:
+        pairs_here = _pairs_of(base, group, tensors, layers, names)
+        if pairs_here is None:
             unmatched += keys
         else:
-            pairs |= found
+            pairs |= pairs_here
     if not pairs:
         raise CheckpointError(
             f"none of {len(tensors)} keys of {path.name!r} match, such as {listed(sorted(tensors))}",
@@ -151,7 +151,7 @@ def _term(term: str, layers: Sequence[str]) -> re.Pattern[str]:
     if match[1] == "rest":
         return re.compile(rf"(?!(?:{'|'.join(filter(None, BLOCKS.values()))})\.).+")
     stem = BLOCKS[match[1]]
-    numbers = [int(found[1]) for name in layers if (found := re.match(rf"{stem}\.(\d+)\.", name))]
+    numbers = [int(index[1]) for name in layers if (index := re.match(rf"{stem}\.(\d+)\.", name))]
     last = max(numbers, default=-1)
     low, high = int(match[2] or 0), int(match[3] or match[2] or max(last, 0))
     if low > high or high > last:
@@ -184,10 +184,10 @@ def _pairs_of(
     if not {"down", "up"} <= set(group):
         return None
     down, up = tensors[group["down"]], tensors[group["up"]]
-    found = names.of(base)
-    if found is None:
+    place = names.of(base)
+    if place is None:
         return None
-    targets, row = found
+    targets, row = place
     sizes = [up[0] // len(targets)] * len(targets)
     if row is not None and row.first_square:
         sizes = [down[1]] * (len(targets) - 1) + [up[0] - down[1] * (len(targets) - 1)]
@@ -237,16 +237,16 @@ class _Names:
             dotted = name_pattern(source).fullmatch(f"{stem}.weight")
             flat = name_pattern(_flat(source)).fullmatch(f"{stem}_weight")
             for written in (row.targets, row.last):
-                found: list[str | None] = []
+                parts: list[str | None] = []
                 for name in written.split():
                     if dotted is not None:
                         full = filled(name, dotted.groups()).removesuffix(".weight")
-                        found.append(full if full in self.layers else None)
+                        parts.append(full if full in self.layers else None)
                     elif flat is not None:
                         full = filled(_flat(name), flat.groups()).removesuffix("_weight")
-                        found.append(self.flat.get(full))
-                if found and None not in found:
-                    return [name for name in found if name is not None]
+                        parts.append(self.flat.get(full))
+                if parts and None not in parts:
+                    return [name for name in parts if name is not None]
         return None
 
 

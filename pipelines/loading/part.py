@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from ...compat.memory.statistics import amount
 from ...compat.output_check import fault_in_weight
 from ...compat.packages import attribute
 from ..base import Progress, StageText
+from ..family import FamilySpec
+from .configs import construction
 from .keys import listed
 
 
@@ -171,8 +174,9 @@ def _built_by_diffusers(files: PartFiles, advance: Callable[[int], None], views:
     from accelerate import init_empty_weights
 
     cls: Any = attribute("diffusers", files.cls)
-    with init_empty_weights():
+    with construction(files.name, files.folder, len(files.entries), partial(advance, 0)), init_empty_weights():
         module: nn.Module = cls.from_config(dict(files.config))
+    _require_fitting(files, module)
     layers = packable(module, exact=True) if files.keeps_packed or files.storage != "auto" else {}
     kept = {
         name: layers[layer]
@@ -182,13 +186,17 @@ def _built_by_diffusers(files: PartFiles, advance: Callable[[int], None], views:
     tensors = _tensors(files, advance, views, kept)
     for name, linear in kept.items():
         _keep_packed(files, name, linear, advance, views)
-    try:
-        result = module.load_state_dict(tensors, strict=False, assign=True)
-    except RuntimeError as error:
-        raise _misfit(files, error) from error
-    packed = {name.removesuffix("weight") + inner for name in kept for inner in ("stored", "factors")}
-    _require_same(files, [name for name in result.missing_keys if name not in packed], result.unexpected_keys)
+    module.load_state_dict(tensors, strict=False, assign=True)  # what is packed is there already
     return module
+
+
+def _require_fitting(files: PartFiles, module: nn.Module) -> None:
+    """Raise where the file has other tensors than ``module``, which is empty, before any of them is read."""
+    wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    _require_same(files, list(wanted.keys() - files.entries.keys()), list(files.entries.keys() - wanted.keys()))
+    for name, shape in wanted.items():
+        if tuple(files.entries[name].shape) != shape:
+            raise _misfit(files, name, shape)
 
 
 def _keep_packed(
@@ -197,7 +205,7 @@ def _keep_packed(
     """Give ``layer`` its weight as the file has it."""
     entry = files.entries[name]
     if tuple(entry.shape) != (layer.out_features, layer.in_features):
-        raise _misfit(files, ValueError(f"{name} is {entry.shape}, not {(layer.out_features, layer.in_features)}"))
+        raise _misfit(files, name, (layer.out_features, layer.in_features))
     stored = read_tensors({name: entry}, None, advance, files.mapped)[name]
     if files.mapped and is_view(entry):
         views.add(stored.data_ptr())
@@ -221,21 +229,20 @@ def _built_by_transformers(files: PartFiles, advance: Callable[[int], None], vie
 
     Weights that stay as their file has them go through it as stand-ins of one number each, and are found again by it.
     """
+    cls: Any = attribute("transformers", files.cls)
+    build = partial(construction, files.name, files.folder, len(files.entries), partial(advance, 0))
+    with build():
+        if files.folder.is_dir():
+            config = cls.config_class.from_pretrained(str(files.folder), local_files_only=True, trust_remote_code=False)
+        else:
+            config = cls.config_class.from_dict(dict(files.config))
     kept = {name: entry for name, entry in files.entries.items() if stays(files, name, entry)}
     stand_ins = {name: torch.zeros((), dtype=files.dtype).expand(entry.shape) for name, entry in kept.items()}
     tensors = _tensors(files, advance, views, kept) | stand_ins
-    cls: Any = attribute("transformers", files.cls)
-    if files.folder.is_dir():
-        config = cls.config_class.from_pretrained(str(files.folder), local_files_only=True, trust_remote_code=False)
-    else:
-        config = cls.config_class.from_dict(dict(files.config))
-    try:
-        with _without_bars():
-            module, loading = cls.from_pretrained(
-                None, config=config, state_dict=tensors, dtype=files.dtype, output_loading_info=True
-            )
-    except (RuntimeError, ValueError) as error:
-        raise _misfit(files, error) from error
+    with build(), _without_bars():
+        module, loading = cls.from_pretrained(
+            None, config=config, state_dict=tensors, dtype=files.dtype, output_loading_info=True
+        )
     mismatched = [str(key[0] if isinstance(key, tuple) else key) for key in loading.get("mismatched_keys", ())]
     _require_same(files, [*loading["missing_keys"], *mismatched], [])
     names = {stand_in.data_ptr(): name for name, stand_in in stand_ins.items()}
@@ -274,10 +281,18 @@ def _require_same(files: PartFiles, missing: list[str], unexpected: list[str]) -
         )
 
 
-def _misfit(files: PartFiles, error: Exception) -> CheckpointError:
-    reason = [line.strip() for line in str(error).splitlines() if line.strip()][:2][-1]  # behind torch's heading
+def _misfit(files: PartFiles, name: str, shape: tuple[int, ...]) -> CheckpointError:
+    found = tuple(files.entries[name].shape)
     return CheckpointError(
-        f"the weights of the {files.name} in {str(files.folder)!r} do not fit its config.json ({reason})",
-        expected=f"the shapes of {files.cls}",
+        f"the weights of the {files.name} in {str(files.folder)!r} do not fit its config.json ({name} is {found})",
+        expected=f"{shape}, as {files.cls} is described",
         fix="Download config.json and weights from the same place.",
     )
+
+
+def without_text(family: FamilySpec, has: Callable[[str], bool], progress: Progress) -> tuple[str, ...]:
+    """The text parts and tokenizers of a model that ``has`` none of its text encoders, which is said; else none."""
+    if any(map(has, family.text_parts)):
+        return ()
+    progress.notify("without text encoder: connect AnyGPU Load Prompt or core CONDITIONING")
+    return (*family.text_parts, *(tool for tool in family.tools if tool.startswith("tokenizer")))

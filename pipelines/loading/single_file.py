@@ -21,7 +21,7 @@ from ..family import FamilySpec
 from ..registry import FAMILIES
 from .formats import CONFIGS, ENDINGS, Configured, Content, config_of, contents, kinds, layouts, tool_configs, width_of
 from .keys import TRANSFORMER
-from .part import PartFiles
+from .part import PartFiles, without_text
 
 AUTO = "auto"
 CLASSES = {
@@ -119,10 +119,10 @@ def composed(request: Files, progress: Progress) -> Composed:
 
 
 def _transformer(path: Path) -> Content:
-    found = contents(path)
-    main = next((content for content in found if content.kind.endswith(TRANSFORMER)), None)
+    held_models = contents(path)
+    main = next((content for content in held_models if content.kind.endswith(TRANSFORMER)), None)
     if main is None:
-        held = ", ".join(TITLES.get(x.kind, x.layout) for x in found) or "no known model"
+        held = ", ".join(TITLES.get(x.kind, x.layout) for x in held_models) or "no known model"
         raise CheckpointError(
             f"{str(path)!r} holds {held}",
             expected=f"a transformer of {', '.join(f.title for f in FAMILIES.values())}",
@@ -150,24 +150,24 @@ def _content_for(
     if given is None and denoises(part):  # a file says nothing of which of several it is
         return None
     if given is not None:
-        found = _of_kind(given, kind, width) or _of_halves(given, kind, request, progress)
-        if found is None:
+        content = _of_kind(given, kind, width) or _of_halves(given, kind, request, progress)
+        if content is None:
             raise CheckpointError(
                 f"{given.name!r} is no {part} of {family.title}",
                 expected=f"{TITLES.get(kind, f'the VAE of {family.title}')}{f' of width {width}' if width else ''}",
                 fix=f"Choose another file as {part}, or auto.",
             )
-        return found
-    found = _of_kind(request.parts["transformer"], kind, width)
-    if found is not None or part in request.provided:
-        return found
+        return content
+    content = _of_kind(request.parts["transformer"], kind, width)
+    if content is not None or part in request.provided:
+        return content
     if part in family.optional and part == "image_encoder" and task == "text":
         return None
     for path in sorted(path for path, held in request.offered.items() if kind in held):
-        found = _of_kind(path, kind, width)
-        if found is not None:
+        content = _of_kind(path, kind, width)
+        if content is not None:
             progress.notify(f"{part} from {path.name} (auto)")
-            return found
+            return content
     halves = _halves(kind)
     half = next((path for path in sorted(request.offered) if {*halves[:1]} & {*request.offered[path]}), None)
     if half is None:
@@ -195,23 +195,15 @@ def _of_halves(path: Path, kind: str, request: Files, progress: Progress) -> Con
     for other in dict.fromkeys([*beside, *sorted(request.offered)]):
         if wanted in (request.offered[other] if other in request.offered else kinds(other)):
             progress.notify(f"{wanted.rpartition('_')[2]} of the VAE from {other.name} (auto)")
-            found = _of_kind(other, wanted, 0)
-            assert found is not None
-            entries = {**own.entries, **found.entries}
+            other_half = _of_kind(other, wanted, 0)
+            assert other_half is not None
+            entries = {**own.entries, **other_half.entries}
             return Content(kind, f"{own.layout}, with {other.name}", own.prefix, entries, path)
     raise CheckpointError(
         f"{path.name!r} is {own.layout} alone",
         expected=f"the {wanted.rpartition('_')[2]} too",
         fix="Put its file into the same folder, or use a VAE as a single file.",
     )
-
-
-def without_text(family: FamilySpec, has: Callable[[str], bool], progress: Progress) -> tuple[str, ...]:
-    """The text parts and tokenizers of a model that ``has`` none of its text encoders, which is said; else none."""
-    if any(map(has, family.text_parts)):
-        return ()
-    progress.notify("without text encoder: connect AnyGPU Load Prompt or core CONDITIONING")
-    return (*family.text_parts, *(tool for tool in family.tools if tool.startswith("tokenizer")))
 
 
 def _of_kind(path: Path, kind: str, width: int) -> Content | None:
@@ -242,19 +234,19 @@ def _with_vision(family: FamilySpec, text: PartFiles, request: Files, progress: 
     places = (
         [given] if given is not None else sorted(p for p, held in request.offered.items() if family.text_vision in held)
     )
-    found = next((content for path in places if (content := _of_kind(path, family.text_vision, 0)) is not None), None)
-    if found is None:
+    vision = next((content for path in places if (content := _of_kind(path, family.text_vision, 0)) is not None), None)
+    if vision is None:
         raise CheckpointError(
             f"no picture half of the text encoder for {family.title} image to video",
             expected=TITLES[family.text_vision],
             fix="Put it into models/clip_vision and choose it as image_encoder, or name a diffusers folder as base.",
         )
     if given is None:
-        progress.notify(f"image_encoder from {found.path.name} (auto)")
-    config = dict(config_of(found).config)
+        progress.notify(f"image_encoder from {vision.path.name} (auto)")
+    config = dict(config_of(vision).config)
     if "text_config" in config:
         config["text_config"] = {**config["text_config"], **text.config}
-    entries = {f"language_model.model.{name}": entry for name, entry in text.entries.items()} | dict(found.entries)
+    entries = {f"language_model.model.{name}": entry for name, entry in text.entries.items()} | dict(vision.entries)
     return replace(text, cls=CLASSES["llava"], config=config, entries=entries)
 
 

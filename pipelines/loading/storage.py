@@ -18,11 +18,10 @@ from ...compat.device import probes
 from ...compat.device.execution import HOST
 from ...compat.device.facts import DeviceFacts
 from ...compat.device.probe_store import ProbeStore
-from ...compat.device.timed_choice import maps_files
 from ...compat.errors import UnsupportedError
 from ...compat.memory.parts import denoises, role_of
 from ...compat.memory.statistics import GIGABYTE
-from ...compat.memory.transfer import casts_wrongly
+from ...compat.memory.transfer import casts_wrongly, maps_files
 from ...compat.precision import FP32, Precision
 from ...compat.transforms.fp16 import apply_fp16_safe, fp32_output_works
 from ...compat.transforms.order import Order, Step
@@ -63,10 +62,9 @@ def with_storage(
         if name in files and torch.device(place).type != HOST.type:
             choices[name] = choice = _narrow(files[name], facts.device) if choice == "auto" else choice
             _require_castable(files[name], choice, facts.device)
-    eight, broken = has_eight_bits(facts.device), casts_wrongly(facts.device, torch.bfloat16)
-    mapped = maps_files(facts, probes)
+    broken, mapped = casts_wrongly(facts.device, torch.bfloat16), maps_files(facts, probes)
     return {
-        name: replace(_kept(part, choices.get(name, "auto"), eight), by_bits=broken, mapped=mapped)
+        name: replace(_kept(part, choices.get(name, "auto"), facts.device), by_bits=broken, mapped=mapped)
         for name, part in files.items()
     }
 
@@ -122,12 +120,12 @@ def _require_castable(part: PartFiles, choice: str, device: torch.device) -> Non
         )
 
 
-def _kept(part: PartFiles, choice: str, eight: bool) -> PartFiles:
+def _kept(part: PartFiles, choice: str, device: torch.device) -> PartFiles:
     """A part under a choice; what a device without float8 cannot hold is made dense on the host while it is read."""
     dense = part.dtype_of is not None or choice not in FILE_CHOICES
     floats = any(e.dtype in ("F8_E4M3", "F8_E5M2") for e in part.entries.values())
     packs = any(packed.stays_packed(name, entry) for name, entry in part.entries.items())
-    return replace(part, storage=choice, keeps_packed=packs and not dense and (eight or not floats))
+    return replace(part, storage=choice, keeps_packed=packs and not dense and (not floats or has_eight_bits(device)))
 
 
 def _apply(files: Mapping[str, PartFiles], part: str, module: nn.Module) -> Callable[[], Any] | None:

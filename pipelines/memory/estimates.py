@@ -16,10 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...compat.memory.estimates import PartBytes, part_bytes
-from ...compat.memory.offloader import MODES
-from ...compat.memory.parts import denoises
-from ...compat.memory.statistics import StageNeed
+from ...compat.memory.parts import PartBytes, denoises, part_bytes
 from ..base import Pipeline, SampleSettings
 from ..family import FamilySpec
 from ..loading.part import PartFiles
@@ -27,6 +24,7 @@ from ..loading.part import PartFiles
 TRANSFORMER, VAE = "transformer", "vae"
 PLANES = 4  # activations that a streamed decode has in host memory at once
 MARGIN = 1.15  # what a forecast may be off by
+SPARE = 1.05  # of what a forecast says, before a mode or a form is taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,46 +40,6 @@ class Size:
     guided: bool = False
     window: int = 9
     text: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Forecast:
-    """What a run needs under one mode, stage by stage."""
-
-    mode: str
-    stages: tuple[StageNeed, ...]
-
-    @property
-    def peak(self) -> int:
-        """Bytes at the highest point of the run."""
-        return max(stage.total for stage in self.stages)
-
-
-def forecast(pipeline: Pipeline, size: Size, mode: str = "") -> Forecast:
-    """What a run of ``size`` needs under ``mode``, by default the pipeline's own."""
-    mode = mode or pipeline.offloader.mode
-    weights, stays = pipeline.weights, mode == "none"
-    stages, vae = [], weights[VAE].resident(mode, VAE)
-    text = [part for part in weights if part.startswith("text_encoder")]
-    kept = 0
-    if "image_encoder" in weights and pipeline.task == "image":
-        own = max(weights["image_encoder"].total, vae)
-        stages.append(StageNeed("image", 0, own, decoding_bytes(pipeline, replace(size, frames=1))))
-        kept = vae if stays else 0
-    if text:
-        active = {part: text_bytes(pipeline, part) for part in text}
-        needs = (StageNeed("text", kept, weights[p].resident(mode, p, active[p]), active[p]) for p in text)
-        stages.append(max(needs, key=lambda need: need.total))
-    forward = sampling_bytes(pipeline, size)
-    own, all_own = transformer_bytes(pipeline, mode, forward), transformer_bytes(pipeline, "none") if stays else 0
-    stages.append(StageNeed("sampling", kept, max(own, all_own), forward))
-    stages.append(StageNeed("decoding", all_own, vae, decoding_bytes(pipeline, size)))
-    return Forecast(mode, tuple(stages))
-
-
-def forecasts(pipeline: Pipeline, size: Size) -> tuple[Forecast, ...]:
-    """The forecast of every mode, the fastest first."""
-    return tuple(forecast(pipeline, size, mode) for mode in MODES)
 
 
 def latent_shape(pipeline: Pipeline, size: Size) -> tuple[int, int, int]:

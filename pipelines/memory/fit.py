@@ -14,23 +14,22 @@ from typing import Any
 
 import torch
 
-from ...compat.checkpoints.weights import VIEWS_TAKE_MEMORY
 from ...compat.decision import Decision
 from ...compat.device.execution import HOST
 from ...compat.device.facts import GIBIBYTE, DeviceFacts, empty_cache, facts_for, free_bytes, locks_host_memory
 from ...compat.device.failures import is_shortage
 from ...compat.errors import InputError, UnsupportedError
-from ...compat.memory.estimates import PartBytes
 from ...compat.memory.host_weights import DISK, HostWeights, choose_host_weights
 from ...compat.memory.offloader import HOSTED, MODES, Offloader, OffloadOptions
+from ...compat.memory.parts import PartBytes
 from ...compat.memory.statistics import amount_of
 from ...compat.transforms import compile as compiling
 from ..base import Pipeline, Progress
 from ..loading.part import PartFiles
-from .estimates import MARGIN, TRANSFORMER, VAE, Size, bytes_on, forecast, transformer_bytes
+from .estimates import MARGIN, SPARE, TRANSFORMER, VAE, Size, bytes_on, transformer_bytes
+from .forecast import forecast
 
 GIVEN_UP = "_anygpu_given_up"  # on an error that every way on was tried for
-SPARE = 1.05  # of what a forecast says, before a mode is taken
 PARTS = (TRANSFORMER, "text_encoder", VAE)  # what may compute on a device of its own
 
 
@@ -68,8 +67,7 @@ def fit_host_memory(
     """``files`` read the way that host memory wants it, and how the host weights of each part are kept.
 
     Parts that do not fit together stay views of their files, the one that saves most first. Where views are avoided on
-    this kind of device, they go there by way of ordinary memory, a slice at a time. Where the system promises memory
-    for views too, there are none: all is held, as far as its page file goes.
+    this kind of device, they go there by way of ordinary memory, a slice at a time.
 
     Args:
         files: of each part.
@@ -81,10 +79,8 @@ def fit_host_memory(
         UnsupportedError: a part that must be cast, unpacked or packed, so that it cannot stay in its file, and does not
             fit; said before anything is read.
     """
-    if VIEWS_TAKE_MEMORY:
-        files = {name: replace(part, mapped=False) for name, part in files.items()}
     sizes = {name: part.total_bytes for name, part in files.items()}
-    views = {name: 0 if VIEWS_TAKE_MEMORY else part.view_bytes for name, part in files.items()}
+    views = {name: part.view_bytes for name, part in files.items()}
     host_weights = choose_host_weights(sizes, views, free, locks_host_memory(facts.device), facts.unified)
     left = host_weights.of(DISK)
     for name, part in files.items():
@@ -93,10 +89,8 @@ def fit_host_memory(
             raise UnsupportedError(
                 f"{amount_of(free + swap)} of host memory for the {name}, which takes {amount_of(held)} of it",
                 expected=f"{amount_of(held - free - swap)} more",
-                fix="Close other programs, or enlarge the page file."
-                if VIEWS_TAKE_MEMORY
-                else "Close other programs, add swap, or use a safetensors file in the precision that computes: it "
-                "can stay on disk.",
+                fix="Close other programs, add swap (on Windows: enlarge the page file), or use a safetensors file in "
+                "the precision that computes: it can stay on disk.",
             )
     kept = {name: replace(files[name], mapped=True, staged=not files[name].mapped) for name in left}
     return {**files, **kept}, host_weights

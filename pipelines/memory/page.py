@@ -11,8 +11,10 @@ from ...compat.errors import InputError
 from ...compat.memory.statistics import amount_of
 from ..base import Pipeline
 from ..grid import snap
-from .estimates import Forecast, Size, default_size, forecasts
-from .fit import SPARE, plan_line
+from ..stages import of_checkpoint
+from .estimates import SPARE, Size
+from .fit import plan_line
+from .forecast import Forecast, fastest, forecasts
 
 WIDTH, MARGIN, SIZE, BAR, GAP, LEFT = 1200, 24, 18, 26, 10, 300
 PAPER, INK, FAINT, HEAD, FREE, OVER = "#1b1d21", "#e8e8e8", "#a8adb5", "#7cc4ff", "#3a3f47", "#ff8a7a"
@@ -29,7 +31,7 @@ def planned_size(pipeline: Pipeline, width: int, height: int, frames: int, guide
     if min(width, height, frames) < 0:
         raise InputError(f"a size of {width}x{height}, {frames} frames", expected="0 or more", fix="0 is the default.")
     family = pipeline.spec
-    usual = default_size(family)
+    usual = of_checkpoint(pipeline).defaults
     size = snap(family, width or usual.width, height or usual.height, frames or usual.frames)
     return Size(size.width, size.height, size.frames, guided)
 
@@ -42,7 +44,7 @@ def memory_plan(pipeline: Pipeline, size: Size) -> tuple[str, torch.Tensor]:
     """
     title = f"{pipeline.spec.title} {size.width}x{size.height}, {size.frames} frames"
     more = ", with true guidance" if size.guided else ""
-    return shown(pipeline, title, more, forecasts(pipeline, size))
+    return shown(pipeline, title, more, forecasts(pipeline, size, _room(pipeline)))
 
 
 def shown(pipeline: Any, title: str, more: str, needs: tuple[Forecast, ...]) -> tuple[str, torch.Tensor]:
@@ -52,16 +54,14 @@ def shown(pipeline: Any, title: str, more: str, needs: tuple[Forecast, ...]) -> 
         pipeline: a pipeline of any kind, with its offloader, facts and weights. title: what runs. more: beside it, in
             the words. needs: the forecast of each mode, the fastest first.
     """
-    free = free_bytes(pipeline.offloader.device)
-    room = None if free is None else max(0, free - pipeline.offloader.options.keep_free_bytes)
+    room = _room(pipeline)
     return _text(pipeline, title + more, needs, room), _drawn(pipeline, title, needs, room)
 
 
-def fastest(needs: tuple[Forecast, ...], room: int | None) -> Forecast | None:
-    """The fastest mode that fits into ``room`` bytes; None where none does."""
-    if room is None:
-        return next(each for each in needs if each.mode == "model")
-    return next((each for each in needs if each.peak * SPARE <= room), None)
+def _room(pipeline: Any) -> int | None:
+    """Bytes of the device that a run may take now; None where nobody tells."""
+    free = free_bytes(pipeline.offloader.device)
+    return None if free is None else max(0, free - pipeline.offloader.options.keep_free_bytes)
 
 
 def _text(pipeline: Any, title: str, needs: tuple[Forecast, ...], room: int | None) -> str:
@@ -73,8 +73,10 @@ def _text(pipeline: Any, title: str, needs: tuple[Forecast, ...], room: int | No
         f"now: offload {mode}; fastest that fits: {best.mode if best else 'none: lower the size'}",
     ]
     for each in needs:
-        stages = ", ".join(f"{stage.name} {amount_of(stage.total)}" for stage in each.stages)
-        fits = "" if room is None else " fits" if each.peak * SPARE <= room else f" lacks {amount_of(each.peak - room)}"
+        stages = ", ".join(
+            " ".join(filter(None, (stage.name, amount_of(stage.total), stage.form))) for stage in each.stages
+        )
+        fits = "" if room is None else " fits" if each.fits(room) else f" lacks {amount_of(each.peak * SPARE - room)}"
         lines.append(f"{each.mode}: peak {amount_of(each.peak)}{fits} ({stages})")
     total = sum(weights.total for weights in pipeline.weights.values())
     host = host_free_bytes()

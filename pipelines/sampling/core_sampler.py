@@ -6,16 +6,15 @@ into a :class:`Call`. Each family's ``call_transformer`` then does as its own ``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from ...compat.errors import InputError
 from ..base import Pipeline
+from .block_patches import BlockPatches, with_block_patches
 
 TIME = 1000.0  # what the transformers call the highest noise level
 
@@ -55,17 +54,6 @@ class Call:
         return self.mask.reshape(self.mask.shape[0], -1)[:, -self.embeds.shape[1] :] > 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class BlockPatches:
-    """What a sampler does to single blocks: index to a function of (arguments, {"original_block": function}).
-
-    Both dictionaries have ``img`` (B, N, D) and ``txt`` (B, M, D), as the patches of ComfyUI's own transformers.
-    """
-
-    double: Mapping[int, Callable[..., Any]] = field(default_factory=dict)
-    single: Mapping[int, Callable[..., Any]] = field(default_factory=dict)
-
-
 def velocity(
     pipeline: Pipeline, transformer: Any, call: Call, block_patches: BlockPatches | None = None
 ) -> torch.Tensor:
@@ -89,50 +77,6 @@ def velocity(
             stack.enter_context(with_block_patches(transformer, block_patches))
         output: torch.Tensor = pipeline.spec.code.call_transformer(pipeline, transformer, call)
     return output.float()
-
-
-@contextmanager
-def with_block_patches(transformer: nn.Module, block_patches: BlockPatches) -> Any:
-    """``transformer`` with its blocks replaced as ``block_patches`` says, for one call."""
-    lists = ((block_patches.double, "transformer_blocks"), (block_patches.single, "single_transformer_blocks"))
-    changed: list[nn.Module] = []
-    try:
-        for patches, name in lists:
-            blocks: Any = getattr(transformer, name, ())
-            for index, patch in patches.items():
-                if 0 <= index < len(blocks):
-                    block = blocks[index]
-                    changed.append(block)
-                    block.__dict__["driven_forward"] = block.__dict__.get("forward")
-                    block.forward = _patched(block.forward, patch, type(block).__name__ in RETURNS_ALONE)
-        yield
-    finally:
-        for block in reversed(changed):
-            own = block.__dict__.pop("driven_forward", None)
-            if own is None:
-                block.__dict__.pop("forward", None)
-            else:
-                block.forward = own
-
-
-def _patched(original: Callable[..., Any], patch: Callable[..., Any], returns_alone: bool) -> Callable[..., Any]:
-    def forward(hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor, *rest: Any, **named: Any) -> Any:
-        alone = False
-
-        def run(arguments: Mapping[str, Any], _extra: Any = None) -> dict[str, Any]:
-            nonlocal alone
-            tokens = original(arguments["img"], arguments["txt"], *rest, **named)
-            alone = isinstance(tokens, torch.Tensor)
-            return {"img": tokens, "txt": arguments["txt"]} if alone else {"img": tokens[0], "txt": tokens[1]}
-
-        out = patch({"img": hidden_states, "txt": encoder_hidden_states}, {"original_block": run})
-        pair = out["img"], out.get("txt", encoder_hidden_states)
-        return pair[0] if alone or returns_alone else pair
-
-    return forward
-
-
-RETURNS_ALONE = ("LTXVideoTransformerBlock",)  # blocks that return their tokens without the text
 
 
 def guidance_of(pipeline: Pipeline, call: Call, default: bool = False) -> torch.Tensor | None:

@@ -97,7 +97,7 @@ def schedule_for(
         levels_for: from a number of steps to the family's :class:`Levels`.
 
     Raises:
-        InputError: sigmas that do not fall from at most 1 to at least 0.
+        InputError: sigmas that do not fall from at most 1 to at least 0, too few steps, or too large a video.
     """
     from diffusers import FlowMatchEulerDiscreteScheduler
 
@@ -113,7 +113,19 @@ def schedule_for(
             overrides = {"use_dynamic_shifting": False, "shift": settings.shift}
         euler = FlowMatchEulerDiscreteScheduler.from_config(config, **overrides)
         whole = max(steps, math.floor(steps / settings.denoise)) if settings.denoise > 0 else steps
-        _set(euler, levels_for(whole), whole, device)
+        if whole == 1 and euler.config.shift_terminal:  # stretches the levels after the first, and there are none
+            raise InputError(
+                "steps 1", expected="at least 2 steps for this model's schedule", fix="Set steps to 2 or more."
+            )
+        try:
+            _set(euler, levels_for(whole), whole, device)
+        except OverflowError as error:  # the exponential of a shift that grows with the number of tokens
+            size = f"{settings.width}x{settings.height}, {settings.frames} frames"
+            raise InputError(
+                size,
+                expected="a video small enough for this model's noise schedule",
+                fix="Lower width, height or frames, or set shift on the sample node.",
+            ) from error
         euler.timesteps, euler.sigmas = euler.timesteps[-steps:], euler.sigmas[-steps - 1 :]
     euler.set_begin_index(0)
     inverted = bool(euler.config.invert_sigmas)

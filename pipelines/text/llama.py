@@ -11,7 +11,7 @@ import torch
 
 from ...compat.errors import InputError
 from ..base import ENCODING, Pipeline, Progress, PromptRequest
-from .t5 import EMBEDS, MASK, bare_pipeline, held_encoder, too_long, trimmed
+from .t5 import EMBEDS, MASK, bare_pipeline, held_encoder, shortened, trimmed
 
 POOLED = "pooled_prompt_embeds"
 CLIP_TOKENS = 77
@@ -47,13 +47,12 @@ def llama_embeds(
         sight: the pictures, for a pipeline whose encoder looks at one.
 
     Raises:
-        InputError: a text of more than ``request.max_tokens`` Llama tokens, or a template that does not fit.
+        InputError: a template that does not fit.
     """
     template = _template(pipeline, pipeline_class, request, sight)
-    texts = (request.text, request.negative, *request.sections)
-    for index, text in enumerate(texts):
-        subject = ("prompt", "negative prompt")[index] if index < 2 else f"prompt of section {index}"
-        _require_fitting(pipeline, template, text, request.max_tokens, subject, progress, looks=sight is not None)
+    named = [("prompt", request.text), ("negative prompt", request.negative)]
+    named += [(f"prompt of section {index + 2}", text) for index, text in enumerate(request.sections)]
+    texts = [_fitting(pipeline, template, *each, request.max_tokens, progress) for each in named]
     tools, where = (
         pipeline.tools,
         {"dtype": pipeline.precision.text, "device": pipeline.offloader.device_of("text_encoder")},
@@ -148,31 +147,28 @@ def _template(
     return own_template | {"image_emb_start": start, "image_emb_end": end, "image_emb_len": PICTURE_TOKENS}
 
 
-def _require_fitting(
-    pipeline: Pipeline,
-    template: Mapping[str, Any],
-    text: str,
-    limit: int,
-    subject: str,
-    progress: Progress,
-    looks: bool,
-) -> None:
-    """Raise when ``text`` and the template around it are longer than ``limit``; say what CLIP will cut."""
+def _fitting(
+    pipeline: Pipeline, template: Mapping[str, Any], subject: str, text: str, limit: int, progress: Progress
+) -> str:
+    """``text``, shortened where it and the template around it are longer than ``limit``; says what CLIP does not read.
+
+    Raises:
+        InputError: the mark of the picture in the text, beside a template with a place for one.
+    """
     tokenizer, clip = pipeline.tools["tokenizer"], pipeline.tools["tokenizer_2"]
-    around = len(tokenizer(template["template"].format(""))["input_ids"]) - template["crop_start"]
-    room = max(0, limit - around)
-    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-    if looks and tokenizer.convert_tokens_to_ids(PICTURE) in tokens:
+    if "image_emb_start" in template and PICTURE in text:
         raise InputError(
             f"{PICTURE} in the {subject}",
             expected="words only",
             fix="Remove it: the template has a place for the picture.",
         )
-    if len(tokens) > room:
-        raise too_long(tokenizer, tokens, room, limit, subject)
+    own = len(tokenizer("")["input_ids"])  # the mark of the beginning, which stands before the template too
+    around = len(tokenizer(template["template"].format(""))["input_ids"]) - template["crop_start"]
+    text = shortened(tokenizer, text, limit - around + own, subject, progress)
     short = clip(text, add_special_tokens=True, truncation=False, verbose=False)["input_ids"]
     if len(short) > CLIP_TOKENS:
         lost = clip.decode(short[CLIP_TOKENS - 1 : -1])[:40].strip()
         progress.notify(
             f"CLIP reads {CLIP_TOKENS} tokens of the {subject}, not what begins with {lost!r}; Llama reads it"
         )
+    return text

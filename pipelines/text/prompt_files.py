@@ -73,7 +73,7 @@ def _own(path: Path, tensors: Mapping[str, torch.Tensor], record: Mapping[str, A
     count = record.get("sections", 0)
     names = [EMBEDS, NEGATIVE, *(f"{SECTION}.{index}" for index in range(count if isinstance(count, int) else 0))]
     groups = {group: _group(group, tensors) for group in names}
-    absent = [group for group, found in groups.items() if not found and group != NEGATIVE]
+    absent = [group for group, held in groups.items() if not held and group != NEGATIVE]
     strange = [
         name for group in groups.values() for name, tensor in group.items() if tensor.ndim < 2 or len(tensor) != 1
     ]

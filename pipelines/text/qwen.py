@@ -11,7 +11,7 @@ import torch
 from ...compat.checkpoints.packed import without_unpacking
 from ...compat.errors import InputError
 from ..base import ENCODING, Pipeline, Progress, PromptRequest
-from .t5 import EMBEDS, held_encoder, require_fitting, too_long
+from .t5 import EMBEDS, held_encoder, shortened
 
 EMBEDS_2 = "prompt_embeds_2"
 QUOTED_TOKENS = 256
@@ -24,12 +24,13 @@ def qwen_embeds(pipeline: Pipeline, request: PromptRequest, progress: Progress) 
     N and M count valid tokens only: the texts are encoded without padding. M is 0 for a text that quotes nothing.
 
     Raises:
-        InputError: a text of more tokens than ``request.max_tokens``, or that quotes more than 256 bytes.
+        InputError: a template_crop that leaves nothing.
     """
-    texts = (request.text, request.negative)
     chat = Chat(pipeline.tools["tokenizer"], request.template, request.template_crop)
-    lengths = [chat.fitting(text, request.max_tokens, name) for text, name in zip(texts, SUBJECTS, strict=True)]
-    quoted = _quoted(pipeline, texts)
+    pair = zip((request.text, request.negative), SUBJECTS, strict=True)
+    texts = [chat.fitting(text, request.max_tokens, name, progress) for text, name in pair]
+    lengths = [chat.length(text) for text in texts]
+    quoted = _quoted(pipeline, texts, progress)
     total, states = len(texts) + sum(quote is not None for quote in quoted), []
     from diffusers import HunyuanVideo15Pipeline
 
@@ -91,11 +92,11 @@ class Chat:
             arguments.pop(name, None)
         return self.tokenizer([self.template.replace("{}", chat[-1]["content"]) for chat in chats], **arguments)
 
-    def fitting(self, text: str, limit: int, subject: str) -> int:
+    def length(self, text: str) -> int:
         """Tokens of the whole chat around ``text``.
 
         Raises:
-            InputError: more than ``limit`` of them are left after the crop, or none.
+            InputError: none are left after the crop.
         """
         from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import format_text_input
 
@@ -108,24 +109,29 @@ class Chat:
                 expected=f"0 to {length - 1} tokens, or -1",
                 fix="Choose -1 to count the tokens before the prompt.",
             )
-        if length - self.crop > limit:
-            tokens = self.tokenizer(text)["input_ids"]
-            room = max(0, limit - (length - self.crop - len(tokens)))
-            raise too_long(self.tokenizer, tokens, room, limit, subject)
         return length
 
+    def fitting(self, text: str, limit: int, subject: str, progress: Progress) -> str:
+        """``text``, shortened where more than ``limit`` tokens of its chat are left after the crop."""
+        over = self.length(text) - self.crop - limit
+        if over <= 0:
+            return text
+        return shortened(self.tokenizer, text, len(self.tokenizer(text)["input_ids"]) - over, subject, progress)
 
-def _quoted(pipeline: Pipeline, texts: Sequence[str]) -> list[str | None]:
+
+def _quoted(pipeline: Pipeline, texts: Sequence[str], progress: Progress) -> list[str | None]:
     """The words between quotation marks of each text, as upstream phrases them for ByT5; None where there are none."""
     from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import extract_glyph_texts
 
     phrased: Any = extract_glyph_texts
-    quoted: list[str | None] = [phrased(text) for text in texts]
-    for quote, name in zip(quoted, SUBJECTS, strict=True):
-        if quote is not None:
-            subject = f"text between quotation marks in the {name}"
-            require_fitting(pipeline.tools["tokenizer_2"], quote, QUOTED_TOKENS, subject)
-    return quoted
+    return [
+        None
+        if (quote := phrased(text)) is None
+        else shortened(
+            pipeline.tools["tokenizer_2"], quote, QUOTED_TOKENS, f"text between quotation marks in the {name}", progress
+        )
+        for text, name in zip(texts, SUBJECTS, strict=True)
+    ]
 
 
 def _glyph_embeds(

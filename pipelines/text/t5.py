@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -20,16 +20,6 @@ from ..memory.estimates import beside_text
 EMBEDS, MASK = "prompt_embeds", "prompt_attention_mask"
 
 
-def too_long(tokenizer: Any, tokens: Sequence[int], room: int, limit: int, subject: str) -> InputError:
-    """The refusal of a text that goes on beyond ``room`` tokens, inside a template that takes some of ``limit``."""
-    lost = tokenizer.decode(tokens[room:])[:40].strip()
-    return InputError(
-        f"the {subject} has {len(tokens)} tokens",
-        expected=f"at most {room} tokens, {limit} with what the template adds",
-        fix=f"Shorten it (everything from {lost!r} on would be lost), or raise max_tokens.",
-    )
-
-
 @contextmanager
 def held_encoder(pipeline: Pipeline, part: str, progress: Progress) -> Iterator[Any]:
     """A text encoder on its device, with room for its forward; a cancel is obeyed inside of it."""
@@ -38,21 +28,30 @@ def held_encoder(pipeline: Pipeline, part: str, progress: Progress) -> Iterator[
         yield encoder
 
 
-def require_fitting(tokenizer: Any, text: str, limit: int, subject: str = "prompt") -> None:
-    """Raise when ``text`` has more tokens than ``limit``, saying how many and where it would be cut.
+def shortened(tokenizer: Any, text: str, room: int, subject: str, progress: Progress) -> str:
+    """``text``, or as much of its beginning as ``room`` tokens hold; what is left out is said.
+
+    Args:
+        room: tokens for the text, those included that the tokenizer adds to a text by itself.
 
     Raises:
-        InputError: too long; nothing was encoded.
+        InputError: no room at all.
     """
-    tokens = tokenizer(text, add_special_tokens=True)["input_ids"]
-    if len(tokens) > limit:
-        lost = tokenizer.decode(tokens[limit - 1 :], skip_special_tokens=True).strip()
-        raise InputError(
-            f"the {subject} has {len(tokens)} tokens",
-            expected=f"at most {limit} tokens",
-            fix=f"Shorten it: everything after {lost[:40]!r} would be lost. Or raise max_tokens where the model "
-            "allows it.",
-        )
+    total = len(tokenizer(text, verbose=False)["input_ids"])
+    if total <= room:
+        return text
+    tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    kept = max(0, min(len(tokens), room - (total - len(tokens))))
+    shorter = tokenizer.decode(tokens[:kept], skip_special_tokens=True)
+    while kept and len(tokenizer(shorter)["input_ids"]) > room:  # a text that was cut can have other tokens
+        kept -= 1
+        shorter = tokenizer.decode(tokens[:kept], skip_special_tokens=True)
+    if not kept:
+        fix = "Raise max_tokens; 0 takes the model's own limit."
+        raise InputError(f"max_tokens leaves {room} tokens for the {subject}", expected="room for a word", fix=fix)
+    lost = tokenizer.decode(tokens[kept:], skip_special_tokens=True)[:40].strip()
+    progress.notify(f"the {subject} is shortened from {total} to {room} tokens: what begins with {lost!r} is left out")
+    return shorter
 
 
 def t5_embeds(
@@ -68,9 +67,11 @@ def t5_embeds(
         pipeline_class: the diffusers pipeline whose own encoding is used.
         configuration: further arguments of its constructor.
     """
-    tokenizer, texts = pipeline.tools["tokenizer"], (request.text, request.negative)
-    for text, subject in zip(texts, ("prompt", "negative prompt"), strict=True):
-        require_fitting(tokenizer, text, request.max_tokens, subject)
+    tokenizer, limit = pipeline.tools["tokenizer"], request.max_tokens
+    texts = [
+        shortened(tokenizer, text, limit, subject, progress)
+        for text, subject in ((request.text, "prompt"), (request.negative, "negative prompt"))
+    ]
     device = pipeline.offloader.device_of("text_encoder")
     with (
         held_encoder(pipeline, "text_encoder", progress) as encoder,

@@ -126,14 +126,14 @@ def is_built(target: Path, marker: dict[str, Any]) -> bool:
     if not target.exists():
         return False
     note = target / MARKER
-    found = json.loads(note.read_text(encoding="utf-8")) if note.is_file() else None
-    if found is None or {**found, "recipe": marker["recipe"]} != marker:
+    noted = json.loads(note.read_text(encoding="utf-8")) if note.is_file() else None
+    if noted is None or {**noted, "recipe": marker["recipe"]} != marker:
         raise CheckpointError(
-            f"{target} holds {'something else' if found is None else found}",
+            f"{target} holds {'something else' if noted is None else noted}",
             expected=f"nothing, or the tiny checkpoint {marker}",
             fix="Name another folder, or remove this one.",
         )
-    return found == marker
+    return noted == marker
 
 
 def _at_hand(name: str, folder: Path) -> Path:

@@ -15,7 +15,7 @@ from torch.nn import functional
 from ...compat.device.execution import HOST, checked_leaves, generator_for
 from ...compat.device.facts import empty_cache, first_line
 from ...compat.device.failures import DEVICE_ERRORS, KERNEL, MEMORY, failure_kind
-from ...compat.device.vae_policy import METHODS, Form, checked_form, convolution_switches, make_contiguous, tiled
+from ...compat.device.quirks import convolution_switches
 from ...compat.errors import UnsupportedError, remember
 from ...compat.memory.transfer import Transfer, casts_wrongly, transfer_for
 from ...compat.output_check import (
@@ -32,11 +32,22 @@ from ...compat.output_check import (
 )
 from ...compat.transforms.attention_vae import replace_vae_attention
 from ..base import Pipeline, Progress, StageText, SubProgress
-from ..pictures import signed, unsigned
-from .plan import CHUNKED, FULL, ON_CPU, STREAMING, Plan
+from ..pictures import signed
+from .plan import CHUNKED, FULL, METHODS, ON_CPU, STREAMING, Form, Plan, checked_form, decoder_size
 from .tiled import Work
 
 LEAVES_PER_REPORT = 8
+STRIDE = 0.75  # of a tile: a quarter of it is blended into the next one
+LAYOUTS = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
+TILING = (
+    "use_tiling",
+    "tile_sample_min_height",
+    "tile_sample_min_width",
+    "tile_sample_stride_height",
+    "tile_sample_stride_width",
+    "tile_latent_min_height",
+    "tile_latent_min_width",
+)
 Run = Callable[[Any, Transfer], torch.Tensor]
 Prepare = Callable[[Any, Transfer], tuple[torch.Tensor, torch.Tensor | None]]
 
@@ -275,15 +286,14 @@ def decoding(
         InputError: an unknown method, or a tile, overlap or count out of range. UnsupportedError: a method that this
             family's decoder cannot do.
     """
-    spatial, temporal = pipeline.spec.ratios
-    form = checked_form(form or Form(), spatial)
+    form = checked_form(form or Form(), pipeline.spec.ratio)
     if form.method == CHUNKED and not pipeline.spec.causal_decoder:
         raise UnsupportedError(
             f"decode method {CHUNKED!r} for {pipeline.family}, whose decoder looks ahead",
             expected=f"one of {', '.join(method for method in METHODS if method != CHUNKED)}",
             fix=f"Choose {STREAMING}, which is exact for every family, or auto.",
         )
-    size = shape[2] * temporal, shape[3] * spatial, shape[4] * spatial  # decoders cut frames off at the very end
+    size = decoder_size(pipeline, (shape[2], shape[3], shape[4]))
     return Passes(Plan(pipeline, "decoder", size, form, tile), progress)
 
 
@@ -327,6 +337,42 @@ def encoded(
     distribution = DiagonalGaussianDistribution(moments)
     latents: torch.Tensor = distribution.mode() if mode else distribution.sample(generator_for(seed))
     return latents
+
+
+def unsigned(video: torch.Tensor) -> torch.Tensor:
+    """A VAE's output (1, 3, F, H, W) in -1..1 as frames (F, H, W, 3) in 0..1, fp32, on the CPU."""
+    return (video[0].float() / 2 + 0.5).clamp(0, 1).permute(1, 2, 3, 0).contiguous().cpu()
+
+
+@contextmanager
+def tiled(vae: Any, tile: int) -> Iterator[None]:
+    """``vae`` working in tiles of ``tile`` pixels, or whole for 0; its own settings come back afterwards."""
+    before = {name: getattr(vae, name) for name in TILING if hasattr(vae, name)}
+    ratio = int(getattr(vae, "spatial_compression_ratio", 0) or vae.config.get("spatial_compression_ratio", 8))
+    # A stride that is no whole number of latents would tear the tiles apart.
+    stride = max(ratio, int(tile * STRIDE) // ratio * ratio)
+    sizes = {"stride": stride, "latent": tile // ratio, "sample": tile}
+    wanted: dict[str, Any] = {"use_tiling": tile > 0}
+    if tile:
+        wanted |= {name: next(sizes[kind] for kind in sizes if kind in name) for name in TILING[1:] if name in before}
+    try:
+        for name, value in wanted.items():
+            setattr(vae, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(vae, name, value)
+
+
+def make_contiguous(module: nn.Module) -> int:
+    """How many weights of ``module`` were laid out anew, so that each has one of torch's plain layouts; values stay."""
+    count = 0
+    with torch.inference_mode(False), torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            layouts = (torch.contiguous_format, *LAYOUTS.get(tensor.ndim, ()))
+            if tensor.device.type != "meta" and not any(tensor.is_contiguous(memory_format=each) for each in layouts):
+                tensor.data, count = tensor.data.contiguous(), count + 1
+    return count
 
 
 @contextmanager

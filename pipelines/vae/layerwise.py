@@ -30,7 +30,6 @@ from ...compat.memory.transfer import Transfer
 from ...compat.transforms.attention_processors import full_name
 from .chunked import AUTOENCODERS, CausalCache, TilePosition
 
-SIDES = (256, 128, 64, 32, 16, 8)  # pixels of the last layer's tile
 Region = tuple[int, int, int, int]
 
 
@@ -52,7 +51,7 @@ class Stream:
 
     Args:
         way: to the device and back.
-        tile: pixels of the last layer, one of :data:`SIDES`.
+        tile: pixels of the last layer, one of :data:`~.plan.SIDES`.
         pixel_elements: elements that the last layer holds per pixel of a frame, of all frames; tiles of other layers
             are chosen to hold as many elements.
         past: what a causal decoder remembers; None where the piece is all of time.

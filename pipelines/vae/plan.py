@@ -7,24 +7,71 @@ layer by layer comes after them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
+from typing import Any
 
 import torch
 
 from ...compat.device.execution import HOST, execution_device
 from ...compat.device.facts import free_bytes, host_free_bytes
 from ...compat.device.failures import KERNEL, MEMORY
-from ...compat.device.quirks import policy_for
-from ...compat.device.vae_policy import METHODS, TILES, Form, largest_buffer_bytes, limit_of, tiles_below
+from ...compat.device.quirks import DevicePolicy, policy_for
+from ...compat.errors import InputError
 from ...compat.precision import DTYPES
 from ..base import Pipeline
-from ..memory.estimates import Size, attempt_bytes, bytes_on, plane_bytes
-from .layerwise import SIDES
+from ..memory.estimates import SPARE, Size, attempt_bytes, bytes_on, latent_shape, plane_bytes
 
-AUTO, FULL, TILED, CHUNKED, STREAMING, ON_CPU = METHODS
+METHODS = AUTO, FULL, TILED, CHUNKED, STREAMING, ON_CPU = ("auto", "full", "tiled", "chunked", "streaming", "cpu")
 CHUNKS = (8, 4, 2, 1)  # latent frames
+TILES = (256, 128, 64)  # pixels; upstream's own default first
+LEAST_CELLS = 2  # latents across a tile
+SIDES = (256, 128, 64, 32, 16, 8)  # pixels of the last layer's tile
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What the user asks of a decode.
+
+    Args:
+        method: one of :data:`METHODS`.
+        tile: pixels of a tile, 0 for the method's own.
+        overlap: pixels of it that blend into the next, -1 for a quarter.
+        frames: latent frames per chunk, 0 for the method's own.
+    """
+
+    method: str = "auto"
+    tile: int = 0
+    overlap: int = -1
+    frames: int = 0
+
+
+def checked_form(form: Form, cell: int) -> Form:
+    """``form``, whose values are in range for latents of ``cell`` pixels.
+
+    Raises:
+        InputError: an unknown method, or a tile, overlap or count of frames out of range.
+    """
+    if form.method not in METHODS:
+        raise InputError(f"decode method {form.method!r}", expected=f"one of {', '.join(METHODS)}", fix="Choose auto.")
+    if form.frames < 0 or form.tile < 0:
+        raise InputError(
+            f"tile {form.tile}, frames_per_chunk {form.frames}", expected="0 or more", fix="Choose 0 for auto."
+        )
+    least = LEAST_CELLS * cell
+    if 0 < form.tile < least and form.method != "streaming":
+        raise InputError(
+            f"tile {form.tile} pixels", expected=f"0, or at least {least} pixels", fix=f"The nearest value is {least}."
+        )
+    most = (form.tile or TILES[0]) // 2
+    if not -1 <= form.overlap <= most:
+        raise InputError(
+            f"overlap {form.overlap} pixels",
+            expected=f"-1 for a quarter of the tile, or 0 to {most} pixels",
+            fix=f"The nearest value is {min(max(form.overlap, 0), most)}.",
+        )
+    return form
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +180,18 @@ class Plan:
         size: pixel frames, rows and columns of the largest pass.
         form: what the user asks of a decode.
         advised: pixels per tile that the family advises; 0 for whole.
+        room: bytes beside the weights that a forecast has; None for a run, which looks at the device and makes room.
     """
 
-    def __init__(self, pipeline: Pipeline, coder: str, size: tuple[int, int, int], form: Form, advised: int) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        coder: str,
+        size: tuple[int, int, int],
+        form: Form,
+        advised: int,
+        room: int | None = None,
+    ) -> None:
         self.pipeline, self.size, self.form, self.method = pipeline, size, form, form.method
         self.learned = f"{pipeline.family} {coder} fails with MIOpen"  # of an earlier run on this device
         self.policy, self.device = policy_for(pipeline.facts), execution_device(pipeline.offloader, part="vae")
@@ -146,8 +202,8 @@ class Plan:
         start = self._start(form.tile or advised) if self.method in (AUTO, TILED) else 0
         self.forms = self._forms(start, whole_first=self.method == AUTO and not limited)
         self.attempt = next((each for each in self.forms if each.tile == start), self.forms[0])
-        if self.method == AUTO and self.decodes and self.device.type != HOST.type and not (start and limited):
-            self.attempt = self._fitting()
+        if self.method == AUTO and self.decodes and not (start and limited):
+            self.attempt = self._fitting() if room is None else self.fitting(room)
 
     def follow(self, kind: str, text: str) -> Attempt | None:
         """What to try after the attempt under way failed; None when nothing allowed is left.
@@ -168,7 +224,8 @@ class Plan:
         """Bytes beside the weights that an attempt is forecast to take; 0 where nobody knows."""
         if not self.decodes or not self.pipeline.weights:
             return 0
-        return attempt_bytes(self.pipeline, self.area, attempt.frames, attempt.tile, attempt.stream)
+        planes = plane_bytes(self.pipeline, self.area) if attempt.stream and self.device.type == HOST.type else 0
+        return planes + attempt_bytes(self.pipeline, self.area, attempt.frames, attempt.tile, attempt.stream)
 
     def others(self) -> list[str]:
         """The other parts of the pipeline that are on the device."""
@@ -247,17 +304,57 @@ class Plan:
         offloader = pipeline.offloader
         weights = pipeline.weights["vae"].resident(offloader.mode, "vae") + offloader.options.keep_free_bytes
         weights -= bytes_on(self.device, pipeline.parts.get("vae"))
-        if weights + self.needed_bytes(self.forms[0]) <= free:
+        if SPARE * (weights + self.needed_bytes(self.forms[0])) <= free:
             return self.forms[0]
         for name in self.others():
             offloader.release(name)
-        free = room_on(pipeline, self.device) or free
+        return self.fitting((room_on(pipeline, self.device) or free) - weights)
+
+    def fitting(self, room: int) -> Attempt:
+        """The first form that is forecast to need at most ``room`` bytes beside the weights; else the smallest."""
         streams = plane_bytes(self.pipeline, self.area) <= host_free_bytes()
         forms = [each for each in self.forms if not each.on_host and (streams or not each.stream)]
-        fitting = (each for each in forms if weights + self.needed_bytes(each) <= free)
+        fitting = (each for each in forms if SPARE * self.needed_bytes(each) <= room)
         return next(fitting, min(forms, key=self.needed_bytes))
+
+
+def planned_decode(pipeline: Pipeline, size: Size, room: int) -> tuple[Attempt, int]:
+    """The form in which a decode of ``size`` begins with ``room`` bytes beside the weights, and the bytes it needs."""
+    spec, cells = pipeline.spec, latent_shape(pipeline, size)
+    plan = Plan(pipeline, "decoder", decoder_size(pipeline, cells), Form(), spec.tile_for(cells), room)
+    return plan.attempt, plan.needed_bytes(plan.attempt)
+
+
+def decoder_size(pipeline: Pipeline, cells: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Pixel frames, rows and columns that a decoder makes of ``cells``; it cuts frames off at the very end."""
+    spatial, temporal = pipeline.spec.ratios
+    return cells[0] * temporal, cells[1] * spatial, cells[2] * spatial
 
 
 def room_on(pipeline: Pipeline, device: torch.device) -> int | None:
     """Bytes that a part may take on ``device``: what is free, or all of it where a host lets its other models leave."""
     return (pipeline.facts.total_bytes or None) if pipeline.offloader.evicts else free_bytes(device)
+
+
+def largest_buffer_bytes(config: Mapping[str, Any], frames: int, height: int, width: int, itemsize: int) -> int:
+    """About the largest single activation of a VAE, in bytes: twice its narrowest width at full size, padded.
+
+    Twice, because the last upsampling comes before the channels are halved.
+
+    Args:
+        config: of the VAE.
+        frames, height, width: of what goes through in one piece, in pixels.
+    """
+    widths = config.get("decoder_block_out_channels") or config.get("block_out_channels") or (128,)
+    pixels = (frames + 2) * (height + 2) * (width + 2)
+    return 2 * min(widths) * pixels // int(config.get("patch_size") or 1) ** 2 * itemsize
+
+
+def limit_of(policy: DevicePolicy) -> int:
+    """The largest buffer in bytes that a VAE may make or convolve; 0 for no limit."""
+    return min((limit for limit in (policy.allocation_bytes, policy.conv_bytes) if limit), default=0)
+
+
+def tiles_below(largest: int, ratio: int = 1) -> tuple[int, ...]:
+    """The tile sizes in pixels that are smaller than ``largest`` and hold at least two latents."""
+    return tuple(tile for tile in TILES if tile < largest and tile >= 2 * ratio)

@@ -19,7 +19,6 @@ from ...compat.memory.transfer import Transfer
 from ...compat.output_check import InvalidOutputError, Judge
 from ...compat.transforms.attention_processors import full_name
 from .chunked import AUTOENCODERS, CausalCache, remembering
-from .layerwise import Stream, streamed
 from .plan import Attempt
 
 WINDOWED = f"{AUTOENCODERS}hunyuan_video.AutoencoderKLHunyuanVideo"
@@ -71,7 +70,7 @@ class Work:
         ratios: pixels per cell, pixel frames per latent frame.
         guard: around each call of the decoder, given the part's index and count.
         judge: of streamed frames, which pass no decoder as a whole; their fault.
-        smaller: as :class:`Stream` takes it.
+        smaller: as :class:`~.layerwise.Stream` takes it.
         check: raises on a cancel.
 
     ``apart`` is the largest difference between two tiles where both count alike, of frames in -1..1.
@@ -158,6 +157,8 @@ class Work:
             config = vae.config
             widths = config.get("decoder_block_out_channels") or config.get("block_out_channels") or (128,)
             elements = min(widths) * latents.shape[2] * self.ratios[1] // int(config.get("patch_size") or 1) ** 2
+            from .layerwise import Stream, streamed
+
             stream = Stream(
                 transfer, attempt.stream, max(1, elements), past=past, smaller=self.smaller, check=self.check
             )

@@ -24,9 +24,9 @@ from PIL import Image  # noqa: E402
 from host import lora_files, paint_models  # noqa: E402
 from host.server import PUBLISHED, NoHost, Server, find_host, tiny_home  # noqa: E402
 
-TESTS = ("run.mjs", "templates.mjs", "memory.mjs", "paint.mjs")
+TESTS = ("run.mjs", "widgets.mjs", "templates.mjs", "memory.mjs", "paint.mjs")
 ON_A_GPU = ("memory.mjs", "help.mjs")  # on the simulated accelerator, with models whose weights outweigh the rest
-STANDING_IN = ("paint.mjs", "templates.mjs")  # for core's own models, which are not here
+STANDING_IN = ("paint.mjs", "templates.mjs", "widgets.mjs")  # for core's own models, which are not here
 PICTURES = HERE.parents[1] / "docs" / "images"
 LORAS = ("style.safetensors", "motion.safetensors")  # of the workflow with LoRAs
 WORKFLOWS, THUMBNAIL = HERE.parents[1] / "workflows", (640, 360)

@@ -119,12 +119,12 @@ export async function notice(page) {
 }
 
 const MISTAKES = [
-  [{ text: " " }, "AnyGPUEncodePrompt", "an empty prompt", "Type a prompt."],
+  [{ template: "none" }, "AnyGPUEncodePrompt", "a template with 0 places for the prompt", "Write {}"],
   [{ offload: "group" }, "AnyGPULoadPipeline", "offload 'group' on a CPU", "Choose auto"],
   [{ precision: "fp16-safe" }, "AnyGPULoadPipeline", "precision 'fp16-safe' on a CPU", "Choose auto"],
   [{ variant: "framepack_f1" }, "AnyGPULoadPipeline", "variant 'framepack_f1' for LTX-Video", "Choose auto"],
   [{ cfg_start: 0.9, cfg_end: 0.1 }, "AnyGPUSample", "cfg_start 0.9 after cfg_end 0.1", "Swap them."],
-  [{ width: 16 }, "AnyGPUSample", "width 16", "The nearest valid value is 32."],
+  [{ steps: 1 }, "AnyGPUSample", "steps 1", "Set steps to 2 or more."],
 ];
 
 export async function errorsSayWhatToDo({ page }, shot) {

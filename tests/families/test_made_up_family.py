@@ -24,7 +24,8 @@ from anygpu.pipelines.latents import recovery
 from anygpu.pipelines.latents.convert import from_core
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.loading.lora import with_lora
-from anygpu.pipelines.memory.estimates import Size, forecasts
+from anygpu.pipelines.memory.estimates import Size
+from anygpu.pipelines.memory.forecast import forecasts
 from anygpu.pipelines.memory.page import memory_plan
 from anygpu.pipelines.registry import FAMILIES, family_named, register
 from anygpu.pipelines.report import precisions

@@ -10,7 +10,6 @@ from typing import Any
 
 import layouts
 import torch
-from anygpu.compat.device.vae_policy import Form
 from anygpu.compat.transforms.step_cache import StepCacheSettings
 from anygpu.paint.baking.bake import BakeSettings, bake
 from anygpu.paint.baking.synthetic import photographs, torus
@@ -40,6 +39,7 @@ from anygpu.pipelines.loading.single_file import Files
 from anygpu.pipelines.sampling.core_sampler import Call, velocity
 from anygpu.pipelines.speed import SpeedRequest, with_step_cache
 from anygpu.pipelines.text.prompt_files import load_prompt, save_prompt
+from anygpu.pipelines.vae.plan import Form
 from safetensors.torch import save_file
 from simulated import accelerator, profiles
 

@@ -49,6 +49,8 @@ def assert_next_run_is_fresh(server: Server, client: Client, model: str, cancell
     """The run after ``cancelled``, in the same server with what that left, equals one where nothing was before."""
     assert cancelled.ending == "execution_interrupted", cancelled.message
     assert cancelled.cancel_seconds is not None and cancelled.cancel_seconds < 1.0
+    shown = [cancelled.texts_of(node)[-1] for node in (SAMPLE, DECODE) if cancelled.texts_of(node)]
+    assert re.match("cancelled at (sampling|decoding)", shown[-1]), shown
     after = client.run(watched(model).prompt)
     assert "1" in after.cached, "the loaded pipeline of the cancelled run was to be used again"
     client.free()

@@ -28,6 +28,9 @@ def test_core_euler_gives_what_ours_gives(inside: Inside, name: str) -> None:
     others = ("AnyGPU_vae", "AnyGPU_text_encoder", "AnyGPU_text_encoder_2", "AnyGPU_image_encoder")
     transformers = [kind for kind in found["loaded"] if kind not in others]
     assert len(transformers) == 1, "the transformer has two patchers"
+    assert found["kept"], "Recover Latents has not what core sampled"
+    assert found["listed"][:2] == [name.split()[0], 3] and min(found["listed"][2:]) > 0
+    assert found["thumbnail"]
     assert found["device"] < 2 * found["size"]
 
 
@@ -114,3 +117,58 @@ def test_free_memory_and_unload_models_then_the_same_again(server: Server, clien
     first = client.run(prompt)
     client.free()
     assert np.array_equal(videos.pictures(server, client.run(prompt)), videos.pictures(server, first))
+
+
+NEEDS_FILES = {"HypernetworkLoader", "LoraLoaderModelOnly", "LoraLoaderBypassModelOnly"}
+RAISES = {  # nodes that ask a MODEL for what core's own of these families does not have either
+    "FreeU": "model_channels",
+    "FreeU_V2": "model_channels",
+    "HiDreamO1PatchSeamSmoothing": "",  # takes pictures, not videos
+    "ModelNoiseScale": "multiplier",
+}
+SILENT = {  # nothing is left on the MODEL that could be named
+    "wanBlockSwap": "does nothing, as core says",
+    "UNetSelfAttentionMultiply": "changes weights by names that the family may not have",
+    "UNetCrossAttentionMultiply": "as above",
+    "UNetTemporalAttentionMultiply": "as above",
+    "HiDreamO1PatchSeamSmoothing": "acts on latents of its own model's size",
+    "MultiGPU_WorkUnits": "one device here",
+    "SelectModelDevice": "one device here",
+}
+SLOW = {"TorchCompileModel", "ModelSamplingStableCascade"}
+MERGES = {"ModelMergeAdd", "ModelMergeBlocks", "ModelMergeLTXV", "ModelMergeSimple", "ModelMergeSubtract"}  # of many
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["hunyuan_video", *(pytest.param(name, marks=full) for name in ("ltx", "hunyuan_video_15", "framepack", "mochi"))],
+)
+def test_each_node_of_core_acts_on_our_model_or_says_that_it_does_not(inside: Inside, name: str) -> None:
+    found = inside.play("extras", "survey", name=name, left_out=sorted(NEEDS_FILES | SLOW), merges=sorted(MERGES))
+    assert found.pop("unchanged")["change"] == 0.0
+    assert len(found) > 45
+    for node, result in found.items():
+        if "error" in result:
+            assert RAISES[node] in result["error"], (node, result)
+        else:
+            acts = result["change"] > 1e-3 or result["attention"] or result["said"] or node in SILENT
+            assert acts, f"{node} has no effect on {name}, and nobody is told"
+    for node in ("EasyCache", "LTXVSpatioTemporalGuidance", "RenormCFG", "ModelMergeSimple", "SkipLayerGuidanceDiT"):
+        assert found[node]["change"] > 1e-3, node
+    assert found["ModelAttentionBackend"]["attention"] > 0
+    assert found["ScaleROPE"]["said"] and found["ModelComputeDtype"]["said"]
+
+
+@pytest.mark.parametrize("name", ["ltx", *(pytest.param(name, marks=full) for name in ("hunyuan_video", "mochi"))])
+def test_core_puts_our_model_and_vae_on_other_devices(inside: Inside, name: str) -> None:
+    found = inside.play("extras", "on_two_devices", name=name)
+    assert found["split"]["change"] <= ROUNDING and min(found["split"]["sent"]) > 0, "one device did everything"
+    assert found["second"]["change"] == 0.0 and found["second"]["sent"][0] == 0
+    assert found["vae"]["equal"]
+    first, second, back = found["vae"]["devices"]
+    assert first == back != second
+
+
+def test_core_latent_upscaler_finds_the_statistics_of_the_vae(inside: Inside) -> None:
+    found = inside.play("extras", "upscaled")
+    assert found["moved"] > 0.1 and found["back"] < 1e-5

@@ -95,9 +95,12 @@ def test_damaged_model(server: Server, client: Client, tmp_path: Path, damage: s
 
 
 BAD_INPUT: dict[str, tuple[dict[str, object], str, tuple[str, ...]]] = {
-    "empty_prompt": ({"text": "  "}, "AnyGPUEncodePrompt", ("an empty prompt", "Type a prompt.")),
-    "long_prompt": ({"text": "cat " * 400}, "AnyGPUEncodePrompt", ("tokens", "at most 128 tokens", "Shorten it")),
-    "small_size": ({"width": 16}, "AnyGPUSample", ("width 16", "32 to 4096 pixels", "nearest valid value is 32")),
+    "few_steps": ({"steps": 1}, "AnyGPUSample", ("steps 1", "at least 2 steps", "Set steps to 2 or more")),
+    "large_size": (
+        {"width": 4096, "height": 4096, "frames": 4097},
+        "AnyGPUSample",
+        ("4096x4096, 4097 frames", "small enough for this model's noise schedule", "Lower width, height or frames"),
+    ),
     "cfg_order": ({"cfg_start": 0.9, "cfg_end": 0.1}, "AnyGPUSample", ("cfg_start 0.9", "Swap them")),
 }
 

@@ -197,3 +197,20 @@ def test_memory_that_ran_out_once_is_asked_for_again_by_the_next_stage(inside: I
     first, _, last = found["seen"]
     assert found["sprung"] and 0 < first[0] < 1.0, "half of it goes on"
     assert last == [1.0, 1.0], "the other model left for room that nobody needs"
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu_only"),
+    [
+        pytest.param(name, only, marks=[] if name == "hunyuan_video image" and only else full)
+        for name in CASES
+        for only in (False, True)
+    ],
+)
+def test_high_vram_keeps_what_it_can_and_gives_back_what_is_asked(inside: Inside, name: str, gpu_only: bool) -> None:
+    """Under --highvram and --gpu-only ComfyUI's own place for models that leave is the device itself."""
+    found = inside.play("memory", "high_vram", name=name, gpu_only=gpu_only)
+    assert found["different"] == 0.0 and found["stays"] > 0 and found["loaded"] == 1.0
+    assert "of the transformer streamed" in found["done"] and found["freed"] > 0.3, "it said that it freed"
+    assert found["again"] < 0.7, "what ran out is not loaded whole again"
+    assert found["left"] == 0

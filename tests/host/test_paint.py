@@ -138,6 +138,8 @@ def test_painted_views_are_kept_when_baking_fails(client: Client, graph: Graph) 
     again = client.run(graph.prompt)
     assert again.ending == "execution_success", again.message
     assert "5" in again.cached, "painted a second time"
+    latents = client.get("/anygpu/latents")["latents"][0]
+    assert ", paint, 64x64, 6 frames, seed" in latents["title"], "the latents of paint are kept as others"
 
 
 def test_a_mesh_without_uvs_is_unwrapped_in_one_step_and_all_of_it_is_cached(server: Server, client: Client) -> None:

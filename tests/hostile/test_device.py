@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import csv
 import json
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,10 +19,13 @@ import torch
 from anygpu.compat.device import facts
 from anygpu.compat.device.facts import facts_for
 from anygpu.compat.device.probe_store import ENDED, UNUSABLE, ProbeStore
+from anygpu.compat.device.quirks import active, policy_for
 from anygpu.compat.transforms import fused
 from anygpu.compat.transforms.fused import FusedSites
 from anygpu.kernels import library
 from simulated import profiles
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class ForeignError(Exception):
@@ -225,3 +230,68 @@ def test_shortage_in_a_kernel_is_no_fault_of_the_kernel(error: BaseException) ->
     with pytest.raises(type(error)):
         launch(torch.zeros(1))
     assert not library.FAULTS
+
+
+class Nvml:
+    """NVIDIA's library, as ctypes calls it."""
+
+    def __init__(self, status: int = 0) -> None:
+        self.status, self.open = status, 0
+
+    def nvmlInit_v2(self) -> int:
+        self.open += self.status == 0
+        return self.status
+
+    def nvmlSystemGetDriverVersion(self, text: Any, length: int) -> int:
+        text.value = b"581.29"[: length - 1]
+        return 0
+
+    def nvmlShutdown(self) -> int:
+        self.open -= 1
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("backend", "release", "nvml", "driver"),
+    [
+        ("cuda", "10", Nvml(), "581.29"),  # Windows
+        ("cuda", "5.15.167-microsoft-standard-WSL2", Nvml(), "581.29"),
+        ("cuda", "6.14.0", Nvml(status=9), "runtime 12090"),  # NVML_ERROR_DRIVER_NOT_LOADED
+        ("cuda", "6.14.0", OSError("no such library"), "runtime 12090"),
+        ("rocm", "6.14.0-37-generic", OSError(), "Linux 6.14"),
+        ("xpu", "6.17.2-arch1", OSError(), "Linux 6.17"),
+        ("rocm", "5.15.167-microsoft-standard-WSL2", OSError(), "runtime 12090"),
+    ],
+)
+def test_a_driver_is_told_apart_without_sys(
+    monkeypatch: pytest.MonkeyPatch, backend: str, release: str, nvml: Any, driver: str
+) -> None:
+    """Probe results are kept by it: one that never changes would outlive the driver that it was measured on."""
+    monkeypatch.setattr(facts, "KERNEL_FILES", ("/nowhere/version",))
+    monkeypatch.setattr(facts.platform, "release", lambda: release)
+    monkeypatch.setattr(facts.sys, "platform", "linux")
+    monkeypatch.setattr(facts.ctypes, "CDLL", raising(nvml) if isinstance(nvml, OSError) else lambda _name: nvml)
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 12090, raising=False)
+    assert facts._driver(backend) == driver
+    assert not getattr(nvml, "open", 0), "NVML stays open"
+
+
+# comfy/model_management.py of ComfyUI 0.33, should_use_fp16: cards whose fp16 convolutions give NaN.
+NO_FP16 = ("1660", "1650", "1630", "T500", "T550", "T600", "MX550", "MX450", "CMP 30HX", "T2000", "T1000", "T1200")
+
+
+@pytest.mark.parametrize("card", [f"NVIDIA {name}" for name in (*NO_FP16, "GeForce GTX 1660 SUPER", "T400 4GB")])
+def test_cards_that_comfyui_keeps_from_fp16_compute_in_fp32_here_too(card: str) -> None:
+    machine = replace(profiles.facts_of("gtx16xx"), name=card)
+    assert any(row.name == "gtx16_fp16_nan" for row in active(machine))
+    assert not any(row.name == "gtx16_fp16_nan" for row in active(profiles.facts_of("turing")))
+
+
+def test_no_row_denies_what_our_own_builds_show() -> None:
+    """benchmarks/results/kernels_build.csv: Triton 3.7 builds every kernel of ours for sm70 and sm75."""
+    with (ROOT / "benchmarks" / "results" / "kernels_build.csv").open(encoding="utf-8", newline="") as file:
+        built = {row["target"] for row in csv.DictReader(file) if row["verdict"] == "ok" and row["triton"] >= "3.3"}
+    assert {"sm_70", "sm_75"} <= built
+    for arch in ("sm70", "sm75"):
+        machine = replace(profiles.facts_of("turing"), arch=arch, versions={"triton": "3.7.1"})
+        assert "triton" not in policy_for(machine).wrong

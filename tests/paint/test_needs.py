@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from anygpu.compat.memory.estimates import PartBytes
 from anygpu.compat.memory.offloader import MODES
+from anygpu.compat.memory.parts import PartBytes
 from anygpu.compat.memory.statistics import kept_stages
 from anygpu.paint.estimates import MARGIN, asked, paint_bytes, paint_needs
 from anygpu.paint.loading import PaintRequest, load_paint

@@ -5,7 +5,7 @@ from __future__ import annotations
 from anygpu.compat.memory.offloader import MODES
 from anygpu.paint.estimates import paint_needs
 from anygpu.paint.loading import PaintRequest, load_paint
-from anygpu.pipelines.memory.estimates import Forecast
+from anygpu.pipelines.memory.forecast import Forecast
 from anygpu.pipelines.memory.page import shown
 
 

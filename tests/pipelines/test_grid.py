@@ -46,3 +46,9 @@ def test_out_of_range_names_the_nearest(family, width, height, frames, nearest):
 def test_mochi_needs_two_steps():
     with pytest.raises(InputError, match="nearest valid value is 2"):
         check_steps(FAMILIES["mochi"], 1)
+
+
+@EVERY
+def test_a_side_that_is_too_small_becomes_the_smallest_and_not_the_default(family):
+    size = snap(family, 7, 1, 9)
+    assert size.width == size.height == max(32, family.multiple) and "width 7 -> 32" in size.said

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from anygpu.compat.errors import UnsupportedError
+from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.pipelines.loading.folder import LoadRequest
-from anygpu.pipelines.requests import LOAD_INPUTS, load_request
+from anygpu.pipelines.requests import LOAD_INPUTS, STORED, load_request
 
 MODEL = Path("model")
 OTHER = {"compile_mode": "max-autotune-no-cudagraphs", "compile_dynamic": "all", "compile_cache_size": 3}
@@ -34,3 +34,12 @@ def test_a_trace_is_a_profile_of_its_file():
 def test_an_accelerator_that_is_not_there_is_refused():
     with pytest.raises(UnsupportedError, match="device 'gpu:3'"):
         load_request({"vae_device": "gpu:3"}, model=MODEL)
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_a_precision_of_other_packs_is_a_way_of_storing_weights(name):
+    named = load_request({"precision": name}, model=MODEL)
+    assert named == load_request({"weights": STORED[name]}, model=MODEL) and named.precision == "auto"
+    assert load_request({"precision": name, "weights": STORED[name]}, model=MODEL) == named
+    with pytest.raises(InputError, match=f"precision {name!r} with weights 'int8'"):
+        load_request({"precision": name, "weights": "int8"}, model=MODEL)

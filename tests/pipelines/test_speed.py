@@ -7,16 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from anygpu.compat.decision import Decision
 from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.compat.transforms import step_cache
 from anygpu.compat.transforms.compile import CompileSettings
+from anygpu.compat.transforms.fused import CHOICES as KERNELS
 from anygpu.compat.transforms.step_cache import FIRST_BLOCK, KINDS, PYRAMID, TAYLOR, StepCacheSettings, settings_for
 from anygpu.pipelines import stages, tiny
 from anygpu.pipelines.base import FramePackSettings, ImageRequest, PromptRequest, SampleSettings
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.profiling import Profile
 from anygpu.pipelines.registry import FAMILIES
-from anygpu.pipelines.speed import SpeedRequest, with_step_cache
+from anygpu.pipelines.speed import SpeedRequest, form_for, with_step_cache
 
 CHECKPOINTS = {
     "ltx": ("ltx",),
@@ -219,3 +221,17 @@ def test_compile_with_auto_does_without_a_host_that_it_cannot_have(tiny_folder):
     assert any("offload auto does without comfyui" in decision.why for decision in pipeline.decisions)
     with pytest.raises(AssertionError, match="was taken"):
         load(LoadRequest(path, device="cpu"), hosted=hosted)
+
+
+def test_choices_of_kernels():
+    cpu = torch.device("cpu")
+    assert KERNELS == ("auto", "off", "triton", "reference")
+    assert form_for("auto", cpu, torch.float32)[0] == "" and "cpu" in form_for("auto", cpu, torch.float32)[1].why
+    assert form_for("off", cpu, torch.float32) == ("", Decision("kernels", "off", "", "chosen"))
+    assert form_for("reference", cpu, torch.float32)[0] == "reference"
+    with pytest.raises(UnsupportedError, match="kernels 'triton' on cpu"):
+        form_for("triton", cpu, torch.float32)
+    with pytest.raises(InputError, match="expected one of auto, off, triton, reference"):
+        form_for("fast", cpu, torch.float32)
+    with pytest.raises(UnsupportedError, match="float64 is not one of"):
+        form_for("triton", torch.device("cuda"), torch.float64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from anygpu.pipelines.latents import convert as latent_format
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.pictures import fitted, fitted_size
 from anygpu.pipelines.registry import FAMILIES
+from anygpu.pipelines.text.t5 import shortened
 
 ASKED = SampleSettings(64, 48, 7, steps=2, seed=7)
 FRAMES = torch.rand(7, 48, 64, 3, generator=torch.Generator().manual_seed(0))
@@ -39,16 +41,35 @@ def sample(mochi, prompt, progress=None, **changes) -> Latents:
 
 
 @pytest.mark.parametrize("text", ["", "  \n"])
-def test_an_empty_prompt(mochi, text):
-    with pytest.raises(InputError, match="an empty prompt"):
-        stages.encode_prompt(mochi, PromptRequest(text), Silent())
+def test_an_empty_prompt_is_encoded(mochi, text, recorded):
+    progress = recorded()
+    made = stages.encode_prompt(mochi, PromptRequest(text, "fox"), progress)
+    assert made.embeds["prompt_embeds"].shape[1] >= 1 and not progress.said
 
 
-def test_an_over_long_prompt_says_what_would_be_lost(mochi):
-    with pytest.raises(InputError, match=r"the prompt has \d+ tokens; expected at most 256 tokens.*would be lost"):
-        stages.encode_prompt(mochi, PromptRequest("fox " * 400), Silent())
-    with pytest.raises(InputError, match="the negative prompt has"):
-        stages.encode_prompt(mochi, PromptRequest("fox", "fox " * 400), Silent())
+def test_an_over_long_prompt_is_shortened_and_said(mochi, recorded):
+    progress = recorded()
+    long = stages.encode_prompt(mochi, PromptRequest("fox " * 400, "fox " * 300), progress)
+    assert long.embeds["prompt_embeds"].shape[1] == long.negative["prompt_embeds"].shape[1] == 256
+    short, negative = progress.said
+    assert re.fullmatch(r"the prompt is shortened from \d+ to 256 tokens: what begins with '.+' is left out", short)
+    assert negative.startswith("the negative prompt is shortened")
+
+
+def test_a_shortened_prompt_is_its_beginning(mochi):
+    """What is left is encoded as a prompt that was written so."""
+    text = "a red fox jumps over"
+    beginning = shortened(mochi.tools["tokenizer"], text, 6, "prompt", Silent())
+    assert text.startswith(beginning) and 0 < len(beginning) < len(text)
+    long, short = (
+        stages.encode_prompt(mochi, PromptRequest(given, max_tokens=6), Silent()) for given in (text, beginning)
+    )
+    assert torch.equal(long.embeds["prompt_embeds"], short.embeds["prompt_embeds"])
+
+
+def test_a_limit_without_room_for_a_word(mochi):
+    with pytest.raises(InputError, match="max_tokens leaves 1 tokens for the prompt; expected room for a word"):
+        stages.encode_prompt(mochi, PromptRequest("fox", max_tokens=1), Silent())
 
 
 @pytest.mark.parametrize("request_", [PromptRequest("a", max_tokens=5000), PromptRequest("a", template="none")])
@@ -79,8 +100,18 @@ def test_width_and_height_0_take_the_size_of_the_image(ltx):
     prompt = stages.encode_prompt(ltx, PromptRequest("a red fox"), Silent())
     image = stages.encode_image(ltx, ImageRequest(FRAMES[:1], 96, 64), "stretch", Silent())
     with torch.no_grad():
-        latents = stages.sample(ltx, prompt, image, SampleSettings(0, 0, 9, steps=1), Silent())
+        latents = stages.sample(ltx, prompt, image, SampleSettings(0, 0, 9, steps=2), Silent())
     assert (latents.width, latents.height) == (96, 64)
+
+
+@pytest.mark.parametrize(
+    ("size", "steps", "pattern"),
+    [((64, 64, 9), 1, "steps 1; expected at least 2"), ((4096, 4096, 4097), 2, "4096x4096")],
+)
+def test_a_schedule_that_cannot_be_is_refused_in_words(ltx, size, steps, pattern):
+    prompt = stages.encode_prompt(ltx, PromptRequest("fox"), Silent())
+    with pytest.raises(InputError, match=pattern):
+        stages.sample(ltx, prompt, None, SampleSettings(*size, steps=steps), Silent())
 
 
 def test_nothing_is_said_when_nothing_was_changed(mochi, prompt, recorded):

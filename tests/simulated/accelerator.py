@@ -148,6 +148,10 @@ def _renew() -> None:
         gc.collect()
     _hooks.clear()
     _watch()
+    take_waits()
+    _loaded().acc_cap_buffers(ctypes.c_int64(0), 0)
+    _loaded().acc_word_shortage(b"")
+    _loaded().acc_refuse_set_data(0)
     torch.accelerator.set_device_index(0)
     torch.acc.manual_seed_all(DEFAULT_SEED)
     for index in range(device_count()):
@@ -222,6 +226,56 @@ def refusal(count: int, index: int = 0) -> Iterator[None]:
         yield
     finally:
         _loaded().acc_refuse(index, ctypes.c_int64(0))
+
+
+@contextlib.contextmanager
+def buffer_cap(total_bytes: int, ends_process: bool = False) -> Iterator[None]:
+    """No request above `total_bytes` is granted, whatever is free; it is refused as Metal does, or the process ends."""
+    _loaded().acc_cap_buffers(ctypes.c_int64(total_bytes), int(ends_process))
+    try:
+        yield
+    finally:
+        _loaded().acc_cap_buffers(ctypes.c_int64(0), 0)
+
+
+@contextlib.contextmanager
+def shortage_called(words: str) -> Iterator[None]:
+    """A shortage is a plain RuntimeError with these words, as most back ends have it."""
+    _loaded().acc_word_shortage(words.encode())
+    try:
+        yield
+    finally:
+        _loaded().acc_word_shortage(b"")
+
+
+@contextlib.contextmanager
+def without_set_data() -> Iterator[None]:
+    """`parameter.data = ...` across devices raises, as behind torch_xla."""
+    _loaded().acc_refuse_set_data(1)
+    try:
+        yield
+    finally:
+        _loaded().acc_refuse_set_data(0)
+
+
+def take_waits() -> list[tuple[int, int]]:
+    """(device of the stream that waits, device of the stream it waits for), in order, since the last call."""
+    pairs = (ctypes.c_int64 * 20_000)()
+    count = _loaded().acc_take_waits(pairs, 10_000)
+    return [(pairs[2 * index], pairs[2 * index + 1]) for index in range(min(count, 10_000))]
+
+
+def host_bytes() -> int:
+    """Bytes of host memory that tensors hold, each storage once; where memory is shared they are the device's too.
+
+    Views of mapped files count as well, although the system may take their pages back.
+    """
+    storages = {}
+    for thing in gc.get_objects():
+        if isinstance(thing, torch.Tensor) and thing.device.type == "cpu" and thing.layout is torch.strided:
+            storage = thing.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
 
 
 def _existing(index: int) -> int:

@@ -14,7 +14,8 @@ from anygpu.compat.memory.offloader import StandaloneOffloader
 from anygpu.pipelines import tiny
 from anygpu.pipelines.base import Pipeline
 from anygpu.pipelines.loading.folder import LoadRequest, load
-from anygpu.pipelines.memory.estimates import Size, forecast
+from anygpu.pipelines.memory.estimates import Size
+from anygpu.pipelines.memory.forecast import forecast
 from heavy import build_heavy
 
 from simulated.test_families import CASES, rendered

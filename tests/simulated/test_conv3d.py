@@ -296,7 +296,9 @@ def test_forms_are_timed_on_the_device(acc: torch.device) -> None:
         assert form_error(Conv3dForm.NATIVE, layer, acc) is None
     assert set(times) == {"frames", "frame_chunks", "matmul"}
     chosen = choose_by({}, lambda *_: times)(layer)
-    assert chosen is not None and chosen.form.value == min(times, key=times.__getitem__)
+    assert chosen is not None and chosen.form.value == min(times, key=times.__getitem__), (
+        "the facts' choice did not run"
+    )
 
 
 # Inputs that are elsewhere -----------------------------------------------------------------------------------------

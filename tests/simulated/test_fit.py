@@ -6,15 +6,15 @@ import gc
 
 import pytest
 import torch
-from anygpu.compat.device.vae_policy import Form
 from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.compat.memory.hooks import hooks_on
 from anygpu.compat.memory.offloader import MODES
 from anygpu.pipelines import stages, tiny
 from anygpu.pipelines.base import Latents, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.loading.folder import LoadRequest, load
-from anygpu.pipelines.memory.estimates import forecast
 from anygpu.pipelines.memory.fit import plan_line
+from anygpu.pipelines.memory.forecast import forecast
+from anygpu.pipelines.vae.plan import Form
 
 from simulated import accelerator, fitting
 from simulated.fitting import FAMILIES, SHARES, forget, heavy, peak, run

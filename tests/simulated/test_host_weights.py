@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from anygpu.compat.checkpoints import weights as checkpoints
-from anygpu.compat.checkpoints.headers import TensorEntry
+from anygpu.compat.checkpoints.headers import TensorEntry, header_of
 from anygpu.compat.checkpoints.weights import read_tensors
 from anygpu.compat.device import facts as device
 from anygpu.compat.device.facts import facts_for
@@ -174,16 +176,78 @@ def test_a_part_that_must_be_cast_cannot_stay_in_its_file(tmp_path):
     assert found.of(DISK) == ("transformer",) and files["transformer"].mapped and files["transformer"].staged
 
 
-def test_views_save_nothing_where_memory_is_promised_for_them(tmp_path, monkeypatch):
-    """Windows does so: what would stay in its file is held, and is refused at once where no page file has room."""
-    monkeypatch.setattr(fit, "VIEWS_TAKE_MEMORY", True)
-    entry = TensorEntry(tmp_path / "a", "BF16", (2**20, 2), 0, 2**22)
-    whole = PartFiles("transformer", "diffusers", "", tmp_path, {}, {"w": entry}, torch.bfloat16, mapped=True)
-    here = replace(facts_for("cpu"), backend="other")
-    with pytest.raises(UnsupportedError, match=r"expected 3\.2 MB more\. Close other .*, or enlarge the page file"):
-        fit.fit_host_memory({"transformer": whole}, here, 10**6, 0)
-    files, found = fit.fit_host_memory({"transformer": whole}, here, 10**6, 2**22)
-    assert not found.of(DISK) and not files["transformer"].mapped
+GIB = 1024**3
+
+
+@pytest.mark.parametrize(
+    ("memory", "page_file", "weights", "kept"),
+    [  # GiB of a common Windows machine that are free, and of a model
+        (12, 4, {"vae": 1, "text_encoder": 9, "transformer": 24}, (PLAIN, PLAIN, DISK)),
+        (24, 0, {"vae": 1, "text_encoder": 9, "transformer": 24}, (PLAIN, PLAIN, DISK)),
+        (6, 0, {"vae": 1, "text_encoder": 9, "transformer": 24}, (PLAIN, DISK, DISK)),
+        (48, 0, {"vae": 1, "text_encoder": 9, "transformer": 24}, (PLAIN, PLAIN, PLAIN)),
+    ],
+)
+def test_windows_leaves_in_their_files_what_does_not_fit(tmp_path, memory, page_file, weights, kept):
+    """It promises no memory for views that nobody can write to, so that neither memory nor page file must hold them."""
+    files = {}
+    for name, size in weights.items():
+        entry = TensorEntry(tmp_path / name, "BF16", (size * GIB // 2,), 0, size * GIB)
+        files[name] = PartFiles(name, "diffusers", "", tmp_path, {}, {"w": entry}, torch.bfloat16)
+    files["vae"] = replace(files["vae"], dtype=torch.float32)  # cast while it is read
+    files, decided = fit.fit_host_memory(files, facts_for("cpu"), memory * GIB, page_file * GIB)
+    assert tuple(decided.kinds.values()) == kept
+    assert [part.mapped for part in files.values()] == [kind == DISK for kind in kept]
+
+
+def test_a_view_that_nobody_may_write_to_holds_what_the_file_has(tmp_path, monkeypatch, recwarn):
+    monkeypatch.setattr(checkpoints, "READ_ONLY", True)
+    monkeypatch.setattr(checkpoints, "VIEW_BYTES", 16)
+    values = torch.arange(64, dtype=torch.float32)
+    path = checkpoints.write_tensors(tmp_path / "a.safetensors", {"w": values}, {})
+    for dtype in (None, torch.float16):
+        tensor = read_tensors(header_of(path), dtype, lambda _bytes: None, mapped=True)["w"]
+        assert torch.equal(tensor.float(), values)
+    assert not recwarn.list, "torch warns of memory that it cannot write to"
+    place = read_tensors(header_of(path), None, lambda _bytes: None, mapped=True)["w"].untyped_storage().pages[0]
+    with pytest.raises(TypeError, match="readonly"):
+        place[0] = 1
+    checkpoints.release_pages(tensor)
+
+
+READ_ONLY = """
+import sys
+sys.path.insert(0, {tests!r})
+import torch
+from pathlib import Path
+from anygpu.compat.checkpoints import weights
+from anygpu.pipelines import tiny
+from anygpu.pipelines.loading.folder import LoadRequest, load
+from simulated import accelerator
+from simulated.test_families import CASES, rendered
+weights.READ_ONLY = True
+weights.VIEW_BYTES = 64
+torch.set_num_threads(1)
+devices = ["cpu", "acc:0"] if not accelerator.reason() else ["cpu"]
+if len(devices) > 1:
+    accelerator.load()
+for device in devices:
+    paths = [tiny.build(name, Path({folder!r})) for name in CASES[{name!r}].checkpoints]
+    base, encoder = paths[1:] if len(paths) == 3 else (None, None)
+    for precision in ("fp32", "bf16"):
+        chosen = LoadRequest(paths[0], base, encoder, precision=precision, device=device)
+        rendered(load(chosen), CASES[{name!r}])
+print("nobody wrote")
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["ltx image", "hunyuan_video image", "hunyuan_video_15 image", "framepack", "mochi"])
+def test_nobody_writes_to_weights_in_read_only_pages(tiny_folder, name):
+    """It would end the process, so another one runs it."""
+    program = READ_ONLY.format(tests=str(Path(__file__).resolve().parents[1]), folder=str(tiny_folder), name=name)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "nobody wrote", f"ended with {done.returncode}: {done.stderr[-600:]}"
 
 
 def test_a_file_larger_than_all_memory_can_be_mapped(tmp_path):

@@ -10,7 +10,6 @@ import pytest
 import torch
 from anygpu.compat.checkpoints.headers import declared
 from anygpu.compat.device.probe_store import ProbeStore
-from anygpu.compat.device.vae_policy import Form
 from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.compat.memory.transfer import transfer_for
 from anygpu.pipelines import stages, tiny
@@ -18,6 +17,7 @@ from anygpu.pipelines.base import ImageRequest, Latents, Pipeline, Silent
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.vae import fallback as vae
 from anygpu.pipelines.vae import plan as vae_plan
+from anygpu.pipelines.vae.plan import Form
 
 from simulated import accelerator, profiles
 

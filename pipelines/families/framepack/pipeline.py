@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from ....compat.device.execution import checked_leaves, generator_for, placed, state_of
-from ....compat.device.vae_policy import Form
 from ....compat.errors import InputError
 from ....compat.precision import Precision
 from ...base import (
@@ -40,6 +39,7 @@ from ...sampling.schedules import Levels, even_levels, schedule_for
 from ...text.llama import POOLED, llama_embeds, llama_from_core
 from ...text.t5 import EMBEDS, MASK, described
 from ...vae.fallback import decoding
+from ...vae.plan import Form
 from .keyframes import END, START, VISION, drawn, end_strength
 from .keyframes import encode_image as encode_image
 from .sections import History, Plan, joined, plan_for, spans
@@ -81,8 +81,8 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
 
     texts = tuple(text for text in request.sections if text.strip())
     asked = replace(request, sections=texts)
-    positive, negative, found = llama_embeds(pipeline, HunyuanVideoFramepackPipeline, asked, progress)
-    encoded = iter(found)
+    positive, negative, later = llama_embeds(pipeline, HunyuanVideoFramepackPipeline, asked, progress)
+    encoded = iter(later)
     sections = tuple(next(encoded) if text.strip() else positive for text in request.sections)
     return Prompt(SPEC.id, positive, negative, sections)
 
@@ -154,10 +154,10 @@ def sample(
             forward = _forward(pipeline, transformer, history, image.tensors[VISION].to(device), settings)
             noise, part = noise_for(shape, generator, device), SubProgress(progress, index, plan.count, "section")
             history.add(_section(pipeline, forward, texts[plan.place(index)], settings, noise, part))
-            found = described(_so_far(pipeline, history, settings, generator), prompt)
+            latents = described(_so_far(pipeline, history, settings, generator), prompt)
             if keeper is not None:
-                keeper.keep(key, index, plan.count, found, history.standing(state_of(generator)))
-    return found
+                keeper.keep(key, index, plan.count, latents, history.standing(state_of(generator)))
+    return latents
 
 
 def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.Tensor:

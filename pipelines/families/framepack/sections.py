@@ -11,8 +11,8 @@ import torch
 from ....compat.errors import InputError
 from ...base import SECTION_ORDERS, FramePackSettings
 from ...grid import require_range
-from ...pictures import unsigned
 from ...sampling.resume import SectionState
+from ...vae.fallback import unsigned
 from .spec import F1, TEMPORAL_RATIO
 
 INVERTED, VANILLA = SECTION_ORDERS

@@ -71,9 +71,9 @@ def training_sections(
         first = 1 + place * plan.window
         target, seen, indices = film[:, first : first + plan.window], history.seen(), plan.indices(step)
         size = sized(target)
-        found = {f"latents_{size}": target}
-        found |= {f"{theirs}_{size}": seen[ours][0] for theirs, ours in CLEAN.items()}
-        found |= {f"{theirs}_{dtype_name(torch.int64)}": indices[ours] for theirs, ours in INDICES.items()}
-        found[f"image_embeddings_{dtype_name(film.dtype)}"] = image.tensors[VISION][0].detach().cpu().to(film.dtype)
-        yield place, found
+        tensors = {f"latents_{size}": target}
+        tensors |= {f"{theirs}_{size}": seen[ours][0] for theirs, ours in CLEAN.items()}
+        tensors |= {f"{theirs}_{dtype_name(torch.int64)}": indices[ours] for theirs, ours in INDICES.items()}
+        tensors[f"image_embeddings_{dtype_name(film.dtype)}"] = image.tensors[VISION][0].detach().cpu().to(film.dtype)
+        yield place, tensors
         history.add(target[None])

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from ....compat.device.execution import checked_leaves, generator_for, placed
-from ....compat.device.vae_policy import Form
 from ....compat.errors import CheckpointError, InputError
 from ...base import ImageCondition, ImageRequest, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings
 from ...family import Defaults
@@ -28,6 +27,7 @@ from ...sampling.schedules import even_levels, schedule_for
 from ...text.llama import POOLED, LlavaInput, llama_embeds, llama_from_core
 from ...text.t5 import EMBEDS, MASK
 from ...vae.fallback import decoded, encoded
+from ...vae.plan import Form
 from .spec import CHANNELS, SPEC, TEMPORAL_RATIO
 
 TOKEN_REPLACE, LATENT_CONCAT = "token_replace", "latent_concat"

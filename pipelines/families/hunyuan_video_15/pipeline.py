@@ -10,7 +10,6 @@ import torch
 from torch.nn import functional
 
 from ....compat.device.execution import checked_leaves, generator_for, placed
-from ....compat.device.vae_policy import Form
 from ....compat.errors import InputError
 from ...base import (
     ImageCondition,
@@ -34,11 +33,10 @@ from ...sampling.schedules import Schedule, even_levels, schedule_for
 from ...text.qwen import EMBEDS_2, qwen_embeds, qwen_from_core
 from ...text.t5 import EMBEDS
 from ...vae.fallback import decoded, encoded, watched
+from ...vae.plan import Form
 from .spec import CHANNELS, SPATIAL_RATIO, SPEC, TEMPORAL_RATIO
 
 VISION_TOKENS = 729  # what SigLIP makes of 384 x 384 pixels
-TILE = 256  # pixels, the VAE's own
-MOST_WHOLE_TOKENS = 16 * 16 * 31  # latent cells in one of the VAE's own tiles of the model's longest video
 STATES, PICTURE = "image_embeds", "image_latents"
 
 
@@ -156,7 +154,7 @@ def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.
 
 def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form | None = None) -> torch.Tensor:
     """Frames (F, H, W, 3) in 0..1; in tiles of 256 pixels where the whole would be larger than one of those."""
-    tile = _tile_for(latents.samples.shape[2:])
+    tile = SPEC.tile_for(latents.samples.shape[2:])
     return decoded(pipeline, latents.samples, progress, form, tile)
 
 
@@ -260,14 +258,4 @@ def _video_latents(
 ) -> torch.Tensor:
     count, rows, columns = frames.shape[:3]
     cells = ((count - 1) // TEMPORAL_RATIO + 1, rows // SPATIAL_RATIO, columns // SPATIAL_RATIO)
-    return encoded(pipeline, frames, seed, progress, mode, _tile_for(cells))
-
-
-def _tile_for(cells: tuple[int, ...]) -> int:
-    """Pixels per tile for a video of these latent frames, rows and columns; 0 to take it whole.
-
-    Upstream advises tiles for this VAE. What is no larger than one tile of the model's longest video goes whole,
-    which is exact.
-    """
-    frames, rows, columns = cells
-    return TILE if frames * rows * columns > MOST_WHOLE_TOKENS else 0
+    return encoded(pipeline, frames, seed, progress, mode, SPEC.tile_for(cells))

@@ -72,4 +72,6 @@ SPEC = FamilySpec(
         ("diffusers.models.transformers.transformer_hunyuan_video15.HunyuanVideo15TransformerBlock", 54, False),
     ),
     published_vae_sites=35,
+    vae_tile=256,  # the VAE's own
+    most_whole_cells=16 * 16 * 31,  # cells in one of the VAE's own tiles of the model's longest video
 )

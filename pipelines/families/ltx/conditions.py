@@ -148,15 +148,15 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) 
     """
     frames = _on_grid(request, progress)
     known, anchors = ({}, ()) if request.previous is None else (request.previous.tensors, request.previous.anchors)
-    found = encoded_moments(pipeline, frames, progress, StageText("encoding", "image"))
-    if MEAN in known and not torch.equal(known[MEAN], found[MEAN]):
+    encoded = encoded_moments(pipeline, frames, progress, StageText("encoding", "image"))
+    if MEAN in known and not torch.equal(known[MEAN], encoded[MEAN]):
         raise InputError(
             "a previous image condition made by another LTX-Video VAE",
             expected="one model for all pictures",
             fix="Connect all Encode Image nodes to the same pipeline.",
         )
     name = f"{MOMENTS}_{len(anchors)}"
-    tensors = {**known, name: found[MOMENTS], MEAN: found[MEAN], STD: found[STD]}
+    tensors = {**known, name: encoded[MOMENTS], MEAN: encoded[MEAN], STD: encoded[STD]}
     return ImageCondition(
         pipeline.family, tensors, request.width, request.height, (*anchors, (name, request.frame, request.strength))
     )
@@ -166,17 +166,20 @@ def encoded_moments(
     pipeline: Pipeline, frames: torch.Tensor, progress: Progress, stage: str
 ) -> dict[str, torch.Tensor]:
     """``moments`` (1, 256, T, H / 32, W / 32) and the VAE's ``latents_mean`` and ``latents_std`` (128,); fp32, CPU."""
-    found: dict[str, torch.Tensor] = {}
+    statistics: dict[str, torch.Tensor] = {}
 
     def run(vae: Any, transfer: Transfer) -> torch.Tensor:
         moments: torch.Tensor = vae.encode(transfer.to_device(signed(frames))).latent_dist.parameters
         with own_tensors(vae):
-            found[MEAN], found[STD] = transfer.to_host_fp32(vae.latents_mean), transfer.to_host_fp32(vae.latents_std)
+            statistics[MEAN], statistics[STD] = (
+                transfer.to_host_fp32(vae.latents_mean),
+                transfer.to_host_fp32(vae.latents_std),
+            )
         return moments
 
     with encoding(pipeline, frames, progress) as passes:
         moments = passes.encode(frames, stage, run)
-    return {MOMENTS: moments, **found}
+    return {MOMENTS: moments, **statistics}
 
 
 def anchors_of(image: ImageCondition | None, frames: int, progress: Progress) -> tuple[Anchor, ...]:
@@ -187,7 +190,7 @@ def anchors_of(image: ImageCondition | None, frames: int, progress: Progress) ->
     """
     if image is None:
         return ()
-    found = []
+    anchors = []
     for name, frame, strength in image.anchors:
         moments = image.tensors[name]
         length = (moments.shape[2] - 1) * TEMPORAL_RATIO + 1
@@ -203,8 +206,8 @@ def anchors_of(image: ImageCondition | None, frames: int, progress: Progress) ->
             fitting = (fits - 1) * TEMPORAL_RATIO + 1
             progress.notify(f"clip at frame {start}: {length} -> {fitting} frames (the video has {frames})")
         # The encoder is causal: the first latents of a clip are those of its beginning alone.
-        found.append(Anchor(moments[:, :, :fits], start, strength))
-    return tuple(found)
+        anchors.append(Anchor(moments[:, :, :fits], start, strength))
+    return tuple(anchors)
 
 
 def is_first_frame(anchors: tuple[Anchor, ...]) -> bool:

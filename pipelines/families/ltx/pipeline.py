@@ -22,20 +22,19 @@ from typing import Any
 import torch
 
 from ....compat.device.execution import HOST, checked_leaves, generator_for, placed
-from ....compat.device.vae_policy import Form
 from ....compat.memory.hooks import own_tensors
 from ....compat.memory.transfer import Transfer
 from ...base import ImageCondition, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings, StageText
 from ...family import Defaults
 from ...memory.estimates import beside_transformer
 from ...memory.fit import make_room_and_retry
-from ...pictures import unsigned
 from ...sampling.core_sampler import Call
 from ...sampling.guidance import Guidance
 from ...sampling.loop import NoiseMask, Predict, denoise, latent_shape, noise_for, noise_mask_for, sampled_latents
 from ...sampling.schedules import TRAIN_TIMESTEPS, Levels, Schedule, schedule_for
 from ...text.t5 import EMBEDS, MASK, batched, t5_embeds, t5_from_core
-from ...vae.fallback import decoding
+from ...vae.fallback import decoding, unsigned
+from ...vae.plan import Form
 from .conditions import (
     MEAN,
     MOMENTS,
@@ -135,9 +134,9 @@ def encode_video(pipeline: Pipeline, frames: torch.Tensor, seed: int, progress: 
     from diffusers import LTXPipeline
     from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
-    found = encoded_moments(pipeline, frames, progress, StageText("encoding", "video"))
-    drawn = DiagonalGaussianDistribution(found[MOMENTS]).sample(generator_for(seed))
-    return LTXPipeline._normalize_latents(drawn, found[MEAN], found[STD], _scaling(pipeline))
+    encoded = encoded_moments(pipeline, frames, progress, StageText("encoding", "video"))
+    drawn = DiagonalGaussianDistribution(encoded[MOMENTS]).sample(generator_for(seed))
+    return LTXPipeline._normalize_latents(drawn, encoded[MEAN], encoded[STD], _scaling(pipeline))
 
 
 def sample(

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from ....compat.device.execution import checked_leaves, generator_for, placed
-from ....compat.device.vae_policy import Form
 from ...base import ImageCondition, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings
 from ...memory.estimates import beside_transformer
 from ...memory.fit import make_room_and_retry
@@ -18,6 +17,7 @@ from ...sampling.loop import denoise, latent_shape, noise_for, noise_mask_for, s
 from ...sampling.schedules import Levels, schedule_for
 from ...text.t5 import EMBEDS, MASK, batched, t5_embeds, t5_from_core
 from ...vae.fallback import decoded, encoded
+from ...vae.plan import Form
 from .spec import CHANNELS, SPEC
 
 THRESHOLD_NOISE = 0.025

@@ -103,9 +103,6 @@ BUG_CASES = {
         nvidia(torch="2.10.0", cudnn="9.10.2"), nvidia(torch="2.10.0", cudnn="9.15.0"), replaced("conv3d.fp16")
     ),
     "cudnn_large_convolution": BugCase(nvidia(cudnn="9.10.2"), nvidia(cudnn="9.15"), cared("conv_bytes", 2 * GIBIBYTE)),
-    "triton_without_turing": BugCase(
-        nvidia("sm75", triton="3.3.1"), nvidia("sm75", triton="3.2.0"), unusable("triton")
-    ),
     "gfx115x_bf16_partial": BugCase(radeon("gfx1151", rocm="7.2"), radeon("gfx1201"), vae_in_fp32_only),
     "gfx115x_bf16_old": BugCase(radeon("gfx1150", rocm="7.0.2"), radeon("gfx1150", rocm="7.1.0"), safe),
     "gfx11_bf16_off": BugCase(radeon("gfx1100", rocm="7.2"), radeon("gfx1151", rocm="7.2"), safe),
@@ -117,6 +114,7 @@ BUG_CASES = {
     "mps_time_pad": BugCase(other("mps"), other("xpu"), replaced("pad3d.fp32")),
     "mps_conv3d_contiguous": BugCase(other("mps"), other("xpu"), replaced("conv3d.fp32")),
     "mps_bf16_before_macos14": BugCase(other("mps", macos="13.6"), other("mps", macos="14.0"), safe),
+    "mps_large_array": BugCase(other("mps"), nvidia(), cared("allocation_bytes", 4 * GIBIBYTE)),
     "xpu_allocation": BugCase(other("xpu"), nvidia(), cared("allocation_bytes", 4 * GIBIBYTE)),
     "xpu_sliced_weight": BugCase(other("xpu"), nvidia(), cared("contiguous_weights", True)),
     "cpu_fp16_conv3d": BugCase(other("cpu"), other("xpu"), replaced("conv3d.fp16")),
@@ -197,7 +195,7 @@ def test_a_good_machine_meets_what_the_rows_name(acc, tiny_folder):
     assert {f"{name}.bf16" for name in ("matmul", "attention", "groupnorm", "conv3d", "pad3d")} <= met
 
 
-@pytest.mark.parametrize("row", [row for row in QUIRKS if row.wrong + row.costly != ("triton",)], ids=lambda r: r.name)
+@pytest.mark.parametrize("row", QUIRKS, ids=lambda r: r.name)
 def test_auto_runs_nothing_that_the_rows_of_a_machine_name(acc, tiny_folder, row):
     if not row.wrong and not row.costly:
         assert row.effect and set(row.effect) <= set(ACTING)
@@ -214,7 +212,7 @@ def test_every_effect_has_a_test_that_sees_it_act():
         path, _, name = place.partition("::")
         assert f"def {name}(" in (Path(__file__).parents[2] / path).read_text(encoding="utf-8"), place
     operations = {operation for row in QUIRKS for operation in (*row.wrong, *row.costly)}
-    assert {operation.partition(".")[0] for operation in operations} == {*OPERATORS, "triton"} - {"cast"}
+    assert {operation.partition(".")[0] for operation in operations} == set(OPERATORS)
 
 
 def test_no_convolution_gets_more_than_the_cap(acc):

@@ -14,8 +14,19 @@ from anygpu.compat.checkpoints.weights import read_tensors, release_pages
 from anygpu.compat.device import timed_choice
 from anygpu.compat.device.facts import facts_for
 from anygpu.compat.device.probe_store import UNKNOWN, ProbeStore
-from anygpu.compat.device.timed_choice import MAPPED, REPEATS, SAMPLE_BYTES, copy_times, maps_files
-from anygpu.compat.memory.transfer import ALIGNED_BYTES, SMALL_BYTES, STAGING_BYTES, move, send_together
+from anygpu.compat.memory import transfer
+from anygpu.compat.memory.transfer import (
+    ALIGNED_BYTES,
+    MAPPED,
+    REPEATS,
+    SAMPLE_BYTES,
+    SMALL_BYTES,
+    STAGING_BYTES,
+    copy_times,
+    maps_files,
+    move,
+    send_together,
+)
 from safetensors.torch import save_file
 from simulated import accelerator, profiles
 
@@ -64,7 +75,7 @@ def clocked(monkeypatch: pytest.MonkeyPatch):
             return times
 
         monkeypatch.setattr(timed_choice, "CLOCKED", ("cpu",))
-        monkeypatch.setattr(timed_choice, "copy_times", measured)
+        monkeypatch.setattr(transfer, "copy_times", measured)
         return asked
 
     return made
@@ -109,7 +120,7 @@ def test_without_a_clock_the_table_and_the_known_bugs_decide(tmp_path: Path, mon
         raise OSError("read-only")
 
     monkeypatch.setattr(timed_choice, "CLOCKED", ("cpu",))
-    monkeypatch.setattr(timed_choice, "copy_times", broken)
+    monkeypatch.setattr(transfer, "copy_times", broken)
     store = ProbeStore(facts, tmp_path)
     assert maps_files(replace(facts, backend="cuda"), store)
     assert store.recall("copies of mapped pages, system ") is None, "a failure is not kept"

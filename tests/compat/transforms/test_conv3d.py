@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import math
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from anygpu.compat.device.probe_store import ProbeStore
 from anygpu.compat.errors import UnsupportedError
 from anygpu.compat.transforms import conv3d_choice, conv3d_forms
 from anygpu.compat.transforms.conv3d import Conv3dChoice, Conv3dForm, Conv3dLayer, choose_by, swap_conv3d
-from anygpu.compat.transforms.conv3d_choice import form_error, form_times, kept_timings, runs
+from anygpu.compat.transforms.conv3d_choice import form_error, form_times, kept_timings, runs, sample_size
 from anygpu.compat.transforms.conv3d_forms import FORMS, Geometry, convolve, covers, padded
 from anygpu.compat.transforms.conv3d_layers import history_tables
 from torch import nn
@@ -257,7 +258,9 @@ def test_timings_are_taken_on_a_real_accelerator_only_and_kept(tmp_path: Path, m
     gpu = dataclasses.replace(cpu, device=torch.device("cuda", 0), backend="cuda", arch="sm90")
     asked = []
 
-    def measured(layer: Conv3dLayer, device: torch.device, forms: tuple[Conv3dForm, ...]) -> dict[str, float]:
+    def measured(
+        layer: Conv3dLayer, device: torch.device, size: Any, forms: tuple[Conv3dForm, ...]
+    ) -> dict[str, float]:
         asked.append((device, forms))
         return {"native": 1.0}
 
@@ -267,9 +270,83 @@ def test_timings_are_taken_on_a_real_accelerator_only_and_kept(tmp_path: Path, m
         assert timings(layer(GENERAL), (Conv3dForm.NATIVE, Conv3dForm.FRAMES)) == {"native": 1.0}
     assert asked == [(gpu.device, (Conv3dForm.NATIVE, Conv3dForm.FRAMES))]
     assert timings(layer(GENERAL, torch.float16), (Conv3dForm.NATIVE,)) == {}, "one form needs no race"
-    for untimed in (kept_timings(cpu, ProbeStore(cpu, tmp_path)), kept_timings(gpu, None)):
-        assert untimed(layer(GENERAL), (Conv3dForm.NATIVE, Conv3dForm.FRAMES)) == {}
+    assert kept_timings(cpu, ProbeStore(cpu, tmp_path)) is None and kept_timings(gpu, None) is None
     assert len(asked) == 1
+
+
+def test_a_gain_too_small_to_trust_changes_nothing() -> None:
+    near, far = {"native": 1.0, "frames": 0.85}, {"native": 1.0, "frames": 0.7}
+    assert choose_by({}, lambda *_: near)(layer(GENERAL)) is None
+    assert choose_by({}, lambda *_: far)(layer(GENERAL)).form is Conv3dForm.FRAMES
+    on_radeon = choose_by({"backend": "rocm"}, lambda *_: {"native": 0.9, "frames": 1.0})(layer(GENERAL))
+    assert on_radeon.form is Conv3dForm.FRAMES and "timed here" in on_radeon.why
+    assert choose_by({"backend": "rocm"}, lambda *_: {"native": 0.7, "frames": 1.0})(layer(GENERAL)) is None
+    without = choose_by({"backend": "rocm"}, lambda *_: {"matmul": 2.0, "fp32": 1.0})(layer(GENERAL))
+    assert without.form is Conv3dForm.FP32, "what the facts would take failed or takes too much"
+
+
+LAUNCH, NOISE = 0.03, 0.06  # milliseconds of a call beside its arithmetic, and how far two calls lie apart
+SPEED = {"native": 20e9, "frames": 16e9, "matmul": 4e9, "fp32": 2e9}  # products per millisecond of a made-up card
+
+
+@pytest.mark.parametrize("channels", [(64, 64), (128, 128), (256, 128), (512, 512), (1024, 1024)])
+@pytest.mark.parametrize("kernel", [(3, 3, 3), (1, 3, 3), (3, 1, 1)])
+def test_noise_does_not_choose_at_the_size_that_is_timed(channels: tuple[int, int], kernel: tuple) -> None:
+    """The clock of a card: launch, noise, arithmetic. At 5x32x32, which was timed once, noise decided."""
+    conv = Conv3dLayer("conv", *channels, kernel, Geometry(padding=(0, 0, 0)), torch.bfloat16)
+    products = channels[0] * channels[1] * kernel[0] * kernel[1] * kernel[2]
+    noise = random.Random(0)
+
+    def clock(size: tuple[int, int, int]) -> dict[str, float]:
+        work = 2 * products * size[0] * size[1] * size[2]
+        return {name: LAUNCH + noise.uniform(0, NOISE) + work / speed for name, speed in SPEED.items()}
+
+    size = sample_size(conv)
+    assert {choose_by({}, lambda *_: clock(size))(conv) for _ in range(200)} == {None}
+    real = {name: 2 * products * 13 * 128 * 192 / speed for name, speed in SPEED.items()}
+    assert choose_by({}, lambda *_: real)(conv) is None, "and so does a real decode"
+
+
+def test_a_form_that_unfolds_its_input_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MIOpen off: native Conv3d takes 27 inputs beside, wins the stopwatch and does not fit into a real decode."""
+    beside = {"native": 27, "frames": 1}
+    conv, held = Conv3dLayer("conv", 128, 128, (3, 3, 3), Geometry(), torch.bfloat16), [0]
+    x_bytes = 2 * 128 * math.prod(sample_size(conv))
+
+    def run(form: Conv3dForm, *_: Any) -> torch.Tensor:
+        held[0] = beside[form.value] * x_bytes
+        return torch.zeros(0)
+
+    monkeypatch.setattr(conv3d_choice, "convolve", run)
+    monkeypatch.setattr(conv3d_choice, "form_error", lambda *_: 0.0)
+    monkeypatch.setattr(conv3d_choice, "reset_peak", lambda _: held.__setitem__(0, 0))
+    monkeypatch.setattr(
+        conv3d_choice, "milliseconds", lambda ways, *_: {name: len(way()) + 1.0 for name, way in ways.items()}
+    )
+    forms = (Conv3dForm.NATIVE, Conv3dForm.FRAMES)
+    monkeypatch.setattr(conv3d_choice, "peak_bytes", lambda _: held[0])
+    assert set(form_times(conv, CPU, sample_size(conv), forms)) == {"frames"}
+    monkeypatch.setattr(conv3d_choice, "peak_bytes", lambda _: None)
+    assert set(form_times(conv, CPU, sample_size(conv), forms)) == {"native", "frames"}, "a device that does not tell"
+
+
+def test_the_library_is_off_while_timing_where_it_is_off_around_the_vae(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise MIOpen searches for 10 to 40 minutes, and what is timed is not what runs."""
+    radeon = dataclasses.replace(
+        facts_for("cpu"), device=torch.device("cuda", 0), backend="rocm", arch="gfx1201", versions={"rocm": "7.2"}
+    )
+    seen = []
+
+    def measured(*_: Any) -> dict[str, float]:
+        seen.append((torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark))
+        return {"native": 1.0}
+
+    monkeypatch.setattr(conv3d_choice, "form_times", measured)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    kept_timings(radeon, ProbeStore(radeon, tmp_path))(layer(GENERAL), (Conv3dForm.NATIVE, Conv3dForm.FRAMES))
+    assert seen == [(False, False)] and torch.backends.cudnn.enabled
 
 
 def test_a_form_far_behind_is_not_timed_again(monkeypatch: pytest.MonkeyPatch) -> None:

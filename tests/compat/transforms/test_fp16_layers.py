@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from anygpu.compat.memory.parts import Undo
 from anygpu.compat.transforms.fp16_layers import HALF, SCALE, SETTINGS, LeafSettings, adapted_value, value_linear
-from anygpu.compat.transforms.undo import Undo
 from torch import nn
 
 

@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from anygpu.compat.decision import Decision
-from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.compat.transforms import fp16, fp16_layers, fused, fused_attention
 from anygpu.compat.transforms.attention_processors import replace_attention_processors
-from anygpu.compat.transforms.fused import CHOICES, FUSIONS, form_for, fuse
+from anygpu.compat.transforms.fused import FUSIONS, fuse
 from anygpu.pipelines.registry import FAMILIES
 from anygpu.pipelines.tiny.recipes import TINY
 from anygpu.pipelines.tiny.weights import randomise
@@ -159,20 +157,6 @@ def test_gelu_is_not_geglu():
     single.act_mlp = nn.GELU()
     found = fuse(model, REFERENCE)
     assert any("act_mlp is a GELU" in reason for reason in found.left)
-
-
-def test_choices():
-    cpu = torch.device("cpu")
-    assert CHOICES == ("auto", "off", "triton", "reference")
-    assert form_for("auto", cpu, torch.float32)[0] == "" and "cpu" in form_for("auto", cpu, torch.float32)[1].why
-    assert form_for("off", cpu, torch.float32) == ("", Decision("kernels", "off", "", "chosen"))
-    assert form_for("reference", cpu, torch.float32)[0] == REFERENCE
-    with pytest.raises(UnsupportedError, match="kernels 'triton' on cpu"):
-        form_for("triton", cpu, torch.float32)
-    with pytest.raises(InputError, match="expected one of auto, off, triton, reference"):
-        form_for("fast", cpu, torch.float32)
-    with pytest.raises(UnsupportedError, match="float64 is not one of"):
-        form_for("triton", torch.device("cuda"), torch.float64)
 
 
 def test_every_known_class_exists_upstream_with_its_arguments():

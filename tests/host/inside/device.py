@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,20 +72,24 @@ def heavy_folder(checkpoint: str) -> Path:
     return build_heavy(checkpoint, _folder[0])
 
 
-def encoded(pipeline: Pipeline, name: str, progress: Any = None) -> tuple[Any, Any]:
-    """Prompt and picture of a case."""
-    progress, image = progress or Silent(), None
+def encoded(pipeline: Pipeline, name: str, progress: Any = None, device: Any = "cpu") -> tuple[Any, Any]:
+    """Prompt and picture of a case.
+
+    Args:
+        device: where the picture is: on the GPU under ComfyUI's ``--gpu-only``.
+    """
+    progress, image, picture = progress or Silent(), None, PICTURE.to(device)
     if CASES[name][2]:
-        image = stages.encode_image(pipeline, ImageRequest(PICTURE, SIDE, SIDE), "stretch", progress)
+        image = stages.encode_image(pipeline, ImageRequest(picture, SIDE, SIDE), "stretch", progress)
     looks = "image" in pipeline.spec.effective
-    request = PromptRequest("a red fox", "blurry", image=PICTURE if CASES[name][2] and looks else None)
+    request = PromptRequest("a red fox", "blurry", image=picture if CASES[name][2] and looks else None)
     return stages.encode_prompt(pipeline, request, progress), image
 
 
-def sampled(pipeline: Pipeline, name: str, progress: Any = None, **chosen: Any) -> Any:
+def sampled(pipeline: Pipeline, name: str, progress: Any = None, device: Any = "cpu", **chosen: Any) -> Any:
     """Latents of a case."""
     progress = progress or Silent()
-    prompt, image = encoded(pipeline, name, progress)
+    prompt, image = encoded(pipeline, name, progress, device)
     settings = SampleSettings(SIDE, SIDE, CASES[name][1], **{"steps": 2, "seed": 3, "cfg": 2.0, **chosen})
     if pipeline.family == "framepack":
         framepack = FramePackSettings(CASES[name][1] / 30, window=2)
@@ -92,10 +97,13 @@ def sampled(pipeline: Pipeline, name: str, progress: Any = None, **chosen: Any) 
     return stages.sample(pipeline, prompt, image, settings, progress)
 
 
-def rendered(pipeline: Pipeline, name: str, progress: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Latents and frames of one short run."""
-    latents = sampled(pipeline, name, progress)
-    return latents.samples, stages.decode(pipeline, latents, progress or Silent())
+def rendered(
+    pipeline: Pipeline, name: str, progress: Any = None, device: Any = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Latents and frames of one short run; ``device`` is where pictures and latents come from."""
+    latents = sampled(pipeline, name, progress, device)
+    given = replace(latents, samples=latents.samples.to(device))
+    return latents.samples, stages.decode(pipeline, given, progress or Silent())
 
 
 def on_host(name: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,6 +7,7 @@ import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import comfy.model_management as management
 import comfy.model_patcher
@@ -20,6 +21,7 @@ from anygpu.pipelines import stages, tiny
 from anygpu.pipelines.base import FramePackSettings, SampleSettings, Silent
 from anygpu.pipelines.loading import lora as lora_nodes
 from anygpu.pipelines.loading.folder import LoadRequest, load
+from comfy.cli_args import args
 from safetensors.torch import save_file
 from simulated import accelerator
 from torch import nn
@@ -529,3 +531,29 @@ def apart() -> dict[str, Any]:
     latents = stages.sample(pipeline, prompt, image, settings, Silent()).samples
     devices = [pipeline.offloader.device_of(part).type for part in ("text_encoder", "transformer")]
     return {"devices": devices, "text_bytes": text, "finite": bool(torch.isfinite(latents).all())}
+
+
+def high_vram(name: str, gpu_only: bool) -> dict[str, Any]:
+    """A case under ``--highvram`` or ``--gpu-only``: the result, what stays, what leaves when it is asked to."""
+    flags = {"vram_state": management.VRAMState.HIGH_VRAM}
+    with state(**flags), patch.object(args, "gpu_only", gpu_only):
+        pipeline, before = loaded_for(name), bytes_on_device()
+        found: dict[str, Any] = {
+            "different": distance(rendered(pipeline, name, device=pipeline.offloader.device), name)
+        }
+        found["stays"] = bytes_on_device() - before
+        patcher = pipeline.offloader.patcher
+        with pipeline.offloader.hold("transformer"):
+            found["loaded"] = patcher.loaded_size() / patcher.model_size()
+            pipeline.offloader.step_down("transformer")  # the other models
+            on_device = bytes_on_device()
+            found["done"] = pipeline.offloader.step_down("transformer")
+            found["freed"] = (on_device - bytes_on_device()) / patcher.model_size()
+        management.unload_all_models()
+        room = bytes_on_device() + patcher.model_size() + RESERVE
+        with accelerator.limit(room), pipeline.offloader.hold("transformer"):
+            found["again"] = patcher.loaded_size() / patcher.model_size()
+        for part in pipeline.parts:
+            pipeline.offloader.release(part)
+        found["left"] = bytes_on_device() - before
+    return found

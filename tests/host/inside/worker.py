@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import sys
+import tempfile
 import traceback
 from pathlib import Path
 
@@ -46,6 +47,13 @@ def main() -> None:
     comfyui, tiny_folder = (Path(argument).resolve() for argument in sys.argv[1:3])
     sys.argv = sys.argv[:1]
     start(comfyui)
+    with tempfile.TemporaryDirectory() as user:  # what is kept does not go into the user's own
+        importlib.import_module("folder_paths").set_user_directory(user)
+        answer_scenes(tiny_folder)
+
+
+def answer_scenes(tiny_folder: Path) -> None:
+    """Play what is asked for on stdin."""
     device = importlib.import_module("host.inside.device")
     print(ANSWER + json.dumps({"result": device.ready(tiny_folder)}), flush=True)
     for line in sys.stdin:

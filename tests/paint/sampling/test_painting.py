@@ -92,8 +92,12 @@ def test_two_steps_of_the_published_sampler_with_its_noise(paint):
 
 
 def test_the_whole_call(paint, inputs, recorded):
-    progress = recorded()
+    progress, kept = recorded(), []
+    progress.sampled = lambda *given: kept.append((len(progress.steps), *given))
     painted = paint_views(paint, inputs, TINY, progress)
+    ((steps, latents, family, seed),) = kept
+    assert torch.equal(latents, painted.latents) and (family, seed) == ("paint", TINY.seed)
+    assert not any(stage.startswith("decoding") for _, _, stage in progress.steps[:steps]), "kept too late"
     assert painted.views.shape == (6, 64, 64, 3)
     assert painted.metallic_roughness is None
     assert painted.latents.shape == (6, 4, 8, 8)

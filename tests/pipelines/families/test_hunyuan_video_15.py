@@ -369,24 +369,26 @@ def test_template_and_its_crop(run: Any) -> None:
         encoded(template=written, template_crop=900)
 
 
-def test_long_texts_are_refused_before_encoding(run: Any) -> None:
-    made = run(TEXT)
-    with pytest.raises(InputError, match=r"the prompt has \d+ tokens.*20 with what the template adds"):
-        stages.encode_prompt(made.pipeline, PromptRequest("cat " * 60, max_tokens=20), Silent())
-    with pytest.raises(InputError, match=r"quotation marks in the negative prompt has .*at most 256 tokens"):
-        stages.encode_prompt(made.pipeline, PromptRequest(PROMPT, f'"{"x" * 260}"'), Silent())
-    assert "text_encoder" not in made.pipeline.parts
+def test_long_texts_are_shortened_and_said(run: Any, recorded: Any) -> None:
+    made, progress = run(TEXT), recorded()
+    request = PromptRequest("cat " * 60, f'"{"x" * 260}"', max_tokens=20)
+    encoded = stages.encode_prompt(made.pipeline, request, progress)
+    assert encoded.embeds["prompt_embeds"].shape[1] <= 20
+    assert [note.split(" is shortened")[0] for note in progress.said] == ["the prompt", "the negative prompt"]
+    stages.encode_prompt(made.pipeline, PromptRequest(PROMPT, f'"{"x" * 260}"'), progress)
+    assert "quotation marks in the negative prompt is shortened" in progress.said[-1]
 
 
-def test_the_longest_text_that_fits_is_whole(run: Any) -> None:
+def test_the_longest_text_that_fits_is_whole(run: Any, recorded: Any) -> None:
     """The limit counts what upstream counts: at the limit nothing is cut, and no padding is added."""
     made = run(TEXT)
     ids = made.pipeline.tools["tokenizer"](PROMPT)["input_ids"]
     count = made.prompt.embeds["prompt_embeds"].shape[1]
     exact = stages.encode_prompt(made.pipeline, PromptRequest(PROMPT, max_tokens=count), Silent())
     assert torch.equal(exact.embeds["prompt_embeds"], made.prompt.embeds["prompt_embeds"])
-    with pytest.raises(InputError, match=f"the prompt has {len(ids)} tokens"):
-        stages.encode_prompt(made.pipeline, PromptRequest(PROMPT, max_tokens=count - 1), Silent())
+    progress = recorded()
+    stages.encode_prompt(made.pipeline, PromptRequest(PROMPT, max_tokens=count - 1), progress)
+    assert f"the prompt is shortened from {len(ids)} to {len(ids) - 1} tokens" in progress.said[0]
 
 
 def test_no_negative_is_fine_without_guidance(run: Any) -> None:

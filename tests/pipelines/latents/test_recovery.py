@@ -11,7 +11,7 @@ import pytest
 import torch
 from anygpu.compat.errors import CheckpointError
 from anygpu.pipelines.base import Latents
-from anygpu.pipelines.latents import recovery
+from anygpu.pipelines.latents import recovery, store
 from anygpu.pipelines.sampling.resume import SectionState
 
 SAMPLES = torch.randn(1, 16, 3, 4, 6)
@@ -39,6 +39,11 @@ def test_what_is_kept_is_listed_newest_first_and_loads(tmp_path: Path) -> None:
     assert "seed 8" in found[0].name and found[0].total_bytes > SAMPLES.nbytes and not found[0].unfinished
     assert torch.equal(recovery.load(tmp_path, "newest", no_word)["samples"], SAMPLES + 1)
     assert torch.equal(recovery.load(tmp_path, first, no_word)["samples"], SAMPLES)
+    recovery.keep(tmp_path, replace(LATENTS, family="mochi"), no_word)
+    newest = recovery.load(tmp_path, "newest", no_word, LATENTS.family)
+    assert torch.equal(newest["samples"], SAMPLES + 1), "the newest of the family that is loaded"
+    with pytest.raises(CheckpointError, match=r"no kept latents of 'ltx'.*Load the mochi model"):
+        recovery.load(tmp_path, "newest", no_word, "ltx")
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/b", "", "A" * 200, "nothing"])
@@ -127,3 +132,31 @@ def test_a_damaged_section_is_started_over(tmp_path: Path) -> None:
     whole = path.read_bytes()
     path.write_bytes(whole[:-8])
     assert recovery.KeptSections(tmp_path, no_word).found("key") is None
+
+
+def test_latents_of_another_sampler_come_back_as_core_has_them(tmp_path: Path) -> None:
+    """Video and audio of a model that is not ours: a plain LATENT, listed under the model's class."""
+    video, audio = torch.randn(2, 16, 3, 4, 6), torch.randn(2, 8, 5)
+    sampled = recovery.Sampled([video, audio], "Flux 2/dev", 7, latent_format="LTXAV")
+    name = recovery.keep_plain(tmp_path, sampled, no_word)
+    (item,) = recovery.listing(tmp_path)
+    assert (item.id, item.family, item.seed, item.latent_format) == (name, "Flux 2/dev", 7, "LTXAV")
+    assert recovery.ID.fullmatch(name) and item.name.endswith(", Flux 2/dev, seed 7")
+    latent = recovery.load(tmp_path, "newest", no_word)
+    assert torch.equal(latent["samples"], video) and torch.equal(latent["nested"][0], audio)
+    assert set(latent) == {"samples", "nested"}, "another family's node would take our metadata for its own"
+
+
+def test_the_newest_is_the_one_that_came_last_whatever_the_clock_says(tmp_path: Path) -> None:
+    first = recovery.keep(tmp_path, LATENTS, no_word)
+    aged(tmp_path, first, -3600)  # the clock was an hour fast then
+    second = recovery.keep(tmp_path, replace(LATENTS, seed=8), no_word)
+    assert [item.id for item in recovery.listing(tmp_path)] == [second, first]
+    assert torch.equal(recovery.load(tmp_path, "newest", no_word)["samples"], SAMPLES)
+    assert recovery.path_of(tmp_path, "newest").stem == second
+
+
+@pytest.mark.parametrize("listed", [3, [], {"family": "x", "frames": 1e999}, {"family": "x"}, {"extra": 1}])
+def test_an_edited_record_is_not_listed(tmp_path: Path, listed: object) -> None:
+    store.write_record(tmp_path / "a.safetensors", {"latent_tensor": SAMPLES}, {"kind": "latent", "listed": listed})
+    assert recovery.listing(tmp_path) == []

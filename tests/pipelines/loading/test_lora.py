@@ -15,7 +15,7 @@ import torch
 from anygpu.compat import packages
 from anygpu.compat.checkpoints import packed
 from anygpu.compat.errors import CheckpointError, InputError, MissingPackageError, UnsupportedError
-from anygpu.compat.memory import adapters
+from anygpu.compat.memory import parts as part_module
 from anygpu.pipelines import stages, tiny
 from anygpu.pipelines.base import Pipeline, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.loading import lora
@@ -159,7 +159,7 @@ def test_a_strength_changes_in_place(made: Any, monkeypatch: pytest.MonkeyPatch)
     one = made.sampled(put(made, made.pipeline, strength=1.0))
     keep = put(made, made.pipeline, strength=1.0)
     made.sampled(keep)
-    monkeypatch.setattr(adapters, "_change", None)
+    monkeypatch.setattr(part_module, "_change", None)
     monkeypatch.setattr(type(made.pipeline.parts), "drop", None)
     assert_same_sums(made, made.sampled(put(made, made.pipeline, strength=0.3)), made.by_hand((0, 0.3)))
     assert torch.equal(made.sampled(keep), one)

@@ -8,17 +8,17 @@ import pytest
 import torch
 from anygpu.compat.device import facts as device
 from anygpu.compat.errors import InputError, UnsupportedError
-from anygpu.compat.memory.estimates import PartBytes, part_bytes
 from anygpu.compat.memory.host_weights import HostWeights
 from anygpu.compat.memory.offloader import MODES, OffloadOptions, part_devices
-from anygpu.compat.memory.parts import Silent
+from anygpu.compat.memory.parts import PartBytes, Silent, part_bytes
 from anygpu.compat.memory.statistics import MemoryStats, StageCost, kept_stages
 from anygpu.pipelines import tiny
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.memory import estimates
 from anygpu.pipelines.memory import fit as fitting
 from anygpu.pipelines.memory import page as memory_plan
-from anygpu.pipelines.memory.estimates import Size, forecast
+from anygpu.pipelines.memory.estimates import Size
+from anygpu.pipelines.memory.forecast import fastest, forecast, forecasts
 
 CPU = torch.device("cpu")
 
@@ -43,7 +43,7 @@ def test_blocks_and_layers_are_told_apart():
 
 
 def test_modes_need_less_in_their_order(mochi):
-    found = estimates.forecasts(mochi, Size(848, 480, 85))
+    found = forecasts(mochi, Size(848, 480, 85))
     peaks = [each.peak for each in found]
     assert [each.mode for each in found] == list(MODES) and peaks == sorted(peaks, reverse=True)
 
@@ -65,11 +65,11 @@ def test_parts_of_a_decode_need_less_than_the_whole(mochi):
 
 
 def test_the_plan_names_the_fastest_mode_that_fits(mochi):
-    found = estimates.forecasts(mochi, Size(64, 64, 7))
+    found = forecasts(mochi, Size(64, 64, 7))
     none, model, group = (each.peak for each in found[:3])
-    assert memory_plan.fastest(found, int(1.1 * none)).mode == "none"
-    assert memory_plan.fastest(found, int(1.1 * group)).mode in ("model", "group")
-    assert memory_plan.fastest(found, 1000) is None and model >= group
+    assert fastest(found, int(1.1 * none)).mode == "none"
+    assert fastest(found, int(1.1 * group)).mode in ("model", "group")
+    assert fastest(found, 1000) is None and model >= group
 
 
 def test_the_plan_is_text_and_a_picture(mochi):

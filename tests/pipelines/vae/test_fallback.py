@@ -9,14 +9,7 @@ from typing import Any
 import pytest
 import torch
 from anygpu.compat.device.failures import KERNEL, MEMORY, VALUES, failure_kind
-from anygpu.compat.device.quirks import DevicePolicy
-from anygpu.compat.device.vae_policy import (
-    convolution_switches,
-    largest_buffer_bytes,
-    make_contiguous,
-    tiled,
-    tiles_below,
-)
+from anygpu.compat.device.quirks import DevicePolicy, convolution_switches
 from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.compat.output_check import (
     BROKEN,
@@ -28,7 +21,8 @@ from anygpu.compat.output_check import (
     fault_in_frames,
     fault_in_latents,
 )
-from anygpu.pipelines.vae.plan import Attempt, decode_forms, next_attempt
+from anygpu.pipelines.vae.fallback import make_contiguous, tiled
+from anygpu.pipelines.vae.plan import Attempt, decode_forms, largest_buffer_bytes, next_attempt, tiles_below
 from torch import nn
 
 BF16 = torch.bfloat16

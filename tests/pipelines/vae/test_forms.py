@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from anygpu.compat.device.vae_policy import Form, checked_form
 from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.compat.memory.transfer import Transfer
 from anygpu.pipelines.base import SubProgress
 from anygpu.pipelines.tiny import parts
 from anygpu.pipelines.tiny.weights import randomise
 from anygpu.pipelines.vae import tiled as decode_work
-from anygpu.pipelines.vae.plan import Attempt
+from anygpu.pipelines.vae.plan import Attempt, Form, checked_form
 from anygpu.pipelines.vae.tiled import Work, decoder_call
 
 HOST = Transfer(torch.device("cpu"), torch.float32)

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdio>
+#include <cstdlib>
 #include <mutex>
 #include <string>
 #include <unordered_set>
@@ -21,6 +22,9 @@ struct Ledger {
   std::mutex mutex;
   std::array<Row, kDeviceCount> rows{};
   std::array<int64_t, kDeviceCount> until_refusal{};  // requests until one is refused whatever is free; 0 for never
+  int64_t buffer_bytes = 0;  // the largest request that is granted, 0 for any
+  bool ends_process = false;  // whether a larger one ends the process
+  std::string words;  // what a shortage is called, in a plain RuntimeError; empty for torch's own error
   std::unordered_set<const void*> pinned;
 
   Ledger() {
@@ -50,8 +54,17 @@ void charge(c10::DeviceIndex index, int64_t bytes) {
   const int64_t free = row[kCapacityBytes] - row[kAllocatedBytes];
   auto& until = ledger().until_refusal[index];
   const bool refused = until > 0 && --until == 0;
+  if (ledger().buffer_bytes > 0 && bytes > ledger().buffer_bytes) {
+    if (ledger().ends_process) {
+      std::fprintf(stderr, "failed assertion: total bytes of NDArray > %lld\n", (long long)ledger().buffer_bytes);
+      std::abort();
+    }
+    ++row[kRefusals];
+    TORCH_CHECK(false, "Invalid buffer size: ", readable(bytes));
+  }
   if (refused || (bytes > 0 && bytes > free)) {
     ++row[kRefusals];
+    TORCH_CHECK(ledger().words.empty(), ledger().words);
     TORCH_CHECK_WITH(
         OutOfMemoryError, false, "acc out of memory. Tried to allocate ", readable(bytes), ". acc:", int(index),
         " has a total capacity of ", readable(row[kCapacityBytes]), " of which ", readable(free > 0 ? free : 0),
@@ -266,6 +279,17 @@ void acc_set_capacity(int index, int64_t bytes) {
 void acc_refuse(int index, int64_t count) {
   std::lock_guard<std::mutex> lock(acc::ledger().mutex);
   acc::ledger().until_refusal[index] = count;
+}
+
+void acc_cap_buffers(int64_t bytes, int ends_process) {
+  std::lock_guard<std::mutex> lock(acc::ledger().mutex);
+  acc::ledger().buffer_bytes = bytes;
+  acc::ledger().ends_process = ends_process != 0;
+}
+
+void acc_word_shortage(const char* words) {
+  std::lock_guard<std::mutex> lock(acc::ledger().mutex);
+  acc::ledger().words = words;
 }
 
 void acc_reset_traffic(int index) {

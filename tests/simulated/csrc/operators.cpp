@@ -163,8 +163,11 @@ at::Tensor& set_empty(at::Tensor& tensor) {
 }
 
 // Torch lists the devices whose tensors may trade places in `parameter.data = tensor`; a plug-in has to say so itself.
-bool may_swap_data(const at::Tensor&, const at::Tensor& source) {
-  return source.layout() == c10::kStrided;
+// XLA's are not listed: `parameter.data` of one device refuses tensors of the other there.
+std::atomic<bool> set_data_refused{false};
+
+bool may_swap_data(const at::Tensor& target, const at::Tensor& source) {
+  return source.layout() == c10::kStrided && !(set_data_refused && source.device().type() != target.device().type());
 }
 
 void keep_for_stream(at::Tensor&, c10::Stream) {}
@@ -233,7 +236,12 @@ const bool host_kernels_registered = [] {
 } // namespace
 } // namespace acc
 
-// Plain C entry point for ctypes: the operators to report to Python, as newline-separated names.
+// Plain C entry points for ctypes.
+extern "C" void acc_refuse_set_data(int on) {
+  acc::set_data_refused = on != 0;
+}
+
+// The operators to report to Python, as newline-separated names.
 extern "C" void acc_watch(const char* before, const char* after) {
   const auto split = [](const std::string& text) {
     std::unordered_set<std::string> names;

@@ -11,6 +11,9 @@
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <mutex>
+#include <utility>
+#include <vector>
 
 namespace acc {
 namespace {
@@ -23,7 +26,24 @@ constexpr uint64_t kSalt = 0x5EED0ACC;
 thread_local std::array<c10::StreamId, kDeviceCount> current_streams{};
 std::atomic<c10::StreamId> last_stream{0};
 
-// Work is finished when a call returns, so streams are names and events are times.
+// Which device recorded an event, and when.
+struct Event {
+  Clock::time_point time;
+  c10::DeviceIndex device;
+};
+
+// Who waited for whom: (device of the waiting stream, device of the stream that recorded), the newest last.
+struct Waits {
+  std::mutex mutex;
+  std::vector<std::pair<int, int>> pairs;
+};
+
+Waits& waits() {
+  static auto* instance = new Waits();
+  return *instance;
+}
+
+// Work is finished when a call returns, so streams are names and events are times; who waits for whom is remembered.
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override {
     return kType;
@@ -75,21 +95,26 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeStream(const c10::Stream&) const override {}
   void synchronizeDevice(const c10::DeviceIndex) const override {}
 
-  void record(void** event, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {
-    delete static_cast<Clock::time_point*>(*event);
-    *event = new Clock::time_point(Clock::now());
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
+    delete static_cast<Event*>(*event);
+    *event = new Event{Clock::now(), stream.device_index()};
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
-    delete static_cast<Clock::time_point*>(event);
+    delete static_cast<Event*>(event);
   }
-  void block(void*, const c10::Stream&) const override {}
+  void block(void* event, const c10::Stream& stream) const override {
+    if (event != nullptr) {
+      std::lock_guard<std::mutex> lock(waits().mutex);
+      waits().pairs.emplace_back(stream.device_index(), static_cast<Event*>(event)->device);
+    }
+  }
   bool queryEvent(void*) const override {
     return true;
   }
   void synchronizeEvent(void*) const override {}
   double elapsedTime(void* begin, void* end, const c10::DeviceIndex) const override {
     TORCH_CHECK(begin != nullptr && end != nullptr, "Both events must be recorded before calculating elapsed time.");
-    const auto span = *static_cast<Clock::time_point*>(end) - *static_cast<Clock::time_point*>(begin);
+    const auto span = static_cast<Event*>(end)->time - static_cast<Event*>(begin)->time;
     return std::chrono::duration<double, std::milli>(span).count();
   }
 };
@@ -215,7 +240,21 @@ at::Generator host_generator(const std::optional<at::Generator>& generator, c10:
 
 } // namespace acc
 
-// Plain C entry point for ctypes.
+// Plain C entry points for ctypes.
+
+// The pairs of devices that waited since the last call; as many as there are, of which `most` are written.
+extern "C" int acc_take_waits(int64_t* pairs, int most) {
+  std::lock_guard<std::mutex> lock(acc::waits().mutex);
+  auto& known = acc::waits().pairs;
+  const int count = static_cast<int>(known.size());
+  for (int index = 0; index < std::min(count, most); ++index) {
+    pairs[2 * index] = known[index].first;
+    pairs[2 * index + 1] = known[index].second;
+  }
+  known.clear();
+  return count;
+}
+
 extern "C" void acc_hand_out_default_generators(int on) {
   acc::handing_out_defaults = on != 0;
 }

@@ -1,0 +1,85 @@
+"""Files that are written whole or not at all, and are on the disk when the call returns."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from .device.facts import first_line
+from .errors import InputError
+
+
+@contextmanager
+def replacing(path: Path, suffix: str = ".part") -> Iterator[Path]:
+    """A file beside ``path`` for the block to write, which then takes the place of ``path``.
+
+    It reaches the disk, not only the system's cache, before it is renamed, and the folder after that: a crash, a power
+    cut or a full disk leaves the old file or the new one, never half of either.
+
+    Args:
+        suffix: of the file that is written; some libraries go by it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{suffix}")
+    try:
+        temporary.touch()
+        mode = temporary.stat().st_mode  # as this user's files have; safetensors would keep others from reading it
+        yield temporary
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())
+        temporary.chmod(mode)
+        temporary.replace(path)
+    except BaseException:
+        with suppress(OSError):  # whatever ended the block is what the user has to know
+            temporary.unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
+
+
+def require_writable(path: Path, needed_bytes: int, name: str) -> None:
+    """Raise where ``path`` cannot be written later, so that nobody computes for hours first.
+
+    Args:
+        name: of the input, for the error, such as ``--output``.
+
+    Raises:
+        InputError: a folder, a folder that cannot be written, or less than ``needed_bytes`` free there.
+    """
+    if path.is_dir():
+        raise InputError(
+            f"the folder {str(path)!r} as {name}", expected="a file", fix="Add a file name, such as a.mp4."
+        )
+    probe = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+        free = shutil.disk_usage(path.parent).free
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        raise InputError(
+            f"{name} {str(path)!r} cannot be written ({first_line(error)})",
+            expected="a file in a folder that you may write to",
+            fix="Choose another place.",
+        ) from error
+    if free < needed_bytes:
+        raise InputError(
+            f"{free / 1e6:.0f} MB free for {name} {str(path)!r}",
+            expected=f"{needed_bytes / 1e6:.0f} MB or more",
+            fix="Free space on this disk, or choose a place on another one.",
+        )
+
+
+def _sync_folder(folder: Path) -> None:
+    """Have the rename itself reach the disk, on systems where a folder can be opened for that."""
+    if not hasattr(os, "O_DIRECTORY"):  # Windows, which writes it down by itself
+        return
+    with suppress(OSError):  # some network file systems refuse
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,1 @@
+"""The device layer for core's own MODEL, VAE and CLIP."""

@@ -1,0 +1,60 @@
+"""Core's 3-D convolutions in the exact forms that work on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...compat.transforms.conv3d_choice import Chooser, Conv3dChoice, Conv3dLayer
+from ...compat.transforms.conv3d_forms import convolve, padded
+from ...compat.transforms.conv3d_layers import geometry_of, own_edges
+
+HOOK = "_conv_forward"  # gets the cast weights, whichever class of core's called
+
+
+@dataclass(frozen=True, slots=True)
+class ConvForward:
+    """In the place of a layer's ``_conv_forward``: the same sums in the form that was chosen.
+
+    A plain object without the layer's weights: a copy of a patcher for another device can share it.
+    """
+
+    leaf: nn.Module
+    choice: Conv3dChoice
+
+    def __call__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, autopad: str | None = None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """As ``torch.nn.Conv3d``; ``causal_zero`` is core's, for an input with fewer frames than the kernel."""
+        if autopad == "causal_zero":
+            weight = weight[:, :, -x.shape[2] :]
+        edges, mode = own_edges(self.leaf)
+        x = x if edges is None else padded(x, edges, mode)
+        return convolve(self.choice.form, x, weight, bias, geometry_of(self.leaf), self.choice.chunk_bytes)
+
+
+def conv_forwards(network: nn.Module, choose: Chooser, dtype: torch.dtype) -> Iterator[tuple[str, ConvForward]]:
+    """(name of the layer, what replaces its ``_conv_forward``) of each 3-D convolution that is not best left alone.
+
+    Args:
+        dtype: in which the layers are computed.
+    """
+    for name, leaf in network.named_modules():
+        if not isinstance(leaf, nn.Conv3d) or HOOK in leaf.__dict__:
+            continue
+        kernel: Any = leaf.kernel_size
+        layer = Conv3dLayer(
+            name=name,
+            in_channels=leaf.in_channels,
+            out_channels=leaf.out_channels,
+            kernel=kernel,
+            geometry=geometry_of(leaf),
+            dtype=dtype,
+        )
+        choice = choose(layer)
+        if choice is not None:
+            yield name, ConvForward(leaf, choice)

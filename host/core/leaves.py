@@ -1,0 +1,159 @@
+"""Core's Linear layers in safe fp16: products of fp16 operands around core's own fp32 stream.
+
+Only leaves are touched, and only while the network runs: what patched blocks or signatures broke at every release of
+ComfyUI. Weights come through core's own cast, so LoRAs, streaming and packed weights come with them.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import comfy.model_management
+import comfy.ops
+import torch
+from comfy.quant_ops import QuantizedTensor
+from torch import Tensor, nn
+
+from ...compat.transforms.fp16_layers import FULL, HALF, SETTINGS, LeafSettings, wide_linear
+
+PROVIDER = "weights_on"  # by which our own layers ask for weights
+FEW = 0.25  # share of weights outside Linears from which safe fp16 does not pay
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether ``module`` is one of the Linears of core or of packs that read packed files; some are no nn.Linear."""
+    return type(module).__name__ == "Linear" and hasattr(module, "in_features")
+
+
+def is_native(leaf: Any) -> bool:
+    """Whether core computes ``leaf`` in a packed format: int8 sums or fp8 tensor cores, which cannot overflow."""
+    return (
+        getattr(leaf, "layout_type", None) is not None
+        and not leaf._full_precision_mm
+        and not getattr(leaf, "comfy_force_cast_weights", False)
+        and not leaf.weight_function
+        and not leaf.bias_function
+    )
+
+
+def has_packed(network: nn.Module) -> bool:
+    """Whether any layer of ``network`` holds weights in a packed format of core's."""
+    return any(getattr(module, "layout_type", None) is not None for module in network.modules())
+
+
+def unfit_for_safe(network: nn.Module) -> str:
+    """Why safe fp16 is not for ``network``; empty where it is: most of its weights are in Linears."""
+    linear = other = 0
+    for module in network.modules():
+        if is_linear(module):
+            linear += module.in_features * module.out_features
+        elif not isinstance(module, nn.Embedding):
+            other += sum(tensor.numel() for tensor in module.parameters(recurse=False))
+    if not linear:
+        return "it has no Linear layers that core casts"
+    share = other / (linear + other)
+    return f"{share:.0%} of its weights are not in Linear layers" if share > FEW else ""
+
+
+@contextmanager
+def provided(leaf: Any, like: Tensor) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Weight of ``leaf`` in fp16 and its bias in fp32 on the device of ``like``, as core or the leaf itself casts."""
+    own = getattr(leaf, "cast_bias_weight", None)
+    if own is not None:  # of GGUF's layers, whose bytes core's function would take for values
+        weight, bias = own(None, HALF, like.device, FULL)[:2]
+        yield weight.as_subclass(Tensor).to(HALF), bias
+        return
+    weight, bias, offloaded = comfy.ops.cast_bias_weight(
+        leaf, None, dtype=HALF, device=like.device, bias_dtype=FULL, offloadable=True, compute_dtype=FULL
+    )
+    try:
+        yield weight.dequantize().to(HALF) if isinstance(weight, QuantizedTensor) else weight, bias
+    finally:
+        comfy.ops.uncast_bias_weight(leaf, weight, bias, offloaded)
+
+
+def safe_linear(leaf: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """The product of ``leaf`` in fp32 from fp16 operands; whatever is no plain fp32 product stays core's."""
+    plain = type(x) is Tensor and x.dtype is FULL and x.ndim > 1 and not (args or kwargs or x.requires_grad)
+    if not plain or is_native(leaf) or not math.isfinite(getattr(leaf, SETTINGS).reach):
+        return type(leaf).forward(leaf, x, *args, **kwargs)
+    comfy.ops.run_every_op()
+    smoothing = getattr(leaf, "pre_quant_scale", None)
+    if smoothing is not None:
+        x = x * comfy.model_management.cast_to_device(smoothing, x.device, x.dtype)
+    return wide_linear(leaf, x)
+
+
+@dataclass
+class SafeLeaves:
+    """The Linears of one network, ready to be patched for the length of a call.
+
+    Args:
+        fp32_output: whether a GEMM of fp16 operands can come out in fp32.
+    """
+
+    fp32_output: bool
+    version: Any = None  # of the weights by which reaches were measured
+    patches: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
+
+    def measure(self, network: nn.Module, like: Tensor, version: Any) -> None:
+        """Measure the weights where they have changed: reading each once, as the first step does anyway."""
+        if version is not None and version == self.version:
+            return
+        self.patches, self.version = {}, version
+        for leaf in filter(is_linear, network.modules()):
+            if is_native(leaf):
+                continue
+            comfy.ops.run_every_op()
+            with provided(leaf, like) as (weight, _):
+                norm = torch.linalg.vector_norm(weight, dim=1, dtype=FULL).amax()
+            reach = float(norm)
+            settings = LeafSettings(self.fp32_output, max(1.0, reach) if math.isfinite(reach) else math.inf)
+            self.patches[leaf] = {
+                "forward": types.MethodType(safe_linear, leaf),
+                PROVIDER: types.MethodType(provided, leaf),
+                SETTINGS: settings,
+            }
+
+    @contextmanager
+    def applied(self) -> Iterator[Counter[str]]:
+        """The leaves in safe fp16 inside the block; one whose forward another node has replaced is left."""
+        count: Counter[str] = Counter()
+        worn = []
+        try:
+            for leaf, patch in self.patches.items():
+                if "forward" in leaf.__dict__:
+                    count["left, since another node has replaced their forward"] += 1
+                    continue
+                leaf.__dict__.update(patch)
+                worn.append(leaf)
+            count["safe"] = len(worn)
+            yield count
+        finally:
+            for leaf in worn:
+                for name in self.patches[leaf]:
+                    leaf.__dict__.pop(name, None)
+
+
+class ByNetwork(weakref.WeakKeyDictionary[nn.Module, Any]):
+    """What belongs to one network, and goes with it; clones of a MODEL share theirs, those on other devices do not."""
+
+
+def left_alone(network: nn.Module) -> Mapping[str, int]:
+    """What safe fp16 does not reach in ``network``, by kind, for one line of the status."""
+    count: Counter[str] = Counter()
+    for module in network.modules():
+        if is_linear(module) and is_native(module):
+            count[f"packed layers that compute as {getattr(module, 'quant_format', 'packed')}"] += 1
+        elif hasattr(module, "expert_linear"):
+            count["banks of experts"] += 1
+        elif is_linear(module) and "forward" in module.__dict__:
+            count["layers whose forward another node has replaced"] += 1
+    return count

@@ -1,0 +1,144 @@
+"""What the device of one of core's models can do, and what follows for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from ...compat.decision import AUTO, CHOSEN, Decision
+from ...compat.device.facts import DeviceFacts, facts_for
+from ...compat.device.probe_results import probe_results_of
+from ...compat.device.probe_store import ProbeStore
+from ...compat.device.quirks import abilities, policy_for
+from ...compat.device.report import HEAD_WIDTH
+from ...compat.errors import UnsupportedError
+from ...compat.precision import FP16, FP32, NAMES, PLAIN, SAFE, Precision, precision_for, transformer_verdict
+from ...compat.transforms.attention import Attention, attention_for, avoided_by, fused_kernel
+from ...compat.transforms.conv3d_choice import Chooser, choose_by, kept_timings
+from ..folders import state_folder
+
+AS_LOADED = "as loaded"
+PRECISIONS = (AUTO, SAFE, "fp32", AS_LOADED)  # grows at the end
+ATTENTIONS = (AUTO, "bounded", AS_LOADED)
+TOKENS = 16  # of the small tensors with which torch is asked for a kernel
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One device as a patcher names it: facts, and probe results that are asked when read."""
+
+    facts: DeviceFacts
+    probes: ProbeStore
+
+    @cached_property
+    def precision(self) -> Precision:
+        """What ``auto`` gives a model of which nothing is known but that it is a transformer."""
+        return precision_for(PLAIN, self.facts, AUTO, self.probes)
+
+    @cached_property
+    def convolutions(self) -> Chooser:
+        """The form of each 3-D convolution here; None for a layer that is best left as it is."""
+        return choose_by(abilities(self.facts, self.probes), kept_timings(self.facts, self.probes))
+
+    @cached_property
+    def fp32_output(self) -> bool:
+        """Whether products of fp16 operands can come out in fp32 here."""
+        return self.probes["output.fp16_to_fp32"].status == "ok"
+
+    def attention(self, dtype: torch.dtype) -> Attention:
+        """The attention that ``auto`` gives operands of this dtype."""
+        return attention_for(AUTO, self.facts, dtype, HEAD_WIDTH, avoided_by(self.probes, (dtype,)))
+
+
+def machine_of(device: Any) -> Machine:
+    """The machine behind the device on which a patcher loads its model."""
+    facts = facts_for(device)
+    return Machine(facts, probe_results_of(facts, state_folder()))
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What a model is given here, and why.
+
+    Args:
+        safe: products and attention in fp16 around a stream in fp32.
+        dtype: which core is to compute in; None for the one that it has chosen.
+        attention: takes over calls for which torch has no fused kernel; None where there are none.
+        decisions: for people, also about what is left as it is.
+    """
+
+    safe: bool = False
+    dtype: torch.dtype | None = None
+    attention: Attention | None = None
+    decisions: Sequence[Decision] = field(default_factory=tuple)
+
+    @property
+    def needed(self) -> bool:
+        """Whether anything is to be changed."""
+        return self.safe or self.dtype is not None or self.attention is not None
+
+
+def fit_for(machine: Machine, dtype: torch.dtype, precision: str, attention: str, unfit: str = "") -> Fit:
+    """What a transformer of core's is given.
+
+    Args:
+        dtype: in which core computes it.
+        precision: one of :data:`PRECISIONS`. attention: one of :data:`ATTENTIONS`.
+        unfit: why safe fp16 is not for this network; empty where it is.
+
+    Raises:
+        UnsupportedError: fp16-safe was chosen and this machine or network cannot do it.
+    """
+    safe, compute, decided = _precision(machine, dtype, precision, unfit)
+    operands = FP16 if safe else compute or dtype
+    bounded, said = _attention(machine, operands, attention, safe)
+    return Fit(safe, compute, bounded, (decided, said))
+
+
+def _precision(
+    machine: Machine, dtype: torch.dtype, choice: str, unfit: str
+) -> tuple[bool, torch.dtype | None, Decision]:
+    """Whether safe fp16 is on, the dtype of the stream where core's has to change, and why."""
+    here, wide = NAMES.get(dtype, str(dtype)), None if dtype is FP32 else FP32
+    if choice == SAFE:
+        if unfit:
+            raise UnsupportedError(f"precision {SAFE} here: {unfit}", expected="a transformer", fix="Choose auto.")
+        precision_for(PLAIN, machine.facts, SAFE, machine.probes)  # which refuses what this device cannot do
+        return True, wide, Decision("precision", SAFE, f"core would compute in {here}", CHOSEN)
+    if choice == "fp32":
+        return False, wide, Decision("precision", "fp32", f"core would compute in {here}", CHOSEN)
+    if choice == AS_LOADED:
+        return False, None, Decision("precision", f"{here} as loaded", "", CHOSEN)
+    row = machine.precision
+    if row.safe and not unfit:
+        return True, wide, Decision("precision", SAFE, f"core would compute in {here}; {row.why}", AUTO)
+    if row.safe:
+        return False, None, Decision("precision", f"{here} as loaded", unfit, AUTO)
+    if row.transformer is FP32 and wide and dtype in NAMES:
+        policy = policy_for(machine.facts)
+        plain = transformer_verdict(Precision(dtype, dtype, dtype, ""), policy, machine.probes)
+        if not plain.usable or plain.costly:
+            return False, wide, Decision("precision", "fp32", f"core would compute in {here}; {plain.why}", AUTO)
+    return False, None, Decision("precision", f"{here} as loaded", f"this device computes {here} well", AUTO)
+
+
+def _attention(machine: Machine, dtype: torch.dtype, choice: str, safe: bool) -> tuple[Attention | None, Decision]:
+    """The attention that takes over, if one has to, and why."""
+    if choice == AS_LOADED or dtype not in NAMES:
+        return None, Decision("attention", "as loaded", "", CHOSEN if choice == AS_LOADED else AUTO)
+    found = machine.attention(dtype)
+    kernels = _has_kernels(machine.facts.device, dtype) and dtype not in found.avoided
+    if choice == AUTO and kernels and not safe:
+        return None, Decision("attention", "as loaded", f"torch has fused kernels for {NAMES[dtype]} here", AUTO)
+    return found, Decision("attention", found.decision.verdict, found.decision.why, AUTO if choice == AUTO else CHOSEN)
+
+
+def _has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch has a fused kernel for ``dtype``, with a mask too."""
+    query = torch.zeros(1, 1, TOKENS, HEAD_WIDTH, dtype=dtype, device=device)
+    mask = torch.zeros(1, 1, TOKENS, TOKENS, dtype=dtype, device=device)
+    return bool(fused_kernel(query, query, query) and fused_kernel(query, query, query, mask))

@@ -1,0 +1,136 @@
+"""A model's config.json against its weights and its published forms, so that a wrong one costs a line, not an hour."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch.nn.modules import module as modules
+
+from ...compat.errors import CheckpointError, PackError
+
+LARGEST = 1000  # times the largest published number, which no checkpoint comes near
+MOST_TOKENS = 10_000_000
+LONGEST = 256  # items of a list
+SLACK = 64  # parameters beyond twice those of the file: tied ones and those that a class makes and drops
+MODULES = 64  # per tensor: containers, activations, dropouts
+CHECK_SECONDS = 0.05
+
+
+def require_plausible(subject: str, path: Path, config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Raise where a value of ``config`` has another type than in every published configuration, or an absurd size.
+
+    Args:
+        subject: whose it is, for the error, such as ``transformer``. rows: published configurations; names that none
+            of them has are left alone.
+
+    Raises:
+        CheckpointError: names the value.
+    """
+    for name, value in config.items():
+        known = [row[name] for row in rows if name in row]
+        if known and not name.startswith("_") and not any(_alike(value, one) for one in known):
+            raise CheckpointError(
+                f"{name} {_short(value)} of the {subject} in {str(path)!r}",
+                expected=f"a value such as {_short(next((one for one in known if one is not None), None))}",
+                fix="Download this file again, or undo what was changed in it.",
+            )
+
+
+def require_counts(path: Path, config: Mapping[str, Any]) -> None:
+    """Raise where a tokenizer's or processor's configuration asks for more than any has, such as 10**9 extra tokens.
+
+    Raises:
+        CheckpointError: names the value.
+    """
+    for name, value in config.items():
+        if type(value) is int and abs(value) > MOST_TOKENS and "length" not in name:  # 10**30 stands for any length
+            raise CheckpointError(
+                f"{name} {_short(value)} in {str(path)!r}",
+                expected=f"{MOST_TOKENS} at most",
+                fix="Download this file again, or undo what was changed in it.",
+            )
+
+
+@contextmanager
+def construction(subject: str, folder: Path, tensors: int, check: Callable[[], None]) -> Iterator[None]:
+    """Around the building of a module from its config.json: it can be cancelled, and ends where it cannot fit the file.
+
+    Args:
+        subject: the part, for the error. tensors: how many its file has.
+        check: raises when the user has cancelled; called now and then.
+
+    Raises:
+        CheckpointError: the configuration asks for more parameters than the file has, or building it failed.
+    """
+    thread, counts, checked = threading.get_ident(), {"parameters": 0, "modules": 0}, time.monotonic()
+    most = {"parameters": 2 * tensors + SLACK, "modules": MODULES * (tensors + SLACK)}
+
+    def counted(kind: str) -> None:
+        nonlocal checked
+        if threading.get_ident() != thread:
+            return
+        if time.monotonic() - checked > CHECK_SECONDS:
+            check()
+            checked = time.monotonic()
+        counts[kind] += 1
+        if counts[kind] > most[kind]:
+            raise CheckpointError(
+                f"config.json of the {subject} in {str(folder)!r} describes more {kind} than its weights have",
+                expected=f"a configuration of {tensors} tensors",
+                fix="Download config.json and weights from the same place.",
+            )
+
+    hooks = (
+        modules.register_module_parameter_registration_hook(lambda *_: counted("parameters")),
+        modules.register_module_module_registration_hook(lambda *_: counted("modules")),
+    )
+    try:
+        check()
+        yield
+    except (PackError, ImportError):
+        raise
+    except Exception as error:  # each class has its own ways to fail on a configuration it was not made for
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        reason = lines[:2][-1]  # the second where the first is torch's heading
+        raise CheckpointError(
+            f"the {subject} in {str(folder)!r} cannot be built from its config.json ({reason[:160]})",
+            expected="a configuration as published",
+            fix="Download config.json and weights from the same place.",
+        ) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _alike(value: Any, known: Any) -> bool:
+    """Whether ``value`` could stand where a published configuration has ``known``."""
+    if isinstance(known, (list, tuple)):
+        return isinstance(value, (list, tuple)) and len(value) <= LONGEST and _items_alike(value, known)
+    if isinstance(known, bool) or known is None or isinstance(known, str):
+        return type(value) is type(known)
+    if isinstance(known, (int, float)):
+        return _number_alike(value, known)
+    return isinstance(value, type(known))
+
+
+def _items_alike(values: Sequence[Any], known: Sequence[Any]) -> bool:
+    return not known or all(any(_alike(value, one) for one in known) for value in values)
+
+
+def _number_alike(value: Any, known: float) -> bool:
+    if type(value) not in (int, float) or (isinstance(value, float) and not math.isfinite(value)):
+        return False
+    if isinstance(known, int) and isinstance(value, float) and not value.is_integer():
+        return False
+    return (value > 0) >= (known > 0) and abs(value) <= LARGEST * max(abs(known), 1)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

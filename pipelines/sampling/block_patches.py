@@ -1,0 +1,139 @@
+"""What a sampler of core's does to the blocks of a transformer and their attention, for the length of one call.
+
+Everything is a hook or an attribute of an instance, taken back after the call, so it holds whatever rewrote the block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...compat.memory.parts import Undo
+
+DOUBLE, SINGLE = "double", "single"
+LISTS = ((DOUBLE, "transformer_blocks"), (SINGLE, "single_transformer_blocks"))
+RETURNS_ALONE = ("LTXVideoTransformerBlock",)  # blocks that return their tokens without the text
+Attend = Callable[..., torch.Tensor]
+OutputPatch = Callable[[torch.Tensor, dict[str, Any]], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPatches:
+    """What a sampler does to single blocks and to attention.
+
+    Args:
+        double, single: index to a function of (arguments, {"original_block": function}). Both dictionaries have
+            ``img`` (B, N, D) and ``txt`` (B, M, D), as the patches of ComfyUI's own transformers.
+        attend: in place of every attention: from (the attention it replaces, query, key, value (B, H, N, D), mask).
+        outputs: for ``attn1`` (attention of the video) and ``attn2`` (of video to text): functions from what attention
+            gives, (B, N, D) before its projection, and what is known of the place.
+        values: double blocks whose attention hands its values on as they are.
+        options: what output patches are told beside block, heads and tokens of the video.
+    """
+
+    double: Mapping[int, Callable[..., Any]] = field(default_factory=dict)
+    single: Mapping[int, Callable[..., Any]] = field(default_factory=dict)
+    attend: Callable[..., torch.Tensor] | None = None
+    outputs: Mapping[str, list[OutputPatch]] = field(default_factory=dict)
+    values: frozenset[int] = frozenset()
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def blocks_of(transformer: nn.Module) -> Iterator[tuple[str, int, Any]]:
+    """Kind, index and block, in the order in which they run."""
+    for kind, name in LISTS:
+        for index, block in enumerate(getattr(transformer, name, ())):
+            yield kind, index, block
+
+
+def attentions_of(block: Any) -> dict[str, Any]:
+    """A block's attention of the video as ``attn1`` and that of video to text as ``attn2``, as far as it has them."""
+    places = {"attn1": getattr(block, "attn1", None) or getattr(block, "attn", None)}
+    places["attn2"] = getattr(block, "attn2", None)
+    return {name: attention for name, attention in places.items() if attention is not None}
+
+
+@contextmanager
+def with_block_patches(transformer: nn.Module, block_patches: BlockPatches) -> Iterator[None]:
+    """``transformer`` with its blocks and their attention as ``block_patches`` says, for one call."""
+    undo = Undo()
+    try:
+        if block_patches.attend is not None:
+            for owner in transformer.modules():
+                _attend_by(undo, owner, block_patches.attend)
+        for kind, index, block in blocks_of(transformer):
+            attentions = attentions_of(block)
+            if kind == DOUBLE and index in block_patches.values:
+                _attend_by(undo, attentions["attn1"], _values)
+            for name, patches in block_patches.outputs.items():
+                if name in attentions:
+                    options = {
+                        **block_patches.options,
+                        "block": (kind, index),
+                        "block_type": kind,
+                        "block_index": index,
+                    }
+                    _patch_output(undo, attentions[name], patches, options)
+            patch = (block_patches.double if kind == DOUBLE else block_patches.single).get(index)
+            if patch is not None:
+                undo.set(block, "forward", _patched(block.forward, patch, type(block).__name__ in RETURNS_ALONE))
+        yield
+    finally:
+        undo.restore()
+
+
+def _values(_attend: Attend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
+    return value
+
+
+def _attend_by(undo: Undo, owner: Any, attend: Attend) -> None:
+    processor = getattr(owner, "processor", None)
+    if hasattr(processor, "attend"):
+        undo.set(processor, "attend", partial(attend, processor.attend))
+
+
+def _patch_output(undo: Undo, attention: Any, patches: list[OutputPatch], options: dict[str, Any]) -> None:
+    """Put ``patches`` between attention and its projection; where the block itself projects, after the attention."""
+    options["n_heads"] = attention.heads
+    to_out = getattr(attention, "to_out", None)
+
+    def applied(tokens: torch.Tensor) -> torch.Tensor:
+        if hasattr(attention, "add_q_proj") or to_out is None:  # of video and text together; this is the video's share
+            options["img_slice"] = [0, tokens.shape[1]]
+        for patch in patches:
+            tokens = patch(tokens, options)
+        return tokens
+
+    def before(_module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (applied(given[0]), *given[1:])
+
+    def after(_module: nn.Module, _given: Any, out: Any) -> Any:
+        return (applied(out[0]), *out[1:])
+
+    if to_out is not None:
+        undo.append(to_out[0].register_forward_pre_hook(before).remove)
+    else:
+        undo.append(attention.register_forward_hook(after).remove)
+
+
+def _patched(original: Callable[..., Any], patch: Callable[..., Any], returns_alone: bool) -> Callable[..., Any]:
+    def forward(hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor, *rest: Any, **named: Any) -> Any:
+        alone = False
+
+        def run(arguments: Mapping[str, Any], _extra: Any = None) -> dict[str, Any]:
+            nonlocal alone
+            tokens = original(arguments["img"], arguments["txt"], *rest, **named)
+            alone = isinstance(tokens, torch.Tensor)
+            return {"img": tokens, "txt": arguments["txt"]} if alone else {"img": tokens[0], "txt": tokens[1]}
+
+        out = patch({"img": hidden_states, "txt": encoder_hidden_states}, {"original_block": run})
+        pair = out["img"], out.get("txt", encoder_hidden_states)
+        return pair[0] if alone or returns_alone else pair
+
+    return forward

@@ -1,0 +1,63 @@
+"""Files are whole and on the disk, or as they were; whoever is asked to write for hours is checked first."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from anygpu.compat import durable
+from anygpu.compat.durable import replacing, require_writable
+from anygpu.compat.errors import InputError
+
+
+def test_content_reaches_the_disk_before_the_name_and_the_name_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, order = tmp_path / "new" / "a.txt", []
+    rename, sync = Path.replace, os.fsync
+
+    def fsync(descriptor: int) -> None:
+        order.append("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "content")
+        sync(descriptor)
+
+    def replace(self: Path, target: Path) -> Path:
+        order.append("name")
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "replace", replace)
+    with replacing(path) as temporary:
+        temporary.write_text("new", encoding="utf-8")
+    assert order == ["content", "name", "folder"] and path.read_text(encoding="utf-8") == "new"
+    assert path.stat().st_mode & 0o044, "others may read it, as any file"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
+def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path: Path, error: BaseException) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("old", encoding="utf-8")
+    with pytest.raises(type(error)), replacing(path) as temporary:
+        temporary.write_text("ne", encoding="utf-8")
+        raise error
+    assert path.read_text(encoding="utf-8") == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_an_output_that_cannot_be_written_is_told_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    require_writable(tmp_path / "new" / "a.mp4", 1, "--output")
+    assert not list((tmp_path / "new").iterdir())
+    (tmp_path / "file").touch()
+    for path, words in (
+        (tmp_path, "the folder"),
+        (tmp_path / "file" / "a.mp4", "cannot be written"),
+        (Path("a\0"), "cannot"),
+    ):
+        with pytest.raises(InputError, match=words) as caught:
+            require_writable(path, 1, "--output")
+        assert "--output" in caught.value.found and caught.value.expected and caught.value.fix
+    monkeypatch.setattr(durable.shutil, "disk_usage", lambda _: SimpleNamespace(free=99_000_000))
+    with pytest.raises(InputError, match="99 MB free for --output") as caught:
+        require_writable(tmp_path / "a.mp4", 100_000_000, "--output")
+    assert caught.value.expected == "100 MB or more"

@@ -1,0 +1,186 @@
+"""Scenes about every node of core's that takes a MODEL and gives one, on ours."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import comfy.model_management as management
+import comfy.samplers
+import torch
+from anygpu.host import core_models
+from simulated import accelerator
+
+from host.inside.core import SHAPES, USUAL_SHAPE, cores, prepared
+from host.inside.device import loaded_for
+from host.inside.sight import state
+
+OTHERS = {  # inputs that only another model's own files can fill
+    *("MODEL_PATCH", "LORA_MODEL", "LATENT_OPERATION", "COMFY_DYNAMICCOMBO_V3", "VAE", "CLIP", "IMAGE", "CONDITIONING"),
+}
+CHOSEN: dict[str, dict[str, Any]] = {  # where a node's defaults change nothing on any model
+    "CFGOverride": {"cfg": 4.0},
+    "ChromaRadianceOptions": {"nerf_tile_size": 8},
+    "ContextWindowsManual": {"context_length": 2, "context_overlap": 1, "freenoise": False, "dim": 2},
+    "EasyCache": {"reuse_threshold": 3.0, "start_percent": 0.0, "end_percent": 1.0},
+    "HiDreamO1PatchSeamSmoothing": {"start_percent": 0.0, "end_percent": 1.0},
+    "ModelNoiseScale": {"noise_scale": 3.0},
+    "FreSca": {"scale_low": 2.0},
+    "LTXVContextWindows": {"context_length": 9, "context_overlap": 1, "freenoise": False},
+    "LTXVSpatioTemporalGuidance": {"blocks": "0"},
+    "LazyCache": {"reuse_threshold": 3.0, "start_percent": 0.0, "end_percent": 1.0},
+    "ScaleROPE": {"scale_x": 2.0, "shift_t": 3.0},
+    "SkipLayerGuidanceDiT": {"double_layers": "0", "single_layers": "0", "start_percent": 0.0, "end_percent": 1.0},
+    "SkipLayerGuidanceDiTSimple": {
+        "double_layers": "0",
+        "single_layers": "0",
+        "start_percent": 0.0,
+        "end_percent": 1.0,
+    },
+    "SkipLayerGuidanceSD3": {"layers": "0", "start_percent": 0.0, "end_percent": 1.0},
+    "UNetSelfAttentionMultiply": {"q": 3.0, "v": 2.0},
+    "UNetCrossAttentionMultiply": {"q": 3.0, "v": 2.0},
+    "UNetTemporalAttentionMultiply": {"self_structural": 2.0, "cross_structural": 2.0},
+    "WanContextWindowsManual": {"context_length": 5, "context_overlap": 1, "freenoise": False},
+}
+
+
+@functools.cache
+def model_nodes() -> dict[str, Any]:
+    """Core's node classes by id that take a MODEL and give one, and that nothing but numbers need be given beside."""
+    import nodes
+
+    asyncio.run(nodes.init_builtin_extra_nodes())
+    usable = {}
+    for name, kind in sorted(nodes.NODE_CLASS_MAPPINGS.items()):
+        required = [spec[0] for spec in kind.INPUT_TYPES().get("required", {}).values()]
+        plain = not OTHERS & {one for one in required if isinstance(one, str)}
+        if "MODEL" in required and "MODEL" in (kind.RETURN_TYPES or ()) and plain:
+            usable[name] = kind
+    return usable
+
+
+def applied(name: str, model: Any, other: Any) -> Any:
+    """The MODEL that a node makes of ``model``; a node that joins two is given ``other`` too."""
+    kind = model_nodes()[name]
+    models, arguments = [model, other], {}
+    for key, spec in kind.INPUT_TYPES()["required"].items():
+        options = spec[1] if len(spec) > 1 else {}
+        choices = options.get("options") or spec[0]
+        arguments[key] = (
+            models.pop(0) if spec[0] == "MODEL" else options.get("default", choices[0] if len(choices) else None)
+        )
+    halves = {key: 0.5 for key, value in arguments.items() if name.startswith("ModelMerge") and value == 1.0}
+    arguments |= halves | CHOSEN.get(name, {})
+    out = kind.execute(**arguments) if hasattr(kind, "execute") else getattr(kind(), kind.FUNCTION)(**arguments)
+    return (out.result if hasattr(out, "result") else out)[list(kind.RETURN_TYPES).index("MODEL")]
+
+
+def heard(run: Callable[[], Any]) -> tuple[Any, list[str]]:
+    """What ``run`` returns, and what is logged of things without effect."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("anygpu")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        return run(), [line for line in lines if "no effect" in line]
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def survey(name: str, left_out: list[str], merges: list[str]) -> dict[str, Any]:
+    """By node: how much it changes what core samples with our MODEL, and what is said, or the error it raises.
+
+    The levels are those of each MODEL's own schedule, and the first frame is masked: some nodes act on these alone.
+    """
+    _, model, _, _, conditionings, generator = prepared(name)
+    noise = torch.randn(SHAPES.get(name, USUAL_SHAPE), generator=generator)
+    start, mask = torch.randn(noise.shape, generator=generator), torch.ones(1, 1, 4, *noise.shape[3:])
+    mask[:, :, :2] = 0.5
+
+    def run(patched: Any) -> torch.Tensor:
+        sigmas = comfy.samplers.calculate_sigmas(patched.get_model_object("model_sampling"), "simple", 3)
+        return cores(patched, *conditionings, noise, noise_mask=mask, start=start, sigmas=sigmas)
+
+    plain, doubled = run(model), applied("ModelMergeAdd", model, model)
+    report: dict[str, Any] = {"unchanged": {"change": float((run(model.clone()) - plain).abs().max()), "said": []}}
+    for node in sorted(set(model_nodes()) - set(left_out)):
+        if node.startswith("ModelMerge") and node not in merges:
+            continue
+        try:
+            changed = applied(node, model, doubled)
+            calls = counted(changed)
+            out, said = heard(functools.partial(run, changed))
+            change = float((out - plain).nan_to_num(1e9).abs().max())
+            report[node] = {"change": change, "said": said, "attention": len(calls)}
+        except Exception as error:
+            report[node] = {"error": f"{type(error).__name__}: {error}"}
+    return report
+
+
+def counted(model: Any) -> list[int]:
+    """Filled with one entry for each call of the attention that a node put in the place of ours."""
+    options, calls = model.model_options["transformer_options"], list[int]()
+    override = options.get("optimized_attention_override")
+    if override is not None:
+
+        def counting(*given: Any, **named: Any) -> Any:
+            calls.append(1)
+            return override(*given, **named)
+
+        options["optimized_attention_override"] = counting
+    return calls
+
+
+def on_two_devices(name: str) -> dict[str, Any]:
+    """Core's nodes that split a MODEL over two devices, and that put it or the VAE on the second; beside one device."""
+    from comfy_extras import nodes_multigpu
+
+    def reload(devices: Any) -> Any:
+        return loaded_for(name, devices=devices)
+
+    pipeline, _, _, _, conditionings, generator = prepared(name)
+    model, vae = core_models.beside(pipeline, reload)
+    noise = torch.randn(SHAPES.get(name, USUAL_SHAPE), generator=generator)
+    plain = cores(model, *conditionings, noise)
+    frames = vae.decode(plain)
+    devices = [torch.device(accelerator.NAME, index) for index in range(2)]
+    report = {}
+    with state(get_all_torch_devices=lambda exclude_current=False: devices):
+        nodes = {
+            "split": nodes_multigpu.MultiGPUCFGSplitNode.execute(model, 2),
+            "second": nodes_multigpu.SelectModelDeviceNode.execute(model, "gpu:1"),
+        }
+        for node, out in nodes.items():
+            management.unload_all_models()
+            for index in range(2):
+                accelerator.reset_traffic(index)
+            sampled = cores(out.result[0], *conditionings, noise)
+            report[node] = {
+                "change": float((sampled - plain).abs().max() / plain.abs().max()),
+                "sent": [accelerator.traffic(index).to_device_bytes for index in range(2)],
+            }
+        (moved,) = nodes_multigpu.SelectVAEDeviceNode.execute(vae, "gpu:1").result
+        (back,) = nodes_multigpu.SelectVAEDeviceNode.execute(moved, "default").result
+        report["vae"] = {"equal": bool(torch.equal(moved.decode(plain), frames))}
+        report["vae"] |= {"devices": [str(one.device) for one in (vae, moved, back)]}
+    return report
+
+
+def upscaled() -> dict[str, Any]:
+    """LTX-Video's latents through the statistics that core's latent upscaler asks the VAE for, there and back."""
+    pipeline = loaded_for("ltx")
+    _, vae = core_models.beside(pipeline)
+    statistics, latents = vae.first_stage_model.per_channel_statistics, torch.randn(1, 128, 2, 2, 2)
+    raw = statistics.un_normalize(latents)
+    return {
+        "moved": float((raw - latents).abs().max()),
+        "back": float((statistics.normalize(raw) - latents).abs().max()),
+    }

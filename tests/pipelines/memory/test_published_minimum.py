@@ -1,0 +1,49 @@
+"""What publishers say a model needs, beside what the plan says: none of their cards is told that it cannot run.
+
+Shapes are those of the published files; nothing of their size is read. The card is a table row: this machine has none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import published
+import pytest
+from anygpu.pipelines.memory.estimates import Size
+from anygpu.pipelines.memory.forecast import fastest, forecasts
+
+FULL = pytest.mark.full
+# Model, size of the run, GB of the smallest card it is published for, and by whom.
+PUBLISHED = [
+    pytest.param("ltx 2B", Size(720, 480, 121, True), 8, marks=FULL, id="Lightricks/LTX-Video README, LTX-VideoQ8"),
+    pytest.param("ltx 13B", Size(1216, 704, 121, True), 12, marks=FULL, id="localmodel.run, offload floor of 13B"),
+    pytest.param("hunyuan_video", Size(960, 544, 129), 45, marks=FULL, id="Tencent-Hunyuan/HunyuanVideo README, 544p"),
+    pytest.param("hunyuan_video", Size(1280, 720, 129), 60, marks=FULL, id="the same, 720p"),
+    pytest.param("hunyuan_video", Size(1280, 720, 129), 24, marks=FULL, id="ComfyUI-HunyuanVideoWrapper#209"),
+    pytest.param("hunyuan_video_15", Size(848, 480, 121, True), 14, id="Tencent-Hunyuan/HunyuanVideo-1.5 README"),
+    pytest.param("hunyuan_video_15", Size(1280, 720, 121, True), 14, marks=FULL, id="the same, 720p"),
+    pytest.param("framepack", Size(640, 608, 1801), 6, id="lllyasviel/FramePack README, one minute"),
+    pytest.param("mochi", Size(848, 480, 163, True), 20, id="genmoai/mochi README, in ComfyUI"),
+    pytest.param("mochi", Size(848, 480, 85, True), 12, marks=FULL, id="ComfyUI-MochiWrapper#21"),
+]
+
+
+@pytest.mark.parametrize(("model", "size", "gigabytes"), PUBLISHED)
+def test_the_plan_of_a_published_minimum_fits(model, size, gigabytes, tmp_path, monkeypatch):
+    pipeline = published.on_card(published.composed(model, tmp_path, texts=False, monkeypatch=monkeypatch))
+    room = published.room_of(gigabytes)
+    needs = forecasts(pipeline, size, room)
+    best = fastest(needs, room)
+    assert best is not None, {each.mode: [(s.name, s.total, s.form) for s in each.stages] for each in needs}
+    assert all(stage.total <= room for stage in best.stages)
+
+
+def test_a_decode_that_fits_whole_is_forecast_whole(tmp_path, monkeypatch):
+    """Less room is another form, never another number for the same one."""
+    pipeline = published.on_card(published.composed("hunyuan_video_15", tmp_path, texts=False, monkeypatch=monkeypatch))
+    size = Size(848, 480, 121)
+    stages = {room: forecasts(pipeline, size, room)[2].stages[-1] for room in (None, 10**12, 14 * 10**9, 5 * 10**9)}
+    assert stages[None] == stages[10**12] and not stages[None].form
+    assert stages[14 * 10**9].form.startswith("in chunks of") and stages[14 * 10**9].total <= 14 * 10**9
+    assert stages[5 * 10**9].total <= 5 * 10**9 and stages[5 * 10**9].form != stages[14 * 10**9].form
+    assert replace(stages[None], form="x") != stages[None]

@@ -1,0 +1,249 @@
+"""Devices that are less kind: one memory for host and device, no set_data, a largest buffer, shortage in other words,
+and streams that belong to the current device."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from anygpu.compat.device.facts import DeviceFacts, facts_for
+from anygpu.compat.device.failures import is_shortage
+from anygpu.compat.memory.offloader import OffloadOptions, StandaloneOffloader
+from anygpu.compat.memory.parts import Parts
+from anygpu.compat.memory.transfer import set_data
+from anygpu.pipelines import stages, tiny
+from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.loading.folder import LoadRequest, load
+from hostile.test_failures import MESSAGES
+from torch import nn
+
+from simulated import accelerator
+from simulated.test_families import CASES, MODES, ROUNDING, loaded_for, rendered
+
+MEBIBYTE = 1024**2
+
+
+@pytest.fixture(scope="module")
+def on_cpu(tiny_folder):
+    """What the CPU gives for each case."""
+    known: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def of(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        if name not in known:
+            known[name] = rendered(loaded_for(CASES[name], tiny_folder, "cpu"), CASES[name])
+        return known[name]
+
+    return of
+
+
+def same(result: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> None:
+    for one, other in zip(result, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=ROUNDING, rtol=ROUNDING)
+
+
+# ---- set_data is refused, as behind torch_xla ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("offload", MODES)
+@pytest.mark.parametrize("name", CASES)
+def test_weights_reach_a_device_that_refuses_set_data(acc, tiny_folder, on_cpu, name, offload):
+    with accelerator.without_set_data():
+        parameter = nn.Parameter(torch.ones(2), requires_grad=False)
+        with pytest.raises(RuntimeError, match="incompatible tensor type"):
+            parameter.data = torch.ones(2, device=acc)
+        pipeline = loaded_for(CASES[name], tiny_folder, "acc:0", offload)
+        for _ in range(2):
+            same(rendered(pipeline, CASES[name]), on_cpu(name))
+        held = {id(tensor) for part in pipeline.parts.values() for tensor in part.parameters()}
+        for part in pipeline.parts:
+            pipeline.offloader.release(part)
+    assert held == {id(tensor) for part in pipeline.parts.values() for tensor in part.parameters()}
+    assert accelerator.memory().peak_bytes > 0
+    del pipeline
+    gc.collect()
+    assert accelerator.memory().allocated_bytes == 0
+
+
+def test_a_parameter_stays_the_object_that_others_hold(acc):
+    shared = nn.Parameter(torch.arange(4.0), requires_grad=False)
+    shared.note = "kept"
+    table = torch.arange(3)
+    with accelerator.without_set_data():
+        for tensor in (shared, table):
+            values = tensor.clone()
+            for place in (acc, torch.device("cpu"), acc):
+                set_data(tensor, tensor.data.to(place))
+                assert tensor.device == place and torch.equal(tensor.cpu(), values)
+    assert type(shared) is nn.Parameter and shared.note == "kept" and not shared.requires_grad
+    assert type(table) is torch.Tensor
+
+
+# ---- host and device share one memory -----------------------------------------------------------------------------
+
+
+def unified(device: torch.device) -> DeviceFacts:
+    return replace(facts_for(device), unified=True, total_bytes=64 << 30)
+
+
+class Both(Silent):
+    """The most bytes that host and device held together while parts moved."""
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+
+    def step(self, done: int, total: int, stage: str, preview: Any = None) -> None:
+        if stage.startswith("moving"):
+            self.peak_bytes = max(self.peak_bytes, accelerator.host_bytes() + accelerator.memory().allocated_bytes)
+
+
+@pytest.mark.parametrize("offload", ["none", "model"])
+def test_weights_have_no_second_copy_where_memory_is_shared(acc, offload):
+    weights = 24 * MEBIBYTE
+    part = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(6))).requires_grad_(False)
+    values = [layer.weight.clone() for layer in part]
+    peaks = {}
+    for shared in (False, True):
+        parts = Parts({"transformer": lambda _progress: part})
+        kept = replace(OffloadOptions().host_weights, shared=shared)
+        own = StandaloneOffloader(parts, acc, offload, OffloadOptions(host_weights=kept))
+        before, progress = accelerator.host_bytes() - weights, Both()
+        for _ in range(2):
+            with own.hold("transformer", 0, progress):
+                assert all(layer.weight.device == acc for layer in part)
+                now = accelerator.host_bytes() - before + accelerator.memory().allocated_bytes
+                assert (now >= 2 * weights) == (offload == "model" and not shared)
+            own.release("transformer")
+            assert all(torch.equal(layer.weight, value) for layer, value in zip(part, values, strict=True))
+        peaks[shared] = progress.peak_bytes - before
+    assert peaks[True] <= weights + 8 * MEBIBYTE, "one tensor at a time is on both sides"
+    assert peaks[False] >= 2 * weights - 4 * MEBIBYTE, "the count sees no second copy at all"
+
+
+def test_a_cancel_while_shared_memory_moves_leaves_everything_on_the_host(acc, recorded):
+    part = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))).requires_grad_(False)
+    values = [tensor.clone() for tensor in part.parameters()]
+    kept = replace(OffloadOptions().host_weights, shared=True)
+    own = StandaloneOffloader(Parts({"vae": lambda _progress: part}), acc, "none", OffloadOptions(host_weights=kept))
+    for after in (1, 2 * MEBIBYTE):
+        with pytest.raises(recorded.Cancelled), own.hold("vae", 0, recorded(lambda done, _, after=after: done > after)):
+            pass
+        assert all(torch.equal(tensor, value) for tensor, value in zip(part.parameters(), values, strict=True))
+
+
+@pytest.mark.parametrize("offload", MODES)
+@pytest.mark.parametrize("name", CASES)
+def test_shared_memory_gives_the_same_video(acc, tiny_folder, on_cpu, name, offload):
+    pipeline = loaded_for(CASES[name], tiny_folder, unified(acc), offload)
+    assert pipeline.offloader.options.host_weights.shared
+    for _ in range(2):
+        same(rendered(pipeline, CASES[name]), on_cpu(name))
+
+
+# ---- a largest buffer ---------------------------------------------------------------------------------------------
+
+CAP = 3 * MEBIBYTE
+DECODE = """
+import sys
+sys.path.insert(0, {tests!r})
+import torch
+from dataclasses import replace
+from pathlib import Path
+from anygpu.compat.memory import transfer
+from anygpu.pipelines import stages
+from anygpu.pipelines.base import Silent
+from anygpu.pipelines.vae import plan
+from anygpu.compat.device.quirks import policy_for
+from simulated import accelerator, profiles
+from simulated.test_vae_policy import latents_for, loaded_on
+torch.set_num_threads(1)
+transfer.STAGING_BYTES = {cap} // 2  # as small beside this cap as 16 MB beside 4 GB
+apple = profiles.facts_of("mps-like")
+assert policy_for(apple).allocation_bytes == 4 << 30
+plan.policy_for = lambda facts: replace(policy_for(apple), allocation_bytes={cap})
+with accelerator.fresh() as device, accelerator.buffer_cap({cap}, ends_process=True):
+    pipeline = loaded_on(replace(apple, device=device), "hunyuan_video", Path({folder!r}), dtype=torch.float32)
+    frames = stages.decode(pipeline, latents_for(pipeline, side=128), Silent(), {method!r})
+    print("finite", bool(frames.isfinite().all()))
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("method", "ending"), [("auto", (0, "finite True")), ("full", (-6, ""))])
+def test_no_buffer_reaches_the_size_that_ends_a_process_on_apple(acc, tiny_folder, method, ending):
+    tests = str(Path(__file__).resolve().parents[1])
+    program = DECODE.format(tests=tests, folder=str(tiny_folder), cap=CAP, method=method)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == ending, done.stderr[-800:]
+
+
+def test_a_buffer_that_is_refused_is_shortage(acc):
+    with accelerator.buffer_cap(MEBIBYTE):
+        torch.zeros(1000, device=acc)
+        with pytest.raises(RuntimeError, match=r"Invalid buffer size: 4.00 MiB") as caught:
+            torch.zeros(MEBIBYTE, device=acc)
+    assert is_shortage(caught.value)
+
+
+# ---- shortage in each back end's words ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ltx(tiny_folder):
+    """A pipeline by whole parts, its prompt, and the latents of a run that nothing disturbs."""
+    if reason := accelerator.reason():
+        pytest.skip(reason)
+    with accelerator.fresh():
+        pipeline = load(LoadRequest(tiny.build("ltx", tiny_folder), precision="fp32", offload="none", device="acc:0"))
+        prompt = stages.encode_prompt(pipeline, PromptRequest("a red fox", ""), Silent())
+        return prompt, stages.sample(pipeline, prompt, None, SampleSettings(64, 64, 9, steps=2, seed=3), Silent())
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_sampling_goes_on_after_shortage_in_any_words(acc, tiny_folder, ltx, recorded, message):
+    prompt, expected = ltx
+    pipeline = load(LoadRequest(tiny.build("ltx", tiny_folder), precision="fp32", offload="none", device="acc:0"))
+    progress, settings = recorded(), SampleSettings(64, 64, 9, steps=2, seed=3)
+    with accelerator.shortage_called(message), accelerator.refusal(60):
+        latents = stages.sample(pipeline, prompt, None, settings, progress)
+    assert accelerator.memory().refusals == 1, "nothing ran out"
+    assert any("ran out of memory" in line for line in progress.said)
+    torch.testing.assert_close(latents.samples, expected.samples, atol=ROUNDING, rtol=ROUNDING)
+
+
+# ---- the current device -------------------------------------------------------------------------------------------
+
+
+class Streams(nn.Linear):
+    """A layer that waits as ComfyUI's streamed weights do: the current stream, of whichever device, for another."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As usual."""
+        offload = torch.acc.Stream(x.device)
+        torch.acc.current_stream().wait_stream(offload)
+        return super().forward(x)
+
+
+def test_the_device_that_computes_is_the_one_that_waits(acc):
+    part = Streams(4, 4).requires_grad_(False)
+    places = {"transformer": torch.device("acc", 1)}
+    own = StandaloneOffloader(
+        Parts({"transformer": lambda _progress: part}), acc, "model", OffloadOptions(devices=places)
+    )
+    accelerator.take_waits()
+    part.to("acc:1")(torch.ones(1, 4, device="acc:1"))
+    assert accelerator.take_waits() == [(0, 1)], "nobody made its device the current one: the wrong one waits"
+    part.to("cpu")
+    with own.hold("transformer") as module:
+        assert torch.accelerator.current_device_index() == 1
+        module(torch.ones(1, 4, device="acc:1"))
+    assert accelerator.take_waits() == [(1, 1)]
+    assert torch.accelerator.current_device_index() == 0
+    with pytest.raises(KeyError), own.hold("transformer"):
+        raise KeyError
+    assert torch.accelerator.current_device_index() == 0
