@@ -52,8 +52,8 @@ class Decode(io.ComfyNode):
                 ),
                 io.Int.Input(
                     "frames_per_chunk", default=0, min=0, max=256, optional=True, advanced=True,
-                    tooltip="Latent frames decoded at a time, for chunked and auto. Mochi and HunyuanVideo 1.5. 0: "
-                            "chosen for you.",
+                    tooltip="Latent frames decoded at a time: in chunks with Mochi and HunyuanVideo 1.5, in windows "
+                            "with HunyuanVideo and FramePack, where fewer take less memory. 0: chosen for you.",
                 ),
                 io.Float.Input(
                     "decode_timestep", default=-1.0, min=-1.0, max=1.0, step=0.005, optional=True, advanced=True,

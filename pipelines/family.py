@@ -72,7 +72,6 @@ class MemoryTerms:
         history_tokens: further tokens beside the video's, of pictures.
         section_context: latent frames that a section sees beside its own, as tokens and as latents; None where a
             video is sampled as a whole.
-        cropped_frames: pixel frames that the decoder makes beside the video's and that are cut off.
         decode_window: most pixel frames that the decoder has in work at once; 0 for all.
     """
 
@@ -81,7 +80,6 @@ class MemoryTerms:
     text_tokens: int = 0
     history_tokens: int = 0
     section_context: tuple[float, int] | None = None
-    cropped_frames: int = 0
     decode_window: int = 0
 
 
@@ -212,6 +210,7 @@ class FamilySpec:
         text_vision: kind of the file with the picture half of its text encoder, for image to video; empty for none.
         offer: what to download first; None offers nothing.
         musubi: its caches of Musubi Tuner; None where that trainer has no such model.
+        vae_settings: attributes of its diffusers VAE that its publisher has otherwise.
         published_blocks: blocks of its published transformer: class, count, whether they leave the text alone.
         published_vae_sites: sites that are fused in the decoder of its published VAE.
         vae_tile: pixels per tile that upstream advises for its VAE; 0 for none.
@@ -255,6 +254,7 @@ class FamilySpec:
     text_vision: str = ""
     offer: Offer | None = None
     musubi: MusubiCache | None = None
+    vae_settings: Mapping[str, int] = field(default_factory=dict)
     published_blocks: tuple[tuple[str, int, bool], ...] = ()
     published_vae_sites: int = 0
     vae_tile: int = 0

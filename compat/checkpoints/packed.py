@@ -1,8 +1,9 @@
 """Weights stored in fewer bits than the dtype that computes: packed in memory, unpacked at each use.
 
-A packed layer is the original linear layer under another class. Its values are stored as 16 or 8 bits with a scale, or
-in the file's own blocks, and ``weight`` is computed from them on access. Offload therefore moves the small tensors,
-LoRA and rewrites see an ordinary linear layer, and unpacking it gives exactly the values that were computed with.
+A packed layer is the original linear layer, or table of embeddings, under another class. Its values are stored as 16
+or 8 bits with a scale, or in the file's own blocks, and ``weight`` is computed from them on access. Offload therefore
+moves the small tensors, LoRA and rewrites see an ordinary layer, and unpacking it gives exactly the values that were
+computed with.
 """
 
 from __future__ import annotations
@@ -37,11 +38,12 @@ EIGHT: dict[str, tuple[torch.dtype, float]] = {"fp8": (torch.float8_e4m3fn, 448.
 # everything else is. Source: diffusers' ``_skip_layerwise_casting_patterns``.
 DENSE = re.compile(r"norm|embed|proj_in|relative_attention_bias|adaln", re.IGNORECASE)
 TABLE = re.compile(r"relative_attention_bias")  # an embedding in a block: its name alone would pass for a layer's
+EMBEDDINGS = re.compile(r"(^|\.)(shared|embed_tokens)\.weight$")  # an eighth of a Llama in blocks of 4 bits
 BLOCK = re.compile(r"\.\d+\.|^\d+\.")
 
 
-class StoredLinear(nn.Linear):
-    """A linear layer whose weight is packed; made of another one by :func:`pack`, never constructed.
+class Stored(nn.Module):
+    """A layer whose weight is packed; made of another one by :func:`pack`, never constructed.
 
     ``stored`` holds the packed rows, ``factors`` one scale per row (rows, 1) or one for all, or nothing; ``codec`` is a
     GGUF type, ``dense_dtype`` what ``weight`` comes as.
@@ -62,12 +64,16 @@ class StoredLinear(nn.Linear):
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight as ``dtype``; multiplied out in fp32. Peak extra memory: the weight in fp32 and in ``dtype``."""
         if self.codec:
-            return _blocks(self.stored, self.codec, self.in_features).to(dtype)
+            return _blocks(self.stored, self.codec).to(dtype)
         if self.factors is None:
             if self.by_bits and self.stored.dtype is torch.bfloat16:
                 return bf16_bits_to_fp32(self.stored).to(dtype)
             return self.stored.to(dtype)
         return self.stored.float().mul_(self.factors).to(dtype)
+
+
+class StoredLinear(Stored, nn.Linear):
+    """A linear layer whose weight is packed."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The layer's output in the dtype of ``input``."""
@@ -75,15 +81,24 @@ class StoredLinear(nn.Linear):
         return F.linear(input, self.dense(input.dtype), bias)
 
 
+class StoredEmbedding(Stored, nn.Embedding):
+    """A table of embeddings in GGUF blocks, of which only the rows that are asked for are unpacked."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """The rows of ``input`` in the dtype that computes."""
+        rows = _blocks(self.stored[input.flatten()], self.codec).to(self.dense_dtype)
+        return rows.unflatten(0, input.shape)
+
+
 def pack(
-    layer: nn.Linear,
+    layer: nn.Linear | nn.Embedding,
     stored: torch.Tensor,
     factors: torch.Tensor | None,
     dtype: torch.dtype,
     codec: str = "",
     by_bits: bool = False,
 ) -> None:
-    """Turn ``layer`` into a :class:`StoredLinear` of the given rows; its own weight is forgotten.
+    """Turn ``layer`` into a :class:`Stored` one of the given rows; its own weight is forgotten.
 
     Args:
         stored: rows in 16 or 8 bits, or bytes of GGUF blocks. factors: what they are multiplied by, (rows, 1) or (1,).
@@ -91,8 +106,9 @@ def pack(
             device whose own cast is broken.
     """
     del layer._parameters["weight"]
-    layer.__class__ = StoredLinear
-    layer.stored = nn.Parameter(stored, requires_grad=False)  # type: ignore[assignment]
+    layer.__class__ = StoredLinear if isinstance(layer, nn.Linear) else StoredEmbedding
+    tied = isinstance(stored, nn.Parameter)  # two layers of one weight
+    layer.stored = stored if tied else nn.Parameter(stored, requires_grad=False)  # type: ignore[assignment]
     layer.register_buffer("factors", factors)
     layer.codec, layer.dense_dtype, layer.by_bits = codec, dtype, by_bits  # type: ignore[assignment]
 
@@ -123,10 +139,12 @@ def without_unpacking(module: nn.Module) -> Iterator[None]:
 
     Who puts something around layers asks for these dozens of times, and for no value.
     """
-    layers = [owner for owner in module.modules() if isinstance(owner, StoredLinear)]
+    layers = [owner for owner in module.modules() if isinstance(owner, Stored)]
     for layer in layers:
         one = torch.empty((), dtype=layer.dense_dtype, device=layer.stored.device)
-        layer.__dict__["outline"] = one.expand(layer.out_features, layer.in_features)
+        linear = isinstance(layer, nn.Linear)
+        shape = (layer.out_features, layer.in_features) if linear else (layer.num_embeddings, layer.embedding_dim)
+        layer.__dict__["outline"] = one.expand(shape)
     try:
         yield
     finally:
@@ -136,26 +154,35 @@ def without_unpacking(module: nn.Module) -> Iterator[None]:
 
 def is_packed(module: nn.Module) -> bool:
     """Whether any layer of ``module`` is packed: merging something into its weights would be lost."""
-    return any(isinstance(owner, StoredLinear) for owner in module.modules())
+    return any(isinstance(owner, Stored) for owner in module.modules())
 
 
 def packable(module: nn.Module, exact: bool = False) -> dict[str, nn.Linear]:
     """The layers that may be packed, by name: plain linear ones in the repeated blocks, without those that modulate.
 
     Args:
-        exact: whether the packing rounds nothing, so that modulations may be packed too.
+        exact: whether the packing rounds nothing, so that all linear layers may be packed.
     """
     return {
         name: owner
         for name, owner in module.named_modules()
-        if type(owner) is nn.Linear and BLOCK.search(name) and (exact or not DENSE.search(name))
+        if type(owner) is nn.Linear and (exact or (BLOCK.search(name) and not DENSE.search(name)))
     }
 
 
 def stays_packed(name: str, entry: TensorEntry) -> bool:
-    """Whether a weight that its file has in 8 bits or in blocks can stay so in memory, if its layer is linear."""
-    eligible = is_eligible(name, entry) and not entry.turned and not entry.heads
-    return eligible and (codec_is_usable(entry.codec) if entry.codec else STORED[entry.dtype].itemsize == 1)
+    """Whether a weight that its file has in 8 bits or in blocks can stay so in memory, if its layer is linear.
+
+    That rounds nothing, so it holds for every matrix, modulations included.
+    """
+    if len(entry.shape) != 2 or not name.endswith(".weight") or TABLE.search(name):
+        return False
+    return codec_is_usable(entry.codec) if entry.codec else STORED[entry.dtype].itemsize == 1 and not is_table(name)
+
+
+def is_table(name: str) -> bool:
+    """Whether a weight is a table of token embeddings, by its name."""
+    return bool(EMBEDDINGS.search(name))
 
 
 def is_eligible(name: str, entry: TensorEntry, exact: bool = False) -> bool:
@@ -181,16 +208,15 @@ def memory_bytes(name: str, entry: TensorEntry, choice: str, keeps: bool, dense:
         keeps: whether what the file has packed stays so. dense: the dtype that computes.
     """
     count = math.prod(entry.shape)
-    if kept_plain(name, entry, choice, dense):
-        return entry.total_bytes
+    if kept_plain(name, entry, choice, dense) or (keeps and stays_packed(name, entry)):
+        scale = 0 if entry.scale is None else 4 * math.prod(entry.scale.shape)
+        return entry.total_bytes + scale
     if not is_eligible(name, entry):
         return count * dense.itemsize
     if choice in EIGHT:
         return count + 4 * entry.shape[0]
     if choice in PLAIN:
         return 2 * count
-    if keeps and stays_packed(name, entry):
-        return entry.total_bytes
     exact = choice == "as in file" and not entry.is_packed and STORED[entry.dtype].itemsize >= 2
     return count * (STORED[entry.dtype] if exact else dense).itemsize
 
@@ -198,7 +224,7 @@ def memory_bytes(name: str, entry: TensorEntry, choice: str, keeps: bool, dense:
 def dense_bytes(name: str, entry: TensorEntry, choice: str, keeps: bool, dense: torch.dtype) -> int:
     """Bytes at the peak of making a packed weight dense, at most; 0 for one that is not packed. Args as above."""
     count, held = math.prod(entry.shape), memory_bytes(name, entry, choice, keeps, dense)
-    if held >= count * dense.itemsize:
+    if held >= count * dense.itemsize or is_table(name):  # of a table only a few rows are
         return 0
     return count * (dense.itemsize if dense is torch.float32 or held >= 2 * count else 4 + dense.itemsize)
 
@@ -279,7 +305,7 @@ def _narrowed(weight: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tens
     return stored
 
 
-def _blocks(stored: torch.Tensor, codec: str, columns: int) -> torch.Tensor:
+def _blocks(stored: torch.Tensor, codec: str) -> torch.Tensor:
     """Dense rows in fp32 of GGUF blocks, by diffusers' own functions, on the device where the blocks are."""
     import gguf
     from diffusers.quantizers.gguf import utils
@@ -287,7 +313,7 @@ def _blocks(stored: torch.Tensor, codec: str, columns: int) -> torch.Tensor:
     kind = gguf.GGMLQuantizationType[codec]
     block, size = gguf.GGML_QUANT_SIZES[kind]
     rows: Any = utils.dequantize_functions[kind](stored.view(-1, size), block, size, torch.float32)
-    return rows.reshape(stored.shape[0], columns)
+    return rows.reshape(stored.shape[0], -1)
 
 
 @lru_cache(maxsize=64)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,16 @@ UNWRAP_SECONDS = 75e-6  # per face: core's UnwrapMesh, 37 s for 500k faces on tw
 UV_TOLERANCE = 1e-3  # rounding of exporters, half a texel at 512
 UNWRAP = "Use Unwrap Mesh before it."
 FINE = 8192  # steps of float32 over a mesh, below which a fine surface loses its shape
+BESIDE_BYTES = 4 * 1024**3  # of a file that a mesh names, such as the buffer of a glTF
+TEXTURE_PIXELS = 64 * 1024**2
+TEXTURES = (
+    "image",
+    "baseColorTexture",
+    "metallicRoughnessTexture",
+    "emissiveTexture",
+    "normalTexture",
+    "occlusionTexture",
+)
 POLL_SECONDS = 0.1
 THIN = 1e-7  # height of a face in the frame, where the mesh is 1.15 wide: float32 positions are off by half as much
 
@@ -212,6 +223,65 @@ def shared_by_many(faces: Tensor) -> int:
     return int(third.unique_consecutive().shape[0])
 
 
+class Beside:
+    """The files that a mesh file may name: those in its own folder, whatever the version of trimesh allows.
+
+    Args:
+        path: of the mesh.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.folder = path.resolve().parent
+
+    def get(self, name: str) -> bytes:
+        """The content of a file in the folder, or in one below it.
+
+        Raises:
+            ValueError: outside of it, also by a link; no plain file, or too large a one.
+        """
+        place = (self.folder / name.strip()).resolve()
+        if not place.is_relative_to(self.folder) or not place.is_file() or place.stat().st_size > BESIDE_BYTES:
+            raise ValueError(f"{name!r} is no file in the mesh's own folder of at most {BESIDE_BYTES >> 30} GB")
+        return place.read_bytes()
+
+    __getitem__ = get
+
+    def keys(self) -> list[str]:
+        """Nothing: what is needed is asked for by name."""
+        return []
+
+    def namespaced(self, namespace: str) -> Beside:
+        """The same for a folder below.
+
+        Raises:
+            ValueError: it is outside.
+        """
+        inner = Beside(self.folder / namespace / "mesh")
+        if not inner.folder.is_relative_to(self.folder):
+            raise ValueError(f"{namespace!r} is outside of the mesh's own folder")
+        return inner
+
+
+def _with_small_textures(scene: Any) -> Any:
+    """``scene`` with small blank pictures for its textures where they are very large: only their shapes count here.
+
+    Where several materials become one, trimesh decodes them all to pack them: a file of 100 kB can take gigabytes.
+    """
+    from PIL import Image
+
+    named = [
+        (geometry.visual.material, name, picture)
+        for geometry in scene.geometry.values()
+        for name in TEXTURES
+        if hasattr(picture := getattr(getattr(geometry.visual, "material", None), name, None), "size")
+    ]
+    pixels = sum(picture.size[0] * picture.size[1] for _, _, picture in named)
+    share = (TEXTURE_PIXELS / max(pixels, 1)) ** 0.5
+    for material, name, picture in named if share < 1 else ():
+        setattr(material, name, Image.new("RGB", tuple(max(1, round(side * share)) for side in picture.size)))
+    return scene
+
+
 def load_mesh(path: Path, check: Callable[[], None] = lambda: None) -> tuple[Mesh, tuple[str, ...]]:
     """The mesh in a GLB, glTF, OBJ, PLY or STL file, and lines about it; several objects become one.
 
@@ -228,7 +298,8 @@ def load_mesh(path: Path, check: Callable[[], None] = lambda: None) -> tuple[Mes
         raise CheckpointError(f"no mesh file {str(path)!r}", expected="a file", fix="Choose one that exists.")
     trimesh = imported("trimesh")
     pool = ThreadPoolExecutor(1)  # the readers cannot be asked to stop: after a cancel one ends unheard
-    reading = pool.submit(lambda: trimesh.load_scene(path, process=False).to_mesh())
+    load = partial(trimesh.load_scene, path, resolver=Beside(path), process=False)
+    reading = pool.submit(lambda: _with_small_textures(load()).to_mesh())
     pool.shutdown(wait=False)
     while not reading.done():
         wait((reading,), POLL_SECONDS)

@@ -369,6 +369,8 @@ def _part_files(
             files[name] = part_files(name, library, _class_of(name, folders[name], classes), folders[name], dtype)
         else:
             continue
+        if name == "vae":
+            files[name] = replace(files[name], settings=family.vae_settings)
         if precision.safe and denoises(name):  # the matrices of its blocks are read as fp16, all else as fp32
             files[name] = replace(files[name], dtype=FP32, dtype_of=stored_dtype)
     return files

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,16 @@ import torch
 from torch import nn
 
 from ...compat.checkpoints.headers import STORED, TensorEntry, declared
-from ...compat.checkpoints.packed import dense_bytes, kept_plain, memory_bytes, pack, packable, stays_packed
+from ...compat.checkpoints.packed import (
+    Stored,
+    dense_bytes,
+    is_table,
+    kept_plain,
+    memory_bytes,
+    pack,
+    packable,
+    stays_packed,
+)
 from ...compat.checkpoints.weights import is_view, read_json, read_tensors, weight_files
 from ...compat.errors import CheckpointError
 from ...compat.memory.host_weights import Views, mark_views
@@ -23,6 +32,7 @@ from ...compat.output_check import fault_in_weight
 from ...compat.packages import attribute
 from ..base import Progress, StageText
 from ..family import FamilySpec
+from ..vae.chunked import decode_as_published
 from .configs import construction
 from .keys import listed
 
@@ -38,7 +48,7 @@ class PartFiles:
         storage: how its blocks' weights are kept in memory, of ``compat.quantized.CHOICES``. keeps_packed: whether
             those that the file has packed stay as they are. by_bits: whether the device's own cast of bf16 is broken.
         mapped: whether large tensors that need no cast may be views of the file. staged: whether such views go to a
-            device by way of ordinary memory.
+            device by way of ordinary memory. settings: attributes that the module gets once it is built.
     """
 
     name: str
@@ -54,6 +64,7 @@ class PartFiles:
     by_bits: bool = False
     mapped: bool = False
     staged: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def total_bytes(self) -> int:
@@ -116,6 +127,9 @@ def reader_of(files: PartFiles) -> Callable[[Progress], nn.Module]:
             build = _built_by_diffusers if files.library == "diffusers" else _built_by_transformers
             views: set[int] = set()
             module = build(files, _advance(files, progress), views).eval().requires_grad_(False)
+            for name, value in files.settings.items():
+                setattr(module, name, value)
+            decode_as_published(module)
             mark_views(module, Views(frozenset(views), files.staged))
             return module
 
@@ -200,18 +214,21 @@ def _require_fitting(files: PartFiles, module: nn.Module) -> None:
 
 
 def _keep_packed(
-    files: PartFiles, name: str, layer: nn.Linear, advance: Callable[[int], None], views: set[int]
+    files: PartFiles, name: str, layer: nn.Linear | nn.Embedding, advance: Callable[[int], None], views: set[int]
 ) -> None:
     """Give ``layer`` its weight as the file has it."""
     entry = files.entries[name]
-    if tuple(entry.shape) != (layer.out_features, layer.in_features):
-        raise _misfit(files, name, (layer.out_features, layer.in_features))
+    if tuple(entry.shape) != tuple(layer.weight.shape):
+        raise _misfit(files, name, tuple(layer.weight.shape))
     stored = read_tensors({name: entry}, None, advance, files.mapped)[name]
     if files.mapped and is_view(entry):
         views.add(stored.data_ptr())
     factors = None
     if entry.scale is not None:
-        factors = read_tensors({name: entry.scale}, torch.float32, lambda _bytes: None)[name].reshape(-1, 1)
+        scale = entry.scale  # of one number, or of rows in the order of the weight's
+        if math.prod(scale.shape) > 1:
+            scale = replace(scale, turned=entry.turned, heads=entry.heads)
+        factors = read_tensors({name: scale}, torch.float32, lambda _bytes: None)[name].reshape(-1, 1)
         _require_sound(files, name, factors[:, 0])
     _require_sound(files, name, stored)
     pack(layer, stored, factors, files.dtype, entry.codec, files.by_bits)
@@ -246,14 +263,20 @@ def _built_by_transformers(files: PartFiles, advance: Callable[[int], None], vie
     mismatched = [str(key[0] if isinstance(key, tuple) else key) for key in loading.get("mismatched_keys", ())]
     _require_same(files, [*loading["missing_keys"], *mismatched], [])
     names = {stand_in.data_ptr(): name for name, stand_in in stand_ins.items()}
+    done: dict[str, Any] = {}
     for owner in module.modules():
         weight = owner._parameters.get("weight")
-        name = None if weight is None else names.pop(weight.data_ptr(), None)
-        if name is not None and type(owner) is nn.Linear:
+        name = None if weight is None else names.get(weight.data_ptr())
+        if weight is None or name is None:
+            continue
+        if name in done and isinstance(done[name], Stored):  # two tables of one weight
+            pack(owner, done[name].stored, None, files.dtype, done[name].codec)
+        elif type(owner) is nn.Linear or (type(owner) is nn.Embedding and is_table(name)):
             _keep_packed(files, name, owner, advance, views)
-        elif name is not None and weight is not None:
+        elif name not in done:
             weight.data = read_tensors({name: kept[name]}, files.dtype, advance)[name]
-    _require_same(files, list(names.values()), [])
+        done[name] = owner
+    _require_same(files, [name for name in kept if name not in done], [])
     return module
 
 

@@ -25,6 +25,7 @@ from ...compat.transforms.conv3d_forms import padded
 
 AUTOENCODERS = "diffusers.models.autoencoders.autoencoder_kl_"
 MOCHI_CONV = f"{AUTOENCODERS}cogvideox.CogVideoXCausalConv3d"
+MOCHI, MOCHI_UP = f"{AUTOENCODERS}mochi.AutoencoderKLMochi", f"{AUTOENCODERS}mochi.MochiUpBlock3D"
 CONVS = (MOCHI_CONV, f"{AUTOENCODERS}hunyuanvideo15.HunyuanVideo15CausalConv3d")
 UPSAMPLE = f"{AUTOENCODERS}hunyuanvideo15.HunyuanVideo15Upsample"
 ATTENTION = f"{AUTOENCODERS}hunyuanvideo15.HunyuanVideo15AttnBlock"
@@ -141,6 +142,14 @@ def remembering(vae: Any, past: CausalCache) -> Iterator[None]:
                 layer.forward = forward
 
 
+def decode_as_published(vae: Any) -> None:
+    """Give ``vae`` the decoder of its publisher where diffusers' is another one, which only Mochi's is."""
+    if full_name(vae) == MOCHI:
+        vae.drop_last_temporal_frames = False
+        for block in vae.decoder.up_blocks:
+            block.forward = types.MethodType(_mochi_up_from_the_start, block)
+
+
 def _conv(past: CausalCache, _: Any) -> Callable[..., Any]:
     def forward(layer: Any, x: Tensor, conv_cache: Any = None) -> Any:
         reach = layer.conv.kernel_size[0] - 1
@@ -170,6 +179,27 @@ def _upsample(past: CausalCache, _: Any) -> Callable[..., Tensor]:
         return later
 
     return forward
+
+
+def _mochi_up(past: CausalCache, _: Any) -> Callable[..., Any]:
+    """The first frame of a video becomes one frame, each later one as many as the block makes."""
+
+    def forward(block: Any, x: Tensor, conv_cache: Any = None) -> Any:
+        return (type(block).forward if past.frames else _mochi_up_from_the_start)(block, x, conv_cache)
+
+    return forward
+
+
+def _mochi_up_from_the_start(block: Any, x: Tensor, conv_cache: Any = None) -> Any:
+    """Diffusers' ``MochiUpBlock3D.forward`` without what it makes of the first frame but its last.
+
+    Genmo's decoder drops those frames in each block, before the next one sees them. Diffusers drops as many, but at the
+    very end, so that the first 11 to 15 frames of each video depend on frames that should not be there.
+
+    Source: genmoai/mochi, ``DepthToSpaceTime`` in ``src/genmo/mochi_preview/vae/models.py``.
+    """
+    spread, cache = type(block).forward(block, x, conv_cache)
+    return spread[:, :, block.temporal_expansion - 1 :], cache
 
 
 def _attention(past: CausalCache, attend: Any) -> Callable[..., Tensor]:
@@ -202,5 +232,6 @@ def _tokens(cells: Tensor) -> Tensor:
 LAYERS: dict[str, Callable[[CausalCache, Any], Callable[..., Any]]] = {
     **dict.fromkeys(CONVS, _conv),
     UPSAMPLE: _upsample,
+    MOCHI_UP: _mochi_up,
     ATTENTION: _attention,
 }

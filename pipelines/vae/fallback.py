@@ -33,11 +33,10 @@ from ...compat.output_check import (
 from ...compat.transforms.attention_vae import replace_vae_attention
 from ..base import Pipeline, Progress, StageText, SubProgress
 from ..pictures import signed
-from .plan import CHUNKED, FULL, METHODS, ON_CPU, STREAMING, Form, Plan, checked_form, decoder_size
+from .plan import CHUNKED, FULL, METHODS, ON_CPU, STREAMING, STRIDE, Form, Plan, checked_form, decoder_size
 from .tiled import Work
 
 LEAVES_PER_REPORT = 8
-STRIDE = 0.75  # of a tile: a quarter of it is blended into the next one
 LAYOUTS = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 TILING = (
     "use_tiling",
@@ -118,7 +117,7 @@ class Passes:
         video = self._through(run, judge, "decoding", watch, work)
         attempt = plan.attempt
         seams = f"; tiles differ by at most {work.apart * 127.5:.1f} of 255 where they overlap" if work.apart else ""
-        if attempt.tile or attempt.frames or attempt.stream or plan.method == ON_CPU:
+        if attempt.tile or attempt.frames or attempt.stream or attempt.window or plan.method == ON_CPU:
             watch.notify(f"decoded {attempt}{seams}")
         return video
 

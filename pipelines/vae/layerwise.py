@@ -289,21 +289,22 @@ def _hunyuan(stream: Stream, vae: Any, latents: Activation, _: Any) -> Activatio
 
 
 def _mochi(stream: Stream, vae: Any, latents: Activation, _: Any) -> Activation:
-    """Mochi, with the frames that its decoder makes in front of the first.
+    """Mochi, whose first frame becomes one.
 
-    Source: diffusers ``MochiDecoder3D.forward`` and the blocks it calls.
+    Source: diffusers ``MochiDecoder3D.forward`` and the blocks it calls; what is dropped, and where, is Genmo's.
     """
     decoder = vae.decoder
-    stream.groups, stream.per_frame = decoder.block_in.resnets[0].norm1.norm_layer.num_groups, True
+    stream.groups, stream.per_frame = next(m.num_groups for m in decoder.modules() if isinstance(m, nn.GroupNorm)), True
 
     def through(resnets: Any, x: Activation) -> Activation:
         for resnet in resnets:
             x = _group_normed(stream, resnet, resnet.norm1.norm_layer, resnet.norm2.norm_layer, x)
         return x
 
+    first = stream.past is None or not stream.past.frames
     x = through(decoder.block_in.resnets, stream.walk(decoder.conv_in, latents))
     for block in decoder.up_blocks:
-        x = stream.walk(_unfolding(block), through(block.resnets, x), grow=block.spatial_expansion)
+        x = stream.walk(_unfolding(block, first), through(block.resnets, x), grow=block.spatial_expansion)
     x = through(decoder.block_out.resnets, x)
     return stream.walk(
         lambda tile: decoder.proj_out(decoder.nonlinearity(tile).permute(0, 2, 3, 4, 1)).permute(0, 4, 1, 2, 3), x
@@ -424,14 +425,19 @@ def _voxels(stream: Stream, attn: Any, x: Activation) -> Activation:
     return stream.walk(one, x)
 
 
-def _unfolding(block: Any) -> Callable[[Tensor], Tensor]:
-    """The second half of Mochi's up block: a projection whose channels become pixels and frames."""
+def _unfolding(block: Any, first: bool) -> Callable[[Tensor], Tensor]:
+    """The second half of Mochi's up block: a projection whose channels become pixels and frames.
+
+    Args:
+        first: whether the plane begins with the first frame of the video, which becomes one.
+    """
     time, side = block.temporal_expansion, block.spatial_expansion
 
     def run(tile: Tensor) -> Tensor:
         spread = block.proj(tile.permute(0, 2, 3, 4, 1)).unflatten(-1, (-1, time, side, side))
         # B T H W C t h w -> B C (T t) (H h) (W w)
-        return spread.permute(0, 4, 1, 5, 2, 6, 3, 7).flatten(6, 7).flatten(4, 5).flatten(2, 3)
+        video = spread.permute(0, 4, 1, 5, 2, 6, 3, 7).flatten(6, 7).flatten(4, 5).flatten(2, 3)
+        return video[:, :, time - 1 :] if first else video
 
     return run
 

@@ -25,6 +25,8 @@ from ..memory.estimates import SPARE, Size, attempt_bytes, bytes_on, latent_shap
 
 METHODS = AUTO, FULL, TILED, CHUNKED, STREAMING, ON_CPU = ("auto", "full", "tiled", "chunked", "streaming", "cpu")
 CHUNKS = (8, 4, 2, 1)  # latent frames
+STRIDE = 0.75  # of a tile or a window: a quarter of it is blended into the next one
+SHORT_WINDOW = 4  # latent frames, diffusers' own for HunyuanVideo
 TILES = (256, 128, 64)  # pixels; upstream's own default first
 LEAST_CELLS = 2  # latents across a tile
 SIDES = (256, 128, 64, 32, 16, 8)  # pixels of the last layer's tile
@@ -87,6 +89,7 @@ class Attempt:
         overlap: pixels of a tile that blend into the next one; -1 for a quarter.
         stream: pixels of the tiles in which each layer runs by itself, with the rest of its activations in host
             memory; exact; 0 for all layers at once.
+        window: latent frames of one window of a decoder that works in windows; 0 for its publisher's.
     """
 
     dtype: torch.dtype
@@ -96,11 +99,13 @@ class Attempt:
     frames: int = 0
     overlap: int = -1
     stream: int = 0
+    window: int = 0
 
     def __str__(self) -> str:
         forms = [f"in tiles of {self.tile} pixels"] * (self.tile > 0)
         forms += [f"in chunks of {self.frames} latent frame{'s' * (self.frames > 1)}"] * (self.frames > 0)
         forms += [f"layer by layer over {self.stream} pixels"] * (self.stream > 0)
+        forms += [f"in windows of {self.window} latent frame{'s' * (self.window > 1)}"] * (self.window > 0)
         shape = ", ".join(forms) or "whole"
         name = next((name for name, dtype in DTYPES.items() if dtype is self.dtype), str(self.dtype))
         where = " on the CPU (slow)" if self.on_host else "" if self.library else " without MIOpen"
@@ -225,7 +230,8 @@ class Plan:
         if not self.decodes or not self.pipeline.weights:
             return 0
         planes = plane_bytes(self.pipeline, self.area) if attempt.stream and self.device.type == HOST.type else 0
-        return planes + attempt_bytes(self.pipeline, self.area, attempt.frames, attempt.tile, attempt.stream)
+        frames = attempt.window or attempt.frames
+        return planes + attempt_bytes(self.pipeline, self.area, frames, attempt.tile, attempt.stream)
 
     def others(self) -> list[str]:
         """The other parts of the pipeline that are on the device."""
@@ -245,7 +251,7 @@ class Plan:
             return [Attempt(torch.float32, on_host=True)]
         probes = self.pipeline.probes
         library = probes is None or not probes.recall(self.learned)
-        base = Attempt(self.pipeline.precision.vae, library=library, overlap=form.overlap)
+        base = Attempt(self.pipeline.precision.vae, library=library, overlap=form.overlap, window=self._window())
         counts: tuple[int, ...] = (0, *self._chunks())
         streams: tuple[int, ...] = ()
         tiles: tuple[int, ...] = ()
@@ -276,6 +282,13 @@ class Plan:
         if not self.causal or not self.pipeline.weights:
             return 0
         return self.form.frames or int(plane_bytes(self.pipeline, self.area) > host_free_bytes())
+
+    def _window(self) -> int:
+        """Latent frames per window: as many as were asked; else its publisher's, or few on a host that is small."""
+        if not self.decodes or not self.pipeline.spec.memory.decode_window:
+            return 0
+        small = self.method == STREAMING and plane_bytes(self.pipeline, self.area) > host_free_bytes()
+        return self.form.frames or SHORT_WINDOW * small
 
     def _start(self, advised: int) -> int:
         """The tile to begin with, in pixels: what the method, the family and the device want; 0 for whole."""
@@ -326,9 +339,9 @@ def planned_decode(pipeline: Pipeline, size: Size, room: int) -> tuple[Attempt, 
 
 
 def decoder_size(pipeline: Pipeline, cells: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Pixel frames, rows and columns that a decoder makes of ``cells``; it cuts frames off at the very end."""
+    """Pixel frames, rows and columns that a decoder makes of ``cells``."""
     spatial, temporal = pipeline.spec.ratios
-    return cells[0] * temporal, cells[1] * spatial, cells[2] * spatial
+    return (cells[0] - 1) * temporal + 1, cells[1] * spatial, cells[2] * spatial
 
 
 def room_on(pipeline: Pipeline, device: torch.device) -> int | None:

@@ -19,7 +19,7 @@ from ...compat.memory.transfer import Transfer
 from ...compat.output_check import InvalidOutputError, Judge
 from ...compat.transforms.attention_processors import full_name
 from .chunked import AUTOENCODERS, CausalCache, remembering
-from .plan import Attempt
+from .plan import STRIDE, Attempt
 
 WINDOWED = f"{AUTOENCODERS}hunyuan_video.AutoencoderKLHunyuanVideo"
 OVERLAP = 0.25  # of a tile, blended into the next one, where nothing else is asked
@@ -73,7 +73,8 @@ class Work:
         smaller: as :class:`~.layerwise.Stream` takes it.
         check: raises on a cancel.
 
-    ``apart`` is the largest difference between two tiles where both count alike, of frames in -1..1.
+    ``stride`` is how many pixel frames apart windows are. ``apart`` is the largest difference between two tiles where
+    both count alike, of frames in -1..1.
     """
 
     latents: Tensor
@@ -83,6 +84,7 @@ class Work:
     smaller: Callable[[int], int] = lambda side: 0
     check: Callable[[], None] = lambda: None
     windows: list[Window] = field(default_factory=list)
+    stride: int = 0
     apart: float = 0.0
     done: int = 0
 
@@ -102,7 +104,7 @@ class Work:
         decode = partial(self._decoded, vae, transfer, attempt, time)
         if not self.windows:
             height, width = self.latents.shape[-2:]
-            cuts = _windows(vae, self.latents)
+            self.stride, cuts = _windows(vae, self.latents, attempt.window)
             self.windows = [Window(part, [Region((0, height), (0, width))]) for part in cuts]
         for window in self.windows:
             while window.pending:
@@ -114,7 +116,7 @@ class Work:
                 self._region(window, region, attempt.frames, transfer, decode)
                 window.pending.pop()
         videos = [window.video for window in self.windows if window.video is not None]
-        return videos[0] if len(videos) == 1 else _joined(vae, videos, self._frames(self.latents.shape[2]))
+        return videos[0] if len(videos) == 1 else _joined(videos, self.stride, self._frames(self.latents.shape[2]))
 
     def _region(
         self, window: Window, region: Region, chunk: int, transfer: Transfer, decode: Callable[..., Tensor]
@@ -172,9 +174,6 @@ class Work:
         spatial, temporal = self.ratios
         first = region.frames * temporal - (temporal - 1) if region.frames else 0
         total = self._frames(window.latents.shape[2])
-        if not region.frames:  # Mochi makes as many frames of the first latent as of the others, and drops the rest
-            made = (frames.shape[2] - 1) // temporal + 1  # latent frames behind them
-            frames = frames[:, :, max(0, frames.shape[2] - self._frames(made)) :]
         if window.video is None:
             height, width = (edge * spatial for edge in window.latents.shape[-2:])
             if frames.shape[2:] == (total, height, width) and region.weights is None:
@@ -259,20 +258,19 @@ def tiles_over(length: int, tile: int, overlap: int) -> list[tuple[int, int]]:
     return [(start, start + tile) for start in starts]
 
 
-def _windows(vae: Any, latents: Tensor) -> list[Tensor]:
+def _windows(vae: Any, latents: Tensor, most: int) -> tuple[int, list[Tensor]]:
+    """Pixel frames from one window to the next, and the windows; ``most`` latent frames each, 0 for the VAE's own."""
     if full_name(vae) != WINDOWED or not vae.use_framewise_decoding:
-        return [latents]
+        return 0, [latents]
     ratio = vae.temporal_compression_ratio
-    cuts = windows_of(
-        latents.shape[2], vae.tile_sample_min_num_frames // ratio, vae.tile_sample_stride_num_frames // ratio
-    )
-    return [latents[:, :, cut] for cut in cuts]
+    stride = max(1, int(most * STRIDE)) if most else vae.tile_sample_stride_num_frames // ratio
+    cuts = windows_of(latents.shape[2], most or vae.tile_sample_min_num_frames // ratio, stride)
+    return stride * ratio, [latents[:, :, cut] for cut in cuts]
 
 
-def _joined(vae: Any, videos: list[Tensor], total: int) -> Tensor:
+def _joined(videos: list[Tensor], stride: int, total: int) -> Tensor:
     """Windows of upstream's framewise decode, the first frame of each later one cut, faded into one another."""
-    stride = vae.tile_sample_stride_num_frames
-    most = vae.tile_sample_min_num_frames - stride
+    most = videos[0].shape[2] - 1 - stride
     result, before = [videos[0][:, :, : stride + 1]], videos[0]
     for video in videos[1:]:
         video = video[:, :, 1:].clone()

@@ -153,8 +153,12 @@ def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.
 
 
 def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form | None = None) -> torch.Tensor:
-    """Frames (F, H, W, 3) in 0..1, without those that the 33-channel variant throws away."""
-    return decoded(pipeline, latents.samples, progress, form)[int(latents.extra.get("drop_frames", 0)) :]
+    """Frames (F, H, W, 3) in 0..1, without those that the 33-channel variant throws away.
+
+    In Tencent's tiles where the whole does not fit.
+    """
+    tile = SPEC.tile_for(latents.samples.shape[2:])
+    return decoded(pipeline, latents.samples, progress, form, tile)[int(latents.extra.get("drop_frames", 0)) :]
 
 
 def _sight(pipeline: Pipeline, request: PromptRequest) -> LlavaInput:

@@ -106,7 +106,7 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout(
         "mochi/vae",
         "the VAE of Mochi 1 as released",
-        ("decoder.blocks.0.1.stack.0.weight", "encoder.layers.1.stack.0.weight"),
+        ("decoder.blocks.0.0.weight", "encoder.layers.1.stack.0.weight"),
         _vae,
     ),
     Layout(

@@ -33,7 +33,6 @@ SPEC = FamilySpec(
     memory=MemoryTerms(
         Fit(tokens=16.88, latents=3.16, pixels=4.15, plain=0.0, text=4.31, streamed=6.82, chunked=1.46),
         reference_tokens=256,
-        cropped_frames=TEMPORAL_RATIO - 1,
     ),
     text_width="text_embed_dim",
     precision=ModelPrecision({"cuda-sm80+": Precision(BF16, BF16, FP32, WHY)}),

@@ -188,10 +188,10 @@ def test_without_trimesh_the_package_is_named(tmp_path, monkeypatch):
 def pretend(monkeypatch: pytest.MonkeyPatch, pipeline: object) -> None:
     """A trimesh that reads ``pipeline`` from every file."""
 
-    def load_scene(path, process):
+    def load_scene(path, process, resolver):
         if isinstance(pipeline, Exception):
             raise pipeline
-        return types.SimpleNamespace(to_mesh=lambda: pipeline)
+        return types.SimpleNamespace(to_mesh=lambda: pipeline, geometry={})
 
     monkeypatch.setitem(sys.modules, "trimesh", types.SimpleNamespace(load_scene=load_scene))
 

@@ -125,6 +125,8 @@ def test_packed_files_are_worth_what_they_say(tiny_folder, tmp_path, model, way)
     ]
     layers = {name: owner for name, owner in found[0].named_modules() if isinstance(owner, packed.StoredLinear)}
     assert len(layers) > 8 and not packed.is_packed(found[1])
+    plain = [owner for owner in found[0].modules() if type(owner) is torch.nn.Linear]
+    assert not any(owner.in_features % 32 == 0 for owner in plain), "what the file packed, modulations too, stays so"
     dense = dict(found[1].named_modules())
     assert all(torch.equal(owner.weight, dense[name].weight) for name, owner in layers.items())
     ours, theirs = found[0].state_dict(), found[1].state_dict()

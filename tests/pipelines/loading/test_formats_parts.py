@@ -79,13 +79,18 @@ def test_half_a_vae_is_named(tiny_folder, tmp_path):
 
 
 def gguf_file(path: Path, tensors: dict[str, Tensor], packed: bool) -> dict[str, Tensor]:
-    """A GGUF file in which matrices of the blocks are plain or in blocks of 8 bits; returns what they are worth."""
+    """A GGUF file whose matrices and table are plain or in blocks of 8 bits; returns what they are worth."""
     import gguf
 
     kind, worth = gguf.GGMLQuantizationType.Q8_0, dict(tensors)
     writer = gguf.GGUFWriter(str(path), "tiny")
     for name, tensor in tensors.items():
-        if packed and tensor.ndim == 2 and "blk." in name and tensor.shape[1] % 32 == 0:
+        if (
+            packed
+            and tensor.ndim == 2
+            and ("blk." in name or name == "token_embd.weight")
+            and tensor.shape[1] % 32 == 0
+        ):
             stored = gguf.quants.quantize(tensor.numpy(), kind)
             writer.add_tensor(name, stored, raw_dtype=kind)
             worth[name] = torch.from_numpy(gguf.quants.dequantize(stored, kind))
@@ -128,6 +133,8 @@ def test_a_text_encoder_as_gguf_gives_the_embeddings_of_its_values(tiny_folder, 
     assert kinds(path) == (release.kind,)
     found, plain = (composed({**files, "text_encoder": file}, base) for file in (path, tmp_path / "worth.safetensors"))
     assert packed.is_packed(found.parts["text_encoder"]) is stays
+    tables = [type(owner) for owner in found.parts["text_encoder"].modules() if isinstance(owner, torch.nn.Embedding)]
+    assert (packed.StoredEmbedding in tables) is stays
     assert not packed.is_packed(plain.parts["text_encoder"])
     assert same(embeds(found), embeds(plain))
     if not stays:  # and they are those of the model itself, whatever the file calls its rows

@@ -14,6 +14,7 @@ from anygpu.pipelines.base import SubProgress
 from anygpu.pipelines.tiny import parts
 from anygpu.pipelines.tiny.weights import randomise
 from anygpu.pipelines.vae import tiled as decode_work
+from anygpu.pipelines.vae.chunked import decode_as_published
 from anygpu.pipelines.vae.plan import Attempt, Form, checked_form
 from anygpu.pipelines.vae.tiled import Work, decoder_call
 
@@ -44,6 +45,7 @@ def made():
         if name not in found:
             module = getattr(parts, name)().eval()
             randomise(module, 0)
+            decode_as_published(module)
             found[name] = module
         return found[name]
 
@@ -72,6 +74,14 @@ def test_whole_is_upstreams_own_decode(made, name):
     module, work = made(name), work_for(name, frames=6 if name == "hunyuan_vae" else 3)
     time = torch.tensor([0.05]) if name == "ltx_vae_095" else None
     close(work.frames(module, HOST, Attempt(torch.float32), time), upstream(module, work, time))
+
+
+def test_short_windows_are_those_of_diffusers(made, monkeypatch):
+    module, work = made("hunyuan_vae"), work_for("hunyuan_vae", frames=6)
+    expected = upstream(module, work)
+    monkeypatch.setattr(module, "tile_sample_min_num_frames", 64)
+    monkeypatch.setattr(module, "tile_sample_stride_num_frames", 48)
+    close(work.frames(module, HOST, Attempt(torch.float32, window=4)), expected)
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(1, marks=FULL)])

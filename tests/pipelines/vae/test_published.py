@@ -1,0 +1,122 @@
+"""Every decoder and encoder beside its publisher's own code: ``tests/fixtures/vae`` holds what that code returned."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import layouts
+import pytest
+import torch
+from anygpu.pipelines.base import Latents, Pipeline, Silent
+from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.loading.single_file import Files
+from anygpu.pipelines.vae.fallback import decoding, encoded_moments
+from anygpu.pipelines.vae.plan import Form
+from safetensors.torch import load_file
+from torch import Tensor
+
+FIXTURES = Path(__file__).resolve().parents[2] / "fixtures" / "vae"
+NEAR = 2e-3  # of the norm: the publishers' results are kept in fp16
+CLASSES = {
+    "mochi": ("mochi", "AutoencoderKLMochi"),
+    "hunyuan_video": ("hunyuan_video", "AutoencoderKLHunyuanVideo"),
+    "hunyuan_video_15": ("hunyuan_video_15_i2v", "AutoencoderKLHunyuanVideo15"),
+    "ltx_090": ("ltx", "AutoencoderKLLTXVideo"),
+}
+FULL, STREAMED, CHUNKED, TILED = Form("full"), Form("streaming", tile=8), Form("chunked", frames=1), Form("tiled")
+
+
+@pytest.fixture(scope="module")
+def opened(tiny_folder, tmp_path_factory):
+    """A fixture's pipeline, its VAE read from a single file in the names of its release, and its tensors."""
+    made: dict[str, tuple[Pipeline, dict[str, Tensor]]] = {}
+
+    def of(name: str) -> tuple[Pipeline, dict[str, Tensor]]:
+        if name not in made:
+            model, cls = CLASSES[name]
+            folder, tensors = tmp_path_factory.mktemp(name), load_file(FIXTURES / f"{name}.safetensors")
+            about = json.loads((FIXTURES / f"{name}.json").read_text())
+            weights = {
+                key.removeprefix("weights."): tensor.float()
+                for key, tensor in tensors.items()
+                if key.startswith("weights.")
+            }
+            files = layouts.whole_set(model, tiny_folder, folder)
+            files["vae"] = layouts.write(
+                folder / "published.safetensors", weights, {"_class_name": cls, **about["diffusers_config"]}
+            )
+            base = layouts.tools_only(model, tiny_folder, folder)
+            request = LoadRequest(files["transformer"], base=base, device="cpu", precision="fp32", files=Files(files))
+            made[name] = load(request), tensors
+        return made[name]
+
+    with torch.no_grad():
+        yield of
+
+
+def near(ours: Tensor, theirs: Tensor) -> bool:
+    return float((ours - theirs.float()).norm()) <= NEAR * float(theirs.float().norm())
+
+
+def frames_of(pipeline: Pipeline, samples: Tensor, form: Form) -> Tensor:
+    with decoding(pipeline, samples.shape, Silent(), form) as passes:
+        return passes.decode(samples.float())
+
+
+def each_frame_near(ours: Tensor, theirs: Tensor) -> None:
+    """Frame by frame, so that what is wrong in the first few is not lost in the mean."""
+    assert ours.shape == theirs.shape
+    wrong = [index for index in range(ours.shape[2]) if not near(ours[:, :, index], theirs[:, :, index])]
+    assert not wrong, f"frames {wrong} of {ours.shape[2]}"
+
+
+@pytest.mark.parametrize("form", [FULL, STREAMED, CHUNKED, Form("chunked", frames=2), TILED], ids=str)
+@pytest.mark.parametrize(("source", "result"), [("latents", "decoded"), ("first", "decoded_first_latent")])
+def test_mochi_drops_frames_where_genmo_does(opened, form, source, result):
+    pipeline, tensors = opened("mochi")
+    latents = tensors["in.latents"] if source == "latents" else tensors["in.latents"][:, :, :1]
+    each_frame_near(frames_of(pipeline, latents, form), tensors[f"out.{result}"])
+
+
+@pytest.mark.parametrize("form", [FULL, STREAMED, TILED], ids=str)
+@pytest.mark.parametrize(("source", "result"), [("latents", "decoded"), ("long_latents", "long_decoded_tiled")])
+def test_hunyuan_video_in_tencents_windows(opened, form, source, result):
+    pipeline, tensors = opened("hunyuan_video")
+    each_frame_near(frames_of(pipeline, tensors[f"in.{source}"], form), tensors[f"out.{result}"])
+
+
+@pytest.mark.parametrize("form", [FULL, STREAMED, CHUNKED, TILED], ids=str)
+def test_hunyuan_video_15_sees_no_later_frame(opened, form):
+    pipeline, tensors = opened("hunyuan_video_15")
+    each_frame_near(frames_of(pipeline, tensors["in.latents"], form), tensors["out.decoded"])
+
+
+@pytest.mark.parametrize("form", [FULL, STREAMED, TILED], ids=str)
+def test_ltx_pads_with_zeros(opened, form):
+    pipeline, tensors = opened("ltx_090")
+    samples = tensors["in.latents"].float()
+    latents = Latents(samples, "ltx", "text", 9, 32, 32, 24.0, 0)
+    ours = pipeline.spec.code.decode(pipeline, latents, Silent(), form).movedim(-1, 0)[None]
+    each_frame_near(ours, ((tensors["out.decoded"].float() + 1) / 2).clamp(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "video", "mean"),
+    [
+        ("mochi", "video", "encoded_mean"),
+        ("hunyuan_video", "video", "encoded_mean"),
+        ("hunyuan_video", "long_video", "long_encoded_mean_tiled"),
+        ("hunyuan_video_15", "video", "encoded_mean"),
+        ("ltx_090", "video", "encoded_mean"),
+    ],
+)
+def test_encoders_return_their_publishers_means(opened, name, video, mean):
+    pipeline, tensors = opened(name)
+    pictures = (tensors[f"in.{video}"][0].float().movedim(0, -1) + 1) / 2
+    ours = encoded_moments(pipeline, pictures, Silent(), "encoding").chunk(2, dim=1)[0]
+    if name == "ltx_090":
+        vae = pipeline.parts["vae"]
+        ours = (ours - vae.latents_mean.view(1, -1, 1, 1, 1)) / vae.latents_std.view(1, -1, 1, 1, 1)
+    assert ours.shape == tensors[f"out.{mean}"].shape
+    assert near(ours, tensors[f"out.{mean}"])
