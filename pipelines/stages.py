@@ -22,7 +22,7 @@ from .base import (
     PromptRequest,
     SampleSettings,
 )
-from .family import FamilySpec
+from .family import Defaults, FamilySpec
 from .grid import check_steps, require_range, snap
 from .memory.estimates import Size
 from .memory.fit import fit_offload, make_room_and_retry
@@ -34,6 +34,7 @@ from .text.t5 import described
 from .vae.plan import Form
 
 MOST_TOKENS = 1024
+OWN_DEFAULTS = "_anygpu_defaults"  # in model_index.json: sizes and steps that a checkpoint was trained for
 TEXT_HINT = "choose text_device cpu on the load node, which needs none of this memory"
 
 TEXT = Stage("encode prompt", "text", "encoding the prompt")
@@ -275,9 +276,13 @@ def with_decode_noise(
 
 
 def of_checkpoint(pipeline: Pipeline) -> FamilySpec:
-    """The loaded family, with this checkpoint's own defaults where the family's module knows of some."""
+    """The loaded family, with this checkpoint's own defaults: those its variant has, then those its index names."""
     family, code = pipeline.spec, pipeline.spec.code
-    return replace(family, defaults=code.defaults_for(pipeline)) if hasattr(code, "defaults_for") else family
+    defaults = code.defaults_for(pipeline) if hasattr(code, "defaults_for") else family.defaults
+    own = pipeline.tools["index"].get(OWN_DEFAULTS)
+    own = own if isinstance(own, dict) else {}
+    numbers = {name: own[name] for name in Defaults.__slots__ if isinstance(own.get(name), (int, float))}
+    return replace(family, defaults=replace(defaults, **numbers))
 
 
 def release_text(pipeline: Pipeline, family: FamilySpec) -> None:

@@ -24,7 +24,9 @@ NO_CAPTION, PARTIAL, STRANGE = 0.1, 0.2, 0.1
 
 def vocabulary() -> list[str]:
     """Every word of a caption, small and with a capital; all others are unknown to the models."""
-    spoken = " ".join((*COLOURS, *SHAPES, *MOTIONS.values(), *ONGOING.values(), "a an the on shape background video of"))
+    spoken = " ".join(
+        (*COLOURS, *SHAPES, *MOTIONS.values(), *ONGOING.values(), "a an the on shape background video of")
+    )
     words = sorted(set(spoken.split()))
     return [*words, *(word.capitalize() for word in words), ".", ","]
 

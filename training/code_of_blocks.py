@@ -8,9 +8,8 @@ is known beforehand, encoder, decoder and transformer are each trained on their 
 from __future__ import annotations
 
 import torch
-from world import draw
-
 from anygpu.pipelines.demo.scenes import scenes
+from world import draw
 
 FUNCTIONS, CHANNELS = 42, 128
 BLOCK_FRAMES, BLOCK_SIDE = 8, 32

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -67,6 +68,11 @@ def train(
             with table.open("w", newline="", encoding="utf-8") as file:
                 csv.writer(file, lineterminator="\n").writerows([("step", "loss"), *rows])
             draw_curve(rows, table.with_suffix(".png"))
+
+
+def saved(name: str) -> dict[str, Any]:
+    """The weights of each module of a training, as last saved."""
+    return torch.load(STATES / f"{name}.pt")["modules"]
 
 
 def draw_curve(rows: list[tuple[int, float]], path: Path) -> None:

@@ -7,7 +7,6 @@ import random
 from dataclasses import dataclass
 
 import torch
-
 from anygpu.pipelines.demo.scenes import COLOURS, Scene, scenes
 
 SIZE, FRAMES = 64, 9
@@ -35,26 +34,30 @@ class Path:
     angle: torch.Tensor
 
 
-def draw(shown: list[Scene], generator: torch.Generator) -> torch.Tensor:
-    """Clips (B, 3, F, H, W) in -1..1 of these scenes; place, size and speed are drawn from ``generator``."""
-    mask = shapes(shown, generator)
+def draw(shown: list[Scene], generator: torch.Generator, spread: float = 1.0) -> torch.Tensor:
+    """Clips (B, 3, F, H, W) in -1..1 of these scenes; place, size and speed are drawn from ``generator``.
+
+    Args:
+        spread: how far they vary, 1 for all that fits into the picture, 0 for the same clip of a scene each time.
+    """
+    mask = shapes(shown, generator, spread)
     palette = {name: torch.tensor(rgb) / 127.5 - 1 for name, rgb in COLOURS.items()}
     colour = torch.stack([palette[scene.colour] for scene in shown])[:, :, None, None, None]
     ground = torch.stack([palette[scene.ground] for scene in shown])[:, :, None, None, None]
     return ground + (colour - ground) * mask[:, None]
 
 
-def shapes(shown: list[Scene], generator: torch.Generator) -> torch.Tensor:
+def shapes(shown: list[Scene], generator: torch.Generator, spread: float = 1.0) -> torch.Tensor:
     """How much of each pixel (B, F, H, W) the shape of a scene covers, 0..1."""
-    path = _paths(shown, generator)
-    return _masks(shown, path, 0.92 + 0.16 * torch.rand(len(shown), 1, generator=generator))
+    path = _paths(shown, generator, spread)
+    return _masks(shown, path, 1 + 0.16 * spread * (torch.rand(len(shown), 1, generator=generator) - 0.5))
 
 
-def _paths(shown: list[Scene], generator: torch.Generator) -> Path:
+def _paths(shown: list[Scene], generator: torch.Generator, spread: float) -> Path:
     rows = len(shown)
 
     def between(low: float, high: float) -> torch.Tensor:
-        return low + (high - low) * torch.rand(rows, 1, generator=generator)
+        return (low + high) / 2 + spread * (high - low) * (torch.rand(rows, 1, generator=generator) - 0.5)
 
     phase = torch.linspace(-0.5, 0.5, FRAMES)[None]
     motions = [scene.motion for scene in shown]
