@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 TORCH_INDEX ?=
 INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
-.PHONY: install accelerator demo train demo-comfyui test test-full test-host test-browser pictures workflows matrix memory lint bench clean
+.PHONY: install accelerator demo train demo-comfyui test test-full test-floors test-host test-browser pictures workflows matrix memory lint bench clean
 
 install: $(READY)
 
@@ -40,6 +40,18 @@ test: $(READY) accelerator
 test-full: $(READY) accelerator
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile -m "not host and not browser"
 
+# Every package at the oldest version that requirements.txt allows, in an environment of its own.
+FLOORS := .build/floors
+FLOOR_TESTS := tests/compat/checkpoints tests/pipelines/loading tests/pipelines/latents tests/pipelines/families \
+	tests/paint tests/hostile tests/test_render.py
+test-floors:
+	@mkdir -p .build && sed 's/>=/==/' requirements.txt > .build/floors.txt
+	test -x $(FLOORS)/bin/python || $(PYTHON) -m venv $(FLOORS)
+	$(FLOORS)/bin/python -m pip install --quiet $(INDEX) -c constraints.txt torch
+	$(FLOORS)/bin/python -m pip install --quiet "setuptools>=77" wheel "pytest>=8" aiohttp -r .build/floors.txt
+	$(FLOORS)/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	OMP_NUM_THREADS=1 $(FLOORS)/bin/python -m pytest -m "not full and not host and not browser" $(FLOOR_TESTS)
+
 # Each worker has a ComfyUI of its own.
 test-host: $(READY)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile tests/host
@@ -47,6 +59,7 @@ test-host: $(READY)
 test-browser: $(READY)
 	$(PY) tests/browser/drive.py run.mjs
 	$(PY) tests/browser/drive.py widgets.mjs
+	$(PY) tests/browser/drive.py layout.mjs
 	$(PY) tests/browser/drive.py templates.mjs
 	$(PY) tests/browser/drive.py memory.mjs
 	$(PY) tests/browser/drive.py paint.mjs
@@ -57,8 +70,9 @@ pictures: $(READY)
 	$(PY) tests/browser/drive.py help.mjs
 
 workflows: $(READY)
+	$(PY) tests/browser/drive.py author.mjs
 	$(PY) tests/browser/drive.py workflows.mjs
-	$(PY) tests/browser/drive.py thumbnails.mjs
+	$(PY) tests/browser/cards.py
 	$(PY) tests/browser/drive.py subgraphs.mjs
 
 matrix: $(READY)

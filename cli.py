@@ -7,6 +7,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +25,13 @@ if not __package__:  # run as `python path/to/pack/cli.py`: load the folder as t
     __package__ = "anygpu"
 
 from .compat.errors import InputError, PackError
-from .compat.memory import offloader
-from .compat.memory.parts import StageText
-from .compat.transforms import attention, fused, step_cache
-from .compat.transforms import compile as compiling
-from .pipelines.family import FITS, SCHEDULERS
-from .pipelines.registry import FAMILIES
-from .pipelines.requests import PRECISIONS
-from .pipelines.vae.plan import METHODS
 
 STATE = "~/.cache/anygpu"
 OUTPUT_BYTES = 100_000_000  # that must be free before hours of work; a minute of 720p takes less
+REPAIR = (
+    "watch every step: offer stops at a fault and says what helps; keep goes on with what helps, in later runs too; "
+    "forget drops what was kept for this model"
+)
 SAMPLING = (
     "frames",
     "steps",
@@ -49,26 +46,42 @@ SAMPLING = (
 
 
 class Printed:
-    """Progress on one terminal line; a cancel is Ctrl+C."""
+    """Progress as tqdm's bar, which is silent where stderr is no terminal; a cancel is Ctrl+C."""
 
     def __init__(self) -> None:
-        self._stage, self._length = "", 0
+        self._bar: Any = None
+        self._stage = ""
 
     def step(self, done: int, total: int, stage: str, preview: Callable[[], Any] | None = None) -> None:
-        """Redraw the line; a finished stage stays."""
-        text = stage if StageText(stage).counted else f"{stage} {done}/{total}"
-        print(f"\r{text.ljust(self._length)}", end="", file=sys.stderr, flush=True)
-        self._length = len(text)
+        """Move the bar; a finished stage stays."""
+        from tqdm import tqdm
+
+        from .compat.memory.parts import StageText
+
+        text = StageText(stage)
+        if self._bar is None or text.name != self._stage:
+            self.close()
+            self._bar, self._stage = tqdm(total=total, disable=None), text.name
+        self._bar.total = total
+        self._bar.set_description(str(text), refresh=False)
+        self._bar.update(done - self._bar.n)
         if done >= total:
-            print(file=sys.stderr)
-            self._length = 0
+            self.close()
+
+    def close(self) -> None:
+        """Leave the bar as it is."""
+        if self._bar is not None:
+            self._bar.close()
+        self._bar = None
 
     def check(self) -> None:
         """Nothing: Ctrl+C raises by itself."""
 
     def notify(self, text: str) -> None:
         """A line of its own."""
-        print(f"\r{text.ljust(self._length)}", file=sys.stderr)
+        from tqdm import tqdm
+
+        tqdm.write(text, file=sys.stderr)
 
     def cost(self, text: str) -> None:
         """What a stage cost in memory and time."""
@@ -92,6 +105,8 @@ def _kernels(arguments: argparse.Namespace) -> int:
     import torch
 
     from .compat.device.facts import facts_for
+    from .compat.transforms import fused
+    from .pipelines.registry import FAMILIES
     from .pipelines.speed import form_for
 
     facts = facts_for(arguments.device)
@@ -137,10 +152,39 @@ def render(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def doctor(arguments: argparse.Namespace) -> int:
+    """Sample and decode one clip and say in which layer its values go wrong; 1 if they do."""
+    from .compat.output_check import NotFinite
+
+    progress = Printed()
+    try:
+        frames, _ = rendered(arguments, progress)
+    except NotFinite as error:
+        print(error)
+        return 1
+    print(f"no fault in {frames.shape[0]} frames of {frames.shape[2]}x{frames.shape[1]}")
+    return 0
+
+
+def _watch(arguments: argparse.Namespace, progress: Any) -> Any:
+    """The doctor of ``--repair``; None without it."""
+    from .compat.doctor import Doctor
+    from .compat.repairs import RepairStore
+
+    if arguments.repair is None:
+        return None
+    store = RepairStore(Path(arguments.state).expanduser())
+    watch = Doctor(str(Path(arguments.model).resolve()), store, arguments.repair, progress.notify)
+    for repair in watch.repairs:
+        progress.notify(f"kept: {repair}")
+    return watch
+
+
 def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float]:
     """Frames (F, H, W, 3) and fps for the arguments of ``render``: the same functions that the nodes call."""
     import torch
 
+    from .compat.transforms import step_cache
     from .pipelines import stages
     from .pipelines.latents import convert, recovery
     from .pipelines.loading import folder, lora
@@ -165,6 +209,7 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float]:
         for text in arguments.lora:
             pipeline = lora.with_lora(pipeline, *lora.named(text), "separate", progress)
         pipeline = with_step_cache(pipeline, arguments.step_cache, step_cache.StepCacheSettings())
+        pipeline = replace(pipeline, doctor=_watch(arguments, progress))
         for decision in pipeline.decisions:
             progress.notify(str(decision))
         if arguments.recover is None:
@@ -222,7 +267,8 @@ def demo(arguments: argparse.Namespace) -> int:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code. An error that the user can act on is one line on stderr."""
-    arguments = _parser().parse_args(words)
+    words = sys.argv[1:] if words is None else words
+    arguments = _parser(bool({"render", "doctor"} & set(words))).parse_args(words)
     try:
         code: int = arguments.run(arguments)
     except PackError as error:
@@ -284,7 +330,8 @@ def _path(text: str | None) -> Path | None:
     return None if text is None else Path(text)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(renders: bool) -> argparse.ArgumentParser:
+    """The command's parser; the flags of ``render`` and ``doctor``, whose choices import torch, only if asked for."""
     parser = argparse.ArgumentParser(prog="anygpu", description=__doc__)
     commands = parser.add_subparsers(required=True)
     told = commands.add_parser("report", help="show what this machine is and what AnyGPU chooses on it")
@@ -299,8 +346,14 @@ def _parser() -> argparse.ArgumentParser:
     tried.add_argument("--device", help="such as cpu, cuda:0, mps; default: the accelerator, else cpu")
     tried.set_defaults(run=check)
     rendering = commands.add_parser("render", help="render one clip with your own model")
-    _render_arguments(rendering)
-    for command in (told, tried, rendering):
+    watched = commands.add_parser("doctor", help="find out why a model gives black or broken video, and what helps")
+    if renders:
+        from .compat.doctor import OFFER
+
+        _render_arguments(rendering)
+        _render_arguments(watched)
+        watched.set_defaults(run=doctor, prompt="a red fox", steps=2, repair=OFFER)
+    for command in (told, tried, rendering, watched):
         command.add_argument("--state", default=STATE, help=f"folder where test results are saved (default: {STATE})")
     shown = commands.add_parser("demo", help="render and check one clip per family with tiny random models")
     shown.add_argument("--output", default="demo", help="folder to fill (default: demo)")
@@ -309,6 +362,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _render_arguments(parser: argparse.ArgumentParser) -> None:
+    from .compat.doctor import CHOICES as REPAIRS
+    from .compat.memory import offloader
+    from .compat.transforms import attention, fused, step_cache
+    from .compat.transforms import compile as compiling
+    from .pipelines.family import FITS, SCHEDULERS
+    from .pipelines.requests import PRECISIONS
+    from .pipelines.vae.plan import METHODS
+
     parser.set_defaults(run=render)
     add = parser.add_argument
     add("--model", required=True, help="diffusers model folder, or a FramePack transformer folder")
@@ -343,6 +404,7 @@ def _render_arguments(parser: argparse.ArgumentParser) -> None:
         help="skip work in steps that change little; lossy",
     )
     add("--fp16-accumulation", action="store_true", help="add fp16 products in fp16: faster on GeForce; lossy")
+    add("--repair", choices=REPAIRS, help=REPAIR)
     add("--profile", metavar="FILE", help="write a torch profiler trace with a range per stage, block and operation")
     add("--decode", choices=METHODS, default="auto", help="how to decode; auto: at once if it fits")
     add("--device", help="such as cpu, cuda:0, mps; default: the accelerator, else cpu")

@@ -32,8 +32,13 @@ class Decision:
             return ": ".join(filter(None, (self.source, self.why)))
         return "; ".join(filter(None, (self.why, self.source)))
 
+    @property
+    def brief(self) -> str:
+        """The choice without its reason."""
+        return f"{self.subject} {self.verdict}"
+
     def __str__(self) -> str:
-        return f"{self.subject} {self.verdict}" + (f": {self.reason}" if self.reason else "")
+        return self.brief + (f": {self.reason}" if self.reason else "")
 
     def as_json(self) -> dict[str, str]:
         """For a route: ``subject``, ``verdict`` and ``why``, which is the whole reason."""

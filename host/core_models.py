@@ -19,6 +19,7 @@ from comfy_execution.utils import get_executing_context
 from ..compat.errors import InputError
 from ..pipelines.base import ImageCondition, Pipeline
 from ..pipelines.loading import lora as loras
+from ..pipelines.loading.lora_kinds import BIAS
 from .core_patches import unread_patches
 from .core_shell import PICTURE, TRANSFORMER, CoreShell
 from .core_vae import CoreVAE
@@ -89,15 +90,15 @@ class Factors(comfy.weight_adapter.LoRAAdapter):
 
     @property
     def weights(self) -> tuple[Any, ...]:
-        """Up, down, alpha, and what a plain LoRA has none of: a middle, magnitudes, another shape."""
-        down, up = self.read()[self.name_of_layer]
-        return up.flatten(1), down.flatten(1), self.scale * down.shape[0], None, None, None
+        """Up, down, alpha, a middle, which none has, magnitudes of a DoRA, another shape, which none has."""
+        down, up, _, magnitude = self.read()[self.name_of_layer]
+        return up.flatten(1), down.flatten(1), self.scale * down.shape[0], None, magnitude, None
 
 
 def adapted_model_of(pipeline: Pipeline) -> PartPatcher | None:
     """The MODEL of a pipeline with its LoRAs, as patches that core adds to the weights of the pipeline's own MODEL.
 
-    None where ComfyUI does not manage them. No file is read before the weights are made.
+    None where ComfyUI does not manage them. But for what is added to biases, no file is read before weights are made.
     """
     offloader = comfy_offloader(pipeline)
     if offloader is None:
@@ -105,8 +106,12 @@ def adapted_model_of(pipeline: Pipeline) -> PartPatcher | None:
     known = offloader.patchers.get(TRANSFORMER)
     model = known if known is not None and isinstance(known.model, CoreShell) else model_of(pipeline)
     for lora in loras.on(pipeline) if model is not None else ():
-        read = functools.cache(functools.partial(loras.factors_of, lora))
-        patches = {f"diffusion_model.{name}.weight": Factors(read, name, scale) for name, scale in lora.scales.items()}
+        read = functools.cache(functools.partial(loras.shares_of, lora))
+        patches: dict[str, Any] = {}
+        for name, pair in lora.match.pairs.items():
+            patches[f"diffusion_model.{name}.weight"] = Factors(read, name, lora.scales[name])
+            if BIAS in pair.names:
+                patches[f"diffusion_model.{name}.bias"] = ("diff", (read()[name].bias,))
         model = patched(model, patches, lora.strength)
     return model
 

@@ -31,7 +31,7 @@ def block_patches(options: Mapping[str, Any]) -> BlockPatches | None:
     if not (double or single or outputs or override or values):
         return None
     attend = None if override is None else _overridden(override, options)
-    return BlockPatches(double, single, attend, outputs, values, options)
+    return BlockPatches(double, single, attend=attend, outputs=outputs, values=values, options=options)
 
 
 def unread(options: Mapping[str, Any], conds: Mapping[str, Any], title: str, transformer: Any) -> Iterator[str]:

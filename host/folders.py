@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import folder_paths
@@ -18,9 +19,10 @@ MODEL_KEYS = ("diffusers", "diffusion_models")
 ENCODER_KEYS = ("diffusers", "clip_vision", "style_models")
 PAINT_PROVIDER_KEYS = ("diffusers", "clip_vision", "diffusion_models")
 LORA_KEYS = ("loras",)
+UPSCALER_KEYS = ("latent_upscale_models", "upscale_models")
 NO_MODEL, NO_PAINT_MODEL, NO_LORA = "no model found", "no paint model found", "no LoRA found"
-NO_FILE = "no file found"
-NOTHING = (NO_MODEL, NO_PAINT_MODEL, NO_LORA, NO_FILE)  # entries of lists that have no other
+NO_FILE, NO_UPSCALER = "no file found", "no upscaler found"
+NOTHING = (NO_MODEL, NO_PAINT_MODEL, NO_LORA, NO_FILE, NO_UPSCALER)  # entries of lists that have no other
 AUTO = "auto"
 PAINT_SUFFIXES = (".safetensors", ".bin")
 
@@ -112,10 +114,11 @@ def paint_models() -> dict[str, Path]:
     for root in roots(MODEL_KEYS):
         children = _children(root)
         for folder in sorted({root, *children, *(deep for child in children for deep in _children(child))}):
-            if is_paint_folder(folder) and folder != root:
-                models.append(folder)
-            elif folder.is_dir() and ("hunyuan3d" not in folder.name.lower() or folder == root):
-                models += (file for file in sorted(folder.iterdir()) if _is_paint_file(file))
+            with suppress(OSError):
+                if is_paint_folder(folder) and folder != root:
+                    models.append(folder)
+                elif folder.is_dir() and ("hunyuan3d" not in folder.name.lower() or folder == root):
+                    models += [file for file in sorted(folder.iterdir()) if _is_paint_file(file)]
     return _named(roots(MODEL_KEYS), models)
 
 
@@ -153,6 +156,25 @@ def lora_file(name: str) -> Path:
     return path_of(name, loras(), searched, what, f"Put it into {searched[0]} and press R.")
 
 
+def upscalers() -> dict[str, Path]:
+    """Name to path of the .safetensors files that may hold a latent upscaler."""
+    return _named(
+        roots(UPSCALER_KEYS), (file for root in roots(UPSCALER_KEYS) for file in sorted(root.glob("*.safetensors")))
+    )
+
+
+def upscaler_choices() -> list[str]:
+    """The choices of the node that upscales; a single entry that says so if there are none."""
+    return list(upscalers()) or [NO_UPSCALER]
+
+
+def upscaler_file(name: str) -> Path:
+    """The file of a listed upscaler, as :func:`path_of` finds it."""
+    searched = roots(UPSCALER_KEYS)
+    what = "latent upscaler", "a file such as ltxv-spatial-upscaler-0.9.8.safetensors"
+    return path_of(name, upscalers(), searched, what, f"Put it into {searched[0]} and press R.")
+
+
 def kept_folder() -> Path:
     """Where sampled latents are kept: ComfyUI empties its temporary folder at each start, so not there."""
     return state_folder() / "kept"
@@ -176,18 +198,23 @@ def _is_paint_file(file: Path) -> bool:
 
 
 def _children(folder: Path) -> list[Path]:
-    """The folders in a folder, hidden ones left out; none where it is no folder."""
-    return [child for child in folder.iterdir() if child.is_dir() and child.name[0] != "."] if folder.is_dir() else []
+    """The folders in a folder, hidden ones left out; none where it is no folder or cannot be read."""
+    with suppress(OSError):
+        return [child for child in folder.iterdir() if child.is_dir() and child.name[0] != "."]
+    return []
 
 
 def _change_times(level: list[Path]) -> tuple[tuple[str, float], ...]:
     """Each folder that :func:`find_models` looks into, and when it last changed: a download may be listed half way."""
     watched: dict[Path, None] = {}
-    level = [root for root in level if root.is_dir()]
     for _ in range(4):
         watched.update(dict.fromkeys(level))
         level = [child for folder in level for child in _children(folder)]
-    return tuple((str(folder), folder.stat().st_mtime) for folder in watched)
+    times: dict[str, float] = {}
+    for folder in watched:
+        with suppress(OSError):
+            times[str(folder)] = folder.stat().st_mtime
+    return tuple(times.items())
 
 
 def _named(roots: list[Path], paths: Iterable[Path]) -> dict[str, Path]:

@@ -23,6 +23,7 @@ from torch import nn
 
 from ..compat.checkpoints.packed import without_unpacking
 from ..compat.device.execution import HOST, current
+from ..compat.device.facts import default_device, free_bytes, value_or
 from ..compat.device.failures import DEVICE_ERRORS, is_shortage
 from ..compat.errors import InputError
 from ..compat.memory.host_weights import DISK
@@ -40,14 +41,31 @@ LEAST = 0.1  # its budget for "as little as possible", where 0 stands for everyt
 
 def compute_device() -> torch.device:
     """The device ComfyUI computes on; asked at each use, since other packs change it."""
-    return torch.device(comfy.model_management.get_torch_device())
+    return value_or(lambda: torch.device(comfy.model_management.get_torch_device()), default_device())
+
+
+def told_bytes(ask: Callable[[], Any], unknown: float) -> float:
+    """An amount of bytes that ComfyUI tells; ``unknown`` where it fails or tells something else."""
+    told = value_or(lambda: float(ask()), -1.0)
+    return told if told >= 0 else unknown
+
+
+def free_on(device: torch.device) -> float:
+    """Bytes free on ``device`` as ComfyUI tells them, else as the device does; everything where nobody knows."""
+    known = free_bytes(device)
+    return told_bytes(lambda: comfy.model_management.get_free_memory(device), EVERYTHING if known is None else known)
+
+
+def reserve() -> float:
+    """Bytes that ComfyUI keeps free beside models; 0 where it does not tell."""
+    return told_bytes(lambda: comfy.model_management.minimum_inference_memory(), 0)
 
 
 def make_room(needed_bytes: int) -> None:
     """Let ComfyUI unload other models until ``needed_bytes`` and its own reserve are free."""
     device = compute_device()
     if device.type != "cpu":
-        comfy.model_management.free_memory(needed_bytes + comfy.model_management.minimum_inference_memory(), device)
+        comfy.model_management.free_memory(needed_bytes + reserve(), device)
 
 
 def evictable_bytes() -> int:
@@ -55,7 +73,7 @@ def evictable_bytes() -> int:
     device = compute_device()
     listed = list(comfy.model_management.current_loaded_models)  # a run may change it meanwhile
     held = [item.model for item in listed if item.device == device and device.type != HOST.type]
-    return sum(int(model.loaded_size()) for model in held if model is not None)
+    return sum(int(told_bytes(model.loaded_size, 0)) for model in held if model is not None)
 
 
 class Shell:
@@ -216,9 +234,8 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
         """
         if self.beside is None or (offered >= EVERYTHING and not self.ran_out):
             return offered
-        management = comfy.model_management
-        kept = max(self.beside + management.extra_reserved_memory(), management.minimum_inference_memory())
-        room = management.get_free_memory(device) - kept
+        more = told_bytes(lambda: comfy.model_management.extra_reserved_memory(), 0)
+        room = free_on(device) - max(self.beside + more, reserve())
         return min(offered, room if self.loaded_size() else max(room, LEAST))
 
     def partially_unload(self, *args: Any, **kwargs: Any) -> Any:
@@ -354,8 +371,7 @@ class ComfyOffloader:
         """Bytes that weights of ``part`` would be given beside ``needed``, were it alone on its device."""
         unload(patcher)
         comfy.model_management.free_memory(EVERYTHING, patcher.load_device)
-        free: float = comfy.model_management.get_free_memory(patcher.load_device)
-        return min(patcher.model_size(), free - needed - self._unknown(part))
+        return min(patcher.model_size(), free_on(patcher.load_device) - needed - self._unknown(part))
 
     def _unknown(self, part: str) -> int:
         """Bytes that ``part`` needs beside its estimate, as far as running out of memory has shown."""
@@ -365,7 +381,7 @@ class ComfyOffloader:
         """Reserve half of the room for memory that the estimate missed, or all of it if that is little; returns what is
         streamed."""
         size, room = patcher.model_size(), self._room(part, patcher, needed)
-        free = comfy.model_management.get_free_memory(patcher.load_device)
+        free = free_on(patcher.load_device)
         left = room / 2 if room > size / 4 else 0
         self._refused[part] = int(free - needed - left) - self._short.get(part, 0)
         return amount(size - left, size)

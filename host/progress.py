@@ -6,7 +6,7 @@ import functools
 import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import comfy.model_management
@@ -15,6 +15,7 @@ import latent_preview
 import torch
 from server import PromptServer
 
+from ..compat.decision import Decision
 from ..compat.memory.parts import StageText
 from .families import latent_format_of
 from .server.panel import memory_now
@@ -108,6 +109,13 @@ class NodeProgress:
     def show(self) -> None:
         """The lines under the node at once, where a node of core's runs and no step of ours will show them."""
         self._send("\n".join(self.lines))
+
+    def chosen(self, status: str, decisions: Iterable[Decision]) -> None:
+        """End with what was decided: briefly under the node, with the reasons in the log; the side bar has both."""
+        decisions = tuple(decisions)
+        for decision in decisions:
+            log.info("AnyGPU: %s", decision)
+        self.finish("\n".join((status, *(decision.brief for decision in decisions))))
 
     def finish(self, status: str, *more: str) -> None:
         """The text that stays under the node: its status with ``more`` of it and the pace, then what was said."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 import inspect
 import io
 import logging
+import zlib
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -29,6 +31,7 @@ log = logging.getLogger(__name__)
 NEWEST = "newest"
 THUMBNAIL_PIXELS = 160
 WRAPPER = "anygpu_recovery"
+_kept_lately: deque[tuple[Any, ...]] = deque(maxlen=32)  # marks of latents that were kept
 
 
 def listing() -> list[Kept]:
@@ -77,6 +80,22 @@ def keep_what_core_samples(patcher: Any, family: str = "", fps: float = 0.0) -> 
     patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, WRAPPER, sampled)
 
 
+def keep_for_decode(samples: torch.Tensor) -> None:
+    """Keep latents that are about to be decoded, unless they are those that were kept last."""
+    try:
+        mark = _mark(samples)
+        if mark not in _kept_lately:
+            recovery.keep_plain(kept_folder(), Sampled([samples], "decode"), log.warning)
+            _kept_lately.append(mark)
+    except Exception as error:  # a disk, or latents of another kind: it must not cost the decode
+        log.warning("AnyGPU: latents could not be saved: %s", error)
+
+
+def _mark(samples: torch.Tensor) -> tuple[Any, ...]:
+    """What tells latents apart from others."""
+    return *samples.shape, zlib.crc32(samples.detach().cpu().float().contiguous().numpy().tobytes())
+
+
 class _Estimates:
     """How far a sampling of core's has come: the last estimate of its result, in the space that core returns."""
 
@@ -104,6 +123,7 @@ def _keep(
         latents = comfy.utils.unpack_latents(output, shapes) if shapes and len(shapes) > 1 else [output]
         found = _sampled(model, latents, family or type(model).__name__, int(given.get("seed") or 0), fps)
         recovery.keep_plain(kept_folder(), replace(found, unfinished=unfinished), log.warning)
+        _kept_lately.append(_mark(latents[0]))
     except Exception as error:  # of whatever another pack has put here: it must not cost the sampling
         log.warning("AnyGPU: latents could not be saved: %s", error)
 

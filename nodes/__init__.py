@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import logging
 
+from ..compat.requirements import package_problem
 from ..host.api import ComfyExtension, io
 from ..host.progress import with_an_end
 from ..host.server.routes import add_routes
+from .core_models import FitCLIP, FitModel, FitVAE
 from .decode import Decode
-from .latents import LoadLatent, LoadPrompt, RecoverLatents, SaveLatent, SaveMusubiCache, SavePrompt
+from .doctor import Doctor
+from .latents import (
+    LoadLatent,
+    LoadPrompt,
+    RecoverLatents,
+    SaveLatent,
+    SaveMusubiCache,
+    SavePrompt,
+    UpscaleLatents,
+)
 from .loaders import ComposePipeline, LoadPipeline, LoRA
 from .mesh import BakeTexture, CleanMesh, LoadMesh, PaintCameras, RenderTurntable, RenderViews
 from .paint import DelightImage, LoadPaintPipeline, PaintViews, TextureMesh
@@ -28,6 +39,9 @@ NODES = (
     ComposePipeline,
     MemoryPlan,
     DownloadModel,
+    UpscaleLatents,
+    FitModel, FitVAE, FitCLIP,
+    Doctor,
 )
 
 
@@ -35,8 +49,10 @@ class AnyGPUExtension(ComfyExtension):
     """The pack, as ComfyUI sees it."""
 
     async def on_load(self) -> None:
-        """Add the routes of the side bar, without which every node works too."""
+        """Add the routes of the side bar, without which every node works too, and log packages that are too old."""
         add_routes()
+        if problem := package_problem():
+            log.warning("AnyGPU: %s", problem)
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         """Every node whose schema can be made; one that cannot is left out and logged with its traceback."""

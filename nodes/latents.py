@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from ..compat.checkpoints.latents import NOT_FINITE
-from ..host import recovery, saved
+from ..host import folders, recovery, saved
 from ..host.api import io
 from ..host.progress import NodeProgress
+from ..pipelines import stages
 from ..pipelines.base import SECTION_ORDERS
+from ..pipelines.latents import convert as latent_format
 from ..pipelines.latents import musubi, musubi_items
 from ..pipelines.latents import store as latent_store
 from ..pipelines.text import prompt_files
@@ -284,3 +286,41 @@ class SaveMusubiCache(io.ComfyNode):
         paths = musubi_items.save_item(folder, item, latent, prompt, caption, dtype, cut, progress.notify)
         progress.finish("\n".join(map(saved.shown, paths)))
         return io.NodeOutput()
+
+
+class UpscaleLatents(io.ComfyNode):
+    """Upscale latents for a second pass."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="AnyGPUUpscaleLatents",
+            display_name="AnyGPU Upscale Latents",
+            description="Doubles width and height of LTX-Video latents with its latent upscaler. AnyGPU Sample then "
+                        "refines them in the model's published second pass.",
+            search_aliases=["latent upscaler", "second pass", "multi scale", "ltxv spatial upscaler"],
+            inputs=[
+                Pipeline.Input("pipeline", tooltip="The LTX-Video pipeline that made the latents."),
+                io.Latent.Input("latent", tooltip="From AnyGPU Sample, at half of the final width and height."),
+                io.Combo.Input(
+                    "upscaler", options=folders.upscaler_choices(),
+                    tooltip="A file in ComfyUI/models/latent_upscale_models, such as "
+                            "ltxv-spatial-upscaler-0.9.8.safetensors. Press R after adding one.",
+                ),
+            ],
+            outputs=[io.Latent.Output(display_name="latent")],
+        )
+
+    @classmethod
+    def validate_inputs(cls, upscaler: str) -> bool:
+        """Always: a name that is gone gets the error that says what to do."""
+        return True
+
+    @classmethod
+    def execute(cls, pipeline: Any, latent: Any, upscaler: str) -> io.NodeOutput:
+        """The latents at twice the size."""
+        progress = NodeProgress(cls.hidden.unique_id, pipeline.family)
+        latents = latent_format.from_core(pipeline, latent, progress.notify)
+        upscaled = stages.upscale(pipeline, latents, folders.upscaler_file(upscaler), progress)
+        progress.finish(f"{upscaled.width}x{upscaled.height}, {upscaled.frames} frames")
+        return io.NodeOutput(latent_format.to_core(upscaled))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..compat.memory import offloader
+from ..compat.requirements import package_problem
 from ..compat.transforms import attention
 from ..host import core_models, folders, memory_manager, model_files, requests, saved
 from ..host.api import io
@@ -19,6 +20,8 @@ from ..pipelines.loading.folder import LoadRequest, load, variant_choices
 from ..pipelines.registry import FAMILIES
 from ..pipelines.requests import PRECISIONS
 from .inputs import Pipeline, schema, speed_inputs, weight_inputs
+
+NONE = "none"  # of the files of AnyGPU LoRA
 
 
 class LoadPipeline(io.ComfyNode):
@@ -105,7 +108,7 @@ class LoadPipeline(io.ComfyNode):
     def execute(cls, **inputs: Any) -> io.NodeOutput:
         """The pipeline."""
         progress = NodeProgress(cls.hidden.unique_id)
-        return load_outputs(requests.folder_request(inputs, trace_file(inputs)), progress, panel.limit_lines())
+        return load_outputs(requests.folder_request(inputs, trace_file(inputs)), progress)
 
 
 class ComposePipeline(io.ComfyNode):
@@ -209,11 +212,13 @@ def trace_file(inputs: Mapping[str, Any]) -> Path | None:
     return folder / f"{name}.json" if inputs.get("profile") else None
 
 
-def load_outputs(request: LoadRequest, progress: NodeProgress, lines: Iterable[str] = ()) -> io.NodeOutput:
-    """Pipeline, MODEL and VAE; what was decided is said under the node, then ``lines``."""
+def load_outputs(request: LoadRequest, progress: NodeProgress) -> io.NodeOutput:
+    """Pipeline, MODEL and VAE; what was decided is said under the node."""
     here = (memory_manager.make_room, memory_manager.offloader_on)
+    if problem := package_problem():
+        progress.notify(problem)
     pipeline = load(request, progress, *here)
-    progress.finish("\n".join((status_of(pipeline), *map(str, pipeline.decisions), *lines)))
+    progress.chosen(status_of(pipeline), pipeline.decisions)
 
     def reload(devices: Mapping[str, Any]) -> Any:
         return load(replace(request, devices={**request.devices, **devices}), None, *here)
@@ -235,7 +240,10 @@ class LoRA(io.ComfyNode):
             search_aliases=["lora", "load lora", "lora loader", "lora block weight"],
             inputs=[
                 Pipeline.Input("pipeline", tooltip="From AnyGPU Load Pipeline, or from another AnyGPU LoRA."),
-                io.Combo.Input("lora", options=list(folders.loras()) or [folders.NO_LORA], tooltip="A .safetensors file in ComfyUI/models/loras. Press R after adding one."),
+                io.Combo.Input(
+                    "lora", options=[*(folders.loras() or [folders.NO_LORA]), NONE],
+                    tooltip="A .safetensors file in ComfyUI/models/loras. Press R after adding one. none: the pipeline as it is.",
+                ),
                 io.Float.Input(
                     "strength", default=1.0, min=-10.0, max=10.0, step=0.05,
                     tooltip="A factor: 1 is what the LoRA was trained for, 0 switches it off.",
@@ -276,6 +284,9 @@ class LoRA(io.ComfyNode):
     def execute(cls, pipeline: Any, lora: str, strength: float, blocks: str = "", mode: str = "separate") -> io.NodeOutput:
         """The pipeline with one more LoRA."""
         progress = NodeProgress(cls.hidden.unique_id, pipeline.family)
+        if lora == NONE:
+            progress.finish("no LoRA chosen")
+            return io.NodeOutput(pipeline, core_models.adapted(pipeline))
         changed = adapters.with_lora(pipeline, folders.lora_file(lora), strength, blocks, mode, progress)
         progress.finish(str(changed.decisions[-1]) if changed is not pipeline else "no effect")
         return io.NodeOutput(changed, core_models.adapted(changed))

@@ -127,7 +127,7 @@ class LoadPaintPipeline(io.ComfyNode):
         """The pipeline."""
         progress = PaintProgress(cls.hidden.unique_id)
         pipeline = load_paint(paint_request(inputs), progress, memory_manager.make_room, memory_manager.offloader_on)
-        progress.finish("\n".join((f"{pipeline.family} {pipeline.variant}, {pipeline.facts}", *map(str, pipeline.decisions))))
+        progress.chosen(f"{pipeline.family} {pipeline.variant}, {pipeline.facts}", pipeline.decisions)
         return io.NodeOutput(pipeline)
 
 
@@ -171,6 +171,14 @@ class DelightImage(io.ComfyNode):
                 io.Combo.Input(
                     "scheduler", options=list(SCHEDULERS), default="auto", optional=True, advanced=True,
                     tooltip="auto: Euler ancestral, as published.",
+                ),
+                io.Float.Input(
+                    "text_guidance", default=1.0, min=1.0, max=10.0, step=0.01, optional=True, advanced=True,
+                    tooltip="How far away from negative_prompt. 1: off, as published. Triples the time.",
+                ),
+                io.String.Input(
+                    "negative_prompt", default="", optional=True, advanced=True,
+                    tooltip="What to avoid, for example: shadows, highlights. Acts only if text_guidance is above 1.",
                 ),
             ],
             outputs=[io.Image.Output(display_name="image")],

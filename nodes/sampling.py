@@ -58,6 +58,12 @@ class Sample(io.ComfyNode):
                     "guidance_rescale", default=0.0, min=0.0, max=1.0, step=0.01, optional=True, advanced=True,
                     tooltip="LTX-Video, HunyuanVideo 1.5: reduces the extra contrast that a high cfg adds.",
                 ),
+                io.Float.Input(
+                    "stg", default=-1.0, min=-1.0, max=20.0, step=0.1, optional=True, advanced=True,
+                    tooltip="LTX-Video: spatio-temporal guidance, away from a prediction in which some blocks do not "
+                            "attend. Steadier motion; each step takes another forward. -1: as published with the model. "
+                            "0: none.",
+                ),
             ],
             outputs=[io.Latent.Output(display_name="latent")],
         )

@@ -49,14 +49,14 @@ def paint_bytes(entries: Mapping[str, int]) -> PartBytes:
 
 
 def paint_needs(
-    pipeline: Any, view_size: int = 0, views: int = 0, guided: bool | None = None, mode: str = "", references: int = 1
+    pipeline: Any, view_size: int = 0, views: int = 0, guided: int | None = None, mode: str = "", references: int = 1
 ) -> tuple[StageNeed, ...]:
     """What each stage of a paint or delight pipeline needs, in the order they run.
 
     Args:
         view_size: pixels.
         views: cameras; 0 takes what the models were taught.
-        guided: two rows a step; None as published.
+        guided: rows a step beside the first; None as published.
         mode: of our own offloader; by default the pipeline's own.
     """
     mode = mode or str(pipeline.offloader.mode)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..compat.checkpoints.headers import reading
 from ..compat.checkpoints.weights import read_json
 from ..compat.decision import AUTO, Decision
 from ..compat.device.execution import HOST
@@ -120,10 +121,11 @@ def load_paint(
         CheckpointError: files are missing, damaged, or of another model.
         InputError, UnsupportedError: a choice that this model or machine cannot do.
     """
-    progress, place = progress or Silent(), _unet_place(request.model)
-    stored = weights_in(place, "UNet", request.weights)
-    kind = _kind(stored)
-    config = _config(place)
+    progress = progress or Silent()
+    with reading(request.model):
+        place = _unet_place(request.model)
+        stored = weights_in(place, "UNet", request.weights)
+        kind, config = _kind(stored), _config(place)
     shapes, dropped = networks.without_adapter(kind, stored.shapes)
     with torch.device("meta"):
         made = networks.networks_for(kind, config)

@@ -12,7 +12,7 @@ from torch.nn import functional
 from ..compat.errors import InputError
 
 GREY, WHITE = 127 / 255, 1.0
-BORDER = 0.2  # of the square, on each side of a recentred object
+BORDER = 0.2  # of a recentred object, on each side of it: it fills 1 / 1.4 of its square
 
 
 def checked_pictures(pictures: Tensor | Sequence[Tensor], subject: str) -> list[Tensor]:
@@ -117,7 +117,7 @@ def recentred(picture: Tensor, border: float = BORDER) -> Tensor:
     """The object of an RGBA picture (H, W, 4) in the middle of a transparent square; RGB comes back as it is.
 
     Args:
-        border: free share of the square on each side.
+        border: what is free on each side, as a share of the object's own height and width.
 
     Raises:
         InputError: a picture that is wholly transparent.
@@ -133,10 +133,12 @@ def recentred(picture: Tensor, border: float = BORDER) -> Tensor:
         )
     rows, columns = seen.any(1).nonzero().flatten(), seen.any(0).nonzero().flatten()
     crop = picture[int(rows[0]) : int(rows[-1]) + 1, int(columns[0]) : int(columns[-1]) + 1]
-    side = max(1, round(max(crop.shape[:2]) / (1 - 2 * border)))
+    free = [int(length * border) for length in crop.shape[:2]]
+    outer = [length + 2 * edge for length, edge in zip(crop.shape[:2], free, strict=True)]
+    side = max(outer)
     square = picture.new_zeros(side, side, 4)
     square[..., :3] = 1.0
-    top, left = (side - crop.shape[0]) // 2, (side - crop.shape[1]) // 2
+    top, left = ((side - length) // 2 + edge for length, edge in zip(outer, free, strict=True))
     square[top : top + crop.shape[0], left : left + crop.shape[1]] = crop
     return square
 

@@ -22,6 +22,7 @@ from .loading import PaintPipeline
 from .pictures import recentred
 from .sampling.delight import DelightSettings, delight_image
 from .sampling.painting import Painted, PaintInputs, PaintSettings, paint_views
+from .shortage import explained
 
 NORMALS = ("auto", "smooth", "flat")
 TEXEL_BYTES = 200  # of baking, at its peak; counted in benchmarks/results/paint_stages.csv
@@ -114,7 +115,8 @@ def texture_of(
     target = roomy(device, settings.texture_size**2 * TEXEL_BYTES, progress.notify)
     total = len(cameras) * (1 if metallic_roughness is None else 2)
     count = counted(progress, total, "baking")
-    with Checked(progress.check):
+    what = f"baking a texture of {settings.texture_size} pixels"
+    with Checked(progress.check), explained(what, target or HOST, "Lower texture_size or view_size."):
         surface = Surface.of(mesh, target)
         baked = bake(surface, cameras, pictures, settings, count)
         colour = filled(baked, surface, settings.fill, settings.exact, progress.check)

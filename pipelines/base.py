@@ -18,7 +18,7 @@ from ..compat.memory.offloader import Offloader
 from ..compat.memory.parts import Hosted, Parts
 from ..compat.memory.parts import Silent as Silent
 from ..compat.memory.parts import StageText as StageText
-from .family import FamilySpec
+from .family import FamilySpec, GuidanceStep
 
 LATENT_VERSION = 1
 SECTION_ORDERS = ("inverted_anti_drifting", "vanilla")  # from the end of the film, from its start; grows at the end
@@ -74,7 +74,8 @@ class Pipeline(Hosted):
     ``configs`` are the parts' own ``config.json`` contents. ``decisions`` are those of loading, in order.
     ``speed`` is what makes it faster, ``step_cache`` what its samplings skip (``pipelines.speed``). ``weights`` are the
     bytes of each part, for forecasts (``pipelines.memory.estimates``). ``probes`` keeps what is learned of the device.
-    ``storage`` is the choice of storage of each part whose weights are kept smaller than they compute.
+    ``storage`` is the choice of storage of each part whose weights are kept smaller than they compute. ``doctor``
+    watches its samplings, where somebody asked for one.
     """
 
     spec: FamilySpec
@@ -93,6 +94,7 @@ class Pipeline(Hosted):
     weights: Mapping[str, Any] = field(default_factory=dict)
     probes: Any = None
     storage: Mapping[str, str] = field(default_factory=dict)
+    doctor: Any = None
 
     def __repr__(self) -> str:
         return f"<{self.family} {self.variant} {self.source.name!r}: {self.precision}; {self.offloader}>"
@@ -193,6 +195,8 @@ class SampleSettings:
         cfg: true classifier-free guidance, a second forward per step. cfg_start, cfg_end: share of the steps, 0..1.
         shift: timestep shift. scheduler: one of :data:`SCHEDULERS`. sigmas: noise levels from 1 to 0, steps + 1 long.
         denoise: share of the noise that is put on ``latents``; noise_mask: (1, 1, T or 1, H, W), 1 where to sample.
+        stg: spatio-temporal guidance; 0 for none, below 0 the model's own.
+        guidance_steps: what the recipe and the user's own values make of guidance, by noise level; set by ``stages``.
     """
 
     width: int
@@ -212,6 +216,8 @@ class SampleSettings:
     denoise: float = 1.0
     latents: Latents | None = None
     noise_mask: torch.Tensor | None = None
+    stg: float = -1.0
+    guidance_steps: tuple[GuidanceStep, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

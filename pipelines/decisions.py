@@ -76,12 +76,6 @@ def limit_tooltip(facts: DeviceFacts, name: str) -> str:
     return f" Not on this machine ({facts.name}): {named}."
 
 
-def limit_line(facts: DeviceFacts) -> str:
-    """All limits in one line for the status under the load node; empty where every choice works."""
-    named = [f"{name} {', '.join(each)}" for name, each in limits(facts).items()]
-    return f"does not work here: {'; '.join(named)}" if named else ""
-
-
 def _variant(pipeline: Any) -> tuple[str, ...]:
     """The variant, where the family has several."""
     return () if pipeline.variant == pipeline.family else (pipeline.variant,)

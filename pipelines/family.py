@@ -39,6 +39,80 @@ class Defaults:
 
 
 @dataclass(frozen=True, slots=True)
+class GuidanceStep:
+    """Guidance while the noise level is at least ``level``; of several the first that fits acts, else the last.
+
+    Args:
+        level: share of noise, 1 at the start and 0 at the end.
+        cfg: classifier-free guidance; 1 is none.
+        stg: spatio-temporal guidance, away from a prediction in which ``blocks`` do not attend; 0 is none.
+        rescale: share by which the guided prediction gets the spread of the one with the prompt.
+        blocks: indices of transformer blocks.
+    """
+
+    level: float = 0.0
+    cfg: float = 1.0
+    stg: float = 0.0
+    rescale: float = 0.0
+    blocks: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        skipped = f" without attention in block {', '.join(map(str, self.blocks))}" if self.stg else ""
+        words = [f"cfg {self.cfg:g}", f"STG {self.stg:g}{skipped}" if self.stg else ""]
+        return ", ".join(filter(None, (*words, f"rescale {self.rescale:g}" if self.stg and self.rescale else "")))
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How its publisher runs one variant of a model.
+
+    Args:
+        name: of the variant, for people.
+        source: the publisher's file that says so.
+        steps: of the schedule, before some are left out.
+        guidance: from the highest noise level down; empty where the family's defaults say it.
+        timesteps: the noise levels that a distilled model was trained on; None for the checkpoint's own schedule.
+        skip_first, skip_last: steps of the schedule that are left out.
+        stochastic: whether each step removes all noise and puts new noise on.
+        star: whether the prediction without the prompt is first projected onto the one with it (CFG-Zero*).
+        image_noise: share of noise put on pictures before each step, which loosens the motion.
+        decode_timestep, decode_noise: for VAEs that remove the last noise themselves.
+        tone_map: share by which large latents are compressed before a decode.
+        size: width, height and frames per second; None for the family's.
+        second: the pass over upscaled latents; None where none is published.
+    """
+
+    name: str
+    source: str
+    steps: int
+    guidance: tuple[GuidanceStep, ...] = ()
+    timesteps: tuple[float, ...] | None = None
+    skip_first: int = 0
+    skip_last: int = 0
+    stochastic: bool = False
+    star: bool = False
+    image_noise: float = 0.0
+    decode_timestep: float = 0.0
+    decode_noise: float = 0.0
+    tone_map: float = 0.0
+    size: tuple[int, int, float] | None = None
+    second: Recipe | None = None
+
+    def __str__(self) -> str:
+        guidance = [f"from noise {step.level:g} {step}" for step in self.guidance]
+        words = [f"{self.steps} steps", *(guidance if len(guidance) > 1 else map(str, self.guidance))]
+        words += ["new noise after each step"] * self.stochastic
+        words += [f"decoded at {self.decode_timestep:g} with noise {self.decode_noise:g}"] * (self.decode_noise > 0)
+        words += [f"over upscaled latents {self.second.steps_run} more steps"] if self.second is not None else []
+        return "; ".join(words)
+
+    @property
+    def steps_run(self) -> int:
+        """Steps that are left of the schedule."""
+        return self.steps - self.skip_first - self.skip_last
+
+
+@dataclass(frozen=True, slots=True)
 class Fit:
     """Factors of the memory forecast, fitted to measured peaks by ``benchmarks/memory_fits.py``.
 
@@ -97,6 +171,23 @@ class FileKind:
 
 
 @dataclass(frozen=True, slots=True)
+class OtherModel:
+    """A model that is close to those here, and that another program runs.
+
+    Args:
+        title: for people.
+        marks: names that its files have, under any prefix.
+        columns: second side of the first of ``marks``, which tells it from a model that is run; 0 where names do.
+        runs: what runs it.
+    """
+
+    title: str
+    marks: tuple[str, ...]
+    columns: int = 0
+    runs: str = "ComfyUI's own Load Diffusion Model, with AnyGPU Fit Model behind it"
+
+
+@dataclass(frozen=True, slots=True)
 class Download:
     """One published repository at one commit: its name on the Hub, and what of it is read; none means all."""
 
@@ -127,15 +218,23 @@ class Offer:
     Args:
         downloads: its repositories.
         gib: weights per part in GiB as bf16, from the parameter counts of the published configurations.
+        stored_bytes: bytes of what is downloaded, as it is stored there; 0 where nobody counted them.
     """
 
     downloads: tuple[Download, ...]
     gib: Mapping[str, float]
+    stored_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
         """All weights, in bf16."""
         return int(sum(self.gib.values()) * GIBIBYTE)
+
+    @property
+    def size(self) -> str:
+        """What there is to download, in words: some parts are stored wider than bf16."""
+        counted = f"{self.stored_bytes / 1e9:.0f} GB to download, "
+        return f"{counted if self.stored_bytes else ''}{self.total_bytes / 1e9:.0f} GB of weights in bf16"
 
     @property
     def largest_bytes(self) -> int:
@@ -213,7 +312,9 @@ class FamilySpec:
         vae_settings: attributes of its diffusers VAE that its publisher has otherwise.
         published_blocks: blocks of its published transformer: class, count, whether they leave the text alone.
         published_vae_sites: sites that are fused in the decoder of its published VAE.
+        others: models that are taken for it, and that it does not run.
         vae_tile: pixels per tile that upstream advises for its VAE; 0 for none.
+        recipes: how its variants are run, by names of its own.
         most_whole_cells: latent cells up to which a video goes through the VAE whole nevertheless, which is exact.
     """
 
@@ -257,6 +358,8 @@ class FamilySpec:
     vae_settings: Mapping[str, int] = field(default_factory=dict)
     published_blocks: tuple[tuple[str, int, bool], ...] = ()
     published_vae_sites: int = 0
+    recipes: Mapping[str, Recipe] = field(default_factory=dict)
+    others: tuple[OtherModel, ...] = ()
     vae_tile: int = 0
     most_whole_cells: int = 0
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from ..compat.checkpoints.headers import plain_status
 from ..compat.device.facts import first_line
 from ..compat.durable import replacing
-from ..compat.errors import CheckpointError, UnsupportedError
+from ..compat.errors import CheckpointError, PackError, UnsupportedError
 from ..compat.packages import imported
 
 CODECS = ("libx264", "h264", "mpeg4")
@@ -54,17 +55,25 @@ def read_frames(path: Path) -> tuple[torch.Tensor, float]:
     """
     av = imported("av")
     try:
-        with av.open(str(path)) as container:
+        plain_status(path)
+        # A playlist names further files, of anyone: from an open file, with no protocol, it can open none of them.
+        with path.open("rb") as file, av.open(file, options={"protocol_whitelist": "none"}) as container:
             stream = container.streams.video[0]
             pictures = [torch.from_numpy(frame.to_ndarray(format="rgb24")) for frame in container.decode(stream)]
             rate = float(stream.average_rate or 0)
-    except (OSError, av.FFmpegError, IndexError) as error:
+    except PackError:
+        raise
+    except (OSError, av.FFmpegError, LookupError, ValueError, ArithmeticError, RuntimeError) as error:
         raise CheckpointError(
             f"{str(path)!r} cannot be read ({error})", expected="a picture or video file", fix="Give another file."
         ) from error
     if not pictures:
         raise CheckpointError(
             f"no frames in {str(path)!r}", expected="a picture or video file", fix="Give another file."
+        )
+    if any(picture.shape != pictures[0].shape for picture in pictures):
+        raise CheckpointError(
+            f"frames of several sizes in {str(path)!r}", expected="one size", fix="Convert the video to one size."
         )
     return torch.stack(pictures).float() / 255, rate
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,11 +23,12 @@ from .base import (
     PromptRequest,
     SampleSettings,
 )
-from .family import Defaults, FamilySpec
+from .family import FamilySpec
 from .grid import check_steps, require_range, snap
 from .memory.estimates import Size
 from .memory.fit import fit_offload, make_room_and_retry
 from .pictures import checked_frames, fitted, fitted_size
+from .recipes import guidance_steps, of_checkpoint, recipe_of
 from .sampling.loop import fall_back_to_fp32, retries
 from .sampling.resume import InMemorySections, SectionStore
 from .speed import Stage, running, sampling_speed
@@ -34,15 +36,27 @@ from .text.t5 import described
 from .vae.plan import Form
 
 MOST_TOKENS = 1024
-OWN_DEFAULTS = "_anygpu_defaults"  # in model_index.json: sizes and steps that a checkpoint was trained for
+MOST_STG = 20.0
 TEXT_HINT = "choose text_device cpu on the load node, which needs none of this memory"
 
 TEXT = Stage("encode prompt", "text", "encoding the prompt")
 IMAGE = Stage("encode image", "image", "encoding the image")
 VIDEO = Stage("encode video", "video", "encoding the video")
+UPSCALING = Stage("upscale latents", "upscaling", "upscaling the latents")
 SAMPLING = Stage("sample", "sampling", "sampling")
 DECODING = Stage("decode", "decoding", "decoding")
-GUIDANCE = ("guidance", "cfg", "cfg_start", "cfg_end", "shift", "guidance_rescale", "sigmas", "latents", "noise_mask")
+GUIDANCE = (
+    "guidance",
+    "cfg",
+    "cfg_start",
+    "cfg_end",
+    "shift",
+    "guidance_rescale",
+    "sigmas",
+    "latents",
+    "noise_mask",
+    "stg",
+)
 
 
 def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> Prompt:
@@ -186,7 +200,13 @@ def sample(
             expected="the Sample FramePack node",
             fix=f"{family.title} samples section by section: use AnyGPU Sample FramePack.",
         )
-    settings = _completed(of_checkpoint(pipeline), prompt, image, settings, progress)
+    recipe = recipe_of(pipeline, settings)
+    completed = _completed(of_checkpoint(pipeline, recipe), prompt, image, settings, progress)
+    if settings.stg > MOST_STG:
+        raise InputError(
+            f"stg {settings.stg}", expected=f"0 to {MOST_STG:g}, or -1 for the model's own", fix="The usual value is 1."
+        )
+    settings = replace(completed, guidance_steps=guidance_steps(recipe, settings, completed.cfg))
     _require_image(pipeline, family, image)
     size = size_of(settings, prompt)
     latents = _sample(
@@ -257,6 +277,29 @@ def decode(
     return frames
 
 
+def upscale(pipeline: Pipeline, latents: Latents, path: Path, progress: Progress) -> Latents:
+    """``latents`` at twice the width and height, by the upscaler in the file ``path``, for a second pass.
+
+    Raises:
+        InputError: latents of another family. UnsupportedError: a family that has no upscaler.
+    """
+    family = pipeline.spec
+    require_family(latents.family, family, "these latents")
+    if not hasattr(family.code, "upscale"):
+        raise UnsupportedError(
+            f"upscaled latents for {family.title}",
+            expected="a model with a latent upscaler, such as LTX-Video",
+            fix="Sample at the final size.",
+        )
+    require_finite(latents.samples, "latents")
+    with running(UPSCALING, pipeline, progress, latents):
+        release_text(pipeline, family)
+        for attempt in retries(make_room_and_retry(pipeline, progress, family.transformers, UPSCALING.again)):
+            with attempt:
+                upscaled: Latents = family.code.upscale(pipeline, latents, path, progress)
+    return upscaled
+
+
 def with_decode_noise(
     pipeline: Pipeline, latents: Latents, timestep: float, scale: float, progress: Progress
 ) -> Latents:
@@ -273,16 +316,6 @@ def with_decode_noise(
     if asked and not pipeline.configs["vae"].get("timestep_conditioning"):
         progress.notify(f"no effect of {' and '.join(asked)}: this VAE does not remove noise")
     return replace(latents, extra={**latents.extra, **asked}) if asked else latents
-
-
-def of_checkpoint(pipeline: Pipeline) -> FamilySpec:
-    """The loaded family, with this checkpoint's own defaults: those its variant has, then those its index names."""
-    family, code = pipeline.spec, pipeline.spec.code
-    defaults = code.defaults_for(pipeline) if hasattr(code, "defaults_for") else family.defaults
-    own = pipeline.tools["index"].get(OWN_DEFAULTS)
-    own = own if isinstance(own, dict) else {}
-    numbers = {name: own[name] for name in Defaults.__slots__ if isinstance(own.get(name), (int, float))}
-    return replace(family, defaults=replace(defaults, **numbers))
 
 
 def release_text(pipeline: Pipeline, family: FamilySpec) -> None:

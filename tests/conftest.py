@@ -19,6 +19,11 @@ sys.path[:] = [entry for entry in sys.path if Path(entry or Path.cwd()).resolve(
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """How long the full run looks for files that break a reader."""
+    parser.addoption("--fuzz-seconds", type=float, default=60.0, help="for tests/fuzz/test_structured.py")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     """Small tensors run slower on many threads, and two workers share two cores."""

@@ -156,14 +156,14 @@ def test_every_error_can_be_found_on_the_troubleshooting_page(place, text):
 
 
 def test_the_ways_to_decode_are_all_named():
-    rows = {"README.md": "| VAE | ", "docs/troubleshooting.md": "| `decode method …` |"}
+    rows = {"docs/nodes.md": "| VAE | ", "docs/troubleshooting.md": "| `decode method …` |"}
     for path, start in rows.items():
         (row,) = (line for line in page(path).splitlines() if line.startswith(start))
         assert [f"`{method}`" in row for method in METHODS[1:]] == [True] * len(METHODS[1:]), path
 
 
-def test_readme_names_every_node_and_workflow():
-    text = page("README.md")
+def test_the_page_of_nodes_names_every_node_and_workflow():
+    text = page("docs/nodes.md")
     missing = [name for name, (display, _) in NODES.items() if name not in text or display not in text]
     missing += [path.stem for path in (ROOT / "workflows").glob("*.json") if f"`{path.stem}`" not in text]
     assert not missing
@@ -200,3 +200,10 @@ def test_contributing_names_only_files_that_exist():
     named = re.findall(r"`([\w./-]+/[\w./-]*)`", page("CONTRIBUTING.md"))
     ours = [path for path in named if (ROOT / path.split("/")[0]).is_dir()]
     assert len(ours) > 40 and [path for path in ours if not (ROOT / path).exists()] == []
+
+
+def test_tests_that_the_page_on_reliability_names_exist():
+    for place in re.findall(r"`([\w/]+\.py(?:::\w+)?)`", page("docs/reliability.md")):
+        path, _, name = place.partition("::")
+        text = (ROOT / "tests" / path.removeprefix("tests/")).read_text(encoding="utf-8")
+        assert f"def {name}(" in text if name else text, place

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ from anygpu.compat.errors import UnsupportedError
 from anygpu.pipelines import stages, tiny
 from anygpu.pipelines.latents import recovery
 from anygpu.pipelines.movie import read_frames, write_mp4
+from safetensors.torch import load_file, save_file
+
+LOUD = "transformer_blocks.0.ff.net.2.weight"  # loud enough, it takes the residual out of fp16's range
 
 
 @pytest.fixture
@@ -58,3 +62,23 @@ def test_a_disk_that_fills_up_while_the_video_is_written(tmp_path: Path) -> None
     with pytest.raises(OSError, match="cannot be written") as caught:
         write_mp4(torch.zeros(2, 32, 32, 3), 8.0, target / "a.mp4")
     assert caught.value.expected == "a writable folder with room for the video"
+
+
+def test_doctor_names_the_layer_keeps_what_helps_and_is_one_line_for_a_sound_model(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loud, part = tmp_path / "loud", Path("transformer", "diffusion_pytorch_model.safetensors")
+    shutil.copytree(tiny.build("ltx", tiny_folder), loud)
+    weights = load_file(loud / part)
+    weights[LOUD] *= 5e4 / weights[LOUD].abs().max()
+    save_file(weights, loud / part, {"format": "pt"})
+
+    def doctor(model: Path, *words: str) -> tuple[int, str]:
+        size = ("--width", "64", "--height", "64", "--frames", "9", "--device", "cpu", "--state", str(tmp_path))
+        code = cli.main(["doctor", "--model", str(model), *size, *words])
+        return code, capsys.readouterr().out
+
+    assert doctor(tiny.build("ltx", tiny_folder)) == (0, "no fault in 9 frames of 64x64\n")
+    code, said = doctor(loud, "--precision", "fp16")
+    assert code == 1 and f"transformer.{LOUD.removesuffix('.weight')} (Linear, fp16)" in said
+    assert doctor(loud, "--precision", "fp16", "--repair", "keep") == (0, "no fault in 9 frames of 64x64\n")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from host.prompts import REPLAYS, ROOT, replay, replay_path, shipped
+from host.prompts import REPLAYS, ROOT, fitted, replay, replay_path, shipped
 
 CORE = {"MarkdownNote", "LoadImage", "LoadVideo", "GetVideoComponents", "SaveVideo"}
 CORE |= {
@@ -26,6 +26,16 @@ CORE |= {"ImageOnlyCheckpointLoader", "ModelSamplingAuraFlow", "CLIPVisionEncode
 CORE |= {"CreateVideo", "EmptyHunyuanLatentVideo", "EmptyHunyuanVideo15Latent", "EmptyLTXVLatentVideo", "VAEDecode"}
 CORE |= {"EmptyMochiLatentVideo", "FluxGuidance", "LTXVConditioning"}
 CORE |= {"EmptyLatentHunyuan3Dv2", "KSampler", "VAEDecodeHunyuan3D", "VoxelToMesh"}
+CORE |= {"UNETLoader", "CLIPLoader", "VAELoader", "CheckpointLoaderSimple", "CLIPTextEncode", "ModelSamplingSD3"}
+CORE |= {"LTXAVTextEncoderLoader", "LTXVAudioVAELoader", "LTXVEmptyLatentAudio", "LTXVConcatAVLatent", "LTXVScheduler"}
+CORE |= {"LTXVSeparateAVLatent", "LTXVAudioVAEDecode", "RandomNoise", "KSamplerSelect", "CFGGuider", "BasicGuider"}
+CORE |= {
+    "SamplerCustomAdvanced",
+    "BasicScheduler",
+    "VAEDecodeAudio",
+    "Wan22ImageToVideoLatent",
+    "MiniMaxH3ImageToVideo",
+}
 FAMILIES = ("ltx", "hunyuan_video", "hunyuan_video_15", "framepack", "mochi")
 NOTES = ("Note", "MarkdownNote")
 OPTIONAL_SWITCHES = ("compile", "triton", "sage", "flash", "quant", "gguf")
@@ -129,8 +139,26 @@ def test_note_says_what_to_download_where_to_put_it_and_what_it_takes(workflow: 
     text = note["widgets_values"][0]
     loaders = [node["inputs"] for node in replay(workflow).values() if node["class_type"].startswith("AnyGPULoad")]
     models = [inputs["model"] for inputs in loaders if "model" in inputs]
-    assert models and all(f"ComfyUI/models/diffusers/{model}*" in text for model in models)
+    assert models or workflow in fitted()
+    assert all(f"ComfyUI/models/diffusers/{model}*" in text for model in models)
+    files = [value for node in replay(workflow).values() for value in node["inputs"].values() if _is_file(value)]
+    assert workflow not in fitted() or (files and all(file in text for file in files))
     assert "huggingface.co/" in text and "GiB" in text and "not measured" in text and "*offload*" in text
+
+
+def _is_file(value: Any) -> bool:
+    return str(value).endswith(".safetensors")
+
+
+def test_core_s_own_templates_have_our_nodes_before_the_sampler_and_the_decode() -> None:
+    assert len(fitted()) == 4
+    for workflow in fitted():
+        nodes = replay(workflow)
+        takes = {node["class_type"]: node["inputs"] for node in nodes.values()}
+        assert nodes[takes["VAEDecode"]["vae"][0]]["class_type"] == "AnyGPUFitVAE"
+        sampler = next((takes[kind] for kind in ("KSampler", "CFGGuider", "BasicGuider") if kind in takes), None)
+        assert sampler is None or nodes[sampler["model"][0]]["class_type"] == "AnyGPUFitModel"
+        assert sampler is not None or "AnyGPURecoverLatents" in takes
 
 
 @each

@@ -24,7 +24,7 @@ LONGEST, CROPPED = 24, 56  # tokens of a caption; tokens at which T5 sees all th
 SCENES, CLIPS = 16, 4  # in a batch, and clips of each
 POOL = 150  # clips of each shape and motion
 SPREAD = 0.25  # of their places, sizes and speeds
-FIRST_FRAME = 0.3  # of the scenes are given their first latent frame
+FIRST_FRAME = 0.1  # of the clips are given their first latent frame
 SHIFT = math.exp(0.95 + (8 - 1024) * (2.05 - 0.95) / (4096 - 1024))  # the published shift for 8 tokens
 FPS = 8.0
 SCHEDULER = {
@@ -234,4 +234,4 @@ def export() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"train": lambda: main(2400), "export": export}[sys.argv[1]]()
+    {"train": lambda: main(3000), "export": export}[sys.argv[1]]()

@@ -11,6 +11,13 @@ export function dismiss() {
   document.querySelector(".anygpu-toast")?.remove();
 }
 
+/** Close ComfyUI's own notice of the same failure, which comes about now; its details stay in the side panel. */
+function closeOther(tries = 20) {
+  const button = document.querySelector('[data-testid="error-overlay-dismiss"]');
+  if (button) button.click();
+  else if (tries) setTimeout(() => closeOther(tries - 1), 100);
+}
+
 /** Show the error of a run. Only the newest notice is shown. */
 export async function show({ exception_message: message = "", exception_type: type, node_id: node, node_type: kind }) {
   style();
@@ -37,4 +44,5 @@ export async function show({ exception_message: message = "", exception_type: ty
     dismiss();
   });
   document.body.append(notice);
+  closeOther();
 }

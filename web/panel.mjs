@@ -14,6 +14,13 @@ function part(title, open = true) {
   return { element, fill: (...children) => body.replaceChildren(...children.flat(Infinity).filter(Boolean)) };
 }
 
+const unfolded = new Set(); // what the user has opened stays open when the graph is shown anew
+
+function folded(key, name, ...children) {
+  const ontoggle = ({ target }) => (target.open ? unfolded.add(key) : unfolded.delete(key));
+  return make("details", { class: name, open: unfolded.has(key) ? "" : null, ontoggle }, ...children);
+}
+
 const trouble = (error) => make("p", { class: "anygpu-bad", role: "status" }, error.message);
 
 function meter({ name, free, total }) {
@@ -68,7 +75,44 @@ function three({ found, expected, fix }) {
   return make("dl", { class: "anygpu-bad" }, rows.map(([name, text]) => [make("dt", {}, name), make("dd", {}, text)]));
 }
 
-function pipelineCard(card) {
+const LIGHT = { fits: "green", "in parts": "green", streams: "amber", "too much": "red" };
+const worstOf = (stages) => ["too much", "streams", "in parts", "fits"].find((way) => stages.some(({ fits }) => fits === way));
+
+/** A bar per stage against the memory that is free. */
+function bars(stages) {
+  const scale = Math.max(...stages.flatMap(({ peak, free }) => [peak, free ?? 0]), 1);
+  return stages.map(({ stage, peak, free, fits }) => {
+    const level = make("div", { class: `anygpu-${LIGHT[fits] ?? "grey"}` });
+    level.style.width = `${(100 * peak) / scale}%`;
+    const bar = make("div", { class: "anygpu-bar", role: "img", "aria-label": `${stage}: ${bytes(peak)} of ${bytes(free)} free` }, level);
+    if (free !== null) {
+      const mark = make("i", {});
+      mark.style.left = `${(100 * free) / scale}%`;
+      bar.append(mark);
+    }
+    return make("div", { class: "anygpu-stage" }, make("span", {}, stage), bar, make("span", {}, `${bytes(peak)}${fits ? `, ${fits}` : ""}`));
+  });
+}
+
+/** The verdict on one run: a line, a bar per stage, and what the words mean. */
+function runForecast({ node, found, stages = [], headline, verdict, error }) {
+  const dot = make("span", { class: `anygpu-dot anygpu-${error ? "red" : LIGHT[worstOf(stages)] ?? "grey"}`, "aria-hidden": "true" });
+  const rows = stages.map(({ stage, peak, least, free, fits }) => [stage, bytes(peak), bytes(least), bytes(free), fits]);
+  return [
+    error ? three(error) : make("p", { class: "anygpu-verdict" }, dot, make("b", {}, headline)),
+    bars(stages),
+    stages.length > 0 &&
+      folded(
+        `numbers ${node}`,
+        "anygpu-numbers",
+        make("summary", {}, `Forecast of ${titleOf(node)}${found ? `: ${found}` : ""}`),
+        table(["stage", "peak", "at least", "free", ""], rows),
+        verdict && make("p", { class: "anygpu-lines" }, verdict),
+      ),
+  ];
+}
+
+function pipelineCard(card, forecasts) {
   if (card.error) return make("article", {}, make("h3", {}, card.model || "Load node"), goButton(card.node), three(card.error));
   const rows = card.decisions.map(({ subject, verdict, why }) => [
     make("dt", {}, subject),
@@ -78,9 +122,15 @@ function pipelineCard(card) {
     "article",
     {},
     make("h3", {}, `${card.title}: ${card.model}`),
-    make("p", { class: "anygpu-line" }, `${card.does} `, goButton(card.node)),
-    make("dl", {}, rows),
-    card.by_tables && make("p", { class: "anygpu-why" }, "From the tables: some probes have not run on this device yet."),
+    forecasts.filter(({ loader }) => loader === card.node).map(runForecast),
+    folded(
+      `choices ${card.node}`,
+      "anygpu-choices",
+      make("summary", {}, "What AnyGPU chose, and why"),
+      make("p", { class: "anygpu-line" }, `${card.does} `, goButton(card.node)),
+      make("dl", {}, rows),
+      card.by_tables && make("p", { class: "anygpu-why" }, "From the tables: some probes have not run on this device yet."),
+    ),
   );
 }
 
@@ -89,20 +139,6 @@ function table(columns, rows) {
   const head = make("tr", {}, columns.map((name) => make("th", { scope: "col" }, name)));
   const body = rows.map(([name, ...cells]) => make("tr", {}, make("th", { scope: "row" }, name), cells.map((cell) => make("td", {}, cell))));
   return rows.length > 0 && make("table", {}, make("thead", {}, head), make("tbody", {}, body));
-}
-
-function forecastCard({ node, found, stages = [], verdict, error }) {
-  const rows = stages.map(({ stage, peak, least, free, fits, form }) => [
-    stage, bytes(peak), bytes(least), bytes(free), form ? `${fits}: ${form}` : fits,
-  ]);
-  return make(
-    "article",
-    {},
-    make("p", { class: "anygpu-line" }, goButton(node), found && ` ${found}`),
-    error && three(error),
-    table(["stage", "peak", "at least", "free", ""], rows),
-    verdict && make("p", { class: "anygpu-lines" }, verdict),
-  );
 }
 
 function runCard([id, { stages, status, said, seconds: spent, done }]) {
@@ -142,8 +178,9 @@ function latentCard(entry, recovered) {
     }
     button.disabled = false;
   });
+  const prompt = entry.prompt && make("details", {}, make("summary", {}, "Prompt"), make("p", {}, entry.prompt));
   const picture = entry.picture && make("img", { src: api.apiURL(entry.picture), alt: `Rough preview of ${entry.title}`, loading: "lazy", onerror: hide });
-  return make("article", { class: "anygpu-kept" }, picture, make("div", {}, make("h3", {}, entry.title), make("p", {}, entry.text), button, told));
+  return make("article", { class: "anygpu-kept" }, picture, make("div", {}, make("h3", {}, entry.title), make("p", {}, entry.text), prompt, button, told));
 }
 
 /** Add a node that loads the recovered latents to the canvas; returns the message to show. */
@@ -167,17 +204,18 @@ function placeLoader({ node, widget, value, text }) {
 export function open(element) {
   style();
   const parts = {
-    machine: part("This machine"),
     graph: part("This graph"),
-    forecast: part("Forecast"),
-    run: part("Last run"),
-    kept: part("Kept latents"),
+    run: part("Last run", false),
+    kept: part("Kept latents", false),
+    machine: part("This machine", false),
   };
   const memory = make("div", {});
+  const notice = make("div", {});
   const told = make("p", { role: "status", class: "anygpu-why" });
   const again = make("button", { type: "button", class: "anygpu-button" }, "Run the probes again");
   let last = { prompt: "", nodes: {} };
   let forecasts = [];
+  let families = []; // of the models in the graph
   let planned = []; // the forecasts at the start of the last run
   let timer = 0;
   let alive = true;
@@ -186,14 +224,20 @@ export function open(element) {
     memory.replaceChildren(...meters(found.memory).filter(Boolean));
     again.textContent = found.asked ? "Run the probes again" : "Run the probes";
     const missing = Object.entries(found.limits).map(([name, each]) => `${name}: ${Object.keys(each).join(", ")}`);
+    notice.replaceChildren(
+      ...[
+        found.problem && make("p", { class: "anygpu-bad", role: "status" }, found.problem),
+        found.first_run && make("pre", { tabindex: 0, "aria-label": "What to download" }, found.first_run),
+        found.first_run && copyButton(found.first_run),
+      ].filter(Boolean),
+    );
     parts.machine.fill(
       make("p", {}, found.device),
       memory,
-      found.first_run && [make("pre", { tabindex: 0, "aria-label": "What to download" }, found.first_run), copyButton(found.first_run)],
       lightList(found.lights),
       make("p", {}, again),
       told,
-      missing.length > 0 && make("p", { class: "anygpu-line" }, make("b", {}, "Does not work here"), ` ${missing.join("; ")}`),
+      missing.length > 0 && make("details", {}, make("summary", {}, "Choices that this machine cannot run"), make("p", {}, missing.join("; "))),
       found.sections.map(section),
     );
   };
@@ -214,13 +258,18 @@ export function open(element) {
       const found = await ask("/graph", { prompt: output });
       if (!alive) return;
       forecasts = found.forecasts;
-      parts.graph.fill(found.pipelines.length ? found.pipelines.map(pipelineCard) : make("p", {}, "This graph has no AnyGPU node that loads a model."));
-      parts.forecast.fill(forecasts.length ? forecasts.map(forecastCard) : make("p", {}, "Nothing to forecast: no node in this graph samples or paints with an installed model."));
+      families = found.pipelines.map(({ family }) => family);
+      const none = make("p", {}, "This graph has no AnyGPU node that loads a model.");
+      parts.graph.fill(found.pipelines.length ? found.pipelines.map((card) => pipelineCard(card, forecasts)) : none);
     });
   const refreshKept = () =>
     guarded(parts.kept, async () => {
       const { latents } = await ask("/latents");
-      parts.kept.fill(latents.length ? latents.map((entry) => latentCard(entry, placeLoader)) : make("p", {}, "There are none."));
+      const [fitting, others] = [true, false].map((fits) => latents.filter(({ family }) => families.includes(family) === fits));
+      const cards = (entries) => entries.map((entry) => latentCard(entry, placeLoader));
+      const rest = others.length > 0 && make("details", {}, make("summary", {}, `${others.length} of other models`), cards(others));
+      const none = make("p", {}, latents.length ? "None of the models in this graph." : "There are none.");
+      parts.kept.fill(fitting.length ? cards(fitting) : none, rest);
     });
   const refreshRun = () =>
     guarded(parts.run, async () => {
@@ -230,8 +279,7 @@ export function open(element) {
   const refresh = () => {
     void guarded(parts.machine, async () => showMachine(await ask("/machine")));
     void refreshRun();
-    void refreshGraph();
-    void refreshKept();
+    void refreshGraph().then(refreshKept); // what fits the graph comes first
   };
   again.addEventListener("click", async () => {
     again.disabled = true;
@@ -263,8 +311,7 @@ export function open(element) {
   };
   const onEnd = () => {
     void refreshRun();
-    void refreshGraph();
-    void refreshKept();
+    void refreshGraph().then(refreshKept); // what fits the graph comes first
   };
   const heard = [
     ["anygpu.run", onRun],
@@ -280,6 +327,7 @@ export function open(element) {
       "div",
       { class: "anygpu anygpu-panel", role: "region", "aria-label": "AnyGPU" },
       make("header", {}, make("h1", {}, "AnyGPU"), renew),
+      notice,
       Object.values(parts).map((each) => each.element),
     ),
   );

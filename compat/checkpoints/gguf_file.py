@@ -16,7 +16,7 @@ import torch
 
 from ..errors import CheckpointError, PackError
 from ..packages import imported
-from .headers import MOST_AXES, TensorEntry, damaged, possible_shape, unreadable
+from .headers import MOST_AXES, TensorEntry, damaged, plain_status, possible_shape, unreadable
 
 MAGIC = b"GGUF"
 MOST_ITEMS = 1_000_000  # tensors, notes, or items of a list; the largest vocabularies have a quarter of it
@@ -76,7 +76,7 @@ def gguf_header(path: Path) -> tuple[dict[str, TensorEntry], dict[str, Any]]:
         MissingPackageError: the package gguf is not installed.
     """
     try:
-        status = path.stat()
+        status = plain_status(path)
         with path.open("rb") as file:
             header = Header(file, status.st_size)
             if header.take(min(4, header.left)) != MAGIC:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import stat
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -106,7 +109,7 @@ def header_of(path: Path) -> dict[str, TensorEntry]:
 def entries_and_notes(path: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """The tensors that one safetensors file declares, and its metadata; checked and raising as :func:`header_of`."""
     try:
-        status = path.stat()
+        status = plain_status(path)
         with path.open("rb") as file:
             prefix = file.read(8)
             _require_header(path, prefix + file.read(24), status.st_size)
@@ -165,6 +168,36 @@ def unreadable(path: Path, error: OSError) -> CheckpointError:
         expected="a file that you may read",
         fix="Check the path, its links and its permissions.",
     )
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Whatever the system refuses inside the block, as one line that names the file; ``path`` where it names none.
+
+    Raises:
+        CheckpointError: it refused something.
+    """
+    try:
+        yield
+    except PackError:
+        raise
+    except OSError as error:
+        raise unreadable(Path(error.filename or path), error) from error
+
+
+def plain_status(path: Path) -> os.stat_result:
+    """The status of a file of bytes.
+
+    Raises:
+        OSError: there is none, or it cannot be asked. CheckpointError: something else, such as a pipe, from which
+            reading would wait for ever.
+    """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):  # a folder says so itself when opened
+        raise CheckpointError(
+            f"{str(path)!r} is a pipe or a device", expected="a file", fix="Put the file itself into its place."
+        )
+    return status
 
 
 def possible_shape(sides: Iterable[int]) -> tuple[int, ...]:

@@ -153,7 +153,7 @@ def finite(tensor: torch.Tensor, subject: str, choice: str) -> tuple[torch.Tenso
         raise InputError(f"not_finite {choice!r}", expected=f"one of {', '.join(NOT_FINITE)}", fix="Choose refuse.")
     if not tensor.is_floating_point():
         return tensor, ""
-    sound = torch.isfinite(tensor)
+    sound = torch.isfinite(tensor if tensor.itemsize > 1 else tensor.float())  # torch cannot ask 8-bit floats
     broken, count = tensor.numel() - int(sound.sum()), tensor.numel()
     if not broken:
         return tensor, ""

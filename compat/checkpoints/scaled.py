@@ -15,7 +15,7 @@ from typing import Any
 from ..errors import CheckpointError, UnsupportedError
 from .headers import TensorEntry
 
-SCALES = (".scale_weight", ".weight_scale")  # what a weight is multiplied by: before and after ComfyUI 0.4
+SCALES = (".scale_weight", ".weight_scale", ".fp8_scale")  # of a weight: before and after ComfyUI 0.4, Tencent's
 ASIDE = (".scale_input", ".input_scale", ".comfy_quant", ".pre_quant_scale")  # about the matrix product, not the weight
 MARK = "scaled_fp8"
 FORMATS = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise")  # values times one number, or one per row
@@ -38,9 +38,10 @@ def with_scales(entries: Mapping[str, TensorEntry], notes: Mapping[str, str], pa
             )
     kept = {name: e for name, e in entries.items() if not name.endswith(ASIDE) and name.rpartition(".")[2] != MARK}
     for name in [name for name in kept if name.endswith(SCALES)]:
-        owner, scale = name.removesuffix(SCALES[0]).removesuffix(SCALES[1]) + ".weight", kept.pop(name)
+        owner, scale = name.rpartition(".")[0] + ".weight", kept.pop(name)
         weight = entries.get(owner)
-        if weight is None or not scale.is_floating or math.prod(scale.shape) not in (1, weight.shape[0]):
+        empty = weight is None or 0 in (len(weight.shape), math.prod(weight.shape))
+        if weight is None or empty or not scale.is_floating or math.prod(scale.shape) not in (1, weight.shape[0]):
             raise CheckpointError(
                 f"the scale {name!r} of {scale.shape} in {str(path)!r} fits no weight {owner!r}",
                 expected="one number per weight, or one per row",

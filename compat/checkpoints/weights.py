@@ -22,7 +22,7 @@ import torch
 from ..durable import replacing
 from ..errors import CheckpointError, PackError
 from .gguf_file import decoded_rows
-from .headers import STORED, TensorEntry, damaged, unreadable
+from .headers import STORED, TensorEntry, damaged, plain_status, unreadable
 
 SLICE_BYTES = 64 * 1024**2
 CAST_BYTES = 4 * 1024**2  # of a slice that is cast: it stays in the processor's cache
@@ -44,12 +44,15 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
         CheckpointError: the file is absent, not JSON, or not an object.
     """
     try:
+        plain_status(path)
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(
             f"no {path.name} in {str(path.parent)!r}", expected=what, fix="Download the whole folder again."
         ) from error
-    except (OSError, ValueError) as error:
+    except PackError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{str(path)!r} cannot be read ({error})", expected=f"{what} as JSON", fix="Download this file again."
         ) from error

@@ -7,14 +7,14 @@ and diffusers' group offload leaves them on ``cpu``. What counts is the device o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from .facts import default_device
+from .facts import default_device, value_or
 
 HOST = torch.device("cpu")
 COMPILED = "_anygpu_compiled"  # on a module whose inside is one graph: hooks belong around it
@@ -40,10 +40,10 @@ def current(device: torch.device) -> Iterator[None]:
 
     ComfyUI does so around its own samplers, and has the *current* device wait for weights that it streams.
     """
-    if device.index is None or default_device().type != device.type or torch.accelerator.device_count() < 2:
-        yield
-        return
-    with torch.accelerator.device_index(device.index):
+    several = device.index is not None and value_or(lambda: torch.accelerator.device_count() > 1, False)
+    with ExitStack() as stack:
+        if several and default_device().type == device.type:
+            value_or(lambda: stack.enter_context(torch.accelerator.device_index(device.index)), None)
         yield
 
 

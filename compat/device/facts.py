@@ -21,6 +21,7 @@ Value = TypeVar("Value")
 
 GIBIBYTE = 1024**3
 PLENTY = 1 << 62  # bytes of host memory where nobody tells how much there is: nothing is refused for it
+MOST_BYTES = 1 << 50  # that a device is believed to have
 CLOCKED = ("cuda", "xpu", "mps")  # torch device types on which a short timing tells kernels apart
 KERNEL_FILES = ("/sys/module/nvidia/version", "/sys/module/amdgpu/version", "/sys/module/xe/version")
 NVML = "nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1"
@@ -113,11 +114,11 @@ def facts_for(device: torch.device | str | DeviceFacts | None = None) -> DeviceF
         "name": str(chosen),
         "total_bytes": 0,
     }
-    stated = value_or(lambda: makers.get(chosen.type, _plug_in_facts)(chosen), unknown)
+    stated = _plain(value_or(lambda: makers.get(chosen.type, _plug_in_facts)(chosen), unknown), chosen)
     versions = {
         "torch": torch.__version__,
-        "system": platform.system(),
-        "kernel": platform.release(),
+        "system": value_or(lambda: platform.system(), ""),
+        "kernel": value_or(lambda: platform.release(), ""),
         "triton": _triton(),
     }
     driver = stated.pop("driver", "") or (
@@ -204,10 +205,10 @@ def reset_peak(device: torch.device) -> None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until ``device`` has finished its work, so that timings are right."""
+    """Wait until ``device`` has finished its work, so that timings are right; who reads a result learns of a fault."""
     module: Any = getattr(torch, device.type, None)
     if device.type != "cpu" and hasattr(module, "synchronize"):
-        module.synchronize(*(() if device.type == "mps" else (device,)))  # mps has one device and takes none
+        value_or(lambda: module.synchronize(*(() if device.type == "mps" else (device,))), None)  # mps takes none
 
 
 def locks_host_memory(device: torch.device) -> bool:
@@ -307,6 +308,18 @@ def _parsed(device: torch.device | str) -> torch.device:
             fix="Choose another device, or install the build of torch for this one.",
         ) from error
     return chosen if chosen.type == "mps" else there  # ComfyUI compares its models' devices with a bare mps
+
+
+def _plain(stated: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """``stated`` in the types and ranges that everybody reads; what a driver tells otherwise is unknown."""
+    arch, name, total, compiled = (stated.get(key) for key in ("arch", "name", "total_bytes", "compiled"))
+    return {
+        **stated,
+        "arch": arch if isinstance(arch, str) else "",
+        "name": name if isinstance(name, str) and name else str(device),
+        "total_bytes": total if isinstance(total, int) and 0 <= total < MOST_BYTES else 0,
+        "compiled": tuple(entry for entry in compiled or () if isinstance(entry, str)),
+    }
 
 
 def _cpu_facts(device: torch.device) -> dict[str, Any]:
@@ -421,7 +434,7 @@ def _driver(backend: str) -> str:
     told = value_or(_nvml_driver, "") if backend == "cuda" else ""
     if told:
         return told
-    release = platform.release()
+    release = value_or(lambda: str(platform.release()), "")
     if backend != "cuda" and sys.platform == "linux" and "microsoft" not in release.lower():
         return "Linux " + ".".join(release.split(".")[:2])  # amdgpu and xe change with it
     offered = value_or(lambda: int(cast(Any, torch._C)._cuda_getDriverVersion()), 0)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .facts import DeviceFacts
+from .facts import DeviceFacts, value_or
 from .probe_store import OK, UNKNOWN, ProbeResult, Probes
 from .quirk_rows import QUIRKS, Quirk
 
@@ -93,15 +93,21 @@ def convolution_switches(policy: DevicePolicy, library: bool = True) -> Iterator
         library: False switches the library off whatever ``policy`` says.
     """
     cudnn = torch.backends.cudnn
-    before = cudnn.enabled, cudnn.benchmark
+
+    def switch(name: str, value: bool | None) -> bool | None:
+        """Set a switch; returns what it was, None where torch does not tell or has locked its flags."""
+        before = value_or(lambda: bool(getattr(cudnn, name)), None)
+        if value is not None:
+            value_or(lambda: setattr(cudnn, name, value), None)
+        return before
+
+    enabled = None if library and policy.vae_cudnn else switch("enabled", False)
+    benchmark = None if policy.benchmark else switch("benchmark", False)
     try:
-        if not (library and policy.vae_cudnn):
-            cudnn.enabled = False
-        if not policy.benchmark:
-            cudnn.benchmark = False
         yield
     finally:
-        cudnn.enabled, cudnn.benchmark = before
+        switch("enabled", enabled)
+        switch("benchmark", benchmark)
 
 
 def verdict(operation: str, policy: DevicePolicy, probes: Probes = None) -> Verdict:

@@ -19,7 +19,7 @@ from torch import nn
 
 from ..decision import AUTO, CHOSEN, Decision
 from ..device.execution import HOST, current
-from ..device.facts import GIBIBYTE, default_device, device_fault, empty_cache, indexed
+from ..device.facts import GIBIBYTE, default_device, device_fault, empty_cache, indexed, value_or
 from ..device.failures import is_shortage
 from ..errors import InputError, UnsupportedError
 from .hooks import GroupHooks, hooks_on, remove_hooks
@@ -445,7 +445,7 @@ def _device_named(name: str) -> str:
     if not name.startswith("gpu:"):
         return name
     kind, index = default_device().type, int(name.removeprefix("gpu:"))
-    count = 0 if kind == HOST.type else torch.accelerator.device_count()
+    count = 0 if kind == HOST.type else value_or(lambda: int(torch.accelerator.device_count()), 1)
     if index >= count:
         raise UnsupportedError(
             f"device {name!r} where torch sees {count} accelerator{'' if count == 1 else 's'}",

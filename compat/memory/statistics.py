@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..device.execution import HOST
-from ..device.facts import peak_bytes, reset_peak, synchronize
+from ..device.facts import peak_bytes, reset_peak, synchronize, value_or
 
 FILE = "memory.json"
 KEPT = 24  # stages, the newest last
@@ -100,13 +100,12 @@ class MemoryStats:
         if behind is not None:
             while self.behind and self.behind[0][1].query():
                 self._take_first()
-            first, last = (torch.Event(behind, enable_timing=True) for _ in range(2))
-            stream = torch.accelerator.current_stream(behind)  # left out, it is one of the current device
-            first.record(stream)
+            first = value_or(lambda: _mark(behind), None)
             yield
-            last.record(stream)
+            last = value_or(lambda: _mark(behind), None)
             self.moved_bytes += count
-            self.behind.append((first, last))
+            if first is not None and last is not None:
+                self.behind.append((first, last))
             return
         started = time.perf_counter()
         yield
@@ -132,7 +131,7 @@ class MemoryStats:
     def _settle(self) -> None:
         """Add the time of asynchronous copies once the device has finished them."""
         for _, last in self.behind:
-            last.synchronize()
+            value_or(lambda last=last: last.synchronize(), None)  # type: ignore[misc]
         while self.behind:
             self._take_first()
 
@@ -153,6 +152,13 @@ class MemoryStats:
             temporary.replace(self.state / FILE)
         except OSError:
             return  # a full disk or a read-only folder costs the report, not the run
+
+
+def _mark(device: torch.device) -> torch.Event:
+    """An event behind the work of ``device`` so far."""
+    event = torch.Event(device, enable_timing=True)
+    event.record(torch.accelerator.current_stream(device))  # left out, it is a stream of the current device
+    return event
 
 
 @contextmanager
@@ -178,8 +184,11 @@ def kept_stages(state: Path) -> list[StageCost]:
     """The last stages of all pipelines, the newest last; none where the file is missing or of another version."""
     try:
         rows = json.loads((state / FILE).read_text(encoding="utf-8"))
-        return [StageCost(**row) for row in rows]
-    except (OSError, ValueError, TypeError):
+        costs = [StageCost(**row) for row in rows]
+        for cost in costs:
+            str(cost)  # which an edited file can make impossible
+        return costs
+    except (OSError, ValueError, TypeError, ArithmeticError):
         return []
 
 

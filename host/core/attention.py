@@ -39,6 +39,8 @@ class AttentionOverride:
 
     def __call__(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """What ``func`` returns for core's arguments: q, k, v, heads, and the rest by name or in its order."""
+        if isinstance(func, functools.partial):  # a text encoder's layer hands what it was given to the next
+            return func(*args, **kwargs)  # type: ignore[no-any-return]
         kernel = func if self.before is None else functools.partial(self.before, func)
         query, key, value = args[:3]
         if type(query) is not Tensor or query.requires_grad:

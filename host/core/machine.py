@@ -44,6 +44,11 @@ class Machine:
         """The form of each 3-D convolution here; None for a layer that is best left as it is."""
         return choose_by(abilities(self.facts, self.probes), kept_timings(self.facts, self.probes))
 
+    def convolves(self, dtype: torch.dtype) -> bool:
+        """Whether the device's own 3-D convolution works in ``dtype``; another form may still be faster."""
+        name, able = NAMES.get(dtype, ""), abilities(self.facts, self.probes)
+        return bool(able["conv3d"].get(name, True) and able["pad3d"].get(name, True))
+
     @cached_property
     def fp32_output(self) -> bool:
         """Whether products of fp16 operands can come out in fp32 here."""

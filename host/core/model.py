@@ -19,6 +19,7 @@ from comfy.patcher_extension import WrappersMP
 from torch import nn
 
 from ...compat.decision import AUTO, Decision
+from ...compat.device.quirks import policy_for, verdict
 from ...compat.errors import InputError
 from ..core_shell import CoreShell
 from ..recovery import keep_what_core_samples
@@ -105,8 +106,11 @@ def fit_model(
     machine = machine or machine_of(model.load_device)
     dtype = model.get_model_object("manual_cast_dtype") or model.model_dtype()
     fit = fit_for(machine, dtype, precision, attention, unfit_for_safe(network))
-    forms = Counter(each.choice.form.value for _, each in conv_forwards(network, machine.convolutions, torch.float32))
-    decisions = [*fit.decisions, *_convolutions(forms), *_left(network, fit)]
+    stream = torch.float32 if fit.safe else fit.dtype or dtype
+    forms = Counter(each.choice.form.value for _, each in conv_forwards(network, machine.convolutions, stream))
+    if not fit.needed and machine.convolves(stream):
+        forms.clear()  # they would only be faster, in the smallest layers of the network
+    decisions = [*fit.decisions, *_convolutions(forms), *_left(network, fit), *_damaged(network, machine)]
     needed = fit.needed or bool(forms)
     keeps = keep_latents == "always" or (keep_latents == AUTO and needed)
     kept = "kept" if keeps else "not kept"
@@ -173,6 +177,15 @@ def _left(network: nn.Module, fit: Fit) -> Iterator[Decision]:
     for feature in sorted(getattr(feature, "value", str(feature)) for feature in options.fast):
         if feature in LOSSY:
             yield Decision(f"--fast {feature}", LOSSY[feature])
+
+
+def _damaged(network: nn.Module, machine: Machine) -> Iterator[Decision]:
+    """Weights that core's own copies and casts change on this device, before anybody can help it."""
+    if any(tensor.dtype is torch.bfloat16 for tensor in network.parameters()):
+        sound = verdict("cast.bf16_to_fp32", policy_for(machine.facts), machine.probes)
+        if not sound.usable:
+            why = f"this device changes them ({sound.why}); use a file in fp16, or weight_dtype fp8 on the loader"
+            yield Decision("weights", "bf16", why, alarming=True)
 
 
 def _plain(network: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from ...compat.device.facts import free_bytes
+from ...compat.device.facts import GIBIBYTE, free_bytes
 from ...compat.device.probe_results import probe_results_of
 from ...compat.device.probe_store import UNKNOWN
 from ...compat.errors import PackError
@@ -19,7 +19,7 @@ from ...pipelines.grid import snap
 from ...pipelines.loading.folder import load
 from ...pipelines.memory.estimates import Size
 from ...pipelines.memory.forecast import forecast
-from ...pipelines.stages import of_checkpoint
+from ...pipelines.recipes import of_checkpoint
 from .. import folders, memory_manager
 from ..requests import FILE_INPUTS, FOLDER_INPUTS, PAINT_INPUTS, TASKS, files_request, folder_request, paint_request
 from .panel import facts, said
@@ -33,6 +33,9 @@ MEANING = {  # how a stage fits -> what that means for the run
     PARTS: "in parts: it does not fit at once, so AnyGPU Decode with method auto decodes it as the stage says.",
     TOO_MUCH: "too much: this will run out of memory.",
 }
+LESS_OF_ALL = "Lower width and height, or frames."
+LESS = {"text": "Set text_device to cpu, or text_weights to fp8."}  # stage -> what makes it need less
+FASTER = {"text": "text_weights fp8 halves what is copied.", "sampling": "weights fp8 halves what is copied."}
 Inputs = Mapping[str, Any]
 StagesIn = Callable[[str, int | None], Sequence[StageNeed]]  # in an offload mode, and in bytes of the device
 
@@ -49,9 +52,10 @@ def graph(prompt: Mapping[str, Any]) -> dict[str, Any]:
         cards.append(card)
     forecasts = []
     for node in _of(prompt, RUNS):
-        pipeline, paints = pipelines.get(_loader_of(prompt, node)), RUNS[prompt[node]["class_type"]] is _painted
+        loader = _loader_of(prompt, node)
+        pipeline, paints = pipelines.get(loader), RUNS[prompt[node]["class_type"]] is _painted
         if pipeline is not None and isinstance(pipeline, PaintPipeline) == paints:
-            forecasts.append({"node": node, **_forecast(prompt[node], pipeline)})
+            forecasts.append({"node": node, "loader": loader, **_forecast(prompt[node], pipeline)})
     return {"pipelines": cards, "forecasts": forecasts}
 
 
@@ -121,7 +125,28 @@ def _forecast(entry: Mapping[str, Any], pipeline: Any) -> dict[str, Any]:
     stages = [_stage(*pair, room) for pair in zip(most, least, strict=True)]
     ways = dict.fromkeys(stage["fits"] for stage in stages)
     verdict = "\n".join(MEANING[way] for way in ways if way in MEANING)
-    return {"found": f"{run}, offload {mode}", "stages": stages, "verdict": verdict}
+    found = f"{run}, offload {mode}"
+    return {"found": found, "stages": stages, "verdict": verdict, "headline": _headline(stages, room)}
+
+
+def _headline(stages: Sequence[Mapping[str, Any]], room: int | None) -> str:
+    """One line: whether a run fits, where it peaks, and the one thing to change where that helps."""
+    order = (FITS, PARTS, STREAMS, TOO_MUCH)
+    if room is None or not stages:
+        return "free memory unknown"
+    worst = max(stages, key=lambda stage: (order.index(stage["fits"]), stage["peak"]))
+    name, way = worst["stage"], worst["fits"]
+    if way == TOO_MUCH:
+        return f"Too much: {name} needs {_gib(worst['least'])}, {_gib(room)} free. {LESS.get(name, LESS_OF_ALL)}"
+    peak = max(stages, key=lambda stage: stage["peak"])
+    told = f"{_gib(peak['peak'])} at its peak ({peak['stage']}), {_gib(room)} free."
+    if way == STREAMS:
+        return f"Fits, streaming weights in {name}: slower. {told} {FASTER.get(name, '')}".strip()
+    return f"Fits, {name} in parts. {told}" if way == PARTS else f"Fits. {told}"
+
+
+def _gib(count: int) -> str:
+    return f"{count / GIBIBYTE:.1f} GB"
 
 
 def _room() -> int | None:
@@ -157,7 +182,9 @@ def _sampled(plain: Mapping[str, float], pipeline: Pipeline) -> tuple[str, Stage
 
 def _painted(plain: Mapping[str, float], pipeline: PaintPipeline) -> tuple[str, StagesIn]:
     scale = plain.get("guidance", plain.get("image_guidance"))
-    guided = None if scale is None else scale != 1.0
+    guided = None if scale is None else int(scale != 1.0)
+    if plain.get("text_guidance", 1.0) != 1.0:
+        guided = 2  # rows beside the first
     size = int(plain.get("view_size", plain.get("size", 0)))
     views = int(plain.get("max_views", 0)) if pipeline.family == "paint_pbr" else 0  # others paint the six fixed ones
     return "views", lambda mode, _: paint_needs(pipeline, size, views, guided, mode)

@@ -12,6 +12,7 @@ from ...compat.device.probe_store import UNKNOWN
 from ...compat.device.report import probe_statuses, report_on
 from ...compat.errors import PackError
 from ...compat.memory.statistics import StageCost, kept_stages
+from ...compat.requirements import package_problem
 from ...pipelines import decisions
 from ...pipelines.loading.download import first_steps
 from ...pipelines.report import precisions
@@ -28,18 +29,13 @@ def limit_tooltip(name: str) -> str:
     return _limit_tooltip(str(memory_manager.compute_device()), name)
 
 
-def limit_lines() -> list[str]:
-    """What cannot work on this machine, as the last line of the status under the load node; none for nothing."""
-    return [line] if (line := decisions.limit_line(facts())) else []
-
-
 def first_run() -> str:
     """What to do if no model is installed; empty otherwise."""
     if folders.models():
         return ""
     here, host = facts(), _facts_of("cpu").total_bytes
     size = f"{here.name}, {host / GIBIBYTE:.0f} GB of host memory"
-    return first_steps(folders.model_roots(), size, host)
+    return first_steps(folders.model_roots(), size, host, 0 if here.backend == "cpu" else here.total_bytes)
 
 
 def memory_now() -> dict[str, Any]:
@@ -74,6 +70,7 @@ def machine(again: bool = False) -> dict[str, Any]:
         ],
         "limits": decisions.limits(here),
         "first_run": first_run(),
+        "problem": package_problem(),
     }
 
 

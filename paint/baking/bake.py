@@ -165,7 +165,8 @@ def gathered(
     towards = torch.tensor(view.camera.axes()[2], device=picture.device)
     cosines = surface.face_normals @ towards
     sure = trusted(view, exact)
-    sight = _Sight(view, view.image(view.depth, background=-math.inf), sure, cosines)
+    shows = (view.ids >= 0) & ~blended(view, picture.shape[0])
+    sight = _Sight(view, view.image(view.depth, background=-math.inf), sure, shows, cosines)
     picture = picture if exact else rim_cleaned(picture, view)
     size, count = texels.size, texels.place.shape[0]
     colour, cosine, trust = (picture.new_zeros((size * size, *tail)) for tail in ((3,), (), ()))
@@ -182,11 +183,14 @@ def gathered(
 
 @dataclass(frozen=True, eq=False)
 class _Sight:
-    """Which points a view sees: its depth (H, W), the pixels to trust (H, W), the cosine of each face (M,)."""
+    """Which points a view sees: its depth (H, W), the pixels to trust (H, W), those whose colour is that of one surface
+    (H, W), the cosine of each face (M,).
+    """
 
     view: View
     depth: Tensor
     sure: Tensor
+    pure: Tensor
     cosines: Tensor
 
     def exact(self, screen: Tensor, face: Tensor) -> tuple[Tensor, Tensor]:
@@ -216,7 +220,7 @@ class _Sight:
             same = self.view.ids[row, column] == face[chosen]
             close = (-screen[chosen, 2] - self.depth[row, column]).abs() < tolerance[chosen]
             facing = torch.where(same, cosine[chosen].abs(), torch.where(close, cosine[chosen], 0))
-            shows = facing >= MIN_COSINE
+            shows = (facing >= MIN_COSINE) & self.pure[row, column]
             seen[chosen[shows]] = facing[shows]
             if (down, right) == (0, 0):
                 trust[chosen[shows & self.sure[row, column]]] = 1.0
@@ -267,6 +271,7 @@ def scattered(
     The sums are made in no fixed order on a GPU: their last digits may differ from run to run.
     """
     surface, uvs = surface.with_uvs()
+    mixed = blended(view, picture.shape[0])
     picture = picture if exact else rim_cleaned(picture, view)
     if picture.shape[:2] != (view.size, view.size):
         resized = F.interpolate(picture.movedim(-1, 0)[None], (view.size, view.size), mode="bilinear", antialias=True)
@@ -274,6 +279,8 @@ def scattered(
     towards = torch.tensor(view.camera.axes()[2], device=picture.device)
     sure = trusted(view, exact).view(-1)[view.shown.pixel]
     trust = sure.to(picture.dtype) if exact else torch.where(sure, 1.0, DOUBTED)
+    if not exact:
+        trust = torch.where(mixed.view(-1)[view.shown.pixel], 0.0, trust)
     sums = picture.new_zeros((texels.size**2, 6))
     for part in torch.arange(trust.shape[0], device=trust.device).split(POINTS_AT_ONCE):
         shown = Fragments(view.shown.pixel[part], view.shown.face[part], view.shown.weights[part])
@@ -365,6 +372,13 @@ def trusted(view: View, exact: bool) -> Tensor:
     reach = int(MARGIN * view.size)
     edges = canny(_eight_bit_depth(view)) if exact else depth_steps(view)
     return ~grown(~covered, reach) & ~grown(edges, reach)
+
+
+def blended(view: View, size: int) -> Tensor:
+    """(H, W) bool: pixels whose colour, in a picture of ``size`` pixels, is mixed with that of a surface behind."""
+    if size >= view.size:
+        return torch.zeros_like(view.ids, dtype=torch.bool)
+    return grown(depth_steps(view), math.ceil(view.size / size))
 
 
 def grown(mask: Tensor, reach: int) -> Tensor:

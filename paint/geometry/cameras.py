@@ -71,7 +71,7 @@ DEFAULT_VIEWS = CameraTable(
     )
 )
 RING_VIEWS = tuple(
-    Camera(azimuth, elevation, 0.01) for elevation in (20, -20) for azimuth in range(0, 360, AZIMUTH_STEP)
+    Camera(azimuth, elevation, 0.01) for azimuth in range(0, 360, AZIMUTH_STEP) for elevation in (20, -20)
 )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 SUBPIXELS = 1024
-DEPTH_STEP = 2.0**-20  # of a depth unit: finer than the reference's 3.8e-4, so thin shells keep their outer side
+DEPTH_STEP = 2.0**-20  # of a depth unit: finer than the reference's, so thin shells keep their outer side
 FACE_BITS = 31
 SMALL = 64  # px: up to it the edge functions stay below 2^24, where float32 counts exactly
 TILE = 64  # px: larger faces are cut into tiles and counted in int64
@@ -54,13 +54,22 @@ class Fragments:
         return values_at_pixels
 
 
-def face_ids(screen: Tensor, faces: Tensor, height: int, width: int, candidates: int | None = None) -> Tensor:
+def face_ids(
+    screen: Tensor,
+    faces: Tensor,
+    height: int,
+    width: int,
+    candidates: int | None = None,
+    steps: tuple[float, float] | None = None,
+) -> Tensor:
     """The face in front at each pixel.
 
     Args:
         screen: (N, 3) float32, see the module.
         faces: (M, 3) int64, same device.
         candidates: pixels tried at once, about 60 bytes each; None takes what suits the device.
+        steps: where depth is counted from, and the depth of one step, within which the lower face wins; None: from the
+            nearest point, in steps of :data:`DEPTH_STEP`.
 
     Returns:
         (H, W) int32 on the device of ``screen``; -1 where nothing is. Faces without area show nowhere.
@@ -68,13 +77,14 @@ def face_ids(screen: Tensor, faces: Tensor, height: int, width: int, candidates:
     """
     device = screen.device
     if not _reduces_int64(device):
-        return face_ids(screen.cpu(), faces.cpu(), height, width, candidates).to(device)
+        return face_ids(screen.cpu(), faces.cpu(), height, width, candidates, steps).to(device)
     limit = candidates or CANDIDATES.get(device.type, CANDIDATES_ELSEWHERE)
     spare = SMALL * (width + 1)  # a box rounded up may hang over the last row: what it tries there never wins
     buffer = torch.full((height * width + spare,), FAR, dtype=torch.int64, device=device)
-    near = screen[:, 2].min() if screen.shape[0] else 0
+    near, step = steps or (screen[:, 2].min() if screen.shape[0] else 0, DEPTH_STEP)
+    screen = torch.cat((screen[:, :2], (screen[:, 2:] - near) / step), dim=1)
     for first in range(0, faces.shape[0], FACES_AT_ONCE):
-        triangles = _Triangles.of(screen, faces[first : first + FACES_AT_ONCE], (height, width), near, first)
+        triangles = _Triangles.of(screen, faces[first : first + FACES_AT_ONCE], (height, width), first)
         for pixel, key in _keys(triangles, width, height, limit):
             buffer.scatter_reduce_(0, pixel, key, "amin", include_self=True)
     buffer = buffer[: height * width]
@@ -103,7 +113,7 @@ class _Triangles:
     depth: Tensor
 
     @classmethod
-    def of(cls, screen: Tensor, faces: Tensor, size: tuple[int, int], near: Tensor | float, first: int) -> _Triangles:
+    def of(cls, screen: Tensor, faces: Tensor, size: tuple[int, int], first: int) -> _Triangles:
         snapped = (screen[:, :2] * SUBPIXELS).round().to(torch.int64)
         x, y = (snapped[:, axis][faces] for axis in (0, 1))  # each (F, 3)
         area = (x[:, 1] - x[:, 0]) * (y[:, 2] - y[:, 0]) - (x[:, 2] - x[:, 0]) * (y[:, 1] - y[:, 0])
@@ -125,11 +135,10 @@ class _Triangles:
         from_x, from_y = box[:, :1] * SUBPIXELS - x.roll(-1, 1), box[:, 1:2] * SUBPIXELS - y.roll(-1, 1)
         # E + 1024 k >= 0 for a whole k asks the same as floor(E / 1024) + k >= 0: ten bits fewer to carry
         edge = torch.div(down * from_y + across * from_x, SUBPIXELS, rounding_mode="floor")
-        return cls(kept + first, box, plain, edge, across, down, _depth_plane(x, y, z - near, area, box))
+        return cls(kept + first, box, plain, edge, across, down, _depth_plane(x, y, z, area, box))
 
 
 def _depth_plane(x: Tensor, y: Tensor, z: Tensor, area: Tensor, box: Tensor) -> Tensor:
-    z = z / DEPTH_STEP
     (x1, x2), (y1, y2), (z1, z2) = ((v[:, 1] - v[:, 0], v[:, 2] - v[:, 0]) for v in (x, y, z))
     across = (z1 * y2 - z2 * y1) / area
     down = (z2 * x1 - z1 * x2) / area

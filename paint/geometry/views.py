@@ -15,6 +15,9 @@ from .raster import Fragments, face_ids, fragments
 
 VIEW_SIZE = 2048  # px: the published maps are rendered so, then made smaller
 SELECTION_SIZE = 1024
+# The published rasteriser counts depth in whole steps, 2^18 for 100 units: at a silhouette the faces that turn away lie
+# in the same step as those in front, and the lower one counts as seen. Where its count begins, and one step:
+SELECTION_STEPS = (-1.350999, 3.8109588e-4)
 ENOUGH = 0.01  # of the area: a view that adds less is not worth painting
 SIZES = (16, 8192)
 
@@ -141,7 +144,8 @@ def chosen_views(
     areas = areas / areas.sum()
 
     def seen(camera: Camera) -> Tensor:
-        ids = face_ids(on_screen(surface.vertices, camera, size), surface.faces, size, size)
+        screen = on_screen(surface.vertices, camera, size)
+        ids = face_ids(screen, surface.faces, size, size, steps=SELECTION_STEPS)
         visible = torch.zeros(surface.faces.shape[0] + 1, dtype=torch.bool, device=ids.device)
         visible[ids.view(-1).long()] = True  # -1, the background, falls on the last, spare place
         return visible[:-1]

@@ -1,4 +1,4 @@
-"""The two small encoders: DINOv2 for the reference picture of the PBR model, CLIP for the empty prompt of delight."""
+"""The two small encoders: DINOv2 for the reference picture of the PBR model, CLIP for the prompts of delight."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def dino_pixels(picture: Tensor) -> Tensor:
     return (pixels - mean) / deviation
 
 
-def empty_prompt(pipeline: Any, progress: Any) -> Tensor:
-    """The encoded empty prompt, (1, 77, D), fp32, on the CPU."""
+def encoded_prompt(pipeline: Any, prompt: str, progress: Any) -> Tensor:
+    """The states of a prompt, which may be empty, (1, 77, D), fp32, on the CPU."""
     if "text_encoder" not in pipeline.parts.readers:
         raise CheckpointError(
             f"no text_encoder for {str(pipeline.source)!r}",
@@ -85,8 +85,24 @@ def empty_prompt(pipeline: Any, progress: Any) -> Tensor:
             fix="Download the complete delight folder.",
         )
     tokens = torch.full((1, TOKENS), _padding(pipeline.source))
-    tokens[0, 0], tokens[0, 1] = FIRST_TOKEN, LAST_TOKEN
+    words = _words(pipeline.source, prompt) if prompt else [FIRST_TOKEN, LAST_TOKEN]
+    tokens[0, : len(words)] = torch.tensor(words)
     return _states(pipeline, "text_encoder", "text", tokens, progress)
+
+
+def _words(source: Path, prompt: str) -> list[int]:
+    """The tokens of ``prompt``, from the checkpoint's own tokenizer, cut to what the encoder takes."""
+    folder, cls = source / "tokenizer", attribute("transformers", "CLIPTokenizer")
+    try:
+        tokenizer: Any = cls.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"no tokenizer in {str(folder)!r}",
+            expected="the folder tokenizer of the delight checkpoint, for a negative prompt",
+            fix="Download the complete delight folder, or leave negative_prompt empty.",
+        ) from error
+    words: list[int] = tokenizer(prompt, truncation=True, max_length=TOKENS)["input_ids"]
+    return words
 
 
 def _padding(source: Path) -> int:

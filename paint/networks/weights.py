@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from ...compat.checkpoints.headers import STORED, TensorEntry, declared
+from ...compat.checkpoints.headers import STORED, TensorEntry, declared, plain_status
 from ...compat.checkpoints.weights import read_tensors, weight_files
-from ...compat.errors import CheckpointError, InputError
+from ...compat.errors import CheckpointError, InputError, PackError
 
 CHOICES = ("auto", "bin", "safetensors")
 DtypeOf = Callable[[str], torch.dtype]
@@ -115,12 +115,15 @@ def _pickle(path: Path) -> Weights:
 def _mapped(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of a .bin, mapped, not read; nothing in it is run."""
     try:
+        plain_status(path)
         try:
             content: Any = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         except RuntimeError as error:
             if "mmap" not in str(error):
                 raise
             content = torch.load(path, map_location="cpu", weights_only=True)  # written before torch 1.6: no mapping
+    except PackError:
+        raise
     except Exception as error:  # the unpickler of torch raises nearly anything on damage
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(

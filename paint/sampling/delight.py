@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ from ...compat.output_check import require_finite
 from ..estimates import DECODED, ENCODED, asked, step_bytes, vae_bytes
 from ..loading import PaintPipeline
 from ..networks import vae
-from ..networks.encoders import empty_prompt
+from ..networks.encoders import encoded_prompt
 from ..pictures import WHITE, checked_pictures, over, recentred, resized
+from ..shortage import explained
 from .painting import preview_of, tell_sampled
 from .solvers import schedule_for, solver_for
 
@@ -38,6 +39,8 @@ class DelightSettings:
         scheduler, spacing: of :mod:`samplers`.
         correct: bring mean and contrast back to the picture's own where that is nearer to it.
         text: encoded empty prompt (1, N, D), in place of the pipeline's own text encoder.
+        text_guidance: how far from ``negative_prompt``; 1 leaves it off, as published.
+        negative_prompt: what to avoid; encoded as ``negative``, which may be given in its place.
     """
 
     size: int = 512
@@ -48,6 +51,9 @@ class DelightSettings:
     spacing: str = "leading"
     correct: bool = True
     text: Tensor | None = None
+    text_guidance: float = 1.0
+    negative_prompt: str = ""
+    negative: Tensor | None = None
 
 
 def delight_image(
@@ -74,10 +80,13 @@ def delight_image(
             expected="a multiple of 64 from 64 pixels",
             fix="The model was made for 512.",
         )
-    with torch.no_grad():
+    what = f"delighting a picture of {settings.size} pixels"
+    with torch.no_grad(), explained(what, pipeline.facts.name, "Lower size."):
         (given,) = checked_pictures(picture, "picture to delight")[:1]
         given = resized(given[None], settings.size, settings.size)[0]
-        text = empty_prompt(pipeline, progress) if settings.text is None else settings.text
+        text = encoded_prompt(pipeline, "", progress) if settings.text is None else settings.text
+        if settings.text_guidance != 1 and settings.negative is None and settings.negative_prompt:
+            settings = replace(settings, negative=encoded_prompt(pipeline, settings.negative_prompt, progress))
         device, dtype = execution_device(pipeline.offloader), pipeline.precision.vae
         need = asked(vae_bytes(ENCODED, settings.size, dtype))
         with stage_cost(pipeline, "encoding", progress), pipeline.offloader.hold("vae", need, progress) as module:
@@ -133,8 +142,8 @@ def denoised(
     draw = start or (lambda: torch.randn(condition.shape, generator=generator, dtype=torch.float32))
     solver = solver_for(settings.scheduler, schedule_for(settings.spacing, settings.steps, zero_snr=False))
     x = solver.begin(draw())
-    rows = condition if settings.image_guidance == 1 else torch.cat((torch.zeros_like(condition), condition))
-    rows, text = rows.to(device), text.to(device).expand(len(rows), -1, -1)
+    rows, text = _rows(condition, text, settings)
+    rows, text = rows.to(device), text.to(device)
     need = asked(step_bytes(pipeline, len(rows), (condition.shape[-2], condition.shape[-1]), 0))
     hold = pipeline.offloader.hold("unet", need, progress)
     with stage_cost(pipeline, "delighting", progress), hold as unet, checked_leaves(unet, progress.check):
@@ -143,14 +152,29 @@ def denoised(
             step = torch.tensor([time], dtype=torch.float32, device=device)
             velocity = unet(torch.cat((noisy, rows), dim=1), step, text).cpu().float()
             guided = velocity[:1]
-            if len(velocity) > 1:  # rows with and without a prompt cancel: both prompts are empty
-                guided = guided + settings.image_guidance * velocity.diff(dim=0)
+            if len(velocity) > 1:
+                guided = guided + settings.image_guidance * (velocity[1:2] - guided)
+            if len(velocity) > 2:
+                guided = guided + settings.text_guidance * (velocity[2:] - velocity[1:2])
             clean = solver.clean(guided, index, x)
             x = solver.step(guided, index, x, draw)
             progress.step(index + 1, len(solver.schedule), "delighting", lambda clean=clean: preview_of(clean))
             progress.check()
     require_finite(x, "delit latents")
     return x
+
+
+def _rows(condition: Tensor, text: Tensor, settings: DelightSettings) -> tuple[Tensor, Tensor]:
+    """Latents and prompts of what is guided between: without picture, with it, with the prompt too.
+
+    With an empty negative prompt the last two are one.
+    """
+    negative = settings.negative if settings.text_guidance != 1 else None
+    if negative is not None:
+        return torch.cat((torch.zeros_like(condition), condition, condition)), torch.cat((negative, negative, text))
+    if settings.image_guidance != 1:
+        return torch.cat((torch.zeros_like(condition), condition)), text.expand(2, -1, -1)
+    return condition, text
 
 
 def corrected(evened: Tensor, given: Tensor) -> Tensor:

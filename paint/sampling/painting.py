@@ -23,6 +23,7 @@ from ..networks.encoders import dino_states
 from ..networks.multiview import Run
 from ..networks.pbr import MATERIALS, rotary_by_tokens
 from ..pictures import GREY, WHITE, checked_pictures, over, resized, squared
+from ..shortage import explained
 from .solvers import Schedule, lcm_schedule, schedule_for, schedule_of, solver_for
 
 SIZES = (64, 2048)
@@ -142,7 +143,8 @@ def paint_views(
     progress = progress or Silent()
     settings = completed(pipeline, settings, progress)
     references, normals, positions, ids = _checked(pipeline, inputs, settings, progress)
-    with torch.no_grad():
+    what = f"painting {len(ids)} views of {settings.size} pixels"
+    with torch.no_grad(), explained(what, pipeline.facts.name, "Lower view_size or the number of views."):
         conditions = _conditions(pipeline, inputs, (references, normals, positions, ids), settings, progress)
         latents = sampled(pipeline, conditions, settings, progress)
         tell_sampled(pipeline, latents, settings.seed, progress)

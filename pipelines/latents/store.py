@@ -5,6 +5,8 @@ The tensor has the name that core's own latent files use, so core reads ours (th
 
 from __future__ import annotations
 
+import math
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +33,8 @@ LATENT, PROMPT = "latent", "prompt"
 SAMPLES, MASK, CORE_VERSION = "latent_tensor", "noise_mask", "latent_format_version_0"
 LISTED, NESTED = "listed", "nested"  # what a list shows of a plain LATENT; further latents beside its samples
 DTYPES = ("float32", "as in file")  # what a loaded LATENT has; grows at the end
+HEX = re.compile(r"(?:[0-9a-f]{2})*")
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 NUMBERS = ("frames", "height", "width", "seed", "version")
 
 
@@ -160,6 +164,12 @@ def _own(path: Path, tensors: Mapping[str, torch.Tensor], record: Mapping[str, A
             expected=f"a file of latents, with a tensor {SAMPLES!r}",
             fix="Choose a file written by AnyGPU Save Latent, core's Save Latent or Musubi Tuner.",
         )
+    if samples.dtype not in FLOATS:
+        raise CheckpointError(
+            f"latents of {dtype_name(samples.dtype)} in {str(path)!r}",
+            expected=", ".join(map(dtype_name, FLOATS)),
+            fix="Save them again as float32.",
+        )
     latent: dict[str, Any] = {"samples": samples}
     if MASK in tensors:
         latent[MASK] = tensors[MASK]
@@ -179,7 +189,9 @@ def _checked(path: Path, samples: torch.Tensor, record: Mapping[str, Any]) -> di
     wrong = [name for name in PLAIN if name not in record]
     wrong += [name for name in NUMBERS if name in record and type(record[name]) is not int]
     wrong += [] if list(samples.shape) == record.get("shape") else ["shape"]
-    wrong += [] if isinstance(record.get("extra", {}), dict) else ["extra"]
+    wrong += [name for name in ("family", "task", "space") if not isinstance(record.get(name, ""), str)]
+    wrong += [] if _is_rate(record.get("fps")) else ["fps"]
+    wrong += [] if _is_extra(record.get("extra", {})) else ["extra"]
     if wrong:
         raise CheckpointError(
             f"the record of {str(path)!r} is wrong about {', '.join(wrong)}",
@@ -187,3 +199,17 @@ def _checked(path: Path, samples: torch.Tensor, record: Mapping[str, Any]) -> di
             fix="Save the latents again; this file was edited or made by hand.",
         )
     return {**{name: record[name] for name in PLAIN}, "extra": dict(record.get("extra", {}))}
+
+
+def _is_rate(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value >= 0
+
+
+def _is_extra(extra: Any) -> bool:
+    """Whether this can be what a family left for decoding, and for resuming."""
+    if not isinstance(extra, dict):
+        return False
+    lengths, state = extra.get("section_lengths", []), extra.get("generator_state", "")
+    whole = isinstance(lengths, list) and all(type(length) is int for length in lengths)
+    numbers = all(type(extra.get(name, 0)) in (int, float, bool) for name in ("window", "drop_frames"))
+    return whole and numbers and isinstance(state, str) and HEX.fullmatch(state) is not None

@@ -16,6 +16,7 @@ from ...compat.errors import CheckpointError, PackError
 
 LARGEST = 1000  # times the largest published number, which no checkpoint comes near
 MOST_TOKENS = 10_000_000
+MOST_TENSORS = 20_000  # where no file says how many: ten times those of the largest published transformer
 LONGEST = 256  # items of a list
 SLACK = 64  # parameters beyond twice those of the file: tied ones and those that a class makes and drops
 MODULES = 64  # per tensor: containers, activations, dropouts
@@ -25,6 +26,8 @@ CHECK_SECONDS = 0.05
 def require_plausible(subject: str, path: Path, config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
     """Raise where a value of ``config`` has another type than in every published configuration, or an absurd size.
 
+    A null is left to the class, which may have a default for it.
+
     Args:
         subject: whose it is, for the error, such as ``transformer``. rows: published configurations; names that none
             of them has are left alone.
@@ -33,11 +36,11 @@ def require_plausible(subject: str, path: Path, config: Mapping[str, Any], rows:
         CheckpointError: names the value.
     """
     for name, value in config.items():
-        known = [row[name] for row in rows if name in row]
-        if known and not name.startswith("_") and not any(_alike(value, one) for one in known):
+        known = [row[name] for row in rows if row.get(name) is not None]
+        if known and value is not None and not name.startswith("_") and not any(_alike(value, one) for one in known):
             raise CheckpointError(
                 f"{name} {_short(value)} of the {subject} in {str(path)!r}",
-                expected=f"a value such as {_short(next((one for one in known if one is not None), None))}",
+                expected=f"a value such as {_short(known[0])}",
                 fix="Download this file again, or undo what was changed in it.",
             )
 
@@ -112,7 +115,7 @@ def _alike(value: Any, known: Any) -> bool:
     """Whether ``value`` could stand where a published configuration has ``known``."""
     if isinstance(known, (list, tuple)):
         return isinstance(value, (list, tuple)) and len(value) <= LONGEST and _items_alike(value, known)
-    if isinstance(known, bool) or known is None or isinstance(known, str):
+    if isinstance(known, (bool, str)):
         return type(value) is type(known)
     if isinstance(known, (int, float)):
         return _number_alike(value, known)
@@ -132,7 +135,7 @@ def _number_alike(value: Any, known: float) -> bool:
         return False
     if isinstance(known, int) and isinstance(value, float) and not value.is_integer():
         return False
-    return (value > 0) >= (known > 0) and abs(value) <= LARGEST * max(abs(known), 1)
+    return abs(value) <= LARGEST * max(abs(known), 1) and (value >= 0 or isinstance(known, float) or known < 0)
 
 
 def _short(value: Any) -> str:

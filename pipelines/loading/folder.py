@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ...compat.checkpoints.headers import reading
 from ...compat.checkpoints.weights import read_json
+from ...compat.decision import AUTO, Decision
 from ...compat.device.facts import (
     DeviceFacts,
     device_fault,
@@ -27,7 +30,7 @@ from ...compat.device.probe_results import probe_results_of
 from ...compat.device.probe_store import ProbeStore
 from ...compat.device.quirks import abilities
 from ...compat.device.wheels import unusable_device
-from ...compat.errors import CheckpointError, InputError
+from ...compat.errors import CheckpointError
 from ...compat.memory.offloader import Offloader, offloader_for
 from ...compat.memory.parts import denoises, role_of
 from ...compat.packages import attribute, unusable
@@ -40,18 +43,19 @@ from ..base import Parts, Pipeline, Progress, Silent, Tools
 from ..family import FamilySpec
 from ..memory.estimates import sizes_of
 from ..memory.fit import fit_host_memory, host_weight_decisions, offload_options, require_room
+from ..recipes import recipe_decision
 from ..registry import FAMILIES
 from ..speed import SpeedRequest, speed_for
 from . import storage
 from .configs import require_counts, require_plausible
+from .evidence import variant_of
 from .formats import published, tool_configs
 from .keys import TRANSFORMER
 from .part import PartFiles, part_files, reader_of, without_text
-from .single_file import Composed, Files, composed, family_in, lone_task
+from .single_file import Composed, Files, composed, family_in, lone_task, transformer_file
 from .storage import SafeFp16
 
 INDEX = "model_index.json"
-AUTO = "auto"
 HEAD_WIDTH = 128  # of a transformer whose configuration leaves it to the class
 
 
@@ -111,21 +115,20 @@ def load(
         InputError, UnsupportedError: a choice that this model or machine cannot do.
     """
     progress = progress or Silent()
-    single, family, folders, tools = _sources(request, progress)
-    facts = facts_for(request.device)
-    if fault := device_fault(facts.device):
-        raise unusable_device(facts, fault)
+    with reading(request.model):
+        single, family, folders, tools, told = _sources(request, progress)
+    facts = _answering(facts_for(request.device))
     probes = None if request.state is None else probe_results_of(facts, request.state, request.quiet)
     precision = precision_for(family.precision, facts, request.precision, probes)
     files = _part_files(family, folders, precision, {} if single is None else single.files)
     files = storage.with_storage(files, request, family.text_parts, precision, facts, probes)
+    progress.check()
     sizes = {name: part.total_bytes for name, part in files.items()}
     files, host = fit_host_memory(files, facts, _host_room(sum(sizes.values())), swap_free_bytes())
     free, weights = free_bytes(facts.device), sizes_of(files.values())
     options = offload_options(request.devices, request.keep_free_gb, request.state, host)
     require_room(weights, facts.device, facts.total_bytes or None if make_room or hosted else free, options)
-    progress.check()
-    variant = _variant(family, request, files, progress)
+    variant, guessed = variant_of(family, request.variant, request.model, files["transformer"], progress)
     attention = _attention(request.attention, files["transformer"].config, precision, facts, probes)
     safe = SafeFp16(family.id, facts.device, active=precision.safe)
     convolutions = conv3d_step(abilities(facts, probes), kept_timings(facts, probes))
@@ -138,7 +141,7 @@ def load(
     )
     speed.settle_offload(offloader.mode, request.offload != AUTO)
     more = (*storage.decisions(files), *speed.decisions(), *host_weight_decisions(offloader))
-    return Pipeline(
+    pipeline = Pipeline(
         spec=family,
         task=_task(family, folders["transformer"]) if single is None else single.task,
         parts=parts,
@@ -155,16 +158,27 @@ def load(
         probes=probes,
         storage=storage.smaller(files),
     )
+    return replace(pipeline, decisions=(*pipeline.decisions, *told, *guessed, *recipe_decision(pipeline)))
 
 
-def _sources(request: LoadRequest, progress: Progress) -> tuple[Composed | None, FamilySpec, dict[str, Path], Tools]:
-    """The composed single files, None for a folder; the family; the folders of its parts; its tools."""
+def _answering(facts: DeviceFacts) -> DeviceFacts:
+    """The facts of a device that answers; raises for another."""
+    if fault := device_fault(facts.device):
+        raise unusable_device(facts, fault)
+    return facts
+
+
+def _sources(
+    request: LoadRequest, progress: Progress
+) -> tuple[Composed | None, FamilySpec, dict[str, Path], Tools, tuple[Decision, ...]]:
+    """The composed single files, None for a folder; family; folders of its parts; tools; what was guessed of them."""
     if request.files is None:
         family, folders = part_folders(request, progress)
-        return None, family, folders, _tools(family, folders, {"index": partial(_index_beside, folders["transformer"])})
+        index = {"index": partial(_index_beside, folders["transformer"])}
+        return None, family, folders, _tools(family, folders, index), ()
     single = _composed(request, request.files, progress)
     tools = _tools(single.family, single.folder_tools, single.tools)
-    return single, single.family, dict(single.folders), tools
+    return single, single.family, dict(single.folders), tools, single.decisions
 
 
 def _host_room(wanted: int, free: Callable[[], int] = host_free_bytes) -> int:
@@ -191,7 +205,8 @@ def _parts(files: Mapping[str, PartFiles], prepare: Preparation, safe: SafeFp16 
 def find_models(roots: Iterable[Path]) -> list[Path]:
     """Folders under ``roots`` that hold a pipeline or a lone transformer of a known family, sorted by path.
 
-    Looks three levels deep, into hidden folders never, and follows no folder twice.
+    Looks three levels deep, into hidden folders never, follows no folder twice, and leaves out what cannot be read,
+    such as ``lost+found``.
     """
     folders: dict[Path, None] = {}
     for root in roots:
@@ -199,14 +214,15 @@ def find_models(roots: Iterable[Path]) -> list[Path]:
         for _ in range(4):
             deeper: list[Path] = []
             for folder in level:
-                real = folder.resolve()
-                if real in seen or not folder.is_dir():
-                    continue
-                seen.add(real)
-                if _is_model(folder):
-                    folders[folder] = None
-                else:
-                    deeper += [child for child in folder.iterdir() if child.is_dir() and not child.name.startswith(".")]
+                with suppress(OSError):
+                    real = folder.resolve()
+                    if real in seen or not folder.is_dir():
+                        continue
+                    seen.add(real)
+                    if _is_model(folder):
+                        folders[folder] = None
+                    else:
+                        deeper += [child for child in folder.iterdir() if not child.name.startswith(".")]
             level = deeper
     return sorted(folders)
 
@@ -413,22 +429,6 @@ def _task(family: FamilySpec, transformer: Path) -> str:
     return family.pipelines.get(str(index.get("_class_name")), family.lone_task)
 
 
-def _variant(family: FamilySpec, request: LoadRequest, files: Mapping[str, PartFiles], progress: Progress) -> str:
-    if request.variant not in (AUTO, *family.variants):
-        known = ", ".join((AUTO, *family.variants))
-        raise InputError(
-            f"variant {request.variant!r} for {family.title}",
-            expected=f"one of {known}",
-            fix="Choose auto or one of these.",
-        )
-    if request.variant != AUTO or not family.variants:
-        return request.variant if request.variant != AUTO else family.id
-    variant, why = family.code.guess_variant(request.model, files["transformer"].config)
-    if why:
-        progress.notify(f"variant {variant}: {why}")
-    return variant
-
-
 def _tools(family: FamilySpec, folders: Mapping[str, Path], plain: Mapping[str, Callable[[], Any]]) -> Tools:
     """The tools in ``folders``, and ``plain`` readers of others."""
     libraries = {name: library for name, library in family.tools.items() if name in folders}
@@ -484,16 +484,13 @@ def _processor_class(folder: Path) -> str:
 
 
 def _unknown(model: Path) -> CheckpointError:
-    index = model / (INDEX if (model / INDEX).is_file() else "config.json")
-    if not index.is_file():
-        return CheckpointError(
-            f"neither model_index.json nor config.json in {str(model)!r}",
-            expected="a diffusers model folder",
-            fix="Choose the folder that directly contains model_index.json, or download the model again.",
-        )
-    name = read_json(index, "a model description").get("_class_name")
-    return CheckpointError(
-        f"{str(index)!r} describes a {name!r}",
-        expected=f"one of {', '.join(f.title for f in FAMILIES.values())}",
-        fix="Choose a model of these families.",
-    )
+    index, single = model / (INDEX if (model / INDEX).is_file() else "config.json"), transformer_file(model)
+    if index.is_file():
+        found = f"{str(index)!r} describes a {read_json(index, 'a model description').get('_class_name')!r}"
+        expected, fix = f"one of {', '.join(f.title for f in FAMILIES.values())}", "Choose a model of these families."
+    else:
+        found, expected = f"neither model_index.json nor config.json in {str(model)!r}", "a diffusers model folder"
+        fix = "Choose the folder that directly contains model_index.json, or download the model again."
+    if single is not None:
+        fix = f"Move this folder into models/diffusion_models and choose {single.name} in AnyGPU Compose Pipeline."
+    return CheckpointError(found, expected=expected, fix=fix)

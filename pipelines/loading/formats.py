@@ -24,7 +24,10 @@ from ...compat.errors import CheckpointError
 from ...compat.packages import attribute
 from ..family import FamilySpec
 from ..registry import FAMILIES
-from .keys import SAME, Layout, Row, renamed
+from .configs import MOST_TENSORS, construction
+from .evidence import names_around
+from .keys import MOST_UNKNOWN, SAME, Layout, Row, renamed
+from .others import other_model, refusal
 
 ENDINGS = (".safetensors", ".sft", ".gguf")
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -39,6 +42,7 @@ class Content:
     Args:
         kind: which, such as ``ltx/transformer`` or ``t5``. layout: in whose names. prefix: what all names begin with.
         entries: its tensors under the names of the model. path: the file.
+        unknown: names in the file that no rule of the layout knows.
     """
 
     kind: str
@@ -46,17 +50,23 @@ class Content:
     prefix: str
     entries: Mapping[str, TensorEntry]
     path: Path
+    unknown: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Configured:
-    """The configuration of a model, what it was published as, and the settings of its pipeline that go with it."""
+    """The configuration of a model, what it was published as, and the settings of its pipeline that go with it.
+
+    ``why`` is what tells it from others of the same shapes; empty where the shapes are enough, or the user said it.
+    ``unused`` are tensors of the file that this configuration has no place for.
+    """
 
     config: Mapping[str, Any]
     name: str
     task: str
     tools: Mapping[str, Mapping[str, Any]]
-    assumed: bool
+    why: str
+    unused: tuple[str, ...] = ()
 
 
 def contents(path: Path) -> list[Content]:
@@ -75,18 +85,28 @@ def contents(path: Path) -> list[Content]:
 
 @lru_cache(maxsize=16)  # headers only; one loading asks for the same few files again and again
 def _contents(path: Path, _stamp: tuple[int, int]) -> tuple[Content, ...]:
-    entries = _entries(path)
+    entries = entries_in(path)
     models = _recognised(entries)
-    return tuple(
-        Content(layout.kind, layout.name, prefix, renamed(_under(entries, prefix, models), layout, path), path)
-        for prefix, layout in models
-    )
+    return tuple(_content(entries, prefix, layout, models, path) for prefix, layout in models)
+
+
+def _content(
+    entries: Mapping[str, TensorEntry], prefix: str, layout: Layout, models: Iterable[tuple[str, Layout]], path: Path
+) -> Content:
+    unknown: list[str] = []
+    try:
+        named = renamed(_under(entries, prefix, models), layout, path, unknown)
+    except CheckpointError:
+        if other := other_model(entries):
+            raise refusal(other, path) from None
+        raise
+    return Content(layout.kind, layout.name, prefix, named, path, tuple(sorted(unknown)))
 
 
 def kinds(path: Path) -> tuple[str, ...]:
     """The kinds of :func:`contents` alone, without a reason where the file cannot be read."""
     try:
-        return tuple(layout.kind for _, layout in _recognised(_entries(path)))
+        return tuple(layout.kind for _, layout in _recognised(entries_in(path)))
     except Exception:  # a list of files for a menu: what is wrong with one is said when it is chosen
         return ()
 
@@ -109,22 +129,38 @@ def config_of(content: Content, task: str = "") -> Configured:
     else:
         rows = list(published(content.kind))
     wanted = [row for row in rows if not task or row.get("task", task) == task] or rows
-    misfits = [(row, _misfit(row, content)) for row in wanted]
-    fitting = [row for row, misfit in misfits if not misfit]
+    misfits = [(row, *_misfit(row, content)) for row in wanted]
+    fitting = [row for row, misfit, unused in misfits if not misfit and not unused]
+    spared: tuple[str, ...] = ()
+    if not fitting:  # what a model has no place for is left out, where it lacks nothing
+        enough = [(row, unused) for row, misfit, unused in misfits if not misfit and len(unused) <= MOST_UNKNOWN]
+        fitting = [row for row, _ in enough]
+        spared = enough[0][1] if enough else ()
     if not fitting:
-        row, reasons = min(misfits, key=lambda item: len(item[1]))
+        if other := other_model(entries_in(content.path)):
+            raise refusal(other, content.path)
+        row, reasons, _ = min(misfits, key=lambda item: len(item[1]))
         more = f" and {len(reasons) - NAMED} more" if len(reasons) > NAMED else ""
         raise CheckpointError(
             f"{content.layout} in {str(content.path)!r} does not fit {row['name']}: {'; '.join(reasons[:NAMED])}{more}",
             expected=f"the shapes of {', '.join(row['name'] for row in wanted[:4])}",
             fix=f"Use the file as published, or put its config.json beside it as {beside.name!r}.",
         )
-    stem = content.path.stem.lower()
-    named = [row for row in fitting if all(re.search(pattern, stem) for pattern in row.get("named", ()))]
-    chosen = max(named or fitting[:1], key=lambda row: len(row.get("named", ())))
-    return Configured(
-        chosen["config"], chosen["name"], chosen.get("task", ""), chosen.get("tools", {}), len(fitting) > 1 and not task
-    )
+    for name in names_around(content.path) if len(fitting) > 1 else ():
+        named = [row for row in fitting if row.get("named") and _says(name, row)]
+        if named:
+            return _configured(max(named, key=lambda row: len(row["named"])), f"the name {name!r} says so", spared)
+    unsaid = "no name around it says otherwise" if len(fitting) > 1 and not task else ""
+    return _configured(fitting[0], unsaid and f"assumed: {unsaid}", spared)
+
+
+def _says(name: str, row: Mapping[str, Any]) -> bool:
+    """Whether a name says all that tells a configuration from others of the same shapes."""
+    return all(re.search(pattern, name.lower()) for pattern in row["named"])
+
+
+def _configured(row: Mapping[str, Any], why: str, unused: tuple[str, ...]) -> Configured:
+    return Configured(row["config"], row["name"], row.get("task", ""), row.get("tools", {}), why, unused)
 
 
 def layouts() -> tuple[Layout, ...]:
@@ -157,7 +193,8 @@ WIDTHS = {
 }
 
 
-def _entries(path: Path) -> dict[str, TensorEntry]:
+def entries_in(path: Path) -> dict[str, TensorEntry]:
+    """The tensors of a file by the names that it gives them, scales attached."""
     if path.suffix in PICKLES:
         raise CheckpointError(
             f"{str(path)!r} is a pickle",
@@ -208,26 +245,28 @@ def published(kind: str) -> tuple[dict[str, Any], ...]:
     return tuple(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else ()
 
 
-def _misfit(row: Mapping[str, Any], content: Content) -> list[str]:
-    """What of the file does not fit a configuration, each difference as a phrase; empty where all does."""
+def _misfit(row: Mapping[str, Any], content: Content) -> tuple[list[str], tuple[str, ...]]:
+    """What of the file does not fit a configuration, each difference as a phrase, and what it has no place for."""
     entries = content.entries
     if "where" in row:
-        return [
+        lacking = [
             f"{name!r} is {tuple(entries[name].shape) if name in entries else 'missing'}"
             for name, shape in row["where"].items()
             if name not in entries or not _same_shape(entries[name].shape, shape)
         ]
+        return lacking, ()
     if "_class_name" not in row["config"]:  # of an encoder, given beside the file; its own class checks it
-        return []
+        return [], ()
     shapes = _shapes(json.dumps({k: v for k, v in row["config"].items() if k not in SHAPELESS}, sort_keys=True))
+    unused = tuple(sorted(entries.keys() - shapes.keys()))
     missing = [f"no tensor {name!r}" for name in sorted(shapes.keys() - entries.keys())]
-    unknown = [f"tensor {name!r} too many" for name in sorted(entries.keys() - shapes.keys())]
+    missing += [f"tensor {name!r} too many" for name in unused] if len(unused) > MOST_UNKNOWN else []
     other = [
         f"{name!r} is {entries[name].shape}, not {shape}"
         for name, shape in shapes.items()
         if name in entries and not _same_shape(entries[name].shape, shape)
     ]
-    return missing + unknown + other
+    return missing + other, unused
 
 
 @lru_cache(maxsize=8)
@@ -237,7 +276,7 @@ def _shapes(settings: str) -> dict[str, tuple[int, ...]]:
 
     config = json.loads(settings)
     cls: Any = attribute("diffusers", str(config["_class_name"]))
-    with init_empty_weights():
+    with construction("model", Path("config.json"), MOST_TENSORS, lambda: None), init_empty_weights():
         module = cls.from_config(dict(config))
     return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
 

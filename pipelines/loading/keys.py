@@ -17,6 +17,7 @@ from ...compat.checkpoints.headers import TensorEntry
 from ...compat.errors import CheckpointError
 
 Entries = Mapping[str, TensorEntry]
+MOST_UNKNOWN = 16  # tensors beyond those of a model; with more of them it is another model
 TRANSFORMER = "/transformer"  # what the kinds of transformers end with
 
 
@@ -88,19 +89,20 @@ def listed(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(map(repr, names[:most])) + more
 
 
-def renamed(entries: Entries, layout: Layout, path: Path) -> dict[str, TensorEntry]:
+def renamed(entries: Entries, layout: Layout, path: Path, unknown: list[str] | None = None) -> dict[str, TensorEntry]:
     """``entries`` of a file under the names of the model.
 
     Args:
         entries: by their names in the file, without a prefix. path: the file, for the error.
+        unknown: takes up the names that no row knows, as long as they are few; None refuses them.
 
     Raises:
-        CheckpointError: a tensor that no row knows, or one that cannot be cut as its row says.
+        CheckpointError: tensors that no row knows, or one that cannot be cut as its row says.
     """
+    spared, unknown = 0 if unknown is None else MOST_UNKNOWN, [] if unknown is None else unknown
     rows = layout.rows if isinstance(layout.rows, tuple) else layout.rows(entries)
     ignored = [re.compile(pattern) for pattern in layout.ignored]
     named: dict[str, TensorEntry] = {}
-    unknown: list[str] = []
     last: dict[int, int] = {}  # row to its highest number
     for name, entry in entries.items():
         if any(pattern.search(name) for pattern in ignored):
@@ -116,7 +118,7 @@ def renamed(entries: Entries, layout: Layout, path: Path) -> dict[str, TensorEnt
             break
         else:
             unknown.append(name)
-    if unknown:
+    if len(unknown) > spared:
         raise CheckpointError(
             f"unknown tensors {listed(sorted(unknown))} in {str(path)!r}",
             expected=f"the tensors of {layout.name}",

@@ -6,6 +6,7 @@ chains can start from one pipeline and none sees the others' LoRAs.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import warnings
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...compat.checkpoints.headers import TensorEntry, declared
+from ...compat.checkpoints.headers import TensorEntry, declared, entries_and_notes
 from ...compat.checkpoints.packed import is_exact, opened, without_unpacking
 from ...compat.checkpoints.weights import read_tensors
 from ...compat.decision import Decision
@@ -26,7 +27,10 @@ from ...compat.errors import InputError, UnsupportedError
 from ...compat.packages import attribute
 from ...compat.transforms.order import Order, Step
 from ..base import Pipeline, Progress
-from .lora_keys import Match, Pair, Shapes, factors, matched
+from .configs import MOST_TENSORS, construction
+from .keys import listed
+from .lora_keys import Match, matched
+from .lora_kinds import ALPHA, BIAS, MAGNITUDE, UP, Pair, Shapes, Share, share_of
 
 MODES = ("separate", "merged")  # how a LoRA is put on; grows at the end
 MOST = 10.0  # strength in either direction
@@ -42,7 +46,8 @@ class LoRA:
     Args:
         path: its file. strength: times what it was trained for. blocks: filter as :func:`lora_keys.chosen` takes it.
         mode: one of :data:`MODES`. match: what of the file belongs where. stamp: the file's size and time.
-        scales: alpha over rank by layer name, 1 where the file has no alpha.
+        scales: alpha over rank by layer name, 1 where the file has no alpha. lengths: layers whose weights get their
+            lengths from the file (DoRA): that takes the weights themselves, in any mode.
     """
 
     path: Path
@@ -52,11 +57,17 @@ class LoRA:
     match: Match
     stamp: tuple[int, int]
     scales: Mapping[str, float]
+    lengths: frozenset[str] = frozenset()
+
+    @property
+    def in_weights(self) -> bool:
+        """Whether any of it is in the weights."""
+        return self.mode == "merged" or bool(self.lengths)
 
     @property
     def key(self) -> Hashable:
         """What its layers depend on; a strength in the weights is part of it."""
-        return (self.path, self.stamp, self.blocks, self.mode, self.strength if self.mode == "merged" else None)
+        return (self.path, self.stamp, self.blocks, self.mode, self.strength if self.in_weights else None)
 
 
 def with_lora(pipeline: Pipeline, path: Path, strength: float, blocks: str, mode: str, progress: Progress) -> Pipeline:
@@ -74,9 +85,12 @@ def with_lora(pipeline: Pipeline, path: Path, strength: float, blocks: str, mode
         raise InputError(f"strength {strength}", expected=f"{-MOST:g} to {MOST:g}", fix="The usual value is 1.")
     if mode not in MODES:
         raise InputError(f"mode {mode!r}", expected=f"one of {', '.join(MODES)}", fix="Choose separate.")
-    entries = declared([path])
+    entries, notes = entries_and_notes(path)
     shapes = {name: tuple(entry.shape) for name, entry in entries.items()}
-    match = matched(path, shapes, layers_of(pipeline), pipeline.spec, blocks)
+    leaves = _leaves_of(pipeline)
+    biased = {name for name, leaf in leaves.items() if getattr(leaf, "bias", None) is not None}
+    match = matched(path, shapes, _shapes_of(leaves), pipeline.spec, blocks, biased)
+    match = _without_packed(match, pipeline, path, progress)
     progress.notify(match.said(path.stem))
     if mode == "separate":
         attribute("peft", "LoraConfig")
@@ -84,7 +98,8 @@ def with_lora(pipeline: Pipeline, path: Path, strength: float, blocks: str, mode
     if strength == 0.0:
         progress.notify(f"{path.stem} has no effect at strength 0")
         return pipeline
-    added = LoRA(path, strength, blocks, mode, match, (stat.st_size, stat.st_mtime_ns), _scales(match, entries))
+    added = LoRA(path, strength, blocks, mode, match, (stat.st_size, stat.st_mtime_ns), _scales(match, entries, notes))
+    added = replace(added, lengths=frozenset(name for name, pair in match.pairs.items() if MAGNITUDE in pair.names))
     loras = LoRAs((*on(pipeline), added), pipeline.precision.transformer, pipeline.spec.transformers)
     decision = Decision("LoRA", f"{path.stem} {strength:g}{f' ({blocks})' if blocks.strip() else ''}, {mode}")
     offloader = pipeline.offloader.with_adapters(loras)
@@ -113,19 +128,27 @@ def named(text: str) -> tuple[Path, float, str]:
 
 def layers_of(pipeline: Pipeline) -> Shapes:
     """Names and weight shapes of the transformers' layers; nothing is read for it."""
+    return _shapes_of(_leaves_of(pipeline))
+
+
+def _shapes_of(leaves: Mapping[str, Any]) -> Shapes:
+    return {name: tuple(leaf.weight.shape) for name, leaf in leaves.items()}
+
+
+def _leaves_of(pipeline: Pipeline) -> dict[str, Any]:
+    """The transformers' layers by name, empty."""
     from accelerate import init_empty_weights
 
-    layers: dict[str, tuple[int, ...]] = {}
+    leaves: dict[str, Any] = {}
     for part in pipeline.spec.transformers:
         config = pipeline.configs[part]
         _, *classes = pipeline.spec.parts[part]
         named = str(config.get("_class_name"))
         cls: Any = attribute("diffusers", named if named in classes else classes[0])
-        with init_empty_weights():
+        with construction(part, pipeline.source, MOST_TENSORS, lambda: None), init_empty_weights():
             module = cls.from_config(dict(config))
-        leaves = ((name, leaf) for name, leaf in module.named_modules() if isinstance(leaf, LEAVES))
-        layers |= {name: tuple(leaf.weight.shape) for name, leaf in leaves}
-    return layers
+        leaves |= {name: leaf for name, leaf in module.named_modules() if isinstance(leaf, LEAVES)}
+    return leaves
 
 
 def on(pipeline: Pipeline) -> tuple[LoRA, ...]:
@@ -134,10 +157,10 @@ def on(pipeline: Pipeline) -> tuple[LoRA, ...]:
     return adapters.loras if isinstance(adapters, LoRAs) else ()
 
 
-def factors_of(lora: LoRA) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Down (rank, in …) and up (out, rank …) of each layer, by its name; reads the file."""
+def shares_of(lora: LoRA) -> dict[str, Share]:
+    """What each layer gets, by its name; reads the file."""
     tensors = _tensors(lora)
-    return {name: factors(pair, tensors) for name, pair in lora.match.pairs.items()}
+    return {name: share_of(pair, tensors) for name, pair in lora.match.pairs.items()}
 
 
 class LoRAs:
@@ -162,7 +185,7 @@ class LoRAs:
     @property
     def in_weights(self) -> bool:
         """Whether one of them is in the weights."""
-        return any(lora.mode == "merged" for lora in self.loras)
+        return any(lora.in_weights for lora in self.loras)
 
     def step(self) -> Step:
         """What puts them on a transformer that was just read or reverted, on the CPU."""
@@ -190,7 +213,7 @@ class LoRAs:
             return None
         with ExitStack() as undo:
             for lora in self.loras:
-                if lora.mode == "merged":
+                if lora.in_weights:
                     undo.callback(_merge(module, lora, _tensors(lora)))
             separate = [(index, lora) for index, lora in enumerate(self.loras) if lora.mode == "separate"]
             if separate:
@@ -200,20 +223,50 @@ class LoRAs:
             return undo.pop_all().close
 
 
-def _scales(match: Match, entries: Mapping[str, TensorEntry]) -> dict[str, float]:
-    """Alpha over rank of each layer; only the alphas are read."""
-    named = {pair.alpha: entries[pair.alpha] for pair in match.pairs.values() if pair.alpha}
-    alphas = read_tensors(named, torch.float32, lambda _bytes: None)
-    return {
-        name: float(alphas[pair.alpha]) / entries[pair.down].shape[0] if pair.alpha else 1.0
-        for name, pair in match.pairs.items()
-    }
+def _without_packed(match: Match, pipeline: Pipeline, path: Path, progress: Progress) -> Match:
+    """``match`` without what would have to go into weights that are packed, which is said."""
+    if not any(pipeline.storage.get(part) for part in pipeline.spec.transformers):
+        return match
+    lost = sorted(name for name, pair in match.pairs.items() if MAGNITUDE in pair.names)
+    if lost:
+        progress.notify(f"{path.stem}: DoRA of {listed(lost)} is left out; it takes unpacked weights (weights auto)")
+    return replace(match, pairs={name: pair for name, pair in match.pairs.items() if name not in lost})
+
+
+def _scales(match: Match, entries: Mapping[str, TensorEntry], notes: Mapping[str, str]) -> dict[str, float]:
+    """Alpha over rank of each layer; only the alphas are read. Without one, what the file's metadata says; else 1."""
+    named = {pair.names[ALPHA] for pair in match.pairs.values() if ALPHA in pair.names}
+    alphas = read_tensors({name: entries[name] for name in named}, torch.float32, lambda _bytes: None)
+    trained = _metadata(notes)
+    scales = {}
+    for name, pair in match.pairs.items():
+        scales[name] = 1.0
+        if pair.rank and ALPHA in pair.names:
+            scales[name] = float(alphas[pair.names[ALPHA]]) / pair.rank
+        elif UP in pair.names and trained:
+            pattern = trained.get("alpha_pattern") or {}
+            own = (value for key, value in pattern.items() if re.fullmatch(rf"(.*\.)?({key})", name))
+            alpha = float(next(own, trained.get("lora_alpha", pair.rank)))
+            scales[name] = alpha / (math.sqrt(pair.rank) if trained.get("use_rslora") else pair.rank)
+    return scales
+
+
+def _metadata(notes: Mapping[str, str]) -> dict[str, Any]:
+    """What diffusers notes of a transformer's LoRA in its file: ``lora_alpha``, ``alpha_pattern``, ``use_rslora``."""
+    try:
+        noted = json.loads(notes.get("lora_adapter_metadata", "{}"))
+    except ValueError:
+        return {}
+    if not isinstance(noted, dict):
+        return {}
+    own = {key.removeprefix("transformer."): value for key, value in noted.items() if "text_encoder" not in key}
+    return own if isinstance(own.get("lora_alpha"), (int, float)) else {}
 
 
 def _tensors(lora: LoRA) -> dict[str, torch.Tensor]:
-    """The factors that match."""
+    """What matches."""
     entries = declared([lora.path])
-    named = {name for pair in lora.match.pairs.values() for name in (pair.down, pair.up)}
+    named = {name for pair in lora.match.pairs.values() for name in pair.names.values()}
     return read_tensors({name: entries[name] for name in named}, None, lambda _bytes: None)
 
 
@@ -223,7 +276,7 @@ def _merge(module: nn.Module, lora: LoRA, tensors: Mapping[str, torch.Tensor]) -
     Raises:
         UnsupportedError: a weight that is stored in a way that addition would not reach.
     """
-    pairs = _pairs_of(module, lora)
+    pairs = _pairs_of(module, lora, merged=True)
     leaves = {name: module.get_submodule(name) for name in pairs}
     quantised = [name for name, leaf in leaves.items() if not (_is_plain(leaf) or is_exact(leaf))]
     if quantised:
@@ -241,12 +294,15 @@ def _merge(module: nn.Module, lora: LoRA, tensors: Mapping[str, torch.Tensor]) -
         layer: Any = leaves[name]
         if is_exact(layer):  # kept in 16 bits for fp32: what is added must not be rounded to them
             closing.append(opened(layer))
-        weight = layer.weight
-        down, up = factors(pair, tensors)
-        product = up.float().flatten(1) @ down.float().flatten(1)
-        changed = weight.data.float() + (lora.strength * lora.scales[name]) * product.view_as(weight)
+        weight, share = layer.weight, share_of(pair, tensors)
+        product = lora.scales[name] * (share.up.float().flatten(1) @ share.down.float().flatten(1)).view_as(weight)
+        if share.magnitude is not None:
+            product = _lengthened(weight.data.float(), product, share.magnitude) - weight.data.float()
         before.append((weight, weight.data))
-        weight.data = changed.to(weight.dtype)
+        weight.data = (weight.data.float() + lora.strength * product).to(weight.dtype)
+        if share.bias is not None:
+            before.append((layer.bias, layer.bias.data))
+            layer.bias.data = (layer.bias.data.float() + lora.strength * share.bias.float()).to(layer.bias.dtype)
 
     def undo() -> None:
         for weight, data in reversed(before):
@@ -257,31 +313,50 @@ def _merge(module: nn.Module, lora: LoRA, tensors: Mapping[str, torch.Tensor]) -
     return undo
 
 
+def _lengthened(weight: torch.Tensor, product: torch.Tensor, magnitude: torch.Tensor) -> torch.Tensor:
+    """The sum of a weight and what a DoRA adds, its rows (or columns) as long as the file says.
+
+    Source: ComfyUI ``comfy/weight_adapter/base.py``, ``weight_decompose``: rows are measured before the addition.
+    """
+    flat, changed = weight.flatten(1), (weight + product).flatten(1)
+    rows = magnitude.shape[0] == flat.shape[0]
+    length = flat.norm(dim=1, keepdim=True) if rows else changed.norm(dim=0, keepdim=True)
+    return (changed * (magnitude / (length + torch.finfo(torch.float32).eps))).view_as(weight)
+
+
 def _inject(module: Any, lora: LoRA, adapter: str, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
     """Put peft's layers around the layers of the LoRA, factors in the dtype of the weights beside them."""
     state: dict[str, torch.Tensor] = {}
     with without_unpacking(module), warnings.catch_warnings():
-        for name, pair in _pairs_of(module, lora).items():
+        pairs = _pairs_of(module, lora, merged=False)
+        biased = any(BIAS in pair.names for pair in pairs.values())
+        for name, pair in pairs.items():
             leaf: Any = module.get_submodule(name)
             leaf = getattr(leaf, "base_layer", leaf)
             weight = leaf.weight
-            down, up = factors(pair, tensors)
+            down, up, bias, _ = share_of(pair, tensors)
             wide = weight.dtype if weight.dtype in WIDE else dtype
             if isinstance(leaf, (nn.Conv2d, nn.Conv3d)):
                 ones = [1] * (weight.ndim - 2)
                 down, up = down.reshape(-1, *weight.shape[1:]), up.reshape(up.shape[0], -1, *ones)
             state[f"{name}.lora_A.weight"] = down.to(wide).contiguous()
             state[f"{name}.lora_B.weight"] = up.to(wide).contiguous()
+            if biased:  # peft's layers have all of them one, which it scales as it does the product
+                given = torch.zeros(up.shape[0]) if bias is None else bias.float() / (lora.scales[name] or 1.0)
+                state[f"{name}.lora_B.bias"] = given.to(wide)
         # peft warns of a second LoRA, and of layers whose names only end alike
         warnings.filterwarnings("ignore", module="peft")
+        if not state:
+            return
         module.load_lora_adapter(state, prefix=None, adapter_name=adapter, low_cpu_mem_usage=True)
     module.requires_grad_(False)
 
 
-def _pairs_of(module: nn.Module, lora: LoRA) -> dict[str, Pair]:
-    """The factors for layers of this transformer, which may be one of several."""
+def _pairs_of(module: nn.Module, lora: LoRA, merged: bool) -> dict[str, Pair]:
+    """What goes into the weights of this transformer, which may be one of several, or beside them."""
     layers = {name for name, _ in module.named_modules()}
-    return {name: pair for name, pair in lora.match.pairs.items() if name in layers}
+    inside = layers if lora.mode == "merged" else lora.lengths
+    return {n: pair for n, pair in lora.match.pairs.items() if n in layers and merged == (n in inside)}
 
 
 def _unload(module: Any) -> None:

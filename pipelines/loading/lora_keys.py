@@ -1,23 +1,22 @@
 """The keys of a LoRA file, in any of the usual styles, as layers of a diffusers transformer.
 
 Three things differ: what stands in front (``diffusion_model.``, ``lora_unet_`` …), what the layer is called (diffusers'
-name, the original release's, either with ``_`` for ``.`` as kohya's trainers write it) and what the two factors are
-called. Names of the original releases come from the same tables that read whole checkpoints.
+name, the original release's, either with ``_`` for ``.`` as kohya's trainers write it) and what its tensors are called
+(:mod:`.lora_kinds`). Names of the original releases come from the same tables that read whole checkpoints.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from ...compat.errors import CheckpointError, InputError, UnsupportedError
+from ...compat.errors import CheckpointError, InputError
 from ..family import FamilySpec
 from .keys import TRANSFORMER, Layout, Row, filled, listed, name_pattern
+from .lora_kinds import BIAS, DIFFERENCE, DOWN, UP, Pair, Shapes, is_narrower, role_of, size_of
 
 PREFIXES = (
     "base_model.model.",
@@ -26,38 +25,18 @@ PREFIXES = (
     "transformer.",
     "lora_unet_",
     "lora_transformer_",
+    "Hunyuan_video_I2V_lora_",
     "unet.",
     "model.",
 )
-DOWN = (".lora_down.weight", ".lora_A.weight", ".lora.down.weight", ".lora_A.default.weight")
-UP = (".lora_up.weight", ".lora_B.weight", ".lora.up.weight", ".lora_B.default.weight")
-ALPHA = (".alpha",)
-OTHER_KINDS = re.compile(r"dora_scale|lora_magnitude_vector|\.lokr_|\.hada_|\.b?oft_|glora|\.diff(_b)?$")
 TEXT = ("lora_te", "text_encoder", "lora_te1", "te1.", "te2.")
 BLOCKS = {"double": "transformer_blocks", "single": "single_transformer_blocks", "rest": ""}
 TERM = re.compile(r"(double|single|rest)(?:\s+(\d+)(?:\s*-\s*(\d+))?)?")
-Shapes = Mapping[str, tuple[int, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """The two factors of one layer.
-
-    Args:
-        down, up: names of the tensors in the file. rows: first row and count of ``up`` that are this layer's; None
-            for all. turned: whether the halves of these rows change places. alpha: name of the tensor; empty for none.
-    """
-
-    down: str
-    up: str
-    rows: tuple[int, int] | None = None
-    turned: bool = False
-    alpha: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What of a file belongs where: layer name to its factors, keys of no layer here, and keys the filter left out."""
+    """What of a file belongs where: layer name to what it gets, keys of no use here, and keys the filter left out."""
 
     pairs: Mapping[str, Pair]
     unmatched: Sequence[str] = ()
@@ -78,24 +57,24 @@ class Match:
         return text
 
 
-def matched(path: Path, tensors: Shapes, layers: Shapes, family: FamilySpec, blocks: str = "") -> Match:
+def matched(
+    path: Path,
+    tensors: Shapes,
+    layers: Shapes,
+    family: FamilySpec,
+    blocks: str = "",
+    biased: Container[str] | None = None,
+) -> Match:
     """Which tensors of a LoRA file belong to which layers.
 
     Args:
         tensors: names and shapes in the file. layers: names and weight shapes of the transformer's layers.
         blocks: which blocks take part, such as ``double 0-9, single``; empty for all.
+        biased: the layers that have a bias; None for all.
 
     Raises:
-        UnsupportedError: another kind of adapter. CheckpointError: no key matches. InputError: a filter that is not
-            understood or leaves nothing.
+        CheckpointError: no key matches. InputError: a filter that is not understood or leaves nothing.
     """
-    strange = [name for name in tensors if OTHER_KINDS.search(name)]
-    if strange:
-        raise UnsupportedError(
-            f"{listed(strange)} in {path.name!r}",
-            expected="a plain LoRA: lora_down and lora_up, or lora_A and lora_B",
-            fix="Use a plain LoRA. DoRA, LoKr, LoHa and full weight differences are not supported.",
-        )
     names = _Names(layers, family.lora_layouts or family.layouts)
     pairs: dict[str, Pair] = {}
     unmatched, text = [], 0
@@ -105,10 +84,12 @@ def matched(path: Path, tensors: Shapes, layers: Shapes, family: FamilySpec, blo
             text += len(keys)
             continue
         pairs_here = _pairs_of(base, group, tensors, layers, names)
-        if pairs_here is None:
-            unmatched += keys
-        else:
-            pairs |= pairs_here
+        if BIAS in group and any(biased is not None and name not in biased for name in pairs_here):
+            unmatched.append(group.pop(BIAS))
+            pairs_here = _pairs_of(base, group, tensors, layers, names)
+        used = {key for pair in pairs_here.values() for key in pair.names.values()}
+        unmatched += [key for key in keys if key not in used and key not in unmatched]
+        pairs |= pairs_here
     if not pairs:
         raise CheckpointError(
             f"none of {len(tensors)} keys of {path.name!r} match, such as {listed(sorted(tensors))}",
@@ -167,39 +148,36 @@ def _groups(tensors: Iterable[str]) -> dict[str, dict[str, str]]:
     """From layer name in the file to its keys by role; a key of no role is a group of its own."""
     groups: dict[str, dict[str, str]] = {}
     for name in tensors:
-        for role, ends in (("down", DOWN), ("up", UP), ("alpha", ALPHA)):
-            end = next((end for end in ends if name.endswith(end)), None)
-            if end is not None:
-                groups.setdefault(name.removesuffix(end), {})[role] = name
-                break
-        else:
-            groups[name] = {"other": name}
+        role, base = role_of(name)
+        groups.setdefault(base, {})[role] = name
     return groups
 
 
-def _pairs_of(
-    base: str, group: Mapping[str, str], tensors: Shapes, layers: Shapes, names: _Names
-) -> dict[str, Pair] | None:
-    """The layers that one pair of factors is for; None where there is no such layer, or its shape is another."""
-    if not {"down", "up"} <= set(group):
-        return None
-    down, up = tensors[group["down"]], tensors[group["up"]]
-    place = names.of(base)
-    if place is None:
-        return None
-    targets, row = place
-    sizes = [up[0] // len(targets)] * len(targets)
+def _pairs_of(base: str, group: Mapping[str, str], tensors: Shapes, layers: Shapes, names: _Names) -> dict[str, Pair]:
+    """The layers that a group of tensors is for; none where there is no such layer, or its shape is another."""
+    size, place = size_of(group, tensors), names.of(base)
+    if size is None or place is None:
+        return {}
+    (total, inside, rank), (targets, row) = size, place
+    sizes = [total // len(targets)] * len(targets)
     if row is not None and row.first_square:
-        sizes = [down[1]] * (len(targets) - 1) + [up[0] - down[1] * (len(targets) - 1)]
+        side = inside or math.prod(layers[targets[0]][1:])
+        sizes = [side] * (len(targets) - 1) + [total - side * (len(targets) - 1)]
+    own = {role: name for role, name in group.items() if role not in _spare(group)}
     pairs: dict[str, Pair] = {}
-    for index, (target, size) in enumerate(zip(targets, sizes, strict=True)):
+    for index, (target, count) in enumerate(zip(targets, sizes, strict=True)):
         shape = layers[target]
-        inside = down[1] if len(down) == 2 else math.prod(down[1:])
-        if (size, inside) != (shape[0], math.prod(shape[1:])) or up[1] != down[0]:
-            return None
-        rows = None if len(targets) == 1 else (sum(sizes[:index]), size)
-        pairs[target] = Pair(group["down"], group["up"], rows, row is not None and row.turned, group.get("alpha", ""))
+        narrower = DOWN in group and is_narrower(tensors[group[DOWN]], shape)
+        if count != shape[0] or not (narrower or inside in (0, math.prod(shape[1:]))):
+            return {}
+        rows = None if len(targets) == 1 else (sum(sizes[:index]), count)
+        pairs[target] = Pair(own, shape, rank, rows, row is not None and row.turned)
     return pairs
+
+
+def _spare(group: Mapping[str, str]) -> tuple[str, ...]:
+    """Roles of a group that stand beside a whole kind and are not applied: a difference beside a LoRA."""
+    return (DIFFERENCE,) if UP in group and DIFFERENCE in group else ()
 
 
 class _Names:
@@ -248,16 +226,6 @@ class _Names:
                 if parts and None not in parts:
                     return [name for name in parts if name is not None]
         return None
-
-
-def factors(pair: Pair, tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Down (rank, in …) and up (out, rank …) of one layer."""
-    down, up = tensors[pair.down], tensors[pair.up]
-    if pair.rows is not None:
-        up = up[pair.rows[0] : pair.rows[0] + pair.rows[1]]
-    if pair.turned:
-        up = torch.cat(tuple(reversed(up.chunk(2))))
-    return down, up
 
 
 def _flat(source: str) -> str:

@@ -14,16 +14,30 @@ from typing import Any
 
 import torch
 
+from ...compat.decision import AUTO, Decision
 from ...compat.errors import CheckpointError
 from ...compat.memory.parts import denoises
 from ..base import Progress
 from ..family import FamilySpec
 from ..registry import FAMILIES
-from .formats import CONFIGS, ENDINGS, Configured, Content, config_of, contents, kinds, layouts, tool_configs, width_of
-from .keys import TRANSFORMER
+from .evidence import evidence_of
+from .formats import (
+    CONFIGS,
+    ENDINGS,
+    Configured,
+    Content,
+    config_of,
+    contents,
+    entries_in,
+    kinds,
+    layouts,
+    tool_configs,
+    width_of,
+)
+from .keys import TRANSFORMER, listed
+from .others import other_model, refusal
 from .part import PartFiles, without_text
 
-AUTO = "auto"
 CLASSES = {
     "t5": "T5EncoderModel",
     "clip_l": "CLIPTextModel",
@@ -64,7 +78,10 @@ class Files:
 
 @dataclass(frozen=True, slots=True)
 class Composed:
-    """A composed pipeline: ``files`` without their dtypes, ``folders`` of borrowed parts, readers of the tools."""
+    """A composed pipeline: ``files`` without their dtypes, ``folders`` of borrowed parts, readers of the tools.
+
+    ``decisions`` say which of several models of the same shapes it was taken for.
+    """
 
     family: FamilySpec
     task: str
@@ -72,6 +89,7 @@ class Composed:
     folders: Mapping[str, Path]
     tools: Mapping[str, Callable[[], Any]]
     folder_tools: Mapping[str, Path]
+    decisions: tuple[Decision, ...] = ()
 
 
 def family_in(path: Path) -> FamilySpec:
@@ -92,8 +110,8 @@ def composed(request: Files, progress: Progress) -> Composed:
     main = _transformer(request.parts["transformer"])
     family = FAMILIES[main.kind.partition("/")[0]]
     configured = config_of(main, "" if request.task == AUTO else request.task)
-    if configured.assumed:
-        progress.notify(f"{family.title} {configured.name}: assumed from the name {main.path.name!r}")
+    if configured.why:
+        progress.notify(f"{family.title} {configured.name}: {configured.why}")
     task = configured.task or lone_task(family, configured.config)
     chosen = {"transformer": (main, configured)}
     folders: dict[str, Path] = {}
@@ -111,17 +129,20 @@ def composed(request: Files, progress: Progress) -> Composed:
             folders[part] = request.provided[part]
         elif part not in family.optional and part not in spared:
             raise _absent(family, part)
-    files = {name: _part(name, family, *pair) for name, pair in chosen.items()}
+    files = {name: _part(name, family, *pair, progress) for name, pair in chosen.items()}
     if family.text_vision and task == "image" and "text_encoder" in files:
         files["text_encoder"] = _with_vision(family, files["text_encoder"], request, progress)
     tools, folder_tools = _tools(family, task, chosen, request, spared)
-    return Composed(family, task, files, folders, tools, folder_tools)
+    guessed = (Decision("model", configured.name, configured.why, AUTO),) if configured.why else ()
+    return Composed(family, task, files, folders, tools, folder_tools, guessed)
 
 
 def _transformer(path: Path) -> Content:
     held_models = contents(path)
     main = next((content for content in held_models if content.kind.endswith(TRANSFORMER)), None)
     if main is None:
+        if other := other_model(entries_in(path)):
+            raise refusal(other, path)
         held = ", ".join(TITLES.get(x.kind, x.layout) for x in held_models) or "no known model"
         raise CheckpointError(
             f"{str(path)!r} holds {held}",
@@ -129,6 +150,12 @@ def _transformer(path: Path) -> Content:
             fix="Choose the transformer's file. VAE and encoders have their own inputs.",
         )
     return main
+
+
+def transformer_file(folder: Path) -> Path | None:
+    """The single file of a known transformer in a folder that is no model folder of diffusers'; None without one."""
+    files = sorted(file for file in folder.iterdir() if file.suffix in ENDINGS) if folder.is_dir() else []
+    return next((file for file in files if any(kind.endswith(TRANSFORMER) for kind in kinds(file))), None)
 
 
 def lone_task(family: FamilySpec, config: Mapping[str, Any]) -> str:
@@ -211,7 +238,7 @@ def _of_kind(path: Path, kind: str, width: int) -> Content | None:
     return next((content for content in fitting if not width or width_of(content) == width), None)
 
 
-def _part(name: str, family: FamilySpec, content: Content, configured: Configured) -> PartFiles:
+def _part(name: str, family: FamilySpec, content: Content, configured: Configured, progress: Progress) -> PartFiles:
     library, *allowed = family.parts[name]
     config = dict(configured.config)
     cls = CLASSES.get(content.kind) or str(config.get("_class_name"))
@@ -225,7 +252,10 @@ def _part(name: str, family: FamilySpec, content: Content, configured: Configure
             expected=f"one of {', '.join(allowed)}",
             fix=f"Choose another file as {name}, or correct the JSON file beside it.",
         )
-    return PartFiles(name, library, cls, content.path, config, content.entries, torch.float32)
+    if left := (*content.unknown, *configured.unused):
+        progress.notify(f"{name}: tensors that {configured.name} has no place for are left out: {listed(left)}")
+    entries = {key: entry for key, entry in content.entries.items() if key not in configured.unused}
+    return PartFiles(name, library, cls, content.path, config, entries, torch.float32)
 
 
 def _with_vision(family: FamilySpec, text: PartFiles, request: Files, progress: Progress) -> PartFiles:
@@ -261,6 +291,10 @@ def _tools(
     settings = tool_configs(family)
     for part in ("vae", "transformer"):
         for name, changed in (chosen[part][1].tools if part in chosen else {}).items():
+            settings[name] = {**settings.get(name, {}), **changed}
+    if hasattr(family.code, "settings_in"):
+        main = chosen["transformer"][0].path
+        for name, changed in family.code.settings_in(evidence_of(main, chosen["transformer"][1].config)).items():
             settings[name] = {**settings.get(name, {}), **changed}
     plain: dict[str, Callable[[], Any]] = {"index": partial(dict, settings.pop("index", {}))}
     folders: dict[str, Path] = {}

@@ -11,7 +11,7 @@ from ...compat.errors import InputError
 from ...compat.memory.statistics import amount_of
 from ..base import Pipeline
 from ..grid import snap
-from ..stages import of_checkpoint
+from ..recipes import of_checkpoint
 from .estimates import SPARE, Size
 from .fit import plan_line
 from .forecast import Forecast, fastest, forecasts

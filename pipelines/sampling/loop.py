@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from ...compat.output_check import NotFinite, require_finite
 from ..base import Latents, Pipeline, Progress, SampleSettings
 from ..family import FamilySpec
 from .schedules import Schedule
+from .watch import Watch
 
 Predict = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 Again = Callable[[BaseException], bool]  # whether to try again after an error
@@ -97,6 +99,7 @@ def denoise(
     preview: Callable[[torch.Tensor], torch.Tensor] | None = None,
     step: Callable[[torch.Tensor, int, torch.Tensor], torch.Tensor] | None = None,
     again: Again | None = None,
+    watch: Watch | None = None,
 ) -> torch.Tensor:
     """Latents at the last noise level.
 
@@ -107,25 +110,30 @@ def denoise(
         step: replaces the schedule's own step.
         again: told of an error in a step; returns whether to try this step again, from the latents it began with. What
             ``step`` itself remembers, it must put back where it fails.
+        watch: over the transformer that ``predict`` calls.
 
     Raises:
-        NotFinite: the latents after the first step or the last hold NaN or infinity.
+        NotFinite: an output that is watched, or the latents after the first step or the last, hold NaN or infinity.
     """
-    advance, count = step or schedule.step, len(schedule)
-    for index, time in enumerate(schedule.timesteps):
-        progress.check()
-        before = latents
-        for attempt in retries(again, schedule.put_back()):
-            with attempt:
-                output = predict(before, time, index).float()
-                latents = advance(output, index, before)
-                if noise_mask is not None:
-                    latents = noise_mask.over(latents, schedule.levels[index + 1])
-                if index == 0:  # a transformer that overflows does so at once: hours are not spent on a black video
-                    require_finite(latents, "latents after the first step")
-                if index == count - 1:
-                    require_finite(latents, "sampled latents")
-        progress.step(index + 1, count, stage, _later(schedule.clean, output, index, before, preview))
+    advance, count, start = step or schedule.step, len(schedule), latents
+    with nullcontext() if watch is None else watch.repaired():
+        asked = predict if watch is None else watch.over(predict, count)
+        for index, time in enumerate(schedule.timesteps):
+            progress.check()
+            before = latents
+            for attempt in retries(again, schedule.put_back()):
+                with attempt:
+                    output = asked(before, time, index).float()
+                    latents = advance(output, index, before)
+                    if noise_mask is not None:
+                        latents = noise_mask.over(latents, schedule.levels[index + 1])
+                    if index == 0:  # a transformer that overflows does so at once: hours are not spent on a black video
+                        require_finite(latents, "latents after the first step")
+                    if index == count - 1:
+                        require_finite(latents, "sampled latents")
+            progress.step(index + 1, count, stage, _later(schedule.clean, output, index, before, preview))
+    if watch is not None:
+        watch.finish(start, latents, count)
     return latents
 
 

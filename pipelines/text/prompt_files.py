@@ -63,7 +63,7 @@ def _named(group: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.T
 
 
 def _own(path: Path, tensors: Mapping[str, torch.Tensor], record: Mapping[str, Any]) -> Prompt:
-    if record.get("kind") != PROMPT or record.get("family") not in FAMILIES:
+    if record.get("kind") != PROMPT or str(record.get("family")) not in FAMILIES:
         raise CheckpointError(
             f"{record.get('kind', 'no prompt')!r} in {str(path)!r}",
             expected="an encoded prompt of a video family",

@@ -16,6 +16,7 @@ from ...compat.device.execution import HOST, checked_leaves, generator_for
 from ...compat.device.facts import empty_cache, first_line
 from ...compat.device.failures import DEVICE_ERRORS, KERNEL, MEMORY, failure_kind
 from ...compat.device.quirks import convolution_switches
+from ...compat.doctor import examine, not_finite, one_colour
 from ...compat.errors import UnsupportedError, remember
 from ...compat.memory.transfer import Transfer, casts_wrongly, transfer_for
 from ...compat.output_check import (
@@ -157,7 +158,7 @@ class Passes:
                 others = plan.others() if kind == MEMORY and not self._alone else []
                 after = plan.follow(kind, text) if kind else None
                 if after is None and not others:
-                    told = self._told(error, kind, text, stage)
+                    told = self._told(error, kind, text, stage, self._first_fault(run, text, work))
                     if told is None:
                         raise
                     raise told from error
@@ -233,7 +234,24 @@ class Passes:
         if stack is not None:
             stack.close()
 
-    def _told(self, error: BaseException, kind: str, text: str, stage: str) -> BaseException | None:
+    def _first_fault(self, run: Run, text: str, work: Work | None) -> str:
+        """The layer in which the last attempt first goes wrong, for a sentence; empty where none can be told."""
+        if text not in (BROKEN, COLOUR):
+            return ""
+        if work is not None:
+            work.begin()
+        try:
+            self._enter()
+            networks = nn.ModuleDict({"vae": self._vae})
+            fault = not_finite if text == BROKEN else one_colour
+            finding = examine(networks, lambda: run(self._vae, self._transfer), fault)
+        except DEVICE_ERRORS:  # what is known is told without it
+            return ""
+        finally:
+            self._close()
+        return f", {finding}" if finding is not None else ""
+
+    def _told(self, error: BaseException, kind: str, text: str, stage: str, layer: str) -> BaseException | None:
         """What the user is told when nothing is left to try, in torch's own class where memory was the cause.
 
         None where the error says it best: it is no matter of the device.
@@ -252,8 +270,8 @@ class Passes:
             else "Choose precision auto or fp32"
         )
         return UnsupportedError(
-            f"{what} while {stage} {self.plan.attempt}",
-            expected="finite values that are not all the same",
+            f"{what} while {stage} {self.plan.attempt}{layer}",
+            expected="a VAE that runs here" if kind == KERNEL else "finite values that are not all the same",
             fix=f"{fix}, on the load node; the input is kept.",
         )
 

@@ -207,7 +207,8 @@ class Plan:
         start = self._start(form.tile or advised) if self.method in (AUTO, TILED) else 0
         self.forms = self._forms(start, whole_first=self.method == AUTO and not limited)
         self.attempt = next((each for each in self.forms if each.tile == start), self.forms[0])
-        if self.method == AUTO and self.decodes and not (start and limited):
+        on_host = self.device.type == HOST.type
+        if self.method == AUTO and self.decodes and not (start and (limited or on_host)):
             self.attempt = self._fitting() if room is None else self.fitting(room)
 
     def follow(self, kind: str, text: str) -> Attempt | None:

@@ -3,6 +3,7 @@ import { createHash } from "node:crypto";
 import { mkdir, writeFile } from "node:fs/promises";
 import { openPage } from "./comfy.mjs";
 import { CORE_WORKFLOWS } from "./core.spec.mjs";
+import { FIT_WORKFLOWS } from "./fit.spec.mjs";
 import { PAINT_WORKFLOWS } from "./paint.spec.mjs";
 import { WORKFLOWS } from "./workflows.spec.mjs";
 
@@ -25,6 +26,7 @@ function build(spec) {
     if (!built) throw new Error(`no node ${node.kind}`);
     app.graph.add(built);
     if (node.title) built.title = node.title;
+    if (node.models) built.properties.models = node.models; // for core's dialog of missing models
     for (const [name, value] of Object.entries(node.values ?? {})) {
       const widget = built.widgets?.find((candidate) => candidate.name === name);
       if (!widget) throw new Error(`${node.kind} has no widget ${name}: ${built.widgets?.map((w) => w.name)}`);
@@ -42,29 +44,34 @@ function build(spec) {
       source.connect(slot, made[key], target);
     }
   }
-  // Columns from left to right; in each the nodes stand below one another.
-  const gap = { x: 60, y: 60 };
+  // Columns from left to right, each in its group; in each the nodes stand below one another.
+  const [gap, edge, heading] = [50, 20, 50];
   let x = 0;
   for (const column of spec.columns) {
+    const { group = "", nodes } = Array.isArray(column) ? { nodes: column } : column;
     let y = 0;
     let widest = 0;
-    for (const { key, height = 0, width = 0, below = 0 } of column.map((item) =>
-      typeof item === "string" ? { key: item } : item,
-    )) {
+    for (const { key, height = 0, width = 340 } of nodes) {
       const node = made[key];
       const [least, tall] = node.computeSize();
-      node.setSize([Math.max(least, width || column.width || 340), Math.max(tall, height)]);
+      node.setSize([Math.max(least, width), Math.max(tall, height)]);
       node.pos = [x, y];
-      y += node.size[1] + LiteGraph.NODE_TITLE_HEIGHT + gap.y + below;
+      y += node.size[1] + LiteGraph.NODE_TITLE_HEIGHT + gap;
       widest = Math.max(widest, node.size[0]);
     }
-    x += widest + gap.x;
+    if (group) {
+      const box = new LiteGraph.LGraphGroup(group);
+      box.pos = [x - edge, -LiteGraph.NODE_TITLE_HEIGHT - heading];
+      box.size = [widest + 2 * edge, y - gap + heading + edge];
+      app.graph.add(box);
+    }
+    x += widest + 2 * edge + gap;
   }
   return app.graph.serialize();
 }
 
 await mkdir(FOLDER, { recursive: true });
-for (const [name, spec] of Object.entries({ ...WORKFLOWS, ...PAINT_WORKFLOWS, ...CORE_WORKFLOWS })) {
+for (const [name, spec] of Object.entries({ ...WORKFLOWS, ...PAINT_WORKFLOWS, ...CORE_WORKFLOWS, ...FIT_WORKFLOWS })) {
   if (only.length && !only.includes(name)) continue;
   // A new page each time: the frontend keeps widget values by node id, also for the nodes of a graph that is gone.
   const { browser, page, errors } = await openPage();
@@ -72,7 +79,7 @@ for (const [name, spec] of Object.entries({ ...WORKFLOWS, ...PAINT_WORKFLOWS, ..
     const graph = await page.evaluate(build, spec);
     graph.id = fixedId(name);
     graph.revision = 0;
-    graph.extra = { ds: { scale: 0.7, offset: [80, 120] } };
+    graph.extra = { ds: { scale: 0.7, offset: [80, 180] } };
     await writeFile(new URL(`${name}.json`, FOLDER), `${JSON.stringify(graph, null, 1)}\n`);
     console.log(`${name}.json: ${graph.nodes.length} nodes`);
     if (errors.length) throw new Error(errors.join("\n"));

@@ -1,5 +1,5 @@
 // Workflows in which core's KSampler and VAE Decode run our models; made like those of workflows.spec.mjs.
-import { CAFE, CAT, DANCE, WITHOUT, described, image, load, picture, prompt } from "./workflows.spec.mjs";
+import { CAFE, CAT, DANCE, NOTE, ROOM, WITHOUT, described, image, load, picture, prompt } from "./workflows.spec.mjs";
 
 const CORE =
   "Core's own sampler runs the model, so core's schedulers, previews, *Skip Layer Guidance*, *Context Windows* and " +
@@ -122,23 +122,19 @@ const SPECS = {
 
 /** Columns: note | model and picture | prompt and encoded picture | between and empty latent | sampler | result. */
 function workflow(name, { title, model, text, fps, nodes, pictures = [], between = [] }) {
-  const wide = (key, width = 340) => ({ key, width, below: 40 });
+  const sized = (key, width, height) => ({ key, width, height });
   return {
     nodes: { note: described(title, model, text), ...nodes, decode, video: video(fps), save: save(name) },
     columns: [
-      [{ key: "note", width: 480, height: 760 }],
-      [
-        { key: "load", width: 380, height: 460, below: 20 },
-        ...pictures.map((key) => ({ key, width: 380, height: 340 })),
-      ],
-      [{ key: "prompt", width: 440, height: 520, below: 60 }, ...(nodes.encoded ? [wide("encoded", 440)] : [])],
-      [...between.map((key) => wide(key)), wide("empty")],
-      [{ key: "sample", width: 340 }],
-      [
-        { key: "decode", width: 300, below: 40 },
-        { key: "video", width: 300, below: 40 },
-        { key: "save", width: 460, height: 460 },
-      ],
+      NOTE,
+      { group: "Load", nodes: [sized("load", 380, model === "framepack" ? 540 : ROOM.load), ...pictures.map((key) => sized(key, 380, ROOM.picture))] },
+      {
+        group: "Describe",
+        nodes: [sized("prompt", 420, ROOM.prompt), ...(nodes.encoded ? [sized("encoded", 420, ROOM.encoded)] : [])],
+      },
+      { group: "Prepare", nodes: [...between, "empty"].map((key) => sized(key, 320, ROOM.small)) },
+      { group: "Sample", nodes: [sized("sample", 340, 640)] },
+      { group: "See", nodes: [sized("decode", 420, 80), sized("video", 420, 120), sized("save", 420, ROOM.save)] },
     ],
   };
 }

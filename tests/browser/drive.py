@@ -24,12 +24,18 @@ from PIL import Image  # noqa: E402
 from host import lora_files, paint_models  # noqa: E402
 from host.server import PUBLISHED, NoHost, Server, find_host, tiny_home  # noqa: E402
 
-TESTS = ("run.mjs", "widgets.mjs", "templates.mjs", "memory.mjs", "paint.mjs")
+TESTS = ("run.mjs", "widgets.mjs", "layout.mjs", "templates.mjs", "memory.mjs", "paint.mjs")
 ON_A_GPU = ("memory.mjs", "help.mjs")  # on the simulated accelerator, with models whose weights outweigh the rest
-STANDING_IN = ("paint.mjs", "templates.mjs", "widgets.mjs")  # for core's own models, which are not here
+STANDING_IN = (
+    "paint.mjs",
+    "templates.mjs",
+    "widgets.mjs",
+    "layout.mjs",
+    "author.mjs",
+    "workflows.mjs",
+)  # for core's own models, which are not here
 PICTURES = HERE.parents[1] / "docs" / "images"
 LORAS = ("style.safetensors", "motion.safetensors")  # of the workflow with LoRAs
-WORKFLOWS, THUMBNAIL = HERE.parents[1] / "workflows", (640, 360)
 
 
 def drive(script: str, arguments: list[str]) -> int:
@@ -64,8 +70,6 @@ def drive(script: str, arguments: list[str]) -> int:
             server.stop()
     if "--pictures" in arguments:
         lighten(PICTURES)
-    if script == "thumbnails.mjs":
-        shrink(WORKFLOWS)
     if script == "help.mjs":
         help_pictures.written()
     return status
@@ -83,15 +87,6 @@ def lend_heavy(server: Server) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         for suffix in (".safetensors", ".json"):  # the second says its sizes, which are not published ones
             files[part].with_suffix(suffix).replace(target.with_suffix(suffix))
-
-
-def shrink(folder: Path) -> None:
-    """Replace every PNG by a small JPEG of the same name."""
-    for path in folder.glob("*.png"):
-        with Image.open(path) as picture:
-            small = picture.convert("RGB").resize(THUMBNAIL, Image.Resampling.LANCZOS)
-            small.save(path.with_suffix(".jpg"), quality=72, optimize=True, progressive=True)
-        path.unlink()
 
 
 def lighten(folder: Path) -> None:

@@ -75,7 +75,7 @@ async function strangerReads({ page }, shot) {
   await set(page, { ...SMALL, seed: seed() });
   await openTab(page);
   await page.getByRole("button", { name: "Refresh" }).click();
-  const rows = part(page, "Forecast").locator("tbody tr");
+  const rows = part(page, "This graph").locator("tbody tr");
   await rows.filter({ hasText: "sampling" }).filter({ hasText: "fits" }).waitFor();
   await part(page, "This graph").getByText("ComfyUI loads, streams and evicts the weights").first().waitFor();
   await costs(page);
@@ -86,7 +86,7 @@ async function strangerReads({ page }, shot) {
     const [planned, peak] = (await row.locator("td").allTextContents()).map(Number.parseFloat);
     assert.ok(Math.abs(planned / peak - 1) <= OFF_BY, `${stage}: the tab shows ${planned} and ${peak}`);
   }
-  await part(page, "Forecast").scrollIntoViewIfNeeded();
+  await part(page, "This graph").scrollIntoViewIfNeeded();
   await shot?.("panel.png");
   assert.deepEqual(await violations(page, ".anygpu-panel"), []);
 }
@@ -98,7 +98,7 @@ async function streams({ page }) {
   const stages = await forecast(page);
   assert.deepEqual(stages.map(({ fits }) => fits), ["fits", "streams", "streams"]);
   await page.getByRole("button", { name: "Refresh" }).click();
-  await part(page, "Forecast").getByText(/^streams: weights that do not fit/).waitFor();
+  await part(page, "This graph").getByText(/^streams: weights that do not fit/).waitFor();
   for (const { stage, peak_bytes: took } of await costs(page)) {
     const { least, free } = stages.find((each) => each.stage === stage);
     assert.ok(took <= free && took >= least * (1 - OFF_BY), `${stage} took ${took} of ${free}`);
@@ -122,7 +122,7 @@ async function noticeMends({ page }, shot) {
   let asked = { ...SMALL, width: 384, height: 256, frames: 97, seed: seed() };
   await set(page, asked);
   await page.getByRole("button", { name: "Refresh" }).click();
-  await part(page, "Forecast").getByText("too much: this will run out of memory.").waitFor();
+  await part(page, "This graph").getByText("too much: this will run out of memory.").waitFor();
   for (let attempt = 0; ; attempt += 1) {
     await set(page, asked);
     await queue(page);
@@ -166,7 +166,7 @@ async function paintIsTold({ page }) {
   await set(page, { seed: seed() });
   await page.getByRole("button", { name: "Refresh" }).click();
   await part(page, "This graph").getByRole("heading", { name: /^Hunyuan3D paint: / }).waitFor();
-  await part(page, "Forecast").getByRole("rowheader", { name: "painting" }).waitFor();
+  await part(page, "This graph").getByRole("rowheader", { name: "painting" }).waitFor();
   const stages = await forecast(page);
   const spent = await costs(page);
   for (const stage of ["delighting", "painting"]) {

@@ -42,11 +42,15 @@ function watch(page) {
 const panel = (page) => page.locator(".anygpu-panel");
 export const part = (page, title) => panel(page).locator("details").filter({ has: page.getByRole("heading", { name: title }) });
 
+/** Open a part of the tab that is folded at first. */
+const unfold = (details) => details.first().evaluate((element) => (element.open = true));
+
 /** Open the tab the way its button does, and wait until the machine is there. */
 export async function openTab(page) {
   if (!(await panel(page).isVisible().catch(() => false))) await page.locator(".anygpu-tab-button").click();
-  await panel(page).getByText("Probes", { exact: true }).waitFor();
   await part(page, "This graph").locator("article").first().waitFor();
+  for (const title of ["Last run", "Kept latents", "This machine"]) await unfold(part(page, title));
+  await part(page, "This graph").locator("article details").evaluateAll((all) => all.forEach((each) => (each.open = true)));
 }
 
 export async function tabDecides({ page }) {
@@ -56,6 +60,8 @@ export async function tabDecides({ page }) {
   assert.deepEqual(asked, [], "something was fetched before the tab was opened");
   await openTab(page);
   const graph = part(page, "This graph");
+  const verdict = await graph.locator(".anygpu-verdict").first().textContent();
+  assert.match(verdict, /^(Fits|Too much)\b.* GB .*free/, "the verdict is said first, in one line");
   for (const subject of ["precision", "offload", "attention", "Conv3d"]) {
     await graph.getByText(subject, { exact: true }).first().waitFor();
   }
@@ -82,7 +88,7 @@ export async function tabShowsTheRun({ page }) {
   await run.getByText(/256x160, 25 frames at .*offload/).first().waitFor();
   const kept = part(page, "Kept latents");
   await kept.getByRole("button", { name: "Recover" }).first().waitFor();
-  const forecast = await part(page, "Forecast").locator("tbody th").allTextContents();
+  const forecast = await part(page, "This graph").locator(".anygpu-numbers tbody th").allTextContents();
   assert.deepEqual(forecast, ["text", "sampling", "decoding"], "a stage of this workflow each");
   for (const stage of forecast) await run.getByRole("rowheader", { name: `${stage}, comfyui` }).waitFor();
   const before = await page.evaluate(() => window.app.graph._nodes.length);
@@ -95,6 +101,14 @@ export async function tabShowsTheRun({ page }) {
     return node?.widgets.find((widget) => widget.name === "kept")?.value;
   });
   assert.ok(chosen.includes(`_ltx_${seed}_`), "the node loads the latent that was chosen");
+}
+
+/** What was kept of other families is folded away, and no prompt is shown before it is asked for. */
+export async function tabKeepsToItself({ page }) {
+  const kept = part(page, "Kept latents").first();
+  const titles = await kept.locator(":scope > .anygpu-body > article h3").allTextContents();
+  assert.ok(titles.length > 0 && titles.every((title) => title.includes(" ltx,")), `of the model in the graph: ${titles}`);
+  assert.equal(await kept.locator("article details[open]").count(), 0, "a prompt is shown");
 }
 
 export async function tabIsAccessible({ page }) {
@@ -136,6 +150,7 @@ export async function errorsSayWhatToDo({ page }, shot) {
     const said = await notice(page);
     assert.ok(said.Found.startsWith(found), `${found}: ${JSON.stringify(said)}`);
     assert.ok(said.Expected && said.Do.startsWith(fix), JSON.stringify(said));
+    await page.getByTestId("error-overlay-dismiss").waitFor({ state: "detached" }); // ComfyUI's notice of the same error
     const jump = page.locator(".anygpu-toast").getByRole("button", { name: /^Go to / });
     await jump.focus();
     await page.keyboard.press("Enter");

@@ -24,39 +24,28 @@ const LICENCE =
 
 /** The text of a workflow's note. */
 function note(title, text, models, kinds, more = []) {
-  const rows = kinds.flatMap((kind) => Object.entries(GIB[kind]).map(([part, size]) => `| ${part} | ${size.toFixed(1)} GiB |`));
+  const sizes = kinds.flatMap((kind) => Object.entries(GIB[kind]).map(([part, size]) => `${part} ${size.toFixed(1)} GiB`));
   const [beside, most] = NEEDED[kinds[0]];
   const places = models.map((model) => {
     const [page, folder] = PLACES[model];
-    return `- huggingface.co/${page}: ${folder}\n  - into **ComfyUI/models/diffusers/${model}**`;
+    return `- huggingface.co/${page}: ${folder} into **ComfyUI/models/diffusers/${model}**`;
   });
   return [
     `# ${title}`,
     text,
     "",
-    "Upload your mesh (GLB, glTF, OBJ, PLY, STL) with the button on *Load Mesh*, or use core's *Load 3D*. The picture " +
-    "should show the object from the front, ideally with the background cut out: core's background removal and mask " +
-    "nodes make the mask. To enlarge painted views before baking, put core's *Upscale Image (using Model)* between " +
-      "*Paint Views* and *Bake Texture*. If the mesh has more than 100,000 faces, put core's *Decimate Mesh* before " +
-      "*Unwrap Mesh*.",
-    "## Download",
+    "Choose your mesh (GLB, glTF, OBJ, PLY, STL) on *Load Mesh* and a picture of the object from the front. A mesh of " +
+      "more than 100,000 faces wants core's *Decimate Mesh* before *Unwrap Mesh*.",
+    "## Get the models",
     ...places,
     ...more,
     "",
-    "Press **R** afterwards, then choose the folders in *AnyGPU Load Paint Pipeline*.",
+    "Press **R** afterwards.",
     "## Licence of the weights",
     LICENCE,
     "## Memory",
-    "Weights in fp16, derived from the parameter counts, not measured:",
-    "",
-    "| part | weights |\n| --- | --- |",
-    ...rows,
-    "",
-    `Six views of 512 pixels need ${beside} GiB on top, counted. Memory on the GPU for each *offload* mode:`,
-    "- **auto**: ComfyUI moves the weights, as it does for its own models; 8 GB are plenty",
-    `- **model**: one part at a time, so ${most} GiB`,
-    "- **none**: all parts together, fastest for many textures in a row",
-    "- **group**, **sequential**: less still, and slower",
+    `Weights in fp16, counted, not measured: ${sizes.join(", ")}. Six views of 512 pixels take ${beside} GiB on top; with ` +
+      `*offload* model ${most} GiB in all. auto lets ComfyUI move the weights: 8 GB are plenty.`,
   ]
     .join("\n")
     .replaceAll("\n## ", "\n\n## ");
@@ -94,8 +83,6 @@ const bake = (values = {}, links = {}) => ({
   links: { mesh: ["unwrap", "mesh"], images: ["paint", "images"], cameras: ["render", "cameras"], ...links },
 });
 
-const SHOWN = 330; // what a node grows by when it shows a picture
-
 /** What every workflow ends in: the file, the turntable and the 3D preview of the node ``from``. */
 function ending(name, from) {
   return {
@@ -108,31 +95,31 @@ function ending(name, from) {
   };
 }
 
-const ENDING = [
-  [
-    { key: "turntable", width: 380, below: SHOWN },
-    { key: "pictures", width: 420, height: 420, below: 10 },
-    { key: "smooth", width: 380 },
-  ],
-  [
-    { key: "save", width: 420, height: 420, below: 10 },
-    { key: "file", width: 420, below: 10 },
-    { key: "look", width: 420, height: 460 },
-  ],
-];
-const NOTE = [{ key: "note", width: 500, height: 980 }];
+// Pixels in which a node has room for what a run puts on it; both canvases were measured.
+const HEIGHTS = { picture: 360, delight: 560, render: 420, first: 960, paint: 960, turntable: 540, pictures: 420, save: 440, look: 480, bake: 300, sampled: 420, texture: 760, cameras: 340, load: 340, delighting: 340 };
+const sized = (width, ...keys) => keys.map((key) => ({ key, width, height: HEIGHTS[key] ?? 170 }));
+const loaders = (...keys) => ({ group: "Load", nodes: sized(400, ...keys) });
+const step = (group, ...keys) => ({ group, nodes: sized(380, ...keys) });
+const ENDING = [step("Turn", "turntable", "pictures"), step("Save and look", "smooth", "save", "file", "look")];
+const NOTE = [{ key: "note", width: 440, height: 640 }];
 
 function workflow(name, { title, text, models, kinds, more, nodes, columns, from }) {
   const described = { kind: "MarkdownNote", title: "Read me", values: { text: note(title, text, models, kinds, more) } };
   return { nodes: { note: described, ...nodes, ...ending(name, from) }, columns: [NOTE, ...columns, ...ENDING] };
 }
 
-const loaders = (...keys) => keys.map((key) => ({ key, width: 400, height: key === "picture" ? 340 : 0, below: 40 }));
-const GROWING = ["delight", "render", "first", "paint"];
-const wide = (...keys) => keys.map((key) => ({ key, width: 360, below: GROWING.includes(key) ? SHOWN : 30 }));
-
 const SHAPE = {
-  shape: { kind: "ImageOnlyCheckpointLoader", values: { ckpt_name: "hunyuan_3d_v2.1.safetensors" } },
+  shape: {
+    kind: "ImageOnlyCheckpointLoader",
+    values: { ckpt_name: "hunyuan_3d_v2.1.safetensors" },
+    models: [
+      {
+        name: "hunyuan_3d_v2.1.safetensors",
+        url: "https://huggingface.co/Comfy-Org/hunyuan3D_2.1_repackaged/resolve/main/hunyuan_3d_v2.1.safetensors",
+        directory: "checkpoints",
+      },
+    ],
+  },
   shifted: { kind: "ModelSamplingAuraFlow", values: { shift: 1 }, links: { model: ["shape", "MODEL"] } },
   seen: { kind: "CLIPVisionEncode", links: { clip_vision: ["shape", "CLIP_VISION"], image: ["picture", "IMAGE"] } },
   wanted: { kind: "Hunyuan3Dv2Conditioning", links: { clip_vision_output: ["seen", "CLIP_VISION_OUTPUT"] } },
@@ -176,9 +163,9 @@ const SPECS = {
     from: "bake",
     columns: [
       loaders("load", "delighting", "picture"),
-      wide("mesh", "clean", "unwrap", "delight"),
-      wide("render", "paint"),
-      wide("bake"),
+      step("Prepare", "mesh", "clean", "unwrap", "delight"),
+      step("Paint", "render", "paint"),
+      step("Bake", "bake"),
     ],
   },
   paint_turbo: {
@@ -208,7 +195,7 @@ const SPECS = {
       },
     },
     from: "texture",
-    columns: [loaders("load", "delighting", "picture"), wide("mesh", "clean", "texture")],
+    columns: [loaders("load", "delighting", "picture"), step("Texture", "mesh", "clean", "texture")],
   },
   paint_pbr: {
     title: "Hunyuan3D paint PBR v2-1: albedo, metal and roughness",
@@ -233,7 +220,7 @@ const SPECS = {
       bake: bake({}, { metallic_roughness: ["paint", "metallic_roughness"] }),
     },
     from: "bake",
-    columns: [loaders("load", "picture"), wide("mesh", "clean", "unwrap", "cameras"), wide("render", "paint"), wide("bake")],
+    columns: [loaders("load", "picture"), step("Prepare", "mesh", "clean", "unwrap", "cameras"), step("Paint", "render", "paint"), step("Bake", "bake")],
   },
   paint_from_one_picture: {
     title: "From one picture to a textured mesh",
@@ -261,10 +248,10 @@ const SPECS = {
     from: "bake",
     columns: [
       loaders("picture", "shape", "load", "delighting"),
-      wide("shifted", "seen", "wanted", "empty", "sampled"),
-      wide("voxels", "surface", "clean", "fewer", "unwrap"),
-      wide("delight", "render"),
-      wide("paint", "bake"),
+      step("Make the shape", "shifted", "seen", "wanted", "empty", "sampled"),
+      step("Make the mesh", "voxels", "surface", "clean", "fewer", "unwrap"),
+      step("Prepare", "delight", "render"),
+      step("Paint and bake", "paint", "bake"),
     ],
   },
   paint_second_pass: {
@@ -298,10 +285,10 @@ const SPECS = {
     from: "bake",
     columns: [
       loaders("load", "delighting", "picture"),
-      wide("mesh", "clean", "unwrap", "delight"),
-      wide("render", "first", "larger"),
-      wide("paint"),
-      wide("bake"),
+      step("Prepare", "mesh", "clean", "unwrap", "delight"),
+      step("First pass", "render", "first", "larger"),
+      step("Second pass", "paint"),
+      step("Bake", "bake"),
     ],
   },
 };

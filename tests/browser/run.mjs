@@ -14,6 +14,7 @@ import {
   tabDecides,
   tabFollowsTheGraph,
   tabIsAccessible,
+  tabKeepsToItself,
   tabShowsTheRun,
 } from "./notices.mjs";
 import { chosenModes, picture, report } from "./reporting.mjs";
@@ -67,6 +68,7 @@ async function cancels({ page }) {
   await page.evaluate(() => window.app.extensionManager.command.execute("Comfy.Interrupt"));
   const seen = await ended(page);
   assert.equal(seen.ending, "execution_interrupted");
+  assert.match(seen.texts.at(-1), /^cancelled at sampling/, "the node says that it has ended");
   const done = Math.max(...seen.progress.filter(([, max]) => max === 1000).map(([value]) => value));
   assert.ok(done < 500, `${done} of 1000 steps were made all the same`);
   await shrink(page, { seed: 9 });
@@ -97,6 +99,7 @@ for (const nodes2 of chosenModes()) {
     await check("the tab tells what is decided before a run", () => tabDecides(open));
     await check("the tab follows the graph", () => tabFollowsTheGraph(open));
     await check("the tab shows the run and recovers its latents", () => tabShowsTheRun(open));
+    await check("the tab offers what fits the graph and shows no prompt", () => tabKeepsToItself(open));
     await check("the tab is accessible in both themes", () => tabIsAccessible(open));
     await check("each error says what to do and leads to its node", () => errorsSayWhatToDo(open, taken));
     await check("out of memory of the host is mended by what the notice says", () => memoryIsMended(open));

@@ -54,40 +54,23 @@ const DOWNLOADS = {
 
 /** The text of a workflow's note. */
 function note(title, model, text) {
-  const sizes = GIB[model] ?? GIB.framepack;
-  const largest = Math.max(...Object.values(sizes));
-  const together = sizes.transformer + sizes.VAE;
-  const encoder = Math.max(
-    ...Object.entries(sizes)
-      .filter(([part]) => /encoder/.test(part))
-      .map(([, size]) => size),
-  );
-  const rows = Object.entries(sizes).map(([part, size]) => `| ${part} | ${size.toFixed(1)} GiB |`);
+  const sizes = Object.entries(GIB[model] ?? GIB.framepack).map(([part, size]) => `${part} ${size.toFixed(1)} GiB`);
   const places = DOWNLOADS[model].map(([page, parts]) => {
-    const wanted = parts.length ? `\n  - only: ${parts.join(", ")}` : "";
-    return `- huggingface.co/${page}\n  - into **ComfyUI/models/diffusers/${page.split("/")[1]}**${wanted}`;
+    const wanted = parts.length ? `\n  - only ${parts.join(", ")}` : "";
+    return `- huggingface.co/${page} into **ComfyUI/models/diffusers/${page.split("/")[1]}**${wanted}`;
   });
   return [
     `# ${title}`,
     text,
-    "## Download",
+    "## Get the model",
+    "*AnyGPU Download Model* fetches it. By hand:",
+    "",
     ...places,
     "",
-    "Press **R** afterwards, then choose the folder in *AnyGPU Load Pipeline*.",
+    "Press **R** afterwards, then choose it in *AnyGPU Load Pipeline*.",
     "## Memory",
-    "Weights in bf16, derived from the parameter counts, not measured:",
-    "",
-    "| part | weights |\n| --- | --- |",
-    ...rows,
-    "",
-    "The text encoder leaves the GPU before sampling starts. The video itself needs a few GiB of working memory on " +
-    "top, more for larger and longer videos. Memory on the GPU for each *offload* mode:",
-    `- **none**: about ${Math.max(together, encoder).toFixed(0)} GiB, plus working memory`,
-    `- **model**: about ${largest.toFixed(0)} GiB, plus working memory`,
-    "- **group**: a few GiB, plus working memory; copies the transformer to the GPU again every step",
-    "- **sequential**: the least, and by far the slowest",
-    "",
-    "**auto** takes the fastest mode that fits. The other weights stay in the computer's main memory.",
+    `Weights in bf16, counted, not measured: ${sizes.join(", ")}. The text encoder leaves the GPU before sampling. ` +
+      "*offload* auto streams what does not fit; the **AnyGPU** tab says what this graph needs on your machine.",
   ]
     .join("\n")
     .replaceAll("\n## ", "\n\n## ");
@@ -136,50 +119,43 @@ const described = (title, model, text) => ({
   values: { text: note(title, model, text) },
 });
 
+// Pixels in which a node has room for what a run puts on it: its text, and a preview. Both canvases were measured.
+const ROOM = { load: 400, picture: 360, prompt: 420, encoded: 380, sample: 760, decode: 460, save: 400, recover: 180, lora: 240, small: 160 };
+const NOTE = [{ key: "note", width: 440, height: 560 }];
+const SEE = {
+  group: "See",
+  nodes: [
+    { key: "decode", width: 420, height: ROOM.decode },
+    { key: "save", width: 420, height: ROOM.save },
+  ],
+};
+const SAMPLE = { group: "Sample", nodes: [{ key: "sample", width: 360, height: ROOM.sample }] };
+const LOADED = { key: "load", width: 380, height: ROOM.load };
+const FROM_SEVERAL = { ...LOADED, height: 540 }; // says where each part comes from
+
 /** Columns: note | model and pictures | prompt and encoded pictures | sample | result. */
-function columns({ pictures = [], encoded = [] }) {
+function columns({ pictures = [], encoded = [], loaded = LOADED }) {
+  const shown = pictures.map((key) => ({ key, width: 380, height: key === "components" ? ROOM.small : ROOM.picture }));
+  const described = encoded.map((key) => ({ key, width: 420, height: ROOM.encoded }));
   return [
-    [{ key: "note", width: 480, height: 760 }],
-    [
-      { key: "load", width: 380, height: 420, below: 20 },
-      ...pictures.map((key) => ({ key, width: 380, height: key === "components" ? 0 : 340 })),
-    ],
-    [{ key: "prompt", width: 440, height: 480, below: 60 }, ...encoded.map((key) => ({ key, width: 440, below: 30 }))],
-    [{ key: "sample", width: 340 }],
-    [
-      { key: "decode", width: 460, height: 420, below: 50 },
-      { key: "save", width: 460, height: 460 },
-    ],
+    NOTE,
+    { group: pictures.length ? "Load" : "Load the model", nodes: [loaded, ...shown] },
+    { group: "Describe", nodes: [{ key: "prompt", width: 420, height: ROOM.prompt }, ...described] },
+    SAMPLE,
+    SEE,
   ];
 }
 
 /** Columns where nothing is sampled: note | model and kept latents | result. */
-const RECOVERED = [
-  [{ key: "note", width: 480, height: 760 }],
-  [
-    { key: "recover", width: 380, below: 20 },
-    { key: "load", width: 380, height: 420 },
-  ],
-  [
-    { key: "decode", width: 460, height: 420, below: 50 },
-    { key: "save", width: 460, height: 460 },
-  ],
-];
+const RECOVERED = [NOTE, { group: "Load", nodes: [LOADED, { key: "recover", width: 380, height: ROOM.recover }] }, SEE];
 
 /** Columns with LoRAs: note | model | LoRAs and prompt | sample | result. */
 const ADAPTED = [
-  [{ key: "note", width: 480, height: 760 }],
-  [{ key: "load", width: 380, height: 420 }],
-  [
-    { key: "style", width: 440, below: 20 },
-    { key: "motion", width: 440, below: 20 },
-    { key: "prompt", width: 440, height: 480 },
-  ],
-  [{ key: "sample", width: 340 }],
-  [
-    { key: "decode", width: 460, height: 420, below: 50 },
-    { key: "save", width: 460, height: 460 },
-  ],
+  NOTE,
+  { group: "Load", nodes: [LOADED, ...["style", "motion"].map((key) => ({ key, width: 380, height: ROOM.lora }))] },
+  { group: "Describe", nodes: [{ key: "prompt", width: 420, height: ROOM.prompt }] },
+  SAMPLE,
+  SEE,
 ];
 
 function workflow(name, { title, model, text, nodes, placed, ...places }) {
@@ -256,7 +232,7 @@ const SPECS = {
     placed: RECOVERED,
     nodes: {
       load: load("LTX-Video"),
-      recover: { kind: "AnyGPURecoverLatents", values: { kept: "newest" } },
+      recover: { kind: "AnyGPURecoverLatents", values: { kept: "newest" }, links: { pipeline: ["load", "pipeline"] } },
       decode: { kind: "AnyGPUDecode", links: { pipeline: ["load", "pipeline"], latent: ["recover", "latent"] } },
     },
   },
@@ -305,9 +281,9 @@ const SPECS = {
     nodes: {
       load: load("HunyuanVideo"),
       prompt: prompt(CAT),
-      style: { ...lora("style.safetensors", { strength: 1 }), title: "First LoRA" },
+      style: { ...lora("none", { strength: 1 }), title: "First LoRA" },
       motion: {
-        ...lora("motion.safetensors", { strength: 0.7, blocks: "double" }, "style"),
+        ...lora("none", { strength: 0.7, blocks: "double" }, "style"),
         title: "Second LoRA, double blocks alone",
       },
       sample: sample(
@@ -359,6 +335,7 @@ const SPECS = {
   framepack_image_to_video: {
     title: "FramePack: image to video",
     model: "framepack",
+    loaded: FROM_SEVERAL,
     text:
       "Makes long videos in little memory, section by section, from the end to the start. Every finished section is " +
       "shown and saved. *section_prompts* takes one prompt per line for later sections.",
@@ -375,6 +352,7 @@ const SPECS = {
   framepack_first_last_frame: {
     title: "FramePack: first and last frame",
     model: "framepack",
+    loaded: FROM_SEVERAL,
     text: "The video leads from one picture to another. *end_strength* on the sampler sets how strongly the last one " +
     "counts.",
     pictures: ["image", "last"],
@@ -392,6 +370,7 @@ const SPECS = {
   framepack_f1_image_to_video: {
     title: "FramePack F1: image to video",
     model: "framepack_f1",
+    loaded: FROM_SEVERAL,
     text: "This FramePack samples from the start to the end, with more movement. It cannot use an end image.",
     pictures: ["image"],
     encoded: ["encoded"],
@@ -415,5 +394,5 @@ const SPECS = {
   },
 };
 
-export { CAFE, CAT, DANCE, WITHOUT, described, image, load, picture, prompt };
+export { CAFE, CAT, DANCE, NOTE, ROOM, WITHOUT, described, image, load, picture, prompt };
 export const WORKFLOWS = Object.fromEntries(Object.entries(SPECS).map(([name, spec]) => [name, workflow(name, spec)]));

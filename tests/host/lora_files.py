@@ -28,7 +28,8 @@ def write(server: Server, name: str) -> Path:
 
 
 def furnish(server: Server, prompt: dict[str, dict[str, Any]]) -> None:
-    """Write every file that the LoRA nodes of a prompt name."""
-    for node in prompt.values():
-        if node["class_type"] == "AnyGPULoRA":
-            write(server, node["inputs"]["lora"])
+    """Give the LoRA nodes of a prompt that name no file one each, and write the files."""
+    nodes = [node["inputs"] for node in prompt.values() if node["class_type"] == "AnyGPULoRA"]
+    for inputs, name in zip(nodes, ("style.safetensors", "motion.safetensors"), strict=False):
+        inputs["lora"] = name if inputs["lora"] == "none" else inputs["lora"]
+        write(server, inputs["lora"])

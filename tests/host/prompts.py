@@ -14,6 +14,7 @@ SAVE = "SaveVideo"
 PAINT = "paint_"
 CORE_SAMPLED = "_core_ksampler"
 RECOVERED = "_recover_latents"
+FITTED = ("_on_an_older_gpu", "rescue_a_vae_decode")
 PICTURES = "pictures"  # the id of the node that saves frames without loss
 
 Link = list[Any]
@@ -103,13 +104,18 @@ def shipped() -> list[Path]:
 
 def filmed() -> list[Path]:
     """Shipped workflows that end in a video of our own sampler."""
-    ours = [workflow for workflow in shipped() if not workflow.stem.endswith((CORE_SAMPLED, RECOVERED))]
+    ours = [workflow for workflow in shipped() if not workflow.stem.endswith((CORE_SAMPLED, RECOVERED, *FITTED))]
     return [workflow for workflow in ours if not workflow.stem.startswith(PAINT)]
 
 
 def core_sampled() -> list[Path]:
     """Shipped workflows in which core's sampler drives our model."""
     return [workflow for workflow in shipped() if workflow.stem.endswith(CORE_SAMPLED)]
+
+
+def fitted() -> list[Path]:
+    """Shipped workflows of core's own models, fitted to the device."""
+    return [workflow for workflow in shipped() if workflow.stem.endswith(FITTED)]
 
 
 def painted() -> list[Path]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from host.inside.asking import Inside
@@ -17,6 +19,10 @@ OTHERS = (
 )  # fmt: skip
 
 
+VIDEO_VAES = ("LTX", "HunyuanVideo", "HunyuanVideo 1.5", "Mochi")
+MORE = tuple(name for name in (*USUAL, *OTHERS) if name not in ("LTX-2", "Lumina 2", "SD3"))
+
+
 @pytest.mark.parametrize("name", [*USUAL, *(pytest.param(name, marks=full) for name in OTHERS)])
 def test_safe_fp16_is_near_fp32_where_plain_fp16_is_not(inside: Inside, name: str) -> None:
     found = inside.play("core_fit", "near_fp32", name=name)
@@ -24,3 +30,114 @@ def test_safe_fp16_is_near_fp32_where_plain_fp16_is_not(inside: Inside, name: st
     assert found["safe"] <= NEAR
     assert found["restored"] and not found["traces"], "something of ours stayed on core's modules"
     assert found["said"][0].startswith("precision fp16-safe: auto: core would compute in fp32")
+
+
+@pytest.mark.parametrize("profile", ["turing", pytest.param("gfx1151", marks=full)])
+def test_safe_fp16_on_simulated_machines(inside: Inside, profile: str) -> None:
+    found = inside.play("core_fit", "near_fp32", name="Wan 2.2", profile=profile)
+    assert found["plain"] > 10 * NEAR and found["safe"] <= NEAR and found["restored"] and not found["traces"]
+
+
+def test_bf16_weights_on_a_device_that_damages_them_are_named(inside: Inside) -> None:
+    said = inside.play("core_fit", "damaged", name="Wan 2.1", profile="gfx1151")
+    assert any(line.startswith("weights bf16: this device changes them") for line in said)
+    assert not any(
+        line.startswith("weights") for line in inside.play("core_fit", "damaged", name="Wan 2.1", profile="turing")
+    )
+
+
+@pytest.mark.parametrize("profile", ["gfx1201", "xpu-like"])
+def test_a_machine_that_needs_nothing_gives_the_very_object_back(inside: Inside, profile: str) -> None:
+    found = inside.play("core_fit", "unchanged", name="Wan 2.1", profile=profile)
+    assert found["same"], found["said"]
+    assert found["kept"], "latents are kept on such a machine where the user asks for it"
+
+
+@pytest.mark.parametrize(
+    "name", ["LTX-2", "Qwen-Image", "Z-Image", "SD3", *(pytest.param(name, marks=full) for name in OTHERS)]
+)
+def test_bytes_of_scores_stay_within_the_budget(inside: Inside, name: str) -> None:
+    found = inside.play("core_fit", "bounded", name=name)
+    assert found["largest"] <= found["budget"]
+    assert found["whole"] > found["largest"], "no call was computed in chunks: the test tests nothing"
+    assert found["error"] <= 1e-5
+
+
+COMPILED = [pytest.param(f"compile {where}", marks=full) for where in ("below", "above")]
+
+
+@pytest.mark.parametrize("what", ["lora", "lowvram", "fp8", "attention above", *COMPILED])
+def test_what_lies_on_top_or_below_works_as_before(inside: Inside, what: str) -> None:
+    found = inside.play("core_fit", "on_top", name="Wan 2.1", what=what)
+    assert found["error"] <= NEAR and not found["traces"]
+    assert found["acts"] > 0.01, "the LoRA does nothing: the test tests nothing"
+    assert found["calls"] or what != "attention above"
+
+
+def test_clones_merges_saves_and_the_collector_find_the_model_as_before(inside: Inside) -> None:
+    found = inside.play("core_fit", "as_before", name="LTXV")
+    merged = found.pop("merged")
+    assert found == dict.fromkeys(found, True)
+    assert merged <= 1e-5, "a merge with the same weights is another model"
+
+
+@pytest.mark.parametrize("name", ["Wan 2.1", "LTX-2", "SD3"])
+def test_every_sampling_is_kept_and_comes_back(inside: Inside, name: str, tmp_path: Path) -> None:
+    (kept,) = inside.play("core_fit", "kept_samplings", name=name, folder=str(tmp_path))
+    assert kept["equal"] and kept["count"] == (2 if name == "LTX-2" else 1)
+    assert kept["seed"] == 5 and not kept["unfinished"] and kept["family"]
+
+
+def test_a_cancelled_sampling_is_kept_as_far_as_it_came(inside: Inside, tmp_path: Path) -> None:
+    (kept,) = inside.play("core_fit", "kept_samplings", name="Wan 2.1", folder=str(tmp_path), stop_at=2)
+    assert kept["unfinished"] == "step 2 of 3" and kept["shapes"] == [[1, 16, 3, 8, 8]]
+
+
+@pytest.mark.parametrize("name", ["SD", "Wan 2.1", *(pytest.param(name, marks=full) for name in VIDEO_VAES)])
+def test_a_vae_decodes_and_encodes_where_there_is_no_conv3d(inside: Inside, name: str) -> None:
+    found = inside.play("core_fit_vaes", "without_conv3d", name=name)
+    assert found["lacking"] or name == "SD", "core's own VAE works here: the test tests nothing"
+    assert found["decode"] <= 1e-5 and found["encode"] <= 1e-5 and not found["said"]
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [("SD", "values"), ("SD", "colour"), ("SD", "engine"), pytest.param("Wan 2.1", "values", marks=full)],
+)
+def test_a_wrong_decode_is_done_again_in_fp32_and_said(inside: Inside, name: str, fault: str) -> None:
+    found = inside.play("core_fit_vaes", "rescued", name=name, fault=fault)
+    assert found["error"] <= NEAR, "fp16 weights, computed in fp32"
+    assert found["said"][-1] == "decode: fp32" and "; now fp32" in found["said"][0]
+    assert found["again"] and not found["later"], "the next decode begins with what worked"
+    assert found["dtype"] == "torch.float16" and not found["patches"], "the VAE that came in was changed"
+
+
+@pytest.mark.parametrize("name", ["SD", pytest.param("Wan 2.1", marks=full)])
+def test_a_decode_that_runs_out_of_memory_goes_to_smaller_tiles(inside: Inside, name: str) -> None:
+    found = inside.play("core_fit_vaes", "rescued", name=name, fault="memory", edge=20)
+    assert found["said"][-1].startswith("decode: fp32, in tiles of ")
+    assert found["error"] < 1.0 and found["later"], "shortage is tried anew each time"
+
+
+def test_what_no_decode_can_save_is_refused_with_the_cause(inside: Inside) -> None:
+    assert "The sampling went wrong, not the VAE" in inside.play("core_fit_vaes", "refused", name="SD", fault="latents")
+    assert "also in fp32 on the CPU" in inside.play("core_fit_vaes", "refused", name="SD", fault="weights")
+
+
+@pytest.mark.parametrize(
+    ("name", "side"), [("Mochi", "encode"), pytest.param("HunyuanVideo 1.5", "decode", marks=full)]
+)
+def test_causal_masks_that_core_lost_are_put_back(inside: Inside, name: str, side: str) -> None:
+    """No frame depends on a later one: as published."""
+    found = inside.play("core_fit_vaes", "causal", name=name, side=side)
+    assert found["core"] > 1e-3, "core has the masks again: take ours out"
+    assert found["fitted"] <= 1e-5 and found["off"] and found["masks"]
+
+
+def test_text_encoders_in_safe_fp16_and_with_bounded_attention(inside: Inside) -> None:
+    found = inside.play("core_fit_vaes", "text_fitted")
+    assert found["same"], "core's fp32 is finite everywhere: nothing is needed"
+    assert found["changed"] and found["safe"] <= NEAR and found["worn"] > 10
+    assert found["restored"] and not found["left"], "the CLIP that came in was changed"
+    assert found["chunks"] and found["bounded"] <= 1e-5
+    assert any("holds NaN or infinite values" in line for line in found["said"])

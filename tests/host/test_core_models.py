@@ -171,4 +171,5 @@ def test_core_puts_our_model_and_vae_on_other_devices(inside: Inside, name: str)
 
 def test_core_latent_upscaler_finds_the_statistics_of_the_vae(inside: Inside) -> None:
     found = inside.play("extras", "upscaled")
+    assert found["shape"] == [1, 128, 2, 4, 4] and found["finite"]
     assert found["moved"] > 0.1 and found["back"] < 1e-5

@@ -47,6 +47,7 @@ NODES = {
     "AnyGPUSavePrompt",
     "AnyGPUStepCache",
     "AnyGPUTextureMesh",
+    "AnyGPUUpscaleLatents",
 }
 TROUBLE = re.compile(r"Exception|Error|WARNING|Traceback|FAILED|warn", re.IGNORECASE)
 

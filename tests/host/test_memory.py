@@ -214,3 +214,17 @@ def test_high_vram_keeps_what_it_can_and_gives_back_what_is_asked(inside: Inside
     assert "of the transformer streamed" in found["done"] and found["freed"] > 0.3, "it said that it freed"
     assert found["again"] < 0.7, "what ran out is not loaded whole again"
     assert found["left"] == 0
+
+
+def test_the_card_that_computes_waits_for_what_is_streamed_to_it(inside: Inside) -> None:
+    assert inside.play("memory", "waiting", guarded=True) == [[0, 0], [1, 1]]
+    assert [0, 1] in inside.play("memory", "waiting", guarded=False), "the other card waits in its stead"
+
+
+def test_where_memory_is_shared_no_weight_is_held_twice(inside: Inside) -> None:
+    found = inside.play("memory", "shared_memory", name="ltx")
+    assert (found["twice, shared False"], found["twice, shared True"]) == (1.0, 0.0)
+    for shared in (False, True):
+        assert found[f"different, shared {shared}"] == found[f"streamed, shared {shared}"] == 0.0
+        assert found[f"same, shared {shared}"], "weights came back damaged"
+    assert found["classes"] == 0

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from anygpu.compat.checkpoints.gguf_file import gguf_header
 from anygpu.compat.checkpoints.headers import header_of
-from anygpu.compat.checkpoints.weights import read_tensors, write_tensors
+from anygpu.compat.checkpoints.latents import write_record
+from anygpu.compat.checkpoints.scaled import with_scales
+from anygpu.compat.checkpoints.weights import read_json, read_tensors, write_tensors
 from anygpu.compat.errors import CheckpointError, PackError
 from anygpu.pipelines import stages, tiny
 from anygpu.pipelines.base import PromptRequest, Silent
+from anygpu.pipelines.latents.store import load_latent
 from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.movie import read_frames, write_mp4
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 123456789\n"
 DAMAGED = {  # what is in a file called .safetensors, and what its error must not blame on permissions
@@ -84,3 +90,61 @@ def test_code_in_a_model_folder_is_not_run(tmp_path: Path, tiny_folder: Path, mo
     except CheckpointError as error:
         assert "tokenizer" in error.found
     assert not marker.exists()
+
+
+@pytest.mark.parametrize("reader", [header_of, gguf_header, lambda path: read_json(path, "a file"), read_frames])
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path, reader: Any) -> None:
+    if not hasattr(os, "mkfifo"):
+        pytest.skip("needs named pipes")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CheckpointError) as caught:
+        reader(tmp_path / "pipe")
+    assert "is a pipe or a device" in caught.value.found and caught.value.expected == "a file"
+
+
+@pytest.mark.parametrize("name", ["list.m3u8", "list.ffconcat", "list.mp4"])
+def test_a_playlist_opens_no_other_file(tmp_path: Path, name: str) -> None:
+    """As --video: with a path, libav would read every file that the list names, whoever it belongs to."""
+    secret = write_mp4(torch.zeros(2, 32, 32, 3), 8.0, tmp_path / "secret.ts")
+    lists = {"m3u8": f"#EXTM3U\n#EXTINF:1,\n{secret}\n#EXT-X-ENDLIST\n"}
+    lists |= {"ffconcat": f"ffconcat version 1.0\nfile {secret.name}\n", "mp4": lists["m3u8"]}
+    (tmp_path / name).write_text(lists[name.rpartition(".")[2]], encoding="utf-8")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_frames(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("shape", "scale"),
+    [((0, 4), (1,)), ((), (4,)), ((4, 0), (4,)), ((4, 4), (0,))],
+    ids=["rows", "scalar", "columns", "none"],
+)
+def test_a_scale_of_a_weight_without_values_is_refused(tmp_path: Path, shape: Any, scale: Any) -> None:
+    tensors = {"a.weight": torch.zeros(shape, dtype=torch.float8_e4m3fn), "a.scale_weight": torch.ones(scale)}
+    path = write_tensors(tmp_path / "a.safetensors", tensors, {})
+    with pytest.raises(CheckpointError, match=r"fits no weight 'a\.weight'"):
+        with_scales(header_of(path), {}, path)
+
+
+RECORD = {"kind": "latent", "family": "ltx", "task": "text", "frames": 9, "height": 32, "width": 32, "fps": 8.0}
+RECORD |= {"seed": 1, "space": "vae", "version": 1, "shape": [1, 4, 2, 1, 1]}
+WRONG = {
+    "fps": ["fast", None, float("nan"), -1, True, [8]],
+    "extra": [{"generator_state": "no hex"}, {"generator_state": "abc"}, {"section_lengths": "x"}, {"window": "9"}],
+    "family": [3, None],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
+def test_an_edited_record_of_latents_names_what_is_wrong(tmp_path: Path, name: str, value: Any) -> None:
+    path = tmp_path / "a.safetensors"
+    write_record(path, {"latent_tensor": torch.zeros(1, 4, 2, 1, 1)}, {**RECORD, name: value})
+    with pytest.raises(CheckpointError, match=f"is wrong about {name}"):
+        load_latent(path, lambda _: None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int64, torch.bool])
+def test_latents_in_a_dtype_that_no_sampler_makes(tmp_path: Path, dtype: torch.dtype) -> None:
+    path = tmp_path / "a.safetensors"
+    write_record(path, {"latent_tensor": torch.zeros(1, 4, 2, 1, 1).to(dtype)}, RECORD)
+    with pytest.raises(CheckpointError, match="latents of "):
+        load_latent(path, lambda _: None)

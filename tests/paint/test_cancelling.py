@@ -99,7 +99,7 @@ def test_checks_change_nothing():
 def test_a_file_that_takes_long_to_read_is_left_at_once(tmp_path, monkeypatch):
     going, progress = threading.Event(), Cancelling(3)
 
-    def load_scene(path, process):
+    def load_scene(path, process, resolver):
         going.wait(60)
         raise ValueError("read to its end, with nobody listening")
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from anygpu.compat.checkpoints.headers import STORED
@@ -56,6 +58,7 @@ def shapes_of_config(config: Mapping[str, Any], library: str = "diffusers") -> S
     return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
 
 
+@lru_cache
 def encoder(kind: str, index: int = 0) -> Shapes:
     """Names and shapes of a text or picture encoder, as it is published in transformers' names."""
     config = json.loads((CONFIGS / f"{kind}.json").read_text())[index]["config"]
@@ -63,6 +66,7 @@ def encoder(kind: str, index: int = 0) -> Shapes:
     return {name if name.startswith(prefix) else prefix + name: shape for name, shape in found.items()}
 
 
+@lru_cache
 def vae(family: str, index: int = 0) -> Shapes:
     """Names and shapes of a family's VAE, in diffusers' names."""
     return shapes_of_config(json.loads((FAMILIES[family].folder / "vae.json").read_text())[index]["config"])
@@ -100,6 +104,8 @@ def under(prefix: str, tensors: Mapping[str, tuple[int, ...]]) -> Shapes:
 # Family, and its encoders: part to kind and configuration.
 MODELS: dict[str, tuple[str, dict[str, tuple[str, int]]]] = {
     "ltx 2B": ("ltx", {"text_encoder": ("t5", 0)}),
+    "ltx 2B 0.9.1": ("ltx", {"text_encoder": ("t5", 0)}),
+    "ltx 2B 0.9.5": ("ltx", {"text_encoder": ("t5", 0)}),
     "ltx 13B": ("ltx", {"text_encoder": ("t5", 0)}),
     "hunyuan_video": ("hunyuan_video", {"text_encoder": ("llama", 0), "text_encoder_2": ("clip_l", 0)}),
     "hunyuan_video_15": (
@@ -112,22 +118,34 @@ MODELS: dict[str, tuple[str, dict[str, tuple[str, int]]]] = {
     ),
     "mochi": ("mochi", {"text_encoder": ("t5", 0)}),
 }
-VAES = {"ltx 13B": ("ltx", 2), "framepack": ("hunyuan_video", 0)}  # where they are not the family's first
+VAES = {
+    "ltx 2B 0.9.1": ("ltx", 1),
+    "ltx 2B 0.9.5": ("ltx", 2),
+    "ltx 13B": ("ltx", 2),
+    "framepack": ("hunyuan_video", 0),
+}  # where they are not the family's first
 
 
-def composed(model: str, folder: Path, texts: bool = True, monkeypatch: Any = None, **request: Any) -> Pipeline:
-    """The pipeline of a published model as single files that have no weights, with room for it in host memory.
+@contextmanager
+def large_host() -> Iterator[None]:
+    """A machine with :data:`HOST_BYTES` of memory, whatever this one has."""
+    with (
+        mock.patch.object(loading, "_host_room", lambda _: HOST_BYTES),
+        mock.patch.object(decode_plan, "host_free_bytes", lambda: HOST_BYTES),
+    ):
+        yield
+
+
+def composed(model: str, folder: Path, texts: bool = True, transformer: Path | None = None) -> Pipeline:
+    """The pipeline of a published model as single files that have no weights; see :func:`large_host`.
 
     Args:
-        texts: whether with its text encoders. monkeypatch: pytest's, which lets the host memory be large.
-        request: further arguments of the load request; ``transformer`` names another file.
+        texts: whether with its text encoders. transformer: another file than the plain one of these shapes.
     """
     family, encoders = MODELS[model]
-    transformer = request.pop("transformer", None) or sparse(folder / f"{model}.safetensors", shapes(model))
-    parts = {
-        "transformer": transformer,
-        "vae": sparse(folder / f"{model} vae.safetensors", vae(*VAES.get(model, (family, 0)))),
-    }
+    transformer = transformer or sparse(folder / f"{model}.safetensors", shapes(model))
+    own_vae = vae(*VAES.get(model, (family, 0)))
+    parts = {"transformer": transformer, "vae": sparse(folder / f"{model} vae.safetensors", own_vae)}
     for part, (kind, index) in encoders.items():
         if texts or not part.startswith("text"):
             parts[part] = sparse(folder / f"{kind}_{index}.safetensors", encoder(kind, index))
@@ -135,10 +153,7 @@ def composed(model: str, folder: Path, texts: bool = True, monkeypatch: Any = No
     tokenizers.mkdir(exist_ok=True)
     (tokenizers / "tokenizer.json").write_text("{}")
     files = Files(parts, tokenizers=dict.fromkeys(FAMILIES[family].tokenizers.values(), tokenizers))
-    if monkeypatch is not None:
-        monkeypatch.setattr(loading, "_host_room", lambda _: HOST_BYTES)
-        monkeypatch.setattr(decode_plan, "host_free_bytes", lambda: HOST_BYTES)
-    return loading.load(loading.LoadRequest(transformer, device=CARD, files=files, **request))
+    return loading.load(loading.LoadRequest(transformer, device=CARD, files=files))
 
 
 def on_card(pipeline: Pipeline) -> Pipeline:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
@@ -29,6 +28,7 @@ from ...base import (
     SubProgress,
 )
 from ...grid import MOST_FRAMES, snap_frames
+from ...loading.evidence import Evidence
 from ...memory.estimates import beside_transformer
 from ...memory.fit import make_room_and_retry
 from ...sampling.core_sampler import Call, guidance_of, required
@@ -36,6 +36,7 @@ from ...sampling.guidance import Guidance
 from ...sampling.loop import denoise, noise_for, sampled_latents
 from ...sampling.resume import SectionState, SectionStore
 from ...sampling.schedules import Levels, even_levels, schedule_for
+from ...sampling.watch import watch_of
 from ...text.llama import POOLED, llama_embeds, llama_from_core
 from ...text.t5 import EMBEDS, MASK, described
 from ...vae.fallback import decoding
@@ -56,20 +57,17 @@ SHIFT_NAMES = {  # upstream's function names the scheduler's settings in its own
     "max_shift": "max_shift",
 }
 
+F1_NAME = r"f1(?!\d)"
 Forward = Callable[[torch.Tensor, torch.Tensor, Mapping[str, Mapping[str, torch.Tensor]], str], torch.Tensor]
 
 
-def guess_variant(path: Path, config: Mapping[str, Any]) -> tuple[str, str]:
-    """The variant by the folder's name, and why; ``config`` is the same for both."""
-    if path.parent.name == "snapshots":  # Hugging Face's cache names the folder itself by a commit
-        name = path.parent.parent.name
-    else:
-        name = path.parent.name if path.name == "transformer" else path.name
-    variant = F1 if re.search(r"f1(?!\d)", name.lower()) else I2V
-    return variant, (
-        f"assumed from the folder name {name!r}, because the files look the same; choose another variant "
-        "if that is wrong"
-    )
+def guess_variant(evidence: Evidence) -> tuple[str, str]:
+    """The variant by the names around it, and why: files and configuration of both look the same."""
+    name = evidence.name_with(F1_NAME)
+    if name:
+        return F1, f"the name {name!r} says so"
+    said = f"the name {evidence.names[0]!r} does not say F1" if evidence.names else "no name says F1"
+    return I2V, f"assumed, because the files look the same and {said}; choose another variant if that is wrong"
 
 
 def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> Prompt:
@@ -265,7 +263,8 @@ def _section(
             return cond
         return guidance.guide(cond, forward(latents, time, text, "uncond"))
 
-    return denoise(noise, schedule, predict, progress=progress, again=make_room_and_retry(pipeline, progress)).cpu()
+    again, watch = make_room_and_retry(pipeline, progress), watch_of(pipeline, progress)
+    return denoise(noise, schedule, predict, progress=progress, again=again, watch=watch).cpu()
 
 
 def _levels_for(pipeline: Pipeline, latents: torch.Tensor) -> Callable[[int], Levels]:

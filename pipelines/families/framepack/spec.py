@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from ....compat.precision import HALF_TEXT
-from ...family import GUIDED, Defaults, Download, FamilySpec, FileKind, Fit, MemoryTerms, MusubiCache, Offer
+from ...family import GUIDED, Defaults, Download, FamilySpec, FileKind, Fit, MemoryTerms, MusubiCache, Offer, Recipe
 from ...loading.keys import SAME, Layout
 from ...text.llama import POOLED
 from ...text.t5 import EMBEDS
@@ -116,6 +116,7 @@ SPEC = FamilySpec(
         mask="llama_attention_mask",
         mask_dtype=torch.bool,
     ),
+    recipes={"": Recipe("as published", "lllyasviel/FramePack demo_gradio.py", steps=25)},
     published_blocks=BLOCKS,
     published_vae_sites=29,
 )

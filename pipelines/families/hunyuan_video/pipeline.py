@@ -24,6 +24,7 @@ from ...sampling.core_sampler import Call, guidance_of, required
 from ...sampling.guidance import Guidance
 from ...sampling.loop import NoiseMask, denoise, latent_shape, noise_for, noise_mask_for, sampled_latents, start_from
 from ...sampling.schedules import even_levels, schedule_for
+from ...sampling.watch import watch_of
 from ...text.llama import POOLED, LlavaInput, llama_embeds, llama_from_core
 from ...text.t5 import EMBEDS, MASK
 from ...vae.fallback import decoded, encoded
@@ -132,8 +133,16 @@ def sample(
     hold = pipeline.offloader.hold("transformer", beside_transformer(pipeline, settings), progress)
     with hold as transformer, checked_leaves(transformer, progress.check):
         predict = _predictor(pipeline, transformer, prompt, settings, _given(kind, picture), len(schedule))
-        again = make_room_and_retry(pipeline, progress)
-        latents = denoise(start, schedule, predict, progress=progress, noise_mask=mask, preview=whole, again=again)
+        latents = denoise(
+            start,
+            schedule,
+            predict,
+            progress=progress,
+            noise_mask=mask,
+            preview=whole,
+            again=make_room_and_retry(pipeline, progress),
+            watch=watch_of(pipeline, progress),
+        )
     extra = {"drop_frames": DROPPED_FRAMES} if kind == LATENT_CONCAT else {}
     return sampled_latents(pipeline, whole(latents.cpu()) / scale, settings, generator, **extra)
 

@@ -3,7 +3,20 @@
 from __future__ import annotations
 
 from ....compat.precision import HALF_TEXT
-from ...family import GUIDED, HUB_FILES, Defaults, Download, FamilySpec, FileKind, Fit, MemoryTerms, MusubiCache, Offer
+from ...family import (
+    GUIDED,
+    HUB_FILES,
+    Defaults,
+    Download,
+    FamilySpec,
+    FileKind,
+    Fit,
+    MemoryTerms,
+    MusubiCache,
+    Offer,
+    OtherModel,
+    Recipe,
+)
 from ...text.llama import POOLED
 from ...text.t5 import EMBEDS
 from .layouts import LAYOUTS
@@ -69,10 +82,12 @@ SPEC = FamilySpec(
     musubi=MusubiCache(
         "hv", "hunyuan_video", ratio=8, text={"llm": EMBEDS, "clipL": POOLED}, padded=256, mask="llm_mask"
     ),
+    recipes={"": Recipe("as published", "Tencent-Hunyuan/HunyuanVideo README, sample_video.py", steps=50)},
     # Tencent's script decodes in windows of 64 frames, 48 apart; diffusers' own 16 and 12 show as a rhythm in motion.
     vae_tile=256,  # of the same script
     most_whole_cells=32 * 32 * 17,  # of such a tile in one window
     vae_settings={"tile_sample_min_num_frames": 64, "tile_sample_stride_num_frames": 48},
+    others=(OtherModel("SkyReels V1 image to video", ("img_in.proj.weight", "vector_in.in_layer.weight"), 32),),
     published_blocks=BLOCKS,
     published_vae_sites=29,
 )

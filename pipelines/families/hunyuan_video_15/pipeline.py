@@ -22,7 +22,7 @@ from ...base import (
     SampleSettings,
     StageText,
 )
-from ...family import Defaults
+from ...family import Defaults, Recipe
 from ...memory.estimates import beside_transformer
 from ...memory.fit import make_room_and_retry
 from ...pictures import checked_vision
@@ -30,11 +30,12 @@ from ...sampling.core_sampler import Call
 from ...sampling.guidance import Guidance
 from ...sampling.loop import denoise, latent_shape, noise_for, noise_mask_for, sampled_latents, start_from
 from ...sampling.schedules import Schedule, even_levels, schedule_for
+from ...sampling.watch import watch_of
 from ...text.qwen import EMBEDS_2, qwen_embeds, qwen_from_core
 from ...text.t5 import EMBEDS
 from ...vae.fallback import decoded, encoded, watched
 from ...vae.plan import Form
-from .spec import CHANNELS, SPATIAL_RATIO, SPEC, TEMPORAL_RATIO
+from .spec import CHANNELS, FEW_STEPS, SPATIAL_RATIO, SPEC, TEMPORAL_RATIO
 
 VISION_TOKENS = 729  # what SigLIP makes of 384 x 384 pixels
 STATES, PICTURE = "image_embeds", "image_latents"
@@ -47,6 +48,11 @@ def defaults_for(pipeline: Pipeline) -> Defaults:
     # Upstream's other formula, cond + scale * (cond - uncond), is this one with one more.
     scale = float(guider.get("guidance_scale", SPEC.defaults.cfg)) + bool(guider.get("use_original_formulation"))
     return replace(SPEC.defaults, width=width, height=height, cfg=scale if guider.get("enabled", True) else 1.0)
+
+
+def recipe_for(pipeline: Pipeline) -> Recipe:
+    """The published recipe: few steps for the transformer that takes the next time too, as only that training does."""
+    return SPEC.recipes[FEW_STEPS if pipeline.configs["transformer"].get("use_meanflow") else ""]
 
 
 def nearest_size(pipeline: Pipeline, width: int, height: int) -> tuple[int, int]:
@@ -126,6 +132,7 @@ def sample(
             predict,
             progress=progress,
             again=make_room_and_retry(pipeline, progress),
+            watch=watch_of(pipeline, progress),
             noise_mask=noise_mask_for(settings, clean, noise),
         )
     return sampled_latents(pipeline, latents.cpu() / scale, settings, generator)
@@ -154,7 +161,7 @@ def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.
 
 def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form | None = None) -> torch.Tensor:
     """Frames (F, H, W, 3) in 0..1; in tiles of 256 pixels where the whole would be larger than one of those."""
-    tile = SPEC.tile_for(latents.samples.shape[2:])
+    tile = pipeline.spec.tile_for(latents.samples.shape[2:])
     return decoded(pipeline, latents.samples, progress, form, tile)
 
 
@@ -258,4 +265,4 @@ def _video_latents(
 ) -> torch.Tensor:
     count, rows, columns = frames.shape[:3]
     cells = ((count - 1) // TEMPORAL_RATIO + 1, rows // SPATIAL_RATIO, columns // SPATIAL_RATIO)
-    return encoded(pipeline, frames, seed, progress, mode, SPEC.tile_for(cells))
+    return encoded(pipeline, frames, seed, progress, mode, pipeline.spec.tile_for(cells))

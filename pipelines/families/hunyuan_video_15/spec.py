@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from ...family import GUIDED, HUB_FILES, Defaults, Download, FamilySpec, FileKind, Fit, MemoryTerms, MusubiCache, Offer
+from ...family import (
+    GUIDED,
+    HUB_FILES,
+    Defaults,
+    Download,
+    FamilySpec,
+    FileKind,
+    Fit,
+    MemoryTerms,
+    MusubiCache,
+    Offer,
+    OtherModel,
+    Recipe,
+)
 from ...text.qwen import EMBEDS_2
 from ...text.t5 import EMBEDS
 from .layouts import LAYOUTS
@@ -10,6 +23,8 @@ from .layouts import LAYOUTS
 CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 32, 16, 4
 # Written by `python benchmarks/memory_fits.py`.
 FIT = Fit(tokens=8.33, latents=2.27, pixels=6.01, plain=0.0, text=3.42, streamed=13.18, chunked=1.27)
+FEW_STEPS = "few steps"
+SOURCE = "Tencent-Hunyuan/HunyuanVideo-1.5 hyvideo/commons/__init__.py, PIPELINE_CONFIGS"
 
 SPEC = FamilySpec(
     id="hunyuan_video_15",
@@ -41,6 +56,8 @@ SPEC = FamilySpec(
     pages=(
         "https://huggingface.co/hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
         "https://huggingface.co/hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v",
+        "https://huggingface.co/hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v",
+        "https://huggingface.co/hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_i2v",
     ),
     optional=("image_encoder", "feature_extractor"),
     text_width="text_embed_dim",
@@ -64,14 +81,20 @@ SPEC = FamilySpec(
             ),
         ),
         {"text": 13.2, "text 2": 0.4, "transformer": 15.5, "vae": 2.3},
+        stored_bytes=int(53.4 * 2**30),  # 33 files of that commit
     ),
     musubi=MusubiCache(
         "hv15", "hunyuan_video_1_5", ratio=16, text={"varlen_vl_embed": EMBEDS, "varlen_byt5_embed": EMBEDS_2}
     ),
+    others=(OtherModel("HunyuanVideo 1.5 super-resolution", ("img_in.proj.weight", "byt5_in.fc1.weight"), 98),),
     published_blocks=(
         ("diffusers.models.transformers.transformer_hunyuan_video15.HunyuanVideo15TransformerBlock", 54, False),
     ),
     published_vae_sites=35,
+    recipes={
+        "": Recipe("as published, also where it needs no cfg", SOURCE, steps=50),
+        FEW_STEPS: Recipe("480p i2v step distilled", SOURCE, steps=12),  # 8 work too, says the README
+    },
     vae_tile=256,  # the VAE's own
     most_whole_cells=16 * 16 * 31,  # cells in one of the VAE's own tiles of the model's longest video
 )

@@ -93,12 +93,14 @@ class Walk:
 
     Args:
         image_noise: share of noise put on whole pictures before each step; 0 leaves them as they are.
+        renews: whether each step removes all noise and puts new noise on.
     """
 
     schedule: Schedule
     start: Start
     image_noise: float
     generator: torch.Generator
+    renews: bool = False
 
     def begin(self) -> torch.Tensor:
         """The tokens before the first step."""
@@ -111,16 +113,21 @@ class Walk:
 
     def step(self, output: torch.Tensor, index: int, tokens: torch.Tensor) -> torch.Tensor:
         """The tokens before the next step: those that are less noisy than this one stay."""
-        stepped = self.schedule.step(output, index, tokens)
-        if self.start.held is None:
-            return stepped
-        runs = self.schedule.timesteps[index] / TRAIN_TIMESTEPS - STARTED < (1.0 - self.start.held)
         drawn = self.generator.get_state()
         try:
+            stepped = (self._renewed if self.renews else self.schedule.step)(output, index, tokens)
+            if self.start.held is None:
+                return stepped
+            runs = self.schedule.timesteps[index] / TRAIN_TIMESTEPS - STARTED < (1.0 - self.start.held)
             return self._loosened(torch.where(runs.unsqueeze(-1), stepped, tokens), index + 1)
         except BaseException:
             self.generator.set_state(drawn)  # the step may be tried again, and draws the same noise then
             raise
+
+    def _renewed(self, output: torch.Tensor, index: int, tokens: torch.Tensor) -> torch.Tensor:
+        """The clean video that ``output`` implies, with new noise of the next level."""
+        level, noise = self.schedule.levels[index + 1], noise_for(tuple(tokens.shape), self.generator, tokens.device)
+        return (1.0 - level) * self.schedule.clean(output, index, tokens) + level * noise
 
     def _loosened(self, tokens: torch.Tensor, index: int) -> torch.Tensor:
         from diffusers import LTXConditionPipeline

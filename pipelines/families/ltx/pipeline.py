@@ -7,16 +7,15 @@ Three recipes, each equal to one of upstream's pipelines:
 - ``LTXConditionPipeline``: a folder of that pipeline (0.9.5 and later), and any other images and clips elsewhere. Such
   a folder's dynamic shift, which that pipeline refuses, is off then; its text stays encoded as ``LTXPipeline`` does.
 
-What files cannot tell is whether a checkpoint is distilled: the input ``variant`` says, and changes :data:`TUNING`.
+Steps, guidance and schedule of each variant are those of Lightricks' own configurations: ``RECIPES`` in ``spec.py``.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,13 +24,15 @@ from ....compat.device.execution import HOST, checked_leaves, generator_for, pla
 from ....compat.memory.hooks import own_tensors
 from ....compat.memory.transfer import Transfer
 from ...base import ImageCondition, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings, StageText
-from ...family import Defaults
+from ...family import Defaults, Recipe
+from ...loading.evidence import Evidence
 from ...memory.estimates import beside_transformer
 from ...memory.fit import make_room_and_retry
+from ...recipes import recipe_of
 from ...sampling.core_sampler import Call
-from ...sampling.guidance import Guidance
 from ...sampling.loop import NoiseMask, Predict, denoise, latent_shape, noise_for, noise_mask_for, sampled_latents
 from ...sampling.schedules import TRAIN_TIMESTEPS, Levels, Schedule, schedule_for
+from ...sampling.watch import watch_of
 from ...text.t5 import EMBEDS, MASK, batched, t5_embeds, t5_from_core
 from ...vae.fallback import decoding, unsigned
 from ...vae.plan import Form
@@ -49,7 +50,9 @@ from .conditions import (
     is_first_frame,
     plain_start,
 )
-from .spec import CONDITION, DEV, DISTILLED, SPATIAL_RATIO, SPEC, TEMPORAL_RATIO
+from .guidance import LtxGuidance, within, without_attention
+from .spec import CONDITION, DEV, DISTILLED, LARGE, SPATIAL_RATIO, SPEC, STOCHASTIC, TEMPORAL_RATIO
+from .upscale import upscale
 
 __all__ = [
     "call_transformer",
@@ -60,58 +63,58 @@ __all__ = [
     "encode_video",
     "guess_variant",
     "prompt_from_core",
+    "recipe_for",
     "sample",
+    "settings_in",
+    "upscale",
 ]
 
+LARGEST_2B = 28  # blocks of its transformer
 PLAIN_TOKENS = 128  # LTXPipeline pads every text to it without a mask, so the length acts on the video
 
 
-@dataclass(frozen=True, slots=True)
-class Tuning:
-    """How a variant is run.
+def recipe_for(pipeline: Pipeline) -> Recipe:
+    """The published recipe of the variant, and of this size where its sizes differ.
 
-    Args:
-        steps, cfg: defaults. timesteps: its fixed schedule; None for the recipe's own.
-        image_noise: noise added to whole pictures at each step of the condition recipe, which loosens the motion.
-        decode_timestep, decode_noise_scale: for VAEs that remove the last noise themselves (0.9.1 and later).
-            :func:`decode` prefers values of these names in ``Latents.extra``.
+    A transformer that lacks the blocks it names, of a size that nobody published, runs without STG.
     """
-
-    steps: int
-    cfg: float
-    image_noise: float
-    decode_timestep: float
-    decode_noise_scale: float
-    timesteps: tuple[float, ...] | None = None
+    count = int(pipeline.configs["transformer"].get("num_layers", 0))
+    name = f"{pipeline.variant} {LARGE}" if count > LARGEST_2B else pipeline.variant
+    recipe = SPEC.recipes.get(name, SPEC.recipes[pipeline.variant])
+    return within(recipe, count)
 
 
-TUNING: dict[str, Tuning] = {
-    # What upstream's pipelines do when nothing is passed; its guide recommends to decode 0.9.1 and later at 0.05.
-    DEV: Tuning(steps=50, cfg=3.0, image_noise=0.15, decode_timestep=0.0, decode_noise_scale=0.0),
-    # Source: the distilled example in diffusers' guide to LTX-Video.
-    DISTILLED: Tuning(
-        steps=8,
-        cfg=1.0,
-        image_noise=0.0,
-        decode_timestep=0.05,
-        decode_noise_scale=0.025,
-        timesteps=(1000, 993, 987, 981, 975, 909, 725, 0.03),
-    ),
-}
+def guess_variant(evidence: Evidence) -> tuple[str, str]:
+    """Which of the trainings it is, and what says so."""
+    name, older = evidence.name_with(DISTILLED), evidence.name_with(r"0\.9\.6.*distil|distil.*0\.9\.6")
+    trained = evidence.note("config", "allowed_inference_steps")
+    if older:
+        return STOCHASTIC, f"the name {older!r} says so"
+    if trained:
+        return DISTILLED, f"its file says that it was trained for {len(trained)} noise levels"
+    if name:
+        return DISTILLED, f"the name {name!r} says so"
+    if evidence.note("config", "scheduler"):
+        return DEV, "its file names no noise levels that it was trained for"
+    released = evidence.name_with(r"\bdev\b|[-_]dev|v?0\.9")
+    said = f"the name {released!r} does not say {DISTILLED!r}" if released else f"no name around it says {DISTILLED!r}"
+    return DEV, f"assumed, since its file says nothing and {said}"
 
 
-def guess_variant(path: Path, config: Mapping[str, Any]) -> tuple[str, str]:
-    """``distilled`` where the folder is called so, else ``dev``, and why."""
-    if DISTILLED in path.name.lower():
-        return DISTILLED, f"assumed from the folder's name {path.name!r}, because the files cannot tell"
-    return DEV, f"assumed, since the folder's name {path.name!r} does not say {DISTILLED!r} and its files do not tell"
+def settings_in(evidence: Evidence) -> dict[str, dict[str, Any]]:
+    """What a file's own scheduler says of the pipeline that it was made for; empty where it has none."""
+    sampler = evidence.note("config", "scheduler", "sampler")
+    if sampler is None:
+        return {}
+    later = str(sampler).lower() == "linearquadratic"  # since 0.9.5
+    shifts = {"use_dynamic_shifting": False, "shift_terminal": None} if later else {}
+    return {"index": {"_class_name": CONDITION if later else "LTXPipeline"}, "scheduler": shifts}
 
 
 def defaults_for(pipeline: Pipeline) -> Defaults:
-    """The defaults of the variant, and the text length of the checkpoint's own pipeline."""
-    tuning = TUNING[pipeline.variant]
+    """The family's defaults with the text length of the checkpoint's own pipeline."""
     tokens = SPEC.defaults.max_tokens if is_condition(pipeline) else PLAIN_TOKENS
-    return replace(SPEC.defaults, steps=tuning.steps, cfg=tuning.cfg, max_tokens=tokens)
+    return replace(SPEC.defaults, max_tokens=tokens)
 
 
 def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> Prompt:
@@ -153,13 +156,13 @@ def sample(
     device, generator = pipeline.offloader.device_of("transformer"), generator_for(settings.seed)
     anchors = anchors_of(image, settings.frames, progress)
     conditioned = is_condition(pipeline) or bool(anchors and not is_first_frame(anchors))
-    schedule = ltx_schedule(
-        pipeline.tools["scheduler"], settings, conditioned, TUNING[pipeline.variant].timesteps, device
-    )
+    recipe = recipe_of(pipeline, settings)
+    schedule = ltx_schedule(pipeline.tools["scheduler"], settings, conditioned, recipe, device)
     clean = None if settings.latents is None else settings.latents.samples.to(device)
     canvas = Canvas(settings, device, clean, schedule.levels[0])
     start = (conditioned_start if conditioned else plain_start)(canvas, image, anchors, generator)
-    walk = Walk(schedule, start, TUNING[pipeline.variant].image_noise if conditioned else 0.0, generator)
+    renews = recipe.stochastic and settings.scheduler == "auto"
+    walk = Walk(schedule, start, recipe.image_noise if conditioned else 0.0, generator, renews)
 
     def unpacked(tokens: torch.Tensor) -> torch.Tensor:
         return LTXPipeline._unpack_latents(tokens[:, start.outside :], *canvas.shape[2:])
@@ -168,18 +171,21 @@ def sample(
         pipeline.offloader.hold("transformer", beside_transformer(pipeline, settings), progress) as transformer,
         checked_leaves(transformer, progress.check),
     ):
-        predict = _predictor(transformer, pipeline.precision.residual, prompt, settings, walk)
+        guidance = LtxGuidance(settings, schedule.levels, recipe.star)
+        predict = _predictor(transformer, pipeline.precision.residual, prompt, guidance, walk)
         tokens = denoise(
             walk.begin(),
             schedule,
             predict,
             progress=progress,
             again=make_room_and_retry(pipeline, progress),
+            watch=watch_of(pipeline, progress),
             noise_mask=_noise_mask(canvas, start),
             preview=unpacked,
             step=walk.step,
         )
-    latents = sampled_latents(pipeline, unpacked(tokens.cpu()), settings, generator)
+    mapped = {"tone_map": recipe.tone_map} if recipe.tone_map else {}
+    latents = sampled_latents(pipeline, unpacked(tokens.cpu()), settings, generator, **mapped)
     return replace(latents, task="image" if anchors else "text")
 
 
@@ -209,52 +215,60 @@ def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.
 
 
 def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form | None = None) -> torch.Tensor:
-    """Frames (F, H, W, 3) in 0..1; a VAE that removes the last noise gets it from the generator that sampled."""
-    from diffusers import LTXPipeline
+    """Frames (F, H, W, 3) in 0..1; a VAE that removes the last noise gets it from the generator that sampled.
+
+    The noise goes onto the latents as they are sampled, as Lightricks' own code has it. diffusers puts it onto those
+    that its VAE takes, whose channels are scaled.
+    """
+    from diffusers import LTXLatentUpsamplePipeline, LTXPipeline
 
     generator = generator_for(latents.seed, latents.extra.get("generator_state"))
-    tuning, noise = TUNING[pipeline.variant], None
-    noise_scale = latents.extra.get("decode_noise_scale", tuning.decode_noise_scale)
-    timestep = latents.extra.get("decode_timestep", tuning.decode_timestep)
+    recipe, samples, removes = recipe_for(pipeline), latents.samples, False
+    timestep = latents.extra.get("decode_timestep", recipe.decode_timestep)
     if pipeline.configs["vae"].get("timestep_conditioning"):
-        noise = noise_for(tuple(latents.samples.shape), generator, HOST)
+        level = torch.tensor(latents.extra.get("decode_noise_scale", recipe.decode_noise))
+        samples = (1 - level) * samples + level * noise_for(tuple(samples.shape), generator, HOST)
+        removes = True
+    if latents.extra.get("tone_map"):
+        samples = LTXLatentUpsamplePipeline.tone_map_latents(None, samples, latents.extra["tone_map"])
 
     def prepare(vae: Any, transfer: Transfer) -> tuple[torch.Tensor, torch.Tensor | None]:
         with own_tensors(vae):
             mean, std = transfer.to_host_fp32(vae.latents_mean), transfer.to_host_fp32(vae.latents_std)
-        samples, time = LTXPipeline._denormalize_latents(latents.samples, mean, std, _scaling(pipeline)), None
-        if noise is not None:
-            level = torch.tensor(noise_scale)
-            samples, time = (1 - level) * samples + level * noise, transfer.to_device(torch.tensor([timestep]))
-        return samples, time
+        time = transfer.to_device(torch.tensor([timestep])) if removes else None
+        return LTXPipeline._denormalize_latents(samples, mean, std, _scaling(pipeline)), time
 
     with decoding(pipeline, latents.samples.shape, progress, form) as passes:
         return unsigned(passes.decode(latents.samples, prepare=prepare))
 
 
-def _predictor(transformer: Any, dtype: torch.dtype, prompt: Prompt, settings: SampleSettings, walk: Walk) -> Predict:
+def _predictor(transformer: Any, dtype: torch.dtype, prompt: Prompt, guidance: LtxGuidance, walk: Walk) -> Predict:
     """The guided velocity of each token; text in another dtype is cast to the transformer's."""
-    text = placed(batched(prompt, settings.cfg > 1.0), walk.start.tokens.device, dtype)
-    guidance = Guidance(settings, len(walk.schedule))
+    text = placed(batched(prompt, guidance.settings.cfg > 1.0), walk.start.tokens.device, dtype)
 
     def predict(tokens: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
-        guided = guidance.acts(index)
-        rows = text if guided else {name: tensor[-1:] for name, tensor in text.items()}
-        copies, times = (2 if guided else 1), walk.times(time)
-        place = {
-            name: torch.cat([value] * copies) if isinstance(value, torch.Tensor) else value
-            for name, value in walk.start.place.items()
-        }
-        with transformer.cache_context("cond_uncond"):
-            output = transformer(
-                hidden_states=torch.cat([tokens] * copies).to(dtype),
-                encoder_hidden_states=rows[EMBEDS],
-                timestep=torch.cat([times] * copies),
-                encoder_attention_mask=rows[MASK],
-                return_dict=False,
-                **place,
-            )[0].float()
-        output = guidance.guide_batch(output)
+        times = walk.times(time)
+
+        def forward(both: bool, blocks: tuple[int, ...]) -> torch.Tensor:
+            rows = text if both else {name: tensor[-1:] for name, tensor in text.items()}
+            copies = 2 if both else 1
+            place = {
+                name: torch.cat([value] * copies) if isinstance(value, torch.Tensor) else value
+                for name, value in walk.start.place.items()
+            }
+            branch = "without_attention" if blocks else "cond_uncond"
+            with transformer.cache_context(branch), without_attention(transformer, blocks):
+                output: torch.Tensor = transformer(
+                    hidden_states=torch.cat([tokens] * copies).to(dtype),
+                    encoder_hidden_states=rows[EMBEDS],
+                    timestep=torch.cat([times] * copies),
+                    encoder_attention_mask=rows[MASK],
+                    return_dict=False,
+                    **place,
+                )[0]
+            return output.float()
+
+        output = guidance.guided(index, forward)
         # Solvers and preview reckon with one noise level for all: in a token that has less, less is to be removed.
         return output if walk.start.held is None else output * (times / time).unsqueeze(-1)
 
@@ -291,22 +305,20 @@ def _scaling(pipeline: Pipeline) -> float:
 
 
 def ltx_schedule(
-    config: Mapping[str, Any],
-    settings: SampleSettings,
-    conditioned: bool,
-    fixed: Sequence[float] | None,
-    device: torch.device,
+    config: Mapping[str, Any], settings: SampleSettings, conditioned: bool, recipe: Recipe, device: torch.device
 ) -> Schedule:
     """The schedule for one sampling.
 
     Args:
         config: the scheduler's own. conditioned: whether it is the one of ``LTXConditionPipeline``.
-        fixed: the timesteps of a distilled model, which it was trained on.
+        recipe: has the noise levels of a distilled model, and what is left out.
     """
-    if not conditioned and fixed is None:
+    if not conditioned and recipe.timesteps is None:
         levels: Callable[[int], Levels] = partial(_shifted, config, math.prod(latent_shape(SPEC, 1, settings)))
     else:
-        levels = partial(_stretched, fixed) if fixed is not None else _linear_quadratic
+        levels = _linear_quadratic if recipe.timesteps is None else partial(_stretched, recipe.timesteps)
+        if recipe.steps_run < recipe.steps:
+            levels = partial(_part, levels, recipe)
         if config.get("use_dynamic_shifting"):
             config = {**config, "use_dynamic_shifting": False, "shift_terminal": None}
         if settings.shift:
@@ -332,12 +344,19 @@ def _linear_quadratic(steps: int) -> Levels:
     return Levels(timesteps=(linear_quadratic_schedule(steps) * TRAIN_TIMESTEPS).tolist())
 
 
+def _part(levels: Callable[[int], Levels], recipe: Recipe, steps: int) -> Levels:
+    """``levels`` without the steps that the recipe leaves out, as large a share of another number of steps."""
+    first, last = (round(skip * steps / recipe.steps) for skip in (recipe.skip_first, recipe.skip_last))
+    return Levels(timesteps=(levels(steps).timesteps or ())[first : steps - last])
+
+
 def _stretched(fixed: Sequence[float], steps: int) -> Levels:
-    """The fixed timesteps; read between them where another number of steps is asked."""
+    """The fixed noise levels as timesteps; read between them where another number of steps is asked."""
     import numpy
 
     places = numpy.linspace(0, len(fixed) - 1, steps)
-    return Levels(timesteps=numpy.interp(places, range(len(fixed)), fixed).tolist())
+    read = numpy.interp(places, range(len(fixed)), fixed) * TRAIN_TIMESTEPS
+    return Levels(timesteps=read.tolist())
 
 
 def _as_sigmas(levels: Callable[[int], Levels], steps: int) -> Levels:

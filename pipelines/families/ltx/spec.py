@@ -2,14 +2,111 @@
 
 from __future__ import annotations
 
-from ...family import GUIDED, HUB_FILES, Defaults, Download, FamilySpec, FileKind, Fit, MemoryTerms, Offer
+from dataclasses import replace
+
+from ...family import (
+    GUIDED,
+    HUB_FILES,
+    Defaults,
+    Download,
+    FamilySpec,
+    FileKind,
+    Fit,
+    GuidanceStep,
+    MemoryTerms,
+    Offer,
+    OtherModel,
+    Recipe,
+)
 from .layouts import LAYOUTS
 
 CONDITION = "LTXConditionPipeline"
-DEV, DISTILLED = "dev", "distilled"
+DEV, DISTILLED, STOCHASTIC = "dev", "distilled", "distilled_0.9.6"
+LARGE = "13B"  # in the names of recipes: 48 blocks; else 28
 CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 128, 32, 8
 # Written by `python benchmarks/memory_fits.py`.
 FIT = Fit(tokens=13.47, latents=6.73, pixels=4.16, plain=6.2, text=4.34, streamed=9.25)
+
+CONFIGS = "Lightricks/LTX-Video configs/"
+# Its 8 levels of the linear-quadratic schedule, of which the last belongs to the second pass.
+TRAINED = (1.0, 0.9937, 0.9875, 0.9812, 0.975, 0.9094, 0.725, 0.4219)
+LARGE_SIZE = (1216, 704, 30.0)  # what the published script makes, since 0.9.6
+BASE = Recipe(
+    name="2B dev",
+    source=CONFIGS + "ltxv-2b-0.9.yaml, -0.9.1, -0.9.5, -0.9.6-dev",
+    steps=40,
+    guidance=(GuidanceStep(cfg=3.0, stg=1.0, rescale=0.7, blocks=(19,)),),
+    image_noise=0.15,
+    decode_timestep=0.05,
+    decode_noise=0.025,
+)
+DISTILLED_2B = replace(
+    BASE,
+    name="2B distilled",
+    source=CONFIGS + "ltxv-2b-0.9.8-distilled.yaml",
+    steps=7,
+    guidance=(GuidanceStep(blocks=(19,)),),
+    timesteps=TRAINED[:7],
+    size=LARGE_SIZE,
+    second=replace(
+        BASE, name="2B distilled, second pass", steps=3, guidance=(GuidanceStep(blocks=(19,)),), timesteps=TRAINED[5:]
+    ),
+)
+RECIPES = {
+    DEV: BASE,
+    # A published rescale of 1 is none: the publisher's loop leaves it out.
+    f"{DEV} {LARGE}": replace(
+        BASE,
+        name="13B dev",
+        source=CONFIGS + "ltxv-13b-0.9.8-dev.yaml, -0.9.7-dev",
+        steps=30,
+        skip_last=3,
+        guidance=(
+            GuidanceStep(1.0, cfg=1.0, stg=0.0),
+            GuidanceStep(0.996, cfg=1.0, stg=0.0, blocks=(11, 25, 35, 39)),
+            GuidanceStep(0.9933, cfg=6.0, stg=4.0, rescale=0.5, blocks=(22, 35, 39)),
+            GuidanceStep(0.985, cfg=8.0, stg=4.0, rescale=0.5, blocks=(28,)),
+            GuidanceStep(0.9767, cfg=6.0, stg=4.0, blocks=(28,)),
+            GuidanceStep(0.9008, cfg=1.0, stg=2.0, blocks=(28,)),
+            GuidanceStep(0.618, cfg=1.0, stg=1.0, blocks=(28,)),
+        ),
+        star=True,
+        size=LARGE_SIZE,
+        second=replace(
+            BASE,
+            name="13B dev, second pass",
+            steps=30,
+            skip_first=17,
+            guidance=(GuidanceStep(1.0, cfg=1.0, stg=1.0, blocks=(27,)),),
+            star=True,
+        ),
+    ),
+    DISTILLED: DISTILLED_2B,
+    f"{DISTILLED} {LARGE}": replace(
+        DISTILLED_2B,
+        name="13B distilled",
+        source=CONFIGS + "ltxv-13b-0.9.8-distilled.yaml, -0.9.7-distilled",
+        guidance=(GuidanceStep(blocks=(42,)),),
+        second=replace(
+            BASE,
+            name="13B distilled, second pass",
+            steps=3,
+            guidance=(GuidanceStep(blocks=(42,)),),
+            timesteps=TRAINED[5:],
+            tone_map=0.6,  # since 0.9.8
+        ),
+    ),
+    STOCHASTIC: replace(
+        BASE,
+        name="2B distilled 0.9.6",
+        source=CONFIGS + "ltxv-2b-0.9.6-distilled.yaml",
+        steps=8,
+        guidance=(GuidanceStep(blocks=(19,)),),
+        timesteps=TRAINED,
+        stochastic=True,
+        size=LARGE_SIZE,
+    ),
+}
 
 SPEC = FamilySpec(
     id="ltx",
@@ -28,9 +125,10 @@ SPEC = FamilySpec(
     multiple=SPATIAL_RATIO,
     ratio=SPATIAL_RATIO,
     stride=TEMPORAL_RATIO,
-    defaults=Defaults(width=704, height=512, frames=121, steps=50, fps=25.0, cfg=3.0, max_tokens=256),
-    effective=GUIDED | {"guidance_rescale", "frame", "strength", "previous"},
-    variants=(DEV, DISTILLED),
+    defaults=Defaults(width=704, height=512, frames=121, steps=BASE.steps, fps=25.0, cfg=3.0, max_tokens=256),
+    effective=GUIDED | {"guidance_rescale", "stg", "frame", "strength", "previous"},
+    variants=(DEV, DISTILLED, STOCHASTIC),
+    recipes=RECIPES,
     pages=(
         "https://huggingface.co/Lightricks/LTX-Video",
         "https://huggingface.co/Lightricks/LTX-Video-0.9.8-13B-distilled",
@@ -44,6 +142,10 @@ SPEC = FamilySpec(
     offer=Offer(
         (Download("Lightricks/LTX-Video", "8984fa25007f376c1a299016d0957a37a2f797bb", HUB_FILES),),
         {"text": 8.9, "transformer": 3.6, "vae": 0.8},
+    ),
+    others=(
+        OtherModel("LTX-2", ("audio_adaln_single.linear.weight", "patchify_proj.weight")),
+        OtherModel("LTX-2", ("audio_time_embed.linear.weight", "proj_in.weight")),
     ),
     published_blocks=(("diffusers.models.transformers.transformer_ltx.LTXVideoTransformerBlock", 28, False),),
     published_vae_sites=39,

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import comfy.model_management as management
+import comfy.samplers
+import comfy.weight_adapter
 import torch
 from anygpu.compat.device.facts import facts_for
 from anygpu.compat.device.probe_store import ProbeStore
+from anygpu.compat.transforms import attention, attention_chunks
+from anygpu.compat.transforms.attention import Attention
+from anygpu.host import recovery
+from anygpu.host.core import attention as core_attention_override
 from anygpu.host.core import model as core_model
-from anygpu.host.core.machine import Machine
+from anygpu.host.core.attention import OVERRIDE
+from anygpu.host.core.leaves import is_linear
+from anygpu.host.core.machine import Fit, Machine
 from comfy.patcher_extension import WrappersMP
 from simulated import profiles
 
-from host.inside.core_tiny import HOST, error, louder, made, output
+from host.inside.core_tiny import HOST, conditioning, error, louder, made, noise_of, output
+from host.inside.sight import RESERVE, state
 
 PEAK = 3e5  # of the residual: five times what fp16 can hold
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp8": torch.float8_e4m3fn}
@@ -78,3 +91,188 @@ def unchanged(name: str, profile: str) -> dict[str, Any]:
             "kept": kept is not model and not kept.get_all_wrappers(WrappersMP.APPLY_MODEL),
             "said": [str(decision) for decision in decisions],
         }
+
+
+def bounded(name: str, budget: int = 12_000) -> dict[str, Any]:
+    """Attention in chunks against core's own, as on a device without fused kernels, and the largest scores at once."""
+    model, sizes = made(name, torch.float32, None), []
+    expected = output(model, name)
+    fitted = model.clone()
+    fit = Fit(attention=Attention(budget_bytes=budget))
+    fitted.add_wrapper_with_key(WrappersMP.APPLY_MODEL, core_model.KEY, core_model.FittedNetwork(fit, turing()))
+    compute, calls = attention_chunks._chunk, attention.chunked
+
+    def counted(query: torch.Tensor, keys: torch.Tensor, *rest: Any) -> torch.Tensor:
+        sizes[-1].append(4 * query.shape[:-1].numel() * keys.shape[-1])
+        return compute(query, keys, *rest)
+
+    def called(*given: Any) -> torch.Tensor:
+        sizes.append([])
+        return calls(*given)
+
+    with (
+        mock.patch.object(attention_chunks, "_chunk", counted),
+        mock.patch.object(attention, "chunked", called),
+        mock.patch.object(core_attention_override, "fused_kernel", lambda *_: ""),
+        mock.patch.object(attention, "fused_kernel", lambda *_: ""),
+    ):
+        found = output(fitted, name)
+    whole = max(sum(each) for each in sizes)
+    return {"error": error(found, expected), "largest": max(map(max, sizes)), "whole": whole, "budget": budget}
+
+
+def damaged(name: str, profile: str) -> list[str]:
+    """What is said of bf16 weights on a machine."""
+    with machine_named(profile) as machine:
+        _, decisions = core_model.fit_model(made(name, torch.bfloat16, device=machine.facts.device), machine=machine)
+        return [str(decision) for decision in decisions]
+
+
+def lora_on(model: Any, name: str) -> Any:
+    """A clone with a LoRA on the loud layer's neighbours, as core's LoRA nodes make it."""
+    network, patches = model.model.diffusion_model, {}
+    for path, leaf in network.named_modules():
+        if is_linear(leaf) and leaf.in_features == leaf.out_features:
+            generator = torch.Generator().manual_seed(len(path))
+            up = 0.3 * torch.randn(leaf.out_features, 4, generator=generator)
+            down = torch.randn(4, leaf.in_features, generator=generator) / leaf.in_features**0.5
+            weights = (up, down, 4.0, None, None, None)
+            patches[f"diffusion_model.{path}.weight"] = comfy.weight_adapter.LoRAAdapter(set(), weights)
+    clone = model.clone()
+    clone.add_patches(patches, 1.0)
+    return clone
+
+
+def compiled_eagerly(model: Any) -> Any:
+    """A clone behind core's torch.compile node, with the backend that traces and compiles nothing."""
+    from comfy_api.torch_helpers import set_torch_compile_wrapper
+
+    clone = model.clone()
+    set_torch_compile_wrapper(clone, backend="eager")
+    return clone
+
+
+def with_override(model: Any, calls: list[int]) -> Any:
+    """A clone with another node's attention."""
+    clone = model.clone()
+
+    def other(func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(1)
+        return func(*args, **kwargs)
+
+    clone.model_options["transformer_options"][OVERRIDE] = other
+    return clone
+
+
+def on_top(name: str, what: str) -> dict[str, Any]:
+    """The error of a fitted model with something on top of it or below it, against core's fp32 with the same."""
+    machine, calls = turing(), list[int]()
+    model = made(name, DTYPES["fp8"] if what == "fp8" else torch.float16)
+    if what != "fp8":
+        louder(model, name, PEAK)
+    below = {"lora": lora_on, "compile below": lambda model, _: compiled_eagerly(model)}
+    base = below[what](model, name) if what in below else model
+    expected = output(base, name, cfg=2.0)
+    fitted, _ = core_model.fit_model(base, keep_latents="never", machine=machine)
+    if what == "compile above":
+        fitted = compiled_eagerly(fitted)
+    elif what == "attention above":
+        fitted = with_override(fitted, calls)
+    elif what == "lowvram":
+        return streamed_with_lora(model, name)
+    found = output(fitted, name, cfg=2.0)
+    plain = output(model, name, cfg=2.0)
+    return {
+        "error": error(found, expected),
+        "acts": error(expected, plain) if what == "lora" else 1.0,
+        "calls": len(calls),
+        "traces": traces(model.model.diffusion_model),
+    }
+
+
+def streamed_with_lora(model: Any, name: str) -> dict[str, Any]:
+    """As :func:`on_top`, on a device that holds a part of the weights: core fetches and patches the rest as used."""
+    expected, plain = output(lora_on(model, name), name), output(model, name)
+    there = made(name, device=management.get_torch_device())
+    there.model.load_state_dict(model.model.state_dict())
+    machine = turing(management.get_torch_device())
+    fitted, _ = core_model.fit_model(lora_on(there, name), keep_latents="never", machine=machine)
+    room = fitted.model_size() // 2 + RESERVE
+
+    def free(_device: Any = None, torch_free_too: bool = False) -> Any:
+        return (room, 0) if torch_free_too else room
+
+    with state(get_free_memory=free):
+        found = output(fitted, name)
+        partly = bool(fitted.model.model_lowvram)
+    return {
+        "error": error(found, expected),
+        "acts": error(expected, plain) if partly else 0.0,
+        "calls": 0,
+        "traces": traces(there.model.diffusion_model),
+    }
+
+
+def as_before(name: str) -> dict[str, Any]:
+    """What a clone, a merge, the state dict, the garbage collector and training find of a fitted model."""
+    model = made(name)
+    fitted, _ = core_model.fit_model(model, machine=turing())
+    again, _ = core_model.fit_model(fitted, machine=turing())
+    expected = output(fitted, name)
+    clone = fitted.clone()
+    merged = fitted.clone()
+    for key, value in made(name).get_key_patches("diffusion_model.").items():
+        merged.add_patches({key: value}, 0.5, 0.5)
+    found = {
+        "clone": torch.equal(output(clone, name), expected),
+        "twice": torch.equal(output(again, name), expected),
+        "one wrapper": len(again.get_all_wrappers(WrappersMP.APPLY_MODEL)) == 1,
+        "merged": error(output(merged, name), expected),
+        "keys": list(fitted.model_state_dict()) == list(model.model_state_dict()),
+    }
+    management.unload_all_models()
+    after = output(fitted, name)
+    gone = weakref.ref(model.model.diffusion_model)
+    del model, fitted, again, clone, merged
+    management.unload_all_models()
+    management.cleanup_models_gc()
+    gc.collect()
+    return {**found, "reloaded": torch.equal(after, expected), "gone": gone() is None}
+
+
+def kept_samplings(name: str, folder: str, stop_at: int = 0) -> list[dict[str, Any]]:
+    """What is kept of a sampling by core's Euler that may be cut short, and what the recover node gives back."""
+    with mock.patch.object(recovery, "kept_folder", lambda: Path(folder)):
+        model, _ = core_model.fit_model(made(name), machine=turing())
+        guider = comfy.samplers.CFGGuider(model)
+        guider.set_conds(conditioning(name), conditioning(name, 8))
+        guider.set_cfg(1.0)
+        noise, sampled = noise_of(name), None
+
+        def callback(step: int, *_: Any) -> None:
+            if stop_at and step + 1 == stop_at:
+                raise management.InterruptProcessingException
+
+        try:
+            sampler, sigmas = comfy.samplers.sampler_object("euler"), torch.tensor([0.9, 0.6, 0.3, 0.0])
+            sampled = guider.sample(noise, noise * 0.0, sampler, sigmas, callback=callback, disable_pbar=True, seed=5)
+        except management.InterruptProcessingException:
+            pass
+        latent = recovery.load("newest")["samples"]
+        kept = recovery.listing()
+        pairs = [] if sampled is None else list(zip(_tensors(latent), _tensors(sampled), strict=True))
+        return [
+            {
+                "equal": all(torch.equal(a, b.float()) for a, b in pairs),
+                "count": len(_tensors(latent)),
+                "shapes": [list(tensor.shape) for tensor in _tensors(latent)],
+                "family": item.family,
+                "unfinished": item.unfinished,
+                "seed": item.seed,
+            }
+            for item in kept
+        ]
+
+
+def _tensors(latent: Any) -> list[torch.Tensor]:
+    return latent.unbind() if getattr(latent, "is_nested", False) else [latent]

@@ -203,9 +203,8 @@ def made(
 def fill(network: nn.Module) -> None:
     """Weights as after training: rows of length about 1, norms about 1, small biases."""
     for name, tensor in (*network.named_parameters(), *network.named_buffers()):
-        if not tensor.is_floating_point() or (
-            tensor.numel() and not name.endswith(("weight", "bias")) and tensor.ndim < 2
-        ):
+        plain = name.endswith(("weight", "bias")) or tensor.ndim > 1
+        if not tensor.is_floating_point() or not plain or 0 in tensor.stride():
             continue
         if tensor.ndim > 1:
             value = torch.randn(tensor.shape) / max(1, tensor[0].numel()) ** 0.5

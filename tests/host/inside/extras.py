@@ -11,7 +11,7 @@ from typing import Any
 import comfy.model_management as management
 import comfy.samplers
 import torch
-from anygpu.host import core_models
+from anygpu.host import core_models, memory_manager
 from simulated import accelerator
 
 from host.inside.core import SHAPES, USUAL_SHAPE, cores, prepared
@@ -175,12 +175,27 @@ def on_two_devices(name: str) -> dict[str, Any]:
 
 
 def upscaled() -> dict[str, Any]:
-    """LTX-Video's latents through the statistics that core's latent upscaler asks the VAE for, there and back."""
-    pipeline = loaded_for("ltx")
-    _, vae = core_models.beside(pipeline)
-    statistics, latents = vae.first_stage_model.per_channel_statistics, torch.randn(1, 128, 2, 2, 2)
+    """LTX-Video's latents through core's latent upscaler, whose node asks our VAE for the statistics of its latents."""
+    import comfy.model_patcher
+    import comfy.ops
+    from comfy.ldm.lightricks.latent_upsampler import LatentUpsampler
+    from comfy_extras.nodes_lt_upsampler import LTXVLatentUpsampler
+
+    _, vae = core_models.beside(loaded_for("ltx"))
+    network = LatentUpsampler(comfy.ops.disable_weight_init, mid_channels=32, num_blocks_per_stage=1)
+    with torch.no_grad():
+        for weight in network.parameters():
+            weight.normal_(0.0, 0.02)
+    management.archive_model_dtypes(network)
+    device = memory_manager.compute_device()
+    upscaler = comfy.model_patcher.ModelPatcher(network, device, torch.device("cpu"))
+    latents = torch.randn(1, 128, 2, 2, 2)
+    (found,) = LTXVLatentUpsampler.execute({"samples": latents}, upscaler, vae).result
+    statistics = vae.first_stage_model.per_channel_statistics
     raw = statistics.un_normalize(latents)
     return {
+        "shape": list(found["samples"].shape),
+        "finite": bool(found["samples"].isfinite().all()),
         "moved": float((raw - latents).abs().max()),
         "back": float((statistics.normalize(raw) - latents).abs().max()),
     }

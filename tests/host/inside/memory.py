@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -556,4 +557,48 @@ def high_vram(name: str, gpu_only: bool) -> dict[str, Any]:
         for part in pipeline.parts:
             pipeline.offloader.release(part)
         found["left"] = bytes_on_device() - before
+    return found
+
+
+def waiting(guarded: bool) -> list[list[int]]:
+    """Who waits for whom as streamed weights come to a transformer on the second card: (waiting device, other device).
+
+    Args:
+        guarded: whether a part's device is made the current one, as ComfyUI does around its own samplers.
+    """
+
+    def stream(device: torch.device) -> None:  # as ComfyUI's for CUDA, whose current stream is the current device's
+        torch.acc.current_stream().wait_stream(torch.acc.Stream(device))
+
+    pipeline = loaded_for("ltx", devices={"transformer": "acc:1"})
+    changes = {"vram_state": management.VRAMState.NO_VRAM, "get_offload_stream": stream}
+    current = memory_manager.current if guarded else lambda _device: nullcontext()
+    with state(**changes), patch.object(memory_manager, "current", current):
+        accelerator.take_waits()
+        sampled(pipeline, "ltx")
+        return sorted({tuple(pair) for pair in accelerator.take_waits()})
+
+
+def shared_memory(name: str) -> dict[str, Any]:
+    """A case where host and device have one memory: what is kept twice, the results, and the weights afterwards."""
+    pipeline = loaded_for(name)
+    offloader: Any = pipeline.offloader
+    kept = {key: tensor.clone() for key, tensor in pipeline.parts.read("transformer").state_dict().items()}
+    found: dict[str, Any] = {}
+    for shared in (False, True):
+        management.unload_all_models()
+        offloader.patchers.clear()
+        offloader.options = replace(offloader.options, host_weights=HostWeights(shared=shared))
+        with offloader.hold("transformer") as module:
+            tensors = [*module.parameters(), *module.buffers()]
+            twice = sum(tensor.nbytes for tensor in tensors if "anygpu_home" in tensor.__dict__)
+            found[f"twice, shared {shared}"] = twice / offloader.patcher.model_size()
+        found[f"different, shared {shared}"] = distance(rendered(pipeline, name), name)
+        with state(vram_state=management.VRAMState.NO_VRAM):
+            management.unload_all_models()
+            found[f"streamed, shared {shared}"] = distance(rendered(pipeline, name), name)
+        management.unload_all_models()
+        state_now = pipeline.parts.read("transformer").state_dict()
+        found[f"same, shared {shared}"] = all(torch.equal(state_now[key], value) for key, value in kept.items())
+    found["classes"] = native(pipeline)
     return found

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from anygpu.compat.errors import InputError
+from anygpu.paint.baking import synthetic
 from anygpu.paint.geometry import views
 from anygpu.paint.geometry.cameras import DEFAULT_VIEWS, Camera
 from anygpu.paint.geometry.mesh import Mesh, Surface
-from anygpu.paint.geometry.views import chosen_views, on_screen, rasterised, rendered_maps
+from anygpu.paint.geometry.raster import face_ids
+from anygpu.paint.geometry.views import SELECTION_STEPS, chosen_views, on_screen, rasterised, rendered_maps
 from paint.shapes import box
 
 from paint import rendered
@@ -71,7 +75,8 @@ def test_greedy_views_take_the_view_that_adds_most():
     areas = surface.areas() / surface.areas().sum()
 
     def shows(camera: Camera) -> set[int]:
-        return set(rasterised(surface, camera, 128).ids.unique().tolist()) - {-1}
+        screen = on_screen(surface.vertices, camera, 128)
+        return set(face_ids(screen, surface.faces, 128, 128, steps=SELECTION_STEPS).unique().tolist()) - {-1}
 
     assert len(table) > 6
     known = set().union(*(shows(camera) for camera in DEFAULT_VIEWS))
@@ -81,6 +86,36 @@ def test_greedy_views_take_the_view_that_adds_most():
         assert gains[camera] > views.ENOUGH
         known |= shows(camera)
     assert seen == pytest.approx(float(areas[sorted(known)].sum()), abs=1e-5)
+
+
+def ring_with_pieces(seed: int) -> Surface:
+    """A bumpy ring with six small rings flying about."""
+    generator = torch.Generator().manual_seed(seed)
+    base, piece = synthetic.torus(24, 48), synthetic.torus(8, 12)
+    vertices = [base.vertices * (1 + 0.35 * torch.rand(len(base.vertices), 1, generator=generator))]
+    faces = [base.faces]
+    for _ in range(6):
+        faces.append(piece.faces + sum(map(len, vertices)))
+        vertices.append(piece.vertices * 0.25 + torch.randn(3, generator=generator) * 0.8)
+    return Surface.of(Mesh(torch.cat(vertices), torch.cat(faces)))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("surface", "published"),
+    [
+        (rendered.surface, []),
+        (shielded, [(30, 20), (30, -20)]),
+        (partial(ring_with_pieces, 0), [(270, 20), (120, -20)]),
+        (partial(ring_with_pieces, 1), [(240, -20)]),
+        (partial(ring_with_pieces, 2), [(60, -20), (330, 20)]),
+        (partial(ring_with_pieces, 3), [(120, 20), (270, -20), (30, -20)]),
+    ],
+)
+def test_greedy_views_are_those_of_the_published_code(surface, published):
+    """At its size. ``published``: what tencent/Hunyuan3D-2.1's ``bake_view_selection`` chose on its CPU rasteriser."""
+    table, _ = chosen_views(surface(), 12)
+    assert [(camera.azimuth, camera.elevation) for camera in table.cameras[6:]] == published
 
 
 def test_greedy_views_within_their_limits():

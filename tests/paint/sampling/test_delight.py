@@ -11,8 +11,8 @@ from anygpu.compat.errors import CheckpointError, InputError
 from anygpu.compat.memory.parts import Silent
 from anygpu.paint.loading import PaintRequest, load_paint
 from anygpu.paint.networks import vae
-from anygpu.paint.networks.encoders import dino_pixels, empty_prompt
-from anygpu.paint.pictures import resized
+from anygpu.paint.networks.encoders import dino_pixels, encoded_prompt
+from anygpu.paint.pictures import recentred, resized
 from anygpu.paint.sampling.delight import DelightSettings, corrected, delight_image, denoised, network_picture
 from paint.stored import FIXTURES, checkpoint, values
 from PIL import Image
@@ -57,6 +57,31 @@ def test_the_published_pipeline(delight):
     assert (again - given["image_latents"]).abs().max() <= LATENT_TOLERANCE
 
 
+def test_a_recentred_object_fills_its_square_as_published():
+    found, wanted = recentred(picture("wrap_rgba_input")), picture("recenter_output")
+    assert torch.equal(found[..., 3], wanted[..., 3])
+    assert torch.equal(found[wanted[..., 3] > 0], wanted[wanted[..., 3] > 0])
+
+
+def test_guidance_by_prompt_and_picture_is_the_published_one(delight):
+    """Three rows: with the prompt, with the negative prompt, without the picture."""
+    given, wanted = values("delight", "pipeline_cfg.in"), values("delight", "pipeline_cfg.out")
+    start = (float(given["sigmas"][0]) ** 2 + 1) ** 0.5
+    noises = iter([given["init_latents"] / start, *(given[f"step_noise.{step}"] for step in range(3))])
+    settings = DelightSettings(
+        size=64,
+        steps=3,
+        image_guidance=float(given["image_guidance_scale"]),
+        text_guidance=float(given["guidance_scale"]),
+        negative=given["negative_prompt_embeds"],
+    )
+    with torch.no_grad():
+        found = denoised(
+            delight, given["image_latents"][:1], given["prompt_embeds"], settings, Silent(), lambda: next(noises)
+        )
+    assert (found - wanted["latents.2"]).abs().max() <= LATENT_TOLERANCE
+
+
 def test_guidance_by_the_picture_is_off_until_it_is_chosen(delight):
     text, calls = torch.zeros(1, 7, 64), []
     settings = DelightSettings(size=64, steps=2, text=text)
@@ -71,7 +96,7 @@ def test_guidance_by_the_picture_is_off_until_it_is_chosen(delight):
 
 def test_an_empty_prompt_needs_its_encoder(delight, tmp_path, recorded):
     with pytest.raises(CheckpointError, match="no text_encoder for"):
-        empty_prompt(delight, Silent())
+        encoded_prompt(delight, "", Silent())
     from transformers import CLIPTextConfig, CLIPTextModel
 
     folder = checkpoint("delight", tmp_path)
@@ -88,9 +113,11 @@ def test_an_empty_prompt_needs_its_encoder(delight, tmp_path, recorded):
     pipeline = load_paint(PaintRequest(folder, device="cpu"))
     tokens = torch.tensor([[49406, 49407] + [0] * 75])
     with torch.no_grad():
-        assert torch.allclose(empty_prompt(pipeline, Silent()), model(tokens).last_hidden_state, atol=1e-6)
+        assert torch.allclose(encoded_prompt(pipeline, "", Silent()), model(tokens).last_hidden_state, atol=1e-6)
     found = delight_image(pipeline, picture("wrap_rgba_input"), DelightSettings(size=64, steps=1), recorded())
     assert found.shape == (64, 64, 3)
+    with pytest.raises(CheckpointError, match=r"no tokenizer in .* leave negative_prompt empty"):
+        encoded_prompt(pipeline, "shadows", Silent())
 
 
 def test_dino_looks_at_the_middle():

@@ -202,9 +202,9 @@ def test_a_recentred_object_stands_in_the_middle_with_a_border():
     given[10:40, 60:75] = torch.tensor([1.0, 0.0, 0.0, 1.0])
     found = recentred(given)
     seen = (found[..., 3] > 0).nonzero()
-    assert found.shape == (50, 50, 4)
-    assert seen.min(0).values.tolist() == [10, 17]
-    assert seen.max(0).values.tolist() == [39, 31]
+    assert found.shape == (42, 42, 4)  # 1.4 times the longer side
+    assert seen.min(0).values.tolist() == [6, 13]
+    assert seen.max(0).values.tolist() == [35, 27]
     with pytest.raises(InputError, match="wholly transparent"):
         recentred(torch.zeros(4, 4, 4))
 

@@ -28,6 +28,7 @@ from anygpu.pipelines.families.framepack import pipeline as framepack
 from anygpu.pipelines.families.framepack import sections
 from anygpu.pipelines.families.framepack.pipeline import resume_key
 from anygpu.pipelines.loading import folder as loading
+from anygpu.pipelines.loading.evidence import Evidence, names_around
 from anygpu.pipelines.sampling import resume
 
 I2V, F1 = "framepack", "framepack_f1"
@@ -462,8 +463,8 @@ def test_frames_cover_the_seconds(seconds: float, fps: float, frames: int) -> No
     ],
 )
 def test_variant_is_assumed_from_the_name(path: str, variant: str) -> None:
-    found, why = framepack.guess_variant(Path("models/f1") / path, {})
-    assert found == variant and "assumed" in why
+    found, why = framepack.guess_variant(Evidence(names=names_around(Path("f1/models") / path)))
+    assert found == variant and repr(next(part for part in names_around(Path("models") / path))) in why
 
 
 def test_three_folders_are_found_and_composed(run: Any, recorded: Any, tiny_folder: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from anygpu.pipelines import stages, tiny
 from anygpu.pipelines.base import ImageRequest, Latents, PromptRequest, SampleSettings, Silent, Tools
 from anygpu.pipelines.families.hunyuan_video import pipeline as hunyuan_video
 from anygpu.pipelines.loading import folder as loading
+from anygpu.pipelines.recipes import of_checkpoint
 from anygpu.pipelines.text import llama
 from PIL import Image
 
@@ -240,7 +241,7 @@ def test_bf16_is_finite(run: Any, name: str) -> None:
 
 def test_guidance_is_the_checkpoints_own(run: Any, recorded: Any) -> None:
     """6 as in upstream's examples; the 33-channel transformer takes none, and it is said."""
-    guidances = {name: stages.of_checkpoint(run(name).pipeline).defaults.guidance for name in NAMES}
+    guidances = {name: of_checkpoint(run(name).pipeline).defaults.guidance for name in NAMES}
     assert guidances == {TEXT: 6.0, REPLACE: 6.0, CONCAT: 0.0}
     watched = recorded()
     found = _sampled(run(CONCAT), watched, guidance=4.0)

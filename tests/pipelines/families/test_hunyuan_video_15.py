@@ -16,6 +16,7 @@ from anygpu.pipelines import stages, tiny
 from anygpu.pipelines.base import ImageRequest, Latents, Prompt, PromptRequest, SampleSettings, Silent, Tools
 from anygpu.pipelines.families.hunyuan_video_15 import pipeline as hunyuan_video_15
 from anygpu.pipelines.loading import folder as loading
+from anygpu.pipelines.recipes import of_checkpoint
 from anygpu.pipelines.text import qwen
 from PIL import Image
 
@@ -309,7 +310,7 @@ def test_defaults_are_the_checkpoints(
 ) -> None:
     pipeline = run(TEXT).pipeline
     configs = {**pipeline.configs, "transformer": {**pipeline.configs["transformer"], "target_size": target}}
-    defaults = stages.of_checkpoint(_with_guider(replace(pipeline, configs=configs), guider)).defaults
+    defaults = of_checkpoint(_with_guider(replace(pipeline, configs=configs), guider)).defaults
     assert (defaults.width, defaults.height, defaults.cfg) == expected
     assert (defaults.frames, defaults.steps, defaults.fps) == (121, 50, 24.0)
 
@@ -399,14 +400,14 @@ def test_no_negative_is_fine_without_guidance(run: Any) -> None:
         _sampled(made, prompt=alone)
 
 
-def test_large_videos_go_through_the_vae_in_tiles(run: Any, recorded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_videos_go_through_the_vae_in_tiles(run: Any, recorded: Any) -> None:
     made, generator = run(TEXT), torch.Generator().manual_seed(1)
     samples = torch.randn(1, 32, 1, 4, 18, generator=generator)
     latents, progress = replace(made.latents, samples=samples, frames=1), recorded()
     whole = stages.decode(made.pipeline, latents, progress)
     assert not progress.said
-    monkeypatch.setattr(hunyuan_video_15, "MOST_WHOLE_TOKENS", 64)
-    tiled = stages.decode(made.pipeline, latents, progress)
+    tiling = replace(made.pipeline, spec=replace(made.pipeline.spec, most_whole_cells=64))
+    tiled = stages.decode(tiling, latents, progress)
     assert "tiles" in progress.said[0]
     made.pipe.vae.enable_tiling()
     try:

@@ -15,7 +15,7 @@ from anygpu.compat.errors import CheckpointError, UnsupportedError
 from anygpu.pipelines import stages, tiny
 from anygpu.pipelines.base import PromptRequest, Silent
 from anygpu.pipelines.loading import part
-from anygpu.pipelines.loading.configs import construction
+from anygpu.pipelines.loading.configs import construction, require_plausible
 from anygpu.pipelines.loading.folder import LoadRequest, load
 
 
@@ -42,11 +42,11 @@ def read(folder: Path, name: str) -> Any:
     [
         ("transformer/config.json", {"num_layers": "4"}),
         ("transformer/config.json", {"num_layers": 10**9}),
-        ("transformer/config.json", {"attention_head_dim": 0}),
+        ("transformer/config.json", {"attention_head_dim": -8}),
         ("transformer/config.json", {"norm_eps": float("nan")}),
         ("transformer/config.json", {"patch_size": True}),
         ("vae/config.json", {"block_out_channels": [8] * 10**4}),
-        ("vae/config.json", {"scaling_factor": None}),
+        ("vae/config.json", {"scaling_factor": [1.0]}),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -55,6 +55,22 @@ def test_values_that_no_published_model_has_are_named_before_anything_is_read(ed
         load(LoadRequest(edited(file, **values), device="cpu"), Silent())
     assert caught.value.found.startswith(f"{next(iter(values))} ") and "config.json" in caught.value.found
     assert caught.value.expected.startswith("a value such as")
+
+
+def test_what_published_models_differ_in_is_left_alone() -> None:
+    rows = [{"a": None, "b": 1, "c": 0.1, "d": [1, 2], "e": None}, {"a": 8, "b": 2}]
+    for config in (
+        {"a": None},
+        {"a": 4},
+        {"b": 0},
+        {"b": 3.0},
+        {"c": None},
+        {"c": 0},
+        {"d": [3]},
+        {"e": "x"},
+        {"f": 1},
+    ):
+        require_plausible("vae", Path("config.json"), config, rows)
 
 
 def test_more_layers_than_the_file_has_end_at_once(edited, monkeypatch: pytest.MonkeyPatch) -> None:

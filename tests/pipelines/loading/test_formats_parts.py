@@ -153,7 +153,7 @@ def test_llava_in_two_files_is_that_of_its_folder(tiny_folder, tmp_path, recorde
         name.removeprefix("language_model."): t for name, t in tensors.items() if name.startswith("language_model.")
     }
     vision = {
-        name.replace("vision_tower.", "vision_model.", 1): tensor
+        name.replace("vision_tower.vision_model.", "vision_tower.").replace("vision_tower.", "vision_model."): tensor
         for name, tensor in tensors.items()
         if not name.startswith("language_model.")
     }

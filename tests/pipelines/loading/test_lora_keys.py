@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from anygpu.compat.errors import CheckpointError, InputError, UnsupportedError
-from anygpu.pipelines.loading.lora_keys import chosen, factors, matched
+from anygpu.compat.errors import CheckpointError, InputError
+from anygpu.pipelines.loading.lora_keys import chosen, matched
+from anygpu.pipelines.loading.lora_kinds import share_of
 from anygpu.pipelines.registry import FAMILIES
 
 D, RANK = 6, 2
@@ -43,7 +44,7 @@ def products(tensors: dict[str, torch.Tensor], layers: dict, family: str) -> dic
     assert not match.unmatched
     found = {}
     for name, entry in match.pairs.items():
-        down, up = factors(entry, tensors)
+        down, up, *_ = share_of(entry, tensors)
         found[name] = up.flatten(1) @ down.flatten(1)
     return found
 
@@ -61,6 +62,7 @@ def products(tensors: dict[str, torch.Tensor], layers: dict, family: str) -> dic
         "transformer.double_blocks.1.img_attn_proj",
         "lora_unet_double_blocks_1_img_attn_proj",
         "lora_unet_transformer_blocks_1_attn_to_out_0",
+        "Hunyuan_video_I2V_lora_double_blocks_1_img_attn_proj",
     ],
 )
 @pytest.mark.parametrize("style", ["lora_A", "kohya"])
@@ -135,11 +137,13 @@ def test_a_lora_of_another_model_is_refused() -> None:
         matched(FILE, shapes("down_blocks.0.attn"), HUNYUAN, FAMILIES["hunyuan_video"])
 
 
-@pytest.mark.parametrize("key", ["a.dora_scale", "a.lokr_w1", "a.hada_w1_a", "double_blocks.0.img_attn_proj.diff"])
-def test_other_kinds_are_refused(key: str) -> None:
-    keys = {**shapes("transformer_blocks.0.attn.to_q"), key: (1,)}
-    with pytest.raises(UnsupportedError, match="expected a plain LoRA"):
-        matched(FILE, keys, HUNYUAN, FAMILIES["hunyuan_video"])
+@pytest.mark.parametrize(
+    "key", ["transformer_blocks.0.attn.to_q.oft_blocks", "transformer_blocks.1.attn.to_q.lora_mid.weight", "a.glora"]
+)
+def test_what_cannot_be_applied_is_named_and_the_rest_is_applied(key: str) -> None:
+    match = matched(FILE, {**shapes("transformer_blocks.0.attn.to_q"), key: (1,)}, HUNYUAN, FAMILIES["hunyuan_video"])
+    assert list(match.pairs) == ["transformer_blocks.0.attn.to_q"]
+    assert match.unmatched == [key] and repr(key) in match.said("name")
 
 
 @pytest.mark.parametrize(

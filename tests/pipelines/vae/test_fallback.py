@@ -21,7 +21,10 @@ from anygpu.compat.output_check import (
     fault_in_frames,
     fault_in_latents,
 )
-from anygpu.pipelines.vae.fallback import make_contiguous, tiled
+from anygpu.pipelines import tiny
+from anygpu.pipelines.base import Silent
+from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.vae.fallback import decoded, make_contiguous, tiled
 from anygpu.pipelines.vae.plan import Attempt, decode_forms, largest_buffer_bytes, next_attempt, tiles_below
 from torch import nn
 
@@ -187,3 +190,13 @@ def test_weights_are_made_contiguous_and_keep_their_values():
 def test_the_largest_buffer_is_about_what_a_decoder_makes():
     config = {"block_out_channels": (128, 256, 512, 512)}
     assert largest_buffer_bytes(config, 17, 720, 1280, 2) == 2 * 128 * 19 * 722 * 1282 * 2
+
+
+def test_where_a_decoder_goes_wrong_is_named(tiny_folder):
+    pipeline = load(LoadRequest(tiny.build("mochi", tiny_folder), device="cpu", precision="fp32"))
+    decoder = pipeline.parts.read("vae").decoder
+    name, weight = next((n, w) for n, w in decoder.named_parameters() if "up_blocks.1" in n and w.ndim > 1)
+    with torch.no_grad():
+        weight.view(-1)[0] = float("nan")
+    with pytest.raises(UnsupportedError, match=rf"NaN first from .*vae\.decoder\.{name.rpartition('.')[0]} \("):
+        decoded(pipeline, torch.randn(1, 12, 2, 4, 4), Silent())

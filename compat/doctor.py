@@ -1,0 +1,382 @@
+"""Which layer first gives values that cannot be right, what they were on the way there, and what helps.
+
+Watching is one check of a step's result. Only where that fails is the step run again, with a hook on every module that
+compares what it is given with what it returns; then once more with each repair in turn until the result is right.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .memory.parts import Undo
+from .output_check import COLOUR, CONSTANT, ZEROS, NotFinite
+from .repairs import FP32, NARROW, REPLACED, Repair, RepairStore, repaired, tensors_in
+
+OFFER, KEEP, FORGET = "offer", "keep", "forget"
+EXPLAIN = "explain"  # of a pipeline that nobody asked a doctor for: the layer is named, and nothing is tried
+CHOICES = (OFFER, KEEP, FORGET)
+NAN, INFINITE = "NaN", "infinite values"
+SHOWN = 3  # places on the way that are named
+UNSHRUNK = 0.95  # a result that is this much the noise it began with was not sampled
+Fault = Callable[[torch.Tensor], str]
+DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
+INPUTS = {  # what models call what they are given
+    **dict.fromkeys(("x", "hidden_states"), "the latents"),
+    **dict.fromkeys(("context", "encoder_hidden_states"), "the text"),
+}
+PARTS = (  # of a layer's dotted name, what they are in words; the first that fits
+    (r"(^|[._])(attn2|cross_attn)\b", "cross-attention"),
+    (r"(^|[._])(attn1|attn|self_attn|img_attn|txt_attn)\b", "self-attention"),
+    (r"(^|[._])(ff|ffn|mlp|feed_forward|ff_context|img_mlp|txt_mlp)\b", "MLP"),
+    (r"(adaln|modulation|scale_shift|(^|[._])mod\b)", "modulation"),
+    (r"(^|[._])(resnets?|res_blocks)\b", "residual block"),
+    (r"norm", "norm"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Where a result first went wrong.
+
+    Args:
+        layer: dotted name of the innermost module that was given right values and returned wrong ones, after that of
+            its network.
+        kind: its class. dtype: of what it returned. fault: in words.
+        largest: the largest absolute value that it was given.
+        weight: its first weight that is not finite, by its own name; empty where all are.
+        block: the repeated block that it is in, with how many of them there are; empty outside.
+        way: names and largest absolute values of the blocks before it, in order.
+        inputs: what the network is given that is wrong already; empty where nothing is.
+    """
+
+    layer: str
+    kind: str
+    dtype: str
+    fault: str
+    largest: float = 0.0
+    weight: str = ""
+    block: str = ""
+    blocks: int = 0
+    way: tuple[tuple[str, float], ...] = ()
+    inputs: str = ""
+
+    def __str__(self) -> str:
+        if self.inputs:
+            return f"{self.fault} in what the network is given ({self.inputs}): the fault lies before it"
+        cause = f"its {self.weight} holds {NAN} or infinity" if self.weight else "its weights are finite"
+        way = sorted(self.way, key=lambda place: -place[1])[:SHOWN]
+        told = "; largest on the way: " + ", ".join(f"{name} {value:.3g}" for name, value in way) if way else ""
+        place = ", ".join(filter(None, (self._block(), self._part())))
+        return (
+            f"{self.fault} first from {place + ', ' if place else ''}{self.layer} ({self.kind}, {self.dtype}), "
+            f"given at most {self.largest:.3g}; {cause}{told}"
+        )
+
+    def _block(self) -> str:
+        return f"block {int(self.block.rpartition('.')[2]) + 1} of {self.blocks}" if self.block else ""
+
+    def _part(self) -> str:
+        inner = self.layer.removeprefix(self.block)
+        return next((word for pattern, word in PARTS if re.search(pattern, inner)), "")
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """A finding, the repair that made the result right, None where none did, and those that were to be tried."""
+
+    finding: Finding | None
+    repair: Repair | None = None
+    tried: tuple[Repair, ...] = ()
+
+    def __str__(self) -> str:
+        if self.finding is None:
+            return "the same step run again was right: a passing fault of the device, such as unstable memory"
+        if self.repair is not None:
+            return f"{self.finding}; with {self.repair} the result is right"
+        return f"{self.finding}; no repair of a layer helps" if self.tried else str(self.finding)
+
+
+class _Found(Exception):
+    """Ends the search."""
+
+
+def not_finite(tensor: torch.Tensor) -> str:
+    """The fault of a result of the network: NaN, or infinite values; empty for none."""
+    return _range_fault(*_range(tensor))
+
+
+def one_colour(tensor: torch.Tensor) -> str:
+    """The fault of a picture: as :func:`not_finite`, or one value everywhere."""
+    low, high = _range(tensor)
+    return _range_fault(low, high) or (COLOUR if tensor.numel() > 1 and low == high else "")
+
+
+def lifeless(tensor: torch.Tensor) -> str:
+    """The fault of a network's output: as :func:`not_finite`, or one value everywhere, which leaves noise as it is."""
+    low, high = _range(tensor)
+    return _range_fault(low, high) or ((CONSTANT if low else ZEROS) if tensor.numel() > 1 and low == high else "")
+
+
+def _range(tensor: torch.Tensor) -> tuple[float, float]:
+    """The least and the greatest value, NaN for both where any is: one pass over the tensor and one read from it."""
+    wide = tensor.detach() if tensor.element_size() > 1 else tensor.detach().float()
+    low, high = torch.stack(torch.aminmax(wide)).tolist()
+    return low, high
+
+
+def _range_fault(low: float, high: float) -> str:
+    if math.isnan(low) or math.isnan(high):
+        return NAN
+    return INFINITE if math.isinf(low) or math.isinf(high) else ""
+
+
+def examine(networks: nn.ModuleDict, run: Callable[[], Any], fault: Fault = not_finite) -> Finding | None:
+    """Where ``run``, which calls the ``networks``, first goes wrong; None where it does not.
+
+    Args:
+        fault: of what any of their modules returns.
+    """
+    search = _Search(networks, fault)
+    with search.hooked(), uncompiled():
+        try:
+            run()
+        except _Found:
+            pass
+        except RuntimeError:  # torch's own checks of values that are not finite
+            if search.finding is None:
+                raise
+    return search.finding
+
+
+def diagnose(
+    networks: nn.ModuleDict, run: Callable[[], torch.Tensor], fault: Fault = not_finite, repair: bool = True
+) -> tuple[Diagnosis, torch.Tensor | None]:
+    """Where ``run`` goes wrong, the repair that helps, and the result with it; None for the result where none helps.
+
+    Args:
+        fault: of the result. repair: whether to try any.
+    """
+    # A sound layer may return one value; none returns NaN. What is asked of layers is what is wrong with the result.
+    finding = examine(networks, run, not_finite) or (None if fault is not_finite else examine(networks, run, fault))
+    if finding is None:
+        output = run()
+        return Diagnosis(None), None if fault(output) else output
+    tried = tuple(repairs_for(finding)) if repair else ()
+    for one in tried:
+        with repaired(networks, (one,)), uncompiled():
+            try:
+                output = run()
+            except RuntimeError:  # a kernel that does not take fp32: not the repair for this layer
+                continue
+        if not fault(output):
+            return Diagnosis(finding, one, tried), output
+    return Diagnosis(finding, None, tried), None
+
+
+def repairs_for(finding: Finding) -> Iterator[Repair]:
+    """What may help, from the least change to the greatest."""
+    if finding.inputs:
+        return
+    if finding.weight:
+        yield Repair(finding.layer, REPLACED)
+    if finding.dtype in ("fp16", "bf16"):
+        root = finding.layer.partition(".")[0]
+        yield from (Repair(layer, FP32) for layer in dict.fromkeys((finding.layer, finding.block or root, root)))
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Compiled modules run as they are written, so that their layers can be seen."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+class _Search:
+    """Hooks on every module of networks, which end the run at the first that returns what it should not."""
+
+    def __init__(self, networks: nn.ModuleDict, fault: Fault) -> None:
+        self.networks, self.fault = networks, fault
+        self.finding: Finding | None = None
+        modules = dict(networks.named_modules(remove_duplicate=False))
+        self.lists = {name: len(module) for name, module in modules.items() if isinstance(module, nn.ModuleList)}
+        self.way: list[tuple[str, float]] = []
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        undo = Undo()
+        try:
+            for name, module in self.networks.named_modules():
+                hook = module.register_forward_hook(self._after(name), with_kwargs=True)
+                undo.append(hook.remove)
+            yield
+        finally:
+            undo.restore()
+
+    def _after(self, name: str) -> Callable[..., None]:
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            fault, wrong = self._wrong(output)
+            if not fault:
+                if name and self._block_of(name) == name:
+                    self.way.append((name, largest(output)))
+                return
+            given = (args, kwargs)
+            if not self._wrong(given)[0]:
+                self.finding = self._finding(name, module, fault, wrong, largest(given))
+                raise _Found
+            if name in self.networks:
+                inputs = [key for key, value in _named(module, args, kwargs).items() if self._wrong(value)[0]]
+                words = ", ".join(INPUTS.get(key, key) for key in inputs)
+                self.finding = Finding(name, type(module).__name__, dtype="", fault=fault, inputs=words)
+                raise _Found
+
+        return after
+
+    def _wrong(self, value: Any) -> tuple[str, torch.Tensor | None]:
+        for tensor in tensors_in(value):
+            fault = self.fault(tensor)
+            if fault:
+                return fault, tensor
+        return "", None
+
+    def _block_of(self, name: str) -> str:
+        return next((place for place in _prefixes(name) if place.rpartition(".")[0] in self.lists), "")
+
+    def _finding(self, name: str, module: nn.Module, fault: str, wrong: Any, given: float) -> Finding:
+        bad = next((key for key, weight in module.named_parameters() if _is_bad(weight)), "")
+        owner, _, weight = bad.rpartition(".")
+        layer = ".".join(filter(None, (name, owner)))
+        block = self._block_of(layer)
+        parent = block.rpartition(".")[0]
+        kind = type(self.networks.get_submodule(layer)).__name__
+        dtype = DTYPES.get(wrong.dtype, str(wrong.dtype).removeprefix("torch."))
+        if dtype == "fp32" and any(p.dtype in NARROW for p in module.parameters()):
+            dtype = next(DTYPES[p.dtype] for p in module.parameters() if p.dtype in NARROW)
+        return Finding(
+            layer,
+            kind,
+            dtype=dtype,
+            fault=fault,
+            largest=given,
+            weight=weight,
+            block=block,
+            blocks=self.lists.get(parent, 0),
+            way=tuple(self.way),
+        )
+
+
+def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What a module was given, by the names that its forward has for it."""
+    try:
+        names = list(inspect.signature(module.forward).parameters)
+    except (TypeError, ValueError):
+        names = []
+    names += [f"input {index + 1}" for index in range(len(names), len(args))]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    parts = name.split(".")
+    return (".".join(parts[:count]) for count in range(1, len(parts) + 1))
+
+
+def _is_bad(weight: torch.Tensor) -> bool:
+    """Whether a weight holds what no weight should; packed ones, and those whose values are elsewhere, tell nothing."""
+    if not weight.is_floating_point() or weight.is_meta or not weight.numel():
+        return False
+    try:
+        return not bool(torch.isfinite(weight.detach().float()).all())
+    except (NotImplementedError, RuntimeError, TypeError):
+        return False
+
+
+def largest(value: Any) -> float:
+    """The largest absolute finite value of a module's inputs or outputs."""
+    found = (torch.nan_to_num(t.detach().float(), 0.0, 0.0, 0.0).abs().amax().item() for t in tensors_in(value))
+    return float(max(found, default=0.0))
+
+
+def unshrunk(noise: torch.Tensor, result: torch.Tensor) -> str:
+    """Why a finished sampling is still its noise; empty where it is not."""
+    if noise.shape != result.shape or not bool(torch.isfinite(result).all()):
+        return ""
+    pair = torch.stack([noise.detach().float().flatten().cpu(), result.detach().float().flatten().cpu()])
+    likeness = float(torch.corrcoef(pair)[0, 1])
+    if not likeness > UNSHRUNK:
+        return ""
+    return f"the noise did not shrink: the result is {likeness:.0%} the noise that sampling began with"
+
+
+class Doctor:
+    """Watches the networks of one model, and knows what was kept for it.
+
+    Args:
+        model: what names the model in the file of repairs.
+        choice: one of :data:`CHOICES` or :data:`EXPLAIN`; ``offer`` stops with what helps, ``keep`` goes on with it,
+            also next time.
+        tell: takes one line that the user should read.
+    """
+
+    def __init__(self, model: str, store: RepairStore, choice: str, tell: Callable[[str], None]) -> None:
+        self.model, self.store, self.choice, self.tell = model, store, choice, tell
+        self.forgot = choice == FORGET and store.forget(model)
+        self.repairs = store.load(model) if choice == KEEP else ()
+
+    def repaired(self, networks: nn.ModuleDict) -> AbstractContextManager[None]:
+        """``networks`` with what is kept for them."""
+        return repaired(networks, [one for one in self.repairs if one.layer.partition(".")[0] in networks])
+
+    def checked(
+        self,
+        output: torch.Tensor,
+        networks: nn.ModuleDict,
+        run: Callable[[], torch.Tensor],
+        where: str,
+        fault: Fault = not_finite,
+    ) -> torch.Tensor:
+        """``output``, or with ``keep`` what a repair makes of it.
+
+        Args:
+            run: makes the output again by way of ``networks``. where: in a sentence, such as ``step 3 of 20``.
+
+        Raises:
+            NotFinite: it is wrong, and nothing helps or only an offer is wanted.
+        """
+        wrong = fault(output)
+        if not wrong:
+            return output
+        diagnosis, again = diagnose(networks, run, fault, repair=self.choice != EXPLAIN)
+        repair = diagnosis.repair
+        if repair is not None and self.choice != FORGET:
+            self.store.add(self.model, repair)
+        if again is not None and (repair is None or self.choice == KEEP):
+            if repair is not None:
+                self.repairs = (*self.repairs, repair)
+            self.tell(f"{where}: {diagnosis}" + ("; kept for the next runs of this model" if repair else ""))
+            return again
+        raise NotFinite(f"{where}: {diagnosis}", expected="right values", fix=advice(diagnosis))
+
+
+def advice(diagnosis: Diagnosis) -> str:
+    """What to do, in a sentence."""
+    finding, repair = diagnosis.finding, diagnosis.repair
+    if finding is not None and finding.weight:
+        return f"Download the model's file again: {finding.layer}.{finding.weight} is damaged." + (
+            f" Or run again with repair {KEEP} of AnyGPU Doctor." if repair else ""
+        )
+    if repair is not None:
+        faster = "" if "." in repair.layer else ", or, faster, use precision fp16-safe or AnyGPU Fit Model"
+        return f"Run again with repair {KEEP} of AnyGPU Doctor, which keeps for this model what helped here{faster}."
+    if finding is not None and not diagnosis.tried and not finding.inputs and finding.dtype in ("fp16", "bf16"):
+        return "Choose precision fp32 (or bf16 if the device supports it) on the load node, or add AnyGPU Doctor."
+    if finding is not None and finding.inputs:
+        return "Look at the node before: the text encoder, the picture or the latents that it is given."
+    return "Choose precision fp32, or a model file in another precision."

@@ -1,0 +1,200 @@
+"""Repairs of single layers whose results are not finite, applied to a module for a while, and kept by model.
+
+A repair is a layer's name and a way: it holds for the next run, whichever object that loads the layer into. Nothing of
+the module is rewritten: its forward runs under a mode that widens what its operations are given.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from .durable import replacing
+from .memory.parts import Undo
+
+log = logging.getLogger(__name__)
+
+FP32, REPLACED = "fp32", "zeros"
+NARROW = (torch.float16, torch.bfloat16)
+TO_NARROW = (torch.Tensor.half, torch.Tensor.bfloat16)
+MEANINGS = {FP32: "computed in fp32", REPLACED: "with zeros for the weights that are not finite"}
+FILE = "doctor.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """One layer computed another way.
+
+    Args:
+        layer: its dotted name, after that of its network; the network's alone for all of it.
+        way: one of :data:`MEANINGS`.
+    """
+
+    layer: str
+    way: str
+
+    def __str__(self) -> str:
+        return f"{self.layer} {MEANINGS[self.way]}"
+
+
+class Widened(TorchFunctionMode):
+    """All operations on 16-bit floats in fp32, whatever they are told; in-place ones keep the tensor they write to."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """``func`` on widened operands."""
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if (
+            name in ("__get__", "__set__", "__setitem__", "data_ptr", "is_floating_point")
+            or kwargs.get("out") is not None
+        ):
+            return func(*args, **kwargs)
+        if func in TO_NARROW:
+            return args[0].float()
+        if name.endswith("_") and not name.endswith("__"):
+            return func(args[0], *widened(args[1:]), **widened(kwargs))
+        return func(*widened(args), **widened(kwargs))
+
+
+def widened(value: Any) -> Any:
+    """``value`` with fp32 in the place of 16-bit floats, tensors and dtypes alike, in tuples, lists and dicts too."""
+    if isinstance(value, torch.Tensor):
+        return value.float() if value.dtype in NARROW else value
+    if isinstance(value, torch.dtype):
+        return torch.float32 if value in NARROW else value
+    return mapped(value, widened)
+
+
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Tuples, lists and dicts with ``change`` of what is in them; everything else as it is."""
+    if type(value) in (tuple, list):
+        return type(value)(change(item) for item in value)
+    if type(value) is dict:
+        return {key: change(item) for key, item in value.items()}
+    return value
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The floating tensors of what a module was given or returned."""
+    if isinstance(value, torch.Tensor):
+        if value.is_floating_point() and value.numel():
+            yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
+@contextmanager
+def repaired(networks: nn.ModuleDict, repairs: Iterable[Repair]) -> Iterator[None]:
+    """``networks`` with ``repairs`` for the block; a layer that they do not have is left out, and logged."""
+    undo = Undo()
+    try:
+        for repair in repairs:
+            try:
+                module = networks.get_submodule(repair.layer)
+            except AttributeError:
+                log.warning("no layer %s to repair", repair.layer)
+                continue
+            undo.set(module, "forward", _WAYS[repair.way](module, module.forward))
+        yield
+    finally:
+        undo.restore()
+
+
+def _in_fp32(_module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def wide(*args: Any, **kwargs: Any) -> Any:
+        given = next((t.dtype for t in tensors_in((args, kwargs)) if t.dtype in NARROW), None)
+        with Widened():
+            out = forward(*widened(args), **widened(kwargs))
+        return out if given is None else _narrowed(out, given)
+
+    return wide
+
+
+def _narrowed(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.dtype == torch.float32 else value
+    return mapped(value, lambda item: _narrowed(item, dtype))
+
+
+def _with_zeros(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def clean(*args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            for owner in module.modules():
+                own = dict(owner._parameters)
+                stack.callback(owner._parameters.update, own)
+                for name, weight in own.items():
+                    if weight is not None and weight.is_floating_point() and not weight.is_meta:
+                        owner._parameters[name] = nn.Parameter(_finite(weight), requires_grad=False)
+            return forward(*args, **kwargs)
+
+    return clean
+
+
+def _finite(weight: torch.Tensor) -> torch.Tensor:
+    if weight.element_size() > 1:
+        return torch.nan_to_num(weight.detach(), 0.0, 0.0, 0.0)
+    return torch.nan_to_num(weight.detach().float(), 0.0, 0.0, 0.0).to(weight.dtype)
+
+
+_WAYS: dict[str, Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]] = {
+    FP32: _in_fp32,
+    REPLACED: _with_zeros,
+}
+
+
+class RepairStore:
+    """What was found to help, by model, in a file of the state folder.
+
+    Args:
+        folder: the state folder; None keeps nothing.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self.path = None if folder is None else folder / FILE
+
+    def load(self, model: str) -> tuple[Repair, ...]:
+        """The repairs of a model; none where nothing can be read."""
+        rows = self._all().get(model, [])
+        return tuple(Repair(str(row["layer"]), str(row["way"])) for row in rows if row.get("way") in MEANINGS)
+
+    def add(self, model: str, repair: Repair) -> None:
+        """Keep one more repair of a model."""
+        repairs = dict.fromkeys((*self.load(model), repair))
+        self._write({**self._all(), model: [asdict(one) for one in repairs]})
+
+    def forget(self, model: str) -> bool:
+        """Drop the repairs of a model; whether it had any."""
+        known = self._all()
+        if model not in known:
+            return False
+        del known[model]
+        self._write(known)
+        return True
+
+    def _all(self) -> dict[str, Any]:
+        try:
+            known = {} if self.path is None else json.loads(self.path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return known if isinstance(known, dict) else {}
+
+    def _write(self, known: dict[str, Any]) -> None:
+        if self.path is None:
+            return
+        try:
+            with replacing(self.path) as file:
+                file.write_text(json.dumps(known, indent=1), encoding="utf-8")
+        except OSError as error:
+            log.warning("repairs could not be saved: %s", error)

@@ -1,0 +1,51 @@
+"""Installed packages against the oldest versions that work: ``requirements.txt``, and torch, which that never names."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+TORCH = "torch>=2.8"
+FILE = Path(__file__).resolve().parents[1] / "requirements.txt"
+
+
+def missing_packages(requirements: Iterable[str], version_of: Callable[[str], str]) -> str:
+    """One line about the packages that are absent or too old, with the command that mends it; empty for none.
+
+    Args:
+        requirements: lines as of a requirements file.
+        version_of: of an installed package; raises ``PackageNotFoundError`` for another.
+    """
+    from packaging.requirements import Requirement
+
+    found, wanted = [], []
+    for line in filter(None, map(str.strip, requirements)):
+        requirement = Requirement(line)
+        try:
+            version = version_of(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            found.append(f"no {requirement.name}")
+        else:
+            if requirement.specifier.contains(version, prereleases=True):
+                continue
+            found.append(f"{requirement.name} {version}")
+        wanted.append(str(requirement))
+    if not found:
+        return ""
+    command = " ".join(f'"{requirement}"' for requirement in wanted)
+    return (
+        f"{', '.join(found)} in ComfyUI's Python; expected {', '.join(wanted)}. Run `python -m pip install {command}` "
+        "with that Python, then restart ComfyUI."
+    )
+
+
+@functools.cache
+def package_problem() -> str:
+    """The line about the packages of this process; empty where all is well or cannot be told."""
+    try:
+        lines = FILE.read_text(encoding="utf-8").splitlines()
+        return missing_packages((TORCH, *lines), importlib.metadata.version)
+    except Exception:  # a damaged environment: the nodes say what they lack when they run
+        return ""

@@ -1,0 +1,130 @@
+"""AnyGPU Fit CLIP: core's text encoders with attention that fits, and in safe fp16 where the user asks for it.
+
+Core runs no wrapper around text encoders, so layers are patched when ComfyUI loads the fitted copy and put back when it
+loads another one.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from comfy.patcher_extension import PatcherInjection
+from torch import Tensor, nn
+
+from ...compat.decision import AUTO, CHOSEN, Decision
+from ...compat.errors import InputError
+from ...compat.output_check import fault_in_weight
+from ...compat.precision import FP32, SAFE
+from ...compat.transforms.fp16_layers import FULL, SETTINGS, LeafSettings
+from .attention import AttentionOverride
+from .leaves import PROVIDER, ByNetwork, is_linear, is_native, provided, safe_linear
+from .machine import AS_LOADED, Fit, Machine, fit_for, machine_of
+
+KEY = "anygpu_fit"  # of our injections
+CLIP_PRECISIONS = (AUTO, SAFE, AS_LOADED)  # grows at the end
+ATTENTION = "optimized_attention"  # the argument by which core's encoders pass their attention on
+
+
+@dataclass(frozen=True)
+class FittedEncoder:
+    """Puts a fit on the layers of whichever encoder ComfyUI loads, and takes it off."""
+
+    fit: Fit
+    fp32_output: bool
+    hooks: ByNetwork = field(default_factory=ByNetwork)
+
+    def put_on(self, patcher: Any) -> None:
+        """As ComfyUI calls it after a load; ``patcher`` has the encoder of this device."""
+        handles = []
+        if self.fit.attention is not None:
+            override = AttentionOverride(self.fit.attention, self.fit.safe)
+            swap = functools.partial(_with_attention, override)
+            takers = [module for module in patcher.model.modules() if _takes_attention(type(module))]
+            handles = [module.register_forward_pre_hook(swap, with_kwargs=True) for module in takers]
+        self.hooks[patcher.model] = handles
+        forward = functools.partial(_linear, self.fp32_output)
+        for leaf in filter(is_linear, patcher.model.modules()) if self.fit.safe else ():
+            if not is_native(leaf) and "forward" not in leaf.__dict__:
+                leaf.__dict__["forward"] = functools.partial(forward, leaf)
+                leaf.__dict__[PROVIDER] = types.MethodType(provided, leaf)
+
+    def take_off(self, patcher: Any) -> None:
+        """As ComfyUI calls it before another patcher over the same encoder is loaded."""
+        for handle in self.hooks.pop(patcher.model, ()):
+            handle.remove()
+        for leaf in filter(is_linear, patcher.model.modules()):
+            if PROVIDER in leaf.__dict__:
+                for name in ("forward", PROVIDER, SETTINGS):
+                    leaf.__dict__.pop(name, None)
+
+
+def _linear(fp32_output: bool, leaf: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    if SETTINGS not in leaf.__dict__:
+        with provided(leaf, x) as (weight, _):
+            reach = float(torch.linalg.vector_norm(weight, dim=1, dtype=FULL).amax())
+        leaf.__dict__[SETTINGS] = LeafSettings(fp32_output, max(1.0, reach) if math.isfinite(reach) else math.inf)
+    return safe_linear(leaf, x, *args, **kwargs)
+
+
+def fit_clip(
+    clip: Any, precision: str = AUTO, attention: str = AUTO, machine: Machine | None = None
+) -> tuple[Any, Sequence[Decision]]:
+    """``clip`` fitted to its device, and what was decided; the very object where nothing is needed.
+
+    Args:
+        clip: a CLIP. precision, attention: as on the node.
+        machine: what is known of the device; None asks the one that the encoders load on.
+
+    Raises:
+        InputError: no CLIP. UnsupportedError: an explicit choice that cannot be had here.
+    """
+    if not hasattr(clip, "cond_stage_model") or not hasattr(clip, "patcher"):
+        raise InputError(f"a {type(clip).__name__} without encoders", expected="a CLIP", fix="Connect a CLIP.")
+    machine = machine or machine_of(clip.patcher.load_device)
+    fit = fit_for(machine, FP32, precision if precision == SAFE else AS_LOADED, attention)
+    why = "core computes text in fp32, which is finite everywhere" if precision == AUTO else ""
+    said = Decision("precision", "fp32 as loaded", why, AUTO if precision == AUTO else CHOSEN)
+    decisions = [fit.decisions[0] if fit.safe else said, fit.decisions[1], *_faults(clip.cond_stage_model)]
+    if not fit.needed:
+        return clip, decisions
+    fitted, encoder = clip.clone(), FittedEncoder(fit, fit.safe and machine.fp32_output)
+    fitted.patcher.set_injections(KEY, [PatcherInjection(inject=encoder.put_on, eject=encoder.take_off)])
+    return fitted, decisions
+
+
+def _faults(encoders: nn.Module) -> Iterator[Decision]:
+    """Weights that no dtype saves: core's loaders narrow bf16 to fp16, and what does not fit becomes infinite."""
+    for name, tensor in encoders.named_parameters():
+        if tensor.device.type == "cpu" and type(tensor.data) is Tensor:
+            fault = fault_in_weight(name, tensor.data)
+            if fault:
+                yield Decision(
+                    "weights", f"{name} holds {fault}", "another file of this encoder may be whole", "", True
+                )
+                return
+
+
+@functools.cache
+def _takes_attention(kind: type[nn.Module]) -> bool:
+    return ATTENTION in inspect.signature(kind.forward).parameters
+
+
+def _with_attention(
+    override: AttentionOverride, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a layer with our attention in the place of core's, which it calls where no kernel is needed."""
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
+    place = names.index(ATTENTION)
+    if place < len(args) and args[place] is not None:
+        swapped = functools.partial(override, args[place])
+        return (*args[:place], swapped, *args[place + 1 :]), kwargs
+    if kwargs.get(ATTENTION) is not None:
+        return args, {**kwargs, ATTENTION: functools.partial(override, kwargs[ATTENTION])}
+    return args, kwargs

@@ -1,0 +1,128 @@
+"""The doctor beside core's samplers and VAE nodes, for any MODEL and VAE."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from comfy.patcher_extension import WrappersMP
+from comfy_execution.graph_utils import ExecutionBlocker
+from torch import nn
+
+from ...compat.doctor import Doctor, lifeless, not_finite, one_colour, unshrunk
+from ...compat.output_check import is_flat
+from ...compat.repairs import tensors_in
+from ..core_shell import CoreShell
+from ..progress import NodeProgress
+
+KEY = "anygpu_doctor"
+NETWORK, VAE = "diffusion_model", "vae"
+BRANCHES = {(0,): "positive prompt", (1,): "negative prompt"}
+
+
+def teller(node_id: str | None) -> Callable[[str], None]:
+    """Takes lines for the log and for the node ``node_id``, which has run by then."""
+
+    def tell(text: str) -> None:
+        progress = NodeProgress(node_id)
+        progress.notify(text)
+        progress.show()
+
+    return tell
+
+
+def missing(name: str) -> ExecutionBlocker:
+    """What stops the nodes behind an output whose input was not connected."""
+    return ExecutionBlocker(f"AnyGPU: connect {name} to AnyGPU Doctor to use its {name} output.")
+
+
+def name_of(model: Any) -> str:
+    """What names a MODEL or the patcher of a VAE from one run to the next: its file, or its class and size."""
+    shell = model.model
+    if isinstance(shell, CoreShell):
+        return str(shell.pipeline.source)
+    again = model.cached_patcher_init
+    source = again[1][0] if again and again[1] else None
+    return source if isinstance(source, str) else f"{type(shell).__name__}, {model.model_size()} bytes"
+
+
+def watched_model(model: Any, doctor: Doctor, node_id: str | None) -> Any:
+    """A clone of ``model`` whose every call is checked; what is found is shown on the node ``node_id``.
+
+    The wrapper runs what is kept for the model, and one check of the output; all else only where that fails.
+    """
+
+    def call(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        network = executor.class_obj.diffusion_model
+        networks = nn.ModuleDict({NETWORK: getattr(network, "_orig_mod", network)})
+        with doctor.repaired(networks):
+            output = executor(*args, **kwargs)
+            if not _wrong(output):
+                return output
+            options = kwargs.get("transformer_options") or (args[5] if len(args) > 5 else {})
+            return doctor.checked(output, networks, lambda: executor(*args, **kwargs), where_of(options), _wrong)
+
+    def sampled(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        result = executor(*args, **kwargs)
+        noise, sigmas = args[0], args[3] if len(args) > 3 else kwargs.get("sigmas")
+        said = ""
+        if isinstance(result, torch.Tensor) and sigmas is not None and float(sigmas[-1]) == 0.0:
+            said = unshrunk(noise, executor.class_obj.model_patcher.model.process_latent_in(result))
+        NodeProgress(node_id).finish(said or f"no fault in {len(sigmas) - 1 if sigmas is not None else 0} steps")
+        return result
+
+    watched = model.clone()
+    for kind, wrapper in ((WrappersMP.APPLY_MODEL, call), (WrappersMP.OUTER_SAMPLE, sampled)):
+        watched.remove_wrappers_with_key(kind, KEY)
+        watched.add_wrapper_with_key(kind, KEY, wrapper)
+    return watched
+
+
+def where_of(options: dict[str, Any]) -> str:
+    """Step and prompt of one call, from what core's sampler says of it."""
+    levels, level = options.get("sample_sigmas"), options.get("sigmas")
+    step = "a step"
+    if levels is not None and level is not None and len(levels) > 1:
+        index = int((levels.cpu() > float(level.max()) * (1 + 1e-4)).sum())
+        step = f"step {index + 1} of {len(levels) - 1}"
+    branch = BRANCHES.get(tuple(sorted(set(options.get("cond_or_uncond", ())))), "")
+    return f"{step}, {branch}" if branch else step
+
+
+def _wrong(output: Any) -> str:
+    return next(filter(None, map(lifeless, tensors_in(output))), "")
+
+
+def watched_vae(vae: Any, doctor: Doctor) -> Any:
+    """A copy of ``vae`` whose decoded frames are checked; the original stays as it is."""
+    watched = copy.copy(vae)
+    watched.__class__ = _watched_class(type(vae))
+    watched.__dict__["doctor"] = doctor
+    return watched
+
+
+class WatchedVAE:
+    """What a watched VAE does instead of its own class."""
+
+    def decode(self, samples_in: Any, *args: Any, **kwargs: Any) -> Any:
+        """As usual, checked."""
+        return self._checked(samples_in, functools.partial(super().decode, samples_in, *args, **kwargs))  # type: ignore[misc]
+
+    def decode_tiled(self, samples: Any, *args: Any, **kwargs: Any) -> Any:
+        """As usual, checked."""
+        return self._checked(samples, functools.partial(super().decode_tiled, samples, *args, **kwargs))  # type: ignore[misc]
+
+    def _checked(self, samples: Any, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+        doctor: Doctor = self.__dict__["doctor"]
+        networks = nn.ModuleDict({VAE: self.first_stage_model})  # type: ignore[attr-defined]
+        plain = isinstance(samples, torch.Tensor) and is_flat(samples)  # such latents may well be one colour
+        with doctor.repaired(networks):
+            return doctor.checked(run(), networks, run, "decode", not_finite if plain else one_colour)
+
+
+@functools.cache
+def _watched_class(kind: type[Any]) -> type[Any]:
+    return kind if issubclass(kind, WatchedVAE) else type(kind.__name__, (WatchedVAE, kind), {"__module__": __name__})

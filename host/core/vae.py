@@ -1,0 +1,299 @@
+"""AnyGPU Fit VAE: core's VAE whose result is checked, and computed another way where it is wrong or does not fit.
+
+The fitted VAE is a copy with a patcher of its own over the same weights. Convolutions and attention are patched for the
+length of a decode or encode, so the VAE that came in, and every clone, stays as it was.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import comfy.model_management
+import comfy.model_patcher
+import torch
+from comfy_execution.utils import get_executing_context
+from torch import Tensor, nn
+
+from ...compat.decision import AUTO, CHOSEN, Decision
+from ...compat.device.facts import first_line
+from ...compat.device.failures import DEVICE_ERRORS, KERNEL, MEMORY, VALUES, failure_kind
+from ...compat.device.quirks import policy_for
+from ...compat.errors import InputError, UnsupportedError
+from ...compat.memory.parts import Undo
+from ...compat.output_check import BROKEN, InvalidOutputError, fault_in_frames, fault_in_latents, is_flat
+from ...compat.precision import FP32, NAMES, vae_verdict
+from ...pipelines.vae.fallback import convolution_switches
+from .. import recovery
+from ..core_vae import CoreVAE
+from ..progress import NodeProgress
+from .convolutions import HOOK, conv_forwards
+from .machine import AS_LOADED, Machine, machine_of
+from .masks import lost_masks
+
+VAE_PRECISIONS = (AUTO, "fp32", AS_LOADED)  # grows at the end
+TILES = (256, 128, 64)  # pixels, where the whole does not fit
+FRAMES = {256: 64, 128: 16, 64: 8}  # of a video in a tile of so many pixels
+HOST = torch.device("cpu")
+EVERYTHING = 1e30  # more bytes than any device has, as ComfyUI itself asks for them
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a decode or encode is computed: in fp32 or the VAE's dtype; in tiles of pixels, 0 for whole; on the CPU."""
+
+    wide: bool = False
+    tile: int = 0
+    host: bool = False
+
+    def __str__(self) -> str:
+        tiles = f"in tiles of {self.tile} pixels" if self.tile else ""
+        place = "on the CPU" if self.host else ""
+        return ", ".join(filter(None, ("fp32" if self.wide else "", tiles, place))) or "as it is"
+
+    def after(self, kind: str, tiles: Sequence[int]) -> Way | None:
+        """The next way after a failure of this kind, exact ones before slow ones; None after the last."""
+        smaller = next((tile for tile in tiles if not self.tile or tile < self.tile), 0)
+        if kind in (VALUES, KERNEL) and not self.wide:
+            return replace(self, wide=True)
+        if kind in (MEMORY, KERNEL) and smaller and not self.host:
+            return replace(self, tile=smaller)
+        return None if self.host else Way(wide=True, host=True)
+
+
+class FittedVAE:
+    """What a fitted VAE adds to core's class."""
+
+    machine: Machine
+    way: Way  # with which the next call begins: what worked where values were wrong
+    masks: bool
+    keeps: bool
+    plain: Any  # core's class
+
+    def decode(self, samples_in: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Core's decode of ``samples_in``, checked."""
+        return self._first_right("decode", samples_in, args, kwargs)
+
+    def decode_tiled(self, samples: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Core's decode in tiles of ``samples``, checked."""
+        return self._first_right("decode_tiled", samples, args, kwargs)
+
+    def encode(self, pixel_samples: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Core's encode of ``pixel_samples``, checked."""
+        return self._first_right("encode", pixel_samples, args, kwargs)
+
+    def encode_tiled(self, pixel_samples: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Core's encode in tiles of ``pixel_samples``, checked."""
+        return self._first_right("encode_tiled", pixel_samples, args, kwargs)
+
+    def _first_right(self, name: str, given: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+        """What the first way gives that neither fails nor is wrong; each that does is said."""
+        what, progress, way = name.replace("_", " "), None, self.way
+        if name.startswith("decode"):
+            _require_sound(given)
+            if self.keeps:
+                recovery.keep_for_decode(given)
+        while True:
+            try:
+                result = self._in(way, name, given, args, kwargs)
+            except (*DEVICE_ERRORS, InvalidOutputError) as error:
+                kind, cause = failure_kind(error), first_line(error)
+                following = way.after(kind, self._tiles(name, given)) if kind else None
+                if following is None and kind == VALUES:
+                    raise _hopeless(what, cause) from error
+                if following is None:
+                    raise
+            else:
+                if progress is not None:
+                    progress.finish(f"{what}: {way}")
+                return result
+            progress = progress or NodeProgress(getattr(get_executing_context(), "node_id", None))
+            progress.notify(f"{what} {way}: {cause}; now {following}")
+            way = following
+            if kind != MEMORY:  # the same would fail each time
+                self.way = way
+            comfy.model_management.soft_empty_cache()
+
+    def _in(self, way: Way, name: str, given: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+        """One attempt."""
+        vae, dtype = self._variant(way, given), FP32 if way.wide else self.vae_dtype  # type: ignore[attr-defined]
+        with ExitStack() as stack:
+            stack.enter_context(convolution_switches(policy_for(self.machine.facts)))
+            stack.enter_context(_patched(self._patches(way, dtype)))
+            if way.tile:
+                result = _in_tiles(vae, name.removesuffix("_tiled"), given, way.tile)
+            else:
+                result = getattr(vae, name)(given, *args, **kwargs)
+        if name.startswith("encode"):
+            fault = fault_in_latents(result) if isinstance(result, Tensor) else ""
+            if fault:
+                raise InvalidOutputError(fault)
+        return result
+
+    def _variant(self, way: Way, given: Tensor) -> Any:
+        """Core's own VAE over the same weights that computes in this way, with its pixels looked at."""
+        vae: Any = copy.copy(self)
+        vae.__class__, vae.process_output = self.plain, _checked(vae, given)
+        if way.host:
+            comfy.model_management.free_memory(EVERYTHING, vae.device)  # which brings the weights home
+            vae.patcher, vae.device = comfy.model_patcher.ModelPatcher(vae.first_stage_model, HOST, HOST), HOST
+        elif way.wide:
+            vae.patcher = vae.patcher.clone()
+        if way.wide and vae.vae_dtype is not FP32:
+            vae.patcher.set_model_compute_dtype(FP32)
+            vae.vae_dtype = FP32
+        return vae
+
+    def _patches(self, way: Way, dtype: torch.dtype) -> Iterator[tuple[nn.Module, str, Any]]:
+        """What is put on the layers of the VAE for one attempt."""
+        network: nn.Module = self.first_stage_model  # type: ignore[attr-defined]
+        if not way.host:
+            for _, forward in conv_forwards(network, self.machine.convolutions, dtype):
+                yield forward.leaf, HOOK, forward
+        if self.masks:
+            yield from lost_masks(network, self.machine.attention(dtype))
+
+    def _tiles(self, name: str, given: Tensor) -> tuple[int, ...]:
+        """Sides of tiles in pixels that are smaller than what is given; none for sound."""
+        if self.latent_dim == 1 or given.ndim < 4:  # type: ignore[attr-defined]
+            return ()
+        decodes = name.startswith("decode")
+        cell = self.spacial_compression_decode() if decodes else 1  # type: ignore[attr-defined]
+        longest = max(given.shape[-2:] if decodes else given.shape[-3:-1]) * cell
+        return tuple(tile for tile in TILES if 2 * cell <= tile < longest)
+
+
+@functools.cache
+def _fitted(plain: Any) -> type[FittedVAE]:
+    """Core's class, or another pack's, with our methods before its own."""
+    return type(f"Fitted{plain.__name__}", (FittedVAE, plain), {"__doc__": FittedVAE.__doc__, "__module__": __name__})
+
+
+def fit_vae(
+    vae: Any, precision: str = AUTO, causal_masks: bool = True, keep_latents: str = AUTO, machine: Machine | None = None
+) -> tuple[Any, Sequence[Decision]]:
+    """A copy of ``vae`` whose results are checked on this device, and what was decided.
+
+    Args:
+        vae: a VAE. precision, causal_masks, keep_latents: as on the node.
+        machine: what is known of the device; None asks the one that the VAE loads on.
+
+    Raises:
+        InputError: no VAE with weights.
+    """
+    if isinstance(vae, CoreVAE):
+        return vae, (Decision("vae", "as it is", "a pipeline of AnyGPU checks its own decodes"),)
+    if getattr(vae, "first_stage_model", None) is None or not hasattr(vae, "patcher"):
+        raise InputError(f"a {type(vae).__name__} without weights", expected="a VAE", fix="Connect a VAE of a loader.")
+    machine = machine or machine_of(vae.device)
+    plain = vae.plain if isinstance(vae, FittedVAE) else type(vae)
+    wide, decided = _precision(machine, vae.vae_dtype, precision)
+    masks = list(lost_masks(vae.first_stage_model, machine.attention(FP32))) if causal_masks else []
+    dtype = FP32 if wide else vae.vae_dtype
+    forms = list(conv_forwards(vae.first_stage_model, machine.convolutions, dtype))
+    fitted = copy.copy(vae)
+    fitted.patcher = vae.patcher.clone()
+    fitted.__class__ = _fitted(plain)
+    fitted.machine, fitted.plain, fitted.way = machine, plain, Way(wide=dtype is FP32)
+    fitted.masks, fitted.keeps = bool(masks), keep_latents != "never" and getattr(vae, "latent_dim", 2) == 3
+    return fitted, (decided, *_said(forms, masks, fitted))
+
+
+def _precision(machine: Machine, dtype: torch.dtype, choice: str) -> tuple[bool, Decision]:
+    """Whether to compute in fp32 where core would not, and why."""
+    here = NAMES.get(dtype, str(dtype))
+    if choice == "fp32":
+        return True, Decision("precision", "fp32", f"core would compute in {here}", CHOSEN)
+    if choice == AS_LOADED or dtype not in NAMES:
+        return False, Decision("precision", f"{here} as loaded", "", CHOSEN if choice == AS_LOADED else AUTO)
+    ability = vae_verdict(dtype, policy_for(machine.facts), machine.probes)
+    if dtype is not FP32 and (not ability.usable or ability.costly):
+        return True, Decision("precision", "fp32", f"core would compute in {here}; {ability.why}", AUTO)
+    return False, Decision("precision", f"{here} as loaded", f"this device computes {here} well", AUTO)
+
+
+def _said(forms: Sequence[Any], masks: Sequence[Any], fitted: Any) -> Iterator[Decision]:
+    """What else was decided, for people."""
+    if forms:
+        kinds = sorted({forward.choice.form.value for _, forward in forms})
+        yield Decision("Conv3d", f"{len(forms)} layers as {', '.join(kinds)}", "exact forms that this device has", AUTO)
+    if masks:
+        yield Decision(
+            "causal masks", f"put back in {len(masks)} attentions", "core's copy of the published VAE lost them"
+        )
+    yield Decision(
+        "decode", "checked", "NaN, one colour or out of memory: fp32, tiles, then the CPU; said on that node"
+    )
+    if fitted.keeps:
+        yield Decision("latents", "kept", "before each decode, for AnyGPU Recover Latents")
+
+
+def _checked(vae: Any, given: Tensor) -> Callable[[Tensor], Tensor]:
+    """Core's last step of a decode, before which the pixels are looked at: it clamps, and NaN becomes black."""
+    finish, cell = vae.process_output, vae.spacial_compression_decode() if vae.latent_dim > 1 else 1
+    flat = given.ndim < 4 or is_flat(given)  # one colour may have been asked for
+
+    def process(pixels: Tensor) -> Tensor:
+        video = pixels if pixels.ndim == 5 else pixels.unsqueeze(2)
+        fault = "" if bool(pixels.isfinite().all()) else BROKEN
+        if not fault and not flat and pixels.ndim in (4, 5):
+            fault = fault_in_frames(video, int(cell))
+        if fault:
+            raise InvalidOutputError(fault)
+        done: Tensor = finish(pixels)
+        return done
+
+    return process
+
+
+def _in_tiles(vae: Any, name: str, given: Tensor, tile: int) -> Tensor:
+    """Core's own tiled ``decode`` or ``encode`` with tiles of so many pixels, and few frames at a time."""
+    decodes = name == "decode"
+    if decodes and vae.latent_dim == 2 and given.ndim == 5:
+        given = given[:, :, 0]
+    cell = vae.spacial_compression_decode() if decodes else 1
+    time = (vae.temporal_compression_decode() or 1) if decodes and vae.latent_dim == 3 else 1
+    side, frames = max(2, tile // cell), max(2, FRAMES[tile] // time)
+    chosen = {"tile_x": side, "tile_y": side, "overlap": side // 4}
+    if vae.latent_dim == 3:
+        chosen |= {"tile_t": frames, "overlap_t": max(1, frames // 4)}
+    result: Tensor = getattr(vae, f"{name}_tiled")(given, **chosen)
+    return result
+
+
+@contextmanager
+def _patched(patches: Iterator[tuple[nn.Module, str, Any]]) -> Iterator[None]:
+    undo = Undo()
+    try:
+        for patch in list(patches):
+            undo.set(*patch)
+        yield
+    finally:
+        undo.restore()
+
+
+def _require_sound(latents: Tensor) -> None:
+    """Refuse latents that no decode can save.
+
+    Raises:
+        InputError: NaN or infinity in them.
+    """
+    broken = int((~latents.isfinite()).sum())
+    if broken:
+        raise InputError(
+            f"{broken} of {latents.numel()} values of the latents to decode are NaN or infinite",
+            expected="finite latents",
+            fix="The sampling went wrong, not the VAE: put AnyGPU Fit Model before the sampler and sample again.",
+        )
+
+
+def _hopeless(what: str, fault: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{what}: {fault}, also in fp32 on the CPU",
+        expected="a VAE file that is whole",
+        fix="Download the VAE again, or choose the one that belongs to this model.",
+    )

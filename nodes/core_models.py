@@ -1,0 +1,143 @@
+"""The nodes that fit core's own MODEL, VAE and CLIP to the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..compat.decision import AUTO
+from ..host.api import io
+from ..host.core import clip as core_clip
+from ..host.core import model as core_model
+from ..host.core import vae as core_vae
+from ..host.core.machine import ATTENTIONS, PRECISIONS
+from ..host.progress import NodeProgress
+from .inputs import CATEGORY, schema
+
+FITTING = f"{CATEGORY}/fit"
+
+
+def finished(cls: Any, before: Any, fitted: Any, decisions: Any) -> io.NodeOutput:
+    """``fitted``, and under the node what was decided."""
+    progress = NodeProgress(cls.hidden.unique_id)
+    for decision in decisions:
+        progress.notify(str(decision))
+    progress.finish("nothing to change on this device" if fitted is before else "fitted to this device")
+    return io.NodeOutput(fitted)
+
+
+def attention_input() -> Any:
+    return io.Combo.Input(
+        "attention", options=list(ATTENTIONS), default=AUTO,
+        tooltip="auto: exact attention in chunks where torch has no fused kernel and would build the whole score "
+                "matrix. bounded: the same, decided call by call on every device. as loaded: core's choice.",
+    )
+
+
+class FitModel(io.ComfyNode):
+    """Fit a MODEL to the device."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="AnyGPUFitModel",
+            display_name="AnyGPU Fit Model",
+            category=FITTING,
+            description="Makes a MODEL from any loader run well on this GPU: fp16 that cannot overflow where the GPU "
+                        "has no fast bf16, attention without huge score matrices, 3-D convolutions that work. Put it "
+                        "right before the sampler. Where nothing is needed the model passes through unchanged.",
+            search_aliases=["fp16", "black frames", "nan", "rtx 20", "turing", "v100", "slow", "older gpu", "precision"],
+            inputs=[
+                io.Model.Input("model", tooltip="A MODEL from any loader, with or without LoRAs."),
+                io.Combo.Input(
+                    "precision", options=list(PRECISIONS), default=AUTO,
+                    tooltip="auto: fp16-safe where this GPU has no fast bf16, otherwise as core loaded it. fp16-safe: "
+                            "fp16 products around an fp32 stream; cannot overflow. fp32: exact and slow. as loaded: "
+                            "core's choice.",
+                ),
+                attention_input(),
+                io.Combo.Input(
+                    "keep_latents", options=list(core_model.KEEP), default=AUTO, optional=True, advanced=True,
+                    tooltip="Saves the latents of each sampling for AnyGPU Recover Latents. auto: if the model is "
+                            "changed here. always, never: whatever is decided.",
+                ),
+            ],
+            outputs=[io.Model.Output(display_name="model")],
+        )
+
+    @classmethod
+    def execute(cls, model: Any, precision: str, attention: str, keep_latents: str = AUTO) -> io.NodeOutput:
+        """The model, fitted."""
+        return finished(cls, model, *core_model.fit_model(model, precision, attention, keep_latents))
+
+
+class FitVAE(io.ComfyNode):
+    """Fit a VAE to the device."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="AnyGPUFitVAE",
+            display_name="AnyGPU Fit VAE",
+            category=FITTING,
+            description="Checks every decode and encode of a VAE from any loader. A result that is NaN or one colour, "
+                        "a missing kernel or a shortage of memory leads to the next way: fp32, tiles, and finally the "
+                        "CPU. 3-D convolutions take a form that works on this device.",
+            search_aliases=["black frames", "nan", "vae decode", "out of memory", "oom", "rescue", "conv3d"],
+            inputs=[
+                io.Vae.Input("vae", tooltip="A VAE from any loader."),
+                io.Combo.Input(
+                    "precision", options=list(core_vae.VAE_PRECISIONS), default=AUTO,
+                    tooltip="auto: as core loaded it, or fp32 where this device computes that dtype wrong or slowly. "
+                            "fp32: exact, slower, twice the memory. as loaded: core's choice.",
+                ),
+                io.Boolean.Input(
+                    "causal_masks", default=True, optional=True, advanced=True,
+                    tooltip="Puts back the causal masks of attention over frames that the published VAE has and core "
+                            "lost: Mochi's encoder, HunyuanVideo and HunyuanVideo 1.5. Single pictures are the same "
+                            "with and without.",
+                ),
+                io.Combo.Input(
+                    "keep_latents", options=list(core_model.KEEP), default=AUTO, optional=True, advanced=True,
+                    tooltip="Saves video latents before each decode for AnyGPU Recover Latents. auto, always: unless "
+                            "they were just saved after sampling. never: not at all.",
+                ),
+            ],
+            outputs=[io.Vae.Output(display_name="vae")],
+        )
+
+    @classmethod
+    def execute(cls, vae: Any, precision: str, causal_masks: bool = True, keep_latents: str = AUTO) -> io.NodeOutput:
+        """The VAE, fitted."""
+        return finished(cls, vae, *core_vae.fit_vae(vae, precision, causal_masks, keep_latents))
+
+
+class FitCLIP(io.ComfyNode):
+    """Fit text encoders to the device."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="AnyGPUFitCLIP",
+            display_name="AnyGPU Fit CLIP",
+            category=FITTING,
+            description="Makes text encoders from any loader fit this device: attention without huge score matrices, "
+                        "safe fp16 if you choose it, and a warning about weights that are not finite. Where nothing "
+                        "is needed the CLIP passes through unchanged.",
+            search_aliases=["text encoder", "t5", "gemma", "qwen", "llama", "fp16", "slow"],
+            inputs=[
+                io.Clip.Input("clip", tooltip="A CLIP from any loader, with or without LoRAs."),
+                io.Combo.Input(
+                    "precision", options=list(core_clip.CLIP_PRECISIONS), default=AUTO,
+                    tooltip="auto, as loaded: core's choice, fp32, which is finite everywhere. fp16-safe: fp16 "
+                            "products around an fp32 stream; faster on GPUs that are slow in fp32, and differs by "
+                            "about a thousandth.",
+                ),
+                attention_input(),
+            ],
+            outputs=[io.Clip.Output(display_name="clip")],
+        )
+
+    @classmethod
+    def execute(cls, clip: Any, precision: str, attention: str) -> io.NodeOutput:
+        """The CLIP, fitted."""
+        return finished(cls, clip, *core_clip.fit_clip(clip, precision, attention))

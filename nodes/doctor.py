@@ -1,0 +1,74 @@
+"""The node that finds out why a video is black."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ..compat import doctor as doctors
+from ..compat.errors import InputError
+from ..compat.repairs import RepairStore
+from ..host import folders
+from ..host.api import io
+from ..host.core import doctor as core
+from ..host.progress import NodeProgress
+from .inputs import Pipeline, schema
+
+
+class Doctor(io.ComfyNode):
+    """Watch a model for values that cannot be right."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="AnyGPUDoctor",
+            display_name="AnyGPU Doctor",
+            description="Watches sampling and decoding of any model, core's too. If a result is NaN, infinite, one "
+                        "colour or still noise, it names the step, block and layer, tries repairs on that step, and "
+                        "can keep what helps. Without a fault it costs one check per step.",
+            search_aliases=["black video", "black image", "nan", "inf", "debug", "noise", "overflow", "repair", "fp16"],
+            inputs=[
+                Pipeline.Input("pipeline", optional=True, tooltip="From a load node of AnyGPU, for AnyGPU Sample."),
+                io.Model.Input("model", optional=True, tooltip="From any loader, for core's samplers."),
+                io.Vae.Input("vae", optional=True, tooltip="From any loader, for core's VAE Decode."),
+                io.Combo.Input(
+                    "repair", options=list(doctors.CHOICES), default=doctors.OFFER,
+                    tooltip="offer: a fault stops the run with the layer and what helps. keep: goes on with what "
+                            "helps, and uses it in later runs of this model too. forget: drops what was kept for this "
+                            "model.",
+                ),
+            ],
+            outputs=[
+                Pipeline.Output(display_name="pipeline"),
+                io.Model.Output(display_name="MODEL"),
+                io.Vae.Output(display_name="VAE"),
+            ],
+        )
+
+    @classmethod
+    def execute(
+        cls, pipeline: Any = None, model: Any = None, vae: Any = None, repair: str = doctors.OFFER
+    ) -> io.NodeOutput:
+        """What was connected, watched."""
+        if pipeline is None and model is None and vae is None:
+            raise InputError(
+                "nothing connected to AnyGPU Doctor",
+                expected="a pipeline, a MODEL or a VAE",
+                fix="Connect what a load node gives.",
+            )
+        node_id, store = cls.hidden.unique_id, RepairStore(folders.state_folder())
+        lines: list[str] = []
+
+        def doctor(name: str) -> doctors.Doctor:
+            made = doctors.Doctor(name, store, repair, core.teller(node_id))
+            lines.extend(f"kept: {one}" for one in made.repairs)
+            lines.extend(["what was kept is forgotten"] if made.forgot else [])
+            return made
+
+        outputs = (
+            core.missing("pipeline") if pipeline is None else replace(pipeline, doctor=doctor(str(pipeline.source))),
+            core.missing("model") if model is None else core.watched_model(model, doctor(core.name_of(model)), node_id),
+            core.missing("vae") if vae is None else core.watched_vae(vae, doctor(core.name_of(vae.patcher))),
+        )
+        NodeProgress(node_id).finish("\n".join(dict.fromkeys(("watching", *lines))))
+        return io.NodeOutput(*outputs)

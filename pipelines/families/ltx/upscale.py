@@ -1,0 +1,117 @@
+"""Latents of LTX-Video at twice the width and height, for the second pass of a recipe.
+
+Source: Lightricks/LTX-Video, ``LTXMultiScalePipeline``: the network sees the VAE's own scale, and each channel gets the
+mean and the spread that it had before.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ....compat.checkpoints.headers import TensorEntry
+from ....compat.checkpoints.weights import read_tensors
+from ....compat.errors import CheckpointError
+from ....compat.memory.hooks import own_tensors
+from ....compat.memory.transfer import Transfer, transfer_for
+from ...base import Latents, Pipeline, Progress, StageText
+from ...loading.formats import entries_in
+from ...loading.keys import listed
+from ...recipes import SECOND_PASS
+from .spec import CHANNELS, SPATIAL_RATIO
+
+PART = "latent_upsampler"
+COPIES = 4  # of its widest activation alive at once: a convolution's input, output and work, and the residual
+FIRST = "initial_conv.weight"
+
+
+def config_of(entries: dict[str, TensorEntry], path: Path) -> dict[str, Any]:
+    """The configuration of an upscaler, by its shapes.
+
+    Raises:
+        CheckpointError: another model, or one that makes more frames.
+    """
+    shapes = {name: entry.shape for name, entry in entries.items()}
+    first, doubling = shapes.get(FIRST, ()), shapes.get("upsampler.0.weight", ())
+    if len(first) < 4 or first[1] != CHANNELS or not doubling:
+        raise CheckpointError(
+            f"{str(path)!r} holds no latent upscaler of LTX-Video",
+            expected="such as ltxv-spatial-upscaler-0.9.8.safetensors",
+            fix="Download it from https://huggingface.co/Lightricks/LTX-Video.",
+        )
+    if len(doubling) != 4 or doubling[0] != 4 * first[0]:
+        raise CheckpointError(
+            f"{str(path)!r} makes more frames",
+            expected="an upscaler of width and height",
+            fix="Choose the spatial upscaler; ComfyUI's own LTXV nodes run the temporal one.",
+        )
+    blocks = {name.split(".")[1] for name in shapes if name.startswith("res_blocks.")}
+    sizes = {"in_channels": CHANNELS, "mid_channels": first[0], "num_blocks_per_stage": len(blocks)}
+    return {**sizes, "dims": len(first) - 2, "spatial_upsample": True, "temporal_upsample": False}
+
+
+def upscale(pipeline: Pipeline, latents: Latents, path: Path, progress: Progress) -> Latents:
+    """``latents`` at twice the width and height, marked for the second pass."""
+    from diffusers import LTXLatentUpsamplePipeline as Upstream
+    from diffusers import LTXPipeline
+
+    entries = entries_in(path)
+    config = config_of(entries, path)
+    device = pipeline.offloader.device_of(PART)
+    transfer = transfer_for(device, pipeline.precision.vae)
+    mean, std = _statistics(pipeline, transfer, progress)
+    scale = float(pipeline.configs["vae"].get("scaling_factor", 1.0))
+    low = latents.samples
+    needed = COPIES * config["mid_channels"] * math.prod(low.shape[2:]) * 4 * pipeline.precision.vae.itemsize
+    pipeline.parts.readers[PART] = partial(_read, entries, config, pipeline.precision.vae)
+    try:
+        with pipeline.offloader.hold(PART, needed, progress) as network:
+            progress.step(0, 1, StageText("upscaling", "latents"))
+            high = network(transfer.to_device(LTXPipeline._denormalize_latents(low, mean, std, scale)))
+            high = LTXPipeline._normalize_latents(transfer.to_host_fp32(high), mean, std, scale)
+    finally:
+        pipeline.offloader.release(PART)
+        pipeline.parts.drop(PART)
+        pipeline.parts.readers.pop(PART)
+    progress.step(1, 1, StageText("upscaling", "latents"))
+    match: Any = Upstream.adain_filter_latent
+    rows, columns = high.shape[3:]
+    return replace(
+        latents,
+        samples=match(None, high, low, 1.0),
+        height=rows * SPATIAL_RATIO,
+        width=columns * SPATIAL_RATIO,
+        extra={**latents.extra, SECOND_PASS: True},
+    )
+
+
+def _read(entries: dict[str, TensorEntry], config: dict[str, Any], dtype: torch.dtype, progress: Progress) -> nn.Module:
+    """The upscaler with its weights, on the CPU, outside inference mode."""
+    from accelerate import init_empty_weights
+    from diffusers.pipelines.ltx.modeling_latent_upsampler import LTXLatentUpsamplerModel
+
+    with torch.inference_mode(False), torch.no_grad():
+        with init_empty_weights():
+            network: nn.Module = LTXLatentUpsamplerModel(**config)
+        lacking = sorted(network.state_dict().keys() - entries.keys())
+        if lacking:
+            raise CheckpointError(
+                f"no tensors {listed(lacking)} in a latent upscaler",
+                expected="a whole file, such as ltxv-spatial-upscaler-0.9.8.safetensors",
+                fix="Download this file again.",
+            )
+        wanted = {name: entries[name] for name in network.state_dict()}
+        network.load_state_dict(read_tensors(wanted, dtype, lambda _: progress.check()), assign=True)
+        return network.eval().requires_grad_(False)
+
+
+def _statistics(pipeline: Pipeline, transfer: Transfer, progress: Progress) -> tuple[torch.Tensor, torch.Tensor]:
+    vae: Any = pipeline.parts.read("vae", progress)
+    with own_tensors(vae):
+        return transfer.to_host_fp32(vae.latents_mean), transfer.to_host_fp32(vae.latents_std)

@@ -1,0 +1,106 @@
+"""What tells which variant a checkpoint is: what its file says of itself first, then the names around it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...compat.checkpoints.headers import entries_and_notes
+from ...compat.decision import AUTO, CHOSEN, Decision
+from ...compat.errors import InputError
+from ..base import Progress
+from ..family import FamilySpec
+from .part import PartFiles
+
+MOST_NAMES = 6
+SNAPSHOTS = "snapshots"  # whose folders are named by commits there
+CACHED = re.compile(r"^models--(?:.+--)?(.+)$")  # a repository in Hugging Face's cache
+PLAIN = re.compile(  # names that every model has
+    r"(?:transformers?|snapshots|blobs|weights|split_files"
+    r"|(?:diffusion_pytorch_model|pytorch_model|model|dit)(?:[-.]\d+-of-\d+)?(?:[._]?(?:bf16|fp16|fp32|fp8))?)",
+    re.IGNORECASE,
+)
+ROOTS = ("models", "diffusers", "diffusion_models", "unet", "checkpoints", "hub", "comfyui")  # no name is above them
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What tells which variant a checkpoint is, the surest first.
+
+    Args:
+        notes: the metadata of its file.
+        names: of the file and the folders around it, the nearest first, without those that every model has.
+        config: its configuration.
+    """
+
+    notes: Mapping[str, str] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    def name_with(self, pattern: str) -> str:
+        """The nearest name in which ``pattern`` is found; empty for none."""
+        return next((name for name in self.names if re.search(pattern, name, re.IGNORECASE)), "")
+
+    def note(self, *path: str) -> Any:
+        """What the metadata says under a key and, where that is JSON, under further ones; None for nothing."""
+        value: Any = self.notes.get(path[0])
+        try:
+            for key in path[1:]:
+                value = (json.loads(value) if isinstance(value, str) else value)[key]
+        except (ValueError, KeyError, TypeError, IndexError, RecursionError):  # another program's words
+            return None
+        return value
+
+
+def evidence_of(path: Path, config: Mapping[str, Any]) -> Evidence:
+    """The evidence around a file, or around a folder, whose own file may say something too."""
+    file = path if path.is_file() else next(iter(sorted(path.glob("*.safetensors"))), path)
+    notes = entries_and_notes(file)[1] if file.suffix in (".safetensors", ".sft") else {}
+    return Evidence(notes, names_around(path), config)
+
+
+def names_around(path: Path) -> tuple[str, ...]:
+    """The names that may say something of a model: its own, then those of the folders around it."""
+    found: list[str] = []
+    own = path.stem if path.suffix in (".safetensors", ".sft", ".gguf") else path.name
+    for place, name in ((path, own), *((parent, parent.name) for parent in path.parents)):
+        if name.lower() in ROOTS or len(found) == MOST_NAMES:
+            break
+        cached = CACHED.match(name)
+        if cached is not None:
+            return (*found, cached[1])
+        if name and place.parent.name != SNAPSHOTS and not PLAIN.fullmatch(name):
+            found.append(name)
+    return tuple(found)
+
+
+def variant_of(
+    family: FamilySpec, asked: str, model: Path, transformer: PartFiles, progress: Progress
+) -> tuple[str, tuple[Decision, ...]]:
+    """The variant of a model, and the decision for it; a guess names what says so.
+
+    Args:
+        asked: what the user chose; ``auto`` to guess. model: the folder that was chosen.
+
+    Raises:
+        InputError: a variant of another family.
+    """
+    if asked not in (AUTO, *family.variants):
+        known = ", ".join((AUTO, *family.variants))
+        raise InputError(
+            f"variant {asked!r} for {family.title}",
+            expected=f"one of {known}",
+            fix="Choose auto or one of these.",
+        )
+    if not family.variants:
+        return family.id, ()
+    if asked != AUTO:
+        return asked, (Decision("variant", asked, source=CHOSEN),)
+    place = transformer.folder if transformer.folder.is_file() else model
+    variant, why = family.code.guess_variant(evidence_of(place, transformer.config))
+    progress.notify(f"variant {variant}: {why}")
+    return variant, (Decision("variant", variant, why, AUTO),)

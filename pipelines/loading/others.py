@@ -1,0 +1,42 @@
+"""Models that are not run here, told apart by names and shapes of their tensors, and what runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from ...compat.checkpoints.headers import TensorEntry
+from ...compat.errors import CheckpointError
+from ..family import OtherModel
+from ..registry import FAMILIES
+
+ELSEWHERE = (
+    OtherModel("Wan", ("blocks.0.self_attn.norm_q.weight", "head.modulation")),
+    OtherModel("FLUX", ("double_blocks.0.img_attn.norm.key_norm.scale", "guidance_in.in_layer.weight")),
+)
+
+
+def other_model(entries: Mapping[str, TensorEntry]) -> OtherModel | None:
+    """The model that is known by name although nothing here runs it; None for one that nobody here knows."""
+    rows = (*(other for family in FAMILIES.values() for other in family.others), *ELSEWHERE)
+    return next((row for row in rows if _fits(row, entries)), None)
+
+
+def refusal(other: OtherModel, path: Path) -> CheckpointError:
+    """The error for a file that holds another model."""
+    return CheckpointError(
+        f"{str(path)!r} holds {other.title}", expected="a model that AnyGPU runs", fix=f"Use {other.runs}."
+    )
+
+
+def _fits(row: OtherModel, entries: Mapping[str, TensorEntry]) -> bool:
+    """Whether its tensors are there, under any prefix, and the one that tells it apart has its number of columns."""
+    ends = {mark: next((name for name in entries if _is(name, mark)), "") for mark in row.marks}
+    if not all(ends.values()):
+        return False
+    shape = entries[ends[row.marks[0]]].shape
+    return not row.columns or (len(shape) > 1 and shape[1] == row.columns)
+
+
+def _is(name: str, mark: str) -> bool:
+    return name == mark or name.endswith(f".{mark}")

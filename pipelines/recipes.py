@@ -1,0 +1,69 @@
+"""Which published recipe a run follows, and what the user changes of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..compat.decision import AUTO, Decision
+from .base import Pipeline, SampleSettings
+from .family import Defaults, FamilySpec, GuidanceStep, Recipe
+
+SECOND_PASS = "second_pass"  # in ``Latents.extra``: they were upscaled, and a second pass refines them
+OWN_DEFAULTS = "_anygpu_defaults"  # in model_index.json: sizes and steps that a checkpoint was trained for
+
+
+def recipe_of(pipeline: Pipeline, settings: SampleSettings | None = None) -> Recipe | None:
+    """The recipe of the variant that is loaded; None where its family has none.
+
+    Args:
+        settings: of the run; upscaled latents that are denoised as published take the recipe's second pass.
+    """
+    code = pipeline.spec.code
+    known = pipeline.spec.recipes.values()
+    recipe: Recipe | None = code.recipe_for(pipeline) if hasattr(code, "recipe_for") else next(iter(known), None)
+    if recipe is None or settings is None or settings.latents is None:
+        return recipe
+    refines = bool(settings.latents.extra.get(SECOND_PASS)) and settings.denoise == 1.0
+    return recipe.second if refines and recipe.second is not None else recipe
+
+
+def of_checkpoint(pipeline: Pipeline, recipe: Recipe | None = None) -> FamilySpec:
+    """The loaded family with this checkpoint's own defaults: what its files say, and its recipe.
+
+    Args:
+        recipe: the one to take; None for that of its first pass.
+    """
+    family, code = pipeline.spec, pipeline.spec.code
+    defaults = code.defaults_for(pipeline) if hasattr(code, "defaults_for") else family.defaults
+    recipe = recipe or recipe_of(pipeline)
+    if recipe is not None:
+        width, height, fps = recipe.size or (defaults.width, defaults.height, defaults.fps)
+        cfg = max((step.cfg for step in recipe.guidance), default=defaults.cfg)
+        defaults = replace(defaults, steps=recipe.steps, cfg=cfg, width=width, height=height, fps=fps)
+    return replace(family, defaults=replace(defaults, **_own_defaults(pipeline)))
+
+
+def _own_defaults(pipeline: Pipeline) -> dict[str, float]:
+    """What the index of a checkpoint itself says that it was trained for."""
+    own = pipeline.tools["index"].get(OWN_DEFAULTS)
+    own = own if isinstance(own, dict) else {}
+    return {name: own[name] for name in Defaults.__slots__ if isinstance(own.get(name), (int, float))}
+
+
+def guidance_steps(recipe: Recipe | None, given: SampleSettings, cfg: float) -> tuple[GuidanceStep, ...]:
+    """The guidance of a recipe with what the user ``given`` says otherwise; a rescale alone is the user's own."""
+    rows = recipe.guidance if recipe is not None and recipe.guidance else (GuidanceStep(cfg=cfg),)
+    usual = next((row.blocks for row in rows if row.blocks), ())
+
+    def said(row: GuidanceStep) -> GuidanceStep:
+        stg = row.stg if given.stg < 0 else given.stg
+        rescale = given.guidance_rescale or (row.rescale if stg else 0.0)
+        return GuidanceStep(row.level, given.cfg or row.cfg, stg, rescale, row.blocks or usual)
+
+    return tuple(map(said, rows))
+
+
+def recipe_decision(pipeline: Pipeline) -> tuple[Decision, ...]:
+    """How the variant that is loaded is run where nothing else is chosen."""
+    recipe = recipe_of(pipeline)
+    return () if recipe is None else (Decision("recipe", f"{recipe.name}: {recipe}", recipe.source, AUTO),)

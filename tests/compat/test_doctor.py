@@ -1,0 +1,179 @@
+"""The doctor names the layer in which a result first goes wrong, and what it tries helps where it says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from anygpu.compat import doctor
+from anygpu.compat.output_check import ZEROS, NotFinite
+from anygpu.compat.repairs import FP32, REPLACED, Repair, RepairStore
+from anygpu.pipelines import tiny
+from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.sampling.core_sampler import Call, velocity
+from torch import nn
+
+INPUTS: dict[str, dict[str, Any]] = {  # by family: latents, and what its text is
+    "ltx": {"latents": (1, 128, 2, 2, 2), "text": 32, "pooled": 0},
+    "hunyuan_video": {"latents": (1, 16, 2, 4, 4), "text": 0, "pooled": 0},
+}
+
+
+def called(name: str, folder: Path) -> tuple[nn.Module, Callable[[], torch.Tensor]]:
+    """The tiny transformer of a family and one call of it."""
+    pipeline = load(LoadRequest(tiny.build(name, folder), device="cpu", precision="fp32"))
+    config, transformer = pipeline.configs["transformer"], pipeline.parts.read("transformer")
+    generator = torch.Generator().manual_seed(0)
+    width, pooled = config[pipeline.spec.text_width], config.get("pooled_projection_dim", 1)
+    call = Call(
+        torch.randn(INPUTS[name]["latents"], generator=generator),
+        torch.tensor([500.0]),
+        torch.randn(1, 5, width, generator=generator),
+        pooled=torch.randn(1, pooled, generator=generator),
+    )
+    return transformer, lambda: velocity(pipeline, transformer, call)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", INPUTS)
+@torch.no_grad()
+def test_nan_in_every_layer_is_found_in_that_layer(name: str, tiny_folder: Path) -> None:
+    transformer, run = called(name, tiny_folder)
+    networks = nn.ModuleDict({"transformer": transformer})
+    assert doctor.examine(networks, run) is None
+    unused = []
+    for place, weight in list(transformer.named_parameters()):
+        if weight.ndim == 0:
+            continue
+        layer, _, own = f"transformer.{place}".rpartition(".")
+        before = weight.flatten()[0].clone()
+        weight.view(-1)[0] = float("nan")
+        finding = doctor.examine(networks, run)
+        if finding is None:
+            unused.append(place)
+        else:
+            assert (finding.layer, finding.weight) == (layer, own), (place, finding)
+        weight.view(-1)[0] = before
+    assert len(unused) <= 4, unused
+    assert not doctor.not_finite(run())
+
+
+class Block(nn.Module):
+    """A Linear whose product is too large for fp16 where ``scale`` is, and is made small again."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        nn.init.constant_(self.up.weight, scale)
+        nn.init.constant_(self.down.weight, 1.0 / (16 * scale))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x))
+
+
+class Network(nn.Module):
+    """Three blocks."""
+
+    def __init__(self, scales: tuple[float, ...]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(scale) for scale in scales)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_an_overflow_is_named_with_its_way_and_repaired_by_the_smallest_change() -> None:
+    network, x = Network((1.0, 30000.0, 1.0)).half(), torch.ones(1, 4).half()
+    diagnosis, output = doctor.diagnose(nn.ModuleDict({"net": network}), lambda: network(x))
+    finding = diagnosis.finding
+    assert finding is not None and finding.layer == "net.blocks.1.up" and finding.fault == doctor.INFINITE
+    assert finding.block == "net.blocks.1" and finding.blocks == 3 and finding.dtype == "fp16" and not finding.weight
+    assert [name for name, _ in finding.way] == ["net.blocks.0"] and finding.largest == 2.0
+    assert "block 2 of 3" in str(diagnosis)
+    # One layer in fp32 still returns fp16; its block keeps the large values inside.
+    assert diagnosis.repair == Repair("net.blocks.1", FP32)
+    exact = network.float()(x.float())
+    assert output.dtype == torch.float16 and torch.allclose(output.float(), exact, rtol=2e-3)
+    assert all("forward" not in vars(module) for module in network.modules())
+
+
+def test_a_damaged_weight_is_named_and_stands_for_zero() -> None:
+    network, x = Network((1.0, 1.0)), torch.ones(1, 4)
+    with torch.no_grad():
+        network.blocks[1].down.weight[0, 0] = float("inf")
+    diagnosis, output = doctor.diagnose(nn.ModuleDict({"net": network}), lambda: network(x))
+    assert diagnosis.finding is not None and diagnosis.finding.weight == "weight"
+    assert diagnosis.repair == Repair("net.blocks.1.down", REPLACED) and torch.isfinite(output).all()
+    assert torch.isinf(network.blocks[1].down.weight[0, 0]), "the repair changed the model's own weight"
+    assert "Download" in doctor.advice(diagnosis)
+
+
+def test_what_is_wrong_before_the_network_is_said_to_be() -> None:
+    network = Network((1.0,))
+    diagnosis, output = doctor.diagnose(
+        nn.ModuleDict({"net": network}), lambda: network(x=torch.full((1, 4), float("nan")))
+    )
+    assert diagnosis.finding is not None and diagnosis.finding.inputs == "the latents"
+    assert output is None and diagnosis.repair is None
+
+
+def test_a_function_between_layers_is_named_by_its_module() -> None:
+    class Root(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.sqrt(x - 2.0)
+
+    network = nn.Sequential(nn.Identity(), Root())
+    finding = doctor.examine(nn.ModuleDict({"net": network}), lambda: network(torch.ones(1, 2)))
+    assert finding is not None and (finding.layer, finding.kind, finding.fault) == ("net.1", "Root", doctor.NAN)
+
+
+def test_one_colour_is_found_where_it_begins() -> None:
+    network = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3, bias=False))
+    with torch.no_grad():
+        network[0].weight.fill_(-1.0)
+    x = torch.rand(2, 3)
+    finding = doctor.examine(nn.ModuleDict({"net": network}), lambda: network(x), doctor.one_colour)
+    assert finding is not None and finding.layer in ("net.0", "net.1")
+
+
+def test_a_network_that_says_nothing_is_searched_for_the_layer_that_falls_silent() -> None:
+    network, x = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)), torch.rand(2, 3)
+    with torch.no_grad():
+        network[0].weight.fill_(-1.0)
+        network[0].bias.fill_(-1.0)
+        network[2].bias.zero_()
+    assert doctor.lifeless(network(x)) == ZEROS and not doctor.not_finite(network(x))
+    diagnosis, _ = doctor.diagnose(nn.ModuleDict({"net": network}), lambda: network(x), doctor.lifeless)
+    assert diagnosis.finding is not None and (diagnosis.finding.layer, diagnosis.finding.fault) == ("net.1", ZEROS)
+
+
+def test_what_helped_is_kept_for_the_next_run_until_it_is_forgotten(tmp_path: Path) -> None:
+    network, x = Network((1.0, 30000.0)).half(), torch.ones(1, 4).half()
+    networks = nn.ModuleDict({"net": network, "other": nn.Identity()})
+    store, said = RepairStore(tmp_path / "state"), list[str]()
+
+    def watched(choice: str) -> torch.Tensor:
+        watch = doctor.Doctor("model", store, choice, said.append)
+        with watch.repaired(networks):
+            return watch.checked(network(x), networks, lambda: network(x), "step 1 of 2")
+
+    with pytest.raises(NotFinite, match=r"step 1 of 2: .*net\.blocks\.1\.up.*repair keep"):
+        watched(doctor.OFFER)
+    assert torch.isfinite(watched(doctor.KEEP)).all() and not said, "the offer of the run before was not kept"
+    (tmp_path / "state" / "doctor.json").write_text("{damaged")
+    assert torch.isfinite(watched(doctor.KEEP)).all() and len(said) == 1
+    with pytest.raises(NotFinite):
+        watched(doctor.FORGET)
+    assert not RepairStore(tmp_path / "state").load("model")
+
+
+def test_noise_that_did_not_shrink_is_told_from_a_picture() -> None:
+    noise = torch.randn(1, 4, 2, 8, 8, generator=torch.Generator().manual_seed(0))
+    picture = torch.linspace(-1, 1, noise.numel()).view_as(noise)
+    assert "did not shrink" in doctor.unshrunk(noise, 0.9 * noise + 0.1 * picture)
+    assert not doctor.unshrunk(noise, picture + 0.1 * noise) and not doctor.unshrunk(noise, picture[:, :2])

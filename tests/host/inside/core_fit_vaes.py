@@ -1,0 +1,227 @@
+"""Scenes about core's own VAEs and text encoders fitted to devices that nobody here owns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import comfy.model_management as management
+import comfy.model_patcher
+import comfy.ops
+import comfy.sd
+import comfy.text_encoders.t5 as t5
+import torch
+from anygpu.compat.errors import PackError
+from anygpu.compat.transforms import attention, attention_chunks
+from anygpu.host import recovery
+from anygpu.host.core import attention as core_attention
+from anygpu.host.core import clip as core_clip
+from anygpu.host.core import vae as core_vae
+from anygpu.host.core.masks import lost_masks
+
+from host.inside.core_fit import machine_named, turing
+from host.inside.core_tiny import HOST, error, fill
+from host.inside.core_tiny_vaes import latents_of, made
+
+SAID: list[str] = []
+
+
+class Noted:
+    """A progress that keeps what it was told."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def notify(self, text: str) -> None:
+        """Keep a line."""
+        SAID.append(text)
+
+    finish = notify
+
+
+@contextmanager
+def noted() -> Iterator[list[str]]:
+    """What fitted VAEs say inside the block; nothing is written to a disk."""
+    SAID.clear()
+    with mock.patch.object(core_vae, "NodeProgress", Noted), mock.patch.object(recovery, "keep_for_decode"):
+        yield SAID
+
+
+def pixels_of(name: str, vae: Any) -> torch.Tensor:
+    """What is encoded: pictures (F, H, W, 3) of the case's own size."""
+    frames = vae.decode(latents_of(name))
+    return frames if frames.ndim == 4 else frames[0]
+
+
+def fitted(vae: Any, **chosen: Any) -> Any:
+    """The fitted VAE of a machine that has everything but fast bf16."""
+    return core_vae.fit_vae(vae, machine=chosen.pop("machine", turing()), **chosen)[0]
+
+
+def without_conv3d(name: str) -> dict[str, Any]:
+    """Decode and encode on a device that has no 3-D convolution, against core's on the CPU."""
+    here = made(name)
+    latents, pixels = latents_of(name), pixels_of(name, here)
+    expected, coded = fitted(here).decode(latents), fitted(here).encode(pixels)
+    with machine_named("no-conv3d") as machine, noted() as said:
+        there = made(name, device=machine.facts.device)
+        lacking = ""
+        try:
+            there.decode(latents)
+        except RuntimeError as failure:
+            lacking = str(failure)
+        vae = fitted(there, machine=machine)
+        found, code = vae.decode(latents), vae.encode(pixels)
+        result = {"decode": error(found.cpu(), expected), "encode": error(code.cpu(), coded)}
+        management.unload_all_models()
+        return {**result, "lacking": lacking, "said": list(said)}
+
+
+def rescued(name: str, fault: str, edge: int = 8) -> dict[str, Any]:
+    """A decode in which the first way fails, against the sound one, and what was said."""
+    vae = made(name, torch.float32 if fault in ("memory", "never") else torch.float16)
+    shape = (*latents_of(name).shape[:-2], edge, edge)
+    latents = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    expected = fitted(vae, precision="fp32").decode(latents)
+    network, own = vae.first_stage_model, vae.first_stage_model.decode
+
+    def failing(z: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        narrow = getattr(network, "manual_cast_dtype", None) is not torch.float32
+        if fault == "values" and narrow:
+            return own(z, *args, **kwargs) * float("nan")
+        if fault == "colour" and narrow:
+            return own(z, *args, **kwargs) * 0.0
+        if fault == "memory" and z.shape[-1] >= edge:
+            raise torch.OutOfMemoryError("out of memory")
+        if fault == "engine" and narrow:
+            raise RuntimeError("GET was unable to find an engine to execute this computation")
+        return own(z, *args, **kwargs)
+
+    with noted() as said, mock.patch.object(network, "decode", failing):
+        fit = fitted(vae)
+        found = fit.decode(latents)
+        lines = list(said)
+        again = fit.decode(latents)
+    return {
+        "error": error(found, expected),
+        "again": torch.equal(again, found),
+        "said": lines,
+        "later": said[len(lines) :],
+        "dtype": str(vae.vae_dtype),
+        "patches": sum("_conv_forward" in module.__dict__ for module in network.modules()),
+    }
+
+
+def refused(name: str, fault: str) -> str:
+    """What a decode of latents that are not finite says, or of a VAE that is broken."""
+    vae, latents = made(name), latents_of(name)
+    if fault == "latents":
+        latents[0, 0] = float("nan")
+    else:
+        next(module for module in vae.first_stage_model.decoder.modules() if hasattr(module, "weight")).weight.fill_(
+            float("nan")
+        )
+    try:
+        with noted():
+            fitted(vae).decode(latents)
+    except PackError as failure:
+        return str(failure)
+    return ""
+
+
+def causal(name: str, side: str) -> dict[str, Any]:
+    """How far the first frames depend on later ones, with core's VAE and with the masks put back."""
+    vae = made(name)
+    fit = fitted(vae)
+    if side == "decode":
+        whole, part = latents_of(name), latents_of(name)[:, :, :2]
+
+        def run(each: Any, given: torch.Tensor) -> torch.Tensor:
+            return each.decode(given)[:, :part_frames]
+
+        part_frames = vae.decode(part).shape[1]
+    else:
+        whole = pixels_of(name, vae)
+        part = whole[: vae.upscale_ratio[0](2)]
+        codes = vae.encode(part).shape[2]
+
+        def run(each: Any, given: torch.Tensor) -> torch.Tensor:
+            return each.encode(given)[:, :, :codes]
+
+    with noted():
+        return {
+            "core": error(run(vae, part), run(vae, whole)),
+            "fitted": error(run(fit, part), run(fit, whole)),
+            "off": torch.equal(fitted(vae, causal_masks=False).decode(latents_of(name)), vae.decode(latents_of(name))),
+            "masks": len(list(lost_masks(vae.first_stage_model, turing().attention(torch.float32)))),
+        }
+
+
+def text_encoder(tokens: int = 24) -> Any:
+    """Core's T5, tiny, in core's CLIP; and token ids for it."""
+    config = {
+        "d_ff": 64, "d_kv": 16, "d_model": 32, "dense_act_fn": "gelu_pytorch_tanh", "is_gated_act": True,
+        "num_heads": 2, "num_layers": 2, "vocab_size": 99, "model_type": "t5", "layer_norm_epsilon": 1e-6,
+    }  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        network = t5.T5(config, torch.float16, "cpu", comfy.ops.manual_cast)
+        fill(network)
+    clip = comfy.sd.CLIP(no_init=True)
+    clip.cond_stage_model, clip.tokenizer = network.eval(), None
+    clip.patcher = comfy.model_patcher.CoreModelPatcher(network, HOST, HOST)
+    clip.patcher.set_model_compute_dtype(torch.float32)
+    clip.patcher.is_clip = True
+    clip.layer_idx = clip.apply_hooks_to_conds = None
+    clip.tokenizer_options, clip.use_clip_schedule = {}, False
+    return clip, torch.arange(tokens)[None] % 99
+
+
+def encoded(clip: Any, ids: torch.Tensor) -> torch.Tensor:
+    """What the encoder gives, loaded as core's encode nodes load it."""
+    management.load_models_gpu([clip.patcher])
+    mask = torch.ones_like(ids)
+    mask[:, -3:] = 0
+    return clip.cond_stage_model(ids, attention_mask=mask, dtype=torch.float32)[0]
+
+
+def text_fitted() -> dict[str, Any]:
+    """Core's fp32, safe fp16, bounded attention, and what is left behind."""
+    clip, ids = text_encoder()
+    expected = encoded(clip, ids)
+    same, _ = core_clip.fit_clip(clip, machine=turing())
+    safe, _ = core_clip.fit_clip(clip, "fp16-safe", machine=turing())
+    near = encoded(safe, ids)
+    worn = sum("weights_on" in module.__dict__ for module in clip.cond_stage_model.modules())
+    again = encoded(clip, ids)
+    bounded, _ = core_clip.fit_clip(clip, attention="bounded", machine=turing())
+    calls: list[int] = []
+    compute = attention_chunks.chunked
+
+    def counted(*given: Any) -> torch.Tensor:
+        calls.append(1)
+        return compute(*given)
+
+    with (
+        mock.patch.object(core_attention, "fused_kernel", lambda *_: ""),
+        mock.patch.object(attention, "fused_kernel", lambda *_: ""),
+        mock.patch.object(attention, "chunked", counted),
+        mock.patch.object(attention, "budget_for", lambda _facts: 1000),
+    ):
+        bounded, _ = core_clip.fit_clip(clip, attention="bounded", machine=turing())
+        chunks = encoded(bounded, ids)
+    last = encoded(clip, ids)
+    clip.cond_stage_model.shared.weight.fill_(float("inf"))
+    _, said = core_clip.fit_clip(clip, machine=turing())
+    return {
+        "same": same is clip,
+        "safe": error(near, expected),
+        "changed": not torch.equal(near, expected),
+        "worn": worn,
+        "restored": torch.equal(again, expected) and torch.equal(last, expected),
+        "left": sum("weights_on" in module.__dict__ for module in clip.cond_stage_model.modules()),
+        "bounded": error(chunks, expected),
+        "chunks": len(calls),
+        "said": [str(decision) for decision in said],
+    }

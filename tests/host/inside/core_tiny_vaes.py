@@ -1,0 +1,115 @@
+"""Core's own VAEs with tiny networks: core's rows of ``comfy.sd.VAE`` with another size of the same classes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import comfy.ldm.genmo.vae.model as genmo
+import comfy.ldm.lightricks.vae.causal_video_autoencoder as lightricks
+import comfy.ldm.models.autoencoder as autoencoder
+import comfy.ldm.wan.vae as wan
+import comfy.sd
+import torch
+from torch import nn
+
+from host.inside.core_tiny import fill
+
+EDGE = 8  # latents
+
+
+@dataclass(frozen=True)
+class Case:
+    """One VAE of core's.
+
+    Args:
+        place: the attribute through which core makes the network. build: the tiny network of that class.
+        keys: what core's detection looks for in the file beside the network's own names.
+        latents: shape of what is decoded.
+    """
+
+    place: str
+    build: Callable[[], nn.Module]
+    latents: tuple[int, ...]
+    keys: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+PICTURE = {
+    "double_z": True, "z_channels": 4, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 32,
+    "ch_mult": [1, 1, 1, 1], "num_res_blocks": 1, "attn_resolutions": [], "dropout": 0.0,
+}  # fmt: skip
+ROLLING = {
+    "block_out_channels": [32, 32, 32, 64, 64], "in_channels": 3, "out_channels": 3, "num_res_blocks": 1,
+    "ffactor_spatial": 16, "ffactor_temporal": 4, "downsample_match_channel": True, "upsample_match_channel": True,
+    "z_channels": 32,
+}  # fmt: skip
+WAN = {
+    "dim": 16, "z_dim": 16, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1, "attn_scales": [],
+    "temperal_downsample": [False, True, True], "dropout": 0.0,
+}  # fmt: skip
+
+
+def _lightricks() -> nn.Module:
+    """LTX's, with the blocks of its default configuration and fewer channels."""
+    config = lightricks.VideoVAE.get_default_config(lightricks.VideoVAE.__new__(lightricks.VideoVAE), 0)
+    network = lightricks.VideoVAE(0, {**config, "encoder_base_channels": 16, "decoder_base_channels": 16})
+    for name, tensor in network.per_channel_statistics.named_buffers():
+        tensor.fill_(1.0 if name.startswith("std") else 0.0)
+    return network
+
+
+def _rolling() -> nn.Module:
+    return autoencoder.AutoencodingEngine(
+        regularizer_config={"target": "comfy.ldm.models.autoencoder.EmptyRegularizer"},
+        encoder_config={"target": "comfy.ldm.hunyuan_video.vae_refiner.Encoder", "params": dict(ROLLING)},
+        decoder_config={"target": "comfy.ldm.hunyuan_video.vae_refiner.Decoder", "params": dict(ROLLING)},
+    )
+
+
+def _genmo() -> nn.Module:
+    """Mochi's, whose size is in its constructor."""
+    encoder, decoder = genmo.Encoder, genmo.Decoder
+    small = {"base_channels": 32, "channel_multipliers": [1, 2, 1, 2], "num_res_blocks": [1, 1, 1, 1, 1]}
+    with (
+        mock.patch.object(genmo, "Encoder", lambda **given: encoder(**{**given, **small})),
+        mock.patch.object(genmo, "Decoder", lambda **given: decoder(**{**given, **small})),
+    ):
+        return genmo.VideoVAE()
+
+
+CASES: dict[str, Case] = {
+    "SD": Case("comfy.sd.AutoencoderKL", lambda: autoencoder.AutoencoderKL(ddconfig=dict(PICTURE), embed_dim=4),
+               (1, 4, EDGE, EDGE)),
+    "LTX": Case("comfy.ldm.lightricks.vae.causal_video_autoencoder.VideoVAE", _lightricks, (1, 128, 3, 4, 4)),
+    "Wan 2.1": Case("comfy.ldm.wan.vae.WanVAE", lambda: wan.WanVAE(**WAN, image_channels=3, conv_out_channels=3),
+                    (1, 16, 3, EDGE, EDGE)),
+    "HunyuanVideo": Case(
+        "comfy.sd.AutoencoderKL",
+        lambda: autoencoder.AutoencoderKL(
+            ddconfig={**PICTURE, "z_channels": 16, "conv3d": True, "time_compress": 4}, embed_dim=16
+        ),
+        (1, 16, 3, EDGE, EDGE),
+    ),
+    "HunyuanVideo 1.5": Case("comfy.sd.AutoencodingEngine", _rolling, (1, 32, 3, EDGE, EDGE)),
+    "Mochi": Case("comfy.ldm.genmo.vae.model.VideoVAE", _genmo, (1, 12, 3, EDGE, EDGE),
+                  {"decoder.blocks.2.blocks.3.stack.5.weight": (1,)}),
+}  # fmt: skip
+
+
+def made(name: str, dtype: torch.dtype = torch.float32, device: Any = "cpu") -> Any:
+    """A VAE of core's with random weights."""
+    case = CASES[name]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        network = case.build().eval()
+        fill(network)
+    file = {**network.state_dict(), **{key: torch.zeros(shape) for key, shape in case.keys.items()}}
+    with mock.patch(case.place, lambda *args, **kwargs: network):
+        return comfy.sd.VAE(sd=file, dtype=dtype, device=torch.device(device))
+
+
+def latents_of(name: str, seed: int = 1) -> torch.Tensor:
+    """What is decoded."""
+    return torch.randn(CASES[name].latents, generator=torch.Generator().manual_seed(seed))

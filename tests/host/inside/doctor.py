@@ -1,0 +1,214 @@
+"""Scenes about the doctor: beside core's own models, and beside ours in core's samplers."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import comfy.model_management as management
+import comfy.samplers
+import torch
+from anygpu.compat import doctor as doctors
+from anygpu.compat.output_check import NotFinite
+from anygpu.compat.repairs import RepairStore
+from anygpu.host.core import doctor as core
+from anygpu.host.core import model as core_model
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from host.inside import core_tiny, core_tiny_vaes
+from host.inside.core import SHAPES, USUAL_SHAPE, cores, prepared
+from host.inside.core_fit import turing
+
+PEAK = 3e5  # of the residual: five times what fp16 can hold
+
+
+def _watched(model: Any, choice: str, folder: str | None = None) -> tuple[Any, list[str]]:
+    said: list[str] = []
+    store = RepairStore(None if folder is None else Path(folder))
+    return core.watched_model(model, doctors.Doctor("model", store, choice, said.append), None), said
+
+
+def nan_everywhere(name: str, largest: int = 0) -> dict[str, Any]:
+    """A NaN in each weight of core's tiny ``name`` in turn: which were named right, which wrong, which are not used."""
+    model = core_tiny.made(name, torch.float32, None)
+    watched, _ = _watched(model, doctors.EXPLAIN)
+    core_tiny.output(watched, name)
+    right, wrong, unused = [], {}, []
+    network = model.model.diffusion_model
+    for place, weight in list(network.named_parameters()):
+        before = weight.data.view(-1)[0].clone()
+        weight.data.view(-1)[0] = float("nan")
+        try:
+            core_tiny.output(watched, name)
+            unused.append(place)
+        except NotFinite as error:
+            layer, _, own = place.rpartition(".")
+            named = f"diffusion_model.{layer} (" in str(error) if layer else "diffusion_model (" in str(error)
+            if named and f"its {own} holds" in str(error):
+                right.append(place)
+            else:
+                wrong[place] = str(error)
+        weight.data.view(-1)[0] = before
+    return {"right": len(right), "wrong": wrong, "unused": unused}
+
+
+def overflowing(name: str) -> dict[str, Any]:
+    """Core's tiny ``name`` in fp16 with a residual beyond it: what is offered, and what is kept in the runs after."""
+    model = core_tiny.made(name, torch.float16)
+    core_tiny.louder(model, name, PEAK)
+    expected = core_tiny.output(model, name)
+    plain = model.clone()
+    plain.set_model_compute_dtype(torch.float16)
+    report: dict[str, Any] = {"broken": not bool(core_tiny.output(plain, name).isfinite().all())}
+    with tempfile.TemporaryDirectory() as folder:
+        watched, _ = _watched(plain, doctors.OFFER, folder)
+        try:
+            core_tiny.output(watched, name)
+        except NotFinite as error:
+            report["offered"] = str(error)
+        for run in ("kept", "again"):
+            watched, said = _watched(plain, doctors.KEEP, folder)
+            report[run] = {"error": core_tiny.error(core_tiny.output(watched, name), expected), "said": said}
+    network = model.model.diffusion_model
+    report["traces"] = sum("forward" in vars(module) or bool(module._forward_hooks) for module in network.modules())
+    management.unload_all_models()
+    return report
+
+
+def beside_ours(name: str) -> dict[str, Any]:
+    """The doctor on our MODEL in core's sampler: nothing changes, then a NaN is found."""
+    pipeline, model, _, _, conditionings, generator = prepared(name)
+    noise = torch.randn(SHAPES.get(name, USUAL_SHAPE), generator=generator)
+    plain = cores(model, *conditionings, noise)
+    watched, said = _watched(model, doctors.OFFER)
+    same = bool(torch.equal(cores(watched, *conditionings, noise), plain))
+    management.unload_all_models()
+    transformer = pipeline.parts.read("transformer")
+    place = [key for key in transformer.state_dict() if "blocks.1." in key and key.endswith("weight")][-1]
+    transformer.get_parameter(place).data.view(-1)[0] = float("nan")
+    try:
+        cores(watched, *conditionings, noise)
+    except NotFinite as error:
+        return {"same": same, "said": said, "place": place, "error": str(error)}
+    return {"same": same, "said": said, "place": place, "error": ""}
+
+
+def nan_in_a_vae(name: str) -> dict[str, Any]:
+    """A NaN in each weight of the decoder of core's tiny VAE ``name`` in turn, as above; and one colour."""
+    vae = core_tiny_vaes.made(name)
+    latents = core_tiny_vaes.latents_of(name)
+    watched = core.watched_vae(vae, doctors.Doctor("vae", RepairStore(None), doctors.EXPLAIN, print))
+    same = bool(torch.equal(watched.decode(latents), vae.decode(latents)))
+    network, right, wrong, unused = vae.first_stage_model, [], {}, []
+    decoder = [(place, weight) for place, weight in network.named_parameters() if place.startswith("decoder")]
+    for place, weight in decoder:
+        before = weight.data.view(-1)[0].clone()
+        weight.data.view(-1)[0] = float("nan")
+        try:
+            watched.decode(latents)
+            unused.append(place)
+        except NotFinite as error:
+            layer, _, own = place.rpartition(".")
+            if f" vae.{layer} (" in str(error) and f"its {own} holds" in str(error):
+                right.append(place)
+            else:
+                wrong[place] = str(error)
+        weight.data.view(-1)[0] = before
+    last = [module for module in network.decoder.modules() if getattr(module, "weight", None) is not None][-1]
+    with torch.no_grad():
+        last.weight.zero_()
+        last.bias.zero_()
+    colour = ""
+    try:
+        watched.decode(latents)
+    except NotFinite as error:
+        colour = str(error)
+    return {"same": same, "right": len(right), "wrong": wrong, "unused": unused, "colour": colour}
+
+
+def beside_fit(name: str) -> dict[str, Any]:
+    """Doctor and Fit Model on one MODEL in both orders: the error of the fitted one, and a NaN that is found."""
+    model = core_tiny.made(name, torch.float16)
+    core_tiny.louder(model, name, PEAK)
+    expected, machine, report = core_tiny.output(model, name), turing(), {}
+    for order in ("fit first", "doctor first"):
+        if order == "fit first":
+            fitted, _ = core_model.fit_model(model, keep_latents="never", machine=machine)
+            both, _ = _watched(fitted, doctors.OFFER)
+        else:
+            watched, _ = _watched(model, doctors.OFFER)
+            both, _ = core_model.fit_model(watched, keep_latents="never", machine=machine)
+        report[order] = {"error": core_tiny.error(core_tiny.output(both, name), expected)}
+        weight = model.model.diffusion_model.get_submodule(core_tiny.CASES[name].loud).weight
+        before = weight.data.view(-1)[0].clone()
+        weight.data.view(-1)[0] = float("nan")
+        try:
+            core_tiny.output(both, name)
+        except NotFinite as error:
+            report[order]["said"] = str(error)
+        weight.data.view(-1)[0] = before
+    return report
+
+
+def compiled(name: str) -> dict[str, Any]:
+    """A NaN in a model that core's node has compiled, and what the doctor says."""
+    from comfy_api.torch_helpers import set_torch_compile_wrapper
+
+    model = core_tiny.made(name, torch.float32, None)
+    plain = core_tiny.output(model, name)
+    quick = model.clone()
+    set_torch_compile_wrapper(model=quick, backend="eager")
+    watched, _ = _watched(quick, doctors.OFFER)
+    report: dict[str, Any] = {"error": core_tiny.error(core_tiny.output(watched, name), plain)}
+    weight = model.model.diffusion_model.get_submodule(core_tiny.CASES[name].loud).weight
+    weight.data.view(-1)[0] = float("nan")
+    try:
+        core_tiny.output(watched, name)
+    except NotFinite as error:
+        report["said"] = str(error)
+    return report
+
+
+def cost(name: str) -> dict[str, float]:
+    """Operations of torch that watching adds to each step of core's tiny ``name``, and the hooks that it leaves."""
+    model = core_tiny.made(name, torch.float32, None)
+    watched, _ = _watched(model, doctors.OFFER)
+    euler, counts = comfy.samplers.sampler_object("euler"), []
+    core_tiny.output(model, name)  # loads it
+    for one in (watched, model):
+        for sigmas in ((0.9, 0.8, 0.6, 0.3, 0.0), (0.9, 0.6, 0.0)):
+            with Counter() as counter:
+                core_tiny.output(one, name, euler, sigmas)
+            counts.append(counter.count)
+    modules = model.model.diffusion_model.modules()
+    return {
+        "step": (counts[2] - counts[3]) / 2,
+        "added": (counts[0] - counts[1] - counts[2] + counts[3]) / 2,
+        "hooks": sum(len(module._forward_hooks) + ("forward" in vars(module)) for module in modules),
+    }
+
+
+class Counter(TorchDispatchMode):
+    """Counts the operations that reach the device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def with_bad_text(name: str) -> str:
+    """What the doctor says of a CONDITIONING that holds NaN."""
+    model = core_tiny.made(name, torch.float32, None)
+    watched, _ = _watched(model, doctors.OFFER)
+    ((text, _),) = clean = core_tiny.conditioning(name)
+    text[0, 0, 0] = float("nan")
+    with mock.patch.object(core_tiny, "conditioning", lambda *_: clean):
+        try:
+            core_tiny.output(watched, name)
+        except NotFinite as error:
+            return str(error)
+    return ""

@@ -1,0 +1,158 @@
+"""The doctor beside core's models and beside ours, in ComfyUI's own process and through its server."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from anygpu.pipelines import tiny
+from safetensors.numpy import load_file, save_file
+
+from host.client import Client
+from host.inside.asking import Inside
+from host.prompts import Graph, loading, sampling
+from host.server import Server
+
+pytestmark = pytest.mark.host
+full = pytest.mark.full
+
+
+@pytest.mark.parametrize("name", ["Wan 2.1", *(pytest.param(name, marks=full) for name in ("LTXV", "Flux", "SD3"))])
+def test_nan_in_every_layer_of_a_model_of_core_is_named(inside: Inside, name: str) -> None:
+    found = inside.play("doctor", "nan_everywhere", name=name)
+    assert not found["wrong"] and found["right"] > 40
+    assert len(found["unused"]) <= 2, found["unused"]
+
+
+@pytest.mark.parametrize("name", ["LTXV", *(pytest.param(name, marks=full) for name in ("Wan 2.1", "Kandinsky 5"))])
+def test_an_overflow_is_offered_a_repair_that_later_runs_keep(inside: Inside, name: str) -> None:
+    found = inside.play("doctor", "overflowing", name=name)
+    assert found["broken"]
+    assert "step 1 of 1, positive prompt: infinite values first from block 1 of 2" in found["offered"]
+    assert "repair keep" in found["offered"]
+    assert found["kept"]["error"] < 1e-2 and not found["kept"]["said"], "the offer was not kept"
+    assert found["again"] == found["kept"] and found["traces"] == 0
+
+
+def test_watching_is_a_handful_of_operations_on_the_output(inside: Inside) -> None:
+    """A published model has some thousand operations per call, so these are less than 1 % of its launches."""
+    found = inside.play("doctor", "cost", name="Wan 2.1")
+    assert 0 < found["added"] <= 8 and found["step"] > 100 and found["hooks"] == 0, found
+
+
+@pytest.mark.parametrize("name", ["Wan 2.1", "LTXV"])
+def test_a_text_that_holds_nan_is_told_from_a_fault_of_the_model(inside: Inside, name: str) -> None:
+    said = inside.play("doctor", "with_bad_text", name=name)
+    assert "NaN in what the network is given (the text): the fault lies before it" in said
+    assert "Look at the node before" in said
+
+
+@full
+@pytest.mark.parametrize("name", ["SD", "Wan 2.1", "HunyuanVideo"])
+def test_nan_and_one_colour_in_a_vae_of_core_are_named(inside: Inside, name: str) -> None:
+    found = inside.play("doctor", "nan_in_a_vae", name=name)
+    assert found["same"] and not found["wrong"] and found["right"] > 40 and len(found["unused"]) <= 4
+    assert found["colour"].startswith("decode: one colour first from vae.decoder.")
+
+
+def test_doctor_and_fit_model_go_together_in_both_orders(inside: Inside) -> None:
+    for order, result in inside.play("doctor", "beside_fit", name="Wan 2.1").items():
+        assert result["error"] < 2e-3, order
+        assert "diffusion_model.blocks.0.ffn.2 (Linear, fp16)" in result["said"], order
+
+
+def test_a_compiled_model_is_searched_too(inside: Inside) -> None:
+    found = inside.play("doctor", "compiled", name="Wan 2.1")
+    assert found["error"] < 1e-6 and "diffusion_model.blocks.0.ffn.2 (" in found["said"]
+
+
+def test_our_model_is_watched_in_core_s_sampler(inside: Inside) -> None:
+    found = inside.play("doctor", "beside_ours", name="ltx")
+    assert found["same"] and not found["said"]
+    layer, _, own = found["place"].rpartition(".")
+    assert f"diffusion_model.{layer} (" in found["error"] and f"its {own} holds NaN" in found["error"]
+
+
+LOUD = "transformer_blocks.0.ff.net.2.weight"
+MODEL = "LTX-Video-loud"
+
+
+@pytest.fixture
+def loud(server: Server, tmp_path: Path) -> str:
+    """A model whose residual leaves the range of fp16 in its first block."""
+    folder = tmp_path / MODEL
+    shutil.copytree(tiny.build("ltx", server.tiny_folder), folder)
+    file = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    weights = load_file(file)
+    weights[LOUD] = weights[LOUD] * 5e5 / np.abs(weights[LOUD]).max() / 10
+    save_file(weights, file, {"format": "pt"})
+    link = server.base / "models" / "diffusers" / MODEL
+    link.unlink(missing_ok=True)
+    link.symlink_to(folder, target_is_directory=True)
+    return MODEL
+
+
+def watched(model: str, precision: str, repair: str, core: bool) -> tuple[Graph, str]:
+    """A short video by our sampler or by core's, behind the doctor; and the doctor's id."""
+    graph = Graph()
+    load = graph.add("AnyGPULoadPipeline", **loading(model, precision=precision))
+    links = {"pipeline": graph.link(load), "model": graph.link(load, 1), "vae": graph.link(load, 2)}
+    doctor = graph.add("AnyGPUDoctor", **links, repair=repair)
+    prompt = graph.add("AnyGPUEncodePrompt", pipeline=graph.link(load), text="a red fox", negative="")
+    if core:
+        empty = graph.add("EmptyLTXVLatentVideo", width=64, height=64, length=9, batch_size=1)
+        chosen = {"seed": 1, "steps": 2, "cfg": 2.0, "sampler_name": "euler", "scheduler": "simple", "denoise": 1.0}
+        links = {
+            "positive": graph.link(prompt, 1),
+            "negative": graph.link(prompt, 2),
+            "latent_image": graph.link(empty),
+        }
+        sampled = graph.add("KSampler", model=graph.link(doctor, 1), **links, **chosen)
+        frames = graph.add("VAEDecode", samples=graph.link(sampled), vae=graph.link(doctor, 2))
+    else:
+        links = {"pipeline": graph.link(doctor), "prompt": graph.link(prompt)}
+        sampled = graph.add("AnyGPUSample", **links, **sampling())
+        frames = graph.add("AnyGPUDecode", pipeline=graph.link(doctor), latent=graph.link(sampled), fps=8.0)
+    graph.add("SaveImage", images=graph.link(frames), filename_prefix="watched")
+    return graph, doctor
+
+
+@pytest.mark.parametrize("core", [False, True], ids=["our sampler", "core's sampler"])
+def test_a_video_that_would_be_black_is_explained_repaired_and_stays_repaired(
+    server: Server, client: Client, loud: str, core: bool
+) -> None:
+    network = "diffusion_model" if core else "transformer"
+    run = client.run(watched(loud, "fp16", "forget", core)[0].prompt)
+    assert f"first from block 1 of 2, MLP, {network}.transformer_blocks.0.ff.net.2 (" in run.message
+    offered = client.run(watched(loud, "fp16", "offer", core)[0].prompt)
+    assert "computed in fp32 the result is right" in offered.message and "repair keep" in offered.message
+    for _ in range(2):
+        client.free()
+        graph, doctor = watched(loud, "fp16", "keep", core)
+        kept = client.run(graph.prompt)
+        assert kept.ending == "execution_success", kept.message
+        assert "kept: " in kept.texts_of(doctor)[0] and "no fault in 2 steps" in kept.texts_of(doctor)[-1]
+        assert len(kept.files()) == 9
+    client.run(watched(loud, "fp16", "forget", core)[0].prompt)
+    again = client.run(watched(loud, "fp16", "offer", core)[0].prompt)
+    assert again.ending == "execution_error", "what was kept was not forgotten"
+
+
+def test_a_healthy_model_is_one_line(server: Server, client: Client) -> None:
+    graph, doctor = watched(server.model("LTX-Video"), "auto", "offer", core=True)
+    run = client.run(graph.prompt)
+    assert run.ending == "execution_success", run.message
+    assert run.texts_of(doctor) == ["watching", "no fault in 2 steps"]
+
+
+def test_the_doctor_wants_something_to_watch(server: Server, client: Client) -> None:
+    graph = Graph()
+    doctor = graph.add("AnyGPUDoctor", repair="offer")
+    sampled = graph.add("AnyGPUDecode", pipeline=graph.link(doctor), latent=graph.link(doctor), fps=8.0)
+    graph.prompt[sampled]["inputs"]["latent"] = graph.link(
+        graph.add("EmptyLTXVLatentVideo", width=64, height=64, length=9, batch_size=1)
+    )
+    graph.add("SaveImage", images=graph.link(sampled), filename_prefix="never")
+    assert client.run(graph.prompt).message.startswith("nothing connected to AnyGPU Doctor")

@@ -1,0 +1,173 @@
+"""LTX-Video's published recipes: our loop gives what Lightricks' own gives, as `published/ltx_reference.py` records."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from anygpu.compat.errors import CheckpointError
+from anygpu.pipelines import stages, tiny
+from anygpu.pipelines.base import Latents, Pipeline, Prompt, SampleSettings, Silent
+from anygpu.pipelines.families.ltx import pipeline as ltx
+from anygpu.pipelines.families.ltx.guidance import without_attention
+from anygpu.pipelines.families.ltx.spec import RECIPES
+from anygpu.pipelines.family import GuidanceStep, Recipe
+from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.recipes import SECOND_PASS, of_checkpoint, recipe_of
+from published import ltx_runs
+from safetensors.torch import load_file, save_file
+
+FIXTURE = Path(__file__).parents[2] / "fixtures" / "published" / "ltx_recipes.safetensors"
+# Two implementations of the same transformer: the same sums in another order, carried through up to ten steps.
+CLOSE = {"rtol": 0, "atol": 2e-4}
+SETTINGS = SampleSettings(width=ltx_runs.SIDE, height=ltx_runs.SIDE, frames=ltx_runs.FRAMES, seed=ltx_runs.SEED)
+
+
+@pytest.fixture(scope="module")
+def published() -> dict[str, torch.Tensor]:
+    return load_file(FIXTURE)
+
+
+@pytest.fixture(scope="module")
+def models(tiny_folder: Path) -> dict[str, Pipeline]:
+    """By the schedule that their folders say."""
+    names = {"shifted": "ltx", "linear-quadratic": "ltx_condition"}
+    return {kind: load(LoadRequest(tiny.build(name, tiny_folder), device="cpu")) for kind, name in names.items()}
+
+
+def prompt() -> Prompt:
+    rows = ltx_runs.text()
+    return Prompt("ltx", {k: v[1:] for k, v in rows.items()}, {k: v[:1] for k, v in rows.items()})
+
+
+def start(pipeline: Pipeline, **extra: Any) -> Latents:
+    size = {"frames": ltx_runs.FRAMES, "height": ltx_runs.SIDE, "width": ltx_runs.SIDE, "fps": ltx_runs.FPS}
+    return Latents(ltx_runs.start(), "ltx", "text", **size, seed=0, extra=extra)
+
+
+@pytest.mark.parametrize("name", ltx_runs.CASES)
+def test_each_recipe_is_sampled_as_its_publisher_samples_it(
+    models: dict[str, Pipeline], published: dict[str, torch.Tensor], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The schedule, the lists by noise level, STG, the projection, new noise, the start of a second pass."""
+    case = ltx_runs.CASES[name]
+    second = "second" in name
+    steps = case.steps or len(case.timesteps or ())
+    recipe = Recipe("test", "", steps, case.guidance, case.timesteps, case.skip_first, case.skip_last)
+    recipe = replace(recipe, star=case.star, stochastic=case.stochastic)
+    recipe = replace(RECIPES["dev"], second=recipe) if second else recipe
+    monkeypatch.setattr(ltx, "recipe_for", lambda _: recipe)
+    # 0.9.0's folder, whose transformer is the fixture's; its schedule is the case's.
+    pipeline = models["shifted"]
+    if case.schedule != "shifted":
+        pipeline = replace(pipeline, tools=models["linear-quadratic"].tools)
+    latents = start(pipeline, **{SECOND_PASS: True}) if second else None
+    found = stages.sample(pipeline, prompt(), None, replace(SETTINGS, latents=latents), Silent())
+    torch.testing.assert_close(found.samples, published[name], **CLOSE)
+
+
+def test_upscaled_latents_get_the_spread_and_the_tones_that_are_published(published: dict[str, torch.Tensor]) -> None:
+    from diffusers import LTXLatentUpsamplePipeline as Upstream
+
+    low, high = ltx_runs.start(), ltx_runs.upscaled()
+    adain: Any = Upstream.adain_filter_latent
+    torch.testing.assert_close(adain(None, high.clone(), low, 1.0), published["adain"], rtol=0, atol=1e-5)
+    torch.testing.assert_close(Upstream.tone_map_latents(None, high, 0.6), published["tone_map"], rtol=0, atol=1e-6)
+
+
+def test_a_published_size_has_the_recipe_of_its_size(models: dict[str, Pipeline]) -> None:
+    """28 blocks are 2B, 48 are 13B; steps of which a transformer lacks the blocks are without STG."""
+    pipeline = models["linear-quadratic"]
+
+    def of(variant: str, blocks: int) -> Recipe:
+        configs = {**pipeline.configs, "transformer": {**pipeline.configs["transformer"], "num_layers": blocks}}
+        return ltx.recipe_for(replace(pipeline, configs=configs, variant=variant))
+
+    assert of("dev", 28) == RECIPES["dev"] and of("dev", 48).guidance[3].blocks == (28,)
+    assert of("distilled", 48).second.tone_map == 0.6 and of("distilled", 28).second.tone_map == 0.0
+    assert of("dev", 48).guidance[1].stg == 0.0
+    assert of("dev", 2).guidance == (GuidanceStep(cfg=3.0),)
+
+
+def test_auto_follows_the_recipe_and_says_so(models: dict[str, Pipeline], recorded: Any) -> None:
+    pipeline = models["linear-quadratic"]
+    (said,) = [decision for decision in pipeline.decisions if decision.subject == "recipe"]
+    assert said.verdict.startswith("2B dev: 40 steps; cfg 3") and "ltxv-2b" in said.why and said.source == "auto"
+    for variant, steps, size in (("dev", 40, (704, 512)), ("distilled", 7, (1216, 704)), ("distilled_0.9.6", 8, None)):
+        found = of_checkpoint(replace(pipeline, variant=variant)).defaults
+        assert found.steps == steps and (size is None or (found.width, found.height) == size)
+        progress = recorded()
+        run = replace(SETTINGS, frames=9, steps=0)
+        stages.sample(replace(pipeline, variant=variant), prompt(), None, run, progress)
+        assert progress.steps[-1][:2] == (steps, steps)
+
+
+def test_what_the_user_sets_wins_over_the_recipe(models: dict[str, Pipeline], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[GuidanceStep, ...]] = []
+    real = ltx.LtxGuidance
+    monkeypatch.setattr(ltx, "LtxGuidance", lambda *a: seen.append(a[0].guidance_steps) or real(*a))
+    monkeypatch.setattr(
+        ltx, "recipe_for", lambda _: Recipe("", "", 2, (GuidanceStep(0.5, 3.0, 1.0, 0.7, (1,)), GuidanceStep(0.0, 2.0)))
+    )
+    pipeline = models["shifted"]
+    for changed in ({}, {"cfg": 5.0}, {"stg": 0.0}, {"stg": 2.0, "guidance_rescale": 0.3}):
+        stages.sample(pipeline, prompt(), None, replace(SETTINGS, frames=9, steps=2, **changed), Silent())
+    own, cfg, plain, both = seen
+    assert own == (GuidanceStep(0.5, 3.0, 1.0, 0.7, (1,)), GuidanceStep(0.0, 2.0, blocks=(1,)))
+    assert [step.cfg for step in cfg] == [5.0, 5.0] and cfg[0].stg == 1.0
+    assert [(step.stg, step.rescale) for step in plain] == [(0.0, 0.0)] * 2
+    assert [(step.stg, step.rescale, step.blocks) for step in both] == [(2.0, 0.3, (1,))] * 2
+
+
+def test_upscaled_latents_are_the_networks_and_run_the_second_pass(models: dict[str, Pipeline], tmp_path: Path) -> None:
+    from diffusers import LTXLatentUpsamplePipeline as Upstream
+    from diffusers import LTXPipeline
+    from diffusers.pipelines.ltx.modeling_latent_upsampler import LTXLatentUpsamplerModel
+
+    pipeline, low = replace(models["linear-quadratic"], variant="distilled"), start(models["shifted"])
+    torch.manual_seed(5)
+    network = LTXLatentUpsamplerModel(mid_channels=32, num_blocks_per_stage=1).eval()
+    file = tmp_path / "spatial.safetensors"
+    save_file(network.state_dict(), file)
+    found = stages.upscale(pipeline, low, file, Silent())
+    vae = pipeline.parts.read("vae", Silent())
+    with torch.no_grad():
+        high = network(LTXPipeline._denormalize_latents(low.samples, vae.latents_mean, vae.latents_std))
+    high = LTXPipeline._normalize_latents(high, vae.latents_mean, vae.latents_std)
+    adain: Any = Upstream.adain_filter_latent
+    torch.testing.assert_close(found.samples, adain(None, high, low.samples, 1.0), rtol=0, atol=1e-5)
+    assert (found.width, found.height) == (2 * low.width, 2 * low.height) and found.extra[SECOND_PASS]
+    assert "latent_upsampler" not in pipeline.parts.readers and "latent_upsampler" not in pipeline.parts
+    again = stages.sample(pipeline, prompt(), None, SampleSettings(0, 0, 0, seed=3, latents=found), Silent())
+    assert again.samples.shape == found.samples.shape and not torch.equal(again.samples, found.samples)
+
+
+@pytest.mark.parametrize(("frames", "words"), [(True, "makes more frames"), (False, "holds no latent upscaler")])
+def test_another_upscaler_is_named(models: dict[str, Pipeline], tmp_path: Path, frames: bool, words: str) -> None:
+    from diffusers.pipelines.ltx.modeling_latent_upsampler import LTXLatentUpsamplerModel
+
+    kind = {"spatial_upsample": False, "temporal_upsample": True} if frames else {"in_channels": 16}
+    file = tmp_path / "x.safetensors"
+    save_file(LTXLatentUpsamplerModel(mid_channels=32, num_blocks_per_stage=1, **kind).state_dict(), file)
+    with pytest.raises(CheckpointError, match=words):
+        stages.upscale(models["shifted"], start(models["shifted"]), file, Silent())
+
+
+def test_a_second_pass_is_only_of_upscaled_latents_that_are_denoised_whole(models: dict[str, Pipeline]) -> None:
+    pipeline = replace(models["shifted"], variant="distilled")
+    upscaled, own = start(pipeline, **{SECOND_PASS: True}), start(pipeline)
+    assert recipe_of(pipeline, replace(SETTINGS, latents=upscaled)).steps == 3
+    assert recipe_of(pipeline, replace(SETTINGS, latents=upscaled, denoise=0.5)).steps == 7
+    assert recipe_of(pipeline, replace(SETTINGS, latents=own)).steps == 7
+
+
+def test_attention_comes_back(models: dict[str, Pipeline]) -> None:
+    transformer = models["shifted"].parts.read("transformer", Silent())
+    before = [vars(block.attn1).get("forward") for block in transformer.transformer_blocks]
+    with pytest.raises(ZeroDivisionError), without_attention(transformer, (0, 1)):
+        assert all("forward" in vars(block.attn1) for block in transformer.transformer_blocks)
+        1 / 0  # noqa: B018
+    assert [vars(block.attn1).get("forward") for block in transformer.transformer_blocks] == before

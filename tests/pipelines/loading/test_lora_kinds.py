@@ -1,0 +1,183 @@
+"""LoHa, LoKr, DoRA, whole differences and alphas from metadata: what core adds for each of them, in both modes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from anygpu.pipelines import tiny
+from anygpu.pipelines.base import Pipeline
+from anygpu.pipelines.loading import lora
+from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.loading.lora_keys import matched
+from anygpu.pipelines.loading.lora_kinds import share_of
+from anygpu.pipelines.registry import FAMILIES
+from safetensors.torch import save_file
+from torch import Tensor
+
+FILE, RANK = Path("some_lora.safetensors"), 2
+HUNYUAN = FAMILIES["hunyuan_video"]
+LAYERS = {**{f"transformer_blocks.0.attn.{n}": (6, 6) for n in ("to_q", "to_k", "to_v")}, "x_embedder.proj": (6, 33)}
+FUSED = "double_blocks.0.img_attn_qkv"  # of the release: three layers in one
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed + 7 * sum(shape))).float()
+
+
+def loha(base: str, rows: int, columns: int) -> tuple[dict[str, Tensor], Tensor]:
+    a1, b1, a2, b2 = drawn(rows, RANK), drawn(RANK, columns), drawn(rows, RANK, seed=1), drawn(RANK, columns, seed=1)
+    names = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
+    return dict(zip((f"{base}.{n}" for n in names), (a1, b1, a2, b2), strict=True)), (a1 @ b1) * (a2 @ b2)
+
+
+def lokr(base: str, rows: int, columns: int, low: bool) -> tuple[dict[str, Tensor], Tensor]:
+    first = drawn(2, 3)
+    if not low:
+        second = drawn(rows // 2, columns // 3)
+        return {f"{base}.lokr_w1": first, f"{base}.lokr_w2": second}, torch.kron(first, second)
+    a, b = drawn(rows // 2, RANK), drawn(RANK, columns // 3)
+    return {f"{base}.lokr_w1": first, f"{base}.lokr_w2_a": a, f"{base}.lokr_w2_b": b}, torch.kron(first, a @ b)
+
+
+def difference(base: str, rows: int, columns: int) -> tuple[dict[str, Tensor], Tensor]:
+    whole = drawn(rows, columns)
+    return {f"{base}.diff": whole}, whole
+
+
+KINDS = {
+    "LoHa": loha,
+    "LoKr": lambda *size: lokr(*size, low=False),
+    "LoKr of low rank": lambda *size: lokr(*size, low=True),
+    "difference": difference,
+}
+
+
+@pytest.mark.parametrize(
+    "base", ["diffusion_model.transformer_blocks.0.attn.to_k", f"lora_unet_{FUSED.replace('.', '_')}"]
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_is_the_product_of_its_formula(kind: str, base: str) -> None:
+    """Small integers, so the rewritten product is the very same."""
+    tensors, whole = KINDS[kind](base, 18 if "qkv" in base else 6, 6)
+    match = matched(FILE, {name: tuple(t.shape) for name, t in tensors.items()}, LAYERS, HUNYUAN)
+    assert not match.unmatched and len(match.pairs) == (3 if "qkv" in base else 1)
+    shares = [share_of(pair, tensors) for pair in match.pairs.values()]
+    assert torch.equal(torch.cat([share.up @ share.down for share in shares]), whole)
+
+
+def test_keys_of_genmos_trainer_have_no_weight_at_their_end() -> None:
+    base = "transformer_blocks.0.attn.to_q"
+    tensors = {f"{base}.lora_A": drawn(RANK, 6), f"{base}.lora_B": drawn(6, RANK)}
+    match = matched(FILE, {name: tuple(t.shape) for name, t in tensors.items()}, LAYERS, HUNYUAN)
+    assert list(match.pairs) == [base] and not match.unmatched
+
+
+def test_a_lora_of_a_narrower_input_acts_on_its_channels() -> None:
+    """Of text to video, on the wider input of image to video: the noise comes first."""
+    tensors = {"img_in.proj.lora_A.weight": drawn(RANK, 16), "img_in.proj.lora_B.weight": drawn(6, RANK)}
+    layers = {**LAYERS, "x_embedder.proj": (6, 33)}
+    (pair,) = matched(FILE, {name: tuple(t.shape) for name, t in tensors.items()}, layers, HUNYUAN).pairs.values()
+    share = share_of(pair, tensors)
+    assert torch.equal(share.down[:, :16], tensors["img_in.proj.lora_A.weight"]) and not share.down[:, 16:].any()
+    wider = {"img_in.proj.lora_A.weight": (RANK, 34), "img_in.proj.lora_B.weight": (6, RANK)}
+    rest = {"double_blocks.0.img_attn_qkv.diff": (18, 6)}
+    assert matched(FILE, {**wider, **rest}, layers, HUNYUAN).unmatched == sorted(wider)
+
+
+@pytest.fixture(scope="module")
+def made(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """A tiny HunyuanVideo whose weights a LoRA file changes: what becomes of them, and what a layer returns."""
+    request = LoadRequest(tiny.build("hunyuan_video", tiny_folder), device="cpu", precision="fp32")
+    folder, pipeline = tmp_path_factory.mktemp("kinds"), load(request)
+
+    def outputs(tensors: dict[str, Tensor], layer: str, strength: float, mode: str, notes: Any = None) -> Tensor:
+        path = folder / "lora.safetensors"
+        save_file({name: t.contiguous() for name, t in tensors.items()}, path, notes or {})
+        said = SimpleNamespace(notify=lambda text: None)
+        pipe = lora.with_lora(pipeline, path, strength, "", mode, said)
+        with pipe.offloader.hold("transformer") as module, torch.no_grad():
+            inner = module.get_submodule(layer)
+            return inner(torch.eye(inner.in_features))
+
+    return SimpleNamespace(pipeline=pipeline, outputs=outputs)
+
+
+LAYER = "transformer_blocks.0.attn.to_q"
+NEAR = dict(atol=1e-4, rtol=1e-5)
+
+
+def weight_and_bias(made: Any) -> tuple[Tensor, Tensor]:
+    """Of the pipeline without a LoRA."""
+    with made.pipeline.offloader.hold("transformer") as module:
+        layer = module.get_submodule(LAYER)
+        return layer.weight.detach().clone(), layer.bias.detach().clone()
+
+
+@pytest.mark.parametrize("mode", lora.MODES)
+def test_differences_of_weight_and_bias_are_added(made: Any, mode: str) -> None:
+    weight, bias = weight_and_bias(made)
+    tensors = {f"{LAYER}.diff": torch.randn(weight.shape) * 0.1, f"{LAYER}.diff_b": torch.randn(bias.shape)}
+    found = made.outputs(tensors, LAYER, 0.5, mode)
+    expected = (weight + 0.5 * tensors[f"{LAYER}.diff"]).T + bias + 0.5 * tensors[f"{LAYER}.diff_b"]
+    torch.testing.assert_close(found, expected, **NEAR)
+    assert torch.equal(weight_and_bias(made)[0], weight) and torch.equal(weight_and_bias(made)[1], bias)
+
+
+@pytest.mark.parametrize("mode", lora.MODES)
+def test_a_bias_beside_a_lora_is_not_scaled_by_its_alpha(made: Any, mode: str) -> None:
+    weight, bias = weight_and_bias(made)
+    down, up, more = torch.randn(4, weight.shape[1]), torch.randn(weight.shape[0], 4) * 0.1, torch.randn(bias.shape)
+    names = {"lora_down.weight": down, "lora_up.weight": up, "alpha": torch.tensor(8.0), "diff_b": more}
+    found = made.outputs({f"{LAYER}.{name}": t for name, t in names.items()}, LAYER, 0.5, mode)
+    torch.testing.assert_close(found, (weight + 0.5 * 2 * up @ down).T + bias + 0.5 * more, **NEAR)
+
+
+@pytest.mark.parametrize("mode", lora.MODES)
+def test_dora_sets_the_lengths_of_rows_as_core_does(made: Any, mode: str) -> None:
+    weight, bias = weight_and_bias(made)
+    down, up = torch.randn(4, weight.shape[1]), torch.randn(weight.shape[0], 4) * 0.1
+    length = torch.rand(weight.shape[0], 1) + 0.5
+    names = {"lora_down.weight": down, "lora_up.weight": up, "dora_scale": length}
+    found = made.outputs({f"{LAYER}.{name}": t for name, t in names.items()}, LAYER, 0.5, mode)
+    changed = (weight + up @ down) * length / weight.norm(dim=1, keepdim=True)
+    torch.testing.assert_close(found, (weight + 0.5 * (changed - weight)).T + bias, **NEAR)
+    assert torch.equal(weight_and_bias(made)[0], weight)
+
+
+@pytest.mark.parametrize(
+    ("noted", "scale"),
+    [
+        ({"transformer.r": 4, "transformer.lora_alpha": 8}, 2.0),
+        ({"transformer.r": 4, "transformer.lora_alpha": 8, "transformer.use_rslora": True}, 4.0),
+        ({"transformer.r": 4, "transformer.lora_alpha": 8, "transformer.alpha_pattern": {"attn.to_q": 2}}, 0.5),
+        ({"text_encoder.lora_alpha": 8}, 1.0),
+        ({}, 1.0),
+    ],
+)
+def test_alpha_in_diffusers_metadata_counts(made: Any, noted: dict[str, Any], scale: float) -> None:
+    weight, bias = weight_and_bias(made)
+    down, up = torch.randn(4, weight.shape[1]), torch.randn(weight.shape[0], 4) * 0.1
+    tensors = {f"transformer.{LAYER}.lora_A.weight": down, f"transformer.{LAYER}.lora_B.weight": up}
+    notes = {"lora_adapter_metadata": json.dumps(noted)} if noted else None
+    found = made.outputs(tensors, LAYER, 1.0, "merged", notes)
+    torch.testing.assert_close(found, (weight + scale * up @ down).T + bias, **NEAR)
+
+
+def test_dora_beside_packed_weights_is_named_and_left_out(tiny_folder: Path, tmp_path: Path, recorded: Any) -> None:
+    request = LoadRequest(tiny.build("hunyuan_video", tiny_folder), device="cpu", precision="fp32", weights="int8")
+    pipeline: Pipeline = load(request)
+    rows, columns = lora.layers_of(pipeline)[LAYER]
+    tensors = {f"{LAYER}.lora_A.weight": torch.ones(2, columns), f"{LAYER}.lora_B.weight": torch.ones(rows, 2)}
+    other = LAYER.replace("to_q", "to_k")
+    tensors |= {name.replace(LAYER, other): t.clone() for name, t in tensors.items()}
+    tensors[f"{LAYER}.dora_scale"] = torch.ones(rows, 1)
+    save_file(tensors, tmp_path / "style.safetensors")
+    progress = recorded()
+    pipe = lora.with_lora(pipeline, tmp_path / "style.safetensors", 1.0, "", "separate", progress)
+    assert f"style: DoRA of '{LAYER}' is left out; it takes unpacked weights (weights auto)" in progress.said
+    assert list(lora.on(pipe)[0].match.pairs) == [other]

@@ -1,0 +1,93 @@
+"""Files that are close to a model: what is too much is left out and said, another model is named with what runs it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import layouts
+import published
+import pytest
+import torch
+from anygpu.compat.checkpoints.weights import read_tensors
+from anygpu.compat.errors import CheckpointError
+from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.loading.formats import config_of, contents, entries_in
+from anygpu.pipelines.loading.single_file import Files, family_in
+from safetensors.torch import load_file, save_file
+
+
+@pytest.mark.parametrize(
+    ("model", "title"),
+    [
+        ("skyreels i2v", "SkyReels V1 image to video"),
+        ("hunyuan_video_15 sr", "HunyuanVideo 1.5 super-resolution"),
+        ("ltx-2", "LTX-2"),
+        ("wan", "Wan"),
+    ],
+)
+@pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
+def test_another_model_is_named_with_what_runs_it(tmp_path: Path, model: str, title: str, prefix: str) -> None:
+    file = published.sparse(tmp_path / "x.safetensors", published.under(prefix, published.shapes(model)))
+    with pytest.raises(CheckpointError) as caught:
+        family_in(file)
+        config_of(contents(file)[0])
+    assert f"holds {title}; expected" in str(caught.value) and "AnyGPU Fit Model" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["img_emb.proj.0.weight", "transformer_blocks.0.attn1.extra.weight"])
+def test_a_tensor_too_many_is_left_out_and_said(tiny_folder: Path, tmp_path: Path, recorded: Any, name: str) -> None:
+    """One that no rule knows, and one that a rule takes to a place the model lacks."""
+    files, base = layouts.whole_set("ltx", tiny_folder, tmp_path), layouts.tools_only("ltx", tiny_folder, tmp_path)
+    plain = load(LoadRequest(files["transformer"], base=base, device="cpu", files=Files(files)))
+    theirs = plain.parts["transformer"].state_dict()
+    tensors = load_file(files["transformer"])
+    save_file({**tensors, name: torch.ones(2, 2)}, files["transformer"])
+    progress = recorded()
+    more = load(LoadRequest(files["transformer"], base=base, device="cpu", files=Files(files)), progress)
+    assert any("left out" in line and name.rpartition(".")[0] in line for line in progress.said)
+    ours = more.parts["transformer"].state_dict()
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+def test_many_tensors_too_many_are_another_model(tiny_folder: Path, tmp_path: Path) -> None:
+    files = layouts.whole_set("ltx", tiny_folder, tmp_path)
+    more = {f"control.{index}.weight": torch.ones(2, 2) for index in range(17)}
+    save_file({**load_file(files["transformer"]), **more}, files["transformer"])
+    with pytest.raises(CheckpointError, match="unknown tensors 'control"):
+        contents(files["transformer"])
+
+
+def test_tencents_scales_multiply_their_weights(tmp_path: Path) -> None:
+    weight, scale = torch.randn(4, 8).to(torch.float8_e4m3fn), torch.tensor([0.5])
+    file = tmp_path / "x.safetensors"
+    save_file({"blocks.0.fc.weight": weight, "blocks.0.fc.fp8_scale": scale}, file)
+    read = read_tensors(entries_in(file), torch.float32, lambda _: None)
+    assert read.keys() == {"blocks.0.fc.weight"} and torch.equal(read["blocks.0.fc.weight"], weight.float() * 0.5)
+
+
+def test_a_folder_of_tencents_is_sent_to_compose(tmp_path: Path) -> None:
+    folder = tmp_path / "transformer" / "720p_i2v"
+    published.sparse(folder / "diffusion_pytorch_model.safetensors", published.shapes("hunyuan_video_15"))
+    (folder / "config.json").write_text(json.dumps({"_class_name": "HunyuanVideo_1_5_DiffusionTransformer"}))
+    with pytest.raises(CheckpointError, match="in AnyGPU Compose Pipeline"):
+        load(LoadRequest(folder, device="cpu"))
+
+
+def test_published_sizes_are_recognised(tmp_path: Path) -> None:
+    """The names and shapes of ComfyUI's own classes; FramePack's of its publisher."""
+    for model, (family, name) in {
+        "ltx 2B": ("ltx", "2B"),
+        "ltx 13B": ("ltx", "13B"),
+        "hunyuan_video": ("hunyuan_video", "text to video"),
+        "hunyuan_video i2v 33": ("hunyuan_video", "image to video, 33 channels"),
+        "hunyuan_video_15": ("hunyuan_video_15", "480p t2v"),
+        "hunyuan_video_15 meanflow": ("hunyuan_video_15", "480p i2v, few steps"),
+        "framepack": ("framepack", "FramePack"),
+        "mochi": ("mochi", "Mochi 1"),
+    }.items():
+        (content,) = contents(published.sparse(tmp_path / f"{model}.safetensors", published.shapes(model)))
+        found = config_of(content)
+        assert (content.kind.split("/")[0], found.unused, content.unknown) == (family, (), ())
+        assert found.name == name or family in ("framepack", "mochi")

@@ -1,0 +1,163 @@
+"""Writes `docs/published-models.md`: every published file, what it is taken for, its recipe, and the verdict by card.
+
+    python tests/published/page.py            writes the page
+    python tests/published/page.py --check    exits with 1 where the page is not what would be written
+
+The files are headers without weights: names and shapes of `shapes.json`, at the dtypes that are published. Memory is
+what the loaded parts take; verdicts are the memory plan's, for cards that are not here: modelled, not measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tests"))  # for runs as a command
+
+from anygpu.pipelines.base import Pipeline  # noqa: E402
+from anygpu.pipelines.memory.estimates import Size  # noqa: E402
+from anygpu.pipelines.memory.forecast import fastest, forecasts  # noqa: E402
+from anygpu.pipelines.recipes import of_checkpoint, recipe_of  # noqa: E402
+
+import published  # noqa: E402
+
+PAGE = ROOT / "docs" / "published-models.md"
+CARDS = (8, 12, 16, 24)
+STEPS = [1.0, 0.9937, 0.9875, 0.9812, 0.975, 0.9094, 0.725, 0.4219]
+LATER, EARLIER = {"sampler": "LinearQuadratic"}, {"sampler": "Uniform"}
+SCALED = ("F8_E4M3", "BF16")
+
+
+@dataclass(frozen=True)
+class File:
+    """One published transformer: where, under which name, of which shapes and dtype, with which metadata."""
+
+    path: str
+    shapes: str
+    model: str
+    dtype: Any = "BF16"
+    notes: Any = None
+
+
+def ltx(name: str, size: str, notes: Any, dtype: Any = "BF16") -> File:
+    """A release of Lightricks, whose file says its scheduler, and where it is distilled its noise levels."""
+    version = " 0.9.1" if "0.9.1" in name else " 0.9.5" if notes["scheduler"] is LATER and size == "2B" else ""
+    path = f"Lightricks/LTX-Video/{name}.safetensors"
+    return File(path, f"ltx {size}", f"ltx {size}{version}", dtype, {"config": notes})
+
+
+TRAINED = {"scheduler": LATER, "allowed_inference_steps": STEPS}
+TENCENT15 = "tencent/HunyuanVideo-1.5/transformer"
+FILES = (
+    ltx("ltx-video-2b-v0.9", "2B", {"scheduler": EARLIER}),
+    ltx("ltx-video-2b-v0.9.1", "2B", {"scheduler": EARLIER}),
+    ltx("ltx-video-2b-v0.9.5", "2B", {"scheduler": LATER}),
+    ltx("ltxv-2b-0.9.6-dev-04-25", "2B", {"scheduler": LATER}),
+    ltx("ltxv-2b-0.9.6-distilled-04-25", "2B", {"scheduler": LATER}),
+    ltx("ltxv-2b-0.9.8-distilled", "2B", TRAINED),
+    ltx("ltxv-2b-0.9.8-distilled-fp8", "2B", TRAINED, SCALED),
+    ltx("ltxv-13b-0.9.7-dev", "13B", {"scheduler": LATER}),
+    ltx("ltxv-13b-0.9.7-distilled", "13B", TRAINED),
+    ltx("ltxv-13b-0.9.8-dev", "13B", {"scheduler": LATER}),
+    ltx("ltxv-13b-0.9.8-dev-fp8", "13B", {"scheduler": LATER}, SCALED),
+    ltx("ltxv-13b-0.9.8-distilled", "13B", TRAINED),
+    ltx("ltxv-13b-0.9.8-distilled-fp8", "13B", TRAINED, SCALED),
+    File("Comfy-Org/HunyuanVideo_repackaged/hunyuan_video_t2v_720p_bf16.safetensors", "hunyuan_video", "hunyuan_video"),
+    File("Kijai/HunyuanVideo_comfy/hunyuan_video_720_fp8_e4m3fn.safetensors", "hunyuan_video", "hunyuan_video", SCALED),
+    *(
+        File(f"{TENCENT15}/{name}/diffusion_pytorch_model.safetensors", "hunyuan_video_15", "hunyuan_video_15", "F32")
+        for name in ("480p_t2v", "480p_i2v", "720p_t2v", "720p_i2v", "480p_t2v_distilled", "720p_i2v_distilled")
+    ),
+    File(
+        f"{TENCENT15}/480p_i2v_step_distilled/diffusion_pytorch_model.safetensors",
+        "hunyuan_video_15 meanflow",
+        "hunyuan_video_15",
+        "F32",
+    ),
+    File(
+        "Comfy-Org/HunyuanVideo_1.5_repackaged/hunyuanvideo1.5_720p_t2v_fp16.safetensors",
+        "hunyuan_video_15",
+        "hunyuan_video_15",
+        "F16",
+    ),
+    File("Kijai/HunyuanVideo_comfy/FramePackI2V_HY_bf16.safetensors", "framepack", "framepack"),
+    File("Kijai/HunyuanVideo_comfy/FramePackI2V_HY_fp8_e4m3fn.safetensors", "framepack", "framepack", SCALED),
+    File("Kijai/HunyuanVideo_comfy/FramePack_F1_I2V_HY_20250503_bf16.safetensors", "framepack", "framepack"),
+    File("Comfy-Org/mochi_preview_repackaged/mochi_preview_bf16.safetensors", "mochi", "mochi"),
+    File("Comfy-Org/mochi_preview_repackaged/mochi_preview_fp8_scaled.safetensors", "mochi", "mochi", SCALED),
+)  # fmt: skip
+HEAD = """# Published models
+
+What AnyGPU makes of each published transformer file: what it is taken for and what says so, how it is run where every
+input is left alone, the memory of the transformer once it is loaded, and the verdict of the memory plan at the
+recipe's size on NVIDIA cards of 8, 12, 16 and 24 GB with 64 GB of host memory. The verdicts are modelled, not
+measured; a desktop and CUDA are taken to keep a sixteenth of a card.
+
+This page is written by `python tests/published/page.py` from the published names and shapes, without weights. Names
+and shapes are those of the classes that read the files elsewhere (`tests/published/record.py`); the metadata of
+Lightricks' files is as its own loader reads it, and which of them have noise levels in it is assumed.
+
+A verdict names the fastest [offload mode](memory.md) that fits, and the form in which the run begins to decode.
+"""
+
+
+def row(file: File, folder: Path) -> str:
+    """One line of the table."""
+    place = folder / "models" / file.path
+    published.sparse(place, published.shapes(file.shapes), file.dtype, file.notes)
+    pipeline = published.composed(file.model, folder, transformer=place)
+    subjects = {decision.subject: decision for decision in pipeline.decisions}
+    known = subjects.get("variant") or subjects.get("model")
+    title = f"{pipeline.spec.title} {known.verdict}: {known.why}" if known else pipeline.spec.title
+    recipe = recipe_of(pipeline)
+    loaded = pipeline.weights["transformer"].total / 2**30
+    size = size_of(pipeline)
+    told = f"{recipe.name}: {size.width}x{size.height}, {size.frames} frames; {recipe}"
+    verdicts = [verdict(published.on_card(pipeline), size, card) for card in CARDS]
+    place.unlink()
+    name = file.path.removesuffix("/diffusion_pytorch_model.safetensors").removesuffix(".safetensors")
+    return f"| `{name}` | {title} | {told} | {loaded:.1f} | {' | '.join(verdicts)} |"
+
+
+def size_of(pipeline: Pipeline) -> Size:
+    """The size that a run has where nothing is chosen."""
+    defaults = of_checkpoint(pipeline).defaults
+    return Size(defaults.width, defaults.height, defaults.frames, defaults.cfg > 1.0)
+
+
+def verdict(pipeline: Pipeline, size: Size, card: float) -> str:
+    """The fastest mode that fits on a card, and how it decodes."""
+    room = published.room_of(card)
+    best = fastest(forecasts(pipeline, size, room), room)
+    return "too much" if best is None else f"{best.mode}, {best.stages[-1].form.rpartition(' in ')[0] or 'whole'}"
+
+
+def page() -> str:
+    """The page as text."""
+    cards = [f"{card} GB" for card in CARDS]
+    lines = [HEAD, f"| File | Taken for | Runs as published | GiB loaded | {' | '.join(cards)} |", "|" + " --- |" * 8]
+    with tempfile.TemporaryDirectory() as folder, published.large_host():
+        lines += [row(file, Path(folder)) for file in FILES]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Write the page, or compare it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    logging.disable()
+    text = page()
+    if parser.parse_args().check:
+        return int(text != PAGE.read_text(encoding="utf-8"))
+    PAGE.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,20 @@
+"""Short forms of the long runs; `docs/reliability.md` has the figures of the whole ones."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+COUNTS = {"shortages": 40, "cancels": 20, "kills": 10}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", COUNTS)
+def test_nothing_is_lost_and_the_next_run_is_the_same(name: str) -> None:
+    command = [sys.executable, str(HERE / f"{name}.py"), "--count", str(COUNTS[name])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
