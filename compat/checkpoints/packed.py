@@ -77,6 +77,10 @@ class StoredLinear(Stored, nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The layer's output in the dtype of ``input``."""
+        multiply = self.__dict__.get("multiply")  # as it is stored, where that was chosen
+        output: torch.Tensor | None = None if multiply is None else multiply(self, input)
+        if output is not None:
+            return output
         bias = None if self.bias is None else self.bias.to(input.dtype)
         return F.linear(input, self.dense(input.dtype), bias)
 
