@@ -94,7 +94,7 @@ def test_a_memory_query_that_raises_is_worked_out_from_what_torch_reserved(
     assert facts.free_bytes(XPU) == 12 << 30
 
 
-@pytest.mark.parametrize("lie", [(-1, 16 << 30), (32 << 30, 16 << 30), (None, 16 << 30), "much"])
+@pytest.mark.parametrize("lie", [(0, 0), (-1, 16 << 30), (32 << 30, 16 << 30), (None, 16 << 30), "much"])
 def test_a_memory_query_that_lies_is_not_believed(monkeypatch: pytest.MonkeyPatch, lie: Any) -> None:
     monkeypatch.setattr(torch, "xpu", intel(mem_get_info=lambda _: lie))
     assert facts.free_bytes(XPU) == 12 << 30
