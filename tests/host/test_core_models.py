@@ -141,7 +141,7 @@ MERGES = {"ModelMergeAdd", "ModelMergeBlocks", "ModelMergeLTXV", "ModelMergeSimp
 
 @pytest.mark.parametrize(
     "name",
-    ["hunyuan_video", *(pytest.param(name, marks=full) for name in ("ltx", "hunyuan_video_15", "framepack", "mochi"))],
+    ["ltx", *(pytest.param(name, marks=full) for name in ("hunyuan_video", "hunyuan_video_15", "framepack", "mochi"))],
 )
 def test_each_node_of_core_acts_on_our_model_or_says_that_it_does_not(inside: Inside, name: str) -> None:
     found = inside.play("extras", "survey", name=name, left_out=sorted(NEEDS_FILES | SLOW), merges=sorted(MERGES))
