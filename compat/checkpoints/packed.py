@@ -72,7 +72,7 @@ class Stored(nn.Module):
         return self.stored.float().mul_(self.factors).to(dtype)
 
 
-class StoredLinear(Stored, nn.Linear):
+class StoredLinear(Stored, nn.Linear):  # type: ignore[misc]
     """A linear layer whose weight is packed."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -85,7 +85,7 @@ class StoredLinear(Stored, nn.Linear):
         return F.linear(input, self.dense(input.dtype), bias)
 
 
-class StoredEmbedding(Stored, nn.Embedding):
+class StoredEmbedding(Stored, nn.Embedding):  # type: ignore[misc]
     """A table of embeddings in GGUF blocks, of which only the rows that are asked for are unpacked."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
