@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 TORCH_INDEX ?=
 INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
-.PHONY: install accelerator demo demo-comfyui test test-full test-floors test-host test-browser pictures workflows matrix memory lint bench clean
+.PHONY: install accelerator demo train demo-comfyui test test-full test-windows test-floors test-host test-browser pictures workflows matrix memory lint bench clean
 
 install: $(READY)
 
@@ -22,6 +22,13 @@ $(READY): requirements.txt requirements-test.txt constraints.txt pyproject.toml
 demo: $(READY)
 	$(PY) -m anygpu.cli demo --output demo
 
+# The models that ship in pipelines/demo/models, on one thread each time: hours. It goes on where it was interrupted.
+train: $(READY)
+	OMP_NUM_THREADS=1 $(PY) training/ltx_vae.py decoder
+	OMP_NUM_THREADS=1 $(PY) training/ltx_vae.py encoder
+	OMP_NUM_THREADS=1 $(PY) training/ltx.py train
+	OMP_NUM_THREADS=1 $(PY) training/ltx.py export
+
 # The simulated accelerator is compiled once per torch and source, where there is a compiler; tests build it otherwise.
 accelerator: $(READY)
 	@cd tests && ../$(PY) -c "from simulated import library; library.reason() or library.built()"
@@ -32,6 +39,10 @@ test: $(READY) accelerator
 
 test-full: $(READY) accelerator
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile -m "not host and not browser"
+
+# The fast tests, with files that obey Windows' rules (tests/windows.py).
+test-windows: $(READY) accelerator
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile --windows-rules -m "not full and not host and not browser"
 
 # Every package at the oldest version that requirements.txt allows, in an environment of its own.
 FLOORS := .build/floors

@@ -404,6 +404,7 @@ def _render_arguments(parser: argparse.ArgumentParser) -> None:
         help="skip work in steps that change little; lossy",
     )
     add("--fp16-accumulation", action="store_true", help="add fp16 products in fp16: faster on GeForce; lossy")
+    add("--stored-products", action="store_true", help="multiply 8-bit weights as they are stored; lossy")
     add("--repair", choices=REPAIRS, help=REPAIR)
     add("--profile", metavar="FILE", help="write a torch profiler trace with a range per stage, block and operation")
     add("--decode", choices=METHODS, default="auto", help="how to decode; auto: at once if it fits")

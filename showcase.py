@@ -18,6 +18,7 @@ from .compat.device.facts import facts_for
 from .paint import demo
 from .pipelines import stages, tiny
 from .pipelines.base import FramePackSettings, ImageRequest, Latents, Pipeline, PromptRequest, SampleSettings, Silent
+from .pipelines.demo import demo_models, drawing
 from .pipelines.grid import snap
 from .pipelines.loading.folder import LoadRequest, load
 from .pipelines.movie import read_frames, write_mp4
@@ -27,6 +28,7 @@ CHANGED = 1e-3
 PROMPT, NEGATIVE, SEED = "a red fox walks through fresh snow", "blurry, low quality", 7
 WIDTH, HEIGHT = 128, 96
 SHEET_COLUMNS = 6
+PROMPTS, RIGHT, BY_CHANCE = 100, 0.9, 0.1  # of a trained model; the shares that show what they should
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,11 @@ def run(folder: Path, notify: Callable[[str], None]) -> int:
     said = f"{folder / 'torus.glb'}, torus_turntable.png, {len(checks)} checks, {verdict}"
     notify(f"paint: {said}, {time.monotonic() - began:.1f} s")
     lines.append(_section("paint", ("A torus baked from six synthetic pictures; needs no model.",), checks))
+    for choice, model in demo_models().items():
+        began, checks = time.monotonic(), _drawn(choice, model, folder, lines)
+        wrong, verdict = _verdict(checks)
+        failed += wrong
+        notify(f"{choice}: {folder / f'{model.name}_drawn.png'}, {verdict}, {time.monotonic() - began:.1f} s")
     sheet = _contact_sheet(strips, folder / "contact_sheet.png")
     (folder / "report.md").write_text("\n".join(lines), encoding="utf-8")
     notify(f"pictures of every clip: {sheet}; what was decided: {folder / 'report.md'}")
@@ -151,6 +158,25 @@ def _shown(family: str, clip: Clip, folder: Path) -> tuple[Pipeline, torch.Tenso
             "file has the asked size, frames and rate": _as_asked(pipeline, clip, path),
         },
     )
+
+
+def _drawn(choice: str, model: Path, folder: Path, lines: list[str]) -> dict[str, tuple[bool, str]]:
+    """What a trained model draws when it is asked, as a sheet and a clip; whether the checker sees what was asked."""
+    pipeline = load(LoadRequest(model, precision="fp32", device="cpu"))
+    asked = drawing.chosen_scenes(PROMPTS)
+    clips = [drawing.drawn(pipeline, scene.caption, seed=SEED) for scene in asked]
+    some = clips[: drawing.SHEET_ROWS]
+    drawing.save_sheet(some, [scene.caption for scene in asked[: len(some)]], folder / f"{model.name}_drawn.png")
+    write_mp4(
+        drawing.side_by_side(some), stages.of_checkpoint(pipeline).defaults.fps, folder / f"{model.name}_drawn.mp4"
+    )
+    scores = drawing.scores(clips, asked)
+    checks = {
+        "shows what was asked": (scores["all"] >= RIGHT, f"{scores['all']:.0%} of {PROMPTS} prompts"),
+        "does not without asking": (scores["shuffled"] <= BY_CHANCE, f"{scores['shuffled']:.0%} of other prompts"),
+    }
+    lines.append(_section(choice, (drawing.as_table({"right, of all clips": scores}),), checks))
+    return checks
 
 
 def _rendered(pipeline: Pipeline, clip: Clip, inputs: Inputs) -> tuple[torch.Tensor, Latents]:

@@ -5,8 +5,10 @@
 int8 attention (``attention: sage``): keys without their mean over tokens, queries and keys in int8 with one scale for
 each 128 and 64 tokens, softmax in fp32, probabilities and values in fp16, as SageAttention's paper has it. fp16
 accumulation: operands in fp16, sums rounded to fp16 after each 16 products, as a tensor core hands them on; off is the
-same with fp32 sums. A GPU's own kernels differ in the order of sums. Tiny models with random weights, same seed: the
-figures compare the choices; they do not say how good a video looks. ``--model FOLDER`` measures a model of yours.
+same with fp32 sums. Stored products (``stored_products``, only they with ``--stored``): torch's own 8-bit products,
+which it has on CPUs too, at 128 x 128 pixels; off is the same weights unpacked. A GPU's own kernels differ in the order
+of sums. Tiny models with random weights, same seed: the figures compare the choices; they do not say how good a video
+looks. ``--model FOLDER`` measures a model of yours.
 """
 
 from __future__ import annotations
@@ -81,6 +83,24 @@ def products(transformer: nn.Module, sums_in_fp16: bool) -> Iterator[None]:
             del leaf.forward
 
 
+def stored_rows(name: str, opened, size: tuple[int, int, int]):
+    """A row for each format of stored products; ``opened`` loads the pipeline with weights in a format."""
+    from anygpu.compat.transforms.products import NEEDS, multiply_as_stored
+
+    for choice in ("int8", "fp8"):
+        pipeline = opened(choice)
+        plain = clip(pipeline, *size)[0]
+        count, back = multiply_as_stored(pipeline.parts.read("transformer"), tuple(NEEDS))
+        quick = clip(pipeline, *size)[0]
+        back()
+        if not count or torch.equal(quick, plain):
+            raise RuntimeError(f"{name}: stored products of {choice} changed nothing")
+        yield machine() | {
+            "model": name, "choice": f"stored products {choice}", "how": "torch's product on CPU", "steps": STEPS,
+            "psnr_db": round(psnr(quick, plain), 2), "ssim": round(ssim(quick, plain), 4),
+        }  # fmt: skip
+
+
 def rows(name: str, pipeline, size: tuple[int, int, int]):
     """A row for each lossy choice of one pipeline."""
     from anygpu.compat.transforms.attention_processors import replace_attention_processors
@@ -110,6 +130,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a diffusers folder")
     parser.add_argument("--families", nargs="+", default=list(CHECKPOINTS), choices=list(CHECKPOINTS))
+    parser.add_argument("--stored", action="store_true", help="only the stored products")
     parser.add_argument("--dry", action="store_true", help="print the rows, append none")
     asked = parser.parse_args()
     torch.set_num_threads(1)
@@ -123,7 +144,15 @@ def main() -> int:
             paths = [tiny.build(checkpoint, Path(folder)) for checkpoint in CHECKPOINTS[family]]
             base, encoder = paths[1:] if len(paths) == 3 else (None, None)
             pipeline = load(LoadRequest(paths[0], base, encoder, precision="fp32", device="cpu"))
-            keep("lossy", rows(f"tiny {family}", pipeline, (64, 64, FRAMES.get(family, 5))))
+            size = (64, 64, FRAMES.get(family, 5))
+            if not asked.stored:
+                keep("lossy", rows(f"tiny {family}", pipeline, size))
+
+            def opened(choice: str, paths=paths, base=base, encoder=encoder):
+                request = LoadRequest(paths[0], base, encoder, precision="fp32", device="cpu", weights=choice)
+                return load(request)
+
+            keep("lossy", stored_rows(f"tiny {family}", opened, (128, 128, size[2])))
     return 0
 
 

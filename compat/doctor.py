@@ -26,6 +26,8 @@ EXPLAIN = "explain"  # of a pipeline that nobody asked a doctor for: the layer i
 CHOICES = (OFFER, KEEP, FORGET)
 NAN, INFINITE = "NaN", "infinite values"
 SHOWN = 3  # places on the way that are named
+NEAR = 0.05  # relative L2 of a repaired result from that of the whole network in fp32: some roundings to 8 bits
+FEW = 0.1  # of a weight's values that zeros may stand for; without more of them it is another layer
 UNSHRUNK = 0.95  # a result that is this much the noise it began with was not sampled
 Fault = Callable[[torch.Tensor], str]
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
@@ -52,7 +54,8 @@ class Finding:
             its network.
         kind: its class. dtype: of what it returned. fault: in words.
         largest: the largest absolute value that it was given.
-        weight: its first weight that is not finite, by its own name; empty where all are.
+        weight: its first weight that is not finite, by its own name; empty where all are. bad: the share of its values
+            that are not.
         block: the repeated block that it is in, with how many of them there are; empty outside.
         way: names and largest absolute values of the blocks before it, in order.
         inputs: what the network is given that is wrong already; empty where nothing is.
@@ -64,6 +67,7 @@ class Finding:
     fault: str
     largest: float = 0.0
     weight: str = ""
+    bad: float = 0.0
     block: str = ""
     blocks: int = 0
     way: tuple[tuple[str, float], ...] = ()
@@ -72,7 +76,9 @@ class Finding:
     def __str__(self) -> str:
         if self.inputs:
             return f"{self.fault} in what the network is given ({self.inputs}): the fault lies before it"
-        cause = f"its {self.weight} holds {NAN} or infinity" if self.weight else "its weights are finite"
+        cause = "its weights are finite"
+        if self.weight:
+            cause = f"its {self.weight} holds {NAN} or infinity in {self.bad:.2g} of its values"
         way = sorted(self.way, key=lambda place: -place[1])[:SHOWN]
         told = "; largest on the way: " + ", ".join(f"{name} {value:.3g}" for name, value in way) if way else ""
         place = ", ".join(filter(None, (self._block(), self._part())))
@@ -170,23 +176,40 @@ def diagnose(
     if finding is None:
         output = run()
         return Diagnosis(None), None if fault(output) else output
-    tried = tuple(repairs_for(finding)) if repair else ()
+    tried, exact = tuple(repairs_for(finding)) if repair else (), None
     for one in tried:
-        with repaired(networks, (one,)), uncompiled():
-            try:
-                output = run()
-            except RuntimeError:  # a kernel that does not take fp32: not the repair for this layer
+        whole = "." not in one.layer
+        output = exact if whole and exact is not None else _output_with(one, networks, run)
+        if output is None or fault(output):
+            continue
+        if one.way == FP32 and not whole:  # finite is not right: some networks clip what overflows
+            exact = _output_with(tried[-1], networks, run) if exact is None else exact
+            if exact is not None and not fault(exact) and distance(output, exact) > NEAR:
                 continue
-        if not fault(output):
-            return Diagnosis(finding, one, tried), output
+        return Diagnosis(finding, one, tried), output
     return Diagnosis(finding, None, tried), None
+
+
+def _output_with(repair: Repair, networks: nn.ModuleDict, run: Callable[[], Any]) -> Any:
+    with repaired(networks, (repair,)), uncompiled():
+        try:
+            return run()
+        except RuntimeError:  # a kernel that does not take fp32: not the repair for this layer
+            return None
+
+
+def distance(output: Any, exact: Any) -> float:
+    """Relative L2 of two outputs of a network."""
+    pairs = list(zip(tensors_in(output), tensors_in(exact), strict=True))
+    error = sum(float((a.float() - b.float()).square().sum()) for a, b in pairs)
+    return math.sqrt(error / max(sum(float(b.float().square().sum()) for _, b in pairs), 1e-30))
 
 
 def repairs_for(finding: Finding) -> Iterator[Repair]:
     """What may help, from the least change to the greatest."""
     if finding.inputs:
         return
-    if finding.weight:
+    if finding.weight and finding.bad <= FEW:
         yield Repair(finding.layer, REPLACED)
     if finding.dtype in ("fp16", "bf16"):
         root = finding.layer.partition(".")[0]
@@ -251,8 +274,9 @@ class _Search:
         return next((place for place in _prefixes(name) if place.rpartition(".")[0] in self.lists), "")
 
     def _finding(self, name: str, module: nn.Module, fault: str, wrong: Any, given: float) -> Finding:
-        bad = next((key for key, weight in module.named_parameters() if _is_bad(weight)), "")
-        owner, _, weight = bad.rpartition(".")
+        shares = ((key, _bad_share(weight)) for key, weight in module.named_parameters())
+        place, bad = next((share for share in shares if share[1]), ("", 0.0))
+        owner, _, weight = place.rpartition(".")
         layer = ".".join(filter(None, (name, owner)))
         block = self._block_of(layer)
         parent = block.rpartition(".")[0]
@@ -267,6 +291,7 @@ class _Search:
             fault=fault,
             largest=given,
             weight=weight,
+            bad=bad,
             block=block,
             blocks=self.lists.get(parent, 0),
             way=tuple(self.way),
@@ -288,20 +313,20 @@ def _prefixes(name: str) -> Iterator[str]:
     return (".".join(parts[:count]) for count in range(1, len(parts) + 1))
 
 
-def _is_bad(weight: torch.Tensor) -> bool:
-    """Whether a weight holds what no weight should; packed ones, and those whose values are elsewhere, tell nothing."""
+def _bad_share(weight: torch.Tensor) -> float:
+    """The share of a weight's values that are not finite; of packed ones, and of those elsewhere, nothing is known."""
     if not weight.is_floating_point() or weight.is_meta or not weight.numel():
-        return False
+        return 0.0
     try:
-        return not bool(torch.isfinite(weight.detach().float()).all())
+        return float((~torch.isfinite(weight.detach().float())).float().mean())
     except (NotImplementedError, RuntimeError, TypeError):
-        return False
+        return 0.0
 
 
 def largest(value: Any) -> float:
     """The largest absolute finite value of a module's inputs or outputs."""
-    found = (torch.nan_to_num(t.detach().float(), 0.0, 0.0, 0.0).abs().amax().item() for t in tensors_in(value))
-    return float(max(found, default=0.0))
+    finite = (torch.nan_to_num(tensor.detach().float(), 0.0, 0.0, 0.0) for tensor in tensors_in(value))
+    return max((float(tensor.abs().amax()) for tensor in finite), default=0.0)
 
 
 def unshrunk(noise: torch.Tensor, result: torch.Tensor) -> str:
@@ -359,7 +384,7 @@ class Doctor:
             self.store.add(self.model, repair)
         if again is not None and (repair is None or self.choice == KEEP):
             if repair is not None:
-                self.repairs = (*self.repairs, repair)
+                self.repairs = tuple(dict.fromkeys((*self.repairs, repair)))
             self.tell(f"{where}: {diagnosis}" + ("; kept for the next runs of this model" if repair else ""))
             return again
         raise NotFinite(f"{where}: {diagnosis}", expected="right values", fix=advice(diagnosis))

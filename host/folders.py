@@ -11,6 +11,7 @@ import folder_paths
 from ..compat.device.facts import facts_for
 from ..compat.errors import CheckpointError
 from ..paint.loading import PAGES, is_paint_folder
+from ..pipelines.demo import demo_models
 from ..pipelines.loading.download import remedy
 from ..pipelines.loading.folder import find_models
 
@@ -79,15 +80,16 @@ def models() -> dict[str, Path]:
 
 
 def model_choices() -> list[str]:
-    """The choices of the load node; a single entry that says so if there are none."""
-    return list(models()) or [NO_MODEL]
+    """The choices of the load node: the user's models, then the demo models that ship with the pack."""
+    return [*models(), *demo_models()] or [NO_MODEL]
 
 
 def model_folder(name: str) -> Path:
     """The folder of a listed model, as :func:`path_of` finds it."""
+    listed = {**models(), **demo_models()}
     what = "model", "a diffusers model folder with model_index.json, or a FramePack transformer folder"
-    fix = "" if name in models() else remedy(name, model_roots()[0], facts_for("cpu").total_bytes)
-    return path_of(name, models(), model_roots(), what, fix)
+    fix = "" if name in listed else remedy(name, model_roots()[0], facts_for("cpu").total_bytes)
+    return path_of(name, listed, model_roots(), what, fix)
 
 
 def provider_choices() -> list[str]:

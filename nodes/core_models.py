@@ -16,7 +16,7 @@ from .inputs import CATEGORY, schema
 FITTING = f"{CATEGORY}/fit"
 
 
-def finished(cls: Any, before: Any, fitted: Any, decisions: Any) -> io.NodeOutput:
+def output_of(cls: Any, before: Any, fitted: Any, decisions: Any) -> io.NodeOutput:
     """``fitted``, and under the node what was decided."""
     progress = NodeProgress(cls.hidden.unique_id)
     for decision in decisions:
@@ -67,7 +67,7 @@ class FitModel(io.ComfyNode):
     @classmethod
     def execute(cls, model: Any, precision: str, attention: str, keep_latents: str = AUTO) -> io.NodeOutput:
         """The model, fitted."""
-        return finished(cls, model, *core_model.fit_model(model, precision, attention, keep_latents))
+        return output_of(cls, model, *core_model.fit_model(model, precision, attention, keep_latents))
 
 
 class FitVAE(io.ComfyNode):
@@ -108,7 +108,7 @@ class FitVAE(io.ComfyNode):
     @classmethod
     def execute(cls, vae: Any, precision: str, causal_masks: bool = True, keep_latents: str = AUTO) -> io.NodeOutput:
         """The VAE, fitted."""
-        return finished(cls, vae, *core_vae.fit_vae(vae, precision, causal_masks, keep_latents))
+        return output_of(cls, vae, *core_vae.fit_vae(vae, precision, causal_masks, keep_latents))
 
 
 class FitCLIP(io.ComfyNode):
@@ -140,4 +140,4 @@ class FitCLIP(io.ComfyNode):
     @classmethod
     def execute(cls, clip: Any, precision: str, attention: str) -> io.NodeOutput:
         """The CLIP, fitted."""
-        return finished(cls, clip, *core_clip.fit_clip(clip, precision, attention))
+        return output_of(cls, clip, *core_clip.fit_clip(clip, precision, attention))

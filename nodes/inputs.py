@@ -155,4 +155,10 @@ def weight_inputs() -> list[Any]:
                     "lossy, and can overflow. Only on NVIDIA with precision fp16 or fp16-safe; otherwise loading "
                     "stops with a one-line error.",
         ),
+        io.Boolean.Input(
+            "stored_products", default=False, optional=True, advanced=True,
+            tooltip="Multiplies 8-bit weights as they are stored, with activations rounded to 8 bits too: faster, but "
+                    "lossy. int8 on NVIDIA RTX 20 and newer, fp8 on RTX 40 and newer; otherwise loading stops with a "
+                    "one-line error.",
+        ),
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..compat.device.facts import facts_for
 from ..compat.memory.offloader import MODES
 from ..host import folders, memory_manager
 from ..host.api import io, ui
@@ -154,7 +155,9 @@ class DownloadModel(Uncached):
     def execute(cls, model: str, download: str) -> io.NodeOutput:
         """The folder of the model."""
         progress, roots = NodeProgress(cls.hidden.unique_id), folders.model_roots()
-        lines = downloads.fetched(model, download, roots, progress)
+        card = memory_manager.compute_device()
+        total = 0 if card.type == "cpu" else facts_for(card).total_bytes
+        lines = downloads.fetched(model, download, roots, progress, card_bytes=total)
         for line in lines[1:]:
             progress.notify(line)
         progress.finish(lines[0])

@@ -218,15 +218,23 @@ class Offer:
     Args:
         downloads: its repositories.
         gib: weights per part in GiB as bf16, from the parameter counts of the published configurations.
+        stored_bytes: bytes of what is downloaded, as it is stored there; 0 where nobody counted them.
     """
 
     downloads: tuple[Download, ...]
     gib: Mapping[str, float]
+    stored_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
         """All weights, in bf16."""
         return int(sum(self.gib.values()) * GIBIBYTE)
+
+    @property
+    def size(self) -> str:
+        """What there is to download, in words: some parts are stored wider than bf16."""
+        counted = f"{self.stored_bytes / 1e9:.0f} GB to download, "
+        return f"{counted if self.stored_bytes else ''}{self.total_bytes / 1e9:.0f} GB of weights in bf16"
 
     @property
     def largest_bytes(self) -> int:
@@ -280,6 +288,8 @@ class FamilySpec:
         effective: the optional settings that act on this family.
         memory: what the memory forecast counts.
         variants: what files cannot tell.
+        newer_variants: how many of the last of them stand behind those of all families in the list of choices, which
+            grows at its end.
         buckets: (height, width) the model was trained on; empty when any multiple is as good.
         min_steps: fewest steps that upstream's schedule allows.
         schedulers: those that its sampling can use.
@@ -326,6 +336,7 @@ class FamilySpec:
     effective: frozenset[str]
     memory: MemoryTerms
     variants: tuple[str, ...] = ()
+    newer_variants: int = 0
     buckets: tuple[tuple[int, int], ...] = ()
     min_steps: int = 1
     schedulers: tuple[str, ...] = SCHEDULERS

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 from ..compat.decision import AUTO, Decision
 from .base import Pipeline, SampleSettings
-from .family import FamilySpec, GuidanceStep, Recipe
+from .family import Defaults, FamilySpec, GuidanceStep, Recipe
 
 SECOND_PASS = "second_pass"  # in ``Latents.extra``: they were upscaled, and a second pass refines them
+OWN_DEFAULTS = "_anygpu_defaults"  # in model_index.json: sizes and steps that a checkpoint was trained for
 
 
 def recipe_of(pipeline: Pipeline, settings: SampleSettings | None = None) -> Recipe | None:
@@ -39,7 +40,14 @@ def of_checkpoint(pipeline: Pipeline, recipe: Recipe | None = None) -> FamilySpe
         width, height, fps = recipe.size or (defaults.width, defaults.height, defaults.fps)
         cfg = max((step.cfg for step in recipe.guidance), default=defaults.cfg)
         defaults = replace(defaults, steps=recipe.steps, cfg=cfg, width=width, height=height, fps=fps)
-    return replace(family, defaults=defaults)
+    return replace(family, defaults=replace(defaults, **_own_defaults(pipeline)))
+
+
+def _own_defaults(pipeline: Pipeline) -> dict[str, float]:
+    """What the index of a checkpoint itself says that it was trained for."""
+    own = pipeline.tools["index"].get(OWN_DEFAULTS)
+    own = own if isinstance(own, dict) else {}
+    return {name: own[name] for name in Defaults.__slots__ if isinstance(own.get(name), (int, float))}
 
 
 def guidance_steps(recipe: Recipe | None, given: SampleSettings, cfg: float) -> tuple[GuidanceStep, ...]:

@@ -13,7 +13,7 @@ from ..compat.device.check import FAILED, Check, check
 from ..compat.device.facts import facts_for, free_bytes
 from ..compat.device.probe_results import probe_results_of
 from ..compat.device.report import Report, report_on
-from ..compat.precision import PAINT, ModelPrecision
+from ..compat.precision import PAINT, PLAIN, ModelPrecision
 from .base import Pipeline, Progress
 from .registry import FAMILIES
 
@@ -22,6 +22,7 @@ PAINT_TITLES = {
     "paint_pbr": "Hunyuan3D paint PBR",
     "delight": "Hunyuan3D delight",
 }
+FITTED = "other models, by AnyGPU Fit Model"  # which leaves what core computes well as core loaded it
 WIDTH, MARGIN, SIZE, GAP = 1600, 24, 18, 6
 COLUMNS = (MARGIN, 330, 760)  # where subject, verdict and reason begin, in pixels
 PAPER, BAND, INK, FAINT, HEAD, ALARM = "#1b1d21", "#23262b", "#e8e8e8", "#a8adb5", "#7cc4ff", "#ff8a7a"
@@ -35,7 +36,7 @@ def title_of(pipeline: Any) -> str:
 def precisions() -> dict[str, ModelPrecision]:
     """Title of each family to where its dtypes differ from the common rows."""
     videos = {family.title: family.precision for family in FAMILIES.values()}
-    return videos | dict.fromkeys(PAINT_TITLES.values(), PAINT)
+    return videos | dict.fromkeys(PAINT_TITLES.values(), PAINT) | {FITTED: PLAIN}
 
 
 def hardware_report(device: Any, state: Path | None, again: bool = False) -> Report:

@@ -46,6 +46,7 @@ LOAD_INPUTS: dict[str, LoadInput] = {
     "vae_device": LoadInput(AUTO, part_devices, "vae"),
     "kernels": LoadInput(AUTO, SpeedRequest),
     "fp16_accumulation": LoadInput(False, SpeedRequest, "fp16_sums"),
+    "stored_products": LoadInput(False, SpeedRequest),
     "compile": LoadInput(False, None),
     "compile_mode": LoadInput("default", CompileSettings, "mode"),
     "compile_dynamic": LoadInput("text", CompileSettings, "dynamic"),

@@ -28,6 +28,7 @@ from ..compat.transforms.fp16 import fp16_sums, require_fp16_sums
 from ..compat.transforms.fused import FusedSites
 from ..compat.transforms.fused_vae import fuse_vae
 from ..compat.transforms.order import Order, Step, Undo
+from ..compat.transforms.products import multiply_as_stored, require_products
 from ..compat.transforms.step_cache import StepCacheSettings, cached, require_usable, settings_for
 from .base import Latents, Pipeline, Progress, SampleSettings
 from .memory.shortage import EXPLAINED, explain_shortage
@@ -65,12 +66,14 @@ class SpeedRequest:
         compile: None for off.
         profile: where traces go; None for none.
         fp16_sums: whether sampling's fp16 products sum in fp16; lossy.
+        stored_products: whether 8-bit weights are multiplied as they are stored; lossy.
     """
 
     kernels: str = fused.AUTO
     compile: CompileSettings | None = None
     profile: Profile | None = None
     fp16_sums: bool = False
+    stored_products: bool = False
 
     def traced(self) -> AbstractContextManager[None]:
         """Around a whole run: one trace of it in the profile's file; nothing without a profile."""
@@ -84,11 +87,18 @@ class Speed:
         forms: by part, in which fused operations run; empty for none.
         kernels: the decision about them.
         attention: of the transformer.
+        formats: of weights that are multiplied as they are stored.
     """
 
     def __init__(
-        self, request: SpeedRequest, forms: Mapping[str, str], kernels: Decision, attention: Attention
+        self,
+        request: SpeedRequest,
+        forms: Mapping[str, str],
+        kernels: Decision,
+        attention: Attention,
+        formats: tuple[torch.dtype, ...] = (),
     ) -> None:
+        self.formats, self.multiplied = formats, 0
         self.request, self.forms, self.kernels, self.attention = request, forms, kernels, attention
         self.fused: dict[str, FusedSites] = {}
         self.compiled: dict[str, Compilation] = {}
@@ -102,6 +112,8 @@ class Speed:
     def steps(self) -> tuple[Step, ...]:
         """The changes to parts, for their preparation."""
         steps: list[Step] = []
+        if self.formats:
+            steps.append(Step(Order.KERNELS, "products of stored weights", self._multiply))
         if any(self.forms.values()):
             steps.append(Step(Order.KERNELS, "fused kernels", self._fuse))
         if self.compiled:
@@ -144,17 +156,27 @@ class Speed:
         kernels = self.fused.get(TRANSFORMER) or self.kernels
         compiled = self.compiled.get(TRANSFORMER, "compile off")
         lossy = ", fp16 accumulation" if self.request.fp16_sums else ""
+        if self.formats:
+            lossy += f", {self.multiplied} layers multiplied as stored"
         return f"{title}: {kernels}, attention {self.attention.label}, {compiled}{lossy}"
 
     def notify(self, title: str, progress: Progress) -> None:
         """Say :meth:`line` where something is on."""
-        if self.forms.get(TRANSFORMER) or self.compiled or self.request.fp16_sums:
+        if self.formats and not self.multiplied:
+            progress.notify("stored_products has no effect: no weights of the transformer are in int8 or fp8")
+        if self.forms.get(TRANSFORMER) or self.compiled or self.request.fp16_sums or self.multiplied:
             progress.notify(self.line(title))
 
     def notify_decoded(self, progress: Progress) -> None:
         """Say what was fused in the VAE, where something was."""
         if VAE in self.fused:
             progress.notify(f"VAE kernels: {self.fused[VAE]}")
+
+    def _multiply(self, part: str, module: Any) -> Undo | None:
+        if not denoises(part):
+            return None
+        self.multiplied, undo = multiply_as_stored(module, self.formats)
+        return undo
 
     def _fuse(self, part: str, module: Any) -> Undo | None:
         form = self.forms.get(role_of(part), "")
@@ -192,11 +214,12 @@ def speed_for(
     device, beside = (torch.device(elsewhere.get(part, facts.device)) for part in (TRANSFORMER, VAE))
     if request.fp16_sums:
         require_fp16_sums(facts, dtype)
+    formats = require_products(facts) if request.stored_products else ()
     form, kernels = form_for(request.kernels, device, dtype, _unusable(device, dtype, facts, probes))
     against = fused.reason_against(beside, precision.vae) or _unusable(beside, precision.vae, facts, probes)
     needed = request.kernels in (fused.AUTO, fused.TRITON)  # the other choices run anywhere
     other = "" if request.kernels == fused.OFF or (needed and against) else request.kernels
-    return Speed(request, {TRANSFORMER: form, VAE: other}, kernels, attention)
+    return Speed(request, {TRANSFORMER: form, VAE: other}, kernels, attention, formats)
 
 
 def form_for(choice: str, device: torch.device, dtype: torch.dtype, unusable: str = "") -> tuple[str, Decision]:

@@ -6,7 +6,7 @@ import gc
 import hashlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -20,8 +20,22 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """How long the full run looks for files that break a reader."""
+    """How long the full run looks for files that break a reader, and Windows' rules for files."""
     parser.addoption("--fuzz-seconds", type=float, default=60.0, help="for tests/fuzz/test_structured.py")
+    parser.addoption("--windows-rules", action="store_true", help="files obey Windows' rules (tests/windows.py)")
+
+
+@pytest.fixture(autouse=True)
+def windows_rules(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Windows' rules for files, where they are asked for."""
+    if not request.config.getoption("--windows-rules"):
+        yield
+        return
+    import windows
+
+    with pytest.MonkeyPatch.context() as patch:
+        windows.apply(patch)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -65,6 +79,9 @@ LISTED_SKIPS = (  # what a machine may lack; anything else that is skipped fails
     "needs a C++ compiler",
     "needs torch 2.9 or newer",
     "the fuzzer atheris is not installed",
+    "needs symbolic links",  # with --windows-rules
+    "needs named pipes",
+    "needs POSIX limits",
 )
 _unlisted: list[str] = []
 

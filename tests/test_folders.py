@@ -32,9 +32,14 @@ def test_a_download_that_was_listed_half_way_is_listed_when_it_is_whole(folders,
     (folder / "vae").mkdir(parents=True)
     for path in (tmp_path, *tmp_path.rglob("*")):
         os.utime(path, (1, 1))  # long ago, so that the clock's resolution plays no part
-    assert folders.model_choices() == [folders.NO_MODEL]
+    assert folders.model_choices() == list(folders.demo_models())
     (folder / "model_index.json").write_text(json.dumps({"_class_name": "MochiPipeline"}), encoding="utf-8")
-    assert folders.model_choices() == [name]
+    assert folders.model_choices() == [name, *folders.demo_models()]
+
+
+def test_without_demo_models_the_list_says_that_there_is_none(folders, monkeypatch):
+    monkeypatch.setattr(folders, "demo_models", dict)
+    assert folders.model_choices() == [folders.NO_MODEL]
 
 
 def test_nothing_is_scanned_twice_while_nothing_changes(folders, tmp_path, monkeypatch):

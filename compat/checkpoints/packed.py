@@ -72,16 +72,20 @@ class Stored(nn.Module):
         return self.stored.float().mul_(self.factors).to(dtype)
 
 
-class StoredLinear(Stored, nn.Linear):
+class StoredLinear(Stored, nn.Linear):  # type: ignore[misc]
     """A linear layer whose weight is packed."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The layer's output in the dtype of ``input``."""
+        multiply = self.__dict__.get("multiply")  # as it is stored, where that was chosen
+        output: torch.Tensor | None = None if multiply is None else multiply(self, input)
+        if output is not None:
+            return output
         bias = None if self.bias is None else self.bias.to(input.dtype)
         return F.linear(input, self.dense(input.dtype), bias)
 
 
-class StoredEmbedding(Stored, nn.Embedding):
+class StoredEmbedding(Stored, nn.Embedding):  # type: ignore[misc]
     """A table of embeddings in GGUF blocks, of which only the rows that are asked for are unpacked."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

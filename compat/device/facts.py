@@ -272,7 +272,7 @@ def _system_bytes(memory: str, amount: str) -> int:
 def _stated_free(module: Any, device: torch.device) -> int | None:
     """Free bytes as the backend tells them; None where it cannot mean what it says."""
     free, total = (int(value) for value in module.mem_get_info(device))
-    return free if 0 <= free <= total else None
+    return free if 0 <= free <= total and total else None
 
 
 def _unreserved(module: Any, device: torch.device) -> int:

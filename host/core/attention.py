@@ -51,22 +51,22 @@ class AttentionOverride:
         if foreign and not safe:
             return kernel(*args, **kwargs)
         if foreign or torch.compiler.is_compiling():
-            return self._narrowed(kernel, query, key, value, named) if safe else kernel(*args, **kwargs)
+            return self._in_fp16(kernel, query, key, value, named) if safe else kernel(*args, **kwargs)
         call = Heads.of(query, key, value, named)
         if call.has_kernel(HALF if safe else query.dtype, self.attention):
-            return self._narrowed(kernel, query, key, value, named) if safe else kernel(*args, **kwargs)
+            return self._in_fp16(kernel, query, key, value, named) if safe else kernel(*args, **kwargs)
         small = MATH_COPIES * score_bytes(call.query, call.key) <= self.attention.budget_bytes
         if small and not safe and query.dtype not in self.attention.avoided:
             return kernel(*args, **kwargs)
-        scaled_query = call.query if call.gain == 1.0 else call.query * call.gain
-        return call.merged(self.attention(scaled_query, call.key, call.value, call.mask))
+        queries = call.query if call.gain == 1.0 else call.query * call.gain
+        return call.merged(self.attention(queries, call.key, call.value, call.mask))
 
-    def _narrowed(
+    def _in_fp16(
         self, kernel: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, named: dict[str, Any]
     ) -> Tensor:
         """``kernel`` on fp16 operands, and its result in fp32."""
-        query, key = balanced(query, key)
-        value, scale = scaled(value)
+        query, key = balance(query, key)
+        value, scale = scale_values(value)
         mask = named.get("mask")
         named = named | ({"mask": narrow_mask(mask)} if isinstance(mask, Tensor) else {})
         heads = named.pop("heads")
@@ -120,7 +120,7 @@ class Heads:
         return result if self.split else result.transpose(1, 2).flatten(2)
 
 
-def balanced(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+def balance(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     """Queries and keys in fp16 whose products are as before: the power of two that evens them out is exact.
 
     Either could overflow only where scores are beyond 4e9, which softmax turns into 0 and 1 anyway.
@@ -131,7 +131,7 @@ def balanced(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     return (query / scale).to(HALF), (key * scale).to(HALF)
 
 
-def scaled(value: Tensor) -> tuple[Tensor, Tensor]:
+def scale_values(value: Tensor) -> tuple[Tensor, Tensor]:
     """Values in fp16, divided by one power of two of at least 1 where they would not fit, and that power."""
     scale = _power_of_two(value.abs().amax() * (2.0 / LIMIT)).clamp_(min=1.0)
     return (value / scale).to(HALF), scale

@@ -24,7 +24,7 @@ from ...compat.output_check import fault_in_weight
 from ...compat.precision import FP32, SAFE
 from ...compat.transforms.fp16_layers import FULL, SETTINGS, LeafSettings
 from .attention import AttentionOverride
-from .leaves import PROVIDER, ByNetwork, is_linear, is_native, provided, safe_linear
+from .leaves import PROVIDER, ByNetwork, cast_weights, is_linear, is_native, safe_linear
 from .machine import AS_LOADED, Fit, Machine, fit_for, machine_of
 
 KEY = "anygpu_fit"  # of our injections
@@ -53,7 +53,7 @@ class FittedEncoder:
         for leaf in filter(is_linear, patcher.model.modules()) if self.fit.safe else ():
             if not is_native(leaf) and "forward" not in leaf.__dict__:
                 leaf.__dict__["forward"] = functools.partial(forward, leaf)
-                leaf.__dict__[PROVIDER] = types.MethodType(provided, leaf)
+                leaf.__dict__[PROVIDER] = types.MethodType(cast_weights, leaf)
 
     def take_off(self, patcher: Any) -> None:
         """As ComfyUI calls it before another patcher over the same encoder is loaded."""
@@ -67,7 +67,7 @@ class FittedEncoder:
 
 def _linear(fp32_output: bool, leaf: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if SETTINGS not in leaf.__dict__:
-        with provided(leaf, x) as (weight, _):
+        with cast_weights(leaf, x) as (weight, _):
             reach = float(torch.linalg.vector_norm(weight, dim=1, dtype=FULL).amax())
         leaf.__dict__[SETTINGS] = LeafSettings(fp32_output, max(1.0, reach) if math.isfinite(reach) else math.inf)
     return safe_linear(leaf, x, *args, **kwargs)

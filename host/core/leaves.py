@@ -63,7 +63,7 @@ def unfit_for_safe(network: nn.Module) -> str:
 
 
 @contextmanager
-def provided(leaf: Any, like: Tensor) -> Iterator[tuple[Tensor, Tensor | None]]:
+def cast_weights(leaf: Any, like: Tensor) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Weight of ``leaf`` in fp16 and its bias in fp32 on the device of ``like``, as core or the leaf itself casts."""
     own = getattr(leaf, "cast_bias_weight", None)
     if own is not None:  # of GGUF's layers, whose bytes core's function would take for values
@@ -112,32 +112,26 @@ class SafeLeaves:
             if is_native(leaf):
                 continue
             comfy.ops.run_every_op()
-            with provided(leaf, like) as (weight, _):
+            with cast_weights(leaf, like) as (weight, _):
                 norm = torch.linalg.vector_norm(weight, dim=1, dtype=FULL).amax()
             reach = float(norm)
             settings = LeafSettings(self.fp32_output, max(1.0, reach) if math.isfinite(reach) else math.inf)
             self.patches[leaf] = {
                 "forward": types.MethodType(safe_linear, leaf),
-                PROVIDER: types.MethodType(provided, leaf),
+                PROVIDER: types.MethodType(cast_weights, leaf),
                 SETTINGS: settings,
             }
 
     @contextmanager
-    def applied(self) -> Iterator[Counter[str]]:
+    def patches_on(self) -> Iterator[None]:
         """The leaves in safe fp16 inside the block; one whose forward another node has replaced is left."""
-        count: Counter[str] = Counter()
-        worn = []
+        patched = [leaf for leaf in self.patches if "forward" not in leaf.__dict__]
         try:
-            for leaf, patch in self.patches.items():
-                if "forward" in leaf.__dict__:
-                    count["left, since another node has replaced their forward"] += 1
-                    continue
-                leaf.__dict__.update(patch)
-                worn.append(leaf)
-            count["safe"] = len(worn)
-            yield count
+            for leaf in patched:
+                leaf.__dict__.update(self.patches[leaf])
+            yield
         finally:
-            for leaf in worn:
+            for leaf in patched:
                 for name in self.patches[leaf]:
                     leaf.__dict__.pop(name, None)
 

@@ -135,11 +135,13 @@ def _attention(machine: Machine, dtype: torch.dtype, choice: str, safe: bool) ->
     """The attention that takes over, if one has to, and why."""
     if choice == AS_LOADED or dtype not in NAMES:
         return None, Decision("attention", "as loaded", "", CHOSEN if choice == AS_LOADED else AUTO)
-    found = machine.attention(dtype)
-    kernels = _has_kernels(machine.facts.device, dtype) and dtype not in found.avoided
+    chosen = machine.attention(dtype)
+    kernels = _has_kernels(machine.facts.device, dtype) and dtype not in chosen.avoided
     if choice == AUTO and kernels and not safe:
         return None, Decision("attention", "as loaded", f"torch has fused kernels for {NAMES[dtype]} here", AUTO)
-    return found, Decision("attention", found.decision.verdict, found.decision.why, AUTO if choice == AUTO else CHOSEN)
+    return chosen, Decision(
+        "attention", chosen.decision.verdict, chosen.decision.why, AUTO if choice == AUTO else CHOSEN
+    )
 
 
 def _has_kernels(device: torch.device, dtype: torch.dtype) -> bool:

@@ -58,8 +58,8 @@ class FittedNetwork:
         network = _plain(model.diffusion_model)
         with ExitStack() as stack:
             if self.fit.safe:
-                stack.enter_context(self._leaves_of(network, model, x).applied())
-            stack.enter_context(self._convolved(network, model.get_dtype_inference()))
+                stack.enter_context(self._leaves_of(network, model, x).patches_on())
+            stack.enter_context(self._convolutions_on(network, model.get_dtype_inference()))
             return executor(x, *_with_attention(self.fit, args, kwargs), **kwargs)
 
     def _leaves_of(self, network: nn.Module, model: Any, x: torch.Tensor) -> SafeLeaves:
@@ -69,7 +69,7 @@ class FittedNetwork:
         return leaves
 
     @contextmanager
-    def _convolved(self, network: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    def _convolutions_on(self, network: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         """The 3-D convolutions of ``network``, patch embeddings mostly, in the forms chosen for this device."""
         if network not in self.convolutions:
             self.convolutions[network] = [each for _, each in conv_forwards(network, self.machine.convolutions, dtype)]

@@ -92,10 +92,10 @@ class FittedVAE:
 
     def _first_right(self, name: str, given: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
         """What the first way gives that neither fails nor is wrong; each that does is said."""
-        what, progress, way = name.replace("_", " "), None, self.way
+        what, progress, way = name.replace("_", " "), None, self._first(name, given)
         if name.startswith("decode"):
             _require_sound(given)
-            if self.keeps:
+            if self.keeps and given.ndim == 5:
                 recovery.keep_for_decode(given)
         while True:
             try:
@@ -114,16 +114,22 @@ class FittedVAE:
             progress = progress or NodeProgress(getattr(get_executing_context(), "node_id", None))
             progress.notify(f"{what} {way}: {cause}; now {following}")
             way = following
-            if kind != MEMORY:  # the same would fail each time
+            if kind != MEMORY and not way.host:  # the same would fail each time; the CPU is too slow to begin with
                 self.way = way
             comfy.model_management.soft_empty_cache()
+
+    def _first(self, name: str, given: Tensor) -> Way:
+        """The way to begin with: in tiles where a known bug of this device caps what a VAE may be given at once."""
+        cap = policy_for(self.machine.facts).tile_pixels
+        allowed = [tile for tile in self._tiles(name, given) if tile <= cap]
+        return replace(self.way, tile=max(allowed)) if allowed and not name.endswith("tiled") else self.way
 
     def _in(self, way: Way, name: str, given: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
         """One attempt."""
         vae, dtype = self._variant(way, given), FP32 if way.wide else self.vae_dtype  # type: ignore[attr-defined]
         with ExitStack() as stack:
             stack.enter_context(convolution_switches(policy_for(self.machine.facts)))
-            stack.enter_context(_patched(self._patches(way, dtype)))
+            stack.enter_context(_patches_on(self._patches(way, dtype)))
             if way.tile:
                 result = _in_tiles(vae, name.removesuffix("_tiled"), given, way.tile)
             else:
@@ -137,7 +143,7 @@ class FittedVAE:
     def _variant(self, way: Way, given: Tensor) -> Any:
         """Core's own VAE over the same weights that computes in this way, with its pixels looked at."""
         vae: Any = copy.copy(self)
-        vae.__class__, vae.process_output = self.plain, _checked(vae, given)
+        vae.__class__, vae.process_output = self.plain, _output_check(vae, given)
         if way.host:
             comfy.model_management.free_memory(EVERYTHING, vae.device)  # which brings the weights home
             vae.patcher, vae.device = comfy.model_patcher.ModelPatcher(vae.first_stage_model, HOST, HOST), HOST
@@ -160,7 +166,7 @@ class FittedVAE:
     def _tiles(self, name: str, given: Tensor) -> tuple[int, ...]:
         """Sides of tiles in pixels that are smaller than what is given; none for sound."""
         if self.latent_dim == 1 or given.ndim < 4:  # type: ignore[attr-defined]
-            return ()
+            return ()  # sound has no tiles
         decodes = name.startswith("decode")
         cell = self.spacial_compression_decode() if decodes else 1  # type: ignore[attr-defined]
         longest = max(given.shape[-2:] if decodes else given.shape[-3:-1]) * cell
@@ -168,7 +174,7 @@ class FittedVAE:
 
 
 @functools.cache
-def _fitted(plain: Any) -> type[FittedVAE]:
+def _fitted_class(plain: Any) -> type[FittedVAE]:
     """Core's class, or another pack's, with our methods before its own."""
     return type(f"Fitted{plain.__name__}", (FittedVAE, plain), {"__doc__": FittedVAE.__doc__, "__module__": __name__})
 
@@ -197,10 +203,10 @@ def fit_vae(
     forms = list(conv_forwards(vae.first_stage_model, machine.convolutions, dtype))
     fitted = copy.copy(vae)
     fitted.patcher = vae.patcher.clone()
-    fitted.__class__ = _fitted(plain)
+    fitted.__class__ = _fitted_class(plain)
     fitted.machine, fitted.plain, fitted.way = machine, plain, Way(wide=dtype is FP32)
     fitted.masks, fitted.keeps = bool(masks), keep_latents != "never" and getattr(vae, "latent_dim", 2) == 3
-    return fitted, (decided, *_said(forms, masks, fitted))
+    return fitted, (decided, *_more_decisions(forms, masks, fitted))
 
 
 def _precision(machine: Machine, dtype: torch.dtype, choice: str) -> tuple[bool, Decision]:
@@ -216,7 +222,7 @@ def _precision(machine: Machine, dtype: torch.dtype, choice: str) -> tuple[bool,
     return False, Decision("precision", f"{here} as loaded", f"this device computes {here} well", AUTO)
 
 
-def _said(forms: Sequence[Any], masks: Sequence[Any], fitted: Any) -> Iterator[Decision]:
+def _more_decisions(forms: Sequence[Any], masks: Sequence[Any], fitted: Any) -> Iterator[Decision]:
     """What else was decided, for people."""
     if forms:
         kinds = sorted({forward.choice.form.value for _, forward in forms})
@@ -232,7 +238,7 @@ def _said(forms: Sequence[Any], masks: Sequence[Any], fitted: Any) -> Iterator[D
         yield Decision("latents", "kept", "before each decode, for AnyGPU Recover Latents")
 
 
-def _checked(vae: Any, given: Tensor) -> Callable[[Tensor], Tensor]:
+def _output_check(vae: Any, given: Tensor) -> Callable[[Tensor], Tensor]:
     """Core's last step of a decode, before which the pixels are looked at: it clamps, and NaN becomes black."""
     finish, cell = vae.process_output, vae.spacial_compression_decode() if vae.latent_dim > 1 else 1
     flat = given.ndim < 4 or is_flat(given)  # one colour may have been asked for
@@ -266,7 +272,7 @@ def _in_tiles(vae: Any, name: str, given: Tensor, tile: int) -> Tensor:
 
 
 @contextmanager
-def _patched(patches: Iterator[tuple[nn.Module, str, Any]]) -> Iterator[None]:
+def _patches_on(patches: Iterator[tuple[nn.Module, str, Any]]) -> Iterator[None]:
     undo = Undo()
     try:
         for patch in list(patches):

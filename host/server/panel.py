@@ -35,7 +35,7 @@ def first_run() -> str:
         return ""
     here, host = facts(), _facts_of("cpu").total_bytes
     size = f"{here.name}, {host / GIBIBYTE:.0f} GB of host memory"
-    return first_steps(folders.model_roots(), size, host)
+    return first_steps(folders.model_roots(), size, host, 0 if here.backend == "cpu" else here.total_bytes)
 
 
 def memory_now() -> dict[str, Any]:

@@ -123,7 +123,11 @@ def _alike(value: Any, known: Any) -> bool:
 
 
 def _items_alike(values: Sequence[Any], known: Sequence[Any]) -> bool:
-    return not known or all(any(_alike(value, one) for one in known) for value in values)
+    """Whether each item could stand there; a list of counts may have a 0, such as a level without layers."""
+    counts = bool(known) and all(type(one) is int for one in known)
+    return not known or all(
+        (counts and value == 0 and type(value) is int) or any(_alike(value, one) for one in known) for value in values
+    )
 
 
 def _number_alike(value: Any, known: float) -> bool:

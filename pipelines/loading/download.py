@@ -21,7 +21,7 @@ from ...compat.errors import CheckpointError, InputError, MissingPackageError
 from ...compat.memory.statistics import amount
 from ...compat.packages import imported
 from ..base import Progress, StageText
-from ..family import Download, Offer
+from ..family import HUB, Download, Offer
 from ..registry import FAMILIES
 
 FETCHER = "AnyGPU Download Model"  # the node
@@ -30,6 +30,8 @@ SMALL_FILES = (".json", ".txt", ".model", ".jinja")  # settings, vocabularies, t
 NARROW = ".bf16"  # in the names of a second set of weights, of half the size
 OUTSIDE = re.compile(r"[\\:]|(^|/)\.\.(/|$)")  # a name that may lead out of the folder, on Windows too
 ROOM_BYTES = 2**30  # left free on the disk
+STORED = (("bf16", 1.0), ("fp8 or GGUF Q8_0", 0.53), ("GGUF Q4_K_M", 0.3))  # of a transformer, and its share of bf16
+BESIDE_GIB = 2.0  # of activations and the driver
 WAIT_SECONDS = 0.1  # between two looks at a cancel
 PARTS = Path(".cache", "huggingface", "download")  # where huggingface_hub keeps what is not whole
 NOTE = Path(".cache", "huggingface", "anygpu-checked-2.json")  # counts with SMALL_FILES
@@ -85,21 +87,47 @@ def remedy(name: str, root: Path, memory_bytes: int) -> str:
     return f"The smallest that fits this machine is {title}: download {where}, or let {FETCHER} do it; then press R."
 
 
-def first_steps(searched: Sequence[Path], machine: str, memory_bytes: int) -> str:
+def stored_for(offer: Offer, card_bytes: int) -> str:
+    """In which form the transformer of an offer stays whole on a card; empty where nobody knows the card.
+
+    Derived from parameter counts: 8.5 bits a weight for Q8_0 and about 4.8 for Q4_K_M.
+    """
+    if not card_bytes:
+        return ""
+    size = offer.gib["transformer"]
+    fitting = ((name, size * share) for name, share in STORED if size * share + BESIDE_GIB <= card_bytes / GIBIBYTE)
+    name, gib = next(fitting, ("", 0.0))
+    card = f"On a card of {card_bytes / GIBIBYTE:.0f} GB its transformer"
+    if not name:
+        name, gib = STORED[-1][0], size * STORED[-1][1]
+        return f"{card} is streamed in every form; the smallest useful one is {name}, about {gib:.1f} GiB."
+    where = "" if name == "bf16" else ", with AnyGPU Compose Pipeline"
+    return f"{card} stays whole as {name}, about {gib:.1f} GiB{where}."
+
+
+def variants_of(title: str) -> str:
+    """The other published folders of a family, such as image to video, in one line; empty for none."""
+    family = next(family for family in FAMILIES.values() if family.title == title)
+    own = {download.page for download in offer_of(title).downloads}
+    others = [page.removeprefix(HUB) for page in family.pages if page not in own]
+    return f"Other variants, for `hf download NAME --local-dir …`: {', '.join(others)}" if others else ""
+
+
+def first_steps(searched: Sequence[Path], machine: str, memory_bytes: int, card_bytes: int = 0) -> str:
     """What to do while there is no model: the folders searched, the smallest model that fits, its pages and folders.
 
     Args:
         searched: the model folders; the first is where the model goes. machine: the machine in words.
-        memory_bytes: of the computer that holds the weights.
+        memory_bytes: of the computer that holds the weights. card_bytes: of the device; 0 where it is the computer.
     """
     title, offer = smallest_for(memory_bytes)
     fits = "The smallest that fits" if offer.largest_bytes <= memory_bytes else "None fits. The smallest for"
-    gib = offer.total_bytes / GIBIBYTE
     return "\n".join(
         [
             "No model was found in:",
             *(f"  {folder}" for folder in searched),
-            f"{fits} this machine ({machine}): {title}, {gib:.1f} GiB of weights in bf16.",
+            f"{fits} this machine ({machine}): {title}, {offer.size}.",
+            *filter(None, (stored_for(offer, card_bytes),)),
             *(f"Download {download.text(searched[0])}" for download in offer.downloads),
             f"Then press R and choose it. {FETCHER} can fetch it.",
         ]
@@ -123,13 +151,18 @@ def folder_of(download: Download, roots: Sequence[Path]) -> Path:
 
 
 def fetched(
-    title: str, choice: str, roots: Sequence[Path], progress: Progress, endpoint: str | None = None
+    title: str,
+    choice: str,
+    roots: Sequence[Path],
+    progress: Progress,
+    endpoint: str | None = None,
+    card_bytes: int = 0,
 ) -> list[str]:
     """What is there of a model and what is not, a line per repository; with ``download`` all of it is there afterwards.
 
     Args:
         choice: of :data:`CHOICES`; ``no`` asks nobody and writes nothing. roots: the folders of model folders.
-        endpoint: another Hub, for mirrors and tests.
+        endpoint: another Hub, for mirrors and tests. card_bytes: of the device, for advice; 0 for none.
 
     Raises:
         InputError: an unknown choice, or not enough room on the disk. CheckpointError: the Hub is out of reach, has no
@@ -148,9 +181,10 @@ def fetched(
         files = _fetch(download, folder, progress, endpoint)
         whole = f"{folder} is whole: {len(files)} files as {download.repository} has them"
         lines.append(whole if files else _told(download, folder))
-    return (
-        lines if choice == "download" else [*lines, f"{offer.total_bytes / 1e9:.0f} GB in bf16; nothing was downloaded"]
-    )
+    if choice == "download":
+        return lines
+    advice = filter(None, (stored_for(offer, card_bytes), variants_of(title)))
+    return [*lines, f"{offer.size}; nothing was downloaded", *advice]
 
 
 def is_checked(folder: Path, download: Download) -> bool:

@@ -295,11 +295,16 @@ def _merge(module: nn.Module, lora: LoRA, tensors: Mapping[str, torch.Tensor]) -
         if is_exact(layer):  # kept in 16 bits for fp32: what is added must not be rounded to them
             closing.append(opened(layer))
         weight, share = layer.weight, share_of(pair, tensors)
-        product = lora.scales[name] * (share.up.float().flatten(1) @ share.down.float().flatten(1)).view_as(weight)
-        if share.magnitude is not None:
-            product = _lengthened(weight.data.float(), product, share.magnitude) - weight.data.float()
+        product, own = (
+            (share.up.float().flatten(1) @ share.down.float().flatten(1)).view_as(weight),
+            weight.data.float(),
+        )
+        if share.magnitude is None:
+            changed = own + (lora.strength * lora.scales[name]) * product
+        else:
+            changed = own + lora.strength * (_lengthened(own, lora.scales[name] * product, share.magnitude) - own)
         before.append((weight, weight.data))
-        weight.data = (weight.data.float() + lora.strength * product).to(weight.dtype)
+        weight.data = changed.to(weight.dtype)
         if share.bias is not None:
             before.append((layer.bias, layer.bias.data))
             layer.bias.data = (layer.bias.data.float() + lora.strength * share.bias.float()).to(layer.bias.dtype)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,22 +115,21 @@ def denoise(
         NotFinite: an output that is watched, or the latents after the first step or the last, hold NaN or infinity.
     """
     advance, count, start = step or schedule.step, len(schedule), latents
-    with nullcontext() if watch is None else watch.repaired():
-        asked = predict if watch is None else watch.over(predict, count)
-        for index, time in enumerate(schedule.timesteps):
-            progress.check()
-            before = latents
-            for attempt in retries(again, schedule.put_back()):
-                with attempt:
-                    output = asked(before, time, index).float()
-                    latents = advance(output, index, before)
-                    if noise_mask is not None:
-                        latents = noise_mask.over(latents, schedule.levels[index + 1])
-                    if index == 0:  # a transformer that overflows does so at once: hours are not spent on a black video
-                        require_finite(latents, "latents after the first step")
-                    if index == count - 1:
-                        require_finite(latents, "sampled latents")
-            progress.step(index + 1, count, stage, _later(schedule.clean, output, index, before, preview))
+    asked = predict if watch is None else watch.over(predict, count)
+    for index, time in enumerate(schedule.timesteps):
+        progress.check()
+        before = latents
+        for attempt in retries(again, schedule.put_back()):
+            with attempt:
+                output = asked(before, time, index).float()
+                latents = advance(output, index, before)
+                if noise_mask is not None:
+                    latents = noise_mask.over(latents, schedule.levels[index + 1])
+                if index == 0:  # a transformer that overflows does so at once: hours are not spent on a black video
+                    require_finite(latents, "latents after the first step")
+                if index == count - 1:
+                    require_finite(latents, "sampled latents")
+        progress.step(index + 1, count, stage, _later(schedule.clean, output, index, before, preview))
     if watch is not None:
         watch.finish(start, latents, count)
     return latents

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 
@@ -30,23 +29,20 @@ class Watch:
     networks: nn.ModuleDict
     each: bool
 
-    def repaired(self) -> AbstractContextManager[None]:
-        """The transformers with what is kept for them."""
-        return self.doctor.repaired(self.networks)
-
     def over(self, predict: Predict, count: int) -> Predict:
-        """``predict`` of ``count`` steps with its output checked.
+        """``predict`` of ``count`` steps, with what is kept for the transformers, and its output checked.
 
         Raises:
             NotFinite: where it is called: the output is not finite; the text names the layer.
         """
 
         def checked(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
-            output = predict(latents, time, index)
-            if not self.each and 0 < index < count - 1:
-                return output
-            again, fault = partial(predict, latents, time, index), lifeless if self.each else not_finite
-            return self.doctor.checked(output, self.networks, again, f"step {index + 1} of {count}", fault)
+            with self.doctor.repaired(self.networks):
+                output = predict(latents, time, index)
+                if not self.each and 0 < index < count - 1:
+                    return output
+                again, fault = partial(predict, latents, time, index), lifeless if self.each else not_finite
+                return self.doctor.checked(output, self.networks, again, f"step {index + 1} of {count}", fault)
 
         return checked
 

@@ -31,7 +31,8 @@ def test_content_reaches_the_disk_before_the_name_and_the_name_too(
     monkeypatch.setattr(Path, "replace", replace)
     with replacing(path) as temporary:
         temporary.write_text("new", encoding="utf-8")
-    assert order == ["content", "name", "folder"] and path.read_text(encoding="utf-8") == "new"
+    synced = ["folder"] if hasattr(os, "O_DIRECTORY") else []  # Windows cannot open one
+    assert order == ["content", "name", *synced] and path.read_text(encoding="utf-8") == "new"
     assert path.stat().st_mode & 0o044, "others may read it, as any file"
 
 

@@ -50,7 +50,7 @@ def test_a_text_that_holds_nan_is_told_from_a_fault_of_the_model(inside: Inside,
 
 
 @full
-@pytest.mark.parametrize("name", ["SD", "Wan 2.1", "HunyuanVideo"])
+@pytest.mark.parametrize("name", ["SD", "Wan 2.1"])
 def test_nan_and_one_colour_in_a_vae_of_core_are_named(inside: Inside, name: str) -> None:
     found = inside.play("doctor", "nan_in_a_vae", name=name)
     assert found["same"] and not found["wrong"] and found["right"] > 40 and len(found["unused"]) <= 4
@@ -63,6 +63,7 @@ def test_doctor_and_fit_model_go_together_in_both_orders(inside: Inside) -> None
         assert "diffusion_model.blocks.0.ffn.2 (Linear, fp16)" in result["said"], order
 
 
+@full
 def test_a_compiled_model_is_searched_too(inside: Inside) -> None:
     found = inside.play("doctor", "compiled", name="Wan 2.1")
     assert found["error"] < 1e-6 and "diffusion_model.blocks.0.ffn.2 (" in found["said"]
@@ -119,7 +120,7 @@ def watched(model: str, precision: str, repair: str, core: bool) -> tuple[Graph,
     return graph, doctor
 
 
-@pytest.mark.parametrize("core", [False, True], ids=["our sampler", "core's sampler"])
+@pytest.mark.parametrize("core", [pytest.param(False, marks=full, id="our sampler"), pytest.param(True, id="core's")])
 def test_a_video_that_would_be_black_is_explained_repaired_and_stays_repaired(
     server: Server, client: Client, loud: str, core: bool
 ) -> None:

@@ -22,10 +22,14 @@ NODES = {
     "AnyGPUComposePipeline",
     "AnyGPUDecode",
     "AnyGPUDelightImage",
+    "AnyGPUDoctor",
     "AnyGPUDownloadModel",
     "AnyGPUEncodeImage",
     "AnyGPUEncodePrompt",
     "AnyGPUEncodeVideo",
+    "AnyGPUFitCLIP",
+    "AnyGPUFitModel",
+    "AnyGPUFitVAE",
     "AnyGPUHardwareReport",
     "AnyGPUImageConditioning",
     "AnyGPULoRA",
@@ -47,6 +51,7 @@ NODES = {
     "AnyGPUSavePrompt",
     "AnyGPUStepCache",
     "AnyGPUTextureMesh",
+    "AnyGPUUpscaleLatents",
 }
 TROUBLE = re.compile(r"Exception|Error|WARNING|Traceback|FAILED|warn", re.IGNORECASE)
 

@@ -1,4 +1,4 @@
-"""How a function of the outside is made to misbehave, for shipped files alone."""
+"""How a function of the outside is made to misbehave, for shipped files alone; and what runs beside it."""
 
 from __future__ import annotations
 
@@ -34,3 +34,20 @@ def misbehaving(original: Any, behaviour: Any, count: list[int]) -> Callable[...
         return behaviour
 
     return ask
+
+
+def clip(folder: Path, device: Any, state: Path | None) -> tuple[Any, Any]:
+    """Latents and frames of one short run, with its memory plan before it; ours is imported when it is called."""
+    import torch
+    from anygpu.pipelines import stages, tiny
+    from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
+    from anygpu.pipelines.loading.folder import LoadRequest, load
+    from anygpu.pipelines.memory.estimates import Size
+    from anygpu.pipelines.memory.page import memory_plan
+
+    pipeline = load(LoadRequest(tiny.build("ltx", folder), precision="fp32", device=device, state=state))
+    assert memory_plan(pipeline, Size(64, 64, 9))
+    with torch.no_grad():
+        prompt = stages.encode_prompt(pipeline, PromptRequest("a red fox", ""), Silent())
+        latents = stages.sample(pipeline, prompt, None, SampleSettings(64, 64, 9, steps=2, seed=3), Silent())
+        return latents.samples, stages.decode(pipeline, latents, Silent())

@@ -11,10 +11,20 @@ from anygpu.compat.decision import Decision
 from anygpu.compat.device.facts import DeviceFacts, facts_for
 from anygpu.compat.device.probe_store import OK, UNKNOWN, UNUSABLE, WRONG, ProbeResult
 from anygpu.compat.device.report import AMBER, GREEN, GREY, RED, probe_statuses
+from anygpu.compat.memory.parts import Silent
 from anygpu.compat.transforms.attention import CHOICES as ATTENTIONS
 from anygpu.pipelines import tiny
 from anygpu.pipelines.decisions import card_of, in_short, limit_tooltip, limits
-from anygpu.pipelines.loading.download import first_steps, known_page, offers, remedy, smallest_for
+from anygpu.pipelines.loading.download import (
+    fetched,
+    first_steps,
+    known_page,
+    offers,
+    remedy,
+    smallest_for,
+    stored_for,
+    variants_of,
+)
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.registry import FAMILIES
 
@@ -99,6 +109,35 @@ def test_the_smallest_is_offered_and_said_when_it_does_not_fit(gigabytes, family
     assert ("None fits" in text) is (gigabytes < 9)
     assert "/models/b" in text and "into /models/a/LTX-Video" in text and "https://huggingface.co/Lightricks" in text
     assert "AnyGPU Download Model can fetch it" in text
+
+
+def test_what_is_downloaded_is_told_as_it_is_stored_there():
+    """Tencent's and Genmo's folders hold parts in fp32: more bytes than their weights take in bf16."""
+    for offer in offers().values():
+        assert not offer.stored_bytes or offer.stored_bytes > offer.total_bytes
+    assert offers()["HunyuanVideo 1.5"].size == "57 GB to download, 34 GB of weights in bf16"
+    assert offers()["Mochi 1"].size.startswith("40 GB to download")
+
+
+@pytest.mark.parametrize(
+    ("title", "gigabytes", "words"),
+    [
+        ("LTX-Video", 8, "stays whole as bf16"),
+        ("HunyuanVideo", 8, "is streamed in every form; the smallest useful one is GGUF Q4_K_M, about 7.2 GiB"),
+        ("HunyuanVideo", 12, "stays whole as GGUF Q4_K_M, about 7.2 GiB, with AnyGPU Compose Pipeline"),
+        ("HunyuanVideo", 16, "stays whole as fp8 or GGUF Q8_0, about 12.7 GiB"),
+        ("HunyuanVideo", 48, "stays whole as bf16"),
+    ],
+)
+def test_a_card_is_told_in_which_form_a_transformer_stays_on_it(title, gigabytes, words):
+    assert words in stored_for(offers()[title], gigabytes * 2**30)
+    assert stored_for(offers()[title], 0) == ""
+    assert words in "\n".join(fetched(title, "no", [Path("/nowhere")], Silent(), card_bytes=gigabytes * 2**30))
+
+
+def test_image_to_video_folders_are_named_beside_an_offer():
+    assert "hunyuanvideo-community/HunyuanVideo-I2V" in variants_of("HunyuanVideo")
+    assert "720p_i2v" in variants_of("HunyuanVideo 1.5") and variants_of("Mochi 1") == ""
 
 
 def test_a_larger_model_is_not_offered_before_a_smaller_one_that_fits():

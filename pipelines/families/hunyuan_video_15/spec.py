@@ -56,6 +56,8 @@ SPEC = FamilySpec(
     pages=(
         "https://huggingface.co/hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
         "https://huggingface.co/hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v",
+        "https://huggingface.co/hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v",
+        "https://huggingface.co/hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_i2v",
     ),
     optional=("image_encoder", "feature_extractor"),
     text_width="text_embed_dim",
@@ -79,6 +81,7 @@ SPEC = FamilySpec(
             ),
         ),
         {"text": 13.2, "text 2": 0.4, "transformer": 15.5, "vae": 2.3},
+        stored_bytes=int(53.4 * 2**30),  # 33 files of that commit
     ),
     musubi=MusubiCache(
         "hv15", "hunyuan_video_1_5", ratio=16, text={"varlen_vl_embed": EMBEDS, "varlen_byt5_embed": EMBEDS_2}

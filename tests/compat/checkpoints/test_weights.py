@@ -246,7 +246,10 @@ def test_large_tensors_are_views_that_do_not_write_to_the_file(tmp_path, monkeyp
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
     assert sum(read) == sum(tensor.nbytes for tensor in tensors.values())
     assert found["large"].untyped_storage().nbytes() != found["small"].untyped_storage().nbytes() == 12
-    found["large"].fill_(0)
+    if (
+        not checkpoints.READ_ONLY
+    ):  # on Windows such a write ends the process: test_host_weights.py shows that none is made
+        found["large"].fill_(0)
     assert path.read_bytes() == before
     cast = checkpoints.read_tensors(entries, torch.float32, ignore, mapped=True)
     assert torch.equal(cast["half"], tensors["half"].float())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,24 +12,28 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import comfy.context_windows as context_windows
 import comfy.model_management as management
+import comfy.model_patcher
 import comfy.samplers
+import comfy.supported_models as supported
 import comfy.weight_adapter
 import torch
 from anygpu.compat.device.facts import facts_for
 from anygpu.compat.device.probe_store import ProbeStore
+from anygpu.compat.errors import UnsupportedError
 from anygpu.compat.transforms import attention, attention_chunks
 from anygpu.compat.transforms.attention import Attention
 from anygpu.host import recovery
 from anygpu.host.core import attention as core_attention_override
 from anygpu.host.core import model as core_model
 from anygpu.host.core.attention import OVERRIDE
-from anygpu.host.core.leaves import is_linear
+from anygpu.host.core.leaves import is_linear, is_native
 from anygpu.host.core.machine import Fit, Machine
 from comfy.patcher_extension import WrappersMP
 from simulated import profiles
 
-from host.inside.core_tiny import HOST, conditioning, error, louder, made, noise_of, output
+from host.inside.core_tiny import CASES, HOST, conditioning, error, louder, made, noise_of, output
 from host.inside.sight import RESERVE, state
 
 PEAK = 3e5  # of the residual: five times what fp16 can hold
@@ -48,7 +53,7 @@ def machine_named(name: str) -> Iterator[Machine]:
     if not name:
         yield turing()
         return
-    with profiles.on(name) as profile:
+    with profiles.on(name, without=("_no_float64",)) as profile:  # core asks for the device's type, which is another
         yield Machine(profile.facts, ProbeStore(profile.facts))
 
 
@@ -170,7 +175,11 @@ def on_top(name: str, what: str) -> dict[str, Any]:
     model = made(name, DTYPES["fp8"] if what == "fp8" else torch.float16)
     if what != "fp8":
         louder(model, name, PEAK)
-    below = {"lora": lora_on, "compile below": lambda model, _: compiled_eagerly(model)}
+    below = {
+        "lora": lora_on,
+        "compile below": lambda model, _: compiled_eagerly(model),
+        "context windows": lambda model, _: in_windows(model),
+    }
     base = below[what](model, name) if what in below else model
     expected = output(base, name, cfg=2.0)
     fitted, _ = core_model.fit_model(base, keep_latents="never", machine=machine)
@@ -184,10 +193,25 @@ def on_top(name: str, what: str) -> dict[str, Any]:
     plain = output(model, name, cfg=2.0)
     return {
         "error": error(found, expected),
-        "acts": error(expected, plain) if what == "lora" else 1.0,
+        "acts": error(expected, plain) if what in ("lora", "context windows") else 1.0,
         "calls": len(calls),
         "traces": traces(model.model.diffusion_model),
     }
+
+
+def in_windows(model: Any) -> Any:
+    """A clone behind core's context windows: two latent frames at a time."""
+    clone = model.clone()
+    handler = context_windows.IndexListContextHandler(
+        context_schedule=context_windows.get_matching_context_schedule("standard_static"),
+        fuse_method=context_windows.get_matching_fuse_method("pyramid"),
+        context_length=2,
+        context_overlap=1,
+        dim=2,
+    )
+    clone.model_options["context_handler"] = handler
+    context_windows.create_prepare_sampling_wrapper(clone)
+    return clone
 
 
 def streamed_with_lora(model: Any, name: str) -> dict[str, Any]:
@@ -276,3 +300,107 @@ def kept_samplings(name: str, folder: str, stop_at: int = 0) -> list[dict[str, A
 
 def _tensors(latent: Any) -> list[torch.Tensor]:
     return latent.unbind() if getattr(latent, "is_nested", False) else [latent]
+
+
+def packed_twin(name: str, kind: str) -> tuple[Any, Any]:
+    """A MODEL whose Linears are packed as core's loader packs them, and one with the same values in fp32."""
+    plain = made(name)
+    file = plain.model.diffusion_model.state_dict()
+    config = getattr(supported, CASES[name].table)(dict(CASES[name].config))
+    config.set_inference_dtype(torch.float16, torch.float32)
+    config.quant_config = {"mixed_ops": True}
+    model = config.get_model({}, "")
+    limit, storage = (448.0, torch.float8_e4m3fn) if kind == "float8_e4m3fn" else (127.0, torch.int8)
+    for path, leaf in model.diffusion_model.named_modules():
+        if is_linear(leaf):
+            weight = file[f"{path}.weight"].float()
+            scale = weight.abs().amax() / limit
+            values = (weight / scale).round() if storage is torch.int8 else weight / scale
+            file[f"{path}.weight"] = values.to(storage)
+            file[f"{path}.weight_scale"] = scale
+            conf = json.dumps({"format": kind}).encode()
+            file[f"{path}.comfy_quant"] = torch.frombuffer(bytearray(conf), dtype=torch.uint8).clone()
+            plain.model.diffusion_model.get_submodule(path).weight.copy_(file[f"{path}.weight"].float() * scale)
+    model.diffusion_model.load_state_dict(file)
+    return comfy.model_patcher.CoreModelPatcher(model.eval(), HOST, HOST), plain
+
+
+def packed(name: str, kind: str, native: bool) -> dict[str, Any]:
+    """The error against the same values unpacked, and which layers were left to core's own kernels."""
+    model, plain = packed_twin(name, kind)
+    for leaf in filter(is_linear, model.model.diffusion_model.modules()):
+        leaf._full_precision_mm = not native  # what core's loader decides by the card
+    expected, own = output(plain, name), output(model, name)
+    fitted, decisions = core_model.fit_model(model, keep_latents="never", machine=turing())
+    found = output(fitted, name)
+    leaves = list(filter(is_linear, model.model.diffusion_model.modules()))
+    return {
+        "core": error(own, expected),
+        "error": error(found, expected),
+        "native": sum(map(is_native, leaves)),
+        "layers": len(leaves),
+        "traces": traces(model.model.diffusion_model),
+        "said": [str(decision) for decision in decisions],
+    }
+
+
+class PackedLinear(torch.nn.Linear):
+    """As the layers of packs that read GGUF files: their bytes are unpacked by a method of their own."""
+
+    casts = 0
+
+    def cast_bias_weight(self, x: Any = None, dtype: Any = None, device: Any = None, bias_dtype: Any = None) -> Any:
+        """Weight and bias; counts how often."""
+        type(self).casts += 1
+        return self.unpacked.to(device, dtype), None if self.bias is None else self.bias.to(device, bias_dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As that pack computes."""
+        weight, bias = self.cast_bias_weight(None, x.dtype, x.device, x.dtype)
+        return torch.nn.functional.linear(x, weight, bias)
+
+
+PackedLinear.__name__ = "Linear"
+
+
+def unpacked_by_the_layer(name: str) -> dict[str, Any]:
+    """The error with layers that unpack their own weights, whose stored bytes mean nothing to core."""
+    model = made(name)
+    louder(model, name, PEAK)
+    expected = output(model, name)
+    for leaf in list(filter(is_linear, model.model.diffusion_model.modules())):
+        leaf.unpacked = leaf.weight.detach().clone()
+        leaf.weight.fill_(float("nan"))
+        leaf.__class__ = PackedLinear
+    fitted, _ = core_model.fit_model(model, keep_latents="never", machine=turing())
+    return {"error": error(output(fitted, name), expected), "casts": PackedLinear.casts}
+
+
+def of_convolutions() -> dict[str, Any]:
+    """What is said of a network that is mostly convolutions, by itself and when safe fp16 is asked for."""
+    model = made("Wan 2.1")
+    network = model.model.diffusion_model
+    network.add_module("wide", torch.nn.Conv2d(256, 256, 3))
+    _, decisions = core_model.fit_model(model, machine=turing())
+    try:
+        core_model.fit_model(model, "fp16-safe", machine=turing())
+        refusal = ""
+    except UnsupportedError as failure:
+        refusal = str(failure)
+    return {"said": [str(decision) for decision in decisions], "refusal": refusal}
+
+
+def everywhere(name: str, profile: str) -> dict[str, Any]:
+    """A fitted model on a simulated machine against core's fp32 on the CPU, and what core alone does there."""
+    expected = output(made(name), name)
+    with machine_named(profile) as machine:
+        model = made(name, device=machine.facts.device)
+        fitted, decisions = core_model.fit_model(model, keep_latents="never", machine=machine)
+        found = output(fitted, name)
+        try:
+            alone = error(output(model, name), expected)
+        except RuntimeError:
+            alone = float("inf")
+        management.unload_all_models()
+        said = [str(decision) for decision in decisions]
+        return {"error": error(found, expected), "alone": alone, "same": fitted is model, "said": said}

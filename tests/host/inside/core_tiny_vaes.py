@@ -9,8 +9,10 @@ from unittest import mock
 
 import comfy.ldm.genmo.vae.model as genmo
 import comfy.ldm.lightricks.vae.causal_video_autoencoder as lightricks
+import comfy.ldm.minimax.vae as minimax
 import comfy.ldm.models.autoencoder as autoencoder
 import comfy.ldm.wan.vae as wan
+import comfy.ldm.wan.vae2_2 as wan22
 import comfy.sd
 import torch
 from torch import nn
@@ -79,6 +81,17 @@ def _genmo() -> nn.Module:
         return genmo.VideoVAE()
 
 
+def _minimax() -> nn.Module:
+    """MiniMax H3's, with one block in its decoder."""
+    decoder = minimax.ViT3DDecoder
+    with mock.patch.object(minimax, "ViT3DDecoder", lambda **given: decoder(**{**given, "num_layers": 1, "heads": 2})):
+        network = minimax.MiniMaxH3VideoVAE(ch=32, ch_mult=(1, 1, 1, 1, 1, 1), num_res_blocks=1)
+    for name, tensor in (*network.named_parameters(), *network.named_buffers()):
+        if tensor.ndim == 1 and not name.endswith(("weight", "bias")):  # gates and statistics, left empty by core
+            torch.nn.init.constant_(tensor, 0.5)
+    return network
+
+
 CASES: dict[str, Case] = {
     "SD": Case("comfy.sd.AutoencoderKL", lambda: autoencoder.AutoencoderKL(ddconfig=dict(PICTURE), embed_dim=4),
                (1, 4, EDGE, EDGE)),
@@ -92,7 +105,17 @@ CASES: dict[str, Case] = {
         ),
         (1, 16, 3, EDGE, EDGE),
     ),
-    "HunyuanVideo 1.5": Case("comfy.sd.AutoencodingEngine", _rolling, (1, 32, 3, EDGE, EDGE)),
+    "Wan 2.2": Case(
+        "comfy.ldm.wan.vae2_2.WanVAE",
+        lambda: wan22.WanVAE(**{**WAN, "z_dim": 48, "dec_dim": 16}),
+        (1, 48, 3, 4, 4),
+    ),
+    "HunyuanVideo 1.5": Case("comfy.sd.AutoencodingEngine", _rolling, (1, 32, 3, 4, 4)),
+    "MiniMax H3": Case(
+        "comfy.ldm.minimax.vae.MiniMaxH3VideoVAE",
+        _minimax,
+        (1, 24, 2, 4, 4),
+    ),
     "Mochi": Case("comfy.ldm.genmo.vae.model.VideoVAE", _genmo, (1, 12, 3, EDGE, EDGE),
                   {"decoder.blocks.2.blocks.3.stack.5.weight": (1,)}),
 }  # fmt: skip

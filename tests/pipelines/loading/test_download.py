@@ -219,7 +219,7 @@ def test_a_folder_of_another_root_is_completed_where_it_is(hub: Hub, tmp_path: P
     first, second = tmp_path / "first", tmp_path / "second"
     (second / DOWNLOAD.folder).mkdir(parents=True)
     (second / DOWNLOAD.folder / "model_index.json").write_bytes(FILES["model_index.json"])
-    (line, _) = fetched("LTX-Video", "no", [first, second], Silent(), hub.url)
+    line, *_ = fetched("LTX-Video", "no", [first, second], Silent(), hub.url)
     assert line.startswith(f"{second / DOWNLOAD.folder} is there")
     fetched("LTX-Video", "download", [first, second], Silent(), hub.url)
     assert sorted(there(second)) == WANTED and not first.exists() and not hub.gets("model_index.json")

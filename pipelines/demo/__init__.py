@@ -1,0 +1,27 @@
+"""The demo models that ship with the pack: small, trained from nothing, of the real classes in the real folder layout.
+
+They draw what ``scenes.py`` describes. Each is a folder in ``models/`` with its model card.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+from ..loading.folder import family_of_folder, find_models
+
+__all__ = ["MODELS", "demo_models"]
+
+MODELS = Path(__file__).parent / "models"
+
+
+@functools.cache
+def demo_models() -> dict[str, Path]:
+    """Choice to folder, such as ``demo: LTX-Video (9 MB)``; those of the smallest family first."""
+    named = {}
+    for folder in find_models([MODELS]):
+        family = family_of_folder(folder)
+        size = sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
+        if family is not None and size:
+            named[family.order] = f"demo: {family.title} ({round(size / 1e6)} MB)", folder
+    return dict(named[order] for order in sorted(named))

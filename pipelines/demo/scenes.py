@@ -1,0 +1,135 @@
+"""The world that the demo models were trained on: one shape on a plain ground, as words and as read back from frames.
+
+:func:`scene_of` needs no network. It finds the ground in the border of the clip and the shape as what differs from it;
+what the shape is and does follows from its moments.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+
+COLOURS: dict[str, tuple[int, int, int]] = {
+    "red": (222, 45, 45),
+    "green": (40, 165, 75),
+    "blue": (50, 90, 220),
+    "yellow": (242, 208, 50),
+    "white": (245, 245, 245),
+    "black": (18, 18, 18),
+}
+SHAPES = ("circle", "square", "triangle")
+MOTIONS: dict[str, str] = {
+    "left": "moves left",
+    "right": "moves right",
+    "up": "moves up",
+    "down": "moves down",
+    "still": "stays still",
+    "grow": "grows",
+    "shrink": "shrinks",
+    "spin": "spins",
+}
+FEWEST_PIXELS = 30  # a shape of fewer is none
+MOVED_PIXELS, GROWN, TURNED = 6.0, 1.6, math.radians(20)  # between the first frames and the last
+CORNERS = 0.15  # the least harmonic of a shape with corners: 0.34 for a triangle, 0.33 for a square, 0.0 for a circle
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What a clip shows, or an empty word where it shows nothing that can be named."""
+
+    shape: str
+    colour: str
+    motion: str
+    ground: str
+
+    @property
+    def caption(self) -> str:
+        return f"a {self.colour} {self.shape} {MOTIONS[self.motion]} on {self.ground}"
+
+
+def scenes() -> list[Scene]:
+    """Every scene; a circle that spins looks like one that does not."""
+    return [
+        Scene(shape, colour, motion, ground)
+        for shape in SHAPES
+        for motion in MOTIONS
+        if (shape, motion) != ("circle", "spin")
+        for colour in COLOURS
+        for ground in COLOURS
+        if ground != colour
+    ]
+
+
+def scene_in(prompt: str) -> Scene | None:
+    """The scene that a prompt asks for; None if it is not in the words of :attr:`Scene.caption`."""
+    motions = {phrase: name for name, phrase in MOTIONS.items()}
+    pattern = rf"an? ({'|'.join(COLOURS)}) ({'|'.join(SHAPES)}) ({'|'.join(motions)}) on ({'|'.join(COLOURS)})"
+    match = re.fullmatch(pattern, " ".join(prompt.lower().split()).rstrip("."))
+    return Scene(match[2], match[1], motions[match[3]], match[4]) if match else None
+
+
+def agreement(seen: Sequence[Scene], asked: Sequence[Scene]) -> dict[str, float]:
+    """The share of clips that are right in each respect, and in all of them."""
+    names = [field.name for field in fields(Scene)]
+    pairs = list(zip(seen, asked, strict=True))
+    shares = {name: sum(getattr(a, name) == getattr(b, name) for a, b in pairs) / len(pairs) for name in names}
+    return {**shares, "all": sum(a == b for a, b in pairs) / len(pairs)}
+
+
+def scene_of(frames: torch.Tensor) -> Scene:
+    """What a clip shows.
+
+    Args:
+        frames: (F, H, W, 3) in 0..1, at any size.
+    """
+    names = list(COLOURS)
+    palette = torch.tensor(list(COLOURS.values())) / 255
+    nearest = torch.cdist(frames.float().reshape(-1, 3), palette).argmin(-1).view(frames.shape[:3])
+    border = torch.cat([nearest[:, 0].flatten(), nearest[:, -1].flatten(), nearest[..., 0].flatten()])
+    border = torch.cat([border, nearest[..., -1].flatten()])
+    ground = int(border.bincount(minlength=len(names)).argmax())
+    counts = nearest.flatten().bincount(minlength=len(names))
+    counts[ground] = 0
+    colour = int(counts.argmax())
+    axis = palette[colour] - palette[ground]
+    mask = ((frames.float() - palette[ground]) @ axis / axis.square().sum()).clamp(0, 1)
+    mask = torch.where(mask > 0.3, mask, 0.0)  # faint traces far from the shape would weigh on its moments
+    mask = torch.nn.functional.interpolate(mask[:, None], (64, 64), mode="area")[:, 0]
+    areas = mask.sum((1, 2))
+    if float(areas.min()) < FEWEST_PIXELS:
+        return Scene("", names[colour] if int(counts[colour]) else "", "", names[ground])
+    shape, centres, angles = _moments(mask, areas)
+    return Scene(shape, names[colour], _motion(centres, areas, angles), names[ground])
+
+
+def _moments(mask: torch.Tensor, areas: torch.Tensor) -> tuple[str, torch.Tensor, torch.Tensor]:
+    """The shape, its centre (F, 2) as x and y in 64ths of the frame, and how far it has turned (F,) in radians."""
+    steps = torch.arange(mask.shape[1], dtype=torch.float32)
+    x, y = (mask.sum(1) @ steps / areas), (mask.sum(2) @ steps / areas)
+    places = torch.complex(steps[None, None, :] - x[:, None, None], y[:, None, None] - steps[None, :, None])
+    folds = {}
+    for name, fold in (("triangle", 3), ("square", 4)):
+        weight = (mask * places.abs() ** fold).sum((1, 2))
+        folds[name] = (mask * places**fold).sum((1, 2)) / weight, fold
+    strengths = {name: float(moment.abs().median()) for name, (moment, _) in folds.items()}
+    shape = max(strengths, key=strengths.__getitem__)
+    moment, fold = folds[shape]
+    if strengths[shape] < CORNERS:
+        return "circle", torch.stack([x, y], -1), torch.zeros_like(x)
+    steps_turned = (moment[1:] * moment[:-1].conj()).angle() / fold
+    return shape, torch.stack([x, y], -1), torch.cat([torch.zeros(1), steps_turned.cumsum(0)])
+
+
+def _motion(centres: torch.Tensor, areas: torch.Tensor, angles: torch.Tensor) -> str:
+    """The motion, from the mean of the first two frames to that of the last two."""
+    x, y = (centres[-2:].mean(0) - centres[:2].mean(0)).tolist()
+    if max(abs(x), abs(y)) > MOVED_PIXELS:
+        return ("right" if x > 0 else "left") if abs(x) > abs(y) else ("down" if y > 0 else "up")
+    grown = float(areas[-2:].mean() / areas[:2].mean())
+    if not 1 / GROWN < grown < GROWN:
+        return "grow" if grown > 1 else "shrink"
+    return "spin" if abs(float(angles[-2:].mean() - angles[:2].mean())) > TURNED else "still"

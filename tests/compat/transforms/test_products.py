@@ -1,0 +1,84 @@
+"""Products of 8-bit weights as stored: near the unpacked ones, only where chosen, only where the device has them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from anygpu.compat.checkpoints.packed import EIGHT, StoredLinear, eight_bits, pack
+from anygpu.compat.device.facts import facts_for
+from anygpu.compat.errors import UnsupportedError
+from anygpu.compat.transforms.products import NEEDS, formats_on, multiply_as_stored, require_products
+from anygpu.pipelines import stages, tiny
+from anygpu.pipelines.base import PromptRequest, SampleSettings
+from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.speed import Speed, SpeedRequest
+from torch import nn
+
+CPU = facts_for("cpu")
+TURING, ADA = (replace(CPU, backend="cuda", arch=arch) for arch in ("sm75", "sm89"))
+STEP = {"int8": 1 / 254, "fp8": 2**-4}  # of the largest value: half a step of the format
+
+
+@pytest.fixture
+def layer():
+    torch.manual_seed(0)
+
+    def made(choice: str, rows: int = 48, columns: int = 64) -> nn.Linear:
+        linear = nn.Linear(columns, rows).requires_grad_(False)
+        pack(linear, *eight_bits(linear.weight, choice), torch.float32)
+        return linear
+
+    return made
+
+
+@pytest.mark.parametrize("choice", EIGHT)
+def test_it_differs_from_the_exact_product_by_the_rounding_of_its_input(layer, choice):
+    linear, x = layer(choice), torch.randn(2, 20, 64)
+    exact = linear(x)
+    count, undo = multiply_as_stored(linear, tuple(NEEDS))
+    found = linear(x)
+    bound = STEP[choice] * x.abs().amax(-1, keepdim=True) * linear.weight.abs().sum(1)
+    assert count == 1 and found.shape == exact.shape and not torch.equal(found, exact)
+    assert bool(((found - exact).abs() <= bound * 1.001 + 1e-6).all())
+    undo()
+    assert torch.equal(linear(x), exact)
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(48, 16), (40, 20)])
+def test_few_tokens_and_odd_sides_compute_as_always(layer, rows, tokens):
+    linear, x = layer("int8", rows), torch.randn(1, tokens, 64)
+    exact = linear(x)
+    multiply_as_stored(linear, tuple(NEEDS))
+    assert torch.equal(linear(x), exact)
+
+
+def test_the_device_decides_which_formats_it_multiplies():
+    assert formats_on(TURING) == (torch.int8,)
+    assert formats_on(ADA) == (torch.int8, torch.float8_e4m3fn)
+    for facts in (CPU, replace(ADA, backend="rocm", arch="gfx1100"), replace(ADA, arch="sm70"), replace(ADA, arch="")):
+        with pytest.raises(UnsupportedError, match=r"stored_products on cpu: .* expected an NVIDIA GPU"):
+            require_products(facts)
+
+
+@pytest.mark.parametrize("weights", ["int8", "auto"])
+def test_a_sampling_has_it_and_says_so(tiny_folder, recorded, monkeypatch, weights):
+    folder, prompt = tiny.build("ltx", tiny_folder), PromptRequest("a fox")
+    with pytest.raises(UnsupportedError, match="stored_products on cpu"):
+        load(LoadRequest(folder, device="cpu", speed=SpeedRequest(stored_products=True)))
+    monkeypatch.setattr("anygpu.pipelines.speed.require_products", lambda facts: tuple(NEEDS))
+    found = []
+    for chosen in (False, True):
+        request = LoadRequest(folder, device="cpu", weights=weights, speed=SpeedRequest(stored_products=chosen))
+        pipeline, progress = load(request), recorded()
+        embeds = stages.encode_prompt(pipeline, prompt, progress)
+        found.append(stages.sample(pipeline, embeds, None, SampleSettings(128, 96, 17, steps=2), progress).samples)
+    assert isinstance(pipeline.speed, Speed)
+    layers = sum(isinstance(one, StoredLinear) for one in pipeline.parts["transformer"].modules())
+    if weights == "auto":
+        assert torch.equal(*found)
+        assert "stored_products has no effect: no weights of the transformer are in int8 or fp8" in progress.said
+    else:
+        assert any(f", {layers} layers multiplied as stored" in line for line in progress.said)
+        assert not torch.equal(*found)

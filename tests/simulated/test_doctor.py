@@ -1,0 +1,61 @@
+"""The doctor on the simulated accelerator: every family, in every offload mode, in fp16 that overflows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from anygpu.compat.doctor import KEEP, Doctor
+from anygpu.compat.output_check import NotFinite
+from anygpu.compat.repairs import RepairStore
+from anygpu.pipelines.base import Pipeline
+from torch import nn
+
+from simulated.test_families import CASES, MODES, rendered
+from simulated.test_fp16 import loaded_for
+
+NEAR = 0.02  # relative L2: weights and inputs of 16 bits through a layer that enlarges everything
+
+
+def loud(pipeline: Pipeline) -> Pipeline:
+    """``pipeline`` with a first block whose last layer gives values far beyond fp16; its weights stay within."""
+    stock = pipeline.parts.readers["transformer"]
+
+    def read(progress: Any) -> Any:
+        module = stock(progress)
+        layers = [layer for layer in module.transformer_blocks[0].modules() if isinstance(layer, nn.Linear)]
+        weight = next(layer.weight for layer in layers[::-1] if layer.weight.abs().max() > 0)
+        with torch.no_grad():
+            weight.copy_(weight.float() * (5e4 / float(weight.float().abs().max())))
+        return module
+
+    pipeline.parts.readers["transformer"] = read
+    return pipeline
+
+
+def rewritten(module: nn.Module) -> list[str]:
+    """Modules whose own forward is not that of their class."""
+    return [name for name, part in module.named_modules() if "forward" in vars(part)]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "offload"), [(name, MODES[index % len(MODES)]) for index, name in enumerate(CASES)])
+def test_an_overflow_is_named_and_what_helps_is_kept(acc, tiny_folder, tmp_path: Path, name: str, offload: str) -> None:
+    case, said = CASES[name], list[str]()
+    expected = rendered(loud(loaded_for(case, tiny_folder, "acc:0", "fp32", offload)), case)[0]
+    pipeline = loud(loaded_for(case, tiny_folder, "acc:0", "fp16", offload))
+    with pytest.raises(NotFinite, match=r"step 1 of 2: .* first from block 1 of \d+, .*transformer_blocks\.0\..*fp16"):
+        rendered(pipeline, case)
+    transformer = pipeline.parts.read("transformer")
+    before = rewritten(transformer)
+    for run in range(2):
+        doctor = Doctor("model", RepairStore(tmp_path), KEEP, said.append)
+        latents = rendered(replace(pipeline, doctor=doctor), case)[0]
+        assert (latents - expected).norm() <= NEAR * expected.norm()
+        kept = sum("kept for the next runs" in text for text in said)
+        assert doctor.repairs and 1 <= kept <= 2, "what helps was sought again in the second run"
+        assert len([text for text in said if text == "no fault in 2 steps"]) >= run + 1
+    assert rewritten(transformer) == before

@@ -1,0 +1,46 @@
+"""A trained model as a diffusers folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def write_folder(
+    folder: Path,
+    pipeline: str,
+    parts: Mapping[str, Any],
+    tokenizers: Mapping[str, Mapping[str, str]],
+    defaults: Mapping[str, float],
+) -> None:
+    """Write every part in bf16, the tokenizers' files and ``model_index.json``; a model card there stays.
+
+    Args:
+        defaults: what the model was trained for, which the load and sample nodes take where 0 is chosen.
+    """
+    import diffusers
+
+    rows = {}
+    for name, part in parts.items():
+        if isinstance(part, nn.Module):
+            nn.Module.to(part, torch.bfloat16)
+        part.save_pretrained(folder / name)
+        library = "transformers" if type(part).__module__.startswith("transformers") else "diffusers"
+        rows[name] = [library, type(part).__name__]
+    for name, files in tokenizers.items():
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        for file, text in files.items():
+            (folder / name / file).write_text(text, encoding="utf-8", newline="\n")
+        cls = json.loads(files["tokenizer_config.json"])["tokenizer_class"]
+        rows[name] = [
+            "transformers",
+            {"T5Tokenizer": "T5TokenizerFast", "LlamaTokenizer": "LlamaTokenizerFast"}.get(cls, cls),
+        ]
+    about = {"_class_name": pipeline, "_diffusers_version": diffusers.__version__, "_anygpu_defaults": dict(defaults)}
+    index = json.dumps({**about, **dict(sorted(rows.items()))}, indent=2) + "\n"
+    (folder / "model_index.json").write_text(index, encoding="utf-8", newline="\n")
