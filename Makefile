@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 TORCH_INDEX ?=
 INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
-.PHONY: install accelerator demo train demo-comfyui test test-full test-floors test-host test-browser pictures workflows matrix memory lint bench clean
+.PHONY: install accelerator demo train demo-comfyui test test-full test-windows test-floors test-host test-browser pictures workflows matrix memory lint bench clean
 
 install: $(READY)
 
@@ -39,6 +39,10 @@ test: $(READY) accelerator
 
 test-full: $(READY) accelerator
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile -m "not host and not browser"
+
+# The fast tests, with files that obey Windows' rules (tests/windows.py).
+test-windows: $(READY) accelerator
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile --windows-rules -m "not full and not host and not browser"
 
 # Every package at the oldest version that requirements.txt allows, in an environment of its own.
 FLOORS := .build/floors

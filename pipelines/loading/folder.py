@@ -229,7 +229,8 @@ def find_models(roots: Iterable[Path]) -> list[Path]:
 
 def variant_choices() -> list[str]:
     """Every variant of every family, ``auto`` first: one list on every machine."""
-    return [AUTO, *dict.fromkeys(variant for family in FAMILIES.values() for variant in family.variants)]
+    first = [v for family in FAMILIES.values() for v in family.variants[: len(family.variants) - family.newer_variants]]
+    return [AUTO, *dict.fromkeys([*first, *(v for family in FAMILIES.values() for v in family.variants)])]
 
 
 def family_of_folder(folder: Path) -> FamilySpec | None:

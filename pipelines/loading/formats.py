@@ -128,6 +128,12 @@ def config_of(content: Content, task: str = "") -> Configured:
         task = ""
     else:
         rows = list(published(content.kind))
+    if not rows:
+        raise CheckpointError(
+            f"no configuration for {content.layout} in {str(content.path)!r}",
+            expected="it beside the file",
+            fix=f"Put its config.json beside it as {beside.name!r}.",
+        )
     wanted = [row for row in rows if not task or row.get("task", task) == task] or rows
     misfits = [(row, *_misfit(row, content)) for row in wanted]
     fitting = [row for row, misfit, unused in misfits if not misfit and not unused]

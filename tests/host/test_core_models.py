@@ -159,6 +159,24 @@ def test_each_node_of_core_acts_on_our_model_or_says_that_it_does_not(inside: In
     assert found["ScaleROPE"]["said"] and found["ModelComputeDtype"]["said"]
 
 
+def test_a_node_without_effect_is_named_under_the_sampler(server: Server, client: Client) -> None:
+    graph = Graph()
+    load = graph.add("AnyGPULoadPipeline", **loading(server.model("LTX-Video")))
+    prompt = graph.add("AnyGPUEncodePrompt", pipeline=graph.link(load), text="a red fox", negative="")
+    scaled = graph.add("ScaleROPE", model=graph.link(load, 1), **dict.fromkeys(("scale_x", "scale_y", "scale_t"), 2.0),
+                       **dict.fromkeys(("shift_x", "shift_y", "shift_t"), 0.0))  # fmt: skip
+    empty = graph.add("EmptyLTXVLatentVideo", width=64, height=64, length=9, batch_size=1)
+    chosen = {"seed": 1, "steps": 1, "cfg": 1.0, "sampler_name": "euler", "scheduler": "simple", "denoise": 1.0}
+    links = {"positive": graph.link(prompt, 1), "negative": graph.link(prompt, 2), "latent_image": graph.link(empty)}
+    sampled = graph.add("KSampler", model=graph.link(scaled), **links, **chosen)
+    graph.add("SaveLatent", samples=graph.link(sampled), filename_prefix="scaled")
+    run = client.run(graph.prompt)
+    assert run.ending == "execution_success", run.message
+    assert run.texts_of(sampled)[-1] == (
+        "no effect on LTX-Video: the option rope_options, which its transformer does not read"
+    )
+
+
 @pytest.mark.parametrize("name", ["ltx", *(pytest.param(name, marks=full) for name in ("hunyuan_video", "mochi"))])
 def test_core_puts_our_model_and_vae_on_other_devices(inside: Inside, name: str) -> None:
     found = inside.play("extras", "on_two_devices", name=name)

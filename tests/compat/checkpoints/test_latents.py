@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import stat
 from contextlib import contextmanager
 from functools import partial
@@ -133,6 +132,7 @@ def test_nan_and_infinity_are_counted_and_refused_or_clamped() -> None:
 @contextmanager
 def full_disk(after_bytes: int):
     """A file system that takes no more than ``after_bytes`` per file, as a full one does."""
+    resource = pytest.importorskip("resource", reason="needs POSIX limits")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (after_bytes, before[1]))
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,6 +70,7 @@ def test_the_oldest_leave_when_the_limit_is_passed(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_costs_no_sampling(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource", reason="needs POSIX limits")
     said: list[str] = []
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (512, before[1]))
