@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -210,7 +211,7 @@ def sample(
     _require_image(pipeline, family, image)
     size = size_of(settings, prompt)
     latents = _sample(
-        pipeline, settings, size, progress, lambda: family.code.sample(pipeline, prompt, image, settings, progress)
+        pipeline, settings, size, progress, partial(family.code.sample, pipeline, prompt, image, settings, progress)
     )
     return described(latents, prompt)
 
@@ -240,7 +241,7 @@ def sample_framepack(
         settings,
         size,
         progress,
-        lambda: family.code.sample(pipeline, prompt, image, settings, framepack, progress, remembered),
+        partial(family.code.sample, pipeline, prompt, image, settings, framepack, progress, remembered),
     )
 
 
