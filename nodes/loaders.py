@@ -62,8 +62,9 @@ class LoadPipeline(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "variant", options=variant_choices(), default="auto", advanced=True,
-                    tooltip="Which variant of the model it is, if the files cannot tell. auto guesses from the "
-                            "folder's name and says so under the node.",
+                    tooltip="Which variant of the model it is, if the files cannot tell. auto goes by the "
+                            "file's metadata, then by the names of file and folders, and says by which under the "
+                            "node.",
                 ),
                 io.Combo.Input(
                     "base", options=providers, default="auto", advanced=True,
@@ -171,8 +172,9 @@ class ComposePipeline(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "variant", options=variant_choices(), default="auto", advanced=True,
-                    tooltip="Which variant of the model it is, if the files cannot tell. auto guesses from the "
-                            "file's name and says so under the node.",
+                    tooltip="Which variant of the model it is, if the files cannot tell. auto goes by the "
+                            "file's metadata, then by the names of file and folders, and says by which under the "
+                            "node.",
                 ),
                 io.Combo.Input(
                     "attention", options=list(attention.CHOICES), default="auto", optional=True, advanced=True,

@@ -288,6 +288,8 @@ class FamilySpec:
         effective: the optional settings that act on this family.
         memory: what the memory forecast counts.
         variants: what files cannot tell.
+        newer_variants: how many of the last of them stand behind those of all families in the list of choices, which
+            grows at its end.
         buckets: (height, width) the model was trained on; empty when any multiple is as good.
         min_steps: fewest steps that upstream's schedule allows.
         schedulers: those that its sampling can use.
@@ -334,6 +336,7 @@ class FamilySpec:
     effective: frozenset[str]
     memory: MemoryTerms
     variants: tuple[str, ...] = ()
+    newer_variants: int = 0
     buckets: tuple[tuple[int, int], ...] = ()
     min_steps: int = 1
     schedulers: tuple[str, ...] = SCHEDULERS

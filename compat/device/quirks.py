@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from typing import Any
@@ -98,7 +98,8 @@ def convolution_switches(policy: DevicePolicy, library: bool = True) -> Iterator
         """Set a switch; returns what it was, None where torch does not tell or has locked its flags."""
         before = value_or(lambda: bool(getattr(cudnn, name)), None)
         if value is not None:
-            value_or(lambda: setattr(cudnn, name, value), None)
+            with suppress(Exception):
+                setattr(cudnn, name, value)
         return before
 
     enabled = None if library and policy.vae_cudnn else switch("enabled", False)

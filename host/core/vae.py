@@ -114,7 +114,7 @@ class FittedVAE:
             progress = progress or NodeProgress(getattr(get_executing_context(), "node_id", None))
             progress.notify(f"{what} {way}: {cause}; now {following}")
             way = following
-            if kind != MEMORY:  # the same would fail each time
+            if kind != MEMORY and not way.host:  # the same would fail each time; the CPU is too slow to begin with
                 self.way = way
             comfy.model_management.soft_empty_cache()
 

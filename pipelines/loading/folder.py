@@ -214,7 +214,7 @@ def find_models(roots: Iterable[Path]) -> list[Path]:
         for _ in range(4):
             deeper: list[Path] = []
             for folder in level:
-                with suppress(OSError):
+                with suppress(OSError, RuntimeError):  # before Python 3.13 a loop of links is a RuntimeError
                     real = folder.resolve()
                     if real in seen or not folder.is_dir():
                         continue
@@ -229,7 +229,8 @@ def find_models(roots: Iterable[Path]) -> list[Path]:
 
 def variant_choices() -> list[str]:
     """Every variant of every family, ``auto`` first: one list on every machine."""
-    return [AUTO, *dict.fromkeys(variant for family in FAMILIES.values() for variant in family.variants)]
+    first = [v for family in FAMILIES.values() for v in family.variants[: len(family.variants) - family.newer_variants]]
+    return [AUTO, *dict.fromkeys([*first, *(v for family in FAMILIES.values() for v in family.variants)])]
 
 
 def family_of_folder(folder: Path) -> FamilySpec | None:

@@ -34,6 +34,15 @@ def test_safe_fp16_on_simulated_machines(inside: Inside, profile: str) -> None:
     assert found["plain"] > 10 * NEAR and found["safe"] <= NEAR and found["restored"] and not found["traces"]
 
 
+@pytest.mark.parametrize("profile", ["turing", "gtx16xx", "no-conv3d", "gfx1151", "gfx1201", "mps-like", "xpu-like"])
+def test_every_simulated_machine_gives_what_fp32_gives(inside: Inside, profile: str) -> None:
+    found = inside.play("core_fit", "everywhere", name="Wan 2.1", profile=profile)
+    assert found["error"] <= NEAR, found["said"]
+    if profile in ("no-conv3d", "mps-like"):
+        assert found["alone"] > NEAR, "core's patch embedding works here: the test tests nothing"
+        assert not found["same"]
+
+
 def test_bf16_weights_on_a_device_that_damages_them_are_named(inside: Inside) -> None:
     said = inside.play("core_fit", "damaged", name="Wan 2.1", profile="gfx1151")
     assert any(line.startswith("weights bf16: this device changes them") for line in said)

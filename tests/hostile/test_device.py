@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import csv
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -295,3 +296,16 @@ def test_no_row_denies_what_our_own_builds_show() -> None:
     for arch in ("sm70", "sm75"):
         machine = replace(profiles.facts_of("turing"), arch=arch, versions={"triton": "3.7.1"})
         assert "triton" not in policy_for(machine).wrong
+
+
+# The torch that the newest package of a back end requires, as its own metadata says.
+PINNED_TORCH = {"DirectML": (2, 4)}  # torch-directml 0.2.5: torch==2.4.1
+
+
+def test_no_back_end_is_claimed_whose_torch_is_below_our_own_floor() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    floor = re.search(r"oldest versions that work: .*?torch (\d+)\.(\d+)", text)
+    assert floor is not None
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for name, newest in PINNED_TORCH.items():
+        assert newest >= tuple(map(int, floor.groups())) or name not in readme, name

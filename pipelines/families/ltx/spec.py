@@ -128,6 +128,7 @@ SPEC = FamilySpec(
     defaults=Defaults(width=704, height=512, frames=121, steps=BASE.steps, fps=25.0, cfg=3.0, max_tokens=256),
     effective=GUIDED | {"guidance_rescale", "stg", "frame", "strength", "previous"},
     variants=(DEV, DISTILLED, STOCHASTIC),
+    newer_variants=1,
     recipes=RECIPES,
     pages=(
         "https://huggingface.co/Lightricks/LTX-Video",

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from anygpu.compat.device.facts import facts_for
-from anygpu.compat.device.probe_store import OK, WRONG, ProbeResult
+from anygpu.compat.device.probe_store import OK, UNUSABLE, WRONG, ProbeResult
 from anygpu.compat.device.quirks import QUIRKS, DevicePolicy, abilities, active, fixed, policy_for, verdict, within
 from anygpu.compat.precision import DTYPES, PLAIN, precision_for
 from anygpu.compat.transforms.attention import Attention
@@ -239,15 +239,22 @@ def test_a_sliced_weight_is_made_contiguous(acc):
     assert seen == [True]
 
 
-@pytest.mark.parametrize(("triton", "verdict"), [("3.3.1", "off"), ("3.2.0", "triton")])
-def test_kernels_stay_off_where_triton_builds_none(monkeypatch, triton, verdict):
+@pytest.mark.parametrize(
+    ("probes", "verdict"),
+    [
+        (None, "triton"),
+        ({"triton": ProbeResult(OK)}, "triton"),
+        ({"triton": ProbeResult(UNUSABLE, "ptxas exited with 1")}, "off"),
+    ],
+)
+def test_the_test_of_a_kernel_decides_on_an_old_card_with_a_new_triton(monkeypatch, probes, verdict):
     """As on a card: only a device of that type is launched on."""
     monkeypatch.setattr(library, "HAS_TRITON", True)
-    facts = replace(nvidia("sm75", triton=triton), device=torch.device("cuda"))
+    facts = replace(nvidia("sm75", triton="3.7.1"), device=torch.device("cuda"))
     precision = precision_for(PLAIN, facts)
-    speed = speed_for(SpeedRequest(), facts, {}, precision, None, Attention())
+    speed = speed_for(SpeedRequest(), facts, {}, precision, probes, Attention())
     assert speed.kernels.verdict == verdict
-    assert ("triton-windows#28" in speed.kernels.why) == (verdict == "off")
+    assert ("ptxas" in speed.kernels.why) == (verdict == "off")
 
 
 def test_every_row_has_a_machine_to_stand_on():

@@ -53,7 +53,7 @@ def machine_named(name: str) -> Iterator[Machine]:
     if not name:
         yield turing()
         return
-    with profiles.on(name) as profile:
+    with profiles.on(name, without=("_no_float64",)) as profile:  # core asks for the device's type, which is another
         yield Machine(profile.facts, ProbeStore(profile.facts))
 
 
@@ -388,3 +388,19 @@ def of_convolutions() -> dict[str, Any]:
     except UnsupportedError as failure:
         refusal = str(failure)
     return {"said": [str(decision) for decision in decisions], "refusal": refusal}
+
+
+def everywhere(name: str, profile: str) -> dict[str, Any]:
+    """A fitted model on a simulated machine against core's fp32 on the CPU, and what core alone does there."""
+    expected = output(made(name), name)
+    with machine_named(profile) as machine:
+        model = made(name, device=machine.facts.device)
+        fitted, decisions = core_model.fit_model(model, keep_latents="never", machine=machine)
+        found = output(fitted, name)
+        try:
+            alone = error(output(model, name), expected)
+        except RuntimeError:
+            alone = float("inf")
+        management.unload_all_models()
+        said = [str(decision) for decision in decisions]
+        return {"error": error(found, expected), "alone": alone, "same": fitted is model, "said": said}
