@@ -275,7 +275,7 @@ class _Search:
 
     def _finding(self, name: str, module: nn.Module, fault: str, wrong: Any, given: float) -> Finding:
         shares = ((key, _bad_share(weight)) for key, weight in module.named_parameters())
-        place, bad = next((found for found in shares if found[1]), ("", 0.0))
+        place, bad = next((share for share in shares if share[1]), ("", 0.0))
         owner, _, weight = place.rpartition(".")
         layer = ".".join(filter(None, (name, owner)))
         block = self._block_of(layer)
@@ -325,8 +325,8 @@ def _bad_share(weight: torch.Tensor) -> float:
 
 def largest(value: Any) -> float:
     """The largest absolute finite value of a module's inputs or outputs."""
-    found = (torch.nan_to_num(t.detach().float(), 0.0, 0.0, 0.0).abs().amax().item() for t in tensors_in(value))
-    return float(max(found, default=0.0))
+    finite = (torch.nan_to_num(tensor.detach().float(), 0.0, 0.0, 0.0) for tensor in tensors_in(value))
+    return max((float(tensor.abs().amax()) for tensor in finite), default=0.0)
 
 
 def unshrunk(noise: torch.Tensor, result: torch.Tensor) -> str:

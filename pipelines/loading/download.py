@@ -76,6 +76,9 @@ def known_page(name: str) -> str:
 
 def remedy(name: str, root: Path, memory_bytes: int) -> str:
     """What to do about a model that is not there: its page where the name is a published one, else the smallest."""
+    offered = next((d for offer in offers().values() for d in offer.downloads if d.folder == Path(name).name), None)
+    if offered is not None:
+        return f"Download {offered.text(root)}, or let {FETCHER} do it; then press R. Or choose another model."
     page = known_page(name)
     if page:
         return f"Download {page} into {root / Path(name).name} and press R, or choose another model."

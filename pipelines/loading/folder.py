@@ -214,7 +214,7 @@ def find_models(roots: Iterable[Path]) -> list[Path]:
         for _ in range(4):
             deeper: list[Path] = []
             for folder in level:
-                with suppress(OSError):
+                with suppress(OSError, RuntimeError):  # before Python 3.13 a loop of links is a RuntimeError
                     real = folder.resolve()
                     if real in seen or not folder.is_dir():
                         continue

@@ -93,7 +93,7 @@ def lighten(folder: Path) -> None:
     """Save every screenshot again with 256 colours of its own, a third of the bytes."""
     for path in folder.glob("*.png"):
         with Image.open(path) as picture:
-            if picture.mode != "P":
+            if picture.mode == "RGB":
                 few = picture.convert("RGB").quantize(256, Image.Quantize.MEDIANCUT, kmeans=3, dither=Image.Dither.NONE)
                 few.save(path, optimize=True)
 

@@ -210,15 +210,17 @@ const SPECS = {
 
 const HEIGHTS = { positive: 220, negative: 160, prompt: 420, fit: 200, fitvae: 160 };
 
+const GROUPS = { load: "Load", latent: "Load", fit: "Fit to this GPU", shift: "Fit to this GPU", fitvae: "Fit to this GPU", positive: "Describe", prompt: "Describe", empty: "Size", rate: "Size", noise: "Sample", sample: "Sample", decode: "See" };
+
 /** The note stands first, then the columns of the specification, then the result. */
 function workflow(name, { title, why = WHY, files, gib, nodes, columns }) {
-  const placed = (key) => ({ key, width: 360, height: HEIGHTS[key] ?? 0, below: 30 });
+  const placed = (key) => ({ key, width: 360, height: HEIGHTS[key] ?? 190 });
   return {
     nodes: { note: note(title, why, files, gib), ...nodes, save: save(name) },
     columns: [
       [{ key: "note", width: 480, height: 640 }],
-      ...columns.map((keys) => keys.map(placed)),
-      [{ key: "save", width: 460, height: 460 }],
+      ...columns.map((keys) => ({ group: GROUPS[keys[0]], nodes: keys.map(placed) })),
+      { group: "Save", nodes: [{ key: "save", width: 460, height: 460 }] },
     ],
   };
 }

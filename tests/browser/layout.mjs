@@ -20,6 +20,7 @@ function boxesOf(nodes2) {
       const shown = element.getBoundingClientRect();
       Object.assign(box, { width: shown.width / scale, height: shown.height / scale });
       for (const inner of element.querySelectorAll("button, video, img")) {
+        if (inner.textContent.trim() === "Error") continue; // hangs below a node whose model is not here
         const { bottom, right, height } = inner.getBoundingClientRect();
         if (height && (bottom > shown.bottom + 2 || right > shown.right + 2)) box.cut.push(inner.textContent || inner.tagName);
       }

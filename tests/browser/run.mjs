@@ -18,12 +18,12 @@ import {
   tabShowsTheRun,
 } from "./notices.mjs";
 import { chosenModes, picture, report } from "./reporting.mjs";
-import { browseTemplates, ended, names, queue, shrink, source, templateCard } from "./running.mjs";
+import { browseTemplates, ended, names, queue, scrolledTo, shrink, source } from "./running.mjs";
 
 async function templates({ page }) {
   await browseTemplates(page);
-  for (const name of await names()) await templateCard(page, name).waitFor();
   await picture(page, "templates.png", { height: 900 });
+  for (const name of await names()) await (await scrolledTo(page, name)).waitFor();
   await page.keyboard.press("Escape");
 }
 

@@ -25,12 +25,22 @@ export async function browseTemplates(page) {
 /** The card of a workflow in the template browser. */
 export const templateCard = (page, name) => page.getByText(name, { exact: true }).or(page.getByText(name.replaceAll("_", " "), { exact: true })).first();
 
+/** The card of a workflow, after scrolling to where the template browser fills it in. */
+export async function scrolledTo(page, name) {
+  await page.mouse.move(900, 600);
+  for (let left = 20; left && !(await templateCard(page, name).count()); left--) {
+    await page.mouse.wheel(0, 900);
+    await page.waitForTimeout(300);
+  }
+  return templateCard(page, name);
+}
+
 /** Open a shipped workflow from the template browser, as a user does. */
 export async function openTemplate(page, name) {
   const { nodes } = JSON.parse(await source(name));
   await page.evaluate(() => window.app.graph.clear());
   await browseTemplates(page);
-  await templateCard(page, name).click();
+  await (await scrolledTo(page, name)).click();
   await page.waitForFunction((count) => window.app.graph._nodes.length === count, nodes.length);
 }
 

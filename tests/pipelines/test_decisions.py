@@ -148,8 +148,8 @@ def test_a_larger_model_is_not_offered_before_a_smaller_one_that_fits():
 def test_a_model_that_is_not_there_is_named_with_its_own_page():
     root = Path("/models")
     assert known_page("FramePackI2V_HY").endswith("lllyasviel/FramePackI2V_HY") and known_page("mine") == ""
-    assert remedy("HunyuanVideo", root, 0).startswith(
-        "Download https://huggingface.co/hunyuanvideo-community/HunyuanVideo"
-    )
+    known = remedy("HunyuanVideo", root, 0)
+    assert known.startswith("Download https://huggingface.co/hunyuanvideo-community/HunyuanVideo (only model_index")
+    assert f"into {root / 'HunyuanVideo'}, or let AnyGPU Download Model do it" in known
     found = remedy("mine", root, 64 * 2**30)
     assert "LTX-Video" in found and "AnyGPU Download Model" in found

@@ -138,6 +138,7 @@ def test_models_are_found_in_nested_folders_once(tiny_folder, tmp_path):
     (tmp_path / "vendor").mkdir()
     (tmp_path / "vendor" / "mochi").symlink_to(tiny.build("mochi", tiny_folder), target_is_directory=True)
     (tmp_path / "loop").symlink_to(tmp_path, target_is_directory=True)
+    (tmp_path / "itself.safetensors").symlink_to("itself.safetensors")
     (tmp_path / ".cache").mkdir()
     assert find_models([tmp_path, tmp_path]) == [tmp_path / "vendor" / "mochi"]
 

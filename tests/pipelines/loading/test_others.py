@@ -75,6 +75,7 @@ def test_a_folder_of_tencents_is_sent_to_compose(tmp_path: Path) -> None:
         load(LoadRequest(folder, device="cpu"))
 
 
+@pytest.mark.full
 def test_published_sizes_are_recognised(tmp_path: Path) -> None:
     """The names and shapes of ComfyUI's own classes; FramePack's of its publisher."""
     for model, (family, name) in {

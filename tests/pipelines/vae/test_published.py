@@ -86,6 +86,23 @@ def test_hunyuan_video_in_tencents_windows(opened, form, source, result):
     each_frame_near(frames_of(pipeline, tensors[f"in.{source}"], form), tensors[f"out.{result}"])
 
 
+@pytest.mark.parametrize("form", [STREAMED, Form("full", frames=4)], ids=str)
+def test_windows_of_16_are_named(opened, monkeypatch, recorded, form):
+    """They are taken where streaming has too little host memory for Tencent's, or where somebody asks for them."""
+    monkeypatch.setattr("anygpu.pipelines.vae.plan.host_free_bytes", lambda: 0)
+    pipeline, tensors = opened("hunyuan_video")
+    latents, progress = tensors["in.latents"].float(), recorded()
+    with decoding(pipeline, latents.shape, progress, form) as passes:
+        short = passes.decode(latents)
+    assert any("in windows of 4 latent frames" in line for line in progress.said)
+    assert short.shape == tensors["out.decoded"].shape and not near(short, tensors["out.decoded"])
+
+
+def test_hunyuan_video_is_decoded_in_tencents_tiles_where_the_whole_is_larger_than_one(opened):
+    spec = opened("hunyuan_video")[0].spec
+    assert spec.tile_for((17, 32, 32)) == 0 and spec.tile_for((33, 90, 160)) == 256
+
+
 @pytest.mark.parametrize("form", [FULL, STREAMED, CHUNKED, TILED], ids=str)
 def test_hunyuan_video_15_sees_no_later_frame(opened, form):
     pipeline, tensors = opened("hunyuan_video_15")
