@@ -37,6 +37,12 @@ def test_a_download_that_was_listed_half_way_is_listed_when_it_is_whole(folders,
     assert folders.model_choices() == [name, *folders.demo_models()]
 
 
+def test_the_demo_models_are_the_last_choices_and_found_by_name(folders):
+    *_, last = folders.model_choices()
+    assert last == "demo: LTX-Video (9 MB)"
+    assert (folders.model_folder(last) / "model_index.json").is_file()
+
+
 def test_without_demo_models_the_list_says_that_there_is_none(folders, monkeypatch):
     monkeypatch.setattr(folders, "demo_models", dict)
     assert folders.model_choices() == [folders.NO_MODEL]

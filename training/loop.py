@@ -29,7 +29,8 @@ def train(
     """Minimise ``loss_of(step, generator)``; goes on from the last saved step.
 
     Args:
-        modules: what is trained, by name. rate: the learning rate's peak, after a warm-up and before a cosine to zero.
+        modules: what is trained, by name.
+        rate: the learning rate, after a warm-up and before the last quarter, in which it falls to zero.
     """
     STATES.mkdir(parents=True, exist_ok=True)
     state, table = STATES / f"{name}.pt", HERE / "curves" / f"{name}.csv"
@@ -46,7 +47,7 @@ def train(
     began, total = time.monotonic(), 0.0
     for step in range(first, steps):
         for group in optimizer.param_groups:
-            group["lr"] = rate * min(1.0, (step + 1) / 100) * 0.5 * (1 + math.cos(math.pi * step / steps))
+            group["lr"] = rate * min(1.0, (step + 1) / 100, (steps - step) / (0.25 * steps))
         loss = loss_of(step, torch.Generator().manual_seed(step))
         optimizer.zero_grad()
         loss.backward()

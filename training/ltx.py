@@ -27,6 +27,7 @@ SPREAD = 0.25  # of their places, sizes and speeds
 FIRST_FRAME = 0.1  # of the clips are given their first latent frame
 SHIFT = math.exp(0.95 + (8 - 1024) * (2.05 - 0.95) / (4096 - 1024))  # the published shift for 8 tokens
 FPS = 8.0
+NOISY = 5.0  # shift of the levels trained on: much noise, where words decide what comes of it, has most to learn
 SCHEDULER = {
     "use_dynamic_shifting": True,
     "base_shift": 0.95,
@@ -78,6 +79,17 @@ def models():
         pass_noise_through(transformer)
         know_places(transformer)
     return parts
+
+
+def shipped_models():
+    """Text encoder and transformer as they are in the pack, in fp32."""
+    from diffusers import LTXVideoTransformer3DModel
+    from transformers import T5EncoderModel
+
+    folder = MODELS / "ltx"
+    text = T5EncoderModel.from_pretrained(folder / "text_encoder", dtype=torch.float32)
+    transformer = LTXVideoTransformer3DModel.from_pretrained(folder / "transformer", torch_dtype=torch.float32)
+    return {"text_encoder": text.train(), "transformer": transformer.train()}
 
 
 def pass_noise_through(transformer) -> None:
@@ -175,8 +187,9 @@ class Latents:
         return torch.cat([values, empty], 1) - self.code.mean.view(-1, 1, 1, 1)
 
 
-def main(steps: int) -> None:
-    parts, words, latents = models(), tokenizer(), Latents()
+def main(steps: int, shipped: bool = False) -> None:
+    """Train, from ``shipped`` weights if asked; an interrupted training goes on in any case."""
+    parts, words, latents = shipped_models() if shipped else models(), tokenizer(), Latents()
     trained, _ = trained_and_held_out()
 
     def loss_of(step: int, generator: torch.Generator) -> torch.Tensor:
@@ -192,7 +205,7 @@ def main(steps: int) -> None:
         clean = clean.flatten(2).transpose(1, 2)
         noise = torch.randn(clean.shape, generator=generator)
         level = torch.rand(len(clean), 1, generator=generator)
-        level = SHIFT * level / (1 + (SHIFT - 1) * level)
+        level = NOISY * level / (1 + (NOISY - 1) * level)
         given = (torch.rand(len(clean), 1, generator=generator) < FIRST_FRAME) & (torch.arange(8) < 4)
         level = torch.where(given, 0.0, level)  # (B, 8): a token of the picture has no noise
         mixed = (1 - level[..., None]) * clean + level[..., None] * noise
@@ -234,4 +247,4 @@ def export() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"train": lambda: main(3000), "export": export}[sys.argv[1]]()
+    {"train": lambda: main(3500), "continue": lambda: main(6000, True), "export": export}[sys.argv[1]]()

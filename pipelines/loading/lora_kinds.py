@@ -74,7 +74,9 @@ def role_of(name: str) -> tuple[str, str]:
 def size_of(names: Mapping[str, str], tensors: Shapes) -> tuple[int, int, int] | None:
     """Rows, columns and rank of what a group of tensors adds; columns 0 where only a bias; None for no whole kind."""
     shapes = {role: tensors[name] for role, name in names.items()}
-    if MIDDLE in shapes:
+    flat = any(len(shapes[role]) < 2 for role in (DOWN, UP, *HADA, *KRON) if role in shapes)
+    empty = any(not shape or not math.prod(shape) for role, shape in shapes.items() if role != ALPHA)
+    if MIDDLE in shapes or flat or empty or math.prod(shapes.get(ALPHA, ())) != 1:
         return None
     if DOWN in shapes and UP in shapes:
         down, up = shapes[DOWN], shapes[UP]

@@ -71,7 +71,8 @@ def _own(path: Path, tensors: Mapping[str, torch.Tensor], record: Mapping[str, A
         )
     require_version(path, record, "a prompt", PROMPT_VERSION)
     count = record.get("sections", 0)
-    names = [EMBEDS, NEGATIVE, *(f"{SECTION}.{index}" for index in range(count if isinstance(count, int) else 0))]
+    count = min(count, len(tensors) + 1) if isinstance(count, int) else 0  # an edited one may be of any size
+    names = [EMBEDS, NEGATIVE, *(f"{SECTION}.{index}" for index in range(count))]
     groups = {group: _group(group, tensors) for group in names}
     absent = [group for group, held in groups.items() if not held and group != NEGATIVE]
     strange = [

@@ -17,6 +17,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ Random = random.Random
 ROOT = Path(__file__).resolve().parents[2]
 ODD = (None, True, 0, -1, 1, 3, 10**6, 10**15, 2**70, 0.5, -0.5, 1e308, math.nan, math.inf, "", "x", "4", "\0", [], [0])
 ODD += ([1, 2, 3], ["x"], {}, {"a": 1}, [[1]], "../../etc", "a\nb", "é" * 300)
+MOST_BYTES = 6 * 1024**3
 DTYPES = tuple(dict.fromkeys(STORED.values()))
 
 
@@ -359,6 +361,10 @@ def main() -> int:
     parser.add_argument("--tiny", type=Path, default=ROOT / ".build" / "tiny-fuzz")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
+    with suppress(ImportError):  # of a system without such limits: a file that asks for far more is an error here
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
     torch.set_num_threads(1)
     arguments.tiny.mkdir(parents=True, exist_ok=True)
     chosen = (arguments.only,) if arguments.only else NAMES

@@ -21,6 +21,7 @@ from anygpu.pipelines.base import PromptRequest, Silent
 from anygpu.pipelines.latents.store import load_latent
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.movie import read_frames, write_mp4
+from anygpu.pipelines.text.prompt_files import load_prompt
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 123456789\n"
 DAMAGED = {  # what is in a file called .safetensors, and what its error must not blame on permissions
@@ -140,6 +141,13 @@ def test_an_edited_record_of_latents_names_what_is_wrong(tmp_path: Path, name: s
     write_record(path, {"latent_tensor": torch.zeros(1, 4, 2, 1, 1)}, {**RECORD, name: value})
     with pytest.raises(CheckpointError, match=f"is wrong about {name}"):
         load_latent(path, lambda _: None)
+
+
+def test_a_prompt_of_a_million_million_sections_is_refused_at_once(tmp_path: Path) -> None:
+    record = {"kind": "prompt", "version": 1, "family": "ltx", "sections": 10**12}
+    write_record(tmp_path / "a.safetensors", {"embeds.prompt_embeds": torch.ones(1, 4, 32)}, record)
+    with pytest.raises(CheckpointError, match=r"has no usable section\.0"):
+        load_prompt(tmp_path / "a.safetensors", lambda _: None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int64, torch.bool])

@@ -6,8 +6,9 @@ Run: python tests/runs/kills.py [--count 60] [--seed 0]
 from __future__ import annotations
 
 import argparse
+import os
 import random
-import subprocess
+import signal
 import sys
 import tempfile
 import time
@@ -41,27 +42,37 @@ def write(folder: Path) -> None:
         print(f"kept {seed} {name}", flush=True)
 
 
+def killed(folder: Path, seconds: float) -> list[str]:
+    """What a writer had reported when it was killed, ``seconds`` after its first report; a fork, to be quick."""
+    end, begin = os.pipe()
+    writer = os.fork()
+    if not writer:
+        os.dup2(begin, sys.stdout.fileno())
+        try:
+            write(folder)
+        finally:
+            os._exit(1)
+    os.close(begin)
+    with os.fdopen(end, encoding="utf-8") as reports:
+        lines = [reports.readline()]
+        time.sleep(seconds)
+        os.kill(writer, signal.SIGKILL)
+        os.waitpid(writer, 0)
+        return lines + reports.readlines()
+
+
 def main() -> int:
     """Kill ``--count`` writers; 1 where a reported sampling is gone, damaged or not what was sampled."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--write", type=Path, help="be the writer")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    if arguments.write:
-        write(arguments.write)
     rng, reported, lost, damaged, left = random.Random(arguments.seed), 0, 0, 0, 0
     for _ in range(arguments.count):
         with tempfile.TemporaryDirectory() as text:
             folder = Path(text)
-            command = [sys.executable, __file__, "--write", text]
-            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
-                assert writer.stdout is not None
-                lines = [writer.stdout.readline()]
-                time.sleep(rng.random() * 0.3)
-                writer.kill()
-                lines += writer.stdout.readlines()
+            lines = killed(folder, rng.random() * 0.3)
             kept = [line.split() for line in lines if line.startswith("kept ") and line.endswith("\n")]
             listed = {item.id for item in recovery.listing(folder)}
             for _, seed, name in kept:

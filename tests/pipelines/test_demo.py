@@ -1,0 +1,64 @@
+"""The demo models: the world they draw, the checker that reads it back, and what they make of a prompt."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from anygpu.pipelines.demo import demo_models, drawing, scenes
+from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.recipes import OWN_DEFAULTS, of_checkpoint
+
+TRAINING = Path(__file__).resolve().parents[2] / "training"
+
+
+@pytest.fixture(scope="module")
+def world():
+    """``training/world.py``, which draws what a model should."""
+    sys.path.insert(0, str(TRAINING))
+    import world
+
+    yield world
+    sys.path.remove(str(TRAINING))
+
+
+def drawn_exactly(world, asked):
+    clips = world.draw(asked, torch.Generator().manual_seed(0))
+    return list((clips.permute(0, 2, 3, 4, 1) + 1) / 2)
+
+
+def test_the_checker_reads_back_what_was_drawn(world):
+    asked = scenes.scenes()[::29]
+    assert [scenes.scene_of(clip) for clip in drawn_exactly(world, asked)] == asked
+
+
+def test_the_checker_sees_nothing_on_an_empty_ground_and_no_motion_in_a_frozen_clip(world):
+    assert scenes.scene_of(torch.ones(9, 64, 64, 3)).shape == ""
+    asked = scenes.Scene("square", "red", "left", "blue")
+    clip = drawn_exactly(world, [asked])[0]
+    assert scenes.scene_of(clip[:1].expand(9, -1, -1, -1)).motion == "still"
+
+
+def test_a_caption_and_its_scene_are_the_same():
+    for scene in scenes.scenes()[::97]:
+        assert scenes.scene_in(scene.caption.capitalize() + ".") == scene
+    assert scenes.scene_in("a red fox walks through fresh snow") is None
+
+
+def test_a_demo_model_takes_the_size_it_was_trained_for_and_draws_in_the_asked_colours():
+    for folder in demo_models().values():
+        pipeline = load(LoadRequest(folder, precision="fp32", device="cpu"))
+        defaults = of_checkpoint(pipeline).defaults
+        assert (defaults.width, defaults.height, defaults.frames) == (64, 64, 9)
+        seen = scenes.scene_of(drawing.drawn(pipeline, "a white square stays still on blue", steps=8))
+        assert (seen.colour, seen.ground) == ("white", "blue")
+
+
+def test_defaults_in_an_index_that_are_no_numbers_are_passed_over(monkeypatch):
+    pipeline = load(LoadRequest(next(iter(demo_models().values())), precision="fp32", device="cpu"))
+    expected = of_checkpoint(pipeline).defaults
+    monkeypatch.setitem(pipeline.tools["index"], OWN_DEFAULTS, {"width": "wide", "height": 64, "nothing": 3})
+    changed = of_checkpoint(pipeline).defaults
+    assert changed.height == 64 and changed.width != "wide" and changed.frames != expected.frames
