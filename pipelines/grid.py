@@ -36,8 +36,8 @@ def snap(family: FamilySpec, width: int, height: int, frames: int) -> Size:
         nearest = _nearest(min(max(side, smallest), LARGEST_SIDE), family.multiple)
         require_range(name, side, 1, LARGEST_SIDE, "pixels", nearest)
     require_range("frames", frames, 1, MOST_FRAMES, "frames")
-    sides = (max(smallest, _nearest(side, family.multiple)) for side in (width, height))
-    snapped = (*sides, snap_frames(family, frames))
+    across, down = (max(smallest, _nearest(side, family.multiple)) for side in (width, height))
+    snapped = across, down, snap_frames(family, frames)
     changes = [
         f"{name} {asked} -> {got}"
         for name, asked, got in zip(("width", "height", "frames"), (width, height, frames), snapped, strict=True)

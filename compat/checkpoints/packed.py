@@ -72,7 +72,7 @@ class Stored(nn.Module):
         return self.stored.float().mul_(self.factors).to(dtype)
 
 
-class StoredLinear(Stored, nn.Linear):  # type: ignore[misc]
+class StoredLinear(Stored, nn.Linear):  # type: ignore[misc,override]
     """A linear layer whose weight is packed."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -85,7 +85,7 @@ class StoredLinear(Stored, nn.Linear):  # type: ignore[misc]
         return F.linear(input, self.dense(input.dtype), bias)
 
 
-class StoredEmbedding(Stored, nn.Embedding):  # type: ignore[misc]
+class StoredEmbedding(Stored, nn.Embedding):  # type: ignore[misc,override]
     """A table of embeddings in GGUF blocks, of which only the rows that are asked for are unpacked."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -146,9 +146,8 @@ def without_unpacking(module: nn.Module) -> Iterator[None]:
     layers = [owner for owner in module.modules() if isinstance(owner, Stored)]
     for layer in layers:
         one = torch.empty((), dtype=layer.dense_dtype, device=layer.stored.device)
-        linear = isinstance(layer, nn.Linear)
-        shape = (layer.out_features, layer.in_features) if linear else (layer.num_embeddings, layer.embedding_dim)
-        layer.__dict__["outline"] = one.expand(shape)
+        sides = ("out_features", "in_features") if isinstance(layer, nn.Linear) else ("num_embeddings", "embedding_dim")
+        layer.__dict__["outline"] = one.expand([int(getattr(layer, side)) for side in sides])
     try:
         yield
     finally:

@@ -70,7 +70,8 @@ def product(layer: Any, x: Tensor) -> Tensor | None:
     """
     rows = x.reshape(-1, x.shape[-1])
     sides = (layer.in_features, layer.out_features)
-    if rows.shape[0] < LEAST_TOKENS or any(side % MULTIPLE for side in sides) or getattr(layer, "weight_function", ()):
+    adapted = bool(getattr(layer, "weight_function", None))
+    if rows.shape[0] < LEAST_TOKENS or any(side % MULTIPLE for side in sides) or adapted:
         return None
     stored: Tensor = layer.stored
     largest = LARGEST[stored.dtype]

@@ -47,7 +47,7 @@ def as_table(rows: Mapping[str, Mapping[str, float]]) -> str:
 
 def side_by_side(clips: Sequence[torch.Tensor], columns: int = 4) -> torch.Tensor:
     """One clip (F, H, W, 3) of several of the same size, enlarged; those that do not fill a row are left out."""
-    rows = [torch.cat(clips[i : i + columns], dim=2) for i in range(0, len(clips) - columns + 1, columns)]
+    rows = [torch.cat(list(clips[i : i + columns]), dim=2) for i in range(0, len(clips) - columns + 1, columns)]
     return torch.cat(rows, dim=1).repeat_interleave(ZOOM, 1).repeat_interleave(ZOOM, 2)
 
 

@@ -93,7 +93,7 @@ def _values(_attend: Attend, query: torch.Tensor, key: torch.Tensor, value: torc
 
 
 def _attend_by(undo: Undo, owner: Any, attend: Attend) -> None:
-    processor = getattr(owner, "processor", None)
+    processor: Any = getattr(owner, "processor", None)
     if hasattr(processor, "attend"):
         undo.set(processor, "attend", partial(attend, processor.attend))
 

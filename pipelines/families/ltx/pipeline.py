@@ -157,6 +157,7 @@ def sample(
     anchors = anchors_of(image, settings.frames, progress)
     conditioned = is_condition(pipeline) or bool(anchors and not is_first_frame(anchors))
     recipe = recipe_of(pipeline, settings)
+    assert recipe is not None  # each variant of LTX-Video has one
     schedule = ltx_schedule(pipeline.tools["scheduler"], settings, conditioned, recipe, device)
     clean = None if settings.latents is None else settings.latents.samples.to(device)
     canvas = Canvas(settings, device, clean, schedule.levels[0])
