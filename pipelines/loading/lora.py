@@ -344,6 +344,8 @@ def _inject(module: Any, lora: LoRA, adapter: str, tensors: Mapping[str, torch.T
             if isinstance(leaf, (nn.Conv2d, nn.Conv3d)):
                 ones = [1] * (weight.ndim - 2)
                 down, up = down.reshape(-1, *weight.shape[1:]), up.reshape(up.shape[0], -1, *ones)
+            else:  # some trainers write those of a Linear as of a convolution
+                down, up = down.flatten(1), up.flatten(1)
             state[f"{name}.lora_A.weight"] = down.to(wide).contiguous()
             state[f"{name}.lora_B.weight"] = up.to(wide).contiguous()
             if biased:  # peft's layers have all of them one, which it scales as it does the product
