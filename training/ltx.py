@@ -247,4 +247,4 @@ def export() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"train": lambda: main(3500), "continue": lambda: main(6000, True), "export": export}[sys.argv[1]]()
+    {"train": lambda: main(20000), "continue": lambda: main(20000, True), "export": export}[sys.argv[1]]()
