@@ -22,6 +22,7 @@ from .pipelines.demo import demo_models, drawing
 from .pipelines.grid import snap
 from .pipelines.loading.folder import LoadRequest, load
 from .pipelines.movie import read_frames, write_mp4
+from .pipelines.vae.chunked import decode_as_published
 
 EQUAL = 1e-5  # frames in 0..1: where padding is trimmed, sums are taken in another order
 CHANGED = 1e-3
@@ -203,8 +204,9 @@ def _rendered(pipeline: Pipeline, clip: Clip, inputs: Inputs) -> tuple[torch.Ten
 
 
 def _bare(clip: Clip, models: Path, inputs: Inputs) -> torch.Tensor:
-    """Frames (F, H, W, 3) of the diffusers pipeline itself."""
+    """Frames (F, H, W, 3) of the diffusers pipeline itself, with its publisher's decoder where diffusers' differs."""
     pipeline = tiny.one_shot(clip.checkpoints[0], models)
+    decode_as_published(pipeline.vae)
     pipeline.set_progress_bar_config(disable=True)
     arguments = dict(clip.reference)
     if inputs.picture is not None:
