@@ -14,6 +14,7 @@ from ...compat.errors import PackError
 from ...compat.memory.statistics import StageCost, kept_stages
 from ...compat.requirements import package_problem
 from ...pipelines import decisions
+from ...pipelines.demo import demo_models
 from ...pipelines.loading.download import first_steps
 from ...pipelines.report import precisions
 from .. import folders, memory_manager
@@ -35,7 +36,10 @@ def first_run() -> str:
         return ""
     here, host = facts(), _facts_of("cpu").total_bytes
     size = f"{here.name}, {host / GIBIBYTE:.0f} GB of host memory"
-    return first_steps(folders.model_roots(), size, host, 0 if here.backend == "cpu" else here.total_bytes)
+    steps = first_steps(folders.model_roots(), size, host, 0 if here.backend == "cpu" else here.total_bytes)
+    demo = next(iter(demo_models()), "")
+    at_once = f"To try it without a download, choose {demo!r}, with 0 for width, height, frames and steps."
+    return f"{steps}\n{at_once}" if demo else steps
 
 
 def memory_now() -> dict[str, Any]:
