@@ -227,14 +227,17 @@ def main(steps: int, shipped: bool = False) -> None:
 
 
 def export() -> None:
-    """Write what was trained as a diffusers folder in bf16."""
+    """Write what was trained here as a diffusers folder in bf16; halves of the VAE that were not stay as shipped."""
     from diffusers import FlowMatchEulerDiscreteScheduler
+    from safetensors.torch import load_file
 
     parts, vae = models(), ltx_vae.model()
+    vae.load_state_dict(load_file(MODELS / "ltx" / "vae" / "diffusion_pytorch_model.safetensors"))
     for key, module in saved("ltx_transformer").items():
         parts[key].load_state_dict(module)
     for part in ("encoder", "decoder"):
-        vae.get_submodule(part).load_state_dict(saved(f"ltx_vae_{part}")[part])
+        if (STATES / f"ltx_vae_{part}.pt").exists():
+            vae.get_submodule(part).load_state_dict(saved(f"ltx_vae_{part}")[part])
     vae.latents_mean.copy_(Code().mean)
     write_folder(
         MODELS / "ltx",
