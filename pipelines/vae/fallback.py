@@ -33,6 +33,7 @@ from ...compat.output_check import (
 )
 from ...compat.transforms.attention_vae import replace_vae_attention
 from ..base import Pipeline, Progress, StageText, SubProgress
+from ..memory.estimates import SPARE
 from ..pictures import signed
 from .plan import CHUNKED, FULL, METHODS, ON_CPU, STREAMING, STRIDE, Form, Plan, checked_form, decoder_size
 from .tiled import Work
@@ -221,7 +222,7 @@ class Passes:
                     raise InvalidOutputError(CAST)
                 exact = transfer_for(self.device, pipeline.precision.vae)
                 hold = (
-                    pipeline.offloader.hold("vae", self.plan.needed_bytes(attempt), self.progress)
+                    pipeline.offloader.hold("vae", int(SPARE * self.plan.needed_bytes(attempt)), self.progress)
                     if attempt.dtype is pipeline.precision.vae
                     else _in_fp32(pipeline, exact, self.progress)
                 )
