@@ -94,7 +94,7 @@ def swap_conv3d(
     _check_ready(root)
     done = Swapped()
     for unit in _units(root, done.left):
-        chosen = {name: chooser(_layer(name, leaf)) for name, leaf in unit.leaves.items()}
+        chosen = {name: chooser(layer_of(name, leaf)) for name, leaf in unit.leaves.items()}
         todo = {name: choice for name, choice in chosen.items() if choice is not None}
         done.left |= dict.fromkeys(chosen.keys() - todo.keys(), "not chosen")
         if not todo:
@@ -125,7 +125,12 @@ def _chooser(choose: Conv3dForm | Mapping[str, Any] | Chooser) -> Chooser:
     return choose_by(choose) if isinstance(choose, Mapping) else choose
 
 
-def _layer(name: str, leaf: nn.Conv3d) -> Conv3dLayer:
+def layer_of(name: str, leaf: nn.Conv3d, dtype: torch.dtype | None = None) -> Conv3dLayer:
+    """``leaf`` as plain values, by its name.
+
+    Args:
+        dtype: in which it is computed; None for that of its weight.
+    """
     kernel: Any = leaf.kernel_size
     return Conv3dLayer(
         name=name,
@@ -133,7 +138,7 @@ def _layer(name: str, leaf: nn.Conv3d) -> Conv3dLayer:
         out_channels=leaf.out_channels,
         kernel=kernel,
         geometry=geometry_of(leaf),
-        dtype=leaf.weight.dtype,
+        dtype=dtype or leaf.weight.dtype,
     )
 
 

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from comfy.patcher_extension import PatcherInjection
 from torch import Tensor, nn
 
@@ -22,9 +20,9 @@ from ...compat.decision import AUTO, CHOSEN, Decision
 from ...compat.errors import InputError
 from ...compat.output_check import fault_in_weight
 from ...compat.precision import FP32, SAFE
-from ...compat.transforms.fp16_layers import FULL, SETTINGS, LeafSettings
+from ...compat.transforms.fp16_layers import SETTINGS
 from .attention import AttentionOverride
-from .leaves import PROVIDER, ByNetwork, cast_weights, is_linear, is_native, safe_linear
+from .leaves import PROVIDER, ByNetwork, cast_weights, is_linear, is_native, safe_linear, settings_of
 from .machine import AS_LOADED, Fit, Machine, fit_for, machine_of
 
 KEY = "anygpu_fit"  # of our injections
@@ -67,9 +65,7 @@ class FittedEncoder:
 
 def _linear(fp32_output: bool, leaf: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if SETTINGS not in leaf.__dict__:
-        with cast_weights(leaf, x) as (weight, _):
-            reach = float(torch.linalg.vector_norm(weight, dim=1, dtype=FULL).amax())
-        leaf.__dict__[SETTINGS] = LeafSettings(fp32_output, max(1.0, reach) if math.isfinite(reach) else math.inf)
+        leaf.__dict__[SETTINGS] = settings_of(leaf, x, fp32_output)
     return safe_linear(leaf, x, *args, **kwargs)
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...compat.transforms.conv3d_choice import Chooser, Conv3dChoice, Conv3dLayer
+from ...compat.transforms.conv3d import layer_of
+from ...compat.transforms.conv3d_choice import Chooser, Conv3dChoice
 from ...compat.transforms.conv3d_forms import convolve, padded
 from ...compat.transforms.conv3d_layers import geometry_of, own_edges
 
@@ -46,15 +47,6 @@ def conv_forwards(network: nn.Module, choose: Chooser, dtype: torch.dtype) -> It
     for name, leaf in network.named_modules():
         if not isinstance(leaf, nn.Conv3d) or HOOK in leaf.__dict__:
             continue
-        kernel: Any = leaf.kernel_size
-        layer = Conv3dLayer(
-            name=name,
-            in_channels=leaf.in_channels,
-            out_channels=leaf.out_channels,
-            kernel=kernel,
-            geometry=geometry_of(leaf),
-            dtype=dtype,
-        )
-        choice = choose(layer)
+        choice = choose(layer_of(name, leaf, dtype))
         if choice is not None:
             yield name, ConvForward(leaf, choice)

@@ -91,6 +91,13 @@ def safe_linear(leaf: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return wide_linear(leaf, x)
 
 
+def settings_of(leaf: Any, like: Tensor, fp32_output: bool) -> LeafSettings:
+    """What ``leaf`` needs for safe products: its weight is cast to the device of ``like`` once, and measured."""
+    with cast_weights(leaf, like) as (weight, _):
+        reach = float(torch.linalg.vector_norm(weight, dim=1, dtype=FULL).amax())
+    return LeafSettings(fp32_output, max(1.0, reach) if math.isfinite(reach) else math.inf)
+
+
 @dataclass
 class SafeLeaves:
     """The Linears of one network, ready to be patched for the length of a call.
@@ -112,14 +119,10 @@ class SafeLeaves:
             if is_native(leaf):
                 continue
             comfy.ops.run_every_op()
-            with cast_weights(leaf, like) as (weight, _):
-                norm = torch.linalg.vector_norm(weight, dim=1, dtype=FULL).amax()
-            reach = float(norm)
-            settings = LeafSettings(self.fp32_output, max(1.0, reach) if math.isfinite(reach) else math.inf)
             self.patches[leaf] = {
                 "forward": types.MethodType(safe_linear, leaf),
                 PROVIDER: types.MethodType(cast_weights, leaf),
-                SETTINGS: settings,
+                SETTINGS: settings_of(leaf, like, self.fp32_output),
             }
 
     @contextmanager
