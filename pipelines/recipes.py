@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from ..compat.decision import AUTO, Decision
@@ -40,14 +41,22 @@ def of_checkpoint(pipeline: Pipeline, recipe: Recipe | None = None) -> FamilySpe
         width, height, fps = recipe.size or (defaults.width, defaults.height, defaults.fps)
         cfg = max((step.cfg for step in recipe.guidance), default=defaults.cfg)
         defaults = replace(defaults, steps=recipe.steps, cfg=cfg, width=width, height=height, fps=fps)
-    return replace(family, defaults=replace(defaults, **_own_defaults(pipeline)))
+    return replace(family, defaults=_with_own(defaults, pipeline.tools["index"].get(OWN_DEFAULTS)))
 
 
-def _own_defaults(pipeline: Pipeline) -> dict[str, float]:
-    """What the index of a checkpoint itself says that it was trained for."""
-    own = pipeline.tools["index"].get(OWN_DEFAULTS)
-    own = own if isinstance(own, dict) else {}
-    return {name: own[name] for name in Defaults.__slots__ if isinstance(own.get(name), (int, float))}
+def _with_own(defaults: Defaults, own: object) -> Defaults:
+    """``defaults`` with what the index of a checkpoint says that it was trained for; what cannot be meant is left out.
+
+    Args:
+        own: of the file, so anything: a number counts that is positive and of the type of the default.
+    """
+    given = own if isinstance(own, dict) else {}
+    meant = {
+        name: value
+        for name, value in given.items()
+        if name in Defaults.__slots__ and type(value) is type(getattr(defaults, name)) and 0 < value < math.inf
+    }
+    return replace(defaults, **meant)
 
 
 def guidance_steps(recipe: Recipe | None, given: SampleSettings, cfg: float) -> tuple[GuidanceStep, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,3 +63,6 @@ def test_defaults_in_an_index_that_are_no_numbers_are_passed_over(monkeypatch):
     monkeypatch.setitem(pipeline.tools["index"], OWN_DEFAULTS, {"width": "wide", "height": 64, "nothing": 3})
     changed = of_checkpoint(pipeline).defaults
     assert changed.height == 64 and changed.width != "wide" and changed.frames != expected.frames
+    unmeant = {"width": -64, "frames": True, "steps": 2.5, "fps": float("nan"), "cfg": float("inf"), "height": 64}
+    monkeypatch.setitem(pipeline.tools["index"], OWN_DEFAULTS, unmeant)
+    assert of_checkpoint(pipeline).defaults == replace(changed, height=64), "numbers that no run can have"
