@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 
 from anygpu.pipelines.demo.scenes import COLOURS, MOTIONS, SHAPES, Scene
+from anygpu.pipelines.tiny.vocabulary import TokenizerFiles, t5_of
 
 ONGOING = {
     "left": "moving left",
@@ -51,32 +51,7 @@ def caption(scene: Scene, draw: random.Random) -> str:
     return text
 
 
-def t5_tokenizer_files(max_length: int) -> dict[str, str]:
-    """The folder of a T5 tokenizer, of which each known word is one piece."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-
-    extra = [f"<extra_id_{number}>" for number in range(100)]
-    names = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+def t5_tokenizer(max_length: int) -> TokenizerFiles:
+    """A T5 tokenizer of which each known word is one piece."""
     pieces = [word if re.fullmatch(r"\W", word) else f"▁{word}" for word in vocabulary()]
-    scores = [(name, 0.0) for name in names.values()] + [(piece, -4.0) for piece in pieces]
-    tokenizer = Tokenizer(models.Unigram(scores + [(name, 0.0) for name in extra[::-1]], unk_id=2, byte_fallback=False))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="always")]
-    )
-    tokenizer.decoder = decoders.Metaspace(replacement="▁", prepend_scheme="always")
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", 1)]
-    )
-    tokenizer.add_special_tokens([*names.values(), *extra])
-    settings = {
-        **names,
-        "tokenizer_class": "T5Tokenizer",
-        "model_max_length": max_length,
-        "extra_ids": len(extra),
-        "additional_special_tokens": extra,
-    }
-    return {
-        "tokenizer.json": tokenizer.to_str(),
-        "tokenizer_config.json": json.dumps(settings, indent=2, sort_keys=True) + "\n",
-        "special_tokens_map.json": json.dumps(names, indent=2, sort_keys=True) + "\n",
-    }
+    return t5_of(dict.fromkeys(pieces, -4.0), max_length)

@@ -12,12 +12,13 @@ import ltx_vae
 import torch
 from anygpu.pipelines.demo import MODELS
 from anygpu.pipelines.demo.scenes import COLOURS, MOTIONS, SHAPES, Scene
-from captions import caption, t5_tokenizer_files
+from captions import caption, t5_tokenizer
 from code_of_blocks import Code
 from folder import write_folder
 from loop import STATES, saved, train
 from world import shapes, trained_and_held_out
 
+NAME = Path(__file__).stem  # of the folder in MODELS, and of what belongs to this training
 TOKENS = 128  # to which LTXPipeline pads every text, without telling T5
 WIDTH, HEADS, LAYERS, TEXT_WIDTH = 192, 4, 3, 64
 LONGEST, CROPPED = 24, 56  # tokens of a caption; tokens at which T5 sees all that it would see among 128
@@ -43,8 +44,7 @@ def tokenizer():
     from transformers import AutoTokenizer
 
     with tempfile.TemporaryDirectory() as folder:
-        for name, text in t5_tokenizer_files(TOKENS).items():
-            (Path(folder) / name).write_text(text, encoding="utf-8")
+        t5_tokenizer(TOKENS).save_pretrained(Path(folder))
         return AutoTokenizer.from_pretrained(folder)
 
 
@@ -86,7 +86,7 @@ def shipped_models():
     from diffusers import LTXVideoTransformer3DModel
     from transformers import T5EncoderModel
 
-    folder = MODELS / "ltx"
+    folder = MODELS / NAME
     text = T5EncoderModel.from_pretrained(folder / "text_encoder", dtype=torch.float32)
     transformer = LTXVideoTransformer3DModel.from_pretrained(folder / "transformer", torch_dtype=torch.float32)
     return {"text_encoder": text.train(), "transformer": transformer.train()}
@@ -158,7 +158,7 @@ class Latents:
 
     def __init__(self) -> None:
         self.code = Code()
-        state = STATES / "ltx_pool.pt"
+        state = STATES / f"{NAME}_pool.pt"
         if not state.exists():
             STATES.mkdir(parents=True, exist_ok=True)
             torch.save(self._pool(), state)
@@ -223,7 +223,7 @@ def main(steps: int, shipped: bool = False) -> None:
         error = (velocity - (noise - clean)).square().mean(-1)
         return (error * ~given).sum() / (~given).sum()
 
-    train("ltx_transformer", parts, loss_of, steps=steps, rate=1.5e-3, save_every=200)
+    train(f"{NAME}_transformer", parts, loss_of, steps=steps, rate=1.5e-3, save_every=200)
 
 
 def export() -> None:
@@ -232,18 +232,18 @@ def export() -> None:
     from safetensors.torch import load_file
 
     parts, vae = models(), ltx_vae.model()
-    vae.load_state_dict(load_file(MODELS / "ltx" / "vae" / "diffusion_pytorch_model.safetensors"))
-    for key, module in saved("ltx_transformer").items():
+    vae.load_state_dict(load_file(MODELS / NAME / "vae" / "diffusion_pytorch_model.safetensors"))
+    for key, module in saved(f"{NAME}_transformer").items():
         parts[key].load_state_dict(module)
     for part in ("encoder", "decoder"):
-        if (STATES / f"ltx_vae_{part}.pt").exists():
-            vae.get_submodule(part).load_state_dict(saved(f"ltx_vae_{part}")[part])
+        if (STATES / f"{NAME}_vae_{part}.pt").exists():
+            vae.get_submodule(part).load_state_dict(saved(f"{NAME}_vae_{part}")[part])
     vae.latents_mean.copy_(Code().mean)
     write_folder(
-        MODELS / "ltx",
+        MODELS / NAME,
         "LTXPipeline",
         {**parts, "vae": vae, "scheduler": FlowMatchEulerDiscreteScheduler(**SCHEDULER)},
-        {"tokenizer": t5_tokenizer_files(TOKENS)},
+        {"tokenizer": t5_tokenizer(TOKENS).files},
         {"width": 64, "height": 64, "frames": 9, "steps": 20, "fps": FPS, "cfg": 3.0},
     )
 

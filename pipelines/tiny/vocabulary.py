@@ -139,13 +139,22 @@ def t5(max_length: int) -> TokenizerFiles:
     Args:
         max_length: tokens, 128 for LTX-Video and 256 for Mochi.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-
     words = sorted({f"▁{word}" for word in re.findall(r"\w+", WORDS)})
     letters = ["▁", *(chr(code) for code in range(0x21, 0x530) if chr(code).isprintable())]
+    return t5_of({**dict.fromkeys(words, -4.0), **dict.fromkeys(letters, -10.0)}, max_length)
+
+
+def t5_of(scores: Mapping[str, float], max_length: int) -> TokenizerFiles:
+    """A T5 tokenizer of these pieces.
+
+    Args:
+        scores: piece to its logarithmic probability; ``▁`` begins a word.
+        max_length: tokens.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
     extra = [f"<extra_id_{number}>" for number in range(100)]
     names = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
-    scores = {**dict.fromkeys(words, -4.0), **dict.fromkeys(letters, -10.0)}
     pieces = [(name, 0.0) for name in names.values()] + list(scores.items()) + [(name, 0.0) for name in extra[::-1]]
     tokenizer = Tokenizer(models.Unigram(pieces, unk_id=2, byte_fallback=False))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
