@@ -15,6 +15,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 ORIGINAL = "as released or as ComfyUI saves it"
+RELEASES = {  # family to the layout in which its transformer is published
+    "ltx": "LTX-Video as released",
+    "mochi": "Mochi 1 as released",
+    "hunyuan_video": "HunyuanVideo as released or as ComfyUI saves it",
+    "hunyuan_video_15": "HunyuanVideo 1.5 as released or as ComfyUI saves it",
+    "framepack": "FramePack",
+}
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:

@@ -65,17 +65,17 @@ def evidence_of(path: Path, config: Mapping[str, Any]) -> Evidence:
 
 def names_around(path: Path) -> tuple[str, ...]:
     """The names that may say something of a model: its own, then those of the folders around it."""
-    found: list[str] = []
+    names: list[str] = []
     own = path.stem if path.suffix in (".safetensors", ".sft", ".gguf") else path.name
     for place, name in ((path, own), *((parent, parent.name) for parent in path.parents)):
-        if name.lower() in ROOTS or len(found) == MOST_NAMES:
+        if name.lower() in ROOTS or len(names) == MOST_NAMES:
             break
         cached = CACHED.match(name)
         if cached is not None:
-            return (*found, cached[1])
+            return (*names, cached[1])
         if name and place.parent.name != SNAPSHOTS and not PLAIN.fullmatch(name):
-            found.append(name)
-    return tuple(found)
+            names.append(name)
+    return tuple(names)
 
 
 def variant_of(

@@ -5,7 +5,6 @@ Run: python tests/runs/cancels.py [--count 100] [--seed 0]
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 import tempfile
@@ -18,7 +17,7 @@ from anygpu.pipelines.base import Silent
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from runs.subjects import NAMES, subject
+from runs.subjects import NAMES, arguments_of, subject
 
 LIMIT_SECONDS = 1.0
 
@@ -44,11 +43,7 @@ class Cancelling(Silent):
 
 def main() -> int:
     """Cancel ``--count`` runs; 1 where one took longer than a second, or a later run differs."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
+    arguments = arguments_of(__doc__, 100)
     rng, slow, waited, different, ended = random.Random(arguments.seed), 0, [], 0, 0
     with tempfile.TemporaryDirectory() as folder:
         for name in NAMES:

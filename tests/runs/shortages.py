@@ -5,7 +5,6 @@ Run: python tests/runs/shortages.py [--count 300] [--seed 0]
 
 from __future__ import annotations
 
-import argparse
 import errno
 import random
 import sys
@@ -21,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from hostile.test_failures import MESSAGES
 
-from runs.subjects import NAMES, forwards, raising, subject
+from runs.subjects import NAMES, arguments_of, forwards, raising, subject
 
 NEAR = 2e-2  # frames in 0..1: another way to decode, such as tiles, shows seams
 CLASSES = (RuntimeError, torch.OutOfMemoryError)
@@ -36,11 +35,7 @@ def injected(rng: random.Random) -> BaseException:
 
 def main() -> int:
     """Inject ``--count`` shortages; 1 where one was neither survived nor explained, or a later run differs."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
+    arguments = arguments_of(__doc__, 300)
     rng, counts, failed = random.Random(arguments.seed), Counter[str](), 0
     with tempfile.TemporaryDirectory() as folder:
         for name in NAMES:

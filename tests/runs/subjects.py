@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -22,6 +23,15 @@ from paint import stored
 VIDEO = ("ltx", "hunyuan_video", "mochi")
 NAMES = (*VIDEO, "paint")
 Run = Callable[[Any], torch.Tensor]
+
+
+def arguments_of(description: str | None, count: int) -> argparse.Namespace:
+    """``--count`` and ``--seed`` of a run from its command line; everything runs on one thread."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--count", type=int, default=count)
+    parser.add_argument("--seed", type=int, default=0)
+    torch.set_num_threads(1)
+    return parser.parse_args()
 
 
 def subject(name: str, tiny_folder: Path) -> Run:

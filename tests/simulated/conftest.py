@@ -1,8 +1,9 @@
-"""The fixture that this folder's tests share."""
+"""The fixtures that this folder's tests share."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
 from simulated import accelerator
 
@@ -14,3 +15,18 @@ def acc():
         pytest.skip(reason)
     with accelerator.fresh() as device:
         yield device
+
+
+@pytest.fixture(scope="module")
+def on_host(tiny_folder):
+    """What the CPU gives for each case of test_families.py."""
+    from simulated.test_families import CASES, loaded_for, rendered
+
+    known: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def of(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        if name not in known:
+            known[name] = rendered(loaded_for(CASES[name], tiny_folder, "cpu"), CASES[name])
+        return known[name]
+
+    return of

@@ -81,19 +81,6 @@ class Watching(Silent):
             self.text_bytes = sum(t.nbytes for t in tensors if t.device.type == accelerator.NAME)
 
 
-@pytest.fixture(scope="module")
-def on_host(tiny_folder):
-    """What the CPU gives for each case."""
-    found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def of(name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        if name not in found:
-            found[name] = rendered(loaded_for(CASES[name], tiny_folder, "cpu"), CASES[name])
-        return found[name]
-
-    return of
-
-
 SAMPLE = ("ltx", "mochi")  # the others run in one mode here; test_matrix.py runs every family in every mode
 CELLS = [
     pytest.param(

@@ -29,19 +29,6 @@ from simulated.test_families import CASES, MODES, ROUNDING, loaded_for, rendered
 MEBIBYTE = 1024**2
 
 
-@pytest.fixture(scope="module")
-def on_cpu(tiny_folder):
-    """What the CPU gives for each case."""
-    known: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def of(name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        if name not in known:
-            known[name] = rendered(loaded_for(CASES[name], tiny_folder, "cpu"), CASES[name])
-        return known[name]
-
-    return of
-
-
 def same(result: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> None:
     for one, other in zip(result, expected, strict=True):
         torch.testing.assert_close(one, other, atol=ROUNDING, rtol=ROUNDING)
@@ -52,14 +39,14 @@ def same(result: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -
 
 @pytest.mark.parametrize("offload", MODES)
 @pytest.mark.parametrize("name", CASES)
-def test_weights_reach_a_device_that_refuses_set_data(acc, tiny_folder, on_cpu, name, offload):
+def test_weights_reach_a_device_that_refuses_set_data(acc, tiny_folder, on_host, name, offload):
     with accelerator.without_set_data():
         parameter = nn.Parameter(torch.ones(2), requires_grad=False)
         with pytest.raises(RuntimeError, match="incompatible tensor type"):
             parameter.data = torch.ones(2, device=acc)
         pipeline = loaded_for(CASES[name], tiny_folder, "acc:0", offload)
         for _ in range(2):
-            same(rendered(pipeline, CASES[name]), on_cpu(name))
+            same(rendered(pipeline, CASES[name]), on_host(name))
         held = {id(tensor) for part in pipeline.parts.values() for tensor in part.parameters()}
         for part in pipeline.parts:
             pipeline.offloader.release(part)
@@ -138,11 +125,11 @@ def test_a_cancel_while_shared_memory_moves_leaves_everything_on_the_host(acc, r
 
 @pytest.mark.parametrize("offload", MODES)
 @pytest.mark.parametrize("name", CASES)
-def test_shared_memory_gives_the_same_video(acc, tiny_folder, on_cpu, name, offload):
+def test_shared_memory_gives_the_same_video(acc, tiny_folder, on_host, name, offload):
     pipeline = loaded_for(CASES[name], tiny_folder, unified(acc), offload)
     assert pipeline.offloader.options.host_weights.shared
     for _ in range(2):
-        same(rendered(pipeline, CASES[name]), on_cpu(name))
+        same(rendered(pipeline, CASES[name]), on_host(name))
 
 
 # ---- a largest buffer ---------------------------------------------------------------------------------------------

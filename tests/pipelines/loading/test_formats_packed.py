@@ -19,13 +19,6 @@ from anygpu.pipelines.loading.single_file import Files
 from anygpu.pipelines.text import qwen, t5
 from safetensors.torch import save_file
 
-RELEASES = {
-    "ltx": "LTX-Video as released",
-    "mochi": "Mochi 1 as released",
-    "hunyuan_video": "HunyuanVideo as released or as ComfyUI saves it",
-    "hunyuan_video_15": "HunyuanVideo 1.5 as released or as ComfyUI saves it",
-    "framepack": "FramePack",
-}
 FP8, SCALE = torch.float8_e4m3fn, 0.25
 # The largest error of one value, as a share of the largest in its row: half a step of the format.
 ROUNDING = {"fp8": 2**-4, "int8": 1 / 254, "bf16": 2**-8, "fp16": 2**-11}
@@ -102,7 +95,7 @@ def gguf_file(path: Path, tensors: dict[str, torch.Tensor], codec: str) -> dict[
 QUICK = {("mochi", "old"), ("hunyuan_video", "rows"), ("ltx", "plain"), ("hunyuan_video", "Q8_0"), ("mochi", "Q4_0")}
 PACKED = [
     pytest.param(model, way, marks=[] if (model, way) in QUICK else [pytest.mark.full])
-    for model in RELEASES
+    for model in layouts.RELEASES
     for way in ("old", "rows", "plain", "Q8_0", "Q4_0")
 ]
 
@@ -111,7 +104,7 @@ PACKED = [
 def test_packed_files_are_worth_what_they_say(tiny_folder, tmp_path, model, way):
     """The values of each weight are those of the file, whether its layer stays packed or is made dense."""
     folder, base = parted(model, tiny_folder)
-    release = layouts.layout(RELEASES[model])
+    release = layouts.layout(layouts.RELEASES[model])
     tensors = layouts.released(layouts.tensors_of(folder), release)
     file = tmp_path / ("model.gguf" if way.startswith("Q") else "model.safetensors")
     worth = gguf_file(file, tensors, way) if way.startswith("Q") else scaled_fp8(file, tensors, way)
@@ -137,7 +130,7 @@ def test_packed_files_are_worth_what_they_say(tiny_folder, tmp_path, model, way)
 @pytest.mark.parametrize("way", ["rows", pytest.param("Q8_0", marks=pytest.mark.full)])
 def test_a_packed_file_samples_the_latents_of_its_values(tiny_folder, tmp_path, model, way):
     folder, base = parted(model, tiny_folder)
-    tensors = layouts.released(layouts.tensors_of(folder), layouts.layout(RELEASES[model]))
+    tensors = layouts.released(layouts.tensors_of(folder), layouts.layout(layouts.RELEASES[model]))
     file = tmp_path / ("model.gguf" if way.startswith("Q") else "model.safetensors")
     worth = gguf_file(file, tensors, way) if way.startswith("Q") else scaled_fp8(file, tensors, way)
     layouts.write(tmp_path / "worth.safetensors", worth, layouts.config_in(folder))
@@ -151,7 +144,7 @@ def test_a_packed_file_samples_the_latents_of_its_values(tiny_folder, tmp_path, 
 
 def test_a_scale_that_fits_no_weight_is_refused(tiny_folder, tmp_path):
     folder, base = parted("mochi", tiny_folder)
-    tensors = layouts.released(layouts.tensors_of(folder), layouts.layout(RELEASES["mochi"]))
+    tensors = layouts.released(layouts.tensors_of(folder), layouts.layout(layouts.RELEASES["mochi"]))
     scaled_fp8(tmp_path / "model.safetensors", tensors, "old")
     from safetensors.torch import load_file
 

@@ -26,13 +26,6 @@ from torch import Tensor, nn
 MOST = 1.05  # of the file
 CODECS = ("Q4_K", "Q5_K", "Q6_K", "Q3_K", "Q2_K", "IQ4_NL", "IQ4_XS", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
 NARROW = {"fp8": "F8_E4M3", "int8": "I8"}
-RELEASES = {
-    "ltx": "LTX-Video as released",
-    "mochi": "Mochi 1 as released",
-    "hunyuan_video": "HunyuanVideo as released or as ComfyUI saves it",
-    "hunyuan_video_15": "HunyuanVideo 1.5 as released or as ComfyUI saves it",
-    "framepack": "FramePack",
-}
 ENCODERS = {
     "t5": ("T5EncoderModel", "a T5 encoder in GGUF's names"),
     "llama": ("LlamaModel", "Llama 3 in GGUF's names"),
@@ -76,7 +69,7 @@ def published(model: str) -> tuple[dict[str, tuple[int, ...]], Any, tuple[str, s
         row = json.loads((FAMILIES[model].folder / "transformer.json").read_text())[0]
         with init_empty_weights():
             module = getattr(diffusers, row["config"]["_class_name"]).from_config(row["config"])
-        release, library = RELEASES[model], ("diffusers", row["config"]["_class_name"])
+        release, library = layouts.RELEASES[model], ("diffusers", row["config"]["_class_name"])
     shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     shapes.pop("encoder.embed_tokens.weight", None)
     return shapes, layouts.layout(release), library
@@ -86,7 +79,7 @@ def published(model: str) -> tuple[dict[str, tuple[int, ...]], Any, tuple[str, s
     ("model", "way"),
     [
         pytest.param(model, way, marks=[] if (model, way) in QUICK else [pytest.mark.full])
-        for model in (*RELEASES, *ENCODERS)
+        for model in (*layouts.RELEASES, *ENCODERS)
         for way in ("Q4_K", "Q5_K", "Q6_K", "Q3_K", "IQ4_NL", *NARROW)
     ],
 )
