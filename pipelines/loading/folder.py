@@ -129,7 +129,7 @@ def load(
     free, weights = free_bytes(facts.device), sizes_of(files.values())
     options = offload_options(request.devices, request.keep_free_gb, request.state, host)
     require_room(weights, facts.device, facts.total_bytes or None if make_room or hosted else free, options)
-    variant, guessed = variant_of(family, request.variant, request.model, files["transformer"], progress)
+    variant, guessed = variant_of(family, request.variant, request.model, files["transformer"])
     attention = _attention(request.attention, files["transformer"].config, precision, facts, probes)
     safe = SafeFp16(family.id, facts.device, active=precision.safe)
     convolutions = conv3d_step(abilities(facts, probes), kept_timings(facts, probes))
