@@ -75,7 +75,8 @@ class Pipeline(Hosted):
     ``speed`` is what makes it faster, ``step_cache`` what its samplings skip (``pipelines.speed``). ``weights`` are the
     bytes of each part, for forecasts (``pipelines.memory.estimates``). ``probes`` keeps what is learned of the device.
     ``storage`` is the choice of storage of each part whose weights are kept smaller than they compute. ``doctor``
-    watches its samplings, where somebody asked for one.
+    watches its samplings, where somebody asked for one. ``stands_in_for`` is the published model in whose place a demo
+    model runs; empty otherwise.
     """
 
     spec: FamilySpec
@@ -95,6 +96,7 @@ class Pipeline(Hosted):
     probes: Any = None
     storage: Mapping[str, str] = field(default_factory=dict)
     doctor: Any = None
+    stands_in_for: str = ""
 
     def __repr__(self) -> str:
         return f"<{self.family} {self.variant} {self.source.name!r}: {self.precision}; {self.offloader}>"
