@@ -22,7 +22,7 @@ from ...compat.errors import CheckpointError, InputError, MissingPackageError
 from ...compat.memory.statistics import amount
 from ...compat.packages import imported
 from ..base import Progress, StageText
-from ..family import HUB, Download, Offer
+from ..family import HUB, Download, FamilySpec, Offer
 from ..registry import FAMILIES
 
 FETCHER = "AnyGPU Download Model"  # the node
@@ -75,8 +75,16 @@ def smallest_for(memory_bytes: int) -> tuple[str, Offer]:
 
 def known_page(name: str) -> str:
     """The page from which a folder of this name comes; empty for a name that is not a published one."""
-    pages = [page for family in FAMILIES.values() for page in family.pages]
-    return next((page for page in pages if page.rsplit("/", 1)[1] == Path(name).name), "")
+    return next((page for _, page in _pages() if page.rsplit("/", 1)[1] == Path(name).name), "")
+
+
+def published_family(name: str) -> FamilySpec | None:
+    """The family of a published folder of this name; None for another name."""
+    return next((family for family, page in _pages() if page.rsplit("/", 1)[1] == Path(name).name), None)
+
+
+def _pages() -> list[tuple[FamilySpec, str]]:
+    return [(family, page) for family in FAMILIES.values() for page in family.pages]
 
 
 def remedy(name: str, root: Path, memory_bytes: int) -> str:
