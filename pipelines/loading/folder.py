@@ -51,8 +51,9 @@ from .configs import require_counts, require_plausible
 from .evidence import variant_of
 from .formats import published, tool_configs
 from .keys import TRANSFORMER
+from .others import other_class
 from .part import PartFiles, part_files, reader_of, without_text
-from .single_file import Composed, Files, composed, family_in, lone_task, transformer_file
+from .single_file import Composed, Files, composed, encoder_task, family_in, lone_task, transformer_file
 from .storage import SafeFp16
 
 INDEX = "model_index.json"
@@ -227,12 +228,6 @@ def find_models(roots: Iterable[Path]) -> list[Path]:
     return sorted(folders)
 
 
-def variant_choices() -> list[str]:
-    """Every variant of every family, ``auto`` first: one list on every machine."""
-    first = [v for family in FAMILIES.values() for v in family.variants[: len(family.variants) - family.newer_variants]]
-    return [AUTO, *dict.fromkeys([*first, *(v for family in FAMILIES.values() for v in family.variants)])]
-
-
 def family_of_folder(folder: Path) -> FamilySpec | None:
     """The family of a pipeline or transformer folder; None for any other folder."""
     if (folder / INDEX).is_file():
@@ -309,12 +304,10 @@ def _attention(
 
 def _composed(request: LoadRequest, files: Files, progress: Progress) -> Composed:
     """The pipeline of single files, with what a folder named as base lends to it."""
-    provided: dict[str, Path] = {}
-    for folder in (request.base, request.image_encoder):
-        if folder is not None:
-            provided |= _folders_in(folder)
     wanted = family_in(files.parts["transformer"])
-    provided = {name: folder for name, folder in provided.items() if name in (*wanted.parts, *wanted.tools)}
+    lenders = [_folders_in(folder) for folder in (request.base, request.image_encoder) if folder is not None]
+    offered = {name: folder for lender in lenders for name, folder in lender.items()}
+    provided = {name: folder for name, folder in offered.items() if name in (*wanted.parts, *wanted.tools)}
     return composed(replace(files, provided=provided), progress)
 
 
@@ -341,7 +334,7 @@ def _searched(name: str, family: FamilySpec, request: LoadRequest) -> Path:
     roots = [request.model.parent, *request.search]
     if name == "base":
         own = request.model / "transformer" if (request.model / INDEX).is_file() else request.model
-        provider, task = family.base or family.id, "text" if family.base else _task(family, own)
+        provider, task = family.base or family.id, "text" if family.base else _encoder_task(family, own)
         for spared in ((), family.text_parts):  # one with text encoders is better; without them a prompt is loaded
             for folder in find_models(roots):
                 offered = family_of_folder(folder)
@@ -352,7 +345,7 @@ def _searched(name: str, family: FamilySpec, request: LoadRequest) -> Path:
                     or folder == request.model
                 ):
                     continue
-                if _task(offered, folder / "transformer") != task:  # its text encoder is another
+                if _encoder_task(offered, folder / "transformer") != task:  # its text encoder is another
                     continue
                 own_parts = (*family.transformers, *ENCODER_FOLDER, *spared)
                 provided = [part for part in family.parts if part not in own_parts]
@@ -430,6 +423,13 @@ def _task(family: FamilySpec, transformer: Path) -> str:
     return family.pipelines.get(str(index.get("_class_name")), family.lone_task)
 
 
+def _encoder_task(family: FamilySpec, transformer: Path) -> str:
+    """The task of the pipelines whose text encoder goes with ``transformer``."""
+    config = transformer / "config.json"
+    settings = read_json(config, "a model configuration") if config.is_file() else {}
+    return encoder_task(family, settings, _task(family, transformer))
+
+
 def _tools(family: FamilySpec, folders: Mapping[str, Path], plain: Mapping[str, Callable[[], Any]]) -> Tools:
     """The tools in ``folders``, and ``plain`` readers of others."""
     libraries = {name: library for name, library in family.tools.items() if name in folders}
@@ -487,8 +487,11 @@ def _processor_class(folder: Path) -> str:
 def _unknown(model: Path) -> CheckpointError:
     index, single = model / (INDEX if (model / INDEX).is_file() else "config.json"), transformer_file(model)
     if index.is_file():
-        found = f"{str(index)!r} describes a {read_json(index, 'a model description').get('_class_name')!r}"
-        expected, fix = f"one of {', '.join(f.title for f in FAMILIES.values())}", "Choose a model of these families."
+        name = str(read_json(index, "a model description").get("_class_name"))
+        other = other_class(name)
+        found = f"{str(index)!r} describes a {name!r}{f', which is {other.title}' if other else ''}"
+        expected = f"one of {', '.join(f.title for f in FAMILIES.values())}"
+        fix = f"Use its single file with {other.runs}." if other else "Choose a model of these families."
     else:
         found, expected = f"neither model_index.json nor config.json in {str(model)!r}", "a diffusers model folder"
         fix = "Choose the folder that directly contains model_index.json, or download the model again."
