@@ -33,7 +33,6 @@ from ...compat.device.wheels import unusable_device
 from ...compat.errors import CheckpointError
 from ...compat.memory.offloader import Offloader, offloader_for
 from ...compat.memory.parts import denoises, role_of
-from ...compat.packages import attribute, unusable
 from ...compat.precision import FP32, Precision, precision_for
 from ...compat.transforms.attention import Attention, attention_for, avoided_by, by_time
 from ...compat.transforms.conv3d_choice import kept_timings
@@ -47,14 +46,15 @@ from ..recipes import recipe_decision
 from ..registry import FAMILIES
 from ..speed import SpeedRequest, speed_for
 from . import storage
-from .configs import require_counts, require_plausible
+from .configs import require_plausible
 from .evidence import variant_of
-from .formats import published, tool_configs
+from .formats import published
 from .keys import TRANSFORMER
 from .others import other_class
 from .part import PartFiles, part_files, reader_of, without_text
 from .single_file import Composed, Files, composed, encoder_task, family_in, lone_task, transformer_file
 from .storage import SafeFp16
+from .tools import tool_reader
 
 INDEX = "model_index.json"
 HEAD_WIDTH = 128  # of a transformer whose configuration leaves it to the class
@@ -436,7 +436,7 @@ def _encoder_task(family: FamilySpec, transformer: Path) -> str:
 def _tools(family: FamilySpec, folders: Mapping[str, Path], plain: Mapping[str, Callable[[], Any]]) -> Tools:
     """The tools in ``folders``, and ``plain`` readers of others."""
     libraries = {name: library for name, library in family.tools.items() if name in folders}
-    readers = {name: _tool_reader(family, library, folders[name]) for name, library in libraries.items()}
+    readers = {name: tool_reader(family, library, folders[name]) for name, library in libraries.items()}
     return Tools({**plain, **readers})
 
 
@@ -444,47 +444,6 @@ def _index_beside(transformer: Path) -> dict[str, Any]:
     """The ``model_index.json`` of the pipeline around ``transformer``; empty for a lone one."""
     index = transformer.parent / INDEX
     return read_json(index, "a diffusers pipeline") if index.is_file() else {}
-
-
-def _tool_reader(family: FamilySpec, library: str, folder: Path) -> Callable[[], Any]:
-    """Reads a configuration (``diffusers``) or a tokenizer or processor (``transformers``)."""
-
-    def read() -> Any:
-        if library == "diffusers":
-            file = next((f for f in sorted(folder.glob("*_config.json"))), folder / "scheduler_config.json")
-            config = read_json(file, f"the {folder.name}")
-            require_plausible(folder.name, file, config, [tool_configs(family).get(folder.name, {})])
-            return config
-        for file in folder.glob("*config.json"):
-            require_counts(file, read_json(file, f"the {folder.name}"))
-        cls: Any = attribute("transformers", _processor_class(folder))
-        try:
-            return cls.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        except ImportError as error:
-            raise unusable("transformers", error) from error
-        except Exception as error:  # each tokenizer's reader has errors of its own for a damaged file
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
-            raise CheckpointError(
-                f"{str(folder)!r} cannot be read ({reason})",
-                expected=f"a {folder.name}",
-                fix="Download this folder again.",
-            ) from error
-
-    return read
-
-
-def _processor_class(folder: Path) -> str:
-    """The transformers class that reads a tokenizer or an image processor.
-
-    A Llama 3 tokenizer is a byte-level ``tokenizer.json`` under the name of a class that transformers 5.0 rebuilds as
-    another kind and drops every space (huggingface/transformers#45488), so such a file is taken as it is.
-    """
-    if folder.name.endswith(("processor", "extractor")):
-        return "AutoImageProcessor"
-    config = folder / "tokenizer_config.json"
-    named = read_json(config, "a tokenizer").get("tokenizer_class", "") if config.is_file() else ""
-    whole = (folder / "tokenizer.json").is_file()
-    return "PreTrainedTokenizerFast" if whole and str(named).startswith("Llama") else "AutoTokenizer"
 
 
 def _unknown(model: Path) -> CheckpointError:
