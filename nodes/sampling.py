@@ -12,6 +12,7 @@ from ..host.progress import NodeProgress
 from ..pipelines import stages
 from ..pipelines.base import FramePackSettings, SampleSettings
 from ..pipelines.decisions import in_short
+from ..pipelines.demo.stand_in import own_inputs
 from ..pipelines.latents import convert as latent_format
 from ..pipelines.latents import recovery
 from ..pipelines.registry import FAMILIES
@@ -77,6 +78,7 @@ class Sample(io.ComfyNode):
         progress = NodeProgress(cls.hidden.unique_id, pipeline.family)
         encoded = stages.prompt_from_core(pipeline, prompt, negative) if isinstance(prompt, list) else prompt
         start = latent_format.start_of(pipeline, latent, progress.notify)
+        settings = own_inputs(pipeline, settings, progress.notify)
         chosen = SampleSettings(**settings, **start, sigmas=None if sigmas is None else tuple(sigmas.tolist()))
         latents = stages.sample(pipeline, encoded, image, chosen, progress)
         recovery.keep(folders.kept_folder(), latents, progress.notify)

@@ -73,6 +73,16 @@ def guidance_steps(recipe: Recipe | None, given: SampleSettings, cfg: float) -> 
 
 
 def recipe_decision(pipeline: Pipeline) -> tuple[Decision, ...]:
-    """How the variant that is loaded is run where nothing else is chosen."""
+    """How the loaded variant is run where nothing else is chosen, and that a demo model stands in, where it does."""
     recipe = recipe_of(pipeline)
-    return () if recipe is None else (Decision("recipe", f"{recipe.name}: {recipe}", recipe.source, AUTO),)
+    chosen = () if recipe is None else (Decision("recipe", f"{recipe.name}: {recipe}", recipe.source, AUTO),)
+    return (*_stand_in(pipeline), *chosen)
+
+
+def _stand_in(pipeline: Pipeline) -> tuple[Decision, ...]:
+    if not pipeline.stands_in_for:
+        return ()
+    defaults = of_checkpoint(pipeline).defaults
+    size = f"{defaults.width}x{defaults.height}, {defaults.frames} frames"
+    verdict = f"demo in place of {pipeline.stands_in_for!r}, which is not installed: coloured shapes at {size}"
+    return (Decision("model", verdict, "no model is installed; AnyGPU Download Model fetches one", AUTO),)

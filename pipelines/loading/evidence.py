@@ -12,7 +12,6 @@ from typing import Any
 from ...compat.checkpoints.headers import entries_and_notes
 from ...compat.decision import AUTO, CHOSEN, Decision
 from ...compat.errors import InputError
-from ..base import Progress
 from ..family import FamilySpec
 from .part import PartFiles
 
@@ -78,9 +77,7 @@ def names_around(path: Path) -> tuple[str, ...]:
     return tuple(names)
 
 
-def variant_of(
-    family: FamilySpec, asked: str, model: Path, transformer: PartFiles, progress: Progress
-) -> tuple[str, tuple[Decision, ...]]:
+def variant_of(family: FamilySpec, asked: str, model: Path, transformer: PartFiles) -> tuple[str, tuple[Decision, ...]]:
     """The variant of a model, and the decision for it; a guess names what says so.
 
     Args:
@@ -102,5 +99,4 @@ def variant_of(
         return asked, (Decision("variant", asked, source=CHOSEN),)
     place = transformer.folder if transformer.folder.is_file() else model
     variant, why = family.code.guess_variant(evidence_of(place, transformer.config))
-    progress.notify(f"variant {variant}: {why}")
-    return variant, (Decision("variant", variant, why, AUTO),)
+    return variant, (Decision("variant", variant, why, AUTO, guessed=True),)

@@ -77,7 +77,8 @@ class LoadRequest:
         weights, text_weights: how those of transformer and text encoders are kept, of ``compat.quantized.CHOICES``.
         speed: fused kernels, compile, profile.
         devices: part (``transformer``, ``text_encoder`` for all of them, ``vae``) to where it computes; ``auto`` for
-            ``device``. keep_free_gb: memory of the device that offload ``auto`` leaves to others.
+            ``device``. keep_free_gb: memory of the device that offload ``auto`` leaves to others. stands_in_for: the
+            published model in whose place this demo model runs; empty otherwise.
     """
 
     model: Path
@@ -97,6 +98,7 @@ class LoadRequest:
     devices: Mapping[str, Any] = field(default_factory=dict)
     keep_free_gb: float = 0.0
     quiet: bool = False
+    stands_in_for: str = ""
 
 
 def load(
@@ -117,8 +119,7 @@ def load(
     progress = progress or Silent()
     with reading(request.model):
         single, family, folders, tools, told = _sources(request, progress)
-    facts = _answering(facts_for(request.device))
-    probes = None if request.state is None else probe_results_of(facts, request.state, request.quiet)
+    facts, probes = _machine(request)
     precision = precision_for(family.precision, facts, request.precision, probes)
     files = _part_files(family, folders, precision, {} if single is None else single.files)
     files = storage.with_storage(files, request, family.text_parts, precision, facts, probes)
@@ -128,7 +129,7 @@ def load(
     free, weights = free_bytes(facts.device), sizes_of(files.values())
     options = offload_options(request.devices, request.keep_free_gb, request.state, host)
     require_room(weights, facts.device, facts.total_bytes or None if make_room or hosted else free, options)
-    variant, guessed = variant_of(family, request.variant, request.model, files["transformer"], progress)
+    variant, guessed = variant_of(family, request.variant, request.model, files["transformer"])
     attention = _attention(request.attention, files["transformer"].config, precision, facts, probes)
     safe = SafeFp16(family.id, facts.device, active=precision.safe)
     convolutions = conv3d_step(abilities(facts, probes), kept_timings(facts, probes))
@@ -157,15 +158,17 @@ def load(
         weights=weights,
         probes=probes,
         storage=storage.smaller(files),
+        stands_in_for=request.stands_in_for,
     )
     return replace(pipeline, decisions=(*pipeline.decisions, *told, *guessed, *recipe_decision(pipeline)))
 
 
-def _answering(facts: DeviceFacts) -> DeviceFacts:
-    """The facts of a device that answers; raises for another."""
+def _machine(request: LoadRequest) -> tuple[DeviceFacts, ProbeStore | None]:
+    """The facts of the device, and what it answered; raises for a device that does not answer."""
+    facts = facts_for(request.device)
     if fault := device_fault(facts.device):
         raise unusable_device(facts, fault)
-    return facts
+    return facts, None if request.state is None else probe_results_of(facts, request.state, request.quiet)
 
 
 def _sources(

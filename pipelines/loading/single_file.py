@@ -110,8 +110,6 @@ def composed(request: Files, progress: Progress) -> Composed:
     main = _transformer(request.parts["transformer"])
     family = FAMILIES[main.kind.partition("/")[0]]
     configured = config_of(main, "" if request.task == AUTO else request.task)
-    if configured.why:
-        progress.notify(f"{family.title} {configured.name}: {configured.why}")
     task = configured.task or lone_task(family, configured.config)
     chosen = {"transformer": (main, configured)}
     folders: dict[str, Path] = {}
@@ -133,7 +131,7 @@ def composed(request: Files, progress: Progress) -> Composed:
     if family.text_vision and task == "image" and "text_encoder" in files:
         files["text_encoder"] = _with_vision(family, files["text_encoder"], request, progress)
     tools, folder_tools = _tools(family, task, chosen, request, spared)
-    guessed = (Decision("model", configured.name, configured.why, AUTO),) if configured.why else ()
+    guessed = (Decision("model", configured.name, configured.why, AUTO, guessed=True),) if configured.why else ()
     return Composed(family, task, files, folders, tools, folder_tools, guessed)
 
 

@@ -8,7 +8,7 @@ from anygpu.pipelines.demo import demo_models
 from anygpu.pipelines.demo.scenes import scene_of
 
 from host.client import Client
-from host.prompts import pictured, text_to_video
+from host.prompts import WORKFLOWS, pictured, replay, text_to_video
 from host.server import Server
 from host.videos import pictures
 
@@ -22,3 +22,18 @@ def test_a_demo_model_draws_the_asked_colours_with_nothing_chosen(server: Server
         frames = torch.from_numpy(pictures(server, client.run(pictured(graph.prompt)))) / 255
         assert frames.shape == (9, 64, 64, 3)
         assert (scene_of(frames).colour, scene_of(frames).ground) == ("white", "blue")
+
+
+def test_the_shipped_workflow_draws_with_it_while_no_model_is_installed(server: Server, client: Client) -> None:
+    models = server.base / "models" / "diffusers"
+    away = models.rename(models.with_name("away"))
+    models.mkdir()
+    try:
+        run = client.run(pictured(replay(WORKFLOWS / "ltx_text_to_video.json")))
+    finally:
+        models.rmdir()
+        away.rename(models)
+    assert run.ending == "execution_success", run.message
+    seen = scene_of(torch.from_numpy(pictures(server, run)) / 255)
+    assert (seen.colour, seen.ground) == ("red", "blue"), seen
+    assert any("in place of 'LTX-Video'" in text for _, text in run.texts)

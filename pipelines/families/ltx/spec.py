@@ -132,6 +132,7 @@ SPEC = FamilySpec(
     recipes=RECIPES,
     pages=(
         "https://huggingface.co/Lightricks/LTX-Video",
+        "https://huggingface.co/Lightricks/LTX-Video-0.9.5",
         "https://huggingface.co/Lightricks/LTX-Video-0.9.8-13B-distilled",
     ),
     text_width="caption_channels",

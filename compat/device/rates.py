@@ -1,0 +1,162 @@
+"""How fast devices are on paper, and what an operation or a copy takes at those rates.
+
+Makers' data sheets, not measurements: no program reaches them, and a time derived from them is called modelled. Two
+things read this table: the clock of the simulated accelerator, and forecasts of time for devices that nobody has timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+TERA, GIGA = 1e12, 1e9
+PCIE_3, PCIE_4, PCIE_5 = 15.754 * GIGA, 31.508 * GIGA, 63.015 * GIGA  # x16, one direction, after 128b/130b coding
+LAUNCH_SECONDS = 5e-6  # of a kernel or a copy; no data sheet has it, eager torch needs about as much on every device
+FREE = ("empty", "_unsafe_view", "_reshape_alias", "lift_fresh", "detach", "record_stream", "resize_", "set_")
+WRITE_ONLY = ("zeros", "ones", "fill_", "zero_", "full", "arange", "scalar_tensor")
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What one device does in a second at best.
+
+    Args:
+        name: as the driver says it, or the part of it that tells the device.
+        half, bfloat, single: FLOPs per second of matrix products in fp16 and bf16 with fp32 sums, and in fp32; without
+            structured sparsity.
+        memory: bytes per second of the device's own memory.
+        to_device, to_host: bytes per second of the link, which carries both directions at once.
+        source: the data sheet.
+        launch: seconds before a kernel or a copy begins.
+        unified: whether host and device share one memory, so that a copy reads and writes it.
+    """
+
+    name: str
+    half: float
+    bfloat: float
+    single: float
+    memory: float
+    to_device: float
+    to_host: float
+    source: str
+    launch: float = LAUNCH_SECONDS
+    unified: bool = False
+
+    def flops(self, dtype: torch.dtype) -> float:
+        """FLOPs per second of products of ``dtype``."""
+        return {torch.float16: self.half, torch.bfloat16: self.bfloat}.get(dtype, self.single)
+
+    def operation_seconds(self, flops: float, count: float, dtype: torch.dtype) -> float:
+        """An operation of ``flops`` that reads and writes ``count`` bytes: the larger of the two, and the launch."""
+        return max(flops / self.flops(dtype), count / self.memory) + self.launch
+
+    def copy_seconds(self, count: float, to_device: bool = True) -> float:
+        """A copy of ``count`` bytes over the link."""
+        return count / (self.to_device if to_device else self.to_host) + self.launch
+
+
+def _rates(
+    name: str, half: float, bfloat: float, single: float, memory: float, link: float, source: str, **more: Any
+) -> Rates:
+    """A row in TFLOPS and GB/s, with a link that is as fast both ways."""
+    return Rates(
+        name=name,
+        half=half * TERA,
+        bfloat=bfloat * TERA,
+        single=single * TERA,
+        memory=memory * GIGA,
+        to_device=link,
+        to_host=link,
+        source=source,
+        **more,
+    )
+
+
+RATES: Mapping[str, Rates] = {
+    rates.name: rates
+    for rates in (
+        _rates(
+            "RTX 2060", 25.8, 6.45, 6.45, 336.0, PCIE_3,
+            "NVIDIA GeForce RTX 2060 specifications (1920 cores, 240 tensor cores, 1.68 GHz, 192-bit GDDR6 at 14 Gb/s) "
+            "and Turing whitepaper: 51.6 tensor TFLOPS with fp16 sums, half with fp32 sums; no bf16 units",
+        ),
+        _rates(
+            "RTX 3060", 25.5, 25.5, 12.74, 360.0, PCIE_4,
+            "NVIDIA GeForce RTX 3060 specifications (3584 cores, 1.777 GHz, 192-bit GDDR6 at 15 Gb/s) and GA102 "
+            "whitepaper: tensor cores with fp32 sums do twice the shader rate, in fp16 and bf16",
+        ),
+        _rates(
+            "RTX 4090", 165.2, 165.2, 82.6, 1008.0, PCIE_4,
+            "NVIDIA Ada GPU architecture whitepaper, appendix A: peak fp16 and bf16 tensor TFLOPS with fp32 accumulate",
+        ),
+        _rates(
+            "RX 6700 XT", 26.43, 13.21, 13.21, 384.0, PCIE_4,
+            "AMD Radeon RX 6700 XT specifications: peak half and single precision, 192-bit GDDR6 at 16 Gb/s; no bf16 "
+            "units",
+        ),
+        _rates(
+            "RX 7900 XTX", 122.8, 122.8, 61.4, 960.0, PCIE_4,
+            "AMD Radeon RX 7900 XTX specifications: peak half and single precision; WMMA has bf16 at the rate of fp16",
+        ),
+        _rates(
+            "Arc A770", 131.0, 131.0, 17.2, 560.0, PCIE_4,
+            "Intel Arc A770 16 GB product page: 262 peak TOPS in int8, of which XMX does half in fp16 and bf16; 4096 "
+            "lanes at 2.1 GHz; 256-bit GDDR6 at 17.5 Gb/s",
+        ),
+        _rates(
+            "M2", 3.6, 3.6, 3.6, 100.0, 50.0 * GIGA,
+            "Apple M2 announcement, 10 GPU cores: 3.6 TFLOPS, 100 GB/s unified memory, which a copy reads and writes",
+            unified=True,
+        ),
+        _rates(
+            "H100", 989.4, 989.4, 66.9, 3350.0, PCIE_5,
+            "NVIDIA H100 SXM5 data sheet: dense tensor TFLOPS in fp16 and bf16, fp32, HBM3; PCIe 5.0 x16",
+        ),
+    )
+}  # fmt: skip
+
+
+def published_rates(device_name: str) -> Rates | None:
+    """The row of a device by the name that its driver says; None for one that the table lacks.
+
+    A row is for exactly its model: ``RTX 4090`` is not ``RTX 4090 Laptop GPU`` or ``M2`` a part of ``M2 Max``.
+    """
+    words = device_name.replace("(R)", "").replace("(TM)", "").split()
+    ends = ("GPU", "PCIe", "SXM5", "80GB", "HBM3", "12GB", "6GB", "Graphics")
+    while words and words[-1] in ends:
+        words.pop()
+    if words and words[-1] == "Laptop":
+        return None
+    return next((rates for name, rates in RATES.items() if words[-len(name.split()) :] == name.split()), None)
+
+
+def work_of(function: Any, args: Any, kwargs: Any, result: Any) -> tuple[float, int]:
+    """FLOPs and bytes of one dispatched operation: each input once, however far it is broadcast, and each output.
+
+    Args:
+        function: an overload of an operator, as a dispatch mode is given it.
+        args, kwargs: its arguments. result: what it returned; on any device, meta too.
+    """
+    name = function.__name__.partition(".")[0]
+    if function.is_view or name.startswith(FREE):
+        return 0.0, 0
+    count: Callable[..., Any] | None = flop_registry.get(function.overloadpacket)
+    flops = 0.0 if count is None else float(count(*args, **(kwargs or {}), out_val=result))
+    outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    if name.removeprefix("new_").startswith(WRITE_ONLY):
+        inputs = []
+    elif name == "copy_" or "out" in (kwargs or {}):  # the target is an argument too, but is not read
+        inputs = [tensor for tensor in inputs if not any(tensor is output for output in outputs)]
+    return flops, sum(map(_stored_bytes, (*inputs, *outputs)))
+
+
+def _stored_bytes(tensor: torch.Tensor) -> int:
+    """Bytes that are read or written for a tensor: an expanded dimension is stored once."""
+    sizes = [size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride != 0]
+    return int(torch.Size(sizes).numel()) * tensor.element_size()
