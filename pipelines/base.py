@@ -279,3 +279,38 @@ class FramePackSettings:
     order: str = "auto"
     end_strength: float = 1.0
     single_frame: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a transformer by a sampler of core's, batch B, everything on the device.
+
+    Args:
+        latents: (B, C, T, H, W) in the transformer's space, with what is put beside the noise already in C.
+        time: noise level times 1000, (B,), or (B, N) where tokens differ (LTX-Video).
+        embeds: text (B, N, D). mask: (B, N), 1 where it is valid; None where all is.
+        pooled: (B, D). guidance: (B,). quotes: ByT5 states. vision: SigLIP states. picture: latents of the start
+            picture in the transformer's space, (B, C, 1, H, W). later: time of the next step, (B,). fps: of the video.
+        branch: which prompts are in the batch, for caches that keep them apart.
+    """
+
+    latents: torch.Tensor
+    time: torch.Tensor
+    embeds: torch.Tensor
+    mask: torch.Tensor | None = None
+    pooled: torch.Tensor | None = None
+    guidance: torch.Tensor | None = None
+    quotes: torch.Tensor | None = None
+    vision: torch.Tensor | None = None
+    picture: torch.Tensor | None = None
+    later: torch.Tensor | None = None
+    fps: float = 25.0
+    branch: str = "cond"
+
+    @property
+    def valid(self) -> torch.Tensor:
+        """(B, N), bool: which text tokens count."""
+        if self.mask is None:
+            return torch.ones(self.embeds.shape[:2], dtype=torch.bool, device=self.embeds.device)
+        # Core's mask of a HunyuanVideo text still covers the template, which is cut off the states.
+        return self.mask.reshape(self.mask.shape[0], -1)[:, -self.embeds.shape[1] :] > 0.5

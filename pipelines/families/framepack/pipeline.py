@@ -17,6 +17,7 @@ from ....compat.device.execution import checked_leaves, generator_for, placed, s
 from ....compat.errors import InputError
 from ....compat.precision import Precision
 from ...base import (
+    Call,
     FramePackSettings,
     ImageCondition,
     Latents,
@@ -31,7 +32,7 @@ from ...grid import MOST_FRAMES, snap_frames
 from ...loading.evidence import Evidence
 from ...memory.estimates import beside_transformer
 from ...memory.fit import make_room_and_retry
-from ...sampling.core_sampler import Call, guidance_of, required
+from ...sampling.core_sampler import guidance_of, required
 from ...sampling.guidance import Guidance
 from ...sampling.loop import denoise, noise_for, sampled_latents
 from ...sampling.resume import SectionState, SectionStore

@@ -16,11 +16,21 @@ import torch
 
 from ....compat.device.execution import checked_leaves, generator_for, placed
 from ....compat.errors import CheckpointError, InputError
-from ...base import ImageCondition, ImageRequest, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings
+from ...base import (
+    Call,
+    ImageCondition,
+    ImageRequest,
+    Latents,
+    Pipeline,
+    Progress,
+    Prompt,
+    PromptRequest,
+    SampleSettings,
+)
 from ...family import Defaults
 from ...memory.estimates import beside_transformer
 from ...memory.fit import make_room_and_retry
-from ...sampling.core_sampler import Call, guidance_of, required
+from ...sampling.core_sampler import guidance_of, required
 from ...sampling.guidance import Guidance
 from ...sampling.loop import NoiseMask, denoise, latent_shape, noise_for, noise_mask_for, sampled_latents, start_from
 from ...sampling.schedules import even_levels, schedule_for

@@ -12,6 +12,7 @@ from torch.nn import functional
 from ....compat.device.execution import checked_leaves, generator_for, placed
 from ....compat.errors import InputError
 from ...base import (
+    Call,
     ImageCondition,
     ImageRequest,
     Latents,
@@ -26,7 +27,6 @@ from ...family import Defaults, Recipe
 from ...memory.estimates import beside_transformer
 from ...memory.fit import make_room_and_retry
 from ...pictures import checked_vision
-from ...sampling.core_sampler import Call
 from ...sampling.guidance import Guidance
 from ...sampling.loop import denoise, latent_shape, noise_for, noise_mask_for, sampled_latents, start_from
 from ...sampling.schedules import Schedule, even_levels, schedule_for

@@ -23,13 +23,12 @@ import torch
 from ....compat.device.execution import HOST, checked_leaves, generator_for, placed
 from ....compat.memory.hooks import own_tensors
 from ....compat.memory.transfer import Transfer
-from ...base import ImageCondition, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings, StageText
+from ...base import Call, ImageCondition, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings, StageText
 from ...family import Defaults, Recipe
 from ...loading.evidence import Evidence
 from ...memory.estimates import beside_transformer
 from ...memory.fit import make_room_and_retry
 from ...recipes import recipe_of
-from ...sampling.core_sampler import Call
 from ...sampling.loop import NoiseMask, Predict, denoise, latent_shape, noise_for, noise_mask_for, sampled_latents
 from ...sampling.schedules import TRAIN_TIMESTEPS, Levels, Schedule, schedule_for
 from ...sampling.watch import watch_of

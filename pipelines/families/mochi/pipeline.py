@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from ....compat.device.execution import checked_leaves, generator_for, placed
-from ...base import ImageCondition, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings
+from ...base import Call, ImageCondition, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings
 from ...memory.estimates import beside_transformer
 from ...memory.fit import make_room_and_retry
-from ...sampling.core_sampler import TIME, Call
+from ...sampling.core_sampler import TIME
 from ...sampling.guidance import Guidance
 from ...sampling.loop import denoise, latent_shape, noise_for, noise_mask_for, sampled_latents, start_from
 from ...sampling.schedules import Levels, schedule_for
