@@ -20,12 +20,13 @@ from torch import nn
 
 from ...compat.decision import AUTO, Decision
 from ...compat.device.quirks import policy_for, verdict
-from ...compat.errors import InputError
+from ...compat.errors import InputError, UnsupportedError
+from ...compat.precision import SAFE
 from ..core_shell import CoreShell
 from ..recovery import keep_what_core_samples
 from .attention import OVERRIDE, AttentionOverride
 from .convolutions import HOOK, conv_forwards
-from .leaves import ByNetwork, SafeLeaves, has_packed, left_alone, unfit_for_safe
+from .leaves import ByNetwork, SafeLeaves, has_packed, left_alone, reached_by_safe, unfit_for_safe
 from .machine import Fit, Machine, fit_for, machine_of
 
 KEY = "anygpu_fit"  # of our wrappers
@@ -63,7 +64,9 @@ class FittedNetwork:
             return executor(x, *_with_attention(self.fit, args, kwargs), **kwargs)
 
     def _leaves_of(self, network: nn.Module, model: Any, x: torch.Tensor) -> SafeLeaves:
-        leaves: SafeLeaves = self.leaves.setdefault(network, SafeLeaves(self.machine.fp32_output))
+        leaves: SafeLeaves = self.leaves.setdefault(
+            network, SafeLeaves(self.machine.fp32_output, self.machine.fp16_convolutions)
+        )
         hooked = getattr(getattr(model, "current_patcher", None), "current_hooks", None)
         leaves.measure(network, x, None if hooked else model.current_weight_patches_uuid)
         return leaves
@@ -105,6 +108,9 @@ def fit_model(
         )
     machine = machine or machine_of(model.load_device)
     dtype = model.get_model_object("manual_cast_dtype") or model.model_dtype()
+    if precision == SAFE and not reached_by_safe(network):
+        why = "the network has no layers that core casts"
+        raise UnsupportedError(f"precision {SAFE} here: {why}", expected="Linear layers of core's", fix="Choose auto.")
     fit = fit_for(machine, dtype, precision, attention, unfit_for_safe(network))
     stream = torch.float32 if fit.safe else fit.dtype or dtype
     forms = Counter(each.choice.form.value for _, each in conv_forwards(network, machine.convolutions, stream))

@@ -25,7 +25,14 @@ from ...compat.device.failures import DEVICE_ERRORS, KERNEL, MEMORY, VALUES, fai
 from ...compat.device.quirks import policy_for
 from ...compat.errors import InputError, UnsupportedError
 from ...compat.memory.parts import Undo
-from ...compat.output_check import BROKEN, InvalidOutputError, fault_in_frames, fault_in_latents, is_flat
+from ...compat.output_check import (
+    BROKEN,
+    InvalidOutputError,
+    fault_in_frames,
+    fault_in_latents,
+    is_flat,
+    require_finite,
+)
 from ...compat.precision import FP32, NAMES, vae_verdict
 from ...pipelines.vae.fallback import convolution_switches
 from .. import recovery
@@ -38,6 +45,7 @@ from .masks import lost_masks
 VAE_PRECISIONS = (AUTO, "fp32", AS_LOADED)  # grows at the end
 TILES = (256, 128, 64)  # pixels, where the whole does not fit
 FRAMES = {256: 64, 128: 16, 64: 8}  # of a video in a tile of so many pixels
+BEFORE = "The sampling went wrong, not the VAE: put AnyGPU Fit Model before the sampler and sample again."
 HOST = torch.device("cpu")
 EVERYTHING = 1e30  # more bytes than any device has, as ComfyUI itself asks for them
 
@@ -94,7 +102,7 @@ class FittedVAE:
         """What the first way gives that neither fails nor is wrong; each that does is said."""
         what, progress, way = name.replace("_", " "), None, self._first(name, given)
         if name.startswith("decode"):
-            _require_sound(given)
+            require_finite(given, "latents to decode", BEFORE)
             if self.keeps and given.ndim == 5:
                 recovery.keep_for_decode(given)
         while True:
@@ -281,21 +289,6 @@ def _patches_on(patches: Iterator[tuple[nn.Module, str, Any]]) -> Iterator[None]
         yield
     finally:
         undo.restore()
-
-
-def _require_sound(latents: Tensor) -> None:
-    """Refuse latents that no decode can save.
-
-    Raises:
-        InputError: NaN or infinity in them.
-    """
-    broken = int((~latents.isfinite()).sum())
-    if broken:
-        raise InputError(
-            f"{broken} of {latents.numel()} values of the latents to decode are NaN or infinite",
-            expected="finite latents",
-            fix="The sampling went wrong, not the VAE: put AnyGPU Fit Model before the sampler and sample again.",
-        )
 
 
 def _hopeless(what: str, fault: str) -> UnsupportedError:

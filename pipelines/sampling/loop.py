@@ -112,7 +112,8 @@ def denoise(
         watch: over the transformer that ``predict`` calls.
 
     Raises:
-        NotFinite: an output that is watched, or the latents after the first step or the last, hold NaN or infinity.
+        NotFinite: an output that is watched holds NaN or infinity; without a watch, the latents after the first step
+            or the last.
     """
     advance, count, start = step or schedule.step, len(schedule), latents
     asked = predict if watch is None else watch.over(predict, count)
@@ -125,10 +126,9 @@ def denoise(
                 latents = advance(output, index, before)
                 if noise_mask is not None:
                     latents = noise_mask.over(latents, schedule.levels[index + 1])
-                if index == 0:  # a transformer that overflows does so at once: hours are not spent on a black video
-                    require_finite(latents, "latents after the first step")
-                if index == count - 1:
-                    require_finite(latents, "sampled latents")
+                if watch is None and index in (0, count - 1):
+                    # A transformer that overflows does so at once: hours are not spent on a black video.
+                    require_finite(latents, "sampled latents" if index else "latents after the first step")
         progress.step(index + 1, count, stage, _later(schedule.clean, output, index, before, preview))
     if watch is not None:
         watch.finish(start, latents, count)

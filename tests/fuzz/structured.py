@@ -31,7 +31,7 @@ from anygpu.compat.errors import PackError
 from anygpu.compat.memory.statistics import FILE, kept_stages
 from anygpu.paint.geometry.mesh import load_mesh
 from anygpu.paint.networks.weights import weights_in
-from anygpu.pipelines import stages, tiny
+from anygpu.pipelines import jobs, stages, tiny
 from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.latents import recovery, store
 from anygpu.pipelines.loading import lora
@@ -116,6 +116,24 @@ class Readers:
         frames = torch.rand(4, 32, 32, 3)
         self.movie = write_mp4(frames, 8.0, folder / "seed.mp4").read_bytes()
         self.facts = facts_for("cpu")
+
+    def job(self, rng: Random) -> None:
+        """A job file, and the request that it makes."""
+        record = {"anygpu_job": 1, "model": {"name": "LTX", "content": "ab"}, "prompt": {"text": "a fox"}}
+        record |= {
+            "settings": {"width": 64, "height": 64, "frames": 9, "sigmas": [1.0, 0.0]},
+            "load": {"compile": True},
+        }
+        record |= {"pictures": [{"file": {"name": "a.png", "content": ""}, "frame": 3}], "decode": {"method": "tiled"}}
+        path = self.folder / "job.json"
+        for _ in range(rng.randint(0, 3)):
+            record = mutated(record, rng)
+        content = json.dumps(record).encode()
+        path.write_bytes(damaged(content, rng) if rng.random() < 0.2 else content)
+        job, places = jobs.read_job(path), jobs.Places((self.folder,), (self.folder,), {})
+        assert jobs.read_job(jobs.write_job(path, job)) == job and len(job.key) == 64
+        places.known[job.model] = self.ltx
+        jobs.request_of(job, jobs.Machine(places, self.folder, "cpu"))
 
     def scaled(self, rng: Random) -> None:
         """Safetensors with scales of every kind beside weights of every dtype."""

@@ -63,7 +63,7 @@ def traces(network: torch.nn.Module) -> int:
     return sum(name in module.__dict__ for module in network.modules() for name in ours)
 
 
-def near_fp32(name: str, weights: str = "fp16", profile: str = "") -> dict[str, Any]:
+def near_fp32(name: str, weights: str = "fp16", profile: str = "", precision: str = "auto") -> dict[str, Any]:
     """Errors against core's fp32 of plain fp16 and of the fitted model, and what is left behind."""
     with machine_named(profile) as machine:
         model = made(name, DTYPES[weights], device=machine.facts.device)
@@ -72,7 +72,7 @@ def near_fp32(name: str, weights: str = "fp16", profile: str = "") -> dict[str, 
         plain = model.clone()
         plain.set_model_compute_dtype(torch.float16)
         broken = output(plain, name)
-        fitted, decisions = core_model.fit_model(model, keep_latents="never", machine=machine)
+        fitted, decisions = core_model.fit_model(model, precision, keep_latents="never", machine=machine)
         seen = output(fitted, name)
         again = output(model, name)
         management.unload_all_models()
@@ -377,17 +377,22 @@ def unpacked_by_the_layer(name: str) -> dict[str, Any]:
 
 
 def of_convolutions() -> dict[str, Any]:
-    """What is said of a network that is mostly convolutions, by itself and when safe fp16 is asked for."""
-    model = made("Wan 2.1")
-    network = model.model.diffusion_model
-    network.add_module("wide", torch.nn.Conv2d(256, 256, 3))
-    _, decisions = core_model.fit_model(model, machine=turing())
+    """What is made of a U-Net by itself, and of a network without layers of core's when safe fp16 is asked for."""
+    model = made("SDXL", compute=None)
+    fitted, decisions = core_model.fit_model(model, machine=turing())
+    network = torch.nn.Sequential(torch.nn.Conv2d(4, 4, 3))
+    network.dtype = torch.float16
+    model.model.diffusion_model = network
     try:
         core_model.fit_model(model, "fp16-safe", machine=turing())
         refusal = ""
     except UnsupportedError as failure:
         refusal = str(failure)
-    return {"said": [str(decision) for decision in decisions], "refusal": refusal}
+    return {
+        "same": fitted.model is model.model and not fitted.get_all_wrappers(WrappersMP.APPLY_MODEL),
+        "said": [str(decision) for decision in decisions],
+        "refusal": refusal,
+    }
 
 
 def everywhere(name: str, profile: str) -> dict[str, Any]:

@@ -19,11 +19,10 @@ from anygpu.host import recovery
 from anygpu.host.core import attention as core_attention
 from anygpu.host.core import clip as core_clip
 from anygpu.host.core import vae as core_vae
-from anygpu.host.core.masks import lost_masks
 
 from host.inside.core_fit import machine_named, turing
 from host.inside.core_tiny import HOST, error, fill
-from host.inside.core_tiny_vaes import latents_of, made
+from host.inside.core_tiny_vaes import latents_of, made, published
 
 SAID: list[str] = []
 
@@ -130,31 +129,17 @@ def refused(name: str, fault: str) -> str:
     return ""
 
 
-def causal(name: str, side: str) -> dict[str, Any]:
-    """How far the first frames depend on later ones, with core's VAE and with the masks put back."""
-    vae = made(name)
-    fit = fitted(vae)
-    if side == "decode":
-        whole, part = latents_of(name), latents_of(name)[:, :, :2]
-
-        def run(each: Any, given: torch.Tensor) -> torch.Tensor:
-            return each.decode(given)[:, :part_frames]
-
-        part_frames = vae.decode(part).shape[1]
-    else:
-        whole = pixels_of(name, vae)
-        part = whole[: vae.upscale_ratio[0](2)]
-        codes = vae.encode(part).shape[2]
-
-        def run(each: Any, given: torch.Tensor) -> torch.Tensor:
-            return each.encode(given)[:, :, :codes]
-
+def as_published(name: str) -> dict[str, Any]:
+    """By side: how far core's VAE is from its publisher's code, and how far with the masks put back."""
+    vae, tensors = published(name)
+    fit, latents = fitted(vae), tensors["in.latents"]
+    frames = ((tensors["out.decoded"][0].movedim(0, -1) + 1) / 2).clamp(0, 1)
+    pictures = (tensors["in.video"][0].movedim(0, -1) + 1) / 2
     with noted():
         return {
-            "core": error(run(vae, part), run(vae, whole)),
-            "fitted": error(run(fit, part), run(fit, whole)),
-            "off": torch.equal(fitted(vae, causal_masks=False).decode(latents_of(name)), vae.decode(latents_of(name))),
-            "masks": len(list(lost_masks(vae.first_stage_model, turing().attention(torch.float32)))),
+            "decode": [error(each.decode(latents)[0], frames) for each in (vae, fit)],
+            "encode": [error(each.encode(pictures), tensors["out.encoded_mean"]) for each in (vae, fit)],
+            "off": torch.equal(fitted(vae, causal_masks=False).decode(latents), vae.decode(latents)),
         }
 
 
