@@ -188,7 +188,7 @@ def kept_stages(state: Path) -> list[StageCost]:
         for cost in costs:
             str(cost)  # which an edited file can make impossible
         return costs
-    except (OSError, ValueError, TypeError, ArithmeticError):
+    except (OSError, ValueError, TypeError, ArithmeticError, RecursionError):
         return []
 
 
