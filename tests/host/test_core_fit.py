@@ -46,12 +46,16 @@ def test_every_simulated_machine_gives_what_fp32_gives(inside: Inside, profile: 
         assert not found["same"]
 
 
-def test_bf16_weights_on_a_device_that_damages_them_are_named(inside: Inside) -> None:
-    said = inside.play("core_fit", "damaged", name="Wan 2.1", profile="gfx1151")
-    assert any(line.startswith("weights bf16: this device changes them") for line in said)
-    assert not any(
-        line.startswith("weights") for line in inside.play("core_fit", "damaged", name="Wan 2.1", profile="turing")
-    )
+@pytest.mark.parametrize(("name", "adapted"), [("LTX-2", False), ("Wan 2.1", True)])
+def test_bf16_weights_keep_their_values_on_a_device_that_damages_them(inside: Inside, name: str, adapted: bool) -> None:
+    found = inside.play("core_fit", "bits_kept", name=name, profile="gfx1151", adapted=adapted)
+    assert found["alone"] > 0.5, "core alone is right here: the test tests nothing"
+    assert found["error"] <= NEAR and not found["bf16"]
+    assert found["back"], "weights came back from the device damaged"
+    assert found["shared"] and found["before"], "the MODEL that came in was changed, or copied twice"
+    assert found["bytes"] < 1.05, "all but a few weights are as large as before"
+    assert any(line.startswith("weights cast from bf16 on the host: auto: this device") for line in found["said"])
+    assert any(line.startswith("weights bf16: this device changes them") for line in found["left"])
 
 
 @pytest.mark.parametrize("profile", ["gfx1201", "xpu-like"])
@@ -149,6 +153,13 @@ def test_a_vae_decodes_and_encodes_where_there_is_no_conv3d(inside: Inside, name
     found = inside.play("core_fit_vaes", "without_conv3d", name=name)
     assert found["lacking"] or name == "SD", "core's own VAE works here: the test tests nothing"
     assert found["decode"] <= 1e-5 and found["encode"] <= 1e-5 and not found["said"]
+
+
+def test_a_vae_in_bf16_keeps_its_values_on_a_device_that_damages_them(inside: Inside) -> None:
+    found = inside.play("core_fit_vaes", "bits_kept", name="Wan 2.1", profile="gfx1151")
+    assert found["alone"] > 0.1, "core alone is right here: the test tests nothing"
+    assert found["error"] <= 1e-5 and found["back"] and not found["bf16"] and found["before"]
+    assert any(line.startswith("weights cast from bf16 on the host") for line in found["said"])
 
 
 @pytest.mark.parametrize(

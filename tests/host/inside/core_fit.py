@@ -128,11 +128,49 @@ def bounded(name: str, budget: int = 12_000) -> dict[str, Any]:
     return {"error": error(found, expected), "largest": max(map(max, sizes)), "whole": whole, "budget": budget}
 
 
-def damaged(name: str, profile: str) -> list[str]:
-    """What is said of bf16 weights on a machine."""
+def bits_kept(name: str, profile: str, adapted: bool) -> dict[str, Any]:
+    """Errors, against core's fp32 on the CPU, of bf16 weights on a machine that damages them: core's own, and fitted.
+
+    Args:
+        adapted: whether a LoRA of core's is on the model.
+    """
+    source = made(name, torch.bfloat16)
+    louder(source, name, PEAK)
+    file = source.model.diffusion_model.state_dict()
+
+    def loaded(device: torch.device, weights: torch.dtype = torch.bfloat16) -> Any:
+        model = made(name, weights, device=device)
+        model.model.diffusion_model.load_state_dict(file)
+        return lora_on(model, name) if adapted else model
+
+    expected = output(loaded(HOST, torch.float32), name)
     with machine_named(profile) as machine:
-        _, decisions = core_model.fit_model(made(name, torch.bfloat16, device=machine.facts.device), machine=machine)
-        return [str(decision) for decision in decisions]
+        model = loaded(machine.facts.device)
+        fitted, decisions = core_model.fit_model(model, keep_latents="never", machine=machine)
+        again, _ = core_model.fit_model(model, keep_latents="never", machine=machine)
+        found = output(fitted, name)
+        management.unload_all_models()  # which brings weights back to the host
+        back = output(again, name)
+        management.unload_all_models()
+        alone = error(output(loaded(machine.facts.device), name), expected)
+        management.unload_all_models()
+        _, left = core_model.fit_model(model, "as loaded", machine=machine)
+    weights = model.model.diffusion_model.state_dict()
+    return {
+        "error": error(found, expected),
+        "back": torch.equal(back, found),
+        "alone": alone,
+        "shared": again.model is fitted.model and fitted.model is not model.model,
+        "before": all(torch.equal(weights[key], file[key]) for key in file),
+        "bf16": sum(tensor.dtype is torch.bfloat16 for tensor in fitted.model.parameters()),
+        "bytes": sum(map(_bytes, fitted.model.parameters())) / sum(map(_bytes, model.model.parameters())),
+        "said": [str(decision) for decision in decisions],
+        "left": [str(decision) for decision in left],
+    }
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def lora_on(model: Any, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Scenes about ComfyUI-GGUF, another pack, beside ours: its own loader node reads a file, our node fits what it made."""
+"""Scenes about ComfyUI-GGUF, another pack, beside ours: its loader node reads a file, our node fits what it made."""
 
 from __future__ import annotations
 
