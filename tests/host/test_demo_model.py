@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from anygpu.pipelines.demo import demo_models
 from anygpu.pipelines.demo.scenes import scene_of
 
 from host.client import Client
-from host.prompts import WORKFLOWS, pictured, replay, text_to_video
+from host.prompts import WORKFLOWS, Graph, pictured, replay, text_to_video
 from host.server import Server
 from host.videos import pictures
 
@@ -37,3 +38,19 @@ def test_the_shipped_workflow_draws_with_it_while_no_model_is_installed(server: 
     seen = scene_of(torch.from_numpy(pictures(server, run)) / 255)
     assert (seen.colour, seen.ground) == ("red", "blue"), seen
     assert any("in place of 'LTX-Video'" in text for _, text in run.texts)
+
+
+def test_a_batch_is_the_videos_of_its_seeds_and_core_picks_one(server: Server, client: Client) -> None:
+    own = dict.fromkeys(("width", "height", "frames", "steps", "fps"), 0)
+
+    def graph(**settings: int) -> Graph:
+        return text_to_video(next(iter(demo_models())), "a green square grows on white", **own, **settings)
+
+    alone = [pictures(server, client.run(pictured(graph(seed=seed).prompt))) for seed in (7, 8)]
+    both = graph(seed=7, batch_size=2)
+    run = client.run(pictured(both.prompt))
+    assert np.array_equal(pictures(server, run), np.concatenate(alone))
+    assert len([record for record in run.files() if record["filename"].endswith(".mp4")]) == 2
+    picked = both.add("LatentFromBatch", samples=both.link("3"), batch_index=1, length=1)
+    both.prompt["4"]["inputs"]["latent"] = both.link(picked)
+    assert np.array_equal(pictures(server, client.run(pictured(both.prompt))), alone[1])
