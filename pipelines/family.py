@@ -190,6 +190,22 @@ class OtherModel:
 
 
 @dataclass(frozen=True, slots=True)
+class Caution:
+    """What is said beside a file that loads, and that gave others trouble.
+
+    Args:
+        named: a regular expression that the name of the file, or of a folder around it, has to fit.
+        stored: the dtype, without scales, that some of its matrices must have; safetensors' name.
+        text: what is wrong with it and what to use instead. source: who says so.
+    """
+
+    named: str
+    stored: str
+    text: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
 class Download:
     """One published repository at one commit: its name on the Hub, and what of it is read; none means all."""
 
@@ -317,6 +333,7 @@ class FamilySpec:
         published_blocks: blocks of its published transformer: class, count, whether they leave the text alone.
         published_vae_sites: sites that are fused in the decoder of its published VAE.
         others: models that are taken for it, and that it does not run.
+        cautions: published files that gave others trouble.
         vae_tile: pixels per tile that upstream advises for its VAE; 0 for none.
         recipes: how its variants are run, by names of its own.
         most_whole_cells: latent cells up to which a video goes through the VAE whole nevertheless, which is exact.
@@ -365,6 +382,7 @@ class FamilySpec:
     published_vae_sites: int = 0
     recipes: Mapping[str, Recipe] = field(default_factory=dict)
     others: tuple[OtherModel, ...] = ()
+    cautions: tuple[Caution, ...] = ()
     vae_tile: int = 0
     most_whole_cells: int = 0
 

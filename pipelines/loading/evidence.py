@@ -107,3 +107,14 @@ def variant_of(family: FamilySpec, asked: str, model: Path, transformer: PartFil
     place = transformer.folder if transformer.folder.is_file() else model
     variant, why = family.code.guess_variant(evidence_of(place, transformer.config))
     return variant, (Decision("variant", variant, why, AUTO, guessed=True),) if why else ()
+
+
+def cautions_of(family: FamilySpec, model: Path, transformer: PartFiles) -> tuple[Decision, ...]:
+    """What to say beside a published file that gave others trouble. Args as above."""
+    names = Evidence(names=names_around(transformer.folder if transformer.folder.is_file() else model))
+    plain = {entry.dtype for entry in transformer.entries.values() if len(entry.shape) == 2 and entry.scale is None}
+    return tuple(
+        Decision("caution", row.text, source=row.source, alarming=True)
+        for row in family.cautions
+        if row.stored in plain and names.name_with(row.named)
+    )

@@ -7,6 +7,7 @@ from dataclasses import replace
 from ...family import (
     GUIDED,
     HUB_FILES,
+    Caution,
     Defaults,
     Download,
     FamilySpec,
@@ -149,6 +150,15 @@ SPEC = FamilySpec(
     others=(
         OtherModel("LTX-2", ("audio_adaln_single.linear.weight", "patchify_proj.weight"), runs=LTX_2, classes="LTX2"),
         OtherModel("LTX-2", ("audio_time_embed.linear.weight", "proj_in.weight"), runs=LTX_2),
+    ),
+    cautions=(
+        Caution(
+            r"ltxv-\d+b-.*-fp8$",
+            "F8_E4M3",
+            "Lightricks' own fp8 is made for its Q8 kernels, which turn inputs and weights by a Hadamard matrix; "
+            "people without them got noise. If you do, use the bf16 file with weights fp8, or a GGUF",
+            "ComfyUI-LTXVideo#186, LTX-Video-Q8-Kernels scripts/convert_weights.py",
+        ),
     ),
     published_blocks=(("diffusers.models.transformers.transformer_ltx.LTXVideoTransformerBlock", 28, False),),
     published_vae_sites=39,
