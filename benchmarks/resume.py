@@ -3,7 +3,7 @@
     python benchmarks/resume.py --folder DISK     # appends rows to benchmarks/results/resume.csv
 
 States are of the latents' published shapes with as many tensors as the solver has; each is on the disk (fsync) when
-it counts as written. `every_step_from_s` is the length of a step from which every step is kept at a cost of 1 %;
+it counts as written. `every_step_from_s` is the length of a step from which every step is kept;
 shorter ones are kept less often. The last rows sample with the demo model that ships.
 """
 

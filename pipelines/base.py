@@ -15,7 +15,7 @@ import torch
 
 from ..compat.decision import Decision
 from ..compat.memory.offloader import Offloader
-from ..compat.memory.parts import Hosted, Parts
+from ..compat.memory.parts import KnownToHost, Parts
 from ..compat.memory.parts import Silent as Silent
 from ..compat.memory.parts import StageText as StageText
 from .family import FamilySpec, GuidanceStep
@@ -67,7 +67,7 @@ class SubProgress:
 
 
 @dataclass(frozen=True, slots=True)
-class Pipeline(Hosted):
+class Pipeline(KnownToHost):
     """A pipeline that is ready to run: what it is, its parts, and what was decided for this device.
 
     ``tools`` are the small things beside the modules (tokenizers, scheduler, image processors), read on first use.

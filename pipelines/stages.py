@@ -28,8 +28,8 @@ from .family import FamilySpec
 from .grid import check_steps, require_range, snap
 from .memory.estimates import Size
 from .memory.fit import fit_offload, make_room_and_retry
-from .pictures import checked_frames, fitted, fitted_size
-from .recipes import guidance_steps, of_checkpoint, recipe_of
+from .pictures import checked_frames, fitted, fitted_size, resized
+from .recipes import FINAL, final_size, guidance_steps, of_checkpoint, recipe_of
 from .sampling.loop import fall_back_to_fp32, retries
 from .sampling.resume import InMemorySections, SectionStore, StepStore, with_steps
 from .speed import Stage, running, sampling_speed
@@ -47,16 +47,7 @@ UPSCALING = Stage("upscale latents", "upscaling", "upscaling the latents")
 SAMPLING = Stage("sample", "sampling", "sampling")
 DECODING = Stage("decode", "decoding", "decoding")
 GUIDANCE = (
-    "guidance",
-    "cfg",
-    "cfg_start",
-    "cfg_end",
-    "shift",
-    "guidance_rescale",
-    "sigmas",
-    "latents",
-    "noise_mask",
-    "stg",
+    *("guidance", "cfg", "cfg_start", "cfg_end", "shift", "guidance_rescale", "sigmas", "latents", "noise_mask", "stg"),
 )
 
 
@@ -206,7 +197,9 @@ def sample(
             expected="the Sample FramePack node",
             fix=f"{family.title} samples section by section: use AnyGPU Sample FramePack.",
         )
-    recipe = recipe_of(pipeline, settings)
+    recipe, final = recipe_of(pipeline, settings), final_size(settings)
+    if final:
+        progress.notify(f"decoded frames are resized to {settings.width}x{settings.height}")
     completed = _completed(of_checkpoint(pipeline, recipe), prompt, image, settings, progress)
     if settings.stg > MOST_STG:
         raise InputError(
@@ -219,7 +212,7 @@ def sample(
     latents = _sample(
         pipeline, settings, size, progress, partial(family.code.sample, pipeline, prompt, image, settings, progress)
     )
-    return described(latents, prompt)
+    return described(replace(latents, extra={**latents.extra, **final}), prompt)
 
 
 def sample_framepack(
@@ -281,6 +274,8 @@ def decode(
     with running(DECODING, pipeline, progress, latents, hint):
         release_text(pipeline, family)
         frames: torch.Tensor = family.code.decode(pipeline, latents, progress, chosen)[: latents.frames]
+        if all(name in latents.extra for name in FINAL):
+            frames = resized(frames, *(latents.extra[name] for name in FINAL))
     if pipeline.speed is not None:
         pipeline.speed.notify_decoded(progress)
     return frames

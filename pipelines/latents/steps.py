@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 FOLDER = "steps"  # below that of finished latents, whose list leaves it out
 KIND, VERSION = "steps", 1
-SHARE = 0.01  # of the time of the steps that keeping them may take
+SHARE = 0.008  # of the time of the steps that keeping them takes: 1 % at most, with room for a slow moment of the disk
 FIRST_SECONDS = 0.1  # that the first state is taken to cost, before one was measured
 MOST = 4  # unfinished samplings: 30 MB each at 720p, with a multistep solver four times that
 LATENTS, SOLVER = "latents", "solver"

@@ -112,8 +112,8 @@ def test_what_it_costs_decides_how_often(tmp_path: Path, monkeypatch: pytest.Mon
             )
             kept.keep(KEY, STATE)
             written.append(step)
-    assert written[0] == 20, "the first after ten seconds: it is not known yet what it costs"
-    assert len(written) > 50 and kept.spent <= 0.01 * clock[0]
+    assert written[0] == 25, "the first after twelve seconds: it is not known yet what it costs"
+    assert len(written) > 40 and kept.spent <= 0.01 * clock[0]
 
 
 def test_a_disk_that_refuses_costs_no_step(tmp_path: Path) -> None:
