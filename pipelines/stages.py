@@ -31,7 +31,7 @@ from .memory.fit import fit_offload, make_room_and_retry
 from .pictures import checked_frames, fitted, fitted_size, resized
 from .recipes import FINAL, final_size, guidance_steps, of_checkpoint, recipe_of
 from .sampling.loop import fall_back_to_fp32, retries
-from .sampling.resume import InMemorySections, SectionStore
+from .sampling.resume import InMemorySections, SectionStore, StepStore, with_steps
 from .speed import Stage, running, sampling_speed
 from .text.t5 import described
 from .vae.plan import Form
@@ -47,16 +47,7 @@ UPSCALING = Stage("upscale latents", "upscaling", "upscaling the latents")
 SAMPLING = Stage("sample", "sampling", "sampling")
 DECODING = Stage("decode", "decoding", "decoding")
 GUIDANCE = (
-    "guidance",
-    "cfg",
-    "cfg_start",
-    "cfg_end",
-    "shift",
-    "guidance_rescale",
-    "sigmas",
-    "latents",
-    "noise_mask",
-    "stg",
+    *("guidance", "cfg", "cfg_start", "cfg_end", "shift", "guidance_rescale", "sigmas", "latents", "noise_mask", "stg"),
 )
 
 
@@ -187,9 +178,14 @@ def encode_video(
 
 
 def sample(
-    pipeline: Pipeline, prompt: Prompt, image: ImageCondition | None, settings: SampleSettings, progress: Progress
+    pipeline: Pipeline,
+    prompt: Prompt,
+    image: ImageCondition | None,
+    settings: SampleSettings,
+    progress: Progress,
+    steps: StepStore | None = None,
 ) -> Latents:
-    """Sampled latents in core's space.
+    """Sampled latents in core's space; ``steps`` keeps unfinished steps, and may know of some already.
 
     Raises:
         InputError: a prompt, image or latents of another family or size, or a setting out of range.
@@ -212,6 +208,7 @@ def sample(
     settings = replace(completed, guidance_steps=guidance_steps(recipe, settings, completed.cfg))
     _require_image(pipeline, family, image)
     size = size_of(settings, prompt)
+    pipeline = with_steps(pipeline, steps, progress, SAMPLING.title, prompt, image, settings)
     latents = _sample(
         pipeline, settings, size, progress, partial(family.code.sample, pipeline, prompt, image, settings, progress)
     )
@@ -226,8 +223,9 @@ def sample_framepack(
     framepack: FramePackSettings,
     progress: Progress,
     keeper: SectionStore | None = None,
+    steps: StepStore | None = None,
 ) -> Latents:
-    """FramePack's sampled latents; ``keeper`` is told of each finished section, and may know of some already."""
+    """FramePack's sampled latents; ``keeper`` is told of finished sections and may know of some, ``steps`` likewise."""
     family = pipeline.spec
     if not family.sections:
         raise UnsupportedError(
@@ -238,6 +236,7 @@ def sample_framepack(
     settings = replace(settings, frames=family.code.frames_for(framepack, settings.fps or family.defaults.fps))
     settings = _completed(family, prompt, image, settings, progress)
     size, remembered = size_of(settings, prompt, framepack.window), InMemorySections(keeper)
+    pipeline = with_steps(pipeline, steps, progress, "the section", prompt, image, settings, framepack)
     return _sample(
         pipeline,
         settings,
@@ -362,9 +361,7 @@ def require_family(given: str, family: FamilySpec, subject: str) -> None:
         )
 
 
-def _sample(
-    pipeline: Pipeline, settings: SampleSettings, size: Size, progress: Progress, run: Callable[[], Latents]
-) -> Latents:
+def _sample(pipeline: Pipeline, settings: Any, size: Size, progress: Progress, run: Callable[[], Latents]) -> Latents:
     """What ``run`` samples; once more in fp32 where its values broke, with more room where memory ran out."""
     more_room = make_room_and_retry(pipeline, progress, told=SAMPLING.again)
 
