@@ -178,13 +178,15 @@ class OtherModel:
         title: for people.
         marks: names that its files have, under any prefix.
         columns: second side of the first of ``marks``, which tells it from a model that is run; 0 where names do.
-        runs: what runs it.
+        runs: what runs its single file.
+        classes: what its class names in diffusers begin with; empty where diffusers has none.
     """
 
     title: str
     marks: tuple[str, ...]
     columns: int = 0
     runs: str = "ComfyUI's own Load Diffusion Model, with AnyGPU Fit Model behind it"
+    classes: str = ""
 
 
 @dataclass(frozen=True, slots=True)

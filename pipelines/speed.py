@@ -35,7 +35,7 @@ from .memory.shortage import EXPLAINED, explain_shortage
 from .profiling import Profile
 from .time.forecast import Run, expected
 
-Hosted = Callable[..., Any]
+HostOffloader = Callable[..., Any]
 TRANSFORMER, VAE = "transformer", "vae"
 STEP_CACHE = "step cache"
 UNEXPECTED = (  # not OSError: of a disk or a driver, whose own words say more
@@ -123,7 +123,7 @@ class Speed:
             steps.append(self.profile.step())
         return tuple(steps)
 
-    def host_for(self, offload: str, hosted: Hosted | None) -> Hosted | None:
+    def host_for(self, offload: str, hosted: HostOffloader | None) -> HostOffloader | None:
         """The host's offloader for ``offload``; none for ``auto`` with compile, which that offloader cannot have."""
         if hosted is None or offload != AUTO or not self.compiled:
             return hosted

@@ -70,7 +70,7 @@ class Silent:
         """Nothing."""
 
 
-class Hosted:
+class KnownToHost:
     """What a host's caches recognise a pipeline by; its offloader knows the host's models."""
 
     __slots__ = ()

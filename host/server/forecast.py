@@ -15,6 +15,7 @@ from ...paint.estimates import paint_needs
 from ...paint.loading import PaintPipeline, PaintRequest, load_paint
 from ...pipelines.base import Pipeline
 from ...pipelines.decisions import card_of
+from ...pipelines.demo.stand_in import own_inputs
 from ...pipelines.grid import snap
 from ...pipelines.loading.folder import load
 from ...pipelines.memory.estimates import Size
@@ -116,6 +117,8 @@ def _forecast(entry: Mapping[str, Any], pipeline: Any) -> dict[str, Any]:
         if isinstance(value, (int, float)) and 0 < value < LARGEST
     }
     try:
+        if isinstance(pipeline, Pipeline):
+            plain = own_inputs(pipeline, plain, lambda _: None)
         run, stages_in = RUNS[entry["class_type"]](plain, pipeline)
     except PackError as error:
         return {"error": said(error)}

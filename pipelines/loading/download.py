@@ -11,8 +11,9 @@ import os
 import re
 import shutil
 import threading
+import time
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from ...compat.errors import CheckpointError, InputError, MissingPackageError
 from ...compat.memory.statistics import amount
 from ...compat.packages import imported
 from ..base import Progress, StageText
-from ..family import HUB, Download, Offer
+from ..family import HUB, Download, FamilySpec, Offer
 from ..registry import FAMILIES
 
 FETCHER = "AnyGPU Download Model"  # the node
@@ -33,6 +34,9 @@ ROOM_BYTES = 2**30  # left free on the disk
 STORED = (("bf16", 1.0), ("fp8 or GGUF Q8_0", 0.53), ("GGUF Q4_K_M", 0.3))  # of a transformer, and its share of bf16
 BESIDE_GIB = 2.0  # of activations and the driver
 WAIT_SECONDS = 0.1  # between two looks at a cancel
+SILENT_SECONDS = (
+    120.0  # without a byte: huggingface_hub tries a file five times, 10 s each, and waits for a list for ever
+)
 PARTS = Path(".cache", "huggingface", "download")  # where huggingface_hub keeps what is not whole
 NOTE = Path(".cache", "huggingface", "anygpu-checked-2.json")  # counts with SMALL_FILES
 
@@ -46,7 +50,7 @@ class Fetched:
     """How far one repository is; written by the thread that fetches.
 
     Args:
-        done, total: bytes. stage: what is done now.
+        done, total: bytes. stage: what is done now. heard: when the Hub last sent something.
     """
 
     done: int = 0
@@ -54,6 +58,7 @@ class Fetched:
     stage: str = "downloading"
     stopped: bool = False
     failure: BaseException | None = None
+    heard: float = field(default_factory=time.monotonic)
 
 
 def offers() -> dict[str, Offer]:
@@ -70,8 +75,16 @@ def smallest_for(memory_bytes: int) -> tuple[str, Offer]:
 
 def known_page(name: str) -> str:
     """The page from which a folder of this name comes; empty for a name that is not a published one."""
-    pages = [page for family in FAMILIES.values() for page in family.pages]
-    return next((page for page in pages if page.rsplit("/", 1)[1] == Path(name).name), "")
+    return next((page for _, page in _pages() if page.rsplit("/", 1)[1] == Path(name).name), "")
+
+
+def published_family(name: str) -> FamilySpec | None:
+    """The family of a published folder of this name; None for another name."""
+    return next((family for family, page in _pages() if page.rsplit("/", 1)[1] == Path(name).name), None)
+
+
+def _pages() -> list[tuple[FamilySpec, str]]:
+    return [(family, page) for family in FAMILIES.values() for page in family.pages]
 
 
 def remedy(name: str, root: Path, memory_bytes: int) -> str:
@@ -239,24 +252,28 @@ def _fetch(download: Download, folder: Path, progress: Progress, endpoint: str |
             expected="1.1 or newer",
             fix="Install it into the Python that runs ComfyUI or anygpu: python -m pip install -U huggingface_hub",
         )
-    state, files, name = Fetched(), dict[str, int](), f"download {folder}"
-    earlier = [thread for thread in threading.enumerate() if thread.name == name]
+    state, files, names = Fetched(), dict[str, int](), (f"download {folder}", f"check {folder}")
+    earlier = [thread for thread in threading.enumerate() if thread.name in names]
 
     def work() -> None:
         try:
             for thread in earlier:
                 thread.join()
+            state.heard = time.monotonic()
             if not state.stopped and not is_checked(folder, download):
                 files.update(_transferred(hub, download, folder, state, endpoint))
         except BaseException as error:  # raised again by the thread that waits
             state.failure = error
 
-    thread = threading.Thread(target=work, name=name, daemon=True)
+    thread = threading.Thread(target=work, name=names[0], daemon=True)
     thread.start()
     try:
         while thread.is_alive():
             thread.join(WAIT_SECONDS)
             progress.check()
+            asks = next((other for other in earlier if other.is_alive()), thread).name == names[0]
+            if asks and time.monotonic() - state.heard > SILENT_SECONDS:
+                raise _failed(download, folder, TimeoutError(f"nothing came for {SILENT_SECONDS:g} s"))
             if state.total:
                 text = f"{download.folder} {amount(state.done, state.total)}"
                 progress.step(min(state.done, state.total), state.total, StageText(state.stage, text, True))
@@ -281,7 +298,7 @@ def _transferred(hub: Any, download: Download, folder: Path, state: Fetched, end
         )
     _require_version(folder, [n for n, size in files.items() if _size(folder / n) not in (None, size)], download)
     _require_room(folder, files, download.revision)
-    state.total, new = sum(files.values()), set[str]()
+    state.total, state.heard, new = sum(files.values()), time.monotonic(), set[str]()
     for name, size in files.items():
         before = state.done
         if _size(folder / name) != size:
@@ -292,6 +309,7 @@ def _transferred(hub: Any, download: Download, folder: Path, state: Fetched, end
     if state.stopped:
         raise Cancelled
     state.stage = "checking"
+    threading.current_thread().name = f"check {folder}"  # takes as long as the disk does
     compared = api.verify_repo_checksums(download.repository, revision=download.revision, local_dir=folder)
     other = {mismatch["path"] for mismatch in compared.mismatches} & files.keys()
     _require_same(compared, files, sorted(other & new))
@@ -385,6 +403,7 @@ def _bar(state: Fetched) -> type:
             if state.stopped:
                 raise Cancelled
             state.done += int(n or 0)
+            state.heard = time.monotonic()
 
     return Counting
 

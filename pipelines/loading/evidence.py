@@ -13,6 +13,7 @@ from ...compat.checkpoints.headers import entries_and_notes
 from ...compat.decision import AUTO, CHOSEN, Decision
 from ...compat.errors import InputError
 from ..family import FamilySpec
+from ..registry import FAMILIES
 from .part import PartFiles
 
 MOST_NAMES = 6
@@ -77,8 +78,14 @@ def names_around(path: Path) -> tuple[str, ...]:
     return tuple(names)
 
 
+def variant_choices() -> list[str]:
+    """Every variant of every family, ``auto`` first: one list on every machine."""
+    first = [v for family in FAMILIES.values() for v in family.variants[: len(family.variants) - family.newer_variants]]
+    return [AUTO, *dict.fromkeys([*first, *(v for family in FAMILIES.values() for v in family.variants)])]
+
+
 def variant_of(family: FamilySpec, asked: str, model: Path, transformer: PartFiles) -> tuple[str, tuple[Decision, ...]]:
-    """The variant of a model, and the decision for it; a guess names what says so.
+    """The variant of a model, and the decision for it; a guess names what says so, unless it is what one expects.
 
     Args:
         asked: what the user chose; ``auto`` to guess. model: the folder that was chosen.
@@ -99,4 +106,4 @@ def variant_of(family: FamilySpec, asked: str, model: Path, transformer: PartFil
         return asked, (Decision("variant", asked, source=CHOSEN),)
     place = transformer.folder if transformer.folder.is_file() else model
     variant, why = family.code.guess_variant(evidence_of(place, transformer.config))
-    return variant, (Decision("variant", variant, why, AUTO, guessed=True),)
+    return variant, (Decision("variant", variant, why, AUTO, guessed=True),) if why else ()

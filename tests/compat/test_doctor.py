@@ -12,8 +12,9 @@ from anygpu.compat import doctor
 from anygpu.compat.output_check import ZEROS, NotFinite
 from anygpu.compat.repairs import FP32, REPLACED, Repair, RepairStore
 from anygpu.pipelines import tiny
+from anygpu.pipelines.base import Call
 from anygpu.pipelines.loading.folder import LoadRequest, load
-from anygpu.pipelines.sampling.core_sampler import Call, velocity
+from anygpu.pipelines.sampling.core_sampler import velocity
 from torch import nn
 
 INPUTS: dict[str, dict[str, Any]] = {  # by family: latents, and what its text is

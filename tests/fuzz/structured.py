@@ -31,9 +31,10 @@ from anygpu.compat.errors import PackError
 from anygpu.compat.memory.statistics import FILE, kept_stages
 from anygpu.paint.geometry.mesh import load_mesh
 from anygpu.paint.networks.weights import weights_in
-from anygpu.pipelines import stages, tiny
+from anygpu.pipelines import jobs, stages, tiny
 from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.latents import recovery, store
+from anygpu.pipelines.latents.steps import KeptSteps
 from anygpu.pipelines.loading import lora
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.loading.formats import config_of, contents, layouts
@@ -117,6 +118,24 @@ class Readers:
         self.movie = write_mp4(frames, 8.0, folder / "seed.mp4").read_bytes()
         self.facts = facts_for("cpu")
 
+    def job(self, rng: Random) -> None:
+        """A job file, and the request that it makes."""
+        record = {"anygpu_job": 1, "model": {"name": "LTX", "content": "ab"}, "prompt": {"text": "a fox"}}
+        record |= {
+            "settings": {"width": 64, "height": 64, "frames": 9, "sigmas": [1.0, 0.0]},
+            "load": {"compile": True},
+        }
+        record |= {"pictures": [{"file": {"name": "a.png", "content": ""}, "frame": 3}], "decode": {"method": "tiled"}}
+        path = self.folder / "job.json"
+        for _ in range(rng.randint(0, 3)):
+            record = mutated(record, rng)
+        content = json.dumps(record).encode()
+        path.write_bytes(damaged(content, rng) if rng.random() < 0.2 else content)
+        job, places = jobs.read_job(path), jobs.Places((self.folder,), (self.folder,), {})
+        assert jobs.read_job(jobs.write_job(path, job)) == job and len(job.key) == 64
+        places.known[job.model] = self.ltx
+        jobs.request_of(job, jobs.Machine(places, self.folder, "cpu"))
+
     def scaled(self, rng: Random) -> None:
         """Safetensors with scales of every kind beside weights of every dtype."""
         names = [f"{base}.{end}" for base in "ab" for end in ("weight", "bias", "scale_weight", "weight_scale")]
@@ -174,6 +193,19 @@ class Readers:
         recovery.KeptSections(path.parent, lambda _: None).found("key")
         latent = store.load_latent(path, lambda _: None, rng.choice(("refuse", "clamp")), rng.choice(store.DTYPES))
         store.described(latent)
+
+    def steps(self, rng: Random) -> None:
+        """The state of an unfinished sampling."""
+        record: dict[str, Any] = {"kind": "steps", "version": 1, "key": "ab", "done": 2, "section": 0}
+        record |= {"solver": {"_step_index": {"value": 2}, "model_outputs": [None, None]}}
+        record["generator_state"] = torch.Generator().get_state().numpy().tobytes().hex()
+        for _ in range(rng.randrange(3)):
+            record = mutated(record, rng)
+        names = ("latents", "solver.model_outputs.0", "solver.last_sample.0")
+        tensors = {name: tensor(rng) for name in names if rng.random() < 0.9} or {"latents": tensor(rng)}
+        path = write_tensors(self.folder / "steps" / "ab.safetensors", tensors, {"anygpu": json.dumps(record)})
+        rewritten(path, rng)
+        KeptSteps(path.parent, lambda _: None).found("ab")
 
     def prompts(self, rng: Random) -> None:
         """Encoded prompts, read and sampled."""

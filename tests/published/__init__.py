@@ -108,6 +108,7 @@ MODELS: dict[str, tuple[str, dict[str, tuple[str, int]]]] = {
     "ltx 2B 0.9.5": ("ltx", {"text_encoder": ("t5", 0)}),
     "ltx 13B": ("ltx", {"text_encoder": ("t5", 0)}),
     "hunyuan_video": ("hunyuan_video", {"text_encoder": ("llama", 0), "text_encoder_2": ("clip_l", 0)}),
+    "skyreels i2v": ("hunyuan_video", {"text_encoder": ("llama", 0), "text_encoder_2": ("clip_l", 0)}),
     "hunyuan_video_15": (
         "hunyuan_video_15",
         {"text_encoder": ("qwen2_5_vl", 0), "text_encoder_2": ("t5", 1), "image_encoder": ("siglip", 0)},

@@ -86,7 +86,15 @@ SPEC = FamilySpec(
     musubi=MusubiCache(
         "hv15", "hunyuan_video_1_5", ratio=16, text={"varlen_vl_embed": EMBEDS, "varlen_byt5_embed": EMBEDS_2}
     ),
-    others=(OtherModel("HunyuanVideo 1.5 super-resolution", ("img_in.proj.weight", "byt5_in.fc1.weight"), 98),),
+    others=(
+        OtherModel(
+            "HunyuanVideo 1.5 super-resolution",
+            ("img_in.proj.weight", "byt5_in.fc1.weight"),
+            98,
+            "ComfyUI's own Load Diffusion Model and Hunyuan Video 1.5 Super Resolution, with AnyGPU Fit Model before "
+            "the sampler",
+        ),
+    ),
     published_blocks=(
         ("diffusers.models.transformers.transformer_hunyuan_video15.HunyuanVideo15TransformerBlock", 54, False),
     ),

@@ -27,6 +27,7 @@ CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 128, 32, 8
 # Written by `python benchmarks/memory_fits.py`.
 FIT = Fit(tokens=13.47, latents=6.73, pixels=4.16, plain=6.2, text=4.34, streamed=9.25)
 
+LTX_2 = "ComfyUI's own Load Checkpoint, with AnyGPU Fit Model behind it: template ltx2_on_an_older_gpu"
 CONFIGS = "Lightricks/LTX-Video configs/"
 # Its 8 levels of the linear-quadratic schedule, of which the last belongs to the second pass.
 TRAINED = (1.0, 0.9937, 0.9875, 0.9812, 0.975, 0.9094, 0.725, 0.4219)
@@ -132,6 +133,7 @@ SPEC = FamilySpec(
     recipes=RECIPES,
     pages=(
         "https://huggingface.co/Lightricks/LTX-Video",
+        "https://huggingface.co/Lightricks/LTX-Video-0.9.5",
         "https://huggingface.co/Lightricks/LTX-Video-0.9.8-13B-distilled",
     ),
     text_width="caption_channels",
@@ -145,8 +147,8 @@ SPEC = FamilySpec(
         {"text": 8.9, "transformer": 3.6, "vae": 0.8},
     ),
     others=(
-        OtherModel("LTX-2", ("audio_adaln_single.linear.weight", "patchify_proj.weight")),
-        OtherModel("LTX-2", ("audio_time_embed.linear.weight", "proj_in.weight")),
+        OtherModel("LTX-2", ("audio_adaln_single.linear.weight", "patchify_proj.weight"), runs=LTX_2, classes="LTX2"),
+        OtherModel("LTX-2", ("audio_time_embed.linear.weight", "proj_in.weight"), runs=LTX_2),
     ),
     published_blocks=(("diffusers.models.transformers.transformer_ltx.LTXVideoTransformerBlock", 28, False),),
     published_vae_sites=39,

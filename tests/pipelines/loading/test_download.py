@@ -204,6 +204,23 @@ def test_a_cancel_ends_it_while_the_network_is_waited_for_and_it_goes_on_from_th
     assert there(tmp_path)[LARGE] == FILES[LARGE]
 
 
+@pytest.mark.parametrize("what", ["a list", "a file"])
+def test_a_hub_that_falls_silent_is_not_waited_for(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(download, "SILENT_SECONDS", 0.3)
+        if what == "a list":
+            patch.setattr(huggingface_hub.HfApi, "list_repo_tree", lambda *_, **__: hub.go.wait() and [])
+        hub.hold = LARGE
+        for _ in range(2):  # the second run waits for the thread of the first, which is not heard of either
+            with pytest.raises(CheckpointError, match=r"cannot be reached .*nothing came for .*to resume"):
+                run(hub, tmp_path)
+    hub.go.set()
+    run(hub, tmp_path)
+    assert there(tmp_path)[LARGE] == FILES[LARGE]
+
+
 def test_a_damaged_file_is_found_by_its_hash_removed_and_fetched_anew(hub: Hub, tmp_path: Path) -> None:
     hub.served[LARGE] = b"x" * len(FILES[LARGE])
     with pytest.raises(CheckpointError, match=rf"'{LARGE}' in .* has another hash; expected .* as the Hub has them"):

@@ -15,7 +15,8 @@ from anygpu.compat import packages
 from anygpu.compat.errors import CheckpointError, InputError, MissingPackageError, PackError
 from anygpu.pipelines import tiny
 from anygpu.pipelines.loading import folder as loading
-from anygpu.pipelines.loading.folder import LoadRequest, family_of_folder, find_models, load, variant_choices
+from anygpu.pipelines.loading.evidence import variant_choices
+from anygpu.pipelines.loading.folder import LoadRequest, family_of_folder, find_models, load
 from anygpu.pipelines.registry import FAMILIES
 from safetensors.torch import load_file, save_file
 
