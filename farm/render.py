@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +68,12 @@ class Renderer:
         if self._model != job.model_key:
             self._pipeline, self._model = None, ""  # before the next is loaded, so that both are never held
         started = time.monotonic()
-        machine = Machine(Places((*self.models, DEMOS), (self.folder,)), self.state, self.device)
+        places = Places((*self.models, DEMOS), (self.folder,))
+        machine = Machine(places, self.state, self.device, unfinished=kept)
         with torch.no_grad():
             self._pipeline = self._pipeline or load_pipeline(job, machine, progress)
             self._model = job.model_key
-            rendered = run(job, replace(machine, state=kept), progress, self._pipeline)
+            rendered = run(job, machine, progress, self._pipeline)
         write_mp4(rendered.frames, rendered.latents.fps, path)
         shutil.rmtree(kept, ignore_errors=True)
         return {
