@@ -34,6 +34,7 @@ from .sampling.loop import fall_back_to_fp32, retries
 from .sampling.resume import InMemorySections, SectionStore, StepStore, with_steps
 from .speed import Stage, running, sampling_speed
 from .text.t5 import described
+from .time.forecast import Run, planned_run
 from .vae.plan import Form
 
 MOST_TOKENS = 1024
@@ -73,7 +74,9 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
     report_unused(family, request, ("template", "sections", "image"), progress)
     completed = replace(request, max_tokens=limit, image=image)
     texts = {"text": request.text, "negative_text": request.negative}
-    with running(TEXT, pipeline, progress, hint=TEXT_HINT):
+    usual = family.defaults
+    run = planned_run(pipeline, Size(usual.width, usual.height, usual.frames))  # a text takes as long for any
+    with running(TEXT, pipeline, progress, hint=TEXT_HINT, run=run):
         fit_offload(pipeline, "text", None, progress)
         try:
             for attempt in retries(make_room_and_retry(pipeline, progress, family.text_parts, TEXT.again)):
@@ -271,7 +274,9 @@ def decode(
     chosen = form or Form(method)
     smallest = chosen.method in ("auto", "streaming", "cpu")
     hint = "" if smallest else "set method to auto, which continues in smaller parts"
-    with running(DECODING, pipeline, progress, latents, hint):
+    window = int(latents.extra.get("window") or 9)
+    run = planned_run(pipeline, Size(latents.width, latents.height, latents.frames, window=window))
+    with running(DECODING, pipeline, progress, latents, hint, run):
         release_text(pipeline, family)
         frames: torch.Tensor = family.code.decode(pipeline, latents, progress, chosen)[: latents.frames]
         if all(name in latents.extra for name in FINAL):
@@ -368,7 +373,7 @@ def _sample(pipeline: Pipeline, settings: Any, size: Size, progress: Progress, r
     def again(error: BaseException) -> bool:
         return fall_back_to_fp32(pipeline, progress, error) or more_room(error)
 
-    with running(SAMPLING, pipeline, progress, settings):
+    with running(SAMPLING, pipeline, progress, settings, run=Run(size, settings)):
         release_text(pipeline, pipeline.spec)
         fit_offload(pipeline, "sampling", size, progress)
         for attempt in retries(again, catches=(RuntimeError, MemoryError, NotFinite)):
