@@ -47,7 +47,7 @@ from ..registry import FAMILIES
 from ..speed import SpeedRequest, speed_for
 from . import storage
 from .configs import require_plausible
-from .evidence import cautions_of, variant_of
+from .evidence import variant_of
 from .formats import published
 from .keys import TRANSFORMER
 from .others import other_class
@@ -131,7 +131,6 @@ def load(
     options = offload_options(request.devices, request.keep_free_gb, request.state, host)
     require_room(weights, facts.device, facts.total_bytes or None if make_room or hosted else free, options)
     variant, guessed = variant_of(family, request.variant, request.model, files["transformer"])
-    told = (*told, *cautions_of(family, request.model, files["transformer"]))
     attention = _attention(request.attention, files["transformer"].config, precision, facts, probes)
     safe = SafeFp16(family.id, facts.device, active=precision.safe)
     convolutions = conv3d_step(abilities(facts, probes), kept_timings(facts, probes))
