@@ -327,7 +327,7 @@ class FamilySpec:
         files: part to what it is in single files.
         tokenizers: tool to the tokenizer it is, as the host names them.
         text_vision: kind of the file with the picture half of its text encoder, for image to video; empty for none.
-        offer: what to download first; None offers nothing.
+        offer: what to download first; None offers nothing. more_offers: title to what else, such as image to video.
         musubi: its caches of Musubi Tuner; None where that trainer has no such model.
         vae_settings: attributes of its diffusers VAE that its publisher has otherwise.
         published_blocks: blocks of its published transformer: class, count, whether they leave the text alone.
@@ -376,6 +376,7 @@ class FamilySpec:
     tokenizers: Mapping[str, str] = field(default_factory=dict)
     text_vision: str = ""
     offer: Offer | None = None
+    more_offers: Mapping[str, Offer] = field(default_factory=dict)
     musubi: MusubiCache | None = None
     vae_settings: Mapping[str, int] = field(default_factory=dict)
     published_blocks: tuple[tuple[str, int, bool], ...] = ()

@@ -67,6 +67,12 @@ def offers() -> dict[str, Offer]:
     return dict(sorted(each, key=lambda item: item[1].total_bytes))
 
 
+def every_offer() -> dict[str, Offer]:
+    """Title to what can be downloaded: :func:`offers`, and behind them further variants of each family."""
+    more = (family.more_offers.items() for family in FAMILIES.values())
+    return offers() | {title: offer for family in more for title, offer in family}
+
+
 def smallest_for(memory_bytes: int) -> tuple[str, Offer]:
     """Title and offer of the smallest whose largest part fits into ``memory_bytes``; of the smallest if none fits."""
     each = list(offers().items())
@@ -89,7 +95,8 @@ def _pages() -> list[tuple[FamilySpec, str]]:
 
 def remedy(name: str, root: Path, memory_bytes: int) -> str:
     """What to do about a model that is not there: its page where the name is a published one, else the smallest."""
-    offered = next((d for offer in offers().values() for d in offer.downloads if d.folder == Path(name).name), None)
+    each = (download for offer in every_offer().values() for download in offer.downloads)
+    offered = next((download for download in each if download.folder == Path(name).name), None)
     if offered is not None:
         return f"Download {offered.text(root)}, or let {FETCHER} do it; then press R. Or choose another model."
     page = known_page(name)
@@ -119,10 +126,10 @@ def stored_for(offer: Offer, card_bytes: int) -> str:
 
 
 def variants_of(title: str) -> str:
-    """The other published folders of a family, such as image to video, in one line; empty for none."""
-    family = next(family for family in FAMILIES.values() if family.title == title)
-    own = {download.page for download in offer_of(title).downloads}
-    others = [page.removeprefix(HUB) for page in family.pages if page not in own]
+    """Published folders of a family that this node does not fetch, such as 720p, in one line; empty for none."""
+    family = next(family for family in FAMILIES.values() if title in (family.title, *family.more_offers))
+    offered = {download.page for offer in every_offer().values() for download in offer.downloads}
+    others = [page.removeprefix(HUB) for page in family.pages if page not in offered]
     return f"Other variants, for `hf download NAME --local-dir …`: {', '.join(others)}" if others else ""
 
 
@@ -153,9 +160,9 @@ def offer_of(title: str) -> Offer:
     Raises:
         InputError: none has it.
     """
-    if title not in offers():
-        raise InputError(f"model {title!r}", expected=f"one of {', '.join(offers())}", fix="Choose one of these.")
-    return offers()[title]
+    if title not in every_offer():
+        raise InputError(f"model {title!r}", expected=f"one of {', '.join(every_offer())}", fix="Choose one of these.")
+    return every_offer()[title]
 
 
 def folder_of(download: Download, roots: Sequence[Path]) -> Path:

@@ -16,9 +16,11 @@ from anygpu.compat.transforms.attention import CHOICES as ATTENTIONS
 from anygpu.pipelines import tiny
 from anygpu.pipelines.decisions import card_of, in_short, limit_tooltip, limits
 from anygpu.pipelines.loading.download import (
+    every_offer,
     fetched,
     first_steps,
     known_page,
+    offer_of,
     offers,
     remedy,
     smallest_for,
@@ -98,8 +100,10 @@ def test_lights_say_what_to_do_about_red():
 def test_offers_are_of_families_and_pages_that_exist():
     for family in FAMILIES.values():
         pages = set(family.pages) | set(FAMILIES["hunyuan_video"].pages)
-        assert all(download.page in pages for download in family.offer.downloads), family
-    assert list(offers()) == ["LTX-Video", "Mochi 1", "HunyuanVideo 1.5", "HunyuanVideo", "FramePack"]
+        for offer in (family.offer, *family.more_offers.values()):
+            assert all(download.page in pages for download in offer.downloads), family
+    first = ["LTX-Video", "Mochi 1", "HunyuanVideo 1.5", "HunyuanVideo", "FramePack"]
+    assert list(offers()) == first and list(every_offer())[: len(first)] == first, "choices grow at the end"
 
 
 @pytest.mark.parametrize(("gigabytes", "family"), [(1, "LTX-Video"), (10, "LTX-Video"), (64, "LTX-Video")])
@@ -135,8 +139,11 @@ def test_a_card_is_told_in_which_form_a_transformer_stays_on_it(title, gigabytes
     assert words in "\n".join(fetched(title, "no", [Path("/nowhere")], Silent(), card_bytes=gigabytes * 2**30))
 
 
-def test_image_to_video_folders_are_named_beside_an_offer():
-    assert "hunyuanvideo-community/HunyuanVideo-I2V" in variants_of("HunyuanVideo")
+def test_image_to_video_folders_are_offered_and_what_is_not_is_named():
+    assert offer_of("HunyuanVideo image to video").downloads[0].folder == "HunyuanVideo-I2V"
+    assert "480p_i2v" in offer_of("HunyuanVideo 1.5 image to video").downloads[0].folder
+    for title in ("HunyuanVideo", "HunyuanVideo image to video"):
+        assert "HunyuanVideo-I2V-33ch" in variants_of(title) and "HunyuanVideo-I2V," not in variants_of(title)
     assert "720p_i2v" in variants_of("HunyuanVideo 1.5") and variants_of("Mochi 1") == ""
 
 
@@ -151,5 +158,7 @@ def test_a_model_that_is_not_there_is_named_with_its_own_page():
     known = remedy("HunyuanVideo", root, 0)
     assert known.startswith("Download https://huggingface.co/hunyuanvideo-community/HunyuanVideo (only model_index")
     assert f"into {root / 'HunyuanVideo'}, or let AnyGPU Download Model do it" in known
+    pictured = remedy("publisher/HunyuanVideo-I2V", root, 0)
+    assert "tokenizer_2, image_processor) into" in pictured and "AnyGPU Download Model" in pictured
     found = remedy("mine", root, 64 * 2**30)
     assert "LTX-Video" in found and "AnyGPU Download Model" in found

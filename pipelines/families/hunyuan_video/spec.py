@@ -84,6 +84,18 @@ SPEC = FamilySpec(
     tokenizers={"tokenizer": "llama", "tokenizer_2": "clip_l"},
     text_vision="llava_vision",
     offer=Offer((DOWNLOAD,), {"text": 14.0, "text 2": 0.2, "transformer": 23.9, "vae": 0.5}),
+    more_offers={
+        "HunyuanVideo image to video": Offer(
+            (
+                Download(
+                    "hunyuanvideo-community/HunyuanVideo-I2V",
+                    "fb9d287ef02fe6d39f2e23df6dcec1294e6c28d2",
+                    (*DOWNLOAD.only, "image_processor"),
+                ),
+            ),
+            {"text": 15.6, "text 2": 0.2, "transformer": 23.9, "vae": 0.5},
+        )
+    },
     musubi=MusubiCache(
         "hv", "hunyuan_video", ratio=8, text={"llm": EMBEDS, "clipL": POOLED}, padded=256, mask="llm_mask"
     ),

@@ -147,6 +147,12 @@ SPEC = FamilySpec(
         (Download("Lightricks/LTX-Video", "8984fa25007f376c1a299016d0957a37a2f797bb", HUB_FILES),),
         {"text": 8.9, "transformer": 3.6, "vae": 0.8},
     ),
+    more_offers={
+        "LTX-Video 0.9.5": Offer(
+            (Download("Lightricks/LTX-Video-0.9.5", "e58e28c39631af4d1468ee57a853764e11c1d37e", HUB_FILES),),
+            {"text": 8.9, "transformer": 3.6, "vae": 2.3},
+        )
+    },
     others=(
         OtherModel("LTX-2", ("audio_adaln_single.linear.weight", "patchify_proj.weight"), runs=LTX_2, classes="LTX2"),
         OtherModel("LTX-2", ("audio_time_embed.linear.weight", "proj_in.weight"), runs=LTX_2),
