@@ -22,7 +22,7 @@ from ...compat.errors import CheckpointError, InputError, MissingPackageError
 from ...compat.memory.statistics import amount
 from ...compat.packages import imported
 from ..base import Progress, StageText
-from ..family import HUB, Download, FamilySpec, Offer
+from ..family import HUB, Download, FamilySpec, Offer, Quantised
 from ..registry import FAMILIES
 
 FETCHER = "AnyGPU Download Model"  # the node
@@ -110,19 +110,29 @@ def remedy(name: str, root: Path, memory_bytes: int) -> str:
 def stored_for(offer: Offer, card_bytes: int) -> str:
     """In which form the transformer of an offer stays whole on a card; empty where nobody knows the card.
 
-    Derived from parameter counts: 8.5 bits a weight for Q8_0 and about 4.8 for Q4_K_M.
+    Published files where some are known; else derived from parameter counts: 8.5 bits a weight for Q8_0 and about 4.8
+    for Q4_K_M.
     """
     if not card_bytes:
         return ""
-    size = offer.gib["transformer"]
-    fitting = ((name, size * share) for name, share in STORED if size * share + BESIDE_GIB <= card_bytes / GIBIBYTE)
-    name, gib = next(fitting, ("", 0.0))
+    size, room = offer.gib["transformer"], card_bytes / GIBIBYTE - BESIDE_GIB
     card = f"On a card of {card_bytes / GIBIBYTE:.0f} GB its transformer"
+    if size <= room:
+        return f"{card} stays whole as bf16, about {size:.1f} GiB."
+    forms = [(str(file), file.gigabytes * 1e9 / GIBIBYTE) for file in offer.quantised.get("transformer", ())]
+    forms = forms or [(f"{name}, about {size * share:.1f} GiB", size * share) for name, share in STORED[1:]]
+    text = _whole(offer.quantised.get("text", ()), room)
+    beside = f", with {text} as text encoder" if text else ""
+    name = next((name for name, gib in forms if gib <= room), "")
     if not name:
-        name, gib = STORED[-1][0], size * STORED[-1][1]
-        return f"{card} is streamed in every form; the smallest useful one is {name}, about {gib:.1f} GiB."
-    where = "" if name == "bf16" else ", with AnyGPU Compose Pipeline"
-    return f"{card} stays whole as {name}, about {gib:.1f} GiB{where}."
+        return f"{card} is streamed in every form; the smallest useful one is {forms[-1][0]}{beside}."
+    return f"{card} stays whole as {name}{beside}, by AnyGPU Compose Pipeline."
+
+
+def _whole(files: Sequence[Quantised], room: float) -> str:
+    """The largest of ``files`` that stays whole in ``room`` GiB, else the smallest; empty without files."""
+    fitting = (file for file in files if file.gigabytes * 1e9 / GIBIBYTE <= room)
+    return str(next(fitting, files[-1])) if files else ""
 
 
 def variants_of(title: str) -> str:
