@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 TORCH_INDEX ?=
 INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
-.PHONY: install accelerator demo train demo-comfyui test test-full test-windows test-floors test-farm test-host test-browser pictures workflows matrix memory lint bench clean
+.PHONY: install accelerator demo train demo-comfyui test test-full test-windows test-floors test-farm test-host test-browser pictures cards workflows matrix memory lint bench clean
 
 install: $(READY)
 
@@ -82,8 +82,12 @@ pictures: $(READY)
 workflows: $(READY)
 	$(PY) tests/browser/drive.py author.mjs
 	$(PY) tests/browser/drive.py workflows.mjs
-	$(PY) tests/browser/cards.py
+	$(MAKE) cards
 	$(PY) tests/browser/drive.py subgraphs.mjs
+
+# Thumbnails of the workflows and the README's moving picture, with what the demo model draws now.
+cards: $(READY)
+	OMP_NUM_THREADS=1 $(PY) tests/browser/cards.py
 
 matrix: $(READY)
 	OMP_NUM_THREADS=1 $(PY) tests/simulated/matrix_page.py

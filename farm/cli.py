@@ -76,6 +76,26 @@ def cancel(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def queue(arguments: argparse.Namespace) -> int:
+    """Write a job for each prompt, seed and picture, as AnyGPU Queue Jobs does."""
+    from ..pipelines.base import FramePackSettings
+    from ..pipelines.job_lists import Batch, pictures_in, prompts_in, queue_jobs, seeds_in
+    from ..pipelines.jobs import load_inputs
+
+    batch = Batch(
+        prompts_in(Path(arguments.prompts).read_text(encoding="utf-8")),
+        seeds_in(arguments.seeds),
+        [] if arguments.pictures is None else pictures_in(Path(arguments.pictures)),
+        arguments.negative,
+        {name: getattr(arguments, name) for name in ("width", "height", "frames", "steps", "cfg")},
+        load_inputs({"precision": arguments.precision, "weights": arguments.weights}),
+        FramePackSettings(arguments.seconds) if arguments.seconds else None,
+    )
+    jobs = queue_jobs(JobFolder(Path(arguments.folder)), arguments.name, Path(arguments.model), batch)
+    print(f"{len(jobs.keys)} jobs in {jobs.folder.root / jobs.name}{JOBS}")
+    return 0
+
+
 def share_of(lines: list[str], share: str) -> list[str]:
     """The lines of one of several drivers, such as ``2/8`` for the third of eight: every eighth line from the third."""
     if not share:
@@ -144,6 +164,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--models", action="append", default=[], help="folder with models; may be repeated")
         command.add_argument("--device", help="such as cpu; default: the accelerator that Ray gives to each worker")
         command.add_argument("--state", default=STATE, help=f"folder of this machine for test results ({STATE})")
+    _queue_arguments(commands.add_parser("queue", help="write a job for each prompt, seed and picture into a folder"))
     shown = commands.add_parser("state", help="what the workers of a folder do")
     shown.add_argument("folder")
     shown.set_defaults(run=state)
@@ -152,6 +173,23 @@ def _parser() -> argparse.ArgumentParser:
     ended.add_argument("keys", nargs="+", help="the first digits of their keys")
     ended.set_defaults(run=cancel)
     return parser
+
+
+def _queue_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder")
+    parser.add_argument("--name", default="jobs", help="of the job file")
+    parser.add_argument("--model", required=True, help="folder of a model; other machines find it by its content")
+    parser.add_argument("--prompts", required=True, metavar="FILE", help="one prompt to a line")
+    parser.add_argument("--seeds", default="0", help="of each prompt, such as 0-9,42")
+    parser.add_argument("--pictures", metavar="FOLDER", help="each picture in it is a start picture")
+    parser.add_argument("--negative", default="")
+    for name in ("width", "height", "frames", "steps"):
+        parser.add_argument(f"--{name}", type=int, default=0, help="0: the model's own")
+    parser.add_argument("--cfg", type=float, default=0.0, help="0: the model's own")
+    parser.add_argument("--seconds", type=float, default=0.0, help="FramePack: length of each video")
+    parser.add_argument("--precision", default="auto")
+    parser.add_argument("--weights", default="auto")
+    parser.set_defaults(run=queue)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from ..compat.device.facts import facts_for
 from ..compat.errors import CheckpointError
 from ..paint.loading import PAGES, is_paint_folder
 from ..pipelines.demo import demo_models
+from ..pipelines.latents.steps import FOLDER
 from ..pipelines.loading.download import published_family, remedy
 from ..pipelines.loading.folder import family_of_folder, find_models
 
@@ -187,6 +188,11 @@ def upscaler_file(name: str) -> Path:
 def kept_folder() -> Path:
     """Where sampled latents are kept: ComfyUI empties its temporary folder at each start, so not there."""
     return state_folder() / "kept"
+
+
+def unfinished_folder() -> Path:
+    """Where the steps of samplings are kept that have not ended."""
+    return kept_folder() / FOLDER
 
 
 def state_folder() -> Path:

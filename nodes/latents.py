@@ -304,7 +304,7 @@ class UpscaleLatents(io.ComfyNode):
             search_aliases=["latent upscaler", "second pass", "multi scale", "ltxv spatial upscaler"],
             inputs=[
                 Pipeline.Input("pipeline", tooltip="The LTX-Video pipeline that made the latents."),
-                io.Latent.Input("latent", tooltip="From AnyGPU Sample, at half of the final width and height."),
+                io.Latent.Input("latent", tooltip="From AnyGPU Sample, at two thirds of the final width and height."),
                 io.Combo.Input(
                     "upscaler", options=folders.upscaler_choices(),
                     tooltip="A file in ComfyUI/models/latent_upscale_models, such as "

@@ -96,6 +96,7 @@ class Pipeline(KnownToHost):
     probes: Any = None
     storage: Mapping[str, str] = field(default_factory=dict)
     doctor: Any = None
+    resuming: Any = None
     stands_in_for: str = ""
 
     def __repr__(self) -> str:

@@ -25,6 +25,7 @@ from . import stages
 from .base import FramePackSettings, ImageRequest, Latents, Pipeline, Progress, PromptRequest, SampleSettings
 from .family import FITS
 from .latents import recovery
+from .latents.steps import FOLDER, KeptSteps
 from .loading import lora
 from .loading.folder import AUTO, LoadRequest, find_models, load
 from .loading.single_file import Files
@@ -218,6 +219,8 @@ class Machine:
         places: where its models and pictures are. state: folder for probe results and kept latents.
         device: None for the default device. trace: file for a profile; None for none.
         host: further arguments of ``load``: how a host around us frees memory and moves weights.
+        unfinished: folder for steps and sections of samplings that were cut short, which other machines may share;
+            None for the one with the kept latents.
     """
 
     places: Places
@@ -225,6 +228,7 @@ class Machine:
     device: Any = None
     trace: Path | None = None
     host: Mapping[str, Any] = field(default_factory=dict)
+    unfinished: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,15 +353,17 @@ def sample(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline) -
     size = (image.width, image.height) if image else (job.settings.width, job.settings.height)
     settings = replace(job.settings, width=size[0], height=size[1], latents=_video(job, machine, progress, pipeline))
     store = machine.state / "kept"
+    unfinished = machine.unfinished or store
+    steps = KeptSteps(unfinished / FOLDER, progress.notify)
     if not pipeline.spec.sections:
-        latents = stages.sample(pipeline, prompt, image, settings, progress)
+        latents = stages.sample(pipeline, prompt, image, settings, progress, steps)
         kept = recovery.keep(store, latents, progress.notify)
     elif image is None:
         raise InputError("no image for FramePack", expected="a start image", fix="Add --image FILE.")
     else:
-        keeper = recovery.KeptSections(store, progress.notify)
+        keeper = recovery.KeptSections(unfinished, progress.notify)
         framepack = job.framepack or FramePackSettings(clip_seconds=5.0)
-        latents = stages.sample_framepack(pipeline, prompt, image, settings, framepack, progress, keeper)
+        latents = stages.sample_framepack(pipeline, prompt, image, settings, framepack, progress, keeper, steps)
         kept = next(iter(keeper.names.values()), "")
     if kept:
         progress.notify(f"the latents are kept: --recover {kept} decodes them again")

@@ -74,6 +74,7 @@ def pytest_runtest_logfinish() -> None:
 
 LISTED_SKIPS = (  # what a machine may lack; anything else that is skipped fails the run
     "no ComfyUI in",
+    "no ComfyUI-GGUF in",
     "no interpreter for",
     "lacks what this pack requires",
     "needs a C++ compiler",

@@ -123,14 +123,13 @@ def _precision(
     row = machine.precision
     if row.safe and not unfit:
         return True, wide, Decision("precision", SAFE, f"core would compute in {here}; {row.why}", AUTO)
-    if row.safe:
-        return False, None, Decision("precision", f"{here} as loaded", unfit, AUTO)
-    if row.transformer is FP32 and wide and dtype in NAMES:
+    if (row.safe or row.transformer is FP32) and wide and dtype in NAMES:
         policy = policy_for(machine.facts)
         plain = transformer_verdict(Precision(dtype, dtype, dtype, ""), policy, machine.probes)
         if not plain.usable or plain.costly:
             return False, wide, Decision("precision", "fp32", f"core would compute in {here}; {plain.why}", AUTO)
-    return False, None, Decision("precision", f"{here} as loaded", f"this device computes {here} well", AUTO)
+    why = unfit if row.safe else f"this device computes {here} well"
+    return False, None, Decision("precision", f"{here} as loaded", why, AUTO)
 
 
 def _attention(machine: Machine, dtype: torch.dtype, choice: str, safe: bool) -> tuple[Attention | None, Decision]:

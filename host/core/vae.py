@@ -41,6 +41,7 @@ from ..progress import NodeProgress
 from .convolutions import HOOK, conv_forwards
 from .machine import AS_LOADED, Machine, machine_of
 from .masks import lost_masks
+from .weights import clone_cast_on_host, damage_to_bf16, weights_decision
 
 VAE_PRECISIONS = (AUTO, "fp32", AS_LOADED)  # grows at the end
 TILES = (256, 128, 64)  # pixels, where the whole does not fit
@@ -206,15 +207,18 @@ def fit_vae(
     machine = machine or machine_of(vae.device)
     plain = vae.plain if isinstance(vae, FittedVAE) else type(vae)
     wide, decided = _precision(machine, vae.vae_dtype, precision)
-    masks = list(lost_masks(vae.first_stage_model, machine.attention(FP32))) if causal_masks else []
-    dtype = FP32 if wide else vae.vae_dtype
-    forms = list(conv_forwards(vae.first_stage_model, machine.convolutions, dtype))
     fitted = copy.copy(vae)
-    fitted.patcher = vae.patcher.clone()
+    damage = damage_to_bf16(vae.first_stage_model, machine)
+    sound = clone_cast_on_host(vae.patcher, lambda *_: FP32, NAMES[FP32]) if damage and wide else None
+    fitted.patcher = sound or vae.patcher.clone()
+    fitted.first_stage_model = fitted.patcher.model
+    masks = list(lost_masks(fitted.first_stage_model, machine.attention(FP32))) if causal_masks else []
+    dtype = FP32 if wide else vae.vae_dtype
+    forms = list(conv_forwards(fitted.first_stage_model, machine.convolutions, dtype))
     fitted.__class__ = _fitted_class(plain)
     fitted.machine, fitted.plain, fitted.way = machine, plain, Way(wide=dtype is FP32)
     fitted.masks, fitted.keeps = bool(masks), keep_latents != "never" and getattr(vae, "latent_dim", 2) == 3
-    return fitted, (decided, *_more_decisions(forms, masks, fitted))
+    return fitted, (decided, *weights_decision(damage, sound), *_more_decisions(forms, masks, fitted))
 
 
 def _precision(machine: Machine, dtype: torch.dtype, choice: str) -> tuple[bool, Decision]:

@@ -213,7 +213,9 @@ def _fitting(files: PartFiles, module: nn.Module, progress: Progress) -> PartFil
     """
     wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     unused = sorted(files.entries.keys() - wanted.keys())
-    _require_same(files, list(wanted.keys() - files.entries.keys()), unused if is_another_model(unused, wanted) else [])
+    _require_same(
+        files, list(wanted.keys() - files.entries.keys()), unused if unused and is_another_model(unused, wanted) else []
+    )
     for name, shape in wanted.items():
         if tuple(files.entries[name].shape) != shape:
             raise _misfit(files, name, shape)

@@ -38,6 +38,7 @@ from anygpu.pipelines import jobs, stages, tiny
 from anygpu.pipelines.base import Latents, Prompt, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.job_folder import JobFolder
 from anygpu.pipelines.latents import musubi, recovery, store
+from anygpu.pipelines.latents.steps import KeptSteps
 from anygpu.pipelines.loading import download, lora
 from anygpu.pipelines.loading.evidence import evidence_of
 from anygpu.pipelines.loading.folder import LoadRequest, load
@@ -163,6 +164,19 @@ class Readers:
         recovery.KeptSections(path.parent, lambda _: None).found("key")
         latent = store.load_latent(path, lambda _: None, rng.choice(("refuse", "clamp")), rng.choice(store.DTYPES))
         store.described(latent)
+
+    def steps(self, rng: Random) -> None:
+        """The state of an unfinished sampling."""
+        record: dict[str, Any] = {"kind": "steps", "version": 1, "key": "ab", "done": 2, "section": 0}
+        record |= {"solver": {"_step_index": {"value": 2}, "model_outputs": [None, None]}}
+        record["generator_state"] = torch.Generator().get_state().numpy().tobytes().hex()
+        for _ in range(rng.randrange(3)):
+            record = mutated(record, rng)
+        names = ("latents", "solver.model_outputs.0", "solver.last_sample.0")
+        tensors = {name: tensor(rng) for name in names if rng.random() < 0.9} or {"latents": tensor(rng)}
+        path = write_tensors(self.folder / "steps" / "ab.safetensors", tensors, {"anygpu": json.dumps(record)})
+        rewritten(path, rng)
+        KeptSteps(path.parent, lambda _: None).found("ab")
 
     def prompts(self, rng: Random) -> None:
         """Encoded prompts, read and sampled."""

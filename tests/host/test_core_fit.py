@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -45,12 +46,16 @@ def test_every_simulated_machine_gives_what_fp32_gives(inside: Inside, profile: 
         assert not found["same"]
 
 
-def test_bf16_weights_on_a_device_that_damages_them_are_named(inside: Inside) -> None:
-    said = inside.play("core_fit", "damaged", name="Wan 2.1", profile="gfx1151")
-    assert any(line.startswith("weights bf16: this device changes them") for line in said)
-    assert not any(
-        line.startswith("weights") for line in inside.play("core_fit", "damaged", name="Wan 2.1", profile="turing")
-    )
+@pytest.mark.parametrize(("name", "adapted"), [("LTX-2", False), ("Wan 2.1", True)])
+def test_bf16_weights_keep_their_values_on_a_device_that_damages_them(inside: Inside, name: str, adapted: bool) -> None:
+    found = inside.play("core_fit", "bits_kept", name=name, profile="gfx1151", adapted=adapted)
+    assert found["alone"] > 0.5, "core alone is right here: the test tests nothing"
+    assert found["error"] <= NEAR and not found["bf16"]
+    assert found["back"], "weights came back from the device damaged"
+    assert found["shared"] and found["before"], "the MODEL that came in was changed, or copied twice"
+    assert found["bytes"] < 1.05, "all but a few weights are as large as before"
+    assert any(line.startswith("weights cast from bf16 on the host: auto: this device") for line in found["said"])
+    assert any(line.startswith("weights bf16: this device changes them") for line in found["left"])
 
 
 @pytest.mark.parametrize("profile", ["gfx1201", "xpu-like"])
@@ -79,7 +84,11 @@ def test_what_lies_on_top_or_below_works_as_before(inside: Inside, what: str) ->
 
 
 @pytest.mark.parametrize(
-    ("kind", "native"), [("float8_e4m3fn", False), ("float8_e4m3fn", True), ("int8_tensorwise", True)]
+    ("kind", "native"),
+    [
+        *((kind, False) for kind in ("float8_e4m3fn", "nvfp4", "mxfp8")),  # a CPU has no native product of the last two
+        *((kind, True) for kind in ("float8_e4m3fn", "int8_tensorwise", "convrot_w4a4", "asym_w4a8_int8")),
+    ],
 )
 def test_packed_layers_are_safe_or_left_to_the_card_s_own_kernels(inside: Inside, kind: str, native: bool) -> None:
     found = inside.play("core_fit", "packed", name="Wan 2.1", kind=kind, native=native)
@@ -98,6 +107,20 @@ def test_layers_that_unpack_their_own_bytes_are_asked_for_values(inside: Inside)
     """As those of GGUF files, whose bytes core's cast would take for numbers."""
     found = inside.play("core_fit", "unpacked_by_the_layer", name="Wan 2.1")
     assert found["error"] <= NEAR and found["casts"] > 20
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def test_a_model_of_comfyui_gguf_is_near_its_own_fp32(inside: Inside, tmp_path: Path, kind: str) -> None:
+    """The other pack itself, from a checkout that COMFYUI_GGUF names."""
+    checkout = Path(os.environ.get("COMFYUI_GGUF") or "~/comfy/ComfyUI-GGUF").expanduser()
+    if not (checkout / "ops.py").is_file():
+        pytest.skip(f"no ComfyUI-GGUF in {checkout}; name a checkout in COMFYUI_GGUF")
+    found = inside.play("core_gguf", "fitted", checkout=str(checkout), folder=str(tmp_path), kind=kind)
+    assert found["theirs"] > 20 and found["patcher"] == "GGUFModelPatcher"
+    assert found["plain"] > 10 * NEAR, "the residual does not leave fp16's range: the test tests nothing"
+    assert found["safe"] <= NEAR and found["restored"] and not found["traces"]
+    assert found["lora"] <= NEAR and found["acts"] > 0.01
+    assert found["said"][0].startswith("precision fp16-safe: auto")
 
 
 def test_a_unet_is_left_as_loaded_and_said(inside: Inside) -> None:
@@ -130,6 +153,13 @@ def test_a_vae_decodes_and_encodes_where_there_is_no_conv3d(inside: Inside, name
     found = inside.play("core_fit_vaes", "without_conv3d", name=name)
     assert found["lacking"] or name == "SD", "core's own VAE works here: the test tests nothing"
     assert found["decode"] <= 1e-5 and found["encode"] <= 1e-5 and not found["said"]
+
+
+def test_a_vae_in_bf16_keeps_its_values_on_a_device_that_damages_them(inside: Inside) -> None:
+    found = inside.play("core_fit_vaes", "bits_kept", name="Wan 2.1", profile="gfx1151")
+    assert found["alone"] > 0.1, "core alone is right here: the test tests nothing"
+    assert found["error"] <= 1e-5 and found["back"] and not found["bf16"] and found["before"]
+    assert any(line.startswith("weights cast from bf16 on the host") for line in found["said"])
 
 
 @pytest.mark.parametrize(

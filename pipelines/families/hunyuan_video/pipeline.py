@@ -35,6 +35,7 @@ from ...memory.fit import make_room_and_retry
 from ...sampling.core_sampler import guidance_of, required
 from ...sampling.guidance import Guidance
 from ...sampling.loop import NoiseMask, denoise, latent_shape, noise_for, noise_mask_for, sampled_latents, start_from
+from ...sampling.resume import steps_of
 from ...sampling.schedules import even_levels, schedule_for
 from ...sampling.watch import watch_of
 from ...text.llama import POOLED, LlavaInput, llama_embeds, llama_from_core
@@ -183,6 +184,7 @@ def sample(
             preview=whole,
             again=make_room_and_retry(pipeline, progress),
             watch=watch_of(pipeline, progress),
+            steps=steps_of(pipeline, generator),
         )
     extra = {"drop_frames": DROPPED_FRAMES} if kind == LATENT_CONCAT else {}
     return sampled_latents(pipeline, whole(latents.cpu()) / scale, settings, generator, **extra)

@@ -30,6 +30,7 @@ from ...memory.estimates import beside_transformer
 from ...memory.fit import make_room_and_retry
 from ...recipes import recipe_of
 from ...sampling.loop import NoiseMask, Predict, denoise, latent_shape, noise_for, noise_mask_for, sampled_latents
+from ...sampling.resume import steps_of
 from ...sampling.schedules import TRAIN_TIMESTEPS, Levels, Schedule, schedule_for
 from ...sampling.watch import watch_of
 from ...text.t5 import EMBEDS, MASK, batched, t5_embeds, t5_from_core
@@ -180,6 +181,7 @@ def sample(
             progress=progress,
             again=make_room_and_retry(pipeline, progress),
             watch=watch_of(pipeline, progress),
+            steps=steps_of(pipeline, generator),
             noise_mask=_noise_mask(video, start),
             preview=unpacked,
             step=stepper.step,

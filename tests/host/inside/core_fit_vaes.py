@@ -77,6 +77,30 @@ def without_conv3d(name: str) -> dict[str, Any]:
         return {**result, "lacking": lacking, "said": list(said)}
 
 
+def bits_kept(name: str, profile: str) -> dict[str, Any]:
+    """Decode of bf16 weights on a machine that damages them, by core and fitted, against fp32 on the CPU."""
+    here, latents = made(name, torch.bfloat16), latents_of(name)
+    expected = fitted(here, precision="fp32").decode(latents)
+    with machine_named(profile) as machine, noted() as said:
+        device = machine.facts.device
+        alone = error(made(name, torch.bfloat16, device=device).decode(latents).cpu(), expected)
+        management.unload_all_models()
+        vae = made(name, torch.bfloat16, device=device)
+        fit, decisions = core_vae.fit_vae(vae, machine=machine)
+        found = fit.decode(latents)
+        management.unload_all_models()
+        again = fit.decode(latents)
+        management.unload_all_models()
+        return {
+            "alone": alone,
+            "error": error(found.cpu(), expected),
+            "back": torch.equal(again, found),
+            "bf16": sum(tensor.dtype is torch.bfloat16 for tensor in fit.first_stage_model.parameters()),
+            "before": all(tensor.dtype is torch.bfloat16 for tensor in vae.first_stage_model.parameters()),
+            "said": [*map(str, decisions), *said],
+        }
+
+
 def rescued(name: str, fault: str, edge: int = 8) -> dict[str, Any]:
     """A decode in which the first way fails, against the sound one, and what was said."""
     vae = made(name, torch.float32 if fault in ("memory", "never") else torch.float16)
