@@ -160,6 +160,7 @@ def load(
         probes=probes,
         storage=storage.smaller(files),
         stands_in_for=request.stands_in_for,
+        request=request if single is None else _resolved(request, single),
     )
     return replace(pipeline, decisions=(*pipeline.decisions, *told, *guessed, *recipe_decision(pipeline)))
 
@@ -170,6 +171,13 @@ def _machine(request: LoadRequest) -> tuple[DeviceFacts, ProbeStore | None]:
     if fault := device_fault(facts.device):
         raise unusable_device(facts, fault)
     return facts, None if request.state is None else probe_results_of(facts, request.state, request.quiet)
+
+
+def _resolved(request: LoadRequest, single: Composed) -> LoadRequest:
+    """``request`` with the file of each part, also of those that were left to ``auto``."""
+    assert request.files is not None
+    files = {name: part.folder for name, part in single.files.items() if part.folder.is_file()}
+    return replace(request, files=replace(request.files, parts={**request.files.parts, **files}))
 
 
 def _sources(
