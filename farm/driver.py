@@ -60,12 +60,12 @@ class Driver:
     """One driver over one folder.
 
     Args:
-        ray: the package, connected. task_of: a line to its task. reached: how many steps of a job are kept.
+        ray: the package, connected. task_of: a line to its task. reached: grows with the steps of a job that are kept.
         say: takes a line about each thing that happens.
     """
 
     def __init__(
-        self, ray: Any, folder: JobFolder, task_of: Callable[[str], Task], reached: Callable[[Task], int], say: Say
+        self, ray: Any, folder: JobFolder, task_of: Callable[[str], Task], reached: Callable[[Task], float], say: Say
     ) -> None:
         self.ray, self.folder, self.task_of, self.reached, self.say = ray, folder, task_of, reached, say
         self.name = f"{socket.gethostname()}-{os.getpid()}"
@@ -73,7 +73,7 @@ class Driver:
         self._calls: dict[Any, Hand] = {}
         self._seen: set[str] = set()
         self._looked = self._shown = 0.0
-        self._steps: dict[str, int] = {}
+        self._steps: dict[str, float] = {}
 
     def hire(self, count: int, renderer: Any, needs: dict[str, float]) -> None:
         """Have Ray start ``count`` workers, each with ``needs`` (``num_cpus``, ``num_gpus``), once there is room."""
@@ -203,7 +203,7 @@ class Driver:
         reached = self.reached(task)
         task.deaths = task.deaths + 1 if reached <= self._steps.get(task.key, 0) else 1
         self._steps[task.key] = reached
-        self.say(f"{task.key[:12]}: {hand.name} died; the job goes on from step {reached}")
+        self.say(f"{task.key[:12]}: {hand.name} died; the job goes on{' from its last step' if reached else ''}")
         if task.deaths >= MOST_DEATHS:
             self._fail(task, f"{task.deaths} workers died at this job without a further step")
         else:

@@ -6,6 +6,7 @@ leaves nothing behind, so a clone, a save, a merge or an unload finds the model 
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,7 +24,7 @@ from ...compat.errors import InputError, UnsupportedError
 from ...compat.precision import SAFE
 from ..core_shell import CoreShell
 from ..recovery import keep_what_core_samples
-from .attention import OVERRIDE, AttentionOverride
+from .attention import AttentionOverride, with_override
 from .convolutions import HOOK, conv_forwards
 from .leaves import ByNetwork, SafeLeaves, has_packed, is_linear, left_alone, reached_by_safe, unfit_for_safe
 from .machine import AS_LOADED, Fit, Machine, fit_for, machine_of
@@ -61,7 +62,11 @@ class FittedNetwork:
             if self.fit.safe:
                 stack.enter_context(self._leaves_of(network, model, x).patches_on())
             stack.enter_context(self._convolutions_on(network, model.get_dtype_inference()))
-            return executor(x, *_with_attention(self.fit, args, kwargs), **kwargs)
+            if self.fit.attention is None:
+                return executor(x, *args, **kwargs)
+            override = functools.partial(AttentionOverride, self.fit.attention, self.fit.safe)
+            given, named = with_override(override, args, kwargs)
+            return executor(x, *given, **named)
 
     def _leaves_of(self, network: nn.Module, model: Any, x: torch.Tensor) -> SafeLeaves:
         leaves: SafeLeaves = self.leaves.setdefault(
@@ -147,27 +152,6 @@ def _compute_in(fitted: Any, dtype: torch.dtype | None, network: nn.Module) -> N
         fitted.add_object_patch("manual_cast_dtype", dtype)
     else:
         fitted.set_model_compute_dtype(dtype)
-
-
-def _with_attention(fit: Fit, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments of core's call with our attention in a copy of its options, behind that of other nodes."""
-    given = list(args)
-    if fit.attention is None:
-        return given
-    place = next((index for index, value in enumerate(given) if _is_options(value)), None)
-    known = given[place] if place is not None else kwargs.get("transformer_options", {})
-    override = AttentionOverride(fit.attention, fit.safe, known.get(OVERRIDE))
-    changed = {**known, OVERRIDE: override}
-    if place is None:
-        kwargs["transformer_options"] = changed
-    else:
-        given[place] = changed
-    return given
-
-
-def _is_options(value: Any) -> bool:
-    """Whether an argument is core's options: the only dictionary with the wrappers in it."""
-    return isinstance(value, dict) and "wrappers" in value
 
 
 def _convolutions(forms: Counter[str]) -> Iterator[Decision]:

@@ -22,7 +22,7 @@ from ...compat.errors import CheckpointError, InputError, MissingPackageError
 from ...compat.memory.statistics import amount
 from ...compat.packages import imported
 from ..base import Progress, StageText
-from ..family import HUB, Download, FamilySpec, Offer
+from ..family import HUB, Download, FamilySpec, Offer, Quantised
 from ..registry import FAMILIES
 
 FETCHER = "AnyGPU Download Model"  # the node
@@ -67,6 +67,12 @@ def offers() -> dict[str, Offer]:
     return dict(sorted(each, key=lambda item: item[1].total_bytes))
 
 
+def every_offer() -> dict[str, Offer]:
+    """Title to what can be downloaded: :func:`offers`, and behind them further variants of each family."""
+    more = (family.more_offers.items() for family in FAMILIES.values())
+    return offers() | {title: offer for family in more for title, offer in family}
+
+
 def smallest_for(memory_bytes: int) -> tuple[str, Offer]:
     """Title and offer of the smallest whose largest part fits into ``memory_bytes``; of the smallest if none fits."""
     each = list(offers().items())
@@ -89,7 +95,8 @@ def _pages() -> list[tuple[FamilySpec, str]]:
 
 def remedy(name: str, root: Path, memory_bytes: int) -> str:
     """What to do about a model that is not there: its page where the name is a published one, else the smallest."""
-    offered = next((d for offer in offers().values() for d in offer.downloads if d.folder == Path(name).name), None)
+    each = (download for offer in every_offer().values() for download in offer.downloads)
+    offered = next((download for download in each if download.folder == Path(name).name), None)
     if offered is not None:
         return f"Download {offered.text(root)}, or let {FETCHER} do it; then press R. Or choose another model."
     page = known_page(name)
@@ -103,26 +110,36 @@ def remedy(name: str, root: Path, memory_bytes: int) -> str:
 def stored_for(offer: Offer, card_bytes: int) -> str:
     """In which form the transformer of an offer stays whole on a card; empty where nobody knows the card.
 
-    Derived from parameter counts: 8.5 bits a weight for Q8_0 and about 4.8 for Q4_K_M.
+    Published files where some are known; else derived from parameter counts: 8.5 bits a weight for Q8_0 and about 4.8
+    for Q4_K_M.
     """
     if not card_bytes:
         return ""
-    size = offer.gib["transformer"]
-    fitting = ((name, size * share) for name, share in STORED if size * share + BESIDE_GIB <= card_bytes / GIBIBYTE)
-    name, gib = next(fitting, ("", 0.0))
+    size, room = offer.gib["transformer"], card_bytes / GIBIBYTE - BESIDE_GIB
     card = f"On a card of {card_bytes / GIBIBYTE:.0f} GB its transformer"
+    if size <= room:
+        return f"{card} stays whole as bf16, about {size:.1f} GiB."
+    forms = [(str(file), file.gigabytes * 1e9 / GIBIBYTE) for file in offer.quantised.get("transformer", ())]
+    forms = forms or [(f"{name}, about {size * share:.1f} GiB", size * share) for name, share in STORED[1:]]
+    text = _whole(offer.quantised.get("text", ()), room)
+    beside = f", with {text} as text encoder" if text else ""
+    name = next((name for name, gib in forms if gib <= room), "")
     if not name:
-        name, gib = STORED[-1][0], size * STORED[-1][1]
-        return f"{card} is streamed in every form; the smallest useful one is {name}, about {gib:.1f} GiB."
-    where = "" if name == "bf16" else ", with AnyGPU Compose Pipeline"
-    return f"{card} stays whole as {name}, about {gib:.1f} GiB{where}."
+        return f"{card} is streamed in every form; the smallest useful one is {forms[-1][0]}{beside}."
+    return f"{card} stays whole as {name}{beside}, by AnyGPU Compose Pipeline."
+
+
+def _whole(files: Sequence[Quantised], room: float) -> str:
+    """The largest of ``files`` that stays whole in ``room`` GiB, else the smallest; empty without files."""
+    fitting = (file for file in files if file.gigabytes * 1e9 / GIBIBYTE <= room)
+    return str(next(fitting, files[-1])) if files else ""
 
 
 def variants_of(title: str) -> str:
-    """The other published folders of a family, such as image to video, in one line; empty for none."""
-    family = next(family for family in FAMILIES.values() if family.title == title)
-    own = {download.page for download in offer_of(title).downloads}
-    others = [page.removeprefix(HUB) for page in family.pages if page not in own]
+    """Published folders of a family that this node does not fetch, such as 720p, in one line; empty for none."""
+    family = next(family for family in FAMILIES.values() if title in (family.title, *family.more_offers))
+    offered = {download.page for offer in every_offer().values() for download in offer.downloads}
+    others = [page.removeprefix(HUB) for page in family.pages if page not in offered]
     return f"Other variants, for `hf download NAME --local-dir …`: {', '.join(others)}" if others else ""
 
 
@@ -153,9 +170,9 @@ def offer_of(title: str) -> Offer:
     Raises:
         InputError: none has it.
     """
-    if title not in offers():
-        raise InputError(f"model {title!r}", expected=f"one of {', '.join(offers())}", fix="Choose one of these.")
-    return offers()[title]
+    if title not in every_offer():
+        raise InputError(f"model {title!r}", expected=f"one of {', '.join(every_offer())}", fix="Choose one of these.")
+    return every_offer()[title]
 
 
 def folder_of(download: Download, roots: Sequence[Path]) -> Path:

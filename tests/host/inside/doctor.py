@@ -15,6 +15,7 @@ from anygpu.compat.output_check import NotFinite
 from anygpu.compat.repairs import RepairStore
 from anygpu.host.core import doctor as core
 from anygpu.host.core import model as core_model
+from anygpu.host.core.attention import OVERRIDE
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from host.inside import core_tiny, core_tiny_vaes
@@ -75,6 +76,34 @@ def overflowing(name: str) -> dict[str, Any]:
     report["traces"] = sum("forward" in vars(module) or bool(module._forward_hooks) for module in network.modules())
     management.unload_all_models()
     return report
+
+
+def broken_attention(name: str) -> dict[str, Any]:
+    """Core's tiny ``name`` behind a node whose attention gives NaN: what is offered, and what the next run gives."""
+    model = core_tiny.made(name, torch.float32, None)
+    expected = core_tiny.output(model, name)
+    broken = model.clone()
+
+    def attention(func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return func(*args, **kwargs) * float("nan")
+
+    broken.model_options["transformer_options"][OVERRIDE] = attention
+    with tempfile.TemporaryDirectory() as folder:
+        watched, _ = _watched(broken, doctors.OFFER, folder)
+        try:
+            core_tiny.output(watched, name)
+            offered = ""
+        except NotFinite as error:
+            offered = str(error)
+        again, _ = _watched(broken, doctors.KEEP, folder)
+        seen = core_tiny.output(again, name)
+        kept, said = _watched(broken, doctors.KEEP, folder)
+        return {
+            "offered": offered,
+            "first": core_tiny.error(seen, expected),
+            "error": core_tiny.error(core_tiny.output(kept, name), expected),
+            "said": said,
+        }
 
 
 def beside_ours(name: str) -> dict[str, Any]:

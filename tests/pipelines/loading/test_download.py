@@ -22,7 +22,7 @@ from anygpu.compat.errors import CheckpointError, InputError, MissingPackageErro
 from anygpu.pipelines.base import Silent
 from anygpu.pipelines.family import HUB, HUB_FILES, Download, Offer
 from anygpu.pipelines.loading import download
-from anygpu.pipelines.loading.download import fetched, is_checked, offers, selected
+from anygpu.pipelines.loading.download import every_offer, fetched, is_checked, selected
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 REPOSITORY = "Lightricks/LTX-Video"
@@ -323,7 +323,7 @@ def test_one_set_of_weights_of_each_folder_is_chosen() -> None:
 
 
 def test_each_model_on_offer_is_fixed_at_a_commit() -> None:
-    for model in (model for offer in offers().values() for model in offer.downloads):
+    for model in (model for offer in every_offer().values() for model in offer.downloads):
         assert len(model.revision) == 40 and set(model.revision) <= set("0123456789abcdef")
         assert model.page == HUB + model.repository
 
