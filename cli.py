@@ -29,7 +29,7 @@ from .compat.errors import InputError, PackError
 STATE = "~/.cache/anygpu"
 JOB_BYTES = 1_000_000
 ANYWHERE = frozenset(  # flags of a render that say where it runs and what becomes of it, not what it is
-    ("command", "run", "job", "save_job", "output", "state", "device", "search", "profile", "repair", "recover")
+    ("command", "run", "job", "save_job", "output", "state", "device", "search", "profile", "repair", "recover", "plan")
 )
 OUTPUT_BYTES = 100_000_000  # that must be free before hours of work; a minute of 720p takes less
 REPAIR = (
@@ -148,6 +148,8 @@ def render(arguments: argparse.Namespace) -> int:
 
     if arguments.save_job is not None:
         return _save_job(arguments)
+    if arguments.plan:
+        return _plan(arguments)
     progress, output = Printed(), Path(arguments.output)
     started = time.monotonic()
     require_writable(output, OUTPUT_BYTES, "--output")
@@ -167,6 +169,25 @@ def _save_job(arguments: argparse.Namespace) -> int:
     require_writable(path, JOB_BYTES, "--save-job")
     job = _job(arguments, _machine(arguments).places)
     print(f"{write_job(path, job)}: job {job.key[:16]}")
+    return 0
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    """Print what the run would need and how long it would take, in each offload mode; nothing is read or run."""
+    from .pipelines import jobs
+    from .pipelines.memory.page import memory_plan, planned_size
+
+    machine = _machine(arguments)
+    job = _job(arguments, machine.places)
+    pipeline, settings = jobs.load_pipeline(job, machine, Printed(), jobs.request_of(job, machine)), job.settings
+    frames = settings.frames
+    if job.framepack is not None:
+        frames = pipeline.spec.code.frames_for(job.framepack, settings.fps or pipeline.spec.defaults.fps)
+    guided = (settings.cfg or pipeline.spec.defaults.cfg) > 1.0
+    size = planned_size(pipeline, settings.width, settings.height, frames, guided)
+    if job.framepack is not None:
+        size = replace(size, window=job.framepack.window)
+    print(memory_plan(pipeline, size, settings)[0])
     return 0
 
 
@@ -256,7 +277,7 @@ def _job(arguments: argparse.Namespace, places: Any) -> Any:
         return jobs.read_job(Path(arguments.job))
     if arguments.model is None:
         raise InputError("no --model", expected="a model folder, or --job FILE", fix="Add --model FOLDER.")
-    if arguments.prompt is None and arguments.recover is None:
+    if arguments.prompt is None and arguments.recover is None and not arguments.plan:
         raise InputError("no --prompt", expected="a text, or --recover", fix="Add --prompt TEXT.")
     model = Path(arguments.model)
     family = family_of_folder(model) if model.is_dir() else None
@@ -314,7 +335,8 @@ def _memory(arguments: argparse.Namespace) -> int:
     print(f"{facts}\nfree: {told} on the device, {amount_of(host_free_bytes())} of host memory")
     kept = kept_stages(Path(arguments.state).expanduser())
     for cost in kept:
-        print(f"{cost.date} {cost.pipeline} on {cost.device}: {cost}")
+        beside = f"; {cost.beside_forecast}" if cost.beside_forecast else ""
+        print(f"{cost.date} {cost.pipeline} on {cost.device}: {cost}{beside}")
     if not kept:
         print("no runs recorded yet")
     return 0
@@ -370,6 +392,7 @@ def _render_arguments(parser: argparse.ArgumentParser) -> None:
     add("--lora", action="append", default=[], metavar="FILE[:STRENGTH[:BLOCKS]]", help="apply a LoRA; may be repeated")
     add("--section-prompt", action="append", default=[], help="FramePack: prompt of a later section; may be repeated")
     add("--output", default="anygpu.mp4")
+    add("--plan", action="store_true", help="say what the run needs and how long it takes, and run nothing")
     for name in ("--image", "--end-image", "--video"):
         add(name, help="file")
     for name in ("--width", "--height", "--frames", "--steps", "--seed"):

@@ -373,9 +373,10 @@ def _sample(pipeline: Pipeline, settings: Any, size: Size, progress: Progress, r
     def again(error: BaseException) -> bool:
         return fall_back_to_fp32(pipeline, progress, error) or more_room(error)
 
-    with running(SAMPLING, pipeline, progress, settings, run=Run(size, settings)):
+    asked = Run(size, settings)
+    with running(SAMPLING, pipeline, progress, settings, run=asked):
         release_text(pipeline, pipeline.spec)
-        fit_offload(pipeline, "sampling", size, progress)
+        fit_offload(pipeline, "sampling", size, progress, asked)
         for attempt in retries(again, catches=(RuntimeError, MemoryError, NotFinite)):
             with attempt, sampling_speed(pipeline, settings, progress):
                 latents = run()
