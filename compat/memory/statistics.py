@@ -218,7 +218,7 @@ def kept_stages(state: Path) -> list[StageCost]:
         for cost in costs:
             f"{cost}{cost.own_seconds:f}{cost.modelled_seconds:f}{cost.forecast_seconds:f}"  # an edited file may fail
         return costs
-    except (OSError, ValueError, TypeError, ArithmeticError):
+    except (OSError, ValueError, TypeError, ArithmeticError, RecursionError):
         return []
 
 
