@@ -114,8 +114,7 @@ def load(
         make_room, hosted: how a host around us frees memory, and its own offloader, which offload ``auto`` then means.
 
     Raises:
-        CheckpointError: a folder, file or tensor is missing, damaged, or of an unknown family.
-        InputError, UnsupportedError: a choice that this model or machine cannot do.
+        PackError: files that are missing, damaged or unknown; a choice that this model or machine cannot do.
     """
     progress = progress or Silent()
     with reading(request.model):
