@@ -21,6 +21,7 @@ from .job_format import Caching as Caching
 from .job_format import Content as Content
 from .job_format import Job as Job
 from .job_format import Picture as Picture
+from .job_format import Value as Value
 from .job_format import job_in as job_in
 from .job_format import load_inputs as load_inputs
 from .job_format import read_job as read_job
