@@ -102,6 +102,7 @@ demo-comfyui: $(READY)
 bench: $(READY)
 	$(PY) benchmarks/overhead.py
 	$(PY) benchmarks/startup.py
+	$(PY) benchmarks/watching.py
 	$(PY) benchmarks/steps.py
 	$(PY) benchmarks/lossy.py --dry
 	$(PY) benchmarks/clips.py
