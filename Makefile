@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 TORCH_INDEX ?=
 INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
-.PHONY: install accelerator demo train demo-comfyui test test-full test-windows test-floors test-farm test-host test-browser pictures cards workflows matrix memory lint bench clean
+.PHONY: install accelerator demo train demo-comfyui test test-full test-windows test-floors test-farm test-host test-full-host test-browser pictures cards workflows matrix memory lint bench clean
 
 install: $(READY)
 
@@ -63,6 +63,9 @@ test-farm: $(READY)
 
 # Each worker has a ComfyUI of its own.
 test-host: $(READY)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile -m "not full" tests/host
+
+test-full-host: $(READY)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile tests/host
 
 test-browser: $(READY)
