@@ -199,7 +199,8 @@ from anygpu.host.farm import jobs_named, render_at, report_of
 from anygpu.pipelines.job_folder import JobFolder
 jobs = jobs_named(JobFolder(Path(sys.argv[1])), "foxes")
 back = render_at(sys.argv[2], jobs, NodeProgress())
-print(json.dumps([[path.read_text() for path in back.files], back.failed, report_of(jobs, back, jobs.folder.workers())]))
+texts = [path.read_text() for path in back.files]
+print(json.dumps([texts, back.failed, report_of(jobs, back, jobs.folder.workers())]))
 """
 
 
