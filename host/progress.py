@@ -19,6 +19,7 @@ from server import PromptServer
 from ..compat.decision import Decision
 from ..compat.errors import InputError
 from ..compat.memory.parts import StageText
+from ..compat.memory.statistics import time_left
 from .families import latent_format_of
 from .server.panel import memory_now
 from .server.runs import NodeRun, stop
@@ -98,7 +99,7 @@ class NodeProgress:
         now = text if text.counted else f"{text} {done}/{total}"
         self._run.at(now)
         self._bar.update_absolute(done, total, None if preview is None else self._picture(preview))
-        self._text(text if text.counted else f"{now}{self._pace(done)}")
+        self._text(text if text.counted else f"{now}{self._pace(done, total)}")
 
     def check(self) -> None:
         """Raise ComfyUI's own interrupt when the user has cancelled."""
@@ -131,9 +132,8 @@ class NodeProgress:
         self._run.finish(status, self.lines)
         self._send("\n".join([status, *self.lines]))
 
-    def _pace(self, done: int) -> str:
-        seconds = time.monotonic() - self._begun[self._stage]
-        return f", {seconds / done:.1f} s each" if done > 1 and seconds / done >= 0.1 else ""
+    def _pace(self, done: int, total: int) -> str:
+        return time_left(time.monotonic() - self._begun[self._stage], done, total)
 
     def _text(self, text: str) -> None:
         now = time.monotonic()

@@ -271,7 +271,7 @@ export async function firstRun(nodes2) {
     const area = page.locator(".anygpu-first textarea");
     await area.waitFor();
     const text = await area.inputValue();
-    for (const wanted of [models, "https://huggingface.co/Lightricks/LTX-Video", "LTX-Video, 14 GB of weights", "demo: LTX-Video"]) {
+    for (const wanted of [models, "https://huggingface.co/Lightricks/LTX-Video", "LTX-Video, 28 GB to download, 14 GB of weights", "demo: LTX-Video"]) {
       assert.ok(text.includes(wanted), `${wanted} in ${text}`);
     }
     assert.ok((await area.boundingBox()).height > 60, "the text can be read");

@@ -14,6 +14,7 @@ from ...family import (
     MusubiCache,
     Offer,
     OtherModel,
+    Quantised,
     Recipe,
 )
 from ...text.qwen import EMBEDS_2
@@ -78,10 +79,15 @@ SPEC = FamilySpec(
                 "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
                 "286be7ce72277246578a3e3cc2487e95ddae5bcf",
                 (*HUB_FILES, "text_encoder_2", "tokenizer_2", "guider"),
+                {"": 57.3},  # 33 files
             ),
         ),
         {"text": 13.2, "text 2": 0.4, "transformer": 15.5, "vae": 2.3},
-        stored_bytes=int(53.4 * 2**30),  # 33 files of that commit
+        {
+            "text": (
+                Quantised("Comfy-Org/HunyuanVideo_1.5_repackaged", "qwen_2.5_vl_7b_fp8_scaled.safetensors", 9.38),
+            ),
+        },
     ),
     more_offers={
         "HunyuanVideo 1.5 image to video": Offer(
