@@ -29,7 +29,7 @@ from .compat.errors import InputError, PackError
 STATE = "~/.cache/anygpu"
 JOB_BYTES = 1_000_000
 ANYWHERE = frozenset(  # flags of a render that say where it runs and what becomes of it, not what it is
-    ("command", "run", "job", "save_job", "output", "state", "device", "search", "profile", "repair", "recover")
+    ("command", "run", "job", "save_job", "output", "state", "device", "search", "profile", "repair", "recover", "plan")
 )
 OUTPUT_BYTES = 100_000_000  # that must be free before hours of work; a minute of 720p takes less
 REPAIR = (
@@ -145,14 +145,17 @@ def render(arguments: argparse.Namespace) -> int:
     """Render one clip with a model of the user's, or write down what would be rendered."""
     from .compat.durable import require_writable
     from .pipelines.movie import write_mp4
+    from .pipelines.receipts import tags_for
 
     if arguments.save_job is not None:
         return _save_job(arguments)
+    if arguments.plan:
+        return _plan(arguments)
     progress, output = Printed(), Path(arguments.output)
     started = time.monotonic()
     require_writable(output, OUTPUT_BYTES, "--output")
-    frames, fps = rendered(arguments, progress)
-    path = write_mp4(frames, fps, output)
+    frames, fps, receipt = rendered(arguments, progress)
+    path = write_mp4(frames, fps, output, tags_for(receipt))
     size = f"{frames.shape[2]}x{frames.shape[1]}, {frames.shape[0]} frames at {fps:g} fps"
     print(f"{path}: {size}, {time.monotonic() - started:.1f} s")
     return 0
@@ -170,13 +173,32 @@ def _save_job(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _plan(arguments: argparse.Namespace) -> int:
+    """Print what the run would need and how long it would take, in each offload mode; nothing is read or run."""
+    from .pipelines import jobs
+    from .pipelines.memory.page import memory_plan, planned_size
+
+    machine = _machine(arguments)
+    job = _job(arguments, machine.places)
+    pipeline, settings = jobs.load_pipeline(job, machine, Printed(), jobs.request_of(job, machine)), job.settings
+    frames = settings.frames
+    if job.framepack is not None:
+        frames = pipeline.spec.code.frames_for(job.framepack, settings.fps or pipeline.spec.defaults.fps)
+    guided = (settings.cfg or pipeline.spec.defaults.cfg) > 1.0
+    size = planned_size(pipeline, settings.width, settings.height, frames, guided)
+    if job.framepack is not None:
+        size = replace(size, window=job.framepack.window)
+    print(memory_plan(pipeline, size, settings)[0])
+    return 0
+
+
 def doctor(arguments: argparse.Namespace) -> int:
     """Sample and decode one clip and say in which layer its values go wrong; 1 if they do."""
     from .compat.output_check import NotFinite
 
     progress = Printed()
     try:
-        frames, _ = rendered(arguments, progress)
+        frames, *_ = rendered(arguments, progress)
     except NotFinite as error:
         print(error)
         return 1
@@ -198,12 +220,13 @@ def _watch(arguments: argparse.Namespace, model: Path, progress: Any) -> Any:
     return watch
 
 
-def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float]:
-    """Frames (F, H, W, 3) and fps for the arguments of ``render``: the same functions that the nodes call."""
+def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float, Any]:
+    """Frames (F, H, W, 3), fps and receipt for the arguments of ``render``: the same functions that the nodes call."""
     import torch
 
-    from .pipelines import jobs, stages
+    from .pipelines import jobs, receipts, stages
     from .pipelines.latents import convert, recovery
+    from .pipelines.vae.plan import Form
 
     machine = _machine(arguments)
     job = _job(arguments, machine.places)
@@ -215,10 +238,36 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float]:
             progress.notify(str(decision))
         if arguments.recover is None:
             made = jobs.run(job, machine, progress, pipeline)
-            return made.frames, made.latents.fps
+            return made.frames, made.latents.fps, receipts.decoded_receipt(made.latents, job.decode)
         kept = recovery.load(machine.state / "kept", arguments.recover, progress.notify)
         latents = convert.from_core(pipeline, kept, progress.notify)
-        return stages.decode(pipeline, latents, progress, arguments.decode), latents.fps
+        frames = stages.decode(pipeline, latents, progress, arguments.decode)
+        return frames, latents.fps, receipts.decoded_receipt(latents, Form(arguments.decode))
+
+
+def replay(arguments: argparse.Namespace) -> int:
+    """Make the video of a file again, and say whether it is the same; 1 if it is another."""
+    from .compat.durable import require_writable
+    from .pipelines.demo import MODELS
+    from .pipelines.jobs import Machine, Places
+    from .pipelines.movie import write_mp4
+    from .pipelines.receipts import decoded_receipt, tags_for
+    from .pipelines.replays import replay as again
+
+    progress, path = Printed(), Path(arguments.file)
+    output = Path(arguments.output or path.with_name(f"{path.stem}.replay.mp4"))
+    require_writable(output, OUTPUT_BYTES, "--output")
+    searched = tuple(map(Path, arguments.search))
+    machine = Machine(
+        places=Places((*searched, MODELS), (path.parent, Path(), *searched)),
+        state=Path(arguments.state).expanduser(),
+        device=arguments.device,
+    )
+    made = again(path, machine, progress)
+    latents = made.rendered.latents
+    write_mp4(made.rendered.frames, latents.fps, output, tags_for(decoded_receipt(latents, made.job.decode)))
+    print(f"{output}: {made.text()}")
+    return 1 if made.same is False else 0
 
 
 def _machine(arguments: argparse.Namespace) -> Any:
@@ -256,7 +305,7 @@ def _job(arguments: argparse.Namespace, places: Any) -> Any:
         return jobs.read_job(Path(arguments.job))
     if arguments.model is None:
         raise InputError("no --model", expected="a model folder, or --job FILE", fix="Add --model FOLDER.")
-    if arguments.prompt is None and arguments.recover is None:
+    if arguments.prompt is None and arguments.recover is None and not arguments.plan:
         raise InputError("no --prompt", expected="a text, or --recover", fix="Add --prompt TEXT.")
     model = Path(arguments.model)
     family = family_of_folder(model) if model.is_dir() else None
@@ -314,7 +363,8 @@ def _memory(arguments: argparse.Namespace) -> int:
     print(f"{facts}\nfree: {told} on the device, {amount_of(host_free_bytes())} of host memory")
     kept = kept_stages(Path(arguments.state).expanduser())
     for cost in kept:
-        print(f"{cost.date} {cost.pipeline} on {cost.device}: {cost}")
+        beside = f"; {cost.beside_forecast}" if cost.beside_forecast else ""
+        print(f"{cost.date} {cost.pipeline} on {cost.device}: {cost}{beside}")
     if not kept:
         print("no runs recorded yet")
     return 0
@@ -343,7 +393,13 @@ def _parser(renders: bool) -> argparse.ArgumentParser:
         _render_arguments(rendering)
         _render_arguments(watched)
         watched.set_defaults(run=doctor, prompt="a red fox", steps=2, repair=OFFER)
-    for command in (told, tried, rendering, watched):
+    again = commands.add_parser("replay", help="make the video of a file again from the receipt in it")
+    again.add_argument("file", help="a video or latents that AnyGPU saved")
+    again.add_argument("--search", action="append", default=[], help="folder with models, LoRAs, pictures; repeatable")
+    again.add_argument("--output", help="default: the file's name with .replay.mp4")
+    again.add_argument("--device", help="such as cpu, cuda:0, mps; default: the accelerator, else cpu")
+    again.set_defaults(run=replay)
+    for command in (told, tried, rendering, watched, again):
         command.add_argument("--state", default=STATE, help=f"folder where test results are saved (default: {STATE})")
     shown = commands.add_parser("demo", help="render and check one clip per family with tiny random models")
     shown.add_argument("--output", default="demo", help="folder to fill (default: demo)")
@@ -370,6 +426,7 @@ def _render_arguments(parser: argparse.ArgumentParser) -> None:
     add("--lora", action="append", default=[], metavar="FILE[:STRENGTH[:BLOCKS]]", help="apply a LoRA; may be repeated")
     add("--section-prompt", action="append", default=[], help="FramePack: prompt of a later section; may be repeated")
     add("--output", default="anygpu.mp4")
+    add("--plan", action="store_true", help="say what the run needs and how long it takes, and run nothing")
     for name in ("--image", "--end-image", "--video"):
         add(name, help="file")
     for name in ("--width", "--height", "--frames", "--steps", "--seed"):

@@ -1,23 +1,29 @@
 """A farm of 1 to 10,000 workers on paper: discrete events, with the order of jobs of the farm itself.
 
-    python benchmarks/scale.py            # the tables of docs/scale.md, into benchmarks/results/scale.csv
-    python benchmarks/scale.py --real     # real Ray beside it, into benchmarks/results/scale_real.csv
+    python benchmarks/scale.py       # writes benchmarks/results/scale.csv, the tables of docs/scale.md
 
-``farm.schedule`` decides who does what, as in a real run. What takes time is measured (:data:`MEASURED`) or, for GPUs,
-modelled (:data:`VIDEOS`): no figure here was taken on a GPU.
+``farm.schedule`` decides who does what, as in a real run. The driver's time is measured (``benchmarks/farm.py``, which
+also sets this simulation against real Ray); the times of videos, loads and deaths are modelled: none of them was taken
+on a GPU.
 """
 
 from __future__ import annotations
 
+import csv
 import heapq
+import math
 import random
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from anygpu.farm.schedule import Schedule, Task
 
-RESULTS = Path(__file__).resolve().parent / "results"
+TABLE = Path(__file__).resolve().parent / "results" / "scale.csv"
+LONG, SHORT = 600.0, 17.0  # seconds of a job: HunyuanVideo at 480p, LTX-Video 2B, on one large card; modelled
+SPREAD = 0.5  # of the logarithm of the times of jobs
+DAY, OFTEN = 1 / 24, 1 / 4  # deaths of a machine per hour: a usual one, a spot machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,3 +151,83 @@ class _Simulation:
         """Have something happen later."""
         self.count += 1
         heapq.heappush(self.events, (when, self.count, name, what, task))
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One row: a fleet, its jobs, and what they are like.
+
+    Args:
+        each: jobs per worker. mean: seconds of a job. models: how many the jobs are of. slow: share of the workers that
+            have 0.4 of the others' speed.
+    """
+
+    table: str
+    workers: int
+    each: int
+    mean: float = LONG
+    deaths: float = 0.0
+    resume: bool = True
+    away: float = 0.0
+    models: int = 1
+    slow: float = 0.0
+
+    def row(self, constants: Constants) -> dict[str, str | int | float]:
+        """The case and what it took."""
+        rng = random.Random(1)
+        count = self.workers * self.each
+        low = math.log(self.mean) - SPREAD**2 / 2
+        tasks = [
+            Task(str(n), f"model {rng.randrange(self.models)}", rng.lognormvariate(low, SPREAD)) for n in range(count)
+        ]
+        speeds = [0.4 if n < self.slow * self.workers else 1.0 for n in range(self.workers)]
+        run = simulate(tasks, Fleet(speeds, self.deaths, self.resume, self.away), constants)
+        assert run.done == count
+        return {
+            **asdict(self),
+            "jobs": count,
+            "share_of_ideal": round(run.ideal / run.wall, 3),
+            "jobs_per_hour": round(count / run.wall * 3600),
+            "worker_minutes_per_job": round(run.paid / count / 60, 2),
+            "driver_busy": round(run.driver, 3),
+            "died": run.deaths,
+            "lost_hours": round(run.lost / 3600, 1),
+        }
+
+
+def cases() -> list[Case]:
+    """Every row, by table."""
+    sizes = [Case("size", workers, 60) for workers in (1, 8, 64, 200, 1000, 4000, 10_000)]
+    sizes.append(Case("size", 10_000, 100))
+    deaths = [
+        Case("deaths", workers, 60, deaths=rate, resume=resume)
+        for workers in (8, 200, 1000)
+        for rate, resume in ((DAY, True), (DAY, False), (OFTEN, True), (OFTEN, False))
+    ]
+    spot = [
+        Case("spot", 200, 30, deaths=OFTEN, away=600.0, resume=resume, mean=mean)
+        for mean in (LONG, 4 * LONG)
+        for resume in (True, False)
+    ]
+    driver = [Case("driver", workers, 60, mean=SHORT) for workers in (8, 200, 1000, 2000, 4000, 10_000)]
+    unequal = [Case("unequal", 64, each, slow=slow) for slow in (0.0, 0.5) for each in (2, 6, 30)]
+    models = [Case("models", 16, 30, models=count, mean=mean) for count in (1, 4, 16, 64) for mean in (LONG, SHORT)]
+    return [*sizes, *deaths, *spot, *driver, *unequal, *models]
+
+
+def main() -> None:
+    """Simulate every case and write the table."""
+    with TABLE.open("w", newline="", encoding="utf-8") as file:
+        writer = None
+        for case in cases():
+            began = time.monotonic()
+            row = case.row(Constants())
+            writer = writer or csv.DictWriter(file, row)
+            if file.tell() == 0:
+                writer.writeheader()
+            writer.writerow(row)
+            print(row, f"{time.monotonic() - began:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

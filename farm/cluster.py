@@ -17,7 +17,11 @@ NAMESPACE = "anygpu"
 DESK = "desk"  # the actor that AnyGPU Farm asks for
 STORE_BYTES = 200_000_000  # of shared memory on this machine: what passes is JSON, pictures and finished files
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # the one setting with which all of Ray binds to 127.0.0.1
-QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_worker_niceness": "0",  # else workers yield to everything: 15 by itself, tens of times slower on a busy CPU
+}
 TOKEN = "RAY_AUTH_MODE"
 TOKEN_FIX = (
     "Run `ray get-auth-token --generate` once, copy ~/.ray/auth_token to each machine, and set RAY_AUTH_MODE=token "

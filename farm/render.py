@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import Any
 
 import torch
 
+from ..compat.device.facts import value_or
 from ..compat.durable import require_writable
 from ..compat.records import json_in
 from ..pipelines.base import Pipeline, Progress
+from ..pipelines.demo import MODELS as DEMOS
 from ..pipelines.job_folder import JobFolder
 from ..pipelines.jobs import Job, Machine, Places, job_in, load_pipeline, run
 from ..pipelines.movie import write_mp4
@@ -59,18 +62,20 @@ class Renderer:
     def render(self, line: str, progress: Progress) -> dict[str, Any]:
         """Render the job of ``line`` unless it is done; returns what is written down of it."""
         job, folder = job_of(line), JobFolder(self.folder)
+        kept = folder.state / job.key  # of this job alone: whoever goes on with it finds its steps, on any machine
         path = folder.results / f"{job.key}.mp4"
         require_writable(path, OUTPUT_BYTES, "the folder of jobs")
         if self._model != job.model_key:
             self._pipeline, self._model = None, ""  # before the next is loaded, so that both are never held
         started = time.monotonic()
-        places = Places(models=self.models, files=(self.folder,))
-        machine = Machine(places, state=self.state, device=self.device)
+        places = Places((*self.models, DEMOS), (self.folder,))
+        machine = Machine(places, self.state, self.device, unfinished=kept)
         with torch.no_grad():
             self._pipeline = self._pipeline or load_pipeline(job, machine, progress)
             self._model = job.model_key
             rendered = run(job, machine, progress, self._pipeline)
         write_mp4(rendered.frames, rendered.latents.fps, path)
+        shutil.rmtree(kept, ignore_errors=True)
         return {
             "job": job.record(),
             "file": path.name,
@@ -79,6 +84,7 @@ class Renderer:
         }
 
 
-def reached_in(folder: JobFolder, task: Task) -> int:
-    """How many steps of a job are kept, so that a job that goes on is told from one that kills its workers."""
-    return 0
+def reached_in(folder: JobFolder, task: Task) -> float:
+    """When a step of a job was last kept, 0 for never: by it a job that goes on is told from one that kills workers."""
+    kept = [path for path in (folder.state / task.key).rglob("*.safetensors")]
+    return max((value_or(lambda path=path: path.stat().st_mtime, 0.0) for path in kept), default=0.0)

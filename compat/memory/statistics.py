@@ -19,6 +19,7 @@ from ..device.facts import peak_bytes, reset_peak, synchronize, value_or
 
 FILE = "memory.json"
 KEPT = 60  # stages, the newest last
+WORTH_SHOWING = 0.1  # seconds of a step, from which on its pace is shown
 WORTH_TELLING = 5.0  # seconds of a stage, from which on it is told beside its forecast
 GIGABYTE, MEGABYTE = 1e9, 1e6
 
@@ -217,8 +218,29 @@ def kept_stages(state: Path) -> list[StageCost]:
         for cost in costs:
             f"{cost}{cost.own_seconds:f}{cost.modelled_seconds:f}{cost.forecast_seconds:f}"  # an edited file may fail
         return costs
-    except (OSError, ValueError, TypeError, ArithmeticError):
+    except (OSError, ValueError, TypeError, ArithmeticError, RecursionError):
         return []
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words: ``40 s``, ``14 min``, ``2.5 h``."""
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def time_left(seconds: float, done: int, total: int) -> str:
+    """Seconds per step and what is left, such as ``, 4.1 s each, about 70 s left``; empty before the second step.
+
+    Args:
+        seconds: since the first step has ended, which also loads and tunes.
+        done: steps that have ended, of ``total``.
+    """
+    if done < 2 or seconds < WORTH_SHOWING * (done - 1):
+        return ""
+    each = seconds / (done - 1)
+    left = f", about {duration((total - done) * each)} left" if done < total else ""
+    return f", {each:.1f} s each{left}"
 
 
 def amount_of(count: float) -> str:

@@ -85,7 +85,7 @@ def variant_choices() -> list[str]:
 
 
 def variant_of(family: FamilySpec, asked: str, model: Path, transformer: PartFiles) -> tuple[str, tuple[Decision, ...]]:
-    """The variant of a model, and the decision for it; a guess names what says so, unless it is what one expects.
+    """The variant of a model, and what is said of it: a guess names what tells it, unless it is what one expects.
 
     Args:
         asked: what the user chose; ``auto`` to guess. model: the folder that was chosen.
@@ -100,10 +100,23 @@ def variant_of(family: FamilySpec, asked: str, model: Path, transformer: PartFil
             expected=f"one of {known}",
             fix="Choose auto or one of these.",
         )
+    cautions = cautions_of(family, model, transformer)
     if not family.variants:
-        return family.id, ()
+        return family.id, cautions
     if asked != AUTO:
-        return asked, (Decision("variant", asked, source=CHOSEN),)
+        return asked, (Decision("variant", asked, source=CHOSEN), *cautions)
     place = transformer.folder if transformer.folder.is_file() else model
     variant, why = family.code.guess_variant(evidence_of(place, transformer.config))
-    return variant, (Decision("variant", variant, why, AUTO, guessed=True),) if why else ()
+    guess = (Decision("variant", variant, why, AUTO, guessed=True),) if why else ()
+    return variant, (*guess, *cautions)
+
+
+def cautions_of(family: FamilySpec, model: Path, transformer: PartFiles) -> tuple[Decision, ...]:
+    """What to say beside a published file that gave others trouble. Args as above."""
+    names = Evidence(names=names_around(transformer.folder if transformer.folder.is_file() else model))
+    plain = {entry.dtype for entry in transformer.entries.values() if len(entry.shape) == 2 and entry.scale is None}
+    return tuple(
+        Decision("caution", row.text, source=row.source, alarming=True)
+        for row in family.cautions
+        if row.stored in plain and names.name_with(row.named)
+    )

@@ -14,7 +14,7 @@ from ...compat.device.facts import free_bytes, value_or
 from ...compat.device.rates import published_rates
 from ...compat.device.work import PUBLISHED, Pace, pace_of
 from ...compat.memory.offloader import HOSTED
-from ...compat.memory.statistics import StageCost, kept_stages
+from ...compat.memory.statistics import StageCost, duration, kept_stages
 from ..base import Pipeline, SampleSettings
 from ..memory.estimates import VAE, Size, sampling_bytes
 from ..recipes import guidance_steps, of_checkpoint, recipe_of
@@ -212,13 +212,6 @@ def _room(pipeline: Pipeline) -> int | None:
     """Bytes of the device that a run may take now; None where nobody tells."""
     free = free_bytes(pipeline.offloader.device)
     return None if free is None else max(0, free - pipeline.offloader.options.keep_free_bytes)
-
-
-def duration(seconds: float) -> str:
-    """Seconds in words: ``40 s``, ``14 min``, ``2.5 h``."""
-    if seconds < 90:
-        return f"{max(1, round(seconds))} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def span(low: float, high: float) -> str:

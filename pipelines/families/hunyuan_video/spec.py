@@ -15,6 +15,7 @@ from ...family import (
     MemoryTerms,
     MusubiCache,
     Offer,
+    Quantised,
     Recipe,
 )
 from ...text.llama import POOLED
@@ -27,7 +28,9 @@ DOWNLOAD = Download(
     "hunyuanvideo-community/HunyuanVideo",
     "e8c2aaa66fe3742a32c11a6766aecbf07c56e773",
     (*HUB_FILES, "text_encoder_2", "tokenizer_2"),
+    {"text_encoder": 15.02, "text_encoder_2": 0.25, "transformer": 25.64, "vae": 0.99},
 )
+GGUF = (("q8_0", 14.0), ("q6_k", 11.0), ("q5_k_m", 9.45), ("q4_k_m", 7.88), ("q3_k_m", 6.24))
 BLOCKS = (
     ("diffusers.models.transformers.transformer_hunyuan_video.HunyuanVideoTransformerBlock", 20, False),
     ("diffusers.models.transformers.transformer_hunyuan_video.HunyuanVideoSingleTransformerBlock", 40, False),
@@ -83,7 +86,27 @@ SPEC = FamilySpec(
     files=FILES,
     tokenizers={"tokenizer": "llama", "tokenizer_2": "clip_l"},
     text_vision="llava_vision",
-    offer=Offer((DOWNLOAD,), {"text": 14.0, "text 2": 0.2, "transformer": 23.9, "vae": 0.5}),
+    offer=Offer(
+        (DOWNLOAD,),
+        {"text": 14.0, "text 2": 0.2, "transformer": 23.9, "vae": 0.5},
+        {
+            "transformer": tuple(
+                Quantised("calcuis/hunyuan-gguf", f"hunyuan-video-t2v-720p-{bits}.gguf", size) for bits, size in GGUF
+            )
+        },
+    ),
+    more_offers={
+        "HunyuanVideo image to video": Offer(
+            (
+                Download(
+                    "hunyuanvideo-community/HunyuanVideo-I2V",
+                    "fb9d287ef02fe6d39f2e23df6dcec1294e6c28d2",
+                    (*DOWNLOAD.only, "image_processor"),
+                ),
+            ),
+            {"text": 15.6, "text 2": 0.2, "transformer": 23.9, "vae": 0.5},
+        )
+    },
     musubi=MusubiCache(
         "hv", "hunyuan_video", ratio=8, text={"llm": EMBEDS, "clipL": POOLED}, padded=256, mask="llm_mask"
     ),
