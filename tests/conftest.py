@@ -87,8 +87,8 @@ LISTED_SKIPS = (  # what a machine may lack; anything else that is skipped fails
 _unlisted: list[str] = []
 
 
-# Tables of which `make test` and `make test-host` run these cells, and `make test-full` and `make test-full-host` all; a
-# table that is not here runs whole.
+# Tables of which `make test` and `make test-host` run these cells, and `make test-full` and `make test-full-host` all;
+# a table that is not here runs whole.
 SAMPLES: dict[str, tuple[str, ...]] = {
     "test_core_fit.py::test_bytes_of_scores_stay_within_the_budget": ("LTX-2", "Wan 2.1", "MiniMax H3", "SDXL"),
     "test_core_fit.py::test_every_simulated_machine_gives_what_fp32_gives": ("no-conv3d", "mps-like", "gtx16xx"),
