@@ -266,6 +266,17 @@ class PartBytes:
             largest = max(self.single, self.block - int(DOUBLE_SPARES * activations))
         return max(largest, self.outer - activations // 2)
 
+    def ahead(self, mode: str, part: str, activations: int = 0) -> int:
+        """Bytes beside :meth:`resident` of weights that come ahead, where there is room: as many as a block has."""
+        if mode not in ("group", "sequential") or part == WHOLE:
+            return 0
+        if mode == "sequential" or not part.startswith(BY_BLOCK):
+            return self.inner or self.layer
+        if not self.single:
+            return self.block
+        together = max(self.single * (1 + self.block // self.single), 2 * self.block - int(DOUBLE_SPARES * activations))
+        return max(0, together - self.resident(mode, part, activations))
+
 
 def part_bytes(entries: Mapping[str, int], block: re.Pattern[str] = BLOCK, buffers: int = 0) -> PartBytes:
     """The bytes of a part.

@@ -76,7 +76,7 @@ def _text(pipeline: Any, title: str, needs: tuple[Forecast, ...], room: int | No
         stages = ", ".join(
             " ".join(filter(None, (stage.name, amount_of(stage.total), stage.form))) for stage in each.stages
         )
-        fits = "" if room is None else " fits" if each.fits(room) else f" lacks {amount_of(each.peak * SPARE - room)}"
+        fits = "" if room is None else " fits" if each.fits(room) else f" lacks {amount_of(each.least * SPARE - room)}"
         lines.append(f"{each.mode}: peak {amount_of(each.peak)}{fits} ({stages})")
     total = sum(weights.total for weights in pipeline.weights.values())
     host = host_free_bytes()
