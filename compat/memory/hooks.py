@@ -56,7 +56,7 @@ class WeightGroup:
     def onload(self) -> None:
         """Bring the tensors to the device, until :meth:`offload` was called as often."""
         if self.depth == 0:
-            with torch.inference_mode(False), torch.no_grad():
+            with _as_they_are():
                 try:
                     self.hooks.bring(self)
                 except BaseException:
@@ -68,13 +68,13 @@ class WeightGroup:
         """End one use; after the last one the tensors are their host weights again."""
         self.depth = max(0, self.depth - 1)
         if self.depth == 0:
-            with torch.inference_mode(False), torch.no_grad():
+            with _as_they_are():
                 self.hooks.leave(self)
 
     def restore(self) -> None:
         """Make every tensor its host weight, whatever was cut short."""
         self.depth = 0
-        with torch.inference_mode(False), torch.no_grad():
+        with _as_they_are():
             for tensor, host_weight in self.host_weights:
                 set_data(tensor, host_weight)
 
@@ -260,6 +260,13 @@ class GroupHooks:
             for member in members if groups else ():
                 member.__dict__[GROUP] = groups[-1]
                 self._marked.append(member)
+
+
+@contextmanager
+def _as_they_are() -> Iterator[None]:
+    """The block, in which weights move, outside of modes that change what operations do: a layer computed in fp32."""
+    with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunction():
+        yield
 
 
 def _pre_forward(group: WeightGroup, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

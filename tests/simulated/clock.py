@@ -66,7 +66,7 @@ class Clock(TorchDispatchMode):
         super().__init__()
         self.rates, self.values, self.index = rates, values, index
         self.computing = self.copying = 0.0
-        self._device = torch.device(accelerator.NAME, index)
+        self.device = torch.device(accelerator.NAME, index)
         self._leaving: list[tuple[int, float]] = []  # locked memory from which a copy is on its way, and its end
 
     def times(self) -> Times:
@@ -88,11 +88,13 @@ class Clock(TorchDispatchMode):
         name = function.__name__.partition(".")[0]
         if name in ("copy_", "_to_copy") and self._crosses(name, args, kwargs):
             return self._copy(function, args, kwargs)
-        if name == "_local_scalar_dense" and tensors[0].device == self._device:
+        if name == "_local_scalar_dense" and tensors[0].device == self.device:
             self._spend(tensors[0].itemsize / self.rates.to_host, True)
-        if not any(tensor.device == self._device for tensor in tensors):
+        if not any(tensor.device == self.device for tensor in tensors):
             if name == "copy_":
                 self._require_left(args[0])
+                if not self.values and args[0].nbytes > SMALL_BYTES:
+                    return args[0]
             return function(*args, **kwargs)
         large = any(tensor.nbytes > SMALL_BYTES for tensor in tensors)
         result = (
@@ -103,13 +105,17 @@ class Clock(TorchDispatchMode):
         flops, count = work_of(function, args, kwargs, result)
         if flops or count:
             dtype = next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)
-            self.computing += self._spend(self.rates.operation_seconds(flops, count, dtype))
+            self.spend_work(flops, count, dtype)
         return result
+
+    def spend_work(self, flops: float, count: int, dtype: torch.dtype) -> None:
+        """An operation on the current stream, with so many FLOPs and bytes."""
+        self.computing += self._spend(self.rates.operation_seconds(flops, count, dtype))
 
     def _crosses(self, name: str, args: Any, kwargs: Any) -> bool:
         target = args[0].device if name == "copy_" else torch.device(kwargs.get("device") or args[0].device)
         source = args[1].device if name == "copy_" else args[0].device
-        return self._device in (target, source) and target.type != source.type
+        return self.device in (target, source) and target.type != source.type
 
     def _copy(self, function: Any, args: Any, kwargs: Any) -> Any:
         """A copy between host and device, for which the host waits unless it is asynchronous from locked memory."""
@@ -124,7 +130,7 @@ class Clock(TorchDispatchMode):
         seconds = self._spend(self.rates.copy_seconds(size, arrives), not behind)
         self.copying += seconds if arrives else 0.0
         if behind:
-            end = _stream_end(self._device)
+            end = _stream_end(self.device)
             self._leaving.append((source.untyped_storage().data_ptr(), end))
         return result
 
@@ -158,7 +164,7 @@ class Clock(TorchDispatchMode):
                 return value
             if id(value) in originals:
                 return originals[id(value)]
-            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=self._device)
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=self.device)
 
         return tree_map(on_device, there)
 
@@ -168,13 +174,13 @@ class Clock(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def clocked(rates: Rates, values: bool = True, index: int = 0) -> Iterator[Clock]:
+def clocked(rates: Rates, values: bool = True, index: int = 0, kind: type[Clock] = Clock) -> Iterator[Any]:
     """The device ``index`` at these rates for the length of a block; the order of both devices is checked."""
     library = accelerator._loaded()
     library.acc_host_seconds.restype = ctypes.c_double
     library.acc_clock(1)
     try:
-        with Clock(rates, values, index) as clock:
+        with kind(rates, values, index) as clock:
             yield clock
     finally:
         library.acc_clock(0)
