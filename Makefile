@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 TORCH_INDEX ?=
 INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
-.PHONY: install accelerator demo train demo-comfyui test test-full test-windows test-floors test-host test-browser pictures workflows matrix memory lint bench clean
+.PHONY: install accelerator demo train demo-comfyui test test-full test-windows test-floors test-farm test-host test-full-host test-browser pictures cards workflows matrix memory lint bench clean
 
 install: $(READY)
 
@@ -35,29 +35,38 @@ accelerator: $(READY)
 
 # Bytecode is kept between runs even where the environment says not to: each worker compiles 400 files otherwise.
 test: $(READY) accelerator
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile -m "not full and not host and not browser"
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile -m "not full and not farm and not host and not browser"
 
 test-full: $(READY) accelerator
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile -m "not host and not browser"
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile -m "not farm and not host and not browser"
 
 # The fast tests, with files that obey Windows' rules (tests/windows.py).
 test-windows: $(READY) accelerator
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile --windows-rules -m "not full and not host and not browser"
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile --windows-rules -m "not full and not farm and not host and not browser"
 
-# Every package at the oldest version that requirements.txt allows, in an environment of its own.
+# Every package at the oldest version that requirements.txt and the README allow, in an environment of its own.
 FLOORS := .build/floors
+FLOOR_TORCH := 2.8.0
 FLOOR_TESTS := tests/compat/checkpoints tests/pipelines/loading tests/pipelines/latents tests/pipelines/families \
 	tests/paint tests/hostile tests/test_render.py
 test-floors:
 	@mkdir -p .build && sed 's/>=/==/' requirements.txt > .build/floors.txt
 	test -x $(FLOORS)/bin/python || $(PYTHON) -m venv $(FLOORS)
-	$(FLOORS)/bin/python -m pip install --quiet $(INDEX) -c constraints.txt torch
+	$(FLOORS)/bin/python -m pip install --quiet $(INDEX) torch==$(FLOOR_TORCH)
 	$(FLOORS)/bin/python -m pip install --quiet "setuptools>=77" wheel "pytest>=8" aiohttp -r .build/floors.txt
 	$(FLOORS)/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
-	OMP_NUM_THREADS=1 $(FLOORS)/bin/python -m pytest -m "not full and not host and not browser" $(FLOOR_TESTS)
+	OMP_NUM_THREADS=1 $(FLOORS)/bin/python -m pytest -m "not full and not farm and not host and not browser" $(FLOOR_TESTS)
+
+# Ray with two workers and two nodes on this machine; jobs whose workers, drivers and nodes are killed.
+test-farm: $(READY)
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .[farm] --no-build-isolation
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m farm tests/farm
 
 # Each worker has a ComfyUI of its own.
 test-host: $(READY)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile -m "not full" tests/host
+
+test-full-host: $(READY)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile tests/host
 
 test-browser: $(READY)
@@ -76,8 +85,12 @@ pictures: $(READY)
 workflows: $(READY)
 	$(PY) tests/browser/drive.py author.mjs
 	$(PY) tests/browser/drive.py workflows.mjs
-	$(PY) tests/browser/cards.py
+	$(MAKE) cards
 	$(PY) tests/browser/drive.py subgraphs.mjs
+
+# Thumbnails of the workflows and the README's moving picture, with what the demo model draws now.
+cards: $(READY)
+	OMP_NUM_THREADS=1 $(PY) tests/browser/cards.py
 
 matrix: $(READY)
 	OMP_NUM_THREADS=1 $(PY) tests/simulated/matrix_page.py
@@ -92,7 +105,9 @@ demo-comfyui: $(READY)
 
 bench: $(READY)
 	$(PY) benchmarks/overhead.py
+	OMP_NUM_THREADS=1 $(PY) benchmarks/minutes.py
 	$(PY) benchmarks/startup.py
+	$(PY) benchmarks/watching.py
 	$(PY) benchmarks/steps.py
 	$(PY) benchmarks/lossy.py --dry
 	$(PY) benchmarks/clips.py

@@ -27,6 +27,10 @@ if not __package__:  # run as `python path/to/pack/cli.py`: load the folder as t
 from .compat.errors import InputError, PackError
 
 STATE = "~/.cache/anygpu"
+JOB_BYTES = 1_000_000
+ANYWHERE = frozenset(  # flags of a render that say where it runs and what becomes of it, not what it is
+    ("command", "run", "job", "save_job", "output", "state", "device", "search", "profile", "repair", "recover", "plan")
+)
 OUTPUT_BYTES = 100_000_000  # that must be free before hours of work; a minute of 720p takes less
 REPAIR = (
     "watch every step: offer stops at a fault and says what helps; keep goes on with what helps, in later runs too; "
@@ -138,17 +142,53 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def render(arguments: argparse.Namespace) -> int:
-    """Render one clip with a model of the user's."""
+    """Render one clip with a model of the user's, or write down what would be rendered."""
     from .compat.durable import require_writable
     from .pipelines.movie import write_mp4
+    from .pipelines.receipts import tags_for
 
+    if arguments.save_job is not None:
+        return _save_job(arguments)
+    if arguments.plan:
+        return _plan(arguments)
     progress, output = Printed(), Path(arguments.output)
     started = time.monotonic()
     require_writable(output, OUTPUT_BYTES, "--output")
-    frames, fps = rendered(arguments, progress)
-    path = write_mp4(frames, fps, output)
+    frames, fps, receipt = rendered(arguments, progress)
+    path = write_mp4(frames, fps, output, tags_for(receipt))
     size = f"{frames.shape[2]}x{frames.shape[1]}, {frames.shape[0]} frames at {fps:g} fps"
     print(f"{path}: {size}, {time.monotonic() - started:.1f} s")
+    return 0
+
+
+def _save_job(arguments: argparse.Namespace) -> int:
+    """Write the job that the flags describe, in place of rendering it."""
+    from .compat.durable import require_writable
+    from .pipelines.jobs import write_job
+
+    path = Path(arguments.save_job)
+    require_writable(path, JOB_BYTES, "--save-job")
+    job = _job(arguments, _machine(arguments).places)
+    print(f"{write_job(path, job)}: job {job.key[:16]}")
+    return 0
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    """Print what the run would need and how long it would take, in each offload mode; nothing is read or run."""
+    from .pipelines import jobs
+    from .pipelines.memory.page import memory_plan, planned_size
+
+    machine = _machine(arguments)
+    job = _job(arguments, machine.places)
+    pipeline, settings = jobs.load_pipeline(job, machine, Printed(), jobs.request_of(job, machine)), job.settings
+    frames = settings.frames
+    if job.framepack is not None:
+        frames = pipeline.spec.code.frames_for(job.framepack, settings.fps or pipeline.spec.defaults.fps)
+    guided = (settings.cfg or pipeline.spec.defaults.cfg) > 1.0
+    size = planned_size(pipeline, settings.width, settings.height, frames, guided)
+    if job.framepack is not None:
+        size = replace(size, window=job.framepack.window)
+    print(memory_plan(pipeline, size, settings)[0])
     return 0
 
 
@@ -158,7 +198,7 @@ def doctor(arguments: argparse.Namespace) -> int:
 
     progress = Printed()
     try:
-        frames, _ = rendered(arguments, progress)
+        frames, *_ = rendered(arguments, progress)
     except NotFinite as error:
         print(error)
         return 1
@@ -166,7 +206,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _watch(arguments: argparse.Namespace, progress: Any) -> Any:
+def _watch(arguments: argparse.Namespace, model: Path, progress: Any) -> Any:
     """The doctor of ``--repair``; None without it."""
     from .compat.doctor import Doctor
     from .compat.repairs import RepairStore
@@ -174,88 +214,120 @@ def _watch(arguments: argparse.Namespace, progress: Any) -> Any:
     if arguments.repair is None:
         return None
     store = RepairStore(Path(arguments.state).expanduser())
-    watch = Doctor(str(Path(arguments.model).resolve()), store, arguments.repair, progress.notify)
+    watch = Doctor(str(model.resolve()), store, arguments.repair, progress.notify)
     for repair in watch.repairs:
         progress.notify(f"kept: {repair}")
     return watch
 
 
-def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float]:
-    """Frames (F, H, W, 3) and fps for the arguments of ``render``: the same functions that the nodes call."""
+def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float, Any]:
+    """Frames (F, H, W, 3), fps and receipt for the arguments of ``render``: the same functions that the nodes call."""
     import torch
 
-    from .compat.transforms import step_cache
-    from .pipelines import stages
+    from .pipelines import jobs, receipts, stages
     from .pipelines.latents import convert, recovery
-    from .pipelines.loading import folder, lora
-    from .pipelines.requests import load_request
-    from .pipelines.speed import with_step_cache
+    from .pipelines.vae.plan import Form
 
-    state = Path(arguments.state).expanduser()
-    request = load_request(
-        vars(arguments),
-        _path(arguments.profile),
-        model=Path(arguments.model),
-        base=_path(arguments.base),
-        image_encoder=_path(arguments.image_encoder),
-        device=arguments.device,
-        search=tuple(map(Path, arguments.search)),
-        state=state,
-    )
-    if arguments.prompt is None and arguments.recover is None:
-        raise InputError("no --prompt", expected="a text, or --recover", fix="Add --prompt TEXT.")
+    machine = _machine(arguments)
+    job = _job(arguments, machine.places)
+    request = jobs.request_of(job, machine)
     with torch.no_grad(), request.speed.traced():
-        pipeline = folder.load(request, progress)
-        for text in arguments.lora:
-            pipeline = lora.with_lora(pipeline, *lora.named(text), "separate", progress)
-        pipeline = with_step_cache(pipeline, arguments.step_cache, step_cache.StepCacheSettings())
-        pipeline = replace(pipeline, doctor=_watch(arguments, progress))
+        pipeline = jobs.load_pipeline(job, machine, progress, request)
+        pipeline = replace(pipeline, doctor=_watch(arguments, request.model, progress))
         for decision in pipeline.decisions:
             progress.notify(str(decision))
         if arguments.recover is None:
-            latents = _sampled(pipeline, arguments, state / "kept", progress)
-        else:
-            kept = recovery.load(state / "kept", arguments.recover, progress.notify)
-            latents = convert.from_core(pipeline, kept, progress.notify)
-        return stages.decode(pipeline, latents, progress, arguments.decode), latents.fps
+            made = jobs.run(job, machine, progress, pipeline)
+            return made.frames, made.latents.fps, receipts.decoded_receipt(made.latents, job.decode)
+        kept = recovery.load(machine.state / "kept", arguments.recover, progress.notify)
+        latents = convert.from_core(pipeline, kept, progress.notify)
+        frames = stages.decode(pipeline, latents, progress, arguments.decode)
+        return frames, latents.fps, receipts.decoded_receipt(latents, Form(arguments.decode))
 
 
-def _sampled(pipeline: Any, arguments: argparse.Namespace, kept: Path, progress: Any) -> Any:
-    """The latents of ``render``, saved in the folder ``kept`` before anything else can fail."""
-    from .pipelines import stages
+def replay(arguments: argparse.Namespace) -> int:
+    """Make the video of a file again, and say whether it is the same; 1 if it is another."""
+    from .compat.durable import require_writable
+    from .pipelines.demo import MODELS
+    from .pipelines.jobs import Machine, Places
+    from .pipelines.movie import write_mp4
+    from .pipelines.receipts import decoded_receipt, tags_for
+    from .pipelines.replays import replay as again
+
+    progress, path = Printed(), Path(arguments.file)
+    output = Path(arguments.output or path.with_name(f"{path.stem}.replay.mp4"))
+    require_writable(output, OUTPUT_BYTES, "--output")
+    searched = tuple(map(Path, arguments.search))
+    machine = Machine(
+        places=Places((*searched, MODELS), (path.parent, Path(), *searched)),
+        state=Path(arguments.state).expanduser(),
+        device=arguments.device,
+    )
+    made = again(path, machine, progress)
+    latents = made.rendered.latents
+    write_mp4(made.rendered.frames, latents.fps, output, tags_for(decoded_receipt(latents, made.job.decode)))
+    print(f"{output}: {made.text()}")
+    return 1 if made.same is False else 0
+
+
+def _machine(arguments: argparse.Namespace) -> Any:
+    """Where the job of ``arguments`` runs."""
+    from .pipelines.jobs import Machine, Places
+
+    beside = [Path(arguments.job).parent] if arguments.job else []
+    return Machine(
+        places=Places(tuple(map(Path, arguments.search)), (*beside, Path())),
+        state=Path(arguments.state).expanduser(),
+        device=arguments.device,
+        trace=None if arguments.profile is None else Path(arguments.profile),
+    )
+
+
+def _job(arguments: argparse.Namespace, places: Any) -> Any:
+    """The job in the file of ``--job``, or the one that the other flags describe.
+
+    Raises:
+        InputError: neither a file nor a model and a prompt, or a file and flags that it replaces.
+    """
+    from .compat.decision import AUTO
+    from .pipelines import jobs
     from .pipelines.base import FramePackSettings, PromptRequest, SampleSettings
-    from .pipelines.latents import recovery
+    from .pipelines.loading import lora
+    from .pipelines.loading.folder import family_of_folder
+    from .pipelines.vae.plan import Form
 
-    image, pictures = _images(pipeline, arguments, progress)
-    prompt = stages.encode_prompt(
-        pipeline,
-        PromptRequest(
-            arguments.prompt,
-            arguments.negative,
-            sections=tuple(arguments.section_prompt),
-            image=pictures if "image" in pipeline.spec.effective else None,
-        ),
-        progress,
+    if arguments.job is not None:
+        usual = vars(_parser(True).parse_args([arguments.command]))
+        beside = [name for name, value in vars(arguments).items() if name not in ANYWHERE and value != usual[name]]
+        if beside:
+            flag = "--" + beside[0].replace("_", "-")
+            raise InputError(f"{flag} beside --job", expected="one of the two", fix="Change the value in the job file.")
+        return jobs.read_job(Path(arguments.job))
+    if arguments.model is None:
+        raise InputError("no --model", expected="a model folder, or --job FILE", fix="Add --model FOLDER.")
+    if arguments.prompt is None and arguments.recover is None and not arguments.plan:
+        raise InputError("no --prompt", expected="a text, or --recover", fix="Add --prompt TEXT.")
+    model = Path(arguments.model)
+    family = family_of_folder(model) if model.is_dir() else None
+    size = {name: getattr(arguments, name) for name in ("width", "height", *SAMPLING)}
+    pictures = [(path, frame) for path, frame in ((arguments.image, 0), (arguments.end_image, -1)) if path is not None]
+    used = [lora.named(text) for text in arguments.lora]
+    providers = {name: getattr(arguments, name) for name in ("base", "image_encoder")}
+    return jobs.Job(
+        model=places.content(model),
+        family="" if family is None else family.id,
+        prompt=PromptRequest(arguments.prompt or "", arguments.negative, sections=tuple(arguments.section_prompt)),
+        settings=SampleSettings(**size),
+        load=jobs.load_inputs(vars(arguments)),
+        loras=tuple(jobs.Adapter(places.content(path), strength, blocks) for path, strength, blocks in used),
+        step_cache=jobs.Caching(arguments.step_cache),
+        pictures=tuple(jobs.Picture(places.picture(Path(path)), frame) for path, frame in pictures),
+        fit=arguments.fit,
+        video=None if arguments.video is None else places.picture(Path(arguments.video)),
+        framepack=FramePackSettings(arguments.seconds, arguments.window) if family and family.sections else None,
+        decode=Form(arguments.decode),
+        **{name: places.content(Path(path)) for name, path in providers.items() if path not in (None, AUTO)},
     )
-    chosen = SampleSettings(
-        width=image.width if image else arguments.width,
-        height=image.height if image else arguments.height,
-        latents=_start(pipeline, arguments, progress),
-        **{name: getattr(arguments, name) for name in SAMPLING},
-    )
-    if pipeline.spec.sections:
-        if image is None:
-            raise InputError("no image for FramePack", expected="a start image", fix="Add --image FILE.")
-        framepack = FramePackSettings(arguments.seconds, arguments.window)
-        keeper = recovery.KeptSections(kept, progress.notify)
-        latents = stages.sample_framepack(pipeline, prompt, image, chosen, framepack, progress, keeper)
-        name = next(iter(keeper.names.values()), "")
-    else:
-        latents = stages.sample(pipeline, prompt, image, chosen, progress)
-        name = recovery.keep(kept, latents, progress.notify)
-    if name:
-        progress.notify(f"the latents are kept: --recover {name} decodes them again")
-    return latents
 
 
 def demo(arguments: argparse.Namespace) -> int:
@@ -280,24 +352,6 @@ def main(words: Sequence[str] | None = None) -> int:
     return code
 
 
-def _images(pipeline: Any, arguments: argparse.Namespace, progress: Any) -> tuple[Any, Any]:
-    """The image condition of ``--image`` and ``--end-image``, and the start picture itself."""
-    from .pipelines import stages
-    from .pipelines.base import ImageRequest
-    from .pipelines.movie import read_frames
-
-    condition, start = None, None
-    for path, frame in ((arguments.image, 0), (arguments.end_image, -1)):
-        if path is None:
-            continue
-        pictures, _ = read_frames(Path(path))
-        start = pictures if start is None else start
-        size = {"width": arguments.width, "height": arguments.height}
-        request = ImageRequest(pictures, **size, frame=frame, previous=condition, seed=arguments.seed)
-        condition = stages.encode_image(pipeline, request, arguments.fit, progress)
-    return condition, start
-
-
 def _memory(arguments: argparse.Namespace) -> int:
     """Print what the last stages of all pipelines cost on this machine, and what is free now."""
     from .compat.device.facts import facts_for, free_bytes, host_free_bytes
@@ -309,31 +363,17 @@ def _memory(arguments: argparse.Namespace) -> int:
     print(f"{facts}\nfree: {told} on the device, {amount_of(host_free_bytes())} of host memory")
     kept = kept_stages(Path(arguments.state).expanduser())
     for cost in kept:
-        print(f"{cost.date} {cost.pipeline} on {cost.device}: {cost}")
+        beside = f"; {cost.beside_forecast}" if cost.beside_forecast else ""
+        print(f"{cost.date} {cost.pipeline} on {cost.device}: {cost}{beside}")
     if not kept:
         print("no runs recorded yet")
     return 0
 
 
-def _start(pipeline: Any, arguments: argparse.Namespace, progress: Any) -> Any:
-    """The latents of ``--video``; None without one."""
-    from .pipelines import stages
-    from .pipelines.movie import read_frames
-
-    if arguments.video is None:
-        return None
-    frames, _ = read_frames(Path(arguments.video))
-    return stages.encode_video(pipeline, frames, arguments.width, arguments.height, "crop", arguments.seed, progress)
-
-
-def _path(text: str | None) -> Path | None:
-    return None if text is None else Path(text)
-
-
 def _parser(renders: bool) -> argparse.ArgumentParser:
     """The command's parser; the flags of ``render`` and ``doctor``, whose choices import torch, only if asked for."""
     parser = argparse.ArgumentParser(prog="anygpu", description=__doc__)
-    commands = parser.add_subparsers(required=True)
+    commands = parser.add_subparsers(required=True, dest="command")
     told = commands.add_parser("report", help="show what this machine is and what AnyGPU chooses on it")
     told.add_argument("--device", help="such as cpu, cuda:0, mps; default: the accelerator, else cpu")
     told.add_argument("--kernels", action="store_true", help="run each fused operation against its reference instead")
@@ -353,7 +393,13 @@ def _parser(renders: bool) -> argparse.ArgumentParser:
         _render_arguments(rendering)
         _render_arguments(watched)
         watched.set_defaults(run=doctor, prompt="a red fox", steps=2, repair=OFFER)
-    for command in (told, tried, rendering, watched):
+    again = commands.add_parser("replay", help="make the video of a file again from the receipt in it")
+    again.add_argument("file", help="a video or latents that AnyGPU saved")
+    again.add_argument("--search", action="append", default=[], help="folder with models, LoRAs, pictures; repeatable")
+    again.add_argument("--output", help="default: the file's name with .replay.mp4")
+    again.add_argument("--device", help="such as cpu, cuda:0, mps; default: the accelerator, else cpu")
+    again.set_defaults(run=replay)
+    for command in (told, tried, rendering, watched, again):
         command.add_argument("--state", default=STATE, help=f"folder where test results are saved (default: {STATE})")
     shown = commands.add_parser("demo", help="render and check one clip per family with tiny random models")
     shown.add_argument("--output", default="demo", help="folder to fill (default: demo)")
@@ -372,12 +418,15 @@ def _render_arguments(parser: argparse.ArgumentParser) -> None:
 
     parser.set_defaults(run=render)
     add = parser.add_argument
-    add("--model", required=True, help="diffusers model folder, or a FramePack transformer folder")
-    add("--prompt", help="needed, except with --recover")
+    add("--model", help="diffusers model folder, or a FramePack transformer folder")
+    add("--prompt", help="needed, except with --recover and --job")
+    add("--job", metavar="FILE", help="render a job file; its models are searched in --search, pictures beside it")
+    add("--save-job", metavar="FILE", help="write the job to a file instead of rendering it")
     add("--negative", default="")
     add("--lora", action="append", default=[], metavar="FILE[:STRENGTH[:BLOCKS]]", help="apply a LoRA; may be repeated")
     add("--section-prompt", action="append", default=[], help="FramePack: prompt of a later section; may be repeated")
     add("--output", default="anygpu.mp4")
+    add("--plan", action="store_true", help="say what the run needs and how long it takes, and run nothing")
     for name in ("--image", "--end-image", "--video"):
         add(name, help="file")
     for name in ("--width", "--height", "--frames", "--steps", "--seed"):

@@ -12,6 +12,8 @@ flash kernels do. All weights are taken to be in locked host memory.
 from __future__ import annotations
 
 import argparse
+import csv
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +23,7 @@ from types import MethodType
 from typing import Any
 
 import torch
-from table import append
+from table import RESULTS, append
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
@@ -38,6 +40,8 @@ from simulated.clock import Clock, Times, clocked  # noqa: E402
 
 TABLE, PAGE = "overlap", ROOT / "docs" / "performance.md"
 FORWARDS = {"sampling": 3, "text": 1, "decoding": 1}
+KEYS = ("family", "stage", "size", "profile")
+TABLE_ON_PAGE = re.compile(r"(<!-- overlap -->).*?(<!-- /overlap -->)", re.DOTALL)
 DTYPE = torch.bfloat16
 Some = Callable[..., Tensor]
 
@@ -193,6 +197,8 @@ def on_host(stage: Stage) -> nn.Module:
         replace_attention_processors(module, attend)
     elif stage.name == "decoding":
         fuse_vae(module)
+    if stage.name != "decoding":
+        remember_blocks(module)
     return module
 
 
@@ -238,8 +244,9 @@ class Modelled(Clock):
 Known = dict[Any, tuple[list[tuple[float, int, torch.dtype]], Any]]
 
 
-def remember_blocks(module: nn.Module, known: Known) -> None:
+def remember_blocks(module: nn.Module) -> None:
     """Have each block of ``module`` run by its operations only where no other of its kind did on the same shapes."""
+    known: Known = {}
     for owner in module.modules():
         for block in owner if isinstance(owner, nn.ModuleList) else ():
             block.forward = MethodType(
@@ -272,18 +279,18 @@ def _remembered(forward: Callable[..., Any], known: Known) -> Callable[..., Any]
 
 
 @contextmanager
-def held(module: nn.Module, device: torch.device, by_block: bool, ahead: int, unified: bool) -> Iterator[GroupHooks]:
-    """The part under our hooks, with so many of its largest groups ahead; shared host weights are not locked."""
+def held(module: nn.Module, device: torch.device, by_block: bool, unified: bool) -> Iterator[GroupHooks]:
+    """The part under our hooks, with one of its largest groups ahead; shared host weights stay unlocked."""
     copies = None if unified else copy_stream(device)
     hooks = GroupHooks(module, device, by_block, MemoryStats(), pinned=not unified, copies=copies)
-    hooks.ahead_bytes = ahead * hooks.largest_bytes
+    hooks.ahead_bytes = hooks.largest_bytes
     try:
         yield hooks
     finally:
         hooks.remove()
 
 
-def modelled(stage: Stage, rates: Rates, known: Known, ahead: int) -> tuple[Times, int]:
+def modelled(stage: Stage, module: nn.Module, rates: Rates) -> tuple[Times, int]:
     """Seconds of the stage at ``rates``, and the bytes that it moved."""
     with (
         accelerator.fresh() as device,
@@ -291,14 +298,11 @@ def modelled(stage: Stage, rates: Rates, known: Known, ahead: int) -> tuple[Time
         launched(device),
         clocked(rates, values=False, kind=Modelled) as clock,
     ):
-        module = on_host(stage)
-        if stage.name != "decoding":
-            remember_blocks(module, known)
 
         def some(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=DTYPE, device=device)
 
-        with held(module, device, stage.name != "decoding", ahead, rates.unified) as hooks:
+        with held(module, device, stage.name != "decoding", rates.unified) as hooks:
             before = clock.times()
             for _ in range(FORWARDS[stage.name]):
                 stage.call(module, some)
@@ -306,13 +310,12 @@ def modelled(stage: Stage, rates: Rates, known: Known, ahead: int) -> tuple[Time
 
 
 def rows_of(stage: Stage, profiles: list[str]) -> Iterator[dict[str, Any]]:
-    """A row per profile."""
-    known: Known = {}
+    """A row per profile; times are of one forward."""
+    module = on_host(stage)
     for profile in profiles:
         rates = RATES[profile]
         rates = replace(rates, bfloat=max(rates.half, rates.bfloat))  # fp16 where bf16 has no units
-        alone, _ = modelled(stage, rates, known, 0)
-        times, moved = modelled(stage, rates, known, 1)
+        times, moved = modelled(stage, module, rates)
         count = FORWARDS[stage.name]
         yield {
             "family": stage.family,
@@ -321,7 +324,7 @@ def rows_of(stage: Stage, profiles: list[str]) -> Iterator[dict[str, Any]]:
             "profile": profile,
             "copy_seconds": round(times.copying / count, 4),
             "compute_seconds": round(times.computing / count, 4),
-            "waited_seconds": round(alone.elapsed / count, 4),
+            "waited_seconds": round((times.copying + times.computing) / count, 4),
             "overlapped_seconds": round(times.elapsed / count, 4),
             "over_bound": round(times.elapsed / times.bound, 3),
             "stalled_seconds": round(times.waited_for_copies / count, 4),
@@ -329,17 +332,51 @@ def rows_of(stage: Stage, profiles: list[str]) -> Iterator[dict[str, Any]]:
         }
 
 
+def known_rows() -> list[dict[str, str]]:
+    """The last row of each stage and profile."""
+    path = RESULTS / f"{TABLE}.csv"
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    return list({tuple(row[name] for name in KEYS): row for row in rows}.values())
+
+
+def table() -> str:
+    """The rows as a Markdown table: a stage per line, a device per column."""
+    rows, names = known_rows(), list(RATES)
+    stages_known = list(dict.fromkeys((row["family"], row["stage"], row["size"]) for row in rows))
+    lines = [f"| Stage | {' | '.join(names)} |", "| --- |" + " --- |" * len(names)]
+    for stage in stages_known:
+        cells = []
+        for name in names:
+            row = next((r for r in rows if (r["family"], r["stage"], r["size"], r["profile"]) == (*stage, name)), None)
+            told = "" if row is None else f"{_seconds(row['waited_seconds'])} → {_seconds(row['overlapped_seconds'])}"
+            cells.append(told and f"{told} ({float(row['over_bound']):.2f})")  # type: ignore[index]
+        lines.append(f"| {stage[0]} {stage[1]}, {stage[2]} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _seconds(text: str) -> str:
+    value = float(text)
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
 def main() -> None:
     """Clock the stages, append the rows and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--families", nargs="*", default=list(FAMILIES))
     parser.add_argument("--profiles", nargs="*", default=list(RATES))
-    parser.add_argument("--page", action="store_true", help="only write the table anew")
+    parser.add_argument("--missing", action="store_true", help="only what has no row yet")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    for stage in stages() if not arguments.page else ():
-        if stage.family in arguments.families:
-            append(TABLE, rows_of(stage, arguments.profiles))
+    there = {tuple(row[name] for name in KEYS) for row in known_rows()} if arguments.missing else set()
+    for stage in stages():
+        wanted = [p for p in arguments.profiles if (stage.family, stage.name, stage.size, p) not in there]
+        if stage.family in arguments.families and wanted:
+            append(TABLE, rows_of(stage, wanted))
+    page = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(TABLE_ON_PAGE.sub(lambda mark: f"{mark[1]}\n{table()}\n{mark[2]}", page), encoding="utf-8")
 
 
 if __name__ == "__main__":

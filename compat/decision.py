@@ -17,6 +17,7 @@ class Decision:
         why: the reason; empty where there is none to give.
         source: who or what it rests on: ``auto``, ``chosen`` by the user, or a thread; empty for a plain fact.
         alarming: whether somebody should look at it.
+        guessed: whether it may be wrong, so that its reason is read beside it.
     """
 
     subject: str
@@ -24,6 +25,7 @@ class Decision:
     why: str = ""
     source: str = ""
     alarming: bool = False
+    guessed: bool = False
 
     @property
     def reason(self) -> str:
@@ -34,11 +36,11 @@ class Decision:
 
     @property
     def brief(self) -> str:
-        """The choice without its reason."""
-        return f"{self.subject} {self.verdict}"
+        """The choice without its reason, unless it was guessed."""
+        return f"{self.subject} {self.verdict}" + (f": {self.why}" if self.guessed else "")
 
     def __str__(self) -> str:
-        return self.brief + (f": {self.reason}" if self.reason else "")
+        return f"{self.subject} {self.verdict}" + (f": {self.reason}" if self.reason else "")
 
     def as_json(self) -> dict[str, str]:
         """For a route: ``subject``, ``verdict`` and ``why``, which is the whole reason."""

@@ -19,7 +19,7 @@ from torch import nn
 
 from .memory.parts import Undo
 from .output_check import COLOUR, CONSTANT, ZEROS, NotFinite
-from .repairs import FP32, NARROW, REPLACED, Repair, RepairStore, repaired, tensors_in
+from .repairs import ATTENTION, FP32, NARROW, REPLACED, SCALED, Repair, RepairStore, repaired, tensors_in
 
 OFFER, KEEP, FORGET = "offer", "keep", "forget"
 EXPLAIN = "explain"  # of a pipeline that nobody asked a doctor for: the layer is named, and nothing is tried
@@ -58,6 +58,7 @@ class Finding:
             that are not.
         block: the repeated block that it is in, with how many of them there are; empty outside.
         way: names and largest absolute values of the blocks before it, in order.
+        between: whether it has layers, which were right: the fault lies in a function between them, such as attention.
         inputs: what the network is given that is wrong already; empty where nothing is.
     """
 
@@ -72,6 +73,7 @@ class Finding:
     blocks: int = 0
     way: tuple[tuple[str, float], ...] = ()
     inputs: str = ""
+    between: bool = False
 
     def __str__(self) -> str:
         if self.inputs:
@@ -178,11 +180,12 @@ def diagnose(
         return Diagnosis(None), None if fault(output) else output
     tried, exact = tuple(repairs_for(finding)) if repair else (), None
     for one in tried:
-        whole = "." not in one.layer
+        whole = one.way == FP32 and "." not in one.layer
         output = exact if whole and exact is not None else _output_with(one, networks, run)
         if output is None or fault(output):
             continue
-        if one.way == FP32 and not whole:  # finite is not right: some networks clip what overflows
+        if one.way != REPLACED and tried[-1].way == FP32 and not whole:
+            # Finite is not right: some networks clip what overflows.
             exact = _output_with(tried[-1], networks, run) if exact is None else exact
             if exact is not None and not fault(exact) and distance(output, exact) > NEAR:
                 continue
@@ -201,8 +204,8 @@ def _output_with(repair: Repair, networks: nn.ModuleDict, run: Callable[[], Any]
 def distance(output: Any, exact: Any) -> float:
     """Relative L2 of two outputs of a network."""
     pairs = list(zip(tensors_in(output), tensors_in(exact), strict=True))
-    error = sum(float((a.float() - b.float()).square().sum()) for a, b in pairs)
-    return math.sqrt(error / max(sum(float(b.float().square().sum()) for _, b in pairs), 1e-30))
+    error = sum(float((a.detach().float() - b.detach().float()).square().sum()) for a, b in pairs)
+    return math.sqrt(error / max(sum(float(b.detach().float().square().sum()) for _, b in pairs), 1e-30))
 
 
 def repairs_for(finding: Finding) -> Iterator[Repair]:
@@ -211,8 +214,12 @@ def repairs_for(finding: Finding) -> Iterator[Repair]:
         return
     if finding.weight and finding.bad <= FEW:
         yield Repair(finding.layer, REPLACED)
+    if finding.dtype == "fp16" and "Linear" in finding.kind:
+        yield Repair(finding.layer, SCALED)
+    root = finding.layer.partition(".")[0]
+    if finding.between:
+        yield from (Repair(layer, ATTENTION) for layer in dict.fromkeys((finding.layer, root)))
     if finding.dtype in ("fp16", "bf16"):
-        root = finding.layer.partition(".")[0]
         yield from (Repair(layer, FP32) for layer in dict.fromkeys((finding.layer, finding.block or root, root)))
 
 
@@ -295,6 +302,7 @@ class _Search:
             block=block,
             blocks=self.lists.get(parent, 0),
             way=tuple(self.way),
+            between=not weight and any(True for _ in module.children()),
         )
 
 
@@ -398,7 +406,8 @@ def advice(diagnosis: Diagnosis) -> str:
             f" Or run again with repair {KEEP} of AnyGPU Doctor." if repair else ""
         )
     if repair is not None:
-        faster = "" if "." in repair.layer else ", or, faster, use precision fp16-safe or AnyGPU Fit Model"
+        slow = repair.way == FP32 and "." not in repair.layer
+        faster = ", or, faster, use precision fp16-safe or AnyGPU Fit Model" if slow else ""
         return f"Run again with repair {KEEP} of AnyGPU Doctor, which keeps for this model what helped here{faster}."
     if finding is not None and not diagnosis.tried and not finding.inputs and finding.dtype in ("fp16", "bf16"):
         return "Choose precision fp32 (or bf16 if the device supports it) on the load node, or add AnyGPU Doctor."

@@ -24,15 +24,20 @@ class NotFinite(InputError):
     """Values that are NaN or infinite."""
 
 
-def require_finite(tensor: torch.Tensor, subject: str) -> None:
+FIX = (
+    "Choose precision fp32 (or bf16 if the device supports it) on the load node; if it is fp32 already, use the "
+    "default settings, and no LoRA."
+)
+
+
+def require_finite(tensor: torch.Tensor, subject: str, fix: str = FIX) -> None:
     """Raise when ``tensor`` holds NaN or infinity, with how many."""
     broken = int((~torch.isfinite(tensor)).sum())
     if broken:
         raise NotFinite(
             f"{broken} of {tensor.numel()} values of the {subject} are NaN or infinite",
             expected="finite values",
-            fix="Choose precision fp32 (or bf16 if the device supports it) on the load node; if it is fp32 already, "
-            "use the default settings, and no LoRA.",
+            fix=fix,
         )
 
 

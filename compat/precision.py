@@ -168,7 +168,7 @@ def precision_for(model: ModelPrecision, facts: DeviceFacts, choice: str = "auto
     return replace(chosen, why="; ".join(why), conv=_conv_dtype(chosen.vae, policy, probes), automatic=False)
 
 
-def lacking(choice: str, models: Iterable[ModelPrecision], facts: DeviceFacts) -> str:
+def reason_against(choice: str, models: Iterable[ModelPrecision], facts: DeviceFacts) -> str:
     """Why none of ``models`` can have the precision ``choice`` on the device of ``facts``, by the tables; else empty.
 
     It is the reason of the error that :func:`precision_for` raises.

@@ -1,13 +1,14 @@
 """Repairs of single layers whose results are not finite, applied to a module for a while, and kept by model.
 
 A repair is a layer's name and a way: it holds for the next run, whichever object that loads the layer into. Nothing of
-the module is rewritten: its forward runs under a mode that widens what its operations are given.
+the module is rewritten: its forward runs under a mode that changes what its operations are given.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -16,17 +17,25 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from .durable import replacing
 from .memory.parts import Undo
+from .transforms.attention_chunks import chunked
+from .transforms.fp16_layers import row_scales
 
 log = logging.getLogger(__name__)
 
-FP32, REPLACED = "fp32", "zeros"
+FP32, REPLACED, SCALED, ATTENTION = "fp32", "zeros", "scaled", "attention"
 NARROW = (torch.float16, torch.bfloat16)
 TO_NARROW = (torch.Tensor.half, torch.Tensor.bfloat16)
-MEANINGS = {FP32: "computed in fp32", REPLACED: "with zeros for the weights that are not finite"}
+MEANINGS = {
+    FP32: "computed in fp32",
+    REPLACED: "with zeros for the weights that are not finite",
+    SCALED: "with operands scaled by powers of two, so that no sum on the way leaves fp16",
+    ATTENTION: "with another attention, exact and in fp32",
+}
 FILE = "doctor.json"
 
 
@@ -62,6 +71,74 @@ class Widened(TorchFunctionMode):
         if name.endswith("_") and not name.endswith("__"):
             return func(args[0], *widened(args[1:]), **widened(kwargs))
         return func(*widened(args), **widened(kwargs))
+
+
+class Scaled(TorchFunctionMode):
+    """Products of Linears in fp16 from operands that are divided, per row, by what keeps every partial sum in range."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """``func``, or the product in parts."""
+        if func is not functional.linear or args[0].dtype is not torch.float16:
+            return func(*args, **(kwargs or {}))
+        x, weight, bias = (*args, None)[:3] if len(args) > 2 else (*args[:2], (kwargs or {}).get("bias"))
+        reach = float(torch.linalg.vector_norm(weight.detach(), dim=-1, dtype=torch.float32).amax().clamp(1.0, 3e38))
+        scale = row_scales(x, reach)
+        product = func((x.float() / scale).to(x.dtype), weight.to(x.dtype)).float() * scale
+        return (product if bias is None else product + bias.float()).to(x.dtype)
+
+
+_asked = threading.local()  # two GPUs may sample at once, each from a thread of its own
+
+
+def other_attention_asked() -> bool:
+    """Whether the layer that runs now is under the repair that wants another attention than the usual kernel."""
+    return bool(getattr(_asked, "depth", 0))
+
+
+class OtherAttention(TorchFunctionMode):
+    """Torch's attention computed in exact chunks, in fp32, by matrix products alone."""
+
+    def __enter__(self) -> Any:
+        """Also told to those who call other kernels than torch's."""
+        _asked.depth = getattr(_asked, "depth", 0) + 1
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        _asked.depth -= 1
+        super().__exit__(*error)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """``func``, or attention in chunks."""
+        if func is not functional.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        return _exact_attention(*args, **(kwargs or {}))
+
+
+def _exact_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """As torch's function of these arguments, without dropout."""
+    if enable_gqa:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    gain = 1.0 if scale is None else scale * query.shape[-1] ** 0.5
+    lead = query.shape[:-2]
+    if attn_mask is not None:
+        attn_mask = _in_four_axes(attn_mask.expand(*lead, *attn_mask.shape[-2:]))
+    query, key, value = (_in_four_axes(each) for each in (query, key, value))
+    result = chunked(query.float() * gain, key, value, attn_mask, is_causal)
+    return result.reshape(*lead, *result.shape[-2:]).to(value.dtype)
+
+
+def _in_four_axes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[None] if tensor.ndim == 3 else tensor.flatten(0, -4)
 
 
 def widened(value: Any) -> Any:
@@ -148,9 +225,22 @@ def _finite(weight: torch.Tensor) -> torch.Tensor:
     return torch.nan_to_num(weight.detach().float(), 0.0, 0.0, 0.0).to(weight.dtype)
 
 
+def _under(mode: type[TorchFunctionMode]) -> Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]:
+    def way(_module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with mode():
+                return forward(*args, **kwargs)
+
+        return run
+
+    return way
+
+
 _WAYS: dict[str, Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]] = {
     FP32: _in_fp32,
     REPLACED: _with_zeros,
+    SCALED: _under(Scaled),
+    ATTENTION: _under(OtherAttention),
 }
 
 
@@ -166,8 +256,10 @@ class RepairStore:
 
     def load(self, model: str) -> tuple[Repair, ...]:
         """The repairs of a model; none where nothing can be read."""
-        rows = self._all().get(model, [])
-        return tuple(Repair(str(row["layer"]), str(row["way"])) for row in rows if row.get("way") in MEANINGS)
+        rows = self._all().get(model)
+        kept = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+        repairs = (Repair(str(row.get("layer", "")), str(row.get("way"))) for row in kept)
+        return tuple(repair for repair in repairs if repair.layer and repair.way in MEANINGS)
 
     def add(self, model: str, repair: Repair) -> None:
         """Keep one more repair of a model."""
@@ -186,7 +278,7 @@ class RepairStore:
     def _all(self) -> dict[str, Any]:
         try:
             known = {} if self.path is None else json.loads(self.path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
         return known if isinstance(known, dict) else {}
 

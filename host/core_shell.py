@@ -13,9 +13,9 @@ from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrapper
 from torch import nn
 
 from ..compat.errors import UnsupportedError
-from ..pipelines.base import ImageCondition, Pipeline, SampleSettings
+from ..pipelines.base import Call, ImageCondition, Pipeline, SampleSettings
 from ..pipelines.memory.estimates import beside_transformer
-from ..pipelines.sampling.core_sampler import TIME, Call, velocity
+from ..pipelines.sampling.core_sampler import TIME, velocity
 from .core_patches import block_patches, unread
 from .memory_manager import Shell
 

@@ -35,21 +35,22 @@ class CoreFamily:
 
 
 class HunyuanVideo(CoreShell, comfy.model_base.HunyuanVideo):
-    """HunyuanVideo, text to video and both ways of image to video."""
+    """HunyuanVideo, text to video and all ways of image to video."""
 
     scaled = True
 
     def furnish(self, pipeline: Pipeline) -> None:
-        """As all; the 33-channel checkpoint is given picture and mask beside the noise."""
+        """As all; where the transformer takes the picture beside the noise, with a mask or without, so does core."""
         super().furnish(pipeline)
-        code = pipeline.spec.code
-        if code.image_condition(pipeline.configs[TRANSFORMER]) == code.LATENT_CONCAT:
-            self.concat_keys = ("concat_image", "mask_inverted")
+        code, picture = pipeline.spec.code, ("concat_image",)
+        ways = {code.LATENT_CONCAT: (*picture, "mask_inverted"), code.PICTURE_CONCAT: picture}
+        self.concat_keys = ways.get(code.image_condition(pipeline.configs[TRANSFORMER]), ())
 
     def _pictured(self, image: ImageCondition, noise: torch.Tensor) -> dict[str, Any]:
         if not self.concat_keys:
             return {}
-        return {"c_concat": _beside(self.process_latent_in(image.tensors["image_latents"]), noise)}
+        picture = self.process_latent_in(image.tensors["image_latents"])
+        return {"c_concat": _beside(picture, noise, masked="mask_inverted" in self.concat_keys)}
 
 
 class HunyuanVideo15(CoreShell, comfy.model_base.HunyuanVideo15):
@@ -100,11 +101,12 @@ class Mochi(CoreShell, comfy.model_base.GenmoMochi):
     time_scale = TIME
 
 
-def _beside(picture: torch.Tensor, noise: torch.Tensor) -> Any:
-    """The picture in the first latent frame and a mask that says so, to stand beside ``noise``."""
-    beside = noise.new_zeros(noise.shape[0], picture.shape[1] + 1, *noise.shape[2:])
-    beside[:, :-1, :1] = picture.to(noise)
-    beside[:, -1:, :1] = 1.0
+def _beside(picture: torch.Tensor, noise: torch.Tensor, masked: bool = True) -> Any:
+    """The picture in the first latent frame, and where ``masked`` a mask that says so, to stand beside ``noise``."""
+    channels = picture.shape[1]
+    beside = noise.new_zeros(noise.shape[0], channels + masked, *noise.shape[2:])
+    beside[:, :channels, :1] = picture.to(noise)
+    beside[:, channels:, :1] = 1.0
     return comfy.conds.CONDNoiseShape(beside)
 
 

@@ -12,8 +12,9 @@ from ..compat.device.facts import facts_for
 from ..compat.errors import CheckpointError
 from ..paint.loading import PAGES, is_paint_folder
 from ..pipelines.demo import demo_models
-from ..pipelines.loading.download import remedy
-from ..pipelines.loading.folder import find_models
+from ..pipelines.latents.steps import FOLDER
+from ..pipelines.loading.download import published_family, remedy
+from ..pipelines.loading.folder import family_of_folder, find_models
 
 MODEL_KEYS = ("diffusers", "diffusion_models")
 ENCODER_KEYS = ("diffusers", "clip_vision", "style_models")
@@ -84,9 +85,18 @@ def model_choices() -> list[str]:
     return [*models(), *demo_models()] or [NO_MODEL]
 
 
+def stand_in_for(name: str) -> str:
+    """The demo model that runs in the place of a published one while no model is installed; empty for none."""
+    family = None if models() else published_family(name)
+    return next((demo for demo, folder in demo_models().items() if family_of_folder(folder) is family), "")
+
+
 def model_folder(name: str) -> Path:
-    """The folder of a listed model, as :func:`path_of` finds it."""
+    """The folder of a listed model, as :func:`path_of` finds it; of a demo model also by the name of another size."""
+    demos = {demo.rpartition(" (")[0]: folder for demo, folder in demo_models().items()}
     listed = {**models(), **demo_models()}
+    if name not in listed and name.rpartition(" (")[0] in demos:
+        return demos[name.rpartition(" (")[0]]
     what = "model", "a diffusers model folder with model_index.json, or a FramePack transformer folder"
     fix = "" if name in listed else remedy(name, model_roots()[0], facts_for("cpu").total_bytes)
     return path_of(name, listed, model_roots(), what, fix)
@@ -178,6 +188,11 @@ def upscaler_file(name: str) -> Path:
 def kept_folder() -> Path:
     """Where sampled latents are kept: ComfyUI empties its temporary folder at each start, so not there."""
     return state_folder() / "kept"
+
+
+def unfinished_folder() -> Path:
+    """Where the steps of samplings are kept that have not ended."""
+    return kept_folder() / FOLDER
 
 
 def state_folder() -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,21 +15,25 @@ MOST_FRAMES, CLIP_PIXELS, SHEET_PIXELS = 48, 320, 1024
 QUALITY, FASTEST = 70, 0
 
 
-def clip(frames: torch.Tensor, fps: float, cls: Any) -> Any:
-    """An animated preview of a clip, at its own speed, of at most 48 frames and 320 pixels.
+def clips(films: Sequence[torch.Tensor], fps: float, cls: Any) -> Any:
+    """An animated preview of each clip, at its own speed, of at most 48 frames and 320 pixels.
 
     Args:
-        frames: (F, H, W, 3) in 0..1.
+        films: clips of one size, each (F, H, W, 3) in 0..1.
         cls: the node, for the metadata in the file.
     """
-    stride = math.ceil(len(frames) / MOST_FRAMES)
-    small = _at_most(frames[::stride], CLIP_PIXELS)
-    if len(small) == 1:
-        return ui.PreviewImage(small, cls=cls)
-    saved = ui.ImageSaveHelper.save_animated_webp(
-        small, "anygpu_clip", io.FolderType.temp, cls, max(1.0, fps / stride), False, QUALITY, FASTEST
-    )
-    return ui.SavedImages([saved], is_animated=True)
+    stride = math.ceil(len(films[0]) / MOST_FRAMES)
+    small = [_at_most(frames[::stride], CLIP_PIXELS) for frames in films]
+    if len(small[0]) == 1:
+        return ui.PreviewImage(torch.cat(small), cls=cls)
+    speed = max(1.0, fps / stride)
+    saved = [
+        ui.ImageSaveHelper.save_animated_webp(
+            frames, "anygpu_clip", io.FolderType.temp, cls, speed, False, QUALITY, FASTEST
+        )
+        for frames in small
+    ]
+    return ui.SavedImages(saved, is_animated=True)
 
 
 def sheet(pictures: torch.Tensor, cls: Any) -> Any:

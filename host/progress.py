@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import re
 import time
 from collections.abc import Callable, Iterable
@@ -16,7 +17,9 @@ import torch
 from server import PromptServer
 
 from ..compat.decision import Decision
+from ..compat.errors import InputError
 from ..compat.memory.parts import StageText
+from ..compat.memory.statistics import time_left
 from .families import latent_format_of
 from .server.panel import memory_now
 from .server.runs import NodeRun, stop
@@ -40,12 +43,18 @@ def send(node_id: str, text: str, entry: dict[str, Any]) -> None:
 
 
 def with_an_end(node: Any) -> Any:
-    """``node``, a class, whose text and record end also when a run of it is cancelled or fails."""
+    """``node``, a class, whose text and record end also when a run of it is cancelled or fails.
+
+    Numbers are checked that ComfyUI lets pass: NaN is below no limit and above none.
+    """
     run = node.execute.__func__
 
     @functools.wraps(run)
     def execute(cls: Any, *arguments: Any, **inputs: Any) -> Any:
         try:
+            for name, value in inputs.items():
+                if isinstance(value, float) and not math.isfinite(value):
+                    raise InputError(f"{name} {value}", expected="a finite number", fix=f"Set {name} to a number.")
             return run(cls, *arguments, **inputs)
         except BaseException as error:  # a cancel is no Exception
             cancelled = isinstance(error, comfy.model_management.InterruptProcessingException)
@@ -90,7 +99,7 @@ class NodeProgress:
         now = text if text.counted else f"{text} {done}/{total}"
         self._run.at(now)
         self._bar.update_absolute(done, total, None if preview is None else self._picture(preview))
-        self._text(text if text.counted else f"{now}{self._pace(done)}")
+        self._text(text if text.counted else f"{now}{self._pace(done, total)}")
 
     def check(self) -> None:
         """Raise ComfyUI's own interrupt when the user has cancelled."""
@@ -123,9 +132,8 @@ class NodeProgress:
         self._run.finish(status, self.lines)
         self._send("\n".join([status, *self.lines]))
 
-    def _pace(self, done: int) -> str:
-        seconds = time.monotonic() - self._begun[self._stage]
-        return f", {seconds / done:.1f} s each" if done > 1 and seconds / done >= 0.1 else ""
+    def _pace(self, done: int, total: int) -> str:
+        return time_left(time.monotonic() - self._begun[self._stage], done, total)
 
     def _text(self, text: str) -> None:
         now = time.monotonic()

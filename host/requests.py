@@ -35,10 +35,12 @@ def folder_request(inputs: Inputs, trace: Path | None = None, **machine: Any) ->
         machine: arguments of the request in place of ComfyUI's device and our state folder.
     """
     given = {**FOLDER_INPUTS, **inputs}
+    instead = folders.stand_in_for(given["model"])
     return load_request(
         given,
         trace,
-        model=folders.model_folder(given["model"]),
+        model=folders.model_folder(instead or given["model"]),
+        stands_in_for=given["model"] if instead else "",
         base=folders.provider_folder(given["base"]),
         image_encoder=folders.provider_folder(given["image_encoder"]),
         search=(*folders.model_roots(), *folders.encoder_roots()),

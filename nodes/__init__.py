@@ -11,6 +11,7 @@ from ..host.server.routes import add_routes
 from .core_models import FitCLIP, FitModel, FitVAE
 from .decode import Decode
 from .doctor import Doctor
+from .farm import Collect, Farm, QueueJobs
 from .latents import (
     LoadLatent,
     LoadPrompt,
@@ -42,6 +43,7 @@ NODES = (
     UpscaleLatents,
     FitModel, FitVAE, FitCLIP,
     Doctor,
+    QueueJobs, Collect, Farm,
 )
 
 

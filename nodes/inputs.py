@@ -77,6 +77,14 @@ def sampling_inputs() -> list[Any]:
     ]
 
 
+def batch_input() -> Any:
+    """How many videos one run samples."""
+    return io.Int.Input(
+        "batch_size", default=1, min=1, max=64, optional=True, advanced=True,
+        tooltip="How many videos to sample, one after the other, with seed, seed + 1 and so on. Takes the memory of one.",
+    )
+
+
 def speed_inputs() -> list[Any]:
     """Optional inputs of both nodes that load a video pipeline, before :func:`weight_inputs`."""
     return [

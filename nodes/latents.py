@@ -10,8 +10,8 @@ from ..host.api import io
 from ..host.progress import NodeProgress
 from ..pipelines import stages
 from ..pipelines.base import SECTION_ORDERS
+from ..pipelines.latents import batch, musubi, musubi_items
 from ..pipelines.latents import convert as latent_format
-from ..pipelines.latents import musubi, musubi_items
 from ..pipelines.latents import store as latent_store
 from ..pipelines.text import prompt_files
 from .inputs import CATEGORY, Image, Pipeline, Prompt, schema
@@ -84,9 +84,12 @@ class SaveLatent(io.ComfyNode):
     def execute(cls, latent: Any, filename_prefix: str, not_finite: str = "refuse") -> io.NodeOutput:
         """The latents, unchanged."""
         progress, origin = NodeProgress(cls.hidden.unique_id), saved.origin(cls.hidden.prompt, cls.hidden.extra_pnginfo)
-        path = latent_store.save_latent(saved.new_path(filename_prefix), latent, progress.notify, not_finite, origin)
-        progress.finish(saved.shown(path))
-        return io.NodeOutput(latent, ui={"latents": [saved.ui_record(path)]})
+        paths = [
+            latent_store.save_latent(saved.new_path(filename_prefix), video, progress.notify, not_finite, origin)
+            for video in batch.videos_of(latent)
+        ]
+        progress.finish("\n".join(map(saved.shown, paths)))
+        return io.NodeOutput(latent, ui={"latents": list(map(saved.ui_record, paths))})
 
 
 class LoadLatent(Listed):
@@ -301,7 +304,7 @@ class UpscaleLatents(io.ComfyNode):
             search_aliases=["latent upscaler", "second pass", "multi scale", "ltxv spatial upscaler"],
             inputs=[
                 Pipeline.Input("pipeline", tooltip="The LTX-Video pipeline that made the latents."),
-                io.Latent.Input("latent", tooltip="From AnyGPU Sample, at half of the final width and height."),
+                io.Latent.Input("latent", tooltip="From AnyGPU Sample, at two thirds of the final width and height."),
                 io.Combo.Input(
                     "upscaler", options=folders.upscaler_choices(),
                     tooltip="A file in ComfyUI/models/latent_upscale_models, such as "
@@ -320,7 +323,11 @@ class UpscaleLatents(io.ComfyNode):
     def execute(cls, pipeline: Any, latent: Any, upscaler: str) -> io.NodeOutput:
         """The latents at twice the size."""
         progress = NodeProgress(cls.hidden.unique_id, pipeline.family)
-        latents = latent_format.from_core(pipeline, latent, progress.notify)
-        upscaled = stages.upscale(pipeline, latents, folders.upscaler_file(upscaler), progress)
-        progress.finish(f"{upscaled.width}x{upscaled.height}, {upscaled.frames} frames")
-        return io.NodeOutput(latent_format.to_core(upscaled))
+        file, videos = folders.upscaler_file(upscaler), batch.videos_of(latent)
+        upscaled = [
+            stages.upscale(pipeline, latent_format.from_core(pipeline, video, progress.notify), file, part)
+            for video, part in zip(videos, batch.parts_of(progress, len(videos)), strict=True)
+        ]
+        one = upscaled[0]
+        progress.finish(f"{one.width}x{one.height}, {one.frames} frames", batch.seeds_of(upscaled))
+        return io.NodeOutput(batch.joined(upscaled))

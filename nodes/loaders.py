@@ -16,7 +16,8 @@ from ..host.progress import NodeProgress
 from ..host.server import panel
 from ..pipelines.decisions import status_of
 from ..pipelines.loading import lora as adapters
-from ..pipelines.loading.folder import LoadRequest, load, variant_choices
+from ..pipelines.loading.evidence import variant_choices
+from ..pipelines.loading.folder import LoadRequest, load
 from ..pipelines.registry import FAMILIES
 from ..pipelines.requests import PRECISIONS
 from .inputs import Pipeline, schema, speed_inputs, weight_inputs

@@ -314,4 +314,4 @@ class RenderTurntable(io.ComfyNode):
             surface = Surface.of(meshes.from_core(mesh), memory_manager.compute_device())
             pictures = turntable(surface, texture, frames, size, elevation, background, count)
         progress.finish("\n".join((f"{frames} frames of {size} pixels", *surface.notes)))
-        return io.NodeOutput(pictures, ui=preview.clip(pictures, PREVIEW_FPS, cls))
+        return io.NodeOutput(pictures, ui=preview.clips([pictures], PREVIEW_FPS, cls))

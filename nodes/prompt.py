@@ -9,6 +9,7 @@ from ..host.api import io
 from ..host.progress import NodeProgress
 from ..pipelines import stages
 from ..pipelines.base import ImageRequest, PromptRequest
+from ..pipelines.demo.stand_in import own_inputs
 from ..pipelines.family import FITS
 from ..pipelines.latents import convert as latent_format
 from .inputs import DEFAULT, SEED_LIMIT, Image, Pipeline, Prompt, schema, size_inputs
@@ -68,6 +69,7 @@ class EncodePrompt(io.ComfyNode):
         """The prompt."""
         progress = NodeProgress(cls.hidden.unique_id)
         sections = tuple(line.strip() for line in section_prompts.splitlines() if line.strip())
+        texts = own_inputs(pipeline, texts, progress.notify)
         prompt = stages.encode_prompt(pipeline, PromptRequest(**texts, sections=sections), progress)
         progress.finish(repr(prompt).strip("<>"))
         return io.NodeOutput(prompt, *latent_format.conditionings(prompt))
@@ -154,6 +156,8 @@ class EncodeImage(io.ComfyNode):
         """The condition and the size it was fitted to."""
         progress = NodeProgress(cls.hidden.unique_id)
         vision = None if clip_vision_output is None else clip_vision_output.last_hidden_state
+        settings = own_inputs(pipeline, {**settings, "fit": fit}, progress.notify)
+        fit = settings.pop("fit")
         condition = stages.encode_image(pipeline, ImageRequest(image, vision=vision, **settings), fit, progress)
         progress.finish(f"{condition.width}x{condition.height}")
         return io.NodeOutput(condition, condition.width, condition.height)
@@ -188,6 +192,7 @@ class EncodeVideo(io.ComfyNode):
     def execute(cls, pipeline: Any, images: Any, width: int, height: int, fit: str, seed: int) -> io.NodeOutput:
         """The latents."""
         progress = NodeProgress(cls.hidden.unique_id, pipeline.family)
-        latents = stages.encode_video(pipeline, images, width, height, fit, seed, progress)
+        chosen = own_inputs(pipeline, {"width": width, "height": height, "fit": fit}, progress.notify)
+        latents = stages.encode_video(pipeline, images, **chosen, seed=seed, progress=progress)
         progress.finish(f"{latents.width}x{latents.height}, {latents.frames} frames")
         return io.NodeOutput(latent_format.to_core(latents))

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ..compat.transforms import step_cache
 from ..compat.transforms.step_cache import StepCacheSettings
-from ..host import folders
+from ..host import folders, saved
 from ..host.api import io
 from ..host.progress import NodeProgress
 from ..pipelines import stages
-from ..pipelines.base import FramePackSettings, SampleSettings
+from ..pipelines.base import FramePackSettings, Latents, SampleSettings
 from ..pipelines.decisions import in_short
+from ..pipelines.demo.stand_in import own_inputs
+from ..pipelines.latents import batch, recovery
 from ..pipelines.latents import convert as latent_format
-from ..pipelines.latents import recovery
+from ..pipelines.latents.steps import KeptSteps
 from ..pipelines.registry import FAMILIES
 from ..pipelines.speed import with_step_cache
-from .inputs import DEFAULT, Image, Pipeline, Prompt, sampling_inputs, schema, size_inputs
+from .inputs import DEFAULT, Image, Pipeline, Prompt, batch_input, sampling_inputs, schema, size_inputs
 
 
 class Sample(io.ComfyNode):
@@ -64,6 +69,7 @@ class Sample(io.ComfyNode):
                             "attend. Steadier motion; each step takes another forward. -1: as published with the model. "
                             "0: none.",
                 ),
+                batch_input(),
             ],
             outputs=[io.Latent.Output(display_name="latent")],
         )
@@ -71,17 +77,26 @@ class Sample(io.ComfyNode):
     @classmethod
     def execute(
         cls, pipeline: Any, prompt: Any, image: Any = None, latent: Any = None, negative: Any = None, sigmas: Any = None,
-        **settings: Any,
+        batch_size: int = 1, **settings: Any,
     ) -> io.NodeOutput:
         """The sampled latents."""
         progress = NodeProgress(cls.hidden.unique_id, pipeline.family)
         encoded = stages.prompt_from_core(pipeline, prompt, negative) if isinstance(prompt, list) else prompt
-        start = latent_format.start_of(pipeline, latent, progress.notify)
-        chosen = SampleSettings(**settings, **start, sigmas=None if sigmas is None else tuple(sigmas.tolist()))
-        latents = stages.sample(pipeline, encoded, image, chosen, progress)
-        recovery.keep(folders.kept_folder(), latents, progress.notify)
-        progress.finish(f"{latents.width}x{latents.height}, {latents.frames} frames at {latents.fps:g} fps", in_short(pipeline))
-        return io.NodeOutput(latent_format.to_core(latents))
+        videos = [None] if latent is None else batch.videos_of(latent)
+        starts = [latent_format.start_of(pipeline, video, progress.notify) for video in videos]
+        settings = own_inputs(pipeline, settings, progress.notify)
+        chosen = SampleSettings(**settings, sigmas=None if sigmas is None else tuple(sigmas.tolist()))
+
+        def sample(index: int, seed: int, part: Any) -> Latents:
+            start = starts[index % len(starts)]
+            asked = replace(chosen, seed=seed, **start)
+            steps = KeptSteps(folders.unfinished_folder(), progress.notify)
+            latents = stages.sample(pipeline, encoded, image, asked, part, steps)
+            latents = saved.signed(latents, pipeline=pipeline, prompt=encoded, image=image, settings=asked)
+            recovery.keep(folders.kept_folder(), latents, progress.notify)
+            return latents
+
+        return finished(progress, pipeline, batch.sampled(batch_size * len(starts), chosen.seed, progress, sample))
 
 
 class SampleFramePack(io.ComfyNode):
@@ -126,6 +141,7 @@ class SampleFramePack(io.ComfyNode):
                 ),
                 io.Conditioning.Input("negative", optional=True, tooltip="Negative CONDITIONING, when prompt is core CONDITIONING."),
                 io.Sigmas.Input("sigmas", optional=True, tooltip="Noise levels from 1 to 0 that replace steps and shift."),
+                batch_input(),
             ],
             outputs=[io.Latent.Output(display_name="latent")],
         )
@@ -133,7 +149,8 @@ class SampleFramePack(io.ComfyNode):
     @classmethod
     def execute(
         cls, pipeline: Any, prompt: Any, image: Any, clip_seconds: float, window: int = 9, order: str = "auto",
-        end_strength: float = 1.0, single_frame: bool = False, negative: Any = None, sigmas: Any = None, **settings: Any,
+        end_strength: float = 1.0, single_frame: bool = False, negative: Any = None, sigmas: Any = None, batch_size: int = 1,
+        **settings: Any,
     ) -> io.NodeOutput:
         """The sampled latents."""
         progress = NodeProgress(cls.hidden.unique_id, pipeline.family)
@@ -143,10 +160,24 @@ class SampleFramePack(io.ComfyNode):
         )
         levels = None if sigmas is None else tuple(sigmas.tolist())
         chosen = SampleSettings(image.width, image.height, 0, **settings, sigmas=levels)
-        keeper = recovery.KeptSections(folders.kept_folder(), progress.notify)
-        latents = stages.sample_framepack(pipeline, encoded, image, chosen, framepack, progress, keeper)
-        progress.finish(f"{latents.width}x{latents.height}, {latents.frames} frames at {latents.fps:g} fps", in_short(pipeline))
-        return io.NodeOutput(latent_format.to_core(latents))
+
+        def sample(_index: int, seed: int, part: Any) -> Latents:
+            asked = replace(chosen, seed=seed)
+            made = {"pipeline": pipeline, "prompt": encoded, "image": image, "settings": asked, "framepack": framepack}
+            sign = partial(saved.signed, **made)
+            keeper = recovery.KeptSections(folders.kept_folder(), progress.notify, describe=sign)
+            steps = KeptSteps(folders.unfinished_folder(), progress.notify)
+            return sign(stages.sample_framepack(pipeline, encoded, image, asked, framepack, part, keeper, steps))
+
+        return finished(progress, pipeline, batch.sampled(batch_size, chosen.seed, progress, sample))
+
+
+def finished(progress: NodeProgress, pipeline: Any, videos: Sequence[Latents]) -> io.NodeOutput:
+    """The LATENT of what was sampled, which is said under the node."""
+    one = videos[0]
+    status = f"{one.width}x{one.height}, {one.frames} frames at {one.fps:g} fps"
+    progress.finish(status, batch.seeds_of(videos), in_short(pipeline))
+    return io.NodeOutput(batch.joined(videos))
 
 
 class StepCache(io.ComfyNode):

@@ -134,7 +134,7 @@ class DownloadModel(Uncached):
             is_output_node=True,
             inputs=[
                 io.Combo.Input(
-                    "model", options=list(downloads.offers()),
+                    "model", options=list(downloads.every_offer()),
                     tooltip="Each is one or more repositories at a fixed commit; the text under the node names their "
                             "pages. The licences are on those pages; by downloading you accept them.",
                 ),

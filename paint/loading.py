@@ -20,7 +20,7 @@ from ..compat.device.probe_results import probe_results_of
 from ..compat.errors import CheckpointError, InputError
 from ..compat.memory.host_weights import HostWeights
 from ..compat.memory.offloader import Offloader, OffloadOptions, offloader_for
-from ..compat.memory.parts import Hosted, PartBytes, Parts, Reader, Silent, StageText
+from ..compat.memory.parts import KnownToHost, PartBytes, Parts, Reader, Silent, StageText
 from ..compat.memory.statistics import amount
 from ..compat.precision import PAINT, Precision, precision_for
 from ..compat.transforms.attention import Attention, attention_for, avoided_by
@@ -74,7 +74,7 @@ class PaintRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class PaintPipeline(Hosted):
+class PaintPipeline(KnownToHost):
     """A paint pipeline that is ready to run.
 
     Args:

@@ -15,7 +15,7 @@ import torch
 
 from ..compat.decision import Decision
 from ..compat.memory.offloader import Offloader
-from ..compat.memory.parts import Hosted, Parts
+from ..compat.memory.parts import KnownToHost, Parts
 from ..compat.memory.parts import Silent as Silent
 from ..compat.memory.parts import StageText as StageText
 from .family import FamilySpec, GuidanceStep
@@ -67,7 +67,7 @@ class SubProgress:
 
 
 @dataclass(frozen=True, slots=True)
-class Pipeline(Hosted):
+class Pipeline(KnownToHost):
     """A pipeline that is ready to run: what it is, its parts, and what was decided for this device.
 
     ``tools`` are the small things beside the modules (tokenizers, scheduler, image processors), read on first use.
@@ -75,7 +75,9 @@ class Pipeline(Hosted):
     ``speed`` is what makes it faster, ``step_cache`` what its samplings skip (``pipelines.speed``). ``weights`` are the
     bytes of each part, for forecasts (``pipelines.memory.estimates``). ``probes`` keeps what is learned of the device.
     ``storage`` is the choice of storage of each part whose weights are kept smaller than they compute. ``doctor``
-    watches its samplings, where somebody asked for one.
+    watches its samplings, where somebody asked for one. ``stands_in_for`` is the published model in whose place a demo
+    model runs; empty otherwise. ``resuming`` keeps the steps of the next sampling. ``request`` is the one it was loaded
+    by.
     """
 
     spec: FamilySpec
@@ -95,6 +97,9 @@ class Pipeline(Hosted):
     probes: Any = None
     storage: Mapping[str, str] = field(default_factory=dict)
     doctor: Any = None
+    resuming: Any = None
+    stands_in_for: str = ""
+    request: Any = None
 
     def __repr__(self) -> str:
         return f"<{self.family} {self.variant} {self.source.name!r}: {self.precision}; {self.offloader}>"
@@ -145,10 +150,27 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
+class PictureSource:
+    """A picture that an image condition was encoded from.
+
+    Args:
+        content: hash of its pixels. fit: how it was brought to size. vision: whether another encoder looked at it.
+    """
+
+    content: str
+    fit: str
+    frame: int
+    strength: float
+    seed: int
+    vision: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ImageCondition:
     """Encoded pictures: tensors on the CPU by the family's own names, and the size they were fitted to.
 
-    ``anchors`` is for families that take several: (tensor name, pixel frame index, strength).
+    ``anchors`` is for families that take several: (tensor name, pixel frame index, strength). ``sources`` are the
+    pictures that it was encoded from, in order; empty where somebody else encoded them.
     """
 
     family: str
@@ -156,6 +178,7 @@ class ImageCondition:
     width: int
     height: int
     anchors: tuple[tuple[str, int, float], ...] = ()
+    sources: tuple[PictureSource, ...] = ()
 
     def __repr__(self) -> str:
         return f"<image condition for {self.family}: {self.width}x{self.height}, {sorted(self.tensors)}>"
@@ -277,3 +300,38 @@ class FramePackSettings:
     order: str = "auto"
     end_strength: float = 1.0
     single_frame: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a transformer by a sampler of core's, batch B, everything on the device.
+
+    Args:
+        latents: (B, C, T, H, W) in the transformer's space, with what is put beside the noise already in C.
+        time: noise level times 1000, (B,), or (B, N) where tokens differ (LTX-Video).
+        embeds: text (B, N, D). mask: (B, N), 1 where it is valid; None where all is.
+        pooled: (B, D). guidance: (B,). quotes: ByT5 states. vision: SigLIP states. picture: latents of the start
+            picture in the transformer's space, (B, C, 1, H, W). later: time of the next step, (B,). fps: of the video.
+        branch: which prompts are in the batch, for caches that keep them apart.
+    """
+
+    latents: torch.Tensor
+    time: torch.Tensor
+    embeds: torch.Tensor
+    mask: torch.Tensor | None = None
+    pooled: torch.Tensor | None = None
+    guidance: torch.Tensor | None = None
+    quotes: torch.Tensor | None = None
+    vision: torch.Tensor | None = None
+    picture: torch.Tensor | None = None
+    later: torch.Tensor | None = None
+    fps: float = 25.0
+    branch: str = "cond"
+
+    @property
+    def valid(self) -> torch.Tensor:
+        """(B, N), bool: which text tokens count."""
+        if self.mask is None:
+            return torch.ones(self.embeds.shape[:2], dtype=torch.bool, device=self.embeds.device)
+        # Core's mask of a HunyuanVideo text still covers the template, which is cut off the states.
+        return self.mask.reshape(self.mask.shape[0], -1)[:, -self.embeds.shape[1] :] > 0.5

@@ -12,7 +12,7 @@ from ..compat.device.report import conv3d_decision
 from ..compat.memory import offloader
 from ..compat.precision import NAMES, SAFE
 from ..compat.transforms import attention
-from ..compat.transforms.attention_kernels import lacking
+from ..compat.transforms.attention_kernels import reason_against
 from .base import Pipeline
 from .registry import FAMILIES
 from .report import title_of
@@ -39,7 +39,10 @@ def card_of(pipeline: Any, probes: Mapping[str, ProbeResult] | None = None) -> d
 
 def status_of(pipeline: Any) -> str:
     """A pipeline in one short line: model, variant, dtype, offload, device."""
-    return f"{', '.join((title_of(pipeline), *_variant(pipeline)))}: {in_short(pipeline)}, on {pipeline.facts.name}"
+    what = ", ".join((title_of(pipeline), *_variant(pipeline)))
+    if getattr(pipeline, "stands_in_for", ""):  # pipelines that paint have none
+        what = f"demo model in place of {pipeline.stands_in_for!r}"
+    return f"{what}: {in_short(pipeline)}, on {pipeline.facts.name}"
 
 
 def in_short(pipeline: Any, part: str = "transformer") -> str:
@@ -56,9 +59,9 @@ def limits(facts: DeviceFacts) -> dict[str, dict[str, str]]:
     """
     models = [family.precision for family in FAMILIES.values()]
     reasons = {
-        "precision": {choice: precision.lacking(choice, models, facts) for choice in precision.CHOICES},
-        "offload": {choice: offloader.lacking(choice, facts.device) for choice in offloader.CHOICES},
-        "attention": {choice: lacking(choice, facts) for choice in attention.CHOICES},
+        "precision": {choice: precision.reason_against(choice, models, facts) for choice in precision.CHOICES},
+        "offload": {choice: offloader.reason_against(choice, facts.device) for choice in offloader.CHOICES},
+        "attention": {choice: reason_against(choice, facts) for choice in attention.CHOICES},
     }
     named = {name: {choice: why for choice, why in each.items() if why} for name, each in reasons.items()}
     return {name: each for name, each in named.items() if each}

@@ -178,22 +178,52 @@ class OtherModel:
         title: for people.
         marks: names that its files have, under any prefix.
         columns: second side of the first of ``marks``, which tells it from a model that is run; 0 where names do.
-        runs: what runs it.
+        runs: what runs its single file.
+        classes: what its class names in diffusers begin with; empty where diffusers has none.
     """
 
     title: str
     marks: tuple[str, ...]
     columns: int = 0
     runs: str = "ComfyUI's own Load Diffusion Model, with AnyGPU Fit Model behind it"
+    classes: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Caution:
+    """What is said beside a file that loads, and that gave others trouble.
+
+    Args:
+        named: a regular expression that the name of the file, or of a folder around it, has to fit.
+        stored: the dtype, without scales, that some of its matrices must have; safetensors' name.
+        text: what is wrong with it and what to use instead. source: who says so.
+    """
+
+    named: str
+    stored: str
+    text: str
+    source: str
 
 
 @dataclass(frozen=True, slots=True)
 class Download:
-    """One published repository at one commit: its name on the Hub, and what of it is read; none means all."""
+    """One published repository at one commit.
+
+    Args:
+        repository: its name on the Hub. revision: the commit. only: what of it is read; none means all.
+        gigabytes: 10**9 bytes by folder, empty for the top, as the Hub lists what is read of it, to three digits; none
+            where that is not known here.
+    """
 
     repository: str
     revision: str
     only: tuple[str, ...] = ()
+    gigabytes: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def stored_gigabytes(self) -> float:
+        """10**9 bytes of what is read of it, as it is stored there; 0 where that is not known."""
+        return sum(size for name, size in self.gigabytes.items() if not self.only or not name or name in self.only)
 
     @property
     def page(self) -> str:
@@ -212,18 +242,42 @@ class Download:
 
 
 @dataclass(frozen=True, slots=True)
+class Quantised:
+    """A published file in fewer bits: its repository, its name there, and its 10**9 bytes as the Hub lists them."""
+
+    repository: str
+    file: str
+    gigabytes: float
+
+    def __str__(self) -> str:
+        return f"{self.file} of {self.repository} ({self.gigabytes:.1f} GB)"
+
+
+T5_XXL = (
+    Quantised("city96/t5-v1_1-xxl-encoder-gguf", "t5-v1_1-xxl-encoder-Q8_0.gguf", 5.06),
+    Quantised("city96/t5-v1_1-xxl-encoder-gguf", "t5-v1_1-xxl-encoder-Q4_K_M.gguf", 2.9),
+)
+
+
+@dataclass(frozen=True, slots=True)
 class Offer:
     """A model somebody may start with.
 
     Args:
         downloads: its repositories.
         gib: weights per part in GiB as bf16, from the parameter counts of the published configurations.
-        stored_bytes: bytes of what is downloaded, as it is stored there; 0 where nobody counted them.
+        quantised: by part of ``gib``, published files in fewer bits, the largest first; none where none is known here.
     """
 
     downloads: tuple[Download, ...]
     gib: Mapping[str, float]
-    stored_bytes: int = 0
+    quantised: Mapping[str, tuple[Quantised, ...]] = field(default_factory=dict)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of what is downloaded, as it is stored there; 0 where that is not known of all of it."""
+        each = [download.stored_gigabytes for download in self.downloads]
+        return int(sum(each) * 10**9) if all(each) else 0
 
     @property
     def total_bytes(self) -> int:
@@ -233,8 +287,8 @@ class Offer:
     @property
     def size(self) -> str:
         """What there is to download, in words: some parts are stored wider than bf16."""
-        counted = f"{self.stored_bytes / 1e9:.0f} GB to download, "
-        return f"{counted if self.stored_bytes else ''}{self.total_bytes / 1e9:.0f} GB of weights in bf16"
+        stored = f"{self.stored_bytes / 1e9:.0f} GB" if self.stored_bytes else "an unknown size"
+        return f"{stored} to download, {self.total_bytes / 1e9:.0f} GB of weights in bf16"
 
     @property
     def largest_bytes(self) -> int:
@@ -309,12 +363,13 @@ class FamilySpec:
         files: part to what it is in single files.
         tokenizers: tool to the tokenizer it is, as the host names them.
         text_vision: kind of the file with the picture half of its text encoder, for image to video; empty for none.
-        offer: what to download first; None offers nothing.
+        offer: what to download first; None offers nothing. more_offers: title to what else, such as image to video.
         musubi: its caches of Musubi Tuner; None where that trainer has no such model.
         vae_settings: attributes of its diffusers VAE that its publisher has otherwise.
         published_blocks: blocks of its published transformer: class, count, whether they leave the text alone.
         published_vae_sites: sites that are fused in the decoder of its published VAE.
         others: models that are taken for it, and that it does not run.
+        cautions: published files that gave others trouble.
         vae_tile: pixels per tile that upstream advises for its VAE; 0 for none.
         recipes: how its variants are run, by names of its own.
         most_whole_cells: latent cells up to which a video goes through the VAE whole nevertheless, which is exact.
@@ -357,12 +412,14 @@ class FamilySpec:
     tokenizers: Mapping[str, str] = field(default_factory=dict)
     text_vision: str = ""
     offer: Offer | None = None
+    more_offers: Mapping[str, Offer] = field(default_factory=dict)
     musubi: MusubiCache | None = None
     vae_settings: Mapping[str, int] = field(default_factory=dict)
     published_blocks: tuple[tuple[str, int, bool], ...] = ()
     published_vae_sites: int = 0
     recipes: Mapping[str, Recipe] = field(default_factory=dict)
     others: tuple[OtherModel, ...] = ()
+    cautions: tuple[Caution, ...] = ()
     vae_tile: int = 0
     most_whole_cells: int = 0
 

@@ -112,3 +112,12 @@ def _resized(frames: torch.Tensor, width: int, height: int) -> torch.Tensor:
 
 def _clamped(side: float) -> int:
     return int(min(max(round(side), 64), 4096))
+
+
+def resized(frames: torch.Tensor, width: int, height: int) -> torch.Tensor:
+    """Frames (F, H, W, 3) at another size, bilinear as a second pass ends: one at a time, for the memory."""
+    made = frames.new_empty(frames.shape[0], height, width, frames.shape[3])
+    for index, frame in enumerate(frames):
+        picture = frame.permute(2, 0, 1)[None]
+        made[index] = functional.interpolate(picture, size=(height, width), mode="bilinear")[0].permute(1, 2, 0)
+    return made

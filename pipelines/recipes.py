@@ -10,6 +10,7 @@ from .base import Pipeline, SampleSettings
 from .family import Defaults, FamilySpec, GuidanceStep, Recipe
 
 SECOND_PASS = "second_pass"  # in ``Latents.extra``: they were upscaled, and a second pass refines them
+FINAL = ("final_width", "final_height")  # in ``Latents.extra``: pixels to which decoded frames are resized
 OWN_DEFAULTS = "_anygpu_defaults"  # in model_index.json: sizes and steps that a checkpoint was trained for
 
 
@@ -24,8 +25,27 @@ def recipe_of(pipeline: Pipeline, settings: SampleSettings | None = None) -> Rec
     recipe: Recipe | None = code.recipe_for(pipeline) if hasattr(code, "recipe_for") else next(iter(known), None)
     if recipe is None or settings is None or settings.latents is None:
         return recipe
-    refines = bool(settings.latents.extra.get(SECOND_PASS)) and settings.denoise == 1.0
-    return recipe.second if refines and recipe.second is not None else recipe
+    return recipe.second if _refines(settings) and recipe.second is not None else recipe
+
+
+def final_size(settings: SampleSettings) -> dict[str, int]:
+    """What goes into ``Latents.extra`` of the size asked of a second pass; nothing where that of its latents stays.
+
+    A first pass has two thirds of the final width and height and is doubled, so that the frames are resized at the end.
+    A size that is no larger than that of the first pass is one that was left there, and asks for nothing.
+
+    Source: Lightricks/LTX-Video, ``LTXMultiScalePipeline``.
+    """
+    latents, asked = settings.latents, (settings.width, settings.height)
+    if latents is None or not _refines(settings) or asked == (latents.width, latents.height):
+        return {}
+    larger = 2 * settings.width > latents.width and 2 * settings.height > latents.height
+    return dict(zip(FINAL, asked, strict=True)) if larger else {}
+
+
+def _refines(settings: SampleSettings) -> bool:
+    latents = settings.latents
+    return latents is not None and bool(latents.extra.get(SECOND_PASS)) and settings.denoise == 1.0
 
 
 def of_checkpoint(pipeline: Pipeline, recipe: Recipe | None = None) -> FamilySpec:
@@ -73,6 +93,16 @@ def guidance_steps(recipe: Recipe | None, given: SampleSettings, cfg: float) -> 
 
 
 def recipe_decision(pipeline: Pipeline) -> tuple[Decision, ...]:
-    """How the variant that is loaded is run where nothing else is chosen."""
+    """How the loaded variant is run where nothing else is chosen, and that a demo model stands in, where it does."""
     recipe = recipe_of(pipeline)
-    return () if recipe is None else (Decision("recipe", f"{recipe.name}: {recipe}", recipe.source, AUTO),)
+    chosen = () if recipe is None else (Decision("recipe", f"{recipe.name}: {recipe}", recipe.source, AUTO),)
+    return (*_stand_in(pipeline), *chosen)
+
+
+def _stand_in(pipeline: Pipeline) -> tuple[Decision, ...]:
+    if not pipeline.stands_in_for:
+        return ()
+    defaults = of_checkpoint(pipeline).defaults
+    size = f"{defaults.width}x{defaults.height}, {defaults.frames} frames"
+    verdict = f"demo in place of {pipeline.stands_in_for!r}, which is not installed: coloured shapes at {size}"
+    return (Decision("model", verdict, "no model is installed; AnyGPU Download Model fetches one", AUTO),)

@@ -10,10 +10,13 @@ import torch
 
 from ..compat.decision import Decision
 from ..compat.device.check import FAILED, Check, check
-from ..compat.device.facts import facts_for, free_bytes
+from ..compat.device.facts import DeviceFacts, facts_for, free_bytes
 from ..compat.device.probe_results import probe_results_of
-from ..compat.device.report import Report, report_on
-from ..compat.precision import PAINT, PLAIN, ModelPrecision
+from ..compat.device.probe_store import ProbeStore
+from ..compat.device.report import Report, dtypes_in_use, report_on
+from ..compat.device.work import pace_of
+from ..compat.memory.statistics import kept_stages
+from ..compat.precision import DTYPES, PAINT, PLAIN, ModelPrecision
 from .base import Pipeline, Progress
 from .registry import FAMILIES
 
@@ -24,6 +27,7 @@ PAINT_TITLES = {
 }
 FITTED = "other models, by AnyGPU Fit Model"  # which leaves what core computes well as core loaded it
 WIDTH, MARGIN, SIZE, GAP = 1600, 24, 18, 6
+MOST_RUNS = 9  # stages that are shown beside their forecast
 COLUMNS = (MARGIN, 330, 760)  # where subject, verdict and reason begin, in pixels
 PAPER, BAND, INK, FAINT, HEAD, ALARM = "#1b1d21", "#23262b", "#e8e8e8", "#a8adb5", "#7cc4ff", "#ff8a7a"
 
@@ -53,7 +57,32 @@ def hardware_report(device: Any, state: Path | None, again: bool = False) -> Rep
     facts = facts_for(device)
     store = probe_results_of(facts, state)
     store.ask_all(again)
-    return report_on(facts, store, precisions(), free_bytes(facts.device), store.note)
+    told = report_on(facts, store, precisions(), free_bytes(facts.device), store.note)
+    times = (("Speed", _speed(facts, store)), ("Last runs beside their forecast", _last_runs(state)))
+    return Report((*told.sections, *(section for section in times if section[1])))
+
+
+def _speed(facts: DeviceFacts, store: ProbeStore) -> tuple[Decision, ...]:
+    """What forecasts of time reckon with, for each dtype that is computed in."""
+    lines = []
+    for name in sorted(dtypes_in_use(facts, store, precisions())):
+        pace = pace_of(facts, store, DTYPES[name])
+        if pace is not None:
+            rates = (
+                f"{kind} {rate / 1e12:.3g} TFLOPS"
+                for kind, rate in (
+                    ("products", pace.product),
+                    ("convolutions", pace.convolution),
+                    ("attention", pace.attention),
+                )
+            )
+            lines.append(Decision(name, f"{', '.join(rates)}; memory {pace.memory / 1e9:.3g} GB/s", source=pace.source))
+    return tuple(lines)
+
+
+def _last_runs(state: Path | None) -> tuple[Decision, ...]:
+    rows = [] if state is None else [cost for cost in kept_stages(state) if cost.beside_forecast][-MOST_RUNS:]
+    return tuple(Decision(f"{cost.date} {cost.pipeline}", cost.beside_forecast) for cost in rows)
 
 
 def hardware_check(device: Any, state: Path | None) -> Iterator[Check]:

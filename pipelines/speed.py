@@ -33,8 +33,9 @@ from ..compat.transforms.step_cache import StepCacheSettings, cached, require_us
 from .base import Latents, Pipeline, Progress, SampleSettings
 from .memory.shortage import EXPLAINED, explain_shortage
 from .profiling import Profile
+from .time.forecast import Run, expected
 
-Hosted = Callable[..., Any]
+HostOffloader = Callable[..., Any]
 TRANSFORMER, VAE = "transformer", "vae"
 STEP_CACHE = "step cache"
 UNEXPECTED = (  # not OSError: of a disk or a driver, whose own words say more
@@ -122,7 +123,7 @@ class Speed:
             steps.append(self.profile.step())
         return tuple(steps)
 
-    def host_for(self, offload: str, hosted: Hosted | None) -> Hosted | None:
+    def host_for(self, offload: str, hosted: HostOffloader | None) -> HostOffloader | None:
         """The host's offloader for ``offload``; none for ``auto`` with compile, which that offloader cannot have."""
         if hosted is None or offload != AUTO or not self.compiled:
             return hosted
@@ -274,7 +275,12 @@ def with_step_cache(pipeline: Pipeline, preset: str, asked: StepCacheSettings) -
 
 @contextmanager
 def running(
-    stage: Stage, pipeline: Pipeline, progress: Progress, size: Latents | SampleSettings | None = None, hint: str = ""
+    stage: Stage,
+    pipeline: Pipeline,
+    progress: Progress,
+    size: Latents | SampleSettings | None = None,
+    hint: str = "",
+    run: Run | None = None,
 ) -> Iterator[None]:
     """Around a stage: its range in a profile, its peak, traffic and time, and what to lower where memory runs out.
 
@@ -283,11 +289,13 @@ def running(
     Args:
         size: has the width, height and frames that ran out; None for a stage that they do not matter to.
         hint: a way out that only this stage has.
+        run: what its forecast of time is for; None for a stage that has none.
     """
+    time = None if run is None else expected(pipeline, stage.cost, run)
     profile = getattr(pipeline.speed, "profile", None)
     with (
         nullcontext() if profile is None else profile.stage(stage.range),
-        stage_cost(pipeline, stage.cost, progress),
+        stage_cost(pipeline, stage.cost, progress, *((time.modelled, time.seconds) if time else ())),
     ):
         try:
             yield

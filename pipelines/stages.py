@@ -28,12 +28,14 @@ from .family import FamilySpec
 from .grid import check_steps, require_range, snap
 from .memory.estimates import Size
 from .memory.fit import fit_offload, make_room_and_retry
-from .pictures import checked_frames, fitted, fitted_size
-from .recipes import guidance_steps, of_checkpoint, recipe_of
+from .pictures import checked_frames, fitted, fitted_size, resized
+from .receipts import sources_of, texts_of
+from .recipes import FINAL, final_size, guidance_steps, of_checkpoint, recipe_of
 from .sampling.loop import fall_back_to_fp32, retries
-from .sampling.resume import InMemorySections, SectionStore
+from .sampling.resume import InMemorySections, SectionStore, StepStore, with_steps
 from .speed import Stage, running, sampling_speed
 from .text.t5 import described
+from .time.forecast import Run, planned_run
 from .vae.plan import Form
 
 MOST_TOKENS = 1024
@@ -47,16 +49,7 @@ UPSCALING = Stage("upscale latents", "upscaling", "upscaling the latents")
 SAMPLING = Stage("sample", "sampling", "sampling")
 DECODING = Stage("decode", "decoding", "decoding")
 GUIDANCE = (
-    "guidance",
-    "cfg",
-    "cfg_start",
-    "cfg_end",
-    "shift",
-    "guidance_rescale",
-    "sigmas",
-    "latents",
-    "noise_mask",
-    "stg",
+    *("guidance", "cfg", "cfg_start", "cfg_end", "shift", "guidance_rescale", "sigmas", "latents", "noise_mask", "stg"),
 )
 
 
@@ -81,8 +74,9 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
     image = None if request.image is None else checked_frames(request.image, "the prompt's image")
     report_unused(family, request, ("template", "sections", "image"), progress)
     completed = replace(request, max_tokens=limit, image=image)
-    texts = {"text": request.text, "negative_text": request.negative}
-    with running(TEXT, pipeline, progress, hint=TEXT_HINT):
+    usual = family.defaults
+    run = planned_run(pipeline, Size(usual.width, usual.height, usual.frames))  # a text takes as long for any
+    with running(TEXT, pipeline, progress, hint=TEXT_HINT, run=run):
         fit_offload(pipeline, "text", None, progress)
         try:
             for attempt in retries(make_room_and_retry(pipeline, progress, family.text_parts, TEXT.again)):
@@ -90,7 +84,7 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
                     prompt: Prompt = family.code.encode_prompt(pipeline, completed, progress)
         finally:
             release_text(pipeline, family)
-    return replace(prompt, has_negative=bool(request.negative.strip()), extra=texts)
+    return replace(prompt, has_negative=bool(request.negative.strip()), extra=texts_of(request))
 
 
 def prompt_from_core(pipeline: Pipeline, positive: Any, negative: Any = None) -> Prompt:
@@ -148,7 +142,7 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, fit: str, progress: 
         for attempt in retries(make_room_and_retry(pipeline, progress, ("image_encoder", "vae"), IMAGE.again)):
             with attempt:
                 condition: ImageCondition = family.code.encode_image(pipeline, completed, progress)
-    return condition
+    return replace(condition, sources=sources_of(frames, request, fit))
 
 
 def encode_video(
@@ -187,9 +181,14 @@ def encode_video(
 
 
 def sample(
-    pipeline: Pipeline, prompt: Prompt, image: ImageCondition | None, settings: SampleSettings, progress: Progress
+    pipeline: Pipeline,
+    prompt: Prompt,
+    image: ImageCondition | None,
+    settings: SampleSettings,
+    progress: Progress,
+    steps: StepStore | None = None,
 ) -> Latents:
-    """Sampled latents in core's space.
+    """Sampled latents in core's space; ``steps`` keeps unfinished steps, and may know of some already.
 
     Raises:
         InputError: a prompt, image or latents of another family or size, or a setting out of range.
@@ -201,7 +200,9 @@ def sample(
             expected="the Sample FramePack node",
             fix=f"{family.title} samples section by section: use AnyGPU Sample FramePack.",
         )
-    recipe = recipe_of(pipeline, settings)
+    recipe, final = recipe_of(pipeline, settings), final_size(settings)
+    if final:
+        progress.notify(f"decoded frames are resized to {settings.width}x{settings.height}")
     completed = _completed(of_checkpoint(pipeline, recipe), prompt, image, settings, progress)
     if settings.stg > MOST_STG:
         raise InputError(
@@ -210,10 +211,11 @@ def sample(
     settings = replace(completed, guidance_steps=guidance_steps(recipe, settings, completed.cfg))
     _require_image(pipeline, family, image)
     size = size_of(settings, prompt)
+    pipeline = with_steps(pipeline, steps, progress, SAMPLING.title, prompt, image, settings)
     latents = _sample(
         pipeline, settings, size, progress, partial(family.code.sample, pipeline, prompt, image, settings, progress)
     )
-    return described(latents, prompt)
+    return described(replace(latents, extra={**latents.extra, **final}), prompt)
 
 
 def sample_framepack(
@@ -224,8 +226,9 @@ def sample_framepack(
     framepack: FramePackSettings,
     progress: Progress,
     keeper: SectionStore | None = None,
+    steps: StepStore | None = None,
 ) -> Latents:
-    """FramePack's sampled latents; ``keeper`` is told of each finished section, and may know of some already."""
+    """FramePack's sampled latents; ``keeper`` is told of finished sections and may know of some, ``steps`` likewise."""
     family = pipeline.spec
     if not family.sections:
         raise UnsupportedError(
@@ -236,6 +239,7 @@ def sample_framepack(
     settings = replace(settings, frames=family.code.frames_for(framepack, settings.fps or family.defaults.fps))
     settings = _completed(family, prompt, image, settings, progress)
     size, remembered = size_of(settings, prompt, framepack.window), InMemorySections(keeper)
+    pipeline = with_steps(pipeline, steps, progress, "the section", prompt, image, settings, framepack)
     return _sample(
         pipeline,
         settings,
@@ -270,9 +274,13 @@ def decode(
     chosen = form or Form(method)
     smallest = chosen.method in ("auto", "streaming", "cpu")
     hint = "" if smallest else "set method to auto, which continues in smaller parts"
-    with running(DECODING, pipeline, progress, latents, hint):
+    window = int(latents.extra.get("window") or 9)
+    run = planned_run(pipeline, Size(latents.width, latents.height, latents.frames, window=window))
+    with running(DECODING, pipeline, progress, latents, hint, run):
         release_text(pipeline, family)
         frames: torch.Tensor = family.code.decode(pipeline, latents, progress, chosen)[: latents.frames]
+        if all(name in latents.extra for name in FINAL):
+            frames = resized(frames, *(latents.extra[name] for name in FINAL))
     if pipeline.speed is not None:
         pipeline.speed.notify_decoded(progress)
     return frames
@@ -358,18 +366,17 @@ def require_family(given: str, family: FamilySpec, subject: str) -> None:
         )
 
 
-def _sample(
-    pipeline: Pipeline, settings: SampleSettings, size: Size, progress: Progress, run: Callable[[], Latents]
-) -> Latents:
+def _sample(pipeline: Pipeline, settings: Any, size: Size, progress: Progress, run: Callable[[], Latents]) -> Latents:
     """What ``run`` samples; once more in fp32 where its values broke, with more room where memory ran out."""
     more_room = make_room_and_retry(pipeline, progress, told=SAMPLING.again)
 
     def again(error: BaseException) -> bool:
         return fall_back_to_fp32(pipeline, progress, error) or more_room(error)
 
-    with running(SAMPLING, pipeline, progress, settings):
+    asked = Run(size, settings)
+    with running(SAMPLING, pipeline, progress, settings, run=asked):
         release_text(pipeline, pipeline.spec)
-        fit_offload(pipeline, "sampling", size, progress)
+        fit_offload(pipeline, "sampling", size, progress, asked)
         for attempt in retries(again, catches=(RuntimeError, MemoryError, NotFinite)):
             with attempt, sampling_speed(pipeline, settings, progress):
                 latents = run()

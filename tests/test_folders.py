@@ -43,6 +43,18 @@ def test_the_demo_models_are_the_last_choices_and_found_by_name(folders):
     assert (folders.model_folder(last) / "model_index.json").is_file()
 
 
+def test_a_demo_model_runs_in_the_place_of_a_published_one_of_its_family_while_none_is_installed(folders, tmp_path):
+    (demo,) = folders.demo_models()
+    assert folders.stand_in_for("LTX-Video") == folders.stand_in_for("publisher/LTX-Video-0.9.5") == demo
+    assert folders.stand_in_for("mochi-1-preview") == folders.stand_in_for("mine") == folders.stand_in_for(demo) == ""
+    assert folders.model_folder("demo: LTX-Video (1 MB)") == folders.model_folder(demo), (
+        "saved before it was trained on"
+    )
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "model_index.json").write_text(json.dumps({"_class_name": "MochiPipeline"}), encoding="utf-8")
+    assert folders.stand_in_for("LTX-Video") == ""
+
+
 def test_without_demo_models_the_list_says_that_there_is_none(folders, monkeypatch):
     monkeypatch.setattr(folders, "demo_models", dict)
     assert folders.model_choices() == [folders.NO_MODEL]

@@ -24,7 +24,7 @@ COMFY = {
     "execution",
 }
 HEAVY = {"diffusers", "transformers", "accelerate", "av", "gguf", "torchao", "peft", "trimesh"}
-OURS = {"compat", "kernels", "pipelines", "paint", "host", "nodes", "showcase", "cli"}
+OURS = {"compat", "kernels", "pipelines", "paint", "host", "nodes", "farm", "showcase", "cli"}
 MAY_IMPORT: dict[str, set[str]] = {  # room -> rooms of ours; the longest prefix wins
     "kernels": {"kernels"},
     "compat": {"compat"},
@@ -33,6 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {  # room -> rooms of ours; the longest prefix
     "paint": {"compat", "paint"},
     "host": {"compat", "pipelines", "paint", "host"},
     "nodes": {"compat", "pipelines", "paint", "host", "nodes"},
+    "farm": {"compat", "pipelines", "paint", "farm"},
     "showcase.py": {"compat", "pipelines", "paint"},
     "cli.py": {"compat", "pipelines", "paint", "showcase"},
     "__init__.py": {"nodes"},
@@ -45,6 +46,7 @@ SOURCES = sorted(
     for path in (top.rglob("*.py") if top.is_dir() else [top])
     if path.suffix == ".py"
 )
+SHIPPED = [source for source in SOURCES if not source.startswith("farm/")]  # .comfyignore leaves the farm out
 BANNED_CALLS = {"eval", "exec", "compile", "__import__"}
 BANNED_MODULES = {"subprocess", "requests", "urllib", "socket", "http", "pickle"}
 
@@ -145,7 +147,7 @@ def test_heavy_packages_are_imported_inside_functions(source: str) -> None:
     assert not heavy, f"{source} imports {heavy} at module scope"
 
 
-@over(SOURCES)
+@over(SHIPPED)
 def test_nothing_the_registry_scan_flags(source: str) -> None:
     for node in ast.walk(tree_of(source)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
@@ -167,7 +169,7 @@ def test_only_device_asks_a_vendor(source: str) -> None:
             assert node.attr not in {"cuda", "mps", "xpu", "hip"}, f"{source}:{node.lineno} uses torch.{node.attr}"
 
 
-@over([source for source in SOURCES if source != "cli.py"])
+@over([source for source in SOURCES if source not in ("cli.py", "farm/cli.py")])
 def test_no_print_no_environment(source: str) -> None:
     calls = [n.func.id for n in ast.walk(tree_of(source)) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
     assert "print" not in calls, f"{source} prints"
@@ -207,6 +209,13 @@ print(len({modules!r}))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd="/")
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 5
+
+
+def test_the_farm_is_left_out_of_the_archive_and_nothing_shipped_needs_it() -> None:
+    assert "farm/" in (ROOT / ".comfyignore").read_text(encoding="utf-8").splitlines()
+    assert not [source for source in SHIPPED if "farm" in rooms_of(source)]
+    tops = {source: {name.split(".")[0] for name, at_top in imported(source) if at_top} for source in SOURCES}
+    assert not [source for source, names in tops.items() if "ray" in names], "ray is imported inside functions"
 
 
 def test_root_is_not_importable() -> None:

@@ -42,13 +42,13 @@ def test_a_sheet_holds_every_picture_once_row_by_row(preview, count):
 
 @pytest.mark.parametrize(("frames", "shown"), [(17, 17), (48, 48), (49, 25), (129, 43)])
 def test_a_clip_is_short_small_and_plays_as_fast(preview, frames, shown):
-    (given, animated) = preview.clip(torch.zeros(frames, 48, 704, 3), 24.0, None)
+    (given, animated) = preview.clips([torch.zeros(frames, 48, 704, 3)], 24.0, None)
     small, _, folder, _, fps = given[:5]
     assert small.shape == (shown, 22, 320, 3) and folder == "temp" and animated
     assert abs(shown / fps - frames / 24.0) < 2 / fps, "as long as the clip itself"
 
 
 def test_one_frame_is_a_still_and_a_small_clip_keeps_its_size(preview):
-    assert preview.clip(torch.zeros(1, 64, 96, 3), 24.0, None).shape == (1, 64, 96, 3)
-    (given, _) = preview.clip(torch.zeros(3, 64, 96, 3), 24.0, None)
+    assert preview.clips([torch.zeros(1, 64, 96, 3)], 24.0, None).shape == (1, 64, 96, 3)
+    (given, _) = preview.clips([torch.zeros(3, 64, 96, 3)], 24.0, None)
     assert given[0].shape == (3, 64, 96, 3)

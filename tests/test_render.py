@@ -29,7 +29,7 @@ def render(tiny_folder: Path, tmp_path: Path):
 def test_a_failed_decode_loses_nothing(render, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     decode = stages.decode
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise UnsupportedError("a decoder that fails", expected="one that works", fix="Try again.")
 
     monkeypatch.setattr(stages, "decode", fail)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from anygpu.pipelines.loading.download import every_offer
 from host.prompts import REPLAYS, ROOT, fitted, replay, replay_path, shipped
 
 CORE = {"MarkdownNote", "LoadImage", "LoadVideo", "GetVideoComponents", "SaveVideo"}
@@ -141,6 +143,10 @@ def test_note_says_what_to_download_where_to_put_it_and_what_it_takes(workflow: 
     models = [inputs["model"] for inputs in loaders if "model" in inputs]
     assert models or workflow in fitted()
     assert all(f"ComfyUI/models/diffusers/{model}*" in text for model in models)
+    downloads = [download for offer in every_offer().values() for download in offer.downloads]
+    for page, only in re.findall(r"^- (huggingface\.co/\S+) into .*(?:\n +- only (.*))?", text, flags=re.MULTILINE):
+        fetched = [set(download.only) for download in downloads if download.page == f"https://{page}"]
+        assert not fetched or set(only.split(", ") if only else ()) in fetched, page
     files = [value for node in replay(workflow).values() for value in node["inputs"].values() if _is_file(value)]
     assert workflow not in fitted() or (files and all(file in text for file in files))
     assert "huggingface.co/" in text and "GiB" in text and "not measured" in text and "*offload*" in text

@@ -119,11 +119,15 @@ class ProbeStore(Mapping[str, ProbeResult]):
             if again:
                 self._answers.clear()
                 self._remembered.clear()
+                if self.path is not None:  # else what is written next takes in what it says
+                    value_or(lambda: self.path.unlink(missing_ok=True), None)
             self._ask([name for name in self.probes if name not in self._answers])
             return {name: self._answers[name] for name in self.probes}
 
     def remember(self, name: str, measure: Callable[[], Any]) -> Any:
         """A plain value that is measured once per device and saved with the results, such as a timing.
+
+        None where the process ended, or was ended, while it was measured: that is not tried a second time.
 
         Args:
             measure: makes the value; it must be what JSON can hold. A quiet store gives None instead.
@@ -132,7 +136,14 @@ class ProbeStore(Mapping[str, ProbeResult]):
             if self.quiet:
                 return self._remembered.get(name)
             if name not in self._remembered:
-                self._remembered[name] = measure()
+                outer = self._asking
+                self._announce(name)
+                try:
+                    self._remembered[name] = measure()
+                except Exception:
+                    self._announce(outer)
+                    raise
+                self._asking = outer
                 self._write()
             return self._remembered[name]
 
@@ -143,13 +154,18 @@ class ProbeStore(Mapping[str, ProbeResult]):
     def _ask(self, names: list[str]) -> None:
         if not names:
             return
+        outer = self._asking
         for name in names:
-            if self.facts.device.type != "cpu":  # whose driver may end the process: at the next start that is known
-                self._asking = name
-                self._write()
+            self._announce(name)
             self._answers[name] = answer(self.probes[name], self.facts)
-        self._asking = ""
+        self._asking = outer
         self._write()
+
+    def _announce(self, name: str) -> None:
+        """Write what is asked now: a driver may end the process or hang, and at the next start that is known."""
+        if self.facts.device.type != "cpu":
+            self._asking = name
+            self._write()
 
     def _read(self) -> None:
         """Read saved results, except for probes that already ran here; another process may have written in the
@@ -161,12 +177,16 @@ class ProbeStore(Mapping[str, ProbeResult]):
             kept = {name: _checked(entry) for name, entry in content["answers"].items() if name in self.probes}
             remembered = dict(content["remembered"])
             asking, *asker = content.get("asking") or ("",)
-            if asking in self.probes and asking not in kept and not _runs(*asker):
+            known = not asking or asking in kept or asking in remembered
+            if isinstance(asking, str) and not known and not _runs(*asker):
                 log.warning("AnyGPU: %s %s: it counts as unusable", asking, ENDED)
-                kept[asking] = ProbeResult(UNUSABLE, ENDED)
+                if asking in self.probes:
+                    kept[asking] = ProbeResult(UNUSABLE, ENDED)
+                else:
+                    remembered[asking] = None
         except FileNotFoundError:
             return
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             log.warning("AnyGPU: %s is damaged (%s): its probes run again", self.path, first_line(error))
             return
         self._answers, self._remembered = {**kept, **self._answers}, {**remembered, **self._remembered}

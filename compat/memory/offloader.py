@@ -419,7 +419,7 @@ def offloader_for(
             expected=f"one of {', '.join(mode for mode in CHOICES if mode != HOSTED)}",
             fix="Choose auto.",
         )
-    if refusal := lacking(choice, device):
+    if refusal := reason_against(choice, device):
         raise UnsupportedError(
             f"offload {choice!r} {refusal}",
             expected="auto or none",
@@ -431,7 +431,7 @@ def offloader_for(
     return _with_decision(own, choice, why)
 
 
-def lacking(choice: str, device: torch.device) -> str:
+def reason_against(choice: str, device: torch.device) -> str:
     """Why an offload mode cannot be on ``device``; empty where it can, or where a host's own manager stands in."""
     return "on a CPU" if device.type == HOST.type and choice not in (AUTO, "none", HOSTED) else ""
 

@@ -9,6 +9,7 @@ comes back. Strengths change in place.
 from __future__ import annotations
 
 import re
+import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
@@ -70,7 +71,7 @@ class Silent:
         """Nothing."""
 
 
-class Hosted:
+class KnownToHost:
     """What a host's caches recognise a pipeline by; its offloader knows the host's models."""
 
     __slots__ = ()
@@ -117,7 +118,7 @@ class Parts(dict[str, nn.Module]):
 
     ``fallbacks`` holds, by part name, what makes the next reading a safer one; only for parts whose precision was
     decided and not chosen. ``active_adapters`` holds, by part name, the adapters that are on it:
-    :class:`ActiveAdapters`.
+    :class:`ActiveAdapters`. ``reading_seconds`` is what reading has taken so far.
     """
 
     def __init__(self, readers: Mapping[str, Reader], prepare: Prepare | None = None) -> None:
@@ -126,14 +127,17 @@ class Parts(dict[str, nn.Module]):
         self.undo: dict[str, Callable[[], Any]] = {}
         self.fallbacks: dict[str, Callable[[], None]] = {}
         self.active_adapters: dict[str, Any] = {}
+        self.reading_seconds = 0.0
 
     def read(self, name: str, progress: Any = None) -> nn.Module:
         """The part ``name``, from memory or from disk, prepared."""
         if name not in self:
+            started = time.perf_counter()
             module = self.readers[name](progress or Silent())
             if self.prepare is not None:
                 self.undo[name] = self.prepare(name, module)
             self[name] = module
+            self.reading_seconds += time.perf_counter() - started
         return dict.__getitem__(self, name)
 
     def __missing__(self, name: str) -> nn.Module:

@@ -18,7 +18,9 @@ from ..device.execution import HOST
 from ..device.facts import peak_bytes, reset_peak, synchronize, value_or
 
 FILE = "memory.json"
-KEPT = 24  # stages, the newest last
+KEPT = 60  # stages, the newest last
+WORTH_SHOWING = 0.1  # seconds of a step, from which on its pace is shown
+WORTH_TELLING = 5.0  # seconds of a stage, from which on it is told beside its forecast
 GIGABYTE, MEGABYTE = 1e9, 1e6
 
 
@@ -50,6 +52,10 @@ class StageCost:
     Args:
         peak_bytes: highest memory of this process on the device; 0 where the backend does not tell.
         moved_bytes: to the device and back. moving_seconds: that the stage waited for them. seconds: of all of it.
+        reading_seconds: of them, for weights that were read from disk.
+        precision: of the pipeline.
+        modelled_seconds, forecast_seconds: at the device's rates, and as the user was told before the stage began,
+            both without reading; 0 where nobody knew.
     """
 
     stage: str
@@ -61,6 +67,22 @@ class StageCost:
     moving_seconds: float = 0.0
     seconds: float = 0.0
     date: str = ""
+    reading_seconds: float = 0.0
+    precision: str = ""
+    modelled_seconds: float = 0.0
+    forecast_seconds: float = 0.0
+
+    @property
+    def own_seconds(self) -> float:
+        """Seconds without reading from disk."""
+        return self.seconds - self.reading_seconds
+
+    @property
+    def beside_forecast(self) -> str:
+        """How long it took beside the forecast, such as ``sampling took 61.0 s, 58.3 s forecast``; empty without."""
+        if not self.forecast_seconds:
+            return ""
+        return f"{self.stage} took {self.own_seconds:.1f} s, {self.forecast_seconds:.1f} s forecast"
 
     @property
     def ratio(self) -> float:
@@ -164,22 +186,30 @@ def _mark(device: torch.device) -> torch.Event:
 
 
 @contextmanager
-def stage_cost(pipeline: Any, name: str, progress: Any) -> Iterator[None]:
+def stage_cost(
+    pipeline: Any, name: str, progress: Any, modelled_seconds: float = 0.0, forecast_seconds: float = 0.0
+) -> Iterator[None]:
     """The block as a stage in the statistics of a pipeline: its peak, its traffic and its time.
 
     Args:
         pipeline: a pipeline of any kind.
         name: of the stage.
-        progress: told the line where it has ``cost`` and the stage ran on a device of its own; may be None.
+        progress: told the line where it has ``cost`` and the stage ran on a device of its own; may be None. A stage
+            that was long is told beside its forecast, on every device.
+        modelled_seconds, forecast_seconds: as :class:`StageCost` has them.
     """
-    offloader = pipeline.offloader
-    title = f"{pipeline.family} {pipeline.variant}"
+    offloader, parts = pipeline.offloader, pipeline.parts
+    title, before = f"{pipeline.family} {pipeline.variant}", parts.reading_seconds
     with offloader.memory_stats.stage(name, title, offloader.mode, offloader.device) as cost:
         yield
-        cost.mode = offloader.mode
+        cost.mode, cost.precision = offloader.mode, str(pipeline.precision)
+        cost.modelled_seconds, cost.forecast_seconds = modelled_seconds, forecast_seconds
+        cost.reading_seconds = parts.reading_seconds - before
     tell = getattr(progress, "cost", None)  # of those who show it: a node's text, the terminal
     if tell is not None and offloader.device.type != HOST.type:
         tell(str(cost))
+    if progress is not None and max(cost.own_seconds, cost.forecast_seconds) >= WORTH_TELLING and cost.beside_forecast:
+        progress.notify(cost.beside_forecast)
 
 
 def kept_stages(state: Path) -> list[StageCost]:
@@ -188,10 +218,31 @@ def kept_stages(state: Path) -> list[StageCost]:
         rows = json.loads((state / FILE).read_text(encoding="utf-8"))
         costs = [StageCost(**row) for row in rows]
         for cost in costs:
-            str(cost)  # which an edited file can make impossible
+            f"{cost}{cost.own_seconds:f}{cost.modelled_seconds:f}{cost.forecast_seconds:f}"  # an edited file may fail
         return costs
-    except (OSError, ValueError, TypeError, ArithmeticError):
+    except (OSError, ValueError, TypeError, ArithmeticError, RecursionError):
         return []
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words: ``40 s``, ``14 min``, ``2.5 h``."""
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def time_left(seconds: float, done: int, total: int) -> str:
+    """Seconds per step and what is left, such as ``, 4.1 s each, about 70 s left``; empty before the second step.
+
+    Args:
+        seconds: since the first step has ended, which also loads and tunes.
+        done: steps that have ended, of ``total``.
+    """
+    if done < 2 or seconds < WORTH_SHOWING * (done - 1):
+        return ""
+    each = seconds / (done - 1)
+    left = f", about {duration((total - done) * each)} left" if done < total else ""
+    return f", {each:.1f} s each{left}"
 
 
 def amount_of(count: float) -> str:

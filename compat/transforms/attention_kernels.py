@@ -137,7 +137,7 @@ def require_usable(choice: str, facts: DeviceFacts, dtype: torch.dtype, head_wid
         )
 
 
-def lacking(choice: str, facts: DeviceFacts) -> str:
+def reason_against(choice: str, facts: DeviceFacts) -> str:
     """Why a kernel cannot run on the device of ``facts``, without trying it; empty if it can."""
     rows = [need for need in NEEDS if need.choice == choice]
     here = [need for need in rows if _runs_on(need, facts)]

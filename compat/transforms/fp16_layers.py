@@ -57,7 +57,12 @@ def to_fp16(x: Tensor, scale: Tensor | None = None) -> Tensor:
 
 def row_scales(x: Tensor, reach: float) -> Tensor:
     """The power of two, at least 1, that keeps a row of ``x`` and its products within fp16, per row: (..., 1), fp32."""
-    needed = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=FULL) * (2.0 * reach / LIMIT)
+    return scales_for(torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=FULL), reach)
+
+
+def scales_for(size: Tensor, reach: float) -> Tensor:
+    """The power of two, at least 1, that keeps within fp16 what is at most ``size`` (fp32) times ``reach``."""
+    needed = size * (2.0 * reach / LIMIT)
     # The exponent bits alone are the next lower power of two: exact on every device, which exp2(log2()) is not.
     return (needed.view(torch.int32) & EXPONENT).view(FULL).clamp_(min=1.0)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,9 @@ import comfy.ops
 import torch
 from torch import Tensor
 
+from ...compat.repairs import other_attention_asked
 from ...compat.transforms.attention import MATH_COPIES, Attention, fused_kernel
-from ...compat.transforms.attention_chunks import score_bytes
+from ...compat.transforms.attention_chunks import chunked, score_bytes
 from ...compat.transforms.fp16_layers import EXPONENT, FULL, HALF, LIMIT
 
 OVERRIDE = "optimized_attention_override"  # core's one slot for another attention
@@ -71,6 +72,49 @@ class AttentionOverride:
         named = named | ({"mask": narrow_mask(mask)} if isinstance(mask, Tensor) else {})
         heads = named.pop("heads")
         return kernel(query, key, value, heads, **named).to(FULL) * scale
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOnRequest:
+    """Exact attention in fp32 for layers under a repair that asks for it, whichever kernel core has; else core's own.
+
+    Args:
+        before: as in :class:`AttentionOverride`.
+    """
+
+    before: Callable[..., Tensor] | None = None
+
+    def __call__(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """What ``func`` returns for core's arguments."""
+        if not other_attention_asked():
+            kernel = func if self.before is None else functools.partial(self.before, func)
+            return kernel(*args, **kwargs)
+        call = Heads.of(*args[:3], dict(zip(_names(func)[3:], args[3:], strict=False)) | kwargs)
+        return call.merged(chunked(call.query.float() * call.gain, call.key, call.value, call.mask)).to(args[2].dtype)
+
+
+def with_override(
+    make: Callable[[Callable[..., Tensor] | None], Callable[..., Tensor]], args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of core's call of a network with another attention in a copy of its options.
+
+    Args:
+        make: the attention, from the one that another node has set or None.
+    """
+    given, named = list(args), dict(kwargs)
+    place = next((index for index, value in enumerate(given) if _is_options(value)), None)
+    known = given[place] if place is not None else named.get("transformer_options", {})
+    changed = {**known, OVERRIDE: make(known.get(OVERRIDE))}
+    if place is None:
+        named["transformer_options"] = changed
+    else:
+        given[place] = changed
+    return given, named
+
+
+def _is_options(value: Any) -> bool:
+    """Whether an argument is core's options: the only dictionary with the wrappers in it."""
+    return isinstance(value, dict) and "wrappers" in value
 
 
 @dataclass(frozen=True, slots=True)

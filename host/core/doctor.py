@@ -14,9 +14,10 @@ from torch import nn
 
 from ...compat.doctor import Doctor, lifeless, not_finite, one_colour, unshrunk
 from ...compat.output_check import is_flat
-from ...compat.repairs import tensors_in
+from ...compat.repairs import ATTENTION, tensors_in
 from ..core_shell import CoreShell
 from ..progress import NodeProgress
+from .attention import AttentionOnRequest, with_override
 
 KEY = "anygpu_doctor"
 NETWORK, VAE = "diffusion_model", "vae"
@@ -58,12 +59,18 @@ def watched_model(model: Any, doctor: Doctor, node_id: str | None) -> Any:
     def call(executor: Any, *args: Any, **kwargs: Any) -> Any:
         network = executor.class_obj.diffusion_model
         networks = nn.ModuleDict({NETWORK: getattr(network, "_orig_mod", network)})
+
+        def again() -> Any:  # under repairs, some of which want another attention
+            given, named = with_override(AttentionOnRequest, args, kwargs)
+            return executor(*given, **named)
+
+        kept = any(repair.way == ATTENTION for repair in doctor.repairs)
         with doctor.repaired(networks):
-            output = executor(*args, **kwargs)
+            output = again() if kept else executor(*args, **kwargs)
             if not _wrong(output):
                 return output
             options = kwargs.get("transformer_options") or (args[5] if len(args) > 5 else {})
-            return doctor.checked(output, networks, lambda: executor(*args, **kwargs), where_of(options), _wrong)
+            return doctor.checked(output, networks, again, where_of(options), _wrong)
 
     def sampled(executor: Any, *args: Any, **kwargs: Any) -> Any:
         result = executor(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Core's Linear layers in safe fp16: products of fp16 operands around core's own fp32 stream.
+"""Core's Linear and Conv2d layers in safe fp16: products of fp16 operands around core's own fp32 stream.
 
 Only leaves are touched, and only while the network runs: what patched blocks or signatures broke at every release of
 ComfyUI. Weights come through core's own cast, so LoRAs, streaming and packed weights come with them.
@@ -6,6 +6,7 @@ ComfyUI. Weights come through core's own cast, so LoRAs, streaming and packed we
 
 from __future__ import annotations
 
+import functools
 import math
 import types
 import weakref
@@ -21,15 +22,21 @@ import torch
 from comfy.quant_ops import QuantizedTensor
 from torch import Tensor, nn
 
-from ...compat.transforms.fp16_layers import FULL, HALF, SETTINGS, LeafSettings, wide_linear
+from ...compat.transforms.fp16_layers import FULL, HALF, SETTINGS, LeafSettings, scales_for, wide_linear
+from .convolutions import HOOK
 
 PROVIDER = "weights_on"  # by which our own layers ask for weights
-FEW = 0.25  # share of weights outside Linears from which safe fp16 does not pay
+FEW = 0.1  # share of weights outside Linears from which a network is a U-Net: those are published to run in plain fp16
 
 
 def is_linear(module: nn.Module) -> bool:
     """Whether ``module`` is one of the Linears of core or of packs that read packed files; some are no nn.Linear."""
     return type(module).__name__ == "Linear" and hasattr(module, "in_features")
+
+
+def is_conv2d(module: nn.Module) -> bool:
+    """Whether ``module`` is one of core's 2-D convolutions."""
+    return isinstance(module, nn.Conv2d) and isinstance(module, comfy.ops.CastWeightBiasOp)
 
 
 def is_native(leaf: Any) -> bool:
@@ -49,17 +56,20 @@ def has_packed(network: nn.Module) -> bool:
 
 
 def unfit_for_safe(network: nn.Module) -> str:
-    """Why safe fp16 is not for ``network``; empty where it is: most of its weights are in Linears."""
+    """Why ``auto`` does not put ``network`` in safe fp16; empty where it does: most of its weights are in Linears."""
     linear = other = 0
     for module in network.modules():
         if is_linear(module):
             linear += module.in_features * module.out_features
         elif not isinstance(module, nn.Embedding):
             other += sum(tensor.numel() for tensor in module.parameters(recurse=False))
-    if not linear:
-        return "it has no Linear layers that core casts"
-    share = other / (linear + other)
-    return f"{share:.0%} of its weights are not in Linear layers" if share > FEW else ""
+    share = other / (linear + other or 1)
+    return f"{share:.0%} of its weights are not in Linear layers, as in networks made for fp16" if share > FEW else ""
+
+
+def reached_by_safe(network: nn.Module) -> bool:
+    """Whether ``network`` has any layer that safe fp16 can compute."""
+    return any(is_linear(module) or is_conv2d(module) for module in network.modules())
 
 
 @contextmanager
@@ -98,15 +108,35 @@ def settings_of(leaf: Any, like: Tensor, fp32_output: bool) -> LeafSettings:
     return LeafSettings(fp32_output, max(1.0, reach) if math.isfinite(reach) else math.inf)
 
 
+def safe_conv2d(leaf: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """In the place of a 2-D convolution's ``_conv_forward``: the same sums in fp32, from fp16 operands."""
+    forward = functools.partial(type(leaf)._conv_forward, leaf)
+    reach: float = getattr(leaf, SETTINGS).reach
+    if type(x) is not Tensor or x.dtype is not FULL or x.requires_grad or not math.isfinite(reach):
+        return forward(x, weight, bias)  # type: ignore[no-any-return]
+    scale = scales_for(torch.linalg.vector_norm(x, math.inf, dim=(-3, -2, -1), keepdim=True), reach)
+    y = forward((x / scale).to(HALF), weight.to(HALF), None).float() * scale
+    return y if bias is None else y + bias.view(-1, 1, 1)
+
+
+def _conv_settings(leaf: Any, like: Tensor) -> LeafSettings:
+    """What a 2-D convolution needs: the largest sum of absolute weights, by which its results are bounded."""
+    with cast_weights(leaf, like) as (weight, _):
+        reach = float(torch.linalg.vector_norm(weight.flatten(1), 1, dim=1, dtype=FULL).amax())
+    return LeafSettings(False, max(1.0, reach) if math.isfinite(reach) else math.inf)
+
+
 @dataclass
 class SafeLeaves:
-    """The Linears of one network, ready to be patched for the length of a call.
+    """The Linears and 2-D convolutions of one network, ready to be patched for the length of a call.
 
     Args:
         fp32_output: whether a GEMM of fp16 operands can come out in fp32.
+        convolutions: whether convolutions in fp16 are right here; they stay in fp32 where not.
     """
 
     fp32_output: bool
+    convolutions: bool
     version: Any = None  # of the weights by which reaches were measured
     patches: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
 
@@ -124,6 +154,9 @@ class SafeLeaves:
                 PROVIDER: types.MethodType(cast_weights, leaf),
                 SETTINGS: settings_of(leaf, like, self.fp32_output),
             }
+        for leaf in filter(is_conv2d, network.modules()) if self.convolutions else ():
+            comfy.ops.run_every_op()
+            self.patches[leaf] = {HOOK: functools.partial(safe_conv2d, leaf), SETTINGS: _conv_settings(leaf, like)}
 
     @contextmanager
     def patches_on(self) -> Iterator[None]:

@@ -15,7 +15,6 @@ from ...compat.device.probe_results import probe_results_of
 from ...compat.device.probe_store import ProbeStore
 from ...compat.device.quirks import abilities, policy_for
 from ...compat.device.report import HEAD_WIDTH
-from ...compat.errors import UnsupportedError
 from ...compat.precision import FP16, FP32, NAMES, PLAIN, SAFE, Precision, precision_for, transformer_verdict
 from ...compat.transforms.attention import Attention, attention_for, avoided_by, fused_kernel
 from ...compat.transforms.conv3d_choice import Chooser, choose_by, kept_timings
@@ -53,6 +52,11 @@ class Machine:
     def fp32_output(self) -> bool:
         """Whether products of fp16 operands can come out in fp32 here."""
         return self.probes["output.fp16_to_fp32"].status == "ok"
+
+    @cached_property
+    def fp16_convolutions(self) -> bool:
+        """Whether 2-D convolutions in fp16 are right here: on some GTX 16xx they are NaN."""
+        return bool(abilities(self.facts, self.probes)["conv2d"].get("fp16", True))
 
     def attention(self, dtype: torch.dtype) -> Attention:
         """The attention that ``auto`` gives operands of this dtype."""
@@ -93,10 +97,10 @@ def fit_for(machine: Machine, dtype: torch.dtype, precision: str, attention: str
     Args:
         dtype: in which core computes it.
         precision: one of :data:`PRECISIONS`. attention: one of :data:`ATTENTIONS`.
-        unfit: why safe fp16 is not for this network; empty where it is.
+        unfit: why ``auto`` leaves this network as it is; empty where it does not.
 
     Raises:
-        UnsupportedError: fp16-safe was chosen and this machine or network cannot do it.
+        UnsupportedError: fp16-safe was chosen and this machine cannot do it.
     """
     safe, compute, decided = _precision(machine, dtype, precision, unfit)
     operands = FP16 if safe else compute or dtype
@@ -110,8 +114,6 @@ def _precision(
     """Whether safe fp16 is on, the dtype of the stream where core's has to change, and why."""
     here, wide = NAMES.get(dtype, str(dtype)), None if dtype is FP32 else FP32
     if choice == SAFE:
-        if unfit:
-            raise UnsupportedError(f"precision {SAFE} here: {unfit}", expected="a transformer", fix="Choose auto.")
         precision_for(PLAIN, machine.facts, SAFE, machine.probes)  # which refuses what this device cannot do
         return True, wide, Decision("precision", SAFE, f"core would compute in {here}", CHOSEN)
     if choice == "fp32":
@@ -121,14 +123,13 @@ def _precision(
     row = machine.precision
     if row.safe and not unfit:
         return True, wide, Decision("precision", SAFE, f"core would compute in {here}; {row.why}", AUTO)
-    if row.safe:
-        return False, None, Decision("precision", f"{here} as loaded", unfit, AUTO)
-    if row.transformer is FP32 and wide and dtype in NAMES:
+    if (row.safe or row.transformer is FP32) and wide and dtype in NAMES:
         policy = policy_for(machine.facts)
         plain = transformer_verdict(Precision(dtype, dtype, dtype, ""), policy, machine.probes)
         if not plain.usable or plain.costly:
             return False, wide, Decision("precision", "fp32", f"core would compute in {here}; {plain.why}", AUTO)
-    return False, None, Decision("precision", f"{here} as loaded", f"this device computes {here} well", AUTO)
+    why = unfit if row.safe else f"this device computes {here} well"
+    return False, None, Decision("precision", f"{here} as loaded", why, AUTO)
 
 
 def _attention(machine: Machine, dtype: torch.dtype, choice: str, safe: bool) -> tuple[Attention | None, Decision]:

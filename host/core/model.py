@@ -6,6 +6,7 @@ leaves nothing behind, so a clone, a save, a merge or an unload finds the model 
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,14 +20,15 @@ from comfy.patcher_extension import WrappersMP
 from torch import nn
 
 from ...compat.decision import AUTO, Decision
-from ...compat.device.quirks import policy_for, verdict
-from ...compat.errors import InputError
+from ...compat.errors import InputError, UnsupportedError
+from ...compat.precision import SAFE
 from ..core_shell import CoreShell
 from ..recovery import keep_what_core_samples
-from .attention import OVERRIDE, AttentionOverride
+from .attention import AttentionOverride, with_override
 from .convolutions import HOOK, conv_forwards
-from .leaves import ByNetwork, SafeLeaves, has_packed, left_alone, unfit_for_safe
-from .machine import Fit, Machine, fit_for, machine_of
+from .leaves import ByNetwork, SafeLeaves, has_packed, is_linear, left_alone, reached_by_safe, unfit_for_safe
+from .machine import AS_LOADED, Fit, Machine, fit_for, machine_of
+from .weights import clone_cast_on_host, damage_to_bf16, fp16_or_fp32, weights_decision
 
 KEY = "anygpu_fit"  # of our wrappers
 KEEP = (AUTO, "always", "never")  # grows at the end
@@ -60,10 +62,16 @@ class FittedNetwork:
             if self.fit.safe:
                 stack.enter_context(self._leaves_of(network, model, x).patches_on())
             stack.enter_context(self._convolutions_on(network, model.get_dtype_inference()))
-            return executor(x, *_with_attention(self.fit, args, kwargs), **kwargs)
+            if self.fit.attention is None:
+                return executor(x, *args, **kwargs)
+            override = functools.partial(AttentionOverride, self.fit.attention, self.fit.safe)
+            given, named = with_override(override, args, kwargs)
+            return executor(x, *given, **named)
 
     def _leaves_of(self, network: nn.Module, model: Any, x: torch.Tensor) -> SafeLeaves:
-        leaves: SafeLeaves = self.leaves.setdefault(network, SafeLeaves(self.machine.fp32_output))
+        leaves: SafeLeaves = self.leaves.setdefault(
+            network, SafeLeaves(self.machine.fp32_output, self.machine.fp16_convolutions)
+        )
         hooked = getattr(getattr(model, "current_patcher", None), "current_hooks", None)
         leaves.measure(network, x, None if hooked else model.current_weight_patches_uuid)
         return leaves
@@ -105,19 +113,24 @@ def fit_model(
         )
     machine = machine or machine_of(model.load_device)
     dtype = model.get_model_object("manual_cast_dtype") or model.model_dtype()
+    if precision == SAFE and not reached_by_safe(network):
+        why = "the network has no layers that core casts"
+        raise UnsupportedError(f"precision {SAFE} here: {why}", expected="Linear layers of core's", fix="Choose auto.")
     fit = fit_for(machine, dtype, precision, attention, unfit_for_safe(network))
     stream = torch.float32 if fit.safe else fit.dtype or dtype
     forms = Counter(each.choice.form.value for _, each in conv_forwards(network, machine.convolutions, stream))
     if not fit.needed and machine.convolves(stream):
         forms.clear()  # they would only be faster, in the smallest layers of the network
-    decisions = [*fit.decisions, *_convolutions(forms), *_left(network, fit), *_damaged(network, machine)]
-    needed = fit.needed or bool(forms)
+    damage = damage_to_bf16(network, machine)
+    sound = _sound_clone(model, fit.safe) if damage and precision != AS_LOADED else None
+    decisions = [*fit.decisions, *_convolutions(forms), *_left(network, fit), *weights_decision(damage, sound)]
+    needed = fit.needed or bool(forms) or sound is not None
     keeps = keep_latents == "always" or (keep_latents == AUTO and needed)
     kept = "kept" if keeps else "not kept"
     decisions.append(Decision("latents", kept, "of each sampling, for AnyGPU Recover Latents"))
     if not needed and not keeps:
         return model, decisions
-    fitted = model.clone()
+    fitted = sound or model.clone()
     _compute_in(fitted, fit.dtype, network)
     fitted.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
     if needed:
@@ -141,27 +154,6 @@ def _compute_in(fitted: Any, dtype: torch.dtype | None, network: nn.Module) -> N
         fitted.set_model_compute_dtype(dtype)
 
 
-def _with_attention(fit: Fit, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments of core's call with our attention in a copy of its options, behind that of other nodes."""
-    given = list(args)
-    if fit.attention is None:
-        return given
-    place = next((index for index, value in enumerate(given) if _is_options(value)), None)
-    known = given[place] if place is not None else kwargs.get("transformer_options", {})
-    override = AttentionOverride(fit.attention, fit.safe, known.get(OVERRIDE))
-    changed = {**known, OVERRIDE: override}
-    if place is None:
-        kwargs["transformer_options"] = changed
-    else:
-        given[place] = changed
-    return given
-
-
-def _is_options(value: Any) -> bool:
-    """Whether an argument is core's options: the only dictionary with the wrappers in it."""
-    return isinstance(value, dict) and "wrappers" in value
-
-
 def _convolutions(forms: Counter[str]) -> Iterator[Decision]:
     if forms:
         named = ", ".join(f"{count} as {form}" for form, count in forms.items())
@@ -179,13 +171,13 @@ def _left(network: nn.Module, fit: Fit) -> Iterator[Decision]:
             yield Decision(f"--fast {feature}", LOSSY[feature])
 
 
-def _damaged(network: nn.Module, machine: Machine) -> Iterator[Decision]:
-    """Weights that core's own copies and casts change on this device, before anybody can help it."""
-    if any(tensor.dtype is torch.bfloat16 for tensor in network.parameters()):
-        sound = verdict("cast.bf16_to_fp32", policy_for(machine.facts), machine.probes)
-        if not sound.usable:
-            why = f"this device changes them ({sound.why}); use a file in fp16, or weight_dtype fp8 on the loader"
-            yield Decision("weights", "bf16", why, alarming=True)
+def _sound_clone(model: Any, safe: bool) -> Any:
+    """A clone whose bf16 weights were cast on the host; None where it cannot be had."""
+
+    def target(module: nn.Module, weight: torch.Tensor) -> torch.dtype:
+        return fp16_or_fp32(safe and is_linear(module) and weight.ndim > 1, weight)
+
+    return clone_cast_on_host(model, target, "fp16 matrices" if safe else "fp32")
 
 
 def _plain(network: Any) -> Any:

@@ -25,7 +25,14 @@ from ...compat.device.failures import DEVICE_ERRORS, KERNEL, MEMORY, VALUES, fai
 from ...compat.device.quirks import policy_for
 from ...compat.errors import InputError, UnsupportedError
 from ...compat.memory.parts import Undo
-from ...compat.output_check import BROKEN, InvalidOutputError, fault_in_frames, fault_in_latents, is_flat
+from ...compat.output_check import (
+    BROKEN,
+    InvalidOutputError,
+    fault_in_frames,
+    fault_in_latents,
+    is_flat,
+    require_finite,
+)
 from ...compat.precision import FP32, NAMES, vae_verdict
 from ...pipelines.vae.fallback import convolution_switches
 from .. import recovery
@@ -34,10 +41,12 @@ from ..progress import NodeProgress
 from .convolutions import HOOK, conv_forwards
 from .machine import AS_LOADED, Machine, machine_of
 from .masks import lost_masks
+from .weights import clone_cast_on_host, damage_to_bf16, weights_decision
 
 VAE_PRECISIONS = (AUTO, "fp32", AS_LOADED)  # grows at the end
 TILES = (256, 128, 64)  # pixels, where the whole does not fit
 FRAMES = {256: 64, 128: 16, 64: 8}  # of a video in a tile of so many pixels
+BEFORE = "The sampling went wrong, not the VAE: put AnyGPU Fit Model before the sampler and sample again."
 HOST = torch.device("cpu")
 EVERYTHING = 1e30  # more bytes than any device has, as ComfyUI itself asks for them
 
@@ -94,7 +103,7 @@ class FittedVAE:
         """What the first way gives that neither fails nor is wrong; each that does is said."""
         what, progress, way = name.replace("_", " "), None, self._first(name, given)
         if name.startswith("decode"):
-            _require_sound(given)
+            require_finite(given, "latents to decode", BEFORE)
             if self.keeps and given.ndim == 5:
                 recovery.keep_for_decode(given)
         while True:
@@ -198,15 +207,18 @@ def fit_vae(
     machine = machine or machine_of(vae.device)
     plain = vae.plain if isinstance(vae, FittedVAE) else type(vae)
     wide, decided = _precision(machine, vae.vae_dtype, precision)
-    masks = list(lost_masks(vae.first_stage_model, machine.attention(FP32))) if causal_masks else []
-    dtype = FP32 if wide else vae.vae_dtype
-    forms = list(conv_forwards(vae.first_stage_model, machine.convolutions, dtype))
     fitted = copy.copy(vae)
-    fitted.patcher = vae.patcher.clone()
+    damage = damage_to_bf16(vae.first_stage_model, machine)
+    sound = clone_cast_on_host(vae.patcher, lambda *_: FP32, NAMES[FP32]) if damage and wide else None
+    fitted.patcher = sound or vae.patcher.clone()
+    fitted.first_stage_model = fitted.patcher.model
+    masks = list(lost_masks(fitted.first_stage_model, machine.attention(FP32))) if causal_masks else []
+    dtype = FP32 if wide else vae.vae_dtype
+    forms = list(conv_forwards(fitted.first_stage_model, machine.convolutions, dtype))
     fitted.__class__ = _fitted_class(plain)
     fitted.machine, fitted.plain, fitted.way = machine, plain, Way(wide=dtype is FP32)
     fitted.masks, fitted.keeps = bool(masks), keep_latents != "never" and getattr(vae, "latent_dim", 2) == 3
-    return fitted, (decided, *_more_decisions(forms, masks, fitted))
+    return fitted, (decided, *weights_decision(damage, sound), *_more_decisions(forms, masks, fitted))
 
 
 def _precision(machine: Machine, dtype: torch.dtype, choice: str) -> tuple[bool, Decision]:
@@ -281,21 +293,6 @@ def _patches_on(patches: Iterator[tuple[nn.Module, str, Any]]) -> Iterator[None]
         yield
     finally:
         undo.restore()
-
-
-def _require_sound(latents: Tensor) -> None:
-    """Refuse latents that no decode can save.
-
-    Raises:
-        InputError: NaN or infinity in them.
-    """
-    broken = int((~latents.isfinite()).sum())
-    if broken:
-        raise InputError(
-            f"{broken} of {latents.numel()} values of the latents to decode are NaN or infinite",
-            expected="finite latents",
-            fix="The sampling went wrong, not the VAE: put AnyGPU Fit Model before the sampler and sample again.",
-        )
 
 
 def _hopeless(what: str, fault: str) -> UnsupportedError:

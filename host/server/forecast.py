@@ -13,13 +13,16 @@ from ...compat.memory.offloader import DEVICE_CHOICES, HOSTED
 from ...compat.memory.statistics import StageNeed
 from ...paint.estimates import paint_needs
 from ...paint.loading import PaintPipeline, PaintRequest, load_paint
-from ...pipelines.base import Pipeline
+from ...pipelines.base import Pipeline, SampleSettings
 from ...pipelines.decisions import card_of
+from ...pipelines.demo.stand_in import own_inputs
 from ...pipelines.grid import snap
 from ...pipelines.loading.folder import load
 from ...pipelines.memory.estimates import Size
 from ...pipelines.memory.forecast import forecast
 from ...pipelines.recipes import of_checkpoint
+from ...pipelines.time.choice import times_of
+from ...pipelines.time.forecast import TimeForecast, planned_run
 from .. import folders, memory_manager
 from ..requests import FILE_INPUTS, FOLDER_INPUTS, PAINT_INPUTS, TASKS, files_request, folder_request, paint_request
 from .panel import facts, said
@@ -38,6 +41,7 @@ LESS = {"text": "Set text_device to cpu, or text_weights to fp8."}  # stage -> w
 FASTER = {"text": "text_weights fp8 halves what is copied.", "sampling": "weights fp8 halves what is copied."}
 Inputs = Mapping[str, Any]
 StagesIn = Callable[[str, int | None], Sequence[StageNeed]]  # in an offload mode, and in bytes of the device
+TimesIn = Callable[[str, int | None], TimeForecast | None]
 
 
 def graph(prompt: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,7 +120,9 @@ def _forecast(entry: Mapping[str, Any], pipeline: Any) -> dict[str, Any]:
         if isinstance(value, (int, float)) and 0 < value < LARGEST
     }
     try:
-        run, stages_in = RUNS[entry["class_type"]](plain, pipeline)
+        if isinstance(pipeline, Pipeline):
+            plain = own_inputs(pipeline, plain, lambda _: None)
+        run, stages_in, times_in = RUNS[entry["class_type"]](plain, pipeline)
     except PackError as error:
         return {"error": said(error)}
     mode, room = pipeline.offloader.mode, _room()
@@ -126,14 +132,22 @@ def _forecast(entry: Mapping[str, Any], pipeline: Any) -> dict[str, Any]:
     ways = dict.fromkeys(stage["fits"] for stage in stages)
     verdict = "\n".join(MEANING[way] for way in ways if way in MEANING)
     found = f"{run}, offload {mode}"
-    return {"found": found, "stages": stages, "verdict": verdict, "headline": _headline(stages, room)}
+    time = times_in(mode, room)
+    seconds = {} if time is None else {stage.name: round(stage.seconds, 1) for stage in time.stages}
+    return {
+        "found": found,
+        "stages": stages,
+        "verdict": verdict,
+        "headline": _headline(stages, room, "" if time is None else f", {time}"),
+        "seconds": seconds,
+    }
 
 
-def _headline(stages: Sequence[Mapping[str, Any]], room: int | None) -> str:
-    """One line: whether a run fits, where it peaks, and the one thing to change where that helps."""
+def _headline(stages: Sequence[Mapping[str, Any]], room: int | None, time: str) -> str:
+    """One line: whether a run fits, how long it takes, where it peaks, and the one thing to change where that helps."""
     order = (FITS, PARTS, STREAMS, TOO_MUCH)
     if room is None or not stages:
-        return "free memory unknown"
+        return f"free memory unknown{time}"
     worst = max(stages, key=lambda stage: (order.index(stage["fits"]), stage["peak"]))
     name, way = worst["stage"], worst["fits"]
     if way == TOO_MUCH:
@@ -141,12 +155,12 @@ def _headline(stages: Sequence[Mapping[str, Any]], room: int | None) -> str:
     peak = max(stages, key=lambda stage: stage["peak"])
     told = f"{_gib(peak['peak'])} at its peak ({peak['stage']}), {_gib(room)} free."
     if way == STREAMS:
-        return f"Fits, streaming weights in {name}: slower. {told} {FASTER.get(name, '')}".strip()
-    return f"Fits, {name} in parts. {told}" if way == PARTS else f"Fits. {told}"
+        return f"Fits, streaming weights in {name}: slower{time}. {told} {FASTER.get(name, '')}".strip()
+    return f"Fits, {name} in parts{time}. {told}" if way == PARTS else f"Fits{time}. {told}"
 
 
 def _gib(count: int) -> str:
-    return f"{count / GIBIBYTE:.1f} GB"
+    return f"{count / GIBIBYTE:.1f} GB" if count >= 0.1 * GIBIBYTE else f"{count / 2**20:.0f} MB"
 
 
 def _room() -> int | None:
@@ -168,7 +182,7 @@ def _stage(most: StageNeed, least: StageNeed, room: int | None) -> dict[str, Any
     return {"stage": most.name, "peak": peak, "least": least.total, "free": room, "fits": fits, "form": form}
 
 
-def _sampled(plain: Mapping[str, float], pipeline: Pipeline) -> tuple[str, StagesIn]:
+def _sampled(plain: Mapping[str, float], pipeline: Pipeline) -> tuple[str, StagesIn, TimesIn]:
     family = of_checkpoint(pipeline)
     frames = int(plain.get("frames", 0))
     if "clip_seconds" in plain:
@@ -177,17 +191,23 @@ def _sampled(plain: Mapping[str, float], pipeline: Pipeline) -> tuple[str, Stage
     guided = plain.get("cfg", family.defaults.cfg) > 1.0
     asked = Size(size.width, size.height, size.frames, guided, int(plain.get("window", 9)))
     run = f"{size.width}x{size.height}, {size.frames} frames"
-    return run, lambda mode, room: forecast(pipeline, asked, mode, room).stages
+    steps = int(plain.get("steps", 0))
+    settings = SampleSettings(size.width, size.height, size.frames, steps=steps, cfg=plain.get("cfg", 0.0))
+
+    def times(mode: str, room: int | None) -> TimeForecast | None:
+        return times_of(pipeline, planned_run(pipeline, asked, settings), [mode], room).get(mode)
+
+    return run, lambda mode, room: forecast(pipeline, asked, mode, room).stages, times
 
 
-def _painted(plain: Mapping[str, float], pipeline: PaintPipeline) -> tuple[str, StagesIn]:
+def _painted(plain: Mapping[str, float], pipeline: PaintPipeline) -> tuple[str, StagesIn, TimesIn]:
     scale = plain.get("guidance", plain.get("image_guidance"))
     guided = None if scale is None else int(scale != 1.0)
     if plain.get("text_guidance", 1.0) != 1.0:
         guided = 2  # rows beside the first
     size = int(plain.get("view_size", plain.get("size", 0)))
     views = int(plain.get("max_views", 0)) if pipeline.family == "paint_pbr" else 0  # others paint the six fixed ones
-    return "views", lambda mode, _: paint_needs(pipeline, size, views, guided, mode)
+    return "views", lambda mode, _: paint_needs(pipeline, size, views, guided, mode), lambda *_: None
 
 
 LOADERS: dict[str, tuple[Inputs, Callable[..., Any]]] = {  # inputs with their defaults, and what they ask of loading
@@ -195,7 +215,9 @@ LOADERS: dict[str, tuple[Inputs, Callable[..., Any]]] = {  # inputs with their d
     "AnyGPUComposePipeline": (FILE_INPUTS, files_request),
     "AnyGPULoadPaintPipeline": (PAINT_INPUTS, paint_request),
 }
-RUNS: dict[str, Callable[[Mapping[str, float], Any], tuple[str, StagesIn]]] = {  # the size of a run, and its stages
+RUNS: dict[
+    str, Callable[[Mapping[str, float], Any], tuple[str, StagesIn, TimesIn]]
+] = {  # the size of a run, its stages and their time
     "AnyGPUSample": _sampled,
     "AnyGPUSampleFramePack": _sampled,
     "AnyGPUDelightImage": _painted,

@@ -26,6 +26,8 @@ from ...compat.checkpoints.latents import (
 )
 from ...compat.errors import CheckpointError, InputError
 from ..base import LATENT_VERSION
+from ..grid import LARGEST_SIDE
+from ..recipes import FINAL
 from . import musubi
 from .convert import KEY, MORE, PLAIN, more_tensors, samples_of
 
@@ -212,4 +214,6 @@ def _is_extra(extra: Any) -> bool:
     lengths, state = extra.get("section_lengths", []), extra.get("generator_state", "")
     whole = isinstance(lengths, list) and all(type(length) is int for length in lengths)
     numbers = all(type(extra.get(name, 0)) in (int, float, bool) for name in ("window", "drop_frames"))
-    return whole and numbers and isinstance(state, str) and HEX.fullmatch(state) is not None
+    sides = [extra.get(name, LARGEST_SIDE) for name in FINAL]
+    sizes = all(type(side) is int and 0 < side <= LARGEST_SIDE for side in sides)
+    return whole and numbers and sizes and isinstance(state, str) and HEX.fullmatch(state) is not None

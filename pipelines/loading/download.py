@@ -6,13 +6,16 @@ folder whose files matched the Hub's hashes keeps a note of that, so that it is 
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
 import os
 import re
 import shutil
 import threading
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,7 @@ from ...compat.errors import CheckpointError, InputError, MissingPackageError
 from ...compat.memory.statistics import amount
 from ...compat.packages import imported
 from ..base import Progress, StageText
-from ..family import HUB, Download, Offer
+from ..family import HUB, Download, FamilySpec, Offer, Quantised
 from ..registry import FAMILIES
 
 FETCHER = "AnyGPU Download Model"  # the node
@@ -33,7 +36,12 @@ ROOM_BYTES = 2**30  # left free on the disk
 STORED = (("bf16", 1.0), ("fp8 or GGUF Q8_0", 0.53), ("GGUF Q4_K_M", 0.3))  # of a transformer, and its share of bf16
 BESIDE_GIB = 2.0  # of activations and the driver
 WAIT_SECONDS = 0.1  # between two looks at a cancel
+SILENT_SECONDS = (
+    120.0  # without a byte: huggingface_hub tries a file five times, 10 s each, and waits for a list for ever
+)
+HASHED_BYTES = 2**20  # between two looks at a cancel, too
 PARTS = Path(".cache", "huggingface", "download")  # where huggingface_hub keeps what is not whole
+DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)  # of a note that was edited
 NOTE = Path(".cache", "huggingface", "anygpu-checked-2.json")  # counts with SMALL_FILES
 
 
@@ -46,7 +54,7 @@ class Fetched:
     """How far one repository is; written by the thread that fetches.
 
     Args:
-        done, total: bytes. stage: what is done now.
+        done, total: bytes. stage: what is done now. heard: when the Hub last sent something.
     """
 
     done: int = 0
@@ -54,12 +62,19 @@ class Fetched:
     stage: str = "downloading"
     stopped: bool = False
     failure: BaseException | None = None
+    heard: float = field(default_factory=time.monotonic)
 
 
 def offers() -> dict[str, Offer]:
     """Title of each family that somebody may start with to what to download, the smallest first."""
     each = [(family.title, family.offer) for family in FAMILIES.values() if family.offer is not None]
     return dict(sorted(each, key=lambda item: item[1].total_bytes))
+
+
+def every_offer() -> dict[str, Offer]:
+    """Title to what can be downloaded: :func:`offers`, and behind them further variants of each family."""
+    more = (family.more_offers.items() for family in FAMILIES.values())
+    return offers() | {title: offer for family in more for title, offer in family}
 
 
 def smallest_for(memory_bytes: int) -> tuple[str, Offer]:
@@ -70,13 +85,22 @@ def smallest_for(memory_bytes: int) -> tuple[str, Offer]:
 
 def known_page(name: str) -> str:
     """The page from which a folder of this name comes; empty for a name that is not a published one."""
-    pages = [page for family in FAMILIES.values() for page in family.pages]
-    return next((page for page in pages if page.rsplit("/", 1)[1] == Path(name).name), "")
+    return next((page for _, page in _pages() if page.rsplit("/", 1)[1] == Path(name).name), "")
+
+
+def published_family(name: str) -> FamilySpec | None:
+    """The family of a published folder of this name; None for another name."""
+    return next((family for family, page in _pages() if page.rsplit("/", 1)[1] == Path(name).name), None)
+
+
+def _pages() -> list[tuple[FamilySpec, str]]:
+    return [(family, page) for family in FAMILIES.values() for page in family.pages]
 
 
 def remedy(name: str, root: Path, memory_bytes: int) -> str:
     """What to do about a model that is not there: its page where the name is a published one, else the smallest."""
-    offered = next((d for offer in offers().values() for d in offer.downloads if d.folder == Path(name).name), None)
+    each = (download for offer in every_offer().values() for download in offer.downloads)
+    offered = next((download for download in each if download.folder == Path(name).name), None)
     if offered is not None:
         return f"Download {offered.text(root)}, or let {FETCHER} do it; then press R. Or choose another model."
     page = known_page(name)
@@ -90,26 +114,36 @@ def remedy(name: str, root: Path, memory_bytes: int) -> str:
 def stored_for(offer: Offer, card_bytes: int) -> str:
     """In which form the transformer of an offer stays whole on a card; empty where nobody knows the card.
 
-    Derived from parameter counts: 8.5 bits a weight for Q8_0 and about 4.8 for Q4_K_M.
+    Published files where some are known; else derived from parameter counts: 8.5 bits a weight for Q8_0 and about 4.8
+    for Q4_K_M.
     """
     if not card_bytes:
         return ""
-    size = offer.gib["transformer"]
-    fitting = ((name, size * share) for name, share in STORED if size * share + BESIDE_GIB <= card_bytes / GIBIBYTE)
-    name, gib = next(fitting, ("", 0.0))
+    size, room = offer.gib["transformer"], card_bytes / GIBIBYTE - BESIDE_GIB
     card = f"On a card of {card_bytes / GIBIBYTE:.0f} GB its transformer"
+    if size <= room:
+        return f"{card} stays whole as bf16, about {size:.1f} GiB."
+    forms = [(str(file), file.gigabytes * 1e9 / GIBIBYTE) for file in offer.quantised.get("transformer", ())]
+    forms = forms or [(f"{name}, about {size * share:.1f} GiB", size * share) for name, share in STORED[1:]]
+    text = _whole(offer.quantised.get("text", ()), room)
+    beside = f", with {text} as text encoder" if text else ""
+    name = next((name for name, gib in forms if gib <= room), "")
     if not name:
-        name, gib = STORED[-1][0], size * STORED[-1][1]
-        return f"{card} is streamed in every form; the smallest useful one is {name}, about {gib:.1f} GiB."
-    where = "" if name == "bf16" else ", with AnyGPU Compose Pipeline"
-    return f"{card} stays whole as {name}, about {gib:.1f} GiB{where}."
+        return f"{card} is streamed in every form; the smallest useful one is {forms[-1][0]}{beside}."
+    return f"{card} stays whole as {name}{beside}, by AnyGPU Compose Pipeline."
+
+
+def _whole(files: Sequence[Quantised], room: float) -> str:
+    """The largest of ``files`` that stays whole in ``room`` GiB, else the smallest; empty without files."""
+    fitting = (file for file in files if file.gigabytes * 1e9 / GIBIBYTE <= room)
+    return str(next(fitting, files[-1])) if files else ""
 
 
 def variants_of(title: str) -> str:
-    """The other published folders of a family, such as image to video, in one line; empty for none."""
-    family = next(family for family in FAMILIES.values() if family.title == title)
-    own = {download.page for download in offer_of(title).downloads}
-    others = [page.removeprefix(HUB) for page in family.pages if page not in own]
+    """Published folders of a family that this node does not fetch, such as 720p, in one line; empty for none."""
+    family = next(family for family in FAMILIES.values() if title in (family.title, *family.more_offers))
+    offered = {download.page for offer in every_offer().values() for download in offer.downloads}
+    others = [page.removeprefix(HUB) for page in family.pages if page not in offered]
     return f"Other variants, for `hf download NAME --local-dir …`: {', '.join(others)}" if others else ""
 
 
@@ -140,9 +174,9 @@ def offer_of(title: str) -> Offer:
     Raises:
         InputError: none has it.
     """
-    if title not in offers():
-        raise InputError(f"model {title!r}", expected=f"one of {', '.join(offers())}", fix="Choose one of these.")
-    return offers()[title]
+    if title not in every_offer():
+        raise InputError(f"model {title!r}", expected=f"one of {', '.join(every_offer())}", fix="Choose one of these.")
+    return every_offer()[title]
 
 
 def folder_of(download: Download, roots: Sequence[Path]) -> Path:
@@ -196,7 +230,7 @@ def is_checked(folder: Path, download: Download) -> bool:
             for revision, only in note["fetched"]
         )
         return had and all(_stamp(folder / name) == stamp for name, stamp in note["files"].items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except DAMAGED:
         return False
 
 
@@ -239,24 +273,28 @@ def _fetch(download: Download, folder: Path, progress: Progress, endpoint: str |
             expected="1.1 or newer",
             fix="Install it into the Python that runs ComfyUI or anygpu: python -m pip install -U huggingface_hub",
         )
-    state, files, name = Fetched(), dict[str, int](), f"download {folder}"
-    earlier = [thread for thread in threading.enumerate() if thread.name == name]
+    state, files, names = Fetched(), dict[str, int](), (f"download {folder}", f"check {folder}")
+    earlier = [thread for thread in threading.enumerate() if thread.name in names]
 
     def work() -> None:
         try:
             for thread in earlier:
                 thread.join()
+            state.heard = time.monotonic()
             if not state.stopped and not is_checked(folder, download):
                 files.update(_transferred(hub, download, folder, state, endpoint))
         except BaseException as error:  # raised again by the thread that waits
             state.failure = error
 
-    thread = threading.Thread(target=work, name=name, daemon=True)
+    thread = threading.Thread(target=work, name=names[0], daemon=True)
     thread.start()
     try:
         while thread.is_alive():
             thread.join(WAIT_SECONDS)
             progress.check()
+            asks = next((other for other in earlier if other.is_alive()), thread).name == names[0]
+            if asks and time.monotonic() - state.heard > SILENT_SECONDS:
+                raise _failed(download, folder, TimeoutError(f"nothing came for {SILENT_SECONDS:g} s"))
             if state.total:
                 text = f"{download.folder} {amount(state.done, state.total)}"
                 progress.step(min(state.done, state.total), state.total, StageText(state.stage, text, True))
@@ -272,7 +310,8 @@ def _fetch(download: Download, folder: Path, progress: Progress, endpoint: str |
 def _transferred(hub: Any, download: Download, folder: Path, state: Fetched, endpoint: str | None) -> dict[str, int]:
     api = hub.HfApi(endpoint=endpoint)
     tree = api.list_repo_tree(download.repository, recursive=True, revision=download.revision)
-    files = selected({entry.path: entry.size for entry in tree if hasattr(entry, "size")}, download.only)
+    entries = {entry.path: entry for entry in tree if hasattr(entry, "size")}
+    files = selected({name: entry.size for name, entry in entries.items()}, download.only)
     if not files:
         raise CheckpointError(
             f"{download.page} at {download.revision} has nothing to fetch",
@@ -281,7 +320,7 @@ def _transferred(hub: Any, download: Download, folder: Path, state: Fetched, end
         )
     _require_version(folder, [n for n, size in files.items() if _size(folder / n) not in (None, size)], download)
     _require_room(folder, files, download.revision)
-    state.total, new = sum(files.values()), set[str]()
+    state.total, state.heard, new = sum(files.values()), time.monotonic(), set[str]()
     for name, size in files.items():
         before = state.done
         if _size(folder / name) != size:
@@ -292,9 +331,13 @@ def _transferred(hub: Any, download: Download, folder: Path, state: Fetched, end
     if state.stopped:
         raise Cancelled
     state.stage = "checking"
+    threading.current_thread().name = f"check {folder}"  # takes as long as the disk does
     compared = api.verify_repo_checksums(download.repository, revision=download.revision, local_dir=folder)
     other = {mismatch["path"] for mismatch in compared.mismatches} & files.keys()
-    _require_same(compared, files, sorted(other & new))
+    absent = {name for name in compared.missing_paths if name in files}
+    linked = {name for name in absent if _size(folder / name) is not None}  # behind a link to a folder: left out
+    other |= {name for name in linked if not _is_same(folder / name, entries[name], state)}
+    _require_same(folder, sorted(other & new), sorted(absent - linked))
     _require_version(folder, sorted(other), download)
     _note(folder, download, files)
     return files
@@ -318,7 +361,25 @@ def _transfer(url: str, target: Path, part: Path, size: int, bar: type) -> None:
             expected_size=size,
             tqdm_class=bar,
         )
-    os.replace(part, target)
+    try:
+        os.replace(part, target)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        whole = target.with_name(f".{target.name}.incomplete")  # the folder is a link to another disk
+        shutil.move(part, whole)
+        os.replace(whole, target)
+
+
+def _is_same(path: Path, entry: Any, state: Fetched) -> bool:
+    """Whether a file has the hash that the Hub lists."""
+    digest = hashlib.sha256() if entry.lfs else hashlib.sha1(b"blob %d\0" % entry.size, usedforsecurity=False)
+    with path.open("rb") as file:
+        while block := file.read(HASHED_BYTES):
+            if state.stopped:
+                raise Cancelled
+            digest.update(block)
+    return digest.hexdigest() == (entry.lfs.sha256 if entry.lfs else entry.blob_id)
 
 
 def _part_of(folder: Path, name: str, revision: str) -> Path:
@@ -356,16 +417,15 @@ def _require_version(folder: Path, other: Sequence[str], download: Download) -> 
         )
 
 
-def _require_same(check: Any, files: Container[str], damaged: Sequence[str]) -> None:
+def _require_same(folder: Path, damaged: Sequence[str], absent: Sequence[str]) -> None:
     """Raise where what was fetched is not what the Hub's hash says; that is removed, so that it is fetched anew."""
-    absent = [name for name in check.missing_paths if name in files]
     for name in damaged:
-        (Path(check.verified_path) / name).unlink(missing_ok=True)
+        (folder / name).unlink(missing_ok=True)
     count, what = len(damaged) + len(absent), "has another hash" if damaged else "is missing"
     if count:
         more = f", and {count - 1} more" if count > 1 else ""
         raise CheckpointError(
-            f"{(damaged or absent)[0]!r} in {str(check.verified_path)!r} {what}{more}",
+            f"{(*damaged, *absent)[0]!r} in {str(folder)!r} {what}{more}",
             expected="the files as the Hub has them",
             fix="Run this node again: damaged files were removed, and only missing files are downloaded.",
         )
@@ -385,6 +445,7 @@ def _bar(state: Fetched) -> type:
             if state.stopped:
                 raise Cancelled
             state.done += int(n or 0)
+            state.heard = time.monotonic()
 
     return Counting
 
@@ -414,12 +475,14 @@ def _note(folder: Path, download: Download, files: Mapping[str, int]) -> None:
     place = folder / NOTE
     try:
         known = json.loads(place.read_text(encoding="utf-8"))
-        earlier = known if all(revision == download.revision for revision, _ in known["fetched"]) else {}
-    except (OSError, ValueError, KeyError, TypeError):
-        earlier = {}
+        fetched_before, files_before = list(known["fetched"]), dict(known["files"])
+        if any(revision != download.revision for revision, _ in fetched_before):
+            fetched_before, files_before = [], {}
+    except DAMAGED:
+        fetched_before, files_before = [], {}
     note = {
-        "fetched": [*earlier.get("fetched", ()), [download.revision, list(download.only)]],
-        "files": {**earlier.get("files", {}), **{name: _stamp(folder / name) for name in files}},
+        "fetched": [*fetched_before, [download.revision, list(download.only)]],
+        "files": {**files_before, **{name: _stamp(folder / name) for name in files}},
     }
     place.parent.mkdir(parents=True, exist_ok=True)
     part = place.with_suffix(".part")

@@ -12,8 +12,8 @@ from typing import Any
 from ...compat.checkpoints.headers import entries_and_notes
 from ...compat.decision import AUTO, CHOSEN, Decision
 from ...compat.errors import InputError
-from ..base import Progress
 from ..family import FamilySpec
+from ..registry import FAMILIES
 from .part import PartFiles
 
 MOST_NAMES = 6
@@ -78,10 +78,14 @@ def names_around(path: Path) -> tuple[str, ...]:
     return tuple(names)
 
 
-def variant_of(
-    family: FamilySpec, asked: str, model: Path, transformer: PartFiles, progress: Progress
-) -> tuple[str, tuple[Decision, ...]]:
-    """The variant of a model, and the decision for it; a guess names what says so.
+def variant_choices() -> list[str]:
+    """Every variant of every family, ``auto`` first: one list on every machine."""
+    first = [v for family in FAMILIES.values() for v in family.variants[: len(family.variants) - family.newer_variants]]
+    return [AUTO, *dict.fromkeys([*first, *(v for family in FAMILIES.values() for v in family.variants)])]
+
+
+def variant_of(family: FamilySpec, asked: str, model: Path, transformer: PartFiles) -> tuple[str, tuple[Decision, ...]]:
+    """The variant of a model, and what is said of it: a guess names what tells it, unless it is what one expects.
 
     Args:
         asked: what the user chose; ``auto`` to guess. model: the folder that was chosen.
@@ -96,11 +100,23 @@ def variant_of(
             expected=f"one of {known}",
             fix="Choose auto or one of these.",
         )
+    cautions = cautions_of(family, model, transformer)
     if not family.variants:
-        return family.id, ()
+        return family.id, cautions
     if asked != AUTO:
-        return asked, (Decision("variant", asked, source=CHOSEN),)
+        return asked, (Decision("variant", asked, source=CHOSEN), *cautions)
     place = transformer.folder if transformer.folder.is_file() else model
     variant, why = family.code.guess_variant(evidence_of(place, transformer.config))
-    progress.notify(f"variant {variant}: {why}")
-    return variant, (Decision("variant", variant, why, AUTO),)
+    guess = (Decision("variant", variant, why, AUTO, guessed=True),) if why else ()
+    return variant, (*guess, *cautions)
+
+
+def cautions_of(family: FamilySpec, model: Path, transformer: PartFiles) -> tuple[Decision, ...]:
+    """What to say beside a published file that gave others trouble. Args as above."""
+    names = Evidence(names=names_around(transformer.folder if transformer.folder.is_file() else model))
+    plain = {entry.dtype for entry in transformer.entries.values() if len(entry.shape) == 2 and entry.scale is None}
+    return tuple(
+        Decision("caution", row.text, source=row.source, alarming=True)
+        for row in family.cautions
+        if row.stored in plain and names.name_with(row.named)
+    )

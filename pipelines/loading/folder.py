@@ -33,7 +33,6 @@ from ...compat.device.wheels import unusable_device
 from ...compat.errors import CheckpointError
 from ...compat.memory.offloader import Offloader, offloader_for
 from ...compat.memory.parts import denoises, role_of
-from ...compat.packages import attribute, unusable
 from ...compat.precision import FP32, Precision, precision_for
 from ...compat.transforms.attention import Attention, attention_for, avoided_by, by_time
 from ...compat.transforms.conv3d_choice import kept_timings
@@ -47,13 +46,15 @@ from ..recipes import recipe_decision
 from ..registry import FAMILIES
 from ..speed import SpeedRequest, speed_for
 from . import storage
-from .configs import require_counts, require_plausible
+from .configs import require_plausible
 from .evidence import variant_of
-from .formats import published, tool_configs
+from .formats import published
 from .keys import TRANSFORMER
+from .others import other_class
 from .part import PartFiles, part_files, reader_of, without_text
-from .single_file import Composed, Files, composed, family_in, lone_task, transformer_file
+from .single_file import Composed, Files, composed, encoder_task, family_in, lone_task, transformer_file
 from .storage import SafeFp16
+from .tools import tool_reader
 
 INDEX = "model_index.json"
 HEAD_WIDTH = 128  # of a transformer whose configuration leaves it to the class
@@ -77,7 +78,8 @@ class LoadRequest:
         weights, text_weights: how those of transformer and text encoders are kept, of ``compat.quantized.CHOICES``.
         speed: fused kernels, compile, profile.
         devices: part (``transformer``, ``text_encoder`` for all of them, ``vae``) to where it computes; ``auto`` for
-            ``device``. keep_free_gb: memory of the device that offload ``auto`` leaves to others.
+            ``device``. keep_free_gb: memory of the device that offload ``auto`` leaves to others. stands_in_for: the
+            published model in whose place this demo model runs; empty otherwise.
     """
 
     model: Path
@@ -97,6 +99,7 @@ class LoadRequest:
     devices: Mapping[str, Any] = field(default_factory=dict)
     keep_free_gb: float = 0.0
     quiet: bool = False
+    stands_in_for: str = ""
 
 
 def load(
@@ -111,14 +114,12 @@ def load(
         make_room, hosted: how a host around us frees memory, and its own offloader, which offload ``auto`` then means.
 
     Raises:
-        CheckpointError: a folder, file or tensor is missing, damaged, or of an unknown family.
-        InputError, UnsupportedError: a choice that this model or machine cannot do.
+        PackError: files that are missing, damaged or unknown; a choice that this model or machine cannot do.
     """
     progress = progress or Silent()
     with reading(request.model):
         single, family, folders, tools, told = _sources(request, progress)
-    facts = _answering(facts_for(request.device))
-    probes = None if request.state is None else probe_results_of(facts, request.state, request.quiet)
+    facts, probes = _machine(request)
     precision = precision_for(family.precision, facts, request.precision, probes)
     files = _part_files(family, folders, precision, {} if single is None else single.files)
     files = storage.with_storage(files, request, family.text_parts, precision, facts, probes)
@@ -128,7 +129,7 @@ def load(
     free, weights = free_bytes(facts.device), sizes_of(files.values())
     options = offload_options(request.devices, request.keep_free_gb, request.state, host)
     require_room(weights, facts.device, facts.total_bytes or None if make_room or hosted else free, options)
-    variant, guessed = variant_of(family, request.variant, request.model, files["transformer"], progress)
+    variant, guessed = variant_of(family, request.variant, request.model, files["transformer"])
     attention = _attention(request.attention, files["transformer"].config, precision, facts, probes)
     safe = SafeFp16(family.id, facts.device, active=precision.safe)
     convolutions = conv3d_step(abilities(facts, probes), kept_timings(facts, probes))
@@ -157,15 +158,25 @@ def load(
         weights=weights,
         probes=probes,
         storage=storage.smaller(files),
+        stands_in_for=request.stands_in_for,
+        request=request if single is None else _resolved(request, single),
     )
     return replace(pipeline, decisions=(*pipeline.decisions, *told, *guessed, *recipe_decision(pipeline)))
 
 
-def _answering(facts: DeviceFacts) -> DeviceFacts:
-    """The facts of a device that answers; raises for another."""
+def _machine(request: LoadRequest) -> tuple[DeviceFacts, ProbeStore | None]:
+    """The facts of the device, and what it answered; raises for a device that does not answer."""
+    facts = facts_for(request.device)
     if fault := device_fault(facts.device):
         raise unusable_device(facts, fault)
-    return facts
+    return facts, None if request.state is None else probe_results_of(facts, request.state, request.quiet)
+
+
+def _resolved(request: LoadRequest, single: Composed) -> LoadRequest:
+    """``request`` with the file of each part, also of those that were left to ``auto``."""
+    assert request.files is not None
+    files = {name: part.folder for name, part in single.files.items() if part.folder.is_file()}
+    return replace(request, files=replace(request.files, parts={**request.files.parts, **files}))
 
 
 def _sources(
@@ -225,12 +236,6 @@ def find_models(roots: Iterable[Path]) -> list[Path]:
                         deeper += [child for child in folder.iterdir() if not child.name.startswith(".")]
             level = deeper
     return sorted(folders)
-
-
-def variant_choices() -> list[str]:
-    """Every variant of every family, ``auto`` first: one list on every machine."""
-    first = [v for family in FAMILIES.values() for v in family.variants[: len(family.variants) - family.newer_variants]]
-    return [AUTO, *dict.fromkeys([*first, *(v for family in FAMILIES.values() for v in family.variants)])]
 
 
 def family_of_folder(folder: Path) -> FamilySpec | None:
@@ -309,12 +314,10 @@ def _attention(
 
 def _composed(request: LoadRequest, files: Files, progress: Progress) -> Composed:
     """The pipeline of single files, with what a folder named as base lends to it."""
-    provided: dict[str, Path] = {}
-    for folder in (request.base, request.image_encoder):
-        if folder is not None:
-            provided |= _folders_in(folder)
     wanted = family_in(files.parts["transformer"])
-    provided = {name: folder for name, folder in provided.items() if name in (*wanted.parts, *wanted.tools)}
+    lenders = [_folders_in(folder) for folder in (request.base, request.image_encoder) if folder is not None]
+    offered = {name: folder for lender in lenders for name, folder in lender.items()}
+    provided = {name: folder for name, folder in offered.items() if name in (*wanted.parts, *wanted.tools)}
     return composed(replace(files, provided=provided), progress)
 
 
@@ -341,7 +344,7 @@ def _searched(name: str, family: FamilySpec, request: LoadRequest) -> Path:
     roots = [request.model.parent, *request.search]
     if name == "base":
         own = request.model / "transformer" if (request.model / INDEX).is_file() else request.model
-        provider, task = family.base or family.id, "text" if family.base else _task(family, own)
+        provider, task = family.base or family.id, "text" if family.base else _encoder_task(family, own)
         for spared in ((), family.text_parts):  # one with text encoders is better; without them a prompt is loaded
             for folder in find_models(roots):
                 offered = family_of_folder(folder)
@@ -352,7 +355,7 @@ def _searched(name: str, family: FamilySpec, request: LoadRequest) -> Path:
                     or folder == request.model
                 ):
                     continue
-                if _task(offered, folder / "transformer") != task:  # its text encoder is another
+                if _encoder_task(offered, folder / "transformer") != task:  # its text encoder is another
                     continue
                 own_parts = (*family.transformers, *ENCODER_FOLDER, *spared)
                 provided = [part for part in family.parts if part not in own_parts]
@@ -430,10 +433,17 @@ def _task(family: FamilySpec, transformer: Path) -> str:
     return family.pipelines.get(str(index.get("_class_name")), family.lone_task)
 
 
+def _encoder_task(family: FamilySpec, transformer: Path) -> str:
+    """The task of the pipelines whose text encoder goes with ``transformer``."""
+    config = transformer / "config.json"
+    settings = read_json(config, "a model configuration") if config.is_file() else {}
+    return encoder_task(family, settings, _task(family, transformer))
+
+
 def _tools(family: FamilySpec, folders: Mapping[str, Path], plain: Mapping[str, Callable[[], Any]]) -> Tools:
     """The tools in ``folders``, and ``plain`` readers of others."""
     libraries = {name: library for name, library in family.tools.items() if name in folders}
-    readers = {name: _tool_reader(family, library, folders[name]) for name, library in libraries.items()}
+    readers = {name: tool_reader(family, library, folders[name]) for name, library in libraries.items()}
     return Tools({**plain, **readers})
 
 
@@ -443,52 +453,14 @@ def _index_beside(transformer: Path) -> dict[str, Any]:
     return read_json(index, "a diffusers pipeline") if index.is_file() else {}
 
 
-def _tool_reader(family: FamilySpec, library: str, folder: Path) -> Callable[[], Any]:
-    """Reads a configuration (``diffusers``) or a tokenizer or processor (``transformers``)."""
-
-    def read() -> Any:
-        if library == "diffusers":
-            file = next((f for f in sorted(folder.glob("*_config.json"))), folder / "scheduler_config.json")
-            config = read_json(file, f"the {folder.name}")
-            require_plausible(folder.name, file, config, [tool_configs(family).get(folder.name, {})])
-            return config
-        for file in folder.glob("*config.json"):
-            require_counts(file, read_json(file, f"the {folder.name}"))
-        cls: Any = attribute("transformers", _processor_class(folder))
-        try:
-            return cls.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        except ImportError as error:
-            raise unusable("transformers", error) from error
-        except Exception as error:  # each tokenizer's reader has errors of its own for a damaged file
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
-            raise CheckpointError(
-                f"{str(folder)!r} cannot be read ({reason})",
-                expected=f"a {folder.name}",
-                fix="Download this folder again.",
-            ) from error
-
-    return read
-
-
-def _processor_class(folder: Path) -> str:
-    """The transformers class that reads a tokenizer or an image processor.
-
-    A Llama 3 tokenizer is a byte-level ``tokenizer.json`` under the name of a class that transformers 5.0 rebuilds as
-    another kind and drops every space (huggingface/transformers#45488), so such a file is taken as it is.
-    """
-    if folder.name.endswith(("processor", "extractor")):
-        return "AutoImageProcessor"
-    config = folder / "tokenizer_config.json"
-    named = read_json(config, "a tokenizer").get("tokenizer_class", "") if config.is_file() else ""
-    whole = (folder / "tokenizer.json").is_file()
-    return "PreTrainedTokenizerFast" if whole and str(named).startswith("Llama") else "AutoTokenizer"
-
-
 def _unknown(model: Path) -> CheckpointError:
     index, single = model / (INDEX if (model / INDEX).is_file() else "config.json"), transformer_file(model)
     if index.is_file():
-        found = f"{str(index)!r} describes a {read_json(index, 'a model description').get('_class_name')!r}"
-        expected, fix = f"one of {', '.join(f.title for f in FAMILIES.values())}", "Choose a model of these families."
+        name = str(read_json(index, "a model description").get("_class_name"))
+        other = other_class(name)
+        found = f"{str(index)!r} describes a {name!r}{f', which is {other.title}' if other else ''}"
+        expected = f"one of {', '.join(f.title for f in FAMILIES.values())}"
+        fix = f"Use its single file with {other.runs}." if other else "Choose a model of these families."
     else:
         found, expected = f"neither model_index.json nor config.json in {str(model)!r}", "a diffusers model folder"
         fix = "Choose the folder that directly contains model_index.json, or download the model again."

@@ -26,7 +26,7 @@ from ..family import FamilySpec
 from ..registry import FAMILIES
 from .configs import MOST_TENSORS, construction
 from .evidence import names_around
-from .keys import MOST_UNKNOWN, SAME, Layout, Row, renamed
+from .keys import SAME, Layout, Row, is_another_model, renamed
 from .others import other_model, refusal
 
 ENDINGS = (".safetensors", ".sft", ".gguf")
@@ -139,7 +139,7 @@ def config_of(content: Content, task: str = "") -> Configured:
     fitting = [row for row, misfit, unused in misfits if not misfit and not unused]
     spared: tuple[str, ...] = ()
     if not fitting:  # what a model has no place for is left out, where it lacks nothing
-        enough = [(row, unused) for row, misfit, unused in misfits if not misfit and len(unused) <= MOST_UNKNOWN]
+        enough = [(row, unused) for row, misfit, unused in misfits if not misfit]
         fitting = [row for row, _ in enough]
         spared = enough[0][1] if enough else ()
     if not fitting:
@@ -266,7 +266,7 @@ def _misfit(row: Mapping[str, Any], content: Content) -> tuple[list[str], tuple[
     shapes = _shapes(json.dumps({k: v for k, v in row["config"].items() if k not in SHAPELESS}, sort_keys=True))
     unused = tuple(sorted(entries.keys() - shapes.keys()))
     missing = [f"no tensor {name!r}" for name in sorted(shapes.keys() - entries.keys())]
-    missing += [f"tensor {name!r} too many" for name in unused] if len(unused) > MOST_UNKNOWN else []
+    missing += [f"tensor {name!r} too many" for name in unused] if is_another_model(unused, shapes) else []
     other = [
         f"{name!r} is {entries[name].shape}, not {shape}"
         for name, shape in shapes.items()

@@ -8,9 +8,9 @@ the file are bytes side by side: nothing is read to convert it, and nothing is h
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, reduce
+from functools import lru_cache, partial, reduce
 from pathlib import Path
 
 from ...compat.checkpoints.headers import TensorEntry
@@ -87,6 +87,16 @@ def listed(names: Sequence[str], most: int = 3) -> str:
     """The first few of ``names``, quoted, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(map(repr, names[:most])) + more
+
+
+def is_another_model(unused: Collection[str], wanted: Iterable[str]) -> bool:
+    """Whether tensors that a model has no place for are too many to be left out, or are one more block of it.
+
+    Args:
+        wanted: the names that the model has.
+    """
+    shape = partial(re.sub, r"\d+", "#")
+    return len(unused) > MOST_UNKNOWN or not {*map(shape, unused)}.isdisjoint(map(shape, wanted))
 
 
 def renamed(entries: Entries, layout: Layout, path: Path, unknown: list[str] | None = None) -> dict[str, TensorEntry]:

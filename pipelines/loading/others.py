@@ -11,15 +11,23 @@ from ..family import OtherModel
 from ..registry import FAMILIES
 
 ELSEWHERE = (
-    OtherModel("Wan", ("blocks.0.self_attn.norm_q.weight", "head.modulation")),
-    OtherModel("FLUX", ("double_blocks.0.img_attn.norm.key_norm.scale", "guidance_in.in_layer.weight")),
+    OtherModel("Wan", ("blocks.0.self_attn.norm_q.weight", "head.modulation"), classes="Wan"),
+    OtherModel("FLUX", ("double_blocks.0.img_attn.norm.key_norm.scale", "guidance_in.in_layer.weight"), classes="Flux"),
 )
 
 
 def other_model(entries: Mapping[str, TensorEntry]) -> OtherModel | None:
     """The model that is known by name although nothing here runs it; None for one that nobody here knows."""
-    rows = (*(other for family in FAMILIES.values() for other in family.others), *ELSEWHERE)
-    return next((row for row in rows if _fits(row, entries)), None)
+    return next((row for row in _rows() if _fits(row, entries)), None)
+
+
+def other_class(name: str) -> OtherModel | None:
+    """The model of a diffusers class that nothing here runs; None for one that nobody here knows."""
+    return next((row for row in _rows() if row.classes and name.startswith(row.classes)), None)
+
+
+def _rows() -> tuple[OtherModel, ...]:
+    return (*(other for family in FAMILIES.values() for other in family.others), *ELSEWHERE)
 
 
 def refusal(other: OtherModel, path: Path) -> CheckpointError:

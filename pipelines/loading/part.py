@@ -34,7 +34,7 @@ from ..base import Progress, StageText
 from ..family import FamilySpec
 from ..vae.chunked import decode_as_published
 from .configs import construction
-from .keys import listed
+from .keys import is_another_model, listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ def reader_of(files: PartFiles) -> Callable[[Progress], nn.Module]:
         with torch.inference_mode(False), torch.no_grad():
             build = _built_by_diffusers if files.library == "diffusers" else _built_by_transformers
             views: set[int] = set()
-            module = build(files, _advance(files, progress), views).eval().requires_grad_(False)
+            module = build(files, progress, views).eval().requires_grad_(False)
             for name, value in files.settings.items():
                 setattr(module, name, value)
             decode_as_published(module)
@@ -184,13 +184,14 @@ def _advance(files: PartFiles, progress: Progress) -> Callable[[int], None]:
     return advance
 
 
-def _built_by_diffusers(files: PartFiles, advance: Callable[[int], None], views: set[int]) -> nn.Module:
+def _built_by_diffusers(files: PartFiles, progress: Progress, views: set[int]) -> nn.Module:
     from accelerate import init_empty_weights
 
     cls: Any = attribute("diffusers", files.cls)
-    with construction(files.name, files.folder, len(files.entries), partial(advance, 0)), init_empty_weights():
+    with construction(files.name, files.folder, len(files.entries), progress.check), init_empty_weights():
         module: nn.Module = cls.from_config(dict(files.config))
-    _require_fitting(files, module)
+    files = _fitting(files, module, progress)
+    advance = _advance(files, progress)
     layers = packable(module, exact=True) if files.keeps_packed or files.storage != "auto" else {}
     kept = {
         name: layers[layer]
@@ -204,13 +205,24 @@ def _built_by_diffusers(files: PartFiles, advance: Callable[[int], None], views:
     return module
 
 
-def _require_fitting(files: PartFiles, module: nn.Module) -> None:
-    """Raise where the file has other tensors than ``module``, which is empty, before any of them is read."""
+def _fitting(files: PartFiles, module: nn.Module, progress: Progress) -> PartFiles:
+    """``files`` with the tensors of ``module``, which is empty; the few that it has no place for are left out and said.
+
+    Raises:
+        CheckpointError: the file has other tensors, or in other shapes; none of them was read.
+    """
     wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-    _require_same(files, list(wanted.keys() - files.entries.keys()), list(files.entries.keys() - wanted.keys()))
+    unused = sorted(files.entries.keys() - wanted.keys())
+    _require_same(
+        files, list(wanted.keys() - files.entries.keys()), unused if unused and is_another_model(unused, wanted) else []
+    )
     for name, shape in wanted.items():
         if tuple(files.entries[name].shape) != shape:
             raise _misfit(files, name, shape)
+    if not unused:
+        return files
+    progress.notify(f"{files.name}: tensors that {files.cls} has no place for are left out: {listed(unused)}")
+    return replace(files, entries={name: files.entries[name] for name in wanted})
 
 
 def _keep_packed(
@@ -241,13 +253,14 @@ def stays(files: PartFiles, name: str, entry: TensorEntry) -> bool:
     return files.dtype_of is None and kept_plain(name, entry, files.storage, files.dtype)
 
 
-def _built_by_transformers(files: PartFiles, advance: Callable[[int], None], views: set[int]) -> nn.Module:
+def _built_by_transformers(files: PartFiles, progress: Progress, views: set[int]) -> nn.Module:
     """The module as transformers builds it, which knows the older names of its tensors.
 
     Weights that stay as their file has them go through it as stand-ins of one number each, and are found again by it.
     """
     cls: Any = attribute("transformers", files.cls)
-    build = partial(construction, files.name, files.folder, len(files.entries), partial(advance, 0))
+    advance = _advance(files, progress)
+    build = partial(construction, files.name, files.folder, len(files.entries), progress.check)
     with build():
         if files.folder.is_dir():
             config = cls.config_class.from_pretrained(str(files.folder), local_files_only=True, trust_remote_code=False)

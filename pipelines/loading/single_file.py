@@ -110,8 +110,6 @@ def composed(request: Files, progress: Progress) -> Composed:
     main = _transformer(request.parts["transformer"])
     family = FAMILIES[main.kind.partition("/")[0]]
     configured = config_of(main, "" if request.task == AUTO else request.task)
-    if configured.why:
-        progress.notify(f"{family.title} {configured.name}: {configured.why}")
     task = configured.task or lone_task(family, configured.config)
     chosen = {"transformer": (main, configured)}
     folders: dict[str, Path] = {}
@@ -130,10 +128,11 @@ def composed(request: Files, progress: Progress) -> Composed:
         elif part not in family.optional and part not in spared:
             raise _absent(family, part)
     files = {name: _part(name, family, *pair, progress) for name, pair in chosen.items()}
-    if family.text_vision and task == "image" and "text_encoder" in files:
+    looks = family.text_vision and encoder_task(family, configured.config, task) == "image"
+    if looks and "text_encoder" in files:
         files["text_encoder"] = _with_vision(family, files["text_encoder"], request, progress)
     tools, folder_tools = _tools(family, task, chosen, request, spared)
-    guessed = (Decision("model", configured.name, configured.why, AUTO),) if configured.why else ()
+    guessed = (Decision("model", configured.name, configured.why, AUTO, guessed=True),) if configured.why else ()
     return Composed(family, task, files, folders, tools, folder_tools, guessed)
 
 
@@ -162,6 +161,12 @@ def lone_task(family: FamilySpec, config: Mapping[str, Any]) -> str:
     """The task of a transformer without a pipeline around it, by its configuration."""
     task_of = getattr(family.code, "task_of", None)
     return task_of(config) if task_of is not None else family.lone_task
+
+
+def encoder_task(family: FamilySpec, config: Mapping[str, Any], task: str) -> str:
+    """The task of the pipelines whose text encoder goes with a transformer for ``task``: mostly the same."""
+    of_encoder = getattr(family.code, "encoder_task", None)
+    return of_encoder(config) if of_encoder is not None else task
 
 
 def _content_for(

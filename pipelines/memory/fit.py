@@ -26,6 +26,8 @@ from ...compat.memory.statistics import amount_of
 from ...compat.transforms import compile as compiling
 from ..base import Pipeline, Progress
 from ..loading.part import PartFiles
+from ..time.choice import quickest, times_of
+from ..time.forecast import Run
 from .estimates import MARGIN, SPARE, TRANSFORMER, VAE, Size, bytes_on, transformer_bytes
 from .forecast import forecast
 
@@ -133,11 +135,12 @@ def require_room(
         )
 
 
-def fit_offload(pipeline: Pipeline, stage: str, size: Size | None, progress: Progress) -> None:
+def fit_offload(pipeline: Pipeline, stage: str, size: Size | None, progress: Progress, run: Run | None = None) -> None:
     """Give the pipeline the fastest mode in which ``stage`` fits, where ``auto`` decides; say a change.
 
     Args:
-        stage: ``text`` or ``sampling``. size: of the run; None where it is not known yet.
+        stage: ``text`` or ``sampling``. size: of the run; None where it is not known yet. run: what times are for,
+            where the modes that fit are compared by them; None to take them in their order.
 
     Raises:
         UnsupportedError: not even the least mode fits; said before the stage's weights are read.
@@ -151,7 +154,9 @@ def fit_offload(pipeline: Pipeline, stage: str, size: Size | None, progress: Pro
     own = bytes_on(offloader.device, *pipeline.parts.values())  # which leave it where the mode wants so
     room = free + own - offloader.options.keep_free_bytes
     needs = {mode: _need(pipeline, stage, size, mode) for mode in MODES if _compiles(pipeline, mode)}
-    fits = next((mode for mode, need in needs.items() if need * SPARE <= room), "")
+    fitting = [mode for mode, need in needs.items() if need * SPARE <= room]
+    times = {} if run is None or len(fitting) < 2 else times_of(pipeline, run, fitting, room)
+    fits = quickest(fitting, times)
     least = min(needs, key=lambda mode: needs[mode])
     if not fits and needs[least] > room * MARGIN:
         raise UnsupportedError(
@@ -164,8 +169,9 @@ def fit_offload(pipeline: Pipeline, stage: str, size: Size | None, progress: Pro
     if chosen != offloader.mode:
         was = offloader.mode
         offloader.switch(chosen)
+        quick = f", the quickest that fits: {times[chosen]}" if chosen in times else ""
         progress.notify(
-            f"offload {was} -> {chosen} for {stage}: {amount_of(needs[chosen])} needed, {amount_of(room)} free"
+            f"offload {was} -> {chosen} for {stage}: {amount_of(needs[chosen])} needed, {amount_of(room)} free{quick}"
         )
 
 

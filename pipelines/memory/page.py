@@ -9,9 +9,11 @@ import torch
 from ...compat.device.facts import free_bytes, host_free_bytes
 from ...compat.errors import InputError
 from ...compat.memory.statistics import amount_of
-from ..base import Pipeline
+from ..base import Pipeline, SampleSettings
 from ..grid import snap
 from ..recipes import of_checkpoint
+from ..time.choice import Times, advice, quickest, times_of
+from ..time.forecast import planned_run
 from .estimates import SPARE, Size
 from .fit import plan_line
 from .forecast import Forecast, fastest, forecasts
@@ -36,26 +38,36 @@ def planned_size(pipeline: Pipeline, width: int, height: int, frames: int, guide
     return Size(size.width, size.height, size.frames, guided)
 
 
-def memory_plan(pipeline: Pipeline, size: Size) -> tuple[str, torch.Tensor]:
+def memory_plan(pipeline: Pipeline, size: Size, settings: SampleSettings | None = None) -> tuple[str, torch.Tensor]:
     """What a run of ``size`` needs in each mode, in words and as bars; nothing is read and nothing runs.
+
+    Args:
+        settings: steps and guidance that are asked for; None for the model's own.
 
     Returns:
         The text, and a picture (1, H, 1200, 3) in 0..1, fp32 on the CPU.
     """
     title = f"{pipeline.spec.title} {size.width}x{size.height}, {size.frames} frames"
     more = ", with true guidance" if size.guided else ""
-    return shown(pipeline, title, more, forecasts(pipeline, size, _room(pipeline)))
+    room = _room(pipeline)
+    needs = forecasts(pipeline, size, room)
+    times = times_of(pipeline, planned_run(pipeline, size, settings), [each.mode for each in needs], room)
+    return shown(pipeline, title, more, needs, times)
 
 
-def shown(pipeline: Any, title: str, more: str, needs: tuple[Forecast, ...]) -> tuple[str, torch.Tensor]:
+def shown(
+    pipeline: Any, title: str, more: str, needs: tuple[Forecast, ...], times: Times | None = None
+) -> tuple[str, torch.Tensor]:
     """What each mode needs, in words and as bars.
 
     Args:
         pipeline: a pipeline of any kind, with its offloader, facts and weights. title: what runs. more: beside it, in
-            the words. needs: the forecast of each mode, the fastest first.
+            the words. needs: the forecast of each mode, the fastest first. times: how long each mode takes, where
+            that is known.
     """
-    room = _room(pipeline)
-    return _text(pipeline, title + more, needs, room), _drawn(pipeline, title, needs, room)
+    room, times = _room(pipeline), times or {}
+    text = _text(pipeline, title + more, needs, times, room)
+    return text, _drawn(pipeline, title, needs, times, room)
 
 
 def _room(pipeline: Any) -> int | None:
@@ -64,13 +76,16 @@ def _room(pipeline: Any) -> int | None:
     return None if free is None else max(0, free - pipeline.offloader.options.keep_free_bytes)
 
 
-def _text(pipeline: Any, title: str, needs: tuple[Forecast, ...], room: int | None) -> str:
+def _text(pipeline: Any, title: str, needs: tuple[Forecast, ...], times: Times, room: int | None) -> str:
     device, mode = pipeline.offloader.device, pipeline.offloader.mode
     have = "does not report its free memory" if room is None else f"has {amount_of(room)} free"
+    fitting = [each.mode for each in needs if room is not None and each.fits(room)]
     best = fastest(needs, room)
+    quick = quickest(fitting, times) or (best.mode if best else "none: lower the size")
+    more = advice(needs, times, room)
     lines = [
         f"{title}: {device} {have}",
-        f"now: offload {mode}; fastest that fits: {best.mode if best else 'none: lower the size'}",
+        f"now: offload {mode}; fastest that fits: {quick}{'; ' * bool(more)}{more}",
     ]
     for each in needs:
         stages = ", ".join(
@@ -78,16 +93,20 @@ def _text(pipeline: Any, title: str, needs: tuple[Forecast, ...], room: int | No
         )
         fits = "" if room is None else " fits" if each.fits(room) else f" lacks {amount_of(each.least * SPARE - room)}"
         lines.append(f"{each.mode}: peak {amount_of(each.peak)}{fits} ({stages})")
+        if each.mode in times:
+            lines.append(f"{each.mode}: {times[each.mode]}: {', '.join(map(str, times[each.mode].stages))}")
     total = sum(weights.total for weights in pipeline.weights.values())
     host = host_free_bytes()
     kept = "stay in host memory" if total <= host else "do not fit there together: some are read from disk again"
     lines.append(f"host: {amount_of(host)} free; weights of {amount_of(total)} {kept}")
     lines.append(f"plan: {plan_line(pipeline)}")
     lines.append("Forecasts are within 15 % on the simulated device; vendor libraries need a little more.")
+    if times:
+        lines.append("Times are without reading from disk. Each run corrects those of the next.")
     return "\n".join(lines)
 
 
-def _drawn(pipeline: Any, title: str, needs: tuple[Forecast, ...], room: int | None) -> torch.Tensor:
+def _drawn(pipeline: Any, title: str, needs: tuple[Forecast, ...], times: Times, room: int | None) -> torch.Tensor:
     import numpy
     from PIL import Image, ImageDraw, ImageFont
 
@@ -104,7 +123,8 @@ def _drawn(pipeline: Any, title: str, needs: tuple[Forecast, ...], room: int | N
         pen.text((MARGIN + index * 220 + 26, top + 38), LEGEND.get(name, name), fill=FAINT, font=font)
     top += 80
     for each in needs:
-        pen.text((MARGIN, top), f"offload {each.mode}", fill=INK, font=bold)
+        long = f", {times[each.mode]}" if each.mode in times else ""
+        pen.text((MARGIN, top), f"offload {each.mode}{long}", fill=INK, font=bold)
         top += SIZE + 2 * GAP
         for stage in each.stages:
             _bar(pen, stage, top, scale, room, font)

@@ -1,57 +1,21 @@
 """Calls of a transformer by core's samplers: latents and a noise level in, velocity out, for every video family.
 
 A sampler of ComfyUI's core knows noise levels, text and pictures under its own names; ``host/core_models.py`` puts them
-into a :class:`Call`. Each family's ``call_transformer`` then does as its own ``sample``.
+into a :class:`~anygpu.pipelines.base.Call`. Each family's ``call_transformer`` then does as its own ``sample``.
 """
 
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ...compat.errors import InputError
-from ..base import Pipeline
+from ..base import Call, Pipeline
 from .block_patches import BlockPatches, with_block_patches
 
 TIME = 1000.0  # what the transformers call the highest noise level
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One call of a transformer, batch B, everything on the device.
-
-    Args:
-        latents: (B, C, T, H, W) in the transformer's space, with what is put beside the noise already in C.
-        time: noise level times 1000, (B,), or (B, N) where tokens differ (LTX-Video).
-        embeds: text (B, N, D). mask: (B, N), 1 where it is valid; None where all is.
-        pooled: (B, D). guidance: (B,). quotes: ByT5 states. vision: SigLIP states. picture: latents of the start
-            picture in the transformer's space, (B, C, 1, H, W). later: time of the next step, (B,). fps: of the video.
-        branch: which prompts are in the batch, for caches that keep them apart.
-    """
-
-    latents: torch.Tensor
-    time: torch.Tensor
-    embeds: torch.Tensor
-    mask: torch.Tensor | None = None
-    pooled: torch.Tensor | None = None
-    guidance: torch.Tensor | None = None
-    quotes: torch.Tensor | None = None
-    vision: torch.Tensor | None = None
-    picture: torch.Tensor | None = None
-    later: torch.Tensor | None = None
-    fps: float = 25.0
-    branch: str = "cond"
-
-    @property
-    def valid(self) -> torch.Tensor:
-        """(B, N), bool: which text tokens count."""
-        if self.mask is None:
-            return torch.ones(self.embeds.shape[:2], dtype=torch.bool, device=self.embeds.device)
-        # Core's mask of a HunyuanVideo text still covers the template, which is cut off the states.
-        return self.mask.reshape(self.mask.shape[0], -1)[:, -self.embeds.shape[1] :] > 0.5
 
 
 def velocity(

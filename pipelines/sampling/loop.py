@@ -14,6 +14,7 @@ from ...compat.device.failures import DEVICE_ERRORS, is_shortage
 from ...compat.output_check import NotFinite, require_finite
 from ..base import Latents, Pipeline, Progress, SampleSettings
 from ..family import FamilySpec
+from .resume import Steps
 from .schedules import Schedule
 from .watch import Watch
 
@@ -99,6 +100,7 @@ def denoise(
     step: Callable[[torch.Tensor, int, torch.Tensor], torch.Tensor] | None = None,
     again: Again | None = None,
     watch: Watch | None = None,
+    steps: Steps | None = None,
 ) -> torch.Tensor:
     """Latents at the last noise level.
 
@@ -109,14 +111,18 @@ def denoise(
         step: replaces the schedule's own step.
         again: told of an error in a step; returns whether to try this step again, from the latents it began with. What
             ``step`` itself remembers, it must put back where it fails.
-        watch: over the transformer that ``predict`` calls.
+        watch: over the transformer that ``predict`` calls. steps: keeps them, and knows of those done before.
 
     Raises:
-        NotFinite: an output that is watched, or the latents after the first step or the last, hold NaN or infinity.
+        NotFinite: an output that is watched holds NaN or infinity; without a watch, the latents after the first step
+            or the last.
     """
     advance, count, start = step or schedule.step, len(schedule), latents
     asked = predict if watch is None else watch.over(predict, count)
+    latents, done = (latents, 0) if steps is None else steps.restored(latents, schedule)
     for index, time in enumerate(schedule.timesteps):
+        if index < done:
+            continue
         progress.check()
         before = latents
         for attempt in retries(again, schedule.put_back()):
@@ -125,11 +131,14 @@ def denoise(
                 latents = advance(output, index, before)
                 if noise_mask is not None:
                     latents = noise_mask.over(latents, schedule.levels[index + 1])
-                if index == 0:  # a transformer that overflows does so at once: hours are not spent on a black video
-                    require_finite(latents, "latents after the first step")
-                if index == count - 1:
-                    require_finite(latents, "sampled latents")
+                if watch is None and index in (0, count - 1):
+                    # A transformer that overflows does so at once: hours are not spent on a black video.
+                    require_finite(latents, "sampled latents" if index else "latents after the first step")
+        if steps is not None:
+            steps.keep(index + 1, latents, schedule)
         progress.step(index + 1, count, stage, _later(schedule.clean, output, index, before, preview))
+    if steps is not None:
+        steps.finish()
     if watch is not None:
         watch.finish(start, latents, count)
     return latents
@@ -190,6 +199,8 @@ def fall_back_to_fp32(pipeline: Pipeline, progress: Progress, error: BaseExcepti
     fallbacks = pipeline.parts.fallbacks
     if not fallbacks or not isinstance(error, NotFinite):
         return False
+    if pipeline.resuming is not None:
+        pipeline.resuming.abandon()
     for part in tuple(fallbacks):
         pipeline.offloader.release(part)
         pipeline.parts.drop(part)

@@ -1,13 +1,27 @@
-"""Samplings that go section by section: what is kept after each section, so that the next run goes on from there."""
+"""What is kept of a sampling after its steps and sections, so that the next run of the same one goes on from there."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, Protocol
 
 import torch
 
-from ..base import Latents
+from ...compat.checkpoints.identity import content_of
+from ...compat.decision import Decision
+from ...compat.device.execution import generator_for, state_of
+from ...compat.precision import Precision
+from ..base import Latents, Pipeline, Progress, Prompt
+from .schedules import Schedule
+
+log = logging.getLogger(__name__)
+
+PLAIN = (type(None), bool, int, float, str)
+LOSSY = "steps are not kept beside a step cache, whose memory would be lost: after a crash, {} begins anew"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,3 +68,186 @@ class InMemorySections:
         self.standing = standing
         if self.beyond is not None:
             self.beyond.keep(key, index, count, latents, standing)
+
+
+@dataclass(frozen=True, slots=True)
+class StepState:
+    """The state of a sampling between two steps.
+
+    Args:
+        done: steps. section: of a sampling in sections, else 0. latents: as the loop has them.
+        solver: the fields of the solver that its steps have changed: plain values, tensors, and lists of tensors.
+        generator_state: for noise that later steps draw.
+    """
+
+    done: int
+    section: int
+    latents: torch.Tensor
+    solver: Mapping[str, Any]
+    generator_state: bytes
+
+
+class StepStore(Protocol):
+    """Saves unfinished steps, and returns them when the same video is sampled again."""
+
+    def found(self, key: str) -> StepState | None:
+        """Where a sampling of the same ``key`` that was cut short stands; None where there is none."""
+
+    def due(self) -> bool:
+        """Whether enough time has passed that keeping a state costs next to nothing."""
+
+    def keep(self, key: str, state: StepState) -> None:
+        """Replace what is kept of this sampling."""
+
+    def drop(self, key: str) -> None:
+        """Forget this sampling: it has ended."""
+
+
+@dataclass(slots=True)
+class Resuming:
+    """What keeps the steps of one sampling; :class:`Pipeline` hands it on to the loop.
+
+    Args:
+        store: where. key: of the sampling. progress: told where it goes on.
+        broken: whether nothing more is kept, since what was kept may be what went wrong.
+    """
+
+    store: StepStore
+    key: str
+    progress: Progress
+    broken: bool = False
+
+    def abandon(self) -> None:
+        """Forget what is kept and keep nothing more: the sampling begins anew in another precision."""
+        self.broken = True
+        self.store.drop(self.key)
+
+
+@dataclass(slots=True)
+class Steps:
+    """The steps of one run of the loop, kept by ``resuming``, which may go on after the last that was kept.
+
+    Args:
+        generator: draws the noise of later steps. section: of a sampling in sections.
+    """
+
+    resuming: Resuming
+    generator: torch.Generator
+    section: int = 0
+    began: Mapping[str, Any] = field(default_factory=dict)
+
+    def restored(self, latents: torch.Tensor, schedule: Schedule) -> tuple[torch.Tensor, int]:
+        """The latents to go on from and how many steps are done; ``latents`` and 0 where nothing fitting is kept."""
+        self.began = dict(vars(schedule.solver))
+        state = None if self.resuming.broken else self.resuming.store.found(self.resuming.key)
+        if state is None or state.section != self.section or not 0 < state.done < len(schedule):
+            return latents, 0
+        if state.latents.shape != latents.shape or any(hasattr(type(schedule.solver), name) for name in state.solver):
+            return latents, 0
+        for name, value in state.solver.items():
+            setattr(schedule.solver, name, _placed(value, latents.device))
+        self.generator.set_state(generator_for(0, state.generator_state).get_state())
+        where = f"after step {state.done} of {len(schedule)}"
+        decision = Decision("sampling", f"goes on {where}", "an earlier run of the same request was cut short there")
+        self.resuming.progress.notify(str(decision))
+        return state.latents.to(latents), state.done
+
+    def keep(self, done: int, latents: torch.Tensor, schedule: Schedule) -> None:
+        """Keep the state after ``done`` steps where it is time to."""
+        if self.resuming.broken or done >= len(schedule) or not self.resuming.store.due():
+            return
+        changed = {name: value for name, value in vars(schedule.solver).items() if self._differs(name, value)}
+        odd = [name for name, value in changed.items() if not _storable(value)]
+        if odd:
+            log.warning("AnyGPU: steps are not kept: the solver's %s is no plain value", odd[0])
+            self.resuming.broken = True
+            return
+        state = StepState(done, self.section, latents, changed, state_of(self.generator))
+        self.resuming.store.keep(self.resuming.key, state)
+
+    def finish(self) -> None:
+        """Forget the steps: the loop has ended, and what it made is kept elsewhere."""
+        self.resuming.store.drop(self.resuming.key)
+
+    def _differs(self, name: str, value: Any) -> bool:
+        before = self.began.get(name)
+        if isinstance(value, list):  # whose items the solver puts in place
+            return True
+        return value is not before and not (isinstance(value, PLAIN) and value == before)
+
+
+def steps_of(pipeline: Pipeline, generator: torch.Generator, section: int = 0) -> Steps | None:
+    """What keeps the steps of one run of the loop; None where nobody keeps them."""
+    return None if pipeline.resuming is None else Steps(pipeline.resuming, generator, section)
+
+
+def with_steps(
+    pipeline: Pipeline, store: StepStore | None, progress: Progress, stage: str, prompt: Prompt, *request: Any
+) -> Pipeline:
+    """``pipeline`` whose next sampling keeps its steps in ``store``, and goes on after those that are there.
+
+    Args:
+        stage: what begins anew where steps cannot be kept, for the user.
+        prompt, request: all that decides the latents.
+    """
+    if store is None:
+        return pipeline
+    if pipeline.step_cache is not None:
+        progress.notify(LOSSY.format(stage))
+        return pipeline
+    return replace(pipeline, resuming=Resuming(store, resume_key(pipeline, prompt, *request), progress))
+
+
+def resume_key(pipeline: Pipeline, prompt: Prompt, *request: Any) -> str:
+    """A hash of all that decides the latents: the model's content and how its weights are kept, precision, LoRAs, step
+    cache, embeddings, and ``request``: pictures and settings.
+
+    How parts are moved and which attention kernel runs are left out: who ran out of memory changes just these. So are
+    paths: another machine may go on with it.
+    """
+    digest = hashlib.sha256()
+    adapted = str(pipeline.offloader.adapters or "")
+    kinds = {item.name: getattr(pipeline.precision, item.name) for item in fields(Precision) if item.name != "why"}
+    stored = pipeline.storage.get("transformer", "")
+    model = [
+        pipeline.family,
+        pipeline.variant,
+        kinds,
+        stored,
+        adapted,
+        pipeline.step_cache,
+        content_of(pipeline.source),
+    ]
+    for item in _bytes_in([*model, *request]):
+        digest.update(item)
+    return digest.hexdigest()
+
+
+def _bytes_in(value: Any) -> Iterator[bytes]:
+    """The bytes of nested values: names, numbers and every bit of every tensor."""
+    if isinstance(value, torch.Tensor):
+        yield f"{value.dtype}{tuple(value.shape)}".encode()
+        yield value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    elif isinstance(value, Mapping):
+        for key in sorted(value):
+            yield f"<{key}>".encode()
+            yield from _bytes_in(value[key])
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield from _bytes_in({item.name: getattr(value, item.name) for item in fields(value)})
+    elif isinstance(value, (list, tuple)):
+        yield f"[{len(value)}]".encode()
+        for item in value:
+            yield from _bytes_in(item)
+    else:
+        yield f"{json.dumps(value, default=str)};".encode()
+
+
+def _storable(value: Any) -> bool:
+    items = value if isinstance(value, list) else [value]
+    return all(isinstance(item, (*PLAIN, torch.Tensor)) for item in items)
+
+
+def _placed(value: Any, device: torch.device) -> Any:
+    if isinstance(value, list):
+        return [_placed(item, device) for item in value]
+    return value.to(device) if isinstance(value, torch.Tensor) else value

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from ...compat.doctor import EXPLAIN, Doctor, lifeless, not_finite, unshrunk
+from ...compat.doctor import EXPLAIN, Doctor, lifeless, unshrunk
 from ...compat.repairs import RepairStore
 from ..base import Pipeline, Progress
 
@@ -18,16 +18,17 @@ Predict = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """The transformers of one sampling under a doctor's eyes.
+    """The transformers of one sampling, watched.
 
     Args:
-        doctor: of the pipeline. networks: its transformers by their parts' names. each: whether every step is looked
-            at; otherwise the first and the last, which is where a transformer that overflows shows.
+        networks: the transformers by their parts' names. doctor: of the pipeline, who looks at every step; None where
+            nobody asked for one: then the first and the last are looked at, where a transformer that overflows shows.
+        tell: takes one line that the user should read.
     """
 
-    doctor: Doctor
     networks: nn.ModuleDict
-    each: bool
+    doctor: Doctor | None
+    tell: Callable[[str], None]
 
     def over(self, predict: Predict, count: int) -> Predict:
         """``predict`` of ``count`` steps, with what is kept for the transformers, and its output checked.
@@ -35,20 +36,28 @@ class Watch:
         Raises:
             NotFinite: where it is called: the output is not finite; the text names the layer.
         """
+        return partial(self._ends_checked if self.doctor is None else self._repaired, predict, count)
 
-        def checked(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
-            with self.doctor.repaired(self.networks):
-                output = predict(latents, time, index)
-                if not self.each and 0 < index < count - 1:
-                    return output
-                again, fault = partial(predict, latents, time, index), lifeless if self.each else not_finite
-                return self.doctor.checked(output, self.networks, again, f"step {index + 1} of {count}", fault)
+    def _ends_checked(
+        self, predict: Predict, count: int, latents: torch.Tensor, time: torch.Tensor, index: int
+    ) -> torch.Tensor:
+        output = predict(latents, time, index)
+        if 0 < index < count - 1 or bool(output.isfinite().all()):
+            return output
+        doctor = Doctor("", RepairStore(None), EXPLAIN, self.tell)
+        return doctor.checked(output, self.networks, partial(predict, latents, time, index), _step(index, count))
 
-        return checked
+    def _repaired(
+        self, predict: Predict, count: int, latents: torch.Tensor, time: torch.Tensor, index: int
+    ) -> torch.Tensor:
+        assert self.doctor is not None
+        again = partial(predict, latents, time, index)
+        with self.doctor.repaired(self.networks):
+            return self.doctor.checked(again(), self.networks, again, _step(index, count), lifeless)
 
     def finish(self, noise: torch.Tensor, latents: torch.Tensor, count: int) -> None:
         """Say what is wrong with finite latents, or that nothing is, where somebody asked for a doctor."""
-        if self.each:
+        if self.doctor is not None:
             self.doctor.tell(unshrunk(noise, latents) or f"no fault in {count} steps")
 
 
@@ -57,9 +66,12 @@ def watch_of(pipeline: Pipeline, progress: Progress) -> Watch | None:
 
     None where nobody asked for a doctor and precision ``auto`` has another one to go on with.
     """
-    chosen: Doctor | None = pipeline.doctor
-    if chosen is None and pipeline.parts.fallbacks:
+    doctor: Doctor | None = pipeline.doctor
+    if doctor is None and pipeline.parts.fallbacks:
         return None
     networks = {part: pipeline.parts[part] for part in pipeline.spec.transformers if part in pipeline.parts}
-    doctor = chosen or Doctor("", RepairStore(None), EXPLAIN, progress.notify)
-    return Watch(doctor, nn.ModuleDict(networks), chosen is not None)
+    return Watch(nn.ModuleDict(networks), doctor, progress.notify)
+
+
+def _step(index: int, count: int) -> str:
+    return f"step {index + 1} of {count}"

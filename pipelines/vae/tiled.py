@@ -6,6 +6,7 @@ ones that overlap and blend, a chunk of latent frames into shorter ones, a decod
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -217,6 +218,23 @@ def decoder_call(vae: Any, latents: Tensor, time: Tensor | None) -> Tensor:
     output = vae.decoder(latents) if time is None else vae.decoder(latents, time)
     frames: Tensor = output[0] if isinstance(output, tuple) else output
     return frames
+
+
+def pieces_of(vae: Any, latents: Tensor, attempt: Attempt, ratio: int) -> Counter[tuple[int, int, int]]:
+    """How often the decoder is called with latents of which frames, rows and columns; chunks of frames as one call.
+
+    Args:
+        latents: (1, C, T, h, w) on any device, also meta.
+        ratio: pixels per latent row and column.
+    """
+    _, windows = _windows(vae, latents, attempt.window)
+    height, width = latents.shape[-2:]
+    regions = _split(Region((0, height), (0, width)), attempt, ratio)
+    return Counter(
+        (window.shape[2], region.rows[1] - region.rows[0], region.columns[1] - region.columns[0])
+        for window in windows
+        for region in regions
+    )
 
 
 def windows_of(frames: int, most: int, stride: int) -> list[slice]:

@@ -1,7 +1,7 @@
-"""Draw workflows/<name>.jpg, docs/images/icon.png and banner.png: ``python tests/browser/cards.py [workflow ...]``.
+"""Draw workflows/<name>.jpg and the icon, banner and moving picture: ``python tests/browser/cards.py [WORKFLOW ...]``.
 
-A card says what goes in and what comes out; it shows no video, since none of a published model was made here. A
-workflow whose thumbnail is a result is in RESULTS and is left alone.
+A card says what goes in and what comes out. It shows a result where the demo model or the demo's mesh gives one
+(``results.py``), and drawings where it would take a published model, of which none was run here.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import json
 import sys
 from pathlib import Path
 
+import results
 from PIL import Image, ImageDraw, ImageFont
 
 ROOT = Path(__file__).resolve().parents[2]
 WIDE, TALL = 640, 360
 INK, SOFT = (255, 255, 255), (255, 255, 255, 150)
-RESULTS: tuple[str, ...] = ()
+DRAWN_BY = {"ltx": "drawn by the 9 MB demo model", "paint": "the demo's mesh, from synthetic pictures"}
 COLOURS = {  # first letters of a workflow's name -> corners of its background
     "ltx": ((16, 82, 90), (57, 166, 132)),
     "hunyuan_video_15": ((76, 29, 89), (203, 78, 122)),
@@ -115,6 +116,11 @@ def card(workflow: Path) -> Image.Image:
     for row, line in enumerate(wrapped(pen, does, WIDE - 80, 28)[:2]):
         pen.text((40, 118 + 36 * row), line, SOFT, font(28))
     left, top = 40, 226
+    if workflow.stem in results.RESULTS:
+        show_result(picture, pen, *results.RESULTS[workflow.stem]())
+        by = next(text for start, text in DRAWN_BY.items() if workflow.stem.startswith(start))
+        pen.text((40, 334), by, SOFT, font(14))
+        return picture
     shown = inputs_of(kinds, sum(node["type"] == "LoadImage" for node in nodes))
     for draw, width in shown:
         draw(pen, left, top)  # type: ignore[operator]
@@ -122,6 +128,18 @@ def card(workflow: Path) -> Image.Image:
     draw_arrow(pen, left, top)
     (draw_mesh if "SaveGLB" in kinds else draw_film)(pen, left + 66, top)
     return picture
+
+
+def show_result(picture: Image.Image, pen: Pen, given: results.Strip, made: results.Strip) -> None:
+    """Frames of what goes in and of what comes out, beside one another above the lower edge."""
+    side, left, top = (126, 40, 200) if not given else (94, 40, 232)
+    for strip, last in ((given, False), (made, True)):
+        for frame in strip:
+            picture.paste(frame.resize((side, side), Image.Resampling.BICUBIC), (left, top))
+            left += side + 6
+        if strip and not last:
+            draw_arrow(pen, left + 2, top + side // 2 - 42)
+            left += 62
 
 
 def icon(side: int) -> Image.Image:
@@ -156,10 +174,11 @@ def banner() -> Image.Image:
 def main(names: list[str]) -> None:
     """Draw the cards of these workflows, or all; the sign and the banner too with all."""
     for workflow in sorted((ROOT / "workflows").glob("*.json")):
-        if (not names or workflow.stem in names) and workflow.stem not in RESULTS:
+        if not names or workflow.stem in names:
             card(workflow).save(workflow.with_suffix(".jpg"), quality=85, optimize=True, progressive=True)
     if not names:
         icon(256).save(ROOT / "docs" / "images" / "icon.png", optimize=True)
+        results.moving()
         banner().quantize(128).save(ROOT / "docs" / "images" / "banner.png", optimize=True)
 
 

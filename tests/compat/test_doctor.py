@@ -10,11 +10,14 @@ import pytest
 import torch
 from anygpu.compat import doctor
 from anygpu.compat.output_check import ZEROS, NotFinite
-from anygpu.compat.repairs import FP32, REPLACED, Repair, RepairStore
+from anygpu.compat.repairs import ATTENTION, FP32, REPLACED, SCALED, Repair, RepairStore
 from anygpu.pipelines import tiny
+from anygpu.pipelines.base import Call
 from anygpu.pipelines.loading.folder import LoadRequest, load
-from anygpu.pipelines.sampling.core_sampler import Call, velocity
+from anygpu.pipelines.sampling.core_sampler import velocity
 from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 INPUTS: dict[str, dict[str, Any]] = {  # by family: latents, and what its text is
     "ltx": {"latents": (1, 128, 2, 2, 2), "text": 32, "pooled": 0},
@@ -99,6 +102,81 @@ def test_an_overflow_is_named_with_its_way_and_repaired_by_the_smallest_change()
     assert diagnosis.repair == Repair("net.blocks.1", FP32)
     exact = network.float()(x.float())
     assert output.dtype == torch.float16 and torch.allclose(output.float(), exact, rtol=2e-3)
+    assert all("forward" not in vars(module) for module in network.modules())
+
+
+class Fault(TorchFunctionMode):
+    """A device with broken kernels: fp16 sums that overflow on the way, and an attention that gives NaN."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is functional.linear and args[0].dtype is torch.float16:
+            sums = (args[0].float()[..., None, :] * args[1].float()).cumsum(-1)
+            out = out.masked_fill(sums.abs().amax(-1) > 65504, float("inf"))
+        return out * float("nan") if func is functional.scaled_dot_product_attention else out
+
+
+class Cancelling(nn.Module):
+    """A Linear whose large products cancel each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.product = nn.Linear(8, 4)
+        with torch.no_grad():
+            self.product.weight.copy_(torch.tensor([3e4, 3e4, 3e4, 1.0, 2.0, -3e4, -3e4, -3e4]).repeat(4, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.product(x)
+
+
+class Squares(nn.Module):
+    """A norm whose squares leave fp16."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        squares = (300.0 * x).square()
+        return squares / squares.mean(-1, keepdim=True)
+
+
+class Attending(nn.Module):
+    """Attention in two heads, masked, causal, or with fewer keys than queries, as its numbers say."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__()
+        self.qkv, self.given = nn.Linear(8, 24), given
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = (each.unflatten(-1, (2, 4)).transpose(1, 2) for each in self.qkv(x).chunk(3, dim=-1))
+        if self.given.get("enable_gqa"):
+            key, value = key[:, :1], value[:, :1]
+        return functional.scaled_dot_product_attention(query, key, value, **self.given).transpose(1, 2).flatten(2)
+
+
+HALF = torch.float16
+FAULTS = {  # by what is wrong: the layer, what it is computed in, and the repair that is to be found
+    "sums": (Cancelling, HALF, Repair("net.1.product", SCALED)),
+    "squares": (Squares, HALF, Repair("net.1", FP32)),
+    "attention fp16": (Attending, HALF, Repair("net.1", ATTENTION)),
+    "attention fp32": (Attending, torch.float32, Repair("net.1", ATTENTION)),
+    "attention causal": (lambda: Attending(is_causal=True, scale=0.3), HALF, Repair("net.1", ATTENTION)),
+    "attention masked": (lambda: Attending(attn_mask=torch.ones(3, 3).tril().bool()), HALF, Repair("net.1", ATTENTION)),
+    "attention grouped": (lambda: Attending(enable_gqa=True), HALF, Repair("net.1", ATTENTION)),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@torch.no_grad()
+def test_each_repair_is_found_for_its_fault_and_cures_it(fault: str) -> None:
+    make, dtype, repair = FAULTS[fault]
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Identity(), make(), nn.Identity())
+    x = 2 + 0.01 * torch.arange(24).view(1, 3, 8).to(dtype)
+    expected = network.to(dtype).float()(x.float())
+    network = network.to(dtype)
+    with Fault():
+        assert not torch.isfinite(network(x)).all(), "nothing is wrong: the test tests nothing"
+        diagnosis, output = doctor.diagnose(nn.ModuleDict({"net": network}), lambda: network(x))
+    assert diagnosis.repair == repair, diagnosis
+    assert output.dtype is dtype and torch.allclose(output.float(), expected, rtol=2e-3, atol=2e-3)
     assert all("forward" not in vars(module) for module in network.modules())
 
 

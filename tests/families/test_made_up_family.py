@@ -18,7 +18,7 @@ from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.compat.precision import FP32, precision_for
 from anygpu.compat.transforms.step_cache import FIRST_BLOCK, TAYLOR, StepCacheSettings
 from anygpu.pipelines import stages, tiny
-from anygpu.pipelines.base import Latents, Pipeline, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.base import Call, Latents, Pipeline, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.decisions import card_of
 from anygpu.pipelines.latents import recovery
 from anygpu.pipelines.latents.convert import from_core
@@ -29,7 +29,7 @@ from anygpu.pipelines.memory.forecast import forecasts
 from anygpu.pipelines.memory.page import memory_plan
 from anygpu.pipelines.registry import FAMILIES, family_named, register
 from anygpu.pipelines.report import precisions
-from anygpu.pipelines.sampling.core_sampler import Call, velocity
+from anygpu.pipelines.sampling.core_sampler import velocity
 from anygpu.pipelines.speed import SpeedRequest, with_step_cache
 from safetensors.torch import load_file, save_file
 from simulated import accelerator

@@ -21,6 +21,7 @@ from anygpu.paint.sampling.painting import PaintSettings
 from anygpu.paint.texturing import OneStep, textured
 from anygpu.pipelines import stages, tiny
 from anygpu.pipelines.base import (
+    Call,
     FramePackSettings,
     ImageCondition,
     ImageRequest,
@@ -36,7 +37,7 @@ from anygpu.pipelines.latents.store import load_latent, save_latent
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.loading.lora import with_lora
 from anygpu.pipelines.loading.single_file import Files
-from anygpu.pipelines.sampling.core_sampler import Call, velocity
+from anygpu.pipelines.sampling.core_sampler import velocity
 from anygpu.pipelines.speed import SpeedRequest, with_step_cache
 from anygpu.pipelines.text.prompt_files import load_prompt, save_prompt
 from anygpu.pipelines.vae.plan import Form

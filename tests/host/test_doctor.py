@@ -36,6 +36,14 @@ def test_an_overflow_is_offered_a_repair_that_later_runs_keep(inside: Inside, na
     assert found["again"] == found["kept"] and found["traces"] == 0
 
 
+def test_a_broken_attention_kernel_is_offered_another_one_which_later_runs_keep(inside: Inside) -> None:
+    """Whichever kernel core or another node has put there: torch's own is not the only one."""
+    found = inside.play("doctor", "broken_attention", name="Wan 2.1")
+    assert "NaN first from block 1 of 2, self-attention, " in found["offered"]
+    assert "with another attention, exact and in fp32 the result is right" in found["offered"]
+    assert found["first"] < 1e-5 and found["error"] < 1e-5 and not found["said"]
+
+
 def test_watching_is_a_handful_of_operations_on_the_output(inside: Inside) -> None:
     """A published model has some thousand operations per call, so these are less than 1 % of its launches."""
     found = inside.play("doctor", "cost", name="Wan 2.1")

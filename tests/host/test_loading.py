@@ -19,6 +19,7 @@ pytestmark = pytest.mark.host
 NODES = {
     "AnyGPUBakeTexture",
     "AnyGPUCleanMesh",
+    "AnyGPUCollect",
     "AnyGPUComposePipeline",
     "AnyGPUDecode",
     "AnyGPUDelightImage",
@@ -27,6 +28,7 @@ NODES = {
     "AnyGPUEncodeImage",
     "AnyGPUEncodePrompt",
     "AnyGPUEncodeVideo",
+    "AnyGPUFarm",
     "AnyGPUFitCLIP",
     "AnyGPUFitModel",
     "AnyGPUFitVAE",
@@ -41,6 +43,7 @@ NODES = {
     "AnyGPUMemoryPlan",
     "AnyGPUPaintCameras",
     "AnyGPUPaintViews",
+    "AnyGPUQueueJobs",
     "AnyGPURecoverLatents",
     "AnyGPURenderTurntable",
     "AnyGPURenderViews",

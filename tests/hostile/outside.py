@@ -11,7 +11,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from test_layers import SOURCES, tree_of
+from test_layers import SHIPPED, tree_of
 
 DEVICE = "torch.<device>"  # the module of whatever device computes: torch.cuda, torch.xpu, a plug-in's
 ASKED = (  # what begins so is a question; of Triton, the operations of a kernel are left out: it is asked as a whole
@@ -275,7 +275,7 @@ def _questions(tree: ast.Module) -> Iterator[str]:
 def questions() -> dict[str, set[str]]:
     """Each question, and the files that ask it."""
     asked: dict[str, set[str]] = {}
-    for source in SOURCES:
+    for source in SHIPPED:
         for name in _questions(tree_of(source)):
             if name.startswith("Path.") or any(name.startswith(start) for start in ASKED):
                 asked.setdefault(name, set()).add(source)

@@ -159,6 +159,35 @@ def test_a_probe_that_ended_the_process_is_not_asked_again(tmp_path: Any) -> Non
     assert store.path.stat().st_mode & 0o044, "others may read it, as any file"
 
 
+def test_a_timing_that_hung_until_the_process_was_ended_is_not_tried_again(tmp_path: Any) -> None:
+    machine = replace(profiles.facts_of("gfx1151"), device=torch.device("meta"))
+
+    def hangs() -> None:
+        raise SystemExit  # somebody ends the process, in which nothing can end the call
+
+    store = ProbeStore(machine, tmp_path, asked={})
+    with pytest.raises(SystemExit):
+        store.remember("timing", hangs)
+    kept = json.loads(store.path.read_text(encoding="utf-8"))
+    kept["asking"][2] -= 60
+    store.path.write_text(json.dumps(kept), encoding="utf-8")
+    again = ProbeStore(machine, tmp_path, asked={})
+    assert again.remember("timing", lambda: pytest.fail("it was tried again")) is None
+    assert again.remember("other", lambda: {"a": 1.0}) == {"a": 1.0}
+    again.probes.clear()
+    again.ask_all(again=True)  # as the button of the AnyGPU tab does
+    assert ProbeStore(machine, tmp_path, asked={}).remember("timing", lambda: 2.0) == 2.0
+
+
+def test_a_timing_that_raises_is_tried_again(tmp_path: Any) -> None:
+    machine = replace(profiles.facts_of("gfx1151"), device=torch.device("meta"))
+    store = ProbeStore(machine, tmp_path, asked={})
+    with pytest.raises(ZeroDivisionError):
+        store.remember("timing", lambda: 1 / 0)
+    kept = json.loads(store.path.read_text(encoding="utf-8"))
+    assert "asking" not in kept and store.remember("timing", lambda: 2.0) == 2.0
+
+
 def test_who_asks_now_has_not_ended(tmp_path: Any, caplog: Any) -> None:
     machine = replace(profiles.facts_of("gfx1151"), device=torch.device("meta"))
     seen = []

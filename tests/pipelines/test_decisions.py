@@ -16,9 +16,11 @@ from anygpu.compat.transforms.attention import CHOICES as ATTENTIONS
 from anygpu.pipelines import tiny
 from anygpu.pipelines.decisions import card_of, in_short, limit_tooltip, limits
 from anygpu.pipelines.loading.download import (
+    every_offer,
     fetched,
     first_steps,
     known_page,
+    offer_of,
     offers,
     remedy,
     smallest_for,
@@ -98,8 +100,10 @@ def test_lights_say_what_to_do_about_red():
 def test_offers_are_of_families_and_pages_that_exist():
     for family in FAMILIES.values():
         pages = set(family.pages) | set(FAMILIES["hunyuan_video"].pages)
-        assert all(download.page in pages for download in family.offer.downloads), family
-    assert list(offers()) == ["LTX-Video", "Mochi 1", "HunyuanVideo 1.5", "HunyuanVideo", "FramePack"]
+        for offer in (family.offer, *family.more_offers.values()):
+            assert all(download.page in pages for download in offer.downloads), family
+    first = ["LTX-Video", "Mochi 1", "HunyuanVideo 1.5", "HunyuanVideo", "FramePack"]
+    assert list(offers()) == first and list(every_offer())[: len(first)] == first, "choices grow at the end"
 
 
 @pytest.mark.parametrize(("gigabytes", "family"), [(1, "LTX-Video"), (10, "LTX-Video"), (64, "LTX-Video")])
@@ -112,21 +116,36 @@ def test_the_smallest_is_offered_and_said_when_it_does_not_fit(gigabytes, family
 
 
 def test_what_is_downloaded_is_told_as_it_is_stored_there():
-    """Tencent's and Genmo's folders hold parts in fp32: more bytes than their weights take in bf16."""
+    """Tencent's, Genmo's and Lightricks' folders hold parts in fp32: more bytes than their weights take in bf16."""
+    told = {title: offer.size.split(",")[0] for title, offer in every_offer().items()}
+    sizes = {"LTX-Video": 28, "Mochi 1": 40, "HunyuanVideo 1.5": 57, "HunyuanVideo": 42, "FramePack": 43}
+    assert told == dict.fromkeys(told, "an unknown size to download") | {
+        title: f"{size} GB to download" for title, size in sizes.items()
+    }
     for offer in offers().values():
-        assert not offer.stored_bytes or offer.stored_bytes > offer.total_bytes
-    assert offers()["HunyuanVideo 1.5"].size == "57 GB to download, 34 GB of weights in bf16"
-    assert offers()["Mochi 1"].size.startswith("40 GB to download")
+        assert offer.stored_bytes > 0.97 * offer.total_bytes
 
 
 @pytest.mark.parametrize(
     ("title", "gigabytes", "words"),
     [
-        ("LTX-Video", 8, "stays whole as bf16"),
-        ("HunyuanVideo", 8, "is streamed in every form; the smallest useful one is GGUF Q4_K_M, about 7.2 GiB"),
-        ("HunyuanVideo", 12, "stays whole as GGUF Q4_K_M, about 7.2 GiB, with AnyGPU Compose Pipeline"),
-        ("HunyuanVideo", 16, "stays whole as fp8 or GGUF Q8_0, about 12.7 GiB"),
+        ("LTX-Video", 8, "stays whole as bf16, about 3.6 GiB"),
+        (
+            "LTX-Video",
+            4,
+            "ltx-video-2b-v0.9-Q4_K_M.gguf of city96/LTX-Video-gguf (1.4 GB), with t5-v1_1-xxl-encoder-Q4",
+        ),
+        ("HunyuanVideo", 6, "is streamed in every form; the smallest useful one is hunyuan-video-t2v-720p-q3_k_m.gguf"),
+        ("HunyuanVideo", 12, "stays whole as hunyuan-video-t2v-720p-q5_k_m.gguf of calcuis/hunyuan-gguf (9.4 GB)"),
+        ("HunyuanVideo", 16, "stays whole as hunyuan-video-t2v-720p-q8_0.gguf of calcuis/hunyuan-gguf (14.0 GB)"),
         ("HunyuanVideo", 48, "stays whole as bf16"),
+        (
+            "Mochi 1",
+            12,
+            "mochi_preview_fp8_scaled.safetensors of Comfy-Org/mochi_preview_repackaged (10.0 GB), with t5",
+        ),
+        ("HunyuanVideo 1.5", 12, "stays whole as fp8 or GGUF Q8_0, about 8.2 GiB, with qwen_2.5_vl_7b_fp8_scaled"),
+        ("FramePack", 12, "stays whole as GGUF Q4_K_M, about 7.2 GiB, by AnyGPU Compose Pipeline"),
     ],
 )
 def test_a_card_is_told_in_which_form_a_transformer_stays_on_it(title, gigabytes, words):
@@ -135,8 +154,11 @@ def test_a_card_is_told_in_which_form_a_transformer_stays_on_it(title, gigabytes
     assert words in "\n".join(fetched(title, "no", [Path("/nowhere")], Silent(), card_bytes=gigabytes * 2**30))
 
 
-def test_image_to_video_folders_are_named_beside_an_offer():
-    assert "hunyuanvideo-community/HunyuanVideo-I2V" in variants_of("HunyuanVideo")
+def test_image_to_video_folders_are_offered_and_what_is_not_is_named():
+    assert offer_of("HunyuanVideo image to video").downloads[0].folder == "HunyuanVideo-I2V"
+    assert "480p_i2v" in offer_of("HunyuanVideo 1.5 image to video").downloads[0].folder
+    for title in ("HunyuanVideo", "HunyuanVideo image to video"):
+        assert "HunyuanVideo-I2V-33ch" in variants_of(title) and "HunyuanVideo-I2V," not in variants_of(title)
     assert "720p_i2v" in variants_of("HunyuanVideo 1.5") and variants_of("Mochi 1") == ""
 
 
@@ -151,5 +173,7 @@ def test_a_model_that_is_not_there_is_named_with_its_own_page():
     known = remedy("HunyuanVideo", root, 0)
     assert known.startswith("Download https://huggingface.co/hunyuanvideo-community/HunyuanVideo (only model_index")
     assert f"into {root / 'HunyuanVideo'}, or let AnyGPU Download Model do it" in known
+    pictured = remedy("publisher/HunyuanVideo-I2V", root, 0)
+    assert "tokenizer_2, image_processor) into" in pictured and "AnyGPU Download Model" in pictured
     found = remedy("mine", root, 64 * 2**30)
     assert "LTX-Video" in found and "AnyGPU Download Model" in found

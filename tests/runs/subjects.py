@@ -1,11 +1,11 @@
-"""What is interrupted: a tiny video pipeline or a tiny paint model, run anew each time and compared bit for bit."""
+"""What is interrupted: a tiny pipeline of each task or a tiny paint model, run anew each time, compared bit for bit."""
 
 from __future__ import annotations
 
 import argparse
 import tempfile
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,22 @@ import torch
 from anygpu.paint.geometry.cameras import camera_table
 from anygpu.paint.loading import PaintRequest, load_paint
 from anygpu.paint.sampling.painting import PaintInputs, PaintSettings, paint_views
-from anygpu.pipelines import stages, tiny
-from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
-from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.base import Silent
+from simulated.test_families import CASES, loaded_for, rendered
+from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from paint import stored
 
-VIDEO = ("ltx", "hunyuan_video", "mochi")
-NAMES = (*VIDEO, "paint")
-Run = Callable[[Any], torch.Tensor]
+NAMES = (*CASES, "paint")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What runs: a function from a progress to frames or views, and the parts that it stays loaded in."""
+
+    run: Callable[[Any], torch.Tensor]
+    parts: Any
 
 
 def arguments_of(description: str | None, count: int) -> argparse.Namespace:
@@ -34,13 +40,13 @@ def arguments_of(description: str | None, count: int) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def subject(name: str, tiny_folder: Path) -> Run:
-    """A function from a progress to frames or views; what it loads stays loaded from run to run."""
+def subjects(tiny_folder: Path) -> dict[str, Subject]:
+    """Every subject by name."""
     with torch.no_grad():
-        return _painting(tiny_folder) if name == "paint" else partial(_video, _loaded(name, tiny_folder))
+        return {**{name: _video(name, tiny_folder) for name in CASES}, "paint": _painting(tiny_folder)}
 
 
-def forwards(run: Run) -> int:
+def forwards(subject: Subject) -> int:
     """How many modules run forward in one run."""
     count = 0
 
@@ -50,41 +56,43 @@ def forwards(run: Run) -> int:
 
     handle = register_module_forward_pre_hook(before)
     try:
-        run(Silent())
+        subject.run(Silent())
     finally:
         handle.remove()
     return count
 
 
-def raising(at: int, error: BaseException) -> Any:
-    """A hook that raises ``error`` before the forward number ``at``, once; its ``remove`` takes it off."""
-    count = 0
+class Raising:
+    """Raises ``error`` before the forward number ``at``, once; ``part`` is then the name of the part that ran."""
 
-    def before(*_: Any) -> None:
-        nonlocal count
-        count += 1
-        if count == at:
-            raise error
+    def __init__(self, subject: Subject, at: int, error: BaseException) -> None:
+        self.subject, self.at, self.error, self.part = subject, at, error, ""
 
-    return register_module_forward_pre_hook(before)
+    def __enter__(self) -> Raising:
+        self._handle = register_module_forward_pre_hook(self._before)
+        return self
 
+    def __exit__(self, *_: object) -> None:
+        self._handle.remove()
 
-def _loaded(name: str, tiny_folder: Path) -> Any:
-    return load(LoadRequest(tiny.build(name, tiny_folder), device="cpu", precision="fp32"), Silent())
-
-
-def _video(pipeline: Any, progress: Any) -> torch.Tensor:
-    with torch.no_grad():
-        prompt = stages.encode_prompt(pipeline, PromptRequest("a red fox"), progress)
-        settings = SampleSettings(64, 64, pipeline.spec.ratios[1] + 1, steps=2, seed=3)
-        latents = stages.sample(pipeline, prompt, None, settings, progress)
-        return stages.decode(pipeline, latents, progress, "auto")
+    def _before(self, module: nn.Module, _given: Any) -> None:
+        self.at -= 1
+        if self.at == 0:
+            parts = self.subject.parts.items()
+            self.part = next((name for name, part in parts if any(m is module for m in part.modules())), "other")
+            raise self.error
 
 
-def _painting(tiny_folder: Path) -> Run:
+def _video(name: str, tiny_folder: Path) -> Subject:
+    pipeline = loaded_for(CASES[name], tiny_folder, "cpu")
+    return Subject(lambda progress: rendered(pipeline, CASES[name], progress)[1], pipeline.parts)
+
+
+def _painting(tiny_folder: Path) -> Subject:
     folder = stored.checkpoint("paint", Path(tempfile.mkdtemp(dir=tiny_folder)))
     pipeline = load_paint(PaintRequest(folder, precision="fp32", device="cpu"))
     generator = torch.Generator().manual_seed(0)
     pictures = [torch.rand(count, 64, 64, 3, generator=generator) for count in (1, 2, 2)]
     inputs = PaintInputs(*pictures, camera_table([0, 180], [0], [1]))
-    return lambda progress: paint_views(pipeline, inputs, PaintSettings(size=64, steps=2, seed=3), progress).views
+    settings = PaintSettings(size=64, steps=2, seed=3)
+    return Subject(lambda progress: paint_views(pipeline, inputs, settings, progress).views, pipeline.parts)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ....compat.device.execution import checked_leaves, generator_for, placed, state_of
 from ....compat.errors import InputError
-from ....compat.precision import Precision
 from ...base import (
+    Call,
     FramePackSettings,
     ImageCondition,
     Latents,
@@ -31,10 +28,10 @@ from ...grid import MOST_FRAMES, snap_frames
 from ...loading.evidence import Evidence
 from ...memory.estimates import beside_transformer
 from ...memory.fit import make_room_and_retry
-from ...sampling.core_sampler import Call, guidance_of, required
+from ...sampling.core_sampler import guidance_of, required
 from ...sampling.guidance import Guidance
 from ...sampling.loop import denoise, noise_for, sampled_latents
-from ...sampling.resume import SectionState, SectionStore
+from ...sampling.resume import SectionState, SectionStore, Steps, resume_key, steps_of
 from ...sampling.schedules import Levels, even_levels, schedule_for
 from ...sampling.watch import watch_of
 from ...text.llama import POOLED, llama_embeds, llama_from_core
@@ -48,7 +45,6 @@ from .spec import F1, I2V, SPEC, TEMPORAL_RATIO
 from .training import training_plan as training_plan
 from .training import training_sections as training_sections
 
-STORED = (".safetensors", ".gguf", ".bin", ".json")  # files of a model that decide its videos
 LARGEST_SHIFT = 7.0  # of the models' own schedule, where the scheduler's configuration asks for a dynamic one
 SHIFT_NAMES = {  # upstream's function names the scheduler's settings in its own way
     "base_image_seq_len": "base_seq_len",
@@ -151,7 +147,8 @@ def sample(
         for index in range(len(history.lengths), plan.count):
             forward = _forward(pipeline, transformer, history, image.tensors[VISION].to(device), settings)
             noise, part = noise_for(shape, generator, device), SubProgress(progress, index, plan.count, "section")
-            history.add(_section(pipeline, forward, texts[plan.place(index)], settings, noise, part))
+            steps = steps_of(pipeline, generator, index)
+            history.add(_section(pipeline, forward, texts[plan.place(index)], settings, noise, part, steps))
             latents = described(_so_far(pipeline, history, settings, generator), prompt)
             if keeper is not None:
                 keeper.keep(key, index, plan.count, latents, history.standing(state_of(generator)))
@@ -250,6 +247,7 @@ def _section(
     settings: SampleSettings,
     noise: torch.Tensor,
     progress: Progress,
+    steps: Steps | None,
 ) -> torch.Tensor:
     """The latents of one section on the CPU, from ``noise``."""
     levels = _levels_for(pipeline, noise)
@@ -264,7 +262,7 @@ def _section(
         return guidance.guide(cond, forward(latents, time, text, "uncond"))
 
     again, watch = make_room_and_retry(pipeline, progress), watch_of(pipeline, progress)
-    return denoise(noise, schedule, predict, progress=progress, again=again, watch=watch).cpu()
+    return denoise(noise, schedule, predict, progress=progress, again=again, watch=watch, steps=steps).cpu()
 
 
 def _levels_for(pipeline: Pipeline, latents: torch.Tensor) -> Callable[[int], Levels]:
@@ -317,52 +315,3 @@ def _so_far(pipeline: Pipeline, history: History, settings: SampleSettings, gene
     extra = {"section_lengths": list(history.lengths), "window": plan.window, "order": plan.order}
     samples = history.latents / float(pipeline.configs["vae"]["scaling_factor"])
     return sampled_latents(pipeline, samples, replace(settings, frames=frames), generator, **extra)
-
-
-def resume_key(
-    pipeline: Pipeline, prompt: Prompt, image: ImageCondition, settings: SampleSettings, framepack: FramePackSettings
-) -> str:
-    """A hash of all that decides the latents: model files and how they are kept, precision, LoRAs, step cache,
-    embeddings, pictures and settings.
-
-    How parts are moved and which attention kernel runs are left out: who ran out of memory changes just these.
-    """
-    digest = hashlib.sha256()
-    adapted = str(pipeline.offloader.adapters or "")
-    kinds = {field.name: getattr(pipeline.precision, field.name) for field in fields(Precision) if field.name != "why"}
-    stored = pipeline.storage.get("transformer", "")
-    model = [pipeline.family, pipeline.variant, kinds, stored, adapted, pipeline.step_cache]
-    for item in _plain([*model, _files(pipeline.source)]):
-        digest.update(item)
-    for item in _plain([prompt.embeds, prompt.negative, prompt.sections, image, settings, framepack]):
-        digest.update(item)
-    return digest.hexdigest()
-
-
-def _files(source: Path) -> list[tuple[str, int, int]]:
-    """Name, size and time of each file of a model; a file beside others is its own model."""
-    paths = sorted(source.rglob("*")) if source.is_dir() else [source]
-    return [
-        (str(path), path.stat().st_size, path.stat().st_mtime_ns)
-        for path in paths
-        if path.suffix in STORED and path.is_file()
-    ]
-
-
-def _plain(value: Any) -> Iterator[bytes]:
-    """The bytes of nested values: names, numbers and every bit of every tensor."""
-    if isinstance(value, torch.Tensor):
-        yield f"{value.dtype}{tuple(value.shape)}".encode()
-        yield value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-    elif isinstance(value, Mapping):
-        for key in sorted(value):
-            yield f"<{key}>".encode()
-            yield from _plain(value[key])
-    elif is_dataclass(value) and not isinstance(value, type):
-        yield from _plain({item.name: getattr(value, item.name) for item in fields(value)})
-    elif isinstance(value, (list, tuple)):
-        yield f"[{len(value)}]".encode()
-        for item in value:
-            yield from _plain(item)
-    else:
-        yield f"{json.dumps(value, default=str)};".encode()

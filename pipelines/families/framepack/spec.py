@@ -19,6 +19,17 @@ I2V, F1 = "framepack", "framepack_f1"
 # Written by `python benchmarks/memory_fits.py`.
 FIT = Fit(tokens=13.18, latents=1.13, pixels=4.52, plain=5.6, text=4.31, streamed=13.29)
 
+BESIDE = (  # what a lone transformer takes from other folders
+    replace(DOWNLOAD, only=tuple(part for part in DOWNLOAD.only if part != "transformer")),
+    Download(
+        "lllyasviel/flux_redux_bfl",
+        "45b801affc54ff2af4e5daf1b282e0921901db87",
+        ("image_encoder", "feature_extractor"),
+        {"image_encoder": 0.86},
+    ),
+)
+GIB = {"text": 14.0, "text 2": 0.2, "image": 0.8, "transformer": 24.0, "vae": 0.5}
+
 SPEC = FamilySpec(
     id="framepack",
     title="FramePack",
@@ -95,17 +106,15 @@ SPEC = FamilySpec(
     files={**FILES, "image_encoder": FileKind("siglip", "image_proj_dim")},
     tokenizers={"tokenizer": "llama", "tokenizer_2": "clip_l"},
     offer=Offer(
-        (
-            Download("lllyasviel/FramePackI2V_HY", "86cef4396041b6002c957852daac4c91aaa47c79"),
-            replace(DOWNLOAD, only=tuple(part for part in DOWNLOAD.only if part != "transformer")),
-            Download(
-                "lllyasviel/flux_redux_bfl",
-                "45b801affc54ff2af4e5daf1b282e0921901db87",
-                ("image_encoder", "feature_extractor"),
-            ),
-        ),
-        {"text": 14.0, "text 2": 0.2, "image": 0.8, "transformer": 24.0, "vae": 0.5},
+        (Download("lllyasviel/FramePackI2V_HY", "86cef4396041b6002c957852daac4c91aaa47c79", (), {"": 25.75}), *BESIDE),
+        GIB,
     ),
+    more_offers={
+        "FramePack F1": Offer(
+            (Download("lllyasviel/FramePack_F1_I2V_HY_20250503", "ab239828e0b384fed75580f186f078717d4020f7"), *BESIDE),
+            GIB,
+        )
+    },
     musubi=MusubiCache(
         "fp",
         "framepack",

@@ -1,9 +1,10 @@
-"""HunyuanVideo: text to video, and image to video in both published variants.
+"""HunyuanVideo: text to video, and image to video in all three published ways; SkyReels V1, which was trained from it.
 
-The variants are told apart by the transformer's own configuration. ``token_replace`` puts the picture in the place of
+The ways are told apart by the transformer's own configuration. ``token_replace`` puts the picture in the place of
 the first latent frame and leaves it there. ``latent_concat`` (33 channels) gives the transformer the picture and a mask
 beside the noise, and its first 4 pixel frames are thrown away, here as upstream: ``frames`` is what upstream calls
-``num_frames``, so that one setting means one video in both, and 4 fewer come back.
+``num_frames``, so that one setting means one video in both, and 4 fewer come back. ``picture_concat`` (32 channels,
+SkyReels) gives it the picture alone beside the noise, and its text encoder is that of text to video.
 """
 
 from __future__ import annotations
@@ -16,22 +17,35 @@ import torch
 
 from ....compat.device.execution import checked_leaves, generator_for, placed
 from ....compat.errors import CheckpointError, InputError
-from ...base import ImageCondition, ImageRequest, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings
-from ...family import Defaults
+from ...base import (
+    Call,
+    ImageCondition,
+    ImageRequest,
+    Latents,
+    Pipeline,
+    Progress,
+    Prompt,
+    PromptRequest,
+    SampleSettings,
+)
+from ...family import Defaults, Recipe
+from ...loading.evidence import Evidence
 from ...memory.estimates import beside_transformer
 from ...memory.fit import make_room_and_retry
-from ...sampling.core_sampler import Call, guidance_of, required
+from ...sampling.core_sampler import guidance_of, required
 from ...sampling.guidance import Guidance
 from ...sampling.loop import NoiseMask, denoise, latent_shape, noise_for, noise_mask_for, sampled_latents, start_from
+from ...sampling.resume import steps_of
 from ...sampling.schedules import even_levels, schedule_for
 from ...sampling.watch import watch_of
 from ...text.llama import POOLED, LlavaInput, llama_embeds, llama_from_core
 from ...text.t5 import EMBEDS, MASK
 from ...vae.fallback import decoded, encoded
 from ...vae.plan import Form
-from .spec import CHANNELS, SPEC, TEMPORAL_RATIO
+from .spec import CHANNELS, SKYREELS, SPEC, TEMPORAL_RATIO
 
-TOKEN_REPLACE, LATENT_CONCAT = "token_replace", "latent_concat"
+TOKEN_REPLACE, LATENT_CONCAT, PICTURE_CONCAT = "token_replace", "latent_concat", "picture_concat"
+SKYREELS_RATE = "FPS-24, "  # what each of its training texts begins with
 DROPPED_FRAMES = 4  # what the 33-channel variant's first latent frames decode to beside the video
 INTERLEAVE = {LATENT_CONCAT: 2, TOKEN_REPLACE: 4}  # every so many of the picture's 576 states go to the transformer
 NOISE_SHARE = 0.999  # image to video starts from noise with this much of the picture's latents in it
@@ -41,10 +55,27 @@ IMAGE = "image_latents"
 def defaults_for(pipeline: Pipeline) -> Defaults:
     """The family's defaults, with guidance 0 where the checkpoint takes none.
 
-    Image to video gets 6 too, as in upstream's example for it; upstream's bare call would use 1.
+    Image to video gets 6 too, as in upstream's example for it; upstream's bare call would use 1. SkyReels gets 1 and
+    the length it was trained on.
     """
+    defaults = SPEC.defaults
+    if pipeline.variant == SKYREELS:
+        defaults = replace(defaults, guidance=1.0, frames=97)
     takes_guidance = pipeline.configs["transformer"].get("guidance_embeds")
-    return SPEC.defaults if takes_guidance else replace(SPEC.defaults, guidance=0.0)
+    return defaults if takes_guidance else replace(defaults, guidance=0.0)
+
+
+def recipe_for(pipeline: Pipeline) -> Recipe:
+    """The published recipe of the variant."""
+    return SPEC.recipes[pipeline.variant]
+
+
+def guess_variant(evidence: Evidence) -> tuple[str, str]:
+    """Whether it is SkyReels, and what says so."""
+    if image_condition(evidence.config) == PICTURE_CONCAT:
+        return SKYREELS, "its transformer takes the picture beside the noise, without a mask"
+    name = evidence.name_with(r"skyreels?.?v1|skyreels.?hunyuan|hunyuan.*skyreels")
+    return (SKYREELS, f"the name {name!r} says so") if name else (SPEC.id, "")
 
 
 def task_of(config: Mapping[str, Any]) -> str:
@@ -55,9 +86,14 @@ def task_of(config: Mapping[str, Any]) -> str:
 def image_condition(config: Mapping[str, Any]) -> str | None:
     """How a transformer takes a picture, from its ``config.json``; None for text to video."""
     named = config.get("image_condition_type")
-    if named is None and config.get("in_channels", CHANNELS) == 2 * config.get("out_channels", CHANNELS) + 1:
-        return LATENT_CONCAT
-    return named
+    out = config.get("out_channels", CHANNELS)
+    beside = config.get("in_channels", CHANNELS) - out
+    return {out: PICTURE_CONCAT, out + 1: LATENT_CONCAT}.get(beside) if named is None else named
+
+
+def encoder_task(config: Mapping[str, Any]) -> str:
+    """The task of the pipelines whose text encoder goes with a transformer: SkyReels' does not look at the picture."""
+    return "text" if image_condition(config) in (None, PICTURE_CONCAT) else "image"
 
 
 def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> Prompt:
@@ -67,7 +103,7 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
         InputError: image to video without a picture. CheckpointError: the text encoder of the other task.
     """
     looks = "vision_config" in pipeline.configs["text_encoder"]
-    if looks != (pipeline.task == "image"):
+    if looks != (encoder_task(pipeline.configs["transformer"]) == "image"):
         raise CheckpointError(
             f"a text encoder {'for pictures too' if looks else 'for text only'} beside a transformer for "
             f"{pipeline.task}",
@@ -77,7 +113,9 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
     from diffusers import HunyuanVideoImageToVideoPipeline, HunyuanVideoPipeline
 
     if request.image is not None and not looks:
-        progress.notify("the prompt's image has no effect on a text-to-video checkpoint")
+        progress.notify("the prompt's image has no effect: the text encoder of this checkpoint reads text alone")
+    if pipeline.variant == SKYREELS and not request.text.startswith(SKYREELS_RATE.strip()):
+        progress.notify(f"SkyReels was trained on texts that begin with {SKYREELS_RATE!r}")
     pipe, sight = HunyuanVideoImageToVideoPipeline if looks else HunyuanVideoPipeline, None
     if looks:
         sight = _sight(pipeline, request)
@@ -89,10 +127,14 @@ prompt_from_core = llama_from_core
 
 
 def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) -> ImageCondition:
-    """``image_latents`` (1, 16, 1, H / 8, W / 8): the first picture in the VAE's own space, without a draw."""
+    """``image_latents`` (1, 16, 1, H / 8, W / 8): the first picture in the VAE's own space.
+
+    Without a draw, except for SkyReels, whose publisher draws.
+    """
     if request.frames.shape[0] > 1:
         progress.notify(f"{SPEC.title} starts from one picture; the first of {request.frames.shape[0]} is used")
-    latents = encoded(pipeline, request.frames[:1], request.seed, progress, mode=True)
+    settled = image_condition(pipeline.configs["transformer"]) != PICTURE_CONCAT
+    latents = encoded(pipeline, request.frames[:1], request.seed, progress, mode=settled)
     return ImageCondition(SPEC.id, {IMAGE: latents}, request.width, request.height)
 
 
@@ -109,8 +151,8 @@ def sample(
     Raises:
         InputError: too few frames for image to video.
 
-    Source: diffusers ``HunyuanVideoPipeline.__call__`` and ``HunyuanVideoImageToVideoPipeline.__call__``; equal to
-    them in fp32.
+    Source: ``__call__`` of diffusers' ``HunyuanVideoPipeline``, ``HunyuanVideoImageToVideoPipeline`` and
+    ``HunyuanSkyreelsImageToVideoPipeline``; equal to them in fp32.
     """
     kind = None if image is None else image_condition(pipeline.configs["transformer"])
     _check(pipeline, kind, settings, progress)
@@ -121,7 +163,7 @@ def sample(
     picture = None
     if image is not None:
         picture = image.tensors[IMAGE].to(device) * scale
-        share = torch.tensor([NOISE_SHARE], device=device)
+        share = torch.tensor([1.0 if kind == PICTURE_CONCAT else NOISE_SHARE], device=device)
         noise = noise * share + picture.repeat(1, 1, noise.shape[2], 1, 1) * (1 - share)
     clean = None if settings.latents is None else settings.latents.samples.to(device) * scale
     start, mask = start_from(clean, noise, schedule), noise_mask_for(settings, clean, noise)
@@ -142,6 +184,7 @@ def sample(
             preview=whole,
             again=make_room_and_retry(pipeline, progress),
             watch=watch_of(pipeline, progress),
+            steps=steps_of(pipeline, generator),
         )
     extra = {"drop_frames": DROPPED_FRAMES} if kind == LATENT_CONCAT else {}
     return sampled_latents(pipeline, whole(latents.cpu()) / scale, settings, generator, **extra)
@@ -256,14 +299,16 @@ def _predictor(
 
 def _given(kind: str | None, picture: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
     """From the latents that are sampled to what the transformer is given."""
-    if kind != LATENT_CONCAT or picture is None:
+    if kind not in (LATENT_CONCAT, PICTURE_CONCAT) or picture is None:
         return _whole(kind, picture)
 
     def beside(latents: torch.Tensor) -> torch.Tensor:
-        mask = torch.zeros_like(latents[:, :1])
-        mask[:, :, 0] = 1
         shown = torch.zeros_like(latents)
         shown[:, :, :1] = picture
+        if kind == PICTURE_CONCAT:
+            return torch.cat([latents, shown], dim=1)
+        mask = torch.zeros_like(latents[:, :1])
+        mask[:, :, 0] = 1
         return torch.cat([latents, shown, mask], dim=1)
 
     return beside

@@ -11,10 +11,11 @@ from ...family import (
     FamilySpec,
     FileKind,
     Fit,
+    GuidanceStep,
     MemoryTerms,
     MusubiCache,
     Offer,
-    OtherModel,
+    Quantised,
     Recipe,
 )
 from ...text.llama import POOLED
@@ -22,11 +23,14 @@ from ...text.t5 import EMBEDS
 from .layouts import LAYOUTS
 
 CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 16, 8, 4
+TENCENT, SKYREELS = "hunyuan_video", "skyreels"
 DOWNLOAD = Download(
     "hunyuanvideo-community/HunyuanVideo",
     "e8c2aaa66fe3742a32c11a6766aecbf07c56e773",
     (*HUB_FILES, "text_encoder_2", "tokenizer_2"),
+    {"text_encoder": 15.02, "text_encoder_2": 0.25, "transformer": 25.64, "vae": 0.99},
 )
+GGUF = (("q8_0", 14.0), ("q6_k", 11.0), ("q5_k_m", 9.45), ("q4_k_m", 7.88), ("q3_k_m", 6.24))
 BLOCKS = (
     ("diffusers.models.transformers.transformer_hunyuan_video.HunyuanVideoTransformerBlock", 20, False),
     ("diffusers.models.transformers.transformer_hunyuan_video.HunyuanVideoSingleTransformerBlock", 40, False),
@@ -40,7 +44,7 @@ FILES = {
 FIT = Fit(tokens=12.25, latents=2.84, pixels=4.52, plain=5.6, text=4.31, streamed=13.29)
 
 SPEC = FamilySpec(
-    id="hunyuan_video",
+    id=TENCENT,
     title="HunyuanVideo",
     package=str(__package__),
     order=2,
@@ -64,10 +68,14 @@ SPEC = FamilySpec(
     stride=TEMPORAL_RATIO,
     defaults=Defaults(width=1280, height=720, frames=129, steps=50, fps=24.0, guidance=6.0, max_tokens=256),
     effective=GUIDED | {"guidance", "template", "image"},
+    variants=(TENCENT, SKYREELS),
+    newer_variants=2,
     pages=(
         "https://huggingface.co/hunyuanvideo-community/HunyuanVideo",
         "https://huggingface.co/hunyuanvideo-community/HunyuanVideo-I2V",
         "https://huggingface.co/hunyuanvideo-community/HunyuanVideo-I2V-33ch",
+        "https://huggingface.co/Skywork/SkyReels-V1-Hunyuan-T2V",
+        "https://huggingface.co/Skywork/SkyReels-V1-Hunyuan-I2V",
     ),
     optional=("image_processor",),
     text_width="text_embed_dim",
@@ -78,16 +86,44 @@ SPEC = FamilySpec(
     files=FILES,
     tokenizers={"tokenizer": "llama", "tokenizer_2": "clip_l"},
     text_vision="llava_vision",
-    offer=Offer((DOWNLOAD,), {"text": 14.0, "text 2": 0.2, "transformer": 23.9, "vae": 0.5}),
+    offer=Offer(
+        (DOWNLOAD,),
+        {"text": 14.0, "text 2": 0.2, "transformer": 23.9, "vae": 0.5},
+        {
+            "transformer": tuple(
+                Quantised("calcuis/hunyuan-gguf", f"hunyuan-video-t2v-720p-{bits}.gguf", size) for bits, size in GGUF
+            )
+        },
+    ),
+    more_offers={
+        "HunyuanVideo image to video": Offer(
+            (
+                Download(
+                    "hunyuanvideo-community/HunyuanVideo-I2V",
+                    "fb9d287ef02fe6d39f2e23df6dcec1294e6c28d2",
+                    (*DOWNLOAD.only, "image_processor"),
+                ),
+            ),
+            {"text": 15.6, "text 2": 0.2, "transformer": 23.9, "vae": 0.5},
+        )
+    },
     musubi=MusubiCache(
         "hv", "hunyuan_video", ratio=8, text={"llm": EMBEDS, "clipL": POOLED}, padded=256, mask="llm_mask"
     ),
-    recipes={"": Recipe("as published", "Tencent-Hunyuan/HunyuanVideo README, sample_video.py", steps=50)},
+    recipes={
+        TENCENT: Recipe("as published", "Tencent-Hunyuan/HunyuanVideo README, sample_video.py", steps=50),
+        SKYREELS: Recipe(
+            "SkyReels V1",
+            "SkyworkAI/SkyReels-V1 README, scripts/gradio_web.py",
+            steps=30,
+            guidance=(GuidanceStep(cfg=6.0),),
+            size=(960, 544, 24.0),
+        ),
+    },
     # Tencent's script decodes in windows of 64 frames, 48 apart; diffusers' own 16 and 12 show as a rhythm in motion.
     vae_tile=256,  # of the same script
     most_whole_cells=32 * 32 * 17,  # of such a tile in one window
     vae_settings={"tile_sample_min_num_frames": 64, "tile_sample_stride_num_frames": 48},
-    others=(OtherModel("SkyReels V1 image to video", ("img_in.proj.weight", "vector_in.in_layer.weight"), 32),),
     published_blocks=BLOCKS,
     published_vae_sites=29,
 )

@@ -12,6 +12,7 @@ from torch.nn import functional
 from ....compat.device.execution import checked_leaves, generator_for, placed
 from ....compat.errors import InputError
 from ...base import (
+    Call,
     ImageCondition,
     ImageRequest,
     Latents,
@@ -26,9 +27,9 @@ from ...family import Defaults, Recipe
 from ...memory.estimates import beside_transformer
 from ...memory.fit import make_room_and_retry
 from ...pictures import checked_vision
-from ...sampling.core_sampler import Call
 from ...sampling.guidance import Guidance
 from ...sampling.loop import denoise, latent_shape, noise_for, noise_mask_for, sampled_latents, start_from
+from ...sampling.resume import steps_of
 from ...sampling.schedules import Schedule, even_levels, schedule_for
 from ...sampling.watch import watch_of
 from ...text.qwen import EMBEDS_2, qwen_embeds, qwen_from_core
@@ -133,6 +134,7 @@ def sample(
             progress=progress,
             again=make_room_and_retry(pipeline, progress),
             watch=watch_of(pipeline, progress),
+            steps=steps_of(pipeline, generator),
             noise_mask=noise_mask_for(settings, clean, noise),
         )
     return sampled_latents(pipeline, latents.cpu() / scale, settings, generator)

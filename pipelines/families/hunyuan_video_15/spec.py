@@ -14,6 +14,7 @@ from ...family import (
     MusubiCache,
     Offer,
     OtherModel,
+    Quantised,
     Recipe,
 )
 from ...text.qwen import EMBEDS_2
@@ -78,15 +79,40 @@ SPEC = FamilySpec(
                 "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
                 "286be7ce72277246578a3e3cc2487e95ddae5bcf",
                 (*HUB_FILES, "text_encoder_2", "tokenizer_2", "guider"),
+                {"": 57.3},  # 33 files
             ),
         ),
         {"text": 13.2, "text 2": 0.4, "transformer": 15.5, "vae": 2.3},
-        stored_bytes=int(53.4 * 2**30),  # 33 files of that commit
+        {
+            "text": (
+                Quantised("Comfy-Org/HunyuanVideo_1.5_repackaged", "qwen_2.5_vl_7b_fp8_scaled.safetensors", 9.38),
+            ),
+        },
     ),
+    more_offers={
+        "HunyuanVideo 1.5 image to video": Offer(
+            (
+                Download(
+                    "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v",
+                    "5a700ee883ff4c1b3d887ec4188755a7a5e2f698",
+                    (*HUB_FILES, "text_encoder_2", "tokenizer_2", "guider", "image_encoder", "feature_extractor"),
+                ),
+            ),
+            {"text": 13.2, "text 2": 0.4, "image": 0.8, "transformer": 15.5, "vae": 2.3},
+        )
+    },
     musubi=MusubiCache(
         "hv15", "hunyuan_video_1_5", ratio=16, text={"varlen_vl_embed": EMBEDS, "varlen_byt5_embed": EMBEDS_2}
     ),
-    others=(OtherModel("HunyuanVideo 1.5 super-resolution", ("img_in.proj.weight", "byt5_in.fc1.weight"), 98),),
+    others=(
+        OtherModel(
+            "HunyuanVideo 1.5 super-resolution",
+            ("img_in.proj.weight", "byt5_in.fc1.weight"),
+            98,
+            "ComfyUI's own Load Diffusion Model and Hunyuan Video 1.5 Super Resolution, with AnyGPU Fit Model before "
+            "the sampler",
+        ),
+    ),
     published_blocks=(
         ("diffusers.models.transformers.transformer_hunyuan_video15.HunyuanVideo15TransformerBlock", 54, False),
     ),

@@ -21,11 +21,11 @@ from .spec import CHANNELS, SPATIAL_RATIO, SPEC, TEMPORAL_RATIO
 
 MOMENTS, MEAN, STD = "moments", "latents_mean", "latents_std"
 LAST = -1
-STARTED = 1e-6  # upstream's tolerance in asking whether a token is noisier than the picture in it
+LEVEL_TOLERANCE = 1e-6  # upstream's tolerance in asking whether a token is noisier than the picture in it
 
 
 @dataclass(frozen=True, slots=True)
-class Anchor:
+class Keyframe:
     """One picture or clip at its place.
 
     Args:
@@ -39,7 +39,7 @@ class Anchor:
 
 
 @dataclass(frozen=True, slots=True)
-class Canvas:
+class VideoInput:
     """The video that is to be sampled.
 
     Args:
@@ -71,7 +71,7 @@ class Canvas:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class InitialTokens:
     """What sampling starts from, as tokens: first the pictures that stand outside the latent grid, then the video.
 
     Args:
@@ -88,7 +88,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Walk:
+class TokenStepper:
     """The way from noise to video where pictures hold some of the tokens.
 
     Args:
@@ -97,14 +97,14 @@ class Walk:
     """
 
     schedule: Schedule
-    start: Start
+    start: InitialTokens
     image_noise: float
     generator: torch.Generator
     renews: bool = False
 
-    def begin(self) -> torch.Tensor:
+    def initial(self) -> torch.Tensor:
         """The tokens before the first step."""
-        return self._loosened(self.start.tokens, 0)
+        return self._with_image_noise(self.start.tokens, 0)
 
     def times(self, time: torch.Tensor) -> torch.Tensor:
         """The timestep of all tokens (1, 1), or of each (1, N): a token is never noisier than the picture in it."""
@@ -115,21 +115,21 @@ class Walk:
         """The tokens before the next step: those that are less noisy than this one stay."""
         drawn = self.generator.get_state()
         try:
-            stepped = (self._renewed if self.renews else self.schedule.step)(output, index, tokens)
+            stepped = (self._with_new_noise if self.renews else self.schedule.step)(output, index, tokens)
             if self.start.held is None:
                 return stepped
-            runs = self.schedule.timesteps[index] / TRAIN_TIMESTEPS - STARTED < (1.0 - self.start.held)
-            return self._loosened(torch.where(runs.unsqueeze(-1), stepped, tokens), index + 1)
+            runs = self.schedule.timesteps[index] / TRAIN_TIMESTEPS - LEVEL_TOLERANCE < (1.0 - self.start.held)
+            return self._with_image_noise(torch.where(runs.unsqueeze(-1), stepped, tokens), index + 1)
         except BaseException:
             self.generator.set_state(drawn)  # the step may be tried again, and draws the same noise then
             raise
 
-    def _renewed(self, output: torch.Tensor, index: int, tokens: torch.Tensor) -> torch.Tensor:
+    def _with_new_noise(self, output: torch.Tensor, index: int, tokens: torch.Tensor) -> torch.Tensor:
         """The clean video that ``output`` implies, with new noise of the next level."""
         level, noise = self.schedule.levels[index + 1], noise_for(tuple(tokens.shape), self.generator, tokens.device)
         return (1.0 - level) * self.schedule.clean(output, index, tokens) + level * noise
 
-    def _loosened(self, tokens: torch.Tensor, index: int) -> torch.Tensor:
+    def _with_image_noise(self, tokens: torch.Tensor, index: int) -> torch.Tensor:
         from diffusers import LTXConditionPipeline
 
         if not self.image_noise or self.start.held is None or index == len(self.schedule):
@@ -189,7 +189,7 @@ def encoded_moments(
     return {MOMENTS: moments, **statistics}
 
 
-def anchors_of(image: ImageCondition | None, frames: int, progress: Progress) -> tuple[Anchor, ...]:
+def anchors_of(image: ImageCondition | None, frames: int, progress: Progress) -> tuple[Keyframe, ...]:
     """The pictures of ``image`` at their places among ``frames`` pixel frames; what stands over is cut, and said.
 
     Raises:
@@ -213,64 +213,64 @@ def anchors_of(image: ImageCondition | None, frames: int, progress: Progress) ->
             fitting = (fits - 1) * TEMPORAL_RATIO + 1
             progress.notify(f"clip at frame {start}: {length} -> {fitting} frames (the video has {frames})")
         # The encoder is causal: the first latents of a clip are those of its beginning alone.
-        anchors.append(Anchor(moments[:, :, :fits], start, strength))
+        anchors.append(Keyframe(moments[:, :, :fits], start, strength))
     return tuple(anchors)
 
 
-def is_first_frame(anchors: tuple[Anchor, ...]) -> bool:
+def is_first_frame(anchors: tuple[Keyframe, ...]) -> bool:
     """Whether this is plain image to video: one picture, whole, as the first frame."""
     return [(anchor.frame, anchor.strength, anchor.moments.shape[2]) for anchor in anchors] == [(0, 1.0, 1)]
 
 
 def plain_start(
-    canvas: Canvas, image: ImageCondition | None, anchors: tuple[Anchor, ...], generator: torch.Generator
-) -> Start:
+    video: VideoInput, image: ImageCondition | None, anchors: tuple[Keyframe, ...], generator: torch.Generator
+) -> InitialTokens:
     """Where ``LTXPipeline`` starts, and with one anchor ``LTXImageToVideoPipeline``."""
     from diffusers import LTXImageToVideoPipeline, LTXPipeline
 
     held = None
     if image is None or not anchors:
-        noise = LTXPipeline._pack_latents(noise_for(canvas.shape, generator, canvas.device))
+        noise = LTXPipeline._pack_latents(noise_for(video.shape, generator, video.device))
     else:
-        noise, held = _pipeline(LTXImageToVideoPipeline, image, canvas.device).prepare_latents(
-            anchors[0].moments[:, :, 0], **canvas.size, dtype=torch.float32, device=canvas.device, generator=generator
+        noise, held = _pipeline(LTXImageToVideoPipeline, image, video.device).prepare_latents(
+            anchors[0].moments[:, :, 0], **video.size, dtype=torch.float32, device=video.device, generator=generator
         )
     tokens = noise
-    if canvas.clean is not None:
-        mixed = canvas.level * noise + (1.0 - canvas.level) * LTXPipeline._pack_latents(canvas.clean)
+    if video.clean is not None:
+        mixed = video.level * noise + (1.0 - video.level) * LTXPipeline._pack_latents(video.clean)
         tokens = mixed if held is None else torch.where(held.unsqueeze(-1) > 0, noise, mixed)
-    frames, rows, columns = canvas.shape[2:]
-    scale = (TEMPORAL_RATIO / canvas.settings.fps, SPATIAL_RATIO, SPATIAL_RATIO)
+    frames, rows, columns = video.shape[2:]
+    scale = (TEMPORAL_RATIO / video.settings.fps, SPATIAL_RATIO, SPATIAL_RATIO)
     place = {"num_frames": frames, "height": rows, "width": columns, "rope_interpolation_scale": scale}
-    return Start(tokens, noise, place, held)
+    return InitialTokens(tokens, noise, place, held)
 
 
 def conditioned_start(
-    canvas: Canvas, image: ImageCondition | None, anchors: tuple[Anchor, ...], generator: torch.Generator
-) -> Start:
+    video: VideoInput, image: ImageCondition | None, anchors: tuple[Keyframe, ...], generator: torch.Generator
+) -> InitialTokens:
     """Where ``LTXConditionPipeline`` starts."""
     from diffusers import LTXConditionPipeline
 
-    pipeline = _pipeline(LTXConditionPipeline, image, canvas.device)
+    pipeline = _pipeline(LTXConditionPipeline, image, video.device)
     twin = torch.Generator().set_state(generator.get_state())
     tokens, held, coordinates, outside = pipeline.prepare_latents(
         [anchor.moments for anchor in anchors],
         [anchor.strength for anchor in anchors],
         [anchor.frame for anchor in anchors],
-        **canvas.size,
-        sigma=torch.tensor([canvas.level]),
-        latents=canvas.clean,
+        **video.size,
+        sigma=torch.tensor([video.level]),
+        latents=video.clean,
         generator=generator,
-        device=canvas.device,
+        device=video.device,
         dtype=torch.float32,
     )
     noise = tokens
-    if canvas.clean is not None:
-        noise = pipeline._pack_latents(noise_for(canvas.shape, twin, canvas.device))
+    if video.clean is not None:
+        noise = pipeline._pack_latents(noise_for(video.shape, twin, video.device))
         noise = torch.cat([tokens[:, :outside], noise], dim=1)
     coordinates = coordinates.float()
-    coordinates[:, 0] = coordinates[:, 0] * (1.0 / canvas.settings.fps)
-    return Start(tokens, noise, {"video_coords": coordinates}, held, outside)
+    coordinates[:, 0] = coordinates[:, 0] * (1.0 / video.settings.fps)
+    return InitialTokens(tokens, noise, {"video_coords": coordinates}, held, outside)
 
 
 class _Encoded:

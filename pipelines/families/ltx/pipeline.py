@@ -23,14 +23,14 @@ import torch
 from ....compat.device.execution import HOST, checked_leaves, generator_for, placed
 from ....compat.memory.hooks import own_tensors
 from ....compat.memory.transfer import Transfer
-from ...base import ImageCondition, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings, StageText
+from ...base import Call, ImageCondition, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings, StageText
 from ...family import Defaults, Recipe
 from ...loading.evidence import Evidence
 from ...memory.estimates import beside_transformer
 from ...memory.fit import make_room_and_retry
 from ...recipes import recipe_of
-from ...sampling.core_sampler import Call
 from ...sampling.loop import NoiseMask, Predict, denoise, latent_shape, noise_for, noise_mask_for, sampled_latents
+from ...sampling.resume import steps_of
 from ...sampling.schedules import TRAIN_TIMESTEPS, Levels, Schedule, schedule_for
 from ...sampling.watch import watch_of
 from ...text.t5 import EMBEDS, MASK, batched, t5_embeds, t5_from_core
@@ -40,9 +40,9 @@ from .conditions import (
     MEAN,
     MOMENTS,
     STD,
-    Canvas,
-    Start,
-    Walk,
+    InitialTokens,
+    TokenStepper,
+    VideoInput,
     anchors_of,
     conditioned_start,
     encode_image,
@@ -90,7 +90,7 @@ def guess_variant(evidence: Evidence) -> tuple[str, str]:
     trained = evidence.note("config", "allowed_inference_steps")
     if older:
         return STOCHASTIC, f"the name {older!r} says so"
-    if trained:
+    if isinstance(trained, list) and trained:
         return DISTILLED, f"its file says that it was trained for {len(trained)} noise levels"
     if name:
         return DISTILLED, f"the name {name!r} says so"
@@ -160,30 +160,31 @@ def sample(
     assert recipe is not None  # each variant of LTX-Video has one
     schedule = ltx_schedule(pipeline.tools["scheduler"], settings, conditioned, recipe, device)
     clean = None if settings.latents is None else settings.latents.samples.to(device)
-    canvas = Canvas(settings, device, clean, schedule.levels[0])
-    start = (conditioned_start if conditioned else plain_start)(canvas, image, anchors, generator)
+    video = VideoInput(settings, device, clean, schedule.levels[0])
+    start = (conditioned_start if conditioned else plain_start)(video, image, anchors, generator)
     renews = recipe.stochastic and settings.scheduler == "auto"
-    walk = Walk(schedule, start, recipe.image_noise if conditioned else 0.0, generator, renews)
+    stepper = TokenStepper(schedule, start, recipe.image_noise if conditioned else 0.0, generator, renews)
 
     def unpacked(tokens: torch.Tensor) -> torch.Tensor:
-        return LTXPipeline._unpack_latents(tokens[:, start.outside :], *canvas.shape[2:])
+        return LTXPipeline._unpack_latents(tokens[:, start.outside :], *video.shape[2:])
 
     with (
         pipeline.offloader.hold("transformer", beside_transformer(pipeline, settings), progress) as transformer,
         checked_leaves(transformer, progress.check),
     ):
         guidance = LtxGuidance(settings, schedule.levels, recipe.star)
-        predict = _predictor(transformer, pipeline.precision.residual, prompt, guidance, walk)
+        predict = _predictor(transformer, pipeline.precision.residual, prompt, guidance, stepper)
         tokens = denoise(
-            walk.begin(),
+            stepper.initial(),
             schedule,
             predict,
             progress=progress,
             again=make_room_and_retry(pipeline, progress),
             watch=watch_of(pipeline, progress),
-            noise_mask=_noise_mask(canvas, start),
+            steps=steps_of(pipeline, generator),
+            noise_mask=_noise_mask(video, start),
             preview=unpacked,
-            step=walk.step,
+            step=stepper.step,
         )
     mapped = {"tone_map": recipe.tone_map} if recipe.tone_map else {}
     latents = sampled_latents(pipeline, unpacked(tokens.cpu()), settings, generator, **mapped)
@@ -198,8 +199,8 @@ def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.
     size = SampleSettings(
         width * SPATIAL_RATIO, height * SPATIAL_RATIO, (frames - 1) * TEMPORAL_RATIO + 1, fps=call.fps
     )
-    canvas = Canvas(size, call.latents.device, call.latents[:1], 1.0)
-    start = (conditioned_start if is_condition(pipeline) else plain_start)(canvas, None, (), torch.Generator())
+    video = VideoInput(size, call.latents.device, call.latents[:1], 1.0)
+    start = (conditioned_start if is_condition(pipeline) else plain_start)(video, None, (), torch.Generator())
     place = {
         name: value.expand(rows, *value.shape[1:]) if isinstance(value, torch.Tensor) else value
         for name, value in start.place.items()
@@ -243,19 +244,21 @@ def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form 
         return unsigned(passes.decode(latents.samples, prepare=prepare))
 
 
-def _predictor(transformer: Any, dtype: torch.dtype, prompt: Prompt, guidance: LtxGuidance, walk: Walk) -> Predict:
+def _predictor(
+    transformer: Any, dtype: torch.dtype, prompt: Prompt, guidance: LtxGuidance, stepper: TokenStepper
+) -> Predict:
     """The guided velocity of each token; text in another dtype is cast to the transformer's."""
-    text = placed(batched(prompt, guidance.settings.cfg > 1.0), walk.start.tokens.device, dtype)
+    text = placed(batched(prompt, guidance.settings.cfg > 1.0), stepper.start.tokens.device, dtype)
 
     def predict(tokens: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
-        times = walk.times(time)
+        times = stepper.times(time)
 
         def forward(both: bool, blocks: tuple[int, ...]) -> torch.Tensor:
             rows = text if both else {name: tensor[-1:] for name, tensor in text.items()}
             copies = 2 if both else 1
             place = {
                 name: torch.cat([value] * copies) if isinstance(value, torch.Tensor) else value
-                for name, value in walk.start.place.items()
+                for name, value in stepper.start.place.items()
             }
             branch = "without_attention" if blocks else "cond_uncond"
             with transformer.cache_context(branch), without_attention(transformer, blocks):
@@ -271,18 +274,18 @@ def _predictor(transformer: Any, dtype: torch.dtype, prompt: Prompt, guidance: L
 
         output = guidance.guided(index, forward)
         # Solvers and preview reckon with one noise level for all: in a token that has less, less is to be removed.
-        return output if walk.start.held is None else output * (times / time).unsqueeze(-1)
+        return output if stepper.start.held is None else output * (times / time).unsqueeze(-1)
 
     return predict
 
 
-def _noise_mask(canvas: Canvas, start: Start) -> NoiseMask | None:
+def _noise_mask(video: VideoInput, start: InitialTokens) -> NoiseMask | None:
     """What the noise mask keeps, as tokens; never where a picture is."""
     from diffusers import LTXPipeline
 
-    if canvas.clean is None:
+    if video.clean is None:
         return None
-    given = noise_mask_for(canvas.settings, canvas.clean, start.noise)
+    given = noise_mask_for(video.settings, video.clean, start.noise)
     if given is None:
         return None
     outside = start.noise[:, : start.outside]

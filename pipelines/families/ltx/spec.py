@@ -7,6 +7,8 @@ from dataclasses import replace
 from ...family import (
     GUIDED,
     HUB_FILES,
+    T5_XXL,
+    Caution,
     Defaults,
     Download,
     FamilySpec,
@@ -16,6 +18,7 @@ from ...family import (
     MemoryTerms,
     Offer,
     OtherModel,
+    Quantised,
     Recipe,
 )
 from .layouts import LAYOUTS
@@ -27,6 +30,8 @@ CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 128, 32, 8
 # Written by `python benchmarks/memory_fits.py`.
 FIT = Fit(tokens=13.47, latents=6.73, pixels=4.16, plain=6.2, text=4.34, streamed=9.25)
 
+LTX_2 = "ComfyUI's own Load Checkpoint, with AnyGPU Fit Model behind it: template ltx2_on_an_older_gpu"
+STORED = {"text_encoder": 19.05, "transformer": 7.69, "vae": 1.68}  # in fp32
 CONFIGS = "Lightricks/LTX-Video configs/"
 # Its 8 levels of the linear-quadratic schedule, of which the last belongs to the second pass.
 TRAINED = (1.0, 0.9937, 0.9875, 0.9812, 0.975, 0.9094, 0.725, 0.4219)
@@ -132,6 +137,7 @@ SPEC = FamilySpec(
     recipes=RECIPES,
     pages=(
         "https://huggingface.co/Lightricks/LTX-Video",
+        "https://huggingface.co/Lightricks/LTX-Video-0.9.5",
         "https://huggingface.co/Lightricks/LTX-Video-0.9.8-13B-distilled",
     ),
     text_width="caption_channels",
@@ -141,12 +147,34 @@ SPEC = FamilySpec(
     files={"text_encoder": FileKind("t5", "caption_channels"), "vae": FileKind("ltx/vae")},
     tokenizers={"tokenizer": "t5"},
     offer=Offer(
-        (Download("Lightricks/LTX-Video", "8984fa25007f376c1a299016d0957a37a2f797bb", HUB_FILES),),
+        (Download("Lightricks/LTX-Video", "8984fa25007f376c1a299016d0957a37a2f797bb", HUB_FILES, STORED),),
         {"text": 8.9, "transformer": 3.6, "vae": 0.8},
+        {
+            "transformer": (
+                Quantised("calcuis/ltxv-gguf", "ltx-video-2b-v0.9-q8_0.gguf", 2.17),
+                Quantised("city96/LTX-Video-gguf", "ltx-video-2b-v0.9-Q4_K_M.gguf", 1.42),
+            ),
+            "text": T5_XXL,
+        },
     ),
+    more_offers={
+        "LTX-Video 0.9.5": Offer(
+            (Download("Lightricks/LTX-Video-0.9.5", "e58e28c39631af4d1468ee57a853764e11c1d37e", HUB_FILES),),
+            {"text": 8.9, "transformer": 3.6, "vae": 2.3},
+        )
+    },
     others=(
-        OtherModel("LTX-2", ("audio_adaln_single.linear.weight", "patchify_proj.weight")),
-        OtherModel("LTX-2", ("audio_time_embed.linear.weight", "proj_in.weight")),
+        OtherModel("LTX-2", ("audio_adaln_single.linear.weight", "patchify_proj.weight"), runs=LTX_2, classes="LTX2"),
+        OtherModel("LTX-2", ("audio_time_embed.linear.weight", "proj_in.weight"), runs=LTX_2),
+    ),
+    cautions=(
+        Caution(
+            r"ltxv-\d+b-.*-fp8$",
+            "F8_E4M3",
+            "Lightricks' own fp8 is made for its Q8 kernels, which turn inputs and weights by a Hadamard matrix; "
+            "people without them got noise. If you do, use the bf16 file with weights fp8, or a GGUF",
+            "ComfyUI-LTXVideo#186, LTX-Video-Q8-Kernels scripts/convert_weights.py",
+        ),
     ),
     published_blocks=(("diffusers.models.transformers.transformer_ltx.LTXVideoTransformerBlock", 28, False),),
     published_vae_sites=39,

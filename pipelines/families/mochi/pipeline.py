@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from ....compat.device.execution import checked_leaves, generator_for, placed
-from ...base import ImageCondition, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings
+from ...base import Call, ImageCondition, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings
 from ...memory.estimates import beside_transformer
 from ...memory.fit import make_room_and_retry
-from ...sampling.core_sampler import TIME, Call
+from ...sampling.core_sampler import TIME
 from ...sampling.guidance import Guidance
 from ...sampling.loop import denoise, latent_shape, noise_for, noise_mask_for, sampled_latents, start_from
+from ...sampling.resume import steps_of
 from ...sampling.schedules import Levels, schedule_for
 from ...sampling.watch import watch_of
 from ...text.t5 import EMBEDS, MASK, batched, t5_embeds, t5_from_core
@@ -82,6 +83,7 @@ def sample(
             progress=progress,
             again=make_room_and_retry(pipeline, progress),
             watch=watch_of(pipeline, progress),
+            steps=steps_of(pipeline, generator),
             noise_mask=noise_mask_for(settings, clean, noise),
         )
     return sampled_latents(pipeline, latents.cpu() * std / scale + mean, settings, generator)

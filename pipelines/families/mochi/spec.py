@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 from ....compat.precision import BF16, FP32, ModelPrecision, Precision
-from ...family import GUIDED, HUB_FILES, Defaults, Download, FamilySpec, FileKind, Fit, MemoryTerms, Offer, Recipe
+from ...family import (
+    GUIDED,
+    HUB_FILES,
+    T5_XXL,
+    Defaults,
+    Download,
+    FamilySpec,
+    FileKind,
+    Fit,
+    MemoryTerms,
+    Offer,
+    Quantised,
+    Recipe,
+)
 from .layouts import LAYOUTS
 
 CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 12, 8, 6
+STORED = {"text_encoder": 19.05, "transformer": 20.06, "vae": 0.92}  # the text encoder in fp32
 IN_FP32 = Precision(BF16, BF16, FP32, "upstream's reference decodes Mochi in fp32")
 BLOCK = "diffusers.models.transformers.transformer_mochi.MochiTransformerBlock"
 # Written by `python benchmarks/memory_fits.py`.
@@ -42,9 +56,14 @@ SPEC = FamilySpec(
     files={"text_encoder": FileKind("t5", "text_embed_dim"), "vae": FileKind("mochi/vae")},
     tokenizers={"tokenizer": "t5"},
     offer=Offer(
-        (Download("genmo/mochi-1-preview", "14be5fcea23095ed330cb214647916a451e38b6e", HUB_FILES),),
+        (Download("genmo/mochi-1-preview", "14be5fcea23095ed330cb214647916a451e38b6e", HUB_FILES, STORED),),
         {"text": 8.9, "transformer": 18.7, "vae": 0.9},
-        stored_bytes=40 * 10**9,  # about: some parts are stored in fp32
+        {
+            "transformer": (
+                Quantised("Comfy-Org/mochi_preview_repackaged", "mochi_preview_fp8_scaled.safetensors", 10.03),
+            ),
+            "text": T5_XXL,
+        },
     ),
     recipes={"": Recipe("as published", "genmoai/mochi demos/api_example.py", steps=64)},
     published_blocks=((BLOCK, 47, False), (BLOCK, 1, True)),

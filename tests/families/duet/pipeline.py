@@ -7,10 +7,18 @@ from typing import Any
 
 import torch
 from anygpu.compat.device.execution import checked_leaves, execution_device, generator_for, placed, state_of
-from anygpu.pipelines.base import ImageCondition, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings
+from anygpu.pipelines.base import (
+    Call,
+    ImageCondition,
+    Latents,
+    Pipeline,
+    Progress,
+    Prompt,
+    PromptRequest,
+    SampleSettings,
+)
 from anygpu.pipelines.memory.estimates import beside_transformer
 from anygpu.pipelines.memory.fit import make_room_and_retry
-from anygpu.pipelines.sampling.core_sampler import Call
 from anygpu.pipelines.sampling.guidance import Guidance
 from anygpu.pipelines.sampling.loop import denoise, noise_for
 from anygpu.pipelines.sampling.schedules import Levels, schedule_for

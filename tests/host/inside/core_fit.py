@@ -15,6 +15,7 @@ from unittest import mock
 import comfy.context_windows as context_windows
 import comfy.model_management as management
 import comfy.model_patcher
+import comfy.quant_ops as quant_ops
 import comfy.samplers
 import comfy.supported_models as supported
 import comfy.weight_adapter
@@ -36,6 +37,7 @@ from simulated import profiles
 from host.inside.core_tiny import CASES, HOST, conditioning, error, louder, made, noise_of, output
 from host.inside.sight import RESERVE, state
 
+GROUP = 64  # columns that the packed formats here take together at most
 PEAK = 3e5  # of the residual: five times what fp16 can hold
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp8": torch.float8_e4m3fn}
 
@@ -63,7 +65,7 @@ def traces(network: torch.nn.Module) -> int:
     return sum(name in module.__dict__ for module in network.modules() for name in ours)
 
 
-def near_fp32(name: str, weights: str = "fp16", profile: str = "") -> dict[str, Any]:
+def near_fp32(name: str, weights: str = "fp16", profile: str = "", precision: str = "auto") -> dict[str, Any]:
     """Errors against core's fp32 of plain fp16 and of the fitted model, and what is left behind."""
     with machine_named(profile) as machine:
         model = made(name, DTYPES[weights], device=machine.facts.device)
@@ -72,7 +74,7 @@ def near_fp32(name: str, weights: str = "fp16", profile: str = "") -> dict[str, 
         plain = model.clone()
         plain.set_model_compute_dtype(torch.float16)
         broken = output(plain, name)
-        fitted, decisions = core_model.fit_model(model, keep_latents="never", machine=machine)
+        fitted, decisions = core_model.fit_model(model, precision, keep_latents="never", machine=machine)
         seen = output(fitted, name)
         again = output(model, name)
         management.unload_all_models()
@@ -126,11 +128,49 @@ def bounded(name: str, budget: int = 12_000) -> dict[str, Any]:
     return {"error": error(found, expected), "largest": max(map(max, sizes)), "whole": whole, "budget": budget}
 
 
-def damaged(name: str, profile: str) -> list[str]:
-    """What is said of bf16 weights on a machine."""
+def bits_kept(name: str, profile: str, adapted: bool) -> dict[str, Any]:
+    """Errors, against core's fp32 on the CPU, of bf16 weights on a machine that damages them: core's own, and fitted.
+
+    Args:
+        adapted: whether a LoRA of core's is on the model.
+    """
+    source = made(name, torch.bfloat16)
+    louder(source, name, PEAK)
+    file = source.model.diffusion_model.state_dict()
+
+    def loaded(device: torch.device, weights: torch.dtype = torch.bfloat16) -> Any:
+        model = made(name, weights, device=device)
+        model.model.diffusion_model.load_state_dict(file)
+        return lora_on(model, name) if adapted else model
+
+    expected = output(loaded(HOST, torch.float32), name)
     with machine_named(profile) as machine:
-        _, decisions = core_model.fit_model(made(name, torch.bfloat16, device=machine.facts.device), machine=machine)
-        return [str(decision) for decision in decisions]
+        model = loaded(machine.facts.device)
+        fitted, decisions = core_model.fit_model(model, keep_latents="never", machine=machine)
+        again, _ = core_model.fit_model(model, keep_latents="never", machine=machine)
+        found = output(fitted, name)
+        management.unload_all_models()  # which brings weights back to the host
+        back = output(again, name)
+        management.unload_all_models()
+        alone = error(output(loaded(machine.facts.device), name), expected)
+        management.unload_all_models()
+        _, left = core_model.fit_model(model, "as loaded", machine=machine)
+    weights = model.model.diffusion_model.state_dict()
+    return {
+        "error": error(found, expected),
+        "back": torch.equal(back, found),
+        "alone": alone,
+        "shared": again.model is fitted.model and fitted.model is not model.model,
+        "before": all(torch.equal(weights[key], file[key]) for key in file),
+        "bf16": sum(tensor.dtype is torch.bfloat16 for tensor in fitted.model.parameters()),
+        "bytes": sum(map(_bytes, fitted.model.parameters())) / sum(map(_bytes, model.model.parameters())),
+        "said": [str(decision) for decision in decisions],
+        "left": [str(decision) for decision in left],
+    }
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def lora_on(model: Any, name: str) -> Any:
@@ -302,25 +342,32 @@ def _tensors(latent: Any) -> list[torch.Tensor]:
     return latent.unbind() if getattr(latent, "is_nested", False) else [latent]
 
 
+CHOSEN: dict[str, dict[str, int]] = {  # how a tiny weight is quantized where the format's own groups are larger
+    "convrot_w4a4": {"convrot_groupsize": 64},
+    "asym_w4a8_int8": {"convrot_groupsize": 64, "group_size": 16},
+}
+
+
 def packed_twin(name: str, kind: str) -> tuple[Any, Any]:
-    """A MODEL whose Linears are packed as core's loader packs them, and one with the same values in fp32."""
-    plain = made(name)
+    """A MODEL whose Linears are packed as core's loader packs them, and one with the same values in fp32.
+
+    A Linear whose rows are shorter than a group of the format stays as it is, as in published files.
+    """
+    plain, chosen = made(name), CHOSEN.get(kind, {})
     file = plain.model.diffusion_model.state_dict()
     config = getattr(supported, CASES[name].table)(dict(CASES[name].config))
     config.set_inference_dtype(torch.float16, torch.float32)
     config.quant_config = {"mixed_ops": True}
     model = config.get_model({}, "")
-    limit, storage = (448.0, torch.float8_e4m3fn) if kind == "float8_e4m3fn" else (127.0, torch.int8)
+    layout = quant_ops.get_layout_class(quant_ops.QUANT_ALGOS[kind]["comfy_tensor_layout"])
+    conf = torch.frombuffer(bytearray(json.dumps({"format": kind, **chosen}).encode()), dtype=torch.uint8)
     for path, leaf in model.diffusion_model.named_modules():
-        if is_linear(leaf):
-            weight = file[f"{path}.weight"].float()
-            scale = weight.abs().amax() / limit
-            values = (weight / scale).round() if storage is torch.int8 else weight / scale
-            file[f"{path}.weight"] = values.to(storage)
-            file[f"{path}.weight_scale"] = scale
-            conf = json.dumps({"format": kind}).encode()
-            file[f"{path}.comfy_quant"] = torch.frombuffer(bytearray(conf), dtype=torch.uint8).clone()
-            plain.model.diffusion_model.get_submodule(path).weight.copy_(file[f"{path}.weight"].float() * scale)
+        if is_linear(leaf) and leaf.in_features % GROUP == 0 == leaf.out_features % GROUP:
+            packed, params = layout.quantize(file[f"{path}.weight"].float(), **chosen)
+            plain.model.diffusion_model.get_submodule(path).weight.copy_(layout.dequantize(packed, params))
+            tensors = layout.state_dict_tensors(packed, params)
+            file |= {f"{path}.weight{key}": value for key, value in tensors.items()}
+            file[f"{path}.comfy_quant"] = conf.clone()
     model.diffusion_model.load_state_dict(file)
     return comfy.model_patcher.CoreModelPatcher(model.eval(), HOST, HOST), plain
 
@@ -328,12 +375,12 @@ def packed_twin(name: str, kind: str) -> tuple[Any, Any]:
 def packed(name: str, kind: str, native: bool) -> dict[str, Any]:
     """The error against the same values unpacked, and which layers were left to core's own kernels."""
     model, plain = packed_twin(name, kind)
-    for leaf in filter(is_linear, model.model.diffusion_model.modules()):
+    leaves = [leaf for leaf in model.model.diffusion_model.modules() if getattr(leaf, "layout_type", None) is not None]
+    for leaf in leaves:
         leaf._full_precision_mm = not native  # what core's loader decides by the card
     expected, own = output(plain, name), output(model, name)
     fitted, decisions = core_model.fit_model(model, keep_latents="never", machine=turing())
     found = output(fitted, name)
-    leaves = list(filter(is_linear, model.model.diffusion_model.modules()))
     return {
         "core": error(own, expected),
         "error": error(found, expected),
@@ -377,17 +424,22 @@ def unpacked_by_the_layer(name: str) -> dict[str, Any]:
 
 
 def of_convolutions() -> dict[str, Any]:
-    """What is said of a network that is mostly convolutions, by itself and when safe fp16 is asked for."""
-    model = made("Wan 2.1")
-    network = model.model.diffusion_model
-    network.add_module("wide", torch.nn.Conv2d(256, 256, 3))
-    _, decisions = core_model.fit_model(model, machine=turing())
+    """What is made of a U-Net by itself, and of a network without layers of core's when safe fp16 is asked for."""
+    model = made("SDXL", compute=None)
+    fitted, decisions = core_model.fit_model(model, machine=turing())
+    network = torch.nn.Sequential(torch.nn.Conv2d(4, 4, 3))
+    network.dtype = torch.float16
+    model.model.diffusion_model = network
     try:
         core_model.fit_model(model, "fp16-safe", machine=turing())
         refusal = ""
     except UnsupportedError as failure:
         refusal = str(failure)
-    return {"said": [str(decision) for decision in decisions], "refusal": refusal}
+    return {
+        "same": fitted.model is model.model and not fitted.get_all_wrappers(WrappersMP.APPLY_MODEL),
+        "said": [str(decision) for decision in decisions],
+        "refusal": refusal,
+    }
 
 
 def everywhere(name: str, profile: str) -> dict[str, Any]:

@@ -19,11 +19,10 @@ from anygpu.host import recovery
 from anygpu.host.core import attention as core_attention
 from anygpu.host.core import clip as core_clip
 from anygpu.host.core import vae as core_vae
-from anygpu.host.core.masks import lost_masks
 
 from host.inside.core_fit import machine_named, turing
 from host.inside.core_tiny import HOST, error, fill
-from host.inside.core_tiny_vaes import latents_of, made
+from host.inside.core_tiny_vaes import latents_of, made, published
 
 SAID: list[str] = []
 
@@ -78,6 +77,30 @@ def without_conv3d(name: str) -> dict[str, Any]:
         return {**result, "lacking": lacking, "said": list(said)}
 
 
+def bits_kept(name: str, profile: str) -> dict[str, Any]:
+    """Decode of bf16 weights on a machine that damages them, by core and fitted, against fp32 on the CPU."""
+    here, latents = made(name, torch.bfloat16), latents_of(name)
+    expected = fitted(here, precision="fp32").decode(latents)
+    with machine_named(profile) as machine, noted() as said:
+        device = machine.facts.device
+        alone = error(made(name, torch.bfloat16, device=device).decode(latents).cpu(), expected)
+        management.unload_all_models()
+        vae = made(name, torch.bfloat16, device=device)
+        fit, decisions = core_vae.fit_vae(vae, machine=machine)
+        found = fit.decode(latents)
+        management.unload_all_models()
+        again = fit.decode(latents)
+        management.unload_all_models()
+        return {
+            "alone": alone,
+            "error": error(found.cpu(), expected),
+            "back": torch.equal(again, found),
+            "bf16": sum(tensor.dtype is torch.bfloat16 for tensor in fit.first_stage_model.parameters()),
+            "before": all(tensor.dtype is torch.bfloat16 for tensor in vae.first_stage_model.parameters()),
+            "said": [*map(str, decisions), *said],
+        }
+
+
 def rescued(name: str, fault: str, edge: int = 8) -> dict[str, Any]:
     """A decode in which the first way fails, against the sound one, and what was said."""
     vae = made(name, torch.float32 if fault in ("memory", "never") else torch.float16)
@@ -130,31 +153,17 @@ def refused(name: str, fault: str) -> str:
     return ""
 
 
-def causal(name: str, side: str) -> dict[str, Any]:
-    """How far the first frames depend on later ones, with core's VAE and with the masks put back."""
-    vae = made(name)
-    fit = fitted(vae)
-    if side == "decode":
-        whole, part = latents_of(name), latents_of(name)[:, :, :2]
-
-        def run(each: Any, given: torch.Tensor) -> torch.Tensor:
-            return each.decode(given)[:, :part_frames]
-
-        part_frames = vae.decode(part).shape[1]
-    else:
-        whole = pixels_of(name, vae)
-        part = whole[: vae.upscale_ratio[0](2)]
-        codes = vae.encode(part).shape[2]
-
-        def run(each: Any, given: torch.Tensor) -> torch.Tensor:
-            return each.encode(given)[:, :, :codes]
-
+def as_published(name: str) -> dict[str, Any]:
+    """By side: how far core's VAE is from its publisher's code, and how far with the masks put back."""
+    vae, tensors = published(name)
+    fit, latents = fitted(vae), tensors["in.latents"]
+    frames = ((tensors["out.decoded"][0].movedim(0, -1) + 1) / 2).clamp(0, 1)
+    pictures = (tensors["in.video"][0].movedim(0, -1) + 1) / 2
     with noted():
         return {
-            "core": error(run(vae, part), run(vae, whole)),
-            "fitted": error(run(fit, part), run(fit, whole)),
-            "off": torch.equal(fitted(vae, causal_masks=False).decode(latents_of(name)), vae.decode(latents_of(name))),
-            "masks": len(list(lost_masks(vae.first_stage_model, turing().attention(torch.float32)))),
+            "decode": [error(each.decode(latents)[0], frames) for each in (vae, fit)],
+            "encode": [error(each.encode(pictures), tensors["out.encoded_mean"]) for each in (vae, fit)],
+            "off": torch.equal(fitted(vae, causal_masks=False).decode(latents), vae.decode(latents)),
         }
 
 

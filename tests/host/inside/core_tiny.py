@@ -171,6 +171,17 @@ CASES: dict[str, Case] = {
         },
         ((1, 16, *PICTURE),), 32, "joint_blocks.0.x_block.mlp.fc2", {"pooled_output": _text(1, 16)},
     ),
+    "SDXL": Case(
+        "SDXL",
+        {
+            "image_size": 32, "in_channels": 4, "out_channels": 4, "model_channels": 32, "num_res_blocks": [1, 1],
+            "channel_mult": [1, 2], "num_head_channels": 32, "use_spatial_transformer": True,
+            "use_linear_in_transformer": True, "transformer_depth": [0, 2], "transformer_depth_output": [0, 0, 2, 2],
+            "transformer_depth_middle": 2, "context_dim": 32, "adm_in_channels": 16 + 6 * 256,
+            "num_classes": "sequential", "use_temporal_attention": False, "legacy": False,
+        },
+        ((1, 4, 16, 16),), 32, "middle_block.1.transformer_blocks.0.ff.net.2", {"pooled_output": _text(1, 16)},
+    ),
     "Hunyuan3D 2": Case(
         "Hunyuan3Dv2",
         {

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import comfy.diffusers_convert as diffusers_convert
 import comfy.ldm.genmo.vae.model as genmo
 import comfy.ldm.lightricks.vae.causal_video_autoencoder as lightricks
 import comfy.ldm.minimax.vae as minimax
 import comfy.ldm.models.autoencoder as autoencoder
+import comfy.ldm.modules.diffusionmodules.model as diffusion
 import comfy.ldm.wan.vae as wan
 import comfy.ldm.wan.vae2_2 as wan22
+import comfy.model_patcher
 import comfy.sd
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from host.inside.core_tiny import fill
 
 EDGE = 8  # latents
+FOLDER = Path(__file__).resolve().parents[2] / "fixtures" / "vae"
 
 
 @dataclass(frozen=True)
@@ -62,21 +68,24 @@ def _lightricks() -> nn.Module:
     return network
 
 
-def _rolling() -> nn.Module:
+def _rolling(**given: Any) -> nn.Module:
+    config = {**ROLLING, **given}
     return autoencoder.AutoencodingEngine(
         regularizer_config={"target": "comfy.ldm.models.autoencoder.EmptyRegularizer"},
-        encoder_config={"target": "comfy.ldm.hunyuan_video.vae_refiner.Encoder", "params": dict(ROLLING)},
-        decoder_config={"target": "comfy.ldm.hunyuan_video.vae_refiner.Decoder", "params": dict(ROLLING)},
+        encoder_config={"target": "comfy.ldm.hunyuan_video.vae_refiner.Encoder", "params": config},
+        decoder_config={"target": "comfy.ldm.hunyuan_video.vae_refiner.Decoder", "params": config},
     )
 
 
-def _genmo() -> nn.Module:
+def _genmo(up: Sequence[int] = (1, 2, 1, 2), blocks: Sequence[int] = (1, 1, 1, 1, 1)) -> nn.Module:
     """Mochi's, whose size is in its constructor."""
     encoder, decoder = genmo.Encoder, genmo.Decoder
-    small = {"base_channels": 32, "channel_multipliers": [1, 2, 1, 2], "num_res_blocks": [1, 1, 1, 1, 1]}
+    small = {"base_channels": 32, "channel_multipliers": [1, 2, 1, 2], "num_res_blocks": list(blocks)}
     with (
         mock.patch.object(genmo, "Encoder", lambda **given: encoder(**{**given, **small})),
-        mock.patch.object(genmo, "Decoder", lambda **given: decoder(**{**given, **small})),
+        mock.patch.object(
+            genmo, "Decoder", lambda **given: decoder(**{**given, **small, "channel_multipliers": list(up)})
+        ),
     ):
         return genmo.VideoVAE()
 
@@ -136,3 +145,49 @@ def made(name: str, dtype: torch.dtype = torch.float32, device: Any = "cpu") -> 
 def latents_of(name: str, seed: int = 1) -> torch.Tensor:
     """What is decoded."""
     return torch.randn(CASES[name].latents, generator=torch.Generator().manual_seed(seed))
+
+
+@dataclass(frozen=True)
+class Fixture:
+    """What a publisher's own code returned, in ``tests/fixtures/vae``.
+
+    Args:
+        file: its name. build: core's network of that size.
+        whole: whether core has norms over two latents where the publisher has them over the whole piece.
+    """
+
+    file: str
+    build: Callable[[], nn.Module]
+    whole: bool = False
+
+
+def _tencents() -> nn.Module:
+    """HunyuanVideo's with the fixture's four groups in each norm, where core has 32."""
+    norm, config = diffusion.ops.GroupNorm, {**PICTURE, "ch": 8, "z_channels": 16, "conv3d": True, "time_compress": 4}
+    with mock.patch.object(diffusion.ops, "GroupNorm", lambda **given: norm(**{**given, "num_groups": 4})):
+        return autoencoder.AutoencoderKL(ddconfig=config, embed_dim=16)
+
+
+FIXTURES: dict[str, Fixture] = {
+    "Mochi": Fixture("mochi", lambda: _genmo(up=[1, 1, 1, 1], blocks=[1, 0, 1, 0, 0])),
+    "HunyuanVideo": Fixture("hunyuan_video", _tencents, whole=True),
+    "HunyuanVideo 1.5": Fixture("hunyuan_video_15", lambda: _rolling(block_out_channels=[4, 4, 4, 8, 8], z_channels=4)),
+}
+
+
+def published(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Core's VAE with the weights of a fixture, and what the publisher's code was given and returned, in fp32."""
+    fixture = FIXTURES[name]
+    tensors = {key: tensor.float() for key, tensor in load_file(FOLDER / f"{fixture.file}.safetensors").items()}
+    weights = {key.removeprefix("weights."): tensor for key, tensor in tensors.items() if key.startswith("weights.")}
+    network = fixture.build().eval()
+    if "encoder.down_blocks.0.resnets.0.norm1.weight" in weights:  # as core's loader tells diffusers' names
+        weights = diffusers_convert.convert_vae_state_dict(weights)
+    missing, more = network.load_state_dict(weights, strict=False)
+    assert not more and all("temb_proj" in key for key in missing), "another network than the publisher's"
+    if fixture.whole:
+        network.encoder.carried = network.decoder.carried = False
+    vae = made(name)  # whose sizes core knows; the fixture's network takes the place of its own
+    vae.first_stage_model = network
+    vae.patcher = comfy.model_patcher.CoreModelPatcher(network, vae.device, vae.patcher.offload_device)
+    return vae, tensors

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import tempfile
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import comfy.model_management as management
 import comfy.samplers
+import comfyui_version
 import torch
 from anygpu.compat import doctor as doctors
 from anygpu.compat.output_check import NotFinite
 from anygpu.compat.repairs import RepairStore
 from anygpu.host.core import doctor as core
 from anygpu.host.core import model as core_model
+from anygpu.host.core.attention import OVERRIDE
+from comfy.patcher_extension import WrappersMP
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from host.inside import core_tiny, core_tiny_vaes
@@ -75,6 +80,34 @@ def overflowing(name: str) -> dict[str, Any]:
     report["traces"] = sum("forward" in vars(module) or bool(module._forward_hooks) for module in network.modules())
     management.unload_all_models()
     return report
+
+
+def broken_attention(name: str) -> dict[str, Any]:
+    """Core's tiny ``name`` behind a node whose attention gives NaN: what is offered, and what the next run gives."""
+    model = core_tiny.made(name, torch.float32, None)
+    expected = core_tiny.output(model, name)
+    broken = model.clone()
+
+    def attention(func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return func(*args, **kwargs) * float("nan")
+
+    broken.model_options["transformer_options"][OVERRIDE] = attention
+    with tempfile.TemporaryDirectory() as folder:
+        watched, _ = _watched(broken, doctors.OFFER, folder)
+        try:
+            core_tiny.output(watched, name)
+            offered = ""
+        except NotFinite as error:
+            offered = str(error)
+        again, _ = _watched(broken, doctors.KEEP, folder)
+        seen = core_tiny.output(again, name)
+        kept, said = _watched(broken, doctors.KEEP, folder)
+        return {
+            "offered": offered,
+            "first": core_tiny.error(seen, expected),
+            "error": core_tiny.error(core_tiny.output(kept, name), expected),
+            "said": said,
+        }
 
 
 def beside_ours(name: str) -> dict[str, Any]:
@@ -188,6 +221,45 @@ def cost(name: str) -> dict[str, float]:
         "added": (counts[0] - counts[1] - counts[2] + counts[3]) / 2,
         "hooks": sum(len(module._forward_hooks) + ("forward" in vars(module)) for module in modules),
     }
+
+
+WIDE = "Wan 2.1 at the width of its smallest release, with two blocks"
+core_tiny.CASES[WIDE] = replace(
+    core_tiny.CASES["Wan 2.1"],
+    config={**core_tiny.WAN, "dim": 1536, "num_heads": 12, "ffn_dim": 8960, "freq_dim": 256, "text_dim": 4096},
+    shapes=((1, 16, 3, 16, 16),),
+    width=4096,
+)
+
+
+def timed(repeats: int) -> dict[str, Any]:
+    """Milliseconds of this thread: steps plain and watched in turn, and what watching does without the network.
+
+    A thread's own time, since other processes share the processor.
+    """
+    model = core_tiny.made(WIDE, torch.float32, None)
+    watched, _ = _watched(model, doctors.OFFER)
+    runs: dict[str, list[float]] = {"plain": [], "watched": []}
+    core_tiny.output(model, WIDE)  # loads it
+    for _ in range(repeats):
+        for name, one in (("plain", model), ("watched", watched)):
+            start = time.thread_time()
+            core_tiny.output(one, WIDE)
+            runs[name].append(1e3 * (time.thread_time() - start))
+    (wrapper,) = watched.get_all_wrappers(WrappersMP.APPLY_MODEL)
+    made = torch.randn(core_tiny.CASES[WIDE].shapes[0])
+
+    class Executor:
+        class_obj = model.model
+
+        def __call__(self, *_: Any, **__: Any) -> torch.Tensor:
+            return made
+
+    start = time.thread_time()
+    for _ in range(100 * repeats):
+        wrapper(Executor(), made)
+    alone = 1e3 * (time.thread_time() - start) / (100 * repeats)
+    return {**runs, "alone": alone, "comfyui": comfyui_version.__version__, "torch": torch.__version__}
 
 
 class Counter(TorchDispatchMode):

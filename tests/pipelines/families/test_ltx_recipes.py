@@ -15,6 +15,7 @@ from anygpu.pipelines.families.ltx import pipeline as ltx
 from anygpu.pipelines.families.ltx.guidance import without_attention
 from anygpu.pipelines.families.ltx.spec import RECIPES
 from anygpu.pipelines.family import GuidanceStep, Recipe
+from anygpu.pipelines.latents.convert import from_core, to_core
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.recipes import SECOND_PASS, of_checkpoint, recipe_of
 from published import ltx_runs
@@ -162,6 +163,29 @@ def test_a_second_pass_is_only_of_upscaled_latents_that_are_denoised_whole(model
     assert recipe_of(pipeline, replace(SETTINGS, latents=upscaled)).steps == 3
     assert recipe_of(pipeline, replace(SETTINGS, latents=upscaled, denoise=0.5)).steps == 7
     assert recipe_of(pipeline, replace(SETTINGS, latents=own)).steps == 7
+
+
+def test_a_second_pass_ends_at_the_size_that_is_asked(models: dict[str, Pipeline], recorded: Any) -> None:
+    """As Lightricks' own ends: bilinear, whatever twice the first pass's size is; that size itself asks for nothing."""
+    pipeline, watched = replace(models["shifted"], variant="distilled"), recorded()
+    upscaled, side = start(pipeline, **{SECOND_PASS: True}), ltx_runs.SIDE
+    own, asked, first, usual = (
+        stages.sample(pipeline, prompt(), None, replace(SETTINGS, latents=upscaled, **size), watched)
+        for size in (
+            {},
+            {"width": 48, "height": 40},
+            {"width": side // 2, "height": side // 2},
+            {"width": 0, "height": 0},
+        )
+    )
+    assert "decoded frames are resized to 48x40" in watched.said
+    assert all(torch.equal(one.samples, own.samples) for one in (asked, first, usual))
+    whole, final = (stages.decode(pipeline, one, Silent()) for one in (own, asked))
+    wanted = torch.nn.functional.interpolate(whole.permute(0, 3, 1, 2), size=(40, 48), mode="bilinear")
+    torch.testing.assert_close(final, wanted.permute(0, 2, 3, 1), rtol=0, atol=1e-6)
+    assert whole.shape[1:3] == stages.decode(pipeline, first, Silent()).shape[1:3] == (side, side)
+    kept = from_core(pipeline, to_core(asked), watched.notify)
+    assert stages.decode(pipeline, kept, Silent()).shape == final.shape
 
 
 def test_attention_comes_back(models: dict[str, Pipeline]) -> None:

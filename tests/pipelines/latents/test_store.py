@@ -103,6 +103,7 @@ def test_nan_is_refused_or_clamped_and_counted(tmp_path: Path) -> None:
         ({"shape": [1, 2, 3]}, "is wrong about shape"),
         ({"frames": "nine"}, "is wrong about frames"),
         ({"extra": 3}, "is wrong about extra"),
+        ({"extra": {"final_width": 10**9, "final_height": 64}}, "is wrong about extra"),
         ({"fps": None}, "is wrong about fps"),
         ({"kind": "prompt"}, "'prompt' in"),
     ],

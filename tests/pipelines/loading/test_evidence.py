@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import published
 import pytest
+import torch
+from anygpu.compat.checkpoints.headers import header_of
 from anygpu.pipelines.families.ltx import pipeline as ltx
-from anygpu.pipelines.loading.evidence import Evidence, evidence_of, names_around
+from anygpu.pipelines.loading.evidence import Evidence, cautions_of, evidence_of, names_around
 from anygpu.pipelines.loading.formats import config_of, contents
+from anygpu.pipelines.loading.part import PartFiles
+from anygpu.pipelines.registry import FAMILIES
 
 CACHE = "x/hub/models--tencent--HunyuanVideo-1.5/"
 STEPS = [1.0, 0.9937, 0.9875, 0.9812, 0.975, 0.9094, 0.725, 0.4219]
@@ -80,3 +85,26 @@ def test_a_files_own_scheduler_says_its_pipeline(sampler: str, pipeline: str) ->
 def test_metadata_of_another_kind_says_nothing(text: str) -> None:
     found = Evidence({"config": text})
     assert found.note("config", "scheduler", "sampler") is None and ltx.settings_in(found) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "scaled", "said"),
+    [
+        ("ltxv-13b-0.9.8-dev-fp8", "F8_E4M3", False, True),
+        ("ltxv-13b-0.9.8-dev-fp8", "F8_E4M3", True, False),
+        ("ltxv-13b-0.9.8-dev-fp8", "BF16", False, False),
+        ("ltxv-13b-0.9.7-dev_fp8_e4m3fn", "F8_E4M3", False, False),
+    ],
+)
+def test_lightricks_own_fp8_comes_with_a_caution(
+    tmp_path: Path, name: str, dtype: str, scaled: bool, said: bool
+) -> None:
+    """Where its scales are, and of others' fp8, there is none to give."""
+    tensors: dict[str, tuple[int, ...]] = {"transformer_blocks.0.attn1.to_q.weight": (4, 4)}
+    file = published.sparse(tmp_path / "models" / f"{name}.safetensors", tensors, dtype)
+    entries = header_of(file)
+    if scaled:
+        entries = {key: replace(entry, scale=entry) for key, entry in entries.items()}
+    part = PartFiles("transformer", "diffusers", "X", file, {}, entries, torch.float32)
+    told = cautions_of(FAMILIES["ltx"], file, part)
+    assert [decision.alarming for decision in told] == [True] * said

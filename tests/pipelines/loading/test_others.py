@@ -21,7 +21,6 @@ from safetensors.torch import load_file, save_file
 @pytest.mark.parametrize(
     ("model", "title"),
     [
-        ("skyreels i2v", "SkyReels V1 image to video"),
         ("hunyuan_video_15 sr", "HunyuanVideo 1.5 super-resolution"),
         ("ltx-2", "LTX-2"),
         ("wan", "Wan"),
@@ -34,6 +33,13 @@ def test_another_model_is_named_with_what_runs_it(tmp_path: Path, model: str, ti
         family_in(file)
         config_of(contents(file)[0])
     assert f"holds {title}; expected" in str(caught.value) and "AnyGPU Fit Model" in str(caught.value)
+
+
+@pytest.mark.parametrize(("cls", "title"), [("LTX2Pipeline", "LTX-2"), ("WanPipeline", "Wan")])
+def test_another_models_folder_is_named_with_what_runs_its_single_file(tmp_path: Path, cls: str, title: str) -> None:
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": cls}))
+    with pytest.raises(CheckpointError, match=f"which is {title}; .*Use its single file with ComfyUI's own"):
+        load(LoadRequest(tmp_path, device="cpu"))
 
 
 @pytest.mark.parametrize("name", ["img_emb.proj.0.weight", "transformer_blocks.0.attn1.extra.weight"])
@@ -83,6 +89,7 @@ def test_published_sizes_are_recognised(tmp_path: Path) -> None:
         "ltx 13B": ("ltx", "13B"),
         "hunyuan_video": ("hunyuan_video", "text to video"),
         "hunyuan_video i2v 33": ("hunyuan_video", "image to video, 33 channels"),
+        "skyreels i2v": ("hunyuan_video", "SkyReels V1 image to video"),
         "hunyuan_video_15": ("hunyuan_video_15", "480p t2v"),
         "hunyuan_video_15 meanflow": ("hunyuan_video_15", "480p i2v, few steps"),
         "framepack": ("framepack", "FramePack"),

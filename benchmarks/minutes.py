@@ -1,0 +1,134 @@
+"""Forecasts of time beside runs: one call of each family's transformer and decoder at published widths, three sizes.
+
+    OMP_NUM_THREADS=1 python benchmarks/minutes.py                # appends to benchmarks/results/minutes.csv
+    OMP_NUM_THREADS=1 python benchmarks/minutes.py --families ltx
+
+One block of each kind, weights that are all alike, fp32, CPU, one thread. Seconds are CPU time of the process, so other
+programs disturb them little. `corrected_s` is what is said after a run of the first size: the forecast times how much
+longer that one was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from anygpu.compat.device.work import PROBED, Pace, _measured
+from anygpu.compat.memory.statistics import StageCost
+from anygpu.pipelines import tiny
+from anygpu.pipelines.base import Pipeline
+from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.memory.estimates import Size, latent_shape
+from anygpu.pipelines.time import counts
+from anygpu.pipelines.time.forecast import corrected
+from anygpu.pipelines.vae.tiled import decoder_call
+from table import append, machine
+
+FAMILIES = ("ltx", "hunyuan_video", "hunyuan_video_15", "framepack", "mochi")
+SIZES = ((192, 128), (256, 160), (320, 192))  # pixels of a call of the transformer
+PICTURES = ((64, 64), (96, 64), (128, 64))  # of a decode
+HOST = torch.device("cpu")
+clock = time.process_time
+
+
+def published(pipeline: Pipeline) -> Pipeline:
+    """``pipeline`` with the published configurations, one block of each kind, in fp32."""
+    configs = dict(pipeline.configs)
+    for part in ("transformer", "vae"):
+        file = pipeline.spec.folder / f"{part}.json"
+        if not file.is_file():  # it has another family's
+            file = pipeline.spec.folder.parent / "hunyuan_video" / f"{part}.json"
+        content = json.loads(file.read_text(encoding="utf-8"))
+        first = content[0] if isinstance(content, list) else content
+        configs[part] = first.get("config", first)
+    short = {key: 1 for key in counts.BLOCKS if key in configs["transformer"]}
+    configs["transformer"] = {**configs["transformer"], **short}
+    single = {name: torch.float32 for name in ("residual", "compute", "transformer", "vae")}
+    return replace(pipeline, configs=configs, precision=replace(pipeline.precision, **single))
+
+
+def filled(module: Any) -> Any:
+    """``module`` on the CPU with weights that are all alike."""
+    module = module.to_empty(device=HOST)
+    for tensor in (*module.parameters(), *module.buffers()):
+        tensor.data.fill_(0.01)
+    return module.eval()
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    """CPU seconds of the second of two calls."""
+    with torch.no_grad():
+        call()
+        started = clock()
+        call()
+        return clock() - started
+
+
+def sampled(pipeline: Pipeline, pace: Pace) -> Iterator[tuple[str, float, float]]:
+    """Size, forecast and CPU seconds of a call of the transformer."""
+    module = filled(counts._built(pipeline, "transformer", pipeline.configs["transformer"], torch.float32))
+    for width, height in SIZES:
+        size = Size(width, height, pipeline.spec.stride + 1, window=3, text=64)
+        empty = counts._call(pipeline, size, 1)
+        tensors = {name: getattr(empty, name) for name in empty.__slots__}
+        ones = {name: torch.ones(t.shape) for name, t in tensors.items() if isinstance(t, torch.Tensor)}
+        call = replace(empty, **ones)
+        spent = seconds(partial(pipeline.spec.code.call_transformer, pipeline, module, call))
+        yield f"{width}x{height}", pace.seconds(counts.transformer_work(pipeline, size)), spent
+
+
+def decoded(pipeline: Pipeline, pace: Pace) -> Iterator[tuple[str, float, float]]:
+    """Size, forecast and CPU seconds of a call of the decoder."""
+    config = pipeline.configs["vae"]
+    vae = filled(counts._built(pipeline, "vae", config, torch.float32))
+    counts.decode_as_published(vae)
+    for width, height in PICTURES:
+        size = Size(width, height, pipeline.spec.stride + 1)
+        latents = torch.ones(1, int(config.get("latent_channels", 16)), *latent_shape(pipeline, size))
+        moment = torch.ones(1) if config.get("timestep_conditioning") else None
+        spent = seconds(partial(decoder_call, vae, latents, moment))
+        yield f"{width}x{height}", pace.seconds(counts.decoding_work(pipeline, size)), spent
+
+
+def rows(family: str, folder: Path) -> Iterator[dict[str, Any]]:
+    """The rows of one family."""
+    extra = {"base": tiny.build("hunyuan_video", folder), "image_encoder": tiny.build("siglip", folder)}
+    model = tiny.build(family, folder)
+    pipeline = published(load(LoadRequest(model, **(extra if family == "framepack" else {}), device="cpu")))
+    for stage, measure in (("sampling", sampled), ("decoding", decoded)):
+        if family == "framepack" and stage == "decoding":
+            continue  # that of hunyuan_video
+        first: list[StageCost] = []
+        for size, modelled, spent in measure(pipeline, _measured(HOST, torch.float32, clock)):
+            later = corrected(stage, modelled, PROBED, first).seconds
+            row = {"family": family, "stage": stage, "size": size, "forecast_s": round(modelled, 3)}
+            yield {
+                **row,
+                "cpu_s": round(spent, 3),
+                "ratio": round(modelled / spent, 2),
+                "corrected_s": round(later, 3) if first else "",
+                "corrected_ratio": round(later / spent, 2) if first else "",
+            }
+            first = first or [StageCost(stage, family, "none", "cpu", seconds=spent, modelled_seconds=modelled)]
+
+
+def main() -> None:
+    """Measure, print and append the rows."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--families", nargs="*", default=list(FAMILIES))
+    torch.set_num_threads(1)
+    folder = Path(__file__).resolve().parent.parent / ".build" / "time"
+    folder.mkdir(parents=True, exist_ok=True)
+    for family in parser.parse_args().families:
+        append("minutes", ({**machine(), **row} for row in rows(family, folder)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,286 @@
+"""What computing costs: FLOPs and bytes of each operation, counted on meta tensors, and how fast a device does them.
+
+Counting runs the model's own code on tensors without data, so that a step of any size costs milliseconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .facts import CLOCKED, DeviceFacts, value_or
+from .probe_store import ProbeStore
+from .rates import LAUNCH_SECONDS, published_rates, work_of
+
+PRODUCT, CONVOLUTION, ATTENTION, OTHER = "product", "convolution", "attention", "other"
+META = torch.device("meta")
+TIMED = ("cpu", *CLOCKED)
+PROBED, PUBLISHED = "probed", "published"
+LEAST_SECONDS = 0.005  # of a timed call: shorter ones measure the launch
+MOST_BYTES = 1 << 28  # of the operands of a timed call
+
+aten = torch.ops.aten
+
+
+class Work(Counter[tuple[str, int, int]]):
+    """How often each operation runs, by its kind, its FLOPs and the bytes that it reads and writes."""
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of all operations."""
+        return sum(flops * times for (_, flops, _), times in self.items())
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that all operations read and write."""
+        return sum(moved * times for (_, _, moved), times in self.items())
+
+    def times(self, count: int) -> Work:
+        """The same work ``count`` times."""
+        return Work({operation: times * count for operation, times in self.items()})
+
+    def plus(self, other: Work) -> Work:
+        """Both works."""
+        total = Work(self)
+        total.update(other)
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What a device does in a second in one dtype.
+
+    Args:
+        product, convolution, attention: FLOPs per second of each kind.
+        memory: bytes per second of operations that only read and write.
+        launch: seconds of an operation that does nothing.
+        source: ``probed`` or ``published``.
+    """
+
+    product: float
+    convolution: float
+    attention: float
+    memory: float
+    launch: float
+    source: str = PROBED
+
+    def seconds(self, work: Work) -> float:
+        """How long ``work`` takes: of each operation the larger of computing and moving bytes, and its launch."""
+        rates = {PRODUCT: self.product, CONVOLUTION: self.convolution, ATTENTION: self.attention}
+        return sum(
+            times * (max(flops / rates.get(kind, self.product), moved / self.memory) + self.launch)
+            for (kind, flops, moved), times in work.items()
+        )
+
+
+class _Counted(TorchDispatchMode):
+    """Adds each operation to ``work``; on meta tensors it answers what only data could tell, as if all were valid.
+
+    Args:
+        tokens: what an integer that is read from a tensor is, such as the length of a text.
+    """
+
+    def __init__(self, work: Work, tokens: int) -> None:
+        super().__init__()
+        self.work, self.tokens = work, tokens
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        known, result = self._without_data(function, args)
+        if known:
+            return result
+        result = function(*args, **kwargs)
+        if _is_empty_mask(function, args):
+            result.selects_none = True
+        if not function.is_view:
+            flops, moved = work_of(function, args, kwargs, result)
+            if not flops and "scaled_dot_product" in function.__name__:  # torch counts it for CUDA alone
+                flops = _attention_flops(*args[:3])
+            if moved:
+                self.work[_kind(function, flops), int(flops), moved] += 1
+        return result
+
+    def _without_data(self, function: Any, args: Any) -> tuple[bool, Any]:
+        """Whether this operation asks a meta tensor for its data, and the answer where everything is valid."""
+        first = args[0] if args else None
+        if not isinstance(first, Tensor) or first.device != META:
+            return False, None
+        if function is aten._local_scalar_dense.default:
+            return True, first.dtype is torch.bool or self.tokens
+        if function is aten.nonzero.default:
+            return True, first.new_empty(first.numel(), first.ndim, dtype=torch.int64)
+        masks = [(axis, i) for axis, i in enumerate(args[1]) if i is not None] if function is aten.index.Tensor else []
+        if len(masks) != 1 or masks[0][1].dtype is not torch.bool:
+            return False, None
+        axis, mask = masks[0]
+        rows = 0 if hasattr(mask, "selects_none") else mask.numel()
+        return True, first.new_empty(*first.shape[:axis], rows, *first.shape[axis + mask.ndim :])
+
+
+class _Attention(TorchFunctionMode):
+    """One attention is one operation, as on a device; meta tensors would take it apart."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__()
+        self.work = work
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is not F.scaled_dot_product_attention:
+            return function(*args, **kwargs)
+        named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
+        query, key, value = (named[name] for name in ("query", "key", "value"))
+        shape = (*query.shape[:-1], value.shape[-1])
+        if query.ndim == 4:  # the heads of a token lie together, as kernels write them: joining them copies nothing
+            result = query.new_empty(shape[0], shape[2], shape[1], shape[3]).transpose(1, 2)
+        else:
+            result = query.new_empty(shape)
+        moved = sum(tensor.nbytes for tensor in (query, key, value, result))
+        self.work[ATTENTION, _attention_flops(query, key, value), moved] += 1
+        return result
+
+
+class _Autocast(torch.autocast):
+    """An autocast that takes meta tensors for those of a CPU."""
+
+    def __init__(self, device_type: str, *arguments: Any, **options: Any) -> None:
+        if device_type == META.type:
+            device_type, arguments, options = "cpu", (), {"enabled": False}
+        super().__init__(device_type, *arguments, **options)
+
+
+_patching = threading.Lock()
+
+
+@contextlib.contextmanager
+def counting(tokens: int = 0) -> Iterator[Work]:
+    """The work of the block, complete at its end.
+
+    Args:
+        tokens: on meta tensors, what an integer that is read from a tensor is.
+    """
+    work = Work()
+    with torch.no_grad(), _Counted(work, tokens):
+        yield work
+
+
+@contextlib.contextmanager
+def counting_on_meta(tokens: int = 0) -> Iterator[Work]:
+    """The work of the block, whose tensors are on the meta device; one thread at a time."""
+    with _patching, counting(tokens) as work, _Attention(work):
+        autocast = torch.autocast
+        torch.autocast = _Autocast  # type: ignore[misc]
+        try:
+            yield work
+        finally:
+            torch.autocast = autocast  # type: ignore[misc]
+
+
+def _is_empty_mask(function: Any, args: Any) -> bool:
+    """Whether the result is a mask on the meta device that selects nothing: what is left beside the valid, or a view
+    of such a mask."""
+    first = args[0] if args else None
+    if not isinstance(first, Tensor) or first.device != META or first.dtype is not torch.bool:
+        return False
+    inverted = function in (aten.bitwise_not.default, aten.logical_not.default)
+    return inverted or (function.is_view and hasattr(first, "selects_none"))
+
+
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor) -> int:
+    return 2 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+
+
+def _kind(function: Any, flops: float) -> str:
+    name = function.overloadpacket.__name__
+    if "attention" in name:
+        return ATTENTION
+    if not flops:
+        return OTHER
+    return CONVOLUTION if "conv" in name else PRODUCT
+
+
+def pace_of(facts: DeviceFacts, store: ProbeStore | None, dtype: torch.dtype) -> Pace | None:
+    """How fast the device is in ``dtype``: as a short probe showed, which a quiet store never runs; else on paper.
+
+    None where nobody knows.
+    """
+    name = f"pace.{str(dtype).removeprefix('torch.')}"
+    kept = None
+    if store is not None and facts.device.type in TIMED:
+        kept = value_or(lambda: store.remember(name, lambda: asdict(_measured(facts.device, dtype))), None)
+    pace = value_or(lambda: Pace(**kept), None) if isinstance(kept, Mapping) else None
+    if pace is not None and value_or(
+        lambda: min(pace.product, pace.convolution, pace.attention, pace.memory) > 0, False
+    ):
+        return pace
+    rates = published_rates(facts.name)
+    if rates is None:
+        return None
+    flops = rates.flops(dtype)
+    return Pace(flops, flops, flops, rates.memory, LAUNCH_SECONDS, PUBLISHED)
+
+
+def _measured(device: torch.device, dtype: torch.dtype, clock: Callable[[], float] = time.perf_counter) -> Pace:
+    """The pace of ``device``, from one product, convolution, attention, copy and launch: well below a second."""
+
+    def tensor(*shape: int) -> Tensor:
+        return torch.zeros(*shape, dtype=dtype, device=device)
+
+    def product(side: int) -> Callable[[], Any]:
+        a, b = tensor(side, side), tensor(side, side)
+        return lambda: a @ b
+
+    def convolution(side: int) -> Callable[[], Any]:
+        x, weight = tensor(1, 128, 6, side // 8, side // 8), tensor(128, 128, 3, 3, 3)
+        return lambda: F.conv3d(x, weight, padding=(0, 1, 1))
+
+    def attention(side: int) -> Callable[[], Any]:
+        q = tensor(1, 8, side, 64)
+        return lambda: F.scaled_dot_product_attention(q, q, q)
+
+    def copied(side: int) -> Callable[[], Any]:
+        x = tensor(8, side, side)
+        return lambda: x + 1
+
+    small = tensor(1)
+    with torch.inference_mode(False), torch.no_grad():
+        rates = [_rate(make, device, clock) for make in (product, convolution, attention, copied)]
+        launch = _seconds(lambda: [small + 1 for _ in range(100)], device, clock) / 100
+    return Pace(*rates, launch=launch)
+
+
+def _rate(make: Callable[[int], Callable[[], Any]], device: torch.device, clock: Callable[[], float]) -> float:
+    """FLOPs per second of what ``make`` makes for a side, or bytes where it has no FLOPs; larger until it takes long
+    enough to be timed."""
+    side = 256
+    while True:
+        call = make(side)
+        with counting() as work:
+            call()
+        seconds = min(_seconds(call, device, clock) for _ in range(2))  # the first call also loads and tunes
+        if seconds >= LEAST_SECONDS or side >= 8192 or 4 * work.bytes > MOST_BYTES:
+            return (work.flops or work.bytes) / max(seconds, 1e-9)
+        side *= 2
+
+
+def _seconds(call: Callable[[], Any], device: torch.device, clock: Callable[[], float]) -> float:
+    def wait() -> None:
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+
+    wait()
+    started = clock()
+    call()
+    wait()
+    return clock() - started

@@ -1,0 +1,139 @@
+"""Frozen dataclasses of plain values as JSON and back, checked field by field, with one-line errors."""
+
+from __future__ import annotations
+
+import json
+import math
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
+from typing import Any, TypeVar
+
+from .errors import InputError
+
+T = TypeVar("T")
+WITHOUT = "without"  # metadata of a field: names of the fields of its dataclass that a record does not have
+FIX = "Correct it, or let AnyGPU write the file again."
+KINDS: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+
+
+def plain(value: Any, without: tuple[str, ...] = (), subject: str = "") -> Any:
+    """``value`` as JSON has it; of a dataclass only what differs from the defaults.
+
+    Args:
+        without: fields that a record does not have. subject: what it is, for the error.
+
+    Raises:
+        InputError: such a field is set.
+    """
+    if is_dataclass(value) and not isinstance(value, type):
+        record = {}
+        for item in fields(value):
+            given, where = getattr(value, item.name), f"{subject}.{item.name}".lstrip(".")
+            if item.name in without:
+                if given is not _default(item) and given != _default(item):
+                    raise InputError(
+                        f"{where} is set", expected="values that a file can have", fix="Leave this input alone."
+                    )
+            elif _default(item) is MISSING or given != _default(item):
+                record[item.name] = plain(given, item.metadata.get(WITHOUT, ()), where)
+        return record
+    if isinstance(value, Mapping):
+        return {str(name): plain(given, (), f"{subject}.{name}") for name, given in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [plain(given, (), subject) for given in value]
+    return value
+
+
+def parse(cls: type[T], record: Any, subject: str, without: tuple[str, ...] = ()) -> T:
+    """The ``cls`` that ``record`` describes.
+
+    Args:
+        subject: what it is, for errors, such as ``settings``. without: fields that a record does not have.
+
+    Raises:
+        InputError: an unknown field, one that is missing, or one of a wrong type; names it.
+    """
+    if not isinstance(record, dict):
+        raise wrong(subject, record, "an object {...}")
+    known = {item.name: item for item in fields(cls) if item.name not in without}  # type: ignore[arg-type]
+    for name in record:
+        if name not in known:
+            raise InputError(
+                f"unknown field {shown(name)} in {subject}", expected=f"one of {', '.join(sorted(known))}", fix=FIX
+            )
+    missing = [name for name, item in known.items() if name not in record and _default(item) is MISSING]
+    if missing:
+        raise InputError(f"no {missing[0]!r} in {subject}", expected=f"the field {missing[0]!r}", fix=FIX)
+    hints = typing.get_type_hints(cls)
+    values = {
+        name: _value(hints[name], given, f"{subject}.{name}", known[name].metadata.get(WITHOUT, ()))
+        for name, given in record.items()
+    }
+    return cls(**values)
+
+
+def json_in(text: str | bytes, subject: str) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        InputError: not JSON, or a number that JSON does not have, such as NaN.
+    """
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{subject} is not JSON", expected="a JSON file that AnyGPU wrote", fix=FIX) from error
+
+
+def wrong(subject: str, given: Any, expected: str) -> InputError:
+    """The error for a value of a wrong kind."""
+    return InputError(f"{subject} {shown(given)}", expected=expected, fix=FIX)
+
+
+def shown(value: Any) -> str:
+    """A value that somebody else wrote, short enough for an error."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(name)
+
+
+def _default(item: Field[Any]) -> Any:
+    return item.default if item.default_factory is MISSING else item.default_factory()
+
+
+def _value(hint: Any, given: Any, subject: str, without: tuple[str, ...]) -> Any:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        if given is None and type(None) in arguments:
+            return None
+        kinds = [kind for kind in arguments if kind is not type(None)]
+        if len(kinds) == 1:
+            return _value(kinds[0], given, subject, without)
+        if type(given) not in kinds:
+            raise wrong(subject, given, " or ".join(KINDS[kind] for kind in kinds))
+        return _finite(given, subject)
+    if origin is tuple:
+        if not isinstance(given, list):
+            raise wrong(subject, given, "a list [...]")
+        return tuple(_value(arguments[0], item, f"{subject}[{n}]", without) for n, item in enumerate(given))
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        if not isinstance(given, dict):
+            raise wrong(subject, given, "an object {...}")
+        return {name: _value(arguments[1], item, f"{subject}.{name}", without) for name, item in given.items()}
+    if is_dataclass(hint):
+        return parse(hint, given, subject, without)  # type: ignore[arg-type]
+    if hint is float and type(given) is int and abs(given) < 2**53:
+        return float(given)
+    if type(given) is not hint:
+        raise wrong(subject, given, KINDS[hint])
+    return _finite(given, subject)
+
+
+def _finite(given: Any, subject: str) -> Any:
+    if isinstance(given, float) and not math.isfinite(given):
+        raise wrong(subject, given, "a finite number")
+    return given

@@ -1,0 +1,189 @@
+"""The command `anygpu-farm`: renders jobs of files and folders on the devices of this machine or of a Ray cluster."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..compat.device.facts import value_or
+from ..compat.errors import InputError, PackError
+from ..pipelines.job_folder import JOBS, JobFolder
+from . import cluster
+
+STATE = "~/.cache/anygpu"
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Render every job of a file, or of all files of a folder; 1 if one failed."""
+    from .driver import lines_in
+
+    given = Path(arguments.jobs)
+    files = [given] if given.is_file() else JobFolder(given).job_files()
+    if not files:
+        raise InputError(f"no jobs in {arguments.jobs!r}", expected=f"a {JOBS} file, or a folder with some", fix="")
+    lines = share_of(lines_in(files), arguments.share)
+    folder = JobFolder(given.parent if given.is_file() else given)
+    with_ray = _driver(folder, arguments)
+    with_ray.add(lines, again=True)
+    tally = with_ray.run()
+    print(
+        f"{tally.done} done, {tally.skipped} were done before, {len(tally.failed)} failed, {tally.deaths} workers died"
+    )
+    return 1 if tally.failed else 0
+
+
+def watch(arguments: argparse.Namespace) -> int:
+    """Render whatever is put into a folder, until Ctrl+C."""
+    from .desk import open_desk
+
+    folder = JobFolder(Path(arguments.folder))
+    folder.root.mkdir(parents=True, exist_ok=True)
+    driver = _driver(folder, arguments)
+    desk = open_desk(driver)  # an actor lives as long as somebody holds it
+    driver.watch()
+    return 0 if desk else 1
+
+
+def state(arguments: argparse.Namespace) -> int:
+    """Print what the workers of a folder do, one JSON object to a line."""
+    for worker in JobFolder(Path(arguments.folder)).workers():
+        print(json.dumps(worker))
+    return 0
+
+
+def cancel(arguments: argparse.Namespace) -> int:
+    """Ask for the end of jobs, by the first digits of their keys."""
+    from .render import task_of
+
+    folder = JobFolder(Path(arguments.folder))
+    from .driver import lines_in
+
+    keys = [task_of(line).key for line in lines_in(folder.job_files())]
+    folder.cancel(key for key in keys if any(key.startswith(start) for start in arguments.keys))
+    return 0
+
+
+def queue(arguments: argparse.Namespace) -> int:
+    """Write a job for each prompt, seed and picture, as AnyGPU Queue Jobs does."""
+    from ..pipelines.base import FramePackSettings
+    from ..pipelines.job_lists import Batch, pictures_in, prompts_in, queue_jobs, seeds_in
+    from ..pipelines.jobs import load_inputs
+
+    batch = Batch(
+        prompts_in(Path(arguments.prompts).read_text(encoding="utf-8")),
+        seeds_in(arguments.seeds),
+        [] if arguments.pictures is None else pictures_in(Path(arguments.pictures)),
+        arguments.negative,
+        {name: getattr(arguments, name) for name in ("width", "height", "frames", "steps", "cfg")},
+        load_inputs({"precision": arguments.precision, "weights": arguments.weights}),
+        FramePackSettings(arguments.seconds) if arguments.seconds else None,
+    )
+    jobs = queue_jobs(JobFolder(Path(arguments.folder)), arguments.name, Path(arguments.model), batch)
+    print(f"{len(jobs.keys)} jobs in {jobs.folder.root / jobs.name}{JOBS}")
+    return 0
+
+
+def share_of(lines: list[str], share: str) -> list[str]:
+    """The lines of one of several drivers, such as ``2/8`` for the third of eight: every eighth line from the third."""
+    if not share:
+        return lines
+    index, _, count = share.partition("/")
+    if not (index.isdigit() and count.isdigit() and int(index) < int(count)):
+        raise InputError(f"--share {share!r}", expected="I/N with I from 0 to N - 1", fix="For example --share 0/4.")
+    return lines[int(index) :: int(count)]
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code. An error that the user can act on is one line on stderr."""
+    arguments = _parser().parse_args(sys.argv[1:] if words is None else words)
+    try:
+        code: int = arguments.run(arguments)
+    except PackError as error:
+        print(f"anygpu-farm: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nanygpu-farm: stopped; the same command goes on where it was", file=sys.stderr)
+        return 130
+    return code
+
+
+def _driver(folder: JobFolder, arguments: argparse.Namespace) -> Any:
+    """A driver over ``folder`` with workers that Ray starts, here or at the address."""
+    from .driver import Driver
+    from .render import Renderer, reached_in, task_of
+
+    models = tuple(Path(root).resolve() for root in arguments.models)
+    folder = JobFolder(folder.root.resolve())
+    renderer = Renderer(folder.root, models, Path(arguments.state).expanduser(), arguments.device)
+    if arguments.address:
+        ray = cluster.connect(arguments.address)
+        gpus = int(ray.cluster_resources().get("GPU", 0))
+        count = arguments.workers or max(gpus, 1)
+    else:
+        gpus = value_or(lambda: int(torch.accelerator.device_count()), 0) if arguments.device is None else 0
+        count = arguments.local or max(gpus, 1)
+        ray = cluster.start_here(count, gpus)
+    on_gpus = arguments.device is None and bool(arguments.address or gpus)  # an empty cluster may grow some
+    driver = Driver(ray, folder, task_of, lambda task: reached_in(folder, task), _say)
+    driver.hire(count, renderer, {"num_cpus": 1, "num_gpus": 1} if on_gpus else {"num_cpus": 1})
+    return driver
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="anygpu-farm", description=__doc__)
+    commands = parser.add_subparsers(required=True)
+    once = commands.add_parser("run", help="render the jobs of a file or a folder, then end")
+    once.add_argument("jobs", help="a .jsonl file that AnyGPU Queue Jobs wrote, or the folder it is in")
+    once.add_argument("--share", default="", metavar="I/N", help="only every Nth job from the Ith on, for job arrays")
+    once.set_defaults(run=run)
+    ever = commands.add_parser("watch", help="render whatever AnyGPU Queue Jobs puts into a folder, until Ctrl+C")
+    ever.add_argument("folder")
+    ever.set_defaults(run=watch)
+    for command in (once, ever):
+        where = command.add_mutually_exclusive_group()
+        where.add_argument("--local", type=int, default=0, metavar="N", help="N workers here (default: one per device)")
+        where.add_argument("--address", default="", help="a Ray cluster, such as 10.0.0.5:6379, or auto")
+        command.add_argument("--workers", type=int, default=0, help="of a cluster (default: its GPUs)")
+        command.add_argument("--models", action="append", default=[], help="folder with models; may be repeated")
+        command.add_argument("--device", help="such as cpu; default: the accelerator that Ray gives to each worker")
+        command.add_argument("--state", default=STATE, help=f"folder of this machine for test results ({STATE})")
+    _queue_arguments(commands.add_parser("queue", help="write a job for each prompt, seed and picture into a folder"))
+    shown = commands.add_parser("state", help="what the workers of a folder do")
+    shown.add_argument("folder")
+    shown.set_defaults(run=state)
+    ended = commands.add_parser("cancel", help="end jobs, running or waiting")
+    ended.add_argument("folder")
+    ended.add_argument("keys", nargs="+", help="the first digits of their keys")
+    ended.set_defaults(run=cancel)
+    return parser
+
+
+def _queue_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder")
+    parser.add_argument("--name", default="jobs", help="of the job file")
+    parser.add_argument("--model", required=True, help="folder of a model; other machines find it by its content")
+    parser.add_argument("--prompts", required=True, metavar="FILE", help="one prompt to a line")
+    parser.add_argument("--seeds", default="0", help="of each prompt, such as 0-9,42")
+    parser.add_argument("--pictures", metavar="FOLDER", help="each picture in it is a start picture")
+    parser.add_argument("--negative", default="")
+    for name in ("width", "height", "frames", "steps"):
+        parser.add_argument(f"--{name}", type=int, default=0, help="0: the model's own")
+    parser.add_argument("--cfg", type=float, default=0.0, help="0: the model's own")
+    parser.add_argument("--seconds", type=float, default=0.0, help="FramePack: length of each video")
+    parser.add_argument("--precision", default="auto")
+    parser.add_argument("--weights", default="auto")
+    parser.set_defaults(run=queue)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

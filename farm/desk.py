@@ -1,0 +1,106 @@
+"""What a ComfyUI reaches through Ray's address: it takes jobs and pictures in, and gives states and results out.
+
+All that passes is text, numbers and the bytes of files: nothing that came from a workflow or a browser is unpickled as
+more than that, and nothing but keys names a file.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ..compat.errors import InputError, PackError
+from ..pipelines.job_folder import KEY, JobFolder
+from .cluster import DESK, NAMESPACE, token_mode
+from .driver import Driver
+from .render import task_of
+
+MOST_INPUT_BYTES = 500_000_000
+INPUTS = (".png", ".jpg", ".jpeg", ".webp", ".mp4", ".glb", ".obj", ".ply", ".stl")
+ANSWER_SECONDS = 2.0
+
+
+class Desk:
+    """An actor on the driver's machine that sees nothing but the folder, and the workers by name."""
+
+    def __init__(self, root: str) -> None:
+        self.folder = JobFolder(Path(root))
+
+    def ready(self) -> bool:
+        """Whether this cluster asks for a token."""
+        return token_mode()
+
+    def put_input(self, content: bytes, suffix: str) -> str:
+        """Keep a picture or mesh for jobs; returns the name by which they find it."""
+        if suffix not in INPUTS or len(content) > MOST_INPUT_BYTES:
+            raise ValueError(f"an input of {len(content)} bytes that ends in {suffix!r}")
+        return self.folder.add_content(bytes(content), suffix)
+
+    def submit(self, name: str, lines: list[str]) -> list[str]:
+        """Take jobs in under a name; returns their keys, or raises for a line that is no job."""
+        keys = [task_of(str(line)).key for line in lines]
+        self.folder.ask_again(key for key in keys if not self.folder.is_done(key))
+        self.folder.write_jobs(name, map(str, lines))
+        return keys
+
+    def standing(self, keys: list[str]) -> dict[str, Any]:
+        """Which of the jobs are done, which failed and why, and what each worker does at this moment."""
+        import ray
+
+        done = [key for key in keys if KEY.fullmatch(key) and self.folder.is_done(key)]
+        failed = {key: text for key in keys if KEY.fullmatch(key) and (text := self.folder.failure(key))}
+        workers = self.folder.workers()
+        calls: dict[Any, dict[str, Any]] = {}
+        for worker in workers:
+            with suppress(ValueError):  # a worker of an earlier driver
+                actor = ray.get_actor(worker["worker"], namespace=NAMESPACE)
+                calls[actor.state.remote()] = worker
+        ready, _ = ray.wait(list(calls), num_returns=len(calls), timeout=ANSWER_SECONDS) if calls else ([], [])
+        for call in ready:
+            with suppress(ray.exceptions.RayError):
+                calls[call].update(ray.get(call))
+        return {"done": done, "failed": failed, "workers": list(calls.values())}
+
+    def preview(self, worker: str) -> Any:
+        """Pixels (H, W, 3), uint8, of what a worker makes; None where there is nothing to see."""
+        import ray
+
+        try:
+            return ray.get(ray.get_actor(worker, namespace=NAMESPACE).preview.remote())
+        except (ValueError, ray.exceptions.RayError):
+            return None
+
+    def cancel(self, keys: list[str]) -> None:
+        """End jobs, running or waiting."""
+        self.folder.cancel(keys)
+
+    def result(self, key: str) -> tuple[str, bytes] | None:
+        """Suffix and bytes of a finished file; None while there is none."""
+        path = self.folder.result(key) if KEY.fullmatch(key) else None
+        return None if path is None else (path.suffix, path.read_bytes())
+
+
+def open_desk(driver: Driver) -> Any:
+    """The desk of a driver's folder, on the driver's machine, for as long as the driver lives.
+
+    Raises:
+        InputError: another driver of this cluster has one.
+    """
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    ray = driver.ray
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    actor = ray.remote(Desk).options(
+        name=DESK, namespace=NAMESPACE, num_cpus=0, max_concurrency=4, max_restarts=-1, scheduling_strategy=here
+    )
+    try:
+        desk = actor.remote(str(driver.folder.root))
+        ray.get(desk.ready.remote())
+    except (ValueError, ray.exceptions.RayError, PackError) as error:
+        raise InputError(
+            f"a second driver that watches ({str(error).splitlines()[0]})",
+            expected="one `anygpu-farm watch` per cluster",
+            fix="Stop the other, or use `anygpu-farm run` here.",
+        ) from error
+    return desk

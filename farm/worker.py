@@ -1,0 +1,171 @@
+"""One worker: a process of Ray's with a model in it, which renders one job at a time and answers while it does."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any, Protocol
+
+import torch
+
+from ..compat.device.facts import first_line
+from ..compat.errors import CheckpointError, MissingPackageError, PackError, UnsupportedError
+from ..pipelines.base import Progress
+from ..pipelines.job_folder import JobFolder
+from .cluster import token_mode
+from .schedule import Task
+
+DONE, FAILED, CANCELLED, UNABLE, BROKEN = "done", "failed", "cancelled", "unable", "broken"
+OF_MACHINE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.ESTALE}  # no job will do there
+PREVIEW_SECONDS = 30.0  # that a step may take until a preview is given up
+
+
+class Renders(Protocol):
+    """What a worker renders with."""
+
+    folder: Any
+
+    def render(self, line: str, progress: Progress) -> dict[str, Any]:
+        """Render the job of a line; returns what is written down of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a job ended.
+
+    ``unable``: this worker cannot do jobs of this model; ``broken``: it can do none at all, such as with a full disk.
+    """
+
+    status: str
+    text: str = ""
+    seconds: float = 0.0
+
+
+class Cancelled(BaseException):
+    """Raised inside a render that somebody wants to end."""
+
+
+class Watch:
+    """The progress of one job, for those who ask; raises inside the render once it is to end."""
+
+    def __init__(self) -> None:
+        self.done, self.total, self.stage = 0, 0, ""
+        self.notes: list[str] = []
+        self._ended, self._wanted, self._shown = threading.Event(), threading.Event(), threading.Event()
+        self._picture: torch.Tensor | None = None
+
+    def step(self, done: int, total: int, stage: str, preview: Callable[[], torch.Tensor] | None = None) -> None:
+        """Take in how far it is; makes the preview that somebody waits for."""
+        self.done, self.total, self.stage = done, total, str(stage)
+        if preview is not None and self._wanted.is_set():
+            self._wanted.clear()
+            self._picture = pixels_of(preview())
+            self._shown.set()
+        self.check()
+
+    def check(self) -> None:
+        """Raise if the job is to end."""
+        if self._ended.is_set():
+            raise Cancelled
+
+    def notify(self, text: str) -> None:
+        """Keep one line that the user should read."""
+        self.notes.append(text)
+
+    def end(self) -> None:
+        """End the job at its next layer."""
+        self._ended.set()
+
+    def picture(self) -> torch.Tensor | None:
+        """(H, W, 3), uint8, of the next step; None where none comes in time."""
+        self._shown.clear()
+        self._wanted.set()
+        return self._picture if self._shown.wait(PREVIEW_SECONDS) else None
+
+
+class Worker:
+    """The process. Ray makes an actor of it, with threads, so that it answers during a render."""
+
+    def __init__(self, renderer: Renders) -> None:
+        self.renderer = renderer
+        self._task: Task | None = None
+        self._watch = Watch()
+        self._began = 0.0
+        self._finished = 0
+
+    def ready(self) -> dict[str, Any]:
+        """Who this is; answered once the process is up."""
+        machine = {"host": socket.gethostname(), "pid": os.getpid()}
+        return {**machine, "token": token_mode(), "version": version("anygpu")}
+
+    def run(self, task: Task) -> Outcome:
+        """Render a job into the folder; every failure is an outcome, so that only a dead process raises."""
+        self._task, self._watch, self._began = task, Watch(), time.monotonic()
+        folder = JobFolder(self.renderer.folder)
+        try:
+            if not folder.is_done(task.key):
+                folder.finish(task.key, self.renderer.render(task.text, self._watch))
+        except Cancelled:
+            return Outcome(CANCELLED, "cancelled")
+        except Exception as error:  # whatever it is belongs to this job or this machine, and the next job is another
+            return Outcome(verdict(error), text_of(error))
+        finally:
+            self._task = None
+        self._finished += 1
+        return Outcome(DONE, seconds=time.monotonic() - self._began)
+
+    def state(self) -> dict[str, Any]:
+        """What it does now."""
+        task, watch = self._task, self._watch
+        if task is None:
+            return {"key": "", "finished": self._finished}
+        progress = {"done": watch.done, "total": watch.total, "stage": watch.stage, "notes": watch.notes[-5:]}
+        seconds = round(time.monotonic() - self._began, 1)
+        return {"key": task.key, "seconds": seconds, "finished": self._finished, **progress}
+
+    def preview(self) -> Any:
+        """Pixels (H, W, 3) uint8 of the job that runs, as numpy; None where there is none to see."""
+        picture = self._watch.picture() if self._task is not None else None
+        return None if picture is None else picture.numpy()
+
+    def cancel(self, key: str) -> bool:
+        """End the job of ``key`` if it is the one that runs."""
+        if self._task is None or self._task.key != key:
+            return False
+        self._watch.end()
+        return True
+
+
+def verdict(error: Exception) -> str:
+    """Whose error it is: the job's, or this machine's for such jobs or for all."""
+    link: BaseException | None = error
+    while link is not None:
+        if isinstance(link, OSError) and link.errno in OF_MACHINE:
+            return BROKEN
+        link = link.__cause__ or link.__context__
+    machine = (CheckpointError, MissingPackageError, UnsupportedError, torch.OutOfMemoryError, MemoryError)
+    return UNABLE if isinstance(error, machine) else FAILED
+
+
+def text_of(error: Exception) -> str:
+    """The error in one line."""
+    return str(error) if isinstance(error, PackError) else f"{type(error).__name__}: {first_line(error)}"
+
+
+def pixels_of(preview: torch.Tensor) -> torch.Tensor:
+    """(H, W, 3), uint8: the first frame of frames (F, H, W, 3), or of latents (B, C, T, H, W) their layout.
+
+    Latents are shown without a decoder: three groups of channels as red, green and blue, stretched to the full range.
+    """
+    if preview.ndim == 4:
+        return (preview[0].detach().cpu().float().clamp(0, 1) * 255).round().to(torch.uint8)
+    frame = preview[0, :, 0].detach().cpu().float()
+    groups = torch.stack([group.mean(0) for group in frame.tensor_split(3)], -1)
+    low, high = groups.amin((0, 1)), groups.amax((0, 1))
+    return ((groups - low) / (high - low).clamp_min(1e-6) * 255).round().to(torch.uint8)

@@ -1,0 +1,105 @@
+"""Core's bf16 weights for a device that changes them on the way or in casts: cast on the host, before they leave it.
+
+Some Radeons turn bf16 into zeros when they cast it to fp32, and one stack damaged bf16 on its way back to the host.
+Core casts on the device and brings weights back, so a fitted model has its own copy of the network, as core's clones
+for a second GPU have. What is no bf16 shares its memory with the network that came in.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...compat.decision import AUTO, Decision
+from ...compat.device.quirks import policy_for, verdict
+from .leaves import ByNetwork
+from .machine import Machine
+
+BACKUPS = "_anygpu_backups"  # on a copy: what its patchers keep of the weights that they patch, shared as core does
+LIMIT = torch.finfo(torch.float16).max
+Target = Callable[[nn.Module, Tensor], torch.dtype]  # what a bf16 weight of a module becomes
+
+_copies = ByNetwork()  # of each network, by the dtypes that are wanted, as long as anybody uses the copy
+
+
+def damage_to_bf16(network: nn.Module, machine: Machine) -> str:
+    """Why bf16 weights of ``network`` are not what they should be once this device has cast them; empty otherwise."""
+    if not any(map(_is_bf16, (*network.parameters(), *network.buffers()))):
+        return ""
+    cast = verdict("cast.bf16_to_fp32", policy_for(machine.facts), machine.probes)
+    return "" if cast.usable else cast.why
+
+
+def weights_decision(damage: str, sound: Any) -> Iterator[Decision]:
+    """What becomes of weights that this device would change; ``sound`` is the clone that has others, or None."""
+    if damage and sound is not None:
+        yield Decision("weights", "cast from bf16 on the host", f"this device changes bf16 ({damage})", AUTO)
+    elif damage:
+        why = f"this device changes them ({damage}); use a file in fp16, or weight_dtype fp8 on the loader"
+        yield Decision("weights", "bf16", why, alarming=True)
+
+
+def clone_cast_on_host(patcher: Any, target: Target, label: str) -> Any:
+    """A clone of ``patcher`` over a copy of its network without bf16; None where the network cannot be had on the host.
+
+    Args:
+        target: the dtype of each bf16 weight. label: what stands for ``target`` among the copies of a network.
+    """
+    if patcher.is_dynamic():
+        return None  # core pages such weights by itself
+    copies: dict[str, weakref.ref[nn.Module]] = _copies.setdefault(patcher.model, {})
+    made = copies[label]() if label in copies else None
+    if made is None:
+        source = _on_host(patcher)
+        if source is None:
+            return None
+        made = _cast(source, target)
+        made.__dict__[BACKUPS] = ({}, {}, {}, set())
+        copies[label] = weakref.ref(made)
+    clone = patcher.clone(model_override=(made, made.__dict__[BACKUPS]))
+    clone.size = 0  # counted anew
+    return clone
+
+
+def fp16_or_fp32(matrix: bool, weight: Tensor) -> torch.dtype:
+    """fp16 for a matrix that fits, which safe fp16 would make of it anyway; fp32, exactly, for all else."""
+    return torch.float16 if matrix and float(weight.abs().amax()) <= LIMIT else torch.float32
+
+
+def _on_host(patcher: Any) -> nn.Module | None:
+    """The network of ``patcher`` as it was loaded; another one from the same file where it has moved or is patched."""
+    network: nn.Module = patcher.model
+    patched = getattr(network, "current_weight_patches_uuid", None) is not None
+    if not patched and all(tensor.device.type == "cpu" for tensor in network.parameters()):
+        return network
+    if patcher.cached_patcher_init is None:
+        return None
+    load, arguments, *place = patcher.cached_patcher_init
+    again = load(*arguments)
+    fresh: nn.Module = (again[place[0]] if place else again).model
+    return fresh
+
+
+def _cast(network: nn.Module, target: Target) -> nn.Module:
+    plain = (value for value in vars(network).values() if not isinstance(value, (nn.Module, dict, list, tuple, set)))
+    memo: dict[int, Any] = {id(value): value for value in plain}  # core's configurations, which are no copies' own
+    for module in network.modules():
+        for tensor in filter(_is_plain, (*module._parameters.values(), *module._buffers.values())):
+            values = tensor.detach()
+            values = values.to(target(module, values)) if values.dtype is torch.bfloat16 else values
+            kept = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(values, requires_grad=False) if kept else values
+    return copy.deepcopy(network, memo)
+
+
+def _is_plain(tensor: Tensor | None) -> bool:
+    return tensor is not None and type(tensor.data) is Tensor
+
+
+def _is_bf16(tensor: Tensor) -> bool:
+    return _is_plain(tensor) and tensor.dtype is torch.bfloat16

@@ -1,0 +1,253 @@
+"""Jobs that other machines render: the folders that hand them over, what came back, and a farm at a Ray address."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import folder_paths
+import torch
+
+from ..compat.device.facts import first_line, value_or
+from ..compat.durable import replacing
+from ..compat.errors import CheckpointError, InputError, MissingPackageError, UnsupportedError
+from ..compat.records import json_in
+from ..pipelines.job_folder import SUFFIXES, JobFolder, lines_of
+from ..pipelines.job_lists import PICTURES, JobList
+from ..pipelines.jobs import job_in
+from ..pipelines.movie import read_frames
+from .api import InputImpl
+from .progress import NodeProgress
+
+OWN, ROOTS, NONE = "output/farm", "anygpu_farm", "none"  # in ComfyUI's output folder; a key of extra_model_paths.yaml
+NAMESPACE, DESK = "anygpu", "desk"  # as farm/cluster.py names them
+POLL_SECONDS = 1.0
+ANSWER_SECONDS = 30.0
+TOKEN_FIX = (
+    "Run `ray get-auth-token --generate` once, copy ~/.ray/auth_token to each machine, and start ComfyUI with "
+    "RAY_AUTH_MODE=token."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What came back: the file of each job that is done, and why others failed, by key."""
+
+    files: tuple[Path, ...]
+    failed: Mapping[str, str]
+    waiting: int
+
+
+def folder_choices() -> list[str]:
+    """The folders through which jobs are handed over: one of ComfyUI's, then those that the machine's owner names."""
+    return [OWN, *map(str, _roots())]
+
+
+def job_folder(name: str) -> JobFolder:
+    """The folder of a listed name; nothing else can be named.
+
+    Raises:
+        CheckpointError: it is not listed.
+    """
+    if name == OWN:
+        return JobFolder(Path(folder_paths.get_output_directory()) / "farm")
+    root = next((root for root in _roots() if str(root) == name), None)
+    if root is None:
+        raise CheckpointError(
+            f"no folder of jobs {name!r}",
+            expected=f"one of {', '.join(folder_choices())}",
+            fix=f"Name it as {ROOTS} in extra_model_paths.yaml and start ComfyUI again.",
+        )
+    return JobFolder(root)
+
+
+def picture_folders() -> list[str]:
+    """``none``, then the folders with pictures below ComfyUI's input folder."""
+    root = Path(folder_paths.get_input_directory())
+    folders = {path.parent for path in root.glob("*/*.*") if path.suffix.lower() in PICTURES}
+    return [NONE, *sorted(folder.relative_to(root).as_posix() for folder in folders)]
+
+
+def picture_folder(name: str) -> Path:
+    """The folder of a listed name.
+
+    Raises:
+        CheckpointError: it is not listed.
+    """
+    if name not in picture_folders():
+        raise CheckpointError(
+            f"no folder of pictures {name!r}",
+            expected="a folder with pictures in ComfyUI's input folder",
+            fix="Put one there and press R.",
+        )
+    return Path(folder_paths.get_input_directory()) / name
+
+
+def jobs_named(folder: JobFolder, name: str) -> JobList:
+    """The jobs of a file in ``folder``, or of the newest for an empty name.
+
+    Raises:
+        CheckpointError: there is none. InputError: a line of it is no job.
+    """
+    files = folder.job_files()
+    path = next((path for path in reversed(files) if name in ("", path.stem)), None)
+    if path is None:
+        raise CheckpointError(
+            f"no jobs {name!r} in {str(folder.root)!r}" if name else f"no jobs in {str(folder.root)!r}",
+            expected="a file that AnyGPU Queue Jobs wrote",
+            fix="Queue some, or correct the name.",
+        )
+    lines = tuple(lines_of(path))
+    return JobList(folder, path.stem, lines, tuple(job_in(json_in(line, path.name)).key for line in lines))
+
+
+def collect(jobs: JobList, wait: bool, progress: NodeProgress) -> Collected:
+    """What became of the jobs; waits for all of them if ``wait``, and looks for a cancel meanwhile."""
+    while True:
+        progress.check()
+        done = [key for key in jobs.keys if jobs.folder.is_done(key)]
+        failed = {key: text for key in jobs.keys if key not in done and (text := jobs.folder.failure(key))}
+        waiting = len(jobs.keys) - len(done) - len(failed)
+        if not wait or not waiting:
+            files = (jobs.folder.result(key) for key in done)
+            return Collected(tuple(file for file in files if file is not None), failed, waiting)
+        progress.step(len(done) + len(failed), len(jobs.keys), "waiting for jobs")
+        time.sleep(POLL_SECONDS)
+
+
+def render_at(address: str, jobs: JobList, progress: NodeProgress) -> Collected:
+    """Have the farm at ``address`` render the jobs, and bring what they made into their folder here.
+
+    A cancel here ends them there.
+
+    Raises:
+        InputError: nothing answers there, or it asks for no token.
+    """
+    with _desk(address) as (ray, desk):
+        missing = [n for n, key in enumerate(jobs.keys) if not jobs.folder.is_done(key)]
+        keys = [jobs.keys[n] for n in missing]
+        lines = [jobs.lines[n] for n in missing]
+        if keys:
+            for file in _inputs_of(lines):
+                ray.get(desk.put_input.remote((jobs.folder.root / file).read_bytes(), Path(file).suffix))
+            ray.get(desk.submit.remote(jobs.name, lines))
+        try:
+            _bring(ray, desk, jobs, keys, progress)
+        except BaseException:
+            desk.cancel.remote(keys)  # and nobody waits for the answer: ComfyUI is told of its own cancel at once
+            raise
+    return collect(jobs, False, progress)
+
+
+def videos_of(collected: Collected) -> list[Any]:
+    """A VIDEO of each video that came back."""
+    return [InputImpl.VideoFromFile(str(path)) for path in collected.files if path.suffix == SUFFIXES[0]]
+
+
+def images_of(collected: Collected) -> list[torch.Tensor]:
+    """An IMAGE of each file that came back: a picture, or the first frame of a video."""
+    return [read_frames(path)[0][:1] for path in collected.files if path.suffix in SUFFIXES[:2]]
+
+
+def report_of(jobs: JobList, collected: Collected, workers: Sequence[Mapping[str, Any]]) -> str:
+    """What the user reads: how many are done, why others failed, and what each worker does."""
+    counts = f"{len(collected.files)} of {len(jobs.keys)} done"
+    if collected.waiting:
+        counts += f", {collected.waiting} waiting"
+    failed = [f"{key[:12]}: {text}" for key, text in collected.failed.items()]
+    return "\n".join([counts, *failed, *map(line_of, workers)])
+
+
+def line_of(worker: Mapping[str, Any]) -> str:
+    """What a worker does, in one line."""
+    name, host = str(worker.get("worker", "")), str(worker.get("host", ""))
+    parts = [f"{name} on {host}: {worker.get('state', '')}"]
+    if worker.get("job"):
+        step = f", {worker['stage']} {worker['done']}/{worker['total']}" if worker.get("total") else ""
+        parts.append(f"{str(worker['job'])[:12]}{step}")
+    parts.append(f"{worker.get('finished', 0)} finished")
+    if worker.get("deaths"):
+        parts.append(f"{worker['deaths']} deaths")
+    return "; ".join([*parts, *filter(None, [str(worker.get("error", ""))])])
+
+
+def _roots() -> list[Path]:
+    known = folder_paths.folder_names_and_paths
+    return [Path(path) for path in folder_paths.get_folder_paths(ROOTS)] if ROOTS in known else []
+
+
+def _inputs_of(lines: Sequence[str]) -> list[str]:
+    """The names of the files that jobs start from, each once."""
+    names: dict[str, None] = {}
+    for line in lines:
+        job = job_in(json_in(line, "a job"))
+        names |= {picture.file.name: None for picture in job.pictures}
+        if job.video is not None:
+            names[job.video.name] = None
+    return list(names)
+
+
+def _bring(ray: Any, desk: Any, jobs: JobList, keys: Sequence[str], progress: NodeProgress) -> None:
+    """Fetch each result as soon as it is there, until all jobs are done or have failed."""
+    open_keys = list(keys)
+    while open_keys:
+        progress.check()
+        standing = ray.get(desk.standing.remote(open_keys), timeout=ANSWER_SECONDS)
+        for key in standing["done"]:
+            suffix, content = ray.get(desk.result.remote(key)) or ("", b"")
+            if suffix in SUFFIXES:
+                with replacing(jobs.folder.results / f"{key}{suffix}") as temporary:
+                    temporary.write_bytes(content)
+                jobs.folder.finish(key, {"from": "a farm"})
+            else:
+                jobs.folder.fail(key, "its file is gone from the farm")
+        for key, text in standing["failed"].items():
+            jobs.folder.fail(key, str(text))
+        jobs.folder.write_workers("farm", list(standing["workers"]))
+        open_keys = [key for key in open_keys if key not in standing["done"] and key not in standing["failed"]]
+        progress.lines[:] = [line_of(worker) for worker in standing["workers"]]
+        progress.step(len(keys) - len(open_keys), max(1, len(keys)), "waiting for the farm")
+        if open_keys:
+            time.sleep(POLL_SECONDS)
+
+
+@contextmanager
+def _desk(address: str) -> Iterator[tuple[Any, Any]]:
+    """Ray and the farm's desk at ``address``; Ray's socket in this process is closed behind it."""
+    try:
+        import ray
+        from ray._private.authentication.authentication_utils import is_token_auth_enabled
+    except ImportError as error:
+        raise MissingPackageError(
+            f"no ray for AnyGPU Farm ({first_line(error)})",
+            expected="the Ray and Python version of the farm",
+            fix="Install it into ComfyUI's Python: pip install ray. Or use AnyGPU Queue Jobs and a shared folder.",
+        ) from error
+    if not value_or(is_token_auth_enabled, False):
+        raise UnsupportedError(
+            "Ray without a token in this ComfyUI", expected="RAY_AUTH_MODE=token where ComfyUI starts", fix=TOKEN_FIX
+        )
+    try:
+        ray.init(address=address, namespace=NAMESPACE, ignore_reinit_error=True, log_to_driver=False)
+        desk = ray.get_actor(DESK, namespace=NAMESPACE)
+        guarded = ray.get(desk.ready.remote(), timeout=ANSWER_SECONDS)
+    except Exception as error:  # of Ray's many kinds, which differ between its versions
+        with suppress(Exception):
+            ray.shutdown()
+        raise InputError(
+            f"no farm at {address!r} ({first_line(error)})",
+            expected="the address of a Ray cluster in which `anygpu-farm watch FOLDER --address auto` runs",
+            fix=TOKEN_FIX,
+        ) from error
+    try:
+        if not guarded:
+            raise UnsupportedError(
+                f"a farm at {address!r} that asks for no token", expected="RAY_AUTH_MODE=token there", fix=TOKEN_FIX
+            )
+        yield ray, desk
+    finally:
+        ray.shutdown()

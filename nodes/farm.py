@@ -1,0 +1,193 @@
+"""The nodes that hand jobs to other machines and bring back what they made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..host import farm, folders
+from ..host.api import io
+from ..host.progress import NodeProgress
+from ..pipelines.base import FramePackSettings
+from ..pipelines.job_lists import Batch, pictures_in, prompts_in, queue_jobs, seeds_in
+from ..pipelines.jobs import load_inputs
+from .inputs import CATEGORY, schema, size_inputs
+
+FARM = f"{CATEGORY}/farm"
+Jobs = io.Custom("ANYGPU_JOBS")
+
+
+def folder_input() -> Any:
+    return io.Combo.Input(
+        "folder", options=farm.folder_choices(),
+        tooltip="The folder that `anygpu-farm` watches: ComfyUI's output/farm, or a shared one that is named as "
+                "anygpu_farm in extra_model_paths.yaml.",
+    )
+
+
+def results(jobs: Any, collected: Any, progress: NodeProgress) -> io.NodeOutput:
+    """The outputs that Collect and Farm share."""
+    report = farm.report_of(jobs, collected, jobs.folder.workers())
+    progress.lines.clear()
+    progress.finish(report)
+    return io.NodeOutput(farm.videos_of(collected), farm.images_of(collected), report)
+
+
+def result_outputs() -> list[Any]:
+    return [
+        io.Video.Output(display_name="videos", is_output_list=True),
+        io.Image.Output(display_name="images", is_output_list=True),
+        io.String.Output(display_name="report"),
+    ]
+
+
+class QueueJobs(io.ComfyNode):
+    """Write a file of jobs."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="AnyGPUQueueJobs",
+            display_name="AnyGPU Queue Jobs",
+            category=FARM,
+            description="Writes a job for each prompt, seed and picture into a folder, for `anygpu-farm` on this or "
+                        "other machines. Nothing is rendered here. Jobs that are done already stay done.",
+            search_aliases=["batch", "queue many", "render farm", "cluster", "seeds", "prompts"],
+            inputs=[
+                folder_input(),
+                io.String.Input("name", default="jobs", tooltip="Name of the job file. An existing one is replaced."),
+                io.Combo.Input("model", options=folders.model_choices(), tooltip="A model folder, as in AnyGPU Load Pipeline."),
+                io.String.Input(
+                    "prompts", multiline=True, default="",
+                    tooltip="One prompt to a line. Lines that begin with # are passed over.",
+                ),
+                io.String.Input("seeds", default="0", tooltip="Seeds of each prompt: numbers and ranges, such as 0-9, 42."),
+                *size_inputs(),
+                io.Int.Input("frames", default=0, min=0, max=4096, tooltip="Frames of each video. 0 takes the model's own default."),
+                io.String.Input("negative", default="", optional=True, advanced=True, tooltip="The negative prompt of every job."),
+                io.Combo.Input(
+                    "pictures", options=farm.picture_folders(), default=farm.NONE, optional=True, advanced=True,
+                    tooltip="A folder in ComfyUI's input folder: every picture in it becomes a start picture, with every "
+                            "prompt and seed.",
+                ),
+                io.Int.Input("steps", default=0, min=0, max=1000, optional=True, advanced=True, tooltip="Denoising steps. 0 takes the model's own default."),
+                io.Float.Input(
+                    "cfg", default=0.0, min=0.0, max=30.0, step=0.1, optional=True, advanced=True,
+                    tooltip="True classifier-free guidance. 0 takes the model's own default.",
+                ),
+                io.Float.Input(
+                    "clip_seconds", default=0.0, min=0.0, max=120.0, step=0.1, optional=True, advanced=True,
+                    tooltip="FramePack: length of each video in seconds, in place of frames. 0 for other models.",
+                ),
+                io.String.Input(
+                    "precision", default="auto", optional=True, advanced=True,
+                    tooltip="As on AnyGPU Load Pipeline. auto: what each machine does best, so videos of unlike cards "
+                            "differ in rounding. fp32: the same everywhere, slow.",
+                ),
+                io.String.Input(
+                    "weights", default="auto", optional=True, advanced=True,
+                    tooltip="How the weights are stored, as on AnyGPU Load Pipeline.",
+                ),
+            ],
+            outputs=[Jobs.Output(display_name="jobs"), io.Int.Output(display_name="count")],
+            is_output_node=True,
+        )
+
+    @classmethod
+    def validate_inputs(cls, folder: str, model: str, pictures: str = farm.NONE) -> bool:
+        """Always: a name that is gone gets the error that says what to do."""
+        return True
+
+    @classmethod
+    def execute(
+        cls, folder: str, name: str, model: str, prompts: str, seeds: str, width: int = 0, height: int = 0, frames: int = 0,
+        negative: str = "", pictures: str = farm.NONE, steps: int = 0, cfg: float = 0.0, clip_seconds: float = 0.0,
+        precision: str = "auto", weights: str = "auto",
+    ) -> io.NodeOutput:
+        """The jobs, and how many they are."""
+        progress, path = NodeProgress(cls.hidden.unique_id), folders.model_folder(model)
+        batch = Batch(
+            prompts_in(prompts),
+            seeds_in(seeds),
+            [] if pictures == farm.NONE else pictures_in(farm.picture_folder(pictures)),
+            negative,
+            {"width": width, "height": height, "frames": frames, "steps": steps, "cfg": cfg},
+            load_inputs({"precision": precision, "weights": weights}),
+            FramePackSettings(clip_seconds) if clip_seconds else None,
+        )
+        jobs = queue_jobs(farm.job_folder(folder), name.strip(), path, batch, model if ":" not in model else "")
+        progress.finish(f"{len(jobs.keys)} jobs in {jobs.name}.jsonl, {farm.collect(jobs, False, progress).waiting} not done yet")
+        return io.NodeOutput(jobs, len(jobs.keys))
+
+
+class Collect(io.ComfyNode):
+    """Bring back what jobs made."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="AnyGPUCollect",
+            display_name="AnyGPU Collect",
+            category=FARM,
+            description="Brings back the videos of finished jobs, in their order, and says why others failed. Cancel "
+                        "ends the waiting, not the jobs.",
+            search_aliases=["fetch results", "render farm", "cluster", "batch results"],
+            inputs=[
+                folder_input(),
+                io.String.Input("name", default="", tooltip="Name of the job file. Empty: the newest."),
+                io.Boolean.Input("wait", default=True, tooltip="Wait until every job is done or has failed. Off: take what is there."),
+                Jobs.Input("jobs", optional=True, tooltip="From AnyGPU Queue Jobs, in place of folder and name."),
+            ],
+            outputs=result_outputs(),
+        )
+
+    @classmethod
+    def validate_inputs(cls, folder: str) -> bool:
+        """Always: a name that is gone gets the error that says what to do."""
+        return True
+
+    @classmethod
+    def fingerprint_inputs(cls, **_: Any) -> Any:
+        """Never the same: results come from elsewhere."""
+        return float("nan")
+
+    @classmethod
+    def execute(cls, folder: str, name: str, wait: bool, jobs: Any = None) -> io.NodeOutput:
+        """Videos, their first frames, and the report."""
+        progress = NodeProgress(cls.hidden.unique_id)
+        jobs = jobs or farm.jobs_named(farm.job_folder(folder), name.strip())
+        return results(jobs, farm.collect(jobs, wait, progress), progress)
+
+
+class Farm(io.ComfyNode):
+    """Have a Ray cluster render jobs."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="AnyGPUFarm",
+            display_name="AnyGPU Farm",
+            category=FARM,
+            description="Has the machines of a Ray cluster render jobs, shows what each of them does, and brings the "
+                        "videos back. Cancel ends the jobs there too. Needs the package ray, and a token.",
+            search_aliases=["ray", "render farm", "cluster", "multi gpu", "distributed"],
+            inputs=[
+                Jobs.Input("jobs", tooltip="From AnyGPU Queue Jobs."),
+                io.String.Input(
+                    "address", default="auto",
+                    tooltip="Of the cluster's head, such as 10.0.0.5:6379. auto: the cluster that this machine belongs "
+                            "to. `anygpu-farm watch` must run in it.",
+                ),
+            ],
+            outputs=result_outputs(),
+        )
+
+    @classmethod
+    def fingerprint_inputs(cls, **_: Any) -> Any:
+        """Never the same: results come from elsewhere."""
+        return float("nan")
+
+    @classmethod
+    def execute(cls, jobs: Any, address: str) -> io.NodeOutput:
+        """Videos, their first frames, and the report."""
+        progress = NodeProgress(cls.hidden.unique_id)
+        return results(jobs, farm.render_at(address.strip(), jobs, progress), progress)

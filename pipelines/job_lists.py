@@ -1,0 +1,150 @@
+"""Many jobs of one model: every prompt with every seed and every picture."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..compat.errors import InputError
+from .base import FramePackSettings, PromptRequest, SampleSettings
+from .job_folder import JobFolder
+from .jobs import Content, Job, Picture, Places, Value
+
+SEEDS = re.compile(r"\d{1,20}(-\d{1,20})?")
+MOST_SEED = 2**64 - 1
+MOST_JOBS = 1_000_000
+PICTURES = (".png", ".jpg", ".jpeg", ".webp")
+
+
+@dataclass(frozen=True, slots=True)
+class JobList:
+    """Jobs that were written into a folder, in the order in which they were asked for.
+
+    Args:
+        folder: where. name: of their file there. lines: the jobs. keys: of each.
+    """
+
+    folder: JobFolder
+    name: str
+    lines: tuple[str, ...]
+    keys: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        return f"<{len(self.keys)} jobs {self.name!r} in {str(self.folder.root)!r}>"
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What many jobs have in common, and what differs.
+
+    Args:
+        prompts: one or more. seeds: of each prompt. pictures: files to start from, each a job's; none for text alone.
+        settings: whose seed is replaced. load: inputs of loading, as in :attr:`Job.load`.
+        framepack: for its family alone.
+    """
+
+    prompts: Sequence[str]
+    seeds: Sequence[int]
+    pictures: Sequence[Path] = ()
+    negative: str = ""
+    settings: Mapping[str, int | float | str] = field(default_factory=dict)
+    load: Mapping[str, Value] = field(default_factory=dict)
+    framepack: FramePackSettings | None = None
+
+
+def prompts_in(text: str) -> list[str]:
+    """The prompts of a text, one to a line; lines that are empty or begin with # are passed over.
+
+    Raises:
+        InputError: there is none.
+    """
+    lines = [line.strip() for line in text.splitlines()]
+    prompts = [line for line in lines if line and not line.startswith("#")]
+    if not prompts:
+        raise InputError("no prompts", expected="one prompt to a line", fix="Write at least one.")
+    return prompts
+
+
+def seeds_in(text: str) -> list[int]:
+    """The seeds of a text such as ``0-9, 42``.
+
+    Raises:
+        InputError: it is no such list.
+    """
+    seeds: list[int] = []
+    for part in filter(None, re.split(r"[\s,]+", text.strip())):
+        if not SEEDS.fullmatch(part):
+            raise _no_seeds(part)
+        first, _, last = part.partition("-")
+        low, high = int(first), int(last or first)
+        if low > high or high > MOST_SEED or high - low >= MOST_JOBS:
+            raise _no_seeds(part)
+        seeds += range(low, high + 1)
+    if not seeds:
+        raise _no_seeds(text)
+    return list(dict.fromkeys(seeds))
+
+
+def queue_jobs(folder: JobFolder, name: str, model: Path, batch: Batch, title: str = "") -> JobList:
+    """Write the jobs of ``batch`` into ``folder``; those of them that failed before are asked for again.
+
+    Args:
+        model: its folder here. title: its name below the folders that other machines search; empty for the last part.
+
+    Raises:
+        InputError: too many jobs, or a name that is none.
+    """
+    count = len(batch.prompts) * len(batch.seeds) * max(1, len(batch.pictures))
+    if count > MOST_JOBS:
+        raise InputError(f"{count} jobs", expected=f"{MOST_JOBS} at most", fix="Write them in several files.")
+    places = Places()
+    content = places.content(model, title)
+    pictures: list[tuple[Picture, ...]] = []
+    for path in batch.pictures:
+        picture = places.picture(path)
+        pictures.append((Picture(Content(folder.add_input(path), picture.content)),))
+    every = [
+        Job(
+            content,
+            PromptRequest(prompt, batch.negative),
+            SampleSettings(**{"width": 0, "height": 0, "frames": 0, **batch.settings, "seed": seed}),  # type: ignore[arg-type]
+            load=dict(batch.load),
+            pictures=start,
+            framepack=batch.framepack,
+        )
+        for start in pictures or [()]
+        for prompt in batch.prompts
+        for seed in batch.seeds
+    ]
+    lines = tuple(json.dumps(job.record(), ensure_ascii=False, separators=(",", ":")) for job in every)
+    keys = tuple(job.key for job in every)
+    folder.ask_again(key for key in keys if not folder.is_done(key))
+    folder.write_jobs(name, lines)
+    return JobList(folder, name, lines, keys)
+
+
+def pictures_in(folder: Path) -> list[Path]:
+    """The pictures in a folder, by name.
+
+    Raises:
+        InputError: there is none.
+    """
+    paths = sorted(path for path in folder.glob("*.*") if path.suffix.lower() in PICTURES)
+    if not paths:
+        raise InputError(
+            f"no pictures in {str(folder)!r}",
+            expected=f"files that end in {', '.join(PICTURES)}",
+            fix="Put some there, or choose another folder.",
+        )
+    return paths
+
+
+def _no_seeds(text: str) -> InputError:
+    return InputError(
+        f"the seeds {text[:60]!r}",
+        expected="numbers and ranges, such as 0-9, 42",
+        fix="Write the smaller number of a range first.",
+    )

@@ -1,0 +1,281 @@
+"""Renders jobs: finds their models and pictures on this machine, and runs them through the stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from glob import escape
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+
+from ..compat.checkpoints.identity import content_of, picture_content
+from ..compat.errors import CheckpointError, InputError, PackError
+from . import stages
+from .base import FramePackSettings, ImageRequest, Latents, Pipeline, Progress
+from .job_format import PLACES as PLACES
+from .job_format import Adapter as Adapter
+from .job_format import Caching as Caching
+from .job_format import Content as Content
+from .job_format import Job as Job
+from .job_format import Picture as Picture
+from .job_format import Value as Value
+from .job_format import job_in as job_in
+from .job_format import load_inputs as load_inputs
+from .job_format import read_job as read_job
+from .job_format import write_job as write_job
+from .latents import recovery
+from .latents.steps import FOLDER, KeptSteps
+from .loading import lora
+from .loading.folder import LoadRequest, find_models, load
+from .loading.single_file import Files
+from .movie import read_frames
+from .receipts import with_receipt
+from .requests import load_request
+from .speed import with_step_cache
+
+PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tiff", ".mp4", ".webm", ".mkv", ".mov", ".gif")
+MOST_PICTURES = 500  # of a folder in which a picture is searched by its content
+
+
+@dataclass(slots=True)
+class Places:
+    """Where the contents that jobs name are on this machine.
+
+    Args:
+        models: folders in which models and LoRAs are searched. files: folders with pictures and videos.
+        known: paths that somebody chose, by content.
+        differences: what stands in for a content that is not here, by name; None to refuse that.
+    """
+
+    models: tuple[Path, ...] = ()
+    files: tuple[Path, ...] = ()
+    known: dict[Content, Path] = field(default_factory=dict)
+    differences: list[str] | None = None
+
+    def content(self, path: Path, name: str = "") -> Content:
+        """The content of a model or LoRA at ``path``, which is then known."""
+        content = Content(name or path.name, content_of(path))
+        self.known[content] = path
+        return content
+
+    def picture(self, path: Path) -> Content:
+        """The content of a picture or video, which is then known."""
+        content = Content(path.name, picture_content(read_frames(path)[0]))
+        self.known[content] = path
+        return content
+
+    def model(self, content: Content) -> Path:
+        """The model folder, or the file, with this content.
+
+        Raises:
+            CheckpointError: it is not on this machine.
+        """
+        if content in self.known:
+            return self.known[content]
+        paths = _inside(self.models, content.name)
+        if paths:
+            base = escape(PurePosixPath(content.name).name)
+            paths += [path for root in self.models for path in root.rglob(base)]
+        path = self._first(content, paths, content_of)
+        if path is None and content.content:
+            path = self._first(content, find_models(self.models), content_of)
+        return path or self._other(content, paths, self.models, "Copy it there")
+
+    def frames(self, content: Content) -> tuple[torch.Tensor, float]:
+        """Frames and rate of the picture or video with this content.
+
+        Raises:
+            CheckpointError: it is not on this machine.
+        """
+        if content in self.known:
+            return read_frames(self.known[content])
+        paths = [path for path in _inside(self.files, content.name) if path.is_file()]
+        path = self._first(content, paths, _pixels)
+        if path is None and content.content:
+            path = self._first(content, [path for root in self.files for path in _pictures(root)], _pixels)
+        return read_frames(path or self._other(content, paths, self.files, "Put the picture beside the job file"))
+
+    def _first(self, content: Content, paths: list[Path], hashed: Callable[[Path], str]) -> Path | None:
+        for path in dict.fromkeys(paths):
+            if path.exists() and (not content.content or hashed(path) == content.content):
+                self.known[content] = path
+                return path
+        return None
+
+    def _other(self, content: Content, paths: list[Path], roots: tuple[Path, ...], fix: str) -> Path:
+        """What has the name alone, where that is allowed."""
+        path = next((path for path in paths if path.exists()), None)
+        if path is not None and self.differences is not None:
+            self.differences.append(f"{content.name!r} has other content here than where it was made")
+            self.known[content] = path
+            return path
+        where = ", ".join(map(str, roots)) or "no folder"
+        seen = f"{content.name!r} with other content in {where}" if path else f"no {content.name!r} in {where}"
+        raise CheckpointError(seen, expected=f"content {content.content or 'of that name'}", fix=f"{fix}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Where a job runs.
+
+    Args:
+        places: where its models and pictures are. state: folder for probe results and kept latents.
+        device: None for the default device. trace: file for a profile; None for none.
+        host: further arguments of ``load``: how a host around us frees memory and moves weights.
+        single: what else pipelines of single files may take: other files, tokenizers.
+        unfinished: folder for steps and sections of samplings that were cut short, which other machines may share;
+            None for the one with the kept latents.
+    """
+
+    places: Places
+    state: Path
+    device: Any = None
+    trace: Path | None = None
+    host: Mapping[str, Any] = field(default_factory=dict)
+    single: Files | None = None
+    unfinished: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """What a job made: ``frames`` (F, H, W, 3) in 0..1; ``kept``, the id of its latents in the recovery store."""
+
+    frames: torch.Tensor
+    latents: Latents
+    kept: str
+
+
+def request_of(job: Job, machine: Machine) -> LoadRequest:
+    """What the job asks of loading on this machine.
+
+    Raises:
+        CheckpointError: a model is not on this machine.
+    """
+    find = machine.places.model
+    parts = {part: find(content) for part, content in job.files.items()}
+    return load_request(
+        job.load,
+        machine.trace,
+        model=parts.get("transformer") or find(job.model),
+        base=None if job.base is None else find(job.base),
+        image_encoder=None if job.image_encoder is None else find(job.image_encoder),
+        files=replace(machine.single or Files({}), parts=parts, task=job.task) if parts else None,
+        device=machine.device,
+        search=machine.places.models,
+        state=machine.state,
+    )
+
+
+def load_pipeline(job: Job, machine: Machine, progress: Progress, request: LoadRequest | None = None) -> Pipeline:
+    """The pipeline of a job, with its LoRAs and its step cache.
+
+    Args:
+        request: what :func:`request_of` gave before; None asks it.
+    """
+    pipeline = load(request or request_of(job, machine), progress, **machine.host)
+    for adapter in job.loras:
+        path = machine.places.model(adapter.file)
+        pipeline = lora.with_lora(pipeline, path, adapter.strength, adapter.blocks, adapter.mode, progress)
+    return with_step_cache(pipeline, job.step_cache.preset, job.step_cache.settings)
+
+
+def run(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline | None = None) -> Rendered:
+    """Render a job.
+
+    Args:
+        pipeline: of an earlier job with the same ``model_key``; None loads it.
+
+    Raises:
+        PackError: what any of the stages refuses.
+    """
+    with torch.no_grad():
+        pipeline = pipeline or load_pipeline(job, machine, progress)
+        latents, kept = sample(job, machine, progress, pipeline)
+        latents = stages.with_decode_noise(pipeline, latents, job.decode_timestep, job.decode_noise_scale, progress)
+        return Rendered(stages.decode(pipeline, latents, progress, form=job.decode), latents, kept)
+
+
+def sample(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline) -> tuple[Latents, str]:
+    """The latents of a job, saved before anything else can fail, and their id there."""
+    image, start = _images(job, machine, progress, pipeline)
+    asked = replace(job.prompt, image=start if "image" in pipeline.spec.effective else None)
+    prompt = stages.encode_prompt(pipeline, asked, progress)
+    size = (image.width, image.height) if image else (job.settings.width, job.settings.height)
+    settings = replace(job.settings, width=size[0], height=size[1], latents=_video(job, machine, progress, pipeline))
+    store = machine.state / "kept"
+    unfinished = machine.unfinished or store
+    steps = KeptSteps(unfinished / FOLDER, progress.notify)
+    if not pipeline.spec.sections:
+        latents = stages.sample(pipeline, prompt, image, settings, progress, steps)
+        latents = with_receipt(latents, pipeline, prompt, image, settings, video=job.video)
+        kept = recovery.keep(store, latents, progress.notify)
+    elif image is None:
+        raise InputError("no image for FramePack", expected="a start image", fix="Add --image FILE.")
+    else:
+        framepack = job.framepack or FramePackSettings(clip_seconds=5.0)
+        signed = partial(
+            with_receipt, pipeline=pipeline, prompt=prompt, image=image, settings=settings, framepack=framepack
+        )
+        keeper = recovery.KeptSections(unfinished, progress.notify, describe=signed)
+        latents = stages.sample_framepack(pipeline, prompt, image, settings, framepack, progress, keeper, steps)
+        latents = signed(latents)
+        kept = next(iter(keeper.names.values()), "")
+    if kept:
+        progress.notify(f"the latents are kept: --recover {kept} decodes them again")
+    return latents, kept
+
+
+def _images(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline) -> tuple[Any, torch.Tensor | None]:
+    """The image condition of a job's pictures, and the first of them."""
+    condition, start = None, None
+    for picture in job.pictures:
+        frames, _ = machine.places.frames(picture.file)
+        start = frames if start is None else start
+        request = ImageRequest(
+            frames,
+            width=job.settings.width,
+            height=job.settings.height,
+            frame=picture.frame,
+            strength=picture.strength,
+            previous=condition,
+            seed=job.settings.seed if picture.seed < 0 else picture.seed,
+        )
+        condition = stages.encode_image(pipeline, request, job.fit, progress)
+    return condition, start
+
+
+def _video(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline) -> Latents | None:
+    """The latents of the video that a job starts from; None without one."""
+    if job.video is None:
+        return None
+    frames, _ = machine.places.frames(job.video)
+    size = job.settings
+    return stages.encode_video(pipeline, frames, size.width, size.height, "crop", size.seed, progress)
+
+
+def _inside(roots: tuple[Path, ...], name: str) -> list[Path]:
+    """The paths of ``name`` in ``roots``; none for a name that leads out of them."""
+    place = PurePosixPath(name)
+    if not name or "\0" in name or "\\" in name or place.is_absolute() or ".." in place.parts or ":" in name:
+        return []
+    return [root / place for root in roots]
+
+
+def _pictures(folder: Path) -> list[Path]:
+    """The pictures and videos in a folder, not deeper; the first :data:`MOST_PICTURES` by name."""
+    try:
+        paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in PICTURES and path.is_file())
+    except OSError:
+        return []
+    return paths[:MOST_PICTURES]
+
+
+def _pixels(path: Path) -> str:
+    """The content of a picture file; empty for what is none."""
+    try:
+        return picture_content(read_frames(path)[0])
+    except PackError:
+        return ""

@@ -1,0 +1,73 @@
+"""Several videos in one LATENT: sampled one after the other from seeds that count up, and taken apart again.
+
+A batch takes the memory of one video: a transformer that fits with one would seldom fit with two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..base import Latents, Progress, SubProgress
+from .convert import KEY, to_core
+
+BATCH = "batch"  # under our key: what each video's own is, where there are several
+ROWS = "batch_index"  # of core's Latent From Batch: which of the videos it left
+MASK = "noise_mask"
+SEEDS = 2**64
+
+
+def parts_of(progress: Progress, count: int) -> list[Progress]:
+    """The progress of each of ``count`` videos."""
+    return [SubProgress(progress, index, count, "video") for index in range(count)]
+
+
+def sampled(
+    count: int, seed: int, progress: Progress, sample: Callable[[int, int, Progress], Latents]
+) -> list[Latents]:
+    """``count`` videos.
+
+    Args:
+        seed: of the first; each further one has the next.
+        sample: makes the video of an index, with its seed.
+    """
+    return [sample(index, (seed + index) % SEEDS, part) for index, part in enumerate(parts_of(progress, count))]
+
+
+def joined(videos: Sequence[Latents]) -> dict[str, Any]:
+    """A LATENT of one or more videos of one size."""
+    rows = [to_core(video) for video in videos]
+    if len(rows) == 1:
+        return rows[0]
+    own = {**rows[0][KEY], BATCH: [row[KEY] for row in rows]}
+    return {**rows[0], "samples": torch.cat([row["samples"] for row in rows]), KEY: own}
+
+
+def videos_of(latent: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A LATENT per video, each with its own seed and whatever else its decode needs; of a picture as it is.
+
+    Core's nodes carry our key along: which videos Latent From Batch left is in its own key, and Repeat Latent Batch
+    starts over.
+    """
+    samples, own = latent.get("samples"), latent.get(KEY)
+    if not isinstance(samples, torch.Tensor) or samples.is_nested or samples.ndim != 5:
+        return [dict(latent)]
+    rows = latent.get(ROWS, range(len(samples)))
+    records = own.get(BATCH, [own]) if isinstance(own, Mapping) else [None]
+    mask = latent.get(MASK)
+    videos = []
+    for index, row in enumerate(rows):
+        video = {name: value for name, value in latent.items() if name not in (ROWS, KEY)}
+        video["samples"] = samples[index : index + 1]
+        if isinstance(mask, torch.Tensor) and len(mask) == len(samples):
+            video[MASK] = mask[index : index + 1]
+        record = records[row % len(records)]
+        videos.append(video if record is None else {**video, KEY: record})
+    return videos
+
+
+def seeds_of(videos: Sequence[Latents]) -> str:
+    """How many videos there are and of which seeds, for a status line; empty for one."""
+    return f"{len(videos)} videos, seeds {videos[0].seed} to {videos[-1].seed}" if len(videos) > 1 else ""

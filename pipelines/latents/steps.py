@@ -1,0 +1,122 @@
+"""Unfinished samplings on disk: one file each, replaced after steps, removed when the sampling has ended."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...compat.checkpoints.latents import read_record, record_in, write_record
+from ...compat.device.execution import generator_for
+from ...compat.errors import PackError
+from ..sampling.resume import StepState
+from .recovery import UNLISTED
+
+log = logging.getLogger(__name__)
+
+FOLDER = "steps"  # below that of finished latents, whose list leaves it out
+KIND, VERSION = "steps", 1
+SHARE = 0.008  # of the time of the steps that keeping them takes: 1 % at most, with room for a slow moment of the disk
+FIRST_SECONDS = 0.1  # that the first state is taken to cost, before one was measured
+MOST = 4  # unfinished samplings: 30 MB each at 720p, with a multistep solver four times that
+LATENTS, SOLVER = "latents", "solver"
+
+
+@dataclass(slots=True)
+class KeptSteps:
+    """Unfinished samplings in a folder, which several machines may share.
+
+    Args:
+        folder: of their files. notify: told once where the disk fails. share: of the time that keeping may take.
+        cost: seconds that the last state took. spent: that all of them took since ``begun``.
+    """
+
+    folder: Path
+    notify: Callable[[str], None]
+    share: float = SHARE
+    cost: float = FIRST_SECONDS
+    spent: float = 0.0
+    failed: bool = False
+    begun: float = field(default_factory=time.perf_counter)
+
+    def found(self, key: str) -> StepState | None:
+        """Where the sampling of this ``key`` stands; None where there is none, or its file is damaged."""
+        self.begun, self.spent = time.perf_counter(), 0.0
+        path = self._path(key)
+        if not path.is_file():
+            return None
+        try:
+            tensors, metadata = read_record(path, "steps")
+            return _state(tensors, record_in(metadata, path), key)
+        except (*UNLISTED, RuntimeError) as error:
+            log.warning("AnyGPU: cannot go on from %s: %s", path.name, error)
+            return None
+
+    def due(self) -> bool:
+        """Whether another state takes no more than what is left of ``share`` of the time until now."""
+        return not self.failed and (time.perf_counter() - self.begun) * self.share >= self.spent + self.cost
+
+    def keep(self, key: str, state: StepState) -> None:
+        """Replace what is kept of this sampling. Never raises for a disk."""
+        tensors = {LATENTS: state.latents.cpu()}  # waits for the device to finish the step: no cost of ours
+        begun = time.perf_counter()
+        solver: dict[str, Any] = {}
+        for name, value in state.solver.items():
+            items = value if isinstance(value, list) else [value]
+            tensors |= {f"{SOLVER}.{name}.{n}": item for n, item in enumerate(items) if isinstance(item, torch.Tensor)}
+            plain = [None if isinstance(item, torch.Tensor) else item for item in items]
+            solver[name] = plain if isinstance(value, list) else {"value": plain[0]}
+        record = {"kind": KIND, "version": VERSION, "key": key, "done": state.done, "section": state.section}
+        record |= {SOLVER: solver, "generator_state": state.generator_state.hex()}
+        try:
+            write_record(self._path(key), tensors, record)
+            self._sweep()
+        except (OSError, PackError) as error:
+            self.failed = True
+            self.notify(f"unfinished steps cannot be kept: {error}")
+        self.cost = time.perf_counter() - begun
+        self.spent += self.cost
+
+    def drop(self, key: str) -> None:
+        """Remove what is kept of this sampling."""
+        with suppress(OSError):
+            self._path(key).unlink(missing_ok=True)
+
+    def _path(self, key: str) -> Path:
+        return self.folder / f"{key}.safetensors"
+
+    def _sweep(self) -> None:
+        """Remove the oldest where there are more than :data:`MOST`, and what a writer that died left half written."""
+        dated = []
+        for path in [*self.folder.glob("*.safetensors"), *self.folder.glob(".*.part")]:
+            with suppress(OSError):  # another process may have removed it
+                dated.append((path.stat().st_mtime, path))
+        for _, path in sorted(dated, reverse=True)[MOST:]:
+            path.unlink(missing_ok=True)
+
+
+def _state(tensors: Mapping[str, torch.Tensor], record: Mapping[str, Any], key: str) -> StepState:
+    """The state in a file that may have been edited.
+
+    Raises:
+        ValueError, LookupError, RuntimeError: it cannot be one of this sampling.
+    """
+    if record.get("kind") != KIND or record.get("version") != VERSION or record.get("key") != key:
+        raise ValueError("another kind of file, or of another sampling")
+    solver: dict[str, Any] = {}
+    for name, kept in dict(record[SOLVER]).items():
+        items = kept if isinstance(kept, list) else [kept["value"]]
+        whole = [tensors.get(f"{SOLVER}.{name}.{n}", item) for n, item in enumerate(items)]
+        solver[str(name)] = whole if isinstance(kept, list) else whole[0]
+    done, section = record["done"], record["section"]
+    if type(done) is not int or type(section) is not int or not torch.isfinite(tensors[LATENTS]).all():
+        raise ValueError("values that no sampling has")
+    state = bytes.fromhex(record["generator_state"])
+    generator_for(0, state)  # raises where this is none
+    return StepState(done, section, tensors[LATENTS], solver, state)

@@ -1,0 +1,270 @@
+"""The work of each stage of a run, counted before anything is read: the model's own code on tensors without data.
+
+Blocks that are alike are counted once: a transformer of any depth is built with two of each kind. What was counted for
+a size is kept, so that asking again costs nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...compat.device.work import ATTENTION, META, OTHER, PRODUCT, Work, counting_on_meta
+from ...compat.transforms import fused
+from ...compat.transforms.fused_vae import fuse_vae
+from ..base import Pipeline, SampleSettings
+from ..memory.estimates import TRANSFORMER, VAE, Size, latent_shape
+from ..sampling.core_sampler import Call
+from ..sampling.guidance import Guidance
+from ..vae.chunked import decode_as_published
+from ..vae.plan import Attempt
+from ..vae.tiled import decoder_call, pieces_of
+
+BLOCKS = {"num_layers": "transformer_blocks", "num_single_layers": "single_transformer_blocks"}
+ALIKE = 2  # blocks of a kind that are built: the last may differ from the others
+KEPT = 64  # counts, the newest
+Cells = tuple[int, int, int]  # latent frames, rows, columns
+_counts: dict[Any, Any] = {}
+
+
+def sampling_work(pipeline: Pipeline, size: Size, settings: SampleSettings) -> Work:
+    """The work of all steps of a sampling.
+
+    Args:
+        settings: completed: steps and guidance are known.
+    """
+    total, sections = Work(), sections_of(pipeline, size)
+    for rows, count in Counter(batches_of(pipeline, settings)).items():
+        total.update(transformer_work(pipeline, size, rows).times(count * sections))
+    return total
+
+
+def batches_of(pipeline: Pipeline, settings: SampleSettings) -> Iterator[int]:
+    """The batch of each call of the transformer, over all steps."""
+    code = pipeline.spec.code
+    if hasattr(code, "batches"):
+        yield from code.batches(pipeline, settings)
+        return
+    guidance = Guidance(settings, settings.steps)
+    for index in range(settings.steps):
+        pair = (2,) if pipeline.spec.batched_cfg else (1, 1)
+        yield from pair if guidance.acts(index) else (1,)
+
+
+def sections_of(pipeline: Pipeline, size: Size) -> int:
+    """How many sections a video is sampled in."""
+    if not pipeline.spec.sections:
+        return 1
+    covered = (size.window - 1) * pipeline.spec.stride + 1
+    return max(1, -(-size.frames // covered))
+
+
+def transformer_work(pipeline: Pipeline, size: Size, rows: int = 1) -> Work:
+    """The work of one call of the transformer.
+
+    Args:
+        rows: of the batch.
+    """
+    config = dict(pipeline.configs[TRANSFORMER])
+    depth = {key: int(config[key]) for key in BLOCKS if config.get(key)}
+    shown = {**config, **{key: min(ALIKE, count) for key, count in depth.items()}}
+    call, form = _call(pipeline, size, rows), (pipeline.speed.forms if pipeline.speed else {}).get(TRANSFORMER, "")
+    dtype = pipeline.precision.compute or pipeline.precision.transformer
+    key = (TRANSFORMER, pipeline.family, pipeline.variant, _text(config), call.latents.shape, call.embeds.shape)
+
+    def count() -> Work:
+        module = _built(pipeline, TRANSFORMER, shown, dtype)
+        if form:
+            fused.fuse(module, form)
+        tokens = call.embeds.shape[1] + (0 if call.vision is None else call.vision.shape[1])
+        with counting_on_meta(tokens) as work, _each_block(module, work) as blocks:
+            pipeline.spec.code.call_transformer(pipeline, module, call)
+        for name, first in blocks.items():
+            work.update(first.times(max(0, depth[name] - ALIKE)))
+        return work
+
+    return _kept((*key, None if call.vision is None else call.vision.shape, str(dtype), form), count)
+
+
+def decoding_work(pipeline: Pipeline, size: Size, attempt: Attempt | None = None) -> Work:
+    """The work of a decode in the form of ``attempt``; whole without one."""
+    config, attempt = pipeline.configs[VAE], attempt or Attempt(pipeline.precision.vae)
+    form = (pipeline.speed.forms if pipeline.speed else {}).get(VAE, "")
+    key = (VAE, pipeline.family, _text(config), str(attempt.dtype), form)
+    total, modules = Work(), []
+
+    def vae() -> Any:
+        if not modules:
+            modules.append(_built(pipeline, VAE, config, attempt.dtype))
+            for name, value in pipeline.spec.vae_settings.items():
+                setattr(modules[0], name, value)
+            decode_as_published(modules[0])
+            if form:
+                fuse_vae(modules[0], form)
+        return modules[0]
+
+    def latents(cells: Cells) -> torch.Tensor:
+        return _empty(1, int(config.get("latent_channels", 16)), *cells, dtype=attempt.dtype)
+
+    def decoded(cells: Cells) -> Work:
+        time = _empty(1, dtype=attempt.dtype) if config.get("timestep_conditioning") else None
+        with counting_on_meta() as work:
+            decoder_call(vae(), latents(cells), time)
+        return work
+
+    for cells, times in Counter(_cuts(pipeline, size)).items():
+        pieces = _kept(
+            (*key, cells, attempt), lambda cells=cells: pieces_of(vae(), latents(cells), attempt, pipeline.spec.ratio)
+        )
+        for piece, count in pieces.items():
+            total.update(_kept((*key, piece), lambda piece=piece: decoded(piece)).times(count * times))
+    return total
+
+
+def text_work(pipeline: Pipeline) -> Work:
+    """The work of encoding a prompt and its negative: the products with the weights of each encoder, and attention."""
+    tokens, total = pipeline.spec.memory.reference_tokens, Work()
+    for part in pipeline.spec.text_parts:
+        if part in pipeline.configs:
+            config = pipeline.configs[part]
+            total.update(_encoder_work(config.get("text_config", config), tokens, pipeline.precision.text.itemsize))
+    return total.times(2)
+
+
+def _encoder_work(config: Mapping[str, Any], tokens: int, itemsize: int) -> Work:
+    """One forward of a text encoder: T5, Llama, Qwen or CLIP, by what their configurations call their sides."""
+
+    def side(*names: str, default: int = 0) -> int:
+        return next((int(config[name]) for name in names if config.get(name)), default)
+
+    width, heads = side("d_model", "hidden_size"), side("num_heads", "num_attention_heads", default=1)
+    head = side("d_kv", "head_dim", default=width // heads)
+    inner, wide = heads * head, side("d_ff", "intermediate_size")
+    keys = side("num_key_value_heads", default=heads) * head
+    gated = "gated" in str(config.get("feed_forward_proj")) or config.get("hidden_act") == "silu"
+    work, layers = Work(), side("num_layers", "num_hidden_layers")
+    for columns, rows, times in (
+        (width, inner, 1),
+        (width, keys, 2),
+        (inner, width, 1),
+        (width, wide, 1 + gated),
+        (wide, width, 1),
+    ):
+        moved = itemsize * (columns * rows + tokens * (columns + rows))
+        work[PRODUCT, 2 * tokens * columns * rows, moved] += layers * times
+    work[OTHER, 0, itemsize * tokens * width] += 10 * layers  # norms, residuals, activations
+    work[ATTENTION, 4 * tokens * tokens * inner, 4 * itemsize * tokens * inner] += layers
+    return work
+
+
+def _cuts(pipeline: Pipeline, size: Size) -> list[Cells]:
+    """Latent frames, rows and columns of each decode: a video, or sections, each later one with its neighbour.
+
+    One of the sections also has the frame that the video starts from.
+    """
+    frames, rows, columns = latent_shape(pipeline, size)
+    if not pipeline.spec.sections:
+        return [(frames, rows, columns)]
+    later = sections_of(pipeline, size) - 1
+    return [(size.window + 1, rows, columns), *[(2 * size.window, rows, columns)] * later]
+
+
+def _call(pipeline: Pipeline, size: Size, rows: int) -> Call:
+    """The arguments of one call of the transformer, without data."""
+    spec, config, dtype = pipeline.spec, pipeline.configs[TRANSFORMER], pipeline.precision.residual
+    frames, *plane = latent_shape(pipeline, size)
+    channels, text = (
+        int(config.get("in_channels", 16)),
+        size.text or spec.memory.text_tokens or spec.memory.reference_tokens,
+    )
+    embeds = _empty(rows, text, int(config.get(spec.text_width) or config.get("caption_channels") or 1), dtype=dtype)
+
+    def wide(*names: str) -> int:
+        return next((int(config[name]) for name in names if config.get(name)), 1)
+
+    vision = None
+    if spec.sections or pipeline.task == "image":
+        vision = _empty(rows, _vision_tokens(pipeline), wide("image_proj_dim", "image_embed_dim"), dtype=dtype)
+    return Call(
+        latents=_empty(rows, channels, size.window if spec.sections else frames, *plane, dtype=dtype),
+        time=_empty(rows),
+        embeds=embeds,
+        mask=_empty(rows, text),
+        pooled=_empty(rows, wide("pooled_projection_dim"), dtype=dtype),
+        guidance=_empty(rows),
+        vision=vision,
+        picture=_empty(rows, channels, 1, *plane, dtype=dtype),
+        later=_empty(rows),
+    )
+
+
+def _vision_tokens(pipeline: Pipeline) -> int:
+    """States of a picture that the image encoder makes."""
+    config = pipeline.configs.get("image_encoder") or {}
+    config = config.get("vision_config", config)
+    if not config.get("image_size") or not config.get("patch_size"):
+        return pipeline.spec.memory.history_tokens
+    return (int(config["image_size"]) // int(config["patch_size"])) ** 2
+
+
+def _built(pipeline: Pipeline, part: str, config: Mapping[str, Any], dtype: torch.dtype) -> Any:
+    """The module of ``part`` without data."""
+    import diffusers
+
+    names = pipeline.spec.parts[part][1:]
+    named = config.get("_class_name")
+    with META:
+        module: Any = getattr(diffusers, named if named in names else names[0]).from_config(dict(config))
+    return nn.Module.to(module, dtype).eval()  # diffusers' own warns of layers that it would keep in fp32
+
+
+@contextmanager
+def _each_block(module: nn.Module, work: Work) -> Iterator[dict[str, Work]]:
+    """The work of the first block of each kind, by the setting that says how many there are; complete at the end."""
+    done: dict[str, Work] = {}
+    hooks = []
+    for key, name in BLOCKS.items():
+        blocks = getattr(module, name, None)
+        if isinstance(blocks, nn.ModuleList) and len(blocks) == ALIKE:
+            hooks += _watch(blocks[0], key, work, done)
+    try:
+        yield done
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _watch(block: nn.Module, key: str, work: Work, done: dict[str, Work]) -> list[Any]:
+    before: list[Work] = []
+
+    def start(*_: Any) -> None:
+        before.append(Work(work))
+
+    def end(*_: Any) -> None:
+        done[key] = Work(work - before.pop())
+
+    return [block.register_forward_pre_hook(start), block.register_forward_hook(end)]
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device=META)
+
+
+def _text(config: Mapping[str, Any]) -> str:
+    return json.dumps(config, sort_keys=True, default=str)
+
+
+def _kept(key: Any, count: Callable[[], Any]) -> Any:
+    """What ``count`` counts, from memory where it was asked for before."""
+    if key not in _counts:
+        counted = count()
+        while len(_counts) >= KEPT:
+            _counts.pop(next(iter(_counts)), None)
+        _counts[key] = counted
+    return _counts[key]

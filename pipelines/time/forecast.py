@@ -1,0 +1,226 @@
+"""How long each stage of a run takes: its work at the rates of the device, its copies over the link, and what earlier
+runs of the same kind showed."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from ...compat.device.execution import HOST
+from ...compat.device.facts import free_bytes, value_or
+from ...compat.device.rates import published_rates
+from ...compat.device.work import PUBLISHED, Pace, pace_of
+from ...compat.memory.offloader import HOSTED
+from ...compat.memory.statistics import StageCost, duration, kept_stages
+from ..base import Pipeline, SampleSettings
+from ..memory.estimates import VAE, Size, sampling_bytes
+from ..recipes import guidance_steps, of_checkpoint, recipe_of
+from ..vae.plan import planned_decode
+from .counts import batches_of, decoding_work, sampling_work, sections_of, text_work
+
+TEXT, SAMPLING, DECODING = "text", "sampling", "decoding"
+STAGES = (TEXT, SAMPLING, DECODING)
+PAPER = 3.0  # times longer than on paper at most: no program reaches a data sheet's rates
+PROBED = 1.35  # what a few probes may be off by, in both directions
+NEAR, FAR = 1.1, 1.25  # what runs of the same size, and of another, may be off by
+SAME = 1.05  # by which two runs may differ in their work to be of one size
+ROWS = 3  # newest runs that count
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What is asked of a run: its size and its settings, complete."""
+
+    size: Size
+    settings: SampleSettings
+
+
+@dataclass(frozen=True, slots=True)
+class StageTime:
+    """One stage of a run in seconds: as forecast, between which bounds, and before earlier runs corrected it."""
+
+    name: str
+    seconds: float
+    low: float
+    high: float
+    modelled: float
+
+    def __str__(self) -> str:
+        return f"{self.name} {span(self.low, self.high)}"
+
+
+@dataclass(frozen=True, slots=True)
+class TimeForecast:
+    """The stages of a run under one mode, in seconds."""
+
+    mode: str
+    stages: tuple[StageTime, ...]
+
+    @property
+    def seconds(self) -> float:
+        """All stages."""
+        return sum(stage.seconds for stage in self.stages)
+
+    def __str__(self) -> str:
+        """About how long, such as ``about 14 min (11 to 18 min)``."""
+        low, high = (sum(getattr(stage, bound) for stage in self.stages) for bound in ("low", "high"))
+        return f"about {duration(self.seconds)} ({span(low, high)})"
+
+
+def planned_run(pipeline: Pipeline, size: Size, asked: SampleSettings | None = None) -> Run:
+    """A run of ``size`` with the steps and guidance that are ``asked``, else those of the checkpoint."""
+    recipe = recipe_of(pipeline, asked)
+    usual = of_checkpoint(pipeline, recipe).defaults
+    settings = asked or SampleSettings(size.width, size.height, size.frames)
+    cfg = settings.cfg or (usual.cfg if size.guided or asked is not None else 1.0)
+    settings = replace(
+        settings,
+        width=size.width,
+        height=size.height,
+        frames=size.frames,
+        fps=settings.fps or usual.fps,
+        steps=settings.steps or usual.steps,
+        cfg=cfg,
+        guidance_steps=settings.guidance_steps or guidance_steps(recipe, settings, cfg),
+    )
+    return Run(replace(size, guided=cfg > 1.0), settings)
+
+
+def time_forecast(pipeline: Pipeline, run: Run, mode: str = "", room: int | None = None) -> TimeForecast | None:
+    """How long a run takes under ``mode``, by default the pipeline's own; None where nobody knows the device's rates.
+
+    Args:
+        room: bytes of the device that the run may take; None for all that it needs.
+    """
+    mode = mode or pipeline.offloader.mode
+    stages = [stage_time(pipeline, stage, run, mode, room) for stage in STAGES]
+    known = tuple(stage for stage in stages if stage is not None)
+    return TimeForecast(mode, known) if len(known) == len(STAGES) else None
+
+
+def stage_time(pipeline: Pipeline, stage: str, run: Run, mode: str = "", room: int | None = None) -> StageTime | None:
+    """How long one stage takes; None where nobody knows the device's rates."""
+    mode = mode or pipeline.offloader.mode
+    precision = pipeline.precision
+    dtype = {
+        TEXT: precision.text,
+        SAMPLING: precision.compute or precision.transformer,
+        DECODING: precision.vae,
+    }[stage]
+    pace = pace_of(pipeline.facts, pipeline.probes, dtype)
+    if pace is None:
+        return None
+    modelled = _modelled(pipeline, stage, run, pace, mode, room)
+    state = pipeline.offloader.options.state
+    rows = [] if state is None else kept_stages(state)
+    return corrected(stage, modelled, pace.source, _alike(rows, pipeline, stage, mode))
+
+
+def corrected(stage: str, modelled: float, source: str, rows: Sequence[StageCost]) -> StageTime:
+    """``modelled`` seconds of a stage as earlier runs of it were longer or shorter.
+
+    Args:
+        source: of the rates.
+        rows: of such runs, the newest last.
+    """
+    if not rows:
+        low, high = (1.0, PAPER) if source == PUBLISHED else (1 / PROBED, PROBED)
+        return StageTime(stage, modelled * math.sqrt(low * high), modelled * low, modelled * high, modelled)
+
+    def apart(row: StageCost) -> float:
+        return abs(math.log(row.modelled_seconds / modelled))
+
+    same = [row for row in rows if apart(row) <= math.log(SAME)][-ROWS:]
+    nearest = same or [min(reversed(rows), key=apart)]
+    # The quickest: the others shared the machine, or were the first of a process, which imports and compiles.
+    seconds = modelled * min(row.own_seconds / row.modelled_seconds for row in nearest)
+    off = NEAR if same else FAR
+    return StageTime(stage, seconds, seconds / off, seconds * off, modelled)
+
+
+def _modelled(pipeline: Pipeline, stage: str, run: Run, pace: Pace, mode: str, room: int | None) -> float:
+    """Seconds of a stage at these rates: computing, and copies that nothing hides."""
+    if stage == TEXT:
+        parts, calls, work = pipeline.spec.text_parts, 2, text_work(pipeline)
+        beside = 0
+    elif stage == SAMPLING:
+        parts, work = pipeline.spec.transformers, sampling_work(pipeline, run.size, run.settings)
+        calls = sum(1 for _ in batches_of(pipeline, run.settings)) * sections_of(pipeline, run.size)
+        beside = sampling_bytes(pipeline, run.size)
+    else:
+        weights = pipeline.weights[VAE].total if VAE in pipeline.weights else 0
+        attempt, _ = planned_decode(pipeline, run.size, sys.maxsize if room is None else room - weights)
+        parts, calls, work, beside = (VAE,), 1, decoding_work(pipeline, run.size, attempt), 0
+    computing = pace.seconds(work)
+    link = _link(pipeline)
+    if not link:
+        return computing
+    total = sum(pipeline.weights[part].total for part in parts if part in pipeline.weights)
+    if mode == HOSTED:
+        streamed = 0 if room is None else min(total, max(0, total + beside - room))
+        return max(computing, calls * streamed / link) + (total - streamed) / link
+    if mode in ("group", "sequential"):  # copies come ahead, but where the host's memory is the device's
+        copying = calls * total / link
+        return computing + copying if pipeline.facts.unified else max(computing, copying)
+    return computing + total / link
+
+
+def _link(pipeline: Pipeline) -> float:
+    """Bytes per second to the device: as earlier runs copied, else on paper; 0 where nothing is copied or known."""
+    device = pipeline.offloader.device
+    if device.type == HOST.type:
+        return 0.0
+    state = pipeline.offloader.options.state
+    rows = [] if state is None else kept_stages(state)
+    rates = [
+        row.moved_bytes / row.moving_seconds
+        for row in rows
+        if row.device == str(device)
+        and row.moved_bytes
+        and row.moving_seconds > 0
+        and row.mode not in ("group", "sequential")  # whose seconds are those that computing waited for copies
+    ]
+    published = published_rates(pipeline.facts.name)
+    return median(rates) if rates else 0.0 if published is None else published.to_device
+
+
+def _alike(rows: Sequence[StageCost], pipeline: Pipeline, stage: str, mode: str) -> list[StageCost]:
+    """Runs of the same stage of this model on this device in this precision; of this mode where there are any."""
+    title, device, precision = (
+        f"{pipeline.family} {pipeline.variant}",
+        str(pipeline.offloader.device),
+        str(pipeline.precision),
+    )
+    usable = [
+        row
+        for row in rows
+        if (row.stage, row.pipeline, row.device, row.precision) == (stage, title, device, precision)
+        and 0 < row.modelled_seconds < math.inf
+        and 0 < row.own_seconds < math.inf
+    ]
+    return [row for row in usable if row.mode == mode] or usable
+
+
+def expected(pipeline: Pipeline, stage: str, run: Run) -> StageTime | None:
+    """How long a stage that begins now takes, where what it took is kept; a forecast that fails stops no run."""
+    if pipeline.offloader.options.state is None:
+        return None
+    return value_or(lambda: stage_time(pipeline, stage, run, room=_room(pipeline)), None)
+
+
+def _room(pipeline: Pipeline) -> int | None:
+    """Bytes of the device that a run may take now; None where nobody tells."""
+    free = free_bytes(pipeline.offloader.device)
+    return None if free is None else max(0, free - pipeline.offloader.options.keep_free_bytes)
+
+
+def span(low: float, high: float) -> str:
+    """Two durations as one, such as ``11 to 18 min``."""
+    first, second = duration(low), duration(high)
+    if first == second:
+        return first
+    number, _, unit = first.partition(" ")
+    return f"{number if second.endswith(f' {unit}') else first} to {second}"

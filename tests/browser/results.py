@@ -1,0 +1,122 @@
+"""What the cards of workflows and the README show of a run: clips that the demo model draws, and a mesh that turns.
+
+Nothing is picked: prompts and seeds are fixed, and what comes out is shown. ``python tests/browser/results.py`` writes
+the README's moving picture; ``cards.py`` takes the frames.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+from anygpu.paint.demo import demonstration
+from anygpu.pipelines import stages
+from anygpu.pipelines.base import ImageRequest, Pipeline, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.demo import demo_models
+from anygpu.pipelines.demo.drawing import drawn
+from anygpu.pipelines.loading.folder import LoadRequest, load
+from PIL import Image, ImageDraw, ImageFont
+
+MOVING = Path(__file__).resolve().parents[2] / "docs" / "images" / "demo.webp"
+SIZE, SHOWN, SEED = 64, 4, 3
+PROMPTS = (  # of the moving picture, row by row
+    "a red circle moves left on blue",
+    "a blue square moves right on yellow",
+    "a green circle grows on white",
+    "a white triangle moves up on green",
+    "a yellow square moves down on black",
+    "a black circle shrinks on white",
+    "a white square stays still on red",
+    "a red triangle spins on black",
+)
+COLUMNS, ZOOM, LABEL, GAP = 4, 3, 22, 6
+Strip = list[Image.Image]
+
+
+@functools.cache
+def demo() -> Pipeline:
+    """The demo model that ships with the pack, in fp32."""
+    return load(LoadRequest(next(iter(demo_models().values())), precision="fp32", device="cpu"))
+
+
+def clip(text: str, **inputs: Any) -> torch.Tensor:
+    """The frames (F, H, W, 3) of a prompt with a picture or latents to start from."""
+    settings = SampleSettings(
+        SIZE, SIZE, 9, seed=SEED, denoise=inputs.get("denoise", 1.0), latents=inputs.get("latents")
+    )
+    with torch.no_grad():
+        prompt = stages.encode_prompt(demo(), PromptRequest(text), Silent())
+        return stages.decode(demo(), stages.sample(demo(), prompt, inputs.get("image"), settings, Silent()), Silent())
+
+
+def pictures(frames: torch.Tensor) -> Strip:
+    """Frames (F, H, W, 3) in 0..1 as pictures."""
+    return [Image.fromarray((frame.clamp(0, 1) * 255).round().to(torch.uint8).numpy()) for frame in frames]
+
+
+def evenly(frames: torch.Tensor, count: int = SHOWN) -> Strip:
+    """Some of the frames, from the first to the last."""
+    return pictures(frames[torch.linspace(0, len(frames) - 1, count).round().long()])
+
+
+def from_text(text: str) -> tuple[Strip, Strip]:
+    """What goes in beside the text, nothing, and what comes out."""
+    return [], evenly(drawn(demo(), text, SEED))
+
+
+def from_picture(text: str, start: str) -> tuple[Strip, Strip]:
+    """The first frame of another clip, and the clip that begins with it."""
+    first = drawn(demo(), start, SEED)[:1]
+    with torch.no_grad():
+        image = stages.encode_image(demo(), ImageRequest(first, SIZE, SIZE), "crop", Silent())
+    return pictures(first), evenly(clip(text, image=image))
+
+
+def from_video(text: str, start: str) -> tuple[Strip, Strip]:
+    """The middle of a clip, and what that clip is redrawn to."""
+    frames = drawn(demo(), start, SEED)
+    with torch.no_grad():
+        latents = stages.encode_video(demo(), frames, SIZE, SIZE, "crop", 0, Silent())
+    return pictures(frames[4:5]), evenly(clip(text, latents=latents, denoise=0.8))
+
+
+@functools.cache
+def painted() -> tuple[Strip, Strip]:
+    """A torus before and after it was painted from synthetic pictures, which no paint model made, turning."""
+    shown = demonstration(frames=12, frame_size=200)
+    return [], pictures(shown.frames[:SHOWN])
+
+
+RESULTS = {  # workflow -> what goes in and comes out
+    "ltx_text_to_video": functools.partial(from_text, PROMPTS[0]),
+    "ltx_core_ksampler": functools.partial(from_text, PROMPTS[1]),
+    "ltx_recover_latents": functools.partial(from_text, PROMPTS[2]),
+    "ltx_image_to_video": functools.partial(
+        from_picture, "a red square moves right on yellow", "a red square moves right on yellow"
+    ),
+    "ltx_video_to_video": functools.partial(from_video, PROMPTS[1], "a red square moves right on yellow"),
+    **dict.fromkeys(("paint_v2_0", "paint_pbr", "paint_turbo", "paint_second_pass", "paint_from_one_picture"), painted),
+}
+
+
+def moving() -> None:
+    """Write the README's moving picture: a clip below its prompt each, in rows, on a ground that suits both themes."""
+    clips = [pictures(drawn(demo(), text, SEED)) for text in PROMPTS]
+    side, font = SIZE * ZOOM, ImageFont.load_default(10)
+    rows = -(-len(clips) // COLUMNS)
+    frames = []
+    for step in range(len(clips[0])):
+        sheet = Image.new("RGB", (COLUMNS * (side + GAP) - GAP, rows * (side + LABEL + GAP) - GAP), (30, 34, 40))
+        pen = ImageDraw.Draw(sheet)
+        for index, (text, strip) in enumerate(zip(PROMPTS, clips, strict=True)):
+            left, top = index % COLUMNS * (side + GAP), index // COLUMNS * (side + LABEL + GAP)
+            pen.text((left + 2, top + 6), text, fill=(225, 228, 232), font=font)
+            sheet.paste(strip[step].resize((side, side), Image.Resampling.BICUBIC), (left, top + LABEL))
+        frames.append(sheet)
+    frames[0].save(MOVING, save_all=True, append_images=frames[1:], duration=125, loop=0, quality=70, method=6)
+
+
+if __name__ == "__main__":
+    moving()

@@ -1,0 +1,264 @@
+"""Ray on this machine: what listens, who is let in, and whose error an error is."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from anygpu.compat.errors import InputError
+from anygpu.farm import cluster
+from anygpu.farm.desk import open_desk
+from anygpu.farm.driver import Driver
+from anygpu.farm.schedule import Task
+from anygpu.pipelines.job_folder import JobFolder
+
+pytestmark = pytest.mark.farm
+KEY = "{:064x}"
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[Any]:
+    """Ray with room for two workers, as ``anygpu-farm run --local 2`` starts it."""
+    before = dict(os.environ)
+    started = cluster.start_here(2, 0)
+    from ray import cloudpickle
+
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the workers cannot import tests
+    yield started
+    started.shutdown()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@dataclass
+class Play:
+    """Does what a line says in place of rendering: ``ok``, ``lack``, ``full``, ``die``, ``bad`` or ``long``.
+
+    ``lack`` and ``full`` are said by the first process that gets such a line, and by no other.
+    """
+
+    folder: Path
+
+    def render(self, line: str, progress: Any) -> dict[str, Any]:
+        """What the line says."""
+        from anygpu.compat.errors import CheckpointError, InputError  # whose __module__ is not where they are
+
+        what = line.split()[0]
+        if what in ("lack", "full"):
+            first = self.folder / what
+            try:
+                with first.open("x") as file:
+                    file.write(str(os.getpid()))
+            except FileExistsError:
+                pass
+            while not first.read_text():
+                time.sleep(0.01)
+            if first.read_text() == str(os.getpid()):
+                if what == "full":
+                    raise OSError(errno.ENOSPC, "No space left on device")
+                raise CheckpointError("no 'fox' in /models", expected="the model", fix="Copy it there.")
+        if what == "none":
+            raise CheckpointError("no 'hare' in /models", expected="the model", fix="Copy it there.")
+        if what == "bad":
+            raise InputError("frames 7", expected="8n + 1", fix="Use 9.")
+        if what == "die":
+            os._exit(9)
+        for step in range(1_000_000 if what == "long" else 3):
+            progress.step(step, 1_000_000, "sampling", lambda: torch.ones(2, 4, 4, 3))
+            time.sleep(0.01)
+        return {"pid": os.getpid()}
+
+
+def task_of(line: str) -> Task:
+    """The model is the line's first word, its key the number behind."""
+    what, number = line.split()
+    return Task(KEY.format(int(number)), what, 1.0, line)
+
+
+@pytest.fixture
+def driver(ray: Any, tmp_path: Path) -> Iterator[Driver]:
+    """A driver with two workers over an empty folder."""
+    made = Driver(ray, JobFolder(tmp_path), task_of, lambda _task: 0.0, lambda _text: None)
+    made.hire(2, Play(tmp_path), {"num_cpus": 1})
+    yield made
+    for hand in made.hands:
+        ray.kill(hand.actor)
+
+
+def test_nothing_listens_beyond_loopback(ray: Any, driver: Driver) -> None:
+    driver.add([f"ok {number}" for number in range(4)], again=True)
+    assert driver.run().done == 4
+    me = psutil.Process()
+    sockets = [
+        (process.name(), connection.laddr.ip)
+        for process in (me, *me.children(recursive=True))
+        for connection in process.net_connections()
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert len(sockets) >= 6, "gcs, raylet, agents, driver and workers were looked at"
+    assert {address.removeprefix("::ffff:") for _, address in sockets} == {"127.0.0.1"}, sockets
+
+
+def test_who_has_no_token_is_not_let_in(ray: Any) -> None:
+    address = ray.get_runtime_context().gcs_address
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    program = f"import ray; ray.init({address!r}); print('in')"
+    for mode in ({}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}):
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=environment | mode, capture_output=True, text=True, timeout=200
+        )
+        assert done.returncode != 0 and "in" not in done.stdout.split(), done.stdout
+
+
+def test_a_model_that_one_worker_lacks_is_its_error_alone(driver: Driver) -> None:
+    driver.add([f"lack {number}" for number in range(4)] + [f"ok {number}" for number in range(10, 14)], again=True)
+    tally = driver.run()
+    assert (tally.done, tally.failed) == (8, {})
+    (error,) = [hand.error for hand in driver.hands if hand.error]
+    assert "no 'fox' in /models" in error
+    shown = driver.folder.workers()
+    assert [bool(state["error"]) for state in shown].count(True) == 1 and sum(state["finished"] for state in shown) == 8
+
+
+def test_a_full_disk_takes_one_worker_out(driver: Driver) -> None:
+    driver.add([f"full {number}" for number in range(4)], again=True)
+    tally = driver.run()
+    assert (tally.done, tally.failed) == (4, {})
+    assert sorted(bool(hand.broken) for hand in driver.hands) == [False, True]
+
+
+def test_what_nobody_can_do_says_why_and_the_job_s_own_error_is_the_job_s(driver: Driver) -> None:
+    driver.add(["none 1", "bad 2", "ok 3"], again=True)
+    tally = driver.run()
+    assert tally.done == 1 and set(tally.failed) == {KEY.format(1), KEY.format(2)}
+    assert "no 'hare' in /models" in driver.folder.failure(KEY.format(1))
+    assert driver.folder.failure(KEY.format(2)).startswith("frames 7; expected 8n + 1")
+
+
+def test_a_job_that_kills_its_workers_is_given_up_and_the_others_are_done(driver: Driver) -> None:
+    driver.add(["die 1", *(f"ok {number}" for number in range(2, 6))], again=True)
+    tally = driver.run()
+    assert (tally.done, tally.deaths) == (4, 3)
+    assert "3 workers died at this job" in tally.failed[KEY.format(1)]
+
+
+def test_a_running_job_shows_itself_ends_when_asked_and_leaves_its_worker_usable(ray: Any, driver: Driver) -> None:
+    desk = open_desk(driver)
+    with pytest.raises(InputError, match="one `anygpu-farm watch` per cluster"):
+        open_desk(driver)
+    driver.add(["long 1", "long 2"], again=True)
+    while sum(hand.task is not None for hand in driver.hands) < 2:
+        driver.turn()
+    while driver.folder.workers() == [] or not all(state["job"] for state in driver.folder.workers()):
+        driver.turn()
+    states = ray.get(desk.standing.remote([KEY.format(1), KEY.format(2)]))
+    assert {state["stage"] for state in states["workers"]} == {"sampling"} and states["done"] == []
+    picture = ray.get(desk.preview.remote(states["workers"][0]["worker"]))
+    assert picture.shape == (4, 4, 3) and (picture == 255).all()
+    ray.get(desk.cancel.remote([KEY.format(1), KEY.format(2)]))
+    driver.add(["ok 3"], again=True)
+    tally = driver.run()
+    assert tally.failed == {KEY.format(1): "cancelled", KEY.format(2): "cancelled"} and tally.done == 1
+    ray.kill(desk)
+
+
+def test_the_desk_takes_jobs_and_files_and_no_other_names(ray: Any, driver: Driver) -> None:
+    desk = open_desk(driver)
+    name = ray.get(desk.put_input.remote(b"pixels", ".png"))
+    assert (driver.folder.root / name).read_bytes() == b"pixels"
+    for call in (desk.put_input.remote(b"", ".py"), desk.submit.remote("../up", []), desk.submit.remote("a", ["{}"])):
+        with pytest.raises(ray.exceptions.RayError):
+            ray.get(call)
+    assert ray.get(desk.result.remote("../../etc/passwd")) is None
+    ray.kill(desk)
+
+
+CLIENT = """
+import json, sys, types
+from pathlib import Path
+for name in ("folder_paths", "anygpu.host.api", "anygpu.host.progress"):
+    sys.modules[name] = types.ModuleType(name)
+sys.modules["anygpu.host.api"].InputImpl = None
+class NodeProgress:
+    lines = []
+    def check(self): pass
+    def step(self, *told): pass
+sys.modules["anygpu.host.progress"].NodeProgress = NodeProgress
+from anygpu.host.farm import jobs_named, render_at, report_of
+from anygpu.pipelines.job_folder import JobFolder
+jobs = jobs_named(JobFolder(Path(sys.argv[1])), "foxes")
+back = render_at(sys.argv[2], jobs, NodeProgress())
+texts = [path.read_text() for path in back.files]
+print(json.dumps([texts, back.failed, report_of(jobs, back, jobs.folder.workers())]))
+"""
+
+
+@dataclass
+class Copier:
+    """Writes the job's prompt as its video; refuses hares."""
+
+    folder: Path
+
+    def render(self, line: str, progress: Any) -> dict[str, Any]:
+        """The file of a job."""
+        from anygpu.compat.errors import InputError
+        from anygpu.farm.render import job_of
+
+        job = job_of(line)
+        if "hare" in job.prompt.text:
+            raise InputError("a hare", expected="a fox", fix="Use a fox.")
+        picture = (self.folder / job.pictures[0].file.name).read_bytes()
+        path = self.folder / "results" / f"{job.key}.mp4"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"{job.prompt.text}, {len(picture)} bytes")
+        return {}
+
+
+def test_the_node_sends_jobs_and_pictures_to_an_address_and_brings_files_and_errors_back(
+    ray: Any, tmp_path: Path
+) -> None:
+    """As ComfyUI does it, in a process of its own."""
+    from anygpu.farm import render
+    from anygpu.pipelines.job_lists import Batch, queue_jobs
+    from PIL import Image
+
+    model, here, there = tmp_path / "model", JobFolder(tmp_path / "here"), JobFolder(tmp_path / "there")
+    model.mkdir()
+    there.root.mkdir()
+    Image.new("RGB", (8, 8), "red").save(tmp_path / "red.png")
+    queue_jobs(here, "foxes", model, Batch(["a fox", "a hare"], [1, 2], [tmp_path / "red.png"]))
+    driver = Driver(ray, there, render.task_of, lambda _task: 0.0, lambda _text: None)
+    driver.hire(2, Copier(there.root), {"num_cpus": 1})
+    desk = open_desk(driver)
+    driver.watching = True
+    words = [sys.executable, "-c", CLIENT, str(here.root), ray.get_runtime_context().gcs_address]
+    client = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while client.poll() is None:
+        driver.turn()
+    output, errors = client.communicate()
+    assert client.returncode == 0, errors[-3000:]
+    files, failed, report = json.loads(output.splitlines()[-1])
+    size = (tmp_path / "red.png").stat().st_size
+    assert files == [f"a fox, {size} bytes"] * 2
+    assert set(failed.values()) == {"a hare; expected a fox. Use a fox."} and len(failed) == 2
+    assert report.startswith("2 of 4 done") and report.count(" finished") == 2
+    ray.kill(desk)
+    for hand in driver.hands:
+        ray.kill(hand.actor)
+
+
+def test_a_driver_without_token_mode_does_not_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    with pytest.raises(InputError, match="RAY_AUTH_MODE=token on every machine"):
+        cluster.connect("127.0.0.1:6379")

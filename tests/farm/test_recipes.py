@@ -1,0 +1,109 @@
+"""What the recipes run is what the commands take, always with a token, and shares leave no job out."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from anygpu.compat.errors import InputError
+from anygpu.farm import cli
+
+RECIPES = Path(__file__).resolve().parents[2] / "farm" / "recipes"
+
+
+def recipe(name: str) -> Any:
+    """The content of a recipe."""
+    return yaml.safe_load((RECIPES / name).read_text(encoding="utf-8"))
+
+
+def parsed(words: list[str]) -> Any:
+    """The arguments of ``anygpu-farm`` as our own parser reads them."""
+    assert words[0] == "anygpu-farm"
+    return cli._parser().parse_args(words[1:])
+
+
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_shares_are_every_line_once(count: int) -> None:
+    lines = [str(number) for number in range(20)]
+    shares = [cli.share_of(lines, f"{index}/{count}") for index in range(count)]
+    assert (
+        sorted((line for share in shares for line in share), key=int) == lines
+        and max(map(len, shares)) - min(map(len, shares)) <= 1
+    )
+
+
+@pytest.mark.parametrize("share", ["8/8", "-1/8", "a/8", "1", "1/0"])
+def test_a_share_that_is_none_is_refused(share: str) -> None:
+    with pytest.raises(InputError, match="I from 0 to N - 1"):
+        cli.share_of(["a"], share)
+
+
+def test_the_slurm_script_gives_each_task_its_share(tmp_path: Path) -> None:
+    stand_in = tmp_path / "anygpu-farm"
+    stand_in.write_text('#!/bin/sh\nprintf "%s\\n" anygpu-farm "$@"\n')
+    stand_in.chmod(0o755)
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_ARRAY_TASK_ID": "3",
+        "SLURM_ARRAY_TASK_COUNT": "8",
+    }
+    script = ["bash", str(RECIPES / "slurm_array.sh"), "/my farm", "/models"]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, check=True)
+    arguments = parsed(done.stdout.splitlines())
+    assert (arguments.jobs, arguments.models, arguments.share, arguments.local) == ("/my farm", ["/models"], "3/8", 1)
+    lost = subprocess.run(script[:2], env=environment, capture_output=True, text=True)
+    assert lost.returncode != 0 and "the folder with the jobs" in lost.stderr
+
+
+def test_kubernetes_runs_commands_that_exist_each_pod_its_share() -> None:
+    job = recipe("kubernetes_indexed.yaml")["spec"]
+    (container,) = job["template"]["spec"]["containers"]
+    arguments = parsed([word.replace("$(JOB_COMPLETION_INDEX)", "7") for word in container["command"]])
+    assert arguments.share == f"7/{job['completions']}" and job["completionMode"] == "Indexed"
+
+
+def test_the_ray_cluster_asks_for_a_token_and_for_as_many_gpus_as_it_may_grow() -> None:
+    job = recipe("kuberay.yaml")["spec"]
+    cluster = job["rayClusterSpec"]
+    arguments = parsed(shlex.split(job["entrypoint"]))
+    (group,) = cluster["workerGroupSpecs"]
+    assert cluster["authOptions"] == {"mode": "token"} and cluster["enableInTreeAutoscaling"]
+    assert arguments.address == "auto" and arguments.workers == group["maxReplicas"]
+    assert cluster["headGroupSpec"]["rayStartParams"] == {"num-gpus": "0"}
+
+
+@pytest.mark.parametrize("name", ["compose.head.yaml", "compose.worker.yaml"])
+def test_two_boxes_start_ray_with_a_token_and_fixed_ports(name: str) -> None:
+    (service,) = recipe(name)["services"].values()
+    assert service["environment"]["RAY_AUTH_MODE"] == "token" and service["secrets"] == ["ray_token"]
+    command = service["command"].strip()
+    inner = shlex.split(command)[2] if command.startswith("sh -c") else command
+    for part in inner.split("&&"):
+        words = shlex.split(part.strip().removeprefix("exec "))
+        if words[0] == "anygpu-farm":
+            assert parsed(words).address == "auto"
+        else:
+            assert words[:2] == ["ray", "start"] and "--disable-usage-stats" in words
+            assert {"--min-worker-port=6400", "--max-worker-port=6499", "--node-manager-port=6380"} <= set(words)
+
+
+def test_the_image_asks_for_a_token_and_no_recipe_has_one() -> None:
+    assert "RAY_AUTH_MODE=token" in (RECIPES / "Dockerfile").read_text(encoding="utf-8")
+    for path in RECIPES.iterdir():
+        assert "RAY_AUTH_TOKEN:" not in path.read_text(encoding="utf-8"), "a token belongs into a secret"
+
+
+@pytest.mark.farm
+def test_ray_start_knows_every_flag_of_the_recipes() -> None:
+    from ray.scripts.scripts import start
+
+    known = {option for parameter in start.params for option in parameter.opts}
+    text = "\n".join(path.read_text(encoding="utf-8") for path in RECIPES.glob("compose.*.yaml"))
+    flags = {word.split("=")[0].strip('"') for word in text.split() if word.startswith("--")}
+    ours = {"--address", "--workers", "--models", "--generate"}
+    assert flags - ours and not flags - ours - known, flags - ours - known

@@ -1,0 +1,54 @@
+"""Who does which job next."""
+
+from __future__ import annotations
+
+from anygpu.farm.schedule import Schedule, Task
+
+
+def tasks(*pairs: tuple[str, float]) -> list[Task]:
+    """Tasks of models and sizes, with keys that say both."""
+    return [Task(f"{model}{size:g}", model, size) for model, size in pairs]
+
+
+def order(schedule: Schedule, worker: str) -> list[str]:
+    """The keys of all jobs that ``worker`` would do if it were alone."""
+    return [task.key for task in iter(lambda: schedule.take(worker), None)]
+
+
+def test_a_worker_keeps_its_model_and_does_the_largest_job_first() -> None:
+    schedule = Schedule(tasks(("a", 1), ("b", 5), ("a", 3), ("b", 7), ("a", 2)))
+    assert order(schedule, "w") == ["b7", "b5", "a3", "a2", "a1"]
+    assert len(schedule) == 0
+
+
+def test_two_workers_load_two_models_even_if_one_has_more_work() -> None:
+    schedule = Schedule(tasks(*[("a", 1.0 + n) for n in range(6)], ("b", 9), ("b", 8)))
+    first, second = schedule.take("v"), schedule.take("w")
+    assert first is not None and second is not None
+    assert (first.model, second.model) == ("a", "b")
+    assert [task.model for task in (schedule.take("v"), schedule.take("w")) if task] == ["a", "b"]
+
+
+def test_a_job_whose_worker_died_is_the_next_of_its_model_also_after_others_came_in() -> None:
+    schedule = Schedule(tasks(("a", 1), ("a", 2), ("a", 3)))
+    begun = [task for task in (schedule.take("v"), schedule.take("v"), schedule.take("v")) if task][-1]
+    schedule.add(tasks(("a", 8), ("a", 9)))
+    schedule.put_back(begun)
+    schedule.add(tasks(("a", 10)))
+    assert order(schedule, "w") == ["a1", "a10", "a9", "a8"]
+
+
+def test_a_worker_without_a_model_does_the_others_and_what_nobody_has_comes_out() -> None:
+    schedule = Schedule(tasks(("a", 9), ("b", 1), ("b", 2)))
+    schedule.refuse("w", "a")
+    assert order(schedule, "w") == ["b2", "b1"]
+    assert schedule.without_worker(["v", "w"]) == [], "v may have it"
+    schedule.refuse("v", "a")
+    assert [task.key for task in schedule.without_worker(["v", "w"])] == ["a9"]
+    assert len(schedule) == 0
+
+
+def test_cancelled_jobs_leave_the_others_in_their_order() -> None:
+    schedule = Schedule(tasks(("a", 1), ("a", 2), ("b", 3)))
+    assert [task.key for task in schedule.drop(["a2", "c"])] == ["a2"]
+    assert order(schedule, "w") == ["b3", "a1"]

@@ -1,0 +1,72 @@
+"""The folder through which jobs and results pass: whole files only, and nothing but keys names one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from anygpu.compat.errors import CheckpointError, InputError
+from anygpu.pipelines.job_folder import JobFolder, lines_of
+
+KEY = "0123456789abcdef" * 4
+
+
+def test_jobs_come_back_as_they_were_written(tmp_path: Path) -> None:
+    folder = JobFolder(tmp_path / "farm")
+    assert folder.job_files() == []
+    lines = ['{"a": 1}', '{"text": "ein Fuchs — 狐"}']
+    path = folder.write_jobs("foxes", lines)
+    assert folder.job_files() == [path]
+    assert lines_of(path) == lines
+    assert not list(folder.root.glob(".*")), "nothing half written is left"
+
+
+@pytest.mark.parametrize("name", ["", "../up", "a/b", ".hidden", "a\0b", "x" * 101])
+def test_a_name_cannot_lead_elsewhere(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InputError, match="expected letters, digits"):
+        JobFolder(tmp_path).write_jobs(name, ["{}"])
+
+
+def test_a_job_is_done_with_its_record_and_not_with_its_file(tmp_path: Path) -> None:
+    folder = JobFolder(tmp_path)
+    folder.results.mkdir()
+    (folder.results / f"{KEY}.mp4").write_bytes(b"video")
+    assert not folder.is_done(KEY) and folder.result(KEY) is None and folder.done_keys() == set()
+    folder.fail(KEY, "no\nroom")
+    assert folder.failure(KEY) == "no room"
+    folder.finish(KEY, {"seconds": 1})
+    assert folder.result(KEY) == folder.results / f"{KEY}.mp4" and folder.done_keys() == {KEY}
+    assert folder.failure(KEY) == "", "what is done has not failed"
+
+
+def test_a_cancel_is_a_file_until_the_job_is_asked_for_again(tmp_path: Path) -> None:
+    folder = JobFolder(tmp_path)
+    folder.cancel([KEY, "../../etc/passwd"])
+    assert folder.cancelled() == {KEY}
+    folder.fail(KEY, "cancelled")
+    folder.ask_again([KEY])
+    assert folder.cancelled() == set() and folder.failure(KEY) == ""
+
+
+def test_an_input_is_kept_once_and_by_its_content(tmp_path: Path) -> None:
+    picture = tmp_path / "Fox Picture.PNG"
+    picture.write_bytes(b"pixels")
+    folder = JobFolder(tmp_path / "farm")
+    name = folder.add_input(picture)
+    assert name == folder.add_content(b"pixels", ".png") and name.startswith("inputs/") and name.endswith(".png")
+    assert (folder.root / name).read_bytes() == b"pixels" and len(list(folder.inputs.iterdir())) == 1
+
+
+def test_the_workers_of_several_drivers_are_shown_together_and_damage_is_passed_over(tmp_path: Path) -> None:
+    folder = JobFolder(tmp_path)
+    assert folder.workers() == []
+    folder.write_workers("one", [{"worker": "one-0"}])
+    folder.write_workers("two", [{"worker": "two-0"}, {"worker": "two-1"}])
+    (folder.root / "workers" / "three.json").write_text("{", encoding="utf-8")
+    assert [state["worker"] for state in folder.workers()] == ["one-0", "two-0", "two-1"]
+
+
+def test_a_job_file_that_is_no_text_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"\xff\xfe")
+    with pytest.raises(CheckpointError, match="one job to a line"):
+        lines_of(tmp_path / "a.jsonl")

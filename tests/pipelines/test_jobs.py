@@ -1,0 +1,159 @@
+"""A job says the same on every machine, and what is wrong with it is said in one line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+from anygpu import cli
+from anygpu.compat.checkpoints import identity
+from anygpu.compat.errors import CheckpointError, InputError
+from anygpu.compat.transforms.step_cache import StepCacheSettings
+from anygpu.pipelines import jobs, tiny
+from anygpu.pipelines.base import FramePackSettings, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.jobs import Adapter, Caching, Content, Job, Machine, Picture, Places, job_in, read_job, write_job
+from anygpu.pipelines.latents import recovery
+from anygpu.pipelines.movie import read_frames, write_mp4
+from anygpu.pipelines.requests import LOAD_INPUTS
+from anygpu.pipelines.vae.plan import Form
+
+FULL = Job(
+    model=Content("video/LTX", "ab" * 16),
+    prompt=PromptRequest("a füchslein", "blurry", 77, "before {} after", 3, ("first", "second")),
+    settings=SampleSettings(
+        *(64, 96, 9, 2, 2**63, 24.5, 2.5, 3.0, 0.1, 0.9, 0.2, 5.0, "unipc", (1.0, 0.5, 0.0), 0.75), stg=1.5
+    ),
+    family="ltx",
+    base=Content("base", "cd"),
+    image_encoder=Content("encoder"),
+    files={"transformer": Content("a.gguf", "12"), "vae": Content("v.safetensors", "34")},
+    task="image",
+    load={"precision": "fp16", "keep_free_gb": 1, "compile": True, "offload": "group"},
+    loras=(Adapter(Content("style.safetensors", "56"), 0.5, "double 0-9", "merged"),),
+    step_cache=Caching("custom", StepCacheSettings("first_block", 0.2, 4, 0.1, 0.9, "cpu")),
+    pictures=(Picture(Content("a.png", "78"), 8, 0.5), Picture(Content("b.png", "9a"))),
+    fit="crop",
+    video=Content("v.mp4", "bc"),
+    framepack=FramePackSettings(2.0, 5, "vanilla", 0.5, True),
+    decode=Form("tiled", 256, 64, 4),
+    decode_timestep=0.05,
+    decode_noise_scale=0.025,
+)
+PLAIN = Job(Content("LTX"), PromptRequest("a fox"), SampleSettings(64, 64, 9, 2))
+
+
+def test_every_field_comes_back(tmp_path: Path) -> None:
+    usual = replace(PLAIN, load={})
+    assert all(getattr(FULL, item.name) != getattr(usual, item.name) for item in fields(Job)), "each is set"
+    assert read_job(write_job(tmp_path / "a.json", FULL)) == FULL
+    assert len(json.dumps(PLAIN.record())) < 200, "defaults are left out"
+    assert job_in(PLAIN.record()) == PLAIN
+
+
+def test_the_key_goes_by_what_is_rendered(tmp_path: Path) -> None:
+    elsewhere = replace(FULL, model=Content("other/name", "ab" * 16), family="", load={**FULL.load, "offload": "none"})
+    assert elsewhere.key == FULL.key
+    assert set(jobs.PLACES) <= LOAD_INPUTS.keys()
+    others = [replace(FULL, settings=replace(FULL.settings, seed=3)), replace(FULL, model=Content("video/LTX", "ff"))]
+    others += [replace(FULL, load={**FULL.load, "precision": "fp32"}), replace(FULL, pictures=FULL.pictures[::-1])]
+    assert len({job.key for job in (FULL, *others)}) == 5
+    assert others[0].model_key == FULL.model_key != others[2].model_key
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"anygpu_job": 2}, "a job of version 2; expected version 1 or older. Update AnyGPU."),
+        ({"anygpu_job": True}, "no job but"),
+        ({"kind": "song"}, "a job of kind 'song'; expected 'video'"),
+        ({"promt": {}}, "unknown field 'promt' in the job; expected one of base, decode"),
+        (
+            {"settings": {"width": 64, "height": 64, "frames": 9, "latents": [1]}},
+            "unknown field 'latents'",
+        ),
+        ({"settings": {"width": "64", "height": 64, "frames": 9}}, "settings.width '64'; expected a whole number"),
+        ({"settings": {"width": 64, "height": 64, "frames": True}}, "settings.frames True; expected a whole number"),
+        ({"settings": {"width": 64, "height": 64}}, "no 'frames' in the job.settings"),
+        ({"prompt": {"text": 3}}, "the job.prompt.text 3; expected a text"),
+        ({"loras": [{"file": {"name": "a", "content": None}}]}, "loras[0].file.content None; expected a text"),
+        ({"load": {"precison": "fp16"}}, "unknown field 'precison' in the job.load"),
+        ({"load": {"compile": 1}}, "the job.load.compile 1; expected a value such as False"),
+        ({"pictures": {}}, "the job.pictures {}; expected a list [...]"),
+    ],
+)
+def test_what_is_wrong_is_one_line(change: dict[str, object], said: str) -> None:
+    with pytest.raises(InputError) as caught:
+        job_in({**PLAIN.record(), **change})
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_number_that_json_does_not_have(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"anygpu_job": NaN}', encoding="utf-8")
+    with pytest.raises(InputError, match="is not JSON"):
+        read_job(tmp_path / "a.json")
+
+
+def test_what_no_file_can_have_is_refused() -> None:
+    masked = replace(PLAIN, settings=replace(PLAIN.settings, noise_mask=torch.ones(1, 1, 1, 2, 2)))
+    with pytest.raises(InputError, match=r"settings\.noise_mask is set"):
+        masked.record()
+
+
+def test_a_model_is_known_by_its_content(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = tiny.build("ltx", tiny_folder), tmp_path / "there" / "renamed"
+    content = Places().content(here)
+    shutil.copytree(here, there)
+    (there / "README.md").write_text("other files do not count")
+    (there / "ltx-0.9.safetensors").write_bytes(b"nor those beside the pipeline")
+    assert Places((tmp_path / "there",)).model(content) == there
+    weights = there / "vae" / "diffusion_pytorch_model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-9] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(CheckpointError, match="no 'ltx' in"):
+        Places((tmp_path / "there",)).model(content)
+    there.rename(there.with_name("ltx"))
+    with pytest.raises(CheckpointError, match="'ltx' with other content"):
+        Places((tmp_path / "there",)).model(content)
+    lenient = Places((tmp_path / "there",), differences=[])
+    assert lenient.model(content) == there.with_name("ltx") and len(lenient.differences or []) == 1
+    with pytest.raises(CheckpointError):
+        Places((tmp_path / "there",)).model(Content("../there/ltx"))
+    large = tmp_path / "large.safetensors"
+    monkeypatch.setattr(identity, "WHOLE_BYTES", 1000)
+    hashes = {identity.content_of(large) for values in (b"a", b"b") if large.write_bytes(values * 10**6)}
+    assert len(hashes) == 2, "a file of which only samples are read"
+
+
+def test_a_job_file_is_the_flags(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, picture = str(tiny.build("ltx", tiny_folder)), tmp_path / "a.mp4"
+    write_mp4(torch.rand(1, 64, 64, 3, generator=torch.Generator().manual_seed(0)), 8.0, picture)
+    flags = ["--model", model, "--prompt", "a fox", "--width", "64", "--height", "64", "--frames", "9", "--steps", "2"]
+    flags += ["--seed", "7", "--image", str(picture), "--scheduler", "unipc"]
+    here = ["--device", "cpu", "--state", str(tmp_path / "state"), "--output", str(tmp_path / "out.mp4")]
+    file = tmp_path / "job.json"
+    assert cli.main(["render", *flags, "--save-job", str(file), "--state", str(tmp_path / "state")]) == 0
+    assert not (tmp_path / "out.mp4").exists()
+    assert str(tmp_path) not in file.read_text(encoding="utf-8") and model not in file.read_text(encoding="utf-8")
+    assert cli.main(["render", *flags, *here]) == 0
+    assert cli.main(["render", "--job", str(file), "--search", str(Path(model).parent), *here]) == 0
+    store = tmp_path / "state" / "kept"
+    first, second = (recovery.load(store, item.id, print)["samples"] for item in recovery.listing(store))
+    assert torch.equal(first, second)
+    assert read_frames(tmp_path / "out.mp4")[0].shape[0] == 9
+    capsys.readouterr()
+    assert cli.main(["render", "--job", str(file), "--steps", "3", *here]) == 2
+    assert "--steps beside --job" in capsys.readouterr().err
+
+
+def test_one_pipeline_serves_jobs_that_share_a_model(tiny_folder: Path, tmp_path: Path) -> None:
+    places = Places()
+    job = replace(PLAIN, model=places.content(tiny.build("ltx", tiny_folder)))
+    machine = Machine(places, tmp_path, "cpu")
+    pipeline = jobs.load_pipeline(job, machine, Silent())
+    made = jobs.run(job, machine, Silent(), pipeline)
+    assert torch.equal(made.frames, jobs.run(job, machine, Silent()).frames) and made.kept

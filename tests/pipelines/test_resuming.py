@@ -1,0 +1,162 @@
+"""A sampling that was cut short goes on after its last step, bit for bit as if nothing had happened."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import resumed
+import torch
+from anygpu.compat.output_check import NotFinite
+from anygpu.pipelines.latents import recovery
+from anygpu.pipelines.latents.steps import MOST, KeptSteps
+from anygpu.pipelines.sampling.loop import fall_back_to_fp32
+from anygpu.pipelines.sampling.resume import Resuming, StepState
+from resumed import SOLVERS, STEPS, Told, opened, sampled
+
+KEY = "ab" * 32
+STATE = StepState(2, 0, torch.randn(1, 4, 2, 2, 2), {"_step_index": 2, "model_outputs": [None, torch.ones(2)]}, b"")
+
+
+class Cut(BaseException):
+    """What ends a sampling here; ComfyUI's cancel is a BaseException too."""
+
+
+def cut_at(step: int) -> Told:
+    def cut(count: int) -> None:
+        if count == step:
+            raise Cut
+
+    return Told(cut)
+
+
+@pytest.mark.parametrize(("family", "at"), [("ltx", 3), ("framepack", STEPS + 2)])
+def test_a_sampling_goes_on_after_its_last_step(tiny_folder: Path, tmp_path: Path, family: str, at: int) -> None:
+    expected = sampled(opened(family, tiny_folder), None, Told(), scheduler="unipc")
+    with pytest.raises(Cut):
+        sampled(opened(family, tiny_folder), tmp_path, cut_at(at), scheduler="unipc")
+    assert len(list((tmp_path / "steps").iterdir())) == 1, "each state takes the place of the one before"
+    watched = Told()
+    again = sampled(opened(family, tiny_folder), tmp_path, watched, scheduler="unipc")
+    assert torch.equal(again.samples, expected.samples)
+    assert again.extra["generator_state"] == expected.extra["generator_state"]
+    (said,) = [line for line in watched.said if "goes on after step" in line]
+    assert said.startswith(f"sampling goes on after step {at % STEPS} of {STEPS}: an earlier run of the same request")
+    assert not list((tmp_path / "steps").iterdir()), "a sampling that has ended leaves no state"
+
+
+def test_another_request_begins_anew(tiny_folder: Path, tmp_path: Path) -> None:
+    pipeline = opened("ltx", tiny_folder)
+    with pytest.raises(Cut):
+        sampled(pipeline, tmp_path, cut_at(3))
+    for changes in ({"seed": 4}, {"cfg": 3.0}, {"scheduler": "unipc"}):
+        watched = Told()
+        with pytest.raises(Cut):
+            sampled(pipeline, tmp_path, replace_cut(watched), **changes)
+        assert not any("goes on" in line for line in watched.said)
+    assert len(list((tmp_path / "steps").iterdir())) == 4 == MOST
+
+
+def replace_cut(watched: Told) -> Told:
+    watched.then = cut_at(2).then
+    return watched
+
+
+def test_a_step_cache_keeps_no_steps_and_says_so(tiny_folder: Path, tmp_path: Path) -> None:
+    from anygpu.compat.transforms.step_cache import StepCacheSettings
+    from anygpu.pipelines.speed import with_step_cache
+
+    watched = Told()
+    pipeline = with_step_cache(opened("ltx", tiny_folder), "balanced", StepCacheSettings())
+    sampled(pipeline, tmp_path, watched)
+    assert not (tmp_path / "steps").exists()
+    assert any("steps are not kept beside a step cache" in line for line in watched.said)
+
+
+def test_a_state_comes_back_whole_and_a_damaged_one_not_at_all(tmp_path: Path) -> None:
+    state = replace(STATE, generator_state=torch.Generator().manual_seed(5).get_state().numpy().tobytes())
+    kept = KeptSteps(tmp_path, pytest.fail)
+    kept.keep(KEY, state)
+    (path,) = tmp_path.iterdir()
+    back = kept.found(KEY)
+    assert back is not None and torch.equal(back.latents, state.latents)
+    assert (back.done, back.section, back.generator_state) == (2, 0, state.generator_state)
+    assert back.solver["_step_index"] == 2 and back.solver["model_outputs"][0] is None
+    assert torch.equal(back.solver["model_outputs"][1], torch.ones(2))
+    assert kept.found("cd" * 32) is None and recovery.listing(tmp_path.parent) == []
+    whole = path.read_bytes()
+    for size in (0, 7, 100, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        assert kept.found(KEY) is None
+    kept.keep(KEY, replace(state, latents=torch.full((1, 1), torch.nan)))
+    assert kept.found(KEY) is None
+    kept.drop(KEY)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_it_costs_decides_how_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("anygpu.pipelines.latents.steps.time.perf_counter", lambda: clock[0])
+    kept, written = KeptSteps(tmp_path, pytest.fail), []
+    kept.found(KEY)
+    for step in range(1, 401):
+        clock[0] += 0.5
+        if kept.due():
+            monkeypatch.setattr(
+                "anygpu.pipelines.latents.steps.write_record", lambda *_: clock.__setitem__(0, clock[0] + 0.03)
+            )
+            kept.keep(KEY, STATE)
+            written.append(step)
+    assert written[0] == 25, "the first after twelve seconds: it is not known yet what it costs"
+    assert len(written) > 40 and kept.spent <= 0.01 * clock[0]
+
+
+def test_a_disk_that_refuses_costs_no_step(tmp_path: Path) -> None:
+    (tmp_path / "steps").write_text("a file in place of the folder")
+    said: list[str] = []
+    kept = KeptSteps(tmp_path / "steps", said.append, share=float("inf"))
+    kept.keep(KEY, STATE)
+    assert not kept.due() and len(said) == 1 and "unfinished steps cannot be kept" in said[0]
+
+
+def test_what_overflowed_is_forgotten(tiny_folder: Path, tmp_path: Path) -> None:
+    """The fp32 run that follows must not go on from a step of the one that broke."""
+    pipeline, store = opened("ltx", tiny_folder), KeptSteps(tmp_path, pytest.fail)
+    store.keep(KEY, STATE)
+    pipeline.parts.fallbacks = {"transformer": lambda: None}
+    watched = Told()
+    changed = replace(pipeline, resuming=Resuming(store, KEY, watched))
+    assert fall_back_to_fp32(changed, watched, NotFinite("NaN", expected="numbers", fix="None."))
+    assert changed.resuming.broken and not list(tmp_path.iterdir())
+
+
+@pytest.mark.full
+@pytest.mark.skipif(sys.platform == "win32", reason="kill -9 is of POSIX")
+@pytest.mark.parametrize("scheduler", SOLVERS)
+@pytest.mark.parametrize("family", list(resumed.MODELS))
+def test_a_process_that_is_killed_at_any_step_loses_none(
+    tiny_folder: Path, tmp_path: Path, family: str, scheduler: str
+) -> None:
+    changes: dict[str, Any] = {"scheduler": scheduler}
+    pipeline = opened(family, tiny_folder)
+    total = Told()
+    expected = sampled(pipeline, None, total, **changes)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["resumed"])
+    for at in range(1, total.count):
+        kept = tmp_path / str(at)
+        child = context.Process(target=resumed.die, args=(family, tiny_folder, kept, at, changes))
+        child.start()
+        child.join(300)
+        assert child.exitcode == -signal.SIGKILL
+        watched = Told()
+        again = sampled(opened(family, tiny_folder), kept, watched, **changes)
+        assert torch.equal(again.samples, expected.samples), f"after step {at}"
+        assert again.extra == expected.extra
+        last = bool(at % STEPS == 0)  # of a section, which is kept as a whole just after it
+        assert watched.count == total.count - at + last, "no more than the step it was in is computed twice"

@@ -1,0 +1,65 @@
+"""Which mode is taken by its time, what more memory would save, and where people read it."""
+
+from __future__ import annotations
+
+import pytest
+from anygpu import cli
+from anygpu.compat.memory.statistics import StageNeed, time_left
+from anygpu.pipelines.memory.forecast import Forecast
+from anygpu.pipelines.time import choice
+from anygpu.pipelines.time.forecast import StageTime, TimeForecast
+from anygpu.pipelines.tiny import build
+
+GB = 10**9
+
+
+def taking(mode: str, seconds: float) -> TimeForecast:
+    return TimeForecast(mode, (StageTime("sampling", seconds, seconds / 2, seconds * 2, seconds),))
+
+
+def needing(mode: str, gigabytes: float) -> Forecast:
+    return Forecast(mode, (StageNeed("sampling", 0, 0, int(gigabytes * GB)),))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chosen"),
+    [
+        ({"none": 60, "model": 50, "group": 100}, "model"),
+        ({"none": 60, "model": 58, "group": 100}, "none"),  # not worth leaving the order for
+        ({"none": 60, "group": 10}, "none"),  # that of model is unknown
+        ({}, "none"),
+    ],
+)
+def test_auto_takes_the_quickest_that_fits_or_their_order(seconds, chosen):
+    times = {mode: taking(mode, each) for mode, each in seconds.items()}
+    assert choice.quickest(("none", "model", "group"), times) == chosen
+    assert choice.quickest((), times) == ""
+
+
+def test_advice_says_what_more_memory_saves():
+    needs = (needing("none", 14), needing("model", 10), needing("group", 4))
+    times = {"none": taking("none", 360), "model": taking("model", 360), "group": taking("group", 840)}
+    assert choice.advice(needs, times, 8 * GB) == "with offload model 6 min, needs 2.5 GB more", (
+        "the least that is as quick"
+    )
+    assert choice.advice(needs, times, 16 * GB) == "", "everything fits"
+    assert choice.advice(needs, {**times, "group": taking("group", 370)}, 8 * GB) == "", "little is gained"
+    assert choice.advice(needs, times, None) == choice.advice(needs, {}, 8 * GB) == ""
+
+
+def test_time_left_from_the_second_step_on():
+    assert time_left(0.0, 1, 20) == ""
+    assert time_left(4.0, 2, 20) == ", 4.0 s each, about 72 s left"
+    assert time_left(12.0, 4, 34) == ", 4.0 s each, about 2 min left"
+    assert time_left(8.0, 3, 3) == ", 4.0 s each"
+    assert time_left(0.1, 3, 20) == "", "too quick to read"
+
+
+def test_a_plan_says_minutes_and_runs_nothing(tiny_folder, tmp_path, capsys):
+    model = str(build("ltx", tiny_folder))
+    words = ("render", "--model", model, "--plan", "--width", "64", "--height", "64", "--device", "cpu")
+    output = tmp_path / "a.mp4"
+    assert cli.main([*words, "--state", str(tmp_path), "--output", str(output)]) == 0
+    told = capsys.readouterr().out
+    assert "none: about " in told and "sampling " in told and "Each run corrects" in told
+    assert not output.exists()

@@ -1,0 +1,76 @@
+"""What is counted without data is what a run computes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from anygpu.compat.device.work import counting
+from anygpu.pipelines import stages
+from anygpu.pipelines.base import FramePackSettings, ImageRequest, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.memory.estimates import Size, latent_shape
+from anygpu.pipelines.time import counts
+from anygpu.pipelines.time.forecast import planned_run
+from simulated.test_families import CASES, PICTURE, loaded_for
+
+OFF = 0.02
+QUICK = ("hunyuan_video_15",)
+CELLS = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.full]) for name in CASES if name != "ltx image"]
+
+
+def close(counted: float, ran: float) -> bool:
+    return abs(counted / ran - 1) <= OFF
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_sampling_and_decode_are_counted_within_two_percent(tiny_folder, name):
+    case = CASES[name]
+    pipeline, progress = loaded_for(case, tiny_folder, "cpu"), Silent()
+    image = stages.encode_image(pipeline, ImageRequest(PICTURE, 64, 64), "stretch", progress) if case.pictured else None
+    looks = PICTURE if case.pictured and "image" in pipeline.spec.effective else None
+    prompt = stages.encode_prompt(pipeline, PromptRequest("a red fox", "blurry", image=looks), progress)
+    settings = SampleSettings(64, 64, case.frames, steps=2, seed=3, cfg=2.0)
+    with counting() as sampled:
+        if pipeline.spec.sections:
+            framepack = FramePackSettings(case.frames / 30, window=2)
+            latents = stages.sample_framepack(pipeline, prompt, image, settings, framepack, progress)
+        else:
+            latents = stages.sample(pipeline, prompt, image, settings, progress)
+    with counting() as decoded:
+        stages.decode(pipeline, latents, progress)
+    run = planned_run(pipeline, stages.size_of(settings, prompt, 2), settings)
+    assert close(counts.sampling_work(pipeline, run.size, run.settings).flops, sampled.flops)
+    assert close(counts.decoding_work(pipeline, run.size).flops, decoded.flops)
+
+
+def test_a_deep_transformer_is_counted_by_two_blocks_of_a_kind(tiny_folder):
+    pipeline = loaded_for(CASES["hunyuan_video"], tiny_folder, "cpu")
+    config = {**pipeline.configs["transformer"], "num_layers": 5, "num_single_layers": 7}
+    pipeline = replace(pipeline, configs={**pipeline.configs, "transformer": config})
+    size = Size(64, 64, 5, text=6)
+    call = counts._call(pipeline, size, 1)
+    module = counts._built(pipeline, "transformer", config, torch.float32).to_empty(device="cpu")
+    given = {key: getattr(call, key) for key in call.__slots__ if isinstance(getattr(call, key), torch.Tensor)}
+    with counting() as ran:
+        ones = replace(call, **{key: torch.ones(value.shape) for key, value in given.items()})
+        pipeline.spec.code.call_transformer(pipeline, module, ones)
+    counted = counts.transformer_work(pipeline, size)
+    assert counted.flops == ran.flops and close(counted.bytes, ran.bytes)
+
+
+def test_tiles_of_a_decode_count_what_they_overlap(tiny_folder):
+    pipeline = loaded_for(CASES["ltx"], tiny_folder, "cpu")
+    size = Size(512, 512, 9)
+    whole = counts.decoding_work(pipeline, size).flops
+    tiled = counts.decoding_work(pipeline, size, counts.Attempt(torch.float32, tile=256)).flops
+    rows, area = 3 * 256, 512  # three tiles of 256 pixels cover 512 with a quarter of overlap
+    assert latent_shape(pipeline, size)[1:] == (16, 16)
+    assert close(tiled / whole, (rows / area) ** 2)
+
+
+def test_a_size_is_counted_once(tiny_folder, monkeypatch):
+    pipeline = loaded_for(CASES["ltx"], tiny_folder, "cpu")
+    first = counts.transformer_work(pipeline, Size(96, 64, 9))
+    monkeypatch.setattr(counts, "_built", None)
+    assert counts.transformer_work(pipeline, Size(96, 64, 9)) is first

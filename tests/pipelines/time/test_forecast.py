@@ -1,0 +1,94 @@
+"""Minutes before a run: from rates, and corrected by what runs showed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from anygpu.compat.device.rates import RATES
+from anygpu.compat.device.work import PROBED, PUBLISHED, Pace, Work, pace_of
+from anygpu.compat.memory.statistics import StageCost, kept_stages
+from anygpu.pipelines import stages
+from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.memory.estimates import Size
+from anygpu.pipelines.time import forecast as times
+from anygpu.pipelines.tiny import build
+
+PACE = Pace(1e9, 1e9, 1e9, 1e9, 0.0)
+
+
+def row(own: float, modelled: float, **more: object) -> StageCost:
+    return StageCost("sampling", "ltx", "none", "cpu", seconds=own, modelled_seconds=modelled, **more)
+
+
+def test_an_operation_takes_the_larger_of_computing_and_moving():
+    work = Work({("product", 2_000_000_000, 8): 3, ("other", 0, 500_000_000): 2})
+    assert PACE.seconds(work) == 3 * 2.0 + 2 * 0.5
+    assert replace(PACE, launch=1.0).seconds(work) == 7.0 + 5
+
+
+def test_without_runs_the_range_is_wide_and_on_paper_only_longer():
+    probed = times.corrected("sampling", 100.0, PROBED, [])
+    assert probed.low < probed.seconds < probed.high and probed.seconds == pytest.approx(100.0)
+    paper = times.corrected("sampling", 100.0, PUBLISHED, [])
+    assert paper.low == 100.0 and paper.high == 300.0 and paper.seconds == pytest.approx(100 * math.sqrt(3))
+
+
+def test_runs_of_the_size_correct_it_more_closely_than_others():
+    rows = [row(300.0, 100.0), row(40.0, 20.0), row(44.0, 20.0), row(42.0, 20.0)]
+    same = times.corrected("sampling", 20.0, PROBED, rows)
+    assert same.seconds == 40.0, "the quickest of the last three: others shared the machine"
+    assert (same.low, same.high) == (40.0 / times.NEAR, 40.0 * times.NEAR)
+    other = times.corrected("sampling", 80.0, PROBED, rows)
+    assert other.seconds == 240.0 and other.high == 240.0 * times.FAR
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(0.2, "1 s"), (59.6, "60 s"), (840, "14 min"), (9000, "2.5 h")])
+def test_durations_in_words(seconds, words):
+    assert times.duration(seconds) == words
+
+
+def test_spans_name_a_unit_once():
+    assert times.span(660, 1080) == "11 to 18 min"
+    assert times.span(60, 600) == "60 s to 10 min"
+    assert times.span(61, 61.2) == "61 s"
+
+
+def test_a_device_that_nobody_timed_goes_by_its_data_sheet(tiny_folder):
+    facts = load(LoadRequest(build("ltx", tiny_folder), device="cpu")).facts
+    card = replace(facts, device=torch.device("cuda"), name="NVIDIA GeForce RTX 4090")
+    pace = pace_of(card, None, torch.float16)
+    assert pace is not None and pace.source == PUBLISHED and pace.product == RATES["RTX 4090"].half
+    assert pace_of(replace(card, name="Someone's card"), None, torch.float16) is None
+
+
+def test_a_run_is_kept_beside_its_forecast_and_corrects_the_next(tiny_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(times, "pace_of", lambda *_: PACE)
+    pipeline = load(LoadRequest(build("ltx", tiny_folder), precision="fp32", device="cpu", state=tmp_path))
+    prompt = stages.encode_prompt(pipeline, PromptRequest("a red fox"), Silent())
+    settings = SampleSettings(64, 64, 9, steps=2, seed=3, cfg=1.0)
+    run = times.planned_run(pipeline, stages.size_of(settings, prompt), settings)
+    before = times.stage_time(pipeline, "sampling", run)
+    stages.sample(pipeline, prompt, None, settings, Silent())
+    cost = kept_stages(tmp_path)[-1]
+    assert cost.modelled_seconds == pytest.approx(before.modelled) and cost.forecast_seconds == pytest.approx(
+        before.seconds
+    )
+    assert 0 < cost.reading_seconds < cost.seconds and cost.precision == str(pipeline.precision)
+    after = times.stage_time(pipeline, "sampling", run)
+    assert after.seconds == pytest.approx(cost.own_seconds) and after.modelled == before.modelled
+    assert cost.beside_forecast == f"sampling took {cost.own_seconds:.1f} s, {cost.forecast_seconds:.1f} s forecast"
+
+
+def test_a_mode_that_copies_more_takes_longer(tiny_folder, monkeypatch):
+    monkeypatch.setattr(times, "pace_of", lambda *_: PACE)
+    monkeypatch.setattr(times, "_link", lambda _: 1e6)
+    pipeline = load(LoadRequest(build("hunyuan_video", tiny_folder), device="cpu"))
+    run = times.planned_run(pipeline, Size(64, 64, 5))
+    none, model, group, sequential = (
+        times.time_forecast(pipeline, run, mode).seconds for mode in ("none", "model", "group", "sequential")
+    )
+    assert none <= model < group < sequential

@@ -1,0 +1,88 @@
+"""Samplings that are cut short: in a process of their own that is killed, or by an exception."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from anygpu.pipelines import stages, tiny
+from anygpu.pipelines.base import (
+    FramePackSettings,
+    ImageRequest,
+    Latents,
+    Pipeline,
+    PromptRequest,
+    SampleSettings,
+    Silent,
+)
+from anygpu.pipelines.latents.recovery import KeptSections
+from anygpu.pipelines.latents.steps import KeptSteps
+from anygpu.pipelines.loading.folder import LoadRequest, load
+
+SIZE, STEPS = 64, 4
+START = torch.rand(1, SIZE, SIZE, 3, generator=torch.Generator().manual_seed(0))
+MODELS: dict[str, tuple[str, ...]] = {  # family: its tiny checkpoints, the model first
+    "ltx": ("ltx_condition",),
+    "hunyuan_video": ("hunyuan_video",),
+    "hunyuan_video_15": ("hunyuan_video_15",),
+    "framepack": ("framepack", "hunyuan_video", "siglip"),
+    "mochi": ("mochi",),
+}
+SOLVERS = ("euler", "unipc", "dpm++_2m")
+
+
+class Told(Silent):
+    """Progress that keeps what it is told and calls ``then`` after each step, counted over all sections."""
+
+    def __init__(self, then: Callable[[int], None] = lambda _count: None) -> None:
+        self.said: list[str] = []
+        self.count, self.then = 0, then
+
+    def step(self, done: int, total: int, stage: str, preview: Any = None) -> None:
+        self.count += str(stage).startswith(("sampling", "section")) or "section" in str(stage)
+        self.then(self.count)
+
+    def notify(self, text: str) -> None:
+        self.said.append(text)
+
+
+def opened(family: str, built: Path) -> Pipeline:
+    """The tiny pipeline of a family."""
+    paths = [tiny.build(name, built) for name in MODELS[family]]
+    base, encoder = paths[1:] if len(paths) == 3 else (None, None)
+    return load(LoadRequest(paths[0], base, encoder, precision="fp32", device="cpu"))
+
+
+def sampled(pipeline: Pipeline, kept: Path | None, progress: Any, **changes: Any) -> Latents:
+    """Latents of the same request each time; ``kept`` has what an earlier run left, and every step of this one."""
+    prompt = stages.encode_prompt(pipeline, PromptRequest("a red fox", "blurry"), Silent())
+    image = None
+    if pipeline.spec.sections or pipeline.family == "ltx":
+        image = stages.encode_image(pipeline, ImageRequest(START, SIZE, SIZE), "stretch", Silent())
+    frames = pipeline.spec.stride + 1
+    settings = SampleSettings(SIZE, SIZE, frames, steps=STEPS, seed=3, cfg=2.0)
+    settings = replace(settings, **changes)
+    steps = None if kept is None else KeptSteps(kept / "steps", progress.notify, share=float("inf"))
+    if not pipeline.spec.sections:
+        return stages.sample(pipeline, prompt, image, settings, progress, steps)
+    sections = None if kept is None else KeptSections(kept, progress.notify)
+    framepack = FramePackSettings(0.6, window=2)
+    assert image is not None
+    return stages.sample_framepack(pipeline, prompt, image, settings, framepack, progress, sections, steps)
+
+
+def die(family: str, built: Path, kept: Path, at: int, changes: dict[str, Any]) -> None:
+    """Sample in this process, and kill it after ``at`` steps, as a power cut would: nothing runs after that."""
+    torch.set_num_threads(1)
+
+    def kill(count: int) -> None:
+        if count == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sampled(opened(family, built), kept, Told(kill), **changes)
+    os._exit(3)  # it never came to that step
