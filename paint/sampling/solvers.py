@@ -75,7 +75,7 @@ def schedule_for(spacing: str, steps: int, zero_snr: bool) -> Schedule:
     """
     if not 1 <= steps <= TRAIN_STEPS:
         raise InputError(
-            f"steps {steps} for painting", expected=f"1 to {TRAIN_STEPS}", fix="The published samplers take 10 to 30."
+            f"steps {steps} for painting", expected=f"1 to {TRAIN_STEPS}", fix="The published samplers take 10 to 50."
         )
     table = sigma_table(zero_snr)
     if spacing == "karras":

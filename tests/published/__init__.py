@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy
 import torch
 from anygpu.compat.checkpoints.headers import STORED
 from anygpu.compat.device.facts import DeviceFacts
@@ -93,6 +94,36 @@ def sparse(path: Path, tensors: Mapping[str, tuple[int, ...]], dtype: Any = "BF1
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         file.truncate(8 + len(text) + end)
+    return path
+
+
+def sparse_gguf(path: Path, tensors: Mapping[str, tuple[int, ...]], codec: str) -> Path:
+    """A GGUF file of these shapes whose tensors take no room on the disk, as the published converter writes them.
+
+    Args:
+        codec: of matrices whose rows it can hold; the rest is in 16 bits, flat where GGUF has too few axes.
+    """
+    import gguf
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writer, end = gguf.GGUFWriter(str(path), "published"), 0
+    for name, shape in tensors.items():
+        block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[codec]]
+        packs = len(shape) == 2 and not shape[1] % block
+        kind = gguf.GGMLQuantizationType[codec if packs else "BF16"]
+        total = math.prod(shape) // block * size if packs else 2 * math.prod(shape)
+        if len(shape) > 4:
+            writer.add_array(f"comfy.gguf.orig_shape.{name}", list(shape))
+            shape = (math.prod(shape[:-3]), *shape[-3:])
+        writer.add_tensor_info(name, list(shape), numpy.dtype("float32"), total, raw_dtype=kind)
+        end += -(-total // writer.data_alignment) * writer.data_alignment
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    begin = -(-path.stat().st_size // writer.data_alignment) * writer.data_alignment
+    with path.open("ab") as file:
+        file.truncate(begin + end)
     return path
 
 

@@ -36,7 +36,10 @@ SCALED = ("F8_E4M3", "BF16")
 
 @dataclass(frozen=True)
 class File:
-    """One published transformer: where, under which name, of which shapes and dtype, with which metadata."""
+    """One published transformer: where, under which name, of which shapes and dtype, with which metadata.
+
+    ``dtype`` is safetensors' name of one, two of them (see ``published.sparse``), or of a GGUF file its codec.
+    """
 
     path: str
     shapes: str
@@ -53,6 +56,7 @@ def ltx(name: str, size: str, notes: Any, dtype: Any = "BF16") -> File:
 
 
 TRAINED = {"scheduler": LATER, "allowed_inference_steps": STEPS}
+SKYREELS = "Kijai/SkyReels-V1-Hunyuan_comfy"
 TENCENT15 = "tencent/HunyuanVideo-1.5/transformer"
 FILES = (
     ltx("ltx-video-2b-v0.9", "2B", {"scheduler": EARLIER}),
@@ -60,6 +64,7 @@ FILES = (
     ltx("ltx-video-2b-v0.9.5", "2B", {"scheduler": LATER}),
     ltx("ltxv-2b-0.9.6-dev-04-25", "2B", {"scheduler": LATER}),
     ltx("ltxv-2b-0.9.6-distilled-04-25", "2B", {"scheduler": LATER}),
+    File("city96/LTX-Video-gguf/ltx-video-2b-v0.9-Q4_K_M.gguf", "ltx 2B", "ltx 2B", "Q4_K"),
     ltx("ltxv-2b-0.9.8-distilled", "2B", TRAINED),
     ltx("ltxv-2b-0.9.8-distilled-fp8", "2B", TRAINED, SCALED),
     ltx("ltxv-13b-0.9.7-dev", "13B", {"scheduler": LATER}),
@@ -68,8 +73,27 @@ FILES = (
     ltx("ltxv-13b-0.9.8-dev-fp8", "13B", {"scheduler": LATER}, SCALED),
     ltx("ltxv-13b-0.9.8-distilled", "13B", TRAINED),
     ltx("ltxv-13b-0.9.8-distilled-fp8", "13B", TRAINED, SCALED),
+    *(
+        File(f"QuantStack/LTXV-13B-0.9.8-dev-GGUF/LTXV-13B-0.9.8-dev-{bits}.gguf", "ltx 13B", "ltx 13B", codec)
+        for bits, codec in (("Q8_0", "Q8_0"), ("Q4_K_M", "Q4_K"), ("Q3_K_M", "Q3_K"))
+    ),
     File("Comfy-Org/HunyuanVideo_repackaged/hunyuan_video_t2v_720p_bf16.safetensors", "hunyuan_video", "hunyuan_video"),
     File("Kijai/HunyuanVideo_comfy/hunyuan_video_720_fp8_e4m3fn.safetensors", "hunyuan_video", "hunyuan_video", SCALED),
+    *(
+        File(f"calcuis/hunyuan-gguf/hunyuan-video-t2v-720p-{bits}.gguf", "hunyuan_video", "hunyuan_video", codec)
+        for bits, codec in (
+            ("q8_0", "Q8_0"), ("q6_k", "Q6_K"), ("q5_k_m", "Q5_K"), ("q4_k_m", "Q4_K"), ("q3_k_m", "Q3_K")
+        )
+    ),
+    *(
+        File(f"{SKYREELS}/{name}", "skyreels i2v", "skyreels i2v", dtype)
+        for name, dtype in (
+            ("skyreels_hunyuan_i2v_bf16.safetensors", "BF16"),
+            ("skyreels_hunyuan_i2v_fp8_e4m3fn.safetensors", SCALED),
+            ("skyreels-hunyuan-I2V-Q4_K_S.gguf", "Q4_K"),
+        )
+    ),
+    File(f"{SKYREELS}/skyreels_hunyuan_t2v_bf16.safetensors", "hunyuan_video", "hunyuan_video"),
     *(
         File(f"{TENCENT15}/{name}/diffusion_pytorch_model.safetensors", "hunyuan_video_15", "hunyuan_video_15", "F32")
         for name in ("480p_t2v", "480p_i2v", "720p_t2v", "720p_i2v", "480p_t2v_distilled", "720p_i2v_distilled")
@@ -101,7 +125,9 @@ measured; a desktop and CUDA are taken to keep a sixteenth of a card.
 
 This page is written by `python tests/published/page.py` from the published names and shapes, without weights. Names
 and shapes are those of the classes that read the files elsewhere (`tests/published/record.py`); the metadata of
-Lightricks' files is as its own loader reads it, and which of them have noise levels in it is assumed.
+Lightricks' files is as its own loader reads it, and which of them have noise levels in it is assumed. GGUF rows have
+one format for every matrix, where files whose names end in `_M` keep some in more bits; the names of the files in
+QuantStack's repository are assumed.
 
 A verdict names the fastest [offload mode](memory.md) that fits, and the form in which the run begins to decode.
 """
@@ -110,7 +136,10 @@ A verdict names the fastest [offload mode](memory.md) that fits, and the form in
 def row(file: File, folder: Path) -> str:
     """One line of the table."""
     place = folder / "models" / file.path
-    published.sparse(place, published.shapes(file.shapes), file.dtype, file.notes)
+    if place.suffix == ".gguf":
+        published.sparse_gguf(place, published.shapes(file.shapes), file.dtype)
+    else:
+        published.sparse(place, published.shapes(file.shapes), file.dtype, file.notes)
     pipeline = published.composed(file.model, folder, transformer=place)
     subjects = {decision.subject: decision for decision in pipeline.decisions}
     known = subjects.get("variant") or subjects.get("model")
