@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 TORCH_INDEX ?=
 INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
-.PHONY: install accelerator demo train demo-comfyui test test-full test-windows test-floors test-farm test-host test-browser pictures cards workflows matrix memory lint bench clean
+.PHONY: install accelerator demo train demo-comfyui test test-full test-windows test-floors test-farm test-host test-full-host test-browser pictures cards workflows matrix memory lint bench clean
 
 install: $(READY)
 
@@ -44,14 +44,15 @@ test-full: $(READY) accelerator
 test-windows: $(READY) accelerator
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile --windows-rules -m "not full and not farm and not host and not browser"
 
-# Every package at the oldest version that requirements.txt allows, in an environment of its own.
+# Every package at the oldest version that requirements.txt and the README allow, in an environment of its own.
 FLOORS := .build/floors
+FLOOR_TORCH := 2.8.0
 FLOOR_TESTS := tests/compat/checkpoints tests/pipelines/loading tests/pipelines/latents tests/pipelines/families \
 	tests/paint tests/hostile tests/test_render.py
 test-floors:
 	@mkdir -p .build && sed 's/>=/==/' requirements.txt > .build/floors.txt
 	test -x $(FLOORS)/bin/python || $(PYTHON) -m venv $(FLOORS)
-	$(FLOORS)/bin/python -m pip install --quiet $(INDEX) -c constraints.txt torch
+	$(FLOORS)/bin/python -m pip install --quiet $(INDEX) torch==$(FLOOR_TORCH)
 	$(FLOORS)/bin/python -m pip install --quiet "setuptools>=77" wheel "pytest>=8" aiohttp -r .build/floors.txt
 	$(FLOORS)/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	OMP_NUM_THREADS=1 $(FLOORS)/bin/python -m pytest -m "not full and not farm and not host and not browser" $(FLOOR_TESTS)
@@ -63,6 +64,9 @@ test-farm: $(READY)
 
 # Each worker has a ComfyUI of its own.
 test-host: $(READY)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile -m "not full" tests/host
+
+test-full-host: $(READY)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile tests/host
 
 test-browser: $(READY)
@@ -102,7 +106,9 @@ demo-comfyui: $(READY)
 bench: $(READY)
 	$(PY) benchmarks/overhead.py
 	OMP_NUM_THREADS=1 $(PY) benchmarks/minutes.py
+	OMP_NUM_THREADS=1 $(PY) benchmarks/dispatch.py
 	$(PY) benchmarks/startup.py
+	$(PY) benchmarks/watching.py
 	$(PY) benchmarks/steps.py
 	$(PY) benchmarks/lossy.py --dry
 	$(PY) benchmarks/clips.py

@@ -199,7 +199,7 @@ def main() -> None:
 def append(found: list[dict[str, object]]) -> None:
     """Add rows to the file, with a header where it is new."""
     new = not RESULTS.exists()
-    with RESULTS.open("a", newline="") as file:
+    with RESULTS.open("a", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, found[0])
         if new:
             writer.writeheader()

@@ -336,7 +336,7 @@ def main() -> None:
             for way in ("fp32", "safe"):
                 moved = sorted(counted(case, way).by_operator.items(), key=lambda item: -item[1])[:12]
                 print(case.family, way, {name: round(amount / GIGA, 1) for name, amount in moved})
-    with RESULTS.open("w", newline="") as file:
+    with RESULTS.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, table[0])
         writer.writeheader()
         writer.writerows(table)

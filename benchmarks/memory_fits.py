@@ -156,7 +156,7 @@ def written(spec: str, mine: Mapping[str, float]) -> str:
 
 def last_rows(path: Path = RESULTS / f"{TABLE}.csv") -> list[dict[str, str]]:
     """The rows of each family's last run: the newest for each of its sizes."""
-    with path.open(newline="") as file:
+    with path.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     names = ("family", "stage", "width", "height", "frames", "guided")
     return list({tuple(row[name] for name in names): row for row in rows}.values())

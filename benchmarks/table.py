@@ -31,11 +31,11 @@ def append(name: str, rows: Iterable[Mapping[str, Any]]) -> Path:
         print(dict(row))
         header = not path.exists()
         if not header:
-            with path.open(newline="") as file:
+            with path.open(newline="", encoding="utf-8") as file:
                 columns = next(csv.reader(file))
             if columns != list(row):
                 raise ValueError(f"{path.name} has the columns {columns}; expected {list(row)}: rename the old file")
-        with path.open("a", newline="") as file:
+        with path.open("a", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, row)
             if header:
                 writer.writeheader()

@@ -256,8 +256,10 @@ class RepairStore:
 
     def load(self, model: str) -> tuple[Repair, ...]:
         """The repairs of a model; none where nothing can be read."""
-        rows = self._all().get(model, [])
-        return tuple(Repair(str(row["layer"]), str(row["way"])) for row in rows if row.get("way") in MEANINGS)
+        rows = self._all().get(model)
+        kept = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+        repairs = (Repair(str(row.get("layer", "")), str(row.get("way"))) for row in kept)
+        return tuple(repair for repair in repairs if repair.layer and repair.way in MEANINGS)
 
     def add(self, model: str, repair: Repair) -> None:
         """Keep one more repair of a model."""
@@ -276,7 +278,7 @@ class RepairStore:
     def _all(self) -> dict[str, Any]:
         try:
             known = {} if self.path is None else json.loads(self.path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
         return known if isinstance(known, dict) else {}
 

@@ -41,20 +41,13 @@ def run(arguments: argparse.Namespace) -> int:
 def watch(arguments: argparse.Namespace) -> int:
     """Render whatever is put into a folder, until Ctrl+C."""
     from .desk import open_desk
-    from .driver import lines_in
 
-    folder, seen = JobFolder(Path(arguments.folder)), {}
+    folder = JobFolder(Path(arguments.folder))
     folder.root.mkdir(parents=True, exist_ok=True)
     driver = _driver(folder, arguments)
-    desk = open_desk(driver)
-    while desk is not None:
-        for path in folder.job_files():
-            changed = path.stat().st_mtime_ns
-            if seen.get(path) != changed:
-                seen[path] = changed
-                driver.add(lines_in([path]), again=False)
-        driver.turn()
-    return 0
+    desk = open_desk(driver)  # an actor lives as long as somebody holds it
+    driver.watch()
+    return 0 if desk else 1
 
 
 def state(arguments: argparse.Namespace) -> int:

@@ -19,6 +19,7 @@ from ..pipelines.demo import MODELS as DEMOS
 from ..pipelines.job_folder import JobFolder
 from ..pipelines.jobs import Job, Machine, Places, job_in, load_pipeline, run
 from ..pipelines.movie import write_mp4
+from ..pipelines.receipts import decoded_receipt, tags_for
 from .schedule import Task
 
 OUTPUT_BYTES = 100_000_000  # that must be free before hours of work
@@ -74,7 +75,7 @@ class Renderer:
             self._pipeline = self._pipeline or load_pipeline(job, machine, progress)
             self._model = job.model_key
             rendered = run(job, machine, progress, self._pipeline)
-        write_mp4(rendered.frames, rendered.latents.fps, path)
+        write_mp4(rendered.frames, rendered.latents.fps, path, tags_for(decoded_receipt(rendered.latents, job.decode)))
         shutil.rmtree(kept, ignore_errors=True)
         return {
             "job": job.record(),

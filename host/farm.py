@@ -198,11 +198,13 @@ def _bring(ray: Any, desk: Any, jobs: JobList, keys: Sequence[str], progress: No
         progress.check()
         standing = ray.get(desk.standing.remote(open_keys), timeout=ANSWER_SECONDS)
         for key in standing["done"]:
-            suffix, content = ray.get(desk.result.remote(key))
+            suffix, content = ray.get(desk.result.remote(key)) or ("", b"")
             if suffix in SUFFIXES:
                 with replacing(jobs.folder.results / f"{key}{suffix}") as temporary:
                     temporary.write_bytes(content)
                 jobs.folder.finish(key, {"from": "a farm"})
+            else:
+                jobs.folder.fail(key, "its file is gone from the farm")
         for key, text in standing["failed"].items():
             jobs.folder.fail(key, str(text))
         jobs.folder.write_workers("farm", list(standing["workers"]))

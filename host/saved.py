@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,10 @@ import folder_paths
 from comfy.cli_args import args
 
 from ..compat.errors import CheckpointError, InputError
+from ..pipelines.base import Latents
 from ..pipelines.latents.store import Origin, kind_of
+from ..pipelines.receipts import TAG, with_receipt
+from .api import InputImpl, Types
 
 SUFFIXES = (".safetensors", ".latent")
 DEEPEST = 4
@@ -68,6 +73,34 @@ def origin(prompt: Any, extra: Any) -> Origin:
         return Origin()
     texts = {} if prompt is None else {"prompt": json.dumps(prompt)}
     return Origin({**texts, **{name: json.dumps(value) for name, value in (extra or {}).items()}})
+
+
+def signed(latents: Latents, **made: Any) -> Latents:
+    """``latents`` with the receipt of what made them, unless ComfyUI was told to save no metadata.
+
+    Args:
+        made: the other arguments of :func:`receipts.with_receipt`.
+    """
+    return latents if args.disable_metadata else with_receipt(latents, **made)
+
+
+class SignedVideo(InputImpl.VideoFromComponents):
+    """A VIDEO whose file says what made it, whoever saves it; :attr:`receipt` is None for one that says nothing."""
+
+    receipt: Mapping[str, Any] | None = None
+
+    def save_to(self, *given: Any, metadata: dict[str, Any] | None = None, **more: Any) -> None:
+        """Save as core does, with the receipt beside core's own metadata."""
+        if self.receipt is not None and not args.disable_metadata:
+            metadata = {**(metadata or {}), TAG: dict(self.receipt)}
+        super().save_to(*given, metadata=metadata, **more)
+
+
+def video(images: Any, rate: Fraction, receipt: Mapping[str, Any] | None) -> SignedVideo:
+    """The VIDEO of frames (F, H, W, 3)."""
+    made = SignedVideo(Types.VideoComponents(images=images, frame_rate=rate))
+    made.receipt = receipt
+    return made
 
 
 def choices(kind: str) -> list[str]:

@@ -145,7 +145,7 @@ class JobFolder:
         """What each worker did when it was last written down; nothing where nobody works."""
         states: list[Any] = []
         for path in sorted((self.root / "workers").glob("*.json")):
-            with suppress(OSError, ValueError):
+            with suppress(OSError, ValueError, RecursionError):
                 read = json.loads(path.read_text(encoding="utf-8"))
                 states += read if isinstance(read, list) else []
         return [state for state in states if isinstance(state, dict)]

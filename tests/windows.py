@@ -43,7 +43,8 @@ def apply(patch: pytest.MonkeyPatch) -> None:
         return move
 
     def unlink(path: Any, **named: Any) -> None:
-        _require_free(path)
+        if "triton" not in Path(_caller()).parts:  # whose build for Linux removes what it has open; Windows has another
+            _require_free(path)
         real["unlink"](path, **named)
 
     def symlink(*_: Any, **__: Any) -> None:

@@ -129,7 +129,7 @@ def clips(rows: int, generator: torch.Generator) -> torch.Tensor:
     return draw([trained[i] for i in torch.randint(len(trained), (rows,), generator=generator)], generator)
 
 
-def train_decoder(steps: int = 1200) -> None:
+def train_decoder(steps: int = 4000) -> None:
     """Frames from the code, with a little noise on it, which a transformer will leave there."""
     vae, code = model(), Code()
     start_from_averages(vae.decoder, code)
@@ -147,7 +147,7 @@ def train_decoder(steps: int = 1200) -> None:
     train("ltx_vae_decoder", {"decoder": vae.decoder}, loss_of, steps=steps, rate=1e-3)
 
 
-def train_encoder(steps: int = 800) -> None:
+def train_encoder(steps: int = 1500) -> None:
     """The code from frames; the posterior's spread is fixed at next to nothing."""
     vae, code = model(), Code()
     start_from_sums(vae.encoder, code)

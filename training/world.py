@@ -10,8 +10,8 @@ import torch
 from anygpu.pipelines.demo.scenes import COLOURS, Scene, scenes
 
 SIZE, FRAMES = 64, 9
-RADIUS = {"circle": 10.5, "square": 9.0, "triangle": 7.0}  # of the inner circle, in pixels
-TRAVEL = (17.0, 23.0)  # pixels from the first frame to the last
+RADIUS = {"circle": 14.2, "square": 12.2, "triangle": 9.5}  # of the inner circle, in pixels
+TRAVEL = (15.0, 19.0)  # pixels from the first frame to the last
 GROWTH = (0.6, 1.25)  # of the radius
 SPIN = math.radians(64)
 HELD_OUT = 63  # a tenth of the scenes is never trained on
@@ -67,8 +67,8 @@ def _paths(shown: list[Scene], generator: torch.Generator, spread: float) -> Pat
 
     travel = between(*TRAVEL) * phase
     along_x, along_y = where(left=-1, right=1), where(up=-1, down=1)
-    x = between(20, 44) * (along_x == 0) + between(27, 37) * (along_x != 0) + along_x * travel
-    y = between(20, 44) * (along_y == 0) + between(27, 37) * (along_y != 0) + along_y * travel
+    x = between(24, 40) * (along_x == 0) + between(29, 35) * (along_x != 0) + along_x * travel
+    y = between(24, 40) * (along_y == 0) + between(29, 35) * (along_y != 0) + along_y * travel
     low, high = GROWTH
     grown = (low + high) / 2 + where(grow=1, shrink=-1) * (high - low) * phase
     scale = torch.where(where(grow=1, shrink=1) > 0, grown, torch.ones(1, FRAMES))

@@ -99,7 +99,7 @@ def record_in(metadata: Mapping[str, str], path: Path) -> dict[str, Any]:
         return {}
     try:
         record = json.loads(metadata[RECORD])
-    except ValueError:
+    except (ValueError, RecursionError):
         record = None
     if not isinstance(record, dict):
         raise CheckpointError(

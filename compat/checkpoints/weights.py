@@ -314,7 +314,7 @@ def _shards(index: Path, subject: str) -> list[Path]:
             fix="Download this file again.",
         )
     names = sorted(set(map(str, mapping.values())))
-    missing = [name for name in names if Path(name).name != name or not (index.parent / name).is_file()]
+    missing = [name for name in names if Path(name).name != name or not _is_file(index.parent / name)]
     if missing:
         raise CheckpointError(
             f"shard {missing[0]!r} of the {subject} is missing from {str(index.parent)!r}",
@@ -322,6 +322,13 @@ def _shards(index: Path, subject: str) -> list[Path]:
             fix="Download the missing file into this folder.",
         )
     return [index.parent / name for name in names]
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that is too long for any file
+        return False
 
 
 def _preference(file: Path) -> tuple[bool, str]:

@@ -177,7 +177,8 @@ class ProbeStore(Mapping[str, ProbeResult]):
             kept = {name: _checked(entry) for name, entry in content["answers"].items() if name in self.probes}
             remembered = dict(content["remembered"])
             asking, *asker = content.get("asking") or ("",)
-            if asking and asking not in kept and asking not in remembered and not _runs(*asker):
+            known = not asking or asking in kept or asking in remembered
+            if isinstance(asking, str) and not known and not _runs(*asker):
                 log.warning("AnyGPU: %s %s: it counts as unusable", asking, ENDED)
                 if asking in self.probes:
                     kept[asking] = ProbeResult(UNUSABLE, ENDED)
@@ -185,7 +186,7 @@ class ProbeStore(Mapping[str, ProbeResult]):
                     remembered[asking] = None
         except FileNotFoundError:
             return
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             log.warning("AnyGPU: %s is damaged (%s): its probes run again", self.path, first_line(error))
             return
         self._answers, self._remembered = {**kept, **self._answers}, {**remembered, **self._remembered}

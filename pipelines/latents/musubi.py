@@ -86,7 +86,8 @@ def prompt_of(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping
     """A cache of text embeddings as a prompt in fp32, cut to its valid tokens; it has no negative.
 
     Raises:
-        UnsupportedError: an architecture that is no family of ours. CheckpointError: an embedding is missing.
+        UnsupportedError: an architecture that is no family of ours. CheckpointError: an embedding is missing, or has
+            another shape.
     """
     family, kind = _architecture(path, metadata)
     own = {_bare(name): tensor for name, tensor in tensors.items()}
@@ -98,8 +99,18 @@ def prompt_of(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping
             fix="Let Musubi Tuner cache the outputs of every text encoder.",
         )
     embeds = {ours: own[theirs].float().unsqueeze(0) for theirs, ours in kind.text.items()}
+    axes = {theirs: (2,) if ours == EMBEDS else (1, 2) for theirs, ours in kind.text.items()}
+    strange = [theirs for theirs, count in axes.items() if own[theirs].ndim not in count]
+    if kind.mask and not strange and own[kind.mask].shape != embeds[EMBEDS].shape[1:2]:
+        strange = [kind.mask]
+    if strange:
+        raise CheckpointError(
+            f"{strange[0]!r} of {tuple(own[strange[0]].shape)} in {str(path)!r}",
+            expected="embeddings (N, D), and a mask of N tokens",
+            fix="Let Musubi Tuner cache the outputs of the text encoders again.",
+        )
     if kind.mask:
-        length = max(1, int(own[kind.mask].long().sum()))
+        length = max(1, int(own[kind.mask].ne(0).sum()))
         embeds[EMBEDS] = embeds[EMBEDS][:, :length]
         embeds[MASK] = torch.ones(1, length, dtype=torch.long)
     read = {"architecture": kind.full, "tensors": dict(tensors), "metadata": dict(metadata)}

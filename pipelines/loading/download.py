@@ -6,13 +6,15 @@ folder whose files matched the Hub's hashes keeps a note of that, so that it is 
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
 import os
 import re
 import shutil
 import threading
 import time
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +39,9 @@ WAIT_SECONDS = 0.1  # between two looks at a cancel
 SILENT_SECONDS = (
     120.0  # without a byte: huggingface_hub tries a file five times, 10 s each, and waits for a list for ever
 )
+HASHED_BYTES = 2**20  # between two looks at a cancel, too
 PARTS = Path(".cache", "huggingface", "download")  # where huggingface_hub keeps what is not whole
+DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)  # of a note that was edited
 NOTE = Path(".cache", "huggingface", "anygpu-checked-2.json")  # counts with SMALL_FILES
 
 
@@ -226,7 +230,7 @@ def is_checked(folder: Path, download: Download) -> bool:
             for revision, only in note["fetched"]
         )
         return had and all(_stamp(folder / name) == stamp for name, stamp in note["files"].items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except DAMAGED:
         return False
 
 
@@ -306,7 +310,8 @@ def _fetch(download: Download, folder: Path, progress: Progress, endpoint: str |
 def _transferred(hub: Any, download: Download, folder: Path, state: Fetched, endpoint: str | None) -> dict[str, int]:
     api = hub.HfApi(endpoint=endpoint)
     tree = api.list_repo_tree(download.repository, recursive=True, revision=download.revision)
-    files = selected({entry.path: entry.size for entry in tree if hasattr(entry, "size")}, download.only)
+    entries = {entry.path: entry for entry in tree if hasattr(entry, "size")}
+    files = selected({name: entry.size for name, entry in entries.items()}, download.only)
     if not files:
         raise CheckpointError(
             f"{download.page} at {download.revision} has nothing to fetch",
@@ -329,7 +334,10 @@ def _transferred(hub: Any, download: Download, folder: Path, state: Fetched, end
     threading.current_thread().name = f"check {folder}"  # takes as long as the disk does
     compared = api.verify_repo_checksums(download.repository, revision=download.revision, local_dir=folder)
     other = {mismatch["path"] for mismatch in compared.mismatches} & files.keys()
-    _require_same(compared, files, sorted(other & new))
+    absent = {name for name in compared.missing_paths if name in files}
+    linked = {name for name in absent if _size(folder / name) is not None}  # behind a link to a folder: left out
+    other |= {name for name in linked if not _is_same(folder / name, entries[name], state)}
+    _require_same(folder, sorted(other & new), sorted(absent - linked))
     _require_version(folder, sorted(other), download)
     _note(folder, download, files)
     return files
@@ -353,7 +361,25 @@ def _transfer(url: str, target: Path, part: Path, size: int, bar: type) -> None:
             expected_size=size,
             tqdm_class=bar,
         )
-    os.replace(part, target)
+    try:
+        os.replace(part, target)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        whole = target.with_name(f".{target.name}.incomplete")  # the folder is a link to another disk
+        shutil.move(part, whole)
+        os.replace(whole, target)
+
+
+def _is_same(path: Path, entry: Any, state: Fetched) -> bool:
+    """Whether a file has the hash that the Hub lists."""
+    digest = hashlib.sha256() if entry.lfs else hashlib.sha1(b"blob %d\0" % entry.size, usedforsecurity=False)
+    with path.open("rb") as file:
+        while block := file.read(HASHED_BYTES):
+            if state.stopped:
+                raise Cancelled
+            digest.update(block)
+    return digest.hexdigest() == (entry.lfs.sha256 if entry.lfs else entry.blob_id)
 
 
 def _part_of(folder: Path, name: str, revision: str) -> Path:
@@ -391,16 +417,15 @@ def _require_version(folder: Path, other: Sequence[str], download: Download) -> 
         )
 
 
-def _require_same(check: Any, files: Container[str], damaged: Sequence[str]) -> None:
+def _require_same(folder: Path, damaged: Sequence[str], absent: Sequence[str]) -> None:
     """Raise where what was fetched is not what the Hub's hash says; that is removed, so that it is fetched anew."""
-    absent = [name for name in check.missing_paths if name in files]
     for name in damaged:
-        (Path(check.verified_path) / name).unlink(missing_ok=True)
+        (folder / name).unlink(missing_ok=True)
     count, what = len(damaged) + len(absent), "has another hash" if damaged else "is missing"
     if count:
         more = f", and {count - 1} more" if count > 1 else ""
         raise CheckpointError(
-            f"{(damaged or absent)[0]!r} in {str(check.verified_path)!r} {what}{more}",
+            f"{(*damaged, *absent)[0]!r} in {str(folder)!r} {what}{more}",
             expected="the files as the Hub has them",
             fix="Run this node again: damaged files were removed, and only missing files are downloaded.",
         )
@@ -450,12 +475,14 @@ def _note(folder: Path, download: Download, files: Mapping[str, int]) -> None:
     place = folder / NOTE
     try:
         known = json.loads(place.read_text(encoding="utf-8"))
-        earlier = known if all(revision == download.revision for revision, _ in known["fetched"]) else {}
-    except (OSError, ValueError, KeyError, TypeError):
-        earlier = {}
+        fetched_before, files_before = list(known["fetched"]), dict(known["files"])
+        if any(revision != download.revision for revision, _ in fetched_before):
+            fetched_before, files_before = [], {}
+    except DAMAGED:
+        fetched_before, files_before = [], {}
     note = {
-        "fetched": [*earlier.get("fetched", ()), [download.revision, list(download.only)]],
-        "files": {**earlier.get("files", {}), **{name: _stamp(folder / name) for name in files}},
+        "fetched": [*fetched_before, [download.revision, list(download.only)]],
+        "files": {**files_before, **{name: _stamp(folder / name) for name in files}},
     }
     place.parent.mkdir(parents=True, exist_ok=True)
     part = place.with_suffix(".part")

@@ -255,7 +255,7 @@ def _metadata(notes: Mapping[str, str]) -> dict[str, Any]:
     """What diffusers notes of a transformer's LoRA in its file: ``lora_alpha``, ``alpha_pattern``, ``use_rslora``."""
     try:
         noted = json.loads(notes.get("lora_adapter_metadata", "{}"))
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     if not isinstance(noted, dict):
         return {}

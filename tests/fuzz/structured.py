@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import math
 import random
 import shutil
@@ -22,84 +23,57 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from anygpu.compat.checkpoints.headers import STORED, entries_and_notes
+from anygpu.compat.checkpoints.gguf_file import gguf_header
+from anygpu.compat.checkpoints.headers import entries_and_notes
 from anygpu.compat.checkpoints.scaled import with_scales
-from anygpu.compat.checkpoints.weights import read_tensors, write_tensors
+from anygpu.compat.checkpoints.weights import read_tensors, weight_files, write_tensors
 from anygpu.compat.device.facts import facts_for
 from anygpu.compat.device.probe_store import ProbeStore
 from anygpu.compat.errors import PackError
 from anygpu.compat.memory.statistics import FILE, kept_stages
+from anygpu.compat.repairs import FP32, Repair, RepairStore
 from anygpu.paint.geometry.mesh import load_mesh
 from anygpu.paint.networks.weights import weights_in
-from anygpu.pipelines import jobs, stages, tiny
-from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
-from anygpu.pipelines.latents import recovery, store
+from anygpu.pipelines import jobs, receipts, stages, tiny
+from anygpu.pipelines.base import Latents, Prompt, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.job_folder import JobFolder
+from anygpu.pipelines.latents import musubi, recovery, store
 from anygpu.pipelines.latents.steps import KeptSteps
-from anygpu.pipelines.loading import lora
+from anygpu.pipelines.loading import download, lora
+from anygpu.pipelines.loading.evidence import evidence_of
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.loading.formats import config_of, contents, layouts
+from anygpu.pipelines.machines import machine_in, page_of, read_machine
 from anygpu.pipelines.movie import read_frames, write_mp4
-from anygpu.pipelines.text.prompt_files import load_prompt
+from anygpu.pipelines.registry import FAMILIES
+from anygpu.pipelines.sampling.resume import SectionState
+from anygpu.pipelines.text.prompt_files import load_prompt, save_prompt
+from mutations import ODD, Random, damaged, mutated, rewritten, shape, tensor, varied
 
-Random = random.Random
 ROOT = Path(__file__).resolve().parents[2]
-ODD = (None, True, 0, -1, 1, 3, 10**6, 10**15, 2**70, 0.5, -0.5, 1e308, math.nan, math.inf, "", "x", "4", "\0", [], [0])
-ODD += ([1, 2, 3], ["x"], {}, {"a": 1}, [[1]], "../../etc", "a\nb", "é" * 300)
 MOST_BYTES = 6 * 1024**3
-DTYPES = tuple(dict.fromkeys(STORED.values()))
 
 
-def mutated(value: Any, rng: Random) -> Any:
-    """``value`` with one thing in it replaced, taken away or put in."""
-    if isinstance(value, dict) and value and rng.random() < 0.9:
-        key = rng.choice(list(value))
-        if rng.random() < 0.15:
-            return {name: item for name, item in value.items() if name != key}
-        return {**value, key: mutated(value[key], rng)}
-    if isinstance(value, list) and value and rng.random() < 0.6:
-        place = rng.randrange(len(value))
-        return [*value[:place], mutated(value[place], rng), *value[place + 1 :]]
-    if type(value) in (int, float) and rng.random() < 0.5:
-        return rng.choice((value * 2, -value, value + 1, value / 2, str(value), [value]))
-    return rng.choice(ODD)
-
-
-def damaged(content: bytes, rng: Random) -> bytes:
-    """``content`` with bytes changed, cut off, repeated or put in."""
-    data = bytearray(content)
-    for _ in range(rng.randint(1, 4)):
-        at = rng.randrange(max(len(data), 1))
-        way = rng.randrange(4)
-        if way == 0 and data:
-            data[at] = rng.randrange(256)
-        elif way == 1:
-            del data[at : at + rng.randint(1, 64)]
-        elif way == 2:
-            data[at:at] = data[at : at + rng.randint(1, 64)]
-        else:
-            data[at:at] = rng.randbytes(rng.randint(1, 8))
-    return bytes(data)
-
-
-def shape(rng: Random, most: int = 5) -> list[int]:
-    """Sides of a small tensor, some of them 0."""
-    return [rng.choice((0, 1, 1, 2, 3, 4, 8)) for _ in range(rng.randint(0, most))]
-
-
-def tensor(rng: Random, sides: list[int] | None = None) -> torch.Tensor:
-    """Values of any stored dtype."""
-    made = torch.randn(shape(rng) if sides is None else sides).mul(rng.choice((1, 1e30, math.nan, 0)))
-    return made.nan_to_num().to(rng.choice(DTYPES)) if rng.random() < 0.9 else made
-
-
-def rewritten(path: Path, rng: Random) -> None:
-    """Change the JSON header of a safetensors file, sometimes, and keep its length right."""
-    if rng.random() < 0.6:
-        return
-    data = path.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    header = json.dumps(mutated(json.loads(data[8 : 8 + length]), rng)).encode()
-    path.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + length :])
+def seed_files(folder: Path, prompt: Prompt) -> dict[str, list[Path]]:
+    """Whole files of ours, of core and of Musubi Tuner, by what reads them."""
+    samples, own = torch.randn(1, 16, 2, 4, 4), folder / "seeds"
+    extra = {"section_lengths": [2], "window": 9, "prompt": "x"}
+    kept = Latents(samples, "framepack", "image", 5, 32, 32, 30.0, 1, extra=extra)
+    sections = recovery.KeptSections(own, lambda _: None)
+    sections.keep("key", 0, 3, kept, SectionState(samples, (2,), torch.Generator().get_state().numpy().tobytes()))
+    whole = recovery.keep(own, Latents(samples, "hunyuan_video", "text", 5, 32, 32, 24.0, 1), print)
+    plain = recovery.keep_plain(own, recovery.Sampled([samples], "Flux", latent_format="Wan21"), print)
+    latents = [own / f"{name}.safetensors" for name in (sections.names["key"], whole, plain)]
+    core = {"latent_tensor": samples, "latent_format_version_0": torch.zeros(0)}
+    latents.append(write_tensors(own / "core.safetensors", core, {"prompt": "{}", "workflow": "{}"}))
+    embeds = {"prompt_embeds": torch.randn(1, 5, 16), "pooled_prompt_embeds": torch.randn(1, 8)}
+    of_text = musubi.save_text_cache(own, "clip", Prompt("hunyuan_video", embeds, extra={"text": "x"}))
+    of_video = musubi.save_latent_cache(own, "clip", store.load_latent(latents[1], print))
+    return {
+        "latents": latents,
+        "prompts": [save_prompt(own / "prompt.safetensors", prompt)],
+        "musubi": [of_text, of_video],
+    }
 
 
 class Readers:
@@ -117,6 +91,9 @@ class Readers:
         frames = torch.rand(4, 32, 32, 3)
         self.movie = write_mp4(frames, 8.0, folder / "seed.mp4").read_bytes()
         self.facts = facts_for("cpu")
+        with torch.no_grad():
+            prompt = stages.encode_prompt(self.pipeline, PromptRequest("a fox", "blurry"), Silent())
+        self.seeds = seed_files(folder, prompt)
 
     def job(self, rng: Random) -> None:
         """A job file, and the request that it makes."""
@@ -162,8 +139,14 @@ class Readers:
             row.source.split("|")[0].replace("*", str(rng.randrange(3))) for row in rng.sample(rows, min(len(rows), 9))
         ]
         tensors = {rng.choice(("", "", "model.diffusion_model.")) + name: tensor(rng) for name in names}
-        path = write_tensors(self.folder / "a.safetensors", tensors, {})
+        said = {"allowed_inference_steps": [1.0, 0.5], "scheduler": {"sampler": "Uniform"}, "shift": 3.0}
+        notes = {"config": json.dumps(mutated(said, rng))} if rng.random() < 0.5 else {}
+        path = write_tensors(self.folder / "a.safetensors", tensors, notes)
         rewritten(path, rng)
+        evidence = evidence_of(path, {})
+        for family in FAMILIES.values():
+            for ask in ("guess_variant", "settings_in"):
+                getattr(family.code, ask, lambda _: None)(evidence)
         if rng.random() < 0.3:
             config = json.loads((self.ltx / "transformer" / "config.json").read_text(encoding="utf-8"))
             path.with_suffix(".json").write_text(json.dumps(mutated(config, rng)), encoding="utf-8")
@@ -173,26 +156,44 @@ class Readers:
             config_of(content, rng.choice(("", "text", "image")))
 
     def latents(self, rng: Random) -> None:
-        """Our latent files and the list of what is kept."""
-        record: dict[str, Any] = {"kind": "latent", "family": "framepack", "task": "text", "frames": 5, "height": 32}
-        record |= {"width": 32, "fps": 8.0, "seed": 1, "space": "vae", "version": 1, "shape": [1, 16, 2, 4, 4]}
-        record |= {"extra": {"generator_state": "00ff", "section_lengths": [2], "window": 9, "prompt": "x"}}
-        record |= {"saved": "2026-01-01T00:00:00", "resume": "key", "unfinished": "section 1 of 2"}
-        if rng.random() < 0.3:
-            record["listed"] = {"family": "Flux", "frames": 1, "height": 8, "width": 8, "fps": 0, "seed": 1}
-        for _ in range(rng.randrange(3)):
-            record = mutated(record, rng)
-        tensors = {"latent_tensor": tensor(rng, rng.choice(([1, 16, 2, 4, 4], shape(rng)))), "history": tensor(rng)}
-        names = [*tensors, "noise_mask", "latent_tensor.1", "more.audio"]
-        tensors = {name: tensors.get(name, tensor(rng)) for name in rng.sample(names, rng.randint(1, len(names)))}
-        notes = {"anygpu": json.dumps(record) if rng.random() < 0.95 else "{"}
-        path = write_tensors(self.folder / "kept" / "a.safetensors", tensors, notes)
-        rewritten(path, rng)
+        """Latent files of ours, of core and of unfinished samplings, and the list of what is kept."""
+        seed = rng.choice(self.seeds["latents"])
+        shutil.rmtree(self.folder / "kept", ignore_errors=True)
+        path = varied(seed, self.folder / "kept" / seed.name, rng)
         store.kind_of(path)
         recovery.listing(path.parent)
         recovery.KeptSections(path.parent, lambda _: None).found("key")
         latent = store.load_latent(path, lambda _: None, rng.choice(("refuse", "clamp")), rng.choice(store.DTYPES))
         store.described(latent)
+
+    def machine(self, rng: Random) -> None:
+        """A machine that somebody shared, and the page."""
+        record: Any = {"anygpu_machine": 1, "device": "RTX", "backend": "cuda", "arch": "sm75", "driver": "1"}
+        record |= {"memory_gb": 6.0, "versions": {"torch": "2.8"}, "precision": {"LTX-Video": "fp16"}}
+        record |= {"answers": [{"probe": "float8", "status": "ok", "milliseconds": 0.5}]}
+        record |= {"runs": [{"stage": "text", "pipeline": "ltx", "mode": "none", "precision": "", "seconds": 1.0}]}
+        for _ in range(rng.randint(0, 2)):
+            record = mutated(record, rng)
+        content = json.dumps(record).encode()
+        path = self.folder / "machine.json"
+        path.write_bytes(damaged(content, rng) if rng.random() < 0.2 else content)
+        machine = read_machine(path)
+        assert machine_in(machine.text()) == machine and page_of([machine]).count("<") == 0
+
+    def receipt(self, rng: Random) -> None:
+        """The receipt of a video, and its job."""
+        record: Any = {"anygpu_receipt": 1, "latents": "ab", "made_with": {"torch": "2.8"}, "device": {"device": "RTX"}}
+        record |= {"decisions": [["precision", "fp16"]], "missing": []}
+        record["job"] = {"anygpu_job": 1, "kind": "video", "model": {"name": "LTX"}, "prompt": {"text": "x"}}
+        record["job"]["settings"] = {"width": 64, "height": 64, "frames": 9}
+        for _ in range(rng.randint(0, 2)):
+            record = mutated(record, rng)
+        text = damaged(json.dumps(record).encode(), rng).decode(errors="replace") if rng.random() < 0.2 else ""
+        tags = {"anygpu": (text or json.dumps(record)).replace("\0", "")}
+        path = write_mp4(torch.zeros(1, 32, 32, 3), 8.0, self.folder / "receipt.mp4", tags)
+        read = receipts.read_receipt(path)
+        receipts.differences_from(read, self.pipeline)
+        receipts.job_of(read)
 
     def steps(self, rng: Random) -> None:
         """The state of an unfinished sampling."""
@@ -209,21 +210,19 @@ class Readers:
 
     def prompts(self, rng: Random) -> None:
         """Encoded prompts, read and sampled."""
-        record: Any = {"kind": "prompt", "version": 1, "family": "ltx", "opposed": True, "sections": 0, "text": "x"}
-        record = mutated(record, rng) if rng.random() < 0.7 else record
-        names = [
-            "embeds.prompt_embeds",
-            "embeds.prompt_attention_mask",
-            "negative.prompt_embeds",
-            "section.0.prompt_embeds",
-            "x",
-        ]
-        tensors = {name: tensor(rng, rng.choice(([1, 4, 32], [1, 4], shape(rng)))) for name in rng.sample(names, 3)}
-        path = write_tensors(self.folder / "a.safetensors", tensors, {"anygpu": json.dumps(record)})
-        rewritten(path, rng)
-        prompt = load_prompt(path, lambda _: None)
+        prompt = load_prompt(varied(self.seeds["prompts"][0], self.folder / "a.safetensors", rng), lambda _: None)
         with torch.no_grad():
             stages.sample(self.pipeline, prompt, None, SampleSettings(64, 64, 9, steps=2), Silent())
+
+    def musubi(self, rng: Random) -> None:
+        """Caches of Musubi Tuner, both kinds."""
+        seed = rng.choice(self.seeds["musubi"])
+        path = varied(seed, self.folder / seed.name, rng)
+        store.kind_of(path)
+        if seed is self.seeds["musubi"][1]:
+            store.load_latent(path, lambda _: None)
+        else:
+            load_prompt(path, lambda _: None)
 
     def loras(self, rng: Random) -> None:
         """LoRA files, put on the transformer as both modes do."""
@@ -244,30 +243,6 @@ class Readers:
         adapted = lora.with_lora(self.pipeline, path, 0.5, "", rng.choice(lora.MODES), Silent())
         with torch.no_grad(), adapted.offloader.hold("transformer"):
             pass
-
-    def musubi(self, rng: Random) -> None:
-        """Caches of Musubi Tuner, both kinds."""
-        notes: Any = {
-            "architecture": "hunyuan_video",
-            "width": "64",
-            "height": "64",
-            "frame_count": "9",
-            "caption1": "x",
-        }
-        notes = mutated({**notes, "format_version": "1.0.1"}, rng)
-        notes = {str(name): str(value) for name, value in notes.items()} if isinstance(notes, dict) else {}
-        name = rng.choice(
-            ("latents_3x8x8_float32", "latents_3x8x8_bfloat16", "latents_x", "llama_float32", "clipL_float32")
-        )
-        tensors = {name: tensor(rng, rng.choice(([16, 3, 8, 8], shape(rng)))), "llama_mask": tensor(rng)}
-        file = rng.choice(("clip_00000-009_0064x0064_hv.safetensors", "clip_hv_te.safetensors"))
-        path = write_tensors(self.folder / file, tensors, notes)
-        rewritten(path, rng)
-        store.kind_of(path)
-        if rng.random() < 0.5:
-            store.load_latent(path, lambda _: None)
-        else:
-            load_prompt(path, lambda _: None)
 
     def configs(self, rng: Random) -> None:
         """A model folder with one JSON file changed, also of tokenizer or scheduler: loaded, and one clip made."""
@@ -312,10 +287,28 @@ class Readers:
         return exported if isinstance(exported, bytes) else bytes(exported)
 
     def movies(self, rng: Random) -> None:
-        """Videos with a damaged container or damaged frames."""
-        path = self.folder / "a.mp4"
-        path.write_bytes(damaged(self.movie, rng))
+        """Videos with a damaged container or damaged frames, or whole ones of odd kinds."""
+        path = self.folder / f"a.{rng.choice(('mp4', 'mkv', 'gif', 'avi', 'png'))}"
+        if rng.random() < 0.4:
+            self._odd_movie(path, rng)
+        content = path.read_bytes() if path.is_file() and rng.random() < 0.5 else self.movie
+        path.write_bytes(damaged(content, rng) if rng.random() < 0.8 else content)
         read_frames(path)
+
+    def _odd_movie(self, path: Path, rng: Random) -> None:
+        import av
+
+        names = {"mp4": ("mpeg4", "libx264"), "mkv": ("ffv1", "mjpeg"), "gif": ("gif",), "avi": ("mpeg4", "rawvideo")}
+        with suppress(av.FFmpegError, ValueError, OverflowError), av.open(str(path), "w", format=None) as container:
+            container.metadata["comment"] = str(rng.choice(ODD))
+            rate = rng.choice((1, 8, 24, 1000))
+            stream: Any = container.add_stream(rng.choice(names.get(path.suffix[1:], ("png",))), rate=rate)
+            stream.width, stream.height = rng.choice((2, 16, 34)), rng.choice((2, 16, 34))
+            stream.pix_fmt = rng.choice(("yuv420p", "rgb24", "gray", "rgba", "pal8", "gray16be", "yuvj420p", "rgb8"))
+            for _ in range(rng.randrange(3)):
+                frame = av.VideoFrame(stream.width, stream.height, stream.pix_fmt)
+                container.mux(stream.encode(frame))
+            container.mux(stream.encode())
 
     def probes(self, rng: Random) -> None:
         """Kept probe results and memory statistics."""
@@ -323,16 +316,78 @@ class Readers:
         answers = {"one": {"status": "ok", "detail": "", "milliseconds": 1.0}}
         content: Any = {"device": "x", "versions": {}, "answers": answers, "remembered": {"t": {"a": 1.0}}}
         content["asking"] = ["one", 1, 0.0]
-        text = json.dumps(mutated(mutated(content, rng), rng)).encode()
         assert made.path is not None
-        made.path.write_bytes(damaged(text, rng) if rng.random() < 0.2 else text)
+        made.path.write_bytes(self._json(mutated(content, rng), rng))
         again = ProbeStore(self.facts, self.folder, more={"one": lambda _: ""})
         assert again["one"].status in ("ok", "wrong", "unusable", "unknown")
         again.recall("t")
         row = {"stage": "x", "pipeline": "p", "mode": "none", "device": "cpu", "peak_bytes": 1, "seconds": 1.0}
-        (self.folder / FILE).write_text(json.dumps(mutated([row], rng)), encoding="utf-8")
+        (self.folder / FILE).write_bytes(self._json([row], rng))
         for cost in kept_stages(self.folder):
             str(cost)
+
+    def stores(self, rng: Random) -> None:
+        """What else is kept as JSON: the doctor's repairs, what a download has checked, the state of workers."""
+        repairs = RepairStore(self.folder)
+        rows = {"model": [{"layer": "a.b", "way": "fp32"}, {"layer": "c", "way": "zeros"}]}
+        assert repairs.path is not None
+        repairs.path.write_bytes(self._json(rows, rng))
+        repairs.load("model")
+        repairs.add("model", Repair("d", FP32))
+        repairs.forget("model")
+        model = next(iter(download.offers().values())).downloads[0]
+        note = self.folder / download.NOTE
+        note.parent.mkdir(parents=True, exist_ok=True)
+        stamps = {"files": {"model_index.json": [1, 2]}, "fetched": [[model.revision, []]]}
+        note.write_bytes(self._json(stamps, rng))
+        download.is_checked(self.folder, model)
+        download._note(self.folder, model, {})
+        work = JobFolder(self.folder / "jobs")
+        work.write_workers("one", [])
+        (work.root / "workers" / "one.json").write_bytes(self._json([{"device": "x", "done": 1}], rng))
+        work.workers()
+
+    def indexes(self, rng: Random) -> None:
+        """A part in shards, whose index is nearly right."""
+        folder = self.folder / "shards"
+        folder.mkdir(exist_ok=True)
+        names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+        for number, name in enumerate(names):
+            write_tensors(folder / name, {f"w{number}": tensor(rng)}, {})
+        index = {"metadata": {"total_size": 8}, "weight_map": {"w0": names[0], "w1": names[1]}}
+        (folder / "model.safetensors.index.json").write_bytes(self._json(index, rng))
+        weight_files(folder, "transformer")
+
+    def ggufs(self, rng: Random) -> None:
+        """GGUF files with notes and blocks of several kinds, some of them damaged."""
+        import gguf
+
+        path = self.folder / "a.gguf"
+        writer = gguf.GGUFWriter(path, rng.choice(("ltxv", "hyvid", "t5encoder", "llama", "x")))
+        writer.add_uint32("a", rng.randrange(2**32))
+        writer.add_array("comfy.gguf.orig_shape.b", rng.choice(([4, 32], [2, 2, 32], [0], [-1], [10**9], [128])))
+        for name in ("blk.0.attn_q.weight", "token_embd.weight", "b"):
+            values = torch.randn(rng.choice((1, 4)), 32).numpy()
+            kind = rng.choice(("F32", "F16", "BF16", "Q8_0", "Q4_0"))
+            kind = getattr(gguf.GGMLQuantizationType, kind)
+            stored = gguf.quants.quantize(values, kind)
+            writer.add_tensor(name, stored, raw_dtype=kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        if rng.random() < 0.6:
+            path.write_bytes(damaged(path.read_bytes(), rng))
+        entries = gguf_header(path)[0]
+        contents(path)
+        for dtype in (None, torch.bfloat16):
+            read_tensors(entries, dtype, lambda _: None)
+
+    def _json(self, content: Any, rng: Random) -> bytes:
+        text = json.dumps(mutated(content, rng) if rng.random() < 0.9 else content).encode()
+        if rng.random() < 0.03:
+            return b"[" * 100_000
+        return damaged(text, rng) if rng.random() < 0.2 else text
 
     def pickles(self, rng: Random) -> None:
         """The .bin files of paint."""
@@ -393,6 +448,7 @@ def main() -> int:
     parser.add_argument("--tiny", type=Path, default=ROOT / ".build" / "tiny-fuzz")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
     with suppress(ImportError):  # of a system without such limits: a file that asks for far more is an error here
         import resource
 

@@ -72,7 +72,7 @@ PAINTS = {"AnyGPUDelightImage": "hunyuan3d-delight-v2-0"}
 LINKED = {"INT": "PrimitiveInt", "FLOAT": "PrimitiveFloat", "STRING": "PrimitiveString"}
 RAW = re.compile(
     r"Traceback|\b[A-Z]\w+(Error|Exception)\b|\b(torch|comfy|anygpu|diffusers|transformers|numpy)\.\w+|NoneType|"
-    r"0x[0-9a-f]{5}|object at|unexpected keyword|\.py\b|<class|\\n"
+    r"0x[0-9a-f]{5}|object at|unexpected keyword|\.py\b|<class"
 )
 SHAPE = re.compile(r"[^\n]+; expected [^\n]+\. [^\n]+\.")
 TYPES = re.compile(r"anygpu\.\w+|torch\.OutOfMemoryError")

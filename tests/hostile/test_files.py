@@ -12,15 +12,20 @@ import pytest
 import torch
 from anygpu.compat.checkpoints.gguf_file import gguf_header
 from anygpu.compat.checkpoints.headers import header_of
-from anygpu.compat.checkpoints.latents import write_record
+from anygpu.compat.checkpoints.latents import read_record, write_record
 from anygpu.compat.checkpoints.scaled import with_scales
-from anygpu.compat.checkpoints.weights import read_json, read_tensors, write_tensors
+from anygpu.compat.checkpoints.weights import read_json, read_tensors, weight_files, write_tensors
 from anygpu.compat.errors import CheckpointError, PackError
+from anygpu.compat.repairs import FP32, Repair, RepairStore
 from anygpu.pipelines import stages, tiny
-from anygpu.pipelines.base import PromptRequest, Silent
+from anygpu.pipelines.base import Prompt, PromptRequest, Silent
+from anygpu.pipelines.latents import musubi
 from anygpu.pipelines.latents.store import load_latent
+from anygpu.pipelines.loading import download
+from anygpu.pipelines.loading.evidence import Evidence
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.movie import read_frames, write_mp4
+from anygpu.pipelines.registry import FAMILIES
 from anygpu.pipelines.text.prompt_files import load_prompt
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 123456789\n"
@@ -156,3 +161,54 @@ def test_latents_in_a_dtype_that_no_sampler_makes(tmp_path: Path, dtype: torch.d
     write_record(path, {"latent_tensor": torch.zeros(1, 4, 2, 1, 1).to(dtype)}, RECORD)
     with pytest.raises(CheckpointError, match="latents of "):
         load_latent(path, lambda _: None)
+
+
+DEEP = "[" * 100_000  # deeper than a reader of JSON goes
+
+
+@pytest.mark.parametrize(
+    "text", ["3", '{"m": 3}', '{"m": [1, "x", {"way": "fp32"}]}', '{"m": [{"layer": "a", "way": {}}]}', DEEP]
+)
+def test_repairs_that_somebody_edited_are_no_repairs(tmp_path: Path, text: str) -> None:
+    store = RepairStore(tmp_path)
+    assert store.path is not None
+    store.path.write_text(text, encoding="utf-8")
+    assert store.load("m") == ()
+    store.add("m", Repair("a.b", FP32))
+    assert store.load("m") == (Repair("a.b", FP32),)
+
+
+@pytest.mark.parametrize("text", ["3", '{"fetched": [], "files": 1.5}', '{"fetched": [3], "files": {}}', DEEP])
+def test_a_note_of_what_was_fetched_that_somebody_edited_counts_for_nothing(tmp_path: Path, text: str) -> None:
+    model = next(iter(download.offers().values())).downloads[0]
+    (tmp_path / download.NOTE).parent.mkdir(parents=True)
+    (tmp_path / download.NOTE).write_text(text, encoding="utf-8")
+    (tmp_path / "a.json").write_text("{}", encoding="utf-8")
+    assert not download.is_checked(tmp_path, model)
+    download._note(tmp_path, model, {"a.json": 2})
+    assert download.is_checked(tmp_path, model)
+
+
+def test_a_shard_whose_name_no_file_can_have_is_missing(tmp_path: Path) -> None:
+    index = {"weight_map": {"a": "é" * 300}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="of the transformer is missing"):
+        weight_files(tmp_path, "transformer")
+
+
+@pytest.mark.parametrize(("name", "shape"), [("llm_float32", (5,)), ("llm_mask", (4,)), ("clipL_float32", (1, 2, 8))])
+def test_a_text_cache_of_other_shapes_is_named(tmp_path: Path, name: str, shape: tuple[int, ...]) -> None:
+    embeds = {"prompt_embeds": torch.randn(1, 5, 16), "pooled_prompt_embeds": torch.randn(1, 8)}
+    path = musubi.save_text_cache(tmp_path, "clip", Prompt("hunyuan_video", embeds))
+    tensors, metadata = read_record(path, "a prompt")
+    assert name in tensors
+    write_tensors(path, {**tensors, name: torch.ones(shape)}, metadata)
+    with pytest.raises(CheckpointError, match=r"expected embeddings \(N, D\), and a mask of N tokens"):
+        load_prompt(path, lambda _: None)
+
+
+@pytest.mark.parametrize("steps", ["3", '{"a": 1}', DEEP])
+def test_a_note_of_another_type_says_nothing_of_the_variant(steps: str) -> None:
+    ltx = FAMILIES["ltx"].code
+    note = Evidence({"config": f'{{"allowed_inference_steps": {steps}}}'})
+    assert ltx.guess_variant(note) == ltx.guess_variant(Evidence())

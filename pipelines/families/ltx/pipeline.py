@@ -90,7 +90,7 @@ def guess_variant(evidence: Evidence) -> tuple[str, str]:
     trained = evidence.note("config", "allowed_inference_steps")
     if older:
         return STOCHASTIC, f"the name {older!r} says so"
-    if trained:
+    if isinstance(trained, list) and trained:
         return DISTILLED, f"its file says that it was trained for {len(trained)} noise levels"
     if name:
         return DISTILLED, f"the name {name!r} says so"

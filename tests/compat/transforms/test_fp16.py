@@ -356,7 +356,7 @@ def test_matrices_of_blocks_are_read_as_fp16_and_all_else_as_fp32():
 @pytest.mark.skipif(not hasattr(torch.backends.cudnn, "conv"), reason="needs torch 2.9 or newer")
 def test_the_model_predicts_3_5_times_fp32_on_sm75_and_its_table_is_of_this_code():
     """Committed rows are derived, never measured; LTX-Video, the tightest, is counted again."""
-    with (BENCHMARKS / "results" / "fp16_model.csv").open() as file:
+    with (BENCHMARKS / "results" / "fp16_model.csv").open(encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["way"].endswith("fp32-output products")]
     assert {row["kind"] for row in rows} == {"derived"}
     turing = {row["family"]: row for row in rows if row["device"] == "sm75, RTX 2080 Ti"}

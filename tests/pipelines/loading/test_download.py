@@ -145,9 +145,10 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 class Listening(Silent):
-    """Remembers what it was told, and cancels when it is asked to."""
+    """Remembers what it was told, and cancels when it is asked to, not before so many bytes have come."""
 
-    def __init__(self, cancel: threading.Event | None = None) -> None:
+    def __init__(self, cancel: threading.Event | None = None, past: int = 0) -> None:
+        self.past = past
         self.told: list[tuple[int, int, str]] = []
         self.cancel = cancel
 
@@ -155,7 +156,8 @@ class Listening(Silent):
         self.told.append((done, total, stage))
 
     def check(self) -> None:
-        if self.cancel is not None and self.cancel.is_set():
+        came = max((done for done, _, _ in self.told), default=0)
+        if self.cancel is not None and self.cancel.is_set() and came >= self.past:
             raise KeyboardInterrupt
 
 
@@ -191,7 +193,7 @@ def test_what_is_read_is_fetched_checked_and_not_asked_for_again(hub: Hub, tmp_p
 def test_a_cancel_ends_it_while_the_network_is_waited_for_and_it_goes_on_from_there(hub: Hub, tmp_path: Path) -> None:
     hub.hold = LARGE
     with pytest.raises(KeyboardInterrupt):
-        run(hub, tmp_path, Listening(cancel=hub.halfway))
+        run(hub, tmp_path, Listening(cancel=hub.halfway, past=10_000))
     assert not hub.go.is_set(), "the server still holds the answer back"
     assert LARGE not in there(tmp_path), "nothing half is under its own name"
     hub.go.set()
@@ -254,6 +256,24 @@ def test_a_file_that_was_there_before_stays_as_it_was(hub: Hub, tmp_path: Path, 
     path.unlink()
     run(hub, tmp_path)
     assert there(tmp_path) == {name: FILES[name] for name in WANTED}
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_folder_that_is_a_link_is_compared_too(hub: Hub, tmp_path: Path, damaged: bool) -> None:
+    root, other = tmp_path / "root", tmp_path / "other"
+    run(hub, other)
+    (root / DOWNLOAD.folder).mkdir(parents=True)
+    (root / DOWNLOAD.folder / "transformer").symlink_to(other / DOWNLOAD.folder / "transformer", True)
+    hub.asked.clear()
+    if not damaged:
+        (other / DOWNLOAD.folder / "transformer" / "config.json").unlink()  # fetched through the link
+        run(hub, root)
+        assert not hub.gets(LARGE) and is_checked(root / DOWNLOAD.folder, DOWNLOAD)
+        assert {**there(root), **{n: c for n, c in there(other).items() if "transformer" in n}} == there(other)
+        return
+    (other / DOWNLOAD.folder / LARGE).write_bytes(b"x" * len(FILES[LARGE]))
+    with pytest.raises(CheckpointError, match=r"diffusion_pytorch_model\.safetensors' of another version"):
+        run(hub, root)
 
 
 def test_a_part_that_is_too_long_is_begun_anew(hub: Hub, tmp_path: Path) -> None:
