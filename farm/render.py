@@ -21,6 +21,7 @@ from ..pipelines.demo import MODELS as DEMOS
 from ..pipelines.job_folder import JobFolder
 from ..pipelines.jobs import Content, Job, Machine, Places, job_in, load_pipeline, run
 from ..pipelines.movie import read_frames, write_mp4
+from ..pipelines.receipts import decoded_receipt, tags_for
 from .schedule import Task
 
 OUTPUT_BYTES = 100_000_000  # that must be free before hours of work
@@ -69,11 +70,10 @@ class Renderer:
         job, folder = job_of(line), JobFolder(self.folder)
         require_writable(folder.results / job.key, OUTPUT_BYTES, "the folder of jobs")
         if self._model != job.model_key:
-            self._pipeline, self._model = None, ""  # before the next is loaded, so that both are never held
+            self._pipeline, self._model = None, job.model_key  # before the next is loaded: both are never held
         started = time.monotonic()
         with torch.no_grad():
             name, made = (self._textured if isinstance(job, PaintJob) else self._video)(job, folder, progress)
-        self._model = job.model_key
         digest = hashlib.sha256(made.contiguous().numpy().tobytes()).hexdigest()
         seconds = round(time.monotonic() - started, 3)
         return {"job": job.record(), "file": name, "pixels_sha256": digest, "seconds": seconds}
@@ -85,7 +85,8 @@ class Renderer:
         machine = Machine(places, self.state, self.device, unfinished=kept)
         self._pipeline = self._pipeline or load_pipeline(job, machine, progress)
         rendered = run(job, machine, progress, self._pipeline)
-        path = write_mp4(rendered.frames, rendered.latents.fps, folder.results / f"{job.key}.mp4")
+        tags = tags_for(decoded_receipt(rendered.latents, job.decode))
+        path = write_mp4(rendered.frames, rendered.latents.fps, folder.results / f"{job.key}.mp4", tags)
         shutil.rmtree(kept, ignore_errors=True)
         return path.name, rendered.frames
 

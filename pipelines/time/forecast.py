@@ -162,9 +162,9 @@ def _modelled(pipeline: Pipeline, stage: str, run: Run, pace: Pace, mode: str, r
     if mode == HOSTED:
         streamed = 0 if room is None else min(total, max(0, total + beside - room))
         return max(computing, calls * streamed / link) + (total - streamed) / link
-    if mode in ("group", "sequential"):
+    if mode in ("group", "sequential"):  # copies come ahead, but where the host's memory is the device's
         copying = calls * total / link
-        return max(computing, copying) if mode == "group" else computing + copying
+        return computing + copying if pipeline.facts.unified else max(computing, copying)
     return computing + total / link
 
 
@@ -178,7 +178,10 @@ def _link(pipeline: Pipeline) -> float:
     rates = [
         row.moved_bytes / row.moving_seconds
         for row in rows
-        if row.device == str(device) and row.moved_bytes and row.moving_seconds > 0
+        if row.device == str(device)
+        and row.moved_bytes
+        and row.moving_seconds > 0
+        and row.mode not in ("group", "sequential")  # whose seconds are those that computing waited for copies
     ]
     published = published_rates(pipeline.facts.name)
     return median(rates) if rates else 0.0 if published is None else published.to_device
