@@ -100,7 +100,27 @@ def report(arguments: argparse.Namespace) -> int:
         return _kernels(arguments)
     if arguments.memory:
         return _memory(arguments)
+    if arguments.share is not None:
+        return _share(arguments)
     print(hardware_report(arguments.device, Path(arguments.state).expanduser(), arguments.again).text())
+    return 0
+
+
+def _share(arguments: argparse.Namespace) -> int:
+    """Show this machine as a file that may be shared, and write it; a terminal is asked first."""
+    from .compat.durable import replacing, require_writable
+    from .pipelines.machines import HINT, this_machine
+
+    path = Path(arguments.share)
+    require_writable(path, JOB_BYTES, "--share")
+    text = this_machine(arguments.device, Path(arguments.state).expanduser()).text()
+    print(text)
+    if sys.stdin.isatty() and input(f"Write this to {path}? [y/N] ").strip().lower() not in ("y", "yes"):
+        print("nothing was written")
+        return 0
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+    print(f"{path}: {HINT}")
     return 0
 
 
@@ -381,6 +401,8 @@ def _parser(renders: bool) -> argparse.ArgumentParser:
     told.add_argument(
         "--memory", action="store_true", help="show what the last runs used: peaks, bytes copied, time spent copying"
     )
+    share = "show and write this machine as a small file without names, for our tables; nothing is sent"
+    told.add_argument("--share", nargs="?", const="anygpu-machine.json", metavar="FILE", help=share)
     told.set_defaults(run=report)
     tried = commands.add_parser("check", help="try conversions, loading, Conv3d and attention on the device")
     tried.add_argument("--device", help="such as cpu, cuda:0, mps; default: the accelerator, else cpu")
