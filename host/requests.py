@@ -6,10 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import folder_paths
+
 from ..compat.errors import PackError
 from ..paint.loading import PaintRequest
 from ..paint.networks.compile import CACHE_LIMIT, settings_for
+from ..pipelines.demo import MODELS
+from ..pipelines.jobs import Machine, Places
 from ..pipelines.loading.folder import AUTO, LoadRequest, part_folders
+from ..pipelines.loading.single_file import Files
 from ..pipelines.requests import LOAD_INPUTS, load_request
 from . import folders, memory_manager, model_files
 
@@ -76,6 +81,24 @@ def paint_request(inputs: Inputs, **machine: Any) -> PaintRequest:
         compiled=settings_for(given["dynamo_cache_size_limit"]) if given["compile"] else None,
         **{name: given[name] for name in PAINT_CHOICES},
         **_here(machine),
+    )
+
+
+def machine_of(folder: Path) -> Machine:
+    """This ComfyUI as the place where a job runs.
+
+    Args:
+        folder: of the file that says what to render, beside which its pictures may lie.
+    """
+    models = (*folders.model_roots(), *folders.encoder_roots(), *folders.roots(folders.LORA_KEYS))
+    single = tuple(root for keys in model_files.KEYS.values() for root in folders.roots(keys))
+    pictures = (folder, Path(folder_paths.get_input_directory()), Path(folder_paths.get_output_directory()))
+    return Machine(
+        places=Places(tuple(dict.fromkeys((*models, *single, MODELS))), tuple(dict.fromkeys(pictures))),
+        state=folders.state_folder(),
+        device=memory_manager.compute_device(),
+        host={"make_room": memory_manager.make_room, "hosted": memory_manager.offloader_on},
+        single=Files({}, model_files.offered(), AUTO, model_files.tokenizers()),
     )
 
 
