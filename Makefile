@@ -106,6 +106,7 @@ demo-comfyui: $(READY)
 bench: $(READY)
 	$(PY) benchmarks/overhead.py
 	OMP_NUM_THREADS=1 $(PY) benchmarks/minutes.py
+	OMP_NUM_THREADS=1 $(PY) benchmarks/dispatch.py
 	$(PY) benchmarks/startup.py
 	$(PY) benchmarks/watching.py
 	$(PY) benchmarks/steps.py

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from fractions import Fraction
@@ -23,6 +24,7 @@ FILMS = (".mp4", ".webm", ".mkv", ".mov")
 NO_SIGNED = "no video or latents found"
 DEEPEST = 4
 OUTPUT = " [output]"
+MOST_BYTES = 200  # of a name: file systems take 255, and a number and an ending follow
 
 _kinds: dict[tuple[str, int, int], str] = {}
 
@@ -39,7 +41,7 @@ def target_folder(prefix: str) -> tuple[Path, str]:
     """Folder and name that a prefix such as ``musubi/clip_01`` means, in the output folder.
 
     Raises:
-        InputError: a name that leads out of the output folder or into a loop of links, or no name.
+        InputError: a name that leads out of the output folder or into a loop of links, no name, or a long one.
     """
     root = Path(folder_paths.get_output_directory()).resolve()
     try:
@@ -54,6 +56,11 @@ def target_folder(prefix: str) -> tuple[Path, str]:
             fix="Remove leading slashes and '..', and end with a file name.",
         )
     inside = Path(folder_paths.get_output_directory()) / path.relative_to(root)
+    longest = max(len(os.fsencode(part)) for part in inside.parts)
+    if longest > MOST_BYTES:
+        raise InputError(
+            f"filename_prefix with a name of {longest} bytes", expected=f"at most {MOST_BYTES} bytes", fix="Shorten it."
+        )
     return inside.parent, inside.name
 
 

@@ -96,7 +96,7 @@ class Sample(io.ComfyNode):
             recovery.keep(folders.kept_folder(), latents, progress.notify)
             return latents
 
-        return finished(progress, pipeline, batch.sampled(batch_size * len(starts), chosen.seed, progress, sample))
+        return finished(progress, pipeline, batch.sampled(batch_size, chosen.seed, progress, sample, len(starts)))
 
 
 class SampleFramePack(io.ComfyNode):

@@ -39,7 +39,7 @@ from .time.forecast import Run, planned_run
 from .vae.plan import Form
 
 MOST_TOKENS = 1024
-MOST_STG = 20.0
+MOST_STG, MOST_SHIFT = 20.0, 100.0
 TEXT_HINT = "choose text_device cpu on the load node, which needs none of this memory"
 
 TEXT = Stage("encode prompt", "text", "encoding the prompt")
@@ -417,8 +417,8 @@ def _completed(
         cfg=settings.cfg or defaults.cfg,
         guidance_rescale=settings.guidance_rescale if "guidance_rescale" in family.effective else 0.0,
     )
-    for name in ("cfg_start", "cfg_end", "denoise"):
-        require_range(name, getattr(settings, name), 0, 1)
+    for name, most in (("cfg_start", 1), ("cfg_end", 1), ("denoise", 1), ("shift", MOST_SHIFT)):
+        require_range(name, getattr(settings, name), 0, most)
     if settings.cfg_start > settings.cfg_end:
         raise InputError(
             f"cfg_start {settings.cfg_start} after cfg_end {settings.cfg_end}",
